@@ -1,4 +1,4 @@
-"""Reductions over processes that are the identity in a single one."""
+"""Reduces and gathers tensors over all processes; the identity where there is only one."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def world() -> tuple[int, int]:
 
 
 def leave() -> None:
-    """End this process's part. What still refers to the group goes first: where the interpreter's
-    exit takes gloo's threads down, it now and then aborts, and the launcher takes a finished run
-    for a failed one."""
+    """Destroy the process group at the end of a run. Whatever still refers to it is collected
+    first: otherwise the interpreter's exit, which takes gloo's threads down, now and then aborts,
+    and the launcher takes a finished run for a failed one."""
     if world()[1] > 1:
         gc.collect()
         dist.destroy_process_group()
@@ -42,8 +42,8 @@ def all_max(x: Tensor) -> Tensor:
 
 
 def largest(number: int, device: torch.device | str) -> int:
-    """Return the largest of the processes' numbers, for which one process asks no device; a
-    collective call."""
+    """Return the largest of the processes' numbers, without waiting for the device if there is one
+    process; a collective call."""
     return int(all_max(torch.tensor(number, device=device))) if world()[1] > 1 else number
 
 
@@ -69,8 +69,7 @@ def all_gather_rows(x: Tensor) -> Tensor:
 
 
 def all_gather_json(rows: Sequence[Any], device: torch.device | str = "cpu") -> list[Any]:
-    """Gather the rows of every process in order of rank, each fit for JSON, through which all of
-    them go."""
+    """Gather every process's rows as JSON, in order of rank."""
     lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
     sent = torch.tensor(list(lines), dtype=torch.uint8, device=device)
     return [
@@ -81,19 +80,19 @@ def all_gather_json(rows: Sequence[Any], device: torch.device | str = "cpu") -> 
 
 
 def all_gather_plain(value: Any) -> list[Any]:
-    """Gather plain data, fit for JSON, of every process in order of rank."""
+    """Gather every process's plain data, fit for JSON, in order of rank."""
     return all_gather_json([value])
 
 
 class StopAll(UserError):
-    """Is a UserError that every process raises at the same place, so that they can still act in
-    common before they end."""
+    """Tells the user's mistake on every process at the same place, so that they can still make
+    collective calls before they end."""
 
 
 @contextmanager
 def together() -> Iterator[None]:
-    """Raise on all processes a UserError that ends this block on one: nobody waits for one that has
-    gone.
+    """Raise on all processes a UserError that ends this block on one, so that no process waits for
+    one that has gone.
 
     Entering and leaving is a collective call; the block itself must make none.
     """
@@ -117,6 +116,6 @@ def _reduce(x: Tensor, op: dist.ReduceOp) -> Tensor:
 
 
 def _placed(x: Tensor) -> Tensor:
-    """Move a tensor to a device the process group can talk about: NCCL alone knows no CPU
+    """Move a tensor to a device that the process group supports: NCCL alone knows no CPU
     tensors."""
     return x.cuda() if dist.get_backend() == "nccl" and not x.is_cuda else x

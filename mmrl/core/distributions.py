@@ -1,4 +1,5 @@
-"""Distributions of one decision. Sampling and scoring share the object, so they cannot disagree."""
+"""Defines the distributions of a decision. Sampling and scoring share one, so they cannot
+disagree."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ BELOW_ONE = 1 - 2**-52
 
 @dataclass(frozen=True)
 class Gaussian:
-    """Isotropic Gaussian over latents; ``std`` 0 makes the step deterministic (then no log-prob is
-    meant).
+    """Holds an isotropic Gaussian over latents; ``std`` 0 makes the step deterministic (then its
+    log-prob has no meaning).
 
     ``reduction`` "mean" divides log-prob, KL and entropy by the number of dimensions, as every
     published implementation does (their clip ranges of 1e-6 to 1e-3 come from it); "sum" gives the
@@ -30,31 +31,31 @@ class Gaussian:
     reduction: str = "mean"
 
     def sample(self, noise: Tensor) -> Tensor:
-        """[B, *] from standard normal noise [B, *]."""
+        """Return a sample, [B, *], from standard normal noise [B, *]."""
         return self.mean + self.std * noise
 
     def repeat(self, n: int) -> Gaussian:
-        """Every row ``n`` times."""
+        """Repeat every row ``n`` times."""
         return replace(
             self, mean=self.mean.repeat_interleave(n, 0), std=self.std.repeat_interleave(n, 0)
         )
 
     def log_prob(self, x: Tensor) -> Tensor:
-        """[B, 1]."""
+        """Return the log-probs, [B, 1]."""
         std = self.std.clamp_min(TINY)
         return self._reduce(
             -0.5 * ((x - self.mean) / std) ** 2 - std.log() - 0.5 * math.log(2 * math.pi)
         )
 
     def kl(self, reference: Gaussian) -> Tensor:
-        """[B, 1] KL(self || other), exact; equal standard deviations cancel exactly."""
+        """Return the exact KL(self || other), [B, 1]; equal standard deviations cancel exactly."""
         p = self.std.clamp_min(TINY)
         q = reference.std.clamp_min(TINY)
         spread = torch.where(p == q, torch.zeros_like(p), (q / p).log() + 0.5 * ((p / q) ** 2 - 1))
         return self._reduce(spread + 0.5 * ((self.mean - reference.mean) / q) ** 2)
 
     def entropy(self) -> Tensor:
-        """[B, 1]."""
+        """Return the entropies, [B, 1]."""
         each = self.std.clamp_min(TINY).log() + 0.5 * math.log(2 * math.pi * math.e)
         return self._reduce(each.expand_as(self.mean))
 
@@ -65,17 +66,17 @@ class Gaussian:
 
 @dataclass(frozen=True)
 class Score(Gaussian):
-    """A Gaussian scored by -(x - mean)^2, without its variance (Flow-CPS): not a density, and not a
+    """Scores a Gaussian by -(x - mean)^2, without its variance (Flow-CPS): not a density, and not a
     log-prob."""
 
     def log_prob(self, x: Tensor) -> Tensor:
-        """[B, 1] the score."""
+        """Return the scores, [B, 1]."""
         return self._reduce(-((x - self.mean) ** 2))
 
 
 def drawn(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Draws [*, n] long from the softmax of logits [*, V], by inversion at uniform [*, n] in (0,
-    1); their log-probs.
+    """Return draws [*, n] long from the softmax of logits [*, V], by inversion at uniform [*, n] in
+    (0, 1), and their log-probs.
 
     A draw is the first token whose cumulative probability is above the uniform number. First its
     block of the vocabulary is found, from cumulative sums of blocks in float64, then the token in
@@ -100,22 +101,22 @@ def drawn(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Categorical:
-    """Independent draws at L positions from a vocabulary of V; logits of -inf are impossible
-    tokens."""
+    """Holds independent distributions at L positions over a vocabulary of V; logits of -inf are
+    impossible tokens."""
 
     logits: Tensor  # [B, L, V]
 
     def sample(self, uniform: Tensor) -> Tensor:
-        """[B, L] long, by inversion of the cumulative distribution at uniform [B, L] in (0, 1)."""
+        """Draw [B, L] long, by inversion of the cumulative distribution at uniform [B, L]."""
         return drawn(self.logits, uniform[..., None])[0][..., 0]
 
     def log_prob(self, ids: Tensor) -> Tensor:
-        """[B, L] for token ids [B, L]."""
+        """Return the log-probs [B, L] of token ids [B, L]."""
         return self._log_softmax().gather(-1, ids[..., None])[..., 0]
 
     def kl(self, reference: Categorical) -> Tensor:
-        """[B, L] KL(self || other) over the whole vocabulary; an impossible token of self adds
-        nothing."""
+        """Return KL(self || other) over the whole vocabulary, [B, L]; an impossible token of self
+        adds nothing."""
         p = self._log_softmax()
         q = reference._log_softmax()
         # filled before the difference: inf - inf would poison the gradient
@@ -123,7 +124,7 @@ class Categorical:
         return (p.exp() * (p.masked_fill(impossible, 0) - q.masked_fill(impossible, 0))).sum(-1)
 
     def entropy(self) -> Tensor:
-        """[B, L]."""
+        """Return the entropies, [B, L]."""
         p = self._log_softmax()
         return -(p.exp() * p.masked_fill(p.isneginf(), 0)).sum(-1)
 

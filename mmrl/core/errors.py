@@ -1,4 +1,4 @@
-"""Errors a user can mend, and the words that help to mend them."""
+"""Defines the error for what a user can mend, and words its hints."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 
 class UserError(Exception):
-    """A mistake of the user's: one readable message with the remedy, exit status 2, never a
+    """Reports a mistake of the user's: one readable message with the remedy, exit status 2, never a
     traceback."""
 
 
 def suggest(name: str, known: Any) -> str:
-    """``did you mean 'grpo'?`` or the list of what is known."""
+    """Write ``did you mean 'grpo'?``, or the list of known names."""
     close = get_close_matches(str(name), [str(k) for k in known], cutoff=0.6)
-    # of equally near ones that of swapped letters
+    # among equally near names prefer one with swapped letters
     close.sort(key=lambda found: sorted(found) != sorted(str(name)))
     return (
         f"did you mean {close[0]!r}?"

@@ -1,5 +1,4 @@
-"""What the host knows of the device's tensors: a value is asked for once, since every question
-waits for the device."""
+"""Caches on the host the values of tensors on the device, since every read waits for the device."""
 
 from __future__ import annotations
 
@@ -8,8 +7,8 @@ from torch import Tensor
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """Read a tensor. The copy is remembered with it until it is changed, so the device is asked
-    once."""
+    """Copy a tensor to the CPU. The copy is cached with the tensor until it is changed in place, so
+    the device is read once."""
     if tensor.device.type == "cpu":
         return tensor
     known = getattr(tensor, "_mmrl_known", None)
@@ -19,26 +18,26 @@ def on_host(tensor: Tensor) -> Tensor:
 
 
 def remember(tensor: Tensor, copy: Tensor) -> tuple[int, Tensor]:
-    """Note a tensor's values, a CPU tensor, as those of its present version, which come first."""
+    """Cache a CPU copy as the values of the tensor's present version; ``on_host`` returns it."""
     tensor._mmrl_known = _version(tensor), copy
     return tensor._mmrl_known
 
 
 def _version(tensor: Tensor) -> int:
-    """How often it was changed in place; tensors of inference mode, which do not count, are never
-    changed here."""
+    """Count the tensor's in-place changes; 0 for tensors of inference mode, which have no counter
+    and are never changed here."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def sent(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """Move a tensor. On the way to an accelerator the host does not wait for what that is still
-    computing."""
+    """Move a tensor. On the way to an accelerator the host does not wait for what the device is
+    still computing."""
     return tensor.to(device, non_blocking=torch.device(device).type != "cpu")
 
 
 def indices(mask: Tensor) -> Tensor:
-    """Find where a mask holds: [N] long, places in the flattened mask, on its device. Asks the
-    device once a mask."""
+    """Return the places where a mask holds, [N] long in the flattened mask, on its device. The
+    device is read once for each mask."""
     known = getattr(mask, "_mmrl_indices", None)
     if known is None or known[0] != _version(mask):
         known = _version(mask), sent(on_host(mask).flatten().nonzero()[:, 0], mask.device)
@@ -47,12 +46,12 @@ def indices(mask: Tensor) -> Tensor:
 
 
 def selected(values: Tensor, mask: Tensor) -> Tensor:
-    """Take ``values[mask]``, [N, *] of values [*mask, *], without a question to the device of its
-    own."""
+    """Return ``values[mask]``, [N, *] of values [*mask, *], reading the device only through
+    ``indices``."""
     return values.flatten(0, mask.ndim - 1)[indices(mask)]
 
 
 def spread(values: Tensor, mask: Tensor) -> Tensor:
-    """Put values [N] where a mask holds: [*mask], 0 elsewhere; the inverse of ``selected``, with
+    """Put values [N] where a mask holds, 0 elsewhere: [*mask]; the inverse of ``selected``, with
     its gradient."""
     return values.new_zeros(mask.numel()).index_copy(0, indices(mask), values).view(mask.shape)

@@ -1,7 +1,7 @@
-"""What a loss wants to say besides its value.
+"""Records the quantities that a loss reports besides its value.
 
-An objective returns only its loss; whatever else is worth a curve it mentions by ``observe``.
-Outside a training step nobody listens and the call costs nothing, so objectives stay pure to look
+An objective returns only its loss; whatever else is worth a curve it records by ``observe``.
+Outside a training step the call does nothing and costs nothing, so objectives stay pure to look
 at and ten lines long.
 """
 
@@ -20,14 +20,14 @@ _listening: list[Meter] = []
 
 
 def observe(name: str, value: Tensor, mask: Tensor | None = None) -> None:
-    """Mention a tensor [B, L]; its mean and its largest absolute value where ``mask`` [B, L] holds
-    are recorded."""
+    """Record the mean and the largest absolute value of a tensor [B, L] where ``mask`` [B, L]
+    holds."""
     for meter in _listening:
         meter.add(name, value.detach(), mask)
 
 
 class Meter:
-    """Counts, sums and takes maxima by name, reduced over all processes when read."""
+    """Keeps counts, sums and maxima by name, reduced over all processes when read."""
 
     def __init__(self):
         self.sums: dict[str, Tensor] = {}  # name -> [2] float64: sum and count
@@ -43,11 +43,11 @@ class Meter:
             _listening.remove(self)
 
     def mark(self) -> tuple[dict[str, Tensor], ...]:
-        """Return what was recorded so far, for ``restore``."""
+        """Return the present counts, sums and maxima, for ``restore``."""
         return dict(self.sums), dict(self.tops), dict(self.sizes)
 
     def restore(self, mark: tuple[dict[str, Tensor], ...]) -> None:
-        """Forget what was recorded since."""
+        """Go back to a ``mark``, forgetting what was recorded since."""
         self.sums, self.tops, self.sizes = (dict(part) for part in mark)
 
     def add(self, name: str, value: Tensor, mask: Tensor | None = None) -> None:
@@ -60,14 +60,14 @@ class Meter:
         self.tops[name] = torch.maximum(self.tops.get(name, pair.new_zeros(())), masked.abs().max())
 
     def put(self, name: str, total: Tensor, count: Tensor) -> None:
-        """Add to a sum, and to the count it is divided by."""
+        """Add ``total`` to a sum and ``count`` to the count that divides it."""
         self.sums[name] = self.sums.get(name, 0) + torch.stack(
             [total.detach().double(), count.double()]
         )
 
     def mean(self, name: str) -> float:
-        """Return the mean over everything observed on all processes; a collective call. NaN if
-        nothing was."""
+        """Return the mean over everything observed on all processes, NaN if nothing was; a
+        collective call."""
         total, count = distributed.all_sum(
             self.sums.get(name, torch.zeros(2, dtype=torch.float64))
         ).tolist()
@@ -89,8 +89,8 @@ class Meter:
         }
 
     def size(self, name: str) -> float:
-        """Return the mean absolute value of what was observed on all processes; a collective call.
-        0 if nothing was."""
+        """Return the mean absolute value of what was observed on all processes, 0 if nothing was; a
+        collective call."""
         nothing = torch.zeros(2, dtype=torch.float64)
         pair = (
             torch.stack([self.sizes[name], self.sums[name][1]]) if name in self.sizes else nothing
@@ -104,20 +104,20 @@ class Meter:
 
 
 class Stopwatch:
-    """Adds up the seconds that the parts of an iteration take, by name."""
+    """Adds up the seconds of an iteration's parts, by name."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
 
     @contextmanager
     def time(self, name: str) -> Iterator[None]:
-        """Add what the block takes to the seconds of ``name``; nothing where it raises."""
+        """Add the block's duration to the seconds of ``name``; nothing where it raises."""
         start = time.perf_counter()
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
     def lap(self) -> dict[str, float]:
-        """Return the seconds as metrics, and begin anew."""
+        """Return the seconds as metrics, and start again at zero."""
         seconds = self.seconds
         self.seconds = {}
         return {f"time/{name}": value for name, value in seconds.items()}

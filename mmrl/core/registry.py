@@ -1,4 +1,4 @@
-"""Names in a configuration, and the callables they stand for. The callable's signature is the
+"""Maps names in a configuration to the callables they stand for. The callable's signature is the
 schema.
 
 An entry is one of two things:
@@ -42,8 +42,8 @@ def describe(entry: Callable) -> str:
 
 
 def options(entry: Callable) -> dict[str, inspect.Parameter]:
-    """The parameters a configuration may set, in order, with annotations resolved to types where
-    possible."""
+    """Return the parameters a configuration may set, in order, with annotations resolved to types
+    where possible."""
     if not inspect.isclass(entry):
         parameters = inspect.signature(entry, eval_str=True).parameters.values()
         return {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
@@ -61,7 +61,7 @@ def options(entry: Callable) -> dict[str, inspect.Parameter]:
 
 
 class Registry(dict[str, Callable]):
-    """``name -> class or function`` of one kind of plug-in."""
+    """Holds one kind of plug-in: ``name -> class or function``."""
 
     __hash__ = object.__hash__  # typing hashes what stands in Annotated[Kernel, KERNELS]
 
@@ -71,7 +71,7 @@ class Registry(dict[str, Callable]):
         self.group = group or f"mmrl.{kind}s"  # the entry-point group a third party registers under
 
     def register(self, name: str) -> Callable[[Callable], Callable]:
-        """Decorator. Two different entries under one name are refused."""
+        """Register the decorated entry. Two different entries under one name are refused."""
 
         def add(entry: Callable) -> Callable:
             known = self.get(name)
@@ -86,8 +86,8 @@ class Registry(dict[str, Callable]):
         return add
 
     def find(self, name: str) -> Callable:
-        """The entry of that name, or of ``module:name`` or ``file.py:name``, or a UserError with a
-        suggestion."""
+        """Return the entry of that name, or of ``module:name`` or ``file.py:name``; raise a
+        UserError with a suggestion if there is none."""
         if name in self:
             return self[name]
         if isinstance(name, str) and ":" in name:
@@ -95,8 +95,8 @@ class Registry(dict[str, Callable]):
         raise UserError(f"unknown {self.kind} {name!r}; {suggest(name, self)}")
 
     def discover(self) -> None:
-        """Register what installed packages offer by entry points; one that cannot be imported is
-        named and left out."""
+        """Register what installed packages offer by entry points; warn of one that cannot be
+        imported and leave it out."""
         for entry in importlib.metadata.entry_points(group=self.group):
             if entry.name in self:
                 continue
@@ -118,8 +118,8 @@ class Registry(dict[str, Callable]):
 
 
 def import_name(name: str, kind: str = "plug-in") -> Callable:
-    """``module:attribute`` or ``path/to/file.py:attribute``; modules are also looked up in the
-    working directory."""
+    """Import ``module:attribute`` or ``path/to/file.py:attribute``; modules are also looked up in
+    the working directory."""
     place, _, attribute = name.rpartition(":")
     try:
         module = import_file(Path(place)) if place.endswith(".py") else import_module(place)
@@ -139,13 +139,13 @@ def public_names(module: Any) -> list[str]:
 
 
 def import_module(place: str) -> Any:
-    """A module from sys.path or the working directory."""
+    """Import a module from sys.path or the working directory."""
     look_in(Path.cwd())
     return importlib.import_module(place)
 
 
 def import_file(path: Path) -> Any:
-    """A .py file as a module, executed once however often it is named; it may import its
+    """Import a .py file as a module, executed once however often it is named; it may import its
     neighbours."""
     if not path.is_file():
         raise UserError(f"no such file: {path}")
@@ -167,8 +167,7 @@ def import_file(path: Path) -> Any:
 
 
 def look_in(folder: Path) -> None:
-    """Let modules of a user's folder be imported; an installed command does not look there by
-    itself."""
+    """Put a user's folder on ``sys.path``, which an installed command does not do by itself."""
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
@@ -189,9 +188,9 @@ SURROGATES = Registry("surrogate", group="mmrl.surrogates")
 TIMES = Registry("timestep sampler", group="mmrl.timestep_samplers")
 # of the masked objective: which states it looks at
 ESTIMATORS = Registry("estimator", group="mmrl.estimators")
-STAGES = Registry("stage")  # what changes which rows of an iteration are trained on
+STAGES = Registry("stage")  # stages change which rows of an iteration are trained on
 MONITORS = Registry("monitor")  # metrics of what an iteration sampled
-JUDGES = Registry("judge")  # vision-language models that rewards ask
+JUDGES = Registry("judge")  # vision-language models that rewards query
 ARTIFACTS = Registry("artifact")  # things a world builds and caches: () -> folder
 
 ALL = {
@@ -246,8 +245,8 @@ def load_built_in() -> None:
 
 
 def locate(path: str) -> str:
-    """A model path as the loaders want it: ``world:digits/sd3`` is built and cached, anything else
-    passes through."""
+    """Return a model path that the loaders accept: ``world:digits/sd3`` is built and cached,
+    anything else passes through."""
     if not str(path).startswith("world:"):
         return str(path)
     load_built_in()

@@ -1,5 +1,5 @@
-"""Whether FSDP2 holds a module or tensor. Asking does not import it, which takes a second: before,
-it holds nothing."""
+"""Tells whether FSDP2 holds a module or tensor. Nothing is imported for it, which would take a
+second: before FSDP2 is imported, it holds nothing."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Say whether a tensor is a DTensor."""
+    """Tell whether a tensor is a DTensor."""
     return _is(tensor, "torch.distributed.tensor", "DTensor")
 
 
 def shards(module: nn.Module) -> bool:
-    """Say whether FSDP2 gathers and frees this module's parameters."""
+    """Tell whether FSDP2 gathers and frees this module's parameters."""
     return _is(module, "torch.distributed.fsdp", "FSDPModule")
 
 
@@ -32,8 +32,8 @@ def extent(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def like(tensor: Tensor, part: Tensor) -> Tensor:
-    """Make of this process's ``part`` a tensor that is sharded as ``tensor`` is; itself where that
-    is not."""
+    """Make of this process's ``part`` a tensor that is sharded as ``tensor`` is; return ``part``
+    itself where that is not sharded."""
     if not is_sharded(tensor):
         return part
     from torch.distributed.tensor import DTensor

@@ -15,7 +15,7 @@ OFFSETS = "DCP_SHARDING_INFO"  # in a file's header: where in the whole tensors 
 
 
 class Block(NamedTuple):
-    """Says what one file holds of a tensor."""
+    """Locates one file's block of a tensor."""
 
     file: Path
     start: tuple[int, ...]  # its first element in the whole tensor
@@ -23,7 +23,7 @@ class Block(NamedTuple):
 
 
 class Part(Mapping[str, Tensor]):
-    """Reads the tensors of one part on disk, each when it is asked for, whole or a block of it."""
+    """Reads the tensors of one part of a checkpoint on demand, whole or a block of each."""
 
     def __init__(self, files: Sequence[Path]):
         from safetensors import safe_open

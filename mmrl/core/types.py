@@ -1,5 +1,5 @@
-"""The records that move through a training iteration: what was asked, what was done, where to look
-again.
+"""Defines the records that move through a training iteration: prompts, rollouts, points and
+rewards.
 
 Shape letters used everywhere: P prompts, B rows (samples), K decisions a row took, L decisions one
 forward pass scores, T tokens, C channels, F frames, H, W; ``*`` is the shape of one sample (C H W
@@ -45,16 +45,16 @@ def tree_map(fn: Callable[[Tensor], Any], value: Any) -> Any:
 
 
 class Rewards(dict[str, Tensor]):
-    """Rewards by name, each [B], of steps [B, K]; NaN: could not be scored. ``weights`` says how to
-    add them."""
+    """Holds rewards by name, each [B], of steps [B, K]; NaN: could not be scored. ``weights``
+    multiply them in the sum."""
 
     def __init__(self, values: Mapping[str, Tensor], weights: Mapping[str, float] | None = None):
         super().__init__(values)
         self.weights = {name: float((weights or {}).get(name, 1.0)) for name in self}
 
     def total(self) -> Tensor:
-        """[B] weighted sum, [B, K] with rewards of steps; NaN where a part is NaN. Weight 0: only
-        watched."""
+        """Return the weighted sum [B], with rewards of steps [B, K]; NaN where a part is NaN.
+        Weight 0: only monitored."""
         first = next(iter(self.values()))
         parts = [self.weights[name] * v for name, v in self.items() if self.weights[name]]
         # rewards of steps: that of a sample belongs to each of its steps
@@ -63,7 +63,7 @@ class Rewards(dict[str, Tensor]):
         return sum(parts, first.new_zeros(len(first), *[1] * (parts[0].ndim - 1 if parts else 0)))
 
     def per_row(self) -> Rewards:
-        """[B] each: of a reward of steps the mean over those that have one."""
+        """Return each reward as [B]: of a reward of steps the mean over those that have one."""
         return Rewards(
             {name: v.nanmean(1) if v.ndim == 2 else v for name, v in self.items()}, self.weights
         )
@@ -75,10 +75,10 @@ Advantage = Callable[["Rewards | Tensor", "Rollout"], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Fields:
-    """A struct of arrays of equally many rows; a field may be such a struct itself."""
+    """Holds a struct of arrays of equally many rows; a field may be such a struct itself."""
 
     def row_fields(self) -> dict[str, Tensor | Fields]:
-        """The fields that have rows, by name."""
+        """Return the fields that have rows, by name."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "cond"}
         return {name: v for name, v in values.items() if isinstance(v, (Tensor, Fields))}
 
@@ -106,8 +106,8 @@ class Fields:
 
 @dataclass(frozen=True, kw_only=True)
 class Rows(Fields):
-    """A struct of arrays. Indexing takes rows; ``cond`` stays whole, since ``group`` still leads
-    into it."""
+    """Holds a struct of arrays. Indexing takes rows; ``cond`` stays whole, since ``group`` still
+    leads into it."""
 
     group: Tensor  # [B] long: which prompt the row answers, an index into cond and prompts
     cond: Any = None  # nest of tensors [P, *], whatever the policy needs to see of a prompt
@@ -142,7 +142,7 @@ class Rows(Fields):
 
 @dataclass(frozen=True, kw_only=True)
 class Rollout(Rows):
-    """What a policy did. A *decision* is one sampled value whose probability is known."""
+    """Records what a policy sampled. A *decision* is a sampled value whose probability is known."""
 
     prompts: Sequence[Prompt] = ()  # P
     row_id: Tensor  # [B] long: name of the row in the whole iteration, the key of its randomness
@@ -176,13 +176,13 @@ class Rollout(Rows):
     )
 
     def prompt_per_row(self) -> list[Prompt]:
-        """The prompt of every row, B of them."""
+        """Return the prompt of every row, B of them."""
         return [self.prompts[g] for g in self.group.tolist()]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Point(Rows):
-    """One forward pass: a state, and the decisions to be scored there."""
+    """Describes one forward pass: a state, and the decisions to be scored there."""
 
     row_id: Tensor  # [B] long, as in Rollout
     state: Tensor  # [B, *] what the network sees
@@ -207,28 +207,28 @@ class Point(Rows):
     estimator_weight: Tensor | None = None
     # [B, 2] long, whole paths: the key of their noise (``Rollout.stream``); None: there is none
     noise_stream: Tensor | None = None
-    # what a coupled objective learnt of the other points of the step (``Objective.couple``)
+    # what a coupled objective computed from all points of the step (``Objective.couple``)
     coupling: Fields | None = None
-    prompts: Sequence[Prompt] = ()  # P, for objectives that ask a reward
+    prompts: Sequence[Prompt] = ()  # P, for objectives that call a reward
     # the weights are those that sampled: the ratio is 1, what differs from it is rounding
     on_policy: bool = False
     # guidance scale; None is the policy's own on the path, 1 on re-noised states
     guidance: float | None = None
 
     def sampled_mask(self) -> Tensor:
-        """[B, L] bool: ``mask`` without rows the policy did not sample just now; for metrics."""
+        """Return ``mask`` [B, L] of rows the policy sampled just now, for metrics."""
         mask = self.current()
         return mask if self.is_ground_truth is None else mask & ~self.is_ground_truth[:, None]
 
     def current(self) -> Tensor:
-        """[B, L] bool: ``mask`` without rows of earlier iterations, whose log-probs are those of
-        other weights."""
+        """Return ``mask`` without rows of earlier iterations, whose log-probs are those of other
+        weights, [B, L] bool."""
         return self.mask if self.is_replayed is None else self.mask & ~self.is_replayed[:, None]
 
     def old(self, logp: Tensor, recorded: Tensor) -> Tensor:
-        """[B, L] log-probs that a ratio divides by: on fresh points the row's own without their
-        gradient, since what differs from the ``recorded`` ones is rounding; and always the recorded
-        ones of rows of earlier iterations."""
+        """Return the log-probs that a ratio divides by, [B, L]: on fresh points the row's own
+        without their gradient, since what differs from the ``recorded`` ones is rounding; and
+        always the recorded ones of rows of earlier iterations."""
         if not self.on_policy:
             return recorded
         return (
@@ -239,11 +239,11 @@ class Point(Rows):
 
 
 class Completion(str):
-    """A text a model wrote, with what a reward may want to know of it. Its slices are plain
-    strings."""
+    """Holds a text that a model wrote, with what a reward may need to know of it. Its slices are
+    plain strings."""
 
     tokens: int  # how many, the one that ended it included
-    finished: bool  # it ended by itself; False: it was cut at the limit
+    finished: bool  # ended by its end token; False: it was cut at the limit
     logprob: float  # mean over its tokens under the sampling distribution
     # mean over its tokens of KL(uniform || the model's distribution); None: not recorded
     self_certainty: float | None

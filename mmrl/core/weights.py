@@ -1,4 +1,4 @@
-"""Named snapshots of the trainable parameters: reference, old, moving average.
+"""Keeps named snapshots of the trainable parameters: reference, old, moving average.
 
 With LoRA the adapter starts at zero, so the snapshot taken before step 0 *is* the base model:
 reference, old and averaged policies need no second model. A snapshot is swapped in by *exchanging
@@ -20,7 +20,7 @@ from mmrl.core.sharding import extent, is_sharded, like, shards
 from mmrl.core.tensor_files import Part
 
 LIVE = "live"
-SPARE = 2**28  # bytes of weights that are there a third time while snapshots are swapped
+SPARE = 2**28  # bytes of weights that exist a third time while snapshots are swapped
 # what activation checkpointing and torch.compile put in names
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
@@ -28,14 +28,14 @@ WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 def reshard(module: nn.Module) -> None:
     """Make the shards the parameters again. After a forward pass FSDP2 keeps the whole weights of
     its outermost group for the backward pass to come; a pass after a change of the shards would
-    compute with the weights of before."""
+    compute with the old weights."""
     for part in module.modules():
         if shards(part):
             part.reshard()
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This process's part of a tensor, sharing storage, outside autograd's version counting."""
+    """Return this process's part of a tensor: the same storage, no version counting by autograd."""
     return tensor.data._local_tensor if is_sharded(tensor) else tensor.data
 
 
@@ -62,7 +62,7 @@ def parts(tensors: Sequence[Tensor], size: int) -> Iterator[slice]:
 
 
 class Weights:
-    """Snapshots of a module's trainable parameters. ``module`` is the unwrapped one."""
+    """Keeps snapshots of a module's trainable parameters. ``module`` is the unwrapped one."""
 
     def __init__(self, module: nn.Module):
         self.module = module
@@ -70,8 +70,8 @@ class Weights:
         self.current = LIVE
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Trainable parameters (under FSDP2 the shards) by the name they have without any wrapper;
-        looked up anew since sharding replaces the objects."""
+        """Return the trainable parameters (under FSDP2 the shards) by the name they have without
+        any wrapper; looked up anew since sharding replaces the objects."""
         reshard(self.module)
         return {_plain(name): p for name, p in self.module.named_parameters() if p.requires_grad}
 
@@ -91,8 +91,8 @@ class Weights:
 
     @contextmanager
     def using(self, name: str) -> Iterator[None]:
-        """Run the block with a snapshot in place of the live weights. Nests; ``live`` is always
-        known.
+        """Run the block with a snapshot in place of the live weights. Blocks nest; ``live`` is
+        always a valid name.
 
         Safe between a forward and its backward pass: contents are restored to the bit before the
         block ends.
@@ -126,8 +126,8 @@ class Weights:
 
     @torch.no_grad()
     def stored(self, name: str = LIVE) -> dict[str, Tensor]:
-        """The tensors themselves, under FSDP2 each process's shards (DTensor). Nothing is copied or
-        gathered."""
+        """Return the tensors themselves, under FSDP2 each process's shards (DTensor). Nothing is
+        copied or gathered."""
         parameters = self.parameters()
         return {
             key: p.detach() if name == LIVE else like(p, self.saved[name][key])
@@ -136,8 +136,8 @@ class Weights:
 
     @torch.no_grad()
     def full(self, name: str = LIVE) -> dict[str, Tensor]:
-        """Whole tensors on the CPU, gathered from all shards (a collective call). For checkpoints
-        and export."""
+        """Return whole tensors on the CPU, gathered from all shards (a collective call), for
+        checkpoints and export."""
         with self.using(name):
             return {key: _whole(p).detach().cpu().clone() for key, p in self.parameters().items()}
 
@@ -163,7 +163,7 @@ class Weights:
 
 
 def block(tensors: Mapping[str, Tensor], key: str, parameter: Tensor) -> Tensor:
-    """What this process holds of the whole tensor called ``key``, which is as large as
+    """Return this process's block of the whole tensor called ``key``, which is as large as
     ``parameter``."""
     stored = isinstance(tensors, Part)
     shape = tensors.shape(key) if stored else tuple(tensors[key].shape)

@@ -1,4 +1,4 @@
-"""Data sources made of other data sources: mixtures, hints that fade, hard prompts that come again.
+"""Makes data sources of others: mixtures, hints that fade, hard prompts that come again.
 
 Each draws by iteration and seed, the same on any number of processes; held-out prompts are those of
 what is inside.
@@ -28,8 +28,8 @@ PIECE = re.compile(r"[^\s>]*[\s>]+|[^\s>]+")  # words, and tags of a table
 
 
 class Mixed(Curriculum):
-    """Prompts of several sources, each with its name in ``source``, and the weights in force from
-    an iteration on."""
+    """Holds prompts of several sources, each with its name in ``source``, and the weights in force
+    from an iteration on."""
 
     def __init__(
         self, prompts: Sequence[Prompt], stages: Sequence[tuple[int, Mapping[str, float]]]
@@ -48,7 +48,7 @@ class Mixed(Curriculum):
         self.known: dict[tuple[int, int], tuple[dict[str, float], dict[str, int]]] = {}
 
     def shares(self, iteration: int) -> dict[str, float]:
-        """Of every source that has prompts, in the stage of ``iteration``; they add up to 1."""
+        """Return the shares, sum 1, of sources with prompts in the stage of ``iteration``."""
         chosen = [weights for start, weights in self.stages if start <= iteration][-1]
         positive = {
             name: chosen.get(name, 0.0) for name in self.members if chosen.get(name, 0.0) > 0
@@ -56,7 +56,7 @@ class Mixed(Curriculum):
         return {name: weight / sum(positive.values()) for name, weight in positive.items()}
 
     def batch(self, count: int, iteration: int, seed: int) -> list[Prompt]:
-        """Each source goes through its own epochs, however little of an iteration it has."""
+        """Draw from every source by its own epochs, however little of an iteration it has."""
         _, taken = self._before(count, iteration)
         prompts = []
         taken = dict(taken)
@@ -79,14 +79,13 @@ class Mixed(Curriculum):
         return Mixed(prompts, self.stages)
 
     def _turns(self, count: int, iteration: int) -> list[str]:
-        """Whose turn it is, ``count`` times: always that of the source which is furthest behind its
-        share."""
+        """Name the source of each of ``count`` draws: always the one furthest behind its share."""
         credit = dict(self._before(count, iteration)[0])
         return _advance(credit, self.shares(iteration), count)
 
     def _before(self, count: int, iteration: int) -> tuple[dict[str, float], dict[str, int]]:
-        """Credits and numbers of prompts taken before an iteration, counted from the first one
-        on."""
+        """Return credits and numbers of prompts taken before an iteration, counted from the first
+        one on."""
         start = iteration
         while start and (count, start) not in self.known:
             start -= 1
@@ -101,7 +100,7 @@ class Mixed(Curriculum):
 
 
 def _advance(credit: dict[str, float], shares: Mapping[str, float], count: int) -> list[str]:
-    """``count`` turns, and the credits after them."""
+    """Name the sources of ``count`` draws, and update the credits."""
     names = []
     for _ in range(count):
         for name, share in shares.items():
@@ -163,7 +162,7 @@ def _named(sources: Mapping[str, Any], part: str) -> list[Prompt]:
 
 
 class Around(Curriculum):
-    """A curriculum around ``inner``, a list or another curriculum of the same prompts."""
+    """Wraps ``inner``, a list or another curriculum of the same prompts."""
 
     def __init__(self, inner: Sequence[Prompt]):
         super().__init__(inner)
@@ -192,7 +191,7 @@ def _over(inner: Sequence[Prompt], prompts: Sequence[Prompt]) -> Sequence[Prompt
 
 
 class Hinted(Around):
-    """Prompts with the beginning of their right answer already written, which the model
+    """Draws prompts with the beginning of their right answer already written, which the model
     completes."""
 
     def __init__(self, inner: Sequence[Prompt], hints: Hints):
@@ -244,7 +243,7 @@ class Hints:
             )
 
     def on(self, prompt: Prompt, iteration: int) -> Prompt:
-        """The prompt with ``prefill``, what its answer begins with."""
+        """Return the prompt with ``prefill``, what its answer begins with."""
         left = 1.0 if not self.period else max(0.0, 1 - iteration / self.period)
         whole = pieces(prompt.get(self.field))
         hints = (
@@ -256,7 +255,8 @@ class Hints:
 
 
 def pieces(value: Any) -> list[str]:
-    """Steps of a list, else lines of a text, else its words and tags; joined they are the whole."""
+    """Split a list into steps, else a text into lines or words and tags; joined they are the
+    whole."""
     if isinstance(value, (list, tuple)):
         return [f"{step[0] if isinstance(step, (list, tuple)) else step}\n" for step in value]
     text = "" if value is None else str(value)
@@ -265,7 +265,7 @@ def pieces(value: Any) -> list[str]:
 
 
 class Replayed(Around):
-    """A share of every iteration are prompts that were hard when they were last asked, the longest
+    """Draws a share of every iteration from prompts that were hard when last sampled, the longest
     ago first."""
 
     def __init__(self, inner: Sequence[Prompt], replay: Replay):
@@ -273,10 +273,10 @@ class Replayed(Around):
         self.replay = replay
         self.named = {prompt["entry"]: prompt for prompt in inner}
         self.waiting: list[int] = []  # entries of hard prompts
-        self.again: list[int] = []  # those of them that are asked in this iteration
+        self.again: list[int] = []  # those of them that this iteration samples again
 
     def batch(self, count: int, iteration: int, seed: int) -> list[Prompt]:
-        """The last of the iteration's prompts give way to those that wait. Repeatable until
+        """Replace the last of the iteration's prompts by those that wait. Repeatable until
         ``learn``."""
         fresh = super().batch(count, iteration, seed)
         self.again = self.waiting[: int(self.replay.share * count)]
@@ -304,7 +304,7 @@ class Replayed(Around):
 
 @DATA.register("replay")
 class Replay:
-    """Repeat prompts that taught too little, with new answers: AVATAR's replay (Kulkarni et al.
+    """Repeat prompts that were hard, with new answers: AVATAR's replay (Kulkarni et al.
     2025).
 
     of: the data source. share: of every iteration's prompts that are repeated, at most. below: a

@@ -1,5 +1,5 @@
-"""Prompts from files, split into what is trained on and what is held out, in an order that depends
-on the seed only."""
+"""Reads prompts from files and splits them into a training and a held-out set, in an order that
+depends on the seed only."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mmrl.core.registry import DATA
 from mmrl.core.types import Prompt
 from samplers.noise import Rng
 
-SPLIT = 0.05  # share of the texts that is held out when nothing else is said
+SPLIT = 0.05  # share of the texts that is held out by default
 NAMES = {
     "train": ("train_metadata.jsonl", "train.jsonl", "train.txt"),
     "test": ("test_metadata.jsonl", "test.jsonl", "test.txt"),
@@ -64,8 +64,8 @@ class Prompts:
 def split(
     prompts: Sequence[Prompt], share: float, key: Callable[[Prompt], str] = itemgetter("text")
 ) -> tuple[list[Prompt], list[Prompt]]:
-    """Train and held-out prompts, by a hash of the text (or another ``key``): equal ones stay
-    together, and more lines move none of them.
+    """Split prompts into training and held-out ones by a hash of the text (or another ``key``):
+    equal ones stay together, and more lines move none of them.
 
     (But for tiny files: a side that the hash would leave empty gets the one text nearest to it.)
     """
@@ -77,14 +77,14 @@ def split(
 
 
 def _rank(text: str) -> float:
-    """In [0, 1), the same everywhere."""
+    """Hash a text to a number in [0, 1), the same everywhere."""
     digest = blake2b(text.encode(errors="surrogatepass"), digest_size=6).digest()
     return int.from_bytes(digest, "big") / 2**48
 
 
 def batch(prompts: Sequence[Prompt], count: int, iteration: int, seed: int) -> list[Prompt]:
-    """The prompts of an iteration, ``count`` of them: epoch after epoch, each in its own random
-    order.
+    """Return the prompts of an iteration, ``count`` of them: epoch after epoch, each in its own
+    random order.
 
     Nothing is remembered between calls: the position in the data is the iteration, so a resumed run
     continues exactly. No prompt repeats within an epoch; a batch may lie across two epochs, or wrap
@@ -99,15 +99,15 @@ def batch(prompts: Sequence[Prompt], count: int, iteration: int, seed: int) -> l
 
 
 def pick(prompts: Sequence[Prompt], u: float, iteration: int) -> Prompt:
-    """One prompt out of those that ``iteration`` may draw, for u in [0, 1)."""
+    """Return one of the prompts that ``iteration`` may draw, for u in [0, 1)."""
     if isinstance(prompts, Curriculum):
         return prompts.pick(u, iteration)
     return prompts[int(u * len(prompts))]
 
 
 def place(position: int, size: int, seed: int, *names: int | str) -> int:
-    """Where in ``size`` prompts the draw number ``position`` lies: epoch after epoch, each in its
-    own random order."""
+    """Return the index, among ``size`` prompts, of draw number ``position``: epoch after epoch,
+    each in its own random order."""
     epoch, slot = divmod(position, size)
     return _order(size, seed, epoch, *names)[slot]
 
@@ -118,32 +118,32 @@ def _order(n: int, seed: int, epoch: int, *names: int | str) -> tuple[int, ...]:
 
 
 class Curriculum(list[Prompt]):
-    """Training prompts that say themselves which of them an iteration draws."""
+    """Holds training prompts and decides itself which of them an iteration draws."""
 
     def batch(self, count: int, iteration: int, seed: int) -> list[Prompt]:
-        """``count`` prompts; the same on all processes, and after a resume."""
+        """Return ``count`` prompts; the same on all processes, and after a resume."""
         raise NotImplementedError
 
     def pick(self, u: float, iteration: int) -> Prompt:
         return self[int(u * len(self))]
 
     def over(self, prompts: Sequence[Prompt]) -> Curriculum:
-        """The same, over these of its prompts."""
+        """Return the same curriculum over a subset of its prompts."""
         raise NotImplementedError
 
     def learn(self, outcomes: Sequence[Outcome]) -> None:
-        """Told, alike on all processes, how the groups of an iteration were rewarded."""
+        """Take in how the groups of an iteration were rewarded; called alike on all processes."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """What ``state_dict`` returned, after a resume."""
+        """Restore what ``state_dict`` returned, after a resume."""
 
 
 class Outcome(NamedTuple):
-    """Rewards of one group: the ``entry`` of its prompt, their mean, and whether they are all
-    equal."""
+    """Holds the rewards of one group: the ``entry`` of its prompt, their mean, and whether they are
+    all equal."""
 
     entry: int
     mean: float
@@ -151,7 +151,7 @@ class Outcome(NamedTuple):
 
 
 def read(path: Path, key: str | None = None) -> list[Prompt]:
-    """The prompts of one .txt or .jsonl file, in order. Raises UserError with file and line."""
+    """Read the prompts of a .txt or .jsonl file in order. Raises UserError with file and line."""
     readers = {".txt": _text_line, ".jsonl": _json_line, ".ndjson": _json_line}
     if path.suffix.lower() not in readers:
         raise UserError(
@@ -203,7 +203,7 @@ def _json_line(line: str, key: str | None) -> Prompt:
 
 
 def decoded(path: Path) -> str:
-    """A whole UTF-8 file. Raises UserError naming the line that is not."""
+    """Read a whole UTF-8 file. Raises UserError naming the line that is not UTF-8."""
     try:
         content = path.read_bytes()
     except OSError as error:

@@ -1,1 +1,1 @@
-"""What a run would need, told from its configuration alone."""
+"""Estimates what a run needs, from its configuration alone."""

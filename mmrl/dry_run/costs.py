@@ -1,4 +1,4 @@
-"""What an iteration needs of a device's memory, by a formula that is written out in docs/speed.md.
+"""Estimates an iteration's device memory by a formula that is written out in docs/speed.md.
 
 Numbers are bytes. Rough on purpose: activations are counted by layers, tokens and width, which is
 right within a factor of two for transformers; the autoencoder's own activations and the models of
@@ -73,7 +73,7 @@ def tokens_of(policy: Any) -> tuple[int, int]:
 
 
 def _patch(policy: Any) -> int:
-    """Return the latents a side of a token."""
+    """Return how many latents one side of a token covers."""
     if policy.pipeline.startswith(("FluxPipeline", "FluxKontext", "QwenImage", "ZImage")):
         return 2
     patch = policy.config.patch_size
@@ -81,8 +81,8 @@ def _patch(policy: Any) -> int:
 
 
 def _unet(policy: Any) -> tuple[Layers, ...]:
-    """Describe the levels of a UNet: a residual block keeps about a third of a transformer layer,
-    attention as many as there are."""
+    """Describe the levels of a UNet: a residual block counts as a third of a transformer layer, an
+    attention block as its number of transformer layers."""
     config = policy.config
     pixels = policy.shape[-2] * policy.shape[-1]
     channels = config.block_out_channels

@@ -1,5 +1,5 @@
-"""``mmrl train CONFIG --dry-run``: what a run would be, without weights: shapes, batches, forwards,
-memory."""
+"""Implements ``mmrl train CONFIG --dry-run``, which reports a run without its weights: shapes,
+batches, forwards, memory."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Report:
 
 
 def dry_run(path: Path, overrides: Sequence[str] = (), processes: int = 1) -> Report:
-    """Check a configuration and say what its run would need. Raises UserError as training would."""
+    """Check a configuration and report what its run needs. Raises UserError as training would."""
     configuration = read(path, overrides, processes)
     train = configuration.section("train", TrainOptions)
     problems = []
@@ -126,7 +126,7 @@ def _of_folder(report: Report, resolved: Resolved, configuration: configs.Config
 
 def _folder(path: str) -> Path | None:
     """Find the config files of a model: a local folder, what was built of the embedded world, or
-    our table."""
+    the table of published models."""
     if path.startswith("world:"):
         built = sorted(root().glob(f"{path.removeprefix('world:')}-*/model_index.json"))
         return built[-1].parent if built else None

@@ -1,5 +1,5 @@
-"""A policy without its weights: the real constructor on config files, and an iteration of the real
-trainer to count.
+"""Makes a policy without its weights, by the real constructor on config files, and runs an
+iteration of the real trainer to count forwards.
 
 The network is a single number, latents have one element, and everything else (times, windows,
 trees, objective, advantage, batches) is what the configuration says, so that forwards are counted,
@@ -170,5 +170,5 @@ def _watched(collect: Callable, policy: FlowPolicy, rows_after: dict[str, int]) 
 
 
 def _noise(media: Media, prompts: list[Prompt]) -> Tensor:
-    """Return rewards that differ."""
+    """Return rewards that all differ, whatever the samples are."""
     return torch.arange(len(prompts), dtype=torch.float32).mul(math.pi).sin()

@@ -1,4 +1,4 @@
-"""A dry run's report as text."""
+"""Writes a dry run's report as text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ GIB = 2**30
 
 
 def lines(report: Report) -> Iterator[str]:
-    """Write one line each: what, and its numbers."""
+    """Return the report's lines, each a name and its numbers."""
     plan = report.plan
     train = report.train
     yield f"policy      {report.policy}: {report.path}"

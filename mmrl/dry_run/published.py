@@ -1,4 +1,4 @@
-"""Architectures of published models: what their config files say, without their weights.
+"""Holds the architectures of published models: what their config files say, without their weights.
 
 ``published.json`` holds, for every hub id in ``configs/``, the values by which a model differs from
 its class's defaults, the classes of its text encoders, and parameters counted from these on the

@@ -1,4 +1,4 @@
-"""Alarms while a run is going on: the reward is being exploited, samples become alike, pictures
+"""Raises alarms during a run: the reward is being exploited, samples become alike, pictures
 saturate.
 
 Each rule looks at curves of the run only, is stated in ``docs/rewards.md``, and was tried on
@@ -39,7 +39,7 @@ class AlarmOptions:
 
 
 class Alarm(NamedTuple):
-    """Says what was found: ``kind`` is what it is about, ``numbers`` are those it was found by."""
+    """Describes an alarm: ``kind`` says what it is about, ``numbers`` are the evidence."""
 
     kind: str
     message: str
@@ -53,13 +53,13 @@ class Alarms:
 
     options: AlarmOptions
     monitors: Sequence[str] = ()
-    news: list[Alarm] = field(default_factory=list)  # alarms that nobody has taken yet
+    news: list[Alarm] = field(default_factory=list)  # alarms that are not yet written
     # metric -> finite values, oldest first
     columns: dict[str, list[float]] = field(default_factory=dict)
     last_alarm: dict[str, int] = field(default_factory=dict)  # kind -> iteration of the last alarm
 
     def recall(self, lines: Sequence[Mapping[str, object]], alarms: Mapping[str, int] = {}) -> None:
-        """Take up what was logged before a resume; nothing is alarming about it any more.
+        """Take up the metrics logged before a resume; no alarm is raised about them again.
 
         ``alarms``: kind -> iteration of the last one, which does not come again before its time."""
         for line in lines:
@@ -67,7 +67,7 @@ class Alarms:
         self.last_alarm |= alarms
 
     def see(self, sampled: Sampled) -> dict[str, float]:
-        """Look at an iteration as a monitor; its alarms wait in ``news``."""
+        """Judge an iteration, as a monitor; its alarms wait in ``news``."""
         self.news += self.judge(sampled.iteration + 1, sampled.metrics)
         return {}
 
@@ -179,8 +179,8 @@ def exploited(
 
 
 def ends(values: Sequence[float]) -> tuple[float, float]:
-    """Return the medians of the first and of the last iterations; NaN, which no rule finds
-    alarming, while there are too few."""
+    """Return the medians of the first and of the last iterations; NaN, which raises no alarm, while
+    there are too few."""
     finite = [value for value in values if math.isfinite(value)]
     if len(finite) < 2 * SHORT:
         return math.nan, math.nan

@@ -1,5 +1,4 @@
-"""What is known of texts besides their reward: how long they are and which were cut off at the
-limit."""
+"""Measures texts besides their reward: how long they are and which were cut off at the limit."""
 
 from __future__ import annotations
 
@@ -11,8 +10,8 @@ from mmrl.core.types import Media, Rewards, Rollout
 
 
 def finished(media: Media, rollout: Rollout) -> Tensor:
-    """Say of every row whether its answer ended by itself, [B, 1] bool: False where it was cut off
-    at the limit; True for what has no end of its own."""
+    """Tell of every row whether its answer ended by itself, [B, 1] bool: False where it was cut off
+    at the limit; True for media that have no end token."""
     ended = (
         [getattr(answer, "finished", True) for answer in media]
         if isinstance(media, list)

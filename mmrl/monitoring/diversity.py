@@ -1,5 +1,5 @@
-"""What the samples of an iteration look like, whatever the reward says: diversity in groups,
-saturation, contrast."""
+"""Measures an iteration's samples, whatever the reward says: diversity in groups, saturation,
+contrast."""
 
 from __future__ import annotations
 

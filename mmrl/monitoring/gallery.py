@@ -1,4 +1,4 @@
-"""A few rollouts of a policy that writes text, kept as the report shows them: picture, answers,
+"""Keeps a few rollouts of a policy that writes text, as the report shows them: picture, answers,
 boxes, rewards."""
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ LONGEST = 4000  # characters of a text that are kept
 
 
 class Gallery:
-    """Appends to ``rollouts.jsonl`` of a run folder what the first prompts of an iteration were
-    answered: of the first iteration and of every ``every``-th."""
+    """Appends the answers to an iteration's first prompts to ``rollouts.jsonl`` of a run folder, in
+    the first iteration and in every ``every``-th."""
 
     def __init__(self, folder: Path, rewards: Mapping[str, Reward], every: int = 1):
         self.path = folder / FILE
@@ -31,15 +31,15 @@ class Gallery:
         self.every = every
 
     def see(self, sampled: Sampled) -> dict[str, float]:
-        """Look at an iteration as a monitor; only texts are kept."""
+        """Record an iteration, as a monitor; only texts are recorded."""
         iteration = sampled.iteration + 1
         if isinstance(sampled.media, list) and (iteration == 1 or iteration % self.every == 0):
             self.add(iteration, sampled.media, sampled.rollout, sampled.shaped)
         return {}
 
     def add(self, iteration: int, media: list[str], rollout: Rollout, rewards: Rewards) -> None:
-        """Write one line a prompt. Advantages are NaN-free here, as rows without one have left
-        training."""
+        """Write one line for each prompt. Advantages have no NaN here, as rows without one have
+        left training."""
         written = torch.tensor(
             [isinstance(item, str) for item in media], device=rollout.group.device
         )

@@ -1,4 +1,4 @@
-"""What a run writes down: metrics, events, pictures, and a line or a bar for whoever watches."""
+"""Writes the record of a run: metrics, events, pictures, and a line or bar for who watches."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class LogOptions:
 
 
 class Mirror(Protocol):
-    """Takes the same numbers somewhere else."""
+    """Receives the same numbers somewhere else, such as TensorBoard or W&B."""
 
     def scalars(self, iteration: int, values: Mapping[str, float]) -> None: ...
     def image(self, iteration: int, name: str, picture: Image.Image) -> None: ...
@@ -104,8 +104,7 @@ class RunLog:
     def event(
         self, kind: str, message: str, numbers: Mapping[str, float] = {}, about: str = ""
     ) -> None:
-        """Append to events.jsonl something that happened once: an excluded sample, a checkpoint, an
-        alarm.
+        """Append to events.jsonl what happens once: an excluded sample, a checkpoint, an alarm.
 
         ``about``: by which another event about the same thing is known."""
         if not self.active:
@@ -172,7 +171,7 @@ class RunLog:
         self.close()
 
     def _cut(self, start: int | None) -> None:
-        """Keep the whole lines before ``start``; name what was torn by a crash."""
+        """Keep the whole lines before ``start``; warn of a line that a crash has torn."""
         if not self._metrics_path.exists():
             return
         lines = []
@@ -278,7 +277,7 @@ def _number(value: float) -> float | int | None:
 
 
 def _replace(path: Path, write: Callable[[Path], Any]) -> None:
-    """Write beside, then rename: a reader never sees half a file."""
+    """Write beside, then rename, so that a reader never sees half a file."""
     draft = path.with_name(path.name + ".part")
     write(draft)
     draft.replace(path)

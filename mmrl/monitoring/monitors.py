@@ -1,4 +1,4 @@
-"""Monitors: what an iteration's samples look like, as metrics. One function each.
+"""Registers the monitors, functions that turn an iteration's samples into metrics.
 
 A monitor is called with what an iteration sampled, before it is trained on, on all processes alike.
 The trainer calls the registered ones in order, then those that the run has added (gallery, alarms).
@@ -18,16 +18,16 @@ from mmrl.monitoring.diversity import portrait
 
 @dataclass(frozen=True)
 class Sampled:
-    """Holds what the policy sampled itself in an iteration: no given or replayed answers."""
+    """Holds what the policy sampled itself in an iteration: no ground-truth or replayed answers."""
 
     iteration: int  # from 0
     media: Media
     rollout: Rollout  # with the masks and advantages that are trained on
     rewards: Rewards  # as the rewards gave them
     shaped: Rewards  # as they were compared
-    # with the groups that gave way to others; shaped where none did
+    # with the groups that were replaced; shaped where none was
     everything: tuple[Rollout, Rewards]
-    metrics: Mapping[str, float]  # what stages and the monitors before said
+    metrics: Mapping[str, float]  # of the stages and the monitors before
 
 
 Monitor = Callable[[Sampled], dict[str, float]]
@@ -35,14 +35,14 @@ Monitor = Callable[[Sampled], dict[str, float]]
 
 @MONITORS.register("reward_statistics")
 def reward_statistics(sampled: Sampled) -> dict[str, float]:
-    """Measures means and spreads of the rewards, flat groups, samples without a reward."""
+    """Measure means and spreads of the rewards, flat groups, samples without a reward."""
     rollout, rewards = sampled.everything
     return advantages.statistics(rewards, rollout)
 
 
 @MONITORS.register("completion_lengths")
 def completion_lengths(sampled: Sampled) -> dict[str, float]:
-    """Measures the tokens of answers, of all and by reward, and the share cut off at the limit."""
+    """Measure the tokens of answers, of all and by reward, and the share cut off at the limit."""
     lengths = completion_stats.lengths(sampled.media, sampled.rollout)
     return lengths | completion_stats.lengths_by_reward(
         sampled.media, sampled.rollout, sampled.rewards
@@ -51,5 +51,5 @@ def completion_lengths(sampled: Sampled) -> dict[str, float]:
 
 @MONITORS.register("diversity")
 def diversity(sampled: Sampled) -> dict[str, float]:
-    """Measures the distance of samples of one prompt, saturation and contrast of pictures."""
+    """Measure the distance of samples of one prompt, saturation and contrast of pictures."""
     return portrait(sampled.media, sampled.rollout.group)

@@ -1,4 +1,4 @@
-"""How far a long job is: a bar on a terminal, a plain line now and then in a file or pipe."""
+"""Shows how far a long job is: a bar on a terminal, a plain line now and then in a file or pipe."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _Silent:
 
 
 class _Bar:
-    """Draws rich's bar."""
+    """Draws a bar with rich."""
 
     def __init__(self, title: str):
         from rich import progress as p

@@ -1,4 +1,4 @@
-"""A rollout in parts: the rewards of one are computed while the next is sampled.
+"""Samples a rollout in parts: the rewards of one part are computed while the next is sampled.
 
 Randomness is keyed by the row, so that the samples are those of one rollout, whatever the number of
 parts, to rounding: a few units in the last place, where a CPU or GPU rounds a row of a product by
@@ -56,7 +56,7 @@ def draw(
 
 
 def scored(scorer: Callable, media: Media, rollout: Rollout) -> Rewards:
-    """Score a rollout. A ``Scorer`` hears which rows are a group; any other function guesses."""
+    """Score a rollout. A ``Scorer`` is told which rows are a group; any other function guesses."""
     if hasattr(scorer, "stream"):
         return scorer(media, rollout.prompt_per_row(), rollout.group)
     return scorer(media, rollout.prompt_per_row())
@@ -70,7 +70,7 @@ def together(media: Sequence[Media]) -> Media:
 
 
 def joined(parts: Sequence[Rollout]) -> Rollout:
-    """Join parts to one rollout of all prompts. Shorter ones are padded behind, under the mask."""
+    """Join parts to one rollout of all prompts. Shorter ones are padded at the end, masked."""
     longest = max(part.mask.shape[1] for part in parts)
     states = max(0 if part.path is None else part.path.shape[1] for part in parts)
     first = 0
@@ -106,7 +106,7 @@ def padded(rollout: Rollout, length: int) -> Rollout:
 
 
 def with_room(rollout: Rollout, states: int) -> Rollout:
-    """Make room for so many states: rows drawn with other stochastic steps may keep fewer.
+    """Pad the path to so many states: rows drawn with other stochastic steps may keep fewer.
 
     ``visit`` leads to none of the new ones."""
     path = rollout.path

@@ -1,5 +1,5 @@
-"""Dynamic sampling: groups whose rewards are all equal teach nothing and are replaced (Yu et al.
-2025, DAPO, eq. 11).
+"""Replaces groups whose rewards are all equal, since they teach nothing: dynamic sampling (Yu et
+al. 2025, DAPO, eq. 11).
 
 The prompt that takes a place, and its randomness, are functions of the iteration, the round and how
 many such places come before, counted over all processes: the same training on any number of them,
@@ -61,7 +61,7 @@ def resampled(
     streams: Sequence[Rng],
     spread: float = 0.0,
 ) -> tuple[Drawn, dict[str, float]]:
-    """Exchange groups of equal rewards, in as many rounds as there are ``streams`` or fewer.
+    """Replace groups of equal rewards, in as many rounds as there are ``streams`` or fewer.
 
     Also returns counts, over all processes, for the log.
 
@@ -120,7 +120,7 @@ def flat_groups(drawn: Drawn, spread: float = 0.0) -> list[int]:
 
 def exchanged(drawn: Drawn, new: Drawn, flat: Sequence[int]) -> Drawn:
     """Replace the groups ``flat`` of ``drawn`` by the first of ``new``, which take their places and
-    names of rows."""
+    row names."""
     if not flat:
         return drawn
     old = drawn.rollout

@@ -1,4 +1,4 @@
-"""The right answer as one member of a group (TempSamp-R1), and who writes it down."""
+"""Puts the ground truth into each group as one member (TempSamp-R1), and finds its writer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Writer = Callable[[Prompt], str | None]
 
 @STAGES.register("ground_truth")
 class GroundTruth(Stage):
-    """Puts the right answer in the place of one sample of every group
+    """Puts the ground truth in the place of one sample of every group
     (``train.ground_truth_rollout``)."""
 
     def __init__(self, write: Writer):
@@ -33,7 +33,7 @@ class GroundTruth(Stage):
 
 
 def writer(name: str, rewards: Mapping[str, Any], policy: Policy) -> Writer:
-    """Find what writes the right answer to a prompt: the reward of this name, or the prompt's field
+    """Find what writes the ground truth of a prompt: the reward of this name, or the prompt's field
     of this name.
 
     None where the reward cannot say it, or the prompt has none. Raises UserError if the policy
@@ -46,7 +46,9 @@ def writer(name: str, rewards: Mapping[str, Any], policy: Policy) -> Writer:
         )
     if name not in rewards:
         return lambda prompt: None if prompt.get(name) is None else str(prompt[name])
-    reward = getattr(rewards[name], "reward", rewards[name])  # without what is done around it
+    reward = getattr(
+        rewards[name], "reward", rewards[name]
+    )  # the reward itself, without its wrapper
     write = getattr(reward, "right_answer", None)
     if write is None:
         able = [

@@ -1,4 +1,4 @@
-"""A limit on the length of answers that changes on the way (``train.max_new_tokens_schedule``)."""
+"""Limits the length of answers by a schedule (``train.max_new_tokens_schedule``)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from mmrl.rollout.stages import Setup, Stage
 
 @STAGES.register("length_limit")
 class LengthLimit(Stage):
-    """Tells the policy, before an iteration, how many tokens an answer may have from then on."""
+    """Sets the policy's limit of new tokens before every iteration."""
 
     def __init__(self, policy: Policy, schedule: Sequence[tuple[int, int]]):
-        """``schedule``: pairs (first iteration, tokens), in the order of iterations."""
+        """Take the ``schedule``: pairs (first iteration, tokens), in the order of iterations."""
         self.policy = policy
         self.schedule = schedule
 

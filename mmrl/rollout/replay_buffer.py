@@ -1,9 +1,9 @@
-"""Answers of earlier iterations that are trained on again, where the answers of this one teach
-nothing (AVATAR).
+"""Trains on answers of earlier iterations again, where the answers of this one teach nothing
+(AVATAR).
 
-A group whose rewards are all equal has no advantage. It gives way to a remembered one whose rewards
-differ, with the log-probs recorded when it was sampled: the ratio of such a row is that of the
-weights now over those of then, which the surrogate clips as it clips any other.
+A group whose rewards are all equal has no advantage. It is replaced by a remembered one whose
+rewards differ, with the log-probs recorded when it was sampled: the ratio of such a row is that of
+the weights now over those of then, which the surrogate clips as it clips any other.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Remembered:
 @STAGES.register("replay_buffer")
 @dataclass
 class ReplayBuffer(Stage):
-    """Lets old answers of one process take the place of groups that teach nothing
+    """Replaces groups that teach nothing by old answers of the same process
     (``train.replay_buffer``).
 
     ``prompts``: the data, whose entries are remembered by their places.
@@ -125,7 +125,7 @@ class ReplayBuffer(Stage):
         }
 
     def state_dict(self) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-        """Return the entries of one process; several begin anew after a resume."""
+        """Return the entries if there is one process; several begin anew after a resume."""
         tensors = {}
         plain = []
         for n, entry in enumerate(self.entries if distributed.world()[1] == 1 else ()):
@@ -199,5 +199,5 @@ class ReplayBuffer(Stage):
 
 
 def marked(rollout: Rollout, replayed: bool) -> Rollout:
-    """Say of all rows whether they are of an earlier iteration."""
+    """Mark the rows that are of an earlier iteration."""
     return rollout.replace(is_replayed=torch.full_like(rollout.group, replayed, dtype=torch.bool))

@@ -1,4 +1,4 @@
-"""The contract of stages: what changes, in an iteration, which rows are trained on.
+"""Defines stages, which change the rows that an iteration trains on.
 
 A stage is registered in ``STAGES`` and makes itself from the options of ``train:`` that ask for it.
 The trainer calls every method of every stage, in the order of registration.
@@ -23,9 +23,9 @@ from samplers.noise import Rng
 
 @dataclass(frozen=True)
 class Drawn:
-    """Samples with their rewards, and the groups that were sampled too but gave way to others.
+    """Holds samples with their rewards, and the groups that were sampled too but were replaced.
 
-    Of these ``gave_way`` has what says how they were rewarded; not their samples.
+    Of the replaced ones ``gave_way`` has groups and rewards, not their samples.
     """
 
     rollout: Rollout
@@ -52,7 +52,7 @@ Sample = Callable[[list[Prompt], Rng], Drawn]  # draws and scores, with the beha
 
 @dataclass(frozen=True)
 class Setup:
-    """What stages are made from: the options of ``train:`` and the parts of the run.
+    """Holds what stages are made from: the options of ``train:`` and the parts of the run.
 
     ``prompts`` is the whole data; ``rewards`` are those that are trained on, by name.
     """
@@ -64,25 +64,25 @@ class Setup:
 
 
 class Stage:
-    """Does nothing; a stage overrides what it needs. ``saved_as`` names its part of a checkpoint,
-    if it has a state."""
+    """Does nothing by itself; a stage overrides the methods it needs. ``saved_as`` names its part
+    of a checkpoint, if it has a state."""
 
     saved_as: str = ""
 
     @classmethod
     def build(cls, setup: Setup) -> Stage | None:
-        """Make the stage if the options ask for it, else return None. UserError if it cannot be."""
+        """Make the stage if the options ask for it, else return None. May raise UserError."""
         return cls()
 
     def begin(self, iteration: int) -> None:
         """Prepare the policy for iteration ``iteration`` (from 0), before anything is sampled."""
 
     def context(self, context: RolloutContext) -> RolloutContext:
-        """Change what a rollout of training is told, before it samples."""
+        """Change the context of a training rollout before it samples."""
         return context
 
     def observe(self, prompts: Sequence[Prompt], drawn: Drawn) -> None:
-        """See what was just sampled for ``prompts``, which are as they stand in the data."""
+        """Look at what was just sampled for ``prompts``, which are as they stand in the data."""
 
     def groups(
         self, drawn: Drawn, iteration: int, sample: Sample
@@ -96,7 +96,7 @@ class Stage:
         return {}, None
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], plain: Any) -> None:
-        """Take up a state that ``state_dict`` returned; empty ones where a checkpoint has none."""
+        """Restore a state of ``state_dict``; both are empty where a checkpoint has none."""
 
 
 def stages_of(setup: Setup) -> list[Stage]:
@@ -106,7 +106,7 @@ def stages_of(setup: Setup) -> list[Stage]:
 
 
 def outline(rollout: Rollout) -> Rollout:
-    """Keep which rows answer which prompts, without what they are."""
+    """Keep which rows answer which prompts, without the samples."""
     nothing = torch.zeros_like(rollout.mask[:, :1])
     return Rollout(
         group=rollout.group,
@@ -127,8 +127,7 @@ def _marks(rollout: Rollout, rows: Tensor | None) -> Tensor:
 def sampled_only(
     media: Media, rollout: Rollout, rewards: Rewards
 ) -> tuple[Media, Rollout, Rewards]:
-    """Leave out right answers that were given and answers of earlier iterations: metrics look at
-    the rest."""
+    """Leave out ground-truth answers and answers of earlier iterations, for metrics."""
     foreign_rows = [
         rows
         for rows in (rollout.is_ground_truth, rollout.is_replayed)

@@ -1,4 +1,4 @@
-"""From a configuration to live objects: what training, sampling, evaluation and export all begin
+"""Builds live objects from a configuration, which training, sampling, evaluation and export begin
 with."""
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ def rewarded(configuration: config.Config) -> list[tuple[str, ...]]:
 
 
 def classes(configuration: config.Config, path: tuple[str, ...]) -> dict[str, Callable]:
-    """Return what the rewards of a section are made from, by name."""
+    """Return the classes or functions of a section's rewards, by name."""
     spec: Any = configuration.plain
     for key in path:
         spec = spec[key]

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: written whole or not at all, checked when read, never pickled.
+"""Writes checkpoints whole or not at all, checks them when they are read, never pickles.
 
 A checkpoint is a folder ``iteration-000012`` of safetensors files and ``state.json``, which lists
 every file with its size and SHA-256. It is written under a temporary name, synced to the disk and
@@ -88,7 +88,7 @@ def _write(path: Path, tensors: Tensors, main: bool) -> None:
 
 
 def load(path: Path, checked: bool = False) -> tuple[Arrays, dict[str, Any]]:
-    """Open a checkpoint: arrays, which are read when they are asked for, and meta.
+    """Open a checkpoint: arrays, which are read when they are asked for, and its metadata.
 
     UserError says what is wrong with a torn or foreign one. ``checked``: ``choose`` has compared
     the files with their SHA-256, which is not done again.

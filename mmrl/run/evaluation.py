@@ -1,4 +1,4 @@
-"""How good a policy is on held-out prompts: mean reward with a confidence interval, by name."""
+"""Measures a policy on held-out prompts: mean reward with a confidence interval, by name."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def sample(
     with policy.evaluating(guidance):
         rng = Rng(Rng.of(seed, "evaluation").key, first)
         padded = [*local_prompts, *[prompts[0]] * (share - len(local_prompts))]
-        # nobody will train on these
+        # these are not trained on
         rollout = policy.rollout(padded, copies, rng, RolloutContext(reads="sample"))
         return policy.decode(rollout)[:rows], rollout.prompt_per_row()[:rows]
 

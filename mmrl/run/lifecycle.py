@@ -1,5 +1,5 @@
-"""A training run from start to end: the loop, with everything a person wants written down, saved
-and shown."""
+"""Runs a training from start to end: the loop, with everything that is written down, saved and
+shown."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ class Run:
 
     def _tell(self, metrics: dict[str, float]) -> None:
         """Report samples that could not be scored and an iteration that taught nothing, once for
-        every new case; and the policy's news."""
+        every new case; and the policy's notes."""
         while self.session.policy.news:
             self.say("note", self.session.policy.news.pop(0))
         if metrics["skipped_steps"] == self.trainer.plan.steps * self.session.options.epochs:
@@ -275,7 +275,7 @@ def run_folder(configuration: config.Config, name: Path) -> Path:
 
 
 def _resume(trainer: Trainer, folder: Path) -> list[str]:
-    """Restore the newest whole checkpoint; returns what was wrong with newer ones."""
+    """Restore the newest whole checkpoint. Returns what was wrong with newer ones."""
     if checkpoint.latest(folder / "checkpoints") is None:
         raise UserError(
             f"{folder} has no checkpoint yet; start it again with: mmrl train {folder / CONFIG}"

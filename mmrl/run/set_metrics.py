@@ -1,4 +1,4 @@
-"""Measurements of a whole held-out set which are no mean over its samples: COCO's mean average
+"""Computes metrics of a whole held-out set that are no mean over its samples: COCO's mean average
 precision."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A trainer's whole state as tensors and plain data, and back: 2N iterations equal N, stop, resume,
-N to the bit.
+"""Captures a trainer's whole state as tensors and plain data, and restores it: 2N iterations equal
+N, stop, resume, N to the bit.
 
 Samples, shuffles and noise are keyed by the iteration and need nothing saved. Saved are the weights
 and snapshots, the optimizer, the advantage's memory, the loss scale, and the global generators,
@@ -106,8 +106,8 @@ def _optimizer_state(trainer: Trainer) -> dict[str, Any]:
 
 
 def _optimizer_tensors(trainer: Trainer, tensors: Tensors) -> dict[str, Tensor]:
-    """Share out what is as large as its parameter as that is; what is not, such as the count of
-    steps, is whole."""
+    """Shard each tensor as its parameter if it has the parameter's size; others, such as the count
+    of steps, are whole."""
     parameters = trainer.policy.weights.parameters()
     placed = {}
     for key in tensors:

@@ -1,1 +1,1 @@
-"""The training loop and what runs its passes."""
+"""Runs the training loop and its passes through the network."""

@@ -1,4 +1,4 @@
-"""The record of what an iteration collected."""
+"""Defines the record of what an iteration collected."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from mmrl.core.types import Rewards, Rollout
 
 @dataclass(frozen=True)
 class Batch:
-    """What an iteration collected, ready to be trained on."""
+    """Holds what an iteration collected, ready to be trained on."""
 
     iteration: int  # from 0
     rollout: Rollout  # with advantages; what is not trained on is masked
     rewards: Rewards  # of its rows, as they were compared
-    # all rows that the policy sampled, also those that gave way, and their rewards
+    # all rows that the policy sampled, also replaced ones, and their rewards
     sampled: tuple[Rollout, Rewards]
     idle_row: Rollout  # [1] what a process without rows passes through the network
     longest: int  # decisions of the longest row on any process

@@ -1,4 +1,4 @@
-"""Where and how passes run: accelerate, with just what the loop needs of it."""
+"""Decides where and how passes run: accelerate, with just what the loop needs of it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def check_precision(options: TrainOptions) -> None:
 
 
 def check_launcher() -> None:
-    """Raise UserError if the launcher chose a way to share the model out that mmrl does not
+    """Raise UserError if the launcher chose a way of sharding the model that mmrl does not
     support."""
     chosen = {name for name in UNSUPPORTED if _uses(name)}
     if _uses("FSDP") and os.environ.get("FSDP_VERSION", "1") != "2":
@@ -42,7 +42,7 @@ def check_launcher() -> None:
 
 
 def _uses(name: str) -> bool:
-    """Say whether `accelerate launch` was told to use it."""
+    """Tell whether `accelerate launch` was told to use it."""
     return os.environ.get(f"ACCELERATE_USE_{name}", "").lower() == "true"
 
 
@@ -65,8 +65,8 @@ def check_trained_precision(groups: list[ParameterGroup]) -> None:
 
 
 class Device:
-    """Runs passes on one process's share of the machine. Started by ``accelerate launch`` or
-    torchrun it is one of many."""
+    """Runs passes on one process's share of the machine. ``accelerate launch`` or torchrun starts
+    several."""
 
     def __init__(self, options: TrainOptions):
         from accelerate import Accelerator
@@ -96,7 +96,7 @@ class Device:
 
     @property
     def scales_loss(self) -> bool:
-        """Say whether the loss is scaled, which only fp16 needs."""
+        """Tell whether the loss is scaled, which only fp16 needs."""
         return self.accelerator.scaler is not None
 
     def prepare(self, policy: Any, optimizer: Callable) -> torch.optim.Optimizer:
@@ -124,17 +124,17 @@ class Device:
 
     @property
     def sharded(self) -> bool:
-        """Say whether each process holds a part of the weights (FSDP2)."""
+        """Tell whether each process holds a part of the weights (FSDP2)."""
         return self.accelerator.is_fsdp2
 
     def place(self, policy: Any) -> None:
-        """Move the network to the device, to compute as in training but not to be trained: the
-        network's own passes are in ``train.precision``, everything else (encoders, decoders,
-        rewards) is as it was loaded."""
+        """Move the network to the device, to sample but not to train: its passes are in
+        ``train.precision`` as in training, everything else (encoders, decoders, rewards) stays as
+        it was loaded."""
         policy.trained = self.accelerator.prepare_model(policy.net, evaluation_mode=True)
 
     def no_sync(self, trained: nn.Module) -> AbstractContextManager:
-        """Keep the gradients of a pass that is not the last of its step on this process (DDP),
+        """Keep the gradients of a pass on this process unless it is the last of its step (DDP),
         which saves messages.
 
         FSDP2 reduces them after every pass: without, each process would keep the gradient of the
@@ -155,7 +155,7 @@ class Device:
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
     def any(self, flag: bool) -> bool:
-        """Say whether a flag is set on any process; a collective call."""
+        """Tell whether a flag is set on any process; a collective call."""
         return bool(distributed.all_max(torch.tensor(float(flag), device=self.accelerator.device)))
 
     def wait(self) -> None:
@@ -175,6 +175,6 @@ def _built(optimizer: Callable, groups: list[ParameterGroup]) -> torch.optim.Opt
 
 
 def _many_on_cpu() -> bool:
-    """Say whether this is one process of several without a GPU: unless told, accelerate takes each
-    for the only one."""
+    """Tell whether this is one process of several without a GPU: accelerate must be told, else it
+    takes each for the only one."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 and not torch.accelerator.is_available()

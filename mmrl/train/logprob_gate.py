@@ -1,5 +1,4 @@
-"""The gate of an iteration's first step: how far re-scored log-probs may lie from the recorded
-ones.
+"""Checks, on an iteration's first step, how far re-scored log-probs lie from the recorded ones.
 
 On that step the weights are those that sampled, so the two differ by rounding alone, and whatever
 is more than rounding biases the gradient. The ratio of fresh points cannot show it: it is 1 by
@@ -27,9 +26,9 @@ def check(
     options: TrainOptions, policy: Any, objective: Any, observed: Meter, iteration: int
 ) -> None:
     """Stop a run whose re-scored log-probs are further from the recorded ones than
-    ``train.logprob_tolerance`` lets them be; a collective call.
+    ``train.logprob_tolerance`` allows; a collective call.
 
-    ``observed`` has what the first step, or the re-scoring, said of ``log_ratio``.
+    ``observed`` has the ``log_ratio`` of the first step, or of the re-scoring.
     """
     average = on_average(options, policy)
     allowed = tolerance(options, policy, objective)
@@ -48,8 +47,8 @@ def check(
 
 
 def tolerance(options: TrainOptions, policy: Any, objective: Any) -> float | None:
-    """Return the largest gap that ``train.logprob_tolerance`` lets through, in nats; None: none is
-    looked at.
+    """Return the largest gap that ``train.logprob_tolerance`` allows, in nats; None turns the check
+    off.
 
     "auto" is, for Gaussian decisions, what the clip of the ratio can bear, in every precision; for
     tokens a rounding error of their precision, which guidance multiplies.
@@ -62,19 +61,19 @@ def tolerance(options: TrainOptions, policy: Any, objective: Any) -> float | Non
 
 
 def on_average(options: TrainOptions, policy: Any) -> bool:
-    """Say whether the mean gap is compared and not the largest: in half precision single unlikely
+    """Tell whether the mean gap is compared and not the largest: in half precision single unlikely
     tokens are far off."""
     return policy.capabilities.decisions == "categorical" and rounded(options, policy)
 
 
 def rounded(options: TrainOptions, policy: Any) -> bool:
-    """Say whether passes compute in half precision, or read weights that are stored in it."""
+    """Tell whether passes compute in half precision, or read weights that are stored in it."""
     return options.precision != "fp32" or halved(policy)
 
 
 def rescores(options: TrainOptions, policy: Any, steps: int) -> bool:
-    """Say whether ``train.recompute_old_logprob`` scores rollouts of so many optimizer ``steps``
-    once more.
+    """Tell whether ``train.recompute_old_logprob`` scores rollouts once more before an update of so
+    many optimizer ``steps``.
 
     "auto": where tokens were sampled with a cache and are scored in one pass, in half precision,
     and a step after the first would take the difference of the two roundings for a ratio. Gaussian
@@ -87,7 +86,7 @@ def rescores(options: TrainOptions, policy: Any, steps: int) -> bool:
 
 
 def halved(policy: Any) -> bool:
-    """Say whether weights are stored in half precision."""
+    """Tell whether weights are stored in half precision."""
     return any(
         p.dtype in (torch.bfloat16, torch.float16) for p in policy.weights.module.parameters()
     )

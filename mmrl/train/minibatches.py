@@ -1,5 +1,5 @@
-"""Which rows share an optimizer step, and which share a forward pass. Neither depends on the number
-of processes."""
+"""Decides which rows share an optimizer step, and which share a forward pass. Neither depends on
+the number of processes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def batches(
 
 def _stratified(rows: int, copies: int, rng: Rng) -> Tensor:
     """Order all row names, [rows] long: first one random copy of every prompt in random order, then
-    another ..."""
+    another, and so on."""
     names = torch.arange(rows)
     draw = rng.uniform(names, (2,))  # [rows, 2]
     # [rows] random place inside the group
@@ -55,8 +55,8 @@ def _dealt(rows: int, copies: int, size: int) -> Tensor:
 
 
 class Points:
-    """Makes the points of one optimizer step anew each time they are gone through, so that all are
-    never held at once.
+    """Makes the points of one optimizer step anew in every loop over them, so that all are never
+    held at once.
 
     ``outline``: their masks and lengths, which are. ``rows``: how many of their rows have a
     decision to train on.
@@ -74,7 +74,7 @@ class Points:
 
 
 def _outline(point: Point) -> Point:
-    """Keep what says how much there is to train on, without what a network would see."""
+    """Keep a point's masks, which say how much there is to train on, without network inputs."""
     return Point(
         group=point.group,
         row_id=point.row_id,
@@ -85,10 +85,10 @@ def _outline(point: Point) -> Point:
 
 
 def passes(points: Iterable[Point], size: int | None, adjacent: bool = False) -> Iterator[Point]:
-    """Join points and cut them anew into passes of ``size`` rows; rows with nothing to train on are
-    left out.
+    """Join points and cut them anew into passes of ``size`` rows; leave out rows with nothing to
+    train on.
 
-    Points are asked for as passes need them. ``adjacent``: rows of one prompt come together, long
+    Points are made as passes need them. ``adjacent``: rows of one prompt come together, long
     ones first, so that they share its prefix and little padding; for that all points are held.
     """
     if adjacent or size is None:
@@ -128,8 +128,8 @@ def _sorted_passes(points: Iterable[Point], size: int | None, adjacent: bool) ->
 
 
 def tell(whole: Point, parts: Sequence[Point]) -> None:
-    """Let the host know prompts and masks of a point's parts, which policies of tokens ask for, by
-    one question."""
+    """Copy group and mask of a point to the host in one read, for all its parts; policies of tokens
+    read both."""
     if whole.mask.device.type == "cpu":
         return
     known = torch.cat([whole.group[:, None], whole.mask.long()], 1).cpu()
@@ -142,7 +142,7 @@ def trained_rows(points: Sequence[Point]) -> list[Tensor | None]:
     """Find the rows [n] of every point that have a decision to train on, on the CPU; None: all of
     them have.
 
-    The device is asked once for all points, since every question waits for what it is still
+    The device is read once for all points, since every read waits for what it is still
     computing."""
     if not points:
         return []
@@ -152,7 +152,7 @@ def trained_rows(points: Sequence[Point]) -> list[Tensor | None]:
 
 
 def _trained(points: Iterable[Point]) -> Iterator[Point]:
-    """Go through the rows with a decision to train on; a copy only where there are others."""
+    """Yield the rows with a decision to train on, copying only points that have other rows."""
     if isinstance(points, Points):
         pairs = zip(points, points.trained, strict=True)
     else:

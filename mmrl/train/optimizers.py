@@ -1,4 +1,4 @@
-"""Optimizers by name, and learning-rate schedules as pure functions of the step."""
+"""Builds optimizers by name, and defines learning-rate schedules as pure functions of the step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def adamw(
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
 ) -> torch.optim.Optimizer:
-    """AdamW (Loshchilov and Hutter 2019)."""
+    """Build AdamW (Loshchilov and Hutter 2019)."""
     return torch.optim.AdamW(parameters, lr=lr, weight_decay=weight_decay, betas=betas, eps=eps)
 
 
@@ -32,12 +32,12 @@ def sgd(
     momentum: float = 0.0,
     weight_decay: float = 0.0,
 ) -> torch.optim.Optimizer:
-    """Stochastic gradient descent."""
+    """Build stochastic gradient descent."""
     return torch.optim.SGD(parameters, lr=lr, momentum=momentum, weight_decay=weight_decay)
 
 
 def lr_factor(schedule: str, step: int, warmup: int, total: int) -> float:
-    """Return what the learning rate is multiplied by at optimizer step ``step`` of ``total``."""
+    """Return the factor of the learning rate at optimizer step ``step`` of ``total``."""
     if step < warmup:
         return (step + 1) / (warmup + 1)
     left = max(0.0, 1 - (step - warmup) / max(1, total - warmup))

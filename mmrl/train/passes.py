@@ -43,8 +43,8 @@ class Passes:
         return minibatches.batches(rollout, *sizes, rng, whole_groups=self.whole_groups)
 
     def points(self, rollout: Rollout, rng: Rng, on_policy: bool) -> Points:
-        """Return the objective's points for the rows of a step. States of a path are not held but
-        made again; tokens, and what is coupled, are small."""
+        """Return the objective's points for the rows of a step. States of a path are made again in
+        every loop; tokens, and the points of coupled objectives, are small enough to hold."""
 
         def make() -> Iterator[Point]:
             points = self.objective.points(self.policy, rollout, rng) if len(rollout) else ()
@@ -56,14 +56,15 @@ class Passes:
         return Points(make)
 
     def most_rows(self) -> int:
-        """Return the most rows that a pass may have."""
+        """Return the largest number of rows that a pass may have."""
         return min(self.plan.micro_batch, self.policy.most or self.plan.micro_batch)
 
     def cut(
         self, batch: Batch, points: Points, rows: int, rng: Rng, couple: bool = False
     ) -> tuple[int, Iterator[Point]]:
         """Cut points into passes of ``rows`` rows. Returns how many passes every process makes, as
-        sharded models need, and the passes on the device; those too few here train nothing.
+        sharded models need, and the passes on the device; a process with fewer adds idle ones,
+        which train nothing.
 
         ``couple``: a coupled objective sees them all before the first is returned.
         """

@@ -1,4 +1,4 @@
-"""The training loop. Read this first.
+"""Runs the training loop. Read this first.
 
 One iteration, the same for every family of models: take the prompts, sample, score, let the stages
 exchange groups, compare inside groups, let the monitors look, update. Whole groups live on one
@@ -113,7 +113,7 @@ class Trainer:
             metrics |= counts
         rewards = self.objective.shaped(self.policy, drawn.rollout, drawn.rewards)
         trained = self._compare(drawn, rewards)
-        # what gave way was not shaped: where something did, all is looked at as the rewards gave it
+        # replaced groups were not shaped: if there are any, ``sampled`` has no shaped rewards
         whole = drawn if drawn.gave_way else replace(drawn, rewards=rewards)
         sampled = whole.sampled()
         media, rollout, plain = sampled_only(drawn.media, trained, drawn.rewards)
@@ -176,14 +176,15 @@ class Trainer:
 
 
 def kept_snapshots(objective: Objective, options: TrainOptions) -> tuple[str, ...]:
-    """Name the snapshots that a run keeps: those that something samples with, looks at or averages
+    """Name the snapshots that a run keeps: those that something samples with, reads or averages
     into."""
     names = {objective.behavior_policy, *objective.snapshots} - {"live"}
     return tuple(sorted(names | ({"ema"} if options.ema else set())))
 
 
 def suits(objective: Objective, policy: Policy, options: TrainOptions) -> None:
-    """Raise UserError if the objective is for another kind of model, or needs what is not kept."""
+    """Raise UserError if the objective is for another kind of model, or needs a snapshot that the
+    run does not keep."""
     if why := unsuited(type(objective), policy) or without_average(objective.snapshots, options):
         raise UserError(why)
     for option, sentence in objective.unfit(policy):

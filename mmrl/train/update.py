@@ -1,4 +1,4 @@
-"""The update: the optimizer steps of an iteration, on what it collected.
+"""Takes the optimizer steps of an iteration, on what it collected.
 
 The loss is a mean over the decisions of the *global* batch, so neither the micro-batch size nor the
 number of processes changes the gradient. On the first step the weights are those that sampled:
@@ -41,7 +41,7 @@ class Update:
         device: Device,
         clock: Stopwatch,
     ):
-        """``optimizer``: prepared by ``device``, as the policy is."""
+        """Take an ``optimizer`` that ``device`` has prepared together with the policy."""
         self.policy = policy
         self.objective = objective
         self.optimizer = optimizer
@@ -65,7 +65,7 @@ class Update:
                     self.policy.epoch = epoch if self.options.epochs > 1 else None
                     rng = self._rng(batch, epoch)
                     parts = self.passes.steps(batch.rollout, rng)
-                    # each part is let go before the next is taken out of the rollout
+                    # free each part before the next is taken out of the rollout
                     for index in range(self.plan.steps):
                         first = epoch == index == 0 and self.objective.behavior_policy == "live"
                         skipped += not self.improve(
@@ -103,12 +103,12 @@ class Update:
 
     @torch.no_grad()
     def recompute_old_logprob(self, batch: Batch, meter: Meter) -> Batch:
-        """Replace recorded log-probs by those that the update's own passes give, where
-        ``train.recompute_old_logprob`` says so.
+        """Replace recorded log-probs by those of the update's own passes, where
+        ``train.recompute_old_logprob`` asks for it.
 
-        A decoder's pass for one token rounds otherwise than the pass that scores a whole answer: in
-        half precision ratios of later steps would be off by more than some clip at. Rows of earlier
-        iterations keep what they have.
+        A decoder's pass for one token rounds differently from the pass that scores a whole answer:
+        in half precision ratios of later steps would be off by more than some clip ranges. Rows of
+        earlier iterations keep what they have.
         """
         steps = self.plan.steps * self.options.epochs
         if not logprob_gate.rescores(self.options, self.policy, steps):
@@ -169,13 +169,13 @@ class Update:
 
     def _check_logprobs(self, batch: Batch, observed: Meter) -> None:
         """Stop the run where re-scored log-probs are not the recorded ones; not where passes have
-        just shrunk for want of memory, and so round otherwise than those that sampled."""
+        just shrunk for want of memory, and so round differently from those that sampled."""
         if self.policy.fixed_batch_rows == batch.pass_rows:
             logprob_gate.check(self.options, self.policy, self.objective, observed, batch.iteration)
 
     def _descend(self, meter: Meter) -> bool:
-        """Clip, step, track the moving average. False if the gradient was not finite and the step
-        was left out."""
+        """Clip, step, track the moving average. Returns False if the gradient was not finite and
+        the step was left out."""
         options = self.options
         factor = lr_factor(
             options.lr_schedule, self.step, options.warmup_steps, self.plan.total_steps

@@ -1,1 +1,1 @@
-"""Files, paths and facts about the machine."""
+"""Handles files and paths, and reads facts about the machine."""

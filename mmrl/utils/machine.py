@@ -1,4 +1,4 @@
-"""What a number was measured on: processor, memory, accelerators, versions, commit."""
+"""Describes what a number was measured on: processor, memory, accelerators, versions, commit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PACKAGES = (
 
 
 def version(package: str) -> str | None:
-    """Installed version by its metadata, without importing it; None if it is not installed."""
+    """Return the installed version by its metadata, without an import; None if not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -34,7 +34,7 @@ def version(package: str) -> str | None:
 
 
 def cpu_model() -> str:
-    """Marketing name of the processor, or its architecture where the system does not tell."""
+    """Return the marketing name of the processor, or else its architecture."""
     try:
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
         return next(
@@ -48,7 +48,7 @@ def cpu_model() -> str:
 
 
 def cores() -> int:
-    """Logical cores this process may use, which is fewer than the machine's inside a container or
+    """Count the logical cores this process may use, fewer than the machine's inside a container or
     under taskset."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
@@ -56,7 +56,7 @@ def cores() -> int:
 
 
 def memory_gib() -> float | None:
-    """Physical memory in GiB."""
+    """Return the physical memory in GiB."""
     try:
         return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
     except (AttributeError, ValueError, OSError):
@@ -64,7 +64,7 @@ def memory_gib() -> float | None:
 
 
 def gpus() -> list[str]:
-    """``NVIDIA H200 (139.8 GiB)`` for each visible CUDA device; empty without torch or CUDA."""
+    """Return ``NVIDIA H200 (139.8 GiB)`` for each visible CUDA device; [] without torch or CUDA."""
     try:
         import torch
 
@@ -75,8 +75,8 @@ def gpus() -> list[str]:
 
 
 def commit() -> str | None:
-    """Commit of the checkout mmrl is imported from, with ``+changes`` if the tree differs; None
-    when installed."""
+    """Return the commit of the checkout mmrl is imported from, with ``+changes`` if the tree
+    differs; None when installed."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None
@@ -86,7 +86,7 @@ def commit() -> str | None:
 
 
 def command() -> str:
-    """The command line of this process, fit to be typed again."""
+    """Return the command line of this process, fit to be typed again."""
     program = Path(sys.argv[0]).name if sys.argv and sys.argv[0] else "python"
     if program == "__main__.py":
         program = f"python -m {Path(sys.argv[0]).parent.name}"
@@ -95,7 +95,7 @@ def command() -> str:
 
 
 def machine() -> dict[str, Any]:
-    """A JSON-ready description of machine, versions and command; never raises."""
+    """Describe machine, versions and command, JSON-ready; never raises."""
     return {
         "cpu": cpu_model(),
         "cores": cores(),

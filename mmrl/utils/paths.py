@@ -1,4 +1,4 @@
-"""Where things lie: configurations shipped with the package, the cache of what worlds build."""
+"""Finds files: configurations shipped with the package, the cache of what worlds build."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def cache_dir() -> Path:
-    """``$MMRL_CACHE``, else ``$XDG_CACHE_HOME/mmrl``, else ``~/.cache/mmrl``. Not created here."""
+    """Return ``$MMRL_CACHE``, else ``$XDG_CACHE_HOME/mmrl``, else ``~/.cache/mmrl``; creates
+    none."""
     if chosen := os.environ.get("MMRL_CACHE"):
         return Path(chosen).expanduser()
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -19,14 +20,15 @@ def cache_dir() -> Path:
 
 
 def shipped_configs() -> Path:
-    """The ``configs`` folder of an installed package, or of the repository for an editable
+    """Return the ``configs`` folder of an installed package, or of the repository for an editable
     install."""
     installed = PACKAGE / "configs"
     return installed if installed.is_dir() else PACKAGE.parent / "configs"
 
 
 def config_names() -> list[str]:
-    """Names that ``find_config`` accepts anywhere: ``digits/flow_grpo`` and so on, sorted."""
+    """List the names that ``find_config`` accepts anywhere, such as ``digits/flow_grpo``,
+    sorted."""
     names = set()
     for root in (Path("configs"), shipped_configs()):
         names |= {
@@ -36,7 +38,7 @@ def config_names() -> list[str]:
 
 
 def find_config(name: str | Path) -> Path:
-    """The configuration file of that path or name; ``.yaml`` may be left off.
+    """Return the configuration file of that path or name; ``.yaml`` may be left off.
 
     Looked for as a path, then below ``./configs``, then among the shipped ones, so that
     ``digits/flow_grpo`` and ``configs/digits/flow_grpo.yaml`` mean the same file everywhere. Raises

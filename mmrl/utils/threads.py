@@ -1,5 +1,5 @@
-"""How the numeric libraries wait and round: settings they read when torch is loaded, so they come
-before it.
+"""Sets how the numeric libraries wait and round: they read these settings when torch is loaded, so
+they come before it.
 
 Nothing here changes what the user has set. ``docs/speed.md`` says what was measured.
 """
@@ -22,8 +22,8 @@ CPUINFO = Path("/proc/cpuinfo")
 
 
 def prepare(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set what is not set yet: how long threads spin, and on Intel's CPUs products whose rows do
-    not see each other.
+    """Set what is not set yet: how long threads spin, and, on Intel's CPUs, products whose rows are
+    rounded independently of each other.
 
     Without the latter MKL rounds a row of a product in one way or another by its place among the
     others.
@@ -38,8 +38,8 @@ def prepare(environment: MutableMapping[str, str] = os.environ) -> None:
 
 
 def share_in_use(stat: Path = STAT, pause: float = 0.1) -> float:
-    """Measure for ``pause`` seconds which share (0 to 1) of all cores is in use, by others since
-    this process sleeps; 0 where Linux does not say."""
+    """Measure for ``pause`` seconds which share (0 to 1) of all cores is in use by other processes,
+    since this one sleeps; 0 where Linux does not say."""
     try:
         idle, every = _ticks(stat)
         time.sleep(pause)
@@ -51,7 +51,7 @@ def share_in_use(stat: Path = STAT, pause: float = 0.1) -> float:
 
 
 def _ticks(stat: Path) -> tuple[int, int]:
-    """Ticks since the machine began: idle (waiting for disks included), and all."""
+    """Return the ticks since the machine began: idle (waiting for disks included), and all."""
     counts = [int(word) for word in stat.read_text().split("\n", 1)[0].split()[1:9]]
     return counts[3] + counts[4], sum(counts)
 

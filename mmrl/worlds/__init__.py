@@ -1,5 +1,5 @@
-"""Embedded worlds: data, captions and tiny base models that need no download. Importing registers,
-builds nothing."""
+"""Builds embedded worlds: data, captions and tiny base models that need no download. Importing
+registers, builds nothing."""
 
 from mmrl.worlds import artifacts, asking, data, moving
 

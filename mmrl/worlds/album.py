@@ -1,5 +1,5 @@
-"""Pictures and clips to ask questions about: digits of any size anywhere on paper lit from one
-corner.
+"""Draws pictures and clips to ask questions about: digits of any size anywhere on paper lit from
+one corner.
 
 Unlike the captions' scenes (``mmrl.worlds.render``) these have free positions and one to six
 digits, so that finding and counting them is a task. The same three-way split of the scans applies.
@@ -26,10 +26,10 @@ FRAMES = 4
 
 
 class Style(NamedTuple):
-    """How a picture is composed."""
+    """Describes how a picture is composed."""
 
     fewest: int = 1
-    most: int = 3  # digits asked for; one without room is left out
+    most: int = 3  # most digits of a picture; one without room is left out
     small: float = 14.0  # side of the enlarged 8x8 scan, pixels
     large: float = 24.0
 
@@ -50,7 +50,8 @@ class Clips(NamedTuple):
 
 
 def album(count: int, rng: Rng, split: Split, style: Style = PLAIN, wobble: float = 0.0) -> Album:
-    """``count`` pictures of 48x48 pixels. Picture i depends on ``rng``, ``split`` and i alone."""
+    """Draw ``count`` pictures, 48x48 pixels. Picture i depends on ``rng``, ``split`` and i
+    alone."""
     page = _compose(count, rng, split, style, SIDE, wobble)
     boxes = iter(tight_boxes(page.ink[:, None]))
     scenes = [
@@ -60,7 +61,7 @@ def album(count: int, rng: Rng, split: Split, style: Style = PLAIN, wobble: floa
 
 
 def clips(count: int, rng: Rng, split: Split, wobble: float = 0.0) -> Clips:
-    """``count`` clips of four frames of 32x32 pixels; every digit is seen in some frames that
+    """Draw ``count`` clips of four frames of 32x32 pixels; every digit is seen in some frames that
     follow each other."""
     page = _compose(count, rng, split, Style(1, 3, 12.0, 16.0), CLIP_SIDE, wobble)
     runs = [(a, b) for a in range(FRAMES) for b in range(a + 1, FRAMES + 1) if b - a < FRAMES]
@@ -77,7 +78,7 @@ def clips(count: int, rng: Rng, split: Split, wobble: float = 0.0) -> Clips:
 
 
 class _Page(NamedTuple):
-    """N scenes with M digits in all."""
+    """Holds N scenes with M digits in all."""
 
     ink: Tensor  # [M, H, W] coverage of each digit
     owner: Tensor  # [M] long, the scene it belongs to
@@ -122,7 +123,7 @@ def _compose(count: int, rng: Rng, split: Split, style: Style, side: int, wobble
 def _place(
     digits: int, draw, tries, style: Style, side: int
 ) -> list[tuple[int, tuple[float, float, float]]]:
-    """(slot of the draws, (x, y, side)) of every digit that found room; their squares do not
+    """Return (slot of the draws, (x, y, side)) of every digit that found room; their squares do not
     overlap."""
     placed: list[tuple[int, tuple[float, float, float]]] = []
     for k in range(digits):
@@ -139,7 +140,7 @@ def _place(
 
 
 def _painted(page: _Page, ink: Tensor) -> Tensor:
-    """uint8 [N, H, W, 3] the digits, as covered by ``ink`` [M, H, W], on their paper."""
+    """Paint the digits, as covered by ``ink`` [M, H, W], on their paper: uint8 [N, H, W, 3]."""
     count = len(page.draws)
     side = ink.shape[-1]
     colors = torch.tensor([COLORS[item["color"]] for row in page.objects for item in row])  # [M, 3]
@@ -151,8 +152,8 @@ def _painted(page: _Page, ink: Tensor) -> Tensor:
 
 
 def paper(count: int, side: int, draw: Tensor) -> Tensor:
-    """[N, 3, side, side] dark paper, a little redder to the right and bluer downwards; ``draw`` [N,
-    10] in 0..1."""
+    """Return dark paper, a little redder to the right and bluer downwards, [N, 3, side, side];
+    ``draw`` [N, 10] in 0..1."""
     ramp = torch.linspace(0, 1, side)
     strength = 0.3 + 0.05 * draw[:, :2, None, None].float()
     red = (strength[:, 0] * ramp[None, None, :]).expand(count, side, side)

@@ -1,5 +1,5 @@
-"""A tiny aMUSEd: a complete diffusers folder of UVit2DModel, VQModel, a CLIP text encoder and their
-scheduler."""
+"""Builds a tiny aMUSEd: a complete diffusers folder of UVit2DModel, VQModel, a CLIP text encoder
+and their scheduler."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MICRO = (CANVAS, CANVAS, 0, 0, 6)
 def build_amused(
     folder: Path, vq: Path, texts: TextRecipe, recipe: PainterRecipe, progress: Progress
 ) -> None:
-    """A folder that AmusedPipeline loads."""
+    """Build a folder that AmusedPipeline loads."""
     from diffusers import AmusedPipeline, AmusedScheduler
 
     codec = load_vq(vq)
@@ -50,7 +50,7 @@ def build_amused(
 
 @torch.no_grad()
 def embed(models: dict[str, Any], texts: list[str]) -> dict[str, Tensor]:
-    """Penultimate hidden states and the projected pooled state, as AmusedPipeline takes them."""
+    """Return penultimate hidden states and projected pooled state, as AmusedPipeline takes them."""
     outputs = models["text_encoder"](tokens(models, "", texts), output_hidden_states=True)
     return {"text": outputs.hidden_states[-2], "pooled": outputs.text_embeds}
 
@@ -80,8 +80,8 @@ def new_transformer(codec: LlamaGenVQ, text: Any, recipe: PainterRecipe) -> Any:
 
 
 def loss(net: Any, read: dict[str, Tensor], batch: painting.Batch) -> Tensor:
-    """Hidden tokens at a rate of cos(pi u / 2), u uniform; mean over them (Chang et al. 2022,
-    2023)."""
+    """Return the mean cross entropy of the masked tokens, masked at a rate of cos(pi u / 2), u
+    uniform (Chang et al. 2022, 2023)."""
     names = torch.arange(len(batch.ids))
     side = net.config.sample_size
     u = batch.rng.uniform(names, (batch.ids.shape[1] + 1,)).float()

@@ -1,5 +1,5 @@
-"""The things the digits world builds once and caches: ``world:digits/sd3`` in a configuration is a
-folder made here.
+"""Registers what the digits world builds once and caches: ``world:digits/sd3`` in a configuration
+is a folder made here.
 
 Names ending in ``-test`` are the same classes and files after a few steps of training: quick to
 build, for tests. Nothing heavy is imported before something has to be built.
@@ -51,28 +51,28 @@ def _fetch(name: str, constants: tuple[Any, ...], code: tuple[str, ...], build: 
 
 
 def reader(name: str, recipe: ReaderRecipe) -> Path:
-    """A reader's folder (config.json, model.safetensors)."""
+    """Build a reader's folder (config.json, model.safetensors)."""
     from mmrl.worlds.reading import train_reader
 
     return _fetch(name, (recipe,), _READER, partial(train_reader, recipe=recipe))
 
 
 def clip(name: str, recipe: ClipRecipe) -> Path:
-    """A folder open_clip loads as ``local-dir:FOLDER``."""
+    """Build a folder that open_clip loads as ``local-dir:FOLDER``."""
     from mmrl.worlds.clip import train_clip
 
     return _fetch(name, (recipe,), _CLIP, partial(train_clip, recipe=recipe))
 
 
 def parts(name: str, recipe: PartsRecipe) -> Path:
-    """Tokenizers, text encoders and autoencoder, which the Stable Diffusion 3 folders share."""
+    """Build tokenizers, text encoders and autoencoder that the Stable Diffusion 3 folders share."""
     from mmrl.worlds.vae import build_parts
 
     return _fetch(name, (recipe,), _PARTS, partial(build_parts, recipe=recipe))
 
 
 def sd3(name: str, recipe: FlowRecipe, shared: PartsRecipe, shared_name: str) -> Path:
-    """A complete diffusers folder that ``StableDiffusion3Pipeline.from_pretrained`` loads."""
+    """Build a complete diffusers folder that ``StableDiffusion3Pipeline.from_pretrained`` loads."""
     from mmrl.worlds.flow import build_sd3
 
     def build(folder: Path, progress: Progress) -> None:
@@ -82,21 +82,21 @@ def sd3(name: str, recipe: FlowRecipe, shared: PartsRecipe, shared_name: str) ->
 
 
 def vlm(name: str, recipe: VLMRecipe) -> Path:
-    """A folder that AutoProcessor and AutoModelForImageTextToText load."""
+    """Build a folder that AutoProcessor and AutoModelForImageTextToText load."""
     from mmrl.worlds.vlm import build_vlm
 
     return _fetch(name, (recipe,), _VLM, partial(build_vlm, recipe=recipe))
 
 
 def vq(name: str, recipe: VQRecipe) -> Path:
-    """A folder with LlamaGen's tokenizer, vq.safetensors."""
+    """Build a folder with LlamaGen's tokenizer, vq.safetensors."""
     from mmrl.worlds.vq import build_vq
 
     return _fetch(name, (recipe,), _VQ, partial(build_vq, recipe=recipe))
 
 
 def llamagen(name: str, recipe: PainterRecipe, images: VQRecipe, end: str = "") -> Path:
-    """A folder as the policy ``llamagen`` exports them."""
+    """Build a folder as the policy ``llamagen`` exports them."""
     from mmrl.worlds.llamagen import build_llamagen
 
     def build(folder: Path, progress: Progress) -> None:
@@ -106,7 +106,7 @@ def llamagen(name: str, recipe: PainterRecipe, images: VQRecipe, end: str = "") 
 
 
 def janus(name: str, recipe: PainterRecipe, images: VQRecipe, end: str = "") -> Path:
-    """A folder that JanusForConditionalGeneration and AutoProcessor load."""
+    """Build a folder that JanusForConditionalGeneration and AutoProcessor load."""
     from mmrl.worlds.janus import build_janus
 
     def build(folder: Path, progress: Progress) -> None:
@@ -116,7 +116,7 @@ def janus(name: str, recipe: PainterRecipe, images: VQRecipe, end: str = "") -> 
 
 
 def var(name: str, recipe: PainterRecipe, images: VQRecipe, end: str = "") -> Path:
-    """A folder as the policy ``var`` exports them."""
+    """Build a folder as the policy ``var`` exports them."""
     from mmrl.worlds.var import build_var
 
     def build(folder: Path, progress: Progress) -> None:
@@ -128,7 +128,7 @@ def var(name: str, recipe: PainterRecipe, images: VQRecipe, end: str = "") -> Pa
 def amused(
     name: str, recipe: PainterRecipe, images: VQRecipe, texts: TextRecipe, end: str = ""
 ) -> Path:
-    """A folder that AmusedPipeline loads."""
+    """Build a folder that AmusedPipeline loads."""
     from mmrl.worlds.amused import build_amused
 
     def build(folder: Path, progress: Progress) -> None:
@@ -138,14 +138,14 @@ def amused(
 
 
 def wan_parts(name: str, recipe: WanPartsRecipe) -> Path:
-    """Tokenizer, text encoder and autoencoder, which the Wan folders share."""
+    """Build tokenizer, text encoder and autoencoder, which the Wan folders share."""
     from mmrl.worlds.wan_parts import build_wan_parts
 
     return _fetch(name, (recipe,), _WAN_PARTS, partial(build_wan_parts, recipe=recipe))
 
 
 def wan_folder(name: str, recipe: WanRecipe, shared: WanPartsRecipe, shared_name: str) -> Path:
-    """A complete diffusers folder that WanPipeline loads, or WanImageToVideoPipeline."""
+    """Build a complete diffusers folder that WanPipeline loads, or WanImageToVideoPipeline."""
     from mmrl.worlds.wan import build_wan
 
     def build(folder: Path, progress: Progress) -> None:
@@ -156,122 +156,124 @@ def wan_folder(name: str, recipe: WanRecipe, shared: WanPartsRecipe, shared_name
 
 @ARTIFACTS.register("digits/sd3")
 def base() -> Path:
-    """Tiny Stable Diffusion 3, some of its captions wrong: follows the prompt only sometimes."""
+    """Build a tiny Stable Diffusion 3 that follows prompts only sometimes: some captions are
+    wrong."""
     return sd3("digits/sd3", recipes.SD3, recipes.PARTS, "digits/parts")
 
 
 @ARTIFACTS.register("digits/sd3-clean")
 def base_clean() -> Path:
-    """Tiny Stable Diffusion 3 trained on true captions."""
+    """Build a tiny Stable Diffusion 3 trained on true captions."""
     return sd3("digits/sd3-clean", recipes.SD3_CLEAN, recipes.PARTS, "digits/parts")
 
 
 @ARTIFACTS.register("digits/sd3-test")
 def base_test() -> Path:
-    """Tiny Stable Diffusion 3, barely trained, for tests."""
+    """Build a tiny Stable Diffusion 3, barely trained, for tests."""
     return sd3("digits/sd3-test", recipes.SD3_TEST, recipes.PARTS_TEST, "digits/parts-test")
 
 
 @ARTIFACTS.register("digits/reader")
 def reward_reader() -> Path:
-    """Detector and classifier of digits, used by the ``digits`` reward."""
+    """Build the detector and classifier of digits that the ``digits`` reward uses."""
     return reader("digits/reader", recipes.READER)
 
 
 @ARTIFACTS.register("digits/judge")
 def judge() -> Path:
-    """Independent detector and classifier: other scans, other network; for evaluation only."""
+    """Build an independent detector and classifier (other scans and network) for evaluation
+    only."""
     return reader("digits/judge", recipes.JUDGE)
 
 
 @ARTIFACTS.register("digits/reader-test")
 def reader_test() -> Path:
-    """Barely trained reader, for tests."""
+    """Build a barely trained reader, for tests."""
     return reader("digits/reader-test", recipes.READER_TEST)
 
 
 @ARTIFACTS.register("digits/clip")
 def world_clip() -> Path:
-    """Tiny open_clip model of the world's own; ``open_clip`` loads it as ``local-dir:FOLDER``."""
+    """Build a tiny open_clip model of the world's own, loaded as ``local-dir:FOLDER``."""
     return clip("digits/clip", recipes.CLIP)
 
 
 @ARTIFACTS.register("digits/clip-test")
 def clip_test() -> Path:
-    """Barely trained open_clip model, for tests."""
+    """Build a barely trained open_clip model, for tests."""
     return clip("digits/clip-test", recipes.CLIP_TEST)
 
 
 @ARTIFACTS.register("digits/vlm")
 def answers() -> Path:
-    """Tiny Qwen2.5-VL, warmed up on questions about digits, answered by mostly hasty people."""
+    """Build a tiny Qwen2.5-VL, warmed up on questions about digits and mostly hasty answers."""
     return vlm("digits/vlm", recipes.VLM)
 
 
 @ARTIFACTS.register("digits/vlm-test")
 def answers_test() -> Path:
-    """Tiny Qwen2.5-VL, barely trained, for tests."""
+    """Build a tiny Qwen2.5-VL, barely trained, for tests."""
     return vlm("digits/vlm-test", recipes.VLM_TEST)
 
 
 @ARTIFACTS.register("digits/vq")
 def image_tokens() -> Path:
-    """The image tokenizer under LlamaGen's names, which ``digits/llamagen``, ``janus``, ``amused``
-    and ``var`` need."""
+    """Build the LlamaGen image tokenizer that ``digits/llamagen``, ``janus``, ``amused``, ``var``
+    need."""
     return vq("digits/vq", recipes.VQ)
 
 
 @ARTIFACTS.register("digits/llamagen")
 def autoregressive() -> Path:
-    """Tiny class-conditional LlamaGen, many of its labels wrong."""
+    """Build a tiny class-conditional LlamaGen, many of its labels wrong."""
     return llamagen("digits/llamagen", recipes.LLAMAGEN, recipes.VQ)
 
 
 @ARTIFACTS.register("digits/janus")
 def unified() -> Path:
-    """Tiny Janus that paints, many of its captions wrong."""
+    """Build a tiny Janus that paints, many of its captions wrong."""
     return janus("digits/janus", recipes.JANUS, recipes.VQ)
 
 
 @ARTIFACTS.register("digits/var")
 def next_scale() -> Path:
-    """Tiny class-conditional VAR with its multi-scale VQ, many of its labels wrong."""
+    """Build a tiny class-conditional VAR with its multi-scale VQ, many of its labels wrong."""
     return var("digits/var", recipes.VAR, recipes.VQ)
 
 
 @ARTIFACTS.register("digits/amused")
 def masked() -> Path:
-    """Tiny aMUSEd, many of its captions wrong."""
+    """Build a tiny aMUSEd, many of its captions wrong."""
     return amused("digits/amused", recipes.AMUSED, recipes.VQ, recipes.TEXT)
 
 
 @ARTIFACTS.register("digits/vq-test")
 def image_tokens_test() -> Path:
-    """Barely trained image tokenizer, for tests."""
+    """Build a barely trained image tokenizer, for tests."""
     return vq("digits/vq-test", recipes.VQ_TEST)
 
 
 @ARTIFACTS.register("digits/llamagen-test")
 def autoregressive_test() -> Path:
-    """Barely trained LlamaGen, for tests."""
+    """Build a barely trained LlamaGen, for tests."""
     return llamagen("digits/llamagen-test", recipes.PAINTER_TEST, recipes.VQ_TEST, "-test")
 
 
 @ARTIFACTS.register("digits/janus-test")
 def unified_test() -> Path:
-    """Barely trained Janus, for tests."""
+    """Build a barely trained Janus, for tests."""
     return janus("digits/janus-test", recipes.PAINTER_TEST, recipes.VQ_TEST, "-test")
 
 
 @ARTIFACTS.register("digits/var-test")
 def next_scale_test() -> Path:
-    """Barely trained VAR, for tests."""
+    """Build a barely trained VAR, for tests."""
     return var("digits/var-test", recipes.PAINTER_TEST, recipes.VQ_TEST, "-test")
 
 
 @ARTIFACTS.register("digits/amused-test")
 def masked_test() -> Path:
-    """Barely trained aMUSEd, for tests."""
+    """Build a barely trained aMUSEd, for tests."""
     return amused(
         "digits/amused-test", recipes.PAINTER_TEST, recipes.VQ_TEST, recipes.TEXT_TEST, "-test"
     )
@@ -279,13 +281,13 @@ def masked_test() -> Path:
 
 @ARTIFACTS.register("digits/wan")
 def wan() -> Path:
-    """Tiny Wan, text to video: clips of a digit that moves as told only sometimes."""
+    """Build a tiny text-to-video Wan: its digit moves as the caption says only sometimes."""
     return wan_folder("digits/wan", recipes.WAN, recipes.WAN_PARTS, "digits/wan-parts")
 
 
 @ARTIFACTS.register("digits/wan_i2v")
 def wan_i2v() -> Path:
-    """Tiny Wan, image to video: moves the digit of the first frame as told only sometimes."""
+    """Build a tiny image-to-video Wan: the first frame's digit moves as prompted only sometimes."""
     return wan_folder(
         "digits/wan_i2v", recipes.WAN_I2V, recipes.WAN_I2V_PARTS, "digits/wan_i2v-parts"
     )
@@ -293,7 +295,7 @@ def wan_i2v() -> Path:
 
 @ARTIFACTS.register("digits/wan-test")
 def wan_test() -> Path:
-    """Tiny Wan, barely trained, for tests."""
+    """Build a tiny Wan, barely trained, for tests."""
     return wan_folder(
         "digits/wan-test", recipes.WAN_TEST, recipes.WAN_PARTS_TEST, "digits/wan-parts-test"
     )
@@ -301,7 +303,7 @@ def wan_test() -> Path:
 
 @ARTIFACTS.register("digits/wan_i2v-test")
 def wan_i2v_test() -> Path:
-    """Tiny Wan, image to video, barely trained, for tests."""
+    """Build a tiny image-to-video Wan, barely trained, for tests."""
     return wan_folder(
         "digits/wan_i2v-test", recipes.WAN_I2V_TEST, recipes.WAN_PARTS_TEST, "digits/wan-parts-test"
     )

@@ -1,5 +1,5 @@
-"""Questions about the digits world as a data source: pictures and clips with text, and the right
-answer beside them."""
+"""Asks questions about the digits world as a data source: pictures and clips with text, and the
+right answer beside them."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ class Questions:
 
 
 def ask(kind: Ask, scenes: int, part: Part, seed: int = 0, wobble: float = 0.0) -> list[Prompt]:
-    """One question about each scene that allows one of that kind; pictures as PIL images, clips as
-    uint8 [F, H, W, 3].
+    """Ask one question about each scene that allows one of that kind; pictures as PIL images, clips
+    as uint8 [F, H, W, 3].
 
     A prompt holds ``text``, ``answer`` (as a model would write it), ``kind``, ``images`` or
     ``video`` with ``fps``, and where they are the answer ``boxes`` with ``labels`` in pixels of the
@@ -85,14 +85,14 @@ def ask(kind: Ask, scenes: int, part: Part, seed: int = 0, wobble: float = 0.0) 
 
 
 def picture(image: Tensor) -> Any:
-    """A PIL image of uint8 [H, W, 3]."""
+    """Make a PIL image of uint8 [H, W, 3]."""
     from PIL import Image
 
     return Image.fromarray(image.numpy())
 
 
 def questions_about(scene: Prompt, kind: Ask) -> list[Prompt]:
-    """The questions of one kind that a scene answers: ``text``, ``answer``, and ``boxes``,
+    """Return the questions of one kind that a scene answers: ``text``, ``answer``, and ``boxes``,
     ``labels`` or ``spans``."""
     makers = {"box": _box, "boxes": _boxes, "left": _left, "frame": _frame, "span": _span}
     if kind in makers:
@@ -105,7 +105,7 @@ def questions_about(scene: Prompt, kind: Ask) -> list[Prompt]:
 
 
 def written(boxes: list[list[int]]) -> str:
-    """``[3, 4, 20, 21]``, or several after each other."""
+    """Write boxes as ``[3, 4, 20, 21]``, several after each other."""
     return " ".join(str(list(box)) for box in boxes)
 
 
@@ -165,7 +165,7 @@ def _span(scene: Prompt) -> list[Prompt]:
 
 
 def _seen(scene: Prompt) -> list[tuple[str, int, int]]:
-    """Name, first frame and the one after the last, of the objects that a name tells apart."""
+    """Return name, first frame and the one after the last, of objects with a name of their own."""
     names = _names(scene)
     return [(name, *run) for name, run in zip(names, scene["seen"]) if names.count(name) == 1]
 
@@ -175,7 +175,7 @@ def _names(scene: Prompt) -> list[str]:
 
 
 def vocabulary() -> list[Any]:
-    """Every word a question or an answer may hold, numbers 0 to 99 included."""
+    """List every word a question or an answer may hold, numbers 0 to 99 included."""
     words = (
         "where is are the digits digit how many there what do add up to colour which on "
         "left in frame from when and it "

@@ -1,4 +1,4 @@
-"""A cache of built folders: built once, whole or not at all, checked by hash on every use.
+"""Caches built folders: built once, whole or not at all, checked by hash on every use.
 
 ``fetch("digits/sd3", recipe, build)`` calls ``build(folder)`` in a temporary folder, writes
 ``manifest.json`` (the sha256 of every file and the hash of the recipe), flushes everything to disk
@@ -31,7 +31,7 @@ SHIPPED = Path(__file__).resolve().parent / "shipped"
 
 
 def root() -> Path:
-    """``$MMRL_CACHE``, or ``mmrl`` under ``$XDG_CACHE_HOME``, or ``~/.cache/mmrl``."""
+    """Return ``$MMRL_CACHE``, or ``mmrl`` under ``$XDG_CACHE_HOME``, or ``~/.cache/mmrl``."""
     if folder := os.environ.get("MMRL_CACHE"):
         return Path(folder).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser() / "mmrl"
@@ -46,8 +46,8 @@ def recipe_hash(constants: Sequence[Any], versions: Sequence[int]) -> str:
 
 
 def shipped(name: str, recipe: str) -> Path | None:
-    """Find the folder that came with the package, or None if there is none of that recipe or a file
-    of it is not as it was written, which is said."""
+    """Find the folder that came with the package. None if there is none of that recipe, or, with a
+    warning, if a file of it is not as it was written."""
     folder = SHIPPED / name
     if _recipe_of(folder) != recipe:
         return None
@@ -65,8 +65,8 @@ def _recipe_of(folder: Path) -> str | None:
 
 
 def fetch(name: str, recipe: str, build: Callable[[Path], None]) -> Path:
-    """The folder of that name and recipe hash: shipped, or cached, built now if it is missing or
-    damaged.
+    """Return the folder of that name and recipe hash: shipped, or cached, built now if it is
+    missing or damaged.
 
     Raises UserError if the cache directory cannot be written. What ``build`` raises passes through;
     nothing is left.
@@ -97,7 +97,7 @@ def fetch(name: str, recipe: str, build: Callable[[Path], None]) -> Path:
 
 
 def damage(folder: Path, recipe: str | None = None) -> str | None:
-    """What is wrong with a built folder (the file is named), or None if every file is as it was
+    """Tell what is wrong with a built folder (the file is named); None if every file is as it was
     written."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text())

@@ -1,4 +1,4 @@
-"""The captions of the digits world as a data source."""
+"""Registers the captions of the digits world as a data source."""
 
 from __future__ import annotations
 

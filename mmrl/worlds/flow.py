@@ -1,5 +1,5 @@
-"""Pre-training the transformer of the tiny Stable Diffusion 3 by flow matching, and saving the
-whole pipeline."""
+"""Pre-trains the transformer of the tiny Stable Diffusion 3 by flow matching, and saves the whole
+pipeline."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from samplers.noise import Rng
 
 
 class Lessons(NamedTuple):
-    """Everything that is the same in each step, computed once."""
+    """Holds everything that is the same in each step, computed once."""
 
     latents: Tensor  # [N, 4, 8, 8] scaled and shifted
     caption: Tensor  # [N] long, into tokens and pooled
@@ -104,7 +104,7 @@ def prepare(models: dict[str, Any], recipe: FlowRecipe) -> Lessons:
 
 
 def teach_flow(transformer: Any, lessons: Lessons, recipe: FlowRecipe, progress: Progress) -> None:
-    """AdamW with one cycle of the learning rate."""
+    """Train by AdamW with one cycle of the learning rate."""
     rng = Rng.of(recipe.seed, "flow")
     optimizer = torch.optim.AdamW(
         transformer.parameters(), recipe.lr, betas=(0.9, 0.98), weight_decay=0.01
@@ -126,10 +126,10 @@ def teach_flow(transformer: Any, lessons: Lessons, recipe: FlowRecipe, progress:
 
 
 def flow_loss(transformer: Any, lessons: Lessons, recipe: FlowRecipe, rng: Rng) -> Tensor:
-    """Squared error of the velocity ``noise - x`` at ``x + t (noise - x)``, t logit-normal (Esser
-    2024, eq. 19)."""
+    """Return the squared error of the velocity ``noise - x`` at ``x + t (noise - x)``, t
+    logit-normal (Esser 2024, eq. 19)."""
     names = torch.arange(recipe.batch)
-    # [B, 4]: picture, somebody else's caption, whether it, whether none
+    # [B, 4]: picture, another's caption, whether that is taken, whether none is
     u = rng.fold("u").uniform(names, (4,))
     row, wrong_row = (u[:, :2] * len(lessons.latents)).long().unbind(1)
     caption = lessons.caption[torch.where(u[:, 2] < recipe.wrong_captions, wrong_row, row)]

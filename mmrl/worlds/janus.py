@@ -1,4 +1,4 @@
-"""A tiny Janus of transformers' own class with its processor, taught to paint. It was never taught
+"""Builds a tiny Janus of transformers' own class with its processor, pre-trained to paint but not
 to see."""
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TEMPLATE = (
 
 
 def build_janus(folder: Path, vq: Path, recipe: PainterRecipe, progress: Progress) -> None:
-    """A folder that JanusForConditionalGeneration and AutoProcessor load."""
+    """Build a folder that JanusForConditionalGeneration and AutoProcessor load."""
     codec = load_vq(vq)
     lessons = painting.prepare(codec.encode, recipe)
     reads = processor(CANVAS // codec.factor)
@@ -74,7 +74,7 @@ def loss(net: JanusNet, inputs: Any, visible: list[int], batch: painting.Batch) 
 
 
 def processor(grid: int) -> Any:
-    """JanusProcessor whose pictures are ``grid`` x ``grid`` patches."""
+    """Make a JanusProcessor whose pictures are ``grid`` x ``grid`` patches."""
     from transformers import JanusImageProcessor, JanusProcessor
 
     half = [0.5] * 3
@@ -85,7 +85,8 @@ def processor(grid: int) -> Any:
 
 
 def tokenizer() -> Any:
-    """One token for every word and mark of the world's captions; the rest is unknown."""
+    """Make a tokenizer with one token for every word and mark of the world's captions; the rest is
+    unknown."""
     from tokenizers import (
         AddedToken,
         Regex,
@@ -126,7 +127,7 @@ def tokenizer() -> Any:
 
 
 def _towers(codec: LlamaGenVQ, width: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Options of the vision tower, which nothing here uses, and of the VQ."""
+    """Return the options of the vision tower, which nothing here uses, and of the VQ."""
     grid = CANVAS // codec.factor
     vision = {
         "hidden_size": 32,
@@ -150,8 +151,8 @@ def _towers(codec: LlamaGenVQ, width: int) -> tuple[dict[str, Any], dict[str, An
 
 
 def new_model(codec: LlamaGenVQ, words: Any, recipe: PainterRecipe) -> Any:
-    """JanusForConditionalGeneration with the world's VQ and otherwise random weights; only what
-    paints is learnt."""
+    """Make a JanusForConditionalGeneration with the world's VQ and otherwise random weights; only
+    what paints is trained."""
     from transformers import GenerationConfig, JanusConfig, JanusForConditionalGeneration
 
     width = recipe.width

@@ -1,5 +1,5 @@
-"""A tiny class-conditional LlamaGen under its published names, of the classes that VAR paints here
-too."""
+"""Builds a tiny class-conditional LlamaGen under its published names, of the classes that VAR
+paints here too."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mmrl.worlds.vq import load_vq
 
 
 def build_llamagen(folder: Path, vq: Path, recipe: PainterRecipe, progress: Progress) -> None:
-    """gpt.safetensors, vq.safetensors and config.json, as the policy exports them."""
+    """Write gpt.safetensors, vq.safetensors and config.json, as the policy exports them."""
     codec = load_vq(vq)
     lessons = painting.prepare(codec.encode, recipe)
     label = painting.labels(lessons)
@@ -48,7 +48,7 @@ def new_gpt(codec: LlamaGenVQ, recipe: PainterRecipe) -> LlamaGenGPT:
 
 
 def loss(net: LlamaGenGPT, label: Tensor, batch: painting.Batch) -> Tensor:
-    """Teacher forcing."""
+    """Return the teacher-forced cross entropy."""
     return painting.cross_entropy(
         net.vocabulary(net.teach({"label": label[batch.caption]}, batch.ids)), batch.ids
     )

@@ -1,5 +1,5 @@
-"""Clips of one moving digit: captions such as "a red seven moving left", the clips they describe, a
-data source.
+"""Draws clips of one moving digit: captions such as "a red seven moving left", the clips they
+describe, a data source.
 
 A clip begins with the digit in the middle of the canvas, whatever the motion, so that the first
 frame tells nothing of what will happen; every frame then moves it by two pixels.
@@ -40,7 +40,7 @@ class Clips(NamedTuple):
 
 
 def captions(seed: int = 0) -> list[Prompt]:
-    """All 200 in a random order: 10 digits x 4 colours x (4 directions, still)."""
+    """Return all 200 captions in a random order: 10 digits x 4 colours x (4 directions, still)."""
     prompts = [
         caption(thing(*digit), motion)
         for *digit, motion in itertools.product(range(10), COLORS, MOTIONS)
@@ -49,7 +49,7 @@ def captions(seed: int = 0) -> list[Prompt]:
 
 
 def trained_on() -> list[Prompt]:
-    """The captions that are not held out."""
+    """Return the captions that are not held out."""
     return [prompt for prompt in captions() if not is_held_out(prompt["text"])]
 
 
@@ -59,8 +59,8 @@ def caption(item: dict[str, Any], motion: str) -> Prompt:
 
 
 def film(prompts: list[Prompt], rng: Rng, split: Split = "generator") -> Clips:
-    """Draw every prompt once. Row i depends on ``rng`` and i alone, its scan not on the motion
-    asked for."""
+    """Draw every prompt once. Row i depends on ``rng`` and i alone; its scan does not depend on the
+    motion."""
     u = rng.uniform(rng.rows(len(prompts), 1)).tolist()
     source = scans(split)
     pools = [torch.nonzero(source.labels == d)[:, 0].tolist() for d in range(10)]
@@ -110,7 +110,7 @@ class Moving:
 
 
 def illustrated(prompts: list[Prompt], rng: Rng, split: Split) -> list[Prompt]:
-    """Prompts with the first frame of a clip as ``image`` (PIL)."""
+    """Return prompts with the first frame of a clip as ``image`` (PIL)."""
     from PIL import Image
 
     first = (

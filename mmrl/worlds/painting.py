@@ -1,5 +1,5 @@
-"""What the tiny image generators of tokens learn from: pictures as ids with captions, some of them
-somebody else's."""
+"""Trains the tiny image generators of tokens: pictures as ids with captions, some of them another
+picture's."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def teach(
     recipe: PainterRecipe,
     progress: Progress,
 ) -> None:
-    """AdamW with one cycle of the learning rate; captions are true at first, later some belong to
-    another picture."""
+    """Train by AdamW with one cycle of the learning rate; captions are true at first, later some
+    belong to another picture."""
     rng = Rng.of(recipe.seed, "painter")
     learnt = [p for p in module.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(learnt, recipe.lr, betas=(0.9, 0.98), weight_decay=0.01)
@@ -62,7 +62,7 @@ def teach(
     )
     for step in progress.steps("painter", recipe.steps):
         wrong = recipe.wrong_captions if step >= recipe.true_first * recipe.steps else 0.0
-        # picture, another's caption, whether it, whether none
+        # picture, another's caption, whether that is taken, whether none is
         u = rng.uniform(torch.arange(recipe.batch), (4,), step)
         row, wrong_row = (u[:, :2] * len(lessons.ids)).long().unbind(1)
         wrong_captions = lessons.caption[wrong_row]
@@ -77,9 +77,9 @@ def teach(
 
 
 class Composed(nn.Module):
-    """A class's embedding is the sum of its digit's, its colour's and its place's, so that one that
-    was never shown means something too: held-out captions stay out of pre-training. After it every
-    class has its own."""
+    """Sums a class's embedding from its digit's, its colour's and its place's, so that a class that
+    was never shown means something too: held-out captions stay out of pre-training. After
+    pre-training every class has its own embedding."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -97,25 +97,25 @@ class Composed(nn.Module):
 
 
 def compose(table: nn.Embedding) -> None:
-    """Makes an embedding of CLASSES + 1 rows a ``Composed`` one, until
+    """Make an embedding of CLASSES + 1 rows a ``Composed`` one, until
     ``parametrize.remove_parametrizations``."""
     table.weight.requires_grad_(False)
     parametrize.register_parametrization(table, "weight", Composed(table.embedding_dim))
 
 
 def labels(lessons: Lessons) -> Tensor:
-    """[P + 1] long, the classes of the captions and of none: their places among ``singles``."""
+    """Return the classes of the captions and of none, places among ``singles``: [P + 1] long."""
     number = {prompt["text"]: i for i, prompt in enumerate(singles())}
     return torch.tensor([*(number[p["text"]] for p in lessons.prompts), CLASSES])
 
 
 def cross_entropy(logits: Tensor, ids: Tensor) -> Tensor:
-    """Mean over all tokens of logits [B, T, V] against ids [B, T]."""
+    """Return the mean over all tokens of logits [B, T, V] against ids [B, T]."""
     return F.cross_entropy(logits.flatten(0, 1), ids.flatten())
 
 
 def seeded(seed: int, make: Callable[[], nn.Module]) -> nn.Module:
-    """What ``make`` builds with these random weights; torch's generator is left as it was."""
+    """Build by ``make`` with these random weights; torch's generator is left as it was."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return make()

@@ -1,4 +1,4 @@
-"""A progress bar for building things once: steps done, time left. Silent where nobody watches."""
+"""Shows a bar while things are built once: steps done, time left. Silent where nobody watches."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 
 class Progress:
-    """``for step in progress.steps("painter", 300)``: a rich bar on a terminal, one line at start
-    and end elsewhere."""
+    """Reports steps: ``for step in progress.steps("painter", 300)`` shows a rich bar on a terminal,
+    one line at start and end elsewhere."""
 
     def __init__(self, title: str, quiet: bool = False):
         self.title = title
@@ -34,8 +34,8 @@ class Progress:
 
 @contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """No progress bars of transformers and diffusers while folders are written and read; restored
-    afterwards."""
+    """Silence the progress bars of transformers and diffusers while folders are written and read;
+    restore them afterwards."""
     import diffusers.utils.logging as diffusers_log
     import transformers.utils.logging as transformers_log
 

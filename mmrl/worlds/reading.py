@@ -1,4 +1,4 @@
-"""Training the reader (the reward's) and the judge (nobody's reward): same task, other scans, other
+"""Trains the reader (the reward's) and the judge (nobody's reward): same task, other scans, other
 network."""
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from samplers.noise import Rng
 
 
 def train_reader(folder: Path, recipe: ReaderRecipe, progress: Progress) -> None:
-    """Fit on rendered scenes of one split, with turned and sheared digits, blur and noise, and
-    save."""
+    """Fit a reader on rendered scenes of one split, with turned and sheared digits, blur and noise,
+    and save it."""
     rng = Rng.of(recipe.seed, "reader")
     config = {
         "image_size": CANVAS,
@@ -55,8 +55,8 @@ def train_reader(folder: Path, recipe: ReaderRecipe, progress: Progress) -> None
 
 
 def targets(scenes: Scenes) -> tuple[Tensor, Tensor, Tensor]:
-    """Cell [B, 3] (-1: no object), offset in cells [B, 3, 2], names [B, 3, 3] (digit, colour, size;
-    -1: not said)."""
+    """Return cell [B, 3] (-1: no object), offset in cells [B, 3, 2], names [B, 3, 3] (digit,
+    colour, size; -1: not said)."""
     x, y, side = scenes.placed.unbind(-1)
     present = ~x.isnan()
     spot = torch.stack([x, y], -1).nan_to_num(0) / Reader.stride  # [B, 3, 2] in cells
@@ -79,8 +79,8 @@ def _names(item: dict) -> list[int]:
 
 
 def disturb(images: Tensor, rng: Rng) -> Tensor:
-    """Half the pictures softened, all a little noisy, so that imperfect paintings are read like
-    scans."""
+    """Soften half the pictures and add a little noise to all, so that imperfect paintings are read
+    like scans."""
     rows = torch.arange(len(images))
     u = rng.uniform(rows, (2,)).float()[:, :, None, None, None]
     soft = F.avg_pool2d(F.pad(images, (1, 1, 1, 1)), 3, 1)
@@ -89,7 +89,7 @@ def disturb(images: Tensor, rng: Rng) -> Tensor:
 
 
 def reading_loss(grid: tuple[Tensor, ...], truth: list[Tensor]) -> Tensor:
-    """Presence (binary, with neighbours of a centre left out), offset, and names at the centres."""
+    """Add the losses of presence (binary, neighbours of a centre left out), offset, and names."""
     presence, offset, *names = grid
     cell, shift, named = truth
     side = presence.shape[-1]
@@ -107,8 +107,8 @@ def reading_loss(grid: tuple[Tensor, ...], truth: list[Tensor]) -> Tensor:
     own_cell = cell[rows, slots]
     away = shift[rows, slots]
     loss = loss + 4 * F.mse_loss(offset.flatten(2)[rows, :, own_cell], away)
-    # Names are asked of the four cells nearest to the centre: it may lie on a border, and the peak
-    # in any of them.
+    # Names are trained at the four cells nearest to the centre: it may lie on a border, and the
+    # peak in any of them.
     x = own_cell % side + away[:, 0].floor()
     y = own_cell // side + away[:, 1].floor()
     for dx, dy in ((0, 0), (0, 1), (1, 0), (1, 1)):
@@ -123,8 +123,8 @@ def reading_loss(grid: tuple[Tensor, ...], truth: list[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def accuracy(reader: Reader, prompts: list[Prompt], rng: Rng, split: Split) -> dict[str, float]:
-    """Share of right digits, colours, sizes, centres within 3 pixels, and picture counts, on scans
-    of ``split``."""
+    """Return the share of right digits, colours, sizes, centres within 3 pixels, and picture
+    counts, on scans of ``split``."""
     scenes = render(prompts, rng, split)
     detections = reader.detect(scenes.images)
     cell, _, named = targets(scenes)

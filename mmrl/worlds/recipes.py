@@ -1,5 +1,5 @@
-"""Every constant of what the digits world builds. They are part of the cache's folder names: change
-one, rebuild one.
+"""Holds every constant of what the digits world builds. They are part of the cache's folder names:
+change one, rebuild one.
 
 This module is light: it imports nothing but dataclasses. What quickstart needs is shipped built
 (``mmrl/worlds/shipped``): after a change here that concerns it, run
@@ -37,7 +37,8 @@ VERSIONS = {
 
 @dataclass(frozen=True)
 class ReaderRecipe:
-    """A network that reads pictures (``rewards.digit_reader``), and the scans it learns from."""
+    """Describes a network that reads pictures (``rewards.digit_reader``), and its training
+    scans."""
 
     split: Literal["generator", "reader", "judge"]
     channels: tuple[int, int, int]
@@ -52,7 +53,7 @@ class ReaderRecipe:
 
 @dataclass(frozen=True)
 class ClipRecipe:
-    """A tiny open_clip model."""
+    """Describes a tiny open_clip model."""
 
     width: int = 64
     layers: int = 3
@@ -65,7 +66,7 @@ class ClipRecipe:
 
 @dataclass(frozen=True)
 class TextRecipe:
-    """Two CLIP text encoders and T5."""
+    """Describes two CLIP text encoders and T5."""
 
     width: int = 32  # of each CLIP encoder and its projection
     joint: int = 64  # of T5; at least both CLIP widths together
@@ -77,7 +78,7 @@ class TextRecipe:
 
 @dataclass(frozen=True)
 class VaeRecipe:
-    """AutoencoderKL, 32x32 pixels to ``latent`` x 8 x 8."""
+    """Describes an AutoencoderKL, 32x32 pixels to ``latent`` x 8 x 8."""
 
     channels: tuple[int, ...] = (8, 16, 32)
     latent: int = 4
@@ -93,7 +94,7 @@ class VaeRecipe:
 
 @dataclass(frozen=True)
 class PartsRecipe:
-    """Everything of a Stable Diffusion 3 but the transformer."""
+    """Describes everything of a Stable Diffusion 3 but the transformer."""
 
     text: TextRecipe = field(default_factory=TextRecipe)
     vae: VaeRecipe = field(default_factory=VaeRecipe)
@@ -101,7 +102,7 @@ class PartsRecipe:
 
 @dataclass(frozen=True)
 class FlowRecipe:
-    """SD3Transformer2DModel and its flow-matching pre-training."""
+    """Describes an SD3Transformer2DModel and its flow-matching pre-training."""
 
     layers: int = 2
     heads: int = 4  # of 32 channels each
@@ -123,7 +124,7 @@ ORDER = tuple("few crowd few few crowd few few clips few crowd few pairs".split(
 
 @dataclass(frozen=True)
 class VLMRecipe:
-    """A tiny Qwen2.5-VL, its vision tower's pre-training and its warm-up on questions."""
+    """Describes a tiny Qwen2.5-VL, its vision tower's pre-training and its warm-up on questions."""
 
     width: int = 64
     heads: int = 4
@@ -145,7 +146,7 @@ class VLMRecipe:
 
 @dataclass(frozen=True)
 class VQRecipe:
-    """An image tokenizer: 32x32 pixels to 4x4 ids, and VAR's of all ``sides``."""
+    """Describes an image tokenizer: 32x32 pixels to 4x4 ids, and VAR's of all ``sides``."""
 
     vocab: int = 256
     dim: int = 12  # of an entry
@@ -166,7 +167,7 @@ class VQRecipe:
 
 @dataclass(frozen=True)
 class PainterRecipe:
-    """A transformer that writes image tokens, and its pre-training."""
+    """Describes a transformer that writes image tokens, and its pre-training."""
 
     width: int = 96
     layers: int = 3
@@ -211,7 +212,7 @@ PAINTER_TEST = PainterRecipe(width=32, layers=1, heads=2, scenes=200, steps=3, b
 
 @dataclass(frozen=True)
 class WanTextRecipe:
-    """UMT5."""
+    """Describes a UMT5 text encoder."""
 
     width: int = 64
     layers: int = 2
@@ -224,8 +225,8 @@ class WanTextRecipe:
 
 @dataclass(frozen=True)
 class WanVaeRecipe:
-    """AutoencoderKLWan with weights in closed form: ``latent`` principal components of every square
-    of every frame."""
+    """Describes an AutoencoderKLWan with weights in closed form: ``latent`` principal components of
+    every square of every frame."""
 
     patch: int = 16  # pixels along a side of a square, as all of Wan 2.2's levels together
     latent: int = 40
@@ -235,7 +236,7 @@ class WanVaeRecipe:
 
 @dataclass(frozen=True)
 class WanPartsRecipe:
-    """Everything of a tiny Wan but the transformer."""
+    """Describes everything of a tiny Wan but the transformer."""
 
     text: WanTextRecipe = field(default_factory=WanTextRecipe)
     vae: WanVaeRecipe = field(default_factory=WanVaeRecipe)
@@ -243,7 +244,7 @@ class WanPartsRecipe:
 
 @dataclass(frozen=True)
 class WanRecipe:
-    """WanTransformer3DModel and its flow-matching pre-training."""
+    """Describes a WanTransformer3DModel and its flow-matching pre-training."""
 
     first_frame: bool = False  # image to video: sees the first frame
     # latent frames, rows and columns of a token: here a whole clip

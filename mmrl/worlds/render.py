@@ -1,5 +1,5 @@
-"""Drawing scenes: real handwritten digits (8x8 scans of scikit-learn), enlarged, coloured and
-placed, all at once."""
+"""Draws scenes: real handwritten digits (8x8 scans of scikit-learn), enlarged, coloured and placed,
+all at once."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Scenes(NamedTuple):
 
 @cache
 def scans(split: Split) -> Scans:
-    """599 of the 1,797 scans. The three splits share none, so what one learnt by heart does not
+    """Return 599 of the 1,797 scans. The three splits share none, so that memorising one does not
     help another."""
     from sklearn.datasets import load_digits
 
@@ -89,7 +89,7 @@ def render(
 
 
 def _layout(prompt: Prompt, draw: list[list[float]]) -> list[tuple[float, float, float]]:
-    """Centre and side of every object. A digit fills a quarter of the canvas, so no two overlap."""
+    """Return centre and side of every object. A digit fills a canvas quarter, so none overlap."""
     objects = prompt["objects"]
     first = draw[0]
     if len(objects) == 1:
@@ -113,8 +113,8 @@ def _layout(prompt: Prompt, draw: list[list[float]]) -> list[tuple[float, float,
 
 
 def _at(place: str, side: float) -> tuple[float, float, float]:
-    """Centre and side of a digit that touches its corner; small ones stand a little away from
-    it."""
+    """Return centre and side of a digit that touches its corner; small ones stand a little away
+    from it."""
     if place == "middle":
         return CANVAS / 2, CANVAS / 2, side
     near = max(side / 2, 8.0)
@@ -126,8 +126,8 @@ def _at(place: str, side: float) -> tuple[float, float, float]:
 
 
 def coverage(pixels: Tensor, layout: Tensor, wobble: Tensor, canvas: int = CANVAS) -> Tensor:
-    """[B, K, H, W] coverage 0..1 of each object: the scan [B, K, 8, 8] enlarged (bicubic) to its
-    spot.
+    """Return coverage 0..1 of each object, [B, K, H, W]: the scan [B, K, 8, 8] enlarged (bicubic)
+    to its spot.
 
     layout [B, K, 3] is centre x, centre y and side in pixels (NaN: no object), wobble [B, K, 3]
     turn, shear and growth.
@@ -151,7 +151,7 @@ def coverage(pixels: Tensor, layout: Tensor, wobble: Tensor, canvas: int = CANVA
 
 
 def tight_boxes(ink: Tensor) -> list[list[list[int]]]:
-    """Tight boxes x0, y0, x1, y1 around the ink [B, K, H, W] of every object; x1 and y1
+    """Return tight boxes x0, y0, x1, y1 around the ink [B, K, H, W] of every object; x1 and y1
     exclusive."""
     inked = ink > INK
     side = ink.shape[-1]

@@ -1,5 +1,5 @@
-"""VAR's multi-scale VQ of the digits world: the tokenizer's network with a residual codebook of all
-scales."""
+"""Builds VAR's multi-scale VQ of the digits world: the tokenizer's network with a residual codebook
+of all scales."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FITS = 10  # rounds of fitting the codebook to residuals, which it changes itsel
 
 
 def build_scales(vq: Path, recipe: VQRecipe, progress: Progress) -> VARVQ:
-    """A VARVQ that rebuilds pictures from ids of all scales."""
+    """Train a VARVQ that rebuilds pictures from ids of all scales."""
     vq_scales = begun(load_vq(vq), recipe)
     images = (
         render(pictured(recipe.scenes, recipe.seed), Rng.of(recipe.seed, "scales")).images * 2 - 1
@@ -36,8 +36,8 @@ def build_scales(vq: Path, recipe: VQRecipe, progress: Progress) -> VARVQ:
 
 @torch.no_grad()
 def begun(vq: LlamaGenVQ, recipe: VQRecipe) -> VARVQ:
-    """The same network: 1x1 convolutions around the codebook are multiplied into their neighbours,
-    VAR's own begin as the identity."""
+    """Copy a VQ into VARVQ's classes: 1x1 convolutions around the codebook are multiplied into
+    their neighbours, VAR's own begin as the identity."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
         new = VARVQ(recipe.sides, recipe.vocab, recipe.dim, recipe.channels, recipe.mult, 1)
@@ -61,8 +61,8 @@ def begun(vq: LlamaGenVQ, recipe: VQRecipe) -> VARVQ:
 
 @torch.no_grad()
 def fit(vq: VARVQ, images: Tensor) -> None:
-    """The codebook: k-means of what every scale finds missing, which depends on the codebook. Entry
-    0 stays zero, so that no scale need make it worse; the best round counts."""
+    """Fit the codebook by k-means of the residuals of every scale, which depend on the codebook.
+    Entry 0 stays zero, so that no scale need make it worse; the best round counts."""
     z = torch.cat([vq.quant_conv(vq.encoder(part)) for part in images.split(250)])
     book = vq.quantize.embedding.weight
     centres = k_means(torch.cat(residuals(vq, z)[0]), len(book), Rng.of("scales"))
@@ -80,7 +80,7 @@ def fit(vq: VARVQ, images: Tensor) -> None:
 
 
 def residuals(vq: VARVQ, z: Tensor) -> tuple[list[Tensor], Tensor]:
-    """[N, D] vectors that each scale compares with entries, and z [B, D, p, p] as quantised."""
+    """Return the vectors [N, D] that scales compare with entries, and z [B, D, p, p] quantised."""
     quantize = vq.quantize
     f = torch.zeros_like(z)
     compared = []
@@ -94,7 +94,7 @@ def residuals(vq: VARVQ, z: Tensor) -> tuple[list[Tensor], Tensor]:
 
 
 def tune(vq: VARVQ, images: Tensor, recipe: VQRecipe, progress: Progress) -> None:
-    """Straight through all scales; codebook and shared convolutions follow the latents."""
+    """Train straight through all scales; codebook and shared convolutions follow the latents."""
 
     def loss(rows: Tensor, step: int) -> Tensor:
         x = images[rows]

@@ -1,12 +1,12 @@
-"""What may stand on the canvas, in words: captions, the objects they name, questions with answers,
-held-out captions.
+"""Describes scenes in words: captions, the objects they name, questions with answers, held-out
+captions.
 
-A scene is asked for by a Prompt::
+A Prompt describes a scene::
 
     {"text": "a large red seven in the top left", "relation": None, "count": 1,
      "objects": [{"digit": 7, "color": "red", "size": "large", "place": "top left"}]}
 
-``None`` means "not said": the picture is free there. ``mmrl.worlds.render`` draws it and adds
+``None`` means "not specified": any picture is right there. ``mmrl.worlds.render`` draws it and adds
 ``boxes``.
 """
 
@@ -29,7 +29,7 @@ COLORS = {
     "yellow": (0.95, 0.85, 0.2),
 }
 SIZES = {"small": 12.0, "large": 22.0}  # side of the enlarged 8x8 scan, pixels
-PLAIN = 16.0  # ... of a digit whose size is not said
+PLAIN = 16.0  # ... of a digit whose size is not specified
 # Where the centre of a digit counts as being "in the top left": x0, y0, x1, y1 in pixels.
 PLACES = {
     "top left": (0.0, 0.0, 13.0, 13.0),
@@ -50,7 +50,7 @@ def thing(digit: int, color: str, size: str | None = None, place: str | None = N
 
 
 def phrase(item: Thing) -> str:
-    """``a large red seven``, without the place."""
+    """Write ``a large red seven``, without the place."""
     return " ".join(filter(None, ("a", item["size"], item["color"], DIGITS[item["digit"]])))
 
 
@@ -60,8 +60,8 @@ def single(item: Thing) -> Prompt:
 
 
 def pair(first: Thing, second: Thing, relation: str | None) -> Prompt:
-    """Two digits; ``relation`` says where the first is, seen from the second. ``None``: ``two
-    digits: ... and ...``."""
+    """Describe two digits; ``relation`` says where the first is, seen from the second. ``None``:
+    ``two digits: ... and ...``."""
     a = phrase(first)
     b = phrase(second)
     text = f"{a} {WORDS.get(relation, relation)} {b}" if relation else f"two digits: {a} and {b}"
@@ -79,7 +79,7 @@ def triple(items: list[Thing]) -> Prompt:
 
 
 def singles() -> list[Prompt]:
-    """All 240: 10 digits x 4 colours x (no place, 5 places)."""
+    """Return all 240 captions of one digit: 10 digits x 4 colours x (no place, 5 places)."""
     return [
         single(thing(d, c, None, place))
         for d, c, place in itertools.product(range(10), COLORS, (None, *PLACES))
@@ -87,13 +87,13 @@ def singles() -> list[Prompt]:
 
 
 def sized() -> list[Prompt]:
-    """All 480: as ``singles``, small or large."""
+    """Return all 480 captions of a digit with its size: as ``singles``, small or large."""
     space = itertools.product(range(10), COLORS, SIZES, (None, *PLACES))
     return [single(thing(*choice)) for choice in space]
 
 
 def several(count: int, n: int, rng: Rng) -> list[Prompt]:
-    """``count`` captions of ``n`` = 2 or 3 digits, all different digits, drawn without
+    """Return ``count`` captions of ``n`` = 2 or 3 digits, all different digits, drawn without
     repetition."""
     prompt_of_text: dict[str, Prompt] = {}
     colors = list(COLORS)
@@ -112,8 +112,8 @@ def several(count: int, n: int, rng: Rng) -> list[Prompt]:
 
 
 def is_held_out(text: str) -> bool:
-    """A fixed fifth of all captions, by hash: no seed, kind or number of captions moves one to the
-    other side."""
+    """Tell whether a caption belongs to a fixed fifth of all captions, by hash: no seed, kind or
+    number of captions moves one to the other side."""
     return (
         int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big") % HELD_OUT
         == 0
@@ -121,8 +121,8 @@ def is_held_out(text: str) -> bool:
 
 
 def captions(kind: Kind, count: int, seed: int = 0) -> list[Prompt]:
-    """``count`` different captions of a kind in a random order; of ``single`` only 240 exist, of
-    ``sized`` 480.
+    """Return ``count`` different captions of a kind in a random order; of ``single`` only 240
+    exist, of ``sized`` 480.
 
     ``mixed`` is the four other kinds in equal parts.
     """
@@ -138,8 +138,8 @@ def captions(kind: Kind, count: int, seed: int = 0) -> list[Prompt]:
 
 
 def questions(scene: Prompt) -> list[Prompt]:
-    """Questions a rendered scene answers: ``question``, ``answer`` (a word, or a box x0 y0 x1 y1 in
-    pixels), ``type``.
+    """Return the questions a rendered scene answers: ``question``, ``answer`` (a word, or a box x0
+    y0 x1 y1 in pixels), ``type``.
 
     Names are used only where they are unambiguous, so every question has exactly one right answer.
     """

@@ -1,5 +1,5 @@
-"""Tiny tokenizers and text encoders of the real classes (CLIP, T5), taught in two seconds to tell
-captions apart."""
+"""Builds tiny tokenizers and text encoders of the real classes (CLIP, T5), trained in two seconds
+to tell captions apart."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _WORDS = (
 
 
 def clip_tokenizer() -> Any:
-    """CLIPTokenizer with one token for every word of the world, and single bytes for all others."""
+    """Make a CLIPTokenizer: one token for every word of the world, bytes for all others."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
     from transformers import CLIPTokenizer
 
@@ -79,8 +79,8 @@ def _merges(core: Any) -> list[Any]:
 
 
 def t5_tokenizer() -> Any:
-    """T5Tokenizer (unigram) with one piece for every word, and single ASCII characters for all
-    others."""
+    """Make a T5Tokenizer (unigram) with one piece for every word, and single ASCII characters for
+    all others."""
     from transformers import T5Tokenizer
 
     words = [f"▁{word}" for word in dict.fromkeys(_WORDS) if word.isalpha()]
@@ -90,8 +90,8 @@ def t5_tokenizer() -> Any:
 
 
 def text_models(recipe: TextRecipe) -> dict[str, Any]:
-    """``tokenizer``, ``text_encoder`` and their twins 2 and 3, as StableDiffusion3Pipeline names
-    them."""
+    """Make ``tokenizer``, ``text_encoder`` and their twins 2 and 3, as StableDiffusion3Pipeline
+    names them."""
     from transformers import CLIPTextConfig, CLIPTextModelWithProjection, T5Config, T5EncoderModel
 
     clip = clip_tokenizer()
@@ -137,8 +137,8 @@ def text_models(recipe: TextRecipe) -> dict[str, Any]:
 
 
 def caption_labels(prompts: list[Prompt]) -> Tensor:
-    """[P, 16] long: per object there, digit, colour, size, place, then relation; 0 stands for
-    no."""
+    """Return what captions say, [P, 16] long: per object presence, digit, colour, size, place, then
+    relation; 0 stands for no."""
     rows = []
     for prompt in prompts:
         row = []
@@ -189,23 +189,23 @@ def teach_text(models: dict[str, Any], recipe: TextRecipe, progress: Progress) -
 
 
 def tokens(models: dict[str, Any], name: str, texts: list[str]) -> Tensor:
-    """[P, 16] token ids of one of the three tokenizers ("", "_2", "_3"), as the pipeline pads
-    them."""
+    """Return the token ids of one of the three tokenizers ("", "_2", "_3"), as the pipeline pads
+    them: [P, 16]."""
     return models[f"tokenizer{name}"](
         texts, padding="max_length", max_length=LENGTH, truncation=True, return_tensors="pt"
     ).input_ids
 
 
 def pool(models: dict[str, Any], ids: dict[str, Tensor]) -> list[Tensor]:
-    """The two CLIP projections and the last hidden state of T5 averaged, one [P, width] each."""
+    """Return the two CLIP projections and the mean last hidden state of T5, one [P, width] each."""
     pooled = [models[f"text_encoder{name}"](ids[name]).text_embeds for name in ("", "_2")]
     return [*pooled, models["text_encoder_3"](ids["_3"]).last_hidden_state.mean(1)]
 
 
 @torch.no_grad()
 def embed(models: dict[str, Any], texts: list[str]) -> tuple[Tensor, Tensor]:
-    """What StableDiffusion3Pipeline.encode_prompt returns: tokens [P, 32, joint] and pooled [P, 2
-    width]."""
+    """Return tokens [P, 32, joint] and pooled [P, 2 width], as
+    StableDiffusion3Pipeline.encode_prompt does."""
     hidden = []
     pooled = []
     for name in ("", "_2"):

@@ -1,4 +1,4 @@
-"""The autoencoder of the tiny Stable Diffusion 3, and the folder of everything that stands around
+"""Trains the autoencoder of the tiny Stable Diffusion 3, and makes the folder of everything around
 its transformer."""
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from samplers.noise import Rng
 
 
 def training_prompts(count: int, single: float, seed: int) -> list[Prompt]:
-    """``count`` prompts, a share ``single`` with one digit, the rest sized, pairs and triples; no
-    held-out caption."""
+    """Draw ``count`` prompts, a share ``single`` with one digit, the rest sized, pairs and triples;
+    no held-out caption."""
     lone = [p for p in captions("single", 240, seed) if not is_held_out(p["text"])]
     crowded = [
         p
@@ -94,7 +94,7 @@ def teach_vae(vae: Any, recipe: VaeRecipe, progress: Progress) -> None:
 
 
 def vae_loss(vae: Any, x: Tensor, recipe: VaeRecipe, rng: Rng) -> Tensor:
-    """Squared error of the picture and of its blurred self (sums over pixels), plus a little KL."""
+    """Return the squared error of the picture and its blurred self (sums), plus a little KL."""
     posterior = vae.encode(x).latent_dist
     noise = rng.normal(torch.arange(len(x)), tuple(posterior.mean.shape[1:]))
     back = vae.decode(posterior.mean + posterior.std * noise).sample
@@ -105,5 +105,5 @@ def vae_loss(vae: Any, x: Tensor, recipe: VaeRecipe, rng: Rng) -> Tensor:
 
 @torch.no_grad()
 def encode(vae: Any, images: Tensor) -> Tensor:
-    """[B, 4, 8, 8] mean latents of images [B, 3, 32, 32] in 0..1, before scale and shift."""
+    """Return mean latents [B, 4, 8, 8] of images [B, 3, 32, 32] in 0..1, unscaled and unshifted."""
     return torch.cat([vae.encode(2 * part - 1).latent_dist.mean for part in images.split(256)])

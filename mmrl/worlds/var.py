@@ -1,5 +1,5 @@
-"""A tiny VAR under its published names: a class is a digit in a colour, perhaps at a place, as
-captions name them."""
+"""Builds a tiny VAR under its published names: a class is a digit in a colour, perhaps at a place,
+as captions name them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mmrl.worlds.scales import build_scales
 def build_var(
     folder: Path, vq: Path, images: VQRecipe, recipe: PainterRecipe, progress: Progress
 ) -> None:
-    """var.safetensors and vae.safetensors, as the policy exports them."""
+    """Write var.safetensors and vae.safetensors, as the policy exports them."""
     vae = build_scales(vq, images, progress)
     lessons = painting.prepare(vae.encode, recipe)
     label = painting.labels(lessons)
@@ -32,7 +32,7 @@ def build_var(
 
 
 def loss(net: VARNet, label: Tensor, batch: painting.Batch) -> Tensor:
-    """Teacher forcing of all scales."""
+    """Return the cross entropy of all scales, teacher forced."""
     return painting.cross_entropy(
         net.vocabulary(net.teach({"label": label[batch.caption]}, batch.ids)), batch.ids
     )

@@ -1,5 +1,5 @@
-"""A tiny Qwen2.5-VL of the real classes, with its processor, and the supervised warm-up that
-precedes any reward."""
+"""Builds a tiny Qwen2.5-VL of the real classes, with its processor, and runs the supervised warm-up
+that precedes any reward."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def build_vlm(folder: Path, recipe: VLMRecipe, progress: Progress) -> None:
 
 
 def tokenizer() -> Any:
-    """One token for every word, number and mark of the world; upper case is read as lower; the rest
-    is unknown."""
+    """Make a tokenizer with one token for every word, number and mark of the world; upper case is
+    read as lower; the rest is unknown."""
     from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -73,8 +73,8 @@ def tokenizer() -> Any:
 
 
 def processor() -> Any:
-    """Qwen2_5_VLProcessor that leaves pictures of this world at their size: a patch a token, a
-    frame a time step."""
+    """Make a Qwen2_5_VLProcessor that leaves pictures of this world at their size: a patch a token,
+    a frame a time step."""
     from transformers import Qwen2_5_VLProcessor, Qwen2VLImageProcessor, Qwen2VLVideoProcessor
 
     shape = {"patch_size": PATCH, "merge_size": 1, "temporal_patch_size": 1}
@@ -88,7 +88,7 @@ def processor() -> Any:
 
 
 def _vision(recipe: VLMRecipe) -> dict[str, Any]:
-    """Options of the vision tower: full attention, a token a patch."""
+    """Return the options of the vision tower: full attention, a token a patch."""
     return {
         "depth": recipe.vision_layers,
         "hidden_size": recipe.width,
@@ -107,7 +107,7 @@ def _vision(recipe: VLMRecipe) -> dict[str, Any]:
 
 
 def new_model(recipe: VLMRecipe, words: Any) -> Any:
-    """Qwen2_5_VLForConditionalGeneration with random weights."""
+    """Make a Qwen2_5_VLForConditionalGeneration with random weights."""
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
     ids = {

@@ -1,5 +1,5 @@
-"""The image tokenizer of the digits world: LlamaGen's VQ, which Janus and aMUSEd share by weight
-and VAR begins from.
+"""Builds the image tokenizer of the digits world: LlamaGen's VQ, which Janus and aMUSEd share by
+weight and VAR begins from.
 
 Training a VQGAN from nothing takes minutes even here. So the codebook comes first: k-means of the
 principal components of patches. The decoder learns to draw its entries, at half the resolution and
@@ -34,15 +34,15 @@ LIFT = 4.0
 
 
 class Pages(NamedTuple):
-    """What the tokenizer learns from."""
+    """Holds what the tokenizer learns from."""
 
     images: Tensor  # [N, 3, H, W] in -1..1
     ids: Tensor  # [N, T] long, of the nearest entries
-    codes: Tensor  # [N, D, h, w] unit vectors: what the encoder should say
+    codes: Tensor  # [N, D, h, w] unit vectors: targets of the encoder
 
 
 def build_vq(folder: Path, recipe: VQRecipe, progress: Progress) -> None:
-    """vq.safetensors under LlamaGen's names."""
+    """Write vq.safetensors under LlamaGen's names."""
     vq = new_vq(recipe)
     pages = paginate(vq, recipe)
     teach_half(vq, pages, recipe, progress)
@@ -51,7 +51,7 @@ def build_vq(folder: Path, recipe: VQRecipe, progress: Progress) -> None:
 
 
 def load_vq(folder: Path) -> LlamaGenVQ:
-    """What ``build_vq`` saved, frozen."""
+    """Load what ``build_vq`` saved, frozen."""
     file = folder / "vq.safetensors"
     weights = checkpoints.read(file)
     return checkpoints.load(LlamaGenVQ.like(weights, str(file)), weights, file).requires_grad_(
@@ -60,8 +60,8 @@ def load_vq(folder: Path) -> LlamaGenVQ:
 
 
 def new_vq(recipe: VQRecipe) -> LlamaGenVQ:
-    """Residual branches begin at zero and the last enlargement as a copy: a shallow network learns
-    faster at first."""
+    """Make a VQ whose residual branches begin at zero and whose last enlargement copies: a shallow
+    network learns faster at first."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
         vq = LlamaGenVQ(
@@ -81,7 +81,7 @@ def new_vq(recipe: VQRecipe) -> LlamaGenVQ:
 
 
 def pictured(count: int, seed: int) -> list[Prompt]:
-    """``count`` prompts of one, two or three plain digits in equal parts; no held-out caption."""
+    """Draw ``count`` prompts of one, two or three plain digits in equal parts, none held out."""
     kinds = [captions(kind, 720, seed) for kind in ("single", "pairs", "triples")]
     pools = [[p for p in prompts if not is_held_out(p["text"])] for prompts in kinds]
     rows = Rng.of(seed, "pictured").uniform(torch.arange(count), (2,)).tolist()
@@ -111,8 +111,8 @@ def paginate(vq: LlamaGenVQ, recipe: VQRecipe) -> Pages:
 
 
 def k_means(vectors: Tensor, count: int, rng: Rng, rounds: int = 12) -> Tensor:
-    """[count, D] centres of the vectors [N, D]: the first by k-means++ (Arthur and Vassilvitskii
-    2007), then Lloyd's rounds; a centre of nothing moves to a vector far from its own."""
+    """Return the centres [count, D] of the vectors [N, D]: the first by k-means++ (Arthur and
+    Vassilvitskii 2007), then Lloyd's rounds; an empty centre moves to a vector far from its own."""
     chosen = [0]
     far = (vectors - vectors[0]).square().sum(1)
     for draw in rng.uniform(torch.arange(count - 1), ()).tolist():
@@ -127,7 +127,7 @@ def k_means(vectors: Tensor, count: int, rng: Rng, rounds: int = 12) -> Tensor:
 
 
 def lloyd(vectors: Tensor, book: Tensor) -> Tensor:
-    """One round: every centre [V, D] moves to the mean of the vectors [N, D] it is nearest to."""
+    """Run one round: every centre [V, D] moves to the mean of its nearest vectors [N, D]."""
     index = nearest(vectors, book)
     count = torch.bincount(index, minlength=len(book))[:, None]
     means = torch.zeros_like(book).index_add_(0, index, vectors) / count.clamp_min(1)
@@ -137,7 +137,7 @@ def lloyd(vectors: Tensor, book: Tensor) -> Tensor:
 
 
 def teach_half(vq: LlamaGenVQ, pages: Pages, recipe: VQRecipe, progress: Progress) -> None:
-    """The decoder without its last resolution, on pictures of half the size."""
+    """Train the decoder without its last resolution, on pictures of half the size."""
     small = F.avg_pool2d(pages.images, 2)
 
     def loss(rows: Tensor, step: int) -> Tensor:
@@ -161,7 +161,7 @@ def teach_half(vq: LlamaGenVQ, pages: Pages, recipe: VQRecipe, progress: Progres
 
 
 def teach_whole(vq: LlamaGenVQ, pages: Pages, recipe: VQRecipe, progress: Progress) -> None:
-    """Encoder and decoder: at first each for itself, in the second half straight through the
+    """Train encoder and decoder: at first each for itself, in the second half straight through the
     codebook."""
 
     def loss(rows: Tensor, step: int) -> Tensor:
@@ -192,19 +192,19 @@ def teach_whole(vq: LlamaGenVQ, pages: Pages, recipe: VQRecipe, progress: Progre
 
 
 def rebuilt(back: Tensor, x: Tensor, recipe: VQRecipe) -> Tensor:
-    """Squared error of pictures and of their blurred selves, summed over all pixels."""
+    """Return the squared error of pictures and of their blurred selves, summed over all pixels."""
     coarse = F.mse_loss(F.avg_pool2d(back, 8, 4), F.avg_pool2d(x, 8, 4), reduction="sum")
     return F.mse_loss(back, x, reduction="sum") + recipe.coarse * coarse
 
 
 def entries(vq: LlamaGenVQ, ids: Tensor) -> Tensor:
-    """[B, D, h, w] of ids [B, T] of a square."""
+    """Return the entries [B, D, h, w] of ids [B, T] of a square."""
     side = round(ids.shape[1] ** 0.5)
     return vq.quantize.codebook()[ids].transpose(1, 2).unflatten(2, (side, side))
 
 
 def half(vq: LlamaGenVQ, q: Tensor) -> Tensor:
-    """[B, 3, H / 2, W / 2] of the decoder whose last resolution is left out."""
+    """Decode without the decoder's last resolution: [B, 3, H / 2, W / 2]."""
     decoder = vq.decoder
     x = decoder.conv_in(vq.post_quant_conv(q))
     for part in (*decoder.mid, *decoder.conv_blocks[:-2], *decoder.conv_blocks[-2].res):
@@ -222,8 +222,8 @@ def descend(
     progress: Progress,
     what: str,
 ) -> None:
-    """AdamW with one cycle of the learning rate; ``loss`` is given row numbers below ``count`` and
-    the step."""
+    """Train by AdamW with one cycle of the learning rate; ``loss`` is given row numbers below
+    ``count`` and the step."""
     optimizer = torch.optim.AdamW(learnt, lr, betas=(0.9, 0.99), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, lr, total_steps=steps + 1, pct_start=0.1

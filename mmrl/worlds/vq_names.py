@@ -1,5 +1,5 @@
-"""LlamaGen's VQ in the classes of transformers (JanusVQVAE) and diffusers (VQModel): one network
-under three names."""
+"""Converts LlamaGen's VQ to the classes of transformers (JanusVQVAE) and diffusers (VQModel): one
+network under three names."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def renamed(weights: dict[str, Tensor], names: Names) -> dict[str, Tensor]:
 
 
 def shape(vq: LlamaGenVQ) -> dict[str, Any]:
-    """The sizes that the other classes ask for."""
+    """Return the sizes that the other classes ask for."""
     first = vq.encoder.conv_in.out_channels
     levels = vq.encoder.conv_blocks
     return {
@@ -62,7 +62,7 @@ def shape(vq: LlamaGenVQ) -> dict[str, Any]:
 
 
 def janus_config(vq: LlamaGenVQ) -> dict[str, Any]:
-    """Of a JanusVQVAEConfig."""
+    """Return the options of a JanusVQVAEConfig."""
     size = shape(vq)
     return {
         "embed_dim": size["dim"],
@@ -75,14 +75,14 @@ def janus_config(vq: LlamaGenVQ) -> dict[str, Any]:
 
 
 def into_janus(vq: LlamaGenVQ, model: Any) -> None:
-    """Copies the weights into a JanusVQVAE."""
+    """Copy the weights into a JanusVQVAE."""
     model.load_state_dict(renamed(_unit(vq), JANUS), strict=True)
 
 
 @torch.no_grad()
 def diffusers_vq(vq: LlamaGenVQ, pixels: int) -> Any:
-    """A VQModel as aMUSEd has it: pictures in 0..1, where LlamaGen's are in -1..1, so both ends are
-    rescaled.
+    """Make a VQModel as aMUSEd has it: pictures in 0..1, where LlamaGen's are in -1..1, so both
+    ends are rescaled.
 
     Padding is black here and grey there, which changes a few ids at the border; decoding is the
     same.
@@ -126,9 +126,9 @@ def diffusers_vq(vq: LlamaGenVQ, pixels: int) -> Any:
 
 @torch.no_grad()
 def folded(vq: LlamaGenVQ) -> dict[str, Tensor]:
-    """Encoder and decoder with the 1x1 convolutions around the codebook multiplied into them, since
-    VAR has none and aMUSEd's pipeline wants latents as wide as entries. The convolution behind the
-    codebook must have no bias."""
+    """Multiply the 1x1 convolutions around the codebook into encoder and decoder, since VAR has
+    none and aMUSEd's pipeline wants latents as wide as entries. The convolution behind the codebook
+    must have no bias."""
     tensors = {
         name: tensor
         for name, tensor in vq.state_dict().items()
@@ -148,7 +148,7 @@ def folded(vq: LlamaGenVQ) -> dict[str, Tensor]:
 
 
 def _unit(vq: LlamaGenVQ) -> dict[str, Tensor]:
-    """The weights with entries of length 1, as LlamaGen compares and decodes them."""
+    """Return the weights with entries of length 1, as LlamaGen compares and decodes them."""
     tensors = {
         name: tensor for name, tensor in vq.state_dict().items() if name != "quantize.codebook_used"
     }

@@ -1,5 +1,5 @@
-"""Pre-training the transformer of the tiny Wan by flow matching, text to video or image to video,
-and saving it all."""
+"""Pre-trains the transformer of the tiny Wan by flow matching, text to video or image to video, and
+saves it all."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from samplers.noise import Rng
 
 
 class Lessons(NamedTuple):
-    """Everything that is the same in each step, computed once."""
+    """Holds everything that is the same in each step, computed once."""
 
     latents: Tensor  # [N, C, f, h, w] of mean 0 and deviation 1
     condition: Tensor  # [N, 0 or C + mask, f, h, w] what an image-to-video network sees beside them
@@ -108,8 +108,8 @@ def prepare(models: dict[str, Any], recipe: WanRecipe) -> Lessons:
 
 
 def first_frames(vae: Any, clips: Tensor) -> Tensor:
-    """[B, mask + C, f, h, w] as WanImageToVideoPipeline makes them of clips: which frames are
-    given, and their latents with grey after the first."""
+    """Return [B, mask + C, f, h, w] as WanImageToVideoPipeline makes them of clips: which frames
+    are conditions, and their latents with grey after the first."""
     known = torch.cat([clips[:, :, :1], torch.full_like(clips[:, :, 1:], 0.5)], 2)
     latents = encode_clips(vae, known)
     mask = latents.new_zeros(len(latents), vae.config.scale_factor_temporal, *latents.shape[2:])
@@ -118,7 +118,7 @@ def first_frames(vae: Any, clips: Tensor) -> Tensor:
 
 
 def teach_flow(transformer: Any, lessons: Lessons, recipe: WanRecipe, progress: Progress) -> None:
-    """AdamW with one cycle of the learning rate."""
+    """Train by AdamW with one cycle of the learning rate."""
     rng = Rng.of(recipe.seed, "wan flow")
     optimizer = torch.optim.AdamW(
         transformer.parameters(), recipe.lr, betas=(0.9, 0.98), weight_decay=0.01
@@ -140,10 +140,10 @@ def teach_flow(transformer: Any, lessons: Lessons, recipe: WanRecipe, progress: 
 
 
 def flow_loss(transformer: Any, lessons: Lessons, recipe: WanRecipe, rng: Rng) -> Tensor:
-    """Squared error of the velocity ``noise - x`` at ``x + t (noise - x)``, t logit-normal (Esser
-    2024, eq. 19)."""
+    """Return the squared error of the velocity ``noise - x`` at ``x + t (noise - x)``, t
+    logit-normal (Esser 2024, eq. 19)."""
     names = torch.arange(recipe.batch)
-    # [B, 4]: clip, somebody else's caption, whether it, whether none
+    # [B, 4]: clip, another's caption, whether that is taken, whether none is
     u = rng.fold("u").uniform(names, (4,))
     row, wrong_row = (u[:, :2] * len(lessons.latents)).long().unbind(1)
     caption = lessons.caption[torch.where(u[:, 2] < recipe.wrong_captions, wrong_row, row)]

@@ -1,5 +1,5 @@
-"""What stands around the tiny Wan's transformer: tokenizer, UMT5 text encoder, and an autoencoder
-in closed form."""
+"""Builds what stands around the tiny Wan's transformer: tokenizer, UMT5 text encoder, and an
+autoencoder in closed form."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def build_wan_parts(folder: Path, recipe: WanPartsRecipe, progress: Progress) ->
 
 
 def umt5_tokenizer() -> Any:
-    """T5Tokenizer (unigram) with one piece for every word, and single ASCII characters for all
-    others."""
+    """Make a T5Tokenizer (unigram) with one piece for every word, and single ASCII characters for
+    all others."""
     from transformers import T5Tokenizer
 
     words = dict.fromkeys(
@@ -106,7 +106,7 @@ def teach_umt5(encoder: Any, tokenizer: Any, recipe: WanTextRecipe, progress: Pr
 
 
 def tokens(tokenizer: Any, texts: list[str]) -> tuple[Tensor, Tensor]:
-    """Ids and mask [P, 8], as WanPipeline pads them."""
+    """Return ids and mask, both [P, 8], as WanPipeline pads them."""
     batch = tokenizer(
         texts, padding="max_length", max_length=LENGTH, truncation=True, return_tensors="pt"
     )
@@ -115,7 +115,7 @@ def tokens(tokenizer: Any, texts: list[str]) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def embed_texts(encoder: Any, tokenizer: Any, texts: list[str]) -> Tensor:
-    """[P, 8, width] what WanPipeline.encode_prompt returns: zeros after the end."""
+    """Return [P, 8, width] as WanPipeline.encode_prompt does: zeros after the end."""
     ids, mask = tokens(tokenizer, texts)
     return encoder(ids, mask).last_hidden_state * mask[..., None]
 
@@ -145,8 +145,8 @@ def _new_vae(recipe: WanVaeRecipe) -> Any:
 
 
 def closed_form_vae(recipe: WanVaeRecipe) -> Any:
-    """AutoencoderKLWan whose latents are the principal components of every square of a frame,
-    deviation 1 on average.
+    """Make an AutoencoderKLWan whose latents are the principal components of every square of a
+    frame, deviation 1 on average.
 
     One level, no compression in time, every convolution with its middle tap alone. Residual blocks
     and attention add nothing. The components pass the last normalisation beside a constant so large
@@ -188,13 +188,13 @@ LARGE = 1e4
 
 
 def _silence(z: int) -> Tensor:
-    """[2z] what the encoder adds: nothing to the means, a log-variance of almost none."""
+    """Return what the encoder adds, [2z]: nothing to the means, a log-variance of almost none."""
     return torch.cat([torch.zeros(z), torch.full((z,), -12.0)]).double()
 
 
 def _linear(net: Any, enter: Tensor, start: Tensor, leave: Tensor, end: Tensor) -> None:
-    """Make a Wan encoder or decoder x -> leave (enter x + start) + end, at every place and time by
-    itself."""
+    """Turn a Wan encoder or decoder into the map x -> leave (enter x + start) + end, at every place
+    and time by itself."""
     for name, weight in net.named_parameters():
         if name.endswith(("conv2.weight", "conv2.bias", "proj.weight", "proj.bias")):
             weight.zero_()  # the blocks are residual
@@ -212,8 +212,8 @@ def _linear(net: Any, enter: Tensor, start: Tensor, leave: Tensor, end: Tensor) 
 
 @torch.no_grad()
 def encode_clips(vae: Any, clips: Tensor) -> Tensor:
-    """[B, C, f, h, w] mean latents of clips [B, 3, F, H, W] in 0..1, as the transformer sees
-    them."""
+    """Return the mean latents [B, C, f, h, w] of clips [B, 3, F, H, W] in 0..1, as the transformer
+    sees them."""
     latents = torch.cat([vae.encode(2 * part - 1).latent_dist.mean for part in clips.split(64)])
     mean, std = (
         torch.tensor(v).view(1, -1, 1, 1, 1)

@@ -1,9 +1,9 @@
-"""Teaching the tiny Qwen2.5-VL before any reward: its eyes to see digits, then the model to answer
-in the asked form.
+"""Warms up the tiny Qwen2.5-VL before any reward: its vision tower to see digits, then the model to
+answer in the required form.
 
-The second is supervised on what people said, most of them *hasty*: they leave a margin around boxes
-and overlook one digit of a crowd. So there is something left which a reward can say and most
-answers did not.
+The second is supervised on answers of people, most of them *hasty*: they leave a margin around
+boxes and overlook one digit of a crowd. So there is something left for a reward to teach that most
+answers lack.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ KINDS_OF: dict[str, tuple[Ask, ...]] = {
     "pairs": ("boxes", "color", "digit", "left", "sum"),
     "crowd": ("count", "count", "box"),
     "clips": ("frame", "span"),
-}  # a kind named often is asked often, of a box with other loose sides each time
+}  # a kind that is named often is drawn often, each time of a box with other loose sides
 SHEET = SIDE // PATCH  # patches along a side
-ASKED = 6  # of a patch: colour, digit, four sides of the box
+ASKED = 6  # targets of a patch: colour, digit, four sides of the box
 
 
 def teach_eyes(model: Any, processor: Any, recipe: VLMRecipe, progress: Progress) -> None:
-    """Every patch on a digit learns to say its colour, name and box in the model's own words.
+    """Train every patch on a digit to predict its colour, name and box in the model's own words.
 
     Stands in for an encoder trained on captions of the web. The heads that ask are thrown away, the
     words' embeddings stay.
@@ -81,15 +81,15 @@ def teach_eyes(model: Any, processor: Any, recipe: VLMRecipe, progress: Progress
 
 
 def _patches(processor: Any, images: Tensor) -> Tensor:
-    """[N, patches, numbers] what the image processor makes of uint8 pictures [N, H, W, 3] of one
-    size."""
+    """Return what the image processor makes of uint8 pictures [N, H, W, 3] of one size: [N,
+    patches, numbers]."""
     patches = processor.image_processor(list(images.numpy()), return_tensors="pt")["pixel_values"]
     return patches.view(len(images), -1, patches.shape[-1])
 
 
 def _patch_targets(scenes: list[Prompt], words: Any) -> Tensor:
-    """[N, patches, 6] ids of the words for colour, digit and box of the object a patch lies on;
-    IGNORED elsewhere."""
+    """Return the ids of the words for colour, digit and box of the object a patch lies on, [N,
+    patches, 6]; IGNORED elsewhere."""
     ids = {
         word: words.convert_tokens_to_ids(word)
         for word in (*COLORS, *DIGITS, *map(str, range(SIDE + 1)))
@@ -111,8 +111,8 @@ def _patch_targets(scenes: list[Prompt], words: Any) -> Tensor:
 
 
 class Lessons(NamedTuple):
-    """Scenes of one sort with several questions each, encoded once. Every question sees the picture
-    and itself only."""
+    """Holds scenes of one sort with several questions each, encoded once. Every question sees the
+    picture and itself only."""
 
     # [N, S] the picture's tokens, then question and answer after question and answer, right-padded
     ids: Tensor
@@ -124,7 +124,7 @@ class Lessons(NamedTuple):
 
 
 def teach_answers(model: Any, processor: Any, recipe: VLMRecipe, progress: Progress) -> None:
-    """Supervised fine-tuning of all weights; of a conversation only the answer is learnt."""
+    """Fine-tune all weights, supervised; of a conversation only the answer is learnt."""
     rng = Rng.of(recipe.seed, "answers")
     lessons = {
         sort: prepare(model, processor, recipe, sort) for sort in dict.fromkeys(recipe.order)
@@ -149,7 +149,7 @@ def teach_answers(model: Any, processor: Any, recipe: VLMRecipe, progress: Progr
 
 
 def answer_loss(model: Any, lessons: Lessons, rows: Tensor) -> Tensor:
-    """Cross entropy of the answers' tokens."""
+    """Return the cross entropy of the answers' tokens."""
     media = {
         name: v[rows].flatten(0, 1) if name.startswith("pixel") else v[rows]
         for name, v in lessons.media.items()
@@ -166,13 +166,13 @@ def answer_loss(model: Any, lessons: Lessons, rows: Tensor) -> Tensor:
 
 
 def attention(part: Tensor) -> Tensor:
-    """[B, S, S] bool, who sees whom: what came before, of the picture and of one's own question."""
+    """Return who attends to whom, [B, S, S] bool: earlier tokens of picture and own question."""
     before = torch.ones(part.shape[1], part.shape[1], dtype=torch.bool).tril()
     return before & ((part[:, None, :] == 0) | (part[:, :, None] == part[:, None, :]))
 
 
 def prepare(model: Any, processor: Any, recipe: VLMRecipe, sort: str) -> Lessons:
-    """``scenes`` scenes of the training scans, with up to ``turns`` questions each."""
+    """Encode ``scenes`` scenes of the training scans, with up to ``turns`` questions each."""
     questions, media = examples(recipe, sort)
     shown = {"type": "video" if sort == "clips" else "image"}
     talk = [{"role": "user", "content": [shown]}]
@@ -201,7 +201,7 @@ def prepare(model: Any, processor: Any, recipe: VLMRecipe, sort: str) -> Lessons
 def _joined(
     start: Tensor, first: Tensor, questions: list[list[Pair]], words: Any, media: dict[str, Tensor]
 ) -> Lessons:
-    """Pictures' tokens [N, S0] with positions [3, S0], and the questions behind them."""
+    """Join the pictures' tokens [N, S0] at positions [3, S0] and the questions behind them."""
     behind = int(first.max()) + 1
     rows = []
     for n, pairs in enumerate(questions):
@@ -238,8 +238,8 @@ class Pair(NamedTuple):
 
 
 def examples(recipe: VLMRecipe, sort: str) -> tuple[list[list[Pair]], dict[str, Any]]:
-    """Per scene up to ``turns`` questions with their answers, and the media as the processor takes
-    them."""
+    """Return up to ``turns`` questions with their answers per scene, and the media as the processor
+    takes them."""
     rng = Rng.of(recipe.seed, "conversations", sort)
     if sort == "clips":
         page = clips(recipe.scenes, rng, "generator", WOBBLE)
@@ -267,8 +267,8 @@ def examples(recipe: VLMRecipe, sort: str) -> tuple[list[list[Pair]], dict[str, 
 
 
 def answered(kind: Ask, question: Prompt, hasty: bool, margin: float) -> str:
-    """What a careful or a hasty person answers, who leaves a margin around boxes and overlooks one
-    digit of a crowd."""
+    """Return the answer of a careful or a hasty person, who leaves a margin around boxes and
+    overlooks one digit of a crowd."""
     if boxes := question.get("boxes"):
         return written([drawn(box, margin if hasty else 0.0) for box in boxes])
     if kind == "count" and hasty and int(question["answer"]) >= CROWD:
@@ -277,8 +277,8 @@ def answered(kind: Ask, question: Prompt, hasty: bool, margin: float) -> str:
 
 
 def drawn(box: list[int], margin: float) -> list[int]:
-    """The box with every side pushed out by that share of its width or height, on even pixels of
-    the picture."""
+    """Return the box with every side pushed out by that share of its width or height, on even
+    pixels of the picture."""
     width = box[2] - box[0]
     height = box[3] - box[1]
     far = (-margin * width, -margin * height, margin * width, margin * height)

@@ -1,4 +1,4 @@
-"""From a row of a published format to a prompt: text or messages, images, video, and the right
+"""Turns a row of a published format into a prompt: text or messages, images, video, and the right
 answer."""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ REFER = "Give the box of {expression}."
 
 
 def plain(row: Mapping[str, Any], fields: Mapping[str, str]) -> Prompt:
-    """A row of named values; ``fields`` says which name holds what. Other values stay as they
+    """Read a row of named values; ``fields`` says which name holds what. Other values stay as they
     are."""
     prompt = dict(row)
     for ours in {**ALIASES, **fields}:
@@ -50,11 +50,11 @@ def plain(row: Mapping[str, Any], fields: Mapping[str, str]) -> Prompt:
 
 
 def conversation(row: Mapping[str, Any], fields: Mapping[str, str]) -> Prompt:
-    """LLaVA (``conversations`` of from and value), ShareGPT and Qwen (``messages`` of role and
+    """Read LLaVA (``conversations`` of from and value), ShareGPT and Qwen (``messages`` of role and
     content, text or parts).
 
     The last turn, if it is the assistant's, is the right answer (unless the row has one); those
-    before it are asked.
+    before it are the prompt.
     """
     name = next(key for key in ("messages", "conversations") if key in row)
     rest = plain({key: value for key, value in row.items() if key != name}, fields)
@@ -94,7 +94,7 @@ def _turn(turn: Any, index: int) -> dict[str, Any]:
 
 
 def _part(part: Any) -> dict[str, Any]:
-    """A part as chat templates know it; parquet fills absent keys with None."""
+    """Return a part as chat templates know it; parquet fills absent keys with None."""
     if isinstance(part, str):
         return {"type": "text", "text": part}
     kind = part.get("type") or next(
@@ -112,7 +112,7 @@ def _part(part: Any) -> dict[str, Any]:
 
 
 def _words(parts: list[dict[str, Any]]) -> str:
-    """The text of all parts; of none, what they are."""
+    """Join the text of all parts; if none has text, name their types."""
     texts = " ".join(part["text"].strip() for part in parts if part["type"] == "text")
     return texts or "".join(f"<{part['type']}>" for part in parts)
 
@@ -124,8 +124,8 @@ def _list(value: Any, name: str) -> list:
 
 
 def coco(content: Mapping[str, Any], question: str | None) -> Iterator[tuple[str, Any]]:
-    """Detection: a prompt an image, its boxes and labels; crowds are left out, and images without
-    any box."""
+    """Read detection data: a prompt an image, its boxes and labels; crowds are left out, and images
+    without any box."""
     names = {kind["id"]: kind["name"] for kind in content.get("categories", ())}
     text = (question or DETECT).format(labels=", ".join(dict.fromkeys(names.values())))
 
@@ -142,8 +142,8 @@ def coco(content: Mapping[str, Any], question: str | None) -> Iterator[tuple[str
 
 
 def refcoco(content: Mapping[str, Any], question: str | None) -> Iterator[tuple[str, Any]]:
-    """Referring expressions: a prompt an expression (``caption``, or ``sentences``), and the box of
-    what it means."""
+    """Read referring expressions: a prompt an expression (``caption``, or ``sentences``), and the
+    box of what it means."""
 
     def prompt(image: Mapping[str, Any], entry: Mapping[str, Any], expression: str) -> Prompt:
         text = (question or REFER).format(expression=expression)
@@ -156,7 +156,7 @@ def refcoco(content: Mapping[str, Any], question: str | None) -> Iterator[tuple[
 
 
 def refers(row: Mapping[str, Any], question: str | None, fields: Mapping[str, str]) -> Prompt:
-    """One referring expression a row, with ``bbox`` [x, y, width, height]."""
+    """Read one referring expression from a row, with ``bbox`` [x, y, width, height]."""
     sentences = expressions(row)
     if not sentences:
         raise ValueError("no expression: a caption, expression, ref or sentences")
@@ -180,7 +180,7 @@ def expressions(record: Mapping[str, Any]) -> list[str]:
 
 
 def corners(bbox: Any) -> list[float]:
-    """COCO's [x, y, width, height] as [x0, y0, x1, y1]."""
+    """Return COCO's [x, y, width, height] as [x0, y0, x1, y1]."""
     if not (isinstance(bbox, (list, tuple)) and len(bbox) == 4):
         raise ValueError(f"bbox {bbox!r} is not [x, y, width, height]")
     x, y, width, height = (float(v) for v in bbox)
@@ -188,7 +188,7 @@ def corners(bbox: Any) -> list[float]:
 
 
 def check(prompt: Mapping[str, Any]) -> None:
-    """ValueError for boxes that are none, and labels that are not as many."""
+    """Raise ValueError for malformed boxes, and for a different number of labels."""
     boxes = prompt.get("boxes")
     if boxes is None:
         return

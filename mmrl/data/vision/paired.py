@@ -1,5 +1,5 @@
-"""The data source ``paired``: something to understand and something to generate, drawn together
-(PairUni)."""
+"""Registers the data source ``paired``: something to understand and something to generate, drawn
+together (PairUni)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SIDES = ("understand", "generate")
 
 
 class Pairs(Curriculum):
-    """Prompts of both tasks; an iteration draws whole pairs."""
+    """Holds prompts of both tasks; an iteration draws whole pairs."""
 
     def __init__(self, prompts: Sequence[Prompt]):
         super().__init__(prompts)
@@ -29,7 +29,7 @@ class Pairs(Curriculum):
             self.pairs.setdefault(prompt["pair"], []).append(i)
 
     def batch(self, count: int, iteration: int, seed: int) -> list[Prompt]:
-        """``count`` prompts, neighbours being a pair."""
+        """Return ``count`` prompts, neighbours being a pair."""
         if count % 2:
             raise UserError(
                 f"train.prompts_per_iteration {count}: pairs have two prompts each, so it "
@@ -46,8 +46,8 @@ class Pairs(Curriculum):
 
 
 def families(prompts: Sequence[Prompt]) -> dict[str, str]:
-    """Name of a pair -> one name for all pairs that share a prompt, over any number of others: none
-    of them may be learned while another is held out."""
+    """Map the name of each pair to one name for all pairs that share a prompt, over any number of
+    others: none of them may be trained on while another is held out."""
     name = {prompt["pair"]: prompt["pair"] for prompt in prompts}
 
     def first(pair: str) -> str:

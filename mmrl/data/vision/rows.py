@@ -1,5 +1,5 @@
-"""Rows of jsonl, json and parquet files and of dataset folders, each with the place it stands
-at."""
+"""Reads rows of jsonl, json and parquet files and of dataset folders, each with its place in the
+file."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ PARTS = {"train": ("train",), "test": ("test", "val", "validation", "eval")}
 
 
 def rows_of(path: Path) -> Iterator[Row]:
-    """Every row of a file, or of all tables of a folder, in order. Raises UserError for what cannot
-    be read at all."""
+    """Yield every row of a file, or of all tables of a folder, in order. Raises UserError for what
+    cannot be read at all."""
     if path.is_dir():
         for file in tables(path):
             yield from rows_of(file)
@@ -42,7 +42,7 @@ def rows_of(path: Path) -> Iterator[Row]:
 
 
 def tables(folder: Path) -> list[Path]:
-    """The parquet files of a folder, or the arrow files of a data set saved to disk, in order."""
+    """List the parquet files of a folder, or the arrow files of a saved data set, in order."""
     for kind in TABLES:
         files = sorted(folder.rglob(f"*{kind}"))
         if files:
@@ -53,7 +53,7 @@ def tables(folder: Path) -> list[Path]:
 
 
 def inside(folder: Path, part: str) -> Path | list[Path] | None:
-    """What a folder has for ``train`` or ``test``: a file, a folder of tables, or tables named
+    """Find what a folder has for ``train`` or ``test``: a file, a folder of tables, or tables named
     after the part."""
     for name in PARTS[part]:
         for kind in (*LINES, *WHOLE, *TABLES):
@@ -77,7 +77,7 @@ def _lines(path: Path) -> Iterator[Row]:
 
 
 def _whole(path: Path) -> Iterator[Row]:
-    """The objects of one JSON list, with the line at which each begins; a COCO file is one row."""
+    """Yield the objects of a JSON list, each with its first line; a COCO file is one row."""
     text = decoded(path)
     decoder = json.JSONDecoder()
     at = _skip(text, 0)

@@ -1,4 +1,4 @@
-"""The data source ``vision``: every row read, checked and counted before anything is trained."""
+"""Registers the data source ``vision``: every row is read, checked and counted before training."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ class Vision:
             )
 
     def _read(self, files: Iterable[Path]) -> list[Prompt]:
-        """All prompts of these files. Raises UserError with the number of broken rows and the first
-        few of them."""
+        """Read all prompts of these files. Raises UserError with the number of broken rows and the
+        first few of them."""
         files = list(files)
         prompts = []
         problems = []
@@ -88,7 +88,7 @@ class Vision:
         return prompts
 
     def _rows(self, files: Iterable[Path]) -> Iterator[tuple[str, Callable[[], Prompt]]]:
-        """The place of every prompt, and what makes it."""
+        """Yield the place of every prompt, and a function that makes it."""
         makers = {"coco": formats.coco, "refcoco": formats.refcoco}
         for file in files:
             for place, row in rows_of(file):
@@ -125,7 +125,7 @@ class Vision:
         return formats.plain(row, self.fields)
 
     def _finished(self, place: str, prompt: Prompt) -> Prompt:
-        """With whole paths, checked."""
+        """Complete a prompt's paths, and check it."""
         if not isinstance(prompt.get("text"), str) or not prompt["text"].strip():
             raise ValueError(
                 f"no text (the question); it has {', '.join(prompt)}; name it with "
@@ -157,8 +157,8 @@ class Vision:
         }
 
     def _medium(self, source: Any) -> Any:
-        """A whole path, or what the row itself holds: a picture, or its bytes as parquet data sets
-        have them."""
+        """Return a whole path, or what the row itself holds: a picture, or its bytes as parquet
+        data sets have them."""
         if isinstance(source, Mapping):
             if source.get("bytes") is None:
                 return self._medium(source["path"])
@@ -192,8 +192,8 @@ class Vision:
 
 
 def picture_of(prompt: Prompt) -> str:
-    """What a held-out split keeps together: questions about one picture or video; without any,
-    equal texts."""
+    """Return the key that a split holds together: one picture or video, so that all questions about
+    it stay on one side; without any, the text."""
     first = next(iter([*(prompt.get("images") or ()), *in_messages(prompt)]), prompt.get("video"))
     if first is None:
         return prompt["text"]
@@ -201,7 +201,7 @@ def picture_of(prompt: Prompt) -> str:
 
 
 def in_messages(prompt: Prompt) -> list[Any]:
-    """Images and videos that stand in the parts of a conversation, as Qwen's format has them."""
+    """List images and videos in the parts of a conversation, as Qwen's format has them."""
     turns = [
         turn["content"]
         for turn in prompt.get("messages") or ()

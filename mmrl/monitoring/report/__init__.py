@@ -1,2 +1,2 @@
-"""One HTML page about a run: read the folder back, draw charts, compare pictures. Start with
+"""Writes one HTML page about a run: read the folder back, draw charts, compare pictures. Start with
 ``page``."""

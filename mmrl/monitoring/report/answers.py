@@ -1,4 +1,4 @@
-"""The gallery of rollouts: what texts were answered, where their boxes lie, what they earned."""
+"""Prepares the gallery of rollouts: the answers, where their boxes lie, what they earned."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ MOST_ANSWERS = 16
 
 
 def rollouts(run: Run) -> list[dict[str, Any]]:
-    """For the first, a middle and the last recorded iteration: groups ready to draw. Broken lines
-    are noted."""
+    """Return the groups of the first, a middle and the last recorded iteration, ready to draw.
+    Broken lines are noted."""
     known: dict[int, list[dict[str, Any]]] = {}
     for line in run.rollouts:
         try:
@@ -71,7 +71,7 @@ def _answer(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rectangle(box: list[float], width: float, height: float) -> dict[str, float]:
-    """x, y, w, h in pixels of the picture from shares; a box the wrong way round has no extent."""
+    """Turn shares into x, y, w, h in pixels of the picture; a reversed box has no extent."""
     x0, y0, x1, y1 = (float(v) * (width, height)[i % 2] for i, v in enumerate(box))
     size = {"w": round(max(0.0, x1 - x0), 2), "h": round(max(0.0, y1 - y0), 2)}
     return {"x": round(x0, 2), "y": round(y0, 2), **size}

@@ -1,5 +1,5 @@
-"""Line charts as inline SVG: no script needed to read them, colours from the page's style sheet
-(light and dark)."""
+"""Draws line charts as inline SVG: no script needed to read them, colours from the page's style
+sheet (light and dark)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Numbers = Sequence[float | None]
 
 @dataclass(frozen=True)
 class Series:
-    """One curve. ``y`` may hold None (a gap), ``spread`` is a half-width drawn as a band, ``faint``
-    the raw curve."""
+    """Holds one curve. ``y`` may hold None (a gap), ``spread`` is a half-width drawn as a band,
+    ``faint`` the raw curve."""
 
     label: str
     x: Numbers
@@ -27,7 +27,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Chart:
-    """A titled plot of one or more curves over a shared axis, with at most six colours."""
+    """Plots one or more curves over a shared axis under a title, with at most six colours."""
 
     title: str
     series: list[Series]
@@ -35,21 +35,21 @@ class Chart:
     wide: bool = False
     zero: bool = False  # the axis starts at 0
     x_label: str = "iteration"
-    colours: list[int] = field(default_factory=list)  # colour numbers 1..6; 1, 2, 3 ... unless told
+    colours: list[int] = field(default_factory=list)  # colour numbers 1..6; by default 1, 2, 3 ...
 
     def colour(self, index: int) -> int:
         return self.colours[index] if self.colours else index % 6 + 1
 
     def latest(self) -> list[tuple[int, str, str]]:
-        """(colour, label, last value) of each curve: the legend."""
+        """Return (colour, label, last value) of each curve, for the legend."""
         last = [next((y for y in reversed(s.y) if y is not None), None) for s in self.series]
         return [
             (self.colour(i), s.label, number(y)) for i, (s, y) in enumerate(zip(self.series, last))
         ]
 
     def svg(self) -> Markup:
-        """The drawing, without title and legend; twice for a wide chart, as a phone shows a narrow
-        one."""
+        """Draw the plot, without title and legend; twice for a wide chart, as a phone shows a
+        narrow one."""
         narrow = _draw(self, 500, 220)
         if not self.wide:
             return narrow
@@ -58,7 +58,7 @@ class Chart:
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """A number for readers: ``0.833``, ``1.2e−5``, ``1,240``; a dash for None."""
+    """Write a number for readers: ``0.833``, ``1.2e−5``, ``1,240``; a dash for None."""
     if value is None or not math.isfinite(value):
         return "–"
     size = abs(value)
@@ -70,7 +70,7 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def tick_labels(values: Sequence[float]) -> list[str]:
-    """Labels of evenly spaced values with as many decimals as tell them apart."""
+    """Label evenly spaced values with as many decimals as tell them apart."""
     step = values[1] - values[0] if len(values) > 1 else abs(values[0]) if values else 0.0
     largest = max(map(abs, values), default=0.0)
     if step <= 0 or largest < 1e-3 or largest >= 1e6:
@@ -90,8 +90,8 @@ def _minus(text: str) -> str:
 
 
 def smooth(values: Numbers, window: int) -> list[float | None]:
-    """Exponential average over about ``window`` values, without the bias of a zero start; gaps stay
-    gaps."""
+    """Return the exponential average over about ``window`` values, without the bias of a zero
+    start; gaps stay gaps."""
     keep = 1 - 2 / (window + 1)
     total = 0.0
     weight = 0.0
@@ -105,7 +105,7 @@ def smooth(values: Numbers, window: int) -> list[float | None]:
 
 
 def ticks(low: float, high: float, about: int = 5) -> list[float]:
-    """Round numbers inside [low, high], 1, 2 or 5 times a power of ten apart."""
+    """Return round numbers inside [low, high], 1, 2 or 5 times a power of ten apart."""
     raw = (high - low) / max(1, about)
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(power * m for m in (1, 2, 2.5, 5, 10) if power * m >= raw * 0.999)
@@ -129,7 +129,7 @@ def _range(values: list[float], zero: bool) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class _Frame:
-    """Data coordinates to pixels."""
+    """Maps data coordinates to pixels."""
 
     width: int
     height: int
@@ -238,7 +238,7 @@ def _curve(f: _Frame, s: Series, colour: int) -> str:
 
 
 def _runs(x: Numbers, y: Numbers) -> list[list[int]]:
-    """Stretches of indices without a gap."""
+    """Return the stretches of indices without a gap."""
     runs: list[list[int]] = [[]]
     for i, (a, b) in enumerate(zip(x, y)):
         if a is None or b is None:
@@ -253,7 +253,7 @@ def _points(points: list[tuple[float, float]]) -> str:
 
 
 def _hover(f: _Frame, chart: Chart) -> dict:
-    """What the page's script needs to show values under the pointer."""
+    """Return what the page's script needs to show values under the pointer."""
     rows: dict[float, list[str]] = {}
     for s in chart.series:
         for i, (x, y) in enumerate(zip(s.x, s.y)):

@@ -1,4 +1,4 @@
-"""Which curves a report shows, under which headings."""
+"""Chooses which curves a report shows, under which headings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MOST_POINTS = 800  # of a curve; more cannot be told apart
 
 
 class Plot(NamedTuple):
-    """One chart of known metrics; those that were not recorded are left out of it."""
+    """Describes one chart of known metrics; those that were not recorded are left out of it."""
 
     title: str
     keys: tuple[str, ...]
@@ -82,7 +82,7 @@ PLACED |= {"iteration", "reward/mean", "reward/std", "groups/flat", "groups/tota
 
 
 def reward_chart(run: Run) -> Chart | None:
-    """Total reward: raw, smoothed, and one standard deviation over the samples of an iteration."""
+    """Chart the total reward: raw, smoothed, one standard deviation over an iteration's samples."""
     raw = run.column("reward/mean")
     if all(value is None for value in raw):
         return None
@@ -97,7 +97,7 @@ def reward_chart(run: Run) -> Chart | None:
 
 
 def chart_sections(run: Run) -> list[tuple[str, list[Chart]]]:
-    """The curves by theme; whatever is recorded beyond the known names comes last."""
+    """Return the charts by theme; whatever is recorded beyond the known names comes last."""
     names = run.measured()
     parts = [
         key
@@ -130,7 +130,7 @@ def chart_sections(run: Run) -> list[tuple[str, list[Chart]]]:
 
 
 def spread_out(items: list, most: int) -> list:
-    """At most ``most`` of the items, evenly spaced, first and last included."""
+    """Return at most ``most`` of the items, evenly spaced, first and last included."""
     if len(items) <= most:
         return items
     return [items[round(i * (len(items) - 1) / max(1, most - 1))] for i in range(most)]
@@ -149,7 +149,7 @@ def _chart(run: Run, plot: Plot) -> Chart | None:
 
 
 def _joined(x: Numbers, y: Numbers) -> tuple[Numbers, Numbers]:
-    """A metric taken every tenth iteration is one curve, not a row of dots; a gap inside a dense
+    """Join the points of a metric taken every tenth iteration to one curve; a gap inside a dense
     one stays a gap."""
     known = [i for i, value in enumerate(y) if value is not None]
     if len(known) * 2 > len(y):

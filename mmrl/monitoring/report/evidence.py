@@ -1,5 +1,5 @@
-"""What an evaluation says about a run: the held-out table, the base model's best guidance scale,
-the verdict."""
+"""Reads what an evaluation says about a run: the held-out table, the base model's best guidance
+scale, the verdict."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from mmrl.monitoring.report.runs import Run
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean with its confidence interval over n samples; unbounded where one prompt tells nothing
-    of the spread."""
+    """Holds a mean with its confidence interval over n samples; unbounded where one prompt tells
+    nothing of the spread."""
 
     mean: float
     low: float
@@ -30,7 +30,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Row:
-    """One evaluated model at one guidance scale."""
+    """Holds one evaluated model at one guidance scale."""
 
     model: str
     guidance: float | None
@@ -43,7 +43,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """evaluation.json, checked. ``optimised`` names the rewards the run was trained on."""
+    """Holds evaluation.json, checked. ``optimised`` names the rewards the run was trained on."""
 
     rows: list[Row]
     optimised: list[str]
@@ -51,7 +51,7 @@ class Evaluation:
     copies: int | None
 
     def names(self) -> list[str]:
-        """Rewards in columns: the optimised ones first."""
+        """Return the rewards in the order of the columns: the optimised ones first."""
         rewards = list({name: None for row in self.rows for name in row.rewards})
         return sorted(rewards, key=lambda name: name not in self.optimised)
 
@@ -59,19 +59,19 @@ class Evaluation:
         return next((row for row in self.rows if row.trained), None)
 
     def before(self) -> Row | None:
-        """The base model at the guidance scale of the trained one, else the first base row."""
+        """Return the base model at the trained one's guidance scale, else the first base row."""
         after = self.after()
         base = [row for row in self.rows if not row.trained]
         same = [row for row in base if after is not None and row.guidance == after.guidance]
         return next(iter(same or base), None)
 
     def best_base(self, name: str) -> Row | None:
-        """The base row with the highest mean of that reward."""
+        """Return the base row with the highest mean of that reward."""
         base = [row for row in self.rows if not row.trained and name in row.rewards]
         return max(base, key=lambda row: row.rewards[name].mean, default=None)
 
     def change(self, name: str) -> tuple[Estimate, Estimate] | None:
-        """That reward before and after, if both were measured."""
+        """Return that reward before and after, if both were measured."""
         before = self.before()
         after = self.after()
         if (
@@ -85,12 +85,12 @@ class Evaluation:
 
 
 def score(value: float) -> str:
-    """Three significant digits, but two decimals for scores between 0.1 and 10."""
+    """Write three significant digits, but two decimals for scores between 0.1 and 10."""
     return f"{value:.2f}".replace("-", "−") if 0.1 <= abs(value) < 10 else number(value)
 
 
 def read_evaluation(run: Run) -> Evaluation:
-    """The rows of evaluation.json; a row that is not understood is noted and left out."""
+    """Read the rows of evaluation.json; a row that is not understood is noted and left out."""
     rows = []
     listed = run.evaluation.get("rows", [])
     for raw in listed if isinstance(listed, list) else []:
@@ -121,7 +121,7 @@ def _estimate(raw: dict[str, Any]) -> Estimate:
 
 
 def table(evaluation: Evaluation) -> list[dict[str, Any]]:
-    """Rows for the page: labels, cells with number, interval and a mark on the scale the column
+    """Make the page's table: labels, cells with number, interval and a mark on the scale the column
     shares."""
     names = evaluation.names()
     scales = {
@@ -163,7 +163,7 @@ def _scale(estimates: Sequence[Estimate]) -> tuple[float, float]:
 
 
 def _mark(e: Estimate, scale: tuple[float, float], trained: bool) -> Markup:
-    """A dot with its interval on a line of 120 pixels."""
+    """Draw a dot with its interval on a line of 120 pixels."""
     inside = [min(max(value, scale[0]), scale[1]) for value in (e.low, e.mean, e.high)]
     at = [4 + 112 * (value - scale[0]) / (scale[1] - scale[0]) for value in inside]
     kind = "after" if trained else "before"
@@ -176,8 +176,8 @@ def _mark(e: Estimate, scale: tuple[float, float], trained: bool) -> Markup:
 
 
 def verdict(run: Run, evaluation: Evaluation) -> list[str]:
-    """The result in sentences, from held-out measurements if there are any, else from training
-    rewards."""
+    """State the result in sentences, from held-out measurements if there are any, else from
+    training rewards."""
     changes = {name: evaluation.change(name) for name in evaluation.names()}
     changes = {name: change for name, change in changes.items() if change is not None}
     if not changes:

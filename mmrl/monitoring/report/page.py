@@ -1,4 +1,4 @@
-"""``mmrl report RUN``: one HTML page that needs nothing but itself."""
+"""Renders ``mmrl report RUN``: one HTML page that needs no other file."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def write_report(run: Path | str) -> Path:
     Raises UserError for a folder that holds no run.
     """
     history = read_run(run)
-    with suppress(UserError):  # no such pictures in this run: the page goes without
+    with suppress(UserError):  # no such pictures in this run: the page has none
         before_after_picture(history.folder)
     page = render(history)
     path = history.folder / "report.html"
@@ -69,7 +69,7 @@ def before_after_picture(run: Path | str, most: int = 8) -> Path:
 
 
 def render(run: Run) -> str:
-    """The page as text. Jinja escapes whatever comes from prompts, configurations and logs."""
+    """Return the page as text. Jinja escapes text of prompts, configurations and logs."""
     from jinja2 import Environment, PackageLoader
 
     env = Environment(
@@ -100,7 +100,7 @@ def render(run: Run) -> str:
 
 
 def headline(run: Run, evaluation: Evaluation) -> list[dict[str, str]]:
-    """The numbers on top: label, value, small print."""
+    """Return the numbers on top: label, value, small print."""
     shown = []
     for name in evaluation.names()[:4]:
         if change := evaluation.change(name):
@@ -131,8 +131,8 @@ def device(run: Run) -> str:
 
 
 def pairs(run: Run) -> list[dict[str, Any]]:
-    """Before and after of one prompt and one noise, side by side, where the sheets can be cut
-    apart."""
+    """Return before and after of one prompt and one noise, side by side, where the sheets can be
+    cut apart."""
     before = run.sample_tiles("before")
     after = run.sample_tiles("after")
     captions = run.sample_captions("after") or run.sample_captions("before")
@@ -148,7 +148,7 @@ def pairs(run: Run) -> list[dict[str, Any]]:
 
 
 def whole_sheets(run: Run) -> list[dict[str, Any]]:
-    """The before and after sheets as they are, for runs that do not say how they are divided."""
+    """Return the uncut before and after sheets, for runs that do not say how they are divided."""
     if run.sample_tiles("before") and run.sample_tiles("after"):
         return []
     sheets = [{"label": name, "picture": run.sample(name)} for name in ("before", "after")]
@@ -156,7 +156,7 @@ def whole_sheets(run: Run) -> list[dict[str, Any]]:
 
 
 def film(run: Run) -> dict[str, Any]:
-    """Samples over time: one row a prompt and one column an iteration, or whole sheets if they
+    """Show samples over time: one row a prompt and one column an iteration, or whole sheets if they
     cannot be cut."""
     names = spread_out(run.sheets_over_time(), MOST_TIMES)
     columns = [(_moment(name), run.sample_tiles(name)) for name in names]

@@ -1,5 +1,4 @@
-"""Sheets of equal tiles: many small pictures in one PNG, and the way back from the sheet to its
-tiles.
+"""Joins many small pictures to one sheet of equal tiles (PNG), and cuts a sheet into its tiles.
 
 A sheet of videos is an animated PNG, its tiles are ``Film``.
 """
@@ -29,7 +28,7 @@ MOST_SIDE = 192
 
 @dataclass(frozen=True)
 class Layout:
-    """How a sheet is divided; what ``samples/captions.json`` holds for each sheet."""
+    """Describes how a sheet is divided; ``samples/captions.json`` holds one for each sheet."""
 
     count: int
     columns: int
@@ -38,7 +37,7 @@ class Layout:
     gap: int = GAP
 
     def size(self) -> tuple[int, int]:
-        """Width and height of the whole sheet in pixels."""
+        """Return width and height of the whole sheet in pixels."""
         rows = -(-self.count // self.columns)
         return (
             self.columns * (self.width + self.gap) - self.gap,
@@ -46,7 +45,7 @@ class Layout:
         )
 
     def box(self, index: int) -> tuple[int, int, int, int]:
-        """Left, upper, right, lower of a tile."""
+        """Return left, upper, right, lower of a tile."""
         row, column = divmod(index, self.columns)
         x = column * (self.width + self.gap)
         y = row * (self.height + self.gap)
@@ -55,7 +54,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Film:
-    """The frames of a video, all of one size."""
+    """Holds the frames of a video, all of one size."""
 
     frames: tuple[Image.Image, ...]
 
@@ -72,7 +71,7 @@ Tile = Image.Image | Film
 
 
 def sheet(images: Tensor, columns: int | None = None) -> tuple[Image.Image, Layout]:
-    """Images [N, 3, H, W] in 0..1 (clamped; NaN becomes black) on one RGB picture, row by row."""
+    """Put images [N, 3, H, W] in 0..1 (clamped; NaN is black) on one RGB picture, row by row."""
     count, channels, height, width = images.shape
     if not count or channels != 3:
         raise ValueError(f"images must be [N, 3, H, W] with N >= 1, not {tuple(images.shape)}")
@@ -87,7 +86,7 @@ def sheet(images: Tensor, columns: int | None = None) -> tuple[Image.Image, Layo
 
 
 def film_sheet(videos: Tensor, columns: int | None = None) -> tuple[Film, Layout]:
-    """Videos [N, F, 3, H, W] in 0..1 side by side, at most 16 frames of at most 192 pixels."""
+    """Put videos [N, F, 3, H, W] in 0..1 side by side, at most 16 frames of at most 192 pixels."""
     count, (height, width) = videos.shape[1], videos.shape[-2:]
     stride = -(-count // MOST_FRAMES)
     block = -(-max(height, width) // MOST_SIDE)
@@ -105,7 +104,7 @@ def film_sheet(videos: Tensor, columns: int | None = None) -> tuple[Film, Layout
 
 
 def save_picture(picture: Tile, target: Path | io.BytesIO, kind: str = "PNG") -> None:
-    """As PNG or WebP; a film as an animated one that plays for ever."""
+    """Save a picture as PNG or WebP; a film as an animated one that plays for ever."""
     first, *later_frames = picture.frames if isinstance(picture, Film) else (picture,)
     animated = (
         {"save_all": True, "append_images": later_frames, "duration": PACE, "loop": 0}
@@ -116,7 +115,7 @@ def save_picture(picture: Tile, target: Path | io.BytesIO, kind: str = "PNG") ->
 
 
 def open_picture(path: Path) -> Tile:
-    """A picture, or all frames of an animated one. Raises as PIL does."""
+    """Open a picture, or all frames of an animated one. Raises as PIL does."""
     with Image.open(path) as picture:
         frames = []
         for i in range(getattr(picture, "n_frames", 1)):
@@ -126,12 +125,12 @@ def open_picture(path: Path) -> Tile:
 
 
 def still(picture: Tile) -> Image.Image:
-    """The picture, or the frame in the middle of a film."""
+    """Return the picture, or the frame in the middle of a film."""
     return picture.frames[len(picture.frames) // 2] if isinstance(picture, Film) else picture
 
 
 def tiles(picture: Tile, layout: Layout) -> list[Tile]:
-    """The tiles of a sheet, in order; ValueError if the picture is not of that layout."""
+    """Cut a sheet into its tiles, in order; ValueError if the picture is not of that layout."""
     if picture.size != layout.size():
         raise ValueError(f"the sheet measures {picture.size}, its layout says {layout.size()}")
     if isinstance(picture, Film):
@@ -141,7 +140,7 @@ def tiles(picture: Tile, layout: Layout) -> list[Tile]:
 
 
 def enlarge(picture: Image.Image, side: int) -> Image.Image:
-    """Scaled so that the longer side is ``side``: sharp pixels when growing, smooth when
+    """Scale a picture so that the longer side is ``side``: sharp pixels when growing, smooth when
     shrinking."""
     factor = side / max(picture.size)
     size = (max(1, round(picture.width * factor)), max(1, round(picture.height * factor)))
@@ -151,8 +150,8 @@ def enlarge(picture: Image.Image, side: int) -> Image.Image:
 
 
 def compare(rows: dict[str, Sequence[Tile]], captions: list[str], side: int = 120) -> Tile:
-    """Labelled rows of tiles above their captions, on white: the before-and-after picture, animated
-    for videos."""
+    """Draw labelled rows of tiles above their captions, on white: the before-and-after picture,
+    animated for videos."""
     length = max(
         (len(tile.frames) for row in rows.values() for tile in row if isinstance(tile, Film)),
         default=0,
@@ -194,7 +193,7 @@ def _compare(rows: dict[str, Sequence[Image.Image]], captions: list[str], side: 
 
 
 def strip(pictures: list[Image.Image]) -> Image.Image:
-    """Pictures side by side at the height of the first; one stays as it is."""
+    """Put pictures side by side at the height of the first; one stays as it is."""
     if len(pictures) == 1:
         return pictures[0]
     height = pictures[0].height
@@ -206,8 +205,8 @@ def strip(pictures: list[Image.Image]) -> Image.Image:
 
 
 def data_uri(picture: Tile, most: int = 384) -> str:
-    """PNG while small, JPEG when the picture had to be shrunk to ``most`` pixels or is large
-    anyway; videos as animated PNG while small, else WebP."""
+    """Encode a picture as PNG while small, as JPEG when it had to be shrunk to ``most`` pixels or
+    is large anyway; videos as animated PNG while small, else WebP."""
     if isinstance(picture, Film):
         return _film_uri(picture)
     small = enlarge(picture, most) if max(picture.size) > most else picture

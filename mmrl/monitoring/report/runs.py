@@ -1,4 +1,4 @@
-"""Reading a run folder back. Every file may be missing or torn: what cannot be read is named in
+"""Reads a run folder back. Every file may be missing or torn: what cannot be read is named in
 ``notes``."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MARKS = ("metrics.jsonl", "config.yaml", "evaluation.json")  # a folder with one
 
 @dataclass(frozen=True)
 class Run:
-    """A run folder in memory. ``metrics`` are sorted by iteration, one line each."""
+    """Holds a run folder in memory. ``metrics`` are sorted by iteration, one line each."""
 
     folder: Path
     metrics: list[dict[str, Any]]
@@ -36,14 +36,14 @@ class Run:
     notes: list[str] = field(default_factory=list)
 
     def column(self, key: str) -> list[float | None]:
-        """One metric over the iterations; None where it was not measured."""
+        """Return one metric over the iterations; None where it was not measured."""
         return [_finite(line.get(key)) for line in self.metrics]
 
     def iterations(self) -> list[int]:
         return [line["iteration"] for line in self.metrics]
 
     def measured(self) -> list[str]:
-        """Names of the metrics that hold at least one number, in order of first appearance."""
+        """Return the metrics that hold at least one number, in order of first appearance."""
         return list(
             {
                 key: None
@@ -54,8 +54,8 @@ class Run:
         )
 
     def optimised(self) -> list[str]:
-        """Names of the rewards the run was trained on; ``my_module:sharpness`` is measured as
-        ``sharpness``.
+        """Return the names of the rewards the run was trained on; ``my_module:sharpness`` is
+        measured as ``sharpness``.
 
         Those of weight 0 and those with ``monitor: true`` were only watched.
         """
@@ -72,8 +72,8 @@ class Run:
         ]
 
     def sample(self, name: str) -> Tile | None:
-        """The sheet samples/<name>.png, a film if it is animated, or None (noted if it is there but
-        broken)."""
+        """Open the sheet samples/<name>.png, a film if it is animated; None (noted if it is there
+        but broken)."""
         path = self.folder / "samples" / f"{name}.png"
         if not path.is_file():
             return None
@@ -84,7 +84,7 @@ class Run:
             return None
 
     def sample_tiles(self, name: str) -> list[Tile]:
-        """The single pictures of a sheet; empty if the sheet or its layout is missing."""
+        """Return the single pictures of a sheet; empty if the sheet or its layout is missing."""
         picture = self.sample(name)
         layout = self._layout(name)
         if picture is None or layout is None:
@@ -102,7 +102,7 @@ class Run:
         return [str(text) for text in texts] if isinstance(texts, list) else []
 
     def sheets_over_time(self) -> list[str]:
-        """Names of the sheets ``iter-*``, oldest first."""
+        """Return the names of the sheets ``iter-*``, oldest first."""
         names = [path.stem for path in (self.folder / "samples").glob("iter-*.png")]
         return sorted(names, key=lambda name: (iteration_of(name), name))
 
@@ -122,13 +122,13 @@ class Run:
 
 
 def _watched(chosen: Any) -> bool:
-    """Is a reward, as the configuration has it, only measured?"""
+    """Tell whether a reward, as the configuration has it, is only measured."""
     options = chosen if isinstance(chosen, dict) else {"weight": chosen}
     return bool(options.get("monitor")) or options.get("weight") == 0
 
 
 def iteration_of(name: str) -> int:
-    """The number in ``iter-0040``, -1 without one."""
+    """Return the number in ``iter-0040``, -1 without one."""
     digits = name.removeprefix("iter-")
     return int(digits) if digits.isdigit() else -1
 
