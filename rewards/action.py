@@ -1,6 +1,5 @@
-"""Does the video show the action that was asked for, by a video classifier (VideoMAE, Tong et al.
-2022, arXiv:2203.12602, and others of transformers).
-"""
+"""Scores whether a video shows the wanted action, by a video classifier (VideoMAE, Tong et al.
+2022, arXiv:2203.12602, and others of transformers)."""
 
 from __future__ import annotations
 
@@ -68,7 +67,7 @@ class Action:
 
     @torch.no_grad()
     def __call__(self, media: Tensor, prompts: list[dict]) -> Tensor:
-        """Videos [B, F, 3, H, W] or images [B, 3, H, W] in 0..1 -> [B] float32 on the CPU."""
+        """Score videos [B, F, 3, H, W] or images [B, 3, H, W] in 0..1 -> [B] float32 on the CPU."""
         stack = frames(media, "action")
         classes = torch.tensor([self.class_of(prompt) for prompt in prompts])
         broken = ~stack.isfinite().flatten(1).all(1).cpu()

@@ -1,4 +1,4 @@
-"""CLIP-IQA: which of two opposite descriptions fits the picture (Wang et al. 2023,
+"""Scores by CLIP-IQA which of two opposite descriptions fits the picture (Wang et al. 2023,
 arXiv:2207.12396)."""
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class ClipIQA(FrameReward):
 
 
 def texts_of(pair: str) -> tuple[str, str]:
-    """The positive and the negative text of a pair."""
+    """Return the positive and the negative text of a pair."""
     if pair in PAIRS:
         return PAIRS[pair]
     good, bar, bad = (part.strip() for part in pair.partition("|"))

@@ -1,5 +1,5 @@
-"""Does the picture show what the prompt says, by a CLIP model (Hessel et al. 2021, CLIPScore,
-arXiv:2104.08718)."""
+"""Scores whether a picture shows what the prompt says, by a CLIP model (Hessel et al. 2021,
+CLIPScore, arXiv:2104.08718)."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class ClipScore:
         self.clip = load_clip(model, pretrained, device)
 
     def __call__(self, media: Tensor, prompts: list[dict]) -> Tensor:
-        """Images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B] float32 on the CPU."""
+        """Score images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B] float32 on the CPU."""
         stack = frames(media, "clip_score")
         texts = [text_of(prompt) for prompt in prompts]
         # [B F, E]

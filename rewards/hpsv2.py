@@ -1,4 +1,4 @@
-"""Human preference score, version 2 and 2.1 (Wu et al. 2023, arXiv:2306.09341)."""
+"""Scores human preference by HPS, version 2 and 2.1 (Wu et al. 2023, arXiv:2306.09341)."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ class HPSv2(PromptReward):
 
 
 def padding(clip: Clip) -> Clip:
-    """The same network and texts with HPSv2's own preprocessing: the longer side decides, black
-    around it."""
+    """Return the same network and texts with HPSv2's own preprocessing: longer side to size, black
+    around."""
     padded = Clip(clip.model, clip.tokenizer, clip.device)
     padded.preprocess_cfg |= {"resize_mode": "longest", "fill_color": 0, "interpolation": "bicubic"}
     padded.shared = clip  # keeps the entry among the shared models alive

@@ -1,5 +1,5 @@
-"""HPSv3, a wide-spectrum human preference score (Ma et al. 2025, arXiv:2508.03789): Qwen2-VL-7B
-with a small head."""
+"""Scores human preference by HPSv3 (Ma et al. 2025, arXiv:2508.03789): Qwen2-VL-7B with a small
+head."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class HPSv3(PromptReward):
         return self.scale(self.network(self.batch(pictures, texts))[:, 0, 0])
 
     def batch(self, pictures: Tensor, texts: list[str]) -> dict[str, Tensor]:
-        """[N, 3, H, W] in 0..1 and N texts -> what the model takes."""
+        """Prepare [N, 3, H, W] in 0..1 and N texts as the model takes them."""
         instructions = [self.instruction.replace("{text_prompt}", text) for text in texts]
         options = {"size": self.size} | ({} if self.exact else {"do_rescale": False})
         inputs = self.tools(

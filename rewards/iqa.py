@@ -1,5 +1,5 @@
-"""No-reference image quality by the metrics of pyiqa (MANIQA, MUSIQ, NIQE, TOPIQ, ...), an optional
-dependency."""
+"""Scores image quality without a reference by the metrics of pyiqa (MANIQA, MUSIQ, NIQE, TOPIQ,
+...), an optional dependency."""
 
 from __future__ import annotations
 

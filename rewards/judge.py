@@ -1,4 +1,4 @@
-"""A vision-language model as judge that gives points."""
+"""Scores by a vision-language model as judge that gives points."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ class Judge(Judged):
         self.card = self.needing(self.template)
 
     def __call__(self, media: Tensor | list[str], prompts: list[dict]) -> Tensor:
-        """Images [B, 3, H, W], videos [B, F, 3, H, W] in 0..1, or B texts -> [B] float32 on the
-        CPU, about 0..1."""
+        """Score images [B, 3, H, W], videos [B, F, 3, H, W] in 0..1, or B texts -> [B] float32 on
+        the CPU, about 0..1."""
         values = torch.full((len(prompts),), torch.nan)
         rows = []
         questions = []
@@ -95,14 +95,14 @@ class Judge(Judged):
 
 
 class JsonScores(Question):
-    """A question whose answer is JSON with a reason and a score."""
+    """Asks a question whose answer is JSON with a reason and a score."""
 
     def value(self, text: str) -> dict[str, float]:
         return {"score": super().value(text).score}
 
 
 def chosen_aspects(aspects: Sequence[str] | None, template: Template) -> list[str]:
-    """Names of the scores that count, as the template calls them."""
+    """Return names of the scores that count, as the template calls them."""
     known = {name.lower(): name for name in template.patterns or ("score",)}
     for name in aspects or ():
         if name.lower() not in known:
@@ -116,7 +116,7 @@ def chosen_aspects(aspects: Sequence[str] | None, template: Template) -> list[st
 
 @lru_cache(maxsize=64)
 def score_schema(low: float, high: float) -> Any:
-    """``{"reason": text, "score": number from low to high}``."""
+    """Return the schema of ``{"reason": text, "score": number from low to high}``."""
     from pydantic import ConfigDict, Field, create_model
 
     return create_model(

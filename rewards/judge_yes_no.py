@@ -1,4 +1,4 @@
-"""A vision-language model as judge that says yes or no, and how sure it is."""
+"""Scores by a vision-language model as judge that says yes or no, and how sure it is."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ class YesNo(Judged):
         self.card = self.needing(self.template)
 
     def __call__(self, media: Tensor | list[str], prompts: list[dict]) -> Tensor:
-        """Images [B, 3, H, W], videos [B, F, 3, H, W] in 0..1, or B texts -> [B] float32 on the
-        CPU, in 0..1."""
+        """Score images [B, 3, H, W], videos [B, F, 3, H, W] in 0..1, or B texts -> [B] float32 on
+        the CPU, in 0..1."""
         rows = []
         right_words = []
         questions = []

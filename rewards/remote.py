@@ -1,4 +1,4 @@
-"""Rewards computed elsewhere: by ``mmrl serve-reward`` in another process, environment or
+"""Computes rewards elsewhere: by ``mmrl serve-reward`` in another process, environment or
 machine."""
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from rewards.wire import Format, check_texts, check_token, pack, read_answer
 
 @dataclass
 class Call:
-    """One batch on its way; ``given_up`` is set when no server is left, so that the rest need not
-    find out."""
+    """Tracks one batch; ``given_up`` is set when no server is left, so that its other requests stop
+    early."""
 
     given_up: threading.Event = field(default_factory=threading.Event)
 
@@ -104,8 +104,8 @@ class Remote:
         return self._pool.all
 
     def __call__(self, media: Tensor | list[str], prompts: list[dict]) -> Tensor:
-        """Images [B, 3, H, W], videos [B, F, 3, H, W] in 0..1, or B texts -> [B] float32 on the
-        CPU."""
+        """Score images [B, 3, H, W], videos [B, F, 3, H, W] in 0..1, or B texts -> [B] float32 on
+        the CPU."""
         rows = sendable(media, self.format)
         values = torch.full((len(prompts),), torch.nan)  # [B]
         self._pool.wake()
@@ -129,8 +129,8 @@ class Remote:
         return values
 
     def _prompts(self, prompts: list[dict]) -> list[dict]:
-        """What is sent of them: ``fields``, or all; pictures only to rewards that look at them, as
-        PNG."""
+        """Return what is sent of prompts: ``fields``, or all; pictures only to rewards that look at
+        them, as PNG."""
         if self.fields is not None:
             prompts = [
                 {key: prompt[key] for key in self.fields if key in prompt} for prompt in prompts
@@ -147,8 +147,8 @@ class Remote:
             ) from error
 
     def _sees_prompts(self) -> bool:
-        """Does a reward that is asked for look at pictures of prompts, by what the first server
-        that answers says?"""
+        """Tell whether a requested reward looks at prompts' pictures, by what the first server that
+        answers says."""
         if self._pictures is None:
             for server in self.servers:
                 try:
@@ -162,8 +162,8 @@ class Remote:
         return bool(self._pictures)
 
     def _check(self, values: Tensor, rows: list[int]) -> None:
-        """``on_failure``: null from a server and no answer at all are the same, a sample without a
-        value."""
+        """Apply ``on_failure``: null from a server and no answer at all are the same, a sample
+        without a value."""
         missing = int(values[rows].isnan().sum())
         if missing and self.stop:
             causes = self._pool.causes() or "the servers could not score them"
@@ -172,7 +172,7 @@ class Remote:
             )
 
     def _ask(self, call: Call, media: Tensor | list[str], prompts: list[dict]) -> Tensor:
-        """[n] values of one request, NaN where nobody could give them."""
+        """Return the values [n] of one request, NaN where nobody could give them."""
         nothing = torch.full((len(prompts),), torch.nan)
         if call.given_up.is_set():
             return nothing
@@ -211,7 +211,7 @@ class Remote:
 
 
 def sendable(media: Tensor | list, format: str) -> list[int]:
-    """The rows whose pixels are finite, which PNG and WebP can hold; every row of the other
+    """Return the rows whose pixels are finite, which PNG and WebP can hold; every row of the other
     formats."""
     if not isinstance(media, Tensor):
         return list(range(len(check_texts(media))))

@@ -1,4 +1,4 @@
-"""The ``mmrl`` command. Every mistake of a user's is one message and exit status 2, never a
+"""Defines the ``mmrl`` command. A user's mistake is one message and exit status 2, never a
 traceback."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The ``train`` and ``evaluate`` sections of a configuration, and the arithmetic that follows from
-them."""
+"""Defines the ``train`` and ``evaluate`` sections of a configuration, and the arithmetic that
+follows from them."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ LossAggMode = Literal[
 
 @dataclass(frozen=True)
 class Reuse:
-    """Answers of earlier iterations in the place of groups of equal rewards. ``share``: of an
-    iteration's groups that may give way, at most; on every process one stays. ``size``: groups that
-    are remembered on a process; those whose rewards differ least leave first. ``age``: iterations
-    after which an answer is forgotten. ``times``: how often a group comes again."""
+    """Replays answers of earlier iterations in place of groups of equal rewards. ``share``: the
+    largest share of an iteration's groups that is replaced; on every process one stays. ``size``:
+    groups that are remembered on a process; those whose rewards differ least leave first. ``age``:
+    iterations after which an answer is forgotten. ``times``: how often a group comes again."""
 
     share: Annotated[float, Gt(0), Le(1)] = 0.5
     size: Count = 256
@@ -38,7 +38,8 @@ class Reuse:
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """Sizes are global: they mean the same training on any number of processes."""
+    """Holds the options of ``train``. Sizes are global: they mean the same training on any number
+    of processes."""
 
     prompts_per_iteration: Count  # prompts an iteration
     group_size: Count  # samples a prompt: the group that advantages compare
@@ -94,7 +95,7 @@ class TrainOptions:
 
 @dataclass(frozen=True)
 class EvaluateOptions:
-    """Evaluation on held-out prompts."""
+    """Holds the options of evaluation on held-out prompts."""
 
     prompts: Count = 64  # the first so many held-out prompts
     num_samples: Count = 4  # samples a prompt
@@ -107,7 +108,7 @@ class EvaluateOptions:
 
 @dataclass(frozen=True)
 class Plan:
-    """What one iteration does. ``warnings`` are sentences for the user."""
+    """Says what one iteration does. ``warnings`` are sentences for the user."""
 
     rows: int  # samples an iteration, prompts * copies
     steps: int  # optimizer steps an epoch over them
@@ -136,7 +137,7 @@ def capabilities_of(policy: Any) -> Any | None:
 
 
 def unsuited(objective: type, policy: Any) -> str | None:
-    """Why an objective cannot train a policy (an object, a class or what makes one); None if it
+    """Say why an objective cannot train a policy (an object, a class or what makes one); None if it
     can, or if one of the two does not say what it needs or is."""
     needs = getattr(objective, "needs", "")
     can = capabilities_of(policy)
@@ -155,8 +156,8 @@ def unsuited(objective: type, policy: Any) -> str | None:
 
 
 def unsupported_options(train: TrainOptions, policy: Any) -> Iterator[str]:
-    """Sentences about options of ``train`` that a policy (an object, a class or what makes one)
-    cannot take."""
+    """List sentences about options of ``train`` that a policy (an object, a class or what makes
+    one) cannot take."""
     name = getattr(policy, "__name__", type(policy).__name__)
     can = capabilities_of(policy)
     if can is None:
@@ -173,7 +174,7 @@ def unsupported_options(train: TrainOptions, policy: Any) -> Iterator[str]:
 
 
 def without_average(snapshots: Collection[str], train: TrainOptions) -> str | None:
-    """What is wrong where an objective looks at a moving average of the weights that nobody keeps,
+    """Say what is wrong where an objective needs a moving average of the weights that nobody keeps,
     or None."""
     if "ema" in snapshots and not train.ema:
         return (
@@ -184,7 +185,7 @@ def without_average(snapshots: Collection[str], train: TrainOptions) -> str | No
 
 
 def arithmetic(train: TrainOptions, processes: int = 1) -> Plan:
-    """How the sizes divide over processes, steps and micro-batches.
+    """Compute how the sizes divide over processes, steps and micro-batches.
 
     Raises UserError naming every key that does not fit and the nearest values that would.
     """
@@ -209,7 +210,7 @@ def arithmetic(train: TrainOptions, processes: int = 1) -> Plan:
 
 
 def impossible(train: TrainOptions, processes: int = 1) -> Iterator[str]:
-    """Sentences, each beginning with the key, about sizes that do not divide."""
+    """List sentences, each beginning with the key, about sizes that do not divide."""
     rows = train.prompts_per_iteration * train.group_size
     unfit = False
     for key in (
@@ -264,7 +265,7 @@ def impossible(train: TrainOptions, processes: int = 1) -> Iterator[str]:
 
 
 def _nearest(size: int, multiple: int, fits) -> str:
-    """The multiples of ``multiple`` nearest to ``wanted`` that fit, below and above."""
+    """Return the multiples of ``multiple`` nearest to ``wanted`` that fit, below and above."""
     first = size // multiple * multiple
     below = (
         n for n in range(first, max(0, first - 100_000 * multiple), -multiple) if n > 0 and fits(n)

@@ -1,4 +1,5 @@
-"""One thread for each reward of a server, which scores requests that arrive together as one batch.
+"""Runs one thread for each reward of a server, which scores requests that arrive together as one
+batch.
 
 A reward need not be safe to call from several threads: only its own lane ever calls it.
 """
@@ -27,21 +28,21 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """A request's samples for one reward, and where its answer goes."""
+    """Holds a request's samples for one reward, and where its answer goes."""
 
     media: Media
     prompts: list[Prompt]
     done: Future[Answer] = field(default_factory=Future)
 
     def like(self, job: Job) -> bool:
-        """Can the two be one batch? Pictures of one size, or texts."""
+        """Tell whether the two can be one batch: pictures of one size, or texts."""
         if not isinstance(self.media, Tensor) or not isinstance(job.media, Tensor):
             return not isinstance(self.media, Tensor) and not isinstance(job.media, Tensor)
         return self.media.shape[1:] == job.media.shape[1:] and self.media.dtype == job.media.dtype
 
 
 class Lane:
-    """One reward, one thread, one queue.
+    """Scores requests for one reward with one thread and one queue.
 
     Args: name, reward: as in a ``Scorer``, whose rules for failures hold here: NaN and a cause,
         never a number. max_batch: samples the reward sees at once; larger requests are cut. wait:
@@ -71,7 +72,7 @@ class Lane:
 
     @property
     def alive(self) -> bool:
-        """False when the reward has ended the thread, as ``sys.exit`` would."""
+        """Tell whether the thread lives: a reward can end it, as ``sys.exit`` would."""
         return self._thread.is_alive()
 
     def submit(self, media: Media, prompts: list[Prompt]) -> Future[Answer]:
@@ -93,7 +94,7 @@ class Lane:
             job = self._jobs.get() if job is None else job
 
     def _gather(self, first: Job) -> tuple[list[Job], Job | None]:
-        """The jobs of one batch, and one that came in between but does not fit."""
+        """Collect the jobs of one batch, and one that came in between but does not fit."""
         batch = [first]
         rows = len(first.prompts)
         until = time.monotonic() + self.wait
@@ -149,7 +150,7 @@ class Lane:
 
 
 def join(media: Sequence[Media]) -> Media:
-    """The samples of several requests as one batch."""
+    """Join the samples of several requests into one batch."""
     if isinstance(media[0], Tensor):
         return torch.cat(list(media))
     return [text for texts in media for text in texts]

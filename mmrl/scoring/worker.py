@@ -1,5 +1,5 @@
-"""A thread that does one thing after another and may die with the process, for a reward that takes
-its time."""
+"""Provides a thread that does one call after another and may die with the process, for slow
+rewards."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Jobs = queue.SimpleQueue
 
 
 class Worker:
-    """Calls in the order in which they were submitted. The thread starts with the first and ends
-    with the object."""
+    """Makes calls in the order in which they were submitted. The thread starts with the first and
+    ends with the object."""
 
     def __init__(self, name: str):
         self.name = name
