@@ -1,4 +1,4 @@
-"""Measures the language and the furniture of the code and writes docs/results/house.md.
+"""Measures names, sizes and duplicates of the code and writes docs/results/house.md.
 
     python scripts/house.py            # print the table
     python scripts/house.py --write    # and write the page
@@ -88,7 +88,8 @@ def lengths(tree: ast.AST) -> list[int]:
 
 
 def duplicates(lines: int) -> str:
-    """Pairs of places with six or more shared lines per 1,000, by the command ``duplicates``."""
+    """Count pairs of places with six or more shared lines per 1,000, by the command
+    ``duplicates``."""
     command = shutil.which("duplicates")
     if command is None:
         return "not measured here"

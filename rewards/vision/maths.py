@@ -1,4 +1,4 @@
-"""``maths`` and ``chart``: answers that are formulas or values."""
+"""Defines ``maths`` and ``chart``, which check answers that are formulas or values."""
 
 from __future__ import annotations
 
@@ -67,13 +67,14 @@ class Maths(Verifiable):
 
 
 def _limit() -> int | None:
-    """math-verify stops by a signal, which only the main thread can receive."""
+    """Limit math-verify's time by a signal, which only the main thread can receive."""
     return SECONDS if threading.current_thread() is threading.main_thread() else None
 
 
 @lru_cache(maxsize=4096)
 def _parse(text: str) -> tuple[Any, ...]:
-    """What math-verify reads in a formula, with and without dollars around it; empty if nothing."""
+    """Return what math-verify reads in a formula, with and without dollars around it; empty if
+    nothing."""
     from math_verify import parse
 
     body = text.strip().strip("$")

@@ -1,4 +1,4 @@
-"""Form and length: rewards that shape how an answer is written, never whether it is right."""
+"""Shapes how an answer is written, its form and length, never whether it is right."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ EXAMPLES = {
 
 
 def length(text: str) -> int:
-    """Tokens, if the text knows them (``Completion``), else words."""
+    """Count tokens, if the text knows them (``Completion``), else words."""
     tokens = getattr(text, "tokens", None)
     return int(tokens) if tokens is not None else len(text.split())
 
 
 class Shaping(Verifiable):
-    """Base of rewards whose best answer does not depend on the prompt."""
+    """Provides the base of rewards whose best answer does not depend on the prompt."""
 
     shaping = True
 

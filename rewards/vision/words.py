@@ -1,4 +1,5 @@
-"""Short answers: a number, a name, a count, an option, a set of labels, a text that was read."""
+"""Checks short answers: a number, a name, a count, an option, a set of labels, a text that was
+read."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ Tolerance = Annotated[float, Ge(0)]
 
 
 def short(text: str) -> tuple[str, Status]:
-    r"""The final answer as one line: what stands in ``\boxed``, in a fence, or all of it."""
+    r"""Return the final answer as one line: what stands in ``\boxed``, in a fence, or all of it."""
     answer = final(text)
     body = (boxed(answer.value) or fenced(answer.value)).strip()
     return body, answer.status if normal(body) else "unparseable"
@@ -34,7 +35,7 @@ def true_number(prompt: Prompt, field: str = "answer") -> float:
 
 
 def accepted(prompt: Prompt) -> list[str]:
-    """``answer`` and its ``aliases``, as strings that are not empty."""
+    """Return ``answer`` and its ``aliases``, as strings that are not empty."""
     value = need(prompt, "answer")
     texts = [*(value if isinstance(value, list) else [value]), *(prompt.get("aliases") or [])]
     texts = [
@@ -227,7 +228,8 @@ class Choice(Verifiable):
 
 
 def letters(text: str, choices: Any = None) -> set[str]:
-    """The options that a short answer names, as capital letters; empty if it names none clearly."""
+    """Return the options that a short answer names, as capital letters; empty if it names none
+    clearly."""
     body = re.sub(
         r"^\s*(?:the\s+)?(?:correct\s+)?(?:final\s+)?(?:answers?|options?|choices?)\s*(?:is|are|:)*\s*",
         "",
@@ -266,7 +268,7 @@ def _subset(chosen: set[str], right: set[str]) -> float:
 
 
 def jaccard(chosen: set[str], right: set[str]) -> float:
-    """Intersection over union of two sets; 1 of two empty ones."""
+    """Compute intersection over union of two sets; 1 of two empty ones."""
     return len(chosen & right) / len(chosen | right) if chosen | right else 1.0
 
 
