@@ -126,8 +126,8 @@ def named_choice(text: str, choices: Sequence[str]) -> dict[str, float]:
 
 
 def token_choices(candidates: dict[str, float], choices: Sequence[str]) -> dict[str, float] | None:
-    """Sum first tokens' probabilities to those of the choices, upper and lower case added; None if
-    none is there.
+    """Give the choices the probabilities of first tokens, upper and lower case added; None if none
+    is there.
 
     A token that is the beginning of exactly one of the choices stands for it.
     """

@@ -200,8 +200,8 @@ class ChatServer:
         return None
 
     def _rest(self, error: Failed, tried: Sequence[Server], given_up: threading.Event) -> None:
-        """Wait after a failure: as long as the server asked, or ever longer where no other server
-        is left to try."""
+        """Hold all requests as long as the server asked; else wait ever longer once each server was
+        tried."""
         if len(tried) > self.retries:
             return
         self.usage.add(retries=1)

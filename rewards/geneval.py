@@ -184,7 +184,7 @@ def published(by_name: ByName, prompt: dict[str, Any], colors: Colors) -> bool:
 
 
 def training(by_name: ByName, prompt: dict[str, Any], colors: Colors) -> tuple[bool, float]:
-    """Return Flow-GRPO's two forms: everything exact, and the mean of the terms."""
+    """Return whether everything is exact, and the mean of the terms: Flow-GRPO's two forms."""
     correct = True
     terms = []
     groups = []
@@ -213,7 +213,7 @@ def training(by_name: ByName, prompt: dict[str, Any], colors: Colors) -> tuple[b
 def placed(
     matches: list[Detection], groups: list[list[Detection] | None], relation: str, target: int
 ) -> bool:
-    """Tell whether every object stands so to every one of an earlier entry, which itself was
+    """Tell whether each object has the relation to each one of an earlier entry, which itself was
     right."""
     anchors = groups[target]
     return anchors is not None and all(
@@ -222,8 +222,8 @@ def placed(
 
 
 def relations(a: Tensor, b: Tensor) -> set[str]:
-    """Return where box a is, seen from box b: centres' offset, less 0.1 of both sizes, over the
-    centres' distance."""
+    """Name the relations in which box a stands to b: centres' offset, less 0.1 of both sizes, over
+    the centres' distance, beyond 1/2."""
     offset = (a[:2] + a[2:] - b[:2] - b[2:]) / 2
     sizes = (a[2:] - a[:2] + b[2:] - b[:2]).abs()
     beyond = (offset.abs() - NEAR * sizes).clamp(min=0) * offset.sign()

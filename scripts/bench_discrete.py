@@ -272,7 +272,7 @@ class Amused:
 
 
 def inverted(p: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Draw [n] from probabilities [n, V]."""
+    """Draw [n] from probabilities [n, V] with the given uniform numbers."""
     sums = p.double().cumsum(-1)
     return (sums <= uniform[:, None] * sums[:, -1:]).sum(-1)
 

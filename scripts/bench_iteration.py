@@ -82,7 +82,7 @@ def brightness(media: Media, prompts: list[Prompt]) -> Tensor:
 
 
 def by_place(media: Media, prompts: list[Prompt]) -> Tensor:
-    """Reward in a way that no rounding in the decoder can change."""
+    """Score by the place in the batch, which no rounding in the decoder can change."""
     return torch.arange(len(prompts)).sin()
 
 

@@ -291,7 +291,7 @@ PARTS = {
 
 @contextmanager
 def recorded(name: str, report: Found) -> Iterator[None]:
-    """Run a part and write down if it breaks, so that the next one runs."""
+    """Record the failure of a part, so that the next one runs, and its seconds."""
     start = time.perf_counter()
     try:
         yield

@@ -149,7 +149,7 @@ HEAD = (
 
 
 def in_short(runs_of_method: dict[str, Runs], most: int = 5) -> str:
-    """Say which methods are worth their cost."""
+    """Say which methods gain the most, in all and for their cost."""
     gains = {name: gain(runs, "digits")[0] for name, runs in runs_of_method.items()}
     cost = {name: mean(runs, "cpu") for name, runs in runs_of_method.items()}
     first = sorted(gains, key=lambda name: -gains[name])[:most]
@@ -311,7 +311,7 @@ def speed_table(speed: dict[str, Any]) -> list[str]:
 
 
 def faster(speed: dict[str, Any]) -> str:
-    """Say what of the published gains shows here."""
+    """Say how much time the branching methods save."""
     cpu = {name: statistics.median(run["cpu"]) for name, run in speed.items() if name != "machine"}
     base = cpu["DanceGRPO, all steps"]
     each = [
@@ -415,7 +415,7 @@ def first_there(run: dict[str, Any], goal: float) -> list[float] | None:
 
 
 def together(rivals: Runs, sprints: list[dict[str, Any]], form: str) -> str:
-    """Write for all seeds their seconds over DGPO's."""
+    """Say how many times as fast DGPO is over all seeds."""
     ours = {run["seed"]: run for run in sprints}
     pairs = [
         (run, first_there(ours[run["seed"]], run["curve"][-1][2]))
@@ -429,7 +429,7 @@ def together(rivals: Runs, sprints: list[dict[str, Any]], form: str) -> str:
 
 
 def arrival(run: dict[str, Any], theirs: dict[str, Any]) -> str:
-    """Find where DGPO first is at least as good as ``theirs`` at its end."""
+    """Write where DGPO first is at least as good as ``theirs`` at its end."""
     goal = theirs["curve"][-1][2]
     arrived = first_there(run, goal)
     iteration, cpu, reward = arrived or run["curve"][-1]

@@ -244,13 +244,13 @@ class Results:
 
 
 def equivalents() -> dict[str, str]:
-    """Read mutant -> reason."""
+    """Read the mutants that no test can notice, each with its reason."""
     return yaml.safe_load(EQUIVALENT.read_text()) or {} if EQUIVALENT.exists() else {}
 
 
 def in_sample(mutant: mutations.Mutant, share: float, seed: int) -> bool:
-    """Choose by a hash of its name: a larger share contains a smaller one, whatever else changes in
-    the file."""
+    """Tell by a hash of its name whether a mutant is in: a larger share contains a smaller one,
+    whatever else changes."""
     digest = hashlib.sha256(f"{seed}:{mutant.name}".encode()).digest()
     return int.from_bytes(digest[:8]) / 2**64 < share
 
@@ -353,8 +353,8 @@ class Runner:
         return outcome | ({"unrun": left} if status == "survived" and left else {})
 
     def tests_of(self, mutant: mutations.Mutant) -> tuple[list[str], int]:
-        """Return tests that execute the statement, in the order in which they run, and how many the
-        budget leaves out."""
+        """Return the tests that execute the statement, in the order in which they run, and how many
+        the budget leaves out."""
         first, last = mutant.lines
         if mutant.where in ("class", "module"):
             inside = mutant.owner[-1] if mutant.owner else None
@@ -428,8 +428,8 @@ class Runner:
         os._exit(0)
 
     def check(self) -> None:
-        """Run all tests in a fork without a mutant, in the order of a run; those that fail leave
-        the trace."""
+        """Run all tests in a fork without a mutant, in the order of a run; remove those that fail
+        from the trace."""
         names = sorted(self.items.keys() & self.tests.keys())
         reader, writer = os.pipe()
         pid = os.fork()
@@ -451,8 +451,8 @@ class Runner:
 
 
 def turns(tests: dict[str, dict[str, Any]]) -> dict[str, int]:
-    """Return the place of a test among those of its function, short ones first: many kinds come
-    before many cases."""
+    """Return the place of each test among those of its function, short ones first, so that kinds
+    come before cases."""
     cases: dict[str, list[str]] = defaultdict(list)
     for name in sorted(tests, key=lambda name: tests[name]["seconds"]):
         cases[name.partition("[")[0]].append(name)

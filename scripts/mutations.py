@@ -440,7 +440,7 @@ class Unplaceable(Exception):
 
 
 def functions(files: list[str]) -> dict[str, list[types.FunctionType]]:
-    """Yield every function of these files that lives in this process, closures and wrapped ones
+    """Return all functions of these files that live in this process, closures and wrapped ones
     too."""
     paths = {str(ROOT / file): file for file in files}
     alive: dict[str, list[types.FunctionType]] = defaultdict(list)

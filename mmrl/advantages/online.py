@@ -125,8 +125,8 @@ class MaxMin:
 
 
 def of_name(inner: Callable | str) -> Callable:
-    """Resolve the inner advantage; the default is a name, since the registry is still being filled
-    on import."""
+    """Return the inner advantage, built if it is a name, as defaults are while the registry is
+    being filled."""
     return ADVANTAGES.build(inner) if isinstance(inner, str) else inner
 
 

@@ -16,8 +16,8 @@ from mmrl.core.types import Rewards, Rollout
 
 
 def by_step(advantage: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Compare every decision with the same decision of the other answers where rewards are of
-    steps, [B, K].
+    """Make an advantage compare each decision of step rewards [B, K] with the same decision of the
+    other answers.
 
     The reward of a whole sample counts at each of its steps; a step without a reward (NaN) is not
     trained on.

@@ -1,4 +1,4 @@
-"""Publishes the text methods' advantages: over the batch, weighted by length, scaled, or of the
+"""Defines the advantages of text methods: over the batch, weighted by length, scaled, or of the
 best alone.
 
 Shapes and missing samples are as in ``mmrl.advantages.group``. A *length* is the number of

@@ -71,5 +71,5 @@ def excused(failed: set[str]) -> tuple[str, ...]:
 
 
 def wants(probe: str) -> str:
-    """Say what a reward measures (motion, steadiness) that need not pass this probe."""
+    """Return what a reward wants, motion or steadiness, that need not pass this probe."""
     return "motion" if probe in STEADY else "steadiness"

@@ -102,7 +102,7 @@ def _floats(picture) -> Tensor:
 
 
 def score(subject: Subject, media: Tensor, prompts: Sequence[Prompt]) -> list[float]:
-    """Score media as numbers. Raises UserError where the reward raises."""
+    """Return the scores of media as numbers. Raises UserError where the reward raises."""
     try:
         values = subject.reward(media.contiguous(), list(prompts))
     except UserError:
@@ -151,8 +151,8 @@ def _less(
 
 
 def _either(lines: Sequence[Line]) -> list[Line]:
-    """Report failed probes of a video reward as remarks where it measures motion only, or
-    steadiness only."""
+    """Turn the failures of a video reward that follow from wanting motion, or steadiness, into
+    remarks."""
     excused = clips.excused({line.probe for line in lines if line.offences})
     return [
         replace(

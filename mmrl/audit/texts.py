@@ -52,7 +52,7 @@ def audit(subject: Subject) -> list[Line]:
 
 
 def score(subject: Subject, texts: Sequence[str], prompts: Sequence[Prompt]) -> list[float]:
-    """Score texts as numbers. Raises UserError where the reward raises."""
+    """Return the scores of texts as numbers. Raises UserError where the reward raises."""
     if not texts:
         return []
     try:
@@ -85,8 +85,8 @@ def right_answers(subject: Subject) -> tuple[list[str | None], dict[int, str]]:
 
 
 def _like_ours(subject: Subject) -> Verifiable:
-    """Return our reward that knows right and wrong answers for a user's own reward: of boxes, or of
-    short answers."""
+    """Return one of our rewards whose wrong answers suit a user's own reward: of boxes, or of short
+    answers."""
     boxed = any("boxes" in p for p in subject.prompts) and not any(
         "answer" in p for p in subject.prompts
     )
@@ -123,7 +123,7 @@ def _maximum(
 
 
 def _notes(subject: Subject, texts: list[str], prompts: list[Prompt]) -> list[str]:
-    """Return how the reward read these answers, where it can say so."""
+    """Return how the reward read each answer, where it can say so."""
     if not hasattr(subject.reward, "verdicts"):
         return [""] * len(texts)
     return [verdict.note or verdict.status for verdict in subject.reward.verdicts(texts, prompts)]
@@ -146,7 +146,7 @@ def _twice(subject: Subject, prompts: list[Prompt], texts: list[str], scores: li
 def _probes(
     subject: Subject, prompts: list[Prompt], right: list[str]
 ) -> list[tuple[str, list[str | None], str]]:
-    """Yield (name, one text a prompt or None, rule) of every answer that should not pay."""
+    """Return (name, one text a prompt or None, rule) of every answer that should not pay."""
     # judges form or length: much is as good as a right answer
     shaping = getattr(subject.reward, "shaping", False)
     rule = "not more" if shaping else "less"

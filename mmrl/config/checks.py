@@ -95,7 +95,7 @@ def check(
 
 
 def _unsuited(entries: Mapping[str, Resolved], built: Any) -> Iterator[str]:
-    """Find an objective of tokens for a flow model, or the other way round."""
+    """Find what in the objective does not suit the policy, such as tokens for a flow model."""
     if {"objective", "policy"} <= set(entries):
         objective = entries["objective"]
         policy = entries["policy"]
@@ -228,8 +228,8 @@ def _missing_files(value: Any, key: str = "", place: Place | None = None) -> Ite
 
 
 def looks_local(path: str) -> bool:
-    """Not ``owner/name`` of a hub and not ``world:...``: a path that starts like one, ends like a
-    file, or is deep."""
+    """Tell a local path from ``owner/name`` of a hub and ``world:...``: it starts like one, ends
+    like a file, or is deep."""
     if ":" in path and not re.match(r"^[A-Za-z]:[\\/]", path):
         return False
     ends = (

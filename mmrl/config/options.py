@@ -265,7 +265,7 @@ def impossible(train: TrainOptions, processes: int = 1) -> Iterator[str]:
 
 
 def _nearest(size: int, multiple: int, fits) -> str:
-    """Return the multiples of ``multiple`` nearest to ``wanted`` that fit, below and above."""
+    """Return the multiples of ``multiple`` nearest to ``size`` that fit, below and above."""
     first = size // multiple * multiple
     below = (
         n for n in range(first, max(0, first - 100_000 * multiple), -multiple) if n > 0 and fits(n)

@@ -86,8 +86,7 @@ class Handled:
         return card_of(self.reward)
 
     def __call__(self, media: Media, prompts: list[Prompt]) -> Any:
-        """Return what the reward says: a tensor [B] or [B, K] where it was called in parts or
-        cached."""
+        """Return what the reward says; a tensor [B] or [B, K] with a cache or a batch size."""
         if self.cache is None and self.handling.batch_size is None:
             return self.ask(media, prompts)
         units = self.units(prompts)
@@ -230,7 +229,7 @@ def networks(reward: Any) -> list[nn.Module]:
 
 
 def held(value: Any) -> Iterator[Any]:
-    """Return what a container, a bound function or an object holds."""
+    """Yield what a container, a bound function or an object holds."""
     if isinstance(value, partial):
         yield from (value.func, *value.args, *value.keywords.values())
     elif isinstance(value, dict):

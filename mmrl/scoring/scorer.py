@@ -112,7 +112,7 @@ class Scorer:
         return stream.result()
 
     def differentiable(self, media: Media, prompts: list[Prompt]) -> Tensor:
-        """Return the weighted sum [B] of the rewards with gradient to ``media``; no failure is left
+        """Return the weighted sum [B] of the rewards with its gradient to ``media``: no sample left
         out, nothing cached.
 
         Raises:

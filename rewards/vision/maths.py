@@ -67,7 +67,8 @@ class Maths(Verifiable):
 
 
 def _limit() -> int | None:
-    """Limit math-verify's time by a signal, which only the main thread can receive."""
+    """Return the seconds math-verify may take; None outside the main thread, since it stops by a
+    signal."""
     return SECONDS if threading.current_thread() is threading.main_thread() else None
 
 

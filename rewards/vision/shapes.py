@@ -46,8 +46,8 @@ class Shape:
     space: str | None = None
 
     def status(self, extent: tuple[float, float] | None) -> Status:
-        """Say how well the shape fits ``extent`` (width and height of the space, None if not
-        known); one unit of slack at the border."""
+        """Return how the numbers can be read; ``extent``: width and height of the space, None if
+        not known, with one unit of slack at its border."""
         if not all(math.isfinite(v) for v in self.values):
             return "out_of_range"
         if len(self.values) == 4:
@@ -223,7 +223,7 @@ def _entry(entry: Any, size: int) -> Iterator[Shape]:
 
 
 def _turned(values: tuple[float, ...]) -> tuple[float, ...]:
-    """Turn Gemini's ``box_2d``, which is y first and always 0 to 1000."""
+    """Swap the axes of Gemini's ``box_2d``, which is y first and always 0 to 1000."""
     y0, x0, y1, x1 = values
     return x0, y0, x1, y1
 

@@ -70,7 +70,7 @@ def thinking(text: str) -> str:
 
 
 def whole(part: str, text: str) -> bool:
-    """Return where the beginning ``part`` of a text ends if it ends with one of its words."""
+    """Tell whether ``part`` begins a text and ends where one of its words does."""
     rest = str(text)[len(part) : len(part) + 2]
     if not part or not rest or not str(text).startswith(part):
         return str(text) == part
