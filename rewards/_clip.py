@@ -120,9 +120,9 @@ def load_clip(model: str, pretrained: str, device: str = "auto") -> Clip:
     """Load an open_clip model by name and tag, hub id (``hf-hub:org/repo``), local folder or
     ``world:`` artifact.
 
-    Raises: UserError: an unknown name or tag, a folder without model or configuration, weights that
-        are not on this
-            machine and cannot be downloaded.
+    Raises:
+        UserError: an unknown name or tag, a folder without model or configuration, weights that are
+            not on this machine and cannot be downloaded.
     """
     import open_clip
 

@@ -73,10 +73,14 @@ def load_network(
     """Load the network of a checkpoint of the published code, adapters merged in; the head in
     float32.
 
-    Args: tensors: by name, of any version of transformers. base: where the configuration of
-        Qwen2-VL is. tokens: ids of the special tokens. dtype: of the backbone. device: ``auto`` is
-        CUDA if there is one. alpha: the adapters' alpha, or alpha times the square root of the rank
-        for rank-stabilised ones.
+    Args:
+        tensors: by name, of any version of transformers.
+        base: where the configuration of Qwen2-VL is.
+        tokens: ids of the special tokens.
+        dtype: of the backbone.
+        device: ``auto`` is CUDA if there is one.
+        alpha: the adapters' alpha, or alpha times the square root of the rank for rank-stabilised
+            ones.
 
     Raises:
         UserError: tensors missing or of another shape.

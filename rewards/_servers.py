@@ -203,8 +203,10 @@ class BoundedClient(httpx.Client):
 def post(client: BoundedClient, url: str, content: bytes, count: int, timeout: float) -> bytes:
     """Return the body of a 200 answer to ``POST url/score``, within ``timeout`` seconds altogether.
 
-    Raises: Failed: no answer, or one that says "later" or "broken". UserError: an answer that says
-        the request, the token or the address is wrong; repeating it would not help.
+    Raises:
+        Failed: no answer, or one that says "later" or "broken".
+        UserError: an answer that says the request, the token or the address is wrong; repeating it
+            would not help.
     """
     longest = ANSWER[0] + ANSWER[1] * count
     response = client.post(

@@ -38,10 +38,14 @@ class Action:
     The frames are taken evenly over the video, as many as the model wants, repeated where there are
     fewer, and rounded to 8 bits.
 
-    Args: model: a video classifier of transformers, hub id or folder, with its processor. field:
-        the field of a prompt that names the class, as the model does (capitals do not matter).
-        scale: the probability, its logarithm, or a factor. batch_size: videos in one forward pass.
-        device: ``auto`` is CUDA if there is one. dtype: of the model.
+    Args:
+        model: a video classifier of transformers, hub id or folder, with its processor.
+        field: the field of a prompt that names the class, as the model does (capitals do not
+            matter).
+        scale: the probability, its logarithm, or a factor.
+        batch_size: videos in one forward pass.
+        device: ``auto`` is CUDA if there is one.
+        dtype: of the model.
 
     Raises:
         UserError: a class that the model does not have.

@@ -43,20 +43,23 @@ class Aesthetic:
 
     The prompt is not looked at. Of a video, the mean over its frames.
 
-    Args: head: the published ``.pth`` (read with ``weights_only=True``) or the same tensors as
-        ``.safetensors``. clip: ``name/tag`` of open_clip, ``hf-hub:org/repo``, or a local folder;
-        the published head wants the
-            embeddings of ``ViT-L-14/openai``. None loads no CLIP: then only ``head(embeddings)``
-        can be used. scale: what the score is multiplied by; 1 as published, 0.1 brings it near
-        0..1. preprocess: ``tensor`` or ``pil``, see ``ClipScore``; the published scores went
-        through PIL. batch_size: pictures in one forward pass. device: ``auto`` is CUDA if there is
-        one.
+    Args:
+        head: the published ``.pth`` (read with ``weights_only=True``) or the same tensors as
+            ``.safetensors``.
+        clip: ``name/tag`` of open_clip, ``hf-hub:org/repo``, or a local folder; the published head
+            wants the embeddings of ``ViT-L-14/openai``. None loads no CLIP: then only
+            ``head(embeddings)`` can be used.
+        scale: what the score is multiplied by; 1 as published, 0.1 brings it near 0..1.
+        preprocess: ``tensor`` or ``pil``, see ``ClipScore``; the published scores went through PIL.
+        batch_size: pictures in one forward pass.
+        device: ``auto`` is CUDA if there is one.
 
     Attributes:
         head: module, unit CLIP image embeddings [..., E] -> [...] raw scores.
 
-    Raises: UserError: a missing or foreign head file, a missing CLIP, a CLIP whose embeddings have
-        another width.
+    Raises:
+        UserError: a missing or foreign head file, a missing CLIP, a CLIP whose embeddings have
+            another width.
     """
 
     def __init__(

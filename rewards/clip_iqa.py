@@ -49,10 +49,12 @@ class ClipIQA(FrameReward):
     The paper's RN50 was used without position embedding at any size; here, as in torchmetrics' CLIP
     variants, the model sees its own preprocessing. Of a video, the mean over its frames.
 
-    Args: pairs: names of the paper's pairs (quality, brightness, ...) or ``"positive | negative"``
-        of your own. model: an open_clip name, ``hf-hub:org/repo`` or a local folder. pretrained:
-        open_clip's tag for the weights; not used for folders and hub ids. preprocess: ``tensor`` or
-        ``pil``, see ``ClipScore``.
+    Args:
+        pairs: names of the paper's pairs (quality, brightness, ...) or ``"positive | negative"`` of
+            your own.
+        model: an open_clip name, ``hf-hub:org/repo`` or a local folder.
+        pretrained: open_clip's tag for the weights; not used for folders and hub ids.
+        preprocess: ``tensor`` or ``pil``, see ``ClipScore``.
     """
 
     name = "clip_iqa"

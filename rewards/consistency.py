@@ -35,11 +35,14 @@ SCALING = (
 class ClipConsistency:
     """Compare the CLIP embeddings of a video's frames by cosine: VBench's background consistency.
 
-    Args: model: an open_clip name, ``hf-hub:org/repo`` or a local folder. pretrained: open_clip's
-        tag for the weights; not used for folders and hub ids. against: which frame each one is
-        compared with; ``both`` is VBench's mean of the two, negative ones as 0. preprocess:
-        ``tensor`` or ``pil``, see ``ClipScore``. batch_size: frames in one forward pass. device:
-        ``auto`` is CUDA if there is one.
+    Args:
+        model: an open_clip name, ``hf-hub:org/repo`` or a local folder.
+        pretrained: open_clip's tag for the weights; not used for folders and hub ids.
+        against: which frame each one is compared with; ``both`` is VBench's mean of the two,
+            negative ones as 0.
+        preprocess: ``tensor`` or ``pil``, see ``ClipScore``.
+        batch_size: frames in one forward pass.
+        device: ``auto`` is CUDA if there is one.
     """
 
     def __init__(
@@ -77,10 +80,14 @@ class ClipConsistency:
 class DinoConsistency:
     """Compare the DINO embeddings of a video's frames by cosine: VBench's subject consistency.
 
-    Args: model: a vision model of transformers, hub id or folder. against: which frame each one is
-        compared with; ``both`` is VBench's mean of the two, negative ones as 0. preprocess:
-        ``tensor`` resizes the floats, ``pil`` rounds to 8 bits and resizes with PIL. batch_size:
-        frames in one forward pass. device: ``auto`` is CUDA if there is one. dtype: of the model.
+    Args:
+        model: a vision model of transformers, hub id or folder.
+        against: which frame each one is compared with; ``both`` is VBench's mean of the two,
+            negative ones as 0.
+        preprocess: ``tensor`` resizes the floats, ``pil`` rounds to 8 bits and resizes with PIL.
+        batch_size: frames in one forward pass.
+        device: ``auto`` is CUDA if there is one.
+        dtype: of the model.
     """
 
     def __init__(

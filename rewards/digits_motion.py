@@ -54,8 +54,9 @@ class DigitsMotion:
     presence. Which digit it is, and in which colour, is not looked at: that is ``digits`` of every
     frame.
 
-    Args: travel: the way a moving digit should go, in shares of the shorter side; that of the
-        digits world's clips.
+    Args:
+        travel: the way a moving digit should go, in shares of the shorter side; that of the digits
+            world's clips.
     """
 
     def __init__(self, travel: Annotated[float, Gt(0)] = 0.25):

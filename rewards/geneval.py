@@ -63,11 +63,15 @@ class GenEval(FrameReward):
     what a wrong count makes pointless, and for a position 1, or half of it when wrong, as in the
     published code.
 
-    Args: detector: Mask2Former or an object detection model of transformers, hub id or folder, with
-        COCO's names. clip: ``name/tag`` of open_clip or a local folder, for colours. form: see
-        above. threshold: objects below this score do not count. counting_threshold: the same for
-        prompts whose ``tag`` is ``counting``. most: objects of one class at most. dtype: of the
-        detector.
+    Args:
+        detector: Mask2Former or an object detection model of transformers, hub id or folder, with
+            COCO's names.
+        clip: ``name/tag`` of open_clip or a local folder, for colours.
+        form: see above.
+        threshold: objects below this score do not count.
+        counting_threshold: the same for prompts whose ``tag`` is ``counting``.
+        most: objects of one class at most.
+        dtype: of the detector.
 
     Raises:
         UserError: a model that cannot be had; a class that the detector does not know.

@@ -39,11 +39,12 @@ class HPSv2(PromptReward):
     As published, the longer side of the picture is brought to 224 and the rest filled with black;
     of a square one that is a plain resize. Of a video, the mean over its frames.
 
-    Args: weights: the published checkpoint (``HPS_v2.1_compressed.pt`` or
-        ``HPS_v2_compressed.pt``). model: the open_clip model it belongs to; a folder or hub id
-        brings its own weights. scale: a published scaling by name, or a factor on the cosine.
+    Args:
+        weights: the published checkpoint (``HPS_v2.1_compressed.pt`` or ``HPS_v2_compressed.pt``).
+        model: the open_clip model it belongs to; a folder or hub id brings its own weights.
+        scale: a published scaling by name, or a factor on the cosine.
         preprocess: ``pil`` as published (8 bits, PIL's bicubic), ``tensor`` on floats as in
-        DiffusionNFT.
+            DiffusionNFT.
 
     Raises:
         UserError: when the checkpoint is missing, with where to get it.

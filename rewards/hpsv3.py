@@ -38,10 +38,12 @@ class HPSv3(PromptReward):
     The head also gives the logarithm of a deviation, which, as published, is not used. Of a video,
     the mean over its frames.
 
-    Args: weights: ``HPSv3.safetensors``: a file, or ``hub id/file``. base: the model it grew from,
-        for configuration, tokenizer and processor: hub id or folder. instruction: the published
-        prompt as a text file (its instruction and what follows it), with ``{text_prompt}``
-            and ``<|Reward|>`` in it; it belongs to the weights and is not shipped here.
+    Args:
+        weights: ``HPSv3.safetensors``: a file, or ``hub id/file``.
+        base: the model it grew from, for configuration, tokenizer and processor: hub id or folder.
+        instruction: the published prompt as a text file (its instruction and what follows it), with
+            ``{text_prompt}`` and ``<|Reward|>`` in it; it belongs to the weights and is not shipped
+            here.
         scale: a published scaling by name, or a factor on mu.
         pixels: of a picture after resizing; as published, all have the same.
         preprocess: ``pil`` as published, ``tensor`` on floats.

@@ -59,10 +59,12 @@ class ImageReward(PromptReward):
 
     Of a video, the mean over its frames.
 
-    Args: weights: ``ImageReward.pt`` (or the same tensors as ``.safetensors``): a file, or ``hub
-        id/file``. tokenizer: a BERT tokenizer, hub id or folder. scale: a published scaling by
-        name, or a factor on the raw score. preprocess: ``pil`` as published (8 bits, PIL's
-        bicubic), ``tensor`` on floats.
+    Args:
+        weights: ``ImageReward.pt`` (or the same tensors as ``.safetensors``): a file, or ``hub
+            id/file``.
+        tokenizer: a BERT tokenizer, hub id or folder.
+        scale: a published scaling by name, or a factor on the raw score.
+        preprocess: ``pil`` as published (8 bits, PIL's bicubic), ``tensor`` on floats.
 
     Raises:
         UserError: a missing or foreign checkpoint.

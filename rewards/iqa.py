@@ -29,8 +29,9 @@ class IQA(FrameReward):
         metric: pyiqa's name of it, such as maniqa, musiq, niqe, topiq_nr.
         scale: what the metric is multiplied by.
 
-    Raises: UserError: pyiqa is not installed, an unknown metric, one that needs a reference,
-        weights that cannot be had.
+    Raises:
+        UserError: pyiqa is not installed, an unknown metric, one that needs a reference, weights
+            that cannot be had.
     """
 
     name = "iqa"

@@ -29,8 +29,11 @@ def jpeg_incompressibility(
     """Measure the size of the picture as a JPEG, in kB (1000 bytes) times ``scale``: for busy
     pictures.
 
-    Args: media: images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1; of a video, the mean over
-        its frames. prompts: not looked at. quality: 1..100 as in PIL, colour subsampled 4:2:0.
+    Args:
+        media: images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1; of a video, the mean over its
+            frames.
+        prompts: not looked at.
+        quality: 1..100 as in PIL, colour subsampled 4:2:0.
         scale: 1 for kB as in DDPO.
 
     Returns:

@@ -30,17 +30,22 @@ class Judge(Judged):
     """Ask a vision-language model for the scores of a template; their mean over the best is the
     reward.
 
-    Args: model: who judges: ``{server: {url: ...}}`` or ``{local: {path: ...}}``. template:
-        ``rating`` (0 to 10, pictures or answers), ``unified_reward`` (1 to 5), ``unified_reward_2``
-        (three
-            scores of 1 to 5), or a file of your own. aspects: which of several scores count; None:
-        all. pattern: regular expression whose group 1 is the score, for a file; None: the answer is
-        JSON with ``score``. low, high: worst and best score on the judge's scale, for a file (0 and
-        10); ``high`` becomes 1. frames: pictures shown of a video, evenly spaced. tokens: most of
-        an answer. on_failure: ``nan`` leaves samples without an answer out, ``stop`` raises.
+    Args:
+        model: who judges: ``{server: {url: ...}}`` or ``{local: {path: ...}}``.
+        template: ``rating`` (0 to 10, pictures or answers), ``unified_reward`` (1 to 5),
+            ``unified_reward_2`` (three scores of 1 to 5), or a file of your own.
+        aspects: which of several scores count; None: all.
+        pattern: regular expression whose group 1 is the score, for a file; None: the answer is JSON
+            with ``score``.
+        low, high: worst and best score on the judge's scale, for a file (0 and 10); ``high``
+            becomes 1.
+        frames: pictures shown of a video, evenly spaced.
+        tokens: most of an answer.
+        on_failure: ``nan`` leaves samples without an answer out, ``stop`` raises.
 
-    Raises: UserError: a template that does not fit, with its file and line; a judge that refuses
-        every question.
+    Raises:
+        UserError: a template that does not fit, with its file and line; a judge that refuses every
+            question.
     """
 
     name = "judge"

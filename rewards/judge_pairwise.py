@@ -35,16 +35,17 @@ class Pairwise(Judged):
     a judge that only looks at the place says one half. A pair with an order that was not answered
     does not count; a sample that is in no pair has no value.
 
-    Args: model: who judges: ``{server: {url: ...}}`` or ``{local: {path: ...}}``. template:
-        ``pair`` (answers 1 or 2, with probabilities where the model gives them),
-        ``unified_reward``, or a
-            file of your own, with ``{{ first }}`` and ``{{ second }}``.
+    Args:
+        model: who judges: ``{server: {url: ...}}`` or ``{local: {path: ...}}``.
+        template: ``pair`` (answers 1 or 2, with probabilities where the model gives them),
+            ``unified_reward``, or a file of your own, with ``{{ first }}`` and ``{{ second }}``.
         pattern: regular expression whose group 1 is 1 or 2, for a file; None: the answer is 1 or 2.
-        method: ``win_rate``: mean chance over the pairs; ``bradley_terry``: strengths s with
-            P(i beats j) = sigmoid(s_i - s_j), most probable under a normal prior, mean 0 in each
-        group. opponents: pairs a sample is in; None: all others. An even number. frames: pictures
-        shown of a video, evenly spaced. tokens: most of an answer. on_failure: ``nan`` leaves pairs
-        without an answer out, ``stop`` raises.
+        method: ``win_rate``: mean chance over the pairs; ``bradley_terry``: strengths s with P(i
+            beats j) = sigmoid(s_i - s_j), most probable under a normal prior, mean 0 in each group.
+        opponents: pairs a sample is in; None: all others. An even number.
+        frames: pictures shown of a video, evenly spaced.
+        tokens: most of an answer.
+        on_failure: ``nan`` leaves pairs without an answer out, ``stop`` raises.
 
     Raises:
         UserError: a group of one: it has nothing to compare.

@@ -41,10 +41,11 @@ class YesNo(Judged):
     P(yes) / (P(yes) + P(no)), upper and lower case added up, from log-probabilities. A server
     without them gives its answer in words: 1 or 0.
 
-    Args: model: who judges: ``{server: {url: ...}}`` or ``{local: {path: ...}}``. questions: field
-        of the prompts that lists questions; each is a text whose right answer is yes, or
-            ``[text, "no"]``. The reward is their mean probability of the right answer. None: one
-            question about the whole text.
+    Args:
+        model: who judges: ``{server: {url: ...}}`` or ``{local: {path: ...}}``.
+        questions: field of the prompts that lists questions; each is a text whose right answer is
+            yes, or ``[text, "no"]``. The reward is their mean probability of the right answer.
+            None: one question about the whole text.
         template: file of your own in place of the wording; ``{{ question }}`` is the question.
         frames: pictures shown of a video, evenly spaced.
         on_failure: ``nan`` leaves samples without an answer out, ``stop`` raises.

@@ -25,11 +25,14 @@ class LocalVlm:
     that the choices begin with, upper and lower case and with a blank in front added up. Two
     choices must not begin with the same token.
 
-    Args: path: folder or hub id. dtype: of the weights; ``auto`` is bfloat16 on an accelerator and
-        float32 on a CPU. device: ``auto`` is CUDA if there is one. batch_size: questions in one
-        forward pass. asked_again: how often an answer that cannot be read is asked for anew.
+    Args:
+        path: folder or hub id.
+        dtype: of the weights; ``auto`` is bfloat16 on an accelerator and float32 on a CPU.
+        device: ``auto`` is CUDA if there is one.
+        batch_size: questions in one forward pass.
+        asked_again: how often an answer that cannot be read is asked for anew.
         max_side: pictures are made smaller to at most so many pixels a side; None: as the processor
-        does it.
+            does it.
 
     Attributes:
         usage: counters since the start; ``requests`` are forward passes or generations.

@@ -45,11 +45,13 @@ class MPS(PromptReward):
     Of a video, the mean over its frames. The published file is a whole pickled module, which is not
     read: save its ``state_dict()`` where you trust it.
 
-    Args: weights: that state_dict (``.pt`` or ``.safetensors``): a file, or ``hub id/file``. clip:
-        the CLIP it grew from, for configuration, tokenizer and image processor: hub id or folder.
-        condition: the words that say which dimension is judged. threshold: words of the prompt
-        below this share of the best match are not attended to (0.3 in the published
-            evaluation, 0.01 in training).
+    Args:
+        weights: that state_dict (``.pt`` or ``.safetensors``): a file, or ``hub id/file``.
+        clip: the CLIP it grew from, for configuration, tokenizer and image processor: hub id or
+            folder.
+        condition: the words that say which dimension is judged.
+        threshold: words of the prompt below this share of the best match are not attended to (0.3
+            in the published evaluation, 0.01 in training).
         scale: a published scaling by name, or a factor on the logit.
         preprocess: ``pil`` as published, ``tensor`` on floats.
 

@@ -43,10 +43,12 @@ class OCR:
     sample 0 because the engine failed: the exception goes to the trainer, which leaves the sample
     out.
 
-    Args: field: ``text`` is searched for the part in double quotes; any other field holds the
-        target itself. threads: of the engine. side: smaller pictures are enlarged until their
-        shorter side has so many pixels before text is looked for;
-            less is faster and overlooks small writing.
+    Args:
+        field: ``text`` is searched for the part in double quotes; any other field holds the target
+            itself.
+        threads: of the engine.
+        side: smaller pictures are enlarged until their shorter side has so many pixels before text
+            is looked for; less is faster and overlooks small writing.
 
     Raises:
         UserError: RapidOCR is not installed; a prompt without a target.

@@ -37,10 +37,13 @@ class PerFrame:
     In a configuration: ``per_frame: {reward: {geneval: {form: strict}}, reduce: worst, frames:
     4}``.
 
-    Args: reward: the reward of images, with its options. reduce: what becomes of the frames'
-        values. frames: so many, evenly from the first to the last (the first alone for 1); None
-        takes all of them. steady: weight of max(0, 1 - mean absolute difference of neighbouring
-        frames), the rest is the reward's.
+    Args:
+        reward: the reward of images, with its options.
+        reduce: what becomes of the frames' values.
+        frames: so many, evenly from the first to the last (the first alone for 1); None takes all
+            of them.
+        steady: weight of max(0, 1 - mean absolute difference of neighbouring frames), the rest is
+            the reward's.
 
     Raises:
         UserError: a reward that does not judge images.

@@ -47,23 +47,29 @@ class Remote:
     with rounded pictures; ``tensor`` sends the floats as they are. A sample with a pixel that is
     not finite is NaN with the former.
 
-    Args: url: address, or several of servers that serve the same. token: what the servers want to
-        see; None: the environment variable MMRL_REWARD_TOKEN, which is better, since
-            a run writes its configuration down. name: which of the servers' rewards; None: the sum
-        of all with the weights of the servers' configuration. format: ``png``, ``webp`` (lossless)
-        or ``tensor`` (safetensors). timeout: seconds for one request. retries: further tries of a
-        request. batch_size: samples in one request. concurrency: requests at once for each server.
+    Args:
+        url: address, or several of servers that serve the same.
+        token: what the servers want to see; None: the environment variable MMRL_REWARD_TOKEN, which
+            is better, since a run writes its configuration down.
+        name: which of the servers' rewards; None: the sum of all with the weights of the servers'
+            configuration.
+        format: ``png``, ``webp`` (lossless) or ``tensor`` (safetensors).
+        timeout: seconds for one request.
+        retries: further tries of a request.
+        batch_size: samples in one request.
+        concurrency: requests at once for each server.
         backoff: seconds before the first repetition, doubled for each further one, with jitter.
-        cooldown: seconds that a dead server is left alone while another lives. fields: keys of the
-        prompts to send; None: all, but pictures (``image``, ``images``) only if a reward that is
-            asked for looks at them. Pictures are sent, files read here.
+        cooldown: seconds that a dead server is left alone while another lives.
+        fields: keys of the prompts to send; None: all, but pictures (``image``, ``images``) only if
+            a reward that is asked for looks at them. Pictures are sent, files read here.
         on_failure: ``nan`` leaves samples without a value out, ``stop`` raises.
 
     Attributes:
         servers: the record of every server: requests, failures, the last cause.
 
-    Raises: UserError: when a server refuses the token, the samples or the name; with ``stop``, when
-        a sample has no value.
+    Raises:
+        UserError: when a server refuses the token, the samples or the name; with ``stop``, when a
+            sample has no value.
     """
 
     def __init__(

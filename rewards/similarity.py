@@ -54,10 +54,13 @@ class DinoSimilarity(ReferenceReward):
     DreamBooth's DINO score (arXiv:2208.12242, section 4.2) with ``facebook/dino-vits16``; of a
     video, the mean over its frames.
 
-    Args: model: a vision model of transformers, hub id or folder. field: the field of a prompt that
-        holds the reference: a file, a PIL image or a tensor [3, H, W]. pool: ``cls`` is the first
-        token of the last layer, ``mean`` the mean over the others. preprocess: ``tensor`` resizes
-        the floats, ``pil`` rounds to 8 bits and resizes with PIL. dtype: of the model.
+    Args:
+        model: a vision model of transformers, hub id or folder.
+        field: the field of a prompt that holds the reference: a file, a PIL image or a tensor [3,
+            H, W].
+        pool: ``cls`` is the first token of the last layer, ``mean`` the mean over the others.
+        preprocess: ``tensor`` resizes the floats, ``pil`` rounds to 8 bits and resizes with PIL.
+        dtype: of the model.
     """
 
     name = "dino_similarity"
@@ -99,10 +102,12 @@ class ClipSimilarity(ReferenceReward):
 
     Flow-GRPO calls it image_similarity. Of a video, the mean over its frames.
 
-    Args: model: an open_clip name, ``hf-hub:org/repo`` or a local folder. pretrained: open_clip's
-        tag for the weights; not used for folders and hub ids. field: the field of a prompt that
-        holds the reference: a file, a PIL image or a tensor [3, H, W]. preprocess: ``tensor`` or
-        ``pil``, see ``ClipScore``.
+    Args:
+        model: an open_clip name, ``hf-hub:org/repo`` or a local folder.
+        pretrained: open_clip's tag for the weights; not used for folders and hub ids.
+        field: the field of a prompt that holds the reference: a file, a PIL image or a tensor [3,
+            H, W].
+        preprocess: ``tensor`` or ``pil``, see ``ClipScore``.
     """
 
     name = "clip_similarity"

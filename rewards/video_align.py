@@ -43,11 +43,14 @@ class VideoAlign:
     ``fps`` says how fast they play, and frames are taken at the rate that the checkpoint's
     ``data_config`` asks for, evenly, an even number.
 
-    Args: path: the checkpoint's folder: ``model_config.json`` and ``checkpoint-*/model.pth`` (or
-        ``model.safetensors``). base: the Qwen2-VL it grew from, for configuration, tokenizer and
-        processor; None takes the checkpoint's word. instruction: the published prompt as a text
-        file, with ``{text_prompt}`` and the tokens ``<|VQ_reward|>``,
-            ``<|MQ_reward|>``, ``<|TA_reward|>``; it belongs to the weights and is not shipped here.
+    Args:
+        path: the checkpoint's folder: ``model_config.json`` and ``checkpoint-*/model.pth`` (or
+            ``model.safetensors``).
+        base: the Qwen2-VL it grew from, for configuration, tokenizer and processor; None takes the
+            checkpoint's word.
+        instruction: the published prompt as a text file, with ``{text_prompt}`` and the tokens
+            ``<|VQ_reward|>``, ``<|MQ_reward|>``, ``<|TA_reward|>``; it belongs to the weights and
+            is not shipped here.
         part: which score.
         normalize: as published, by mean and deviation; else the raw head.
         fps: frames a second of the videos to judge.

@@ -1,9 +1,8 @@
 """Compares sampling groups of images as tokens: mmrl against the libraries' own generation, at
 equal outputs, in turns.
 
-    python scripts/bench_discrete.py                              # models of several sizes with
-    random weights, CPU python scripts/bench_discrete.py --device cuda --dtype bfloat16 --cases
-    janus-large
+    python scripts/bench_discrete.py  # models of several sizes with random weights, CPU
+    python scripts/bench_discrete.py --device cuda --dtype bfloat16 --cases janus-large
 
 Janus: JanusForConditionalGeneration.generate(generation_mode="image"). aMUSEd: AmusedPipeline. Both
 sides sample the same group of one prompt with the same weights and guidance. That their outputs are

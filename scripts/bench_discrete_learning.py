@@ -1,8 +1,8 @@
 """Measures whether image tokens learn: the digits world's discrete recipes on several seeds, to
 docs/results/.
 
-    OMP_NUM_THREADS=1 python scripts/bench_discrete_learning.py [--seeds 0 1 2] [--only ar_grpo d1
-    ...] [--runs FOLDER]
+    OMP_NUM_THREADS=1 python scripts/bench_discrete_learning.py [--seeds 0 1 2] [--only NAME ...]
+        [--runs FOLDER]
 
 Runs are made one after the other in this process, each from the recipe a user would train. What a
 run measured is written when it ends; a second call goes on with those that are missing, and several

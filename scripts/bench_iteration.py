@@ -1,9 +1,8 @@
 """Times a training iteration of a Stable-Diffusion-3-format model by mmrl and by a straightforward
 loop.
 
-    python scripts/bench_iteration.py                     # the tiny model of the digits world, a
-    minute or two python scripts/bench_iteration.py --path FOLDER --size 512 --lora 32 --precision
-    bf16
+    python scripts/bench_iteration.py  # the tiny model of the digits world, a minute or two
+    python scripts/bench_iteration.py --path FOLDER --size 512 --lora 32 --precision bf16
 
 The straightforward loop is written in the manner of Flow-GRPO's published one: every sampling batch
 of a few rows takes one guided forward pass a step and keeps its log-probs; then every micro-batch

@@ -1,8 +1,8 @@
 """Compares every method for pictures on the digits world: what it reaches and costs, from one base.
 
-    python scripts/bench_methods.py                              # whatever is missing, then the
-    page python scripts/bench_methods.py --only Flow-GRPO DGPO --seeds 0 --runs /tmp/try python
-    scripts/bench_methods.py --page                       # only write the page anew
+    python scripts/bench_methods.py  # whatever is missing, then the page
+    python scripts/bench_methods.py --only Flow-GRPO DGPO --seeds 0 --runs /tmp/try
+    python scripts/bench_methods.py --page  # only write the page anew
 
 A run is a process of its own (a fork, so that libraries are imported once). Its numbers are written
 when it ends, and a run whose file is there is not repeated. Evaluation is the same for all:

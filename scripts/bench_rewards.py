@@ -1,9 +1,8 @@
 """Measures samples a second of every reward alone and of a set, overlapped or not, and the cost of
 a cache hit.
 
-    python scripts/bench_rewards.py                         # rewards that need no network; a minute
-    or two python scripts/bench_rewards.py --rewards clip_score=model:ViT-B-32,pretrained:openai
-    --size 512
+    python scripts/bench_rewards.py  # rewards that need no network; a minute or two
+    python scripts/bench_rewards.py --rewards clip_score=model:ViT-B-32,pretrained:openai --size 512
 
 Rewards with models are built with small random networks of the real classes unless --rewards says
 otherwise, so their speed is that of the pipeline around the network. Writes docs/results/rewards.md

@@ -1,7 +1,7 @@
 """Times a training iteration with two threads under settings of OpenMP, idle and with work beside.
 
-    python scripts/bench_threads.py                    # an idle machine; about 15 minutes on two
-    cores python scripts/bench_threads.py --only passive "spin 20000" --repeats 6
+    python scripts/bench_threads.py  # an idle machine; about 15 minutes on two cores
+    python scripts/bench_threads.py --only passive "spin 20000" --repeats 6
 
 Measures an iteration of quickstart and one of the tiny vision-language model of ``bench_vlm.py``,
 each setting in a process of its own. "Loaded" is a busy loop of one thread for every two cores

@@ -1,8 +1,8 @@
 """Measures whether a tiny Wan learns to move digits: both recipes on several seeds, to
 docs/results/.
 
-    python scripts/bench_video.py [--seeds 0 1 2] [--only wan wan_i2v] [--runs FOLDER] [key=value
-    ...]
+    python scripts/bench_video.py [--seeds 0 1 2] [--only wan wan_i2v] [--runs FOLDER]
+        [key=value ...]
 
 A run is what `mmrl train digits/wan`, `mmrl evaluate` and `mmrl report` do, in one process:
 held-out captions (image to video: and first frames with scans that nobody trained on), base beside

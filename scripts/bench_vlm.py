@@ -1,8 +1,9 @@
 """Times a GRPO iteration of a vision-language model by mmrl and by TRL's GRPOTrainer, in turns.
 
-    python scripts/bench_vlm.py                      # a tiny Qwen2.5-VL with random weights, on the
-    CPU python scripts/bench_vlm.py --model 3b --precision bf16 --prompts 4 --image-tokens 256
-    --tokens 256   # a GPU
+    python scripts/bench_vlm.py  # a tiny Qwen2.5-VL with random weights, on the CPU
+    # a GPU:
+    python scripts/bench_vlm.py --model 3b --precision bf16 --prompts 4 --image-tokens 256 \\
+        --tokens 256
 
 TRL is installed in a virtual environment beside this checkout (--trl-env), on top of the packages
 that run this script; both trainers then run in one process there. They do equal work: the same

@@ -1,9 +1,9 @@
 """Reads a run's YAML file with its line numbers, applies ``a.b=c``, checks it as a whole, builds by
 name.
 
-    config = load("configs/digits/flow_grpo.yaml", ["train.iterations=3"]) check(config)
-    # every name, option, file and the arithmetic; builds nothing policy = config.build("policy",
-    POLICIES)
+    config = load("configs/digits/flow_grpo.yaml", ["train.iterations=3"])
+    check(config)  # every name, option, file and the arithmetic; builds nothing
+    policy = config.build("policy", POLICIES)
 
 Each mistake is a ``UserError`` of one line, ``file:line: path.of.the.key: what was expected``; all
 that can be found together are reported together.

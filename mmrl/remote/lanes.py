@@ -44,12 +44,15 @@ class Job:
 class Lane:
     """Scores requests for one reward with one thread and one queue.
 
-    Args: name, reward: as in a ``Scorer``, whose rules for failures hold here: NaN and a cause,
-        never a number. max_batch: samples the reward sees at once; larger requests are cut. wait:
-        seconds that a request waits for others to join it.
+    Args:
+        name, reward: as in a ``Scorer``, whose rules for failures hold here: NaN and a cause, never
+            a number.
+        max_batch: samples the reward sees at once; larger requests are cut.
+        wait: seconds that a request waits for others to join it.
 
-    Attributes: samples, failures, batches: counted since the start; ``seconds`` were spent inside
-        the reward.
+    Attributes:
+        samples, failures, batches: counted since the start; ``seconds`` were spent inside the
+            reward.
     """
 
     def __init__(self, name: str, reward: Reward, max_batch: int = 64, wait: float = 0.004):

@@ -47,9 +47,12 @@ class Handling:
 class Handled:
     """Wraps a reward ``(media, prompts) -> [B]`` with its handling.
 
-    Args: reward: the callable; its networks are found in its attributes. handling: see there. name:
-        for messages. identity: everything that its values depend on besides sample and prompt, for
-        a cache on disk.
+    Args:
+        reward: the callable; its networks are found in its attributes.
+        handling: see there.
+        name: for messages.
+        identity: everything that its values depend on besides sample and prompt, for a cache on
+            disk.
     """
 
     def __init__(self, reward: Reward, handling: Handling, name: str, identity: str | None = None):

@@ -44,13 +44,13 @@ class Scorer:
     does not wait for a network; each sees its samples in order, so that the numbers are those of
     one after another.
 
-    Args: rewards: by name, each ``(media, prompts) -> [B]``; lists and numpy arrays of numbers are
-        taken too. A
-            reward judges each sample by itself unless its card says otherwise: after a failure it
-            sees parts of the batch.
-        weights: by name; 1 where none is given. max_failures: the largest share of a batch that a
-        reward may fail to score, 0 to 1. One of weight 0 is only
-            watched: it may fail for all.
+    Args:
+        rewards: by name, each ``(media, prompts) -> [B]``; lists and numpy arrays of numbers are
+            taken too. A reward judges each sample by itself unless its card says otherwise: after a
+            failure it sees parts of the batch.
+        weights: by name; 1 where none is given.
+        max_failures: the largest share of a batch that a reward may fail to score, 0 to 1. One of
+            weight 0 is only watched: it may fail for all.
         handling: by name: device, precision, batch size, offloading and cache of a reward.
 
     Attributes:
@@ -104,8 +104,9 @@ class Scorer:
         ``groups`` [B]: equal numbers are answers to one prompt; without it, neighbours with one
         prompt are a group.
 
-        Raises: UserError: more than ``max_failures`` of the batch cannot be scored, or a reward
-            does not keep its contract.
+        Raises:
+            UserError: more than ``max_failures`` of the batch cannot be scored, or a reward does
+                not keep its contract.
         """
         stream = self.stream(len(prompts), beside=len(self.rewards) > 1)
         stream.put(media, prompts, groups)

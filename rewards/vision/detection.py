@@ -174,12 +174,12 @@ class Detection(Verifiable):
     ``labels`` of the prompt has one label for each of ``boxes``; without it labels are not looked
     at. A box of a wrong label earns nothing and counts as a false one.
 
-    Args: measure: "matched": sum of IoU over the best one-to-one pairs / max(number predicted,
-        number right); "f1";
-            "map": COCO's mean AP with labels that are not in the image counted and times min(1,
-            right / predicted); "ap": the same at one threshold; "precision" and "recall": to watch,
-            each can be cheated when trained on; "visual_rft", "vlm_r1": as published (the second
-            pays 0.3 for right places with wrong labels).
+    Args:
+        measure: "matched": sum of IoU over the best one-to-one pairs / max(number predicted, number
+            right); "f1"; "map": COCO's mean AP with labels that are not in the image counted and
+            times min(1, right / predicted); "ap": the same at one threshold; "precision" and
+            "recall": to watch, each can be cheated when trained on; "visual_rft", "vlm_r1": as
+            published (the second pays 0.3 for right places with wrong labels).
         threshold: IoU from which a pair counts; None: 0.5, and any overlap for "matched".
     """
 

@@ -133,10 +133,11 @@ class Grounding(Verifiable):
 class Referring(Grounding):
     """Compare the one box of the answer with the right one by IoU; several boxes are no answer.
 
-    Args: overlap, threshold: as in ``grounding``. form: "exact"; "vlm_r1" as published, for
-        comparison: the first ``[int, int, int, int]`` of the answer, whatever
-            follows it, and a pixel convention that gives equal boxes 0 if they are one pixel wide
-            or relative.
+    Args:
+        overlap, threshold: as in ``grounding``.
+        form: "exact"; "vlm_r1" as published, for comparison: the first ``[int, int, int, int]`` of
+            the answer, whatever follows it, and a pixel convention that gives equal boxes 0 if they
+            are one pixel wide or relative.
     """
 
     def __init__(

@@ -127,11 +127,12 @@ class Point(Verifiable):
     Points and targets are paired one to one with the largest sum; reward = sum / max(number said,
     number right), so a second click never pays. An answer of boxes counts as their centres.
 
-    Args: form: "inside": 1 in the box (or within ``radius`` of the point); "gaussian": falls with
-        the distance from the
-            middle of the box in units of its sides (GUI-G2; at points as "distance"); "distance": 1
-        - d / radius. radius: pixels of the original image; 140 is GUI-R1's. spread: standard
-        deviation of the Gaussian, in sides of the box.
+    Args:
+        form: "inside": 1 in the box (or within ``radius`` of the point); "gaussian": falls with the
+            distance from the middle of the box in units of its sides (GUI-G2; at points as
+            "distance"); "distance": 1 - d / radius.
+        radius: pixels of the original image; 140 is GUI-R1's.
+        spread: standard deviation of the Gaussian, in sides of the box.
     """
 
     spatial = True
@@ -189,9 +190,11 @@ class Gui(Verifiable):
     place with a wrong type earns nothing. An action without an argument is judged by its type
     alone.
 
-    Args: type_weight: share of the type; 0.5 is the proportion of UI-R1. form, radius, spread: of a
-        click, as in ``point``. text_threshold: similarity of a text below which it earns nothing
-        (1: only the exact text counts).
+    Args:
+        type_weight: share of the type; 0.5 is the proportion of UI-R1.
+        form, radius, spread: of a click, as in ``point``.
+        text_threshold: similarity of a text below which it earns nothing (1: only the exact text
+            counts).
     """
 
     spatial = True

@@ -166,9 +166,10 @@ def hull(predicted: list[Span], right: list[Span]) -> float:
 class Temporal(Verifiable):
     """Compare the spans of time of the answer with the right ones (``spans``: seconds) by IoU.
 
-    Args: form: "union": length in both / length in either, for any number of spans; "hull":
-        Temporal-R1's denominator,
-            from the first start to the last end, of one span (the same where they overlap).
+    Args:
+        form: "union": length in both / length in either, for any number of spans; "hull":
+            Temporal-R1's denominator, from the first start to the last end, of one span (the same
+            where they overlap).
     """
 
     def __init__(self, form: Literal["union", "hull"] = "union"):

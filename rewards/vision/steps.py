@@ -99,13 +99,15 @@ class KeySteps(Verifiable):
     final answer. It compares whole answers by this sum, so that ``advantage: grpo`` goes with it
     (Zhang et al. 2025, section 3.2).
 
-    Args: answer: weight of the answer, judged as by ``answer``; without it, reasoning alone is
-        paid. ordered: every step must come after the one before. sections: texts that the reasoning
-        must hold in this order, such as ["Description", "Reasoning"]. each: the parts of the reward
-        as rewards of steps [B, K], each at the token that completes it, the answer's at
-            the last one. Mind that ``advantage: process`` compares all that is paid in a group with
-            one mean: a found step that is worth less than that, beside a dear answer for instance,
-            is pushed down.
+    Args:
+        answer: weight of the answer, judged as by ``answer``; without it, reasoning alone is paid.
+        ordered: every step must come after the one before.
+        sections: texts that the reasoning must hold in this order, such as ["Description",
+            "Reasoning"].
+        each: the parts of the reward as rewards of steps [B, K], each at the token that completes
+            it, the answer's at the last one. Mind that ``advantage: process`` compares all that is
+            paid in a group with one mean: a found step that is worth less than that, beside a dear
+            answer for instance, is pushed down.
         form: shares, the mean above, or step_grpo.
         alpha: of form step_grpo, what all key steps together are worth.
     """
@@ -319,9 +321,11 @@ class Routed(Verifiable):
     """Send each answer to the verifier of its task in a mixture; the prompt's field ``task`` says
     which.
 
-    Args: routes: task -> a reward and its options, such as ``{detect: {detection: {measure: f1}},
-        count: count}``. by: the field that names the task. default: for prompts of other tasks or
-        without one; None: they cannot be scored.
+    Args:
+        routes: task -> a reward and its options, such as ``{detect: {detection: {measure: f1}},
+            count: count}``.
+        by: the field that names the task.
+        default: for prompts of other tasks or without one; None: they cannot be scored.
     """
 
     def __init__(

@@ -120,9 +120,9 @@ class Svg(Verifiable):
     """Compare the rendered SVG of the answer with the picture (``svg``, else the prompt's first
     image).
 
-    Args: measure: "explained": share of the ink that is right, an empty sheet has 0; "mse";
-        "standardised": RLRF's L2;
-            "ssim".
+    Args:
+        measure: "explained": share of the ink that is right, an empty sheet has 0; "mse";
+            "standardised": RLRF's L2; "ssim".
         size: pixels of the square both are compared in.
         also: a reward of images, such as clip_image or dino, asked about the rendered drawing.
         weight: of ``also``; the pixels have the rest. Its values are clipped to 0..1.

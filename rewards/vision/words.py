@@ -132,9 +132,9 @@ class Classification(Answer):
 class Count(Verifiable):
     """Check a count: exactly, or the closer the more.
 
-    Args: fuzzy: CrowdVLM-R1's graded reward, ``max(0, 1 - |n - right| / right)``; where the right
-        number is 0 only 0
-            counts. (The abstract gives the idea; the slope is ours.)
+    Args:
+        fuzzy: CrowdVLM-R1's graded reward, ``max(0, 1 - |n - right| / right)``; where the right
+            number is 0 only 0 counts. (The abstract gives the idea; the slope is ours.)
         sharpness: power of the fuzzy reward; more than 1 falls faster near the right number.
     """
 
@@ -184,9 +184,9 @@ class Choice(Verifiable):
     The answer is letters (``B``, ``(B) a cat``, ``A, C``), or an option's whole text if the prompt
     has ``choices``. The right one is in ``answer``: a letter, letters, an option's text or a list.
 
-    Args: partial: "none": all or nothing; "subset": the share that was found, if nothing wrong was
-        named (TW-GRPO);
-            "jaccard": intersection over union.
+    Args:
+        partial: "none": all or nothing; "subset": the share that was found, if nothing wrong was
+            named (TW-GRPO); "jaccard": intersection over union.
     """
 
     def __init__(self, partial: Literal["none", "subset", "jaccard"] = "subset"):

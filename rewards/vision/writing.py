@@ -280,9 +280,9 @@ class TextSimilarity(Verifiable):
     Every token of one text is matched with the most similar one of the other; the two means are
     averaged, so that neither leaving out nor adding pays.
 
-    Args: model: a transformers text encoder (folder or hub id), whose last hidden states are
-        compared by cosine; None:
-            words are compared by edit similarity, which needs no weights.
+    Args:
+        model: a transformers text encoder (folder or hub id), whose last hidden states are compared
+            by cosine; None: words are compared by edit similarity, which needs no weights.
         device: of the model.
     """
 
