@@ -144,7 +144,7 @@ class ChatServer:
             ]
             values = [answer.result() for answer in sent]
         finally:
-            given_up.set()  # on the way out of an error: what still waits need not try again
+            given_up.set()  # after an error, waiting requests must not try again
             pool.shutdown(wait=False, cancel_futures=True)
         if questions and len(refusals) == len(questions):
             raise UserError(f"the judge refuses every question: {refusals[0]}")

@@ -129,7 +129,7 @@ class Remote:
             for chunk, answer in zip(chunks, sent, strict=True):
                 values[chunk] = answer.result()
         finally:
-            call.given_up.set()  # on the way out of an error: what still waits need not try again
+            call.given_up.set()  # after an error, waiting requests must not try again
             pool.shutdown(wait=False, cancel_futures=True)
         self._check(values, rows)
         return values
@@ -164,7 +164,7 @@ class Remote:
                     self._pictures = any(rewards.get(name, {}).get("pictures") for name in names)
                     break
                 except (Failed, ValueError, KeyError, TypeError, AttributeError):
-                    continue  # the requests themselves will say what is the matter
+                    continue  # the requests themselves will report the failure
         return bool(self._pictures)
 
     def _check(self, values: Tensor, rows: list[int]) -> None:
@@ -188,7 +188,7 @@ class Remote:
             server = None if call.given_up.is_set() else self._pool.take(tried)
             if server is None:
                 break
-            if server in tried:  # another server is asked at once
+            if server in tried:  # an untried server is asked without waiting
                 call.given_up.wait(self.backoff * 2 ** (attempt - 1) * self._jitter.uniform(0.5, 1))
             started = time.monotonic()
             try:

@@ -28,7 +28,7 @@ VAGUE = set(
     "found one own mine given kept told seen more both there here said asked made wanted taught "
     "spare others other out result res data tmp ret obj".split()
 )
-BEFORE = {  # at the start of the house (issue 12), by the same rules
+BEFORE = {  # before the clean-up of issue 12, by the same rules
     "assigned names that say nothing, %": "10.6",
     "several assignments in one statement, per 1,000 lines": "20.7",
     "lines over 100 characters, %": "13.1",

@@ -91,7 +91,7 @@ class MaxMin:
     def __call__(self, rewards: Rewards | Tensor, rollout: Rollout) -> Tensor:
         """Return the inner advantage, [B, 1] or [B, K]; advance the weights."""
         double, groups = measured(rewards, rollout)
-        if not somewhere(groups.present):  # nobody is the worst off
+        if not somewhere(groups.present):  # no reward has a value, so none is the lowest
             return as_given(
                 self.base(torch.full_like(next(iter(double.values())), torch.nan), rollout), rewards
             )

@@ -15,9 +15,9 @@ from torch import Tensor
 from mmrl.core.types import Prompt
 from samplers.noise import Rng
 
-FRAMES = 8  # of a clip
-SHARE = 0.8  # of a picture's sides that is seen at a time
-GAIN = 0.25  # as of pictures, but blocks of 8 pixels stand still while a small picture moves
+FRAMES = 8  # frames of a clip
+SHARE = 0.8  # share of a picture's sides that one frame shows
+GAIN = 0.25  # larger than for pictures: JPEG blocks stand still while a small picture moves
 MOTION = ("blank", "still")
 STEADY = ("noise", "frames out of order")
 

@@ -25,10 +25,10 @@ from rewards.card import card_of
 from rewards.judged import prompt_pictures
 from samplers.noise import Rng
 
-# two scores of one picture may differ by so much, relative to the spread: networks round
+# tolerated difference of two scores of one picture, relative to the spread: networks round
 SAME = 1e-4
-QUALITY = 90  # of the JPEG
-GAIN = 0.05  # what a reward may find better in a JPEG, in units of real minus blank
+QUALITY = 90  # quality of the JPEG
+GAIN = 0.05  # how much higher a JPEG may score, in units of real minus blank
 
 
 def audit(subject: Subject) -> list[Line]:

@@ -156,7 +156,7 @@ def _split_options(
     has."""
     try:
         reward_options = options(registry.find(use))
-    except Exception:  # what is wrong with it is said below
+    except Exception:  # resolving it below reports what is wrong
         reward_options = {}
     common = [
         field.name

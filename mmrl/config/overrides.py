@@ -47,7 +47,7 @@ def override_with(plain: dict[Any, Any], marks: dict[tuple[Any, ...], str], over
     for known in [known for known in marks if known[: len(path)] == path]:
         del marks[known]
     for length in range(2, len(path) + 1):
-        marks.setdefault(path[:length], source)  # also of what it made on the way
+        marks.setdefault(path[:length], source)  # also of the sections opened on the way
     marks[path] = source
 
 

@@ -84,7 +84,7 @@ PLUG_INS: dict[str, dict[str, str]] = {  # kind of plug-in -> old name -> new na
     },
 }
 
-DEFAULTS = {  # old plug-in -> options whose defaults were others
+DEFAULTS = {  # old plug-in -> options whose defaults differed
     "grpo": "; where they were not written, write clip_range: 1e-4 and advantage_clip: 5.0",
 }
 

@@ -23,7 +23,7 @@ from mmrl.scoring import Scorer
 
 class Answer(NamedTuple):
     values: Tensor  # [B] float32, NaN where a sample could not be scored
-    cause: str  # why, of one of those; empty if there is none
+    cause: str  # why one of those has no score; empty if all have one
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Lane:
                 together = self._score(
                     join([job.media for job in batch]), [p for job in batch for p in job.prompts]
                 )
-            except Exception:  # whose fault it is shows when they are scored apart
+            except Exception:  # scoring them apart shows which request fails
                 for job in batch:
                     self._answer([job])
                 return
@@ -134,7 +134,7 @@ class Lane:
         for job in batch if len(batch) == 1 else ():
             try:
                 job.done.set_result(self._score(job.media, job.prompts))
-            except Exception as error:  # the request that waits for it says what it was
+            except Exception as error:  # the waiting request reports it
                 job.done.set_exception(error)
 
     def _score(self, media: Media, prompts: list[Prompt]) -> Answer:

@@ -41,16 +41,16 @@ log = logging.getLogger(__name__)
 class ServeOptions:
     """Holds ``serve:`` of a configuration for ``mmrl serve-reward``."""
 
-    host: str = "127.0.0.1"  # 0.0.0.0 is every network this machine is in, and needs a token
-    port: Annotated[int, Ge(0), Le(65535)] = 8123  # 0: a free one, which is printed
-    token: str | None = None  # null: what MMRL_REWARD_TOKEN holds
-    max_request_mib: Annotated[float, Gt(0)] = 88.0  # of a request's body
-    max_samples: Annotated[int, Ge(1)] = 1024  # in one request
-    max_megapixels: Annotated[float, Gt(0)] = 64.0  # of the decoded pictures of one request
+    host: str = "127.0.0.1"  # 0.0.0.0 listens on all networks of the machine and needs a token
+    port: Annotated[int, Ge(0), Le(65535)] = 8123  # 0: any free port, which is printed
+    token: str | None = None  # null: the value of MMRL_REWARD_TOKEN
+    max_request_mib: Annotated[float, Gt(0)] = 88.0  # size of a request's body
+    max_samples: Annotated[int, Ge(1)] = 1024  # samples in one request
+    max_megapixels: Annotated[float, Gt(0)] = 64.0  # decoded pictures of one request
     max_batch: Annotated[int, Ge(1)] = 64  # samples a reward sees at once
-    # how long a request waits for others to share a batch with
+    # milliseconds that a request waits for others to share its batch
     wait_ms: Annotated[float, Ge(0)] = 4.0
-    max_waiting: Annotated[int, Ge(1)] = 64  # requests at once; more are told to come back (503)
+    max_waiting: Annotated[int, Ge(1)] = 64  # requests at once; further ones get 503
     read_timeout: Annotated[float, Gt(0)] = 60.0  # seconds for the body to arrive
     timeout: Annotated[float, Gt(0)] = 600.0  # seconds for the scores
     formats: list[Literal["png", "webp", "tensor"]] = field(
@@ -218,7 +218,7 @@ class Service:
             raise Refusal(422, str(error)) from error
         finally:
             for future in futures:
-                future.cancel()  # those nobody waits for any more need not start
+                future.cancel()  # jobs without a waiting request need not start
         return dict(zip(names, answers, strict=True))
 
     def answer(self, answers: Mapping[str, Answer]) -> dict[str, Any]:

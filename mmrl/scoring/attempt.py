@@ -33,7 +33,7 @@ class TimedOut(Exception):
 
 @dataclass(frozen=True)
 class Cause:
-    kind: str  # equal for failures of the same sort
+    kind: str  # equal for failures of the same kind
     text: str
 
 
@@ -67,7 +67,7 @@ class Attempt:
         self.media = media
         self.budget = budget
         self.of: Of = card_of(reward).of
-        self.units = [[row] for row in range(len(prompts))]  # what is asked for together
+        self.units = [[row] for row in range(len(prompts))]  # rows that are scored together
         self.prompts = prompts
         if self.of == "group":
             self.units, self.prompts = whole(prompts, groups)

@@ -32,16 +32,16 @@ class Handling:
     """Holds options that every reward has besides its own; a reward's own option of the same name
     wins."""
 
-    device: str | None = None  # where its networks and its samples go; null: where they are
-    # autocast; null: float32 without
+    device: str | None = None  # device of its networks and samples; null: unchanged
+    # precision of autocast; null: float32 without autocast
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     batch_size: Annotated[int, Ge(1)] | None = None  # samples it sees at once; null: all
-    offload: bool = False  # its networks wait on the CPU while the policy samples and trains
-    # seconds of one call; what takes longer has no value; null: any
+    offload: bool = False  # keep its networks on the CPU while the policy samples and trains
+    # seconds that one call may take, else its samples have no value; null: no limit
     timeout: Annotated[float, Gt(0)] | None = None
-    # remember values by the content of sample and prompt
+    # cache values by the content of sample and prompt
     cache: Literal["memory", "disk"] | None = None
-    cache_entries: Annotated[int, Ge(1)] = 65536  # values remembered; those unused longest go first
+    cache_entries: Annotated[int, Ge(1)] = 65536  # values in memory, least recently used dropped
 
 
 class Handled:
@@ -49,7 +49,7 @@ class Handled:
 
     Args:
         reward: the callable; its networks are found in its attributes.
-        handling: see there.
+        handling: device, precision, batch size and the other options of ``Handling``.
         name: for messages.
         identity: everything that its values depend on besides sample and prompt, for a cache on
             disk.
@@ -130,7 +130,7 @@ class Handled:
         future = self.clock.submit(self.placed, media, prompts)
         done, _ = wait([future], self.handling.timeout)
         if not done:
-            busy = future.cancel()  # had not begun
+            busy = future.cancel()  # cancelled before it began: the thread is busy
             still = "is busy with an earlier call and has given" if busy else "has given"
             raise TimedOut(f"it {still} no answer within {self.handling.timeout:g} s")
         return future.result()
@@ -196,7 +196,7 @@ class Handled:
             for module, _ in inside:
                 module.to("cpu")
             if torch.cuda.is_initialized():
-                torch.cuda.empty_cache()  # what the policy may use now
+                torch.cuda.empty_cache()  # so that the policy may use it now
 
 
 def home(module: nn.Module) -> torch.device:

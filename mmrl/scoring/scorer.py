@@ -258,10 +258,10 @@ class Stream:
         """Return the values of all parts in the order in which they came; raise what a reward
         raised, the first by name."""
         with self._resident:
-            # first, on all
+            # collective calls first, in the same order on all processes
             whole = {name: [self.scorer.at_once(name, held)] for name, held in self.whole.items()}
             for future in itertools.chain(*self.parts.values()):
-                # everybody finishes, so that nothing of this batch runs into the next
+                # all finish, so that no call of this batch runs into the next
                 future.exception()
             scores = {
                 name: [future.result() for future in done] for name, done in self.parts.items()

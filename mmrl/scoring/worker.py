@@ -38,12 +38,12 @@ class Worker:
 
 def _run(jobs: Jobs, device: int | None) -> None:
     if device is not None:
-        torch.cuda.set_device(device)  # a thread's own setting, which begins at 0 on every process
+        torch.cuda.set_device(device)  # set per thread, and 0 in a new one on every process
     while (job := jobs.get()) is not None:
         future, call, args = job
         if future.set_running_or_notify_cancel():
             try:
                 future.set_result(call(*args))
-            except BaseException as error:  # whoever waits for it says what it was
+            except BaseException as error:  # raised where the result is waited for
                 future.set_exception(error)
         del job, future, call, args  # samples are not kept while the thread waits

@@ -21,7 +21,7 @@ LONGEST = 400  # characters of a formula; longer ones are no answer
 MONSTERS = re.compile(
     r"\^[^+\-=,]*\^|\*\*.*\*\*|\d{40}|(?:\^|\*\*)\s*\{?\s*\(?\s*\d{4}|\d{4}\s*!|!\s*!|!\s*\)\s*!"
 )
-SECONDS = 3  # for parsing and for comparing
+SECONDS = 3  # of parsing and of comparing, each
 
 
 @REWARDS.register("maths")
