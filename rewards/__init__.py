@@ -1,4 +1,4 @@
-"""Rewards: ``(media, prompts) -> [B]``, usable without the trainer; see ``docs/rewards.md``.
+"""Rewards map ``(media, prompts) -> [B]``, usable without the trainer; see ``docs/rewards.md``.
 
 Importing this package registers every reward under its name in a configuration and offers it under
 that name and under its own: ``from rewards import clip_score`` and ``from rewards import

@@ -1,5 +1,5 @@
-"""What is asked of a vision-language model that judges, what comes back, and what it has cost; any
-model, any place."""
+"""Defines questions to a vision-language model that judges, its answers and its costs, wherever it
+runs."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ AGAIN = (
 
 
 class Unreadable(Exception):
-    """An answer in another form than asked for; the message says what is wrong with it."""
+    """Signals an answer in another form than requested; the message says what is wrong with it."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """One question. ``parts``: texts and pictures in the order in which the model sees them.
+    """Holds one question. ``parts``: texts and pictures in the order in which the model sees them.
 
     ``choices``: the probability of each of these words as the answer is wanted; ``value`` is then a
     dictionary of them. ``schema``: the answer must be JSON of this pydantic model; ``value`` is an
@@ -39,7 +39,7 @@ class Question:
     tokens: int = 512  # most of an answer
 
     def value(self, text: str) -> Any:
-        """What an answer in words says. Raises Unreadable."""
+        """Return what an answer in words says. Raises Unreadable."""
         text = answer_of(text)
         if self.choices:
             return named_choice(text, self.choices)
@@ -48,7 +48,7 @@ class Question:
         return self.read(text)
 
     def wording(self) -> str:
-        """What has to be added to the question where the form of the answer cannot be enforced."""
+        """Return what to add to the question where the form of the answer cannot be enforced."""
         if self.schema is None:
             return ""
         keys = ", ".join(
@@ -63,8 +63,7 @@ def _kind(field: Any) -> str:
 
 @dataclass
 class Usage:
-    """What a judge has been asked so far, and what that cost; read it at any time, from any
-    thread."""
+    """Counts what a judge was asked and what that cost; read it at any time, from any thread."""
 
     requests: int = 0  # sent, repetitions included
     answers: int = 0  # questions with a value
@@ -93,12 +92,12 @@ class Usage:
 
 
 class Asker(Protocol):
-    """A model that answers questions about pictures: behind a server, or in this process."""
+    """Answers questions about pictures by a model, behind a server or in this process."""
 
     usage: Usage
 
     def ask(self, questions: Sequence[Question]) -> list[Any]:
-        """The value of every question; None where there is no answer that can be read."""
+        """Return the value of every question; None where there is no readable answer."""
         ...
 
 
@@ -107,15 +106,15 @@ class Asker(Protocol):
 
 
 def answer_of(text: str) -> str:
-    """What follows the reasoning of a model that thinks aloud, out of its answer tags."""
+    """Return what follows the reasoning of a model that thinks aloud, out of its answer tags."""
     text = text.rpartition("</think>")[2]
     tagged = re.search(r"<answer>(.*?)(?:</answer>|\Z)", text, re.S)
     return (tagged[1] if tagged else text).strip()
 
 
 def named_choice(text: str, choices: Sequence[str]) -> dict[str, float]:
-    """1 for the only one of the choices that the text begins with or, failing that, names; 0 for
-    the others."""
+    """Give 1 to the only choice that the text begins with or, failing that, names; 0 to the
+    others."""
     words = [_plain(word) for word in re.findall(r"[^\s,.:;!?*\"'`()]+", text)]
     known = {_plain(choice): choice for choice in choices}
     named = {known[word] for word in words if word in known}
@@ -127,8 +126,8 @@ def named_choice(text: str, choices: Sequence[str]) -> dict[str, float]:
 
 
 def token_choices(candidates: dict[str, float], choices: Sequence[str]) -> dict[str, float] | None:
-    """Probabilities of the choices from those of first tokens, upper and lower case added; None if
-    none is there.
+    """Give the choices the probabilities of first tokens, upper and lower case added; None if none
+    is there.
 
     A token that is the beginning of exactly one of the choices stands for it.
     """
@@ -149,8 +148,8 @@ def _plain(word: str) -> str:
 
 
 def read_json(text: str, schema: type[BaseModel]) -> BaseModel:
-    """The JSON object in a text, fenced or among words, checked against the model; nothing is
-    repaired."""
+    """Read the JSON object in a text, fenced or among words, and check it against the model;
+    nothing is repaired."""
     from pydantic import ValidationError
 
     start = text.find("{")

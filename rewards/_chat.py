@@ -1,5 +1,5 @@
-"""Pieces of the OpenAI-compatible protocol: keys, waits, pictures as data URLs, choices and errors
-read back."""
+"""Implements pieces of the OpenAI-compatible protocol: keys, waits, pictures as data URLs, choices
+and errors read back."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ KEY = "MMRL_JUDGE_KEY"
 
 
 class Refused(Exception):
-    """The server will not answer this one question; asking again would not help."""
+    """Signals that the server will not answer this one question; asking again would not help."""
 
 
 class Busy(Failed):
-    """Later, after ``wait`` seconds if the server said so."""
+    """Signals "later": after ``wait`` seconds if the server said so."""
 
     def __init__(self, cause: str, wait: float | None):
         super().__init__(cause)
@@ -36,7 +36,7 @@ class Busy(Failed):
 
 
 class Pace:
-    """When the next request may leave: at most ``rate`` a minute, and none before a server's
+    """Says when the next request may leave: at most ``rate`` a minute, and none before a server's
     Retry-After is over."""
 
     def __init__(self, rate: float | None):
@@ -49,7 +49,7 @@ class Pace:
             self._held = max(self._held, time.monotonic() + seconds)
 
     def wait(self, given_up: threading.Event) -> None:
-        """Until this request's turn, or until it is no longer wanted."""
+        """Wait until this request's turn, or until it is no longer wanted."""
         with self._lock:
             turn = max(time.monotonic(), self._next)
             self._next = turn + self.gap
@@ -58,8 +58,8 @@ class Pace:
 
 
 def key_from(variable: str) -> str | None:
-    """The API key; None where the usual variable is not set, since many servers want none. Raises
-    UserError."""
+    """Read the API key; None where the usual variable is not set, since many servers want none.
+    Raises UserError."""
     key = os.environ.get(variable)
     if not key and variable != KEY:
         raise UserError(
@@ -73,16 +73,16 @@ def key_from(variable: str) -> str | None:
 
 
 def read_choice(choice: Choice, question: Question) -> Any:
-    """The value of an answer: probabilities from its log-probabilities if there are any, else what
-    its text says."""
+    """Return the value of an answer: probabilities from its log-probabilities if there are any,
+    else from its text."""
     if question.choices and (shares := _first_choice(choice, question)):
         return shares
     return question.value(choice.message.content or "")
 
 
 def _first_choice(choice: Choice, question: Question) -> dict[str, float] | None:
-    """Probabilities at the first token, after any thinking aloud, that was chosen as one of the
-    choices."""
+    """Return probabilities at the first token, after any thinking aloud, that was chosen as one of
+    the choices."""
     try:
         tokens = choice.logprobs.content
         ends = [i for i, token in enumerate(tokens) if "</think>" in token.token]
@@ -98,7 +98,7 @@ def _first_choice(choice: Choice, question: Question) -> dict[str, float] | None
 
 
 def data_url(picture: Any, max_side: int | None = None) -> str:
-    """A picture as ``data:image/png;base64,...``."""
+    """Encode a picture as ``data:image/png;base64,...``."""
     picture = picture.convert("RGB")
     if max_side and max(picture.size) > max_side:
         from PIL import Image
@@ -111,7 +111,7 @@ def data_url(picture: Any, max_side: int | None = None) -> str:
 
 
 def retry_after(value: str) -> float | None:
-    """Seconds of a Retry-After header: a number, or the difference to its date."""
+    """Return the seconds of a Retry-After header: a number, or the difference to its date."""
     try:
         seconds = float(value)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Any open_clip model as two functions, pictures -> embeddings and texts -> embeddings, both of
+"""Wraps any open_clip model as two functions, pictures -> embeddings and texts -> embeddings, of
 unit length.
 
 Copies of one model are shared by the rewards that use it.
@@ -26,7 +26,7 @@ _shared: WeakValueDictionary[tuple, Clip] = WeakValueDictionary()
 
 
 class Clip:
-    """An open_clip model in float32, frozen, in eval mode, with its tokenizer and its own
+    """Holds an open_clip model in float32, frozen, in eval mode, with its tokenizer and its own
     preprocessing."""
 
     def __init__(self, model: torch.nn.Module, tokenizer: Any, device: torch.device):
@@ -41,8 +41,8 @@ class Clip:
         self.lock = threading.Lock()
 
     def pixels(self, pictures: Tensor, exact: bool = False) -> Tensor:
-        """[N, 3, H, W] in 0..1 -> [N, 3, *size] as the model wants it; ``exact`` goes through 8-bit
-        PIL images."""
+        """Prepare [N, 3, H, W] in 0..1 -> [N, 3, *size] as the model wants it; ``exact`` goes
+        through 8-bit PIL images."""
         if exact:
             return self._through_pil(pictures)
         cfg = self.preprocess_cfg
@@ -64,8 +64,8 @@ class Clip:
         return torch.stack([transform(image) for image in images]).to(self.device)
 
     def embed_images(self, pictures: Tensor, batch_size: int = 64, exact: bool = False) -> Tensor:
-        """[N, 3, H, W] in 0..1, any float type and device -> [N, E] unit vectors, float32, on the
-        model's device.
+        """Embed [N, 3, H, W] in 0..1, any float type and device -> [N, E] unit vectors, float32, on
+        the model's device.
 
         A picture with a pixel that is not finite has an embedding of NaN.
         """
@@ -82,8 +82,8 @@ class Clip:
 
     @torch.no_grad()
     def embed_texts(self, texts: list[str], batch_size: int = 64) -> Tensor:
-        """N texts -> [N, E] unit vectors, float32, on the model's device; each text is embedded
-        once and remembered."""
+        """Embed N texts -> [N, E] unit vectors, float32, on the model's device; each text is
+        embedded once and remembered."""
         with self.lock:  # rewards that share this model may run side by side
             known = (
                 {}
@@ -103,7 +103,7 @@ class Clip:
 
 
 def pick_device(name: str) -> torch.device:
-    """``auto`` is the current CUDA device if there is one, else the CPU."""
+    """Pick a device: ``auto`` is the current CUDA device if there is one, else the CPU."""
     if name == "auto":
         return (
             torch.device("cuda", torch.cuda.current_device())
@@ -117,12 +117,12 @@ def pick_device(name: str) -> torch.device:
 
 
 def load_clip(model: str, pretrained: str, device: str = "auto") -> Clip:
-    """An open_clip model by name and tag, hub id (``hf-hub:org/repo``), local folder or ``world:``
-    artifact.
+    """Load an open_clip model by name and tag, hub id (``hf-hub:org/repo``), local folder or
+    ``world:`` artifact.
 
-    Raises: UserError: an unknown name or tag, a folder without model or configuration, weights that
-        are not on this
-            machine and cannot be downloaded.
+    Raises:
+        UserError: an unknown name or tag, a folder without model or configuration, weights that are
+            not on this machine and cannot be downloaded.
     """
     import open_clip
 
@@ -150,8 +150,8 @@ def load_clip(model: str, pretrained: str, device: str = "auto") -> Clip:
 
 
 def resolve(model: str, pretrained: str) -> tuple[str, str | None]:
-    """The two names ``open_clip.create_model`` wants; a folder or hub id brings its own weights
-    (tag None)."""
+    """Return the two names ``open_clip.create_model`` wants; a folder or hub id brings its own
+    weights (tag None)."""
     import open_clip
 
     if model.startswith("hf-hub:"):
@@ -173,7 +173,7 @@ def resolve(model: str, pretrained: str) -> tuple[str, str | None]:
 
 
 def checked_tag(model: str, pretrained: str) -> str:
-    """A tag that open_clip knows for this model, or the path of a weights file."""
+    """Return a tag that open_clip knows for this model, or the path of a weights file."""
     import open_clip
 
     file = Path(pretrained).expanduser()
@@ -188,8 +188,8 @@ def checked_tag(model: str, pretrained: str) -> str:
 
 
 def uses_quick_gelu(name: str, tag: str) -> bool:
-    """Weights that were trained with QuickGELU (OpenAI's) need it; open_clip 3 merely warns without
-    it."""
+    """Tell whether weights were trained with QuickGELU (as OpenAI's); open_clip 3 merely warns
+    without it."""
     import open_clip
 
     return bool((open_clip.get_pretrained_cfg(name, tag) or {}).get("quick_gelu", False))

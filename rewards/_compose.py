@@ -1,4 +1,5 @@
-"""What rewards made of rewards share: their card, and which rows are answers to one prompt."""
+"""Provides what rewards made of rewards share: their card, and which rows are answers to one
+prompt."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from rewards.card import Card, Of, card_of
 
 
 def merged(rewards: Sequence[Callable], of: Of | None = None) -> Card:
-    """The card of a reward that asks all of these: media that all judge, fields that any needs.
+    """Return the card of a reward that asks all of these: media that all judge, fields that any
+    needs.
 
     ``of``: "group" where the whole compares samples although its parts do not.
     """
@@ -35,8 +37,8 @@ def merged(rewards: Sequence[Callable], of: Of | None = None) -> Card:
 
 
 def refuse_batch(cards: Sequence[Card]) -> None:
-    """Raises UserError for a reward that must see a whole iteration, where it would see some rows
-    or be left out."""
+    """Raise UserError for a reward that must see a whole iteration, where it would see some rows or
+    be left out."""
     if any(card.of == "batch" for card in cards):
         raise UserError(
             "a reward that sees a whole iteration, such as co_reward, cannot be a "
@@ -45,8 +47,8 @@ def refuse_batch(cards: Sequence[Card]) -> None:
 
 
 def scores_of(rewards: Sequence[Callable], media: Any, prompts: list[dict]) -> list[Tensor]:
-    """Float32 values of each on the CPU, [B] or [B, K]; those of samples [B, 1] if others are of
-    steps."""
+    """Return float32 values of each on the CPU, [B] or [B, K]; those of samples [B, 1] if others
+    are of steps."""
     scores = [
         torch.as_tensor(reward(media, prompts)).detach().to("cpu", torch.float32)
         for reward in rewards

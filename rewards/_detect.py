@@ -1,5 +1,5 @@
-"""Objects in a picture by a detector of transformers: boxes, scores, names, and masks where the
-model makes them."""
+"""Finds objects in a picture by a detector of transformers: boxes, scores, names, and masks where
+the model makes them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ GENEVAL_NAMES = {  # COCO's names in the detectors -> GenEval's
 
 @dataclass(frozen=True)
 class Detection:
-    """One object: ``box`` [4] as left, top, right, bottom in pixels, ``mask`` [H, W] bool or
+    """Holds one object: ``box`` [4] as left, top, right, bottom in pixels, ``mask`` [H, W] bool or
     None."""
 
     name: str
@@ -40,8 +40,8 @@ class Detection:
 
 
 class Detector:
-    """Mask2Former (as GenEval's) or any object detection model (DETR, RT-DETR, ...), hub id or
-    folder."""
+    """Finds objects with Mask2Former (as GenEval's) or any object detection model (DETR, RT-DETR,
+    ...), hub id or folder."""
 
     def __init__(self, model: str, device: str = "auto", dtype: Precision = "float32"):
         config = load_processor("AutoConfig", model)
@@ -54,7 +54,7 @@ class Detector:
 
     @torch.no_grad()
     def __call__(self, pictures: Tensor) -> list[list[Detection]]:
-        """[N, 3, H, W] in 0..1 -> the objects of each, best first, not thresholded."""
+        """Find the objects of pictures [N, 3, H, W] in 0..1, best first, not thresholded."""
         size = tuple(pictures.shape[-2:])
         inputs = self.processor(images=to_pil(pictures), return_tensors="pt").to(self.model.device)
         pixels = {name: inputs[name] for name in ("pixel_values", "pixel_mask") if name in inputs}
@@ -89,8 +89,8 @@ class Detector:
     def instances(
         self, classes: Tensor, masks: Tensor, part: tuple[float, float], size: tuple[int, int]
     ) -> list[Detection]:
-        """Mask2Former's rule: class probability times the mean probability inside the mask
-        (arXiv:2112.01527, A.2).
+        """Score instances by Mask2Former's rule: class probability times the mean probability
+        inside the mask (arXiv:2112.01527, A.2).
 
         Args:
             classes: [Q, C + 1] logits, the last class is "nothing".
@@ -120,7 +120,7 @@ class Detector:
 
 
 def shown(inputs: dict[str, Tensor]) -> list[tuple[float, float]]:
-    """For each picture the share of the padded height and width that it fills."""
+    """Return for each picture the share of the padded height and width that it fills."""
     height, width = inputs["pixel_values"].shape[-2:]
     if "pixel_mask" not in inputs:
         return [(1.0, 1.0)] * len(inputs["pixel_values"])
@@ -129,7 +129,8 @@ def shown(inputs: dict[str, Tensor]) -> list[tuple[float, float]]:
 
 
 def box_of(mask: Tensor) -> Tensor:
-    """[H, W] bool -> [4] left, top, right, bottom; right and bottom are one past the last pixel."""
+    """Return the box [4] of a mask [H, W]: left, top, right, bottom; right and bottom are one past
+    the last pixel."""
     rows = mask.any(1).nonzero()[:, 0]
     columns = mask.any(0).nonzero()[:, 0]
     return torch.tensor(

@@ -1,5 +1,5 @@
-"""The base of rewards that judge picture by picture: frames in batches, broken ones NaN, videos the
-mean."""
+"""Scores picture by picture, the base of such rewards: frames in batches, broken ones NaN, videos
+the mean."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BatchSize = Annotated[int, Ge(1)]
 
 
 class FrameReward:
-    """A reward that scores pictures one by one; of a video, it is the mean over the frames.
+    """Scores pictures one by one; of a video, it is the mean over the frames.
 
     A subclass gives ``score``, and ``conditions`` if something is to be made of the prompts first.
 
@@ -35,7 +35,7 @@ class FrameReward:
         self.device = pick_device(device)  # where it loads its models; `handling` may move them
 
     def __call__(self, media: Tensor, prompts: list[dict]) -> Tensor:
-        """Images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B] float32 on the CPU."""
+        """Score images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B] float32 on the CPU."""
         conditions = self.conditions(prompts)
 
         def score(pictures: Tensor, rows: list[int]) -> Tensor:
@@ -51,12 +51,12 @@ class FrameReward:
         return prompts
 
     def score(self, pictures: Tensor, conditions: Any) -> Tensor:
-        """Float32 pictures [n, 3, H, W] in 0..1 and what they are judged by -> [n] scores."""
+        """Score float32 pictures [n, 3, H, W] in 0..1 by their conditions -> [n]."""
         raise NotImplementedError
 
 
 class PromptReward(FrameReward):
-    """A ``FrameReward`` that judges pictures by the texts of their prompts."""
+    """Judges pictures, as a ``FrameReward``, by the texts of their prompts."""
 
     def conditions(self, prompts: list[dict]) -> list[str]:
         return texts_of(prompts, self.name)
@@ -66,7 +66,7 @@ class PromptReward(FrameReward):
 def each_frame(
     media: Tensor, reward: str, batch_size: int, score: Callable[[Tensor, list[int]], Tensor]
 ) -> Tensor:
-    """Mean over its frames of the score of every sample, outside autocast.
+    """Return the mean over its frames of the score of every sample, outside autocast.
 
     Args:
         media: images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1.

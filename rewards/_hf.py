@@ -1,4 +1,4 @@
-"""Models and processors of transformers, by hub id or folder: frozen, in eval mode, one copy for
+"""Loads models and processors of transformers, by hub id or folder: frozen, in eval mode, shared by
 all rewards.
 
 A processor comes in two forms: ``tensor`` works on the floats as they are (torchvision,
@@ -28,8 +28,8 @@ _shared: WeakValueDictionary[tuple, torch.nn.Module] = WeakValueDictionary()
 def load_model(
     kind: str, path: str, device: str = "auto", dtype: Precision = "float32"
 ) -> torch.nn.Module:
-    """``transformers.<kind>.from_pretrained(path)``, frozen; the global random numbers are left
-    alone.
+    """Load ``transformers.<kind>.from_pretrained(path)``, frozen; the global random numbers are
+    left alone.
 
     Raises:
         UserError: no such folder, no network, a folder of another kind of model.
@@ -42,7 +42,7 @@ def load_model(
 def load_class(
     entry: Any, path: str, device: str = "auto", dtype: Precision = "float32"
 ) -> torch.nn.Module:
-    """As ``load_model``, for a class with ``from_pretrained``."""
+    """Load as ``load_model``, for a class with ``from_pretrained``."""
     place = place_of(path)
     where = pick_device(device)
     key = (entry.__name__, place, where, dtype)
@@ -60,8 +60,8 @@ def load_class(
 
 
 def load_processor(kind: str, path: str, **options: Any) -> Any:
-    """``transformers.<kind>.from_pretrained(path)``: a tokenizer, an image processor or both in
-    one."""
+    """Load ``transformers.<kind>.from_pretrained(path)``: a tokenizer, an image processor or both
+    in one."""
     import transformers
 
     place = place_of(path)
@@ -72,7 +72,7 @@ def load_processor(kind: str, path: str, **options: Any) -> Any:
 
 
 def place_of(path: str) -> str:
-    """A ``world:`` artifact, a folder that exists, or a hub id."""
+    """Resolve a ``world:`` artifact, a folder that exists, or a hub id."""
     place = locate(path)
     folder = Path(place).expanduser()
     if folder.is_dir():
@@ -93,7 +93,7 @@ def missing(kind: str, place: str, error: Exception) -> str:
 
 
 class Eyes:
-    """The image processor of a model: pictures -> what the model takes."""
+    """Applies the image processor of a model: pictures -> what the model takes."""
 
     def __init__(self, path: str, preprocess: Preprocess = "tensor"):
         self.exact = preprocess == "pil"
@@ -102,7 +102,7 @@ class Eyes:
         )
 
     def __call__(self, pictures: Tensor, device: torch.device | str = "cpu") -> Tensor:
-        """[N, 3, H, W] in 0..1 -> [N, 3, h, w] float32 on ``device``."""
+        """Prepare [N, 3, H, W] in 0..1 -> [N, 3, h, w] float32 on ``device``."""
         if self.exact:
             pixels = self.processor(images=to_pil(pictures), return_tensors="pt")["pixel_values"]
         else:
@@ -114,7 +114,7 @@ class Eyes:
 
 
 def to_pil(pictures: Tensor) -> list[Any]:
-    """[N, 3, H, W] floats in 0..1 -> N PIL images, rounded to 8 bits."""
+    """Convert [N, 3, H, W] floats in 0..1 -> N PIL images, rounded to 8 bits."""
     from PIL import Image
 
     return [Image.fromarray(p.numpy()) for p in to_uint8(pictures).permute(0, 2, 3, 1).contiguous()]

@@ -1,5 +1,4 @@
-"""What a judge is asked: templates that are built in, and those of the user's own files (jinja2 or
-str.format).
+"""Words a judge's questions: built-in templates, and the user's own files (jinja2 or str.format).
 
 UnifiedReward (Wang et al. 2025, arXiv 2503.05236): criteria, scale and form of the answer are the
 published ones, since its models were trained on them; the wording is ours. A file holds any other
@@ -29,7 +28,7 @@ NUMBER = r"[*_\s]*(-?\d+(?:\.\d+)?)"
 
 @dataclass(frozen=True)
 class Template:
-    """A question and how its answer is read.
+    """Holds a question and how its answer is read.
 
     ``source``: jinja2. ``patterns``: name of an aspect -> regular expression whose group 1 is its
     score; empty: the answer is JSON. ``high``: the best score on the judge's scale, which becomes
@@ -44,14 +43,14 @@ class Template:
     format: bool = False  # ``source`` is for str.format
 
     def needs(self) -> tuple[str, ...]:
-        """Fields that the prompts must have."""
+        """Return the fields that the prompts must have."""
         return tuple(name for name in sorted(self._names()) if name not in OURS)
 
     def parts(
         self, prompt: Mapping[str, Any], kind: str, shown: Mapping[str, Sequence | str]
     ) -> tuple:
-        """Texts and pictures in order. ``shown``: variables of ours; a list of pictures goes where
-        it is mentioned.
+        """Return texts and pictures in order. ``shown``: our variables; a list of pictures goes
+        where it is mentioned.
 
         Pictures that the template does not mention come first.
         """
@@ -77,7 +76,7 @@ class Template:
         return tuple(parts)
 
     def scores(self, text: str) -> dict[str, float]:
-        """Aspect -> score on the judge's scale, by the patterns. Raises Unreadable."""
+        """Read aspect -> score on the judge's scale, by the patterns. Raises Unreadable."""
         scores = {}
         for name, pattern in self.patterns.items():
             matches = re.findall(pattern, text, re.I)
@@ -249,8 +248,8 @@ PAIRS = {
 
 
 def find(name: str, known: Mapping[str, Template], **changes: Any) -> Template:
-    """A built-in template, or one from a file: jinja2 if it ends in .j2, .jinja or .jinja2, else
-    str.format.
+    """Find a built-in template, or read one from a file: jinja2 if it ends in .j2, .jinja or
+    .jinja2, else str.format.
 
     Raises:
         UserError: no such name or file, or a file that is not a template, with file and line.

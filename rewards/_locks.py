@@ -1,5 +1,4 @@
-"""One caller at a time for a model that several rewards share: rewards run side by side, in
-threads.
+"""Lets one caller at a time use a model that several rewards share, as they run in threads.
 
 Generation keeps state in some models (the positions of Qwen2-VL's pictures), and fast tokenizers
 refuse a second caller while they pad.
@@ -17,6 +16,6 @@ _guard = threading.Lock()
 
 
 def lock_of(model: nn.Module) -> threading.RLock:
-    """The lock of this model: the same one for everybody who holds it."""
+    """Return the lock of this model: the same one for everybody who holds it."""
     with _guard:
         return _locks.setdefault(model, threading.RLock())

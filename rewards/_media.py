@@ -1,5 +1,5 @@
-"""What the image rewards share: images and videos as one stack of frames, and a model's own
-preprocessing on tensors.
+"""Provides what image rewards share: images and videos as one stack of frames, and preprocessing of
+tensors.
 
 F frames (1 for images), N = B F pictures.
 """
@@ -18,7 +18,7 @@ RESIZE_MODES = ("shortest", "longest", "squash")
 
 
 def frames(media: Tensor, reward: str) -> Tensor:
-    """Images [B, 3, H, W] or videos [B, F, 3, H, W] as [B, F, 3, H, W], a view.
+    """View images [B, 3, H, W] or videos [B, F, 3, H, W] as [B, F, 3, H, W].
 
     Raises:
         UserError: anything else, such as the texts of a language model.
@@ -38,21 +38,21 @@ def frames(media: Tensor, reward: str) -> Tensor:
 
 
 def frame_mean(values: Tensor, count: int) -> Tensor:
-    """[B F] -> [B] mean over the ``count`` frames of each sample; one NaN frame makes the sample
+    """Average [B F] -> [B] over the ``count`` frames of each sample; one NaN frame makes the sample
     NaN."""
     return values.reshape(-1, count).mean(1)
 
 
 def to_uint8(pictures: Tensor) -> Tensor:
-    """[..., 3, H, W] floats in 0..1 -> uint8 of the same shape on the CPU, rounded to nearest and
-    clamped."""
+    """Convert [..., 3, H, W] floats in 0..1 -> uint8 of the same shape on the CPU, rounded to
+    nearest and clamped."""
     return (pictures.float() * 255).round().clamp(0, 255).to(torch.uint8).cpu()
 
 
 def resize_and_crop(
     pictures: Tensor, size: tuple[int, int], mode: str, interpolation: str, fill: float = 0.0
 ) -> Tensor:
-    """[N, 3, H, W] in 0..1 -> [N, 3, *size] in 0..1, antialiased, in float32.
+    """Resize [N, 3, H, W] in 0..1 -> [N, 3, *size] in 0..1, antialiased, in float32.
 
     ``shortest``: cover the target and cut the middle out; ``longest``: fit inside it and pad with
     ``fill``; ``squash``: ignore the aspect ratio. Bicubic overshoot is clamped, as it is in 8-bit
@@ -70,8 +70,8 @@ def resize_and_crop(
 
 
 def inner_size(source: tuple[int, int], target: tuple[int, int], mode: str) -> tuple[int, int]:
-    """Height and width after resizing and before cropping, rounded as torchvision and open_clip
-    round them."""
+    """Return height and width after resizing and before cropping, rounded as torchvision and
+    open_clip round them."""
     if mode not in RESIZE_MODES:
         raise UserError(
             f"unknown resize mode {mode!r} in the model's preprocess_cfg; known: "
@@ -88,8 +88,8 @@ def inner_size(source: tuple[int, int], target: tuple[int, int], mode: str) -> t
 
 
 def pad_or_crop(pictures: Tensor, size: tuple[int, int], fill: float) -> Tensor:
-    """[N, 3, H, W] -> [N, 3, *size] around the middle; an odd pixel of padding goes right and
-    below."""
+    """Pad or crop [N, 3, H, W] -> [N, 3, *size] around the middle; an odd pixel of padding goes
+    right and below."""
     missing_h, missing_w = (max(0, t - s) for s, t in zip(pictures.shape[-2:], size, strict=True))
     if missing_h or missing_w:
         edges = (missing_w // 2, (missing_w + 1) // 2, missing_h // 2, (missing_h + 1) // 2)
@@ -99,6 +99,6 @@ def pad_or_crop(pictures: Tensor, size: tuple[int, int], fill: float) -> Tensor:
 
 
 def normalize(pictures: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    """[N, 3, H, W] -> (x - mean) / std per colour."""
+    """Normalise [N, 3, H, W] -> (x - mean) / std per colour."""
     shift, scale = (pictures.new_tensor(list(values)).view(3, 1, 1) for values in (mean, std))
     return (pictures - shift) / scale

@@ -1,5 +1,4 @@
-"""Fields of a prompt that rewards read: its text, and pictures given as a file, a PIL image or a
-tensor."""
+"""Reads fields of a prompt: its text, and pictures given as a file, a PIL image or a tensor."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from mmrl.core.errors import UserError
 
 
 def field_of(prompt: dict, field: str, reward: str, kind: type = str) -> Any:
-    """The value of a field, of the type that the reward wants.
+    """Return the value of a field, of the type that the reward wants.
 
     Raises:
         UserError: it is missing or of another type.
@@ -36,8 +35,8 @@ def texts_of(prompts: list[dict], reward: str, field: str = "text") -> list[str]
 
 
 def picture_of(prompt: dict, field: str, reward: str) -> Tensor:
-    """[3, H, W] in 0..1 of a field that holds a file name, a PIL image, a tensor [3, H, W] or a
-    list of them."""
+    """Read a picture [3, H, W] in 0..1 of a field that holds a file name, a PIL image, a tensor [3,
+    H, W] or a list of them."""
     value = prompt.get(field)
     if isinstance(value, (list, tuple)) and value:
         value = value[0]
@@ -66,7 +65,7 @@ def open_picture(file: Path, field: str, reward: str) -> Any:
 
 
 def from_pil(image: Any) -> Tensor:
-    """A PIL image as [3, H, W] in 0..1."""
+    """Convert a PIL image to [3, H, W] in 0..1."""
     from torchvision.transforms.functional import pil_to_tensor
 
     return pil_to_tensor(image.convert("RGB")).to(torch.float32) / 255

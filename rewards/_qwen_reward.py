@@ -1,4 +1,5 @@
-"""Qwen2-VL with a reward head read at special tokens: the network under HPSv3 and VideoAlign.
+"""Builds Qwen2-VL with a reward head read at special tokens: the network under HPSv3 and
+VideoAlign.
 
 The published code hands the language model embeddings without grids, so that all tokens, also those
 of pictures, get plain positions 0, 1, 2, ... and not Qwen2-VL's three-dimensional ones. The weights
@@ -24,7 +25,7 @@ LORA = re.compile(r"\.lora_([AB])\.\w+\.weight$")
 
 
 class QwenReward(nn.Module):
-    """Backbone in its own precision, head in float32."""
+    """Runs the backbone in its own precision, the head in float32."""
 
     def __init__(self, backbone: nn.Module, head: nn.Module, tokens: list[int]):
         super().__init__()
@@ -37,8 +38,8 @@ class QwenReward(nn.Module):
         return next(self.backbone.parameters()).device
 
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """What a processor makes of N prompts -> [N, S, D]: the head's D outputs at each of the S
-        special tokens."""
+        """Map what a processor makes of N prompts -> [N, S, D]: the head's D outputs at each of the
+        S special tokens."""
         ids = batch["input_ids"]
         places = torch.arange(ids.shape[1], device=ids.device).expand(3, *ids.shape)
         # [N, T, W]
@@ -51,8 +52,8 @@ class QwenReward(nn.Module):
 
 
 def last_place(ids: Tensor, token: int) -> Tensor:
-    """[N, T] -> [N] position of the last occurrence of a token, so that one in the user's prompt
-    changes nothing."""
+    """Find in [N, T] the position [N] of the last occurrence of a token, so that one in the user's
+    prompt changes nothing."""
     matches = ids == token
     if not matches.any(1).all():
         raise UserError(
@@ -69,12 +70,17 @@ def load_network(
     device: str,
     alpha: float = 1.0,
 ) -> QwenReward:
-    """The network of a checkpoint of the published code, adapters merged in; the head in float32.
+    """Load the network of a checkpoint of the published code, adapters merged in; the head in
+    float32.
 
-    Args: tensors: by name, of any version of transformers. base: where the configuration of
-        Qwen2-VL is. tokens: ids of the special tokens. dtype: of the backbone. device: ``auto`` is
-        CUDA if there is one. alpha: the adapters' alpha, or alpha times the square root of the rank
-        for rank-stabilised ones.
+    Args:
+        tensors: by name, of any version of transformers.
+        base: where the configuration of Qwen2-VL is.
+        tokens: ids of the special tokens.
+        dtype: of the backbone.
+        device: ``auto`` is CUDA if there is one.
+        alpha: the adapters' alpha, or alpha times the square root of the rank for rank-stabilised
+            ones.
 
     Raises:
         UserError: tensors missing or of another shape.
@@ -101,7 +107,7 @@ def load_network(
 
 
 def load_backbone(tensors: dict[str, Tensor], base: str, dtype: Precision) -> nn.Module:
-    """Qwen2-VL without its language head, of these tensors and no others."""
+    """Build Qwen2-VL without its language head, of these tensors and no others."""
     from transformers import Qwen2VLModel
 
     config = load_processor("Qwen2VLConfig", base)
@@ -119,7 +125,8 @@ def load_backbone(tensors: dict[str, Tensor], base: str, dtype: Precision) -> nn
 
 
 def make_head(tensors: dict[str, Tensor]) -> nn.Module:
-    """One linear layer, or several with ReLU between them, named by their places in a sequence."""
+    """Make one linear layer, or several with ReLU between them, named by their places in a
+    sequence."""
     if set(tensors) == {"weight"}:
         return linear(tensors["weight"], None)
     places = sorted({int(name.split(".")[0]) for name in tensors})
@@ -138,7 +145,7 @@ def linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
 
 
 def unwrapped(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Names without peft's wrapper; of modules trained whole, the trained copy."""
+    """Return names without peft's wrapper; of modules trained whole, the trained copy."""
     weights = {}
     for name, value in tensors.items():
         name = name.removeprefix(WRAPPER).replace(".base_layer.", ".")
@@ -148,7 +155,7 @@ def unwrapped(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def merged(tensors: dict[str, Tensor], alpha: float) -> dict[str, Tensor]:
-    """Low-rank adapters added to what they adapt: W + alpha / rank B A."""
+    """Add low-rank adapters to what they adapt: W + alpha / rank B A."""
     plain = {name: value for name, value in tensors.items() if not LORA.search(name)}
     for name, down in tensors.items():
         match = LORA.search(name)
@@ -162,7 +169,8 @@ def merged(tensors: dict[str, Tensor], alpha: float) -> dict[str, Tensor]:
 
 
 def modern(name: str) -> str:
-    """A name of Qwen2-VL in any version of transformers as ``Qwen2VLModel`` has it now."""
+    """Translate a name of Qwen2-VL of any transformers version to ``Qwen2VLModel``'s present
+    one."""
     if name.startswith("rm_head."):
         return name
     name = name.removeprefix("model.")
@@ -170,7 +178,8 @@ def modern(name: str) -> str:
 
 
 def read_instruction(path: str, tokens: list[str], source: str, reward: str) -> str:
-    """The published prompt, a text file with ``{text_prompt}`` and the special tokens in it."""
+    """Read the published prompt, a text file with ``{text_prompt}`` and the special tokens in
+    it."""
     file = Path(path).expanduser()
     if not file.is_file():
         raise UserError(
@@ -187,8 +196,8 @@ def read_instruction(path: str, tokens: list[str], source: str, reward: str) -> 
 
 
 def load_tools(base: str, tokens: list[str], exact: bool) -> tuple[Any, list[int]]:
-    """The processor of the base model, padding on the right, with the special tokens added, and
-    their ids."""
+    """Load the base model's processor, padding on the right, add the special tokens, and return
+    both it and their ids."""
     tools = load_processor("AutoProcessor", base)
     tools.image_processor = load_processor(
         "AutoImageProcessor", base, backend="pil" if exact else "torchvision"
@@ -199,7 +208,7 @@ def load_tools(base: str, tokens: list[str], exact: bool) -> tuple[Any, list[int
 
 
 def chats(tools: Any, kind: str, texts: list[str]) -> list[str]:
-    """One user message of a picture or a video and a text each, as the chat template writes it."""
+    """Write one user message of a picture or a video and a text each, as the chat template does."""
     return [
         tools.apply_chat_template(
             [{"role": "user", "content": [{"type": kind}, {"type": "text", "text": text}]}],

@@ -1,5 +1,4 @@
-"""Published scalings of a score by their names: a reward's option ``scale`` is one of them or a
-factor."""
+"""Names published scalings of a score: a reward's option ``scale`` is one of them or a factor."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ Scaling = Callable[[Tensor], Tensor]
 
 
 def scaling(scale: float | str, known: Mapping[str, Scaling], reward: str) -> Scaling:
-    """The function that a name stands for; a number is a factor on the raw score.
+    """Return the function that a name stands for; a number is a factor on the raw score.
 
     Raises:
         UserError: a name that this reward does not know.

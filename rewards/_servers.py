@@ -1,4 +1,4 @@
-"""Several reward servers as one: who is asked next, who has failed, and what is said about it."""
+"""Uses several reward servers as one: chooses who is asked next, records failures, reports them."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ HEADERS = {"accept", "accept-encoding", "connection", "content-length", "content
 
 
 class Failed(Exception):
-    """A request that another server, or a later try, may answer. ``silent``: it cost a whole
-    time-out."""
+    """Signals a request that another server, or a later try, may answer. ``silent``: it cost a
+    whole time-out."""
 
     def __init__(self, cause: str, dead: bool = False, silent: bool = False):
         super().__init__(cause)
@@ -35,8 +35,8 @@ class Failed(Exception):
 
 @dataclass
 class Server:
-    """One address and its record. ``dead``: it did not answer at all; ``silent``: it let a time-out
-    pass."""
+    """Holds one address and its record. ``dead``: it did not answer at all; ``silent``: it let a
+    time-out pass."""
 
     url: str
     outstanding: int = 0
@@ -51,8 +51,8 @@ class Server:
 
 
 class Servers:
-    """Least outstanding first; a dead server is left alone for ``cooldown`` seconds while others
-    live."""
+    """Chooses the server with the fewest outstanding requests; a dead server is left alone for
+    ``cooldown`` seconds while others live."""
 
     def __init__(self, urls: Sequence[str], cooldown: float = 30.0, kind: str = "reward server"):
         self.all = [Server(check_url(url, kind)) for url in urls]
@@ -61,7 +61,8 @@ class Servers:
         self._lock = threading.Lock()
 
     def wake(self) -> None:
-        """Before a batch: try again whoever has rested, or everybody if nobody lives."""
+        """Revive, before a batch, every dead server whose cooldown is over, or all if none
+        lives."""
         with self._lock:
             nobody = all(server.dead for server in self.all)
             for server in self.all:
@@ -69,8 +70,8 @@ class Servers:
                     server.dead = server.silent = False
 
     def take(self, tried: Sequence[Server]) -> Server | None:
-        """The next to ask: alive and not tried for this request, else alive, else one that at least
-        fails quickly."""
+        """Take the next server: alive and not tried for this request, else alive, else one that at
+        least fails quickly."""
         with self._lock:
             ranks = [
                 [server for server in self.all if not server.dead and server not in tried],
@@ -125,7 +126,7 @@ class Servers:
             log.warning("%s %s failed: %s; %s", self.kind, server.url, error, goes)
 
     def gave_up(self, server: Server) -> None:
-        """The request was refused, which is no fault of the server's."""
+        """Record that the request was refused, which is no fault of the server's."""
         with self._lock:
             server.outstanding -= 1
 
@@ -134,7 +135,7 @@ class Servers:
 
 
 def check_url(url: str, kind: str = "reward server") -> str:
-    """An http(s) address without a trailing slash. Raises UserError."""
+    """Return an http(s) address without a trailing slash. Raises UserError."""
     try:
         httpx.URL(url)  # what it refuses would fail at every request
         parts = urlsplit(url)
@@ -200,10 +201,12 @@ class BoundedClient(httpx.Client):
 
 
 def post(client: BoundedClient, url: str, content: bytes, count: int, timeout: float) -> bytes:
-    """The body of a 200 answer to ``POST url/score``, within ``timeout`` seconds altogether.
+    """Return the body of a 200 answer to ``POST url/score``, within ``timeout`` seconds altogether.
 
-    Raises: Failed: no answer, or one that says "later" or "broken". UserError: an answer that says
-        the request, the token or the address is wrong; repeating it would not help.
+    Raises:
+        Failed: no answer, or one that says "later" or "broken".
+        UserError: an answer that says the request, the token or the address is wrong; repeating it
+            would not help.
     """
     longest = ANSWER[0] + ANSWER[1] * count
     response = client.post(

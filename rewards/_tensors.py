@@ -1,5 +1,5 @@
-"""Checkpoints that are one file: found on disk or on the hub, read without executing anything they
-may hold."""
+"""Reads checkpoints that are one file, on disk or on the hub, without executing anything they may
+hold."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mmrl.core.errors import UserError
 
 
 def fetch(where: str, what: str) -> Path:
-    """A file on disk, or ``org/repo/file`` on the hub (its cache first).
+    """Find a file on disk, or ``org/repo/file`` on the hub (its cache first).
 
     Raises:
         UserError: it is neither here nor can be downloaded.
@@ -40,8 +40,8 @@ def fetch(where: str, what: str) -> Path:
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
-    """Tensors by name; one level of ``state_dict``, ``model`` or ``module`` around them is taken
-    off."""
+    """Read tensors by name; one level of ``state_dict``, ``model`` or ``module`` around them is
+    taken off."""
     try:
         if file.suffix == ".safetensors":
             from safetensors.torch import load_file

@@ -1,4 +1,4 @@
-"""A vision-language model of transformers asked about pictures: what comes next, how likely an
+"""Asks a vision-language model of transformers about pictures: what comes next, how likely an
 answer is.
 
 Not the object that a ``local`` judge holds: generation keeps state in some models, and rewards run
@@ -16,8 +16,8 @@ from rewards._locks import lock_of
 
 
 class LocalVLM:
-    """A model with its processor; pictures go through PIL, questions through the chat template if
-    there is one."""
+    """Holds a model with its processor; pictures go through PIL, questions through the chat
+    template if there is one."""
 
     def __init__(self, model: str, device: str = "auto", dtype: Precision = "bfloat16"):
         self.model = load_model("AutoModelForImageTextToText", model, device, dtype)
@@ -30,12 +30,12 @@ class LocalVLM:
         self.tokenizer.padding_side = "left"
 
     def next_token(self, pictures: Tensor, questions: list[str]) -> Tensor:
-        """[N, 3, H, W] in 0..1 and N questions -> [N, V] log-probabilities of the first token of
-        the answer."""
+        """Return log-probabilities [N, V] of the answer's first token for [N, 3, H, W] in 0..1 and
+        N questions."""
         return self._logits(pictures, questions, [""] * len(questions))[:, -1].log_softmax(-1)
 
     def likelihood(self, pictures: Tensor, questions: list[str], answers: list[str]) -> Tensor:
-        """[N] mean log-probability of the tokens of each answer."""
+        """Return the mean log-probability [N] of the tokens of each answer."""
         ids = [self.tokenizer(answer, add_special_tokens=False).input_ids for answer in answers]
         # padded on the left: answers end each row
         logits = self._logits(pictures, questions, answers).log_softmax(-1)
@@ -65,7 +65,7 @@ class LocalVLM:
             return self.model(**batch, use_cache=False).logits.float()
 
     def write(self, question: str) -> str:
-        """The question after a picture, as the model wants it written, up to where its answer
+        """Write the question after a picture, as the model wants it, up to where its answer
         begins."""
         message = [
             {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": question}]}

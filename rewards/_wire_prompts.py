@@ -1,5 +1,5 @@
-"""What travels besides samples: pictures of prompts, and what a text knows of itself, such as its
-length."""
+"""Carries what travels besides samples: pictures of prompts, and what a text knows of itself, such
+as its length."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PNG = "png"  # {"png": "<base64>"} stands for a picture
 
 
 class MarkedText(str):
-    """A text with what its policy knew of it (``mmrl.core.types.Completion``)."""
+    """Holds a text with what its policy knew of it (``mmrl.core.types.Completion``)."""
 
     tokens: int
     finished: bool
@@ -33,7 +33,7 @@ MARKS = {
 
 
 def marks_of(texts: Sequence[str]) -> list[dict[str, Any] | None] | None:
-    """What the texts know of themselves; None if none knows anything."""
+    """Return what the texts know of themselves; None if none knows anything."""
     marks = [_mark(text) for text in texts]
     return marks if any(marks) else None
 
@@ -45,7 +45,7 @@ def _mark(text: str) -> dict[str, Any] | None:
 
 
 def marked_texts(texts: Sequence[str], marks: Any) -> list[str]:
-    """Texts with their marks again. Raises ValueError with what is wrong."""
+    """Return texts with their marks again. Raises ValueError with what is wrong."""
     if marks is None:
         return list(texts)
     if not isinstance(marks, list) or len(marks) != len(texts):
@@ -86,8 +86,8 @@ def without_pictures(prompt: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def enclosed(prompt: Mapping[str, Any]) -> dict[str, Any]:
-    """The prompt with its pictures as PNG in base64. Raises OSError for a file that cannot be
-    read."""
+    """Return the prompt with its pictures as PNG in base64. Raises OSError for a file that cannot
+    be read."""
     return {key: _each(value, _encoded) if key in KEYS else value for key, value in prompt.items()}
 
 
@@ -109,7 +109,8 @@ def _encoded(picture: Any) -> Any:
 
 
 def opened(prompts: Sequence[dict], pixels: float) -> list[dict]:
-    """Prompts with their pictures as PIL images; a path, which means nothing here, is refused.
+    """Return prompts with their pictures as PIL images; a path, which means nothing here, is
+    refused.
 
     Raises:
         ValueError: what is wrong and where; together they may have ``pixels`` pixels.

@@ -1,6 +1,5 @@
-"""Does the video show the action that was asked for, by a video classifier (VideoMAE, Tong et al.
-2022, arXiv:2203.12602, and others of transformers).
-"""
+"""Scores whether a video shows the wanted action, by a video classifier (VideoMAE, Tong et al.
+2022, arXiv:2203.12602, and others of transformers)."""
 
 from __future__ import annotations
 
@@ -39,10 +38,14 @@ class Action:
     The frames are taken evenly over the video, as many as the model wants, repeated where there are
     fewer, and rounded to 8 bits.
 
-    Args: model: a video classifier of transformers, hub id or folder, with its processor. field:
-        the field of a prompt that names the class, as the model does (capitals do not matter).
-        scale: the probability, its logarithm, or a factor. batch_size: videos in one forward pass.
-        device: ``auto`` is CUDA if there is one. dtype: of the model.
+    Args:
+        model: a video classifier of transformers, hub id or folder, with its processor.
+        field: the field of a prompt that names the class, as the model does (capitals do not
+            matter).
+        scale: the probability, its logarithm, or a factor.
+        batch_size: videos in one forward pass.
+        device: ``auto`` is CUDA if there is one.
+        dtype: of the model.
 
     Raises:
         UserError: a class that the model does not have.
@@ -68,7 +71,7 @@ class Action:
 
     @torch.no_grad()
     def __call__(self, media: Tensor, prompts: list[dict]) -> Tensor:
-        """Videos [B, F, 3, H, W] or images [B, 3, H, W] in 0..1 -> [B] float32 on the CPU."""
+        """Score videos [B, F, 3, H, W] or images [B, 3, H, W] in 0..1 -> [B] float32 on the CPU."""
         stack = frames(media, "action")
         classes = torch.tensor([self.class_of(prompt) for prompt in prompts])
         broken = ~stack.isfinite().flatten(1).all(1).cpu()

@@ -1,4 +1,5 @@
-"""LAION's aesthetic predictor, version 2: how much people would like the picture, about 1 to 10.
+"""Scores how much people would like a picture, about 1 to 10, by LAION's aesthetic predictor,
+version 2.
 
 The published head (``sac+logos+ava1-l14-linearMSE``,
 github.com/christophschuhmann/improved-aesthetic-predictor) is five linear layers with nothing
@@ -42,20 +43,23 @@ class Aesthetic:
 
     The prompt is not looked at. Of a video, the mean over its frames.
 
-    Args: head: the published ``.pth`` (read with ``weights_only=True``) or the same tensors as
-        ``.safetensors``. clip: ``name/tag`` of open_clip, ``hf-hub:org/repo``, or a local folder;
-        the published head wants the
-            embeddings of ``ViT-L-14/openai``. None loads no CLIP: then only ``head(embeddings)``
-        can be used. scale: what the score is multiplied by; 1 as published, 0.1 brings it near
-        0..1. preprocess: ``tensor`` or ``pil``, see ``ClipScore``; the published scores went
-        through PIL. batch_size: pictures in one forward pass. device: ``auto`` is CUDA if there is
-        one.
+    Args:
+        head: the published ``.pth`` (read with ``weights_only=True``) or the same tensors as
+            ``.safetensors``.
+        clip: ``name/tag`` of open_clip, ``hf-hub:org/repo``, or a local folder; the published head
+            wants the embeddings of ``ViT-L-14/openai``. None loads no CLIP: then only
+            ``head(embeddings)`` can be used.
+        scale: what the score is multiplied by; 1 as published, 0.1 brings it near 0..1.
+        preprocess: ``tensor`` or ``pil``, see ``ClipScore``; the published scores went through PIL.
+        batch_size: pictures in one forward pass.
+        device: ``auto`` is CUDA if there is one.
 
     Attributes:
         head: module, unit CLIP image embeddings [..., E] -> [...] raw scores.
 
-    Raises: UserError: a missing or foreign head file, a missing CLIP, a CLIP whose embeddings have
-        another width.
+    Raises:
+        UserError: a missing or foreign head file, a missing CLIP, a CLIP whose embeddings have
+            another width.
     """
 
     def __init__(
@@ -88,7 +92,7 @@ class Aesthetic:
             )
 
     def __call__(self, media: Tensor, prompts: list[dict]) -> Tensor:
-        """Images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B] float32 on the CPU."""
+        """Score images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B] float32 on the CPU."""
         if self.clip is None:
             raise UserError(
                 "this aesthetic reward was built with clip: null and can only score embeddings"
@@ -102,8 +106,8 @@ class Aesthetic:
 
 
 class Head(nn.Module):
-    """E - 1024 - 128 - 64 - 16 - 1, linear all the way; named as in the published file once
-    dropouts are left out."""
+    """Maps E - 1024 - 128 - 64 - 16 - 1, linear all the way; named as in the published file without
+    its dropouts."""
 
     def __init__(self, width: int = 768):
         super().__init__()
@@ -111,14 +115,14 @@ class Head(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False))
 
     def forward(self, embeddings: Tensor) -> Tensor:
-        """[..., E] unit vectors -> [...] scores."""
+        """Map [..., E] unit vectors -> [...] scores."""
         for layer in self.layers:
             embeddings = layer(embeddings)
         return embeddings.squeeze(-1)
 
 
 def load_head(path: str) -> Head:
-    """The head in float32, frozen, on the CPU; its input width is read from the file (768 as
+    """Load the head in float32, frozen, on the CPU; its input width is read from the file (768 as
     published)."""
     file = Path(path).expanduser()
     if not file.is_file():
@@ -160,7 +164,7 @@ def brief(tensors: dict[str, Tensor]) -> str:
 
 
 def split_name(clip: str) -> tuple[str, str]:
-    """``ViT-L-14/openai`` -> name and tag; folders, hub and world ids have no tag."""
+    """Split ``ViT-L-14/openai`` into name and tag; folders, hub and world ids have no tag."""
     place = Path(clip.removeprefix("local-dir:")).expanduser()
     if (
         clip.startswith(("hf-hub:", "world:", "local-dir:"))

@@ -1,5 +1,5 @@
-"""A reward for each task of a mixture in which some prompts are answered with images and others
-with texts."""
+"""Sends samples to a reward for each task of a mixture, in which some prompts get images and others
+texts."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ByTask:
         self.card = replace(card_of(type(self)), needs=() if default else (by,), of=of)
 
     def __call__(self, media: Any, prompts: list[dict]) -> Tensor:
-        """[B]; every route sees its rows at once, pictures of one size as a tensor."""
+        """Score [B]; every route sees its rows at once, pictures of one size as a tensor."""
         scores = torch.full((len(prompts),), math.nan)
         rows: dict[int, tuple[Callable, list[int]]] = {}
         for i, prompt in enumerate(prompts):
@@ -61,7 +61,7 @@ class ByTask:
 
 
 def _of(media: Any, rows: list[int]) -> Any:
-    """The samples ``rows``, stacked where they are tensors of one shape."""
+    """Return the samples ``rows``, stacked where they are tensors of one shape."""
     if isinstance(media, Tensor):
         return media[rows]
     chosen = [media[row] for row in rows]

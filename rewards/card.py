@@ -1,5 +1,5 @@
-"""What a reward says of itself: what it looks at, what a prompt must hold, its range, where its
-weights come from."""
+"""Describes a reward: what it judges, what a prompt must hold, its range, where its weights come
+from."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Entry = TypeVar("Entry", bound=Callable)
 
 @dataclass(frozen=True)
 class Card:
-    """``of``: a "sample" reward judges each sample alone and returns [B]; a "group" reward wants
-    whole groups (rows of one prompt adjacent) and returns [B]; a "step" reward returns [B, K]; a
-    "batch" reward sees all that was sampled for an iteration in one call on every process, even one
-    without a row, with a third argument that gathers the rows of all processes, and returns [B].
-    ``low``, ``high``: the range, None is open. ``needs``: fields that every prompt must have.
-    ``source``: of the weights or the definition. ``scaling``: in words, where several are in
-    use."""
+    """Describes a reward. ``of``: a "sample" reward judges each sample alone and returns [B]; a
+    "group" reward wants whole groups (rows of one prompt adjacent) and returns [B]; a "step" reward
+    returns [B, K]; a "batch" reward sees all that was sampled for an iteration in one call on every
+    process, even one without a row, with a third argument that gathers the rows of all processes,
+    and returns [B]. ``low``, ``high``: the range, None is open. ``needs``: fields that every prompt
+    must have. ``source``: of the weights or the definition. ``scaling``: in words, where several
+    are in use."""
 
     media: tuple[Medium, ...] = ("image", "video", "text")
     needs: tuple[str, ...] = ()
@@ -36,8 +36,8 @@ class Card:
 def card(
     *, media: str = "image video text", needs: str = "", **fields: object
 ) -> Callable[[Entry], Entry]:
-    """Decorator: ``@card(media="image video", needs="text", low=-1, high=1, licence="MIT")``, names
-    split at blanks.
+    """Decorate a reward with its card: ``@card(media="image video", needs="text", low=-1, high=1,
+    licence="MIT")``, names split at blanks.
 
     An object may overrule it with an attribute ``card`` of its own where its options change what it
     needs.
@@ -51,7 +51,7 @@ def card(
 
 
 def card_of(reward: Callable) -> Card:
-    """The card of a reward, of its class, or of the function under a partial; an undeclared one may
-    see everything."""
+    """Return the card of a reward, its class, or the function under a partial; an undeclared one
+    may see everything."""
     card = getattr(reward, "card", None) or getattr(getattr(reward, "func", None), "card", None)
     return card if isinstance(card, Card) else Card()

@@ -1,4 +1,4 @@
-"""A judge behind an OpenAI-compatible server (vLLM, SGLang, a hosted one): chat completions with
+"""Asks a judge behind an OpenAI-compatible server (vLLM, SGLang, ...) by chat completions with
 pictures."""
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class ChatServer:
     # a batch
 
     def ask(self, questions: Sequence[Question]) -> list[Any]:
-        """The value of every question; None where there is none."""
+        """Return the value of every question; None where there is none."""
         self._pool.wake()
         try:
             self._know_model()
@@ -144,7 +144,7 @@ class ChatServer:
             ]
             values = [answer.result() for answer in sent]
         finally:
-            given_up.set()  # on the way out of an error: what still waits need not try again
+            given_up.set()  # after an error, waiting requests must not try again
             pool.shutdown(wait=False, cancel_futures=True)
         if questions and len(refusals) == len(questions):
             raise UserError(f"the judge refuses every question: {refusals[0]}")
@@ -181,7 +181,8 @@ class ChatServer:
     def _send(
         self, question: Question, messages: list[dict], given_up: threading.Event
     ) -> Choice | None:
-        """The choice of a whole answer; None when nobody gives one. Raises Refused, UserError."""
+        """Return the choice of a whole answer; None when nobody gives one. Raises Refused,
+        UserError."""
         tried: list[Server] = []
         while len(tried) <= self.retries:
             server = None if given_up.is_set() else self._pool.take(tried)
@@ -199,8 +200,8 @@ class ChatServer:
         return None
 
     def _rest(self, error: Failed, tried: Sequence[Server], given_up: threading.Event) -> None:
-        """After a failure: what the server asked for, or a growing wait where no other server is
-        left to try."""
+        """Hold all requests as long as the server asked; else wait ever longer once each server was
+        tried."""
         if len(tried) > self.retries:
             return
         self.usage.add(retries=1)
@@ -232,7 +233,7 @@ class ChatServer:
     def _complete(
         self, server: Server, question: Question, messages: list[dict], given_up: threading.Event
     ) -> Choice:
-        """The first choice of a chat completion. Raises Failed, Refused, UserError."""
+        """Return the first choice of a chat completion. Raises Failed, Refused, UserError."""
         import openai
         from openai.types.chat import ChatCompletion
 
@@ -294,7 +295,8 @@ class ChatServer:
         return {key: value for key, value in (body | self.extra).items() if value is not None}
 
     def _can_do_without(self, error: openai.APIStatusError, body: dict) -> bool:
-        """Does the server refuse something that is not needed? Then it is left out from now on."""
+        """Tell whether the server refuses something dispensable, which is then left out from now
+        on."""
         if error.status_code not in (400, 404, 415, 422, 501):
             return False
         cause = self._cause(error)
@@ -337,8 +339,8 @@ class ChatServer:
         self.model = names[0]
 
     def _client(self, server: Server) -> openai.OpenAI:
-        """The client of one server. What is retried goes to other servers and is paced for all of
-        them, so it repeats nothing itself."""
+        """Return the client of one server. It repeats nothing itself: retries go to other servers
+        and are paced for all of them."""
         import openai
 
         return openai.OpenAI(
@@ -353,7 +355,7 @@ class ChatServer:
         return self._clean(f"{error.status_code}, {message_of(error.response.content)}")
 
     def _clean(self, text: str) -> str:
-        """Servers repeat a wrong key in their message."""
+        """Remove the key from a server's message: servers repeat a wrong one."""
         return text.replace(self._key, "***") if self._key else text
 
     def _tell(self, kind: str, message: str) -> None:

@@ -1,4 +1,4 @@
-"""CLIP-IQA: which of two opposite descriptions fits the picture (Wang et al. 2023,
+"""Scores by CLIP-IQA which of two opposite descriptions fits the picture (Wang et al. 2023,
 arXiv:2207.12396)."""
 
 from __future__ import annotations
@@ -49,10 +49,12 @@ class ClipIQA(FrameReward):
     The paper's RN50 was used without position embedding at any size; here, as in torchmetrics' CLIP
     variants, the model sees its own preprocessing. Of a video, the mean over its frames.
 
-    Args: pairs: names of the paper's pairs (quality, brightness, ...) or ``"positive | negative"``
-        of your own. model: an open_clip name, ``hf-hub:org/repo`` or a local folder. pretrained:
-        open_clip's tag for the weights; not used for folders and hub ids. preprocess: ``tensor`` or
-        ``pil``, see ``ClipScore``.
+    Args:
+        pairs: names of the paper's pairs (quality, brightness, ...) or ``"positive | negative"`` of
+            your own.
+        model: an open_clip name, ``hf-hub:org/repo`` or a local folder.
+        pretrained: open_clip's tag for the weights; not used for folders and hub ids.
+        preprocess: ``tensor`` or ``pil``, see ``ClipScore``.
     """
 
     name = "clip_iqa"
@@ -80,7 +82,7 @@ class ClipIQA(FrameReward):
 
 
 def texts_of(pair: str) -> tuple[str, str]:
-    """The positive and the negative text of a pair."""
+    """Return the positive and the negative text of a pair."""
     if pair in PAIRS:
         return PAIRS[pair]
     good, bar, bad = (part.strip() for part in pair.partition("|"))

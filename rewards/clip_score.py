@@ -1,5 +1,5 @@
-"""Does the picture show what the prompt says, by a CLIP model (Hessel et al. 2021, CLIPScore,
-arXiv:2104.08718)."""
+"""Scores whether a picture shows what the prompt says, by a CLIP model (Hessel et al. 2021,
+CLIPScore, arXiv:2104.08718)."""
 
 from __future__ import annotations
 
@@ -42,18 +42,20 @@ class ClipScore:
     DiffusionNFT), ``logit`` 100 cos as OpenAI's models have it, ``flow_grpo`` 100 cos / 30 (DGPO
     too), ``clipscore`` 2.5 max(0, cos), the paper's equation 1.
 
-    Args: model: an open_clip name, ``hf-hub:org/repo``, a local folder with
-        ``open_clip_config.json``, or
-            ``world:digits/clip``. pretrained: open_clip's tag for the weights, or a weights file;
-        not used for folders and hub ids. scale: a published scaling by name, or what the cosine is
-        multiplied by. preprocess: ``tensor`` resizes the floats with antialiasing; ``pil`` rounds
-        to 8 bits and resizes with PIL,
-            exactly open_clip's own evaluation transform, slower.
+    Args:
+        model: an open_clip name, ``hf-hub:org/repo``, a local folder with
+            ``open_clip_config.json``, or ``world:digits/clip``.
+        pretrained: open_clip's tag for the weights, or a weights file; not used for folders and hub
+            ids.
+        scale: a published scaling by name, or what the cosine is multiplied by.
+        preprocess: ``tensor`` resizes the floats with antialiasing; ``pil`` rounds to 8 bits and
+            resizes with PIL, exactly open_clip's own evaluation transform, slower.
         batch_size: pictures (or texts) in one forward pass.
         device: ``auto`` is CUDA if there is one.
 
-    Raises: UserError: when the model is not on this machine and cannot be downloaded, with what to
-        fetch.
+    Raises:
+        UserError: when the model is not on this machine and cannot be downloaded, with what to
+            fetch.
     """
 
     def __init__(
@@ -71,7 +73,7 @@ class ClipScore:
         self.clip = load_clip(model, pretrained, device)
 
     def __call__(self, media: Tensor, prompts: list[dict]) -> Tensor:
-        """Images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B] float32 on the CPU."""
+        """Score images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B] float32 on the CPU."""
         stack = frames(media, "clip_score")
         texts = [text_of(prompt) for prompt in prompts]
         # [B F, E]

@@ -1,4 +1,4 @@
-"""Rewards made of rewards: gated, conservative over several judges, constrained, bounded,
+"""Makes rewards of rewards: gated, conservative over several judges, constrained, bounded,
 corrected.
 
 The parts are written in the configuration as rewards are, a name or ``{name: {options}}``: ``gate:
@@ -44,7 +44,7 @@ class Gate:
         self.card = merged([main, extra])
 
     def __call__(self, media: Any, prompts: list[dict]) -> Tensor:
-        """[B], or [B, K] where one of the two is of steps."""
+        """Return [B], or [B, K] where one of the two is of steps."""
         main, extra = scores_of([self.main, self.extra], media, prompts)
         return torch.where(main >= self.above, main + self.weight * extra, main)
 
@@ -180,7 +180,8 @@ class Bounded:
 
 
 def _gains(row: Tensor) -> Tensor:
-    """[K] what every step with a reward gained over the next one that has one; the last has 0."""
+    """Return what every step [K] with a reward gained over the next one that has one; the last has
+    0."""
     steps = row[~row.isnan()]
     gained = torch.zeros_like(steps)
     gained[:-2] = steps[:-2] - steps[1:-1]

@@ -1,6 +1,5 @@
-"""Does a video stay itself: similarity of its frames' embeddings by CLIP or DINO (VBench, Huang et
-al. 2024, arXiv:2311.17982, section 4.1).
-"""
+"""Scores whether a video's frames stay alike, by the similarity of their CLIP or DINO embeddings
+(VBench, Huang et al. 2024, arXiv:2311.17982, section 4.1)."""
 
 from __future__ import annotations
 
@@ -36,11 +35,14 @@ SCALING = (
 class ClipConsistency:
     """Compare the CLIP embeddings of a video's frames by cosine: VBench's background consistency.
 
-    Args: model: an open_clip name, ``hf-hub:org/repo`` or a local folder. pretrained: open_clip's
-        tag for the weights; not used for folders and hub ids. against: which frame each one is
-        compared with; ``both`` is VBench's mean of the two, negative ones as 0. preprocess:
-        ``tensor`` or ``pil``, see ``ClipScore``. batch_size: frames in one forward pass. device:
-        ``auto`` is CUDA if there is one.
+    Args:
+        model: an open_clip name, ``hf-hub:org/repo`` or a local folder.
+        pretrained: open_clip's tag for the weights; not used for folders and hub ids.
+        against: which frame each one is compared with; ``both`` is VBench's mean of the two,
+            negative ones as 0.
+        preprocess: ``tensor`` or ``pil``, see ``ClipScore``.
+        batch_size: frames in one forward pass.
+        device: ``auto`` is CUDA if there is one.
     """
 
     def __init__(
@@ -58,7 +60,7 @@ class ClipConsistency:
         self.against = against
 
     def __call__(self, media: Tensor, prompts: list[dict]) -> Tensor:
-        """Videos [B, F, 3, H, W] in 0..1, two frames or more -> [B] float32 on the CPU."""
+        """Score videos [B, F, 3, H, W] in 0..1, two frames or more -> [B] float32 on the CPU."""
         stack = moving(media, "clip_consistency", 2)
         rows = self.inner.clip.embed_images(
             stack.flatten(0, 1), self.inner.batch_size, self.inner.exact
@@ -78,10 +80,14 @@ class ClipConsistency:
 class DinoConsistency:
     """Compare the DINO embeddings of a video's frames by cosine: VBench's subject consistency.
 
-    Args: model: a vision model of transformers, hub id or folder. against: which frame each one is
-        compared with; ``both`` is VBench's mean of the two, negative ones as 0. preprocess:
-        ``tensor`` resizes the floats, ``pil`` rounds to 8 bits and resizes with PIL. batch_size:
-        frames in one forward pass. device: ``auto`` is CUDA if there is one. dtype: of the model.
+    Args:
+        model: a vision model of transformers, hub id or folder.
+        against: which frame each one is compared with; ``both`` is VBench's mean of the two,
+            negative ones as 0.
+        preprocess: ``tensor`` resizes the floats, ``pil`` rounds to 8 bits and resizes with PIL.
+        batch_size: frames in one forward pass.
+        device: ``auto`` is CUDA if there is one.
+        dtype: of the model.
     """
 
     def __init__(
@@ -100,7 +106,7 @@ class DinoConsistency:
 
     @torch.no_grad()
     def __call__(self, media: Tensor, prompts: list[dict]) -> Tensor:
-        """Videos [B, F, 3, H, W] in 0..1, two frames or more -> [B] float32 on the CPU."""
+        """Score videos [B, F, 3, H, W] in 0..1, two frames or more -> [B] float32 on the CPU."""
         stack = moving(media, "dino_consistency", 2)
         broken = ~stack.isfinite().flatten(1).all(1).cpu()
         pictures = stack.float().nan_to_num(0.0, 0.0, 0.0).flatten(0, 1)
@@ -114,7 +120,7 @@ class DinoConsistency:
 
 
 def moving(media: Tensor, reward: str, least: int) -> Tensor:
-    """The videos [B, F, 3, H, W], if they have enough frames."""
+    """Return the videos [B, F, 3, H, W], if they have enough frames."""
     stack = frames(media, reward)
     if stack.shape[1] < least:
         raise UserError(
@@ -125,7 +131,8 @@ def moving(media: Tensor, reward: str, least: int) -> Tensor:
 
 
 def consistency(rows: Tensor, against: Against) -> Tensor:
-    """Unit embeddings [B, F, E] -> [B] mean over the frames after the first."""
+    """Average the similarity of unit embeddings [B, F, E] -> [B] over the frames after the
+    first."""
     previous = (rows[:, 1:] * rows[:, :-1]).sum(-1)
     first = (rows[:, 1:] * rows[:, :1]).sum(-1)
     similarity = {

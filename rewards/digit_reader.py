@@ -1,5 +1,4 @@
-"""The small network that reads pictures of digits: where they are, which, in what colour, how
-large.
+"""Reads pictures of digits with a small network: where they are, which, in what colour, how large.
 
 Heat map and attributes on a grid, in the manner of CenterNet (Zhou et al. 2019, "Objects as
 points"). It is trained by ``mmrl.worlds.reading`` and stored as ``config.json`` (layout, names,
@@ -21,7 +20,7 @@ from mmrl.core.errors import UserError
 
 
 class Detections(NamedTuple):
-    """The M strongest peaks of every picture, strongest first."""
+    """Holds the M strongest peaks of every picture, strongest first."""
 
     confidence: Tensor  # [B, M] in 0..1, 0 where there is no peak
     digit: Tensor  # [B, M, 10] probabilities
@@ -31,7 +30,7 @@ class Detections(NamedTuple):
 
 
 class Reader(nn.Module):
-    """Pictures [B, 3, S, S] in 0..1 to a grid of detections with 4 pixels a cell.
+    """Maps pictures [B, 3, S, S] in 0..1 to a grid of detections with 4 pixels a cell.
 
     ``config``: ``image_size``, ``channels`` (three widths), ``kernel`` (of the first convolution),
     ``pool`` (halve by average pooling instead of strides), ``digits``, ``colors``, ``sizes``
@@ -65,13 +64,13 @@ class Reader(nn.Module):
         self.head = nn.Conv2d(c, sum(self.parts), 1)
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        """Logits on the grid, each [B, channels, S/4, S/4]: presence 1, offset 2, digit, colour,
-        size."""
+        """Return logits on the grid, each [B, channels, S/4, S/4]: presence 1, offset 2, digit,
+        colour, size."""
         return self.head(self.body(2 * images - 1)).split(self.parts, dim=1)
 
     def detect(self, images: Tensor, most: int = 5) -> Detections:
-        """The ``most`` strongest peaks. Pictures of another size are resized; any float type is
-        read as float32."""
+        """Return the ``most`` strongest peaks. Pictures of another size are resized; any float type
+        is read as float32."""
         side = self.config["image_size"]
         images = images.float().clamp(0, 1)
         if images.shape[-2:] != (side, side):
@@ -82,7 +81,7 @@ class Reader(nn.Module):
         confidence, cell = heat.flatten(1).topk(most)  # [B, M]
 
         def at(grid: Tensor) -> Tensor:
-            """Reads a map [B, N, h, w] at the chosen cells, [B, M, N]."""
+            """Read a map [B, N, h, w] at the chosen cells, [B, M, N]."""
             index = cell[..., None].expand(-1, -1, grid.shape[1])
             return grid.flatten(2).transpose(1, 2).gather(1, index)
 
@@ -102,7 +101,7 @@ class Reader(nn.Module):
 
     @classmethod
     def load(cls, folder: str | Path) -> Reader:
-        """Raises UserError if the folder is not one that ``save`` wrote."""
+        """Load a reader; raises UserError if the folder is not one that ``save`` wrote."""
         from safetensors.torch import load_file
 
         folder = Path(folder)

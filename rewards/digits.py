@@ -1,5 +1,4 @@
-"""``digits``: is what was asked for in the picture? Identity, colour, size, place, relation and
-count of digits."""
+"""Defines ``digits``, which checks identity, colour, size, place, relation and count of digits."""
 
 from __future__ import annotations
 
@@ -87,8 +86,8 @@ class Digits:
     def _match(
         self, detections: Detections, b: int, objects: Asked, prompt: dict[str, Any]
     ) -> Tensor:
-        """Mean of the terms of one row (scalar) under the best assignment of detections to
-        objects."""
+        """Return the mean of the terms of one row (scalar) under the best assignment of detections
+        to objects."""
         score = torch.stack([self._object(detections, b, item) for item in objects], 1)  # [M, N]
         ways = _ways(len(score), len(objects), score.device)
         each = score[ways, torch.arange(len(objects), device=score.device)]  # [ways, N]
@@ -106,7 +105,7 @@ class Digits:
         return terms.mean()
 
     def _object(self, detections: Detections, b: int, item: dict[str, Any]) -> Tensor:
-        """[M] how well every detection of row b is the object."""
+        """Return how well [M] every detection of row b is the object."""
         config = self.reader.config
         parts = (
             [detections.color[b, :, config["colors"].index(item["color"])]]
@@ -163,7 +162,7 @@ def _objects(prompt: dict[str, Any]) -> Asked:
 
 @lru_cache(maxsize=64)
 def _ways(detections: int, objects: int, device: torch.device) -> Tensor:
-    """[ways, N] all assignments of M detections to N objects."""
+    """List all assignments [ways, N] of M detections to N objects."""
     with torch.inference_mode(False):
         return torch.tensor(list(permutations(range(detections), objects)), device=device)
 
@@ -172,14 +171,14 @@ def _ways(detections: int, objects: int, device: torch.device) -> Tensor:
 def _corners(
     region: tuple[float, ...], dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """[2] each, x and y of a region's low and high corner, moved to a device once."""
+    """Return x and y, [2] each, of a region's low and high corner, moved to a device once."""
     with torch.inference_mode(False):
         corners = torch.tensor(region, dtype=dtype, device=device).view(2, 2)
     return corners[0], corners[1]
 
 
 def _harden(detections: Detections) -> Detections:
-    """Probabilities to zeros and ones."""
+    """Round probabilities to zeros and ones."""
     most = [
         (p == p.amax(-1, keepdim=True)).float()
         for p in (detections.digit, detections.color, detections.size)

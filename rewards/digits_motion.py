@@ -1,5 +1,5 @@
-"""``digits_motion``: does the digit move as the caption says? Direction, amount and evenness, from
-where its ink is."""
+"""Defines ``digits_motion``, which checks direction, amount and evenness of motion by where the ink
+is."""
 
 from __future__ import annotations
 
@@ -54,8 +54,9 @@ class DigitsMotion:
     presence. Which digit it is, and in which colour, is not looked at: that is ``digits`` of every
     frame.
 
-    Args: travel: the way a moving digit should go, in shares of the shorter side; that of the
-        digits world's clips.
+    Args:
+        travel: the way a moving digit should go, in shares of the shorter side; that of the digits
+            world's clips.
     """
 
     def __init__(self, travel: Annotated[float, Gt(0)] = 0.25):
@@ -63,8 +64,8 @@ class DigitsMotion:
 
     @torch.no_grad()
     def __call__(self, media: Tensor, prompts: list[dict[str, Any]]) -> Tensor:
-        """Videos [B, F, 3, H, W] in 0..1, three frames or more -> [B] float32; NaN where a pixel is
-        not finite."""
+        """Score videos [B, F, 3, H, W] in 0..1, three frames or more -> [B] float32; NaN where a
+        pixel is not finite."""
         stack = moving(media, "digits_motion", 3).float()
         motions = [prompt.get("motion") for prompt in prompts]
         if unknown := [way for way in motions if way not in WAYS]:
@@ -83,8 +84,8 @@ class DigitsMotion:
 
 
 def located(stack: Tensor) -> tuple[Tensor, Tensor]:
-    """Centres of the ink [B, F, 2] in shares of the shorter side, and whether every frame shows one
-    thing [B], 0..1."""
+    """Return centres of the ink [B, F, 2] in shares of the shorter side, and how far every frame
+    shows one thing [B], 0..1."""
     height, width = stack.shape[-2:]
     # [B, F, H, W]
     ink = (stack.nan_to_num(0.0, 0.0, 0.0).amax(2) - PAPER).clamp(min=0) / (1 - PAPER)
@@ -104,7 +105,7 @@ def located(stack: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def moved(centers: Tensor, way: Tensor, travel: float) -> Tensor:
-    """[B] amount, heading and evenness of centres [B, F, 2] for directions [B, 2]."""
+    """Return amount, heading and evenness [B] of centres [B, F, 2] for directions [B, 2]."""
     whole = centers[:, -1] - centers[:, 0]
     length = whole.norm(dim=1).clamp(min=1e-6)
     along = (whole * way).sum(1)

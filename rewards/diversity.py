@@ -1,4 +1,4 @@
-"""How different the answers to one prompt are, as a reward and as a factor of another one.
+"""Measures how different the answers to one prompt are, as a reward and as a factor of another one.
 
 Pictures and videos are compared by the CLIP embedding of their frames (mean), or by coarse pixels
 without a model; texts by their words and pairs of words. s is the cosine of two samples, cut at 0,
@@ -26,8 +26,8 @@ COARSE = 8  # pixels a side of the pictures that are compared without a model
 
 
 class Similarity:
-    """[B, B] cosines of samples in 0..1; ``clip`` is ``name/tag``, a folder or hub id, None
-    compares coarse pixels."""
+    """Computes cosines [B, B] of samples in 0..1; ``clip`` is ``name/tag``, a folder or hub id,
+    None compares coarse pixels."""
 
     def __init__(self, clip: str | None):
         from rewards.aesthetic import split_name
@@ -53,7 +53,7 @@ class Similarity:
 
 
 def words(texts: list[str]) -> Tensor:
-    """[B, V] counts of words and of pairs of neighbours."""
+    """Count words and pairs of neighbours, [B, V]."""
     each = [text.lower().split() for text in texts]
     bags = [Counter([*tokens, *zip(tokens, tokens[1:], strict=False)]) for tokens in each]
     place = {word: i for i, word in enumerate(dict.fromkeys(word for bag in bags for word in bag))}
@@ -65,14 +65,14 @@ def words(texts: list[str]) -> Tensor:
 
 
 def mean_of_others(values: Tensor) -> Tensor:
-    """[n] mean over the other members of the group; 0 for a group of one."""
+    """Return the mean [n] over the other members of the group; 0 for a group of one."""
     n = len(values)
     return (values.sum(1) - values.diagonal()) / max(1, n - 1)
 
 
 class Grouped:
-    """A reward that looks at the similarities inside every group; ``of`` is the reward it changes,
-    None for none."""
+    """Rewards by the similarities inside every group; ``of`` is the reward it changes, None for
+    none."""
 
     def __init__(self, of: Callable | None, clip: str | None):
         self.of = of
@@ -80,7 +80,7 @@ class Grouped:
         self.card = Card(of="group") if of is None else merged([of], "group")
 
     def __call__(self, media: Any, prompts: list[dict]) -> Tensor:
-        """[B]; groups of one prompt may come in any number."""
+        """Return [B]; groups of one prompt may come in any number."""
         values = (
             torch.ones(len(prompts)) if self.of is None else scores_of([self.of], media, prompts)[0]
         )
@@ -91,7 +91,7 @@ class Grouped:
         return scores
 
     def changed(self, values: Tensor, similar: Tensor) -> Tensor:
-        """[n] from the rewards [n] and the cosines [n, n] of a group."""
+        """Return [n] from the rewards [n] and the cosines [n, n] of a group."""
         raise NotImplementedError
 
 

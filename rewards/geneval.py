@@ -1,5 +1,5 @@
-"""GenEval: are the asked objects there, so many, of that colour, at that place (Ghosh et al. 2023,
-arXiv:2310.11513).
+"""Scores by GenEval whether the wanted objects are there, with count, colour and place (Ghosh et
+al. 2023, arXiv:2310.11513).
 
 The protocol works on what a detector finds; ``published`` is the benchmark's verdict, ``strict``
 and ``partial`` are the forms that Flow-GRPO trains on.
@@ -63,11 +63,15 @@ class GenEval(FrameReward):
     what a wrong count makes pointless, and for a position 1, or half of it when wrong, as in the
     published code.
 
-    Args: detector: Mask2Former or an object detection model of transformers, hub id or folder, with
-        COCO's names. clip: ``name/tag`` of open_clip or a local folder, for colours. form: see
-        above. threshold: objects below this score do not count. counting_threshold: the same for
-        prompts whose ``tag`` is ``counting``. most: objects of one class at most. dtype: of the
-        detector.
+    Args:
+        detector: Mask2Former or an object detection model of transformers, hub id or folder, with
+            COCO's names.
+        clip: ``name/tag`` of open_clip or a local folder, for colours.
+        form: see above.
+        threshold: objects below this score do not count.
+        counting_threshold: the same for prompts whose ``tag`` is ``counting``.
+        most: objects of one class at most.
+        dtype: of the detector.
 
     Raises:
         UserError: a model that cannot be had; a class that the detector does not know.
@@ -98,7 +102,7 @@ class GenEval(FrameReward):
         self.classifiers = {}
 
     def __call__(self, media: Tensor, prompts: list[dict]) -> Tensor:
-        """Images [B, 3, H, W] in 0..1 -> [B] float32 on the CPU, at most 1."""
+        """Score images [B, 3, H, W] in 0..1 -> [B] float32 on the CPU, at most 1."""
         if isinstance(media, Tensor) and media.ndim == 5:
             raise UserError(
                 "reward 'geneval' judges images, not videos; `per_frame` with it "
@@ -129,7 +133,7 @@ class GenEval(FrameReward):
         return float(exact) if self.form == "strict" else partial
 
     def colors(self, picture: Tensor, objects: list[Detection], name: str) -> list[str]:
-        """The colour of each object by CLIP, the rest of its box grey."""
+        """Name the colour of each object by CLIP, with the rest of its box grey."""
         if name not in self.classifiers:
             texts = [
                 text.format(color=color, name=name) for color in COLORS for text in COLOR_TEXTS
@@ -156,7 +160,7 @@ class GenEval(FrameReward):
 
 
 def detections_by_name(objects: list[Detection], threshold: float, most: int) -> ByName:
-    """Objects by name, best first, above the threshold and at most so many of a name."""
+    """Group objects by name, best first, above the threshold and at most so many of a name."""
     by_name: ByName = {}
     for detection in objects:
         if detection.score > threshold and len(by_name.setdefault(detection.name, [])) < most:
@@ -165,8 +169,8 @@ def detections_by_name(objects: list[Detection], threshold: float, most: int) ->
 
 
 def published(by_name: ByName, prompt: dict[str, Any], colors: Colors) -> bool:
-    """The benchmark's verdict: at least so many, judged on the most certain ones; nothing that is
-    excluded."""
+    """Give the benchmark's verdict: at least so many, judged on the most certain ones; nothing that
+    is excluded."""
     correct = True
     groups = []
     for entry in prompt["include"]:
@@ -184,7 +188,7 @@ def published(by_name: ByName, prompt: dict[str, Any], colors: Colors) -> bool:
 
 
 def training(by_name: ByName, prompt: dict[str, Any], colors: Colors) -> tuple[bool, float]:
-    """Flow-GRPO's two forms: everything exact, and the mean of the terms."""
+    """Return whether everything is exact, and the mean of the terms: Flow-GRPO's two forms."""
     correct = True
     terms = []
     groups = []
@@ -213,7 +217,8 @@ def training(by_name: ByName, prompt: dict[str, Any], colors: Colors) -> tuple[b
 def placed(
     matches: list[Detection], groups: list[list[Detection] | None], relation: str, target: int
 ) -> bool:
-    """Whether every object stands so to every one of an earlier entry, which itself was right."""
+    """Tell whether each object has the relation to each one of an earlier entry, which itself was
+    right."""
     anchors = groups[target]
     return anchors is not None and all(
         relation in relations(a.box, b.box) for a in matches for b in anchors
@@ -221,8 +226,8 @@ def placed(
 
 
 def relations(a: Tensor, b: Tensor) -> set[str]:
-    """Where box a is, seen from box b: offsets of the centres, less 0.1 of both sizes, over the
-    centres' distance."""
+    """Name the relations in which box a stands to b: centres' offset, less 0.1 of both sizes, over
+    the centres' distance, beyond 1/2."""
     offset = (a[:2] + a[2:] - b[:2] - b[2:]) / 2
     sizes = (a[2:] - a[:2] + b[2:] - b[:2]).abs()
     beyond = (offset.abs() - NEAR * sizes).clamp(min=0) * offset.sign()
@@ -234,7 +239,8 @@ def relations(a: Tensor, b: Tensor) -> set[str]:
 
 
 def cut(picture: Tensor, detection: Detection) -> Tensor:
-    """[3, H, W] -> the object's box, at least a pixel large; with a mask, grey outside of it."""
+    """Cut the object's box out of [3, H, W], at least a pixel large; with a mask, grey outside of
+    it."""
     if detection.mask is not None:
         picture = torch.where(detection.mask, picture, torch.full_like(picture, GREY))
     left, top, right, bottom = (round(float(edge)) for edge in detection.box)

@@ -1,4 +1,4 @@
-"""Which samples of a batch belong together: those of one prompt."""
+"""Finds which samples of a batch belong together: those of one prompt."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def groups_of(prompts: Sequence[dict]) -> list[list[int]]:
-    """The rows of every group: those with one ``group``, or without it neighbours with one
+    """Return the rows of every group: those with one ``group``, or without it neighbours with one
     prompt."""
     rows_of_group: dict[Any, list[int]] = {}
     run = 0
@@ -19,7 +19,8 @@ def groups_of(prompts: Sequence[dict]) -> list[list[int]]:
 
 
 def alike(first: Mapping, second: Mapping) -> bool:
-    """Whether two prompts are the same object, or equal; what cannot be compared is not equal."""
+    """Tell whether two prompts are the same object, or equal; what cannot be compared is not
+    equal."""
     if first is second:
         return True
     try:

@@ -1,4 +1,4 @@
-"""Human preference score, version 2 and 2.1 (Wu et al. 2023, arXiv:2306.09341)."""
+"""Scores human preference by HPS, version 2 and 2.1 (Wu et al. 2023, arXiv:2306.09341)."""
 
 from __future__ import annotations
 
@@ -39,11 +39,12 @@ class HPSv2(PromptReward):
     As published, the longer side of the picture is brought to 224 and the rest filled with black;
     of a square one that is a plain resize. Of a video, the mean over its frames.
 
-    Args: weights: the published checkpoint (``HPS_v2.1_compressed.pt`` or
-        ``HPS_v2_compressed.pt``). model: the open_clip model it belongs to; a folder or hub id
-        brings its own weights. scale: a published scaling by name, or a factor on the cosine.
+    Args:
+        weights: the published checkpoint (``HPS_v2.1_compressed.pt`` or ``HPS_v2_compressed.pt``).
+        model: the open_clip model it belongs to; a folder or hub id brings its own weights.
+        scale: a published scaling by name, or a factor on the cosine.
         preprocess: ``pil`` as published (8 bits, PIL's bicubic), ``tensor`` on floats as in
-        DiffusionNFT.
+            DiffusionNFT.
 
     Raises:
         UserError: when the checkpoint is missing, with where to get it.
@@ -79,8 +80,8 @@ class HPSv2(PromptReward):
 
 
 def padding(clip: Clip) -> Clip:
-    """The same network and texts with HPSv2's own preprocessing: the longer side decides, black
-    around it."""
+    """Return the same network and texts with HPSv2's own preprocessing: longer side to size, black
+    around."""
     padded = Clip(clip.model, clip.tokenizer, clip.device)
     padded.preprocess_cfg |= {"resize_mode": "longest", "fill_color": 0, "interpolation": "bicubic"}
     padded.shared = clip  # keeps the entry among the shared models alive

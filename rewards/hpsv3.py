@@ -1,5 +1,5 @@
-"""HPSv3, a wide-spectrum human preference score (Ma et al. 2025, arXiv:2508.03789): Qwen2-VL-7B
-with a small head."""
+"""Scores human preference by HPSv3 (Ma et al. 2025, arXiv:2508.03789): Qwen2-VL-7B with a small
+head."""
 
 from __future__ import annotations
 
@@ -38,10 +38,12 @@ class HPSv3(PromptReward):
     The head also gives the logarithm of a deviation, which, as published, is not used. Of a video,
     the mean over its frames.
 
-    Args: weights: ``HPSv3.safetensors``: a file, or ``hub id/file``. base: the model it grew from,
-        for configuration, tokenizer and processor: hub id or folder. instruction: the published
-        prompt as a text file (its instruction and what follows it), with ``{text_prompt}``
-            and ``<|Reward|>`` in it; it belongs to the weights and is not shipped here.
+    Args:
+        weights: ``HPSv3.safetensors``: a file, or ``hub id/file``.
+        base: the model it grew from, for configuration, tokenizer and processor: hub id or folder.
+        instruction: the published prompt as a text file (its instruction and what follows it), with
+            ``{text_prompt}`` and ``<|Reward|>`` in it; it belongs to the weights and is not shipped
+            here.
         scale: a published scaling by name, or a factor on mu.
         pixels: of a picture after resizing; as published, all have the same.
         preprocess: ``pil`` as published, ``tensor`` on floats.
@@ -79,7 +81,7 @@ class HPSv3(PromptReward):
         return self.scale(self.network(self.batch(pictures, texts))[:, 0, 0])
 
     def batch(self, pictures: Tensor, texts: list[str]) -> dict[str, Tensor]:
-        """[N, 3, H, W] in 0..1 and N texts -> what the model takes."""
+        """Prepare [N, 3, H, W] in 0..1 and N texts as the model takes them."""
         instructions = [self.instruction.replace("{text_prompt}", text) for text in texts]
         options = {"size": self.size} | ({} if self.exact else {"do_rescale": False})
         inputs = self.tools(

@@ -1,4 +1,4 @@
-"""ImageReward (Xu et al. 2023, arXiv:2304.05977): a BLIP that reads the prompt while looking at the
+"""Scores by ImageReward (Xu et al. 2023, arXiv:2304.05977): BLIP reads the prompt and sees the
 picture.
 
 The published checkpoint names BLIP's original modules; here they are the layers of transformers'
@@ -59,10 +59,12 @@ class ImageReward(PromptReward):
 
     Of a video, the mean over its frames.
 
-    Args: weights: ``ImageReward.pt`` (or the same tensors as ``.safetensors``): a file, or ``hub
-        id/file``. tokenizer: a BERT tokenizer, hub id or folder. scale: a published scaling by
-        name, or a factor on the raw score. preprocess: ``pil`` as published (8 bits, PIL's
-        bicubic), ``tensor`` on floats.
+    Args:
+        weights: ``ImageReward.pt`` (or the same tensors as ``.safetensors``): a file, or ``hub
+            id/file``.
+        tokenizer: a BERT tokenizer, hub id or folder.
+        scale: a published scaling by name, or a factor on the raw score.
+        preprocess: ``pil`` as published (8 bits, PIL's bicubic), ``tensor`` on floats.
 
     Raises:
         UserError: a missing or foreign checkpoint.
@@ -92,8 +94,8 @@ class ImageReward(PromptReward):
         return self.scale((raw - MEAN) / STD)
 
     def pixels(self, pictures: Tensor) -> Tensor:
-        """[N, 3, H, W] in 0..1 -> [N, 3, S, S]: the shorter side to S, bicubic, the middle of it,
-        CLIP's colours."""
+        """Prepare [N, 3, H, W] in 0..1 -> [N, 3, S, S]: the shorter side to S, bicubic, the middle
+        of it, CLIP's colours."""
         size = (self.network.size, self.network.size)
         if self.exact:
             from torchvision.transforms.functional import InterpolationMode as Mode
@@ -110,7 +112,7 @@ class ImageReward(PromptReward):
 
 
 class Network(nn.Module):
-    """BLIP's vision transformer and text encoder, and five linear layers."""
+    """Combines BLIP's vision transformer and text encoder with five linear layers."""
 
     def __init__(self, config: dict[str, dict], mlp: list[int]):
         from transformers import BlipTextConfig, BlipTextModel, BlipVisionConfig, BlipVisionModel
@@ -126,7 +128,7 @@ class Network(nn.Module):
         return self.mlp[0].weight.device
 
     def forward(self, pixels: Tensor, tokens: Tensor, mask: Tensor) -> Tensor:
-        """Pixels [N, 3, S, S], tokens and mask [N, T] -> [N] scores before standardising."""
+        """Map pixels [N, 3, S, S], tokens and mask [N, T] -> [N] scores before standardising."""
         image_states = self.visual(pixels).last_hidden_state  # [N, P + 1, W]
         read = self.text(
             input_ids=tokens, attention_mask=mask, encoder_hidden_states=image_states
@@ -135,8 +137,8 @@ class Network(nn.Module):
 
 
 def load_network(file: Path) -> Network:
-    """The network of a published checkpoint; all sizes are read from it, attention heads are 64
-    wide."""
+    """Load the network of a published checkpoint; all sizes are read from it, attention heads are
+    64 wide."""
     tensors = read_tensors(file)
     parts = {
         part: under(tensors, prefix)
@@ -176,7 +178,7 @@ def load_network(file: Path) -> Network:
 
 
 def sizes(vision: dict[str, Tensor], text: dict[str, Tensor]) -> dict[str, dict[str, Any]]:
-    """Options of the two BLIP configurations, from the shapes of the tensors."""
+    """Return options of the two BLIP configurations, from the shapes of the tensors."""
     width = vision["patch_embed.proj.weight"].shape[0]
     patch = vision["patch_embed.proj.weight"].shape[-1]
     side = round((vision["pos_embed"].shape[1] - 1) ** 0.5)
@@ -220,7 +222,7 @@ def under(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 
 def renamed(name: str) -> str:
-    """A name of BLIP's vision transformer as transformers calls it."""
+    """Translate a name of BLIP's vision transformer to transformers' name."""
     for pattern, replacement in VISION:
         name = re.sub(pattern, replacement, name)
     return name

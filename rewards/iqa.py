@@ -1,5 +1,5 @@
-"""No-reference image quality by the metrics of pyiqa (MANIQA, MUSIQ, NIQE, TOPIQ, ...), an optional
-dependency."""
+"""Scores image quality without a reference by the metrics of pyiqa (MANIQA, MUSIQ, NIQE, TOPIQ,
+...), an optional dependency."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ class IQA(FrameReward):
         metric: pyiqa's name of it, such as maniqa, musiq, niqe, topiq_nr.
         scale: what the metric is multiplied by.
 
-    Raises: UserError: pyiqa is not installed, an unknown metric, one that needs a reference,
-        weights that cannot be had.
+    Raises:
+        UserError: pyiqa is not installed, an unknown metric, one that needs a reference, weights
+            that cannot be had.
     """
 
     name = "iqa"

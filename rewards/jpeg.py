@@ -1,5 +1,5 @@
-"""How many bytes a picture takes as a JPEG (Black et al. 2023, DDPO, arXiv:2305.13301, section
-5.2)."""
+"""Measures how many bytes a picture takes as a JPEG (Black et al. 2023, DDPO, arXiv:2305.13301,
+section 5.2)."""
 
 from __future__ import annotations
 
@@ -29,8 +29,11 @@ def jpeg_incompressibility(
     """Measure the size of the picture as a JPEG, in kB (1000 bytes) times ``scale``: for busy
     pictures.
 
-    Args: media: images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1; of a video, the mean over
-        its frames. prompts: not looked at. quality: 1..100 as in PIL, colour subsampled 4:2:0.
+    Args:
+        media: images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1; of a video, the mean over its
+            frames.
+        prompts: not looked at.
+        quality: 1..100 as in PIL, colour subsampled 4:2:0.
         scale: 1 for kB as in DDPO.
 
     Returns:
@@ -55,7 +58,7 @@ def jpeg_compressibility(
 
 
 def kilobytes(media: Tensor, quality: int, reward: str) -> Tensor:
-    """[B] mean JPEG size of the frames in thousands of bytes."""
+    """Return the mean JPEG size [B] of the frames in thousands of bytes."""
     if not 1 <= quality <= 100:
         raise UserError(f"reward {reward!r}: quality is 1 to 100, got {quality}")
     stack = frames(media, reward)
@@ -68,7 +71,7 @@ def kilobytes(media: Tensor, quality: int, reward: str) -> Tensor:
 
 
 def jpeg_bytes(picture, quality: int) -> int:
-    """Length of the file PIL writes for a uint8 array [H, W, 3]."""
+    """Return the length of the file PIL writes for a uint8 array [H, W, 3]."""
     from PIL import Image
 
     buffer = io.BytesIO()

@@ -1,4 +1,4 @@
-"""A vision-language model as judge that gives points."""
+"""Scores by a vision-language model as judge that gives points."""
 
 from __future__ import annotations
 
@@ -30,17 +30,22 @@ class Judge(Judged):
     """Ask a vision-language model for the scores of a template; their mean over the best is the
     reward.
 
-    Args: model: who judges: ``{server: {url: ...}}`` or ``{local: {path: ...}}``. template:
-        ``rating`` (0 to 10, pictures or answers), ``unified_reward`` (1 to 5), ``unified_reward_2``
-        (three
-            scores of 1 to 5), or a file of your own. aspects: which of several scores count; None:
-        all. pattern: regular expression whose group 1 is the score, for a file; None: the answer is
-        JSON with ``score``. low, high: worst and best score on the judge's scale, for a file (0 and
-        10); ``high`` becomes 1. frames: pictures shown of a video, evenly spaced. tokens: most of
-        an answer. on_failure: ``nan`` leaves samples without an answer out, ``stop`` raises.
+    Args:
+        model: who judges: ``{server: {url: ...}}`` or ``{local: {path: ...}}``.
+        template: ``rating`` (0 to 10, pictures or answers), ``unified_reward`` (1 to 5),
+            ``unified_reward_2`` (three scores of 1 to 5), or a file of your own.
+        aspects: which of several scores count; None: all.
+        pattern: regular expression whose group 1 is the score, for a file; None: the answer is JSON
+            with ``score``.
+        low, high: worst and best score on the judge's scale, for a file (0 and 10); ``high``
+            becomes 1.
+        frames: pictures shown of a video, evenly spaced.
+        tokens: most of an answer.
+        on_failure: ``nan`` leaves samples without an answer out, ``stop`` raises.
 
-    Raises: UserError: a template that does not fit, with its file and line; a judge that refuses
-        every question.
+    Raises:
+        UserError: a template that does not fit, with its file and line; a judge that refuses every
+            question.
     """
 
     name = "judge"
@@ -65,8 +70,8 @@ class Judge(Judged):
         self.card = self.needing(self.template)
 
     def __call__(self, media: Tensor | list[str], prompts: list[dict]) -> Tensor:
-        """Images [B, 3, H, W], videos [B, F, 3, H, W] in 0..1, or B texts -> [B] float32 on the
-        CPU, about 0..1."""
+        """Score images [B, 3, H, W], videos [B, F, 3, H, W] in 0..1, or B texts -> [B] float32 on
+        the CPU, about 0..1."""
         values = torch.full((len(prompts),), torch.nan)
         rows = []
         questions = []
@@ -95,14 +100,14 @@ class Judge(Judged):
 
 
 class JsonScores(Question):
-    """A question whose answer is JSON with a reason and a score."""
+    """Asks a question whose answer is JSON with a reason and a score."""
 
     def value(self, text: str) -> dict[str, float]:
         return {"score": super().value(text).score}
 
 
 def chosen_aspects(aspects: Sequence[str] | None, template: Template) -> list[str]:
-    """Names of the scores that count, as the template calls them."""
+    """Return names of the scores that count, as the template calls them."""
     known = {name.lower(): name for name in template.patterns or ("score",)}
     for name in aspects or ():
         if name.lower() not in known:
@@ -116,7 +121,7 @@ def chosen_aspects(aspects: Sequence[str] | None, template: Template) -> list[st
 
 @lru_cache(maxsize=64)
 def score_schema(low: float, high: float) -> Any:
-    """``{"reason": text, "score": number from low to high}``."""
+    """Return the schema of ``{"reason": text, "score": number from low to high}``."""
     from pydantic import ConfigDict, Field, create_model
 
     return create_model(

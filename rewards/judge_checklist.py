@@ -1,4 +1,4 @@
-"""A vision-language model as judge that goes through a list of points: checklists and graded
+"""Scores by a vision-language model as judge that goes through a list: checklists and graded
 rubrics."""
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class Checklist(Judged):
         self.card = self.needing(self.template)
 
     def __call__(self, media: Tensor | list[str], prompts: list[dict]) -> Tensor:
-        """Images [B, 3, H, W], videos [B, F, 3, H, W] in 0..1, or B texts -> [B] float32 on the
-        CPU, in 0..1."""
+        """Score images [B, 3, H, W], videos [B, F, 3, H, W] in 0..1, or B texts -> [B] float32 on
+        the CPU, in 0..1."""
         values = torch.full((len(prompts),), torch.nan)
         rows = []
         points = []
@@ -96,7 +96,7 @@ class Checklist(Judged):
 
 
 def weighted(items: Any, where: str) -> dict[str, float]:
-    """Points with their weights. Raises UserError."""
+    """Return points with their weights. Raises UserError."""
     weights = dict.fromkeys(items, 1.0) if isinstance(items, (list, tuple)) else items
     good = isinstance(weights, dict) and all(
         isinstance(key, str) and type(value) in (int, float) for key, value in weights.items()
@@ -112,7 +112,7 @@ def weighted(items: Any, where: str) -> dict[str, float]:
 
 @lru_cache(maxsize=256)
 def checklist_schema(count: int, levels: int) -> Any:
-    """``{"point_1": true, ...}``, or whole numbers from 0 to ``levels``."""
+    """Return the schema of ``{"point_1": true, ...}``, or of whole numbers from 0 to ``levels``."""
     from pydantic import ConfigDict, Field, create_model
 
     if levels == 1:

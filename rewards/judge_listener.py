@@ -1,5 +1,5 @@
-"""A second vision-language model that reads a model's reasoning without its answer: would it come
-to the right one?"""
+"""Scores reasoning by whether a second vision-language model that reads it finds the right
+answer."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Listener(Judged):
         self.card = self.needing(self.template)
 
     def __call__(self, media: list[str], prompts: list[dict]) -> Tensor:
-        """B texts -> [B] float32 on the CPU, in 0..1."""
+        """Score B texts -> [B] float32 on the CPU, in 0..1."""
         if isinstance(media, Tensor):
             raise UserError(
                 "reward 'judge_listener' reads reasoning in texts; the policy made images or videos"
@@ -102,7 +102,7 @@ class Listener(Judged):
         )
 
     def _asked(self, prompt: dict) -> tuple[str, tuple[str, ...], str]:
-        """The right word, all words, and the question."""
+        """Return the right word, all words, and the question."""
         right = prompt.get(self.target)
         if right is None:
             raise UserError(
@@ -123,7 +123,7 @@ class Listener(Judged):
 
 
 def reasoning(text: str) -> str:
-    """A completion without its answer."""
+    """Return a completion without its answer."""
     thought, closed, _ = text.rpartition("</think>")
     text = thought if closed else text
     text = re.sub(r"<answer>.*?(</answer>|\Z)", "", text.replace("<think>", ""), flags=re.S)

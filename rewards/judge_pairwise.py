@@ -1,5 +1,4 @@
-"""A vision-language model that compares the samples of a prompt with each other, each pair in both
-orders."""
+"""Lets a vision-language model compare the samples of a prompt, each pair in both orders."""
 
 from __future__ import annotations
 
@@ -36,16 +35,17 @@ class Pairwise(Judged):
     a judge that only looks at the place says one half. A pair with an order that was not answered
     does not count; a sample that is in no pair has no value.
 
-    Args: model: who judges: ``{server: {url: ...}}`` or ``{local: {path: ...}}``. template:
-        ``pair`` (answers 1 or 2, with probabilities where the model gives them),
-        ``unified_reward``, or a
-            file of your own, with ``{{ first }}`` and ``{{ second }}``.
+    Args:
+        model: who judges: ``{server: {url: ...}}`` or ``{local: {path: ...}}``.
+        template: ``pair`` (answers 1 or 2, with probabilities where the model gives them),
+            ``unified_reward``, or a file of your own, with ``{{ first }}`` and ``{{ second }}``.
         pattern: regular expression whose group 1 is 1 or 2, for a file; None: the answer is 1 or 2.
-        method: ``win_rate``: mean chance over the pairs; ``bradley_terry``: strengths s with
-            P(i beats j) = sigmoid(s_i - s_j), most probable under a normal prior, mean 0 in each
-        group. opponents: pairs a sample is in; None: all others. An even number. frames: pictures
-        shown of a video, evenly spaced. tokens: most of an answer. on_failure: ``nan`` leaves pairs
-        without an answer out, ``stop`` raises.
+        method: ``win_rate``: mean chance over the pairs; ``bradley_terry``: strengths s with P(i
+            beats j) = sigmoid(s_i - s_j), most probable under a normal prior, mean 0 in each group.
+        opponents: pairs a sample is in; None: all others. An even number.
+        frames: pictures shown of a video, evenly spaced.
+        tokens: most of an answer.
+        on_failure: ``nan`` leaves pairs without an answer out, ``stop`` raises.
 
     Raises:
         UserError: a group of one: it has nothing to compare.
@@ -79,7 +79,7 @@ class Pairwise(Judged):
         self.card = self.needing(self.template)
 
     def __call__(self, media: Tensor | list[str], prompts: list[dict]) -> Tensor:
-        """B samples, those of a prompt next to each other -> [B] float32 on the CPU."""
+        """Score B samples, those of a prompt next to each other -> [B] float32 on the CPU."""
         pictures = sample_pictures(media, self.frames, self.name)
         groups = [
             [row for row in group if pictures[row] is not None] for group in adjacent(prompts)
@@ -123,7 +123,8 @@ class Pairwise(Judged):
         return Question(parts, read=self._read, tokens=self.tokens)
 
     def _read(self, text: str) -> dict[str, float]:
-        """Chance of the first, from the last conclusion in the text; one half for a draw."""
+        """Read the chance of the first from the last conclusion in the text; one half for a
+        draw."""
         verdicts = list(re.finditer(self.template.patterns["better"], text, re.I))
         if not verdicts:
             raise Unreadable("it does not say which is better")
@@ -134,7 +135,8 @@ class Pairwise(Judged):
 
 
 def adjacent(prompts: Sequence[dict]) -> list[list[int]]:
-    """Rows of one prompt that lie next to each other. Raises UserError for a group of one."""
+    """List the rows of each prompt, which lie next to each other. Raises UserError for a group of
+    one."""
     groups = groups_of(prompts)
     if lone := next((group for group in groups if len(group) < 2), None):
         raise UserError(
@@ -147,7 +149,7 @@ def adjacent(prompts: Sequence[dict]) -> list[list[int]]:
 
 
 def pairings(group: Sequence[int], opponents: int | None) -> list[tuple[int, int]]:
-    """Every pair, or a ring in which each meets its next ``opponents / 2`` on both sides."""
+    """List every pair, or a ring in which each meets its next ``opponents / 2`` on both sides."""
     size = len(group)
     if opponents is None or opponents >= size - 1:
         return [(group[i], group[j]) for i in range(size) for j in range(i + 1, size)]
@@ -159,7 +161,7 @@ def pairings(group: Sequence[int], opponents: int | None) -> list[tuple[int, int
 
 
 def win_rates(wins: dict[tuple[int, int], float], count: int) -> Tensor:
-    """[count] mean chance of winning over the pairs one is in, float64."""
+    """Return the mean chance [count] of winning over the pairs one is in, float64."""
     won = torch.zeros(count, dtype=torch.float64)
     met = torch.zeros(count, dtype=torch.float64)
     for (i, j), chance in wins.items():
@@ -173,7 +175,7 @@ def win_rates(wins: dict[tuple[int, int], float], count: int) -> Tensor:
 def strengths(
     wins: dict[tuple[int, int], float], count: int, prior: float = 0.1, steps: int = 50
 ) -> Tensor:
-    """[count] Bradley-Terry strengths (1952), float64, mean 0: Newton's method on the
+    """Return Bradley-Terry strengths (1952) [count], float64, mean 0: Newton's method on the
     log-posterior.
 
     sum p log sigmoid(s_i - s_j) + (1 - p) log sigmoid(s_j - s_i) - prior / 2 |s|^2; the prior keeps

@@ -1,4 +1,4 @@
-"""A vision-language model as judge that says yes or no, and how sure it is."""
+"""Scores by a vision-language model as judge that says yes or no, and how sure it is."""
 
 from __future__ import annotations
 
@@ -41,10 +41,11 @@ class YesNo(Judged):
     P(yes) / (P(yes) + P(no)), upper and lower case added up, from log-probabilities. A server
     without them gives its answer in words: 1 or 0.
 
-    Args: model: who judges: ``{server: {url: ...}}`` or ``{local: {path: ...}}``. questions: field
-        of the prompts that lists questions; each is a text whose right answer is yes, or
-            ``[text, "no"]``. The reward is their mean probability of the right answer. None: one
-            question about the whole text.
+    Args:
+        model: who judges: ``{server: {url: ...}}`` or ``{local: {path: ...}}``.
+        questions: field of the prompts that lists questions; each is a text whose right answer is
+            yes, or ``[text, "no"]``. The reward is their mean probability of the right answer.
+            None: one question about the whole text.
         template: file of your own in place of the wording; ``{{ question }}`` is the question.
         frames: pictures shown of a video, evenly spaced.
         on_failure: ``nan`` leaves samples without an answer out, ``stop`` raises.
@@ -67,8 +68,8 @@ class YesNo(Judged):
         self.card = self.needing(self.template)
 
     def __call__(self, media: Tensor | list[str], prompts: list[dict]) -> Tensor:
-        """Images [B, 3, H, W], videos [B, F, 3, H, W] in 0..1, or B texts -> [B] float32 on the
-        CPU, in 0..1."""
+        """Score images [B, 3, H, W], videos [B, F, 3, H, W] in 0..1, or B texts -> [B] float32 on
+        the CPU, in 0..1."""
         rows = []
         right_words = []
         questions = []

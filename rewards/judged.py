@@ -1,4 +1,4 @@
-"""What is shown to a judge: pictures, frames of videos, texts with the pictures of their
+"""Shows samples to a judge: pictures, frames of videos, texts with the pictures of their
 prompts."""
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ KEYS = ("images", "image")  # of a prompt: its pictures
 
 
 def sample_pictures(media: Tensor | list, frames: int, reward: str) -> list[list | None]:
-    """For each sample its pictures (``frames`` evenly spaced ones of a video); None where a pixel
-    is not finite.
+    """Return for each sample its pictures (``frames`` evenly spaced ones of a video); None where a
+    pixel is not finite.
 
     Texts have none of their own: empty lists.
     """
@@ -50,15 +50,15 @@ def sample_pictures(media: Tensor | list, frames: int, reward: str) -> list[list
 
 
 def to_pil(picture: Tensor) -> Any:
-    """uint8 [3, H, W] as a PIL image."""
+    """Convert uint8 [3, H, W] to a PIL image."""
     from PIL import Image
 
     return Image.fromarray(picture.permute(1, 2, 0).contiguous().numpy())
 
 
 def prompt_pictures(prompt: dict) -> list:
-    """The pictures of a prompt, under ``images`` or ``image``: PIL images, paths, or floats [3, H,
-    W] in 0..1.
+    """Return the pictures of a prompt under ``images`` or ``image``: PIL images, paths, or floats
+    [3, H, W] in 0..1.
 
     Raises:
         UserError: a file that cannot be read, or something that is no picture.
@@ -92,19 +92,20 @@ def _picture(picture: Any, prompt: dict) -> Any:
 
 
 def kind_of(media: Tensor | list) -> str:
-    """How a template calls a sample."""
+    """Return what a template calls a sample."""
     return "answer" if not isinstance(media, Tensor) else "image" if media.ndim == 4 else "video"
 
 
 def shown_of(media: Tensor | list, row: int, pictures: Sequence, prompt: dict) -> dict[str, Any]:
-    """The variables of a template for one sample."""
+    """Return the variables of a template for one sample."""
     if isinstance(media, Tensor):
         return {"media": pictures}
     return {"media": prompt_pictures(prompt), "answer": str(media[row])}
 
 
 class Judged:
-    """What the rewards with a judge share: questions out, values back, NaN where there is none.
+    """Provides what rewards with a judge share: sends questions, takes values, NaN where there is
+    none.
 
     ``counters`` is read by the log: what the judge has cost so far.
     """
@@ -121,18 +122,18 @@ class Judged:
         return self.model.usage.numbers()
 
     def needing(self, template: Template) -> Card:
-        """The card of this object: the fields that its template mentions."""
+        """Return the card of this object: the fields that its template mentions."""
         return replace(card_of(type(self)), needs=template.needs())
 
     def shown_rows(self, media: Tensor | list, prompts: list[dict]) -> Iterator[tuple[int, list]]:
-        """Rows that can be shown, with their pictures."""
+        """Return the rows that can be shown, with their pictures."""
         for row, pictures in enumerate(sample_pictures(media, self.frames, self.name)):
             if pictures is not None:
                 yield row, pictures
 
     def answers(self, questions: Sequence[Question]) -> list[Any]:
-        """Their values, None where there is none. Raises UserError for one of them if failures are
-        to stop the run."""
+        """Return the values of questions, None where there is none. Raises UserError for one if
+        failures are to stop the run."""
         values = self.model.ask(questions) if questions else []
         missing = sum(value is None for value in values)
         if missing and self.stop:

@@ -1,4 +1,5 @@
-"""A judge in this process: any vision-language model of transformers, from a folder or a hub id."""
+"""Runs a judge in this process: any vision-language model of transformers, from a folder or a hub
+id."""
 
 from __future__ import annotations
 
@@ -24,11 +25,14 @@ class LocalVlm:
     that the choices begin with, upper and lower case and with a blank in front added up. Two
     choices must not begin with the same token.
 
-    Args: path: folder or hub id. dtype: of the weights; ``auto`` is bfloat16 on an accelerator and
-        float32 on a CPU. device: ``auto`` is CUDA if there is one. batch_size: questions in one
-        forward pass. asked_again: how often an answer that cannot be read is asked for anew.
+    Args:
+        path: folder or hub id.
+        dtype: of the weights; ``auto`` is bfloat16 on an accelerator and float32 on a CPU.
+        device: ``auto`` is CUDA if there is one.
+        batch_size: questions in one forward pass.
+        asked_again: how often an answer that cannot be read is asked for anew.
         max_side: pictures are made smaller to at most so many pixels a side; None: as the processor
-        does it.
+            does it.
 
     Attributes:
         usage: counters since the start; ``requests`` are forward passes or generations.
@@ -55,8 +59,8 @@ class LocalVlm:
         self.usage = Usage()
 
     def ask(self, questions: Sequence[Question]) -> list[Any]:
-        """The value of every question; None where the answer cannot be read. Judges with one model
-        wait in line."""
+        """Return the value of every question; None where the answer cannot be read. Judges with one
+        model wait in line."""
         with lock_of(self.model):
             return self._ask(questions)
 
@@ -83,7 +87,7 @@ class LocalVlm:
         return values
 
     def probabilities(self, questions: Sequence[Question]) -> list[dict[str, float]]:
-        """Choice -> probability, summing to 1, for each question."""
+        """Return choice -> probability, summing to 1, for each question."""
         inputs = self._inputs([self._conversation(question) for question in questions])
         logits = self._generate(inputs, 1, output_logits=True).logits[0].float()  # [N, vocabulary]
         self.usage.add(
@@ -105,7 +109,7 @@ class LocalVlm:
         return answers
 
     def _generated(self, questions: Sequence[Question]) -> list[Any]:
-        """Values of answers in words; those that cannot be read are asked for anew."""
+        """Return values of answers in words; those that cannot be read are asked for anew."""
         talks = [self._conversation(question) for question in questions]
         values: list[Any] = [None] * len(questions)
         left = list(range(len(questions)))
@@ -191,7 +195,7 @@ def says(role: str, text: str) -> dict:
 
 
 def smaller(picture: Any, side: int | None) -> Any:
-    """A picture with at most ``side`` pixels a side, its aspect ratio kept."""
+    """Shrink a picture to at most ``side`` pixels a side, its aspect ratio kept."""
     if side is None or max(picture.size) <= side:
         return picture
     from PIL import Image
@@ -202,8 +206,8 @@ def smaller(picture: Any, side: int | None) -> Any:
 
 
 def first_tokens(tokenizer: Any, choices: Sequence[str]) -> list[list[int]]:
-    """For each choice the ids of the tokens it may begin with. Raises UserError if two choices
-    share one."""
+    """Return for each choice the ids of the tokens it may begin with. Raises UserError if two
+    choices share one."""
     groups: list[list[int]] = []
     for choice in choices:
         words = {choice, choice.lower(), choice.upper(), choice.capitalize()}
@@ -232,7 +236,7 @@ def first_tokens(tokenizer: Any, choices: Sequence[str]) -> list[list[int]]:
 
 @lru_cache(maxsize=4)
 def load(path: str, dtype: str, device: str) -> tuple[Any, Any]:
-    """Model and processor, frozen, once for all rewards that use them."""
+    """Load model and processor, frozen, once for all rewards that use them."""
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
     try:

@@ -1,5 +1,4 @@
-"""Cheap measures of a picture that need no model: sharpness, colourfulness, contrast, saturated
-pixels.
+"""Measures pictures cheaply without a model: sharpness, colourfulness, contrast, saturated pixels.
 
 They make good monitors: an optimised reward that rises while one of these runs away is being
 exploited.
@@ -94,5 +93,5 @@ def saturation_penalty(
 
 
 def grey(pictures: Tensor) -> Tensor:
-    """[N, 3, H, W] in 0..1 -> [N, H, W] in 0..255."""
+    """Convert [N, 3, H, W] in 0..1 -> [N, H, W] grey in 0..255."""
     return 255 * (pictures * pictures.new_tensor(LUMA).view(3, 1, 1)).sum(1)

@@ -1,4 +1,4 @@
-"""How much moves in a video, and how evenly, by optical flow.
+"""Measures how much moves in a video, and how evenly, by optical flow.
 
 The flow is OpenCV's DIS (Kroeger et al. 2016, arXiv:1603.03590) on grey frames, on the CPU and
 without weights, or torchvision's RAFT (Teed and Deng 2020, arXiv:2003.12039) with a weights file.
@@ -30,7 +30,7 @@ SHARPEST = 0.05  # share of a frame whose motion VBench counts
 
 
 class _Moved:
-    """What the two rewards share: the flow between neighbouring frames.
+    """Computes what the two rewards share: the flow between neighbouring frames.
 
     Args:
         flow: ``dis``, or RAFT small or large.
@@ -49,8 +49,8 @@ class _Moved:
         self.flow = load_dis() if flow == "dis" else Raft(flow, weights, batch_size, device)
 
     def flows(self, media: Tensor, reward: str, least: int) -> tuple[Tensor, Tensor]:
-        """[B, F - 1, 2, H, W] on the CPU, in shares of the shorter side, and which samples [B] are
-        not finite."""
+        """Return flows [B, F - 1, 2, H, W] on the CPU, in shares of the shorter side, and which
+        samples [B] are not finite."""
         stack = moving(media, reward, least)
         broken = ~stack.isfinite().flatten(1).all(1).cpu()
         with own_precision(media.device.type):
@@ -93,7 +93,7 @@ class MotionAmount(_Moved):
 
     @torch.no_grad()
     def __call__(self, media: Tensor, prompts: list[dict]) -> Tensor:
-        """Videos [B, F, 3, H, W] in 0..1, two frames or more -> [B] float32 on the CPU."""
+        """Score videos [B, F, 3, H, W] in 0..1, two frames or more -> [B] float32 on the CPU."""
         flows, broken = self.flows(media, "motion_amount", 2)
         lengths = flows.norm(dim=2).flatten(2)  # [B, F - 1, H W]
         if self.of == "fastest":
@@ -115,19 +115,20 @@ class MotionSmoothness(_Moved):
 
     @torch.no_grad()
     def __call__(self, media: Tensor, prompts: list[dict]) -> Tensor:
-        """Videos [B, F, 3, H, W] in 0..1, three frames or more -> [B] float32 on the CPU."""
+        """Score videos [B, F, 3, H, W] in 0..1, three frames or more -> [B] float32 on the CPU."""
         flows, broken = self.flows(media, "motion_smoothness", 3)
         return -flows.diff(dim=1).norm(dim=2).flatten(1).mean(1).masked_fill(broken, torch.nan)
 
 
 class Dis:
-    """OpenCV's dense inverse search at its medium setting."""
+    """Runs OpenCV's dense inverse search at its medium setting."""
 
     def __init__(self, cv2):
         self.cv2 = cv2
 
     def __call__(self, stack: Tensor) -> Tensor:
-        """[B, F, 3, H, W] in 0..1 -> [B, F - 1, 2, H, W] pixels, right and down."""
+        """Compute the flow of [B, F, 3, H, W] in 0..1 -> [B, F - 1, 2, H, W] pixels, right and
+        down."""
         frames = to_uint8(stack).permute(0, 1, 3, 4, 2).contiguous().numpy()
         return torch.stack([torch.stack(self.pairs(video)) for video in frames])
 
@@ -154,8 +155,8 @@ def load_dis() -> Dis:
 
 
 class Raft:
-    """torchvision's RAFT; frames are filled up to a multiple of 8 pixels, and its last estimate is
-    taken."""
+    """Runs torchvision's RAFT; frames are filled up to a multiple of 8 pixels, and its last
+    estimate is taken."""
 
     def __init__(self, kind: str, weights: str | None, batch_size: int, device: str):
         from torchvision.models import optical_flow
@@ -176,7 +177,8 @@ class Raft:
         self.batch_size = batch_size
 
     def __call__(self, stack: Tensor) -> Tensor:
-        """[B, F, 3, H, W] in 0..1 -> [B, F - 1, 2, H, W] pixels, right and down."""
+        """Compute the flow of [B, F, 3, H, W] in 0..1 -> [B, F - 1, 2, H, W] pixels, right and
+        down."""
         height, width = stack.shape[-2:]
         if min(height, width) < LEAST:
             raise UserError(

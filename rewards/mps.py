@@ -1,7 +1,7 @@
-"""MPS, the multi-dimensional human preference score (Zhang et al. 2024, arXiv:2405.14705).
+"""Scores human preference in one dimension by MPS (Zhang et al. 2024, arXiv:2405.14705).
 
-A CLIP ViT-H-14 whose picture tokens attend to those words of the prompt that matter for a condition
-(a list of words).
+It is a CLIP ViT-H-14 whose picture tokens attend to those words of the prompt that matter for a
+condition (a list of words).
 """
 
 from __future__ import annotations
@@ -45,11 +45,13 @@ class MPS(PromptReward):
     Of a video, the mean over its frames. The published file is a whole pickled module, which is not
     read: save its ``state_dict()`` where you trust it.
 
-    Args: weights: that state_dict (``.pt`` or ``.safetensors``): a file, or ``hub id/file``. clip:
-        the CLIP it grew from, for configuration, tokenizer and image processor: hub id or folder.
-        condition: the words that say which dimension is judged. threshold: words of the prompt
-        below this share of the best match are not attended to (0.3 in the published
-            evaluation, 0.01 in training).
+    Args:
+        weights: that state_dict (``.pt`` or ``.safetensors``): a file, or ``hub id/file``.
+        clip: the CLIP it grew from, for configuration, tokenizer and image processor: hub id or
+            folder.
+        condition: the words that say which dimension is judged.
+        threshold: words of the prompt below this share of the best match are not attended to (0.3
+            in the published evaluation, 0.01 in training).
         scale: a published scaling by name, or a factor on the logit.
         preprocess: ``pil`` as published, ``tensor`` on floats.
 
@@ -85,15 +87,15 @@ class MPS(PromptReward):
         return self.scale(self.temperature * cosines)
 
     def tokens(self, texts: list[str]) -> Tensor:
-        """N texts -> [N, 77] ids."""
+        """Tokenize N texts -> [N, 77] ids."""
         return self.tokenizer(
             texts, padding="max_length", truncation=True, max_length=77, return_tensors="pt"
         ).input_ids
 
 
 class Network(nn.Module):
-    """CLIP and the layers that let its picture tokens read the prompt; named as in the published
-    file."""
+    """Combines CLIP and the layers that let its picture tokens read the prompt; named as in the
+    published file."""
 
     def __init__(self, config, layers: int):
         from transformers import CLIPModel
@@ -111,7 +113,7 @@ class Network(nn.Module):
     def forward(
         self, tokens: Tensor, pixels: Tensor, condition: Tensor, threshold: float
     ) -> Tensor:
-        """Tokens [N, T], pixels [N, 3, S, S], condition [1, T] -> [N] cosines."""
+        """Map tokens [N, T], pixels [N, 3, S, S], condition [1, T] -> [N] cosines."""
         words, sentence = self.read(tokens)  # [N, T, E], [N, E]
         condition_states, _ = self.read(condition)  # [1, T, E]
         # [N, T]: how well a word fits any word of the condition
@@ -126,7 +128,7 @@ class Network(nn.Module):
         return torch.cosine_similarity(image_states[:, 0], sentence, dim=-1)
 
     def read(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """[N, T] ids -> projected states of all tokens [N, T, E] and of the end of the text [N,
+        """Map [N, T] ids -> projected states of all tokens [N, T, E] and of the end of the text [N,
         E]."""
         outputs = self.model.text_model(input_ids=tokens)
         project = self.model.text_projection
@@ -143,7 +145,7 @@ class Residual(nn.Module):
 
 
 class Gated(nn.Module):
-    """First half times the SiLU of the second (SwiGLU)."""
+    """Multiplies the first half by the SiLU of the second (SwiGLU)."""
 
     def forward(self, states: Tensor) -> Tensor:
         value, gate = states.chunk(2, dim=-1)
@@ -151,8 +153,8 @@ class Gated(nn.Module):
 
 
 class Cross(nn.Module):
-    """Attention to the words with one key and value for all heads, beside a gated feed-forward
-    layer (as in PaLM)."""
+    """Attends to the words with one key and value for all heads, beside a gated feed-forward layer
+    (as in PaLM)."""
 
     def __init__(self, width: int, grow: int = 4):
         super().__init__()
@@ -166,7 +168,7 @@ class Cross(nn.Module):
         )
 
     def forward(self, states: Tensor, words: Tensor, attended: Tensor) -> Tensor:
-        """States [N, P, E], words [N, T, E], attended [N, T] bool -> [N, P, E]."""
+        """Map states [N, P, E], words [N, T, E], attended [N, T] bool -> [N, P, E]."""
         states = self.norm(states)
         # [N, heads, P, 64]
         query = self.to_q(states).unflatten(-1, (-1, HEAD_WIDTH)).transpose(1, 2)
@@ -180,8 +182,7 @@ class Cross(nn.Module):
 
 
 class Own(nn.Module):
-    """Attention among the picture tokens with rotary positions, beside a gated feed-forward
-    layer."""
+    """Attends among the picture tokens with rotary positions, beside a gated feed-forward layer."""
 
     def __init__(self, width: int, grow: int = 4):
         super().__init__()
@@ -196,7 +197,7 @@ class Own(nn.Module):
         self.rotary_emb.register_buffer("inv_freq", 10000.0**-powers)
 
     def forward(self, states: Tensor) -> Tensor:
-        """[N, P, E] -> [N, P, E]."""
+        """Map [N, P, E] -> [N, P, E]."""
         query, key, value, inner = self.fused_attn_ff_proj(self.norm(states)).split(
             self.parts, dim=-1
         )
@@ -209,8 +210,8 @@ class Own(nn.Module):
         return self.attn_out(attention.transpose(1, 2).flatten(2)) + self.ff_out(inner)
 
     def turn(self, vectors: Tensor) -> Tensor:
-        """[..., P, 64], each position turned by its angles (Su et al. 2021, RoPE, halves of the
-        vector paired)."""
+        """Rotate [..., P, 64] by each position's angles (Su et al. 2021, RoPE, halves of the vector
+        paired)."""
         places = torch.arange(vectors.shape[-2], device=vectors.device, dtype=torch.float32)
         angles = torch.outer(places, self.rotary_emb.inv_freq.float())  # [P, 32]
         cos = angles.cos()
@@ -220,7 +221,7 @@ class Own(nn.Module):
 
 
 class Norm(nn.Module):
-    """Layer norm whose bias is kept at 0, a buffer in the published file."""
+    """Applies layer norm whose bias is kept at 0, a buffer in the published file."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -232,7 +233,7 @@ class Norm(nn.Module):
 
 
 def load_network(weights: str, clip: str) -> Network:
-    """The network of a state_dict in float32, frozen, on the CPU."""
+    """Load the network of a state_dict in float32, frozen, on the CPU."""
     config = load_processor("CLIPConfig", clip)
     file = fetch(weights, "MPS")
     tensors = {

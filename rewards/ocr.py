@@ -1,6 +1,5 @@
-"""Is the wanted text written in the picture: edit distance of what an OCR engine reads (Liu et al.
-2025, Flow-GRPO, arXiv:2505.05470, section 5.1).
-"""
+"""Scores whether the wanted text is in the picture by the edit distance of what an OCR engine reads
+(Liu et al. 2025, Flow-GRPO, arXiv:2505.05470, section 5.1)."""
 
 from __future__ import annotations
 
@@ -37,17 +36,19 @@ class OCR:
 
     Both lose their spaces and capitals. An image that contains the whole target counts as perfect,
     whatever else it shows; the distance is at most the length. Of a video every fourth frame is
-    read, without that mercy, and the frames in which anything of the target was found are averaged
-    (0 if there is none).
+    read, without that exception, and the frames in which anything of the target was found are
+    averaged (0 if there is none).
 
     Flow-GRPO read with PaddleOCR; this engine runs its models of version 4 on the CPU. It scores no
     sample 0 because the engine failed: the exception goes to the trainer, which leaves the sample
     out.
 
-    Args: field: ``text`` is searched for the part in double quotes; any other field holds the
-        target itself. threads: of the engine. side: smaller pictures are enlarged until their
-        shorter side has so many pixels before text is looked for;
-            less is faster and overlooks small writing.
+    Args:
+        field: ``text`` is searched for the part in double quotes; any other field holds the target
+            itself.
+        threads: of the engine.
+        side: smaller pictures are enlarged until their shorter side has so many pixels before text
+            is looked for; less is faster and overlooks small writing.
 
     Raises:
         UserError: RapidOCR is not installed; a prompt without a target.
@@ -63,7 +64,7 @@ class OCR:
         self.card = replace(type(self).card, needs=(field,))
 
     def __call__(self, media: Tensor, prompts: list[dict]) -> Tensor:
-        """Images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B] float32, in 0..1."""
+        """Score images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B] float32, in 0..1."""
         stack = frames(media, "ocr")
         targets = [target_of(prompt, self.field) for prompt in prompts]
         broken = ~stack.isfinite().flatten(1).all(1).cpu()
@@ -83,14 +84,15 @@ class OCR:
         return sum(legible) / len(legible) if legible else 0.0
 
     def read(self, picture: Any) -> str:
-        """uint8 [H, W, 3] -> all lines with any confidence, in reading order, without a break."""
+        """Read uint8 [H, W, 3] -> all lines with any confidence, in reading order, without a
+        break."""
         # wants blue first
         lines, _ = self.engine(picture[..., ::-1].copy(), use_cls=False, text_score=0.0)
         return "".join(text for _, text, sure in lines or [] if float(sure) > 0)
 
 
 def target_of(prompt: dict, field: str) -> str:
-    """The text that should be in the picture."""
+    """Return the text that should be in the picture."""
     text = field_of(prompt, field, "ocr")
     if field != "text":
         return text
@@ -105,7 +107,7 @@ def target_of(prompt: dict, field: str) -> str:
 
 
 def closeness(read: str, target: str, within: bool) -> float:
-    """1 - distance / length of the target; ``within``: it may be a part of what was read."""
+    """Return 1 - distance / length of the target; ``within``: it may be a part of what was read."""
     from rapidfuzz.distance import Levenshtein
 
     read = plain(read)

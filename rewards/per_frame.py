@@ -1,4 +1,5 @@
-"""Any reward of images on the frames of a video: mean, worst or best frame, all of them or some."""
+"""Applies a reward of images to the frames of a video: mean, worst or best frame, all of them or
+some."""
 
 from __future__ import annotations
 
@@ -36,10 +37,13 @@ class PerFrame:
     In a configuration: ``per_frame: {reward: {geneval: {form: strict}}, reduce: worst, frames:
     4}``.
 
-    Args: reward: the reward of images, with its options. reduce: what becomes of the frames'
-        values. frames: so many, evenly from the first to the last (the first alone for 1); None
-        takes all of them. steady: weight of max(0, 1 - mean absolute difference of neighbouring
-        frames), the rest is the reward's.
+    Args:
+        reward: the reward of images, with its options.
+        reduce: what becomes of the frames' values.
+        frames: so many, evenly from the first to the last (the first alone for 1); None takes all
+            of them.
+        steady: weight of max(0, 1 - mean absolute difference of neighbouring frames), the rest is
+            the reward's.
 
     Raises:
         UserError: a reward that does not judge images.
@@ -65,7 +69,7 @@ class PerFrame:
         self.card = replace(inner, media=("video", "image"), low=low, high=high)
 
     def __call__(self, media: Tensor, prompts: list[dict]) -> Tensor:
-        """Videos [B, F, 3, H, W] or images [B, 3, H, W] in 0..1 -> [B] float32 on the CPU."""
+        """Score videos [B, F, 3, H, W] or images [B, 3, H, W] in 0..1 -> [B] float32 on the CPU."""
         stack = frames(media, "per_frame")
         chosen = stack if self.frames is None else stack[:, evenly(stack.shape[1], self.frames)]
         repeated = [prompt for prompt in prompts for _ in range(chosen.shape[1])]
@@ -82,13 +86,13 @@ class PerFrame:
 
 
 def evenly(count: int, limit: int) -> Tensor:
-    """Places of at most ``limit`` of ``count`` frames, from the first to the last."""
+    """Return places of at most ``limit`` of ``count`` frames, from the first to the last."""
     return torch.linspace(0, count - 1, min(count, limit)).round().long()
 
 
 def steadiness(stack: Tensor) -> Tensor:
-    """[B, F, 3, H, W] -> [B] 1 minus the mean absolute difference of neighbouring frames; 1 for a
-    single one."""
+    """Map [B, F, 3, H, W] -> [B] 1 minus the mean absolute difference of neighbouring frames; 1 for
+    a single one."""
     if stack.shape[1] == 1:
         return torch.ones(len(stack))
     return (1 - stack.float().diff(dim=1).abs().flatten(1).mean(1)).clamp(min=0).cpu()

@@ -1,4 +1,4 @@
-"""Which picture people would pick for a prompt, by PickScore (Kirstain et al. 2023,
+"""Scores which picture people would pick for a prompt, by PickScore (Kirstain et al. 2023,
 arXiv:2305.01569)."""
 
 from __future__ import annotations
@@ -75,12 +75,12 @@ class PickScore(PromptReward):
         return self.scale(self.temperature * cosines)
 
     def embed_images(self, pictures: Tensor) -> Tensor:
-        """[N, 3, H, W] in 0..1 -> [N, E] unit vectors."""
+        """Embed [N, 3, H, W] in 0..1 -> [N, E] unit vectors."""
         pixels = self.eyes(pictures, self.model.device).to(self.model.dtype)
         return nnf.normalize(self.model.get_image_features(pixels).pooler_output.float(), dim=-1)
 
     def embed_texts(self, texts: list[str]) -> Tensor:
-        """N texts -> [N, E] unit vectors, each text padded or cut to 77 tokens."""
+        """Embed N texts -> [N, E] unit vectors, each text padded or cut to 77 tokens."""
         tokens = self.tokenizer(
             texts, padding="max_length", truncation=True, max_length=77, return_tensors="pt"
         )

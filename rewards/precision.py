@@ -1,5 +1,5 @@
-"""What a reward computes in: float32, whatever precision its caller trains in, unless a lower one
-was asked for."""
+"""Sets what a reward computes in: float32, whatever its caller trains in, unless a lower precision
+is set."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _lowered: ContextVar[bool] = ContextVar("lowered", default=False)
 
 
 def is_lowered() -> bool:
-    """Whether a lower precision was asked for here."""
+    """Tell whether a lower precision is set here."""
     return _lowered.get()
 
 
 @contextmanager
 def own_precision(device_type: str) -> Iterator[None]:
-    """No autocast inside, so that a score does not depend on the policy's; inside ``lowered`` its
-    autocast stays."""
+    """Disable autocast inside, so that a score does not depend on the policy's; inside ``lowered``
+    its autocast stays."""
     if _lowered.get():
         yield
     else:

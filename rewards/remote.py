@@ -1,4 +1,4 @@
-"""Rewards computed elsewhere: by ``mmrl serve-reward`` in another process, environment or
+"""Computes rewards elsewhere: by ``mmrl serve-reward`` in another process, environment or
 machine."""
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from rewards.wire import Format, check_texts, check_token, pack, read_answer
 
 @dataclass
 class Call:
-    """One batch on its way; ``given_up`` is set when no server is left, so that the rest need not
-    find out."""
+    """Tracks one batch; ``given_up`` is set when no server is left, so that its other requests stop
+    early."""
 
     given_up: threading.Event = field(default_factory=threading.Event)
 
@@ -47,23 +47,29 @@ class Remote:
     with rounded pictures; ``tensor`` sends the floats as they are. A sample with a pixel that is
     not finite is NaN with the former.
 
-    Args: url: address, or several of servers that serve the same. token: what the servers want to
-        see; None: the environment variable MMRL_REWARD_TOKEN, which is better, since
-            a run writes its configuration down. name: which of the servers' rewards; None: the sum
-        of all with the weights of the servers' configuration. format: ``png``, ``webp`` (lossless)
-        or ``tensor`` (safetensors). timeout: seconds for one request. retries: further tries of a
-        request. batch_size: samples in one request. concurrency: requests at once for each server.
+    Args:
+        url: address, or several of servers that serve the same.
+        token: what the servers want to see; None: the environment variable MMRL_REWARD_TOKEN, which
+            is better, since a run writes its configuration down.
+        name: which of the servers' rewards; None: the sum of all with the weights of the servers'
+            configuration.
+        format: ``png``, ``webp`` (lossless) or ``tensor`` (safetensors).
+        timeout: seconds for one request.
+        retries: further tries of a request.
+        batch_size: samples in one request.
+        concurrency: requests at once for each server.
         backoff: seconds before the first repetition, doubled for each further one, with jitter.
-        cooldown: seconds that a dead server is left alone while another lives. fields: keys of the
-        prompts to send; None: all, but pictures (``image``, ``images``) only if a reward that is
-            asked for looks at them. Pictures are sent, files read here.
+        cooldown: seconds that a dead server is left alone while another lives.
+        fields: keys of the prompts to send; None: all, but pictures (``image``, ``images``) only if
+            a reward that is asked for looks at them. Pictures are sent, files read here.
         on_failure: ``nan`` leaves samples without a value out, ``stop`` raises.
 
     Attributes:
         servers: the record of every server: requests, failures, the last cause.
 
-    Raises: UserError: when a server refuses the token, the samples or the name; with ``stop``, when
-        a sample has no value.
+    Raises:
+        UserError: when a server refuses the token, the samples or the name; with ``stop``, when a
+            sample has no value.
     """
 
     def __init__(
@@ -104,8 +110,8 @@ class Remote:
         return self._pool.all
 
     def __call__(self, media: Tensor | list[str], prompts: list[dict]) -> Tensor:
-        """Images [B, 3, H, W], videos [B, F, 3, H, W] in 0..1, or B texts -> [B] float32 on the
-        CPU."""
+        """Score images [B, 3, H, W], videos [B, F, 3, H, W] in 0..1, or B texts -> [B] float32 on
+        the CPU."""
         rows = sendable(media, self.format)
         values = torch.full((len(prompts),), torch.nan)  # [B]
         self._pool.wake()
@@ -123,14 +129,14 @@ class Remote:
             for chunk, answer in zip(chunks, sent, strict=True):
                 values[chunk] = answer.result()
         finally:
-            call.given_up.set()  # on the way out of an error: what still waits need not try again
+            call.given_up.set()  # after an error, waiting requests must not try again
             pool.shutdown(wait=False, cancel_futures=True)
         self._check(values, rows)
         return values
 
     def _prompts(self, prompts: list[dict]) -> list[dict]:
-        """What is sent of them: ``fields``, or all; pictures only to rewards that look at them, as
-        PNG."""
+        """Return what is sent of prompts: ``fields``, or all; pictures only to rewards that look at
+        them, as PNG."""
         if self.fields is not None:
             prompts = [
                 {key: prompt[key] for key in self.fields if key in prompt} for prompt in prompts
@@ -147,8 +153,8 @@ class Remote:
             ) from error
 
     def _sees_prompts(self) -> bool:
-        """Does a reward that is asked for look at pictures of prompts, by what the first server
-        that answers says?"""
+        """Tell whether a requested reward looks at prompts' pictures, by what the first server that
+        answers says."""
         if self._pictures is None:
             for server in self.servers:
                 try:
@@ -158,12 +164,12 @@ class Remote:
                     self._pictures = any(rewards.get(name, {}).get("pictures") for name in names)
                     break
                 except (Failed, ValueError, KeyError, TypeError, AttributeError):
-                    continue  # the requests themselves will say what is the matter
+                    continue  # the requests themselves will report the failure
         return bool(self._pictures)
 
     def _check(self, values: Tensor, rows: list[int]) -> None:
-        """``on_failure``: null from a server and no answer at all are the same, a sample without a
-        value."""
+        """Apply ``on_failure``: null from a server and no answer at all are the same, a sample
+        without a value."""
         missing = int(values[rows].isnan().sum())
         if missing and self.stop:
             causes = self._pool.causes() or "the servers could not score them"
@@ -172,7 +178,7 @@ class Remote:
             )
 
     def _ask(self, call: Call, media: Tensor | list[str], prompts: list[dict]) -> Tensor:
-        """[n] values of one request, NaN where nobody could give them."""
+        """Return the values [n] of one request, NaN where nobody could give them."""
         nothing = torch.full((len(prompts),), torch.nan)
         if call.given_up.is_set():
             return nothing
@@ -182,7 +188,7 @@ class Remote:
             server = None if call.given_up.is_set() else self._pool.take(tried)
             if server is None:
                 break
-            if server in tried:  # another server is asked at once
+            if server in tried:  # an untried server is asked without waiting
                 call.given_up.wait(self.backoff * 2 ** (attempt - 1) * self._jitter.uniform(0.5, 1))
             started = time.monotonic()
             try:
@@ -211,7 +217,7 @@ class Remote:
 
 
 def sendable(media: Tensor | list, format: str) -> list[int]:
-    """The rows whose pixels are finite, which PNG and WebP can hold; every row of the other
+    """Return the rows whose pixels are finite, which PNG and WebP can hold; every row of the other
     formats."""
     if not isinstance(media, Tensor):
         return list(range(len(check_texts(media))))

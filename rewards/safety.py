@@ -1,5 +1,4 @@
-"""Penalties for unsafe pictures: Stable Diffusion's safety checker, and any NSFW image
-classifier."""
+"""Penalises unsafe pictures by Stable Diffusion's safety checker or any NSFW image classifier."""
 
 from __future__ import annotations
 
@@ -65,8 +64,8 @@ class SafetyChecker(FrameReward):
         return -(worst > 0).float() if self.flag else -worst.clamp(min=0)
 
     def excess(self, pictures: Tensor) -> Tensor:
-        """[N, 3, H, W] in 0..1 -> [N, 17] cosine minus threshold of each concept, to 3 digits as
-        published."""
+        """Return cosine minus threshold of each concept, to 3 digits as published: [N, 3, H, W] in
+        0..1 -> [N, 17]."""
         net = self.checker
         pixels = self.eyes(pictures, net.device).to(net.dtype)
         rows = nnf.normalize(net.visual_projection(net.vision_model(pixels).pooler_output))

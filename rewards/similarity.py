@@ -1,5 +1,5 @@
-"""Is the picture like a given one: cosine of DINO's or CLIP's image embeddings, and CLIP's
-direction of an edit."""
+"""Compares a picture with a reference by DINO's or CLIP's embeddings, and an edit with CLIP's
+direction."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ STILL = 1e-3  # a difference of unit embeddings below this is rounding, not an e
 
 
 class ReferenceReward(FrameReward):
-    """Cosine between the embeddings of a picture and of its prompt's reference picture, which may
-    have any size."""
+    """Compares embeddings of a picture and its prompt's reference picture, of any size, by
+    cosine."""
 
     field: str
 
@@ -34,7 +34,7 @@ class ReferenceReward(FrameReward):
         return (self.embed(pictures) * references).sum(-1)
 
     def embed(self, pictures: Tensor) -> Tensor:
-        """[N, 3, H, W] in 0..1 -> [N, E] unit vectors."""
+        """Embed [N, 3, H, W] in 0..1 -> [N, E] unit vectors."""
         raise NotImplementedError
 
 
@@ -54,10 +54,13 @@ class DinoSimilarity(ReferenceReward):
     DreamBooth's DINO score (arXiv:2208.12242, section 4.2) with ``facebook/dino-vits16``; of a
     video, the mean over its frames.
 
-    Args: model: a vision model of transformers, hub id or folder. field: the field of a prompt that
-        holds the reference: a file, a PIL image or a tensor [3, H, W]. pool: ``cls`` is the first
-        token of the last layer, ``mean`` the mean over the others. preprocess: ``tensor`` resizes
-        the floats, ``pil`` rounds to 8 bits and resizes with PIL. dtype: of the model.
+    Args:
+        model: a vision model of transformers, hub id or folder.
+        field: the field of a prompt that holds the reference: a file, a PIL image or a tensor [3,
+            H, W].
+        pool: ``cls`` is the first token of the last layer, ``mean`` the mean over the others.
+        preprocess: ``tensor`` resizes the floats, ``pil`` rounds to 8 bits and resizes with PIL.
+        dtype: of the model.
     """
 
     name = "dino_similarity"
@@ -79,7 +82,7 @@ class DinoSimilarity(ReferenceReward):
         self.card = replace(type(self).card, needs=(field,))
 
     def embed(self, pictures: Tensor) -> Tensor:
-        """[N, 3, H, W] in 0..1 -> [N, E] unit vectors."""
+        """Embed [N, 3, H, W] in 0..1 -> [N, E] unit vectors."""
         pixels = self.eyes(pictures, self.network.device).to(self.network.dtype)
         hidden = self.network(pixels).last_hidden_state.float()  # [N, T, E]
         return nnf.normalize(hidden[:, 0] if self.pool == "cls" else hidden[:, 1:].mean(1), dim=-1)
@@ -99,10 +102,12 @@ class ClipSimilarity(ReferenceReward):
 
     Flow-GRPO calls it image_similarity. Of a video, the mean over its frames.
 
-    Args: model: an open_clip name, ``hf-hub:org/repo`` or a local folder. pretrained: open_clip's
-        tag for the weights; not used for folders and hub ids. field: the field of a prompt that
-        holds the reference: a file, a PIL image or a tensor [3, H, W]. preprocess: ``tensor`` or
-        ``pil``, see ``ClipScore``.
+    Args:
+        model: an open_clip name, ``hf-hub:org/repo`` or a local folder.
+        pretrained: open_clip's tag for the weights; not used for folders and hub ids.
+        field: the field of a prompt that holds the reference: a file, a PIL image or a tensor [3,
+            H, W].
+        preprocess: ``tensor`` or ``pil``, see ``ClipScore``.
     """
 
     name = "clip_similarity"
@@ -172,7 +177,7 @@ class DirectionalClip(FrameReward):
         self.card = replace(type(self).card, needs=(source, source_text, target_text))
 
     def conditions(self, prompts: list[dict]) -> Tensor:
-        """[B, 2, E]: the source picture, and where the words went."""
+        """Return [B, 2, E]: the source picture, and the text's direction."""
         before, after = (
             self.clip.embed_texts(texts_of(prompts, self.name, field), self.batch_size)
             for field in self.texts
@@ -190,8 +195,8 @@ class DirectionalClip(FrameReward):
 
 @torch.no_grad()
 def embed_each(pictures: list[Tensor], embed) -> Tensor:
-    """Pictures [3, H, W] of different sizes -> [B, E]; equal ones (a group has one reference) are
-    embedded once."""
+    """Embed pictures [3, H, W] of different sizes -> [B, E]; equal ones (a group has one reference)
+    are embedded once."""
     keys = [(tuple(p.shape), p.numpy(force=True).tobytes()) for p in pictures]
     first = {key: place for place, key in reversed(list(enumerate(keys)))}
     embeddings = {key: embed(pictures[place][None]) for key, place in first.items()}

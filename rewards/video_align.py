@@ -1,6 +1,5 @@
-"""VideoAlign's VideoReward (Liu et al. 2025, arXiv:2501.13918): visual quality, motion quality and
-text alignment of a video by Qwen2-VL, each read at a token of its own.
-"""
+"""Scores by VideoAlign's VideoReward (Liu et al. 2025, arXiv:2501.13918): visual quality, motion
+quality and text alignment of a video by Qwen2-VL, each read at a token of its own."""
 
 from __future__ import annotations
 
@@ -44,11 +43,14 @@ class VideoAlign:
     ``fps`` says how fast they play, and frames are taken at the rate that the checkpoint's
     ``data_config`` asks for, evenly, an even number.
 
-    Args: path: the checkpoint's folder: ``model_config.json`` and ``checkpoint-*/model.pth`` (or
-        ``model.safetensors``). base: the Qwen2-VL it grew from, for configuration, tokenizer and
-        processor; None takes the checkpoint's word. instruction: the published prompt as a text
-        file, with ``{text_prompt}`` and the tokens ``<|VQ_reward|>``,
-            ``<|MQ_reward|>``, ``<|TA_reward|>``; it belongs to the weights and is not shipped here.
+    Args:
+        path: the checkpoint's folder: ``model_config.json`` and ``checkpoint-*/model.pth`` (or
+            ``model.safetensors``).
+        base: the Qwen2-VL it grew from, for configuration, tokenizer and processor; None takes the
+            checkpoint's word.
+        instruction: the published prompt as a text file, with ``{text_prompt}`` and the tokens
+            ``<|VQ_reward|>``, ``<|MQ_reward|>``, ``<|TA_reward|>``; it belongs to the weights and
+            is not shipped here.
         part: which score.
         normalize: as published, by mean and deviation; else the raw head.
         fps: frames a second of the videos to judge.
@@ -88,7 +90,7 @@ class VideoAlign:
 
     @torch.no_grad()
     def __call__(self, media: Tensor, prompts: list[dict]) -> Tensor:
-        """Videos [B, F, 3, H, W] or images [B, 3, H, W] in 0..1 -> [B] float32 on the CPU."""
+        """Score videos [B, F, 3, H, W] or images [B, 3, H, W] in 0..1 -> [B] float32 on the CPU."""
         stack = frames(media, "video_align")
         texts = texts_of(prompts, "video_align")
         broken = ~stack.isfinite().flatten(1).all(1).cpu()
@@ -101,13 +103,13 @@ class VideoAlign:
         return torch.cat(scores).masked_fill(broken, torch.nan)
 
     def chosen(self, count: int) -> Tensor:
-        """Which of ``count`` frames are looked at."""
+        """Return which of ``count`` frames are looked at."""
         frames = self.data.get("num_frames") or count / self.fps * (self.data.get("fps") or 2.0)
         even = max(2, 2 * round(min(frames, count) / 2))
         return torch.linspace(0, count - 1, even).round().long()
 
     def read(self, videos: Tensor, texts: list[str]) -> Tensor:
-        """[N, F, 3, H, W] and N texts -> [N] scores."""
+        """Score [N, F, 3, H, W] and N texts -> [N]."""
         # [N, 3]: each part at its own token
         scores = self.network(self.batch(videos, texts)).diagonal(dim1=1, dim2=2)
         total = torch.zeros(len(scores), device=scores.device)
@@ -134,7 +136,7 @@ class VideoAlign:
 
 
 def find(path: str) -> tuple[Path, dict[str, Any]]:
-    """The weights' file (of the last step, where there are several) and the configuration of a
+    """Find the weights' file (of the last step, where there are several) and the configuration of a
     checkpoint folder."""
     folder = Path(path).expanduser()
     config = folder / "model_config.json"
@@ -154,7 +156,7 @@ def find(path: str) -> tuple[Path, dict[str, Any]]:
 
 
 def alpha_of(lora: dict[str, Any]) -> float:
-    """What alpha / rank of the adapters starts from; rank-stabilised ones are divided by the root
-    of the rank."""
+    """Return what alpha / rank of the adapters starts from; rank-stabilised ones are divided by the
+    root of the rank."""
     alpha = float(lora.get("lora_alpha", 1.0))
     return alpha * lora["lora_r"] ** 0.5 if lora.get("use_rslora") else alpha

@@ -1,5 +1,4 @@
-"""Rewards without a right answer: what most answers to a prompt say, how often each is given, how
-sure the model was.
+"""Rewards answers without a right one: by the majority, by frequency, by how sure the model was.
 
 Answers are read out of the texts as the verifiable rewards read them: the last ``<answer>`` or box,
 else the text, in normal form. A text without one has no vote and earns 0.
@@ -95,7 +94,8 @@ class CoReward:
     def __call__(
         self, media: Sequence[str], prompts: list[dict], gather: Callable[[list], list] = list
     ) -> Tensor:
-        """[B]. ``gather`` returns the rows of all processes; without it there is but this one."""
+        """Score [B]. ``gather`` returns the rows of all processes; without it there is but this
+        one."""
         votes = votes_of(media, "co_reward")
         scores = torch.zeros(len(media))
         groups = groups_of(prompts)
@@ -118,7 +118,7 @@ class CoReward:
         return scores
 
     def remember(self) -> None:
-        """Keeps the votes of the last call; those of an evaluation are forgotten."""
+        """Keep the votes of the last call; those of an evaluation are forgotten."""
         self.votes = merged_votes(self.votes, self.latest)
         self.latest = []
 
@@ -132,7 +132,7 @@ class CoReward:
 def merged_votes(
     before: dict[str, dict[str, str]], latest: Sequence[Sequence[str]]
 ) -> dict[str, dict[str, str]]:
-    """Twin -> version -> vote, the latest of each."""
+    """Merge twin -> version -> vote, the latest of each."""
     merged = {name: dict(versions) for name, versions in before.items()}
     for name, one_version, winner in latest:
         merged.setdefault(name, {})[one_version] = winner
@@ -178,17 +178,17 @@ def self_certainty(media: Sequence[str], prompts: list[dict], *, scale: float = 
 
 
 def twin(prompt: dict) -> str:
-    """What the versions of a question share."""
+    """Return what the versions of a question share."""
     return str(prompt.get("twin"))
 
 
 def version(prompt: dict) -> str:
-    """What tells the versions of a question apart."""
+    """Return what tells the versions of a question apart."""
     return str(prompt.get("version", prompt.get("text")))
 
 
 def votes_of(media: Sequence[str], reward: str) -> list[str | None]:
-    """The answer in every text, in normal form; None where there is none."""
+    """Return the answer in every text, in normal form; None where there is none."""
     if isinstance(media, Tensor):
         raise UserError(f"reward {reward!r} compares texts, not images or videos")
     return [vote(text) for text in media]
@@ -203,6 +203,6 @@ def vote(text: str) -> str | None:
 
 
 def leading(votes: Sequence[str | None]) -> tuple[str | None, int]:
-    """The most frequent vote, the first of several, and how many gave it."""
+    """Return the most frequent vote, the first of several, and how many gave it."""
     counts = Counter(vote for vote in votes if vote is not None)
     return counts.most_common(1)[0] if counts else (None, 0)

@@ -1,6 +1,5 @@
-"""Question answering as a reward, by any vision-language model of transformers: VQAScore (Lin et
-al. 2024, arXiv:2404.01291) and TIFA (Hu et al. 2023, arXiv:2303.11897).
-"""
+"""Scores by question answering with any vision-language model of transformers: VQAScore (Lin et al.
+2024, arXiv:2404.01291) and TIFA (Hu et al. 2023, arXiv:2303.11897)."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ MODEL = "Qwen/Qwen2.5-VL-3B-Instruct"
 class VQAScore(PromptReward):
     """Ask a model whether the picture shows the prompt; the probability of yes is the score.
 
-    That of the answer's first token. Of a video, the mean over its frames.
+    It is the probability of the answer's first token. Of a video, the mean over its frames.
 
     Args:
         model: an image-text-to-text model, hub id or folder.
@@ -121,7 +120,7 @@ class TIFA(FrameReward):
         return torch.tensor([self.right(*row) for row in zip(pictures, questions, strict=True)])
 
     def right(self, picture: Tensor, questions: list[tuple[str, list[str], str]]) -> float:
-        """Share of right answers about a picture [3, H, W]."""
+        """Return the share of right answers about a picture [3, H, W]."""
         flat = [(question, choice) for question, choices, _ in questions for choice in choices]
         likelihoods = []
         for start in range(0, len(flat), self.batch_size):
@@ -139,7 +138,8 @@ class TIFA(FrameReward):
 
 
 def questions_of(prompt: dict) -> list[tuple[str, list[str], str]]:
-    """(question, choices, answer) of a prompt; the question names its choices as TIFA's do."""
+    """Return (question, choices, answer) of a prompt; the question names its choices as TIFA's
+    do."""
     questions: list[tuple[str, list[str], str]] = []
     for entry in field_of(prompt, "questions", "tifa", list):
         choices = list(checked_question(entry).get("choices") or ["yes", "no"])

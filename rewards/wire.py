@@ -1,5 +1,5 @@
-"""How samples and prompts travel to a reward server and back: as JSON, in it PNG, lossless WebP or
-safetensors in base64.
+"""Encodes samples and prompts for a reward server and back: JSON with PNG, lossless WebP or
+safetensors.
 
 Nothing here can run code that a sender chose: there is no pickle. ``pack`` is the client's half,
 ``unpack`` the server's; both ends of a conversation import this file, so they cannot disagree. F
@@ -29,7 +29,7 @@ MODES = ("1", "L", "LA", "P", "RGB", "RGBA")  # of PIL, 8 bits a channel or fewe
 
 
 class BadInput(Exception):
-    """What a sender got wrong; ``field`` is where."""
+    """Says what a sender got wrong; ``field`` is where."""
 
     def __init__(self, field: str, problem: str):
         super().__init__(f"{field}: {problem}")
@@ -38,7 +38,7 @@ class BadInput(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """What one request may hold, and how its pictures may be encoded."""
+    """Sets what one request may hold, and how its pictures may be encoded."""
 
     samples: int = 1024
     pixels: float = 64e6  # of all pictures together, decoded
@@ -47,7 +47,7 @@ class Limits:
 
 @dataclass
 class Parts:
-    """The content of a request; exactly one of images, videos, texts, tensor."""
+    """Holds the content of a request; exactly one of images, videos, texts, tensor."""
 
     prompts: Any
     # encoded pictures, a list of them for each video, texts, or the bytes of a safetensors file
@@ -64,7 +64,8 @@ class Parts:
 def pack(
     media: Tensor | list, prompts: Sequence[dict], kind: Format, names: Sequence[str] | None = None
 ) -> bytes:
-    """The JSON body of a request. Pictures are floats in 0..1; PNG and WebP round them to 8 bits.
+    """Write the JSON body of a request. Pictures are floats in 0..1; PNG and WebP round them to 8
+    bits.
 
     Raises:
         UserError: prompts that JSON cannot hold, or media that is neither pictures nor text.
@@ -95,7 +96,7 @@ def to_base64(content: bytes) -> str:
 
 
 def check_prompts(prompts: Sequence[dict]) -> list[dict]:
-    """The prompts, if JSON can hold them."""
+    """Return the prompts, if JSON can hold them."""
     for prompt in prompts:
         for key, value in prompt.items():
             try:
@@ -111,7 +112,7 @@ def check_prompts(prompts: Sequence[dict]) -> list[dict]:
 
 
 def check_token(token: str | None) -> str | None:
-    """A token that fits into a header. Raises UserError."""
+    """Return a token that fits into a header. Raises UserError."""
     if token is not None and not (token and token.isascii() and token.isprintable()):
         raise UserError("token: expected printable ASCII characters")
     return token
@@ -128,7 +129,7 @@ def check_texts(texts: list) -> list[str]:
 
 
 def picture_bytes(picture: Tensor, kind: str) -> bytes:
-    """A uint8 picture [3, H, W] as a file that gives back the same bytes."""
+    """Encode a uint8 picture [3, H, W] as a file that gives back the same bytes."""
     from PIL import Image
 
     options = {
@@ -147,7 +148,7 @@ def picture_bytes(picture: Tensor, kind: str) -> bytes:
 
 
 def parse_json(content: bytes, field: str) -> Any:
-    """Strict JSON: NaN and infinity are refused."""
+    """Parse strict JSON: NaN and infinity are refused."""
     try:
         return json.loads(content, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
@@ -159,8 +160,8 @@ def _no_constant(name: str) -> None:
 
 
 def unpack(parts: Parts, limits: Limits) -> tuple[Tensor | list[str], list[dict]]:
-    """Media and prompts as a reward takes them: floats [B, 3, H, W] or [B, F, 3, H, W] in 0..1, or
-    texts.
+    """Return media and prompts as a reward takes them: floats [B, 3, H, W] or [B, F, 3, H, W] in
+    0..1, or texts.
 
     Raises:
         BadInput: anything that is not what it should be, with the name of the field.
@@ -195,7 +196,7 @@ def _media(parts: Parts, limits: Limits) -> Tensor | list[str]:
 
 
 def _pictures(parts: Parts, limits: Limits) -> Tensor:
-    """[B, 3, H, W] or [B, F, 3, H, W] float32, from files of one size."""
+    """Decode files of one size to [B, 3, H, W] or [B, F, 3, H, W] float32."""
     videos = parts.kind == "videos"
     counts = (
         {len(video) if isinstance(video, list) else -1 for video in parts.media} if videos else {1}
@@ -231,8 +232,8 @@ def _named(parts: Parts) -> Iterator[tuple[str, Any]]:
 def _decode(
     name: str, content: Any, formats: Sequence[str], budget: float
 ) -> tuple[Tensor, tuple[int, int]]:
-    """A file as uint8 [3, H, W], with its width and height; the size is looked at before anything
-    is decoded."""
+    """Decode a file to uint8 [3, H, W], with its width and height; the size is looked at before
+    anything is decoded."""
     import numpy as np
     from PIL import Image
 
@@ -263,7 +264,7 @@ def _decode(
 
 
 def _tensor(content: Any, limits: Limits) -> Tensor:
-    """The tensor called media of a safetensors file, in float32 if it was stored in a smaller
+    """Read the tensor called media of a safetensors file, in float32 if it was stored in a smaller
     type."""
     from safetensors.torch import load
 
@@ -298,8 +299,8 @@ def _tensor(content: Any, limits: Limits) -> Tensor:
 
 
 def read_answer(content: bytes, names: Sequence[str] | None, count: int) -> Tensor:
-    """[count] float32 out of an answer: the only reward asked for, or the weighted sum of all, NaN
-    where null.
+    """Read [count] float32 out of an answer: the only requested reward, or the weighted sum of all,
+    NaN where null.
 
     Raises:
         ValueError: an answer that is not what a server of ours sends.
@@ -335,8 +336,8 @@ def _values(row: Any, count: int) -> Tensor:
 
 
 def message_of(content: bytes) -> str:
-    """The message of an error answer, shortened: of ``{"error": text}``, OpenAI's ``{"error":
-    {"message": text}}`` or anything else. What it says came from outside."""
+    """Return the message of an error answer, shortened: of ``{"error": text}``, OpenAI's
+    ``{"error": {"message": text}}`` or anything else. What it says came from outside."""
     try:
         text = json.loads(content)["error"]
         text = text["message"] if isinstance(text, dict) else text

@@ -1,9 +1,8 @@
-"""Sampling groups of images as tokens: mmrl against the libraries' own generation, at equal
-outputs, in turns.
+"""Compares sampling groups of images as tokens: mmrl against the libraries' own generation, at
+equal outputs, in turns.
 
-    python scripts/bench_discrete.py                              # models of several sizes with
-    random weights, CPU python scripts/bench_discrete.py --device cuda --dtype bfloat16 --cases
-    janus-large
+    python scripts/bench_discrete.py  # models of several sizes with random weights, CPU
+    python scripts/bench_discrete.py --device cuda --dtype bfloat16 --cases janus-large
 
 Janus: JanusForConditionalGeneration.generate(generation_mode="image"). aMUSEd: AmusedPipeline. Both
 sides sample the same group of one prompt with the same weights and guidance. That their outputs are
@@ -45,7 +44,7 @@ PROMPT = {"text": "a red seven"}  # a token a byte, and the template: about as m
 
 @dataclass(frozen=True)
 class Size:
-    """Of a model: Llama or U-ViT of this width, a picture of side x side tokens."""
+    """Describes a model: Llama or U-ViT of this width, a picture of side x side tokens."""
 
     family: str
     width: int
@@ -73,7 +72,7 @@ USUAL = ("janus-tiny", "janus-small", "janus-576", "amused-tiny", "amused-small"
 
 
 def janus(size: Size, folder: Path) -> None:
-    """A complete folder of the real classes with random weights."""
+    """Build a complete folder of the real classes with random weights."""
     import transformers as hf
 
     from tests.fixtures import tiny_vlms
@@ -151,7 +150,7 @@ def amused(size: Size, folder: Path) -> None:
 
 
 class Janus:
-    """``ours`` and ``theirs`` draw the tokens of a group of images of one prompt."""
+    """Draws by ``ours`` and ``theirs`` the tokens of a group of images of one prompt."""
 
     def __init__(self, folder: Path, args: argparse.Namespace, size: Size, dtype: torch.dtype):
         from mmrl.policies.image_tokens.models.janus import Janus as Policy
@@ -183,7 +182,7 @@ class Janus:
         )
 
     def agreement(self) -> str:
-        """What was compared. SystemExit if it differs."""
+        """Say what was compared; SystemExit if it differs."""
         from samplers.warp import Warp
 
         rng = Rng.of("equal")
@@ -203,7 +202,7 @@ class Janus:
 
 
 class Amused:
-    """With the decoded pictures, since the pipeline returns those."""
+    """Draws with the decoded pictures, since the pipeline returns those."""
 
     def __init__(self, folder: Path, args: argparse.Namespace, size: Size, dtype: torch.dtype):
         from diffusers import AmusedPipeline
@@ -272,7 +271,7 @@ class Amused:
 
 
 def inverted(p: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """[n] draws from probabilities [n, V]."""
+    """Draw [n] from probabilities [n, V] with the given uniform numbers."""
     sums = p.double().cumsum(-1)
     return (sums <= uniform[:, None] * sums[:, -1:]).sum(-1)
 
@@ -302,7 +301,8 @@ def built(size: Size, args: argparse.Namespace, dtype: torch.dtype) -> Any:
 
 
 def timed(fn: Callable[[], Any]) -> dict[str, float]:
-    """Seconds by the clock, and of this process's own work, which other programs disturb less."""
+    """Measure seconds by the clock, and of this process's own work, which other programs disturb
+    less."""
     import measuring
 
     start = time.process_time()
@@ -311,7 +311,7 @@ def timed(fn: Callable[[], Any]) -> dict[str, float]:
 
 
 def measure(size: Size, args: argparse.Namespace) -> dict[str, Any]:
-    """Both in turns; the factor is the median of the ratios of neighbours."""
+    """Measure both in turns; the factor is the median of the ratios of neighbours."""
     small = replace(size, side=min(size.side, args.check_side), layers=min(size.layers, 8))
     with built(small, args, torch.float64) as pair:
         shown = f"{pair.agreement()} ({small.side} x {small.side} tokens, {small.layers} layers)"

@@ -1,8 +1,8 @@
-"""Do image tokens learn from a reward? The discrete recipes of the digits world on several seeds,
-to docs/results/.
+"""Measures whether image tokens learn: the digits world's discrete recipes on several seeds, to
+docs/results/.
 
-    OMP_NUM_THREADS=1 python scripts/bench_discrete_learning.py [--seeds 0 1 2] [--only ar_grpo d1
-    ...] [--runs FOLDER]
+    OMP_NUM_THREADS=1 python scripts/bench_discrete_learning.py [--seeds 0 1 2] [--only NAME ...]
+        [--runs FOLDER]
 
 Runs are made one after the other in this process, each from the recipe a user would train. What a
 run measured is written when it ends; a second call goes on with those that are missing, and several
@@ -137,9 +137,9 @@ def learn(run: Run, seed: int, overrides: list[str], base: dict[str, Any] | None
 
 
 def gradients(batches: int = 4) -> dict[str, list[float]]:
-    """Of every estimator at the base model, on the same pictures and advantages: the mean cosine of
-    its gradients of two iterations, which says how much of one is signal, and the mean cosine with
-    the exact one."""
+    """Measure every estimator at the base model, on the same pictures and advantages: the mean
+    cosine of its gradients of two iterations, which says how much of one is signal, and the mean
+    cosine with the exact one."""
     session = Session.of(read(find_config(Path("digits/mask_exact")), ["train.max_grad_norm=null"]))
     trainer = session.trainer()
     plain = session.options
@@ -207,7 +207,7 @@ def cell(estimate: dict[str, float]) -> str:
 
 
 def picture(runs: dict[str, list[dict]], names: tuple[str, ...], axis: str) -> str:
-    """Held-out reward, the mean of the seeds, over one of AXES, as a file of its own."""
+    """Draw the held-out reward, the mean of the seeds, over one of AXES, as a file of its own."""
     curves = []
     for name in (name for name in names if name in runs):
         points = list(zip(*(run["curve"] for run in runs[name])))
@@ -221,7 +221,7 @@ def picture(runs: dict[str, list[dict]], names: tuple[str, ...], axis: str) -> s
 
 
 def summary(runs: dict[str, list[dict]]) -> list[str]:
-    """A line a run: mean gain of the seeds, and in how many of them it is clear."""
+    """Write a line a run: mean gain of the seeds, and in how many of them it is clear."""
     lines = [
         "| run | seeds | before | after | gain | of them clear | CPU s |",
         "|---|---|---|---|---|---|---|",
@@ -243,7 +243,7 @@ def summary(runs: dict[str, list[dict]]) -> list[str]:
 
 
 def signal(ratios: dict[str, list[float]]) -> list[str]:
-    """What ``gradients`` measured, with the reason why exactness does not show."""
+    """Write what ``gradients`` measured, with the reason why exactness does not show."""
     lines = [
         "### How much of a gradient is signal",
         "",
@@ -307,7 +307,7 @@ def axes(key: str) -> tuple[str, ...]:
 
 
 def gathered(folder: Path) -> dict[str, list[dict]]:
-    """What is there of every run, by seed."""
+    """Read the present results of every run, by seed."""
     runs = {
         name: [json.loads(file.read_text()) for file in sorted(folder.glob(f"{name}-?.json"))]
         for name in RUNS
@@ -316,7 +316,7 @@ def gathered(folder: Path) -> dict[str, list[dict]]:
 
 
 def make(name: str, seed: int, folder: Path, overrides: list[str]) -> None:
-    """One run into its file, unless it is there or another process is at it."""
+    """Make one run into its file, unless it is there or another process is at it."""
     from filelock import FileLock, Timeout
 
     file = folder / f"{name}-{seed}.json"

@@ -1,9 +1,8 @@
-"""One training iteration of a Stable-Diffusion-3-format model, by mmrl and by a straightforward
-loop, side by side.
+"""Times a training iteration of a Stable-Diffusion-3-format model by mmrl and by a straightforward
+loop.
 
-    python scripts/bench_iteration.py                     # the tiny model of the digits world, a
-    minute or two python scripts/bench_iteration.py --path FOLDER --size 512 --lora 32 --precision
-    bf16
+    python scripts/bench_iteration.py  # the tiny model of the digits world, a minute or two
+    python scripts/bench_iteration.py --path FOLDER --size 512 --lora 32 --precision bf16
 
 The straightforward loop is written in the manner of Flow-GRPO's published one: every sampling batch
 of a few rows takes one guided forward pass a step and keeps its log-probs; then every micro-batch
@@ -59,7 +58,8 @@ AGREE = 1e-9
 
 @dataclass(frozen=True)
 class Work:
-    """One iteration. Sizes of the digits world's kind; the rest is what Flow-GRPO publishes."""
+    """Describes one iteration. Sizes are of the digits world's kind; the rest is what Flow-GRPO
+    publishes."""
 
     prompts: int = 6
     copies: int = 16
@@ -81,12 +81,12 @@ def brightness(media: Media, prompts: list[Prompt]) -> Tensor:
 
 
 def by_place(media: Media, prompts: list[Prompt]) -> Tensor:
-    """A reward that no rounding in the decoder can change."""
+    """Score by the place in the batch, which no rounding in the decoder can change."""
     return torch.arange(len(prompts)).sin()
 
 
 class FreshDraws:
-    """Noise and order as the straightforward loop takes them: from torch's generator."""
+    """Draws noise and order as the straightforward loop takes them: from torch's generator."""
 
     def __init__(self, policy: FlowPolicy, work: Work):
         self.shape = policy.shape
@@ -98,12 +98,12 @@ class FreshDraws:
         return torch.randn(len(rows), *self.shape, dtype=self.dtype, device=self.device)
 
     def order(self) -> list[Tensor]:
-        """[rows of an optimizer step] row numbers, for each optimizer step."""
+        """Return row numbers [rows of an optimizer step] for each optimizer step."""
         return list(torch.randperm(self.work.rows).split(self.work.rows // self.work.updates))
 
 
 class KeyedDraws(FreshDraws):
-    """The very noise and order of mmrl's first iteration with seed 0."""
+    """Repeats the very noise and order of mmrl's first iteration with seed 0."""
 
     def noise(self, rows: Tensor, step: int) -> Tensor:
         return Rng.of(0, 0, "rollout").normal(rows.to(self.device), self.shape, step, self.dtype)
@@ -119,8 +119,8 @@ class KeyedDraws(FreshDraws):
 
 
 class PlainLoop:
-    """Flow-GRPO's loop for one model, nothing clever; ``policy`` lends the network, the decoder and
-    its numbers."""
+    """Runs Flow-GRPO's loop for one model without optimisations; ``policy`` lends network, decoder
+    and its numbers."""
 
     def __init__(self, policy: FlowPolicy, work: Work, reward: Callable, draws: FreshDraws):
         self.net = policy.net
@@ -164,7 +164,7 @@ class PlainLoop:
 
     @torch.no_grad()
     def sample(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Latents [B, K + 1, C, H, W], log-probs [B, K], images [B, 3, H, W]."""
+        """Sample latents [B, K + 1, C, H, W], log-probs [B, K], images [B, 3, H, W]."""
         states = [self.draws.noise(rows, 0)]
         logprobs = []
         with self.autocast():
@@ -181,7 +181,7 @@ class PlainLoop:
         ).sample
 
     def improve(self) -> None:
-        """Per micro-batch and per time step one forward and one backward pass."""
+        """Make one forward and one backward pass for each micro-batch and time step."""
         stats = []
         for part in self.draws.order():
             for rows in part.split(self.work.plain_rows):
@@ -195,7 +195,7 @@ class PlainLoop:
         self.stats = torch.stack(stats).mean(0).tolist()
 
     def loss(self, rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """[] the clipped loss at step k, and [B] what the log-probs changed by."""
+        """Return the clipped loss [] at step k, and what the log-probs changed by [B]."""
         with self.autocast():
             mean, std = self.step(self.path[rows, k], rows, k)
         gap = log_prob(self.path[rows, k + 1], mean, std) - self.logprob[rows, k]
@@ -206,8 +206,8 @@ class PlainLoop:
         ).mean(), gap
 
     def step(self, x: Tensor, rows: Tensor, k: int) -> tuple[Tensor, float]:
-        """Mean [B, C, H, W] and standard deviation of the stochastic step k (Liu et al. 2025, eq.
-        9)."""
+        """Return mean [B, C, H, W] and standard deviation of the stochastic step k (Liu et al.
+        2025, eq. 9)."""
         t = self.sigmas[k]
         s = self.sigmas[k + 1]
         v = self.velocity(x, t, rows)
@@ -217,7 +217,7 @@ class PlainLoop:
         return mean, noise * (-dt) ** 0.5
 
     def velocity(self, x: Tensor, t: float, rows: Tensor) -> Tensor:
-        """[B, C, H, W]; with guidance the two branches in one forward pass."""
+        """Return the velocity [B, C, H, W]; with guidance the two branches in one forward pass."""
         cond = {name: value[rows] for name, value in self.cond.items()}
         guided = self.scale != 1
         if guided:
@@ -237,7 +237,7 @@ class PlainLoop:
         return empty + self.scale * (conditional - empty)
 
     def call(self, x: Tensor, times: Tensor, cond: dict[str, Tensor]) -> Tensor:
-        """The network of Stable Diffusion 3."""
+        """Call the network of Stable Diffusion 3."""
         return self.net(
             hidden_states=x,
             timestep=times,
@@ -248,7 +248,7 @@ class PlainLoop:
 
 
 def log_prob(x: Tensor, mean: Tensor, std: float) -> Tensor:
-    """[B] mean over dimensions of the Gaussian log-density, as published."""
+    """Average [B] over dimensions the Gaussian log-density, as published."""
     each = -((x.detach() - mean) ** 2) / (2 * std**2) - math.log(std) - 0.5 * math.log(2 * math.pi)
     return each.flatten(1).mean(1)
 
@@ -295,8 +295,8 @@ def plain_loop(
 
 
 def agreement(make: Make, work: Work, kind: type[PlainLoop] = PlainLoop) -> dict[str, float]:
-    """Largest differences after one iteration of both in float64 from the same weights, on the same
-    noise.
+    """Measure the largest differences after one iteration of both in float64, from the same weights
+    and noise.
 
     Raises SystemExit where they exceed 1e-9, or where no weight has moved by more than that.
     """
@@ -332,7 +332,7 @@ def agreement(make: Make, work: Work, kind: type[PlainLoop] = PlainLoop) -> dict
 def measure(
     make: Make, work: Work, repeats: int, explain: bool = False, kind: type[PlainLoop] = PlainLoop
 ) -> dict[str, Any]:
-    """Whole iterations of both, in turns; seconds, passes, memory."""
+    """Measure whole iterations of both, in turns: seconds, passes, memory."""
     torch.manual_seed(0)
     plain = f"plain loop, {work.plain_rows} rows"
     runs: dict[str, Trainer | PlainLoop] = {

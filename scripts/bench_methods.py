@@ -1,9 +1,8 @@
-"""Every method for pictures on the digits world: what it reaches and what it costs, from one base
-on equal pictures.
+"""Compares every method for pictures on the digits world: what it reaches and costs, from one base.
 
-    python scripts/bench_methods.py                              # whatever is missing, then the
-    page python scripts/bench_methods.py --only Flow-GRPO DGPO --seeds 0 --runs /tmp/try python
-    scripts/bench_methods.py --page                       # only write the page anew
+    python scripts/bench_methods.py  # whatever is missing, then the page
+    python scripts/bench_methods.py --only Flow-GRPO DGPO --seeds 0 --runs /tmp/try
+    python scripts/bench_methods.py --page  # only write the page anew
 
 A run is a process of its own (a fork, so that libraries are imported once). Its numbers are written
 when it ends, and a run whose file is there is not repeated. Evaluation is the same for all:
@@ -54,7 +53,7 @@ CURVE = 1
 
 @dataclass(frozen=True)
 class Method:
-    """A shipped configuration with what the short runs of this comparison change."""
+    """Holds a shipped configuration with what the short runs of this comparison change."""
 
     config: str
     family: str
@@ -151,7 +150,7 @@ METHODS = {
 
 @dataclass
 class Clock:
-    """Seconds of the wall and of this process, while it runs."""
+    """Measures seconds of the wall and of this process, while it runs."""
 
     wall: float = 0.0
     cpu: float = 0.0
@@ -177,7 +176,7 @@ class Judge:
         self.scorer = self.session.judges()
 
     def __call__(self, weights: dict[str, Tensor], copies: int) -> dict[str, Tensor]:
-        """[P, copies] of every reward, and how far apart the samples of a caption are."""
+        """Return [P, copies] of every reward, and how far apart the samples of a caption are."""
         self.policy.weights.load(weights)
         with torch.no_grad():
             media, repeated = evaluation.sample(self.policy, self.prompts, copies, seed=1)
@@ -186,7 +185,7 @@ class Judge:
         return scores | {"diversity": apart(media.unflatten(0, (-1, copies)))}
 
     def session_of(self, method: Method, seed: int, overrides: tuple[str, ...] = ()) -> Session:
-        """A session that shares the encoded captions."""
+        """Open a session that shares the encoded captions."""
         session = Session.of(
             read(find_config(f"digits/{method.config}"), [*method.overrides(seed), *overrides])
         )
@@ -195,15 +194,15 @@ class Judge:
 
 
 def apart(media: Tensor) -> Tensor:
-    """[P, 1] mean distance of two pictures of a caption, root mean square over pixels, of media [P,
-    n, 3, H, W]."""
+    """Return the mean distance [P, 1] of two pictures of a caption, root mean square over pixels,
+    of media [P, n, 3, H, W]."""
     flat = media.flatten(2).double()
     distance = torch.cdist(flat, flat) / flat.shape[2] ** 0.5  # [P, n, n]
     return (distance.sum((1, 2)) / (flat.shape[1] * (flat.shape[1] - 1)))[:, None]
 
 
 def look(judge: Judge, weights: dict[str, Tensor]) -> dict[str, list[float]]:
-    """Means of the samples of every held-out caption, by reward."""
+    """Return means of the samples of every held-out caption, by reward."""
     return {name: value.mean(1).tolist() for name, value in judge(weights, COPIES).items()}
 
 
@@ -298,8 +297,8 @@ CHECKPOINTED = (
 def speed(
     judge: Judge, repeats: int, names: Iterable[str] = RACERS, overrides: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    """Seconds of the processor an iteration, in turns: A B C A B C ... Twenty steps and 16 leaves,
-    as published."""
+    """Measure the processor's seconds an iteration, in turns: A B C A B C ... Twenty steps and 16
+    leaves, as published."""
     trainers: dict[str, Trainer] = {}
     for name in names:
         config, changes = RACERS[name]
@@ -331,7 +330,8 @@ SOON = 2
 
 
 def sprint(judge: Judge, seed: int, goal: float, most: int = 12) -> dict[str, Any]:
-    """DGPO until the held-out reward reaches ``goal``; the evaluations are outside the clock."""
+    """Train DGPO until the held-out reward reaches ``goal``; the evaluations are outside the
+    clock."""
     session = judge.session_of(SPRINTER, seed)
     trainer = session.trainer()
     clock = Clock()
@@ -363,7 +363,7 @@ def sprint(judge: Judge, seed: int, goal: float, most: int = 12) -> dict[str, An
 
 
 def apart_from_us(path: Path, task: Any, *args: Any) -> None:
-    """Do it in a fork unless its result is there."""
+    """Run a task in a fork unless its result is there."""
     if path.exists():
         return
 

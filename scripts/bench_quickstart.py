@@ -1,5 +1,5 @@
-"""Run scripts/quickstart twice, with an empty cache and with a full one, and write what came out to
-docs/results/.
+"""Runs scripts/quickstart twice, with an empty cache and with a full one, and writes what came out
+to docs/results/.
 
     python scripts/bench_quickstart.py [key=value ...]
 
@@ -23,7 +23,7 @@ RESULTS = ROOT / "docs" / "results"
 
 
 def quickstart(cache: Path, run: Path, overrides: list[str]) -> float:
-    """Seconds of the whole command."""
+    """Return the seconds of the whole command."""
     start = time.monotonic()
     environment = os.environ | {"MMRL_CACHE": str(cache), "RUN": str(run)}
     subprocess.run([ROOT / "scripts" / "quickstart", *overrides], env=environment, check=True)

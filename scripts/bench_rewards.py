@@ -1,9 +1,8 @@
-"""Samples a second of every reward alone and of a set, overlapped against sequential, and what a
-cached value costs.
+"""Measures samples a second of every reward alone and of a set, overlapped or not, and the cost of
+a cache hit.
 
-    python scripts/bench_rewards.py                         # rewards that need no network; a minute
-    or two python scripts/bench_rewards.py --rewards clip_score=model:ViT-B-32,pretrained:openai
-    --size 512
+    python scripts/bench_rewards.py  # rewards that need no network; a minute or two
+    python scripts/bench_rewards.py --rewards clip_score=model:ViT-B-32,pretrained:openai --size 512
 
 Rewards with models are built with small random networks of the real classes unless --rewards says
 otherwise, so their speed is that of the pipeline around the network. Writes docs/results/rewards.md
@@ -92,7 +91,7 @@ def main() -> None:
 
 
 def rewards_of(configured: dict[str, Any], small: dict[str, Callable]) -> dict[str, Callable]:
-    """Those of pictures that can be built here without a network, and those the user chose."""
+    """Build those rewards of pictures that need no network, and those the user chose."""
     rewards = {}
     for name, entry in sorted(REWARDS.items()):
         card = card_of(entry)
@@ -110,7 +109,8 @@ def rewards_of(configured: dict[str, Any], small: dict[str, Callable]) -> dict[s
 
 
 def small_options(folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
-    """Options that build each reward with a small random model of its class, as the tests do."""
+    """Return options that build each reward with a small random model of its class, as the tests
+    do."""
     from tests.fixtures.tiny_image_rewards import TINY_OPTIONS
 
     clip = save_tiny_clip(folder / "clip")
@@ -132,7 +132,7 @@ def place(folder: Path, name: str) -> Path:
 def per_second(
     name: str, reward: Callable, media: Any, prompts: list[dict], budget: float
 ) -> float | None:
-    """Samples a second of the median call; None where the reward does not judge these."""
+    """Return samples a second of the median call; None where the reward does not judge these."""
     try:
         first = measuring.seconds(lambda: reward(media, prompts))
     except Exception as error:
@@ -144,7 +144,8 @@ def per_second(
 
 
 def texts_per_second(samples: int, budget: float) -> dict[str, float | None]:
-    """Of every reward of texts on right answers; those with a model of their own are left out."""
+    """Measure every reward of texts on right answers; those with a model of their own are left
+    out."""
     from tests.fixtures.text_rewards import SMALLEST, prompts_of
 
     speeds = {}
@@ -160,7 +161,7 @@ def texts_per_second(samples: int, budget: float) -> dict[str, float | None]:
 
 
 class Distant:
-    """A reward that waits: what a slow server costs, without one."""
+    """Waits before it scores: what a slow server costs, without one."""
 
     def __call__(self, media: torch.Tensor, prompts: list[dict]) -> torch.Tensor:
         time.sleep(SLOW * len(prompts))
@@ -170,8 +171,8 @@ class Distant:
 def overlap(
     built: dict[str, Callable], media: torch.Tensor, prompts: list[dict], parts: int = 8
 ) -> dict[str, float]:
-    """Sampling (it waits as long as the slow reward) and a set with one slow reward: one after
-    another, and overlapped.
+    """Time sampling (it waits as long as the slow reward) and a set with one slow reward, in
+    sequence and overlapped.
 
     Raises AssertionError if one number differs.
     """
@@ -215,7 +216,7 @@ def overlap(
 
 
 def cached(media: torch.Tensor, prompts: list[dict]) -> dict[str, Any]:
-    """Seconds of a miss and of a hit."""
+    """Return seconds of a miss and of a hit."""
     seconds = {}
     for name, reward in network().items():
         scorer = Scorer({name: reward}, handling={name: Handling(cache="memory")})
@@ -227,8 +228,8 @@ def cached(media: torch.Tensor, prompts: list[dict]) -> dict[str, Any]:
 
 
 def network() -> dict[str, Callable]:
-    """A CLIP of the size of ViT-B/32 with random weights: what a reward with a model costs, without
-    its download."""
+    """Build a CLIP of the size of ViT-B/32 with random weights: a reward's model without its
+    download."""
     import open_clip
 
     config = open_clip.get_model_config("ViT-B-32")

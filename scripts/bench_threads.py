@@ -1,8 +1,7 @@
-"""How two threads share a machine: seconds of a training iteration under settings of OpenMP, idle
-and with work beside.
+"""Times a training iteration with two threads under settings of OpenMP, idle and with work beside.
 
-    python scripts/bench_threads.py                    # an idle machine; about 15 minutes on two
-    cores python scripts/bench_threads.py --only passive "spin 20000" --repeats 6
+    python scripts/bench_threads.py  # an idle machine; about 15 minutes on two cores
+    python scripts/bench_threads.py --only passive "spin 20000" --repeats 6
 
 Measures an iteration of quickstart and one of the tiny vision-language model of ``bench_vlm.py``,
 each setting in a process of its own. "Loaded" is a busy loop of one thread for every two cores
@@ -107,12 +106,12 @@ def measure(setting: dict[str, str], busy: int, repeats: int) -> dict[str, Any]:
 def middle(
     report: dict[str, Any], setting: str, place: str, workload: str, clock: str = "wall"
 ) -> float:
-    """Median seconds of an iteration."""
+    """Return the median seconds of an iteration."""
     return statistics.median(report["settings"][setting][place][workload][clock])
 
 
 def page(report: dict[str, Any]) -> str:
-    """The results as markdown."""
+    """Return the results as markdown."""
     about = report["machine"]
     lines = [
         "# Threads that wait",

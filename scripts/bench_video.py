@@ -1,8 +1,8 @@
-"""Does reinforcement teach a tiny Wan to move digits? Both recipes on several seeds, written to
+"""Measures whether a tiny Wan learns to move digits: both recipes on several seeds, to
 docs/results/.
 
-    python scripts/bench_video.py [--seeds 0 1 2] [--only wan wan_i2v] [--runs FOLDER] [key=value
-    ...]
+    python scripts/bench_video.py [--seeds 0 1 2] [--only wan wan_i2v] [--runs FOLDER]
+        [key=value ...]
 
 A run is what `mmrl train digits/wan`, `mmrl evaluate` and `mmrl report` do, in one process:
 held-out captions (image to video: and first frames with scans that nobody trained on), base beside
@@ -75,8 +75,8 @@ def learn(recipe: str, seed: int, run: Path, overrides: list[str]) -> dict:
 
 
 def reconstruction() -> dict[str, float]:
-    """What the autoencoder alone costs: PSNR of clips with scans it never saw, and their rewards
-    before and after."""
+    """Measure what the autoencoder alone costs: PSNR of clips with scans it never saw, and their
+    rewards before and after."""
     from diffusers import AutoencoderKLWan
 
     from mmrl.core.registry import REWARDS as known
@@ -98,7 +98,8 @@ def reconstruction() -> dict[str, float]:
 
 
 def picture(runs: list[dict]) -> str:
-    """Held-out motion and identity over the iterations, a curve a seed, as a file of its own."""
+    """Draw held-out motion and identity over the iterations, a curve a seed, as a file of its
+    own."""
     curves = [
         Series(f"{REWARDS[name]}, seed {run['seed']}", *map(list, zip(*points)))
         for name in ("digits_motion", "identity")

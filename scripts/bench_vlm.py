@@ -1,9 +1,9 @@
-"""One GRPO iteration of a vision-language model, rollout and update, by mmrl and by TRL's
-GRPOTrainer, in turns.
+"""Times a GRPO iteration of a vision-language model by mmrl and by TRL's GRPOTrainer, in turns.
 
-    python scripts/bench_vlm.py                      # a tiny Qwen2.5-VL with random weights, on the
-    CPU python scripts/bench_vlm.py --model 3b --precision bf16 --prompts 4 --image-tokens 256
-    --tokens 256   # a GPU
+    python scripts/bench_vlm.py  # a tiny Qwen2.5-VL with random weights, on the CPU
+    # a GPU:
+    python scripts/bench_vlm.py --model 3b --precision bf16 --prompts 4 --image-tokens 256 \\
+        --tokens 256
 
 TRL is installed in a virtual environment beside this checkout (--trl-env), on top of the packages
 that run this script; both trainers then run in one process there. They do equal work: the same
@@ -36,7 +36,7 @@ TARGETS = {"short": 3.5, "long": 5.0}  # times as fast at about 50 and at 200 an
 
 @dataclass(frozen=True)
 class Work:
-    """One iteration."""
+    """Describes one iteration."""
 
     prompts: int = 16
     copies: int = 8
@@ -96,7 +96,7 @@ SIZES = {
 
 
 def build(size: str, folder: Path) -> Path:
-    """A Qwen2.5-VL of random weights with a tokenizer of one token a byte, saved."""
+    """Build and save a Qwen2.5-VL of random weights with a tokenizer of one token a byte."""
     import torch
     import transformers as hf
 
@@ -129,7 +129,7 @@ def build(size: str, folder: Path) -> Path:
 
 
 def prompts(work: Work, iterations: int) -> list[dict[str, Any]]:
-    """``text`` and ``images``; every prompt its own image."""
+    """Make prompts with ``text`` and ``images``, every one with its own image."""
     from tests.fixtures import tiny_vlms
 
     side = round(work.image_tokens**0.5) * 28
@@ -150,7 +150,7 @@ def share_of_a(texts: list[str]) -> list[float]:
 
 
 def ours(folder: Path, work: Work, rows: list[dict[str, Any]], share: str = "auto") -> Any:
-    """A trainer of mmrl."""
+    """Build a trainer of mmrl."""
     import torch
 
     from mmrl import advantages
@@ -186,7 +186,7 @@ def ours(folder: Path, work: Work, rows: list[dict[str, Any]], share: str = "aut
 
 
 def endless(policy: Any) -> None:
-    """No answer ends before its last token."""
+    """Forbid ending tokens, so that no answer ends before its last token."""
     ends = policy.ending.stops
     policy.ending = replace(policy.ending, stops=())
     policy.warp = replace(policy.warp, suppressed=(*policy.warp.suppressed, *ends))
@@ -195,7 +195,7 @@ def endless(policy: Any) -> None:
 def theirs(
     folder: Path, work: Work, rows: list[dict[str, Any]], callbacks: list, output: Path
 ) -> Any:
-    """TRL's trainer, its options as near to ours as it has them."""
+    """Build TRL's trainer, its options as near to ours as it has them."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForImageTextToText, AutoProcessor
@@ -248,7 +248,7 @@ def theirs(
 
 
 def interleaved(folder: Path, work: Work, repeats: int) -> dict[str, Any]:
-    """Seconds of whole iterations of both, in turns; the first of each only warms up."""
+    """Time whole iterations of both, in turns; the first of each only warms up."""
     import measuring
     from transformers import TrainerCallback
 
@@ -304,8 +304,8 @@ def _prompt_tokens(trainer: Any, prompt: dict[str, Any]) -> int:
 
 
 def memory(folder: Path, work: Work, groups: list[int]) -> list[dict[str, Any]]:
-    """Peak bytes of one iteration of mmrl, in passes of ``micro_batch`` rows, against the size of
-    the group."""
+    """Measure the peak bytes of one iteration of mmrl, in passes of ``micro_batch`` rows, by the
+    size of the group."""
     from samplers.batching import peak_bytes
 
     rows_of_table = []
@@ -323,7 +323,7 @@ def memory(folder: Path, work: Work, groups: list[int]) -> list[dict[str, Any]]:
 
 
 def curves(work: Work) -> dict[str, list[Work]]:
-    """Name of a curve -> its points; the first two are held to the targets."""
+    """Return name of a curve -> its points; the first two are held to the targets."""
     long = replace(work, image_tokens=144, text_tokens=68)
     return {
         "target: about 50 prompt tokens": [work],
@@ -338,7 +338,7 @@ def curves(work: Work) -> dict[str, list[Work]]:
 
 
 def environment(folder: Path) -> Path:
-    """The python of a virtual environment with TRL on top of the packages of this one; made
+    """Return the python of a virtual environment with TRL on top of this one's packages; made
     once."""
     import sysconfig
 

@@ -1,5 +1,5 @@
-"""Does reinforcement teach the tiny VLM? Both recipes of the digits world on several seeds, written
-to docs/results/.
+"""Measures whether the tiny VLM learns: both recipes of the digits world on several seeds, to
+docs/results/.
 
     python scripts/bench_vlm_learning.py [--seeds 0 1 2] [--only grounding counting] [key=value ...]
 
@@ -30,7 +30,7 @@ STYLE = (
 
 
 def mmrl(*words: str) -> float:
-    """Seconds of a command."""
+    """Run a command and return its seconds."""
     start = time.monotonic()
     subprocess.run([sys.executable, "-m", "mmrl", *words], cwd=ROOT, check=True)
     return time.monotonic() - start
@@ -65,7 +65,7 @@ def learn(recipe: str, seed: int, run: Path, overrides: list[str]) -> dict:
 
 
 def picture(recipe: str, runs: list[dict]) -> str:
-    """Held-out measurements over the iterations, a curve a seed, as a file of its own."""
+    """Draw held-out measurements over the iterations, a curve a seed, as a file of its own."""
     curves = [Series(f"seed {run['seed']}", *map(list, zip(*run["curve"]))) for run in runs]
     drawing = str(Chart(recipe, curves, zero=True).svg())
     size = 'xmlns="http://www.w3.org/2000/svg" width="750" height="330" style="background:white"'

@@ -1,4 +1,4 @@
-"""`mmrl evaluate` as a file: accelerate launch scripts/evaluate.py CONFIG [key=value ...]"""
+"""Runs `mmrl evaluate` as a file: accelerate launch scripts/evaluate.py CONFIG [key=value ...]"""
 
 import sys
 

@@ -1,5 +1,5 @@
-"""Everything worth asking a CUDA machine, in one go: python scripts/gpu_check.py [--out FOLDER]
-[--only PART ...]
+"""Checks and times a CUDA machine in one go: python scripts/gpu_check.py [--out FOLDER] [--only
+PART ...]
 
 Parts: tests (pytest -m gpu), attention (which kernels run, how fast), backends (whole networks on
 each attention backend: difference and speed), tiny (bench_iteration in fp32 and bf16), image and
@@ -55,7 +55,7 @@ Found = dict[str, Any]
 
 
 def work(args: argparse.Namespace, rows: int = 8, **options: Any) -> bench.Work:
-    """Two prompts, one optimizer step, passes of ``rows``."""
+    """Describe two prompts, one optimizer step, passes of ``rows``."""
     copies = args.scale.copies
     size = min(rows, 2 * copies)
     plain = {
@@ -70,7 +70,7 @@ def work(args: argparse.Namespace, rows: int = 8, **options: Any) -> bench.Work:
 
 
 def tests(args: argparse.Namespace) -> Found:
-    """The suite's GPU tests."""
+    """Run the suite's GPU tests."""
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "tests"]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=args.test_seconds
@@ -82,7 +82,7 @@ def tests(args: argparse.Namespace) -> Found:
 
 
 def attention(args: argparse.Namespace) -> Found:
-    """Milliseconds of forward and backward at the size of SD3.5 medium, for each kernel that
+    """Measure milliseconds of forward and backward at SD3.5 medium's size, for each kernel that
     runs."""
     scale = args.scale
     shape = (8, scale.sd3_heads, scale.tokens + (scale.size // 16) ** 2, 64)
@@ -123,7 +123,7 @@ def _milliseconds(attend: Callable[[], Tensor], q: Tensor) -> float | str:
 
 
 def backends(args: argparse.Namespace) -> Found:
-    """Whole networks on every backend of the option ``attention``: largest difference of the
+    """Run whole networks on every backend of the option ``attention``: largest difference of the
     velocity from SDPA's, relative to its largest value, and milliseconds of a pass; and what
     ``auto`` chooses."""
     return {
@@ -160,7 +160,7 @@ def _backends(policy: FlowPolicy, args: argparse.Namespace) -> Found:
 
 
 def tiny(args: argparse.Namespace) -> Found:
-    """``bench_iteration`` in both precisions, with its own result files."""
+    """Run ``bench_iteration`` in both precisions, with its own result files."""
     ratios = {}
     options = (
         ["--repeats", "1", "--prompts", "2", "--num-samples", "4", "--steps", "3"]
@@ -175,7 +175,7 @@ def tiny(args: argparse.Namespace) -> Found:
 
 
 def matmul_peak(size: int) -> float:
-    """Operations a second of a bf16 matrix product, the fastest of several."""
+    """Measure the operations a second of a bf16 matrix product, the fastest of several."""
     a = torch.randn(size, size, device=models.device(), dtype=torch.bfloat16)
     return 2 * size**3 / min(measuring.seconds(lambda: a @ a) for _ in range(10))
 
@@ -183,8 +183,8 @@ def matmul_peak(size: int) -> float:
 def iterations(
     args: argparse.Namespace, make: bench.Make, kind: type[bench.PlainLoop] = bench.PlainLoop
 ) -> Found:
-    """Both loops; memory; operations of mmrl's iteration and their share of what a matrix product
-    reaches."""
+    """Measure both loops, memory, operations of mmrl's iteration and their share of a matrix
+    product's peak."""
     report = bench.measure(make, work(args), args.repeats, kind=kind)
     trainer = bench.mmrl_trainer(make(), work(args), bench.brightness)
     with FlopCounterMode(display=False) as counter:
@@ -201,17 +201,17 @@ def iterations(
 
 
 def image(args: argparse.Namespace) -> Found:
-    """Whole iterations of Stable Diffusion 3.5 medium's size, by both loops."""
+    """Time whole iterations of Stable Diffusion 3.5 medium's size, by both loops."""
     return iterations(args, partial(models.sd3, args.scale))
 
 
 def video(args: argparse.Namespace) -> Found:
-    """Whole iterations of Wan 2.1 1.3B's size, by both loops."""
+    """Time whole iterations of Wan 2.1 1.3B's size, by both loops."""
     return iterations(args, partial(models.wan, args.scale), models.PlainWan)
 
 
 def compiled(args: argparse.Namespace) -> Found:
-    """Iterations with compiled blocks against plain ones; the first compiles, and must still be
+    """Compare iterations with compiled blocks and plain ones; the first compiles, and must still be
     exactly on policy."""
     report: Found = {}
     for name, option in (("plain", False), ("compiled", "aot_eager" if args.small else True)):
@@ -230,8 +230,8 @@ def compiled(args: argparse.Namespace) -> Found:
 
 
 def memory(args: argparse.Namespace) -> Found:
-    """Peak bytes and seconds of an iteration on top of the weights, by rows per pass and gradient
-    checkpointing."""
+    """Measure peak bytes and seconds of an iteration on top of the weights, by rows per pass and
+    gradient checkpointing."""
     report = {}
     for checkpointing in (False, True):
         for rows in (4, 8):
@@ -253,7 +253,8 @@ def memory(args: argparse.Namespace) -> Found:
 
 @torch.no_grad()
 def gap(args: argparse.Namespace) -> Found:
-    """Largest |re-scored - recorded log-prob| for passes of each width, sampled in passes of 8."""
+    """Measure the largest |re-scored - recorded log-prob| for passes of each width, sampled in
+    passes of 8."""
     makers = {
         "image, bf16 weights": partial(models.sd3, args.scale),
         "video, bf16 weights": partial(models.wan, args.scale),
@@ -290,7 +291,7 @@ PARTS = {
 
 @contextmanager
 def recorded(name: str, report: Found) -> Iterator[None]:
-    """A part that breaks is written down, and the next one runs."""
+    """Record the failure of a part, so that the next one runs, and its seconds."""
     start = time.perf_counter()
     try:
         yield

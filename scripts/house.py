@@ -1,4 +1,4 @@
-"""Measures the language and the furniture of the code and writes docs/results/house.md.
+"""Measures names, sizes and duplicates of the code and writes docs/results/house.md.
 
     python scripts/house.py            # print the table
     python scripts/house.py --write    # and write the page
@@ -28,7 +28,7 @@ VAGUE = set(
     "found one own mine given kept told seen more both there here said asked made wanted taught "
     "spare others other out result res data tmp ret obj".split()
 )
-BEFORE = {  # at the start of the house (issue 12), by the same rules
+BEFORE = {  # before the clean-up of issue 12, by the same rules
     "assigned names that say nothing, %": "10.6",
     "several assignments in one statement, per 1,000 lines": "20.7",
     "lines over 100 characters, %": "13.1",
@@ -88,7 +88,8 @@ def lengths(tree: ast.AST) -> list[int]:
 
 
 def duplicates(lines: int) -> str:
-    """Pairs of places with six or more shared lines per 1,000, by the command ``duplicates``."""
+    """Count pairs of places with six or more shared lines per 1,000, by the command
+    ``duplicates``."""
     command = shutil.which("duplicates")
     if command is None:
         return "not measured here"

@@ -1,4 +1,5 @@
-"""What the bench scripts share: counting passes, timing, memory, and the page that shows them."""
+"""Shares counting passes, timing, memory, and the page that shows them between the bench
+scripts."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from samplers.batching import peak_bytes
 
 @contextmanager
 def counting(net: torch.nn.Module) -> Iterator[dict[str, int]]:
-    """Forward passes of the network, and rows in them (a guided row is two)."""
+    """Count forward passes of the network, and rows in them (a guided row is two)."""
     counts = {"passes": 0, "rows": 0}
 
     def count(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -28,14 +29,14 @@ def counting(net: torch.nn.Module) -> Iterator[dict[str, int]]:
 
 
 def cost(fn: Callable[[], Any], net: torch.nn.Module) -> dict[str, int]:
-    """Passes, rows in them and peak bytes; calls ``fn`` twice."""
+    """Measure passes, rows in them and peak bytes; calls ``fn`` twice."""
     with counting(net) as counts:
         fn()
     return counts | {"peak_bytes": peak_bytes(fn, next(net.parameters()).device)}
 
 
 def seconds(fn: Callable[[], Any]) -> float:
-    """Wall-clock seconds, the device's work included."""
+    """Measure wall-clock seconds, the device's work included."""
     _wait()
     start = time.perf_counter()
     fn()
@@ -44,7 +45,7 @@ def seconds(fn: Callable[[], Any]) -> float:
 
 
 class Clock:
-    """Started when it is made."""
+    """Measures time; it starts when it is made."""
 
     def __init__(self) -> None:
         _wait()
@@ -70,7 +71,7 @@ def summary(times: list[float], cost: dict[str, int]) -> dict[str, Any]:
 
 
 def page(report: dict[str, Any]) -> str:
-    """The results of ``bench_iteration`` as markdown."""
+    """Return the results of ``bench_iteration`` as markdown."""
     about = report["machine"]
     work = report["work"]
     versions = about["versions"]
@@ -119,7 +120,7 @@ def table(runs: dict[str, Any]) -> list[str]:
 
 
 def vlm_page(report: dict[str, Any]) -> str:
-    """The results of ``bench_vlm`` as markdown."""
+    """Return the results of ``bench_vlm`` as markdown."""
     about = report["machine"]
     lines = [
         "# One GRPO iteration of a vision-language model: mmrl and TRL",

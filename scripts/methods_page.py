@@ -1,4 +1,4 @@
-"""The page of ``bench_methods``: tables, curves and what the papers' claims come to here."""
+"""Writes the page of ``bench_methods``: tables, curves and what the papers' claims come to."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Runs = list[dict[str, Any]]  # of one method, a seed each
 
 
 def write(folder: Path, methods: dict[str, tuple[str, float]]) -> None:
-    """``methods``: name -> (family, learning rate)."""
+    """Write the page; ``methods``: name -> (family, learning rate)."""
     runs_of_method: dict[str, Runs] = {name: [] for name in methods}
     extra: dict[str, Any] = {"sprints": []}
     for path in sorted(folder.glob("*.json")):
@@ -60,8 +60,8 @@ def write(folder: Path, methods: dict[str, tuple[str, float]]) -> None:
 
 
 def picture(title: str, curves: dict[str, Runs]) -> str:
-    """Held-out reward over the iterations: mean of the seeds, with their spread as a band, and a
-    legend."""
+    """Draw the held-out reward over the iterations: mean of the seeds, with their spread as a band,
+    and a legend."""
     series = []
     for name, runs in curves.items():
         points = list(zip(*(run["curve"] for run in runs)))  # the same iterations in every seed
@@ -96,13 +96,13 @@ BAND = "".join(f".band.c{i + 1}{{fill:{c};opacity:.12;stroke:none}}" for i, c in
 
 
 def per_prompt(runs: Runs, when: str, name: str) -> torch.Tensor:
-    """[P] means over the seeds."""
+    """Return means [P] over the seeds."""
     return torch.tensor([run[when][name] for run in runs], dtype=torch.float64).mean(0)
 
 
 def gain(runs: Runs, name: str) -> tuple[float, float]:
-    """Mean of after - before on the same captions and noise, and the half-width of its 95 %
-    interval over captions."""
+    """Return the mean of after - before on the same captions and noise, and the half-width of its
+    95 % interval over captions."""
     change = per_prompt(runs, "after", name) - per_prompt(runs, "before", name)
     return float(change.mean()), Z95 * float(change.std()) / len(change) ** 0.5
 
@@ -149,7 +149,7 @@ HEAD = (
 
 
 def in_short(runs_of_method: dict[str, Runs], most: int = 5) -> str:
-    """Which methods are worth their cost."""
+    """Say which methods gain the most, in all and for their cost."""
     gains = {name: gain(runs, "digits")[0] for name, runs in runs_of_method.items()}
     cost = {name: mean(runs, "cpu") for name, runs in runs_of_method.items()}
     first = sorted(gains, key=lambda name: -gains[name])[:most]
@@ -311,7 +311,7 @@ def speed_table(speed: dict[str, Any]) -> list[str]:
 
 
 def faster(speed: dict[str, Any]) -> str:
-    """What of the published gains shows here."""
+    """Say how much time the branching methods save."""
     cpu = {name: statistics.median(run["cpu"]) for name, run in speed.items() if name != "machine"}
     base = cpu["DanceGRPO, all steps"]
     each = [
@@ -323,7 +323,7 @@ def faster(speed: dict[str, Any]) -> str:
 
 
 def equal_iterations(runs_of_method: dict[str, Runs]) -> list[str]:
-    """BranchGRPO's reward beside DanceGRPO's."""
+    """Compare BranchGRPO's reward with DanceGRPO's."""
     if not {"BranchGRPO", "DanceGRPO"} <= set(runs_of_method):
         return []
     apart = per_prompt(runs_of_method["BranchGRPO"], "after", "digits") - per_prompt(
@@ -410,12 +410,12 @@ def sprint_table(runs_of_method: dict[str, Runs], sprints: list[dict[str, Any]])
 
 
 def first_there(run: dict[str, Any], goal: float) -> list[float] | None:
-    """Iteration, processor's seconds and reward where DGPO first is at least as good."""
+    """Find iteration, processor's seconds and reward where DGPO first is at least as good."""
     return next((point for point in run["curve"] if point[2] >= goal), None)
 
 
 def together(rivals: Runs, sprints: list[dict[str, Any]], form: str) -> str:
-    """All seeds: their seconds over DGPO's."""
+    """Say how many times as fast DGPO is over all seeds."""
     ours = {run["seed"]: run for run in sprints}
     pairs = [
         (run, first_there(ours[run["seed"]], run["curve"][-1][2]))
@@ -429,7 +429,7 @@ def together(rivals: Runs, sprints: list[dict[str, Any]], form: str) -> str:
 
 
 def arrival(run: dict[str, Any], theirs: dict[str, Any]) -> str:
-    """Where DGPO first is at least as good as ``theirs`` at its end."""
+    """Write where DGPO first is at least as good as ``theirs`` at its end."""
     goal = theirs["curve"][-1][2]
     arrived = first_there(run, goal)
     iteration, cpu, reward = arrived or run["curve"][-1]

@@ -1,4 +1,4 @@
-"""Mutation tests of the core: which small changes of the code does no test notice?
+"""Tests the core by mutation: finds the small changes of the code that no test notices.
 
     python scripts/mutate.py trace                 # once: which test executes which line, how long
     python scripts/mutate.py run --share 0.2       # a fifth of the mutants, then the page
@@ -78,7 +78,7 @@ def store() -> Path:
 
 
 def core_files() -> list[str]:
-    """The files whose mutants are tested, below the root."""
+    """List the files whose mutants are tested, below the root."""
     listed = []
     for place in CORE:
         path = ROOT / place
@@ -87,7 +87,7 @@ def core_files() -> list[str]:
 
 
 def pytest_main(names: Iterable[str], plugin: object) -> int:
-    """Tests in this process, with a plugin of ours."""
+    """Run tests in this process, with a plugin of ours."""
     phases = (Phase.explicit, Phase.generate)  # no search for the smallest example
     hypothesis_settings.register_profile(
         "mutate", phases=phases, derandomize=True, deadline=None, database=None
@@ -112,7 +112,7 @@ def pytest_main(names: Iterable[str], plugin: object) -> int:
 
 
 class Tracer:
-    """A plugin that writes down the lines of the core that each test executes, its fixtures
+    """Writes down, as a pytest plugin, the lines of the core that each test executes, its fixtures
     included."""
 
     def __init__(self, files: list[str]):
@@ -212,7 +212,7 @@ def trace(names: list[str]) -> None:
 
 
 def layout(file: str) -> str:
-    """A hash of which statement stands on which line."""
+    """Hash which statement stands on which line."""
     places = [
         (type(node).__name__, node.lineno)
         for node in ast.walk(ast.parse((ROOT / file).read_text()))
@@ -225,7 +225,7 @@ def layout(file: str) -> str:
 
 
 class Results:
-    """One line of JSON for every mutant that was tested; the last one counts."""
+    """Stores one line of JSON for every mutant that was tested; the last one counts."""
 
     def __init__(self) -> None:
         self.path = store() / "results.jsonl"
@@ -244,19 +244,19 @@ class Results:
 
 
 def equivalents() -> dict[str, str]:
-    """Mutant to reason."""
+    """Read the mutants that no test can notice, each with its reason."""
     return yaml.safe_load(EQUIVALENT.read_text()) or {} if EQUIVALENT.exists() else {}
 
 
 def in_sample(mutant: mutations.Mutant, share: float, seed: int) -> bool:
-    """By a hash of its name: a larger share contains a smaller one, whatever else changes in the
-    file."""
+    """Tell by a hash of its name whether a mutant is in: a larger share contains a smaller one,
+    whatever else changes."""
     digest = hashlib.sha256(f"{seed}:{mutant.name}".encode()).digest()
     return int.from_bytes(digest[:8]) / 2**64 < share
 
 
 def changed_lines(revision: str, file: str) -> set[int]:
-    """Lines of a file that differ from a revision."""
+    """Return lines of a file that differ from a revision."""
     command = ["git", "diff", "-U0", revision, "--", file]
     text = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     lines: set[int] = set()
@@ -266,7 +266,7 @@ def changed_lines(revision: str, file: str) -> set[int]:
 
 
 def chosen_mutants(args: argparse.Namespace) -> Iterator[tuple[int, mutations.Mutant]]:
-    """Index in the file and mutant, of the files, lines and share that were asked for."""
+    """Yield index in the file and mutant, of the requested files, lines and share."""
     for file in core_files():
         if args.files and not any(file.startswith(prefix) for prefix in args.files):
             continue
@@ -279,8 +279,7 @@ def chosen_mutants(args: argparse.Namespace) -> Iterator[tuple[int, mutations.Mu
 
 
 class Runner:
-    """A plugin that takes the place of pytest's loop: the session tests mutants in forks of
-    itself."""
+    """Replaces pytest's loop, as a plugin: the session tests mutants in forks of itself."""
 
     def __init__(self, args: argparse.Namespace, known: dict[str, Any]):
         self.args = args
@@ -354,8 +353,8 @@ class Runner:
         return outcome | ({"unrun": left} if status == "survived" and left else {})
 
     def tests_of(self, mutant: mutations.Mutant) -> tuple[list[str], int]:
-        """Tests that execute the statement, in the order in which they run, and how many the budget
-        leaves out."""
+        """Return the tests that execute the statement, in the order in which they run, and how many
+        the budget leaves out."""
         first, last = mutant.lines
         if mutant.where in ("class", "module"):
             inside = mutant.owner[-1] if mutant.owner else None
@@ -394,7 +393,8 @@ class Runner:
     def child(
         self, index: int, mutant: mutations.Mutant | None, names: list[str], writer: int
     ) -> None:
-        """Never returns. Exit status 1: a test failed; its name is the last line in the pipe."""
+        """Run the tests on a mutant; never returns. Exit status 1: a test failed; its name is the
+        last line in the pipe."""
         os.setsid()
         null = os.open(os.devnull, os.O_RDWR)
         for stream in (0, 1, 2):
@@ -428,8 +428,8 @@ class Runner:
         os._exit(0)
 
     def check(self) -> None:
-        """All tests in a fork without a mutant, in the order of a run; those that fail leave the
-        trace."""
+        """Run all tests in a fork without a mutant, in the order of a run; remove those that fail
+        from the trace."""
         names = sorted(self.items.keys() & self.tests.keys())
         reader, writer = os.pipe()
         pid = os.fork()
@@ -451,8 +451,8 @@ class Runner:
 
 
 def turns(tests: dict[str, dict[str, Any]]) -> dict[str, int]:
-    """The place of a test among those of its function, short ones first: many kinds of tests come
-    before many cases."""
+    """Return the place of each test among those of its function, short ones first, so that kinds
+    come before cases."""
     cases: dict[str, list[str]] = defaultdict(list)
     for name in sorted(tests, key=lambda name: tests[name]["seconds"]):
         cases[name.partition("[")[0]].append(name)

@@ -1,5 +1,4 @@
-"""Small changes of source code (mutants), and how one is put into modules that are imported
-already.
+"""Makes small changes of source code (mutants) and puts one into modules that are imported already.
 
 A mutant is one change in the syntax tree of one file: another comparison or operator, another
 constant, a condition negated, a statement or a keyword argument left out, ``min`` for ``max``.
@@ -89,7 +88,7 @@ MESSAGES = {"warn", "warning", "info", "debug", "print", "UserError", "ValueErro
 
 @dataclass
 class Mutant:
-    """One change. ``edit`` makes it in the tree that the mutant was found in."""
+    """Describes one change. ``edit`` makes it in the tree that the mutant was found in."""
 
     file: str  # below the root
     scope: str  # qualified name of the function or class, "" for the module
@@ -105,25 +104,25 @@ class Mutant:
 
     @property
     def name(self) -> str:
-        """Says the same of the same change when lines move."""
+        """Name the change, the same when lines move."""
         return (
             f"{self.file}::{self.scope}::{self.before} => {self.after}"
         ) + f" #{self.number}" * (self.number > 0)
 
     @property
     def source(self) -> str:
-        """Hash of the enclosing definition as it was before the change."""
+        """Hash the enclosing definition as it was before the change."""
         shown = ast.dump(self.owner[-1] if self.owner else self.statement)
         return hashlib.sha256(shown.encode()).hexdigest()[:12]
 
 
 def mutants(file: str) -> list[Mutant]:
-    """Every mutant of a file, in the order of the text."""
+    """List every mutant of a file, in the order of the text."""
     return _Finder(file, ast.parse((ROOT / file).read_text())).all()
 
 
 def mutated(file: str, index: int) -> tuple[ast.Module, Mutant]:
-    """The tree of a file with one change made."""
+    """Return the tree of a file with one change made."""
     tree = ast.parse((ROOT / file).read_text())
     mutant = _Finder(file, tree).all()[index]
     mutant.edit()
@@ -321,7 +320,7 @@ class _Finder:
 
 
 def variants(node: ast.expr) -> Iterator[ast.expr]:
-    """What an expression may become."""
+    """Return what an expression may become."""
     if isinstance(node, ast.Compare):
         for index, operator in enumerate(node.ops):
             for replacement in COMPARISONS[type(operator)]:
@@ -346,7 +345,7 @@ def variants(node: ast.expr) -> Iterator[ast.expr]:
 
 
 def _negative(node: ast.expr) -> bool:
-    """Whether it is a number below 0."""
+    """Tell whether it is a number below 0."""
     return (
         isinstance(node, ast.UnaryOp)
         and isinstance(node.op, ast.USub)
@@ -408,7 +407,7 @@ def _is_message(statement: ast.stmt) -> bool:
 
 
 def _is_alias(statement: ast.stmt) -> bool:
-    """Whether a statement of the module names a type, or lists what is exported."""
+    """Tell whether a statement of the module names a type, or lists what is exported."""
     value = getattr(statement, "value", None)
     exported = any(
         isinstance(t, ast.Name) and t.id == "__all__" for t in getattr(statement, "targets", [])
@@ -437,11 +436,12 @@ def _names(target: ast.AST) -> set[str]:
 
 
 class Unplaceable(Exception):
-    """A change that a running process cannot take."""
+    """Signals a change that a running process cannot take."""
 
 
 def functions(files: list[str]) -> dict[str, list[types.FunctionType]]:
-    """Every function of these files that lives in this process, closures and wrapped ones too."""
+    """Return all functions of these files that live in this process, closures and wrapped ones
+    too."""
     paths = {str(ROOT / file): file for file in files}
     alive: dict[str, list[types.FunctionType]] = defaultdict(list)
     for thing in gc.get_objects():
@@ -463,7 +463,7 @@ def place(file: str, index: int, alive: list[types.FunctionType]) -> None:
 
 
 def _codes(code: types.CodeType) -> dict[tuple[str, int], list[types.CodeType]]:
-    """The code of all functions below, by name and first line."""
+    """Return the code of all functions below, by name and first line."""
     listed: dict[tuple[str, int], list[types.CodeType]] = defaultdict(list)
     for part in code.co_consts:
         if isinstance(part, types.CodeType):
@@ -523,8 +523,8 @@ def _place_default(mutant: Mutant, alive: list[types.FunctionType]) -> None:
 
 
 def _value_differs(node: ast.expr, old: Any) -> bool:
-    """Whether a default is a plain number or text other than the old one; names and calls stay what
-    they are."""
+    """Tell whether a default is a plain number or text other than the old one; names and calls stay
+    what they are."""
     try:
         return ast.literal_eval(node) != old
     except ValueError:
@@ -537,7 +537,7 @@ def _value(node: ast.expr, space: dict[str, Any]) -> Any:
 
 
 def _place_value(path: str, mutant: Mutant) -> None:
-    """A constant of a module, or an attribute of a class."""
+    """Place a constant of a module, or an attribute of a class."""
     module = next(
         (m for m in list(sys.modules.values()) if getattr(m, "__file__", None) == path), None
     )
@@ -561,7 +561,7 @@ def _place_value(path: str, mutant: Mutant) -> None:
 
 
 def _set_attribute(holder: type, name: str, value: Any) -> None:
-    """With the default of a dataclass, which its subclasses repeat."""
+    """Set an attribute with the default of a dataclass, which its subclasses repeat."""
     setattr(holder, name, value)
     fields = getattr(holder, "__dataclass_fields__", {})
     if name in fields:

@@ -1,5 +1,5 @@
-"""Models by their published sizes with random weights, random texts and a small decoder: what a GPU
-is timed on."""
+"""Builds models of published sizes with random weights, random texts and a small decoder, to time a
+GPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from samplers.schedules import flow_match_euler, shifted
 
 @dataclass(frozen=True)
 class Scale:
-    """Sizes of the two models: those that are published, or small ones to see that everything
+    """Holds the sizes of the two models: those published, or small ones to see that everything
     runs."""
 
     sd3_layers: int = 24
@@ -45,7 +45,7 @@ def device() -> str:
 
 
 class Random:
-    """Put before a family: normal numbers that depend on the text in place of its encoders."""
+    """Replaces a family's text encoders by normal numbers that depend on the text."""
 
     sizes: dict[str, tuple[int, ...]]
 
@@ -68,7 +68,7 @@ class Random:
 
 
 class RandomSD3(Random, SD3):
-    """Stable Diffusion 3.5 medium, weights in bf16."""
+    """Builds Stable Diffusion 3.5 medium, weights in bf16."""
 
     def __init__(
         self, scale: Scale, attention: str = "auto", compile: bool | str = False, **options: Any
@@ -114,7 +114,7 @@ class RandomSD3(Random, SD3):
 
 
 class RandomWan(Random, Wan):
-    """Wan 2.1 1.3B, text to video, weights in bf16."""
+    """Builds Wan 2.1 1.3B, text to video, weights in bf16."""
 
     guidance_scale_2 = None
     expand = False
@@ -147,7 +147,7 @@ class RandomWan(Random, Wan):
 
 
 class PlainWan(bench.PlainLoop):
-    """The straightforward loop for Wan's network."""
+    """Runs the straightforward loop for Wan's network."""
 
     def call(self, x: Tensor, times: Tensor, cond: dict[str, Tensor]) -> Tensor:
         return self.net(

@@ -1,4 +1,4 @@
-"""Write the table of all rewards into docs/rewards.md: run this after adding a reward or changing
+"""Writes the table of all rewards into docs/rewards.md: run this after adding a reward or changing
 its card."""
 
 import sys

@@ -1,4 +1,4 @@
-"""Build what quickstart needs of the digits world and put it into the package,
+"""Builds what quickstart needs of the digits world and puts it into the package,
 ``mmrl/worlds/shipped``.
 
     python scripts/ship_world.py

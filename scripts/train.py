@@ -1,5 +1,5 @@
-"""`mmrl train` as a file, for launchers that want one: accelerate launch scripts/train.py CONFIG
-[key=value ...]"""
+"""Runs `mmrl train` as a file, for launchers that want one: accelerate launch scripts/train.py
+CONFIG [key=value ...]"""
 
 import sys
 

@@ -1,5 +1,5 @@
-"""Advantages: what a reward is worth beside the others. ``mmrl.core.registry.ADVANTAGES`` knows
-them by name."""
+"""Advantages say what a reward is worth beside others; ``mmrl.core.registry.ADVANTAGES`` names
+them."""
 
 from mmrl.advantages.branch import Branch, by_edge
 from mmrl.advantages.ddpo import DDPO

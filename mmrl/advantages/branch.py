@@ -54,7 +54,8 @@ class Branch:
         self.iteration = 0
 
     def __call__(self, rewards: Rewards | Tensor, rollout: Rollout) -> Tensor:
-        """[B, K]; NaN for edges that are pruned or have no reward below. Counts the iterations."""
+        """Return the advantages [B, K], NaN for edges that are pruned or have no reward below;
+        count the iteration."""
         if rollout.edge_id is None:
             raise UserError(
                 "advantage branch compares the edges of a tree; give the policy one, "
@@ -79,7 +80,7 @@ class Branch:
         self.iteration = int(state["iteration"])
 
     def _fuse(self, leaf: Tensor, rollout: Rollout) -> Tensor:
-        """[B, K] rewards of the edges, the same on all rows that share one."""
+        """Return the rewards [B, K] of the edges, the same on all rows that share one."""
         fused = [leaf]  # from the leaves up
         for k in reversed(range(1, rollout.edge_id.shape[1])):
             below = fused[-1]
@@ -97,8 +98,8 @@ class Branch:
         return torch.stack(fused[::-1], 1)
 
     def _normalised(self, reward: Tensor, name: Tensor, group: Tensor) -> Tensor:
-        """[B] (reward - mean) / (std + eps) over the different edges of each prompt; 0 where they
-        are equal."""
+        """Return (reward - mean) / (std + eps) [B] over the different edges of each prompt; 0 where
+        they are equal."""
         first = _first(name)
         prompts, index = group.unique(return_inverse=True)
         edges = Groups(index, first & ~reward.isnan(), len(prompts))
@@ -108,7 +109,7 @@ class Branch:
         return centred.masked_fill(reward.isnan(), torch.nan)
 
     def _pruned(self, advantage: Tensor, rollout: Rollout) -> Tensor:
-        """[B, K] bool."""
+        """Tell which edges [B, K] are pruned."""
         pruned = torch.zeros_like(advantage, dtype=torch.bool)
         if self.prune_depth:
             slid = self.iteration // self.slide_every if self.slide_every else 0
@@ -128,7 +129,7 @@ class Branch:
         return pruned
 
     def _narrow(self, advantage: Tensor, parent: Tensor) -> Tensor:
-        """[B] bool: chains that are left out."""
+        """Tell which chains [B] are left out."""
         pruned = torch.ones_like(advantage, dtype=torch.bool)
         for name in parent.unique():
             rows = (parent == name).nonzero()[:, 0]
@@ -146,7 +147,7 @@ class Branch:
 
 
 def _first(name: Tensor) -> Tensor:
-    """[B] bool: one row of every name."""
+    """Mark one row of every name, [B] bool."""
     _, index = name.unique(return_inverse=True)
     place = torch.arange(len(name), device=name.device)
     least = place.new_full((int(index.max()) + 1,), len(name)).scatter_reduce(
@@ -156,13 +157,13 @@ def _first(name: Tensor) -> Tensor:
 
 
 def _most(value: Tensor, name: Tensor) -> Tensor:
-    """[B] the largest value [B] among the rows of each name."""
+    """Return the largest value [B] among the rows of each name."""
     names, index = name.unique(return_inverse=True)
     return value.new_full((len(names),), -torch.inf).scatter_reduce(0, index, value, "amax")[index]
 
 
 def edge_mean(value: Tensor, weight: Tensor, name: Tensor) -> Tensor:
-    """[B] weighted mean of the rows of each name, NaN where all weights are 0."""
+    """Return the weighted mean [B] of the rows of each name, NaN where all weights are 0."""
     _, index = name.unique(return_inverse=True)
     count = int(index.max()) + 1
     total = value.new_zeros(count).index_add(0, index, value.nan_to_num(0.0) * weight)
@@ -170,8 +171,7 @@ def edge_mean(value: Tensor, weight: Tensor, name: Tensor) -> Tensor:
 
 
 def by_edge(advantage: Tensor, rollout: Rollout) -> Tensor:
-    """Gives an edge of a tree the mean advantage of the samples below it, on all their rows, [B,
-    K].
+    """Give an edge of a tree the mean advantage of the samples below it, on all their rows, [B, K].
 
     An edge is trained on at one of its rows only, so that the gradient is that of all samples;
     those without an advantage are left out of the mean. Without a tree the advantage, [B, 1] or [B,

@@ -1,5 +1,4 @@
-"""DDPO's advantage: compare with what the same prompt earned in this iteration and the ones
-before."""
+"""DDPO's advantage compares a reward with those of the same prompt in this iteration and before."""
 
 from __future__ import annotations
 
@@ -40,7 +39,8 @@ class DDPO:
         self.rewards: dict[str, deque[float]] = {}
 
     def __call__(self, rewards: Rewards | Tensor, rollout: Rollout) -> Tensor:
-        """[B, 1]; NaN for samples without a finite reward. Advances the buffers."""
+        """Return [B, 1] advantages, NaN for samples without a finite reward; advance the
+        buffers."""
         double, groups = measured(rewards, rollout)
         total = double.total()
         present = groups.present
@@ -60,7 +60,7 @@ class DDPO:
         return finished((total - mean) / (std + self.eps), rewards, present)
 
     def state_dict(self) -> dict[str, Any]:
-        """The buffers, fit for JSON."""
+        """Return the buffers as values that JSON can hold."""
         return {"rewards": {text: list(values) for text, values in self.rewards.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Group-relative advantages: every sample is compared with the other answers to its prompt.
+"""Compares every sample with the other answers to its prompt: group-relative advantages.
 
 Every function takes rewards, a tensor [B] or ``Rewards``, and the rollout that earned them, and
 returns [B, 1], or [B, K] for rewards of steps. A sample with a reward that is not a finite number

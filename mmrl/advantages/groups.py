@@ -1,4 +1,4 @@
-"""Statistics per group of rows, any sizes, rows in any order, missing rows left out.
+"""Computes statistics of groups of rows: any sizes, rows in any order, missing rows left out.
 
 P counts the groups present among the rows, not the prompts of the whole iteration.
 """
@@ -17,35 +17,35 @@ from mmrl.core.types import Rewards, Rollout
 
 @dataclass(frozen=True)
 class Groups:
-    """Which rows belong together and which of them count."""
+    """Says which rows belong together and which of them count."""
 
     index: Tensor  # [B] long, 0..P-1
     present: Tensor  # [B] bool, False where the sample has no reward
     count: int  # P
 
     def sum(self, x: Tensor) -> Tensor:
-        """[P] sums of x [B] over the present rows."""
+        """Return the sums [P] of x [B] over the present rows."""
         return x.new_zeros(self.count).index_add(0, self.index[self.present], x[self.present])
 
     def size(self) -> Tensor:
-        """[P] long, present rows."""
+        """Return the numbers [P] of present rows, long."""
         return torch.bincount(self.index[self.present], minlength=self.count)
 
     def mean(self, x: Tensor) -> Tensor:
-        """[P]; 0 for a group without present rows."""
+        """Return the means [P] of x [B]; 0 for a group without present rows."""
         return self.sum(x) / self.size().clamp(min=1)
 
     def centred(self, x: Tensor) -> Tensor:
-        """[B] x minus the mean of its group."""
+        """Return x [B] minus the mean of its group."""
         return x - self.mean(x)[self.index]
 
     def variance(self, x: Tensor, ddof: int) -> Tensor:
-        """[P]; 0 for a group of ``ddof`` rows or fewer."""
+        """Return the variances [P] of x [B]; 0 for a group of ``ddof`` rows or fewer."""
         return self.sum(self.centred(x).square()) / (self.size() - ddof).clamp(min=1)
 
     def flat(self, x: Tensor) -> Tensor:
-        """[P] bool: all present rewards are equal, so that nothing can be learnt; true of one row
-        or none.
+        """Tell in which groups [P] all present rewards are equal, so that nothing can be learnt;
+        true of one row or none.
 
         Compared, not derived from the variance: the mean of equal numbers may round to another
         number.
@@ -58,17 +58,16 @@ class Groups:
 
 
 def named(rewards: Rewards | Tensor) -> Rewards:
-    """A bare tensor [B] is one reward of weight 1."""
+    """Return the rewards by name; a bare tensor [B] is one reward of weight 1."""
     if isinstance(rewards, Tensor):
         return Rewards({"reward": rewards})
     return rewards if isinstance(rewards, Rewards) else Rewards(rewards)
 
 
 def measured(rewards: Rewards | Tensor, rollout: Rollout) -> tuple[Rewards, Groups]:
-    """The rewards in float64, and the groups of the rows that have every one of them as a finite
-    number.
+    """Return the rewards in float64, and the groups of the rows whose rewards are all finite.
 
-    A reward of weight 0 is only watched: it is left out here, and its failures cost no sample.
+    A reward of weight 0 is a monitor: it is left out here, and its failures cost no sample.
     """
     rewards = named(rewards)
     for name, x in rewards.items():
@@ -98,8 +97,8 @@ def measured(rewards: Rewards | Tensor, rollout: Rollout) -> tuple[Rewards, Grou
 
 
 def finished(advantage: Tensor, rewards: Mapping[str, Tensor] | Tensor, present: Tensor) -> Tensor:
-    """[B, 1] or [B, K] in the precision of the rewards (at least float32), NaN where the sample is
-    missing."""
+    """Return an advantage, [B, 1] or [B, K], in the precision of the rewards (at least float32),
+    NaN where the sample is missing."""
     dtype = torch.float32
     for reward in named(rewards).values():
         dtype = torch.promote_types(dtype, reward.dtype)

@@ -1,5 +1,4 @@
-"""What advantages remember from one iteration to the next, for checkpoints, however deep one lies
-in another."""
+"""Saves and restores the state of advantages for checkpoints, also of those nested in others."""
 
 from __future__ import annotations
 
@@ -16,17 +15,17 @@ LEAVES = (str, bytes, int, float, type, FunctionType, ModuleType, Tensor, nn.Mod
 
 
 def capture(advantage: Any) -> dict[str, Any]:
-    """Collects the states of an advantage and of all under it, by place: ``""`` is its own,
+    """Collect the states of an advantage and of all nested in it, by place: ``""`` is its own,
     ``base.base`` two below.
 
-    Fit for JSON if every ``state_dict`` is. Nothing needs to be done for it by an advantage on top
-    of another but to keep that one in an attribute, or bound by ``functools.partial``.
+    Fit for JSON if every ``state_dict`` is. An advantage that wraps another only has to keep it in
+    an attribute, or bound by ``functools.partial``.
     """
     return {place: part.state_dict() for place, part in stateful(advantage)}
 
 
 def restore(advantage: Any, states: dict[str, Any]) -> None:
-    """Hands captured states back to an advantage of the same configuration.
+    """Hand captured states back to an advantage of the same configuration.
 
     Raises:
         UserError: an advantage has no state there.
@@ -43,8 +42,8 @@ def restore(advantage: Any, states: dict[str, Any]) -> None:
 
 
 def stateful(advantage: Any) -> Iterator[tuple[str, Any]]:
-    """Walks over bound options, attributes and containers; yields (place, part) for parts that have
-    a state, once."""
+    """Walk over bound options, attributes and containers; yield (place, part) once for each part
+    with a state."""
     yield from _walk(advantage, "", set())
 
 
@@ -59,8 +58,8 @@ def _walk(value: Any, place: str, visited: set[int]) -> Iterator[tuple[str, Any]
 
 
 def _inside(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Names and parts of what may hold an advantage: a bound function, a container, an object that
-    can be called."""
+    """Yield names and parts of what may hold an advantage: a bound function, a container, a
+    callable object."""
     if isinstance(value, partial):
         yield from [("func", value.func), *enumerate(value.args), *value.keywords.items()]
     elif isinstance(value, dict):

@@ -1,4 +1,5 @@
-"""Subtract, divide, add up: the choices every grouped advantage is made of. All tensors float64."""
+"""Subtracts, divides and adds up: the choices of which grouped advantages are made. All tensors are
+float64."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ Combine = Literal["sum", "gdpo", "aggregate"]
 
 
 def moments(x: Tensor, present: Tensor, ddof: int = 0) -> tuple[Tensor, Tensor]:
-    """(mean, variance) of the present values of x [B] over all processes, scalars; 0 where nothing
-    is present."""
+    """Return the (mean, variance) of the present values of x [B] over all processes, scalars; 0
+    where nothing is present."""
     x = x[present]
     count, total = all_sum(torch.stack([x.new_tensor(float(len(x))), x.sum()]))
     mean = total / count.clamp(min=1)
@@ -26,8 +27,8 @@ def moments(x: Tensor, present: Tensor, ddof: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def root(variance: Tensor, eps: float, mode: EpsMode) -> Tensor:
-    """A standard deviation that can be divided by: std + eps, max(std, eps) or sqrt(variance +
-    eps)."""
+    """Return a standard deviation that can be divided by: std + eps, max(std, eps) or sqrt(variance
+    + eps)."""
     if mode == "sqrt":
         return (variance + eps).sqrt()
     std = variance.sqrt()
@@ -35,7 +36,7 @@ def root(variance: Tensor, eps: float, mode: EpsMode) -> Tensor:
 
 
 def whiten(x: Tensor, groups: Groups, std: Std, ddof: int, eps: float, mode: EpsMode) -> Tensor:
-    """[B] (x - mean of the group) / std, exactly 0 in flat groups.
+    """Return (x - mean of the group) / std [B], exactly 0 in flat groups.
 
     The global std is that of all rewards about their common mean, the differences between prompts
     included.
@@ -58,7 +59,7 @@ def combined(
     eps: float,
     mode: EpsMode,
 ) -> Tensor:
-    """[B] one advantage of several rewards.
+    """Combine several rewards into one advantage [B].
 
     sum: of the weighted sum of the rewards. aggregate: the weighted sum of the advantages of each.
     gdpo: that, divided by its own std over the whole batch, so that the scale does not depend on
@@ -79,8 +80,8 @@ def combined(
 
 
 def flat_rows(rewards: Rewards, groups: Groups, combine: Combine) -> Tensor:
-    """[B] bool: rows whose group has no spread, in the total or, if normalised one by one, in any
-    reward."""
+    """Mark the rows [B] whose group has no spread in the total or, if each is normalised apart, in
+    any reward."""
     if combine == "sum":
         return groups.flat(rewards.total())[groups.index]
     return torch.stack([groups.flat(x) for x in rewards.values()]).all(0)[groups.index]

@@ -1,5 +1,4 @@
-"""Advantages that change what counts while training: scales follow the rewards, weights follow the
-weakest."""
+"""These advantages adapt while training: scales follow the rewards, weights follow the weakest."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ Inner = Annotated[Callable, ADVANTAGES]
 
 @ADVANTAGES.register("running")
 class Running:
-    """Scale each reward by its running mean and standard deviation; then another advantage.
+    """Scale each reward by its running mean and standard deviation, then apply another advantage.
 
     Brings rewards of different scales together before they are weighted and added, without
     comparing single groups. ``decay`` of the running mean and mean square (0: of this iteration
@@ -45,7 +44,7 @@ class Running:
         self.sums: dict[str, list[float]] = {}  # name -> decayed mean, mean square, weight
 
     def __call__(self, rewards: Rewards | Tensor, rollout: Rollout) -> Tensor:
-        """[B, 1] or [B, K] of the inner advantage. Advances the running moments."""
+        """Return the inner advantage, [B, 1] or [B, K]; advance the running moments."""
         double, _ = measured(rewards, rollout)
         scaled = {name: self._scaled(name, x) for name, x in double.items()}
         return as_given(self.base(Rewards(scaled, double.weights), rollout), rewards)
@@ -74,7 +73,7 @@ class Running:
 
 @ADVANTAGES.register("maxmin")
 class MaxMin:
-    """Train on the reward that is worst off now: max-min over rewards.
+    """Train on the reward with the lowest mean now: max-min over rewards.
 
     MaxMin-RLHF (Chakraborty et al. 2024, arXiv:2402.08925, algorithm 1): in every iteration the
     reward with the lowest mean over all samples alone is optimised. With ``rate``, weights follow
@@ -90,9 +89,9 @@ class MaxMin:
         self.log: dict[str, float] = {}  # logarithms of the weights
 
     def __call__(self, rewards: Rewards | Tensor, rollout: Rollout) -> Tensor:
-        """[B, 1] or [B, K] of the inner advantage. Advances the weights."""
+        """Return the inner advantage, [B, 1] or [B, K]; advance the weights."""
         double, groups = measured(rewards, rollout)
-        if not somewhere(groups.present):  # nobody is the worst off
+        if not somewhere(groups.present):  # no reward has a value, so none is the lowest
             return as_given(
                 self.base(torch.full_like(next(iter(double.values())), torch.nan), rollout), rewards
             )
@@ -126,15 +125,16 @@ class MaxMin:
 
 
 def of_name(inner: Callable | str) -> Callable:
-    """The default is a name, since the registry is still being filled when this file is read."""
+    """Return the inner advantage, built if it is a name, as defaults are while the registry is
+    being filled."""
     return ADVANTAGES.build(inner) if isinstance(inner, str) else inner
 
 
 def as_given(advantage: Tensor, rewards: Rewards | Tensor) -> Tensor:
-    """[B, 1] or [B, K] as it is, in the precision of the rewards."""
+    """Return the advantage, [B, 1] or [B, K], unchanged but for the precision of the rewards."""
     return finished(advantage, rewards, ~advantage.isnan())
 
 
 def somewhere(present: Tensor) -> bool:
-    """Whether any row of any process is there; a collective call."""
+    """Tell whether any row of any process is present; a collective call."""
     return bool(all_sum(present.sum()) > 0)

@@ -1,4 +1,4 @@
-"""Advantages of papers that are settings of ``group``, as data.
+"""Names the advantages of papers that are settings of ``group``.
 
 Each is registered under its name and takes every option of ``group``, with these defaults.
 """
@@ -19,7 +19,7 @@ from mmrl.core.types import Rewards, Rollout
 
 @dataclass(frozen=True)
 class GroupPreset:
-    """What a paper or code base chooses of ``group``."""
+    """Holds what a paper or code base chooses of ``group``."""
 
     source: str
     settings: dict[str, Any]

@@ -1,4 +1,4 @@
-"""Rewards of single steps, [B, K]: what each decision earned by itself."""
+"""Turns rewards of single steps, [B, K], into advantages: what each decision earned by itself."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from mmrl.core.types import Rewards, Rollout
 
 
 def by_step(advantage: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """With rewards of steps every decision is compared with the same decision of the other answers:
-    [B, K].
+    """Make an advantage compare each decision of step rewards [B, K] with the same decision of the
+    other answers.
 
     The reward of a whole sample counts at each of its steps; a step without a reward (NaN) is not
     trained on.
@@ -45,7 +45,8 @@ def has_steps(rewards: Rewards) -> bool:
 
 
 def steps_of(rewards: Rewards, rollout: Rollout) -> int:
-    """K; UserError if a reward has another number of steps than the policy made decisions."""
+    """Return K; raise UserError if a reward has another number of steps than the policy made
+    decisions."""
     count = rollout.mask.shape[1]
     for name, x in rewards.items():
         if x.ndim == 2 and x.shape[1] != count:

@@ -1,4 +1,4 @@
-"""Which rows of a group are worth an update."""
+"""Selects the rows of a group that are worth an update."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from mmrl.core.types import Rewards
 
 
 def best_and_worst(score: Tensor, groups: Groups, row: Tensor, n: int) -> Tensor:
-    """[B] bool: the n / 2 highest and n / 2 lowest of each group by score [B], or all if it has no
+    """Mark [B] the n / 2 highest and n / 2 lowest of each group by score [B], or all if it has no
     more than n.
 
     DanceGRPO (Xue et al. 2025), "best-of-n", but inside every group rather than over all prompts of
-    a process. Equal scores are kept in the order of ``row`` [B], the names of the rows, so that the
-    choice has nothing to do with their position in the batch.
+    a process. Equal scores are kept in the order of ``row`` [B], the row ids, so that the choice
+    does not depend on positions in the batch.
     """
     if n < 2 or n % 2:
         raise UserError(
@@ -36,7 +36,7 @@ def best_and_worst(score: Tensor, groups: Groups, row: Tensor, n: int) -> Tensor
 
 
 def drop(groups: Groups, rewards: Rewards, flat: str) -> Tensor:
-    """[B] bool: the rows with a reward, and with "drop" only those of groups whose rewards
+    """Mark [B] the rows with a reward, and with "drop" only those of groups whose rewards
     differ."""
     if flat != "drop":
         return groups.present

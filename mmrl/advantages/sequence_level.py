@@ -1,8 +1,8 @@
-"""Advantages that text methods publish: normalised over the batch, weighted by length, scaled, or
-for the best alone.
+"""Defines the advantages of text methods: over the batch, weighted by length, scaled, or of the
+best alone.
 
-Shapes and missing samples are as in ``grouped``. A *length* is the number of decisions of a row,
-``rollout.mask``.
+Shapes and missing samples are as in ``mmrl.advantages.group``. A *length* is the number of
+decisions of a row, ``rollout.mask``.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ TINY = 1e-8  # verl's, under the root of a whitening
 def reinforce(rewards: Rewards | Tensor, rollout: Rollout) -> Tensor:
     """Take the reward itself, without a baseline (REINFORCE, Williams 1992).
 
-    For rewards that are weights of the score function already, such as ``noisy: {how: forward}``;
-    of other rewards the gradient has a far greater variance than with a baseline.
+    It suits rewards that are weights of the score function already, such as ``noisy: {how:
+    forward}``; with other rewards the gradient has a far greater variance than with a baseline.
     """
     double, groups = measured(rewards, rollout)
     return finished(double.total(), rewards, groups.present)
@@ -68,7 +68,7 @@ def reinforce_pp(
 
 
 def _by_tokens(value: Tensor, length: Tensor, groups: Groups) -> Tensor:
-    """[B] (x - mean) / sqrt(variance + 1e-8) with every row counted as often as it has
+    """Return (x - mean) / sqrt(variance + 1e-8) [B], every row counted as often as it has
     decisions."""
     weight = length * groups.present
     value = value.masked_fill(~groups.present, 0.0)
@@ -79,8 +79,8 @@ def _by_tokens(value: Tensor, length: Tensor, groups: Groups) -> Tensor:
 
 
 def _unless_equal(whitened: Tensor, double: Rewards, groups: Groups, baseline: bool) -> Tensor:
-    """0 where nothing differs: in a flat group with the baseline, in a batch of equal rewards
-    without."""
+    """Set to 0 where nothing differs: in a flat group with the baseline, in a batch of equal
+    rewards without."""
     total = double.total()
     if baseline:
         return whitened.masked_fill(groups.flat(total)[groups.index], 0.0)

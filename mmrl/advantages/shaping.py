@@ -1,4 +1,4 @@
-"""Advantages on top of another: shaped rewards, a virtual answer, weights of tokens or prompts.
+"""Shapes another advantage: transformed rewards, a virtual answer, weights of tokens or prompts.
 
 ``base`` is the advantage underneath, with its own options. What papers state in words only is
 marked
@@ -67,8 +67,8 @@ def soft(
     Li et al. 2025. A reward r becomes t + above log(r - t + 1) for r >= t, the threshold, and t -
     (exp(below (t - r)) - 1) / (exp(below) - 1) for r < t. Rewards more than 1 below the threshold,
     which no IoU is, go on along the tangent, so that none is too far to be compared. reward: the
-    one this is done to, there the IoU, before it is weighted and the others are added; null: their
-    weighted sum.
+    one that is transformed (the paper's is the IoU), before it is weighted and added to the others;
+    null: their weighted sum.
     """
     double, groups = measured(rewards, rollout)
     if reward is not None and reward not in double:
@@ -92,7 +92,7 @@ def soft(
 
 
 def _softened(reward: Tensor, threshold: float, above: float, below: float) -> Tensor:
-    """[B] by the two branches of ``soft``, with powers of e of at most 0 so that nothing
+    """Return [B] by the two branches of ``soft``, with powers of e of at most 0 so that nothing
     overflows."""
     over = (reward - threshold).clamp_min(0)
     under = (threshold - reward).clamp_min(0)
@@ -190,8 +190,8 @@ def pairs(
 def apart(
     of: Callable, rewards: Rewards | Tensor, rollout: Rollout, tasks: Sequence[str]
 ) -> Tensor:
-    """The advantage ``of`` with every task's rows alone; a row of another task is as good as
-    missing there."""
+    """Compute the advantage ``of`` for every task's rows alone; rows of another task count as
+    missing."""
     combined = None
     task = [prompt.get("task") for prompt in rollout.prompt_per_row()]
     if strange := {task_name for task_name in task if task_name not in tasks}:

@@ -1,4 +1,4 @@
-"""What the rewards of an iteration look like, for the log."""
+"""Summarises the rewards of an iteration for the log."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mmrl.data.prompts import Outcome
 
 
 def statistics(rewards: Rewards | Tensor, rollout: Rollout) -> dict[str, float]:
-    """Counts and spreads over all processes, each of which must call it.
+    """Count and measure spreads over all processes, each of which must call it.
 
     ``reward/mean`` and ``reward/std`` of the weighted total, ``reward/group_std`` the root mean
     square std (population) inside the groups, ``groups/total``, ``groups/flat`` those with a spread
@@ -54,8 +54,8 @@ def statistics(rewards: Rewards | Tensor, rollout: Rollout) -> dict[str, float]:
 
 
 def outcomes(rewards: Rewards, rollout: Rollout) -> list[Outcome]:
-    """How the groups of all processes were rewarded, for data that draws by it; NaN where nothing
-    could be scored.
+    """Return how the groups of all processes were rewarded, for data sources that draw by it; NaN
+    where nothing could be scored.
 
     Of prompts with an ``entry`` only. A collective call.
     """

@@ -1,5 +1,5 @@
-"""Advantages of decisions that several samples share: a plan with several images, images that begin
-alike."""
+"""Averages advantages over decisions that several samples share: a plan with several images, images
+that begin alike."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""``mmrl check-reward``: is a reward worth a GPU hour? Audited on the user's own data, before any
-model is trained.
+"""Audits a reward on the user's own data before any model is trained: ``mmrl check-reward``.
 
 Which probes are used depends on what the reward judges: ``mmrl.audit.texts`` for texts,
 ``mmrl.audit.images`` for images. A module of probes offers ``audit(subject) -> list[Line]`` and
@@ -33,8 +32,8 @@ PROBES = {
 
 @dataclass(frozen=True)
 class Subject:
-    """A reward, by name, and the prompts it is tried on; each prompt has ``where`` (file:line, if
-    that is known)."""
+    """Holds a reward, its name, and the prompts it is tried on; each prompt has ``where``
+    (file:line, if known)."""
 
     name: str
     reward: Callable
@@ -44,7 +43,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Offence:
-    """A row that broke a rule."""
+    """Names a row that broke a rule."""
 
     where: str  # file:line or the question
     answer: str  # what was scored: an answer, a kind of picture
@@ -54,7 +53,8 @@ class Offence:
 
 @dataclass(frozen=True)
 class Line:
-    """One probe: what was scored, what had to hold, and which rows broke it. No offence: passed."""
+    """Reports one probe: what was scored, what had to hold, and which rows broke it. No offence:
+    passed."""
 
     probe: str
     rule: str
@@ -65,7 +65,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Audit:
-    """All probes of one reward."""
+    """Holds all probes of one reward."""
 
     reward: str
     lines: list[Line]
@@ -105,7 +105,7 @@ def audit(
 
 
 def audit_one(subject: Subject, policy_medium: str | None = None) -> Audit:
-    """Audit one reward; ``policy_medium``: what the policy makes, None if that is not known."""
+    """Audit one reward; ``policy_medium`` is what the policy makes, None if that is not known."""
     from rewards.card import card_of
 
     media = card_of(subject.reward).media
@@ -125,7 +125,7 @@ def audit_one(subject: Subject, policy_medium: str | None = None) -> Audit:
 
 
 def some(prompts: list[Prompt], count: int, seed: int) -> list[Prompt]:
-    """``count`` of the prompts, drawn without return, in the order of the data."""
+    """Draw ``count`` of the prompts without replacement, in the order of the data."""
     order = Rng.of(seed, "audit").permutation(len(prompts)).tolist()
     return [prompts[i] for i in sorted(order[:count])]
 

@@ -1,9 +1,7 @@
-"""Probes for rewards of videos only: real pictures that the eye wanders over, against what has no
-time in it.
+"""Probes rewards of videos only: pans over real pictures against clips without order in time.
 
-Such a reward sees a pan over each picture. What it says of the order of frames pulls in two
-directions, of which it may take either: motion (a still and a blank must score less) or steadiness
-(noise and frames out of order must).
+A reward of the order of frames may reward either of two: motion (a still and a blank must score
+less) or steadiness (noise and frames out of order must).
 """
 
 from __future__ import annotations
@@ -17,15 +15,15 @@ from torch import Tensor
 from mmrl.core.types import Prompt
 from samplers.noise import Rng
 
-FRAMES = 8  # of a clip
-SHARE = 0.8  # of a picture's sides that is seen at a time
-GAIN = 0.25  # as of pictures, but blocks of 8 pixels stand still while a small picture moves
+FRAMES = 8  # frames of a clip
+SHARE = 0.8  # share of a picture's sides that one frame shows
+GAIN = 0.25  # larger than for pictures: JPEG blocks stand still while a small picture moves
 MOTION = ("blank", "still")
 STEADY = ("noise", "frames out of order")
 
 
 def real(prompts: Sequence[Prompt], seed: int) -> Tensor | None:
-    """[B, F, 3, H, W] drawn clips, if the prompts are those of the digits world that move."""
+    """Return drawn clips [B, F, 3, H, W], if the prompts are those of the moving digits world."""
     if not all("objects" in prompt and "motion" in prompt for prompt in prompts):
         return None
     from mmrl.worlds.moving import film
@@ -34,8 +32,7 @@ def real(prompts: Sequence[Prompt], seed: int) -> Tensor | None:
 
 
 def panned(pictures: Tensor) -> Tensor:
-    """[B, 3, H, W] -> [B, F, 3, H, W]: a window that wanders from corner to corner, at the size of
-    the picture."""
+    """Pan over pictures [B, 3, H, W] from corner to corner at their own size -> [B, F, 3, H, W]."""
     steps = torch.linspace(-(1 - SHARE), 1 - SHARE, FRAMES)  # where its middle is, in -1..1
     theta = torch.zeros(FRAMES, 2, 3)
     theta[:, 0, 0] = theta[:, 1, 1] = SHARE
@@ -49,7 +46,7 @@ def panned(pictures: Tensor) -> Tensor:
 
 
 def shuffled(clips: Tensor, seed: int) -> Tensor:
-    """Frames in one other order, neither forwards nor backwards."""
+    """Put frames in one other order, neither forwards nor backwards."""
     for attempt in range(100):
         order = Rng.of(seed, f"audit frames {attempt}").permutation(clips.shape[1])
         if (order.diff().abs() > 1).sum() >= clips.shape[1] // 2:
@@ -58,7 +55,7 @@ def shuffled(clips: Tensor, seed: int) -> Tensor:
 
 
 def tried(clips: Tensor, seed: int) -> dict[str, Tensor]:
-    """What may score less, by probe."""
+    """Return the clips that may score less, by probe."""
     return {
         "still": clips[:, :1].expand_as(clips),
         "frames out of order": shuffled(clips, seed),
@@ -66,7 +63,7 @@ def tried(clips: Tensor, seed: int) -> dict[str, Tensor]:
 
 
 def excused(failed: set[str]) -> tuple[str, ...]:
-    """The probes that a reward of motion, or one of steadiness, need not pass; none where it is
+    """Return the probes that a reward of motion, or one of steadiness, need not pass; none if it is
     neither."""
     if not failed & set(MOTION):
         return STEADY
@@ -74,5 +71,5 @@ def excused(failed: set[str]) -> tuple[str, ...]:
 
 
 def wants(probe: str) -> str:
-    """What a reward is after that need not pass this probe."""
+    """Return what a reward wants, motion or steadiness, that need not pass this probe."""
     return "motion" if probe in STEADY else "steadiness"

@@ -1,5 +1,5 @@
-"""Probes for rewards of images and videos: real pictures against noise, blanks, other captions,
-copies, JPEG.
+"""Probes rewards of images and videos: real pictures against noise, blanks, other captions, copies,
+JPEG.
 
 Real pictures are those of the prompts (``image`` in a .jsonl file), or drawn where the prompts are
 the digits world's. A reward of videos only sees pans over them, or clips where the prompts are
@@ -25,14 +25,14 @@ from rewards.card import card_of
 from rewards.judged import prompt_pictures
 from samplers.noise import Rng
 
-# two scores of one picture may differ by so much, relative to the spread: networks round
+# tolerated difference of two scores of one picture, relative to the spread: networks round
 SAME = 1e-4
-QUALITY = 90  # of the JPEG
-GAIN = 0.05  # what a reward may find better in a JPEG, in units of real minus blank
+QUALITY = 90  # quality of the JPEG
+GAIN = 0.05  # how much higher a JPEG may score, in units of real minus blank
 
 
 def audit(subject: Subject) -> list[Line]:
-    """All probes of a reward of images."""
+    """Run all probes of a reward of images."""
     about = card_of(subject.reward)
     if about.of == "group":
         raise UserError(
@@ -71,8 +71,8 @@ def audit(subject: Subject) -> list[Line]:
 
 
 def real(prompts: Sequence[Prompt], seed: int) -> Tensor:
-    """[B, 3, H, W] in 0..1: the prompts' own pictures, made as large as the first, or drawings of
-    digits.
+    """Return the prompts' own pictures [B, 3, H, W] in 0..1, resized to the first's size, or
+    drawings of digits.
 
     Raises:
         UserError: prompts that have none and are not the digits world's.
@@ -95,14 +95,14 @@ def real(prompts: Sequence[Prompt], seed: int) -> Tensor:
 
 
 def _floats(picture) -> Tensor:
-    """A PIL image as floats [3, H, W]."""
+    """Convert a PIL image to floats [3, H, W]."""
     import numpy as np
 
     return torch.from_numpy(np.array(picture.convert("RGB"))).permute(2, 0, 1).float() / 255
 
 
 def score(subject: Subject, media: Tensor, prompts: Sequence[Prompt]) -> list[float]:
-    """What the reward says, as numbers. Raises UserError where it raises."""
+    """Return the scores of media as numbers. Raises UserError where the reward raises."""
     try:
         values = subject.reward(media.contiguous(), list(prompts))
     except UserError:
@@ -134,7 +134,8 @@ def _numbers(prompts: Sequence[Prompt], scores: list[float]) -> Line:
 def _less(
     probe: str, prompts: Sequence[Prompt], scores: list[float], best: Sequence[float]
 ) -> Line:
-    """A mean below that of the real pictures; else the rows that gain are the offending ones."""
+    """Require a mean below that of the real pictures; else the rows that gain are the offending
+    ones."""
     # equal but for rounding is not less
     bad = []
     room = SAME * extent(best)
@@ -150,8 +151,8 @@ def _less(
 
 
 def _either(lines: Sequence[Line]) -> list[Line]:
-    """Of a reward of videos: what it fails because it wants motion, or because it wants steadiness,
-    is only said."""
+    """Turn the failures of a video reward that follow from wanting motion, or steadiness, into
+    remarks."""
     excused = clips.excused({line.probe for line in lines if line.offences})
     return [
         replace(
@@ -175,8 +176,8 @@ def _apart(subject: Subject, media: Tensor, prompts: Sequence[Prompt], best: lis
 
 
 def _twins(subject: Subject, media: Tensor, prompts: Sequence[Prompt], best: list[float]) -> Line:
-    """Every picture twice in one batch: a copy earns what its twin earns, and having one changes
-    nothing."""
+    """Score every picture twice in one batch: a copy earns what its twin earns, and having one
+    changes nothing."""
     count = min(len(prompts), 16)
     double = [prompt for prompt in prompts[:count] for _ in range(2)]
     scores = score(subject, media[:count].repeat_interleave(2, 0), double)
@@ -211,7 +212,7 @@ def _jpeg(
 
 
 def recompressed(media: Tensor) -> Tensor:
-    """The same pictures after a JPEG."""
+    """Return the same pictures after a JPEG."""
     from PIL import Image
 
     pictures = []
@@ -225,7 +226,7 @@ def recompressed(media: Tensor) -> Tensor:
 
 
 def _others(prompts: Sequence[Prompt]) -> list[tuple[int, int]]:
-    """(row, row whose prompt it gets instead), where the two differ."""
+    """Pair rows: (row, row whose prompt it gets instead), where the two prompts differ."""
     turned = [(i, (i + 1 + len(prompts) // 2) % len(prompts)) for i in range(len(prompts))]
     return [(i, j) for i, j in turned if prompts[i].get("text") != prompts[j].get("text")]
 
@@ -235,7 +236,7 @@ def _equal(a: float, b: float, scale: Sequence[float]) -> bool:
 
 
 def extent(scores: Sequence[float]) -> float:
-    """How large scores are and how far they reach; 1 where there are none."""
+    """Return how large scores are and how far they reach; 1 where there are none."""
     known = [s for s in scores if math.isfinite(s)]
     return max(max(known) - min(known) + abs(mean(known)), 1e-12) if known else 1.0
 

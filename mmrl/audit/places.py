@@ -1,4 +1,4 @@
-"""Where a prompt came from: file and line."""
+"""Finds where a prompt came from: file and line."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from mmrl.data.prompts import NAMES
 
 
 def named(prompts: list[Prompt], config: Config) -> list[Prompt]:
-    """The prompts, each with ``where``: as the data source gave it, else found again in the files
-    it was read from."""
+    """Return the prompts, each with ``where``: from the data source, else found again in the files
+    it read."""
     prompts = [
         p if "where" in p or "origin" not in p else {**p, "where": p["origin"]} for p in prompts
     ]
@@ -29,7 +29,7 @@ def named(prompts: list[Prompt], config: Config) -> list[Prompt]:
 
 
 def _files(spec: Any, folder: Path) -> list[Path]:
-    """The .txt and .jsonl files under the options called ``path``."""
+    """List the .txt and .jsonl files under the options called ``path``."""
     options = next(iter(spec.values()), None) if isinstance(spec, dict) else None
     path = options.get("path") if isinstance(options, dict) else None
     if not isinstance(path, str):
@@ -42,7 +42,7 @@ def _files(spec: Any, folder: Path) -> list[Path]:
 
 
 def _lines(files: list[Path]) -> dict[str, list[tuple[str, Any]]]:
-    """text -> (file:line, record) of every line that holds it."""
+    """Map text -> (file:line, record) of every line that holds it."""
     places_of_text: dict[str, list[tuple[str, Any]]] = {}
     for file in files:
         for number, line in enumerate(file.read_text(encoding="utf-8-sig").split("\n"), start=1):

@@ -1,4 +1,5 @@
-"""Audits on the terminal: a table a reward, and below it the rows that broke a rule."""
+"""Prints audits on the terminal: a table for each reward, and below it the rows that broke a
+rule."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ SHOWN = 5  # offending rows of a probe
 
 
 def print_audits(audits: Sequence[Audit]) -> bool:
-    """Print them all; False if a rule was broken."""
+    """Print all audits; return False if a rule was broken."""
     console = Console()
     for audit in audits:
         console.print(_table(audit))

@@ -1,4 +1,4 @@
-"""Probes for rewards of texts: right answers, none, tricks, other rows' answers, other coordinate
+"""Probes rewards of texts: right answers, none, tricks, other rows' answers, other coordinate
 spaces."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ VIEW = {"sizes": [[1000, 800]] * 16, "resized": [[512, 384]] * 16}
 
 
 def audit(subject: Subject) -> list[Line]:
-    """All probes of a reward of texts."""
+    """Run all probes of a reward of texts."""
     answers, unwritten = right_answers(subject)
     rows = [i for i in range(len(subject.prompts)) if i not in unwritten]
     lines = [_written(subject, unwritten)]
@@ -52,7 +52,7 @@ def audit(subject: Subject) -> list[Line]:
 
 
 def score(subject: Subject, texts: Sequence[str], prompts: Sequence[Prompt]) -> list[float]:
-    """What the reward says, as numbers. Raises UserError where it raises."""
+    """Return the scores of texts as numbers. Raises UserError where the reward raises."""
     if not texts:
         return []
     try:
@@ -68,8 +68,8 @@ def score(subject: Subject, texts: Sequence[str], prompts: Sequence[Prompt]) -> 
 
 
 def right_answers(subject: Subject) -> tuple[list[str | None], dict[int, str]]:
-    """What a policy should write, by the reward itself or by the row's answer or boxes; and why a
-    row has none."""
+    """Return what a policy should write, by the reward or the row's answer or boxes, and why a row
+    has none."""
     write: Callable[[Prompt], str] = getattr(
         subject.reward, "right_answer", _like_ours(subject).right_answer
     )
@@ -85,7 +85,7 @@ def right_answers(subject: Subject) -> tuple[list[str | None], dict[int, str]]:
 
 
 def _like_ours(subject: Subject) -> Verifiable:
-    """The reward of ours that knows right and wrong answers for a user's own: of boxes, or of short
+    """Return one of our rewards whose wrong answers suit a user's own reward: of boxes, or of short
     answers."""
     boxed = any("boxes" in p for p in subject.prompts) and not any(
         "answer" in p for p in subject.prompts
@@ -123,7 +123,7 @@ def _maximum(
 
 
 def _notes(subject: Subject, texts: list[str], prompts: list[Prompt]) -> list[str]:
-    """How the reward read these answers, where it can say so."""
+    """Return how the reward read each answer, where it can say so."""
     if not hasattr(subject.reward, "verdicts"):
         return [""] * len(texts)
     return [verdict.note or verdict.status for verdict in subject.reward.verdicts(texts, prompts)]
@@ -146,7 +146,7 @@ def _twice(subject: Subject, prompts: list[Prompt], texts: list[str], scores: li
 def _probes(
     subject: Subject, prompts: list[Prompt], right: list[str]
 ) -> list[tuple[str, list[str | None], str]]:
-    """(name, one text a prompt or None, rule) of everything that should not pay."""
+    """Return (name, one text a prompt or None, rule) of every answer that should not pay."""
     # judges form or length: much is as good as a right answer
     shaping = getattr(subject.reward, "shaping", False)
     rule = "not more" if shaping else "less"
@@ -178,8 +178,8 @@ def _below(
     scores: list[float],
     best: list[float],
 ) -> Line:
-    """``rule``: "less" and "not more" hold row by row; "less on average" also forbids a row to be
-    better."""
+    """Check a probe's scores; ``rule``: "less" and "not more" hold row by row; "less on average"
+    also forbids a row to be better."""
     if not scores:
         return Line(probe, rule, scores, [], applies=False)
     bad = [
@@ -202,7 +202,7 @@ def _mean(scores: list[float]) -> float:
 
 
 def _spaces(subject: Subject, prompts: list[Prompt]) -> Line:
-    """The right answer as models of the four coordinate conventions would write it."""
+    """Write the right answer as models of the four coordinate conventions would."""
     probe = "right answer in other coordinate spaces"
     rule = "scores the same"
     if not getattr(subject.reward, "spatial", False):
@@ -249,5 +249,5 @@ def _nan(scores: list[float]) -> list[int]:
 
 
 def where(prompt: Prompt) -> str:
-    """file:line, else the question."""
+    """Return file:line of a prompt, else its question."""
     return str(prompt.get("where") or repr(str(prompt.get("text", prompt))[:60]))

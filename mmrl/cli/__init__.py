@@ -1,4 +1,4 @@
-"""The command line."""
+"""Implements the command line."""
 
 from mmrl.cli.app import main
 

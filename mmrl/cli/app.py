@@ -1,4 +1,4 @@
-"""The ``mmrl`` command. Every mistake of a user's is one message and exit status 2, never a
+"""Defines the ``mmrl`` command. A user's mistake is one message and exit status 2, never a
 traceback."""
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ def evaluate(
     overrides: Overrides = None,
     checkpoint: At = None,
 ) -> None:
-    """Rewards on held-out prompts with 95 % confidence intervals: base model and trained model."""
+    """Measure rewards on held-out prompts with 95 % confidence intervals: base model and trained
+    model."""
     from mmrl.cli import commands
     from mmrl.cli.tables import evaluation_table
 
@@ -120,7 +121,7 @@ def export(
 
 @app.command()
 def report(run: RunFolder) -> None:
-    """One self-contained HTML page about a run."""
+    """Write one self-contained HTML page about a run."""
     from mmrl.monitoring.report.page import write_report
 
     print(write_report(run))
@@ -184,7 +185,7 @@ def list_(
         bool, typer.Option("--markdown", help="Rewards only, with all their cards say.")
     ] = False,
 ) -> None:
-    """What can be named in a configuration, with one line about each."""
+    """List what can be named in a configuration, with one line about each."""
     if markdown:
         from mmrl.cli.reward_table import markdown as table
 
@@ -197,7 +198,7 @@ def list_(
 
 @app.command()
 def doctor() -> None:
-    """Versions, devices, attention backends, disk: what is there and what is missing."""
+    """Report versions, devices, attention backends and disk: what is there and what is missing."""
     from mmrl.cli.doctor import print_report
 
     if not print_report():
@@ -205,7 +206,7 @@ def doctor() -> None:
 
 
 def main() -> None:
-    """Entry point."""
+    """Run the command line."""
     from mmrl.utils.threads import prepare
 
     prepare()  # before anything imports torch

@@ -1,4 +1,4 @@
-"""What the commands do, as functions; ``mmrl.cli.app`` and the files in scripts/ only parse
+"""Implements the commands as functions; ``mmrl.cli.app`` and the files in scripts/ only parse
 arguments."""
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ QUICKSTART = ("digits/sd3", "digits/reader", "digits/judge", "digits/clip")
 def evaluate(
     path: Path, overrides: Sequence[str] = (), at: str | None = None
 ) -> tuple[list[dict[str, Any]], Path]:
-    """Held-out rewards of the base model at every guidance scale asked for, and of the trained one
-    if ``path`` is a run. Returns the rows and the file they were written to."""
+    """Measure held-out rewards of the base model at every requested guidance scale, and of the
+    trained one if ``path`` is a run. Returns the rows and the file they were written to."""
     session, run = _open(path, overrides, at)
     judges = session.judges()
     options = session.evaluation
@@ -83,7 +83,7 @@ def sample(
 
 
 def export(run: Path, folder: Path, at: str | None = None) -> Path:
-    """Trained weights in the format of the model's own library. Returns the folder."""
+    """Write trained weights in the format of the model's own library. Returns the folder."""
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder} exists and is not empty; name a new folder")
     session = build.trained(run, at=at)
@@ -111,7 +111,7 @@ def build_artifacts(names: Sequence[str]) -> None:
 
 
 def _open(path: Path, overrides: Sequence[str], at: str | None) -> tuple[Session, Path | None]:
-    """A run folder as trained, or a configuration as its base model."""
+    """Open a run folder with its trained weights, or a configuration with its base model."""
     if path.is_dir():
         return build.trained(path, overrides, at), path
     return build.base(find_config(path), overrides), None
@@ -124,7 +124,8 @@ def _at(session: Session, snapshot: str) -> Iterator[None]:
 
 
 def _write(item: Any, path: Path) -> Path:
-    """An image [3, H, W] as PNG, a video [F, 3, H, W] as animated PNG, anything else as text."""
+    """Write an image [3, H, W] as PNG, a video [F, 3, H, W] as animated PNG, anything else as
+    text."""
     if not isinstance(item, torch.Tensor) or item.ndim < 3:
         path = path.with_suffix(".txt")
         path.write_text(item if isinstance(item, str) else json.dumps(item.tolist()))

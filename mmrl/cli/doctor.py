@@ -1,5 +1,5 @@
-"""``mmrl doctor``: what is here, what is missing, what to type. Never fails because something is
-missing."""
+"""Implements ``mmrl doctor``: says what is installed, what is missing and what to type; nothing
+missing makes it fail."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ LITTLE_DISK = 5.0  # GiB; one checkpoint of a large model is more
 
 
 class Check(NamedTuple):
-    """One line of the report. remedy is a command or an action, empty when all is well."""
+    """Holds one line of the report; ``remedy`` is a command or an action, empty when all is
+    well."""
 
     name: str
     status: Status
@@ -37,7 +38,7 @@ class Check(NamedTuple):
 
 
 def diagnose() -> list[Check]:
-    """Every check, in reading order. A check that breaks is itself reported as a warning."""
+    """Run every check, in reading order. A check that breaks is itself reported as a warning."""
     groups = (
         check_python,
         check_packages,
@@ -51,7 +52,7 @@ def diagnose() -> list[Check]:
 
 
 def print_report() -> bool:
-    """Print the checks as a table; False if something required is missing."""
+    """Print the checks as a table; return False if something required is missing."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -91,8 +92,8 @@ def check_python() -> list[Check]:
 
 
 def requirements() -> list[str]:
-    """What pyproject.toml asks for without extras: from the checkout, else from the installed
-    metadata."""
+    """Return the requirements of pyproject.toml without extras: from the checkout, else from the
+    installed metadata."""
     file = PACKAGE.parent / "pyproject.toml"
     project = (
         tomllib.loads(file.read_text(encoding="utf-8")).get("project", {}) if file.is_file() else {}
@@ -130,7 +131,7 @@ def _satisfies(installed: str, specifier: str) -> bool:
 
 
 def check_optional() -> list[Check]:
-    """Extras that are worth a line; nothing breaks without them."""
+    """Check the extras that are worth a line; nothing breaks without them."""
     versions = {name: version(name) for name in OPTIONAL}
     return [
         Check(name, "ok", versions[name] or f"not installed (optional: {use})")
@@ -175,7 +176,7 @@ def _no_cuda(built_for: str | None) -> Check:
 
 
 def check_precision() -> list[Check]:
-    """Whether bf16 arithmetic works, tried rather than asked for."""
+    """Tell whether bf16 arithmetic works, by trying it."""
     if not _there("torch"):
         return []
     import torch
@@ -250,8 +251,8 @@ def check_places() -> list[Check]:
 
 
 def _place(name: str, folder: Path, remedy: str) -> Check:
-    """Can files be made there, and how much room is left? Leaves nothing behind, not even the
-    folder."""
+    """Check whether files can be made in a folder and how much room is left; leave nothing behind,
+    not even the folder."""
     existing = next(place for place in (folder, *folder.parents) if place.is_dir())
     free = shutil.disk_usage(existing).free / 2**30
     try:
@@ -267,7 +268,7 @@ def _place(name: str, folder: Path, remedy: str) -> Check:
 
 
 def _contents(cache: Path) -> str:
-    """What worlds have built so far: ``digits/sd3-1f2e (9.1 MiB)``."""
+    """List what worlds have built so far: ``digits/sd3-1f2e (9.1 MiB)``."""
     if not cache.is_dir():
         return "nothing yet"
     files: dict[str, int] = {}

@@ -1,5 +1,5 @@
-"""The table of all rewards in ``docs/rewards.md``: what the registry knows and what was
-measured."""
+"""Writes the table of all rewards in ``docs/rewards.md`` from the registry and the measured
+speeds."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ KINDS = {
 
 
 def markdown(measured: Mapping[str, float] = {}, package: str | None = None) -> str:
-    """One line a registered reward; ``measured``: samples a second by name; ``package``: only what
-    it defines."""
+    """Write one line for each registered reward; ``measured``: samples a second by name;
+    ``package``: only what it defines."""
     load_built_in()
     known = [
         n for n in sorted(REWARDS) if package in (None, REWARDS[n].__module__.partition(".")[0])
@@ -67,7 +67,7 @@ def row(name: str, entry: Callable, speed: float | None) -> list[str]:
 
 
 def span(card: Card) -> str:
-    """``0..1``, ``above 0``, ``below 0`` or nothing."""
+    """Return the range of a reward: ``0..1``, ``above 0``, ``below 0`` or nothing."""
     if card.low is None and card.high is None:
         return ""
     if card.high is None:
@@ -76,8 +76,8 @@ def span(card: Card) -> str:
 
 
 def speeds(folder: Path) -> dict[str, float]:
-    """Samples a second by reward, of the last benchmark in ``docs/results``; not of stand-ins for
-    real models."""
+    """Read samples a second by reward from the last benchmark in ``docs/results``, without
+    stand-ins for real models."""
     file = folder / "results" / "rewards.json"
     measured = (
         json.loads(file.read_text()) if file.is_file() else {"samples_per_second": {}, "small": []}
@@ -90,7 +90,7 @@ def speeds(folder: Path) -> dict[str, float]:
 
 
 def renewed(page: str, table: str) -> str:
-    """The page with the table between its two marks."""
+    """Return the page with the table between its two marks."""
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n{table}{END}{after}"

@@ -1,4 +1,4 @@
-"""Tables on the terminal."""
+"""Prints tables on the terminal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FAMILIES = {"samplers": ("sde_types", "timestep_schedules", "noise_windows")}
 
 
 def evaluation_table(rows: list[dict[str, Any]]) -> None:
-    """Models down, rewards across; mean and half the 95 % interval."""
+    """Print a table of models down and rewards across: mean and half the 95 % interval."""
     names = list(dict.fromkeys(name for row in rows for name in row["rewards"]))
     table = Table("model", *names, title="held-out rewards, mean ± 95 % interval")
     for row in rows:
@@ -27,7 +27,7 @@ def evaluation_table(rows: list[dict[str, Any]]) -> None:
 
 
 def _estimate(estimate: dict[str, Any] | None) -> str:
-    """Mean and half the interval; of a measure of the whole set the value alone."""
+    """Return mean and half the interval; of a measure of the whole set the value alone."""
     if estimate is None:
         return ""
     half = estimate["high"] - estimate["mean"]
@@ -37,7 +37,7 @@ def _estimate(estimate: dict[str, Any] | None) -> str:
 
 
 def plugin_tables(kind: str | None) -> None:
-    """Name, options and first docstring line of every registered plug-in."""
+    """Print name, options and first docstring line of every registered plug-in."""
     load_built_in()
     kinds = [*ALL, *FAMILIES, "presets"]
     if kind is not None and kind not in kinds:

@@ -1,9 +1,9 @@
-"""A run in one YAML file: read with its line numbers, overridden by ``a.b=c``, checked as a whole,
-built by name.
+"""Reads a run's YAML file with its line numbers, applies ``a.b=c``, checks it as a whole, builds by
+name.
 
-    config = load("configs/digits/flow_grpo.yaml", ["train.iterations=3"]) check(config)
-    # every name, option, file and the arithmetic; builds nothing policy = config.build("policy",
-    POLICIES)
+    config = load("configs/digits/flow_grpo.yaml", ["train.iterations=3"])
+    check(config)  # every name, option, file and the arithmetic; builds nothing
+    policy = config.build("policy", POLICIES)
 
 Each mistake is a ``UserError`` of one line, ``file:line: path.of.the.key: what was expected``; all
 that can be found together are reported together.
@@ -62,7 +62,7 @@ EXAMPLES = {
 
 @dataclass(frozen=True)
 class Config:
-    """The resolved plain values of a configuration, and where each of them was written."""
+    """Holds the resolved plain values of a configuration, and where each of them was written."""
 
     plain: dict[str, Any]
     file: str = "configuration"
@@ -79,11 +79,11 @@ class Config:
         return Place(keys, self.marks, Path(self.file).parent)
 
     def where(self, path: str | tuple[Any, ...]) -> str:
-        """``file:line`` of a value, or the override that set it."""
+        """Return ``file:line`` of a value, or the override that set it."""
         return self.place(path).source()
 
     def build(self, section: str, registry: Registry, **context: Any) -> Any:
-        """The object a section names; ``context`` are arguments that come from code."""
+        """Build the object a section names; ``context`` are arguments that come from code."""
         return build(self.plain[section], registry, self.place((section,)), **context)
 
     def rewards(
@@ -96,7 +96,7 @@ class Config:
         return build_rewards(spec, registry, place)
 
     def section(self, name: str, cls: type) -> Any:
-        """A dataclass section; all defaults if it is not there."""
+        """Return a dataclass section; all defaults if it is not there."""
         return build_dataclass(cls, self.plain.get(name) or {}, self.place((name,)))
 
 
@@ -152,8 +152,8 @@ def _apply_preset(
 
 
 def dump(config: Config) -> str:
-    """YAML that loads back to the same configuration, from any folder: files found beside it get
-    their full path."""
+    """Write YAML that loads back to the same configuration from any folder: files found beside it
+    get their full path."""
     return write(_anchored(config.plain, Path(config.file).parent))
 
 

@@ -1,5 +1,5 @@
-"""Objects from their specifications: ``name`` or ``{name: {options}}``, dataclasses, and weighted
-rewards."""
+"""Builds objects from their specifications: ``name`` or ``{name: {options}}``, dataclasses, and
+weighted rewards."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mmrl.scoring.handling import Handled, Handling
 
 @dataclass(frozen=True)
 class Weighted:
-    """A reward function and its weight in the sum."""
+    """Holds a reward function and its weight in the sum."""
 
     reward: Callable
     weight: float
@@ -39,9 +39,9 @@ def raise_all(problems: Sequence[str]) -> None:
 
 
 def build(spec: Any, registry: Registry, where: str | Place = "", **context: Any) -> Any:
-    """The object that ``name`` or ``{name: {options}}`` stands for: an instance of a class, or a
-    function with its options bound. ``context`` are arguments supplied by code. Raises UserError
-    naming every option that is wrong."""
+    """Build the object that ``name`` or ``{name: {options}}`` stands for: an instance of a class,
+    or a function with its options bound. ``context`` are arguments supplied by code. Raises
+    UserError naming every option that is wrong."""
     problems: list[str] = []
     resolved = resolve(spec, registry, Place.of(where), problems, context)
     raise_all(problems)
@@ -49,7 +49,7 @@ def build(spec: Any, registry: Registry, where: str | Place = "", **context: Any
 
 
 def build_dataclass(cls: type, mapping: Any, where: str | Place = "") -> Any:
-    """An instance of a dataclass from a mapping of its fields."""
+    """Build an instance of a dataclass from a mapping of its fields."""
     problems: list[str] = []
     resolved = resolve_call(cls, mapping, Place.of(where), problems)
     raise_all(problems)
@@ -59,7 +59,7 @@ def build_dataclass(cls: type, mapping: Any, where: str | Place = "") -> Any:
 def build_rewards(
     spec: Any, registry: Registry = REWARDS, where: str | Place = "reward"
 ) -> dict[str, Weighted]:
-    """Rewards by name: ``name``, ``[names]``, or ``{name: weight}`` and ``{name: {weight: w,
+    """Build rewards by name: ``name``, ``[names]``, or ``{name: weight}`` and ``{name: {weight: w,
     option: value}}``.
 
     ``{name: {monitor: true}}`` is measured and has weight 0.
@@ -74,7 +74,7 @@ def build_rewards(
 
 
 def _handled(name: str, entry: Chosen) -> Callable:
-    """The reward, with what is done around it if anything is asked for."""
+    """Wrap the reward with its ``Handling`` if any of those options is set."""
     reward = construct(entry.reward)
     handling = construct(entry.handling)
     if handling == Handling():
@@ -87,7 +87,7 @@ def _handled(name: str, entry: Chosen) -> Callable:
 
 @dataclass(frozen=True)
 class Chosen:
-    """One entry of ``reward:``, checked and not yet built."""
+    """Holds one entry of ``reward:``, checked and not yet built."""
 
     reward: Resolved
     weight: float
@@ -97,7 +97,8 @@ class Chosen:
 def resolve_rewards(
     spec: Any, registry: Registry, place: Place, problems: list[str]
 ) -> dict[str, Chosen]:
-    """By the name of their key: that of a reward, or any with ``use`` saying which."""
+    """Resolve rewards by their key: a reward's name, or any name with ``use`` saying which
+    reward."""
     if isinstance(spec, str):
         spec = {spec: 1.0}
     if isinstance(spec, list) and all(isinstance(name, str) for name in spec):
@@ -134,7 +135,7 @@ def _resolve_reward(
 
 
 def _weight(chosen: dict, place: Place, problems: list[str]) -> Any:
-    """``weight``, 1 where none is given; 0 with ``monitor: true``: measured, never optimised."""
+    """Return ``weight``, 1 by default; 0 with ``monitor: true``: measured, never optimised."""
     weight = chosen.pop("weight", None)
     monitor = chosen.pop("monitor", None)
     monitor = convert(monitor is not None and monitor, bool, place / "monitor", problems)
@@ -151,10 +152,11 @@ def _weight(chosen: dict, place: Place, problems: list[str]) -> Any:
 def _split_options(
     use: str, chosen: dict, registry: Registry, place: Place, problems: list[str]
 ) -> tuple[Any, Any]:
-    """The reward with its own options, and ``Handling`` with those that every reward has."""
+    """Separate the reward with its own options from ``Handling`` with those that every reward
+    has."""
     try:
         reward_options = options(registry.find(use))
-    except Exception:  # what is wrong with it is said below
+    except Exception:  # resolving it below reports what is wrong
         reward_options = {}
     common = [
         field.name

@@ -1,4 +1,4 @@
-"""Everything about a configuration that can be known before a model is built."""
+"""Checks everything about a configuration that can be known before a model is built."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def plain_sections() -> dict[str, type]:
-    """The sections that are dataclasses, not plug-ins."""
+    """Return the sections that are dataclasses, not plug-ins."""
     from mmrl.monitoring.alarms import AlarmOptions
     from mmrl.monitoring.log import LogOptions
 
@@ -48,8 +48,8 @@ def check(
     supplied: Mapping[str, Collection[str]] = {},
     processes: int = 1,
 ) -> None:
-    """Everything that can be known before a model is built: names, options, files, arithmetic; all
-    problems at once.
+    """Check names, options, files and arithmetic before a model is built; report all problems at
+    once.
 
     ``dataclasses`` are the types of plain sections; ``supplied`` the arguments that code gives to a
     section's object.
@@ -95,7 +95,7 @@ def check(
 
 
 def _unsuited(entries: Mapping[str, Resolved], built: Any) -> Iterator[str]:
-    """An objective of tokens for a flow model, or the other way round."""
+    """Find what in the objective does not suit the policy, such as tokens for a flow model."""
     if {"objective", "policy"} <= set(entries):
         objective = entries["objective"]
         policy = entries["policy"]
@@ -125,7 +125,7 @@ def _unsuited(entries: Mapping[str, Resolved], built: Any) -> Iterator[str]:
 
 
 def _cheap(entry: Callable) -> bool:
-    """Whether an object is made of plain values, so that its own checks cost nothing."""
+    """Tell whether an object is made of plain values, so that its own checks cost nothing."""
     from mmrl.objectives.base import Objective
 
     return is_dataclass(entry) or (isinstance(entry, type) and issubclass(entry, Objective))
@@ -168,7 +168,7 @@ def _rewards(
 
 
 def _holds(value: Any) -> bool:
-    """Whether there is a plug-in among these options."""
+    """Tell whether there is a plug-in among these options."""
     if isinstance(value, Mapping):
         return any(_holds(item) for item in value.values())
     return isinstance(value, Resolved) or (
@@ -209,7 +209,7 @@ def _import(name: str) -> None:
 
 
 def _missing_files(value: Any, key: str = "", place: Place | None = None) -> Iterator[str]:
-    """Options annotated ``Path``, and those called ``path`` that can only be a local file, must
+    """Find options annotated ``Path``, and local ones called ``path``, whose file does not
     exist."""
     place = place or Place()
     if isinstance(value, Resolved):
@@ -228,8 +228,8 @@ def _missing_files(value: Any, key: str = "", place: Place | None = None) -> Ite
 
 
 def looks_local(path: str) -> bool:
-    """Not ``owner/name`` of a hub and not ``world:...``: a path that starts like one, ends like a
-    file, or is deep."""
+    """Tell a local path from ``owner/name`` of a hub and ``world:...``: it starts like one, ends
+    like a file, or is deep."""
     if ":" in path and not re.match(r"^[A-Za-z]:[\\/]", path):
         return False
     ends = (

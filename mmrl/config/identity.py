@@ -1,4 +1,4 @@
-"""What a built object is made of, as one text: what a cache on disk must not confuse."""
+"""Identifies what a built object is made of by one text: what a cache on disk must not confuse."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ HEAVY = 2**20  # a larger file is known by size and time, a smaller one by its c
 
 
 def identity(value: Any) -> str:
-    """Name and code of the class or function, all options, and the files they name; equal texts
-    mean equal scores."""
+    """Return name and code of the class or function, all options, and the files they name; equal
+    texts mean equal scores."""
     if isinstance(value, Resolved):
         entry = value.entry
         return f"{entry.__module__}:{entry.__qualname__} {_code(entry)} {identity(value.options)}"
@@ -32,7 +32,7 @@ def identity(value: Any) -> str:
 
 
 def _code(entry: Any) -> str:
-    """Our own code changes with the version, a user's with every edit of its file."""
+    """Identify code: ours by the version, a user's by the content of its file."""
     try:
         source = Path(inspect.getsourcefile(entry) or "")
         return f"{__version__} {sha256(source.read_bytes()).hexdigest()[:16]}"
@@ -41,8 +41,8 @@ def _code(entry: Any) -> str:
 
 
 def _file(name: str | Path) -> str:
-    """The content of a small file, size and time of a large one, of a folder those of the files in
-    it."""
+    """Identify a file: a small one by its content, a large one by size and time, a folder by the
+    files in it."""
     path = Path(str(name)).expanduser()
     try:
         files = sorted(path.iterdir()) if path.is_dir() else [path] if path.is_file() else []

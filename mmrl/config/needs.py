@@ -1,4 +1,4 @@
-"""What rewards need of the data and of the policy, compared before a model is loaded."""
+"""Compares what rewards need with the data and the policy before a model is loaded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SHOWN = 8  # fields of the data named in a message
 
 
 def wrong_media(rewards: Mapping[str, Callable], policy: Callable) -> Iterator[tuple[str, str]]:
-    """(reward, sentence) for rewards that do not judge what the policy makes.
+    """List (reward, sentence) for rewards that do not judge what the policy makes.
 
     ``policy``: the class or the object; its capability ``makes`` is "image", "video" or "text",
     None where it cannot say.
@@ -34,8 +34,8 @@ def wrong_media(rewards: Mapping[str, Callable], policy: Callable) -> Iterator[t
 def missing_fields(
     rewards: Mapping[str, Callable], fields: Collection[str]
 ) -> Iterator[tuple[str, str]]:
-    """(reward, sentence) for rewards that need a field which no prompt of a data source has, by
-    what it declares."""
+    """List (reward, sentence) for rewards that need a field which the data source declares for no
+    prompt."""
     for name, reward in rewards.items():
         for field in card_of(reward).needs:
             if field not in fields:
@@ -43,7 +43,7 @@ def missing_fields(
 
 
 def without_gradient(rewards: Mapping[str, Callable]) -> Iterator[tuple[str, str]]:
-    """(reward, sentence) for rewards that do not declare a gradient, which the objective
+    """List (reward, sentence) for rewards that do not declare a gradient, which the objective
     follows."""
     why = (
         "it has no gradient, which this objective follows; take one that docs/rewards.md "
@@ -58,7 +58,7 @@ def without_gradient(rewards: Mapping[str, Callable]) -> Iterator[tuple[str, str
 def missing_values(
     rewards: Mapping[str, Callable], prompts: Sequence[Mapping[str, Any]]
 ) -> Iterator[tuple[str, str]]:
-    """(reward, sentence) for rewards that need a field which some prompt lacks."""
+    """List (reward, sentence) for rewards that need a field which some prompt lacks."""
     for name, reward in rewards.items():
         for field in card_of(reward).needs:
             bare = [prompt for prompt in prompts if prompt.get(field) is None]

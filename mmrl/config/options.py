@@ -1,5 +1,5 @@
-"""The ``train`` and ``evaluate`` sections of a configuration, and the arithmetic that follows from
-them."""
+"""Defines the ``train`` and ``evaluate`` sections of a configuration, and the arithmetic that
+follows from them."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ LossAggMode = Literal[
 
 @dataclass(frozen=True)
 class Reuse:
-    """Answers of earlier iterations in the place of groups of equal rewards. ``share``: of an
-    iteration's groups that may give way, at most; on every process one stays. ``size``: groups that
-    are remembered on a process; those whose rewards differ least leave first. ``age``: iterations
-    after which an answer is forgotten. ``times``: how often a group comes again."""
+    """Replays answers of earlier iterations in place of groups of equal rewards. ``share``: the
+    largest share of an iteration's groups that is replaced; on every process one stays. ``size``:
+    groups that are remembered on a process; those whose rewards differ least leave first. ``age``:
+    iterations after which an answer is forgotten. ``times``: how often a group comes again."""
 
     share: Annotated[float, Gt(0), Le(1)] = 0.5
     size: Count = 256
@@ -38,86 +38,86 @@ class Reuse:
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """Sizes are global: they mean the same training on any number of processes."""
+    """Holds the options of ``train``. Sizes are global: they mean the same training on any number
+    of processes."""
 
-    prompts_per_iteration: Count  # prompts an iteration
-    group_size: Count  # samples a prompt: the group that advantages compare
-    train_batch_size: Count  # rows (samples) an optimizer step
+    prompts_per_iteration: Count  # prompts sampled in an iteration
+    group_size: Count  # samples of each prompt: the group that advantages compare
+    train_batch_size: Count  # rows (samples) of an optimizer step
     iterations: Natural  # rollouts; 0 only writes the first checkpoint
-    seed: Natural = 0  # of everything random
+    seed: Natural = 0  # seeds everything random
     # parts of a rollout: the rewards of one are computed while the next is sampled
     reward_overlap_chunks: Count = 1
-    epochs: Count = 1  # passes over the rows of one iteration
-    # rows a forward and backward pass on one process; null: all of its step
+    epochs: Count = 1  # passes over the rows of an iteration
+    # rows of a forward and backward pass on a process; null: all its rows of the optimizer step
     micro_batch_size: Count | None = None
     warmup_steps: Natural = 0  # optimizer steps in which the learning rate rises linearly
-    # of the learning rate afterwards
+    # shape of the learning rate after the warm-up
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     # gradients are clipped to this global norm; null: not clipped
     max_grad_norm: Positive | None = 1.0
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"  # of the forward pass (mixed precision)
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"  # mixed precision of the forward pass
     # recompute activations: less memory, about a third more time
     gradient_checkpointing: bool = False
     # decay of the moving average of the weights; null: none
     ema: Annotated[float, Ge(0), Lt(1)] | None = None
     ema_update_interval: Count = 1  # optimizer steps between its updates
-    loss_agg_mode: LossAggMode = "token_mean"  # what counts the same in the mean of the loss
-    # decisions that reduction constant and sum divide by; null: the longest answer's
+    loss_agg_mode: LossAggMode = "token_mean"  # what has equal weight in the loss
+    # decisions by which a loss that sums them is divided; null: those of the longest answer
     loss_denominator: Count | None = None
-    # answers cut off at the limit are compared, not trained on
+    # answers cut off at the limit count in advantages, but are not trained on
     mask_truncated_completions: bool = False
-    # (iteration, tokens): from then on answers are no longer
+    # (iteration, tokens): the limit of answers from that iteration on
     max_new_tokens_schedule: tuple[tuple[Natural, Count], ...] = ()
-    dynamic_sampling_rounds: Natural = (
-        0  # rounds in which groups of equal rewards give way to other prompts
-    )
-    # std of a group's rewards up to which resample calls them equal
+    # rounds in which groups of equal rewards are replaced by groups of other prompts
+    dynamic_sampling_rounds: Natural = 0
+    # std of a group's rewards up to which they count as equal
     dynamic_sampling_min_std: Annotated[float, Ge(0)] = 0.0
-    # answers of earlier iterations in the place of groups of equal rewards; null: none
+    # replace groups of equal rewards by answers of earlier iterations; null: no
     replay_buffer: Reuse | None = None
-    # who writes one answer of every group: a reward, or a field of the prompt; null: none
+    # source of one answer of every group: a reward, or a field of the prompt; null: none
     ground_truth_rollout: str | None = None
     # tolerated |re-scored - recorded log-prob| before the first step
     logprob_tolerance: Positive | Literal["auto"] | None = "auto"
-    # score a rollout once more before it is trained on
+    # compute a rollout's log-probs once more before training on it
     recompute_old_logprob: bool | Literal["auto"] = "auto"
-    save_every: Natural = 50  # iterations; 0: only at the end
-    save_total_limit: Count = 3  # newest checkpoints that stay on disk
-    evaluate_every: Natural = 0  # iterations; 0: never during training
+    save_every: Natural = 50  # iterations between checkpoints; 0: only at the end
+    save_total_limit: Count = 3  # number of newest checkpoints to keep on disk
+    evaluate_every: Natural = 0  # iterations between evaluations; 0: never during training
     sample_every: Natural = 0  # iterations between sample grids; 0: never
-    # share of samples without a reward that stops the run
+    # the run stops if a larger share of samples has no reward
     max_reward_failure_rate: Annotated[float, Ge(0), Le(1)] = 0.5
-    # seconds a process waits for the others (rewards, a save) before the run ends
+    # seconds that a process waits for the others (rewards, a save) before the run fails
     timeout: Positive = 1800.0
-    time_limit: Positive | None = None  # seconds; then the run saves and ends cleanly
+    time_limit: Positive | None = None  # seconds after which the run saves and ends cleanly
 
 
 @dataclass(frozen=True)
 class EvaluateOptions:
-    """Evaluation on held-out prompts."""
+    """Holds the options of evaluation on held-out prompts."""
 
-    prompts: Count = 64  # the first so many held-out prompts
-    num_samples: Count = 4  # samples a prompt
-    seed: Natural = 1  # of the initial noise: the same before and after
+    prompts: Count = 64  # number of held-out prompts, from the first
+    num_samples: Count = 4  # samples of each prompt
+    seed: Natural = 1  # seeds the initial noise: the same before and after training
     # rewards that are only measured, as in ``reward``
     reward: dict[str, Any] = field(default_factory=dict)
-    # scales of the base model, for comparison
+    # guidance scales at which the base model is evaluated too
     guidance: list[Annotated[float, Ge(0)]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What one iteration does. ``warnings`` are sentences for the user."""
+    """Says what one iteration does. ``warnings`` are sentences for the user."""
 
-    rows: int  # samples an iteration, prompts * copies
-    steps: int  # optimizer steps an epoch over them
+    rows: int  # samples of an iteration: prompts_per_iteration * group_size
+    steps: int  # optimizer steps of an epoch over them
     total_steps: int  # optimizer steps of the whole run
     processes: int
     prompts_per_process: int
     rows_per_process: int
-    rows_per_step: int  # of one process
-    micro_batch: int  # rows a forward pass of one process
-    accumulation: int  # forward passes an optimizer step; the last may be smaller
+    rows_per_step: int  # rows of an optimizer step on one process
+    micro_batch: int  # rows of a forward pass on one process
+    accumulation: int  # forward passes of an optimizer step; the last may be smaller
     warnings: tuple[str, ...] = ()
 
 
@@ -136,7 +136,7 @@ def capabilities_of(policy: Any) -> Any | None:
 
 
 def unsuited(objective: type, policy: Any) -> str | None:
-    """Why an objective cannot train a policy (an object, a class or what makes one); None if it
+    """Say why an objective cannot train a policy (an object, a class or what makes one); None if it
     can, or if one of the two does not say what it needs or is."""
     needs = getattr(objective, "needs", "")
     can = capabilities_of(policy)
@@ -155,8 +155,8 @@ def unsuited(objective: type, policy: Any) -> str | None:
 
 
 def unsupported_options(train: TrainOptions, policy: Any) -> Iterator[str]:
-    """Sentences about options of ``train`` that a policy (an object, a class or what makes one)
-    cannot take."""
+    """List sentences about options of ``train`` that a policy (an object, a class or what makes
+    one) cannot take."""
     name = getattr(policy, "__name__", type(policy).__name__)
     can = capabilities_of(policy)
     if can is None:
@@ -173,7 +173,7 @@ def unsupported_options(train: TrainOptions, policy: Any) -> Iterator[str]:
 
 
 def without_average(snapshots: Collection[str], train: TrainOptions) -> str | None:
-    """What is wrong where an objective looks at a moving average of the weights that nobody keeps,
+    """Say what is wrong where an objective needs a moving average of the weights that nobody keeps,
     or None."""
     if "ema" in snapshots and not train.ema:
         return (
@@ -184,7 +184,7 @@ def without_average(snapshots: Collection[str], train: TrainOptions) -> str | No
 
 
 def arithmetic(train: TrainOptions, processes: int = 1) -> Plan:
-    """How the sizes divide over processes, steps and micro-batches.
+    """Compute how the sizes divide over processes, steps and micro-batches.
 
     Raises UserError naming every key that does not fit and the nearest values that would.
     """
@@ -209,7 +209,7 @@ def arithmetic(train: TrainOptions, processes: int = 1) -> Plan:
 
 
 def impossible(train: TrainOptions, processes: int = 1) -> Iterator[str]:
-    """Sentences, each beginning with the key, about sizes that do not divide."""
+    """List sentences, each beginning with the key, about sizes that do not divide."""
     rows = train.prompts_per_iteration * train.group_size
     unfit = False
     for key in (
@@ -264,7 +264,7 @@ def impossible(train: TrainOptions, processes: int = 1) -> Iterator[str]:
 
 
 def _nearest(size: int, multiple: int, fits) -> str:
-    """The multiples of ``multiple`` nearest to ``wanted`` that fit, below and above."""
+    """Return the multiples of ``multiple`` nearest to ``size`` that fit, below and above."""
     first = size // multiple * multiple
     below = (
         n for n in range(first, max(0, first - 100_000 * multiple), -multiple) if n > 0 and fits(n)

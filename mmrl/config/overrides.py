@@ -1,4 +1,4 @@
-"""``a.b=c`` on the command line: one value of a configuration set anew."""
+"""Applies ``a.b=c`` of the command line: sets one value of a configuration."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ SECTIONS = (*PLUGGED, "reward", "train", "evaluate", "plugins", "run", "log", "p
 
 
 def override_with(plain: dict[Any, Any], marks: dict[tuple[Any, ...], str], override: str) -> None:
-    """Set one value; the marks of what it replaces go, its own mark is the override itself."""
+    """Set one value; the marks of what it replaces are removed, its own mark is the override
+    itself."""
     source = f"command line: {override}"
     name, equals, text = override.partition("=")
     if not equals or not name.strip(". "):
@@ -46,13 +47,13 @@ def override_with(plain: dict[Any, Any], marks: dict[tuple[Any, ...], str], over
     for known in [known for known in marks if known[: len(path)] == path]:
         del marks[known]
     for length in range(2, len(path) + 1):
-        marks.setdefault(path[:length], source)  # also of what it made on the way
+        marks.setdefault(path[:length], source)  # also of the sections opened on the way
     marks[path] = source
 
 
 def split_keys(name: str, plain: Any) -> list[str]:
-    """Keys of a dotted path; a key that itself has dots (``my.module:fn``) is found among the
-    existing ones."""
+    """Split a dotted path into keys; a key that itself has dots (``my.module:fn``) is found among
+    the existing ones."""
     keys = []
     rest = name.split(".")
     while rest:
@@ -70,7 +71,7 @@ def split_keys(name: str, plain: Any) -> list[str]:
 
 
 def _is_plug_in(inner: Mapping[str, Any], path: Sequence[str]) -> bool:
-    """``{name: {options}}``, as far as that can be seen without the schema."""
+    """Tell whether this is ``{name: {options}}``, as far as that can be seen without the schema."""
     if len(inner) != 1 or path[-1] == "reward":
         return False
     return path[0] in PLUGGED and (

@@ -1,5 +1,4 @@
-"""Presets: the choices other code bases and the papers make without saying so, written out as
-configuration.
+"""Presets write out as configuration the choices that other code bases and papers make implicitly.
 
 The table is ``presets.yaml``. ``preset: trl/dapo`` fills ``advantage``, ``objective`` and ``train``
 where the configuration says nothing itself. Of an objective that is written it fills the options,
@@ -59,14 +58,14 @@ def unreached(plain: Mapping[Any, Any], name: str) -> str | None:
 
 
 def described(name: str) -> tuple[str, str]:
-    """(for which models, what it sets) of a preset, to show in tables."""
+    """Return (for which models, what it sets) of a preset, to show in tables."""
     preset = PRESETS[name]
     sections = (f"{section}: {_inline(preset[section])}" for section in SECTIONS)
     return KINDS[preset["decisions"]], "\n".join(sections)
 
 
 def _inline(value: Any) -> str:
-    """YAML of one line."""
+    """Write YAML of one line."""
     if not isinstance(value, Mapping):
         return f"{value:g}" if isinstance(value, float) else str(value)
     return "{" + ", ".join(f"{key}: {_inline(item)}" for key, item in value.items()) + "}"
@@ -90,7 +89,8 @@ def _takes(objective: str, preset_objective: str) -> bool:
 
 
 def filled(plain: Mapping[Any, Any], name: Any) -> dict[Any, Any]:
-    """The configuration with what the preset ``name`` adds; whatever is written already stays."""
+    """Return the configuration with what the preset ``name`` adds; whatever is written already
+    stays."""
     if not isinstance(name, str) or name not in PRESETS:
         raise UserError(f"unknown preset {name!r}; {suggest(str(name), PRESETS)}")
     preset = copy.deepcopy(PRESETS[name])
@@ -105,8 +105,8 @@ def filled(plain: Mapping[Any, Any], name: Any) -> dict[Any, Any]:
 
 
 def _merged(preset: Any, given: Any) -> Any:
-    """Options of the preset's plug-in under those given for it, or for another that takes them as
-    well."""
+    """Merge options of the preset's plug-in under those given for it, or for another that takes
+    them as well."""
     (name, options) = next(iter(preset.items())) if isinstance(preset, Mapping) else (preset, {})
     if given is None or given == name:
         return preset
@@ -119,7 +119,7 @@ def _merged(preset: Any, given: Any) -> Any:
 
 
 def _without_clip(options: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """The preset's options, its surrogate without a clip if ``chosen`` says clip_range."""
+    """Return the preset's options, its surrogate without a clip if ``chosen`` says clip_range."""
     surrogate = options.get("surrogate")
     if "clip_range" not in chosen or not isinstance(surrogate, Mapping):
         return dict(options)

@@ -84,7 +84,7 @@ PLUG_INS: dict[str, dict[str, str]] = {  # kind of plug-in -> old name -> new na
     },
 }
 
-DEFAULTS = {  # old plug-in -> options whose defaults were others
+DEFAULTS = {  # old plug-in -> options whose defaults differed
     "grpo": "; where they were not written, write clip_range: 1e-4 and advantage_clip: 5.0",
 }
 
@@ -109,8 +109,8 @@ VALUES: dict[str, dict[Any, Any]] = {  # option -> old value -> new value
 
 
 def option(path: Sequence[Any], key: Any, known: Collection[str]) -> str:
-    """Gives the full name the unknown option ``key`` at ``path`` has now; empty where it never
-    existed."""
+    """Return the full name that the unknown option ``key`` at ``path`` has now, empty where it
+    never existed."""
     section = OPTIONS.get(str(path[0]), {}) if path else {}
     for name in section.get(str(key), ()):
         if name.partition(".")[0] in known:
@@ -119,13 +119,13 @@ def option(path: Sequence[Any], key: Any, known: Collection[str]) -> str:
 
 
 def plug_in(kind: str, name: Any) -> str:
-    """Says what the unknown plug-in ``name`` is called now; empty where it never existed."""
+    """Say what the unknown plug-in ``name`` is called now, empty where it never existed."""
     renamed = PLUG_INS.get(kind, {}).get(name) if isinstance(name, str) else None
     return f"{kind} {name!r} is now {renamed!r}{DEFAULTS.get(name, '')}" if renamed else ""
 
 
 def value(path: Sequence[Any], written: Any) -> str:
-    """Says what the value ``written`` of an option is called now; empty where it never existed."""
+    """Say what the value ``written`` of an option is called now, empty where it never existed."""
     values = VALUES.get(str(path[-1]), {}) if path else {}
     renamed = values.get(written) if isinstance(written, str) else None
     return f"{written} is now {renamed}" if renamed else ""

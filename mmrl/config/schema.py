@@ -1,4 +1,4 @@
-"""From what a configuration says to typed values: the constructor's signature is the schema.
+"""Converts a configuration to typed values, with the constructor's signature as the schema.
 
 ``resolve`` looks a name up and converts its options without building anything, so that a whole
 configuration can be checked first; ``construct`` then calls the constructors, innermost first.
@@ -25,7 +25,7 @@ BAD = object()  # what a conversion returns after it has reported a problem
 
 @dataclass(frozen=True)
 class Resolved:
-    """A constructor with its converted options; options may hold further ones."""
+    """Holds a constructor with its converted options; options may hold further ones."""
 
     entry: Callable
     options: dict[str, Any]
@@ -35,8 +35,8 @@ class Resolved:
 def resolve(
     spec: Any, registry: Registry, place: Place, problems: list[str], supplied: Collection[str] = ()
 ) -> Any:
-    """``name`` or ``{name: {options}}`` as a ``Resolved``; ``supplied`` options come from code, not
-    from the user."""
+    """Return ``name`` or ``{name: {options}}`` as a ``Resolved``; ``supplied`` options come from
+    code, not from the user."""
     name, chosen = _name_and_options(spec, registry, place, problems)
     if name is BAD:
         return BAD
@@ -58,7 +58,7 @@ def resolve_named(
     problems: list[str],
     supplied: Collection[str] = (),
 ) -> Any:
-    """The entry called ``name`` with its options; ``where`` is their place."""
+    """Resolve the entry called ``name`` with its options; ``where`` is their place."""
     try:
         entry = registry.find(name)
     except UserError as error:
@@ -157,7 +157,7 @@ def resolve_call(
 
 
 def kind_of(parameter: inspect.Parameter) -> Any:
-    """The annotation, or without one the type of the default (a whole number stands for any
+    """Return the annotation, or without one the type of the default (a whole number stands for any
     number)."""
     if parameter.annotation is not parameter.empty:
         return parameter.annotation
@@ -165,8 +165,8 @@ def kind_of(parameter: inspect.Parameter) -> Any:
 
 
 def construct(value: Any, **context: Any) -> Any:
-    """Build what ``resolve`` prepared; ``context`` goes to the outermost. Raises UserError with its
-    place."""
+    """Build what ``resolve`` prepared; ``context`` goes to the outermost constructor. Raises
+    UserError with its place."""
     if isinstance(value, dict):
         return {key: construct(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -193,7 +193,7 @@ def construct(value: Any, **context: Any) -> Any:
 
 
 def convert(value: Any, kind: Any, place: Place, problems: list[str]) -> Any:
-    """``value`` as the annotation ``kind`` wants it."""
+    """Convert ``value`` as the annotation ``kind`` wants it."""
     origin = get_origin(kind)
     if kind is Any or kind is object:
         return value
@@ -262,7 +262,8 @@ def _mapping(value: Any, inner: tuple[Any, ...], place: Place, problems: list[st
 
 
 def _annotated(value: Any, kind: Any, place: Place, problems: list[str]) -> Any:
-    """``Annotated[..., a registry]`` is a plug-in; other metadata are constraints, pydantic's."""
+    """Convert by ``Annotated``: with a registry it is a plug-in; other metadata are pydantic's
+    constraints."""
     base, *metadata = get_args(kind)
     for registry in metadata:
         if isinstance(registry, Registry):
@@ -302,7 +303,7 @@ def _union(value: Any, choices: tuple[Any, ...], place: Place, problems: list[st
 
 
 def _alike(value: Any, choice: Any) -> bool:
-    """Is this the alternative the user meant? By the shape of what was written."""
+    """Tell whether this is the alternative the user meant, by the shape of what was written."""
     base, *metadata = get_args(choice) if get_origin(choice) is Annotated else (choice,)
     plug_in = any(isinstance(item, Registry) for item in metadata)
     origin = get_origin(base) or base
@@ -321,7 +322,7 @@ def _alike(value: Any, choice: Any) -> bool:
 
 
 def _other(value: Any, kind: Any, place: Place, problems: list[str]) -> Any:
-    """Everything else (enumerations, dates, constrained numbers) is pydantic's."""
+    """Convert everything else (enumerations, dates, constrained numbers) with pydantic."""
     from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
     try:

@@ -1,4 +1,5 @@
-"""Single values of a configuration: where they stand, how they are shown, and what each becomes.
+"""Handles single values of a configuration: where they stand, how they are shown, what each
+becomes.
 
 A conversion raises ValueError, with the reason if it is more than the wrong kind of thing.
 """
@@ -26,7 +27,7 @@ _SHORT.maxlevel = 3
 
 @dataclass(frozen=True)
 class Place:
-    """Where a value stands: its path of keys, and by ``marks`` the line it was read from."""
+    """Says where a value stands: its path of keys, and by ``marks`` the line it was read from."""
 
     path: tuple[Any, ...] = ()
     marks: Mapping[tuple[Any, ...], str] = field(default_factory=dict, repr=False)
@@ -47,8 +48,8 @@ class Place:
         return ".".join(str(key) if str(key).isprintable() else repr(key) for key in self.path)
 
     def source(self) -> str:
-        """``file:line`` or ``command line: a.b=c`` of the value or of the nearest thing around it;
-        may be empty."""
+        """Return ``file:line`` or ``command line: a.b=c`` of the value or of the nearest thing
+        around it; may be empty."""
         for length in range(len(self.path), -1, -1):
             if mark := self.marks.get(self.path[:length]):
                 return mark
@@ -67,7 +68,7 @@ class Place:
 
 
 def show(value: Any) -> str:
-    """A value as the user wrote it, shortened."""
+    """Show a value as the user wrote it, shortened."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, int) and abs(value) >= 10**20:
@@ -114,8 +115,7 @@ def _text(value: Any, place: Place) -> str:
 
 
 def _path(value: Any, place: Place) -> Path:
-    """Relative to the working directory; a file that only lies beside the configuration file is
-    found there."""
+    """Resolve a path relative to the working directory, else beside the configuration file."""
     if not isinstance(value, (str, Path)) or str(value) == "" or "\0" in str(value):
         raise ValueError
     path = Path(value)
@@ -139,7 +139,7 @@ def _nothing(value: Any, place: Place) -> None:
 
 
 def expected(kind: Any) -> str:
-    """What to write, in words."""
+    """Say in words what to write."""
     if isinstance(kind, tuple) or get_origin(kind) in (Union, UnionType):
         names = [
             expected(choice) for choice in (kind if isinstance(kind, tuple) else get_args(kind))

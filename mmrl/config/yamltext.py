@@ -1,5 +1,5 @@
-"""YAML with line numbers, without surprises: ``1e-4`` is a number, ``no`` and dates stay text,
-nothing is constructed.
+"""Reads YAML with line numbers and without surprises: ``1e-4`` is a number, ``no`` and dates stay
+text, nothing is constructed.
 
 Scalars follow the core schema of YAML 1.2 (the YAML 1.1 that PyYAML speaks reads ``1e-4`` as text
 and ``no`` as false).
@@ -52,13 +52,13 @@ for _name, (_pattern, _first) in _RESOLVERS.items():
 
 
 def write(plain: Any) -> str:
-    """YAML that ``read`` reads back to the same."""
+    """Write YAML that ``read`` reads back to the same."""
     return yaml.dump(plain, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
 
 
 def read(text: str, source: str) -> tuple[Any, dict[tuple[Any, ...], int]]:
-    """The plain value and the line (from 1) of every path of keys. Raises UserError naming line and
-    column."""
+    """Return the plain value and the line (from 1) of every path of keys. Raises UserError naming
+    line and column."""
     try:
         loader = _Loader(text)
         root = loader.get_single_node()

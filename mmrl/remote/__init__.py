@@ -1,1 +1,1 @@
-"""Rewards over HTTP: ``mmrl serve-reward``. Start with ``server``."""
+"""Serves rewards over HTTP: ``mmrl serve-reward``. Start with ``server``."""

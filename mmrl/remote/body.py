@@ -1,4 +1,4 @@
-"""The body of a request to a reward server as the ``Parts`` that ``rewards.wire`` unpacks."""
+"""Reads the body of a request to a reward server as the ``Parts`` that ``rewards.wire`` unpacks."""
 
 from __future__ import annotations
 

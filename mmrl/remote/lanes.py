@@ -1,4 +1,5 @@
-"""One thread for each reward of a server, which scores requests that arrive together as one batch.
+"""Runs one thread for each reward of a server, which scores requests that arrive together as one
+batch.
 
 A reward need not be safe to call from several threads: only its own lane ever calls it.
 """
@@ -22,33 +23,36 @@ from mmrl.scoring import Scorer
 
 class Answer(NamedTuple):
     values: Tensor  # [B] float32, NaN where a sample could not be scored
-    cause: str  # why, of one of those; empty if there is none
+    cause: str  # why one of those has no score; empty if all have one
 
 
 @dataclass(frozen=True)
 class Job:
-    """A request's samples for one reward, and where its answer goes."""
+    """Holds a request's samples for one reward, and where its answer goes."""
 
     media: Media
     prompts: list[Prompt]
     done: Future[Answer] = field(default_factory=Future)
 
     def like(self, job: Job) -> bool:
-        """Can the two be one batch? Pictures of one size, or texts."""
+        """Tell whether the two can be one batch: pictures of one size, or texts."""
         if not isinstance(self.media, Tensor) or not isinstance(job.media, Tensor):
             return not isinstance(self.media, Tensor) and not isinstance(job.media, Tensor)
         return self.media.shape[1:] == job.media.shape[1:] and self.media.dtype == job.media.dtype
 
 
 class Lane:
-    """One reward, one thread, one queue.
+    """Scores requests for one reward with one thread and one queue.
 
-    Args: name, reward: as in a ``Scorer``, whose rules for failures hold here: NaN and a cause,
-        never a number. max_batch: samples the reward sees at once; larger requests are cut. wait:
-        seconds that a request waits for others to join it.
+    Args:
+        name, reward: as in a ``Scorer``, whose rules for failures hold here: NaN and a cause, never
+            a number.
+        max_batch: samples the reward sees at once; larger requests are cut.
+        wait: seconds that a request waits for others to join it.
 
-    Attributes: samples, failures, batches: counted since the start; ``seconds`` were spent inside
-        the reward.
+    Attributes:
+        samples, failures, batches: counted since the start; ``seconds`` were spent inside the
+            reward.
     """
 
     def __init__(self, name: str, reward: Reward, max_batch: int = 64, wait: float = 0.004):
@@ -71,7 +75,7 @@ class Lane:
 
     @property
     def alive(self) -> bool:
-        """False when the reward has ended the thread, as ``sys.exit`` would."""
+        """Tell whether the thread lives: a reward can end it, as ``sys.exit`` would."""
         return self._thread.is_alive()
 
     def submit(self, media: Media, prompts: list[Prompt]) -> Future[Answer]:
@@ -93,7 +97,7 @@ class Lane:
             job = self._jobs.get() if job is None else job
 
     def _gather(self, first: Job) -> tuple[list[Job], Job | None]:
-        """The jobs of one batch, and one that came in between but does not fit."""
+        """Collect the jobs of one batch, and one that came in between but does not fit."""
         batch = [first]
         rows = len(first.prompts)
         until = time.monotonic() + self.wait
@@ -119,7 +123,7 @@ class Lane:
                 together = self._score(
                     join([job.media for job in batch]), [p for job in batch for p in job.prompts]
                 )
-            except Exception:  # whose fault it is shows when they are scored apart
+            except Exception:  # scoring them apart shows which request fails
                 for job in batch:
                     self._answer([job])
                 return
@@ -130,7 +134,7 @@ class Lane:
         for job in batch if len(batch) == 1 else ():
             try:
                 job.done.set_result(self._score(job.media, job.prompts))
-            except Exception as error:  # the request that waits for it says what it was
+            except Exception as error:  # the waiting request reports it
                 job.done.set_exception(error)
 
     def _score(self, media: Media, prompts: list[Prompt]) -> Answer:
@@ -149,7 +153,7 @@ class Lane:
 
 
 def join(media: Sequence[Media]) -> Media:
-    """The samples of several requests as one batch."""
+    """Join the samples of several requests into one batch."""
     if isinstance(media[0], Tensor):
         return torch.cat(list(media))
     return [text for texts in media for text in texts]

@@ -1,4 +1,5 @@
-"""``mmrl serve-reward``: the rewards of a configuration file, served until SIGTERM or Ctrl-C."""
+"""Implements ``mmrl serve-reward``, which serves a configuration's rewards until SIGTERM or
+Ctrl-C."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ EXAMPLE = (
 
 
 def read_config(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """``reward:``, ``serve:`` and ``plugins:`` of a file; a training configuration is one too, the
-    rest is ignored."""
+    """Read ``reward:``, ``serve:`` and ``plugins:`` of a file; of a training configuration the rest
+    is ignored."""
     file = str(path)
     try:
         plain, lines = read(path.read_bytes().decode("utf-8-sig"), file)
@@ -52,7 +53,7 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def _override(plain: dict, marks: dict, override: str) -> None:
-    """``serve.key=value`` here; training has no such section, everything else is as there."""
+    """Apply ``serve.key=value``, which training does not know; everything else as in training."""
     source = f"command line: {override}"
     name, equals, text = override.partition("=")
     if not name.startswith("serve.") or not equals:
@@ -67,7 +68,8 @@ def _override(plain: dict, marks: dict, override: str) -> None:
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> tuple[dict[str, Weighted], ServeOptions]:
-    """The rewards, built, and the options, checked first, since a model takes long to load."""
+    """Build the rewards and return them with the options, which are checked first since models load
+    slowly."""
     load_built_in()
     config = read_config(path, overrides)
     options = config.section("serve", ServeOptions)
@@ -84,7 +86,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> tuple[dict[str, Weighted]
 
 
 def bind(options: ServeOptions) -> socket.socket:
-    """The port, taken but not yet listened on. Raises UserError if it is not to be had."""
+    """Bind the port without listening yet. Raises UserError if it cannot be had."""
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     # asyncio: no delay (40 ms) if it says TCP
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -101,7 +103,7 @@ def bind(options: ServeOptions) -> socket.socket:
 
 
 def server(rewards: dict[str, Weighted], options: ServeOptions) -> uvicorn.Server:
-    """A uvicorn server that is not running yet."""
+    """Return a uvicorn server that is not running yet."""
     return uvicorn.Server(
         uvicorn.Config(
             make_app(rewards, options),
@@ -132,4 +134,4 @@ def serve(path: Path, overrides: Sequence[str] = ()) -> None:
 
 
 def _ignore(number: int, frame: object) -> None:
-    """A signal that has been acted upon."""
+    """Ignore a signal that has been acted upon."""

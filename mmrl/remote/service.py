@@ -1,4 +1,4 @@
-"""Rewards behind HTTP as an ASGI application: ``POST /score``, ``GET /health``, ``/info`` and
+"""Serves rewards over HTTP as an ASGI application: ``POST /score``, ``GET /health``, ``/info`` and
 ``/metrics``.
 
 ``mmrl.remote.server`` runs it; the formats are described in docs/remote-rewards.md.
@@ -39,18 +39,18 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """``serve:`` of a configuration for ``mmrl serve-reward``."""
+    """Holds ``serve:`` of a configuration for ``mmrl serve-reward``."""
 
-    host: str = "127.0.0.1"  # 0.0.0.0 is every network this machine is in, and needs a token
-    port: Annotated[int, Ge(0), Le(65535)] = 8123  # 0: a free one, which is printed
-    token: str | None = None  # null: what MMRL_REWARD_TOKEN holds
-    max_request_mib: Annotated[float, Gt(0)] = 88.0  # of a request's body
-    max_samples: Annotated[int, Ge(1)] = 1024  # in one request
-    max_megapixels: Annotated[float, Gt(0)] = 64.0  # of the decoded pictures of one request
+    host: str = "127.0.0.1"  # 0.0.0.0 listens on all networks of the machine and needs a token
+    port: Annotated[int, Ge(0), Le(65535)] = 8123  # 0: any free port, which is printed
+    token: str | None = None  # null: the value of MMRL_REWARD_TOKEN
+    max_request_mib: Annotated[float, Gt(0)] = 88.0  # size of a request's body
+    max_samples: Annotated[int, Ge(1)] = 1024  # samples in one request
+    max_megapixels: Annotated[float, Gt(0)] = 64.0  # decoded pictures of one request
     max_batch: Annotated[int, Ge(1)] = 64  # samples a reward sees at once
-    # how long a request waits for others to share a batch with
+    # milliseconds that a request waits for others to share its batch
     wait_ms: Annotated[float, Ge(0)] = 4.0
-    max_waiting: Annotated[int, Ge(1)] = 64  # requests at once; more are told to come back (503)
+    max_waiting: Annotated[int, Ge(1)] = 64  # requests at once; further ones get 503
     read_timeout: Annotated[float, Gt(0)] = 60.0  # seconds for the body to arrive
     timeout: Annotated[float, Gt(0)] = 600.0  # seconds for the scores
     formats: list[Literal["png", "webp", "tensor"]] = field(
@@ -65,7 +65,7 @@ class ServeOptions:
 
 
 class Refusal(Exception):
-    """An answer other than 200, and what it says."""
+    """Carries an answer other than 200, and what it says."""
 
     def __init__(
         self,
@@ -84,13 +84,13 @@ class Refusal(Exception):
 
 
 def reply(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """JSON in ASCII: whatever characters a sender made us repeat, it can be sent."""
+    """Return JSON in ASCII: whatever characters a sender made us repeat, it can be sent."""
     text = json.dumps(content, allow_nan=False)
     return Response(text, status, dict(headers or {}), "application/json")
 
 
 class Service:
-    """The rewards, their lanes, and what has been counted."""
+    """Holds the rewards, their lanes, and what has been counted."""
 
     def __init__(self, rewards: Mapping[str, Weighted], options: ServeOptions):
         self.options = options
@@ -162,8 +162,8 @@ class Service:
             self.inside -= 1
 
     async def body(self, request: Request) -> bytearray:
-        """The body; a request that announces too much is refused before it is read, another one
-        when it gets there."""
+        """Read the body; a request that announces too much is refused before it is read, any other
+        as soon as it exceeds the limit."""
         most = int(self.options.max_request_mib * 2**20)
         too_large = Refusal(
             413,
@@ -188,7 +188,7 @@ class Service:
         return body
 
     def names(self, requested: Any) -> list[str]:
-        """The rewards to compute: those asked for, or all."""
+        """Return the rewards to compute: those requested, or all."""
         if requested is None:
             return list(self.lanes)
         if (
@@ -218,7 +218,7 @@ class Service:
             raise Refusal(422, str(error)) from error
         finally:
             for future in futures:
-                future.cancel()  # those nobody waits for any more need not start
+                future.cancel()  # jobs without a waiting request need not start
         return dict(zip(names, answers, strict=True))
 
     def answer(self, answers: Mapping[str, Answer]) -> dict[str, Any]:
@@ -251,7 +251,7 @@ class Service:
         }
 
     def metrics(self) -> str:
-        """Counters in Prometheus's text format."""
+        """Return the counters in Prometheus's text format."""
         lines = ["# TYPE mmrl_reward_requests_total counter"]
         lines += [
             f'mmrl_reward_requests_total{{status="{status}"}} {n}'
@@ -278,7 +278,7 @@ class Service:
 
 
 def card_in_short(reward: Any) -> dict[str, Any]:
-    """What a client should know of a reward: media, the fields it needs, whether it looks at
+    """Return what a client should know of a reward: media, fields it needs, whether it looks at
     pictures of prompts."""
     # what is inside its handling
     card = card_of(reward)
@@ -290,7 +290,7 @@ def card_in_short(reward: Any) -> dict[str, Any]:
 
 
 def describe_reward(reward: Any) -> str:
-    """First line of the docstring of a function, a function with options bound, or an object's
+    """Return the first docstring line of a function, a function with options bound, or an object's
     class."""
     reward = reward.reward if isinstance(reward, Handled) else reward
     function = getattr(reward, "func", reward)
@@ -298,7 +298,7 @@ def describe_reward(reward: Any) -> str:
 
 
 def make_app(rewards: Mapping[str, Weighted], options: ServeOptions | None = None) -> FastAPI:
-    """The ASGI application that serves these rewards."""
+    """Return the ASGI application that serves these rewards."""
     service = Service(rewards, options or ServeOptions())
 
     @asynccontextmanager

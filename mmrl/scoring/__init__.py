@@ -1,9 +1,8 @@
-"""Rewards of a batch, in a way that no failure of a reward can pass for a low score; side by side,
-cached, placed.
+"""Scores a batch such that no failure of a reward can pass for a low score: in parallel, cached,
+placed.
 
-``Scorer`` is ``(media, prompts) -> Rewards``. What every reward gets without asking for it: no
-gradients, its own thread beside other rewards, its device, precision and batch size, a cache, and
-the rules for failures.
+``Scorer`` is ``(media, prompts) -> Rewards``. Every reward gets: no gradients, its own thread
+beside other rewards, its device, precision and batch size, a cache, and the rules for failures.
 """
 
 from mmrl.scoring.attempt import as_values, brief

@@ -1,9 +1,9 @@
-"""One reward on one batch, in a way that no failure of a reward can pass for a low score.
+"""Scores one batch with one reward such that no failure of the reward can pass for a low score.
 
-A reward that raises, or returns NaN or infinity for a sample, is asked once more; a batch that
-keeps raising is halved until only the guilty samples are left. Those become NaN, which takes them
+A reward that raises, or returns NaN or infinity for a sample, is called once more; a batch that
+keeps raising is halved until only the failing samples are left. Those become NaN, which takes them
 out of their group's statistics and out of training, and they are counted and shown. Too many of
-them stop the run with the cause. One that does not answer in time is not asked again for these
+them stop the run with the cause. One that does not answer in time is not called again for these
 samples. A reward that compares the samples of a prompt sees whole groups throughout, also when a
 batch is halved.
 """
@@ -27,19 +27,20 @@ OURS = os.path.dirname(__file__)
 
 
 class TimedOut(Exception):
-    """A reward has not answered in time: asking it again at once would only wait once more."""
+    """Signals that a reward has not answered in time: calling it again would only wait once
+    more."""
 
 
 @dataclass(frozen=True)
 class Cause:
-    kind: str  # equal for failures of the same sort
+    kind: str  # equal for failures of the same kind
     text: str
 
 
 @dataclass
 class Budget:
-    """How many samples of a batch one reward may fail to score, over all parts in which the batch
-    comes."""
+    """Counts how many samples of a batch one reward may fail to score, over all parts in which the
+    batch comes."""
 
     rows: int  # of the whole batch
     allowed: float
@@ -47,7 +48,7 @@ class Budget:
 
 
 class Attempt:
-    """One reward on one batch: who has a value, who has failed and why.
+    """Tracks one reward on one batch: which rows have a value, which have failed and why.
 
     ``groups`` [B]: equal numbers belong together; looked at only for a reward of whole groups.
     """
@@ -66,7 +67,7 @@ class Attempt:
         self.media = media
         self.budget = budget
         self.of: Of = card_of(reward).of
-        self.units = [[row] for row in range(len(prompts))]  # what is asked for together
+        self.units = [[row] for row in range(len(prompts))]  # rows that are scored together
         self.prompts = prompts
         if self.of == "group":
             self.units, self.prompts = whole(prompts, groups)
@@ -75,7 +76,7 @@ class Attempt:
         self.causes: dict[int, Cause] = {}
 
     def score(self) -> Tensor:
-        """[B] values, [B, K] of a step reward; the rows in ``causes`` are NaN."""
+        """Return values [B], or [B, K] of a step reward; the rows in ``causes`` are NaN."""
         if self.units:
             self.ask(self.units, tries=2)
         again = [
@@ -94,14 +95,14 @@ class Attempt:
         return self.values
 
     def missing(self, row: int) -> bool:
-        """A step reward may leave out decisions with NaN, not all of them; infinity is never a
-        value."""
+        """Tell whether a row has no value: NaN may stand for some decisions of a step reward, not
+        for all; infinity never."""
         values = self.values[row]
         return bool(values.isinf().any() or values.isnan().all())
 
     def ask(self, units: list[list[int]], tries: int) -> None:
-        """Fill in the values of these rows; on exceptions halve, so that only the guilty units
-        fail."""
+        """Fill in the values of these rows; on exceptions halve, so that only the failing units are
+        left out."""
         rows = [row for unit in units for row in unit]
         for _ in range(tries):
             try:
@@ -135,7 +136,7 @@ class Attempt:
         self.values[rows] = values
 
     def call(self, rows: list[int]) -> Tensor:
-        """[n] or [n, K] what the reward says of these rows, checked."""
+        """Return what the reward says of these rows, checked, [n] or [n, K]."""
         media = self.media
         prompts = self.prompts
         if rows != list(range(len(prompts))):
@@ -167,7 +168,7 @@ class Attempt:
 
 
 def whole(prompts: Sequence[Prompt], groups: Sequence[int]) -> tuple[list[list[int]], list[Prompt]]:
-    """The rows of every group, and prompts that say which group they belong to, in ``group``.
+    """Return the rows of every group, and prompts that name their group in ``group``.
 
     Rows of a group need not be neighbours here; they are when the reward sees them.
     """
@@ -182,8 +183,8 @@ def whole(prompts: Sequence[Prompt], groups: Sequence[int]) -> tuple[list[list[i
 
 
 def as_values(values: object, count: int, name: str, of: Of = "sample") -> Tensor:
-    """[count] float32 on the CPU from a tensor, array or list of numbers; [count, K] of a step
-    reward.
+    """Convert a tensor, array or list of numbers to [count] float32 on the CPU; [count, K] of a
+    step reward.
 
     Raises:
         UserError: another shape, or something that is not real numbers.
@@ -213,8 +214,8 @@ def as_values(values: object, count: int, name: str, of: Of = "sample") -> Tenso
 
 
 def describe(error: Exception) -> Cause:
-    """Type, message and place of an exception; the place is the innermost line outside installed
-    packages."""
+    """Return type, message and place of an exception; the place is the innermost line outside
+    installed packages."""
     frames = traceback.extract_tb(error.__traceback__)
     user_frames = [
         f
@@ -229,6 +230,6 @@ def describe(error: Exception) -> Cause:
 
 
 def brief(prompt: Prompt, width: int = 120) -> str:
-    """The text of a prompt, shortened."""
+    """Return the text of a prompt, shortened."""
     text = str(prompt.get("text", prompt))
     return repr(text if len(text) <= width else text[: width - 3] + "...")

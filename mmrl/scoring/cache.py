@@ -1,8 +1,8 @@
-"""Values of a reward by the content of sample and prompt: in memory, and in a file that other runs
-find again.
+"""Caches values of a reward by the content of sample and prompt: in memory, and in a file for other
+runs.
 
 A key is the SHA-256 of the sample's bytes, of all fields of its prompt, and of what the reward is;
-a value that is not finite is never kept.
+a value that is not finite is never stored.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ log = logging.getLogger(__name__)
 
 
 class Unhashable(Exception):
-    """A prompt or sample holds something whose content cannot be read."""
+    """Signals that a prompt or sample holds something whose content cannot be read."""
 
 
 class Cache:
-    """Values in memory, those unused longest forgotten first. ``hits`` and ``misses`` are counted
-    in units."""
+    """Holds values in memory and drops the least recently used first. ``hits`` and ``misses`` are
+    counted in units."""
 
     def __init__(self, entries: int, store: Store | None = None):
         self.store = store
@@ -43,8 +43,8 @@ class Cache:
         self.hits = self.misses = 0
 
     def key(self, media: Media, prompts: Sequence[Prompt], rows: Sequence[int]) -> bytes | None:
-        """Of the samples in ``rows``, asked for together; None if there is something in them that
-        has no content."""
+        """Return the key of the samples in ``rows``, scored together; None if something in them has
+        no content."""
         digest = sha256()
         try:
             for row in rows:
@@ -57,7 +57,7 @@ class Cache:
         return digest.digest()
 
     def get(self, keys: Sequence[bytes | None]) -> dict[bytes, Tensor]:
-        """What is known of these."""
+        """Return the known values of these keys."""
         hits = {key: self.values[key] for key in keys if key in self.values}
         if self.store:
             stored = self.store.get([key for key in keys if key is not None and key not in hits])
@@ -76,8 +76,8 @@ class Cache:
 
 
 class Store:
-    """The same in an SQLite file, which several processes may use at once. A file that fails is
-    left alone."""
+    """Stores values in an SQLite file, which several processes may use at once. A file that fails
+    is left alone."""
 
     def __init__(self, file: Path, entries: int):
         self.file = file
@@ -202,8 +202,8 @@ def feed(digest: Any, value: Any) -> None:
 
 
 def stamp(text: str | Path) -> str:
-    """Size and time of the file, if this is the path of one: the same path may hold another picture
-    tomorrow."""
+    """Return size and time of the file, if this is the path of one: the same path may hold another
+    picture tomorrow."""
     if not str(text).startswith("/") or len(str(text)) > 4096 or "\0" in str(text):
         return ""
     try:

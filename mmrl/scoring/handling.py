@@ -1,5 +1,5 @@
-"""What is done for every reward, so that none does it itself: device, precision, batch size,
-offloading, cache."""
+"""Adds to every reward what none should do itself: device, precision, batch size, offloading,
+cache."""
 
 from __future__ import annotations
 
@@ -29,27 +29,30 @@ PLAIN = (str, bytes, int, float, bool, type(None), Tensor, type)
 
 @dataclass(frozen=True)
 class Handling:
-    """Options that every reward has besides its own; one of its own of the same name goes before
-    these."""
+    """Holds options that every reward has besides its own; a reward's own option of the same name
+    wins."""
 
-    device: str | None = None  # where its networks and its samples go; null: where they are
-    # autocast; null: float32 without
+    device: str | None = None  # device of its networks and samples; null: unchanged
+    # precision of autocast; null: float32 without autocast
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     batch_size: Annotated[int, Ge(1)] | None = None  # samples it sees at once; null: all
-    offload: bool = False  # its networks wait on the CPU while the policy samples and trains
-    # seconds of one call; what takes longer has no value; null: any
+    offload: bool = False  # keep its networks on the CPU while the policy samples and trains
+    # seconds that one call may take, else its samples have no value; null: no limit
     timeout: Annotated[float, Gt(0)] | None = None
-    # remember values by the content of sample and prompt
+    # cache values by the content of sample and prompt
     cache: Literal["memory", "disk"] | None = None
-    cache_entries: Annotated[int, Ge(1)] = 65536  # values remembered; those unused longest go first
+    cache_entries: Annotated[int, Ge(1)] = 65536  # values in memory, least recently used dropped
 
 
 class Handled:
-    """A reward ``(media, prompts) -> [B]`` with its handling around it.
+    """Wraps a reward ``(media, prompts) -> [B]`` with its handling.
 
-    Args: reward: the callable; its networks are found in its attributes. handling: see there. name:
-        for messages. identity: everything that its values depend on besides sample and prompt, for
-        a cache on disk.
+    Args:
+        reward: the callable; its networks are found in its attributes.
+        handling: device, precision, batch size and the other options of ``Handling``.
+        name: for messages.
+        identity: everything that its values depend on besides sample and prompt, for a cache on
+            disk.
     """
 
     def __init__(self, reward: Reward, handling: Handling, name: str, identity: str | None = None):
@@ -69,14 +72,14 @@ class Handled:
 
     @classmethod
     def of(cls, reward: Reward, handling: Handling | None, name: str) -> Handled:
-        """``reward`` itself if it is handled already and nothing else is asked for."""
+        """Wrap ``reward``, unless it is handled already and no option is set."""
         if isinstance(reward, Handled) and handling is None:
             return reward
         return cls(reward, handling or Handling(), name)
 
     def __getattr__(self, name: str) -> Any:
-        """What the reward itself offers, such as the record of its servers or how much its judge
-        has cost."""
+        """Pass on the reward's attributes, such as the record of its servers or the cost of its
+        judge."""
         if name == "reward":
             raise AttributeError(name)
         return getattr(self.reward, name)
@@ -86,7 +89,7 @@ class Handled:
         return card_of(self.reward)
 
     def __call__(self, media: Media, prompts: list[Prompt]) -> Any:
-        """What the reward says; a tensor [B] or [B, K] where it was asked in parts or remembers."""
+        """Return what the reward says; a tensor [B] or [B, K] with a cache or a batch size."""
         if self.cache is None and self.handling.batch_size is None:
             return self.ask(media, prompts)
         units = self.units(prompts)
@@ -116,8 +119,8 @@ class Handled:
         return self.ordered(values, units, len(prompts))
 
     def ask(self, media: Media, prompts: list[Prompt]) -> Any:
-        """The reward itself. With ``timeout`` in one thread: a call that hangs is left behind
-        there, and until it ends the reward is busy, so that it is never asked twice at once.
+        """Call the reward itself. With ``timeout`` in one thread: a call that hangs is left behind
+        there, and until it ends the reward is busy, so that it is never called twice at once.
 
         Raises:
             TimedOut: no answer within ``timeout`` seconds.
@@ -127,14 +130,14 @@ class Handled:
         future = self.clock.submit(self.placed, media, prompts)
         done, _ = wait([future], self.handling.timeout)
         if not done:
-            busy = future.cancel()  # had not begun
+            busy = future.cancel()  # cancelled before it began: the thread is busy
             still = "is busy with an earlier call and has given" if busy else "has given"
             raise TimedOut(f"it {still} no answer within {self.handling.timeout:g} s")
         return future.result()
 
     def placed(self, media: Media, prompts: list[Prompt], *extra: Any) -> Any:
-        """The reward where and as precisely as it should compute. It never sees the policy's
-        autocast. ``extra``: what a reward of a whole iteration is handed besides."""
+        """Call the reward on its device and in its precision, never in the policy's autocast.
+        ``extra``: further arguments of a reward of a whole iteration."""
         if self.device is not None and isinstance(media, Tensor):
             media = media.to(self.device)
         place = (
@@ -156,8 +159,8 @@ class Handled:
             return self.reward(media, prompts, *extra)
 
     def units(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """What is asked for and remembered together: single rows, or the rows of a group for a
-        reward of groups."""
+        """Return the units that are scored and cached together: single rows, or groups for a reward
+        of groups."""
         if self.card.of != "group":
             return [[row] for row in range(len(prompts))]
         rows_of_group: dict[Any, list[int]] = {}
@@ -179,7 +182,8 @@ class Handled:
 
     @contextmanager
     def resident(self) -> Iterator[None]:
-        """With ``offload`` the networks are where they belong inside, and on the CPU afterwards."""
+        """Hold the networks on their device inside; with ``offload`` they are on the CPU
+        afterwards."""
         if not self.handling.offload:
             yield
             return
@@ -192,7 +196,7 @@ class Handled:
             for module, _ in inside:
                 module.to("cpu")
             if torch.cuda.is_initialized():
-                torch.cuda.empty_cache()  # what the policy may use now
+                torch.cuda.empty_cache()  # so that the policy may use it now
 
 
 def home(module: nn.Module) -> torch.device:
@@ -209,7 +213,7 @@ def checked(device: str, name: str) -> torch.device:
 
 
 def networks(reward: Any) -> list[nn.Module]:
-    """The outermost modules that a reward is, holds in its attributes, or has bound."""
+    """Return the outermost modules that a reward is, holds in its attributes, or has bound."""
     modules: list[nn.Module] = []
     visited: set[int] = set()
 
@@ -228,7 +232,7 @@ def networks(reward: Any) -> list[nn.Module]:
 
 
 def held(value: Any) -> Iterator[Any]:
-    """What a container, a bound function or an object holds."""
+    """Yield what a container, a bound function or an object holds."""
     if isinstance(value, partial):
         yield from (value.func, *value.args, *value.keywords.values())
     elif isinstance(value, dict):
@@ -242,7 +246,7 @@ def held(value: Any) -> Iterator[Any]:
 
 
 def packed(missing: list[int], units: list[list[int]], size: int) -> Iterator[list[int]]:
-    """Units in parts of at most ``size`` rows; a unit that is larger comes alone."""
+    """Pack units into parts of at most ``size`` rows; a unit that is larger comes alone."""
     part: list[int] = []
     rows = 0
     for i in missing:

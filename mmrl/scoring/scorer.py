@@ -1,5 +1,5 @@
-"""All rewards of a run on a batch: side by side in threads, in one go or in parts that come while
-others are scored."""
+"""Scores a batch with all rewards of a run: in parallel threads, at once or in parts as they
+come."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Failures:
-    """What one reward could not score since the run began."""
+    """Counts what one reward could not score since the run began."""
 
     count: int = 0  # samples
     cause: str = ""  # of the last one: exception, message, file:line
@@ -38,19 +38,19 @@ class Failures:
 
 
 class Scorer:
-    """``(media, prompts) -> Rewards`` with NaN where a sample could not be scored.
+    """Maps ``(media, prompts) -> Rewards``, with NaN where a sample could not be scored.
 
     Several rewards are computed side by side, each in a thread of its own, so that a slow server
     does not wait for a network; each sees its samples in order, so that the numbers are those of
     one after another.
 
-    Args: rewards: by name, each ``(media, prompts) -> [B]``; lists and numpy arrays of numbers are
-        taken too. A
-            reward judges each sample by itself unless its card says otherwise: after a failure it
-            sees parts of the batch.
-        weights: by name; 1 where none is given. max_failures: the largest share of a batch that a
-        reward may fail to score, 0 to 1. One of weight 0 is only
-            watched: it may fail for all.
+    Args:
+        rewards: by name, each ``(media, prompts) -> [B]``; lists and numpy arrays of numbers are
+            taken too. A reward judges each sample by itself unless its card says otherwise: after a
+            failure it sees parts of the batch.
+        weights: by name; 1 where none is given.
+        max_failures: the largest share of a batch that a reward may fail to score, 0 to 1. One of
+            weight 0 is only watched: it may fail for all.
         handling: by name: device, precision, batch size, offloading and cache of a reward.
 
     Attributes:
@@ -104,16 +104,17 @@ class Scorer:
         ``groups`` [B]: equal numbers are answers to one prompt; without it, neighbours with one
         prompt are a group.
 
-        Raises: UserError: more than ``max_failures`` of the batch cannot be scored, or a reward
-            does not keep its contract.
+        Raises:
+            UserError: more than ``max_failures`` of the batch cannot be scored, or a reward does
+                not keep its contract.
         """
         stream = self.stream(len(prompts), beside=len(self.rewards) > 1)
         stream.put(media, prompts, groups)
         return stream.result()
 
     def differentiable(self, media: Media, prompts: list[Prompt]) -> Tensor:
-        """[B] the weighted sum of the rewards with their gradient to ``media``, none left out,
-        nothing remembered.
+        """Return the weighted sum [B] of the rewards with its gradient to ``media``: no sample left
+        out, nothing cached.
 
         Raises:
             UserError: a reward with a weight does not declare that it is differentiable.
@@ -133,14 +134,14 @@ class Scorer:
         return total
 
     def stream(self, rows: int, beside: bool = True) -> Stream:
-        """Scores a batch of ``rows`` samples in parts, as they come; ``beside``: in threads
+        """Score a batch of ``rows`` samples in parts, as they come; ``beside``: in threads
         meanwhile."""
         return Stream(self, rows, beside)
 
     def score(
         self, name: str, media: Media, prompts: list[Prompt], groups: Sequence[int], budget: Budget
     ) -> Tensor:
-        """One reward of one part, counted and timed."""
+        """Score one part with one reward, counted and timed."""
         attempt = Attempt(name, self.rewards[name], media, prompts, groups, budget)
         start = time.perf_counter()
         try:
@@ -153,7 +154,7 @@ class Scorer:
     def at_once(
         self, name: str, parts: Sequence[tuple[Media, list[Prompt], Sequence[int]]]
     ) -> Tensor:
-        """[B] of a reward that sees all parts in one call; a collective call."""
+        """Return [B] of a reward that sees all parts in one call; a collective call."""
         media = together([part[0] for part in parts])
         prompts = [
             {**prompt, "group": group}
@@ -169,14 +170,14 @@ class Scorer:
             self.seconds[name] += time.perf_counter() - start
 
     def remember(self) -> None:
-        """Lets rewards that look back keep what they saw in their last call, which was one of
+        """Let rewards with memory keep what they saw in their last call, which was one of
         training."""
         for reward in self.rewards.values():
             if hasattr(reward, "remember"):
                 reward.remember()
 
     def state_dict(self) -> dict[str, Any]:
-        """What rewards remember, by name; fit for JSON."""
+        """Return what rewards remember, by name, as values that JSON can hold."""
         return {
             name: reward.state_dict()
             for name, reward in self.rewards.items()
@@ -189,8 +190,8 @@ class Scorer:
                 reward.load_state_dict(state[name])
 
     def counters(self) -> dict[str, float]:
-        """What rewards count themselves (requests, tokens, costs), ``<reward>/<counter>`` since the
-        run began."""
+        """Return what rewards count themselves (requests, tokens, costs), ``<reward>/<counter>``
+        since the run began."""
         methods = {
             name: getattr(handled.reward, "counters", None)
             for name, handled in self.rewards.items()
@@ -220,8 +221,8 @@ class Scorer:
 
 
 class Stream:
-    """A batch that comes in parts. Every part holds whole groups; the parts of a reward are scored
-    in order."""
+    """Scores a batch that comes in parts. Every part holds whole groups; the parts of a reward are
+    scored in order."""
 
     def __init__(self, scorer: Scorer, rows: int, beside: bool):
         self.scorer = scorer
@@ -254,13 +255,13 @@ class Stream:
             done.append(self.scorer.workers[name].submit(*job) if self.beside else now(*job))
 
     def result(self) -> Rewards:
-        """The values of all parts in the order in which they came; raises what a reward raised, the
-        first by name."""
+        """Return the values of all parts in the order in which they came; raise what a reward
+        raised, the first by name."""
         with self._resident:
-            # first, on all
+            # collective calls first, in the same order on all processes
             whole = {name: [self.scorer.at_once(name, held)] for name, held in self.whole.items()}
             for future in itertools.chain(*self.parts.values()):
-                # everybody finishes, so that nothing of this batch runs into the next
+                # all finish, so that no call of this batch runs into the next
                 future.exception()
             scores = {
                 name: [future.result() for future in done] for name, done in self.parts.items()
@@ -272,14 +273,14 @@ class Stream:
 
 
 def together(media: Sequence[Media]) -> Media:
-    """Samples of all parts, in order."""
+    """Join the samples of all parts, in order."""
     if media and all(isinstance(part, Tensor) for part in media):
         return torch.cat(list(media))
     return [item for part in media for item in part]
 
 
 def now(call, *args) -> Future:
-    """The outcome of a call that was made at once."""
+    """Return the outcome of a call that is made at once, as a future."""
     future: Future = Future()
     try:
         future.set_result(call(*args))
@@ -289,7 +290,8 @@ def now(call, *args) -> Future:
 
 
 def joined(name: str, parts: list[Tensor]) -> Tensor:
-    """[B] or [B, K]; a part of which a step reward could say nothing has no K of its own."""
+    """Join parts to [B] or [B, K]; a part of which a step reward could say nothing has no K of its
+    own."""
     steps = {part.shape[1] for part in parts if part.ndim == 2}
     if len(steps) > 1:
         raise UserError(
@@ -301,7 +303,7 @@ def joined(name: str, parts: list[Tensor]) -> Tensor:
 
 
 def neighbours(prompts: Sequence[Prompt]) -> list[int]:
-    """[B] numbers, equal for neighbours with the same prompt."""
+    """Number the groups [B]: equal for neighbours with the same prompt."""
     groups = [0] * len(prompts)
     for row in range(1, len(prompts)):
         groups[row] = groups[row - 1] + (not alike(prompts[row - 1], prompts[row]))

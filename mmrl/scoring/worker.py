@@ -1,5 +1,5 @@
-"""A thread that does one thing after another and may die with the process, for a reward that takes
-its time."""
+"""Provides a thread that does one call after another and may die with the process, for slow
+rewards."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Jobs = queue.SimpleQueue
 
 
 class Worker:
-    """Calls in the order in which they were submitted. The thread starts with the first and ends
-    with the object."""
+    """Makes calls in the order in which they were submitted. The thread starts with the first and
+    ends with the object."""
 
     def __init__(self, name: str):
         self.name = name
@@ -38,12 +38,12 @@ class Worker:
 
 def _run(jobs: Jobs, device: int | None) -> None:
     if device is not None:
-        torch.cuda.set_device(device)  # a thread's own setting, which begins at 0 on every process
+        torch.cuda.set_device(device)  # set per thread, and 0 in a new one on every process
     while (job := jobs.get()) is not None:
         future, call, args = job
         if future.set_running_or_notify_cancel():
             try:
                 future.set_result(call(*args))
-            except BaseException as error:  # whoever waits for it says what it was
+            except BaseException as error:  # raised where the result is waited for
                 future.set_exception(error)
         del job, future, call, args  # samples are not kept while the thread waits

@@ -1,5 +1,5 @@
-"""Verifiable rewards of vision tasks: one parser, one coordinate module, NaN only where the prompt
-is at fault.
+"""Verifies answers to vision tasks: one parser, one coordinate module, NaN only where the prompt is
+at fault.
 
 All judge texts against right answers in the prompt; ``docs/verifiable-rewards.md`` has the table.
 """

@@ -1,5 +1,4 @@
-"""From what a model wrote to an answer: a total parser, which never raises and always says how well
-it went.
+"""Parses what a model wrote into an answer; it never raises and always says how well it went.
 
 Only the final answer is read: the last ``<answer>`` element, else what follows the last
 ``</think>``, else the whole text. Coordinates are read by ``rewards.vision.shapes`` with the
@@ -38,7 +37,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Parsed(Generic[Value]):
-    """``value`` is what was read (None if unparseable); ``status`` how."""
+    """Holds an answer: ``value`` is what was read (None if unparseable); ``status`` how."""
 
     value: Value | None
     status: Status = "ok"
@@ -48,12 +47,12 @@ UNPARSEABLE: Parsed = Parsed(None, "unparseable")
 
 
 def worst(*statuses: Status) -> Status:
-    """The most serious of several statuses; "ok" of none."""
+    """Return the most serious of several statuses; "ok" of none."""
     return max(statuses, key=SEVERITY.index, default="ok")
 
 
 def final(text: str) -> Parsed[str]:
-    """The final answer without its tags; "repaired" where ``<answer>`` is not closed."""
+    """Return the final answer without its tags; "repaired" where ``<answer>`` is not closed."""
     text = str(text)
     start = text.rfind("<answer>")
     if start >= 0:
@@ -65,8 +64,8 @@ def final(text: str) -> Parsed[str]:
 
 
 def strict_json(text: str) -> Parsed[Any]:
-    """The JSON value in a code fence, else the whole text, else between its outermost brackets;
-    nothing is repaired."""
+    """Read the JSON value in a code fence, else the whole text, else between its outermost
+    brackets; nothing is repaired."""
     body = fenced(text)
     candidates = [body]
     starts = [i for i in (body.find("["), body.find("{")) if i >= 0]
@@ -82,7 +81,7 @@ def strict_json(text: str) -> Parsed[Any]:
 
 
 def loose_json(text: str) -> Parsed[Any]:
-    """As ``strict_json``, and what json_repair makes of a truncated or single-quoted value
+    """Read as ``strict_json``, and what json_repair makes of a truncated or single-quoted value
     ("repaired")."""
     parsed = strict_json(text)
     body = fenced(text)
@@ -99,7 +98,7 @@ def loose_json(text: str) -> Parsed[Any]:
 
 
 def nesting(text: str) -> int:
-    """How deep brackets are nested, closed or not."""
+    """Return how deep brackets are nested, closed or not."""
     depth = deepest = 0
     for letter in text:
         depth += (letter in "[{") - (letter in "]}")
@@ -108,7 +107,8 @@ def nesting(text: str) -> int:
 
 
 def fenced(text: str) -> str:
-    """What stands in the last code fence, open or closed; the text itself where there is none."""
+    """Return what stands in the last code fence, open or closed; the text itself where there is
+    none."""
     pieces = text.split("```")
     if len(pieces) < 2:
         return text.strip()
@@ -117,8 +117,8 @@ def fenced(text: str) -> str:
 
 
 def real(value: Any) -> float | None:
-    """A number, or a string that is one, as a float; None for anything else. Infinite and NaN stay
-    what they are."""
+    """Convert a number, or a string that is one, to a float; None for anything else. Infinite and
+    NaN stay what they are."""
     if isinstance(value, bool):
         return None
     if isinstance(value, str) and not re.fullmatch(NUMBER, value.strip()):
@@ -132,8 +132,8 @@ def real(value: Any) -> float | None:
 
 
 def number(text: str) -> Parsed[float]:
-    """The one number of the final answer: ``7``, ``1,234``, ``12 %``, ``seven``; with words around
-    it "repaired".
+    """Read the one number of the final answer: ``7``, ``1,234``, ``12 %``, ``seven``; with words
+    around it "repaired".
 
     Several different numbers are no answer ("wrong_count"): who hedges is not paid.
     """
@@ -157,7 +157,7 @@ def number(text: str) -> Parsed[float]:
 
 
 def boxed(text: str) -> str | None:
-    r"""What stands in the last ``\boxed{...}``, braces balanced."""
+    r"""Return what stands in the last ``\boxed{...}``, braces balanced."""
     start = text.rfind(r"\boxed{")
     if start < 0:
         return None
@@ -171,7 +171,7 @@ def boxed(text: str) -> str | None:
 
 
 def items(text: str) -> Parsed[list[str]]:
-    """A list of names: a JSON list of strings, or names separated by commas, semicolons or
+    """Read a list of names: a JSON list of strings, or names separated by commas, semicolons or
     lines."""
     answer = final(text)
     body = fenced(answer.value)
@@ -193,8 +193,8 @@ def items(text: str) -> Parsed[list[str]]:
 
 
 def normal(text: object) -> str:
-    """For comparing names: Unicode NFKC, case folded, blanks, underscores, hyphens and final full
-    stops evened out."""
+    """Normalise a name for comparing: Unicode NFKC, case folded, blanks, underscores, hyphens and
+    final full stops evened out."""
     folded = unicodedata.normalize("NFKC", str(text)).casefold()
     return " ".join(re.sub(r"[\s_\-]+", " ", folded).strip().strip("\"'`*.!").split())
 

@@ -1,5 +1,5 @@
-"""What every verifiable reward shares: texts in, one number and one status each out, NaN only for a
-broken prompt."""
+"""Scores each text with a number and a status, NaN only for a broken prompt: the base of verifiable
+rewards."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ Prompt = Mapping[str, Any]
 
 
 class Verdict(NamedTuple):
-    """``score`` is NaN where the prompt cannot be scored, and ``note`` then says why."""
+    """Holds score, status and note; ``score`` is NaN where the prompt cannot be scored, and
+    ``note`` then says why."""
 
     score: float
     status: Status = "ok"
@@ -31,7 +32,7 @@ class Verdict(NamedTuple):
 
 
 class Verifiable:
-    """Base of the rewards that check a text against the prompt's right answer.
+    """Checks a text against the prompt's right answer; the base of such rewards.
 
     A subclass writes ``judge(text, prompt) -> Verdict`` and ``right_answer(prompt) -> str``, and
     raises ``Unscorable`` in either where the prompt's right answer is missing or broken.
@@ -44,17 +45,18 @@ class Verifiable:
     shaping = False
 
     def __call__(self, texts: Sequence[str], prompts: Sequence[Prompt]) -> Tensor:
-        """[B] float32 on the CPU; NaN where the prompt is at fault, never where the answer is."""
+        """Return [B] float32 on the CPU; NaN where the prompt is at fault, never where the answer
+        is."""
         verdicts = self.verdicts(texts, prompts)
         self._complain(verdicts, prompts)
         return torch.tensor([verdict.score for verdict in verdicts], dtype=torch.float32)
 
     def status(self, texts: Sequence[str], prompts: Sequence[Prompt]) -> list[Status]:
-        """How each answer could be read, for metrics and reports."""
+        """Return how each answer could be read, for metrics and reports."""
         return [verdict.status for verdict in self.verdicts(texts, prompts)]
 
     def verdicts(self, texts: Sequence[str], prompts: Sequence[Prompt]) -> list[Verdict]:
-        """Score, status and note of every text."""
+        """Return score, status and note of every text."""
         self._check(texts, prompts)
         return [self._verdict(text, prompt) for text, prompt in zip(texts, prompts)]
 
@@ -78,12 +80,12 @@ class Verifiable:
         raise NotImplementedError
 
     def right_answer(self, prompt: Prompt) -> str:
-        """The right answer as the policy should write it: this must score the maximum."""
+        """Return the right answer as the policy should write it: this must score the maximum."""
         raise NotImplementedError
 
     def wrong_answers(self, prompt: Prompt) -> dict[str, str]:
-        """Ways to cheat that belong to this kind of answer, by name; each must score less than the
-        right answer."""
+        """Return ways to cheat that belong to this kind of answer, by name; each must score less
+        than the right answer."""
         return {}
 
     def _verdict(self, text: str, prompt: Prompt) -> Verdict:
@@ -107,7 +109,7 @@ class Verifiable:
 
 
 def row_name(prompt: Prompt) -> str:
-    """Where a prompt came from (``where`` or ``origin``, file:line), else its question."""
+    """Return where a prompt came from (``where`` or ``origin``, file:line), else its question."""
     return str(
         prompt.get("where")
         or prompt.get("origin")
@@ -116,14 +118,15 @@ def row_name(prompt: Prompt) -> str:
 
 
 def need(prompt: Prompt, field: str) -> Any:
-    """A field of the prompt, or ``Unscorable``."""
+    """Return a field of the prompt, or raise ``Unscorable``."""
     if prompt.get(field) is None:
         raise Unscorable(f'it has no "{field}"; it has {", ".join(map(str, prompt)) or "nothing"}')
     return prompt[field]
 
 
 def finite(values: Any, size: int, field: str) -> tuple[float, ...]:
-    """``size`` finite numbers of a right answer, or ``Unscorable`` naming the field."""
+    """Return ``size`` finite numbers of a right answer, or raise ``Unscorable`` naming the
+    field."""
     try:
         numbers = tuple(float(v) for v in values)
     except (TypeError, ValueError, OverflowError) as error:
@@ -134,8 +137,8 @@ def finite(values: Any, size: int, field: str) -> tuple[float, ...]:
 
 
 def true_boxes(prompt: Prompt, field: str = "boxes") -> np.ndarray:
-    """[M, 4] float64, the right boxes in the space of the prompt; one box may stand without the
-    outer list."""
+    """Return the right boxes, [M, 4] float64, in the space of the prompt; one box may stand without
+    the outer list."""
     value = need(prompt, field)
     value = [value] if len(value) == 4 and not any(hasattr(v, "__len__") for v in value) else value
     boxes = [finite(box, 4, field) for box in value]
@@ -146,8 +149,8 @@ def true_boxes(prompt: Prompt, field: str = "boxes") -> np.ndarray:
 
 
 def in_truth(shapes: Sequence[Shape], prompt: Prompt) -> tuple[np.ndarray, list[Status]]:
-    """[N, 2 or 4] what the model said, in the space of the right answers, and the status of
-    each."""
+    """Convert what the model said, [N, 2 or 4], to the space of the right answers, with the status
+    of each."""
     target = truth_space(prompt)
     default_space = answer_space(prompt)
     rows = []
@@ -163,7 +166,8 @@ def in_truth(shapes: Sequence[Shape], prompt: Prompt) -> tuple[np.ndarray, list[
 
 
 def in_answer(values: Sequence[float], prompt: Prompt) -> list[float]:
-    """Right coordinates in the space the model answers in, for writing the right answer down."""
+    """Convert right coordinates to the space the model answers in, for writing the right answer
+    down."""
     converted = convert(values, scale(prompt, truth_space(prompt), answer_space(prompt)))
     return [int(v) if float(v).is_integer() else round(v, 6) for v in converted]
 

@@ -1,4 +1,5 @@
-"""Boxes against boxes: IoU, GIoU, assignment, precision, recall and average precision, in float64.
+"""Compares boxes with boxes: IoU, GIoU, assignment, precision, recall and average precision, in
+float64.
 
 A box is x0, y0, x1, y1; N predicted, M right ones. An inverted or empty box has area 0 and IoU 0
 with everything.
@@ -13,12 +14,12 @@ THRESHOLDS = np.linspace(0.5, 0.95, 10)  # COCO's
 
 
 def areas(boxes: ndarray) -> ndarray:
-    """[N, 4] -> [N]."""
+    """Return areas, [N, 4] -> [N]."""
     return np.clip(boxes[:, 2] - boxes[:, 0], 0, None) * np.clip(boxes[:, 3] - boxes[:, 1], 0, None)
 
 
 def overlap(a: ndarray, b: ndarray) -> tuple[ndarray, ndarray]:
-    """Areas [N, M] of intersection and union."""
+    """Return the areas [N, M] of intersection and union."""
     low = np.maximum(a[:, None, :2], b[None, :, :2])
     high = np.minimum(a[:, None, 2:], b[None, :, 2:])
     inner = np.clip(high - low, 0, None).prod(-1)
@@ -28,14 +29,15 @@ def overlap(a: ndarray, b: ndarray) -> tuple[ndarray, ndarray]:
 
 
 def iou(a: ndarray, b: ndarray) -> ndarray:
-    """[N, 4], [M, 4] -> [N, M] in 0..1; equal boxes of any positive size have exactly 1."""
+    """Compute IoU: [N, 4], [M, 4] -> [N, M] in 0..1; equal boxes of any positive size have exactly
+    1."""
     inner, union = overlap(a, b)
     return np.divide(inner, union, out=np.zeros_like(inner), where=union > 0)
 
 
 def giou(a: ndarray, b: ndarray) -> ndarray:
-    """Generalised IoU (Rezatofighi et al. 2019), [N, M] in -1..1; -1 for an inverted or empty
-    box."""
+    """Compute generalised IoU (Rezatofighi et al. 2019), [N, M] in -1..1; -1 for an inverted or
+    empty box."""
     inner, union = overlap(a, b)
     low = np.minimum(a[:, None, :2], b[None, :, :2])
     high = np.maximum(a[:, None, 2:], b[None, :, 2:])
@@ -47,16 +49,16 @@ def giou(a: ndarray, b: ndarray) -> ndarray:
 
 
 def bounded_giou(a: ndarray, b: ndarray) -> ndarray:
-    """(1 + GIoU) / 2 in 0..1."""
+    """Compute (1 + GIoU) / 2 in 0..1."""
     return (1 + giou(a, b)) / 2
 
 
 def inclusive_iou(a: ndarray, b: ndarray) -> ndarray:
-    """As published with VLM-R1: the intersection in whole pixels with both ends, the union from
-    areas without.
+    """Compute IoU as published with VLM-R1: the intersection in whole pixels with both ends, the
+    union from areas without.
 
-    Wrong for boxes one pixel wide and for relative coordinates (0 for equal boxes); here for
-    comparison only.
+    It is wrong for boxes one pixel wide and for relative coordinates (0 for equal boxes) and kept
+    for comparison only.
     """
     low = np.maximum(a[:, None, :2], b[None, :, :2])
     high = np.minimum(a[:, None, 2:] - 1, b[None, :, 2:] - 1)
@@ -67,8 +69,8 @@ def inclusive_iou(a: ndarray, b: ndarray) -> ndarray:
 
 
 def assign(scores: ndarray) -> list[tuple[int, int]]:
-    """One-to-one pairs of rows and columns with the largest sum (Hungarian algorithm), without
-    pairs of score 0."""
+    """Return one-to-one pairs of rows and columns with the largest sum (Hungarian algorithm),
+    without pairs of score 0."""
     if not scores.size:
         return []
     from scipy.optimize import linear_sum_assignment
@@ -78,7 +80,7 @@ def assign(scores: ndarray) -> list[tuple[int, int]]:
 
 
 def take_in_order(scores: ndarray, order: list[int], above: float) -> list[tuple[int, int]]:
-    """Rows in ``order`` each take the best column that is left, if its score is more than
+    """Give the rows in ``order`` each the best column that is left, if its score is more than
     ``above``."""
     free = list(range(scores.shape[1]))
     pairs = []
@@ -91,7 +93,8 @@ def take_in_order(scores: ndarray, order: list[int], above: float) -> list[tuple
 
 
 def take_largest(scores: ndarray, least: float) -> list[tuple[int, int]]:
-    """The largest score of all is a pair, then the largest of what is left, down to ``least``."""
+    """Pair greedily: the largest score of all, then the largest of what is left, down to
+    ``least``."""
     left = scores.astype(float).copy()
     pairs = []
     while left.size and left.max() >= least:
@@ -103,13 +106,13 @@ def take_largest(scores: ndarray, least: float) -> list[tuple[int, int]]:
 
 
 def hits(scores: ndarray, threshold: float) -> int:
-    """The largest number of one-to-one pairs that reach ``threshold``."""
+    """Return the largest number of one-to-one pairs that reach ``threshold``."""
     return len(assign((scores >= threshold).astype(float)))
 
 
 def average_precision(scores: ndarray, confidence: ndarray, threshold: float) -> float:
-    """COCO's AP of one class in one image at one IoU threshold: interpolated precision at 101
-    recalls.
+    """Compute COCO's AP of one class in one image at one IoU threshold: interpolated precision at
+    101 recalls.
 
     Predictions go by falling confidence (stable); each takes the best right box that is left with
     IoU >= threshold.

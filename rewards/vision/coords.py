@@ -1,4 +1,5 @@
-"""In which coordinates a model answers and a dataset is written, and the way from one to the other.
+"""Converts between the coordinates in which a model answers and those in which a dataset is
+written.
 
 Four spaces: ``original`` pixels of the image file, ``resized`` pixels of what the model saw,
 ``rel1000`` (0 to 1000) and ``rel1`` (0 to 1). The policy says in ``prompt["view"]`` in which of
@@ -20,7 +21,7 @@ Extent = tuple[float, float]  # width and height
 
 
 class Unscorable(Exception):
-    """The prompt's right answer is missing or broken: the sample is NaN, not 0."""
+    """Signals that the prompt's right answer is missing or broken: the sample is NaN, not 0."""
 
 
 def truth_space(prompt: Mapping[str, Any]) -> str:
@@ -45,7 +46,7 @@ def _known(space: Any, field: str) -> str:
 
 
 def extent(prompt: Mapping[str, Any], space: str) -> Extent | None:
-    """Width and height of the image in a space; None where nobody has said it.
+    """Return width and height of the image in a space; None where they are unknown.
     ``prompt["image_index"]`` (default 0) says which image the coordinates belong to."""
     if space in RELATIVE:
         return RELATIVE[space], RELATIVE[space]
@@ -72,7 +73,7 @@ def _size(pair: Sequence[Any], space: str) -> Extent:
 
 
 def _own_size(prompt: Mapping[str, Any], index: int) -> Extent | None:
-    """``width`` and ``height`` of the prompt, else the size of its PIL image; files are not
+    """Return ``width`` and ``height`` of the prompt, else the size of its PIL image; files are not
     opened."""
     if "width" in prompt and "height" in prompt:
         return _size((prompt["width"], prompt["height"]), "original")
@@ -88,7 +89,7 @@ def _own_size(prompt: Mapping[str, Any], index: int) -> Extent | None:
 
 
 def scale(prompt: Mapping[str, Any], source: str, target: str) -> Extent:
-    """Factors of x and y that lead from one space to another.
+    """Return factors of x and y that lead from one space to another.
 
     Raises:
         Unscorable: the spaces differ and the size of the image is not known.
@@ -107,5 +108,5 @@ def scale(prompt: Mapping[str, Any], source: str, target: str) -> Extent:
 
 
 def convert(values: Sequence[float], factors: Extent) -> tuple[float, ...]:
-    """x, y, x, y ... each times its factor."""
+    """Multiply x, y, x, y ... each by its factor."""
     return tuple(value * factors[i % 2] for i, value in enumerate(values))

@@ -1,5 +1,5 @@
-"""``detection`` and ``confidence``: boxes with labels and confidences against all objects of the
-image."""
+"""Defines ``detection`` and ``confidence``: boxes with labels and confidences against all objects
+of the image."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ Threshold = Annotated[float, Gt(0), Le(1)]
 
 @dataclass(frozen=True)
 class Scene:
-    """N predicted and M right boxes. ``iou`` [N, M] is 0 between different labels, ``bare`` [N, M]
-    is not."""
+    """Holds N predicted and M right boxes. ``iou`` [N, M] is 0 between different labels, ``bare``
+    [N, M] is not."""
 
     iou: np.ndarray
     bare: np.ndarray
@@ -43,7 +43,7 @@ class Scene:
 
 
 def true_labels(prompt: Prompt, count: int) -> list[str] | None:
-    """The labels of the right boxes as written; None if the dataset has none."""
+    """Return the labels of the right boxes as written; None if the dataset has none."""
     value = prompt.get("labels")
     if value is None:
         return None
@@ -54,7 +54,7 @@ def true_labels(prompt: Prompt, count: int) -> list[str] | None:
 
 
 def see(text: str, prompt: Prompt) -> Scene | None:
-    """The scene of an answer; None if it is unparseable. A prediction without a label fits no
+    """Read the scene of an answer; None if it is unparseable. A prediction without a label fits no
     labelled box."""
     right = true_boxes(prompt)
     parsed = boxes(text)
@@ -82,8 +82,8 @@ def see(text: str, prompt: Prompt) -> Scene | None:
 
 
 def matched(scene: Scene, threshold: float) -> float:
-    """Largest sum of IoU over one-to-one pairs of equal labels and IoU >= threshold, by max(N,
-    M)."""
+    """Compute the largest sum of IoU over one-to-one pairs of equal labels and IoU >= threshold, by
+    max(N, M)."""
     scores = np.where(scene.iou >= threshold, scene.iou, 0.0)
     return sum(scores[pair] for pair in geometry.assign(scores)) / max(scores.shape)
 
@@ -101,7 +101,7 @@ def f1(scene: Scene, threshold: float) -> float:
 
 
 def mean_ap(scene: Scene, threshold: float) -> float:
-    """Mean over COCO's ten thresholds of the mean AP of the labels, times min(1, M / N).
+    """Average over COCO's ten thresholds the mean AP of the labels, times min(1, M / N).
 
     Labels are those of the image and those predicted: one that is not there has AP 0 (in COCO it
     costs nothing). The factor (VLM-R1's odLength) makes spam of low confidence cost, which AP
@@ -111,7 +111,7 @@ def mean_ap(scene: Scene, threshold: float) -> float:
 
 
 def ap(scene: Scene, threshold: float) -> float:
-    """As ``mean_ap`` at one IoU threshold."""
+    """Compute ``mean_ap`` at one IoU threshold."""
     predicted = np.array(scene.predicted)
     right = np.array(scene.right)
     names = sorted({*scene.predicted, *scene.right})
@@ -130,16 +130,16 @@ def ap(scene: Scene, threshold: float) -> float:
 
 
 def visual_rft(scene: Scene, threshold: float) -> float:
-    """Visual-RFT's: by falling confidence each takes the best box that is left above IoU 0.5;
-    labels are ignored."""
+    """Score as Visual-RFT does: by falling confidence each takes the best box that is left above
+    IoU 0.5; labels are ignored."""
     order = np.argsort(-scene.confidence, kind="mergesort").tolist()
     pairs = geometry.take_in_order(scene.bare, order, threshold)
     return sum(scene.bare[pair] for pair in pairs) / max(scene.bare.shape)
 
 
 def vlm_r1(scene: Scene, threshold: float) -> float:
-    """VLM-R1's weighted sum: 0.7 of the IoU of pairs taken greedily, 0.3 of completeness, paid
-    without labels too."""
+    """Compute VLM-R1's weighted sum: 0.7 of the IoU of pairs taken greedily, 0.3 of completeness,
+    paid without labels too."""
     pairs = geometry.take_largest(scene.bare, threshold)
     quality = sum(scene.iou[pair] for pair in pairs) / scene.bare.shape[1]
     missed, false = (1 - len(pairs) / count for count in reversed(scene.bare.shape))
@@ -174,12 +174,12 @@ class Detection(Verifiable):
     ``labels`` of the prompt has one label for each of ``boxes``; without it labels are not looked
     at. A box of a wrong label earns nothing and counts as a false one.
 
-    Args: measure: "matched": sum of IoU over the best one-to-one pairs / max(number predicted,
-        number right); "f1";
-            "map": COCO's mean AP with labels that are not in the image counted and times min(1,
-            right / predicted); "ap": the same at one threshold; "precision" and "recall": to watch,
-            each can be cheated when trained on; "visual_rft", "vlm_r1": as published (the second
-            pays 0.3 for right places with wrong labels).
+    Args:
+        measure: "matched": sum of IoU over the best one-to-one pairs / max(number predicted, number
+            right); "f1"; "map": COCO's mean AP with labels that are not in the image counted and
+            times min(1, right / predicted); "ap": the same at one threshold; "precision" and
+            "recall": to watch, each can be cheated when trained on; "visual_rft", "vlm_r1": as
+            published (the second pays 0.3 for right places with wrong labels).
         threshold: IoU from which a pair counts; None: 0.5, and any overlap for "matched".
     """
 

@@ -1,4 +1,4 @@
-"""``grounding`` and ``referring``: are the boxes where they should be? Matched IoU without
+"""Defines ``grounding`` and ``referring``, which check where boxes are by matched IoU without
 labels."""
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ OVERLAPS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
 def write_boxes(
     rows: Any, prompt: Prompt, labels: Any = None, confidence: float | None = None
 ) -> str:
-    """Boxes in the space of the right answers as the policy should answer with them."""
+    """Write boxes in the space of the right answers as the policy should answer with them."""
     entries = []
     for i, row in enumerate(rows):
         entry: dict[str, Any] = {"bbox_2d": in_answer(row, prompt)}
@@ -51,7 +51,7 @@ def write_boxes(
 
 
 def spoiled(prompt: Prompt, labels: Any = None, confidence: float | None = None) -> dict[str, str]:
-    """Wrong answers made of the right boxes: among many others, inverted, one missing, none."""
+    """Make wrong answers of the right boxes: among many others, inverted, one missing, none."""
     right = true_boxes(prompt)
     if not len(right):
         return {"a box where none is": write_boxes([[0, 0, 1, 1]], prompt, ["thing"], confidence)}
@@ -133,10 +133,11 @@ class Grounding(Verifiable):
 class Referring(Grounding):
     """Compare the one box of the answer with the right one by IoU; several boxes are no answer.
 
-    Args: overlap, threshold: as in ``grounding``. form: "exact"; "vlm_r1" as published, for
-        comparison: the first ``[int, int, int, int]`` of the answer, whatever
-            follows it, and a pixel convention that gives equal boxes 0 if they are one pixel wide
-            or relative.
+    Args:
+        overlap, threshold: as in ``grounding``.
+        form: "exact"; "vlm_r1" as published, for comparison: the first ``[int, int, int, int]`` of
+            the answer, whatever follows it, and a pixel convention that gives equal boxes 0 if they
+            are one pixel wide or relative.
     """
 
     def __init__(

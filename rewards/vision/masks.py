@@ -1,4 +1,4 @@
-"""``segmentation``: IoU of the mask in the answer and the right one."""
+"""Defines ``segmentation``: IoU of the mask in the answer and the right one."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Segmentation(Verifiable):
 
 
 def true_mask(prompt: Prompt) -> np.ndarray:
-    """Bool [H, W] in pixels of the original."""
+    """Return the right mask, bool [H, W], in pixels of the original."""
     value = need(prompt, "mask")
     if isinstance(value, str):
         return _read(value)
@@ -148,8 +148,8 @@ def _answer(body: str, size: tuple[float, float], prompt: Prompt) -> Parsed[np.n
 
 
 def _rings(value: Any) -> list[tuple[float, ...]]:
-    """Polygons as flat x, y, x, y ... of at least three corners; a list of four numbers is a box,
-    not a polygon."""
+    """Return polygons as flat x, y, x, y ... of at least three corners; a list of four numbers is a
+    box, not a polygon."""
     if isinstance(value, dict):
         low = {str(key).casefold(): v for key, v in value.items()}
         return next((_rings(low[key]) for key in POLYGONS if key in low), [])
@@ -172,7 +172,7 @@ def _rings(value: Any) -> list[tuple[float, ...]]:
 
 
 def _fill(rings: list[tuple[float, ...]], size: tuple[float, float]) -> np.ndarray:
-    """Bool [H, W] of the union of polygons, cut at the border of the image."""
+    """Fill the union of polygons, bool [H, W], cut at the border of the image."""
     from pycocotools.mask import frPyObjects, merge
 
     width, height = (int(round(v)) for v in size)
@@ -190,8 +190,8 @@ def _fill(rings: list[tuple[float, ...]], size: tuple[float, float]) -> np.ndarr
 def _run_lengths(
     value: dict[str, Any], size: tuple[float, float] | None = None
 ) -> np.ndarray | None:
-    """Bool [H, W] of COCO run lengths, compressed or not; None if they are broken or of another
-    size."""
+    """Decode COCO run lengths, compressed or not, to bool [H, W]; None if they are broken or of
+    another size."""
     shape = value.get("size")
     counts = value.get("counts")
     if not (
@@ -215,15 +215,16 @@ def _run_lengths(
 
 
 def _unroll(runs: list[int], shape: Sequence[int]) -> np.ndarray:
-    """Runs of 0, 1, 0 ... down the columns -> bool [H, W]."""
+    """Expand runs of 0, 1, 0 ... down the columns -> bool [H, W]."""
     return np.repeat(np.arange(len(runs)) % 2 == 1, runs).reshape(shape[1], shape[0]).T
 
 
 def _runs(text: Any) -> list[int] | None:
-    """COCO's compressed run lengths: 5 bits a character, from the fourth on differences to the last
-    but one.
+    """Decode COCO's compressed run lengths: 5 bits a character, from the fourth on differences to
+    the last but one.
 
-    Read here and not by pycocotools, whose C code trusts its input, which a model has written.
+    It is decoded here and not by pycocotools, whose C code trusts its input, which a model has
+    written.
     """
     if not isinstance(text, str):
         return None

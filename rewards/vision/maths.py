@@ -1,4 +1,4 @@
-"""``maths`` and ``chart``: answers that are formulas or values."""
+"""Defines ``maths`` and ``chart``, which check answers that are formulas or values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LONGEST = 400  # characters of a formula; longer ones are no answer
 MONSTERS = re.compile(
     r"\^[^+\-=,]*\^|\*\*.*\*\*|\d{40}|(?:\^|\*\*)\s*\{?\s*\(?\s*\d{4}|\d{4}\s*!|!\s*!|!\s*\)\s*!"
 )
-SECONDS = 3  # for parsing and for comparing
+SECONDS = 3  # of parsing and of comparing, each
 
 
 @REWARDS.register("maths")
@@ -67,13 +67,15 @@ class Maths(Verifiable):
 
 
 def _limit() -> int | None:
-    """math-verify stops by a signal, which only the main thread can receive."""
+    """Return the seconds math-verify may take; None outside the main thread, since it stops by a
+    signal."""
     return SECONDS if threading.current_thread() is threading.main_thread() else None
 
 
 @lru_cache(maxsize=4096)
 def _parse(text: str) -> tuple[Any, ...]:
-    """What math-verify reads in a formula, with and without dollars around it; empty if nothing."""
+    """Return what math-verify reads in a formula, with and without dollars around it; empty if
+    nothing."""
     from math_verify import parse
 
     body = text.strip().strip("$")

@@ -1,4 +1,4 @@
-"""``point`` and ``gui``: is the point, or the action, the right one?"""
+"""Defines ``point`` and ``gui``, which check a point or an action."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ WORDS = ("text", "value", "content", "input", "direction", "app", "key")
 
 
 def true_points(prompt: Prompt) -> np.ndarray:
-    """[M, 2] of ``points``, or of ``point``."""
+    """Return [M, 2] of ``points``, or of ``point``."""
     value = prompt.get("points")
     value = value if value is not None else [need(prompt, "point")]
     return np.array([finite(point, 2, "points") for point in value], dtype=np.float64).reshape(
@@ -56,8 +56,8 @@ def true_points(prompt: Prompt) -> np.ndarray:
 
 
 def pixels(prompt: Prompt) -> np.ndarray:
-    """[2] factors from the space of the right answers to pixels of the original, where its size is
-    known."""
+    """Return factors [2] from the space of the right answers to pixels of the original, where its
+    size is known."""
     try:
         return np.array(scale(prompt, truth_space(prompt), "original"))
     except Unscorable:
@@ -65,7 +65,7 @@ def pixels(prompt: Prompt) -> np.ndarray:
 
 
 def inside(predicted: np.ndarray, boxes: np.ndarray) -> np.ndarray:
-    """[N, 2], [M, 4] -> [N, M]: 1 where the point lies in the box or on its border."""
+    """Map [N, 2], [M, 4] -> [N, M]: 1 where the point lies in the box or on its border."""
     return (
         ((predicted[:, None] >= boxes[None, :, :2]) & (predicted[:, None] <= boxes[None, :, 2:]))
         .all(-1)
@@ -74,8 +74,8 @@ def inside(predicted: np.ndarray, boxes: np.ndarray) -> np.ndarray:
 
 
 def gaussian(predicted: np.ndarray, boxes: np.ndarray, spread: float) -> np.ndarray:
-    """[N, M]: exp(-d^2 / 2) with d the distance from the middle in units of ``spread`` times the
-    sides (GUI-G2)."""
+    """Compute [N, M]: exp(-d^2 / 2) with d the distance from the middle in units of ``spread``
+    times the sides (GUI-G2)."""
     middle = (boxes[:, :2] + boxes[:, 2:]) / 2
     sides = boxes[:, 2:] - boxes[:, :2]
     off = (predicted[:, None] - middle[None]) / (spread * sides[None])
@@ -83,12 +83,12 @@ def gaussian(predicted: np.ndarray, boxes: np.ndarray, spread: float) -> np.ndar
 
 
 def near(predicted: np.ndarray, right: np.ndarray, radius: float) -> np.ndarray:
-    """[N, 2], [M, 2] in pixels -> [N, M]: 1 - distance / radius, not below 0."""
+    """Map [N, 2], [M, 2] in pixels -> [N, M]: 1 - distance / radius, not below 0."""
     return np.clip(1 - np.linalg.norm(predicted[:, None] - right[None], axis=-1) / radius, 0, None)
 
 
 class Pointing:
-    """How well points hit what is asked for: boxes if the prompt has them, else points. Options as
+    """Scores how well points hit the targets: boxes if the prompt has them, else points. Options as
     in ``point``."""
 
     def __init__(self, form: Form, radius: float, spread: float):
@@ -97,7 +97,7 @@ class Pointing:
         self.spread = spread
 
     def scores(self, predicted: np.ndarray, prompt: Prompt) -> np.ndarray:
-        """[N, 2] in the space of the right answers -> [N, M] in 0..1."""
+        """Score [N, 2] in the space of the right answers -> [N, M] in 0..1."""
         to_pixels = pixels(prompt)
         if prompt.get("boxes") is None:
             distance = near(predicted * to_pixels, true_points(prompt) * to_pixels, self.radius)
@@ -112,7 +112,7 @@ class Pointing:
 
 
 def targets(prompt: Prompt) -> np.ndarray:
-    """[M, 2] points that score the maximum."""
+    """Return points [M, 2] that score the maximum."""
     if prompt.get("boxes") is None:
         return true_points(prompt)
     right = true_boxes(prompt)
@@ -127,11 +127,12 @@ class Point(Verifiable):
     Points and targets are paired one to one with the largest sum; reward = sum / max(number said,
     number right), so a second click never pays. An answer of boxes counts as their centres.
 
-    Args: form: "inside": 1 in the box (or within ``radius`` of the point); "gaussian": falls with
-        the distance from the
-            middle of the box in units of its sides (GUI-G2; at points as "distance"); "distance": 1
-        - d / radius. radius: pixels of the original image; 140 is GUI-R1's. spread: standard
-        deviation of the Gaussian, in sides of the box.
+    Args:
+        form: "inside": 1 in the box (or within ``radius`` of the point); "gaussian": falls with the
+            distance from the middle of the box in units of its sides (GUI-G2; at points as
+            "distance"); "distance": 1 - d / radius.
+        radius: pixels of the original image; 140 is GUI-R1's.
+        spread: standard deviation of the Gaussian, in sides of the box.
     """
 
     spatial = True
@@ -189,9 +190,11 @@ class Gui(Verifiable):
     place with a wrong type earns nothing. An action without an argument is judged by its type
     alone.
 
-    Args: type_weight: share of the type; 0.5 is the proportion of UI-R1. form, radius, spread: of a
-        click, as in ``point``. text_threshold: similarity of a text below which it earns nothing
-        (1: only the exact text counts).
+    Args:
+        type_weight: share of the type; 0.5 is the proportion of UI-R1.
+        form, radius, spread: of a click, as in ``point``.
+        text_threshold: similarity of a text below which it earns nothing (1: only the exact text
+            counts).
     """
 
     spatial = True
@@ -261,7 +264,7 @@ class Gui(Verifiable):
 
 
 def kind(action: dict[str, Any]) -> str:
-    """The type of an action, ``left_click`` as ``left click``."""
+    """Return the type of an action, ``left_click`` as ``left click``."""
     return normal(
         next(
             (action[key] for key in ("action", "action_type", "type", "name") if key in action), ""
@@ -270,7 +273,7 @@ def kind(action: dict[str, Any]) -> str:
 
 
 def said_words(action: dict[str, Any]) -> str | None:
-    """The text of an input, the direction of a scroll, the name of an app or key."""
+    """Return the text of an input, the direction of a scroll, the name of an app or key."""
     words = next((action[key] for key in WORDS if action.get(key) not in (None, "")), None)
     return None if words is None or isinstance(words, (dict, list)) else str(words)
 
@@ -284,7 +287,7 @@ def true_action(prompt: Prompt) -> dict[str, Any]:
 
 
 def said_action(text: str) -> tuple[dict[str, Any] | None, Status]:
-    """The one action of an answer; a list of several is none."""
+    """Return the one action of an answer; a list of several is none."""
     answer = final(text)
     body = fenced(answer.value)
     if "{" in body:
@@ -316,7 +319,7 @@ def said_action(text: str) -> tuple[dict[str, Any] | None, Status]:
 
 
 def _place(action: dict[str, Any]) -> Shape | None:
-    """Where a click goes; a box counts as its middle."""
+    """Return where a click goes; a box counts as its middle."""
     keys = ("point", "coordinate", "coordinates", "position", "point_2d", "bbox", "bbox_2d", "box")
     coordinates = next((action[key] for key in keys if key in action), None)
     if coordinates is None and "x" in action and "y" in action:

@@ -1,4 +1,4 @@
-"""Boxes and points in every notation that models answer with, as numbers in the notation's own
+"""Reads boxes and points in every notation of models as numbers in the notation's own
 coordinates."""
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _REF = r"(?:<\|object_ref_start\|>|<ref>)(?P<label>[^<]*)(?:<\|object_ref_end\|>
 
 @dataclass(frozen=True)
 class Shape:
-    """``values``: x0, y0, x1, y1 of a box, or x, y of a point, not sorted. ``space``: only of a
-    notation that has its own ("rel1024" of PaliGemma, "rel100" of Molmo, "yx1000" is turned to
-    "rel1000"); None: the model's."""
+    """Holds a box or a point. ``values``: x0, y0, x1, y1 of a box, or x, y of a point, not sorted.
+    ``space``: only of a notation that has its own ("rel1024" of PaliGemma, "rel100" of Molmo,
+    "yx1000" is turned to "rel1000"); None: the model's."""
 
     values: tuple[float, ...]
     label: str | None = None
@@ -46,8 +46,8 @@ class Shape:
     space: str | None = None
 
     def status(self, extent: tuple[float, float] | None) -> Status:
-        """``extent``: width and height of the coordinate space, None if not known. One unit of
-        slack at the border."""
+        """Return how the numbers can be read; ``extent``: width and height of the space, None if
+        not known, with one unit of slack at its border."""
         if not all(math.isfinite(v) for v in self.values):
             return "out_of_range"
         if len(self.values) == 4:
@@ -62,12 +62,12 @@ class Shape:
 
 
 def boxes(text: str) -> Parsed[list[Shape]]:
-    """All boxes of the final answer: an empty list where it says that there are none."""
+    """Read all boxes of the final answer: an empty list where it says that there are none."""
     return _shapes(text, 4)
 
 
 def points(text: str) -> Parsed[list[Shape]]:
-    """All points of the final answer; where it gives boxes, their centres."""
+    """Read all points of the final answer; where it gives boxes, their centres."""
     parsed = _shapes(text, 2)
     if parsed.status != "unparseable":
         return parsed
@@ -93,8 +93,8 @@ def _shapes(text: str, size: int) -> Parsed[list[Shape]]:
 
 
 def _own_notation(body: str, size: int) -> Parsed[list[Shape]]:
-    """PaliGemma's ``<loc0123>`` (y first, 1024 bins) and Molmo's ``<point x="61.5" y="40.6">`` (per
-    cent)."""
+    """Read PaliGemma's ``<loc0123>`` (y first, 1024 bins) and Molmo's ``<point x="61.5" y="40.6">``
+    (per cent)."""
     if size == 4 and "<loc" in body:
         matches = re.findall(r"((?:<loc\d{4}>){4})\s*([^;<]*)", body)
         return Parsed([_paligemma(codes, label.strip() or None) for codes, label in matches])
@@ -119,7 +119,8 @@ def _from_loose_json(body: str, size: int) -> Parsed[list[Shape]]:
 
 
 def _pairs(body: str, size: int) -> Parsed[list[Shape]]:
-    """``(x1,y1),(x2,y2)`` with or without Qwen2-VL's special tokens; for a point ``(x, y)``."""
+    """Read ``(x1,y1),(x2,y2)`` with or without Qwen2-VL's special tokens; for a point ``(x,
+    y)``."""
     if "{" in body or (size == 2 and "<|box_start|>" in body):
         return UNPARSEABLE
     notation = rf"(?:{_REF})?(?:<\|box_start\|>|<point>)?\s*{_PAIR}"
@@ -132,7 +133,7 @@ def _pairs(body: str, size: int) -> Parsed[list[Shape]]:
 
 
 def _bracketed(body: str, size: int) -> Parsed[list[Shape]]:
-    """``[x1, y1, x2, y2]`` anywhere, also inside InternVL's ``<ref>a
+    """Read ``[x1, y1, x2, y2]`` anywhere, also inside InternVL's ``<ref>a
     cat</ref><box>[[...]]</box>``."""
     if "{" in body or (size == 2 and "<|box_start|>" in body):
         return UNPARSEABLE
@@ -153,7 +154,7 @@ def _bracketed(body: str, size: int) -> Parsed[list[Shape]]:
 
 
 def _bare(body: str, size: int) -> Parsed[list[Shape]]:
-    """Nothing but numbers: ``12 30 40 50``."""
+    """Read nothing but numbers: ``12 30 40 50``."""
     numbers = re.findall(NUMBER, body)
     if not numbers or len(numbers) % size or re.search(r"[^\s,;]", re.sub(NUMBER, "", body)):
         return UNPARSEABLE
@@ -166,7 +167,7 @@ def _label(text: Any) -> str | None:
 
 
 def _listed(parsed: Parsed[Any], size: int) -> Parsed[list[Shape]]:
-    """Shapes of a JSON value; entries that are none are left out, which makes the answer
+    """Read shapes of a JSON value; entries that are none are left out, which makes the answer
     "repaired"."""
     if parsed.value is None:
         return UNPARSEABLE
@@ -186,7 +187,7 @@ def _listed(parsed: Parsed[Any], size: int) -> Parsed[list[Shape]]:
 
 
 def _entry(entry: Any, size: int) -> Iterator[Shape]:
-    """The shapes of one entry: four numbers, a record with a box, or a mapping of names to
+    """Read the shapes of one entry: four numbers, a record with a box, or a mapping of names to
     boxes."""
     values = numbers_of(entry, size)
     if values:
@@ -222,7 +223,7 @@ def _entry(entry: Any, size: int) -> Iterator[Shape]:
 
 
 def _turned(values: tuple[float, ...]) -> tuple[float, ...]:
-    """Gemini's ``box_2d`` is y first and always 0 to 1000."""
+    """Swap the axes of Gemini's ``box_2d``, which is y first and always 0 to 1000."""
     y0, x0, y1, x1 = values
     return x0, y0, x1, y1
 
@@ -239,7 +240,7 @@ def _many(value: Any, size: int) -> list[tuple[float, ...]]:
 
 
 def numbers_of(value: Any, size: int) -> tuple[float, ...] | None:
-    """``size`` numbers, or for a box also two pairs of them."""
+    """Return ``size`` numbers, or for a box also two pairs of them."""
     if not isinstance(value, (list, tuple)):
         return None
     if size == 4 and len(value) == 2 and all(isinstance(v, list) and len(v) == 2 for v in value):

@@ -1,4 +1,4 @@
-"""Form and length: rewards that shape how an answer is written, never whether it is right."""
+"""Shapes how an answer is written, its form and length, never whether it is right."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ EXAMPLES = {
 
 
 def length(text: str) -> int:
-    """Tokens, if the text knows them (``Completion``), else words."""
+    """Count tokens, if the text knows them (``Completion``), else words."""
     tokens = getattr(text, "tokens", None)
     return int(tokens) if tokens is not None else len(text.split())
 
 
 class Shaping(Verifiable):
-    """Base of rewards whose best answer does not depend on the prompt."""
+    """Provides the base of rewards whose best answer does not depend on the prompt."""
 
     shaping = True
 
@@ -53,9 +53,11 @@ class Shaping(Verifiable):
 class Format(Shaping):
     """Check the form of the whole text: every tag once, in order, nothing before or after.
 
-    Args: form: "think_answer": ``<think>...</think><answer>...</answer>``; "answer"; "think";
-        "boxed": somewhere. pattern: a regular expression of your own instead, for the whole text
-        (re.DOTALL). json: the answer must be JSON, such as boxes, as it stands.
+    Args:
+        form: "think_answer": ``<think>...</think><answer>...</answer>``; "answer"; "think";
+            "boxed": somewhere.
+        pattern: a regular expression of your own instead, for the whole text (re.DOTALL).
+        json: the answer must be JSON, such as boxes, as it stands.
     """
 
     def __init__(
@@ -106,8 +108,9 @@ class ThinkOrNot(Shaping):
     thought empty; this makes it worth while. It judges no answer: gate it by a reward that does, or
     give it little weight.
 
-    Args: thought: what a text with a thought earns; 1 accepts both alike, as in TON's own format
-        reward.
+    Args:
+        thought: what a text with a thought earns; 1 accepts both alike, as in TON's own format
+            reward.
     """
 
     def __init__(self, thought: Share = 0.5):
@@ -238,8 +241,10 @@ class CosineLength(Verifiable):
     ``best_wrong``. Beyond the limit the value stays (the published code turns round there, and one
     version takes every answer for right).
 
-    Args: reward: the reward that says what is right, and its options; at least ``threshold`` is
-        right. limit: tokens (words, where a text does not know its tokens).
+    Args:
+        reward: the reward that says what is right, and its options; at least ``threshold`` is
+            right.
+        limit: tokens (words, where a text does not know its tokens).
     """
 
     def __init__(

@@ -1,4 +1,5 @@
-"""``temporal`` and ``tracking``: when does it happen, and where is it in every frame?"""
+"""Defines ``temporal`` and ``tracking``, which check when something happens and where it is in
+every frame."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ CLOCK = r"(?:(\d+):)?(\d{1,2}):(\d{2}(?:\.\d+)?)"
 
 
 def seconds(text: str) -> str:
-    """Every ``1:02:03`` or ``02:03`` of a text as seconds."""
+    """Read every ``1:02:03`` or ``02:03`` of a text as seconds."""
 
     def replacement(clock: re.Match) -> str:
         hours, minutes, rest = clock.groups()
@@ -55,8 +56,8 @@ def seconds(text: str) -> str:
 
 
 def spans(text: str) -> Parsed[list[Span]]:
-    """Spans of time in seconds: JSON with start and end, ``[3.2, 8]``, ``3.2s - 8s``, ``from 0:03
-    to 0:08``."""
+    """Read spans of time in seconds: JSON with start and end, ``[3.2, 8]``, ``3.2s - 8s``, ``from
+    0:03 to 0:08``."""
     answer = final(text)
     marked = re.findall(r"<(?:glue|time|span)>(.*?)</(?:glue|time|span)>", str(text), flags=re.S)
     body = seconds(fenced(marked[-1] if marked else answer.value))
@@ -96,7 +97,7 @@ def _spans(value: Any) -> list[Span]:
 
 
 def _flat(value: Any) -> list[Span]:
-    """[a, b], [[a, b], ...] or records."""
+    """Flatten [a, b], [[a, b], ...] or records."""
     if (
         isinstance(value, list)
         and len(value) == 2
@@ -134,7 +135,8 @@ def true_spans(prompt: Prompt) -> list[Span]:
 
 
 def union(predicted: list[Span], right: list[Span]) -> float:
-    """Length in both / length in either, of two sets of spans; spans that overlap count once."""
+    """Compute length in both / length in either, of two sets of spans; spans that overlap count
+    once."""
     cuts = sorted({t for span in [*predicted, *right] for t in span})
     intersection = either = 0.0
     for a, b in zip(cuts, cuts[1:]):
@@ -147,7 +149,7 @@ def union(predicted: list[Span], right: list[Span]) -> float:
 
 
 def hull(predicted: list[Span], right: list[Span]) -> float:
-    """Temporal-R1's: overlap / (last end - first start), of the first spans."""
+    """Compute Temporal-R1's: overlap / (last end - first start), of the first spans."""
     a, b = predicted[0]
     c, d = right[0]
     return max(min(b, d) - max(a, c), 0.0) / (max(b, d) - min(a, c))
@@ -164,9 +166,10 @@ def hull(predicted: list[Span], right: list[Span]) -> float:
 class Temporal(Verifiable):
     """Compare the spans of time of the answer with the right ones (``spans``: seconds) by IoU.
 
-    Args: form: "union": length in both / length in either, for any number of spans; "hull":
-        Temporal-R1's denominator,
-            from the first start to the last end, of one span (the same where they overlap).
+    Args:
+        form: "union": length in both / length in either, for any number of spans; "hull":
+            Temporal-R1's denominator, from the first start to the last end, of one span (the same
+            where they overlap).
     """
 
     def __init__(self, form: Literal["union", "hull"] = "union"):
@@ -267,7 +270,7 @@ class Tracking(Verifiable):
 
 
 def track(text: str) -> Parsed[dict[float, tuple[float, ...]]]:
-    """Time (or number of the frame) -> box."""
+    """Read time (or number of the frame) -> box."""
     answer = final(text)
     parsed = loose_json(fenced(answer.value))
     track = _track(parsed.value)

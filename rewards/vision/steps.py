@@ -1,5 +1,5 @@
-"""``key_steps``, ``vqa``, ``video_qa`` and ``routed``: reasoning steps, questions about images and
-videos, mixtures."""
+"""Defines ``key_steps``, ``vqa``, ``video_qa`` and ``routed``: reasoning steps, questions about
+images and videos, mixtures."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Share = Annotated[float, Ge(0), Le(1)]
 
 
 def true_steps(prompt: Prompt) -> list[list[str]]:
-    """``key_steps``: for every step the ways of saying it."""
+    """Return ``key_steps``: for every step the ways of saying it."""
     value = need(prompt, "key_steps")
     if not isinstance(value, (list, tuple)) or not value:
         raise Unscorable(
@@ -43,14 +43,14 @@ def true_steps(prompt: Prompt) -> list[list[str]]:
 
 
 def words(text: object) -> str:
-    """Words, numbers and signs with single blanks between and around them, for finding one text in
-    another."""
+    """Split into words, numbers and signs with single blanks between and around them, for finding
+    one text in another."""
     tokens = re.findall(r"\d+(?:\.\d+)?|\w+|[^\w\s]", normal(text))
     return f" {' '.join(tokens)} " if tokens else ""
 
 
 def steps_found(text: str, steps: Sequence[Sequence[str]], ordered: bool) -> int:
-    """How many steps occur as whole words; ``ordered``: each after the one before."""
+    """Count the steps that occur as whole words; ``ordered``: each after the one before."""
     body = words(text)
     at = 0
     count = 0
@@ -65,12 +65,12 @@ def steps_found(text: str, steps: Sequence[Sequence[str]], ordered: bool) -> int
 
 
 def thinking(text: str) -> str:
-    """What comes before the final answer, or all."""
+    """Return what comes before the final answer, or all."""
     return str(text).rpartition("<answer>")[0] if "<answer>" in text else str(text)
 
 
 def whole(part: str, text: str) -> bool:
-    """Whether the beginning ``part`` of a text ends where one of its words does."""
+    """Tell whether ``part`` begins a text and ends where one of its words does."""
     rest = str(text)[len(part) : len(part) + 2]
     if not part or not rest or not str(text).startswith(part):
         return str(text) == part
@@ -99,13 +99,15 @@ class KeySteps(Verifiable):
     final answer. It compares whole answers by this sum, so that ``advantage: grpo`` goes with it
     (Zhang et al. 2025, section 3.2).
 
-    Args: answer: weight of the answer, judged as by ``answer``; without it, reasoning alone is
-        paid. ordered: every step must come after the one before. sections: texts that the reasoning
-        must hold in this order, such as ["Description", "Reasoning"]. each: the parts of the reward
-        as rewards of steps [B, K], each at the token that completes it, the answer's at
-            the last one. Mind that ``advantage: process`` compares all that is paid in a group with
-            one mean: a found step that is worth less than that, beside a dear answer for instance,
-            is pushed down.
+    Args:
+        answer: weight of the answer, judged as by ``answer``; without it, reasoning alone is paid.
+        ordered: every step must come after the one before.
+        sections: texts that the reasoning must hold in this order, such as ["Description",
+            "Reasoning"].
+        each: the parts of the reward as rewards of steps [B, K], each at the token that completes
+            it, the answer's at the last one. Mind that ``advantage: process`` compares all that is
+            paid in a group with one mean: a found step that is worth less than that, beside a dear
+            answer for instance, is pushed down.
         form: shares, the mean above, or step_grpo.
         alpha: of form step_grpo, what all key steps together are worth.
     """
@@ -154,7 +156,7 @@ class KeySteps(Verifiable):
         return scores
 
     def _earned(self, text: Any, prompt: Prompt, total: float) -> dict[int, float]:
-        """Token -> what was earned there; together ``total``."""
+        """Return token -> what was earned there; together ``total``."""
         last = max(text.tokens - 1, 0)
         if math.isnan(total) or not text.tokens:
             return {last: total}
@@ -171,7 +173,7 @@ class KeySteps(Verifiable):
         return earned
 
     def _parts(self, prompt: Prompt) -> list[tuple[Sequence[Sequence[str]], bool, float]]:
-        """What is looked for, whether in order, and what each of them is worth."""
+        """Return what is looked for, whether in order, and what each of them is worth."""
         parts = [(true_steps(prompt), self.ordered)]
         if self.sections:
             parts.append(([[section] for section in self.sections], True))
@@ -191,7 +193,7 @@ class KeySteps(Verifiable):
         return Verdict(self.weight * right.score + reasoning, right.status)
 
     def _published(self, thought: str, right: Verdict, prompt: Prompt) -> float:
-        """StepRAR + StepRVR of R1-VL."""
+        """Compute StepRAR + StepRVR of R1-VL."""
         steps = true_steps(prompt)
         if right.status == "unparseable":
             return 0.0
@@ -249,7 +251,7 @@ class Vqa(Verifiable):
 
 
 def agreement(answered: str, people: Sequence[str]) -> float:
-    """Mean over the people left out of min(1, others who said the same / 3)."""
+    """Average over the people left out of min(1, others who said the same / 3)."""
     if len(people) < 4:
         return float(answered in people)
     same = [person == answered for person in people]
@@ -319,9 +321,11 @@ class Routed(Verifiable):
     """Send each answer to the verifier of its task in a mixture; the prompt's field ``task`` says
     which.
 
-    Args: routes: task -> a reward and its options, such as ``{detect: {detection: {measure: f1}},
-        count: count}``. by: the field that names the task. default: for prompts of other tasks or
-        without one; None: they cannot be scored.
+    Args:
+        routes: task -> a reward and its options, such as ``{detect: {detection: {measure: f1}},
+            count: count}``.
+        by: the field that names the task.
+        default: for prompts of other tasks or without one; None: they cannot be scored.
     """
 
     def __init__(
@@ -347,7 +351,7 @@ class Routed(Verifiable):
         )
 
     def verdicts(self, texts: Sequence[str], prompts: Sequence[Prompt]) -> list[Verdict]:
-        """Each route sees its rows at once."""
+        """Judge each route's rows at once."""
         verdicts: list[Verdict | None] = [None] * len(prompts)
         rows: dict[int, tuple[Callable, list[int]]] = {}
         self._check(texts, prompts)

@@ -1,4 +1,4 @@
-"""``svg``: does the drawing that was written look like the picture?"""
+"""Defines ``svg``, which compares a written drawing with the picture."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ USES = 8  # <use> elements; nested ones multiply
 
 
 def find_svg(text: str) -> tuple[str | None, Status]:
-    """The last ``<svg>`` element of the final answer; an unclosed one is closed ("repaired")."""
+    """Find the last ``<svg>`` element of the final answer; an unclosed one is closed
+    ("repaired")."""
     answer = final(text)
     start = answer.value.rfind("<svg")
     if start < 0:
@@ -46,7 +47,8 @@ def find_svg(text: str) -> tuple[str | None, Status]:
 
 
 def render(svg: str, size: int) -> Tensor | None:
-    """[3, size, size] in 0..1 on white, squashed to a square; None if resvg cannot draw it."""
+    """Render [3, size, size] in 0..1 on white, squashed to a square; None if resvg cannot draw
+    it."""
     import resvg_py
     from PIL import Image
 
@@ -68,28 +70,28 @@ def _pixels(image: Any, size: int) -> Tensor:
 
 
 def explained(drawn: Tensor, right: Tensor) -> float:
-    """1 - |drawn - right|^2 / |white - right|^2: what of the picture's ink is explained; an empty
-    sheet has 0."""
+    """Compute 1 - |drawn - right|^2 / |white - right|^2: what of the picture's ink is explained; an
+    empty sheet has 0."""
     ink = float((1 - right).square().sum())
     error = float((drawn - right).square().sum())
     return max(0.0, 1 - error / ink) if ink > 0 else float(error == 0)
 
 
 def mse(drawn: Tensor, right: Tensor) -> float:
-    """1 - mean squared error. An empty sheet scores high on a white picture."""
+    """Compute 1 - mean squared error. An empty sheet scores high on a white picture."""
     return 1 - float((drawn - right).square().mean())
 
 
 def standardised(drawn: Tensor, right: Tensor) -> float:
-    """RLRF's: 1 - mean squared difference of the standardised pictures, clipped to -1..1, here
-    moved to 0..1."""
+    """Compute RLRF's 1 - mean squared difference of the standardised pictures, clipped to -1..1,
+    here moved to 0..1."""
     a, b = ((x - x.mean()) / x.std().clamp(min=1e-6) for x in (drawn, right))
     return (float((1 - (a - b).square().mean()).clamp(-1, 1)) + 1) / 2
 
 
 def ssim(drawn: Tensor, right: Tensor) -> float:
-    """Structural similarity (Wang et al. 2004): Gaussian window of 11, deviation 1.5, clipped at
-    0."""
+    """Compute structural similarity (Wang et al. 2004): Gaussian window of 11, deviation 1.5,
+    clipped at 0."""
     line = torch.exp(-((torch.arange(11) - 5.0) ** 2) / (2 * 1.5**2)).double()
     window = (line[:, None] * line / line.sum() ** 2).expand(3, 1, 11, 11)
     a = drawn[None].double()
@@ -118,9 +120,9 @@ class Svg(Verifiable):
     """Compare the rendered SVG of the answer with the picture (``svg``, else the prompt's first
     image).
 
-    Args: measure: "explained": share of the ink that is right, an empty sheet has 0; "mse";
-        "standardised": RLRF's L2;
-            "ssim".
+    Args:
+        measure: "explained": share of the ink that is right, an empty sheet has 0; "mse";
+            "standardised": RLRF's L2; "ssim".
         size: pixels of the square both are compared in.
         also: a reward of images, such as clip_image or dino, asked about the rendered drawing.
         weight: of ``also``; the pixels have the rest. Its values are clipped to 0..1.

@@ -1,4 +1,5 @@
-"""Short answers: a number, a name, a count, an option, a set of labels, a text that was read."""
+"""Checks short answers: a number, a name, a count, an option, a set of labels, a text that was
+read."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ Tolerance = Annotated[float, Ge(0)]
 
 
 def short(text: str) -> tuple[str, Status]:
-    r"""The final answer as one line: what stands in ``\boxed``, in a fence, or all of it."""
+    r"""Return the final answer as one line: what stands in ``\boxed``, in a fence, or all of it."""
     answer = final(text)
     body = (boxed(answer.value) or fenced(answer.value)).strip()
     return body, answer.status if normal(body) else "unparseable"
@@ -34,7 +35,7 @@ def true_number(prompt: Prompt, field: str = "answer") -> float:
 
 
 def accepted(prompt: Prompt) -> list[str]:
-    """``answer`` and its ``aliases``, as strings that are not empty."""
+    """Return ``answer`` and its ``aliases``, as strings that are not empty."""
     value = need(prompt, "answer")
     texts = [*(value if isinstance(value, list) else [value]), *(prompt.get("aliases") or [])]
     texts = [
@@ -131,9 +132,9 @@ class Classification(Answer):
 class Count(Verifiable):
     """Check a count: exactly, or the closer the more.
 
-    Args: fuzzy: CrowdVLM-R1's graded reward, ``max(0, 1 - |n - right| / right)``; where the right
-        number is 0 only 0
-            counts. (The abstract gives the idea; the slope is ours.)
+    Args:
+        fuzzy: CrowdVLM-R1's graded reward, ``max(0, 1 - |n - right| / right)``; where the right
+            number is 0 only 0 counts. (The abstract gives the idea; the slope is ours.)
         sharpness: power of the fuzzy reward; more than 1 falls faster near the right number.
     """
 
@@ -183,9 +184,9 @@ class Choice(Verifiable):
     The answer is letters (``B``, ``(B) a cat``, ``A, C``), or an option's whole text if the prompt
     has ``choices``. The right one is in ``answer``: a letter, letters, an option's text or a list.
 
-    Args: partial: "none": all or nothing; "subset": the share that was found, if nothing wrong was
-        named (TW-GRPO);
-            "jaccard": intersection over union.
+    Args:
+        partial: "none": all or nothing; "subset": the share that was found, if nothing wrong was
+            named (TW-GRPO); "jaccard": intersection over union.
     """
 
     def __init__(self, partial: Literal["none", "subset", "jaccard"] = "subset"):
@@ -227,7 +228,8 @@ class Choice(Verifiable):
 
 
 def letters(text: str, choices: Any = None) -> set[str]:
-    """The options that a short answer names, as capital letters; empty if it names none clearly."""
+    """Return the options that a short answer names, as capital letters; empty if it names none
+    clearly."""
     body = re.sub(
         r"^\s*(?:the\s+)?(?:correct\s+)?(?:final\s+)?(?:answers?|options?|choices?)\s*(?:is|are|:)*\s*",
         "",
@@ -266,7 +268,7 @@ def _subset(chosen: set[str], right: set[str]) -> float:
 
 
 def jaccard(chosen: set[str], right: set[str]) -> float:
-    """Intersection over union of two sets; 1 of two empty ones."""
+    """Compute intersection over union of two sets; 1 of two empty ones."""
     return len(chosen & right) / len(chosen | right) if chosen | right else 1.0
 
 

@@ -1,5 +1,5 @@
-"""``transcription``, ``table`` and ``text_similarity``: texts, tables and free answers against a
-reference."""
+"""Defines ``transcription``, ``table`` and ``text_similarity``: texts, tables and free answers
+against a reference."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Transcription(Verifiable):
 
 @dataclass
 class Node:
-    """A node of a table's tree: the tag, and of a cell its spans and text."""
+    """Holds a node of a table's tree: the tag, and of a cell its spans and text."""
 
     tag: str
     spans: tuple[int, int] = (1, 1)
@@ -98,7 +98,7 @@ class Node:
 
 
 class _TableReader(HTMLParser):
-    """The first table of an HTML text, forgiving: what is not closed is closed where something else
+    """Reads the first table of an HTML text; what is not closed is closed where something else
     opens.
 
     ``thead``, ``tbody`` and ``tfoot`` are read through, ``th`` is ``td``: TEDS compares rows and
@@ -147,7 +147,8 @@ def _span(text: str | None) -> int:
 
 
 def read_table(text: str) -> tuple[Node | None, bool]:
-    """The tree of an HTML or Markdown table and whether it was whole; None if there is none."""
+    """Read the tree of an HTML or Markdown table and whether it was whole; None if there is
+    none."""
     if "<table" in text.casefold():
         reader = _TableReader()
         reader.feed(text)
@@ -172,8 +173,8 @@ def read_table(text: str) -> tuple[Node | None, bool]:
 
 
 def teds(predicted: Node, right: Node, structure: bool = False) -> float:
-    """Tree-edit-distance similarity (Zhong et al. 2020, arXiv:1911.10683): 1 - distance / nodes of
-    the larger.
+    """Compute tree-edit-distance similarity (Zhong et al. 2020, arXiv:1911.10683): 1 - distance /
+    nodes of the larger.
 
     Inserting and deleting cost 1; renaming costs 1 between different tags or spans, else for cells
     the normalised Levenshtein distance of their texts, and 0 with ``structure`` (TEDS-S).
@@ -256,9 +257,9 @@ class Table(Verifiable):
 
 
 def bidirectional(a: np.ndarray, b: np.ndarray) -> float:
-    """Bidirectional max-average similarity of unit vectors [N, D], [M, D] (Mixed-R1's BMAS), or of
-    a matrix [N, M] that is given as ``a`` with ``b`` None: mean over both directions of the mean
-    best match."""
+    """Compute the bidirectional max-average similarity of unit vectors [N, D], [M, D] (Mixed-R1's
+    BMAS), or of a matrix [N, M] that is given as ``a`` with ``b`` None: mean over both directions
+    of the mean best match."""
     scores = a if b is None else a @ b.T
     return float((scores.max(1).mean() + scores.max(0).mean()) / 2)
 
@@ -279,9 +280,9 @@ class TextSimilarity(Verifiable):
     Every token of one text is matched with the most similar one of the other; the two means are
     averaged, so that neither leaving out nor adding pays.
 
-    Args: model: a transformers text encoder (folder or hub id), whose last hidden states are
-        compared by cosine; None:
-            words are compared by edit similarity, which needs no weights.
+    Args:
+        model: a transformers text encoder (folder or hub id), whose last hidden states are compared
+            by cosine; None: words are compared by edit similarity, which needs no weights.
         device: of the model.
     """
 
@@ -317,7 +318,7 @@ class TextSimilarity(Verifiable):
 
 
 class _Encoder:
-    """Unit token embeddings by a transformers encoder, loaded from safetensors."""
+    """Makes unit token embeddings by a transformers encoder, loaded from safetensors."""
 
     def __init__(self, path: str, device: str):
         from transformers import AutoModel, AutoTokenizer
@@ -330,7 +331,7 @@ class _Encoder:
         return bidirectional(self.embed(predicted), self.embed(right))
 
     def embed(self, text: str) -> np.ndarray:
-        """[N, D] unit vectors of the tokens, without special ones."""
+        """Return unit vectors [N, D] of the tokens, without special ones."""
         import torch
 
         inputs = self.tokenizer(
