@@ -1,4 +1,4 @@
-"""Defines questions to a vision-language model that judges, its answers and its costs, wherever it
+"""Defines questions to a vision-language model as judge, its answers and its costs, wherever it
 runs."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Unreadable(Exception):
 class Question:
     """Holds one question. ``parts``: texts and pictures in the order in which the model sees them.
 
-    ``choices``: the probability of each of these words as the answer is wanted; ``value`` is then a
+    ``choices``: the answer is the probability of each of these words; ``value`` is then a
     dictionary of them. ``schema``: the answer must be JSON of this pydantic model; ``value`` is an
     instance. Otherwise ``read`` makes the value of the text, or raises ``Unreadable``.
     """

@@ -28,7 +28,8 @@ class Refused(Exception):
 
 
 class Busy(Failed):
-    """Signals "later": after ``wait`` seconds if the server said so."""
+    """Signals that the request should be sent later: after ``wait`` seconds if the server said
+    so."""
 
     def __init__(self, cause: str, wait: float | None):
         super().__init__(cause)

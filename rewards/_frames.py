@@ -1,5 +1,5 @@
-"""Scores picture by picture, the base of such rewards: frames in batches, broken ones NaN, videos
-the mean."""
+"""Provides the base of rewards that score picture by picture: frames in batches, broken ones
+NaN."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds which samples of a batch belong together: those of one prompt."""
+"""Finds the samples of a batch that belong together: those of one prompt."""
 
 from __future__ import annotations
 

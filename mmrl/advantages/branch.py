@@ -1,4 +1,4 @@
-"""Advantages of a tree of samples: every edge is compared with the other edges of its depth."""
+"""Compares every edge of a tree of samples with the other edges of its depth (BranchGRPO)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Subtracts, divides and adds up: the choices of which grouped advantages are made. All tensors are
-float64."""
+"""Normalises rewards within groups or the batch and combines several of them, all in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""These advantages adapt while training: scales follow the rewards, weights follow the weakest."""
+"""Adapts advantages while training: scales follow the rewards, weights follow the weakest."""
 
 from __future__ import annotations
 

@@ -45,8 +45,8 @@ def has_steps(rewards: Rewards) -> bool:
 
 
 def steps_of(rewards: Rewards, rollout: Rollout) -> int:
-    """Return K; raise UserError if a reward has another number of steps than the policy made
-    decisions."""
+    """Return K, the number of decisions; raise UserError if a reward has another number of
+    steps."""
     count = rollout.mask.shape[1]
     for name, x in rewards.items():
         if x.ndim == 2 and x.shape[1] != count:

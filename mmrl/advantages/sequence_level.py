@@ -79,8 +79,8 @@ def _by_tokens(value: Tensor, length: Tensor, groups: Groups) -> Tensor:
 
 
 def _unless_equal(whitened: Tensor, double: Rewards, groups: Groups, baseline: bool) -> Tensor:
-    """Set to 0 where nothing differs: in a flat group with the baseline, in a batch of equal
-    rewards without."""
+    """Set advantages to 0 where nothing differs: in a flat group with the baseline, in a batch of
+    equal rewards without."""
     total = double.total()
     if baseline:
         return whitened.masked_fill(groups.flat(total)[groups.index], 0.0)

@@ -114,7 +114,7 @@ def temporal(
     """Let tokens count more at the beginning and at the end of an answer (AVATAR).
 
     Kulkarni et al. 2025. Our reading of "U-shaped": A (1 + strength (2 t / (n - 1) - 1)^2) for
-    token t of n. [B, K].
+    token t of n. Returns [B, K].
     """
     advantage = base(rewards, rollout)
     place = (rollout.mask.cumsum(1) - 1).to(advantage)
@@ -132,7 +132,7 @@ def focal(
 ) -> Tensor:
     """Let places at which a group's answers differ count more, 1 to ``most`` (TW-GRPO).
 
-    [B, K].
+    Returns [B, K].
 
     Dang et al. 2025, "Reinforcing video reasoning with focused thinking". The weights are the
     spread of the group at place t, scaled to [0, 1] over the places. Our reading takes the spread

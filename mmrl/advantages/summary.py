@@ -13,7 +13,7 @@ from mmrl.data.prompts import Outcome
 
 
 def statistics(rewards: Rewards | Tensor, rollout: Rollout) -> dict[str, float]:
-    """Count and measure spreads over all processes, each of which must call it.
+    """Return counts and spreads of the rewards over all processes, each of which must call it.
 
     ``reward/mean`` and ``reward/std`` of the weighted total, ``reward/group_std`` the root mean
     square std (population) inside the groups, ``groups/total``, ``groups/flat`` those with a spread

@@ -134,8 +134,8 @@ def _numbers(prompts: Sequence[Prompt], scores: list[float]) -> Line:
 def _less(
     probe: str, prompts: Sequence[Prompt], scores: list[float], best: Sequence[float]
 ) -> Line:
-    """Require a mean below that of the real pictures; else the rows that gain are the offending
-    ones."""
+    """Require a mean below that of the real pictures; else the rows that score higher are the
+    offences."""
     # equal but for rounding is not less
     bad = []
     room = SAME * extent(best)

@@ -1,5 +1,4 @@
-"""Reads a run's YAML file with its line numbers, applies ``a.b=c``, checks it as a whole, builds by
-name.
+"""Reads a run's YAML file, applies overrides ``a.b=c``, checks it as a whole and builds it by name.
 
     config = load("configs/digits/flow_grpo.yaml", ["train.iterations=3"])
     check(config)  # every name, option, file and the arithmetic; builds nothing

@@ -84,7 +84,7 @@ class Refusal(Exception):
 
 
 def reply(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """Return JSON in ASCII: whatever characters a sender made us repeat, it can be sent."""
+    """Return JSON in ASCII, which can be sent whatever characters of a request it repeats."""
     text = json.dumps(content, allow_nan=False)
     return Response(text, status, dict(headers or {}), "application/json")
 
@@ -126,7 +126,7 @@ class Service:
             raise Refusal(401, message, headers={"WWW-Authenticate": "Bearer"})
 
     async def respond(self, request: Request) -> Response:
-        """Answer a request, whatever is the matter with it, and count it by its status."""
+        """Answer a request, also a bad one, and count it by its status."""
         try:
             response = await self.score(request)
         except BadInput as error:

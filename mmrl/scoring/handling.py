@@ -182,7 +182,7 @@ class Handled:
 
     @contextmanager
     def resident(self) -> Iterator[None]:
-        """Hold the networks on their device inside; with ``offload`` they are on the CPU
+        """Keep the networks on their device inside; with ``offload``, move them to the CPU
         afterwards."""
         if not self.handling.offload:
             yield
