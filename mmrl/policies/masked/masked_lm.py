@@ -52,7 +52,8 @@ class MaskedLM(MaskedDiffusion):
         blocks = max_new_tokens // block
         if max_new_tokens % block or steps % blocks:
             raise UserError(
-                f"policy options: block {block} must divide max_new_tokens {max_new_tokens}, and its "
+                f"policy options: block {block} must divide max_new_tokens {max_new_tokens}, and "
+                "its "
                 f"{blocks} blocks {steps} steps"
             )
         self.tokenizer, net = _loaded(self.place, getattr(torch, dtype), remote_code)

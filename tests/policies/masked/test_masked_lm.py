@@ -92,7 +92,7 @@ def test_d1_hides_some_of_the_prompt():
 
 
 def test_mistakes():
-    with pytest.raises(UserError, match="block 4 must divide tokens 6"):
+    with pytest.raises(UserError, match="block 4 must divide max_new_tokens 6"):
         made(block=4)
     with pytest.raises(UserError, match="remote_code"):
         MaskedLM("/nowhere/at/all")

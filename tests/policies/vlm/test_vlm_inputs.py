@@ -187,7 +187,7 @@ def test_a_space_is_never_guessed():
         "origin": "g.jsonl:8",
     }
     said = message(inputs("llava").encode, grounding)
-    assert said.startswith("g.jsonl:8: ") and "set the policy's coords" in said
+    assert said.startswith("g.jsonl:8: ") and "set the policy's coordinate_space" in said
     assert inputs("llava", coords="rel1").take(grounding)[1]["coords"] == "rel1"
     assert "means nothing for llava" in message(inputs, "llava", coords="resized")
 
