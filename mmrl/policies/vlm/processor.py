@@ -325,8 +325,8 @@ class Inputs:
             raise UserError(
                 f"{where(prompt)}: its answer has coordinates, and it is not known in "
                 f"which space {self.family.name} "
-                f"answers ({self.family.note or 'unknown family'}); set the policy's "
-                f"coords to original, resized, "
+                f"answers ({self.family.note or 'unknown family'}); set the "
+                f"policy's coordinate_space to original, resized, "
                 "rel1000 or rel1, as this checkpoint was taught"
             )
 
