@@ -1,5 +1,4 @@
-"""Compares sampling groups of images as tokens: mmrl against the libraries' own generation, at
-equal outputs, in turns.
+"""Compares sampling of groups of images as tokens by mmrl and by the libraries' own generation.
 
     python scripts/bench_discrete.py  # models of several sizes with random weights, CPU
     python scripts/bench_discrete.py --device cuda --dtype bfloat16 --cases janus-large

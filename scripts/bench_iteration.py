@@ -1,5 +1,4 @@
-"""Times a training iteration of a Stable-Diffusion-3-format model by mmrl and by a straightforward
-loop.
+"""Times an iteration of a Stable-Diffusion-3-format model by mmrl and by a straightforward loop.
 
     python scripts/bench_iteration.py  # the tiny model of the digits world, a minute or two
     python scripts/bench_iteration.py --path FOLDER --size 512 --lora 32 --precision bf16

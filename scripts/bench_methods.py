@@ -1,4 +1,4 @@
-"""Compares every method for pictures on the digits world: what it reaches and costs, from one base.
+"""Compares every method for pictures on the digits world: what it reaches and costs from one base.
 
     python scripts/bench_methods.py  # whatever is missing, then the page
     python scripts/bench_methods.py --only Flow-GRPO DGPO --seeds 0 --runs /tmp/try

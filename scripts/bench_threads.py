@@ -1,4 +1,4 @@
-"""Times a training iteration with two threads under settings of OpenMP, idle and with work beside.
+"""Times an iteration with two threads under settings of OpenMP, idle and with work beside.
 
     python scripts/bench_threads.py  # an idle machine; about 15 minutes on two cores
     python scripts/bench_threads.py --only passive "spin 20000" --repeats 6

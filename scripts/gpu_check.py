@@ -1,5 +1,6 @@
-"""Checks and times a CUDA machine in one go: python scripts/gpu_check.py [--out FOLDER] [--only
-PART ...]
+"""Checks and times all that mmrl does on a CUDA machine, in one go.
+
+    python scripts/gpu_check.py [--out FOLDER] [--only PART ...]
 
 Parts: tests (pytest -m gpu), attention (which kernels run, how fast), backends (whole networks on
 each attention backend: difference and speed), tiny (bench_iteration in fp32 and bf16), image and

@@ -32,7 +32,8 @@ def identity(value: Any) -> str:
 
 
 def _code(entry: Any) -> str:
-    """Identify code: ours by the version, a user's by the content of its file."""
+    """Identify code by our version and the content of its file, so that every edit of a user's
+    counts."""
     try:
         source = Path(inspect.getsourcefile(entry) or "")
         return f"{__version__} {sha256(source.read_bytes()).hexdigest()[:16]}"
