@@ -24,6 +24,7 @@ OPTIONAL = {
     "flash-attn": "FlashAttention kernels",
     "wandb": "W&B logs",
 }
+DISTRIBUTION = "multimodal-rl"  # on the package index "mmrl" is another project
 LITTLE_DISK = 5.0  # GiB; one checkpoint of a large model is more
 
 
@@ -98,9 +99,10 @@ def requirements() -> list[str]:
     project = (
         tomllib.loads(file.read_text(encoding="utf-8")).get("project", {}) if file.is_file() else {}
     )
-    if project.get("name") == "mmrl":
+    if project.get("name") == DISTRIBUTION:
         return list(project["dependencies"])
-    return [line for line in importlib.metadata.requires("mmrl") or [] if "extra ==" not in line]
+    declared = importlib.metadata.requires(DISTRIBUTION) or []
+    return [line for line in declared if "extra ==" not in line]
 
 
 def check_packages() -> list[Check]:

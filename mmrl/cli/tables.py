@@ -50,7 +50,9 @@ def plugin_tables(kind: str | None) -> None:
                 "name", "what it is", "options", title=plural, title_justify="left", min_width=80
             )
             for name in sorted(registry):
-                table.add_row(name, describe(registry[name]), ", ".join(options(registry[name])))
+                # what stages and monitors are made from stands under `train:`, not under their name
+                takes = () if plural in ("stages", "monitors") else options(registry[name])
+                table.add_row(name, describe(registry[name]), ", ".join(takes))
             Console().print(table)
     if kind in (None, "presets"):
         name = Column("name", no_wrap=True)

@@ -31,8 +31,9 @@ def portrait(media: Media, group: Tensor) -> dict[str, float]:
     insert. ``samples/clipped``: share of pixel values at 0 or 1. ``samples/contrast``: standard
     deviation of the grey picture, 0..1. The last two of pictures only.
 
-    Args: media: images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1, or B texts. group: [B], as
-        in a rollout.
+    Args:
+        media: images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1, or B texts.
+        group: [B], as in a rollout.
     """
     sums = torch.zeros(len(NAMES), 2, dtype=torch.float64)  # sum and count
     if isinstance(media, Tensor) and media.ndim in (4, 5) and media.shape[-3] == 3:

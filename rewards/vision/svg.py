@@ -19,7 +19,8 @@ from rewards.vision.base import Prompt, Unscorable, Verdict, Verifiable, tagged
 
 # What could read files, run for ever, or make one shape a million.
 REFUSED = re.compile(
-    r"<!|<\?xml-stylesheet|<\s*(?:image|script|foreignObject|filter|style)\b|@import|url\(\s*(?!['\"]?#)",
+    r"<!|<\?xml-stylesheet|<\s*(?:image|script|foreignObject|filter|style)\b"
+    r"|@import|url\(\s*(?!['\"]?#)",
     re.I,
 )
 LINKS = re.compile(r"href\s*=\s*[\"'](?!#)", re.I)

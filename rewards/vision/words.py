@@ -231,7 +231,8 @@ def letters(text: str, choices: Any = None) -> set[str]:
     """Return the options that a short answer names, as capital letters; empty if it names none
     clearly."""
     body = re.sub(
-        r"^\s*(?:the\s+)?(?:correct\s+)?(?:final\s+)?(?:answers?|options?|choices?)\s*(?:is|are|:)*\s*",
+        r"^\s*(?:the\s+)?(?:correct\s+)?(?:final\s+)?(?:answers?|options?|choices?)"
+        r"\s*(?:is|are|:)*\s*",
         "",
         text.strip(),
         flags=re.I,
@@ -240,7 +241,8 @@ def letters(text: str, choices: Any = None) -> set[str]:
     if normal(body) in names:
         return {chr(65 + names.index(normal(body)))}
     several = re.fullmatch(
-        r"[\[(\"']*[A-Za-z][\])\"']*(?:(?:\s*[,;/&]\s*|\s+and\s+|\s+or\s+|\s*)[\[(\"']*[A-Z][\])\"'.]*)*\.?",
+        r"[\[(\"']*[A-Za-z][\])\"']*"
+        r"(?:(?:\s*[,;/&]\s*|\s+and\s+|\s+or\s+|\s*)[\[(\"']*[A-Z][\])\"'.]*)*\.?",
         body,
     )
     if several:

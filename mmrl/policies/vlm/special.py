@@ -7,7 +7,8 @@ import re
 from typing import Any
 
 PLACEHOLDER = re.compile(
-    r"(?:.*_)?(?:image|video|vision|audio|boi|eoi|img|imgs|global|fake)(?:_.*)?_token(?:_id|_ids|_index)?"
+    r"(?:.*_)?(?:image|video|vision|audio|boi|eoi|img|imgs|global|fake)(?:_.*)?"
+    r"_token(?:_id|_ids|_index)?"
 )
 TILES = re.compile(r"<row_\d+_col_\d+>")
 
