@@ -180,8 +180,8 @@ def page(figures: list[Figure]) -> str:
         "which alone made about 2,000 lines more; what was mended since is in *now* too.\n\n"
         f"{table(figures)}\n"
         "Duplicates are pairs of places with the same six or more lines, by the command "
-        "`duplicates`; how\nthe 0.7 of before was counted is not known. A type checker does not run "
-        "yet (see the lab notes).\n"
+        "`duplicates`; how the\n0.7 of before was counted is not known. "
+        "A type checker does not run yet (see the lab notes).\n"
     )
 
 
