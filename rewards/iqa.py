@@ -47,7 +47,7 @@ class IQA(FrameReward):
         try:
             import pyiqa
         except ImportError as error:
-            raise UserError("reward 'iqa' needs pyiqa: pip install 'mmrl[iqa]'") from error
+            raise UserError("reward 'iqa' needs pyiqa: pip install 'multimodal-rl[iqa]'") from error
         known = pyiqa.list_models(metric_mode="NR")
         if metric not in known:
             raise UserError(

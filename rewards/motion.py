@@ -148,7 +148,7 @@ def load_dis() -> Dis:
     except ImportError as error:
         raise UserError(
             "optical flow by DIS needs OpenCV: pip install opencv-python-headless (it "
-            "comes with mmrl[ocr] too), or "
+            "comes with multimodal-rl[ocr] too), or "
             "choose flow: raft_large with weights"
         ) from error
     return Dis(cv2)

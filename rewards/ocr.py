@@ -58,7 +58,9 @@ class OCR:
         try:
             from rapidocr_onnxruntime import RapidOCR
         except ImportError as error:
-            raise UserError("reward 'ocr' needs an OCR engine: pip install 'mmrl[ocr]'") from error
+            raise UserError(
+                "reward 'ocr' needs an OCR engine: pip install 'multimodal-rl[ocr]'"
+            ) from error
         self.engine = RapidOCR(intra_op_num_threads=threads, det_limit_side_len=side)
         self.field = field
         self.card = replace(type(self).card, needs=(field,))

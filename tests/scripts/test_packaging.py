@@ -2,6 +2,7 @@
 
 import configparser
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -161,3 +162,16 @@ def test_the_version_is_written_once():
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["version"] == mmrl.__version__
+
+
+def test_remedies_name_the_distribution_and_extras_that_it_has():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = {
+        name
+        for room in ("mmrl", "rewards", "samplers", "docs")
+        for path in (ROOT / room).rglob("*")
+        if path.suffix in (".py", ".md")
+        for name in re.findall(r"([\w-]*mmrl|multimodal-rl)\[(\w+)\]", path.read_text())
+    }
+    assert named and named == {(project["name"], extra) for _, extra in named}
+    assert {extra for _, extra in named} <= set(project["optional-dependencies"])
