@@ -87,7 +87,7 @@ def test_the_target_stands_in_quotes_or_in_a_field(monkeypatch):
         with pytest.raises(UserError, match="no text in double quotes"):
             target_of({"text": text}, "text")
     monkeypatch.setitem(sys.modules, "rapidocr_onnxruntime", None)
-    with pytest.raises(UserError, match=r"pip install 'mmrl\[ocr\]'"):
+    with pytest.raises(UserError, match=r"pip install 'multimodal-rl\[ocr\]'"):
         OCR()
 
 

@@ -517,7 +517,7 @@ def test_models_are_shared_and_the_global_rng_left_alone(tmp_path):
 def test_iqa_asks_for_its_extra_and_negates_what_should_be_low(monkeypatch):
     """pyiqa is not installed here; a stand-in with its three calls shows what is passed on."""
     monkeypatch.setitem(sys.modules, "pyiqa", None)
-    with pytest.raises(UserError, match=r"needs pyiqa: pip install 'mmrl\[iqa\]'"):
+    with pytest.raises(UserError, match=r"needs pyiqa: pip install 'multimodal-rl\[iqa\]'"):
         REWARDS.build("iqa")
 
     class Metric(torch.nn.Module):
