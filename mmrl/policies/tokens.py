@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from mmrl.core import distributed
 from mmrl.core.distributions import Categorical
 from mmrl.core.host import on_host, selected, spread
-from mmrl.core.types import Media, Point, Prompt, Rollout
+from mmrl.core.types import Media, Point, Prompt, Rollout, TokenOrder
 from mmrl.policies.base import (
     NO_CONTEXT,
     Policy,
@@ -49,11 +49,9 @@ class TokenPolicy(Policy):
             target=rollout.sample,
             mask=rollout.mask,
             logprob=rollout.logprob,
-            advantage=rollout.advantage,
+            advantage=rollout.advantages(),
             num_decisions=rollout.mask.sum(1),
-            sampler_logprob=rollout.sampler_logprob,
-            is_ground_truth=rollout.is_ground_truth,
-            is_replayed=rollout.is_replayed,
+            provenance=rollout.provenance,
         )
 
     @contextmanager
@@ -138,7 +136,7 @@ class CausalPolicy(LogitsPolicy):
             row_id=row,
             sample=ids,
             logprob=logprob,
-            commit_step=order,
+            trajectory=TokenOrder(commit_step=order),
             mask=torch.ones_like(ids, dtype=torch.bool),
         )
 

@@ -29,6 +29,7 @@ from rewards import co_reward
 from samplers.noise import Rng
 from tests.advantages.test_advantages import rollout as rollout_of
 from tests.fixtures import toys
+from tests.fixtures.records import make_point
 from tests.run.test_resume import resumes
 
 registry.load_built_in()
@@ -413,14 +414,15 @@ def test_a_sampler_that_differs_is_corrected():
     [("token", [[2, 0.5, 1]]), ("sequence", [[1, 1, 1]]), ("geometric", [[1, 1, 1]])],
 )
 def test_importance_weights(level, expected):
-    from mmrl.core.types import Point
     from mmrl.objectives.importance_sampling import Importance
 
     zero = torch.zeros(1, 3)
     gap = torch.tensor([[math.log(2), -math.log(2), 5.0]])
     mask = torch.tensor([[True, True, False]])
     row = torch.zeros(1, dtype=torch.long)
-    point = Point(group=row, row_id=row, state=zero, mask=mask, logprob=gap, sampler_logprob=zero)
+    point = make_point(
+        group=row, row_id=row, state=zero, mask=mask, logprob=gap, sampler_logprob=zero
+    )
     weight = Importance(level=level, cap=1e3).weight(point)
     torch.testing.assert_close(weight[mask], torch.tensor(expected)[mask].float())
     cut = Importance(level=level, cap=1.5).weight(point)

@@ -18,6 +18,7 @@ from mmrl.scoring import Scorer
 from rewards.card import card
 from samplers.noise import Rng
 from tests.fixtures import toys, waiting
+from tests.fixtures.records import make_rollout
 from tests.fixtures.rounding import assert_to_rounding
 
 B = 12
@@ -350,7 +351,7 @@ def test_answers_of_different_length_are_padded_and_conditions_joined():
     for length in (2, 4):
         ones = torch.ones(2, length)
         parts.append(
-            collect.Rollout(
+            make_rollout(
                 group=torch.zeros(2, dtype=torch.long),
                 row_id=torch.arange(2),
                 sample=ones.long(),

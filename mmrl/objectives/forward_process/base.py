@@ -25,7 +25,7 @@ def noised(
     """``draws`` times a row (fewer if the sampler has fewer), each with fresh noise; or shared in
     each group."""
     name = first_of_group(rollout) if shared else rollout.row_id
-    when = times(rng.fold("time"), name, draws, rollout.time)  # [B, D]
+    when = times(rng.fold("time"), name, draws, rollout.latents.time)  # [B, D]
     per_draw = (
         policy.renoise(rollout, rng.fold("noise", j), t, shared)
         for j, t in enumerate(when.unbind(1))
