@@ -83,6 +83,13 @@ class Fields:
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "cond"}
         return {name: v for name, v in values.items() if isinstance(v, (Tensor, Fields))}
 
+    def row_tensors(self) -> dict[str, Tensor]:
+        """Return the tensors that have rows, those of parts too, by the names of their fields."""
+        tensors: dict[str, Tensor] = {}
+        for name, value in self.row_fields().items():
+            tensors |= {name: value} if isinstance(value, Tensor) else value.row_tensors()
+        return tensors
+
     def map(self: Self, fn: Callable[[Tensor], Any]) -> Self:
         """Apply ``fn`` to every row tensor, not to ``cond``."""
         changed = {

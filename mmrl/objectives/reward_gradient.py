@@ -106,8 +106,8 @@ class AdjointMatching(Objective):
     |(mean_k - F_k(x_k)) / s_k + s_k a_(k+1)|^2 / 2.
 
     Use ``sde_type: memoryless, noise_level: 1``, which makes the optimum the base's distribution
-    tilted by exp(strength reward), and ``noise_window: all_but_last``, so that the reward's gradient
-    is taken at a sample without fresh noise. strength: of the reward against the base.
+    tilted by exp(strength reward), and ``noise_window: all_but_last``, so that the reward's
+    gradient is taken at a sample without fresh noise. strength: of the reward against the base.
     """
 
     needs: ClassVar[str] = "gaussian"

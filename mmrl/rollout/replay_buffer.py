@@ -19,7 +19,7 @@ from mmrl.config.options import Reuse
 from mmrl.core import distributed
 from mmrl.core.errors import UserError
 from mmrl.core.registry import STAGES
-from mmrl.core.types import Fields, Media, Prompt, Provenance, Rewards, Rollout, TokenOrder
+from mmrl.core.types import Media, Prompt, Provenance, Rewards, Rollout, TokenOrder
 from mmrl.policies.base import Policy
 from mmrl.rollout.collect import joined, together
 from mmrl.rollout.dynamic_sampling import exchanged, flat_groups
@@ -129,7 +129,7 @@ class ReplayBuffer(Stage):
         tensors = {}
         plain = []
         for n, entry in enumerate(self.entries if distributed.world()[1] == 1 else ()):
-            fields = _flat(entry.rollout)
+            fields = entry.rollout.row_tensors()
             tensors |= {f"{n}/{name}": fields[name] for name in ROWS if name in fields}
             tensors |= {f"{n}/reward/{name}": value for name, value in entry.rewards.items()}
             plain.append(
@@ -213,11 +213,3 @@ def marked(rollout: Rollout, replayed: bool) -> Rollout:
     """Mark the rows that are of an earlier iteration."""
     is_replayed = torch.full_like(rollout.group, replayed, dtype=torch.bool)
     return rollout.replace(provenance=rollout.provenance.replace(is_replayed=is_replayed))
-
-
-def _flat(rows: Fields) -> dict[str, Tensor]:
-    """List the tensors of a record and of its parts by the names of their fields."""
-    tensors: dict[str, Tensor] = {}
-    for name, value in rows.row_fields().items():
-        tensors |= {name: value} if isinstance(value, Tensor) else _flat(value)
-    return tensors

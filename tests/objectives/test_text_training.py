@@ -14,7 +14,7 @@ from mmrl.core import registry
 from mmrl.core.errors import UserError
 from mmrl.core.metrics import Meter
 from mmrl.core.registry import OBJECTIVES, SURROGATES
-from mmrl.core.types import Completion, Rewards
+from mmrl.core.types import Completion, Provenance, Rewards
 from mmrl.objectives import GVPO, REAL, KLCov, PolicyGradient, RegGRPO
 from mmrl.objectives.policy_gradient import Entropy
 from mmrl.policies.base import NO_CONTEXT
@@ -402,7 +402,8 @@ def test_a_sampler_that_differs_is_corrected():
     )
     built = trainer(objective, train_batch_size=64)
     rollout = built.collect().rollout
-    point = next(iter(built.policy.path(rollout.replace(sampler_logprob=rollout.logprob - 0.5))))
+    foreign = rollout.replace(provenance=Provenance(sampler_logprob=rollout.logprob - 0.5))
+    point = next(iter(built.policy.path(foreign)))
     plain = PolicyGradient(surrogate=SURROGATES["reinforce"]).loss(built.policy, point)
     torch.testing.assert_close(
         objective.loss(built.policy, point), plain * math.exp(0.5) * point.mask

@@ -9,6 +9,7 @@ import torch
 from mmrl import advantages
 from mmrl.config.options import TrainOptions
 from mmrl.core.errors import UserError
+from mmrl.core.types import Provenance
 from mmrl.objectives import PolicyGradient
 from mmrl.policies.base import RolloutContext
 from mmrl.scoring import Scorer
@@ -143,7 +144,7 @@ def test_metrics_of_the_update_are_those_of_the_samples(policy):
     assert torch.equal(
         point.sampled_mask(), found.mask & ~found.provenance.is_ground_truth[:, None]
     )
-    assert torch.equal(point.replace(is_ground_truth=None).sampled_mask(), found.mask)
+    assert torch.equal(point.replace(provenance=Provenance()).sampled_mask(), found.mask)
 
 
 def test_who_writes_it_is_checked(policy):
