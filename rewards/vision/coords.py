@@ -42,7 +42,7 @@ def _known(space: Any, field: str) -> str:
         raise Unscorable(
             f'"{field}" is {space!r}; expected one of {", ".join(get_args(CoordSpace))}'
         )
-    return space
+    return str(space)
 
 
 def extent(prompt: Mapping[str, Any], space: str) -> Extent | None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
+from mmrl.core.types import Reward
 from rewards.card import card
 from rewards.vision.answers import final, strict_json
 from rewards.vision.base import Prompt, Verdict, Verifiable
@@ -249,7 +249,7 @@ class CosineLength(Verifiable):
 
     def __init__(
         self,
-        reward: Annotated[Callable, REWARDS] | None = None,
+        reward: Annotated[Reward, REWARDS] | None = None,
         limit: Annotated[int, Gt(0)] = 1024,
         threshold: Share = 1.0,
         best_right: float = 1.0,

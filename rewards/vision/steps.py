@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
+from mmrl.core.types import Reward
 from rewards._compose import refuse_batch
 from rewards.card import card, card_of
 from rewards.vision.answers import normal, worst
@@ -330,9 +331,9 @@ class Routed(Verifiable):
 
     def __init__(
         self,
-        routes: dict[str, Annotated[Callable, REWARDS]],
+        routes: dict[str, Annotated[Reward, REWARDS]],
         by: str = "task",
-        default: Annotated[Callable, REWARDS] | None = None,
+        default: Annotated[Reward, REWARDS] | None = None,
     ):
         if not routes:
             raise UserError("reward 'routed': routes is empty; name at least one, {task: reward}")
