@@ -112,7 +112,7 @@ def test_a_digit_is_in_the_frames_that_the_answer_names():
 
 def test_parts_share_no_scan_and_are_drawn_anew():
     assert set(SCANS.values()) == {"generator", "reader", "judge"}
-    assert not set(scans("generator").index.tolist()) & set(scans("judge").index.tolist())
+    assert not set(scans("generator").origin.tolist()) & set(scans("judge").origin.tolist())
     data = DATA.build("digits_questions", kinds=["count", "frame"], scenes=12, held_out_scenes=6)
     assert len(data.train) > 12 and len(data.held_out) > 6
     again = DATA.build(
