@@ -53,10 +53,11 @@ def add_lora(net: nn.Module, lora: Lora, attention: Sequence[str] = ATTENTION) -
         r=lora.rank, lora_alpha=alpha, init_lora_weights="gaussian", target_modules=targets
     )
     # diffusers and transformers record adapters themselves, which export needs
-    if hasattr(net, "add_adapter"):
-        net.add_adapter(config)
-    else:
+    add = getattr(net, "add_adapter", None)
+    if add is None:
         inject_adapter_in_model(config, net)
+    else:
+        add(config)
     for name, p in net.named_parameters():
         p.requires_grad_("lora_" in name)
         if p.requires_grad and p.dtype.itemsize < 4:

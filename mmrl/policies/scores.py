@@ -88,7 +88,7 @@ def kl(hidden: Tensor, reference: Tensor, head: Head, warp: Warp) -> Tensor:
     return torch.cat([_again(kl_chunk, hidden[part], reference[part]) for part in parts])
 
 
-def _again(fn: Callable, *arguments: Tensor) -> Any:
+def _again(fn: Callable[..., Any], *arguments: Tensor) -> Any:
     """Call ``fn(*arguments)`` so that it is computed again in the backward pass rather than
     kept."""
     return (
