@@ -27,7 +27,7 @@ from mmrl.policies.base import (
     rows_of,
 )
 from mmrl.policies.capabilities import Capabilities
-from mmrl.policies.scores import Scored
+from mmrl.policies.scores import Scored, Scorer
 from samplers.batching import at_width, chunks
 from samplers.noise import Rng
 from samplers.warp import Warp
@@ -76,7 +76,7 @@ class LogitsPolicy(TokenPolicy):
     """Trains a policy of ``length`` tokens a sample, whose family encodes prompts and computes
     logits; ``mask_id`` stands for a token not yet drawn."""
 
-    not_options = ("net", "length", "mask_id")
+    not_options: tuple[str, ...] = ("net", "length", "mask_id")
 
     def __init__(self, net: nn.Module, length: int, mask_id: int, **options: Any):
         super().__init__(net, **options)
@@ -155,9 +155,7 @@ class AnswerTokens:
     on request, under the weights of that time. All results are [B, L] and 0 outside ``where``.
     """
 
-    def __init__(
-        self, policy: TokenPolicy, point: Point, where: Tensor, hidden: Tensor, scored: Scored
-    ):
+    def __init__(self, policy: Scorer, point: Point, where: Tensor, hidden: Tensor, scored: Scored):
         self.policy = policy
         self.target = point.target
         self.where = where

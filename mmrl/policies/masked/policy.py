@@ -85,7 +85,7 @@ class MaskedDiffusion(LogitsPolicy):
     Gumbel noise of maskgit's choice, at the first and at the last pass.
     """
 
-    not_options = (*LogitsPolicy.not_options, "blocks")
+    not_options: tuple[str, ...] = (*LogitsPolicy.not_options, "blocks")
     capabilities = replace(LogitsPolicy.capabilities, one_pass=False, remaskable=True)
     adjacent = True
 

@@ -110,7 +110,7 @@ class JanusUnified(Passes):
             name: Ask(wheres[name], head.warp, head.entropies) for name, head in self.heads.items()
         }
         parts = self._parts(point, draws, wheres["plan"].any(1))
-        scored = self.active()("score", parts, point.target, self.tokens, asks)
+        scored = self.active()("score_parts", parts, point.target, self.tokens, asks)
         return SegmentTokens(
             [head.tokens(point, wheres[name], scored[name]) for name, head in self.heads.items()]
         )
