@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,7 +29,6 @@ Reward = Callable[[Media, list[Prompt]], Tensor]
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 # (logp, old, advantage, mask) -> loss [B, L]
 Surrogate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-Self = TypeVar("Self", bound="Fields")
 Part = TypeVar("Part")
 
 
@@ -90,7 +89,7 @@ class Fields:
             tensors |= {name: value} if isinstance(value, Tensor) else value.row_tensors()
         return tensors
 
-    def map(self: Self, fn: Callable[[Tensor], Any]) -> Self:
+    def map(self, fn: Callable[[Tensor], Any]) -> Self:
         """Apply ``fn`` to every row tensor, not to ``cond``."""
         changed = {
             n: v.map(fn) if isinstance(v, Fields) else fn(v) for n, v in self.row_fields().items()
@@ -98,7 +97,7 @@ class Fields:
         return replace(self, **changed)
 
     @classmethod
-    def cat(cls: type[Self], parts: Sequence[Self]) -> Self:
+    def cat(cls, parts: Sequence[Self]) -> Self:
         """Join rows that share their prompts (one ``cond`` for all)."""
         joined = {}
         for name, value in parts[0].row_fields().items():
@@ -108,7 +107,7 @@ class Fields:
             )
         return replace(parts[0], **joined)
 
-    def replace(self: Self, **changes: Any) -> Self:
+    def replace(self, **changes: Any) -> Self:
         return replace(self, **changes)
 
 
@@ -123,11 +122,11 @@ class Rows(Fields):
     def __len__(self) -> int:
         return len(self.group)
 
-    def to(self: Self, device: torch.device | str) -> Self:
+    def to(self, device: torch.device | str) -> Self:
         moved = self.map(lambda tensor: tensor.to(device))
         return replace(moved, cond=tree_map(lambda tensor: tensor.to(device), self.cond))
 
-    def __getitem__(self: Self, index: Tensor | slice) -> Self:
+    def __getitem__(self, index: Tensor | slice) -> Self:
         if isinstance(index, slice):
             return self.map(lambda tensor: tensor[index])
         # one wait, not one for every tensor
@@ -141,10 +140,10 @@ class Rows(Fields):
 
         return self.map(taken)
 
-    def split(self: Self, size: int) -> Iterator[Self]:
+    def split(self, size: int) -> Iterator[Self]:
         return (self[i : i + size] for i in range(0, len(self), size))
 
-    def repeat(self: Self, n: int) -> Self:
+    def repeat(self, n: int) -> Self:
         return self.map(lambda tensor: tensor.repeat_interleave(n, dim=0))
 
 

@@ -48,7 +48,7 @@ class Guard(PolicyGradient):
         log_ratio = normalised(dist, old, point.target)
         ratio = log_ratio.exp()
         # what the gate looks at
-        observe("log_ratio", dist.log_prob(point.target) - point.logprob, point.mask)
+        observe("log_ratio", dist.log_prob(point.target) - point.recorded, point.mask)
         observe("ratio", ratio, point.mask)
         observe("clip_fraction", outside(ratio, *self.clip_bounds).double(), point.mask)
         zero = torch.zeros_like(log_ratio)

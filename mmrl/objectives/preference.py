@@ -21,7 +21,7 @@ from mmrl.core.weights import Weights
 from mmrl.objectives.base import Linearised, Objective, frozen, slope_of
 from mmrl.objectives.forward_process.base import comparisons, error, noised, positive, summed
 from mmrl.objectives.timestep_samplers import TimeSampler, logit_normal
-from mmrl.policies.base import Policy
+from mmrl.policies.base import Policy, Reads
 from samplers.noise import Rng
 
 
@@ -37,7 +37,7 @@ class DiffusionDPO(Objective):
     """
 
     needs: ClassVar[str] = "gaussian"
-    reads: ClassVar[str] = "sample"
+    reads: ClassVar[Reads] = "sample"
     beta: float = 100.0
     num_noise_draws: Count = 1
     timestep_sampler: Annotated[TimeSampler, TIMES] = logit_normal
@@ -109,7 +109,7 @@ class D3PO(Objective):
     """
 
     needs: ClassVar[str] = "gaussian"
-    reads: ClassVar[str] = "decisions"
+    reads: ClassVar[Reads] = "decisions"
     visits: ClassVar[bool] = True
     beta: float = 0.1
 
@@ -175,7 +175,7 @@ class SePPO(Objective):
     """
 
     needs: ClassVar[str] = "gaussian"
-    reads: ClassVar[str] = "sample"
+    reads: ClassVar[Reads] = "sample"
     beta: float = 100.0
     num_noise_draws: Count = 1
     timestep_sampler: Annotated[TimeSampler, TIMES] = logit_normal

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
@@ -21,7 +22,7 @@ from mmrl.policies.base import Policy
 from samplers.noise import Rng
 
 # of two Gaussians with one variance, means d standard deviations apart; d2 = d^2 per dimension
-DIVERGENCES = {
+DIVERGENCES: dict[str, Callable[[Tensor], Tensor]] = {
     "kl": lambda d2: d2 / 2,
     "hellinger": lambda d2: -torch.expm1(-d2 / 8),
     "total_variation": lambda d2: torch.erf((d2 + 1e-12).sqrt() / (2 * math.sqrt(2))),
@@ -43,7 +44,7 @@ class Draft(Objective):
 
     needs: ClassVar[str] = "gaussian"
     differentiates: ClassVar[bool] = True
-    single_paths: ClassVar[bool] = True  # whose noise it draws again
+    single_paths = True  # whose noise it draws again
     last: Count | None = 1
     kl: Annotated[float, Ge(0)] = 0.0
     divergence: Literal["kl", "hellinger", "total_variation", "chi2"] = "kl"
@@ -70,8 +71,9 @@ class Draft(Objective):
         steps = steps_of(point)
         path = point.whole_path
         for k, step in enumerate(steps, start=path.noise_level.shape[1] - len(steps)):
-            dist = policy.dist(step.replace(state=x))
-            far.append(self._distance(policy, step.replace(state=x), dist) if self.kl else 0.0)
+            dist = as_gaussian(policy.dist(step.replace(state=x)))
+            if self.kl:
+                far.append(self._distance(policy, step.replace(state=x), dist))
             x = dist.mean
             if path.stream is not None:
                 x = x + dist.std * policy.noise(path.stream, point.row_id, k)
@@ -79,7 +81,7 @@ class Draft(Objective):
         observe("reward/differentiated", reward, point.mask)
         loss = -reward
         if self.kl:
-            distance = sum(far) / len(far)
+            distance = sum(far[1:], far[0]) / len(far)
             observe("kl", distance, point.mask)
             loss = loss + self.kl * distance
         return loss
@@ -89,7 +91,7 @@ class Draft(Objective):
         the clean prediction had variance 1/2, as at re-noised states."""
         length = (step.time - step.transition.next_time).view(dist.std.shape)
         scale = torch.where(dist.std > 0, dist.std, length * math.sqrt(0.5))
-        off = (dist.mean - frozen(policy, "ref", step).mean) / scale
+        off = (dist.mean - as_gaussian(frozen(policy, "ref", step)).mean) / scale
         return DIVERGENCES[self.divergence](off.square().flatten(1).mean(1, keepdim=True))
 
 
@@ -129,10 +131,10 @@ class AdjointMatching(Objective):
     def loss(self, policy: Policy, point: Point) -> Tensor:
         steps = list(steps_of(point))
         adjoints = self._adjoints(policy, point, steps)  # K times [B, *], a_(k + 1)
-        total = 0.0
+        total = torch.zeros_like(point.advantage)
         for step, adjoint in zip(steps, adjoints):
-            dist = policy.dist(step)
-            base = frozen(policy, "ref", step)
+            dist = as_gaussian(policy.dist(step))
+            base = as_gaussian(frozen(policy, "ref", step))
             if not (dist.std > 0).all():
                 continue  # without noise a step cannot be controlled
             off = (dist.mean - base.mean) / dist.std + dist.std * adjoint
@@ -150,7 +152,7 @@ class AdjointMatching(Objective):
             with policy.weights.using("ref"), torch.enable_grad():
                 x = step.state.detach().requires_grad_()
                 (adjoint,) = torch.autograd.grad(
-                    (policy.dist(step.replace(state=x)).mean * adjoint).sum(), x
+                    (as_gaussian(policy.dist(step.replace(state=x))).mean * adjoint).sum(), x
                 )
             adjoints.append(adjoint)
         return adjoints[::-1]

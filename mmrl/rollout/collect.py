@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -22,13 +22,34 @@ from samplers.noise import Rng
 
 EMPTY = "uncond"  # the condition of the empty prompt: one for all
 
+Score = Callable[[Media, list[Prompt]], Rewards]
+
+
+class RewardStream(Protocol):
+    """Scores a batch that is handed over in parts."""
+
+    def put(self, media: Media, prompts: list[Prompt], group: Tensor) -> None: ...
+
+    def result(self) -> Rewards: ...
+
+
+@runtime_checkable
+class GroupScorer(Protocol):
+    """Scores with the knowledge of which rows are a group, also in parts (``Scorer``)."""
+
+    def __call__(
+        self, media: Media, prompts: list[Prompt], group: Tensor | None = None
+    ) -> Rewards: ...
+
+    def stream(self, rows: int) -> RewardStream: ...
+
 
 def draw(
     policy: Policy,
     prompts: Sequence[Prompt],
     copies: int,
     rng: Rng,
-    scorer: Callable,
+    scorer: Score,
     parts: int = 1,
     context: RolloutContext = NO_CONTEXT,
 ) -> tuple[Rollout, Media, Callable[[], Rewards]]:
@@ -38,7 +59,7 @@ def draw(
     rewards are asked for.
     """
     parts = min(parts, len(prompts))
-    if parts < 2:
+    if parts < 2 or not isinstance(scorer, GroupScorer):
         rollout = policy.rollout(list(prompts), copies, rng, context)
         media = policy.decode(rollout)
         return rollout, media, lambda: scored(scorer, media, rollout)
@@ -55,17 +76,18 @@ def draw(
     return joined(done), together(decoded), stream.result
 
 
-def scored(scorer: Callable, media: Media, rollout: Rollout) -> Rewards:
+def scored(scorer: Score, media: Media, rollout: Rollout) -> Rewards:
     """Score a rollout. A ``Scorer`` is told which rows are a group; any other function guesses."""
-    if hasattr(scorer, "stream"):
+    if isinstance(scorer, GroupScorer):
         return scorer(media, rollout.prompt_per_row(), rollout.group)
     return scorer(media, rollout.prompt_per_row())
 
 
 def together(media: Sequence[Media]) -> Media:
     """Join the samples of all parts, in order."""
-    if all(isinstance(part, Tensor) for part in media):
-        return torch.cat(list(media))
+    tensors = [part for part in media if isinstance(part, Tensor)]
+    if len(tensors) == len(media):
+        return torch.cat(tensors)
     return [item for part in media for item in part]
 
 

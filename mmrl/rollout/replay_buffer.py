@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,7 +65,7 @@ class ReplayBuffer(Stage):
     policy: Policy
     prompts: Sequence[Prompt]
     entries: list[Remembered] = field(default_factory=list)
-    saved_as: ClassVar[str] = "memory"
+    saved_as = "memory"
 
     @classmethod
     def build(cls, setup: Setup) -> ReplayBuffer | None:
@@ -126,7 +126,7 @@ class ReplayBuffer(Stage):
 
     def state_dict(self) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
         """Return the entries if there is one process; several begin anew after a resume."""
-        tensors = {}
+        tensors: dict[str, Tensor] = {}
         plain = []
         for n, entry in enumerate(self.entries if distributed.world()[1] == 1 else ()):
             fields = entry.rollout.row_tensors()
@@ -205,7 +205,10 @@ def _rollout(rows: dict[str, Tensor]) -> Rollout:
         provenance=Provenance(
             sampler_logprob=rows.get("sampler_logprob"), is_ground_truth=rows.get("is_ground_truth")
         ),
-        **{name: rows[name] for name in ("row_id", "sample", "logprob", "mask")},
+        row_id=rows["row_id"],
+        sample=rows["sample"],
+        logprob=rows["logprob"],
+        mask=rows["mask"],
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -101,7 +101,8 @@ class Stage:
 
 def stages_of(setup: Setup) -> list[Stage]:
     """Make all registered stages that the options ask for."""
-    stages = [entry.build(setup) for entry in STAGES.values()]
+    kinds = [cast(type[Stage], entry) for entry in STAGES.values()]
+    stages = [kind.build(setup) for kind in kinds]
     return [stage for stage in stages if stage is not None]
 
 

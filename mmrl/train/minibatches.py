@@ -150,11 +150,10 @@ def trained_rows(points: Sequence[Point | Outline]) -> list[Tensor | None]:
 
 def _trained(points: Iterable[Point]) -> Iterator[Point]:
     """Yield the rows with a decision to train on, copying only points that have other rows."""
-    if isinstance(points, Points):
-        pairs = zip(points, points.trained, strict=True)
-    else:
-        pairs = ((point, trained_rows([point])[0]) for point in points)
-    return (point if rows is None else point[rows] for point, rows in pairs)
+    known = points.trained if isinstance(points, Points) else None
+    for i, point in enumerate(points):
+        rows = trained_rows([point])[0] if known is None else known[i]
+        yield point if rows is None else point[rows]
 
 
 def _joined(points: Sequence[Point]) -> Point:

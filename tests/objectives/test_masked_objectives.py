@@ -98,7 +98,7 @@ def estimate(policy, rollout, loss_agg_mode="token_sum", rng=POINTS, **options):
 
 
 def bound(name, **options):
-    return lambda policy, rollout, rng: ESTIMATORS[name](policy, rollout, rng, **options)
+    return lambda *arguments: ESTIMATORS[name](*arguments, **options)
 
 
 # (estimator, reduction): mean cosine measured by exact enumeration in an earlier study, for 1 and
@@ -415,9 +415,8 @@ def test_in_several_epochs_every_rate_of_mask_grpo_comes_once_from_low_to_high()
     rates = [0.667, 0.733, 0.8, 0.867, 0.933, 0.999]
 
     def hidden(epoch, **options):
-        policy.epoch = epoch
         points = ESTIMATORS["mask_grpo"](
-            policy, rollout, Rng.of("update", epoch or 0), low=0.6, **options
+            policy, rollout, Rng.of("update", epoch or 0), epoch, low=0.6, **options
         )
         return [point.mask.double().mean().item() for point in points]
 
@@ -431,9 +430,9 @@ def test_in_several_epochs_every_rate_of_mask_grpo_comes_once_from_low_to_high()
 def test_the_trainer_says_which_of_several_epochs_it_is():
     epochs_seen = []
 
-    def estimator(policy, rollout, rng):
-        epochs_seen.append(policy.epoch)
-        return ESTIMATORS["d1"](policy, rollout, rng, prompt=0)
+    def estimator(policy, rollout, rng, epoch):
+        epochs_seen.append(epoch)
+        return ESTIMATORS["d1"](policy, rollout, rng, epoch, prompt=0)
 
     for epochs, expected in ((1, [None] * 2), (3, [0, 0, 1, 1, 2, 2])):
         epochs_seen.clear()

@@ -22,7 +22,7 @@ from mmrl.objectives.forward_process.base import (
     velocity,
 )
 from mmrl.objectives.timestep_samplers import TimeSampler, steps
-from mmrl.policies.base import Policy
+from mmrl.policies.base import Policy, Reads
 from samplers.noise import Rng
 
 
@@ -44,7 +44,7 @@ class NFT(Objective):
     """
 
     needs: ClassVar[str] = "gaussian"
-    reads: ClassVar[str] = "sample"
+    reads: ClassVar[Reads] = "sample"
     beta: float = 1.0
     advantage_clip: float = 5.0
     kl: Annotated[float, Ge(0)] = 1e-4

@@ -111,6 +111,7 @@ class FlowPolicy(Policy):
 
     shape: tuple[int, ...]  # of one sample's latents
     process: Process = Flow()
+    guidance_scale: float
     exploring = True  # False while evaluating: only the initial noise is drawn
     capabilities = Capabilities("gaussian")
 
@@ -183,9 +184,10 @@ class FlowPolicy(Policy):
         the row's own.
         """
         rows = len(next(leaf for leaf in row_cond.values() if isinstance(leaf, Tensor)))
-        return row_cond | tree_map(
+        empty: dict[str, Any] = tree_map(
             lambda tensor: tensor.expand(rows, *tensor.shape[1:]), cond["uncond"]
         )
+        return row_cond | empty
 
     def begin(self, noise: Tensor, cond: dict[str, Any]) -> Tensor:
         """Make the first states of paths [B, *] from noise and the rows' conditions."""
@@ -207,7 +209,7 @@ class FlowPolicy(Policy):
         finally:
             self.exploring = before
 
-    def _for_process(self, kernel: Kernel) -> Kernel:
+    def _for_process(self, kernel: Any) -> Kernel:
         """Bind the process to a kernel that takes one; UserError if the kernel is for another
         process."""
         plain = getattr(kernel, "func", kernel)
@@ -222,7 +224,9 @@ class FlowPolicy(Policy):
                 f"policy option sde_type: {plain.__name__} is not for this kind of "
                 f"model; for it: {known}"
             )
-        return partial(kernel, process=self.process) if hasattr(plain, "process") else kernel
+        takes_process = hasattr(plain, "process")
+        bound: Kernel = partial(kernel, process=self.process) if takes_process else kernel
+        return bound
 
     def rollout(
         self, prompts: list[Prompt], copies: int, rng: Rng, context: RolloutContext = NO_CONTEXT
@@ -279,10 +283,10 @@ class FlowPolicy(Policy):
         try:
             # [K] bool
             noisy = self.noise_window(self.steps, context.iteration, rng.fold("window"))
-            if self.exploring and self.tree is not None:
-                noisy = noisy | torch.isin(
-                    torch.arange(self.steps), torch.tensor(self.tree.at(self.steps))
-                )
+            tree = self.tree if self.exploring else None
+            if tree is not None:
+                splits = torch.tensor(tree.at(self.steps))
+                noisy = noisy | torch.isin(torch.arange(self.steps), splits)
             times = self.times
             if self.exploring and self.flash_step_ratio is not None:
                 after = int(noisy.nonzero().max()) + 1
@@ -291,8 +295,7 @@ class FlowPolicy(Policy):
         except ValueError as error:
             raise UserError(f"policy option noise_window or flash_step_ratio: {error}") from error
         steps = len(times) - 1
-        branching = self.exploring and self.tree is not None
-        spans = self.tree.spans(steps, copies) if branching else [1] * (steps + 1)
+        spans = [1] * (steps + 1) if tree is None else tree.spans(steps, copies)
         decisions = (noisy & self.exploring).nonzero()[:, 0].tolist()
         stored = {
             "path": range(len(times)),
@@ -387,7 +390,7 @@ class FlowPolicy(Policy):
             return self._store(state.to(self.dtype)), state.new_zeros(len(state), 1), none
         factor = plan.spans[k] // plan.spans[k + 1]
         child = row[:: plan.spans[k + 1]]
-        if factor == 1:
+        if self.tree is None or factor == 1:
             noise = rng.normal(child, self.shape, k + 1, self.dtype)
         else:
             sampled = sampled.repeat(factor)
@@ -447,8 +450,10 @@ class FlowPolicy(Policy):
         for part in point.split(rows or len(point)):
             each.append(self._velocities(part, guided=scale != 1))
         v = torch.cat([part for part, _ in each])
-        empty = v if scale == 1 else torch.cat([part for _, part in each])
-        guided = v if scale == 1 else self.combine(v, empty, self.strength(point, scale))
+        guided = v
+        if scale != 1:
+            empty = torch.cat([part for _, part in each])
+            guided = self.combine(v, empty, self.strength(point, scale))
         sampled = self._transition(point, guided)
         mismatch = scale != 1 and self.logprob_guidance == "conditional"
         return sampled, self._transition(point, v) if mismatch else sampled, guided
@@ -471,15 +476,16 @@ class FlowPolicy(Policy):
         mean, std = self.sde_type(point.state, v, step.time, step.next_time, step.noise_level)
         return self.dist_type(mean, std, self.logprob_reduction)
 
-    def _velocities(self, point: Query, guided: bool) -> tuple[Tensor, Tensor | None]:
+    def _velocities(self, point: Query, guided: bool) -> tuple[Tensor, Tensor]:
         """Compute conditional and unconditional velocity [B, *], both in one forward pass unless
-        one needs no gradient."""
+        one needs no gradient; not ``guided``: the first in place of both."""
         x = point.state
         t = point.time
         self.forwards += 2 * len(x) if guided else len(x)
         cond = rows_of(without_empty(point.cond), point.group)
         if not guided:
-            return self._pass(x, t, cond), None
+            v = self._pass(x, t, cond)
+            return v, v
         empty = self.unconditional(cond, point.cond)
         if self.logprob_guidance == "guided_stopgrad_uncond":
             with torch.no_grad():
@@ -492,7 +498,7 @@ class FlowPolicy(Policy):
         return v, v_empty
 
     def _pass(self, x: Tensor, t: Tensor, cond: dict[str, Any], passes: int = 1) -> Tensor:
-        v = at_width(
+        v: Tensor = at_width(
             self.velocity, max(self._filled(len(x) // passes) * passes, len(x)), x, t, cond
         )
         if v.shape != x.shape:

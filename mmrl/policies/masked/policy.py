@@ -88,6 +88,7 @@ class MaskedDiffusion(LogitsPolicy):
     not_options: tuple[str, ...] = (*LogitsPolicy.not_options, "blocks")
     capabilities = replace(LogitsPolicy.capabilities, one_pass=False, remaskable=True)
     adjacent = True
+    guidance_scale: float
 
     def __init__(
         self,
@@ -149,7 +150,8 @@ class MaskedDiffusion(LogitsPolicy):
                 row_id=row,
                 sample=ids,
                 trajectory=TokenOrder(commit_step=order),
-                **_nothing(ids),
+                logprob=torch.zeros(ids.shape, device=ids.device),
+                mask=torch.ones_like(ids, dtype=torch.bool),
             ),
             steps,
         )
@@ -176,7 +178,7 @@ class MaskedDiffusion(LogitsPolicy):
             results.append(
                 every.view(*distinct.mask.shape, copies).transpose(1, 2).reshape(uniform.shape)
             )
-        return tuple(results)
+        return results[0], results[1], results[2]
 
     def _reveal(self, step: int, confidence: Tensor, hidden: Tensor, uniform: Tensor) -> Tensor:
         """Rank what becomes final in this pass, [B, L], numbered as in
@@ -367,11 +369,3 @@ def _rows(cond: Any) -> int:
 def _gathered(logits: Tensor, token: Tensor) -> Tensor:
     """Gather log-probs of tokens [N, n] under logits [N, V]."""
     return logits.log_softmax(-1).gather(-1, token)
-
-
-def _nothing(ids: Tensor) -> dict[str, Tensor]:
-    """Make placeholders until the decisions are drawn."""
-    return {
-        "logprob": torch.zeros(ids.shape, device=ids.device),
-        "mask": torch.ones_like(ids, dtype=torch.bool),
-    }

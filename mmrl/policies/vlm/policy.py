@@ -292,7 +292,7 @@ class VLM(Passes):
         last = torch.arange(copies - 1, len(rollout), copies, device=self.device)
         ids = rollout.sample.clone()
         mask = rollout.mask.clone()
-        written = torch.zeros_like(rollout.group, dtype=bool)
+        written = torch.zeros_like(rollout.group, dtype=torch.bool)
         for row, prompt in zip(last.tolist(), rollout.prompts, strict=True):
             text = write(prompt)
             tokens = (
@@ -313,15 +313,15 @@ class VLM(Passes):
                 written[last[part], None], scored, logprob[last[part]]
             )
         # it is that of the replaced sample, and unknown for the right answer
-        tokens = rollout.tokens
-        if tokens.self_certainty is not None:
-            unknown = tokens.self_certainty.masked_fill(written[:, None], torch.nan)
-            tokens = tokens.replace(self_certainty=unknown)
+        order = rollout.tokens
+        if order.self_certainty is not None:
+            unknown = order.self_certainty.masked_fill(written[:, None], torch.nan)
+            order = order.replace(self_certainty=unknown)
         provenance = rollout.provenance.replace(is_ground_truth=written)
         if provenance.sampler_logprob is not None:  # no engine sampled the right answer either
             sampler_logprob = torch.where(written[:, None], logprob, provenance.sampler_logprob)
             provenance = provenance.replace(sampler_logprob=sampler_logprob)
-        return corrected.replace(logprob=logprob, trajectory=tokens, provenance=provenance)
+        return corrected.replace(logprob=logprob, trajectory=order, provenance=provenance)
 
     def _completion(self, ids: list[int], known: list[float], begun: str, limit: int) -> Completion:
         """Return the whole answer: the start ``begun`` that the prompt gave, and what was written
