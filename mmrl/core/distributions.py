@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -14,6 +15,19 @@ from torch import Tensor
 TINY = 1e-12
 BLOCK = 128  # tokens of a vocabulary that are summed before the running sum over blocks
 BELOW_ONE = 1 - 2**-52
+
+
+class Dist(Protocol):
+    """Scores the decisions of B rows. Every result is [B, L], L decisions a row."""
+
+    def log_prob(self, decision: Tensor, /) -> Tensor:
+        """Return the log-probs of decisions, which may be scores that are no density."""
+
+    def kl(self, reference: Self, /) -> Tensor:
+        """Return KL(self || reference), over distributions of the same kind."""
+
+    def entropy(self) -> Tensor:
+        """Return the entropies."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +145,3 @@ class Categorical:
     def _log_softmax(self) -> Tensor:
         at_least_float32 = torch.promote_types(self.logits.dtype, torch.float32)
         return self.logits.to(at_least_float32).log_softmax(-1)
-
-
-Dist = Gaussian | Categorical

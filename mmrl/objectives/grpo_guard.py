@@ -54,7 +54,7 @@ class Guard(PolicyGradient):
         zero = torch.zeros_like(log_ratio)
         loss = self.surrogate(log_ratio, zero, self._advantage(point), point.mask)
         if self.balance:
-            loss = loss / (point.time - point.next_time)[:, None]
+            loss = loss / (point.time - point.transition.next_time)[:, None]
         if "ref" in self.snapshots and self.kl.where == "loss":
             penalty = self._kl(policy, point, dist, log_ratio, zero)
             loss = loss + self.kl.at(self.iteration) * penalty

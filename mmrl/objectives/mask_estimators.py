@@ -55,7 +55,7 @@ def tracerl(policy: Policy, rollout: Rollout, rng: Rng, *, shrink: Count = 8) ->
 
     A slice's tokens are scored where it and all later ones are hidden. With shrink 1 it is
     ``trajectory`` of the emerge sampler."""
-    part = rollout.commit_step // shrink
+    part = rollout.tokens.commit_step // shrink
     return [policy.at(rollout, hide=part >= s, score=part == s) for s in range(int(part.max()) + 1)]
 
 
@@ -74,7 +74,8 @@ def d1(
     )
     return [
         policy.at(
-            rollout.replace(cond=cond), hide=torch.ones_like(rollout.commit_step, dtype=torch.bool)
+            rollout.replace(cond=cond),
+            hide=torch.ones_like(rollout.tokens.commit_step, dtype=torch.bool),
         )
     ]
 
@@ -228,11 +229,12 @@ def sepo(policy: Policy, rollout: Rollout, rng: Rng) -> list[Point]:
     neighbours and x itself that is sum_i w_i grad log q_i with w_i = (1 / q_i) / (1 + sum_j (1 /
     q_j - 1)): no neighbour need be sampled.
     """
-    length = rollout.commit_step.shape[1]
+    commit_step = rollout.tokens.commit_step
+    length = commit_step.shape[1]
     points = [
         policy.at(
             rollout,
-            torch.arange(length, device=rollout.row_id.device).expand_as(rollout.commit_step) == i,
+            torch.arange(length, device=commit_step.device).expand_as(commit_step) == i,
         )
         for i in range(length)
     ]
@@ -262,7 +264,7 @@ def _ascending(name: str, low: float, high: float) -> None:
 
 def _hidden(rng: Rng, rollout: Rollout, rate: Tensor, field: Fields = "uniform") -> Tensor:
     """[B, L] bool: hidden at a rate [] or [B], the same whatever weights look at it."""
-    draw = rng.uniform(rollout.row_id, (rollout.commit_step.shape[1],))
+    draw = rng.uniform(rollout.row_id, (rollout.tokens.commit_step.shape[1],))
     rate = rate.to(draw)
     return draw > fading(rate, draw.shape[1]) if field == "fading" else draw < rate.reshape(-1, 1)
 

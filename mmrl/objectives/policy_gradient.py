@@ -18,7 +18,7 @@ from mmrl.core.distributions import Dist, Gaussian
 from mmrl.core.errors import UserError
 from mmrl.core.metrics import observe
 from mmrl.core.registry import OBJECTIVES, SURROGATES, options
-from mmrl.core.types import Fields, Point, Rewards, Rollout, Surrogate
+from mmrl.core.types import Fields, Point, Rewards, Rollout, Surrogate, Transition
 from mmrl.objectives.base import Linearised, Objective, frozen
 from mmrl.objectives.forward_process.base import positive
 from mmrl.objectives.importance_sampling import Importance, off_policy
@@ -333,9 +333,9 @@ class PolicyGradient(Objective):
             kl = estimate(logp, ref, form, self.kl.bounded)
         observe("kl", kl, point.sampled_mask())
         if form == "flow_grpo":
-            if point.next_time is None:
+            if not isinstance(point.step, Transition):
                 raise UserError("kl: the form flow_grpo is for flow models; use exact")
-            kl = kl * (point.time - point.next_time)[:, None]
+            kl = kl * (point.step.time - point.step.next_time)[:, None]
         return kl * (logp - old).exp() if self.kl.corrected else kl
 
     def _entropy(self, dist: Any, point: Point) -> Tensor:
@@ -352,8 +352,9 @@ class PolicyGradient(Objective):
         """Mention the ratio, and the share of decisions that are clipped: outside ``clip_range``,
         or where none is set those ``stopped`` [B, L]; these also by the sign of A."""
         observe("ratio", ratio, point.sampled_mask())
-        if point.is_replayed is not None:
-            observe("reuse/ratio", ratio, point.mask & point.is_replayed[:, None])
+        is_replayed = point.provenance.is_replayed
+        if is_replayed is not None:
+            observe("reuse/ratio", ratio, point.mask & is_replayed[:, None])
         advantage = point.advantage.expand_as(ratio)
         beyond = stopped if self.clip_range is None else outside(ratio, *self.clip_bounds).double()
         observe("clip_fraction", beyond, point.sampled_mask())

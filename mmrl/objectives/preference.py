@@ -78,12 +78,10 @@ def pairs(rollout: Rollout, rng: Rng | None = None) -> Tensor:
 
     With ``rng`` the rival of the best is not the worst but any one of lower advantage.
     """
-    alive = (
-        torch.ones_like(rollout.group) if rollout.trainable is None else rollout.trainable.long()
-    )
+    alive = rollout.alive().long()
     # every transfer waits for the device: one for all whole numbers
     groups, names, alive = torch.stack([rollout.group, rollout.row_id, alive]).cpu()
-    every = rollout.advantage[:, -1].cpu()
+    every = rollout.advantages()[:, -1].cpu()
     trainable = alive.bool()
     chosen = torch.zeros_like(trainable)
     for group in groups[trainable].unique():

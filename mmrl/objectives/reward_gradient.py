@@ -15,7 +15,7 @@ from mmrl.core.distributions import Gaussian
 from mmrl.core.errors import UserError
 from mmrl.core.metrics import observe
 from mmrl.core.registry import OBJECTIVES
-from mmrl.core.types import Point, Rollout
+from mmrl.core.types import LatentPath, Point, Rollout, Transition, WholePath
 from mmrl.objectives.base import Differentiable, Objective, frozen
 from mmrl.policies.base import Policy
 from samplers.noise import Rng
@@ -68,12 +68,13 @@ class Draft(Objective):
         x = point.state[:, 0]
         far = []
         steps = steps_of(point)
-        for k, step in enumerate(steps, start=point.eta.shape[1] - len(steps)):
+        path = point.whole_path
+        for k, step in enumerate(steps, start=path.noise_level.shape[1] - len(steps)):
             dist = policy.dist(step.replace(state=x))
             far.append(self._distance(policy, step.replace(state=x), dist) if self.kl else 0.0)
             x = dist.mean
-            if point.noise_stream is not None:
-                x = x + dist.std * policy.noise(point.noise_stream, point.row_id, k)
+            if path.stream is not None:
+                x = x + dist.std * policy.noise(path.stream, point.row_id, k)
         reward = rewarded(self.reward, policy, point, x)
         observe("reward/differentiated", reward, point.mask)
         loss = -reward
@@ -86,7 +87,7 @@ class Draft(Objective):
     def _distance(self, policy: Policy, step: Point, dist: Gaussian) -> Tensor:
         """[B, 1] divergence of a transition from the reference's. A step without noise counts as if
         the clean prediction had variance 1/2, as at re-noised states."""
-        length = (step.time - step.next_time).view(dist.std.shape)
+        length = (step.time - step.transition.next_time).view(dist.std.shape)
         scale = torch.where(dist.std > 0, dist.std, length * math.sqrt(0.5))
         off = (dist.mean - frozen(policy, "ref", step).mean) / scale
         return DIVERGENCES[self.divergence](off.square().flatten(1).mean(1, keepdim=True))
@@ -104,9 +105,9 @@ class AdjointMatching(Objective):
     a_(k+1), and the loss of step k is
     |(mean_k - F_k(x_k)) / s_k + s_k a_(k+1)|^2 / 2.
 
-    Use ``kernel: memoryless, eta: 1``, which makes the optimum the base's distribution tilted by
-    exp(strength reward), and ``sde: all_but_last``, so that the reward's gradient is taken at a
-    sample without fresh noise. strength: of the reward against the base.
+    Use ``sde_type: memoryless, noise_level: 1``, which makes the optimum the base's distribution
+    tilted by exp(strength reward), and ``noise_window: all_but_last``, so that the reward's
+    gradient is taken at a sample without fresh noise. strength: of the reward against the base.
     """
 
     needs: ClassVar[str] = "gaussian"
@@ -156,22 +157,17 @@ class AdjointMatching(Objective):
 
 
 def whole_paths(rollout: Rollout, last: int | None) -> list[Point]:
-    """Make one point a row of the ``last`` n steps of its path (None: of all), with time and eta of
-    all K steps.
-
-    state [B, n + 1, *], time [B, K + 1], eta [B, K], noise_stream [B, 2].
+    """Make one point a row of the ``last`` n steps of its path (None: of all), which has the times
+    and noise levels of all K steps; its state is [B, n + 1, *].
     """
-    if rollout.path is None:
+    path = rollout.trajectory
+    if not isinstance(path, LatentPath):
         raise UserError(
             "this objective follows the sampler's steps: it is for flow and diffusion "
             "models, not for tokens"
         )
-    first = 0 if last is None else max(0, rollout.eta.shape[1] - last)
-    alive = (
-        torch.ones_like(rollout.row_id, dtype=torch.bool)
-        if rollout.trainable is None
-        else rollout.trainable
-    )
+    first = 0 if last is None else max(0, path.noise_level.shape[1] - last)
+    alive = rollout.alive()
     return [
         Point(
             group=rollout.group,
@@ -179,11 +175,10 @@ def whole_paths(rollout: Rollout, last: int | None) -> list[Point]:
             row_id=rollout.row_id,
             mask=alive[:, None],
             num_decisions=alive.long(),
-            state=rollout.path[:, first:].to(rollout.sample.dtype),
-            time=rollout.time,
-            eta=rollout.eta,
-            noise_stream=rollout.stream,
-            advantage=rollout.advantage[:, -1:] if rollout.advantage is not None else None,
+            state=path.states[:, first:].to(rollout.sample.dtype),
+            target=rollout.sample,
+            step=WholePath(time=path.time, noise_level=path.noise_level, stream=path.stream),
+            advantage=rollout.advantages()[:, -1:],
             prompts=rollout.prompts,
         )
     ]
@@ -192,15 +187,17 @@ def whole_paths(rollout: Rollout, last: int | None) -> list[Point]:
 def steps_of(point: Point) -> list[Point]:
     """The last n steps of a point made by ``whole_paths``."""
     count = point.state.shape[1] - 1
-    first = point.eta.shape[1] - count
+    path = point.whole_path
+    first = path.noise_level.shape[1] - count
     return [
         point.replace(
             state=point.state[:, k],
             target=point.state[:, k + 1],
-            time=point.time[:, first + k],
-            next_time=point.time[:, first + k + 1],
-            eta=point.eta[:, first + k],
-            noise_stream=None,
+            step=Transition(
+                time=path.time[:, first + k],
+                next_time=path.time[:, first + k + 1],
+                noise_level=path.noise_level[:, first + k],
+            ),
         )
         for k in range(count)
     ]

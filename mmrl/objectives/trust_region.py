@@ -66,8 +66,11 @@ class FlowDPPO(Objective):
         if self.std == "exact":
             return dist.std.flatten(1).clamp_min(TINY) ** 2
         t = point.time
-        step = point.time - point.next_time
-        return (point.eta**2 * t / (1 - t.clamp(max=CLAMP)) * step).clamp_min(TINY**2)[:, None]
+        step = point.transition
+        length = t - step.next_time
+        return (step.noise_level**2 * t / (1 - t.clamp(max=CLAMP)) * length).clamp_min(TINY**2)[
+            :, None
+        ]
 
 
 def gated(

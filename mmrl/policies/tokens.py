@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from mmrl.core import distributed
 from mmrl.core.distributions import Categorical
 from mmrl.core.host import on_host, selected, spread
-from mmrl.core.types import Media, Point, Prompt, Rollout
+from mmrl.core.types import Media, Point, Prompt, Rollout, TokenOrder
 from mmrl.policies.base import (
     NO_CONTEXT,
     Policy,
@@ -27,7 +27,7 @@ from mmrl.policies.base import (
     rows_of,
 )
 from mmrl.policies.capabilities import Capabilities
-from mmrl.policies.scores import Scored
+from mmrl.policies.scores import Scored, Scorer
 from samplers.batching import at_width, chunks
 from samplers.noise import Rng
 from samplers.warp import Warp
@@ -49,11 +49,9 @@ class TokenPolicy(Policy):
             target=rollout.sample,
             mask=rollout.mask,
             logprob=rollout.logprob,
-            advantage=rollout.advantage,
+            advantage=rollout.advantages(),
             num_decisions=rollout.mask.sum(1),
-            sampler_logprob=rollout.sampler_logprob,
-            is_ground_truth=rollout.is_ground_truth,
-            is_replayed=rollout.is_replayed,
+            provenance=rollout.provenance,
         )
 
     @contextmanager
@@ -78,7 +76,7 @@ class LogitsPolicy(TokenPolicy):
     """Trains a policy of ``length`` tokens a sample, whose family encodes prompts and computes
     logits; ``mask_id`` stands for a token not yet drawn."""
 
-    not_options = ("net", "length", "mask_id")
+    not_options: tuple[str, ...] = ("net", "length", "mask_id")
 
     def __init__(self, net: nn.Module, length: int, mask_id: int, **options: Any):
         super().__init__(net, **options)
@@ -138,7 +136,7 @@ class CausalPolicy(LogitsPolicy):
             row_id=row,
             sample=ids,
             logprob=logprob,
-            commit_step=order,
+            trajectory=TokenOrder(commit_step=order),
             mask=torch.ones_like(ids, dtype=torch.bool),
         )
 
@@ -157,9 +155,7 @@ class AnswerTokens:
     on request, under the weights of that time. All results are [B, L] and 0 outside ``where``.
     """
 
-    def __init__(
-        self, policy: TokenPolicy, point: Point, where: Tensor, hidden: Tensor, scored: Scored
-    ):
+    def __init__(self, policy: Scorer, point: Point, where: Tensor, hidden: Tensor, scored: Scored):
         self.policy = policy
         self.target = point.target
         self.where = where

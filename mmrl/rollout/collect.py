@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mmrl.core.errors import UserError
-from mmrl.core.types import Media, Prompt, Rewards, Rollout
+from mmrl.core.types import LatentPath, Media, Prompt, Rewards, Rollout
 from mmrl.policies.base import NO_CONTEXT, Policy, RolloutContext
 from samplers.noise import Rng
 
@@ -72,7 +72,10 @@ def together(media: Sequence[Media]) -> Media:
 def joined(parts: Sequence[Rollout]) -> Rollout:
     """Join parts to one rollout of all prompts. Shorter ones are padded at the end, masked."""
     longest = max(part.mask.shape[1] for part in parts)
-    states = max(0 if part.path is None else part.path.shape[1] for part in parts)
+    states = max(
+        part.trajectory.states.shape[1] if isinstance(part.trajectory, LatentPath) else 0
+        for part in parts
+    )
     first = 0
     edges = 0
     rows = []
@@ -102,21 +105,20 @@ def padded(rollout: Rollout, length: int) -> Rollout:
 
     if have == length:
         return rollout
-    return rollout.map(pad).replace(path=rollout.path)
+    return rollout.map(pad)
 
 
 def with_room(rollout: Rollout, states: int) -> Rollout:
     """Pad the path to so many states: rows drawn with other stochastic steps may keep fewer.
 
     ``visit`` leads to none of the new ones."""
-    path = rollout.path
-    if path is None or path.shape[1] == states:
+    path = rollout.trajectory
+    if not isinstance(path, LatentPath) or path.states.shape[1] == states:
         return rollout
-    return rollout.replace(
-        path=torch.cat(
-            [path, path.new_zeros(len(path), states - path.shape[1], *path.shape[2:])], 1
-        )
+    room = path.states.new_zeros(
+        len(rollout), states - path.states.shape[1], *path.states.shape[2:]
     )
+    return rollout.replace(trajectory=path.replace(states=torch.cat([path.states, room], 1)))
 
 
 def conditions(parts: Sequence[Any]) -> Any:

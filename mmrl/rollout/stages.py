@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mmrl.config.options import TrainOptions
 from mmrl.core.registry import STAGES
-from mmrl.core.types import Media, Prompt, Rewards, Rollout
+from mmrl.core.types import Media, Prompt, Provenance, Rewards, Rollout
 from mmrl.policies.base import Policy, RolloutContext
 from mmrl.rollout.collect import joined
 from samplers.noise import Rng
@@ -115,8 +115,10 @@ def outline(rollout: Rollout) -> Rollout:
         sample=rollout.row_id,
         mask=nothing,
         logprob=nothing.to(rollout.logprob),
-        is_ground_truth=_marks(rollout, rollout.is_ground_truth),
-        is_replayed=_marks(rollout, rollout.is_replayed),
+        provenance=Provenance(
+            is_ground_truth=_marks(rollout, rollout.provenance.is_ground_truth),
+            is_replayed=_marks(rollout, rollout.provenance.is_replayed),
+        ),
     )
 
 
@@ -130,7 +132,7 @@ def sampled_only(
     """Leave out ground-truth answers and answers of earlier iterations, for metrics."""
     foreign_rows = [
         rows
-        for rows in (rollout.is_ground_truth, rollout.is_replayed)
+        for rows in (rollout.provenance.is_ground_truth, rollout.provenance.is_replayed)
         if rows is not None and rows.any()
     ]
     if not foreign_rows:

@@ -37,7 +37,8 @@ from mmrl.advantages import (
 )
 from mmrl.core.errors import UserError
 from mmrl.core.registry import ADVANTAGES
-from mmrl.core.types import Rewards, Rollout
+from mmrl.core.types import Rewards
+from tests.fixtures.records import make_rollout
 
 NAN = math.nan
 GROUP = [0, 1, 0, 2, 1, 0, 3, 2, 0, 1, 4, 2, 3, 0, 1, 5]
@@ -51,7 +52,7 @@ PRESENT = [i for i in range(16) if not math.isnan(REWARD[i])]
 
 def rollout(group=GROUP, length=LENGTH, name=None, **changes):
     mask = torch.arange(max(length)) < torch.tensor(length)[:, None]
-    return Rollout(
+    return make_rollout(
         group=torch.tensor(group),
         row_id=torch.tensor(name or NAME[: len(group)]),
         sample=torch.zeros(len(group), 1),
@@ -586,14 +587,14 @@ def tree(splits, factor, steps):
     row = torch.arange(leaves)
     branch = torch.stack([row - row % span for span in spans], 1)
     ones = torch.ones(leaves, steps)
-    return Rollout(
+    return make_rollout(
         group=row * 0,
         row_id=row,
         sample=row,
         logprob=0 * ones,
         mask=ones > 0,
         edge_id=branch,
-        eta=ones,
+        noise_level=ones,
         prompts=[{"text": "a tree"}],
     )
 

@@ -12,7 +12,7 @@ from torch.nn.functional import cosine_similarity
 from mmrl.config.options import TrainOptions
 from mmrl.core.errors import UserError
 from mmrl.core.registry import ADVANTAGES, ESTIMATORS, SURROGATES
-from mmrl.core.types import Point, Rewards, Rollout
+from mmrl.core.types import Rewards
 from mmrl.objectives import Masked
 from mmrl.objectives.mask_estimators import fading
 from mmrl.policies.masked.policy import MaskedDiffusion
@@ -21,6 +21,7 @@ from mmrl.train.optimizers import adamw
 from mmrl.train.trainer import Trainer
 from samplers.noise import Rng
 from tests.fixtures import toys
+from tests.fixtures.records import make_point, make_rollout
 
 N = 3
 ROWS = 3000
@@ -165,7 +166,7 @@ def tokens_only(keep_ranks):
         return [
             p.replace(
                 target=p.target[..., 0],
-                eta=None,
+                step=None,
                 mask=p.mask & (p.target[..., 1] < N) if keep_ranks and t < 2 else p.mask,
             )
             for t, p in enumerate(policy.path(rollout))
@@ -191,14 +192,14 @@ def every_choice(policy):
             rows.append((decided, sample, [{a: 0, b: 1, c: 2}[i] for i in range(N)]))
     drawn, sample, order = (torch.tensor(part) for part in zip(*rows, strict=True))
     mask = drawn[..., 1] <= N
-    return Rollout(
+    return make_rollout(
         group=torch.zeros(len(rows), dtype=torch.long),
         row_id=torch.arange(len(rows)),
         cond=policy.encode([{}]),
         prompts=({},),
         sample=sample,
         commit_step=order,
-        drawn=drawn,
+        draws=drawn,
         mask=mask.flatten(1),
         logprob=torch.zeros(len(rows), N * N).double(),
     )
@@ -490,7 +491,7 @@ class Hides:
 
     def at(self, rollout, hide, score=None):
         mask = rollout.mask & (hide if score is None else score)
-        return Point(
+        return make_point(
             group=rollout.group,
             row_id=rollout.row_id,
             state=hide,
@@ -502,7 +503,7 @@ class Hides:
 def finished(rows=4000, length=16):
     row = torch.arange(rows)
     zero = torch.zeros(rows, length, dtype=torch.float64)
-    return Rollout(
+    return make_rollout(
         group=row * 0,
         row_id=row,
         sample=zero.long(),

@@ -22,7 +22,19 @@ from mmrl.core.distributions import Gaussian, Score
 from mmrl.core.errors import UserError
 from mmrl.core.host import sent
 from mmrl.core.registry import GRIDS, KERNELS, SOLVERS, WINDOWS
-from mmrl.core.types import Kernel, Media, Point, Prompt, Rollout, tree_map
+from mmrl.core.types import (
+    Kernel,
+    LatentPath,
+    Media,
+    Point,
+    Prompt,
+    Query,
+    Renoised,
+    Rollout,
+    SamplerState,
+    Transition,
+    tree_map,
+)
 from mmrl.policies.base import (
     NO_CONTEXT,
     LogprobGuidance,
@@ -232,11 +244,16 @@ class FlowPolicy(Policy):
         visit = (
             None if context.reads == "path" else plan.places().to(self.device).expand(len(row), -1)
         )
-        path = path if plan.stored else None
         stream = torch.tensor([rng.key], device=self.device).expand(len(row), -1)
-        stochastic = bool((plan.eta > 0).any())
-        whole = Rollout.cat(blocks).replace(prompts=tuple(prompts), path=path, visit=visit)
-        return whole.replace(stream=stream if stochastic else None)
+        time, noise_level = (self._on_rows(steps, len(row)) for steps in (plan.times, plan.eta))
+        latents = LatentPath(
+            states=path,
+            visit=visit,
+            time=time,
+            noise_level=noise_level,
+            stream=stream if bool((plan.eta > 0).any()) else None,
+        )
+        return Rollout.cat(blocks).replace(prompts=tuple(prompts), trajectory=latents)
 
     @property
     def summed_dimensions(self) -> int:
@@ -296,7 +313,9 @@ class FlowPolicy(Policy):
         none = torch.zeros(len(row), 1, dtype=torch.bool)
         t = self._on_rows(self.times[:1], len(row))[:, 0]
         self._velocities(
-            Point(group=group, cond=cond, row_id=row, state=x, time=t, mask=none),
+            Query(
+                group=group, cond=cond, row_id=row, state=x, mask=none, step=SamplerState(time=t)
+            ),
             guided=self.guidance_scale != 1,
         )
 
@@ -319,14 +338,16 @@ class FlowPolicy(Policy):
             if self.solver and (k == 0 or plan.eta[k - 1] > 0):
                 # multistep history belongs to the states before the noise
                 solver = self.solver(self.process)
-            point = Point(
+            point = Query(
                 group=group[:: plan.spans[k]],
                 cond=cond,
                 row_id=row[:: plan.spans[k]],
                 state=state,
-                time=time[:: plan.spans[k], k],
-                next_time=time[:: plan.spans[k], k + 1],
-                eta=eta[:: plan.spans[k], k],
+                step=Transition(
+                    time=time[:: plan.spans[k], k],
+                    next_time=time[:: plan.spans[k], k + 1],
+                    noise_level=eta[:: plan.spans[k], k],
+                ),
                 mask=eta[:: plan.spans[k], k : k + 1] > 0,
             )
             state, logprob, decided = self._advance(point, rng, plan, k, row, solver)
@@ -344,13 +365,11 @@ class FlowPolicy(Policy):
             sample=state,
             logprob=torch.cat(scores, 1),
             mask=decided & torch.stack(leads[1:], 1),
-            time=time,
-            eta=eta,
             edge_id=plan.edges(row),
         )
 
     def _advance(
-        self, point: Point, rng: Rng, plan: Plan, k: int, row: Tensor, solver: Step | None
+        self, point: Query, rng: Rng, plan: Plan, k: int, row: Tensor, solver: Step | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Take step k of the states that are alive: return their children, the children's log-probs
         [B, 1], and whether the step is a decision.
@@ -362,7 +381,7 @@ class FlowPolicy(Policy):
             state = (
                 sampled.mean
                 if solver is None
-                else solver(point.state, output, point.time, point.next_time)
+                else solver(point.state, output, point.time, point.transition.next_time)
             )
             none = torch.zeros((), dtype=torch.bool, device=state.device)
             return self._store(state.to(self.dtype)), state.new_zeros(len(state), 1), none
@@ -393,23 +412,17 @@ class FlowPolicy(Policy):
         t = rng.uniform(name, step=0) if time is None else time
         t = self.process.snap(t.to(rollout.sample))
         noise = rng.normal(name, self.shape, 1, rollout.sample.dtype)
-        # [B]
-        alive = (
-            torch.ones_like(rollout.row_id, dtype=torch.bool)
-            if rollout.trainable is None
-            else rollout.trainable
-        )
+        alive = rollout.alive()
         yield Point(
             group=rollout.group,
             cond=rollout.cond,
             row_id=rollout.row_id,
-            time=t,
+            step=Renoised(time=t, x0_per_output=self.process.gain(t, rollout.sample).flatten()),
             mask=alive[:, None],
             num_decisions=alive.long(),
             state=noised(self.process, rollout.sample, noise, t),
             target=self.process.target(rollout.sample, noise, t),
-            x0_per_output=self.process.gain(t, rollout.sample).flatten(),
-            advantage=None if rollout.advantage is None else rollout.advantage[:, -1:],
+            advantage=rollout.advantages()[:, -1:],
         )
 
     def dist(self, point: Point) -> Gaussian:
@@ -425,7 +438,7 @@ class FlowPolicy(Policy):
             point, v if conditional else self.combine(v, empty, self.strength(point, scale))
         )
 
-    def _both(self, point: Point, rows: int | None) -> tuple[Gaussian, Gaussian, Tensor]:
+    def _both(self, point: Query, rows: int | None) -> tuple[Gaussian, Gaussian, Tensor]:
         """Compute the distribution that samples, the one whose log-prob is recorded (the same
         unless ``logprob_guidance`` differs), and the network's output behind the first, in passes
         of at most ``rows``."""
@@ -440,24 +453,25 @@ class FlowPolicy(Policy):
         mismatch = scale != 1 and self.logprob_guidance == "conditional"
         return sampled, self._transition(point, v) if mismatch else sampled, guided
 
-    def strength(self, point: Point, scale: float) -> float | Tensor:
+    def strength(self, point: Query, scale: float) -> float | Tensor:
         """Return the guidance scale: ``scale``, or one for every row, shaped for [B, *], where a
         family has several."""
         return scale
 
-    def _scale(self, point: Point) -> float:
+    def _scale(self, point: Query) -> float:
         if point.guidance is not None:
             return point.guidance
-        return self.guidance_scale if point.next_time is not None else 1.0
+        return self.guidance_scale if isinstance(point.step, Transition) else 1.0
 
-    def _transition(self, point: Point, v: Tensor) -> Gaussian:
-        if point.next_time is None:
+    def _transition(self, point: Query, v: Tensor) -> Gaussian:
+        step = point.step
+        if not isinstance(step, Transition):
             half = v.new_full((len(v), *[1] * len(self.shape)), 0.5**0.5)
             return Gaussian(v, half, self.logprob_reduction)
-        mean, std = self.sde_type(point.state, v, point.time, point.next_time, point.eta)
+        mean, std = self.sde_type(point.state, v, step.time, step.next_time, step.noise_level)
         return self.dist_type(mean, std, self.logprob_reduction)
 
-    def _velocities(self, point: Point, guided: bool) -> tuple[Tensor, Tensor | None]:
+    def _velocities(self, point: Query, guided: bool) -> tuple[Tensor, Tensor | None]:
         """Compute conditional and unconditional velocity [B, *], both in one forward pass unless
         one needs no gradient."""
         x = point.state
@@ -515,32 +529,33 @@ class FlowPolicy(Policy):
 
 def _step(rollout: Rollout, length: Tensor, rows: Tensor, k: int) -> Point:
     """Make the point of decision k of the given rows."""
-    advantage = rollout.advantage
-    path = rollout.path
-    path_rows, (before, after) = rows.to(path.device), _places(rollout, rows, k)
+    latents = rollout.latents
+    states = latents.states
+    state_rows = rows.to(states.device)
+    before, after = _places(latents, rows, k)
     return Point(
         group=rollout.group[rows],
         cond=rollout.cond,
         row_id=rollout.row_id[rows],
         num_decisions=length[rows],
-        state=path[path_rows, before].to(rollout.sample.dtype),
-        target=path[path_rows, after].to(rollout.sample.dtype),
-        time=rollout.time[rows, k],
-        next_time=rollout.time[rows, k + 1],
-        eta=rollout.eta[rows, k],
+        state=states[state_rows, before].to(rollout.sample.dtype),
+        target=states[state_rows, after].to(rollout.sample.dtype),
+        step=Transition(
+            time=latents.time[rows, k],
+            next_time=latents.time[rows, k + 1],
+            noise_level=latents.noise_level[rows, k],
+        ),
         logprob=rollout.logprob[rows, k, None],
         mask=rollout.mask[rows, k, None],
-        advantage=None
-        if advantage is None
-        else advantage[rows].expand(-1, rollout.mask.shape[1])[:, k, None],
+        advantage=rollout.advantages()[rows].expand(-1, rollout.mask.shape[1])[:, k, None],
     )
 
 
-def _places(rollout: Rollout, rows: Tensor, k: int) -> tuple[Any, Any]:
+def _places(latents: LatentPath, rows: Tensor, k: int) -> tuple[Any, Any]:
     """Find where the states before and after decision k of the given rows are in their paths."""
-    if rollout.visit is None:
+    if latents.visit is None:
         return k, k + 1
-    at = rollout.visit[rows].to(rollout.path.device)
+    at = latents.visit[rows].to(latents.states.device)
     return at[:, k], at[:, k + 1]
 
 

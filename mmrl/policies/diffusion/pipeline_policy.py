@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import GRIDS
-from mmrl.core.types import Media, Prompt, Rollout
+from mmrl.core.types import Prompt, Rollout
 from mmrl.policies.diffusion import attention_backends, diffusers_folder
 from mmrl.policies.diffusion.attention_backends import Attention, AttentionChoice
 from mmrl.policies.diffusion.flow_policy import FlowPolicy, Grid, Storage
@@ -37,6 +37,8 @@ class FolderPolicy(FlowPolicy):
     part: ClassVar[str] = "transformer"  # of the folder that is trained
     also: ClassVar[tuple[str, ...]] = ()  # further pipelines whose folders load
     capabilities = replace(FlowPolicy.capabilities, makes="image")
+    net: Any  # of diffusers, as its configuration
+    size: tuple[int, int]  # pixels, [height, width]
     decoding: int | None = None  # samples decoded at once last time; None: none yet
 
     def __init__(
@@ -69,7 +71,7 @@ class FolderPolicy(FlowPolicy):
             self.load_part(self.autoencoder, "vae").requires_grad_(False).eval(),
         )
         self.decode_in_parts(vae_tiling, vae_slicing)
-        self.size = (size, size) if isinstance(size, int) else tuple(size)
+        self.size = (size, size) if isinstance(size, int) else (size[0], size[1])
         self.shape, self.process = self.latent_shape(), self.trained_process()
         self.texts = PromptCache(
             self.load_texts, self.encode_texts, text_encoder_placement, text_cache
@@ -105,7 +107,7 @@ class FolderPolicy(FlowPolicy):
 
         return diffusers_folder.load_part(getattr(diffusers, name), self.place, subfolder, dtype)
 
-    def load_network(self) -> nn.Module:
+    def load_network(self) -> Any:
         """Load the network that is trained."""
         return self.load_part(self.network, self.part, self.compute)
 
@@ -168,7 +170,7 @@ class FolderPolicy(FlowPolicy):
         """Convert to the type the network computes in."""
         return tensor.to(self.dtype if self.dtype == torch.float64 else self.compute)
 
-    def decode(self, rollout: Rollout) -> Media:
+    def decode(self, rollout: Rollout) -> Tensor:
         vae = self.vae.to(self.device)
         rows = len(rollout)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from mmrl.config.options import Count
 from mmrl.core.distributions import drawn
 from mmrl.core.host import on_host, sent
-from mmrl.core.types import Media, Point, Prompt, Rollout
+from mmrl.core.types import Media, Point, Prompt, Rollout, TokenOrder
 from mmrl.policies.base import (
     NO_CONTEXT,
     LogprobGuidance,
@@ -133,7 +133,7 @@ class ImageTokenPolicy(TokenPolicy):
             sample=tokens,
             logprob=torch.cat(logprob, 1),
             mask=self.decided(tokens),
-            commit_step=order.expand_as(tokens),
+            trajectory=TokenOrder(commit_step=order.expand_as(tokens)),
         )
 
     def read(self, cond: list[Inputs], group: Tensor) -> tuple[Tensor, Any]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mmrl.core.errors import UserError
 from mmrl.core.host import sent
-from mmrl.core.types import Prompt, Rollout
+from mmrl.core.types import Prompt, Rollout, TokenOrder
 from mmrl.policies.base import NO_CONTEXT, RolloutContext, rows_and_groups
 from mmrl.policies.diffusion.text_encoding import texts_of
 from mmrl.policies.image_tokens.models.janus import Janus
@@ -212,6 +212,6 @@ class Passes(Janus):
             sample=sample,
             logprob=torch.cat(logprob, 1),
             mask=mask,
-            commit_step=order,
+            trajectory=TokenOrder(commit_step=order),
             edge_id=branch,
         )

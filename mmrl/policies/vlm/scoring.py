@@ -20,8 +20,9 @@ from mmrl.policies.scores import Scored
 from mmrl.policies.tokens import AnswerTokens, TokenPolicy, somewhere
 from mmrl.policies.vlm import features
 from mmrl.policies.vlm.engines.transformers import generate_plainly
+from mmrl.policies.vlm.families import VERIFIED
 from mmrl.policies.vlm.generate import Answers, Ending, generate
-from mmrl.policies.vlm.prefix_sharing import VERIFIED, Prefix, positions, sharded, shareable
+from mmrl.policies.vlm.prefix_sharing import Prefix, SharedPrefix, positions, sharded, shareable
 from mmrl.policies.vlm.processor import Inputs
 from mmrl.policies.vlm.recent import Recent
 from samplers.batching import chunks
@@ -35,6 +36,7 @@ KEPT = 2**28  # bytes of encoded prompts that are kept from one iteration to the
 class Passes(TokenPolicy):
     """Turns prompts into passes of the network, a ``SharedPrefix``, to sample and to score."""
 
+    net: SharedPrefix
     inputs: Inputs
     warp: Warp
     ending: Ending
