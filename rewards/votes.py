@@ -115,8 +115,8 @@ class CoReward:
         for rows in groups:
             of_twin = known.get(twin(prompts[rows[0]]), {})
             own_version = version(prompts[rows[0]])
-            others = [vote for name, vote in of_twin.items() if name != own_version]
-            label, _ = leading(others or [of_twin.get(own_version)])
+            answers = [vote for name, vote in of_twin.items() if name != own_version]
+            label, _ = leading(answers or [of_twin.get(own_version)])
             for row in rows:
                 scores[row] = float(label is not None and votes[row] == label)
         return scores

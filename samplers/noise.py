@@ -76,7 +76,11 @@ class Rng:
         return ((self.bits(rows, count, step).double() + 0.5) / 2**32).view(len(rows), *shape)
 
     def normal(
-        self, rows: Tensor, shape: tuple[int, ...] = (), step: int = 0, dtype=torch.float32
+        self,
+        rows: Tensor,
+        shape: tuple[int, ...] = (),
+        step: int = 0,
+        dtype: torch.dtype = torch.float32,
     ) -> Tensor:
         """Draw [B, *shape] standard normal, by Box and Muller in float64, then rounded to
         ``dtype``."""

@@ -11,7 +11,7 @@ right answers.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 CoordSpace = Literal["original", "resized", "rel1000", "rel1"]
@@ -107,6 +107,6 @@ def scale(prompt: Mapping[str, Any], source: str, target: str) -> Extent:
     return end[0] / start[0], end[1] / start[1]
 
 
-def convert(values: Sequence[float], factors: Extent) -> tuple[float, ...]:
+def convert(values: Iterable[float], factors: Extent) -> tuple[float, ...]:
     """Multiply x, y, x, y ... each by its factor."""
     return tuple(value * factors[i % 2] for i, value in enumerate(values))

@@ -12,10 +12,11 @@ from annotated_types import Ge, Le
 from torch import Tensor
 
 from mmrl.core.registry import REWARDS
-from mmrl.core.types import Reward
+from mmrl.core.types import Prompt, Reward
 from rewards.card import card
 from rewards.vision.answers import Status, final
-from rewards.vision.base import Prompt, Unscorable, Verdict, Verifiable, tagged
+from rewards.vision.base import Verdict, Verifiable, tagged
+from rewards.vision.coords import Unscorable
 
 # What could read files, run for ever, or make one shape a million.
 REFUSED = re.compile(
