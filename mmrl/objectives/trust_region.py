@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from mmrl.core.distributions import TINY, Dist
+from mmrl.core.distributions import TINY, Dist, as_gaussian
 from mmrl.core.metrics import observe
 from mmrl.core.registry import OBJECTIVES
 from mmrl.core.types import Point, Rollout
@@ -64,7 +64,8 @@ class FlowDPPO(Objective):
         if self.std == "one":
             return torch.ones_like(point.logprob)
         if self.std == "exact":
-            return dist.std.flatten(1).clamp_min(TINY) ** 2
+            std = as_gaussian(dist, "divides by a step's variance").std
+            return std.flatten(1).clamp_min(TINY) ** 2
         t = point.time
         step = point.time - point.next_time
         return (point.eta**2 * t / (1 - t.clamp(max=CLAMP)) * step).clamp_min(TINY**2)[:, None]
