@@ -10,6 +10,8 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
+from mmrl.core.errors import UserError
+
 # floor of a standard deviation of zero: an ODE step has no density and is masked, but must stay
 # finite
 TINY = 1e-12
@@ -86,6 +88,16 @@ class Score(Gaussian):
     def log_prob(self, x: Tensor) -> Tensor:
         """Return the scores, [B, 1]."""
         return self._reduce(-((x - self.mean) ** 2))
+
+
+def as_gaussian(dist: Dist, purpose: str) -> Gaussian:
+    """Return the Gaussian that the decisions at a point have. Raises UserError if they have none,
+    with what the objective wants it for."""
+    if isinstance(dist, Gaussian):
+        return dist
+    raise UserError(
+        f"this objective {purpose}: it is for flow and diffusion models, not for token models"
+    )
 
 
 def drawn(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:

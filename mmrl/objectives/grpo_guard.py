@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmrl.core.distributions import TINY, Dist, Gaussian
-from mmrl.core.errors import UserError
+from mmrl.core.distributions import TINY, Dist, as_gaussian
 from mmrl.core.metrics import observe
 from mmrl.core.registry import OBJECTIVES
 from mmrl.core.types import Point
@@ -64,10 +63,6 @@ class Guard(PolicyGradient):
 def normalised(dist: Dist, old: Dist, target: Tensor) -> Tensor:
     """[B, 1] mean over dimensions of e_old (mu - mu_old). Raises UserError for a policy without
     Gaussian steps."""
-    if not (isinstance(dist, Gaussian) and isinstance(old, Gaussian)):
-        raise UserError(
-            "this objective compares means: it is for flow and diffusion models, not "
-            "for token models"
-        )
-    noise = (target - old.mean) / old.std.clamp_min(TINY)
-    return (noise * (dist.mean - old.mean)).flatten(1).mean(1, keepdim=True)
+    now, before = (as_gaussian(each, "compares means") for each in (dist, old))
+    noise = (target - before.mean) / before.std.clamp_min(TINY)
+    return (noise * (now.mean - before.mean)).flatten(1).mean(1, keepdim=True)

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from mmrl.config.options import Count
-from mmrl.core.distributions import Gaussian
-from mmrl.core.errors import UserError
+from mmrl.core.distributions import as_gaussian
 from mmrl.core.host import sent
 from mmrl.core.metrics import observe
 from mmrl.core.registry import OBJECTIVES, TIMES
@@ -145,12 +144,7 @@ class D3PO(Objective):
 
     def loss(self, policy: Policy, point: Point) -> Tensor:
         """Linear in the log-prob, with the gradient of the loss above."""
-        dist = policy.dist(point)
-        if not isinstance(dist, Gaussian):
-            raise UserError(
-                "this objective compares the steps of two samplers: it is for flow "
-                "and diffusion models"
-            )
+        dist = as_gaussian(policy.dist(point), "compares the steps of two samplers")
         logp = dist.log_prob(point.target)
         if point.logprob is not None:
             observe("log_ratio", logp - point.logprob, point.mask)

@@ -12,7 +12,7 @@ from annotated_types import Ge
 from torch import Tensor
 
 from mmrl.config.options import Count
-from mmrl.core.distributions import Gaussian
+from mmrl.core.distributions import Gaussian, as_gaussian
 from mmrl.core.errors import UserError
 from mmrl.core.metrics import observe
 from mmrl.core.registry import OBJECTIVES
@@ -21,6 +21,7 @@ from mmrl.objectives.base import Differentiable, Objective, frozen
 from mmrl.policies.base import Policy
 from samplers.noise import Rng
 
+STEPS = "follows the sampler's steps"
 # of two Gaussians with one variance, means d standard deviations apart; d2 = d^2 per dimension
 DIVERGENCES: dict[str, Callable[[Tensor], Tensor]] = {
     "kl": lambda d2: d2 / 2,
@@ -71,7 +72,7 @@ class Draft(Objective):
         steps = steps_of(point)
         path = point.whole_path
         for k, step in enumerate(steps, start=path.noise_level.shape[1] - len(steps)):
-            dist = as_gaussian(policy.dist(step.replace(state=x)))
+            dist = as_gaussian(policy.dist(step.replace(state=x)), STEPS)
             if self.kl:
                 far.append(self._distance(policy, step.replace(state=x), dist))
             x = dist.mean
@@ -91,7 +92,8 @@ class Draft(Objective):
         the clean prediction had variance 1/2, as at re-noised states."""
         length = (step.time - step.transition.next_time).view(dist.std.shape)
         scale = torch.where(dist.std > 0, dist.std, length * math.sqrt(0.5))
-        off = (dist.mean - as_gaussian(frozen(policy, "ref", step)).mean) / scale
+        reference = as_gaussian(frozen(policy, "ref", step), STEPS)
+        off = (dist.mean - reference.mean) / scale
         return DIVERGENCES[self.divergence](off.square().flatten(1).mean(1, keepdim=True))
 
 
@@ -133,8 +135,8 @@ class AdjointMatching(Objective):
         adjoints = self._adjoints(policy, point, steps)  # K times [B, *], a_(k + 1)
         total = torch.zeros_like(point.advantage)
         for step, adjoint in zip(steps, adjoints):
-            dist = as_gaussian(policy.dist(step))
-            base = as_gaussian(frozen(policy, "ref", step))
+            dist = as_gaussian(policy.dist(step), STEPS)
+            base = as_gaussian(frozen(policy, "ref", step), STEPS)
             if not (dist.std > 0).all():
                 continue  # without noise a step cannot be controlled
             off = (dist.mean - base.mean) / dist.std + dist.std * adjoint
@@ -151,9 +153,8 @@ class AdjointMatching(Objective):
         for step in reversed(steps[1:]):
             with policy.weights.using("ref"), torch.enable_grad():
                 x = step.state.detach().requires_grad_()
-                (adjoint,) = torch.autograd.grad(
-                    (as_gaussian(policy.dist(step.replace(state=x))).mean * adjoint).sum(), x
-                )
+                mean = as_gaussian(policy.dist(step.replace(state=x)), STEPS).mean
+                (adjoint,) = torch.autograd.grad((mean * adjoint).sum(), x)
             adjoints.append(adjoint)
         return adjoints[::-1]
 

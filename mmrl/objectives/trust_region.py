@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from mmrl.core.distributions import TINY, Dist
+from mmrl.core.distributions import TINY, Dist, as_gaussian
 from mmrl.core.metrics import observe
 from mmrl.core.registry import OBJECTIVES
 from mmrl.core.types import Point, Rollout
@@ -65,7 +65,8 @@ class FlowDPPO(Objective):
         if self.std == "one":
             return torch.ones_like(point.recorded)
         if self.std == "exact":
-            return as_gaussian(dist).std.flatten(1).clamp_min(TINY).square()
+            std = as_gaussian(dist, "divides by a step's variance").std
+            return std.flatten(1).clamp_min(TINY) ** 2
         t = point.time
         step = point.transition
         length = t - step.next_time

@@ -11,7 +11,7 @@ from mmrl.config.options import TrainOptions
 from mmrl.core.distributions import Gaussian
 from mmrl.core.errors import UserError
 from mmrl.core.registry import WINDOWS
-from mmrl.core.types import Point, SamplerState
+from mmrl.core.types import Point, Rewards, SamplerState
 from mmrl.core.weights import Weights
 from mmrl.objectives import CRD, D3PO, FPO, AdjointMatching, DiffusionDPO, Draft, SePPO
 from mmrl.objectives.reward_gradient import DIVERGENCES
@@ -420,6 +420,20 @@ def test_a_reward_without_gradient_is_refused_by_name():
     )
     with pytest.raises(UserError, match="'plain' has no gradient"):
         scorer.differentiable(torch.zeros(2, 2), toys.prompts(2))
+
+
+def test_a_plain_function_as_scorer_has_no_gradient_to_follow():
+    trainer = Trainer(
+        toys.make("flow"),
+        toys.prompts(),
+        lambda media, prompts: Rewards({"plain": toys.smooth_reward(media, prompts)}),
+        advantages.dance_grpo,
+        Draft(),
+        partial(adamw, lr=1e-3),
+        TrainOptions(prompts_per_iteration=4, group_size=2, train_batch_size=8, iterations=1),
+    )
+    with pytest.raises(UserError, match="needs a differentiable reward"):
+        trainer.iterate()
 
 
 def test_crds_reference_has_a_guidance_of_its_own():

@@ -17,9 +17,8 @@ from annotated_types import Gt, Le
 from torch import Tensor
 
 from mmrl.config.options import Count
-from mmrl.core.distributions import drawn
+from mmrl.core.distributions import Dist, drawn
 from mmrl.core.host import on_host, sent
-from mmrl.core.distributions import Dist
 from mmrl.core.types import Media, Point, Prompt, Rollout, TokenOrder
 from mmrl.policies.base import (
     NO_CONTEXT,
