@@ -13,7 +13,7 @@ import yaml
 from mmrl import config
 from mmrl.config.options import TrainOptions
 from mmrl.core.registry import ADVANTAGES, DATA
-from mmrl.core.types import Completion, LatentPath, Rewards
+from mmrl.core.types import Completion, Rewards
 from mmrl.run.build import SECTIONS, Session, check_needs, read, scorer
 from tests.fixtures import tiny_vlms
 from tests.fixtures.records import make_rollout
@@ -352,9 +352,6 @@ def test_the_advantage_of_every_configuration_prefers_the_greater_reward(name):
     rows = rollout.row_id
     rollout = rollout.replace(
         edge_id=(rows - rows % 2)[:, None].expand(rollout.mask.shape),
-        trajectory=LatentPath(
-            states=rollout.sample, time=rollout.sample, noise_level=rollout.mask.float()
-        ),
     )
     if sections["advantage"] != "branch":
         rollout = rollout.replace(edge_id=None)

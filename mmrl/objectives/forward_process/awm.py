@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, ClassVar, Literal
@@ -24,7 +24,10 @@ from samplers.noise import Rng
 
 TINY = 1e-10  # keeps the roots differentiable at 0
 POWER = 0.25  # of ghuber
-SCORES = {  # (denoising error l [B, 1], time t [B, 1]) -> what stands for the log-prob
+Scoring = Callable[[Tensor, Tensor], Tensor]
+SCORES: dict[
+    str, Scoring
+] = {  # (denoising error l [B, 1], time t [B, 1]) -> what stands for the log-prob
     "uniform": lambda l, t: -l,  # noqa: E741
     "t": lambda l, t: -l * t,  # noqa: E741
     "t2": lambda l, t: -l * t**2,  # noqa: E741
