@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -48,6 +49,7 @@ class Rng:
     # 64 bits in two words; tensors [B, 1] where rows are of several streams, which cannot fold
     key: tuple[int, int] | tuple[Tensor, Tensor]
     offset: int = 0  # position of this process's first prompt in the whole iteration
+    first_row: int = 0  # and of its first row, where prompts have different numbers of samples
 
     @classmethod
     def of(cls, *names: int | str) -> Rng:
@@ -56,11 +58,19 @@ class Rng:
         return cls((int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")))
 
     def fold(self, *names: int | str) -> Rng:
-        return replace(Rng.of(*self.key, *names), offset=self.offset)
+        return replace(self, key=Rng.of(*self.key, *names).key)
 
-    def rows(self, prompts: int, copies: int) -> Tensor:
-        """Name the rows [prompts * copies] that answer this process's prompts, copies adjacent."""
-        return torch.arange(self.offset * copies, (self.offset + prompts) * copies)
+    def rows(self, prompts: int, copies: int | Sequence[int]) -> Tensor:
+        """Name the rows [B] that answer this process's prompts, copies adjacent: ``copies`` of
+        each, or as many as the list says."""
+        if isinstance(copies, int):
+            return torch.arange(self.offset * copies, (self.offset + prompts) * copies)
+        return torch.arange(self.first_row, self.first_row + sum(copies))
+
+    def after(self, copies: int | Sequence[int], prompts: int) -> Rng:
+        """Return the stream of the prompts that come after the first ``prompts``."""
+        rows = 0 if isinstance(copies, int) else sum(copies[:prompts])
+        return replace(self, offset=self.offset + prompts, first_row=self.first_row + rows)
 
     def bits(self, rows: Tensor, count: int, step: int = 0) -> Tensor:
         """Draw [B, count] int64 holding 32 random bits each, keyed by row and step."""

@@ -110,10 +110,8 @@ class KeyedDraws(FreshDraws):
     def order(self) -> list[Tensor]:
         names = torch.arange(self.work.rows)
         empty = Rollout(group=names, row_id=names, sample=names, logprob=names, mask=names)
-        size = self.work.rows // self.work.updates
-        parts = minibatches.batches(
-            empty, self.work.copies, self.work.rows, size, Rng.of(0, 0, "update", 0)
-        )
+        sizes = [self.work.copies] * (self.work.rows // self.work.copies)
+        parts = minibatches.batches(empty, sizes, self.work.updates, Rng.of(0, 0, "update", 0))
         return [part.row_id for part in parts]
 
 

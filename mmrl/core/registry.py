@@ -230,6 +230,7 @@ BUILT_IN = (
     "mmrl.train.optimizers",
     "mmrl.data.prompts",
     "mmrl.data.vision",
+    "mmrl.data.budget",
     "mmrl.data.curriculum",
     "mmrl.worlds",
 )

@@ -22,6 +22,8 @@ from torch import Tensor
 from mmrl.core.host import sent
 
 Prompt = dict[str, Any]  # one line of a dataset: "text", images, the right answer ...
+# samples of every prompt: one number for all, or one each
+Copies = int | Sequence[int]
 Media = Tensor | list[Any]  # images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1, or B texts
 # (media, prompts) -> [B]; NaN means "could not be scored"
 Reward = Callable[[Media, list[Prompt]], Tensor]
@@ -30,6 +32,11 @@ Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor
 # (logp, old, advantage, mask) -> loss [B, L]
 Surrogate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Part = TypeVar("Part")
+
+
+def per_prompt(copies: Copies, prompts: int) -> list[int]:
+    """List the number of samples of each of ``prompts`` prompts."""
+    return [copies] * prompts if isinstance(copies, int) else list(copies)
 
 
 def tree_map(fn: Callable[[Tensor], Any], value: Any) -> Any:
@@ -174,7 +181,7 @@ class TokenOrder(Fields):
 class MaskTrace(TokenOrder):
     """Records what every pass of a masked model drew, also what it hid again (MaskGIT)."""
 
-    draws: Tensor  # [B, T, L, 2] long: every pass's tokens and their rank in its choice
+    proposals: Tensor  # [B, T, L, 2] long: every pass's tokens and their rank in its choice
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from annotated_types import Ge, Lt
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import DATA
-from mmrl.core.types import Prompt
+from mmrl.core.types import Copies, Prompt
 from samplers.noise import Rng
 
 SPLIT = 0.05  # share of the texts that is held out by default
@@ -145,6 +145,11 @@ class Curriculum(Sequence[Prompt]):
     def over(self, prompts: Sequence[Prompt]) -> Curriculum:
         """Return the same curriculum over a subset of its prompts."""
 
+    def copies(self, prompts: Sequence[Prompt], group_size: int, iteration: int) -> Copies:
+        """Say how often each of the prompts of an iteration is answered: ``group_size`` times each
+        on average, or each as often as a list says."""
+        return group_size
+
     def learn(self, outcomes: Sequence[Outcome]) -> None:
         """Take in how the groups of an iteration were rewarded; called alike on all processes."""
 
@@ -156,12 +161,13 @@ class Curriculum(Sequence[Prompt]):
 
 
 class Outcome(NamedTuple):
-    """Holds the rewards of one group: the ``entry`` of its prompt, their mean, and whether they are
-    all equal."""
+    """Holds the rewards of one group: the ``entry`` of its prompt, their mean, whether they are all
+    equal, and each that could be scored."""
 
     entry: int
     mean: float
     flat: bool
+    rewards: tuple[float, ...] = ()
 
 
 def read(path: Path, key: str | None = None) -> list[Prompt]:

@@ -133,7 +133,7 @@ class AdjointMatching(Objective):
     def loss(self, policy: Policy, point: Point) -> Tensor:
         steps = list(steps_of(point))
         adjoints = self._adjoints(policy, point, steps)  # K times [B, *], a_(k + 1)
-        total = torch.zeros_like(point.advantage)
+        total = point.advantage.new_zeros(())
         for step, adjoint in zip(steps, adjoints):
             dist = as_gaussian(policy.dist(step), STEPS)
             base = as_gaussian(frozen(policy, "ref", step), STEPS)

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from mmrl.core import distributed
 from mmrl.core.distributions import Dist
 from mmrl.core.errors import UserError
-from mmrl.core.types import Media, Point, Prompt, Rollout, tree_map
+from mmrl.core.host import sent
+from mmrl.core.types import Copies, Media, Point, Prompt, Rollout, tree_map
 from mmrl.core.weights import Weights
 from mmrl.policies.capabilities import Capabilities
 from mmrl.policies.lora import ATTENTION, Lora, add_lora
@@ -107,9 +108,10 @@ class Policy(ABC):
 
     @abstractmethod
     def rollout(
-        self, prompts: list[Prompt], copies: int, rng: Rng, context: RolloutContext = NO_CONTEXT
+        self, prompts: list[Prompt], copies: Copies, rng: Rng, context: RolloutContext = NO_CONTEXT
     ) -> Rollout:
-        """Answer every prompt ``copies`` times (copies adjacent) and record every decision."""
+        """Answer every prompt ``copies`` times, or each as often as the list says, copies adjacent,
+        and record every decision."""
 
     @abstractmethod
     def path(self, rollout: Rollout) -> Iterable[Point]:
@@ -302,11 +304,14 @@ class Policy(ABC):
 
 
 def rows_and_groups(
-    prompts: list[Prompt], copies: int, rng: Rng, device: torch.device
+    prompts: list[Prompt], copies: Copies, rng: Rng, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Name the rows [B] that answer prompts, copies adjacent, and number the prompt of each [B]."""
     row = rng.rows(len(prompts), copies).to(device)
-    return row, torch.arange(len(prompts), device=device).repeat_interleave(copies)
+    if isinstance(copies, int):
+        return row, torch.arange(len(prompts), device=device).repeat_interleave(copies)
+    group = torch.arange(len(prompts)).repeat_interleave(torch.tensor(copies))
+    return row, sent(group, device)
 
 
 def rows_of(cond: Any, group: Tensor) -> Any:

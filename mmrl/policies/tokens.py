@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from mmrl.core import distributed
 from mmrl.core.distributions import Categorical
 from mmrl.core.host import on_host, selected, spread
-from mmrl.core.types import Media, Point, Prompt, Rollout, TokenOrder
+from mmrl.core.types import Copies, Media, Point, Prompt, Rollout, TokenOrder
 from mmrl.policies.base import (
     NO_CONTEXT,
     Policy,
@@ -99,7 +99,7 @@ class LogitsPolicy(TokenPolicy):
         return rollout.sample
 
     def rollout(
-        self, prompts: list[Prompt], copies: int, rng: Rng, context: RolloutContext = NO_CONTEXT
+        self, prompts: list[Prompt], copies: Copies, rng: Rng, context: RolloutContext = NO_CONTEXT
     ) -> Rollout:
         row, group = rows_and_groups(prompts, copies, rng, self.device)
         cond = self.encode(prompts)

@@ -8,7 +8,6 @@ its place among the others.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any, Protocol, runtime_checkable
 
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mmrl.core.errors import UserError
-from mmrl.core.types import LatentPath, Media, Prompt, Rewards, Rollout
+from mmrl.core.types import Copies, LatentPath, Media, Prompt, Rewards, Rollout, per_prompt
 from mmrl.policies.base import NO_CONTEXT, Policy, RolloutContext
 from samplers.noise import Rng
 
@@ -47,7 +46,7 @@ class GroupScorer(Protocol):
 def draw(
     policy: Policy,
     prompts: Sequence[Prompt],
-    copies: int,
+    copies: Copies,
     rng: Rng,
     scorer: Score,
     parts: int = 1,
@@ -63,12 +62,16 @@ def draw(
         rollout = policy.rollout(list(prompts), copies, rng, context)
         media = policy.decode(rollout)
         return rollout, media, lambda: scored(scorer, media, rollout)
-    stream = scorer.stream(len(prompts) * copies)
+    sizes = per_prompt(copies, len(prompts))
+    stream = scorer.stream(sum(sizes))
     done = []
     decoded = []
     for first, last in pairwise(i * len(prompts) // parts for i in range(parts + 1)):
         part = policy.rollout(
-            list(prompts[first:last]), copies, replace(rng, offset=rng.offset + first), context
+            list(prompts[first:last]),
+            copies if isinstance(copies, int) else copies[first:last],
+            rng.after(copies, first),
+            context,
         )
         decoded.append(policy.decode(part))
         done.append(part)

@@ -22,7 +22,7 @@ from mmrl.core.registry import STAGES
 from mmrl.core.types import Media, Prompt, Provenance, Rewards, Rollout, TokenOrder
 from mmrl.policies.base import Policy
 from mmrl.rollout.collect import joined, together
-from mmrl.rollout.dynamic_sampling import exchanged, flat_groups
+from mmrl.rollout.dynamic_sampling import exchanged, flat_groups, group_sizes
 from mmrl.rollout.stages import Drawn, Sample, Setup, Stage
 
 # what is kept of a rollout
@@ -99,13 +99,11 @@ class ReplayBuffer(Stage):
         count = len(drawn.rollout.prompts)
         # one stays, so that every process has something of this iteration to measure
         flat = flat_groups(drawn)[: min(int(self.options.share * count + 1e-9), count - 1)]
-        best = sorted(
-            self.entries, key=lambda entry: (-entry.spread(), -entry.iteration, entry.index)
-        )[: len(flat)]
+        places, best = self._match(flat, group_sizes(drawn.rollout))
         fresh = self._worth(drawn, iteration)
         mixed = replace(drawn, rollout=marked(drawn.rollout, False))
         if best:
-            mixed = exchanged(mixed, self._recalled(best), flat[: len(best)])
+            mixed = exchanged(mixed, self._recalled(best), places)
         for entry in best:
             entry.used += 1
         left = [entry for entry in self.entries if entry.used < self.options.times]
@@ -123,6 +121,24 @@ class ReplayBuffer(Stage):
             "reuse/age": sums[1] / max(sums[0], 1),
             "reuse/remembered": sums[2],
         }
+
+    def _match(
+        self, flat: Sequence[int], sizes: Sequence[int]
+    ) -> tuple[list[int], list[Remembered]]:
+        """Find the best remembered group of the same size for each of the groups ``flat``, as far
+        as there is one."""
+        left = sorted(
+            self.entries, key=lambda entry: (-entry.spread(), -entry.iteration, entry.index)
+        )
+        places = []
+        entries = []
+        for group in flat:
+            fitting = (entry for entry in left if len(entry.rollout) == sizes[group])
+            if entry := next(fitting, None):
+                left = [rest for rest in left if rest is not entry]
+                places.append(group)
+                entries.append(entry)
+        return places, entries
 
     def state_dict(self) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
         """Return the entries if there is one process; several begin anew after a resume."""

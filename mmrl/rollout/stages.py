@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mmrl.config.options import TrainOptions
 from mmrl.core.registry import STAGES
-from mmrl.core.types import Media, Prompt, Provenance, Rewards, Rollout
+from mmrl.core.types import Copies, Media, Prompt, Provenance, Rewards, Rollout
 from mmrl.policies.base import Policy, RolloutContext
 from mmrl.rollout.collect import joined
 from samplers.noise import Rng
@@ -47,7 +47,8 @@ class Drawn:
         return rows, row_rewards
 
 
-Sample = Callable[[list[Prompt], Rng], Drawn]  # draws and scores, with the behaviour weights
+# draws and scores, with the behaviour weights, so many samples of each prompt
+Sample = Callable[[list[Prompt], Rng, Copies], Drawn]
 
 
 @dataclass(frozen=True)

@@ -15,44 +15,60 @@ from samplers.noise import Rng
 
 
 def batches(
-    rollout: Rollout, copies: int, rows: int, size: int, rng: Rng, whole_groups: bool = False
+    rollout: Rollout,
+    sizes: Sequence[int],
+    steps: int,
+    rng: Rng,
+    whole_groups: bool = False,
 ) -> Iterator[Rollout]:
     """Split a process's rollout into the optimizer steps of one epoch.
 
-    ``rows`` in the whole iteration are put in one random order that every process computes alike;
-    each step takes the next ``size`` of it, and a process those that it holds. The order goes
-    through the groups copy by copy, so that every step has (nearly) the same number of rows of
-    every group, and so of every process. With ``whole_groups`` it goes through the prompts instead,
-    and deals them to the steps in turn.
+    ``sizes``: how many rows answer each prompt of the whole iteration. Its rows are dealt to the
+    steps in a way that every process computes alike; a process takes those that it holds. Every
+    step has (nearly) the same number of rows of every group, and so of every process; with
+    ``whole_groups`` it has whole groups, and as many as any other.
     """
-    order = torch.empty(rows, dtype=torch.long)  # place of each row of the iteration
-    names = _dealt(rows, copies, size) if whole_groups else _stratified(rows, copies, rng)
-    order[names] = torch.arange(rows)
-    place = order[rollout.row_id.cpu()]
-    for start in range(0, rows, size):
-        local_rows = ((place >= start) & (place < start + size)).nonzero()[:, 0]
+    step = _dealt(sizes, steps) if whole_groups else _stratified(sizes, steps, rng)
+    mine = step[rollout.row_id.cpu()]
+    for number in range(steps):
+        rows = (mine == number).nonzero()[:, 0]
         # all of its rows in their order: not a copy of their paths
-        whole = len(local_rows) == len(rollout)
-        yield rollout if whole else rollout[local_rows.to(rollout.row_id.device)]
+        whole = len(rows) == len(rollout)
+        yield rollout if whole else rollout[rows.to(rollout.row_id.device)]
 
 
-def _stratified(rows: int, copies: int, rng: Rng) -> Tensor:
-    """Order all row names, [rows] long: first one random copy of every prompt in random order, then
-    another, and so on."""
-    names = torch.arange(rows)
-    draw = rng.uniform(names, (2,))  # [rows, 2]
-    # [rows] random place inside the group
-    copy = draw[:, 0].view(-1, copies).argsort(1).argsort(1).flatten()
-    return torch.argsort(copy + draw[:, 1])
+def _stratified(sizes: Sequence[int], steps: int, rng: Rng) -> Tensor:
+    """Choose the step of every row, [rows] long: in the order of the rows' places one random copy
+    of every prompt comes first in random order, then another, and so on."""
+    count = torch.tensor(sizes)
+    rows = int(count.sum())
+    draw = rng.uniform(torch.arange(rows), (2,))  # [rows, 2]
+    group = torch.arange(len(count)).repeat_interleave(count)
+    # [rows] random place inside the group, spread over the iteration where groups differ in size
+    order = torch.argsort(group + draw[:, 0])
+    copy = torch.empty(rows, dtype=torch.float64)
+    copy[order] = (torch.arange(rows) - (count.cumsum(0) - count)[group]).double()
+    copy = (copy + draw[:, 1]) * (int(count.max()) / count[group])
+    return _steps(torch.argsort(copy), steps)
 
 
-def _dealt(rows: int, copies: int, size: int) -> Tensor:
-    """Order all row names, [rows] long: group by group, so that consecutive prompts lie in
-    different steps."""
-    steps = rows // size
-    prompt = torch.arange(rows // copies)
-    order = torch.argsort(prompt % steps, stable=True)  # [P]
-    return (order[:, None] * copies + torch.arange(copies)).flatten()
+def _steps(order: Tensor, steps: int) -> Tensor:
+    """Cut rows in their ``order`` into equally large steps; return the step of every row."""
+    step = torch.empty_like(order)
+    step[order] = torch.arange(len(order)) // -(-len(order) // steps)
+    return step
+
+
+def _dealt(sizes: Sequence[int], steps: int) -> Tensor:
+    """Choose the step of every row, [rows] long: consecutive prompts lie in different steps, and a
+    step gets a further prompt only when no other has fewer rows."""
+    filled = [0] * steps
+    chosen = []
+    for size in sizes:
+        step = min(range(steps), key=lambda number: filled[number])
+        filled[step] += size
+        chosen.append(step)
+    return torch.tensor(chosen).repeat_interleave(torch.tensor(sizes))
 
 
 class Outline(NamedTuple):

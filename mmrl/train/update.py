@@ -64,7 +64,7 @@ class Update:
                 for epoch in range(self.options.epochs):
                     self.objective.start_epoch(epoch if self.options.epochs > 1 else None)
                     rng = self._rng(batch, epoch)
-                    parts = self.passes.steps(batch.rollout, rng)
+                    parts = self.passes.steps(batch.rollout, batch.group_sizes, rng)
                     # free each part before the next is taken out of the rollout
                     for index in range(self.plan.steps):
                         first = epoch == index == 0 and self.objective.behavior_policy == "live"
@@ -134,7 +134,7 @@ class Update:
         """
         scores = batch.rollout.logprob.flatten().clone()
         rng = self._rng(batch, 0)
-        for part in self.passes.steps(placed, rng):
+        for part in self.passes.steps(placed, batch.group_sizes, rng):
             points = minibatches.Points(partial(self.policy.path, part))
             for point in self.passes.cut(batch, points, rows, rng)[1]:
                 where = point.current()

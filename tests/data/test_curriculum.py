@@ -199,8 +199,11 @@ def test_outcomes_of_groups():
     )
     values = torch.tensor([1.0, 0.5, 0.25, 0.25, torch.nan, torch.nan])
     found = advantages.outcomes(Rewards({"r": values}, {"r": 2.0}), rollout)
-    assert found[:2] == [Outcome(7, 1.5, False), Outcome(8, 0.5, True)]
-    assert found[2].entry == 9 and found[2].mean != found[2].mean
+    assert found[:2] == [
+        Outcome(7, 1.5, False, (2.0, 1.0)),
+        Outcome(8, 0.5, True, (0.5, 0.5)),
+    ]
+    assert found[2].entry == 9 and found[2].mean != found[2].mean and found[2].rewards == ()
 
 
 @pytest.mark.parametrize(

@@ -362,7 +362,9 @@ def test_replacements_are_the_same_on_any_number_of_processes(monkeypatch):
     flat = [1, 2]  # of each process
 
     def replaced(first, last):
-        drawn = built.sample(prompts[first:last], Rng(Rng.of("rollout").key, first))
+        drawn = built.sample(
+            prompts[first:last], Rng(Rng.of("rollout").key, first), built.options.group_size
+        )
         stream = Rng.of("resample")
         return dynamic_sampling.resampled(
             drawn, lambda u: toys.prompts(16)[int(16 * u)], built.sample, [stream]

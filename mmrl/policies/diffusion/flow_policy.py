@@ -23,6 +23,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.host import sent
 from mmrl.core.registry import GRIDS, KERNELS, SOLVERS, WINDOWS
 from mmrl.core.types import (
+    Copies,
     Kernel,
     LatentPath,
     Media,
@@ -73,7 +74,6 @@ class Plan(NamedTuple):
     times: Tensor  # [K + 1]
     eta: Tensor  # [K]; 0 is a deterministic step
     spans: list[int]  # K + 1: how many adjacent rows share a state
-    copies: int
     rows: int | None = None  # at most so many in a pass; None: all that are alive
     stored: tuple[int, ...] = ()  # the S steps after which the state is kept for training
 
@@ -229,7 +229,7 @@ class FlowPolicy(Policy):
         return bound
 
     def rollout(
-        self, prompts: list[Prompt], copies: int, rng: Rng, context: RolloutContext = NO_CONTEXT
+        self, prompts: list[Prompt], copies: Copies, rng: Rng, context: RolloutContext = NO_CONTEXT
     ) -> Rollout:
         row, group = rows_and_groups(prompts, copies, rng, self.device)
         plan = self._plan(copies, rng, context)
@@ -278,7 +278,7 @@ class FlowPolicy(Policy):
         stored = self.dtype if self.trajectory_dtype == torch.float32 else self.trajectory_dtype
         return torch.empty(rows, len(plan.stored), *self.shape, dtype=stored, device=place)
 
-    def _plan(self, copies: int, rng: Rng, context: RolloutContext = NO_CONTEXT) -> Plan:
+    def _plan(self, copies: Copies, rng: Rng, context: RolloutContext = NO_CONTEXT) -> Plan:
         """Plan what the sampler does in this iteration: times, noise levels, branching."""
         try:
             # [K] bool
@@ -306,7 +306,6 @@ class FlowPolicy(Policy):
             times,
             self.noise_level * noisy.double() * self.exploring,
             spans,
-            copies,
             stored=tuple(stored),
         )
 
@@ -330,7 +329,7 @@ class FlowPolicy(Policy):
         time, eta = (self._on_rows(schedule, len(row)) for schedule in (plan.times, plan.eta))
         # without noise on the way a group would be one sample
         shared = self.same_initial_noise and self.exploring
-        first = (row // plan.copies if shared else row)[:: plan.spans[0]]
+        first = (group + rng.offset if shared else row)[:: plan.spans[0]]
         row_cond = rows_of(without_empty(cond), group[:: plan.spans[0]])
         state = self._store(self.begin(rng.normal(first, self.shape, 0, self.dtype), row_cond))
         self._keep(path, plan, 0, state)

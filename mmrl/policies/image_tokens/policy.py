@@ -19,7 +19,7 @@ from torch import Tensor
 from mmrl.config.options import Count
 from mmrl.core.distributions import Dist, drawn
 from mmrl.core.host import on_host, sent
-from mmrl.core.types import Media, Point, Prompt, Rollout, TokenOrder
+from mmrl.core.types import Copies, Media, Point, Prompt, Rollout, TokenOrder
 from mmrl.policies.base import (
     NO_CONTEXT,
     LogprobGuidance,
@@ -94,7 +94,7 @@ class ImageTokenPolicy(TokenPolicy):
         return torch.full((sum(self.net.turns),), guidance)
 
     def rollout(
-        self, prompts: list[Prompt], copies: int, rng: Rng, context: RolloutContext = NO_CONTEXT
+        self, prompts: list[Prompt], copies: Copies, rng: Rng, context: RolloutContext = NO_CONTEXT
     ) -> Rollout:
         row, group = rows_and_groups(prompts, copies, rng, self.device)
         cond = self.encode(prompts)

@@ -207,7 +207,7 @@ class MaskedDiffusion(LogitsPolicy):
         L, all tokens drawn in every pass."""
         decision, logprob, hidden, new = (torch.stack(part, 1) for part in zip(*steps, strict=True))
         if self.chooses:
-            trace = MaskTrace(commit_step=rollout.tokens.commit_step, draws=decision)
+            trace = MaskTrace(commit_step=rollout.tokens.commit_step, proposals=decision)
             return rollout.replace(
                 logprob=logprob.flatten(1), mask=hidden.flatten(1), trajectory=trace
             )
@@ -229,7 +229,7 @@ class MaskedDiffusion(LogitsPolicy):
                 num_decisions=rollout.mask.sum(1),
                 state=torch.where(rollout.tokens.commit_step >= step, self.mask_id, rollout.sample),
                 mask=rollout.mask[:, part],
-                target=rollout.passes.draws[:, step],
+                target=rollout.passes.proposals[:, step],
                 logprob=rollout.logprob[:, part],
                 step=MaskChoice(
                     temperature=self._noise(step, len(rollout)).to(rollout.logprob)[:, 0]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mmrl.core.errors import UserError
 from mmrl.core.host import sent
-from mmrl.core.types import Prompt, Rollout, TokenOrder
+from mmrl.core.types import Copies, Prompt, Rollout, TokenOrder, per_prompt
 from mmrl.policies.base import NO_CONTEXT, RolloutContext, rows_and_groups
 from mmrl.policies.diffusion.text_encoding import texts_of
 from mmrl.policies.image_tokens.models.janus import Janus
@@ -57,16 +57,17 @@ class Passes(Janus):
         return [self._encoded(prompt)[0] for prompt in prompts]
 
     def rollout(
-        self, prompts: list[Prompt], copies: int, rng: Rng, context: RolloutContext = NO_CONTEXT
+        self, prompts: list[Prompt], copies: Copies, rng: Rng, context: RolloutContext = NO_CONTEXT
     ) -> Rollout:
         encoded_prompts = [self._encoded(prompt) for prompt in prompts]
         cond = [encoded for encoded, _ in encoded_prompts]
         least = self.branches
-        if copies % least:
-            raise UserError(
-                f"train.group_size {copies}: with {least} images of a plan it must be a "
-                f"multiple of {least}"
-            )
+        for size in per_prompt(copies, 1):
+            if size % least:
+                raise UserError(
+                    f"train.group_size {size}: with {least} images of a plan it must be a "
+                    f"multiple of {least}"
+                )
         row, group = rows_and_groups(prompts, copies, rng, self.device)
         answers = torch.tensor(["answers" in prompt for prompt in cond], device=self.device)[group]
         if sharded(self.net) and answers.any() and not answers.all():

@@ -13,11 +13,13 @@ from typing import Annotated, Any, Literal
 
 import torch
 from annotated_types import Gt, Le
+from torch import Tensor
 
 from mmrl.config.options import Count
 from mmrl.core.errors import UserError
+from mmrl.core.host import sent
 from mmrl.core.registry import POLICIES, locate
-from mmrl.core.types import Completion, Media, Prompt, Rollout, TokenOrder
+from mmrl.core.types import Completion, Copies, Media, Prompt, Rollout, TokenOrder, per_prompt
 from mmrl.policies.base import NO_CONTEXT, ParameterGroup, RolloutContext, rows_and_groups
 from mmrl.policies.lora import Lora, merged
 from mmrl.policies.vlm.budgets import admit
@@ -152,7 +154,7 @@ class VLM(Passes):
             )
 
     def rollout(
-        self, prompts: list[Prompt], copies: int, rng: Rng, context: RolloutContext = NO_CONTEXT
+        self, prompts: list[Prompt], copies: Copies, rng: Rng, context: RolloutContext = NO_CONTEXT
     ) -> Rollout:
         cond, shown = self.recall(prompts)
         self.images += sum(map(images_in, cond))
@@ -164,8 +166,8 @@ class VLM(Passes):
         else:
             requests = [
                 request
-                for request in map(self.inputs.engine_prompt, prompts)
-                for _ in range(copies)
+                for prompt, size in zip(prompts, per_prompt(copies, len(prompts)), strict=True)
+                for request in [self.inputs.engine_prompt(prompt)] * size
             ]
             answers = ask(self.outside, self.net.hf, requests, row, rng, self.warp, self.ending)
         order = torch.arange(answers.ids.shape[1], device=self.device).expand_as(answers.ids)
@@ -183,7 +185,8 @@ class VLM(Passes):
             rollout = self._rescored(rollout, size)
         if context.ground_truth is None:
             return rollout
-        return self._with_ground_truth(rollout, context.ground_truth, copies, size)
+        last = torch.tensor(per_prompt(copies, len(prompts))).cumsum(0) - 1  # row of every group
+        return self._with_ground_truth(rollout, context.ground_truth, sent(last, self.device), size)
 
     def recall(self, prompts: list[Prompt]) -> tuple[list[Encoded], list[Prompt]]:
         """Encode prompts again, and return them as ``rollout`` does."""
@@ -282,14 +285,13 @@ class VLM(Passes):
 
     @torch.no_grad()
     def _with_ground_truth(
-        self, rollout: Rollout, write: Callable[[Prompt], str | None], copies: int, size: int
+        self, rollout: Rollout, write: Callable[[Prompt], str | None], last: Tensor, size: int
     ) -> Rollout:
-        """Replace the last answer of every group by the right one, with the log-probs that the
-        policy gives it.
+        """Replace the ``last`` answer [P] of every group by the right one, with the log-probs that
+        the policy gives it.
 
         Where there is none, or it is longer than answers may be, the group keeps what was sampled.
         """
-        last = torch.arange(copies - 1, len(rollout), copies, device=self.device)
         ids = rollout.sample.clone()
         mask = rollout.mask.clone()
         written = torch.zeros_like(rollout.group, dtype=torch.bool)

@@ -337,9 +337,9 @@ def every_maskgit(policy):
     early = drawn[:, 0, :, 1] < 4
     sample = torch.where(early, drawn[:, 0, :, 0], drawn[:, 1, :, 0])
     mask = torch.cat([torch.ones_like(early), ~early], 1)
-    return whole(policy, sample, commit_step=(~early).long(), mask=mask, draws=drawn), torch.zeros(
-        len(rows)
-    ).double()
+    return whole(
+        policy, sample, commit_step=(~early).long(), mask=mask, proposals=drawn
+    ), torch.zeros(len(rows)).double()
 
 
 def whole(policy, sample, mask, **fields):
