@@ -90,7 +90,8 @@ class Branch:
                 weight = (~leaf.isnan()).double()
                 fused.append(edge_mean(leaf, weight, parent))
             else:
-                score = torch.where(rollout.eta[:, k] > 0, rollout.logprob[:, k].double(), 0.0)
+                noisy = rollout.latents.noise_level[:, k] > 0
+                score = torch.where(noisy, rollout.logprob[:, k].double(), 0.0)
                 # one for every edge, whatever the rows are called by now
                 rows = _first(name) & ~below.isnan()
                 weight = (self.alpha * (score - _most(score, parent))).exp() * rows

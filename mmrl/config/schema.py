@@ -60,7 +60,7 @@ def resolve_named(
 ) -> Any:
     """Resolve the entry called ``name`` with its options; ``where`` is their place."""
     try:
-        entry = registry.find(name)
+        entry = registry.find(name, renamed.former_plug_ins(registry.kind, registry))
     except UserError as error:
         problems.append(where.say(renamed.plug_in(registry.kind, name) or str(error)))
         return BAD
@@ -142,7 +142,7 @@ def resolve_call(
         if key not in known and (new := renamed.option(place.path, key, known)):
             problems.append((place / key).now_called(new))
         elif key not in known:
-            close = suggest(str(key), known)
+            close = suggest(str(key), known, renamed.former_options(place.path, known))
             hint = f"; {close} " if close.startswith("did") else " "
             problems.append((place / key).say(f"unknown option{hint}{takes}"))
         # the default None may always be written out
@@ -224,7 +224,8 @@ def convert(value: Any, kind: Any, place: Place, problems: list[str]) -> Any:
 def refuse(
     value: Any, kind: Any, place: Place, problems: list[str], words: Sequence[Any] = ()
 ) -> Any:
-    close = suggest(value, words) if isinstance(value, str) else ""
+    former = renamed.former_values(place.path, words)
+    close = suggest(value, words, former) if isinstance(value, str) else ""
     hint = f"; {close}" if close.startswith("did") else ""
     hint = f"; {renamed.value(place.path, value)}" if renamed.value(place.path, value) else hint
     problems.append(place.say(f"expected {expected(kind)}, got {show(value)}{hint}"))

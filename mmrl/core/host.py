@@ -46,6 +46,14 @@ def sent(tensor: Tensor, device: torch.device | str) -> Tensor:
     return tensor.to(device, non_blocking=torch.device(device).type != "cpu")
 
 
+def placed(copy: Tensor, device: torch.device | str) -> Tensor:
+    """Send a CPU tensor, and cache it as the values of what is on the device."""
+    tensor = sent(copy, device)
+    if tensor is not copy:
+        remember(tensor, copy)
+    return tensor
+
+
 def indices(mask: Tensor) -> Tensor:
     """Return the places where a mask holds, [N] long in the flattened mask, on its device. The
     device is read once for each mask."""

@@ -89,14 +89,14 @@ class Registry(dict[str, Plugin]):
 
         return add
 
-    def find(self, name: str) -> Plugin:
+    def find(self, name: str, former: Mapping[str, str] = {}) -> Plugin:
         """Return the entry of that name, or of ``module:name`` or ``file.py:name``; raise a
-        UserError with a suggestion if there is none."""
+        UserError with a suggestion if there is none, also of names that entries had, ``former``."""
         if name in self:
             return self[name]
         if isinstance(name, str) and ":" in name:
             return import_name(name, self.kind)
-        raise UserError(f"unknown {self.kind} {name!r}; {suggest(name, self)}")
+        raise UserError(f"unknown {self.kind} {name!r}; {suggest(name, self, former)}")
 
     def discover(self) -> None:
         """Register what installed packages offer by entry points; warn of one that cannot be

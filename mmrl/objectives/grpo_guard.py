@@ -47,13 +47,13 @@ class Guard(PolicyGradient):
         log_ratio = normalised(dist, old, point.target)
         ratio = log_ratio.exp()
         # what the gate looks at
-        observe("log_ratio", dist.log_prob(point.target) - point.logprob, point.mask)
+        observe("log_ratio", dist.log_prob(point.target) - point.recorded, point.mask)
         observe("ratio", ratio, point.mask)
         observe("clip_fraction", outside(ratio, *self.clip_bounds).double(), point.mask)
         zero = torch.zeros_like(log_ratio)
         loss = self.surrogate(log_ratio, zero, self._advantage(point), point.mask)
         if self.balance:
-            loss = loss / (point.time - point.next_time)[:, None]
+            loss = loss / (point.time - point.transition.next_time)[:, None]
         if "ref" in self.snapshots and self.kl.where == "loss":
             penalty = self._kl(policy, point, dist, log_ratio, zero)
             loss = loss + self.kl.at(self.iteration) * penalty

@@ -118,7 +118,7 @@ class Session:
 class Admitted:
     """Holds the prompts of a data source that a policy can take."""
 
-    train: list[Prompt]
+    train: Sequence[Prompt]
     held_out: list[Prompt]
 
 

@@ -19,7 +19,7 @@ from mmrl.policies.diffusion.flow_policy import Window
 from mmrl.policies.diffusion.models.stable_diffusion import SD
 from samplers.kernels import consistency
 from samplers.noise import Rng
-from samplers.processes import Consistent, Process
+from samplers.processes import Consistent, Diffusion
 from samplers.windows import all_but_last
 
 
@@ -50,7 +50,7 @@ class LCM(SD):
         self.embedded_guidance = embedded_guidance
         super().__init__(path, steps=steps, sde_type=sde_type, noise_window=noise_window, **options)
 
-    def trained_process(self) -> Process:
+    def trained_process(self) -> Diffusion:
         known = super().trained_process()
         return Consistent(
             known.prediction, known.alphas, scaling=self.scheduler.config.timestep_scaling

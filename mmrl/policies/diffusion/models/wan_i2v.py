@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ class WanI2V(FirstFrame, Wan):
 
     # the latter: TI2V's folders
     pipeline = "WanImageToVideoPipeline"
-    also = ("WanPipeline",)
+    also: ClassVar[tuple[str, ...]] = ("WanPipeline",)
 
     @property
     def holds(self) -> bool:

@@ -34,6 +34,7 @@ class VAR(ImageTokenPolicy):
     export."""
 
     attention = ("attn.mat_qkv", "attn.proj")
+    net: VARNet
 
     def __init__(
         self,
