@@ -229,10 +229,10 @@ def _joined(
 
     positions = torch.tensor([[padded(axis, 0) for axis in place] for place in places])  # [N, 3, S]
     fills = (words.pad_token_id, -1, IGNORED)
-    token_ids, asked, answers = (
+    token_ids, parts, answers = (
         torch.tensor([padded(row[i], fill) for row in rows]) for i, fill in enumerate(fills)
     )
-    return Lessons(token_ids, asked, answers, positions.transpose(0, 1), media)
+    return Lessons(token_ids, parts, answers, positions.transpose(0, 1), media)
 
 
 class Pair(NamedTuple):
