@@ -21,7 +21,7 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 
 
 def philox(
-    counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]
+    counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int] | tuple[Tensor, Tensor]
 ) -> tuple[Tensor, ...]:
     """Compute ten rounds of Philox. Counter words and results are int64 tensors of one shape
     holding 32-bit values."""
@@ -45,7 +45,8 @@ class Rng:
     """Draws from a named random stream. ``fold`` derives another one; draws never change it, so
     order does not matter."""
 
-    key: tuple[int, int]
+    # 64 bits in two words; tensors [B, 1] where rows are of several streams, which cannot fold
+    key: tuple[int, int] | tuple[Tensor, Tensor]
     offset: int = 0  # position of this process's first prompt in the whole iteration
 
     @classmethod
@@ -75,7 +76,11 @@ class Rng:
         return ((self.bits(rows, count, step).double() + 0.5) / 2**32).view(len(rows), *shape)
 
     def normal(
-        self, rows: Tensor, shape: tuple[int, ...] = (), step: int = 0, dtype=torch.float32
+        self,
+        rows: Tensor,
+        shape: tuple[int, ...] = (),
+        step: int = 0,
+        dtype: torch.dtype = torch.float32,
     ) -> Tensor:
         """Draw [B, *shape] standard normal, by Box and Muller in float64, then rounded to
         ``dtype``."""

@@ -315,9 +315,10 @@ def agreement(make: Make, work: Work, kind: type[PlainLoop] = PlainLoop) -> dict
     rollout = rollouts[0]
     weights = ours.weights.full()
     theirs = plain.weights.full()
-    visited = loop.path if rollout.visit is None else loop.path[:, rollout.visit[0] >= 0]
+    visit = rollout.latents.visit
+    visited = loop.path if visit is None else loop.path[:, visit[0] >= 0]
     differences = {
-        "latents": float((rollout.path - visited).abs().max()),
+        "latents": float((rollout.latents.states - visited).abs().max()),
         "log_probs": float((rollout.logprob - loop.logprob).abs().max()),
         "weights": max(float((weights[n] - theirs[n]).abs().max()) for n in weights),
         "weights_moved": max(float((weights[n] - before[n]).abs().max()) for n in weights),

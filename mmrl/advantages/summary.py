@@ -28,7 +28,7 @@ def statistics(rewards: Rewards | Tensor, rollout: Rollout) -> dict[str, float]:
     compared = groups.size() > 0
     within = groups.centred(total).masked_fill(~present, 0.0).square().sum()
     flat = (groups.flat(total) & compared).sum()
-    counts = [groups.count, flat, (~present).sum(), len(present), within]
+    counts: list[int | Tensor] = [groups.count, flat, (~present).sum(), len(present), within]
     many, flat, missing, samples, within = all_sum(
         total.new_tensor([float(x) for x in counts])
     ).tolist()

@@ -16,6 +16,7 @@ from mmrl.core.registry import ARTIFACTS, load_built_in, locate
 from mmrl.core.types import Prompt
 from mmrl.run import build, evaluation
 from mmrl.run.build import Session
+from mmrl.utils.files import whole_folder
 from mmrl.utils.paths import find_config
 
 QUICKSTART = ("digits/sd3", "digits/reader", "digits/judge", "digits/clip")
@@ -83,12 +84,13 @@ def sample(
 
 
 def export(run: Path, folder: Path, at: str | None = None) -> Path:
-    """Write trained weights in the format of the model's own library. Returns the folder."""
-    if folder.exists() and any(folder.iterdir()):
+    """Write trained weights in the format of the model's own library. Returns the folder, which is
+    there once all of it is written."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists and is not empty; name a new folder")
     session = build.trained(run, at=at)
-    folder.mkdir(parents=True, exist_ok=True)
-    session.policy.export(folder)
+    with whole_folder(folder) as draft:
+        session.policy.export(draft)
     return folder
 
 

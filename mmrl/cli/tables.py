@@ -43,7 +43,7 @@ def plugin_tables(kind: str | None) -> None:
     if kind is not None and kind not in kinds:
         if kind in renamed.KINDS:
             raise UserError(f"`mmrl list {kind}` is now `mmrl list {renamed.KINDS[kind]}`")
-        raise UserError(f"no plug-ins called {kind!r}; {suggest(kind, kinds)}")
+        raise UserError(f"no plug-ins called {kind!r}; {suggest(kind, kinds, renamed.KINDS)}")
     for plural, registry in ALL.items():
         if kind in (None, plural) or plural in FAMILIES.get(kind, ()):
             table = Table(
@@ -55,8 +55,8 @@ def plugin_tables(kind: str | None) -> None:
                 table.add_row(name, describe(registry[name]), ", ".join(takes))
             Console().print(table)
     if kind in (None, "presets"):
-        name = Column("name", no_wrap=True)
-        table = Table(name, "for", "what it sets", title="presets", title_justify="left")
+        names = Column("name", no_wrap=True)
+        table = Table(names, "for", "what it sets", title="presets", title_justify="left")
         for name in PRESETS:
             table.add_row(name, *described(name), end_section=True)
         Console().print(table)

@@ -111,11 +111,29 @@ VALUES: dict[str, dict[Any, Any]] = {  # option -> old value -> new value
 def option(path: Sequence[Any], key: Any, known: Collection[str]) -> str:
     """Return the full name that the unknown option ``key`` at ``path`` has now, empty where it
     never existed."""
+    name = former_options(path, known).get(str(key))
+    return ".".join([*map(str, path), name]) if name else ""
+
+
+def former_options(path: Sequence[Any], known: Collection[str]) -> dict[str, str]:
+    """Map old names to the options ``known`` at ``path`` that have them no more."""
     section = OPTIONS.get(str(path[0]), {}) if path else {}
-    for name in section.get(str(key), ()):
-        if name.partition(".")[0] in known:
-            return ".".join([*map(str, path), name])
-    return ""
+    present = {
+        old: [name for name in names if name.partition(".")[0] in known]
+        for old, names in section.items()
+    }
+    return {old: names[0] for old, names in present.items() if names}
+
+
+def former_plug_ins(kind: str, known: Collection[str]) -> dict[str, str]:
+    """Map old names to the ``known`` plug-ins of a kind that have them no more."""
+    return {old: name for old, name in PLUG_INS.get(kind, {}).items() if name in known}
+
+
+def former_values(path: Sequence[Any], known: Collection[Any]) -> dict[str, Any]:
+    """Map old values of an option to the ``known`` ones that stand for them now."""
+    values = VALUES.get(str(path[-1]), {}) if path else {}
+    return {old: new for old, new in values.items() if new in known}
 
 
 def plug_in(kind: str, name: Any) -> str:

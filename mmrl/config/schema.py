@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from mmrl.config import renamed
 from mmrl.config.values import SCALARS, Place, expected, show
 from mmrl.core.errors import UserError, suggest
-from mmrl.core.registry import Registry, options
+from mmrl.core.registry import Plugin, Registry, options
 
 BAD = object()  # what a conversion returns after it has reported a problem
 
@@ -27,7 +27,7 @@ BAD = object()  # what a conversion returns after it has reported a problem
 class Resolved:
     """Holds a constructor with its converted options; options may hold further ones."""
 
-    entry: Callable
+    entry: Plugin
     options: dict[str, Any]
     place: Place
 
@@ -60,7 +60,7 @@ def resolve_named(
 ) -> Any:
     """Resolve the entry called ``name`` with its options; ``where`` is their place."""
     try:
-        entry = registry.find(name)
+        entry = registry.find(name, renamed.former_plug_ins(registry.kind, registry))
     except UserError as error:
         problems.append(where.say(renamed.plug_in(registry.kind, name) or str(error)))
         return BAD
@@ -115,7 +115,7 @@ def _names_of(registry: Registry, name: str) -> list[str]:
 
 
 def resolve_call(
-    entry: Callable,
+    entry: Plugin,
     chosen: Any,
     place: Place,
     problems: list[str],
@@ -142,7 +142,7 @@ def resolve_call(
         if key not in known and (new := renamed.option(place.path, key, known)):
             problems.append((place / key).now_called(new))
         elif key not in known:
-            close = suggest(str(key), known)
+            close = suggest(str(key), known, renamed.former_options(place.path, known))
             hint = f"; {close} " if close.startswith("did") else " "
             problems.append((place / key).say(f"unknown option{hint}{takes}"))
         # the default None may always be written out
@@ -205,7 +205,7 @@ def convert(value: Any, kind: Any, place: Place, problems: list[str]) -> Any:
         return _literal(value, get_args(kind), place, problems)
     if (origin or kind) in _CONTAINERS:
         return _CONTAINERS[origin or kind](value, get_args(kind), place, problems)
-    if is_dataclass(kind) and isinstance(value, Mapping):
+    if isinstance(kind, type) and is_dataclass(kind) and isinstance(value, Mapping):
         return resolve_call(kind, value, place, problems)
     if kind in SCALARS:
         try:
@@ -224,7 +224,8 @@ def convert(value: Any, kind: Any, place: Place, problems: list[str]) -> Any:
 def refuse(
     value: Any, kind: Any, place: Place, problems: list[str], words: Sequence[Any] = ()
 ) -> Any:
-    close = suggest(value, words) if isinstance(value, str) else ""
+    former = renamed.former_values(place.path, words)
+    close = suggest(value, words, former) if isinstance(value, str) else ""
     hint = f"; {close}" if close.startswith("did") else ""
     hint = f"; {renamed.value(place.path, value)}" if renamed.value(place.path, value) else hint
     problems.append(place.say(f"expected {expected(kind)}, got {show(value)}{hint}"))
@@ -335,7 +336,7 @@ def _other(value: Any, kind: Any, place: Place, problems: list[str]) -> Any:
     return BAD
 
 
-_CONTAINERS: dict[Any, Callable] = {
+_CONTAINERS: dict[Any, Callable[[Any, tuple[Any, ...], Place, list[str]], Any]] = {
     list: _list,
     Sequence: _list,
     Iterable: _list,

@@ -160,8 +160,6 @@ class Policy(ABC):
     # ----------------------------------------------------------------------------------------------
     # train: parameters, passes and what they need of memory
 
-    # set by the trainer: the pass over the iteration's rows; None: there is only one
-    epoch: int | None = None
     # rows of one prompt share work, so they should share optimizer steps and passes
     adjacent: bool = False
     # a pass may leave trained weights out, such as those of a second expert
@@ -170,8 +168,11 @@ class Policy(ABC):
     sampling: bool = False
     # rows of a pass that turned out to fit the device's memory; None: no pass was too large
     most: int | None = None
-    # dimensions that a decision's log-prob is summed over
-    summed_dimensions: int = 1
+
+    @property
+    def summed_dimensions(self) -> int:
+        """Count the dimensions that a decision's log-prob is summed over."""
+        return 1
 
     def active(self) -> nn.Module:
         """Choose the module for this pass: ``trained`` where gradients are recorded outside
@@ -254,7 +255,8 @@ class Policy(ABC):
     def enable_gradient_checkpointing(self) -> None:
         for name in ("enable_gradient_checkpointing", "gradient_checkpointing_enable"):
             if hasattr(self.net, name):
-                return getattr(self.net, name)()
+                getattr(self.net, name)()
+                return
         raise ValueError(f"{type(self.net).__name__} offers no gradient checkpointing")
 
     # ----------------------------------------------------------------------------------------------

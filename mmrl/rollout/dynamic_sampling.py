@@ -110,7 +110,7 @@ def flat_groups(drawn: Drawn, spread: float = 0.0) -> list[int]:
     if spread:
         level = level | (groups.variance(total, 0).sqrt() <= spread)
     level = level[groups.index].to(rollout.row_id.device)
-    first = {}
+    first: dict[int, int] = {}
     for name, group in sorted(
         zip(rollout.row_id[level].tolist(), rollout.group[level].tolist(), strict=True)
     ):

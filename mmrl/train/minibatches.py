@@ -4,6 +4,7 @@ the number of processes."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,6 +55,13 @@ def _dealt(rows: int, copies: int, size: int) -> Tensor:
     return (order[:, None] * copies + torch.arange(copies)).flatten()
 
 
+class Outline(NamedTuple):
+    """Keeps of a point how much there is to train on, without network inputs."""
+
+    mask: Tensor  # [B, L] bool
+    num_decisions: Tensor  # [B]
+
+
 class Points:
     """Makes the points of one optimizer step anew in every loop over them, so that all are never
     held at once.
@@ -64,24 +72,13 @@ class Points:
 
     def __init__(self, make: Callable[[], Iterable[Point]]):
         self.make = make
-        self.outline = [_outline(point) for point in make()]
+        self.outline = [Outline(point.mask, point.num_decisions) for point in make()]
         self.trained = trained_rows(self.outline)
         pairs = zip(self.outline, self.trained, strict=True)
-        self.rows = sum(len(point if rows is None else rows) for point, rows in pairs)
+        self.rows = sum(len(point.mask if rows is None else rows) for point, rows in pairs)
 
     def __iter__(self) -> Iterator[Point]:
         return iter(self.make())
-
-
-def _outline(point: Point) -> Point:
-    """Keep a point's masks, which say how much there is to train on, without network inputs."""
-    return Point(
-        group=point.group,
-        row_id=point.row_id,
-        state=point.mask,
-        mask=point.mask,
-        num_decisions=point.num_decisions,
-    )
 
 
 def passes(points: Iterable[Point], size: int | None, adjacent: bool = False) -> Iterator[Point]:
@@ -138,7 +135,7 @@ def tell(whole: Point, parts: Sequence[Point]) -> None:
         remember(part.mask, rows[:, 1:].bool())
 
 
-def trained_rows(points: Sequence[Point]) -> list[Tensor | None]:
+def trained_rows(points: Sequence[Point | Outline]) -> list[Tensor | None]:
     """Find the rows [n] of every point that have a decision to train on, on the CPU; None: all of
     them have.
 
@@ -153,11 +150,10 @@ def trained_rows(points: Sequence[Point]) -> list[Tensor | None]:
 
 def _trained(points: Iterable[Point]) -> Iterator[Point]:
     """Yield the rows with a decision to train on, copying only points that have other rows."""
-    if isinstance(points, Points):
-        pairs = zip(points, points.trained, strict=True)
-    else:
-        pairs = ((point, trained_rows([point])[0]) for point in points)
-    return (point if rows is None else point[rows] for point, rows in pairs)
+    known = points.trained if isinstance(points, Points) else None
+    for i, point in enumerate(points):
+        rows = trained_rows([point])[0] if known is None else known[i]
+        yield point if rows is None else point[rows]
 
 
 def _joined(points: Sequence[Point]) -> Point:
@@ -181,7 +177,7 @@ def loss_weights(point: Point, loss_agg_mode: str, decisions: int) -> Tensor:
     return mask / decisions
 
 
-def loss_total(points: Sequence[Point], rollout: Rollout, loss_agg_mode: str) -> Tensor:
+def loss_total(points: Sequence[Point | Outline], rollout: Rollout, loss_agg_mode: str) -> Tensor:
     """Return what this process adds to the loss's divisor, [2] float64: whether it has a decision
     to train on (above 0), and its part of the number by which the weighted sum of all losses is
     divided: decisions, rows with decisions, or rows that stay in training."""

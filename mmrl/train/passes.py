@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 
 import torch
@@ -72,7 +72,7 @@ class Passes:
         needed = -(-points.rows // rows)
         count = distributed.largest(needed, device)
         idle = [self.idle(batch, rng) for _ in range(count - needed)]
-        trained = minibatches.passes(points, rows, self.policy.adjacent)
+        trained: Iterable[Point] = minibatches.passes(points, rows, self.policy.adjacent)
         if couple and self.coupled:
             trained = self.couple(batch, list(trained), idle)
         passes = chain(trained, idle)

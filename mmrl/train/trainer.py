@@ -28,7 +28,7 @@ from mmrl.policies.base import Policy, RolloutContext
 from mmrl.rollout import collect
 from mmrl.rollout.stages import Drawn, Setup, sampled_only, stages_of
 from mmrl.train.batch import Batch
-from mmrl.train.device import Device
+from mmrl.train.device import Device, MakeOptimizer
 from mmrl.train.update import Update
 from samplers.noise import Rng
 
@@ -49,7 +49,7 @@ class Trainer:
         scorer: Scorer,
         advantage: Advantage,
         objective: Objective,
-        optimizer: Callable,
+        optimizer: MakeOptimizer,
         options: TrainOptions,
         device: Device | None = None,
     ):
@@ -68,7 +68,7 @@ class Trainer:
         for name in self.snapshots():
             policy.weights.keep(name)
         suits(objective, policy, options)
-        if objective.differentiates:
+        if objective.differentiates and hasattr(scorer, "differentiable"):
             objective.attach(scorer.differentiable)
         self.stages = stages_of(Setup(options, policy, prompts, getattr(scorer, "rewards", {})))
         self.monitors: list[Monitor] = list(MONITORS.values())

@@ -1,9 +1,12 @@
-"""Helps to write a folder safely, for checkpoints and for the cache of built artifacts."""
+"""Helps to write a folder safely, for checkpoints, exports and the cache of built artifacts."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -20,3 +23,25 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+@contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """Give a folder to write into, which becomes ``folder`` when the block ends without an error
+    and vanishes otherwise. ``folder`` is new or an empty one, which stays itself: it may be a link
+    or a mount."""
+    target = folder.resolve()
+    near = next(place for place in (target, *target.parents) if place.is_dir())
+    draft = near / f".{target.name}.partial"
+    shutil.rmtree(draft, ignore_errors=True)  # of a process that was killed
+    draft.mkdir()
+    try:
+        yield draft
+        if near == target:
+            for path in list(draft.iterdir()):
+                path.rename(target / path.name)
+        else:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            draft.rename(target)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)

@@ -10,7 +10,7 @@ from mmrl.cli.app import app
 from mmrl.config import renamed
 from mmrl.config.options import EvaluateOptions, TrainOptions
 from mmrl.core import registry
-from mmrl.core.errors import UserError
+from mmrl.core.errors import UserError, suggest
 from mmrl.core.registry import ADVANTAGES, ALL, OBJECTIVES, POLICIES, SURROGATES, options
 
 registry.load_built_in()
@@ -118,9 +118,38 @@ def test_what_never_existed_is_no_old_name():
     assert "is now" not in message and re.search("did you mean 'group_size'", message)
 
 
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"objective": {"policy_gradient": {"clp": 1}}}, "did you mean 'clip_range'?"),
+        ({"objective": {"policy_gradient": {"kl_fomr": 1}}}, "did you mean 'kl.form'?"),
+        ({"train": {**PLAIN["train"], "copeis": 4}}, "did you mean 'group_size'?"),
+        ({"policy": {"sd3": {"path": "x", "kernl": 1}}}, "did you mean 'sde_type'?"),
+        ({"objective": "gpro"}, "unknown objective 'gpro'; did you mean 'policy_gradient'?"),
+        ({"objective": "gaurd"}, "unknown objective 'gaurd'; did you mean 'grpo_guard'?"),
+        (
+            {"train": {**PLAIN["train"], "loss_agg_mode": "evry_row"}},
+            "did you mean 'seq_mean_token_mean_all'?",
+        ),
+        ({"advantage": "gpro"}, "unknown advantage 'gpro'; did you mean 'grpo'?"),
+    ],
+)
+def test_a_misspelt_old_name_suggests_the_new_one(sections, message):
+    assert message in complaint(**sections)
+
+
+def test_a_present_name_is_suggested_before_an_old_one_and_no_absent_one():
+    clips = {"clip": "clip_range"}
+    assert suggest("clp", ["clip", "clap"], clips) == "did you mean 'clip'?"
+    assert renamed.former_options(("objective",), ["clip", "kl"]) == {"kl_form": "kl.form"}
+    assert renamed.former_plug_ins("objective", ["toy"]) == {}
+
+
 def test_old_words_on_the_command_line_say_the_new_ones(capsys):
     run = CliRunner().invoke(app, ["sample", "nowhere", "--copies", "2"])
     assert isinstance(run.exception, UserError)
     assert str(run.exception) == "--copies is now --num-samples"
     run = CliRunner().invoke(app, ["list", "kernels"])
     assert str(run.exception) == "`mmrl list kernels` is now `mmrl list sde_types`"
+    run = CliRunner().invoke(app, ["list", "kernel"])
+    assert str(run.exception) == "no plug-ins called 'kernel'; did you mean 'sde_types'?"

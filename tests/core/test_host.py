@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mmrl.core.host import indices, on_host, selected, spread
+from mmrl.core.host import indices, on_host, placed, selected, spread
 
 MASKS = {
     "some": torch.tensor([[True, False, True], [False, False, True]]),
@@ -41,3 +41,9 @@ def test_a_mask_that_was_changed_in_place_is_asked_again():
 def test_what_is_on_the_cpu_is_not_copied():
     values = torch.zeros(2)
     assert on_host(values) is values
+
+
+def test_a_tensor_sent_from_the_host_is_never_read_back():
+    values = torch.arange(3)
+    assert on_host(placed(values, "meta")) is values  # a meta tensor has no values to read
+    assert placed(values, "cpu") is values

@@ -47,7 +47,7 @@ def test_every_configuration_of_the_repository_can_be_looked_at_without_weights(
     )
     text = "\n".join(lines(found))
     assert "batches     8 prompts x 16 copies = 128 rows" in text and found.plan.steps == 2
-    name = found.path
+    name = found.latents.states
     if name.startswith("world:") and found.shape is None:
         assert "is not built yet" in text
     elif issubclass(POLICIES[found.policy], FolderPolicy):

@@ -4,9 +4,9 @@ describes."""
 import pytest
 import torch
 
-from mmrl.core.types import Point, Rollout
 from mmrl.train.minibatches import batches, loss_total, loss_weights, passes
 from samplers.noise import Rng
+from tests.fixtures.records import make_point, make_rollout
 
 REDUCTIONS = (
     "token_mean",
@@ -26,15 +26,17 @@ def points():
     length = MASK.sum(1)
     each = {"group": torch.tensor([1, 0, 1, 0, 1]), "row_id": row, "num_decisions": length}
     return [
-        Point(state=row + 10, mask=MASK[:, :2], **each),
-        Point(state=row + 20, mask=last, **each),
+        make_point(state=row + 10, mask=MASK[:, :2], **each),
+        make_point(state=row + 20, mask=last, **each),
     ]
 
 
 def rows(prompts=6, copies=8):
     row = torch.arange(prompts * copies)
     empty = torch.zeros(len(row), 1)
-    return Rollout(group=row // copies, row_id=row, sample=empty, logprob=empty, mask=empty == 0)
+    return make_rollout(
+        group=row // copies, row_id=row, sample=empty, logprob=empty, mask=empty == 0
+    )
 
 
 @pytest.mark.parametrize("size", [6, 12, 24])
@@ -88,7 +90,7 @@ def test_adjacent_rows_come_by_prompt_and_long_ones_first():
     mask = torch.tensor(
         [[1, 1, 0], [0, 1, 0], [0, 0, 1], [1, 1, 0], [1, 0, 0], [1, 0, 1]], dtype=torch.bool
     )
-    point = Point(group=group, row_id=torch.arange(6), state=torch.arange(6), mask=mask)
+    point = make_point(group=group, row_id=torch.arange(6), state=torch.arange(6), mask=mask)
     (whole,) = passes([point], None, adjacent=True)
     assert whole.row_id.tolist() == [5, 1, 3, 2, 0, 4]
     assert list(passes([point], None))[0].row_id.tolist() == list(range(6))

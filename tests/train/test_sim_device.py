@@ -39,7 +39,6 @@ PASS = {  # where it is otherwise; many decide by values what to compute
     "policy:imagegpt": 3,
     "policy:z_image": 8,
     "policy:vlm": 12,
-    "policy:janus_unified": 16,  # text and image, each where its rows are
     "objective:adjoint_matching:flow": 1,  # whether a step has noise
 }
 KINDS = ("flow", "hidden", "causal")

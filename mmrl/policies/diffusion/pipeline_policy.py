@@ -92,13 +92,14 @@ class FolderPolicy(FlowPolicy):
         them."""
         for name, enabled in (("tiling", vae_tiling), ("slicing", vae_slicing)):
             enable = getattr(self.vae, f"enable_{name}", None)
-            if enabled and enable is None:
+            if not enabled:
+                continue
+            if enable is None:
                 raise UserError(
                     f"policy option vae_{name}: {type(self.vae).__name__} has no "
                     f"{name}; leave it false"
                 )
-            if enabled:
-                enable()
+            enable()
 
     def load_part(self, name: str, subfolder: str, dtype: torch.dtype | None = None) -> Any:
         """Load a part of the folder by the name of its class in diffusers, in float32 unless
@@ -131,7 +132,8 @@ class FolderPolicy(FlowPolicy):
     def tokens(self) -> int:
         """Count the tokens the network sees of one sample, by which a scheduler may shift its
         times."""
-        return self.shape[-2] * self.shape[-1] // self.config.patch_size**2
+        patch: int = self.config.patch_size
+        return self.shape[-2] * self.shape[-1] // patch**2
 
     def encode(self, prompts: list[Prompt]) -> dict[str, Any]:
         cond = self.texts(texts_of(prompts), self.device)
@@ -193,7 +195,8 @@ class FolderPolicy(FlowPolicy):
     def pixels(self, vae: Any, latents: Tensor) -> Tensor:
         """Decode latents to pixels [B, 3, H, W] in -1..1."""
         shift = getattr(vae.config, "shift_factor", None) or 0.0
-        return vae.decode(latents / vae.config.scaling_factor + shift).sample
+        pixels: Tensor = vae.decode(latents / vae.config.scaling_factor + shift).sample
+        return pixels
 
     def load_texts(self) -> Any:
         """Load the pipeline without network and autoencoder."""
@@ -236,7 +239,7 @@ class FolderPolicy(FlowPolicy):
 
 def vae_factor(vae: Any) -> int:
     """Return the pixels along a side for one latent of AutoencoderKL."""
-    return 2 ** (len(vae.config.block_out_channels) - 1)
+    return 1 << (len(vae.config.block_out_channels) - 1)
 
 
 def scheduler_grid(place: str, tokens: int, smallest: float | None = None) -> Grid:

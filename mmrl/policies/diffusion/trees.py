@@ -79,7 +79,7 @@ class Tree:
         shape: tuple[int, ...],
         step: int,
         dtype: torch.dtype,
-    ):
+    ) -> Tensor:
         """Draw the noise [B, *] of the children named ``child`` [B], of parents named ``parent``
         [B], at a split."""
         noise = rng.normal(child, shape, step, dtype)
@@ -87,7 +87,8 @@ class Tree:
             return self.scale * noise
         if self.noise == "correlated":
             common = rng.fold("tree").normal(parent, shape, step, dtype)
-            return (common + self.scale * noise) / (1 + self.scale**2) ** 0.5
+            norm: float = (1 + self.scale**2) ** 0.5
+            return (common + self.scale * noise) / norm
         return noise
 
 

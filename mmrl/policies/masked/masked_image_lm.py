@@ -15,7 +15,7 @@ from torch import Tensor
 from mmrl.config.options import Count
 from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES, import_name, locate
-from mmrl.core.types import Media, Point, Prompt, Rollout
+from mmrl.core.types import Media, Prompt, Query, Rollout
 from mmrl.policies.base import Precision
 from mmrl.policies.diffusion.text_encoding import texts_of
 from mmrl.policies.masked.masked_lm import MaskedLM
@@ -91,7 +91,7 @@ class MaskedImageLM(MaskedLM):
         ids: list[int] = self.tokenizer(self.prompt.replace("{text}", text)).input_ids
         return ids
 
-    def empty(self, point: Point) -> Any:
+    def empty(self, point: Query) -> Any:
         return point.cond["uncond"]
 
     def written(self, ids: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from mmrl.config.options import Count
 from mmrl.core.errors import UserError
 from mmrl.core.host import sent
 from mmrl.core.registry import POLICIES, locate
-from mmrl.core.types import Completion, Media, Point, Prompt, Rollout
+from mmrl.core.types import Completion, Media, Prompt, Query, Rollout
 from mmrl.policies.base import Precision
 from mmrl.policies.diffusion.text_encoding import texts_of
 from mmrl.policies.masked.policy import MaskedDiffusion
@@ -119,7 +119,7 @@ class MaskedLM(MaskedDiffusion):
         banned = torch.arange(logits.shape[-1], device=logits.device) == self.mask_id
         return super()._warped(logits).masked_fill(banned, -torch.inf)
 
-    def empty(self, point: Point) -> Any:
+    def empty(self, point: Query) -> Any:
         """Mask every prompt entirely, as LLaDA guides."""
         return point.cond | {"ids": torch.full_like(point.cond["ids"], self.hole)}
 

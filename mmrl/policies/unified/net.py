@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mmrl.core.host import indices
 from mmrl.policies import scores
 from mmrl.policies.image_tokens import causal
 from mmrl.policies.image_tokens.models.janus import JanusNet
@@ -104,25 +105,28 @@ class UnifiedNet(JanusNet):
         """Return features and log-probs of every head's decisions, ``asks``, of ids [B, W + N], W =
         ``width``."""
         texts = images = None
+        image_row = torch.zeros_like(ids[:, 0])  # where each of the B rows is in ``images``
         for part in parts:
             hidden, drawn = self._pass(part, ids[:, width:])
             if part.first is not None and width:
                 texts = _into(texts, part.rows, _from(hidden, part.first, width), len(ids))
             images = drawn if images is None else images
+            if part.draws:
+                numbers = torch.arange(len(part.rows), device=ids.device)
+                image_row = image_row.index_copy(0, part.rows, numbers)
         scored = {}
         for name, ask in asks.items():
-            where = ask.where
+            at = indices(ask.where)
+            row, column = at // ids.shape[1], at % ids.shape[1]
             text = name != "image"
-            if text:
-                features = (
-                    hidden.new_zeros(0, self.hidden) if texts is None else texts[where[:, :width]]
-                )
-            elif images is None:
+            states = texts if text else images
+            if states is None:
                 features = hidden.new_zeros(0, self.hidden)
             else:
-                features = images[where[:, width:][next(part.rows for part in parts if part.draws)]]
+                place = (row, column) if text else (image_row[row], column - width)
+                features = states[place]
             rescore = self.text_rescore if text else self.rescore
-            scored[name] = features, rescore(features, ids[where], ask.warp, ask.entropy)
+            scored[name] = features, rescore(features, ids[row, column], ask.warp, ask.entropy)
         return scored
 
     def text_rescore(self, features: Tensor, ids: Tensor, warp: Warp, entropy: bool) -> Scored:

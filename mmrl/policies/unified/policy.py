@@ -12,7 +12,7 @@ import torch
 from annotated_types import Ge, Le
 from torch import Tensor
 
-from mmrl.core.host import sent
+from mmrl.core.host import on_host, placed, sent
 from mmrl.core.registry import POLICIES
 from mmrl.core.types import Completion, Media, Point, Rollout
 from mmrl.policies.unified import sequences, weighing
@@ -95,21 +95,22 @@ class JanusUnified(Passes):
             yield point.replace(modality=kind.expand_as(point.mask), weight=weight)
 
     def dist(self, point: Point) -> SegmentTokens:
-        mask = point.mask
-        draws = point.target[:, -1] >= 0
+        mask = on_host(point.mask)
+        draws = on_host(point.target)[:, -1] >= 0
         if not mask.any():  # every process makes its passes, also those that train nothing
             mask = mask.clone()
             mask[0, self.tokens if draws[0] else 0] = True
-        text = torch.arange(mask.shape[1], device=mask.device) < self.tokens
-        wheres = {
+        text = torch.arange(mask.shape[1]) < self.tokens
+        masks = {
             "image": mask & ~text,
             "plan": mask & text & draws[:, None],
             "answer": mask & text & ~draws[:, None],
         }
+        wheres = {name: placed(masks[name], point.target.device) for name in self.heads}
         asks = {
             name: Ask(wheres[name], head.warp, head.entropies) for name, head in self.heads.items()
         }
-        parts = self._parts(point, draws, wheres["plan"].any(1))
+        parts = self._parts(point, draws, masks["plan"].any(1))
         scored = self.active()("score_parts", parts, point.target, self.tokens, asks)
         return SegmentTokens(
             [head.tokens(point, wheres[name], scored[name]) for name, head in self.heads.items()]
@@ -138,42 +139,49 @@ class JanusUnified(Passes):
     def evaluating(self, guidance: float | None = None) -> Iterator[None]:
         """Sample plans and images as in training, and the likeliest answers with
         ``greedy_evaluation``."""
-        head = self.heads.get("answer")
-        before = head and head.warp
-        if head and self.answer.greedy_evaluation:
-            head.warp = replace(before, temperature=0.0)
-        try:
-            with super().evaluating(guidance):
+        with super().evaluating(guidance):
+            if self.answer is None or not self.answer.greedy_evaluation:
                 yield
-        finally:
-            if head:
+                return
+            head = self.heads["answer"]
+            before = head.warp
+            head.warp = replace(before, temperature=0.0)
+            try:
+                yield
+            finally:
                 head.warp = before
 
     def _parts(self, point: Point, draws: Tensor, plans: Tensor) -> list[Part]:
         """List the passes that score a point: those of texts alone, and those of images after their
         text.
 
-        ``draws``, ``plans`` [B] bool: rows with an image, rows whose plan is scored.
+        ``draws``, ``plans`` [B] bool on the CPU: rows with an image, rows whose plan is scored.
         """
-        text = point.target[:, : self.tokens]
-        cond = point.cond
+        text = on_host(point.target)[:, : self.tokens]
+        groups = on_host(point.group)
+        device = point.target.device
         passes = []
         same = self.plan is not None and self.plan.turn == "same"
         alone = (~draws if same else ~draws | plans).nonzero()[:, 0]
         drawn = draws.nonzero()[:, 0]
         if len(alone):
-            passes.append(sequences.alone(cond, point.group[alone], alone, text[alone], self.pad))
+            rows, texts = placed(alone, device), placed(text[alone], device)
+            passes.append(sequences.alone(point.cond, groups[alone], rows, texts, self.pad))
         if len(drawn):
-            passes.append(self._drawing(point, drawn, text[drawn], same))
+            rows, texts = placed(drawn, device), placed(text[drawn], device)
+            passes.append(self._drawing(point, rows, texts, same))
         self.forwards += sum(len(part.rows) * (1 if part.empty is None else 2) for part in passes)
         return passes
 
     def _drawing(self, point: Point, rows: Tensor, text: Tensor, same: bool) -> Part:
-        inputs = self._leading(point.cond, point.group[rows], text)
+        inputs = self._leading(point.cond, on_host(point.group)[on_host(rows)], text)
         scale = self.scored_guidance(point)
         # a plan of b tokens, the image's start behind it, is decided at the states S - 2 - b and on
         first = (
-            inputs["ids"].shape[1] - 2 - sequences.body(text, self.stops["plan"]).sum(1)
+            sent(
+                inputs["ids"].shape[1] - 2 - sequences.body(text, self.stops["plan"]).sum(1),
+                rows.device,
+            )
             if same
             else None
         )

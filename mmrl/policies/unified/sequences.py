@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mmrl.core.host import on_host, sent
 from mmrl.policies.image_tokens.network import Inputs
 from mmrl.policies.unified.net import Part
 from mmrl.policies.unified.prompts import collated
@@ -13,14 +14,15 @@ Cond = list[dict[str, Tensor]]  # by prompt: ids, optional before, after and pix
 
 
 def body(text: Tensor, stops: tuple[int, ...]) -> Tensor:
-    """Mark the tokens of text [B, W] after which an image is drawn, [B, W] bool, without the stop
-    token."""
-    return (text >= 0) & ~torch.isin(text, torch.tensor(stops, device=text.device))
+    """Mark the tokens of text [B, W] after which an image is drawn, [B, W] bool on the CPU, without
+    the stop token."""
+    text = on_host(text)
+    return (text >= 0) & ~torch.isin(text, torch.tensor(stops))
 
 
 def prompt_inputs(cond: Cond, groups: Tensor, pad: int) -> Inputs:
     """Collate the prompts ``groups`` [b], with their pictures."""
-    inputs = collated([cond[i]["ids"][0] for i in groups.tolist()], pad)
+    inputs = collated([cond[i]["ids"][0] for i in on_host(groups).tolist()], pad)
     return inputs | shown(cond, groups)
 
 
@@ -31,7 +33,7 @@ def shown(cond: Cond, groups: Tensor) -> Inputs:
     pixels = []
     order = []
     count = 0
-    for i in groups.tolist():
+    for i in on_host(groups).tolist():
         if "pixels" not in cond[i]:
             continue
         if i not in numbers:
@@ -41,7 +43,7 @@ def shown(cond: Cond, groups: Tensor) -> Inputs:
         order += numbers[i]
     if not pixels:
         return {}
-    return {"pixels": torch.cat(pixels), "pictures": torch.tensor(order, device=groups.device)}
+    return {"pixels": torch.cat(pixels), "pictures": sent(torch.tensor(order), pixels[0].device)}
 
 
 def leading(
@@ -53,15 +55,15 @@ def leading(
     In a new turn the plan stands inside another prompt, between the ids ``before`` and ``after``
     it.
     """
-    in_body = body(text, stops)
-    begin = text.new_tensor([start])
+    lengths = body(text, stops).sum(1).tolist()  # nothing but the stop token and NONE is behind
+    begin = text.new_full((1,), start)
     rows = []
-    for i, ids, keep in zip(groups.tolist(), text, in_body, strict=True):
+    for i, ids, length in zip(on_host(groups).tolist(), text, lengths, strict=True):
         encoded = cond[i]
         parts = (
-            [encoded["before"][0], ids[keep], encoded["after"][0]]
+            [encoded["before"][0], ids[:length], encoded["after"][0]]
             if "before" in encoded
-            else [encoded["ids"][0], ids[keep]]
+            else [encoded["ids"][0], ids[:length]]
         )
         rows.append(torch.cat([*parts, begin]))
     return collated(rows, pad)
@@ -70,10 +72,10 @@ def leading(
 def alone(cond: Cond, groups: Tensor, rows: Tensor, text: Tensor, pad: int) -> Part:
     """Build the inputs that score the texts [b, W] of ``rows`` [b] without an image: the prompt,
     and every token but the last."""
-    count = (text >= 0).sum(1)
+    count = (on_host(text) >= 0).sum(1)
     ids = [
         torch.cat([cond[i]["ids"][0], tokens[: max(n - 1, 0)]])
-        for i, tokens, n in zip(groups.tolist(), text, count.tolist())
+        for i, tokens, n in zip(on_host(groups).tolist(), text, count.tolist())
     ]
     inputs = collated(ids, pad) | shown(cond, groups)
-    return Part(rows, inputs, inputs["ids"].shape[1] - count)
+    return Part(rows, inputs, sent(inputs["ids"].shape[1] - count, text.device))

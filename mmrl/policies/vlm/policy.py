@@ -17,7 +17,7 @@ from annotated_types import Gt, Le
 from mmrl.config.options import Count
 from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES, locate
-from mmrl.core.types import Completion, Media, Prompt, Rollout
+from mmrl.core.types import Completion, Media, Prompt, Rollout, TokenOrder
 from mmrl.policies.base import NO_CONTEXT, ParameterGroup, RolloutContext, rows_and_groups
 from mmrl.policies.lora import Lora, merged
 from mmrl.policies.vlm.budgets import admit
@@ -176,9 +176,8 @@ class VLM(Passes):
             sample=answers.ids,
             mask=answers.mask,
             logprob=answers.logprob,
-            commit_step=order,
             prompts=tuple(shown),
-            self_certainty=answers.certainty,
+            trajectory=TokenOrder(commit_step=order, self_certainty=answers.certainty),
         )
         if self.engine != "own":
             rollout = self._rescored(rollout, size)
@@ -219,7 +218,7 @@ class VLM(Passes):
     def decode(self, rollout: Rollout) -> Media:
         lengths = rollout.mask.sum(1)
         known = [rollout.logprob] + (
-            [] if rollout.self_certainty is None else [rollout.self_certainty]
+            [] if rollout.tokens.self_certainty is None else [rollout.tokens.self_certainty]
         )
         means = torch.stack(
             [(values * rollout.mask).sum(1) / lengths.clamp_min(1) for values in known], 1
@@ -278,7 +277,8 @@ class VLM(Passes):
         ]
         logprob = torch.cat(scored).to(rollout.logprob)
         self.gaps.append(float((logprob - rollout.logprob)[rollout.mask].abs().mean()))
-        return rollout.replace(logprob=logprob, sampler_logprob=rollout.logprob)
+        provenance = rollout.provenance.replace(sampler_logprob=rollout.logprob)
+        return rollout.replace(logprob=logprob, provenance=provenance)
 
     @torch.no_grad()
     def _with_ground_truth(
@@ -292,7 +292,7 @@ class VLM(Passes):
         last = torch.arange(copies - 1, len(rollout), copies, device=self.device)
         ids = rollout.sample.clone()
         mask = rollout.mask.clone()
-        written = torch.zeros_like(rollout.group, dtype=bool)
+        written = torch.zeros_like(rollout.group, dtype=torch.bool)
         for row, prompt in zip(last.tolist(), rollout.prompts, strict=True):
             text = write(prompt)
             tokens = (
@@ -313,15 +313,15 @@ class VLM(Passes):
                 written[last[part], None], scored, logprob[last[part]]
             )
         # it is that of the replaced sample, and unknown for the right answer
-        if corrected.self_certainty is not None:
-            corrected = corrected.replace(
-                self_certainty=corrected.self_certainty.masked_fill(written[:, None], torch.nan)
-            )
-        if corrected.sampler_logprob is not None:  # no engine sampled the right answer either
-            corrected = corrected.replace(
-                sampler_logprob=torch.where(written[:, None], logprob, corrected.sampler_logprob)
-            )
-        return corrected.replace(logprob=logprob, is_ground_truth=written)
+        order = rollout.tokens
+        if order.self_certainty is not None:
+            unknown = order.self_certainty.masked_fill(written[:, None], torch.nan)
+            order = order.replace(self_certainty=unknown)
+        provenance = rollout.provenance.replace(is_ground_truth=written)
+        if provenance.sampler_logprob is not None:  # no engine sampled the right answer either
+            sampler_logprob = torch.where(written[:, None], logprob, provenance.sampler_logprob)
+            provenance = provenance.replace(sampler_logprob=sampler_logprob)
+        return corrected.replace(logprob=logprob, trajectory=order, provenance=provenance)
 
     def _completion(self, ids: list[int], known: list[float], begun: str, limit: int) -> Completion:
         """Return the whole answer: the start ``begun`` that the prompt gave, and what was written

@@ -66,7 +66,10 @@ class Passes(TokenPolicy):
         time and never change."""
         places = positions(self.net.hf, encoded)
         places = places[..., None] if places.ndim == 2 else places.permute(1, 2, 0)
-        return tree_map(lambda tensor: tensor.to(self.device), encoded | {"places": places})
+        placed: Encoded = tree_map(
+            lambda tensor: tensor.to(self.device), encoded | {"places": places}
+        )
+        return placed
 
     def _batch(self, encoded: list[Encoded]) -> Encoded:
         """Join prompts to one left-padded batch, with ``position_ids`` [P, S] or [3, P, S].
@@ -128,7 +131,7 @@ class Passes(TokenPolicy):
 
     def _encoded(self, prompt: Prompt) -> tuple[Encoded, dict[str, Any]]:
         """Encode a prompt, on the device, with its view; recent encodings are cached."""
-        entry = self.recent.get(prompt)
+        entry: tuple[Encoded, dict[str, Any]] | None = self.recent.get(prompt)
         if entry is None:
             encoded, view = self.inputs.take(prompt)
             entry = self._placed(encoded), view
@@ -161,12 +164,13 @@ class Passes(TokenPolicy):
     ) -> tuple[Tensor, Scored]:
         """Compute hidden states [N, H] and log-probs [N] of the tokens ``where`` [B, T] holds."""
         each = not self.net.share
-        scored = []
+        scored: list[tuple[Tensor, Scored]] = []
         places = []
         kinds = self._kinds(cond, group)
         if len(kinds) == 1:
             inputs, rows = self._collated(cond, group, each)
-            return net("score", inputs, rows, ids, where, self.warp, self.entropies)
+            hidden, scores = net("score", inputs, rows, ids, where, self.warp, self.entropies)
+            return hidden, scores
         number = where.flatten().cumsum(0).view_as(where) - 1
         for at in kinds:
             if where[at].any():
@@ -181,8 +185,8 @@ class Passes(TokenPolicy):
         hidden, logprob = (
             torch.cat(x)[order] for x in ([h for h, _ in scored], [s.logprob for _, s in scored])
         )
-        entropy = torch.cat([s.entropy for _, s in scored])[order] if self.entropies else None
-        return hidden, Scored(logprob, entropy)
+        entropies = [s.entropy for _, s in scored if s.entropy is not None]
+        return hidden, Scored(logprob, torch.cat(entropies)[order] if entropies else None)
 
     @torch.no_grad()
     def _check_sharing(self, cond: list[Encoded]) -> None:

@@ -16,7 +16,7 @@ from mmrl.core.distributed import all_max
 from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES
 from mmrl.core.sharding import shards
-from mmrl.core.types import Point
+from mmrl.core.types import Query
 from mmrl.policies.diffusion import diffusers_folder
 from mmrl.policies.diffusion.flow_policy import Grid
 from mmrl.policies.diffusion.video_pipeline import VideoFolderPolicy, own_sigmas, standardised
@@ -117,7 +117,7 @@ class Wan(VideoFolderPolicy):
                 f"policy option guidance_scale_2: {self.place} has one network only; leave it out"
             )
 
-    def strength(self, point: Point, scale: float) -> float | Tensor:
+    def strength(self, point: Query, scale: float) -> float | Tensor:
         """Return the guidance scale of each row's expert, unless one scale is set for both."""
         if self.guidance_scale_2 is None or point.guidance is not None:
             return scale

@@ -1,0 +1,97 @@
+"""An export is there whole or not at all."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from mmrl.cli import commands
+from mmrl.core.errors import UserError
+from tests.fixtures import toys
+
+
+class Exported:
+    """A policy that writes two files, and fails between them if told so."""
+
+    def __init__(self, error=None):
+        self.error = error
+
+    def export(self, folder):
+        (folder / "config.json").write_text("{}")
+        if self.error:
+            raise self.error
+        (folder / "part").mkdir()
+        (folder / "part" / "weights").write_text("all of them")
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    """Lets ``mmrl export`` open a run of this policy."""
+
+    def open_run(policy):
+        session = SimpleNamespace(policy=policy)
+        monkeypatch.setattr(commands.build, "trained", lambda run, at: session)
+
+    return open_run
+
+
+def files(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+PLACES = ["new", "deep/er/new", "empty", "link"]
+
+
+@pytest.fixture
+def desk(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link").symlink_to("elsewhere")
+    return tmp_path
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_an_export_is_whole(desk, opened, place):
+    opened(Exported())
+    folder = commands.export(Path("run"), desk / place)
+    assert folder == desk / place and files(folder) == {"config.json", "part", "part/weights"}
+    assert not [path for path in files(desk) if "partial" in path]
+    assert (desk / "link").is_symlink()
+    assert oct(folder.stat().st_mode) == oct((desk / "empty").stat().st_mode)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    "policy",
+    [
+        Exported(OSError("no space left on device")),
+        Exported(KeyboardInterrupt()),
+        toys.make("causal"),  # cannot be exported at all
+    ],
+    ids=["fails", "stopped", "cannot"],
+)
+def test_an_export_that_fails_leaves_nothing(desk, opened, policy, place):
+    opened(policy)
+    before = files(desk)
+    with pytest.raises((OSError, KeyboardInterrupt, UserError)):
+        commands.export(Path("run"), desk / place)
+    assert files(desk) == before
+
+
+def test_what_a_killed_export_left_is_no_part_of_the_next(desk, opened):
+    opened(Exported())
+    (desk / ".new.partial").mkdir()
+    (desk / ".new.partial" / "old").write_text("half")
+    assert files(commands.export(Path("run"), desk / "new")) == {
+        "config.json",
+        "part",
+        "part/weights",
+    }
+
+
+def test_a_file_or_a_full_folder_is_refused(desk, opened):
+    opened(Exported())
+    (desk / "file").write_text("mine")
+    for place in (desk / "file", desk):
+        with pytest.raises(UserError, match="exists and is not empty; name a new folder"):
+            commands.export(Path("run"), place)
