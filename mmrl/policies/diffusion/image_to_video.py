@@ -78,8 +78,9 @@ class FirstFrame(VideoFolderPolicy):
         if self.texts.placement == "release":
             self.pictures(list(dict.fromkeys(pictures_of(prompts))), self.device)
 
-    def _pass(self, x: Tensor, t: Tensor, cond: dict[str, Any], passes: int = 1) -> Tensor:
-        v = super()._pass(x, t, cond, passes)
+    def toward_image(self, v: Tensor, x: Tensor, t: Tensor, cond: dict[str, Any]) -> Tensor:
+        """Return the velocity ``v`` of the network; where the image holds, with its first frame's
+        that leads there."""
         return held(v, x, t, cond["condition"]) if self.holds else v
 
     def decode(self, rollout: Rollout) -> Tensor:

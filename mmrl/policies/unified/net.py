@@ -215,8 +215,8 @@ def together(first: State, second: State) -> State:
         return (F.pad(x[:, :, : layer.length], (0, 0, front, 0)) for x in layer.kv())
 
     key_values = []
-    for one, two in zip(first.cache.layers, second.cache.layers):
-        k, v = (torch.cat(pair) for pair in zip(padded(one, first), padded(two, second)))
+    for above, below in zip(first.cache.layers, second.cache.layers):
+        k, v = (torch.cat(pair) for pair in zip(padded(above, first), padded(below, second)))
         key_values.append((k, v))
     masks = [F.pad(state.mask, (length - state.mask.shape[1], 0)) for state in (first, second)]
     mask = torch.cat(masks)

@@ -167,6 +167,9 @@ class HunyuanI2V(FirstFrame, HunyuanVideo):
         image: Tensor = cond["condition"].to(noise)
         return 0.999 * noise + 0.001 * image
 
+    def velocity(self, x: Tensor, t: Tensor, cond: dict[str, Any]) -> Tensor:
+        return self.toward_image(super().velocity(x, t, cond), x, t, cond)
+
     def network_inputs(self, x: Tensor, cond: dict[str, Any]) -> Tensor:
         image = cond["condition"].to(x)
         if not self.joined:

@@ -55,6 +55,9 @@ class WanI2V(FirstFrame, Wan):
             encoding["image"] = pipe.encode_image([picture.image for picture in pictures], device)
         return encoding
 
+    def velocity(self, x: Tensor, t: Tensor, cond: dict[str, Any]) -> Tensor:
+        return self.toward_image(super().velocity(x, t, cond), x, t, cond)
+
     def conditions(self, cond: dict[str, Any]) -> dict[str, Tensor]:
         image = {"encoder_hidden_states_image": cond["image"]} if "image" in cond else {}
         return super().conditions(cond) | image
