@@ -432,7 +432,7 @@ def test_a_preset_of_tokens_on_a_flow_model_is_refused_with_its_line(tmp_path):
 @pytest.mark.parametrize(
     ("objective", "config_file"),
     [
-        ("grpo_guard", "digits/guard"),
+        ("grpo_guard", "digits/grpo_guard"),
         ("dgpo", "digits/dgpo"),
         ("kl_cov", "vlm/counting"),
         ("gvpo", "vlm/counting"),
