@@ -1,4 +1,4 @@
-"""Probes rewards of texts: right answers, none, tricks, other rows' answers, other coordinate
+"""Probes rewards of texts: ground truths, none, tricks, other rows' answers, other coordinate
 spaces."""
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 from mmrl.audit import Line, Offence, Subject
+from mmrl.config import renamed
 from mmrl.core.errors import UserError
 from mmrl.core.types import Prompt
 from mmrl.scoring.attempt import as_values, describe
@@ -16,14 +17,14 @@ from rewards.card import card_of
 from rewards.vision.base import Verifiable
 from rewards.vision.coords import CoordSpace, Unscorable
 
-CLOSE = 1e-4  # a right answer may lose so much to rounding
+CLOSE = 1e-4  # a ground truth may lose so much to rounding
 # made up; ratios that differ between x and y
 VIEW = {"sizes": [[1000, 800]] * 16, "resized": [[512, 384]] * 16}
 
 
 def audit(subject: Subject) -> list[Line]:
     """Run all probes of a reward of texts."""
-    answers, unwritten = right_answers(subject)
+    answers, unwritten = ground_truths(subject)
     rows = [i for i in range(len(subject.prompts)) if i not in unwritten]
     lines = [_written(subject, unwritten)]
     if not rows:
@@ -67,11 +68,13 @@ def score(subject: Subject, texts: Sequence[str], prompts: Sequence[Prompt]) -> 
     return as_values(values, len(texts), subject.name).tolist()
 
 
-def right_answers(subject: Subject) -> tuple[list[str | None], dict[int, str]]:
+def ground_truths(subject: Subject) -> tuple[list[str | None], dict[int, str]]:
     """Return what a policy should write, by the reward or the row's answer or boxes, and why a row
     has none."""
+    if message := renamed.method(subject.reward, "ground_truth"):
+        raise UserError(f"reward {subject.name!r}: {message}")
     write: Callable[[Prompt], str] = getattr(
-        subject.reward, "right_answer", _like_ours(subject).right_answer
+        subject.reward, "ground_truth", _like_ours(subject).ground_truth
     )
     answers: list[str | None] = []
     unwritten: dict[int, str] = {}
@@ -97,7 +100,7 @@ def _written(subject: Subject, unwritten: dict[int, str]) -> Line:
     offences = [
         Offence(where(subject.prompts[i]), "", math.nan, why) for i, why in unwritten.items()
     ]
-    return Line("data", "every row has a right answer", [], offences)
+    return Line("data", "every row has a ground truth", [], offences)
 
 
 def _maximum(
@@ -115,7 +118,7 @@ def _maximum(
         Offence(where(prompts[i]), texts[i], scores[i], note) for i, note in zip(bad, notes)
     ]
     return Line(
-        "right answer",
+        "ground truth",
         f"is the maximum, {top:g}" if high is not None else "is a number",
         scores,
         offences,
@@ -140,14 +143,14 @@ def _twice(subject: Subject, prompts: list[Prompt], texts: list[str], scores: li
         Offence(where(prompts[i]), texts[i], alone[i], f"in the batch it was {scores[i]:g}")
         for i in bad
     ]
-    return Line("right answer, one by one", "the same as in the batch", alone, offences)
+    return Line("ground truth, one by one", "the same as in the batch", alone, offences)
 
 
 def _probes(
     subject: Subject, prompts: list[Prompt], right: list[str]
 ) -> list[tuple[str, list[str | None], str]]:
     """Return (name, one text a prompt or None, rule) of every answer that should not pay."""
-    # judges form or length: much is as good as a right answer
+    # judges form or length: much is as good as a ground truth
     shaping = getattr(subject.reward, "shaping", False)
     rule = "not more" if shaping else "less"
     probes: list[tuple[str, list[str | None], str]] = [
@@ -190,10 +193,10 @@ def _below(
     if rule == "less on average" and not bad and _mean(scores) > _mean(best) - CLOSE:
         bad = list(range(len(scores)))
     offences = [
-        Offence(where(prompts[i]), texts[i], scores[i], f"the right answer scores {best[i]:g}")
+        Offence(where(prompts[i]), texts[i], scores[i], f"the ground truth scores {best[i]:g}")
         for i in bad
     ]
-    return Line(probe, f"{rule} than the right answer", scores, offences)
+    return Line(probe, f"{rule} than the ground truth", scores, offences)
 
 
 def _mean(scores: list[float]) -> float:
@@ -202,8 +205,8 @@ def _mean(scores: list[float]) -> float:
 
 
 def _spaces(subject: Subject, prompts: list[Prompt]) -> Line:
-    """Write the right answer as models of the four coordinate conventions would."""
-    probe = "right answer in other coordinate spaces"
+    """Write the ground truth as models of the four coordinate conventions would."""
+    probe = "ground truth in other coordinate spaces"
     rule = "scores the same"
     if not getattr(subject.reward, "spatial", False):
         return Line(probe, rule, [], [], applies=False)
@@ -213,7 +216,7 @@ def _spaces(subject: Subject, prompts: list[Prompt]) -> Line:
         convertible = [
             {**prompt, "view": {**VIEW, **_sizes(prompt), "coords": space}} for prompt in prompts
         ]
-        texts = [subject.reward.right_answer(prompt) for prompt in convertible]
+        texts = [subject.reward.ground_truth(prompt) for prompt in convertible]
         space_scores = score(subject, texts, convertible)
         high = card_of(subject.reward).high
         # coordinates are written with 6 decimals

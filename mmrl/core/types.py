@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mmrl.core.host import sent
 
-Prompt = dict[str, Any]  # one line of a dataset: "text", images, the right answer ...
+Prompt = dict[str, Any]  # one line of a dataset: "text", images, the ground truth ...
 Media = Tensor | list  # images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1, or B texts
 # (media, prompts) -> [B]; NaN means "could not be scored"
 Reward = Callable[[Media, list[Prompt]], Tensor]
@@ -153,7 +153,7 @@ class Rollout(Rows):
     self_certainty: Tensor | None = None
     # [B, K] log-prob another engine sampled with, where it is not the policy's own
     sampler_logprob: Tensor | None = None
-    # [B] bool: right answers that were put in the place of samples; None: none
+    # [B] bool: ground truths that were put in the place of samples; None: none
     is_ground_truth: Tensor | None = None
     # [B] bool: sampled in an earlier iteration, by other weights; None: none
     is_replayed: Tensor | None = None

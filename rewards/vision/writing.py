@@ -69,7 +69,7 @@ class Transcription(Verifiable):
         words = unicodedata.normalize("NFKC", text if self.case else text.casefold()).split()
         return words if self.words else " ".join(words)
 
-    def right_answer(self, prompt: Prompt) -> str:
+    def ground_truth(self, prompt: Prompt) -> str:
         return tagged(true_text(prompt))
 
     def wrong_answers(self, prompt: Prompt) -> dict[str, str]:
@@ -237,7 +237,7 @@ class Table(Verifiable):
             )
         return table
 
-    def right_answer(self, prompt: Prompt) -> str:
+    def ground_truth(self, prompt: Prompt) -> str:
         return tagged(true_text(prompt))
 
     def wrong_answers(self, prompt: Prompt) -> dict[str, str]:
@@ -308,7 +308,7 @@ class TextSimilarity(Verifiable):
         words = [re.findall(r"\w+|[^\w\s]", text.casefold())[:2000] for text in (predicted, right)]
         return bidirectional(cdist(*words, scorer=Levenshtein.normalized_similarity), None)
 
-    def right_answer(self, prompt: Prompt) -> str:
+    def ground_truth(self, prompt: Prompt) -> str:
         return tagged(true_text(prompt))
 
     def wrong_answers(self, prompt: Prompt) -> dict[str, str]:

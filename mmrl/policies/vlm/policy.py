@@ -312,12 +312,12 @@ class VLM(Passes):
             logprob[last[part]] = torch.where(
                 written[last[part], None], scored, logprob[last[part]]
             )
-        # it is that of the replaced sample, and unknown for the right answer
+        # it is that of the replaced sample, and unknown for the ground truth
         if corrected.self_certainty is not None:
             corrected = corrected.replace(
                 self_certainty=corrected.self_certainty.masked_fill(written[:, None], torch.nan)
             )
-        if corrected.sampler_logprob is not None:  # no engine sampled the right answer either
+        if corrected.sampler_logprob is not None:  # no engine sampled the ground truth either
             corrected = corrected.replace(
                 sampler_logprob=torch.where(written[:, None], logprob, corrected.sampler_logprob)
             )
