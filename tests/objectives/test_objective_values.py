@@ -43,6 +43,7 @@ from mmrl.objectives.reward_gradient import DIVERGENCES
 from mmrl.objectives.surrogates import gmpo, gspo, row_mean, sapo, vespo
 from mmrl.objectives.trust_region import gated
 from mmrl.policies.capabilities import Capabilities
+from mmrl.policies.tokens import TokenPolicy
 from samplers.kernels import flow_sde, memoryless, ode
 from samplers.noise import Rng
 from samplers.windows import all_but_last, all_steps
@@ -807,17 +808,7 @@ class Spoken:
     def dist(self, point):
         return Categorical(self.logits[self.name][point.row_id])
 
-    def path(self, rollout):
-        yield Point(
-            group=rollout.group,
-            row_id=rollout.row_id,
-            state=rollout.sample,
-            target=rollout.sample,
-            mask=rollout.mask,
-            logprob=rollout.logprob,
-            advantage=rollout.advantage,
-            num_decisions=rollout.mask.sum(1),
-        )
+    path = TokenPolicy.path
 
 
 def spoken(width=None):

@@ -28,6 +28,7 @@ from mmrl.objectives.covariance import HeldBack
 from mmrl.objectives.kl import estimate
 from mmrl.policies.base import Policy
 from mmrl.policies.capabilities import Capabilities
+from mmrl.policies.tokens import TokenPolicy
 from mmrl.scoring import Scorer
 from mmrl.train.optimizers import sgd
 from mmrl.train.trainer import Trainer
@@ -142,18 +143,7 @@ class Recorded(Policy):
             cond=[{}],
         )
 
-    def path(self, rollout):
-        yield Point(
-            group=rollout.group,
-            row_id=rollout.row_id,
-            state=rollout.sample,
-            target=rollout.sample,
-            mask=rollout.mask,
-            logprob=rollout.logprob,
-            advantage=rollout.advantage,
-            num_decisions=rollout.mask.sum(1),
-            sampler_logprob=rollout.sampler_logprob,
-        )
+    path = TokenPolicy.path
 
     def dist(self, point):
         return Exact(self.net(point.row_id))
