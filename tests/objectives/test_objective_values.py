@@ -48,31 +48,18 @@ from samplers.kernels import flow_sde, memoryless, ode
 from samplers.noise import Rng
 from samplers.windows import all_but_last, all_steps
 from tests.fixtures import toys
+from tests.fixtures.swapping import Swapping
 
 
 def column(*values):
     return torch.tensor(values, dtype=torch.float64)[:, None]
 
 
-class Velocities:
+class Velocities(Swapping):
     """A policy that is a table: the velocity of every row under each name of weights."""
 
     def __init__(self, **known):
         self.known = known
-        self.name = "live"
-        self.weights = SimpleNamespace(using=self.using)
-
-    def using(self, name):
-        policy = self
-
-        class Swap:
-            def __enter__(self):
-                policy.name = name
-
-            def __exit__(self, *_):
-                policy.name = "live"
-
-        return Swap()
 
     def dist(self, point):
         v = self.known[self.name][point.row_id]
@@ -791,7 +778,7 @@ def test_what_preferences_and_nft_tell_the_log():
 # ---------------------------------------------------------------------------------------------
 
 
-class Spoken:
+class Spoken(Swapping):
     """A policy that is a table of logits [B, L, V] under each name of weights; token 0 was written
     everywhere."""
 
@@ -800,10 +787,6 @@ class Spoken:
 
     def __init__(self, **logits):
         self.logits = logits
-        self.name = "live"
-        self.weights = SimpleNamespace(using=self.using)
-
-    using = Velocities.using
 
     def dist(self, point):
         return Categorical(self.logits[self.name][point.row_id])
