@@ -41,18 +41,18 @@ CONFIRM = (
     high=1,
     source="arXiv 2506.22832",
     licence="the judge's",
-    scaling="probability that the listener gives to the right answer",
+    scaling="probability that the listener gives to the ground truth",
 )
 class Listener(Judged):
     """Ask a listener for the answer after the reasoning alone: its confidence in the right one.
 
     The answer is cut out of the text: whatever follows ``</think>``, or stands in ``<answer>`` or
     ``\\boxed{}``. Where the prompt has choices the listener chooses among them; else it is asked
-    whether the right answer is right.
+    whether the ground truth is right.
 
     Args:
         model: the frozen listener: ``{server: {url: ...}}`` or ``{local: {path: ...}}``.
-        target: field of the prompts with the right answer.
+        target: field of the prompts with the ground truth.
         choices: field of the prompts with the possible answers, where there is one.
         template: file of your own in place of the wording; ``{{ answer }}`` is the reasoning.
         on_failure: ``nan`` leaves samples without an answer out, ``stop`` raises.
@@ -107,7 +107,7 @@ class Listener(Judged):
         right = prompt.get(self.target)
         if right is None:
             raise UserError(
-                f"reward 'judge_listener' needs the right answer under {self.target!r} of "
+                f"reward 'judge_listener' needs the ground truth under {self.target!r} of "
                 f"every prompt (`target`); "
                 f"the prompt {prompt.get('text', '')!r} has none"
             )

@@ -29,7 +29,7 @@ from rewards.vision.words import short
 def majority_vote(
     media: Sequence[str], prompts: list[Prompt], *, share: Annotated[float, Ge(0)] = 0.0
 ) -> Tensor:
-    """Reward the answer that most answers to the prompt give (TTRL, SeRL); no right answer is
+    """Reward the answer that most answers to the prompt give (TTRL, SeRL); no ground truth is
     needed.
 
     Of equally frequent answers the one given first wins. ``share``: the part of the group that must

@@ -85,7 +85,7 @@ METHODS = {
         4e-4,
         (OWN_GRID, NOISE),
     ),
-    "GRPO-Guard": Method("guard", PATH, 4e-4),
+    "GRPO-Guard": Method("grpo_guard", PATH, 4e-4),
     "Flow-DPPO": Method("flow_dppo", PATH, 4e-4),
     "TempFlow weights": Method("tempflow_grpo", PATH, 4e-4),
     "DDPO": Method("ddpo", PATH, 1.5e-4),

@@ -48,7 +48,7 @@ def page(report: dict) -> str:
             "# Quickstart: Flow-GRPO on the digits world",
             "",
             "Written by `python scripts/bench_quickstart.py`. Held-out captions and noises "
-            f"({sizes['prompts']} prompts x {sizes['copies']} samples), mean and 95 % "
+            f"({sizes['prompts']} prompts x {sizes['num_samples']} samples), mean and 95 % "
             f"interval over prompts. `digits` "
             "is what was optimised; `digits_judge` (other scans, another network) and "
             "`clip_score` were not.",

@@ -144,7 +144,7 @@ def per_second(
 
 
 def texts_per_second(samples: int, budget: float) -> dict[str, float | None]:
-    """Measure every reward of texts on right answers; those with a model of their own are left
+    """Measure every reward of texts on ground truths; those with a model of their own are left
     out."""
     from tests.fixtures.text_rewards import SMALLEST, prompts_of
 
@@ -155,7 +155,7 @@ def texts_per_second(samples: int, budget: float) -> dict[str, float | None]:
         reward = REWARDS.build(name, **chosen)
         prompts = prompts_of(name)
         prompts = (prompts * samples)[:samples]
-        texts = [reward.right_answer(prompt) for prompt in prompts]
+        texts = [reward.ground_truth(prompt) for prompt in prompts]
         speeds[name] = per_second(name, reward, texts, prompts, budget)
     return speeds
 
@@ -249,7 +249,7 @@ Written by `scripts/bench_rewards.py`. Pictures of {size} x {size} pixels, {samp
 Rewards marked * run a
 small random network of the real class: their numbers are those of the pipeline around it, not of a
 real model. Rewards
-of texts judge right answers.
+of texts judge ground truths.
 
 | reward | samples a second |
 |---|---|

@@ -1,4 +1,4 @@
-"""Probes rewards of texts: right answers, none, tricks, other rows' answers, other coordinate
+"""Probes rewards of texts: ground truths, none, tricks, other rows' answers, other coordinate
 spaces."""
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 from mmrl.audit import Line, Offence, Subject
+from mmrl.config import renamed
 from mmrl.core.errors import UserError
 from mmrl.core.types import Prompt
 from mmrl.scoring.attempt import as_values, describe
@@ -17,14 +18,14 @@ from rewards.vision.coords import CoordSpace, Unscorable
 from rewards.vision.grounding import Grounding
 from rewards.vision.words import Classification
 
-CLOSE = 1e-4  # a right answer may lose so much to rounding
+CLOSE = 1e-4  # a ground truth may lose so much to rounding
 # made up; ratios that differ between x and y
 VIEW = {"sizes": [[1000, 800]] * 16, "resized": [[512, 384]] * 16}
 
 
 def audit(subject: Subject) -> list[Line]:
     """Run all probes of a reward of texts."""
-    answers, unwritten = right_answers(subject)
+    answers, unwritten = ground_truths(subject)
     lines = [_written(subject, unwritten)]
     if not answers:
         return lines
@@ -60,8 +61,10 @@ def score(subject: Subject, texts: Sequence[str], prompts: Sequence[Prompt]) -> 
     return as_values(values, len(texts), subject.name).tolist()
 
 
-def right_answers(subject: Subject) -> tuple[dict[int, str], dict[int, str]]:
-    """Return by row what a policy should write, and why the other rows have no right answer."""
+def ground_truths(subject: Subject) -> tuple[dict[int, str], dict[int, str]]:
+    """Return by row what a policy should write, and why the other rows have no ground truth."""
+    if message := renamed.method(subject.reward, "ground_truth"):
+        raise UserError(f"reward {subject.name!r}: {message}")
     write = _writer(subject)
     answers: dict[int, str] = {}
     unwritten: dict[int, str] = {}
@@ -74,9 +77,9 @@ def right_answers(subject: Subject) -> tuple[dict[int, str], dict[int, str]]:
 
 
 def _writer(subject: Subject) -> Callable[[Prompt], str]:
-    """Return what writes right answers: the reward, or one of ours by the row's answer or boxes."""
+    """Return what writes ground truths: the reward, or one of ours by the row's answer or boxes."""
     write: Callable[[Prompt], str] = getattr(
-        subject.reward, "right_answer", _like_ours(subject).right_answer
+        subject.reward, "ground_truth", _like_ours(subject).ground_truth
     )
     return write
 
@@ -94,7 +97,7 @@ def _written(subject: Subject, unwritten: dict[int, str]) -> Line:
     offences = [
         Offence(where(subject.prompts[i]), "", math.nan, why) for i, why in unwritten.items()
     ]
-    return Line("data", "every row has a right answer", [], offences)
+    return Line("data", "every row has a ground truth", [], offences)
 
 
 def _maximum(
@@ -112,7 +115,7 @@ def _maximum(
         Offence(where(prompts[i]), texts[i], scores[i], note) for i, note in zip(bad, notes)
     ]
     return Line(
-        "right answer",
+        "ground truth",
         f"is the maximum, {top:g}" if high is not None else "is a number",
         scores,
         offences,
@@ -137,14 +140,14 @@ def _twice(subject: Subject, prompts: list[Prompt], texts: list[str], scores: li
         Offence(where(prompts[i]), texts[i], alone[i], f"in the batch it was {scores[i]:g}")
         for i in bad
     ]
-    return Line("right answer, one by one", "the same as in the batch", alone, offences)
+    return Line("ground truth, one by one", "the same as in the batch", alone, offences)
 
 
 def _probes(
     subject: Subject, prompts: list[Prompt], right: list[str]
 ) -> list[tuple[str, list[str | None], str]]:
     """Return (name, one text a prompt or None, rule) of every answer that should not pay."""
-    # judges form or length: much is as good as a right answer
+    # judges form or length: much is as good as a ground truth
     shaping = getattr(subject.reward, "shaping", False)
     rule = "not more" if shaping else "less"
     probes: list[tuple[str, list[str | None], str]] = [
@@ -187,10 +190,10 @@ def _below(
     if rule == "less on average" and not bad and _mean(scores) > _mean(best) - CLOSE:
         bad = list(range(len(scores)))
     offences = [
-        Offence(where(prompts[i]), texts[i], scores[i], f"the right answer scores {best[i]:g}")
+        Offence(where(prompts[i]), texts[i], scores[i], f"the ground truth scores {best[i]:g}")
         for i in bad
     ]
-    return Line(probe, f"{rule} than the right answer", scores, offences)
+    return Line(probe, f"{rule} than the ground truth", scores, offences)
 
 
 def _mean(scores: list[float]) -> float:
@@ -199,8 +202,8 @@ def _mean(scores: list[float]) -> float:
 
 
 def _spaces(subject: Subject, prompts: list[Prompt], best: list[float]) -> Line:
-    """Write the right answer as models of the four coordinate conventions would."""
-    probe = "right answer in other coordinate spaces"
+    """Write the ground truth as models of the four coordinate conventions would."""
+    probe = "ground truth in other coordinate spaces"
     rule = "scores the same"
     if not getattr(subject.reward, "spatial", False):
         return Line(probe, rule, [], [], applies=False)

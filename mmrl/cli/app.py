@@ -166,7 +166,7 @@ def check_reward(
     samples: Annotated[int, typer.Option(min=1, help="Prompts to look at.")] = 200,
     seed: Annotated[int, typer.Option(min=0, help="Which of them.")] = 0,
 ) -> None:
-    """Audit the rewards of a configuration on its own data: right answers must win, tricks must not
+    """Audit the rewards of a configuration on its own data: ground truths must win, tricks must not
     pay."""
     from mmrl.audit import audit
     from mmrl.audit.tables import print_audits

@@ -42,7 +42,7 @@ def evaluate(
     held_out = bool(session.source.held_out)
     sizes = {
         "prompts": min(options.prompts, len(session.prompts())),
-        "copies": options.num_samples,
+        "num_samples": options.num_samples,
         "held_out": held_out,
     }
     target.write_text(json.dumps({**sizes, "rows": rows}, indent=1))

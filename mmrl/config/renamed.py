@@ -84,6 +84,8 @@ PLUG_INS: dict[str, dict[str, str]] = {  # kind of plug-in -> old name -> new na
     },
 }
 
+METHODS = {"right_answer": "ground_truth"}  # of a user's own plug-ins: old name -> new name
+
 DEFAULTS = {  # old plug-in -> options whose defaults differed
     "grpo": "; where they were not written, write clip_range: 1e-4 and advantage_clip: 5.0",
 }
@@ -140,6 +142,12 @@ def plug_in(kind: str, name: Any) -> str:
     """Say what the unknown plug-in ``name`` is called now, empty where it never existed."""
     renamed = PLUG_INS.get(kind, {}).get(name) if isinstance(name, str) else None
     return f"{kind} {name!r} is now {renamed!r}{DEFAULTS.get(name, '')}" if renamed else ""
+
+
+def method(plug_in: object, name: str) -> str:
+    """Say that a user's plug-in has the method ``name`` under its old name, empty where not."""
+    old = [key for key, new in METHODS.items() if new == name and hasattr(plug_in, key)]
+    return f"its method {old[0]} is now called {name}" if old else ""
 
 
 def value(path: Sequence[Any], written: Any) -> str:

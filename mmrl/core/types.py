@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mmrl.core.host import sent
 
-Prompt = dict[str, Any]  # one line of a dataset: "text", images, the right answer ...
+Prompt = dict[str, Any]  # one line of a dataset: "text", images, the ground truth ...
 # samples of every prompt: one number for all, or one each
 Copies = int | Sequence[int]
 Media = Tensor | list[Any]  # images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1, or B texts
@@ -190,7 +190,7 @@ class Provenance(Fields):
 
     # [B, K] log-prob another engine sampled with, where it is not the policy's own
     sampler_logprob: Tensor | None = None
-    # [B] bool: right answers that were put in the place of samples; None: none
+    # [B] bool: ground truths that were put in the place of samples; None: none
     is_ground_truth: Tensor | None = None
     # [B] bool: sampled in an earlier iteration, by other weights; None: none
     is_replayed: Tensor | None = None

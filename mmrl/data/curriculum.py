@@ -204,7 +204,7 @@ def with_entries(inner: Sequence[Prompt]) -> Sequence[Prompt]:
 
 
 class Hinted(Around):
-    """Draws prompts with the beginning of their right answer already written, which the model
+    """Draws prompts with the beginning of their ground truth already written, which the model
     completes."""
 
     def __init__(self, inner: Sequence[Prompt], hints: Hints):

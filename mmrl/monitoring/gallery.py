@@ -84,7 +84,7 @@ class Gallery:
 
 
 def shown(prompt: Prompt) -> dict[str, Any]:
-    """Collect question, right answer and picture of a prompt; boxes as shares of the picture's
+    """Collect question, ground truth and picture of a prompt; boxes as shares of the picture's
     width and height."""
     images = _images(prompt)
     right = {
@@ -127,7 +127,7 @@ def _right_boxes(prompt: Prompt) -> list[list[float]]:
 
 
 def _shares(rows: list[list[float]], prompt: Prompt) -> list[list[float]]:
-    """Turn boxes in the space of the right answers into shares of width and height, kept within two
+    """Turn boxes in the space of the ground truths into shares of width and height, kept within two
     pictures of it."""
     from rewards.vision.coords import extent, truth_space
 

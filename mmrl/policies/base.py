@@ -38,7 +38,7 @@ class RolloutContext:
     iteration: int = 0  # of the run: windows of stochastic steps move with it
     # states of paths that will be read: all, those beside decisions, or the sample alone
     reads: Reads = "path"
-    # writes the right answer to a prompt, which takes the place of one of its group
+    # writes the ground truth to a prompt, which takes the place of one of its group
     ground_truth: Callable[[Prompt], str | None] | None = None
 
 

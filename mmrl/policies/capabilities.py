@@ -20,5 +20,5 @@ class Capabilities:
     one_pass: bool = True  # one forward pass scores all tokens of an answer
     remaskable: bool = False  # ``at`` hides any of a finished sample's tokens again
     replay: bool = False  # ``recall`` shows it answers of earlier iterations
-    ground_truth: bool = False  # a right answer may take the place of one of a group
+    ground_truth: bool = False  # a ground truth may take the place of one of a group
     max_new_tokens: bool = False  # ``set_max_new_tokens`` changes how long answers may be

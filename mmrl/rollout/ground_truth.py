@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from mmrl.config import renamed
 from mmrl.core.errors import UserError, suggest
 from mmrl.core.registry import STAGES
 from mmrl.core.types import Prompt
@@ -37,7 +38,7 @@ def writer(name: str, rewards: Mapping[str, Any], policy: Policy) -> Writer:
     of this name.
 
     None where the reward cannot say it, or the prompt has none. Raises UserError if the policy
-    writes no answers that could be given to it, or the reward knows no right answers.
+    writes no answers that could be given to it, or the reward knows no ground truths.
     """
     if not policy.capabilities.ground_truth:
         raise UserError(
@@ -49,16 +50,16 @@ def writer(name: str, rewards: Mapping[str, Any], policy: Policy) -> Writer:
     reward = getattr(
         rewards[name], "reward", rewards[name]
     )  # the reward itself, without its wrapper
-    write = getattr(reward, "right_answer", None)
+    write = getattr(reward, "ground_truth", None)
     if write is None:
         able = [
             known_name
             for known_name, candidate in rewards.items()
-            if hasattr(getattr(candidate, "reward", candidate), "right_answer")
+            if hasattr(getattr(candidate, "reward", candidate), "ground_truth")
         ]
         raise UserError(
-            f"train.ground_truth_rollout: reward {name!r} cannot write down a right "
-            f"answer; {suggest(name, able)}"
+            f"train.ground_truth_rollout: reward {name!r} cannot write down a ground "
+            f"truth; {renamed.method(reward, 'ground_truth') or suggest(name, able)}"
         )
     return lambda prompt: _written(write, prompt)
 

@@ -1,5 +1,5 @@
 """Asks questions about the digits world as a data source: pictures and clips with text, and the
-right answer beside them."""
+ground truth beside them."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ def questions(scene: Prompt) -> list[Prompt]:
     """Return the questions a rendered scene answers: ``question``, ``answer`` (a word, or a box x0
     y0 x1 y1 in pixels), ``type``.
 
-    Names are used only where they are unambiguous, so every question has exactly one right answer.
+    Names are used only where they are unambiguous, so every question has exactly one ground truth.
     """
     return [{"question": q, "answer": a, "type": kind} for q, a, kind in _questions(scene)]
 

@@ -1,7 +1,7 @@
 """Verifies answers to vision tasks: one parser, one coordinate module, NaN only where the prompt is
 at fault.
 
-All judge texts against right answers in the prompt; ``docs/verifiable-rewards.md`` has the table.
+All judge texts against ground truths in the prompt; ``docs/verifiable-rewards.md`` has the table.
 """
 
 from rewards.vision.detection import Confidence, Detection

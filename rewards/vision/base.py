@@ -33,10 +33,10 @@ class Verdict(NamedTuple):
 
 
 class Verifiable(ABC):
-    """Checks a text against the prompt's right answer; the base of such rewards.
+    """Checks a text against the prompt's ground truth; the base of such rewards.
 
-    A subclass writes ``judge(text, prompt) -> Verdict`` and ``right_answer(prompt) -> str``, and
-    raises ``Unscorable`` in either where the prompt's right answer is missing or broken.
+    A subclass writes ``judge(text, prompt) -> Verdict`` and ``ground_truth(prompt) -> str``, and
+    raises ``Unscorable`` in either where the prompt's ground truth is missing or broken.
 
     ``spatial``: answers are coordinates of the image. ``shaping``: form or length is judged, not
     the answer.
@@ -82,12 +82,12 @@ class Verifiable(ABC):
         """Judge a text whose prompt has all that the card says it needs."""
 
     @abstractmethod
-    def right_answer(self, prompt: Prompt) -> str:
-        """Return the right answer as the policy should write it: this must score the maximum."""
+    def ground_truth(self, prompt: Prompt) -> str:
+        """Return the ground truth as the policy should write it: this must score the maximum."""
 
     def wrong_answers(self, prompt: Prompt) -> dict[str, str]:
         """Return ways to cheat that belong to this kind of answer, by name; each must score less
-        than the right answer."""
+        than the ground truth."""
         return {}
 
     def _verdict(self, text: str, prompt: Prompt) -> Verdict:
@@ -127,7 +127,7 @@ def need(prompt: Prompt, field: str) -> Any:
 
 
 def finite(values: Any, size: int, field: str) -> tuple[float, ...]:
-    """Return ``size`` finite numbers of a right answer, or raise ``Unscorable`` naming the
+    """Return ``size`` finite numbers of a ground truth, or raise ``Unscorable`` naming the
     field."""
     try:
         numbers = tuple(float(v) for v in values)
@@ -151,7 +151,7 @@ def true_boxes(prompt: Prompt, field: str = "boxes") -> np.ndarray:
 
 
 def in_truth(shapes: Sequence[Shape], prompt: Prompt) -> tuple[np.ndarray, list[Status]]:
-    """Convert what the model said, [N, 2 or 4], to the space of the right answers, with the status
+    """Convert what the model said, [N, 2 or 4], to the space of the ground truths, with the status
     of each."""
     target = truth_space(prompt)
     default_space = answer_space(prompt)
@@ -168,7 +168,7 @@ def in_truth(shapes: Sequence[Shape], prompt: Prompt) -> tuple[np.ndarray, list[
 
 
 def in_answer(values: Iterable[float], prompt: Prompt) -> list[float]:
-    """Convert right coordinates to the space the model answers in, for writing the right answer
+    """Convert right coordinates to the space the model answers in, for writing the ground truth
     down."""
     converted = convert(values, scale(prompt, truth_space(prompt), answer_space(prompt)))
     return [int(v) if float(v).is_integer() else round(v, 6) for v in converted]

@@ -4,8 +4,8 @@ written.
 Four spaces: ``original`` pixels of the image file, ``resized`` pixels of what the model saw,
 ``rel1000`` (0 to 1000) and ``rel1`` (0 to 1). The policy says in ``prompt["view"]`` in which of
 them it answers, and the sizes of every image; the dataset says in ``prompt["space"]`` in which its
-right answers are (default ``original``). Without a view, answers are taken in the space of the
-right answers.
+ground truths are (default ``original``). Without a view, answers are taken in the space of the
+ground truths.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Extent = tuple[float, float]  # width and height
 
 
 class Unscorable(Exception):
-    """Signals that the prompt's right answer is missing or broken: the sample is NaN, not 0."""
+    """Signals that the prompt's ground truth is missing or broken: the sample is NaN, not 0."""
 
 
 def truth_space(prompt: Mapping[str, Any]) -> str:

@@ -204,7 +204,7 @@ class Detection(Verifiable):
             return Verdict(float(scene.iou.shape[0] == scene.iou.shape[1]), scene.status)
         return Verdict(float(np.clip(self.measure(scene, self.threshold), 0, 1)), scene.status)
 
-    def right_answer(self, prompt: Prompt) -> str:
+    def ground_truth(self, prompt: Prompt) -> str:
         right = true_boxes(prompt)
         return write_boxes(right, prompt, true_labels(prompt, len(right)), confidence=1.0)
 
@@ -276,7 +276,7 @@ class Confidence(Verifiable):
         c = scene.confidence
         return float(np.mean([c[i] if i in right else 1 - c[i] for i in range(len(c))]))
 
-    def right_answer(self, prompt: Prompt) -> str:
+    def ground_truth(self, prompt: Prompt) -> str:
         right = true_boxes(prompt)
         return write_boxes(right, prompt, true_labels(prompt, len(right)), confidence=1.0)
 

@@ -38,7 +38,7 @@ OVERLAPS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
 def write_boxes(
     rows: Any, prompt: Prompt, labels: Any = None, confidence: float | None = None
 ) -> str:
-    """Write boxes in the space of the right answers as the policy should answer with them."""
+    """Write boxes in the space of the ground truths as the policy should answer with them."""
     entries = []
     for i, row in enumerate(rows):
         entry: dict[str, Any] = {"bbox_2d": in_answer(row, prompt)}
@@ -114,7 +114,7 @@ class Grounding(Verifiable):
         total = sum(scores[pair] for pair in geometry.assign(scores))
         return Verdict(float(total) / max(scores.shape), status)
 
-    def right_answer(self, prompt: Prompt) -> str:
+    def ground_truth(self, prompt: Prompt) -> str:
         return write_boxes(true_boxes(prompt), prompt)
 
     def wrong_answers(self, prompt: Prompt) -> dict[str, str]:

@@ -35,7 +35,7 @@ class Segmentation(Verifiable):
 
     ``mask`` of the prompt: a path (every pixel but 0 belongs to it), an array [H, W], COCO run
     lengths ``{"size": [h, w], "counts": ...}``, or polygons ``[[x, y, x, y, ...], ...]`` in the
-    space of the right answers. The answer: ``[[x, y], ...]``, ``{"polygon": [...]}``, a list of
+    space of the ground truths. The answer: ``[[x, y], ...]``, ``{"polygon": [...]}``, a list of
     polygons, run lengths of the original's size, or boxes. Polygons are filled as in COCO
     (pycocotools), in pixels of the original image.
     """
@@ -59,7 +59,7 @@ class Segmentation(Verifiable):
             status if mask.any() else worst(status, "degenerate"),
         )
 
-    def right_answer(self, prompt: Prompt) -> str:
+    def ground_truth(self, prompt: Prompt) -> str:
         from pycocotools.mask import encode
 
         run_lengths = encode(np.asfortranarray(true_mask(prompt).astype(np.uint8)))

@@ -60,7 +60,7 @@ class Maths(Verifiable):
             float(verify(list(right), list(predicted), timeout_seconds=_limit())), status
         )
 
-    def right_answer(self, prompt: Prompt) -> str:
+    def ground_truth(self, prompt: Prompt) -> str:
         return tagged(rf"\boxed{{{true_text(prompt)}}}")
 
     def wrong_answers(self, prompt: Prompt) -> dict[str, str]:
@@ -98,7 +98,7 @@ def _parse(text: str) -> tuple[Any, ...]:
 class Chart(Verifiable):
     """Compare values read from a chart (relaxed accuracy): numbers within 5 %, names by equality.
 
-    A right answer that is a list is compared element by element, in order; a list of another length
+    A ground truth that is a list is compared element by element, in order; a list of another length
     is wrong.
 
     Args:
@@ -137,7 +137,7 @@ class Chart(Verifiable):
             return False
         return abs(value.value - target.value) <= self.tolerance * abs(target.value)
 
-    def right_answer(self, prompt: Prompt) -> str:
+    def ground_truth(self, prompt: Prompt) -> str:
         right = need(prompt, "answer")
         return tagged(", ".join(map(str, right)) if isinstance(right, list) else true_text(prompt))
 

@@ -55,7 +55,7 @@ def true_points(prompt: Prompt) -> np.ndarray:
 
 
 def pixels(prompt: Prompt) -> np.ndarray:
-    """Return factors [2] from the space of the right answers to pixels of the original, where its
+    """Return factors [2] from the space of the ground truths to pixels of the original, where its
     size is known."""
     try:
         return np.array(scale(prompt, truth_space(prompt), "original"))
@@ -99,7 +99,7 @@ class Pointing:
         self.spread = spread
 
     def scores(self, predicted: np.ndarray, prompt: Prompt) -> np.ndarray:
-        """Score [N, 2] in the space of the right answers -> [N, M] in 0..1."""
+        """Score [N, 2] in the space of the ground truths -> [N, M] in 0..1."""
         to_pixels = pixels(prompt)
         if prompt.get("boxes") is None:
             distance = near(predicted * to_pixels, true_points(prompt) * to_pixels, self.radius)
@@ -162,7 +162,7 @@ class Point(Verifiable):
             float(sum(scores[pair] for pair in geometry.assign(scores)) / max(scores.shape)), status
         )
 
-    def right_answer(self, prompt: Prompt) -> str:
+    def ground_truth(self, prompt: Prompt) -> str:
         return tagged(json.dumps([{"point_2d": in_answer(box, prompt)} for box in targets(prompt)]))
 
     def wrong_answers(self, prompt: Prompt) -> dict[str, str]:
@@ -246,7 +246,7 @@ class Gui(Verifiable):
         near = Levenshtein.normalized_similarity(normal(said_words(action) or ""), normal(words))
         return float(near) if near >= self.text_threshold and said_words(action) else 0.0, "ok"
 
-    def right_answer(self, prompt: Prompt) -> str:
+    def ground_truth(self, prompt: Prompt) -> str:
         action: dict[str, Any] = {"action": kind(true_action(prompt))}
         if action["action"] in CLICKS:
             action["point"] = in_answer(targets(prompt)[0], prompt)

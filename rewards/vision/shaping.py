@@ -45,7 +45,7 @@ class Shaping(Verifiable):
 
     shaping = True
 
-    def right_answer(self, prompt: Prompt) -> str:
+    def ground_truth(self, prompt: Prompt) -> str:
         return EXAMPLES["think_answer"].format(prompt.get("answer", "7"))
 
 
@@ -85,11 +85,11 @@ class Format(Shaping):
             good = strict_json(final(text).value).status == "ok"
         return Verdict(float(good), "ok" if good else "unparseable")
 
-    def right_answer(self, prompt: Prompt) -> str:
+    def ground_truth(self, prompt: Prompt) -> str:
         return EXAMPLES[self.form].format("[1]" if self.json else prompt.get("answer", "7"))
 
     def wrong_answers(self, prompt: Prompt) -> dict[str, str]:
-        right = self.right_answer(prompt)
+        right = self.ground_truth(prompt)
         if self.has_pattern or self.form == "boxed":
             return {}
         return (
@@ -124,7 +124,7 @@ class ThinkOrNot(Shaping):
         thought = str(text).partition("<think>")[2].partition("</think>")[0].strip()
         return Verdict(self.thought if thought else 1.0)
 
-    def right_answer(self, prompt: Prompt) -> str:
+    def ground_truth(self, prompt: Prompt) -> str:
         return f"<think>\n\n</think>\n<answer>{prompt.get('answer', '7')}</answer>"
 
     def wrong_answers(self, prompt: Prompt) -> dict[str, str]:
@@ -154,7 +154,7 @@ class Length(Shaping):
         beyond = max(self.low - count, count - self.high, 0)
         return Verdict(max(0.0, 1 - beyond / self.fade) if count else float(self.low == 0))
 
-    def right_answer(self, prompt: Prompt) -> str:
+    def ground_truth(self, prompt: Prompt) -> str:
         return " ".join(["word"] * self.low)
 
 
@@ -179,7 +179,7 @@ class Overlong(Shaping):
         over = length(text) - (self.limit - self.buffer)
         return Verdict(-min(max(over / self.buffer, 0.0), 1.0))
 
-    def right_answer(self, prompt: Prompt) -> str:
+    def ground_truth(self, prompt: Prompt) -> str:
         return "7"
 
     def wrong_answers(self, prompt: Prompt) -> dict[str, str]:
@@ -217,7 +217,7 @@ class Repetition(Shaping):
         )
         return Verdict(-max(_repeated(grams), _repeated(listed)))
 
-    def right_answer(self, prompt: Prompt) -> str:
+    def ground_truth(self, prompt: Prompt) -> str:
         return "<answer>7</answer>"
 
     def wrong_answers(self, prompt: Prompt) -> dict[str, str]:
@@ -282,10 +282,10 @@ class CosineLength(Verifiable):
         progress = min(length(text) / self.limit, 1.0)
         return Verdict(end + (start - end) * (1 + math.cos(math.pi * progress)) / 2, status, note)
 
-    def right_answer(self, prompt: Prompt) -> str:
-        answer: str = self.inner.right_answer(prompt)
+    def ground_truth(self, prompt: Prompt) -> str:
+        answer: str = self.inner.ground_truth(prompt)
         return answer
 
     def wrong_answers(self, prompt: Prompt) -> dict[str, str]:
         wrong: dict[str, str] = self.inner.wrong_answers(prompt)
-        return wrong | {"right but long": "well " * self.limit + self.right_answer(prompt)}
+        return wrong | {"right but long": "well " * self.limit + self.ground_truth(prompt)}

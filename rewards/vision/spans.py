@@ -192,7 +192,7 @@ class Temporal(Verifiable):
             return Verdict(float(len(parsed.value) == len(right)), status)
         return Verdict(self.form(good, right) if good else 0.0, status)
 
-    def right_answer(self, prompt: Prompt) -> str:
+    def ground_truth(self, prompt: Prompt) -> str:
         return tagged(json.dumps([{"start_time": a, "end_time": b} for a, b in true_spans(prompt)]))
 
     def wrong_answers(self, prompt: Prompt) -> dict[str, str]:
@@ -252,7 +252,7 @@ class Tracking(Verifiable):
         )
         return Verdict(float(total) / max(len(predicted), len(right)), status)
 
-    def right_answer(self, prompt: Prompt) -> str:
+    def ground_truth(self, prompt: Prompt) -> str:
         return tagged(
             json.dumps(
                 {f"{time:g}": in_answer(box, prompt) for time, box in _true_track(prompt).items()}

@@ -204,18 +204,18 @@ class KeySteps(Verifiable):
         valid = bool(self.sections) and in_order == len(self.sections)
         return right.score + self.alpha * share + valid
 
-    def right_answer(self, prompt: Prompt) -> str:
+    def ground_truth(self, prompt: Prompt) -> str:
         steps = [ways[0] for ways in true_steps(prompt)]
         if not self.sections:
             thought = ". ".join(steps)
         else:
             thought = ". ".join([self.sections[0], *steps, *self.sections[1:]])
-        return f"<think>{thought}.</think>{self.inner.right_answer(prompt)}"
+        return f"<think>{thought}.</think>{self.inner.ground_truth(prompt)}"
 
     def wrong_answers(self, prompt: Prompt) -> dict[str, str]:
         steps = ". ".join(ways[0] for ways in true_steps(prompt))
         return {
-            "no reasoning": self.inner.right_answer(prompt),
+            "no reasoning": self.inner.ground_truth(prompt),
             "steps as the answer": tagged(steps),
         }
 
@@ -243,7 +243,7 @@ class Vqa(Verifiable):
             raise Unscorable(f'"answers" is {value!r}; expected a list of texts')
         return answers
 
-    def right_answer(self, prompt: Prompt) -> str:
+    def ground_truth(self, prompt: Prompt) -> str:
         return tagged(
             Counter(answer for answer in self._people(prompt) if answer).most_common(1)[0][0]
         )
@@ -303,8 +303,8 @@ class VideoQa(Verifiable):
     def _inner(self, prompt: Prompt) -> Verifiable:
         return self.choice if prompt.get("choices") else self.answer
 
-    def right_answer(self, prompt: Prompt) -> str:
-        answer = self._inner(prompt).right_answer(prompt)
+    def ground_truth(self, prompt: Prompt) -> str:
+        answer = self._inner(prompt).ground_truth(prompt)
         if prompt.get("spans") is None:
             return answer
         return f"{answer}<glue>{[list(span) for span in true_spans(prompt)]}</glue>"
@@ -388,8 +388,8 @@ class Routed(Verifiable):
             )
         return route
 
-    def right_answer(self, prompt: Prompt) -> str:
-        answer: str = self._own(prompt).right_answer(prompt)
+    def ground_truth(self, prompt: Prompt) -> str:
+        answer: str = self._own(prompt).ground_truth(prompt)
         return answer
 
     def wrong_answers(self, prompt: Prompt) -> dict[str, str]:
@@ -398,8 +398,8 @@ class Routed(Verifiable):
 
     def _own(self, prompt: Prompt) -> Any:
         route = self._route(prompt)
-        if not hasattr(route, "right_answer"):
+        if not hasattr(route, "ground_truth"):
             raise Unscorable(
-                f"the reward of task {prompt.get(self.by)!r} cannot write down a right answer"
+                f"the reward of task {prompt.get(self.by)!r} cannot write down a ground truth"
             )
         return route

@@ -173,7 +173,7 @@ class Svg(Verifiable):
                 f'it has neither "svg" nor an image that can be read: {error}'
             ) from error
 
-    def right_answer(self, prompt: Prompt) -> str:
+    def ground_truth(self, prompt: Prompt) -> str:
         if prompt.get("svg") is None:
             raise Unscorable('it has no "svg": only a picture, which cannot be written down')
         return tagged(str(prompt["svg"]))

@@ -57,7 +57,7 @@ class Answer(Verifiable):
 
     Two names are equal after NFKC, case folding, and evening out blanks, hyphens, underscores and a
     final full stop; parts of a name never count. ``7``, ``7.0`` and ``seven`` are one number. A
-    prompt may have further right answers in ``aliases``.
+    prompt may have further ground truths in ``aliases``.
 
     Args:
         tolerance: of a number, relative to the right one; 0: exact (to 1e-9).
@@ -88,7 +88,7 @@ class Answer(Verifiable):
         )
         return Verdict(float(near), parsed.status)
 
-    def right_answer(self, prompt: Prompt) -> str:
+    def ground_truth(self, prompt: Prompt) -> str:
         return tagged(accepted(prompt)[0])
 
     def wrong_answers(self, prompt: Prompt) -> dict[str, str]:
@@ -160,7 +160,7 @@ class Count(Verifiable):
         close = max(0.0, 1.0 - error / abs(right)) if right and math.isfinite(error) else 0.0
         return Verdict(close**self.sharpness if self.fuzzy else 0.0, status)
 
-    def right_answer(self, prompt: Prompt) -> str:
+    def ground_truth(self, prompt: Prompt) -> str:
         right = true_number(prompt)
         return tagged(f"{right:.0f}" if right.is_integer() else str(right))
 
@@ -218,7 +218,7 @@ class Choice(Verifiable):
             )
         return right
 
-    def right_answer(self, prompt: Prompt) -> str:
+    def ground_truth(self, prompt: Prompt) -> str:
         return tagged(", ".join(sorted(self._right(prompt))))
 
     def wrong_answers(self, prompt: Prompt) -> dict[str, str]:
@@ -311,7 +311,7 @@ class LabelSet(Verifiable):
             raise Unscorable(f'"labels" is {value!r}; expected a list of names')
         return [str(label) for label in value]
 
-    def right_answer(self, prompt: Prompt) -> str:
+    def ground_truth(self, prompt: Prompt) -> str:
         names = self._labels(prompt)
         return tagged('["' + '", "'.join(names) + '"]' if names else "[]")
 

@@ -71,7 +71,7 @@ class Transcription(Verifiable):
         words = unicodedata.normalize("NFKC", text if self.case else text.casefold()).split()
         return words if self.words else " ".join(words)
 
-    def right_answer(self, prompt: Prompt) -> str:
+    def ground_truth(self, prompt: Prompt) -> str:
         return tagged(true_text(prompt))
 
     def wrong_answers(self, prompt: Prompt) -> dict[str, str]:
@@ -239,7 +239,7 @@ class Table(Verifiable):
             )
         return table
 
-    def right_answer(self, prompt: Prompt) -> str:
+    def ground_truth(self, prompt: Prompt) -> str:
         return tagged(true_text(prompt))
 
     def wrong_answers(self, prompt: Prompt) -> dict[str, str]:
@@ -310,7 +310,7 @@ class TextSimilarity(Verifiable):
         words = [re.findall(r"\w+|[^\w\s]", text.casefold())[:2000] for text in (predicted, right)]
         return bidirectional(cdist(*words, scorer=Levenshtein.normalized_similarity))
 
-    def right_answer(self, prompt: Prompt) -> str:
+    def ground_truth(self, prompt: Prompt) -> str:
         return tagged(true_text(prompt))
 
     def wrong_answers(self, prompt: Prompt) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""`mmrl check-reward`: right answers win, tricks are caught, offending rows are named, the exit
+"""`mmrl check-reward`: ground truths win, tricks are caught, offending rows are named, the exit
 status tells."""
 
 from __future__ import annotations
@@ -52,6 +52,16 @@ def undeclared(texts, prompts):
     return torch.zeros(len(texts))
 
 @card(media="text", low=0, high=1)
+class Older:
+    """As written for an earlier version."""
+
+    def __call__(self, texts, prompts):
+        return torch.zeros(len(texts))
+
+    def right_answer(self, prompt):
+        return prompt["answer"]
+
+@card(media="text", low=0, high=1)
 def too_much(texts, prompts):
     return torch.tensor([2.0 * ("wolf" in t or "fox" in t or "hare" in t) for t in texts])
 '''
@@ -82,8 +92,8 @@ def test_every_reward_of_ours_passes_on_good_data(name):
     )
     assert found.passed, [(line.probe, line.offences) for line in found.lines if line.offences]
     probes = [line.probe for line in found.lines]
-    assert {"right answer", "empty", "echo of the prompt", "all of them"} <= set(probes)
-    spatial = "right answer in other coordinate spaces" in probes
+    assert {"ground truth", "empty", "echo of the prompt", "all of them"} <= set(probes)
+    spatial = "ground truth in other coordinate spaces" in probes
     assert spatial == getattr(REWARDS[name], "spatial", False)
 
 
@@ -116,7 +126,7 @@ VARIANTS = [
 ]
 PUBLISHED = {
     ("confidence", "form", "visual_rft"): "a wrong box of zero confidence",
-    ("referring", "form", "vlm_r1"): "right answer in other coordinate spaces",
+    ("referring", "form", "vlm_r1"): "ground truth in other coordinate spaces",
     ("detection", "measure", "recall"): "spam of 20 boxes",
     ("detection", "measure", "visual_rft"): "wrong labels",
 }
@@ -173,7 +183,7 @@ def test_a_row_of_the_vision_data_is_named_with_file_and_line(folder):
 
 def test_the_published_exploit_is_found(folder):
     code, said = check('"mine.py:published_classification": 1.0')
-    assert code == 1 and "rows.jsonl:1: empty: '' scores 1; the right answer scores 1" in said
+    assert code == 1 and "rows.jsonl:1: empty: '' scores 1; the ground truth scores 1" in said
     assert "inside a sentence" in said
 
 
@@ -205,7 +215,7 @@ def test_a_reward_that_is_not_deterministic_is_found():
         Subject("moody", Moody(), [{"text": "a", "answer": 1}, {"text": "b", "answer": 2}]), "text"
     )
     broken = {line.probe for line in found.lines if line.offences}
-    assert "right answer, one by one" in broken and not math.isnan(found.lines[1].scores[0])
+    assert "ground truth, one by one" in broken and not math.isnan(found.lines[1].scores[0])
 
 
 def test_coordinate_spaces_are_tried_on_a_reward_that_declares_no_maximum():
@@ -215,3 +225,9 @@ def test_coordinate_spaces_are_tried_on_a_reward_that_declares_no_maximum():
     found = audit_one(Subject("open", Open(), ROWS), "text")
     spaces = [line for line in found.lines if line.probe.endswith("coordinate spaces")]
     assert [len(line.scores) for line in spaces] == [4 * len(ROWS)] and not spaces[0].offences
+
+
+def test_a_reward_of_ones_own_with_the_old_method_is_told_its_new_name(folder):
+    message = "reward 'Older'.*its method right_answer is now called ground_truth"
+    with pytest.raises(UserError, match=message):
+        check('"mine.py:Older": 1')

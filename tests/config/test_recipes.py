@@ -239,19 +239,19 @@ def compared(loaded, texts, prompts):
 
 
 def judge_of(reward):
-    """The reward that knows the right answer: itself, or the main part of one that is made of
+    """The reward that knows the ground truth: itself, or the main part of one that is made of
     others."""
     reward = getattr(reward, "reward", reward)
     return judge_of(reward.main) if hasattr(reward, "main") else reward
 
 
 def right_text(loaded, prompt):
-    """A right answer in the form that the recipe asks for; of votes what most answers say."""
+    """A ground truth in the form that the recipe asks for; of votes what most answers say."""
     rewards = scorer(loaded, ("reward",), loaded.section("train", TrainOptions)).rewards.values()
     knowing = [judge for judge in map(judge_of, rewards) if not getattr(judge, "shaping", False)]
     text = (
-        knowing[0].right_answer(prompt)
-        if hasattr(knowing[0], "right_answer")
+        knowing[0].ground_truth(prompt)
+        if hasattr(knowing[0], "ground_truth")
         else "<answer>most</answer>"
     )
     return text if "<think>" in text else f"{THOUGHT} {text}"
@@ -279,7 +279,7 @@ def test_the_better_of_two_answers_has_the_greater_advantage(recipe):
 
 
 def worth_of_found_steps(loaded, groups=100):
-    """Mean advantage of the tokens that complete a key step, over groups of eight right answers
+    """Mean advantage of the tokens that complete a key step, over groups of eight ground truths
     drawn at random, each of which names each of two steps or does not."""
     prompt = {"text": "how many?", "answer": "12", "key_steps": ["3 boxes", "4 each"]}
     generator = torch.Generator().manual_seed(0)

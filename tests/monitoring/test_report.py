@@ -32,7 +32,7 @@ def estimate(mean, width=0.03):
 
 EVALUATION = {
     "prompts": 60,
-    "copies": 4,
+    "num_samples": 4,
     "rows": [
         {
             "model": "base",
@@ -231,6 +231,17 @@ def test_without_evaluation_the_verdict_says_what_it_is(tmp_path):
         and ("not a held-out measurement") in text
         and f"mmrl evaluate {run}" in text
     )
+
+
+@pytest.mark.parametrize("key", ["num_samples", "copies"])
+def test_the_page_says_how_many_samples_a_prompt_had_in_files_of_earlier_versions_too(
+    tmp_path, key
+):
+    run = make_run(tmp_path / "run", iterations=2)
+    sizes = {"prompts": 60, key: 7}
+    (run / "evaluation.json").write_text(json.dumps(sizes | {"rows": EVALUATION["rows"]}))
+    assert read_evaluation(read_run(run)).num_samples == 7
+    assert "over 60 held-out prompts × 7 samples" in write_report(run).read_text(encoding="utf-8")
 
 
 def test_an_unproven_gain_is_called_so(tmp_path):

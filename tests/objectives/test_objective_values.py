@@ -43,36 +43,24 @@ from mmrl.objectives.reward_gradient import DIVERGENCES
 from mmrl.objectives.surrogates import gmpo, gspo, row_mean, sapo, vespo
 from mmrl.objectives.trust_region import gated
 from mmrl.policies.capabilities import Capabilities
+from mmrl.policies.tokens import TokenPolicy
 from samplers.kernels import flow_sde, memoryless, ode
 from samplers.noise import Rng
 from samplers.windows import all_but_last, all_steps
 from tests.fixtures import toys
 from tests.fixtures.records import make_point, make_rollout
+from tests.fixtures.swapping import Swapping
 
 
 def column(*values):
     return torch.tensor(values, dtype=torch.float64)[:, None]
 
 
-class Velocities:
+class Velocities(Swapping):
     """A policy that is a table: the velocity of every row under each name of weights."""
 
     def __init__(self, **known):
         self.known = known
-        self.name = "live"
-        self.weights = SimpleNamespace(using=self.using)
-
-    def using(self, name):
-        policy = self
-
-        class Swap:
-            def __enter__(self):
-                policy.name = name
-
-            def __exit__(self, *_):
-                policy.name = "live"
-
-        return Swap()
 
     def dist(self, point):
         v = self.known[self.name][point.row_id]
@@ -793,7 +781,7 @@ def test_what_preferences_and_nft_tell_the_log():
 # ---------------------------------------------------------------------------------------------
 
 
-class Spoken:
+class Spoken(Swapping):
     """A policy that is a table of logits [B, L, V] under each name of weights; token 0 was written
     everywhere."""
 
@@ -802,25 +790,11 @@ class Spoken:
 
     def __init__(self, **logits):
         self.logits = logits
-        self.name = "live"
-        self.weights = SimpleNamespace(using=self.using)
-
-    using = Velocities.using
 
     def dist(self, point):
         return Categorical(self.logits[self.name][point.row_id])
 
-    def path(self, rollout):
-        yield make_point(
-            group=rollout.group,
-            row_id=rollout.row_id,
-            state=rollout.sample,
-            target=rollout.sample,
-            mask=rollout.mask,
-            logprob=rollout.logprob,
-            advantage=rollout.advantage,
-            num_decisions=rollout.mask.sum(1),
-        )
+    path = TokenPolicy.path
 
 
 def spoken(width=None):

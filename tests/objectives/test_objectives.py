@@ -12,6 +12,7 @@ from samplers.kernels import flow_sde
 from samplers.noise import Rng
 from tests.fixtures import toys
 from tests.fixtures.records import make_point
+from tests.fixtures.swapping import Swapping
 
 LOG_RATIO = torch.tensor([5e-5, -8e-5, 2e-4, -3e-4, 0, 0.01], dtype=torch.float64)[:, None]
 ADVANTAGE = torch.tensor([1, -1, 2, -2, 0.5, -0.7], dtype=torch.float64)[:, None]
@@ -27,28 +28,14 @@ def test_the_clipped_surrogate_of_published_code():
     assert float(loss.mean()) == pytest.approx(0.03441751, abs=2e-6)
 
 
-class OneStep:
+class OneStep(Swapping):
     """A policy of one Gaussian step, and of a snapshot with another velocity."""
 
     def __init__(self, x, v, v_ref, t, s, eta):
         self.args = (t, s, eta)
         self.v = v
         self.v_ref = v_ref
-        self.weights = self
         self.x = x
-        self.name = "live"
-
-    def using(self, name):
-        policy = self
-
-        class Swap:
-            def __enter__(self):
-                policy.name = name
-
-            def __exit__(self, *_):
-                policy.name = "live"
-
-        return Swap()
 
     def dist(self, point):
         return Gaussian(

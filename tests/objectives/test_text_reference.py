@@ -28,6 +28,7 @@ from mmrl.objectives.covariance import HeldBack
 from mmrl.objectives.kl import estimate
 from mmrl.policies.base import Policy
 from mmrl.policies.capabilities import Capabilities
+from mmrl.policies.tokens import TokenPolicy
 from mmrl.scoring import Scorer
 from mmrl.train.optimizers import sgd
 from mmrl.train.trainer import Trainer
@@ -143,18 +144,7 @@ class Recorded(Policy):
             cond=[{}],
         )
 
-    def path(self, rollout):
-        yield make_point(
-            group=rollout.group,
-            row_id=rollout.row_id,
-            state=rollout.sample,
-            target=rollout.sample,
-            mask=rollout.mask,
-            logprob=rollout.logprob,
-            advantage=rollout.advantage,
-            num_decisions=rollout.mask.sum(1),
-            sampler_logprob=rollout.provenance.sampler_logprob,
-        )
+    path = TokenPolicy.path
 
     def dist(self, point):
         return Exact(self.net(point.row_id))
@@ -433,7 +423,7 @@ def test_a_preset_of_tokens_on_a_flow_model_is_refused_with_its_line(tmp_path):
 @pytest.mark.parametrize(
     ("objective", "config_file"),
     [
-        ("grpo_guard", "digits/guard"),
+        ("grpo_guard", "digits/grpo_guard"),
         ("dgpo", "digits/dgpo"),
         ("kl_cov", "vlm/counting"),
         ("gvpo", "vlm/counting"),

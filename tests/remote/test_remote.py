@@ -25,7 +25,6 @@ from tests.fixtures.reward_servers import (
     hanging_up,
     mean,
     numbers,
-    picky,
     saying,
     serving,
     silence,
@@ -34,13 +33,6 @@ from tests.fixtures.reward_servers import (
 from tests.fixtures.tiny_rewards import asked, pictures, save_tiny_clip
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def url():
-    rewards = {"mean": mean, "numbers": numbers, "picky": picky, "jpeg": jpeg_compressibility}
-    with serving(rewards, {"mean": 0.5, "jpeg": 0.1, "picky": 0.0}) as address:
-        yield address
 
 
 # ---------------------------------------------------------------------------------------------- the

@@ -29,7 +29,6 @@ from tests.fixtures.reward_servers import (
     good,
     mean,
     numbers,
-    picky,
     png,
     refusing,
     serving,
@@ -37,13 +36,6 @@ from tests.fixtures.reward_servers import (
 from tests.fixtures.tiny_rewards import asked, pictures
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def url():
-    rewards = {"mean": mean, "numbers": numbers, "picky": picky, "jpeg": jpeg_compressibility}
-    with serving(rewards, {"mean": 0.5, "jpeg": 0.1, "picky": 0.0}) as address:
-        yield address
 
 
 # --------------------------------------------------------------------------------------------------

@@ -201,7 +201,7 @@ def test_a_box_scores_the_same_in_every_space(truth, answer, box, other):
     )
     assert torch.allclose(Grounding()([said([place(other, answer)])], [prompt]), plain, atol=1e-5)
     assert Grounding()([said([place(box, answer)])], [prompt]).item() == pytest.approx(1, abs=1e-6)
-    assert Grounding()([Grounding().right_answer(prompt)], [prompt]).item() == pytest.approx(
+    assert Grounding()([Grounding().ground_truth(prompt)], [prompt]).item() == pytest.approx(
         1, abs=2e-3
     )
 

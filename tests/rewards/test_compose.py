@@ -1,4 +1,4 @@
-"""Rewards made of rewards, votes without a right answer, diversity, and advantages whose weights
+"""Rewards made of rewards, votes without a ground truth, diversity, and advantages whose weights
 move."""
 
 from __future__ import annotations

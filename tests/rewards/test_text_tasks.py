@@ -361,7 +361,7 @@ def test_key_steps_in_the_form_of_step_grpo():
     assert one(reward, mixed_up, prompt) == pytest.approx(1.05)
     plain = KeySteps(form="step_grpo", alpha=0.5)
     assert one(plain, mixed_up, prompt) == pytest.approx(1.25) and plain.card.high == 1.5
-    assert one(reward, reward.right_answer(prompt), prompt) == pytest.approx(2.1)
+    assert one(reward, reward.ground_truth(prompt), prompt) == pytest.approx(2.1)
     with pytest.raises(UserError, match="leave out each"):
         KeySteps(form="step_grpo", each=True)
 

@@ -28,7 +28,7 @@ def checks(name: str) -> bool:
 NAMES = [
     name for name in sorted(REWARDS) if card_of(REWARDS[name]).media == ("text",) and checks(name)
 ]
-VERIFIABLE = [name for name in NAMES if hasattr(REWARDS[name], "right_answer")]
+VERIFIABLE = [name for name in NAMES if hasattr(REWARDS[name], "ground_truth")]
 WRITTEN = st.text(alphabet=st.characters(codec="utf-8"), max_size=80) | st.lists(
     st.sampled_from(
         "<answer> </answer> [ ] { } ( ) , : ; ' \" ```json ``` ``` bbox_2d label 12 -3.5 "
@@ -50,11 +50,11 @@ def test_every_reward_of_text_is_in_the_table():
 
 
 @pytest.mark.parametrize("name", VERIFIABLE)
-def test_right_answers_score_the_maximum_and_tricks_less(name):
+def test_ground_truths_score_the_maximum_and_tricks_less(name):
     reward = build(name)
     prompts = prompts_of(name)
     high = card_of(reward).high
-    right = [reward.right_answer(prompt) for prompt in prompts]
+    right = [reward.ground_truth(prompt) for prompt in prompts]
     values = reward(right, prompts)
     assert values.dtype == torch.float32 and values.tolist() == pytest.approx(
         [high] * len(prompts), abs=2e-5
@@ -71,9 +71,9 @@ def test_each_sample_is_judged_by_itself_and_nothing_is_changed(name):
     reward = build(name)
     prompts = prompts_of(name)
     texts = [
-        reward.right_answer(prompts[0]),
+        reward.ground_truth(prompts[0]),
         "nonsense",
-        *(reward.right_answer(p) for p in prompts[1:]),
+        *(reward.ground_truth(p) for p in prompts[1:]),
     ]
     asked = [prompts[0], *prompts]
     before = deepcopy(asked)
@@ -104,7 +104,7 @@ def test_a_broken_prompt_is_nan_and_is_named_once(name, caplog):
         if field == "text":
             continue
         lacking = {k: v for k, v in good.items() if k != field} | {"where": "data.jsonl:17"}
-        values = reward([reward.right_answer(good)] * 2, [lacking, good])
+        values = reward([reward.ground_truth(good)] * 2, [lacking, good])
         assert math.isnan(values[0]) and not math.isnan(values[1])
         assert "data.jsonl:17" in caplog.text and f'no "{field}"' in caplog.text
 

@@ -1,4 +1,4 @@
-"""The right answer as a member of its group, and answers that are begun for the model."""
+"""The ground truth as a member of its group, and answers that are begun for the model."""
 
 from dataclasses import replace
 from functools import partial
@@ -12,6 +12,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.types import Provenance
 from mmrl.objectives import PolicyGradient
 from mmrl.policies.base import RolloutContext
+from mmrl.rollout.ground_truth import writer
 from mmrl.scoring import Scorer
 from mmrl.train.optimizers import adamw
 from mmrl.train.trainer import Trainer
@@ -42,7 +43,7 @@ def plain(policy):
     return taught(policy, None)
 
 
-def test_the_right_answer_has_the_models_own_log_probs(policy):
+def test_the_ground_truth_has_the_models_own_log_probs(policy):
     found = taught(policy, lambda prompt: prompt["gold"])
     assert found.provenance.is_ground_truth.tolist() == [False, False, True] * 2
     texts = policy.decode(found)
@@ -147,9 +148,19 @@ def test_metrics_of_the_update_are_those_of_the_samples(policy):
     assert torch.equal(point.replace(provenance=Provenance()).sampled_mask(), found.mask)
 
 
+def test_a_writer_under_its_old_name_is_told_the_new_one(policy):
+    def older(texts, prompts):
+        return [float(len(text)) for text in texts]
+
+    older.right_answer = lambda prompt: prompt["gold"]
+    message = "reward 'older' .*its method right_answer is now called ground_truth"
+    with pytest.raises(UserError, match=message):
+        writer("older", {"older": older}, policy)
+
+
 def test_who_writes_it_is_checked(policy):
     scorer = Scorer({"length": lambda texts, prompts: [float(len(t)) for t in texts]})
-    with pytest.raises(UserError, match="reward 'length' cannot write down a right answer"):
+    with pytest.raises(UserError, match="reward 'length' cannot write down a ground truth"):
         Trainer(
             policy,
             ASKED,

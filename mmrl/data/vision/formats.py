@@ -53,7 +53,7 @@ def conversation(row: Mapping[str, Any], fields: Mapping[str, str]) -> Prompt:
     """Read LLaVA (``conversations`` of from and value), ShareGPT and Qwen (``messages`` of role and
     content, text or parts).
 
-    The last turn, if it is the assistant's, is the right answer (unless the row has one); those
+    The last turn, if it is the assistant's, is the ground truth (unless the row has one); those
     before it are the prompt.
     """
     name = next(key for key in ("messages", "conversations") if key in row)

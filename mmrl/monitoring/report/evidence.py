@@ -48,7 +48,7 @@ class Evaluation:
     rows: list[Row]
     optimised: list[str]
     prompts: int | None
-    copies: int | None
+    num_samples: int | None
 
     def names(self) -> list[str]:
         """Return the rewards in the order of the columns: the optimised ones first."""
@@ -107,7 +107,9 @@ def read_evaluation(run: Run) -> Evaluation:
             )
         except (KeyError, TypeError, ValueError, AttributeError):
             run.notes.append(f"evaluation.json: row not understood: {str(raw)[:80]}")
-    counts = (run.evaluation.get(key) for key in ("prompts", "copies"))
+    count = run.evaluation.get
+    # files of earlier versions say copies
+    counts = (count("prompts"), count("num_samples", count("copies")))
     return Evaluation(
         rows, run.optimised(), *(count if isinstance(count, int) else None for count in counts)
     )

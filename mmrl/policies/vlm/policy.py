@@ -314,13 +314,13 @@ class VLM(Passes):
             logprob[last[part]] = torch.where(
                 written[last[part], None], scored, logprob[last[part]]
             )
-        # it is that of the replaced sample, and unknown for the right answer
+        # it is that of the replaced sample, and unknown for the ground truth
         order = rollout.tokens
         if order.self_certainty is not None:
             unknown = order.self_certainty.masked_fill(written[:, None], torch.nan)
             order = order.replace(self_certainty=unknown)
         provenance = rollout.provenance.replace(is_ground_truth=written)
-        if provenance.sampler_logprob is not None:  # no engine sampled the right answer either
+        if provenance.sampler_logprob is not None:  # no engine sampled the ground truth either
             sampler_logprob = torch.where(written[:, None], logprob, provenance.sampler_logprob)
             provenance = provenance.replace(sampler_logprob=sampler_logprob)
         return corrected.replace(logprob=logprob, trajectory=order, provenance=provenance)

@@ -8,7 +8,14 @@ from mmrl.core.errors import UserError
 from mmrl.policies.image_tokens.models.glm_image import GlmImage
 from samplers.noise import Rng
 from samplers.warp import Warp
-from tests.fixtures.image_tokens import assert_trains, cosine, every, flat_grad, logp
+from tests.fixtures.image_tokens import (
+    assert_gradient_is_true,
+    assert_sampled_is_scored,
+    assert_trains,
+    every,
+    flat_grad,
+    logp,
+)
 from tests.fixtures.tiny_transformers_images import tiny_glm_image
 
 PROMPT = {"text": "a red seven"}
@@ -37,20 +44,11 @@ def test_probabilities_of_all_images_sum_to_1_and_the_gradient_is_the_true_one(m
     policy = make(**options)
     p = logp(policy, IDS, PROMPT).exp()
     assert abs(p.sum() - 1) < 1e-12 and (p > 0).all()
-    true = flat_grad(policy, (p * REWARD).sum())
-    weight = (p * (REWARD - (p * REWARD).sum())).detach()
-    assert cosine(flat_grad(policy, (weight * logp(policy, IDS, PROMPT)).sum()), true) > 1 - 1e-9
+    assert_gradient_is_true(policy, lambda: logp(policy, IDS, PROMPT), REWARD)
 
 
 def test_token_by_token_is_all_at_once_with_ragged_prompts(make):
-    policy = make()
-    rollout = policy.rollout(PROMPTS, 3, Rng.of("ragged"))
-    (point,) = policy.path(rollout)
-    with torch.no_grad():
-        again = policy.dist(point).log_prob(point.target)
-        alone = [logp(policy, rollout.sample[i : i + 1], PROMPTS[i // 3]) for i in range(6)]
-    torch.testing.assert_close(again, rollout.logprob, atol=1e-12, rtol=0)
-    torch.testing.assert_close(torch.cat(alone), rollout.logprob.sum(1), atol=1e-11, rtol=0)
+    assert_sampled_is_scored(make(), PROMPTS)
 
 
 def test_greedy_tokens_and_images_are_those_of_the_pipeline(make, folder):

@@ -14,16 +14,20 @@ from mmrl.policies.image_tokens.models.janus import Janus
 from mmrl.policies.image_tokens.policy import ImageTokenPolicy
 from samplers.noise import Rng
 from samplers.warp import Warp
-from tests.fixtures import tiny_vlms
 from tests.fixtures.image_tokens import (
     assert_compiles,
+    assert_frequencies,
     assert_half_precision,
+    assert_importance_weights_are_unbiased,
+    assert_sampled_is_scored,
     assert_trains,
     cosine,
     every,
     flat_grad,
+    gradients,
     logp,
     support,
+    tiny_janus,
     trainer_of,
 )
 
@@ -36,23 +40,7 @@ TOKENS = 4
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A complete folder of the real class: three image tokens, four to an image."""
-    import transformers as hf
-
-    path = tmp_path_factory.mktemp("janus")
-    model, processor = tiny_vlms.janus()
-    config = model.config
-    config.vq_config.num_embeddings = VOCAB
-    config.vq_config.num_patches = 2
-    # two patches a side
-    config.vision_config.num_image_tokens = TOKENS
-    config.vision_config.image_size = 28
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = hf.JanusForConditionalGeneration(config)
-        tiny_vlms._wake(model)
-    model.save_pretrained(path)
-    processor.save_pretrained(path)
-    return str(path)
+    return tiny_janus(tmp_path_factory.mktemp("janus"), VOCAB)
 
 
 @pytest.fixture
@@ -102,40 +90,16 @@ def test_samples_come_at_the_rate_of_their_score(make, options):
     index = (rollout.sample * VOCAB ** torch.arange(TOKENS - 1, -1, -1)).sum(1)
     counts = torch.bincount(index, minlength=len(IDS))
     assert (counts[p == 0] == 0).all()
-    common = p * copies > 5
-    chi = ((counts - p * copies) ** 2 / (p * copies))[common].sum()
-    assert chi < common.sum() + 4 * (2 * common.sum()) ** 0.5
+    assert_frequencies(counts, p, copies)
     torch.testing.assert_close(rollout.logprob.sum(1).exp(), p[index], atol=1e-10, rtol=1e-8)
 
 
 @pytest.mark.parametrize("options", MODES[:4], ids=str)
 def test_importance_weights_are_unbiased(make, options):
-    """E_old[ratio] = 1 and E_old[ratio r] = J_new, over all images."""
     policy = make(**{k: v for k, v in options.items() if k != "top_k"})
-    with torch.no_grad():
-        old = logp(policy, IDS, PROMPT)
-        for i, p in enumerate(policy.weights.parameters().values()):
-            p.add_(
-                0.05
-                * Rng.of("move", i).normal(torch.zeros(1), (p.numel(),), dtype=p.dtype).view_as(p)
-            )
-        new = logp(policy, IDS, PROMPT)
-    ratio = (new - old).exp()
-    assert float((old.exp() * ratio).sum()) == pytest.approx(1, abs=1e-12) and ratio.std() > 0.01
-    assert float((old.exp() * ratio * REWARD).sum()) == pytest.approx(
-        float((new.exp() * REWARD).sum()), abs=1e-12
+    assert_importance_weights_are_unbiased(
+        policy, lambda: logp(policy, IDS, PROMPT), REWARD, within=1e-12
     )
-
-
-def gradients(make, **options):
-    """The true gradient of the expected reward of what is sampled, and the estimator's
-    expectation."""
-    sampled = make(**options | {"logprob_guidance": "guided"})
-    p = logp(sampled, IDS, PROMPT).exp()
-    true = flat_grad(sampled, (p * REWARD).sum())
-    scored = make(**options)
-    weight = (p * (REWARD - (p * REWARD).sum())).detach()
-    return true, flat_grad(scored, (weight * logp(scored, IDS, PROMPT)).sum())
 
 
 @pytest.mark.parametrize(
@@ -143,15 +107,16 @@ def gradients(make, **options):
     [{"guidance_scale": 1.0}, {"guidance_scale": 2.0}, {"guidance_scale": 5.0, "temperature": 0.7}],
 )
 def test_the_matched_gradient_is_the_true_one(make, options):
-    true, estimated = gradients(make, **options)
+    true, estimated = gradients(make, IDS, REWARD, PROMPT, **options)
     assert cosine(estimated, true) > 1 - 1e-9
     # Llama's norms are in float32 throughout
     torch.testing.assert_close(estimated, true, atol=1e-6, rtol=0)
 
 
 def test_the_mismatched_gradient_is_not(make):
+    conditional = {"logprob_guidance": "conditional"}
     found = [
-        cosine(*gradients(make, guidance_scale=s, logprob_guidance="conditional"))
+        cosine(*gradients(make, IDS, REWARD, PROMPT, guidance_scale=s, **conditional))
         for s in (1.0, 2.0, 5.0)
     ]
     assert (
@@ -194,14 +159,8 @@ def test_what_is_trained_gets_a_gradient(make, train):
 @pytest.mark.parametrize("guidance", [1.0, 4.0])
 def test_token_by_token_is_all_at_once_with_ragged_prompts(make, guidance):
     policy = make(guidance_scale=guidance)
-    rollout = policy.rollout(PROMPTS, 3, Rng.of("ragged"))
-    assert len({one["ids"].shape for one in rollout.cond}) == 2
-    (point,) = policy.path(rollout)
-    with torch.no_grad():
-        again = policy.dist(point).log_prob(point.target)
-        alone = [logp(policy, rollout.sample[i : i + 1], PROMPTS[i // 3]) for i in range(6)]
-    torch.testing.assert_close(again, rollout.logprob, atol=1e-12, rtol=0)
-    torch.testing.assert_close(torch.cat(alone), rollout.logprob.sum(1), atol=1e-11, rtol=0)
+    rollout = assert_sampled_is_scored(policy, PROMPTS)
+    assert len({encoded["ids"].shape for encoded in rollout.cond}) == 2
 
 
 @pytest.mark.parametrize("guidance", [2.0, 5.0])

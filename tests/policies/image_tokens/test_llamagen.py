@@ -13,12 +13,15 @@ from mmrl.policies.image_tokens.models.llamagen_vq import LlamaGenVQ
 from samplers.noise import Rng
 from tests.fixtures import published_vq
 from tests.fixtures.image_tokens import (
+    assert_adapters_are_exported,
+    assert_checkpointing_changes_nothing,
     assert_compiles,
+    assert_frequencies,
     assert_half_precision,
+    assert_importance_weights_are_unbiased,
+    assert_only_the_matched_gradient_is_true,
     assert_trains,
-    cosine,
     every,
-    flat_grad,
     logp,
     support,
     tiny_llamagen,
@@ -244,51 +247,22 @@ def test_samples_come_at_the_rate_of_their_score(make):
     counts = torch.bincount(index, minlength=len(IDS))
     seen = counts > 0
     assert seen.sum() <= 2**TOKENS and abs(p[seen].sum() - 1) < 0.02
-    common = seen & (p * copies > 5)
-    chi = ((counts - p * copies) ** 2 / (p * copies))[common].sum()
-    assert chi < common.sum() + 4 * (2 * common.sum()) ** 0.5
+    assert_frequencies(counts[seen], p[seen], copies)
 
 
 def test_the_matched_gradient_is_the_true_one_and_the_published_is_not(make):
-    found = {}
-    for scale in (1.0, 2.0, 5.0):
-        sampled = make(guidance_scale=scale)
-        p = logp(sampled, IDS, PROMPT).exp()
-        true = flat_grad(sampled, (p * REWARD).sum())
-        weight = (p * (REWARD - (p * REWARD).sum())).detach()
-        for kind in ("guided", "conditional"):
-            scored = make(guidance_scale=scale, logprob_guidance=kind)
-            found[scale, kind] = cosine(
-                flat_grad(scored, (weight * logp(scored, IDS, PROMPT)).sum()), true
-            )
-    assert all(found[scale, "guided"] == pytest.approx(1, abs=1e-9) for scale in (1.0, 2.0, 5.0))
-    assert found[1.0, "conditional"] == pytest.approx(1, abs=1e-9)
-    assert found[5.0, "conditional"] < found[2.0, "conditional"] < 0.999
+    assert_only_the_matched_gradient_is_true(make, IDS, REWARD, PROMPT, below=0.999)
 
 
 def test_importance_weights_are_unbiased(make):
     policy = make(guidance_scale=2.0)
-    with torch.no_grad():
-        old = logp(policy, IDS, PROMPT)
-        for i, p in enumerate(policy.weights.parameters().values()):
-            p.add_(
-                0.05
-                * Rng.of("move", i).normal(torch.zeros(1), (p.numel(),), dtype=p.dtype).view_as(p)
-            )
-        new = logp(policy, IDS, PROMPT)
-    ratio = (new - old).exp()
-    assert float((old.exp() * ratio).sum()) == pytest.approx(1, abs=1e-10) and ratio.std() > 0.01
-    assert float((old.exp() * ratio * REWARD).sum()) == pytest.approx(
-        float((new.exp() * REWARD).sum()), abs=1e-10
+    assert_importance_weights_are_unbiased(
+        policy, lambda: logp(policy, IDS, PROMPT), REWARD, within=1e-10
     )
 
 
 def test_scoring_with_gradient_checkpointing_is_the_same(make):
-    plain = make(guidance_scale=2.0)
-    again = make(guidance_scale=2.0)
-    again.enable_gradient_checkpointing()
-    first, second = (flat_grad(p, logp(p, IDS[:9], PROMPT).sum()) for p in (plain, again))
-    torch.testing.assert_close(first, second, atol=1e-12, rtol=1e-9)
+    assert_checkpointing_changes_nothing(make, IDS[:9], PROMPT)
 
 
 @pytest.mark.parametrize("kind", ["class", "text"])
@@ -316,14 +290,7 @@ def test_the_tokenizer_reads_back_its_own_codes(make):
 
 def test_adapters_are_added_to_what_is_exported(make, tmp_path: Path):
     policy = make(double=False, lora=2)
-    with torch.no_grad():
-        for p in policy.weights.parameters().values():
-            p.add_(0.1)
-        policy.export(tmp_path)
-        again = LlamaGen(str(tmp_path), guidance_scale=policy.guidance_scale)
-        torch.testing.assert_close(
-            logp(again, IDS, PROMPT), logp(policy, IDS, PROMPT), atol=1e-4, rtol=0
-        )
+    assert_adapters_are_exported(LlamaGen, policy, IDS, PROMPT, tmp_path)
 
 
 def test_a_prompt_without_a_class_is_named(make):

@@ -11,7 +11,14 @@ from mmrl.policies.image_tokens.models.emu3 import Emu3
 from mmrl.policies.image_tokens.models.imagegpt import ImageGPT
 from samplers.noise import Rng
 from samplers.warp import Warp
-from tests.fixtures.image_tokens import assert_trains, cosine, every, flat_grad, logp
+from tests.fixtures.image_tokens import (
+    assert_gradient_is_true,
+    assert_sampled_is_scored,
+    assert_trains,
+    every,
+    flat_grad,
+    logp,
+)
 from tests.fixtures.tiny_transformers_images import tiny_emu3, tiny_imagegpt
 
 PROMPT = {"text": "a red seven"}
@@ -60,9 +67,7 @@ def test_probabilities_of_all_images_sum_to_1_and_the_gradient_is_the_true_one(m
         assert p[seen].sum() > 0.95 and p.sum() > 1 + 1e-6
         return
     assert abs(p.sum() - 1) < 1e-12 and (p > 0).all()
-    true = flat_grad(policy, (p * REWARD).sum())
-    weight = (p * (REWARD - (p * REWARD).sum())).detach()
-    assert cosine(flat_grad(policy, (weight * logp(policy, IDS, PROMPT)).sum()), true) > 1 - 1e-9
+    assert_gradient_is_true(policy, lambda: logp(policy, IDS, PROMPT), REWARD)
 
 
 @pytest.mark.parametrize(
@@ -72,13 +77,7 @@ def test_token_by_token_is_all_at_once_with_ragged_prompts(make, kind, options):
     """Of Emu3 also with a negative prompt that is longer than one of the prompts, and rows of
     three."""
     policy = make(kind, **options)
-    rollout = policy.rollout(PROMPTS, 3, Rng.of("ragged"))
-    (point,) = policy.path(rollout)
-    with torch.no_grad():
-        again = policy.dist(point).log_prob(point.target)
-        alone = [logp(policy, rollout.sample[i : i + 1], PROMPTS[i // 3]) for i in range(6)]
-    torch.testing.assert_close(again, rollout.logprob, atol=1e-12, rtol=0)
-    torch.testing.assert_close(torch.cat(alone), rollout.logprob.sum(1), atol=1e-11, rtol=0)
+    rollout = assert_sampled_is_scored(policy, PROMPTS)
     assert rollout.mask.shape[1] == {16: 4, 24: 9}[options.get("size", 16)] and rollout.mask.all()
 
 

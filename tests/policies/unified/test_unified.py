@@ -26,7 +26,14 @@ from rewards import ByTask
 from samplers.noise import Rng
 from samplers.warp import Warp
 from tests.fixtures import tiny_vlms
-from tests.fixtures.image_tokens import cosine, every, flat_grad
+from tests.fixtures.image_tokens import (
+    assert_gradient_is_true,
+    assert_importance_weights_are_unbiased,
+    cosine,
+    every,
+    flat_grad,
+    tiny_janus,
+)
 from tests.fixtures.records import make_point, make_rollout
 
 TEXT = {"text": "a red seven"}
@@ -40,26 +47,8 @@ WORDS = 2
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A complete folder of the real class: two image tokens to choose from, four to an image."""
-    import transformers as hf
-
-    path = tmp_path_factory.mktemp("unified")
-    model, processor = tiny_vlms.janus()
-    config = model.config
-    config.vq_config.num_embeddings = VOCAB
-    config.vq_config.num_patches = 2
-    # two patches a side
-    config.vision_config.num_image_tokens = 4
-    config.vision_config.image_size = 28
-    processor.num_image_tokens = 4
-    processor.image_processor.size = {"height": 28, "width": 28}
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = hf.JanusForConditionalGeneration(config)
-        tiny_vlms._wake(model)
-        model.get_input_embeddings().weight.data *= 0.2  # the text head's too: not sure of anything
-    model.save_pretrained(path)
-    processor.save_pretrained(path)
-    return str(path)
+    # the text head is scaled too: not sure of anything
+    return tiny_janus(tmp_path_factory.mktemp("unified"), VOCAB, embeddings=0.2)
 
 
 @pytest.fixture
@@ -151,24 +140,8 @@ def test_what_can_be_sampled_sums_to_1(make, options):
 def test_importance_weights_are_unbiased_and_the_gradient_is_the_true_one(make, options):
     policy = make(words="ab", **options)
     ids = sequences(policy)
-    p = logp(policy, ids).exp()
-    true = flat_grad(policy, (p * REWARD).sum())
-    old = logp(policy, ids)
-    weight = (old.exp() * (REWARD - (old.exp() * REWARD).sum())).detach()
-    assert cosine(flat_grad(policy, (weight * old).sum()), true) > 1 - 1e-9
-    with torch.no_grad():
-        for i, w in enumerate(policy.weights.parameters().values()):
-            w.add_(
-                0.05
-                * Rng.of("move", i).normal(torch.zeros(1), (w.numel(),), dtype=w.dtype).view_as(w)
-            )
-        new = logp(policy, ids)
-        old = old.detach()
-    ratio = (new - old).exp()
-    assert float((old.exp() * ratio).sum()) == pytest.approx(1, abs=1e-12) and ratio.std() > 0.01
-    assert float((old.exp() * ratio * REWARD).sum()) == pytest.approx(
-        float((new.exp() * REWARD).sum()), abs=1e-12
-    )
+    assert_gradient_is_true(policy, lambda: logp(policy, ids), REWARD)
+    assert_importance_weights_are_unbiased(policy, lambda: logp(policy, ids), REWARD, within=1e-12)
 
 
 def test_without_a_gradient_through_the_unconditional_rows_it_is_janus(make, folder):

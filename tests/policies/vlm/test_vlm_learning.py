@@ -40,7 +40,7 @@ def test_a_few_iterations_raise_the_reward():
 
 
 def test_rewards_of_steps_reach_the_tokens_that_earned_them():
-    """The right answer in the group names both steps: its tokens are worth what is still to
+    """The ground truth in the group names both steps: its tokens are worth what is still to
     come."""
     asked = [
         {
@@ -72,7 +72,7 @@ def test_rewards_of_steps_reach_the_tokens_that_earned_them():
     earned = batch.rewards["key_steps"]
     given = rollout.provenance.is_ground_truth
     assert given.tolist() == [False, False, True] and earned.shape == rollout.mask.shape == (3, 64)
-    text = reward.right_answer(asked[0])
+    text = reward.ground_truth(asked[0])
     ends = [text.index(step) + len(step) - 1 for step in ("two", "one more")]
     last = int(rollout.mask[2].sum()) - 1
     assert (earned[2] > 0).nonzero()[:, 0].tolist() == [*ends, last] and earned[
