@@ -123,14 +123,20 @@ def flat_groups(drawn: Drawn, spread: float = 0.0) -> list[int]:
 
 def same_sizes(drawn: Drawn, flat: Sequence[int], most: int, rng: Rng) -> tuple[Rng, Copies]:
     """Ask for as many samples as the groups ``flat`` have, of ``most`` prompts: one number where
-    all groups are equally large. Rows of processes have different names in the stream returned."""
+    all groups are equally large. In the stream returned rows have names that follow one another
+    over all processes."""
     device = drawn.rollout.group.device
     counts = group_sizes(drawn.rollout)
     largest = distributed.largest(max(counts), device)
-    if largest == -distributed.largest(-min(counts), device):
+    # groups that were replaced before have no rows any more
+    if largest == -distributed.largest(-min(filter(None, counts)), device):
         return rng, largest
-    sizes = [counts[group] for group in flat] + [largest] * (most - len(flat))
-    return replace(rng, first_row=rng.offset * largest), sizes
+    sizes = [counts[group] for group in flat]
+    every: list[int] = distributed.all_gather_rows(
+        torch.tensor(sizes, dtype=torch.long, device=device)
+    ).tolist()
+    rng = replace(rng, first_row=sum(every[: rng.offset]))
+    return rng, sizes + [largest] * (most - len(flat))
 
 
 def group_sizes(rollout: Rollout) -> list[int]:

@@ -162,7 +162,7 @@ def tokens_only(keep_ranks):
     """MaskGIT scored without its choice: all tokens that were drawn, or those that were
     kept by rank."""
 
-    def points(policy, rollout, rng):
+    def points(policy, rollout, rng, epoch):
         return [
             p.replace(
                 target=p.target[..., 0],
@@ -522,10 +522,10 @@ def shares(name, **options):
 
 @pytest.mark.parametrize(
     ("options", "low", "high"),
-    [({}, 0.1, 0.9), ({"low": 0.2, "high": 0.4, "proposals": 3}, 0.2, 0.4)],
+    [({}, 0.1, 0.9), ({"low": 0.2, "high": 0.4, "draws": 3}, 0.2, 0.4)],
 )
 def test_random_and_coupled_masks_have_rates_between_low_and_high(options, low, high):
-    draws = options.get("proposals", 1)
+    draws = options.get("draws", 1)
     whole, rows, _ = shares("random", **options)
     spread = (high - low) ** 2 / 12  # of the rates, besides that of 16 draws at one rate
     mean = (low + high) / 2
@@ -544,8 +544,8 @@ def test_random_and_coupled_masks_have_rates_between_low_and_high(options, low, 
 
 def test_rates_of_uni_grpo_rise_evenly_from_a_random_one_to_all():
     for options, rates in (
-        ({"proposals": 4}, [1 / 2, 2 / 3, 5 / 6, 1]),
-        ({"updates": 2, "proposals": 2}, [1 / 2, 1]),
+        ({"draws": 4}, [1 / 2, 2 / 3, 5 / 6, 1]),
+        ({"updates": 2, "draws": 2}, [1 / 2, 1]),
         ({"updates": 1}, [1 / 2]),
     ):
         whole, _, _ = shares("uni_grpo", **options)
@@ -556,8 +556,8 @@ def test_rates_of_uni_grpo_rise_evenly_from_a_random_one_to_all():
 
 def test_rates_of_mask_grpo_rise_from_low_to_nearly_one():
     for options, rates in (
-        ({"proposals": 6}, [0.8 + 0.2 * n / 6 for n in range(1, 6)] + [0.999]),
-        ({"low": 0.5, "updates": 2, "proposals": 2}, [0.75, 0.999]),
+        ({"draws": 6}, [0.8 + 0.2 * n / 6 for n in range(1, 6)] + [0.999]),
+        ({"low": 0.5, "updates": 2, "draws": 2}, [0.75, 0.999]),
     ):
         whole, _, _ = shares("mask_grpo", **options)
         torch.testing.assert_close(
