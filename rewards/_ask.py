@@ -35,7 +35,7 @@ class Question:
     parts: tuple[str | Image.Image, ...]
     choices: tuple[str, ...] = ()
     schema: type[BaseModel] | None = None
-    read: Callable[[str], Any] | None = None
+    read: Callable[[str], Any] = str
     tokens: int = 512  # most of an answer
 
     def value(self, text: str) -> Any:
@@ -58,7 +58,7 @@ class Question:
 
 
 def _kind(field: Any) -> str:
-    return field.description or field.annotation.__name__
+    return str(field.description or field.annotation.__name__)
 
 
 @dataclass

@@ -85,12 +85,12 @@ def _first_choice(choice: Choice, question: Question) -> dict[str, float] | None
     """Return probabilities at the first token, after any thinking aloud, that was chosen as one of
     the choices."""
     try:
-        tokens = choice.logprobs.content
+        tokens = (choice.logprobs.content if choice.logprobs else None) or []
         ends = [i for i, token in enumerate(tokens) if "</think>" in token.token]
         for token in tokens[ends[-1] + 1 if ends else 0 :]:
             if token_choices({token.token: 1.0}, question.choices):
-                candidates = [token, *(token.top_logprobs or [])]
-                listed = {each.token: math.exp(each.logprob) for each in candidates}
+                listed = {token.token: math.exp(token.logprob)}
+                listed |= {each.token: math.exp(each.logprob) for each in token.top_logprobs or []}
                 return token_choices(listed, question.choices)
     # no log-probabilities, or of another form
     except (TypeError, AttributeError, OverflowError):

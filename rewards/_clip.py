@@ -22,23 +22,25 @@ from rewards._media import normalize, resize_and_crop, to_uint8
 from rewards.precision import is_lowered, own_precision
 
 CACHED_TEXTS = 16_384  # embeddings kept, the oldest go first: 50 MB at width 768
-_shared: WeakValueDictionary[tuple, Clip] = WeakValueDictionary()
+_shared: WeakValueDictionary[tuple[Any, ...], Clip] = WeakValueDictionary()
 
 
 class Clip:
     """Holds an open_clip model in float32, frozen, in eval mode, with its tokenizer and its own
     preprocessing."""
 
-    def __init__(self, model: torch.nn.Module, tokenizer: Any, device: torch.device):
+    def __init__(self, model: Any, tokenizer: Any, device: torch.device):
         self.model = model.eval().requires_grad_(False).to(device)
         self.tokenizer = tokenizer
         self.device = device
         self.preprocess_cfg = dict(model.visual.preprocess_cfg)
         size = self.preprocess_cfg["size"]
-        self.size = (size, size) if isinstance(size, int) else tuple(size)  # height, width
+        height, width = (size, size) if isinstance(size, int) else size
+        self.size = (height, width)
         # text -> [E] unit vector on the CPU, of full precision
         self.texts: LRUCache[str, Tensor] = LRUCache(CACHED_TEXTS)
         self.lock = threading.Lock()
+        self.shared: Clip | None = None  # one among the shared models that this keeps alive
 
     def pixels(self, pictures: Tensor, exact: bool = False) -> Tensor:
         """Prepare [N, 3, H, W] in 0..1 -> [N, 3, *size] as the model wants it; ``exact`` goes
@@ -102,7 +104,7 @@ class Clip:
         return torch.stack([known[text] for text in texts]).to(self.device)
 
 
-def pick_device(name: str) -> torch.device:
+def pick_device(name: str | torch.device) -> torch.device:
     """Pick a device: ``auto`` is the current CUDA device if there is one, else the CPU."""
     if name == "auto":
         return (
@@ -116,7 +118,7 @@ def pick_device(name: str) -> torch.device:
         raise UserError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from error
 
 
-def load_clip(model: str, pretrained: str, device: str = "auto") -> Clip:
+def load_clip(model: str, pretrained: str, device: str | torch.device = "auto") -> Clip:
     """Load an open_clip model by name and tag, hub id (``hf-hub:org/repo``), local folder or
     ``world:`` artifact.
 
@@ -127,16 +129,16 @@ def load_clip(model: str, pretrained: str, device: str = "auto") -> Clip:
     import open_clip
 
     where = pick_device(device)
-    name, pretrained = resolve(model, pretrained)
-    key = (name, pretrained, where)
+    name, tag = resolve(model, pretrained)
+    key = (name, tag, where)
     clip = _shared.get(key)
     if clip is None:
-        quick = pretrained is not None and uses_quick_gelu(name, pretrained)
+        quick = tag is not None and uses_quick_gelu(name, tag)
         try:
             with torch.random.fork_rng(devices=[]):  # the weights are drawn before they are loaded
                 network = open_clip.create_model(
                     name,
-                    pretrained,
+                    tag,
                     force_quick_gelu=quick,
                     require_pretrained=True,
                     weights_only=True,
@@ -144,7 +146,7 @@ def load_clip(model: str, pretrained: str, device: str = "auto") -> Clip:
                 clip = Clip(network, open_clip.get_tokenizer(name), where)
         # open_clip and the hub raise a dozen types here, all meaning "no such model"
         except Exception as error:
-            raise UserError(missing_message(name, pretrained, error)) from error
+            raise UserError(missing_message(name, tag, error)) from error
         _shared[key] = clip
     return clip
 

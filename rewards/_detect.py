@@ -43,7 +43,9 @@ class Detector:
     """Finds objects with Mask2Former (as GenEval's) or any object detection model (DETR, RT-DETR,
     ...), hub id or folder."""
 
-    def __init__(self, model: str, device: str = "auto", dtype: Precision = "float32"):
+    def __init__(
+        self, model: str, device: str | torch.device = "auto", dtype: Precision = "float32"
+    ):
         config = load_processor("AutoConfig", model)
         self.masks = config.model_type in INSTANCES
         kind = "AutoModelForUniversalSegmentation" if self.masks else "AutoModelForObjectDetection"
@@ -55,22 +57,18 @@ class Detector:
     @torch.no_grad()
     def __call__(self, pictures: Tensor) -> list[list[Detection]]:
         """Find the objects of pictures [N, 3, H, W] in 0..1, best first, not thresholded."""
-        size = tuple(pictures.shape[-2:])
+        height, width = pictures.shape[-2:]
+        size = (height, width)
         inputs = self.processor(images=to_pil(pictures), return_tensors="pt").to(self.model.device)
         pixels = {name: inputs[name] for name in ("pixel_values", "pixel_mask") if name in inputs}
         pixels["pixel_values"] = pixels["pixel_values"].to(self.model.dtype)
         outputs = self.model(**pixels)
         if self.masks:
+            classes = outputs.class_queries_logits.float()
+            masks = outputs.masks_queries_logits.float()
             return [
                 self.instances(*row, size)
-                for row in zip(
-                    *(
-                        part.float()
-                        for part in (outputs.class_queries_logits, outputs.masks_queries_logits)
-                    ),
-                    shown(pixels),
-                    strict=True,
-                )
+                for row in zip(classes, masks, shown(pixels), strict=True)
             ]
         rows = self.processor.post_process_object_detection(
             outputs, threshold=0.0, target_sizes=[size] * len(pictures)

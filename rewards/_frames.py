@@ -3,13 +3,15 @@ NaN."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Annotated, Any, ClassVar
 
 import torch
 from annotated_types import Ge
 from torch import Tensor
 
+from mmrl.core.types import Prompt
 from rewards._clip import pick_device
 from rewards._media import frame_mean, frames
 from rewards._prompt import texts_of
@@ -18,7 +20,7 @@ from rewards.precision import own_precision
 BatchSize = Annotated[int, Ge(1)]
 
 
-class FrameReward:
+class FrameReward(ABC):
     """Scores pictures one by one; of a video, it is the mean over the frames.
 
     A subclass gives ``score``, and ``conditions`` if something is to be made of the prompts first.
@@ -34,31 +36,30 @@ class FrameReward:
         self.batch_size = batch_size
         self.device = pick_device(device)  # where it loads its models; `handling` may move them
 
-    def __call__(self, media: Tensor, prompts: list[dict]) -> Tensor:
+    def __call__(self, media: Tensor, prompts: list[Prompt]) -> Tensor:
         """Score images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B] float32 on the CPU."""
         conditions = self.conditions(prompts)
 
         def score(pictures: Tensor, rows: list[int]) -> Tensor:
-            whole = isinstance(conditions, Tensor)
-            return self.score(
-                pictures, conditions[rows] if whole else [conditions[r] for r in rows]
-            )
+            if isinstance(conditions, Tensor):
+                return self.score(pictures, conditions[rows])
+            return self.score(pictures, [conditions[row] for row in rows])
 
         return each_frame(media, self.name, self.batch_size, score)
 
-    def conditions(self, prompts: list[dict]) -> Sequence[Any] | Tensor:
+    def conditions(self, prompts: list[Prompt]) -> list[Any] | Tensor:
         """Return what ``score`` takes of each of the B prompts, made once for all their frames."""
         return prompts
 
+    @abstractmethod
     def score(self, pictures: Tensor, conditions: Any) -> Tensor:
         """Score float32 pictures [n, 3, H, W] in 0..1 by their conditions -> [n]."""
-        raise NotImplementedError
 
 
 class PromptReward(FrameReward):
     """Judges pictures, as a ``FrameReward``, by the texts of their prompts."""
 
-    def conditions(self, prompts: list[dict]) -> list[str]:
+    def conditions(self, prompts: list[Prompt]) -> list[str]:
         return texts_of(prompts, self.name)
 
 

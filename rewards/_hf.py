@@ -22,12 +22,12 @@ from rewards._media import to_uint8
 
 Precision = Literal["float32", "bfloat16", "float16"]
 Preprocess = Literal["tensor", "pil"]
-_shared: WeakValueDictionary[tuple, torch.nn.Module] = WeakValueDictionary()
+_shared: WeakValueDictionary[tuple[Any, ...], torch.nn.Module] = WeakValueDictionary()
 
 
 def load_model(
-    kind: str, path: str, device: str = "auto", dtype: Precision = "float32"
-) -> torch.nn.Module:
+    kind: str, path: str, device: str | torch.device = "auto", dtype: Precision = "float32"
+) -> Any:
     """Load ``transformers.<kind>.from_pretrained(path)``, frozen; the global random numbers are
     left alone.
 
@@ -40,8 +40,8 @@ def load_model(
 
 
 def load_class(
-    entry: Any, path: str, device: str = "auto", dtype: Precision = "float32"
-) -> torch.nn.Module:
+    entry: Any, path: str, device: str | torch.device = "auto", dtype: Precision = "float32"
+) -> Any:
     """Load as ``load_model``, for a class with ``from_pretrained``."""
     place = place_of(path)
     where = pick_device(device)
@@ -104,12 +104,11 @@ class Eyes:
     def __call__(self, pictures: Tensor, device: torch.device | str = "cpu") -> Tensor:
         """Prepare [N, 3, H, W] in 0..1 -> [N, 3, h, w] float32 on ``device``."""
         if self.exact:
-            pixels = self.processor(images=to_pil(pictures), return_tensors="pt")["pixel_values"]
+            inputs = self.processor(images=to_pil(pictures), return_tensors="pt")
         else:
             floats = list(pictures.to(device).float())
-            pixels = self.processor(images=floats, do_rescale=False, return_tensors="pt")[
-                "pixel_values"
-            ]
+            inputs = self.processor(images=floats, do_rescale=False, return_tensors="pt")
+        pixels: Tensor = inputs["pixel_values"]
         return pixels.to(device)
 
 

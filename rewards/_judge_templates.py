@@ -47,8 +47,8 @@ class Template:
         return tuple(name for name in sorted(self._names()) if name not in OURS)
 
     def parts(
-        self, prompt: Mapping[str, Any], kind: str, shown: Mapping[str, Sequence | str]
-    ) -> tuple:
+        self, prompt: Mapping[str, Any], kind: str, shown: Mapping[str, Sequence[Any] | str]
+    ) -> tuple[str | Image.Image, ...]:
         """Return texts and pictures in order. ``shown``: our variables; a list of pictures goes
         where it is mentioned.
 
@@ -110,7 +110,7 @@ class Template:
                 return set(fields)
             from jinja2 import meta
 
-            return meta.find_undeclared_variables(_environment().parse(self.source))
+            return set(meta.find_undeclared_variables(_environment().parse(self.source)))
         except Exception as error:  # what either language says of a template
             line = getattr(error, "lineno", None)
             raise UserError(f"template {self.name}{f':{line}' if line else ''}: {error}") from error
@@ -124,7 +124,7 @@ class Template:
         if self.format:
             return self.source.format(**{name: values.get(name, "") for name in self._names()})
         try:
-            return _environment().from_string(self.source).render(values)
+            return str(_environment().from_string(self.source).render(values))
         except Exception as error:  # whatever the user's template does
             raise UserError(f"template {self.name}: {type(error).__name__}: {error}") from error
 

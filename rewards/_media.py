@@ -58,7 +58,6 @@ def resize_and_crop(
     ``fill``; ``squash``: ignore the aspect ratio. Bicubic overshoot is clamped, as it is in 8-bit
     PIL images.
     """
-    size = tuple(size)
     height, width = pictures.shape[-2:]
     inner = inner_size((height, width), size, mode)
     pictures = pictures.float()
@@ -79,12 +78,13 @@ def inner_size(source: tuple[int, int], target: tuple[int, int], mode: str) -> t
         )
     if mode == "squash":
         return target
+    height, width = source
     ratios = [s / t for s, t in zip(source, target, strict=True)]
     if mode == "shortest" and target[0] == target[1]:
         short = min(source)
-        return tuple(target[0] * side // short for side in source)
+        return target[0] * height // short, target[0] * width // short
     ratio = min(ratios) if mode == "shortest" else max(ratios)
-    return tuple(round(side / ratio) for side in source)
+    return round(height / ratio), round(width / ratio)
 
 
 def pad_or_crop(pictures: Tensor, size: tuple[int, int], fill: float) -> Tensor:

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from mmrl.core.errors import UserError
+from mmrl.core.types import Prompt
 
 
-def field_of(prompt: dict, field: str, reward: str, kind: type = str) -> Any:
+def field_of(prompt: Prompt, field: str, reward: str, kind: type = str) -> Any:
     """Return the value of a field, of the type that the reward wants.
 
     Raises:
@@ -30,11 +31,11 @@ def field_of(prompt: dict, field: str, reward: str, kind: type = str) -> Any:
     return value
 
 
-def texts_of(prompts: list[dict], reward: str, field: str = "text") -> list[str]:
+def texts_of(prompts: list[Prompt], reward: str, field: str = "text") -> list[str]:
     return [field_of(prompt, field, reward) for prompt in prompts]
 
 
-def picture_of(prompt: dict, field: str, reward: str) -> Tensor:
+def picture_of(prompt: Prompt, field: str, reward: str) -> Tensor:
     """Read a picture [3, H, W] in 0..1 of a field that holds a file name, a PIL image, a tensor [3,
     H, W] or a list of them."""
     value = prompt.get(field)
@@ -68,4 +69,5 @@ def from_pil(image: Any) -> Tensor:
     """Convert a PIL image to [3, H, W] in 0..1."""
     from torchvision.transforms.functional import pil_to_tensor
 
-    return pil_to_tensor(image.convert("RGB")).to(torch.float32) / 255
+    pixels: Tensor = pil_to_tensor(image.convert("RGB"))
+    return pixels.to(torch.float32) / 255

@@ -67,7 +67,7 @@ def load_network(
     base: str,
     tokens: list[int],
     dtype: Precision,
-    device: str,
+    device: str | torch.device,
     alpha: float = 1.0,
 ) -> QwenReward:
     """Load the network of a checkpoint of the published code, adapters merged in; the head in
@@ -112,6 +112,7 @@ def load_backbone(tensors: dict[str, Tensor], base: str, dtype: Precision) -> nn
 
     config = load_processor("Qwen2VLConfig", base)
     config.text_config.vocab_size = tensors["language_model.embed_tokens.weight"].shape[0]
+    model: nn.Module
     model, info = Qwen2VLModel.from_pretrained(
         None,
         config=config,

@@ -19,7 +19,9 @@ class LocalVLM:
     """Holds a model with its processor; pictures go through PIL, questions through the chat
     template if there is one."""
 
-    def __init__(self, model: str, device: str = "auto", dtype: Precision = "bfloat16"):
+    def __init__(
+        self, model: str, device: str | torch.device = "auto", dtype: Precision = "bfloat16"
+    ):
         self.model = load_model("AutoModelForImageTextToText", model, device, dtype)
         self.processor = load_processor("AutoProcessor", model)
         if not getattr(self.processor, "chat_template", None):
@@ -46,7 +48,7 @@ class LocalVLM:
         return torch.stack(rows)
 
     def first_token(self, answer: str) -> int:
-        return self.tokenizer(answer, add_special_tokens=False).input_ids[0]
+        return int(self.tokenizer(answer, add_special_tokens=False).input_ids[0])
 
     @torch.no_grad()
     def _logits(self, pictures: Tensor, questions: list[str], answers: list[str]) -> Tensor:
@@ -62,7 +64,8 @@ class LocalVLM:
             if value.is_floating_point():
                 batch[name] = value.to(self.model.dtype)
         with lock_of(self.model):
-            return self.model(**batch, use_cache=False).logits.float()
+            logits: Tensor = self.model(**batch, use_cache=False).logits
+        return logits.float()
 
     def write(self, question: str) -> str:
         """Write the question after a picture, as the model wants it, up to where its answer
@@ -70,6 +73,7 @@ class LocalVLM:
         message = [
             {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": question}]}
         ]
-        return self.processor.apply_chat_template(
+        text: str = self.processor.apply_chat_template(
             message, tokenize=False, add_generation_prompt=True
         )
+        return text

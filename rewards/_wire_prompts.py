@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mmrl.core.types import Prompt
+
 KEYS = ("images", "image")  # of a prompt: its pictures, PIL images or paths
 PNG = "png"  # {"png": "<base64>"} stands for a picture
 
@@ -108,7 +110,7 @@ def _encoded(picture: Any) -> Any:
     return {PNG: base64.b64encode(buffer.getvalue()).decode()}
 
 
-def opened(prompts: Sequence[dict], pixels: float) -> list[dict]:
+def opened(prompts: Sequence[Prompt], pixels: float) -> list[Prompt]:
     """Return prompts with their pictures as PIL images; a path, which means nothing here, is
     refused.
 

@@ -12,15 +12,16 @@ from torch import Tensor
 
 from mmrl.core.errors import UserError, suggest
 from mmrl.core.registry import REWARDS
+from mmrl.core.types import Prompt
 from rewards._hf import Precision, load_model, load_processor
 from rewards._media import frames, to_uint8
 from rewards._prompt import field_of
-from rewards._scale import raw, scaling
-from rewards.card import card
+from rewards._scale import Scaling, raw, scaling
+from rewards.card import card, card_of
 from rewards.precision import own_precision
 
 Named = Literal["probability", "log_probability"]
-SCALES = {"probability": raw, "log_probability": torch.log}
+SCALES: dict[str, Scaling] = {"probability": raw, "log_probability": torch.log}
 
 
 @card(
@@ -62,15 +63,16 @@ class Action:
     ):
         self.network = load_model("AutoModelForVideoClassification", model, device, dtype)
         self.processor = load_processor("AutoVideoProcessor", model)
-        self.classes = {name.lower(): place for place, name in self.network.config.id2label.items()}
+        labels: dict[int, str] = self.network.config.id2label
+        self.classes = {name.lower(): place for place, name in labels.items()}
         self.field = field
         self.batch_size = batch_size
         self.scale = scaling(scale, SCALES, "action")
         self.count = getattr(self.network.config, "num_frames", 16)
-        self.card = replace(type(self).card, needs=(field,))
+        self.card = replace(card_of(type(self)), needs=(field,))
 
     @torch.no_grad()
-    def __call__(self, media: Tensor, prompts: list[dict]) -> Tensor:
+    def __call__(self, media: Tensor, prompts: list[Prompt]) -> Tensor:
         """Score videos [B, F, 3, H, W] or images [B, 3, H, W] in 0..1 -> [B] float32 on the CPU."""
         stack = frames(media, "action")
         classes = torch.tensor([self.class_of(prompt) for prompt in prompts])
@@ -86,7 +88,7 @@ class Action:
         chances = torch.cat(probabilities).gather(1, classes[:, None])[:, 0]
         return self.scale(chances).masked_fill(broken, torch.nan)
 
-    def class_of(self, prompt: dict) -> int:
+    def class_of(self, prompt: Prompt) -> int:
         name = field_of(prompt, self.field, "action").lower()
         if name not in self.classes:
             raise UserError(

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
-from rewards._clip import load_clip
+from mmrl.core.types import Prompt
+from rewards._clip import Clip, load_clip
 from rewards._media import frame_mean, frames
 from rewards._tensors import read_tensors
 from rewards.card import card
@@ -75,14 +76,14 @@ class Aesthetic:
         self.exact = preprocess == "pil"
         self.batch_size = batch_size
         self.head = load_head(head)
-        self.clip = None if clip is None else load_clip(*split_name(clip), device)
-        if self.clip is not None:
+        self.clip: Clip | None = None
+        if clip is not None:
+            self.clip = load_clip(*split_name(clip), device)
             self.head.to(self.clip.device)
-            self._check_width(head, clip)
+            width = self.clip.embed_images(torch.full((1, 3, 32, 32), 0.5)).shape[1]
+            self._check_width(width, head, clip)
 
-    def _check_width(self, head: str, clip: str) -> None:
-        grey = torch.full((1, 3, 32, 32), 0.5)
-        width = self.clip.embed_images(grey).shape[1]
+    def _check_width(self, width: int, head: str, clip: str) -> None:
         head_width = self.head.layers[0].in_features
         if width != head_width:
             raise UserError(
@@ -91,7 +92,7 @@ class Aesthetic:
                 "the published head goes with clip: ViT-L-14/openai"
             )
 
-    def __call__(self, media: Tensor, prompts: list[dict]) -> Tensor:
+    def __call__(self, media: Tensor, prompts: list[Prompt]) -> Tensor:
         """Score images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B] float32 on the CPU."""
         if self.clip is None:
             raise UserError(

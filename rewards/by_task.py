@@ -4,19 +4,19 @@ texts."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
+from mmrl.core.types import Media, Prompt, Reward
 from rewards._compose import refuse_batch
-from rewards.card import card, card_of
+from rewards.card import Of, card, card_of
 
-Part = Annotated[Callable, REWARDS]
+Part = Annotated[Reward, REWARDS]
 
 
 @REWARDS.register("by_task")
@@ -43,15 +43,15 @@ class ByTask:
             raise UserError(
                 "reward 'by_task': its routes must be rewards of whole samples, not of steps"
             )
-        of = "group" if any(card.of == "group" for card in cards) else "sample"
+        of: Of = "group" if any(card.of == "group" for card in cards) else "sample"
         self.card = replace(card_of(type(self)), needs=() if default else (by,), of=of)
 
-    def __call__(self, media: Any, prompts: list[dict]) -> Tensor:
+    def __call__(self, media: Media, prompts: list[Prompt]) -> Tensor:
         """Score [B]; every route sees its rows at once, pictures of one size as a tensor."""
         scores = torch.full((len(prompts),), math.nan)
-        rows: dict[int, tuple[Callable, list[int]]] = {}
+        rows: dict[int, tuple[Reward, list[int]]] = {}
         for i, prompt in enumerate(prompts):
-            route = self.routes.get(prompt.get(self.by), self.default)
+            route = self.routes.get(prompt.get(self.by, ""), self.default)
             if route is not None:
                 rows.setdefault(id(route), (route, []))[1].append(i)
         for route, rows_of_route in rows.values():
@@ -60,7 +60,7 @@ class ByTask:
         return scores
 
 
-def _of(media: Any, rows: list[int]) -> Any:
+def _of(media: Media, rows: list[int]) -> Media:
     """Return the samples ``rows``, stacked where they are tensors of one shape."""
     if isinstance(media, Tensor):
         return media[rows]

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 Medium = Literal["image", "video", "text"]
 Of = Literal["sample", "group", "step", "batch"]
-Entry = TypeVar("Entry", bound=Callable)
+MEDIA: dict[str, Medium] = {"image": "image", "video": "video", "text": "text"}
+Entry = TypeVar("Entry", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Card:
 
 
 def card(
-    *, media: str = "image video text", needs: str = "", **fields: object
+    *, media: str = "image video text", needs: str = "", **fields: Any
 ) -> Callable[[Entry], Entry]:
     """Decorate a reward with its card: ``@card(media="image video", needs="text", low=-1, high=1,
     licence="MIT")``, names split at blanks.
@@ -44,13 +45,18 @@ def card(
     """
 
     def declare(entry: Entry) -> Entry:
-        entry.card = Card(media=tuple(media.split()), needs=tuple(needs.split()), **fields)
+        carrier: Any = entry  # a class or a function, which take attributes
+        carrier.card = Card(
+            media=tuple(MEDIA[word] for word in media.split()),
+            needs=tuple(needs.split()),
+            **fields,
+        )
         return entry
 
     return declare
 
 
-def card_of(reward: Callable) -> Card:
+def card_of(reward: Callable[..., Any]) -> Card:
     """Return the card of a reward, its class, or the function under a partial; an undeclared one
     may see everything."""
     card = getattr(reward, "card", None) or getattr(getattr(reward, "func", None), "card", None)

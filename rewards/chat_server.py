@@ -41,6 +41,7 @@ OPTIONAL = {
 }
 
 
+Message = dict[str, Any]  # role and content, as the protocol has them
 MALFORMED = (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError)
 
 
@@ -134,7 +135,7 @@ class ChatServer:
             self.usage.add(unanswered=len(questions))
             return [None] * len(questions)
         given_up = threading.Event()
-        refusals = []
+        refusals: list[str] = []
         pool = ThreadPoolExecutor(
             min(len(questions), self.concurrency * len(self.servers)) or 1, "judge"
         )
@@ -154,7 +155,7 @@ class ChatServer:
 
     def _answer(self, question: Question, given_up: threading.Event, refusals: list[str]) -> Any:
         try:
-            messages = [{"role": "user", "content": self._content(question)}]
+            messages: list[Message] = [{"role": "user", "content": self._content(question)}]
             for turn in range(self.asked_again + 1):
                 choice = self._send(question, messages, given_up)
                 if choice is None:
@@ -179,7 +180,7 @@ class ChatServer:
         return None
 
     def _send(
-        self, question: Question, messages: list[dict], given_up: threading.Event
+        self, question: Question, messages: list[Message], given_up: threading.Event
     ) -> Choice | None:
         """Return the choice of a whole answer; None when nobody gives one. Raises Refused,
         UserError."""
@@ -218,7 +219,7 @@ class ChatServer:
     # a request
 
     def _request(
-        self, server: Server, question: Question, messages: list[dict], given_up: threading.Event
+        self, server: Server, question: Question, messages: list[Message], given_up: threading.Event
     ) -> Choice:
         try:
             choice = self._complete(server, question, messages, given_up)
@@ -231,7 +232,7 @@ class ChatServer:
         return choice
 
     def _complete(
-        self, server: Server, question: Question, messages: list[dict], given_up: threading.Event
+        self, server: Server, question: Question, messages: list[Message], given_up: threading.Event
     ) -> Choice:
         """Return the first choice of a chat completion. Raises Failed, Refused, UserError."""
         import openai
@@ -276,8 +277,8 @@ class ChatServer:
             )
         return Refused(cause)
 
-    def _body(self, question: Question, messages: list[dict]) -> dict:
-        body = {
+    def _body(self, question: Question, messages: list[Message]) -> dict[str, Any]:
+        body: dict[str, Any] = {
             "model": self.model,
             "messages": messages,
             "temperature": 0,
@@ -294,7 +295,7 @@ class ChatServer:
             body["response_format"] = {"type": "json_schema", "json_schema": schema}
         return {key: value for key, value in (body | self.extra).items() if value is not None}
 
-    def _can_do_without(self, error: openai.APIStatusError, body: dict) -> bool:
+    def _can_do_without(self, error: openai.APIStatusError, body: dict[str, Any]) -> bool:
         """Tell whether the server refuses something dispensable, which is then left out from now
         on."""
         if error.status_code not in (400, 404, 415, 422, 501):
@@ -309,9 +310,9 @@ class ChatServer:
                 return True
         return False
 
-    def _content(self, question: Question) -> list[dict]:
+    def _content(self, question: Question) -> list[dict[str, Any]]:
         parts = [*question.parts, question.wording()]
-        shown = [
+        shown: list[dict[str, Any]] = [
             {"type": "text", "text": part}
             if isinstance(part, str)
             else {"type": "image_url", "image_url": {"url": data_url(part, self.max_side)}}
@@ -343,10 +344,11 @@ class ChatServer:
         and are paced for all of them."""
         import openai
 
+        http: Any = self._http  # it names httpx2's client, and takes one of httpx as well
         return openai.OpenAI(
             base_url=server.url,
             api_key=self._key or "none",  # BoundedClient sends the key, if there is one
-            http_client=self._http,
+            http_client=http,
             timeout=self.timeout,
             max_retries=0,
         )

@@ -73,12 +73,13 @@ class ClipIQA(FrameReward):
         self.exact = preprocess == "pil"
         # [2 P, E]
         self.words = self.clip.embed_texts([text for pair in pairs for text in texts_of(pair)])
-        self.temperature = self.clip.model.logit_scale.exp().float()
+        self.temperature: Tensor = self.clip.model.logit_scale.exp().float()
 
     def score(self, pictures: Tensor, conditions: Any) -> Tensor:
         images = self.clip.embed_images(pictures, self.batch_size, self.exact)
         logits = self.temperature * images @ self.words.T  # [N, 2 P]
-        return logits.unflatten(1, (-1, 2)).softmax(-1)[..., 0].mean(1)
+        pairs: Tensor = logits.unflatten(1, (-1, 2))
+        return pairs.softmax(-1)[..., 0].mean(1)
 
 
 def texts_of(pair: str) -> tuple[str, str]:

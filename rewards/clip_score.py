@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
+from mmrl.core.types import Prompt
 from rewards._clip import load_clip
 from rewards._media import frame_mean, frames
 from rewards._scale import factor, raw, scaling
@@ -72,7 +73,7 @@ class ClipScore:
         self.batch_size = batch_size
         self.clip = load_clip(model, pretrained, device)
 
-    def __call__(self, media: Tensor, prompts: list[dict]) -> Tensor:
+    def __call__(self, media: Tensor, prompts: list[Prompt]) -> Tensor:
         """Score images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B] float32 on the CPU."""
         stack = frames(media, "clip_score")
         texts = [text_of(prompt) for prompt in prompts]
@@ -83,7 +84,7 @@ class ClipScore:
         return frame_mean(self.scale(cosines), stack.shape[1]).cpu()
 
 
-def text_of(prompt: dict) -> str:
+def text_of(prompt: Prompt) -> str:
     text = prompt.get("text")
     if not isinstance(text, str):
         raise UserError(f"reward 'clip_score' needs a \"text\" in every prompt, got {prompt!r}")

@@ -8,8 +8,7 @@ NaN in the whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
 from annotated_types import Ge, Lt
@@ -17,10 +16,11 @@ from torch import Tensor
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
+from mmrl.core.types import Media, Prompt, Reward
 from rewards._compose import merged, scores_of
 from rewards.card import card
 
-Part = Annotated[Callable, REWARDS]
+Part = Annotated[Reward, REWARDS]
 Rate = Annotated[float, Ge(0), Lt(1)]
 
 
@@ -43,7 +43,7 @@ class Gate:
         self.weight = weight
         self.card = merged([main, extra])
 
-    def __call__(self, media: Any, prompts: list[dict]) -> Tensor:
+    def __call__(self, media: Media, prompts: list[Prompt]) -> Tensor:
         """Return [B], or [B, K] where one of the two is of steps."""
         main, extra = scores_of([self.main, self.extra], media, prompts)
         return torch.where(main >= self.above, main + self.weight * extra, main)
@@ -76,7 +76,7 @@ class Ensemble:
         self.penalty = penalty
         self.card = merged(self.of)
 
-    def __call__(self, media: Any, prompts: list[dict]) -> Tensor:
+    def __call__(self, media: Media, prompts: list[Prompt]) -> Tensor:
         each = torch.stack(torch.broadcast_tensors(*scores_of(self.of, media, prompts)))  # [n, B]
         if self.how == "worst":
             return each.amin(0).where(~each.isnan().any(0), torch.nan)
@@ -119,10 +119,10 @@ class Constrain:
         self.otherwise = otherwise
         self.card = merged([main, *judges])
 
-    def __call__(self, media: Any, prompts: list[dict]) -> Tensor:
-        main, *verdicts = torch.broadcast_tensors(
-            *scores_of([self.main, *self.judges], media, prompts)
-        )
+    def __call__(self, media: Media, prompts: list[Prompt]) -> Tensor:
+        scores = scores_of([self.main, *self.judges], media, prompts)
+        parts: tuple[Tensor, ...] = torch.broadcast_tensors(*scores)
+        main, *verdicts = parts
         holds = torch.ones_like(main, dtype=torch.bool)
         for verdict, limit in zip(verdicts, self.limits, strict=True):
             holds &= verdict >= limit
@@ -169,7 +169,7 @@ class Bounded:
                 "bounded: delta compares the steps of one sample, and this reward is not of steps"
             )
 
-    def __call__(self, media: Any, prompts: list[dict]) -> Tensor:
+    def __call__(self, media: Media, prompts: list[Prompt]) -> Tensor:
         (values,) = scores_of([self.of], media, prompts)
         values = values + self.shift
         if self.low is not None or self.high is not None:
@@ -229,7 +229,7 @@ class Noisy:
         self.how = how
         self.card = merged([of])
 
-    def __call__(self, media: Any, prompts: list[dict]) -> Tensor:
+    def __call__(self, media: Media, prompts: list[Prompt]) -> Tensor:
         (values,) = scores_of([self.of], media, prompts)
         if not ((values == 0) | (values == 1) | values.isnan()).all():
             raise UserError(

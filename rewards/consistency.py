@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
+from mmrl.core.types import Prompt
 from rewards._hf import Precision, Preprocess
 from rewards._media import frames
 from rewards.card import card
@@ -59,7 +60,7 @@ class ClipConsistency:
         )
         self.against = against
 
-    def __call__(self, media: Tensor, prompts: list[dict]) -> Tensor:
+    def __call__(self, media: Tensor, prompts: list[Prompt]) -> Tensor:
         """Score videos [B, F, 3, H, W] in 0..1, two frames or more -> [B] float32 on the CPU."""
         stack = moving(media, "clip_consistency", 2)
         rows = self.inner.clip.embed_images(
@@ -105,7 +106,7 @@ class DinoConsistency:
         self.against = against
 
     @torch.no_grad()
-    def __call__(self, media: Tensor, prompts: list[dict]) -> Tensor:
+    def __call__(self, media: Tensor, prompts: list[Prompt]) -> Tensor:
         """Score videos [B, F, 3, H, W] in 0..1, two frames or more -> [B] float32 on the CPU."""
         stack = moving(media, "dino_consistency", 2)
         broken = ~stack.isfinite().flatten(1).all(1).cpu()

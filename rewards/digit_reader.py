@@ -50,7 +50,7 @@ class Reader(nn.Module):
             (a, b, 3, stride, halve),
             (b, c, 3, 1, nn.Identity()),
         ]
-        body = []
+        body: list[nn.Module] = []
         for n_in, n_out, kernel, step, shrink in widths:
             body += [
                 nn.Conv2d(n_in, n_out, kernel, step, kernel // 2),
@@ -66,7 +66,8 @@ class Reader(nn.Module):
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
         """Return logits on the grid, each [B, channels, S/4, S/4]: presence 1, offset 2, digit,
         colour, size."""
-        return self.head(self.body(2 * images - 1)).split(self.parts, dim=1)
+        logits: tuple[Tensor, ...] = self.head(self.body(2 * images - 1)).split(self.parts, dim=1)
+        return logits
 
     def detect(self, images: Tensor, most: int = 5) -> Detections:
         """Return the ``most`` strongest peaks. Pictures of another size are resized; any float type
@@ -87,7 +88,8 @@ class Reader(nn.Module):
 
         corner = torch.stack([cell % heat.shape[-1], cell // heat.shape[-1]], -1)
         center = (corner + 0.5 + at(offset)) * self.stride
-        return Detections(confidence, *(at(logits).softmax(-1) for logits in names), center)
+        digit, color, size = (at(logits).softmax(-1) for logits in names)
+        return Detections(confidence, digit, color, size, center)
 
     def save(self, folder: Path) -> None:
         from safetensors.torch import save_file

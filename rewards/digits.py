@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS, locate
+from mmrl.core.types import Prompt
 from rewards.card import card
 from rewards.digit_reader import Detections, Reader
 from rewards.precision import own_precision
@@ -65,7 +66,7 @@ class Digits:
         self.reader = Reader.load(locate(path))
         self.strict = strict
 
-    def __call__(self, media: Tensor, prompts: list[dict[str, Any]]) -> Tensor:
+    def __call__(self, media: Tensor, prompts: list[Prompt]) -> Tensor:
         if not isinstance(media, Tensor) or media.dim() != 4 or len(media) != len(prompts):
             raise UserError(
                 f"reward 'digits' wants one image [3, H, W] for each of {len(prompts)} prompts"
@@ -83,9 +84,7 @@ class Digits:
         reward = terms / (1 + (detections.confidence.sum(1) - count).abs())
         return (reward == 1).float() if self.strict else reward
 
-    def _match(
-        self, detections: Detections, b: int, objects: Asked, prompt: dict[str, Any]
-    ) -> Tensor:
+    def _match(self, detections: Detections, b: int, objects: Asked, prompt: Prompt) -> Tensor:
         """Return the mean of the terms of one row (scalar) under the best assignment of detections
         to objects."""
         score = torch.stack([self._object(detections, b, item) for item in objects], 1)  # [M, N]
@@ -149,8 +148,8 @@ class DigitsJudge(Digits):
         super().__init__(path, strict)
 
 
-def _objects(prompt: dict[str, Any]) -> Asked:
-    objects = prompt.get("objects")
+def _objects(prompt: Prompt) -> Asked:
+    objects: Asked | None = prompt.get("objects")
     if not objects or not all(isinstance(item, dict) and "digit" in item for item in objects):
         raise UserError(
             f"reward 'digits' needs \"objects\" (a list of "
@@ -179,8 +178,9 @@ def _corners(
 
 def _harden(detections: Detections) -> Detections:
     """Round probabilities to zeros and ones."""
-    most = [
+    digit, color, size = (
         (p == p.amax(-1, keepdim=True)).float()
         for p in (detections.digit, detections.color, detections.size)
-    ]
-    return Detections((detections.confidence > 0.5).float(), *most, detections.center)
+    )
+    confidence = (detections.confidence > 0.5).float()
+    return Detections(confidence, digit, color, size, detections.center)

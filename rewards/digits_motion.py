@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
+from mmrl.core.types import Prompt
 from rewards.card import card
 from rewards.consistency import moving
 
@@ -63,11 +64,11 @@ class DigitsMotion:
         self.travel = travel
 
     @torch.no_grad()
-    def __call__(self, media: Tensor, prompts: list[dict[str, Any]]) -> Tensor:
+    def __call__(self, media: Tensor, prompts: list[Prompt]) -> Tensor:
         """Score videos [B, F, 3, H, W] in 0..1, three frames or more -> [B] float32; NaN where a
         pixel is not finite."""
         stack = moving(media, "digits_motion", 3).float()
-        motions = [prompt.get("motion") for prompt in prompts]
+        motions: list[Any] = [prompt.get("motion") for prompt in prompts]
         if unknown := [way for way in motions if way not in WAYS]:
             raise UserError(
                 f"reward 'digits_motion' needs \"motion\" ({', '.join(WAYS)}) in every "
@@ -107,10 +108,10 @@ def located(stack: Tensor) -> tuple[Tensor, Tensor]:
 def moved(centers: Tensor, way: Tensor, travel: float) -> Tensor:
     """Return amount, heading and evenness [B] of centres [B, F, 2] for directions [B, 2]."""
     whole = centers[:, -1] - centers[:, 0]
-    length = whole.norm(dim=1).clamp(min=1e-6)
+    length: Tensor = whole.norm(dim=1).clamp(min=1e-6)
     along = (whole * way).sum(1)
     amount = (1 - (along / travel - 1).abs()).clamp(min=0)
     pace = torch.linspace(0, 1, centers.shape[1], device=centers.device).view(1, -1, 1)
     even = centers[:, :1] + pace * whole[:, None]
-    strayed = (centers - even).norm(dim=-1).mean(1)
+    strayed: Tensor = (centers - even).norm(dim=-1).mean(1)
     return amount * (along / length).clamp(min=0) * (1 - strayed / (UNEVEN * length)).clamp(min=0)

@@ -7,15 +7,16 @@ d = 1 - s.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
 from mmrl.core.registry import REWARDS
+from mmrl.core.types import Media, Prompt, Reward
 from rewards._clip import load_clip
 from rewards._compose import merged, scores_of
 from rewards._media import frames
@@ -34,7 +35,7 @@ class Similarity:
 
         self.clip = None if clip is None else load_clip(*split_name(clip))
 
-    def __call__(self, media: Any) -> Tensor:
+    def __call__(self, media: Media) -> Tensor:
         if not isinstance(media, Tensor):
             return self.cosines(words(media))
         stack = frames(media, "diversity")  # [B, F, 3, H, W]
@@ -70,16 +71,16 @@ def mean_of_others(values: Tensor) -> Tensor:
     return (values.sum(1) - values.diagonal()) / max(1, n - 1)
 
 
-class Grouped:
+class Grouped(ABC):
     """Rewards by the similarities inside every group; ``of`` is the reward it changes, None for
     none."""
 
-    def __init__(self, of: Callable | None, clip: str | None):
+    def __init__(self, of: Reward | None, clip: str | None):
         self.of = of
         self.similarity = Similarity(clip)
         self.card = Card(of="group") if of is None else merged([of], "group")
 
-    def __call__(self, media: Any, prompts: list[dict]) -> Tensor:
+    def __call__(self, media: Media, prompts: list[Prompt]) -> Tensor:
         """Return [B]; groups of one prompt may come in any number."""
         values = (
             torch.ones(len(prompts)) if self.of is None else scores_of([self.of], media, prompts)[0]
@@ -90,9 +91,9 @@ class Grouped:
             scores[rows] = self.changed(values[rows], self.similarity(part)).float()
         return scores
 
+    @abstractmethod
     def changed(self, values: Tensor, similar: Tensor) -> Tensor:
         """Return [n] from the rewards [n] and the cosines [n, n] of a group."""
-        raise NotImplementedError
 
 
 @REWARDS.register("pairwise_distance")
@@ -124,7 +125,7 @@ class DRA(Grouped):
     submodular mutual information of the graph cut. For rewards that are not negative.
     """
 
-    def __init__(self, of: Annotated[Callable, REWARDS], clip: str | None = None):
+    def __init__(self, of: Annotated[Reward, REWARDS], clip: str | None = None):
         super().__init__(of, clip)
 
     def changed(self, values: Tensor, similar: Tensor) -> Tensor:
@@ -146,7 +147,7 @@ class Darling(Grouped):
     rewards that are not negative.
     """
 
-    def __init__(self, of: Annotated[Callable, REWARDS], clip: str | None = None):
+    def __init__(self, of: Annotated[Reward, REWARDS], clip: str | None = None):
         super().__init__(of, clip)
 
     def changed(self, values: Tensor, similar: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mmrl.core.errors import UserError, suggest
 from mmrl.core.registry import REWARDS
+from mmrl.core.types import Prompt
 from rewards._clip import load_clip
 from rewards._detect import Detection, Detector
 from rewards._frames import BatchSize, FrameReward
@@ -99,9 +100,9 @@ class GenEval(FrameReward):
         self.form = form
         self.thresholds = (threshold, counting_threshold)
         self.most = most
-        self.classifiers = {}
+        self.classifiers: dict[str, Tensor] = {}
 
-    def __call__(self, media: Tensor, prompts: list[dict]) -> Tensor:
+    def __call__(self, media: Tensor, prompts: list[Prompt]) -> Tensor:
         """Score images [B, 3, H, W] in 0..1 -> [B] float32 on the CPU, at most 1."""
         if isinstance(media, Tensor) and media.ndim == 5:
             raise UserError(
@@ -110,16 +111,16 @@ class GenEval(FrameReward):
             )
         return super().__call__(media, prompts)
 
-    def conditions(self, prompts: list[dict]) -> list[dict]:
+    def conditions(self, prompts: list[Prompt]) -> list[Prompt]:
         for prompt in prompts:
             self.check(prompt)
         return prompts
 
-    def score(self, pictures: Tensor, prompts: list[dict]) -> Tensor:
+    def score(self, pictures: Tensor, prompts: list[Prompt]) -> Tensor:
         rows = zip(pictures, self.detector(pictures), prompts, strict=True)
         return torch.tensor([self.judge(*row) for row in rows])
 
-    def judge(self, picture: Tensor, objects: list[Detection], prompt: dict) -> float:
+    def judge(self, picture: Tensor, objects: list[Detection], prompt: Prompt) -> float:
         by_name = detections_by_name(
             objects, self.thresholds[prompt.get("tag") == "counting"], self.most
         )
@@ -149,7 +150,7 @@ class GenEval(FrameReward):
         )
         return [COLORS[i] for i in (crops @ self.classifiers[name].T).argmax(1).tolist()]
 
-    def check(self, prompt: dict) -> None:
+    def check(self, prompt: Prompt) -> None:
         known = set(self.detector.names.values())
         for entry in [*field_of(prompt, "include", "geneval", list), *prompt.get("exclude", [])]:
             if entry["class"] not in known:
@@ -168,11 +169,11 @@ def detections_by_name(objects: list[Detection], threshold: float, most: int) ->
     return by_name
 
 
-def published(by_name: ByName, prompt: dict[str, Any], colors: Colors) -> bool:
+def published(by_name: ByName, prompt: Prompt, colors: Colors) -> bool:
     """Give the benchmark's verdict: at least so many, judged on the most certain ones; nothing that
     is excluded."""
     correct = True
-    groups = []
+    groups: list[list[Detection] | None] = []
     for entry in prompt["include"]:
         matches = by_name.get(entry["class"], [])[: entry["count"]]
         fits = len(matches) == entry["count"]
@@ -187,11 +188,11 @@ def published(by_name: ByName, prompt: dict[str, Any], colors: Colors) -> bool:
     )
 
 
-def training(by_name: ByName, prompt: dict[str, Any], colors: Colors) -> tuple[bool, float]:
+def training(by_name: ByName, prompt: Prompt, colors: Colors) -> tuple[bool, float]:
     """Return whether everything is exact, and the mean of the terms: Flow-GRPO's two forms."""
     correct = True
     terms = []
-    groups = []
+    groups: list[list[Detection] | None] = []
     for entry in prompt["include"]:
         matches = by_name.get(entry["class"], [])
         count = entry["count"]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from mmrl.core.types import Prompt
 
-def groups_of(prompts: Sequence[dict]) -> list[list[int]]:
+
+def groups_of(prompts: Sequence[Prompt]) -> list[list[int]]:
     """Return the rows of every group: those with one ``group``, or without it neighbours with one
     prompt."""
     rows_of_group: dict[Any, list[int]] = {}
@@ -18,7 +20,7 @@ def groups_of(prompts: Sequence[dict]) -> list[list[int]]:
     return list(rows_of_group.values())
 
 
-def alike(first: Mapping, second: Mapping) -> bool:
+def alike(first: Prompt, second: Prompt) -> bool:
     """Tell whether two prompts are the same object, or equal; what cannot be compared is not
     equal."""
     if first is second:

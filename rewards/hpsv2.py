@@ -84,5 +84,5 @@ def padding(clip: Clip) -> Clip:
     around."""
     padded = Clip(clip.model, clip.tokenizer, clip.device)
     padded.preprocess_cfg |= {"resize_mode": "longest", "fill_color": 0, "interpolation": "bicubic"}
-    padded.shared = clip  # keeps the entry among the shared models alive
+    padded.shared = clip
     return padded

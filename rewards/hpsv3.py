@@ -91,4 +91,5 @@ class HPSv3(PromptReward):
             return_tensors="pt",
             images_kwargs=options,
         )
-        return inputs.to(self.network.device)
+        batch: dict[str, Tensor] = inputs.to(self.network.device)
+        return batch

@@ -114,7 +114,7 @@ class ImageReward(PromptReward):
 class Network(nn.Module):
     """Combines BLIP's vision transformer and text encoder with five linear layers."""
 
-    def __init__(self, config: dict[str, dict], mlp: list[int]):
+    def __init__(self, config: dict[str, dict[str, Any]], mlp: list[int]):
         from transformers import BlipTextConfig, BlipTextModel, BlipVisionConfig, BlipVisionModel
 
         super().__init__()
@@ -125,7 +125,7 @@ class Network(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        return self.mlp[0].weight.device
+        return next(self.mlp.parameters()).device
 
     def forward(self, pixels: Tensor, tokens: Tensor, mask: Tensor) -> Tensor:
         """Map pixels [N, 3, S, S], tokens and mask [N, T] -> [N] scores before standardising."""
@@ -133,7 +133,8 @@ class Network(nn.Module):
         read = self.text(
             input_ids=tokens, attention_mask=mask, encoder_hidden_states=image_states
         ).last_hidden_state
-        return self.mlp(read[:, 0]).squeeze(-1)
+        scores: Tensor = self.mlp(read[:, 0])
+        return scores.squeeze(-1)
 
 
 def load_network(file: Path) -> Network:

@@ -62,4 +62,5 @@ class IQA(FrameReward):
         self.sign = -scale if self.metric.lower_better else scale
 
     def score(self, pictures: Tensor, conditions: Any) -> Tensor:
-        return self.sign * self.metric(pictures.float().clamp(0, 1)).flatten()
+        quality: Tensor = self.metric(pictures.float().clamp(0, 1))
+        return self.sign * quality.flatten()

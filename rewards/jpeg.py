@@ -8,10 +8,12 @@ from typing import Annotated
 
 import torch
 from annotated_types import Ge, Le
+from numpy import ndarray
 from torch import Tensor
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
+from mmrl.core.types import Prompt
 from rewards._media import frame_mean, frames, to_uint8
 from rewards.card import card
 
@@ -24,7 +26,7 @@ SCALING = "kB (1000 bytes); 0.002 kB is Flow-GRPO's"
     media="image video", low=0, source="[DDPO](https://arxiv.org/abs/2305.13301)", scaling=SCALING
 )
 def jpeg_incompressibility(
-    media: Tensor, prompts: list[dict], *, quality: Quality = 95, scale: float = 1.0
+    media: Tensor, prompts: list[Prompt], *, quality: Quality = 95, scale: float = 1.0
 ) -> Tensor:
     """Measure the size of the picture as a JPEG, in kB (1000 bytes) times ``scale``: for busy
     pictures.
@@ -47,7 +49,7 @@ def jpeg_incompressibility(
     media="image video", high=0, source="[DDPO](https://arxiv.org/abs/2305.13301)", scaling=SCALING
 )
 def jpeg_compressibility(
-    media: Tensor, prompts: list[dict], *, quality: Quality = 95, scale: float = 1.0
+    media: Tensor, prompts: list[Prompt], *, quality: Quality = 95, scale: float = 1.0
 ) -> Tensor:
     """Negate the size of the picture as a JPEG, in kB times ``scale``: for smooth pictures.
 
@@ -70,7 +72,7 @@ def kilobytes(media: Tensor, quality: int, reward: str) -> Tensor:
     return frame_mean(sizes, stack.shape[1]).masked_fill(broken, torch.nan)
 
 
-def jpeg_bytes(picture, quality: int) -> int:
+def jpeg_bytes(picture: ndarray, quality: int) -> int:
     """Return the length of the file PIL writes for a uint8 array [H, W, 3]."""
     from PIL import Image
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from annotated_types import Ge
@@ -12,10 +12,14 @@ from torch import Tensor
 
 from mmrl.core.errors import UserError, suggest
 from mmrl.core.registry import REWARDS
+from mmrl.core.types import Media, Prompt
 from rewards._ask import Question
 from rewards._judge_templates import BUILT_IN, Template, find
 from rewards.card import card
 from rewards.judged import Frames, Judged, Model, OnFailure, kind_of, shown_of
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 
 @REWARDS.register("judge")
@@ -69,7 +73,7 @@ class Judge(Judged):
         self.tokens = tokens
         self.card = self.needing(self.template)
 
-    def __call__(self, media: Tensor | list[str], prompts: list[dict]) -> Tensor:
+    def __call__(self, media: Media, prompts: list[Prompt]) -> Tensor:
         """Score images [B, 3, H, W], videos [B, F, 3, H, W] in 0..1, or B texts -> [B] float32 on
         the CPU, about 0..1."""
         values = torch.full((len(prompts),), torch.nan)
@@ -90,7 +94,7 @@ class Judge(Judged):
                 )
         return values
 
-    def _question(self, parts: tuple) -> Question:
+    def _question(self, parts: tuple[str | Image.Image, ...]) -> Question:
         template = self.template
         if template.patterns:
             return Question(parts, read=template.scores, tokens=self.tokens)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
+from mmrl.core.types import Media, Prompt
 from rewards._ask import Question
 from rewards._judge_templates import REQUEST, Template, find
 from rewards.card import card
@@ -69,7 +70,7 @@ class Checklist(Judged):
         self.template = CHECK if template is None else find(template, {})
         self.card = self.needing(self.template)
 
-    def __call__(self, media: Tensor | list[str], prompts: list[dict]) -> Tensor:
+    def __call__(self, media: Media, prompts: list[Prompt]) -> Tensor:
         """Score images [B, 3, H, W], videos [B, F, 3, H, W] in 0..1, or B texts -> [B] float32 on
         the CPU, in 0..1."""
         values = torch.full((len(prompts),), torch.nan)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
+from mmrl.core.types import Prompt
 from rewards._ask import Question
 from rewards._judge_templates import Template, find
 from rewards.card import card
@@ -73,7 +74,7 @@ class Listener(Judged):
         self.template = LISTEN if template is None else find(template, {})
         self.card = self.needing(self.template)
 
-    def __call__(self, media: list[str], prompts: list[dict]) -> Tensor:
+    def __call__(self, media: list[str], prompts: list[Prompt]) -> Tensor:
         """Score B texts -> [B] float32 on the CPU, in 0..1."""
         if isinstance(media, Tensor):
             raise UserError(
@@ -101,7 +102,7 @@ class Listener(Judged):
             ]
         )
 
-    def _asked(self, prompt: dict) -> tuple[str, tuple[str, ...], str]:
+    def _asked(self, prompt: Prompt) -> tuple[str, tuple[str, ...], str]:
         """Return the right word, all words, and the question."""
         right = prompt.get(self.target)
         if right is None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
+from mmrl.core.types import Media, Prompt
 from rewards._ask import Question, Unreadable
 from rewards._judge_templates import PAIRS, find
 from rewards.card import card
@@ -78,7 +79,7 @@ class Pairwise(Judged):
         self.tokens = tokens
         self.card = self.needing(self.template)
 
-    def __call__(self, media: Tensor | list[str], prompts: list[dict]) -> Tensor:
+    def __call__(self, media: Media, prompts: list[Prompt]) -> Tensor:
         """Score B samples, those of a prompt next to each other -> [B] float32 on the CPU."""
         pictures = sample_pictures(media, self.frames, self.name)
         groups = [
@@ -108,7 +109,9 @@ class Pairwise(Judged):
                 values[met] = measure(wins, len(met)).float()
         return values
 
-    def _question(self, media: Any, prompt: dict, pictures: Sequence, i: int, j: int) -> Question:
+    def _question(
+        self, media: Any, prompt: Prompt, pictures: Sequence[Any], i: int, j: int
+    ) -> Question:
         if isinstance(media, Tensor):
             shown: dict[str, Any] = {"first": pictures[i], "second": pictures[j]}
         else:
@@ -134,7 +137,7 @@ class Pairwise(Judged):
         return {"1": {"1": 1.0, "2": 0.0, None: 0.5}[winner]}
 
 
-def adjacent(prompts: Sequence[dict]) -> list[list[int]]:
+def adjacent(prompts: Sequence[Prompt]) -> list[list[int]]:
     """List the rows of each prompt, which lie next to each other. Raises UserError for a group of
     one."""
     groups = groups_of(prompts)

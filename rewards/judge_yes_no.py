@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
+from mmrl.core.types import Media, Prompt
 from rewards._ask import Question
 from rewards._judge_templates import REQUEST, Template, find
 from rewards.card import card
@@ -67,7 +68,7 @@ class YesNo(Judged):
         self.template = default if template is None else find(template, {})
         self.card = self.needing(self.template)
 
-    def __call__(self, media: Tensor | list[str], prompts: list[dict]) -> Tensor:
+    def __call__(self, media: Media, prompts: list[Prompt]) -> Tensor:
         """Score images [B, 3, H, W], videos [B, F, 3, H, W] in 0..1, or B texts -> [B] float32 on
         the CPU, in 0..1."""
         rows = []
@@ -90,7 +91,7 @@ class YesNo(Judged):
             values[row] = sum(shares) / len(shares)
         return values
 
-    def _questions(self, prompt: dict) -> list[tuple[str, Literal["Yes", "No"]]]:
+    def _questions(self, prompt: Prompt) -> list[tuple[str, Literal["Yes", "No"]]]:
         if self.field is None:
             return [("", "Yes")]
         listed = prompt.get(self.field)
@@ -109,4 +110,4 @@ class YesNo(Judged):
                 f"prompt, texts or "
                 f'[text, "no"]; the prompt {prompt.get("text", "")!r} has {str(listed)[:80]}'
             )
-        return [(text, str(right).capitalize()) for text, right in pairs]
+        return [(text, "Yes" if str(right).lower() == "yes" else "No") for text, right in pairs]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import JUDGES
+from mmrl.core.types import Media, Prompt
 from rewards._ask import Asker, Question
 from rewards._judge_templates import Template
 from rewards._media import frames as as_frames
@@ -26,7 +27,7 @@ OnFailure = Literal["nan", "stop"]
 KEYS = ("images", "image")  # of a prompt: its pictures
 
 
-def sample_pictures(media: Tensor | list, frames: int, reward: str) -> list[list | None]:
+def sample_pictures(media: Media, frames: int, reward: str) -> list[list[Any] | None]:
     """Return for each sample its pictures (``frames`` evenly spaced ones of a video); None where a
     pixel is not finite.
 
@@ -56,21 +57,21 @@ def to_pil(picture: Tensor) -> Any:
     return Image.fromarray(picture.permute(1, 2, 0).contiguous().numpy())
 
 
-def prompt_pictures(prompt: dict) -> list:
+def prompt_pictures(prompt: Prompt) -> list[Any]:
     """Return the pictures of a prompt under ``images`` or ``image``: PIL images, paths, or floats
     [3, H, W] in 0..1.
 
     Raises:
         UserError: a file that cannot be read, or something that is no picture.
     """
-    pictures = next((prompt[key] for key in KEYS if prompt.get(key) is not None), [])
+    pictures: Any = next((prompt[key] for key in KEYS if prompt.get(key) is not None), [])
     return [
         _picture(picture, prompt)
         for picture in (pictures if isinstance(pictures, (list, tuple)) else [pictures])
     ]
 
 
-def _picture(picture: Any, prompt: dict) -> Any:
+def _picture(picture: Any, prompt: Prompt) -> Any:
     from PIL import Image
 
     if isinstance(picture, Image.Image):
@@ -91,12 +92,12 @@ def _picture(picture: Any, prompt: dict) -> Any:
         ) from error
 
 
-def kind_of(media: Tensor | list) -> str:
+def kind_of(media: Media) -> str:
     """Return what a template calls a sample."""
     return "answer" if not isinstance(media, Tensor) else "image" if media.ndim == 4 else "video"
 
 
-def shown_of(media: Tensor | list, row: int, pictures: Sequence, prompt: dict) -> dict[str, Any]:
+def shown_of(media: Media, row: int, pictures: Sequence[Any], prompt: Prompt) -> dict[str, Any]:
     """Return the variables of a template for one sample."""
     if isinstance(media, Tensor):
         return {"media": pictures}
@@ -125,7 +126,7 @@ class Judged:
         """Return the card of this object: the fields that its template mentions."""
         return replace(card_of(type(self)), needs=template.needs())
 
-    def shown_rows(self, media: Tensor | list, prompts: list[dict]) -> Iterator[tuple[int, list]]:
+    def shown_rows(self, media: Media, prompts: list[Prompt]) -> Iterator[tuple[int, list[Any]]]:
         """Return the rows that can be shown, with their pictures."""
         for row, pictures in enumerate(sample_pictures(media, self.frames, self.name)):
             if pictures is not None:

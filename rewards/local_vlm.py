@@ -16,6 +16,8 @@ from mmrl.core.registry import JUDGES
 from rewards._ask import AGAIN, Question, Unreadable, Usage, _plain
 from rewards._locks import lock_of
 
+Turn = dict[str, Any]  # role and content, as chat templates know them
+
 
 @JUDGES.register("local")
 class LocalVlm:
@@ -134,7 +136,7 @@ class LocalVlm:
             self.usage.add(asked_again=len(left) if turn < self.asked_again else 0)
         return values
 
-    def _answers(self, talks: list[list[dict]], tokens: int) -> list[str]:
+    def _answers(self, talks: list[list[Turn]], tokens: int) -> list[str]:
         inputs = self._inputs(talks)
         length = inputs["input_ids"].shape[1]
         sequences = self._generate(inputs, tokens).sequences[:, length:]
@@ -144,7 +146,8 @@ class LocalVlm:
             tokens_in=int(inputs["attention_mask"].sum()),
             tokens_out=int((sequences != pad).sum()),
         )
-        return self.processor.batch_decode(sequences, skip_special_tokens=True)
+        answers: list[str] = self.processor.batch_decode(sequences, skip_special_tokens=True)
+        return answers
 
     @torch.no_grad()
     def _generate(self, inputs: Any, tokens: int, **options: Any) -> Any:
@@ -162,7 +165,7 @@ class LocalVlm:
         with torch.autocast(self.model.device.type, enabled=False):
             return self.model.generate(**inputs, max_new_tokens=tokens, **greedy, **options)
 
-    def _inputs(self, talks: list[list[dict]]) -> dict[str, Tensor]:
+    def _inputs(self, talks: list[list[Turn]]) -> dict[str, Tensor]:
         inputs = self.processor.apply_chat_template(
             talks,
             add_generation_prompt=True,
@@ -178,8 +181,8 @@ class LocalVlm:
             for name, value in inputs.items()
         }
 
-    def _conversation(self, question: Question) -> list[dict]:
-        content = []
+    def _conversation(self, question: Question) -> list[Turn]:
+        content: list[dict[str, Any]] = []
         for part in [*question.parts, question.wording()]:
             if isinstance(part, str):
                 content += [{"type": "text", "text": part}] if part else []
@@ -190,7 +193,7 @@ class LocalVlm:
         return [{"role": "user", "content": content}]
 
 
-def says(role: str, text: str) -> dict:
+def says(role: str, text: str) -> Turn:
     return {"role": role, "content": [{"type": "text", "text": text}]}
 
 

@@ -11,6 +11,7 @@ import torch.nn.functional as nnf
 from torch import Tensor
 
 from mmrl.core.registry import REWARDS
+from mmrl.core.types import Prompt
 from rewards._frames import each_frame
 from rewards.card import card
 
@@ -21,7 +22,7 @@ CHUNK = 64  # pictures at a time
 
 @card(media="image video", low=0, source="variance of the Laplacian: Pech-Pacheco et al. 2000")
 @REWARDS.register("sharpness")
-def sharpness(media: Tensor, prompts: list[dict], *, scale: float = 1.0) -> Tensor:
+def sharpness(media: Tensor, prompts: list[Prompt], *, scale: float = 1.0) -> Tensor:
     """Measure the variance of the Laplacian of the grey picture in 0..255: low is blurred.
 
     Images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B]; of a video, the mean over its
@@ -42,7 +43,7 @@ def sharpness(media: Tensor, prompts: list[dict], *, scale: float = 1.0) -> Tens
     source="Hasler and Suesstrunk 2003, Measuring colourfulness in natural images",
 )
 @REWARDS.register("colourfulness")
-def colourfulness(media: Tensor, prompts: list[dict], *, scale: float = 1.0) -> Tensor:
+def colourfulness(media: Tensor, prompts: list[Prompt], *, scale: float = 1.0) -> Tensor:
     """Measure Hasler and Suesstrunk's M3 on 0..255: 0 is grey, 33 moderately, 109 extremely
     colourful.
 
@@ -53,15 +54,16 @@ def colourfulness(media: Tensor, prompts: list[dict], *, scale: float = 1.0) -> 
     def score(pictures: Tensor, rows: list[int]) -> Tensor:
         red, green, blue = (255 * pictures).unbind(1)  # each [N, H, W]
         opponents = torch.stack([red - green, (red + green) / 2 - blue])  # [2, N, H, W]
-        spread = opponents.std((-2, -1), correction=0).norm(dim=0)
-        return scale * (spread + 0.3 * opponents.mean((-2, -1)).norm(dim=0))
+        spread: Tensor = opponents.std((-2, -1), correction=0).norm(dim=0)
+        strength: Tensor = opponents.mean((-2, -1)).norm(dim=0)
+        return scale * (spread + 0.3 * strength)
 
     return each_frame(media, "colourfulness", CHUNK, score)
 
 
 @card(media="image video", low=0, source="root-mean-square contrast: Peli 1990")
 @REWARDS.register("contrast")
-def contrast(media: Tensor, prompts: list[dict], *, scale: float = 1.0) -> Tensor:
+def contrast(media: Tensor, prompts: list[Prompt], *, scale: float = 1.0) -> Tensor:
     """Measure the standard deviation of the grey picture in 0..1; 0 is a blank one.
 
     Images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B]; of a video, the mean over its
@@ -77,7 +79,7 @@ def contrast(media: Tensor, prompts: list[dict], *, scale: float = 1.0) -> Tenso
 @card(media="image video", low=-1, high=0, source="share of clipped colour values")
 @REWARDS.register("saturation_penalty")
 def saturation_penalty(
-    media: Tensor, prompts: list[dict], *, margin: float = 0.5 / 255, scale: float = 1.0
+    media: Tensor, prompts: list[Prompt], *, margin: float = 0.5 / 255, scale: float = 1.0
 ) -> Tensor:
     """Negate the share of colour values within ``margin`` of black or full: burnt-out is near -1.
 

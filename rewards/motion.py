@@ -7,15 +7,17 @@ without weights, or torchvision's RAFT (Teed and Deng 2020, arXiv:2003.12039) wi
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as nnf
 from annotated_types import Ge
+from numpy import ndarray
 from torch import Tensor
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
+from mmrl.core.types import Prompt
 from rewards._clip import pick_device
 from rewards._media import to_uint8
 from rewards._tensors import fetch, read_tensors
@@ -92,10 +94,10 @@ class MotionAmount(_Moved):
         self.most = math.inf if most is None else most
 
     @torch.no_grad()
-    def __call__(self, media: Tensor, prompts: list[dict]) -> Tensor:
+    def __call__(self, media: Tensor, prompts: list[Prompt]) -> Tensor:
         """Score videos [B, F, 3, H, W] in 0..1, two frames or more -> [B] float32 on the CPU."""
         flows, broken = self.flows(media, "motion_amount", 2)
-        lengths = flows.norm(dim=2).flatten(2)  # [B, F - 1, H W]
+        lengths: Tensor = flows.norm(dim=2).flatten(2)  # [B, F - 1, H W]
         if self.of == "fastest":
             lengths = lengths.topk(max(1, int(SHARPEST * lengths.shape[2])), dim=2).values
         return lengths.mean((1, 2)).clamp(max=self.most).masked_fill(broken, torch.nan)
@@ -114,16 +116,17 @@ class MotionSmoothness(_Moved):
     """
 
     @torch.no_grad()
-    def __call__(self, media: Tensor, prompts: list[dict]) -> Tensor:
+    def __call__(self, media: Tensor, prompts: list[Prompt]) -> Tensor:
         """Score videos [B, F, 3, H, W] in 0..1, three frames or more -> [B] float32 on the CPU."""
         flows, broken = self.flows(media, "motion_smoothness", 3)
-        return -flows.diff(dim=1).norm(dim=2).flatten(1).mean(1).masked_fill(broken, torch.nan)
+        changes: Tensor = flows.diff(dim=1).norm(dim=2)
+        return -changes.flatten(1).mean(1).masked_fill(broken, torch.nan)
 
 
 class Dis:
     """Runs OpenCV's dense inverse search at its medium setting."""
 
-    def __init__(self, cv2):
+    def __init__(self, cv2: Any):
         self.cv2 = cv2
 
     def __call__(self, stack: Tensor) -> Tensor:
@@ -132,7 +135,7 @@ class Dis:
         frames = to_uint8(stack).permute(0, 1, 3, 4, 2).contiguous().numpy()
         return torch.stack([torch.stack(self.pairs(video)) for video in frames])
 
-    def pairs(self, video) -> list[Tensor]:
+    def pairs(self, video: ndarray) -> list[Tensor]:
         greys = [self.cv2.cvtColor(frame, self.cv2.COLOR_RGB2GRAY) for frame in video]
         flows = []
         for before, after in zip(greys, greys[1:], strict=False):
@@ -193,5 +196,6 @@ class Raft:
         before = padded[:, :-1].flatten(0, 1)
         after = padded[:, 1:].flatten(0, 1)
         parts = zip(before.split(self.batch_size), after.split(self.batch_size), strict=True)
-        flows = torch.cat([self.network(a, b)[-1] for a, b in parts])[..., :height, :width]
-        return flows.unflatten(0, (len(stack), -1)).cpu()
+        pairs = torch.cat([self.network(a, b)[-1] for a, b in parts])[..., :height, :width]
+        flows: Tensor = pairs.unflatten(0, (len(stack), -1))
+        return flows.cpu()

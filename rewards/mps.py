@@ -88,27 +88,25 @@ class MPS(PromptReward):
 
     def tokens(self, texts: list[str]) -> Tensor:
         """Tokenize N texts -> [N, 77] ids."""
-        return self.tokenizer(
+        ids: Tensor = self.tokenizer(
             texts, padding="max_length", truncation=True, max_length=77, return_tensors="pt"
         ).input_ids
+        return ids
 
 
 class Network(nn.Module):
     """Combines CLIP and the layers that let its picture tokens read the prompt; named as in the
     published file."""
 
-    def __init__(self, config, layers: int):
+    def __init__(self, config: Any, layers: int):
         from transformers import CLIPModel
 
         super().__init__()
         self.model = CLIPModel(config)
         width = config.projection_dim
-        pairs = ((Cross(width), Own(width)) for _ in range(layers))
-        blocks = (
-            nn.ModuleList([Residual(cross), Residual(self_attention)])
-            for cross, self_attention in pairs
-        )
-        self.cross_model = nn.ModuleDict({"layers": nn.ModuleList(blocks)})
+        self.pairs = [(Residual(Cross(width)), Residual(Own(width))) for _ in range(layers)]
+        blocks = nn.ModuleList(nn.ModuleList(pair) for pair in self.pairs)
+        self.cross_model = nn.ModuleDict({"layers": blocks})
 
     def forward(
         self, tokens: Tensor, pixels: Tensor, condition: Tensor, threshold: float
@@ -123,7 +121,7 @@ class Network(nn.Module):
         image_states = self.model.visual_projection(
             self.model.vision_model(pixels).last_hidden_state
         )
-        for cross, self_attention in self.cross_model["layers"]:
+        for cross, self_attention in self.pairs:
             image_states = self_attention(cross(image_states, words, attended))
         return torch.cosine_similarity(image_states[:, 0], sentence, dim=-1)
 
@@ -141,7 +139,8 @@ class Residual(nn.Module):
         self.fn = fn
 
     def forward(self, states: Tensor, *rest: Tensor) -> Tensor:
-        return states + self.fn(states, *rest)
+        added: Tensor = self.fn(states, *rest)
+        return states + added
 
 
 class Gated(nn.Module):
@@ -178,7 +177,8 @@ class Cross(nn.Module):
         )
         mask = attended[:, None, None]  # the same words for every head and picture token
         attention = nnf.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-        return self.to_out(attention.transpose(1, 2).flatten(2)) + self.ff(states)
+        change: Tensor = self.to_out(attention.transpose(1, 2).flatten(2)) + self.ff(states)
+        return change
 
 
 class Own(nn.Module):
@@ -192,9 +192,7 @@ class Own(nn.Module):
         self.fused_attn_ff_proj = nn.Linear(width, sum(self.parts), bias=False)
         self.attn_out = nn.Linear(width, width, bias=False)
         self.ff_out = nn.Sequential(Gated(), nn.Linear(grow * width, width, bias=False))
-        self.rotary_emb = nn.Module()
-        powers = torch.arange(0, HEAD_WIDTH, 2) / HEAD_WIDTH
-        self.rotary_emb.register_buffer("inv_freq", 10000.0**-powers)
+        self.rotary_emb = Rotary()
 
     def forward(self, states: Tensor) -> Tensor:
         """Map [N, P, E] -> [N, P, E]."""
@@ -202,18 +200,30 @@ class Own(nn.Module):
             self.parts, dim=-1
         )
         # [N, heads, P, 64]
-        query = self.turn(query.unflatten(-1, (-1, HEAD_WIDTH)).transpose(1, 2))
+        query = self.rotary_emb.turn(query.unflatten(-1, (-1, HEAD_WIDTH)).transpose(1, 2))
         shape = (-1, query.shape[1], -1, -1)
-        key = self.turn(key)[:, None].expand(shape)
+        key = self.rotary_emb.turn(key)[:, None].expand(shape)
         value = value[:, None].expand(shape)
         attention = nnf.scaled_dot_product_attention(query, key, value)
-        return self.attn_out(attention.transpose(1, 2).flatten(2)) + self.ff_out(inner)
+        change: Tensor = self.attn_out(attention.transpose(1, 2).flatten(2)) + self.ff_out(inner)
+        return change
+
+
+class Rotary(nn.Module):
+    """Holds the frequencies of rotary positions, a buffer in the published file."""
+
+    inv_freq: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        powers = torch.arange(0, HEAD_WIDTH, 2) / HEAD_WIDTH
+        self.register_buffer("inv_freq", 10000.0**-powers)
 
     def turn(self, vectors: Tensor) -> Tensor:
         """Rotate [..., P, 64] by each position's angles (Su et al. 2021, RoPE, halves of the vector
         paired)."""
         places = torch.arange(vectors.shape[-2], device=vectors.device, dtype=torch.float32)
-        angles = torch.outer(places, self.rotary_emb.inv_freq.float())  # [P, 32]
+        angles = torch.outer(places, self.inv_freq.float())  # [P, 32]
         cos = angles.cos()
         sin = angles.sin()
         first, second = vectors.chunk(2, dim=-1)
@@ -222,6 +232,8 @@ class Own(nn.Module):
 
 class Norm(nn.Module):
     """Applies layer norm whose bias is kept at 0, a buffer in the published file."""
+
+    bias: Tensor
 
     def __init__(self, width: int):
         super().__init__()

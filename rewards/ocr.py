@@ -13,9 +13,10 @@ from torch import Tensor
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
+from mmrl.core.types import Prompt
 from rewards._media import frames, to_uint8
 from rewards._prompt import field_of
-from rewards.card import card
+from rewards.card import card, card_of
 
 EVERY = 4  # frames of a video from one that is read to the next
 QUOTED = re.compile(r'"([^"]*)"')
@@ -63,9 +64,9 @@ class OCR:
             ) from error
         self.engine = RapidOCR(intra_op_num_threads=threads, det_limit_side_len=side)
         self.field = field
-        self.card = replace(type(self).card, needs=(field,))
+        self.card = replace(card_of(type(self)), needs=(field,))
 
-    def __call__(self, media: Tensor, prompts: list[dict]) -> Tensor:
+    def __call__(self, media: Tensor, prompts: list[Prompt]) -> Tensor:
         """Score images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B] float32, in 0..1."""
         stack = frames(media, "ocr")
         targets = [target_of(prompt, self.field) for prompt in prompts]
@@ -93,9 +94,9 @@ class OCR:
         return "".join(text for _, text, sure in lines or [] if float(sure) > 0)
 
 
-def target_of(prompt: dict, field: str) -> str:
+def target_of(prompt: Prompt, field: str) -> str:
     """Return the text that should be in the picture."""
-    text = field_of(prompt, field, "ocr")
+    text: str = field_of(prompt, field, "ocr")
     if field != "text":
         return text
     quoted = QUOTED.search(text)

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
+from mmrl.core.types import Prompt, Reward
 from rewards._media import frames
 from rewards.card import card, card_of
 
-REDUCE = {
+REDUCE: dict[str, Callable[[Tensor], Tensor]] = {
     "mean": lambda values: values.mean(1),
     "worst": lambda values: values.amin(1),
     "best": lambda values: values.amax(1),
@@ -51,7 +52,7 @@ class PerFrame:
 
     def __init__(
         self,
-        reward: Annotated[Callable, REWARDS],
+        reward: Annotated[Reward, REWARDS],
         reduce: Literal["mean", "worst", "best", "median", "first"] = "mean",
         frames: Annotated[int, Ge(1)] | None = None,
         steady: Annotated[float, Interval(ge=0, le=1)] = 0.0,
@@ -68,7 +69,7 @@ class PerFrame:
         low, high = (inner.low, inner.high) if not steady else (None, None)
         self.card = replace(inner, media=("video", "image"), low=low, high=high)
 
-    def __call__(self, media: Tensor, prompts: list[dict]) -> Tensor:
+    def __call__(self, media: Tensor, prompts: list[Prompt]) -> Tensor:
         """Score videos [B, F, 3, H, W] or images [B, 3, H, W] in 0..1 -> [B] float32 on the CPU."""
         stack = frames(media, "per_frame")
         chosen = stack if self.frames is None else stack[:, evenly(stack.shape[1], self.frames)]

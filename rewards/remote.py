@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
+from mmrl.core.types import Media, Prompt
 from rewards._servers import BoundedClient, Failed, Server, Servers, post
 from rewards._wire_prompts import enclosed, has_pictures, without_pictures
 from rewards.card import card
@@ -109,7 +110,7 @@ class Remote:
     def servers(self) -> list[Server]:
         return self._pool.all
 
-    def __call__(self, media: Tensor | list[str], prompts: list[dict]) -> Tensor:
+    def __call__(self, media: Media, prompts: list[Prompt]) -> Tensor:
         """Score images [B, 3, H, W], videos [B, F, 3, H, W] in 0..1, or B texts -> [B] float32 on
         the CPU."""
         rows = sendable(media, self.format)
@@ -134,7 +135,7 @@ class Remote:
         self._check(values, rows)
         return values
 
-    def _prompts(self, prompts: list[dict]) -> list[dict]:
+    def _prompts(self, prompts: list[Prompt]) -> list[Prompt]:
         """Return what is sent of prompts: ``fields``, or all; pictures only to rewards that look at
         them, as PNG."""
         if self.fields is not None:
@@ -177,7 +178,7 @@ class Remote:
                 f"reward 'remote' has no value for {missing} of {len(values)} samples: {causes}"
             )
 
-    def _ask(self, call: Call, media: Tensor | list[str], prompts: list[dict]) -> Tensor:
+    def _ask(self, call: Call, media: Media, prompts: list[Prompt]) -> Tensor:
         """Return the values [n] of one request, NaN where nobody could give them."""
         nothing = torch.full((len(prompts),), torch.nan)
         if call.given_up.is_set():
@@ -216,7 +217,7 @@ class Remote:
         return values
 
 
-def sendable(media: Tensor | list, format: str) -> list[int]:
+def sendable(media: Media, format: str) -> list[int]:
     """Return the rows whose pixels are finite, which PNG and WebP can hold; every row of the other
     formats."""
     if not isinstance(media, Tensor):
@@ -229,5 +230,5 @@ def sendable(media: Tensor | list, format: str) -> list[int]:
     return finite.nonzero().flatten().tolist()
 
 
-def take(media: Tensor | list[str], rows: list[int]) -> Tensor | list[str]:
+def take(media: Media, rows: list[int]) -> Tensor | list[str]:
     return media[rows] if isinstance(media, Tensor) else [media[row] for row in rows]

@@ -122,7 +122,8 @@ class NsfwPenalty(FrameReward):
 
     def score(self, pictures: Tensor, conditions: Any) -> Tensor:
         pixels = self.eyes(pictures, self.network.device).to(self.network.dtype)
-        return -self.network(pixels).logits.float().softmax(-1)[:, self.bad].sum(1)
+        logits: Tensor = self.network(pixels).logits
+        return -logits.float().softmax(-1)[:, self.bad].sum(1)
 
 
 def thousandths(values: Tensor) -> Tensor:

@@ -3,6 +3,8 @@ direction."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -11,11 +13,12 @@ import torch.nn.functional as nnf
 from torch import Tensor
 
 from mmrl.core.registry import REWARDS
+from mmrl.core.types import Prompt
 from rewards._clip import load_clip
 from rewards._frames import BatchSize, FrameReward
 from rewards._hf import Eyes, Precision, Preprocess, load_model
 from rewards._prompt import picture_of, texts_of
-from rewards.card import card
+from rewards.card import card, card_of
 
 STILL = 1e-3  # a difference of unit embeddings below this is rounding, not an edit
 
@@ -26,16 +29,16 @@ class ReferenceReward(FrameReward):
 
     field: str
 
-    def conditions(self, prompts: list[dict]) -> Tensor:
+    def conditions(self, prompts: list[Prompt]) -> Tensor:
         pictures = [picture_of(prompt, self.field, self.name) for prompt in prompts]
         return embed_each(pictures, self.embed)
 
     def score(self, pictures: Tensor, references: Tensor) -> Tensor:
         return (self.embed(pictures) * references).sum(-1)
 
+    @abstractmethod
     def embed(self, pictures: Tensor) -> Tensor:
         """Embed [N, 3, H, W] in 0..1 -> [N, E] unit vectors."""
-        raise NotImplementedError
 
 
 @card(
@@ -79,7 +82,7 @@ class DinoSimilarity(ReferenceReward):
         self.eyes = Eyes(model, preprocess)
         self.field = field
         self.pool = pool
-        self.card = replace(type(self).card, needs=(field,))
+        self.card = replace(card_of(type(self)), needs=(field,))
 
     def embed(self, pictures: Tensor) -> Tensor:
         """Embed [N, 3, H, W] in 0..1 -> [N, E] unit vectors."""
@@ -125,7 +128,7 @@ class ClipSimilarity(ReferenceReward):
         self.clip = load_clip(model, pretrained, self.device)
         self.field = field
         self.exact = preprocess == "pil"
-        self.card = replace(type(self).card, needs=(field,))
+        self.card = replace(card_of(type(self)), needs=(field,))
 
     def embed(self, pictures: Tensor) -> Tensor:
         return self.clip.embed_images(pictures, self.batch_size, self.exact)
@@ -174,9 +177,9 @@ class DirectionalClip(FrameReward):
         self.source = source
         self.texts = (source_text, target_text)
         self.exact = preprocess == "pil"
-        self.card = replace(type(self).card, needs=(source, source_text, target_text))
+        self.card = replace(card_of(type(self)), needs=(source, source_text, target_text))
 
-    def conditions(self, prompts: list[dict]) -> Tensor:
+    def conditions(self, prompts: list[Prompt]) -> Tensor:
         """Return [B, 2, E]: the source picture, and the text's direction."""
         before, after = (
             self.clip.embed_texts(texts_of(prompts, self.name, field), self.batch_size)
@@ -194,7 +197,7 @@ class DirectionalClip(FrameReward):
 
 
 @torch.no_grad()
-def embed_each(pictures: list[Tensor], embed) -> Tensor:
+def embed_each(pictures: list[Tensor], embed: Callable[[Tensor], Tensor]) -> Tensor:
     """Embed pictures [3, H, W] of different sizes -> [B, E]; equal ones (a group has one reference)
     are embedded once."""
     keys = [(tuple(p.shape), p.numpy(force=True).tobytes()) for p in pictures]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
+from mmrl.core.types import Prompt
 from rewards._hf import Precision
 from rewards._media import frames, to_uint8
 from rewards._prompt import texts_of
@@ -89,7 +90,7 @@ class VideoAlign:
         self.batch_size = batch_size
 
     @torch.no_grad()
-    def __call__(self, media: Tensor, prompts: list[dict]) -> Tensor:
+    def __call__(self, media: Tensor, prompts: list[Prompt]) -> Tensor:
         """Score videos [B, F, 3, H, W] or images [B, 3, H, W] in 0..1 -> [B] float32 on the CPU."""
         stack = frames(media, "video_align")
         texts = texts_of(prompts, "video_align")
@@ -132,7 +133,8 @@ class VideoAlign:
             return_tensors="pt",
             videos_kwargs={"size": size, "do_sample_frames": False},
         )
-        return inputs.to(self.network.device)
+        batch: dict[str, Tensor] = inputs.to(self.network.device)
+        return batch
 
 
 def find(path: str) -> tuple[Path, dict[str, Any]]:

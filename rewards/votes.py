@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
+from mmrl.core.types import Prompt
 from rewards.card import card
 from rewards.groups import groups_of
 from rewards.vision.answers import normal
@@ -26,7 +27,7 @@ from rewards.vision.words import short
 @REWARDS.register("majority_vote")
 @card(media="text", of="group", low=0, high=1, source="[TTRL](https://arxiv.org/abs/2504.16084)")
 def majority_vote(
-    media: Sequence[str], prompts: list[dict], *, share: Annotated[float, Ge(0)] = 0.0
+    media: Sequence[str], prompts: list[Prompt], *, share: Annotated[float, Ge(0)] = 0.0
 ) -> Tensor:
     """Reward the answer that most answers to the prompt give (TTRL, SeRL); no ground truth is
     needed.
@@ -47,7 +48,7 @@ def majority_vote(
 @REWARDS.register("answer_frequency")
 @card(media="text", of="group", high=1, source="TTRV, Test-time RL for vision-language models")
 def answer_frequency(
-    media: Sequence[str], prompts: list[dict], *, entropy: Annotated[float, Ge(0)] = 0.0
+    media: Sequence[str], prompts: list[Prompt], *, entropy: Annotated[float, Ge(0)] = 0.0
 ) -> Tensor:
     """Reward the share of the group with the same answer, less ``entropy`` times their entropy
     (TTRV).
@@ -58,7 +59,9 @@ def answer_frequency(
     votes = votes_of(media, "answer_frequency")
     scores = torch.zeros(len(media))
     for rows in groups_of(prompts):
-        counts = Counter(vote for row in rows if (vote := votes[row]) is not None)
+        counts: Counter[str | None] = Counter(
+            vote for row in rows if (vote := votes[row]) is not None
+        )
         total = sum(counts.values())
         spread = -sum(n / total * math.log(n / total) for n in counts.values())
         for row in rows:
@@ -85,14 +88,17 @@ class CoReward:
     long as there is none, the prompt's own vote decides.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         # twin -> version -> its last majority in an earlier call
         self.votes: dict[str, dict[str, str]] = {}
         # twin, version and majority of every group of the last call
         self.latest: list[list[str]] = []
 
     def __call__(
-        self, media: Sequence[str], prompts: list[dict], gather: Callable[[list], list] = list
+        self,
+        media: Sequence[str],
+        prompts: list[Prompt],
+        gather: Callable[[list[list[str]]], list[list[str]]] = list,
     ) -> Tensor:
         """Score [B]. ``gather`` returns the rows of all processes; without it there is but this
         one."""
@@ -109,10 +115,8 @@ class CoReward:
         for rows in groups:
             of_twin = known.get(twin(prompts[rows[0]]), {})
             own_version = version(prompts[rows[0]])
-            twin_votes = [vote for name, vote in of_twin.items() if name != own_version] or [
-                of_twin.get(own_version)
-            ]
-            label, _ = leading(twin_votes)
+            answers = [vote for name, vote in of_twin.items() if name != own_version]
+            label, _ = leading(answers or [of_twin.get(own_version)])
             for row in rows:
                 scores[row] = float(label is not None and votes[row] == label)
         return scores
@@ -141,7 +145,7 @@ def merged_votes(
 
 @REWARDS.register("mean_logprob")
 @card(media="text", high=0, scaling="nats a token")
-def mean_logprob(media: Sequence[str], prompts: list[dict], *, scale: float = 1.0) -> Tensor:
+def mean_logprob(media: Sequence[str], prompts: list[Prompt], *, scale: float = 1.0) -> Tensor:
     """Measure how sure the model was of its answer: the mean log-probability of its tokens as
     sampled.
 
@@ -158,7 +162,7 @@ def mean_logprob(media: Sequence[str], prompts: list[dict], *, scale: float = 1.
     scaling="nats a token",
     source="[Kang et al. 2025](https://arxiv.org/abs/2502.18581), Intuitor",
 )
-def self_certainty(media: Sequence[str], prompts: list[dict], *, scale: float = 1.0) -> Tensor:
+def self_certainty(media: Sequence[str], prompts: list[Prompt], *, scale: float = 1.0) -> Tensor:
     """Measure how far the model was from guessing: mean over tokens of KL(uniform || its
     distribution).
 
@@ -177,12 +181,12 @@ def self_certainty(media: Sequence[str], prompts: list[dict], *, scale: float = 
     return scale * torch.tensor([math.nan if value is None else float(value) for value in known])
 
 
-def twin(prompt: dict) -> str:
+def twin(prompt: Prompt) -> str:
     """Return what the versions of a question share."""
     return str(prompt.get("twin"))
 
 
-def version(prompt: dict) -> str:
+def version(prompt: Prompt) -> str:
     """Return what tells the versions of a question apart."""
     return str(prompt.get("version", prompt.get("text")))
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
+from mmrl.core.types import Prompt
 from rewards._frames import BatchSize, FrameReward, PromptReward
 from rewards._hf import Precision
 from rewards._prompt import field_of
@@ -17,6 +18,7 @@ from rewards._vlm import LocalVLM
 from rewards.card import card
 
 QUESTION = 'Does this figure show "{text}"? Please answer yes or no.'  # VQAScore's, section 3.1
+Asked = tuple[str, list[str], str]  # a question, its choices, the right one
 MODEL = "Qwen/Qwen2.5-VL-3B-Instruct"
 
 
@@ -113,13 +115,13 @@ class TIFA(FrameReward):
         super().__init__(batch_size, **options)
         self.vlm = LocalVLM(model, self.device, dtype)
 
-    def conditions(self, prompts: list[dict]) -> list:
+    def conditions(self, prompts: list[Prompt]) -> list[list[Asked]]:
         return [questions_of(prompt) for prompt in prompts]
 
-    def score(self, pictures: Tensor, questions: list) -> Tensor:
+    def score(self, pictures: Tensor, questions: list[list[Asked]]) -> Tensor:
         return torch.tensor([self.right(*row) for row in zip(pictures, questions, strict=True)])
 
-    def right(self, picture: Tensor, questions: list[tuple[str, list[str], str]]) -> float:
+    def right(self, picture: Tensor, questions: list[Asked]) -> float:
         """Return the share of right answers about a picture [3, H, W]."""
         flat = [(question, choice) for question, choices, _ in questions for choice in choices]
         likelihoods = []
@@ -137,10 +139,10 @@ class TIFA(FrameReward):
         return sum(hits) / len(hits)
 
 
-def questions_of(prompt: dict) -> list[tuple[str, list[str], str]]:
+def questions_of(prompt: Prompt) -> list[Asked]:
     """Return (question, choices, answer) of a prompt; the question names its choices as TIFA's
     do."""
-    questions: list[tuple[str, list[str], str]] = []
+    questions: list[Asked] = []
     for entry in field_of(prompt, "questions", "tifa", list):
         choices = list(checked_question(entry).get("choices") or ["yes", "no"])
         answer = entry["answer"]
@@ -156,7 +158,7 @@ def questions_of(prompt: dict) -> list[tuple[str, list[str], str]]:
     return questions
 
 
-def checked_question(entry: Any) -> dict:
+def checked_question(entry: Any) -> dict[str, Any]:
     if not isinstance(entry, dict) or not {"question", "answer"} <= set(entry):
         raise UserError(
             f'reward \'tifa\': a question is {{"question", "choices", "answer"}}, got '

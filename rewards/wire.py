@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from mmrl.core.errors import UserError
+from mmrl.core.types import Media, Prompt
 from rewards._media import frames, to_uint8
 from rewards._wire_prompts import marked_texts, marks_of, opened
 
@@ -62,7 +63,7 @@ class Parts:
 
 
 def pack(
-    media: Tensor | list, prompts: Sequence[dict], kind: Format, names: Sequence[str] | None = None
+    media: Media, prompts: Sequence[Prompt], kind: Format, names: Sequence[str] | None = None
 ) -> bytes:
     """Write the JSON body of a request. Pictures are floats in 0..1; PNG and WebP round them to 8
     bits.
@@ -95,7 +96,7 @@ def to_base64(content: bytes) -> str:
     return base64.b64encode(content).decode()
 
 
-def check_prompts(prompts: Sequence[dict]) -> list[dict]:
+def check_prompts(prompts: Sequence[Prompt]) -> list[Prompt]:
     """Return the prompts, if JSON can hold them."""
     for prompt in prompts:
         for key, value in prompt.items():
@@ -118,7 +119,7 @@ def check_token(token: str | None) -> str | None:
     return token
 
 
-def check_texts(texts: list) -> list[str]:
+def check_texts(texts: list[Any]) -> list[str]:
     for text in texts:
         if not isinstance(text, str):
             raise UserError(
@@ -159,7 +160,7 @@ def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is not a JSON number")
 
 
-def unpack(parts: Parts, limits: Limits) -> tuple[Tensor | list[str], list[dict]]:
+def unpack(parts: Parts, limits: Limits) -> tuple[Tensor | list[str], list[Prompt]]:
     """Return media and prompts as a reward takes them: floats [B, 3, H, W] or [B, F, 3, H, W] in
     0..1, or texts.
 

@@ -34,8 +34,9 @@ def peak_bytes(fn: Callable[[], Any], device: torch.device | str = "cpu") -> int
         torch.cuda.reset_peak_memory_stats(device)
         fn()
         torch.cuda.synchronize(device)
-        return torch.cuda.max_memory_allocated(device) - before
-    with _Tally() as tally:
+        return int(torch.cuda.max_memory_allocated(device) - before)
+    tally = _Tally()
+    with tally:
         fn()
     return tally.peak
 
@@ -45,12 +46,16 @@ class _Tally(TorchDispatchMode):
     more."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.alive: dict[int, weakref.ref] = {}
+        TorchDispatchMode.__init__(self)
+        self.alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self.live = self.peak = 0
 
     def __torch_dispatch__(
-        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         known = {
@@ -68,7 +73,7 @@ class _Tally(TorchDispatchMode):
         if address in self.alive:
             return
 
-        def forget(_: weakref.ref) -> None:
+        def forget(_: weakref.ref[torch.UntypedStorage]) -> None:
             del self.alive[address]
             self.live -= size
 

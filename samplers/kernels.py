@@ -111,9 +111,6 @@ def ddim(
     return alpha_s * clean + (sigma_s**2 - std**2).clamp_min(0).sqrt() * noise, std
 
 
-ddim.process = Diffusion  # the processes it is for; kernels without this are for flows
-
-
 def consistency(
     x: Tensor, v: Tensor, t: Number, s: Number, eta: Number, process: Process = FLOW
 ) -> tuple[Tensor, Tensor]:
@@ -128,7 +125,9 @@ def consistency(
     return alpha_s * clean + sigma_s * (1 - eta**2).clamp_min(0).sqrt() * noise, sigma_s * eta
 
 
-consistency.process = (Flow, Diffusion)
+# the processes a kernel is for; those without this are for flows
+vars(ddim)["process"] = Diffusion
+vars(consistency)["process"] = (Flow, Diffusion)
 
 
 def _towards(x: Tensor, v: Tensor, t: Tensor, s: Tensor, noise_scale: Tensor) -> Tensor:

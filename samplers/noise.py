@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,7 +22,7 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 
 
 def philox(
-    counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]
+    counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int] | tuple[Tensor, Tensor]
 ) -> tuple[Tensor, ...]:
     """Compute ten rounds of Philox. Counter words and results are int64 tensors of one shape
     holding 32-bit values."""
@@ -45,8 +46,10 @@ class Rng:
     """Draws from a named random stream. ``fold`` derives another one; draws never change it, so
     order does not matter."""
 
-    key: tuple[int, int]
+    # 64 bits in two words; tensors [B, 1] where rows are of several streams, which cannot fold
+    key: tuple[int, int] | tuple[Tensor, Tensor]
     offset: int = 0  # position of this process's first prompt in the whole iteration
+    first_row: int = 0  # and of its first row, where prompts have different numbers of samples
 
     @classmethod
     def of(cls, *names: int | str) -> Rng:
@@ -55,11 +58,19 @@ class Rng:
         return cls((int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")))
 
     def fold(self, *names: int | str) -> Rng:
-        return replace(Rng.of(*self.key, *names), offset=self.offset)
+        return replace(self, key=Rng.of(*self.key, *names).key)
 
-    def rows(self, prompts: int, copies: int) -> Tensor:
-        """Name the rows [prompts * copies] that answer this process's prompts, copies adjacent."""
-        return torch.arange(self.offset * copies, (self.offset + prompts) * copies)
+    def rows(self, prompts: int, copies: int | Sequence[int]) -> Tensor:
+        """Name the rows [B] that answer this process's prompts, copies adjacent: ``copies`` of
+        each, or as many as the list says."""
+        if isinstance(copies, int):
+            return torch.arange(self.offset * copies, (self.offset + prompts) * copies)
+        return torch.arange(self.first_row, self.first_row + sum(copies))
+
+    def after(self, copies: int | Sequence[int], prompts: int) -> Rng:
+        """Return the stream of the prompts that come after the first ``prompts``."""
+        rows = 0 if isinstance(copies, int) else sum(copies[:prompts])
+        return replace(self, offset=self.offset + prompts, first_row=self.first_row + rows)
 
     def bits(self, rows: Tensor, count: int, step: int = 0) -> Tensor:
         """Draw [B, count] int64 holding 32 random bits each, keyed by row and step."""
@@ -75,7 +86,11 @@ class Rng:
         return ((self.bits(rows, count, step).double() + 0.5) / 2**32).view(len(rows), *shape)
 
     def normal(
-        self, rows: Tensor, shape: tuple[int, ...] = (), step: int = 0, dtype=torch.float32
+        self,
+        rows: Tensor,
+        shape: tuple[int, ...] = (),
+        step: int = 0,
+        dtype: torch.dtype = torch.float32,
     ) -> Tensor:
         """Draw [B, *shape] standard normal, by Box and Muller in float64, then rounded to
         ``dtype``."""

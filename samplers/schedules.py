@@ -64,15 +64,15 @@ def dynamic(
     unless given (FLUX); SD3 pipelines take 1 / 1000. ``terminal`` stretches the shifted times so
     that the last above 0 is this one (``shift_terminal`` of Qwen-Image and LTX).
     """
-    if (mu is None) == (tokens is None):
-        raise ValueError(
-            "a dynamic time grid needs exactly one of mu and tokens (the number of image tokens)"
-        )
-    if mu is None:
+    if mu is None and tokens is not None:
         if base_tokens == max_tokens:
             raise ValueError(f"base_tokens and max_tokens must differ, both are {base_tokens}")
         slope = (max_shift - base_shift) / (max_tokens - base_tokens)
         mu = base_shift + slope * (tokens - base_tokens)
+    elif mu is None or tokens is not None:
+        raise ValueError(
+            "a dynamic time grid needs exactly one of mu and tokens (the number of image tokens)"
+        )
     shift = {"exponential": math.exp, "linear": float}[time_shift](mu)
     smallest = 1 / max(steps, 1) if smallest is None else smallest
     if not 0 < smallest <= 1:

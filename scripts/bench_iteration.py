@@ -110,10 +110,8 @@ class KeyedDraws(FreshDraws):
     def order(self) -> list[Tensor]:
         names = torch.arange(self.work.rows)
         empty = Rollout(group=names, row_id=names, sample=names, logprob=names, mask=names)
-        size = self.work.rows // self.work.updates
-        parts = minibatches.batches(
-            empty, self.work.copies, self.work.rows, size, Rng.of(0, 0, "update", 0)
-        )
+        sizes = [self.work.copies] * (self.work.rows // self.work.copies)
+        parts = minibatches.batches(empty, sizes, self.work.updates, Rng.of(0, 0, "update", 0))
         return [part.row_id for part in parts]
 
 
@@ -315,9 +313,10 @@ def agreement(make: Make, work: Work, kind: type[PlainLoop] = PlainLoop) -> dict
     rollout = rollouts[0]
     weights = ours.weights.full()
     theirs = plain.weights.full()
-    visited = loop.path if rollout.visit is None else loop.path[:, rollout.visit[0] >= 0]
+    visit = rollout.latents.visit
+    visited = loop.path if visit is None else loop.path[:, visit[0] >= 0]
     differences = {
-        "latents": float((rollout.path - visited).abs().max()),
+        "latents": float((rollout.latents.states - visited).abs().max()),
         "log_probs": float((rollout.logprob - loop.logprob).abs().max()),
         "weights": max(float((weights[n] - theirs[n]).abs().max()) for n in weights),
         "weights_moved": max(float((weights[n] - before[n]).abs().max()) for n in weights),

@@ -12,7 +12,7 @@ from torch import Tensor
 from mmrl.advantages.groups import Groups, measured
 from mmrl.core.errors import UserError
 from mmrl.core.registry import ADVANTAGES
-from mmrl.core.types import Rewards, Rollout
+from mmrl.core.types import LatentPath, Rewards, Rollout
 
 SAME = 1e-6  # edges whose rewards spread by less are equal
 
@@ -56,20 +56,25 @@ class Branch:
     def __call__(self, rewards: Rewards | Tensor, rollout: Rollout) -> Tensor:
         """Return the advantages [B, K], NaN for edges that are pruned or have no reward below;
         count the iteration."""
-        if rollout.edge_id is None:
+        edge_id = rollout.edge_id
+        if edge_id is None:
             raise UserError(
                 "advantage branch compares the edges of a tree; give the policy one, "
                 "such as tree: {}"
             )
         double, groups = measured(rewards, rollout)
         leaf = double.total().masked_fill(~groups.present, torch.nan)  # [B]
-        fused = self._fuse(leaf, rollout)  # [B, K] reward of the edge that leads to depth k + 1
+        fused = self._fuse(
+            leaf, rollout, edge_id
+        )  # [B, K] reward of the edge that leads to depth k + 1
         edges = [
-            self._normalised(fused[:, k], rollout.edge_id[:, k], rollout.group)
+            self._normalised(fused[:, k], edge_id[:, k], rollout.group)
             for k in range(fused.shape[1])
         ]
         advantage = torch.stack(edges, 1)
-        advantage = advantage.masked_fill(self._pruned(advantage, rollout), torch.nan)
+        advantage = advantage.masked_fill(
+            self._pruned(advantage, edge_id, rollout.group), torch.nan
+        )
         self.iteration += 1
         return advantage.float()
 
@@ -79,18 +84,21 @@ class Branch:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.iteration = int(state["iteration"])
 
-    def _fuse(self, leaf: Tensor, rollout: Rollout) -> Tensor:
+    def _fuse(self, leaf: Tensor, rollout: Rollout, edge_id: Tensor) -> Tensor:
         """Return the rewards [B, K] of the edges, the same on all rows that share one."""
         fused = [leaf]  # from the leaves up
-        for k in reversed(range(1, rollout.edge_id.shape[1])):
+        logprob = rollout.logprob.double()
+        if isinstance(rollout.trajectory, LatentPath):  # steps without noise have no density
+            logprob = torch.where(rollout.trajectory.noise_level > 0, logprob, 0.0)
+        for k in reversed(range(1, edge_id.shape[1])):
             below = fused[-1]
-            name = rollout.edge_id[:, k]
-            parent = rollout.edge_id[:, k - 1]
+            name = edge_id[:, k]
+            parent = edge_id[:, k - 1]
             if self.fusion == "mean":
                 weight = (~leaf.isnan()).double()
                 fused.append(edge_mean(leaf, weight, parent))
             else:
-                score = torch.where(rollout.eta[:, k] > 0, rollout.logprob[:, k].double(), 0.0)
+                score = logprob[:, k]
                 # one for every edge, whatever the rows are called by now
                 rows = _first(name) & ~below.isnan()
                 weight = (self.alpha * (score - _most(score, parent))).exp() * rows
@@ -108,7 +116,7 @@ class Branch:
         centred = torch.where(std < SAME, 0.0, edges.centred(values) / (std + self.eps))
         return centred.masked_fill(reward.isnan(), torch.nan)
 
-    def _pruned(self, advantage: Tensor, rollout: Rollout) -> Tensor:
+    def _pruned(self, advantage: Tensor, edge_id: Tensor, group: Tensor) -> Tensor:
         """Tell which edges [B, K] are pruned."""
         pruned = torch.zeros_like(advantage, dtype=torch.bool)
         if self.prune_depth:
@@ -118,13 +126,10 @@ class Branch:
                 if depth - slid <= pruned.shape[1]:
                     pruned[:, depth - slid - 1] = True
         if self.prune_width:
-            counts = [len(names.unique()) for names in rollout.edge_id.unbind(1)]
+            counts = [len(names.unique()) for names in edge_id.unbind(1)]
             last = max([k for k in range(1, len(counts)) if counts[k] > counts[k - 1]], default=0)
-            parent = (
-                rollout.edge_id[:, last - 1]
-                if last and self.prune_width == "siblings"
-                else rollout.group
-            )
+            siblings = last and self.prune_width == "siblings"
+            parent = edge_id[:, last - 1] if siblings else group
             pruned[:, last + 1 :] |= self._narrow(advantage[:, -1], parent)[:, None]
         return pruned
 

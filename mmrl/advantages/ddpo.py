@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -78,8 +79,8 @@ class DDPO:
         return str(prompt[self.key])
 
     def _mean_and_std(self, text: str, everything: list[float]) -> tuple[float, float]:
-        values = self.rewards.get(text, ())
-        values = values if len(values) >= self.min_count else everything
+        buffer: Sequence[float] = self.rewards.get(text, ())
+        values = buffer if len(buffer) >= self.min_count else everything
         # the mean of equal numbers may round to another number
         if not values or min(values) == max(values):
             return max(values, default=0.0), 0.0

@@ -57,7 +57,7 @@ class Groups:
         return low >= high
 
 
-def named(rewards: Rewards | Tensor) -> Rewards:
+def named(rewards: Mapping[str, Tensor] | Tensor) -> Rewards:
     """Return the rewards by name; a bare tensor [B] is one reward of weight 1."""
     if isinstance(rewards, Tensor):
         return Rewards({"reward": rewards})

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Annotated, Any
 
 import torch
 from annotated_types import Ge, Gt, Lt
 from torch import Tensor
 
+from mmrl.advantages.group import group
 from mmrl.advantages.groups import finished, measured
 from mmrl.advantages.normalise import moments
 from mmrl.core.distributed import all_sum
 from mmrl.core.registry import ADVANTAGES
-from mmrl.core.types import Rewards, Rollout
+from mmrl.core.types import Advantage, Rewards, Rollout
 
-Inner = Annotated[Callable, ADVANTAGES]
+Inner = Annotated[Advantage, ADVANTAGES]
 
 
 @ADVANTAGES.register("running")
@@ -32,12 +32,12 @@ class Running:
 
     def __init__(
         self,
-        base: Inner = "group",
+        base: Inner = group,
         decay: Annotated[float, Ge(0), Lt(1)] = 0.9,
         limit: Annotated[float, Gt(0)] | None = None,
         eps: Annotated[float, Gt(0)] = 1e-6,
     ):
-        self.base = of_name(base)
+        self.base = base
         self.decay = decay
         self.limit = limit
         self.eps = eps
@@ -61,7 +61,7 @@ class Running:
         first, second, weight = self.sums[name]
         mean = first / weight
         square = second / weight
-        scaled = (x - mean) / (max(square - mean**2, 0.0) ** 0.5 + self.eps)
+        scaled: Tensor = (x - mean) / (max(square - mean**2, 0.0) ** 0.5 + self.eps)
         return scaled if self.limit is None else scaled.clamp(-self.limit, self.limit)
 
     def state_dict(self) -> dict[str, Any]:
@@ -83,8 +83,8 @@ class MaxMin:
     reward failed for all samples trains nothing and leaves the weights as they are.
     """
 
-    def __init__(self, base: Inner = "group", rate: Annotated[float, Gt(0)] | None = None):
-        self.base = of_name(base)
+    def __init__(self, base: Inner = group, rate: Annotated[float, Gt(0)] | None = None):
+        self.base = base
         self.rate = rate
         self.log: dict[str, float] = {}  # logarithms of the weights
 
@@ -100,7 +100,7 @@ class MaxMin:
             for name, x in double.items()
         }
         if self.rate is None:
-            worst = min(means, key=means.get)
+            worst = min(means, key=means.__getitem__)
             shares = {name: float(name == worst) for name in means}
         else:
             self.log = {
@@ -109,9 +109,8 @@ class MaxMin:
             top = max(self.log.values())
             raw = {name: math.exp(value - top) for name, value in self.log.items()}
             shares = {name: value / sum(raw.values()) for name, value in raw.items()}
-        total = sum(
-            shares[name] * double.weights[name] * x for name, x in double.items() if shares[name]
-        )
+        weights = {name: share * double.weights[name] for name, share in shares.items()}
+        total = Rewards(double, weights).total()
         advantage = self.base(
             Rewards({"maxmin": total.masked_fill(~groups.present, torch.nan)}), rollout
         )
@@ -122,12 +121,6 @@ class MaxMin:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.log = dict(state["log"])
-
-
-def of_name(inner: Callable | str) -> Callable:
-    """Return the inner advantage, built if it is a name, as defaults are while the registry is
-    being filled."""
-    return ADVANTAGES.build(inner) if isinstance(inner, str) else inner
 
 
 def as_given(advantage: Tensor, rewards: Rewards | Tensor) -> Tensor:

@@ -67,7 +67,8 @@ def preset(name: str) -> Callable[..., Tensor]:
     chosen = GROUP_PRESETS[name]
 
     def compared(rewards: Rewards | Tensor, rollout: Rollout, **options: Any) -> Tensor:
-        return group(rewards, rollout, **chosen.settings | options)
+        advantage: Tensor = group(rewards, rollout, **chosen.settings | options)
+        return advantage
 
     signature = inspect.signature(group, eval_str=True)
     parameters = [
@@ -75,7 +76,7 @@ def preset(name: str) -> Callable[..., Tensor]:
         for key, parameter in signature.parameters.items()
     ]
     settings = ", ".join(f"{key}: {value}" for key, value in chosen.settings.items())
-    compared.__signature__ = signature.replace(parameters=parameters)
+    vars(compared)["__signature__"] = signature.replace(parameters=parameters)
     compared.__name__ = compared.__qualname__ = name
     compared.__doc__ = f"Compare as {chosen.source} does: group with {settings}.\n\n{chosen.note}"
     return ADVANTAGES.register(name)(compared)

@@ -73,8 +73,8 @@ def _by_tokens(value: Tensor, length: Tensor, groups: Groups) -> Tensor:
     weight = length * groups.present
     value = value.masked_fill(~groups.present, 0.0)
     count, total = all_sum(torch.stack([weight.sum(), (weight * value).sum()]))
-    mean = total / count.clamp_min(1)
-    variance = all_sum((weight * (value - mean).square()).sum()) / (count - 1).clamp_min(1)
+    mean: Tensor = total / count.clamp_min(1)
+    variance: Tensor = all_sum((weight * (value - mean).square()).sum()) / (count - 1).clamp_min(1)
     return (value - mean) * (variance + TINY).rsqrt()
 
 

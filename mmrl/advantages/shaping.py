@@ -8,7 +8,7 @@ as our reading.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated
 
 import torch
@@ -20,9 +20,9 @@ from mmrl.advantages.presets import grpo
 from mmrl.advantages.process import by_step
 from mmrl.core.errors import UserError, suggest
 from mmrl.core.registry import ADVANTAGES
-from mmrl.core.types import Rewards, Rollout
+from mmrl.core.types import Advantage, Rewards, Rollout
 
-Underneath = Annotated[Callable, ADVANTAGES]
+Underneath = Annotated[Advantage, ADVANTAGES]
 
 
 @ADVANTAGES.register("ngrpo")
@@ -188,17 +188,17 @@ def pairs(
 
 
 def apart(
-    of: Callable, rewards: Rewards | Tensor, rollout: Rollout, tasks: Sequence[str]
+    of: Advantage, rewards: Rewards | Tensor, rollout: Rollout, tasks: Sequence[str]
 ) -> Tensor:
     """Compute the advantage ``of`` for every task's rows alone; rows of another task count as
     missing."""
-    combined = None
     task = [prompt.get("task") for prompt in rollout.prompt_per_row()]
     if strange := {task_name for task_name in task if task_name not in tasks}:
         raise UserError(
             f"advantage pairs: prompts of task {strange.pop()!r}; its option tasks names "
             f"{', '.join(tasks)}"
         )
+    parts = []
     for name in tasks:  # the same on all processes, whichever tasks they have rows of
         of_task = torch.tensor(
             [task_name == name for task_name in task], device=rollout.group.device
@@ -207,9 +207,8 @@ def apart(
             k: v.masked_fill(~of_task.to(v.device), torch.nan) for k, v in named(rewards).items()
         }
         part = of(Rewards(alone, named(rewards).weights), rollout)
-        combined = (
-            part
-            if combined is None
-            else torch.where(of_task.to(part.device)[:, None], part, combined)
-        )
+        parts.append((of_task.to(part.device)[:, None], part))
+    combined = parts[0][1]
+    for of_task, part in parts[1:]:
+        combined = torch.where(of_task, part, combined)
     return combined

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from mmrl.advantages.groups import measured, named
 from mmrl.advantages.normalise import moments
+from mmrl.core import distributed
 from mmrl.core.distributed import all_gather_rows, all_sum
 from mmrl.core.types import Rewards, Rollout
 from mmrl.data.prompts import Outcome
@@ -28,7 +29,7 @@ def statistics(rewards: Rewards | Tensor, rollout: Rollout) -> dict[str, float]:
     compared = groups.size() > 0
     within = groups.centred(total).masked_fill(~present, 0.0).square().sum()
     flat = (groups.flat(total) & compared).sum()
-    counts = [groups.count, flat, (~present).sum(), len(present), within]
+    counts: list[int | Tensor] = [groups.count, flat, (~present).sum(), len(present), within]
     many, flat, missing, samples, within = all_sum(
         total.new_tensor([float(x) for x in counts])
     ).tolist()
@@ -63,12 +64,20 @@ def outcomes(rewards: Rewards, rollout: Rollout) -> list[Outcome]:
     total = double.total()
     names = rollout.group.unique().tolist()
     mean = groups.mean(total).masked_fill(groups.size() == 0, torch.nan)
+    values_of: list[list[float]] = [[] for _ in names]
+    for group, value in zip(groups.index.tolist(), total.tolist(), strict=True):
+        values_of[group].append(value)
+    largest = distributed.largest(max(map(len, values_of), default=0), total.device)
     rows = [
-        [float(rollout.prompts[name]["entry"]), m, float(flat)]
-        for name, m, flat in zip(names, mean.tolist(), groups.flat(total).tolist(), strict=True)
+        [float(rollout.prompts[name]["entry"]), m, float(flat), *values]
+        + [torch.nan] * (largest - len(values))
+        for name, m, flat, values in zip(
+            names, mean.tolist(), groups.flat(total).tolist(), values_of, strict=True
+        )
         if "entry" in rollout.prompts[name]
     ]
-    table = total.new_tensor(rows).view(-1, 3)
+    table = total.new_tensor(rows).view(-1, 3 + largest)
     return [
-        Outcome(int(entry), m, bool(flat)) for entry, m, flat in all_gather_rows(table).tolist()
+        Outcome(int(entry), m, bool(flat), tuple(v for v in values if v == v))
+        for entry, m, flat, *values in all_gather_rows(table).tolist()
     ]

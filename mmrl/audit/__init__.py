@@ -8,7 +8,7 @@ is named in ``PROBES``.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from mmrl.config import Config, import_plugins
 from mmrl.config.options import capabilities_of
 from mmrl.core.errors import UserError
 from mmrl.core.registry import DATA, POLICIES, load_built_in
-from mmrl.core.types import Prompt
+from mmrl.core.types import Prompt, Reward
 from mmrl.run.build import short_names
 from samplers.noise import Rng
 
@@ -36,7 +36,7 @@ class Subject:
     (file:line, if known)."""
 
     name: str
-    reward: Callable
+    reward: Reward
     prompts: list[Prompt]
     seed: int = 0
 

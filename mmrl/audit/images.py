@@ -12,6 +12,7 @@ import io
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,6 +25,9 @@ from mmrl.scoring.attempt import as_values, describe
 from rewards.card import card_of
 from rewards.judged import prompt_pictures
 from samplers.noise import Rng
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 # tolerated difference of two scores of one picture, relative to the spread: networks round
 SAME = 1e-4
@@ -94,7 +98,7 @@ def real(prompts: Sequence[Prompt], seed: int) -> Tensor:
     return torch.stack([_floats(images[0].resize(size)) for images in pictures])
 
 
-def _floats(picture) -> Tensor:
+def _floats(picture: Image.Image) -> Tensor:
     """Convert a PIL image to floats [3, H, W]."""
     import numpy as np
 

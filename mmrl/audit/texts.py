@@ -12,10 +12,11 @@ from mmrl.config import renamed
 from mmrl.core.errors import UserError
 from mmrl.core.types import Prompt
 from mmrl.scoring.attempt import as_values, describe
-from rewards import Classification, Grounding
 from rewards.card import card_of
 from rewards.vision.base import Verifiable
 from rewards.vision.coords import CoordSpace, Unscorable
+from rewards.vision.grounding import Grounding
+from rewards.vision.words import Classification
 
 CLOSE = 1e-4  # a ground truth may lose so much to rounding
 # made up; ratios that differ between x and y
@@ -25,30 +26,22 @@ VIEW = {"sizes": [[1000, 800]] * 16, "resized": [[512, 384]] * 16}
 def audit(subject: Subject) -> list[Line]:
     """Run all probes of a reward of texts."""
     answers, unwritten = ground_truths(subject)
-    rows = [i for i in range(len(subject.prompts)) if i not in unwritten]
     lines = [_written(subject, unwritten)]
-    if not rows:
+    if not answers:
         return lines
-    prompts = [subject.prompts[i] for i in rows]
-    right = [answers[i] for i in rows]
+    prompts = [subject.prompts[i] for i in answers]
+    right = list(answers.values())
     best = score(subject, right, prompts)
     lines += [_maximum(subject, prompts, right, best), _twice(subject, prompts, right, best)]
     tried = [best]
     for probe, texts, rule in _probes(subject, prompts, right):
-        written = [i for i, text in enumerate(texts) if text is not None]
-        scores = score(subject, [texts[i] for i in written], [prompts[i] for i in written])
-        lines.append(
-            _below(
-                probe,
-                rule,
-                [prompts[i] for i in written],
-                [texts[i] for i in written],
-                scores,
-                [best[i] for i in written],
-            )
-        )
+        written = {i: text for i, text in enumerate(texts) if text is not None}
+        wrong = list(written.values())
+        answered = [prompts[i] for i in written]
+        scores = score(subject, wrong, answered)
+        lines.append(_below(probe, rule, answered, wrong, scores, [best[i] for i in written]))
         tried.append(scores)
-    lines += [_spaces(subject, prompts)]
+    lines += [_spaces(subject, prompts, best)]
     return [line for line in [*lines, _range(subject, tried)] if line.applies]
 
 
@@ -68,23 +61,27 @@ def score(subject: Subject, texts: Sequence[str], prompts: Sequence[Prompt]) -> 
     return as_values(values, len(texts), subject.name).tolist()
 
 
-def ground_truths(subject: Subject) -> tuple[list[str | None], dict[int, str]]:
-    """Return what a policy should write, by the reward or the row's answer or boxes, and why a row
-    has none."""
+def ground_truths(subject: Subject) -> tuple[dict[int, str], dict[int, str]]:
+    """Return by row what a policy should write, and why the other rows have no ground truth."""
     if message := renamed.method(subject.reward, "ground_truth"):
         raise UserError(f"reward {subject.name!r}: {message}")
-    write: Callable[[Prompt], str] = getattr(
-        subject.reward, "ground_truth", _like_ours(subject).ground_truth
-    )
-    answers: list[str | None] = []
+    write = _writer(subject)
+    answers: dict[int, str] = {}
     unwritten: dict[int, str] = {}
     for i, prompt in enumerate(subject.prompts):
         try:
-            answers.append(write(prompt))
+            answers[i] = write(prompt)
         except Unscorable as error:
-            answers.append(None)
             unwritten[i] = str(error)
     return answers, unwritten
+
+
+def _writer(subject: Subject) -> Callable[[Prompt], str]:
+    """Return what writes ground truths: the reward, or one of ours by the row's answer or boxes."""
+    write: Callable[[Prompt], str] = getattr(
+        subject.reward, "ground_truth", _like_ours(subject).ground_truth
+    )
+    return write
 
 
 def _like_ours(subject: Subject) -> Verifiable:
@@ -204,23 +201,28 @@ def _mean(scores: list[float]) -> float:
     return sum(known) / len(known) if known else math.nan
 
 
-def _spaces(subject: Subject, prompts: list[Prompt]) -> Line:
+def _spaces(subject: Subject, prompts: list[Prompt], best: list[float]) -> Line:
     """Write the ground truth as models of the four coordinate conventions would."""
     probe = "ground truth in other coordinate spaces"
     rule = "scores the same"
     if not getattr(subject.reward, "spatial", False):
         return Line(probe, rule, [], [], applies=False)
+    write = _writer(subject)
+    high = card_of(subject.reward).high
     scores = []
     offences = []
     for space in get_args(CoordSpace):
         convertible = [
             {**prompt, "view": {**VIEW, **_sizes(prompt), "coords": space}} for prompt in prompts
         ]
-        texts = [subject.reward.ground_truth(prompt) for prompt in convertible]
+        texts = [write(prompt) for prompt in convertible]
         space_scores = score(subject, texts, convertible)
-        high = card_of(subject.reward).high
         # coordinates are written with 6 decimals
-        bad = [i for i, s in enumerate(space_scores) if not s >= high - 1e-3]
+        bad = [
+            i
+            for i, s in enumerate(space_scores)
+            if not s >= (best[i] if high is None else high) - 1e-3
+        ]
         offences += [
             Offence(where(convertible[i]), texts[i], space_scores[i], f"coordinates in {space}")
             for i in bad

@@ -4,10 +4,10 @@ speeds."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
-from mmrl.core.registry import REWARDS, describe, load_built_in, options
+from mmrl.core.registry import REWARDS, Plugin, describe, load_built_in, options
 from rewards.card import Card, card_of
 
 BEGIN = "<!-- generated: scripts/reward_table.py -->"
@@ -44,7 +44,7 @@ def markdown(measured: Mapping[str, float] = {}, package: str | None = None) -> 
     return "\n".join(["| " + " | ".join(HEAD) + " |", "|---" * len(HEAD) + "|", *lines]) + "\n"
 
 
-def row(name: str, entry: Callable, speed: float | None) -> list[str]:
+def row(name: str, entry: Plugin, speed: float | None) -> list[str]:
     card = card_of(entry)
     chosen = ", ".join(f"`{key}`" for key in options(entry))
     needs = ", ".join(f"`{field}`" for field in card.needs)

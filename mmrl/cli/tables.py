@@ -55,8 +55,8 @@ def plugin_tables(kind: str | None) -> None:
                 table.add_row(name, describe(registry[name]), ", ".join(takes))
             Console().print(table)
     if kind in (None, "presets"):
-        name = Column("name", no_wrap=True)
-        table = Table(name, "for", "what it sets", title="presets", title_justify="left")
+        names = Column("name", no_wrap=True)
+        table = Table(names, "for", "what it sets", title="presets", title_justify="left")
         for name in PRESETS:
             table.add_row(name, *described(name), end_section=True)
         Console().print(table)

@@ -3,7 +3,7 @@ weighted rewards."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -20,6 +20,7 @@ from mmrl.config.schema import (
 from mmrl.config.values import Place, show
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS, Registry, options
+from mmrl.core.types import Reward
 from mmrl.scoring.handling import Handled, Handling
 
 
@@ -27,7 +28,7 @@ from mmrl.scoring.handling import Handled, Handling
 class Weighted:
     """Holds a reward function and its weight in the sum."""
 
-    reward: Callable
+    reward: Reward
     weight: float
 
 
@@ -73,9 +74,9 @@ def build_rewards(
     return {name: Weighted(_handled(name, entry), entry.weight) for name, entry in entries.items()}
 
 
-def _handled(name: str, entry: Chosen) -> Callable:
+def _handled(name: str, entry: Chosen) -> Reward:
     """Wrap the reward with its ``Handling`` if any of those options is set."""
-    reward = construct(entry.reward)
+    reward: Reward = construct(entry.reward)
     handling = construct(entry.handling)
     if handling == Handling():
         return reward
@@ -134,7 +135,7 @@ def _resolve_reward(
     return None if BAD in (reward, handling) else Chosen(reward, weight, handling)
 
 
-def _weight(chosen: dict, place: Place, problems: list[str]) -> Any:
+def _weight(chosen: dict[str, Any], place: Place, problems: list[str]) -> Any:
     """Return ``weight``, 1 by default; 0 with ``monitor: true``: measured, never optimised."""
     weight = chosen.pop("weight", None)
     monitor = chosen.pop("monitor", None)
@@ -150,7 +151,7 @@ def _weight(chosen: dict, place: Place, problems: list[str]) -> Any:
 
 
 def _split_options(
-    use: str, chosen: dict, registry: Registry, place: Place, problems: list[str]
+    use: str, chosen: dict[str, Any], registry: Registry, place: Place, problems: list[str]
 ) -> tuple[Any, Any]:
     """Separate the reward with its own options from ``Handling`` with those that every reward
     has."""

@@ -23,7 +23,7 @@ from mmrl.config.presets import unsuited_preset
 from mmrl.config.schema import BAD, Resolved, construct, convert, resolve, resolve_call
 from mmrl.config.values import Place, exists, show
 from mmrl.core.errors import UserError
-from mmrl.core.registry import REWARDS, import_file, import_module
+from mmrl.core.registry import REWARDS, Plugin, import_file, import_module
 
 if TYPE_CHECKING:
     from mmrl.config import Config
@@ -124,14 +124,14 @@ def _unsuited(entries: Mapping[str, Resolved], built: Any) -> Iterator[str]:
             )
 
 
-def _cheap(entry: Callable) -> bool:
+def _cheap(entry: Plugin) -> bool:
     """Tell whether an object is made of plain values, so that its own checks cost nothing."""
     from mmrl.objectives.base import Objective
 
     return is_dataclass(entry) or (isinstance(entry, type) and issubclass(entry, Objective))
 
 
-def _try(problems: list[str], call: Callable, *args: Any) -> Any:
+def _try(problems: list[str], call: Callable[..., Any], *args: Any) -> Any:
     try:
         return call(*args)
     except UserError as error:
@@ -144,7 +144,7 @@ def _rewards(
     spec: Any,
     path: tuple[str, ...],
     problems: list[str],
-    entries: Mapping[str, Callable],
+    entries: Mapping[str, Plugin],
 ) -> None:
     place = config.place(path)
     weighted = resolve_rewards(spec, REWARDS, place, problems)

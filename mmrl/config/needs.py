@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from mmrl.config.options import capabilities_of
+from mmrl.core.registry import Plugin
 from rewards.card import card_of
 
 SHOWN = 8  # fields of the data named in a message
 
 
-def wrong_media(rewards: Mapping[str, Callable], policy: Callable) -> Iterator[tuple[str, str]]:
+def wrong_media(rewards: Mapping[str, Plugin], policy: object) -> Iterator[tuple[str, str]]:
     """List (reward, sentence) for rewards that do not judge what the policy makes.
 
     ``policy``: the class or the object; its capability ``makes`` is "image", "video" or "text",
@@ -32,7 +33,7 @@ def wrong_media(rewards: Mapping[str, Callable], policy: Callable) -> Iterator[t
 
 
 def missing_fields(
-    rewards: Mapping[str, Callable], fields: Collection[str]
+    rewards: Mapping[str, Plugin], fields: Collection[str]
 ) -> Iterator[tuple[str, str]]:
     """List (reward, sentence) for rewards that need a field which the data source declares for no
     prompt."""
@@ -42,7 +43,7 @@ def missing_fields(
                 yield name, _sentence(field, "the prompts have none", fields)
 
 
-def without_gradient(rewards: Mapping[str, Callable]) -> Iterator[tuple[str, str]]:
+def without_gradient(rewards: Mapping[str, Plugin]) -> Iterator[tuple[str, str]]:
     """List (reward, sentence) for rewards that do not declare a gradient, which the objective
     follows."""
     why = (
@@ -56,7 +57,7 @@ def without_gradient(rewards: Mapping[str, Callable]) -> Iterator[tuple[str, str
 
 
 def missing_values(
-    rewards: Mapping[str, Callable], prompts: Sequence[Mapping[str, Any]]
+    rewards: Mapping[str, Plugin], prompts: Sequence[Mapping[str, Any]]
 ) -> Iterator[tuple[str, str]]:
     """List (reward, sentence) for rewards that need a field which some prompt lacks."""
     for name, reward in rewards.items():

@@ -3,13 +3,14 @@ follows from them."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
 from mmrl.core.errors import UserError
+from mmrl.core.registry import Plugin
 
 Count = Annotated[int, Ge(1)]
 Natural = Annotated[int, Ge(0)]
@@ -135,7 +136,7 @@ def capabilities_of(policy: Any) -> Any | None:
     return getattr(policy, "capabilities", None)
 
 
-def unsuited(objective: type, policy: Any) -> str | None:
+def unsuited(objective: Plugin, policy: Any) -> str | None:
     """Say why an objective cannot train a policy (an object, a class or what makes one); None if it
     can, or if one of the two does not say what it needs or is."""
     needs = getattr(objective, "needs", "")
@@ -263,7 +264,7 @@ def impossible(train: TrainOptions, processes: int = 1) -> Iterator[str]:
         )
 
 
-def _nearest(size: int, multiple: int, fits) -> str:
+def _nearest(size: int, multiple: int, fits: Callable[[int], bool]) -> str:
     """Return the multiples of ``multiple`` nearest to ``size`` that fit, below and above."""
     first = size // multiple * multiple
     below = (

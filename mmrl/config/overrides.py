@@ -54,7 +54,7 @@ def override_with(plain: dict[Any, Any], marks: dict[tuple[Any, ...], str], over
 def split_keys(name: str, plain: Any) -> list[str]:
     """Split a dotted path into keys; a key that itself has dots (``my.module:fn``) is found among
     the existing ones."""
-    keys = []
+    keys: list[str] = []
     rest = name.split(".")
     while rest:
         sizes = range(len(rest), 1, -1) if isinstance(plain, Mapping) else ()

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from mmrl.config import renamed
 from mmrl.config.values import SCALARS, Place, expected, show
 from mmrl.core.errors import UserError, suggest
-from mmrl.core.registry import Registry, options
+from mmrl.core.registry import Plugin, Registry, options
 
 BAD = object()  # what a conversion returns after it has reported a problem
 
@@ -27,7 +27,7 @@ BAD = object()  # what a conversion returns after it has reported a problem
 class Resolved:
     """Holds a constructor with its converted options; options may hold further ones."""
 
-    entry: Callable
+    entry: Plugin
     options: dict[str, Any]
     place: Place
 
@@ -115,7 +115,7 @@ def _names_of(registry: Registry, name: str) -> list[str]:
 
 
 def resolve_call(
-    entry: Callable,
+    entry: Plugin,
     chosen: Any,
     place: Place,
     problems: list[str],
@@ -205,7 +205,7 @@ def convert(value: Any, kind: Any, place: Place, problems: list[str]) -> Any:
         return _literal(value, get_args(kind), place, problems)
     if (origin or kind) in _CONTAINERS:
         return _CONTAINERS[origin or kind](value, get_args(kind), place, problems)
-    if is_dataclass(kind) and isinstance(value, Mapping):
+    if isinstance(kind, type) and is_dataclass(kind) and isinstance(value, Mapping):
         return resolve_call(kind, value, place, problems)
     if kind in SCALARS:
         try:
@@ -336,7 +336,7 @@ def _other(value: Any, kind: Any, place: Place, problems: list[str]) -> Any:
     return BAD
 
 
-_CONTAINERS: dict[Any, Callable] = {
+_CONTAINERS: dict[Any, Callable[[Any, tuple[Any, ...], Place, list[str]], Any]] = {
     list: _list,
     Sequence: _list,
     Iterable: _list,

@@ -155,7 +155,7 @@ def expected(kind: Any) -> str:
             if len(get_args(kind)) > 1
             else repr(get_args(kind)[0])
         )
-    if is_dataclass(kind):
+    if isinstance(kind, type) and is_dataclass(kind):
         return f"a mapping of {', '.join(options(kind))}"
     return _IN_WORDS.get(get_origin(kind) or kind, getattr(kind, "__name__", str(kind)))
 

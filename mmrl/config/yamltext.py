@@ -8,6 +8,7 @@ and ``no`` as false).
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import yaml
@@ -30,11 +31,11 @@ _RESOLVERS = {
 
 
 class _Loader(yaml.SafeLoader):
-    yaml_implicit_resolvers: dict[str, list] = {}
+    yaml_implicit_resolvers: dict[str, list[Any]] = {}
 
 
 class _Dumper(yaml.SafeDumper):
-    yaml_implicit_resolvers: dict[str, list] = {}
+    yaml_implicit_resolvers: dict[str, list[Any]] = {}
 
     def ignore_aliases(self, value: Any) -> bool:
         return True
@@ -77,6 +78,7 @@ def read(text: str, source: str) -> tuple[Any, dict[tuple[Any, ...], int]]:
 
 def _broken(error: yaml.MarkedYAMLError, text: str, source: str) -> str:
     mark = error.problem_mark or error.context_mark
+    assert mark  # the scanner, parser and composer always name a place
     lines = text.split("\n")
     number = min(mark.line, len(lines) - 1)
     line = lines[number].rstrip("\r")
@@ -99,7 +101,7 @@ class _Reader:
         self.loader = loader
         self.source = source
         self.lines = lines
-        self.open = set()
+        self.open: set[int] = set()
         self.count = 0
 
     def refuse(self, node: yaml.Node, message: str) -> UserError:
@@ -118,11 +120,15 @@ class _Reader:
         if node.tag != TAG + kind:
             raise self.refuse(node, f"the tag {node.tag} is not allowed; write plain values")
         self.open.add(id(node))
-        inner = self.mapping(node, path) if kind == "map" else self.sequence(node, path)
+        inner: Any
+        if isinstance(node, yaml.MappingNode):
+            inner = self.mapping(node, path)
+        else:
+            inner = self.sequence(node, path)
         self.open.discard(id(node))
         return inner
 
-    def sequence(self, node: yaml.SequenceNode, path: tuple[Any, ...]) -> list[Any]:
+    def sequence(self, node: yaml.Node, path: tuple[Any, ...]) -> list[Any]:
         return [self.value(item, (*path, i)) for i, item in enumerate(node.value)]
 
     def mapping(self, node: yaml.MappingNode, path: tuple[Any, ...]) -> dict[Any, Any]:
@@ -143,11 +149,10 @@ class _Reader:
     def scalar(self, node: yaml.ScalarNode) -> Any:
         tag = node.tag.removeprefix(TAG)
         text = node.value
-        readers = {"str": str, "null": lambda _: None, "bool": _bool, "int": _int, "float": _float}
-        if tag not in readers:
+        if tag not in _SCALARS:
             raise self.refuse(node, f"the tag {node.tag} is not allowed; write plain values")
         try:
-            return readers[tag](text)
+            return _SCALARS[tag](text)
         except (ValueError, KeyError) as error:
             raise self.refuse(
                 node, f"{show(text)} is not {'an int' if tag == 'int' else 'a ' + tag}"
@@ -166,3 +171,12 @@ def _int(text: str) -> int:
 
 def _float(text: str) -> float:
     return float(text.replace("_", "").lower().replace(".inf", "inf").replace(".nan", "nan"))
+
+
+_SCALARS: dict[str, Callable[[str], Any]] = {
+    "str": str,
+    "null": lambda _: None,
+    "bool": _bool,
+    "int": _int,
+    "float": _float,
+}

@@ -109,7 +109,7 @@ def together() -> Iterator[None]:
         raise StopAll("\n".join(dict.fromkeys(message for message in messages if message)))
 
 
-def _reduce(x: Tensor, op: dist.ReduceOp) -> Tensor:
+def _reduce(x: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
     total = _placed(x.detach()).clone().contiguous()
     dist.all_reduce(total, op)
     return total.to(x.device)

@@ -5,15 +5,31 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
+
+from mmrl.core.errors import UserError
 
 # floor of a standard deviation of zero: an ODE step has no density and is masked, but must stay
 # finite
 TINY = 1e-12
 BLOCK = 128  # tokens of a vocabulary that are summed before the running sum over blocks
 BELOW_ONE = 1 - 2**-52
+
+
+class Dist(Protocol):
+    """Scores the decisions of B rows. Every result is [B, L], L decisions a row."""
+
+    def log_prob(self, decision: Tensor, /) -> Tensor:
+        """Return the log-probs of decisions, which may be scores that are no density."""
+
+    def kl(self, reference: Self, /) -> Tensor:
+        """Return KL(self || reference), over distributions of the same kind."""
+
+    def entropy(self) -> Tensor:
+        """Return the entropies."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +90,16 @@ class Score(Gaussian):
         return self._reduce(-((x - self.mean) ** 2))
 
 
+def as_gaussian(dist: Dist, purpose: str) -> Gaussian:
+    """Return the Gaussian that the decisions at a point have. Raises UserError if they have none,
+    with what the objective wants it for."""
+    if isinstance(dist, Gaussian):
+        return dist
+    raise UserError(
+        f"this objective {purpose}: it is for flow and diffusion models, not for token models"
+    )
+
+
 def drawn(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     """Return draws [*, n] long from the softmax of logits [*, V], by inversion at uniform [*, n] in
     (0, 1), and their log-probs.
@@ -131,6 +157,3 @@ class Categorical:
     def _log_softmax(self) -> Tensor:
         at_least_float32 = torch.promote_types(self.logits.dtype, torch.float32)
         return self.logits.to(at_least_float32).log_softmax(-1)
-
-
-Dist = Gaussian | Categorical

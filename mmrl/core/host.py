@@ -5,22 +5,33 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+VALUES = "_mmrl_values"  # attribute of a tensor on a device: its copy on the host
+INDICES = "_mmrl_indices"  # attribute of a mask: where it holds
+
 
 def on_host(tensor: Tensor) -> Tensor:
     """Copy a tensor to the CPU. The copy is cached with the tensor until it is changed in place, so
     the device is read once."""
     if tensor.device.type == "cpu":
         return tensor
-    known = getattr(tensor, "_mmrl_known", None)
-    if known is None or known[0] != _version(tensor):
-        known = remember(tensor, tensor.cpu())
-    return known[1]
+    copy = _cached(tensor, VALUES)
+    return _cache(tensor, VALUES, tensor.cpu()) if copy is None else copy
 
 
-def remember(tensor: Tensor, copy: Tensor) -> tuple[int, Tensor]:
+def remember(tensor: Tensor, copy: Tensor) -> None:
     """Cache a CPU copy as the values of the tensor's present version; ``on_host`` returns it."""
-    tensor._mmrl_known = _version(tensor), copy
-    return tensor._mmrl_known
+    _cache(tensor, VALUES, copy)
+
+
+def _cache(tensor: Tensor, name: str, value: Tensor) -> Tensor:
+    vars(tensor)[name] = _version(tensor), value
+    return value
+
+
+def _cached(tensor: Tensor, name: str) -> Tensor | None:
+    """Return what was cached of the tensor's present version."""
+    cached: tuple[int, Tensor] | None = vars(tensor).get(name)
+    return cached[1] if cached and cached[0] == _version(tensor) else None
 
 
 def _version(tensor: Tensor) -> int:
@@ -46,11 +57,10 @@ def placed(copy: Tensor, device: torch.device | str) -> Tensor:
 def indices(mask: Tensor) -> Tensor:
     """Return the places where a mask holds, [N] long in the flattened mask, on its device. The
     device is read once for each mask."""
-    known = getattr(mask, "_mmrl_indices", None)
-    if known is None or known[0] != _version(mask):
-        known = _version(mask), sent(on_host(mask).flatten().nonzero()[:, 0], mask.device)
-        mask._mmrl_indices = known
-    return known[1]
+    places = _cached(mask, INDICES)
+    if places is not None:
+        return places
+    return _cache(mask, INDICES, sent(on_host(mask).flatten().nonzero()[:, 0], mask.device))
 
 
 def selected(values: Tensor, mask: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ def observe(name: str, value: Tensor, mask: Tensor | None = None) -> None:
 class Meter:
     """Keeps counts, sums and maxima by name, reduced over all processes when read."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.sums: dict[str, Tensor] = {}  # name -> [2] float64: sum and count
         self.tops: dict[str, Tensor] = {}  # name -> [] float64
         self.sizes: dict[str, Tensor] = {}  # name -> [] float64: sum of absolute values
@@ -96,7 +96,8 @@ class Meter:
             torch.stack([self.sizes[name], self.sums[name][1]]) if name in self.sizes else nothing
         )
         total, count = distributed.all_sum(pair).tolist()
-        return total / max(count, 1)
+        mean: float = total / max(count, 1)
+        return mean
 
     def top(self, name: str) -> float:
         """Return the largest absolute value on any process; a collective call."""

@@ -24,12 +24,15 @@ import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mmrl.core.errors import UserError, suggest
 
+Plugin = Callable[..., Any]  # a class or a function
+Registered = TypeVar("Registered", bound=Plugin)
 
-def describe(entry: Callable) -> str:
+
+def describe(entry: Plugin) -> str:
     """Return the first sentence or paragraph of the docstring, in one line, to show in tables."""
     lines = []
     for line in (inspect.getdoc(entry) or "").split("\n"):
@@ -41,15 +44,15 @@ def describe(entry: Callable) -> str:
     return " ".join(lines)
 
 
-def options(entry: Callable) -> dict[str, inspect.Parameter]:
+def options(entry: Plugin) -> dict[str, inspect.Parameter]:
     """Return the parameters a configuration may set, in order, with annotations resolved to types
     where possible."""
     if not inspect.isclass(entry):
-        parameters = inspect.signature(entry, eval_str=True).parameters.values()
-        return {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
+        signature = inspect.signature(entry, eval_str=True).parameters.values()
+        return {p.name: p for p in signature if p.kind is p.KEYWORD_ONLY}
     parameters: dict[str, inspect.Parameter] = {}
     for cls in (c for c in entry.__mro__ if "__init__" in vars(c) and c is not object):
-        signature = inspect.signature(cls.__init__, eval_str=True).parameters.values()
+        signature = inspect.signature(vars(cls)["__init__"], eval_str=True).parameters.values()
         for p in list(signature)[1:]:
             if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY):
                 parameters.setdefault(p.name, p)
@@ -60,20 +63,21 @@ def options(entry: Callable) -> dict[str, inspect.Parameter]:
     return {name: p for name, p in parameters.items() if name not in hidden}
 
 
-class Registry(dict[str, Callable]):
+class Registry(dict[str, Plugin]):
     """Holds one kind of plug-in: ``name -> class or function``."""
 
-    __hash__ = object.__hash__  # typing hashes what stands in Annotated[Kernel, KERNELS]
+    # typing hashes what stands in Annotated[Kernel, KERNELS]; a dict says it has no hash
+    __hash__ = object.__hash__  # type: ignore[assignment]
 
-    def __init__(self, kind: str, entries: Mapping[str, Callable] = {}, group: str | None = None):
+    def __init__(self, kind: str, entries: Mapping[str, Plugin] = {}, group: str | None = None):
         super().__init__(entries)
         self.kind = kind
         self.group = group or f"mmrl.{kind}s"  # the entry-point group a third party registers under
 
-    def register(self, name: str) -> Callable[[Callable], Callable]:
+    def register(self, name: str) -> Callable[[Registered], Registered]:
         """Register the decorated entry. Two different entries under one name are refused."""
 
-        def add(entry: Callable) -> Callable:
+        def add(entry: Registered) -> Registered:
             known = self.get(name)
             if known is not None and (known.__module__, known.__qualname__) != (
                 entry.__module__,
@@ -85,7 +89,7 @@ class Registry(dict[str, Callable]):
 
         return add
 
-    def find(self, name: str, former: Mapping[str, str] = {}) -> Callable:
+    def find(self, name: str, former: Mapping[str, str] = {}) -> Plugin:
         """Return the entry of that name, or of ``module:name`` or ``file.py:name``; raise a
         UserError with a suggestion if there is none, also of names that entries had, ``former``."""
         if name in self:
@@ -117,7 +121,7 @@ class Registry(dict[str, Callable]):
         return partial(entry, **chosen) if chosen else entry
 
 
-def import_name(name: str, kind: str = "plug-in") -> Callable:
+def import_name(name: str, kind: str = "plug-in") -> Plugin:
     """Import ``module:attribute`` or ``path/to/file.py:attribute``; modules are also looked up in
     the working directory."""
     place, _, attribute = name.rpartition(":")
@@ -131,7 +135,8 @@ def import_name(name: str, kind: str = "plug-in") -> Callable:
         raise UserError(
             f"{place!r} has no {attribute!r}; {suggest(attribute, public_names(module))}"
         )
-    return getattr(module, attribute)
+    plugin: Plugin = getattr(module, attribute)
+    return plugin
 
 
 def public_names(module: Any) -> list[str]:
@@ -157,6 +162,7 @@ def import_file(path: Path) -> Any:
         name = f"{name}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
+        assert spec and spec.loader  # Python knows how to load a .py file
         sys.modules[name] = importlib.util.module_from_spec(spec)
         try:
             spec.loader.exec_module(sys.modules[name])
@@ -224,6 +230,7 @@ BUILT_IN = (
     "mmrl.train.optimizers",
     "mmrl.data.prompts",
     "mmrl.data.vision",
+    "mmrl.data.budget",
     "mmrl.data.curriculum",
     "mmrl.worlds",
 )

@@ -4,17 +4,21 @@ second: before FSDP2 is imported, it holds nothing."""
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from torch import Tensor, nn
 
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
 
-def is_sharded(tensor: Tensor) -> bool:
+
+def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
     """Tell whether a tensor is a DTensor."""
     return _is(tensor, "torch.distributed.tensor", "DTensor")
 
 
-def shards(module: nn.Module) -> bool:
+def shards(module: nn.Module) -> TypeGuard[FSDPModule]:
     """Tell whether FSDP2 gathers and frees this module's parameters."""
     return _is(module, "torch.distributed.fsdp", "FSDPModule")
 
@@ -38,8 +42,14 @@ def like(tensor: Tensor, part: Tensor) -> Tensor:
         return part
     from torch.distributed.tensor import DTensor
 
-    layout = {"shape": tensor.shape, "stride": tensor.stride(), "run_check": False}
-    return DTensor.from_local(part, tensor.device_mesh, tensor.placements, **layout)
+    return DTensor.from_local(
+        part,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
 
 
 def _is(thing: Any, module: str, name: str) -> bool:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from math import prod
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +27,7 @@ class Part(Mapping[str, Tensor]):
     def __init__(self, files: Sequence[Path]):
         from safetensors import safe_open
 
-        self.files = {file: safe_open(file, framework="pt") for file in files}
+        self.files: dict[Path, Any] = {file: safe_open(file, framework="pt") for file in files}
         self.blocks: dict[str, list[Block]] = {}
         for file, content in self.files.items():
             names = content.keys()
@@ -56,19 +55,21 @@ class Part(Mapping[str, Tensor]):
 
     def block(self, name: str, start: Sequence[int], size: Sequence[int]) -> Tensor:
         """Read a tensor of ``size`` that begins at ``start`` of the whole one, and nothing else."""
-        joined = None
+        joined: Tensor | None = None
         for block in self.blocks[name]:
             first = [max(a, b) for a, b in zip(start, block.start)]
             last = [min(a + n, b + m) for a, n, b, m in zip(start, size, block.start, block.size)]
-            if any(end <= begin for begin, end in zip(first, last)) and prod(size):
+            if any(end <= begin for begin, end in zip(first, last)) and 0 not in size:
                 continue
             if tuple(start) == block.start and tuple(size) == block.size:
-                return self.files[block.file].get_tensor(name)
+                whole: Tensor = self.files[block.file].get_tensor(name)
+                return whole
             ranges = zip(first, last, block.start)
             within = tuple(slice(a - o, max(a, b) - o) for a, b, o in ranges)
-            piece = self.files[block.file].get_slice(name)[within]
+            piece: Tensor = self.files[block.file].get_slice(name)[within]
             if tuple(piece.shape) == tuple(size):
                 return piece
             joined = torch.empty(tuple(size), dtype=piece.dtype) if joined is None else joined
             joined[tuple(slice(a - o, b - o) for a, b, o in zip(first, last, start))] = piece
+        assert joined is not None  # the files' blocks cover the tensor
         return joined

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,14 +22,21 @@ from torch import Tensor
 from mmrl.core.host import sent
 
 Prompt = dict[str, Any]  # one line of a dataset: "text", images, the ground truth ...
-Media = Tensor | list  # images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1, or B texts
+# samples of every prompt: one number for all, or one each
+Copies = int | Sequence[int]
+Media = Tensor | list[Any]  # images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1, or B texts
 # (media, prompts) -> [B]; NaN means "could not be scored"
 Reward = Callable[[Media, list[Prompt]], Tensor]
 # (x, v, t, s, eta) -> (mean, std)
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 # (logp, old, advantage, mask) -> loss [B, L]
 Surrogate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-Self = TypeVar("Self", bound="Fields")
+Part = TypeVar("Part")
+
+
+def per_prompt(copies: Copies, prompts: int) -> list[int]:
+    """List the number of samples of each of ``prompts`` prompts."""
+    return [copies] * prompts if isinstance(copies, int) else list(copies)
 
 
 def tree_map(fn: Callable[[Tensor], Any], value: Any) -> Any:
@@ -82,7 +89,14 @@ class Fields:
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "cond"}
         return {name: v for name, v in values.items() if isinstance(v, (Tensor, Fields))}
 
-    def map(self: Self, fn: Callable[[Tensor], Any]) -> Self:
+    def row_tensors(self) -> dict[str, Tensor]:
+        """Return the tensors that have rows, those of parts too, by the names of their fields."""
+        tensors: dict[str, Tensor] = {}
+        for name, value in self.row_fields().items():
+            tensors |= {name: value} if isinstance(value, Tensor) else value.row_tensors()
+        return tensors
+
+    def map(self, fn: Callable[[Tensor], Any]) -> Self:
         """Apply ``fn`` to every row tensor, not to ``cond``."""
         changed = {
             n: v.map(fn) if isinstance(v, Fields) else fn(v) for n, v in self.row_fields().items()
@@ -90,7 +104,7 @@ class Fields:
         return replace(self, **changed)
 
     @classmethod
-    def cat(cls: type[Self], parts: Sequence[Self]) -> Self:
+    def cat(cls, parts: Sequence[Self]) -> Self:
         """Join rows that share their prompts (one ``cond`` for all)."""
         joined = {}
         for name, value in parts[0].row_fields().items():
@@ -100,7 +114,7 @@ class Fields:
             )
         return replace(parts[0], **joined)
 
-    def replace(self: Self, **changes: Any) -> Self:
+    def replace(self, **changes: Any) -> Self:
         return replace(self, **changes)
 
 
@@ -115,11 +129,11 @@ class Rows(Fields):
     def __len__(self) -> int:
         return len(self.group)
 
-    def to(self: Self, device: torch.device | str) -> Self:
+    def to(self, device: torch.device | str) -> Self:
         moved = self.map(lambda tensor: tensor.to(device))
         return replace(moved, cond=tree_map(lambda tensor: tensor.to(device), self.cond))
 
-    def __getitem__(self: Self, index: Tensor | slice) -> Self:
+    def __getitem__(self, index: Tensor | slice) -> Self:
         if isinstance(index, slice):
             return self.map(lambda tensor: tensor[index])
         # one wait, not one for every tensor
@@ -133,11 +147,53 @@ class Rows(Fields):
 
         return self.map(taken)
 
-    def split(self: Self, size: int) -> Iterator[Self]:
+    def split(self, size: int) -> Iterator[Self]:
         return (self[i : i + size] for i in range(0, len(self), size))
 
-    def repeat(self: Self, n: int) -> Self:
+    def repeat(self, n: int) -> Self:
         return self.map(lambda tensor: tensor.repeat_interleave(n, dim=0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentPath(Fields):
+    """Records the path of a sampler through latents, K steps from noise to data."""
+
+    # [B, S, *] those that are kept of the states visited, in the type they are stored in
+    states: Tensor
+    time: Tensor  # [B, K + 1] when; 1 is noise, 0 is data
+    noise_level: Tensor  # [B, K] eta of the kernel; 0 is an ODE step, no decision
+    # [B, K + 1] long: where in states that after k steps is; -1: not kept; None: at k
+    visit: Tensor | None = None
+    # [B, 2] long: the key of the noise of its steps; None: there is none after the first
+    stream: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenOrder(Fields):
+    """Records in which order tokens became final."""
+
+    commit_step: Tensor  # [B, K] long: the pass that committed each token
+    # [B, K] KL(uniform || distribution), nats; None: not recorded
+    self_certainty: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskTrace(TokenOrder):
+    """Records what every pass of a masked model drew, also what it hid again (MaskGIT)."""
+
+    proposals: Tensor  # [B, T, L, 2] long: every pass's tokens and their rank in its choice
+
+
+@dataclass(frozen=True, kw_only=True)
+class Provenance(Fields):
+    """Tells where rows come from, if not all from the policy in this iteration."""
+
+    # [B, K] log-prob another engine sampled with, where it is not the policy's own
+    sampler_logprob: Tensor | None = None
+    # [B] bool: ground truths that were put in the place of samples; None: none
+    is_ground_truth: Tensor | None = None
+    # [B] bool: sampled in an earlier iteration, by other weights; None: none
+    is_replayed: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,81 +205,153 @@ class Rollout(Rows):
     sample: Tensor  # [B, *] final latents or token ids
     logprob: Tensor  # [B, K] of each decision under the weights that sampled it
     mask: Tensor  # [B, K] bool: the only gate; False is never trained on
-    # [B, K] tokens: KL(uniform || distribution), nats; None: not recorded
-    self_certainty: Tensor | None = None
-    # [B, K] log-prob another engine sampled with, where it is not the policy's own
-    sampler_logprob: Tensor | None = None
-    # [B] bool: ground truths that were put in the place of samples; None: none
-    is_ground_truth: Tensor | None = None
-    # [B] bool: sampled in an earlier iteration, by other weights; None: none
-    is_replayed: Tensor | None = None
-    commit_step: Tensor | None = None  # [B, K] long, tokens: the pass that committed each token
-    # [B, T, L, 2] long, maskgit: every pass's tokens and their rank in its choice
-    drawn: Tensor | None = None
-    # [B, S, *] latents visited, in the type they are stored in; None: none are read again
-    path: Tensor | None = None
-    # [B, K + 1] long: where in path the state after k steps is; -1: not kept; None: at k
-    visit: Tensor | None = None
-    time: Tensor | None = None  # [B, K + 1] when; 1 is noise, 0 is data
-    eta: Tensor | None = None  # [B, K] noise level; 0 is an ODE step, no decision
-    # [B, 2] long, with a path: the key of its noise; None: there is none after the first
-    stream: Tensor | None = None
+    advantage: Tensor | None = None  # [B, 1] or [B, K]; None: not yet compared
+    trajectory: LatentPath | TokenOrder | None = None  # how the sample came about
+    provenance: Provenance = Provenance()
     # [B, K] long, trees: name of the edge, shared by the rows that share it
     edge_id: Tensor | None = None
-    advantage: Tensor | None = None  # [B, 1] or [B, K]
-    trainable: Tensor | None = (
-        None  # [B] bool: rows that stay in training, decisions or not; None: all
-    )
+    # [B] bool: rows that stay in training, decisions or not; None: all
+    trainable: Tensor | None = None
 
     def prompt_per_row(self) -> list[Prompt]:
         """Return the prompt of every row, B of them."""
         return [self.prompts[g] for g in self.group.tolist()]
 
+    def alive(self) -> Tensor:
+        """Return the rows that stay in training, [B] bool."""
+        if self.trainable is None:
+            return torch.ones_like(self.row_id, dtype=torch.bool)
+        return self.trainable
+
+    def advantages(self) -> Tensor:
+        """Return ``advantage``, [B, 1] or [B, K]; 0 before the rewards are compared."""
+        return torch.zeros_like(self.logprob[:, :1]) if self.advantage is None else self.advantage
+
+    @property
+    def latents(self) -> LatentPath:
+        """Read the path of a flow or diffusion model; TypeError for models that write tokens."""
+        return _of_kind(self.trajectory, LatentPath, "rollout")
+
+    @property
+    def tokens(self) -> TokenOrder:
+        """Read the order of tokens; TypeError for flow and diffusion models."""
+        return _of_kind(self.trajectory, TokenOrder, "rollout")
+
+    @property
+    def passes(self) -> MaskTrace:
+        """Read the passes of a masked model that hides tokens again; TypeError for others."""
+        return _of_kind(self.trajectory, MaskTrace, "rollout")
+
 
 @dataclass(frozen=True, kw_only=True)
-class Point(Rows):
-    """Describes one forward pass: a state, and the decisions to be scored there."""
+class SamplerState(Fields):
+    """Says when on the way from noise to data a state is."""
+
+    time: Tensor  # [B]; 1 is noise, 0 is data
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transition(SamplerState):
+    """Describes one step of the sampler, from ``time``."""
+
+    next_time: Tensor  # [B]
+    noise_level: Tensor  # [B] eta of the kernel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Renoised(SamplerState):
+    """Describes a finished sample to which noise was added."""
+
+    x0_per_output: Tensor  # [B] how far the predicted clean sample moves with the output
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholePath(SamplerState):
+    """Describes all K steps of a path; ``time`` is [B, K + 1]."""
+
+    noise_level: Tensor  # [B, K] eta of the kernel
+    stream: Tensor | None  # [B, 2] long: the key of its noise; None: there is none
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskChoice(Fields):
+    """Describes a pass that chooses which of its tokens stay (MaskGIT)."""
+
+    temperature: Tensor  # [B] of the Gumbel noise on the confidence
+
+
+@dataclass(frozen=True, kw_only=True)
+class Query(Rows):
+    """Describes what one forward pass of the network sees, and where its output is looked at."""
 
     row_id: Tensor  # [B] long, as in Rollout
     state: Tensor  # [B, *] what the network sees
     mask: Tensor  # [B, L] bool
-    time: Tensor | None = None  # [B]
-    next_time: Tensor | None = None  # [B]; None for a re-noised state
-    eta: Tensor | None = None  # [B]
-    target: Tensor | None = None  # [B, *] the decision: next latents, velocity, or token ids
+    step: SamplerState | MaskChoice | None = None  # where on the sampler's way the state is
+    # guidance scale; None is the policy's own on the path, 1 on re-noised states
+    guidance: float | None = None
+
+    @property
+    def time(self) -> Tensor:
+        """Read the time [B] of the state; TypeError for models that write tokens."""
+        return _of_kind(self.step, SamplerState, "point").time
+
+    @property
+    def transition(self) -> Transition:
+        """Read the step of the sampler; TypeError for states off its path."""
+        return _of_kind(self.step, Transition, "point")
+
+    @property
+    def renoised(self) -> Renoised:
+        """Read how the state was re-noised; TypeError for states of the sampler's path."""
+        return _of_kind(self.step, Renoised, "point")
+
+    @property
+    def whole_path(self) -> WholePath:
+        """Read the steps of a point that holds a whole path; TypeError for others."""
+        return _of_kind(self.step, WholePath, "point")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point(Query):
+    """Describes one forward pass, and the decisions to be scored there."""
+
+    target: Tensor  # [B, *] the decision: next latents, velocity, or token ids
+    advantage: Tensor  # [B, 1] or [B, L]
+    num_decisions: Tensor  # [B] decisions of the row that are trained on, over all its points
     logprob: Tensor | None = None  # [B, L] recorded at sampling; None for a re-noised state
-    advantage: Tensor | None = None  # [B, 1] or [B, L]
-    # [B] decisions of the row that are trained on, over all its points
-    num_decisions: Tensor | None = None
     weight: Tensor | None = None  # [B, L] of every decision in the loss; None: all alike
-    sampler_logprob: Tensor | None = None  # [B, L] as in Rollout
-    is_ground_truth: Tensor | None = None  # [B] as in Rollout
-    is_replayed: Tensor | None = None  # [B] as in Rollout
-    # [B] re-noised states: how far the predicted clean sample moves with the output
-    x0_per_output: Tensor | None = None
+    provenance: Provenance = Provenance()
     # [B, L] long: 0 text, 1 image, where a row has both; None: all are of one kind
     modality: Tensor | None = None
     # [B, L] weight of every decision by the estimator of masked diffusion; None: 1
     estimator_weight: Tensor | None = None
-    # [B, 2] long, whole paths: the key of their noise (``Rollout.stream``); None: there is none
-    noise_stream: Tensor | None = None
     # what a coupled objective computed from all points of the step (``Objective.couple``)
     coupling: Fields | None = None
     prompts: Sequence[Prompt] = ()  # P, for objectives that call a reward
     # the weights are those that sampled: the ratio is 1, what differs from it is rounding
     on_policy: bool = False
-    # guidance scale; None is the policy's own on the path, 1 on re-noised states
-    guidance: float | None = None
+
+    @property
+    def recorded(self) -> Tensor:
+        """Read the log-probs [B, L] that sampling recorded; TypeError for re-noised states."""
+        return _of_kind(self.logprob, Tensor, "point")
+
+    def coupled(self, kind: type[Part]) -> Part:
+        """Read ``coupling``, which is a ``kind``; TypeError before ``Objective.couple``."""
+        return _of_kind(self.coupling, kind, "point")
 
     def sampled_mask(self) -> Tensor:
         """Return ``mask`` [B, L] of rows the policy sampled just now, for metrics."""
         mask = self.current()
-        return mask if self.is_ground_truth is None else mask & ~self.is_ground_truth[:, None]
+        is_ground_truth = self.provenance.is_ground_truth
+        return mask if is_ground_truth is None else mask & ~is_ground_truth[:, None]
 
     def current(self) -> Tensor:
         """Return ``mask`` without rows of earlier iterations, whose log-probs are those of other
         weights, [B, L] bool."""
-        return self.mask if self.is_replayed is None else self.mask & ~self.is_replayed[:, None]
+        is_replayed = self.provenance.is_replayed
+        return self.mask if is_replayed is None else self.mask & ~is_replayed[:, None]
 
     def old(self, logp: Tensor, recorded: Tensor) -> Tensor:
         """Return the log-probs that a ratio divides by, [B, L]: on fresh points the row's own
@@ -231,11 +359,16 @@ class Point(Rows):
         always the recorded ones of rows of earlier iterations."""
         if not self.on_policy:
             return recorded
-        return (
-            logp.detach()
-            if self.is_replayed is None
-            else torch.where(self.is_replayed[:, None], recorded, logp.detach())
-        )
+        is_replayed = self.provenance.is_replayed
+        if is_replayed is None:
+            return logp.detach()
+        return torch.where(is_replayed[:, None], recorded, logp.detach())
+
+
+def _of_kind(part: object, kind: type[Part], record: str) -> Part:
+    if isinstance(part, kind):
+        return part
+    raise TypeError(f"this {record} has no {kind.__name__}, but {type(part).__name__}")
 
 
 class Completion(str):

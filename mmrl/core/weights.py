@@ -36,7 +36,8 @@ def reshard(module: nn.Module) -> None:
 
 def local(tensor: Tensor) -> Tensor:
     """Return this process's part of a tensor: the same storage, no version counting by autograd."""
-    return tensor.data._local_tensor if is_sharded(tensor) else tensor.data
+    detached = tensor.data
+    return detached._local_tensor if is_sharded(detached) else detached
 
 
 def copies(tensors: list[Tensor]) -> list[Tensor]:
@@ -165,12 +166,11 @@ class Weights:
 def block(tensors: Mapping[str, Tensor], key: str, parameter: Tensor) -> Tensor:
     """Return this process's block of the whole tensor called ``key``, which is as large as
     ``parameter``."""
-    stored = isinstance(tensors, Part)
-    shape = tensors.shape(key) if stored else tuple(tensors[key].shape)
+    shape = tensors.shape(key) if isinstance(tensors, Part) else tuple(tensors[key].shape)
     if shape != tuple(parameter.shape):
         raise ValueError(f"{key}: shape {shape} where the model has {tuple(parameter.shape)}")
     start, size = extent(parameter)
-    if stored:
+    if isinstance(tensors, Part):
         return tensors.block(key, start, size)
     return tensors[key][tuple(slice(a, a + n) for a, n in zip(start, size))]
 

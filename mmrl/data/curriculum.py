@@ -18,7 +18,7 @@ from annotated_types import Ge, Le, Lt
 from mmrl.config.options import Count, Natural
 from mmrl.core.errors import UserError
 from mmrl.core.registry import DATA
-from mmrl.core.types import Prompt
+from mmrl.core.types import Copies, Prompt
 from mmrl.data.prompts import Curriculum, Outcome, batch, pick, place
 
 Weight = Annotated[float, Ge(0)]
@@ -174,6 +174,11 @@ class Around(Curriculum):
     def pick(self, u: float, iteration: int) -> Prompt:
         return pick(self.inner, u, iteration)
 
+    def copies(self, prompts: Sequence[Prompt], group_size: int, iteration: int) -> Copies:
+        if isinstance(self.inner, Curriculum):
+            return self.inner.copies(prompts, group_size, iteration)
+        return group_size
+
     def learn(self, outcomes: Sequence[Outcome]) -> None:
         if isinstance(self.inner, Curriculum):
             self.inner.learn(outcomes)
@@ -186,8 +191,16 @@ class Around(Curriculum):
             self.inner.load_state_dict(state)
 
 
-def _over(inner: Sequence[Prompt], prompts: Sequence[Prompt]) -> Sequence[Prompt]:
+def over(inner: Sequence[Prompt], prompts: Sequence[Prompt]) -> Sequence[Prompt]:
+    """Return ``inner`` with these of its prompts alone, still a curriculum if it is one."""
     return inner.over(prompts) if isinstance(inner, Curriculum) else list(prompts)
+
+
+def with_entries(inner: Sequence[Prompt]) -> Sequence[Prompt]:
+    """Number the prompts: ``entry`` is their place in the data, by which outcomes are told."""
+    if all("entry" in prompt for prompt in inner):
+        return inner
+    return over(inner, [{**prompt, "entry": number} for number, prompt in enumerate(inner)])
 
 
 class Hinted(Around):
@@ -207,7 +220,7 @@ class Hinted(Around):
         return self.hints.on(super().pick(u, iteration), iteration)
 
     def over(self, prompts: Sequence[Prompt]) -> Hinted:
-        return Hinted(_over(self.inner, prompts), self.hints)
+        return Hinted(over(self.inner, prompts), self.hints)
 
 
 @DATA.register("hints")
@@ -283,7 +296,7 @@ class Replayed(Around):
         return [*fresh[: count - len(self.again)], *(self.named[entry] for entry in self.again)]
 
     def over(self, prompts: Sequence[Prompt]) -> Replayed:
-        return Replayed(_over(self.inner, prompts), self.replay)
+        return Replayed(over(self.inner, prompts), self.replay)
 
     def learn(self, outcomes: Sequence[Outcome]) -> None:
         super().learn(outcomes)
@@ -327,8 +340,7 @@ class Replay:
         self.below = below
         self.solved = solved
         self.size = size
-        entries = [{**prompt, "entry": number} for number, prompt in enumerate(of.train)]
-        self.train = Replayed(_over(of.train, entries), self)
+        self.train = Replayed(with_entries(of.train), self)
         self.held_out = list(of.held_out)
 
     def hard(self, outcome: Outcome) -> bool:

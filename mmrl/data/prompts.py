@@ -5,18 +5,19 @@ from __future__ import annotations
 
 import json
 import warnings
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 from operator import itemgetter
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, overload
 
 from annotated_types import Ge, Lt
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import DATA
-from mmrl.core.types import Prompt
+from mmrl.core.types import Copies, Prompt
 from samplers.noise import Rng
 
 SPLIT = 0.05  # share of the texts that is held out by default
@@ -46,9 +47,9 @@ class Prompts:
         key: str | None = None,
     ):
         path = Path(path)
-        prompts = read(_inside(path, "train") if path.is_dir() else path, key)
+        prompts = read(_training_file(path) if path.is_dir() else path, key)
         if held_out is None and path.is_dir():
-            held_out = _inside(path, "test", required=False)
+            held_out = _inside(path, "test")
         if isinstance(held_out, (str, Path)):
             self.train = prompts
             self.held_out = read(Path(held_out), key)
@@ -70,7 +71,7 @@ def split(
     (But for tiny files: a side that the hash would leave empty gets the one text nearest to it.)
     """
     ranks = {name: _rank(name) for name in map(key, prompts)}
-    order = sorted(ranks, key=ranks.get)
+    order = sorted(ranks, key=ranks.__getitem__)
     held = {text for text in order if ranks[text] < share} | set(order[:1] if share > 0 else ())
     held -= set(order[-1:])
     return [p for p in prompts if key(p) not in held], [p for p in prompts if key(p) in held]
@@ -117,19 +118,37 @@ def _order(n: int, seed: int, epoch: int, *names: int | str) -> tuple[int, ...]:
     return tuple(Rng.of(seed, "data", *names, epoch).permutation(n).tolist())
 
 
-class Curriculum(list[Prompt]):
+class Curriculum(Sequence[Prompt]):
     """Holds training prompts and decides itself which of them an iteration draws."""
 
+    def __init__(self, prompts: Sequence[Prompt]):
+        self.prompts = list(prompts)
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    @overload
+    def __getitem__(self, index: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Prompt]: ...
+    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
+        return self.prompts[index]
+
+    @abstractmethod
     def batch(self, count: int, iteration: int, seed: int) -> list[Prompt]:
         """Return ``count`` prompts; the same on all processes, and after a resume."""
-        raise NotImplementedError
 
     def pick(self, u: float, iteration: int) -> Prompt:
         return self[int(u * len(self))]
 
+    @abstractmethod
     def over(self, prompts: Sequence[Prompt]) -> Curriculum:
         """Return the same curriculum over a subset of its prompts."""
-        raise NotImplementedError
+
+    def copies(self, prompts: Sequence[Prompt], group_size: int, iteration: int) -> Copies:
+        """Say how often each of the prompts of an iteration is answered: ``group_size`` times each
+        on average, or each as often as a list says."""
+        return group_size
 
     def learn(self, outcomes: Sequence[Outcome]) -> None:
         """Take in how the groups of an iteration were rewarded; called alike on all processes."""
@@ -142,12 +161,13 @@ class Curriculum(list[Prompt]):
 
 
 class Outcome(NamedTuple):
-    """Holds the rewards of one group: the ``entry`` of its prompt, their mean, and whether they are
-    all equal."""
+    """Holds the rewards of one group: the ``entry`` of its prompt, their mean, whether they are all
+    equal, and each that could be scored."""
 
     entry: int
     mean: float
     flat: bool
+    rewards: tuple[float, ...] = ()
 
 
 def read(path: Path, key: str | None = None) -> list[Prompt]:
@@ -221,10 +241,12 @@ def decoded(path: Path) -> str:
         ) from error
 
 
-def _inside(folder: Path, part: str, required: bool = True) -> Path | None:
-    for name in NAMES[part]:
-        if (folder / name).is_file():
-            return folder / name
-    if required:
-        raise UserError(f"{folder}: no prompts there; expected one of {', '.join(NAMES[part])}")
-    return None
+def _training_file(folder: Path) -> Path:
+    file = _inside(folder, "train")
+    if file is None:
+        raise UserError(f"{folder}: no prompts there; expected one of {', '.join(NAMES['train'])}")
+    return file
+
+
+def _inside(folder: Path, part: str) -> Path | None:
+    return next((folder / name for name in NAMES[part] if (folder / name).is_file()), None)

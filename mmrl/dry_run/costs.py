@@ -124,25 +124,28 @@ def memory(
     the rollout's latents. optimizer: bytes it keeps a parameter.
     """
     half = train.precision != "fp32"
-    of = lambda count, size: None if count is None else float(count * size)  # noqa: E731
     frozen = BYTES[model.dtype]
     sizes: dict[str, float | None] = {
-        "network": of(model.parameters, frozen),
-        "adapters": of(model.trained, 4) if model.adapters else 0.0,
-        "snapshots": of(model.trained, 4 * snapshots if model.adapters else frozen * snapshots),
-        "gradients": of(model.trained, 4 if model.adapters else frozen),
-        "optimizer": of(model.trained, optimizer),
-        "half-precision copies": of(model.parameters, 2) if half and frozen == 4 else 0.0,
+        "network": _bytes(model.parameters, frozen),
+        "adapters": _bytes(model.trained, 4) if model.adapters else 0.0,
+        "snapshots": _bytes(model.trained, 4 * snapshots if model.adapters else frozen * snapshots),
+        "gradients": _bytes(model.trained, 4 if model.adapters else frozen),
+        "optimizer": _bytes(model.trained, optimizer),
+        "half-precision copies": _bytes(model.parameters, 2) if half and frozen == 4 else 0.0,
         "activations": float(
             activations(model, rows, half or frozen == 2, train.gradient_checkpointing)
         ),
         "rollout": 0.0 if offload else float(stored),
-        "autoencoder": of(model.decoder, 4),
-        "encoders": of(model.encoders, frozen) if model.placement == "keep" else 0.0,
+        "autoencoder": _bytes(model.decoder, 4),
+        "encoders": _bytes(model.encoders, frozen) if model.placement == "keep" else 0.0,
     }
     if not model.layers:
         sizes["activations"] = None
     return sizes
+
+
+def _bytes(count: int | None, size: int) -> float | None:
+    return None if count is None else float(count * size)
 
 
 def peak(parts: dict[str, float | None], model: Model, shards: int = 1) -> float | None:

@@ -3,7 +3,6 @@ batches, forwards, memory."""
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +14,7 @@ from mmrl.config.schema import Resolved, construct, resolve
 from mmrl.core.errors import UserError
 from mmrl.core.registry import OBJECTIVES, POLICIES
 from mmrl.dry_run import costs, published
-from mmrl.dry_run.hollow import Counted, counted, hollow
+from mmrl.dry_run.hollow import Counted, Hollow, counted, hollow
 from mmrl.policies.base import RolloutContext
 from mmrl.policies.diffusion.pipeline_policy import FolderPolicy
 from mmrl.policies.lora import Lora
@@ -55,7 +54,7 @@ def dry_run(path: Path, overrides: Sequence[str] = (), processes: int = 1) -> Re
     """Check a configuration and report what its run needs. Raises UserError as training would."""
     configuration = read(path, overrides, processes)
     train = configuration.section("train", TrainOptions)
-    problems = []
+    problems: list[str] = []
     policy = resolve(configuration["policy"], POLICIES, configuration.place(("policy",)), problems)
     configs.raise_all(problems)
     name = (
@@ -64,28 +63,31 @@ def dry_run(path: Path, overrides: Sequence[str] = (), processes: int = 1) -> Re
         else next(iter(configuration["policy"]))
     )
     report = Report(name, str(policy.options.get("path", "")), arithmetic(train, processes), train)
-    if inspect.isclass(policy.entry) and issubclass(policy.entry, FolderPolicy):
-        report = _of_folder(report, policy, configuration)
+    entry = policy.entry
+    if isinstance(entry, type) and issubclass(entry, FolderPolicy):
+        report = _of_folder(report, entry, policy, configuration)
     else:
         report = _of_others(report, policy, configuration)
     return _with_memory(report, configuration, processes)
 
 
-def _of_folder(report: Report, resolved: Resolved, configuration: configs.Config) -> Report:
+def _of_folder(
+    report: Report, entry: type[FolderPolicy], resolved: Resolved, configuration: configs.Config
+) -> Report:
     """Report on a family in diffusers' format, by the real constructor on its config files."""
     place = _folder(report.path)
     if place is None:
         return replace(report, unknown=(_why(report.path),))
     options = construct(resolved.options)
     try:
-        policy = hollow(resolved.entry, place, options)
+        policy = hollow(entry, place, options)
     except (UserError, ValueError) as error:
         raise UserError(resolved.place.say(str(error))) from error
     plan = policy._plan(report.train.group_size, FIXED)
     layers = costs.layers_of(policy)
     shape = policy.shape
     unet = hasattr(policy.config, "block_out_channels")
-    known, decoder, encoders = _parameters(report.path, policy, resolved.entry)
+    known, decoder, encoders = _parameters(report.path, policy, entry)
     lora = options.get("lora")
     trained = known[0] if lora is None else _adapted(lora, known[1])
     unknown = (
@@ -149,7 +151,7 @@ def _why(path: str) -> str:
 
 def _parameters(
     path: str, policy: FolderPolicy, entry: type[FolderPolicy]
-) -> tuple[tuple, int | None, int | None]:
+) -> tuple[tuple[int, int], int | None, int | None]:
     """Count parameters, or read them in the table: ((of the network, of its adapters per rank), of
     the autoencoder, of the encoders)."""
     known = published.table()["models"].get(path)
@@ -157,7 +159,7 @@ def _parameters(
         count = known["parameters"]
         networks = sum(value for part, value in count.items() if part != "vae")
         return (networks, known["lora"]), count["vae"], published.encoders(path)
-    hollows = [net for net in (policy.net, *policy.net.children()) if hasattr(net, "of")]
+    hollows = [net for net in (policy.net, *policy.net.children()) if isinstance(net, Hollow)]
     nets = [published.on_meta(net.of.__name__, dict(net.config)) for net in hollows]
     suffixes = entry.attention
     sizes = (
@@ -206,7 +208,7 @@ def _of_others(report: Report, resolved: Resolved, configuration: configs.Config
 def _with_memory(report: Report, configuration: configs.Config, processes: int) -> Report:
     model = report.model
     iteration = report.counted
-    if model is None:
+    if model is None or iteration is None:
         return report
     rows = report.plan.micro_batch * (2 if report.guided else 1)
     name = (

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,13 +28,14 @@ from mmrl.policies.diffusion import diffusers_folder
 from mmrl.policies.diffusion.flow_policy import FlowPolicy
 from mmrl.policies.diffusion.pipeline_policy import FolderPolicy
 from mmrl.scoring import Scorer
+from mmrl.train.batch import Batch
 from mmrl.train.trainer import Trainer
 
 
 class Hollow(nn.Module):
     """Stands for a network: its whole config, defaults included, and one parameter."""
 
-    def __init__(self, cls: type, config: dict[str, Any]):
+    def __init__(self, cls: Any, config: dict[str, Any]):
         from diffusers.configuration_utils import FrozenDict
 
         super().__init__()
@@ -48,7 +49,7 @@ class Hollow(nn.Module):
         self.weight = nn.Parameter(torch.ones(1))
 
 
-class _Weightless:
+class _Weightless(FolderPolicy):
     """Makes a family in diffusers' folder format hollow: networks without weights, its autoencoder
     on the meta device."""
 
@@ -61,11 +62,11 @@ class _Weightless:
         config = dict(diffusers_folder.load_config(cls, self.place, subfolder))
         return on_meta(name, config) if subfolder == "vae" else Hollow(cls, config)
 
-    def unused(self, net: nn.Module) -> tuple:
+    def unused(self, net: nn.Module) -> Iterable[nn.Parameter]:
         return ()
 
 
-class _Counting:
+class _Counting(FlowPolicy):
     """Makes any flow policy encode, compute and decode nothing."""
 
     def encode(self, prompts: list[Prompt]) -> dict[str, Any]:
@@ -96,7 +97,8 @@ def hollow(entry: type[FolderPolicy], place: Path, options: dict[str, Any]) -> F
         if key not in ("lora", "attention", "compile", "path")
     }
     cls = type(entry.__name__, (_Weightless, entry), {})
-    return cls(path=str(place), **light_options)
+    policy: FolderPolicy = cls(path=str(place), **light_options)
+    return policy
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,7 @@ def counted(policy: FlowPolicy, configuration: Config, options: TrainOptions) ->
         dynamic_sampling_rounds=0,
         loss_denominator=None,
     )
-    trainer = Trainer(
+    trainer = _Watched(
         policy,
         [{"text": str(i)} for i in range(options.prompts_per_iteration)],
         Scorer({"none": _noise}),
@@ -151,22 +153,25 @@ def counted(policy: FlowPolicy, configuration: Config, options: TrainOptions) ->
             trainer.plan.steps * options.epochs,
             snapshots,
         )
-    rows_after: dict[str, int] = {}
-    trainer.collect = _watched(trainer.collect, policy, rows_after)
     metrics = trainer.iterate()
-    training = policy.forwards - rows_after["rows"]
     return Counted(
-        rows_after["rows"], training, int(metrics["decisions"]), int(metrics["step"]), snapshots
+        trainer.sampling,
+        policy.forwards - trainer.sampling,
+        int(metrics["decisions"]),
+        int(metrics["step"]),
+        snapshots,
     )
 
 
-def _watched(collect: Callable, policy: FlowPolicy, rows_after: dict[str, int]) -> Callable:
-    def collecting() -> Any:
-        collected = collect()
-        rows_after["rows"] = policy.forwards
-        return collected
+class _Watched(Trainer):
+    """Notes how many rows the network had seen when sampling was over."""
 
-    return collecting
+    sampling = 0
+
+    def collect(self) -> Batch:
+        batch = super().collect()
+        self.sampling = self.policy.forwards
+        return batch
 
 
 def _noise(media: Media, prompts: list[Prompt]) -> Tensor:

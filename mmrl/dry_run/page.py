@@ -74,19 +74,17 @@ def _forwards(report: Report) -> Iterator[str]:
 
 
 def _memory(report: Report) -> Iterator[str]:
-    if not report.memory:
-        return
     model = report.model
+    counts = report.counted
+    if not report.memory or model is None or counts is None:
+        return
     count = (
         "unknown"
         if model.parameters is None
         else (f"{model.parameters / 1e9:.2f} billion parameters")
     )
     trained = "unknown" if model.trained is None else f"{model.trained / 1e6:,.1f} million trained"
-    yield (
-        f"model       {count}, {trained}; snapshots: "
-        f"{', '.join(report.counted.snapshots) or 'none'}"
-    )
+    yield (f"model       {count}, {trained}; snapshots: {', '.join(counts.snapshots) or 'none'}")
     parts = ", ".join(
         f"{name} {'?' if value is None else f'{value / GIB:.2f}'}"
         for name, value in report.memory.items()

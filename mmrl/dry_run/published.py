@@ -24,11 +24,12 @@ FILE = Path(__file__).with_name("published.json")
 def table() -> dict[str, Any]:
     """Read the table: ``models`` by hub id, ``encoders`` by name, ``others``: models that are no
     diffusers folder."""
-    return json.loads(FILE.read_text())
+    read: dict[str, Any] = json.loads(FILE.read_text())
+    return read
 
 
 @cache
-def _made() -> tempfile.TemporaryDirectory:
+def _made() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="mmrl-published-")
 
 
@@ -66,9 +67,10 @@ def on_meta(name: str, config: dict[str, Any]) -> nn.Module:
 
     cls = getattr(diffusers, name)
     with torch.device("meta"):
-        return cls.from_config(
+        net: nn.Module = cls.from_config(
             {key: value for key, value in config.items() if key != "_class_name"}
         )
+    return net
 
 
 def parameters(net: nn.Module) -> int:
@@ -92,4 +94,5 @@ def encoder_on_meta(spec: dict[str, Any]) -> nn.Module:
 
     config = getattr(transformers, spec["config_class"])(**spec["config"])
     with torch.device("meta"):
-        return getattr(transformers, spec["class"])(config)
+        encoder: nn.Module = getattr(transformers, spec["class"])(config)
+    return encoder

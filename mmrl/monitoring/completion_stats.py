@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -20,7 +22,7 @@ def finished(media: Media, rollout: Rollout) -> Tensor:
     return torch.tensor(ended, dtype=torch.bool, device=rollout.mask.device)[:, None]
 
 
-def written(media: list, rollout: Rollout) -> tuple[Tensor, Tensor]:
+def written(media: Sequence[str], rollout: Rollout) -> tuple[Tensor, Tensor]:
     """Find the rows that are texts of counted tokens, [n] long, and how many each has, [n]
     float64."""
     counted = [

@@ -61,9 +61,8 @@ def looks(media: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         pictures = rows.float().flatten(0, 1)  # [n F, 3, H, W]
         small = pictures
         if max(pictures.shape[-2:]) > SIDE:
-            small = nnf.adaptive_avg_pool2d(
-                pictures, [min(SIDE, side) for side in pictures.shape[-2:]]
-            )
+            height, width = pictures.shape[-2:]
+            small = nnf.adaptive_avg_pool2d(pictures, (min(SIDE, height), min(SIDE, width)))
         grey = torch.einsum("nchw,c->nhw", pictures, pictures.new_tensor(LUMA))
         ends = ((pictures <= EDGE) | (pictures >= 1 - EDGE)).float().flatten(1).mean(1)
         ends = ends.masked_fill(~pictures.flatten(1).isfinite().all(1), torch.nan)

@@ -51,7 +51,7 @@ class Gallery:
                 numbers = {
                     name: [_number(v) for v in value[rows]] for name, value in rewards.items()
                 }
-                advantage = [_number(v) for v in rollout.advantage[rows].float().mean(1)]
+                advantage = [_number(v) for v in rollout.advantages()[rows].float().mean(1)]
                 line = {
                     "iteration": iteration,
                     **shown(prompt),

@@ -78,7 +78,8 @@ class _Lines:
         self.clock = clock
 
     def begin(self, total: int, start: int) -> None:
-        self.total, self.start, self.began, self.shown = total, start, self.clock(), None
+        self.total, self.start, self.began = total, start, self.clock()
+        self.shown: float | None = None
 
     def update(self, iteration: int, reward: float | None = None, note: str = "") -> None:
         now = self.clock()

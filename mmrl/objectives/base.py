@@ -20,7 +20,7 @@ from torch import Tensor
 from mmrl.core.distributions import Dist
 from mmrl.core.types import Fields, Media, Point, Prompt, Rewards, Rollout
 from mmrl.core.weights import Weights
-from mmrl.policies.base import Policy
+from mmrl.policies.base import Policy, Reads
 from samplers.noise import Rng
 
 Differentiable = Callable[[Media, list[Prompt]], Tensor]  # (media, prompts) -> [B], with gradient
@@ -33,7 +33,7 @@ class Objective(ABC):
     # "gaussian", "categorical", "masked" or "one pass" decisions; "": any
     needs: ClassVar[str] = ""
     # states of a path that are looked at: all, those before and after decisions, the finished one
-    reads: ClassVar[Literal["path", "decisions", "sample"]] = "path"
+    reads: ClassVar[Reads] = "path"
     # looks at steps with noise: a sampler without any is refused
     visits: ClassVar[bool] = False
     # follows the gradient of the rewards, which ``attach`` hands over
@@ -102,6 +102,9 @@ class Objective(ABC):
         """
         return rewards
 
+    def start_epoch(self, epoch: int | None) -> None:
+        """Begin an epoch over a rollout, counted from 0; None: there is but one."""
+
     def old_decay(self, step: int) -> float:
         """Share of the snapshot "old" that an iteration ending at optimizer step ``step`` keeps.
 
@@ -126,12 +129,18 @@ class Linearised(Fields):
     """A loss of several points, replaced by its tangent in what each row contributes."""
 
     slope: Tensor  # [B, L] derivative of the step's loss by the row's contribution
-    value: Tensor | None = None  # [B, L] the row's share of the loss; None: only gradients count
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tangent(Linearised):
+    """A tangent that has the value of the loss too."""
+
+    value: Tensor  # [B, L] the row's share of the loss
 
 
 def slope_of(point: Point) -> Tensor:
     """[B, L] the slope that ``couple`` found; before it, the advantage."""
-    return point.advantage if point.coupling is None else point.coupling.slope
+    return point.advantage if point.coupling is None else point.coupled(Linearised).slope
 
 
 def frozen(policy: Policy, name: str, point: Point) -> Dist:

@@ -7,6 +7,7 @@ step.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -35,8 +36,14 @@ Share = Annotated[float, Gt(0), Le(1)]
 class HeldBack(Fields):
     """Which tokens of the step are held back."""
 
-    draw: Tensor | None = None  # [B, L] uniform random numbers; None: nothing is drawn
-    held: Tensor | None = None  # [B, L] 1 for those held back; None: not known yet
+    held: Tensor  # [B, L] 1 for those held back
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawing(Fields):
+    """What chooses the tokens of the step that are held back."""
+
+    draw: Tensor  # [B, L] uniform random numbers
 
 
 class _Covariance(PolicyGradient):
@@ -63,6 +70,10 @@ class _Covariance(PolicyGradient):
         observe("held_back", chosen.double(), point.mask)
         return point.replace(coupling=HeldBack(held=chosen.to(measured)))
 
+    @abstractmethod
+    def chosen(self, every: Tensor, covariance: Tensor, point: Point) -> Tensor:
+        """[B, L] bool: those held back, given the covariances of all processes and its own."""
+
     def _free(self, point: Point, measured: Tensor) -> Point:
         """The point with the tokens of ``mask`` that may be held back: here all."""
         return point
@@ -85,12 +96,12 @@ class ClipCov(_Covariance):
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
         for point in super().points(policy, rollout, rng):
             draw = rng.uniform(point.row_id, (point.mask.shape[1],)).to(point.logprob)
-            yield point.replace(coupling=HeldBack(draw=draw))
+            yield point.replace(coupling=Drawing(draw=draw))
 
     def chosen(self, every: Tensor, covariance: Tensor, point: Point) -> Tensor:
         """The ``share`` with the smallest of their random numbers, among those in the window."""
         inside = (covariance > self.low) & (covariance < self.high) & point.mask
-        draw = point.coupling.draw
+        draw = point.coupled(Drawing).draw
         draws = all_gather_rows(draw[inside]).sort().values
         count = min(max(int(self.share * len(every)), 1), len(draws))
         return inside & (draw <= draws[count - 1]) if count else torch.zeros_like(inside)
@@ -98,7 +109,7 @@ class ClipCov(_Covariance):
     def _free(self, point: Point, measured: Tensor) -> Point:
         """Without the tokens that are clipped: held back, they would use up the share and change
         nothing."""
-        recorded = torch.where(point.mask, point.logprob, 0.0)
+        recorded = torch.where(point.mask, point.recorded, 0.0)
         old = point.old(measured, recorded)
         clipped = without_slope(self.surrogate, measured, old, self._advantage(point), point.mask)
         return point.replace(mask=point.mask & ~clipped)

@@ -21,7 +21,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.metrics import observe
 from mmrl.core.registry import OBJECTIVES
 from mmrl.core.types import Point, Rollout
-from mmrl.objectives.base import Linearised, Objective
+from mmrl.objectives.base import Objective, Tangent
 from mmrl.objectives.surrogates import row_mean, row_sum
 from mmrl.policies.base import Policy
 from samplers.noise import Rng
@@ -89,7 +89,7 @@ class _Regression(Objective):
             score = measured[:, 0].detach().requires_grad_()
             value = self.of_group(score, advantage, _Groups(point.group))
             (slope,) = torch.autograd.grad(value.sum(), score)
-        tangent = Linearised(value=value.detach()[:, None], slope=slope[:, None])
+        tangent = Tangent(value=value.detach()[:, None], slope=slope[:, None])
         return point.replace(coupling=tangent)
 
     def loss(self, policy: Policy, point: Point) -> Tensor:
@@ -97,15 +97,15 @@ class _Regression(Objective):
         score, log_ratio = self._scored(policy, point)
         observe("log_ratio", log_ratio, point.current())
         observe("score", score.expand_as(log_ratio), point.mask)
-        tangent = point.coupling
-        if tangent is None:
+        if point.coupling is None:
             return -point.advantage * score.expand_as(log_ratio)
+        tangent = point.coupled(Tangent)
         return (tangent.value + tangent.slope * (score - score.detach())).expand_as(log_ratio)
 
     def _scored(self, policy: Policy, point: Point) -> tuple[Tensor, Tensor]:
         """[B, 1] score and [B, L] log-ratio to the recorded."""
         logp = torch.where(point.mask, policy.dist(point).log_prob(point.target), 0.0)
-        recorded = torch.where(point.mask, point.logprob, 0.0)
+        recorded = torch.where(point.mask, point.recorded, 0.0)
         old = point.old(logp, recorded)
         return self.score(logp, old, point.mask), logp - recorded
 

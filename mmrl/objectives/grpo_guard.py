@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmrl.core.distributions import TINY, Dist, Gaussian
-from mmrl.core.errors import UserError
+from mmrl.core.distributions import TINY, Dist, as_gaussian
 from mmrl.core.metrics import observe
 from mmrl.core.registry import OBJECTIVES
 from mmrl.core.types import Point
@@ -48,13 +47,13 @@ class Guard(PolicyGradient):
         log_ratio = normalised(dist, old, point.target)
         ratio = log_ratio.exp()
         # what the gate looks at
-        observe("log_ratio", dist.log_prob(point.target) - point.logprob, point.mask)
+        observe("log_ratio", dist.log_prob(point.target) - point.recorded, point.mask)
         observe("ratio", ratio, point.mask)
         observe("clip_fraction", outside(ratio, *self.clip_bounds).double(), point.mask)
         zero = torch.zeros_like(log_ratio)
         loss = self.surrogate(log_ratio, zero, self._advantage(point), point.mask)
         if self.balance:
-            loss = loss / (point.time - point.next_time)[:, None]
+            loss = loss / (point.time - point.transition.next_time)[:, None]
         if "ref" in self.snapshots and self.kl.where == "loss":
             penalty = self._kl(policy, point, dist, log_ratio, zero)
             loss = loss + self.kl.at(self.iteration) * penalty
@@ -64,10 +63,6 @@ class Guard(PolicyGradient):
 def normalised(dist: Dist, old: Dist, target: Tensor) -> Tensor:
     """[B, 1] mean over dimensions of e_old (mu - mu_old). Raises UserError for a policy without
     Gaussian steps."""
-    if not (isinstance(dist, Gaussian) and isinstance(old, Gaussian)):
-        raise UserError(
-            "this objective compares means: it is for flow and diffusion models, not "
-            "for token models"
-        )
-    noise = (target - old.mean) / old.std.clamp_min(TINY)
-    return (noise * (dist.mean - old.mean)).flatten(1).mean(1, keepdim=True)
+    now, before = (as_gaussian(each, "compares means") for each in (dist, old))
+    noise = (target - before.mean) / before.std.clamp_min(TINY)
+    return (noise * (now.mean - before.mean)).flatten(1).mean(1, keepdim=True)

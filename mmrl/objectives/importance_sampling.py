@@ -34,9 +34,10 @@ class Importance:
 
     def weight(self, point: Point) -> Tensor:
         """[B, L]; 1 where the policy sampled by itself."""
-        if point.sampler_logprob is None:
-            return torch.ones_like(point.logprob)
-        gap = point.logprob - point.sampler_logprob
+        sampler_logprob = point.provenance.sampler_logprob
+        if sampler_logprob is None:
+            return torch.ones_like(point.recorded)
+        gap = point.recorded - sampler_logprob
         if self.level != "token":
             gap = (row_sum if self.level == "sequence" else row_mean)(gap, point.mask).expand_as(
                 gap
@@ -55,7 +56,8 @@ class Importance:
 def off_policy(logp: Tensor, point: Point, threshold: float) -> Tensor:
     """[B, L] 1, or 0 for rows with A < 0 whose mean log(p_sampler / p) exceeds the threshold
     (DeepSeek-V3.2, OPSM)."""
-    behaviour = point.logprob if point.sampler_logprob is None else point.sampler_logprob
+    sampler_logprob = point.provenance.sampler_logprob
+    behaviour = point.recorded if sampler_logprob is None else sampler_logprob
     far = row_mean((behaviour - logp.detach()), point.mask) > threshold
     dropped = (far & (point.advantage < 0)).expand_as(logp)
     observe("off_policy", dropped.to(logp), point.mask)

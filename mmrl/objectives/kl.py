@@ -57,8 +57,8 @@ class KL:
 
 def estimate(logp: Tensor, ref: Tensor, form: KLForm, bounded: bool = False) -> Tensor:
     """[B, L] an estimator from the log-probs [B, L] of the sampled tokens."""
-    if form.endswith("+"):
-        value = estimate(logp, ref, form[:-1], bounded)
+    if form in ("k1+", "k3+"):
+        value = estimate(logp, ref, "k1" if form == "k1+" else "k3", bounded)
         slope = estimate(logp, ref, "k2", bounded)
         return slope - slope.detach() + value.detach()
     u = ref - logp

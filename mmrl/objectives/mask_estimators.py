@@ -23,7 +23,8 @@ from mmrl.core.types import Point, Rollout
 from mmrl.policies.base import Policy
 from samplers.noise import Rng
 
-Estimator = Callable[[Policy, Rollout, Rng], list[Point]]
+# (policy, rollout, rng, epoch); epoch: which of several over the rollout, None: there is but one
+Estimator = Callable[[Policy, Rollout, Rng, int | None], list[Point]]
 Share = Annotated[float, Gt(0), Le(1)]
 Fields = Literal["uniform", "fading"]
 MOST = 0.999  # the largest rate of MaskGRPO's published code
@@ -31,7 +32,12 @@ MOST = 0.999  # the largest rate of MaskGRPO's published code
 
 @ESTIMATORS.register("trajectory")
 def trajectory(
-    policy: Policy, rollout: Rollout, rng: Rng, *, passes: Count | None = None
+    policy: Policy,
+    rollout: Rollout,
+    rng: Rng,
+    epoch: int | None = None,
+    *,
+    passes: Count | None = None,
 ) -> list[Point]:
     """Score the passes of the sampler itself, which is exact.
 
@@ -43,19 +49,21 @@ def trajectory(
     return [
         p.replace(
             mask=p.mask & chosen[:, t, None],
-            estimator_weight=p.logprob.new_full((len(p), 1), len(points) / passes),
+            estimator_weight=p.recorded.new_full((len(p), 1), len(points) / passes),
         )
         for t, p in enumerate(points)
     ]
 
 
 @ESTIMATORS.register("tracerl")
-def tracerl(policy: Policy, rollout: Rollout, rng: Rng, *, shrink: Count = 8) -> list[Point]:
+def tracerl(
+    policy: Policy, rollout: Rollout, rng: Rng, epoch: int | None = None, *, shrink: Count = 8
+) -> list[Point]:
     """Score slices of the stored reveal order, ``shrink`` passes each (TraceRL, Wang et al. 2025).
 
     A slice's tokens are scored where it and all later ones are hidden. With shrink 1 it is
     ``trajectory`` of the emerge sampler."""
-    part = rollout.commit_step // shrink
+    part = rollout.tokens.commit_step // shrink
     return [policy.at(rollout, hide=part >= s, score=part == s) for s in range(int(part.max()) + 1)]
 
 
@@ -64,6 +72,7 @@ def d1(
     policy: Policy,
     rollout: Rollout,
     rng: Rng,
+    epoch: int | None = None,
     *,
     prompt: Annotated[float, Gt(-1e-9), Le(1)] = 0.15,
 ) -> list[Point]:
@@ -74,7 +83,8 @@ def d1(
     )
     return [
         policy.at(
-            rollout.replace(cond=cond), hide=torch.ones_like(rollout.commit_step, dtype=torch.bool)
+            rollout.replace(cond=cond),
+            hide=torch.ones_like(rollout.tokens.commit_step, dtype=torch.bool),
         )
     ]
 
@@ -84,6 +94,7 @@ def mask_grpo(
     policy: Policy,
     rollout: Rollout,
     rng: Rng,
+    epoch: int | None = None,
     *,
     low: Share = 0.8,
     updates: Count = 6,
@@ -105,7 +116,7 @@ def mask_grpo(
         _hidden(rng.fold("mask", n), rollout, torch.tensor(rate), field)
         for n, rate in enumerate(rates)
     ]
-    points = [policy.at(rollout, hide=masks[n]) for n in _due(policy, rng, updates, draws)]
+    points = [policy.at(rollout, hide=masks[n]) for n in _due(epoch, rng, updates, draws)]
     if fixed:
         return points
     count = torch.stack(masks).sum(0).to(rollout.logprob)  # [B, L]
@@ -116,7 +127,13 @@ def mask_grpo(
 
 @ESTIMATORS.register("uni_grpo")
 def uni_grpo(
-    policy: Policy, rollout: Rollout, rng: Rng, *, updates: Count = 4, draws: Count = 1
+    policy: Policy,
+    rollout: Rollout,
+    rng: Rng,
+    epoch: int | None = None,
+    *,
+    updates: Count = 4,
+    draws: Count = 1,
 ) -> list[Point]:
     """Average over tokens hidden at random rates (UniGRPO of MMaDA, Yang et al. 2025).
 
@@ -136,7 +153,12 @@ def uni_grpo(
 
 @ESTIMATORS.register("schedule_matched")
 def schedule_matched(
-    policy: Policy, rollout: Rollout, rng: Rng, *, passes: Count | None = None
+    policy: Policy,
+    rollout: Rollout,
+    rng: Rng,
+    epoch: int | None = None,
+    *,
+    passes: Count | None = None,
 ) -> list[Point]:
     """Score tokens hidden at the sampler's own rates k_t, weighted (k_t - k_t+1) / k_t.
 
@@ -161,6 +183,7 @@ def coupled(
     policy: Policy,
     rollout: Rollout,
     rng: Rng,
+    epoch: int | None = None,
     *,
     low: Annotated[float, Gt(-1e-9), Le(1)] = 0.1,
     high: Share = 0.9,
@@ -181,6 +204,7 @@ def random(
     policy: Policy,
     rollout: Rollout,
     rng: Rng,
+    epoch: int | None = None,
     *,
     low: Annotated[float, Gt(-1e-9), Le(1)] = 0.1,
     high: Share = 0.9,
@@ -197,7 +221,13 @@ def random(
 
 @ESTIMATORS.register("udm_grpo")
 def udm_grpo(
-    policy: Policy, rollout: Rollout, rng: Rng, *, starts: Count = 3, window: Count = 3
+    policy: Policy,
+    rollout: Rollout,
+    rng: Rng,
+    epoch: int | None = None,
+    *,
+    starts: Count = 3,
+    window: Count = 3,
 ) -> list[Point]:
     """Score finished tokens, hidden anew at ``window`` adjacent early rates of the sampler (UDM-
     GRPO).
@@ -220,7 +250,7 @@ def udm_grpo(
 
 
 @ESTIMATORS.register("sepo")
-def sepo(policy: Policy, rollout: Rollout, rng: Rng) -> list[Point]:
+def sepo(policy: Policy, rollout: Rollout, rng: Rng, epoch: int | None = None) -> list[Point]:
     """Compare with the samples one token away, L passes (SEPO, Zekri and Boulle 2025).
 
     With q_i = p(x_i | all others) the concrete score of a neighbour y is s_y = q_i(y_i) / q_i(x_i),
@@ -228,11 +258,12 @@ def sepo(policy: Policy, rollout: Rollout, rng: Rng) -> list[Point]:
     neighbours and x itself that is sum_i w_i grad log q_i with w_i = (1 / q_i) / (1 + sum_j (1 /
     q_j - 1)): no neighbour need be sampled.
     """
-    length = rollout.commit_step.shape[1]
+    commit_step = rollout.tokens.commit_step
+    length = commit_step.shape[1]
     points = [
         policy.at(
             rollout,
-            torch.arange(length, device=rollout.row_id.device).expand_as(rollout.commit_step) == i,
+            torch.arange(length, device=commit_step.device).expand_as(commit_step) == i,
         )
         for i in range(length)
     ]
@@ -262,22 +293,22 @@ def _ascending(name: str, low: float, high: float) -> None:
 
 def _hidden(rng: Rng, rollout: Rollout, rate: Tensor, field: Fields = "uniform") -> Tensor:
     """[B, L] bool: hidden at a rate [] or [B], the same whatever weights look at it."""
-    draw = rng.uniform(rollout.row_id, (rollout.commit_step.shape[1],))
+    draw = rng.uniform(rollout.row_id, (rollout.tokens.commit_step.shape[1],))
     rate = rate.to(draw)
     return draw > fading(rate, draw.shape[1]) if field == "fading" else draw < rate.reshape(-1, 1)
 
 
-def _due(policy: Policy, rng: Rng, updates: int, draws: int) -> list[int]:
+def _due(epoch: int | None, rng: Rng, updates: int, draws: int) -> list[int]:
     """Which ``draws`` of the rates 0 to ``updates`` - 1 this epoch looks at; where there is but
     one, random ones."""
-    epoch = policy.epoch
     if epoch is None:
         return rng.permutation(updates, step=1)[:draws].tolist()
     return [(epoch * draws + i) % updates for i in range(min(draws, updates))]
 
 
 def _means(points: list[Point]) -> list[Point]:
-    """With ``reduction: row``, the mean over points of the mean over a point's own decisions."""
+    """With ``seq_mean_token_mean``, the mean over points of the mean over a point's own
+    decisions."""
     total = sum(point.mask.sum(1, keepdim=True) for point in points)
     return [
         p.replace(estimator_weight=total / (len(points) * p.mask.sum(1, keepdim=True).clamp_min(1)))

@@ -43,6 +43,10 @@ class Masked(PolicyGradient):
         super().__init__(surrogate, kl=kl, entropy=entropy)
         self.estimator = estimator
         self.snapshots = (*self.snapshots, "old")
+        self.epoch: int | None = None
+
+    def start_epoch(self, epoch: int | None) -> None:
+        self.epoch = epoch
 
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
         if not policy.capabilities.remaskable:
@@ -50,19 +54,20 @@ class Masked(PolicyGradient):
                 f"the objective masked is for masked diffusion: "
                 f"{type(policy).__name__} hides no tokens"
             )
-        points = self.estimator(policy, rollout, rng)
+        points = self.estimator(policy, rollout, rng, self.epoch)
         if self.single_paths and len(points) > 1 and not self._in_parts(policy):
             raise UserError(f"this surrogate {WHOLE}")
-        length = sum(point.mask.sum(1) for point in points)  # [B]
-        weight = torch.ones_like(points[0].advantage[:, :1])
-        weights = [weight if p.estimator_weight is None else p.estimator_weight for p in points]
+        length = torch.stack([point.mask.sum(1) for point in points]).sum(0)  # [B]
         return [
-            p.replace(num_decisions=length, estimator_weight=w.expand_as(p.mask))
-            for p, w in zip(points, weights, strict=True)
+            p.replace(
+                num_decisions=length, estimator_weight=weight_of(p, p.advantage).expand_as(p.mask)
+            )
+            for p in points
         ]
 
     def loss(self, policy: Policy, point: Point) -> Tensor:
-        return super().loss(policy, point) * point.estimator_weight
+        loss = super().loss(policy, point)
+        return loss * weight_of(point, loss)
 
     def _in_parts(self, policy: Any) -> bool:
         return self.single_paths and several_passes(self.estimator)
@@ -72,8 +77,12 @@ class Masked(PolicyGradient):
         it."""
         if point.logprob is not None:
             return point.logprob
-        return (
-            logp.detach()
-            if point.on_policy
-            else frozen(policy, "old", point).log_prob(point.target)
-        )
+        if point.on_policy:
+            return logp.detach()
+        return frozen(policy, "old", point).log_prob(point.target)
+
+
+def weight_of(point: Point, like: Tensor) -> Tensor:
+    """[B, 1] or [B, L]: the estimator's weight of every decision."""
+    weight = point.estimator_weight
+    return torch.ones_like(like[:, :1]) if weight is None else weight

@@ -18,8 +18,8 @@ from mmrl.core.distributions import Dist, Gaussian
 from mmrl.core.errors import UserError
 from mmrl.core.metrics import observe
 from mmrl.core.registry import OBJECTIVES, SURROGATES, options
-from mmrl.core.types import Fields, Point, Rewards, Rollout, Surrogate
-from mmrl.objectives.base import Linearised, Objective, frozen
+from mmrl.core.types import Fields, Point, Rewards, Rollout, Surrogate, Transition
+from mmrl.objectives.base import Objective, Tangent, frozen
 from mmrl.objectives.forward_process.base import positive
 from mmrl.objectives.importance_sampling import Importance, off_policy
 from mmrl.objectives.kl import KL, estimate
@@ -147,7 +147,7 @@ class PolicyGradient(Objective):
             "timestep_weighting": self.timestep_weighting != "even",
         }
         can = capabilities_of(policy)
-        decisions = None if can is None else can.decisions
+        decisions = "" if can is None else can.decisions
         reasons = {"gaussian": OF_TOKENS, "categorical": OF_STEPS}.get(decisions, {})
         yield from ((name, why) for name, why in reasons.items() if chosen[name])
         if decisions == "categorical" and self.kl.form == "flow_grpo":
@@ -195,7 +195,7 @@ class PolicyGradient(Objective):
     def policy_loss(self, logp: Tensor, old: Tensor, point: Point) -> Tensor:
         """[B, L] the surrogate, or its tangent where ``couple`` took it over whole rows."""
         advantage = self._advantage(point)
-        if isinstance(point.coupling, Linearised):
+        if isinstance(point.coupling, Tangent):
             stopped = (point.coupling.slope == 0) & (advantage != 0)
             loss = point.coupling.value + point.coupling.slope * (logp - logp.detach())
         else:
@@ -242,7 +242,7 @@ class PolicyGradient(Objective):
             total = torch.where(mask, loss * rows.spread(weight), 0.0).sum()
             (slope,) = torch.autograd.grad(total, leaf)
         slope = torch.where(weight > 0, rows.collect(slope) / weight, 0.0)
-        return point.replace(coupling=Linearised(value=rows.collect(loss.detach()), slope=slope))
+        return point.replace(coupling=Tangent(value=rows.collect(loss.detach()), slope=slope))
 
     def _of_high_entropy(self, point: Point, measured: Tensor) -> Point:
         """Keep the tokens of highest entropy of the whole step, on all processes."""
@@ -266,7 +266,7 @@ class PolicyGradient(Objective):
         size = policy.fixed_batch_rows or len(rollout)
         for first in range(0, len(rollout), size):
             for point in policy.path(rollout[first : first + size]):
-                gap = point.logprob - frozen(policy, "ref", point).log_prob(point.target)
+                gap = point.recorded - frozen(policy, "ref", point).log_prob(point.target)
                 divergence[first : first + size] += row_sum(gap, point.mask)[:, 0]
         return Rewards(
             {**rewards, "kl": divergence}, {**rewards.weights, "kl": -self.kl.at(self.iteration)}
@@ -298,7 +298,7 @@ class PolicyGradient(Objective):
 
     def recorded(self, policy: Policy, point: Point, logp: Tensor) -> Tensor:
         """[B, L] log-probs under the weights that sampled."""
-        return point.logprob
+        return point.recorded
 
     def _log_probs(self, policy: Policy, point: Point, dist: Dist) -> tuple[Tensor, Tensor]:
         """[B, L] log-probs now and those recorded, 0 where nothing is trained on."""
@@ -333,9 +333,9 @@ class PolicyGradient(Objective):
             kl = estimate(logp, ref, form, self.kl.bounded)
         observe("kl", kl, point.sampled_mask())
         if form == "flow_grpo":
-            if point.next_time is None:
+            if not isinstance(point.step, Transition):
                 raise UserError("kl: the form flow_grpo is for flow models; use exact")
-            kl = kl * (point.time - point.next_time)[:, None]
+            kl = kl * (point.step.time - point.step.next_time)[:, None]
         return kl * (logp - old).exp() if self.kl.corrected else kl
 
     def _entropy(self, dist: Any, point: Point) -> Tensor:
@@ -352,8 +352,9 @@ class PolicyGradient(Objective):
         """Mention the ratio, and the share of decisions that are clipped: outside ``clip_range``,
         or where none is set those ``stopped`` [B, L]; these also by the sign of A."""
         observe("ratio", ratio, point.sampled_mask())
-        if point.is_replayed is not None:
-            observe("reuse/ratio", ratio, point.mask & point.is_replayed[:, None])
+        is_replayed = point.provenance.is_replayed
+        if is_replayed is not None:
+            observe("reuse/ratio", ratio, point.mask & is_replayed[:, None])
         advantage = point.advantage.expand_as(ratio)
         beyond = stopped if self.clip_range is None else outside(ratio, *self.clip_bounds).double()
         observe("clip_fraction", beyond, point.sampled_mask())
@@ -381,7 +382,8 @@ class RowTable:
 
     def collect(self, table: Tensor) -> Tensor:
         """[B, L] back from [R, V L]."""
-        return table.unflatten(1, (self.shape[1], -1))[self.row, self.visit]
+        visits: Tensor = table.unflatten(1, (self.shape[1], -1))
+        return visits[self.row, self.visit]
 
 
 def clipped(surrogate: Surrogate, clip_range: float | tuple[float, float]) -> Surrogate:

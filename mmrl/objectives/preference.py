@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from mmrl.config.options import Count
-from mmrl.core.distributions import Gaussian
-from mmrl.core.errors import UserError
+from mmrl.core.distributions import as_gaussian
 from mmrl.core.host import sent
 from mmrl.core.metrics import observe
 from mmrl.core.registry import OBJECTIVES, TIMES
@@ -21,7 +20,7 @@ from mmrl.core.weights import Weights
 from mmrl.objectives.base import Linearised, Objective, frozen, slope_of
 from mmrl.objectives.forward_process.base import comparisons, error, noised, positive, summed
 from mmrl.objectives.timestep_samplers import TimeSampler, logit_normal
-from mmrl.policies.base import Policy
+from mmrl.policies.base import Policy, Reads
 from samplers.noise import Rng
 
 
@@ -37,7 +36,7 @@ class DiffusionDPO(Objective):
     """
 
     needs: ClassVar[str] = "gaussian"
-    reads: ClassVar[str] = "sample"
+    reads: ClassVar[Reads] = "sample"
     beta: float = 100.0
     num_noise_draws: Count = 1
     timestep_sampler: Annotated[TimeSampler, TIMES] = logit_normal
@@ -78,12 +77,10 @@ def pairs(rollout: Rollout, rng: Rng | None = None) -> Tensor:
 
     With ``rng`` the rival of the best is not the worst but any one of lower advantage.
     """
-    alive = (
-        torch.ones_like(rollout.group) if rollout.trainable is None else rollout.trainable.long()
-    )
+    alive = rollout.alive().long()
     # every transfer waits for the device: one for all whole numbers
     groups, names, alive = torch.stack([rollout.group, rollout.row_id, alive]).cpu()
-    every = rollout.advantage[:, -1].cpu()
+    every = rollout.advantages()[:, -1].cpu()
     trainable = alive.bool()
     chosen = torch.zeros_like(trainable)
     for group in groups[trainable].unique():
@@ -111,7 +108,7 @@ class D3PO(Objective):
     """
 
     needs: ClassVar[str] = "gaussian"
-    reads: ClassVar[str] = "decisions"
+    reads: ClassVar[Reads] = "decisions"
     visits: ClassVar[bool] = True
     beta: float = 0.1
 
@@ -147,12 +144,7 @@ class D3PO(Objective):
 
     def loss(self, policy: Policy, point: Point) -> Tensor:
         """Linear in the log-prob, with the gradient of the loss above."""
-        dist = policy.dist(point)
-        if not isinstance(dist, Gaussian):
-            raise UserError(
-                "this objective compares the steps of two samplers: it is for flow "
-                "and diffusion models"
-            )
+        dist = as_gaussian(policy.dist(point), "compares the steps of two samplers")
         logp = dist.log_prob(point.target)
         if point.logprob is not None:
             observe("log_ratio", logp - point.logprob, point.mask)
@@ -177,7 +169,7 @@ class SePPO(Objective):
     """
 
     needs: ClassVar[str] = "gaussian"
-    reads: ClassVar[str] = "sample"
+    reads: ClassVar[Reads] = "sample"
     beta: float = 100.0
     num_noise_draws: Count = 1
     timestep_sampler: Annotated[TimeSampler, TIMES] = logit_normal

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
@@ -11,17 +12,18 @@ from annotated_types import Ge
 from torch import Tensor
 
 from mmrl.config.options import Count
-from mmrl.core.distributions import Gaussian
+from mmrl.core.distributions import Gaussian, as_gaussian
 from mmrl.core.errors import UserError
 from mmrl.core.metrics import observe
 from mmrl.core.registry import OBJECTIVES
-from mmrl.core.types import Point, Rollout
+from mmrl.core.types import LatentPath, Point, Rollout, Transition, WholePath
 from mmrl.objectives.base import Differentiable, Objective, frozen
 from mmrl.policies.base import Policy
 from samplers.noise import Rng
 
+STEPS = "follows the sampler's steps"
 # of two Gaussians with one variance, means d standard deviations apart; d2 = d^2 per dimension
-DIVERGENCES = {
+DIVERGENCES: dict[str, Callable[[Tensor], Tensor]] = {
     "kl": lambda d2: d2 / 2,
     "hellinger": lambda d2: -torch.expm1(-d2 / 8),
     "total_variation": lambda d2: torch.erf((d2 + 1e-12).sqrt() / (2 * math.sqrt(2))),
@@ -43,7 +45,7 @@ class Draft(Objective):
 
     needs: ClassVar[str] = "gaussian"
     differentiates: ClassVar[bool] = True
-    single_paths: ClassVar[bool] = True  # whose noise it draws again
+    single_paths = True  # whose noise it draws again
     last: Count | None = 1
     kl: Annotated[float, Ge(0)] = 0.0
     divergence: Literal["kl", "hellinger", "total_variation", "chi2"] = "kl"
@@ -68,17 +70,19 @@ class Draft(Objective):
         x = point.state[:, 0]
         far = []
         steps = steps_of(point)
-        for k, step in enumerate(steps, start=point.eta.shape[1] - len(steps)):
-            dist = policy.dist(step.replace(state=x))
-            far.append(self._distance(policy, step.replace(state=x), dist) if self.kl else 0.0)
+        path = point.whole_path
+        for k, step in enumerate(steps, start=path.noise_level.shape[1] - len(steps)):
+            dist = as_gaussian(policy.dist(step.replace(state=x)), STEPS)
+            if self.kl:
+                far.append(self._distance(policy, step.replace(state=x), dist))
             x = dist.mean
-            if point.noise_stream is not None:
-                x = x + dist.std * policy.noise(point.noise_stream, point.row_id, k)
+            if path.stream is not None:
+                x = x + dist.std * policy.noise(path.stream, point.row_id, k)
         reward = rewarded(self.reward, policy, point, x)
         observe("reward/differentiated", reward, point.mask)
         loss = -reward
         if self.kl:
-            distance = sum(far) / len(far)
+            distance = sum(far[1:], far[0]) / len(far)
             observe("kl", distance, point.mask)
             loss = loss + self.kl * distance
         return loss
@@ -86,9 +90,10 @@ class Draft(Objective):
     def _distance(self, policy: Policy, step: Point, dist: Gaussian) -> Tensor:
         """[B, 1] divergence of a transition from the reference's. A step without noise counts as if
         the clean prediction had variance 1/2, as at re-noised states."""
-        length = (step.time - step.next_time).view(dist.std.shape)
+        length = (step.time - step.transition.next_time).view(dist.std.shape)
         scale = torch.where(dist.std > 0, dist.std, length * math.sqrt(0.5))
-        off = (dist.mean - frozen(policy, "ref", step).mean) / scale
+        reference = as_gaussian(frozen(policy, "ref", step), STEPS)
+        off = (dist.mean - reference.mean) / scale
         return DIVERGENCES[self.divergence](off.square().flatten(1).mean(1, keepdim=True))
 
 
@@ -104,9 +109,9 @@ class AdjointMatching(Objective):
     a_(k+1), and the loss of step k is
     |(mean_k - F_k(x_k)) / s_k + s_k a_(k+1)|^2 / 2.
 
-    Use ``kernel: memoryless, eta: 1``, which makes the optimum the base's distribution tilted by
-    exp(strength reward), and ``sde: all_but_last``, so that the reward's gradient is taken at a
-    sample without fresh noise. strength: of the reward against the base.
+    Use ``sde_type: memoryless, noise_level: 1``, which makes the optimum the base's distribution
+    tilted by exp(strength reward), and ``noise_window: all_but_last``, so that the reward's
+    gradient is taken at a sample without fresh noise. strength: of the reward against the base.
     """
 
     needs: ClassVar[str] = "gaussian"
@@ -128,10 +133,10 @@ class AdjointMatching(Objective):
     def loss(self, policy: Policy, point: Point) -> Tensor:
         steps = list(steps_of(point))
         adjoints = self._adjoints(policy, point, steps)  # K times [B, *], a_(k + 1)
-        total = 0.0
+        total = point.advantage.new_zeros(())
         for step, adjoint in zip(steps, adjoints):
-            dist = policy.dist(step)
-            base = frozen(policy, "ref", step)
+            dist = as_gaussian(policy.dist(step), STEPS)
+            base = as_gaussian(frozen(policy, "ref", step), STEPS)
             if not (dist.std > 0).all():
                 continue  # without noise a step cannot be controlled
             off = (dist.mean - base.mean) / dist.std + dist.std * adjoint
@@ -148,30 +153,24 @@ class AdjointMatching(Objective):
         for step in reversed(steps[1:]):
             with policy.weights.using("ref"), torch.enable_grad():
                 x = step.state.detach().requires_grad_()
-                (adjoint,) = torch.autograd.grad(
-                    (policy.dist(step.replace(state=x)).mean * adjoint).sum(), x
-                )
+                mean = as_gaussian(policy.dist(step.replace(state=x)), STEPS).mean
+                (adjoint,) = torch.autograd.grad((mean * adjoint).sum(), x)
             adjoints.append(adjoint)
         return adjoints[::-1]
 
 
 def whole_paths(rollout: Rollout, last: int | None) -> list[Point]:
-    """Make one point a row of the ``last`` n steps of its path (None: of all), with time and eta of
-    all K steps.
-
-    state [B, n + 1, *], time [B, K + 1], eta [B, K], noise_stream [B, 2].
+    """Make one point a row of the ``last`` n steps of its path (None: of all), which has the times
+    and noise levels of all K steps; its state is [B, n + 1, *].
     """
-    if rollout.path is None:
+    path = rollout.trajectory
+    if not isinstance(path, LatentPath):
         raise UserError(
             "this objective follows the sampler's steps: it is for flow and diffusion "
             "models, not for tokens"
         )
-    first = 0 if last is None else max(0, rollout.eta.shape[1] - last)
-    alive = (
-        torch.ones_like(rollout.row_id, dtype=torch.bool)
-        if rollout.trainable is None
-        else rollout.trainable
-    )
+    first = 0 if last is None else max(0, path.noise_level.shape[1] - last)
+    alive = rollout.alive()
     return [
         Point(
             group=rollout.group,
@@ -179,11 +178,10 @@ def whole_paths(rollout: Rollout, last: int | None) -> list[Point]:
             row_id=rollout.row_id,
             mask=alive[:, None],
             num_decisions=alive.long(),
-            state=rollout.path[:, first:].to(rollout.sample.dtype),
-            time=rollout.time,
-            eta=rollout.eta,
-            noise_stream=rollout.stream,
-            advantage=rollout.advantage[:, -1:] if rollout.advantage is not None else None,
+            state=path.states[:, first:].to(rollout.sample.dtype),
+            target=rollout.sample,
+            step=WholePath(time=path.time, noise_level=path.noise_level, stream=path.stream),
+            advantage=rollout.advantages()[:, -1:],
             prompts=rollout.prompts,
         )
     ]
@@ -192,15 +190,17 @@ def whole_paths(rollout: Rollout, last: int | None) -> list[Point]:
 def steps_of(point: Point) -> list[Point]:
     """The last n steps of a point made by ``whole_paths``."""
     count = point.state.shape[1] - 1
-    first = point.eta.shape[1] - count
+    path = point.whole_path
+    first = path.noise_level.shape[1] - count
     return [
         point.replace(
             state=point.state[:, k],
             target=point.state[:, k + 1],
-            time=point.time[:, first + k],
-            next_time=point.time[:, first + k + 1],
-            eta=point.eta[:, first + k],
-            noise_stream=None,
+            step=Transition(
+                time=path.time[:, first + k],
+                next_time=path.time[:, first + k + 1],
+                noise_level=path.noise_level[:, first + k],
+            ),
         )
         for k in range(count)
     ]

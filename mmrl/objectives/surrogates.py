@@ -8,7 +8,8 @@ decisions of a row: causal models, one pass a row.
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, TypeVar
 
 import torch
 from annotated_types import Gt
@@ -20,16 +21,18 @@ from mmrl.core.types import Surrogate
 Width = Annotated[float, Gt(0)]
 # log-ratios are kept within +-FAR before they are exponentiated, as the published codes do
 FAR = 20.0
+Decorated = TypeVar("Decorated", bound=Callable[..., Tensor])
+WHOLE_ROWS: set[Callable[..., Tensor]] = set()  # surrogates that see all decisions of a row
 
 
-def sequence(surrogate: Surrogate) -> Surrogate:
+def sequence(surrogate: Decorated) -> Decorated:
     """Decorator: this surrogate needs all decisions of a row in one pass."""
-    surrogate.whole_rows = True
+    WHOLE_ROWS.add(surrogate)
     return surrogate
 
 
 def sees_whole_rows(surrogate: Surrogate) -> bool:
-    return getattr(getattr(surrogate, "func", surrogate), "whole_rows", False)
+    return getattr(surrogate, "func", surrogate) in WHOLE_ROWS
 
 
 def row_sum(x: Tensor, mask: Tensor) -> Tensor:

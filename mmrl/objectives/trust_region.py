@@ -9,13 +9,13 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from mmrl.core.distributions import TINY, Dist
+from mmrl.core.distributions import TINY, Dist, as_gaussian
 from mmrl.core.metrics import observe
 from mmrl.core.registry import OBJECTIVES
 from mmrl.core.types import Point, Rollout
 from mmrl.objectives.base import Objective, frozen
 from mmrl.objectives.forward_process.base import mean_square, positive, velocity
-from mmrl.policies.base import Policy
+from mmrl.policies.base import Policy, Reads
 from samplers.noise import Rng
 
 CLAMP = 0.99  # of the time in the published standard deviation
@@ -37,7 +37,7 @@ class FlowDPPO(Objective):
     std: Literal["exact", "published", "one"] = "exact"
     needs: ClassVar[str] = "gaussian"
     visits: ClassVar[bool] = True
-    reads: ClassVar[str] = "decisions"
+    reads: ClassVar[Reads] = "decisions"
 
     def __post_init__(self) -> None:
         positive(
@@ -54,20 +54,25 @@ class FlowDPPO(Objective):
         kl = mean_square(velocity(dist) - velocity(old)) / (2 * self._variance(dist, point))
         logp = dist.log_prob(point.target)
         advantage = point.advantage.clamp(-self.advantage_clip, self.advantage_clip)
-        observe("log_ratio", logp - point.logprob, point.mask)
-        observe("ratio", (logp - point.logprob).exp(), point.mask)
+        recorded = point.recorded
+        observe("log_ratio", logp - recorded, point.mask)
+        observe("ratio", (logp - recorded).exp(), point.mask)
         observe("kl_old", kl, point.mask)
-        return gated(self.threshold, logp, point.logprob, advantage, kl.detach(), point.mask)
+        return gated(self.threshold, logp, recorded, advantage, kl.detach(), point.mask)
 
     def _variance(self, dist: Dist, point: Point) -> Tensor:
         """[B, 1]"""
         if self.std == "one":
-            return torch.ones_like(point.logprob)
+            return torch.ones_like(point.recorded)
         if self.std == "exact":
-            return dist.std.flatten(1).clamp_min(TINY) ** 2
+            std = as_gaussian(dist, "divides by a step's variance").std
+            return std.flatten(1).clamp_min(TINY) ** 2
         t = point.time
-        step = point.time - point.next_time
-        return (point.eta**2 * t / (1 - t.clamp(max=CLAMP)) * step).clamp_min(TINY**2)[:, None]
+        step = point.transition
+        length = t - step.next_time
+        return (step.noise_level**2 * t / (1 - t.clamp(max=CLAMP)) * length).clamp_min(TINY**2)[
+            :, None
+        ]
 
 
 def gated(

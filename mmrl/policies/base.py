@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from mmrl.core import distributed
 from mmrl.core.distributions import Dist
 from mmrl.core.errors import UserError
-from mmrl.core.types import Media, Point, Prompt, Rollout, tree_map
+from mmrl.core.host import sent
+from mmrl.core.types import Copies, Media, Point, Prompt, Rollout, tree_map
 from mmrl.core.weights import Weights
 from mmrl.policies.capabilities import Capabilities
 from mmrl.policies.lora import ATTENTION, Lora, add_lora
@@ -107,9 +108,10 @@ class Policy(ABC):
 
     @abstractmethod
     def rollout(
-        self, prompts: list[Prompt], copies: int, rng: Rng, context: RolloutContext = NO_CONTEXT
+        self, prompts: list[Prompt], copies: Copies, rng: Rng, context: RolloutContext = NO_CONTEXT
     ) -> Rollout:
-        """Answer every prompt ``copies`` times (copies adjacent) and record every decision."""
+        """Answer every prompt ``copies`` times, or each as often as the list says, copies adjacent,
+        and record every decision."""
 
     @abstractmethod
     def path(self, rollout: Rollout) -> Iterable[Point]:
@@ -160,8 +162,6 @@ class Policy(ABC):
     # ----------------------------------------------------------------------------------------------
     # train: parameters, passes and what they need of memory
 
-    # set by the trainer: the pass over the iteration's rows; None: there is only one
-    epoch: int | None = None
     # rows of one prompt share work, so they should share optimizer steps and passes
     adjacent: bool = False
     # a pass may leave trained weights out, such as those of a second expert
@@ -170,8 +170,11 @@ class Policy(ABC):
     sampling: bool = False
     # rows of a pass that turned out to fit the device's memory; None: no pass was too large
     most: int | None = None
-    # dimensions that a decision's log-prob is summed over
-    summed_dimensions: int = 1
+
+    @property
+    def summed_dimensions(self) -> int:
+        """Count the dimensions that a decision's log-prob is summed over."""
+        return 1
 
     def active(self) -> nn.Module:
         """Choose the module for this pass: ``trained`` where gradients are recorded outside
@@ -254,7 +257,8 @@ class Policy(ABC):
     def enable_gradient_checkpointing(self) -> None:
         for name in ("enable_gradient_checkpointing", "gradient_checkpointing_enable"):
             if hasattr(self.net, name):
-                return getattr(self.net, name)()
+                getattr(self.net, name)()
+                return
         raise ValueError(f"{type(self.net).__name__} offers no gradient checkpointing")
 
     # ----------------------------------------------------------------------------------------------
@@ -300,11 +304,14 @@ class Policy(ABC):
 
 
 def rows_and_groups(
-    prompts: list[Prompt], copies: int, rng: Rng, device: torch.device
+    prompts: list[Prompt], copies: Copies, rng: Rng, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Name the rows [B] that answer prompts, copies adjacent, and number the prompt of each [B]."""
     row = rng.rows(len(prompts), copies).to(device)
-    return row, torch.arange(len(prompts), device=device).repeat_interleave(copies)
+    if isinstance(copies, int):
+        return row, torch.arange(len(prompts), device=device).repeat_interleave(copies)
+    group = torch.arange(len(prompts)).repeat_interleave(torch.tensor(copies))
+    return row, sent(group, device)
 
 
 def rows_of(cond: Any, group: Tensor) -> Any:

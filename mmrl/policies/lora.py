@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +40,7 @@ def add_lora(net: nn.Module, lora: Lora, attention: Sequence[str] = ATTENTION) -
 
     Raises UserError when no module has one of the target names.
     """
-    from peft import LoraConfig, inject_adapter_in_model
+    from peft import LoraConfig
 
     targets = list(lora.targets) if lora.targets else _present(net, attention)
     if not targets or not _present(net, targets):
@@ -52,15 +53,22 @@ def add_lora(net: nn.Module, lora: Lora, attention: Sequence[str] = ATTENTION) -
     config = LoraConfig(
         r=lora.rank, lora_alpha=alpha, init_lora_weights="gaussian", target_modules=targets
     )
-    # diffusers and transformers record adapters themselves, which export needs
-    if hasattr(net, "add_adapter"):
-        net.add_adapter(config)
-    else:
-        inject_adapter_in_model(config, net)
+    inject(net, config)
     for name, p in net.named_parameters():
         p.requires_grad_("lora_" in name)
         if p.requires_grad and p.dtype.itemsize < 4:
             p.data = p.data.float()
+
+
+def inject(net: nn.Module, config: Any) -> None:
+    """Add an adapter; diffusers and transformers record it themselves, which export needs."""
+    from peft import inject_adapter_in_model
+
+    add = getattr(net, "add_adapter", None)
+    if add is None:
+        inject_adapter_in_model(config, net)
+    else:
+        add(config)
 
 
 @torch.no_grad()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from mmrl.core.weights import Weights
 from samplers.batching import chunks
 from samplers.warp import Warp
 
@@ -22,6 +23,19 @@ class Scored(NamedTuple):
 
     logprob: Tensor  # [N]
     entropy: Tensor | None  # [N]
+
+
+class Scorer(Protocol):
+    """Says what a distribution over tokens needs of the policy that made it."""
+
+    warp: Warp
+    entropies: bool  # computed in every scoring pass once one was requested
+
+    @property
+    def weights(self) -> Weights: ...
+
+    def active(self) -> Callable[..., Any]:
+        """Return the net, called with the name of a pass and what it takes."""
 
 
 def score(
@@ -88,7 +102,7 @@ def kl(hidden: Tensor, reference: Tensor, head: Head, warp: Warp) -> Tensor:
     return torch.cat([_again(kl_chunk, hidden[part], reference[part]) for part in parts])
 
 
-def _again(fn: Callable, *arguments: Tensor) -> Any:
+def _again(fn: Callable[..., Any], *arguments: Tensor) -> Any:
     """Call ``fn(*arguments)`` so that it is computed again in the backward pass rather than
     kept."""
     return (

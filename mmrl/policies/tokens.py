@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from mmrl.core import distributed
 from mmrl.core.distributions import Categorical
 from mmrl.core.host import on_host, selected, spread
-from mmrl.core.types import Media, Point, Prompt, Rollout
+from mmrl.core.types import Copies, Media, Point, Prompt, Rollout, TokenOrder
 from mmrl.policies.base import (
     NO_CONTEXT,
     Policy,
@@ -27,7 +27,7 @@ from mmrl.policies.base import (
     rows_of,
 )
 from mmrl.policies.capabilities import Capabilities
-from mmrl.policies.scores import Scored
+from mmrl.policies.scores import Scored, Scorer
 from samplers.batching import at_width, chunks
 from samplers.noise import Rng
 from samplers.warp import Warp
@@ -49,11 +49,9 @@ class TokenPolicy(Policy):
             target=rollout.sample,
             mask=rollout.mask,
             logprob=rollout.logprob,
-            advantage=rollout.advantage,
+            advantage=rollout.advantages(),
             num_decisions=rollout.mask.sum(1),
-            sampler_logprob=rollout.sampler_logprob,
-            is_ground_truth=rollout.is_ground_truth,
-            is_replayed=rollout.is_replayed,
+            provenance=rollout.provenance,
         )
 
     @contextmanager
@@ -67,7 +65,9 @@ class TokenPolicy(Policy):
         """Choose the guidance scale of a point's log-probs; 1 leaves guidance out."""
         if point.guidance is not None:
             return point.guidance
-        return 1.0 if self.logprob_guidance == "conditional" else self.guidance_scale
+        if self.guidance_scale is None or self.logprob_guidance == "conditional":
+            return 1.0
+        return self.guidance_scale
 
     def any_process(self, working: bool) -> bool:
         """Tell whether any process still works, where all must make equally many passes."""
@@ -78,7 +78,7 @@ class LogitsPolicy(TokenPolicy):
     """Trains a policy of ``length`` tokens a sample, whose family encodes prompts and computes
     logits; ``mask_id`` stands for a token not yet drawn."""
 
-    not_options = ("net", "length", "mask_id")
+    not_options: tuple[str, ...] = ("net", "length", "mask_id")
 
     def __init__(self, net: nn.Module, length: int, mask_id: int, **options: Any):
         super().__init__(net, **options)
@@ -99,7 +99,7 @@ class LogitsPolicy(TokenPolicy):
         return rollout.sample
 
     def rollout(
-        self, prompts: list[Prompt], copies: int, rng: Rng, context: RolloutContext = NO_CONTEXT
+        self, prompts: list[Prompt], copies: Copies, rng: Rng, context: RolloutContext = NO_CONTEXT
     ) -> Rollout:
         row, group = rows_and_groups(prompts, copies, rng, self.device)
         cond = self.encode(prompts)
@@ -138,12 +138,13 @@ class CausalPolicy(LogitsPolicy):
             row_id=row,
             sample=ids,
             logprob=logprob,
-            commit_step=order,
+            trajectory=TokenOrder(commit_step=order),
             mask=torch.ones_like(ids, dtype=torch.bool),
         )
 
     def _forward(self, ids: Tensor, cond: dict[str, Any]) -> Tensor:
-        return at_width(self.logits, max(self.padded(), len(ids)), ids, cond)
+        logits: Tensor = at_width(self.logits, max(self.padded(), len(ids)), ids, cond)
+        return logits
 
     def _trial(self, ids: Tensor, cond: dict[str, Any], group: Tensor) -> None:
         self._forward(ids, rows_of(cond, group))
@@ -157,9 +158,7 @@ class AnswerTokens:
     on request, under the weights of that time. All results are [B, L] and 0 outside ``where``.
     """
 
-    def __init__(
-        self, policy: TokenPolicy, point: Point, where: Tensor, hidden: Tensor, scored: Scored
-    ):
+    def __init__(self, policy: Scorer, point: Point, where: Tensor, hidden: Tensor, scored: Scored):
         self.policy = policy
         self.target = point.target
         self.where = where
@@ -173,15 +172,14 @@ class AnswerTokens:
         tokens scored."""
         if ids is self.target or torch.equal(ids, self.target):
             return self._spread(self.scored.logprob)
-        return self._spread(
-            self._head("rescore", selected(ids, self.where), self.warp, False).logprob
-        )
+        return self._spread(self._rescored(ids, False).logprob)
 
     def entropy(self) -> Tensor:
         """Compute the entropies [B, L] of the warped distribution."""
         if self.scored.entropy is None:
             self.policy.entropies = True  # from now on with the forward pass
-            self.scored = self._head("rescore", selected(self.target, self.where), self.warp, True)
+            self.scored = self._rescored(self.target, True)
+        assert self.scored.entropy is not None
         return self._spread(self.scored.entropy)
 
     def kl(self, other_tokens: AnswerTokens) -> Tensor:
@@ -195,7 +193,11 @@ class AnswerTokens:
             reference = other_tokens._head("full", whole)
         return self._spread(self._head("kl", reference, whole))
 
-    def _head(self, work: str, *arguments: object) -> Tensor | Scored:
+    def _rescored(self, ids: Tensor, entropies: bool) -> Scored:
+        scored: Scored = self._head("rescore", selected(ids, self.where), self.warp, entropies)
+        return scored
+
+    def _head(self, work: str, *arguments: object) -> Any:
         """Run the head alone, under the weights that made the hidden states."""
         with self.policy.weights.using(self.snapshot):
             return self.policy.active()(work, self.hidden, *arguments)

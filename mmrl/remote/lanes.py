@@ -19,6 +19,7 @@ from torch import Tensor
 
 from mmrl.core.types import Media, Prompt, Reward
 from mmrl.scoring import Scorer
+from mmrl.scoring.scorer import together
 
 
 class Answer(NamedTuple):
@@ -120,17 +121,16 @@ class Lane:
         for another."""
         if len(batch) > 1:
             try:
-                together = self._score(
-                    join([job.media for job in batch]), [p for job in batch for p in job.prompts]
-                )
+                media = together([job.media for job in batch])
+                answer = self._score(media, [p for job in batch for p in job.prompts])
             except Exception:  # scoring them apart shows which request fails
                 for job in batch:
                     self._answer([job])
                 return
             for job, values in zip(
-                batch, together.values.split([len(job.prompts) for job in batch]), strict=True
+                batch, answer.values.split([len(job.prompts) for job in batch]), strict=True
             ):
-                job.done.set_result(Answer(values, together.cause if values.isnan().any() else ""))
+                job.done.set_result(Answer(values, answer.cause if values.isnan().any() else ""))
         for job in batch if len(batch) == 1 else ():
             try:
                 job.done.set_result(self._score(job.media, job.prompts))
@@ -150,10 +150,3 @@ class Lane:
         self.samples += len(values)
         self.failures += failed
         return Answer(values, self.scorer.failures[self.name].cause if failed else "")
-
-
-def join(media: Sequence[Media]) -> Media:
-    """Join the samples of several requests into one batch."""
-    if isinstance(media[0], Tensor):
-        return torch.cat(list(media))
-    return [text for texts in media for text in texts]

@@ -8,6 +8,7 @@ import signal
 import socket
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 
@@ -52,7 +53,7 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     return config
 
 
-def _override(plain: dict, marks: dict, override: str) -> None:
+def _override(plain: dict[str, Any], marks: dict[tuple[Any, ...], str], override: str) -> None:
     """Apply ``serve.key=value``, which training does not know; everything else as in training."""
     source = f"command line: {override}"
     name, equals, text = override.partition("=")

@@ -27,6 +27,7 @@ from mmrl import __version__
 from mmrl.config import Weighted
 from mmrl.core.errors import UserError, suggest
 from mmrl.core.registry import describe
+from mmrl.core.types import Prompt
 from mmrl.remote.body import parts_of
 from mmrl.remote.lanes import Answer, Lane
 from mmrl.scoring import Handled
@@ -206,7 +207,7 @@ class Service:
         return list(dict.fromkeys(requested))
 
     async def answers(
-        self, names: Sequence[str], media: Any, prompts: list[dict]
+        self, names: Sequence[str], media: Any, prompts: list[Prompt]
     ) -> dict[str, Answer]:
         futures = [asyncio.wrap_future(self.lanes[name].submit(media, prompts)) for name in names]
         try:

@@ -8,27 +8,47 @@ its place among the others.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from mmrl.core.errors import UserError
-from mmrl.core.types import Media, Prompt, Rewards, Rollout
+from mmrl.core.types import Copies, LatentPath, Media, Prompt, Rewards, Rollout, per_prompt
 from mmrl.policies.base import NO_CONTEXT, Policy, RolloutContext
 from samplers.noise import Rng
 
 EMPTY = "uncond"  # the condition of the empty prompt: one for all
 
+Score = Callable[[Media, list[Prompt]], Rewards]
+
+
+class RewardStream(Protocol):
+    """Scores a batch that is handed over in parts."""
+
+    def put(self, media: Media, prompts: list[Prompt], group: Tensor) -> None: ...
+
+    def result(self) -> Rewards: ...
+
+
+@runtime_checkable
+class GroupScorer(Protocol):
+    """Scores with the knowledge of which rows are a group, also in parts (``Scorer``)."""
+
+    def __call__(
+        self, media: Media, prompts: list[Prompt], group: Tensor | None = None
+    ) -> Rewards: ...
+
+    def stream(self, rows: int) -> RewardStream: ...
+
 
 def draw(
     policy: Policy,
     prompts: Sequence[Prompt],
-    copies: int,
+    copies: Copies,
     rng: Rng,
-    scorer: Callable,
+    scorer: Score,
     parts: int = 1,
     context: RolloutContext = NO_CONTEXT,
 ) -> tuple[Rollout, Media, Callable[[], Rewards]]:
@@ -38,16 +58,20 @@ def draw(
     rewards are asked for.
     """
     parts = min(parts, len(prompts))
-    if parts < 2:
+    if parts < 2 or not isinstance(scorer, GroupScorer):
         rollout = policy.rollout(list(prompts), copies, rng, context)
         media = policy.decode(rollout)
         return rollout, media, lambda: scored(scorer, media, rollout)
-    stream = scorer.stream(len(prompts) * copies)
+    sizes = per_prompt(copies, len(prompts))
+    stream = scorer.stream(sum(sizes))
     done = []
     decoded = []
     for first, last in pairwise(i * len(prompts) // parts for i in range(parts + 1)):
         part = policy.rollout(
-            list(prompts[first:last]), copies, replace(rng, offset=rng.offset + first), context
+            list(prompts[first:last]),
+            copies if isinstance(copies, int) else copies[first:last],
+            rng.after(copies, first),
+            context,
         )
         decoded.append(policy.decode(part))
         done.append(part)
@@ -55,24 +79,28 @@ def draw(
     return joined(done), together(decoded), stream.result
 
 
-def scored(scorer: Callable, media: Media, rollout: Rollout) -> Rewards:
+def scored(scorer: Score, media: Media, rollout: Rollout) -> Rewards:
     """Score a rollout. A ``Scorer`` is told which rows are a group; any other function guesses."""
-    if hasattr(scorer, "stream"):
+    if isinstance(scorer, GroupScorer):
         return scorer(media, rollout.prompt_per_row(), rollout.group)
     return scorer(media, rollout.prompt_per_row())
 
 
 def together(media: Sequence[Media]) -> Media:
     """Join the samples of all parts, in order."""
-    if all(isinstance(part, Tensor) for part in media):
-        return torch.cat(list(media))
+    tensors = [part for part in media if isinstance(part, Tensor)]
+    if len(tensors) == len(media):
+        return torch.cat(tensors)
     return [item for part in media for item in part]
 
 
 def joined(parts: Sequence[Rollout]) -> Rollout:
     """Join parts to one rollout of all prompts. Shorter ones are padded at the end, masked."""
     longest = max(part.mask.shape[1] for part in parts)
-    states = max(0 if part.path is None else part.path.shape[1] for part in parts)
+    states = max(
+        part.trajectory.states.shape[1] if isinstance(part.trajectory, LatentPath) else 0
+        for part in parts
+    )
     first = 0
     edges = 0
     rows = []
@@ -102,21 +130,20 @@ def padded(rollout: Rollout, length: int) -> Rollout:
 
     if have == length:
         return rollout
-    return rollout.map(pad).replace(path=rollout.path)
+    return rollout.map(pad)
 
 
 def with_room(rollout: Rollout, states: int) -> Rollout:
     """Pad the path to so many states: rows drawn with other stochastic steps may keep fewer.
 
     ``visit`` leads to none of the new ones."""
-    path = rollout.path
-    if path is None or path.shape[1] == states:
+    path = rollout.trajectory
+    if not isinstance(path, LatentPath) or path.states.shape[1] == states:
         return rollout
-    return rollout.replace(
-        path=torch.cat(
-            [path, path.new_zeros(len(path), states - path.shape[1], *path.shape[2:])], 1
-        )
+    room = path.states.new_zeros(
+        len(rollout), states - path.states.shape[1], *path.states.shape[2:]
     )
+    return rollout.replace(trajectory=path.replace(states=torch.cat([path.states, room], 1)))
 
 
 def conditions(parts: Sequence[Any]) -> Any:

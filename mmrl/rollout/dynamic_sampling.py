@@ -9,6 +9,7 @@ and after a resume.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,8 +17,9 @@ from torch import Tensor
 from mmrl.advantages.groups import measured
 from mmrl.config.options import TrainOptions
 from mmrl.core import distributed
+from mmrl.core.host import on_host
 from mmrl.core.registry import STAGES
-from mmrl.core.types import Prompt, Rewards
+from mmrl.core.types import Copies, Prompt, Rewards, Rollout
 from mmrl.data.prompts import pick
 from mmrl.rollout.collect import joined, together
 from mmrl.rollout.stages import Drawn, Sample, Setup, Stage, outline
@@ -82,7 +84,8 @@ def resampled(
         most = max(counts)
         chosen = stream.fold("prompts").uniform(torch.arange(first, first + most))
         new_prompts = [choose(u) for u in chosen.tolist()]
-        drawn = exchanged(drawn, draw(new_prompts, Rng(stream.key, first)), flat)
+        rng, sizes = same_sizes(drawn, flat, most, replace(stream, offset=first))
+        drawn = exchanged(drawn, draw(new_prompts, rng, sizes), flat)
         replaced = replaced + sum(counts)
         rounds = rounds + 1
     left = distributed.all_sum(
@@ -110,12 +113,30 @@ def flat_groups(drawn: Drawn, spread: float = 0.0) -> list[int]:
     if spread:
         level = level | (groups.variance(total, 0).sqrt() <= spread)
     level = level[groups.index].to(rollout.row_id.device)
-    first = {}
+    first: dict[int, int] = {}
     for name, group in sorted(
         zip(rollout.row_id[level].tolist(), rollout.group[level].tolist(), strict=True)
     ):
         first.setdefault(group, name)
     return list(first)
+
+
+def same_sizes(drawn: Drawn, flat: Sequence[int], most: int, rng: Rng) -> tuple[Rng, Copies]:
+    """Ask for as many samples as the groups ``flat`` have, of ``most`` prompts: one number where
+    all groups are equally large. Rows of processes have different names in the stream returned."""
+    device = drawn.rollout.group.device
+    counts = group_sizes(drawn.rollout)
+    largest = distributed.largest(max(counts), device)
+    if largest == -distributed.largest(-min(counts), device):
+        return rng, largest
+    sizes = [counts[group] for group in flat] + [largest] * (most - len(flat))
+    return replace(rng, first_row=rng.offset * largest), sizes
+
+
+def group_sizes(rollout: Rollout) -> list[int]:
+    """Count the rows of every group of a rollout."""
+    sizes: list[int] = on_host(rollout.group).bincount(minlength=len(rollout.prompts)).tolist()
+    return sizes
 
 
 def exchanged(drawn: Drawn, new: Drawn, flat: Sequence[int]) -> Drawn:

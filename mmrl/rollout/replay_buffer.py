@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,10 +19,10 @@ from mmrl.config.options import Reuse
 from mmrl.core import distributed
 from mmrl.core.errors import UserError
 from mmrl.core.registry import STAGES
-from mmrl.core.types import Media, Prompt, Rewards, Rollout
+from mmrl.core.types import Media, Prompt, Provenance, Rewards, Rollout, TokenOrder
 from mmrl.policies.base import Policy
 from mmrl.rollout.collect import joined, together
-from mmrl.rollout.dynamic_sampling import exchanged, flat_groups
+from mmrl.rollout.dynamic_sampling import exchanged, flat_groups, group_sizes
 from mmrl.rollout.stages import Drawn, Sample, Setup, Stage
 
 # what is kept of a rollout
@@ -65,7 +65,7 @@ class ReplayBuffer(Stage):
     policy: Policy
     prompts: Sequence[Prompt]
     entries: list[Remembered] = field(default_factory=list)
-    saved_as: ClassVar[str] = "memory"
+    saved_as = "memory"
 
     @classmethod
     def build(cls, setup: Setup) -> ReplayBuffer | None:
@@ -99,13 +99,11 @@ class ReplayBuffer(Stage):
         count = len(drawn.rollout.prompts)
         # one stays, so that every process has something of this iteration to measure
         flat = flat_groups(drawn)[: min(int(self.options.share * count + 1e-9), count - 1)]
-        best = sorted(
-            self.entries, key=lambda entry: (-entry.spread(), -entry.iteration, entry.index)
-        )[: len(flat)]
+        places, best = self._match(flat, group_sizes(drawn.rollout))
         fresh = self._worth(drawn, iteration)
         mixed = replace(drawn, rollout=marked(drawn.rollout, False))
         if best:
-            mixed = exchanged(mixed, self._recalled(best), flat[: len(best)])
+            mixed = exchanged(mixed, self._recalled(best), places)
         for entry in best:
             entry.used += 1
         left = [entry for entry in self.entries if entry.used < self.options.times]
@@ -124,16 +122,31 @@ class ReplayBuffer(Stage):
             "reuse/remembered": sums[2],
         }
 
+    def _match(
+        self, flat: Sequence[int], sizes: Sequence[int]
+    ) -> tuple[list[int], list[Remembered]]:
+        """Find the best remembered group of the same size for each of the groups ``flat``, as far
+        as there is one."""
+        left = sorted(
+            self.entries, key=lambda entry: (-entry.spread(), -entry.iteration, entry.index)
+        )
+        places = []
+        entries = []
+        for group in flat:
+            fitting = (entry for entry in left if len(entry.rollout) == sizes[group])
+            if entry := next(fitting, None):
+                left = [rest for rest in left if rest is not entry]
+                places.append(group)
+                entries.append(entry)
+        return places, entries
+
     def state_dict(self) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
         """Return the entries if there is one process; several begin anew after a resume."""
-        tensors = {}
+        tensors: dict[str, Tensor] = {}
         plain = []
         for n, entry in enumerate(self.entries if distributed.world()[1] == 1 else ()):
-            tensors |= {
-                f"{n}/{name}": x
-                for name in ROWS
-                if isinstance(x := getattr(entry.rollout, name), Tensor)
-            }
+            fields = entry.rollout.row_tensors()
+            tensors |= {f"{n}/{name}": fields[name] for name in ROWS if name in fields}
             tensors |= {f"{n}/reward/{name}": value for name, value in entry.rewards.items()}
             plain.append(
                 {
@@ -150,7 +163,7 @@ class ReplayBuffer(Stage):
         for n, entry in enumerate(plain or ()):
             if entry["index"] < len(self.prompts):
                 rows = {name: tensors[f"{n}/{name}"] for name in ROWS if f"{n}/{name}" in tensors}
-                rollout = Rollout(group=torch.zeros_like(rows["row_id"]), prompts=(), **rows)
+                rollout = _rollout(rows)
                 rewards = {name: tensors[f"{n}/reward/{name}"] for name in entry["weights"]}
                 self.entries.append(
                     Remembered(
@@ -198,6 +211,24 @@ class ReplayBuffer(Stage):
         return Drawn(joined(parts), media, Rewards(rewards, names.weights))
 
 
+def _rollout(rows: dict[str, Tensor]) -> Rollout:
+    """Make a rollout of one prompt from the tensors that a checkpoint has of it."""
+    return Rollout(
+        group=torch.zeros_like(rows["row_id"]),
+        trajectory=TokenOrder(
+            commit_step=rows["commit_step"], self_certainty=rows.get("self_certainty")
+        ),
+        provenance=Provenance(
+            sampler_logprob=rows.get("sampler_logprob"), is_ground_truth=rows.get("is_ground_truth")
+        ),
+        row_id=rows["row_id"],
+        sample=rows["sample"],
+        logprob=rows["logprob"],
+        mask=rows["mask"],
+    )
+
+
 def marked(rollout: Rollout, replayed: bool) -> Rollout:
     """Mark the rows that are of an earlier iteration."""
-    return rollout.replace(is_replayed=torch.full_like(rollout.group, replayed, dtype=torch.bool))
+    is_replayed = torch.full_like(rollout.group, replayed, dtype=torch.bool)
+    return rollout.replace(provenance=rollout.provenance.replace(is_replayed=is_replayed))

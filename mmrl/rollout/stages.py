@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from mmrl.config.options import TrainOptions
 from mmrl.core.registry import STAGES
-from mmrl.core.types import Media, Prompt, Rewards, Rollout
+from mmrl.core.types import Copies, Media, Prompt, Provenance, Rewards, Rollout
 from mmrl.policies.base import Policy, RolloutContext
 from mmrl.rollout.collect import joined
 from samplers.noise import Rng
@@ -47,7 +47,8 @@ class Drawn:
         return rows, row_rewards
 
 
-Sample = Callable[[list[Prompt], Rng], Drawn]  # draws and scores, with the behaviour weights
+# draws and scores, with the behaviour weights, so many samples of each prompt
+Sample = Callable[[list[Prompt], Rng, Copies], Drawn]
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,8 @@ class Stage:
 
 def stages_of(setup: Setup) -> list[Stage]:
     """Make all registered stages that the options ask for."""
-    stages = [entry.build(setup) for entry in STAGES.values()]
+    kinds = [cast(type[Stage], entry) for entry in STAGES.values()]
+    stages = [kind.build(setup) for kind in kinds]
     return [stage for stage in stages if stage is not None]
 
 
@@ -115,8 +117,10 @@ def outline(rollout: Rollout) -> Rollout:
         sample=rollout.row_id,
         mask=nothing,
         logprob=nothing.to(rollout.logprob),
-        is_ground_truth=_marks(rollout, rollout.is_ground_truth),
-        is_replayed=_marks(rollout, rollout.is_replayed),
+        provenance=Provenance(
+            is_ground_truth=_marks(rollout, rollout.provenance.is_ground_truth),
+            is_replayed=_marks(rollout, rollout.provenance.is_replayed),
+        ),
     )
 
 
@@ -130,7 +134,7 @@ def sampled_only(
     """Leave out ground-truth answers and answers of earlier iterations, for metrics."""
     foreign_rows = [
         rows
-        for rows in (rollout.is_ground_truth, rollout.is_replayed)
+        for rows in (rollout.provenance.is_ground_truth, rollout.provenance.is_replayed)
         if rows is not None and rows.any()
     ]
     if not foreign_rows:

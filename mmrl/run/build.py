@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from mmrl import config
+from mmrl.config import Config
 from mmrl.config.options import EvaluateOptions, TrainOptions, arithmetic
 from mmrl.core.errors import UserError
 from mmrl.core.registry import (
@@ -23,6 +24,7 @@ from mmrl.core.registry import (
     OPTIMIZERS,
     POLICIES,
     REWARDS,
+    Plugin,
     load_built_in,
 )
 from mmrl.core.types import Prompt
@@ -43,7 +45,7 @@ SECTIONS = {
 CONFIG = "config.yaml"
 
 
-def read(path: Path, overrides: Sequence[str], processes: int = 1) -> config.Config:
+def read(path: Path, overrides: Sequence[str], processes: int = 1) -> Config:
     """Read a configuration and check it as far as possible without building a model."""
     load_built_in()
     configuration = config.load(path, overrides)
@@ -55,7 +57,7 @@ def read(path: Path, overrides: Sequence[str], processes: int = 1) -> config.Con
 class Session:
     """Holds the parts of a run that need no optimizer."""
 
-    config: config.Config
+    config: Config
     policy: Any
     source: Any
     scorer: Scorer
@@ -63,7 +65,7 @@ class Session:
     evaluation: EvaluateOptions
 
     @classmethod
-    def of(cls, configuration: config.Config) -> Session:
+    def of(cls, configuration: Config) -> Session:
         options = configuration.section("train", TrainOptions)
         check_precision(options)  # before a large model is loaded in vain
         # new adapters draw their first weights from the global generator
@@ -84,7 +86,7 @@ class Session:
         check_needs(configuration, source, session.scorer.rewards, policy)
         return session
 
-    def prompts(self) -> list:
+    def prompts(self) -> list[Prompt]:
         """Return the held-out prompts, or the training prompts where nothing is held out."""
         return list(self.source.held_out) or list(self.source.train)
 
@@ -116,7 +118,7 @@ class Session:
 class Admitted:
     """Holds the prompts of a data source that a policy can take."""
 
-    train: list[Prompt]
+    train: Sequence[Prompt]
     held_out: list[Prompt]
 
 
@@ -136,7 +138,7 @@ def admitted(policy: Any, source: Any) -> Any:
     return source if unchanged else fitting
 
 
-def scorer(configuration: config.Config, section: tuple[str, ...], options: TrainOptions) -> Scorer:
+def scorer(configuration: Config, section: tuple[str, ...], options: TrainOptions) -> Scorer:
     chosen = configuration.rewards(section)
     names = short_names(chosen)
     functions = {names[name]: entry.reward for name, entry in chosen.items()}
@@ -156,7 +158,7 @@ def short_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def check_needs(
-    configuration: config.Config, source: Any, rewards: Mapping[str, Callable], policy: Any = None
+    configuration: Config, source: Any, rewards: Mapping[str, Plugin], policy: Any = None
 ) -> None:
     """Check that every prompt has what these rewards need, and that they judge what the policy
     makes. Raises UserError with the line.
@@ -180,13 +182,13 @@ def check_needs(
     config.raise_all(problems)
 
 
-def rewarded(configuration: config.Config) -> list[tuple[str, ...]]:
+def rewarded(configuration: Config) -> list[tuple[str, ...]]:
     """List the sections that name rewards."""
     extra = (configuration.plain.get("evaluate") or {}).get("reward")
     return [("reward",), ("evaluate", "reward")] if extra else [("reward",)]
 
 
-def classes(configuration: config.Config, path: tuple[str, ...]) -> dict[str, Callable]:
+def classes(configuration: Config, path: tuple[str, ...]) -> dict[str, Plugin]:
     """Return the classes or functions of a section's rewards, by name."""
     spec: Any = configuration.plain
     for key in path:

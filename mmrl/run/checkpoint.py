@@ -35,7 +35,7 @@ Tensors = Mapping[str, Tensor]
 Arrays = Mapping[str, Tensors]  # part -> name -> tensor
 
 
-def save(folder: Path, iteration: int, arrays: Arrays, meta: dict, keep: int = 3) -> Path:
+def save(folder: Path, iteration: int, arrays: Arrays, meta: dict[str, Any], keep: int = 3) -> Path:
     """Write ``folder/iteration-NNNNNN`` atomically, then delete all but the newest ``keep``.
     Returns the path.
 
@@ -80,11 +80,11 @@ def _write(path: Path, tensors: Tensors, main: bool) -> None:
             plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
             save_file(plain, path.with_name(f"{path.name}.safetensors"))
         return
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import state_dict_saver
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
     writer = HuggingFaceStorageWriter(str(path), save_distributed=True)
-    dcp.save(dict(tensors), storage_writer=writer)
+    state_dict_saver.save(dict(tensors), storage_writer=writer)
 
 
 def load(path: Path, checked: bool = False) -> tuple[Arrays, dict[str, Any]]:
@@ -112,7 +112,7 @@ def choose(folder: Path) -> tuple[Path, list[str]]:
 
     A collective call: each process compares its share of the files with their SHA-256.
     """
-    problems = []
+    problems: list[str] = []
     for path in sorted(folder.glob(PREFIX + "*"), key=lambda path: path.name, reverse=True):
         try:
             with distributed.together():

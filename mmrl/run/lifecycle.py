@@ -8,7 +8,7 @@ import math
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -177,7 +177,7 @@ class Run:
             metrics = {f"eval/{name}": estimate.mean for name, estimate in each.items()}
         return metrics
 
-    def _best_weights(self):
+    def _best_weights(self) -> AbstractContextManager[None]:
         name = "ema" if "ema" in self.trainer.policy.weights.saved else "live"
         return self.trainer.policy.weights.using(name)
 

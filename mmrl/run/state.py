@@ -130,14 +130,13 @@ def _load_optimizer(trainer: Trainer, state: dict[str, Any]) -> None:
 
 def _flatten(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Split a state into tensors named ``parameter/slot``, and everything else as JSON."""
-    tensors = {}
-    plain = {"groups": state.get("param_groups", []), "values": {}}
+    tensors: dict[str, Tensor] = {}
+    values: dict[str, Any] = {}
     for parameter, slots in state.get("state", {}).items():
         for slot, value in slots.items():
-            (tensors if isinstance(value, Tensor) else plain["values"])[f"{parameter}/{slot}"] = (
-                value
-            )
-    return tensors, plain
+            target = tensors if isinstance(value, Tensor) else values
+            target[f"{parameter}/{slot}"] = value
+    return tensors, {"groups": state.get("param_groups", []), "values": values}
 
 
 def _unflatten(tensors: dict[str, Tensor], plain: dict[str, Any]) -> dict[str, Any]:
@@ -150,11 +149,18 @@ def _unflatten(tensors: dict[str, Tensor], plain: dict[str, Any]) -> dict[str, A
 
 def _generators() -> list[dict[str, Any]]:
     """Gather the state of the global generators of every process, in order of rank."""
-    kind, keys, position, has_gauss, gauss = np.random.get_state()
+    numpy = np.random.get_state(legacy=False)
+    words = numpy["state"]
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     states = {
         "python": random.getstate(),
-        "numpy": [kind, keys.tolist(), position, has_gauss, gauss],
+        "numpy": [
+            numpy["bit_generator"],
+            words["key"].tolist(),
+            words["pos"],
+            numpy["has_gauss"],
+            numpy["gauss"],
+        ],
         "torch": torch.get_rng_state().numpy().tobytes().hex(),
         "cuda": [cuda_state.numpy().tobytes().hex() for cuda_state in cuda],
     }

@@ -58,9 +58,10 @@ class Cache:
 
     def get(self, keys: Sequence[bytes | None]) -> dict[bytes, Tensor]:
         """Return the known values of these keys."""
-        hits = {key: self.values[key] for key in keys if key in self.values}
+        readable = [key for key in keys if key is not None]
+        hits = {key: self.values[key] for key in readable if key in self.values}
         if self.store:
-            stored = self.store.get([key for key in keys if key is not None and key not in hits])
+            stored = self.store.get([key for key in readable if key not in hits])
             self.values.update(stored)
             hits |= stored
         self.hits += sum(key in hits for key in keys)

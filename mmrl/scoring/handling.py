@@ -111,9 +111,9 @@ class Handled:
             if self.cache is not None:
                 self.cache.put(
                     {
-                        keys[i]: value
+                        key: value
                         for i, value in fresh.items()
-                        if keys[i] and value.isfinite().all()
+                        if (key := keys[i]) and value.isfinite().all()
                     }
                 )
         return self.ordered(values, units, len(prompts))

@@ -6,11 +6,11 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,8 @@ from rewards.card import card_of
 from rewards.groups import alike
 
 log = logging.getLogger(__name__)
+Value = TypeVar("Value")
+Part = tuple[Media, list[Prompt], Sequence[int]]  # samples, their prompts and groups
 
 
 @dataclass
@@ -112,14 +114,14 @@ class Scorer:
         stream.put(media, prompts, groups)
         return stream.result()
 
-    def differentiable(self, media: Media, prompts: list[Prompt]) -> Tensor:
+    def differentiable(self, media: Tensor, prompts: list[Prompt]) -> Tensor:
         """Return the weighted sum [B] of the rewards with its gradient to ``media``: no sample left
         out, nothing cached.
 
         Raises:
             UserError: a reward with a weight does not declare that it is differentiable.
         """
-        total = 0.0
+        total = media.new_zeros(len(media))
         for name, weight in self.weights.items():
             if not weight:
                 continue
@@ -151,9 +153,7 @@ class Scorer:
             self.seconds[name] += time.perf_counter() - start
             self._report(name, attempt)
 
-    def at_once(
-        self, name: str, parts: Sequence[tuple[Media, list[Prompt], Sequence[int]]]
-    ) -> Tensor:
+    def at_once(self, name: str, parts: Sequence[Part]) -> Tensor:
         """Return [B] of a reward that sees all parts in one call; a collective call."""
         media = together([part[0] for part in parts])
         prompts = [
@@ -232,10 +232,12 @@ class Stream:
         }
         self.budgets = {name: Budget(rows, share[name] * rows) for name in scorer.rewards}
         cards = {name: reward.card for name, reward in scorer.rewards.items()}
-        self.parts: dict[str, list[Future]] = {
+        self.parts: dict[str, list[Future[Tensor]]] = {
             name: [] for name in cards if cards[name].of != "batch"
         }
-        self.whole: dict[str, list] = {name: [] for name in cards if cards[name].of == "batch"}
+        self.whole: dict[str, list[Part]] = {
+            name: [] for name in cards if cards[name].of == "batch"
+        }
         self._resident = ExitStack()
         for reward in scorer.rewards.values():
             self._resident.enter_context(reward.resident())
@@ -274,14 +276,15 @@ class Stream:
 
 def together(media: Sequence[Media]) -> Media:
     """Join the samples of all parts, in order."""
-    if media and all(isinstance(part, Tensor) for part in media):
-        return torch.cat(list(media))
+    pictures = [part for part in media if isinstance(part, Tensor)]
+    if pictures and len(pictures) == len(media):
+        return torch.cat(pictures)
     return [item for part in media for item in part]
 
 
-def now(call, *args) -> Future:
+def now(call: Callable[..., Value], *args: Any) -> Future[Value]:
     """Return the outcome of a call that is made at once, as a future."""
-    future: Future = Future()
+    future: Future[Value] = Future()
     try:
         future.set_result(call(*args))
     except Exception as error:

@@ -8,11 +8,13 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-Jobs = queue.SimpleQueue
+Value = TypeVar("Value")
+Job = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
+Jobs = queue.SimpleQueue[Job | None]
 
 
 class Worker:
@@ -23,7 +25,7 @@ class Worker:
         self.name = name
         self._jobs: Jobs | None = None
 
-    def submit(self, call: Callable[..., Any], *args: Any) -> Future:
+    def submit(self, call: Callable[..., Value], *args: Any) -> Future[Value]:
         if self._jobs is None:
             self._jobs = Jobs()
             device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
@@ -31,7 +33,7 @@ class Worker:
                 target=_run, args=(self._jobs, device), name=self.name, daemon=True
             ).start()
             weakref.finalize(self, self._jobs.put, None)
-        future: Future = Future()
+        future: Future[Value] = Future()
         self._jobs.put((future, call, args))
         return future
 

@@ -16,6 +16,7 @@ class Batch:
     rewards: Rewards  # of its rows, as they were compared
     # all rows that the policy sampled, also replaced ones, and their rewards
     sampled: tuple[Rollout, Rewards]
+    group_sizes: tuple[int, ...]  # rows of each prompt of the iteration, on all processes
     idle_row: Rollout  # [1] what a process without rows passes through the network
     longest: int  # decisions of the longest row on any process
     pass_rows: int | None  # rows of the passes that sampled

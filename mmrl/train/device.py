@@ -17,6 +17,7 @@ from mmrl.core import distributed
 from mmrl.core.errors import UserError
 from mmrl.policies.base import ParameterGroup
 
+MakeOptimizer = Callable[..., torch.optim.Optimizer]  # of parameters, or of groups of them
 ACCELERATE_PRECISION = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
 UNSUPPORTED = {"DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron-LM", "FSDP1": "FSDP version 1"}
 
@@ -87,19 +88,16 @@ class Device:
         self.options = options
         atexit.unregister(distributed.leave)  # once, however many trainers there are
         atexit.register(distributed.leave)
-        self.rank = self.accelerator.process_index
-        self.processes = self.accelerator.num_processes
-
-    @property
-    def main(self) -> bool:
-        return self.accelerator.is_main_process
+        self.rank: int = self.accelerator.process_index
+        self.main: bool = self.accelerator.is_main_process
+        self.processes: int = self.accelerator.num_processes
 
     @property
     def scales_loss(self) -> bool:
         """Tell whether the loss is scaled, which only fp16 needs."""
         return self.accelerator.scaler is not None
 
-    def prepare(self, policy: Any, optimizer: Callable) -> torch.optim.Optimizer:
+    def prepare(self, policy: Any, optimizer: MakeOptimizer) -> torch.optim.Optimizer:
         """Move the network to the device, wrap it (DDP, FSDP2), and return its prepared
         optimizer."""
         if self.options.gradient_checkpointing:
@@ -119,13 +117,14 @@ class Device:
             self.accelerator.ddp_handler = DistributedDataParallelKwargs(
                 find_unused_parameters=True
             )
+        prepared: torch.optim.Optimizer
         policy.trained, prepared = self.accelerator.prepare(policy.net, _built(optimizer, groups))
         return prepared
 
     @property
     def sharded(self) -> bool:
         """Tell whether each process holds a part of the weights (FSDP2)."""
-        return self.accelerator.is_fsdp2
+        return bool(self.accelerator.is_fsdp2)
 
     def place(self, policy: Any) -> None:
         """Move the network to the device, to sample but not to train: its passes are in
@@ -133,7 +132,7 @@ class Device:
         it was loaded."""
         policy.trained = self.accelerator.prepare_model(policy.net, evaluation_mode=True)
 
-    def no_sync(self, trained: nn.Module) -> AbstractContextManager:
+    def no_sync(self, trained: nn.Module) -> AbstractContextManager[None]:
         """Keep the gradients of a pass on this process unless it is the last of its step (DDP),
         which saves messages.
 
@@ -162,7 +161,7 @@ class Device:
         self.accelerator.wait_for_everyone()
 
 
-def _built(optimizer: Callable, groups: list[ParameterGroup]) -> torch.optim.Optimizer:
+def _built(optimizer: MakeOptimizer, groups: list[ParameterGroup]) -> torch.optim.Optimizer:
     """Build an optimizer whose groups have their learning rates; a single plain group is given as a
     list of parameters."""
     if len(groups) == 1:

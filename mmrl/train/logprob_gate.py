@@ -8,13 +8,14 @@ definition (``Point.old``).
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 
 from mmrl.config.options import TrainOptions
 from mmrl.core import distributed
 from mmrl.core.metrics import Meter
+from mmrl.objectives.base import Objective
+from mmrl.policies.base import Policy
 
 # Gaussian decisions: sampler and score are one function, and published clips go down to 2e-6
 EXACT = 1e-6
@@ -23,7 +24,7 @@ TOKENS = {False: 1e-4, True: 2e-2}
 
 
 def check(
-    options: TrainOptions, policy: Any, objective: Any, observed: Meter, iteration: int
+    options: TrainOptions, policy: Policy, objective: Objective, observed: Meter, iteration: int
 ) -> None:
     """Stop a run whose re-scored log-probs are further from the recorded ones than
     ``train.logprob_tolerance`` allows; a collective call.
@@ -46,7 +47,7 @@ def check(
     )
 
 
-def tolerance(options: TrainOptions, policy: Any, objective: Any) -> float | None:
+def tolerance(options: TrainOptions, policy: Policy, objective: Objective) -> float | None:
     """Return the largest gap that ``train.logprob_tolerance`` allows, in nats; None turns the check
     off.
 
@@ -60,18 +61,18 @@ def tolerance(options: TrainOptions, policy: Any, objective: Any) -> float | Non
     return TOKENS[rounded(options, policy)] * amplified(policy)
 
 
-def on_average(options: TrainOptions, policy: Any) -> bool:
+def on_average(options: TrainOptions, policy: Policy) -> bool:
     """Tell whether the mean gap is compared and not the largest: in half precision single unlikely
     tokens are far off."""
     return policy.capabilities.decisions == "categorical" and rounded(options, policy)
 
 
-def rounded(options: TrainOptions, policy: Any) -> bool:
+def rounded(options: TrainOptions, policy: Policy) -> bool:
     """Tell whether passes compute in half precision, or read weights that are stored in it."""
     return options.precision != "fp32" or halved(policy)
 
 
-def rescores(options: TrainOptions, policy: Any, steps: int) -> bool:
+def rescores(options: TrainOptions, policy: Policy, steps: int) -> bool:
     """Tell whether ``train.recompute_old_logprob`` scores rollouts once more before an update of so
     many optimizer ``steps``.
 
@@ -85,14 +86,14 @@ def rescores(options: TrainOptions, policy: Any, steps: int) -> bool:
     return cached and steps > 1 and rounded(options, policy)
 
 
-def halved(policy: Any) -> bool:
+def halved(policy: Policy) -> bool:
     """Tell whether weights are stored in half precision."""
     return any(
         p.dtype in (torch.bfloat16, torch.float16) for p in policy.weights.module.parameters()
     )
 
 
-def amplified(policy: Any) -> float:
+def amplified(policy: Policy) -> float:
     """Return by how much guidance enlarges the rounding error of logits: s z_c + (1 - s) z_u, two
     independent errors."""
     scale = policy.guidance_scale

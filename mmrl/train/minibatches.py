@@ -4,6 +4,7 @@ the number of processes."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,44 +15,67 @@ from samplers.noise import Rng
 
 
 def batches(
-    rollout: Rollout, copies: int, rows: int, size: int, rng: Rng, whole_groups: bool = False
+    rollout: Rollout,
+    sizes: Sequence[int],
+    steps: int,
+    rng: Rng,
+    whole_groups: bool = False,
 ) -> Iterator[Rollout]:
     """Split a process's rollout into the optimizer steps of one epoch.
 
-    ``rows`` in the whole iteration are put in one random order that every process computes alike;
-    each step takes the next ``size`` of it, and a process those that it holds. The order goes
-    through the groups copy by copy, so that every step has (nearly) the same number of rows of
-    every group, and so of every process. With ``whole_groups`` it goes through the prompts instead,
-    and deals them to the steps in turn.
+    ``sizes``: how many rows answer each prompt of the whole iteration. Its rows are dealt to the
+    steps in a way that every process computes alike; a process takes those that it holds. Every
+    step has (nearly) the same number of rows of every group, and so of every process; with
+    ``whole_groups`` it has whole groups, and as many as any other.
     """
-    order = torch.empty(rows, dtype=torch.long)  # place of each row of the iteration
-    names = _dealt(rows, copies, size) if whole_groups else _stratified(rows, copies, rng)
-    order[names] = torch.arange(rows)
-    place = order[rollout.row_id.cpu()]
-    for start in range(0, rows, size):
-        local_rows = ((place >= start) & (place < start + size)).nonzero()[:, 0]
+    step = _dealt(sizes, steps) if whole_groups else _stratified(sizes, steps, rng)
+    mine = step[rollout.row_id.cpu()]
+    for number in range(steps):
+        rows = (mine == number).nonzero()[:, 0]
         # all of its rows in their order: not a copy of their paths
-        whole = len(local_rows) == len(rollout)
-        yield rollout if whole else rollout[local_rows.to(rollout.row_id.device)]
+        whole = len(rows) == len(rollout)
+        yield rollout if whole else rollout[rows.to(rollout.row_id.device)]
 
 
-def _stratified(rows: int, copies: int, rng: Rng) -> Tensor:
-    """Order all row names, [rows] long: first one random copy of every prompt in random order, then
-    another, and so on."""
-    names = torch.arange(rows)
-    draw = rng.uniform(names, (2,))  # [rows, 2]
-    # [rows] random place inside the group
-    copy = draw[:, 0].view(-1, copies).argsort(1).argsort(1).flatten()
-    return torch.argsort(copy + draw[:, 1])
+def _stratified(sizes: Sequence[int], steps: int, rng: Rng) -> Tensor:
+    """Choose the step of every row, [rows] long: in the order of the rows' places one random copy
+    of every prompt comes first in random order, then another, and so on."""
+    count = torch.tensor(sizes)
+    rows = int(count.sum())
+    draw = rng.uniform(torch.arange(rows), (2,))  # [rows, 2]
+    group = torch.arange(len(count)).repeat_interleave(count)
+    # [rows] random place inside the group, spread over the iteration where groups differ in size
+    order = torch.argsort(group + draw[:, 0])
+    copy = torch.empty(rows, dtype=torch.float64)
+    copy[order] = (torch.arange(rows) - (count.cumsum(0) - count)[group]).double()
+    copy = (copy + draw[:, 1]) * (int(count.max()) / count[group])
+    return _steps(torch.argsort(copy), steps)
 
 
-def _dealt(rows: int, copies: int, size: int) -> Tensor:
-    """Order all row names, [rows] long: group by group, so that consecutive prompts lie in
-    different steps."""
-    steps = rows // size
-    prompt = torch.arange(rows // copies)
-    order = torch.argsort(prompt % steps, stable=True)  # [P]
-    return (order[:, None] * copies + torch.arange(copies)).flatten()
+def _steps(order: Tensor, steps: int) -> Tensor:
+    """Cut rows in their ``order`` into equally large steps; return the step of every row."""
+    step = torch.empty_like(order)
+    step[order] = torch.arange(len(order)) // -(-len(order) // steps)
+    return step
+
+
+def _dealt(sizes: Sequence[int], steps: int) -> Tensor:
+    """Choose the step of every row, [rows] long: consecutive prompts lie in different steps, and a
+    step gets a further prompt only when no other has fewer rows."""
+    filled = [0] * steps
+    chosen = []
+    for size in sizes:
+        step = min(range(steps), key=lambda number: filled[number])
+        filled[step] += size
+        chosen.append(step)
+    return torch.tensor(chosen).repeat_interleave(torch.tensor(sizes))
+
+
+class Outline(NamedTuple):
+    """Keeps of a point how much there is to train on, without network inputs."""
+
+    mask: Tensor  # [B, L] bool
+    num_decisions: Tensor  # [B]
 
 
 class Points:
@@ -64,24 +88,13 @@ class Points:
 
     def __init__(self, make: Callable[[], Iterable[Point]]):
         self.make = make
-        self.outline = [_outline(point) for point in make()]
+        self.outline = [Outline(point.mask, point.num_decisions) for point in make()]
         self.trained = trained_rows(self.outline)
         pairs = zip(self.outline, self.trained, strict=True)
-        self.rows = sum(len(point if rows is None else rows) for point, rows in pairs)
+        self.rows = sum(len(point.mask if rows is None else rows) for point, rows in pairs)
 
     def __iter__(self) -> Iterator[Point]:
         return iter(self.make())
-
-
-def _outline(point: Point) -> Point:
-    """Keep a point's masks, which say how much there is to train on, without network inputs."""
-    return Point(
-        group=point.group,
-        row_id=point.row_id,
-        state=point.mask,
-        mask=point.mask,
-        num_decisions=point.num_decisions,
-    )
 
 
 def passes(points: Iterable[Point], size: int | None, adjacent: bool = False) -> Iterator[Point]:
@@ -138,7 +151,7 @@ def tell(whole: Point, parts: Sequence[Point]) -> None:
         remember(part.mask, rows[:, 1:].bool())
 
 
-def trained_rows(points: Sequence[Point]) -> list[Tensor | None]:
+def trained_rows(points: Sequence[Point | Outline]) -> list[Tensor | None]:
     """Find the rows [n] of every point that have a decision to train on, on the CPU; None: all of
     them have.
 
@@ -153,11 +166,10 @@ def trained_rows(points: Sequence[Point]) -> list[Tensor | None]:
 
 def _trained(points: Iterable[Point]) -> Iterator[Point]:
     """Yield the rows with a decision to train on, copying only points that have other rows."""
-    if isinstance(points, Points):
-        pairs = zip(points, points.trained, strict=True)
-    else:
-        pairs = ((point, trained_rows([point])[0]) for point in points)
-    return (point if rows is None else point[rows] for point, rows in pairs)
+    known = points.trained if isinstance(points, Points) else None
+    for i, point in enumerate(points):
+        rows = trained_rows([point])[0] if known is None else known[i]
+        yield point if rows is None else point[rows]
 
 
 def _joined(points: Sequence[Point]) -> Point:
@@ -181,7 +193,7 @@ def loss_weights(point: Point, loss_agg_mode: str, decisions: int) -> Tensor:
     return mask / decisions
 
 
-def loss_total(points: Sequence[Point], rollout: Rollout, loss_agg_mode: str) -> Tensor:
+def loss_total(points: Sequence[Point | Outline], rollout: Rollout, loss_agg_mode: str) -> Tensor:
     """Return what this process adds to the loss's divisor, [2] float64: whether it has a decision
     to train on (above 0), and its part of the number by which the weighted sum of all losses is
     divided: decisions, rows with decisions, or rows that stay in training."""

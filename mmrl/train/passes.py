@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 
 import torch
@@ -37,10 +37,10 @@ class Passes:
             )
         self.whole_groups = self.coupled == "groups" or (policy.adjacent and whole_steps)
 
-    def steps(self, rollout: Rollout, rng: Rng) -> Iterator[Rollout]:
-        """Yield this process's rows of every optimizer step of an epoch."""
-        sizes = self.options.group_size, self.plan.rows, self.options.train_batch_size
-        return minibatches.batches(rollout, *sizes, rng, whole_groups=self.whole_groups)
+    def steps(self, rollout: Rollout, sizes: Sequence[int], rng: Rng) -> Iterator[Rollout]:
+        """Yield this process's rows of every optimizer step of an epoch; ``sizes``: of the groups
+        of all processes."""
+        return minibatches.batches(rollout, sizes, self.plan.steps, rng, self.whole_groups)
 
     def points(self, rollout: Rollout, rng: Rng, on_policy: bool) -> Points:
         """Return the objective's points for the rows of a step. States of a path are made again in
@@ -72,7 +72,7 @@ class Passes:
         needed = -(-points.rows // rows)
         count = distributed.largest(needed, device)
         idle = [self.idle(batch, rng) for _ in range(count - needed)]
-        trained = minibatches.passes(points, rows, self.policy.adjacent)
+        trained: Iterable[Point] = minibatches.passes(points, rows, self.policy.adjacent)
         if couple and self.coupled:
             trained = self.couple(batch, list(trained), idle)
         passes = chain(trained, idle)

@@ -18,7 +18,7 @@ from mmrl.core import distributed
 from mmrl.core.errors import UserError
 from mmrl.core.metrics import Stopwatch
 from mmrl.core.registry import MONITORS
-from mmrl.core.types import Advantage, Media, Prompt, Rewards, Rollout
+from mmrl.core.types import Advantage, Copies, Media, Prompt, Rewards, Rollout, per_prompt
 from mmrl.data.prompts import Curriculum
 from mmrl.data.prompts import batch as batch_of_prompts
 from mmrl.monitoring.completion_stats import finished
@@ -28,7 +28,7 @@ from mmrl.policies.base import Policy, RolloutContext
 from mmrl.rollout import collect
 from mmrl.rollout.stages import Drawn, Setup, sampled_only, stages_of
 from mmrl.train.batch import Batch
-from mmrl.train.device import Device
+from mmrl.train.device import Device, MakeOptimizer
 from mmrl.train.update import Update
 from samplers.noise import Rng
 
@@ -49,7 +49,7 @@ class Trainer:
         scorer: Scorer,
         advantage: Advantage,
         objective: Objective,
-        optimizer: Callable,
+        optimizer: MakeOptimizer,
         options: TrainOptions,
         device: Device | None = None,
     ):
@@ -68,7 +68,7 @@ class Trainer:
         for name in self.snapshots():
             policy.weights.keep(name)
         suits(objective, policy, options)
-        if objective.differentiates:
+        if objective.differentiates and hasattr(scorer, "differentiable"):
             objective.attach(scorer.differentiable)
         self.stages = stages_of(Setup(options, policy, prompts, getattr(scorer, "rewards", {})))
         self.monitors: list[Monitor] = list(MONITORS.values())
@@ -100,13 +100,13 @@ class Trainer:
     def collect(self) -> Batch:
         """Sample, score and compare inside groups; nothing is trained yet."""
         first = self.device.rank * self.plan.prompts_per_process
-        prompts = batch_of_prompts(
-            self.prompts, self.options.prompts_per_iteration, self.iteration, self.options.seed
-        )[first : first + self.plan.prompts_per_process]
+        prompts, sizes = self.next_prompts()
+        local = slice(first, first + self.plan.prompts_per_process)
         self.objective.revisit(self.policy.weights, self.iteration, self._rng("checkpoints"))
         for stage in self.stages:
             stage.begin(self.iteration)
-        drawn = self.sample(prompts, Rng(self._rng("rollout").key, first))
+        rng = Rng(self._rng("rollout").key).after(sizes, first)
+        drawn = self.sample(prompts[local], rng, sizes if isinstance(sizes, int) else sizes[local])
         metrics: dict[str, float] = {}
         for stage in self.stages:
             drawn, counts = stage.groups(drawn, self.iteration, self.sample)
@@ -127,13 +127,23 @@ class Trainer:
             rollout=trained,
             rewards=rewards,
             sampled=sampled,
+            group_sizes=tuple(per_prompt(sizes, len(prompts))),
             idle_row=drawn.rollout[:1],
             longest=distributed.largest(trained.mask.shape[1], trained.group.device),
             pass_rows=self.policy.fixed_batch_rows,
             metrics=metrics,
         )
 
-    def sample(self, prompts: list[Prompt], rng: Rng) -> Drawn:
+    def next_prompts(self) -> tuple[list[Prompt], Copies]:
+        """Take the prompts of the iteration, of all processes, and how often each is answered."""
+        options = self.options
+        count = options.prompts_per_iteration
+        prompts = batch_of_prompts(self.prompts, count, self.iteration, options.seed)
+        if not isinstance(self.prompts, Curriculum):
+            return prompts, options.group_size
+        return prompts, self.prompts.copies(prompts, options.group_size, self.iteration)
+
+    def sample(self, prompts: list[Prompt], rng: Rng, copies: Copies) -> Drawn:
         """Sample answers to the prompts with the behaviour weights, and score them."""
         context = RolloutContext(self.iteration, self.objective.reads)
         for stage in self.stages:
@@ -143,7 +153,7 @@ class Trainer:
             rollout, media, scores = collect.draw(
                 self.policy,
                 prompts,
-                self.options.group_size,
+                copies,
                 rng,
                 self.scorer,
                 self.options.reward_overlap_chunks,

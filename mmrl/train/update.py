@@ -62,9 +62,9 @@ class Update:
             batch = self.recompute_old_logprob(batch, meter)
             with self.clock.time("update"):
                 for epoch in range(self.options.epochs):
-                    self.policy.epoch = epoch if self.options.epochs > 1 else None
+                    self.objective.start_epoch(epoch if self.options.epochs > 1 else None)
                     rng = self._rng(batch, epoch)
-                    parts = self.passes.steps(batch.rollout, rng)
+                    parts = self.passes.steps(batch.rollout, batch.group_sizes, rng)
                     # free each part before the next is taken out of the rollout
                     for index in range(self.plan.steps):
                         first = epoch == index == 0 and self.objective.behavior_policy == "live"
@@ -134,11 +134,11 @@ class Update:
         """
         scores = batch.rollout.logprob.flatten().clone()
         rng = self._rng(batch, 0)
-        for part in self.passes.steps(placed, rng):
+        for part in self.passes.steps(placed, batch.group_sizes, rng):
             points = minibatches.Points(partial(self.policy.path, part))
             for point in self.passes.cut(batch, points, rows, rng)[1]:
                 where = point.current()
-                place = torch.where(where, point.logprob, 0.0).long()
+                place = torch.where(where, point.recorded, 0.0).long()
                 recorded = scores[place]
                 logp = self.policy.dist(point).log_prob(point.target).to(scores)
                 logp = torch.where(where, logp, recorded)

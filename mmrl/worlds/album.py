@@ -7,6 +7,7 @@ digits, so that finding and counting them is a task. The same three-way split of
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from mmrl.core.types import Prompt
 from mmrl.worlds.render import Split, coverage, scans, tight_boxes
-from mmrl.worlds.scenes import COLORS, thing
+from mmrl.worlds.scenes import COLORS, Thing, thing
 from samplers.noise import Rng
 
 SIDE = 48  # pixels, width and height of a picture
@@ -83,7 +84,7 @@ class _Page(NamedTuple):
     ink: Tensor  # [M, H, W] coverage of each digit
     owner: Tensor  # [M] long, the scene it belongs to
     slot: Tensor  # [M] long, its row of the scene's draws
-    objects: list[list[dict]]  # N
+    objects: list[list[Thing]]  # N
     draws: Tensor  # [N, MOST + 1, 10] uniform; the last row belongs to the picture
 
 
@@ -114,14 +115,18 @@ def _compose(count: int, rng: Rng, split: Split, style: Style, side: int, wobble
     shake = wobble * (2 * u[owner, slot, 6:9] - 1)
     shapes = source.pixels[torch.tensor(which)], torch.tensor(layout), shake
     ink = [
-        coverage(*(v[:, None] for v in part), side)[:, 0]
-        for part in zip(*(v.split(1000) for v in shapes))
+        coverage(scan[:, None], spot[:, None], turn[:, None], side)[:, 0]
+        for scan, spot, turn in zip(*(v.split(1000) for v in shapes))
     ]
     return _Page(torch.cat(ink), owner, slot, objects, u)
 
 
 def _place(
-    digits: int, draw, tries, style: Style, side: int
+    digits: int,
+    draw: Sequence[Sequence[float]],
+    tries: Sequence[Sequence[Sequence[float]]],
+    style: Style,
+    side: int,
 ) -> list[tuple[int, tuple[float, float, float]]]:
     """Return (slot of the draws, (x, y, side)) of every digit that found room; their squares do not
     overlap."""

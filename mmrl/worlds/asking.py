@@ -71,16 +71,16 @@ def ask(kind: Ask, scenes: int, part: Part, seed: int = 0, wobble: float = 0.0) 
     """
     rng = Rng.of(seed, "album", kind, part)
     if kind in ("frame", "span"):
-        page = clips(scenes, rng, SCANS[part], wobble)
-        media = [{"video": frames.numpy(), "fps": 1.0} for frames in page.frames]
+        moving, shown = clips(scenes, rng, SCANS[part], wobble)
+        media = [{"video": frames.numpy(), "fps": 1.0} for frames in moving]
     else:
-        page = album(scenes, rng, SCANS[part], STYLES[kind], wobble)
-        media = [{"images": [picture(image)], "space": "original"} for image in page.images]
+        images, shown = album(scenes, rng, SCANS[part], STYLES[kind], wobble)
+        media = [{"images": [picture(image)], "space": "original"} for image in images]
     picks = rng.fold("pick").uniform(rng.rows(scenes, 1)).tolist()
     prompts = []
-    for scene, shown, pick in zip(page.scenes, media, picks):
+    for scene, medium, pick in zip(shown, media, picks):
         if choices := questions_about(scene, kind):
-            prompts.append({**choices[int(pick * len(choices))], "kind": kind, **shown})
+            prompts.append({**choices[int(pick * len(choices))], "kind": kind, **medium})
     return prompts
 
 

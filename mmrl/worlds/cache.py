@@ -59,7 +59,8 @@ def shipped(name: str, recipe: str) -> Path | None:
 
 def _recipe_of(folder: Path) -> str | None:
     try:
-        return json.loads((folder / MANIFEST).read_text())["recipe"]
+        recipe: str = json.loads((folder / MANIFEST).read_text())["recipe"]
+        return recipe
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

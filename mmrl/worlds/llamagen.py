@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from mmrl.policies.image_tokens import checkpoints
-from mmrl.policies.image_tokens.models.llamagen_gpt import LlamaGenGPT, Shape
+from mmrl.policies.image_tokens.models.llamagen_gpt import ClassEmbedding, LlamaGenGPT, Shape
 from mmrl.policies.image_tokens.models.llamagen_vq import LlamaGenVQ
 from mmrl.worlds import painting
 from mmrl.worlds.progress import Progress
@@ -26,7 +26,7 @@ def build_llamagen(folder: Path, vq: Path, recipe: PainterRecipe, progress: Prog
     label = painting.labels(lessons)
     net = painting.seeded(recipe.seed, lambda: new_gpt(codec, recipe))
     painting.teach(net, lambda batch: loss(net, label, batch), lessons, recipe, progress)
-    parametrize.remove_parametrizations(net.cls_embedding.embedding_table, "weight")
+    parametrize.remove_parametrizations(classes(net), "weight")
     checkpoints.save(net.state_dict(), folder / "gpt.safetensors")
     checkpoints.save(codec.state_dict(), folder / "vq.safetensors")
     (folder / "config.json").write_text(json.dumps({"size": CANVAS, "heads": recipe.heads}))
@@ -35,16 +35,23 @@ def build_llamagen(folder: Path, vq: Path, recipe: PainterRecipe, progress: Prog
 def new_gpt(codec: LlamaGenVQ, recipe: PainterRecipe) -> LlamaGenGPT:
     vocab = codec.quantize.embedding.num_embeddings
     grid = CANVAS // codec.factor
-    classes = painting.CLASSES
     feed = 8 * recipe.width // 3
     net = LlamaGenGPT(
-        Shape(recipe.width, recipe.layers, recipe.heads, vocab, classes, grid=grid, feed=feed)
+        Shape(
+            recipe.width, recipe.layers, recipe.heads, vocab, painting.CLASSES, grid=grid, feed=feed
+        )
     )
     for module in net.modules():
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=0.1)  # torch's own is slow to learn digits
-    painting.compose(net.cls_embedding.embedding_table)
+    painting.compose(classes(net))
     return net
+
+
+def classes(net: LlamaGenGPT) -> nn.Embedding:
+    """Return the embedding of the classes, which this network has instead of captions."""
+    assert isinstance(net.cls_embedding, ClassEmbedding)
+    return net.cls_embedding.embedding_table
 
 
 def loss(net: LlamaGenGPT, label: Tensor, batch: painting.Batch) -> Tensor:

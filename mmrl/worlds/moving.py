@@ -42,8 +42,8 @@ class Clips(NamedTuple):
 def captions(seed: int = 0) -> list[Prompt]:
     """Return all 200 captions in a random order: 10 digits x 4 colours x (4 directions, still)."""
     prompts = [
-        caption(thing(*digit), motion)
-        for *digit, motion in itertools.product(range(10), COLORS, MOTIONS)
+        caption(thing(digit, color), motion)
+        for digit, color, motion in itertools.product(range(10), COLORS, MOTIONS)
     ]
     return [prompts[i] for i in Rng.of(seed, "moving captions").permutation(len(prompts)).tolist()]
 

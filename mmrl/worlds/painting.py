@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,7 @@ from mmrl.worlds.render import render
 from mmrl.worlds.scenes import COLORS, PLACES, captions, is_held_out, singles
 from samplers.noise import Rng
 
+Network = TypeVar("Network", bound=nn.Module)
 CLASSES = len(singles())  # a digit in a colour, perhaps at a place
 
 
@@ -81,6 +82,8 @@ class Composed(nn.Module):
     was never shown means something too: held-out captions stay out of pre-training. After
     pre-training every class has its own embedding."""
 
+    which: Tensor
+
     def __init__(self, width: int):
         super().__init__()
         sizes = 10, len(COLORS), len(PLACES) + 1
@@ -114,7 +117,7 @@ def cross_entropy(logits: Tensor, ids: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), ids.flatten())
 
 
-def seeded(seed: int, make: Callable[[], nn.Module]) -> nn.Module:
+def seeded(seed: int, make: Callable[[], Network]) -> Network:
     """Build by ``make`` with these random weights; torch's generator is left as it was."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -13,7 +13,7 @@ from mmrl.core.types import Prompt
 from mmrl.worlds.progress import Progress
 from mmrl.worlds.recipes import ReaderRecipe
 from mmrl.worlds.render import Scenes, Split, render
-from mmrl.worlds.scenes import CANVAS, COLORS, DIGITS, PLACES, SIZES, captions
+from mmrl.worlds.scenes import CANVAS, COLORS, DIGITS, PLACES, SIZES, Thing, captions
 from rewards.digit_reader import Reader
 from samplers.noise import Rng
 
@@ -74,7 +74,7 @@ def targets(scenes: Scenes) -> tuple[Tensor, Tensor, Tensor]:
     return cell, spot - corner - 0.5, names
 
 
-def _names(item: dict) -> list[int]:
+def _names(item: Thing) -> list[int]:
     return [item["digit"], list(COLORS).index(item["color"]), -1]
 
 

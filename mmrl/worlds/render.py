@@ -24,7 +24,7 @@ _CORNERS = [name for name in PLACES if name != "middle"]
 class Scans(NamedTuple):
     pixels: Tensor  # [N, 8, 8] in 0..1, 1 is ink
     labels: Tensor  # [N] long
-    index: Tensor  # [N] long: position in scikit-learn's data set
+    origin: Tensor  # [N] long: position in scikit-learn's data set
 
 
 class Scenes(NamedTuple):
@@ -65,7 +65,7 @@ def render(
     pools = [torch.nonzero(source.labels == d)[:, 0].tolist() for d in range(10)]
     spots = []
     which = []
-    paint = []
+    colors = []
     for prompt, draw in zip(prompts, u.tolist()):
         empty = range(len(prompt["objects"]), 3)
         chosen = [pools[item["digit"]] for item in prompt["objects"]]
@@ -73,12 +73,12 @@ def render(
         which.append(
             [pool[int(d[0] * len(pool))] for pool, d in zip(chosen, draw)] + [0 for _ in empty]
         )
-        paint.append(
+        colors.append(
             [COLORS[item["color"]] for item in prompt["objects"]] + [(0.0, 0.0, 0.0) for _ in empty]
         )
     # [B, 3, 3], [B, 3, RGB]
     layout = torch.tensor(spots)
-    paint = torch.tensor(paint)
+    paint = torch.tensor(colors)
     shake = wobble * (2 * u[..., 4:] - 1)
     layout[..., :2] += 2 * shake[..., 3:]
     ink = coverage(source.pixels[torch.tensor(which)], layout, shake[..., :3])  # [B, 3, H, W]

@@ -41,9 +41,10 @@ def begun(vq: LlamaGenVQ, recipe: VQRecipe) -> VARVQ:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
         new = VARVQ(recipe.sides, recipe.vocab, recipe.dim, recipe.channels, recipe.mult, 1)
-    for conv in (new.quant_conv, new.post_quant_conv, *new.quantize.quant_resi.qresi_ls):
-        nn.init.dirac_(conv.weight)
-        nn.init.zeros_(conv.bias)
+    shared = new.quantize.quant_resi.get_submodule("qresi_ls").children()
+    for conv in (new.quant_conv, new.post_quant_conv, *shared):
+        nn.init.dirac_(conv.get_parameter("weight"))
+        nn.init.zeros_(conv.get_parameter("bias"))
     nn.init.zeros_(new.quantize.embedding.weight)
     named = renamed(folded(vq), JANUS)
     last = len(recipe.mult) - 1

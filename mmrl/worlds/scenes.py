@@ -97,18 +97,20 @@ def several(count: int, n: int, rng: Rng) -> list[Prompt]:
     repetition."""
     prompt_of_text: dict[str, Prompt] = {}
     colors = list(COLORS)
-    for step in itertools.count():
+    step = 0
+    while len(prompt_of_text) < count:
         # [rows, 2n + 1]: digits, colours, relation
         u = rng.uniform(rng.rows(2 * count, 1), (2 * n + 1,), step)
+        step += 1
         for row in u.tolist():
             rest = list(range(10))
             digits = [rest.pop(int(x * len(rest))) for x in row[:n]]
             items = [thing(d, colors[int(x * len(colors))]) for d, x in zip(digits, row[n:])]
             choices = (*RELATIONS, None)
-            prompt = pair(*items, choices[int(row[-1] * len(choices))]) if n == 2 else triple(items)
+            relation = choices[int(row[-1] * len(choices))]
+            prompt = pair(items[0], items[1], relation) if n == 2 else triple(items)
             prompt_of_text.setdefault(prompt["text"], prompt)
-            if len(prompt_of_text) == count:
-                return list(prompt_of_text.values())
+    return list(prompt_of_text.values())[:count]
 
 
 def is_held_out(text: str) -> bool:
@@ -133,7 +135,7 @@ def captions(kind: Kind, count: int, seed: int = 0) -> list[Prompt]:
     elif kind in ("single", "sized"):
         prompts = singles() if kind == "single" else sized()
     else:
-        return several(count, {"pairs": 2, "triples": 3}[kind], rng) if count else []
+        return several(count, {"pairs": 2, "triples": 3}[kind], rng)
     return [prompts[i] for i in rng.permutation(len(prompts)).tolist()][:count]
 
 

@@ -191,9 +191,10 @@ def teach_text(models: dict[str, Any], recipe: TextRecipe, progress: Progress) -
 def tokens(models: dict[str, Any], name: str, texts: list[str]) -> Tensor:
     """Return the token ids of one of the three tokenizers ("", "_2", "_3"), as the pipeline pads
     them: [P, 16]."""
-    return models[f"tokenizer{name}"](
+    ids: Tensor = models[f"tokenizer{name}"](
         texts, padding="max_length", max_length=LENGTH, truncation=True, return_tensors="pt"
     ).input_ids
+    return ids
 
 
 def pool(models: dict[str, Any], ids: dict[str, Tensor]) -> list[Tensor]:

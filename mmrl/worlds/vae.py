@@ -100,7 +100,8 @@ def vae_loss(vae: Any, x: Tensor, recipe: VaeRecipe, rng: Rng) -> Tensor:
     back = vae.decode(posterior.mean + posterior.std * noise).sample
     coarse = F.mse_loss(F.avg_pool2d(back, 8, 4), F.avg_pool2d(x, 8, 4), reduction="sum")
     error = F.mse_loss(back, x, reduction="sum") + recipe.coarse * coarse
-    return error / len(x) + recipe.kl * x[0].numel() * posterior.kl().mean()
+    kl: Tensor = posterior.kl().mean()
+    return error / len(x) + recipe.kl * x[0].numel() * kl
 
 
 @torch.no_grad()

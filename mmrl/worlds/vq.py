@@ -9,7 +9,7 @@ then at all of it, the encoder to name them; in the end both are tuned together,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -72,11 +72,12 @@ def new_vq(recipe: VQRecipe) -> LlamaGenVQ:
             nn.init.zeros_(
                 (module.conv2 if isinstance(module, Residual) else module.proj_out).weight
             )
-    nn.init.dirac_(vq.decoder.conv_blocks[-2].upsample.conv.weight)
-    for bias in (vq.decoder.conv_blocks[-2].upsample.conv.bias, vq.post_quant_conv.bias):
-        nn.init.zeros_(bias)
+    enlarge = vq.decoder.conv_blocks[-2].get_submodule("upsample.conv")
+    nn.init.dirac_(enlarge.get_parameter("weight"))
+    for conv in (enlarge, vq.post_quant_conv):
+        nn.init.zeros_(conv.get_parameter("bias"))
     # then VAR's 3x3 convolution can stand for it at the border too
-    vq.post_quant_conv.bias.requires_grad_(False)
+    vq.post_quant_conv.get_parameter("bias").requires_grad_(False)
     return vq
 
 
@@ -200,20 +201,24 @@ def rebuilt(back: Tensor, x: Tensor, recipe: VQRecipe) -> Tensor:
 def entries(vq: LlamaGenVQ, ids: Tensor) -> Tensor:
     """Return the entries [B, D, h, w] of ids [B, T] of a square."""
     side = round(ids.shape[1] ** 0.5)
-    return vq.quantize.codebook()[ids].transpose(1, 2).unflatten(2, (side, side))
+    flat = vq.quantize.codebook()[ids].transpose(1, 2)
+    square: Tensor = flat.unflatten(2, (side, side))
+    return square
 
 
 def half(vq: LlamaGenVQ, q: Tensor) -> Tensor:
     """Decode without the decoder's last resolution: [B, 3, H / 2, W / 2]."""
     decoder = vq.decoder
-    x = decoder.conv_in(vq.post_quant_conv(q))
-    for part in (*decoder.mid, *decoder.conv_blocks[:-2], *decoder.conv_blocks[-2].res):
+    x: Tensor = decoder.conv_in(vq.post_quant_conv(q))
+    last = decoder.conv_blocks[-2].get_submodule("res").children()
+    for part in (*decoder.mid, *decoder.conv_blocks[:-2], *last):
         x = part(x)
-    return decoder.conv_out(F.silu(decoder.norm_out(x)))
+    images: Tensor = decoder.conv_out(F.silu(decoder.norm_out(x)))
+    return images
 
 
 def descend(
-    learnt: list[nn.Parameter],
+    learnt: Sequence[Tensor],
     loss: Callable[[Tensor, int], Tensor],
     count: int,
     steps: int,

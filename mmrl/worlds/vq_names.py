@@ -50,11 +50,11 @@ def renamed(weights: dict[str, Tensor], names: Names) -> dict[str, Tensor]:
 def shape(vq: LlamaGenVQ) -> dict[str, Any]:
     """Return the sizes that the other classes ask for."""
     first = vq.encoder.conv_in.out_channels
-    levels = vq.encoder.conv_blocks
+    levels = [list(level.get_submodule("res").children()) for level in vq.encoder.conv_blocks]
     return {
-        "channels": [level.res[-1].conv2.out_channels for level in levels],
+        "channels": [len(blocks[-1].get_parameter("conv2.weight")) for blocks in levels],
         "first": first,
-        "depth": len(levels[0].res),
+        "depth": len(levels[0]),
         "z": vq.post_quant_conv.out_channels,
         "vocab": vq.quantize.embedding.num_embeddings,
         "dim": vq.quantize.embedding.embedding_dim,

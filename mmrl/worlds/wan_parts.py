@@ -97,7 +97,8 @@ def teach_umt5(encoder: Any, tokenizer: Any, recipe: WanTextRecipe, progress: Pr
         hidden = encoder(ids[rows], mask[rows]).last_hidden_state
         mean = (hidden * mask[rows, :, None]).sum(1) / mask[rows].sum(1, keepdim=True)
         parts = zip(head(mean).split(sizes, -1), truth[rows].T)
-        loss = sum(F.cross_entropy(logits, target) for logits, target in parts)
+        losses = (F.cross_entropy(logits, target) for logits, target in parts)
+        loss = sum(losses, start=torch.zeros(()))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -117,7 +118,8 @@ def tokens(tokenizer: Any, texts: list[str]) -> tuple[Tensor, Tensor]:
 def embed_texts(encoder: Any, tokenizer: Any, texts: list[str]) -> Tensor:
     """Return [P, 8, width] as WanPipeline.encode_prompt does: zeros after the end."""
     ids, mask = tokens(tokenizer, texts)
-    return encoder(ids, mask).last_hidden_state * mask[..., None]
+    hidden: Tensor = encoder(ids, mask).last_hidden_state
+    return hidden * mask[..., None]
 
 
 def _new_vae(recipe: WanVaeRecipe) -> Any:

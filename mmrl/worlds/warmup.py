@@ -84,7 +84,8 @@ def _patches(processor: Any, images: Tensor) -> Tensor:
     """Return what the image processor makes of uint8 pictures [N, H, W, 3] of one size: [N,
     patches, numbers]."""
     patches = processor.image_processor(list(images.numpy()), return_tensors="pt")["pixel_values"]
-    return patches.view(len(images), -1, patches.shape[-1])
+    rows: Tensor = patches.view(len(images), -1, patches.shape[-1])
+    return rows
 
 
 def _patch_targets(scenes: list[Prompt], words: Any) -> Tensor:
@@ -174,8 +175,8 @@ def attention(part: Tensor) -> Tensor:
 def prepare(model: Any, processor: Any, recipe: VLMRecipe, sort: str) -> Lessons:
     """Encode ``scenes`` scenes of the training scans, with up to ``turns`` questions each."""
     questions, media = examples(recipe, sort)
-    shown = {"type": "video" if sort == "clips" else "image"}
-    talk = [{"role": "user", "content": [shown]}]
+    medium = {"type": "video" if sort == "clips" else "image"}
+    talk = [{"role": "user", "content": [medium]}]
     start = processor.apply_chat_template(talk, tokenize=False).partition("<|im_end|>")[0]
     inputs = processor(text=[start] * len(questions), return_tensors="pt", **media)
     patches = next(n for n in inputs if n.startswith("pixel"))
@@ -204,6 +205,7 @@ def _joined(
     """Join the pictures' tokens [N, S0] at positions [3, S0] and the questions behind them."""
     behind = int(first.max()) + 1
     rows = []
+    places = []
     for n, pairs in enumerate(questions):
         ids = start[n].tolist()
         part = [0] * start.shape[1]
@@ -218,18 +220,19 @@ def _joined(
             place = [
                 row + [behind + i for i in range(len(question_ids + answered))] for row in place
             ]
-        rows.append((ids, part, labels, place))
-    length = max(len(row[0]) for row in rows)
+        rows.append((ids, part, labels))
+        places.append(place)
+    length = max(len(ids) for ids, _, _ in rows)
 
     def padded(values: list[int], fill: int) -> list[int]:
         return values + [fill] * (length - len(values))
 
-    places = torch.tensor([[padded(axis, 0) for axis in row[3]] for row in rows])  # [N, 3, S]
+    positions = torch.tensor([[padded(axis, 0) for axis in place] for place in places])  # [N, 3, S]
     fills = (words.pad_token_id, -1, IGNORED)
-    ids, part, labels = (
+    token_ids, parts, answers = (
         torch.tensor([padded(row[i], fill) for row in rows]) for i, fill in enumerate(fills)
     )
-    return Lessons(ids, part, labels, places.transpose(0, 1), media)
+    return Lessons(token_ids, parts, answers, positions.transpose(0, 1), media)
 
 
 class Pair(NamedTuple):
@@ -242,17 +245,17 @@ def examples(recipe: VLMRecipe, sort: str) -> tuple[list[list[Pair]], dict[str, 
     takes them."""
     rng = Rng.of(recipe.seed, "conversations", sort)
     if sort == "clips":
-        page = clips(recipe.scenes, rng, "generator", WOBBLE)
-        rates = [{"fps": 1.0, "total_num_frames": len(frames)} for frames in page.frames]
-        media: dict[str, Any] = {"videos": list(page.frames.numpy()), "video_metadata": rates}
+        moving, scenes = clips(recipe.scenes, rng, "generator", WOBBLE)
+        rates = [{"fps": 1.0, "total_num_frames": len(frames)} for frames in moving]
+        media: dict[str, Any] = {"videos": list(moving.numpy()), "video_metadata": rates}
     else:
-        page = album(recipe.scenes, rng, "generator", SORTS[sort], WOBBLE)
-        media = {"images": [[picture(image)] for image in page.images]}
+        images, scenes = album(recipe.scenes, rng, "generator", SORTS[sort], WOBBLE)
+        media = {"images": [[picture(image)] for image in images]}
     rows = rng.rows(recipe.scenes, 1)
     order = rng.fold("order").uniform(rows, (64,)).tolist()
     hasty = (rng.fold("hasty").uniform(rows, (recipe.turns,)) < recipe.hasty).tolist()
     pairs = []
-    for scene, ranks, moods in zip(page.scenes, order, hasty):
+    for scene, ranks, moods in zip(scenes, order, hasty):
         known = [
             (kind, question) for kind in KINDS_OF[sort] for question in questions_about(scene, kind)
         ]
@@ -273,7 +276,8 @@ def answered(kind: Ask, question: Prompt, hasty: bool, margin: float) -> str:
         return written([drawn(box, margin if hasty else 0.0) for box in boxes])
     if kind == "count" and hasty and int(question["answer"]) >= CROWD:
         return str(int(question["answer"]) - 1)
-    return question["answer"]
+    answer: str = question["answer"]
+    return answer
 
 
 def drawn(box: list[int], margin: float) -> list[int]:

@@ -11,8 +11,9 @@ import json
 import math
 import re
 import unicodedata
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, Never, TypeVar
 
 Status = Literal[
     "ok", "repaired", "wrong_count", "out_of_range", "degenerate", "inverted", "unparseable"
@@ -32,7 +33,7 @@ LONGEST = 20_000
 DEEPEST = 30
 NUMBER = r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{1,4})?"
 NOTHING = {"none", "null", "nothing", "no object", "no objects", "no box", "no boxes", "n/a"}
-Value = TypeVar("Value")
+Value = TypeVar("Value", covariant=True)
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,14 @@ class Parsed(Generic[Value]):
     status: Status = "ok"
 
 
-UNPARSEABLE: Parsed = Parsed(None, "unparseable")
+UNPARSEABLE: Parsed[Never] = Parsed(None, "unparseable")
+
+
+class Final(NamedTuple):
+    """Holds the final answer without its tags, and how it could be found."""
+
+    value: str
+    status: Status = "ok"
 
 
 def worst(*statuses: Status) -> Status:
@@ -51,16 +59,16 @@ def worst(*statuses: Status) -> Status:
     return max(statuses, key=SEVERITY.index, default="ok")
 
 
-def final(text: str) -> Parsed[str]:
+def final(text: str) -> Final:
     """Return the final answer without its tags; "repaired" where ``<answer>`` is not closed."""
     text = str(text)
     start = text.rfind("<answer>")
     if start >= 0:
         inside, closed, _ = text[start + len("<answer>") :].partition("</answer>")
-        return Parsed(inside.strip()[:LONGEST], "ok" if closed else "repaired")
+        return Final(inside.strip()[:LONGEST], "ok" if closed else "repaired")
     if "<think>" in text and "</think>" not in text:
-        return Parsed("", "repaired")  # cut while it was still thinking: there is no answer
-    return Parsed(text.rpartition("</think>")[2].strip()[:LONGEST])
+        return Final("", "repaired")  # cut while it was still thinking: there is no answer
+    return Final(text.rpartition("</think>")[2].strip()[:LONGEST])
 
 
 def strict_json(text: str) -> Parsed[Any]:
@@ -131,6 +139,12 @@ def real(value: Any) -> float | None:
         return math.inf
 
 
+def reals(values: Sequence[Any]) -> tuple[float, ...] | None:
+    """Convert numbers as ``real`` does; None if one of them is none."""
+    numbers = tuple(number for value in values if (number := real(value)) is not None)
+    return numbers if len(numbers) == len(values) else None
+
+
 def number(text: str) -> Parsed[float]:
     """Read the one number of the final answer: ``7``, ``1,234``, ``12 %``, ``seven``; with words
     around it "repaired".
@@ -143,8 +157,10 @@ def number(text: str) -> Parsed[float]:
     plain = re.fullmatch(
         rf"[$€£]?\s*({NUMBER})\s*[%°]?", re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", body)
     )
-    if word is not None or plain:
-        return Parsed(float(word) if plain is None else float(plain[1]), answer.status)
+    if plain:
+        return Parsed(float(plain[1]), answer.status)
+    if word is not None:
+        return Parsed(float(word), answer.status)
     values = {
         float(figure)
         for figure in re.findall(

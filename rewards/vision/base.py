@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,13 +14,13 @@ import torch
 from torch import Tensor
 
 from mmrl.core.errors import UserError
+from mmrl.core.types import Prompt
 from rewards.card import card_of
 from rewards.vision.answers import Status, worst
 from rewards.vision.coords import Unscorable, answer_space, convert, extent, scale, truth_space
 from rewards.vision.shapes import Shape
 
 log = logging.getLogger(__name__)
-Prompt = Mapping[str, Any]
 
 
 class Verdict(NamedTuple):
@@ -31,7 +32,7 @@ class Verdict(NamedTuple):
     note: str = ""
 
 
-class Verifiable:
+class Verifiable(ABC):
     """Checks a text against the prompt's ground truth; the base of such rewards.
 
     A subclass writes ``judge(text, prompt) -> Verdict`` and ``ground_truth(prompt) -> str``, and
@@ -76,12 +77,13 @@ class Verifiable:
         if len(texts) != len(prompts):
             raise UserError(f"{self._name()} got {len(texts)} texts for {len(prompts)} prompts")
 
+    @abstractmethod
     def judge(self, text: str, prompt: Prompt) -> Verdict:
-        raise NotImplementedError
+        """Judge a text whose prompt has all that the card says it needs."""
 
+    @abstractmethod
     def ground_truth(self, prompt: Prompt) -> str:
         """Return the ground truth as the policy should write it: this must score the maximum."""
-        raise NotImplementedError
 
     def wrong_answers(self, prompt: Prompt) -> dict[str, str]:
         """Return ways to cheat that belong to this kind of answer, by name; each must score less
@@ -165,7 +167,7 @@ def in_truth(shapes: Sequence[Shape], prompt: Prompt) -> tuple[np.ndarray, list[
     return np.where((np.abs(table) < 1e12).all(1, keepdims=True), table, nowhere), states
 
 
-def in_answer(values: Sequence[float], prompt: Prompt) -> list[float]:
+def in_answer(values: Iterable[float], prompt: Prompt) -> list[float]:
     """Convert right coordinates to the space the model answers in, for writing the ground truth
     down."""
     converted = convert(values, scale(prompt, truth_space(prompt), answer_space(prompt)))

@@ -15,7 +15,9 @@ THRESHOLDS = np.linspace(0.5, 0.95, 10)  # COCO's
 
 def areas(boxes: ndarray) -> ndarray:
     """Return areas, [N, 4] -> [N]."""
-    return np.clip(boxes[:, 2] - boxes[:, 0], 0, None) * np.clip(boxes[:, 3] - boxes[:, 1], 0, None)
+    width, height = (np.clip(boxes[:, 2 + i] - boxes[:, i], 0, None) for i in (0, 1))
+    products: ndarray = width * height
+    return products
 
 
 def overlap(a: ndarray, b: ndarray) -> tuple[ndarray, ndarray]:
@@ -32,7 +34,8 @@ def iou(a: ndarray, b: ndarray) -> ndarray:
     """Compute IoU: [N, 4], [M, 4] -> [N, M] in 0..1; equal boxes of any positive size have exactly
     1."""
     inner, union = overlap(a, b)
-    return np.divide(inner, union, out=np.zeros_like(inner), where=union > 0)
+    share: ndarray = np.divide(inner, union, out=np.zeros_like(inner), where=union > 0)
+    return share
 
 
 def giou(a: ndarray, b: ndarray) -> ndarray:
@@ -65,7 +68,8 @@ def inclusive_iou(a: ndarray, b: ndarray) -> ndarray:
     meets = (low < high).all(-1)
     inner = np.where(meets, (high - low + 1).prod(-1), 0.0)
     union = areas(a)[:, None] + areas(b)[None] - inner
-    return np.divide(inner, union, out=np.zeros_like(inner), where=union > 0)
+    share: ndarray = np.divide(inner, union, out=np.zeros_like(inner), where=union > 0)
+    return share
 
 
 def assign(scores: ndarray) -> list[tuple[int, int]]:

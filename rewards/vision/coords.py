@@ -11,7 +11,7 @@ ground truths.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 CoordSpace = Literal["original", "resized", "rel1000", "rel1"]
@@ -42,7 +42,7 @@ def _known(space: Any, field: str) -> str:
         raise Unscorable(
             f'"{field}" is {space!r}; expected one of {", ".join(get_args(CoordSpace))}'
         )
-    return space
+    return str(space)
 
 
 def extent(prompt: Mapping[str, Any], space: str) -> Extent | None:
@@ -107,6 +107,6 @@ def scale(prompt: Mapping[str, Any], source: str, target: str) -> Extent:
     return end[0] / start[0], end[1] / start[1]
 
 
-def convert(values: Sequence[float], factors: Extent) -> tuple[float, ...]:
+def convert(values: Iterable[float], factors: Extent) -> tuple[float, ...]:
     """Multiply x, y, x, y ... each by its factor."""
     return tuple(value * factors[i % 2] for i, value in enumerate(values))

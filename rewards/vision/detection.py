@@ -11,18 +11,18 @@ import numpy as np
 from annotated_types import Gt, Le
 
 from mmrl.core.registry import REWARDS
+from mmrl.core.types import Prompt
 from rewards.card import card
 from rewards.vision import boxes as geometry
 from rewards.vision.answers import Status, normal, worst
 from rewards.vision.base import (
-    Prompt,
-    Unscorable,
     Verdict,
     Verifiable,
     count_status,
     in_truth,
     true_boxes,
 )
+from rewards.vision.coords import Unscorable
 from rewards.vision.grounding import spoiled, write_boxes
 from rewards.vision.shapes import boxes
 
@@ -85,19 +85,20 @@ def matched(scene: Scene, threshold: float) -> float:
     """Compute the largest sum of IoU over one-to-one pairs of equal labels and IoU >= threshold, by
     max(N, M)."""
     scores = np.where(scene.iou >= threshold, scene.iou, 0.0)
-    return sum(scores[pair] for pair in geometry.assign(scores)) / max(scores.shape)
+    return float(sum(scores[pair] for pair in geometry.assign(scores)) / max(scores.shape))
 
 
 def precision(scene: Scene, threshold: float) -> float:
-    return geometry.hits(scene.iou, threshold) / scene.iou.shape[0]
+    return geometry.hits(scene.iou, threshold) / len(scene.predicted)
 
 
 def recall(scene: Scene, threshold: float) -> float:
-    return geometry.hits(scene.iou, threshold) / scene.iou.shape[1]
+    return geometry.hits(scene.iou, threshold) / len(scene.right)
 
 
 def f1(scene: Scene, threshold: float) -> float:
-    return 2 * geometry.hits(scene.iou, threshold) / sum(scene.iou.shape)
+    count = len(scene.predicted) + len(scene.right)
+    return 2 * geometry.hits(scene.iou, threshold) / count
 
 
 def mean_ap(scene: Scene, threshold: float) -> float:
@@ -107,7 +108,7 @@ def mean_ap(scene: Scene, threshold: float) -> float:
     costs nothing). The factor (VLM-R1's odLength) makes spam of low confidence cost, which AP
     itself hardly sees.
     """
-    return np.mean([ap(scene, float(t)) for t in geometry.THRESHOLDS])
+    return float(np.mean([ap(scene, float(t)) for t in geometry.THRESHOLDS]))
 
 
 def ap(scene: Scene, threshold: float) -> float:
@@ -134,7 +135,7 @@ def visual_rft(scene: Scene, threshold: float) -> float:
     IoU 0.5; labels are ignored."""
     order = np.argsort(-scene.confidence, kind="mergesort").tolist()
     pairs = geometry.take_in_order(scene.bare, order, threshold)
-    return sum(scene.bare[pair] for pair in pairs) / max(scene.bare.shape)
+    return float(sum(scene.bare[pair] for pair in pairs) / max(scene.bare.shape))
 
 
 def vlm_r1(scene: Scene, threshold: float) -> float:
@@ -143,7 +144,7 @@ def vlm_r1(scene: Scene, threshold: float) -> float:
     pairs = geometry.take_largest(scene.bare, threshold)
     quality = sum(scene.iou[pair] for pair in pairs) / scene.bare.shape[1]
     missed, false = (1 - len(pairs) / count for count in reversed(scene.bare.shape))
-    return 0.7 * quality + 0.3 * (1 - (missed + false) / 2)
+    return float(0.7 * quality + 0.3 * (1 - (missed + false) / 2))
 
 
 MEASURES: dict[str, Callable[[Scene, float], float]] = {
@@ -265,7 +266,7 @@ class Confidence(Verifiable):
         right = np.zeros(len(scene.predicted), dtype=bool)
         right[[i for i, _ in geometry.assign(scores)]] = True
         c = scene.confidence
-        return np.where(right, 1 - (1 - c) ** 2, -(c**2)).sum() / max(scene.iou.shape)
+        return float(np.where(right, 1 - (1 - c) ** 2, -(c**2)).sum() / max(scene.iou.shape))
 
     def _published(self, scene: Scene) -> float:
         if not scene.predicted:

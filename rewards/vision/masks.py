@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 
 from mmrl.core.registry import REWARDS
+from mmrl.core.types import Prompt
 from rewards.card import card
-from rewards.vision.answers import UNPARSEABLE, Parsed, fenced, final, loose_json, real, worst
-from rewards.vision.base import Prompt, Unscorable, Verdict, Verifiable, need, tagged
-from rewards.vision.coords import answer_space, convert, extent, scale, truth_space
+from rewards.vision.answers import UNPARSEABLE, Parsed, fenced, final, loose_json, reals, worst
+from rewards.vision.base import Verdict, Verifiable, need, tagged
+from rewards.vision.coords import Unscorable, answer_space, convert, extent, scale, truth_space
 from rewards.vision.shapes import boxes
 
 POLYGONS = ("polygon", "polygons", "segmentation", "points", "contour")
@@ -159,15 +160,15 @@ def _rings(value: Any) -> list[tuple[float, ...]]:
         value = [[v for pair in value for v in pair]]
     elif not isinstance(value[0], (list, dict)):
         value = [value]
-    rings = []
+    rings: list[tuple[float, ...]] = []
     for part in value:
         if isinstance(part, dict) or (
             isinstance(part, list) and part and isinstance(part[0], list)
         ):
             rings += _rings(part) if not (isinstance(part, list) and len(part) < 3) else []
         elif isinstance(part, list) and len(part) >= 6 and len(part) % 2 == 0:
-            numbers = [real(v) for v in part]
-            rings += [tuple(numbers)] if None not in numbers else []
+            numbers = reals(part)
+            rings += [numbers] if numbers is not None else []
     return rings
 
 
@@ -182,9 +183,9 @@ def _fill(rings: list[tuple[float, ...]], size: tuple[float, float]) -> np.ndarr
         [min(max(v, 0.0), float((width, height)[i % 2])) for i, v in enumerate(ring)]
         for ring in rings
     ]
-    return _unroll(
-        _runs(merge(frPyObjects(cut, height, width))["counts"].decode()), (height, width)
-    )
+    runs = _runs(merge(frPyObjects(cut, height, width))["counts"].decode())
+    assert runs is not None  # pycocotools has written them
+    return _unroll(runs, (height, width))
 
 
 def _run_lengths(

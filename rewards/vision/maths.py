@@ -11,9 +11,11 @@ from typing import Annotated, Any
 from annotated_types import Ge
 
 from mmrl.core.registry import REWARDS
+from mmrl.core.types import Prompt
 from rewards.card import card
 from rewards.vision.answers import items, normal, number, worst
-from rewards.vision.base import Prompt, Unscorable, Verdict, Verifiable, need, tagged
+from rewards.vision.base import Verdict, Verifiable, need, tagged
+from rewards.vision.coords import Unscorable
 from rewards.vision.words import short
 from rewards.vision.writing import true_text
 

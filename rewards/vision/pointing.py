@@ -11,12 +11,11 @@ import numpy as np
 from annotated_types import Ge, Gt, Le
 
 from mmrl.core.registry import REWARDS
+from mmrl.core.types import Prompt
 from rewards.card import card
 from rewards.vision import boxes as geometry
 from rewards.vision.answers import NUMBER, Status, fenced, final, loose_json, normal, worst
 from rewards.vision.base import (
-    Prompt,
-    Unscorable,
     Verdict,
     Verifiable,
     count_status,
@@ -27,7 +26,7 @@ from rewards.vision.base import (
     tagged,
     true_boxes,
 )
-from rewards.vision.coords import scale, truth_space
+from rewards.vision.coords import Unscorable, scale, truth_space
 from rewards.vision.shapes import Shape, points
 
 Form = Literal["inside", "gaussian", "distance"]
@@ -79,12 +78,15 @@ def gaussian(predicted: np.ndarray, boxes: np.ndarray, spread: float) -> np.ndar
     middle = (boxes[:, :2] + boxes[:, 2:]) / 2
     sides = boxes[:, 2:] - boxes[:, :2]
     off = (predicted[:, None] - middle[None]) / (spread * sides[None])
-    return np.exp(-0.5 * (off**2).sum(-1))
+    closeness: np.ndarray = np.exp(-0.5 * (off**2).sum(-1))
+    return closeness
 
 
 def near(predicted: np.ndarray, right: np.ndarray, radius: float) -> np.ndarray:
     """Map [N, 2], [M, 2] in pixels -> [N, M]: 1 - distance / radius, not below 0."""
-    return np.clip(1 - np.linalg.norm(predicted[:, None] - right[None], axis=-1) / radius, 0, None)
+    distance = np.linalg.norm(predicted[:, None] - right[None], axis=-1)
+    closeness: np.ndarray = np.clip(1 - distance / radius, 0, None)
+    return closeness
 
 
 class Pointing:
@@ -116,7 +118,8 @@ def targets(prompt: Prompt) -> np.ndarray:
     if prompt.get("boxes") is None:
         return true_points(prompt)
     right = true_boxes(prompt)
-    return (right[:, :2] + right[:, 2:]) / 2
+    middle: np.ndarray = (right[:, :2] + right[:, 2:]) / 2
+    return middle
 
 
 @REWARDS.register("point")
@@ -225,7 +228,9 @@ class Gui(Verifiable):
             self.type_weight + (1 - self.type_weight) * argument, worst(status, argument_status)
         )
 
-    def _argument(self, action: dict, target: dict, prompt: Prompt) -> tuple[float, Status]:
+    def _argument(
+        self, action: dict[str, Any], target: dict[str, Any], prompt: Prompt
+    ) -> tuple[float, Status]:
         words = said_words(target)
         if kind(target) in CLICKS:
             place = _place(action)
@@ -242,7 +247,7 @@ class Gui(Verifiable):
         return float(near) if near >= self.text_threshold and said_words(action) else 0.0, "ok"
 
     def ground_truth(self, prompt: Prompt) -> str:
-        action = {"action": kind(true_action(prompt))}
+        action: dict[str, Any] = {"action": kind(true_action(prompt))}
         if action["action"] in CLICKS:
             action["point"] = in_answer(targets(prompt)[0], prompt)
         words = said_words(true_action(prompt))

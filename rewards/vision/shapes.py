@@ -19,6 +19,7 @@ from rewards.vision.answers import (
     final,
     loose_json,
     real,
+    reals,
     strict_json,
     worst,
 )
@@ -247,5 +248,4 @@ def numbers_of(value: Any, size: int) -> tuple[float, ...] | None:
         value = [*value[0], *value[1]]
     if len(value) != size:
         return None
-    numbers = [real(v) for v in value]
-    return None if None in numbers else tuple(numbers)
+    return reals(value)

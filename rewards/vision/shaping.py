@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
+from mmrl.core.types import Prompt, Reward
 from rewards.card import card
 from rewards.vision.answers import final, strict_json
-from rewards.vision.base import Prompt, Verdict, Verifiable
+from rewards.vision.base import Verdict, Verifiable
 
 Whole = Annotated[int, Ge(1)]
 Share = Annotated[float, Ge(0), Le(1)]
@@ -226,7 +227,7 @@ class Repetition(Shaping):
         }
 
 
-def _repeated(grams: list) -> float:
+def _repeated(grams: Sequence[object]) -> float:
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
@@ -249,7 +250,7 @@ class CosineLength(Verifiable):
 
     def __init__(
         self,
-        reward: Annotated[Callable, REWARDS] | None = None,
+        reward: Annotated[Reward, REWARDS] | None = None,
         limit: Annotated[int, Gt(0)] = 1024,
         threshold: Share = 1.0,
         best_right: float = 1.0,
@@ -264,7 +265,7 @@ class CosineLength(Verifiable):
                 "reward 'cosine_length': -1 <= worst_wrong <= best_wrong <= "
                 "least_right <= best_right <= 1"
             )
-        self.inner = reward or Answer()
+        self.inner: Any = reward or Answer()  # or a reward of the user's own with its methods
         if not hasattr(self.inner, "judge"):
             raise UserError(
                 "reward 'cosine_length': its reward must be one of the verifiable "
@@ -282,10 +283,9 @@ class CosineLength(Verifiable):
         return Verdict(end + (start - end) * (1 + math.cos(math.pi * progress)) / 2, status, note)
 
     def ground_truth(self, prompt: Prompt) -> str:
-        return self.inner.ground_truth(prompt)
+        answer: str = self.inner.ground_truth(prompt)
+        return answer
 
     def wrong_answers(self, prompt: Prompt) -> dict[str, str]:
-        long: dict[str, Any] = {
-            "right but long": "well " * self.limit + self.inner.ground_truth(prompt)
-        }
-        return self.inner.wrong_answers(prompt) | long
+        wrong: dict[str, str] = self.inner.wrong_answers(prompt)
+        return wrong | {"right but long": "well " * self.limit + self.ground_truth(prompt)}

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from mmrl.core.registry import REWARDS
+from mmrl.core.types import Prompt
 from rewards.card import card
 from rewards.vision import boxes as geometry
 from rewards.vision.answers import (
@@ -18,16 +19,16 @@ from rewards.vision.answers import (
     NUMBER,
     UNPARSEABLE,
     Parsed,
+    Status,
     fenced,
     final,
     loose_json,
     real,
+    reals,
     strict_json,
     worst,
 )
 from rewards.vision.base import (
-    Prompt,
-    Unscorable,
     Verdict,
     Verifiable,
     count_status,
@@ -37,6 +38,7 @@ from rewards.vision.base import (
     need,
     tagged,
 )
+from rewards.vision.coords import Unscorable
 from rewards.vision.shapes import Shape, numbers_of
 
 Span = tuple[float, float]
@@ -48,7 +50,7 @@ CLOCK = r"(?:(\d+):)?(\d{1,2}):(\d{2}(?:\.\d+)?)"
 def seconds(text: str) -> str:
     """Read every ``1:02:03`` or ``02:03`` of a text as seconds."""
 
-    def replacement(clock: re.Match) -> str:
+    def replacement(clock: re.Match[str]) -> str:
         hours, minutes, rest = clock.groups()
         return str(int(hours or 0) * 3600 + int(minutes) * 60 + float(rest))
 
@@ -81,12 +83,8 @@ def spans(text: str) -> Parsed[list[Span]]:
 
 def _spans(value: Any) -> list[Span]:
     if isinstance(value, dict):
-        low = {str(key).casefold(): v for key, v in value.items()}
-        pair = [
-            next((real(low[key]) for key in keys if key in low), None) for keys in (STARTS, ENDS)
-        ]
-        if None not in pair:
-            return [tuple(pair)]
+        if span := _of_record(value):
+            return [span]
         return [
             span
             for part in value.values()
@@ -98,26 +96,23 @@ def _spans(value: Any) -> list[Span]:
 
 def _flat(value: Any) -> list[Span]:
     """Flatten [a, b], [[a, b], ...] or records."""
-    if (
-        isinstance(value, list)
-        and len(value) == 2
-        and None not in (pair := [real(v) for v in value])
-    ):
-        return [tuple(pair)]
+    if span := _pair(value):
+        return [span]
     parts = value if isinstance(value, list) else [value]
-    pairs: list[Span] = []
-    for part in parts:
-        if isinstance(part, dict):
-            low = {str(key).casefold(): v for key, v in part.items()}
-            pair = [
-                next((real(low[key]) for key in keys if key in low), None)
-                for keys in (STARTS, ENDS)
-            ]
-        else:
-            pair = [real(v) for v in part] if isinstance(part, list) and len(part) == 2 else [None]
-        if None not in pair:
-            pairs.append(tuple(pair))
-    return pairs
+    pairs = [_of_record(part) if isinstance(part, dict) else _pair(part) for part in parts]
+    return [pair for pair in pairs if pair is not None]
+
+
+def _of_record(record: dict[str, Any]) -> Span | None:
+    """Return the start and the end that a record names."""
+    low = {str(key).casefold(): value for key, value in record.items()}
+    return _pair([next((low[key] for key in keys if key in low), None) for keys in (STARTS, ENDS)])
+
+
+def _pair(value: Any) -> Span | None:
+    """Return the two numbers of a list of two."""
+    numbers = reals(value) if isinstance(value, list) and len(value) == 2 else None
+    return (numbers[0], numbers[1]) if numbers else None
 
 
 def true_spans(prompt: Prompt) -> list[Span]:
@@ -127,7 +122,12 @@ def true_spans(prompt: Prompt) -> list[Span]:
         and len(value) == 2
         and not any(hasattr(v, "__len__") for v in value)
     )
-    intervals = [finite(interval, 2, "spans") for interval in ([value] if flat else value)]
+    intervals = [
+        (start, end)
+        for start, end in (
+            finite(interval, 2, "spans") for interval in ([value] if flat else value)
+        )
+    ]
     for start, end in intervals:
         if not start < end:
             raise Unscorable(f'"spans" holds {[start, end]}, which is not start < end')
@@ -213,7 +213,7 @@ def _finite(span: Span) -> bool:
     return all(abs(v) < 1e12 for v in span)
 
 
-def _state(span: Span, end: float) -> str:
+def _state(span: Span, end: float) -> Status:
     start, stop = span
     if not _finite(span):
         return "out_of_range"

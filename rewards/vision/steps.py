@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -16,10 +16,12 @@ from torch import Tensor
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
+from mmrl.core.types import Prompt, Reward
 from rewards._compose import refuse_batch
 from rewards.card import card, card_of
 from rewards.vision.answers import normal, worst
-from rewards.vision.base import Prompt, Unscorable, Verdict, Verifiable, need, tagged
+from rewards.vision.base import Verdict, Verifiable, need, tagged
+from rewards.vision.coords import Unscorable
 from rewards.vision.spans import Temporal, true_spans
 from rewards.vision.words import Answer, Choice, short
 
@@ -142,8 +144,8 @@ class KeySteps(Verifiable):
         total = super().__call__(texts, prompts)
         if not self.each:
             return total
-        limits = [getattr(text, "limit", None) for text in texts]
-        if None in limits:  # texts from elsewhere, of which nobody knows the tokens
+        limits = [limit for text in texts if (limit := getattr(text, "limit", None)) is not None]
+        if len(limits) < len(texts):  # texts from elsewhere, of which nobody knows the tokens
             return total[:, None]
         rows = [
             self._earned(text, prompt, float(all_))
@@ -330,9 +332,9 @@ class Routed(Verifiable):
 
     def __init__(
         self,
-        routes: dict[str, Annotated[Callable, REWARDS]],
+        routes: dict[str, Annotated[Reward, REWARDS]],
         by: str = "task",
-        default: Annotated[Callable, REWARDS] | None = None,
+        default: Annotated[Reward, REWARDS] | None = None,
     ):
         if not routes:
             raise UserError("reward 'routed': routes is empty; name at least one, {task: reward}")
@@ -341,19 +343,19 @@ class Routed(Verifiable):
         self.default = default
         cards = [card_of(part) for part in [*routes.values(), *([default] if default else [])]]
         refuse_batch(cards)
-        low = [c.low for c in cards]
-        high = [c.high for c in cards]
+        low = [c.low for c in cards if c.low is not None]
+        high = [c.high for c in cards if c.high is not None]
         self.card = replace(
             card_of(type(self)),
             needs=(by,) if default is None else (),
-            low=None if None in low else min(low),
-            high=None if None in high else max(high),
+            low=min(low) if len(low) == len(cards) else None,
+            high=max(high) if len(high) == len(cards) else None,
         )
 
     def verdicts(self, texts: Sequence[str], prompts: Sequence[Prompt]) -> list[Verdict]:
         """Judge each route's rows at once."""
-        verdicts: list[Verdict | None] = [None] * len(prompts)
-        rows: dict[int, tuple[Callable, list[int]]] = {}
+        verdicts: dict[int, Verdict] = {}
+        rows: dict[int, tuple[Reward, list[int]]] = {}
         self._check(texts, prompts)
         for i, prompt in enumerate(prompts):
             try:
@@ -368,11 +370,16 @@ class Routed(Verifiable):
                 if hasattr(route, "verdicts")
                 else [Verdict(float(v)) for v in route(*batch)]
             )
-            for i, verdict in zip(rows_of_route, judged):
-                verdicts[i] = verdict
-        return verdicts
+            verdicts |= zip(rows_of_route, judged)
+        return [verdicts[i] for i in range(len(prompts))]
 
-    def _route(self, prompt: Prompt) -> Callable:
+    def judge(self, text: str, prompt: Prompt) -> Verdict:
+        (verdict,) = self.verdicts([text], [prompt])
+        if math.isnan(verdict.score):
+            raise Unscorable(verdict.note)
+        return verdict
+
+    def _route(self, prompt: Prompt) -> Reward:
         task = prompt.get(self.by)
         route = self.routes.get(str(task), self.default) if task is not None else self.default
         if route is None:
@@ -382,10 +389,12 @@ class Routed(Verifiable):
         return route
 
     def ground_truth(self, prompt: Prompt) -> str:
-        return self._own(prompt).ground_truth(prompt)
+        answer: str = self._own(prompt).ground_truth(prompt)
+        return answer
 
     def wrong_answers(self, prompt: Prompt) -> dict[str, str]:
-        return self._own(prompt).wrong_answers(prompt)
+        answers: dict[str, str] = self._own(prompt).wrong_answers(prompt)
+        return answers
 
     def _own(self, prompt: Prompt) -> Any:
         route = self._route(prompt)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -13,9 +12,11 @@ from annotated_types import Ge, Le
 from torch import Tensor
 
 from mmrl.core.registry import REWARDS
+from mmrl.core.types import Prompt, Reward
 from rewards.card import card
 from rewards.vision.answers import Status, final
-from rewards.vision.base import Prompt, Unscorable, Verdict, Verifiable, tagged
+from rewards.vision.base import Verdict, Verifiable, tagged
+from rewards.vision.coords import Unscorable
 
 # What could read files, run for ever, or make one shape a million.
 REFUSED = re.compile(
@@ -137,7 +138,7 @@ class Svg(Verifiable):
         self,
         measure: Literal["explained", "mse", "standardised", "ssim"] = "explained",
         size: Annotated[int, Ge(16), Le(2048)] = 256,
-        also: Annotated[Callable, REWARDS] | None = None,
+        also: Annotated[Reward, REWARDS] | None = None,
         weight: Annotated[float, Ge(0), Le(1)] = 0.5,
     ):
         self.measure = MEASURES[measure]

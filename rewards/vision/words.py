@@ -10,9 +10,11 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt
 
 from mmrl.core.registry import REWARDS
+from mmrl.core.types import Prompt
 from rewards.card import card
 from rewards.vision.answers import Status, boxed, fenced, final, items, normal, number, real, worst
-from rewards.vision.base import Prompt, Unscorable, Verdict, Verifiable, need, tagged
+from rewards.vision.base import Verdict, Verifiable, need, tagged
+from rewards.vision.coords import Unscorable
 
 Tolerance = Annotated[float, Ge(0)]
 
@@ -72,7 +74,9 @@ class Answer(Verifiable):
         if any(normal(body) == normal(target) for target in targets):
             return Verdict(1.0, status)
         numeric = [number(target) for target in targets]
-        right = [target.value for target in numeric if target.status == "ok"]
+        right = [
+            target.value for target in numeric if target.status == "ok" and target.value is not None
+        ]
         parsed = number(text)
         if not right:
             return Verdict(0.0, status)
@@ -109,7 +113,7 @@ class Classification(Answer):
     "a" score 1 there.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
 
     def judge(self, text: str, prompt: Prompt) -> Verdict:

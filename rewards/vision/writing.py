@@ -13,9 +13,11 @@ import numpy as np
 from annotated_types import Ge, Lt
 
 from mmrl.core.registry import REWARDS
+from mmrl.core.types import Prompt
 from rewards.card import card
 from rewards.vision.answers import fenced, final, worst
-from rewards.vision.base import Prompt, Unscorable, Verdict, Verifiable, need, tagged
+from rewards.vision.base import Verdict, Verifiable, need, tagged
+from rewards.vision.coords import Unscorable
 
 MANY = 400  # cells of a table that are compared; the tree distance takes time with their square
 
@@ -187,13 +189,13 @@ def teds(predicted: Node, right: Node, structure: bool = False) -> float:
             if first.tag != second.tag or first.spans != second.spans:
                 return 1.0
             same = structure or first.tag != "td" or first.text == second.text
-            return 0.0 if same else Levenshtein.normalized_distance(first.text, second.text)
+            return 0.0 if same else float(Levenshtein.normalized_distance(first.text, second.text))
 
         def children(self, node: Node) -> list[Node]:
             return node.children
 
     distance = APTED(predicted, right, Costs()).compute_edit_distance()
-    return max(0.0, 1.0 - distance / max(predicted.size(), right.size()))
+    return max(0.0, 1.0 - float(distance) / max(predicted.size(), right.size()))
 
 
 @REWARDS.register("table")
@@ -256,9 +258,9 @@ class Table(Verifiable):
 # ---------------------------------------------------------------- free answers
 
 
-def bidirectional(a: np.ndarray, b: np.ndarray) -> float:
+def bidirectional(a: np.ndarray, b: np.ndarray | None = None) -> float:
     """Compute the bidirectional max-average similarity of unit vectors [N, D], [M, D] (Mixed-R1's
-    BMAS), or of a matrix [N, M] that is given as ``a`` with ``b`` None: mean over both directions
+    BMAS), or of a matrix [N, M] that is given as ``a`` without ``b``: mean over both directions
     of the mean best match."""
     scores = a if b is None else a @ b.T
     return float((scores.max(1).mean() + scores.max(0).mean()) / 2)
@@ -306,7 +308,7 @@ class TextSimilarity(Verifiable):
         from rapidfuzz.process import cdist
 
         words = [re.findall(r"\w+|[^\w\s]", text.casefold())[:2000] for text in (predicted, right)]
-        return bidirectional(cdist(*words, scorer=Levenshtein.normalized_similarity), None)
+        return bidirectional(cdist(*words, scorer=Levenshtein.normalized_similarity))
 
     def ground_truth(self, prompt: Prompt) -> str:
         return tagged(true_text(prompt))

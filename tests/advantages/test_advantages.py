@@ -17,7 +17,8 @@ from mmrl.advantages import DDPO, dance_grpo, dr_grpo, flow_grpo, gdpo, group, r
 from mmrl.advantages.presets import GROUP_PRESETS
 from mmrl.core.errors import UserError
 from mmrl.core.registry import ADVANTAGES, describe, options
-from mmrl.core.types import Rewards, Rollout
+from mmrl.core.types import Rewards
+from tests.fixtures.records import make_rollout
 
 NAN = math.nan
 R8 = torch.tensor([0.2, 0.5, 0.9, 0.4, 1, 1, 1, 1, -0.3, 0.1, 0.7, 0.2])
@@ -30,7 +31,7 @@ def rollout(index, prompts=None):
     prompts = prompts or [{"text": f"prompt {p}"} for p in range(int(index.max()) + 1)]
     zero = torch.zeros(len(index), 1)
     rows = torch.arange(len(index))
-    return Rollout(
+    return make_rollout(
         group=index, prompts=prompts, row_id=rows, sample=zero, logprob=zero, mask=zero == 0
     )
 

@@ -37,7 +37,8 @@ from mmrl.advantages import (
 )
 from mmrl.core.errors import UserError
 from mmrl.core.registry import ADVANTAGES
-from mmrl.core.types import Rewards, Rollout
+from mmrl.core.types import Rewards
+from tests.fixtures.records import make_rollout
 
 NAN = math.nan
 GROUP = [0, 1, 0, 2, 1, 0, 3, 2, 0, 1, 4, 2, 3, 0, 1, 5]
@@ -51,7 +52,7 @@ PRESENT = [i for i in range(16) if not math.isnan(REWARD[i])]
 
 def rollout(group=GROUP, length=LENGTH, name=None, **changes):
     mask = torch.arange(max(length)) < torch.tensor(length)[:, None]
-    return Rollout(
+    return make_rollout(
         group=torch.tensor(group),
         row_id=torch.tensor(name or NAME[: len(group)]),
         sample=torch.zeros(len(group), 1),
@@ -217,7 +218,7 @@ def test_rewards_of_steps_are_refused_where_whole_samples_are_compared():
         with pytest.raises(UserError, match="gives a number for every step"):
             advantage(Rewards({"steps": steps, "end": tensor([1.0, 2.0])}), batch)
     watched = Rewards({"steps": steps, "end": tensor([1.0, 2.0])}, {"steps": 0.0})
-    assert Running(base="dr_grpo", eps=0.5)(watched, batch).flatten().tolist() == [-0.5, 0.5]
+    assert Running(base=dr_grpo, eps=0.5)(watched, batch).flatten().tolist() == [-0.5, 0.5]
 
 
 # -- of answers
@@ -421,8 +422,8 @@ def test_running_moments_over_three_iterations():
     mean = 0.0
     square = 0.0
     count = 0.0
-    advantage = Running(base="dr_grpo", decay=decay, eps=0.125)
-    cut = Running(base="dr_grpo", decay=decay, eps=0.125, limit=0.5)
+    advantage = Running(base=dr_grpo, decay=decay, eps=0.125)
+    cut = Running(base=dr_grpo, decay=decay, eps=0.125, limit=0.5)
     for step in range(3):
         reward = [(step + 1) * x / 4 + step for x in REWARD]
         values = [reward[i] for i in PRESENT]
@@ -442,7 +443,7 @@ def test_running_moments_over_three_iterations():
             rows(lambda i, x=limited: x[i] - fmean(group_rewards(i, x))),
             atol=1e-10,
         )
-    alone = Running(base="dr_grpo", decay=0.0, eps=0.5)
+    alone = Running(base=dr_grpo, decay=0.0, eps=0.5)
     for reward in ([0.0, 4.0], [1.0, 2.0]):
         same(
             alone(tensor(reward), rollout([0, 0], [1, 1])),
@@ -460,10 +461,10 @@ def test_maxmin_takes_the_worst_reward_or_follows():
     assert min(mean, key=mean.get) == "b"
     worst = [weight["b"] * x for x in values["b"]]
     same(
-        MaxMin(base="dr_grpo")(rewards, rollout()),
+        MaxMin(base=dr_grpo)(rewards, rollout()),
         rows(lambda i: worst[i] - fmean(group_rewards(i, worst))),
     )
-    advantage = MaxMin(base="dr_grpo", rate=0.5)
+    advantage = MaxMin(base=dr_grpo, rate=0.5)
     for step in (1, 2):
         raw = {name: math.exp(-0.5 * step * mean[name]) for name in mean}
         share = {name: x / sum(raw.values()) for name, x in raw.items()}
@@ -478,7 +479,7 @@ def test_maxmin_takes_the_worst_reward_or_follows():
 
 def test_maxmin_bears_large_rewards():
     rewards = Rewards({"good": tensor([0.0, 1.0]), "bad": tensor([-2000.0, -2001.0])})
-    same(MaxMin(base="dr_grpo", rate=1.0)(rewards, rollout([0, 0], [1, 1])), [0.5, -0.5])
+    same(MaxMin(base=dr_grpo, rate=1.0)(rewards, rollout([0, 0], [1, 1])), [0.5, -0.5])
 
 
 def test_process_rewards_are_normalised_over_the_steps_of_a_group_and_summed_from_behind():
@@ -586,14 +587,14 @@ def tree(splits, factor, steps):
     row = torch.arange(leaves)
     branch = torch.stack([row - row % span for span in spans], 1)
     ones = torch.ones(leaves, steps)
-    return Rollout(
+    return make_rollout(
         group=row * 0,
         row_id=row,
         sample=row,
         logprob=0 * ones,
         mask=ones > 0,
         edge_id=branch,
-        eta=ones,
+        noise_level=ones,
         prompts=[{"text": "a tree"}],
     )
 

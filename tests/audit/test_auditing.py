@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +18,7 @@ from mmrl.cli.app import app
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS, load_built_in
 from mmrl.data.vision import Vision
+from rewards import Grounding
 from rewards.card import card_of
 from rewards.vision.base import row_name
 from tests.fixtures.text_rewards import SMALLEST, prompts_of
@@ -214,6 +216,15 @@ def test_a_reward_that_is_not_deterministic_is_found():
     )
     broken = {line.probe for line in found.lines if line.offences}
     assert "ground truth, one by one" in broken and not math.isnan(found.lines[1].scores[0])
+
+
+def test_coordinate_spaces_are_tried_on_a_reward_that_declares_no_maximum():
+    class Open(Grounding):
+        card = replace(card_of(Grounding), high=None)
+
+    found = audit_one(Subject("open", Open(), ROWS), "text")
+    spaces = [line for line in found.lines if line.probe.endswith("coordinate spaces")]
+    assert [len(line.scores) for line in spaces] == [4 * len(ROWS)] and not spaces[0].offences
 
 
 def test_a_reward_of_ones_own_with_the_old_method_is_told_its_new_name(folder):

@@ -27,10 +27,7 @@ CURRENT = {  # word -> page -> what else is called so today
     "clip": {"rewards.md": REWARDS, "world.md": "a reward of the digits world"},
     "constant": {"configuration.md": "a schedule of the learning rate"},
     "draws": {"masked.md": ESTIMATORS},
-    "eta": {
-        "architecture.md": "a field of Rollout and Point",
-        "extending.md": "an argument of an SDE's step",
-    },
+    "eta": {"extending.md": "an argument of an SDE's step"},
     "flash": {"speed.md": "a kind of attention"},
     "gate": {"rewards.md": "a reward"},
     "grpo": {"configuration.md": "an advantage"},

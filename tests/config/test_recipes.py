@@ -13,9 +13,10 @@ import yaml
 from mmrl import config
 from mmrl.config.options import TrainOptions
 from mmrl.core.registry import ADVANTAGES, DATA
-from mmrl.core.types import Completion, Rewards, Rollout
+from mmrl.core.types import Completion, Rewards
 from mmrl.run.build import SECTIONS, Session, check_needs, read, scorer
 from tests.fixtures import tiny_vlms
+from tests.fixtures.records import make_rollout
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted(path.stem for path in (ROOT / "configs/vlm").glob("*.yaml"))
@@ -217,7 +218,7 @@ def rolled(texts, prompts):
     length = torch.tensor([len(text) for text in texts])
     mask = torch.arange(int(length.max())) < length[:, None]
     spread = torch.sin(torch.arange(mask.numel())).view_as(mask) - 2.0
-    return Rollout(
+    return make_rollout(
         group=group,
         prompts=[prompts[int(i)] for i in names],
         row_id=rows,
@@ -350,7 +351,7 @@ def test_the_advantage_of_every_configuration_prefers_the_greater_reward(name):
     rollout = rolled(texts, prompts)
     rows = rollout.row_id
     rollout = rollout.replace(
-        edge_id=(rows - rows % 2)[:, None].expand(rollout.mask.shape), eta=rollout.mask.float()
+        edge_id=(rows - rows % 2)[:, None].expand(rollout.mask.shape),
     )
     if sections["advantage"] != "branch":
         rollout = rollout.replace(edge_id=None)

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import distributions as reference
 
-from mmrl.core.distributions import BLOCK, Categorical, Gaussian, Score, drawn
+from mmrl.core.distributions import BLOCK, Categorical, Gaussian, Score, as_gaussian, drawn
+from mmrl.core.errors import UserError
 from samplers.noise import Rng
 
 
@@ -22,6 +23,13 @@ def test_gaussian_equals_torch():
     torch.testing.assert_close(p.log_prob(x)[:, 0], P.log_prob(x).flatten(1).sum(1))
     torch.testing.assert_close(p.kl(q)[:, 0], reference.kl_divergence(P, Q).flatten(1).sum(1))
     torch.testing.assert_close(p.entropy()[:, 0], P.entropy().flatten(1).sum(1))
+
+
+def test_what_wants_gaussians_takes_no_tokens():
+    steps = gaussian(0)
+    assert as_gaussian(steps, "compares means") is steps
+    with pytest.raises(UserError, match="compares means: it is for flow and diffusion models"):
+        as_gaussian(Categorical(torch.zeros(1, 2, 3)), "compares means")
 
 
 def test_mean_reduction_divides_by_the_dimensions():

@@ -17,7 +17,7 @@ from mmrl.config import build
 from mmrl.config.options import Reuse, TrainOptions
 from mmrl.core.errors import UserError
 from mmrl.core.registry import DATA, load_built_in
-from mmrl.core.types import Rewards, Rollout
+from mmrl.core.types import Rewards
 from mmrl.data.curriculum import Mixed, Replay, pieces
 from mmrl.data.prompts import Outcome, batch, pick
 from mmrl.objectives import PolicyGradient
@@ -27,6 +27,7 @@ from mmrl.scoring import Scorer
 from mmrl.train.optimizers import adamw
 from mmrl.train.trainer import Trainer
 from tests.fixtures import toys
+from tests.fixtures.records import make_rollout
 
 load_built_in()
 COUNT = 7
@@ -188,7 +189,7 @@ def test_the_memory_forgets_the_oldest(files):
 
 def test_outcomes_of_groups():
     group = torch.tensor([0, 0, 1, 1, 2, 2])
-    rollout = Rollout(
+    rollout = make_rollout(
         group=group,
         row_id=torch.arange(6),
         sample=group,
@@ -198,8 +199,11 @@ def test_outcomes_of_groups():
     )
     values = torch.tensor([1.0, 0.5, 0.25, 0.25, torch.nan, torch.nan])
     found = advantages.outcomes(Rewards({"r": values}, {"r": 2.0}), rollout)
-    assert found[:2] == [Outcome(7, 1.5, False), Outcome(8, 0.5, True)]
-    assert found[2].entry == 9 and found[2].mean != found[2].mean
+    assert found[:2] == [
+        Outcome(7, 1.5, False, (2.0, 1.0)),
+        Outcome(8, 0.5, True, (0.5, 0.5)),
+    ]
+    assert found[2].entry == 9 and found[2].mean != found[2].mean and found[2].rewards == ()
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def test_paths_on_the_cpu_change_nothing():
         trainer = trainer_of(make("wan", offload_trajectory=offload, guidance_scale=2.0))
         with torch.no_grad():
             rollout = trainer.policy.rollout(PROMPTS, 2, Rng.of("same"))
-        assert rollout.path.is_cuda != offload and rollout.sample.is_cuda
+        assert rollout.latents.states.is_cuda != offload and rollout.sample.is_cuda
         metrics = [trainer.iterate() for _ in range(2)]
         assert metrics[0]["ratio/max_deviation"] == 0.0
         runs.append(trainer.policy.weights.full())

@@ -11,7 +11,7 @@ from mmrl.config.options import TrainOptions
 from mmrl.core.distributions import Gaussian
 from mmrl.core.errors import UserError
 from mmrl.core.registry import WINDOWS
-from mmrl.core.types import Point
+from mmrl.core.types import Point, Rewards, SamplerState
 from mmrl.core.weights import Weights
 from mmrl.objectives import CRD, D3PO, FPO, AdjointMatching, DiffusionDPO, Draft, SePPO
 from mmrl.objectives.reward_gradient import DIVERGENCES
@@ -26,6 +26,7 @@ from samplers.kernels import consistency, memoryless, ode
 from samplers.noise import Rng
 from samplers.windows import all_but_last
 from tests.fixtures import toys
+from tests.fixtures.records import make_point
 
 torch.set_default_dtype(torch.float32)
 
@@ -70,7 +71,7 @@ def test_crds_losses_are_those_of_published_code():
     """CRDTrainer._compute_crd_loss of Flow-Factory: these wanted and implicit rewards, beta 10."""
     a = torch.tensor([0.7, 0.4, 0.55, 0.2], dtype=torch.float64)[:, None]
     rt = torch.tensor([-0.02, 0.01, 0.03, -0.01], dtype=torch.float64)[:, None]
-    point = Point(
+    point = make_point(
         group=torch.zeros(4, dtype=torch.long),
         row_id=torch.arange(4),
         state=rt,
@@ -98,7 +99,7 @@ def test_crd_centred_over_the_batch_sees_one_group():
     generator = torch.Generator().manual_seed(0)
     a, measured = (torch.randn(7, n, generator=generator, dtype=torch.float64) for n in (1, 2))
     mask = torch.tensor([True] * 6 + [False])[:, None]
-    point = Point(
+    point = make_point(
         group=torch.tensor([0, 0, 0, 1, 1, 2, 2]),
         row_id=torch.arange(7),
         state=a,
@@ -155,7 +156,7 @@ def test_d3po_prefers_the_best_at_every_step():
     for best, worst in best_and_worst(rollout):
         for k in range(rollout.mask.shape[1]):
             at = [
-                ((whole.row_id == r) & (whole.time == rollout.time[r, k])).nonzero()[0, 0]
+                ((whole.row_id == r) & (whole.time == rollout.latents.time[r, k])).nonzero()[0, 0]
                 for r in (best, worst)
             ]
             margin = (live[at[0]] - ref[at[0]]) - (live[at[1]] - ref[at[1]])
@@ -289,13 +290,15 @@ def test_draft_is_the_gradient_through_the_sampler(options, last, moved):
     policy, rollout = setting(objective, moved=moved, **options)
     (point,) = objective.points(policy, rollout, Rng.of(0))
     slope = gradient(policy, objective.loss(policy, point).mean())
-    steps = rollout.eta.shape[1]
+    steps = rollout.latents.noise_level.shape[1]
     first = 0 if last is None else steps - last
-    x = rollout.path[:, first]
+    path = rollout.latents
+    x = path.states[:, first]
     for k in range(first, steps):
-        v = policy._velocities(point.replace(state=x, time=rollout.time[:, k]), guided=False)[0]
+        step = SamplerState(time=path.time[:, k])
+        v = policy._velocities(point.replace(state=x, step=step), guided=False)[0]
         mean, std = policy.sde_type(
-            x, v, rollout.time[:, k], rollout.time[:, k + 1], rollout.eta[:, k]
+            x, v, path.time[:, k], path.time[:, k + 1], path.noise_level[:, k]
         )
         x = mean + std * Rng.of("rollout").normal(rollout.row_id, (2,), k + 1, torch.float64)
     assert moved or torch.allclose(x, rollout.sample, atol=1e-12, rtol=0)
@@ -345,10 +348,10 @@ def test_adjoints_are_the_gradient_through_the_base_sampler():
     adjoints = objective._adjoints(policy, point, steps)
     for k in range(len(steps)):
         with policy.weights.using("ref"):
-            x = start = rollout.path[:, k + 1].clone().requires_grad_()
+            x = start = rollout.latents.states[:, k + 1].clone().requires_grad_()
             for j in range(k + 1, len(steps)):
                 mean = policy.dist(steps[j].replace(state=x)).mean
-                x = mean + (rollout.path[:, j + 1] - mean).detach()  # the same noise
+                x = mean + (rollout.latents.states[:, j + 1] - mean).detach()  # the same noise
             (expected,) = torch.autograd.grad(-2.0 * toys.smooth_reward(x, None).sum(), start)
         torch.testing.assert_close(adjoints[k], expected, rtol=1e-9, atol=1e-12)
 
@@ -417,6 +420,20 @@ def test_a_reward_without_gradient_is_refused_by_name():
     )
     with pytest.raises(UserError, match="'plain' has no gradient"):
         scorer.differentiable(torch.zeros(2, 2), toys.prompts(2))
+
+
+def test_a_plain_function_as_scorer_has_no_gradient_to_follow():
+    trainer = Trainer(
+        toys.make("flow"),
+        toys.prompts(),
+        lambda media, prompts: Rewards({"plain": toys.smooth_reward(media, prompts)}),
+        advantages.dance_grpo,
+        Draft(),
+        partial(adamw, lr=1e-3),
+        TrainOptions(prompts_per_iteration=4, group_size=2, train_batch_size=8, iterations=1),
+    )
+    with pytest.raises(UserError, match="needs a differentiable reward"):
+        trainer.iterate()
 
 
 def test_crds_reference_has_a_guidance_of_its_own():

@@ -40,6 +40,7 @@ from mmrl.train.optimizers import adamw
 from mmrl.train.trainer import Trainer
 from samplers.noise import Rng
 from tests.fixtures import toys
+from tests.fixtures.records import make_point
 
 FORWARD = {
     "dgpo": partial(DGPO, beta=5.0, kl=0.001),
@@ -63,7 +64,7 @@ def off_by(*rows, t=0.6, target=0.5, **fields):
     miss = torch.tensor(rows, dtype=torch.float64)  # [B, 4]
     n = len(miss)
     target = torch.full_like(miss, target)
-    point = Point(
+    point = make_point(
         group=torch.arange(n) // 2,
         row_id=torch.arange(n),
         state=torch.zeros_like(miss),
@@ -379,21 +380,21 @@ def sampled(eta=0.0, **options):
 def test_times_are_those_of_the_grid_without_repetition():
     policy, rollout = sampled(steps=10)
     grid = policy.times.tolist()
-    times = steps(Rng.of(0), rollout.row_id, 4, rollout.time, share=0.9, skip=1)
+    times = steps(Rng.of(0), rollout.row_id, 4, rollout.latents.time, share=0.9, skip=1)
     assert times.shape == (12, 4) and all(
         len(set(row)) == 4 and set(row) <= set(grid[1:9]) for row in times.tolist()
     )
     assert len({tuple(row) for row in times.tolist()}) > 1
-    alike = early_steps(Rng.of(0), rollout.row_id, 4, rollout.time)
+    alike = early_steps(Rng.of(0), rollout.row_id, 4, rollout.latents.time)
     assert torch.equal(alike, alike[:1].expand_as(alike)) and set(alike[0].tolist()) <= set(
         grid[:6]
     )
-    every = steps(Rng.of(0), rollout.row_id, 99, rollout.time)
+    every = steps(Rng.of(0), rollout.row_id, 99, rollout.latents.time)
     assert every.shape == (12, 9) and 0.0 not in every, "no more than there are"
     with pytest.raises(
         UserError, match="share 0.1 and skip 1 leave none of the sampler's 10 steps"
     ):
-        steps(Rng.of(0), rollout.row_id, 1, rollout.time, share=0.1, skip=1)
+        steps(Rng.of(0), rollout.row_id, 1, rollout.latents.time, share=0.1, skip=1)
 
 
 def test_other_times_have_the_distribution_asked_for():

@@ -12,7 +12,7 @@ from torch.nn.functional import cosine_similarity
 from mmrl.config.options import TrainOptions
 from mmrl.core.errors import UserError
 from mmrl.core.registry import ADVANTAGES, ESTIMATORS, SURROGATES
-from mmrl.core.types import Point, Rewards, Rollout
+from mmrl.core.types import Rewards
 from mmrl.objectives import Masked
 from mmrl.objectives.mask_estimators import fading
 from mmrl.policies.masked.policy import MaskedDiffusion
@@ -21,6 +21,7 @@ from mmrl.train.optimizers import adamw
 from mmrl.train.trainer import Trainer
 from samplers.noise import Rng
 from tests.fixtures import toys
+from tests.fixtures.records import make_point, make_rollout
 
 N = 3
 ROWS = 3000
@@ -97,7 +98,7 @@ def estimate(policy, rollout, loss_agg_mode="token_sum", rng=POINTS, **options):
 
 
 def bound(name, **options):
-    return lambda policy, rollout, rng: ESTIMATORS[name](policy, rollout, rng, **options)
+    return lambda *arguments: ESTIMATORS[name](*arguments, **options)
 
 
 # (estimator, reduction): mean cosine measured by exact enumeration in an earlier study, for 1 and
@@ -165,7 +166,7 @@ def tokens_only(keep_ranks):
         return [
             p.replace(
                 target=p.target[..., 0],
-                eta=None,
+                step=None,
                 mask=p.mask & (p.target[..., 1] < N) if keep_ranks and t < 2 else p.mask,
             )
             for t, p in enumerate(policy.path(rollout))
@@ -191,14 +192,14 @@ def every_choice(policy):
             rows.append((decided, sample, [{a: 0, b: 1, c: 2}[i] for i in range(N)]))
     drawn, sample, order = (torch.tensor(part) for part in zip(*rows, strict=True))
     mask = drawn[..., 1] <= N
-    return Rollout(
+    return make_rollout(
         group=torch.zeros(len(rows), dtype=torch.long),
         row_id=torch.arange(len(rows)),
         cond=policy.encode([{}]),
         prompts=({},),
         sample=sample,
         commit_step=order,
-        drawn=drawn,
+        proposals=drawn,
         mask=mask.flatten(1),
         logprob=torch.zeros(len(rows), N * N).double(),
     )
@@ -414,9 +415,8 @@ def test_in_several_epochs_every_rate_of_mask_grpo_comes_once_from_low_to_high()
     rates = [0.667, 0.733, 0.8, 0.867, 0.933, 0.999]
 
     def hidden(epoch, **options):
-        policy.epoch = epoch
         points = ESTIMATORS["mask_grpo"](
-            policy, rollout, Rng.of("update", epoch or 0), low=0.6, **options
+            policy, rollout, Rng.of("update", epoch or 0), epoch, low=0.6, **options
         )
         return [point.mask.double().mean().item() for point in points]
 
@@ -430,9 +430,9 @@ def test_in_several_epochs_every_rate_of_mask_grpo_comes_once_from_low_to_high()
 def test_the_trainer_says_which_of_several_epochs_it_is():
     epochs_seen = []
 
-    def estimator(policy, rollout, rng):
-        epochs_seen.append(policy.epoch)
-        return ESTIMATORS["d1"](policy, rollout, rng, prompt=0)
+    def estimator(policy, rollout, rng, epoch):
+        epochs_seen.append(epoch)
+        return ESTIMATORS["d1"](policy, rollout, rng, epoch, prompt=0)
 
     for epochs, expected in ((1, [None] * 2), (3, [0, 0, 1, 1, 2, 2])):
         epochs_seen.clear()
@@ -490,7 +490,7 @@ class Hides:
 
     def at(self, rollout, hide, score=None):
         mask = rollout.mask & (hide if score is None else score)
-        return Point(
+        return make_point(
             group=rollout.group,
             row_id=rollout.row_id,
             state=hide,
@@ -502,7 +502,7 @@ class Hides:
 def finished(rows=4000, length=16):
     row = torch.arange(rows)
     zero = torch.zeros(rows, length, dtype=torch.float64)
-    return Rollout(
+    return make_rollout(
         group=row * 0,
         row_id=row,
         sample=zero.long(),
@@ -521,10 +521,11 @@ def shares(name, **options):
 
 
 @pytest.mark.parametrize(
-    ("options", "low", "high"), [({}, 0.1, 0.9), ({"low": 0.2, "high": 0.4, "draws": 3}, 0.2, 0.4)]
+    ("options", "low", "high"),
+    [({}, 0.1, 0.9), ({"low": 0.2, "high": 0.4, "proposals": 3}, 0.2, 0.4)],
 )
 def test_random_and_coupled_masks_have_rates_between_low_and_high(options, low, high):
-    draws = options.get("draws", 1)
+    draws = options.get("proposals", 1)
     whole, rows, _ = shares("random", **options)
     spread = (high - low) ** 2 / 12  # of the rates, besides that of 16 draws at one rate
     mean = (low + high) / 2
@@ -543,8 +544,8 @@ def test_random_and_coupled_masks_have_rates_between_low_and_high(options, low, 
 
 def test_rates_of_uni_grpo_rise_evenly_from_a_random_one_to_all():
     for options, rates in (
-        ({"draws": 4}, [1 / 2, 2 / 3, 5 / 6, 1]),
-        ({"updates": 2, "draws": 2}, [1 / 2, 1]),
+        ({"proposals": 4}, [1 / 2, 2 / 3, 5 / 6, 1]),
+        ({"updates": 2, "proposals": 2}, [1 / 2, 1]),
         ({"updates": 1}, [1 / 2]),
     ):
         whole, _, _ = shares("uni_grpo", **options)
@@ -555,8 +556,8 @@ def test_rates_of_uni_grpo_rise_evenly_from_a_random_one_to_all():
 
 def test_rates_of_mask_grpo_rise_from_low_to_nearly_one():
     for options, rates in (
-        ({"draws": 6}, [0.8 + 0.2 * n / 6 for n in range(1, 6)] + [0.999]),
-        ({"low": 0.5, "updates": 2, "draws": 2}, [0.75, 0.999]),
+        ({"proposals": 6}, [0.8 + 0.2 * n / 6 for n in range(1, 6)] + [0.999]),
+        ({"low": 0.5, "updates": 2, "proposals": 2}, [0.75, 0.999]),
     ):
         whole, _, _ = shares("mask_grpo", **options)
         torch.testing.assert_close(

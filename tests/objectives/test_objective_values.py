@@ -10,7 +10,7 @@ import torch
 from mmrl.core.distributions import Categorical, Gaussian
 from mmrl.core.errors import UserError
 from mmrl.core.metrics import Meter
-from mmrl.core.types import Point, Rewards, Rollout
+from mmrl.core.types import Point, Provenance, Rewards
 from mmrl.objectives import (
     AWM,
     CRD,
@@ -48,6 +48,7 @@ from samplers.kernels import flow_sde, memoryless, ode
 from samplers.noise import Rng
 from samplers.windows import all_but_last, all_steps
 from tests.fixtures import toys
+from tests.fixtures.records import make_point, make_rollout
 from tests.fixtures.swapping import Swapping
 
 
@@ -70,7 +71,7 @@ def renoised(advantage, t=0.5):
     """Rows at one time whose target is 0, so that an error is the mean square of the velocity."""
     rows = len(advantage)
     name = torch.arange(rows)
-    return Point(
+    return make_point(
         group=name * 0,
         row_id=name,
         state=torch.zeros(rows, 4, dtype=torch.float64),
@@ -153,7 +154,7 @@ def answers(gap, advantage=None, mask=None):
         if mask is None
         else torch.tensor(mask, dtype=torch.bool)
     )
-    return Point(
+    return make_point(
         group=name * 0,
         row_id=name,
         state=gap,
@@ -187,7 +188,7 @@ def test_importance_of_rows():
     assert Importance(level="geometric").weight(point)[0, :2].tolist() == pytest.approx(
         [math.sqrt(6.0)] * 2
     )
-    alone = Importance().weight(point.replace(sampler_logprob=None))
+    alone = Importance().weight(point.replace(provenance=Provenance()))
     assert torch.equal(alone, torch.ones(1, 3, dtype=torch.float64))
 
 
@@ -210,7 +211,9 @@ def test_off_policy_answers_are_dropped_only_where_they_are_bad_and_far():
     assert weight.tolist() == [[0.0, 0.0], [1.0, 1.0], [1.0, 1.0], [1.0, 1.0], [1.0, 1.0]]
     assert meter.mean("off_policy") == pytest.approx(0.2)
     recorded = off_policy(
-        logp, point.replace(sampler_logprob=None, logprob=point.sampler_logprob), 0.25
+        logp,
+        point.replace(provenance=Provenance(), logprob=point.provenance.sampler_logprob),
+        0.25,
     )
     assert torch.equal(recorded, weight)
 
@@ -416,14 +419,14 @@ def transitions(policy, rollout, name):
     steps = []
     with policy.weights.using(name), torch.no_grad():
         for k in range(3):
-            state = Point(
+            state = make_point(
                 group=rollout.group,
                 cond=rollout.cond,
                 row_id=rollout.row_id,
-                state=rollout.path[:, k],
-                time=rollout.time[:, k],
-                next_time=rollout.time[:, k + 1],
-                eta=rollout.eta[:, k],
+                state=rollout.latents.states[:, k],
+                time=rollout.latents.time[:, k],
+                next_time=rollout.latents.time[:, k + 1],
+                noise_level=rollout.latents.noise_level[:, k],
                 mask=rollout.mask[:, :1],
             )
             dist = policy.dist(state)
@@ -459,7 +462,7 @@ def test_draft_pays_for_the_mean_divergence_of_its_steps(kernel, divergence):
     )
     for k, ((mean, std), (base, _)) in list(enumerate(pairs))[1:]:
         for row in range(4):
-            length = float(rollout.time[row, k] - rollout.time[row, k + 1])
+            length = float(rollout.latents.time[row, k] - rollout.latents.time[row, k + 1])
             scale = float(std[row]) if float(std[row]) > 0 else length * math.sqrt(0.5)
             paid[row] += (
                 DIVERGENCE[divergence](float(((mean[row] - base[row]) / scale).square().mean())) / 2
@@ -492,21 +495,21 @@ def test_adjoint_matchings_loss_step_by_step(strength, sde):
             expected += 0.5 * ((mean - start) / std + std * adjoint).square().mean(1)
 
         def base_mean(x, k=k):
-            state = Point(
+            state = make_point(
                 group=rollout.group,
                 cond=rollout.cond,
                 row_id=rollout.row_id,
                 state=x,
-                time=rollout.time[:, k],
-                next_time=rollout.time[:, k + 1],
-                eta=rollout.eta[:, k],
+                time=rollout.latents.time[:, k],
+                next_time=rollout.latents.time[:, k + 1],
+                noise_level=rollout.latents.noise_level[:, k],
                 mask=rollout.mask[:, :1],
             )
             return policy.dist(state).mean
 
         with policy.weights.using("ref"):
             # [B, 2, B, 2]
-            jacobian = torch.autograd.functional.jacobian(base_mean, rollout.path[:, k])
+            jacobian = torch.autograd.functional.jacobian(base_mean, rollout.latents.states[:, k])
         adjoint = torch.einsum("bibj,bi->bj", jacobian, adjoint)
     torch.testing.assert_close(computed, expected, atol=1e-9, rtol=1e-7)
 
@@ -804,7 +807,7 @@ def spoken(width=None):
     policy.fixed_batch_rows = width
     row = torch.arange(4)
     mask = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0], [1, 1, 1]], dtype=torch.bool)
-    rollout = Rollout(
+    rollout = make_rollout(
         group=row // 2,
         row_id=row,
         sample=torch.zeros(4, 3, dtype=torch.long),

@@ -4,7 +4,6 @@ import torch
 from mmrl.core.distributions import Gaussian
 from mmrl.core.errors import UserError
 from mmrl.core.metrics import Meter
-from mmrl.core.types import Point
 from mmrl.objectives import PolicyGradient
 from mmrl.objectives.kl import KL
 from mmrl.objectives.policy_gradient import subset
@@ -12,6 +11,7 @@ from mmrl.objectives.surrogates import clip
 from samplers.kernels import flow_sde
 from samplers.noise import Rng
 from tests.fixtures import toys
+from tests.fixtures.records import make_point
 from tests.fixtures.swapping import Swapping
 
 LOG_RATIO = torch.tensor([5e-5, -8e-5, 2e-4, -3e-4, 0, 0.01], dtype=torch.float64)[:, None]
@@ -53,7 +53,7 @@ def one_step():
     sampled = Gaussian(*flow_sde(x, v, t, s, eta))
     target = sampled.sample(noise)
     two = torch.arange(2)
-    point = Point(
+    point = make_point(
         group=two,
         row_id=two,
         state=x,
@@ -61,7 +61,7 @@ def one_step():
         target=target,
         time=t,
         next_time=s,
-        eta=eta,
+        noise_level=eta,
         logprob=sampled.log_prob(target),
         advantage=torch.tensor([[1.0], [-1.0]]),
     )
@@ -115,9 +115,7 @@ def test_options_out_of_range_are_refused():
             PolicyGradient(**options)
     with pytest.raises(UserError, match="flow_grpo is for flow models"):
         policy, point = one_step()
-        PolicyGradient(kl=KL(weight=1.0, form="flow_grpo")).loss(
-            policy, point.replace(next_time=None)
-        )
+        PolicyGradient(kl=KL(weight=1.0, form="flow_grpo")).loss(policy, point.replace(step=None))
 
 
 def test_random_subsets_are_unbiased():

@@ -22,7 +22,7 @@ from mmrl.core.distributions import Categorical
 from mmrl.core.errors import UserError
 from mmrl.core.metrics import Meter
 from mmrl.core.registry import ADVANTAGES, OBJECTIVES, SURROGATES, load_built_in
-from mmrl.core.types import Point, Rewards, Rollout
+from mmrl.core.types import Rewards
 from mmrl.objectives import ClipCov
 from mmrl.objectives.covariance import HeldBack
 from mmrl.objectives.kl import estimate
@@ -33,6 +33,7 @@ from mmrl.scoring import Scorer
 from mmrl.train.optimizers import sgd
 from mmrl.train.trainer import Trainer
 from samplers.noise import Rng
+from tests.fixtures.records import make_point, make_rollout
 
 load_built_in()
 
@@ -132,7 +133,7 @@ class Recorded(Policy):
     def rollout(self, prompts, copies, rng, context=None):
         rows = torch.arange(4)
         order = torch.arange(4).expand(4, 4)
-        return Rollout(
+        return make_rollout(
             group=torch.zeros(4, dtype=torch.long),
             row_id=rows,
             prompts=tuple(prompts),
@@ -513,7 +514,7 @@ def cov_point(ratios, fresh):
     smallest numbers."""
     old = torch.full((1, len(ratios)), math.log(0.5), dtype=torch.float64)
     draws = torch.linspace(0.1, 0.9, len(ratios), dtype=torch.float64)[None]
-    point = Point(
+    point = make_point(
         group=torch.zeros(1, dtype=torch.long),
         row_id=torch.zeros(1, dtype=torch.long),
         state=old,

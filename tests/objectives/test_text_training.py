@@ -14,7 +14,7 @@ from mmrl.core import registry
 from mmrl.core.errors import UserError
 from mmrl.core.metrics import Meter
 from mmrl.core.registry import OBJECTIVES, SURROGATES
-from mmrl.core.types import Completion, Rewards
+from mmrl.core.types import Completion, Provenance, Rewards
 from mmrl.objectives import GVPO, REAL, KLCov, PolicyGradient, RegGRPO
 from mmrl.objectives.policy_gradient import Entropy
 from mmrl.policies.base import NO_CONTEXT
@@ -29,6 +29,7 @@ from rewards import co_reward
 from samplers.noise import Rng
 from tests.advantages.test_advantages import rollout as rollout_of
 from tests.fixtures import toys
+from tests.fixtures.records import make_point
 from tests.run.test_resume import resumes
 
 registry.load_built_in()
@@ -361,7 +362,9 @@ def test_replacements_are_the_same_on_any_number_of_processes(monkeypatch):
     flat = [1, 2]  # of each process
 
     def replaced(first, last):
-        drawn = built.sample(prompts[first:last], Rng(Rng.of("rollout").key, first))
+        drawn = built.sample(
+            prompts[first:last], Rng(Rng.of("rollout").key, first), built.options.group_size
+        )
         stream = Rng.of("resample")
         return dynamic_sampling.resampled(
             drawn, lambda u: toys.prompts(16)[int(16 * u)], built.sample, [stream]
@@ -401,7 +404,8 @@ def test_a_sampler_that_differs_is_corrected():
     )
     built = trainer(objective, train_batch_size=64)
     rollout = built.collect().rollout
-    point = next(iter(built.policy.path(rollout.replace(sampler_logprob=rollout.logprob - 0.5))))
+    foreign = rollout.replace(provenance=Provenance(sampler_logprob=rollout.logprob - 0.5))
+    point = next(iter(built.policy.path(foreign)))
     plain = PolicyGradient(surrogate=SURROGATES["reinforce"]).loss(built.policy, point)
     torch.testing.assert_close(
         objective.loss(built.policy, point), plain * math.exp(0.5) * point.mask
@@ -413,14 +417,15 @@ def test_a_sampler_that_differs_is_corrected():
     [("token", [[2, 0.5, 1]]), ("sequence", [[1, 1, 1]]), ("geometric", [[1, 1, 1]])],
 )
 def test_importance_weights(level, expected):
-    from mmrl.core.types import Point
     from mmrl.objectives.importance_sampling import Importance
 
     zero = torch.zeros(1, 3)
     gap = torch.tensor([[math.log(2), -math.log(2), 5.0]])
     mask = torch.tensor([[True, True, False]])
     row = torch.zeros(1, dtype=torch.long)
-    point = Point(group=row, row_id=row, state=zero, mask=mask, logprob=gap, sampler_logprob=zero)
+    point = make_point(
+        group=row, row_id=row, state=zero, mask=mask, logprob=gap, sampler_logprob=zero
+    )
     weight = Importance(level=level, cap=1e3).weight(point)
     torch.testing.assert_close(weight[mask], torch.tensor(expected)[mask].float())
     cut = Importance(level=level, cap=1.5).weight(point)

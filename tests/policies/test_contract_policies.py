@@ -12,7 +12,7 @@ from PIL import Image
 from torch import nn
 
 from mmrl.core.registry import POLICIES
-from mmrl.core.types import Rollout
+from mmrl.core.types import LatentPath, Rollout, Transition
 from mmrl.policies.base import Policy
 from mmrl.policies.diffusion.flow_policy import FlowPolicy
 from mmrl.train.minibatches import passes
@@ -113,16 +113,13 @@ def test_a_rollout_is_rows_by_decisions(policy, rollout):
         and rollout.mask.any(1).all()
         and rollout.logprob[rollout.mask].isfinite().all()
     )
-    if rollout.path is not None:
-        assert rollout.path.shape == (rows, decisions + 1, *rollout.sample.shape[1:])
-        assert rollout.time.shape == (rows, decisions + 1) and rollout.eta.shape == (
-            rows,
-            decisions,
-        )
-        assert (
-            torch.equal(rollout.path[:, -1], rollout.sample)
-            and not (rollout.mask & (rollout.eta == 0)).any()
-        )
+    path = rollout.trajectory
+    if isinstance(path, LatentPath):
+        assert path.states.shape == (rows, decisions + 1, *rollout.sample.shape[1:])
+        assert path.time.shape == (rows, decisions + 1)
+        assert path.noise_level.shape == (rows, decisions)
+        assert torch.equal(path.states[:, -1], rollout.sample)
+        assert not (rollout.mask & (path.noise_level == 0)).any()
 
 
 def test_conditions_are_stored_once_a_prompt(rollout):
@@ -192,12 +189,12 @@ def test_renoised_states_are_new_reproducible_and_scored(policy, rollout):
         assert (
             torch.equal(point.state, again.state)
             and point.logprob is None
-            and point.next_time is None
+            and not isinstance(point.step, Transition)
         )
         logp = policy.dist(point).log_prob(point.target)
         assert logp.shape == point.mask.shape and logp.isfinite().all()
-        assert point.advantage is not None and point.num_decisions is not None
-    if rollout.path is not None:
+        assert len(point.advantage) == len(point.num_decisions) == len(point)
+    if isinstance(rollout.trajectory, LatentPath):
         assert not torch.equal(one[0].state, other[0].state)
 
 

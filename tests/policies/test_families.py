@@ -8,7 +8,7 @@ import torch
 
 from mmrl import advantages
 from mmrl.core.errors import UserError
-from mmrl.core.types import Point, Rollout
+from mmrl.core.types import Rollout, SamplerState
 from mmrl.objectives import PolicyGradient
 from mmrl.policies.diffusion.trees import Tree
 from mmrl.policies.lora import Lora
@@ -19,6 +19,7 @@ from samplers.noise import Rng
 from samplers.solvers import dpm
 from samplers.windows import window
 from tests.fixtures import toys
+from tests.fixtures.records import make_point
 
 FAMILIES = list(toys.POLICIES)
 FLOWS = ["flow", "video"]
@@ -138,8 +139,8 @@ def test_a_compressed_tail_saves_forwards_and_is_scored_as_sampled():
     # 2 and 3 as before, int(0.4 x 7) = 2
     assert short.forwards == 32 * 7 and rollout.mask.shape == (32, 7)
     assert rollout.mask[0].tolist() == [False, False, True, True, True, False, False]
-    torch.testing.assert_close(rollout.time[:, :6], roll(whole).time[:, :6])
-    assert (rollout.time.diff(dim=1) < 0).all() and (rollout.time[:, -1] == 0).all()
+    torch.testing.assert_close(rollout.latents.time[:, :6], roll(whole).latents.time[:, :6])
+    assert (rollout.latents.time.diff(dim=1) < 0).all() and (rollout.latents.time[:, -1] == 0).all()
     for point in passes(short.path(rollout), 16):
         again = short.dist(point).log_prob(point.target)
         assert torch.equal(again * point.mask, point.logprob * point.mask)
@@ -181,10 +182,10 @@ def test_renoised_points_are_scored_and_reproducible(family):
 
 
 def test_shared_noise_is_shared_inside_a_group_only():
-    first = roll(toys.make("flow", same_initial_noise=True)).path[:, 0].view(4, 8, 2)
+    first = roll(toys.make("flow", same_initial_noise=True)).latents.states[:, 0].view(4, 8, 2)
     assert torch.equal(first, first[:, :1].expand_as(first))
     assert len(first[:, 0].unique(dim=0)) == 4
-    assert len(roll(toys.make("flow")).path[:, 0].unique(dim=0)) == 32
+    assert len(roll(toys.make("flow")).latents.states[:, 0].unique(dim=0)) == 32
 
 
 @pytest.mark.parametrize(
@@ -207,21 +208,21 @@ def test_evaluation_is_deterministic_given_the_first_noise(family):
         rollout = roll(policy)
         assert policy.guidance_scale == 2.0
     assert policy.guidance_scale == 1.0 and not rollout.mask.any()
-    state = rollout.path[:, 0]
+    state = rollout.latents.states[:, 0]
     for k in range(6):
-        point = Point(
+        point = make_point(
             group=rollout.group,
             cond=rollout.cond,
             row_id=rollout.row_id,
             mask=rollout.mask[:, :1],
             state=state,
-            time=rollout.time[:, k],
-            next_time=rollout.time[:, k + 1],
-            eta=rollout.eta[:, k],
+            time=rollout.latents.time[:, k],
+            next_time=rollout.latents.time[:, k + 1],
+            noise_level=rollout.latents.noise_level[:, k],
             guidance=2.0,
         )
-        v = policy.dist(point.replace(next_time=None)).mean
-        state = state + v * (rollout.time[:, k + 1] - rollout.time[:, k]).view(
+        v = policy.dist(point.replace(step=SamplerState(time=point.time))).mean
+        state = state + v * (rollout.latents.time[:, k + 1] - rollout.latents.time[:, k]).view(
             -1, *[1] * (v.ndim - 1)
         )
     torch.testing.assert_close(state, rollout.sample)
@@ -281,7 +282,8 @@ def test_rows_share_conditions_and_keep_their_names():
     )
     assert [p["label"] for p in part.prompt_per_row()] == [1, 0]
     joined = Rollout.cat([rollout[:5], rollout[5:]])
-    assert torch.equal(joined.path, rollout.path) and joined.cond is rollout.cond
+    assert torch.equal(joined.latents.states, rollout.latents.states)
+    assert joined.cond is rollout.cond
 
 
 @pytest.mark.parametrize("family", FAMILIES)

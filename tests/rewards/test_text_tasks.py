@@ -20,12 +20,14 @@ from mmrl.core.types import Completion
 from rewards import (
     Chart,
     CosineLength,
+    Count,
     Format,
     KeySteps,
     Length,
     Maths,
     Overlong,
     Repetition,
+    Routed,
     Svg,
     Table,
     TextSimilarity,
@@ -304,6 +306,14 @@ def test_the_cosine_falls_for_right_and_rises_for_wrong_answers_and_stays_beyond
     assert wrong == pytest.approx(
         [-1, -0.5 - 0.25 * (1 + math.cos(math.pi / 4)), -0.75, -0.5, -0.5]
     )
+
+
+def test_the_cosine_of_a_mixture_follows_the_route_of_each_prompt():
+    reward = CosineLength(Routed({"count": Count()}), limit=100)
+    prompt = {"answer": 7, "task": "count"}
+    assert one(reward, "7", prompt) == pytest.approx(1, abs=1e-3)
+    assert one(reward, "8", prompt) == pytest.approx(-1, abs=1e-3)
+    assert math.isnan(one(reward, "8", prompt | {"task": "point"}))
 
 
 def test_repetition_of_words_and_of_boxes():

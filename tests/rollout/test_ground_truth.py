@@ -9,6 +9,7 @@ import torch
 from mmrl import advantages
 from mmrl.config.options import TrainOptions
 from mmrl.core.errors import UserError
+from mmrl.core.types import Provenance
 from mmrl.objectives import PolicyGradient
 from mmrl.policies.base import RolloutContext
 from mmrl.rollout.ground_truth import writer
@@ -44,10 +45,10 @@ def plain(policy):
 
 def test_the_ground_truth_has_the_models_own_log_probs(policy):
     found = taught(policy, lambda prompt: prompt["gold"])
-    assert found.is_ground_truth.tolist() == [False, False, True] * 2
+    assert found.provenance.is_ground_truth.tolist() == [False, False, True] * 2
     texts = policy.decode(found)
     assert [texts[2], texts[5]] == ["a dog", "a cat"] and texts[2].finished and texts[2].tokens == 6
-    rows = found.is_ground_truth.nonzero()[:, 0]
+    rows = found.provenance.is_ground_truth.nonzero()[:, 0]
     apart = (native(policy, found[rows]) - found.logprob[rows])[found.mask[rows]]
     assert float(apart.abs().max()) < 1e-5 and bool(
         (found.logprob[rows][found.mask[rows]] < 0).all()
@@ -60,10 +61,10 @@ def test_the_ground_truth_has_the_models_own_log_probs(policy):
 def test_other_rows_are_those_without_it(policy):
     found = taught(policy, lambda prompt: "yes")
     other = plain(policy)
-    own = ~found.is_ground_truth
+    own = ~found.provenance.is_ground_truth
     for name in ("sample", "mask", "logprob", "row_id", "group"):
         assert torch.equal(getattr(found, name)[own], getattr(other, name)[own])
-    assert other.is_ground_truth is None
+    assert other.provenance.is_ground_truth is None
 
 
 @pytest.mark.parametrize(
@@ -72,7 +73,7 @@ def test_other_rows_are_those_without_it(policy):
 def test_an_answer_that_cannot_be_given_is_not(policy, text):
     found = taught(policy, lambda prompt: text)
     other = plain(policy)
-    assert not found.is_ground_truth.any() and torch.equal(found.sample, other.sample)
+    assert not found.provenance.is_ground_truth.any() and torch.equal(found.sample, other.sample)
     assert torch.equal(found.logprob, other.logprob)
 
 
@@ -113,13 +114,13 @@ def test_it_is_trained_on_and_enters_no_metric_of_samples():
     batch = one.collect()
     rollout = batch.rollout
     rewards = batch.rewards
-    given = rollout.is_ground_truth
+    given = rollout.provenance.is_ground_truth
     assert given.tolist() == [False, False, True] * 2 and rewards["count"][given].tolist() == [1, 1]
     assert (rollout.advantage[given] > 0).all() and (rollout.advantage[~given] < 0).all()
     (sampled,) = seen
     assert len(sampled.media) == len(sampled.rollout) == 4
     assert len(sampled.rewards["count"]) == len(sampled.shaped["count"]) == 4
-    assert sampled.rollout.is_ground_truth.sum() == 0
+    assert sampled.rollout.provenance.is_ground_truth.sum() == 0
     metrics = [trainer(policy_of(max_new_tokens=28), truth).iterate() for truth in ("count", None)]
     assert metrics[0]["reward/mean"] == 0 and metrics[0]["samples/total"] == 4
     assert (
@@ -141,8 +142,10 @@ def test_metrics_of_the_update_are_those_of_the_samples(policy):
     """Entropy is a mean over sampled tokens: with the given rows masked out it is the same."""
     found = taught(policy, lambda prompt: prompt["gold"])
     point = point_of(policy, found)
-    assert torch.equal(point.sampled_mask(), found.mask & ~found.is_ground_truth[:, None])
-    assert torch.equal(point.replace(is_ground_truth=None).sampled_mask(), found.mask)
+    assert torch.equal(
+        point.sampled_mask(), found.mask & ~found.provenance.is_ground_truth[:, None]
+    )
+    assert torch.equal(point.replace(provenance=Provenance()).sampled_mask(), found.mask)
 
 
 def test_a_writer_under_its_old_name_is_told_the_new_one(policy):

@@ -11,7 +11,7 @@ import torch
 from mmrl import advantages
 from mmrl.config.options import Reuse, TrainOptions
 from mmrl.core.errors import UserError
-from mmrl.core.types import Rewards
+from mmrl.core.types import Provenance, Rewards
 from mmrl.objectives.policy_gradient import PolicyGradient
 from mmrl.rollout.replay_buffer import ReplayBuffer, marked
 from mmrl.rollout.stages import Drawn
@@ -56,11 +56,11 @@ def test_flat_groups_give_way_to_those_whose_rewards_differed_most(policy):
     assert counts == {"reuse/groups": 0, "reuse/age": 0, "reuse/remembered": 3}
     assert (
         torch.equal(same.rollout.sample, first.rollout.sample)
-        and not same.rollout.is_replayed.any()
+        and not same.rollout.provenance.is_replayed.any()
     )
     second, found, counts = exchange(memory, [prompts[0], prompts[3]], [1, 1, 1, 0, 1, 0.0], 2)
     assert counts == {"reuse/groups": 1, "reuse/age": 2, "reuse/remembered": 3}
-    stale = found.rollout.is_replayed
+    stale = found.rollout.provenance.is_replayed
     assert stale.tolist() == [True] * 3 + [False] * 3 and found.rewards["r"].tolist() == [
         0,
         0,
@@ -92,7 +92,7 @@ def test_groups_are_forgotten_by_age_use_and_size(policy):
     exchange(memory, prompts, mixed, 0)
     assert [one.index for one in memory.entries] == [3, 2, 1]
     _, found, counts = exchange(memory, prompts, [1.0] * 12, 1)
-    assert counts["reuse/groups"] == 2 and found.rollout.is_replayed.sum() == 6, (
+    assert counts["reuse/groups"] == 2 and found.rollout.provenance.is_replayed.sum() == 6, (
         "half of the groups at most"
     )
     assert [one.index for one in memory.entries] == [1], "used once"
@@ -115,9 +115,9 @@ def test_an_old_answer_has_the_ratio_to_the_weights_that_sampled_it(policy):
             p.add_(0.02 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
     advantage = torch.linspace(-1, 1, 6)[:, None]
     stale = torch.tensor([False] * 3 + [True] * 3)
-    point = point_of(one, found.replace(advantage=advantage, is_replayed=stale)).replace(
-        on_policy=True
-    )
+    point = point_of(
+        one, found.replace(advantage=advantage, provenance=Provenance(is_replayed=stale))
+    ).replace(on_policy=True)
     loss = PolicyGradient().loss(one, point)
     now = one.dist(point).log_prob(point.target).detach()
     ratio = torch.where(stale[:, None], (now - found.logprob).exp(), torch.ones_like(now))
@@ -200,6 +200,6 @@ def test_policies_without_prompts_to_encode_again_are_refused():
 def test_marks_are_one_a_row(policy):
     rollout = drawn(policy, asked(1), [0, 0, 1.0]).rollout
     assert (
-        marked(rollout, True).is_replayed.tolist() == [True] * 3
-        and not marked(rollout, False).is_replayed.any()
+        marked(rollout, True).provenance.is_replayed.tolist() == [True] * 3
+        and not marked(rollout, False).provenance.is_replayed.any()
     )

@@ -18,6 +18,7 @@ from mmrl.scoring import Scorer
 from rewards.card import card
 from samplers.noise import Rng
 from tests.fixtures import toys, waiting
+from tests.fixtures.records import make_rollout
 from tests.fixtures.rounding import assert_to_rounding
 
 B = 12
@@ -304,12 +305,12 @@ def test_a_rollout_in_parts_is_the_same_rollout_to_rounding(family, guidance):
     whole, media, rewards = rollout(family, **options)
     for parts in (2, 3, 9):
         found, seen, scores = rollout(family, parts, **options)
-        for name in ("group", "row_id", "sample", "logprob", "mask", "path", "time", "commit_step"):
-            one = getattr(found, name)
-            other = getattr(whole, name)
-            assert (one is None) == (other is None), name
-            if one is not None:
-                assert_to_rounding(one, other)
+        tensors = found.row_tensors()
+        assert (
+            tensors.keys() == whole.row_tensors().keys() >= {"row_id", "sample", "logprob", "mask"}
+        )
+        for name, expected in whole.row_tensors().items():
+            assert_to_rounding(tensors[name], expected)
         assert_to_rounding(seen, media)
         assert_to_rounding(scores["a"], rewards["a"])
         assert found.prompts == whole.prompts
@@ -350,7 +351,7 @@ def test_answers_of_different_length_are_padded_and_conditions_joined():
     for length in (2, 4):
         ones = torch.ones(2, length)
         parts.append(
-            collect.Rollout(
+            make_rollout(
                 group=torch.zeros(2, dtype=torch.long),
                 row_id=torch.arange(2),
                 sample=ones.long(),

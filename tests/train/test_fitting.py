@@ -14,7 +14,6 @@ from mmrl import advantages
 from mmrl.config.options import TrainOptions
 from mmrl.core.errors import UserError
 from mmrl.core.metrics import Meter
-from mmrl.core.types import Point
 from mmrl.objectives import (
     AWM,
     CRD,
@@ -39,6 +38,7 @@ from samplers.batching import attempts, peak_bytes
 from samplers.noise import Rng
 from samplers.windows import random_steps, random_window
 from tests.fixtures import tiny_diffusers, toys
+from tests.fixtures.records import make_point
 from tests.policies.diffusion.test_folder_families import PROMPTS, make
 
 
@@ -177,14 +177,16 @@ def test_paths_are_kept_off_the_device_and_come_back_for_a_pass():
     plain = toys.make("flow")
     kept = toys.make("flow", offload_trajectory=True)
     ours, theirs = (p.rollout(toys.prompts(2), 2, Rng.of(1)) for p in (kept, plain))
-    assert torch.equal(ours.path, theirs.path) and torch.equal(ours.sample, theirs.sample)
+    assert torch.equal(ours.latents.states, theirs.latents.states) and torch.equal(
+        ours.sample, theirs.sample
+    )
     plan = plain._plan(2, Rng.of(1))
     for policy, place in ((plain, "meta"), (kept, "cpu")):
         policy.__class__ = type("Elsewhere", (toys.ToyFlow,), {"device": torch.device("meta")})
         assert policy._room(plan, 2).device.type == place
     # as if it were another device: rows are taken where they are
     away = torch.zeros(3, 2, device="meta")
-    point = Point(
+    point = make_point(
         group=torch.arange(3),
         row_id=torch.arange(3),
         state=away,
@@ -201,10 +203,11 @@ def test_latents_are_rounded_before_they_are_scored_and_scored_in_float32(storag
     with torch.no_grad():
         rollout = policy.rollout(PROMPTS, 2, Rng.of("same"))
         assert (
-            rollout.path.dtype == getattr(torch, storage) and rollout.logprob.dtype == torch.float32
+            rollout.latents.states.dtype == getattr(torch, storage)
+            and rollout.logprob.dtype == torch.float32
         )
         assert (
-            torch.equal(rollout.path[:, -1].float(), rollout.sample)
+            torch.equal(rollout.latents.states[:, -1].float(), rollout.sample)
             and rollout.sample.dtype == torch.float32
         )
         for point in policy.path(rollout):
@@ -254,7 +257,7 @@ def test_a_rollout_and_an_update_hold_a_path_once():
     assert peak_bytes(lambda: found.update(one=trainer.collect())) < 1.5 * whole
     batch = found.pop("one")
     rollout = batch.rollout
-    assert rollout.path.nbytes == whole
+    assert rollout.latents.states.nbytes == whole
     arguments = batch, rollout, Rng.of("update"), True, Meter()
     assert peak_bytes(lambda: trainer.update.improve(*arguments)) < 0.5 * whole
 
@@ -295,10 +298,10 @@ def test_only_the_states_that_are_read_are_kept(objective, options, states):
     forward process read the finished sample alone."""
     trainer = wide(objective, **options)
     rollout = trainer.collect().rollout
-    assert (0 if rollout.path is None else rollout.path.shape[1]) <= states
+    assert rollout.latents.states.shape[1] <= states
     whole = Wide(**options).rollout(list(rollout.prompts), 4, trainer._rng("rollout"))
-    assert torch.equal(whole.sample, rollout.sample) and whole.path.shape[1] == 21
-    if rollout.path is not None:
+    assert torch.equal(whole.sample, rollout.sample) and whole.latents.states.shape[1] == 21
+    if rollout.latents.states.shape[1]:
         wanted, found = (list(trainer.policy.path(one)) for one in (whole, rollout))
         assert len(wanted) == len(found) > 0
         for one, other in zip(wanted, found, strict=True):
@@ -311,7 +314,7 @@ def test_groups_that_were_drawn_with_other_stochastic_steps_share_a_rollout():
     policy = Wide(steps=6, noise_window=partial(random_steps, size=2))
     decisions = RolloutContext(reads="decisions")
     parts = [policy.rollout(toys.prompts(2), 2, Rng.of("part", n), decisions) for n in range(6)]
-    assert {part.path.shape[1] for part in parts} == {3, 4}
+    assert {part.latents.states.shape[1] for part in parts} == {3, 4}
     whole = joined(parts)
     for n, part in enumerate(parts):
         for point, wanted in zip(
@@ -328,7 +331,7 @@ def test_evaluating_keeps_no_paths():
     plain = policy.rollout
     policy.rollout = lambda *inputs: seen.append(plain(*inputs)) or seen[-1]
     sample(policy, toys.prompts(2), 2, seed=0)
-    assert seen[0].path is None
+    assert seen[0].latents.states.shape[1] == 0
 
 
 @pytest.mark.parametrize(("high", "low"), [(2.5, 1.5), (1.5, 3.0)])
@@ -342,7 +345,7 @@ def test_each_expert_of_wan_has_its_own_guidance_as_in_the_pipeline(high, low):
     pipe.set_progress_bar_config(disable=True)
     wanted = pipe(
         [p["text"] for p in PROMPTS],
-        latents=rollout.path[:, 0],
+        latents=rollout.latents.states[:, 0],
         num_inference_steps=3,
         height=16,
         width=32,

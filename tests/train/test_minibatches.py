@@ -4,9 +4,9 @@ describes."""
 import pytest
 import torch
 
-from mmrl.core.types import Point, Rollout
 from mmrl.train.minibatches import batches, loss_total, loss_weights, passes
 from samplers.noise import Rng
+from tests.fixtures.records import make_point, make_rollout
 
 REDUCTIONS = (
     "token_mean",
@@ -26,21 +26,23 @@ def points():
     length = MASK.sum(1)
     each = {"group": torch.tensor([1, 0, 1, 0, 1]), "row_id": row, "num_decisions": length}
     return [
-        Point(state=row + 10, mask=MASK[:, :2], **each),
-        Point(state=row + 20, mask=last, **each),
+        make_point(state=row + 10, mask=MASK[:, :2], **each),
+        make_point(state=row + 20, mask=last, **each),
     ]
 
 
 def rows(prompts=6, copies=8):
     row = torch.arange(prompts * copies)
     empty = torch.zeros(len(row), 1)
-    return Rollout(group=row // copies, row_id=row, sample=empty, logprob=empty, mask=empty == 0)
+    return make_rollout(
+        group=row // copies, row_id=row, sample=empty, logprob=empty, mask=empty == 0
+    )
 
 
 @pytest.mark.parametrize("size", [6, 12, 24])
 def test_every_step_has_equally_many_rows_of_every_prompt(size):
     for epoch in range(3):
-        for part in batches(rows(), 8, 48, size, Rng.of("order", epoch)):
+        for part in batches(rows(), [8] * 6, 48 // size, Rng.of("order", epoch)):
             assert part.group.bincount(minlength=6).tolist() == [size // 6] * 6
 
 
@@ -49,16 +51,55 @@ def test_every_copy_of_a_prompt_comes_first_equally_often_and_so_does_every_prom
     first = torch.zeros(3)
     prompt = torch.zeros(2)
     for epoch in range(count):
-        row = next(batches(rows(2, 3), 3, 6, 1, Rng.of("order", epoch))).row_id
+        row = next(batches(rows(2, 3), [3, 3], 6, Rng.of("order", epoch))).row_id
         first[row % 3] += 1
         prompt[row // 3] += 1
     assert (first / count - 1 / 3).abs().max() < 0.1 and (prompt / count - 1 / 2).abs().max() < 0.1
 
 
+def uneven(sizes):
+    group = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+    name = torch.arange(len(group))
+    empty = torch.zeros(len(group), 1)
+    return make_rollout(group=group, row_id=name, sample=empty, logprob=empty, mask=empty == 0)
+
+
+def test_groups_of_different_sizes_are_spread_over_the_steps():
+    """Every step has its share of every group, to less than two rows; every row is in one."""
+    sizes = [2, 12, 4, 6]
+    for epoch in range(20):
+        parts = list(batches(uneven(sizes), sizes, 3, Rng.of("order", epoch)))
+        assert [len(part) for part in parts] == [8, 8, 8]
+        assert torch.cat([part.row_id for part in parts]).sort().values.tolist() == list(range(24))
+        for part in parts:
+            counts = part.group.bincount(minlength=4)
+            assert all(abs(c - n / 3) < 2 for c, n in zip(counts.tolist(), sizes, strict=True))
+
+
+def test_whole_groups_of_different_sizes_fill_the_steps_evenly():
+    sizes = [6, 2, 2, 2, 4, 8]
+    parts = list(batches(uneven(sizes), sizes, 2, Rng.of(0), whole_groups=True))
+    assert [part.group.unique().tolist() for part in parts] == [[0, 4], [1, 2, 3, 5]]
+
+
+def test_a_process_takes_its_own_rows_of_the_same_steps():
+    sizes = [2, 12, 4, 6]
+    whole = uneven(sizes)
+    for groups in (True, False):
+        together = batches(whole, sizes, 3, Rng.of(1), groups)
+        halves = [
+            batches(whole[rows], sizes, 3, Rng.of(1), groups)
+            for rows in (whole.group < 2, whole.group > 1)
+        ]
+        for part, *others in zip(together, *halves, strict=True):
+            names = torch.cat([half.row_id for half in others])
+            assert torch.equal(names.sort().values, part.row_id)
+
+
 def test_whole_groups_are_dealt_in_turn():
     """Six prompts, two to a step: step k has prompts k and k + 3, with all their copies."""
     computed = [
-        part.row_id.tolist() for part in batches(rows(), 8, 48, 16, Rng.of(0), whole_groups=True)
+        part.row_id.tolist() for part in batches(rows(), [8] * 6, 3, Rng.of(0), whole_groups=True)
     ]
     assert computed == [
         [*range(8 * k, 8 * k + 8), *range(8 * k + 24, 8 * k + 32)] for k in range(3)
@@ -88,7 +129,7 @@ def test_adjacent_rows_come_by_prompt_and_long_ones_first():
     mask = torch.tensor(
         [[1, 1, 0], [0, 1, 0], [0, 0, 1], [1, 1, 0], [1, 0, 0], [1, 0, 1]], dtype=torch.bool
     )
-    point = Point(group=group, row_id=torch.arange(6), state=torch.arange(6), mask=mask)
+    point = make_point(group=group, row_id=torch.arange(6), state=torch.arange(6), mask=mask)
     (whole,) = passes([point], None, adjacent=True)
     assert whole.row_id.tolist() == [5, 1, 3, 2, 0, 4]
     assert list(passes([point], None))[0].row_id.tolist() == list(range(6))

@@ -12,7 +12,6 @@ from mmrl.config.options import TrainOptions
 from mmrl.core import distributed
 from mmrl.core.errors import UserError
 from mmrl.core.metrics import Meter, observe
-from mmrl.core.types import Rollout
 from mmrl.core.weights import Weights
 from mmrl.objectives import PolicyGradient
 from mmrl.scoring import Scorer
@@ -22,6 +21,7 @@ from mmrl.train.optimizers import adamw, ema_decay, lr_factor, sgd
 from mmrl.train.trainer import Trainer
 from samplers.noise import Rng
 from tests.fixtures import toys
+from tests.fixtures.records import make_rollout
 
 
 def make_trainer(
@@ -532,7 +532,7 @@ def test_learning_rate_schedules(schedule, warmup):
 def rows(first=0, prompts=6, copies=8):
     row = torch.arange(first * copies, (first + prompts) * copies)
     empty = torch.zeros(len(row), 1)
-    return Rollout(
+    return make_rollout(
         group=(row // copies) - first, row_id=row, sample=empty, logprob=empty, mask=empty > 0
     )
 

@@ -14,6 +14,7 @@ from mmrl.worlds.asking import KINDS, SCANS, ask, questions_about, written
 from mmrl.worlds.render import scans
 from mmrl.worlds.scenes import COLORS, DIGITS
 from samplers.noise import Rng
+from tests.fixtures.records import make_rollout
 
 STILL = [kind for kind in KINDS if kind not in ("frame", "span")]
 
@@ -111,7 +112,7 @@ def test_a_digit_is_in_the_frames_that_the_answer_names():
 
 def test_parts_share_no_scan_and_are_drawn_anew():
     assert set(SCANS.values()) == {"generator", "reader", "judge"}
-    assert not set(scans("generator").index.tolist()) & set(scans("judge").index.tolist())
+    assert not set(scans("generator").origin.tolist()) & set(scans("judge").origin.tolist())
     data = DATA.build("digits_questions", kinds=["count", "frame"], scenes=12, held_out_scenes=6)
     assert len(data.train) > 12 and len(data.held_out) > 6
     again = DATA.build(
@@ -284,7 +285,7 @@ def test_the_shipped_recipe_runs_and_its_report_shows_rollouts(name, folder, tmp
 
 
 def test_the_gallery_draws_boxes_where_they_are_and_escapes_texts(tmp_path):
-    from mmrl.core.types import Completion, Rewards, Rollout
+    from mmrl.core.types import Completion, Rewards
     from mmrl.monitoring.gallery import FILE, Gallery
     from mmrl.monitoring.report.page import render
     from mmrl.monitoring.report.runs import read_run
@@ -295,7 +296,7 @@ def test_the_gallery_draws_boxes_where_they_are_and_escapes_texts(tmp_path):
         Completion("[0, 500, 250, 1000]", 10, True, -1.0),
         Completion("<script>no</script>", 12, False, -2.0),
     ]
-    rollout = Rollout(
+    rollout = make_rollout(
         group=torch.zeros(2, dtype=torch.long),
         row_id=torch.arange(2),
         prompts=[prompt],

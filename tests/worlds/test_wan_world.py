@@ -64,7 +64,7 @@ def test_the_policy_makes_the_same_video(pipe):
         ours = policy.decode(rollout)
     texts = [prompt["text"] for prompt in prompts]
     theirs = pipe(
-        texts, guidance_scale=1.0, latents=rollout.path[:, 0], output_type="pt", **SIZES
+        texts, guidance_scale=1.0, latents=rollout.latents.states[:, 0], output_type="pt", **SIZES
     ).frames
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
 
@@ -91,7 +91,7 @@ def test_image_to_video_by_pipeline_and_policy():
         prompt["image"],
         prompt["text"],
         guidance_scale=1.0,
-        latents=rollout.path[:, 0],
+        latents=rollout.latents.states[:, 0],
         output_type="pt",
         **SIZES,
     ).frames

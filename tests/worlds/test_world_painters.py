@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 
 from mmrl.core.registry import POLICIES, load_built_in, locate
-from mmrl.core.types import Point
 from mmrl.policies.image_tokens.models.var_vq import VARVQ
 from mmrl.policies.image_tokens.models.vq_parts import nearest
 from mmrl.worlds import painting, recipes, scales, vq, vq_names
@@ -17,6 +16,7 @@ from mmrl.worlds.data import Digits
 from mmrl.worlds.render import render
 from mmrl.worlds.scenes import captions, is_held_out, singles
 from samplers.noise import Rng
+from tests.fixtures.records import make_point
 
 OPTIONS = {"llamagen": {}, "janus": {}, "var": {}, "amused": {"steps": 3, "fixed_batch_rows": 4}}
 RECIPE = recipes.VQ_TEST
@@ -255,7 +255,7 @@ def test_what_the_masked_model_minimises_is_what_the_policy_scores():
     hidden = (u[:, 1:] < (u[:, :1] * torch.pi / 2).cos()) | (
         u[:, 1:] == u[:, 1:].amin(1, keepdim=True)
     )
-    point = Point(
+    point = make_point(
         group=group,
         cond=cond,
         row_id=group,

@@ -54,8 +54,8 @@ def test_too_few_captions_are_refused():
 
 def test_scans_are_split_three_ways():
     parts = [scans(split) for split in SPLITS]
-    index = torch.cat([part.index for part in parts])
-    assert len(index) == len(index.unique()) == 1797
+    origin = torch.cat([part.origin for part in parts])
+    assert len(origin) == len(origin.unique()) == 1797
     assert all(len(part.labels.unique()) == 10 for part in parts)
 
 

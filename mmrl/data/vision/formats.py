@@ -117,7 +117,7 @@ def _words(parts: list[dict[str, Any]]) -> str:
     return texts or "".join(f"<{part['type']}>" for part in parts)
 
 
-def _list(value: Any, name: str) -> list:
+def _list(value: Any, name: str) -> list[Any]:
     if not isinstance(value, list):
         raise ValueError(f"{name} is {type(value).__name__}, expected a list")
     return value
@@ -129,7 +129,7 @@ def coco(content: Mapping[str, Any], question: str | None) -> Iterator[tuple[str
     names = {kind["id"]: kind["name"] for kind in content.get("categories", ())}
     text = (question or DETECT).format(labels=", ".join(dict.fromkeys(names.values())))
 
-    def prompt(image: Mapping[str, Any], objects: list) -> Prompt:
+    def prompt(image: Mapping[str, Any], objects: list[Any]) -> Prompt:
         return _sized(image) | {
             "text": text,
             "boxes": [corners(entry["bbox"]) for entry in objects],
@@ -171,7 +171,7 @@ EXPRESSIONS = ("caption", "expression", "ref", "sentences")
 
 
 def expressions(record: Mapping[str, Any]) -> list[str]:
-    value = next((record[key] for key in EXPRESSIONS if record.get(key)), [])
+    value: Any = next((record[key] for key in EXPRESSIONS if record.get(key)), [])
     several = [value] if isinstance(value, str) else value
     return [
         sentence if isinstance(sentence, str) else sentence.get("sent", sentence.get("raw"))
@@ -207,8 +207,8 @@ def check(prompt: Mapping[str, Any]) -> None:
         raise ValueError(f"{len(labels)} labels for {len(boxes)} boxes")
 
 
-def _annotated(content: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], list]]:
-    by_image: dict[Any, list] = {}
+def _annotated(content: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], list[Any]]]:
+    by_image: dict[Any, list[Any]] = {}
     for annotation in _list(content["annotations"], "annotations"):
         by_image.setdefault(annotation["image_id"], []).append(annotation)
     for image in _list(content["images"], "images"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -59,16 +60,12 @@ class Vision:
         self.images = Path(images) if images is not None else path if path.is_dir() else path.parent
         part = (inside(path, "train") or path) if path.is_dir() else path
         prompts = self._read(part if isinstance(part, list) else [part])
-        if held_out is None and path.is_dir():
-            held_out = inside(path, "test")
-        if isinstance(held_out, (str, Path, list)):
+        rest = inside(path, "test") if held_out is None and path.is_dir() else held_out
+        if isinstance(rest, (str, Path, list)):
             self.train = prompts
-            files = held_out if isinstance(held_out, list) else [Path(held_out)]
-            self.held_out = self._read(files)
+            self.held_out = self._read(rest if isinstance(rest, list) else [Path(rest)])
         else:
-            self.train, self.held_out = split(
-                prompts, SPLIT if held_out is None else held_out, picture_of
-            )
+            self.train, self.held_out = split(prompts, SPLIT if rest is None else rest, picture_of)
 
     def _read(self, files: Iterable[Path]) -> list[Prompt]:
         """Read all prompts of these files. Raises UserError with the number of broken rows and the
@@ -100,7 +97,7 @@ class Vision:
                     except (KeyError, ValueError, TypeError) as error:
                         raise UserError(f"{place}: not a COCO file: {error!r}") from error
                 else:
-                    yield place, lambda row=row, kind=kind: self._prompt(row, kind)
+                    yield place, partial(self._prompt, row, kind)
 
     def _kind(self, row: Any) -> str:
         if self.format != "auto" or not isinstance(row, Mapping):
@@ -196,8 +193,8 @@ def picture_of(prompt: Prompt) -> str:
     it stay on one side; without any, the text."""
     first = next(iter([*(prompt.get("images") or ()), *in_messages(prompt)]), prompt.get("video"))
     if first is None:
-        return prompt["text"]
-    return Path(first).name if isinstance(first, str) else prompt["origin"]
+        return str(prompt["text"])
+    return Path(first).name if isinstance(first, str) else str(prompt["origin"])
 
 
 def in_messages(prompt: Prompt) -> list[Any]:

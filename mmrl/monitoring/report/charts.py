@@ -7,10 +7,12 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from markupsafe import Markup, escape
 
 Numbers = Sequence[float | None]
+_Point = tuple[float, float, int]  # x, y and their index in the curve
 
 
 @dataclass(frozen=True)
@@ -155,9 +157,7 @@ def _frame(chart: Chart, width: int, height: int) -> _Frame | None:
     xs = []
     ys = []
     for s in chart.series:
-        known = [
-            (x, y, i) for i, (x, y) in enumerate(zip(s.x, s.y)) if x is not None and y is not None
-        ]
+        known = [point for run in _runs(s.x, s.y) for point in run]
         xs += [x for x, _, _ in known]
         ys += [y for _, y, _ in known]
         if s.spread:
@@ -217,42 +217,37 @@ def _curve(f: _Frame, s: Series, colour: int) -> str:
     parts = []
     for run in _runs(s.x, s.y):
         if s.spread:
-            upper = [(f.px(s.x[i]), f.py(s.y[i] + (s.spread[i] or 0.0))) for i in run]
-            lower = [(f.px(s.x[i]), f.py(s.y[i] - (s.spread[i] or 0.0))) for i in reversed(run)]
-            parts.append(f'<polygon class="band c{colour}" points="{_points(upper + lower)}"/>')
+            upper = [(x, y + (s.spread[i] or 0.0), i) for x, y, i in run]
+            lower = [(x, y - (s.spread[i] or 0.0), i) for x, y, i in reversed(run)]
+            parts.append(f'<polygon class="band c{colour}" points="{_points(f, upper + lower)}"/>')
         if len(run) == 1:
-            i = run[0]
+            x, y, _ = run[0]
             parts.append(
-                f'<circle class="dot c{colour}" cx="{f.px(s.x[i]):.1f}" '
-                f'cy="{f.py(s.y[i]):.1f}" r="2.5"/>'
+                f'<circle class="dot c{colour}" cx="{f.px(x):.1f}" cy="{f.py(y):.1f}" r="2.5"/>'
             )
         else:
-            parts.append(
-                f'<polyline class="line c{colour}" '
-                f'points="{_points([(f.px(s.x[i]), f.py(s.y[i])) for i in run])}"/>'
-            )
+            parts.append(f'<polyline class="line c{colour}" points="{_points(f, run)}"/>')
     for run in _runs(s.x, s.faint or ()):
-        points = _points([(f.px(s.x[i]), f.py(s.faint[i])) for i in run])
-        parts.insert(0, f'<polyline class="faint c{colour}" points="{points}"/>')
+        parts.insert(0, f'<polyline class="faint c{colour}" points="{_points(f, run)}"/>')
     return "".join(parts)
 
 
-def _runs(x: Numbers, y: Numbers) -> list[list[int]]:
-    """Return the stretches of indices without a gap."""
-    runs: list[list[int]] = [[]]
-    for i, (a, b) in enumerate(zip(x, y)):
-        if a is None or b is None:
+def _runs(xs: Numbers, ys: Numbers) -> list[list[_Point]]:
+    """Return the stretches of points without a gap."""
+    runs: list[list[_Point]] = [[]]
+    for i, (x, y) in enumerate(zip(xs, ys)):
+        if x is None or y is None:
             runs.append([])
         else:
-            runs[-1].append(i)
+            runs[-1].append((x, y, i))
     return [run for run in runs if run]
 
 
-def _points(points: list[tuple[float, float]]) -> str:
-    return " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+def _points(f: _Frame, points: list[_Point]) -> str:
+    return " ".join(f"{f.px(x):.1f},{f.py(y):.1f}" for x, y, _ in points)
 
 
-def _hover(f: _Frame, chart: Chart) -> dict:
+def _hover(f: _Frame, chart: Chart) -> dict[str, Any]:
     """Return what the page's script needs to show values under the pointer."""
     rows: dict[float, list[str]] = {}
     for s in chart.series:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from mmrl.monitoring.report.charts import Chart, Numbers, Series, smooth
 from mmrl.monitoring.report.runs import Run
 
+Item = TypeVar("Item")
 MOST_POINTS = 800  # of a curve; more cannot be told apart
 
 
@@ -129,7 +130,7 @@ def chart_sections(run: Run) -> list[tuple[str, list[Chart]]]:
     return [(title, charts) for title, charts in sections if charts]
 
 
-def spread_out(items: list, most: int) -> list:
+def spread_out(items: list[Item], most: int) -> list[Item]:
     """Return at most ``most`` of the items, evenly spaced, first and last included."""
     if len(items) <= most:
         return items
@@ -183,7 +184,8 @@ def _short(key: str) -> str:
 def _thin(s: Series) -> Series:
     keep = spread_out(list(range(len(s.x))), MOST_POINTS)
 
-    def pick(values: Numbers | None) -> Numbers | None:
-        return None if values is None else [values[i] for i in keep]
+    def pick(values: Numbers) -> Numbers:
+        return [values[i] for i in keep]
 
-    return Series(s.label, pick(s.x), pick(s.y), pick(s.spread), pick(s.faint))
+    spread = s.spread and pick(s.spread)
+    return Series(s.label, pick(s.x), pick(s.y), spread, s.faint and pick(s.faint))

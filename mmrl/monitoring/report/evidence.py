@@ -180,8 +180,7 @@ def _mark(e: Estimate, scale: tuple[float, float], trained: bool) -> Markup:
 def verdict(run: Run, evaluation: Evaluation) -> list[str]:
     """State the result in sentences, from held-out measurements if there are any, else from
     training rewards."""
-    changes = {name: evaluation.change(name) for name in evaluation.names()}
-    changes = {name: change for name, change in changes.items() if change is not None}
+    changes = {name: change for name in evaluation.names() if (change := evaluation.change(name))}
     if not changes:
         return _training_verdict(run)
     main = [name for name in changes if name in evaluation.optimised] or list(changes)[:1]

@@ -56,13 +56,14 @@ def before_after_picture(run: Path | str, most: int = 8) -> Path:
         rows = {"before": [before[i] for i in chosen], "after": [after[i] for i in chosen]}
         picture = compare(rows, [captions[i] for i in chosen if i < len(captions)])
     else:
-        sheets = {name: history.sample(name) for name in ("before", "after")}
-        if None in sheets.values():
+        first = history.sample("before")
+        last = history.sample("after")
+        if first is None or last is None:
             raise UserError(
                 f"{history.folder} has no samples/before.png and after.png; run: mmrl "
                 f"evaluate {history.folder}"
             )
-        picture = compare({name: [sheet] for name, sheet in sheets.items()}, [], side=480)
+        picture = compare({"before": [first], "after": [last]}, [], side=480)
     path = history.folder / "before_after.png"
     save_picture(picture, path)
     return path

@@ -9,7 +9,7 @@ import base64
 import io
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -149,27 +149,28 @@ def enlarge(picture: Image.Image, side: int) -> Image.Image:
     )
 
 
-def compare(rows: dict[str, Sequence[Tile]], captions: list[str], side: int = 120) -> Tile:
+def compare(rows: Mapping[str, Sequence[Tile]], captions: list[str], side: int = 120) -> Tile:
     """Draw labelled rows of tiles above their captions, on white: the before-and-after picture,
     animated for videos."""
     length = max(
         (len(tile.frames) for row in rows.values() for tile in row if isinstance(tile, Film)),
         default=0,
     )
-    if not length:
-        return _compare(rows, captions, side)
     moments = [
         {label: [_at(tile, i) for tile in row] for label, row in rows.items()}
-        for i in range(length)
+        for i in range(length or 1)
     ]
-    return Film(tuple(_compare(moment, captions, side) for moment in moments))
+    drawn = tuple(_compare(moment, captions, side) for moment in moments)
+    return Film(drawn) if length else drawn[0]
 
 
 def _at(tile: Tile, moment: int) -> Image.Image:
     return tile.frames[min(moment, len(tile.frames) - 1)] if isinstance(tile, Film) else tile
 
 
-def _compare(rows: dict[str, Sequence[Image.Image]], captions: list[str], side: int) -> Image.Image:
+def _compare(
+    rows: Mapping[str, Sequence[Image.Image]], captions: list[str], side: int
+) -> Image.Image:
     title = ImageFont.load_default(18)
     small = ImageFont.load_default(13)
     count = max(map(len, rows.values()))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, ClassVar, Literal
@@ -19,12 +19,15 @@ from mmrl.objectives.base import Objective, frozen
 from mmrl.objectives.forward_process.base import error, mean_square, noised, positive, velocity
 from mmrl.objectives.surrogates import both_sides, outside, ppo
 from mmrl.objectives.timestep_samplers import TimeSampler, steps
-from mmrl.policies.base import Policy
+from mmrl.policies.base import Policy, Reads
 from samplers.noise import Rng
 
 TINY = 1e-10  # keeps the roots differentiable at 0
 POWER = 0.25  # of ghuber
-SCORES = {  # (denoising error l [B, 1], time t [B, 1]) -> what stands for the log-prob
+Scoring = Callable[[Tensor, Tensor], Tensor]
+SCORES: dict[
+    str, Scoring
+] = {  # (denoising error l [B, 1], time t [B, 1]) -> what stands for the log-prob
     "uniform": lambda l, t: -l,  # noqa: E741
     "t": lambda l, t: -l * t,  # noqa: E741
     "t2": lambda l, t: -l * t**2,  # noqa: E741
@@ -50,7 +53,7 @@ class AWM(Objective):
     """
 
     needs: ClassVar[str] = "gaussian"
-    reads: ClassVar[str] = "sample"
+    reads: ClassVar[Reads] = "sample"
     weighting: Literal["uniform", "t", "t2", "huber", "ghuber"] = "ghuber"
     clip_range: float | tuple[float, float] = 1.0
     advantage_clip: float = 1.0
@@ -78,12 +81,8 @@ class AWM(Objective):
     def loss(self, policy: Policy, point: Point) -> Tensor:
         dist = policy.dist(point)
         old = frozen(policy, "old", point)
-        t = point.time
-        if t is None:
-            velocity(dist)  # says that tokens have none
-        new, before = (
-            self.score(error(d, point).double(), t[:, None].double()) for d in (dist, old)
-        )
+        t = point.time[:, None].double()
+        new, before = (self.score(error(d, point).double(), t) for d in (dist, old))
         ratio = (new - before).detach().exp()
         observe("log_ratio", new - before, point.mask)
         observe("ratio", ratio, point.mask)

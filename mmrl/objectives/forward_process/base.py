@@ -13,10 +13,14 @@ from torch import Tensor
 
 from mmrl.core.distributions import Dist, Gaussian
 from mmrl.core.errors import UserError
-from mmrl.core.types import Point, Rollout
+from mmrl.core.types import LatentPath, Point, Rollout
 from mmrl.objectives.timestep_samplers import TimeSampler
 from mmrl.policies.base import Policy, first_of_group
 from samplers.noise import Rng
+
+VELOCITIES = (
+    "this objective compares velocities: it is for flow and diffusion models, not for token models"
+)
 
 
 def noised(
@@ -24,8 +28,10 @@ def noised(
 ) -> Iterator[Point]:
     """``draws`` times a row (fewer if the sampler has fewer), each with fresh noise; or shared in
     each group."""
+    if not isinstance(rollout.trajectory, LatentPath):
+        raise UserError(VELOCITIES)
     name = first_of_group(rollout) if shared else rollout.row_id
-    when = times(rng.fold("time"), name, draws, rollout.time)  # [B, D]
+    when = times(rng.fold("time"), name, draws, rollout.trajectory.time)  # [B, D]
     per_draw = (
         policy.renoise(rollout, rng.fold("noise", j), t, shared)
         for j, t in enumerate(when.unbind(1))
@@ -40,10 +46,7 @@ def noised(
 def velocity(dist: Dist) -> Tensor:
     """[B, *] what the network predicts at a re-noised state."""
     if not isinstance(dist, Gaussian):
-        raise UserError(
-            "this objective compares velocities: it is for flow and diffusion models, "
-            "not for token models"
-        )
+        raise UserError(VELOCITIES)
     return dist.mean
 
 

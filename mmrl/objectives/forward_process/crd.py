@@ -26,7 +26,7 @@ from mmrl.objectives.forward_process.base import (
     velocity,
 )
 from mmrl.objectives.timestep_samplers import TimeSampler, steps
-from mmrl.policies.base import Policy
+from mmrl.policies.base import Policy, Reads
 from samplers.noise import Rng
 
 
@@ -58,7 +58,7 @@ class CRD(Objective):
     """
 
     needs: ClassVar[str] = "gaussian"
-    reads: ClassVar[str] = "sample"
+    reads: ClassVar[Reads] = "sample"
     beta: float = 1.0
     form: Literal["mse", "bce"] = "mse"
     temperature: Annotated[float, Ge(0)] | None = None
@@ -125,10 +125,14 @@ class CRD(Objective):
     def loss(self, policy: Policy, point: Point) -> Tensor:
         """Before ``couple`` the centre of a is 1/2 and that of r is 0."""
         v = velocity(policy.dist(point))
-        centred = point.coupling or Centred(
-            optimality=self._optimality(point.advantage) - 0.5,
-            implicit_mean=torch.zeros_like(point.advantage),
-            old_error=self._old(policy, point),
+        centred = (
+            point.coupled(Centred)
+            if point.coupling is not None
+            else Centred(
+                optimality=self._optimality(point.advantage) - 0.5,
+                implicit_mean=torch.zeros_like(point.advantage),
+                old_error=self._old(policy, point),
+            )
         )
         implicit = centred.old_error - _scaled(v, point.target)
         columns = zip(centred.optimality.split(1, 1), centred.implicit_mean.split(1, 1))

@@ -26,7 +26,7 @@ from mmrl.objectives.forward_process.base import (
     velocity,
 )
 from mmrl.objectives.timestep_samplers import TimeSampler, early_steps
-from mmrl.policies.base import Policy
+from mmrl.policies.base import Policy, Reads
 from samplers.noise import Rng
 
 
@@ -58,7 +58,7 @@ class DGPO(Objective):
     """
 
     needs: ClassVar[str] = "gaussian"
-    reads: ClassVar[str] = "sample"
+    reads: ClassVar[Reads] = "sample"
     beta: float = 100.0
     clip_range: float | None = 1e-2
     advantage_clip: float = 5.0
@@ -121,15 +121,14 @@ class DGPO(Objective):
         """Before ``couple`` all weights are 1 and nothing is clipped."""
         dist = policy.dist(point)
         denoising_error = error(dist, point)
-        preference = point.coupling or Preference(
-            advantage=point.advantage, old_error=None, start=None
-        )
+        preference = Preference(advantage=point.advantage, old_error=None, start=None)
+        if point.coupling is not None:
+            preference = point.coupled(Preference)
         advantage = preference.advantage
-        if preference.old_error is not None:
+        width = self.clip_range
+        if width and preference.old_error is not None:
             ratio = (preference.old_error - denoising_error.detach()).exp()
-            far = torch.where(
-                advantage > 0, ratio > 1 + self.clip_range, ratio < 1 - self.clip_range
-            )
+            far = torch.where(advantage > 0, ratio > 1 + width, ratio < 1 - width)
             observe("ratio", ratio, point.mask)
             observe("clip_fraction", far.double(), point.mask)
             denoising_error = torch.where(far, denoising_error.detach(), denoising_error)

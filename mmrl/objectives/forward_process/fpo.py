@@ -17,7 +17,7 @@ from mmrl.objectives.base import Linearised, Objective, frozen, slope_of
 from mmrl.objectives.forward_process.base import error, noised, positive, summed
 from mmrl.objectives.surrogates import both_sides
 from mmrl.objectives.timestep_samplers import TimeSampler, uniform
-from mmrl.policies.base import Policy
+from mmrl.policies.base import Policy, Reads
 from samplers.noise import Rng
 
 
@@ -33,7 +33,7 @@ class FPO(Objective):
     """
 
     needs: ClassVar[str] = "gaussian"
-    reads: ClassVar[str] = "sample"
+    reads: ClassVar[Reads] = "sample"
     clip_range: float | tuple[float, float] = 0.05
     advantage_clip: float = 5.0
     num_noise_draws: Count = 8

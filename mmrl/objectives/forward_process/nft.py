@@ -22,7 +22,7 @@ from mmrl.objectives.forward_process.base import (
     velocity,
 )
 from mmrl.objectives.timestep_samplers import TimeSampler, steps
-from mmrl.policies.base import Policy
+from mmrl.policies.base import Policy, Reads
 from samplers.noise import Rng
 
 
@@ -44,7 +44,7 @@ class NFT(Objective):
     """
 
     needs: ClassVar[str] = "gaussian"
-    reads: ClassVar[str] = "sample"
+    reads: ClassVar[Reads] = "sample"
     beta: float = 1.0
     advantage_clip: float = 5.0
     kl: Annotated[float, Ge(0)] = 1e-4
@@ -83,5 +83,5 @@ class NFT(Objective):
 def _error(point: Point, v: Tensor) -> Tensor:
     """[B, 1] mean square error of the predicted clean sample over its mean absolute error, which
     has no gradient."""
-    off = point.x0_per_output.view(-1, *[1] * (v.ndim - 1)) * (v - point.target)
+    off = point.renoised.x0_per_output.view(-1, *[1] * (v.ndim - 1)) * (v - point.target)
     return mean_square(off) / mean_absolute(off.detach()).clamp_min(1e-5).to(off)

@@ -16,7 +16,7 @@ from mmrl.core.types import Point, Rollout
 from mmrl.objectives.base import Linearised, Objective, slope_of
 from mmrl.objectives.forward_process.base import noised, positive
 from mmrl.objectives.timestep_samplers import TimeSampler, uniform
-from mmrl.policies.base import Policy
+from mmrl.policies.base import Policy, Reads
 from samplers.noise import Rng
 
 
@@ -32,7 +32,7 @@ class RewardWeightedRegression(Objective):
     """
 
     needs: ClassVar[str] = "gaussian"
-    reads: ClassVar[str] = "sample"
+    reads: ClassVar[Reads] = "sample"
     beta: float = 1.0
     weights: Literal["exp", "advantage"] = "exp"
     num_noise_draws: Count = 1

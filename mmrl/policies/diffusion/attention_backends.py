@@ -26,7 +26,7 @@ BACKENDS = {"sdpa": "native", "xformers": "xformers", "flash": "flash"}
 PACKAGES = {"xformers": "xformers", "flash": "flash-attn"}
 EVEN = 1.02  # times that differ by less are equal
 CANNOT = (RuntimeError, ValueError, NotImplementedError, TypeError, AttributeError)
-_measured: dict[tuple, str] = {}  # what "auto" chose in this process
+_measured: dict[tuple[Any, ...], str] = {}  # what "auto" chose in this process
 
 
 def check(backend: Attention) -> None:
@@ -54,7 +54,8 @@ class AttentionChoice:
         self.net = net
         self.backend = backend
         self.used: str | None = None
-        self.where: tuple | None = None  # device type and dtype it was chosen for
+        # device type and dtype it was chosen for
+        self.where: tuple[str, torch.dtype] | None = None
 
     def settle(self, trial: Callable[[], Any]) -> list[str]:
         """Choose for the device the network is on; ``trial`` makes one pass of it. Does nothing if
@@ -66,7 +67,7 @@ class AttentionChoice:
         if self.where == (where := (first.device.type, first.dtype)):
             return []
         self.where = where
-        notes = []
+        notes: list[str] = []
         chosen = self._chosen(*where, trial, notes)
         if self.used is None and self.backend == "auto" and chosen == "sdpa":
             self.used = "sdpa"  # the default of new models
@@ -166,7 +167,7 @@ def use(net: nn.Module, name: str) -> None:
 def _dispatched(net: nn.Module, backend: str) -> None:
     from diffusers.models.attention_dispatch import attention_backend
 
-    roots = [net] if hasattr(net, "set_attention_backend") else list(net.children())
+    roots: list[Any] = [net] if hasattr(net, "set_attention_backend") else list(net.children())
     try:
         # it would set the backend of all other models of this process as well
         with attention_backend(), _quiet():
@@ -176,7 +177,7 @@ def _dispatched(net: nn.Module, backend: str) -> None:
         raise UserError(f"policy option attention: {error}") from error
 
 
-def _older(net: nn.Module) -> Iterator[tuple[nn.Module, tuple[type, type]]]:
+def _older(net: nn.Module) -> Iterator[tuple[Any, tuple[type, type]]]:
     """Map the attention layers of UNets and of SD3 to their processors for SDPA and for
     xformers."""
     from diffusers.models import attention_processor as known

@@ -103,7 +103,8 @@ class Module(FlowPolicy):
         condition = (
             () if label is None else (label.to(dtype) if label.is_floating_point() else label,)
         )
-        return self.active()(x.to(dtype), t, *condition)
+        output: Tensor = self.active()(x.to(dtype), t, *condition)
+        return output
 
     @torch.no_grad()
     def decode(self, rollout: Rollout) -> Media:
@@ -112,17 +113,10 @@ class Module(FlowPolicy):
             return rollout.sample
         pixels = rollout.sample
         if self.vae is not None:
-            parts = [
-                rollout.sample[part]
-                for part in chunks(len(rollout), self.fixed_batch_rows or len(rollout))
-            ]
-            pixels = torch.cat([self._pixels(part) for part in parts])
+            vae = self.vae.to(self.device)
+            parts = chunks(len(rollout), self.fixed_batch_rows or len(rollout))
+            pixels = torch.cat([_pixels(vae, rollout.sample[part]) for part in parts])
         return (pixels / 2 + 0.5).clamp(0, 1)
-
-    def _pixels(self, latents: Tensor) -> Tensor:
-        vae = self.vae.to(self.device)
-        shift = getattr(vae.config, "shift_factor", None) or 0.0
-        return vae.decode(latents.to(vae.dtype) / vae.config.scaling_factor + shift).sample
 
     def export(self, folder: Path) -> None:
         """Write ``net.safetensors``: the state dict of what ``net`` builds, adapters added to its
@@ -136,7 +130,13 @@ class Module(FlowPolicy):
         save_file(state, folder / "net.safetensors")
 
 
-def _autoencoder(place: str) -> nn.Module:
+def _pixels(vae: Any, latents: Tensor) -> Tensor:
+    shift = getattr(vae.config, "shift_factor", None) or 0.0
+    images: Tensor = vae.decode(latents.to(vae.dtype) / vae.config.scaling_factor + shift).sample
+    return images
+
+
+def _autoencoder(place: str) -> Any:
     from diffusers import AutoModel
 
     sub = "vae" if (Path(place) / "model_index.json").is_file() else None

@@ -40,7 +40,10 @@ def index(place: str) -> dict[str, Any]:
     """Read ``model_index.json`` of a folder or hub id."""
     from diffusers import DiffusionPipeline
 
-    return _explained(lambda: DiffusionPipeline.load_config(place), place, "model_index.json")
+    parts: dict[str, Any] = _explained(
+        lambda: DiffusionPipeline.load_config(place), place, "model_index.json"
+    )
+    return parts
 
 
 def load_part(cls: Any, place: str, subfolder: str, dtype: torch.dtype | None = None) -> Any:
@@ -54,7 +57,10 @@ def load_part(cls: Any, place: str, subfolder: str, dtype: torch.dtype | None = 
 
 def load_config(cls: Any, place: str, subfolder: str) -> dict[str, Any]:
     """Read the config file of one part."""
-    return _explained(lambda: cls.load_config(place, subfolder=subfolder), place, subfolder)
+    config: dict[str, Any] = _explained(
+        lambda: cls.load_config(place, subfolder=subfolder), place, subfolder
+    )
+    return config
 
 
 def load_text_pipeline(
@@ -96,7 +102,7 @@ def _explained(load: Callable[[], Any], place: str, what: str) -> Any:
         ) from error
 
 
-def save_lora(pipeline: Any, net: nn.Module, folder: Path, part: str = "transformer") -> None:
+def save_lora(pipeline: Any, net: Any, folder: Path, part: str = "transformer") -> None:
     """Write ``pytorch_lora_weights.safetensors`` as ``pipe.load_lora_weights(folder)`` reads it."""
     from peft import get_peft_model_state_dict
 

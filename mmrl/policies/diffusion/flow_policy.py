@@ -22,7 +22,20 @@ from mmrl.core.distributions import Gaussian, Score
 from mmrl.core.errors import UserError
 from mmrl.core.host import sent
 from mmrl.core.registry import GRIDS, KERNELS, SOLVERS, WINDOWS
-from mmrl.core.types import Kernel, Media, Point, Prompt, Rollout, tree_map
+from mmrl.core.types import (
+    Copies,
+    Kernel,
+    LatentPath,
+    Media,
+    Point,
+    Prompt,
+    Query,
+    Renoised,
+    Rollout,
+    SamplerState,
+    Transition,
+    tree_map,
+)
 from mmrl.policies.base import (
     NO_CONTEXT,
     LogprobGuidance,
@@ -61,7 +74,6 @@ class Plan(NamedTuple):
     times: Tensor  # [K + 1]
     eta: Tensor  # [K]; 0 is a deterministic step
     spans: list[int]  # K + 1: how many adjacent rows share a state
-    copies: int
     rows: int | None = None  # at most so many in a pass; None: all that are alive
     stored: tuple[int, ...] = ()  # the S steps after which the state is kept for training
 
@@ -99,6 +111,7 @@ class FlowPolicy(Policy):
 
     shape: tuple[int, ...]  # of one sample's latents
     process: Process = Flow()
+    guidance_scale: float
     exploring = True  # False while evaluating: only the initial noise is drawn
     capabilities = Capabilities("gaussian")
 
@@ -171,9 +184,10 @@ class FlowPolicy(Policy):
         the row's own.
         """
         rows = len(next(leaf for leaf in row_cond.values() if isinstance(leaf, Tensor)))
-        return row_cond | tree_map(
+        empty: dict[str, Any] = tree_map(
             lambda tensor: tensor.expand(rows, *tensor.shape[1:]), cond["uncond"]
         )
+        return row_cond | empty
 
     def begin(self, noise: Tensor, cond: dict[str, Any]) -> Tensor:
         """Make the first states of paths [B, *] from noise and the rows' conditions."""
@@ -195,7 +209,7 @@ class FlowPolicy(Policy):
         finally:
             self.exploring = before
 
-    def _for_process(self, kernel: Kernel) -> Kernel:
+    def _for_process(self, kernel: Any) -> Kernel:
         """Bind the process to a kernel that takes one; UserError if the kernel is for another
         process."""
         plain = getattr(kernel, "func", kernel)
@@ -210,10 +224,12 @@ class FlowPolicy(Policy):
                 f"policy option sde_type: {plain.__name__} is not for this kind of "
                 f"model; for it: {known}"
             )
-        return partial(kernel, process=self.process) if hasattr(plain, "process") else kernel
+        takes_process = hasattr(plain, "process")
+        bound: Kernel = partial(kernel, process=self.process) if takes_process else kernel
+        return bound
 
     def rollout(
-        self, prompts: list[Prompt], copies: int, rng: Rng, context: RolloutContext = NO_CONTEXT
+        self, prompts: list[Prompt], copies: Copies, rng: Rng, context: RolloutContext = NO_CONTEXT
     ) -> Rollout:
         row, group = rows_and_groups(prompts, copies, rng, self.device)
         plan = self._plan(copies, rng, context)
@@ -232,11 +248,16 @@ class FlowPolicy(Policy):
         visit = (
             None if context.reads == "path" else plan.places().to(self.device).expand(len(row), -1)
         )
-        path = path if plan.stored else None
         stream = torch.tensor([rng.key], device=self.device).expand(len(row), -1)
-        stochastic = bool((plan.eta > 0).any())
-        whole = Rollout.cat(blocks).replace(prompts=tuple(prompts), path=path, visit=visit)
-        return whole.replace(stream=stream if stochastic else None)
+        time, noise_level = (self._on_rows(steps, len(row)) for steps in (plan.times, plan.eta))
+        latents = LatentPath(
+            states=path,
+            visit=visit,
+            time=time,
+            noise_level=noise_level,
+            stream=stream if bool((plan.eta > 0).any()) else None,
+        )
+        return Rollout.cat(blocks).replace(prompts=tuple(prompts), trajectory=latents)
 
     @property
     def summed_dimensions(self) -> int:
@@ -257,15 +278,15 @@ class FlowPolicy(Policy):
         stored = self.dtype if self.trajectory_dtype == torch.float32 else self.trajectory_dtype
         return torch.empty(rows, len(plan.stored), *self.shape, dtype=stored, device=place)
 
-    def _plan(self, copies: int, rng: Rng, context: RolloutContext = NO_CONTEXT) -> Plan:
+    def _plan(self, copies: Copies, rng: Rng, context: RolloutContext = NO_CONTEXT) -> Plan:
         """Plan what the sampler does in this iteration: times, noise levels, branching."""
         try:
             # [K] bool
             noisy = self.noise_window(self.steps, context.iteration, rng.fold("window"))
-            if self.exploring and self.tree is not None:
-                noisy = noisy | torch.isin(
-                    torch.arange(self.steps), torch.tensor(self.tree.at(self.steps))
-                )
+            tree = self.tree if self.exploring else None
+            if tree is not None:
+                splits = torch.tensor(tree.at(self.steps))
+                noisy = noisy | torch.isin(torch.arange(self.steps), splits)
             times = self.times
             if self.exploring and self.flash_step_ratio is not None:
                 after = int(noisy.nonzero().max()) + 1
@@ -274,8 +295,7 @@ class FlowPolicy(Policy):
         except ValueError as error:
             raise UserError(f"policy option noise_window or flash_step_ratio: {error}") from error
         steps = len(times) - 1
-        branching = self.exploring and self.tree is not None
-        spans = self.tree.spans(steps, copies) if branching else [1] * (steps + 1)
+        spans = [1] * (steps + 1) if tree is None else tree.spans(steps, copies)
         decisions = (noisy & self.exploring).nonzero()[:, 0].tolist()
         stored = {
             "path": range(len(times)),
@@ -286,7 +306,6 @@ class FlowPolicy(Policy):
             times,
             self.noise_level * noisy.double() * self.exploring,
             spans,
-            copies,
             stored=tuple(stored),
         )
 
@@ -296,7 +315,9 @@ class FlowPolicy(Policy):
         none = torch.zeros(len(row), 1, dtype=torch.bool)
         t = self._on_rows(self.times[:1], len(row))[:, 0]
         self._velocities(
-            Point(group=group, cond=cond, row_id=row, state=x, time=t, mask=none),
+            Query(
+                group=group, cond=cond, row_id=row, state=x, mask=none, step=SamplerState(time=t)
+            ),
             guided=self.guidance_scale != 1,
         )
 
@@ -308,7 +329,7 @@ class FlowPolicy(Policy):
         time, eta = (self._on_rows(schedule, len(row)) for schedule in (plan.times, plan.eta))
         # without noise on the way a group would be one sample
         shared = self.same_initial_noise and self.exploring
-        first = (row // plan.copies if shared else row)[:: plan.spans[0]]
+        first = (group + rng.offset if shared else row)[:: plan.spans[0]]
         row_cond = rows_of(without_empty(cond), group[:: plan.spans[0]])
         state = self._store(self.begin(rng.normal(first, self.shape, 0, self.dtype), row_cond))
         self._keep(path, plan, 0, state)
@@ -319,14 +340,16 @@ class FlowPolicy(Policy):
             if self.solver and (k == 0 or plan.eta[k - 1] > 0):
                 # multistep history belongs to the states before the noise
                 solver = self.solver(self.process)
-            point = Point(
+            point = Query(
                 group=group[:: plan.spans[k]],
                 cond=cond,
                 row_id=row[:: plan.spans[k]],
                 state=state,
-                time=time[:: plan.spans[k], k],
-                next_time=time[:: plan.spans[k], k + 1],
-                eta=eta[:: plan.spans[k], k],
+                step=Transition(
+                    time=time[:: plan.spans[k], k],
+                    next_time=time[:: plan.spans[k], k + 1],
+                    noise_level=eta[:: plan.spans[k], k],
+                ),
                 mask=eta[:: plan.spans[k], k : k + 1] > 0,
             )
             state, logprob, decided = self._advance(point, rng, plan, k, row, solver)
@@ -344,13 +367,11 @@ class FlowPolicy(Policy):
             sample=state,
             logprob=torch.cat(scores, 1),
             mask=decided & torch.stack(leads[1:], 1),
-            time=time,
-            eta=eta,
             edge_id=plan.edges(row),
         )
 
     def _advance(
-        self, point: Point, rng: Rng, plan: Plan, k: int, row: Tensor, solver: Step | None
+        self, point: Query, rng: Rng, plan: Plan, k: int, row: Tensor, solver: Step | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Take step k of the states that are alive: return their children, the children's log-probs
         [B, 1], and whether the step is a decision.
@@ -362,13 +383,13 @@ class FlowPolicy(Policy):
             state = (
                 sampled.mean
                 if solver is None
-                else solver(point.state, output, point.time, point.next_time)
+                else solver(point.state, output, point.time, point.transition.next_time)
             )
             none = torch.zeros((), dtype=torch.bool, device=state.device)
             return self._store(state.to(self.dtype)), state.new_zeros(len(state), 1), none
         factor = plan.spans[k] // plan.spans[k + 1]
         child = row[:: plan.spans[k + 1]]
-        if factor == 1:
+        if self.tree is None or factor == 1:
             noise = rng.normal(child, self.shape, k + 1, self.dtype)
         else:
             sampled = sampled.repeat(factor)
@@ -393,23 +414,17 @@ class FlowPolicy(Policy):
         t = rng.uniform(name, step=0) if time is None else time
         t = self.process.snap(t.to(rollout.sample))
         noise = rng.normal(name, self.shape, 1, rollout.sample.dtype)
-        # [B]
-        alive = (
-            torch.ones_like(rollout.row_id, dtype=torch.bool)
-            if rollout.trainable is None
-            else rollout.trainable
-        )
+        alive = rollout.alive()
         yield Point(
             group=rollout.group,
             cond=rollout.cond,
             row_id=rollout.row_id,
-            time=t,
+            step=Renoised(time=t, x0_per_output=self.process.gain(t, rollout.sample).flatten()),
             mask=alive[:, None],
             num_decisions=alive.long(),
             state=noised(self.process, rollout.sample, noise, t),
             target=self.process.target(rollout.sample, noise, t),
-            x0_per_output=self.process.gain(t, rollout.sample).flatten(),
-            advantage=None if rollout.advantage is None else rollout.advantage[:, -1:],
+            advantage=rollout.advantages()[:, -1:],
         )
 
     def dist(self, point: Point) -> Gaussian:
@@ -425,7 +440,7 @@ class FlowPolicy(Policy):
             point, v if conditional else self.combine(v, empty, self.strength(point, scale))
         )
 
-    def _both(self, point: Point, rows: int | None) -> tuple[Gaussian, Gaussian, Tensor]:
+    def _both(self, point: Query, rows: int | None) -> tuple[Gaussian, Gaussian, Tensor]:
         """Compute the distribution that samples, the one whose log-prob is recorded (the same
         unless ``logprob_guidance`` differs), and the network's output behind the first, in passes
         of at most ``rows``."""
@@ -434,38 +449,42 @@ class FlowPolicy(Policy):
         for part in point.split(rows or len(point)):
             each.append(self._velocities(part, guided=scale != 1))
         v = torch.cat([part for part, _ in each])
-        empty = v if scale == 1 else torch.cat([part for _, part in each])
-        guided = v if scale == 1 else self.combine(v, empty, self.strength(point, scale))
+        guided = v
+        if scale != 1:
+            empty = torch.cat([part for _, part in each])
+            guided = self.combine(v, empty, self.strength(point, scale))
         sampled = self._transition(point, guided)
         mismatch = scale != 1 and self.logprob_guidance == "conditional"
         return sampled, self._transition(point, v) if mismatch else sampled, guided
 
-    def strength(self, point: Point, scale: float) -> float | Tensor:
+    def strength(self, point: Query, scale: float) -> float | Tensor:
         """Return the guidance scale: ``scale``, or one for every row, shaped for [B, *], where a
         family has several."""
         return scale
 
-    def _scale(self, point: Point) -> float:
+    def _scale(self, point: Query) -> float:
         if point.guidance is not None:
             return point.guidance
-        return self.guidance_scale if point.next_time is not None else 1.0
+        return self.guidance_scale if isinstance(point.step, Transition) else 1.0
 
-    def _transition(self, point: Point, v: Tensor) -> Gaussian:
-        if point.next_time is None:
+    def _transition(self, point: Query, v: Tensor) -> Gaussian:
+        step = point.step
+        if not isinstance(step, Transition):
             half = v.new_full((len(v), *[1] * len(self.shape)), 0.5**0.5)
             return Gaussian(v, half, self.logprob_reduction)
-        mean, std = self.sde_type(point.state, v, point.time, point.next_time, point.eta)
+        mean, std = self.sde_type(point.state, v, step.time, step.next_time, step.noise_level)
         return self.dist_type(mean, std, self.logprob_reduction)
 
-    def _velocities(self, point: Point, guided: bool) -> tuple[Tensor, Tensor | None]:
+    def _velocities(self, point: Query, guided: bool) -> tuple[Tensor, Tensor]:
         """Compute conditional and unconditional velocity [B, *], both in one forward pass unless
-        one needs no gradient."""
+        one needs no gradient; not ``guided``: the first in place of both."""
         x = point.state
         t = point.time
         self.forwards += 2 * len(x) if guided else len(x)
         cond = rows_of(without_empty(point.cond), point.group)
         if not guided:
-            return self._pass(x, t, cond), None
+            v = self._pass(x, t, cond)
+            return v, v
         empty = self.unconditional(cond, point.cond)
         if self.logprob_guidance == "guided_stopgrad_uncond":
             with torch.no_grad():
@@ -478,7 +497,7 @@ class FlowPolicy(Policy):
         return v, v_empty
 
     def _pass(self, x: Tensor, t: Tensor, cond: dict[str, Any], passes: int = 1) -> Tensor:
-        v = at_width(
+        v: Tensor = at_width(
             self.velocity, max(self._filled(len(x) // passes) * passes, len(x)), x, t, cond
         )
         if v.shape != x.shape:
@@ -515,32 +534,33 @@ class FlowPolicy(Policy):
 
 def _step(rollout: Rollout, length: Tensor, rows: Tensor, k: int) -> Point:
     """Make the point of decision k of the given rows."""
-    advantage = rollout.advantage
-    path = rollout.path
-    path_rows, (before, after) = rows.to(path.device), _places(rollout, rows, k)
+    latents = rollout.latents
+    states = latents.states
+    state_rows = rows.to(states.device)
+    before, after = _places(latents, rows, k)
     return Point(
         group=rollout.group[rows],
         cond=rollout.cond,
         row_id=rollout.row_id[rows],
         num_decisions=length[rows],
-        state=path[path_rows, before].to(rollout.sample.dtype),
-        target=path[path_rows, after].to(rollout.sample.dtype),
-        time=rollout.time[rows, k],
-        next_time=rollout.time[rows, k + 1],
-        eta=rollout.eta[rows, k],
+        state=states[state_rows, before].to(rollout.sample.dtype),
+        target=states[state_rows, after].to(rollout.sample.dtype),
+        step=Transition(
+            time=latents.time[rows, k],
+            next_time=latents.time[rows, k + 1],
+            noise_level=latents.noise_level[rows, k],
+        ),
         logprob=rollout.logprob[rows, k, None],
         mask=rollout.mask[rows, k, None],
-        advantage=None
-        if advantage is None
-        else advantage[rows].expand(-1, rollout.mask.shape[1])[:, k, None],
+        advantage=rollout.advantages()[rows].expand(-1, rollout.mask.shape[1])[:, k, None],
     )
 
 
-def _places(rollout: Rollout, rows: Tensor, k: int) -> tuple[Any, Any]:
+def _places(latents: LatentPath, rows: Tensor, k: int) -> tuple[Any, Any]:
     """Find where the states before and after decision k of the given rows are in their paths."""
-    if rollout.visit is None:
+    if latents.visit is None:
         return k, k + 1
-    at = rollout.visit[rows].to(rollout.path.device)
+    at = latents.visit[rows].to(latents.states.device)
     return at[:, k], at[:, k + 1]
 
 

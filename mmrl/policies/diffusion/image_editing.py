@@ -25,16 +25,12 @@ class EditPolicy(FolderPolicy):
     def __init__(self, path: str, image_size: int | tuple[int, int] | None = None, **options: Any):
         """Extend the options of ``FolderPolicy``. image_size: pixels that the image is brought to,
         one side or [height, width]; None: those of the sample."""
-        self.image_size = (image_size, image_size) if isinstance(image_size, int) else image_size
         super().__init__(path, **options)
-        self.image_size = tuple(self.image_size or self.size)
-
-    def latent_shape(self) -> tuple[int, ...]:
-        shape = super().latent_shape()
-        factor = self.size[0] // shape[-2]
-        for side in self.image_size or ():
+        chosen = self.size if image_size is None else image_size
+        self.image_size = (chosen, chosen) if isinstance(chosen, int) else (chosen[0], chosen[1])
+        factor = self.size[0] // self.shape[-2]
+        for side in self.image_size:
             self.latent_side(side, 2 * factor, factor, "image_size")
-        return shape
 
     def pictures(self, prompts: list[Prompt]) -> list[Any]:
         """Return the image of every prompt at ``image_size``. UserError names a prompt that has
@@ -47,7 +43,8 @@ class EditPolicy(FolderPolicy):
                     f"and got {len(images)}"
                 )
         opened = [open_image(images[0], prompt) for images, prompt in zip(sources, prompts)]
-        return self.processor().resize(opened, *self.image_size)
+        resized: list[Any] = self.processor().resize(opened, *self.image_size)
+        return resized
 
     @torch.no_grad()
     def picture_latents(self, pictures: list[Any]) -> Tensor:
@@ -61,9 +58,9 @@ class EditPolicy(FolderPolicy):
     def latents_of(self, vae: Any, pixels: Tensor) -> Tensor:
         """Encode pixels [B, 3, H, W] in -1..1 to latents [B, C, h, w] as the network sees them: the
         inverse of ``pixels``."""
-        return (
-            vae.encode(pixels).latent_dist.mode() - vae.config.shift_factor
-        ) * vae.config.scaling_factor
+        mode: Tensor = vae.encode(pixels).latent_dist.mode()
+        latents: Tensor = (mode - vae.config.shift_factor) * vae.config.scaling_factor
+        return latents
 
     def processor(self) -> Any:
         from diffusers.image_processor import VaeImageProcessor

@@ -3,6 +3,7 @@ beside its text."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mmrl.core.errors import UserError
-from mmrl.core.types import Media, Prompt, Rollout
+from mmrl.core.types import Prompt, Rollout
 from mmrl.policies.diffusion.text_encoding import PromptCache
 from mmrl.policies.diffusion.video_pipeline import VideoFolderPolicy
 from mmrl.policies.vlm.media import images_of, open_image, where
@@ -51,7 +52,10 @@ class FirstFrame(VideoFolderPolicy):
     The pass without the prompt sees the same image.
     """
 
-    holds = False  # the first latent frame is the image itself, whatever the network says
+    @property
+    @abstractmethod
+    def holds(self) -> bool:
+        """Tell whether the first latent frame is the image itself, whatever the network says."""
 
     def __init__(self, path: str, **options: Any):
         super().__init__(path, **options)
@@ -60,11 +64,11 @@ class FirstFrame(VideoFolderPolicy):
             self._pipeline, self.encode_pictures, cache.placement, cache.limit, batch=1
         )
 
+    @abstractmethod
     def encode_pictures(
         self, pipe: Any, pictures: list[Picture], device: torch.device
     ) -> dict[str, Tensor]:
         """Encode images to a nest of tensors [n, *], by the text pipeline and the autoencoder."""
-        raise NotImplementedError
 
     def encode(self, prompts: list[Prompt]) -> dict[str, Any]:
         return super().encode(prompts) | self.pictures(pictures_of(prompts), self.device)
@@ -74,11 +78,12 @@ class FirstFrame(VideoFolderPolicy):
         if self.texts.placement == "release":
             self.pictures(list(dict.fromkeys(pictures_of(prompts))), self.device)
 
-    def velocity(self, x: Tensor, t: Tensor, cond: dict[str, Any]) -> Tensor:
-        v = super().velocity(x, t, cond)
+    def toward_image(self, v: Tensor, x: Tensor, t: Tensor, cond: dict[str, Any]) -> Tensor:
+        """Return the velocity ``v`` of the network; where the image holds, with its first frame's
+        that leads there."""
         return held(v, x, t, cond["condition"]) if self.holds else v
 
-    def decode(self, rollout: Rollout) -> Media:
+    def decode(self, rollout: Rollout) -> Tensor:
         if self.holds:  # a last step with noise moved it
             frame = rollout.cond["condition"][rollout.group].to(rollout.sample)
             rollout = rollout.replace(sample=torch.cat([frame, rollout.sample[:, :, 1:]], 2))

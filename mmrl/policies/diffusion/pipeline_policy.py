@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import GRIDS
-from mmrl.core.types import Media, Prompt, Rollout
+from mmrl.core.types import Prompt, Rollout
 from mmrl.policies.diffusion import attention_backends, diffusers_folder
 from mmrl.policies.diffusion.attention_backends import Attention, AttentionChoice
 from mmrl.policies.diffusion.flow_policy import FlowPolicy, Grid, Storage
@@ -37,6 +37,8 @@ class FolderPolicy(FlowPolicy):
     part: ClassVar[str] = "transformer"  # of the folder that is trained
     also: ClassVar[tuple[str, ...]] = ()  # further pipelines whose folders load
     capabilities = replace(FlowPolicy.capabilities, makes="image")
+    net: Any  # of diffusers, as its configuration
+    size: tuple[int, int]  # pixels, [height, width]
     decoding: int | None = None  # samples decoded at once last time; None: none yet
 
     def __init__(
@@ -69,7 +71,7 @@ class FolderPolicy(FlowPolicy):
             self.load_part(self.autoencoder, "vae").requires_grad_(False).eval(),
         )
         self.decode_in_parts(vae_tiling, vae_slicing)
-        self.size = (size, size) if isinstance(size, int) else tuple(size)
+        self.size = (size, size) if isinstance(size, int) else (size[0], size[1])
         self.shape, self.process = self.latent_shape(), self.trained_process()
         self.texts = PromptCache(
             self.load_texts, self.encode_texts, text_encoder_placement, text_cache
@@ -90,13 +92,14 @@ class FolderPolicy(FlowPolicy):
         them."""
         for name, enabled in (("tiling", vae_tiling), ("slicing", vae_slicing)):
             enable = getattr(self.vae, f"enable_{name}", None)
-            if enabled and enable is None:
+            if not enabled:
+                continue
+            if enable is None:
                 raise UserError(
                     f"policy option vae_{name}: {type(self.vae).__name__} has no "
                     f"{name}; leave it false"
                 )
-            if enabled:
-                enable()
+            enable()
 
     def load_part(self, name: str, subfolder: str, dtype: torch.dtype | None = None) -> Any:
         """Load a part of the folder by the name of its class in diffusers, in float32 unless
@@ -105,7 +108,7 @@ class FolderPolicy(FlowPolicy):
 
         return diffusers_folder.load_part(getattr(diffusers, name), self.place, subfolder, dtype)
 
-    def load_network(self) -> nn.Module:
+    def load_network(self) -> Any:
         """Load the network that is trained."""
         return self.load_part(self.network, self.part, self.compute)
 
@@ -129,7 +132,8 @@ class FolderPolicy(FlowPolicy):
     def tokens(self) -> int:
         """Count the tokens the network sees of one sample, by which a scheduler may shift its
         times."""
-        return self.shape[-2] * self.shape[-1] // self.config.patch_size**2
+        patch: int = self.config.patch_size
+        return self.shape[-2] * self.shape[-1] // patch**2
 
     def encode(self, prompts: list[Prompt]) -> dict[str, Any]:
         cond = self.texts(texts_of(prompts), self.device)
@@ -168,7 +172,7 @@ class FolderPolicy(FlowPolicy):
         """Convert to the type the network computes in."""
         return tensor.to(self.dtype if self.dtype == torch.float64 else self.compute)
 
-    def decode(self, rollout: Rollout) -> Media:
+    def decode(self, rollout: Rollout) -> Tensor:
         vae = self.vae.to(self.device)
         rows = len(rollout)
 
@@ -191,7 +195,8 @@ class FolderPolicy(FlowPolicy):
     def pixels(self, vae: Any, latents: Tensor) -> Tensor:
         """Decode latents to pixels [B, 3, H, W] in -1..1."""
         shift = getattr(vae.config, "shift_factor", None) or 0.0
-        return vae.decode(latents / vae.config.scaling_factor + shift).sample
+        pixels: Tensor = vae.decode(latents / vae.config.scaling_factor + shift).sample
+        return pixels
 
     def load_texts(self) -> Any:
         """Load the pipeline without network and autoencoder."""
@@ -234,7 +239,7 @@ class FolderPolicy(FlowPolicy):
 
 def vae_factor(vae: Any) -> int:
     """Return the pixels along a side for one latent of AutoencoderKL."""
-    return 2 ** (len(vae.config.block_out_channels) - 1)
+    return 1 << (len(vae.config.block_out_channels) - 1)
 
 
 def scheduler_grid(place: str, tokens: int, smallest: float | None = None) -> Grid:

@@ -38,7 +38,7 @@ class PromptCache:
     def __init__(
         self,
         load: Callable[[], Any],
-        encode: Callable,
+        encode: Callable[[Any, list[Any], torch.device], Encoding],
         placement: Placement,
         limit: int,
         batch: int = 32,
@@ -50,6 +50,10 @@ class PromptCache:
         self.batch = batch
         self.pipeline: Any = None
         self.encodings: dict[Hashable, Encoding] = {}
+
+    def of(self, encode: Callable[[Any, list[Any], torch.device], Encoding]) -> PromptCache:
+        """Make an empty cache for other keys, which ``encode`` encodes."""
+        return PromptCache(self.load, encode, self.placement, self.limit, self.batch)
 
     def __call__(self, texts: Sequence[Hashable], device: torch.device) -> Encoding:
         """Return the encodings of the keys, a nest of tensors [P, *] on ``device``."""

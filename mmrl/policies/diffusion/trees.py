@@ -17,6 +17,7 @@ from annotated_types import Ge, Gt
 from torch import Tensor
 
 from mmrl.core.errors import UserError
+from mmrl.core.types import Copies
 from samplers.noise import Rng
 
 
@@ -53,14 +54,16 @@ class Tree:
             )
         return splits
 
-    def spans(self, steps: int, copies: int) -> list[int]:
+    def spans(self, steps: int, copies: Copies) -> list[int]:
         """Count the leaves that share a state, for each of the steps + 1 states. UserError where
         copies do not divide."""
         splits = self.at(steps)
         leaves = self.factor ** len(splits)
-        if copies % leaves:
+        for size in {copies} if isinstance(copies, int) else set(copies):
+            if size % leaves == 0:
+                continue
             raise UserError(
-                f"train.group_size {copies}: a tree with {len(splits)} splits by "
+                f"train.group_size {size}: a tree with {len(splits)} splits by "
                 f"{self.factor} has {leaves} leaves, so the "
                 f"copies must be a multiple of {leaves}"
             )
@@ -79,7 +82,7 @@ class Tree:
         shape: tuple[int, ...],
         step: int,
         dtype: torch.dtype,
-    ):
+    ) -> Tensor:
         """Draw the noise [B, *] of the children named ``child`` [B], of parents named ``parent``
         [B], at a split."""
         noise = rng.normal(child, shape, step, dtype)
@@ -87,7 +90,8 @@ class Tree:
             return self.scale * noise
         if self.noise == "correlated":
             common = rng.fold("tree").normal(parent, shape, step, dtype)
-            return (common + self.scale * noise) / (1 + self.scale**2) ** 0.5
+            norm: float = (1 + self.scale**2) ** 0.5
+            return (common + self.scale * noise) / norm
         return noise
 
 

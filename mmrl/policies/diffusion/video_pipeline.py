@@ -11,6 +11,7 @@ from annotated_types import Ge
 from torch import Tensor
 
 from mmrl.core.errors import UserError
+from mmrl.core.types import Rollout
 from mmrl.policies.diffusion.flow_policy import Grid
 from mmrl.policies.diffusion.pipeline_policy import FolderPolicy
 
@@ -44,7 +45,7 @@ class VideoFolderPolicy(FolderPolicy):
             )
         return (self.frames - 1) // factor + 1
 
-    def decode(self, rollout: Any) -> Tensor:
+    def decode(self, rollout: Rollout) -> Tensor:
         """Decode to videos [B, F, 3, H, W] in 0..1."""
         return super().decode(rollout).transpose(1, 2)
 
@@ -69,7 +70,8 @@ def standardised(vae: Any, latents: Tensor) -> tuple[Tensor, Tensor]:
     """Return (mean, std) of an autoencoder's latents by channel, from its config, shaped for [B, C,
     F, H, W]."""
     shape = (1, -1, 1, 1, 1)
-    return tuple(
+    mean, std = (
         torch.tensor(x).to(latents).view(shape)
         for x in (vae.config.latents_mean, vae.config.latents_std)
     )
+    return mean, std

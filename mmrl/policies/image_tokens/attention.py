@@ -69,7 +69,8 @@ def _by_xformers(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | N
 
     q, k, v = (x.transpose(1, 2) for x in (q, *_repeated(q, k, v)))  # [B, n, heads, D]
     bias = LowerTriangularMask() if causal else None
-    return memory_efficient_attention(q, k, v, attn_bias=bias, scale=scale).transpose(1, 2)
+    attended: Tensor = memory_efficient_attention(q, k, v, attn_bias=bias, scale=scale)
+    return attended.transpose(1, 2)
 
 
 def _repeated(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mmrl.core.host import sent
-from mmrl.core.types import Rollout
+from mmrl.core.types import Rollout, TokenOrder
 from mmrl.policies.image_tokens.network import Inputs, spans
 from samplers.noise import Rng
 
@@ -65,7 +65,7 @@ def grow(
         row_id=row,
         sample=sample,
         logprob=torch.cat(scores, 1),
-        commit_step=order.expand_as(sample),
+        trajectory=TokenOrder(commit_step=order.expand_as(sample)),
         mask=policy.decided(sample) & (branch == row[:, None]),
         edge_id=branch,
     )

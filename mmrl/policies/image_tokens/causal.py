@@ -28,7 +28,7 @@ class State:
 class CausalImageNet(ImageNet):
     """Wraps an image model of transformers, whose decoder reads tokens from left to right."""
 
-    def __init__(self, hf: nn.Module):
+    def __init__(self, hf: Any):
         super().__init__()
         self.hf = hf
         # accelerate wraps these one by one
@@ -40,11 +40,12 @@ class CausalImageNet(ImageNet):
 
     @property
     @abstractmethod
-    def decoder(self) -> nn.Module: ...
+    def decoder(self) -> Any: ...
 
     @property
     def layers(self) -> int:
-        return self.config.text_config.num_hidden_layers
+        layers: int = self.config.text_config.num_hidden_layers
+        return layers
 
     def begin(self, inputs: Inputs, rows: Tensor) -> tuple[Tensor, State]:
         return read(self.decoder, inputs, rows, self.layers)
@@ -83,7 +84,7 @@ def advance(decoder: nn.Module, ids: Tensor, state: State, places: Tensor | None
     given_places = places is not None
     if not given_places:
         places = state.place[:, None] + ids.new_ones(ids.shape).cumsum(1) - 1
-    hidden = decoder(
+    hidden: Tensor = decoder(
         input_ids=ids,
         attention_mask=state.mask,
         position_ids=places,

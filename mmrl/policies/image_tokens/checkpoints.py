@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from mmrl.core.registry import locate
 
 HUB = "hub:"
 Published = dict[str, Tensor]
+Network = TypeVar("Network", bound=nn.Module)
 
 
 def find(path: str) -> Path:
@@ -47,7 +49,7 @@ def read(file: str | Path, drop: Sequence[str] = ()) -> Published:
         if file.suffix == ".safetensors":
             from safetensors.torch import load_file
 
-            weights = load_file(file)
+            weights: dict[str, Any] = load_file(file)
         else:
             weights = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # a reader of files can raise anything
@@ -63,7 +65,7 @@ def read(file: str | Path, drop: Sequence[str] = ()) -> Published:
     }
 
 
-def load(module: nn.Module, weights: Published, file: str | Path) -> nn.Module:
+def load(module: Network, weights: Published, file: str | Path) -> Network:
     """Load strictly: every name and shape must match, with nothing left over."""
     try:
         module.load_state_dict(weights, strict=True)

@@ -35,7 +35,7 @@ class ImageNet(nn.Module, ABC):
     kernel: Kernel = "sdpa"  # of attention
     fixed = False  # passes of sampling have one shape each: for compiled ones
     # the layers' pass for one token, which may be compiled; None: there is none
-    token: Callable | None = None
+    token: Callable[..., Tensor] | None = None
 
     def forward(self, work: str, *arguments: Any) -> Any:
         """Call the method named ``work``: wrappers (DDP, FSDP2) see calls of the module only."""
@@ -66,11 +66,6 @@ class ImageNet(nn.Module, ABC):
         unconditional).
         """
 
-    def fork(self, state: Any, rows: Tensor) -> None:
-        """Continue with ``rows`` [B'] of the state of sampling, repeated as often as each is
-        named."""
-        raise NotImplementedError(f"{type(self).__name__} cannot branch")
-
     @abstractmethod
     def teach(self, inputs: Inputs, ids: Tensor) -> Tensor:
         """Return hidden states [B, T, H] at all T decisions of ids [B, T], in one pass; inputs of
@@ -97,7 +92,7 @@ class ImageNet(nn.Module, ABC):
         dtype = next(self.parameters()).dtype
         if features.shape[-1] == self.hidden:
             return self.vocabulary(features.to(dtype))
-        cond, empty, scale = features.split([self.hidden, self.hidden, 1], -1)
+        cond, empty, scale = torch.split(features, [self.hidden, self.hidden, 1], -1)
         if self.stopgrad or self.affine is None:
             z = self.vocabulary(cond.to(dtype)).to(scale)
             z_empty = self.vocabulary(empty.to(dtype)).to(scale)
@@ -143,7 +138,8 @@ class ImageNet(nn.Module, ABC):
             return self.teach(inputs, ids)
         if not self.stopgrad:
             features = self.teach(stacked(inputs, empty), torch.cat([ids, ids]))
-            return beside(*features.chunk(2), scale)
+            cond, without = features.chunk(2)
+            return beside(cond, without, scale)
         with torch.no_grad():
             without = self.teach(empty, ids)
         return beside(self.teach(inputs, ids), without, scale)

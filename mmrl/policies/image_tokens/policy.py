@@ -17,9 +17,9 @@ from annotated_types import Gt, Le
 from torch import Tensor
 
 from mmrl.config.options import Count
-from mmrl.core.distributions import drawn
+from mmrl.core.distributions import Dist, drawn
 from mmrl.core.host import on_host, sent
-from mmrl.core.types import Media, Point, Prompt, Rollout
+from mmrl.core.types import Copies, Media, Point, Prompt, Rollout, TokenOrder
 from mmrl.policies.base import (
     NO_CONTEXT,
     LogprobGuidance,
@@ -49,6 +49,7 @@ class ImageTokenPolicy(TokenPolicy):
     capabilities = replace(TokenPolicy.capabilities, makes="image")
     adjacent = True
     net: ImageNet
+    guidance_scale: float
 
     def __init__(
         self,
@@ -93,7 +94,7 @@ class ImageTokenPolicy(TokenPolicy):
         return torch.full((sum(self.net.turns),), guidance)
 
     def rollout(
-        self, prompts: list[Prompt], copies: int, rng: Rng, context: RolloutContext = NO_CONTEXT
+        self, prompts: list[Prompt], copies: Copies, rng: Rng, context: RolloutContext = NO_CONTEXT
     ) -> Rollout:
         row, group = rows_and_groups(prompts, copies, rng, self.device)
         cond = self.encode(prompts)
@@ -116,8 +117,8 @@ class ImageTokenPolicy(TokenPolicy):
         self.forwards += len(hidden) * len(net.turns)
         uniform = rng.uniform(row, (sum(net.turns),))
         scale = sent(self.scales(self.guidance_scale), row.device)
-        ids = []
-        logprob = []
+        ids: list[Tensor] = []
+        logprob: list[Tensor] = []
         for block in list(spans(net.turns))[:passes]:
             if ids:
                 hidden = net("step", ids[-1], state)
@@ -133,7 +134,7 @@ class ImageTokenPolicy(TokenPolicy):
             sample=tokens,
             logprob=torch.cat(logprob, 1),
             mask=self.decided(tokens),
-            commit_step=order.expand_as(tokens),
+            trajectory=TokenOrder(commit_step=order.expand_as(tokens)),
         )
 
     def read(self, cond: list[Inputs], group: Tensor) -> tuple[Tensor, Any]:
@@ -144,13 +145,15 @@ class ImageTokenPolicy(TokenPolicy):
         if self.guidance_scale != 1:
             inputs = stacked(inputs, self.empty(inputs))
             rows = torch.cat([rows, rows + len(unique)])
-        return self.net("begin", inputs, rows)
+        hidden, state = self.net("begin", inputs, rows)
+        return hidden, state
 
     def draw_block(self, hidden: Tensor, scale: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
         """Draw the tokens [B, n] of a block and their log-probs from hidden states [B, n, H], with
         guidance [2B, n, H]; ``scale`` [n], ``uniform`` [B, n]."""
         guided = self.guidance_scale != 1
-        features = beside(*hidden.chunk(2), scale) if guided else hidden
+        cond, *empty = hidden.chunk(2) if guided else (hidden,)
+        features = beside(cond, empty[0], scale) if empty else cond
         conditional = guided and self.logprob_guidance == "conditional"
         return self._decide(features, hidden[: len(uniform)] if conditional else None, uniform)
 
@@ -176,7 +179,7 @@ class ImageTokenPolicy(TokenPolicy):
         logits = self.warp(self.net("logits", plain), keep=token)
         return token, (logits.gather(-1, drawn_ids)[..., 0] - logits.logsumexp(-1)).to(self.dtype)
 
-    def dist(self, point: Point) -> AnswerTokens:
+    def dist(self, point: Point) -> Dist:
         where = somewhere(point.mask)
         scale = self.scored_guidance(point)
         inputs = self.collate([point.cond[i] for i in on_host(point.group).tolist()])

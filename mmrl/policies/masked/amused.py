@@ -38,6 +38,7 @@ class Amused(MaskedDiffusion):
 
     capabilities = replace(MaskedDiffusion.capabilities, makes="image")
     attention = PROJECTIONS
+    net: Any  # a UVit2DModel of diffusers
 
     def __init__(
         self,
@@ -130,13 +131,14 @@ class Amused(MaskedDiffusion):
         micro = sent(torch.tensor([[*self.micro, 0, 0, self.aesthetic]]), ids.device).expand(
             len(ids), -1
         )
-        return self.active()(
+        logits: Tensor = self.active()(
             ids.view(-1, *self.grid),
             encoder_hidden_states=self.cast(text),
             pooled_text_emb=self.cast(pooled),
             micro_conds=self.cast(micro),
             cross_attention_kwargs=None if rows is None else {"rows": rows},
         )
+        return logits
 
     def cast(self, tensor: Tensor) -> Tensor:
         """Convert to the type the network computes in."""
@@ -151,9 +153,10 @@ class Amused(MaskedDiffusion):
 
     def _pixels(self, vae: Any, ids: Tensor) -> Tensor:
         shape = (len(ids), *self.grid, vae.config.latent_channels)
-        return vae.decode(
+        images: Tensor = vae.decode(
             ids.view(-1, *self.grid), force_not_quantize=True, shape=shape
-        ).sample.clamp(0, 1)
+        ).sample
+        return images.clamp(0, 1)
 
     def enable_gradient_checkpointing(self) -> None:
         """Checkpoint every transformer layer; UVit2DModel's own checkpointing passes keywords that
@@ -172,7 +175,7 @@ class Amused(MaskedDiffusion):
             diffusers_folder.save_full(AmusedPipeline, self.place, self.net, folder)
 
 
-def _recomputed(forward: Callable) -> Callable:
+def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``forward`` so that its activations are recomputed in the backward pass."""
 
     def run(*args: Any, **options: Any) -> Any:

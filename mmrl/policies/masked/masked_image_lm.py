@@ -15,7 +15,7 @@ from torch import Tensor
 from mmrl.config.options import Count
 from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES, import_name, locate
-from mmrl.core.types import Media, Point, Prompt, Rollout
+from mmrl.core.types import Media, Prompt, Query, Rollout
 from mmrl.policies.base import Precision
 from mmrl.policies.diffusion.text_encoding import texts_of
 from mmrl.policies.masked.masked_lm import MaskedLM
@@ -88,9 +88,10 @@ class MaskedImageLM(MaskedLM):
         return {key: value[:-1] for key, value in rows.items()} | {"uncond": last}
 
     def _ids(self, text: str) -> list[int]:
-        return self.tokenizer(self.prompt.replace("{text}", text)).input_ids
+        ids: list[int] = self.tokenizer(self.prompt.replace("{text}", text)).input_ids
+        return ids
 
-    def empty(self, point: Point) -> Any:
+    def empty(self, point: Query) -> Any:
         return point.cond["uncond"]
 
     def written(self, ids: Tensor) -> Tensor:
@@ -115,7 +116,8 @@ class MaskedImageLM(MaskedLM):
 
 def _decoder(name: str) -> Decoder:
     if ":" in name and not Path(name).exists() and not name.startswith("world:"):
-        return import_name(name, "decoder")()
+        built: Decoder = import_name(name, "decoder")()
+        return built
     from diffusers import VQModel
 
     try:
@@ -127,6 +129,7 @@ def _decoder(name: str) -> Decoder:
 
     def pictures(ids: Tensor) -> Tensor:
         shape = (*ids.shape, vae.config.latent_channels)
-        return vae.to(ids.device).decode(ids, force_not_quantize=True, shape=shape).sample
+        images: Tensor = vae.to(ids.device).decode(ids, force_not_quantize=True, shape=shape).sample
+        return images
 
     return pictures

@@ -14,7 +14,7 @@ from mmrl.config.options import Count
 from mmrl.core.errors import UserError
 from mmrl.core.host import sent
 from mmrl.core.registry import POLICIES, locate
-from mmrl.core.types import Completion, Media, Point, Prompt, Rollout
+from mmrl.core.types import Completion, Media, Prompt, Query, Rollout
 from mmrl.policies.base import Precision
 from mmrl.policies.diffusion.text_encoding import texts_of
 from mmrl.policies.masked.policy import MaskedDiffusion
@@ -31,6 +31,7 @@ class MaskedLM(MaskedDiffusion):
     """
 
     capabilities = replace(MaskedDiffusion.capabilities, makes="text")
+    net: Any  # of transformers
     attention = ("q_proj", "k_proj", "v_proj", "o_proj", "attn_out", "query", "key", "value")
 
     def __init__(
@@ -81,11 +82,14 @@ class MaskedLM(MaskedDiffusion):
 
     def _ids(self, text: str) -> list[int]:
         if not self.tokenizer.chat_template:
-            return self.tokenizer(text).input_ids
-        turn = [{"role": "user", "content": text}]
-        return self.tokenizer.apply_chat_template(
-            turn, add_generation_prompt=True, return_dict=True
-        )["input_ids"]
+            encoding = self.tokenizer(text)
+        else:
+            turn = [{"role": "user", "content": text}]
+            encoding = self.tokenizer.apply_chat_template(
+                turn, add_generation_prompt=True, return_dict=True
+            )
+        ids: list[int] = encoding["input_ids"]
+        return ids
 
     def logits(self, ids: Tensor, cond: dict[str, Any]) -> Tensor:
         """Compute the logits with each answer directly behind its prompt, so that no row depends on
@@ -98,7 +102,7 @@ class MaskedLM(MaskedDiffusion):
         answer_ids = behind.gather(1, (place - size).clamp(0, behind.shape[1] - 1))
         padded = torch.nn.functional.pad(prompt, (0, behind.shape[1]), value=self.hole)
         visible = place < size + behind.shape[1]
-        logits = self.active()(
+        logits: Tensor = self.active()(
             torch.where(place < size, padded, answer_ids), attention_mask=visible.long()
         ).logits
         answer = (size + torch.arange(self.length, device=ids.device))[..., None].expand(
@@ -115,7 +119,7 @@ class MaskedLM(MaskedDiffusion):
         banned = torch.arange(logits.shape[-1], device=logits.device) == self.mask_id
         return super()._warped(logits).masked_fill(banned, -torch.inf)
 
-    def empty(self, point: Point) -> Any:
+    def empty(self, point: Query) -> Any:
         """Mask every prompt entirely, as LLaDA guides."""
         return point.cond | {"ids": torch.full_like(point.cond["ids"], self.hole)}
 

@@ -22,7 +22,7 @@ from mmrl.config.options import Count
 from mmrl.core.distributions import Categorical, drawn
 from mmrl.core.errors import UserError
 from mmrl.core.host import indices, on_host, remember, selected, spread
-from mmrl.core.types import Point, Rollout
+from mmrl.core.types import MaskChoice, MaskTrace, Point, Query, Rollout, TokenOrder
 from mmrl.policies.base import (
     LogprobGuidance,
     first_of_group,
@@ -85,9 +85,10 @@ class MaskedDiffusion(LogitsPolicy):
     Gumbel noise of maskgit's choice, at the first and at the last pass.
     """
 
-    not_options = (*LogitsPolicy.not_options, "blocks")
+    not_options: tuple[str, ...] = (*LogitsPolicy.not_options, "blocks")
     capabilities = replace(LogitsPolicy.capabilities, one_pass=False, remaskable=True)
     adjacent = True
+    guidance_scale: float
 
     def __init__(
         self,
@@ -130,7 +131,7 @@ class MaskedDiffusion(LogitsPolicy):
         steps = []
         for step in range(self.passes):
             hidden = (order == self.passes) & self._open(step, ids)
-            point = Point(group=group, cond=cond, row_id=row, state=ids, mask=hidden)
+            point = Query(group=group, cond=cond, row_id=row, state=ids, mask=hidden)
             uniform = rng.uniform(row, (self.length,), 2 * step)
             draw, sampled, scored = self._drawn(point, uniform, 1 if step else copies)
             rank = self._reveal(
@@ -144,12 +145,18 @@ class MaskedDiffusion(LogitsPolicy):
             order = torch.where(new, step, order)
         return self._rollout(
             Rollout(
-                group=group, cond=cond, row_id=row, sample=ids, commit_step=order, **_nothing(ids)
+                group=group,
+                cond=cond,
+                row_id=row,
+                sample=ids,
+                trajectory=TokenOrder(commit_step=order),
+                logprob=torch.zeros(ids.shape, device=ids.device),
+                mask=torch.ones_like(ids, dtype=torch.bool),
             ),
             steps,
         )
 
-    def _drawn(self, point: Point, uniform: Tensor, copies: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _drawn(self, point: Query, uniform: Tensor, copies: int) -> tuple[Tensor, Tensor, Tensor]:
         """Draw tokens [B, L] where the point's mask is, with their log-probs and those recorded
         (the same unless ``logprob_guidance`` is conditional). ``copies`` adjacent rows share one
         state, which the network sees once."""
@@ -171,7 +178,7 @@ class MaskedDiffusion(LogitsPolicy):
             results.append(
                 every.view(*distinct.mask.shape, copies).transpose(1, 2).reshape(uniform.shape)
             )
-        return tuple(results)
+        return results[0], results[1], results[2]
 
     def _reveal(self, step: int, confidence: Tensor, hidden: Tensor, uniform: Tensor) -> Tensor:
         """Rank what becomes final in this pass, [B, L], numbered as in
@@ -200,8 +207,9 @@ class MaskedDiffusion(LogitsPolicy):
         L, all tokens drawn in every pass."""
         decision, logprob, hidden, new = (torch.stack(part, 1) for part in zip(*steps, strict=True))
         if self.chooses:
+            trace = MaskTrace(commit_step=rollout.tokens.commit_step, proposals=decision)
             return rollout.replace(
-                logprob=logprob.flatten(1), mask=hidden.flatten(1), drawn=decision
+                logprob=logprob.flatten(1), mask=hidden.flatten(1), trajectory=trace
             )
         return rollout.replace(
             logprob=torch.where(new, logprob, 0.0).sum(1), mask=torch.ones_like(rollout.mask)
@@ -213,28 +221,28 @@ class MaskedDiffusion(LogitsPolicy):
                 yield self._pass_of(rollout, step)
                 continue
             part = slice(step * self.length, (step + 1) * self.length)
-            advantage = rollout.advantage
+            advantage = rollout.advantages()
             yield Point(
                 group=rollout.group,
                 cond=rollout.cond,
                 row_id=rollout.row_id,
                 num_decisions=rollout.mask.sum(1),
-                state=torch.where(rollout.commit_step >= step, self.mask_id, rollout.sample),
+                state=torch.where(rollout.tokens.commit_step >= step, self.mask_id, rollout.sample),
                 mask=rollout.mask[:, part],
-                target=rollout.drawn[:, step],
+                target=rollout.passes.proposals[:, step],
                 logprob=rollout.logprob[:, part],
-                eta=self._noise(step, len(rollout)).to(rollout.logprob)[:, 0],
-                advantage=advantage
-                if advantage is None or advantage.shape[1] == 1
-                else advantage[:, part],
+                step=MaskChoice(
+                    temperature=self._noise(step, len(rollout)).to(rollout.logprob)[:, 0]
+                ),
+                advantage=advantage if advantage.shape[1] == 1 else advantage[:, part],
             )
 
     def _pass_of(self, rollout: Rollout, step: int) -> Point:
         """Make the point before pass ``step``, scored at the tokens that this pass committed."""
         (point,) = super().path(rollout)
-        hide = rollout.commit_step >= step
+        hide = rollout.tokens.commit_step >= step
         return point.replace(
-            mask=rollout.mask & (rollout.commit_step == step),
+            mask=rollout.mask & (rollout.tokens.commit_step == step),
             state=torch.where(hide, self.mask_id, rollout.sample),
         )
 
@@ -244,8 +252,8 @@ class MaskedDiffusion(LogitsPolicy):
         mask = (hide if score is None else score) & rollout.mask.any(1)[:, None]
         if rollout.mask.shape == mask.shape:
             mask = mask & rollout.mask
-        advantage = rollout.advantage
-        if advantage is not None and advantage.shape[1] not in (1, self.length):
+        advantage = rollout.advantages()
+        if advantage.shape[1] not in (1, self.length):
             advantage = advantage[:, -1:]
         return Point(
             group=rollout.group,
@@ -275,10 +283,12 @@ class MaskedDiffusion(LogitsPolicy):
     def dist(self, point: Point) -> Hidden:
         where = somewhere(point.mask)
         logits = self._logits(point.replace(mask=where), self.scored_guidance(point))
-        ranked = point.target is not None and point.target.ndim == 3
-        return Hidden(logits, where, point.eta[:, None] if ranked else None)
+        choice = point.step
+        return Hidden(
+            logits, where, choice.temperature[:, None] if isinstance(choice, MaskChoice) else None
+        )
 
-    def _logits(self, point: Point, scale: float) -> Tensor:
+    def _logits(self, point: Query, scale: float) -> Tensor:
         """Compute guided logits [N, V] where the point's mask is; conditional and unconditional
         rows in one pass unless the latter need no gradient."""
         ids = point.state
@@ -307,7 +317,7 @@ class MaskedDiffusion(LogitsPolicy):
             self._pass(torch.cat([ids, ids]), stacked_cond, places, point.mask, scale)
         )
 
-    def empty(self, point: Point) -> Any:
+    def empty(self, point: Query) -> Any:
         """Look up the condition of the empty prompt, [1, *], or of that of every prompt [P, *]."""
         return point.cond["uncond"]
 
@@ -334,7 +344,7 @@ class MaskedDiffusion(LogitsPolicy):
 
     def _trial(self, ids: Tensor, cond: dict[str, Any], group: Tensor) -> None:
         self._logits(
-            Point(group=group, cond=cond, row_id=group, state=ids, mask=ids == ids),
+            Query(group=group, cond=cond, row_id=group, state=ids, mask=ids == ids),
             self.guidance_scale,
         )
 
@@ -359,11 +369,3 @@ def _rows(cond: Any) -> int:
 def _gathered(logits: Tensor, token: Tensor) -> Tensor:
     """Gather log-probs of tokens [N, n] under logits [N, V]."""
     return logits.log_softmax(-1).gather(-1, token)
-
-
-def _nothing(ids: Tensor) -> dict[str, Tensor]:
-    """Make placeholders until the decisions are drawn."""
-    return {
-        "logprob": torch.zeros(ids.shape, device=ids.device),
-        "mask": torch.ones_like(ids, dtype=torch.bool),
-    }

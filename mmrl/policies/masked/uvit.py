@@ -45,7 +45,8 @@ class SharedText:
             for x in (attn.to_q(hidden_states), k, v)
         )
         output = attend(q, k, v, attention_mask, kernel=self.kernel).transpose(1, 2).flatten(2)
-        return attn.to_out[1](attn.to_out[0](output))
+        projected: Tensor = attn.to_out[1](attn.to_out[0](output))
+        return projected
 
 
 @cache
@@ -62,7 +63,8 @@ def _head() -> type[nn.Module]:
             """Return logits [N, V] of hidden states [B, C, h, w], whose second half is
             unconditional if there is a scale."""
             if self.selection is None:
-                return super().forward(hidden_states)
+                logits: Tensor = super().forward(hidden_states)
+                return logits
             where, scale = self.selection
             flat = hidden_states.flatten(2).transpose(1, 2)  # [B, L, C]
             parts = [selected(half, where) for half in ([flat] if scale is None else flat.chunk(2))]
@@ -94,19 +96,20 @@ def _pointwise(conv: nn.Conv2d, x: Tensor) -> Tensor:
     return F.linear(x, conv.weight[:, :, 0, 0], conv.bias)
 
 
-def quicken(net: nn.Module, kernel: Kernel) -> None:
+def quicken(net: Any, kernel: Kernel) -> None:
     """Let a UVit2DModel take texts by rows and compute logits at some places only; its output stays
     the same."""
+    from diffusers.models.normalization import GlobalResponseNorm
+
     net.set_attn_processor(SharedText(kernel))
     net.mlm_layer.__class__ = _head()
-    response = _response()
     for part in net.modules():
-        if isinstance(part, response.__base__):
-            part.__class__ = response
+        if isinstance(part, GlobalResponseNorm):
+            part.__class__ = _response()
 
 
 @contextmanager
-def asking(net: nn.Module, where: Tensor, scale: float | None) -> Iterator[None]:
+def asking(net: Any, where: Tensor, scale: float | None) -> Iterator[None]:
     """Make passes within the block return logits [N, V] at ``where`` [B, L] only, guided with a
     scale."""
     net.mlm_layer.selection = where, scale

@@ -59,7 +59,7 @@ def paint(
     state: State,
     uniform: Tensor,
     scale: Tensor | None,
-    decide: Callable,
+    decide: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]],
 ) -> tuple[Tensor, Tensor]:
     """Sample image ids [B, N] and log-probs [B, N] from hidden states [B, H]; with ``scale`` [N]
     conditional rows come first in [2B, H], then the unconditional ones. ``decide`` draws from
@@ -69,7 +69,10 @@ def paint(
     rows = len(uniform)
     for k in range(uniform.shape[1]):
         last = hidden[:, None]
-        features = last if scale is None else beside(*last.chunk(2), scale[k : k + 1])
+        features = last
+        if scale is not None:
+            cond, empty = last.chunk(2)
+            features = beside(cond, empty, scale[k : k + 1])
         token, score = decide(features, last[:rows], uniform[:, k : k + 1])
         ids.append(token)
         logprob.append(score)

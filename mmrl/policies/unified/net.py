@@ -6,6 +6,7 @@ generation head, everything before, that start included, from the language model
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -95,11 +96,12 @@ class UnifiedNet(JanusNet):
 
     def text_logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [*, V] of the language model's head."""
-        return self.hf.lm_head(hidden.to(self.hf.lm_head.weight.dtype))
+        logits: Tensor = self.hf.lm_head(hidden.to(self.hf.lm_head.weight.dtype))
+        return logits
 
-    def score(
+    def score_parts(
         self, parts: list[Part], ids: Tensor, width: int, asks: dict[str, Ask]
-    ) -> dict[str, tuple]:
+    ) -> dict[str, tuple[Tensor, Scored]]:
         """Return features and log-probs of every head's decisions, ``asks``, of ids [B, W + N], W =
         ``width``."""
         texts = images = None
@@ -145,7 +147,7 @@ class UnifiedNet(JanusNet):
             return self._through(part.inputs, None), None
         ids = images[part.rows].clamp_min(0)
         length = part.inputs["ids"].shape[1]
-        if part.empty is None:
+        if part.empty is None or part.scale is None:
             hidden = self._through(part.inputs, ids)
             return hidden, hidden[:, length - 1 :]
         if self.stopgrad:
@@ -169,13 +171,14 @@ class UnifiedNet(JanusNet):
             )
             mask = F.pad(mask, (0, images.shape[1] - 1), value=1)
         places = causal.positions(mask)
-        return self.hf.model.language_model(
+        hidden: Tensor = self.hf.model.language_model(
             inputs_embeds=embeddings, attention_mask=mask, position_ids=places, use_cache=False
         ).last_hidden_state
+        return hidden
 
     def _embeddings(self, inputs: Inputs) -> Tensor:
         """Embed ids [b, S, H], with pictures in their places; the vision tower is frozen."""
-        embeddings = self.hf.get_input_embeddings()(inputs["ids"])
+        embeddings: Tensor = self.hf.get_input_embeddings()(inputs["ids"])
         if "pixels" not in inputs:
             return embeddings
         with torch.no_grad():
@@ -192,7 +195,7 @@ class UnifiedNet(JanusNet):
         if mask is not None and self.config.text_config._attn_implementation == "sdpa":
             # the mask transformers would build after reading its values on the host
             mask = state.mask[:, None, None]
-        hidden = self.hf.model.language_model(
+        hidden: Tensor = self.hf.model.language_model(
             inputs_embeds=embeddings,
             attention_mask=mask,
             position_ids=state.place[:, None],
@@ -207,17 +210,14 @@ def together(first: State, second: State) -> State:
     """Join the rows of both states, the shorter ones padded on the left."""
     length = max(first.mask.shape[1], second.mask.shape[1])
 
-    def padded(state: State) -> list[tuple[Tensor, Tensor]]:
+    def padded(layer: Any, state: State) -> Iterator[Tensor]:
         front = length - state.mask.shape[1]
-        return [
-            tuple(F.pad(x[:, :, : layer.length], (0, 0, front, 0)) for x in layer.kv())
-            for layer in state.cache.layers
-        ]
+        return (F.pad(x[:, :, : layer.length], (0, 0, front, 0)) for x in layer.kv())
 
-    key_values = [
-        (torch.cat([k, k2]), torch.cat([v, v2]))
-        for (k, v), (k2, v2) in zip(padded(first), padded(second))
-    ]
+    key_values = []
+    for above, below in zip(first.cache.layers, second.cache.layers):
+        k, v = (torch.cat(pair) for pair in zip(padded(above, first), padded(below, second)))
+        key_values.append((k, v))
     masks = [F.pad(state.mask, (length - state.mask.shape[1], 0)) for state in (first, second)]
     mask = torch.cat(masks)
     place = torch.cat([first.place, second.place])

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mmrl.core.errors import UserError
 from mmrl.core.host import sent
-from mmrl.core.types import Prompt, Rollout
+from mmrl.core.types import Copies, Prompt, Rollout, TokenOrder, per_prompt
 from mmrl.policies.base import NO_CONTEXT, RolloutContext, rows_and_groups
 from mmrl.policies.diffusion.text_encoding import texts_of
 from mmrl.policies.image_tokens.models.janus import Janus
@@ -28,6 +28,9 @@ from mmrl.policies.vlm.prefix_sharing import sharded
 from mmrl.policies.vlm.processor import Inputs as Reader
 from samplers.batching import chunks
 from samplers.noise import Rng
+
+Sample = Callable[[Tensor, Tensor, Rng], Rollout]
+Parts = tuple[Tensor, Tensor]  # of the text [B, W] and of the image [B, N]
 
 
 class Passes(Janus):
@@ -54,16 +57,17 @@ class Passes(Janus):
         return [self._encoded(prompt)[0] for prompt in prompts]
 
     def rollout(
-        self, prompts: list[Prompt], copies: int, rng: Rng, context: RolloutContext = NO_CONTEXT
+        self, prompts: list[Prompt], copies: Copies, rng: Rng, context: RolloutContext = NO_CONTEXT
     ) -> Rollout:
         encoded_prompts = [self._encoded(prompt) for prompt in prompts]
         cond = [encoded for encoded, _ in encoded_prompts]
         least = self.branches
-        if copies % least:
-            raise UserError(
-                f"train.group_size {copies}: with {least} images of a plan it must be a "
-                f"multiple of {least}"
-            )
+        for size in per_prompt(copies, 1):
+            if size % least:
+                raise UserError(
+                    f"train.group_size {size}: with {least} images of a plan it must be a "
+                    f"multiple of {least}"
+                )
         row, group = rows_and_groups(prompts, copies, rng, self.device)
         answers = torch.tensor(["answers" in prompt for prompt in cond], device=self.device)[group]
         if sharded(self.net) and answers.any() and not answers.all():
@@ -74,7 +78,7 @@ class Passes(Janus):
         samples = []
         places = []
         for rows_of_task, sample, unit in (
-            (~answers, self._draw, least),
+            (~answers, self._paint, least),
             (answers, self._answer, 1),
         ):
             for part in self._chunks(
@@ -86,7 +90,12 @@ class Passes(Janus):
         return rows.replace(prompts=tuple(prompt for _, prompt in encoded_prompts))
 
     def _chunks(
-        self, rows: Tensor, unit: int, sample: Callable, group: Tensor, row: Tensor
+        self,
+        rows: Tensor,
+        unit: int,
+        sample: Callable[[Tensor, Tensor, Rng], Rollout],
+        group: Tensor,
+        row: Tensor,
     ) -> list[Tensor]:
         """Cut ``rows`` into parts that are sampled at once, of whole trees of ``unit`` rows."""
         if not len(rows):
@@ -124,7 +133,7 @@ class Passes(Janus):
         )
 
     @torch.no_grad()
-    def _draw(self, cond: Cond, group: Tensor, row: Tensor, rng: Rng) -> Rollout:
+    def _paint(self, cond: Cond, group: Tensor, row: Tensor, rng: Rng) -> Rollout:
         """Write a plan for every ``branches`` rows, and draw an image for each row."""
         first = torch.arange(0, len(row), self.branches, device=row.device)
         of = torch.arange(len(first), device=row.device).repeat_interleave(self.branches)[
@@ -190,10 +199,13 @@ class Passes(Janus):
         unique, rows = torch.cat([empty["ids"], empty["mask"]], 1).unique(
             dim=0, return_inverse=True
         )
-        return self.net("read", {"ids": unique[:, :width], "mask": unique[:, width:]}, rows)
+        hidden, state = self.net(
+            "read", {"ids": unique[:, :width], "mask": unique[:, width:]}, rows
+        )
+        return hidden, state
 
     def _as_rollout(
-        self, cond: Cond, group: Tensor, row: Tensor, ids: tuple, logprob: tuple
+        self, cond: Cond, group: Tensor, row: Tensor, ids: Parts, logprob: Parts
     ) -> Rollout:
         """Assemble a rollout; a plan that rows share is in the mask of the first one."""
         sample = torch.cat(ids, 1)
@@ -212,6 +224,6 @@ class Passes(Janus):
             sample=sample,
             logprob=torch.cat(logprob, 1),
             mask=mask,
-            commit_step=order,
+            trajectory=TokenOrder(commit_step=order),
             edge_id=branch,
         )

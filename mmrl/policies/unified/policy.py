@@ -111,7 +111,7 @@ class JanusUnified(Passes):
             name: Ask(wheres[name], head.warp, head.entropies) for name, head in self.heads.items()
         }
         parts = self._parts(point, draws, masks["plan"].any(1))
-        scored = self.active()("score", parts, point.target, self.tokens, asks)
+        scored = self.active()("score_parts", parts, point.target, self.tokens, asks)
         return SegmentTokens(
             [head.tokens(point, wheres[name], scored[name]) for name, head in self.heads.items()]
         )
@@ -139,15 +139,16 @@ class JanusUnified(Passes):
     def evaluating(self, guidance: float | None = None) -> Iterator[None]:
         """Sample plans and images as in training, and the likeliest answers with
         ``greedy_evaluation``."""
-        head = self.heads.get("answer")
-        before = head and head.warp
-        if head and self.answer.greedy_evaluation:
-            head.warp = replace(before, temperature=0.0)
-        try:
-            with super().evaluating(guidance):
+        with super().evaluating(guidance):
+            if self.answer is None or not self.answer.greedy_evaluation:
                 yield
-        finally:
-            if head:
+                return
+            head = self.heads["answer"]
+            before = head.warp
+            head.warp = replace(before, temperature=0.0)
+            try:
+                yield
+            finally:
                 head.warp = before
 
     def _parts(self, point: Point, draws: Tensor, plans: Tensor) -> list[Part]:

@@ -92,4 +92,5 @@ def collated(rows: list[Tensor], pad: int) -> Inputs:
 
 def _turn(processor: Any, text: str) -> str:
     turn = [{"role": "user", "content": [{"type": "text", "text": text}]}]
-    return processor.apply_chat_template(turn, add_generation_prompt=True)
+    rendered: str = processor.apply_chat_template(turn, add_generation_prompt=True)
+    return rendered

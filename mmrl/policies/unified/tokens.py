@@ -6,11 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mmrl.core.types import Point
 from mmrl.core.weights import Weights
 from mmrl.policies.base import Policy
+from mmrl.policies.scores import Scored
 from mmrl.policies.tokens import AnswerTokens
 from samplers.warp import Warp
 
@@ -29,11 +31,11 @@ class Head:
     def weights(self) -> Weights:
         return self.policy.weights
 
-    def active(self) -> Callable:
+    def active(self) -> Callable[..., Any]:
         net = self.policy.active()
         return lambda work, *given: net(self.prefix + work, *given)
 
-    def tokens(self, point: Point, where: Tensor, scored: tuple[Any, ...]) -> AnswerTokens:
+    def tokens(self, point: Point, where: Tensor, scored: tuple[Tensor, Scored]) -> AnswerTokens:
         """Make the distribution at the decisions ``where`` [B, L], from what the net's ``score``
         returned for them."""
         return AnswerTokens(self, point, where, *scored)
@@ -47,10 +49,10 @@ class SegmentTokens:
         self.parts = parts
 
     def log_prob(self, ids: Tensor) -> Tensor:
-        return sum(part.log_prob(ids) for part in self.parts)
+        return sum((part.log_prob(ids) for part in self.parts), torch.zeros(()))
 
     def entropy(self) -> Tensor:
-        return sum(part.entropy() for part in self.parts)
+        return sum((part.entropy() for part in self.parts), torch.zeros(()))
 
     def kl(self, reference: SegmentTokens) -> Tensor:
         """Compute the exact KL over each head's whole vocabulary, at the temperature of
@@ -58,4 +60,4 @@ class SegmentTokens:
         pairs = zip(self.parts, reference.parts, strict=True)
         # a head may have no decision in these rows
         divergences = [part.kl(two) for part, two in pairs if len(part.hidden)]
-        return sum(divergences)
+        return sum(divergences, torch.zeros(()))

@@ -33,7 +33,7 @@ class Shrink:
 
     def __init__(self, budgets: Budgets):
         self.budgets = budgets
-        self.image_costs = []
+        self.image_costs: list[int] = []
 
     def next(self, cost: Cost, shrinkable: bool, name: str) -> float:
         """Return what to multiply pixels by after a try that cost this much; 1: it fits. Raises
@@ -123,6 +123,8 @@ def _pixels(source: Any) -> int:
     from PIL import Image
 
     if hasattr(source, "size"):
-        return source.size[0] * source.size[1]
-    with Image.open(source) as image:
-        return image.size[0] * image.size[1]
+        width, height = source.size
+    else:
+        with Image.open(source) as image:
+            width, height = image.size
+    return int(width * height)

@@ -14,79 +14,59 @@ KV = tuple[Tensor, Tensor]  # keys and values of one layer, [B, heads, S, D] eac
 ROOM = 32  # steps a growing cache reserves at once
 
 
-@cache
-def _layer() -> type:
-    """Make the base class of the layers here; inside a function since transformers is heavy to
-    import."""
-    from transformers.cache_utils import DynamicLayer
+class Recorded:
+    """Records a prompt: keeps what is computed first, and returns the same when it is recomputed
+    for the gradient."""
 
-    class Layer(DynamicLayer):
-        """Holds the keys and values of one layer; ``length`` tokens are written already."""
+    keys: Tensor | None
+    values: Tensor | None
 
-        def __init__(self, keys: Tensor | None = None, values: Tensor | None = None):
-            super().__init__()
-            self.keys = keys
-            self.values = values
-            self.is_initialized = keys is not None
-            self.length = 0 if keys is None else keys.shape[-2]
+    def get_seq_length(self) -> int:
+        return 0  # nothing stands before a prompt
 
-        def get_seq_length(self) -> int:
-            return self.length
-
-    return Layer
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> KV:
+        if self.keys is None:
+            self.keys = key_states
+            self.values = value_states
+        return key_states, value_states
 
 
-@cache
-def _recorded() -> type:
-    class Recorded(_layer()):
-        """Records a prompt: keeps what is computed first, and returns the same when it is
-        recomputed for the gradient."""
+class Continued:
+    """Continues prompts with answers scored in one pass: nothing is kept, so the pass can be
+    repeated for the gradient."""
 
-        def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> KV:
-            if self.keys is None:
-                self.keys = key_states
-                self.values = value_states
-            return key_states, value_states
+    def __init__(self, keys: Tensor, values: Tensor):
+        super().__init__()
+        self.keys = keys
+        self.values = values
+        self.is_initialized = True
+        self.length: int = keys.shape[-2]  # tokens that are written already
 
-    return Recorded
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> KV:
+        return torch.cat([self.keys, key_states], -2), torch.cat([self.values, value_states], -2)
 
 
-@cache
-def _continued() -> type:
-    class Continued(_layer()):
-        """Continues prompts with answers scored in one pass: nothing is kept, so the pass can be
-        repeated for the gradient."""
+class Growing(Continued):
+    """Grows with sampled answers: written in place, with room for steps to come."""
 
-        def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> KV:
-            return torch.cat([self.keys, key_states], -2), torch.cat(
-                [self.values, value_states], -2
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> KV:
+        end = self.length + key_states.shape[-2]
+        if end > self.keys.shape[-2]:
+            self.keys, self.values = (
+                _roomy(x, self.length, end + max(ROOM, end // 4)) for x in self.kv()
             )
+        self.keys[:, :, self.length : end], self.values[:, :, self.length : end] = (
+            key_states,
+            value_states,
+        )
+        self.length = end
+        return self.keys[:, :, :end], self.values[:, :, :end]
 
-    return Continued
-
-
-@cache
-def _growing() -> type:
-    class Growing(_layer()):
-        """Grows with sampled answers: written in place, with room for steps to come."""
-
-        def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> KV:
-            end = self.length + key_states.shape[-2]
-            if end > self.keys.shape[-2]:
-                self.keys, self.values = (
-                    _roomy(x, self.length, end + max(ROOM, end // 4)) for x in self.kv()
-                )
-            self.keys[:, :, self.length : end], self.values[:, :, self.length : end] = (
-                key_states,
-                value_states,
-            )
-            self.length = end
-            return self.keys[:, :, :end], self.values[:, :, :end]
-
-        def kv(self) -> KV:
-            return self.keys, self.values
-
-    return Growing
+    def kv(self) -> KV:
+        return self.keys, self.values
 
 
 def _roomy(x: Tensor, length: int, room: int) -> Tensor:
@@ -95,19 +75,31 @@ def _roomy(x: Tensor, length: int, room: int) -> Tensor:
     return wide
 
 
+@cache
+def _layer(behaviour: type) -> Any:
+    """Make one of the classes above a layer of transformers' caches; inside a function since
+    transformers is heavy to import."""
+    from transformers.cache_utils import DynamicLayer
+
+    return type(behaviour.__name__, (behaviour, DynamicLayer), {})
+
+
 def recorded(layers: int) -> Any:
     """Make an empty cache that keeps what a prompt's pass computes."""
-    return _of([_recorded()() for _ in range(layers)])
+    layer = _layer(Recorded)
+    return _of([layer() for _ in range(layers)])
 
 
 def continued(key_values: list[KV], rows: Tensor) -> Any:
     """Make a cache of the prompts of ``rows`` [B], for answers that are scored in one pass."""
-    return _of([_continued()(*(x.index_select(0, rows) for x in kv)) for kv in key_values])
+    layer = _layer(Continued)
+    return _of([layer(k.index_select(0, rows), v.index_select(0, rows)) for k, v in key_values])
 
 
 def growing(key_values: list[KV], rows: Tensor) -> Any:
     """Make a cache of the prompts of ``rows`` [B], for answers that are sampled token by token."""
-    return _of([_growing()(*(x.index_select(0, rows) for x in kv)) for kv in key_values])
+    layer = _layer(Growing)
+    return _of([layer(k.index_select(0, rows), v.index_select(0, rows)) for k, v in key_values])
 
 
 def select(grown: Any, rows: Tensor) -> None:
@@ -131,7 +123,7 @@ def plain(config: Any) -> bool:
     return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
 
 
-def _of(layers: list) -> Any:
+def _of(layers: list[Any]) -> Any:
     from transformers.cache_utils import Cache
 
     return Cache(layers=layers)

@@ -25,7 +25,7 @@ def messages_of(prompt: Prompt) -> list[dict[str, Any]]:
     return messages
 
 
-def parts_of(content: str | list[dict]) -> list[dict[str, Any]]:
+def parts_of(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return content as parts; <image> and <video> in a text become parts of their own."""
     if isinstance(content, str):
         pieces = [piece for piece in MARKS.split(content) if piece]

@@ -41,6 +41,22 @@ PROJECTOR = (
     "visual.merger",
     "visual.deepstack_merger_list",
 )
+# model types whose language models take answers at once: what is around these does nothing without
+# an image but take time
+DIRECT = (
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "internvl",
+    "llava",
+    "llava_next",
+    "llava_onevision",
+)
+# those in which also an image's tokens see only what precedes them; in others prompts stay padded
+CAUSAL = (*DIRECT, "idefics3", "smolvlm", "janus")
+# those whose log-probs and gradients were compared with separate passes
+# (tests/policies/vlm/test_vlm_policy.py)
+VERIFIED = (*CAUSAL, "gemma3", "paligemma")
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_iter
 
 Encoded = dict[str, Tensor]
@@ -18,7 +18,7 @@ NAMES = ("pooler_output", "deepstack_features")  # what language models read of 
 Looked = dict[str, Any]  # by name, of the images of one prompt
 
 
-def can_keep(hf: nn.Module) -> bool:
+def can_keep(hf: Any) -> bool:
     """Tell whether the family's forward pass takes features in the place of images."""
     base = hf.base_model
     return (
@@ -27,7 +27,7 @@ def can_keep(hf: nn.Module) -> bool:
     )
 
 
-def look(hf: nn.Module, encoded: Encoded) -> Looked:
+def look(hf: Any, encoded: Encoded) -> Looked:
     """Compute the features of the images of one prompt."""
     parameters = inspect.signature(hf.base_model.get_image_features).parameters
     inputs = {
@@ -40,7 +40,7 @@ def look(hf: nn.Module, encoded: Encoded) -> Looked:
 
 def joined(looked: Sequence[Looked]) -> dict[str, Any]:
     """Join the features of several prompts as the forward pass takes those of one batch."""
-    features = {}
+    features: dict[str, Any] = {}
     for name in looked[0]:
         values = [prompt_features[name] for prompt_features in looked]
         if isinstance(values[0], Tensor):

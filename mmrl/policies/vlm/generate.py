@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mmrl.core.distributions import Categorical
 from mmrl.core.host import sent
@@ -18,7 +18,7 @@ from samplers.noise import Rng
 from samplers.warp import Warp
 
 if TYPE_CHECKING:
-    from mmrl.policies.vlm.prefix_sharing import Prefix
+    from mmrl.policies.vlm.prefix_sharing import Prefix, SharedPrefix
 
 COMPACT = 0.75  # rows leave the batch when at most this share of it is still at work
 AHEAD = 64  # steps whose random numbers are drawn at once
@@ -32,8 +32,8 @@ class Ending:
     tokens: int
     stops: tuple[int, ...]
     pad: int
-    strings: tuple[str, ...] = ()
-    decode: Callable[[list[int]], str] | None = None
+    strings: tuple[str, ...]
+    decode: Callable[[list[int]], str]
     certain: bool = False  # record the self-certainty of each token
 
     def ended(self, ids: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ class Answers:
         return ending.going(self.ids[rows, : step + 1], going)
 
 
-def blank(names: Tensor, ending: Ending, hf: nn.Module) -> Answers:
+def blank(names: Tensor, ending: Ending, hf: Any) -> Answers:
     rows = len(names)
     device = names.device
     shape = (rows, ending.tokens)
@@ -128,7 +128,7 @@ def draw(logits: Tensor, warp: Warp, uniform: Tensor | None) -> Drawn:
 
 @torch.no_grad()
 def generate(
-    net: nn.Module,
+    net: SharedPrefix,
     prefix: Prefix,
     rows: Tensor,
     names: Tensor,
@@ -157,7 +157,7 @@ class _Work:
     """Holds the rows that are being written: some have ended and wait for the next compaction."""
 
     def __init__(
-        self, net: nn.Module, prefix: Prefix, rows: Tensor, names: Tensor, rng: Rng, warp: Warp
+        self, net: SharedPrefix, prefix: Prefix, rows: Tensor, names: Tensor, rng: Rng, warp: Warp
     ):
         self.net = net
         self.names = names

@@ -156,7 +156,7 @@ def _decoded(path: Path, budgets: Budgets) -> Video:
             raise ValueError("it holds no frames or no frame rate")
         container.seek(0, stream=stream)
         indices = sampled(total, rate, budgets)
-        frames = []
+        frames: list[np.ndarray] = []
         for number, frame in enumerate(container.decode(stream)):
             if number == indices[len(frames)]:
                 frames.append(frame.to_ndarray(format="rgb24"))

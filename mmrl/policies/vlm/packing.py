@@ -4,6 +4,7 @@ within its own row."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,21 +14,6 @@ from torch import Tensor, nn
 from mmrl.policies.vlm.caches import KV
 
 NAME = "mmrl_packed"  # transformers' name of the attention below
-CAUSAL = (
-    "qwen2_vl",
-    "qwen2_5_vl",
-    "qwen3_vl",
-    "internvl",
-    "llava",
-    "llava_next",
-    "llava_onevision",
-    "idefics3",
-    "smolvlm",
-    "janus",
-    # model types in which also an image's tokens see only what precedes them; in others prompts
-    # stay
-    # padded
-)
 
 
 @dataclass
@@ -45,7 +31,7 @@ class Layout:
     at: Tensor | None = None
     xformers: bool = False
     calls: int = 0
-    known: dict[Any, Any] = field(default_factory=dict)
+    masks: dict[int | None, Tensor] = field(default_factory=dict)  # by window
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
@@ -53,53 +39,55 @@ class Layout:
         """Attend with queries [heads, N, D] to keys and values [heads, M, D]; returns [heads, N,
         D]."""
         self.calls += 1
-        if self.at is not None and self.xformers and window is None:
+        if not self.xformers or window is not None:
+            return self._padded(query, key, value, scale, window)
+        if self.at is not None:
             key = key.index_select(1, self.at)
             value = value.index_select(1, self.at)
-        return (self._fused if self.xformers and window is None else self._padded)(
-            query, key, value, scale, window
-        )
+        return self._fused(query, key, value, scale)
 
-    def _fused(
-        self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: None
-    ) -> Tensor:
+    def _fused(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
         from xformers.ops import fmha
 
-        if "mask" not in self.known:
-            kind = fmha.attn_bias.BlockDiagonalCausalFromBottomRightMask
-            self.known["mask"] = kind.from_seqlens(self.queries.tolist(), self.keys.tolist())
         packed = (x.transpose(0, 1)[None].contiguous() for x in (query, key, value))
-        return fmha.memory_efficient_attention(*packed, attn_bias=self.known["mask"], scale=scale)[
-            0
-        ].transpose(0, 1)
+        attended: Tensor = fmha.memory_efficient_attention(
+            *packed, attn_bias=self._bias, scale=scale
+        )
+        return attended[0].transpose(0, 1)
+
+    @cached_property
+    def _bias(self) -> Any:
+        from xformers.ops import fmha
+
+        kind = fmha.attn_bias.BlockDiagonalCausalFromBottomRightMask
+        return kind.from_seqlens(self.queries.tolist(), self.keys.tolist())
 
     def _padded(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
     ) -> Tensor:
-        rows, columns, back = self._places()
-        if window not in self.known:
-            self.known[window] = self._mask(window)
+        rows, columns, back = self._places
+        if window not in self.masks:
+            self.masks[window] = self._mask(window)
         q, k, v = (
             x[:, i].transpose(0, 1) for x, i in ((query, rows), (key, columns), (value, columns))
         )
         # [B, heads, T, D]
         attended = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=self.known[window], scale=scale
+            q, k, v, attn_mask=self.masks[window], scale=scale
         )
         return attended.transpose(0, 1).flatten(1, 2).index_select(1, back)
 
+    @cached_property
     def _places(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return which packed query [B, T] and key [B, S] stands where in a padded batch, and where
         the N queries are there.
 
         The padding repeats a row's last one, so that it attends to something.
         """
-        if "places" not in self.known:
-            rows, real = _spread(self.queries)
-            columns, _ = _spread(self.keys)
-            columns = columns if self.at is None else self.at[columns]
-            self.known["places"] = rows, columns, real.flatten().nonzero()[:, 0]
-        return self.known["places"]
+        rows, real = _spread(self.queries)
+        columns, _ = _spread(self.keys)
+        columns = columns if self.at is None else self.at[columns]
+        return rows, columns, real.flatten().nonzero()[:, 0]
 
     def _mask(self, window: int | None) -> Tensor:
         """Return the attention mask, [B, 1, T, S] bool."""
@@ -124,7 +112,7 @@ class Read:
     key_values: list[KV]  # [1, heads, N, D] each
 
 
-def enable(hf: nn.Module) -> None:
+def enable(hf: Any) -> None:
     """Let the language model attend by a layout where a pass has one, and by transformers' SDPA
     otherwise."""
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -150,9 +138,10 @@ def _attention(
     if packing is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-        return sdpa_attention_forward(
+        attended: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **options
         )
+        return attended
     groups = query.shape[1] // key.shape[1]
     k, v = (x[0].repeat_interleave(groups, 0) if groups > 1 else x[0] for x in (key, value))
     return packing.attend(query[0], k, v, scaling, sliding_window).transpose(0, 1)[None], None
@@ -180,9 +169,11 @@ def pack(inputs: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
 def squeeze(key_values: list[KV], real: Tensor) -> list[KV]:
     """Pack keys and values of a left-padded batch [P, heads, S, D] to one row of those that are
     ``real`` [P, S]."""
-    return [
-        tuple(x.transpose(1, 2)[real].transpose(0, 1)[None] for x in layer) for layer in key_values
-    ]
+
+    def packed(x: Tensor) -> Tensor:
+        return x.transpose(1, 2)[real].transpose(0, 1)[None]
+
+    return [(packed(k), packed(v)) for k, v in key_values]
 
 
 def unsqueeze(key_values: list[KV], lengths: Tensor) -> list[KV]:
@@ -190,7 +181,7 @@ def unsqueeze(key_values: list[KV], lengths: Tensor) -> list[KV]:
     at, real = _spread(lengths)
     order = real.long().argsort(dim=1, stable=True)  # the padding to the left
     at = at.gather(1, order)
-    return [tuple(x[0][:, at].transpose(0, 1) for x in layer) for layer in key_values]
+    return [(k[0][:, at].transpose(0, 1), v[0][:, at].transpose(0, 1)) for k, v in key_values]
 
 
 def continued(lengths: Tensor, rows: Tensor, answers: Tensor, xformers: bool) -> Layout:

@@ -13,6 +13,7 @@ from torch import nn
 
 from mmrl.core.errors import UserError
 from mmrl.policies.base import ParameterGroup
+from mmrl.policies.lora import inject
 from mmrl.policies.vlm.families import PARTS, modules_of, part_of
 
 How = Literal["full", "lora", "frozen"]
@@ -174,7 +175,7 @@ def _short(count: int) -> str:
 def _add_adapters(net: nn.Module, chosen: dict[str, Part]) -> None:
     """Add one peft adapter over all parts, so that it is saved and exported as one, each part with
     its rank."""
-    from peft import LoraConfig, inject_adapter_in_model
+    from peft import LoraConfig
 
     ranks = {}
     alphas = {}
@@ -192,10 +193,7 @@ def _add_adapters(net: nn.Module, chosen: dict[str, Part]) -> None:
         rank_pattern=ranks,
         alpha_pattern=alphas,
     )
-    if hasattr(net, "add_adapter"):
-        net.add_adapter(config)
-    else:
-        inject_adapter_in_model(config, net)
+    inject(net, config)
 
 
 def _targets(net: nn.Module, name: str, part: Part) -> list[str]:

@@ -13,11 +13,13 @@ from typing import Annotated, Any, Literal
 
 import torch
 from annotated_types import Gt, Le
+from torch import Tensor
 
 from mmrl.config.options import Count
 from mmrl.core.errors import UserError
+from mmrl.core.host import sent
 from mmrl.core.registry import POLICIES, locate
-from mmrl.core.types import Completion, Media, Prompt, Rollout
+from mmrl.core.types import Completion, Copies, Media, Prompt, Rollout, TokenOrder, per_prompt
 from mmrl.policies.base import NO_CONTEXT, ParameterGroup, RolloutContext, rows_and_groups
 from mmrl.policies.lora import Lora, merged
 from mmrl.policies.vlm.budgets import admit
@@ -152,7 +154,7 @@ class VLM(Passes):
             )
 
     def rollout(
-        self, prompts: list[Prompt], copies: int, rng: Rng, context: RolloutContext = NO_CONTEXT
+        self, prompts: list[Prompt], copies: Copies, rng: Rng, context: RolloutContext = NO_CONTEXT
     ) -> Rollout:
         cond, shown = self.recall(prompts)
         self.images += sum(map(images_in, cond))
@@ -164,8 +166,8 @@ class VLM(Passes):
         else:
             requests = [
                 request
-                for request in map(self.inputs.engine_prompt, prompts)
-                for _ in range(copies)
+                for prompt, size in zip(prompts, per_prompt(copies, len(prompts)), strict=True)
+                for request in [self.inputs.engine_prompt(prompt)] * size
             ]
             answers = ask(self.outside, self.net.hf, requests, row, rng, self.warp, self.ending)
         order = torch.arange(answers.ids.shape[1], device=self.device).expand_as(answers.ids)
@@ -176,15 +178,15 @@ class VLM(Passes):
             sample=answers.ids,
             mask=answers.mask,
             logprob=answers.logprob,
-            commit_step=order,
             prompts=tuple(shown),
-            self_certainty=answers.certainty,
+            trajectory=TokenOrder(commit_step=order, self_certainty=answers.certainty),
         )
         if self.engine != "own":
             rollout = self._rescored(rollout, size)
         if context.ground_truth is None:
             return rollout
-        return self._with_ground_truth(rollout, context.ground_truth, copies, size)
+        last = torch.tensor(per_prompt(copies, len(prompts))).cumsum(0) - 1  # row of every group
+        return self._with_ground_truth(rollout, context.ground_truth, sent(last, self.device), size)
 
     def recall(self, prompts: list[Prompt]) -> tuple[list[Encoded], list[Prompt]]:
         """Encode prompts again, and return them as ``rollout`` does."""
@@ -219,7 +221,7 @@ class VLM(Passes):
     def decode(self, rollout: Rollout) -> Media:
         lengths = rollout.mask.sum(1)
         known = [rollout.logprob] + (
-            [] if rollout.self_certainty is None else [rollout.self_certainty]
+            [] if rollout.tokens.self_certainty is None else [rollout.tokens.self_certainty]
         )
         means = torch.stack(
             [(values * rollout.mask).sum(1) / lengths.clamp_min(1) for values in known], 1
@@ -278,21 +280,21 @@ class VLM(Passes):
         ]
         logprob = torch.cat(scored).to(rollout.logprob)
         self.gaps.append(float((logprob - rollout.logprob)[rollout.mask].abs().mean()))
-        return rollout.replace(logprob=logprob, sampler_logprob=rollout.logprob)
+        provenance = rollout.provenance.replace(sampler_logprob=rollout.logprob)
+        return rollout.replace(logprob=logprob, provenance=provenance)
 
     @torch.no_grad()
     def _with_ground_truth(
-        self, rollout: Rollout, write: Callable[[Prompt], str | None], copies: int, size: int
+        self, rollout: Rollout, write: Callable[[Prompt], str | None], last: Tensor, size: int
     ) -> Rollout:
-        """Replace the last answer of every group by the right one, with the log-probs that the
-        policy gives it.
+        """Replace the ``last`` answer [P] of every group by the right one, with the log-probs that
+        the policy gives it.
 
         Where there is none, or it is longer than answers may be, the group keeps what was sampled.
         """
-        last = torch.arange(copies - 1, len(rollout), copies, device=self.device)
         ids = rollout.sample.clone()
         mask = rollout.mask.clone()
-        written = torch.zeros_like(rollout.group, dtype=bool)
+        written = torch.zeros_like(rollout.group, dtype=torch.bool)
         for row, prompt in zip(last.tolist(), rollout.prompts, strict=True):
             text = write(prompt)
             tokens = (
@@ -313,15 +315,15 @@ class VLM(Passes):
                 written[last[part], None], scored, logprob[last[part]]
             )
         # it is that of the replaced sample, and unknown for the ground truth
-        if corrected.self_certainty is not None:
-            corrected = corrected.replace(
-                self_certainty=corrected.self_certainty.masked_fill(written[:, None], torch.nan)
-            )
-        if corrected.sampler_logprob is not None:  # no engine sampled the ground truth either
-            corrected = corrected.replace(
-                sampler_logprob=torch.where(written[:, None], logprob, corrected.sampler_logprob)
-            )
-        return corrected.replace(logprob=logprob, is_ground_truth=written)
+        order = rollout.tokens
+        if order.self_certainty is not None:
+            unknown = order.self_certainty.masked_fill(written[:, None], torch.nan)
+            order = order.replace(self_certainty=unknown)
+        provenance = rollout.provenance.replace(is_ground_truth=written)
+        if provenance.sampler_logprob is not None:  # no engine sampled the ground truth either
+            sampler_logprob = torch.where(written[:, None], logprob, provenance.sampler_logprob)
+            provenance = provenance.replace(sampler_logprob=sampler_logprob)
+        return corrected.replace(logprob=logprob, trajectory=order, provenance=provenance)
 
     def _completion(self, ids: list[int], known: list[float], begun: str, limit: int) -> Completion:
         """Return the whole answer: the start ``begun`` that the prompt gave, and what was written

@@ -23,6 +23,7 @@ from mmrl.policies import scores
 from mmrl.policies.vlm import caches, features, packing
 from mmrl.policies.vlm.caches import KV
 from mmrl.policies.vlm.engines import transformers
+from mmrl.policies.vlm.families import CAUSAL, DIRECT
 from samplers.warp import Warp
 
 ROPE_INPUTS = (
@@ -33,33 +34,6 @@ ROPE_INPUTS = (
     "second_per_grid_ts",
 )
 CROSS_ATTENTION = ("mllama",)  # every layer attends to its image, outside the cache of tokens
-DIRECT = (
-    "qwen2_vl",
-    "qwen2_5_vl",
-    "qwen3_vl",
-    "internvl",
-    "llava",
-    "llava_next",
-    "llava_onevision",
-)
-# ^ answers go to their language models at once: what is around these does nothing without an image
-# but take time
-VERIFIED = (
-    "qwen2_vl",
-    "qwen2_5_vl",
-    "qwen3_vl",
-    "internvl",
-    "llava",
-    "llava_next",
-    "llava_onevision",
-    "idefics3",
-    "smolvlm",
-    "gemma3",
-    "paligemma",
-    "janus",
-    # model types whose log-probs and gradients were compared with separate passes
-    # (tests/policies/vlm/test_vlm_policy.py)
-)
 
 
 @dataclass(frozen=True)
@@ -76,7 +50,7 @@ class SharedPrefix(nn.Module):
     """Wraps an image-text-to-text model of transformers. Every pass is a call of this module,
     whatever wraps it."""
 
-    def __init__(self, hf: nn.Module, share: bool = True):
+    def __init__(self, hf: Any, share: bool = True):
         super().__init__()
         self.hf = hf
         self.share = share
@@ -109,7 +83,7 @@ class SharedPrefix(nn.Module):
     def read(self, inputs: dict[str, Tensor]) -> Prefix:
         """Read the prompts of one batch, left-padded; ``inputs`` hold ``position_ids`` [P, S] or
         [3, P, S] too."""
-        if self.packed and self.config.model_type in packing.CAUSAL:
+        if self.packed and self.config.model_type in CAUSAL:
             packed = self._read_packed(inputs)
             key_values = packing.unsqueeze(packed.key_values, packed.lengths)
             return Prefix(
@@ -135,15 +109,15 @@ class SharedPrefix(nn.Module):
         """
         length = ids.shape[1]
         places = place[:, None] + torch.arange(length, device=ids.device)
-        attention_mask = torch.cat([mask, mask.new_ones(len(ids), length)], 1).long()
+        attended = torch.cat([mask, mask.new_ones(len(ids), length)], 1).long()
+        if not self.plain or length > 1 or whole is None:
+            return self._continue(ids, places, attended, cache)
         # the mask transformers would build after reading its values on the host
-        if self.plain and length == 1 and whole is not None:
-            attention_mask = None if whole else attention_mask.bool()[:, None, None]
-        return self._continue(ids, places, attention_mask, cache)
+        return self._continue(ids, places, None if whole else attended.bool()[:, None, None], cache)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [*, V] of hidden states [*, H]."""
-        logits = self.hf.get_output_embeddings()(hidden)
+        logits: Tensor = self.hf.get_output_embeddings()(hidden)
         cap = getattr(self.text_config, "final_logit_softcapping", None)
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
@@ -254,7 +228,7 @@ class SharedPrefix(nn.Module):
     def _read_packed(self, inputs: dict[str, Tensor]) -> packing.Read:
         """Read the prompts of one left-padded batch; those of families that look ahead are read
         with their padding."""
-        if self.config.model_type not in packing.CAUSAL:
+        if self.config.model_type not in CAUSAL:
             prefix = self.read(inputs)
             return packing.Read(
                 prefix.hidden,
@@ -297,7 +271,7 @@ class SharedPrefix(nn.Module):
             if self.config.model_type in DIRECT
             else self.hf.base_model
         )
-        return base(
+        hidden: Tensor = base(
             input_ids=ids,
             attention_mask=attention_mask,
             position_ids=places,
@@ -306,6 +280,7 @@ class SharedPrefix(nn.Module):
             return_dict=True,
             **options,
         ).last_hidden_state
+        return hidden
 
     def _apart(self, inputs: dict[str, Tensor], rows: Tensor, ids: Tensor) -> Tensor:
         """Return what ``_shared`` does by one pass of prompt and answer for each row; ``inputs``
@@ -341,7 +316,8 @@ class SharedPrefix(nn.Module):
         return hidden[:-1] + 0 * hidden[-1:] if witnesses else hidden
 
     def _base(self, **inputs: Any) -> Tensor:
-        return self.hf.base_model(**inputs, return_dict=True).last_hidden_state
+        hidden: Tensor = self.hf.base_model(**inputs, return_dict=True).last_hidden_state
+        return hidden
 
 
 def sharded(net: nn.Module) -> bool:
@@ -349,12 +325,12 @@ def sharded(net: nn.Module) -> bool:
     return any(shards(module) for module in net.modules())
 
 
-def shareable(hf: nn.Module) -> bool:
+def shareable(hf: Any) -> bool:
     """Tell whether the family keeps nothing of a prompt but one pair of keys and values a layer."""
     return hf.config.model_type not in CROSS_ATTENTION and caches.plain(hf.config.get_text_config())
 
 
-def rotary3(hf: nn.Module) -> bool:
+def rotary3(hf: Any) -> bool:
     """Tell whether positions have three axes (time, height, width) in this family."""
     return hasattr(hf.base_model, "get_rope_index")
 
@@ -365,7 +341,7 @@ def following(inputs: dict[str, Tensor]) -> Tensor:
     return (places if places.ndim == 2 else places.amax(0)).amax(1) + 1
 
 
-def positions(hf: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+def positions(hf: Any, inputs: dict[str, Tensor]) -> Tensor:
     """Return the position of every token, not counting the padding on the left: [P, S], or [3, P,
     S] in families with three axes."""
     mask = inputs["attention_mask"].long()
@@ -378,4 +354,5 @@ def positions(hf: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
     rope_inputs = {
         name: inputs[name] for name in ROPE_INPUTS if name in inputs and name in parameters
     }
-    return hf.base_model.get_rope_index(**rope_inputs, attention_mask=mask)[0]
+    places: Tensor = hf.base_model.get_rope_index(**rope_inputs, attention_mask=mask)[0]
+    return places

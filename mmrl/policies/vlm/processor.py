@@ -103,7 +103,7 @@ class Inputs:
         return Cost(self.placeholders(encoded), encoded["input_ids"].shape[1])
 
     def _within(
-        self, prompt: Prompt, messages: list[dict], images: list[Any], videos: list[Video]
+        self, prompt: Prompt, messages: list[dict[str, Any]], images: list[Any], videos: list[Video]
     ) -> tuple[dict[str, Tensor], float]:
         """Encode a prompt, with images and frames scaled down until it is within its budget."""
         scale = 1.0
@@ -124,10 +124,11 @@ class Inputs:
         if self.family.resize != "grid" or not images:
             return 1.0
         pixels = sum(width * height for width, height in self._resized(encoded, len(images), 0))
-        return min(1.0, pixels / sum(image.size[0] * image.size[1] for image in images))
+        offered: float = sum(image.size[0] * image.size[1] for image in images)
+        return min(1.0, pixels / offered)
 
     def _encoded(
-        self, prompt: Prompt, messages: list[dict], images: list[Any], videos: list[Video]
+        self, prompt: Prompt, messages: list[dict[str, Any]], images: list[Any], videos: list[Video]
     ) -> dict[str, Tensor]:
         processed = self._processed(prompt, messages, images, videos)
         encoded = {k: torch.as_tensor(v) for k, v in processed.items() if k not in UNUSED}
@@ -218,14 +219,16 @@ class Inputs:
                 for role in ("user", "assistant")
             ]
             _, _, tail = self.processor.apply_chat_template(turns, tokenize=False).rpartition("x")
-            for token in self.tokenizer(tail, add_special_tokens=False)["input_ids"]:
-                if token in self.stops:
-                    return token
-        end_token = self.tokenizer.eos_token_id
+            ids: list[int] = self.tokenizer(tail, add_special_tokens=False)["input_ids"]
+            closing = next((token for token in ids if token in self.stops), None)
+            if closing is not None:
+                return closing
+        end_token: int = self.tokenizer.eos_token_id
         return end_token if end_token in self.stops else self.stops[0]
 
     def decode(self, ids: Iterable[int]) -> str:
-        return self.tokenizer.decode(list(ids), skip_special_tokens=True)
+        text: str = self.tokenizer.decode(list(ids), skip_special_tokens=True)
+        return text
 
     def save(self, folder: Any) -> None:
         """Save processor, tokenizer and chat template beside a model."""
@@ -234,7 +237,7 @@ class Inputs:
     # ----------------------------------------------------------------------------------------------
     # one prompt
 
-    def _opened(self, prompt: Prompt) -> tuple[list[dict], list[Any], list[Video]]:
+    def _opened(self, prompt: Prompt) -> tuple[list[dict[str, Any]], list[Any], list[Video]]:
         """Return messages whose content is parts, the opened images and the opened videos, in the
         order of the parts."""
         waiting = {"image": images_of(prompt), "video": videos_of(prompt)}
@@ -247,7 +250,7 @@ class Inputs:
             if not marked[kind]:
                 first = next((m for m in messages if m["role"] == "user"), messages[-1])
                 first["content"] = [{"type": kind}] * counts[kind] + first["content"]
-        sources: dict[str, list] = {"image": [], "video": []}
+        sources: dict[str, list[Any]] = {"image": [], "video": []}
         for part in (p for m in messages for p in m["content"] if p["type"] in sources):
             kind = part["type"]
             path = next(
@@ -279,7 +282,7 @@ class Inputs:
         return [dict(m, content=parts) for m, parts in zip(messages, plain)], images, videos
 
     def _processed(
-        self, prompt: Prompt, messages: list[dict], images: list, videos: list[Video]
+        self, prompt: Prompt, messages: list[dict[str, Any]], images: list[Any], videos: list[Video]
     ) -> dict[str, Any]:
         text = self._rendered(prompt, messages) + prompt.get("prefill", "")
         options: dict[str, Any] = {"return_tensors": "pt"}
@@ -300,12 +303,13 @@ class Inputs:
                 f"and {len(videos)} videos: {error}"
             ) from error
 
-    def _rendered(self, prompt: Prompt, messages: list[dict]) -> str:
+    def _rendered(self, prompt: Prompt, messages: list[dict[str, Any]]) -> str:
         if getattr(self.processor, "chat_template", None):
             try:
-                return self.processor.apply_chat_template(
+                rendered: str = self.processor.apply_chat_template(
                     messages, tokenize=False, add_generation_prompt=True
                 )
+                return rendered
             except Exception as error:  # a template can raise any error
                 raise UserError(
                     f"{where(prompt)}: the chat template of {self.family.name} refuses it: {error}"
@@ -334,9 +338,10 @@ class Inputs:
         """Check the placeholders against the grids' number of features; a text with special tokens
         of its own would have more."""
         for kind, key in (("image", "image_grid_thw"), ("video", "video_grid_thw")):
-            if self._id(kind) is None:
+            placeholder = self._id(kind)
+            if placeholder is None:
                 continue
-            actual = int((encoded["input_ids"] == self._id(kind)).sum())
+            actual = int((encoded["input_ids"] == placeholder).sum())
             if key in encoded:
                 expected = int(encoded[key].prod(1).sum()) // self._merge(kind) ** 2
             elif actual and not any(name.startswith("pixel_values") for name in encoded):
@@ -385,7 +390,8 @@ class Inputs:
         return next((value for value in candidates if isinstance(value, int)), None)
 
     def _merge(self, kind: str) -> int:
-        return getattr(getattr(self.processor, f"{kind}_processor"), "merge_size", 1)
+        side: int = getattr(getattr(self.processor, f"{kind}_processor"), "merge_size", 1)
+        return side
 
     # ----------------------------------------------------------------------------------------------
     # several prompts

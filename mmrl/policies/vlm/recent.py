@@ -15,7 +15,9 @@ class Recent:
     """
 
     def __init__(self, size: int):
-        self.entries = LRUCache(size, getsizeof=lambda entry: entry[2])
+        self.entries: LRUCache[int, tuple[Any, Any, int]] = LRUCache(
+            size, getsizeof=lambda entry: entry[2]
+        )
 
     def get(self, key: Any) -> Any:
         """Return what was computed from ``key``, None where that was dropped."""

@@ -20,8 +20,9 @@ from mmrl.policies.scores import Scored
 from mmrl.policies.tokens import AnswerTokens, TokenPolicy, somewhere
 from mmrl.policies.vlm import features
 from mmrl.policies.vlm.engines.transformers import generate_plainly
+from mmrl.policies.vlm.families import VERIFIED
 from mmrl.policies.vlm.generate import Answers, Ending, generate
-from mmrl.policies.vlm.prefix_sharing import VERIFIED, Prefix, positions, sharded, shareable
+from mmrl.policies.vlm.prefix_sharing import Prefix, SharedPrefix, positions, sharded, shareable
 from mmrl.policies.vlm.processor import Inputs
 from mmrl.policies.vlm.recent import Recent
 from samplers.batching import chunks
@@ -35,6 +36,7 @@ KEPT = 2**28  # bytes of encoded prompts that are kept from one iteration to the
 class Passes(TokenPolicy):
     """Turns prompts into passes of the network, a ``SharedPrefix``, to sample and to score."""
 
+    net: SharedPrefix
     inputs: Inputs
     warp: Warp
     ending: Ending
@@ -64,7 +66,10 @@ class Passes(TokenPolicy):
         time and never change."""
         places = positions(self.net.hf, encoded)
         places = places[..., None] if places.ndim == 2 else places.permute(1, 2, 0)
-        return tree_map(lambda tensor: tensor.to(self.device), encoded | {"places": places})
+        placed: Encoded = tree_map(
+            lambda tensor: tensor.to(self.device), encoded | {"places": places}
+        )
+        return placed
 
     def _batch(self, encoded: list[Encoded]) -> Encoded:
         """Join prompts to one left-padded batch, with ``position_ids`` [P, S] or [3, P, S].
@@ -126,7 +131,7 @@ class Passes(TokenPolicy):
 
     def _encoded(self, prompt: Prompt) -> tuple[Encoded, dict[str, Any]]:
         """Encode a prompt, on the device, with its view; recent encodings are cached."""
-        entry = self.recent.get(prompt)
+        entry: tuple[Encoded, dict[str, Any]] | None = self.recent.get(prompt)
         if entry is None:
             encoded, view = self.inputs.take(prompt)
             entry = self._placed(encoded), view
@@ -159,12 +164,13 @@ class Passes(TokenPolicy):
     ) -> tuple[Tensor, Scored]:
         """Compute hidden states [N, H] and log-probs [N] of the tokens ``where`` [B, T] holds."""
         each = not self.net.share
-        scored = []
+        scored: list[tuple[Tensor, Scored]] = []
         places = []
         kinds = self._kinds(cond, group)
         if len(kinds) == 1:
             inputs, rows = self._collated(cond, group, each)
-            return net("score", inputs, rows, ids, where, self.warp, self.entropies)
+            hidden, scores = net("score", inputs, rows, ids, where, self.warp, self.entropies)
+            return hidden, scores
         number = where.flatten().cumsum(0).view_as(where) - 1
         for at in kinds:
             if where[at].any():
@@ -179,8 +185,8 @@ class Passes(TokenPolicy):
         hidden, logprob = (
             torch.cat(x)[order] for x in ([h for h, _ in scored], [s.logprob for _, s in scored])
         )
-        entropy = torch.cat([s.entropy for _, s in scored])[order] if self.entropies else None
-        return hidden, Scored(logprob, entropy)
+        entropies = [s.entropy for _, s in scored if s.entropy is not None]
+        return hidden, Scored(logprob, torch.cat(entropies)[order] if entropies else None)
 
     @torch.no_grad()
     def _check_sharing(self, cond: list[Encoded]) -> None:

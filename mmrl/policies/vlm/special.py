@@ -43,5 +43,6 @@ def stop_ids(tokenizer: Any, config: Any, generation: Any) -> tuple[int, ...]:
     stops: set[int] = set()
     for holder in (tokenizer, config, text, generation):
         value = getattr(holder, "eos_token_id", None)
-        stops.update(value if isinstance(value, (list, tuple)) else [value])
-    return tuple(sorted(stops - {None}))
+        ids = value if isinstance(value, (list, tuple)) else [value]
+        stops.update(i for i in ids if i is not None)
+    return tuple(sorted(stops))

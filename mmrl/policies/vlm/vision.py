@@ -3,6 +3,7 @@ one batch."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ PACKED = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 FLASH = "mmrl_flash_"
 
 
-def quicken(hf: nn.Module, xformers: bool = False) -> None:
+def quicken(hf: Any, xformers: bool = False) -> None:
     """Let a tower of ``PACKED`` compute the same in fewer calls; other models stay as they are."""
     from transformers import AttentionInterface
 
@@ -79,7 +80,8 @@ def by_xformers(
 
     mask = fmha.BlockDiagonalMask.from_seqlens(lengths)
     packed = (x[None].contiguous() for x in (query, key, value))
-    return fmha.memory_efficient_attention(*packed, attn_bias=mask, scale=scale)[0]
+    attended: Tensor = fmha.memory_efficient_attention(*packed, attn_bias=mask, scale=scale)
+    return attended[0]
 
 
 def _attended(query: Tensor, key: Tensor, value: Tensor, length: int, scale: float) -> Tensor:
@@ -88,7 +90,7 @@ def _attended(query: Tensor, key: Tensor, value: Tensor, length: int, scale: flo
     return F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2).flatten(0, 1)
 
 
-def _interface(attend: Any) -> Any:
+def _interface(attend: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, None]]:
     """Attend with transformers' interface: query, key and value [1, heads, N, D] -> [1, N, heads,
     D]."""
 

@@ -61,7 +61,7 @@ def make(case, **options):
 def call(pipe, policy, case, rollout, guidance, steps, output):
     """The pipeline's own samples from the same first latents."""
     _, _, layout, more = CASES[case]
-    first = rollout.path[:, 0]
+    first = rollout.latents.states[:, 0]
     if case in GUIDED:
         more = more | {GUIDED[case]: guidance, "guidance_scale": policy.embedded_guidance}
         if guidance > 1:

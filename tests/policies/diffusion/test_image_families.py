@@ -145,7 +145,7 @@ def call(pipe, policy, case, rollout, guidance, output):
     more = {"image": pictures} if pictures else {}
     return pipe(
         prompt=[p["text"] for p in rollout.prompt_per_row()],
-        latents=case.layout(rollout.path[:, 0]),
+        latents=case.layout(rollout.latents.states[:, 0]),
         height=height,
         width=width,
         num_inference_steps=policy.steps,
@@ -306,7 +306,11 @@ def test_rocm_follows_the_reward_through_the_steps_of_a_real_consistency_model()
     trainer.iterate()
     trainer.iterate()
     (point,) = objective.points(policy, before, Rng.of(0))
-    assert point.state.shape[1] == 4 and (before.eta[0] > 0).tolist() == [True, True, False]
+    assert point.state.shape[1] == 4 and (before.latents.noise_level[0] > 0).tolist() == [
+        True,
+        True,
+        False,
+    ]
     with torch.no_grad():
         now = policy.rollout(prompts, 1, Rng.of("same"))
         assert (now.sample - before.sample).abs().max() > 1e-3

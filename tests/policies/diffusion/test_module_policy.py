@@ -51,7 +51,7 @@ def of_the_pipeline(net, rollout, guidance, monkeypatch):
     from diffusers import AutoencoderKL, DDIMScheduler, DiTPipeline
     from diffusers.pipelines.dit import pipeline_dit
 
-    monkeypatch.setattr(pipeline_dit, "randn_tensor", lambda *_, **__: rollout.path[:, 0])
+    monkeypatch.setattr(pipeline_dit, "randn_tensor", lambda *_, **__: rollout.latents.states[:, 0])
     pipe = DiTPipeline(
         net, AutoencoderKL.from_pretrained(DIT["vae"]), DDIMScheduler(**tiny_module.SCHEDULE)
     )

@@ -100,7 +100,7 @@ def test_without_noise_we_are_the_diffusers_pipeline(folder, guidance, steps):
     pipe = StableDiffusion3Pipeline.from_pretrained(folder, **without)
     pipe.set_progress_bar_config(disable=True)
     common = {
-        "latents": rollout.path[:, 0],
+        "latents": rollout.latents.states[:, 0],
         "guidance_scale": guidance,
         "num_inference_steps": steps,
     }
@@ -258,7 +258,7 @@ def test_export_is_what_diffusers_loads(folder, tmp_path, lora):
     latents, images = (
         pipe(
             [p["text"] for p in PROMPTS],
-            latents=rollout.path[:, 0],
+            latents=rollout.latents.states[:, 0],
             guidance_scale=1.0,
             num_inference_steps=4,
             height=32,

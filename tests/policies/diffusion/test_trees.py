@@ -11,7 +11,7 @@ import torch
 from mmrl.advantages import Branch, by_edge, dr_grpo, tree_mean
 from mmrl.core.distributions import Gaussian
 from mmrl.core.errors import UserError
-from mmrl.core.types import Point, Rewards, Rollout
+from mmrl.core.types import Rewards
 from mmrl.policies.diffusion.trees import Tree, size
 from mmrl.rollout.collect import joined
 from mmrl.rollout.dynamic_sampling import exchanged
@@ -19,6 +19,7 @@ from mmrl.rollout.stages import Drawn
 from samplers.kernels import dance_sde
 from samplers.noise import Rng
 from tests.fixtures import toys
+from tests.fixtures.records import make_point, make_rollout
 from tests.train.test_trainer import make_trainer
 
 TREE = Tree(splits=[0, 2], factor=2)
@@ -37,8 +38,14 @@ def stick(tree, steps):
     branch = torch.stack([row - row % span for span in spans[1:]], 1)
     mask = torch.stack([row % span == 0 for span in spans[1:]], 1)
     ones = torch.ones(mask.shape)
-    return Rollout(
-        group=row * 0, row_id=row, sample=row, logprob=0 * ones, mask=mask, edge_id=branch, eta=ones
+    return make_rollout(
+        group=row * 0,
+        row_id=row,
+        sample=row,
+        logprob=0 * ones,
+        mask=mask,
+        edge_id=branch,
+        noise_level=ones,
     ), spans
 
 
@@ -72,7 +79,7 @@ def test_uniform_splits():
 def test_the_network_sees_shared_states_once():
     policy, rollout = grown(copies=4)
     assert policy.forwards == 3 * (1 + 2 + 2 + 4)  # three prompts
-    states = [len(torch.unique(rollout.path[:4, k], dim=0)) for k in range(5)]
+    states = [len(torch.unique(rollout.latents.states[:4, k], dim=0)) for k in range(5)]
     assert states == [1, 2, 2, 4, 4] and rollout.mask[:4].sum(0).tolist() == [2, 2, 4, 4]
     assert rollout.edge_id[:4].tolist() == [[0, 0, 0, 0], [0, 0, 1, 1], [2, 2, 2, 2], [2, 2, 3, 3]]
 
@@ -110,18 +117,18 @@ def test_a_solver_forgets_what_lies_before_the_noise():
         with torch.no_grad():
             rollout = policy.rollout(toys.prompts(2), 4, Rng.of("solver"))
             euler = toys.make("flow", double=True, **options)
-            first = Point(
+            first = make_point(
                 group=rollout.group,
                 cond=rollout.cond,
                 row_id=rollout.row_id,
-                state=rollout.path[:, 3],
-                time=rollout.time[:, 3],
-                next_time=rollout.time[:, 4],
-                eta=rollout.eta[:, 3],
+                state=rollout.latents.states[:, 3],
+                time=rollout.latents.time[:, 3],
+                next_time=rollout.latents.time[:, 4],
+                noise_level=rollout.latents.noise_level[:, 3],
                 mask=rollout.mask[:, :1],
             )
             torch.testing.assert_close(
-                euler.dist(first).mean, rollout.path[:, 4], atol=1e-12, rtol=0
+                euler.dist(first).mean, rollout.latents.states[:, 4], atol=1e-12, rtol=0
             )
 
 
@@ -139,7 +146,7 @@ def test_scoring_repeats_sampling_and_every_edge_once(noise):
 def test_batch_splits_and_widths_change_no_tree():
     _, whole = grown()
     _, parts = grown(fixed_batch_rows=4)
-    torch.testing.assert_close(whole.path, parts.path, atol=1e-12, rtol=0)
+    torch.testing.assert_close(whole.latents.states, parts.latents.states, atol=1e-12, rtol=0)
     assert torch.equal(whole.edge_id, parts.edge_id) and torch.equal(whole.mask, parts.mask)
 
 
@@ -184,7 +191,7 @@ def test_outside_the_window_steps_are_deterministic_but_splits_never(monkeypatch
     from samplers.windows import window
 
     _, rollout = grown(noise_window=lambda steps, iteration=0, rng=None: window(steps, stop=2))
-    assert (rollout.eta[0] > 0).tolist() == [True, True, True, False]
+    assert (rollout.latents.noise_level[0] > 0).tolist() == [True, True, True, False]
     assert not rollout.mask[:, 3].any() and rollout.logprob[:, 3].abs().max() == 0
 
 
@@ -201,7 +208,7 @@ def test_a_shared_ode_prefix_then_a_branch():
     assert policy.forwards == 3 * (1 + 1 + 1 + 6)
     assert (
         rollout.mask.sum(0).tolist() == [0, 0, 18, 0]
-        and len(torch.unique(rollout.path[:6, 2], dim=0)) == 1
+        and len(torch.unique(rollout.latents.states[:6, 2], dim=0)) == 1
     )
 
 

@@ -106,7 +106,7 @@ def pipeline(name, policy):
 
 def first_latents(policy, one, rollout):
     """As the pipeline is given them, which mixes the image in itself where it does."""
-    first = rollout.path[:, 0]
+    first = rollout.latents.states[:, 0]
     if one.policy == "hunyuan_i2v":
         first = (first - 0.001 * rollout.cond["condition"][rollout.group]) / 0.999
     return tokens(first) if one.policy == "ltx" else first

@@ -238,7 +238,7 @@ def test_scale_by_scale_is_all_at_once(make, sides, guidance):
         (point,) = policy.path(rollout)
         again = policy.dist(point).log_prob(point.target)
     torch.testing.assert_close(again, rollout.logprob, atol=1e-11, rtol=0)
-    assert rollout.commit_step[0].tolist() == [
+    assert rollout.tokens.commit_step[0].tolist() == [
         k for k, side in enumerate(sides) for _ in range(side * side)
     ]
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from mmrl.core.errors import UserError
-from mmrl.core.types import Rollout
 from mmrl.objectives import Masked
 from mmrl.policies.masked.amused import Amused
 from mmrl.policies.masked.policy import Hidden, MaskedDiffusion, alike
@@ -18,6 +17,7 @@ from samplers import unmask
 from samplers.noise import Rng
 from tests.fixtures import tiny_diffusers, toys
 from tests.fixtures.image_tokens import trainer_of
+from tests.fixtures.records import make_rollout
 
 TEXTS = ["a red seven", "a blue two"]
 PROMPTS = [{"text": text} for text in TEXTS]
@@ -337,14 +337,14 @@ def every_maskgit(policy):
     early = drawn[:, 0, :, 1] < 4
     sample = torch.where(early, drawn[:, 0, :, 0], drawn[:, 1, :, 0])
     mask = torch.cat([torch.ones_like(early), ~early], 1)
-    return whole(policy, sample, commit_step=(~early).long(), mask=mask, drawn=drawn), torch.zeros(
-        len(rows)
-    ).double()
+    return whole(
+        policy, sample, commit_step=(~early).long(), mask=mask, proposals=drawn
+    ), torch.zeros(len(rows)).double()
 
 
 def whole(policy, sample, mask, **fields):
     rows = len(sample)
-    return Rollout(
+    return make_rollout(
         group=torch.zeros(rows, dtype=torch.long),
         row_id=torch.arange(rows),
         cond=policy.encode(PROMPTS[:1]),

@@ -29,7 +29,7 @@ def rolled(policy, prompts=PROMPTS, copies=3):
 def test_the_path_repeats_what_was_recorded_block_after_block(options):
     policy = made(**options)
     rollout = rolled(policy)
-    assert torch.equal(rollout.commit_step // 2, (torch.arange(6) // 3).expand(6, -1))
+    assert torch.equal(rollout.tokens.commit_step // 2, (torch.arange(6) // 3).expand(6, -1))
     for point in policy.path(rollout):
         logp = policy.dist(point).log_prob(point.target)
         torch.testing.assert_close(logp[point.mask], point.logprob[point.mask], atol=1e-5, rtol=0)

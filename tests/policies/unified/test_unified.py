@@ -12,7 +12,7 @@ import torch
 from mmrl.advantages import dr_grpo, flow_grpo, grpo, pairs, tree_mean
 from mmrl.config.options import TrainOptions
 from mmrl.core.errors import UserError
-from mmrl.core.types import Point, Rewards, Rollout
+from mmrl.core.types import Rewards
 from mmrl.data.vision import Paired
 from mmrl.objectives import Unified
 from mmrl.objectives.unified import Steered
@@ -34,6 +34,7 @@ from tests.fixtures.image_tokens import (
     flat_grad,
     tiny_janus,
 )
+from tests.fixtures.records import make_point, make_rollout
 
 TEXT = {"text": "a red seven"}
 TEXTS = [TEXT, {"text": "a blue two left of a green nine"}]
@@ -86,7 +87,7 @@ def sequences(policy, words="ab"):
 def at(policy, ids, prompt):
     group = torch.zeros(len(ids), dtype=torch.long)
     mask = ids >= 0
-    return Point(
+    return make_point(
         group=group, cond=policy.encode([prompt]), row_id=group, state=ids, target=ids, mask=mask
     )
 
@@ -222,7 +223,7 @@ def test_answers_are_those_of_the_vlm_policy(make, folder):
     vlm.net.to(torch.float64)
     rollout = policy.rollout([ASKED, MIXED[3]], 2, Rng.of("answers"))
     ids = rollout.sample[:, :5]
-    point = Point(
+    point = make_point(
         group=rollout.group,
         cond=[vlm._encoded(p)[0] for p in (ASKED, MIXED[3])],
         row_id=rollout.row_id,
@@ -506,7 +507,7 @@ def test_no_statistic_mixes_tasks():
     prompts = [{"task": t, "similarity": s} for t, s in (("understand", 0.25), ("generate", 1.0))]
     group = torch.arange(2).repeat_interleave(4)
     zero = torch.zeros(8, 1)
-    rows = Rollout(
+    rows = make_rollout(
         group=group,
         row_id=torch.arange(8),
         prompts=prompts,

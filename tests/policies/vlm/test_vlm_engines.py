@@ -37,7 +37,7 @@ def test_vllm_is_asked_with_the_weights_of_now_and_its_log_probs_are_kept(vllm):
     assert any("engine/gap" in note for note in one.notes)
     for weights in ("first", "changed"):
         rollout = rolled(one, copies=2)
-        gap = (rollout.sampler_logprob - rollout.logprob)[rollout.mask].abs()
+        gap = (rollout.provenance.sampler_logprob - rollout.logprob)[rollout.mask].abs()
         assert gap.max() < 2e-5 and one.measures()["engine/gap"] == pytest.approx(float(gap.mean()))
         torch.testing.assert_close(
             logprobs(one, rollout).detach(), rollout.logprob, atol=1e-6, rtol=1e-6
@@ -56,7 +56,7 @@ def test_adapters_reach_vllm_merged(vllm):
     one = policy_of(engine="vllm", lora=2)
     shaken(one, 0.1)
     rollout = rolled(one, copies=1)
-    assert (rollout.sampler_logprob - rollout.logprob)[rollout.mask].abs().max() < 2e-5
+    assert (rollout.provenance.sampler_logprob - rollout.logprob)[rollout.mask].abs().max() < 2e-5
 
 
 def test_a_prompt_that_vllm_reads_otherwise_stops_the_run(vllm, monkeypatch):
@@ -86,7 +86,7 @@ def test_continuous_batching_of_texts():
     state = torch.get_rng_state()
     rollout = rolled(one, given)
     assert torch.equal(torch.get_rng_state(), state)
-    gap = (rollout.sampler_logprob - rollout.logprob)[rollout.mask].abs()
+    gap = (rollout.provenance.sampler_logprob - rollout.logprob)[rollout.mask].abs()
     assert rollout.mask.any(1).all() and gap.max() < 1e-4 and one.measures()["engine/gap"] < 1e-4
     assert all("e" not in text[:-1] for text in one.decode(rollout))
     assert len({tuple(row) for row in rollout.sample.tolist()}) > 2

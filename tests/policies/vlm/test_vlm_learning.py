@@ -70,7 +70,7 @@ def test_rewards_of_steps_reach_the_tokens_that_earned_them():
     batch = trainer.collect()
     rollout = batch.rollout
     earned = batch.rewards["key_steps"]
-    given = rollout.is_ground_truth
+    given = rollout.provenance.is_ground_truth
     assert given.tolist() == [False, False, True] and earned.shape == rollout.mask.shape == (3, 64)
     text = reward.ground_truth(asked[0])
     ends = [text.index(step) + len(step) - 1 for step in ("two", "one more")]

@@ -221,12 +221,14 @@ def test_another_engine_is_measured_against_the_policys_own_passes(policy):
     own = rolled(policy_of(temperature=0.8, top_k=20))
     other.measures()
     rollout = rolled(other)
-    assert torch.equal(rollout.sample, own.sample) and own.sampler_logprob is None
-    torch.testing.assert_close(rollout.sampler_logprob, own.logprob, atol=2e-5, rtol=1e-5)
+    assert torch.equal(rollout.sample, own.sample) and own.provenance.sampler_logprob is None
+    torch.testing.assert_close(
+        rollout.provenance.sampler_logprob, own.logprob, atol=2e-5, rtol=1e-5
+    )
     torch.testing.assert_close(
         rollout.logprob, logprobs(other, rollout).detach(), atol=1e-6, rtol=1e-6
     )
-    gap = (rollout.sampler_logprob - rollout.logprob)[rollout.mask].abs().mean()
+    gap = (rollout.provenance.sampler_logprob - rollout.logprob)[rollout.mask].abs().mean()
     assert other.measures()["engine/gap"] == pytest.approx(float(gap)) and gap < 1e-5
     weight = Importance(cap=5.0).weight(point_of(other, rollout))
     torch.testing.assert_close(
@@ -594,12 +596,11 @@ def test_certainty_is_the_divergence_of_the_uniform_distribution_from_the_models
     full = policy.dist(point_of(policy, rollout))._head("full", Warp()).double()
     uniform = torch.full_like(full, 1 / full.shape[-1])
     where = rollout.mask
-    wanted = torch.zeros_like(rollout.self_certainty, dtype=torch.float64)
+    recorded = rollout.tokens.self_certainty
+    wanted = torch.zeros_like(recorded, dtype=torch.float64)
     wanted[where] = (uniform * (uniform.log() - full)).sum(-1).detach()
-    torch.testing.assert_close(
-        rollout.self_certainty[where].double(), wanted[where], atol=1e-5, rtol=1e-5
-    )
-    assert (rollout.self_certainty[where] > 0).all() and (rollout.self_certainty[~where] == 0).all()
+    torch.testing.assert_close(recorded[where].double(), wanted[where], atol=1e-5, rtol=1e-5)
+    assert (recorded[where] > 0).all() and (recorded[~where] == 0).all()
     for answer, row, mask in zip(policy.decode(rollout), wanted, where, strict=True):
         assert answer.self_certainty == pytest.approx(float(row[mask].mean()), abs=1e-5)
     from rewards import self_certainty
@@ -607,4 +608,5 @@ def test_certainty_is_the_divergence_of_the_uniform_distribution_from_the_models
     assert self_certainty(policy.decode(rollout), [{}] * 4).tolist() == [
         a.self_certainty for a in policy.decode(rollout)
     ]
-    assert policy_of().decode(replace(rollout, self_certainty=None))[0].self_certainty is None
+    silent = rollout.replace(trajectory=rollout.tokens.replace(self_certainty=None))
+    assert policy_of().decode(silent)[0].self_certainty is None

@@ -18,7 +18,7 @@ from mmrl.policies.diffusion.models.stable_diffusion import discrete_grid, discr
 from mmrl.policies.diffusion.pipeline_policy import vae_factor
 from mmrl.policies.diffusion.video_pipeline import VideoFolderPolicy
 from samplers.kernels import ddim
-from samplers.processes import Process
+from samplers.processes import Diffusion
 
 
 @POLICIES.register("cogvideox")
@@ -33,6 +33,7 @@ class CogVideoX(VideoFolderPolicy):
     pipeline = "CogVideoXPipeline"
     network = "CogVideoXTransformer3DModel"
     autoencoder = "AutoencoderKLCogVideoX"
+    process: Diffusion
     attention = tuple(f"attn1.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0"))
 
     def __init__(
@@ -71,11 +72,12 @@ class CogVideoX(VideoFolderPolicy):
         part = SimpleNamespace(
             vae_scale_factor_spatial=factor, transformer=SimpleNamespace(config=self.config)
         )
-        return CogVideoXPipeline._prepare_rotary_positional_embeddings(
+        rotary: tuple[Tensor, Tensor] = CogVideoXPipeline._prepare_rotary_positional_embeddings(
             part, *self.size, frames, torch.device("cpu")
         )
+        return rotary
 
-    def trained_process(self) -> Process:
+    def trained_process(self) -> Diffusion:
         from diffusers import CogVideoXDDIMScheduler
 
         self.scheduler = diffusers_folder.load_part(CogVideoXDDIMScheduler, self.place, "scheduler")
@@ -86,18 +88,20 @@ class CogVideoX(VideoFolderPolicy):
 
     def velocity(self, x: Tensor, t: Tensor, cond: dict[str, Any]) -> Tensor:
         rotary = self.rotary and tuple(sent(part, x.device) for part in self.rotary)
-        return self.active()(
+        output: Tensor = self.active()(
             hidden_states=self.cast(x),
             timestep=self.process.timestep(t),
             image_rotary_emb=rotary,
             encoder_hidden_states=self.cast(cond["text"]),
             return_dict=False,
         )[0]
+        return output
 
     def pixels(self, vae: Any, latents: Tensor) -> Tensor:
-        return vae.decode(
+        videos: Tensor = vae.decode(
             latents[:, self.added :].transpose(1, 2) / vae.config.scaling_factor
         ).sample
+        return videos
 
     def encode_texts(self, pipe: Any, texts: list[str], device: torch.device) -> dict[str, Tensor]:
         text, _ = pipe.encode_prompt(

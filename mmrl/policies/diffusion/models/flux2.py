@@ -80,7 +80,7 @@ class Flux2(FolderPolicy):
 
     def velocity(self, x: Tensor, t: Tensor, cond: dict[str, Any]) -> Tensor:
         text = self.cast(cond["text"])
-        output = self.active()(
+        output: Tensor = self.active()(
             hidden_states=self.cast(x).flatten(2).mT,
             timestep=t,
             guidance=None,
@@ -92,7 +92,8 @@ class Flux2(FolderPolicy):
         return output.mT.reshape(x.shape)
 
     def pixels(self, vae: Any, latents: Tensor) -> Tensor:
-        return vae.decode(self.unpatched(vae, latents)).sample
+        images: Tensor = vae.decode(self.unpatched(vae, latents)).sample
+        return images
 
     def unpatched(self, vae: Any, latents: Tensor) -> Tensor:
         """Return the latents that the autoencoder decodes, [B, C / 4, 2 H, 2 W]."""

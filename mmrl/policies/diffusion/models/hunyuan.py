@@ -63,7 +63,7 @@ class HunyuanVideo(VideoFolderPolicy):
             if self.config.guidance_embeds
             else None
         )
-        return self.active()(
+        output: Tensor = self.active()(
             hidden_states=self.cast(self.network_inputs(x, cond)),
             timestep=1000 * t,
             guidance=guidance,
@@ -72,6 +72,7 @@ class HunyuanVideo(VideoFolderPolicy):
             encoder_attention_mask=cond["mask"],
             pooled_projections=self.cast(cond["pooled"]),
         )[0]
+        return output
 
     def network_inputs(self, x: Tensor, cond: dict[str, Any]) -> Tensor:
         """Return what the network sees of latents."""
@@ -99,9 +100,13 @@ class HunyuanI2V(FirstFrame, HunyuanVideo):
 
     pipeline = "HunyuanVideoImageToVideoPipeline"
 
+    def __init__(self, path: str, **options: Any):
+        super().__init__(path, **options)
+        self.texts = self.texts.of(self.encode_requests)
+
     @property
     def joined(self) -> bool:
-        return self.config.image_condition_type == "latent_concat"
+        return bool(self.config.image_condition_type == "latent_concat")
 
     @property
     def holds(self) -> bool:
@@ -111,7 +116,8 @@ class HunyuanI2V(FirstFrame, HunyuanVideo):
     def black(self) -> Picture:
         from PIL import Image
 
-        return Picture.of(Image.new("RGB", self.size[::-1]))
+        height, width = self.size
+        return Picture.of(Image.new("RGB", (width, height)))
 
     def encode(self, prompts: list[Prompt]) -> dict[str, Any]:
         pictures = pictures_of(prompts)
@@ -131,7 +137,7 @@ class HunyuanI2V(FirstFrame, HunyuanVideo):
             )
             self.pictures(list(dict.fromkeys(pictures)), self.device)
 
-    def encode_texts(
+    def encode_requests(
         self, pipe: Any, texts: list[tuple[str, Picture]], device: torch.device
     ) -> dict[str, Tensor]:
         """Encode texts one at a time: the pipeline takes one image only for several prompts."""
@@ -154,11 +160,15 @@ class HunyuanI2V(FirstFrame, HunyuanVideo):
         self, pipe: Any, pictures: list[Picture], device: torch.device
     ) -> dict[str, Tensor]:
         vae = self.vae.to(device)
-        latents = vae.encode(self.frames_of(pictures, device)).latent_dist.mode()
+        latents: Tensor = vae.encode(self.frames_of(pictures, device)).latent_dist.mode()
         return {"condition": latents * vae.config.scaling_factor}
 
     def begin(self, noise: Tensor, cond: dict[str, Any]) -> Tensor:
-        return 0.999 * noise + 0.001 * cond["condition"].to(noise)
+        image: Tensor = cond["condition"].to(noise)
+        return 0.999 * noise + 0.001 * image
+
+    def velocity(self, x: Tensor, t: Tensor, cond: dict[str, Any]) -> Tensor:
+        return self.toward_image(super().velocity(x, t, cond), x, t, cond)
 
     def network_inputs(self, x: Tensor, cond: dict[str, Any]) -> Tensor:
         image = cond["condition"].to(x)

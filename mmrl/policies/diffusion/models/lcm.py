@@ -13,13 +13,13 @@ from torch import Tensor
 
 from mmrl.core.host import sent
 from mmrl.core.registry import KERNELS, POLICIES, WINDOWS
-from mmrl.core.types import Kernel, Prompt, Rollout
+from mmrl.core.types import Copies, Kernel, Prompt, Rollout
 from mmrl.policies.base import NO_CONTEXT, RolloutContext
 from mmrl.policies.diffusion.flow_policy import Window
 from mmrl.policies.diffusion.models.stable_diffusion import SD
 from samplers.kernels import consistency
 from samplers.noise import Rng
-from samplers.processes import Consistent, Process
+from samplers.processes import Consistent, Diffusion
 from samplers.windows import all_but_last
 
 
@@ -50,7 +50,7 @@ class LCM(SD):
         self.embedded_guidance = embedded_guidance
         super().__init__(path, steps=steps, sde_type=sde_type, noise_window=noise_window, **options)
 
-    def trained_process(self) -> Process:
+    def trained_process(self) -> Diffusion:
         known = super().trained_process()
         return Consistent(
             known.prediction, known.alphas, scaling=self.scheduler.config.timestep_scaling
@@ -78,7 +78,7 @@ class LCM(SD):
                 self.plain = False
 
     def rollout(
-        self, prompts: list[Prompt], copies: int, rng: Rng, context: RolloutContext = NO_CONTEXT
+        self, prompts: list[Prompt], copies: Copies, rng: Rng, context: RolloutContext = NO_CONTEXT
     ) -> Rollout:
         rollout = super().rollout(prompts, copies, rng, context)
         return rollout.replace(mask=torch.zeros_like(rollout.mask)) if self.plain else rollout

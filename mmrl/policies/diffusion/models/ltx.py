@@ -60,7 +60,7 @@ class LTX(VideoFolderPolicy):
     def velocity(self, x: Tensor, t: Tensor, cond: dict[str, Any]) -> Tensor:
         frames, height, width = x.shape[2:]
         spatial = self.vae.spatial_compression_ratio
-        tokens = self.active()(
+        tokens: Tensor = self.active()(
             hidden_states=self.cast(x.flatten(2).transpose(1, 2)),
             timestep=1000 * t,
             encoder_hidden_states=self.cast(cond["text"]),
@@ -75,7 +75,8 @@ class LTX(VideoFolderPolicy):
                 spatial,
             ),
         )[0]
-        return tokens.transpose(1, 2).unflatten(2, (frames, height, width))
+        output: Tensor = tokens.transpose(1, 2).unflatten(2, (frames, height, width))
+        return output
 
     def pixels(self, vae: Any, latents: Tensor) -> Tensor:
         mean, std = (
@@ -86,7 +87,8 @@ class LTX(VideoFolderPolicy):
             if vae.config.timestep_conditioning
             else None
         )
-        return vae.decode(latents * std / vae.config.scaling_factor + mean, time).sample
+        videos: Tensor = vae.decode(latents * std / vae.config.scaling_factor + mean, time).sample
+        return videos
 
     def encode_texts(self, pipe: Any, texts: list[str], device: torch.device) -> dict[str, Tensor]:
         text, mask, _, _ = pipe.encode_prompt(

@@ -30,6 +30,7 @@ class QwenEdit(EditPolicy, QwenImage):
         """Extend the options of ``EditPolicy``. text_length: tokens of a prompt with its image,
         which takes one for every 28 by 28 pixels."""
         super().__init__(path, text_length=text_length, **options)
+        self.texts = self.texts.of(self.encode_requests)
 
     def encode(self, prompts: list[Prompt]) -> dict[str, Any]:
         """Encode texts with their images; ``negative`` is the empty prompt with each image."""
@@ -50,7 +51,8 @@ class QwenEdit(EditPolicy, QwenImage):
             self.texts([*requests, *empty], self.device)
 
     def unconditional(self, row_cond: dict[str, Any], cond: dict[str, Any]) -> dict[str, Any]:
-        return row_cond | row_cond["negative"]
+        negative: dict[str, Any] = row_cond["negative"]
+        return row_cond | negative
 
     def network_inputs(
         self, x: Tensor, cond: dict[str, Any]
@@ -61,11 +63,11 @@ class QwenEdit(EditPolicy, QwenImage):
         return torch.cat([tokens, pack(image).to(tokens)], 1), [*shapes, (1, h // 2, w // 2)]
 
     def latents_of(self, vae: Any, pixels: Tensor) -> Tensor:
-        latents = vae.encode(pixels[:, :, None]).latent_dist.mode()
+        latents: Tensor = vae.encode(pixels[:, :, None]).latent_dist.mode()
         mean, std = standardised(vae, latents)
         return ((latents - mean) / std)[:, :, 0]
 
-    def encode_texts(
+    def encode_requests(
         self, pipe: Any, texts: list[Request], device: torch.device
     ) -> dict[str, Tensor]:
         text, mask = pipe.encode_prompt([t.text for t in texts], [t.image for t in texts], device)

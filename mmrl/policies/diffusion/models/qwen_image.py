@@ -32,7 +32,7 @@ class QwenImage(FolderPolicy):
         self.text_length = text_length
         super().__init__(path, **options)
 
-    def unused(self, net: nn.Module) -> Iterator[nn.Parameter]:
+    def unused(self, net: Any) -> Iterator[nn.Parameter]:
         """Name what follows the last attention on the text's side."""
         last = net.transformer_blocks[-1]
         return chain(last.attn.to_add_out.parameters(), last.txt_mlp.parameters())
@@ -70,7 +70,7 @@ class QwenImage(FolderPolicy):
         h, w = self.shape[-2:]
         return pack(x), [(1, h // 2, w // 2)]
 
-    def combine(self, v: Tensor, empty: Tensor, scale: float) -> Tensor:
+    def combine(self, v: Tensor, empty: Tensor, scale: float | Tensor) -> Tensor:
         """Guide, and rescale every token to the length it has in the conditional velocity."""
         guided = pack(empty + scale * (v - empty))
         length = pack(v).norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True)
@@ -79,10 +79,9 @@ class QwenImage(FolderPolicy):
     def pixels(self, vae: Any, latents: Tensor) -> Tensor:
         frame = latents[:, :, None]
         mean, std = standardised(vae, frame)
-        return vae.decode(frame * std + mean).sample[:, :, 0]
+        images: Tensor = vae.decode(frame * std + mean).sample
+        return images[:, :, 0]
 
     def encode_texts(self, pipe: Any, texts: list[str], device: torch.device) -> dict[str, Tensor]:
-        return padded(
-            *pipe.encode_prompt(texts, device, max_sequence_length=self.text_length),
-            self.text_length,
-        )
+        text, mask = pipe.encode_prompt(texts, device, max_sequence_length=self.text_length)
+        return padded(text, mask, self.text_length)

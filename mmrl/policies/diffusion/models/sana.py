@@ -64,7 +64,7 @@ class Sana(FolderPolicy):
         return scheduler_grid(self.place, self.tokens())
 
     def velocity(self, x: Tensor, t: Tensor, cond: dict[str, Any]) -> Tensor:
-        output = self.active()(
+        output: Tensor = self.active()(
             self.cast(x),
             timestep=1000 * t * self.config.timestep_scale,
             return_dict=False,
@@ -86,11 +86,12 @@ class Sana(FolderPolicy):
 
     def _encode(
         self, pipe: Any, text: str, device: torch.device, instruction: list[str] | None
-    ) -> tuple:
-        return pipe.encode_prompt(
+    ) -> tuple[Tensor, Tensor]:
+        encoded, mask = pipe.encode_prompt(
             text,
             False,
             device=device,
             max_sequence_length=self.text_length,
             complex_human_instruction=instruction,
         )[:2]
+        return encoded, mask

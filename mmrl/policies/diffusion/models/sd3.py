@@ -36,13 +36,16 @@ class SD3(FolderPolicy):
         return (self.config.in_channels, *sides)
 
     def velocity(self, x: Tensor, t: Tensor, cond: dict[str, Any]) -> Tensor:
-        return self.active()(  # times stay in full precision: half of it moves 960.1 to 960
-            hidden_states=self.cast(x),
-            timestep=1000 * t,
-            return_dict=False,
-            encoder_hidden_states=self.cast(cond["text"]),
-            pooled_projections=self.cast(cond["pooled"]),
-        )[0]
+        output: Tensor = (
+            self.active()(  # times stay in full precision: half of it moves 960.1 to 960
+                hidden_states=self.cast(x),
+                timestep=1000 * t,
+                return_dict=False,
+                encoder_hidden_states=self.cast(cond["text"]),
+                pooled_projections=self.cast(cond["pooled"]),
+            )[0]
+        )
+        return output
 
     def without(self) -> tuple[str, ...]:
         return () if self.t5 else ("text_encoder_3", "tokenizer_3")

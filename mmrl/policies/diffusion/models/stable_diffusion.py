@@ -14,7 +14,7 @@ from mmrl.core.types import Kernel
 from mmrl.policies.diffusion.flow_policy import Grid
 from mmrl.policies.diffusion.pipeline_policy import FolderPolicy, vae_factor
 from samplers.kernels import ddim
-from samplers.processes import Diffusion, Process
+from samplers.processes import Diffusion
 
 
 class UNetPolicy(FolderPolicy):
@@ -24,6 +24,7 @@ class UNetPolicy(FolderPolicy):
     network = "UNet2DConditionModel"
     part = "unet"
     scheduler_class = "DDIMScheduler"
+    process: Diffusion
     attention = tuple(
         f"{layer}.{name}"
         for layer in ("attn1", "attn2")
@@ -48,7 +49,7 @@ class UNetPolicy(FolderPolicy):
             *(self.latent_side(side, factor, factor) for side in self.size),
         )
 
-    def trained_process(self) -> Process:
+    def trained_process(self) -> Diffusion:
         """Return the process of the folder's scheduler, whose timesteps are taken too, with its
         spacing and offset."""
         self.scheduler = self.load_part(self.scheduler_class, "scheduler")
@@ -67,7 +68,7 @@ class UNetPolicy(FolderPolicy):
         added = {
             name: self.cast(cond[name]) for name in ("text_embeds", "time_ids") if name in cond
         }
-        return self.active()(
+        output: Tensor = self.active()(
             self.cast(x),
             self.process.timestep(t),
             encoder_hidden_states=self.cast(cond["text"]),
@@ -75,6 +76,7 @@ class UNetPolicy(FolderPolicy):
             timestep_cond=self.time_condition(x),
             return_dict=False,
         )[0]
+        return output
 
     def time_condition(self, x: Tensor) -> Tensor | None:
         """Return what the network takes beside the time, [B, C]."""

@@ -16,7 +16,7 @@ from mmrl.core.distributed import all_max
 from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES
 from mmrl.core.sharding import shards
-from mmrl.core.types import Point
+from mmrl.core.types import Query
 from mmrl.policies.diffusion import diffusers_folder
 from mmrl.policies.diffusion.flow_policy import Grid
 from mmrl.policies.diffusion.video_pipeline import VideoFolderPolicy, own_sigmas, standardised
@@ -32,7 +32,7 @@ class Experts(nn.Module):
     wrapper.
     """
 
-    def __init__(self, high: nn.Module, low: nn.Module, boundary: float):
+    def __init__(self, high: Any, low: Any, boundary: float):
         super().__init__()
         self.transformer = high
         self.transformer_2 = low
@@ -110,12 +110,14 @@ class Wan(VideoFolderPolicy):
         self.text_length = text_length
         self.guidance_scale_2 = guidance_scale_2
         super().__init__(path, **options)
+        # a pass holds one time, so it may need one expert only
+        self.find_unused_parameters = self.two
         if guidance_scale_2 is not None and not self.two:
             raise UserError(
                 f"policy option guidance_scale_2: {self.place} has one network only; leave it out"
             )
 
-    def strength(self, point: Point, scale: float) -> float | Tensor:
+    def strength(self, point: Query, scale: float) -> float | Tensor:
         """Return the guidance scale of each row's expert, unless one scale is set for both."""
         if self.guidance_scale_2 is None or point.guidance is not None:
             return scale
@@ -141,7 +143,7 @@ class Wan(VideoFolderPolicy):
         sides = (self.latent_side(side, factor * p, factor) for side, p in zip(self.size, patch))
         return (config.z_dim, self.latent_frames(config.scale_factor_temporal), *sides)
 
-    def load_network(self) -> nn.Module:
+    def load_network(self) -> Any:
         """Load the network; both experts of a folder that has two."""
         index = diffusers_folder.index(self.place)
         self.own_scheduler = index["scheduler"][1]
@@ -161,17 +163,12 @@ class Wan(VideoFolderPolicy):
         output = self.active()(
             self.cast(hidden), times, **conditions, **({} if self.two else {"return_dict": False})
         )
-        return output if self.two else output[0]
+        predicted: Tensor = output if self.two else output[0]
+        return predicted
 
     @property
     def two(self) -> bool:
         return isinstance(self.net, Experts)
-
-    @property
-    def find_unused_parameters(self) -> bool:
-        """Tell whether a pass may leave weights out: it holds one time, so it may need one expert
-        only."""
-        return self.two
 
     def conditions(self, cond: dict[str, Any]) -> dict[str, Tensor]:
         return {"encoder_hidden_states": cond["text"]}
@@ -187,7 +184,8 @@ class Wan(VideoFolderPolicy):
 
     def pixels(self, vae: Any, latents: Tensor) -> Tensor:
         mean, std = standardised(vae, latents)
-        return vae.decode(latents * std + mean).sample
+        videos: Tensor = vae.decode(latents * std + mean).sample
+        return videos
 
     def encode_texts(self, pipe: Any, texts: list[str], device: torch.device) -> dict[str, Tensor]:
         text, _ = pipe.encode_prompt(

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ class WanI2V(FirstFrame, Wan):
 
     # the latter: TI2V's folders
     pipeline = "WanImageToVideoPipeline"
-    also = ("WanPipeline",)
+    also: ClassVar[tuple[str, ...]] = ("WanPipeline",)
 
     @property
     def holds(self) -> bool:
@@ -54,6 +54,9 @@ class WanI2V(FirstFrame, Wan):
         if self.config.image_dim is not None:
             encoding["image"] = pipe.encode_image([picture.image for picture in pictures], device)
         return encoding
+
+    def velocity(self, x: Tensor, t: Tensor, cond: dict[str, Any]) -> Tensor:
+        return self.toward_image(super().velocity(x, t, cond), x, t, cond)
 
     def conditions(self, cond: dict[str, Any]) -> dict[str, Tensor]:
         image = {"encoder_hidden_states_image": cond["image"]} if "image" in cond else {}

@@ -59,15 +59,14 @@ class ZImage(FolderPolicy):
         )[0]
         return -torch.stack(list(outputs))[:, :, 0]
 
-    def combine(self, v: Tensor, empty: Tensor, scale: float) -> Tensor:
+    def combine(self, v: Tensor, empty: Tensor, scale: float | Tensor) -> Tensor:
         guided = empty + scale * (v - empty)
         if not self.normalise:
             return guided
         dims = tuple(range(1, v.ndim))
-        longest = self.normalise * torch.linalg.vector_norm(v, dim=dims, keepdim=True)
-        return guided * (
-            longest / torch.linalg.vector_norm(guided, dim=dims, keepdim=True)
-        ).clamp_max(1)
+        longest: Tensor = self.normalise * torch.linalg.vector_norm(v, dim=dims, keepdim=True)
+        length: Tensor = torch.linalg.vector_norm(guided, dim=dims, keepdim=True)
+        return guided * (longest / length).clamp_max(1)
 
     def encode_texts(self, pipe: Any, texts: list[str], device: torch.device) -> dict[str, Tensor]:
         encodings, _ = pipe.encode_prompt(

@@ -8,6 +8,7 @@ Everything else may only be a visual token, in sampling and in the score.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,21 +35,23 @@ class Emu3Net(causal.CausalImageNet):
     """Wraps an Emu3ForConditionalGeneration that reads text and writes the visual tokens of H x W
     images by their number."""
 
-    def __init__(self, hf: nn.Module, grid: tuple[int, int]):
+    visual: Tensor  # [V] token id of every code
+
+    def __init__(self, hf: Any, grid: tuple[int, int]):
         super().__init__(hf)
         self.grid = grid
         self.turns = (1,) * (grid[0] * grid[1])
         mapping = hf.vocabulary_mapping
         ids = torch.tensor([mapping.img2bpe[code] for code in range(len(mapping.img2bpe))])
-        self.register_buffer("visual", ids, persistent=False)  # [V] token id of every code
+        self.register_buffer("visual", ids, persistent=False)
         self.adjacent = bool((ids.diff() == 1).all())
         self.first = int(ids[0])
-        self.end = mapping.eol_token_id
+        self.end: int = mapping.eol_token_id
         self.vocab = len(ids)
         self.hidden = hf.config.text_config.hidden_size
 
     @property
-    def decoder(self) -> nn.Module:
+    def decoder(self) -> Any:
         return self.hf.model.text_model
 
     def step(self, ids: Tensor, state: causal.State) -> Tensor:
@@ -65,7 +68,7 @@ class Emu3Net(causal.CausalImageNet):
         rows = F.pad(self.visual[ids].view(-1, height, width), (0, 1), value=self.end).flatten(1)
         tokens = torch.cat([inputs["ids"], rows[:, :-2]], 1)
         mask = F.pad(inputs["mask"], (0, rows.shape[1] - 2), value=1)
-        hidden = self.decoder(
+        hidden: Tensor = self.decoder(
             input_ids=tokens,
             attention_mask=mask,
             position_ids=causal.positions(mask),
@@ -76,7 +79,7 @@ class Emu3Net(causal.CausalImageNet):
         return hidden[:, decided]
 
     def vocabulary(self, hidden: Tensor) -> Tensor:
-        weight = self.hf.lm_head.weight
+        weight: Tensor = self.hf.lm_head.weight
         first = self.first
         return F.linear(
             hidden, weight[first : first + self.vocab] if self.adjacent else weight[self.visual]
@@ -92,6 +95,7 @@ class Emu3(ImageTokenPolicy):
 
     attention = PROJECTIONS
     not_options = ("net", "compile")
+    net: Emu3Net
 
     def __init__(
         self,
@@ -118,7 +122,8 @@ class Emu3(ImageTokenPolicy):
         self.shape = {"ratio": _ratio(ratio), "image_area": size * size}
         encoding = self._ids(negative)
         self.negative = encoding["input_ids"]
-        self.grid = tuple(int(n) for n in encoding["image_sizes"][0])
+        height, width = (int(n) for n in encoding["image_sizes"][0])
+        self.grid = (height, width)
         self.pad = self.processor.tokenizer.pad_token_id
         if min(self.grid) < 1 or self.pad is None:
             raise UserError(
@@ -166,7 +171,7 @@ class Emu3(ImageTokenPolicy):
     def pixels(self, ids: Tensor) -> Tensor:
         vq = self.net.hf.model.vqmodel
         image_processor = self.processor.image_processor
-        x = vq.decode(ids.view(-1, *self.grid))
+        x: Tensor = vq.decode(ids.view(-1, *self.grid))
         mean, std = (
             torch.tensor(v, device=x.device, dtype=x.dtype)[:, None, None]
             for v in (image_processor.image_mean, image_processor.image_std)
@@ -191,7 +196,7 @@ def _ratio(ratio: str) -> str:
     return ratio
 
 
-def _targets(hf: nn.Module, ends: Any) -> list[str]:
+def _targets(hf: nn.Module, ends: Sequence[str]) -> list[str]:
     """Name the text model's linear layers that end like one of ``ends``."""
     linear = [
         n for n, m in hf.named_modules() if isinstance(m, nn.Linear) and ".text_model." in f".{n}"
@@ -199,7 +204,7 @@ def _targets(hf: nn.Module, ends: Any) -> list[str]:
     return ending_like(linear, ends, "text model")
 
 
-def _loaded(place: str, dtype: torch.dtype, attention: str) -> tuple[nn.Module, Any]:
+def _loaded(place: str, dtype: torch.dtype, attention: str) -> tuple[Any, Any]:
     from transformers import AutoProcessor, Emu3ForConditionalGeneration
 
     try:

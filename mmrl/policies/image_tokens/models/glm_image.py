@@ -40,7 +40,9 @@ class GlmNet(causal.CausalImageNet):
     """Wraps a GlmImageForConditionalGeneration that writes images of these ``grids`` (H, W), one
     after the other."""
 
-    def __init__(self, hf: nn.Module, grids: Sequence[tuple[int, int]]):
+    offsets: Tensor  # [3, T] where every token stands, from the text's end on
+
+    def __init__(self, hf: Any, grids: Sequence[tuple[int, int]]):
         super().__init__(hf)
         self.vocab = hf.config.vq_config.num_embeddings
         self.hidden = hf.config.text_config.hidden_size
@@ -50,12 +52,11 @@ class GlmNet(causal.CausalImageNet):
             row, column = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
             offsets.append(start + torch.stack([torch.zeros_like(row), row, column]).flatten(1))
             start += max(height, width)
-        # [3, T] from the text's end on
         self.register_buffer("offsets", torch.cat(offsets, 1), persistent=False)
         self.turns = (1,) * self.offsets.shape[1]
 
     @property
-    def decoder(self) -> nn.Module:
+    def decoder(self) -> Any:
         return self.hf.model.language_model
 
     def step(self, ids: Tensor, state: causal.State) -> Tensor:
@@ -69,7 +70,7 @@ class GlmNet(causal.CausalImageNet):
         text = causal.positions(inputs["mask"])
         image = self.offsets[:, None, :-1] + text[:, -1:] + 1
         places = torch.cat([text.expand(3, -1, -1), image], 2)
-        hidden = self.decoder(
+        hidden: Tensor = self.decoder(
             input_ids=tokens, attention_mask=mask, position_ids=places, use_cache=False
         ).last_hidden_state
         return hidden[:, inputs["ids"].shape[1] - 1 :]
@@ -90,6 +91,7 @@ class GlmImage(ImageTokenPolicy):
 
     attention = PROJECTIONS
     not_options = ("net", "guidance_scale", "logprob_guidance", "compile")
+    net: GlmNet
 
     def __init__(
         self,
@@ -144,7 +146,7 @@ class GlmImage(ImageTokenPolicy):
         raise UserError("glm_image draws its tokens without guidance: leave it at 1")
 
     def pixels(self, ids: Tensor) -> Tensor:
-        raise NotImplementedError("needs the prompt too: see decode")
+        raise self._cannot("decodes tokens together with their prompt only")
 
     @torch.no_grad()
     def decode(self, rollout: Rollout) -> Media:
@@ -194,7 +196,7 @@ class GlmImage(ImageTokenPolicy):
         )
 
 
-def _targets(hf: nn.Module, ends: Any) -> list[str]:
+def _targets(hf: nn.Module, ends: Sequence[str]) -> list[str]:
     """Name the language model's linear layers that end like one of ``ends``."""
     linear = [
         n
@@ -204,7 +206,7 @@ def _targets(hf: nn.Module, ends: Any) -> list[str]:
     return ending_like(linear, ends, "language model")
 
 
-def _loaded(place: str, dtype: torch.dtype, attention: str) -> tuple[nn.Module, Any, Any]:
+def _loaded(place: str, dtype: torch.dtype, attention: str) -> tuple[Any, Any, Any]:
     from diffusers import GlmImagePipeline
     from transformers import AutoProcessor, GlmImageForConditionalGeneration
 

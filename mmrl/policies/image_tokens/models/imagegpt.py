@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES, locate
@@ -27,30 +27,33 @@ class ImageGPTNet(causal.CausalImageNet):
     """Wraps an ImageGPTForCausalImageModeling. Inputs: ``ids`` [P, 1], the token that begins an
     image, and its mask."""
 
-    def __init__(self, hf: nn.Module):
+    def __init__(self, hf: Any):
         super().__init__(hf)
         self.turns = (1,) * hf.config.n_positions
         self.vocab = hf.config.vocab_size - 1
         self.hidden = hf.config.n_embd
 
     @property
-    def decoder(self) -> nn.Module:
+    def decoder(self) -> Any:
         return self.hf.transformer
 
     @property
     def layers(self) -> int:
-        return self.config.n_layer
+        layers: int = self.config.n_layer
+        return layers
 
     def step(self, ids: Tensor, state: causal.State) -> Tensor:
         return causal.advance(self.hf.transformer, ids, state)
 
     def teach(self, inputs: Inputs, ids: Tensor) -> Tensor:
-        return self.hf.transformer(
+        hidden: Tensor = self.hf.transformer(
             torch.cat([inputs["ids"], ids[:, :-1]], 1), use_cache=False
         ).last_hidden_state
+        return hidden
 
     def vocabulary(self, hidden: Tensor) -> Tensor:
-        return self.hf.lm_head(hidden)
+        logits: Tensor = self.hf.lm_head(hidden)
+        return logits
 
 
 @POLICIES.register("imagegpt")
@@ -58,6 +61,7 @@ class ImageGPT(ImageTokenPolicy):
     """Trains ImageGPT, unconditional, from a folder or hub id of ImageGPTForCausalImageModeling."""
 
     attention = ("attn.c_attn", "attn.c_proj")
+    net: ImageGPTNet
     not_options = ("net", "guidance_scale", "logprob_guidance", "attention", "compile")
 
     def __init__(self, path: str, dtype: Storage = "float32", **options: Any):
@@ -79,8 +83,8 @@ class ImageGPT(ImageTokenPolicy):
                 f"{0 if clusters is None else len(clusters)} and "
                 f"{hf.config.n_positions}"
             )
-        # [V, 3] in -1..1
         self.side = side
+        # [V, 3] in -1..1
         self.clusters = torch.as_tensor(clusters, dtype=torch.float32)
         super().__init__(ImageGPTNet(hf), guidance_scale=1.0, **options)
 
@@ -92,9 +96,8 @@ class ImageGPT(ImageTokenPolicy):
         raise UserError("imagegpt has no prompt, and so no guidance: leave it at 1")
 
     def pixels(self, ids: Tensor) -> Tensor:
-        return (
-            self.clusters.to(ids.device)[ids].transpose(1, 2).unflatten(2, (self.side, self.side))
-        )
+        colours = self.clusters.to(ids.device)[ids].transpose(1, 2)
+        return colours.reshape(len(ids), -1, self.side, self.side)
 
     def export(self, folder: Path) -> None:
         """Save the whole model, or its adapter, with the image processor, as transformers reads
@@ -103,7 +106,7 @@ class ImageGPT(ImageTokenPolicy):
         self.processor.save_pretrained(folder)
 
 
-def _loaded(place: str, dtype: torch.dtype) -> tuple[nn.Module, Any]:
+def _loaded(place: str, dtype: torch.dtype) -> tuple[Any, Any]:
     from transformers import AutoImageProcessor, ImageGPTForCausalImageModeling
 
     try:

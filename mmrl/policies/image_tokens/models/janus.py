@@ -3,6 +3,7 @@ transformers' own classes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -44,7 +45,9 @@ class _State:
 class JanusNet(ImageNet):
     """Wraps a JanusForConditionalGeneration that reads text and writes image tokens."""
 
-    def __init__(self, hf: nn.Module):
+    token: Callable[..., Tensor]
+
+    def __init__(self, hf: Any):
         super().__init__()
         self.hf = hf
         quantizer = hf.model.vqmodel.quantize
@@ -97,7 +100,7 @@ class JanusNet(ImageNet):
         text = self.hf.get_input_embeddings()(inputs["ids"])
         image = self.hf.prepare_embeddings_for_image_generation(ids[:, :-1])
         mask = F.pad(inputs["mask"], (0, image.shape[1]), value=1)
-        hidden = self.hf.model.language_model(
+        hidden: Tensor = self.hf.model.language_model(
             inputs_embeds=torch.cat([text, image], 1),
             attention_mask=mask,
             position_ids=causal.positions(mask),
@@ -107,10 +110,12 @@ class JanusNet(ImageNet):
 
     def lift(self, hidden: Tensor) -> Tensor:
         head = self.hf.model.generation_head
-        return head.activation_fn(head.proj_out(hidden))
+        lifted: Tensor = head.activation_fn(head.proj_out(hidden))
+        return lifted
 
     def affine(self, lifted: Tensor) -> Tensor:
-        return self.hf.model.generation_head.vision_head(lifted)
+        logits: Tensor = self.hf.model.generation_head.vision_head(lifted)
+        return logits
 
     def vocabulary(self, hidden: Tensor) -> Tensor:
         return self.affine(self.lift(hidden))
@@ -118,7 +123,8 @@ class JanusNet(ImageNet):
     def picture(self, ids: Tensor) -> Tensor:
         """Decode ids [B, T] to images [B, 3, H, W] in -1..1, by a pass of the network, since
         sharded weights are gathered for one."""
-        return self.hf.model.vqmodel.decode(ids)
+        images: Tensor = self.hf.model.vqmodel.decode(ids)
+        return images
 
     def enable_gradient_checkpointing(self) -> None:
         caches.recompute(self.hf.model.language_model)
@@ -134,6 +140,7 @@ class Janus(ImageTokenPolicy):
 
     wrapper: type[JanusNet] = JanusNet
     idle: tuple[str, ...] = UNDERSTANDING  # parameters that no decision depends on
+    net: JanusNet
 
     def __init__(
         self,
@@ -201,7 +208,8 @@ class Janus(ImageTokenPolicy):
         return inputs | {"ids": torch.where((ids == self.bos) | (ids == self.start), ids, self.pad)}
 
     def pixels(self, ids: Tensor) -> Tensor:
-        return self.net("picture", ids)
+        images: Tensor = self.net("picture", ids)
+        return images
 
     def export(self, folder: Path) -> None:
         """Save the whole model, or its adapter, with the processor, as transformers reads it."""
@@ -209,13 +217,13 @@ class Janus(ImageTokenPolicy):
         self.processor.save_pretrained(folder)
 
 
-def _targets(hf: nn.Module, ends: Any) -> list[str]:
+def _targets(hf: nn.Module, ends: Sequence[str] | None) -> list[str]:
     """Name the language model's linear layers that end like one of ``ends``; all for None."""
     names = [name for name in modules_of(hf, "language") if ".language_model." in name]
     return ending_like(names, ends, "language model")
 
 
-def _loaded(place: str, dtype: torch.dtype, attention: str) -> tuple[nn.Module, Any]:
+def _loaded(place: str, dtype: torch.dtype, attention: str) -> tuple[Any, Any]:
     from transformers import AutoProcessor, JanusForConditionalGeneration
 
     try:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mmrl.policies.image_tokens.attention import Kernel, attend
 from mmrl.policies.image_tokens.kv_cache import KV, Place, Rooms, put
@@ -15,7 +15,7 @@ from mmrl.policies.image_tokens.kv_cache import KV, Place, Rooms, put
 Rope = tuple[Tensor, Tensor]
 
 
-def rotations(model: nn.Module, like: Tensor, first: Tensor, count: int) -> Rope:
+def rotations(model: Any, like: Tensor, first: Tensor, count: int) -> Rope:
     """Return the rotations of ``count`` positions from ``first`` [B] on; one row where all begin at
     one place."""
     first = first[:1] if bool((first == first[0]).all()) else first
@@ -26,7 +26,7 @@ def rotations(model: nn.Module, like: Tensor, first: Tensor, count: int) -> Rope
 
 
 def token(
-    model: nn.Module,
+    model: Any,
     x: Tensor,
     rope: Rope,
     mask: Tensor | None,
@@ -44,7 +44,8 @@ def token(
         x = _layer(layer, x, rope, mask, place, room, kernel)
         if sharded:
             layer.reshard()
-    return model.norm(x)
+    hidden: Tensor = model.norm(x)
+    return hidden
 
 
 def _layer(
@@ -60,7 +61,8 @@ def _layer(
     k, v = put(room, k, v, place)
     attended = attend(q, k, v, mask, scale=attention.scaling, kernel=kernel)
     x = x + attention.o_proj(attended.transpose(1, 2).flatten(2))
-    return x + layer.mlp(layer.post_attention_layernorm(x))
+    change: Tensor = layer.mlp(layer.post_attention_layernorm(x))
+    return x + change
 
 
 def _turned(x: Tensor, rope: Rope) -> Tensor:

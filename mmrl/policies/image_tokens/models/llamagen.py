@@ -15,7 +15,7 @@ from mmrl.core.registry import POLICIES, locate
 from mmrl.core.types import Prompt
 from mmrl.policies.diffusion.text_encoding import Placement, PromptCache, texts_of
 from mmrl.policies.image_tokens import checkpoints
-from mmrl.policies.image_tokens.models.llamagen_gpt import LlamaGenGPT, Shape
+from mmrl.policies.image_tokens.models.llamagen_gpt import ClassEmbedding, LlamaGenGPT, Shape
 from mmrl.policies.image_tokens.models.llamagen_vq import LlamaGenVQ
 from mmrl.policies.image_tokens.network import Inputs
 from mmrl.policies.image_tokens.policy import ImageTokenPolicy
@@ -31,6 +31,7 @@ class LlamaGen(ImageTokenPolicy):
     folder."""
 
     attention = ("attention.wqkv", "attention.wo")
+    net: LlamaGenGPT
 
     def __init__(
         self,
@@ -96,9 +97,10 @@ class LlamaGen(ImageTokenPolicy):
     def empty(self, inputs: Inputs) -> Inputs:
         """Make the unconditional inputs: the null class, or the learnt text, where the prompt's
         mask stays, as in the published sampler."""
-        if self.net.shape.classes:
+        embedding = self.net.cls_embedding
+        if isinstance(embedding, ClassEmbedding):
             return {"label": torch.full_like(inputs["label"], self.net.shape.classes)}
-        text = self.net.cls_embedding.uncond_embedding.expand(len(inputs["text"]), -1, -1)
+        text = embedding.uncond_embedding.expand(len(inputs["text"]), -1, -1)
         return inputs | {"text": text.to(inputs["text"])}
 
     def pixels(self, ids: Tensor) -> Tensor:
@@ -187,4 +189,5 @@ def _config(folder: Path) -> dict[str, int]:
             f"policy.llamagen.path {folder}: no config.json; give the checkpoint's "
             f"file, or an export"
         )
-    return json.loads(file.read_text())
+    known: dict[str, int] = json.loads(file.read_text())
+    return known

@@ -8,6 +8,7 @@ softmax.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -79,7 +80,7 @@ class Attention(nn.Module):
         )
         q = rotated(q, rope)
         k = rotated(k, rope)
-        if room is not None:
+        if room is not None and place is not None:
             k, v = put(room, k, v, place)
         attended = attend(q, k, v, mask, causal=mask is None and x.shape[1] > 1, kernel=kernel)
         return self.wo(attended.transpose(1, 2).flatten(2)), (k, v)
@@ -93,7 +94,8 @@ class FeedForward(nn.Module):
         self.w2 = nn.Linear(shape.width(), shape.dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+        output: Tensor = self.w2(F.silu(self.w1(x)) * self.w3(x))
+        return output
 
 
 class Block(nn.Module):
@@ -128,22 +130,36 @@ class ClassEmbedding(nn.Module):
         self.embedding_table = nn.Embedding(shape.classes + 1, shape.dim)
 
     def forward(self, inputs: Inputs) -> Tensor:
-        return self.embedding_table(inputs["label"])[:, None]
+        embedded: Tensor = self.embedding_table(inputs["label"])
+        return embedded[:, None]
+
+
+class _Projection(nn.Module):
+    def __init__(self, shape: Shape):
+        super().__init__()
+        self.fc1 = nn.Linear(shape.caption, shape.dim, bias=False)
+        self.fc2 = nn.Linear(shape.dim, shape.dim, bias=False)
+
+    def forward(self, text: Tensor) -> Tensor:
+        projected: Tensor = self.fc2(
+            F.gelu(self.fc1(text.to(self.fc1.weight.dtype)), approximate="tanh")
+        )
+        return projected
 
 
 class CaptionEmbedding(nn.Module):
     """Embeds text features [B, n, caption]."""
 
+    uncond_embedding: Tensor  # [condition, caption]
+
     def __init__(self, shape: Shape):
         super().__init__()
-        self.cap_proj = nn.Module()
-        self.cap_proj.fc1 = nn.Linear(shape.caption, shape.dim, bias=False)
-        self.cap_proj.fc2 = nn.Linear(shape.dim, shape.dim, bias=False)
+        self.cap_proj = _Projection(shape)
         self.register_buffer("uncond_embedding", torch.zeros(shape.condition, shape.caption))
 
     def forward(self, inputs: Inputs) -> Tensor:
-        text = inputs["text"].to(self.cap_proj.fc1.weight.dtype)
-        return self.cap_proj.fc2(F.gelu(self.cap_proj.fc1(text), approximate="tanh"))
+        embedded: Tensor = self.cap_proj(inputs["text"])
+        return embedded
 
 
 class LlamaGenGPT(ImageNet):
@@ -151,6 +167,7 @@ class LlamaGenGPT(ImageNet):
     [B, n] bool, padded on the left."""
 
     _no_split_modules = ["Block"]
+    token: Callable[..., Tensor]
 
     def __init__(self, shape: Shape):
         super().__init__()
@@ -158,7 +175,9 @@ class LlamaGenGPT(ImageNet):
         self.vocab = shape.vocab
         self.hidden = shape.dim
         self.turns = (1,) * shape.grid**2
-        self.cls_embedding = ClassEmbedding(shape) if shape.classes else CaptionEmbedding(shape)
+        self.cls_embedding: ClassEmbedding | CaptionEmbedding = (
+            ClassEmbedding(shape) if shape.classes else CaptionEmbedding(shape)
+        )
         self.tok_embeddings = nn.Embedding(shape.vocab, shape.dim)
         self.layers = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = RMSNorm(shape.dim)
@@ -206,10 +225,12 @@ class LlamaGenGPT(ImageNet):
                 )
             else:
                 x, _ = layer(x, rope, attention_mask, self.kernel)
-        return self.norm(x)[:, condition.shape[1] - 1 :]
+        hidden: Tensor = self.norm(x)
+        return hidden[:, condition.shape[1] - 1 :]
 
     def vocabulary(self, hidden: Tensor) -> Tensor:
-        return self.output(hidden)
+        logits: Tensor = self.output(hidden)
+        return logits
 
     affine = vocabulary
 
@@ -235,7 +256,8 @@ def token(
     and values at ``place``."""
     for layer, room in zip(net.layers, rooms, strict=True):
         x, _ = layer(x, rope, mask, net.kernel, room, place)
-    return net.norm(x)
+    hidden: Tensor = net.norm(x)
+    return hidden
 
 
 def rotations(grid: int, dim: int, condition: int) -> Tensor:

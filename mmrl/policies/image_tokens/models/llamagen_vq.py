@@ -65,7 +65,8 @@ class _Encoder(nn.Module):
         x = self.conv_in(x)
         for part in (*self.conv_blocks, *self.mid):
             x = part(x)
-        return self.conv_out(F.silu(self.norm_out(x)))
+        output: Tensor = self.conv_out(F.silu(self.norm_out(x)))
+        return output
 
 
 class _Decoder(nn.Module):
@@ -87,7 +88,8 @@ class _Decoder(nn.Module):
         x = self.conv_in(x)
         for part in (*self.mid, *self.conv_blocks):
             x = part(x)
-        return self.conv_out(F.silu(self.norm_out(x)))
+        output: Tensor = self.conv_out(F.silu(self.norm_out(x)))
+        return output
 
 
 class _Quantizer(nn.Module):
@@ -133,7 +135,8 @@ class LlamaGenVQ(nn.Module):
         """Return images [B, 3, H, W] of the ids [B, T] of a square."""
         side = round(ids.shape[1] ** 0.5)
         z = self.quantize.codebook()[ids].transpose(1, 2).unflatten(2, (side, side))
-        return self.decoder(self.post_quant_conv(z))
+        images: Tensor = self.decoder(self.post_quant_conv(z))
+        return images
 
     @classmethod
     def like(cls, weights: Published, file: str) -> LlamaGenVQ:

@@ -13,7 +13,7 @@ from torch import Tensor
 from mmrl.config.options import Count
 from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES
-from mmrl.core.types import Point, Prompt, Rollout
+from mmrl.core.types import Copies, Point, Prompt, Rollout, per_prompt
 from mmrl.policies.base import NO_CONTEXT, RolloutContext
 from mmrl.policies.image_tokens import checkpoints
 from mmrl.policies.image_tokens.branching import grow
@@ -34,6 +34,7 @@ class VAR(ImageTokenPolicy):
     export."""
 
     attention = ("attn.mat_qkv", "attn.proj")
+    net: VARNet
 
     def __init__(
         self,
@@ -95,13 +96,14 @@ class VAR(ImageTokenPolicy):
         return steps.repeat_interleave(torch.tensor(turns))
 
     def rollout(
-        self, prompts: list[Prompt], copies: int, rng: Rng, context: RolloutContext = NO_CONTEXT
+        self, prompts: list[Prompt], copies: Copies, rng: Rng, context: RolloutContext = NO_CONTEXT
     ) -> Rollout:
-        if copies % self.branches:
-            raise UserError(
-                f"train.group_size {copies}: with policy.var.branches {self.branches} it must "
-                f"be a multiple of it"
-            )
+        for size in per_prompt(copies, 1):
+            if size % self.branches:
+                raise UserError(
+                    f"train.group_size {size}: with policy.var.branches {self.branches} it must "
+                    f"be a multiple of it"
+                )
         return super().rollout(prompts, copies, rng, context)
 
     def chunk(self, rows: int, forward: Callable[[int], Any]) -> int:

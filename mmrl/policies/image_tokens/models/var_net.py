@@ -50,6 +50,8 @@ class _State:
 class Attention(nn.Module):
     """Attends with queries and keys of length 1 and a learnt temperature for every head."""
 
+    zero_k_bias: Tensor
+
     def __init__(self, shape: Shape):
         super().__init__()
         self.heads = shape.heads
@@ -75,20 +77,30 @@ class Attention(nn.Module):
         )
         q = F.normalize(q, dim=-1) * self.scale_mul_1H11.clamp_max(math.log(100)).exp()
         k = F.normalize(k, dim=-1)
-        if room is not None:
+        if room is not None and place is not None:
             k, v = put(room, k, v, place)
         attended = attend(q.to(v), k.to(v), v, bias, scale=1.0, kernel=kernel)
-        return self.proj(attended.transpose(1, 2).flatten(2))
+        output: Tensor = self.proj(attended.transpose(1, 2).flatten(2))
+        return output
+
+
+class FeedForward(nn.Module):
+    def __init__(self, shape: Shape):
+        super().__init__()
+        feed = shape.feed or 4 * shape.width
+        self.fc1 = nn.Linear(shape.width, feed)
+        self.fc2 = nn.Linear(feed, shape.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
+        return output
 
 
 class Block(nn.Module):
     def __init__(self, shape: Shape):
         super().__init__()
         self.attn = Attention(shape)
-        self.ffn = nn.Module()
-        feed = shape.feed or 4 * shape.width
-        self.ffn.fc1 = nn.Linear(shape.width, feed)
-        self.ffn.fc2 = nn.Linear(feed, shape.width)
+        self.ffn = FeedForward(shape)
         if shape.shared:
             self.ada_gss = nn.Parameter(torch.zeros(1, 1, 6, shape.width))
         else:
@@ -112,8 +124,21 @@ class Block(nn.Module):
         )
         gain1, gain2, scale1, scale2, shift1, shift2 = six.unbind(2)
         x = x + gain1 * self.attn(normed(x) * (1 + scale1) + shift1, bias, kernel, room, place)
-        h = F.gelu(self.ffn.fc1(normed(x) * (1 + scale2) + shift2), approximate="tanh")
-        return x + gain2 * self.ffn.fc2(h)
+        change: Tensor = self.ffn(normed(x) * (1 + scale2) + shift2)
+        return x + gain2 * change
+
+
+class HeadNorm(nn.Module):
+    """Normalises hidden states for the head, modulated by the class."""
+
+    def __init__(self, shape: Shape):
+        super().__init__()
+        self.ada_lin = nn.Sequential(nn.SiLU(), nn.Linear(shape.width, 2 * shape.width))
+
+    def forward(self, x: Tensor, cond: Tensor) -> Tensor:
+        modulation: Tensor = self.ada_lin(cond)[:, None]
+        scale, shift = modulation.chunk(2, -1)
+        return normed(x) * (1 + scale) + shift
 
 
 class VARNet(ImageNet):
@@ -121,6 +146,8 @@ class VARNet(ImageNet):
     it."""
 
     _no_split_modules = ["Block"]
+    lvl_1L: Tensor  # [1, T] the number of every token's scale
+    attn_bias_for_masking: Tensor  # [1, 1, T, T]
 
     def __init__(self, shape: Shape, quantizer: Quantizer):
         super().__init__()
@@ -135,12 +162,11 @@ class VARNet(ImageNet):
         self.word_embed = nn.Linear(shape.latent, shape.width)
         self.class_emb = nn.Embedding(shape.classes + 1, shape.width)
         self.lvl_embed = nn.Embedding(len(shape.sides), shape.width)
-        self.shared_ada_lin = nn.Identity()
+        self.shared_ada_lin: nn.Module = nn.Identity()
         if shape.shared:
             self.shared_ada_lin = nn.Sequential(nn.SiLU(), nn.Linear(shape.width, 6 * shape.width))
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.depth))
-        self.head_nm = nn.Module()
-        self.head_nm.ada_lin = nn.Sequential(nn.SiLU(), nn.Linear(shape.width, 2 * shape.width))
+        self.head_nm = HeadNorm(shape)
         self.head = nn.Linear(shape.width, shape.vocab)
         level = torch.cat([torch.full((count,), k) for k, count in enumerate(self.turns)])
         later = level[:, None] < level[None, :]
@@ -196,7 +222,8 @@ class VARNet(ImageNet):
         return self._last(x, inputs)
 
     def vocabulary(self, hidden: Tensor) -> Tensor:
-        return self.head(hidden)
+        logits: Tensor = self.head(hidden)
+        return logits
 
     affine = vocabulary
 
@@ -207,20 +234,23 @@ class VARNet(ImageNet):
         return self.outside[0].to(self.pos_1LC.device)
 
     def _cond(self, inputs: Inputs) -> Tensor:
-        modulation = self.shared_ada_lin(self.class_emb(inputs["label"]))
+        modulation: Tensor = self.shared_ada_lin(self.class_emb(inputs["label"]))
         return modulation.view(len(modulation), 1, 6, -1) if self.shape.shared else modulation
 
     def _places(self, k: int) -> Tensor:
         """Embed the places and the number of a scale, [1, p_k^2, C]."""
         start = sum(self.turns[:k])
         part = slice(start, start + self.turns[k])
-        return self.lvl_embed(self.lvl_1L[:, part]) + self.pos_1LC[:, part]
+        levels: Tensor = self.lvl_embed(self.lvl_1L[:, part])
+        return levels + self.pos_1LC[:, part]
 
     def _start(self, inputs: Inputs) -> Tensor:
-        return self.class_emb(inputs["label"])[:, None] + self.pos_start + self._places(0)
+        embedded: Tensor = self.class_emb(inputs["label"])
+        return embedded[:, None] + self.pos_start + self._places(0)
 
     def _word(self, features: Tensor, k: int) -> Tensor:
-        return self.word_embed(features.to(self.word_embed.weight.dtype)) + self._places(k)
+        words: Tensor = self.word_embed(features.to(self.word_embed.weight.dtype))
+        return words + self._places(k)
 
     def _advance(self, x: Tensor, state: _State) -> Tensor:
         cond = self._cond(state.inputs)
@@ -230,9 +260,8 @@ class VARNet(ImageNet):
         return self._last(x, state.inputs)
 
     def _last(self, x: Tensor, inputs: Inputs) -> Tensor:
-        """Normalise and modulate the hidden states for the head."""
-        scale, shift = self.head_nm.ada_lin(self.class_emb(inputs["label"]))[:, None].chunk(2, -1)
-        return normed(x) * (1 + scale) + shift
+        hidden: Tensor = self.head_nm(x, self.class_emb(inputs["label"]))
+        return hidden
 
 
 def normed(x: Tensor) -> Tensor:

@@ -16,32 +16,40 @@ from mmrl.policies.image_tokens.models.vq_parts import Attention, Down, Residual
 SHARED = 4  # convolutions that all scales share
 
 
-def _level(inside: int, outside: int, depth: int, attention: bool) -> nn.Module:
-    level = nn.Module()
-    level.block = nn.ModuleList(Residual(outside if i else inside, outside) for i in range(depth))
-    level.attn = nn.ModuleList(
-        Attention(outside, fused=True) for _ in range(depth if attention else 0)
-    )
-    return level
+class _Level(nn.Module):
+    """Stacks the residual blocks of one resolution, attention after each at the lowest."""
+
+    downsample: Down  # only where there is a next level
+    upsample: Up
+
+    def __init__(self, inside: int, outside: int, depth: int, attention: bool):
+        super().__init__()
+        self.block = nn.ModuleList(
+            Residual(outside if i else inside, outside) for i in range(depth)
+        )
+        self.attn = nn.ModuleList(
+            Attention(outside, fused=True) for _ in range(depth if attention else 0)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, block in enumerate(self.block):
+            x = block(x)
+            x = self.attn[i](x) if len(self.attn) else x
+        if hasattr(self, "downsample"):
+            x = self.downsample(x)
+        return self.upsample(x) if hasattr(self, "upsample") else x
 
 
-def _through(level: nn.Module, x: Tensor) -> Tensor:
-    for i, block in enumerate(level.block):
-        x = block(x)
-        x = level.attn[i](x) if len(level.attn) else x
-    return x
+class _Middle(nn.Module):
+    def __init__(self, channels: int):
+        super().__init__()
+        self.block_1 = Residual(channels, channels)
+        self.block_2 = Residual(channels, channels)
+        self.attn_1 = Attention(channels, fused=True)
 
-
-def _middle(channels: int) -> nn.Module:
-    mid = nn.Module()
-    mid.block_1 = Residual(channels, channels)
-    mid.block_2 = Residual(channels, channels)
-    mid.attn_1 = Attention(channels, fused=True)
-    return mid
-
-
-def _center(mid: nn.Module, x: Tensor) -> Tensor:
-    return mid.block_2(mid.attn_1(mid.block_1(x)))
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.block_2(self.attn_1(self.block_1(x)))
+        return output
 
 
 class _Encoder(nn.Module):
@@ -51,20 +59,20 @@ class _Encoder(nn.Module):
         last = len(mult) - 1
         self.conv_in = nn.Conv2d(3, ch, 3, padding=1)
         self.down = nn.ModuleList(
-            _level(widths[i], widths[i + 1], depth, i == last) for i in range(len(mult))
+            _Level(widths[i], widths[i + 1], depth, i == last) for i in range(len(mult))
         )
         for i, level in enumerate(self.down[:-1]):
             level.downsample = Down(widths[i + 1])
-        self.mid = _middle(widths[-1])
+        self.mid = _Middle(widths[-1])
         self.norm_out = norm(widths[-1])
         self.conv_out = nn.Conv2d(widths[-1], z, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.conv_in(x)
         for level in self.down:
-            x = _through(level, x)
-            x = level.downsample(x) if hasattr(level, "downsample") else x
-        return self.conv_out(F.silu(self.norm_out(_center(self.mid, x))))
+            x = level(x)
+        output: Tensor = self.conv_out(F.silu(self.norm_out(self.mid(x))))
+        return output
 
 
 class _Decoder(nn.Module):
@@ -75,10 +83,10 @@ class _Decoder(nn.Module):
         widths = [ch * m for m in mult]
         last = len(mult) - 1
         self.conv_in = nn.Conv2d(z, widths[-1], 3, padding=1)
-        self.mid = _middle(widths[-1])
+        self.mid = _Middle(widths[-1])
         inside = [*widths[1:], widths[-1]]
         self.up = nn.ModuleList(
-            _level(inside[i], widths[i], depth + 1, i == last) for i in range(len(mult))
+            _Level(inside[i], widths[i], depth + 1, i == last) for i in range(len(mult))
         )
         for i, level in enumerate(self.up):
             if i:
@@ -87,26 +95,34 @@ class _Decoder(nn.Module):
         self.conv_out = nn.Conv2d(widths[0], 3, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = _center(self.mid, self.conv_in(x))
+        x = self.mid(self.conv_in(x))
         for level in reversed(self.up):
-            x = _through(level, x)
-            x = level.upsample(x) if hasattr(level, "upsample") else x
-        return self.conv_out(F.silu(self.norm_out(x)))
+            x = level(x)
+        output: Tensor = self.conv_out(F.silu(self.norm_out(x)))
+        return output
+
+
+class _Shared(nn.Module):
+    def __init__(self, dim: int):
+        super().__init__()
+        self.qresi_ls = nn.ModuleList(nn.Conv2d(dim, dim, 3, padding=1) for _ in range(SHARED))
+
+    def forward(self, h: Tensor, which: int) -> Tensor:
+        output: Tensor = self.qresi_ls[which](h)
+        return output
 
 
 class Quantizer(nn.Module):
     """Represents images as residuals at growing scales: f = sum over k of
     phi_k(up(codebook[ids_k]))."""
 
+    ema_vocab_hit_SV: Tensor  # a statistic of its training
+
     def __init__(self, vocab: int, dim: int, sides: Sequence[int]):
         super().__init__()
         self.sides = tuple(sides)
         self.embedding = nn.Embedding(vocab, dim)
-        self.quant_resi = nn.Module()
-        self.quant_resi.qresi_ls = nn.ModuleList(
-            nn.Conv2d(dim, dim, 3, padding=1) for _ in range(SHARED)
-        )
-        # a statistic of its training
+        self.quant_resi = _Shared(dim)
         self.register_buffer("ema_vocab_hit_SV", torch.zeros(len(sides), vocab))
 
     def blank(self, rows: int) -> Tensor:
@@ -116,10 +132,11 @@ class Quantizer(nn.Module):
 
     def add(self, f: Tensor, ids: Tensor, k: int) -> Tensor:
         """Add the residual of scale k, of ids [B, p_k^2], to f [B, D, p, p]."""
-        h = self.embedding(ids).transpose(1, 2).unflatten(2, (self.sides[k], self.sides[k]))
+        h: Tensor = self.embedding(ids).transpose(1, 2).unflatten(2, (self.sides[k], self.sides[k]))
         if k < len(self.sides) - 1:
             h = F.interpolate(h, size=f.shape[2:], mode="bicubic")
-        return f + 0.5 * h + 0.5 * self.quant_resi.qresi_ls[shared(len(self.sides))[k]](h)
+        smooth: Tensor = self.quant_resi(h, shared(len(self.sides))[k])
+        return f + 0.5 * h + 0.5 * smooth
 
     def at_scale(self, f: Tensor, k: int) -> Tensor:
         """Shrink f to the input of scale k, [B, p_k^2, D]."""
@@ -170,7 +187,8 @@ class VARVQ(nn.Module):
         f = self.quantize.blank(len(ids))
         for k, part in enumerate(self.quantize.split(ids)):
             f = self.quantize.add(f, part, k)
-        return self.decoder(self.post_quant_conv(f)).clamp(-1, 1)
+        images: Tensor = self.decoder(self.post_quant_conv(f))
+        return images.clamp(-1, 1)
 
     @classmethod
     def like(cls, weights: Published, sides: Sequence[int], file: str) -> VARVQ:

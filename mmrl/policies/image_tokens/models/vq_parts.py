@@ -25,7 +25,9 @@ class Residual(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.conv1(F.silu(self.norm1(x)))
-        return self.nin_shortcut(x) + self.conv2(F.silu(self.norm2(h)))
+        shortcut: Tensor = self.nin_shortcut(x)
+        change: Tensor = self.conv2(F.silu(self.norm2(h)))
+        return shortcut + change
 
 
 class Attention(nn.Module):
@@ -43,11 +45,12 @@ class Attention(nn.Module):
         self.proj_out = nn.Conv2d(channels, channels, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.norm(x)
+        h: Tensor = self.norm(x)
         parts = self.qkv(h).chunk(3, 1) if self.fused else (self.q(h), self.k(h), self.v(h))
         q, k, v = (part.flatten(2).transpose(1, 2) for part in parts)  # [B, H W, C]
         attended = F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None])[:, 0]
-        return x + self.proj_out(attended.transpose(1, 2).reshape(x.shape))
+        change: Tensor = self.proj_out(attended.transpose(1, 2).reshape(x.shape))
+        return x + change
 
 
 class Down(nn.Module):
@@ -56,7 +59,8 @@ class Down(nn.Module):
         self.conv = nn.Conv2d(channels, channels, 3, stride=2)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.conv(F.pad(x, (0, 1, 0, 1)))
+        half: Tensor = self.conv(F.pad(x, (0, 1, 0, 1)))
+        return half
 
 
 class Up(nn.Module):
@@ -65,7 +69,8 @@ class Up(nn.Module):
         self.conv = nn.Conv2d(channels, channels, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.conv(F.interpolate(x, scale_factor=2.0, mode="nearest"))
+        double: Tensor = self.conv(F.interpolate(x, scale_factor=2.0, mode="nearest"))
+        return double
 
 
 def nearest(z: Tensor, codebook: Tensor) -> Tensor:

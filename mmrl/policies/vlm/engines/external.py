@@ -99,8 +99,9 @@ class Continuous:
     """Samples by transformers' continuous batching: rows come and go in one paged cache. It takes
     texts, no images."""
 
+    hf: Any  # the model of transformers, once it was handed over
+
     def __init__(self, place: str = "", dtype: str = ""):
-        self.hf: nn.Module | None = None
         # it would log in every rollout
         logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
 

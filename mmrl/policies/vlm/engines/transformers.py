@@ -5,19 +5,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mmrl.policies.vlm.generate import Answers, Ending, blank, draw
 from samplers.noise import Rng
 from samplers.warp import Warp
 
+if TYPE_CHECKING:
+    from mmrl.policies.vlm.prefix_sharing import SharedPrefix
+
 
 @torch.no_grad()
 def generate_plainly(
-    net: nn.Module,
+    net: SharedPrefix,
     inputs: dict[str, Tensor],
     names: Tensor,
     rng: Rng,

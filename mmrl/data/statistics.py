@@ -1,0 +1,83 @@
+"""Remembers how every prompt was rewarded, for data sources that choose prompts or numbers of
+samples by it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import fmean
+from typing import Any
+
+from mmrl.data.prompts import Outcome
+
+
+@dataclass
+class PromptRecord:
+    """Summarises the rewards of one prompt, over all its visits so far."""
+
+    visits: int = 0  # iterations in which it was answered and scored
+    samples: float = 0.0  # scored answers, each counted with what is left of its weight
+    mean: float = 0.0  # of their rewards
+    square: float = 0.0  # mean of the squares
+    advantage: float = (
+        0.0  # mean |A| of the last visit, A = (r - mean) / std; 0 where all are equal
+    )
+    iteration: int = -1  # of the last visit
+    rewards: tuple[float, ...] = ()  # of the last visit
+
+    @property
+    def variance(self) -> float:
+        """Return the population variance of the rewards."""
+        return max(self.square - self.mean**2, 0.0)
+
+
+@dataclass
+class PromptStatistics:
+    """Keeps a record of every prompt by its ``entry``, alike on all processes, in checkpoints.
+
+    ``decay``: what is left of the weight of earlier answers at every new visit; 1: all count alike.
+    """
+
+    decay: float = 1.0
+    records: dict[int, PromptRecord] = field(default_factory=dict)
+    iteration: int = 0  # that of the next outcomes
+
+    def __getitem__(self, entry: int) -> PromptRecord:
+        return self.records.get(entry) or PromptRecord()
+
+    def learn(self, outcomes: Iterable[Outcome]) -> None:
+        """Take in the outcomes of an iteration. A prompt that was drawn twice is visited twice."""
+        for outcome in outcomes:
+            if outcome.rewards:
+                record = self.records.setdefault(outcome.entry, PromptRecord())
+                self._visit(record, outcome.rewards)
+        self.iteration += 1
+
+    def _visit(self, record: PromptRecord, rewards: Sequence[float]) -> None:
+        before = record.samples * self.decay
+        record.samples = before + len(rewards)
+        for name, power in (("mean", 1), ("square", 2)):
+            level = sum(reward**power for reward in rewards)
+            setattr(record, name, (before * getattr(record, name) + level) / record.samples)
+        record.visits += 1
+        record.iteration = self.iteration
+        record.rewards = tuple(rewards)
+        record.advantage = mean_advantage(rewards)
+
+    def state_dict(self) -> dict[str, Any]:
+        records = {str(entry): asdict(record) for entry, record in self.records.items()}
+        return {"iteration": self.iteration, "records": records}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.iteration = state.get("iteration", 0)
+        self.records = {
+            int(entry): PromptRecord(**{**record, "rewards": tuple(record["rewards"])})
+            for entry, record in state.get("records", {}).items()
+        }
+
+
+def mean_advantage(rewards: Sequence[float]) -> float:
+    """Return the mean |A| of a group, A = (r - mean) / std (population); 0 where all are equal."""
+    mean = fmean(rewards)
+    std = fmean([(reward - mean) ** 2 for reward in rewards]) ** 0.5
+    return fmean([abs(reward - mean) for reward in rewards]) / std if std > 1e-12 else 0.0
