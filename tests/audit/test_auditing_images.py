@@ -24,19 +24,19 @@ PROMPTS = Digits(captions=40).train[:24]
 @card(media="image", needs="text", low=0, high=1)
 def template(media, prompts):
     """Cosine to the drawing that was asked for: an honest reward of the digits world."""
-    wanted = torch.stack([real([prompt], 0)[0] for prompt in prompts]).flatten(1)
-    return torch.nn.functional.cosine_similarity(media.flatten(1), wanted).clamp(0, 1)
+    targets = torch.stack([real([prompt], 0)[0] for prompt in prompts]).flatten(1)
+    return torch.nn.functional.cosine_similarity(media.flatten(1), targets).clamp(0, 1)
 
 
 def broken(reward, prompts=PROMPTS):
-    found = audit_one(Subject("mine", reward, list(prompts)), "image")
-    return found, {line.probe for line in found.lines if line.offences}
+    report = audit_one(Subject("mine", reward, list(prompts)), "image")
+    return report, {line.probe for line in report.lines if line.offences}
 
 
 def test_an_honest_reward_passes():
-    found, failed = broken(template)
-    assert found.passed and not failed
-    assert [line.probe for line in found.lines] == [
+    report, failed = broken(template)
+    assert report.passed and not failed
+    assert [line.probe for line in report.lines] == [
         "real picture",
         "real picture, one by one",
         "noise",
@@ -87,10 +87,10 @@ def unsure(media, prompts):
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_what_can_be_exploited_is_named(reward, failed):
-    found, names = broken(reward)
-    assert failed <= names and not found.passed
-    for line in found.lines:
-        assert all(one.where for one in line.offences)
+    report, names = broken(reward)
+    assert failed <= names and not report.passed
+    for line in report.lines:
+        assert all(offence.where for offence in line.offences)
 
 
 def test_rewards_of_videos_see_moving_clips_and_groups_are_refused():
@@ -101,9 +101,9 @@ def test_rewards_of_videos_see_moving_clips_and_groups_are_refused():
             1
         )
 
-    found = audit_one(Subject("mine", jump, list(PROMPTS)), "video")
-    assert found.passed and any(
-        line.probe == "noise" and "wants motion" in line.rule for line in found.lines
+    report = audit_one(Subject("mine", jump, list(PROMPTS)), "video")
+    assert report.passed and any(
+        line.probe == "noise" and "wants motion" in line.rule for line in report.lines
     )
     brightness_of_groups = card(media="image", of="group")(
         lambda media, prompts: media.flatten(1).mean(1)
@@ -133,33 +133,35 @@ def test_the_command_on_pictures_of_the_user(tmp_path, monkeypatch):
         "{jpeg_incompressibility: 1.0}\n"
     )
     (tmp_path / "check.yaml").write_text(body)
-    found = CliRunner().invoke(app, ["check-reward", "check.yaml"])
-    assert found.exit_code == 1 and "FAIL" in found.output and "things.jsonl:1" in found.output, (
-        found.output
-    )
+    invocation = CliRunner().invoke(app, ["check-reward", "check.yaml"])
+    assert (
+        invocation.exit_code == 1
+        and "FAIL" in invocation.output
+        and "things.jsonl:1" in invocation.output
+    ), invocation.output
     (tmp_path / "things.jsonl").write_text('{"text": "bare"}\n{"text": "bare too"}\n')
-    found = CliRunner().invoke(app, ["check-reward", "check.yaml"])
-    assert found.exit_code != 0 and "needs a real picture" in str(found.exception)
+    invocation = CliRunner().invoke(app, ["check-reward", "check.yaml"])
+    assert invocation.exit_code != 0 and "needs a real picture" in str(invocation.exception)
 
 
 @pytest.mark.parametrize("name", ["motion_amount", "motion_smoothness"])
 def test_rewards_of_motion_and_of_steadiness_pass_and_say_what_they_are(name):
-    found, failed = broken_video(REWARDS.build(name), PROMPTS[:6])
-    assert not failed, found
-    said = {line.probe for line in found.lines if "not of a reward that wants" in line.rule}
+    report, failed = broken_video(REWARDS.build(name), PROMPTS[:6])
+    assert not failed, report
+    probes = {line.probe for line in report.lines if "not of a reward that wants" in line.rule}
     other = {
         "motion_amount": {"noise", "frames out of order"},
         "motion_smoothness": {"blank", "still"},
     }[name]
-    assert said and said <= other
+    assert probes and probes <= other
 
 
 def test_a_reward_of_moving_digits_sees_digits_move():
     from mmrl.worlds.moving import captions
 
-    found, failed = broken_video(REWARDS.build("digits_motion"), captions()[:8])
-    assert not failed, found
-    assert found.lines[0].probe == "real picture" and min(found.lines[0].scores) > 0.9
+    report, failed = broken_video(REWARDS.build("digits_motion"), captions()[:8])
+    assert not failed, report
+    assert report.lines[0].probe == "real picture" and min(report.lines[0].scores) > 0.9
 
 
 def test_a_reward_blind_to_time_and_content_fails_both_ways():
@@ -172,5 +174,5 @@ def test_a_reward_blind_to_time_and_content_fails_both_ways():
 
 
 def broken_video(reward, prompts):
-    found = audit_one(Subject("mine", reward, list(prompts)), "video")
-    return found, {line.probe for line in found.lines if line.offences}
+    report = audit_one(Subject("mine", reward, list(prompts)), "video")
+    return report, {line.probe for line in report.lines if line.offences}

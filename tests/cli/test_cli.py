@@ -79,7 +79,7 @@ def test_a_run_leaves_everything_behind(desk):
     assert [line["iteration"] for line in lines] == [1, 2]
     assert lines[1]["eval/greenness"] > 0 and lines[0]["ratio/max_deviation"] >= 0
     names = {p.relative_to(run).as_posix() for p in run.rglob("*") if p.is_file()}
-    wanted = {
+    expected = {
         "config.yaml",
         "machine.json",
         "events.jsonl",
@@ -88,7 +88,7 @@ def test_a_run_leaves_everything_behind(desk):
         "samples/iter-000001.png",
         "checkpoints/iteration-000002/weights.safetensors",
     }
-    assert wanted <= names
+    assert expected <= names
     assert yaml.safe_load((run / "config.yaml").read_text())["train"]["iterations"] == 2
 
 
@@ -103,8 +103,8 @@ def test_evaluate_report_export_and_sample(desk):
             "greenness",
             "jpeg_incompressibility",
         }
-        for found in row["rewards"].values():
-            assert found["low"] <= found["mean"] <= found["high"] and found["n"] == 4
+        for estimate in row["rewards"].values():
+            assert estimate["low"] <= estimate["mean"] <= estimate["high"] and estimate["n"] == 4
     assert "trained" in shown and "greenness" in shown
     page = Path(mmrl("report", "first", cwd=desk).stdout.splitlines()[0])
     assert "<html" in (desk / page).read_text()
@@ -126,8 +126,10 @@ def test_stop_and_resume_equal_a_run_in_one_go(desk):
     mmrl("train", "--resume", "first", "train.iterations=4", cwd=desk)
     states = [desk / run / "checkpoints" / "iteration-000004" for run in ("whole", "first")]
     for part in ("weights", "optimizer", "snapshot-ref"):
-        one, two = ((state / f"{part}.safetensors").read_bytes() for state in states)
-        assert one == two
+        stopped_bytes, whole_bytes = (
+            (state / f"{part}.safetensors").read_bytes() for state in states
+        )
+        assert stopped_bytes == whole_bytes
     first = metrics(desk / "first")
     whole = metrics(desk / "whole")
     assert [m["reward/mean"] for m in first] == [m["reward/mean"] for m in whole]

@@ -59,8 +59,8 @@ class Block:
 
     @property
     def name(self) -> str | None:
-        found = re.match(r"# (\S+\.(py|yaml|toml))$", self.text.partition("\n")[0])
-        return found and found[1]
+        match = re.match(r"# (\S+\.(py|yaml|toml))$", self.text.partition("\n")[0])
+        return match and match[1]
 
     def lines(self) -> int:
         """Without blank ones."""
@@ -68,7 +68,7 @@ class Block:
 
 
 def blocks(page: Path) -> list[Block]:
-    found = []
+    fenced = []
     heading = ""
     inside = None
     for number, line in enumerate(page.read_text().splitlines(), start=1):
@@ -79,12 +79,12 @@ def blocks(page: Path) -> list[Block]:
             inside = []
             start = number
         elif line.startswith("```"):
-            found.append(Block(kind, "\n".join(inside) + "\n", start, heading))
+            fenced.append(Block(kind, "\n".join(inside) + "\n", start, heading))
             inside = None
         elif inside is not None:
             inside.append(line)
     assert inside is None, f"{page}: a block is not closed"
-    return found
+    return fenced
 
 
 # ---------------------------------------------------------------------------------------------
@@ -101,14 +101,14 @@ PROMISED = {
 @pytest.fixture
 def bench(tmp_path, monkeypatch):
     """An empty folder to work in; registries and imported modules are as before afterwards."""
-    kept = {kind: dict(known) for kind, known in ALL.items()}
+    entries = {kind: dict(known) for kind, known in ALL.items()}
     modules = set(sys.modules)
     path = list(sys.path)
     monkeypatch.chdir(tmp_path)
     yield tmp_path
     for kind, known in ALL.items():
         known.clear()
-        known.update(kept[kind])
+        known.update(entries[kind])
     for name in set(sys.modules) - modules:
         if (getattr(sys.modules[name], "__file__", None) or "").startswith(str(tmp_path)):
             del sys.modules[name]
@@ -258,9 +258,9 @@ def test_every_option_is_documented_with_its_default(heading):
     )
     for name, option in known.items():
         default = "made" if repr(option.default) == "<factory>" else shown(option.default)
-        wanted = FACTORIES[name] if default == "made" else default
-        assert table[name][0] == wanted, (
-            f"{heading}.{name}: the page says {table[name][0]}, the code {wanted}"
+        expected = FACTORIES[name] if default == "made" else default
+        assert table[name][0] == expected, (
+            f"{heading}.{name}: the page says {table[name][0]}, the code {expected}"
         )
         assert len(table[name][-1]) > 3, f"{heading}.{name} has no explanation"
 
@@ -390,13 +390,13 @@ def resolve(dotted: str) -> bool:
     parts = dotted.split(".")
     for cut in range(len(parts), 0, -1):
         try:
-            found = __import__(".".join(parts[:cut]), fromlist=["_"])
+            attribute = __import__(".".join(parts[:cut]), fromlist=["_"])
         except ModuleNotFoundError:
             continue
         for name in parts[cut:]:
-            if not hasattr(found, name):
+            if not hasattr(attribute, name):
                 return False
-            found = getattr(found, name)
+            attribute = getattr(attribute, name)
         return True
     return False
 

@@ -13,7 +13,7 @@ def by_name(checks):
 
 
 def test_everything_required_is_listed_with_its_version():
-    found = by_name(doctor.diagnose())
+    findings = by_name(doctor.diagnose())
     for name in (
         "torch",
         "diffusers",
@@ -23,16 +23,18 @@ def test_everything_required_is_listed_with_its_version():
         "pyyaml",
         "scikit-learn",
     ):
-        assert found[name].status == "ok" and found[name].detail[0].isdigit()
-    assert {"python", "cpu", "bf16", "sdpa", "runs", "cache", "cached", "hub"} <= found.keys()
-    assert all(check.remedy or check.status != "missing" for check in found.values())
+        assert findings[name].status == "ok" and findings[name].detail[0].isdigit()
+    assert {"python", "cpu", "bf16", "sdpa", "runs", "cache", "cached", "hub"} <= findings.keys()
+    assert all(check.remedy or check.status != "missing" for check in findings.values())
 
 
 def test_a_missing_or_old_package_has_a_remedy(monkeypatch):
     monkeypatch.setattr(doctor, "version", lambda name: {"torch": "2.1.0+cu118"}.get(name))
-    found = by_name(doctor.check_packages())
-    assert found["torch"].status == "missing" and "2.1.0+cu118, but >=" in found["torch"].detail
-    assert found["diffusers"].status == "missing" and found["diffusers"].remedy.startswith(
+    findings = by_name(doctor.check_packages())
+    assert (
+        findings["torch"].status == "missing" and "2.1.0+cu118, but >=" in findings["torch"].detail
+    )
+    assert findings["diffusers"].status == "missing" and findings["diffusers"].remedy.startswith(
         'pip install "diffusers>='
     )
     assert not doctor.print_report()
@@ -57,8 +59,8 @@ def test_installed_metadata_is_used_where_there_is_no_checkout(monkeypatch, tmp_
         '[project]\nname = "somebody-else"\ndependencies = ["nonsense"]\n'
     )
     monkeypatch.setattr(doctor, "PACKAGE", tmp_path / "mmrl")
-    wanted = ["torch>=2.10", 'pytest>=8; extra == "dev"']
-    monkeypatch.setattr(importlib.metadata, "requires", lambda name: wanted)
+    requirements = ["torch>=2.10", 'pytest>=8; extra == "dev"']
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: requirements)
     assert doctor.requirements() == ["torch>=2.10"]
 
 
@@ -66,13 +68,13 @@ def test_places(monkeypatch, tmp_path):
     monkeypatch.setenv("MMRL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.chdir(tmp_path)
-    found = by_name(doctor.check_places())
+    findings = by_name(doctor.check_places())
     assert (
-        found["runs"].status == found["cache"].status == "ok"
-        and found["cached"].detail == "nothing yet"
+        findings["runs"].status == findings["cache"].status == "ok"
+        and findings["cached"].detail == "nothing yet"
     )
     assert not (tmp_path / "runs").exists() and not (tmp_path / "cache").exists()
-    assert "HF_HUB_OFFLINE=1" in found["hub"].detail
+    assert "HF_HUB_OFFLINE=1" in findings["hub"].detail
     (tmp_path / "cache" / "digits" / "sd3").mkdir(parents=True)
     (tmp_path / "cache" / "digits" / "sd3" / "weights").write_bytes(b"0" * 2**20)
     assert by_name(doctor.check_places())["cached"].detail == "digits/sd3 (1.0 MiB)"
@@ -83,15 +85,15 @@ def test_a_place_that_cannot_be_written(monkeypatch, tmp_path):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(doctor.tempfile, "TemporaryFile", refuse)
-    found = by_name(doctor.check_places())
+    findings = by_name(doctor.check_places())
     assert (
-        found["runs"].status == "missing"
-        and "Permission denied" in found["runs"].detail
-        and found["runs"].remedy
+        findings["runs"].status == "missing"
+        and "Permission denied" in findings["runs"].detail
+        and findings["runs"].remedy
     )
 
 
 @pytest.mark.gpu
 def test_a_gpu_is_shown():
-    found = by_name(doctor.diagnose())
-    assert "GiB free" in found["cuda:0"].detail and found["bf16"].status in ("ok", "warn")
+    findings = by_name(doctor.diagnose())
+    assert "GiB free" in findings["cuda:0"].detail and findings["bf16"].status in ("ok", "warn")

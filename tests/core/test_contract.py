@@ -412,8 +412,8 @@ def test_a_loss_is_elementwise_and_finite(objective, family):
         torch.testing.assert_close(
             objective.loss(policy, point[some]), loss[some], atol=1e-10, rtol=0
         )
-        for other, value in policy.weights.parameters().items():
-            assert value.isfinite().all(), other
+        for weight_name, value in policy.weights.parameters().items():
+            assert value.isfinite().all(), weight_name
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -70,9 +70,9 @@ def trajectory(family: str) -> list[list[float]]:
         partial(sgd, lr=LEARNING_RATE),
         options,
     )
-    wanted = ("loss", "grad_norm", "reward/mean")
+    columns = ("loss", "grad_norm", "reward/mean")
     iterations = [trainer.iterate() for _ in range(20)]
-    return [[metrics[name] for name in wanted] for metrics in iterations]
+    return [[metrics[name] for name in columns] for metrics in iterations]
 
 
 def arithmetic() -> str:

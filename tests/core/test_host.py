@@ -17,9 +17,9 @@ MASKS = {
 def test_selected_is_indexing_with_its_gradient(mask, shape):
     values = torch.randn(shape, generator=torch.Generator().manual_seed(0)).requires_grad_()
     weight = torch.arange(1.0, 1 + selected(values, mask).numel()).view_as(selected(values, mask))
-    (wanted,) = torch.autograd.grad((values[mask] * weight).sum(), values)
+    (expected,) = torch.autograd.grad((values[mask] * weight).sum(), values)
     (known,) = torch.autograd.grad((selected(values, mask) * weight).sum(), values)
-    assert torch.equal(selected(values, mask), values[mask]) and torch.equal(known, wanted)
+    assert torch.equal(selected(values, mask), values[mask]) and torch.equal(known, expected)
 
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)

@@ -35,7 +35,7 @@ def names(node: ast.AST, path: Path) -> list[str]:
 
 def imported(path: Path, eager: bool = False) -> set[str]:
     """Full names a file imports; ``eager``: only those that run when it is imported."""
-    found: set[str] = set()
+    modules: set[str] = set()
 
     def walk(node: ast.AST) -> None:
         for child in ast.iter_child_nodes(node):
@@ -43,11 +43,11 @@ def imported(path: Path, eager: bool = False) -> set[str]:
             typing = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
             if eager and (lazy or typing):
                 continue
-            found.update(names(child, path))
+            modules.update(names(child, path))
             walk(child)
 
     walk(ast.parse(path.read_text(encoding="utf-8")))
-    return found
+    return modules
 
 
 def below(name: str, *roots: str) -> bool:
@@ -59,28 +59,28 @@ def room(*parts: str) -> list[Path]:
 
 
 def offenders(files: list[Path], bad) -> list[str]:
-    found = [
+    imports = [
         (path.relative_to(ROOT), name)
         for path in files
         for name in sorted(imported(path))
         if bad(name)
     ]
-    return [f"{path} imports {name}" for path, name in found]
+    return [f"{path} imports {name}" for path, name in imports]
 
 
 def test_relative_imports_are_understood():
-    here = ROOT / "mmrl" / "policies" / "diffusion" / "sd3.py"
+    file = ROOT / "mmrl" / "policies" / "diffusion" / "sd3.py"
     tree = ast.parse(
         "from .flow_policy import Flow\nfrom ...objectives import grpo\n"
         "from .. import base\nimport torch.nn"
     )
-    found = {name for node in tree.body for name in names(node, here)}
+    modules = {name for node in tree.body for name in names(node, file)}
     assert {
         "mmrl.policies.diffusion.flow_policy.Flow",
         "mmrl.objectives.grpo",
         "mmrl.policies.base",
         "torch.nn",
-    } <= found
+    } <= modules
 
 
 def test_samplers_import_torch_only():
@@ -146,8 +146,8 @@ def test_the_trainer_names_no_concrete_class():
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_heavy_libraries_are_imported_inside_functions(path):
-    found = sorted(name for name in imported(path, eager=True) if name.partition(".")[0] in LIGHT)
-    assert not found, f"{path.relative_to(ROOT)} imports {found} when it is imported"
+    heavy = sorted(name for name in imported(path, eager=True) if name.partition(".")[0] in LIGHT)
+    assert not heavy, f"{path.relative_to(ROOT)} imports {heavy} when it is imported"
 
 
 def loaded_by(code: str) -> set[str]:

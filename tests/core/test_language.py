@@ -40,8 +40,8 @@ def options_of_a_plug_in(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
 
 
 def arguments(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-    return sum(argument.arg not in ("self", "cls") for argument in given)
+    parameters = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+    return sum(argument.arg not in ("self", "cls") for argument in parameters)
 
 
 def test_the_words_and_counts_are_noticed():

@@ -37,9 +37,9 @@ def test_text_files_skip_blank_lines(tmp_path):
 
 def test_json_lines_keep_their_other_keys(tmp_path):
     lines = ['{"text": "a", "tag": 1}', '{"prompt": " b ", "include": [{"count": 2}]}', '"c"', ""]
-    found = read(written(tmp_path, "p.jsonl", "\n".join(lines)))
-    assert texts(found) == ["a", "b", "c"]
-    assert found[0]["tag"] == 1 and found[1]["include"] == [{"count": 2}]
+    prompts = read(written(tmp_path, "p.jsonl", "\n".join(lines)))
+    assert texts(prompts) == ["a", "b", "c"]
+    assert prompts[0]["tag"] == 1 and prompts[1]["include"] == [{"count": 2}]
     assert texts(
         read(written(tmp_path, "q.jsonl", '{"caption": "d", "text": "no"}'), "caption")
     ) == ["d"]
@@ -87,11 +87,11 @@ def test_a_folder_has_its_own_held_out_file(tmp_path):
     written(tmp_path, "train.txt", "not this one")
     assert len(Prompts(tmp_path).train) + len(Prompts(tmp_path).held_out) == 40
     written(tmp_path, "test.txt", "t1\nt2")
-    found = Prompts(tmp_path)
+    source = Prompts(tmp_path)
     assert (
-        len(found.train) == 40
-        and texts(found.held_out) == ["t1", "t2"]
-        and found.train[0]["tag"] == "x"
+        len(source.train) == 40
+        and texts(source.held_out) == ["t1", "t2"]
+        and source.train[0]["tag"] == "x"
     )
     assert len(Prompts(tmp_path, held_out=0.5).held_out) > 8  # what is asked for wins
 
@@ -142,11 +142,11 @@ def test_the_position_is_the_iteration():
 
 def test_as_a_data_source(tmp_path):
     path = written(tmp_path, "p.txt", "\n".join(f"prompt {i}" for i in range(50)))
-    found = build({"prompts": {"path": str(path), "held_out": 0.2}}, DATA, "data")
-    assert len(found.train) + len(found.held_out) == 50
+    source = build({"prompts": {"path": str(path), "held_out": 0.2}}, DATA, "data")
+    assert len(source.train) + len(source.held_out) == 50
     assert "data.prompts.held_out: expected a value less than 1, got 1.5" in message(
         build, {"prompts": {"path": str(path), "held_out": 1.5}}, DATA, "data"
     )
     assert "data: missing path" in message(build, "prompts", DATA, "data")
-    said = message(build, {"prompts": {"path": str(tmp_path / "gone.txt")}}, DATA, "data")
-    assert said.startswith("data.prompts: ") and "gone.txt" in said
+    complaint = message(build, {"prompts": {"path": str(tmp_path / "gone.txt")}}, DATA, "data")
+    assert complaint.startswith("data.prompts: ") and "gone.txt" in complaint

@@ -54,21 +54,21 @@ def test_plain_rows_under_the_names_in_use(folder):
         {"text": "when?", "video": "clip.mp4", "spans": [[1, 2]]},
         {"prompt": "why?"},
     ]
-    found = every(written(folder, "q.jsonl", rows), space="rel1000", system="be brief")
-    assert [p["text"] for p in found] == ["what?", "where?", "when?", "why?"]
+    prompts = every(written(folder, "q.jsonl", rows), space="rel1000", system="be brief")
+    assert [p["text"] for p in prompts] == ["what?", "where?", "when?", "why?"]
     assert (
-        found[0]["images"] == [str(folder / "pics/0.png")]
-        and found[0]["answer"] == 3
-        and found[0]["tag"] == "x"
+        prompts[0]["images"] == [str(folder / "pics/0.png")]
+        and prompts[0]["answer"] == 3
+        and prompts[0]["tag"] == "x"
     )
     assert (
-        found[1]["boxes"] == [[1, 2, 30, 20]]
-        and found[1]["answer"] == "there"
-        and len(found[1]["images"]) == 2
+        prompts[1]["boxes"] == [[1, 2, 30, 20]]
+        and prompts[1]["answer"] == "there"
+        and len(prompts[1]["images"]) == 2
     )
-    assert found[2]["video"] == str(folder / "clip.mp4") and "images" not in found[3]
-    assert [p["origin"] for p in found] == [f"{folder / 'q.jsonl'}:{i}" for i in range(1, 5)]
-    assert {p["space"] for p in found} == {"rel1000"} and {p["system"] for p in found} == {
+    assert prompts[2]["video"] == str(folder / "clip.mp4") and "images" not in prompts[3]
+    assert [p["origin"] for p in prompts] == [f"{folder / 'q.jsonl'}:{i}" for i in range(1, 5)]
+    assert {p["space"] for p in prompts} == {"rel1000"} and {p["system"] for p in prompts} == {
         "be brief"
     }
 
@@ -78,12 +78,12 @@ def test_fields_say_what_is_called_how(folder):
         folder, "q.jsonl", [{"q": "what?", "pic": "0.png", "gold": "a", "classes": ["dog"]}]
     )
     fields = {"text": "q", "images": "pic", "answer": "gold", "labels": "classes"}
-    (found,) = every(path, images=folder / "pics", fields=fields)
+    (prompt,) = every(path, images=folder / "pics", fields=fields)
     assert (
-        found["text"] == "what?"
-        and found["answer"] == "a"
-        and found["labels"] == ["dog"]
-        and "q" not in found
+        prompt["text"] == "what?"
+        and prompt["answer"] == "a"
+        and prompt["labels"] == ["dog"]
+        and "q" not in prompt
     )
     assert "q.jsonl:1: no field 'no' (fields.text); it has q, pic, gold, classes" in message(
         every, path, fields={"text": "no"}
@@ -154,23 +154,23 @@ COCO = {
 
 def test_coco_annotations_are_questions_for_boxes(folder):
     path = written(folder, "instances.json", COCO)
-    (found,) = every(path, images=folder / "pics")
-    assert found["boxes"] == [[5, 6, 15, 10], [0, 0, 2, 2]] and found["labels"] == ["dog", "cat"]
+    (prompt,) = every(path, images=folder / "pics")
+    assert prompt["boxes"] == [[5, 6, 15, 10], [0, 0, 2, 2]] and prompt["labels"] == ["dog", "cat"]
     assert (
-        "dog, cat" in found["text"]
-        and found["width"] == 40
-        and found["origin"] == f"{path}: image 0"
+        "dog, cat" in prompt["text"]
+        and prompt["width"] == 40
+        and prompt["origin"] == f"{path}: image 0"
     )
     assert every(path, images=folder / "pics", question="{labels}?")[0]["text"] == "dog, cat?"
 
 
 def test_referring_expressions(folder):
-    said = [
+    expressions = [
         dict(COCO["annotations"][0], caption="the left dog"),
         dict(COCO["annotations"][1], sentences=[{"sent": "a cat"}, {"sent": "it"}]),
     ]
     found = every(
-        written(folder, "refs.json", COCO | {"annotations": said}), images=folder / "pics"
+        written(folder, "refs.json", COCO | {"annotations": expressions}), images=folder / "pics"
     )
     assert [p["text"] for p in found] == [
         "Give the box of the left dog.",
@@ -199,11 +199,11 @@ def test_all_broken_rows_are_counted_and_the_first_named(folder):
     ]
     path = written(folder, "q.jsonl", rows)
     path.write_text(path.read_text() + "\n{broken\n")
-    said = message(every, path)
+    complaint = message(every, path)
     assert (
-        said.startswith("7 of 8 rows are broken:")
-        and "and 2 more" in said
-        and "broken: skip" in said
+        complaint.startswith("7 of 8 rows are broken:")
+        and "and 2 more" in complaint
+        and "broken: skip" in complaint
     )
     for number, why in (
         (2, "no text (the question)"),
@@ -212,7 +212,7 @@ def test_all_broken_rows_are_counted_and_the_first_named(folder):
         (5, "is not four numbers"),
         (6, "2 labels for 1 boxes"),
     ):
-        assert f"{path}:{number}: " in said and why in said
+        assert f"{path}:{number}: " in complaint and why in complaint
     with pytest.warns(UserWarning, match="7 of 8 rows are broken"):
         assert [p["text"] for p in every(path, broken="skip")] == ["fine"]
 
@@ -248,9 +248,9 @@ def test_broken_conversations_say_why(folder, turns, said):
 def test_what_is_held_out_is_decided_by_the_picture(folder):
     rows = [{"text": f"question {i % 3}", "image": f"pics/{i % 6}.png"} for i in range(60)]
     path = written(folder, "q.jsonl", rows)
-    found = Vision(path, held_out=0.4)
-    assert found.train and found.held_out and len(found.train) + len(found.held_out) == 60
-    assert not {p["images"][0] for p in found.train} & {p["images"][0] for p in found.held_out}
+    source = Vision(path, held_out=0.4)
+    assert source.train and source.held_out and len(source.train) + len(source.held_out) == 60
+    assert not {p["images"][0] for p in source.train} & {p["images"][0] for p in source.held_out}
     parts = [{"type": "image", "image": "pics/0.png"}, {"type": "text", "text": "how many?"}]
     talks = [
         {
@@ -260,21 +260,21 @@ def test_what_is_held_out_is_decided_by_the_picture(folder):
         }
         for i in range(12)
     ]
-    found = Vision(written(folder, "talks.jsonl", talks), held_out=0.4)
-    sides = [{in_messages(p)[0] for p in side} for side in (found.train, found.held_out)]
+    source = Vision(written(folder, "talks.jsonl", talks), held_out=0.4)
+    sides = [{in_messages(p)[0] for p in side} for side in (source.train, source.held_out)]
     assert all(sides) and not sides[0] & sides[1]
-    other = written(folder, "other.jsonl", rows[:5])
+    smaller = written(folder, "other.jsonl", rows[:5])
     assert (
-        len(Vision(path, held_out=other).held_out) == 5
-        and len(Vision(path, held_out=other).train) == 60
+        len(Vision(path, held_out=smaller).held_out) == 5
+        and len(Vision(path, held_out=smaller).train) == 60
     )
 
 
 def test_a_folder_has_its_parts(folder):
     written(folder, "train.jsonl", [{"text": "a", "image": "pics/0.png"}])
     written(folder, "test.json", [{"text": "b", "image": "pics/1.png"}])
-    found = build({"vision": {"path": str(folder)}}, DATA, "data")
-    assert [p["text"] for p in found.train] == ["a"] and [p["text"] for p in found.held_out] == [
+    source = build({"vision": {"path": str(folder)}}, DATA, "data")
+    assert [p["text"] for p in source.train] == ["a"] and [p["text"] for p in source.held_out] == [
         "b"
     ]
     assert "no questions there" in message(Vision, folder / "pics")
@@ -284,8 +284,8 @@ def test_a_folder_has_its_parts(folder):
 def test_parquet_and_saved_data_sets(folder):
     pa = pytest.importorskip("pyarrow")
     pq = pytest.importorskip("pyarrow.parquet")
-    data = (folder / "pics/0.png").read_bytes()
-    picture = {"bytes": data, "path": "0.png"}
+    png = (folder / "pics/0.png").read_bytes()
+    picture = {"bytes": png, "path": "0.png"}
     rows = [
         {"problem": "what?", "image": picture, "solution": "a"},
         {"problem": "why?", "image": picture, "solution": None},
@@ -294,13 +294,13 @@ def test_parquet_and_saved_data_sets(folder):
     table = pa.Table.from_pylist(rows)
     pq.write_table(table, folder / "set" / "data" / "train-00000-of-00001.parquet")
     pq.write_table(table.slice(0, 1), folder / "set" / "data" / "test-00000-of-00001.parquet")
-    found = Vision(folder / "set")
-    assert [p["text"] for p in found.train] == ["what?", "why?"] and len(found.held_out) == 1
-    assert found.train[0]["images"][0].size == (40, 30) and "answer" not in found.train[1]
-    assert found.train[1]["origin"].endswith("train-00000-of-00001.parquet: row 2")
+    source = Vision(folder / "set")
+    assert [p["text"] for p in source.train] == ["what?", "why?"] and len(source.held_out) == 1
+    assert source.train[0]["images"][0].size == (40, 30) and "answer" not in source.train[1]
+    assert source.train[1]["origin"].endswith("train-00000-of-00001.parquet: row 2")
     (folder / "disk" / "train").mkdir(parents=True)
     arrow = str(folder / "disk" / "train" / "data-00000-of-00001.arrow")
-    with pa.OSFile(arrow, "wb") as out, pa.ipc.new_stream(out, table.schema) as stream:
+    with pa.OSFile(arrow, "wb") as sink, pa.ipc.new_stream(sink, table.schema) as stream:
         stream.write_table(table)
     assert [p["text"] for p in every(folder / "disk")] == ["what?", "why?"]
 

@@ -15,17 +15,17 @@ def test_a_stream_is_the_same_integers_on_every_device(step):
     rows = torch.tensor([0, 1, 17, 2**33 + 5])
     for draw in ("bits", "uniform"):
         shape = 1001 if draw == "bits" else (7, 11, 13)
-        here, there = (
+        on_cpu, on_gpu = (
             getattr(rng, draw)(rows.to(device), shape, step) for device in ("cpu", "cuda")
         )
-        assert there.is_cuda and torch.equal(here, there.cpu())
+        assert on_gpu.is_cuda and torch.equal(on_cpu, on_gpu.cpu())
 
 
 def test_normals_agree_to_one_unit_in_the_last_place():
     rng = Rng.of(1)
     rows = torch.arange(64)
-    here, there = (rng.normal(rows.to(device), (3, 32, 32)).cpu() for device in ("cpu", "cuda"))
-    apart = (here.view(torch.int32).long() - there.view(torch.int32).long()).abs()
+    on_cpu, on_gpu = (rng.normal(rows.to(device), (3, 32, 32)).cpu() for device in ("cpu", "cuda"))
+    apart = (on_cpu.view(torch.int32).long() - on_gpu.view(torch.int32).long()).abs()
     assert int(apart.max()) <= 1 and float((apart > 0).double().mean()) < 1e-3
 
 
@@ -39,7 +39,7 @@ def test_a_row_on_the_device_is_the_same_alone_and_among_others():
 
 
 def test_peak_bytes_is_the_most_that_was_alive_at_once():
-    kept = torch.empty(8 * MIB, dtype=torch.uint8, device="cuda")  # there before, not counted
+    before = torch.empty(8 * MIB, dtype=torch.uint8, device="cuda")  # there before, not counted
 
     def work():
         first = torch.empty(4 * MIB, dtype=torch.uint8, device="cuda")
@@ -48,7 +48,7 @@ def test_peak_bytes_is_the_most_that_was_alive_at_once():
             MIB, dtype=torch.uint8, device="cuda"
         )
 
-    assert peak_bytes(work, "cuda") == 4 * MIB and kept.is_cuda
+    assert peak_bytes(work, "cuda") == 4 * MIB and before.is_cuda
 
 
 def test_rows_that_fit_a_budget_on_the_device():

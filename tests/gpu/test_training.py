@@ -161,8 +161,8 @@ def test_2n_iterations_equal_n_stop_resume_n_to_the_bit(kind, tmp_path, determin
     state.restore(second, *checkpoint.load(path))
     for _ in range(2):
         second.iterate()
-    found = state.capture(second)[0]
+    arrays = state.capture(second)[0]
     known = state.capture(whole)[0]
     for part, tensors in known.items():
         for name, value in tensors.items():
-            assert torch.equal(found[part][name], value), (part, name)
+            assert torch.equal(arrays[part][name], value), (part, name)

@@ -29,7 +29,7 @@ def simulated(seed, iterations=160, fall=0.0, correlation=0.0, every=1, **option
     rng = random.Random(seed)
     alarms = Alarms(AlarmOptions(**options), ["taste"])
     noise = 0.0
-    found = []
+    raised = []
     for i in range(iterations):
         noise = correlation * noise + math.sqrt(1 - correlation**2) * rng.gauss(0, 1)
         metrics = {"reward/mean": 1 - math.exp(-i / 60) + 0.05 * rng.gauss(0, 1)}
@@ -37,8 +37,8 @@ def simulated(seed, iterations=160, fall=0.0, correlation=0.0, every=1, **option
         metrics["samples/diversity"] = 0.2 * math.exp(0.2 * rng.gauss(0, 1))
         metrics["samples/clipped"] = min(1.0, max(0.0, 0.3 + 0.05 * rng.gauss(0, 1)))
         metrics["samples/contrast"] = 0.2 * math.exp(0.2 * rng.gauss(0, 1))
-        found += [(i, alarm.kind) for alarm in alarms.judge(i, metrics)]
-    return found
+        raised += [(i, alarm.kind) for alarm in alarms.judge(i, metrics)]
+    return raised
 
 
 @pytest.mark.parametrize("correlation", [0.0, 0.5])
@@ -50,9 +50,9 @@ def test_a_rising_reward_alone_raises_no_alarm(correlation):
 
 def test_a_falling_monitor_does():
     for seed in range(4):
-        found = simulated(seed, fall=5.0)
-        assert found and {kind for _, kind in found} == {"exploited/taste"} and found[0][0] >= 39
-        gaps = [b - a for (a, _), (b, _) in zip(found, found[1:])]
+        raised = simulated(seed, fall=5.0)
+        assert raised and {kind for _, kind in raised} == {"exploited/taste"} and raised[0][0] >= 39
+        gaps = [b - a for (a, _), (b, _) in zip(raised, raised[1:])]
         assert all(gap >= 40 for gap in gaps)
     assert simulated(0, fall=5.0, enabled=False) == []
 
@@ -108,13 +108,14 @@ def test_an_alarm_is_not_repeated_after_a_resume(tmp_path):
 )
 def test_samples_that_collapse_raise_an_alarm(name, start, end, kind):
     alarms = Alarms(AlarmOptions())
-    found = []
+    raised = []
     for i in range(60):
         value = start if i < 30 else end
-        found += [
-            (i, one.kind) for one in alarms.judge(i, {"reward/mean": 0.5, f"samples/{name}": value})
+        raised += [
+            (i, alarm.kind)
+            for alarm in alarms.judge(i, {"reward/mean": 0.5, f"samples/{name}": value})
         ]
-    assert [one for _, one in found] == [kind] and 30 <= found[0][0] <= 40
+    assert [alarm for _, alarm in raised] == [kind] and 30 <= raised[0][0] <= 40
 
 
 # --------------------------------------------------------------------------------------------------
@@ -147,19 +148,19 @@ def test_the_trend_is_mann_kendalls():
 def test_a_portrait_is_the_brute_force_one():
     media = pictures(6, 32, 32)
     group = torch.tensor([0, 0, 0, 1, 1, 2])
-    found = portrait(media, group)
+    measured = portrait(media, group)
     pairs = [(0, 1), (0, 2), (1, 2), (3, 4)]
     want = sum(float((media[i] - media[j]).square().mean().sqrt()) for i, j in pairs) / 4
-    assert found["samples/diversity"] == pytest.approx(want, rel=1e-5)
+    assert measured["samples/diversity"] == pytest.approx(want, rel=1e-5)
     grey = (media * torch.tensor([0.299, 0.587, 0.114]).view(1, 3, 1, 1)).sum(1)
-    assert found["samples/contrast"] == pytest.approx(
+    assert measured["samples/contrast"] == pytest.approx(
         float(grey.flatten(1).std(1, correction=0).mean()), rel=1e-5
     )
     ends = torch.cat(
         [torch.zeros(1, 3, 8, 8), torch.ones(1, 3, 8, 8), torch.full((1, 3, 8, 8), 0.5)]
     )
-    seen = portrait(ends, torch.zeros(3, dtype=torch.long))
-    assert seen["samples/clipped"] == pytest.approx(2 / 3) and seen[
+    of_ends = portrait(ends, torch.zeros(3, dtype=torch.long))
+    assert of_ends["samples/clipped"] == pytest.approx(2 / 3) and of_ends[
         "samples/diversity"
     ] == pytest.approx(2 / 3)
     ends[0, 0, 0, 0] = torch.nan
@@ -167,7 +168,7 @@ def test_a_portrait_is_the_brute_force_one():
         1 / 2
     )
     still = media[:, None].expand(-1, 9, -1, -1, -1)
-    assert portrait(still, group) == pytest.approx(found, rel=1e-5)
+    assert portrait(still, group) == pytest.approx(measured, rel=1e-5)
     assert portrait(["ab", "ab", "cd", "x"], torch.tensor([0, 0, 0, 1])) == pytest.approx(
         {"samples/diversity": 2 / 3}
     )
@@ -178,7 +179,7 @@ def test_monitor_is_weight_0_and_may_fail():
     built = build_rewards(
         {"a": {"use": "jpeg_compressibility", "monitor": True}, "jpeg_compressibility": 0.0}
     )
-    assert [one.weight for one in built.values()] == [0, 0]
+    assert [weighted.weight for weighted in built.values()] == [0, 0]
     assert (
         build_rewards({"jpeg_compressibility": {"monitor": False}})["jpeg_compressibility"].weight
         == 1
@@ -194,10 +195,10 @@ def test_monitor_is_weight_0_and_may_fail():
     scorer = Scorer(
         {"good": lambda media, prompts: [1.0] * len(prompts), "watch": broken}, {"watch": 0.0}
     )
-    found = scorer(pictures(4), [{"text": "a"}] * 4)
+    rewards = scorer(pictures(4), [{"text": "a"}] * 4)
     assert (
-        found["watch"].isnan().all()
-        and found.total().tolist() == [1.0] * 4
+        rewards["watch"].isnan().all()
+        and rewards.total().tolist() == [1.0] * 4
         and scorer.failures["watch"].count == 4
     )
     with pytest.raises(UserError, match="gone"):

@@ -81,12 +81,12 @@ def test_images_can_be_cut_out_again(tmp_path):
     layout = Layout(**{key: known[key] for key in ("count", "columns", "width", "height", "gap")})
     cut = tiles(Image.open(tmp_path / "samples" / "iter-0003.png"), layout)
     for tile, image in zip(cut, images, strict=True):
-        found = torch.tensor(
+        pixels = torch.tensor(
             list(
                 tile.get_flattened_data() if hasattr(tile, "get_flattened_data") else tile.getdata()
             )
         )
-        assert torch.equal(found.view(6, 4, 3), (image * 255).round().permute(1, 2, 0).long())
+        assert torch.equal(pixels.view(6, 4, 3), (image * 255).round().permute(1, 2, 0).long())
     assert known["captions"][4] == "picture <4>" and read_captions(tmp_path)["captions"] == [
         "one",
         "two",
@@ -198,5 +198,5 @@ def test_clock_time():
 
 
 def test_the_machine_describes_itself_in_json():
-    found = json.loads(json.dumps(machine()))
-    assert found["cores"] >= 1 and found["cpu"] and found["versions"]["torch"] and found["command"]
+    facts = json.loads(json.dumps(machine()))
+    assert facts["cores"] >= 1 and facts["cpu"] and facts["versions"]["torch"] and facts["command"]

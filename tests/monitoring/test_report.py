@@ -225,7 +225,7 @@ def test_a_run_that_just_began(tmp_path):
 def test_without_evaluation_the_verdict_says_what_it_is(tmp_path):
     run = make_run(tmp_path / "run")
     (run / "evaluation.json").unlink()
-    text = " ".join(verdict(found := read_run(run), read_evaluation(found)))
+    text = " ".join(verdict(record := read_run(run), read_evaluation(record)))
     assert (
         "Training reward" in text
         and ("not a held-out measurement") in text
@@ -249,7 +249,7 @@ def test_an_unproven_gain_is_called_so(tmp_path):
     rows = [EVALUATION["rows"][0], EVALUATION["rows"][2] | {"rewards": {"digits": estimate(0.37)}}]
     (run / "evaluation.json").write_text(json.dumps({"rows": rows}))
     assert ("The intervals overlap: no change is shown.") in verdict(
-        found := read_run(run), read_evaluation(found)
+        record := read_run(run), read_evaluation(record)
     )[0]
 
 

@@ -71,7 +71,7 @@ def test_everything_declared_is_used_by_the_library_or_by_a_family():
 
 
 def test_nobody_asks_a_policy_what_it_happens_to_have():
-    asked = {
+    questions = {
         ast.unparse(node)
         for tree in trees(inside=False)
         for node in ast.walk(tree)
@@ -79,7 +79,7 @@ def test_nobody_asks_a_policy_what_it_happens_to_have():
         and ast.unparse(node.func) in ("hasattr", "getattr")
         and ast.unparse(node.args[0]).rpartition(".")[2] == "policy"
     }
-    assert not asked
+    assert not questions
 
 
 @pytest.mark.parametrize("name", list(POLICIES))

@@ -62,21 +62,21 @@ def structured(draw: random.Random) -> tuple[bytes, str]:
 
 def mutated(draw: random.Random) -> tuple[bytes, str]:
     """A good request whose bytes were changed, cut out or doubled."""
-    data = bytearray(json.dumps(good(1)).encode())
+    body = bytearray(json.dumps(good(1)).encode())
     for _ in range(draw.randint(1, 6)):
-        at = draw.randrange(len(data)) if data else 0
+        at = draw.randrange(len(body)) if body else 0
         change = draw.randrange(4)
-        if change == 0 and data:
-            data[at] = draw.randrange(256)
+        if change == 0 and body:
+            body[at] = draw.randrange(256)
         elif change == 1:
-            del data[at : at + draw.randint(1, 60)]
+            del body[at : at + draw.randint(1, 60)]
         elif change == 2:
-            data[at:at] = data[at : at + draw.randint(1, 60)]
+            body[at:at] = body[at : at + draw.randint(1, 60)]
         else:
-            data[at:at] = draw.choice(
+            body[at:at] = draw.choice(
                 [b'"', b"[", b"}", b"null", b"-1", b"\r\n", b"--", b"1e999", b"\\ud800", b"\xff"]
             )
-    return bytes(data), "application/json"
+    return bytes(body), "application/json"
 
 
 def headed(draw: random.Random) -> tuple[bytes, str]:
@@ -96,10 +96,10 @@ def headed(draw: random.Random) -> tuple[bytes, str]:
 
 def pictured(draw: random.Random) -> tuple[bytes, str]:
     """Pictures that are broken inside."""
-    data = bytearray(PNG)
+    png = bytearray(PNG)
     for _ in range(draw.randint(1, 20)):
-        data[draw.randrange(len(data))] = draw.randrange(256)
-    cut = bytes(data[: draw.randrange(len(data))]) if draw.random() < 0.5 else bytes(data)
+        png[draw.randrange(len(png))] = draw.randrange(256)
+    cut = bytes(png[: draw.randrange(len(png))]) if draw.random() < 0.5 else bytes(png)
     return json.dumps(
         {"images": [b64(cut)], "prompts": [{"n": 1, "text": "a"}]}
     ).encode(), "application/json"
@@ -146,9 +146,9 @@ async def storm(count: int) -> Counter:
     statuses = Counter()
     for _ in range(count):
         body, kind = draw.choice([structured, mutated, headed, pictured])(draw)
-        status, said = await answer(app, body, kind)
-        assert status < 500, (status, said[:300], body[:300], kind)
-        json.loads(said)
+        status, answered = await answer(app, body, kind)
+        assert status < 500, (status, answered[:300], body[:300], kind)
+        json.loads(answered)
         statuses[status] += 1
     assert await answer(app, b"", "", "/health", "GET") == (200, b'{"status": "ok"}')
     assert (await answer(app, json.dumps(good(2)).encode(), "application/json"))[0] == 200

@@ -81,10 +81,10 @@ def test_without_a_name_it_is_the_weighted_sum(url):
     media = eighth(pictures(4))
     prompts = [{"text": "a", "n": i} for i in range(4)]
     values = Remote(url, batch_size=3)(media, prompts)
-    wanted = (
+    expected = (
         0.5 * mean(media, None) + torch.arange(4.0) + 0.1 * jpeg_compressibility(media, prompts)
     )
-    torch.testing.assert_close(values, wanted)
+    torch.testing.assert_close(values, expected)
 
 
 def test_texts_and_samples_without_a_value(url):
@@ -120,12 +120,13 @@ class Seeing:
     sees_prompts = True
 
     def __call__(self, media, prompts):
-        found = [
+        images = [
             prompt["image"] if "image" in prompt else (prompt.get("images") or [None])[0]
             for prompt in prompts
         ]
         return [
-            -1.0 if one is None else sum(one.resize((1, 1)).getpixel((0, 0))) / 765 for one in found
+            -1.0 if image is None else sum(image.resize((1, 1)).getpixel((0, 0))) / 765
+            for image in images
         ]
 
 
@@ -157,9 +158,9 @@ def test_completions_keep_what_they_know_over_the_wire(words_url):
         Completion("two", 7, False, float("nan")),
     ]
     prompts = [{"text": "a"}] * 3
-    found = Remote(words_url, name="shapes", batch_size=2)(texts, prompts)
-    assert found.tolist() == [11.25, 0.0, 7.0]
-    assert found[:2].tolist() == shapes(texts[:2], prompts)
+    rewards = Remote(words_url, name="shapes", batch_size=2)(texts, prompts)
+    assert rewards.tolist() == [11.25, 0.0, 7.0]
+    assert rewards[:2].tolist() == shapes(texts[:2], prompts)
 
 
 def test_pictures_of_prompts_go_to_those_who_look_at_them(words_url, tmp_path):
@@ -213,10 +214,12 @@ def test_through_the_scorer_of_training(url):
 
     built = build_rewards({"remote": {"weight": 2.0, "url": url, "name": "picky"}})
     scorer = Scorer({"remote": built["remote"].reward}, {"remote": built["remote"].weight})
-    found = scorer(
+    rewards = scorer(
         pictures(4), [{"text": "a"}, {"odd": True, "text": "b"}, {"text": "c"}, {"text": "d"}]
     )
-    assert found.total().isnan().tolist() == [False, True, False, False] and found.total()[0] == 2
+    assert (
+        rewards.total().isnan().tolist() == [False, True, False, False] and rewards.total()[0] == 2
+    )
     assert scorer.failures["remote"].count == 1 and "nan twice" in scorer.failures["remote"].cause
 
 
@@ -261,8 +264,8 @@ def test_a_dead_server_is_named_once_and_its_share_goes_to_the_other(url, caplog
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             assert remote(media, prompts).tolist() == list(range(20))
-    (said,) = [record.getMessage() for record in caplog.records if dead in record.getMessage()]
-    assert "refused" in said and f"its share goes to {url}" in said
+    (warning,) = [record.getMessage() for record in caplog.records if dead in record.getMessage()]
+    assert "refused" in warning and f"its share goes to {url}" in warning
     assert (
         remote.servers[0].dead
         and remote.servers[0].failures >= 1
@@ -377,10 +380,10 @@ def test_one_of_two_dies_in_the_middle():
                 hanging_up(connection)
                 died.set()
                 return
-            data = b""
-            while b"\r\n\r\n" not in data:
-                data += connection.recv(1 << 20)
-            head, _, body = data.partition(b"\r\n\r\n")
+            request = b""
+            while b"\r\n\r\n" not in request:
+                request += connection.recv(1 << 20)
+            head, _, body = request.partition(b"\r\n\r\n")
             length = int(
                 next(
                     r for r in head.lower().split(b"\r\n") if r.startswith(b"content-length")

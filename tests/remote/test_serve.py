@@ -237,8 +237,8 @@ def test_eight_threads_get_their_own_answers_in_order(url):
         return [remote(pictures(10), prompts).tolist() for _ in range(3)]
 
     with ThreadPoolExecutor(8) as pool:
-        for thread, found in enumerate(pool.map(one, range(8))):
-            assert found == [[1000.0 * thread + i for i in range(10)]] * 3
+        for thread, answers in enumerate(pool.map(one, range(8))):
+            assert answers == [[1000.0 * thread + i for i in range(10)]] * 3
 
 
 def test_requests_that_wait_together_become_one_batch_and_a_bad_one_fails_alone():
@@ -258,7 +258,7 @@ def test_requests_that_wait_together_become_one_batch_and_a_bad_one_fails_alone(
     media = pictures(4)
     first = lane.submit(media[:1], [{}])
     assert held.wait(waiting.HANG)
-    others = [lane.submit(media[:2] + i, [{}] * 2) for i in range(2)]
+    waiting_requests = [lane.submit(media[:2] + i, [{}] * 2) for i in range(2)]
     bad = lane.submit(media[:1], [{"bad": 1}])
     last = lane.submit(media[:3], [{}] * 3)
     odd = lane.submit(pictures(1, 8, 8), [{}])
@@ -266,8 +266,10 @@ def test_requests_that_wait_together_become_one_batch_and_a_bad_one_fails_alone(
     assert late.cancel()
     hold.set()
     assert torch.equal(first.result(waiting.HANG).values, media[:1].flatten(1).mean(1))
-    for i, one in enumerate(others):
-        assert torch.equal(one.result(waiting.HANG).values, (media[:2] + i).flatten(1).mean(1))
+    for i, waiting_request in enumerate(waiting_requests):
+        assert torch.equal(
+            waiting_request.result(waiting.HANG).values, (media[:2] + i).flatten(1).mean(1)
+        )
     with pytest.raises(UserError, match="bad prompt"):
         bad.result(waiting.HANG)
     assert torch.equal(

@@ -363,11 +363,11 @@ def test_twins_judge_each_other_across_processes(monkeypatch):
         sum(SAID, []), [{**prompt, "group": g} for g, prompt in enumerate(TWINS) for _ in range(3)]
     )
     whole.remember()
-    for answers, prompts, own in zip(shares, prompts_of_process, majorities, strict=True):
+    for answers, prompts, majority in zip(shares, prompts_of_process, majorities, strict=True):
         reward = co_reward()
 
-        def gathered(rows, own=own):
-            assert rows == own
+        def gathered(rows, expected=majority):
+            assert rows == expected
             return sum(majorities, [])
 
         monkeypatch.setattr("mmrl.scoring.scorer.all_gather_json", gathered)

@@ -392,9 +392,9 @@ def test_tifa_is_the_share_of_right_choices_by_likelihood():
         prompts = [
             {"questions": [{"question": "which?", "choices": choices, "answer": answer}]}
         ] * 2
-        assert reward(media, prompts).tolist() == [float(one == answer) for one in best]
+        assert reward(media, prompts).tolist() == [float(text == answer) for text in best]
     questions = [
-        {"question": "which?", "choices": choices, "answer": one} for one in (best[0], *choices)
+        {"question": "which?", "choices": choices, "answer": text} for text in (best[0], *choices)
     ]
     assert reward(media[:1], [{"questions": questions}]).item() == pytest.approx(2 / 4)
     with pytest.raises(UserError, match="the answer 'no such' is not among"):

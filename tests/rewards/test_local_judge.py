@@ -118,7 +118,7 @@ def test_every_reward_that_reads_probabilities_works_locally(qwen):
     assert rates.isfinite().all() and float(rates.mean()) == pytest.approx(0.5, abs=1e-6)
     turned = Pairwise(qwen)(media.flip(0), [prompts[0]] * 4).flip(0)
     torch.testing.assert_close(turned, rates, atol=1e-5, rtol=0)
-    given = [
+    rows = [
         {
             "text": "which?",
             "answer": "B",
@@ -126,7 +126,7 @@ def test_every_reward_that_reads_probabilities_works_locally(qwen):
             "image": Image.new("RGB", (56, 56)),
         }
     ] * 2
-    heard = Listener(qwen)(["<think>it is small</think>B", "<think>it is large</think>A"], given)
+    heard = Listener(qwen)(["<think>it is small</think>B", "<think>it is large</think>A"], rows)
     assert heard.isfinite().all() and heard[0] != heard[1]
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -134,7 +134,7 @@ def test_every_reward_that_reads_probabilities_works_locally(qwen):
 def test_two_judges_of_one_model_side_by_side_say_what_they_say_alone(qwen):
     """The model remembers the positions of the pictures it saw last: only one may use it at a
     time."""
-    other = LocalVlm(str(tiny_vlms.folder("qwen2_5_vl")), device="cpu", batch_size=3)
+    second_judge = LocalVlm(str(tiny_vlms.folder("qwen2_5_vl")), device="cpu", batch_size=3)
     inside = [0]
     most = [0]
     generate = qwen.model.generate
@@ -148,13 +148,13 @@ def test_two_judges_of_one_model_side_by_side_say_what_they_say_alone(qwen):
         finally:
             inside[0] -= 1
 
-    one = questions()
-    two = [replace(q, parts=(*q.parts[::-1], "And now?")) for q in questions()]
-    alone = qwen.ask(one), other.ask(two)
+    first = questions()
+    second = [replace(q, parts=(*q.parts[::-1], "And now?")) for q in questions()]
+    alone = qwen.ask(first), second_judge.ask(second)
     with mock.patch.object(qwen.model, "generate", counted), ThreadPoolExecutor(2) as pool:
         jobs = [
-            pool.submit(judge.ask, asked)
-            for judge, asked in ((qwen, one), (other, two))
+            pool.submit(judge.ask, batch)
+            for judge, batch in ((qwen, first), (second_judge, second))
             for _ in range(2)
         ]
         assert [job.result() for job in jobs] == [alone[0], alone[0], alone[1], alone[1]]

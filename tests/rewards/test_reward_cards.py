@@ -165,12 +165,12 @@ def test_media_the_reward_does_not_judge_is_refused_when_the_file_is_read(writte
 
 def test_a_field_that_some_prompts_lack_is_refused_before_a_model_is_loaded(written):
     policy = "must_not_be_built"
-    data = {"prompts": {"path": "plain.jsonl", "held_out": 0.0}}
+    source = {"prompts": {"path": "plain.jsonl", "held_out": 0.0}}
     message = refusal(
         written(
             reward={"needy.py:exact": 1.0},
             policy=policy,
-            data=data,
+            data=source,
             plugins=["needy.py"],
             evaluate={},
         )

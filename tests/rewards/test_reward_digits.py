@@ -159,9 +159,9 @@ def test_real_readers_believe_pictures_and_not_others(name):
     reward = REWARDS.build(name)
     prompts = captions("single", 200, seed=5)
     scenes = render(prompts, Rng.of(1), "generator")
-    own = reward(scenes.images, prompts)
-    other = reward(scenes.images, prompts[1:] + prompts[:1])
+    of_their_own = reward(scenes.images, prompts)
+    of_others = reward(scenes.images, prompts[1:] + prompts[:1])
     blank = reward(torch.zeros_like(scenes.images), prompts)
-    assert own.mean() > 0.85 and other.mean() < 0.2 and blank.max() < 0.1
+    assert of_their_own.mean() > 0.85 and of_others.mean() < 0.2 and blank.max() < 0.1
     several = render(captions("pairs", 100) + captions("triples", 100), Rng.of(2), "generator")
     assert reward(several.images, several.prompts).mean() > 0.75

@@ -76,8 +76,8 @@ def reward_server():
 def of_pictures(name: str) -> bool:
     """Texts are in test_verifiable.py, judges, which take anything, in test_judge.py, groups in
     test_compose.py."""
-    one = card_of(REWARDS[name])
-    return one.media != ("text",) and one.of == "sample" and not name.startswith("judge")
+    card = card_of(REWARDS[name])
+    return card.media != ("text",) and card.of == "sample" and not name.startswith("judge")
 
 
 @pytest.fixture(scope="module", params=[name for name in sorted(REWARDS) if of_pictures(name)])
@@ -287,18 +287,18 @@ def test_the_example_of_the_documentation_works(tmp_path):
 def test_the_example_of_serving_works_and_gives_the_same_numbers(tmp_path, monkeypatch):
     """The three blocks of "Serve yours from another environment", with the reward of "Your own"."""
     text = DOC.read_text()
-    own = next(b.split("```")[0] for b in text.split("```python\n")[1:] if "def " in b)
+    python_code = next(b.split("```")[0] for b in text.split("```python\n")[1:] if "def " in b)
     section = text.partition("## Serve yours from another environment")[2].partition("\n## ")[0]
-    there = section.split("```text\n")[1].split("```")[0]
-    here = section.split("```yaml\n")[1].split("```")[0]
+    server_text = section.split("```text\n")[1].split("```")[0]
+    client_yaml = section.split("```yaml\n")[1].split("```")[0]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    (tmp_path / "my_reward.py").write_text(own)
-    (tmp_path / "rewards.yaml").write_text(there)
+    (tmp_path / "my_reward.py").write_text(python_code)
+    (tmp_path / "rewards.yaml").write_text(server_text)
     served, options = load(tmp_path / "rewards.yaml")
     assert options.port == 8123 and "mmrl serve-reward rewards.yaml" in section
-    with serving({name: one.reward for name, one in served.items()}) as address:
-        spec = yaml.safe_load(here.replace("http://127.0.0.1:8123", address))["reward"]
+    with serving({name: weighted.reward for name, weighted in served.items()}) as address:
+        spec = yaml.safe_load(client_yaml.replace("http://127.0.0.1:8123", address))["reward"]
         media = eighth(pictures(3))
         far = build_rewards(spec)["colourful"].reward(media, asked(3))
     near = REWARDS.build(f"{tmp_path}/my_reward.py:colourfulness", scale=2.0)

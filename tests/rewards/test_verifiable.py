@@ -75,13 +75,13 @@ def test_each_sample_is_judged_by_itself_and_nothing_is_changed(name):
         "nonsense",
         *(reward.ground_truth(p) for p in prompts[1:]),
     ]
-    asked = [prompts[0], *prompts]
-    before = deepcopy(asked)
+    repeated = [prompts[0], *prompts]
+    before = deepcopy(repeated)
     state = torch.get_rng_state()
-    values = reward(texts, asked)
-    assert torch.equal(values, torch.cat([reward([t], [p]) for t, p in zip(texts, asked)]))
-    assert torch.equal(values.flip(0), reward(texts[::-1], asked[::-1]))
-    assert asked == before and torch.equal(torch.get_rng_state(), state)
+    values = reward(texts, repeated)
+    assert torch.equal(values, torch.cat([reward([t], [p]) for t, p in zip(texts, repeated)]))
+    assert torch.equal(values.flip(0), reward(texts[::-1], repeated[::-1]))
+    assert repeated == before and torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize("name", VERIFIABLE)
@@ -92,8 +92,8 @@ def test_whatever_a_model_writes_has_a_number_in_range_and_a_status(name, text, 
     prompt = prompts_of(name)[0]
     about = card_of(reward)
     text = f"<answer>{text}</answer>" if wrap else text
-    (one,) = reward.verdicts([text], [prompt])
-    assert about.low <= one.score <= about.high and one.status in SEVERITY
+    (verdict,) = reward.verdicts([text], [prompt])
+    assert about.low <= verdict.score <= about.high and verdict.status in SEVERITY
 
 
 @pytest.mark.parametrize("name", VERIFIABLE)
@@ -235,9 +235,9 @@ def test_letters(text, found):
 @given(text=WRITTEN)
 def test_the_parser_never_raises(text):
     for parse in (boxes, points, number, items, final):
-        found = parse(text)
-        assert found.status in SEVERITY and (
-            found.value is not None or found.status in ("unparseable", "wrong_count")
+        parsed = parse(text)
+        assert parsed.status in SEVERITY and (
+            parsed.value is not None or parsed.status in ("unparseable", "wrong_count")
         )
 
 

@@ -100,8 +100,8 @@ def test_consistency_is_the_mean_cosine_of_frames(tmp_path):
         close = {"rtol": 1e-4, "atol": 1e-5}
         torch.testing.assert_close(reward("previous")(media, prompts), previous.mean(1), **close)
         torch.testing.assert_close(reward("first")(media, prompts), first.mean(1), **close)
-        both = (previous.clamp(min=0) + first.clamp(min=0)).mean(1) / 2
-        torch.testing.assert_close(reward("both")(media, prompts), both, **close)
+        expected = (previous.clamp(min=0) + first.clamp(min=0)).mean(1) / 2
+        torch.testing.assert_close(reward("both")(media, prompts), expected, **close)
         still = media[:, :1].expand(-1, 4, -1, -1, -1)
         torch.testing.assert_close(reward("both")(still, prompts), torch.ones(3), **close)
         with pytest.raises(UserError, match="videos of 2 frames or more, not images"):

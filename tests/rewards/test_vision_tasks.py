@@ -290,7 +290,7 @@ def test_spans_in_every_notation(text):
 def test_statuses_of_spans_and_tracks():
     prompt = {"spans": [[2, 6]], "view": {"duration": 10.0}}
     texts = ["[2, 6]", "[6, 2]", "[2, 2]", "[2, 60]", "[[2,6],[7,8]]", "later", "[]"]
-    wanted = [
+    expected = [
         "ok",
         "inverted",
         "degenerate",
@@ -299,7 +299,7 @@ def test_statuses_of_spans_and_tracks():
         "unparseable",
         "wrong_count",
     ]
-    assert Temporal().status(texts, [prompt] * 7) == wanted
+    assert Temporal().status(texts, [prompt] * 7) == expected
     assert Temporal()(texts, [prompt] * 7).tolist() == pytest.approx([1, 0, 0, 4 / 58, 0.8, 0, 0])
     moving = {"tracks": [[0, 0, 10, 10], [5, 5, 15, 15]]}
     assert one(Tracking(), "[[0,0,10,10],[5,5,15,10]]", moving) == 0.75

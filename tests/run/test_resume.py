@@ -65,8 +65,8 @@ def test_2n_iterations_equal_n_stop_resume_n_to_the_bit(family, tmp_path):
     second = trainer_of(family)
     state.restore(second, *checkpoint.load(path))
     metrics = [second.iterate() for _ in range(2)]
-    (arrays, meta), (others, known) = state.capture(second), state.capture(whole)
-    same(arrays, others)
+    (arrays, meta), (whole_arrays, known) = state.capture(second), state.capture(whole)
+    same(arrays, whole_arrays)
     assert (
         second.iteration == 4
         and meta["advantage"] == known["advantage"]
@@ -83,8 +83,8 @@ def test_resuming_before_the_first_step_changes_nothing(tmp_path):
     state.restore(second, *checkpoint.load(path))
     for trainer in (whole, first, second):
         trainer.iterate()
-    for other in (first, second):
-        same(state.capture(whole)[0], state.capture(other)[0])
+    for resumed in (first, second):
+        same(state.capture(whole)[0], state.capture(resumed)[0])
 
 
 def test_global_generators_are_restored(tmp_path):
@@ -209,11 +209,11 @@ def test_advantages_under_others_are_resumed_to_the_bit(name, tmp_path):
     first = fresh()
     first.iterate()
     # continues without its memory: the equality above would see a memory that is lost
-    other = fresh()
-    other.policy.weights.load(first.policy.weights.full())
-    other.iteration = first.iteration
+    resumed = fresh()
+    resumed.policy.weights.load(first.policy.weights.full())
+    resumed.iteration = first.iteration
     with torch.no_grad():
-        advantages_of = [x.collect().rollout.advantage for x in (other, first)]
+        advantages_of = [x.collect().rollout.advantage for x in (resumed, first)]
         assert not torch.equal(*advantages_of)
 
 
@@ -317,8 +317,8 @@ def test_a_part_is_read_whole_and_block_by_block_whatever_wrote_it(processes, tm
         assert part.shape(name) == tuple(tensor.shape) and torch.equal(part[name], tensor)
     for first in range(4):
         for rows in range(5 - first):
-            found = part.block("a", (first, 1), (rows, 4))
-            assert torch.equal(found, whole["a"][first : first + rows, 1:5])
+            block = part.block("a", (first, 1), (rows, 4))
+            assert torch.equal(block, whole["a"][first : first + rows, 1:5])
 
 
 def test_a_resume_reads_every_file_once_to_hash_it(tmp_path, monkeypatch):

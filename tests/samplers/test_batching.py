@@ -164,21 +164,21 @@ def test_the_rows_left_in_a_chunk_do_not_change_a_bit():
 
 
 def test_the_function_sees_the_width_and_nests_survive():
-    seen = []
+    widths = []
 
     def fn(tree, pair):
-        seen.append((len(tree["a"]), len(tree["b"][0]), len(pair[1])))
+        widths.append((len(tree["a"]), len(tree["b"][0]), len(pair[1])))
         assert torch.equal(tree["a"][2:], tree["a"][:1].expand(3, 4))
         return {"sum": tree["a"] + pair[0], "parts": (tree["b"][0], None)}
 
     a = torch.arange(8.0).view(2, 4)
     b = torch.arange(2)
-    result = at_width(fn, 5, {"a": a, "b": [b], "scale": 2.0, "none": None}, (a, b.bool()))
-    assert seen == [(5, 5, 5)]
+    nest = at_width(fn, 5, {"a": a, "b": [b], "scale": 2.0, "none": None}, (a, b.bool()))
+    assert widths == [(5, 5, 5)]
     assert (
-        torch.equal(result["sum"], 2 * a)
-        and torch.equal(result["parts"][0], b)
-        and result["parts"][1] is None
+        torch.equal(nest["sum"], 2 * a)
+        and torch.equal(nest["parts"][0], b)
+        and nest["parts"][1] is None
     )
 
 
@@ -191,12 +191,12 @@ def test_full_width_passes_untouched():
 def test_gradients_are_those_of_the_real_rows(rows):
     x = torch.randn(rows, 3, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(3, 3, dtype=torch.float64, requires_grad=True)
-    wanted = torch.autograd.grad((x @ weight).tanh().square().sum(), [x, weight])
-    found = torch.autograd.grad(
+    expected = torch.autograd.grad((x @ weight).tanh().square().sum(), [x, weight])
+    gradients = torch.autograd.grad(
         at_width(lambda y: (y @ weight).tanh(), 5, x).square().sum(), [x, weight]
     )
-    for one, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-12, rtol=1e-12)
+    for gradient, reference in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(gradient, reference, atol=1e-12, rtol=1e-12)
 
 
 def test_at_width_refuses():

@@ -39,9 +39,9 @@ def mean_logp(x, mean, std):
     return dense.flatten(1).mean(1)
 
 
-def near(found, wanted, atol=2e-6):
-    wanted = torch.as_tensor(wanted, dtype=found.dtype).view_as(found)
-    torch.testing.assert_close(found, wanted, atol=atol, rtol=0)
+def near(actual, expected, atol=2e-6):
+    expected = torch.as_tensor(expected, dtype=actual.dtype).view_as(actual)
+    torch.testing.assert_close(actual, expected, atol=atol, rtol=0)
 
 
 # -- what the published functions return
@@ -123,13 +123,13 @@ def test_ddim_of_ddpo():
     """DDPO (Black et al. 2023) and DanceGRPO: ddim_step_with_logprob, eta 1, with DDIMScheduler's
     scaled linear betas."""
     stable = Diffusion(final=float(Diffusion().alphas[0]))  # set_alpha_to_one false
-    for timestep, before, wanted in [
+    for timestep, before, expected in [
         (981, 961, 0.4544633),
         (501, 481, 0.29478469),
         (1, -1, 0.02064835),
     ]:
         mean, std = ddim(X, V, (timestep + 1) / 1000, (before + 1) / 1000, 1.0, process=stable)
-        near(std, [wanted] * 2)
+        near(std, [expected] * 2)
         logp = {
             981: [-0.47780049, -0.57905048],
             501: [-0.04492848, -0.1461785],
@@ -187,12 +187,12 @@ def test_flow_ddim_with_noise():
     """DiffusionNFT (Zheng et al. 2025), solver.run_sampling: ddim at eta 0.7, log-probs of each
     step."""
     x = X.double()
-    found = []
+    means = []
     for t, s in zip(SIG[:-2], SIG[1:-1]):
         mean, std = flow_ddim(x, 0.5 * x - 0.1 * t, t, s, 0.7)
         x = mean + std * E
-        found.append(mean_logp(x, mean, std)[0])
-    near(torch.stack(found), [-0.80440313, -0.56318998, -0.15772499, 0.73194337])
+        means.append(mean_logp(x, mean, std)[0])
+    near(torch.stack(means), [-0.80440313, -0.56318998, -0.15772499, 0.73194337])
 
 
 def test_the_sde_of_dpm_solver_is_ancestral_ddim():
@@ -246,8 +246,8 @@ def test_dpm_is_diffusers_solver():
     y = X.double()
     stops = [*plain.timesteps.tolist(), -1]
     for before, after in zip(stops[:-1], stops[1:]):
-        out = 0.5 * x - 0.2 * (before / 1000)
-        x = step(x, out, torch.tensor((before + 1) / 1000), torch.tensor((after + 1) / 1000))
+        prediction = 0.5 * x - 0.2 * (before / 1000)
+        x = step(x, prediction, torch.tensor((before + 1) / 1000), torch.tensor((after + 1) / 1000))
         y = plain.step(0.5 * y - 0.2 * (before / 1000), before, y).prev_sample
     near(x.float(), y.float().flatten(), atol=2e-5)
     assert process.timestep(0.0) == -1
@@ -270,8 +270,8 @@ def test_both_sdes_are_one_formula(t, s):
     eta = torch.tensor([0.7, 0.2], dtype=torch.float64)
     flow = flow_sde(x, v, t, s, eta)
     dance = dance_sde(x, v, t, s, eta * math.sqrt(t / (1 - t)))
-    for found, wanted in zip(flow, dance, strict=True):
-        torch.testing.assert_close(found, wanted, atol=1e-12, rtol=1e-12)
+    for of_flow, of_dance in zip(flow, dance, strict=True):
+        torch.testing.assert_close(of_flow, of_dance, atol=1e-12, rtol=1e-12)
 
 
 @pytest.mark.parametrize("name", FLOWS)
@@ -290,10 +290,10 @@ def test_memoryless_and_ancestral_are_two_grids_of_one_process():
     x = X.double()
     v = V.double()
     assert flow_ddim(x, v, 1.0, 0.5, 1.0)[1].flatten().tolist() == [0.5, 0.5]
-    one = memoryless(x, v, 0.5, 0.499, 1.0)
+    fine = memoryless(x, v, 0.5, 0.499, 1.0)
     two = flow_ddim(x, v, 0.5, 0.499, 1.0)
-    torch.testing.assert_close(one[0], two[0], atol=2e-5, rtol=0)
-    torch.testing.assert_close(one[1], two[1], atol=0, rtol=5e-3)
+    torch.testing.assert_close(fine[0], two[0], atol=2e-5, rtol=0)
+    torch.testing.assert_close(fine[1], two[1], atol=0, rtol=5e-3)
 
 
 def test_cps_and_consistency_renew_the_same_noise_in_other_words():
@@ -313,10 +313,10 @@ def test_a_process_knows_what_its_network_predicts(prediction):
     noise = E.double()
     t = process.snap(torch.tensor([0.3333, 0.9], dtype=torch.float64))
     x = noised(process, clean, noise, t)
-    out = process.target(clean, noise, t)
-    torch.testing.assert_close(process.clean(x, out, t), clean)
-    torch.testing.assert_close(process.noise(x, out, t), noise)
-    moved = process.clean(x, out + 1, t) - clean
+    output = process.target(clean, noise, t)
+    torch.testing.assert_close(process.clean(x, output, t), clean)
+    torch.testing.assert_close(process.noise(x, output, t), noise)
+    moved = process.clean(x, output + 1, t) - clean
     torch.testing.assert_close(moved.abs(), process.gain(t, x).expand_as(moved))
 
 
@@ -368,13 +368,13 @@ def test_shapes_and_description(name, shape):
 def test_half_precision_is_computed_in_float32(name, dtype):
     wide = torch.promote_types(dtype, torch.float32)
     grid = torch.tensor([0.75, 0.5], dtype=torch.float64)
-    found = KERNELS[name](X.to(dtype), V.to(dtype), grid[0], grid[1], 0.7)
-    wanted = KERNELS[name](
+    step = KERNELS[name](X.to(dtype), V.to(dtype), grid[0], grid[1], 0.7)
+    expected = KERNELS[name](
         X.to(dtype).to(wide), V.to(dtype).to(wide), grid[0].to(wide), grid[1].to(wide), 0.7
     )
     assert all(
-        part.dtype == wide and torch.equal(part, other)
-        for part, other in zip(found, wanted, strict=True)
+        part.dtype == wide and torch.equal(part, reference)
+        for part, reference in zip(step, expected, strict=True)
     )
 
 
@@ -416,8 +416,8 @@ def final_error(kernel, eta, steps, begin):
     grid = torch.linspace(begin, 0, steps + 1, dtype=torch.float64).tolist()
     for t, s in zip(grid[:-1], grid[1:], strict=True):
         x = torch.tensor([[0.0], [1.0]], dtype=torch.float64)
-        (zero, one), std = kernel(x, velocity(x, t), t, s, eta)
-        slope = (one - zero).item()
+        (zero, scale_of_v), std = kernel(x, velocity(x, t), t, s, eta)
+        slope = (scale_of_v - zero).item()
         mean = slope * mean + zero.item()
         variance = slope**2 * variance + std[0].item() ** 2
     return abs(mean - CENTRE), abs(math.sqrt(variance) - SPREAD)
@@ -521,17 +521,17 @@ def test_a_consistency_model_is_itself_at_the_first_timestep(prediction, scaling
     """c_skip x + c_out x_0 with tau = scaling i, d = 1/2; the gain is the derivative by the
     output."""
     x = X.double()
-    out = V.double()
+    output = V.double()
     plain = Diffusion(prediction)
     process = Consistent(prediction, scaling=scaling)
-    assert torch.equal(process.clean(x, out, 1 / 1000), x), "timestep 0"
+    assert torch.equal(process.clean(x, output, 1 / 1000), x), "timestep 0"
     for i in (20, 999):
         t = (i + 1) / 1000
         tau = scaling * i
-        wanted = 0.25 / (tau**2 + 0.25) * x + tau / math.sqrt(tau**2 + 0.25) * plain.clean(
-            x, out, t
+        expected = 0.25 / (tau**2 + 0.25) * x + tau / math.sqrt(tau**2 + 0.25) * plain.clean(
+            x, output, t
         )
-        torch.testing.assert_close(process.clean(x, out, t), wanted)
-        moved = process.clean(x, out + 1, t) - process.clean(x, out, t)
+        torch.testing.assert_close(process.clean(x, output, t), expected)
+        moved = process.clean(x, output + 1, t) - process.clean(x, output, t)
         torch.testing.assert_close(moved.abs(), process.gain(t, x).expand_as(moved))
     assert Consistent().scaling == 10.0

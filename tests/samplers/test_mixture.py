@@ -73,13 +73,13 @@ def grid(steps):
 def distance(kernel, eta, steps):
     """Total variation between what the kernel's steps make of the exact marginal at BEGIN, and that
     at END."""
-    found = density(LINE, BEGIN)
+    mass = density(LINE, BEGIN)
     times = grid(steps)
     for t, s in zip(times[:-1], times[1:], strict=True):
         mean, std = kernel(LINE[:, None], velocity(LINE, t)[:, None], t, s, eta)
         step = (LINE[:, None] - mean.T) / std.T  # [to, from]
-        found = (torch.exp(-0.5 * step**2) / std.T) @ found * (CELL / math.sqrt(2 * math.pi))
-    return float((found - density(LINE, END)).abs().sum() * CELL / 2)
+        mass = (torch.exp(-0.5 * step**2) / std.T) @ mass * (CELL / math.sqrt(2 * math.pi))
+    return float((mass - density(LINE, END)).abs().sum() * CELL / 2)
 
 
 KERNELS = [

@@ -44,9 +44,9 @@ def philox_by_hand(counter, key):
 def test_philox_equals_its_definition():
     drawn = torch.randint(0, 2**32, (4, 50), generator=torch.Generator().manual_seed(0))
     key = (0xDEADBEEF, 0x12345678)
-    found = torch.stack(philox(tuple(drawn), key))
+    words = torch.stack(philox(tuple(drawn), key))
     for i in range(50):
-        assert tuple(found[:, i].tolist()) == philox_by_hand(drawn[:, i].tolist(), key)
+        assert tuple(words[:, i].tolist()) == philox_by_hand(drawn[:, i].tolist(), key)
 
 
 @pytest.mark.parametrize("draw", ["normal", "uniform"])
@@ -148,7 +148,7 @@ def test_neighbours_are_not_correlated():
     rows = torch.arange(400)
     shape = (400,)
     x = rng.normal(rows, shape)
-    others = {
+    neighbours = {
         "row": rng.normal(rows + 1, shape),
         "step": rng.normal(rows, shape, step=1),
         "stream": Rng.of(1, "correlation").normal(rows, shape),
@@ -156,10 +156,10 @@ def test_neighbours_are_not_correlated():
         # the two numbers of one Box-Muller pair
         "pair": x.view(400, 200, 2).flip(-1).reshape(400, 400),
     }
-    for name, other in others.items():
+    for name, neighbour in neighbours.items():
         # the squares too: equal radii would show there
         for f in (lambda z: z, torch.square, torch.abs):
-            pair = torch.stack([f(x).flatten(), f(other).flatten()])
+            pair = torch.stack([f(x).flatten(), f(neighbour).flatten()])
             assert abs(torch.corrcoef(pair)[0, 1]) < 5 / 400 * (2**0.5 if name == "pair" else 1), (
                 name
             )
@@ -177,8 +177,10 @@ def test_a_permutation_is_one(n):
 def test_permutations_are_uniform():
     """Each of the six orders of three, 3,000 draws: chi square with five degrees of freedom."""
     rng = Rng.of(0, "permutations")
-    seen = torch.stack([rng.permutation(3, step) for step in range(3000)]) @ torch.tensor([9, 3, 1])
-    counts = seen.unique(return_counts=True)[1].double()
+    codes = torch.stack([rng.permutation(3, step) for step in range(3000)]) @ torch.tensor(
+        [9, 3, 1]
+    )
+    counts = codes.unique(return_counts=True)[1].double()
     assert len(counts) == 6 and ((counts - 500) ** 2 / 500).sum() < 36  # one in a million
 
 
@@ -194,6 +196,6 @@ def test_a_permutation_sorts_by_its_words():
     order."""
     rng = Rng.of(7, "order")
     words = rng.bits(torch.arange(50), 2, step=3).tolist()
-    wanted = sorted(range(50), key=lambda i: (words[i][0] << 31) ^ words[i][1])
-    assert rng.permutation(50, step=3).tolist() == wanted
+    expected = sorted(range(50), key=lambda i: (words[i][0] << 31) ^ words[i][1])
+    assert rng.permutation(50, step=3).tolist() == expected
     assert Rng.of(0).permutation(8).tolist() == ORDER

@@ -27,8 +27,8 @@ def diffusers_grid(steps, begin=None, mu=None, **config):
     return scheduler.sigmas.double()
 
 
-def near(found, wanted):
-    torch.testing.assert_close(found, wanted, atol=3e-7, rtol=0)
+def near(actual, expected):
+    torch.testing.assert_close(actual, expected, atol=3e-7, rtol=0)
 
 
 @pytest.mark.parametrize("name", GRIDS)
@@ -55,10 +55,10 @@ def test_flow_match_euler_is_the_grid_of_diffusers(shift):
 
 @pytest.mark.parametrize("train_steps", [1, 10, 500])
 def test_flow_match_euler_of_other_training_lengths(train_steps):
-    wanted = diffusers_grid(
+    expected = diffusers_grid(
         1 if train_steps == 1 else 7, shift=3.0, num_train_timesteps=train_steps
     )
-    near(flow_match_euler(len(wanted) - 1, train_steps=train_steps), wanted)
+    near(flow_match_euler(len(expected) - 1, train_steps=train_steps), expected)
 
 
 def test_the_published_table_of_the_double_shift():
@@ -90,8 +90,8 @@ def test_dynamic_as_flux_pipelines_ask_for_it(kind, mu):
         begin = numpy.linspace(1.0, 1 / steps, steps)
         near(dynamic(steps, mu=mu, time_shift=kind), diffusers_grid(steps, begin, mu, **config))
         if steps > 1:  # Qwen-Image
-            wanted = diffusers_grid(steps, begin, mu, shift_terminal=0.02, **config)
-            near(dynamic(steps, mu=mu, time_shift=kind, terminal=0.02), wanted)
+            expected = diffusers_grid(steps, begin, mu, shift_terminal=0.02, **config)
+            near(dynamic(steps, mu=mu, time_shift=kind, terminal=0.02), expected)
 
 
 def test_dynamic_as_sd3_pipelines_ask_for_it():
@@ -107,10 +107,10 @@ def test_mu_from_the_number_of_tokens(tokens):
     from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 
     near(dynamic(6, tokens=tokens), dynamic(6, mu=calculate_shift(tokens)))
-    other = dynamic(
+    by_tokens = dynamic(
         6, tokens=tokens, base_shift=0.2, max_shift=0.9, base_tokens=100, max_tokens=8000
     )
-    near(other, dynamic(6, mu=calculate_shift(tokens, 100, 8000, 0.2, 0.9)))
+    near(by_tokens, dynamic(6, mu=calculate_shift(tokens, 100, 8000, 0.2, 0.9)))
 
 
 @pytest.mark.parametrize(
@@ -191,9 +191,9 @@ def test_decaying_windows_hurry_towards_the_end():
 
 
 def test_random_windows_are_uniform_and_the_same_for_every_process():
-    found = places("random_window", range(400), steps=10, size=3, stop=5)
-    assert {place for place, _ in found} == {0, 1, 2} and {size for _, size in found} == {3}
-    assert min([place for place, _ in found].count(k) for k in range(3)) > 90
+    windows = places("random_window", range(400), steps=10, size=3, stop=5)
+    assert {place for place, _ in windows} == {0, 1, 2} and {size for _, size in windows} == {3}
+    assert min([place for place, _ in windows].count(k) for k in range(3)) > 90
     rng = Rng.of("w", 1)
     elsewhere = Rng(rng.key, offset=7)  # another process's first prompt
     assert torch.equal(
@@ -246,8 +246,8 @@ def test_windows_begin_at_the_first_iteration_and_first_place():
             name
         ]
         for iteration in range(3):
-            wanted = [False] * iteration + [True] * 4 + [False] * (6 - iteration)
-            assert WINDOWS[name](10, iteration, **quick).tolist() == wanted
+            expected = [False] * iteration + [True] * 4 + [False] * (6 - iteration)
+            assert WINDOWS[name](10, iteration, **quick).tolist() == expected
         assert torch.equal(WINDOWS[name](10, **quick), WINDOWS[name](10, 0, **quick))
     # at least one iteration
     assert places("progressive", [0, 1, 2], steps=10, every=0) == [(0, 4), (1, 4), (2, 4)]

@@ -23,8 +23,8 @@ def test_probabilities_sum_to_one_and_suppressed_ids_have_none(warp):
     p = warp(LOGITS).softmax(-1)
     torch.testing.assert_close(p.sum(-1), torch.ones(64))
     assert not p[:, list(warp.suppressed)].any()
-    kept = (p > 0).sum(-1)
-    assert (kept <= (warp.top_k or 23)).all() and (kept >= 1).all()
+    support = (p > 0).sum(-1)
+    assert (support <= (warp.top_k or 23)).all() and (support >= 1).all()
 
 
 @pytest.mark.parametrize("warp", WARPS[:5], ids=str)
@@ -32,19 +32,19 @@ def test_it_is_what_transformers_does(warp):
     from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
     x = LOGITS.clone()
-    for one in (
+    for processor in (
         TemperatureLogitsWarper(warp.temperature) if warp.temperature != 1 else None,
         TopKLogitsWarper(warp.top_k) if warp.top_k else None,
         TopPLogitsWarper(warp.top_p) if warp.top_p < 1 else None,
     ):
-        x = one(None, x) if one else x
+        x = processor(None, x) if processor else x
     assert torch.equal(warp(LOGITS), x)
 
 
 def test_nucleus_keeps_the_token_that_crosses():
     p = torch.tensor([[0.5, 0.3, 0.15, 0.05]])
-    for top_p, kept in ((0.4, 1), (0.5, 1), (0.51, 2), (0.8001, 3), (1.0, 4)):
-        assert int((Warp(top_p=top_p)(p.log()).softmax(-1) > 0).sum()) == kept
+    for top_p, count in ((0.4, 1), (0.5, 1), (0.51, 2), (0.8001, 3), (1.0, 4)):
+        assert int((Warp(top_p=top_p)(p.log()).softmax(-1) > 0).sum()) == count
 
 
 @pytest.mark.parametrize("warp", [Warp(top_k=3), Warp(top_p=0.6), Warp(0.7, 5, 0.8)], ids=str)
@@ -57,11 +57,11 @@ def test_the_token_that_was_sampled_stays_finite_however_its_logits_round(warp):
     moved = LOGITS + torch.randn(LOGITS.shape, generator=torch.Generator().manual_seed(2)) * 0.5
     lost = 0
     for token in ids.unbind(1):
-        plain, kept = (
+        plain, with_token = (
             warp(moved, keep=k).log_softmax(-1).gather(-1, token[:, None]) for k in (None, token)
         )
         lost += int(plain.isneginf().sum())
-        assert kept.isfinite().all()
+        assert with_token.isfinite().all()
         same = warp(LOGITS, keep=token)
         assert torch.equal(same, warp(LOGITS)), "without rounding the rule changes nothing"
     assert lost, "the case that the rule is for"
@@ -78,11 +78,11 @@ def test_gradients_are_those_of_the_truncated_distribution():
     x = LOGITS[:1].double().clone().requires_grad_()
     warped = Warp(0.5, top_k=4)
     warped(x, keep=x.argmax(-1)).log_softmax(-1).max().backward()
-    kept = ~warped(x).isneginf()[0]
-    p = (x[0, kept] / 0.5).softmax(-1).detach()
-    wanted = ((p == p.max()).double() - p) / 0.5
-    torch.testing.assert_close(x.grad[0, kept], wanted)
-    assert not x.grad[0, ~kept].any()
+    support = ~warped(x).isneginf()[0]
+    p = (x[0, support] / 0.5).softmax(-1).detach()
+    expected = ((p == p.max()).double() - p) / 0.5
+    torch.testing.assert_close(x.grad[0, support], expected)
+    assert not x.grad[0, ~support].any()
 
 
 @pytest.mark.parametrize(
@@ -110,8 +110,8 @@ def test_many_positions_are_warped_one_by_one(warp):
     logits = LOGITS.view(4, 16, 23)
     keep = logits.argmin(-1)
     whole = warp(logits)
-    kept = warp(logits, keep)
+    warped_logits = warp(logits, keep)
     for b in range(4):
         for t in range(16):
             assert torch.equal(whole[b, t], warp(logits[b, t][None])[0])
-            assert torch.equal(kept[b, t], warp(logits[b, t][None], keep[b, t][None])[0])
+            assert torch.equal(warped_logits[b, t], warp(logits[b, t][None], keep[b, t][None])[0])

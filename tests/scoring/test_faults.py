@@ -64,9 +64,9 @@ def start(port):
 @pytest.fixture(scope="module")
 def running():
     """The process, of which a test may make an end."""
-    found = {}
-    yield found
-    for process in found.values():
+    servers = {}
+    yield servers
+    for process in servers.values():
         process.kill()
         process.wait(waiting.HANG)
 
@@ -118,20 +118,22 @@ def test_no_wrong_number_enters_a_group(faulty, fault, request):
         request.getfixturevalue("impatient")
     # one by one, both sides count alike
     server = asking(faulty, concurrency=1 if fault == "slow" else 2)
-    found = Scorer(
+    rewards = Scorer(
         {"far": server, "near": lambda media, prompts: torch.ones(len(prompts))}, max_failures=1.0
     )(MEDIA, ASKED, GROUPS)
     # of a request that was given up, too
     waiting.until(lambda: waiting.get(f"{faulty}/spoiled").json()["spoiled"])
     spoiled = told(faulty, "none")
-    missing = found["far"].isnan()
-    assert torch.equal(found["far"][~missing], TRUE[~missing]) and found["near"].isfinite().all()
+    missing = rewards["far"].isnan()
+    assert (
+        torch.equal(rewards["far"][~missing], TRUE[~missing]) and rewards["near"].isfinite().all()
+    )
     assert 0 < missing.sum() < B
     rows = rollout(GROUPS.tolist())
-    advantage = dance_grpo(found["far"], rows)[:, 0]
-    kept = dance_grpo(TRUE[~missing], rollout(GROUPS[~missing].tolist()))[:, 0]
+    advantage = dance_grpo(rewards["far"], rows)[:, 0]
+    expected = dance_grpo(TRUE[~missing], rollout(GROUPS[~missing].tolist()))[:, 0]
     assert torch.equal(advantage.isnan(), missing)
-    torch.testing.assert_close(advantage[~missing], kept)
+    torch.testing.assert_close(advantage[~missing], expected)
     assert server.servers[0].failures == spoiled and server.servers[0].cause, (
         "every event is counted"
     )
@@ -175,8 +177,8 @@ def test_a_process_that_dies_in_the_middle_of_a_batch_is_named_and_its_share_goe
         waiting.until(lambda: process.poll() is not None)
         return numbers(media, prompts)
 
-    with serving({"numbers": patient}) as other:
-        server = asking([faulty, other], retries=3, concurrency=1)
+    with serving({"numbers": patient}) as survivor:
+        server = asking([faulty, survivor], retries=3, concurrency=1)
         # while other parts are still to come
         stream = (scorer := Scorer({"far": server})).stream(B)
         for rows in (slice(0, 12), slice(12, 24)):

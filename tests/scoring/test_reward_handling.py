@@ -69,10 +69,10 @@ def test_groups_stay_whole_in_batches():
             [float(sum(q["group"] == p["group"] for q in prompts)) for p in prompts]
         )
 
-    found = Scorer({"size": size}, handling={"size": Handling(batch_size=4)})(
+    rewards = Scorer({"size": size}, handling={"size": Handling(batch_size=4)})(
         MEDIA, ASKED, [0, 1, 1, 1, 0, 2]
     )
-    assert found["size"].tolist() == [2, 3, 3, 3, 2, 1] and sizes == [[0, 0], [1, 1, 1, 2]]
+    assert rewards["size"].tolist() == [2, 3, 3, 3, 2, 1] and sizes == [[0, 0], [1, 1, 1, 2]]
 
 
 def test_networks_are_found_wherever_a_reward_keeps_them():
@@ -122,9 +122,9 @@ def test_what_is_known_is_not_asked_for_again():
     first = cached(MEDIA, ASKED)
     again = cached(MEDIA.flip(0), ASKED[::-1])
     assert net.seen == [B] and torch.equal(first.flip(0), again)
-    more = torch.cat([MEDIA, MEDIA[:1] + 0.25])
-    found = cached(more, [*ASKED, ASKED[0]])
-    assert net.seen == [B, 1] and torch.equal(found[:B], first) and found[B] != first[0]
+    larger = torch.cat([MEDIA, MEDIA[:1] + 0.25])
+    rewards = cached(larger, [*ASKED, ASKED[0]])
+    assert net.seen == [B, 1] and torch.equal(rewards[:B], first) and rewards[B] != first[0]
     assert (cached.cache.hits, cached.cache.misses) == (2 * B, B + 1)
 
 
@@ -229,8 +229,8 @@ def test_the_disk_remembers_between_runs_and_knows_the_reward(tmp_path, monkeypa
     again, _ = run()
     calls = getattr(function, "func", function).__globals__["calls"]
     assert torch.equal(first, again) and calls == [B]
-    other, _ = run(scale=2.0)
-    assert calls == [B, B] and torch.equal(other, 2 * first)
+    rescaled, _ = run(scale=2.0)
+    assert calls == [B, B] and torch.equal(rescaled, 2 * first)
     assert len(list((tmp_path / "scores").glob("*.db"))) == 2
     with pytest.raises(UserError, match="a cache on disk needs to know"):
         handled(Net(), cache="disk")
@@ -357,8 +357,8 @@ def test_a_reward_that_hangs_is_named_and_left_behind(caplog):
     allow(0.5)
     # the second time it still hangs, and is not asked beside
     for cause in ("has given", "is busy"):
-        found = scorer(torch.ones(4, 3, 2, 2), prompts)
-        assert found["slow"].isnan().all() and not found["mean"].isnan().any()
+        rewards = scorer(torch.ones(4, 3, 2, 2), prompts)
+        assert rewards["slow"].isnan().all() and not rewards["mean"].isnan().any()
         assert (
             cause in scorer.failures["slow"].cause
             and ("no answer within 0.5 s") in scorer.failures["slow"].cause

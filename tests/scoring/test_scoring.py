@@ -256,9 +256,9 @@ def test_texts_are_sliced_as_lists():
 
 
 def test_no_gradient_is_recorded_and_an_empty_batch_is_fine():
-    seen = []
-    score(lambda media, prompts: seen.append(torch.is_grad_enabled()) or value(media, prompts))
-    assert seen == [False]
+    modes = []
+    score(lambda media, prompts: modes.append(torch.is_grad_enabled()) or value(media, prompts))
+    assert modes == [False]
     empty = Scorer({"mine": Flaky()})(MEDIA[:0], [])
     assert empty["mine"].shape == (0,)
 

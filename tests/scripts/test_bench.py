@@ -31,10 +31,14 @@ ARGS = bench.arguments(["--steps", "3"])
 @pytest.mark.parametrize("guidance", [1.0, 4.5])
 @pytest.mark.parametrize("micro_batch", [None, 3])
 def test_both_loops_end_at_the_same_weights(guidance, micro_batch):
-    found = bench.agreement(
+    agreement = bench.agreement(
         partial(bench.digits_policy, ARGS, guidance), replace(WORK, micro_batch=micro_batch)
     )
-    assert found["weights"] < 1e-10 and found["latents"] < 1e-10 and found["weights_moved"] > 1e-5
+    assert (
+        agreement["weights"] < 1e-10
+        and agreement["latents"] < 1e-10
+        and agreement["weights_moved"] > 1e-5
+    )
 
 
 def test_loops_that_do_different_work_are_refused(monkeypatch):
@@ -50,10 +54,10 @@ def test_passes_and_rows_are_counted_and_the_results_written(tmp_path):
     words = (
         "--steps 3 --prompts 2 --copies 4 --plain-rows 2 --repeats 1 --threads 1 --explain --out"
     ).split()
-    found = bench.main([*words, str(tmp_path / "bench")])
+    report = bench.main([*words, str(tmp_path / "bench")])
     torch.set_num_threads(threads)
-    guided = found["cases"]["guidance 4.5"]["runs"]
-    plain = found["cases"]["no guidance"]["runs"]
+    guided = report["cases"]["guidance 4.5"]["runs"]
+    plain = report["cases"]["no guidance"]["runs"]
     assert (
         guided["plain loop, 2 rows"]["passes"]
         == 4 * 3 + 4 * 2
@@ -64,13 +68,13 @@ def test_passes_and_rows_are_counted_and_the_results_written(tmp_path):
         run["rows"] for run in plain.values()
     } == {40}
     assert (
-        json.loads((tmp_path / "bench.json").read_text())["cases"].keys() == found["cases"].keys()
+        json.loads((tmp_path / "bench.json").read_text())["cases"].keys() == report["cases"].keys()
     )
     page = (tmp_path / "bench.md").read_text()
     assert (
         page.count("times as fast") == 2
         and "mmrl, micro_batch 2" in page
-        and found["machine"]["cpu"] in page
+        and report["machine"]["cpu"] in page
     )
 
 
@@ -79,11 +83,11 @@ def test_overlapped_rewards_give_the_same_numbers(monkeypatch):
 
     rewards = load("bench_rewards")
     monkeypatch.setattr(rewards, "SLOW", 0.04)
-    found = rewards.overlap({}, pictures(8), asked(8), parts=4)
+    report = rewards.overlap({}, pictures(8), asked(8), parts=4)
     # how much sooner is for an idle machine to say
-    assert found["times"] > 0 and found["rewards"] == ["distant"]
+    assert report["times"] > 0 and report["rewards"] == ["distant"]
     whole = {
-        "overlap": found,
+        "overlap": report,
         "cache": {"x": {"miss": 1.0, "hit": 0.005, "share": 0.005}},
         "small": ["clip_score"],
     }
@@ -115,9 +119,9 @@ def test_sampled_tokens_equal_those_of_the_libraries(monkeypatch, tmp_path):
     words = (
         "--cases janus amused --copies 3 --repeats 1 --threads 1 --no-warm --check-side 4 --out"
     ).split()
-    found = discrete.main([*words, str(tmp_path / "speed")])
+    report = discrete.main([*words, str(tmp_path / "speed")])
     torch.set_num_threads(threads)
-    assert {case["equal"].partition(" from")[0] for case in found["cases"].values()} == {
+    assert {case["equal"].partition(" from")[0] for case in report["cases"].values()} == {
         "all 12 tokens",
         "all 48 tokens",
     }

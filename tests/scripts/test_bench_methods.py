@@ -24,11 +24,11 @@ load_built_in()
 @pytest.mark.parametrize("name", bench_methods.METHODS)
 def test_a_method_is_a_shipped_configuration_and_takes_its_changes(name):
     method = bench_methods.METHODS[name]
-    found = read(find_config(f"digits/{method.config}"), method.overrides(0)).plain
+    configuration = read(find_config(f"digits/{method.config}"), method.overrides(0)).plain
     assert (
-        found["train"]["prompts_per_iteration"] * found["train"]["group_size"] == 96
+        configuration["train"]["prompts_per_iteration"] * configuration["train"]["group_size"] == 96
     )  # equally many pictures
-    assert found["optimizer"]["adamw"]["lr"] == method.lr
+    assert configuration["optimizer"]["adamw"]["lr"] == method.lr
 
 
 def test_every_objective_of_flow_models_is_compared():
@@ -77,8 +77,8 @@ def run(seed, up, method="Flow-GRPO"):
 
 
 def test_the_page_says_what_the_runs_say():
-    found = {"Flow-GRPO": [run(0, 0.1), run(1, 0.2)]}
-    assert methods_page.gain(found["Flow-GRPO"], "digits") == pytest.approx(
+    runs = {"Flow-GRPO": [run(0, 0.1), run(1, 0.2)]}
+    assert methods_page.gain(runs["Flow-GRPO"], "digits") == pytest.approx(
         (0.35 / 3, 1.959964 * 0.0288675 / 3**0.5)
     )
     costs = {
@@ -94,7 +94,7 @@ def test_the_page_says_what_the_runs_say():
     }
     race = {"seed": 0, "curve": [[2, 5.0, 0.4], [3, 6.0, 0.51], [4, 9.0, 0.6]]}
     lines = methods_page.page(
-        found, {"speed": speed, "sprints": [race]}, {"Flow-GRPO": (methods_page.FAMILIES[0], 4e-4)}
+        runs, {"speed": speed, "sprints": [race]}, {"Flow-GRPO": (methods_page.FAMILIES[0], 4e-4)}
     )
     text = "\n".join(lines)
     assert (
@@ -103,7 +103,7 @@ def test_the_page_says_what_the_runs_say():
     )
     assert "| four steps, no KL | 0 | 0.500 | 30.0 | 6.0 | 5.0 | 0.510 | 3 of 12 |" in text
     assert "not within 3.3" in methods_page.arrival(race, {"curve": [[12, 30.0, 0.9]], "cpu": 30.0})
-    drawing = methods_page.picture("curves", found)
+    drawing = methods_page.picture("curves", runs)
     assert (
         drawing.startswith("<svg")
         and drawing.count("<polyline") == 1

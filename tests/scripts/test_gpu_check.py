@@ -35,19 +35,19 @@ def test_without_a_gpu_it_says_so_and_all_is_well(check, capsys, tmp_path):
 def test_every_part_runs_in_small(check, tmp_path):
     parts = ["attention", "backends", "video", "gap"]
     assert check.main(["--small", "--repeats", "1", "--out", str(tmp_path), "--only", *parts]) == 0
-    found = json.loads((tmp_path / "gpu.json").read_text())["parts"]
-    assert list(found) == parts
-    assert found["attention"]["milliseconds"]["torch's choice"] > 0
+    report = json.loads((tmp_path / "gpu.json").read_text())["parts"]
+    assert list(report) == parts
+    assert report["attention"]["milliseconds"]["torch's choice"] > 0
     for network in ("image", "video"):
         assert (
-            found["backends"][network]["sdpa"]["apart"] == 0
-            and found["backends"][network]["auto"] == "sdpa"
+            report["backends"][network]["sdpa"]["apart"] == 0
+            and report["backends"][network]["auto"] == "sdpa"
         )
-        assert "needs a CUDA device" in found["backends"][network]["xformers"]
-    assert found["video"]["share of the peak"] > 0 and found["video"]["ratio"] > 0
-    assert found["video"]["teraflop an iteration"] > 0
-    assert set(found["gap"]["video, bf16 weights"]) == {"1", "2", "4", "8", "16"}
-    assert found["gap"]["image, bf16 weights"]["8"] == 0.0
+        assert "needs a CUDA device" in report["backends"][network]["xformers"]
+    assert report["video"]["share of the peak"] > 0 and report["video"]["ratio"] > 0
+    assert report["video"]["teraflop an iteration"] > 0
+    assert set(report["gap"]["video, bf16 weights"]) == {"1", "2", "4", "8", "16"}
+    assert report["gap"]["image, bf16 weights"]["8"] == 0.0
     page = (tmp_path / "gpu.md").read_text()
     assert page.count("times as fast") == 1 and "matmul peak" in page
 
@@ -56,17 +56,17 @@ def test_a_part_that_fails_is_written_down_and_the_status_says_so(check, tmp_pat
     monkeypatch.setitem(check.PARTS, "gap", lambda args: 1 / 0)
     monkeypatch.setitem(check.PARTS, "memory", lambda args: {"fine": 1})
     assert check.main(["--small", "--out", str(tmp_path), "--only", "gap", "memory"]) == 1
-    found = json.loads((tmp_path / "gpu.json").read_text())["parts"]
-    assert "ZeroDivisionError" in found["gap"]["failed"] and found["memory"]["fine"] == 1
+    parts = json.loads((tmp_path / "gpu.json").read_text())["parts"]
+    assert "ZeroDivisionError" in parts["gap"]["failed"] and parts["memory"]["fine"] == 1
 
 
 def test_the_straightforward_loop_for_wan_does_the_same_work(check):
-    found = check.bench.agreement(
+    agreement = check.bench.agreement(
         partial(check.models.wan, check.models.SMALL, steps=3),
         check.work(argparse_like(check)),
         check.models.PlainWan,
     )
-    assert found["weights"] < 1e-10 and found["weights_moved"] > 1e-6
+    assert agreement["weights"] < 1e-10 and agreement["weights_moved"] > 1e-6
 
 
 def argparse_like(check):

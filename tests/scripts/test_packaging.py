@@ -102,7 +102,7 @@ def installed(wheel, tmp_path_factory):
         "--no-index",
         str(wheel),
     )
-    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
     def run(program, *words):
         done = subprocess.run(
@@ -111,7 +111,7 @@ def installed(wheel, tmp_path_factory):
             text=True,
             cwd=home,
             check=False,
-            env=kept | {"OMP_NUM_THREADS": "1"},
+            env=environment | {"OMP_NUM_THREADS": "1"},
         )
         assert done.returncode == 0, done.stderr + done.stdout
         return done.stdout

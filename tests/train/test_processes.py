@@ -83,20 +83,22 @@ def test_two_processes_equal_one(tmp_path):
         assert done.returncode == 0, f"{kind}: {done.stderr[:6000]}"
     for kind, cases in (("copies", worker.CASES), ("halves", worker.SHARDED)):
         for case in cases:
-            one, two = (
+            single, double = (
                 load_file(tmp_path / which / f"{case}.safetensors") for which in ("one", kind)
             )
-            assert one.pop("idle") == 0 and (two.pop("idle") > 0 or case != "sparse"), (
+            assert single.pop("idle") == 0 and (double.pop("idle") > 0 or case != "sparse"), (
                 "the case that needs idle passes"
             )
-            same(one, two, f"{kind}, {case}", worker.APART.get(case, 1e-10))
-            assert one["1/metrics"][worker.NUMBERS.index("kl")] > 0
-            assert one["1/sample"].dtype in (torch.float64, torch.long)
+            same(single, double, f"{kind}, {case}", worker.APART.get(case, 1e-10))
+            assert single["1/metrics"][worker.NUMBERS.index("kl")] > 0
+            assert single["1/sample"].dtype in (torch.float64, torch.long)
     for kind in ("copies", "halves"):
         for case in worker.RESTORED:
-            one = load_file(tmp_path / "one" / f"{case}.safetensors")
+            single = load_file(tmp_path / "one" / f"{case}.safetensors")
             expected = {
-                name.removeprefix("next/"): v for name, v in one.items() if name.startswith("next/")
+                name.removeprefix("next/"): v
+                for name, v in single.items()
+                if name.startswith("next/")
             }
             same(
                 expected,
@@ -159,11 +161,15 @@ def test_the_command_on_two_processes(tmp_path, monkeypatch):
     assert (
         "could not score 3 of 4 samples"
     ) in done.stderr and "Connection closed" not in done.stderr
-    own = done.stderr.partition("ChildFailedError")[0].partition("torch.distributed.elastic")[0]
-    assert own.count("error: reward 'greenness'") == 2, "told by both processes"
+    traceback = done.stderr.partition("ChildFailedError")[0].partition("torch.distributed.elastic")[
+        0
+    ]
+    assert traceback.count("error: reward 'greenness'") == 2, "told by both processes"
 
-    for one, two in zip(lines(Path("one")), lines(Path("two")), strict=True):
+    for single, double in zip(lines(Path("one")), lines(Path("two")), strict=True):
         for name in ("iteration", "reward/mean", "kl", "grad_norm", "ratio/mean", "eval/greenness"):
-            assert one.get(name, 0.0) == pytest.approx(two.get(name, 0.0), rel=1e-3, abs=1e-7), name
+            assert single.get(name, 0.0) == pytest.approx(
+                double.get(name, 0.0), rel=1e-3, abs=1e-7
+            ), name
     assert [line["iteration"] for line in lines(Path("two"))] == [1, 2, 3]
     assert not list(Path().glob("runs"))

@@ -93,8 +93,8 @@ def complaints(record: dict) -> list[str]:
 
 
 def check(*cases: str) -> None:
-    found = [line for record in worker(*cases) for line in complaints(record)]
-    assert not found, "\n".join(found)
+    wrong = [line for record in worker(*cases) for line in complaints(record)]
+    assert not wrong, "\n".join(wrong)
 
 
 def test_toys_of_every_family_never_wait_for_a_step():

@@ -74,5 +74,5 @@ def test_the_command_sets_them_before_torch_is_loaded():
         check=True,
         timeout=600,
     ).stdout
-    loaded, found = json.loads(shown.splitlines()[0])
-    assert not loaded and found["GOMP_SPINCOUNT"] in (threads.SPIN_IDLE, threads.SPIN_BUSY)
+    loaded, settings = json.loads(shown.splitlines()[0])
+    assert not loaded and settings["GOMP_SPINCOUNT"] in (threads.SPIN_IDLE, threads.SPIN_BUSY)

@@ -45,9 +45,9 @@ def test_built_once_then_found():
 
 
 def test_another_recipe_is_another_folder():
-    one = cache.fetch("toy", "r1", Builder("1"))
+    first = cache.fetch("toy", "r1", Builder("1"))
     two = cache.fetch("toy", "r2", Builder("2"))
-    assert one != two and (one / "sub/a.bin").read_text() == "1"
+    assert first != two and (first / "sub/a.bin").read_text() == "1"
 
 
 @pytest.mark.parametrize("harm", ["change", "remove", "tear", "manifest"])
@@ -64,8 +64,8 @@ def test_damage_is_named_and_repaired(harm, capsys):
     assert cache.damage(folder, "r1")
     assert cache.fetch("toy", "r1", build) == folder and build.calls == 2
     assert target.read_text() == "weights"
-    said = capsys.readouterr().err
-    assert str(folder) in said and ("a.bin" in said or cache.MANIFEST in said)
+    warning = capsys.readouterr().err
+    assert str(folder) in warning and ("a.bin" in warning or cache.MANIFEST in warning)
 
 
 def test_a_build_that_fails_leaves_nothing():
@@ -102,9 +102,9 @@ def test_two_processes_build_once(tmp_path):
         subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
         for _ in range(3)
     ]
-    said = {process.communicate(timeout=600)[0] for process in running}
+    outputs = {process.communicate(timeout=600)[0] for process in running}
     assert [process.returncode for process in running] == [0, 0, 0]
-    assert log.read_text() == "built " and len(said) == 1
+    assert log.read_text() == "built " and len(outputs) == 1
 
 
 def test_unwritable_cache_is_a_readable_message(tmp_path, monkeypatch):
@@ -129,12 +129,12 @@ def test_the_recipe_hash_follows_values_and_versions_and_no_names():
         "Renamed", [(f"x{i}", object) for i in range(len(fields(recipes.SD3)))]
     )
     assert base == cache.recipe_hash((renamed(*astuple(recipes.SD3)),), [1, 1])
-    others = [
+    changes = [
         ((recipes.SD3_CLEAN,), [1, 1]),
         ((recipes.SD3,), [1, 2]),
         ((recipes.SD3, recipes.PARTS), [1, 1]),
     ]
-    assert len({base, *(cache.recipe_hash(*other) for other in others)}) == 4
+    assert len({base, *(cache.recipe_hash(*changed) for changed in changes)}) == 4
 
 
 def test_every_part_of_the_code_has_a_version_that_something_depends_on(monkeypatch):

@@ -99,9 +99,9 @@ def test_saved_again_the_embeddings_are_identical(pipe, tmp_path):
 
 
 def test_every_word_is_one_token_and_every_caption_fits(pipe):
-    found = captions("mixed", 400)
+    texts = captions("mixed", 400)
     for tokenizer in (pipe.tokenizer, pipe.tokenizer_3):
-        ids = tokenizer([p["text"] for p in found]).input_ids
+        ids = tokenizer([p["text"] for p in texts]).input_ids
         assert max(map(len, ids)) <= 16
         assert len(tokenizer("a red seven", add_special_tokens=False).input_ids) == 3
         assert len({tuple(row) for row in ids}) == 400
@@ -126,8 +126,8 @@ def test_latents_have_mean_zero_and_deviation_one(pipe):
 def test_pretraining_never_sees_a_held_out_caption():
     from mmrl.worlds.vae import training_prompts
 
-    seen = {p["text"] for p in training_prompts(3000, 0.7, 0)}
-    assert not any(map(is_held_out, seen)) and len(seen) > 200
+    trained = {p["text"] for p in training_prompts(3000, 0.7, 0)}
+    assert not any(map(is_held_out, trained)) and len(trained) > 200
 
 
 def test_building_twice_gives_the_same_bytes(tmp_path, monkeypatch):
@@ -135,8 +135,8 @@ def test_building_twice_gives_the_same_bytes(tmp_path, monkeypatch):
     monkeypatch.setenv("MMRL_CACHE", str(tmp_path))
     again = ARTIFACTS["digits/reader-test"]()
     assert folder != again
-    one, two = (json.loads((f / cache.MANIFEST).read_text())["files"] for f in (folder, again))
-    assert one["config.json"] == two["config.json"]
+    first, second = (json.loads((f / cache.MANIFEST).read_text())["files"] for f in (folder, again))
+    assert first["config.json"] == second["config.json"]
     from safetensors.torch import load_file
 
     for a, b in zip(*(load_file(f / "model.safetensors").values() for f in (folder, again))):
@@ -170,9 +170,9 @@ def test_the_worlds_clip_tells_captions_apart():
     held_out = [p for p in captions("single", 240) if is_held_out(p["text"])]
     images = render(held_out, Rng.of(3), "reader").images  # scans it never saw
     with torch.no_grad():
-        seen = torch.nn.functional.normalize(model.eval().encode_image(images * 2 - 1), dim=-1)
+        features = torch.nn.functional.normalize(model.eval().encode_image(images * 2 - 1), dim=-1)
         read = model.encode_text(open_clip.get_tokenizer(name)([p["text"] for p in held_out]))
-        match = seen @ torch.nn.functional.normalize(read, dim=-1).T
-    own = match.diagonal()
-    others = match.mean(1)
-    assert (own > others).float().mean() > 0.95
+        match = features @ torch.nn.functional.normalize(read, dim=-1).T
+    own_match = match.diagonal()
+    mean_match = match.mean(1)
+    assert (own_match > mean_match).float().mean() > 0.95

@@ -44,24 +44,24 @@ def test_the_caption_space():
 
 def test_held_out_captions_are_nobodys_training_captions():
     load_built_in()
-    data = DATA.build("digits_moving")
-    assert not {p["text"] for p in data.held_out} & {
-        p["text"] for p in [*data.train, *trained_on()]
+    source = DATA.build("digits_moving")
+    assert not {p["text"] for p in source.held_out} & {
+        p["text"] for p in [*source.train, *trained_on()]
     }
-    assert len(data.held_out) == 40 and all(is_held_out(p["text"]) for p in data.held_out)
-    assert {p["motion"] for p in data.held_out} == set(MOTIONS)
+    assert len(source.held_out) == 40 and all(is_held_out(p["text"]) for p in source.held_out)
+    assert {p["motion"] for p in source.held_out} == set(MOTIONS)
 
 
 def test_first_frames_show_the_digit_and_not_the_motion():
     load_built_in()
-    data = DATA.build("digits_moving", images=2)
-    assert len(data.train) == 320 and len(data.held_out) == 80
-    one = data.train[0]
-    assert one["image"].size == (CANVAS, CANVAS)
-    same = [one | {"motion": motion} for motion in MOTIONS]
+    source = DATA.build("digits_moving", images=2)
+    assert len(source.train) == 320 and len(source.held_out) == 80
+    row = source.train[0]
+    assert row["image"].size == (CANVAS, CANVAS)
+    same = [row | {"motion": motion} for motion in MOTIONS]
     rng = Rng.of(0)
     first = [film([prompt], rng).frames[0, 0] for prompt in same]
-    assert all(torch.equal(first[0], other) for other in first)
+    assert all(torch.equal(first[0], frame) for frame in first)
     with pytest.raises(UserError, match="digits_moving.images is -1"):
         DATA.build("digits_moving", images=-1)
 
@@ -82,14 +82,14 @@ def test_every_frame_is_the_first_one_moved(clips):
 
 
 def test_true_clips_score_one(reward, clips):
-    found = reward(clips.frames, PROMPTS)
-    assert found.min() > 0.95 and found.max() <= 1
+    scores = reward(clips.frames, PROMPTS)
+    assert scores.min() > 0.95 and scores.max() <= 1
 
 
 @pytest.mark.parametrize("harm", "reversed still blank noise shuffled jump half vanishing".split())
 def test_false_clips_score_less(reward, clips, harm):
     true = clips.frames
-    made = {
+    falsified = {
         "reversed": true.flip(1),
         "still": true[:, :1].expand_as(true),
         "blank": torch.zeros_like(true),
@@ -100,16 +100,16 @@ def test_false_clips_score_less(reward, clips, harm):
         "vanishing": true * torch.linspace(1, 0, 5).view(-1, 1, 1, 1),
     }[harm]
     most = {"half": 0.55, "jump": 0.25}.get(harm, 0.01)
-    assert reward(made, PROMPTS)[MOVES].max() <= most
+    assert reward(falsified, PROMPTS)[MOVES].max() <= most
     if harm in ("blank", "noise", "vanishing"):
-        assert reward(made, PROMPTS)[~MOVES].max() <= 0.01
+        assert reward(falsified, PROMPTS)[~MOVES].max() <= 0.01
 
 
 def test_another_motion_earns_nothing(reward, clips):
     ways = list(MOTIONS)
     for turn in (1, 2, 3, 4):
-        asked = [p | {"motion": ways[(ways.index(p["motion"]) + turn) % 5]} for p in PROMPTS]
-        assert reward(clips.frames, asked).max() <= 0.01
+        turned = [p | {"motion": ways[(ways.index(p["motion"]) + turn) % 5]} for p in PROMPTS]
+        assert reward(clips.frames, turned).max() <= 0.01
 
 
 def test_numbers_of_a_moving_square():

@@ -42,12 +42,12 @@ def backends(net):
 @pytest.mark.parametrize("case", ["flux", "wan-two"])
 def test_a_backend_reaches_every_layer_behind_the_dispatcher_and_no_other_model(case, xformers):
     policy = make(case)
-    other = make(case)
+    bystander = make(case)
     before = _AttentionBackendRegistry.get_active_backend()
     attention_backends.use(policy.net, "xformers")
-    assert backends(policy.net) == {AttentionBackendName._NATIVE_MATH} and backends(other.net) == {
-        None
-    }
+    assert backends(policy.net) == {AttentionBackendName._NATIVE_MATH} and backends(
+        bystander.net
+    ) == {None}
     assert _AttentionBackendRegistry.get_active_backend() == before
     attention_backends.use(policy.net, "sdpa")
     assert backends(policy.net) == {AttentionBackendName.NATIVE}
@@ -59,11 +59,11 @@ def test_samples_are_the_same_on_every_backend(case, xformers):
     with torch.no_grad():
         plain = policy.rollout(PROMPTS, 1, Rng.of("same")).sample
         attention_backends.use(policy.net, "xformers")
-        other = policy.rollout(PROMPTS, 1, Rng.of("same")).sample
+        sample = policy.rollout(PROMPTS, 1, Rng.of("same")).sample
         attention_backends.use(policy.net, "sdpa")
         again = policy.rollout(PROMPTS, 1, Rng.of("same")).sample
-    torch.testing.assert_close(other, plain, atol=1e-4, rtol=1e-4)
-    assert not torch.equal(other, plain) and torch.equal(again, plain)
+    torch.testing.assert_close(sample, plain, atol=1e-4, rtol=1e-4)
+    assert not torch.equal(sample, plain) and torch.equal(again, plain)
 
 
 def sd3():
@@ -136,19 +136,19 @@ def test_auto_takes_xformers_where_it_is_no_slower_and_measures_once(
     xformers_ms, chosen, xformers, monkeypatch
 ):
     monkeypatch.setattr(attention_backends, "_measured", {})
-    asked = []
+    measured = []
     times = {AttentionBackendName._NATIVE_MATH: xformers_ms, AttentionBackendName.NATIVE: 1.0}
 
     def seconds(trial):
-        asked.append(trial)
+        measured.append(trial)
         return times[next(iter(backends(choice.net)))]
 
     monkeypatch.setattr(attention_backends, "_seconds", seconds)
     for i in range(2):
         choice = AttentionChoice(make("flux").net, "auto")
         notes = []
-        found = choice._measure(torch.float32, lambda: None, notes)
-        assert found == chosen and len(asked) == 2 and len(notes) == (i == 0)
+        backend = choice._measure(torch.float32, lambda: None, notes)
+        assert backend == chosen and len(measured) == 2 and len(notes) == (i == 0)
     # on a CPU there is nothing to try
     assert AttentionChoice(make("flux").net, "auto").settle(lambda: None) == []
 
@@ -165,17 +165,17 @@ def test_compiled_blocks_sample_and_train_as_plain_ones():
     make("flux")  # built now: that draws from the generator which adapters begin with
     plain = make("flux", **options)
     quick = compiled("aot_eager", **options)
-    seen = []
+    calls = []
     assert (
         quick.compiled and sum(m._compiled_call_impl is not None for m in quick.net.modules()) == 2
     )
-    quick.net.x_embedder.register_forward_hook(lambda *_: seen.append(torch.is_grad_enabled()))
+    quick.net.x_embedder.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
     runs = []
     for policy in (plain, quick):
         metrics = trainer_of(policy).iterate()
         assert metrics["ratio/max_deviation"] == 0.0 and metrics["grad_norm"] > 0
         runs.append(policy.weights.full())
-    assert all(seen) and len(seen) > 3 and not quick.sampling
+    assert all(calls) and len(calls) > 3 and not quick.sampling
     for name, value in runs[0].items():
         torch.testing.assert_close(runs[1][name], value, atol=2e-5, rtol=1e-4)
 

@@ -19,15 +19,15 @@ def normal(*names):
 
 def logp(tables):
     """[V^T] of all sequences, for one table [V^t, V] a position."""
-    found = 0
+    total = 0
     for t, z in enumerate(tables):
         row = (
             (IDS[:, :t] * VOCAB ** torch.arange(t - 1, -1, -1)).sum(1)
             if t
             else torch.zeros(len(IDS)).long()
         )
-        found = found + z.log_softmax(-1)[row, IDS[:, t]]
-    return found
+        total = total + z.log_softmax(-1)[row, IDS[:, t]]
+    return total
 
 
 def mismatch(seed, scale, centred):
@@ -38,8 +38,8 @@ def mismatch(seed, scale, centred):
     p = logp([u + scale * (c - u) for c, u in zip(z, empty, strict=True)]).exp()
     true = torch.autograd.grad((p * r).sum(), z, retain_graph=True)
     weight = (p * (r - (p * r).sum() if centred else r)).detach()
-    found = torch.autograd.grad((weight * logp(z)).sum(), z)
-    return cosine(*(torch.cat([part.flatten() for part in parts]) for parts in (found, true)))
+    gradient = torch.autograd.grad((weight * logp(z)).sum(), z)
+    return cosine(*(torch.cat([part.flatten() for part in parts]) for parts in (gradient, true)))
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def mismatch(seed, scale, centred):
 )
 def test_the_bias_of_the_published_score_is_as_large_as_it_was_measured(scale, centred, expected):
     """Anchors measured on another set of random tables: the same up to sampling error."""
-    found = [mismatch(seed, scale, centred) for seed in range(TABLES)]
-    assert sum(found) / TABLES == pytest.approx(
+    biases = [mismatch(seed, scale, centred) for seed in range(TABLES)]
+    assert sum(biases) / TABLES == pytest.approx(
         expected, abs=1e-9 if scale == 1 else 0.04 if centred else 0.12
     )

@@ -66,7 +66,7 @@ def test_greedy_tokens_and_images_are_those_of_the_pipeline(make, folder):
     pipeline.vision_language_encoder.generate = lambda **given: plain(
         **given | {"do_sample": False, "suppress_tokens": [3, 4]}
     )
-    found = [pipeline.generate_prior_tokens(p["text"], 64, 64)[0] for p in PROMPTS]
+    generated = [pipeline.generate_prior_tokens(p["text"], 64, 64)[0] for p in PROMPTS]
     large = (
         rollout.sample[:, 1:]
         .view(2, 2, 2)
@@ -74,7 +74,7 @@ def test_greedy_tokens_and_images_are_those_of_the_pipeline(make, folder):
         .repeat_interleave(2, 2)
         .flatten(1)
     )
-    assert torch.equal(large, torch.cat(found))
+    assert torch.equal(large, torch.cat(generated))
     latents = Rng.of("glm_image").normal(rollout.row_id, (4, 8, 8), 16)
     images = pipeline(
         prompt=[p["text"] for p in PROMPTS],

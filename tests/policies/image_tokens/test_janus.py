@@ -115,14 +115,14 @@ def test_the_matched_gradient_is_the_true_one(make, options):
 
 def test_the_mismatched_gradient_is_not(make):
     conditional = {"logprob_guidance": "conditional"}
-    found = [
+    cosines = [
         cosine(*gradients(make, IDS, REWARD, PROMPT, guidance_scale=s, **conditional))
         for s in (1.0, 2.0, 5.0)
     ]
     assert (
-        found[0] == pytest.approx(1, abs=1e-12)
-        and found[0] > found[1] + 0.01
-        and found[1] > found[2]
+        cosines[0] == pytest.approx(1, abs=1e-12)
+        and cosines[0] > cosines[1] + 0.01
+        and cosines[1] > cosines[2]
     )
 
 
@@ -137,13 +137,13 @@ def test_without_gradient_through_the_unconditional_branch(make, train):
     torch.testing.assert_close(
         logp(stop, IDS, PROMPT), logp(whole, IDS, PROMPT), atol=1e-12, rtol=0
     )
-    found = flat_grad(stop, (REWARD * logp(stop, IDS, PROMPT)).sum())
+    gradient = flat_grad(stop, (REWARD * logp(stop, IDS, PROMPT)).sum())
     inputs = whole.collate(whole.encode([PROMPT]) * len(IDS))
     z = whole.net.vocabulary(whole.net.teach(inputs, IDS))
     z_empty = whole.net.vocabulary(whole.net.teach(whole.empty(inputs), IDS)).detach()
     guided = (z_empty + 3 * (z - z_empty)).log_softmax(-1).gather(-1, IDS[..., None]).sum((1, 2))
     torch.testing.assert_close(
-        found, flat_grad(whole, (REWARD * guided).sum()), atol=1e-10, rtol=1e-8
+        gradient, flat_grad(whole, (REWARD * guided).sum()), atol=1e-10, rtol=1e-8
     )
 
 
@@ -151,9 +151,9 @@ def test_without_gradient_through_the_unconditional_branch(make, train):
 def test_what_is_trained_gets_a_gradient(make, train):
     policy = make(train=train)
     logp(policy, IDS[:2], PROMPT).sum().backward()
-    found = {name for name, p in policy.net.named_parameters() if p.grad is not None}
-    assert found == {name for name, p in policy.net.named_parameters() if p.requires_grad}
-    assert any("generation_head" in name for name in found) == (train == "generation")
+    with_gradient = {name for name, p in policy.net.named_parameters() if p.grad is not None}
+    assert with_gradient == {name for name, p in policy.net.named_parameters() if p.requires_grad}
+    assert any("generation_head" in name for name in with_gradient) == (train == "generation")
 
 
 @pytest.mark.parametrize("guidance", [1.0, 4.0])
@@ -223,11 +223,11 @@ def test_kernels_that_cannot_run_are_refused(folder):
 
 def test_what_memory_allows_is_measured_on_few_tokens(make, monkeypatch):
     policy = make(sampling_memory_gib=1.0)
-    seen = []
+    widths = []
     draw = policy._draw
-    monkeypatch.setattr(policy, "_draw", lambda *given: seen.append(given[4:]) or draw(*given))
+    monkeypatch.setattr(policy, "_draw", lambda *given: widths.append(given[4:]) or draw(*given))
     rollout = policy.rollout(PROMPTS, 2, Rng.of("memory"))
-    assert seen == [(2,), (2,), ()] and rollout.sample.shape == (4, TOKENS)
+    assert widths == [(2,), (2,), ()] and rollout.sample.shape == (4, TOKENS)
 
 
 def test_a_mismatch_is_named(folder):
@@ -265,8 +265,8 @@ def test_a_published_mismatch_in_a_table():
         p = (z_empty + s * (z - z_empty)).softmax(-1)
         true = torch.autograd.grad((p * r).sum(), z)[0]
         weight = (p * (r - (p * r).sum())).detach()
-        found = torch.autograd.grad((weight * F.log_softmax(z, -1)).sum(), z)[0]
-        torch.testing.assert_close(found * s, true, atol=1e-12, rtol=0)
+        gradient = torch.autograd.grad((weight * F.log_softmax(z, -1)).sum(), z)[0]
+        torch.testing.assert_close(gradient * s, true, atol=1e-12, rtol=0)
 
 
 def test_half_precision_at_the_guidance_of_the_shipped_configuration(make):
@@ -282,7 +282,7 @@ def test_half_precision_at_the_guidance_of_the_shipped_configuration(make):
 def test_gspo_at_its_published_clip_cuts_nothing_while_the_weights_stay(make):
     """At learning rate 0 no ratio has moved. Against the cached decoder's log-probs in half
     precision it would have."""
-    found = {}
+    clipped = {}
     for again in (False, "auto"):
         policy = make(double=False, guidance_scale=5.0)
         objective = PolicyGradient(surrogate=SURROGATES["gspo"])
@@ -296,5 +296,5 @@ def test_gspo_at_its_published_clip_cuts_nothing_while_the_weights_stay(make):
         trainer = trainer_of(
             policy, PROMPTS, objective, lr=0.0, recompute_old_logprob=again, **sizes
         )
-        found[again] = trainer.iterate()["clip_fraction"]
-    assert found["auto"] == 0 < found[False]
+        clipped[again] = trainer.iterate()["clip_fraction"]
+    assert clipped["auto"] == 0 < clipped[False]

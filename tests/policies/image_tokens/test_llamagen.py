@@ -245,9 +245,9 @@ def test_samples_come_at_the_rate_of_their_score(make):
         p = logp(policy, IDS, PROMPT).exp()
     index = (rollout.sample * VOCAB ** torch.arange(TOKENS - 1, -1, -1)).sum(1)
     counts = torch.bincount(index, minlength=len(IDS))
-    seen = counts > 0
-    assert seen.sum() <= 2**TOKENS and abs(p[seen].sum() - 1) < 0.02
-    assert_frequencies(counts[seen], p[seen], copies)
+    sampled = counts > 0
+    assert sampled.sum() <= 2**TOKENS and abs(p[sampled].sum() - 1) < 0.02
+    assert_frequencies(counts[sampled], p[sampled], copies)
 
 
 def test_the_matched_gradient_is_the_true_one_and_the_published_is_not(make):

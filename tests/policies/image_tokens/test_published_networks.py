@@ -32,8 +32,8 @@ def var_inputs(w, codebook, convs, sides, label, ids):
         h = codebook[ids[start : start + side * side]].T.reshape(1, -1, side, side)
         h = F.interpolate(h, size=(last, last), mode="bicubic")
         image = image + 0.5 * h + 0.5 * F.conv2d(h, *convs[k], padding=1)
-        told = F.adaptive_avg_pool2d(image, sides[k + 1])[0].flatten(1).T
-        x.append(told @ w["word_embed.weight"].T + w["word_embed.bias"])
+        pooled = F.adaptive_avg_pool2d(image, sides[k + 1])[0].flatten(1).T
+        x.append(pooled @ w["word_embed.weight"].T + w["word_embed.bias"])
         start += side * side
     level = torch.arange(len(sides)).repeat_interleave(torch.tensor(sides) ** 2)
     return torch.cat(x) + w["lvl_embed.weight"][level] + w["pos_1LC"][0], level
@@ -47,12 +47,12 @@ def var_block(w, x, modulation, level):
     norm = normed(x)
     bias = torch.cat([w["attn.q_bias"], torch.zeros_like(w["attn.q_bias"]), w["attn.v_bias"]])
     parts = ((norm * (1 + scale1) + shift1) @ w["attn.mat_qkv.weight"].T + bias).chunk(3, 1)
-    found = []
+    heads_out = []
     for q, k, v, scale in zip(*(part.chunk(len(heads), 1) for part in parts), heads, strict=True):
         q = q / q.norm(dim=1, keepdim=True)
         k = k / k.norm(dim=1, keepdim=True)
-        found.append(attention(q, k, v, level[:, None] >= level, scale.exp().clamp(max=100)))
-    x = x + gain1 * (torch.cat(found, 1) @ w["attn.proj.weight"].T + w["attn.proj.bias"])
+        heads_out.append(attention(q, k, v, level[:, None] >= level, scale.exp().clamp(max=100)))
+    x = x + gain1 * (torch.cat(heads_out, 1) @ w["attn.proj.weight"].T + w["attn.proj.bias"])
     h = (normed(x) * (1 + scale2) + shift2) @ w["ffn.fc1.weight"].T + w["ffn.fc1.bias"]
     return x + gain2 * (F.gelu(h, approximate="tanh") @ w["ffn.fc2.weight"].T + w["ffn.fc2.bias"])
 
@@ -65,20 +65,20 @@ def var_logits(w, codebook, convs, sides, label, ids):
     x, level = var_inputs(w, codebook, convs, sides, label, ids)
     about = F.silu(w["class_emb.weight"][label])
     for i in range(2):
-        own = {
+        weights = {
             name.split(".", 2)[2]: value
             for name, value in w.items()
             if name.startswith(f"blocks.{i}.")
         }
-        if "ada_gss" in own:
-            made = (
+        if "ada_gss" in weights:
+            modulation = (
                 w["shared_ada_lin.1.weight"] @ about
                 + w["shared_ada_lin.1.bias"]
-                + own["ada_gss"].flatten()
+                + weights["ada_gss"].flatten()
             )
         else:
-            made = own["ada_lin.1.weight"] @ about + own["ada_lin.1.bias"]
-        x = var_block(own, x, made.view(6, -1), level)
+            modulation = weights["ada_lin.1.weight"] @ about + weights["ada_lin.1.bias"]
+        x = var_block(weights, x, modulation.view(6, -1), level)
     scale, shift = (w["head_nm.ada_lin.1.weight"] @ about + w["head_nm.ada_lin.1.bias"]).chunk(2)
     return (normed(x) * (1 + scale) + shift) @ w["head.weight"].T + w["head.bias"]
 
@@ -112,12 +112,12 @@ def test_var_is_what_was_published(together, tmp_path):
         (quantizer.quant_resi.qresi_ls[j].weight, quantizer.quant_resi.qresi_ls[j].bias)
         for j in (0, 2, 3)
     ]
-    found = net.vocabulary(net.teach({"label": torch.tensor([3, 5])}, ids))
+    logits = net.vocabulary(net.teach({"label": torch.tensor([3, 5])}, ids))
     for row, label in enumerate((3, 5)):  # of a class, and of none
-        wanted = var_logits(
+        expected = var_logits(
             net.state_dict(), quantizer.embedding.weight, convs, sides, label, ids[row]
         )
-        torch.testing.assert_close(found[row], wanted, atol=1e-10, rtol=1e-9)
+        torch.testing.assert_close(logits[row], expected, atol=1e-10, rtol=1e-9)
 
 
 @torch.no_grad()
@@ -134,14 +134,14 @@ def test_vars_guidance_is_what_was_published(tmp_path):
         for j in (0, 2, 3)
     ]
     t = torch.tensor([0.0] + [1.5] * 4 + [3.0] * 9, dtype=torch.float64)[:, None]
-    found = policy.dist(at(policy, ids, {"label": 3})).log_prob(ids)
+    scored = policy.dist(at(policy, ids, {"label": 3})).log_prob(ids)
     for row in range(2):
         z, empty = (
             var_logits(w, quantizer.embedding.weight, convs, sides, label, ids[row])
             for label in (3, 5)
         )
-        wanted = ((1 + t) * z - t * empty).log_softmax(-1).gather(1, ids[row][:, None])[:, 0]
-        torch.testing.assert_close(found[row], wanted, atol=1e-10, rtol=1e-9)
+        expected = ((1 + t) * z - t * empty).log_softmax(-1).gather(1, ids[row][:, None])[:, 0]
+        torch.testing.assert_close(scored[row], expected, atol=1e-10, rtol=1e-9)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -170,22 +170,26 @@ def rms(x, weight):
 def llamagen_logits(w, condition, ids, heads, grid):
     """[T, V] after the condition [n, C], of tokens [T]."""
     x = torch.cat([condition, w["tok_embeddings.weight"][ids[:-1]]])
-    seen = torch.ones(len(x), len(x)).tril().bool()
+    visible = torch.ones(len(x), len(x)).tril().bool()
     for i in range(2):
-        own = {
+        weights = {
             name.split(".", 2)[2]: value
             for name, value in w.items()
             if name.startswith(f"layers.{i}.")
         }
-        parts = (rms(x, own["attention_norm.weight"]) @ own["attention.wqkv.weight"].T).chunk(3, 1)
-        found = []
+        parts = (
+            rms(x, weights["attention_norm.weight"]) @ weights["attention.wqkv.weight"].T
+        ).chunk(3, 1)
+        heads_out = []
         for q, k, v in zip(*(part.chunk(heads, 1) for part in parts), strict=True):
-            q, k = (turned(one, len(condition), grid) for one in (q, k))
-            found.append(attention(q, k, v, seen, q.shape[1] ** -0.5))
-        x = x + torch.cat(found, 1) @ own["attention.wo.weight"].T
-        h = rms(x, own["ffn_norm.weight"])
-        gated = F.silu(h @ own["feed_forward.w1.weight"].T) * (h @ own["feed_forward.w3.weight"].T)
-        x = x + gated @ own["feed_forward.w2.weight"].T
+            q, k = (turned(vectors, len(condition), grid) for vectors in (q, k))
+            heads_out.append(attention(q, k, v, visible, q.shape[1] ** -0.5))
+        x = x + torch.cat(heads_out, 1) @ weights["attention.wo.weight"].T
+        h = rms(x, weights["ffn_norm.weight"])
+        gated = F.silu(h @ weights["feed_forward.w1.weight"].T) * (
+            h @ weights["feed_forward.w3.weight"].T
+        )
+        x = x + gated @ weights["feed_forward.w2.weight"].T
     return (rms(x, w["norm.weight"]) @ w["output.weight"].T)[len(condition) - 1 :]
 
 
@@ -199,9 +203,9 @@ def conditions(policy, text, prompt):
     words = inputs["mask"][0].bool()
     assert 1 < words.sum() < len(words)
     return [
-        F.gelu(one[words].double() @ w["cls_embedding.cap_proj.fc1.weight"].T, approximate="tanh")
+        F.gelu(row[words].double() @ w["cls_embedding.cap_proj.fc1.weight"].T, approximate="tanh")
         @ w["cls_embedding.cap_proj.fc2.weight"].T
-        for one in (inputs["text"][0], w["cls_embedding.uncond_embedding"])
+        for row in (inputs["text"][0], w["cls_embedding.uncond_embedding"])
     ]
 
 
@@ -215,13 +219,15 @@ def test_llamagen_and_its_guidance_are_what_was_published(text, tmp_path):
     net = policy.net.double()
     ids = every(3, 4)[[46, 61]]
     prompts = [{"text": "a red seven", "label": 2}, {"text": "two", "label": 0}]
-    found = net.vocabulary(net.teach(policy.collate(policy.encode(prompts)), ids))
+    logits = net.vocabulary(net.teach(policy.collate(policy.encode(prompts)), ids))
     for row, prompt in enumerate(prompts):
         z, empty = (
             llamagen_logits(net.state_dict(), c, ids[row], 2, 2)
             for c in conditions(policy, text, prompt)
         )
-        torch.testing.assert_close(found[row], z, atol=1e-6, rtol=1e-6)  # its rotations are float32
-        wanted = (empty + 4 * (z - empty)).log_softmax(-1).gather(1, ids[row][:, None])[:, 0]
+        torch.testing.assert_close(
+            logits[row], z, atol=1e-6, rtol=1e-6
+        )  # its rotations are float32
+        expected = (empty + 4 * (z - empty)).log_softmax(-1).gather(1, ids[row][:, None])[:, 0]
         scored = policy.dist(at(policy, ids[row : row + 1], prompt)).log_prob(ids[row : row + 1])[0]
-        torch.testing.assert_close(scored, wanted, atol=1e-5, rtol=1e-6)
+        torch.testing.assert_close(scored, expected, atol=1e-5, rtol=1e-6)

@@ -63,8 +63,8 @@ def test_probabilities_of_all_images_sum_to_1_and_the_gradient_is_the_true_one(m
     if "top_k" in options:  # a token outside the support is scored as if it were inside
         with torch.no_grad():
             rollout = policy.rollout([PROMPT], 300, Rng.of("support"))
-        seen = (rollout.sample[:, None] == IDS).all(2).any(0)
-        assert p[seen].sum() > 0.95 and p.sum() > 1 + 1e-6
+        sampled = (rollout.sample[:, None] == IDS).all(2).any(0)
+        assert p[sampled].sum() > 0.95 and p.sum() > 1 + 1e-6
         return
     assert abs(p.sum() - 1) < 1e-12 and (p > 0).all()
     assert_gradient_is_true(policy, lambda: logp(policy, IDS, PROMPT), REWARD)

@@ -29,37 +29,37 @@ def anew(policy):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_kept_features_are_those_of_every_pass(family):
-    one = policy_of(family, train=FROZEN)
-    other = anew(policy_of(family, train=FROZEN))
-    given = prompts(family)
-    rollout = rolled(one, given)
-    wanted = rolled(other, given)
-    assert torch.equal(rollout.sample, wanted.sample)
+    vlm = policy_of(family, train=FROZEN)
+    anew_each_pass = anew(policy_of(family, train=FROZEN))
+    questions = prompts(family)
+    rollout = rolled(vlm, questions)
+    expected = rolled(anew_each_pass, questions)
+    assert torch.equal(rollout.sample, expected.sample)
     torch.testing.assert_close(
-        logprobs(one, rollout), logprobs(other, wanted), atol=1e-5, rtol=1e-5
+        logprobs(vlm, rollout), logprobs(anew_each_pass, expected), atol=1e-5, rtol=1e-5
     )
-    assert_near(gradient(one, rollout), gradient(other, wanted))
-    again = rolled(one, given)  # the prompts of the next epoch
+    assert_near(gradient(vlm, rollout), gradient(anew_each_pass, expected))
+    again = rolled(vlm, questions)  # the prompts of the next epoch
     assert torch.equal(again.sample, rollout.sample)
-    assert one.towered == one.images / 2 and other.towered > one.images
+    assert vlm.towered == vlm.images / 2 and anew_each_pass.towered > vlm.images
 
 
 def test_packed_rows_take_them_too():
-    one = policy_of(train=FROZEN, remove_padding=True)
-    other = policy_of(train=FROZEN)
-    rollout = rolled(other)
+    packed = policy_of(train=FROZEN, remove_padding=True)
+    padded = policy_of(train=FROZEN)
+    rollout = rolled(padded)
     torch.testing.assert_close(
-        logprobs(one, rollout), logprobs(other, rollout), atol=1e-5, rtol=1e-5
+        logprobs(packed, rollout), logprobs(padded, rollout), atol=1e-5, rtol=1e-5
     )
-    assert_near(gradient(one, rollout), gradient(other, rollout))
+    assert_near(gradient(packed, rollout), gradient(padded, rollout))
 
 
 def test_the_room_for_features_is_bounded_and_trained_towers_look_anew():
-    one = policy_of(train=FROZEN)
-    one.features = Recent(1)
-    rollout = rolled(one)
-    logprobs(one, rollout)
-    assert not one.features.entries and one.towered == 2 * one.images
+    vlm = policy_of(train=FROZEN)
+    vlm.features = Recent(1)
+    rollout = rolled(vlm)
+    logprobs(vlm, rollout)
+    assert not vlm.features.entries and vlm.towered == 2 * vlm.images
     for options in ({}, {"train": Parts("full", "full", "frozen")}):
         trained = policy_of(**options)
         logprobs(trained, rolled(trained))

@@ -42,18 +42,18 @@ def inputs(name: str, budgets: Budgets | None = None, coords=None) -> Inputs:
 
 def mixed(name: str) -> list[dict]:
     """Unlike prompts: one image, none, several, a video, as far as the family takes them."""
-    one = {"text": "what is this?", "images": [tiny_vlms.image(70, 60)]}
+    single = {"text": "what is this?", "images": [tiny_vlms.image(70, 60)]}
     if name in tiny_vlms.ONE_IMAGE:
-        return [one, {"text": "and where?", "image": tiny_vlms.image(99, 44, 1)}]
+        return [single, {"text": "and where?", "image": tiny_vlms.image(99, 44, 1)}]
     two = [tiny_vlms.image(50, 120, 1), tiny_vlms.image(200, 60, 2)]
-    found = [
-        one,
+    questions = [
+        single,
         {"text": "why?"},
         {"text": "compare <image> and <image>, say", "images": two, "system": "be brief"},
     ]
     if name in tiny_vlms.VIDEO:
-        found.append({"text": "when?", "video": tiny_vlms.video(5), "fps": 2.0})
-    return found
+        questions.append({"text": "when?", "video": tiny_vlms.video(5), "fps": 2.0})
+    return questions
 
 
 def message(call, *args, **kwargs) -> str:
@@ -65,16 +65,16 @@ def message(call, *args, **kwargs) -> str:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_batch_of_unlike_prompts_gives_each_its_own_answer(name):
     net = loaded(name)[0]
-    made = inputs(name)
-    encoded = [made.encode(prompt) for prompt in mixed(name)]
-    groups = made.groups(encoded)
+    reader = inputs(name)
+    encoded = [reader.encode(prompt) for prompt in mixed(name)]
+    groups = reader.groups(encoded)
     assert sorted(i for group in groups for i in group) == list(range(len(encoded)))
     assert len(groups) == (3 if name == "mllama" else 1)
     with torch.no_grad():
-        alone = [net(**one).logits[0, -1].log_softmax(-1) for one in encoded]
+        alone = [net(**tensors).logits[0, -1].log_softmax(-1) for tensors in encoded]
         for group in groups:
             together = (
-                net(**made.collate([encoded[i] for i in group])).logits[:, -1].log_softmax(-1)
+                net(**reader.collate([encoded[i] for i in group])).logits[:, -1].log_softmax(-1)
             )
             for row, i in zip(together, group):
                 assert (row - alone[i]).abs().max() < 2e-5
@@ -82,33 +82,33 @@ def test_a_batch_of_unlike_prompts_gives_each_its_own_answer(name):
 
 def test_prompts_of_equally_many_images_make_a_batch_for_mllama():
     net = loaded("mllama")[0]
-    made = inputs("mllama")
+    reader = inputs("mllama")
     prompts = [
         {"text": t, "images": [tiny_vlms.image(w, 60, w)]}
         for t, w in (("what?", 60), ("and a longer one", 150))
     ]
-    encoded = [made.encode(prompt) for prompt in prompts]
-    assert made.groups(encoded) == [[0, 1]]
+    encoded = [reader.encode(prompt) for prompt in prompts]
+    assert reader.groups(encoded) == [[0, 1]]
     with torch.no_grad():
-        together = net(**made.collate(encoded)).logits[:, -1]
-        for row, one in zip(together, encoded):
-            assert (row - net(**one).logits[0, -1]).abs().max() < 2e-5
+        together = net(**reader.collate(encoded)).logits[:, -1]
+        for row, tensors in zip(together, encoded):
+            assert (row - net(**tensors).logits[0, -1]).abs().max() < 2e-5
     assert "equally many images" in message(
-        made.collate, [encoded[0], made.encode({"text": "none"})]
+        reader.collate, [encoded[0], reader.encode({"text": "none"})]
     )
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_encoding_is_the_processors_own(name):
-    made = inputs(name)
+    reader = inputs(name)
     prompt = mixed(name)[0]
-    found = made.encode(prompt)
-    if made.processor.chat_template:
+    encoded = reader.encode(prompt)
+    if reader.processor.chat_template:
         content = [
             {"type": "image", "image": prompt["images"][0]},
             {"type": "text", "text": prompt["text"]},
         ]
-        wanted = made.processor.apply_chat_template(
+        expected = reader.processor.apply_chat_template(
             [{"role": "user", "content": content}],
             add_generation_prompt=True,
             tokenize=True,
@@ -116,56 +116,58 @@ def test_the_encoding_is_the_processors_own(name):
             return_tensors="pt",
         )
     else:
-        wanted = made.processor(
+        expected = reader.processor(
             text="<image>" + prompt["text"], images=prompt["images"][0], return_tensors="pt"
         )
-    assert set(found) <= set(wanted) and "pixel_values" in found
-    for key in found:
-        assert torch.equal(found[key], torch.as_tensor(wanted[key])), key
+    assert set(encoded) <= set(expected) and "pixel_values" in encoded
+    for key in encoded:
+        assert torch.equal(encoded[key], torch.as_tensor(expected[key])), key
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_stands_for_images_cannot_be_sampled_and_what_ends_can(name):
-    made = inputs(name)
-    encoded = made.encode(mixed(name)[0])
+    reader = inputs(name)
+    encoded = reader.encode(mixed(name)[0])
     assert (
-        made._id("image") in made.suppressed
-        and made.stops
-        and not set(made.stops) & set(made.suppressed)
+        reader._id("image") in reader.suppressed
+        and reader.stops
+        and not set(reader.stops) & set(reader.suppressed)
     )
-    assert made.placeholders(encoded) >= 1
-    special = {made.tokenizer.convert_tokens_to_ids(t) for t in made.tokenizer.all_special_tokens}
+    assert reader.placeholders(encoded) >= 1
+    special = {
+        reader.tokenizer.convert_tokens_to_ids(t) for t in reader.tokenizer.all_special_tokens
+    }
     harmless = ("<|pad|>", "<|bos|>", "<|im_start|>", "<end_of_utterance>")
-    allowed = {made.tokenizer.convert_tokens_to_ids(t) for t in harmless}
-    assert special - allowed - set(made.stops) <= set(made.suppressed)
-    letters = made.tokenizer("any answer", add_special_tokens=False)["input_ids"]
-    assert not set(letters) & set(made.suppressed)
+    allowed = {reader.tokenizer.convert_tokens_to_ids(t) for t in harmless}
+    assert special - allowed - set(reader.stops) <= set(reader.suppressed)
+    letters = reader.tokenizer("any answer", add_special_tokens=False)["input_ids"]
+    assert not set(letters) & set(reader.suppressed)
 
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3"])
 def test_type_ids_that_a_family_needs_are_never_missing_in_silence(name, monkeypatch):
-    made = inputs(name)
+    reader = inputs(name)
     needed = FAMILIES[name].needs[0]
-    encoded = made.encode({"text": "why?"})
+    encoded = reader.encode({"text": "why?"})
     assert needed in encoded
     without = {key: value for key, value in encoded.items() if key != needed}
-    assert f"without {needed}" in message(made.collate, [encoded, without])
-    original = made._processed
+    assert f"without {needed}" in message(reader.collate, [encoded, without])
+    original = reader._processed
     monkeypatch.setattr(
-        made, "_processed", lambda *a: {k: v for k, v in original(*a).items() if k != needed}
+        reader, "_processed", lambda *a: {k: v for k, v in original(*a).items() if k != needed}
     )
-    said = message(made.encode, {"text": "why?", "origin": "d.jsonl:3"})
-    assert said.startswith("d.jsonl:3: ") and needed in said
+    complaint = message(reader.encode, {"text": "why?", "origin": "d.jsonl:3"})
+    assert complaint.startswith("d.jsonl:3: ") and needed in complaint
 
 
 def test_views_tell_what_the_model_saw():
-    made = inputs("qwen2_5_vl")
+    reader = inputs("qwen2_5_vl")
     prompt = {
         "text": "<image> or <image>?",
         "images": [tiny_vlms.image(70, 60), tiny_vlms.image(200, 60)],
     }
-    encoded, view = made.take(prompt)
-    assert view == made.view(prompt, encoded)
+    encoded, view = reader.take(prompt)
+    assert view == reader.view(prompt, encoded)
     assert (
         view["coords"] == "resized"
         and view["sizes"] == [[70, 60], [200, 60]]
@@ -174,7 +176,7 @@ def test_views_tell_what_the_model_saw():
     assert view["resized"] == [[56, 56], [168, 28]]  # multiples of 28 within 12 * 28 * 28 pixels
     grid = encoded["image_grid_thw"]
     assert [[int(w) * 14, int(h) * 14] for _, h, w in grid] == view["resized"]
-    _, view = made.take({"text": "when?", "video": tiny_vlms.video(12, 84, 56), "fps": 4.0})
+    _, view = reader.take({"text": "when?", "video": tiny_vlms.video(12, 84, 56), "fps": 4.0})
     assert view["frames"] == 6 and view["duration"] == 3.0 and view["sizes"] == [[84, 56]]
 
 
@@ -186,8 +188,8 @@ def test_a_space_is_never_guessed():
         "boxes": [[0, 0, 9, 9]],
         "origin": "g.jsonl:8",
     }
-    said = message(inputs("llava").encode, grounding)
-    assert said.startswith("g.jsonl:8: ") and "set the policy's coordinate_space" in said
+    complaint = message(inputs("llava").encode, grounding)
+    assert complaint.startswith("g.jsonl:8: ") and "set the policy's coordinate_space" in complaint
     assert inputs("llava", coords="rel1").take(grounding)[1]["coords"] == "rel1"
     assert "means nothing for llava" in message(inputs, "llava", coords="resized")
 
@@ -230,7 +232,7 @@ def test_mistakes_name_the_prompt_and_the_remedy(prompt, said):
 
 
 def test_conversations_with_parts_keep_their_order():
-    made = inputs("qwen2_5_vl")
+    reader = inputs("qwen2_5_vl")
     a = tiny_vlms.image(56, 56, 1)
     b = tiny_vlms.image(56, 56, 2)
     parts = [{"type": "text", "text": "first"}, {"type": "image"}, {"type": "image", "image": b}]
@@ -239,14 +241,14 @@ def test_conversations_with_parts_keep_their_order():
         {"role": "assistant", "content": "yes"},
         {"role": "user", "content": "so?"},
     ]
-    found = made.encode({"messages": turns, "images": [a]})
-    again = made.encode(
+    encoded = reader.encode({"messages": turns, "images": [a]})
+    again = reader.encode(
         {"messages": [dict(turns[0], content="first<image><image>"), *turns[1:]], "images": [a, b]}
     )
-    assert all(torch.equal(found[key], again[key]) for key in again)
-    before = made.encode({"messages": [{"role": "user", "content": "so?"}], "images": [a]})
+    assert all(torch.equal(encoded[key], again[key]) for key in again)
+    before = reader.encode({"messages": [{"role": "user", "content": "so?"}], "images": [a]})
     assert torch.equal(
-        before["input_ids"], made.encode({"text": "<image>so?", "images": [a]})["input_ids"]
+        before["input_ids"], reader.encode({"text": "<image>so?", "images": [a]})["input_ids"]
     )
 
 
@@ -277,18 +279,18 @@ def test_a_video_file_is_its_frames(tmp_path):
     path = tmp_path / "v.mp4"
     frames = tiny_vlms.video(1, 64, 48, seed=3).repeat(12, 0) // 12
     frames = (frames * np.arange(1, 13, dtype=np.uint8)[:, None, None, None]).astype(np.uint8)
-    with av.open(str(path), "w") as out:
-        stream = out.add_stream("mpeg4", rate=4)
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=4)
         stream.width = 64
         stream.height = 48
         stream.pix_fmt = "yuv420p"
         for frame in frames:
-            out.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
-        out.mux(stream.encode())
-    made = inputs("qwen3_vl", Budgets(frames=4))
-    encoded, view = made.take({"text": "when?", "video": str(path)})
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        container.mux(stream.encode())
+    reader = inputs("qwen3_vl", Budgets(frames=4))
+    encoded, view = reader.take({"text": "when?", "video": str(path)})
     assert view["frames"] == 4 and view["duration"] == 3.0 and view["sizes"] == [[64, 48]]
-    same = made.encode({"text": "when?", "video": frames, "fps": 4.0})
+    same = reader.encode({"text": "when?", "video": frames, "fps": 4.0})
     assert torch.equal(encoded["input_ids"], same["input_ids"])  # timestamps included
     # but for compression
     assert (encoded["pixel_values_videos"] - same["pixel_values_videos"]).abs().mean() < 0.3
@@ -326,49 +328,51 @@ def test_every_family_has_all_three_parts(name):
 
 def rows(sizes) -> list[dict]:
     return [
-        {"text": "what?" + "x" * more, "images": [tiny_vlms.image(w, h)], "origin": f"d.jsonl:{i}"}
-        for i, (w, h, more) in enumerate(sizes, 1)
+        {"text": "what?" + "x" * words, "images": [tiny_vlms.image(w, h)], "origin": f"d.jsonl:{i}"}
+        for i, (w, h, words) in enumerate(sizes, 1)
     ]
 
 
 @pytest.mark.parametrize("limit", [3, 4, 9])
 def test_images_are_scaled_down_until_their_tokens_fit(limit):
-    made = inputs("qwen2_5_vl", Budgets(image_tokens=limit))
+    reader = inputs("qwen2_5_vl", Budgets(image_tokens=limit))
     for prompt in rows([(300, 80, 0), (56, 56, 0), (90, 200, 0)]):
-        cost, scale = made.measure(prompt)
+        cost, scale = reader.measure(prompt)
         free, _ = inputs("qwen2_5_vl").measure(prompt)
         assert cost.images <= limit and (scale == 1) == (free.images <= limit)
         assert cost.images >= min(free.images, limit) // 2  # not smaller than it must be
-        _, view = made.take(prompt)
+        _, view = reader.take(prompt)
         assert view["sizes"] == [list(prompt["images"][0].size)]
 
 
 def test_long_prompts_are_left_out_and_named():
-    made = inputs("qwen2_5_vl", Budgets(prompt_tokens=40))
-    found = admit(rows([(56, 56, 0), (56, 56, 60), (120, 120, 9)]), made.budgets, made.measure)
-    assert [p["origin"] for p in found.prompts] == ["d.jsonl:1", "d.jsonl:3"]
-    shrunk, dropped = found.notes
+    reader = inputs("qwen2_5_vl", Budgets(prompt_tokens=40))
+    admitted = admit(
+        rows([(56, 56, 0), (56, 56, 60), (120, 120, 9)]), reader.budgets, reader.measure
+    )
+    assert [p["origin"] for p in admitted.prompts] == ["d.jsonl:1", "d.jsonl:3"]
+    shrunk, dropped = admitted.notes
     assert shrunk == "budgets: 1 of 3 prompts have images that are scaled down: d.jsonl:3"
     assert dropped.startswith("budgets: 1 of 3 prompts are left out as too long: d.jsonl:2: ")
     assert "prompt tokens, more than budgets.prompt_tokens = 40" in dropped
-    assert "d.jsonl:2: " in message(made.encode, rows([(56, 56, 0), (56, 56, 60)])[1])
+    assert "d.jsonl:2: " in message(reader.encode, rows([(56, 56, 0), (56, 56, 60)])[1])
 
 
 @pytest.mark.parametrize("overlong", ["drop", "error"])
 def test_what_happens_to_an_overlong_prompt_is_said(overlong):
-    made = inputs("qwen2_5_vl", Budgets(image_tokens=4, overlong=overlong))
+    reader = inputs("qwen2_5_vl", Budgets(image_tokens=4, overlong=overlong))
     prompts = rows([(56, 56, 0), (140, 56, 0)])
     if overlong == "error":
-        said = message(admit, prompts, made.budgets, made.measure)
-        assert said == "d.jsonl:2: 10 image tokens, more than budgets.image_tokens = 4"
+        complaint = message(admit, prompts, reader.budgets, reader.measure)
+        assert complaint == "d.jsonl:2: 10 image tokens, more than budgets.image_tokens = 4"
     else:
-        assert admit(prompts, made.budgets, made.measure).prompts == prompts[:1]
+        assert admit(prompts, reader.budgets, reader.measure).prompts == prompts[:1]
 
 
 def test_a_processor_of_fixed_sizes_cannot_be_helped():
-    made = inputs("llava", Budgets(image_tokens=10))
+    reader = inputs("llava", Budgets(image_tokens=10))
     assert ("making its images smaller does not help") in message(
-        made.encode, rows([(200, 200, 0)])[0]
+        reader.encode, rows([(200, 200, 0)])[0]
     )
 
 

@@ -36,53 +36,53 @@ def ragged(rollout):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_rows_are_the_padded_ones(family):
     padded = policy_of(family, temperature=0.8)
-    one = policy_of(family, temperature=0.8, remove_padding=True)
+    packed = policy_of(family, temperature=0.8, remove_padding=True)
     rollout = rolled(padded, prompts(family))
-    again = rolled(one, prompts(family))
+    again = rolled(packed, prompts(family))
     assert torch.equal(again.sample, rollout.sample)
     torch.testing.assert_close(again.logprob, rollout.logprob, atol=1e-5, rtol=1e-5)
     rollout = ragged(rollout)
-    wanted, found = (logprobs(p, rollout)[rollout.mask] for p in (padded, one))
-    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
-    assert_near(gradient(one, rollout), gradient(padded, rollout))
+    expected, scores = (logprobs(p, rollout)[rollout.mask] for p in (padded, packed))
+    torch.testing.assert_close(scores, expected, atol=1e-5, rtol=1e-5)
+    assert_near(gradient(packed, rollout), gradient(padded, rollout))
 
 
 def test_no_padding_reaches_the_language_model():
-    one = policy_of(remove_padding=True)
-    rollout = ragged(rolled(one))
+    packed = policy_of(remove_padding=True)
+    rollout = ragged(rolled(packed))
     shapes = []
-    hook = one.net.hf.base_model.language_model.layers[0].mlp.register_forward_pre_hook(
+    hook = packed.net.hf.base_model.language_model.layers[0].mlp.register_forward_pre_hook(
         lambda module, given: shapes.append(tuple(given[0].shape[:2]))
     )
-    logprobs(one, rollout)
+    logprobs(packed, rollout)
     hook.remove()
-    asked = sum(cond["input_ids"].shape[1] for cond in rollout.cond)
-    assert shapes == [(1, asked), (1, int((rollout.mask.sum(1) - 1).sum()))]
+    prompt_tokens = sum(cond["input_ids"].shape[1] for cond in rollout.cond)
+    assert shapes == [(1, prompt_tokens), (1, int((rollout.mask.sum(1) - 1).sum()))]
 
 
 def test_layers_computed_again_give_the_same_gradient():
-    one = policy_of(remove_padding=True)
-    rollout = ragged(rolled(one))
-    plain = gradient(one, rollout)
-    one.enable_gradient_checkpointing()
-    assert_near(gradient(one, rollout), plain, 1e-7)
+    packed = policy_of(remove_padding=True)
+    rollout = ragged(rolled(packed))
+    plain = gradient(packed, rollout)
+    packed.enable_gradient_checkpointing()
+    assert_near(gradient(packed, rollout), plain, 1e-7)
 
 
 def test_what_is_exported_knows_nothing_of_it(tmp_path):
-    one = policy_of(remove_padding=True)
-    one.export(tmp_path)
+    packed = policy_of(remove_padding=True)
+    packed.export(tmp_path)
     assert packing.NAME not in (tmp_path / "config.json").read_text()
 
 
 def test_adapters_train_packed():
-    one, padded = (policy_of(lora=2, remove_padding=p) for p in (True, False))
+    packed, padded = (policy_of(lora=2, remove_padding=p) for p in (True, False))
     rollout = ragged(rolled(padded))
     with torch.no_grad():
-        for p in (one, padded):
+        for p in (packed, padded):
             for name, parameter in p.net.named_parameters():
                 if "lora_B" in name:
                     parameter.add_(0.1)
-    assert_near(gradient(one, rollout), gradient(padded, rollout))
+    assert_near(gradient(packed, rollout), gradient(padded, rollout))
 
 
 def test_what_cannot_be_packed_is_refused():
@@ -94,10 +94,10 @@ def test_what_cannot_be_packed_is_refused():
 
 
 def test_layers_that_do_not_hand_the_layout_on_are_found_out():
-    one = policy_of(remove_padding=True)
-    one.net.hf.config.get_text_config()._attn_implementation = "sdpa"
+    packed = policy_of(remove_padding=True)
+    packed.net.hf.config.get_text_config()._attn_implementation = "sdpa"
     with pytest.raises(UserError, match="attend in a way of their own"):
-        rolled(one)
+        rolled(packed)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -106,19 +106,21 @@ def test_layers_that_do_not_hand_the_layout_on_are_found_out():
 
 def naive(layout: Layout, q, k, v, scale, window=None):
     """Row by row, key by key."""
-    found = torch.zeros_like(q)
+    attended = torch.zeros_like(q)
     start = 0
     first = 0
     for n, m in zip(layout.queries.tolist(), layout.keys.tolist(), strict=True):
         at = torch.arange(first, first + m) if layout.at is None else layout.at[first : first + m]
         for i in range(n):
             last = m - n + i
-            seen = at[max(0, last + 1 - window) if window else 0 : last + 1]
-            weight = (torch.einsum("hd,hmd->hm", q[:, start + i], k[:, seen]) * scale).softmax(-1)
-            found[:, start + i] = torch.einsum("hm,hmd->hd", weight, v[:, seen])
+            visible = at[max(0, last + 1 - window) if window else 0 : last + 1]
+            weight = (torch.einsum("hd,hmd->hm", q[:, start + i], k[:, visible]) * scale).softmax(
+                -1
+            )
+            attended[:, start + i] = torch.einsum("hm,hmd->hd", weight, v[:, visible])
         start = start + n
         first = first + m
-    return found
+    return attended
 
 
 def layouts():
@@ -139,13 +141,13 @@ def test_a_layout_attends_inside_its_rows(which, window):
     q, k, v = (
         torch.randn(2, size, 4, dtype=torch.float64, requires_grad=True) for size in (n, m, m)
     )
-    found = layout.attend(q, k, v, 0.3, window)
-    wanted = naive(layout, q, k, v, 0.3, window)
-    torch.testing.assert_close(found, wanted)
-    weights = torch.randn_like(found)
-    grads = [torch.autograd.grad((x * weights).sum(), (q, k, v)) for x in (found, wanted)]
-    for one, two in zip(*grads, strict=True):
-        torch.testing.assert_close(one, two)
+    attended = layout.attend(q, k, v, 0.3, window)
+    expected = naive(layout, q, k, v, 0.3, window)
+    torch.testing.assert_close(attended, expected)
+    weights = torch.randn_like(attended)
+    grads = [torch.autograd.grad((x * weights).sum(), (q, k, v)) for x in (attended, expected)]
+    for packed_gradient, naive_gradient in zip(*grads, strict=True):
+        torch.testing.assert_close(packed_gradient, naive_gradient)
 
 
 def test_xformers_is_given_one_block_diagonal_mask(monkeypatch):
@@ -170,10 +172,12 @@ def test_xformers_is_given_one_block_diagonal_mask(monkeypatch):
         for q, k, v in zip(
             query[0].split(attn_bias.q), key[0].split(attn_bias.k), value[0].split(attn_bias.k)
         ):
-            seen = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
+            visible = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
             q, k, v = (x.transpose(0, 1) for x in (q, k, v))
             rows.append(
-                F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale).transpose(0, 1)
+                F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale).transpose(
+                    0, 1
+                )
             )
         return torch.cat(rows)[None]
 
@@ -181,12 +185,12 @@ def test_xformers_is_given_one_block_diagonal_mask(monkeypatch):
     fmha = types.SimpleNamespace(attn_bias=bias, memory_efficient_attention=attention)
     monkeypatch.setitem(sys.modules, "xformers", types.ModuleType("xformers"))
     monkeypatch.setitem(sys.modules, "xformers.ops", types.SimpleNamespace(fmha=fmha))
-    one = policy_of(remove_padding=True)
+    packed = policy_of(remove_padding=True)
     padded = policy_of()
-    one.net.fused = True
+    packed.net.fused = True
     rollout = ragged(rolled(padded))
-    assert torch.equal(rolled(one).sample, rolled(padded).sample)
+    assert torch.equal(rolled(packed).sample, rolled(padded).sample)
     torch.testing.assert_close(
-        logprobs(one, rollout)[rollout.mask], logprobs(padded, rollout)[rollout.mask]
+        logprobs(packed, rollout)[rollout.mask], logprobs(padded, rollout)[rollout.mask]
     )
-    assert_near(gradient(one, rollout), gradient(padded, rollout))
+    assert_near(gradient(packed, rollout), gradient(padded, rollout))

@@ -98,7 +98,7 @@ def test_mistakes_are_told():
         set_trainable(net, Parts("full", "full", Part("lora", targets=["nope"])))
     with pytest.raises(UserError, match="train.vision: Linear has no such part"):
         set_trainable(nn.Linear(2, 2), Parts("full", "frozen", "full"))
-    for wrong, said in (
+    for wrong, complaint in (
         ({"language": "all", "projector": "full", "vision": "full"}, "train.language"),
         ({"language": "full", "projector": "full"}, "vision"),
         (dict.fromkeys(("language", "projector", "vision"), "frozen"), "every part is frozen"),
@@ -107,7 +107,7 @@ def test_mistakes_are_told():
             "lr or factor",
         ),
     ):
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=complaint):
             build_dataclass(Parts, wrong, "train")
 
 
@@ -117,8 +117,8 @@ def test_options_are_words_or_words_with_options():
         "projector": "full",
         "vision": {"how": "full", "factor": 0.1},
     }
-    found = build_dataclass(Parts, mapping, "train").named()
-    assert found == {
+    parts = build_dataclass(Parts, mapping, "train").named()
+    assert parts == {
         "language": Part("lora", rank=8),
         "projector": Part(),
         "vision": Part(factor=0.1),
@@ -150,7 +150,7 @@ def trainer() -> Trainer:
     torch.manual_seed(0)  # of the adapters
     parts = Parts(Part("lora", rank=2), "full", Part(factor=0.1))
     policy = VLM(str(tiny_vlms.folder("qwen2_5_vl")), max_new_tokens=4, train=parts)
-    asked = [
+    questions = [
         {"text": f"what is {i}?", "images": [tiny_vlms.image(60 + 30 * i, 60, i)]} for i in range(2)
     ]
     sizes = {
@@ -171,9 +171,9 @@ def trainer() -> Trainer:
     return Trainer(
         policy,
         [
-            *asked,
+            *questions,
             {"text": "and no image?"},
-            {"text": "a <image> b <image>", "images": asked[0]["images"] * 2},
+            {"text": "a <image> b <image>", "images": questions[0]["images"] * 2},
         ],
         rewards,
         advantages.flow_grpo,
@@ -213,14 +213,14 @@ def test_a_run_with_parts_starts_at_ratio_one_and_resumes_to_the_bit(tmp_path):
 
 
 def test_what_is_trained_beside_adapters_is_exported_with_them(tmp_path):
-    one = trainer()
-    one.iterate()
-    one.policy.export(tmp_path)
+    training = trainer()
+    training.iterate()
+    training.policy.export(tmp_path)
     again = VLM(str(tmp_path), max_new_tokens=4)
-    asked = [one.policy.inputs.encode(prompt) for prompt in one.prompts]
+    tensors = [training.policy.inputs.encode(prompt) for prompt in training.prompts]
     with torch.no_grad():
-        for encoded in asked:
-            gap = one.policy.net.hf(**encoded).logits - again.net.hf(**encoded).logits
+        for encoded in tensors:
+            gap = training.policy.net.hf(**encoded).logits - again.net.hf(**encoded).logits
             assert gap.abs().max() < 1e-5
     assert not any("lora" in name for name, _ in again.net.named_parameters())
 
@@ -229,15 +229,15 @@ def test_prompts_above_a_budget_leave_the_data():
     policy = VLM(
         str(tiny_vlms.folder("qwen2_5_vl")), max_new_tokens=4, budgets=Budgets(prompt_tokens=40)
     )
-    data = SimpleNamespace(
+    source = SimpleNamespace(
         train=[{"text": "short"}, {"text": "long" * 20, "origin": "d.jsonl:2"}], held_out=[]
     )
-    found = admitted(policy, data)
-    assert found.train == data.train[:1] and found.held_out == []
+    prompts = admitted(policy, source)
+    assert prompts.train == source.train[:1] and prompts.held_out == []
     assert any("d.jsonl:2: " in note for note in policy.notes) and any(
         "trainable" in note for note in policy.notes
     )
     with pytest.raises(UserError, match="every prompt was left out: .*d.jsonl:2"):
-        admitted(policy, SimpleNamespace(train=data.train[1:], held_out=[]))
+        admitted(policy, SimpleNamespace(train=source.train[1:], held_out=[]))
     with pytest.raises(UserError, match="exclude each other"):
         VLM(str(tiny_vlms.folder("qwen2_5_vl")), lora=2, train=Parts("full", "full", "full"))

@@ -34,7 +34,7 @@ def mistral3():
         size={"longest_edge": 56}, patch_size={"height": 14, "width": 14}
     )
     template = tiny_vlms.template("[IMG]")
-    made = hf.PixtralProcessor(
+    processor = hf.PixtralProcessor(
         image, tok, patch_size=14, spatial_merge_size=2, chat_template=template
     )
     config = hf.Mistral3Config(
@@ -43,7 +43,7 @@ def mistral3():
         spatial_merge_size=2,
         image_token_index=tok.convert_tokens_to_ids("[IMG]"),
     )
-    return hf.Mistral3ForConditionalGeneration(config), made
+    return hf.Mistral3ForConditionalGeneration(config), processor
 
 
 def qwen3_5():
@@ -53,7 +53,7 @@ def qwen3_5():
     tok = tiny_vlms.tokenizer(list(tiny_vlms.QWEN.values()), **tiny_vlms.QWEN)
     image = hf.Qwen2VLImageProcessor(patch_size=16, min_pixels=32 * 32, max_pixels=32 * 32 * 9)
     video = hf.Qwen3VLVideoProcessor(size={"shortest_edge": 32 * 32, "longest_edge": 32 * 32 * 32})
-    made = hf.Qwen3VLProcessor(image, tok, video, chat_template=tiny_vlms._qwen_template())
+    processor = hf.Qwen3VLProcessor(image, tok, video, chat_template=tiny_vlms._qwen_template())
     linear = {
         "linear_key_head_dim": 8,
         "linear_value_head_dim": 8,
@@ -83,7 +83,7 @@ def qwen3_5():
         },
         **tiny_vlms.ids(tok, **tiny_vlms.QWEN_IDS),
     )
-    return hf.Qwen3_5ForConditionalGeneration(config), made
+    return hf.Qwen3_5ForConditionalGeneration(config), processor
 
 
 @pytest.fixture(scope="module")
@@ -112,35 +112,35 @@ ASKED = [
 
 @pytest.mark.parametrize("make, shares", [(mistral3, True), (qwen3_5, False)])
 def test_a_family_by_general_rules_is_that_of_transformers(folder, make, shares):
-    one = VLM(folder(make), max_new_tokens=6)
-    assert any("is not in mmrl's table" in note for note in one.notes)
-    assert any("coordinate space" in note for note in one.notes)
-    with warnings.catch_warnings(record=True) as told:
+    vlm = VLM(folder(make), max_new_tokens=6)
+    assert any("is not in mmrl's table" in note for note in vlm.notes)
+    assert any("coordinate space" in note for note in vlm.notes)
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        rollout = rolled(one, ASKED, copies=2)
+        rollout = rolled(vlm, ASKED, copies=2)
     assert (
-        one.net.share
+        vlm.net.share
         == shares
-        == (not any("read once for every answer" in str(w.message) for w in told))
+        == (not any("read once for every answer" in str(w.message) for w in warned))
     )
-    torch.testing.assert_close(rollout.logprob, native(one, rollout), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(rollout.logprob, native(vlm, rollout), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(
-        logprobs(one, rollout).detach(), rollout.logprob, atol=1e-5, rtol=1e-5
+        logprobs(vlm, rollout).detach(), rollout.logprob, atol=1e-5, rtol=1e-5
     )
     if shares:
-        assert_near(gradient(one, rollout), gradient(one, rollout, share=False))
+        assert_near(gradient(vlm, rollout), gradient(vlm, rollout, share=False))
         packed = VLM(folder(make), max_new_tokens=6, remove_padding=True)
-        assert_near(gradient(packed, rollout), gradient(one, rollout))
+        assert_near(gradient(packed, rollout), gradient(vlm, rollout))
 
 
 def test_a_processor_that_does_not_fit_its_network_is_named(folder):
-    one = VLM(folder(mistral3), max_new_tokens=4)
-    one.net.hf.config.spatial_merge_size = 1
-    one.net.hf.base_model.get_image_features = lambda *a, **k: (_ for _ in ()).throw(
+    vlm = VLM(folder(mistral3), max_new_tokens=4)
+    vlm.net.hf.config.spatial_merge_size = 1
+    vlm.net.hf.base_model.get_image_features = lambda *a, **k: (_ for _ in ()).throw(
         ValueError("do not match")
     )
     with pytest.raises(UserError, match="mistral3 is not in mmrl's table.*do not match"):
-        rolled(one, ASKED[:1])
+        rolled(vlm, ASKED[:1])
 
 
 def test_an_encoder_with_a_decoder_is_refused(folder, tmp_path):

@@ -20,16 +20,17 @@ def reference(query, key, value, lengths, scale):
 @pytest.mark.parametrize("lengths", [[4, 4, 4], [3, 7, 3, 1, 7, 2], [9]])
 def test_pieces_attend_to_themselves_only(lengths):
     torch.manual_seed(0)
-    given = [
+    tensors = [
         torch.randn(sum(lengths), 2, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)
     ]
-    found, wanted = (attend(*given, lengths, 0.3) for attend in (by_length, reference))
-    torch.testing.assert_close(found, wanted, atol=1e-12, rtol=0)
-    weights = torch.randn_like(found)
-    for one, two in zip(
-        *(torch.autograd.grad((x * weights).sum(), given) for x in (found, wanted)), strict=True
+    attended, expected = (attend(*tensors, lengths, 0.3) for attend in (by_length, reference))
+    torch.testing.assert_close(attended, expected, atol=1e-12, rtol=0)
+    weights = torch.randn_like(attended)
+    for first, second in zip(
+        *(torch.autograd.grad((x * weights).sum(), tensors) for x in (attended, expected)),
+        strict=True,
     ):
-        torch.testing.assert_close(one, two, atol=1e-12, rtol=0)
+        torch.testing.assert_close(first, second, atol=1e-12, rtol=0)
 
 
 def test_patches_are_embedded_as_by_a_convolution():
@@ -41,9 +42,9 @@ def test_patches_are_embedded_as_by_a_convolution():
     for size in ((2, 4, 4), (4, 8, 8)):  # patches, and a whole video
         x = torch.randn(5, 3, *size, dtype=torch.float64)
         torch.testing.assert_close(quick(x), plain(x), atol=1e-12, rtol=0)
-        for one in (plain, quick):
-            one.zero_grad()
-            one(x).square().sum().backward()
+        for tower in (plain, quick):
+            tower.zero_grad()
+            tower(x).square().sum().backward()
         torch.testing.assert_close(quick.weight.grad, plain.weight.grad, atol=1e-11, rtol=0)
 
 
@@ -52,20 +53,20 @@ def test_a_tower_sees_the_same(name):
     """Images and a video of unlike sizes in one batch: features and gradients."""
     from mmrl.policies.vlm.policy import VLM
 
-    one = VLM(str(tiny_vlms.folder(name)), max_new_tokens=2, coordinate_space="original")
+    vlm = VLM(str(tiny_vlms.folder(name)), max_new_tokens=2, coordinate_space="original")
     plain = loaded(name)[0]
-    assert "flash" in one.net.hf.config.vision_config._attn_implementation
-    encoded = one.inputs.collate([one.inputs.encode(prompt) for prompt in mixed(name)])
-    found = []
-    for net in (one.net.hf, plain):
+    assert "flash" in vlm.net.hf.config.vision_config._attn_implementation
+    encoded = vlm.inputs.collate([vlm.inputs.encode(prompt) for prompt in mixed(name)])
+    features = []
+    for net in (vlm.net.hf, plain):
         logits = net(**encoded).logits[encoded["attention_mask"].bool()]
         (logits * torch.linspace(-1, 1, logits.numel()).view_as(logits)).sum().backward()
-        found.append(
+        features.append(
             [logits.detach(), *(p.grad for n, p in net.named_parameters() if "visual" in n)]
         )
-    for mine, theirs in zip(*found, strict=True):
+    for ours, theirs in zip(*features, strict=True):
         torch.testing.assert_close(
-            mine, theirs, atol=1e-4 * float(theirs.abs().max()) + 1e-5, rtol=1e-4
+            ours, theirs, atol=1e-4 * float(theirs.abs().max()) + 1e-5, rtol=1e-4
         )
 
 
