@@ -38,6 +38,22 @@ class Reuse:
 
 
 @dataclass(frozen=True)
+class SlowFast:
+    """Takes several fast steps on the rows of one optimizer step, goes back a part of the way, and
+    takes one slow step from there: Slow-Fast Policy Optimization (SFPO).
+
+    Wang et al. 2025, "Slow-Fast Policy Optimization: Reposition-Before-Update for LLM Reasoning":
+    from weights w_0 ``fast_steps`` steps lead to w_K; the slow step starts at
+    w_0 + ``reposition`` (w_K - w_0). ``iterations``: in which this is done, plain steps follow;
+    null: in all. (The paper stops by the entropy; this stops by the iteration.)
+    """
+
+    fast_steps: Count = 3
+    reposition: Annotated[float, Ge(0), Le(1)] = 0.8
+    iterations: Natural | None = None
+
+
+@dataclass(frozen=True)
 class TrainOptions:
     """Holds the options of ``train``. Sizes are global: they mean the same training on any number
     of processes."""
@@ -55,6 +71,8 @@ class TrainOptions:
     warmup_steps: Natural = 0  # optimizer steps in which the learning rate rises linearly
     # shape of the learning rate after the warm-up
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    # fast steps and a step back before every optimizer step; null: none
+    slow_fast: SlowFast | None = None
     # gradients are clipped to this global norm; null: not clipped
     max_grad_norm: Positive | None = 1.0
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"  # mixed precision of the forward pass
@@ -198,7 +216,7 @@ def arithmetic(train: TrainOptions, processes: int = 1) -> Plan:
     return Plan(
         rows=rows,
         steps=rows // train.train_batch_size,
-        total_steps=rows // train.train_batch_size * train.epochs * train.iterations,
+        total_steps=rows // train.train_batch_size * train.epochs * _step_rounds(train),
         processes=processes,
         prompts_per_process=train.prompts_per_iteration // processes,
         rows_per_process=rows // processes,
@@ -207,6 +225,15 @@ def arithmetic(train: TrainOptions, processes: int = 1) -> Plan:
         accumulation=-(-rows_per_step // micro_batch),
         warnings=tuple(_warnings(train)),
     )
+
+
+def _step_rounds(train: TrainOptions) -> int:
+    """Count how often a run goes through the optimizer steps of an epoch, fast ones included."""
+    if train.slow_fast is None:
+        return train.iterations
+    several = train.slow_fast.iterations
+    fast = train.iterations if several is None else min(several, train.iterations)
+    return train.iterations + fast * train.slow_fast.fast_steps
 
 
 def impossible(train: TrainOptions, processes: int = 1) -> Iterator[str]:

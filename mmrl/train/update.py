@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmrl.config.options import TrainOptions, arithmetic
 from mmrl.core import distributed
@@ -68,12 +68,31 @@ class Update:
                     # free each part before the next is taken out of the rollout
                     for index in range(self.plan.steps):
                         first = epoch == index == 0 and self.objective.behavior_policy == "live"
-                        skipped += not self.improve(
-                            batch, next(parts), rng.fold(index), first, meter
-                        )
+                        skipped += self._steps(batch, next(parts), rng.fold(index), first, meter)
         if "old" in self.policy.weights.saved:
             self.policy.weights.track("old", self.objective.old_decay(self.step))
         return self._metrics(meter) | {"skipped_steps": skipped}
+
+    def _steps(
+        self, batch: Batch, rollout: Rollout, rng: Rng, on_policy: bool, meter: Meter
+    ) -> int:
+        """Take the optimizer step on these rows, after ``train.slow_fast``'s fast steps and its
+        step back if there are any. Returns how many steps were left out."""
+        fast = self.options.slow_fast
+        if fast is None or (fast.iterations is not None and batch.iteration >= fast.iterations):
+            return not self.improve(batch, rollout, rng, on_policy, meter)
+        start = [parameter.detach().clone() for parameter in self._parameters()]
+        skipped = 0
+        for _ in range(fast.fast_steps):
+            skipped += not self.improve(batch, rollout, rng, on_policy, meter)
+            on_policy = False
+        with torch.no_grad():
+            for parameter, origin in zip(self._parameters(), start, strict=True):
+                parameter.sub_(origin).mul_(fast.reposition).add_(origin)
+        return skipped + (not self.improve(batch, rollout, rng, on_policy, meter))
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [p for p in self.policy.net.parameters() if p.requires_grad]
 
     def improve(
         self, batch: Batch, rollout: Rollout, rng: Rng, on_policy: bool, meter: Meter

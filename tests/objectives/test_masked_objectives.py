@@ -400,7 +400,7 @@ def test_other_models_are_refused():
     rollout, _ = rolled(TablePolicy(steps=3), 0, 4)
     with pytest.raises(UserError, match="several passes"):
         every_pass = Masked(
-            surrogate=SURROGATES["gspo"], estimator=lambda p, r, rng: list(p.path(r))
+            surrogate=SURROGATES["gspo"], estimator=lambda p, r, *_: list(p.path(r))
         )
         every_pass.points(TablePolicy(steps=3), rollout, POINTS)
     with pytest.raises(UserError, match="low < high"):
