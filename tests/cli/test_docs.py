@@ -19,7 +19,7 @@ import yaml
 
 from mmrl import config
 from mmrl.cli.app import app
-from mmrl.config.options import EvaluateOptions, Reuse, TrainOptions, arithmetic
+from mmrl.config.options import EvaluateOptions, Reuse, SlowFast, TrainOptions, arithmetic
 from mmrl.config.overrides import SECTIONS
 from mmrl.core.registry import (
     ALL,
@@ -233,6 +233,7 @@ DOCUMENTED = {
     "policy: llamagen": POLICIES["llamagen"],
     "policy: var": POLICIES["var"],
     "replay_buffer": Reuse,
+    "slow_fast": SlowFast,
     "lora": Lora,
     "budgets": Budgets,
     "part": Part,
