@@ -299,3 +299,18 @@ def test_a_memory_budget_chooses_the_chunks_and_changes_no_sample(family, monkey
     assert 1 <= sizes[0] < 32 and sum(sizes) == 32, sizes
     with pytest.raises(UserError, match="sampling_memory_gib = .* one row needs"):
         roll(toys.make(family, sampling_memory_gib=1e-9))
+
+
+@pytest.mark.parametrize("family", ["flow", "diffusion", "video"])
+def test_noise_that_falls_along_the_path_is_scored_as_it_was_drawn(family):
+    """EAD for the steps of a sampler: levels on a line, and the ratio is still exactly 1."""
+    policy = toys.make(family, noise_level=0.8, noise_anneal=0.25, steps=4)
+    rollout = roll(policy)
+    levels = torch.tensor([0.8, 0.6, 0.4, 0.2])
+    recorded = rollout.latents.noise_level[0].float()  # diffusion: the last step has no noise
+    torch.testing.assert_close(recorded[:3], levels[:3])
+    for point in policy.path(rollout):
+        assert torch.equal(policy.dist(point).log_prob(point.target), point.logprob)
+    plain = roll(toys.make(family, noise_level=0.8, steps=4))
+    same = roll(toys.make(family, noise_level=0.8, noise_anneal=1.0, steps=4))
+    assert torch.equal(plain.sample, same.sample)

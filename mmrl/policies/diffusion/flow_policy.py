@@ -15,6 +15,7 @@ from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
+from annotated_types import Ge
 from torch import Tensor, nn
 
 import samplers
@@ -94,7 +95,9 @@ class Plan(NamedTuple):
 class FlowPolicy(Policy):
     """Samples and scores paths of a flow or diffusion model, whose decisions are Gaussian steps.
 
-    steps: forward passes per sample. noise_level: noise level of the stochastic steps. sde_type,
+    steps: forward passes per sample. noise_level: noise level of the stochastic steps.
+    noise_anneal: share of it that is left at the last step, falling on a line from the first (EAD,
+    Yang et al. 2025, for steps of a sampler: our reading). sde_type,
     timestep_schedule, noise_window: the stochastic step, the times, and which steps are stochastic.
     guidance_scale: classifier-free guidance scale w, v = v_u + w (v_c - v_u). logprob_guidance:
     what is scored; "guided" is what was sampled, "guided_stopgrad_uncond" the same without gradient
@@ -120,6 +123,7 @@ class FlowPolicy(Policy):
         net: nn.Module,
         steps: int = 10,
         noise_level: float = 0.7,
+        noise_anneal: Annotated[float, Ge(0)] = 1.0,
         sde_type: Annotated[Kernel, KERNELS] = flow_sde,
         timestep_schedule: Annotated[Grid, GRIDS] = linear,
         noise_window: Annotated[Window, WINDOWS] = all_steps,
@@ -147,6 +151,7 @@ class FlowPolicy(Policy):
             raise UserError(f"policy option timestep_schedule: {error}") from error
         self.steps = len(self.times) - 1
         self.noise_level = noise_level
+        self.noise_anneal = noise_anneal
         self.noise_window = noise_window
         self.solver = solver
         self.tree = tree
@@ -302,12 +307,8 @@ class FlowPolicy(Policy):
             "decisions": sorted({k + side for k in decisions for side in (0, 1)}),
             "sample": (),
         }[context.reads]
-        return Plan(
-            times,
-            self.noise_level * noisy.double() * self.exploring,
-            spans,
-            stored=tuple(stored),
-        )
+        eta = self.noise_level * torch.linspace(1, self.noise_anneal, steps, dtype=torch.float64)
+        return Plan(times, eta * noisy * self.exploring, spans, stored=tuple(stored))
 
     def _trial(self, group: Tensor, row: Tensor, cond: dict[str, Any]) -> None:
         """Make one pass of the largest kind, to measure what it allocates."""
