@@ -152,6 +152,7 @@ SMALLEST: dict[tuple[str, str], dict[str, Any]] = {
     ("data", "mixture"): {"sources": {"one": {"digits": {"captions": 40}}, "two": "digits"}},
     ("data", "hints"): {"of": {"digits": {"captions": 40}}, "field": "text"},
     ("data", "replay"): {"of": {"digits": {"captions": 40}}},
+    ("data", "knapsack"): {"of": {"digits": {"captions": 40}}},
     ("data", "digits_questions"): {"kinds": ["box", "frame"], "scenes": 8, "held_out_scenes": 4},
     ("timestep_schedules", "dynamic"): {"mu": 0.5},
     ("judges", "server"): {"url": "http://127.0.0.1:1/v1"},
