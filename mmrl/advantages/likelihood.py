@@ -101,6 +101,9 @@ def gtpo(
     return shaped * weight
 
 
+vars(gtpo)["needs"] = "categorical"  # the configuration refuses it for others
+
+
 class ConflictTokens:
     """Finds tokens that good and bad answers of a group have at one place."""
 
