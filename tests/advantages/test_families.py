@@ -20,6 +20,8 @@ from samplers.noise import Rng
 from tests.core.test_imports import ROOT
 from tests.fixtures import toys
 from tests.fixtures.image_tokens import tiny_var
+from tests.run.test_resume import resumes
+from tests.train.test_trainer import make_trainer
 
 registry.load_built_in()
 KINDS = {
@@ -122,3 +124,27 @@ def test_an_advantage_of_tokens_is_refused_for_latents_when_the_configuration_is
 
 def test_this_page_knows_all_of_them():
     assert set(CHOSEN) | set(NEEDS_TREE) <= set(ADVANTAGES) and mmrl.advantages.__doc__
+
+
+NEW = "bnpo mapo noise_aware grpo_lead drpo asymre copo riskpo brpo pvpo aapo single_stream"
+NEW = [*NEW.split(), "unlikeliness", "filtered"]
+
+
+@pytest.mark.parametrize("family", ["flow", "masked", "causal"])
+@pytest.mark.parametrize("name", NEW)
+def test_a_trainer_learns_with_it_and_resumes_to_the_bit(name, family, tmp_path):
+    chosen = {"drpo": {}, "filtered": {"keep": [2, 1], "by": "surprisal"}}
+    chosen = CHOSEN | chosen | {"unlikeliness": {"right": -9.0}}
+
+    def fresh():
+        advantage = ADVANTAGES.build(name, **chosen.get(name, {}))
+        sizes = {"prompts_per_iteration": 4, "group_size": 4, "train_batch_size": 16}
+        return make_trainer(family, advantage=advantage, **sizes)
+
+    trainer = fresh()
+    before = [p.clone() for p in trainer.policy.weights.parameters().values()]
+    trainer.iterate()
+    after = list(trainer.policy.weights.parameters().values())
+    assert any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert all(p.isfinite().all() for p in after)
+    resumes(fresh, tmp_path)
