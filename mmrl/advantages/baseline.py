@@ -44,13 +44,11 @@ def read_references(path: Path, key: str) -> dict[str, list[float]]:
                 f"of numbers}}: {error!r}"
             ) from error
         rewards.setdefault(prompt, []).extend(values)
-    if empty := [prompt for prompt, values in rewards.items() if not values] or not rewards:
-        raise UserError(f"{path}: no reward of a reference is there{_of_one(empty)}; write some")
+    if not rewards or not all(rewards.values()):
+        raise UserError(
+            f"{path}: a reward of a reference is missing; write at least one for every prompt"
+        )
     return rewards
-
-
-def _of_one(prompts: Any) -> str:
-    return f" for {prompts[0]!r}" if isinstance(prompts, list) else ""
 
 
 def prompt_names(rollout: Rollout, key: str, advantage: str) -> list[str]:

@@ -148,3 +148,35 @@ def test_a_trainer_learns_with_it_and_resumes_to_the_bit(name, family, tmp_path)
     assert any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert all(p.isfinite().all() for p in after)
     resumes(fresh, tmp_path)
+
+
+THRESHOLDS = {name: {"right": 0.4} for name in ("drpo", "grpo_lead", "unlikeliness", "noise_aware")}
+LEARNING = THRESHOLDS | {
+    "filtered": {"keep": 6, "by": "surprisal", "prefer": "lowest"},
+    "gtpo": {"at_most": None},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*NEW, "gtpo"])
+def test_the_reward_rises_with_it(name):
+    """Tokens; the rewards are shares of 0..1, so right answers begin at 0.4."""
+    advantage = ADVANTAGES.build(name, **LEARNING.get(name, {}))
+    trainer = make_trainer("causal", advantage=advantage, lr=1e-2)
+    rewards = [trainer.iterate()["reward/mean"] for _ in range(20)]
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.08
+
+
+@pytest.mark.parametrize("name", ["mapo", "noise_aware", "grpo_lead", "drpo", "copo", "aapo"])
+@pytest.mark.parametrize("missing", [False, True])
+def test_the_advantage_underneath_may_tell_decisions_apart(name, missing):
+    with torch.no_grad():
+        rollout = toys.make("causal").rollout(toys.prompts(3), 4, Rng.of("nested"))
+    earned = rewards(rollout)
+    if missing:
+        earned["first"][5] = torch.nan
+    inner = ADVANTAGES.build("temporal")
+    values = ADVANTAGES.build(name, base=inner)(earned, rollout)
+    assert values.shape == rollout.mask.shape
+    assert values.isnan().any(1).nonzero()[:, 0].tolist() == ([5] if missing else [])
+    assert values.isnan().all(1).nonzero()[:, 0].tolist() == ([5] if missing else [])

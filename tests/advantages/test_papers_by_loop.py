@@ -411,9 +411,10 @@ def test_references_from_a_file_or_a_field(tmp_path):
     (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n')
     with pytest.raises(UserError, match=r"broken.jsonl:1: expected"):
         PVPO(file=tmp_path / "broken.jsonl")
-    (tmp_path / "empty.jsonl").write_text("\n")
-    with pytest.raises(UserError, match="no reward of a reference"):
-        PVPO(file=tmp_path / "empty.jsonl")
+    for content in ("\n", '{"text": "a", "reward": []}'):
+        (tmp_path / "empty.jsonl").write_text(content)
+        with pytest.raises(UserError, match="a reward of a reference is missing"):
+            PVPO(file=tmp_path / "empty.jsonl")
 
 
 def test_pvpo_over_the_spread_of_the_batch():
