@@ -1,32 +1,53 @@
 """Advantages say what a reward is worth beside others; ``mmrl.core.registry.ADVANTAGES`` names
 them."""
 
+from mmrl.advantages.baseline import AAPO, PVPO, SingleStream
 from mmrl.advantages.branch import Branch, by_edge
 from mmrl.advantages.ddpo import DDPO
+from mmrl.advantages.filtered import Filtered
 from mmrl.advantages.group import group
+from mmrl.advantages.likelihood import gcpo, gtpo, unlikeliness
 from mmrl.advantages.online import MaxMin, Running
+from mmrl.advantages.pivot import BRPO
 from mmrl.advantages.presets import dance_grpo, dr_grpo, flow_grpo, gdpo, grpo, rloo
 from mmrl.advantages.process import process
+from mmrl.advantages.risk import RiskPO
 from mmrl.advantages.sequence_level import gpg, opo, pass_at_k, reinforce, reinforce_pp
 from mmrl.advantages.shaping import focal, ngrpo, pairs, soft, temporal
 from mmrl.advantages.summary import outcomes, statistics
-from mmrl.advantages.tree_mean import tree_mean
+from mmrl.advantages.tree_mean import tree_grpo, tree_mean
+from mmrl.advantages.weighted import asymre, bnpo, copo, drpo, grpo_lead, mapo, noise_aware
 
 __all__ = [
+    "AAPO",
+    "BRPO",
     "Branch",
     "DDPO",
+    "Filtered",
     "MaxMin",
+    "PVPO",
+    "RiskPO",
     "Running",
+    "SingleStream",
+    "asymre",
+    "bnpo",
     "by_edge",
+    "copo",
     "dance_grpo",
     "dr_grpo",
+    "drpo",
     "flow_grpo",
     "focal",
+    "gcpo",
     "gdpo",
     "gpg",
     "group",
     "grpo",
+    "grpo_lead",
+    "gtpo",
+    "mapo",
     "ngrpo",
+    "noise_aware",
     "opo",
     "outcomes",
     "pairs",
@@ -35,8 +56,10 @@ __all__ = [
     "reinforce",
     "reinforce_pp",
     "rloo",
-    "tree_mean",
     "soft",
     "statistics",
     "temporal",
+    "tree_grpo",
+    "tree_mean",
+    "unlikeliness",
 ]

@@ -19,21 +19,24 @@ SAME = 1e-6  # edges whose rewards spread by less are equal
 
 @ADVANTAGES.register("branch")
 class Branch:
-    """Compare the edges of a depth by the rewards of the leaves below them (BranchGRPO).
+    """Compare the edges of a depth by the rewards of the leaves below them (BranchGRPO, TreeRPO).
 
     Li et al. 2025, "BranchGRPO", sections 3.3 and 3.4. fusion: "mean" of the leaves; "path" lets
     every node weigh its children by softmax(alpha log-prob of their edge), from the leaves up.
-    ddof, eps: of the standard deviation of the edges of one prompt and depth. prune_depth: these
-    edges (1 is the first) are not trained, all of them one earlier every ``slide_every`` iterations
-    until the first stands at ``slide_stop``. prune_width: behind the last split only half of the
-    chains is trained, the better of each split ("siblings") or the best and the worst of all
-    ("extremes").
+    among: an edge is compared with all of its prompt and depth, or with its "siblings", which begin
+    where it begins (Yang et al. 2025, "TreeRPO: Tree relative policy optimization"); trees of one
+    prompt are siblings. ddof, eps: of the standard deviation of what is compared. prune_depth:
+    these edges (1 is the first) are not trained, all of them one earlier every ``slide_every``
+    iterations until the first stands at ``slide_stop``. prune_width: behind the last split only
+    half of the chains is trained, the better of each split ("siblings") or the best and the worst
+    of all ("extremes").
     """
 
     def __init__(
         self,
         fusion: Literal["mean", "path"] = "mean",
         alpha: float = 1.0,
+        among: Literal["depth", "siblings"] = "depth",
         ddof: Literal[0, 1] = 1,
         eps: Annotated[float, Gt(0)] = 1e-8,
         prune_depth: Sequence[Annotated[int, Ge(1)]] = (),
@@ -44,6 +47,7 @@ class Branch:
     ):
         self.fusion = fusion
         self.alpha = alpha
+        self.among = among
         self.ddof = ddof
         self.eps = eps
         self.prune_depth = tuple(prune_depth)
@@ -67,10 +71,13 @@ class Branch:
         fused = self._fuse(
             leaf, rollout, edge_id
         )  # [B, K] reward of the edge that leads to depth k + 1
-        edges = [
-            self._normalised(fused[:, k], edge_id[:, k], rollout.group)
-            for k in range(fused.shape[1])
-        ]
+        if self.among == "siblings":
+            edges = self._beside_siblings(fused, edge_id, rollout.group)
+        else:
+            edges = [
+                self._normalised(fused[:, k], edge_id[:, k], rollout.group)
+                for k in range(fused.shape[1])
+            ]
         advantage = torch.stack(edges, 1)
         advantage = advantage.masked_fill(
             self._pruned(advantage, edge_id, rollout.group), torch.nan
@@ -106,8 +113,8 @@ class Branch:
         return torch.stack(fused[::-1], 1)
 
     def _normalised(self, reward: Tensor, name: Tensor, group: Tensor) -> Tensor:
-        """Return (reward - mean) / (std + eps) [B] over the different edges of each prompt; 0 where
-        they are equal."""
+        """Return (reward - mean) / (std + eps) [B] over the different edges of each group [B], a
+        prompt or siblings; 0 where they are equal."""
         first = _first(name)
         prompts, index = group.unique(return_inverse=True)
         edges = Groups(index, first & ~reward.isnan(), len(prompts))
@@ -115,6 +122,17 @@ class Branch:
         std = edges.variance(values, self.ddof).sqrt()[index]
         centred = torch.where(std < SAME, 0.0, edges.centred(values) / (std + self.eps))
         return centred.masked_fill(reward.isnan(), torch.nan)
+
+    def _beside_siblings(self, fused: Tensor, edge_id: Tensor, group: Tensor) -> list[Tensor]:
+        """Return for each of the K decisions the normalised rewards [B] of the edges, compared
+        where they begin with those that begin there too."""
+        above = parents(edge_id, group)
+        edges = [self._normalised(fused[:, 0], edge_id[:, 0], above[:, 0])]
+        for k in range(1, fused.shape[1]):
+            begins = above[:, k] != above[:, k - 1]
+            fresh = self._normalised(fused[:, k], edge_id[:, k], above[:, k])
+            edges.append(torch.where(begins, fresh, edges[-1]))
+        return edges
 
     def _pruned(self, advantage: Tensor, edge_id: Tensor, group: Tensor) -> Tensor:
         """Tell which edges [B, K] are pruned."""
@@ -165,6 +183,34 @@ def _most(value: Tensor, name: Tensor) -> Tensor:
     """Return the largest value [B] among the rows of each name."""
     names, index = name.unique(return_inverse=True)
     return value.new_full((len(names),), -torch.inf).scatter_reduce(0, index, value, "amax")[index]
+
+
+def parents(edge_id: Tensor, group: Tensor) -> Tensor:
+    """Number the edge [B, K] at whose end each edge begins, for the first ones their prompt.
+
+    An edge that goes on over several decisions has one name in each and begins where the first of
+    them does: where fewer rows share it than the decision before.
+    """
+    names = edge_id + group[:, None] * (int(edge_id.max()) + 1)
+    above = -1 - group
+    columns = [above]
+    before = names[:, 0]
+    shared = _shared_by(before)
+    for k, name in enumerate(names[:, 1:].unbind(1)):
+        if not torch.equal(name, before):
+            rows = _shared_by(name)
+            above = torch.where(rows < shared, before * names.shape[1] + k, above)
+            before = name
+            shared = rows
+        columns.append(above)
+    return torch.stack(columns, 1)
+
+
+def _shared_by(name: Tensor) -> Tensor:
+    """Return how many rows [B] share the name of each."""
+    _, index, count = name.unique(return_inverse=True, return_counts=True)
+    shared: Tensor = count[index]
+    return shared
 
 
 def edge_mean(value: Tensor, weight: Tensor, name: Tensor) -> Tensor:

@@ -11,8 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mmrl.core.errors import UserError
+from mmrl.core.distributed import all_max
+from mmrl.core.errors import UserError, suggest
 from mmrl.core.types import Rewards, Rollout
+
+SLACK = 1e-6  # of a bound, for rewards in half precision or summed
 
 
 @dataclass(frozen=True)
@@ -50,11 +53,17 @@ class Groups:
         Compared, not derived from the variance: the mean of equal numbers may round to another
         number.
         """
+        low, high = self.extremes(x)
+        return low >= high
+
+    def extremes(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the lowest and the highest [P] of x [B]; infinity and its negative for a group
+        without present rows."""
         index = self.index[self.present]
         x = x[self.present]
         low = x.new_full((self.count,), torch.inf).scatter_reduce(0, index, x, "amin")
         high = x.new_full((self.count,), -torch.inf).scatter_reduce(0, index, x, "amax")
-        return low >= high
+        return low, high
 
 
 def named(rewards: Mapping[str, Tensor] | Tensor) -> Rewards:
@@ -94,6 +103,50 @@ def measured(rewards: Rewards | Tensor, rollout: Rollout) -> tuple[Rewards, Grou
         )
     present = torch.stack([x.isfinite() for x in double.values()]).all(0)
     return Rewards(double, rewards.weights), Groups(index, present, len(names))
+
+
+def reward_called(
+    double: Rewards, name: str | None, advantage: str, option: str = "reward"
+) -> Tensor:
+    """Return one reward [B] by its name, unweighted, or the weighted sum of all for None; raise
+    UserError, naming the advantage and its option, if there is no such reward."""
+    if name is None:
+        return double.total()
+    if name not in double:
+        raise UserError(
+            f"advantage {advantage}: {option} is {name!r}, and no reward with a weight has that "
+            f"name; {suggest(name, double)}"
+        )
+    return double[name]
+
+
+def replaced(double: Rewards, name: str | None, shaped: Tensor, groups: Groups) -> Rewards:
+    """Put a shaped reward [B] in the place of the one called ``name``, or of the sum of all for
+    None; missing rows are NaN in every reward."""
+    parts = {"shaped": shaped} if name is None else {**double, name: shaped}
+    weights = None if name is None else double.weights
+    return Rewards(
+        {key: x.masked_fill(~groups.present, torch.nan) for key, x in parts.items()}, weights
+    )
+
+
+def in_range(
+    double: Rewards, groups: Groups, low: float, high: float, advantage: str
+) -> dict[str, Tensor]:
+    """Return the rewards, of [low, high], as numbers of [0, 1]; raise UserError, on all processes,
+    if one lies outside."""
+    if low >= high:
+        raise UserError(f"advantage {advantage}: low = {low} must be less than high = {high}")
+    scaled = {name: (x - low) / (high - low) for name, x in double.items()}
+    strange = [((x < -SLACK) | (x > 1 + SLACK)) & groups.present for x in scaled.values()]
+    wrong = all_max(torch.stack([rows.any() for rows in strange]).double()).tolist()
+    for name, is_wrong in zip(scaled, wrong, strict=True):
+        if is_wrong:
+            raise UserError(
+                f"advantage {advantage} needs rewards between low = {low} and high = {high}, "
+                f"and reward {name!r} has others; set low and high to its bounds"
+            )
+    return {name: x.clamp(0, 1) for name, x in scaled.items()}
 
 
 def finished(advantage: Tensor, rewards: Mapping[str, Tensor] | Tensor, present: Tensor) -> Tensor:

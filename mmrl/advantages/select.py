@@ -22,6 +22,16 @@ def best_and_worst(score: Tensor, groups: Groups, row: Tensor, n: int) -> Tensor
         raise UserError(
             f"best_of must be an even number of at least 2 (half best, half worst), not {n}"
         )
+    rank = ranks(score, groups, row)
+    size = groups.size()[groups.index]  # [B] how many compete
+    return groups.present & ((rank < n // 2) | (rank >= size - n // 2))
+
+
+def ranks(score: Tensor, groups: Groups, row: Tensor) -> Tensor:
+    """Return the place [B] of every present row in its group, 0 for the lowest score [B].
+
+    Equal scores are ordered by ``row`` [B], the row ids. The places of missing rows say nothing.
+    """
     size = groups.size()  # [P]
     # the missing come after every group
     group = torch.where(groups.present, groups.index, groups.count)
@@ -31,8 +41,7 @@ def best_and_worst(score: Tensor, groups: Groups, row: Tensor, n: int) -> Tensor
     start = torch.cat([size.new_zeros(1), size.cumsum(0)])  # [P + 1]
     rank = torch.empty_like(order)
     rank[order] = torch.arange(len(order), device=order.device) - start[group[order]]
-    of = torch.cat([size, size.new_zeros(1)])[group]  # [B] how many compete
-    return groups.present & ((rank < n // 2) | (rank >= of - n // 2))
+    return rank
 
 
 def drop(groups: Groups, rewards: Rewards, flat: str) -> Tensor:

@@ -15,10 +15,10 @@ import torch
 from annotated_types import Ge, Gt
 from torch import Tensor
 
-from mmrl.advantages.groups import finished, measured, named
+from mmrl.advantages.groups import finished, measured, named, replaced, reward_called
 from mmrl.advantages.presets import grpo
 from mmrl.advantages.process import by_step
-from mmrl.core.errors import UserError, suggest
+from mmrl.core.errors import UserError
 from mmrl.core.registry import ADVANTAGES
 from mmrl.core.types import Advantage, Rewards, Rollout
 
@@ -71,23 +71,8 @@ def soft(
     null: their weighted sum.
     """
     double, groups = measured(rewards, rollout)
-    if reward is not None and reward not in double:
-        raise UserError(
-            f"advantage soft: reward is {reward!r}, and no reward with a weight has that name; "
-            f"{suggest(reward, double)}"
-        )
-    shaped = _softened(
-        double.total() if reward is None else double[reward], threshold, above, below
-    )
-    parts = (
-        Rewards({"soft": shaped})
-        if reward is None
-        else Rewards({**double, reward: shaped}, double.weights)
-    )
-    missing = ~groups.present
-    parts = Rewards(
-        {name: x.masked_fill(missing, torch.nan) for name, x in parts.items()}, parts.weights
-    )
+    shaped = _softened(reward_called(double, reward, "soft"), threshold, above, below)
+    parts = replaced(double, reward, shaped, groups)
     return base(parts, rollout).to(finished(shaped, rewards, groups.present).dtype)
 
 

@@ -95,7 +95,12 @@ def check(
 
 
 def _unsuited(entries: Mapping[str, Resolved], built: Any) -> Iterator[str]:
-    """Find what in the objective does not suit the policy, such as tokens for a flow model."""
+    """Find what in the objective or the advantage does not suit the policy, such as tokens for a
+    flow model."""
+    if {"advantage", "policy"} <= set(entries):
+        for advantage in _with_nested(entries["advantage"]):
+            if why := unsuited(advantage.entry, entries["policy"].entry, "advantage"):
+                yield advantage.place.say(why)
     if {"objective", "policy"} <= set(entries):
         objective = entries["objective"]
         policy = entries["policy"]
@@ -122,6 +127,14 @@ def _unsuited(entries: Mapping[str, Resolved], built: Any) -> Iterator[str]:
                 "0.7), or take an objective of "
                 "finished samples: dgpo, nft, awm, fpo, crd, rwr, diffusion_dpo"
             )
+
+
+def _with_nested(resolved: Resolved) -> Iterator[Resolved]:
+    """Yield a plug-in and those among its options."""
+    yield resolved
+    for option in resolved.options.values():
+        if isinstance(option, Resolved):
+            yield from _with_nested(option)
 
 
 def _cheap(entry: Plugin) -> bool:

@@ -154,10 +154,11 @@ def capabilities_of(policy: Any) -> Any | None:
     return getattr(policy, "capabilities", None)
 
 
-def unsuited(objective: Plugin, policy: Any) -> str | None:
-    """Say why an objective cannot train a policy (an object, a class or what makes one); None if it
-    can, or if one of the two does not say what it needs or is."""
-    needs = getattr(objective, "needs", "")
+def unsuited(plug_in: Plugin, policy: Any, kind: str = "objective") -> str | None:
+    """Say why an objective (or another ``kind`` of plug-in) cannot train a policy (an object, a
+    class or what makes one); None if it can, or if one of the two does not say what it needs or
+    is."""
+    needs = getattr(plug_in, "needs", "")
     can = capabilities_of(policy)
     if not needs or can is None:
         return None
@@ -168,9 +169,7 @@ def unsuited(objective: Plugin, policy: Any) -> str | None:
     if needs in has:
         return None
     name = getattr(policy, "__name__", type(policy).__name__)
-    return (
-        f"the objective {objective.__name__} is for {KINDS[needs]}, which the policy {name} is not"
-    )
+    return f"the {kind} {plug_in.__name__} is for {KINDS[needs]}, which the policy {name} is not"
 
 
 def unsupported_options(train: TrainOptions, policy: Any) -> Iterator[str]:

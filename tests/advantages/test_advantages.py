@@ -126,11 +126,20 @@ def test_several_rewards_of_gdpo_flow_factory_and_mix_grpo():
 # -- contract of everything registered
 # ---------------------------------------------------------------------------------
 
-TREES = {"branch"}  # compares edges, not rows: tests/policies/diffusion/test_trees.py
+# what they compare, ordinary rows do not have: edges of trees (test_trees.py), tokens, a
+# behaviour; they have tests of their own
+NEEDY = {"branch", "tree_grpo", "gtpo", "gcpo"}
+# rewards of theirs lie between two bounds, so those of the tests are brought to 0..1
+BOUNDED = {"bnpo", "single_stream"}
+# a level of their own: the best reward, a threshold, zero, bounds, a share of the mean
+WITH_A_LEVEL = {"ngrpo", "soft", "reinforce", "mapo", "noise_aware", "grpo_lead", "drpo"}
+WITH_A_LEVEL |= {"unlikeliness"} | BOUNDED
+# a group of equal rewards is compared with other groups, or with nothing
+BEYOND_GROUPS = {"ngrpo", "reinforce", "asymre"}
 OWN_FILES = [
     name
     for name, entry in ADVANTAGES.items()
-    if entry.__module__.startswith("mmrl.advantages") and name not in TREES
+    if entry.__module__.startswith("mmrl.advantages") and name not in NEEDY
 ]
 BY_GROUP = {  # options under which only the rows of a group decide its advantages
     "group": {},
@@ -151,7 +160,21 @@ RAGGED_REWARD = torch.tensor(
 
 def call(name, rewards, rows, **chosen):
     """Built afresh: an advantage with a memory starts without one."""
-    return ADVANTAGES.build(name, **chosen)(rewards, rows)
+    return ADVANTAGES.build(name, **chosen)(suited(name, rewards), rows)
+
+
+def suited(name, rewards):
+    """Rewards of the tests within the bounds of an advantage."""
+    if name not in BOUNDED:
+        return rewards
+    if isinstance(rewards, torch.Tensor):
+        return rewards if not rewards.is_floating_point() else bounded(rewards)
+    return Rewards({key: bounded(x) for key, x in rewards.items()}, rewards.weights)
+
+
+def bounded(x):
+    """Between 0 and 1 in the same order; missing ones stay so."""
+    return torch.where(x.isfinite(), torch.sigmoid(x), torch.nan).to(x.dtype)
 
 
 @pytest.fixture(params=OWN_FILES)
@@ -161,7 +184,8 @@ def name(request):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.long])
 def test_shape_precision_and_description(name, dtype):
-    reward = (10 * RAGGED_REWARD).to(dtype)
+    scale = 0.3 if name in BOUNDED and dtype == torch.long else 10
+    reward = (scale * RAGGED_REWARD).to(dtype)
     advantage = call(name, reward, rollout(RAGGED))
     assert advantage.shape == (10, 1) and advantage.isfinite().all()
     assert advantage.dtype == torch.promote_types(
@@ -172,7 +196,7 @@ def test_shape_precision_and_description(name, dtype):
 
 @pytest.mark.parametrize("value", [0.0, 0.1, 1e6 + 0.1])
 def test_flat_groups_are_worth_nothing(name, value):
-    if name in ("ngrpo", "reinforce"):
+    if name in BEYOND_GROUPS:
         pytest.skip("compares with the best reward there is, or with none")
     every = torch.full((7,), value, dtype=torch.float64)
     assert (call(name, every, rollout([0, 1, 1, 1, 2, 2, 2])) == 0).all()
@@ -197,7 +221,7 @@ def test_order_of_rows_does_not_matter(name, several):
 
 
 def test_a_constant_added_to_every_reward_changes_nothing(name):
-    if name in ("ngrpo", "soft", "reinforce"):
+    if name in WITH_A_LEVEL:
         pytest.skip("has a level of its own: the best reward, a threshold, zero")
     rows = rollout(RAGGED)
     torch.testing.assert_close(
@@ -509,6 +533,20 @@ COUNTS = {
     "focal": {},
     "pairs": {},
     "tree_mean": {},
+    "bnpo": {"low": -4.0, "high": 12.0},
+    "mapo": {},
+    "noise_aware": {},
+    "grpo_lead": {"length": 0.1},
+    "drpo": {"reward": "a"},
+    "asymre": {},
+    "copo": {"width": 0.5},
+    "unlikeliness": {},
+    "filtered": {"keep": [3, 2], "drop_groups": ["flat"], "outside": "zero"},
+    "riskpo": {"bundle": 3},
+    "brpo": {},
+    "pvpo": {"refresh": 1, "scale": "batch"},
+    "aapo": {},
+    "single_stream": {"low": -4.0, "high": 12.0},
 }
 
 

@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "data": {"core", "config", "samplers"},
     "policies": MODELS,
     "objectives": MODELS | {"policies"},
-    "advantages": {"core", "data"},
+    "advantages": {"core", "data", "samplers"},
     "scoring": {"core", "utils", "rewards"},
     "rollout": MODELS | {"data", "policies", "advantages", "rewards"},
     "monitoring": {"core", "data", "rewards", "advantages"},

@@ -1,0 +1,321 @@
+"""Compares with what is known of a prompt from elsewhere: rewards of a reference, or earlier ones.
+
+A file of reference rewards is JSON lines, one prompt each: {"text": the prompt, "reward": a number,
+or one for each rollout of the reference}, as ``scripts/reference_rewards.py`` writes it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import fmean
+from typing import Annotated, Any, Literal
+
+import torch
+from annotated_types import Ge, Gt, Lt
+from torch import Tensor
+
+from mmrl.advantages.groups import Groups, finished, in_range, measured
+from mmrl.advantages.normalise import moments
+from mmrl.advantages.presets import grpo
+from mmrl.advantages.quantities import surprisal
+from mmrl.advantages.shaping import Underneath
+from mmrl.core.distributed import all_gather_json, all_max
+from mmrl.core.errors import UserError
+from mmrl.core.registry import ADVANTAGES
+from mmrl.core.types import Rewards, Rollout
+
+
+def read_references(path: Path, key: str) -> dict[str, list[float]]:
+    """Read the reference rewards of every prompt; raise UserError with file and line."""
+    rewards: dict[str, list[float]] = {}
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+            value = entry["reward"]
+            values = [float(x) for x in value] if isinstance(value, list) else [float(value)]
+            prompt = str(entry[key])
+        except (ValueError, TypeError, KeyError) as error:
+            raise UserError(
+                f'{path}:{number}: expected {{"{key}": the prompt, "reward": a number or a list '
+                f"of numbers}}: {error!r}"
+            ) from error
+        rewards.setdefault(prompt, []).extend(values)
+    if not rewards or not all(rewards.values()):
+        raise UserError(
+            f"{path}: a reward of a reference is missing; write at least one for every prompt"
+        )
+    return rewards
+
+
+def prompt_names(rollout: Rollout, key: str, advantage: str) -> list[str]:
+    """Return what identifies the prompt of every row, B of them; raise UserError without it."""
+    names = {}
+    for group in rollout.group.unique().tolist():
+        prompt = rollout.prompts[group]
+        if key not in prompt:
+            raise UserError(
+                f"{advantage} identifies prompts by {key!r}, a prompt has only {sorted(prompt)}; "
+                "set its key"
+            )
+        names[group] = str(prompt[key])
+    return [names[group] for group in rollout.group.tolist()]
+
+
+def gathered(
+    names: list[str], values: Tensor, present: Tensor, row: Tensor
+) -> Iterator[tuple[str, list[float]]]:
+    """Yield the values of every prompt over all processes, in the order of the rows."""
+    rows = zip(row.tolist(), names, values.tolist(), present.tolist(), strict=True)
+    scored_rows = all_gather_json(
+        [(place, name, value) for place, name, value, scored in rows if scored], values.device
+    )
+    by_name: dict[str, list[float]] = {}
+    for _, name, value in sorted(scored_rows):
+        by_name.setdefault(name, []).append(value)
+    yield from by_name.items()
+
+
+def mean_of(values: list[float]) -> float:
+    """Return the mean; of equal numbers, whose sum may round, the number."""
+    return values[0] if min(values) == max(values) else fmean(values)
+
+
+class References:
+    """Knows the mean reward of a reference on every prompt.
+
+    From a file, from a field of the prompts, or else measured: the mean reward of the policy in the
+    iteration in which it first meets the prompt, which stays, or with ``refresh`` is measured again
+    when it is so many iterations old.
+    """
+
+    def __init__(self, file: Path | None, field: str | None, key: str, refresh: int, name: str):
+        if file is not None and field is not None:
+            raise UserError(f"advantage {name}: give file or field, not both")
+        self.file = file
+        self.field = field
+        self.key = key
+        self.refresh = refresh
+        self.name = name
+        self.read = {k: mean_of(v) for k, v in read_references(file, key).items()} if file else {}
+        self.values: dict[str, tuple[float, int]] = {}  # mean reward, iteration it is from
+        self.iteration = 0
+
+    def of(self, total: Tensor, groups: Groups, rollout: Rollout) -> Tensor:
+        """Return the reference's mean reward [B]; count the iteration."""
+        if self.field is not None:
+            return total.new_tensor(self._field(rollout))
+        names = prompt_names(rollout, self.key, f"advantage {self.name}")
+        if self.file is not None:
+            if missing := [prompt for prompt in names if prompt not in self.read]:
+                raise UserError(
+                    f"advantage {self.name}: {self.file} has no reward for the prompt "
+                    f"{missing[0]!r}; add it, or leave file out to measure at first sight"
+                )
+            return total.new_tensor([self.read[prompt] for prompt in names])
+        for prompt, values in gathered(names, total, groups.present, rollout.row_id):
+            since = self.values.get(prompt, (0.0, None))[1]
+            if since is None or (self.refresh and self.iteration - since >= self.refresh):
+                self.values[prompt] = (mean_of(values), self.iteration)
+        self.iteration += 1
+        return total.new_tensor([self.values.get(prompt, (0.0, 0))[0] for prompt in names])
+
+    def _field(self, rollout: Rollout) -> list[float]:
+        prompts = rollout.prompt_per_row()
+        try:
+            return [float(prompt[self.field or ""]) for prompt in prompts]
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(
+                f"advantage {self.name}: every prompt needs a number {self.field!r}, the "
+                f"reference's mean reward: {error!r}"
+            ) from error
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "iteration": self.iteration,
+            "values": {prompt: list(pair) for prompt, pair in self.values.items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.iteration = int(state["iteration"])
+        pairs = state["values"].items()
+        self.values = {prompt: (float(mean), int(since)) for prompt, (mean, since) in pairs}
+
+
+@ADVANTAGES.register("pvpo")
+class PVPO:
+    """Take off the mean reward of a reference on the prompt, estimated in advance (PVPO).
+
+    Feng et al. 2025, "PVPO: Pre-estimated value-based policy optimization": r - V(prompt). V from
+    ``file`` (JSON lines {"text": ..., "reward": number or list}, from scripts/reference_rewards.py)
+    or from the ``field`` of the prompts; with neither it is the mean reward of the policy when it
+    first meets the prompt (our reading of a frozen policy at the start), measured again after
+    ``refresh`` iterations (0: never). key: the field that identifies a prompt. scale: with a
+    "batch", divided by the std of all advantages of the iteration + 1e-4.
+    """
+
+    def __init__(
+        self,
+        file: Path | None = None,
+        field: str | None = None,
+        key: str = "text",
+        refresh: Annotated[int, Ge(0)] = 0,
+        scale: Literal["none", "batch"] = "none",
+    ):
+        self.references = References(file, field, key, refresh, "pvpo")
+        self.scale = scale
+
+    def __call__(self, rewards: Rewards | Tensor, rollout: Rollout) -> Tensor:
+        """Return [B, 1] advantages, NaN for samples without a reward; advance the references."""
+        double, groups = measured(rewards, rollout)
+        total = double.total()
+        advantage = total - self.references.of(total, groups, rollout)
+        if self.scale == "batch":
+            advantage = advantage / (moments(advantage, groups.present)[1].sqrt() + 1e-4)
+        return finished(advantage, rewards, groups.present)
+
+
+@ADVANTAGES.register("aapo")
+class AAPO:
+    """Add the lead over a reference, within bounds, to the advantage in the group (AAPO).
+
+    Xiong et al. 2025, "AAPO: Enhance the reasoning capabilities of LLMs with advantage momentum": A
+    + clip(r - r_ref, low, high), so that groups of equal rewards teach too. Its loss is that of the
+    surrogate ``reinforce``. base: of A. low, high: as in the published code, in units of reward.
+    r_ref: the reference's mean reward on the prompt (our reading: the paper pairs each answer with
+    one of the reference's), from ``file``, ``field``, or measured, with ``key`` and ``refresh``, as
+    in ``pvpo``.
+    """
+
+    def __init__(
+        self,
+        base: Underneath = grpo,
+        low: float = -0.2,
+        high: float = 0.28,
+        file: Path | None = None,
+        field: str | None = None,
+        key: str = "text",
+        refresh: Annotated[int, Ge(0)] = 0,
+    ):
+        if low > high:
+            raise UserError(f"aapo: low = {low} must not be above high = {high}")
+        self.base = base
+        self.low = low
+        self.high = high
+        self.references = References(file, field, key, refresh, "aapo")
+
+    def __call__(self, rewards: Rewards | Tensor, rollout: Rollout) -> Tensor:
+        """Return the advantages, NaN for samples without a reward; advance the references."""
+        double, groups = measured(rewards, rollout)
+        total = double.total()
+        lead = total - self.references.of(total, groups, rollout)
+        whole = self.base(rewards, rollout) + lead.clamp(self.low, self.high)[:, None]
+        return finished(whole, rewards, groups.present[:, None])
+
+
+@ADVANTAGES.register("single_stream")
+class SingleStream:
+    """Take off a prompt's tracked value and normalise over the batch, without groups (SPO).
+
+    Xu and Ding 2025, "Single-stream policy optimization". v = alpha / (alpha + beta) before the
+    update; A = r - v, less the mean and over the sample std (+ 1e-8) of the batch. Then alpha <-
+    rho alpha + r, beta <- rho beta + 1 - r. Rewards are brought from [low, high] to [0, 1]; several
+    count by their weighted mean. A group may be one sample (train.group_size).
+
+    rho: 2^(-D / half) within [forget_min, forget_max], where D says how far the policy has moved
+    since it last met the prompt. drift: D is the difference of the answers' mean log-prob per
+    decision then and now ("surprisal", our reading: the published code scores the old answers
+    again, which an advantage cannot), or 0, so that rho = forget_max ("none"; with forget_min =
+    forget_max the published constant rho). half: the D, nats, at which half is forgotten. file:
+    rewards of a reference, as in ``pvpo``: n values of them begin alpha = N (sum + 1/2) / (n + 1),
+    N = 1 / (1 - forget_min); otherwise alpha = beta = 1/2. key: the field that identifies a prompt.
+    """
+
+    def __init__(
+        self,
+        low: float = 0.0,
+        high: float = 1.0,
+        drift: Literal["surprisal", "none"] = "surprisal",
+        half: Annotated[float, Gt(0)] = 0.06,
+        forget_min: Annotated[float, Gt(0), Lt(1)] = 0.875,
+        forget_max: Annotated[float, Gt(0), Lt(1)] = 0.96,
+        file: Path | None = None,
+        key: str = "text",
+    ):
+        if forget_min > forget_max:
+            raise UserError(
+                f"single_stream: forget_min = {forget_min} must not be above forget_max = "
+                f"{forget_max}"
+            )
+        self.low = low
+        self.high = high
+        self.drift = drift
+        self.half = half
+        self.forget_min = forget_min
+        self.forget_max = forget_max
+        self.key = key
+        self.references = read_references(file, key) if file else {}
+        # alpha, beta, mean log-prob per decision when it was last met (NaN: never)
+        self.trackers: dict[str, list[float]] = {}
+
+    def __call__(self, rewards: Rewards | Tensor, rollout: Rollout) -> Tensor:
+        """Return [B, 1] advantages, NaN for samples without a reward; advance the trackers."""
+        double, groups = measured(rewards, rollout)
+        scaled = in_range(double, groups, self.low, self.high, "single_stream")
+        weights = {name: double.weights[name] for name in scaled}
+        if min(weights.values()) < 0:
+            raise UserError(
+                "advantage single_stream: a reward has a negative weight; give the reward itself "
+                "the other sign, with low and high to match"
+            )
+        total = Rewards(scaled, weights).total() / sum(weights.values())
+        names = prompt_names(rollout, self.key, "advantage single_stream")
+        values = {name: self._tracker(name) for name in set(names)}
+        value = total.new_tensor([values[n][0] / (values[n][0] + values[n][1]) for n in names])
+        advantage = total - value
+        self._track(names, total, groups, rollout)
+        mean, variance = moments(advantage, groups.present, ddof=1)
+        equal = _equal(advantage, groups.present)
+        advantage = ((advantage - mean) / (variance.sqrt() + 1e-8)).masked_fill(equal, 0.0)
+        return finished(advantage, rewards, groups.present)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the trackers as values that JSON can hold."""
+        return {"trackers": {name: list(values) for name, values in self.trackers.items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.trackers = {name: list(values) for name, values in state["trackers"].items()}
+
+    def _tracker(self, name: str) -> list[float]:
+        """Return alpha and beta of a prompt, and its last log-prob if it was met before."""
+        if name in self.trackers:
+            return self.trackers[name]
+        if name not in self.references:
+            return [0.5, 0.5]
+        rewards = [(r - self.low) / (self.high - self.low) for r in self.references[name]]
+        count = 1 / (1 - self.forget_min)
+        right = (sum(rewards) + 0.5) / (len(rewards) + 1)
+        return [count * right, count * (1 - right)]
+
+    def _track(self, names: list[str], total: Tensor, groups: Groups, rollout: Rollout) -> None:
+        row = rollout.row_id
+        logprobs = dict(gathered(names, -surprisal(rollout), groups.present, row))
+        for name, rewards in gathered(names, total, groups.present, row):
+            alpha, beta, *last = self._tracker(name)
+            now = fmean(logprobs[name])
+            moved = abs(now - last[0]) if last and self.drift == "surprisal" else 0.0
+            rho = min(max(2 ** (-moved / self.half), self.forget_min), self.forget_max)
+            right = sum(rewards)
+            self.trackers[name] = [rho * alpha + right, rho * beta + len(rewards) - right, now]
+
+
+def _equal(x: Tensor, present: Tensor) -> Tensor:
+    """Tell, as a bool, whether all present values of x [B] are equal over all processes."""
+    least = x.new_full((1,), -torch.inf)
+    high = torch.cat([x[present], least]).max()
+    low = torch.cat([-x[present], least]).max()
+    ends = all_max(torch.stack([high, low]))
+    return ends.sum() <= 0

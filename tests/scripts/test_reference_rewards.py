@@ -1,0 +1,59 @@
+"""Rewards of the untrained policy, from the script to a training run that reads them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mmrl.core.registry import locate
+
+ROOT = Path(__file__).parents[2]
+CONFIG = """
+policy: {sd3: {path: "world:digits/sd3-test", size: 32, steps: 3, lora: 2}}
+data: {prompts: {path: prompts.txt, held_out: 0.3}}
+reward: {jpeg_compressibility: 0.5}
+advantage: {aapo: {base: {filtered: {keep: [3, 2]}}, file: reference.jsonl}}
+objective: {policy_gradient: {clip_range: 1e-3}}
+optimizer: {adamw: {lr: 1e-3}}
+train: {prompts_per_iteration: 2, group_size: 4, train_batch_size: 8, iterations: 1, save_every: 1}
+log: {tensorboard: false}
+"""
+
+
+def run(*words, cwd):
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, *map(str, words)],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+
+
+@pytest.mark.slow
+def test_a_reference_is_measured_and_trained_against(tmp_path):
+    locate("world:digits/sd3-test")
+    (tmp_path / "run.yaml").write_text(CONFIG)
+    texts = [f"a {color} {digit}" for color in ("red", "blue") for digit in ("one", "two", "six")]
+    (tmp_path / "prompts.txt").write_text("\n".join(texts))
+    script = [ROOT / "scripts" / "reference_rewards.py", "run.yaml", "advantage=grpo"]
+    for out in ("reference.jsonl", "again.jsonl"):
+        done = run(*script, "--out", out, "--num-samples", 3, "--batch", 2, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "reference.jsonl").read_text().splitlines()]
+    assert {line["text"] for line in lines} < set(texts) and len(lines) >= 3
+    assert all(len(line["reward"]) == 3 and max(line["reward"]) < 0 for line in lines)
+    assert (tmp_path / "again.jsonl").read_bytes() == (tmp_path / "reference.jsonl").read_bytes()
+    done = run("-m", "mmrl", "train", "run.yaml", "run=first", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    done = run("-m", "mmrl", "train", "first", "--resume", "train.iterations=2", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    metrics = (tmp_path / "first" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["iteration"] for line in metrics] == [1, 2]
+    wrong = run(*script, "--out", "x.jsonl", "train.lr=1", cwd=tmp_path)
+    assert wrong.returncode == 1 and "Traceback" not in wrong.stderr
