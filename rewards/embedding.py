@@ -158,7 +158,7 @@ class Encoder:
         assert self.clip is not None  # one of the two is there
         stack = frames(media, "embedding_head")
         flat = self.clip.embed_images(stack.flatten(0, 1), self.batch_size)
-        images = flat.unflatten(0, stack.shape[:2]).mean(1)
+        images: Tensor = flat.unflatten(0, stack.shape[:2]).mean(1)
         if not self.joined:
             return images
         words = self.clip.embed_texts(texts_of(prompts, "embedding_head"), self.batch_size)
@@ -178,7 +178,8 @@ class Encoder:
                 inputs = self.tokenizer(text, return_tensors="pt", truncation=True).to(device)
                 hidden = network(**inputs).last_hidden_state[0].float()  # [T, E]
                 rows.append(hidden.mean(0) if self.pool == "mean" else hidden[-1])
-        return nnf.normalize(torch.stack(rows), dim=-1) if rows else torch.zeros(0, 1)
+        embeddings = torch.stack(rows) if rows else torch.zeros(0, 1)
+        return nnf.normalize(embeddings, dim=-1)
 
 
 @REWARDS.register("embedding_head")

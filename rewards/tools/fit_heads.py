@@ -46,7 +46,8 @@ def fit_preferences(chosen: Tensor, rejected: Tensor, recipe: Recipe) -> list[He
     """Fit heads [E] -> 1 to pairs [N, E] by Bradley-Terry: -log sigmoid(s_chosen - s_rejected)."""
 
     def loss(head: Head, rows: Tensor) -> Tensor:
-        return -nnf.logsigmoid(head(chosen[rows]) - head(rejected[rows])).mean()
+        gaps: Tensor = head(chosen[rows]) - head(rejected[rows])
+        return nnf.softplus(-gaps).mean()
 
     return [
         _fitted(loss, torch.cat([chosen, rejected]), len(chosen), 1, recipe, member)
@@ -59,8 +60,9 @@ def fit_ratings(embeddings: Tensor, ratings: Tensor, recipe: Recipe) -> list[Hea
     known = ~ratings.isnan()
 
     def loss(head: Head, rows: Tensor) -> Tensor:
-        errors = (head(embeddings[rows]) - ratings[rows].nan_to_num()).square()
-        return (errors * known[rows]).sum() / known[rows].sum().clamp(min=1)
+        errors: Tensor = (head(embeddings[rows]) - ratings[rows].nan_to_num()).square()
+        total: Tensor = (errors * known[rows]).sum()
+        return total / known[rows].sum().clamp(min=1)
 
     return [
         _fitted(loss, embeddings, len(embeddings), ratings.shape[1], recipe, member)

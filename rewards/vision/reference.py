@@ -254,4 +254,6 @@ def kind(leaf: Any) -> str:
         return "boolean"
     if isinstance(leaf, (int, float)):
         return "number"
-    return {str: "string", dict: "object", list: "array"}.get(type(leaf), "null")
+    if isinstance(leaf, str):
+        return "string"
+    return "object" if isinstance(leaf, dict) else "array" if isinstance(leaf, list) else "null"
