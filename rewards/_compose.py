@@ -3,7 +3,7 @@ prompt."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -26,23 +26,51 @@ def merged(rewards: Sequence[Reward], of: Of | None = None) -> Card:
             "these rewards judge different media: "
             "" + " / ".join(", ".join(card.media) for card in cards)
         )
-    refuse_batch(cards)
+    refuse_memory(rewards)
     kinds = {card.of for card in cards} - {"sample"}
-    if len(kinds) > 1 or (of == "group" and "step" in kinds):
+    if len(kinds) > 1 or (of in ("group", "batch") and "step" in kinds):
         raise UserError("rewards of steps and rewards of groups cannot be put together")
     kind: Of = next(iter(kinds), "sample")
     needs = tuple(dict.fromkeys(field for card in cards for field in card.needs))
     return Card(media=media, needs=needs, of=of or kind)
 
 
-def refuse_batch(cards: Sequence[Card]) -> None:
-    """Raise UserError for a reward that must see a whole iteration, where it would see some rows or
-    be left out."""
-    if any(card.of == "batch" for card in cards):
+def refuse_memory(rewards: Sequence[Reward]) -> None:
+    """Raise UserError for a reward that must see a whole iteration or remembers earlier ones, where
+    it would see some rows, be left out, or never be told to remember."""
+    if any(card_of(reward).of == "batch" for reward in rewards):
         raise UserError(
             "a reward that sees a whole iteration, such as co_reward, cannot be a "
             "part of another reward"
         )
+    if any(hasattr(reward, "remember") for reward in rewards):
+        raise UserError(
+            "a reward that remembers earlier iterations, such as scheduled, cannot be a "
+            "part of another reward; put it directly below `reward:`"
+        )
+
+
+def counters_of(parts: Mapping[str, Reward]) -> dict[str, float]:
+    """Return what the parts count themselves (a judge's requests and costs), below their names."""
+    counts = {name: getattr(part, "counters", None) for name, part in parts.items()}
+    return {
+        f"{name}/{key}": number
+        for name, count in counts.items()
+        if callable(count)
+        for key, number in count().items()
+    }
+
+
+def rows_of(media: Media, rows: list[int]) -> Media:
+    """Return the samples ``rows``, stacked where they are tensors of one shape."""
+    if isinstance(media, Tensor):
+        return media[rows]
+    samples = [media[row] for row in rows]
+    alike = (
+        all(isinstance(sample, Tensor) for sample in samples)
+        and len({sample.shape for sample in samples}) == 1
+    )
+    return torch.stack(samples) if samples and alike else samples
 
 
 def scores_of(rewards: Sequence[Reward], media: Media, prompts: list[Prompt]) -> list[Tensor]:

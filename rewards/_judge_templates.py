@@ -41,6 +41,7 @@ class Template:
     low: float = 0.0
     high: float = 10.0
     format: bool = False  # ``source`` is for str.format
+    tokens: int = 512  # most of an answer, reasoning included
 
     def needs(self) -> tuple[str, ...]:
         """Return the fields that the prompts must have."""
@@ -242,6 +243,34 @@ PAIRS = {
             '"Both {{ kind }}s are equally good."\n'
             "Text Caption: [{{ text }}]",
             {"better": r"(?:Image|Video|Answer|Response)\s*([12])\s*is better|(equally good)"},
+        ),
+        Template(
+            "unified_reward_think",
+            "{% if answer is defined %}"
+            "{{ media }}\nTwo answers to one question, answer 1 and answer 2.\n"
+            "{% else %}{{ first }}\n{{ second }}\n"
+            "Two {{ kind }}s were generated from one text caption; the first half of "
+            "the pictures is {{ kind }} 1, the second half {{ kind }} 2.\n{% endif %}"
+            "Compare them on these dimensions, and on up to two more that matter here:\n"
+            "{% if answer is defined %}"
+            "1. Semantic accuracy: is it true to the pictures and the question?\n"
+            "2. Correctness: are facts and logic right?\n"
+            "3. Clarity: is it clear and complete?\n"
+            "{% else %}"
+            "1. Semantic consistency: how closely the content follows the caption.\n"
+            "{% if kind == 'video' %}"
+            "2. Temporal coherence: smooth, logical motion from frame to frame.\n"
+            "{% else %}2. Aesthetics: composition, colour, artistic expression.\n{% endif %}"
+            "3. Authenticity: realism and attention to detail.\n"
+            "{% endif %}"
+            "For each dimension give both a score from 1 to 10 with a short reason; add the "
+            "scores up and compare the totals. All of this stands between <think> and </think>. "
+            "Then the verdict and nothing else between <answer> and </answer>: "
+            '"{{ kind | capitalize }} 1 is better" or "{{ kind | capitalize }} 2 is better".\n'
+            "{% if answer is defined %}Question: [{{ text }}]\nAnswer 1: [{{ first }}]\n"
+            "Answer 2: [{{ second }}]{% else %}Text Caption: [{{ text }}]{% endif %}",
+            {"better": r"(?:Image|Video|Answer|Response)\s*([12])\s*is better"},
+            tokens=2048,
         ),
     )
 }

@@ -13,7 +13,7 @@ from torch import Tensor
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
 from mmrl.core.types import Media, Prompt, Reward
-from rewards._compose import refuse_batch
+from rewards._compose import refuse_memory, rows_of
 from rewards.card import Of, card, card_of
 
 Part = Annotated[Reward, REWARDS]
@@ -37,8 +37,9 @@ class ByTask:
         self.routes = dict(routes)
         self.by = by
         self.default = default
-        cards = [card_of(part) for part in [*routes.values(), *([default] if default else [])]]
-        refuse_batch(cards)
+        parts = [*routes.values(), *([default] if default else [])]
+        refuse_memory(parts)
+        cards = [card_of(part) for part in parts]
         if any(card.of == "step" for card in cards):
             raise UserError(
                 "reward 'by_task': its routes must be rewards of whole samples, not of steps"
@@ -54,19 +55,7 @@ class ByTask:
             route = self.routes.get(prompt.get(self.by, ""), self.default)
             if route is not None:
                 rows.setdefault(id(route), (route, []))[1].append(i)
-        for route, rows_of_route in rows.values():
-            values = route(_of(media, rows_of_route), [prompts[i] for i in rows_of_route])
-            scores[rows_of_route] = torch.as_tensor(values).detach().to("cpu", torch.float32)
+        for route, routed in rows.values():
+            values = route(rows_of(media, routed), [prompts[i] for i in routed])
+            scores[routed] = torch.as_tensor(values).detach().to("cpu", torch.float32)
         return scores
-
-
-def _of(media: Media, rows: list[int]) -> Media:
-    """Return the samples ``rows``, stacked where they are tensors of one shape."""
-    if isinstance(media, Tensor):
-        return media[rows]
-    chosen = [media[row] for row in rows]
-    alike = (
-        all(isinstance(sample, Tensor) for sample in chosen)
-        and len({sample.shape for sample in chosen}) == 1
-    )
-    return torch.stack(chosen) if alike else chosen

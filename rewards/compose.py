@@ -55,18 +55,19 @@ class Gate:
     scaling="that of its parts, which must be alike",
 )
 class Ensemble:
-    """Combine several judges of one thing conservatively: the worst, or the mean less their
-    disagreement.
+    """Combine several judges of one thing: the worst, the mean less their disagreement, a product.
 
     Reward model ensembles (Coste et al. 2023): worst-case optimisation, min_i r_i, and
     uncertainty-weighted optimisation, mean_i r_i - penalty * mean_i (r_i - mean)^2. Bring the parts
-    to one scale first.
+    to one scale first. Besides, for parts that are not judges of one thing: ``best``, max_i r_i;
+    ``product``, prod_i r_i, where one 0 cannot be made up for; ``geometric``, the n-th root of the
+    product, which needs parts of 0 and more.
     """
 
     def __init__(
         self,
         of: list[Part],
-        how: Literal["worst", "uncertainty", "mean"] = "worst",
+        how: Literal["worst", "uncertainty", "mean", "best", "product", "geometric"] = "worst",
         penalty: Annotated[float, Ge(0)] = 1.0,
     ):
         if len(of) < 2:
@@ -79,7 +80,18 @@ class Ensemble:
     def __call__(self, media: Media, prompts: list[Prompt]) -> Tensor:
         each = torch.stack(torch.broadcast_tensors(*scores_of(self.of, media, prompts)))  # [n, B]
         if self.how == "worst":
-            return each.amin(0).where(~each.isnan().any(0), torch.nan)
+            return each.amin(0)  # NaN where a part is
+        if self.how == "best":
+            return each.amax(0)
+        if self.how == "product":
+            return each.prod(0)
+        if self.how == "geometric":
+            if (each < 0).any():
+                raise UserError(
+                    "ensemble: the geometric mean needs parts of 0 and more; use how: product, "
+                    "or bound the part from below (bounded: {low: 0})"
+                )
+            return each.double().log().mean(0).exp().float()
         spread = each.var(0, correction=0) if self.how == "uncertainty" else torch.zeros(())
         return each.mean(0) - self.penalty * spread
 
@@ -96,8 +108,7 @@ class Constrain:
     else ``otherwise``, which should be at or below the least the main reward gives. A constraint
     holds where its judge gives at least its number in ``at_least`` (one number for all judges, or
     one each). CGPO's calibration of the main reward, sigmoid(main - main of a baseline answer to
-    the prompt), is not done: give a main reward of one scale for all prompts, or an advantage that
-    compares the samples of a prompt, which takes a constant of the prompt off anyway.
+    the prompt), is ``main: {calibrated: {of: ...}}``.
     """
 
     def __init__(

@@ -39,13 +39,14 @@ class Pairwise(Judged):
     Args:
         model: who judges: ``{server: {url: ...}}`` or ``{local: {path: ...}}``.
         template: ``pair`` (answers 1 or 2, with probabilities where the model gives them),
-            ``unified_reward``, or a file of your own, with ``{{ first }}`` and ``{{ second }}``.
+            ``unified_reward``, ``unified_reward_think`` (reasons and scores by dimension first),
+            or a file of your own, with ``{{ first }}`` and ``{{ second }}``.
         pattern: regular expression whose group 1 is 1 or 2, for a file; None: the answer is 1 or 2.
         method: ``win_rate``: mean chance over the pairs; ``bradley_terry``: strengths s with P(i
             beats j) = sigmoid(s_i - s_j), most probable under a normal prior, mean 0 in each group.
         opponents: pairs a sample is in; None: all others. An even number.
         frames: pictures shown of a video, evenly spaced.
-        tokens: most of an answer.
+        tokens: most of an answer; None: the template's, 2048 where it reasons, else 512.
         on_failure: ``nan`` leaves pairs without an answer out, ``stop`` raises.
 
     Raises:
@@ -62,7 +63,7 @@ class Pairwise(Judged):
         method: Literal["win_rate", "bradley_terry"] = "win_rate",
         opponents: Annotated[int, Ge(2)] | None = None,
         frames: Frames = 4,
-        tokens: Annotated[int, Ge(1)] = 512,
+        tokens: Annotated[int, Ge(1)] | None = None,
         on_failure: OnFailure = "nan",
     ):
         super().__init__(model, frames, on_failure)
@@ -76,7 +77,7 @@ class Pairwise(Judged):
         )
         self.method = method
         self.opponents = opponents
-        self.tokens = tokens
+        self.tokens = self.template.tokens if tokens is None else tokens
         self.card = self.needing(self.template)
 
     def __call__(self, media: Media, prompts: list[Prompt]) -> Tensor:

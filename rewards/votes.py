@@ -27,21 +27,28 @@ from rewards.vision.words import short
 @REWARDS.register("majority_vote")
 @card(media="text", of="group", low=0, high=1, source="[TTRL](https://arxiv.org/abs/2504.16084)")
 def majority_vote(
-    media: Sequence[str], prompts: list[Prompt], *, share: Annotated[float, Ge(0)] = 0.0
+    media: Sequence[str],
+    prompts: list[Prompt],
+    *,
+    share: Annotated[float, Ge(0)] = 0.0,
+    most: Annotated[float, Ge(0)] = 1.0,
 ) -> Tensor:
     """Reward the answer that most answers to the prompt give (TTRL, SeRL); no ground truth is
     needed.
 
     Of equally frequent answers the one given first wins. ``share``: the part of the group that must
     agree; where fewer do, the group has no majority and every answer has NaN, which leaves it out.
+    ``most``: the part that may agree; where more do, the question is too easy and is left out too
+    (SeRL's filter of difficulty has both ends).
     """
     votes = votes_of(media, "majority_vote")
     scores = torch.zeros(len(media))
     for rows in groups_of(prompts):
         winner, count = leading([votes[row] for row in rows])
         agreed = winner is not None and count >= share * len(rows)
+        outside = count > most * len(rows) or (share > 0 and not agreed)
         for row in rows:
-            scores[row] = float(votes[row] == winner) if agreed else torch.nan if share else 0.0
+            scores[row] = torch.nan if outside else float(agreed and votes[row] == winner)
     return scores
 
 

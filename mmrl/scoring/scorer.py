@@ -96,6 +96,11 @@ class Scorer:
                     f"batch_size, offload, timeout "
                     "and cache cannot be set for it"
                 )
+            if hasattr(reward.reward, "remember") and reward.handling.cache:
+                raise UserError(
+                    f"reward {name!r} remembers earlier iterations, so its values change: leave "
+                    f"its `cache` out"
+                )
         self.workers = {name: Worker(f"reward {name}") for name in rewards}
 
     def __call__(

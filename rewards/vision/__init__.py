@@ -9,6 +9,7 @@ from rewards.vision.grounding import Grounding, Referring
 from rewards.vision.masks import Segmentation
 from rewards.vision.maths import Chart, Maths
 from rewards.vision.pointing import Gui, Point
+from rewards.vision.reference import Bleu, Structured
 from rewards.vision.shaping import CosineLength, Format, Length, Overlong, Repetition, ThinkOrNot
 from rewards.vision.spans import Temporal, Tracking
 from rewards.vision.steps import KeySteps, Routed, VideoQa, Vqa
@@ -18,6 +19,7 @@ from rewards.vision.writing import Table, TextSimilarity, Transcription
 
 __all__ = [
     "Answer",
+    "Bleu",
     "Chart",
     "Choice",
     "Classification",
@@ -39,6 +41,7 @@ __all__ = [
     "Repetition",
     "Routed",
     "Segmentation",
+    "Structured",
     "Svg",
     "Table",
     "Temporal",

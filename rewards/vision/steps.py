@@ -17,7 +17,7 @@ from torch import Tensor
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
 from mmrl.core.types import Prompt, Reward
-from rewards._compose import refuse_batch
+from rewards._compose import refuse_memory
 from rewards.card import card, card_of
 from rewards.vision.answers import normal, worst
 from rewards.vision.base import Verdict, Verifiable, need, tagged
@@ -341,8 +341,9 @@ class Routed(Verifiable):
         self.routes = dict(routes)
         self.by = by
         self.default = default
-        cards = [card_of(part) for part in [*routes.values(), *([default] if default else [])]]
-        refuse_batch(cards)
+        parts = [*routes.values(), *([default] if default else [])]
+        refuse_memory(parts)
+        cards = [card_of(part) for part in parts]
         low = [c.low for c in cards if c.low is not None]
         high = [c.high for c in cards if c.high is not None]
         self.card = replace(

@@ -18,6 +18,7 @@ from rewards._servers import BoundedClient
 from rewards.chat_server import ChatServer
 from rewards.judge import Judge
 from rewards.judge_checklist import Checklist
+from rewards.judge_edit import EditJudge
 from rewards.judge_listener import Listener, reasoning
 from rewards.judge_pairwise import Pairwise, pairings, strengths, win_rates
 from rewards.judge_yes_no import YesNo
@@ -542,7 +543,9 @@ def test_every_judge_is_named_here():
     from mmrl.core.registry import REWARDS, load_built_in
 
     load_built_in()
-    named = {"judge", "judge_yes_no", "judge_checklist", "judge_pairwise", "judge_listener"}
+    named = {"judge", "judge_yes_no", "judge_checklist", "judge_pairwise", "judge_listener"} | {
+        "judge_edit"
+    }
     assert {name for name in REWARDS if name.startswith("judge")} == named
 
 
@@ -570,3 +573,80 @@ def test_a_judge_keeps_the_contract_of_rewards(judged):
     if not isinstance(media, list):
         half = media.bfloat16()
         torch.testing.assert_close(reward(half, paired), reward(half.float(), paired))
+
+
+# ----------------------------------------------------------------------------------------------
+# counts, edits, reasons
+
+
+def test_questions_of_geneval_2_are_asked_one_by_one(url):
+    """A count has a digit as its answer; a prompt's score is the geometric mean of its atoms."""
+    vqa = [["Is there a square?", "Yes"], ["How many squares?", "four"], ["Is it red?", "no"]]
+    asked = [{"text": "four squares", "vqa_list": vqa}] * 3
+    media = greys([0.2, 0.6, 1.0])
+    chances = [(v, v, 1 - v) for v in (0.2, 0.6, 1.0)]
+    mean = YesNo(server(url), questions="vqa_list")(media, asked)
+    geometric = YesNo(server(url), questions="vqa_list", combine="geometric")(media, asked)
+    for row, parts in enumerate(chances):
+        assert float(mean[row]) == pytest.approx(sum(parts) / 3, abs=1e-5)
+        product = parts[0] * parts[1] * max(parts[2], 1e-12)
+        assert float(geometric[row]) == pytest.approx(product ** (1 / 3), abs=1e-3)
+    assert YesNo(server(url), questions="vqa_list")(
+        media[:1], [{"text": "x", "vqa_list": [["How many?", 3]]}]
+    ).item() == pytest.approx(0.8, abs=1e-5)
+    for wrong in ("ten", "12", "perhaps"):
+        with pytest.raises(UserError, match="a count from 0 to 9"):
+            YesNo(server(url), questions="vqa_list")(
+                media[:1], [{"text": "x", "vqa_list": [["How many?", wrong]]}]
+            )
+
+
+def test_an_edit_is_judged_by_both_pictures_and_by_itself(url):
+    """The server's scores are ten times the brightness of the first picture it sees."""
+    from PIL import Image
+
+    before = [{"text": "darken it", "image": Image.new("RGB", (8, 8), (153,) * 3)}] * 4
+    values = EditJudge(server(url))(greys(), before)
+    expected = [(6.0 * 10 * v) ** 0.5 / 10 for v in LEVELS]
+    assert values.tolist() == pytest.approx(expected, abs=1e-4)
+    texts = [body["text"] for body in stats(url)["bodies"]][-8:]
+    assert sum("darken it" in text for text in texts) == 4  # how it looks is judged without
+    video = greys()[:, None].expand(-1, 3, -1, -1, -1)
+    torch.testing.assert_close(EditJudge(server(url), frames=2)(video, before), values)
+    with pytest.raises(UserError, match="picture before the edit"):
+        EditJudge(server(url))(greys(), prompts())
+    with pytest.raises(UserError, match="not texts"):
+        EditJudge(server(url))(["a"], before[:1])
+
+
+def test_the_worse_of_two_scores_counts(url):
+    class Fixed:
+        usage = server(url).usage
+
+        def ask(self, questions):
+            return [
+                question.value(
+                    '{"reason": "r", "success": 9, "preserved": 4}'
+                    if "success" in question.schema.model_fields
+                    else '{"reason": "r", "naturalness": 1, "artifacts": 10}'
+                )
+                for question in questions
+            ]
+
+    from PIL import Image
+
+    before = [{"text": "x", "image": Image.new("RGB", (4, 4))}]
+    assert EditJudge(Fixed())(greys()[:1], before).item() == pytest.approx((4 * 1) ** 0.5 / 10)
+
+
+def test_a_pair_judged_with_reasons_is_read_after_them(url):
+    judge = Pairwise(server(url), template="unified_reward_think")
+    assert judge.tokens == 2048 and Pairwise(server(url)).tokens == 512
+    asked = [{"text": "bright", "group": 0}] * 4
+    wins = judge(greys(), asked)
+    assert wins.tolist() == pytest.approx([0, 1 / 3, 2 / 3, 1])
+    text = stats(url)["bodies"][-1]["text"]
+    assert "Aesthetics" in text and "Temporal" not in text
+    video = greys()[:, None].expand(-1, 2, -1, -1, -1)
+    assert judge(video, asked).tolist() == pytest.approx([0, 1 / 3, 2 / 3, 1])
+    assert "Temporal coherence" in stats(url)["bodies"][-1]["text"]

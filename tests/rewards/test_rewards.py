@@ -24,9 +24,12 @@ from tests.fixtures.tiny_rewards import TINY, asked, pictures, save_head, save_t
 
 OTHERS_NAN = (
     "rewards.by_task",
+    "rewards.calibrate",
     "rewards.compose",
     "rewards.digits",
     "rewards.remote",
+    "rewards.rescue",
+    "rewards.weights",
 )  # as those they are made of; tests of their own
 DOC = Path(__file__).parents[2] / "docs/rewards.md"
 
@@ -97,6 +100,20 @@ def reward(request, tiny_clip, tiny_head, tiny_reader, reward_server, tmp_path_f
             "main": jpeg_incompressibility,
             "judges": [jpeg_compressibility],
             "at_least": -1.0,
+        },
+        "fall_back": {"first": jpeg_compressibility, "second": jpeg_incompressibility},
+        "scheduled": {
+            "of": [jpeg_incompressibility, jpeg_compressibility],
+            "start": [1.0, 0.0],
+            "end": [0.0, 1.0],
+            "iterations": 2,
+        },
+        "calibrated": {"of": jpeg_incompressibility},
+        "text_contrast": {"of": jpeg_incompressibility, "negative_text": "noise"},
+        "confidence_weighted": {
+            "of": lambda media, prompts: (jpeg_incompressibility(media, prompts) > 0.9).float(),
+            "confidence": jpeg_incompressibility,
+            "scale": "raw",
         },
         "bounded": {"of": jpeg_incompressibility, "high": 1.0},
         "noisy": {

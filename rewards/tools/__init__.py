@@ -1,0 +1,1 @@
+"""Holds programs that make what rewards need: fitted heads, instructions and their versions."""

@@ -1,0 +1,201 @@
+"""Adds rewards up with weights that change while training: along a schedule, by hypervolume."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Literal
+
+import torch
+from annotated_types import Ge
+from torch import Tensor
+
+from mmrl.core.errors import UserError
+from mmrl.core.registry import REWARDS
+from mmrl.core.types import Media, Prompt, Reward
+from rewards._compose import counters_of, merged, scores_of
+from rewards.card import card
+
+Part = Annotated[Reward, REWARDS]
+Point = tuple[float, ...]
+
+
+@REWARDS.register("scheduled")
+@card(
+    source="[Datarus-R1](https://arxiv.org/abs/2508.13382)",
+    scaling="the weighted sum of its parts",
+)
+class Scheduled:
+    """Add rewards up with weights that move from start to end over the iterations (Datarus-R1).
+
+    w_i(t) = start_i + (end_i - start_i) s(t), s = (1 - cos(pi min(t / iterations, 1))) / 2, or
+    min(t / iterations, 1) for ``linear``: a curriculum from the form of an answer to its content.
+    t counts calls in training, so a round of dynamic sampling counts as an iteration; it is saved
+    in checkpoints. An evaluation uses the weights of its time.
+
+    Args:
+        of: the rewards.
+        start: weight of each at the beginning.
+        end: weight of each after ``iterations``.
+        iterations: length of the schedule.
+        shape: cosine or linear.
+    """
+
+    def __init__(
+        self,
+        of: list[Part],
+        start: list[float],
+        end: list[float],
+        iterations: Annotated[int, Ge(1)],
+        shape: Literal["cosine", "linear"] = "cosine",
+    ):
+        for name, weights in {"start": start, "end": end}.items():
+            if len(weights) != len(of):
+                raise UserError(
+                    f"scheduled has {len(of)} rewards in `of` and {len(weights)} weights in "
+                    f"`{name}`: one each"
+                )
+        self.of = list(of)
+        self.start = list(start)
+        self.end = list(end)
+        self.iterations = iterations
+        self.shape = shape
+        self.card = merged(self.of)
+        self.iteration = 0
+
+    def weights(self) -> list[float]:
+        """Return the weights of this iteration."""
+        done = min(self.iteration / self.iterations, 1.0)
+        moved = (1 - math.cos(math.pi * done)) / 2 if self.shape == "cosine" else done
+        return [a + (b - a) * moved for a, b in zip(self.start, self.end, strict=True)]
+
+    def __call__(self, media: Media, prompts: list[Prompt]) -> Tensor:
+        return weighted_sum(self.weights(), scores_of(self.of, media, prompts))
+
+    def remember(self) -> None:
+        """Count an iteration."""
+        self.iteration += 1
+
+    def counters(self) -> dict[str, float]:
+        return counters_of({str(i): part for i, part in enumerate(self.of)})
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"iteration": self.iteration}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.iteration = int(state["iteration"])
+
+
+@REWARDS.register("hypervolume")
+@card(
+    of="batch",
+    source="[Lu et al. 2025](https://arxiv.org/abs/2509.11452)",
+    scaling="0.5 to 2 times the weighted sum of its parts",
+)
+class Hypervolume:
+    """Pay a sum of rewards more when the means of an iteration push out their Pareto front.
+
+    Dynamic reward weighting, hypervolume-guided (Lu et al. 2025): R = (0.5 + 1.5 tanh(dV)) sum_i
+    w_i r_i, where dV is by how much the means (m_1 ... m_n) of this iteration, over all processes,
+    enlarge the volume that earlier points dominate above ``reference``. The paper takes the means
+    of validation; those of the samples that are trained on stand for them here (our reading). The
+    front is saved in checkpoints. An advantage that divides by the std of a group takes the factor
+    off again: use one that does not, such as ``dr_grpo``.
+
+    Args:
+        of: the rewards, all of them the higher the better, on scales of about 0..1.
+        weights: of the sum; None: 1 each.
+        reference: the point from which volumes are measured, at or below the worst means; None: 0.
+    """
+
+    def __init__(
+        self,
+        of: list[Part],
+        weights: list[float] | None = None,
+        reference: list[float] | None = None,
+    ):
+        self.of = list(of)
+        self.weights = [1.0] * len(of) if weights is None else list(weights)
+        self.reference = (0.0,) * len(of) if reference is None else tuple(reference)
+        if len(of) < 2 or {len(self.weights), len(self.reference)} != {len(of)}:
+            raise UserError(
+                f"hypervolume has {len(of)} rewards in `of`, {len(self.weights)} weights and "
+                f"{len(self.reference)} numbers in `reference`: one each, of at least two rewards"
+            )
+        self.card = merged(self.of, of="batch")
+        self.front: list[Point] = []
+        self.latest: Point | None = None
+
+    def __call__(
+        self,
+        media: Media,
+        prompts: list[Prompt],
+        gather: Callable[[list[list[float]]], list[list[float]]] = list,
+    ) -> Tensor:
+        """Score [B]; ``gather`` returns the rows of all processes."""
+        scores = scores_of(self.of, media, prompts) if prompts else [torch.zeros(0)] * len(self.of)
+        sums = [float(x.double().nansum()) for x in scores]
+        counts = [float((~x.isnan()).sum()) for x in scores]
+        columns = [math.fsum(column) for column in zip(*gather([sums + counts]))]
+        totals = columns[: len(self.of)]
+        present = columns[len(self.of) :]
+        self.latest = None
+        if all(present):
+            self.latest = tuple(t / n for t, n in zip(totals, present, strict=True))
+        return self.factor() * weighted_sum(self.weights, scores)
+
+    def factor(self) -> float:
+        """Return 0.5 to 2 for the last call; one without a value for some reward adds nothing."""
+        if self.latest is None:
+            return 0.5
+        before = hypervolume(self.front, self.reference)
+        gain = hypervolume([*self.front, self.latest], self.reference) - before
+        return 0.5 + 1.5 * math.tanh(max(gain, 0.0))
+
+    def remember(self) -> None:
+        """Keep the means of the last call, which was one of training, if none dominates them."""
+        point = self.latest
+        self.latest = None
+        if point is None or any(covers(other, point) for other in self.front):
+            return
+        self.front = [other for other in self.front if not covers(point, other)] + [point]
+
+    def counters(self) -> dict[str, float]:
+        return counters_of({str(i): part for i, part in enumerate(self.of)})
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"front": [list(point) for point in self.front]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.front = [tuple(point) for point in state["front"]]
+
+
+def weighted_sum(weights: Sequence[float], scores: Sequence[Tensor]) -> Tensor:
+    """Add values up; a part of weight 0 does not count, so its NaN does not either."""
+    total = torch.zeros_like(sum(scores, torch.zeros(())))
+    for weight, values in zip(weights, scores, strict=True):
+        if weight:
+            total = total + weight * values
+    return total
+
+
+def covers(better: Point, worse: Point) -> bool:
+    """Tell whether a point is at least as good in everything."""
+    return all(a >= b for a, b in zip(better, worse, strict=True))
+
+
+def hypervolume(points: Sequence[Point], reference: Point) -> float:
+    """Return the volume that points dominate above a reference: slices along the first axis."""
+    above = sorted(
+        (p for p in points if all(x > r for x, r in zip(p, reference, strict=True))), reverse=True
+    )
+    if not above:
+        return 0.0
+    if len(reference) == 1:
+        return above[0][0] - reference[0]
+    edges = [point[0] for point in above[1:]] + [reference[0]]
+    return math.fsum(
+        (point[0] - edge) * hypervolume([p[1:] for p in above[: i + 1]], reference[1:])
+        for i, (point, edge) in enumerate(zip(above, edges, strict=True))
+        if point[0] > edge
+    )

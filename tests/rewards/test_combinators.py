@@ -1,0 +1,404 @@
+"""Rewards that fall back, appeal, calibrate, contrast, weigh by confidence, and move their
+weights."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import pytest
+import torch
+
+from mmrl.config import build_rewards
+from mmrl.core.errors import UserError
+from mmrl.core.types import Completion
+from mmrl.scoring import Handling, Scorer
+from rewards import (
+    calibrated,
+    confidence_weighted,
+    ensemble,
+    fall_back,
+    gate,
+    hypervolume,
+    majority_vote,
+    noisy_appeals,
+    scheduled,
+    text_contrast,
+)
+from rewards.card import card, card_of
+from rewards.rescue import lot
+from rewards.weights import covers
+from rewards.weights import hypervolume as volume
+from tests.rewards.test_compose import gives
+
+NAN = math.nan
+IMAGES = torch.rand(4, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+VIDEOS = torch.rand(4, 2, 3, 4, 4, generator=torch.Generator().manual_seed(1))
+TEXTS = ["a", "bb", "ccc", "dddd"]
+KINDS = [IMAGES, VIDEOS, TEXTS]
+
+
+def size(media, prompts):
+    """A number that follows from each sample, of any kind, and its text."""
+    values = [float(x.mean()) if isinstance(x, torch.Tensor) else len(x) / 4 for x in media]
+    return torch.tensor(
+        [v + len(p.get("text", "")) / 10 for v, p in zip(values, prompts, strict=True)]
+    )
+
+
+def lookup(values):
+    """A reward that reads its value off the prompt, so that rows may be asked in any number."""
+
+    def reward(media, prompts):
+        asked.append([prompt["id"] for prompt in prompts])
+        return torch.tensor([values[prompt["id"]] for prompt in prompts])
+
+    asked: list[list[int]] = []
+    reward.asked = asked
+    return reward
+
+
+def numbered(count):
+    return [{"text": "a", "id": i} for i in range(count)]
+
+
+# --------------------------------------------------------------------------------------------------
+# products and the best
+
+
+def test_products_and_the_best_are_their_formulas():
+    generator = torch.Generator().manual_seed(3)
+    each = torch.rand(3, 6, generator=generator)
+    each[0, 2] = 0.0
+    each[1, 4] = NAN
+    parts = [gives(row.tolist()) for row in each]
+    media = torch.zeros(6, 3, 2, 2)
+    for how in ("best", "product", "geometric"):
+        values = ensemble(parts, how=how)(media, [{}] * 6).tolist()
+        for row, value in enumerate(values):
+            column = [float(each[i, row]) for i in range(3)]
+            if any(math.isnan(x) for x in column):
+                assert math.isnan(value)
+                continue
+            product = column[0] * column[1] * column[2]
+            expected = {"best": max(column), "product": product, "geometric": product ** (1 / 3)}
+            assert value == pytest.approx(expected[how], abs=1e-6)
+    with pytest.raises(UserError, match="needs parts of 0 and more"):
+        ensemble([gives([-1.0]), gives([1.0])], how="geometric")(media[:1], [{}])
+
+
+# --------------------------------------------------------------------------------------------------
+# falling back
+
+
+@pytest.mark.parametrize("media", KINDS, ids=["image", "video", "text"])
+def test_only_what_the_first_refuses_is_checked_again(media):
+    first = lookup([1.0, 0.0, 0.0, NAN])
+    second = lookup([0.0, 1.0, 0.0, 1.0])
+    reward = fall_back(first, second)
+    assert reward(media, numbered(4)).tolist() == [1.0, 1.0, 0.0, 1.0]
+    assert second.asked == [[1, 2, 3]]
+    assert (reward.checked, reward.rescued) == (3, 2) and reward.rescue_rate == 2 / 3
+    scorer = Scorer({"rescue": reward})
+    scorer(media, numbered(4))
+    assert scorer.counters() == {"rescue/checked": 6.0, "rescue/rescued": 4.0}
+
+
+def test_falling_back_is_its_loop_in_any_order_and_part():
+    rng = random.Random(0)
+    first = [rng.choice([0.0, 0.3, 1.0]) for _ in range(12)]
+    second = [rng.choice([0.0, 0.7, NAN]) for _ in range(12)]
+    expected = [a if a > 0.3 else max(a, b) if b == b else NAN for a, b in zip(first, second)]
+    reward = fall_back(lookup(first), lookup(second), above=0.3)
+    order = list(range(12))
+    rng.shuffle(order)
+    prompts = numbered(12)
+    whole = reward(["x"] * 12, [prompts[i] for i in order])
+    parts = torch.cat([reward(["x"], [prompts[i]]) for i in order])
+    torch.testing.assert_close(whole, torch.tensor([expected[i] for i in order]), equal_nan=True)
+    torch.testing.assert_close(whole, parts, equal_nan=True)
+
+
+def test_a_reward_of_groups_sees_whole_groups_when_asked_again():
+    prompts = [{"text": "a", "group": 0}] * 3
+    reward = fall_back(gives([0.0, 1.0, 0.0]), majority_vote)
+    assert reward(["7", "7", "8"], prompts).tolist() == [1.0, 1.0, 0.0]
+    assert card_of(reward).of == "group" and reward.checked == 2
+    with pytest.raises(UserError, match="not of steps"):
+        fall_back(gives([[0.0]], "step"), gives([0.0]))
+
+
+# --------------------------------------------------------------------------------------------------
+# appeals
+
+
+def appeals(share=1.0, **options):
+    truth = [float(i % 2 == 0) for i in range(40)]
+    seen = [t if i % 5 else 0.0 for i, t in enumerate(truth)]  # a fifth of the right are rejected
+    return noisy_appeals(lookup(seen), lookup(truth), share=share, **options), seen, truth
+
+
+def test_appeals_measure_the_rate_of_false_negatives():
+    reward, seen, truth = appeals(false_positive=0.1)
+    values = reward(["x"] * 40, numbered(40))
+    accepted = sum(seen)
+    wronged = sum(t for s, t in zip(seen, truth, strict=True) if s == 0)
+    fn = wronged / (accepted + wronged)
+    assert reward.false_negative() == pytest.approx(fn) and 0.1 < fn < 0.3
+    expected = [(s - 0.1) / (1 - 0.1 - fn) for s in seen]
+    torch.testing.assert_close(values, torch.tensor(expected))
+    forward, seen, _ = appeals(forward=True)
+    torch.testing.assert_close(
+        forward(["x"] * 40, numbered(40)), torch.tensor([s - 1 + fn for s in seen])
+    )
+
+
+def test_appeals_do_not_depend_on_order_or_processes():
+    """The counts of two processes with half the rows each give every row what one process gives."""
+    whole, _, _ = appeals(share=0.5)
+    texts = [f"t{i}" for i in range(40)]
+    prompts = numbered(40)
+    expected = whole(texts, prompts)
+    assert 0 < len(whole.judge.asked[0]) < 20
+    turned, _, _ = appeals(share=0.5)
+    assert torch.equal(turned(texts[::-1], prompts[::-1]).flip(0), expected)
+    halves = [slice(0, 15), slice(15, 40), slice(40, 40)]
+    rows: list[list[int]] = []
+    for half in halves:
+        appeals(share=0.5)[0](texts[half], prompts[half], lambda own: rows.extend(own) or own)
+    for half in halves:
+        part, _, _ = appeals(share=0.5)
+        assert torch.equal(part(texts[half], prompts[half], lambda own: rows), expected[half])
+        part.remember()
+        whole_twin, _, _ = appeals(share=0.5)
+        whole_twin(texts, prompts)
+        whole_twin.remember()
+        assert part.state_dict() == whole_twin.state_dict()
+
+
+def test_appeals_are_remembered_and_resumed():
+    reward, _, _ = appeals()
+    reward(["x"] * 40, numbered(40))
+    assert reward.false_negative() > 0 and reward.state_dict() == {"accepted": 0.0, "wronged": 0.0}
+    reward.remember()
+    later, _, _ = appeals()
+    later.load_state_dict(reward.state_dict())
+    one = reward(["x"] * 7, numbered(7))
+    assert torch.equal(one, later(["x"] * 7, numbered(7)))
+    fresh, _, _ = appeals()
+    assert not torch.equal(one, fresh(["x"] * 7, numbered(7)))
+    with pytest.raises(UserError, match="says nothing"):
+        appeals(false_positive=0.6, false_negative=0.5)
+    with pytest.raises(UserError, match="rewards of 0 and 1"):
+        noisy_appeals(lookup([0.5]), lookup([1.0]))(["x"], numbered(1))
+
+
+def test_lots_are_drawn_evenly():
+    drawn = [lot(f"answer {i}", {"text": "q"}) for i in range(400)]
+    assert 0.4 < sum(drawn) / 400 < 0.6 and all(0 <= x < 1 for x in drawn)
+    assert lot(IMAGES[0], {}) != lot(IMAGES[1], {})
+
+
+# --------------------------------------------------------------------------------------------------
+# a baseline, an opposite, a confidence
+
+
+@pytest.mark.parametrize(
+    ("media", "baseline"),
+    [(IMAGES, torch.full((3, 4, 4), 0.25)), (VIDEOS, torch.full((2, 3, 4, 4), 0.25)), (TEXTS, "b")],
+    ids=["image", "video", "text"],
+)
+def test_a_reward_is_measured_against_a_baseline(media, baseline):
+    prompts = [{"text": "q" * i, "baseline": baseline} for i in (1, 1, 2)] + [{"baseline": 0.5}]
+    reward = calibrated(size, temperature=0.5)
+    values = reward(media, prompts).tolist()
+    own = size(media, prompts).tolist()
+    for row, prompt in enumerate(prompts):
+        base = 0.5 if row == 3 else 0.25 + len(prompt["text"]) / 10
+        expected = 1 / (1 + math.exp(-(own[row] - base) / 0.5))
+        assert values[row] == pytest.approx(expected, abs=1e-6)
+    plain = calibrated(size, sigmoid=False)(media, prompts)
+    assert float(plain[3]) == pytest.approx(own[3] - 0.5, abs=1e-6)
+    assert "baseline" in card_of(reward).needs and card_of(reward).high == 1
+
+
+def test_a_baseline_that_does_not_fit_is_refused():
+    with pytest.raises(UserError, match="'baseline'"):
+        calibrated(size)(TEXTS, [{"baseline": None}] * 4)
+    with pytest.raises(UserError, match=r"tensor \[F, 3, H, W\]"):
+        calibrated(size)(VIDEOS, [{"baseline": "a.png"}] * 4)
+    with pytest.raises(UserError, match="single samples"):
+        calibrated(majority_vote)
+
+
+def test_a_baseline_picture_is_brought_to_the_size_of_the_samples(tmp_path):
+    from PIL import Image
+
+    Image.new("RGB", (20, 10), (51, 51, 51)).save(tmp_path / "grey.png")
+    shapes = []
+
+    def bright(media, prompts):
+        shapes.append(tuple(media.shape))
+        return media.mean((1, 2, 3))
+
+    value = calibrated(bright, sigmoid=False)(IMAGES[:1], [{"baseline": tmp_path / "grey.png"}])
+    assert shapes == [(1, 3, 4, 4)] * 2
+    assert float(value) == pytest.approx(float(IMAGES[0].mean()) - 0.2, abs=1e-5)
+
+
+@pytest.mark.parametrize("media", KINDS, ids=["image", "video", "text"])
+def test_goals_are_contrasted(media):
+    prompts = [{"text": "a" * i, "negative": "b" * (6 - 2 * i)} for i in range(4)]
+    values = text_contrast(size, alpha=0.75, beta=0.25)(media, prompts).tolist()
+    plain = size(media, [{}] * 4).tolist()
+    for i, value in enumerate(values):
+        near = plain[i] + i / 10
+        far = plain[i] + (6 - 2 * i) / 10
+        assert value == pytest.approx(0.75 * near - 0.25 * far, abs=1e-6)
+    fixed = text_contrast(size, negative_text="bb")(media, prompts).tolist()
+    for i, value in enumerate(fixed):
+        assert value == pytest.approx(0.5 * (i / 10 - 0.2), abs=1e-6)
+    needing = card(needs="text other")(lambda media, prompts: size(media, prompts))
+    assert card_of(text_contrast(needing)).needs == ("other", "text", "negative")
+    with pytest.raises(UserError, match="'negative'"):
+        text_contrast(size)(media, [{"text": "a"}] * 4)
+
+
+def test_confidence_weighs_and_is_cut_off():
+    logprobs = [-0.1, -0.1, -3.0, -1.0]
+    texts = [Completion("a", 3, True, value) for value in logprobs]
+    right = [1.0, 0.0, 1.0, 0.5]
+    values = confidence_weighted(gives(right), low=0.2, high=0.8)(texts, [{}] * 4).tolist()
+    plain = confidence_weighted(gives(right), low=0.2, high=0.8, signed=False)(texts, [{}] * 4)
+    for i in range(4):
+        weight = min(max(math.exp(logprobs[i]), 0.2), 0.8)
+        assert values[i] == pytest.approx((2 * right[i] - 1) * weight, abs=1e-6)
+        assert float(plain[i]) == pytest.approx(right[i] * weight, abs=1e-6)
+    assert card_of(confidence_weighted(gives(right))).media == ("text",)
+    judged = confidence_weighted(gives(right), confidence=gives([0.5] * 4), scale="raw")
+    assert judged(IMAGES, [{}] * 4).tolist() == [0.5, -0.5, 0.5, 0.0]
+    with pytest.raises(UserError, match="low"):
+        confidence_weighted(gives(right), low=1.0, high=0.5)
+
+
+# --------------------------------------------------------------------------------------------------
+# weights that move
+
+
+def test_weights_follow_the_schedule_and_are_resumed():
+    def build():
+        parts = [gives([1.0, 2.0]), gives([10.0, NAN])]
+        return scheduled(parts, start=[1.0, 0.0], end=[0.2, 0.5], iterations=4)
+
+    reward = build()
+    for t in range(7):
+        moved = (1 - math.cos(math.pi * min(t / 4, 1))) / 2
+        weights = [1 - 0.8 * moved, 0.5 * moved]
+        assert reward.weights() == pytest.approx(weights, abs=1e-9)
+        values = reward(IMAGES[:2], [{}] * 2)
+        assert float(values[0]) == pytest.approx(weights[0] + 10 * weights[1], abs=1e-5)
+        assert bool(values[1].isnan()) == (t > 0)  # a part of weight 0 is not missed
+        if t == 2:
+            resumed = build()
+            resumed.load_state_dict(Scorer({"s": reward}).state_dict()["s"])
+            assert resumed.weights() == reward.weights()
+        reward.remember()
+    linear = scheduled([gives([1.0])], [0.0], [1.0], 4, shape="linear")
+    linear.remember()
+    assert linear.weights() == [0.25]
+    with pytest.raises(UserError, match="1 rewards in `of` and 2 weights in `start`"):
+        scheduled([gives([1.0])], [0.0, 1.0], [1.0], 4)
+
+
+def counted_volume(points, reference, n=8):
+    """The share of a grid of cells of width 1 / n that some point dominates."""
+    axes = len(reference)
+    total = 0
+    for cell in itertools.product(range(n), repeat=axes):
+        corner = [r + (c + 1) / n for r, c in zip(reference, cell, strict=True)]
+        total += any(all(p >= x - 1e-12 for p, x in zip(q, corner, strict=True)) for q in points)
+    return total / n**axes
+
+
+@pytest.mark.parametrize("axes", [1, 2, 3, 4])
+def test_volumes_are_those_of_counted_cells(axes):
+    rng = random.Random(axes)
+    for _ in range(20):
+        reference = tuple(rng.choice([0.0, -1.0]) for _ in range(axes))
+        points = [
+            tuple(r + rng.randrange(0, 9) / 8 for r in reference) for _ in range(rng.randrange(6))
+        ]
+        expected = counted_volume(points, reference)
+        assert volume(points, reference) == pytest.approx(expected, abs=1e-9)
+        assert volume(points[::-1] * 2, reference) == pytest.approx(expected, abs=1e-9)
+
+
+def front(values, **options):
+    return hypervolume([gives(row) for row in values], **options)
+
+
+def test_a_larger_volume_pays_more():
+    good = [[0.5, 0.7], [0.2, 0.4]]
+    reward = front(good, weights=[1.0, 2.0])
+    gain = 0.6 * 0.3
+    factor = 0.5 + 1.5 * math.tanh(gain)
+    values = reward(IMAGES[:2], [{}] * 2)
+    expected = [factor * (a + 2 * b) for a, b in zip(*good, strict=True)]
+    assert values.tolist() == pytest.approx(expected, abs=1e-6)
+    reward.remember()
+    assert reward.front == [pytest.approx((0.6, 0.3), abs=1e-6)]
+    again = reward(IMAGES[:2], [{}] * 2)  # the same means push nothing out
+    assert again.tolist() == pytest.approx([0.5 * (a + 2 * b) for a, b in zip(*good, strict=True)])
+    reward.remember()
+    assert len(reward.front) == 1
+    resumed = front(good)
+    resumed.load_state_dict(reward.state_dict())
+    assert resumed.front == reward.front and covers((1.0, 1.0), (1.0, 0.5))
+
+
+def test_volumes_are_of_all_processes_and_missing_rewards_push_nothing():
+    values = [[0.5, 0.75, 0.25, 0.0], [0.25, 0.5, NAN, 1.0]]
+    whole = front(values)
+    expected = whole(IMAGES, [{}] * 4)
+    shares = [slice(0, 1), slice(1, 4), slice(4, 4)]
+    rows: list[list[float]] = []
+    parts = [front([row[part] for row in values]) for part in shares]
+    for part, reward in zip(shares, parts, strict=True):
+        reward(IMAGES[part], [{}] * len(IMAGES[part]), lambda own: rows.extend(own) or own)
+    for part, reward in zip(shares, parts, strict=True):
+        scores = reward(IMAGES[part], [{}] * len(IMAGES[part]), lambda own: rows)
+        torch.testing.assert_close(scores, expected[part], equal_nan=True)
+        assert reward.latest == pytest.approx(whole.latest)
+    silent = front([[NAN, NAN], [1.0, 1.0]])
+    assert silent(IMAGES[:2], [{}] * 2).isnan().all() and silent.factor() == 0.5
+    silent.remember()
+    assert silent.front == []
+    with pytest.raises(UserError, match="one each, of at least two"):
+        front(values, weights=[1.0])
+
+
+def test_what_remembers_is_no_part_of_others_and_is_not_cached():
+    moving = scheduled([gives([1.0])], [0.0], [1.0], 4)
+    with pytest.raises(UserError, match="remembers earlier iterations"):
+        gate(moving, gives([1.0]), above=0.0)
+    with pytest.raises(UserError, match="leave its `cache` out"):
+        Scorer({"m": moving}, handling={"m": Handling(cache="memory")})
+
+
+def test_combinators_are_written_as_a_configuration():
+    jpeg = {"jpeg_incompressibility": {"scale": 0.1}}
+    built = build_rewards(
+        {
+            "rescue": {"use": "fall_back", "first": "jpeg_compressibility", "second": jpeg},
+            "moving": {"use": "scheduled", "of": [jpeg], "start": [1], "end": [0], "iterations": 9},
+            "volume": {"use": "hypervolume", "of": [jpeg, "jpeg_compressibility"]},
+            "against": {"use": "calibrated", "of": jpeg, "field": "image"},
+            "goals": {"use": "text_contrast", "of": jpeg},
+            "sure": {"use": "confidence_weighted", "of": "answer"},
+            "appeal": {"use": "noisy_appeals", "of": "answer", "judge": "maths"},
+        }
+    )
+    assert card_of(built["sure"].reward).media == ("text",)
+    assert card_of(built["appeal"].reward).of == card_of(built["volume"].reward).of == "batch"
+    assert card_of(built["against"].reward).needs == ("image",)
