@@ -19,10 +19,11 @@ from mmrl.core.errors import UserError
 from mmrl.core.metrics import observe
 from mmrl.core.registry import OBJECTIVES, SURROGATES, options
 from mmrl.core.types import Fields, Point, Rewards, Rollout, Surrogate, Transition
+from mmrl.core.weights import Weights
 from mmrl.objectives.base import Objective, Tangent, frozen
 from mmrl.objectives.forward_process.base import positive
 from mmrl.objectives.importance_sampling import Importance, off_policy
-from mmrl.objectives.kl import KL, estimate
+from mmrl.objectives.kl import KL, Reference
 from mmrl.objectives.surrogates import both_sides, outside, ppo, row_sum, sees_whole_rows
 from mmrl.policies.base import Policy
 from samplers.noise import Rng
@@ -129,7 +130,10 @@ class PolicyGradient(Objective):
         self.bonus = self.entropy.weight if self.entropy.target is None else 0.0
         self.controlled = self.entropy.weight  # what the controller has arrived at
         self.iteration = 0
-        self.snapshots = ("ref",) if self.kl.weight or self.kl.start else ()
+        self.kl_factor = 1.0  # of the weight, by the controller that holds a target
+        self.reference = Reference(self.kl.refresh)
+        self.compares = bool(self.kl.weight or self.kl.start)
+        self.snapshots = (self.reference.name,) if self.compares else ()
         self.single_paths = sees_whole_rows(surrogate)
         bound = 1.0 if advantage_clip is None else advantage_clip
         positive("policy gradient", advantage_clip=bound)
@@ -152,6 +156,13 @@ class PolicyGradient(Objective):
         yield from ((name, why) for name, why in reasons.items() if chosen[name])
         if decisions == "categorical" and self.kl.form == "flow_grpo":
             yield "kl", "the form flow_grpo is for flow models; use k3 or exact"
+        one_by_one = decisions == "categorical" and not getattr(can, "remaskable", False)
+        if one_by_one and self.kl.whole():
+            yield (
+                "kl",
+                f"the divergence {self.kl.divergence} is not exact over tokens that are scored "
+                "one by one; use forward or chi2 without a form, or reverse",
+            )
         if self._in_parts(policy) and self.couples(policy) != "rows":
             yield "surrogate", f"it {WHOLE}"
 
@@ -182,8 +193,8 @@ class PolicyGradient(Objective):
         loss = self.policy_loss(logp, old, point)
         weight = self._weight(point, dist, logp)
         loss = loss if weight is None else loss * weight
-        if "ref" in self.snapshots and self.kl.where == "loss":
-            loss = loss + self.kl.at(self.iteration) * self._kl(policy, point, dist, logp, old)
+        if self.compares and self.kl.where == "loss":
+            loss = loss + self.kl_weight() * self._kl(policy, point, dist, logp, old)
         if isinstance(dist, Gaussian):
             return loss
         return (
@@ -260,21 +271,38 @@ class PolicyGradient(Objective):
     @torch.no_grad()
     def shaped(self, policy: Policy, rollout: Rollout, rewards: Rewards) -> Rewards:
         """The rewards, less the KL of every sampled sequence if that is where it goes."""
-        if "ref" not in self.snapshots or self.kl.where != "reward":
+        if not self.compares or self.kl.where != "reward":
             return rewards
         divergence = rollout.logprob.new_zeros(len(rollout))
         size = policy.fixed_batch_rows or len(rollout)
         for first in range(0, len(rollout), size):
             for point in policy.path(rollout[first : first + size]):
-                gap = point.recorded - frozen(policy, "ref", point).log_prob(point.target)
+                reference = frozen(policy, self.reference.name, point)
+                gap = point.recorded - reference.log_prob(point.target)
                 divergence[first : first + size] += row_sum(gap, point.mask)[:, 0]
-        return Rewards(
-            {**rewards, "kl": divergence}, {**rewards.weights, "kl": -self.kl.at(self.iteration)}
-        )
+        if self.kl.uncertainty is not None:
+            if self.kl.uncertainty not in rewards:
+                raise UserError(
+                    f"kl: uncertainty names no reward of this run: {self.kl.uncertainty!r}; there "
+                    f"are {', '.join(rewards)}"
+                )
+            divergence = divergence * rewards[self.kl.uncertainty].to(divergence)
+        return Rewards({**rewards, "kl": divergence}, {**rewards.weights, "kl": -self.kl_weight()})
+
+    def kl_weight(self) -> float:
+        """The weight of the KL in force."""
+        return self.kl.at(self.iteration) * self.kl_factor
+
+    def revisit(self, weights: Weights, iteration: int, rng: Rng) -> None:
+        if self.compares:
+            self.reference.follow(weights, iteration)
 
     def adapt(self, iteration: int, metrics: dict[str, float]) -> None:
         """After an iteration: the weight of the KL, and the entropy controller."""
         self.iteration = iteration + 1
+        self.kl_factor = self.kl.steered(self.kl_factor, metrics)
+        if self.kl.target is not None:
+            metrics["kl_weight"] = self.kl_weight()
         chosen = self.entropy
         entropy = metrics.get("entropy", float("nan"))
         if chosen.target is None or entropy != entropy:
@@ -287,12 +315,20 @@ class PolicyGradient(Objective):
         metrics["entropy_weight"] = self.bonus
 
     def state_dict(self) -> dict[str, Any]:
-        return {"bonus": self.bonus, "controlled": self.controlled, "iteration": self.iteration}
+        return {
+            "bonus": self.bonus,
+            "controlled": self.controlled,
+            "iteration": self.iteration,
+            "kl_factor": self.kl_factor,
+            **self.reference.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.bonus = state["bonus"]
         self.controlled = state["controlled"]
         self.iteration = state["iteration"]
+        self.kl_factor = state.get("kl_factor", 1.0)
+        self.reference.load_state_dict(state)
 
     # Parts of the loss.
 
@@ -324,19 +360,21 @@ class PolicyGradient(Objective):
         return weight
 
     def _kl(self, policy: Policy, point: Point, dist: Dist, logp: Tensor, old: Tensor) -> Tensor:
-        reference = frozen(policy, "ref", point)
-        form = self.kl.form or ("exact" if isinstance(dist, Gaussian) else "k3")
-        if form in ("exact", "flow_grpo"):
-            kl = torch.where(point.mask, dist.kl(reference), 0.0)
-        else:
-            ref = torch.where(point.mask, reference.log_prob(point.target), 0.0)
-            kl = estimate(logp, ref, form, self.kl.bounded)
+        reference = frozen(policy, self.reference.name, point)
+        ref = torch.where(point.mask, reference.log_prob(point.target), 0.0)
+        if self.kl.reweigh is not None:
+            ref = ref + torch.where(point.mask, self._advantage(point) / self.kl.reweigh, 0.0)
+        kl = torch.where(point.mask, self.kl.of(dist, reference, logp, ref), 0.0)
         observe("kl", kl, point.sampled_mask())
-        if form == "flow_grpo":
+        if self.kl.form == "flow_grpo":
             if not isinstance(point.step, Transition):
                 raise UserError("kl: the form flow_grpo is for flow models; use exact")
             kl = kl * (point.step.time - point.step.next_time)[:, None]
-        return kl * (logp - old).exp() if self.kl.corrected else kl
+        if not self.kl.corrected:
+            return kl
+        ratio = (logp - old).exp()
+        # the gradient of the other estimators is whole already
+        return kl * (ratio if self.kl.divergence == "reverse" else ratio.detach())
 
     def _entropy(self, dist: Any, point: Point) -> Tensor:
         entropy = torch.where(point.mask, dist.entropy(), 0.0)

@@ -476,6 +476,8 @@ def test_the_entropy_controller_rises_below_its_target_and_is_saved():
         "bonus": 0.0,
         "controlled": pytest.approx(0.15),
         "iteration": 4,
+        "kl_factor": 1.0,
+        "refreshed": 0,
     }
 
 
