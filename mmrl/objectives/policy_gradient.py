@@ -44,7 +44,7 @@ OF_STEPS = {
 }
 WHOLE = (
     "compares whole samples, which are scored in several passes here: choose the surrogate ppo, "
-    "cispo, sapo or reinforce"
+    "cispo, sapo, spo or reinforce"
 )
 
 
@@ -173,7 +173,7 @@ class PolicyGradient(Objective):
         if in_parts and rollout.edge_id is not None:
             raise UserError(
                 "this surrogate compares whole samples, which share the steps of a tree: leave out "
-                "the policy's option tree, or choose ppo, cispo, sapo or reinforce"
+                "the policy's option tree, or choose ppo, cispo, sapo, spo or reinforce"
             )
         if self.timestep_fraction < 1:
             by_chance = rng if self.timestep_selection == "random" else None
