@@ -15,6 +15,8 @@ from mmrl.config.options import Count
 from mmrl.core.distributions import TINY, Dist, Gaussian
 from mmrl.core.errors import UserError
 from mmrl.core.weights import Weights
+from mmrl.objectives.base import Objective
+from samplers.noise import Rng
 
 KLForm = Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "exact", "flow_grpo"]
 Divergence = Literal["reverse", "forward", "chi2", "renyi"]
@@ -245,3 +247,76 @@ class Reference:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.refreshed = int(state.get("refreshed", 0))
+
+
+class KLTerm:
+    """The KL term of an objective over a run: the weight in force and the reference."""
+
+    def __init__(self, kl: float | KL):
+        self.options = kl if isinstance(kl, KL) else KL(weight=kl)
+        self.reference = Reference(self.options.refresh)
+        self.name = self.reference.name
+        self.active = bool(self.options.weight or self.options.start)
+        self.iteration = 0
+        self.factor = 1.0  # on the weight, by the controller that holds a target
+
+    @classmethod
+    def of_velocities(cls, kl: float | KL, objective: str) -> KLTerm:
+        """The term of an objective whose KL is a squared distance of velocities. Raises UserError
+        for options that say how else it is computed."""
+        term = cls(kl)
+        chosen = term.options
+        plain = KL(
+            weight=chosen.weight,
+            start=chosen.start,
+            over=chosen.over,
+            schedule=chosen.schedule,
+            target=chosen.target,
+            rate=chosen.rate,
+            refresh=chosen.refresh,
+        )
+        if chosen != plain:
+            raise UserError(
+                f"objective.{objective}.kl is the squared distance of velocities: it takes weight, "
+                "start, over, schedule, target, rate and refresh alone"
+            )
+        return term
+
+    def weight(self) -> float:
+        """The weight in force."""
+        return self.options.at(self.iteration) * self.factor
+
+    def adapt(self, iteration: int, metrics: dict[str, float]) -> None:
+        """After an iteration of these metrics; adds the weight where it is controlled."""
+        self.iteration = iteration + 1
+        self.factor = self.options.steered(self.factor, metrics)
+        if self.options.target is not None:
+            metrics["kl_weight"] = self.weight()
+
+    def state_dict(self) -> dict[str, Any]:
+        known = {"iteration": self.iteration, "kl_factor": self.factor}
+        return known | self.reference.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.iteration = int(state.get("iteration", 0))
+        self.factor = float(state.get("kl_factor", 1.0))
+        self.reference.load_state_dict(state)
+
+
+class Regularised(Objective):
+    """An objective with a KL term, whose state it keeps."""
+
+    term: KLTerm
+
+    def revisit(self, weights: Weights, iteration: int, rng: Rng) -> None:
+        if self.term.name in self.snapshots:
+            self.term.reference.follow(weights, iteration)
+
+    def adapt(self, iteration: int, metrics: dict[str, float]) -> None:
+        self.term.adapt(iteration, metrics)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.term.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.term.load_state_dict(state)

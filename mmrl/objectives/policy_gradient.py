@@ -19,11 +19,10 @@ from mmrl.core.errors import UserError
 from mmrl.core.metrics import observe
 from mmrl.core.registry import OBJECTIVES, SURROGATES, options
 from mmrl.core.types import Fields, Point, Rewards, Rollout, Surrogate, Transition
-from mmrl.core.weights import Weights
-from mmrl.objectives.base import Objective, Tangent, frozen
+from mmrl.objectives.base import Tangent, frozen
 from mmrl.objectives.forward_process.base import positive
 from mmrl.objectives.importance_sampling import Importance, off_policy
-from mmrl.objectives.kl import KL, Reference
+from mmrl.objectives.kl import KL, KLTerm, Regularised
 from mmrl.objectives.surrogates import both_sides, outside, ppo, row_sum, sees_whole_rows
 from mmrl.policies.base import Policy
 from samplers.noise import Rng
@@ -72,7 +71,7 @@ class TokenWeights(Fields):
 
 
 @OBJECTIVES.register("policy_gradient")
-class PolicyGradient(Objective):
+class PolicyGradient(Regularised):
     """Follow the policy gradient on any decisions: GRPO, Flow-GRPO, DanceGRPO, DAPO, GSPO ...
 
     surrogate: the loss of ratio and advantage, one a paper. clip_range: of its ratio, one number or
@@ -117,7 +116,8 @@ class PolicyGradient(Objective):
         self.clip_bounds = bounds_of(self.surrogate)
         self.clip_range = clip_range
         self.advantage_clip = advantage_clip
-        self.kl = kl if isinstance(kl, KL) else KL(weight=kl)
+        self.term = KLTerm(kl)
+        self.kl = self.term.options
         self.entropy = entropy if isinstance(entropy, Entropy) else Entropy(weight=entropy)
         self.importance_sampling = importance_sampling
         self.off_policy = off_policy
@@ -129,11 +129,7 @@ class PolicyGradient(Objective):
         # the weight in force
         self.bonus = self.entropy.weight if self.entropy.target is None else 0.0
         self.controlled = self.entropy.weight  # what the controller has arrived at
-        self.iteration = 0
-        self.kl_factor = 1.0  # of the weight, by the controller that holds a target
-        self.reference = Reference(self.kl.refresh)
-        self.compares = bool(self.kl.weight or self.kl.start)
-        self.snapshots = (self.reference.name,) if self.compares else ()
+        self.snapshots = (self.term.name,) if self.term.active else ()
         self.single_paths = sees_whole_rows(surrogate)
         bound = 1.0 if advantage_clip is None else advantage_clip
         positive("policy gradient", advantage_clip=bound)
@@ -193,8 +189,8 @@ class PolicyGradient(Objective):
         loss = self.policy_loss(logp, old, point)
         weight = self._weight(point, dist, logp)
         loss = loss if weight is None else loss * weight
-        if self.compares and self.kl.where == "loss":
-            loss = loss + self.kl_weight() * self._kl(policy, point, dist, logp, old)
+        if self.term.active and self.kl.where == "loss":
+            loss = loss + self.term.weight() * self._kl(policy, point, dist, logp, old)
         if isinstance(dist, Gaussian):
             return loss
         return (
@@ -271,13 +267,13 @@ class PolicyGradient(Objective):
     @torch.no_grad()
     def shaped(self, policy: Policy, rollout: Rollout, rewards: Rewards) -> Rewards:
         """The rewards, less the KL of every sampled sequence if that is where it goes."""
-        if not self.compares or self.kl.where != "reward":
+        if not self.term.active or self.kl.where != "reward":
             return rewards
         divergence = rollout.logprob.new_zeros(len(rollout))
         size = policy.fixed_batch_rows or len(rollout)
         for first in range(0, len(rollout), size):
             for point in policy.path(rollout[first : first + size]):
-                reference = frozen(policy, self.reference.name, point)
+                reference = frozen(policy, self.term.name, point)
                 gap = point.recorded - reference.log_prob(point.target)
                 divergence[first : first + size] += row_sum(gap, point.mask)[:, 0]
         if self.kl.uncertainty is not None:
@@ -287,22 +283,13 @@ class PolicyGradient(Objective):
                     f"are {', '.join(rewards)}"
                 )
             divergence = divergence * rewards[self.kl.uncertainty].to(divergence)
-        return Rewards({**rewards, "kl": divergence}, {**rewards.weights, "kl": -self.kl_weight()})
-
-    def kl_weight(self) -> float:
-        """The weight of the KL in force."""
-        return self.kl.at(self.iteration) * self.kl_factor
-
-    def revisit(self, weights: Weights, iteration: int, rng: Rng) -> None:
-        if self.compares:
-            self.reference.follow(weights, iteration)
+        return Rewards(
+            {**rewards, "kl": divergence}, {**rewards.weights, "kl": -self.term.weight()}
+        )
 
     def adapt(self, iteration: int, metrics: dict[str, float]) -> None:
         """After an iteration: the weight of the KL, and the entropy controller."""
-        self.iteration = iteration + 1
-        self.kl_factor = self.kl.steered(self.kl_factor, metrics)
-        if self.kl.target is not None:
-            metrics["kl_weight"] = self.kl_weight()
+        super().adapt(iteration, metrics)
         chosen = self.entropy
         entropy = metrics.get("entropy", float("nan"))
         if chosen.target is None or entropy != entropy:
@@ -315,20 +302,12 @@ class PolicyGradient(Objective):
         metrics["entropy_weight"] = self.bonus
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "bonus": self.bonus,
-            "controlled": self.controlled,
-            "iteration": self.iteration,
-            "kl_factor": self.kl_factor,
-            **self.reference.state_dict(),
-        }
+        return super().state_dict() | {"bonus": self.bonus, "controlled": self.controlled}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
         self.bonus = state["bonus"]
         self.controlled = state["controlled"]
-        self.iteration = state["iteration"]
-        self.kl_factor = state.get("kl_factor", 1.0)
-        self.reference.load_state_dict(state)
 
     # Parts of the loss.
 
@@ -360,7 +339,7 @@ class PolicyGradient(Objective):
         return weight
 
     def _kl(self, policy: Policy, point: Point, dist: Dist, logp: Tensor, old: Tensor) -> Tensor:
-        reference = frozen(policy, self.reference.name, point)
+        reference = frozen(policy, self.term.name, point)
         ref = torch.where(point.mask, reference.log_prob(point.target), 0.0)
         if self.kl.reweigh is not None:
             ref = ref + torch.where(point.mask, self._advantage(point) / self.kl.reweigh, 0.0)

@@ -218,13 +218,13 @@ def test_a_target_multiplies_the_weight_and_is_saved():
     assert weights == pytest.approx([0.5 * factor for factor in factors])
     again = PolicyGradient(kl=KL(weight=0.5, target=0.1))
     again.load_state_dict(objective.state_dict())
-    assert again.kl_weight() == weights[-1]
+    assert again.term.weight() == weights[-1]
     reward = PolicyGradient(kl=KL(weight=0.5, target=2.0, where="reward"))
     reward.adapt(0, {"reward/kl/mean": 1.0, "kl": 9.0})
-    assert reward.kl_weight() == pytest.approx(0.5 * 0.98)
+    assert reward.term.weight() == pytest.approx(0.5 * 0.98)
     fixed = PolicyGradient(kl=0.5)
     fixed.adapt(0, {"kl": 9.0})
-    assert fixed.kl_weight() == 0.5
+    assert fixed.term.weight() == 0.5
 
 
 def test_uncertain_samples_pay_more_for_leaving_the_reference():
@@ -239,6 +239,37 @@ def test_uncertain_samples_pay_more_for_leaving_the_reference():
     torch.testing.assert_close(shaped["kl"], expected)
     with pytest.raises(UserError, match="names no reward of this run: 'spread'; there are r"):
         uncertain.shaped(policy, rollout, Rewards({"r": spread}))
+
+
+@pytest.mark.parametrize("name", ["nft", "awm", "crd", "dgpo"])
+def test_distances_of_velocities_share_weights_and_reference(name):
+    """With the schedule's weight of an iteration, to the reference that follows the policy."""
+    policy = toys.make("flow", double=True)
+    objective, at_half, without = (
+        config.build({name: {"kl": kl, "num_noise_draws": 1}}, OBJECTIVES)
+        for kl in ({"weight": 0.8, "over": 4, "refresh": {"every": 3}}, 0.4, 0.0)
+    )
+    assert "moving" in objective.snapshots and "moving" not in at_half.snapshots
+    for snapshot in {"ref", "old", *objective.snapshots}:
+        policy.weights.keep(snapshot)
+    with torch.no_grad():
+        for parameter in policy.net.parameters():
+            parameter.add_(0.1)
+        rollout = policy.rollout(toys.prompts(2), 2, Rng.of(0))
+    advantage = torch.tensor([[1.0], [-1.0], [0.5], [-0.5]]).double()
+    rollout = rollout.replace(advantage=advantage)
+    metrics = {}
+    objective.adapt(1, metrics)
+    assert objective.term.weight() == 0.4 and objective.state_dict()["iteration"] == 2
+    point = next(iter(objective.points(policy, rollout, Rng.of(0))))
+    loss = [each.loss(policy, point) for each in (objective, at_half, without)]
+    torch.testing.assert_close(loss[0], loss[1])
+    assert (loss[1] - loss[2]).min() > 0
+    objective.revisit(policy.weights, 3, Rng.of(0))
+    if name != "dgpo":  # which needs the reference besides
+        torch.testing.assert_close(objective.loss(policy, point), loss[2])
+    with pytest.raises(UserError, match=f"objective.{name}.kl is the squared distance"):
+        config.build({name: {"kl": {"weight": 0.1, "form": "k3"}}}, OBJECTIVES)
 
 
 # -- a reference that is refreshed
@@ -275,11 +306,29 @@ def test_the_reference_is_copied_every_second_iteration_also_after_a_resume():
         assert all(torch.equal(x, since[key]) for key, x in reference.items())
     resumed = trainer_of()
     state.restore(resumed, *state.capture(trainer))
-    assert resumed.objective.reference.refreshed == 2
+    assert resumed.objective.term.reference.refreshed == 2
     for each in (trainer, resumed):
         each.iterate()
     left, right = (each.policy.weights.full("moving") for each in (trainer, resumed))
     assert all(torch.equal(x, right[key]) for key, x in left.items())
+
+
+@pytest.mark.parametrize("name", ["diffusion_dpo", "d3po"])
+def test_preferences_of_flows_may_follow_the_policy_too(name):
+    """At the reference itself no pair is preferred; TR-DPO's copy brings it there."""
+    policy = toys.make("flow", double=True)
+    objective = config.build({name: {"refresh": {"every": 2}}}, OBJECTIVES)
+    policy.weights.keep("moving")
+    with torch.no_grad():
+        for parameter in policy.net.parameters():
+            parameter.add_(0.1)
+        rollout = policy.rollout(toys.prompts(2), 2, Rng.of(0))
+    rollout = rollout.replace(advantage=torch.tensor([[1.0], [-1.0], [0.5], [-0.5]]).double())
+    point = next(iter(objective.points(policy, rollout, Rng.of(0))))
+    assert objective.measure(policy, point).abs().max() > 1e-4
+    objective.revisit(policy.weights, 2, Rng.of(0))
+    assert objective.measure(policy, point).abs().max() < 1e-12
+    assert objective.state_dict() == {"refreshed": 2}
 
 
 def test_a_moving_reference_goes_part_of_the_way():
