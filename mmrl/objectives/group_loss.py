@@ -12,20 +12,25 @@ its decisions in the loss weighs them in R.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from mmrl.config.options import Count, capabilities_of
+from mmrl.core.distributions import Dist
 from mmrl.core.errors import UserError
 from mmrl.core.metrics import observe
+from mmrl.core.registry import TIMES
 from mmrl.core.types import Point, Rollout
 from mmrl.core.weights import Weights
 from mmrl.objectives.base import Objective, Tangent, frozen
+from mmrl.objectives.forward_process.base import error, noised
 from mmrl.objectives.kl import Reference, Refresh
 from mmrl.objectives.surrogates import row_sum
+from mmrl.objectives.timestep_samplers import TimeSampler, logit_normal
 from mmrl.policies.base import Policy, Reads
 from samplers.noise import Rng
 
@@ -87,37 +92,64 @@ class Samples:
 class GroupLoss(Objective):
     """``of_group``: [R] whose mean over the rows is the loss."""
 
-    visits = True  # a sampler without noise has no log-ratios
+    visits = True  # a sampler without noise has no log-ratios of paths
     reads: ClassVar[Reads] = "decisions"
     single_paths = True
 
-    def __init__(self, anchor: AnchorName | Refresh = "old", average: bool = False):
+    def __init__(
+        self,
+        anchor: AnchorName | Refresh = "old",
+        average: bool = False,
+        num_noise_draws: Count | None = None,
+        timestep_sampler: Annotated[TimeSampler, TIMES] = logit_normal,
+    ):
         """Take what every loss of this kind has. anchor: the weights that R is relative to: old,
         those that sampled; ref, the base; or a reference that follows the policy. average: R is a
-        mean over the decisions instead of a sum."""
+        mean over the decisions instead of a sum. num_noise_draws, timestep_sampler: of flow and
+        diffusion models, R is minus the excess denoising error of the finished sample, a mean over
+        so many times of the forward process with noise that the group shares; then any solver may
+        sample. null: R is that of the path."""
         self.anchor = anchor
-        self.average = average
+        self.average = average or num_noise_draws is not None
+        self.num_noise_draws = num_noise_draws
+        self.timestep_sampler = timestep_sampler
+        self.visits = num_noise_draws is None
         self.reference = Reference(anchor if isinstance(anchor, Refresh) else None)
-        self.snapshots = () if anchor == "old" else (self.reference.name,)
+        self.anchored = "old" if anchor == "old" else self.reference.name
+        remembered = anchor == "old" and num_noise_draws is None  # by the rollout itself
+        self.snapshots = () if remembered else (self.anchored,)
 
     @abstractmethod
     def of_group(self, samples: Samples) -> Tensor:
         """[R] the loss of the group that a row is in, or its share of it."""
 
+    def unfit(self, policy: Any) -> Iterator[tuple[str, str]]:
+        can = capabilities_of(policy)
+        if self.num_noise_draws and can is not None and can.decisions != "gaussian":
+            yield (
+                "num_noise_draws",
+                "denoising errors are of flow and diffusion models: leave it out",
+            )
+
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
         if rollout.edge_id is not None:
             raise UserError(SHARED)
-        return policy.path(rollout)
+        if self.num_noise_draws is None:
+            return policy.path(rollout)
+        return noised(
+            policy, rollout, rng, self.timestep_sampler, self.num_noise_draws, shared=True
+        )
 
     def couples(self, policy: Policy) -> Literal["groups"]:
         return "groups"
 
     def measure(self, policy: Policy, point: Point) -> Tensor:
         """[B, 2] the point's part of every row's R and log p."""
-        logp, recorded = self._log_probs(policy, point)
-        old = point.old(logp, recorded)
-        if self.anchor != "old":
-            old = frozen(policy, self.reference.name, point).log_prob(point.target)
+        logp = self._log_prob(policy.dist(point), point)
+        if self.snapshots:
+            old = self._log_prob(frozen(policy, self.anchored, point), point)
+        else:
+            old = point.old(logp, _recorded(point))
         weight = 1.0 if point.weight is None else point.weight
         parts = (row_sum(weight * x, point.mask) for x in (logp - old, logp))
         return torch.cat(list(parts), 1)
@@ -153,8 +185,9 @@ class GroupLoss(Objective):
 
     def loss(self, policy: Policy, point: Point) -> Tensor:
         """Before ``couple`` it is minus the advantage times the log-prob."""
-        logp, recorded = self._log_probs(policy, point)
-        observe("log_ratio", logp - recorded, point.current())
+        logp = self._log_prob(policy.dist(point), point)
+        if self.num_noise_draws is None:
+            observe("log_ratio", logp - _recorded(point), point.current())
         if point.coupling is None:
             return -point.advantage * logp
         tangent = point.coupled(Tangent)
@@ -171,10 +204,11 @@ class GroupLoss(Objective):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.reference.load_state_dict(state)
 
-    def _log_probs(self, policy: Policy, point: Point) -> tuple[Tensor, Tensor]:
-        """[B, L] log-probs now and those recorded, 0 where nothing is trained on."""
-        logp = torch.where(point.mask, policy.dist(point).log_prob(point.target), 0.0)
-        return logp, torch.where(point.mask, point.recorded, 0.0)
+    def _log_prob(self, dist: Dist, point: Point) -> Tensor:
+        """[B, L] log-probs, or minus denoising errors; 0 where nothing is trained on."""
+        renoised = self.num_noise_draws is not None
+        value = -error(dist, point) if renoised else dist.log_prob(point.target)
+        return torch.where(point.mask, value, 0.0)
 
     def _samples(
         self, ratio: Tensor, logp: Tensor, advantage: Tensor, length: Tensor, group: Tensor
@@ -182,3 +216,7 @@ class GroupLoss(Objective):
         logp = logp + (ratio - ratio.detach())
         divisor = length if self.average else 1
         return Samples(ratio / divisor, logp / divisor, advantage, length, Groups(group))
+
+
+def _recorded(point: Point) -> Tensor:
+    return torch.where(point.mask, point.recorded, 0.0)

@@ -274,7 +274,7 @@ class DisCO(GroupLoss):
     rewards are 0 and 1.
     """
 
-    not_options = ("anchor", "average")
+    not_options = ("anchor", "average", "num_noise_draws", "timestep_sampler")
 
     def __init__(
         self,

@@ -135,7 +135,7 @@ class D3PO(_Following):
 
     needs: ClassVar[str] = "gaussian"
     reads: ClassVar[Reads] = "decisions"
-    visits: ClassVar[bool] = True
+    visits = True
     beta: float = 0.1
     refresh: Refresh | None = None
 

@@ -17,7 +17,7 @@ from mmrl.objectives.group_loss import Groups, Samples
 from mmrl.policies.diffusion.trees import Tree
 from mmrl.run.build import read
 from mmrl.scoring import Scorer
-from mmrl.train.optimizers import sgd
+from mmrl.train.optimizers import adamw, sgd
 from mmrl.train.trainer import Trainer
 from samplers.noise import Rng
 from tests.fixtures import toys
@@ -433,3 +433,74 @@ def test_a_tree_is_refused(name, tmp_path):
     rollout = policy.rollout(toys.prompts(2), 2, Rng.of(0))
     with pytest.raises(UserError, match="those of a tree share steps"):
         list(build(name).points(policy, rollout, Rng.of(0)))
+
+
+# -- denoising errors in place of log-ratios
+
+
+@pytest.mark.parametrize("anchor", ["old", "ref", {"every": 2}])
+def test_denoising_errors_take_the_place_of_log_ratios(anchor):
+    """R = -mean over draws of (e - e_anchor), by a loop; its gradient through the group's loss."""
+    objective = build("rebel", anchor=anchor, num_noise_draws=3, pairs="all")
+    policy = toys.ToyFlow(steps=3)
+    policy.net.double()
+    for name in objective.snapshots:
+        policy.weights.keep(name)
+    with torch.no_grad():
+        for parameter in policy.net.parameters():
+            parameter.add_(0.1)
+        rollout = policy.rollout(toys.prompts(2), 3, Rng.of("rollout"))
+    advantage = torch.tensor([1.0, -0.5, -0.5, 0.7, 0.2, -0.9]).double()
+    rollout = rollout.replace(advantage=advantage[:, None])
+    whole = Point.cat(list(objective.points(policy, rollout, Rng.of("points"))))
+    point = ready(policy, objective, whole)
+    weight = whole.mask.double() / whole.num_decisions[:, None]
+    loss = (objective.loss(policy, point) * weight).sum() / 6
+
+    def errors():
+        off = (policy.dist(whole).mean - whole.target).square().flatten(1).mean(1)
+        return torch.stack([off[whole.row_id == row].mean() for row in range(6)])
+
+    with policy.weights.using(objective.snapshots[0]), torch.no_grad():
+        before = errors()
+    live = errors()
+    ratio = before - live
+    samples = Samples(ratio, ratio, advantage, torch.full((6,), 3), Groups(rollout.group))
+    expected = objective.of_group(samples).mean()
+    torch.testing.assert_close(loss, expected)
+    for slope, truth in zip(gradients(policy, loss), gradients(policy, expected), strict=True):
+        torch.testing.assert_close(slope, truth)
+
+
+def test_denoising_errors_need_no_noise_on_the_path_and_no_tokens(tmp_path):
+    (tmp_path / "run.yaml").write_text(
+        WHOLE.format(policy="sd3", reward="digits", objective="{gvpo: {num_noise_draws: 2}}")
+    )
+    read(tmp_path / "run.yaml", ["policy.sd3.sde_type=ode"])
+    with pytest.raises(UserError, match="looks at steps with noise"):
+        read(tmp_path / "run.yaml", ["policy.sd3.sde_type=ode", "objective=gvpo"])
+    (tmp_path / "run.yaml").write_text(
+        WHOLE.format(policy="vlm", reward="count", objective="{gvpo: {num_noise_draws: 2}}")
+    )
+    with pytest.raises(UserError, match="num_noise_draws: denoising errors are of flow"):
+        read(tmp_path / "run.yaml", [])
+
+
+@pytest.mark.parametrize("name", ["rebel", "gvpo", "dpo", "multi_preference"])
+def test_denoising_errors_raise_the_reward_of_an_ode_sampler(name):
+    options = {"rebel": {"eta": 0.1}, "gvpo": {"beta": 5.0}}.get(name, {"beta": 5.0})
+    objective = build(name, num_noise_draws=4, **options)
+    policy = toys.ToyFlow(steps=4, noise_level=0.0)
+    trainer = Trainer(
+        policy,
+        toys.prompts(2),
+        Scorer({"toy": toys.smooth_reward}),
+        advantages.dance_grpo,
+        objective,
+        partial(adamw, lr=2e-2),
+        TrainOptions(
+            prompts_per_iteration=2, group_size=12, train_batch_size=24, iterations=8, seed=1
+        ),
+    )
+    rewards = [trainer.iterate()["reward/mean"] for _ in range(8)]
+    assert sum(rewards[-2:]) / 2 > rewards[0] + 0.2, rewards
