@@ -118,7 +118,7 @@ def _unsuited(entries: Mapping[str, Resolved], built: Any) -> Iterator[str]:
         still = policy.options.get("noise_level") == 0 or (
             isinstance(kernel, Resolved) and kernel.entry.__name__ == "ode"
         )
-        if getattr(objective.entry, "visits", False) and still:
+        if getattr(built or objective.entry, "visits", False) and still:
             yield objective.place.say(
                 f"the objective {objective.entry.__name__} looks at steps with noise, of "
                 f"which this policy has none: "

@@ -35,7 +35,7 @@ class Objective(ABC):
     # states of a path that are looked at: all, those before and after decisions, the finished one
     reads: ClassVar[Reads] = "path"
     # looks at steps with noise: a sampler without any is refused
-    visits: ClassVar[bool] = False
+    visits: bool = False
     # follows the gradient of the rewards, which ``attach`` hands over
     differentiates: ClassVar[bool] = False
 

@@ -1,21 +1,40 @@
-"""How far a policy has gone from the reference: KL(policy || reference) and its estimators from the
-sampled decisions."""
+"""How far a policy has gone from the reference: divergences in closed form, their estimators from
+the sampled decisions, the weight in force, and a reference that follows the policy."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
-from annotated_types import Ge
+from annotated_types import Ge, Gt, Lt
 from torch import Tensor
 
+from mmrl.config.options import Count
+from mmrl.core.distributions import TINY, Dist, Gaussian
 from mmrl.core.errors import UserError
+from mmrl.core.weights import Weights
+from mmrl.objectives.base import Objective
+from samplers.noise import Rng
 
 KLForm = Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "exact", "flow_grpo"]
+Divergence = Literal["reverse", "forward", "chi2", "renyi"]
+Positive = Annotated[float, Gt(0)]
 # verl's bounds: of the log-ratio, and of k3
 FAR = 20.0
 MOST = 10.0
+STEP = 0.2  # the largest relative error of a KL that its controller follows (Ziegler et al. 2019)
+
+
+@dataclass(frozen=True)
+class Refresh:
+    """Let the reference follow the policy: before every ``every``-th iteration it becomes decay
+    times itself and 1 - decay times the live weights (TR-DPO, Gorbatovski et al. 2024: a moving
+    average). decay 0 copies them: ProRL's resets (Liu et al. 2025), hard TR-DPO."""
+
+    every: Count = 1
+    decay: Annotated[float, Ge(0), Lt(1)] = 0.0
 
 
 @dataclass(frozen=True)
@@ -29,9 +48,23 @@ class KL:
     step length, as Flow-GRPO publishes it; null: exact for steps, k3 for tokens. corrected: times
     the ratio to the sampling policy, which makes the gradient of k3 unbiased. bounded: verl's
     bounds on u (20) and k3 (10). where: "loss", or "reward": k1 of the sampled sequence is taken
-    off its reward (RLOO, REINFORCE++), and the form is k1. start, over: the weight goes from start
-    to weight in so many iterations, on a line (dynamic KL, as in OThink-MR1, whose schedule is its
-    own).
+    off its reward (RLOO, REINFORCE++), and the form is k1.
+
+    divergence: "reverse" is KL(policy || reference). "forward" is KL(reference || policy) (RAPO),
+    "chi2" E_ref[(p / ref)^2] - 1 (Laidlaw et al. 2025, there of occupancies, here of every
+    decision) and "renyi" that of order ``order``; they take the form exact or null. Of tokens,
+    forward and chi2 have an estimator with the true gradient, -(e^u - 1) and 2 (e^-u - 1) times
+    that of log p. The chi2 and Renyi of steps are of the mean over dimensions, as the KL is.
+    reweigh: the reference of a forward KL counts as ref e^(A / reweigh) at every decision (RAPO's
+    reweighted reference, our reading).
+
+    start, over: the weight goes from start to weight in so many iterations, on the line or the
+    half cosine that ``schedule`` says (dynamic KL, GRPO-D of OThink-MR1, whose schedule is its
+    own). target: the KL a decision (of ``where: reward``, a sample) that is held: after every
+    iteration the weight is multiplied by 1 + rate clip(KL / target - 1, -0.2, 0.2) (Ziegler et al.
+    2019). refresh: the reference follows the policy. uncertainty: name of a reward, say a variance
+    over an ensemble's members, by which each sample's KL in the reward is multiplied
+    (uncertainty-aware RLHF, Banerjee and Gopalan 2024).
     """
 
     weight: Annotated[float, Ge(0)] = 0.0
@@ -41,18 +74,85 @@ class KL:
     where: Literal["loss", "reward"] = "loss"
     start: Annotated[float, Ge(0)] = 0.0
     over: Annotated[int, Ge(0)] = 0
+    schedule: Literal["line", "cosine"] = "line"
+    divergence: Divergence = "reverse"
+    order: Positive = 2.0
+    reweigh: Positive | None = None
+    target: Positive | None = None
+    rate: Positive = 0.1
+    refresh: Refresh | None = None
+    uncertainty: str | None = None
 
     def __post_init__(self) -> None:
         if self.weight < 0:
             raise UserError(f"kl: weight must not be negative, it is {self.weight}")
+        for wrong, sentence in (
+            (
+                self.divergence != "reverse" and self.form not in (None, "exact"),
+                f"the form {self.form} estimates the reverse KL: leave it out",
+            ),
+            (
+                self.divergence != "reverse" and self.where == "reward",
+                "what is taken off the reward is the reverse KL: set where: loss",
+            ),
+            (self.divergence == "renyi" and self.order == 1, "order 1 is divergence: reverse"),
+            (
+                self.reweigh is not None and (self.divergence, self.form) != ("forward", None),
+                "reweigh is for divergence: forward without a form",
+            ),
+            (
+                self.uncertainty is not None and self.where != "reward",
+                "uncertainty weighs the KL of a sample in its reward: set where: reward",
+            ),
+            (
+                self.target is not None and not self.weight,
+                "target multiplies the weight: give it one to begin with, such as 0.1",
+            ),
+        ):
+            if wrong:
+                raise UserError(f"kl: {sentence}")
 
     def at(self, iteration: int) -> float:
-        """The weight in force."""
-        return (
-            self.weight
-            if iteration >= self.over
-            else self.start + (self.weight - self.start) * iteration / self.over
-        )
+        """The weight of the schedule."""
+        if iteration >= self.over:
+            return self.weight
+        share = iteration / self.over
+        if self.schedule == "cosine":
+            share = (1 - math.cos(math.pi * share)) / 2
+        return self.start + (self.weight - self.start) * share
+
+    def whole(self) -> bool:
+        """Whether it needs another closed form over the vocabulary than the reverse KL."""
+        closed = self.form == "exact" or self.divergence == "renyi"
+        return closed and self.divergence != "reverse"
+
+    def steered(self, factor: float, metrics: dict[str, float]) -> float:
+        """The factor on the weight after an iteration of these metrics, given that before it."""
+        measured = metrics.get("reward/kl/mean" if self.where == "reward" else "kl", math.nan)
+        if self.target is None or math.isnan(measured):
+            return factor
+        error = min(max(measured / self.target - 1, -STEP), STEP)
+        return factor * (1 + self.rate * error)
+
+    def of(self, dist: Dist, reference: Dist, logp: Tensor, ref: Tensor) -> Tensor:
+        """[B, L] the divergence, or its estimator from the log-probs [B, L] of what was sampled;
+        ``ref`` may be shifted, which the closed forms do not see."""
+        gaussian = isinstance(dist, Gaussian)
+        if self.divergence == "reverse":
+            form = self.form or ("exact" if gaussian else "k3")
+            if form in ("exact", "flow_grpo"):
+                return dist.kl(reference)
+            return estimate(logp, ref, form, self.bounded)
+        estimated = self.divergence != "renyi" and self.form is None and not gaussian
+        if estimated or self.reweigh is not None:
+            return sampled(logp, ref, self.divergence)
+        if self.divergence == "forward" and gaussian:
+            return reference.kl(dist)
+        if self.divergence == "forward":
+            return _over_vocabulary(dist, reference, lambda p, q: (q.exp() * (q - p)).sum(-1))
+        order = 2.0 if self.divergence == "chi2" else self.order
+        renyi = _renyi(dist, reference, order)
+        return torch.expm1(renyi) if self.divergence == "chi2" else renyi
 
 
 def estimate(logp: Tensor, ref: Tensor, form: KLForm, bounded: bool = False) -> Tensor:
@@ -71,3 +171,152 @@ def estimate(logp: Tensor, ref: Tensor, form: KLForm, bounded: bool = False) -> 
     u = u.clamp(-FAR, FAR) if bounded else u
     k3 = torch.expm1(u) - u
     return k3.clamp(-MOST, MOST) if bounded else k3
+
+
+def sampled(logp: Tensor, ref: Tensor, divergence: Divergence) -> Tensor:
+    """[B, L] an unbiased estimate of the forward KL or the chi^2 from decisions the policy sampled,
+    whose gradient is an unbiased one of the divergence's."""
+    u = (ref - logp).detach().clamp(-FAR, FAR)
+    if divergence == "forward":
+        value = u * u.exp() - torch.expm1(u)
+        slope = -torch.expm1(u)
+    else:
+        value = torch.expm1(-u)
+        slope = 2 * value
+    return value + slope * (logp - logp.detach())
+
+
+def _renyi(dist: Dist, reference: Dist, order: float) -> Tensor:
+    """[B, L] the Renyi divergence of the distribution from the reference, in closed form; infinite
+    where the reference is too narrow for one."""
+    if not isinstance(dist, Gaussian) or not isinstance(reference, Gaussian):
+        return _over_vocabulary(
+            dist,
+            reference,
+            lambda p, q: (order * p + (1 - order) * q).logsumexp(-1) / (order - 1),
+        )
+    p = dist.std.clamp_min(TINY)
+    q = reference.std.clamp_min(TINY)
+    mixed = order * q**2 + (1 - order) * p**2
+    finite = mixed > 0
+    mixed = torch.where(finite, mixed, q**2)
+    spread = (q / p).log() + (q**2 / mixed).log() / (2 * (order - 1))
+    spread = torch.where(p == q, torch.zeros_like(p), spread)
+    each = spread + order * (dist.mean - reference.mean) ** 2 / (2 * mixed)
+    flat = torch.where(finite, each, torch.inf).flatten(1)
+    return flat.mean(1, keepdim=True) if dist.reduction == "mean" else flat.sum(1, keepdim=True)
+
+
+def _over_vocabulary(dist: Any, reference: Any, of_logprobs: Any) -> Tensor:
+    """[B, L] a number from the log-probs [*, V] of all tokens, without those impossible in both."""
+    if not hasattr(dist, "logits"):
+        raise UserError(
+            "kl: this policy scores its tokens without keeping the whole vocabulary, of which only "
+            "the reverse KL is exact: take divergence: forward or chi2 without a form, or reverse"
+        )
+    logits = (part.logits for part in (dist, reference))
+    p, q = (x.to(torch.promote_types(x.dtype, torch.float32)).log_softmax(-1) for x in logits)
+    impossible = p.isneginf() & q.isneginf()
+    # far below every other token, and finite: inf - inf would poison the gradient
+    p, q = (x.masked_fill(impossible, -1e4) for x in (p, q))
+    values: Tensor = of_logprobs(p, q)
+    where = getattr(dist, "where", None)
+    if where is None:
+        return values
+    return torch.zeros(where.shape, device=values.device).to(values).masked_scatter(where, values)
+
+
+class Reference:
+    """The weights that a policy is held to: the base model, or ones that follow the policy."""
+
+    def __init__(self, refresh: Refresh | None = None):
+        self.refresh = refresh
+        # the base stays what the run is compared with
+        self.name = "ref" if refresh is None else "moving"
+        self.refreshed = 0  # the iteration before which it last moved
+
+    def follow(self, weights: Weights, iteration: int) -> None:
+        """Move before an iteration, if it is due; called again for it, do nothing."""
+        due = self.refresh is not None and iteration % self.refresh.every == 0
+        if due and self.refresh is not None and iteration > self.refreshed:
+            weights.track(self.name, self.refresh.decay)
+            self.refreshed = iteration
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"refreshed": self.refreshed}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.refreshed = int(state.get("refreshed", 0))
+
+
+class KLTerm:
+    """The KL term of an objective over a run: the weight in force and the reference."""
+
+    def __init__(self, kl: float | KL):
+        self.options = kl if isinstance(kl, KL) else KL(weight=kl)
+        self.reference = Reference(self.options.refresh)
+        self.name = self.reference.name
+        self.active = bool(self.options.weight or self.options.start)
+        self.iteration = 0
+        self.factor = 1.0  # on the weight, by the controller that holds a target
+
+    @classmethod
+    def of_velocities(cls, kl: float | KL, objective: str) -> KLTerm:
+        """The term of an objective whose KL is a squared distance of velocities. Raises UserError
+        for options that say how else it is computed."""
+        term = cls(kl)
+        chosen = term.options
+        plain = KL(
+            weight=chosen.weight,
+            start=chosen.start,
+            over=chosen.over,
+            schedule=chosen.schedule,
+            target=chosen.target,
+            rate=chosen.rate,
+            refresh=chosen.refresh,
+        )
+        if chosen != plain:
+            raise UserError(
+                f"objective.{objective}.kl is the squared distance of velocities: it takes weight, "
+                "start, over, schedule, target, rate and refresh alone"
+            )
+        return term
+
+    def weight(self) -> float:
+        """The weight in force."""
+        return self.options.at(self.iteration) * self.factor
+
+    def adapt(self, iteration: int, metrics: dict[str, float]) -> None:
+        """After an iteration of these metrics; adds the weight where it is controlled."""
+        self.iteration = iteration + 1
+        self.factor = self.options.steered(self.factor, metrics)
+        if self.options.target is not None:
+            metrics["kl_weight"] = self.weight()
+
+    def state_dict(self) -> dict[str, Any]:
+        known = {"iteration": self.iteration, "kl_factor": self.factor}
+        return known | self.reference.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.iteration = int(state.get("iteration", 0))
+        self.factor = float(state.get("kl_factor", 1.0))
+        self.reference.load_state_dict(state)
+
+
+class Regularised(Objective):
+    """An objective with a KL term, whose state it keeps."""
+
+    term: KLTerm
+
+    def revisit(self, weights: Weights, iteration: int, rng: Rng) -> None:
+        if self.term.name in self.snapshots:
+            self.term.reference.follow(weights, iteration)
+
+    def adapt(self, iteration: int, metrics: dict[str, float]) -> None:
+        self.term.adapt(iteration, metrics)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.term.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.term.load_state_dict(state)

@@ -19,10 +19,10 @@ from mmrl.core.errors import UserError
 from mmrl.core.metrics import observe
 from mmrl.core.registry import OBJECTIVES, SURROGATES, options
 from mmrl.core.types import Fields, Point, Rewards, Rollout, Surrogate, Transition
-from mmrl.objectives.base import Objective, Tangent, frozen
+from mmrl.objectives.base import Tangent, frozen
 from mmrl.objectives.forward_process.base import positive
 from mmrl.objectives.importance_sampling import Importance, off_policy
-from mmrl.objectives.kl import KL, estimate
+from mmrl.objectives.kl import KL, KLTerm, Regularised
 from mmrl.objectives.surrogates import both_sides, outside, ppo, row_sum, sees_whole_rows
 from mmrl.policies.base import Policy
 from samplers.noise import Rng
@@ -43,7 +43,7 @@ OF_STEPS = {
 }
 WHOLE = (
     "compares whole samples, which are scored in several passes here: choose the surrogate ppo, "
-    "cispo, sapo or reinforce"
+    "cispo, sapo, spo or reinforce"
 )
 
 
@@ -71,7 +71,7 @@ class TokenWeights(Fields):
 
 
 @OBJECTIVES.register("policy_gradient")
-class PolicyGradient(Objective):
+class PolicyGradient(Regularised):
     """Follow the policy gradient on any decisions: GRPO, Flow-GRPO, DanceGRPO, DAPO, GSPO ...
 
     surrogate: the loss of ratio and advantage, one a paper. clip_range: of its ratio, one number or
@@ -116,7 +116,8 @@ class PolicyGradient(Objective):
         self.clip_bounds = bounds_of(self.surrogate)
         self.clip_range = clip_range
         self.advantage_clip = advantage_clip
-        self.kl = kl if isinstance(kl, KL) else KL(weight=kl)
+        self.term = KLTerm(kl)
+        self.kl = self.term.options
         self.entropy = entropy if isinstance(entropy, Entropy) else Entropy(weight=entropy)
         self.importance_sampling = importance_sampling
         self.off_policy = off_policy
@@ -128,8 +129,7 @@ class PolicyGradient(Objective):
         # the weight in force
         self.bonus = self.entropy.weight if self.entropy.target is None else 0.0
         self.controlled = self.entropy.weight  # what the controller has arrived at
-        self.iteration = 0
-        self.snapshots = ("ref",) if self.kl.weight or self.kl.start else ()
+        self.snapshots = (self.term.name,) if self.term.active else ()
         self.single_paths = sees_whole_rows(surrogate)
         bound = 1.0 if advantage_clip is None else advantage_clip
         positive("policy gradient", advantage_clip=bound)
@@ -152,6 +152,13 @@ class PolicyGradient(Objective):
         yield from ((name, why) for name, why in reasons.items() if chosen[name])
         if decisions == "categorical" and self.kl.form == "flow_grpo":
             yield "kl", "the form flow_grpo is for flow models; use k3 or exact"
+        one_by_one = decisions == "categorical" and not getattr(can, "remaskable", False)
+        if one_by_one and self.kl.whole():
+            yield (
+                "kl",
+                f"the divergence {self.kl.divergence} is not exact over tokens that are scored "
+                "one by one; use forward or chi2 without a form, or reverse",
+            )
         if self._in_parts(policy) and self.couples(policy) != "rows":
             yield "surrogate", f"it {WHOLE}"
 
@@ -162,7 +169,7 @@ class PolicyGradient(Objective):
         if in_parts and rollout.edge_id is not None:
             raise UserError(
                 "this surrogate compares whole samples, which share the steps of a tree: leave out "
-                "the policy's option tree, or choose ppo, cispo, sapo or reinforce"
+                "the policy's option tree, or choose ppo, cispo, sapo, spo or reinforce"
             )
         if self.timestep_fraction < 1:
             by_chance = rng if self.timestep_selection == "random" else None
@@ -182,8 +189,8 @@ class PolicyGradient(Objective):
         loss = self.policy_loss(logp, old, point)
         weight = self._weight(point, dist, logp)
         loss = loss if weight is None else loss * weight
-        if "ref" in self.snapshots and self.kl.where == "loss":
-            loss = loss + self.kl.at(self.iteration) * self._kl(policy, point, dist, logp, old)
+        if self.term.active and self.kl.where == "loss":
+            loss = loss + self.term.weight() * self._kl(policy, point, dist, logp, old)
         if isinstance(dist, Gaussian):
             return loss
         return (
@@ -260,21 +267,29 @@ class PolicyGradient(Objective):
     @torch.no_grad()
     def shaped(self, policy: Policy, rollout: Rollout, rewards: Rewards) -> Rewards:
         """The rewards, less the KL of every sampled sequence if that is where it goes."""
-        if "ref" not in self.snapshots or self.kl.where != "reward":
+        if not self.term.active or self.kl.where != "reward":
             return rewards
         divergence = rollout.logprob.new_zeros(len(rollout))
         size = policy.fixed_batch_rows or len(rollout)
         for first in range(0, len(rollout), size):
             for point in policy.path(rollout[first : first + size]):
-                gap = point.recorded - frozen(policy, "ref", point).log_prob(point.target)
+                reference = frozen(policy, self.term.name, point)
+                gap = point.recorded - reference.log_prob(point.target)
                 divergence[first : first + size] += row_sum(gap, point.mask)[:, 0]
+        if self.kl.uncertainty is not None:
+            if self.kl.uncertainty not in rewards:
+                raise UserError(
+                    f"kl: uncertainty names no reward of this run: {self.kl.uncertainty!r}; there "
+                    f"are {', '.join(rewards)}"
+                )
+            divergence = divergence * rewards[self.kl.uncertainty].to(divergence)
         return Rewards(
-            {**rewards, "kl": divergence}, {**rewards.weights, "kl": -self.kl.at(self.iteration)}
+            {**rewards, "kl": divergence}, {**rewards.weights, "kl": -self.term.weight()}
         )
 
     def adapt(self, iteration: int, metrics: dict[str, float]) -> None:
         """After an iteration: the weight of the KL, and the entropy controller."""
-        self.iteration = iteration + 1
+        super().adapt(iteration, metrics)
         chosen = self.entropy
         entropy = metrics.get("entropy", float("nan"))
         if chosen.target is None or entropy != entropy:
@@ -287,12 +302,12 @@ class PolicyGradient(Objective):
         metrics["entropy_weight"] = self.bonus
 
     def state_dict(self) -> dict[str, Any]:
-        return {"bonus": self.bonus, "controlled": self.controlled, "iteration": self.iteration}
+        return super().state_dict() | {"bonus": self.bonus, "controlled": self.controlled}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
         self.bonus = state["bonus"]
         self.controlled = state["controlled"]
-        self.iteration = state["iteration"]
 
     # Parts of the loss.
 
@@ -324,19 +339,21 @@ class PolicyGradient(Objective):
         return weight
 
     def _kl(self, policy: Policy, point: Point, dist: Dist, logp: Tensor, old: Tensor) -> Tensor:
-        reference = frozen(policy, "ref", point)
-        form = self.kl.form or ("exact" if isinstance(dist, Gaussian) else "k3")
-        if form in ("exact", "flow_grpo"):
-            kl = torch.where(point.mask, dist.kl(reference), 0.0)
-        else:
-            ref = torch.where(point.mask, reference.log_prob(point.target), 0.0)
-            kl = estimate(logp, ref, form, self.kl.bounded)
+        reference = frozen(policy, self.term.name, point)
+        ref = torch.where(point.mask, reference.log_prob(point.target), 0.0)
+        if self.kl.reweigh is not None:
+            ref = ref + torch.where(point.mask, self._advantage(point) / self.kl.reweigh, 0.0)
+        kl = torch.where(point.mask, self.kl.of(dist, reference, logp, ref), 0.0)
         observe("kl", kl, point.sampled_mask())
-        if form == "flow_grpo":
+        if self.kl.form == "flow_grpo":
             if not isinstance(point.step, Transition):
                 raise UserError("kl: the form flow_grpo is for flow models; use exact")
             kl = kl * (point.step.time - point.step.next_time)[:, None]
-        return kl * (logp - old).exp() if self.kl.corrected else kl
+        if not self.kl.corrected:
+            return kl
+        ratio = (logp - old).exp()
+        # the gradient of the other estimators is whole already
+        return kl * (ratio if self.kl.divergence == "reverse" else ratio.detach())
 
     def _entropy(self, dist: Any, point: Point) -> Tensor:
         entropy = torch.where(point.mask, dist.entropy(), 0.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -19,20 +19,42 @@ from mmrl.core.types import Point, Rollout
 from mmrl.core.weights import Weights
 from mmrl.objectives.base import Linearised, Objective, frozen, slope_of
 from mmrl.objectives.forward_process.base import comparisons, error, noised, positive, summed
+from mmrl.objectives.kl import Reference, Refresh
 from mmrl.objectives.timestep_samplers import TimeSampler, logit_normal
 from mmrl.policies.base import Policy, Reads
 from samplers.noise import Rng
 
 
+class _Following(Objective):
+    """Holds the reference that pairs are relative to, which may follow the policy."""
+
+    refresh: Refresh | None
+
+    def anchor(self) -> None:
+        """Choose the snapshot."""
+        self.reference = Reference(self.refresh)
+        self.snapshots = (self.reference.name,)
+
+    def revisit(self, weights: Weights, iteration: int, rng: Rng) -> None:
+        self.reference.follow(weights, iteration)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.reference.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.reference.load_state_dict(state)
+
+
 @OBJECTIVES.register("diffusion_dpo")
 @dataclass
-class DiffusionDPO(Objective):
+class DiffusionDPO(_Following):
     """Prefer the best of a group to the worst, by denoising errors at shared noise (Diffusion-DPO).
 
     Wallace et al. 2024, "Diffusion Model Alignment Using Direct Preference Optimization", eq. 14,
     on fresh pairs: with e the denoising error and D = e - e_ref, minimises -log sigmoid(-(beta / 2)
     (D_best - D_worst)). Groups of equal advantages make no pair. num_noise_draws, timestep_sampler:
-    how many times of the forward process a pair is looked at, and which.
+    how many times of the forward process a pair is looked at, and which. refresh: the reference
+    follows the policy (TR-DPO, Gorbatovski et al. 2024); null: it stays the base.
     """
 
     needs: ClassVar[str] = "gaussian"
@@ -40,10 +62,11 @@ class DiffusionDPO(Objective):
     beta: float = 100.0
     num_noise_draws: Count = 1
     timestep_sampler: Annotated[TimeSampler, TIMES] = logit_normal
+    refresh: Refresh | None = None
 
     def __post_init__(self) -> None:
         positive("objective.diffusion_dpo", beta=self.beta)
-        self.snapshots = ("ref",)
+        self.anchor()
 
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
         paired = rollout.replace(trainable=pairs(rollout))
@@ -53,7 +76,9 @@ class DiffusionDPO(Objective):
         return "groups"
 
     def measure(self, policy: Policy, point: Point) -> Tensor:
-        return error(policy.dist(point), point) - error(frozen(policy, "ref", point), point)
+        return error(policy.dist(point), point) - error(
+            frozen(policy, self.reference.name, point), point
+        )
 
     def couple(self, point: Point, measured: Tensor) -> Point:
         """Each row's derivative of the loss by its error."""
@@ -99,22 +124,24 @@ def pairs(rollout: Rollout, rng: Rng | None = None) -> Tensor:
 
 @OBJECTIVES.register("d3po")
 @dataclass
-class D3PO(Objective):
+class D3PO(_Following):
     """Prefer the best of a group to the worst at every step of their paths (D3PO).
 
     Yang et al. 2024, "Using Human Feedback to Fine-tune Diffusion Models without Any Reward Model",
     eq. 13: with m the log-ratio of a step to the reference, minimises -log sigmoid(beta (m_best -
-    m_worst)), each at its own state.
+    m_worst)), each at its own state. refresh: the reference follows the policy (TR-DPO); null: it
+    stays the base.
     """
 
     needs: ClassVar[str] = "gaussian"
     reads: ClassVar[Reads] = "decisions"
-    visits: ClassVar[bool] = True
+    visits = True
     beta: float = 0.1
+    refresh: Refresh | None = None
 
     def __post_init__(self) -> None:
         positive("objective.d3po", beta=self.beta)
-        self.snapshots = ("ref",)
+        self.anchor()
 
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> list[Point]:
         chosen = rollout.row_id[pairs(rollout)]
@@ -128,9 +155,9 @@ class D3PO(Objective):
         return "groups"
 
     def measure(self, policy: Policy, point: Point) -> Tensor:
-        return policy.dist(point).log_prob(point.target) - frozen(policy, "ref", point).log_prob(
-            point.target
-        )
+        return policy.dist(point).log_prob(point.target) - frozen(
+            policy, self.reference.name, point
+        ).log_prob(point.target)
 
     def couple(self, point: Point, measured: Tensor) -> Point:
         pair = comparisons(point)

@@ -115,7 +115,7 @@ class AdjointMatching(Objective):
     """
 
     needs: ClassVar[str] = "gaussian"
-    visits: ClassVar[bool] = True
+    visits = True
     differentiates: ClassVar[bool] = True
     strength: Annotated[float, Ge(0)] = 1.0
 

@@ -239,6 +239,19 @@ def sapo(
     return -advantage * (4 / tau) * (tau * ((logp - old).clamp(-FAR, FAR).exp() - 1)).sigmoid()
 
 
+@SURROGATES.register("spo")
+def spo(
+    logp: Tensor, old: Tensor, advantage: Tensor, mask: Tensor, *, width: Width = 0.2
+) -> Tensor:
+    """Pull the ratio back by a parabola, not a clip: -A rho + |A| (rho - 1)^2 / (2 width) (SPO).
+
+    Xie et al. 2024, "Simple policy optimization". The gradient of a decision ends where its ratio
+    has moved by ``width`` the way A pushes, and turns round beyond.
+    """
+    ratio = (logp - old).clamp(-FAR, FAR).exp()
+    return -advantage * ratio + advantage.abs() * (ratio - 1).square() / (2 * width)
+
+
 @SURROGATES.register("vespo")
 @sequence
 def vespo(

@@ -36,7 +36,7 @@ class FlowDPPO(Objective):
     advantage_clip: float = 5.0
     std: Literal["exact", "published", "one"] = "exact"
     needs: ClassVar[str] = "gaussian"
-    visits: ClassVar[bool] = True
+    visits = True
     reads: ClassVar[Reads] = "decisions"
 
     def __post_init__(self) -> None:

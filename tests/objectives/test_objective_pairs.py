@@ -17,6 +17,7 @@ from mmrl.config.options import KINDS, TrainOptions, unsuited
 from mmrl.core import registry
 from mmrl.core.errors import UserError
 from mmrl.core.registry import ADVANTAGES, OBJECTIVES, POLICIES
+from mmrl.objectives import GroupLoss
 from mmrl.policies.masked.policy import MaskedDiffusion
 from mmrl.run.build import read
 from mmrl.scoring import Scorer
@@ -61,9 +62,16 @@ LEARNS = {
     "draft": {"last": 3},
     "adjoint_matching": {"strength": 20.0},
 }
+GROUP = {"a_lol": 48}  # follows good samples only, without a baseline
 POLICY = {
     ("adjoint_matching", "flow"): {"sde_type": memoryless, "noise_level": 1.0},
     ("adjoint_matching", "video"): {"sde_type": memoryless, "noise_level": 1.0},
+}
+# they look at steps with noise, and at no tree
+OF_GROUPS = {
+    name
+    for name, entry in OBJECTIVES.items()
+    if isinstance(entry, type) and issubclass(entry, GroupLoss)
 }
 PAIRS = [
     (name, kind)
@@ -91,7 +99,11 @@ def test_a_pair_that_suits_each_other_raises_the_reward(name, kind):
         config.build({name: LEARNS.get(name, {})}, OBJECTIVES),
         partial(adamw, lr=RATE.get(kind, 1e-1)),
         TrainOptions(
-            prompts_per_iteration=2, group_size=12, train_batch_size=24, iterations=8, seed=1
+            prompts_per_iteration=2,
+            group_size=GROUP.get(name, 12),
+            train_batch_size=2 * GROUP.get(name, 12),
+            iterations=8,
+            seed=1,
         ),
     )
     before = reward_now(policy)
@@ -156,7 +168,7 @@ def test_what_looks_at_noise_is_refused_for_a_sampler_without(silent, tmp_path):
         "flow_dppo",
         "d3po",
         "adjoint_matching",
-    }
+    } | OF_GROUPS
     (tmp_path / "run.yaml").write_text(
         WHOLE.format(policy="sd3", reward="digits", objective="dgpo")
     )
@@ -193,7 +205,7 @@ def test_which_pairs_suit_each_other():
         and pairs["dgpo"] == {"sd3"}
         and pairs["clip_cov"] == set(REWARDS) - {"sd3"}
     )
-    assert pairs["masked"] == {"masked_lm"} and pairs["gvpo"] == {"vlm"}
+    assert pairs["masked"] == {"masked_lm"} and pairs["gvpo"] == set(REWARDS)
     assert all(pairs.values()), "an objective without a policy"
 
 

@@ -28,13 +28,12 @@ from mmrl.objectives import (
     Guard,
     KLCov,
     PolicyGradient,
-    RegGRPO,
     RewardWeightedRegression,
     SePPO,
 )
 from mmrl.objectives.covariance import Drawing, HeldBack
 from mmrl.objectives.forward_process.awm import SCORES
-from mmrl.objectives.group_regression import _Groups
+from mmrl.objectives.group_loss import Groups, Samples
 from mmrl.objectives.grpo_guard import normalised
 from mmrl.objectives.importance_sampling import Importance, off_policy
 from mmrl.objectives.kl import KL, estimate
@@ -726,6 +725,13 @@ def test_surrogates_by_bounds_and_small_advantages():
     assert empty.tolist() == [[0.0], [1.0]]
 
 
+def samples(ratio, advantage, group):
+    ratio, advantage = (torch.tensor(x).double() for x in (ratio, advantage))
+    return Samples(
+        ratio, ratio, advantage, torch.ones_like(ratio).long(), Groups(torch.tensor(group))
+    )
+
+
 def test_real_group_by_group():
     """Groups with both kinds of answers, with good ones only, with bad ones only; an advantage of 0
     is neither."""
@@ -734,10 +740,7 @@ def test_real_group_by_group():
     group = [0, 0, 0, 1, 1, 2, 2]
     good = math.log1p(math.exp(-0.3))
     bad = math.log1p(math.exp(-0.2))
-    point = SimpleNamespace(group=torch.tensor(group))
-    computed = REAL().of_group(
-        torch.tensor(score).double(), torch.tensor(advantage).double(), _Groups(point.group)
-    )
+    computed = REAL(tau=1.0).of_group(samples(score, advantage, group))
     assert computed.tolist() == pytest.approx([good + bad] * 3 + [0.0] * 4, abs=1e-7)
 
 
@@ -751,10 +754,10 @@ class Parts:
         yield point.replace(num_decisions=torch.tensor([2, 3]))
 
 
-@pytest.mark.parametrize("objective", [PolicyGradient(surrogate=gspo), REAL(), GVPO(), RegGRPO()])
-def test_whole_answers_are_wanted_of_every_row(objective):
-    with pytest.raises(UserError, match="whole (answers|samples)"):
-        list(objective.points(Parts(), None, Rng.of(0)))
+def test_whole_answers_are_wanted_of_every_row():
+    """Of a policy that says it scores a row in one pass."""
+    with pytest.raises(UserError, match="whole samples"):
+        list(PolicyGradient(surrogate=gspo).points(Parts(), None, Rng.of(0)))
 
 
 def test_what_preferences_and_nft_tell_the_log():
@@ -946,9 +949,7 @@ def test_guards_ratio_of_a_step_without_noise_is_one():
 def test_gvpo_of_small_groups():
     """1/2 sum_i (R_i - mean R - (A_i - mean A))^2 / (n - 1), n times a row's share of the mean; 0
     for one alone."""
-    score = torch.tensor([0.3, -0.1, 0.7]).double()
-    advantage = torch.tensor([1.0, -1.0, 2.0]).double()
-    value = GVPO().of_group(score, advantage, _Groups(torch.tensor([0, 0, 1])))
+    value = GVPO(beta=1.0).of_group(samples([0.3, -0.1, 0.7], [1.0, -1.0, 2.0], [0, 0, 1]))
     assert value.tolist() == pytest.approx([0.8**2 / 2 * 2, 0.8**2 / 2 * 2, 0.0], abs=1e-7)
 
 

@@ -26,16 +26,30 @@ SEQUENCES = [name for name, entry in SURROGATES.items() if sees_whole_rows(entry
 CASES = {  # policy, objective
     "flow": (toys.ToyFlow, PolicyGradient),
     "weighted flow": (toys.ToyFlow, partial(PolicyGradient, timestep_weighting="noise")),
+    "causal": (toys.ToyCausal, PolicyGradient),
+    "video": (partial(toys.ToyVideo, steps=3), PolicyGradient),
+    "tree": (partial(toys.ToyFlow, tree=Tree(splits=(1, 3))), PolicyGradient),
     "masked": (toys.ToyMasked, PolicyGradient),
     "trajectory": (ToyHidden, Masked),
     "coupled masks": (ToyHidden, partial(Masked, estimator=ESTIMATORS["coupled"])),
 }
 
 
+ROWS = 16
+
+
 def setting(case, surrogate):
-    policy, objective = (make() for make in (CASES[case][0], partial(SURROGATES.get, surrogate)))
+    policy = CASES[case][0]()
     policy.net.double()
-    return policy, CASES[case][1](surrogate=objective)
+    return policy, CASES[case][1](surrogate=built(surrogate))
+
+
+def built(surrogate):
+    """A surrogate by its name, or with options."""
+    if isinstance(surrogate, str):
+        return SURROGATES[surrogate]
+    ((name, options),) = surrogate.items()
+    return partial(SURROGATES[name], **options)
 
 
 def trained(case, surrogate, iterations=1, **sizes):
@@ -44,7 +58,7 @@ def trained(case, surrogate, iterations=1, **sizes):
     options = {
         "prompts_per_iteration": 4,
         "group_size": 4,
-        "train_batch_size": 16,
+        "train_batch_size": ROWS,
         "iterations": 2,
         "max_grad_norm": None,
     }
@@ -60,19 +74,54 @@ def trained(case, surrogate, iterations=1, **sizes):
     return [trainer.iterate() for _ in range(iterations)], policy.weights.full()
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case != "weighted flow"])
-@pytest.mark.parametrize("surrogate", ["gspo", "gspo_token", "gmpo", "cispo"])
-def test_the_first_step_has_ratio_one_and_the_gradient_of_reinforce(case, surrogate):
-    (metrics,), weights = trained(case, surrogate)
+# every surrogate there is, and options that are a paper's of their own
+VARIANTS = {
+    **{name: name for name in SURROGATES},
+    "dual clip": {"ppo": {"dual_clip": 3.0}},
+    "two-sided clip": {"ppo": {"delta": 2.0}},
+    "verl's cispo": {"cispo": {"clip_low": 0.2, "clip_high": 0.2}},
+}
+# a mean over a row's decisions of what is already a sum over them
+SUMS = ("luspo", "rloo")
+MATRIX = [
+    (case, variant)
+    for case in CASES
+    for variant in VARIANTS
+    if case != "weighted flow" and not (case == "tree" and variant in SEQUENCES)
+]
+
+
+@pytest.mark.parametrize(("case", "variant"), MATRIX)
+def test_the_first_step_has_ratio_one_and_the_gradient_of_reinforce(case, variant):
+    (metrics,), weights = trained(case, VARIANTS[variant])
     _, expected = trained(case, "reinforce")
     assert metrics["ratio/mean"] == pytest.approx(1, abs=1e-12) and metrics["clip_fraction"] == 0
     assert metrics["grad_norm"] > 0
+    start = setting(case, "reinforce")[0].weights.full()
+    factor = metrics["decisions"] / ROWS if variant in SUMS else 1.0
     for name, value in weights.items():
-        torch.testing.assert_close(value, expected[name], atol=1e-10, rtol=0)
+        step = factor * (expected[name] - start[name])
+        torch.testing.assert_close(value - start[name], step, atol=1e-10, rtol=0)
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("surrogate", ["gspo", "gmpo", "cispo"])
+@pytest.mark.parametrize("case", ["causal", "tree", "flow"])
+def test_the_parabola_of_spo_pulls_a_ratio_back_that_has_gone_too_far(case):
+    """On the second step over the same rows, and as its formula."""
+    ratio = torch.tensor([[0.5, 1.0, 1.3]]).double()
+    leaf = ratio.log().requires_grad_()
+    advantage = torch.tensor([[-2.0]]).double()
+    loss = SURROGATES["spo"](leaf, leaf.detach() * 0, advantage, None, width=0.4)
+    parabola = [2 * r + 2 * (r - 1) ** 2 / 0.8 for r in (0.5, 1.0, 1.3)]
+    assert loss[0].tolist() == pytest.approx(parabola)
+    (slope,) = torch.autograd.grad(loss.sum(), leaf)
+    # r (2 + 5 (r - 1)): nothing at 1 - width = 0.6, backwards below it
+    assert slope[0].tolist() == pytest.approx([0.5 * -0.5, 2.0, 1.3 * 3.5])
+    metrics, _ = trained(case, "spo", epochs=2, iterations=2)
+    assert metrics[0]["ratio/mean"] != 1 and metrics[1]["grad_norm"] > 0
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case != "tree"])
+@pytest.mark.parametrize("surrogate", ["gspo", "gmpo", "cispo", "spo"])
 def test_micro_batches_change_nothing(case, surrogate):
     """Also on the second step, whose ratios are not 1."""
     runs = [

@@ -478,6 +478,8 @@ def test_the_entropy_controller_rises_below_its_target_and_is_saved():
         "bonus": 0.0,
         "controlled": pytest.approx(0.15),
         "iteration": 4,
+        "kl_factor": 1.0,
+        "refreshed": 0,
     }
 
 
@@ -565,7 +567,7 @@ def test_the_weight_of_the_kl_goes_along_a_line():
         [0.1, 0.15, 0.2, 0.3, 0.3]
     )
     objective.adapt(1, {})
-    assert objective.iteration == 2 and objective.snapshots == ("ref",)
+    assert objective.term.iteration == 2 and objective.snapshots == ("ref",)
 
 
 def test_the_length_of_answers_follows_its_stages():

@@ -90,7 +90,8 @@ def test_two_processes_equal_one(tmp_path):
                 "the case that needs idle passes"
             )
             same(single, double, f"{kind}, {case}", worker.APART.get(case, 1e-10))
-            assert single["1/metrics"][worker.NUMBERS.index("kl")] > 0
+            # that of disco is to the old policy
+            assert case == "disco" or single["1/metrics"][worker.NUMBERS.index("kl")] > 0
             assert single["1/sample"].dtype in (torch.float64, torch.long)
     for kind in ("copies", "halves"):
         for case in worker.RESTORED:

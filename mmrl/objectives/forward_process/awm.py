@@ -15,8 +15,9 @@ from mmrl.config.options import Count
 from mmrl.core.metrics import observe
 from mmrl.core.registry import OBJECTIVES, TIMES
 from mmrl.core.types import Point, Rollout
-from mmrl.objectives.base import Objective, frozen
+from mmrl.objectives.base import frozen
 from mmrl.objectives.forward_process.base import error, mean_square, noised, positive, velocity
+from mmrl.objectives.kl import KL, KLTerm, Regularised
 from mmrl.objectives.surrogates import both_sides, outside, ppo
 from mmrl.objectives.timestep_samplers import TimeSampler, steps
 from mmrl.policies.base import Policy, Reads
@@ -38,7 +39,7 @@ SCORES: dict[
 
 @OBJECTIVES.register("awm")
 @dataclass
-class AWM(Objective):
+class AWM(Regularised):
     """Clip the policy gradient of a weighted denoising error in place of the log-prob (AWM).
 
     Xue et al. 2025, "Advantage Weighted Matching: Aligning RL with Pretraining in Diffusion
@@ -48,8 +49,8 @@ class AWM(Objective):
     weighting: of the error l at time t: uniform -l, t -l t, t2 -l t^2, huber about -sqrt(l) t,
     ghuber about -4 l^(1/4) t. clip_range: range of the ratio, one number or [low, high]. kl,
     ema_kl: weights of the squared distances of the velocity to the reference's and to that of the
-    moving average of the weights, which ``train.ema`` keeps. num_noise_draws, timestep_sampler: how
-    many times a sample is looked at, and which.
+    moving average of the weights, which ``train.ema`` keeps; kl also says how it changes.
+    num_noise_draws, timestep_sampler: how many times a sample is looked at, and which.
     """
 
     needs: ClassVar[str] = "gaussian"
@@ -57,19 +58,20 @@ class AWM(Objective):
     weighting: Literal["uniform", "t", "t2", "huber", "ghuber"] = "ghuber"
     clip_range: float | tuple[float, float] = 1.0
     advantage_clip: float = 1.0
-    kl: Annotated[float, Ge(0)] = 1e-4
+    kl: Annotated[float, Ge(0)] | KL = 1e-4
     ema_kl: Annotated[float, Ge(0)] = 0.0
     num_noise_draws: Count = 6
     timestep_sampler: Annotated[TimeSampler, TIMES] = steps
 
     def __post_init__(self) -> None:
+        self.term = KLTerm.of_velocities(self.kl, "awm")
         self.clip_bounds = both_sides(self.clip_range)
         positive(
             "objective.awm",
             clip_range=min(self.clip_bounds),
             advantage_clip=self.advantage_clip,
         )
-        looked_at = {"ref": self.kl, "ema": self.ema_kl}
+        looked_at = {self.term.name: self.term.active, "ema": self.ema_kl}
         self.snapshots = ("old", *(name for name, weight in looked_at.items() if weight))
         self.score = SCORES[self.weighting]
         low, high = self.clip_bounds
@@ -90,9 +92,10 @@ class AWM(Objective):
         advantage = point.advantage.clamp(-self.advantage_clip, self.advantage_clip)
         loss = self.surrogate(new, before, advantage, point.mask)
         loss = loss.to(torch.promote_types(advantage.dtype, torch.float32))
-        for name, weight, metric in (("ref", self.kl, "kl"), ("ema", self.ema_kl, "kl_ema")):
-            if weight:
+        weights = {self.term.name: self.term.weight(), "ema": self.ema_kl}
+        for name, metric in ((self.term.name, "kl"), ("ema", "kl_ema")):
+            if name in self.snapshots:
                 distance = mean_square(velocity(dist) - velocity(frozen(policy, name, point)))
                 observe(metric, distance, point.mask)
-                loss = loss + weight * distance
+                loss = loss + weights[name] * distance
         return loss

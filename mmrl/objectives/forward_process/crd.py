@@ -15,7 +15,7 @@ from mmrl.core.distributed import all_sum
 from mmrl.core.metrics import observe
 from mmrl.core.registry import OBJECTIVES, TIMES
 from mmrl.core.types import Fields, Point, Rollout
-from mmrl.objectives.base import Objective, frozen
+from mmrl.objectives.base import frozen
 from mmrl.objectives.forward_process.base import (
     comparisons,
     mean_absolute,
@@ -25,6 +25,7 @@ from mmrl.objectives.forward_process.base import (
     summed,
     velocity,
 )
+from mmrl.objectives.kl import KL, KLTerm, Regularised
 from mmrl.objectives.timestep_samplers import TimeSampler, steps
 from mmrl.policies.base import Policy, Reads
 from samplers.noise import Rng
@@ -41,7 +42,7 @@ class Centred(Fields):
 
 @OBJECTIVES.register("crd")
 @dataclass
-class CRD(Objective):
+class CRD(Regularised):
     """Fit the model's implicit reward, centred over a group, to the reward, centred alike (CRD).
 
     Flow-Factory's "Centered Reward Distillation". With q the denoising error over its mean absolute
@@ -53,8 +54,8 @@ class CRD(Objective):
     the group, or as published over all rows of an optimizer step.
 
     kl: weight of the squared distance of the velocity to the reference's, whose guidance is
-    ``ref_guidance``. old_decay_rate: after step n, old = min(old_decay_min + old_decay_rate n,
-    old_decay_max) old + the rest of the live weights.
+    ``ref_guidance``, or how it changes. old_decay_rate: after step n, old = min(old_decay_min +
+    old_decay_rate n, old_decay_max) old + the rest of the live weights.
     """
 
     needs: ClassVar[str] = "gaussian"
@@ -64,7 +65,7 @@ class CRD(Objective):
     temperature: Annotated[float, Ge(0)] | None = None
     centre: Literal["group", "batch"] = "group"
     advantage_clip: float = 5.0
-    kl: Annotated[float, Ge(0)] = 0.1
+    kl: Annotated[float, Ge(0)] | KL = 0.1
     ref_guidance: Annotated[float, Ge(0)] = 1.0
     num_noise_draws: Count = 4
     timestep_sampler: Annotated[TimeSampler, TIMES] = steps
@@ -73,13 +74,14 @@ class CRD(Objective):
     old_decay_max: Annotated[float, Ge(0)] = 0.999
 
     def __post_init__(self) -> None:
+        self.term = KLTerm.of_velocities(self.kl, "crd")
         positive(
             "objective.crd",
             beta=self.beta,
             advantage_clip=self.advantage_clip,
             temperature=self.temperature or 1,
         )
-        self.snapshots = ("old", "ref") if self.kl else ("old",)
+        self.snapshots = ("old", self.term.name) if self.term.active else ("old",)
 
     def old_decay(self, step: int) -> float:
         return min(self.old_decay_min + self.old_decay_rate * step, self.old_decay_max)
@@ -138,13 +140,13 @@ class CRD(Objective):
         columns = zip(centred.optimality.split(1, 1), centred.implicit_mean.split(1, 1))
         each = [self._fit(self.beta * (implicit - mean), target) for target, mean in columns]
         loss = torch.stack(each).mean(0) * self.advantage_clip / self.beta
-        if not self.kl:
+        if not self.term.active:
             return loss
         distance = mean_square(
-            v - velocity(frozen(policy, "ref", point.replace(guidance=self.ref_guidance)))
+            v - velocity(frozen(policy, self.term.name, point.replace(guidance=self.ref_guidance)))
         )
         observe("kl", distance, point.mask)
-        return loss + self.kl * distance
+        return loss + self.term.weight() * distance
 
     def _slopes(self) -> tuple[float, ...]:
         """Weights are softmax(slope a), once for each."""

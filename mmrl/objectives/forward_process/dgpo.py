@@ -15,7 +15,7 @@ from mmrl.core.distributions import Dist
 from mmrl.core.metrics import observe
 from mmrl.core.registry import OBJECTIVES, TIMES
 from mmrl.core.types import Fields, Point, Rollout
-from mmrl.objectives.base import Objective, frozen
+from mmrl.objectives.base import frozen
 from mmrl.objectives.forward_process.base import (
     comparisons,
     error,
@@ -25,6 +25,7 @@ from mmrl.objectives.forward_process.base import (
     summed,
     velocity,
 )
+from mmrl.objectives.kl import KL, KLTerm, Regularised
 from mmrl.objectives.timestep_samplers import TimeSampler, early_steps
 from mmrl.policies.base import Policy, Reads
 from samplers.noise import Rng
@@ -41,7 +42,7 @@ class Preference(Fields):
 
 @OBJECTIVES.register("dgpo")
 @dataclass
-class DGPO(Objective):
+class DGPO(Regularised):
     """Prefer the good half of a group to the bad half, by denoising errors at shared noise (DGPO).
 
     Luo et al. 2025, "Reinforcing Diffusion Models by Direct Group Preference Optimization". With d
@@ -51,10 +52,10 @@ class DGPO(Objective):
     clip_range: a sample's error gives no gradient once exp(d^old - d) has moved by that much in its
     direction; null: always. reference: the weights of d^ref: those of the start, guided by
     ``ref_guidance``, or the old ones, a moving average. kl: weight of the squared distance of the
-    velocity to that of the weights of the start, guided likewise. num_noise_draws,
-    timestep_sampler: how many times of the forward process a sample is looked at, and which.
-    behavior_policy: the weights that sample. old_decay_rate: after step n, old = min(old_decay_max,
-    old_decay_rate n) old + the rest of the live weights.
+    velocity to that of the weights of the start, guided likewise, or how it changes.
+    num_noise_draws, timestep_sampler: how many times of the forward process a sample is looked at,
+    and which. behavior_policy: the weights that sample. old_decay_rate: after step n, old =
+    min(old_decay_max, old_decay_rate n) old + the rest of the live weights.
     """
 
     needs: ClassVar[str] = "gaussian"
@@ -62,7 +63,7 @@ class DGPO(Objective):
     beta: float = 100.0
     clip_range: float | None = 1e-2
     advantage_clip: float = 5.0
-    kl: Annotated[float, Ge(0)] = 0.02
+    kl: Annotated[float, Ge(0)] | KL = 0.02
     reference: Literal["ref", "old"] = "ref"
     ref_guidance: Annotated[float, Ge(0)] = 1.0
     num_noise_draws: Count = 4
@@ -72,6 +73,7 @@ class DGPO(Objective):
     old_decay_max: Annotated[float, Ge(0)] = 0.3
 
     def __post_init__(self) -> None:
+        self.term = KLTerm.of_velocities(self.kl, "dgpo")
         positive(
             "objective.dgpo",
             beta=self.beta,
@@ -79,7 +81,10 @@ class DGPO(Objective):
             clip_range=self.clip_range or 1.0,
         )
         lagging = self.clip_range or "old" in (self.behavior_policy, self.reference)
-        self.snapshots = (*(("old",) if lagging else ()), *(("ref",) if self._based else ()))
+        self.snapshots = (
+            *(("old",) if lagging else ()),
+            *((self.term.name,) if self._based else ()),
+        )
 
     def old_decay(self, step: int) -> float:
         return min(self.old_decay_max, self.old_decay_rate * step)
@@ -100,7 +105,7 @@ class DGPO(Objective):
         old = error(frozen(policy, "old", point), point) if lagging else torch.zeros_like(live)
         start = velocity(self._start(policy, point)) if self._based else point.target
         gap = live - (old if self.reference == "old" else mean_square(start - point.target))
-        return torch.cat([gap, old, start.flatten(1) if self.kl else gap[:, :0]], 1)
+        return torch.cat([gap, old, start.flatten(1) if self.term.active else gap[:, :0]], 1)
 
     def couple(self, point: Point, measured: Tensor) -> Point:
         gap, old, start = measured.to(point.advantage.device).tensor_split((1, 2), 1)
@@ -113,7 +118,7 @@ class DGPO(Objective):
         preference = Preference(
             advantage=weight * advantage,
             old_error=old if self.clip_range else None,
-            start=start.view_as(point.target) if self.kl else None,
+            start=start.view_as(point.target) if self.term.active else None,
         )
         return point.replace(coupling=preference)
 
@@ -133,19 +138,19 @@ class DGPO(Objective):
             observe("clip_fraction", far.double(), point.mask)
             denoising_error = torch.where(far, denoising_error.detach(), denoising_error)
         loss = advantage * denoising_error
-        if not self.kl:
+        if not self.term.active:
             return loss
         start = preference.start
         if start is None:
             start = velocity(self._start(policy, point))
         distance = mean_square(velocity(dist) - start)
         observe("kl", distance, point.mask)
-        return loss + self.kl * distance
+        return loss + self.term.weight() * distance
 
     @property
     def _based(self) -> bool:
         """Whether the weights of the start are looked at."""
-        return self.reference == "ref" or self.kl > 0
+        return self.reference == "ref" or self.term.active
 
     def _start(self, policy: Policy, point: Point) -> Dist:
-        return frozen(policy, "ref", point.replace(guidance=self.ref_guidance))
+        return frozen(policy, self.term.name, point.replace(guidance=self.ref_guidance))

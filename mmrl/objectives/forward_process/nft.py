@@ -13,7 +13,7 @@ from mmrl.config.options import Count
 from mmrl.core.metrics import observe
 from mmrl.core.registry import OBJECTIVES, TIMES
 from mmrl.core.types import Point, Rollout
-from mmrl.objectives.base import Objective, frozen
+from mmrl.objectives.base import frozen
 from mmrl.objectives.forward_process.base import (
     mean_absolute,
     mean_square,
@@ -21,6 +21,7 @@ from mmrl.objectives.forward_process.base import (
     positive,
     velocity,
 )
+from mmrl.objectives.kl import KL, KLTerm, Regularised
 from mmrl.objectives.timestep_samplers import TimeSampler, steps
 from mmrl.policies.base import Policy, Reads
 from samplers.noise import Rng
@@ -28,7 +29,7 @@ from samplers.noise import Rng
 
 @OBJECTIVES.register("nft")
 @dataclass
-class NFT(Objective):
+class NFT(Regularised):
     """Fit good samples with the velocity, bad ones with its mirror image at the old one
     (DiffusionNFT).
 
@@ -37,25 +38,26 @@ class NFT(Objective):
     of v+ = beta v + (1 - beta) v_old and of v- = (1 + beta) v_old - beta v, each divided by its own
     mean absolute value.
 
-    kl: weight of the squared distance of the velocity to the reference's. num_noise_draws,
-    timestep_sampler: how many times of the forward process a sample is looked at, and which. decay:
-    the old weights, which also sample, follow the live ones: 0 at once, 1 with min(0.001 step, 0.5)
-    kept, 2 with min(0.0075 (step - 75), 0.999) kept.
+    kl: weight of the squared distance of the velocity to the reference's, or how it changes.
+    num_noise_draws, timestep_sampler: how many times of the forward process a sample is looked at,
+    and which. decay: the old weights, which also sample, follow the live ones: 0 at once, 1 with
+    min(0.001 step, 0.5) kept, 2 with min(0.0075 (step - 75), 0.999) kept.
     """
 
     needs: ClassVar[str] = "gaussian"
     reads: ClassVar[Reads] = "sample"
     beta: float = 1.0
     advantage_clip: float = 5.0
-    kl: Annotated[float, Ge(0)] = 1e-4
+    kl: Annotated[float, Ge(0)] | KL = 1e-4
     num_noise_draws: Count = 9
     timestep_sampler: Annotated[TimeSampler, TIMES] = steps
     decay: Literal[0, 1, 2] = 1
 
     def __post_init__(self) -> None:
+        self.term = KLTerm.of_velocities(self.kl, "nft")
         positive("objective.nft", beta=self.beta, advantage_clip=self.advantage_clip)
         self.behavior_policy = "old"
-        self.snapshots = ("ref",) if self.kl else ()
+        self.snapshots = (self.term.name,) if self.term.active else ()
 
     def old_decay(self, step: int) -> float:
         flat, slope, most = ((0, 0.0, 0.0), (0, 0.001, 0.5), (75, 0.0075, 0.999))[self.decay]
@@ -73,11 +75,11 @@ class NFT(Objective):
         fit = optimality * _error(point, good) + (1 - optimality) * _error(point, bad)
         observe("nft/moved", mean_square(v - old), point.mask)
         loss = self.advantage_clip * fit / self.beta
-        if not self.kl:
+        if not self.term.active:
             return loss
-        distance = mean_square(v - velocity(frozen(policy, "ref", point)))
+        distance = mean_square(v - velocity(frozen(policy, self.term.name, point)))
         observe("kl", distance, point.mask)
-        return loss + self.kl * distance
+        return loss + self.term.weight() * distance
 
 
 def _error(point: Point, v: Tensor) -> Tensor:

@@ -1,0 +1,362 @@
+"""Losses that want the good samples of a group above the bad ones: by pairs, and by sets."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Annotated, Any, Literal
+
+import torch
+from annotated_types import Ge, Gt
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from mmrl.core.distributed import all_sum
+from mmrl.core.metrics import observe
+from mmrl.core.registry import OBJECTIVES
+from mmrl.objectives.group_loss import AnchorName, GroupLoss, Samples
+from mmrl.objectives.kl import Refresh
+from mmrl.objectives.surrogates import FAR, clip
+
+Positive = Annotated[float, Gt(0)]
+Natural = Annotated[float, Ge(0)]
+Pairing = Literal["best_worst", "all"]
+
+
+# -- pairs
+
+
+class _Pairwise(GroupLoss):
+    """``of_pair``: [N] the loss of a pair; a group's loss is the mean over its pairs, 0 if it has
+    none."""
+
+    def __init__(
+        self,
+        pairs: Pairing = "best_worst",
+        sft: Natural = 0.0,
+        anchor: AnchorName | Refresh = "old",
+        **options: Any,
+    ):
+        """Take what losses of pairs have. pairs: the best and the worst sample of a group, or all
+        pairs of different advantage. sft: weight of -log p of the better one (RPO, Liu et al. 2024,
+        "Provably mitigating overoptimization in RLHF")."""
+        super().__init__(anchor, **options)
+        self.pairs = pairs
+        self.sft = sft
+
+    @abstractmethod
+    def of_pair(self, better: Tensor, worse: Tensor, gap: Tensor) -> Tensor:
+        """[N] from the log-ratios of both and how much the better one's advantage is larger."""
+
+    def of_group(self, samples: Samples) -> Tensor:
+        better, worse = _all(samples) if self.pairs == "all" else _best_worst(samples)
+        ratio = samples.ratio
+        gap = samples.advantage[better] - samples.advantage[worse]
+        loss = self.of_pair(ratio[better], ratio[worse], gap) - self.sft * samples.logp[better]
+        if len(loss):
+            observe("group/right", (ratio[better] > ratio[worse]).double())
+        groups = samples.groups
+        group = groups.index[better]
+        total = ratio.new_zeros(groups.count).index_add(0, group, loss)
+        count = ratio.new_zeros(groups.count).index_add(0, group, torch.ones_like(loss))
+        return (total / count.clamp_min(1))[groups.index]
+
+
+def _best_worst(samples: Samples) -> tuple[Tensor, Tensor]:
+    """[N], [N] rows of the highest and of the lowest advantage of each group, the first ones where
+    several are equal; groups of equal advantages make no pair."""
+    groups = samples.groups
+    advantage = samples.advantage
+    place = torch.arange(len(advantage), device=advantage.device)
+    high = groups.extreme(advantage, "amax")
+    low = groups.extreme(advantage, "amin")
+    rows = []
+    for bound in (high, low):
+        candidate = place.masked_fill(advantage != bound[groups.index], len(place))
+        rows.append(groups.extreme(candidate.double(), "amin").long())
+    return rows[0][high > low], rows[1][high > low]
+
+
+def _all(samples: Samples) -> tuple[Tensor, Tensor]:
+    """[N], [N] the rows of all pairs of one group with different advantages, the better one
+    first."""
+    index = samples.groups.index
+    advantage = samples.advantage
+    pairs = (index[:, None] == index) & (advantage[:, None] > advantage)
+    better, worse = pairs.nonzero().unbind(1)
+    return better, worse
+
+
+@OBJECTIVES.register("rebel")
+class REBEL(_Pairwise):
+    """Regress differences of rewards on those of log-ratios: ((R_i - R_j) / eta - (r_i - r_j))^2
+    (REBEL).
+
+    Gao et al. 2024, "REBEL: Reinforcement learning via regressing relative rewards", eq. 6; shown
+    on texts and on images. Take ``advantage: dr_grpo``, whose differences are those of the rewards.
+    ``pairs: all`` takes every pair of different rewards in place of the best and the worst; with
+    ``train.group_size: 2``, as published, both are the pair.
+    """
+
+    def __init__(self, eta: Positive = 1.0, **options: Any):
+        super().__init__(**options)
+        self.eta = eta
+
+    def of_pair(self, better: Tensor, worse: Tensor, gap: Tensor) -> Tensor:
+        return ((better - worse) / self.eta - gap).square()
+
+
+@OBJECTIVES.register("dpo")
+class DPO(_Pairwise):
+    """Prefer the better of two samples: -log sigmoid(beta (R_w - R_l)), R to the reference (DPO).
+
+    Rafailov et al. 2023, on pairs of the group, whose log-ratios are sums over tokens, revealed
+    tokens or steps of the path (for a flow, D3PO has one comparison a step instead, diffusion_dpo
+    one a denoising error). With ``sft`` it is RPO (Liu et al. 2024); with an anchor that follows
+    the policy, ``anchor: {every: 1, decay: 0.99}``, TR-DPO (Gorbatovski et al. 2024). An answer
+    from a file joins its group by ``train.ground_truth_rollout``.
+    """
+
+    def __init__(self, beta: Positive = 0.1, anchor: AnchorName | Refresh = "ref", **options: Any):
+        super().__init__(anchor=anchor, **options)
+        self.beta = beta
+
+    def of_pair(self, better: Tensor, worse: Tensor, gap: Tensor) -> Tensor:
+        return softplus(-self.beta * (better - worse))
+
+
+@OBJECTIVES.register("ipo")
+class IPO(_Pairwise):
+    """Hold the margin of a pair at 1 / (2 tau): (R_w - R_l - 1 / (2 tau))^2 (IPO).
+
+    Azar et al. 2023, "A general theoretical paradigm to understand learning from human
+    preferences", eq. 17. ``average`` takes means over decisions, as TRL does.
+    """
+
+    def __init__(self, tau: Positive = 0.1, anchor: AnchorName | Refresh = "ref", **options: Any):
+        super().__init__(anchor=anchor, **options)
+        self.tau = tau
+
+    def of_pair(self, better: Tensor, worse: Tensor, gap: Tensor) -> Tensor:
+        return (better - worse - 1 / (2 * self.tau)).square()
+
+
+@OBJECTIVES.register("copg")
+class CoPG(_Pairwise):
+    """Contrast the regularised rewards of two samples: -(r_i - r_j) D + beta / 2 D^2 (CoPG).
+
+    D = R_i - R_j to the reference. Flet-Berliac et al. 2024, "Contrastive policy gradient": the
+    gradient is that of log p, each sample's baseline the regularised reward r - beta R of the
+    other, so that no importance weight is needed whatever sampled; IPO is the case of rewards that
+    only rank. Take ``advantage: dr_grpo``.
+    """
+
+    def __init__(
+        self,
+        beta: Positive = 0.1,
+        pairs: Pairing = "all",
+        anchor: AnchorName | Refresh = "ref",
+        **options: Any,
+    ):
+        super().__init__(pairs, anchor=anchor, **options)
+        self.beta = beta
+
+    def of_pair(self, better: Tensor, worse: Tensor, gap: Tensor) -> Tensor:
+        margin = better - worse
+        return self.beta / 2 * margin.square() - gap * margin
+
+
+@OBJECTIVES.register("p3o")
+class P3O(_Pairwise):
+    """Weigh the policy gradient of a pair by half its reward difference, and clip (P3O).
+
+    Wu et al. 2023, "Pairwise proximal policy optimization". clip: "separate" clips the ratio of
+    each sample, e^R with (r_i - r_j) / 2 and with its negative; "joint" that of the pair, e^(R_i -
+    R_j). Which ratio is clipped is our reading of the paper's two variants; on the first step both
+    are its pairwise policy gradient. clip_range: how far a ratio may leave 1.
+    """
+
+    def __init__(
+        self,
+        clip: Literal["separate", "joint"] = "separate",
+        clip_range: Positive = 0.2,
+        pairs: Pairing = "all",
+        **options: Any,
+    ):
+        super().__init__(pairs, **options)
+        self.clip = clip
+        self.clip_range = clip_range
+
+    def of_pair(self, better: Tensor, worse: Tensor, gap: Tensor) -> Tensor:
+        if self.clip == "joint":
+            return self._clipped(better - worse, gap / 2)
+        return self._clipped(better, gap / 2) + self._clipped(worse, -gap / 2)
+
+    def _clipped(self, log_ratio: Tensor, advantage: Tensor) -> Tensor:
+        return clip(log_ratio.clamp(-FAR, FAR).exp(), advantage, self.clip_range, None)
+
+
+# -- sets
+
+
+def _sides(samples: Samples) -> tuple[Tensor, Tensor, Tensor]:
+    """[R] bool each: good samples (A > 0), bad ones (A < 0), and rows whose group has both."""
+    good = samples.advantage > 0
+    bad = samples.advantage < 0
+    sums = samples.groups.sum
+    like = samples.ratio.detach()
+    return good, bad, (sums(good.to(like)) > 0) & (sums(bad.to(like)) > 0)
+
+
+@OBJECTIVES.register("real")
+class REAL(GroupLoss):
+    """Classify samples: log(1 + sum_neg e^s) + log(1 + sum_pos e^-s), s = mean log-ratio / tau
+    (REAL).
+
+    As in ms-swift. Positive samples are those with A > 0, negative ones those with A < 0; a group
+    without both counts as 0 (with ``flat: drop`` in the advantage not at all).
+    """
+
+    def __init__(self, tau: Positive = 0.1, average: bool = True, **options: Any):
+        super().__init__(average=average, **options)
+        self.tau = tau
+
+    def of_group(self, samples: Samples) -> Tensor:
+        good, bad, both_sides = _sides(samples)
+        score = samples.ratio / self.tau
+        logs = samples.groups.log_sum_exp
+        loss = softplus(logs(score, bad)) + softplus(logs(-score, good))
+        return torch.where(both_sides, loss, 0.0)
+
+
+@OBJECTIVES.register("multi_preference")
+class MultiPreference(GroupLoss):
+    """Set the good samples of a group against all of them: -log(sum_good w e^s / sum_all w e^s)
+    (MPO).
+
+    Gupta et al. 2024, "Multi-preference optimization: Generalizing DPO via set-level contrasts"
+    (SWEPO). s = beta R to the reference; good is a reward above the group's mean d = r - mean r,
+    and w = e^(alpha |d|): samples count by how far from the mean they are. With one sample on
+    either side and alpha 0 it is DPO. A group without both sides counts as 0.
+    """
+
+    def __init__(
+        self,
+        beta: Positive = 0.1,
+        alpha: Natural = 1.0,
+        anchor: AnchorName | Refresh = "ref",
+        **options: Any,
+    ):
+        super().__init__(anchor, **options)
+        self.beta = beta
+        self.alpha = alpha
+
+    def of_group(self, samples: Samples) -> Tensor:
+        groups = samples.groups
+        deviation = groups.centred(samples.advantage)
+        score = self.beta * samples.ratio + self.alpha * deviation.abs()
+        good = deviation > 0
+        all_of_them = torch.ones_like(good)
+        loss = groups.log_sum_exp(score, all_of_them) - groups.log_sum_exp(score, good)
+        return torch.where(groups.sum(good.to(score)) > 0, loss, 0.0)
+
+
+@OBJECTIVES.register("disco")
+class DisCO(GroupLoss):
+    """Push good samples above the hardest bad ones, with a bound on the KL to the old policy
+    (DisCO).
+
+    Li et al. 2025, "DisCO: Reinforcing large reasoning models with discriminative constrained
+    optimization", the distributionally robust form: mean over good i of tau log mean over bad j of
+    e^((s_j - s_i) / tau), and + beta max(0, KL - delta)^2 with KL = mean of -(log p - log p_old)
+    over all decisions of the step, on all processes. score: "likelihood", s the mean log-prob
+    (tau 10 in the paper), or "ratio", e to the mean log-ratio (tau 1; theirs is the mean of the
+    decisions' ratios, the geometric one is our reading). Good is A > 0, bad A < 0: the paper's
+    rewards are 0 and 1.
+    """
+
+    not_options = ("anchor", "average", "num_noise_draws", "timestep_sampler")
+
+    def __init__(
+        self,
+        score: Literal["likelihood", "ratio"] = "likelihood",
+        tau: Positive = 10.0,
+        beta: Natural = 1000.0,
+        delta: Natural = 1e-4,
+    ):
+        super().__init__()
+        self.score = score
+        self.tau = tau
+        self.beta = beta
+        self.delta = delta
+
+    def of_group(self, samples: Samples) -> Tensor:
+        good, bad, both_sides = _sides(samples)
+        groups = samples.groups
+        score = samples.logp / samples.length
+        if self.score == "ratio":
+            score = (samples.ratio / samples.length).clamp(-FAR, FAR).exp()
+        number = groups.sum(bad.to(score)).clamp_min(1)
+        rivals = self.tau * (groups.log_sum_exp(score / self.tau, bad) - number.log())
+        followed = groups.sum(self._share(samples, good) * score)
+        return torch.where(both_sides, rivals - followed, 0.0) + self._penalty(samples)
+
+    def _share(self, samples: Samples, good: Tensor) -> Tensor:
+        """[R] how much each good sample of a group counts; they sum to 1."""
+        weight = good.to(samples.ratio)
+        return weight / samples.groups.sum(weight).clamp_min(1)
+
+    def _penalty(self, samples: Samples) -> Tensor:
+        """[R] beta max(0, KL - delta)^2, and its slope: rows of other processes count too, so it is
+        written as its tangent."""
+        rows = torch.ones_like(samples.ratio).sum()
+        local = torch.stack([-samples.ratio.detach().sum(), samples.length.sum().to(rows), rows])
+        gone, decisions, rows = all_sum(local.double()).to(samples.ratio).unbind()
+        divergence = gone / decisions.clamp_min(1)
+        observe("kl_old", divergence.reshape(1))
+        beyond = (divergence - self.delta).clamp_min(0)
+        slope = -2 * self.beta * beyond * rows / decisions.clamp_min(1)
+        return self.beta * beyond.square() + slope * (samples.ratio - samples.ratio.detach())
+
+
+@OBJECTIVES.register("drpo")
+class DRPO(DisCO):
+    """Weigh good samples among themselves in DisCO's loss, as by e^(A / temperature) (DRPO).
+
+    Li et al. 2025, "DRPO: Efficient reasoning via decoupled reward policy optimization": the
+    weights of a group's good samples sum to 1, so that a long right answer counts less, but is
+    never pushed down. A of a good sample is then what a secondary reward makes of it (published:
+    its length).
+    """
+
+    def __init__(self, temperature: Positive = 1.0, **options: Any):
+        super().__init__(**options)
+        self.temperature = temperature
+
+    def _share(self, samples: Samples, good: Tensor) -> Tensor:
+        logit = samples.advantage / self.temperature
+        total = samples.groups.log_sum_exp(logit, good)
+        return torch.where(good, (logit - total).exp(), 0.0)
+
+
+@OBJECTIVES.register("pacs")
+class PACS(GroupLoss):
+    """Tell right from wrong samples by cross-entropy, the score beta (R - mean of others' R)
+    (PACS).
+
+    Li et al. 2025, "Implicit actor critic coupling via a supervised learning framework for RLVR".
+    The label is A > threshold; a sample of exactly that advantage has none. ``advantage:
+    reinforce``, which leaves rewards as they are, with threshold 0.5 labels groups that are all
+    right, or all wrong, too.
+    """
+
+    def __init__(self, beta: Positive = 1.0, threshold: float = 0.0, **options: Any):
+        super().__init__(**options)
+        self.beta = beta
+        self.threshold = threshold
+
+    def of_group(self, samples: Samples) -> Tensor:
+        groups = samples.groups
+        size = groups.size(samples.ratio)
+        score = self.beta * groups.centred(samples.ratio) * size / (size - 1).clamp_min(1)
+        side = (samples.advantage - self.threshold).sign()  # log sigmoid(+-score)
+        return softplus(-side * score) * side.abs()

@@ -1,0 +1,342 @@
+"""Divergences to a reference: closed forms against sums and integrals, estimators against what they
+estimate, the weight in force, and a reference that is refreshed."""
+
+import math
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mmrl import advantages, config
+from mmrl.config.options import TrainOptions
+from mmrl.core.distributions import Categorical, Gaussian
+from mmrl.core.errors import UserError
+from mmrl.core.registry import OBJECTIVES
+from mmrl.core.types import Rewards
+from mmrl.objectives import PolicyGradient, frozen
+from mmrl.objectives.kl import KL, Reference, Refresh, sampled
+from mmrl.policies.masked.policy import Hidden
+from mmrl.run import state
+from mmrl.run.build import read
+from mmrl.scoring import Scorer
+from mmrl.train.optimizers import sgd
+from mmrl.train.trainer import Trainer
+from samplers.noise import Rng
+from tests.fixtures import toys
+from tests.objectives.test_objective_pairs import WHOLE
+
+LOGITS = torch.tensor([[[0.3, -1.0, 0.8], [1.5, 0.0, -0.2]]]).double()
+REF = torch.tensor([[[0.0, 0.4, 0.1], [-0.3, 0.9, 0.2]]]).double()
+
+
+def by_loop(divergence, p, q, order=2.0):
+    """The definition, for probabilities of one decision."""
+    pairs = list(zip(p, q))
+    if divergence == "reverse":
+        return sum(a * math.log(a / b) for a, b in pairs)
+    if divergence == "forward":
+        return sum(b * math.log(b / a) for a, b in pairs)
+    if divergence == "chi2":
+        return sum(b * (a / b) ** 2 for a, b in pairs) - 1
+    return math.log(sum(a**order * b ** (1 - order) for a, b in pairs)) / (order - 1)
+
+
+CASES = [("reverse", 2.0), ("forward", 2.0), ("chi2", 2.0), ("renyi", 0.5), ("renyi", 3.0)]
+
+
+@pytest.mark.parametrize(("divergence", "order"), CASES)
+def test_divergences_of_tokens_are_sums_over_the_vocabulary(divergence, order):
+    kl = KL(weight=1.0, divergence=divergence, order=order, form="exact")
+    value = kl.of(Categorical(LOGITS), Categorical(REF), None, None)
+    for i in range(2):
+        p, q = (x[0, i].softmax(0).tolist() for x in (LOGITS, REF))
+        assert float(value[0, i]) == pytest.approx(by_loop(divergence, p, q, order), rel=1e-9)
+    where = torch.tensor([[True, False, True]])
+    hidden = [Hidden(x[0], where) for x in (LOGITS, REF)]
+    spread = kl.of(*hidden, None, None)
+    assert spread[0, 1] == 0
+    torch.testing.assert_close(spread[where], value[0])
+
+
+@pytest.mark.parametrize(("divergence", "order"), CASES)
+def test_tokens_impossible_in_both_add_nothing(divergence, order):
+    never = torch.full((1, 2, 1), -torch.inf).double()
+    kl = KL(weight=1.0, divergence=divergence, order=order, form="exact")
+    logits = LOGITS.clone().requires_grad_()
+    wide = kl.of(
+        Categorical(torch.cat([logits, never], -1)),
+        Categorical(torch.cat([REF, never], -1)),
+        None,
+        None,
+    )
+    torch.testing.assert_close(wide, kl.of(Categorical(LOGITS), Categorical(REF), None, None))
+    (slope,) = torch.autograd.grad(wide.sum(), logits)
+    assert slope.isfinite().all()
+
+
+@pytest.mark.parametrize(("divergence", "order"), CASES)
+@pytest.mark.parametrize("std", [0.8, 0.6])
+def test_divergences_of_steps_are_integrals(divergence, order, std):
+    kl = KL(weight=1.0, divergence=divergence, order=order)
+    mean = torch.tensor([[0.3, -0.4]]).double()
+    dist = Gaussian(mean, torch.full((1, 1), std).double())
+    reference = Gaussian(mean * 0, torch.full((1, 1), 0.8).double())
+    x = torch.linspace(-9, 9, 40001, dtype=torch.float64)
+    dx = float(x[1] - x[0])
+    each = []
+    for m in mean[0].tolist():
+        p, q = (
+            (-0.5 * ((x - mu) / s) ** 2).exp() / (s * math.sqrt(2 * math.pi))
+            for mu, s in ((m, std), (0.0, 0.8))
+        )
+        p, q = p + 1e-300, q + 1e-300
+        if divergence in ("chi2", "renyi"):
+            a = 2.0 if divergence == "chi2" else order
+            each.append(math.log(float((p**a * q ** (1 - a)).sum()) * dx) / (a - 1))
+        else:
+            a, b = (p, q) if divergence == "reverse" else (q, p)
+            each.append(float((a * (a / b).log()).sum()) * dx)
+    expected = sum(each) / 2  # the mean over dimensions
+    if divergence == "chi2":
+        expected = math.expm1(expected)
+    value = kl.of(dist, reference, None, None)
+    assert value.shape == (1, 1) and float(value) == pytest.approx(expected, rel=1e-6)
+    same = kl.of(dist, dist, None, None)
+    assert float(same) == 0
+
+
+def test_a_reference_too_narrow_has_an_infinite_renyi_divergence():
+    wide, narrow = (Gaussian(torch.zeros(1, 2), torch.full((1, 1), s)) for s in (1.0, 0.5))
+    assert KL(weight=1.0, divergence="renyi").of(wide, narrow, None, None).isinf().all()
+
+
+@pytest.mark.parametrize("divergence", ["forward", "chi2"])
+def test_estimators_have_the_value_and_the_gradient_of_what_they_estimate(divergence):
+    """Averaged over the policy's own tokens, exactly."""
+    logits = LOGITS.clone().requires_grad_()
+    dist, reference = Categorical(logits), Categorical(REF)
+    exact = KL(weight=1.0, divergence=divergence, form="exact").of(dist, reference, None, None)
+    (truth,) = torch.autograd.grad(exact.sum(), logits)
+    estimates = 0.0
+    for token in range(3):
+        ids = torch.full((1, 2), token)
+        logp, ref = dist.log_prob(ids), reference.log_prob(ids)
+        estimates = estimates + logp.detach().exp() * sampled(logp, ref, divergence)
+    torch.testing.assert_close(estimates.detach(), exact.detach())
+    (slope,) = torch.autograd.grad(estimates.sum(), logits)
+    torch.testing.assert_close(slope, truth)
+
+
+def walked(kind="causal", **kl):
+    policy = toys.make(kind, double=True)
+    objective = PolicyGradient(kl=KL(weight=0.5, **kl))
+    for name in objective.snapshots:
+        policy.weights.keep(name)
+    with torch.no_grad():
+        for parameter in policy.net.parameters():
+            parameter.add_(0.1 * torch.sin(torch.arange(parameter.numel())).view_as(parameter))
+        rollout = policy.rollout(toys.prompts(2), 2, Rng.of(0))
+    advantage = torch.tensor([[1.0], [-1.0], [0.5], [-0.5]]).double()
+    return policy, objective, rollout.replace(advantage=advantage)
+
+
+@pytest.mark.parametrize("kind", ["causal", "masked", "flow"])
+@pytest.mark.parametrize("divergence", ["reverse", "forward", "chi2"])
+def test_the_loss_has_its_weight_times_the_divergence(kind, divergence):
+    policy, objective, rollout = walked(kind, divergence=divergence)
+    without = PolicyGradient()
+    for point in objective.points(policy, rollout, Rng.of(0)):
+        term = objective.loss(policy, point) - without.loss(policy, point)
+        dist, reference = policy.dist(point), frozen(policy, "ref", point)
+        logp, ref = (each.log_prob(point.target) for each in (dist, reference))
+        expected = 0.5 * objective.kl.of(dist, reference, logp, ref)
+        assert expected[point.mask].abs().max() > 0
+        torch.testing.assert_close(term[point.mask], expected[point.mask])
+
+
+def test_a_reweighed_reference_counts_good_samples_more():
+    """RAPO: the forward KL to ref e^(A / reweigh)."""
+    policy, objective, rollout = walked(divergence="forward", reweigh=2.0)
+    (point,) = objective.points(policy, rollout, Rng.of(0))
+    term = objective.loss(policy, point) - PolicyGradient().loss(policy, point)
+    logp = policy.dist(point).log_prob(point.target)
+    ref = frozen(policy, "ref", point).log_prob(point.target)
+    expected = 0.5 * sampled(logp, ref + point.advantage / 2, "forward")
+    torch.testing.assert_close(term, expected)
+
+
+WRONG = [
+    ({"divergence": "chi2", "form": "k3"}, "the form k3 estimates the reverse KL: leave it out"),
+    ({"divergence": "forward", "where": "reward"}, "taken off the reward is the reverse KL"),
+    ({"divergence": "renyi", "order": 1.0}, "order 1 is divergence: reverse"),
+    ({"reweigh": 1.0}, "reweigh is for divergence: forward"),
+    ({"uncertainty": "spread"}, "set where: reward"),
+    ({"weight": 0.0, "start": 0.1, "target": 0.1}, "give it one to begin with"),
+]
+
+
+@pytest.mark.parametrize(("options", "complaint"), WRONG)
+def test_what_means_nothing_together_is_refused(options, complaint):
+    with pytest.raises(UserError, match=f"kl: .*{complaint}"):
+        KL(**({"weight": 0.1} | options))
+
+
+@pytest.mark.parametrize("options", ["divergence: renyi", "divergence: chi2, form: exact"])
+def test_sums_over_a_vocabulary_that_nobody_keeps_are_refused(options, tmp_path):
+    file = tmp_path / "run.yaml"
+    objective = f"{{policy_gradient: {{kl: {{weight: 1, {options}}}}}}}"
+    for policy, reward in (("sd3", "digits"), ("masked_lm", "count")):
+        file.write_text(WHOLE.format(policy=policy, reward=reward, objective=objective))
+        read(file, []) if policy == "sd3" else None
+    file.write_text(WHOLE.format(policy="vlm", reward="count", objective=objective))
+    with pytest.raises(UserError, match=r"run.yaml:6: objective.policy_gradient.kl: .*one by one"):
+        read(file, [])
+    with pytest.raises(UserError, match="without keeping the whole vocabulary"):
+        dist = SimpleNamespace()
+        KL(weight=1.0, divergence="renyi").of(dist, dist, None, None)
+
+
+# -- weights
+
+
+def test_the_schedule_may_be_a_half_cosine():
+    kl = KL(weight=0.5, start=0.1, over=4, schedule="cosine")
+    middle = 0.1 + 0.4 * (1 - math.cos(math.pi / 4)) / 2
+    assert [kl.at(n) for n in (0, 1, 2, 4)] == pytest.approx([0.1, middle, 0.3, 0.5])
+
+
+def test_a_target_multiplies_the_weight_and_is_saved():
+    """Ziegler et al. 2019: by 1 + rate times the relative error, which is cut at 0.2."""
+    objective = PolicyGradient(kl=KL(weight=0.5, target=0.1))
+    weights = []
+    for iteration, kl in enumerate([1.0, 0.11, 0.0, math.nan]):
+        metrics = {"kl": kl}
+        objective.adapt(iteration, metrics)
+        weights.append(metrics["kl_weight"])
+    factors = [1.02, 1.02 * 1.01, 1.02 * 1.01 * 0.98, 1.02 * 1.01 * 0.98]
+    assert weights == pytest.approx([0.5 * factor for factor in factors])
+    again = PolicyGradient(kl=KL(weight=0.5, target=0.1))
+    again.load_state_dict(objective.state_dict())
+    assert again.term.weight() == weights[-1]
+    reward = PolicyGradient(kl=KL(weight=0.5, target=2.0, where="reward"))
+    reward.adapt(0, {"reward/kl/mean": 1.0, "kl": 9.0})
+    assert reward.term.weight() == pytest.approx(0.5 * 0.98)
+    fixed = PolicyGradient(kl=0.5)
+    fixed.adapt(0, {"kl": 9.0})
+    assert fixed.term.weight() == 0.5
+
+
+def test_uncertain_samples_pay_more_for_leaving_the_reference():
+    """r - b s^2 log(p / ref) (uncertainty-aware RLHF)."""
+    policy, plain, rollout = walked(where="reward")
+    spread = torch.tensor([0.0, 1.0, 2.0, 0.5]).double()
+    rewards = Rewards({"r": spread * 0, "spread": spread}, {"r": 1.0, "spread": 0.0})
+    uncertain = PolicyGradient(kl=KL(weight=0.5, where="reward", uncertainty="spread"))
+    expected = plain.shaped(policy, rollout, rewards)["kl"] * spread
+    shaped = uncertain.shaped(policy, rollout, rewards)
+    assert expected.abs().max() > 0 and shaped.weights["kl"] == -0.5
+    torch.testing.assert_close(shaped["kl"], expected)
+    with pytest.raises(UserError, match="names no reward of this run: 'spread'; there are r"):
+        uncertain.shaped(policy, rollout, Rewards({"r": spread}))
+
+
+@pytest.mark.parametrize("name", ["nft", "awm", "crd", "dgpo"])
+def test_distances_of_velocities_share_weights_and_reference(name):
+    """With the schedule's weight of an iteration, to the reference that follows the policy."""
+    policy = toys.make("flow", double=True)
+    objective, at_half, without = (
+        config.build({name: {"kl": kl, "num_noise_draws": 1}}, OBJECTIVES)
+        for kl in ({"weight": 0.8, "over": 4, "refresh": {"every": 3}}, 0.4, 0.0)
+    )
+    assert "moving" in objective.snapshots and "moving" not in at_half.snapshots
+    for snapshot in {"ref", "old", *objective.snapshots}:
+        policy.weights.keep(snapshot)
+    with torch.no_grad():
+        for parameter in policy.net.parameters():
+            parameter.add_(0.1)
+        rollout = policy.rollout(toys.prompts(2), 2, Rng.of(0))
+    advantage = torch.tensor([[1.0], [-1.0], [0.5], [-0.5]]).double()
+    rollout = rollout.replace(advantage=advantage)
+    metrics = {}
+    objective.adapt(1, metrics)
+    assert objective.term.weight() == 0.4 and objective.state_dict()["iteration"] == 2
+    point = next(iter(objective.points(policy, rollout, Rng.of(0))))
+    loss = [each.loss(policy, point) for each in (objective, at_half, without)]
+    torch.testing.assert_close(loss[0], loss[1])
+    assert (loss[1] - loss[2]).min() > 0
+    objective.revisit(policy.weights, 3, Rng.of(0))
+    if name != "dgpo":  # which needs the reference besides
+        torch.testing.assert_close(objective.loss(policy, point), loss[2])
+    with pytest.raises(UserError, match=f"objective.{name}.kl is the squared distance"):
+        config.build({name: {"kl": {"weight": 0.1, "form": "k3"}}}, OBJECTIVES)
+
+
+# -- a reference that is refreshed
+
+
+def trainer_of(iterations=6):
+    policy = toys.make("causal", double=True)
+    objective = config.build(
+        {"policy_gradient": {"kl": {"weight": 0.1, "refresh": {"every": 2}}}}, OBJECTIVES
+    )
+    return Trainer(
+        policy,
+        toys.prompts(4),
+        Scorer({"toy": toys.reward}),
+        advantages.dr_grpo,
+        objective,
+        partial(sgd, lr=0.1),
+        TrainOptions(
+            prompts_per_iteration=4, group_size=4, train_batch_size=16, iterations=iterations
+        ),
+    )
+
+
+def test_the_reference_is_copied_every_second_iteration_also_after_a_resume():
+    """ProRL's resets; the base itself is not the reference any more, nor touched."""
+    trainer = trainer_of()
+    assert trainer.snapshots() == ("moving",)
+    before = []
+    for _ in range(4):
+        before.append(trainer.policy.weights.full())
+        trainer.iterate()
+        reference = trainer.policy.weights.full("moving")
+        since = before[(len(before) - 1) // 2 * 2]
+        assert all(torch.equal(x, since[key]) for key, x in reference.items())
+    resumed = trainer_of()
+    state.restore(resumed, *state.capture(trainer))
+    assert resumed.objective.term.reference.refreshed == 2
+    for each in (trainer, resumed):
+        each.iterate()
+    left, right = (each.policy.weights.full("moving") for each in (trainer, resumed))
+    assert all(torch.equal(x, right[key]) for key, x in left.items())
+
+
+@pytest.mark.parametrize("name", ["diffusion_dpo", "d3po"])
+def test_preferences_of_flows_may_follow_the_policy_too(name):
+    """At the reference itself no pair is preferred; TR-DPO's copy brings it there."""
+    policy = toys.make("flow", double=True)
+    objective = config.build({name: {"refresh": {"every": 2}}}, OBJECTIVES)
+    policy.weights.keep("moving")
+    with torch.no_grad():
+        for parameter in policy.net.parameters():
+            parameter.add_(0.1)
+        rollout = policy.rollout(toys.prompts(2), 2, Rng.of(0))
+    rollout = rollout.replace(advantage=torch.tensor([[1.0], [-1.0], [0.5], [-0.5]]).double())
+    point = next(iter(objective.points(policy, rollout, Rng.of(0))))
+    assert objective.measure(policy, point).abs().max() > 1e-4
+    objective.revisit(policy.weights, 2, Rng.of(0))
+    assert objective.measure(policy, point).abs().max() < 1e-12
+    assert objective.state_dict() == {"refreshed": 2}
+
+
+def test_a_moving_reference_goes_part_of_the_way():
+    weights = SimpleNamespace(track=lambda name, decay: moves.append((name, decay)))
+    moves = []
+    reference = Reference(Refresh(every=3, decay=0.9))
+    for iteration in range(8):
+        reference.follow(weights, iteration)
+    assert moves == [("moving", 0.9)] * 2 and Reference().name == "ref"
+    Reference().follow(weights, 5)
+    assert len(moves) == 2

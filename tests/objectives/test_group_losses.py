@@ -1,0 +1,506 @@
+"""Losses of whole groups: each paper's formula as plain loops, their gradient through all passes of
+a group at once, and what must not change them."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+
+from mmrl import advantages, config
+from mmrl.config.options import TrainOptions
+from mmrl.core.errors import UserError
+from mmrl.core.registry import OBJECTIVES
+from mmrl.core.types import Point
+from mmrl.objectives import GroupLoss, group_preference
+from mmrl.objectives.group_loss import Groups, Samples
+from mmrl.policies.diffusion.trees import Tree
+from mmrl.run.build import read
+from mmrl.scoring import Scorer
+from mmrl.train.optimizers import adamw, sgd
+from mmrl.train.trainer import Trainer
+from samplers.noise import Rng
+from tests.fixtures import toys
+from tests.objectives.test_objective_pairs import WHOLE, ToyHidden
+
+NAMES = [
+    name
+    for name, entry in OBJECTIVES.items()
+    if isinstance(entry, type) and issubclass(entry, GroupLoss)
+]
+KINDS = {
+    "flow": partial(toys.ToyFlow, steps=3),
+    "masked": toys.ToyMasked,
+    "causal": toys.ToyCausal,
+    "hidden": ToyHidden,
+}
+
+
+def build(name, **options):
+    return config.build({name: options}, OBJECTIVES)
+
+
+# -- formulas, over one group: log-ratios R, log-probs, advantages and lengths of its samples
+
+
+def pairs_of(pairing, a):
+    n = range(len(a))
+    if pairing == "all":
+        return [(i, j) for i in n for j in n if a[i] > a[j]]
+    return [(a.index(max(a)), a.index(min(a)))] if max(a) > min(a) else []
+
+
+def mean_of_pairs(pairing, a, loss):
+    losses = [loss(i, j) for i, j in pairs_of(pairing, a)]
+    return sum(losses) / len(losses) if losses else 0.0
+
+
+def clipped(ratio, a, width):
+    return -min(a * ratio, a * min(max(ratio, 1 - width), 1 + width))
+
+
+def log_sigmoid(x):
+    return -math.log1p(math.exp(-x))
+
+
+def disco(score, a, tau, share):
+    good = [i for i in range(len(a)) if a[i] > 0]
+    bad = [j for j in range(len(a)) if a[j] < 0]
+    if not good or not bad:
+        return 0.0
+    total = sum(share(i, good) for i in good)
+    loss = 0.0
+    for i in good:
+        rivals = sum(math.exp((score[j] - score[i]) / tau) for j in bad) / len(bad)
+        loss += share(i, good) / total * tau * math.log(rivals)
+    return loss
+
+
+def gvpo(r, logp, a, length):
+    n = len(r)
+    error = [
+        0.3 * (r[i] - sum(r) / n) - (a[i] - sum(a) / n) for i in range(n)
+    ]  # centred implicit minus centred real rewards
+    return sum(e * e for e in error) / 2 / (n - 1)
+
+
+def reg_grpo(r, logp, a, length):
+    n = len(r)
+    return sum((a[i] - 0.7 * (r[i] - sum(r) / n)) ** 2 for i in range(n)) / n
+
+
+def opmd(r, logp, a, length):
+    return sum(-a[i] * logp[i] + 0.4 / 2 * r[i] ** 2 for i in range(len(r))) / len(r)
+
+
+def a_lol(r, logp, a, length):
+    weights = [min(max(math.exp(x), 1 - 0.5), 1 + 0.5) for x in r]
+    return sum(-weights[i] * max(a[i], 0) * logp[i] for i in range(len(r))) / len(r)
+
+
+def real(r, logp, a, length):
+    s = [x / n / 0.1 for x, n in zip(r, length)]
+    if not (max(a) > 0 > min(a)):
+        return 0.0
+    negative = sum(math.exp(s[i]) for i in range(len(r)) if a[i] < 0)
+    positive = sum(math.exp(-s[i]) for i in range(len(r)) if a[i] > 0)
+    return math.log(1 + negative) + math.log(1 + positive)
+
+
+def multi_preference(r, logp, a, length):
+    mean = sum(a) / len(a)
+    term = [math.exp(0.6 * abs(a[i] - mean)) * math.exp(0.3 * r[i]) for i in range(len(a))]
+    good = [term[i] for i in range(len(a)) if a[i] - mean > 0]
+    return -math.log(sum(good) / sum(term)) if good else 0.0
+
+
+def pacs(r, logp, a, length):
+    n = len(r)
+    loss = 0.0
+    for i in range(n):
+        score = 0.8 * (r[i] - sum(r[j] for j in range(n) if j != i) / (n - 1))
+        if a[i] > 0:
+            loss -= log_sigmoid(score)
+        if a[i] < 0:
+            loss -= log_sigmoid(-score)
+    return loss / n
+
+
+def p3o(clip):
+    def loss(r, logp, a, length):
+        def of_pair(i, j):
+            half = (a[i] - a[j]) / 2
+            if clip == "joint":
+                return clipped(math.exp(r[i] - r[j]), half, 0.2)
+            return clipped(math.exp(r[i]), half, 0.2) + clipped(math.exp(r[j]), -half, 0.2)
+
+        return mean_of_pairs("all", a, of_pair)
+
+    return loss
+
+
+def pairwise(pairing, of_margin, sft=0.0, average=False):
+    """The mean over pairs of a loss of margin and reward difference."""
+
+    def loss(r, logp, a, length):
+        divisor = length if average else [1] * len(r)
+        r = [x / n for x, n in zip(r, divisor)]
+        return mean_of_pairs(
+            pairing,
+            a,
+            lambda i, j: of_margin(r[i] - r[j], a[i] - a[j]) - sft * logp[i] / divisor[i],
+        )
+
+    return loss
+
+
+FORMULAS = [  # objective, options, formula; the KL of disco has a test of its own
+    ("gvpo", {"beta": 0.3}, gvpo),
+    ("reg_grpo", {"beta": 0.7}, reg_grpo),
+    ("opmd", {"tau": 0.4}, opmd),
+    ("a_lol", {"clip_range": 0.5}, a_lol),
+    (
+        "a_lol",
+        {"clip_range": None},
+        lambda r, logp, a, n: sum(-max(a[i], 0) * logp[i] for i in range(len(r))) / len(r),
+    ),
+    ("real", {}, real),
+    ("multi_preference", {"beta": 0.3, "alpha": 0.6}, multi_preference),
+    ("pacs", {"beta": 0.8}, pacs),
+    ("p3o", {}, p3o("separate")),
+    ("p3o", {"clip": "joint"}, p3o("joint")),
+    ("rebel", {"eta": 0.5}, pairwise("best_worst", lambda m, d: (m / 0.5 - d) ** 2)),
+    ("rebel", {"pairs": "all"}, pairwise("all", lambda m, d: (m - d) ** 2)),
+    ("dpo", {"beta": 0.3}, pairwise("best_worst", lambda m, d: -log_sigmoid(0.3 * m))),
+    (
+        "dpo",
+        {"pairs": "all", "sft": 0.2},
+        pairwise("all", lambda m, d: -log_sigmoid(0.1 * m), sft=0.2),
+    ),
+    ("ipo", {}, pairwise("best_worst", lambda m, d: (m - 1 / (2 * 0.1)) ** 2)),
+    (
+        "ipo",
+        {"average": True, "sft": 0.1},
+        pairwise("best_worst", lambda m, d: (m - 5) ** 2, sft=0.1, average=True),
+    ),
+    ("copg", {"beta": 0.3}, pairwise("all", lambda m, d: -d * m + 0.3 / 2 * m**2)),
+    (
+        "disco",
+        {"beta": 0.0},
+        lambda r, logp, a, n: disco([x / k for x, k in zip(logp, n)], a, 10.0, lambda i, _: 1.0),
+    ),
+    (
+        "disco",
+        {"beta": 0.0, "score": "ratio", "tau": 1.0},
+        lambda r, logp, a, n: disco(
+            [math.exp(x / k) for x, k in zip(r, n)], a, 1.0, lambda i, _: 1.0
+        ),
+    ),
+    (
+        "drpo",
+        {"beta": 0.0, "temperature": 0.5, "tau": 2.0},
+        lambda r, logp, a, n: disco(
+            [x / k for x, k in zip(logp, n)], a, 2.0, lambda i, _: math.exp(a[i] / 0.5)
+        ),
+    ),
+]
+ADVANTAGES = [
+    [0.5, -1.0, 0.0, 0.5, 1.5, -1.0],  # ties and a zero
+    [1.0, 2.0, 0.5],  # all good
+    [-1.0, -0.5],
+    [0.0, 0.0, 0.0, 0.0],  # nothing to compare
+]
+
+
+def groups_of_samples(objective):
+    """The groups above, their rows mixed, as ``couple`` gives them; and the plain lists."""
+    generator = torch.Generator().manual_seed(3)
+    sizes = [len(a) for a in ADVANTAGES]
+    group = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+    mixed = torch.randperm(len(group), generator=generator)
+    ratio, logp = (torch.randn(len(group), generator=generator).double() for _ in range(2))
+    length = torch.randint(1, 9, (len(group),), generator=generator)
+    advantage = torch.tensor(sum(ADVANTAGES, [])).double()
+    columns = [x[mixed] for x in (ratio, logp - 5, advantage, length, group)]
+    plain = [[x[columns[-1] == g].tolist() for x in columns[:-1]] for g in range(len(ADVANTAGES))]
+    return objective._samples(*columns), plain
+
+
+@pytest.mark.parametrize(("name", "options", "formula"), FORMULAS)
+def test_losses_are_the_papers_formulas(name, options, formula):
+    objective = build(name, **options)
+    samples, plain = groups_of_samples(objective)
+    value = objective.of_group(samples)
+    for g, group in enumerate(plain):
+        rows = samples.groups.index == g
+        assert float(value[rows].mean()) == pytest.approx(formula(*group), rel=1e-9, abs=1e-9)
+
+
+def test_every_group_loss_has_a_formula():
+    assert {name for name, _, _ in FORMULAS} == set(NAMES) and len(NAMES) > 10
+
+
+def test_the_penalty_of_disco_bounds_the_kl_of_all_processes(monkeypatch):
+    """max(0, KL - delta)^2 beta with the KL over the decisions of two processes; every row of both
+    has it, and its slope is that of the mean over all rows."""
+    objective = build("disco", beta=50.0, delta=0.01)
+    samples, _ = groups_of_samples(objective)
+    flat = Samples(
+        samples.ratio - 1, samples.logp, samples.advantage * 0, samples.length, samples.groups
+    )
+    elsewhere = torch.tensor([7.0, 40.0, 5.0]).double()
+    monkeypatch.setattr(group_preference, "all_sum", lambda x: x + elsewhere)
+    leaf = flat.ratio.clone().requires_grad_()
+    value = objective.of_group(Samples(leaf, flat.logp, flat.advantage, flat.length, flat.groups))
+    (slope,) = torch.autograd.grad(value.sum(), leaf)
+    rows = len(leaf) + 5
+
+    def penalty(ratio):
+        kl = (7.0 - ratio.sum()) / (40 + flat.length.sum())
+        return 50 * (kl - 0.01).clamp_min(0) ** 2
+
+    leaf = flat.ratio.clone().requires_grad_()
+    expected = penalty(leaf)
+    (whole,) = torch.autograd.grad(expected * rows, leaf)
+    assert float(expected.detach()) > 0
+    torch.testing.assert_close(value, expected.expand_as(value))
+    torch.testing.assert_close(slope, whole)
+    near = build("disco", beta=50.0, delta=100.0)
+    assert near.of_group(flat).abs().max() == 0
+
+
+def test_a_group_without_bad_samples_has_no_sum_of_them():
+    groups = Groups(torch.tensor([4, 4, 9]))
+    x = torch.tensor([800.0, -2.0, 1.0]).double().requires_grad_()
+    total = groups.log_sum_exp(x, torch.tensor([True, True, False]))
+    assert total.tolist() == [800.0, 800.0, -math.inf]
+    (slope,) = torch.autograd.grad(total[:2].sum(), x)
+    assert slope.tolist() == [2.0, 0.0, 0.0]
+
+
+# -- on every kind of decisions
+
+
+def moved(kind, objective):
+    """A policy that has moved since it sampled, and the points of two groups of three."""
+    policy = KINDS[kind]()
+    policy.net.double()
+    for name in objective.snapshots:
+        policy.weights.keep(name)
+    noise = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in policy.net.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=noise))
+        rollout = policy.rollout(toys.prompts(2), 3, Rng.of("rollout"))
+        for parameter in policy.net.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=noise))
+    advantage = torch.tensor([1.0, -0.5, -0.5, 0.7, 0.2, -0.9]).double()[:, None]
+    rollout = rollout.replace(advantage=advantage)
+    return policy, Point.cat(list(objective.points(policy, rollout, Rng.of("points"))))
+
+
+def ready(policy, objective, whole):
+    with torch.no_grad():
+        return objective.couple(whole, objective.measure(policy, whole))
+
+
+def gradients(policy, loss):
+    return torch.autograd.grad(loss, list(policy.net.parameters()), allow_unused=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("anchor", ["old", "ref", {"every": 2}])
+def test_loss_and_gradient_are_those_of_whole_groups(name, kind, anchor):
+    """Through all passes of all rows at once, without a tangent."""
+    plain = name in ("disco", "drpo")
+    if plain and anchor != "old":
+        pytest.skip("its anchor is the old policy")
+    objective = build(name, **({} if plain else {"anchor": anchor}))
+    policy, whole = moved(kind, objective)
+    point = ready(policy, objective, whole)
+    weight = whole.mask.double() / whole.num_decisions[:, None]
+    rows = len(whole.row_id.unique())
+    loss = (objective.loss(policy, point) * weight).sum() / rows
+
+    logp = policy.dist(whole).log_prob(whole.target)
+    old = whole.recorded
+    if anchor != "old":
+        with policy.weights.using("ref" if anchor == "ref" else "moving"), torch.no_grad():
+            old = policy.dist(whole).log_prob(whole.target)
+    numbers = []  # R, log p, length, advantage, group of every row, by a loop
+    for row in whole.row_id.unique():
+        chosen = whole.mask & (whole.row_id == row)[:, None]
+        first = whole.row_id == row
+        numbers.append(
+            (
+                (logp - old)[chosen].sum(),
+                logp[chosen].sum(),
+                whole.advantage[first][0, 0],
+                chosen.sum(),
+                whole.group[first][0],
+            )
+        )
+    ratio, total, advantage, length, group = (torch.stack(x) for x in zip(*numbers, strict=True))
+    divisor = length if objective.average else 1
+    samples = Samples(ratio / divisor, total / divisor, advantage, length, Groups(group))
+    expected = objective.of_group(samples).mean()
+    torch.testing.assert_close(loss, expected, atol=1e-10, rtol=1e-9)
+    pairs = list(zip(gradients(policy, loss), gradients(policy, expected), strict=True))
+    assert any(slope is not None and slope.abs().max() > 0 for slope, _ in pairs)
+    for slope, truth in pairs:
+        if truth is not None:
+            torch.testing.assert_close(slope, truth, atol=1e-10, rtol=1e-8)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_order_of_rows_changes_nothing(name):
+    objective = build(name)
+    policy, whole = moved("flow", objective)
+    order = torch.randperm(len(whole), generator=torch.Generator().manual_seed(0))
+    straight = ready(policy, objective, whole).coupling
+    mixed = ready(policy, objective, whole[order]).coupling
+    torch.testing.assert_close(mixed.value, straight.value[order], atol=1e-12, rtol=0)
+    torch.testing.assert_close(mixed.slope, straight.slope[order], atol=1e-12, rtol=0)
+
+
+def trained(kind, objective, micro, **sizes):
+    policy = KINDS[kind]()
+    policy.net.double()
+    options = {
+        "prompts_per_iteration": 4,
+        "group_size": 4,
+        "train_batch_size": 8,
+        "iterations": 2,
+        "max_grad_norm": None,
+        "micro_batch_size": micro,
+        "loss_agg_mode": "seq_mean_token_mean",
+    }
+    trainer = Trainer(
+        policy,
+        toys.prompts(4),
+        Scorer({"toy": toys.reward}),
+        advantages.dr_grpo,
+        objective,
+        partial(sgd, lr=0.02),
+        TrainOptions(**options | sizes),
+    )
+    return [trainer.iterate() for _ in range(2)], policy.weights.full()
+
+
+@pytest.mark.parametrize("kind", ["flow", "masked"])
+@pytest.mark.parametrize("name", NAMES)
+def test_micro_batches_change_nothing(name, kind):
+    (metrics, weights), (_, cut) = (trained(kind, build(name), micro) for micro in (None, 3))
+    assert all(step["grad_norm"] >= 0 for step in metrics)
+    for key, value in weights.items():
+        torch.testing.assert_close(value, cut[key], atol=1e-10, rtol=0)
+
+
+# -- a reference that follows, and refusals
+
+
+def test_a_reference_follows_the_policy_and_remembers_when():
+    """TR-DPO: every second iteration half of the way; a second call for an iteration does
+    nothing, nor does a resumed objective."""
+    objective = build("dpo", anchor={"every": 2, "decay": 0.5})
+    policy = toys.make("causal", double=True)
+    assert objective.snapshots == ("moving",) and objective.anchor.every == 2
+    policy.weights.keep("moving")
+    base = policy.weights.full("moving")
+    with torch.no_grad():
+        for parameter in policy.net.parameters():
+            parameter.add_(1.0)
+    again = build("dpo", anchor={"every": 2, "decay": 0.5})
+    shares = []
+    for iteration in (0, 1, 2, 2, 3, 4):
+        objective.revisit(policy.weights, iteration, Rng.of(0))
+        again.load_state_dict(objective.state_dict())
+        again.revisit(policy.weights, iteration, Rng.of(0))
+        shares.append(
+            [float((x - base[k]).mean()) for k, x in policy.weights.full("moving").items()][0]
+        )
+    assert shares == pytest.approx([0, 0, 0.5, 0.5, 0.5, 0.75])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_tree_is_refused(name, tmp_path):
+    (tmp_path / "run.yaml").write_text(WHOLE.format(policy="sd3", reward="digits", objective=name))
+    read(tmp_path / "run.yaml", [])
+    with pytest.raises(UserError, match="follows single paths: remove .* tree"):
+        read(tmp_path / "run.yaml", ["policy.sd3.tree={splits: 2}"])
+    policy = toys.ToyFlow(tree=Tree(splits=(1,)))
+    rollout = policy.rollout(toys.prompts(2), 2, Rng.of(0))
+    with pytest.raises(UserError, match="those of a tree share steps"):
+        list(build(name).points(policy, rollout, Rng.of(0)))
+
+
+# -- denoising errors in place of log-ratios
+
+
+@pytest.mark.parametrize("anchor", ["old", "ref", {"every": 2}])
+def test_denoising_errors_take_the_place_of_log_ratios(anchor):
+    """R = -mean over draws of (e - e_anchor), by a loop; its gradient through the group's loss."""
+    objective = build("rebel", anchor=anchor, num_noise_draws=3, pairs="all")
+    policy = toys.ToyFlow(steps=3)
+    policy.net.double()
+    for name in objective.snapshots:
+        policy.weights.keep(name)
+    with torch.no_grad():
+        for parameter in policy.net.parameters():
+            parameter.add_(0.1)
+        rollout = policy.rollout(toys.prompts(2), 3, Rng.of("rollout"))
+    advantage = torch.tensor([1.0, -0.5, -0.5, 0.7, 0.2, -0.9]).double()
+    rollout = rollout.replace(advantage=advantage[:, None])
+    whole = Point.cat(list(objective.points(policy, rollout, Rng.of("points"))))
+    point = ready(policy, objective, whole)
+    weight = whole.mask.double() / whole.num_decisions[:, None]
+    loss = (objective.loss(policy, point) * weight).sum() / 6
+
+    def errors():
+        off = (policy.dist(whole).mean - whole.target).square().flatten(1).mean(1)
+        return torch.stack([off[whole.row_id == row].mean() for row in range(6)])
+
+    with policy.weights.using(objective.snapshots[0]), torch.no_grad():
+        before = errors()
+    live = errors()
+    ratio = before - live
+    samples = Samples(ratio, ratio, advantage, torch.full((6,), 3), Groups(rollout.group))
+    expected = objective.of_group(samples).mean()
+    torch.testing.assert_close(loss, expected)
+    for slope, truth in zip(gradients(policy, loss), gradients(policy, expected), strict=True):
+        torch.testing.assert_close(slope, truth)
+
+
+def test_denoising_errors_need_no_noise_on_the_path_and_no_tokens(tmp_path):
+    (tmp_path / "run.yaml").write_text(
+        WHOLE.format(policy="sd3", reward="digits", objective="{gvpo: {num_noise_draws: 2}}")
+    )
+    read(tmp_path / "run.yaml", ["policy.sd3.sde_type=ode"])
+    with pytest.raises(UserError, match="looks at steps with noise"):
+        read(tmp_path / "run.yaml", ["policy.sd3.sde_type=ode", "objective=gvpo"])
+    (tmp_path / "run.yaml").write_text(
+        WHOLE.format(policy="vlm", reward="count", objective="{gvpo: {num_noise_draws: 2}}")
+    )
+    with pytest.raises(UserError, match="num_noise_draws: denoising errors are of flow"):
+        read(tmp_path / "run.yaml", [])
+
+
+@pytest.mark.parametrize("name", ["rebel", "gvpo", "dpo", "multi_preference"])
+def test_denoising_errors_raise_the_reward_of_an_ode_sampler(name):
+    options = {"rebel": {"eta": 0.1}, "gvpo": {"beta": 5.0}}.get(name, {"beta": 5.0})
+    objective = build(name, num_noise_draws=4, **options)
+    policy = toys.ToyFlow(steps=4, noise_level=0.0)
+    trainer = Trainer(
+        policy,
+        toys.prompts(2),
+        Scorer({"toy": toys.smooth_reward}),
+        advantages.dance_grpo,
+        objective,
+        partial(adamw, lr=2e-2),
+        TrainOptions(
+            prompts_per_iteration=2, group_size=12, train_batch_size=24, iterations=8, seed=1
+        ),
+    )
+    rewards = [trainer.iterate()["reward/mean"] for _ in range(8)]
+    assert sum(rewards[-2:]) / 2 > rewards[0] + 0.2, rewards
