@@ -59,7 +59,12 @@ def evaluate(
     target.write_text(json.dumps({**sizes, "rows": rows}, indent=1))
     if scores is not None:
         texts = [str(prompt.get("text", "")) for prompt in prompts]
-        about = {**sizes, "split": options.split, "prompts": texts, "weights": judges.weights}
+        about = {
+            **sizes,
+            "split": options.split,
+            "prompts": texts,
+            "weights": session.scorer.weights,
+        }
         write_json(scores, {**about, "models": models})
     return rows, target
 

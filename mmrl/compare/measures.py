@@ -16,6 +16,7 @@ from mmrl.core.errors import UserError
 
 TOTAL = "reward"  # the weighted sum that is trained on
 DIVERSITY = "diversity"
+JUDGE = "not trained on"
 ALPHA = 0.05
 
 
@@ -76,20 +77,24 @@ def read_scores(jobs: Sequence[Job], split: str) -> dict[str, Measured]:
 def _tables(runs: Sequence[Mapping[str, Any]], model: str) -> dict[str, Table]:
     """Stack the scores of the seeds."""
     rows = [next(row for row in run["models"] if row["model"] == model) for run in runs]
-    tables = {TOTAL: np.stack([_means(row["total"]) for row in rows])}
-    for name in rows[0]["rewards"]:
-        tables[name] = np.stack([_means(row["rewards"][name]) for row in rows])
+    samples = {
+        name: np.array([row["rewards"][name] for row in rows], dtype=np.float64)  # [S, P, copies]
+        for name in rows[0]["rewards"]
+    }
+    weights = {name: weight for name, weight in runs[0]["weights"].items() if weight}
+    total = sum((weight * samples[name] for name, weight in weights.items()), np.zeros(1))
+    tables = {name: _means(values) for name, values in {TOTAL: total, **samples}.items()}
     diversity = np.stack([np.array(row["diversity"], dtype=np.float64) for row in rows])
     if np.isfinite(diversity).any():
         tables[DIVERSITY] = diversity
     return tables
 
 
-def _means(values: Sequence[Sequence[float | None]]) -> Table:
-    """Average over the samples of a prompt that could be scored; NaN where none could."""
-    scores = np.array(values, dtype=np.float64)
-    counts = np.isfinite(scores).sum(1)
-    return np.where(counts, np.nansum(scores, 1) / np.maximum(counts, 1), np.nan)
+def _means(scores: Table) -> Table:
+    """Average over the samples of a prompt, the last axis, that could be scored; NaN where none
+    could."""
+    counts = np.isfinite(scores).sum(-1)
+    return np.where(counts, np.nansum(scores, -1) / np.maximum(counts, 1), np.nan)
 
 
 def measures_of(plan: Plan, measured: Mapping[str, Measured]) -> list[str]:
@@ -202,15 +207,17 @@ def sentence(comparison: Comparison, count: int) -> str:
 def _aside(plan: Plan, deciding: Comparison, other: Comparison) -> str:
     """Say that another measure differs too, and where it contradicts the one that decides."""
     word = "higher" if other.shown > 0 else "lower"
-    kind = ", which was not trained on," if is_judge(plan, other.measure) else ""
+    kind = ", which was not trained on," if kind_of(plan, other.measure) == JUDGE else ""
     but = "But its" if deciding.shown * other.shown < 0 else "Its"
     bounds = f"{other.difference.low:+.4g} to {other.difference.high:+.4g}"
     return f"{but} {other.measure}{kind} is {word} ({other.difference.mean:+.4g}, {bounds})."
 
 
-def is_judge(plan: Plan, measure: str) -> bool:
-    """Tell whether a measure is a reward that no setting was trained on."""
-    return measure not in (TOTAL, DIVERSITY, *plan.trained_on)
+def kind_of(plan: Plan, measure: str) -> str:
+    """Say whether a measure is a reward that settings were trained on."""
+    if measure == DIVERSITY:
+        return "mean distance of two samples"
+    return "trained on" if measure in (TOTAL, *plan.trained_on) else JUDGE
 
 
 def plural(count: int, noun: str) -> str:

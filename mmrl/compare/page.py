@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mmrl.compare.measures import Comparison, Measured, is_judge, plural
+from mmrl.compare.measures import Comparison, Measured, kind_of, plural
 from mmrl.compare.plan import Plan, Setting
 from mmrl.compare.runs import Job, events
 from mmrl.compare.statistics import Interval, interval, paired
@@ -61,7 +61,7 @@ def write(
         "runs": [[job.name(), str(job.run), *job.overrides] for job in jobs],
         "prompts": {split: next(iter(m.values())).prompts for split, m in halves.items()},
         "held_out": all(s.held_out for m in halves.values() for s in m.values()),
-        "measures": {m: "judge" if is_judge(plan, m) else "trained on" for m in measures},
+        "measures": {m: kind_of(plan, m) for m in measures},
         "means": {split: means(measured, measures) for split, measured in halves.items()},
         "comparisons": [comparison.plain() for comparison in comparisons],
         "costs": {label: costs(seeds) for label, seeds in runs.items()},

@@ -14,7 +14,7 @@ from typing import Any
 
 from mmrl import config
 from mmrl.config import Config
-from mmrl.config.options import Budget
+from mmrl.config.options import Budget, TrainOptions
 from mmrl.core.errors import UserError, suggest
 from mmrl.core.registry import DATA
 from mmrl.data.prompts import development_and_test
@@ -157,8 +157,9 @@ def overrides_of(setting: Setting, budget: Mapping[str, float], seed: int) -> li
 
 def _steady(setting: Setting) -> bool:
     """Tell whether the learning rate does not depend on the number of iterations."""
-    plain = config.load(find_config(setting.config), setting.changes).plain
-    return (plain.get("train") or {}).get("lr_schedule", "constant") == "constant"
+    configuration = config.load(find_config(setting.config), setting.changes)
+    options: TrainOptions = configuration.section("train", TrainOptions)
+    return options.lr_schedule == "constant"
 
 
 def plan(settings: list[Setting], seeds: int, budget: dict[str, float]) -> Plan:

@@ -28,6 +28,7 @@ from mmrl.run.lifecycle import FINISHED
 from mmrl.utils.paths import find_config
 
 REQUEST = "request.yaml"  # what a run was asked to be, beside its folder
+COMMAND = (sys.executable, "-m", "mmrl")
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
@@ -156,7 +157,7 @@ class Workers:
         with (job.place / "log.txt").open("ab") as log:
             with self.lock:
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "mmrl", *words],
+                    [*COMMAND, *words],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,

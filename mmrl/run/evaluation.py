@@ -47,7 +47,8 @@ class BestOf:
         A sample that could not be scored is never better than one that could.
         """
         group = torch.arange(len(prompts)) // self.count
-        scores = self.scorer(media, prompts, group).per_row()
+        marked = [{**p, "group": i} for p, i in zip(prompts, group.tolist(), strict=True)]
+        scores = self.scorer(media, marked, group).per_row()
         (values,) = scores.values()
         best = values.nan_to_num(-torch.inf).view(-1, self.count).argmax(1)
         rows = torch.arange(len(best)) * self.count + best
@@ -66,7 +67,6 @@ class Scores:
     """Holds what the samples of every prompt scored, of all processes."""
 
     rewards: dict[str, Tensor]  # name -> [P, copies], NaN: could not be scored
-    total: Tensor  # [P, copies], the weighted sum that is trained on
     diversity: Tensor  # [P], mean distance of two samples; NaN where there is nothing to compare
     of_the_set: dict[str, float]  # numbers of the whole set: mAP
 
@@ -74,7 +74,6 @@ class Scores:
         """Return it as JSON has it, null in the place of NaN."""
         return {
             "rewards": {name: _plain(values) for name, values in self.rewards.items()},
-            "total": _plain(self.total),
             "diversity": [None if math.isnan(x) else x for x in self.diversity.tolist()],
         }
 
@@ -145,17 +144,19 @@ def scores(
     media, row_prompts = sample(policy, chosen, copies, options.seed, guidance, best)
     with distributed.together():
         rewards: Rewards = scorer(media, row_prompts)
-    per_row = rewards.per_row()
-    whole = {name: distributed.all_gather_rows(value) for name, value in per_row.items()}
-    gathered = Rewards(whole, per_row.weights)
-    alone = distributed.world()[1] == 1
-    texts = isinstance(media, list) and all(isinstance(answer, str) for answer in media)
+    whole = {name: distributed.all_gather_rows(value) for name, value in rewards.per_row().items()}
     return Scores(
         {name: value.view(-1, copies) for name, value in whole.items()},
-        gathered.total().view(-1, copies),
         distributed.all_gather_rows(diversity_of_prompts(media, copies)),
-        mean_ap(media, row_prompts) if texts and alone else {},
+        _of_the_set(media, row_prompts),
     )
+
+
+def _of_the_set(media: Media, prompts: Sequence[Prompt]) -> dict[str, float]:
+    """Measure texts as a whole, on one process."""
+    if isinstance(media, Tensor) or distributed.world()[1] > 1:
+        return {}
+    return mean_ap(media, prompts) if all(isinstance(text, str) for text in media) else {}
 
 
 def estimates(measured: Scores) -> dict[str, Estimate]:
