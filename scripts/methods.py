@@ -71,8 +71,8 @@ FAMILIES = (
     Family(
         "advantages",
         "Advantages",
-        "What the samples of a group are worth beside each other, `(rewards, rollout) -> [B, 1]` or "
-        "`[B, K]`.",
+        "What the samples of a group are worth beside each other, `(rewards, rollout) -> [B, 1]` "
+        "or `[B, K]`.",
         "advantages",
         "advantage",
         "advantage: {name}",
