@@ -158,13 +158,18 @@ def _row(paper: Paper, entry: Entry) -> str:
     cells = [
         f"{paper.key} {paper.priority}",
         f"**{paper.acronym}** {paper.title}",
-        ", ".join(f"`{name}`" for name in entry.get("names", ())),
+        ", ".join(_named(name) for name in entry.get("names", ())),
         ", ".join(entry.get("models", ())),
         ", ".join(f"`{test.partition('::')[2]}`" for test in entry.get("tests", ())),
         f"`{entry['configuration']}`" if entry.get("configuration") else "",
         status,
     ]
     return f"| {' | '.join(cells)} |"
+
+
+def _named(name: str) -> str:
+    kind, _, short = name.partition("/")
+    return f"{kind.replace('_', ' ')} `{short}`"
 
 
 def main() -> int:

@@ -72,11 +72,11 @@ def spread(table: Table) -> tuple[float, float]:
     freedoms = (seeds - 1, prompts - 1, (seeds - 1) * (prompts - 1))
     if seeds == 1 or prompts == 1:
         return (max(squares[:2]) / cells, float(max(freedoms[:2])))
-    both = squares[0] + squares[1] - squares[2]
+    crossed = squares[0] + squares[1] - squares[2]
     summed = sum(m**2 / f for m, f in zip(squares, freedoms, strict=True))
     candidates = [(m, float(f)) for m, f in zip(squares[:2], freedoms[:2], strict=True)]
     if summed:
-        candidates.append((both, both**2 / summed))
+        candidates.append((crossed, crossed**2 / summed))
     largest, freedom = max(candidates)
     return largest / cells, max(freedom, 1.0)
 
