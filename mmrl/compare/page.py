@@ -191,7 +191,7 @@ def render(content: Mapping[str, Any], picture: Tile | None) -> str:
     env = Environment(
         loader=ChoiceLoader(loaders), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
-    env.globals.update(number=number, plural=plural)
+    env.globals.update(number=number, plural=plural, most_curves=MOST_CURVES)
     return env.get_template("compare.html").render(
         content,
         charts=charts(content),

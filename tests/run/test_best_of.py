@@ -1,14 +1,17 @@
 """Best of N by a reward or a vote, and what every prompt scored, against plain loops."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from mmrl.config.options import EvaluateOptions
+from mmrl.core.errors import UserError
 from mmrl.data.prompts import development_and_test
 from mmrl.monitoring.diversity import diversity_of_prompts, portrait
 from mmrl.run import evaluation
+from mmrl.run.build import Session
 from mmrl.run.evaluation import BestOf
 from mmrl.scoring import Scorer
 from rewards.card import card
@@ -83,6 +86,22 @@ def test_diversity_of_prompts_is_that_of_each_prompt_alone():
             alone = portrait(media[i * 4 : i * 4 + 4], torch.zeros(4, dtype=torch.long))
             assert value == pytest.approx(alone["samples/diversity"], abs=1e-12)
     assert diversity_of_prompts(images, 1).isnan().all()
+
+
+def test_evaluation_takes_the_half_that_is_named():
+    prompts = [{"text": f"a picture of {i}"} for i in range(20)]
+    development, test = development_and_test(prompts)
+
+    def chosen(split, held_out=prompts):
+        source = SimpleNamespace(held_out=held_out, train=prompts[:1])
+        return Session.prompts(
+            SimpleNamespace(source=source, evaluation=EvaluateOptions(split=split))
+        )
+
+    assert chosen("all") == prompts and chosen("test") == test
+    assert chosen("development") == development and chosen("test", []) == prompts[:1]
+    with pytest.raises(UserError, match=r"evaluate\.split=development: 1 held-out prompts are too"):
+        chosen("development", prompts[:1])
 
 
 def test_halves_share_no_text_and_stay_when_prompts_are_added():
