@@ -24,6 +24,15 @@ At = Annotated[
     typer.Option("--checkpoint", help="Name such as iteration-000050; default: the newest."),
 ]
 
+BestOf = Annotated[
+    int | None,
+    typer.Option("--best-of", min=1, help="Every sample is the best of so many, by --by."),
+]
+By = Annotated[
+    str | None,
+    typer.Option("--by", help="The reward or vote that chooses it, such as majority_vote."),
+]
+
 
 @app.command()
 def train(
@@ -63,13 +72,19 @@ def evaluate(
     ],
     overrides: Overrides = None,
     checkpoint: At = None,
+    best_of: BestOf = None,
+    by: By = None,
+    scores: Annotated[
+        Path | None, typer.Option(help="Also write what every prompt scored to this JSON file.")
+    ] = None,
 ) -> None:
     """Measure rewards on held-out prompts with 95 % confidence intervals: base model and trained
     model."""
     from mmrl.cli import commands
     from mmrl.cli.tables import evaluation_table
 
-    rows, target = commands.evaluate(path, overrides or [], checkpoint)
+    best = commands.Selection.of(best_of, by)
+    rows, target = commands.evaluate(path, overrides or [], checkpoint, best, scores)
     evaluation_table(rows)
     print(f"written to {target}")
 
@@ -91,6 +106,8 @@ def sample(
     guidance: Annotated[
         float | None, typer.Option(help="Guidance scale; default: as configured.")
     ] = None,
+    best_of: BestOf = None,
+    by: By = None,
 ) -> None:
     """Sample a trained or a base model into files."""
     from mmrl.cli import commands
@@ -101,8 +118,9 @@ def sample(
         raise UserError("--copies is now --num-samples")
 
     requests = [{"text": text} for text in prompt or []] + (read(prompts) if prompts else [])
+    best = commands.Selection.of(best_of, by)
     for file in commands.sample(
-        path, requests, folder, num_samples, seed, guidance, overrides or []
+        path, requests, folder, num_samples, seed, guidance, overrides or [], best
     ):
         print(file)
 
@@ -127,6 +145,44 @@ def report(run: RunFolder) -> None:
     print(write_report(run))
     if (run / "before_after.png").exists():
         print(run / "before_after.png")
+
+
+@app.command()
+def compare(
+    configs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="CONFIG... [KEY=VALUE...]",
+            help="Configurations, each perhaps with changes, digits/flow_grpo+train.epochs=2; "
+            "the first is the baseline. KEY=VALUE changes all.",
+        ),
+    ],
+    vary: Annotated[
+        list[str] | None,
+        typer.Option(help="Compare the one configuration with this change of it; repeatable."),
+    ] = None,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(help="KEY=V1,V2: try each, choose on development prompts; repeatable."),
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each, with seeds 0, 1, ...")] = 3,
+    budget: Annotated[
+        list[str] | None,
+        typer.Option(help="Of a run: cpu_seconds=, iterations=, samples= or forwards=N."),
+    ] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Runs at a time, one thread each.")] = 1,
+    folder: Annotated[Path, typer.Option("--out", help="Folder for runs, page and JSON.")] = Path(
+        "comparison"
+    ),
+) -> None:
+    """Train configurations with several seeds at one budget and say, with intervals, what
+    differs."""
+    from mmrl.compare import command
+
+    request = command.Request(vary or (), sweep or (), seeds, budget or (), jobs, folder)
+    path, sentences = command.compare(configs, request)
+    print("\n".join(sentences))
+    print(f"written to {path}")
 
 
 @app.command()

@@ -6,46 +6,66 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from mmrl.core.errors import UserError
-from mmrl.core.registry import ARTIFACTS, load_built_in, locate
+from mmrl.core.registry import ARTIFACTS, REWARDS, load_built_in, locate
 from mmrl.core.types import Prompt
 from mmrl.run import build, evaluation
 from mmrl.run.build import Session
-from mmrl.utils.files import whole_folder
+from mmrl.scoring import Scorer
+from mmrl.utils.files import whole_folder, write_json
 from mmrl.utils.paths import find_config
 
 QUICKSTART = ("digits/sd3", "digits/reader", "digits/judge", "digits/clip")
 
 
 def evaluate(
-    path: Path, overrides: Sequence[str] = (), at: str | None = None
+    path: Path,
+    overrides: Sequence[str] = (),
+    at: str | None = None,
+    best: Selection | None = None,
+    scores: Path | None = None,
 ) -> tuple[list[dict[str, Any]], Path]:
     """Measure held-out rewards of the base model at every requested guidance scale, and of the
-    trained one if ``path`` is a run. Returns the rows and the file they were written to."""
-    session, run = _open(path, overrides, at)
+    trained one if ``path`` is a run. Returns the rows and the file they were written to.
+
+    ``best``: every sample is the best of several. ``scores``: a file for what every prompt scored.
+    """
+    session, run = _open(path, overrides, at, best)
     judges = session.judges()
     options = session.evaluation
+    prompts = session.prompts()[: options.prompts]
     policy_scale = session.policy.guidance_scale
     rows = []
+    models = []
+    choice = _prepared(session, best, judges)
     for model, snapshot, guidance in _models(session, policy_scale, run is not None):
         with _at(session, snapshot):
-            estimates = evaluation.evaluate(
-                session.policy, session.prompts(), judges, options, guidance
-            )
-        rows.append(evaluation.row(model, guidance, estimates))
+            measured = evaluation.scores(session.policy, prompts, judges, options, guidance, choice)
+        rows.append(evaluation.row(model, guidance, evaluation.estimates(measured)))
+        models.append({"model": model, "guidance": guidance, **measured.plain()})
     target = (run or Path()) / "evaluation.json"
-    held_out = bool(session.source.held_out)
-    sizes = {
-        "prompts": min(options.prompts, len(session.prompts())),
+    sizes: dict[str, Any] = {
+        "prompts": len(prompts),
         "num_samples": options.num_samples,
-        "held_out": held_out,
+        "held_out": bool(session.source.held_out),
     }
+    sizes |= {"best_of": best.count, "by": best.by} if best else {}
     target.write_text(json.dumps({**sizes, "rows": rows}, indent=1))
+    if scores is not None:
+        texts = [str(prompt.get("text", "")) for prompt in prompts]
+        about = {
+            **sizes,
+            "split": options.split,
+            "prompts": texts,
+            "weights": session.scorer.weights,
+        }
+        write_json(scores, {**about, "models": models})
     return rows, target
 
 
@@ -68,13 +88,16 @@ def sample(
     seed: int = 0,
     guidance: float | None = None,
     overrides: Sequence[str] = (),
+    best: Selection | None = None,
 ) -> list[Path]:
     """Sample a run's trained model or a configuration's base model; one file a sample. Returns the
-    paths."""
-    session, _ = _open(path, overrides, None)
+    paths. ``best``: every sample is the best of several."""
+    session, _ = _open(path, overrides, None, best)
+    requests = list(prompts) or session.prompts()[:4]
+    choice = _prepared(session, best, session.judges()) if best else None
     with _at(session, "live"):
         media, repeated = evaluation.sample(
-            session.policy, list(prompts) or session.prompts()[:4], copies, seed, guidance
+            session.policy, requests, copies, seed, guidance, choice
         )
     folder.mkdir(parents=True, exist_ok=True)
     files = []
@@ -112,11 +135,58 @@ def build_artifacts(names: Sequence[str]) -> None:
         print(locate(f"world:{name}"), flush=True)
 
 
-def _open(path: Path, overrides: Sequence[str], at: str | None) -> tuple[Session, Path | None]:
+@dataclass(frozen=True)
+class Selection:
+    """Says by which reward the best of ``count`` samples is chosen."""
+
+    count: int
+    by: str
+
+    @classmethod
+    def of(cls, count: int | None, by: str | None) -> Selection | None:
+        """Make one of two options of the command line, which belong together."""
+        if count is None and by is None:
+            return None
+        if count is None or by is None:
+            raise UserError("--best-of N and --by REWARD belong together; give both or neither")
+        return cls(count, by)
+
+    def overrides(self, file: Path, overrides: Sequence[str]) -> list[str]:
+        """Let a reward that the configuration does not name be measured too, with its default
+        options."""
+        configuration = build.read(file, overrides)
+        names = [
+            name
+            for section in build.rewarded(configuration)
+            for name in build.classes(configuration, section)
+        ]
+        if self.by in {*names, *build.short_names(names).values()}:
+            return list(overrides)
+        REWARDS.find(self.by)
+        if ":" in self.by:
+            raise UserError(f"--by {self.by}: name it under evaluate.reward of the configuration")
+        return [*overrides, f"evaluate.reward.{self.by}=1.0"]
+
+
+def _prepared(session: Session, best: Selection | None, judges: Scorer) -> evaluation.BestOf | None:
+    """Prepare the choice. From then on evaluation samples where it would take the likeliest answer,
+    or all candidates would be one."""
+    if best is None:
+        return None
+    session.policy.sample_in_evaluation()
+    name = best.by if best.by in judges.rewards else build.short_names([best.by])[best.by]
+    return evaluation.BestOf(best.count, Scorer({name: judges.rewards[name]}))
+
+
+def _open(
+    path: Path, overrides: Sequence[str], at: str | None, best: Selection | None = None
+) -> tuple[Session, Path | None]:
     """Open a run folder with its trained weights, or a configuration with its base model."""
+    file = build.config_of(path) if path.is_dir() else find_config(path)
+    overrides = best.overrides(file, overrides) if best else overrides
     if path.is_dir():
         return build.trained(path, overrides, at), path
-    return build.base(find_config(path), overrides), None
+    return build.base(file, overrides), None
 
 
 @contextmanager

@@ -3,8 +3,8 @@ follows from them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
@@ -51,6 +51,28 @@ class SlowFast:
     fast_steps: Count = 3
     reposition: Annotated[float, Ge(0), Le(1)] = 0.8
     iterations: Natural | None = None
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Ends a run with the iteration in which one of these is spent. ``cpu_seconds``: processor time
+    of the process in iterations: sampling, rewards, updates; not evaluation, previews or saving.
+    ``samples``: drawn, those of replaced groups too. ``forwards``: rows through the network of one
+    process. A resumed run goes on counting."""
+
+    cpu_seconds: Positive | None = None
+    samples: Count | None = None
+    forwards: Count | None = None
+
+    def spent(self, sums: Mapping[str, float]) -> str:
+        """Say which limit ``sums``, by the names of the fields, has reached; empty: none."""
+        limits = {f.name: getattr(self, f.name) for f in fields(self)}
+        reached = [
+            f"{limit:g} {name}"
+            for name, limit in limits.items()
+            if limit is not None and sums.get(name, 0.0) >= limit
+        ]
+        return f"budget of {' and '.join(reached)} spent" if reached else ""
 
 
 @dataclass(frozen=True)
@@ -109,6 +131,7 @@ class TrainOptions:
     # seconds that a process waits for the others (rewards, a save) before the run fails
     timeout: Positive = 1800.0
     time_limit: Positive | None = None  # seconds after which the run saves and ends cleanly
+    budget: Budget | None = None  # what the run may spend; null: all its iterations
 
 
 @dataclass(frozen=True)
@@ -116,6 +139,8 @@ class EvaluateOptions:
     """Holds the options of evaluation on held-out prompts."""
 
     prompts: Count = 64  # number of held-out prompts, from the first
+    # half of the held-out prompts: settings are chosen on development, numbers reported of test
+    split: Literal["all", "development", "test"] = "all"
     num_samples: Count = 4  # samples of each prompt
     seed: Natural = 1  # seeds the initial noise: the same before and after training
     # rewards that are only measured, as in ``reward``

@@ -77,6 +77,23 @@ def split(
     return [p for p in prompts if key(p) not in held], [p for p in prompts if key(p) in held]
 
 
+def development_and_test(prompts: Sequence[Prompt]) -> tuple[list[Prompt], list[Prompt]]:
+    """Split held-out prompts into two halves: settings are chosen on the first, numbers reported of
+    the second.
+
+    By a hash of the text, so that equal texts stay together and more lines move none of them; by
+    the place where most texts repeat, as questions about pictures do.
+    """
+    texts = [str(prompt.get("text", "")) for prompt in prompts]
+    repeat = 2 * len(set(texts)) <= len(texts)
+    names = {
+        id(prompt): f"half {place if repeat else text}"
+        for place, (prompt, text) in enumerate(zip(prompts, texts, strict=True))
+    }
+    test, development = split(prompts, 0.5, lambda prompt: names[id(prompt)])
+    return development, test
+
+
 def _rank(text: str) -> float:
     """Hash a text to a number in [0, 1), the same everywhere."""
     digest = blake2b(text.encode(errors="surrogatepass"), digest_size=6).digest()

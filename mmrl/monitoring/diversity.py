@@ -50,6 +50,24 @@ def portrait(media: Media, group: Tensor) -> dict[str, float]:
     return {name: value / count for name, (value, count) in zip(NAMES, total, strict=True) if count}
 
 
+@torch.no_grad()
+def diversity_of_prompts(media: Media, copies: int) -> Tensor:
+    """Measure the mean distance of two samples of every prompt, as ``portrait`` does over all: [P]
+    float64 on the CPU, NaN where there is nothing to compare. ``copies`` neighbours answer one
+    prompt."""
+    count = len(media) // copies
+    sums = torch.zeros(count, 2, dtype=torch.float64)
+    group = torch.zeros(copies, dtype=torch.long)
+    if isinstance(media, Tensor):
+        if media.ndim in (4, 5) and media.shape[-3] == 3 and count:
+            thumbnails = looks(media)[0].split(copies)
+            sums = torch.stack([among(rows, group) for rows in thumbnails])
+    elif all(isinstance(text, str) for text in media):
+        for prompt in range(count):
+            sums[prompt] = among_texts(media[prompt * copies : (prompt + 1) * copies], group)
+    return sums[:, 0] / sums[:, 1]
+
+
 def looks(media: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Measure pictures: [B, D] thumbnails, [B] clipped shares and [B] contrasts, float32 on the
     CPU; NaN of broken ones."""

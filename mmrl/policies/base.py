@@ -145,6 +145,11 @@ class Policy(ABC):
         guidance scale."""
         yield
 
+    def sample_in_evaluation(self) -> None:
+        """Sample in evaluation too, where a family takes the likeliest answer: the best of several
+        is chosen among different ones."""
+        return None
+
     def noise(self, stream: Tensor, row: Tensor, step: int) -> Tensor:
         """Draw once more the noise of step ``step`` of rows [B] (Gaussian decisions)."""
         raise self._cannot("draws no noise on its path")

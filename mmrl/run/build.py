@@ -28,7 +28,7 @@ from mmrl.core.registry import (
     load_built_in,
 )
 from mmrl.core.types import Prompt
-from mmrl.data.prompts import Curriculum
+from mmrl.data.prompts import Curriculum, development_and_test
 from mmrl.monitoring.alarms import AlarmOptions
 from mmrl.monitoring.log import LogOptions
 from mmrl.run import checkpoint
@@ -43,6 +43,7 @@ SECTIONS = {
     "alarms": AlarmOptions,
 }
 CONFIG = "config.yaml"
+HALVES = ("development", "test")  # of the held-out prompts, by evaluate.split
 
 
 def read(path: Path, overrides: Sequence[str], processes: int = 1) -> Config:
@@ -87,8 +88,17 @@ class Session:
         return session
 
     def prompts(self) -> list[Prompt]:
-        """Return the held-out prompts, or the training prompts where nothing is held out."""
-        return list(self.source.held_out) or list(self.source.train)
+        """Return the held-out prompts, or the training prompts where nothing is held out; of them
+        the half that ``evaluate.split`` names. Raises UserError if that is empty."""
+        prompts = list(self.source.held_out) or list(self.source.train)
+        halves = dict(zip(HALVES, development_and_test(prompts), strict=True))
+        chosen = halves.get(self.evaluation.split, prompts)
+        if not chosen:
+            raise UserError(
+                f"evaluate.split={self.evaluation.split}: {len(prompts)} held-out prompts are too "
+                f"few to be halved; hold out more, or set evaluate.split=all"
+            )
+        return chosen
 
     def trainer(self) -> Trainer:
         return Trainer(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 from mmrl.config.options import EvaluateOptions
 from mmrl.core import distributed
 from mmrl.core.types import Media, Prompt, Rewards
+from mmrl.monitoring.diversity import diversity_of_prompts
 from mmrl.policies.base import Policy, RolloutContext
 from mmrl.run.set_metrics import mean_ap
 from mmrl.scoring import Scorer
@@ -31,27 +33,87 @@ class Estimate:
     n: int
 
 
+@dataclass(frozen=True)
+class BestOf:
+    """Replaces every sample by the best of ``count``, by the reward of ``scorer``: it has one."""
+
+    count: int
+    scorer: Scorer
+
+    def choose(self, media: Media, prompts: Sequence[Prompt]) -> tuple[Media, list[Prompt]]:
+        """Return the best of every ``count`` neighbours, which answer one prompt; the first of
+        equally good ones. A reward of groups, such as a vote, sees these neighbours as a group.
+
+        A sample that could not be scored is never better than one that could.
+        """
+        group = torch.arange(len(prompts)) // self.count
+        marked = [{**p, "group": i} for p, i in zip(prompts, group.tolist(), strict=True)]
+        scores = self.scorer(media, marked, group).per_row()
+        (values,) = scores.values()
+        best = values.nan_to_num(-torch.inf).view(-1, self.count).argmax(1)
+        rows = torch.arange(len(best)) * self.count + best
+        return taken(media, rows), [prompts[i] for i in rows.tolist()]
+
+
+def taken(media: Media, rows: Tensor) -> Media:
+    """Take rows of media."""
+    if isinstance(media, Tensor):
+        return media[rows.to(media.device)]
+    return [media[i] for i in rows.tolist()]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Holds what the samples of every prompt scored, of all processes."""
+
+    rewards: dict[str, Tensor]  # name -> [P, copies], NaN: could not be scored
+    diversity: Tensor  # [P], mean distance of two samples; NaN where there is nothing to compare
+    of_the_set: dict[str, float]  # numbers of the whole set: mAP
+
+    def plain(self) -> dict[str, Any]:
+        """Return it as JSON has it, null in the place of NaN."""
+        return {
+            "rewards": {name: _plain(values) for name, values in self.rewards.items()},
+            "diversity": [None if math.isnan(x) else x for x in self.diversity.tolist()],
+        }
+
+
+def _plain(values: Tensor) -> list[list[float | None]]:
+    return [[None if math.isnan(x) else x for x in row] for row in values.double().tolist()]
+
+
 @torch.no_grad()
 def sample(
-    policy: Policy, prompts: Sequence[Prompt], copies: int, seed: int, guidance: float | None = None
+    policy: Policy,
+    prompts: Sequence[Prompt],
+    copies: int,
+    seed: int,
+    guidance: float | None = None,
+    best: BestOf | None = None,
 ) -> tuple[Media, list[Prompt]]:
     """Sample this process's share, with the noise that ``seed`` names: the same before and after
-    training.
+    training. With ``best`` each sample is the best of several.
 
     Every process samples equally many, as sharded models need; what fills up the last ones is
     thrown away.
     """
+    drawn = copies * (best.count if best else 1)
     rank, size = distributed.world()
     share = -(-len(prompts) // size)
     first = rank * share
     local_prompts = list(prompts[first : first + share])
-    rows = len(local_prompts) * copies
+    rows = len(local_prompts) * drawn
     with policy.evaluating(guidance):
         rng = Rng(Rng.of(seed, "evaluation").key, first)
         padded = [*local_prompts, *[prompts[0]] * (share - len(local_prompts))]
         # these are not trained on
-        rollout = policy.rollout(padded, copies, rng, RolloutContext(reads="sample"))
-        return policy.decode(rollout)[:rows], rollout.prompt_per_row()[:rows]
+        rollout = policy.rollout(padded, drawn, rng, RolloutContext(reads="sample"))
+        media = policy.decode(rollout)[:rows]
+    prompt_per_row = rollout.prompt_per_row()[:rows]
+    if best is None:
+        return media, prompt_per_row
+    with distributed.together():
+        return best.choose(media, prompt_per_row)
 
 
 def evaluate(
@@ -61,30 +123,50 @@ def evaluate(
     options: EvaluateOptions,
     guidance: float | None = None,
 ) -> dict[str, Estimate]:
-    """Estimate every reward under the current weights; a collective call.
+    """Estimate every reward under the current weights; a collective call."""
+    return estimates(scores(policy, prompts, scorer, options, guidance))
 
-    Of answers with boxes also mAP, on one process: a number of the whole set, so its interval is
-    unbounded.
+
+def scores(
+    policy: Policy,
+    prompts: Sequence[Prompt],
+    scorer: Scorer,
+    options: EvaluateOptions,
+    guidance: float | None = None,
+    best: BestOf | None = None,
+) -> Scores:
+    """Sample and score held-out prompts under the current weights; a collective call.
+
+    Of answers with boxes also mAP, on one process: a number of the whole set.
     """
     chosen = list(prompts[: options.prompts])
-    media, row_prompts = sample(policy, chosen, options.num_samples, options.seed, guidance)
+    copies = options.num_samples
+    media, row_prompts = sample(policy, chosen, copies, options.seed, guidance, best)
     with distributed.together():
         rewards: Rewards = scorer(media, row_prompts)
     whole = {name: distributed.all_gather_rows(value) for name, value in rewards.per_row().items()}
-    estimates = {
-        name: estimate(value.view(-1, options.num_samples)) for name, value in whole.items()
+    return Scores(
+        {name: value.view(-1, copies) for name, value in whole.items()},
+        distributed.all_gather_rows(diversity_of_prompts(media, copies)),
+        _of_the_set(media, row_prompts),
+    )
+
+
+def _of_the_set(media: Media, prompts: Sequence[Prompt]) -> dict[str, float]:
+    """Measure texts as a whole, on one process."""
+    if isinstance(media, Tensor) or distributed.world()[1] > 1:
+        return {}
+    return mean_ap(media, prompts) if all(isinstance(text, str) for text in media) else {}
+
+
+def estimates(measured: Scores) -> dict[str, Estimate]:
+    """Estimate the mean of every reward; what is a number of the whole set has no bounds."""
+    infinite = float("inf")
+    values = next(iter(measured.rewards.values()))
+    return {name: estimate(value) for name, value in measured.rewards.items()} | {
+        name: Estimate(value, -infinite, infinite, values.numel())
+        for name, value in measured.of_the_set.items()
     }
-    if (
-        isinstance(media, list)
-        and all(isinstance(answer, str) for answer in media)
-        and distributed.world()[1] == 1
-    ):
-        infinite = float("inf")
-        estimates |= {
-            k: Estimate(v, -infinite, infinite, len(media))
-            for k, v in mean_ap(media, row_prompts).items()
-        }
-    return estimates
 
 
 def estimate(values: Tensor) -> Estimate:

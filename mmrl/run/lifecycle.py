@@ -7,11 +7,12 @@ import json
 import math
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,10 +26,15 @@ from mmrl.run import checkpoint, state
 from mmrl.run.build import CONFIG, SECTIONS, Session, config_of, read
 from mmrl.run.evaluation import evaluate, sample
 from mmrl.train.trainer import Trainer
-from mmrl.utils.machine import machine
+from mmrl.utils.machine import machine, peak_memory_gib
 
 PREVIEW = 8  # held-out prompts in a sample grid
 SAME_INSTANT = 1.0  # seconds
+FINISHED = (
+    "finished"  # the kind of the event that says that a run has spent its iterations or budget
+)
+# limit of train.budget -> metric of an iteration that is added up
+COSTS = {"cpu_seconds": "cpu_seconds", "samples": "samples/total", "forwards": "forwards"}
 
 
 def train(name: Path, overrides: Sequence[str] = (), resume: bool = False) -> Path:
@@ -56,6 +62,7 @@ def train(name: Path, overrides: Sequence[str] = (), resume: bool = False) -> Pa
         watched = [name for name, weight in session.scorer.weights.items() if not weight]
         run.alarms = Alarms(configuration.section("alarms", AlarmOptions), watched)
         run.alarms.recall(log.past, log.past_alarms)
+        run.recount(log.past)
         for note in [*trainer.plan.warnings, *session.policy.notes, *notes]:
             run.say("warning", note)
         run.begin(fresh=not resume)
@@ -79,6 +86,9 @@ class Run:
     # reward -> failures already written to the events
     reported: dict[str, int] = field(default_factory=dict)
     alarms: Alarms = field(default_factory=lambda: Alarms(AlarmOptions()))
+    # what the iterations so far have taken, by the names of train.budget
+    spent: dict[str, float] = field(default_factory=lambda: dict.fromkeys(COSTS, 0.0))
+    finished: str = ""  # which budget ended the run
 
     def begin(self, fresh: bool) -> None:
         """Prepare what every process needs, and write what the main one writes before the first
@@ -102,8 +112,13 @@ class Run:
         with self.log.progress(options.iterations, trainer.iteration) as bar, self._interruptible():
             while trainer.iteration < options.iterations and not self._should_stop():
                 start = time.perf_counter()
+                cpu_start = time.process_time()
                 metrics = trainer.iterate()
                 metrics["seconds"] = time.perf_counter() - start
+                metrics["cpu_seconds"] = time.process_time() - cpu_start
+                if (memory := peak_memory_gib()) is not None:
+                    metrics["memory/peak_gib"] = memory
+                self.recount([metrics])
                 metrics |= self._every_so_often(trainer.iteration) | self._counted()
                 self.log.metrics(trainer.iteration, metrics)
                 self._tell(metrics)
@@ -134,8 +149,11 @@ class Run:
                 "stopped",
                 f"{self.stop}; saved {path}. Go on with: mmrl train --resume {self.folder}",
             )
-        elif self.log.active:
-            print(f"finished: {self.folder}")
+        else:
+            iterations = f"{self.trainer.iteration} iterations"
+            self.log.event(FINISHED, self.finished or iterations, self.spent)
+            if self.log.active:
+                print(f"finished: {self.folder}")
 
     def save(self) -> Path:
         iteration = self.trainer.iteration
@@ -181,11 +199,19 @@ class Run:
         name = "ema" if "ema" in self.trainer.policy.weights.saved else "live"
         return self.trainer.policy.weights.using(name)
 
+    def recount(self, metrics: Sequence[Mapping[str, Any]]) -> None:
+        """Add up what iterations took."""
+        for line in metrics:
+            for name, key in COSTS.items():
+                self.spent[name] += line.get(key) or 0.0
+
     def _should_stop(self) -> bool:
         limit = self.session.options.time_limit
         if limit and time.monotonic() - self.started > limit:
             self.stop = self.stop or f"time limit of {limit:g} s reached"
-        return self.trainer.device.any(bool(self.stop))
+        if budget := self.session.options.budget:
+            self.finished = budget.spent(self.spent)
+        return self.trainer.device.any(bool(self.stop or self.finished))
 
     def _tell(self, metrics: dict[str, float]) -> None:
         """Report samples that could not be scored and an iteration that taught nothing, once for

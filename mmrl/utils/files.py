@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 
 def sha256(path: Path) -> str:
@@ -45,3 +47,11 @@ def whole_folder(folder: Path) -> Iterator[Path]:
             draft.rename(target)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write a JSON file that is there whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.partial")
+    draft.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    draft.replace(path)

@@ -12,6 +12,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+try:
+    import resource
+except ImportError:  # Windows has none
+    resource = None  # type: ignore[assignment]
+
 PACKAGES = (
     "mmrl",
     "torch",
@@ -23,6 +28,18 @@ PACKAGES = (
     "open_clip_torch",
     "timm",
 )
+
+
+def peak_memory_gib() -> float | None:
+    """Return the most memory this process has held so far in GiB: on the accelerator if it uses
+    one, else resident; None where the system does not say."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
+        return float(torch.cuda.max_memory_allocated() / 2**30)
+    if resource is None:
+        return None
+    unit = 2**30 if sys.platform == "darwin" else 2**20  # bytes there, KiB elsewhere
+    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit)
 
 
 def version(package: str) -> str | None:

@@ -19,7 +19,7 @@ import yaml
 
 from mmrl import config
 from mmrl.cli.app import app
-from mmrl.config.options import EvaluateOptions, Reuse, SlowFast, TrainOptions, arithmetic
+from mmrl.config.options import Budget, EvaluateOptions, Reuse, SlowFast, TrainOptions, arithmetic
 from mmrl.config.overrides import SECTIONS
 from mmrl.core.registry import (
     ALL,
@@ -232,6 +232,7 @@ DOCUMENTED = {
     "policy: glm_image": POLICIES["glm_image"],
     "policy: llamagen": POLICIES["llamagen"],
     "policy: var": POLICIES["var"],
+    "budget": Budget,
     "replay_buffer": Reuse,
     "slow_fast": SlowFast,
     "lora": Lora,
@@ -330,6 +331,8 @@ def test_a_command_on_a_page_parses_and_its_overrides_are_valid(page, line, tmp_
         return
     names = {command.name or command.callback.__name__ for command in app.registered_commands}
     assert words[1] in names, f"{page.name}: mmrl has no command {words[1]!r}"
+    if words[1] == "compare":
+        return check_comparison([word for word in words if word != "data.path=prompts.txt"])
     configs = [
         w
         for w in words[2:]
@@ -343,6 +346,21 @@ def test_a_command_on_a_page_parses_and_its_overrides_are_valid(page, line, tmp_
             if re.match(r"[a-z_.0-9]+=", word) and not word.startswith("data.path=")
         ]
         config.check(config.load(path.with_suffix(".yaml"), overrides))
+
+
+class Checked(Exception):
+    """All was checked that is checked before a run."""
+
+
+def check_comparison(words: list[str]) -> None:
+    """Everything that `mmrl compare` checks before its first run."""
+
+    def checked(*_):
+        raise Checked
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Checked):
+        patch.setattr("mmrl.compare.command.jobs_of", checked)
+        app(words[1:], standalone_mode=False)
 
 
 YAMLS = [(page, block) for page, block in CONFIGS if block.kind == "yaml"]

@@ -33,8 +33,10 @@ MAY_IMPORT = {
     "remote": {"core", "config", "run", "scoring", "rewards"},
     "audit": {"core", "config", "data", "run", "scoring", "worlds", "rewards", "samplers"},
     "dry_run": TRAINING | {"run", "worlds"},
+    "compare": {"config", "core", "data", "monitoring", "run", "utils"},
     "cli": {
         "audit",
+        "compare",
         "config",
         "core",
         "data",
@@ -42,6 +44,7 @@ MAY_IMPORT = {
         "monitoring",
         "remote",
         "run",
+        "scoring",
         "utils",
         "rewards",
     },

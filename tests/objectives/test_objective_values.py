@@ -2,7 +2,6 @@
 counts."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch

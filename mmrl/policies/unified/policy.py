@@ -135,6 +135,10 @@ class JanusUnified(Passes):
         rows = rollout.sample[:, : self.tokens].tolist()
         return [self.reader.decode([token for token in row if token >= 0]) for row in rows]
 
+    def sample_in_evaluation(self) -> None:
+        if self.answer is not None:
+            self.answer = replace(self.answer, greedy_evaluation=False)
+
     @contextmanager
     def evaluating(self, guidance: float | None = None) -> Iterator[None]:
         """Sample plans and images as in training, and the likeliest answers with

@@ -231,6 +231,9 @@ class VLM(Passes):
         limit = rollout.sample.shape[1]
         return [self._completion(ids[:n], mean, start, limit) for ids, n, mean, start in rows]
 
+    def sample_in_evaluation(self) -> None:
+        self.greedy_evaluation = False
+
     @contextmanager
     def evaluating(self, guidance: float | None = None) -> Iterator[None]:
         before = self.warp

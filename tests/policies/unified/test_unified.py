@@ -241,6 +241,15 @@ def test_answers_are_those_of_the_vlm_policy(make, folder):
     ]
 
 
+def test_the_best_of_several_is_chosen_among_different_answers(make):
+    policy = make(plan=None, answer=Answer(max_new_tokens=5, temperature=0.7))
+    with policy.evaluating():
+        assert policy.heads["answer"].warp.temperature == 0
+    policy.sample_in_evaluation()
+    with policy.evaluating():
+        assert policy.heads["answer"].warp.temperature == 0.7
+
+
 def test_the_head_is_that_of_the_next_token(make):
     """By hand: every word and the image's start come from lm_head, image tokens from the generation
     head."""

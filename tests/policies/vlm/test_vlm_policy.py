@@ -71,6 +71,15 @@ def policy():
     return policy_of()
 
 
+def test_the_best_of_several_is_chosen_among_different_answers():
+    policy = policy_of(temperature=0.7)
+    with policy.evaluating():
+        assert policy.warp.temperature == 0
+    policy.sample_in_evaluation()
+    with policy.evaluating():
+        assert policy.warp.temperature == 0.7
+
+
 def rolled(policy, given=None, copies=COPIES, rng=None):
     with torch.no_grad():
         return policy.rollout(given or prompts(), copies, rng or Rng.of("vlm"))

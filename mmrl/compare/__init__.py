@@ -1,0 +1,1 @@
+"""Compares configurations: trains each with several seeds at one budget, says what differs."""

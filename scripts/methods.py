@@ -1,0 +1,307 @@
+"""Writes docs/methods/, a page for each family of methods, from the registry: run this after adding
+a method or changing its docstring.
+
+    python scripts/methods.py
+
+What a page says of a method is its docstring, its options, for which models it is, the presets and
+shipped configurations that use it, and one line of configuration.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import yaml  # noqa: E402
+
+from mmrl.config.options import KINDS  # noqa: E402
+from mmrl.config.presets import PRESETS  # noqa: E402
+from mmrl.config.values import show  # noqa: E402
+from mmrl.config.yamltext import read  # noqa: E402
+from mmrl.core.registry import ALL, Plugin, describe, load_built_in, options  # noqa: E402
+from mmrl.objectives.importance_sampling import Importance  # noqa: E402
+from mmrl.objectives.kl import KL  # noqa: E402
+from mmrl.objectives.policy_gradient import Entropy  # noqa: E402
+
+FOLDER = ROOT / "docs" / "methods"
+ANY = "every kind of model"
+
+
+@dataclass(frozen=True)
+class Family:
+    """Describes one page. ``registry``: a name of ``ALL``; ``modules``: of the entries, by their
+    beginning, all where empty; ``line``: a configuration with {name} in it; ``key``: what names the
+    method in a configuration."""
+
+    slug: str
+    title: str
+    about: str
+    registry: str
+    key: str
+    line: str
+    models: str
+    modules: tuple[str, ...] = ()
+
+    def holds(self, entry: Plugin) -> bool:
+        return not self.modules or entry.__module__.startswith(self.modules)
+
+
+NAMED = "objective: {name}"
+FAMILIES = (
+    Family(
+        "surrogates",
+        "Surrogates",
+        "Losses of the ratio and the advantage, `(logp, old, advantage, mask) -> loss`: the option "
+        "`surrogate` of `policy_gradient`, `masked`, `unified` and `clip_cov`.",
+        "surrogates",
+        "surrogate",
+        "objective: {{policy_gradient: {{surrogate: {name}}}}}",
+        "what the objective that takes it is for; those of whole sequences need log-probs of a row "
+        "in one pass",
+    ),
+    Family(
+        "advantages",
+        "Advantages",
+        "What the samples of a group are worth beside each other, `(rewards, rollout) -> [B, 1]` "
+        "or `[B, K]`.",
+        "advantages",
+        "advantage",
+        "advantage: {name}",
+        ANY,
+    ),
+    Family(
+        "forward_process",
+        "Forward-process objectives",
+        "Losses at states that are noised anew from finished samples: no log-probs of a path, any "
+        "sampler.",
+        "objectives",
+        "objective",
+        NAMED,
+        ANY,
+        ("mmrl.objectives.forward_process",),
+    ),
+    Family(
+        "group_losses",
+        "Group losses, preferences and covariance",
+        "Losses that compare the samples of a group with each other, in place of a surrogate of "
+        "single ones.",
+        "objectives",
+        "objective",
+        NAMED,
+        ANY,
+        ("mmrl.objectives.group", "mmrl.objectives.preference", "mmrl.objectives.covariance"),
+    ),
+    Family(
+        "policy_gradients",
+        "Policy gradients and gradients of the reward",
+        "Losses on the path that was sampled, trust regions around it, and rewards that are "
+        "differentiated.",
+        "objectives",
+        "objective",
+        NAMED,
+        ANY,
+    ),
+    Family(
+        "mask_estimators",
+        "Mask estimators",
+        "At which masked states the objective `masked` scores a finished sample.",
+        "estimators",
+        "estimator",
+        "objective: {{masked: {{estimator: {name}}}}}",
+        KINDS["masked"],
+    ),
+    Family(
+        "sde_types",
+        "Stochastic sampler steps",
+        "The steps of a flow or diffusion sampler that are random: its decisions.",
+        "sde_types",
+        "sde_type",
+        "policy: {{sd3: {{sde_type: {name}}}}}",
+        KINDS["gaussian"],
+    ),
+    Family(
+        "noise_windows",
+        "Noise windows",
+        "Which sampler steps of an iteration are random, and so are trained.",
+        "noise_windows",
+        "noise_window",
+        "policy: {{sd3: {{noise_window: {name}}}}}",
+        KINDS["gaussian"],
+    ),
+    Family(
+        "timestep_samplers",
+        "Timestep samplers",
+        "At which times forward-process objectives look at a finished sample.",
+        "timestep_samplers",
+        "timestep_sampler",
+        "objective: {{nft: {{timestep_sampler: {name}}}}}",
+        KINDS["gaussian"],
+    ),
+)
+SECTIONS = {"kl": KL, "entropy": Entropy, "importance_sampling": Importance}  # of policy_gradient
+
+
+def pages() -> dict[str, str]:
+    """Return the text of every page by its file name."""
+    load_built_in()
+    texts = {f"{family.slug}.md": page(family) for family in FAMILIES}
+    texts["regularisers.md"] = regularisers()
+    texts["README.md"] = index()
+    return texts
+
+
+def entries(family: Family) -> dict[str, Plugin]:
+    """Return the methods of a family; an objective is on the first page that holds it."""
+    earlier = FAMILIES[: FAMILIES.index(family)]
+    return {
+        name: entry
+        for name, entry in sorted(ALL[family.registry].items())
+        if family.holds(entry) and not _outside(entry)
+        if not any(f.registry == family.registry and f.holds(entry) for f in earlier)
+    }
+
+
+def _outside(entry: Plugin) -> bool:
+    """Tell whether another package, or a test, has registered it."""
+    return entry.__module__.partition(".")[0] not in ("mmrl", "samplers", "rewards")
+
+
+def page(family: Family) -> str:
+    parts = [f"# {family.title}\n\n{_note()}\n\n{family.about}\n"]
+    for name, entry in entries(family).items():
+        presets = [p for p in PRESETS if name in _named(PRESETS[p], family.key)]
+        shipped = [c for c, plain in shipped_configs().items() if name in _named(plain, family.key)]
+        facts = [
+            f"- for: {KINDS.get(getattr(entry, 'needs', ''), family.models)}",
+            *_listed("presets", presets),
+            *_listed("configurations", shipped),
+            f"- in a configuration: `{family.line.format(name=name)}`",
+        ]
+        parts.append(f"## `{name}`\n\n{_text(entry)}\n\n" + "\n".join(facts) + "\n" + _table(entry))
+    return "\n".join(parts)
+
+
+def regularisers() -> str:
+    """Write the page of the terms that ``policy_gradient`` adds to any surrogate."""
+    parts = [
+        f"# KL, entropy and importance sampling\n\n{_note()}\n\nTerms and corrections beside the "
+        "surrogate, options of `policy_gradient`; other objectives that have them say so.\n"
+    ]
+    for key, section in SECTIONS.items():
+        presets = [p for p in PRESETS if list(_values(PRESETS[p], key))]
+        facts = [
+            *_listed("presets", presets),
+            f"- in a configuration: `objective: {{policy_gradient: {{{key}: {{...}}}}}}`",
+        ]
+        parts.append(
+            f"## `{key}`\n\n{_text(section)}\n\n" + "\n".join(facts) + "\n" + _table(section)
+        )
+    return "\n".join(parts)
+
+
+def index() -> str:
+    rows = [
+        f"| [{family.title}]({family.slug}.md) | {', '.join(f'`{n}`' for n in entries(family))} |"
+        for family in FAMILIES
+    ]
+    sections = ", ".join(f"`{key}`" for key in SECTIONS)
+    rows.append(f"| [KL, entropy and importance sampling](regularisers.md) | {sections} |")
+    head = f"# Methods by family\n\n{_note()}\n\n| family | methods |\n|---|---|\n"
+    return head + "\n".join(rows) + "\n"
+
+
+def _note() -> str:
+    return "Written by `scripts/methods.py` from the registry; `mmrl list` prints the same names."
+
+
+def _listed(what: str, names: list[str]) -> list[str]:
+    return [f"- {what}: {', '.join(f'`{name}`' for name in names)}"] if names else []
+
+
+def _text(entry: Plugin) -> str:
+    """Return the docstring as Markdown; of a class without one, the first line of its parent."""
+    text = re.sub(r"``([^`]*)``", r"`\1`", inspect.getdoc(entry) or describe(entry))
+    return "\n".join(map(_escaped, text.splitlines()))
+
+
+def _escaped(line: str) -> str:
+    """Escape what Markdown would read as emphasis, outside code."""
+    if line.startswith("    "):
+        return line
+    parts = line.split("`")
+    parts[::2] = [part.replace("*", r"\*") for part in parts[::2]]
+    return "`".join(parts)
+
+
+def _table(entry: Plugin) -> str:
+    rows = [f"| `{name}` | {_default(p)} |" for name, p in options(entry).items()]
+    return "\n| option | default |\n|---|---|\n" + "\n".join(rows) + "\n" if rows else ""
+
+
+def _default(option: inspect.Parameter) -> str:
+    value = option.default
+    if value is inspect.Parameter.empty:
+        return "required"
+    names = [n for known in ALL.values() for n, entry in known.items() if entry is value]
+    if names:
+        return f"`{names[0]}`"
+    if callable(value) or repr(value) == "<factory>":
+        return "made anew"
+    return f"`{show(value)}`".replace("|", r"\|")
+
+
+@cache
+def shipped_configs() -> dict[str, Any]:
+    """Read every shipped configuration, by the name that commands take."""
+    folder = ROOT / "configs"
+    return {
+        path.relative_to(folder).with_suffix("").as_posix(): read(path.read_text(), str(path))[0]
+        for path in sorted(folder.rglob("*.yaml"))
+    }
+
+
+def _values(plain: Any, key: str) -> Iterator[Any]:
+    """Find what a key has anywhere in a configuration."""
+    if isinstance(plain, Mapping):
+        for name, value in plain.items():
+            if name == key:
+                yield value
+            yield from _values(value, key)
+
+
+def _named(plain: Any, key: str) -> set[str]:
+    """Name the plug-ins that a key chooses: ``name`` or ``{name: {options}}``."""
+    names = set()
+    for value in _values(plain, key):
+        names |= (
+            {value}
+            if isinstance(value, str)
+            else set(value)
+            if isinstance(value, Mapping)
+            else set()
+        )
+    return names
+
+
+def example(family: Family, name: str) -> dict[str, Any]:
+    """Return the line of configuration of a method, read."""
+    plain: dict[str, Any] = yaml.safe_load(family.line.format(name=name))
+    return plain
+
+
+if __name__ == "__main__":
+    FOLDER.mkdir(exist_ok=True)
+    for name, text in pages().items():
+        (FOLDER / name).write_text(text, encoding="utf-8")
+    for path in FOLDER.glob("*.md"):
+        if path.name not in pages():
+            path.unlink()

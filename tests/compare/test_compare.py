@@ -1,0 +1,235 @@
+"""The command ``mmrl compare`` from its words to its page, with runs that cost nothing."""
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from mmrl.compare import command, measures, runs
+from mmrl.compare.measures import Comparison
+from mmrl.compare.plan import Plan, budget_of, overrides_of, plan, settings_of
+from mmrl.compare.statistics import Interval
+from mmrl.core.errors import UserError
+from mmrl.core.registry import load_built_in
+
+load_built_in()
+FAKE = Path(__file__).with_name("fake_mmrl.py")
+CONFIG = {
+    "policy": {"sd3": {"path": "world:digits/sd3-test", "size": 32, "steps": 3}},
+    "data": {"digits": {"captions": 40}},
+    "reward": {"jpeg_compressibility": 2.0},
+    "objective": {"policy_gradient": {"clip_range": 0.001}},
+    "optimizer": {"adamw": {"lr": 0.1}},
+    "train": {"prompts_per_iteration": 2, "group_size": 4, "train_batch_size": 4, "iterations": 2},
+    "evaluate": {"reward": {"sharpness": 1.0}},
+}
+
+
+def written(folder, name="a", **changes):
+    (folder / f"{name}.yaml").write_text(yaml.safe_dump(CONFIG | changes))
+
+
+@pytest.fixture
+def desk(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(runs, "COMMAND", (sys.executable, str(FAKE)))
+    written(tmp_path)
+    return tmp_path
+
+
+def calls(desk):
+    path = desk / "calls.txt"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def test_words_become_settings():
+    words = ["digits/awm", "digits/nft+train.epochs=2+optimizer.adamw.lr=1e+3", "train.seed=3"]
+    awm, nft = settings_of(words)
+    assert (awm.config, awm.changes, awm.label) == ("digits/awm", ("train.seed=3",), "awm")
+    assert nft.label == "nft + epochs=2 + lr=1e+3" and nft.folder == "nft-epochs-2-lr-1e-3"
+    assert nft.changes == ("train.seed=3", "train.epochs=2", "optimizer.adamw.lr=1e+3")
+    base, gspo = settings_of(["digits/d1"], ["objective.surrogate=gspo train.epochs=2"])
+    assert base.changes == () and gspo.changes == ("objective.surrogate=gspo", "train.epochs=2")
+    grid = settings_of(["sd3/flow_grpo", "flux/flow_grpo"], (), ["a.b=1,2", "c.d=x,y"])
+    assert len(grid) == 8 and [s.arm for s in grid] == [0] * 4 + [1] * 4
+    assert grid[1].label == "sd3/flow_grpo + b=1 + d=y"
+
+
+@pytest.mark.parametrize(
+    ("words", "vary", "sweep", "message"),
+    [
+        (["a"], [], [], "nothing to compare with"),
+        (["a", "a"], [], [], "'a' is named 2 times"),
+        (["a", "b"], ["train.epochs=2"], [], "name one"),
+        (["a"], ["epochs"], [], "expected key=value"),
+        (["a"], [], ["train.epochs=2"], "expected key=v1,v2"),
+    ],
+)
+def test_wrong_words_are_one_sentence(words, vary, sweep, message):
+    with pytest.raises(UserError, match=message):
+        settings_of(words, vary, sweep)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("cpu=1", "no such budget"),
+        ("samples=1.5", "whole number"),
+        ("samples=x", "samples=NUMBER"),
+        ("cpu_seconds=0", "above 0"),
+    ],
+)
+def test_wrong_budgets_are_one_sentence(text, message):
+    with pytest.raises(UserError, match=message):
+        budget_of([text])
+
+
+def test_a_budget_lifts_the_limit_of_iterations_where_nothing_depends_on_it(desk):
+    (steady, chosen, falling) = settings_of(
+        ["a.yaml", "a.yaml+train.iterations=7", "a.yaml+train.lr_schedule=cosine"]
+    )
+    budget = budget_of(["cpu_seconds=1.5"])
+    assert overrides_of(steady, budget, 4) == [
+        "train.seed=4",
+        "evaluate.split=development",
+        "train.budget={cpu_seconds: 1.5}",
+        "train.iterations=1000000",
+    ]
+    for setting in (chosen, falling):
+        assert "train.iterations=1000000" not in overrides_of(setting, budget, 4)
+    assert overrides_of(steady, {"iterations": 9.0}, 0)[-1] == "train.iterations=9"
+
+
+def test_what_cannot_be_paired_is_said_before_any_run(desk):
+    written(desk, "b", evaluate={"num_samples": 2, "reward": {"sharpness": 1.0}})
+    with pytest.raises(UserError, match=r"evaluate\.num_samples=None, b 2"):
+        plan(settings_of(["a.yaml", "b.yaml"]), 2, {})
+    written(desk, "b", data={"digits": {"captions": 60, "kind": "pairs"}})
+    with pytest.raises(UserError, match="holds out other prompts"):
+        plan(settings_of(["a.yaml", "b.yaml"]), 2, {})
+    written(desk, "b", reward={"colourfulness": 1.0})
+    by_judge = plan(settings_of(["a.yaml", "b.yaml"]), 2, {})
+    assert by_judge.primary == "sharpness" and "judge sharpness decides" in by_judge.note
+    written(desk, "b", reward={"colourfulness": 1.0}, evaluate={})
+    with pytest.raises(UserError, match="share no judge"):
+        plan(settings_of(["a.yaml", "b.yaml"]), 2, {})
+    with pytest.raises(UserError, match="clip_rangs"):
+        plan(settings_of(["a.yaml"], ["objective.clip_rangs=1"]), 2, {})
+    assert not calls(desk)
+
+
+def test_a_comparison_is_written_and_not_done_twice(desk):
+    request = command.Request(vary=["optimizer.adamw.lr=0.2"], seeds=3, jobs=2)
+    path, sentences = command.compare(["a.yaml"], request)
+    assert len(calls(desk)) == 12  # two settings, three seeds, trained and evaluated
+    assert sentences[0].startswith("a + lr=0.2 has a higher held-out reward than a (+2, 95 %")
+    assert any("But its sharpness, which was not trained on, is lower" in s for s in sentences)
+    content = json.loads((path.parent / "compare.json").read_text())
+    assert content["costs"]["a"]["cpu_seconds"] == 3 and content["costs"]["a"]["samples"] == 16
+    assert content["curves"]["forwards"]["a"]["x"] == [40, 80]
+    gain = content["means"]["test"]["a"]["jpeg_compressibility"]["gain"]
+    assert gain["mean"] == pytest.approx(1.0)
+    kinds = {"reward": "trained on", "sharpness": "not trained on"}
+    assert kinds.items() <= content["measures"].items()
+    page = path.read_text()
+    assert "a + lr=0.2 − a" in page and "<svg" in page and "CPU seconds" in page
+    command.compare(["a.yaml"], request)
+    assert len(calls(desk)) == 12
+    command.compare(["a.yaml"], command.Request(vary=["optimizer.adamw.lr=0.2"], seeds=4))
+    assert len(calls(desk)) == 16
+    with pytest.raises(UserError, match=r"of other settings \(train.budget, "):
+        command.compare(["a.yaml"], command.Request(vary=request.vary, budget=["samples=9"]))
+
+
+def test_a_sweep_is_chosen_on_development_and_reported_on_test(desk):
+    request = command.Request(sweep=["optimizer.adamw.lr=0.1,0.3,0.2"], seeds=2)
+    path, sentences = command.compare(["a.yaml"], request)
+    assert sentences[0] == "Chosen on the development prompts: a + lr=0.3."
+    content = json.loads((path.parent / "compare.json").read_text())
+    between = {(c["candidate"], c["baseline"]) for c in content["comparisons"]}
+    assert between == {("a + lr=0.3", "a + lr=0.1"), ("a + lr=0.3", "a + lr=0.2")}
+    assert content["prompts"]["test"][0] == "test 0"
+    assert content["prompts"]["development"][0] == "development 0"
+
+
+def test_a_failed_run_is_named_and_taken_up_again(desk):
+    (desk / "broken").touch()
+    request = command.Request(vary=["optimizer.adamw.lr=0.2"], seeds=1)
+    with pytest.raises(UserError, match="1 of 2 runs failed.*\n.*the reward fell over"):
+        command.compare(["a.yaml"], request)
+    assert len(calls(desk)) == 3  # the other one went on
+    _, sentences = command.compare(["a.yaml"], request)
+    assert len(calls(desk)) == 5 and "One seed" in sentences[-1]
+
+
+def test_a_killed_run_goes_on_from_its_checkpoint(desk):
+    (desk / "slow").touch()
+
+    def kill():
+        while not (desk / "waiting").exists():
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    request = command.Request(vary=["optimizer.adamw.lr=0.2"], seeds=1)
+    with pytest.raises(KeyboardInterrupt):
+        command.compare(["a.yaml"], request)
+    thread.join()
+    assert len(calls(desk)) == 1
+    command.compare(["a.yaml"], request)
+    assert calls(desk)[1] == f"train --resume {Path('comparison/a/seed-0/run')}"
+
+
+def difference(low, high, p=0.01):
+    return Interval((low + high) / 2, low, high, p, 5.0, 3, 20)
+
+
+def said(low, high, holm=0.01, count=1):
+    return measures.sentence(Comparison("b", "a", "reward", difference(low, high), holm), count)
+
+
+def test_a_verdict_never_says_more_than_the_interval():
+    assert said(0.1, 0.3).startswith("b has a higher held-out reward than a (+0.2,")
+    assert said(-0.3, -0.1).startswith("b has a lower held-out reward")
+    assert "may be up to 0.3 better or 0.1 worse" in said(-0.1, 0.3)
+    assert "among 4 comparisons that is not enough" in said(0.1, 0.3, holm=0.2, count=4)
+    assert "too little was measured" in said(-np.inf, np.inf)
+    assert "every score is the same" in said(0.0, 0.0, holm=1.0)
+    for low, high in ((-0.1, 0.3), (0.0, 0.2)):
+        assert said(low, high).startswith("No difference in held-out reward is shown")
+
+
+def test_holm_counts_the_comparisons_of_a_measure():
+    rng = np.random.default_rng(0)
+    tables = {
+        label: measures.Measured({"reward": rng.normal(size=(3, 8)) + shift}, {}, [], True)
+        for label, shift in (("a", 0.0), ("b", 1.0), ("c", 0.1))
+    }
+    alone = measures.compare(tables, ["reward"], [("b", "a")])[0]
+    both = measures.compare(tables, ["reward"], [("b", "a"), ("c", "a")])
+    assert alone.holm == alone.difference.p
+    assert both[0].difference == alone.difference and both[0].holm == pytest.approx(2 * alone.holm)
+
+
+def test_samples_without_a_score_are_left_out_of_their_prompt():
+    rows = [
+        {"model": "trained", "rewards": {"r": [[1.0, None], [None, None]]}, "diversity": [None] * 2}
+    ]
+    tables = measures._tables([{"models": rows, "weights": {"r": 2.0}}], "trained")
+    assert tables["reward"][0, 0] == 2 and np.isnan(tables["reward"][0, 1])
+    assert tables["r"][0, 0] == 1 and "diversity" not in tables
+
+
+def test_the_one_that_decides_is_listed_first_and_the_sum_of_one_reward_once():
+    table = np.ones((2, 3))
+    measured = {"a": measures.Measured({"reward": table, "r": table, "j": 2 * table}, {}, [], True)}
+    of_plan = Plan([], (0,), {}, "reward", ["r"], ["reward", "r", "j"])
+    assert measures.measures_of(of_plan, measured) == ["reward", "j"]

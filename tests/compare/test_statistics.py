@@ -1,0 +1,104 @@
+"""Paired intervals over prompts and seeds, against plain loops and against what they promise."""
+
+import math
+import random
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from mmrl.compare.statistics import holm, interval, paired, spread
+
+
+def by_loop(table):
+    """The variance of the mean and its degrees of freedom, a cell at a time."""
+    count_s, count_p = len(table), len(table[0])
+    mean = sum(sum(row) for row in table) / (count_s * count_p)
+    seed = [sum(row) / count_p for row in table]
+    prompt = [sum(row[p] for row in table) / count_s for p in range(count_p)]
+    of_seed = sum(count_p * (x - mean) ** 2 for x in seed) / (count_s - 1)
+    of_prompt = sum(count_s * (x - mean) ** 2 for x in prompt) / (count_p - 1)
+    of_rest = 0.0
+    for s in range(count_s):
+        for p in range(count_p):
+            of_rest += (table[s][p] - seed[s] - prompt[p] + mean) ** 2
+    of_rest /= (count_s - 1) * (count_p - 1)
+    both = of_seed + of_prompt - of_rest
+    freedom = both**2 / (
+        of_seed**2 / (count_s - 1)
+        + of_prompt**2 / (count_p - 1)
+        + of_rest**2 / ((count_s - 1) * (count_p - 1))
+    )
+    best = (both, freedom)
+    for square, degrees in ((of_seed, count_s - 1), (of_prompt, count_p - 1)):
+        if square > best[0]:
+            best = (square, degrees)
+    return best[0] / (count_s * count_p), max(best[1], 1)
+
+
+@pytest.mark.parametrize("trial", range(6))
+def test_the_variance_is_that_of_a_loop(trial):
+    rng = np.random.default_rng(trial)
+    seeds, prompts = rng.integers(2, 6), rng.integers(2, 9)
+    table = rng.normal(size=(seeds, prompts)) + rng.normal(size=(seeds, 1)) * (trial % 3)
+    table += rng.normal(size=prompts) * (trial % 2)
+    assert spread(table) == pytest.approx(by_loop(table.tolist()), rel=1e-9)
+
+
+def test_one_seed_is_the_t_interval_over_prompts():
+    values = np.random.default_rng(0).normal(0.3, 1.0, size=(1, 12))
+    result = interval(values)
+    expected = stats.ttest_1samp(values[0], 0.0)
+    low, high = expected.confidence_interval(0.95)
+    assert (result.low, result.high) == pytest.approx((low, high), rel=1e-9)
+    assert result.p == pytest.approx(expected.pvalue, rel=1e-9) and result.freedom == 11
+
+
+def test_differences_are_paired_and_unscored_prompts_left_out():
+    rng = np.random.default_rng(1)
+    hard = rng.normal(size=(1, 6)) * 100  # what prompts have in common cancels
+    first = hard + rng.normal(size=(3, 6))
+    second = hard + 0.5 + rng.normal(size=(3, 6))
+    holes = second.copy()
+    holes[1, 4] = np.nan
+    whole = paired(np.delete(first, 4, 1), np.delete(second, 4, 1))
+    assert paired(first, holes) == whole and whole.prompts == 5 and whole.seeds == 3
+    assert whole.high - whole.low < 5
+    assert paired(second, first).mean == pytest.approx(-paired(first, second).mean)
+    order = np.random.default_rng(2).permutation(6)
+    assert paired(first[:, order], second[:, order]).low == pytest.approx(paired(first, second).low)
+    nothing = paired(first, np.full_like(first, np.nan))
+    assert math.isnan(nothing.mean) and nothing.p == 1 and nothing.high == np.inf
+
+
+def test_where_nothing_varies_nothing_is_claimed():
+    same = interval(np.full((3, 4), 0.25))
+    assert same.low == -np.inf and same.p == 1  # how much other prompts would vary is not seen
+    zero = interval(np.zeros((3, 4)))
+    assert (zero.low, zero.high, zero.p) == (0, 0, 1)
+    assert interval(np.array([[0.7]])).high == np.inf
+
+
+@pytest.mark.parametrize(("seed_std", "prompt_std"), [(0.0, 1.0), (1.0, 0.3), (0.5, 1.0)])
+def test_the_interval_covers_the_truth_as_often_as_it_says(seed_std, prompt_std):
+    """Over prompts alone it would cover in half the cases where seeds differ."""
+    rng = np.random.default_rng(3)
+    covered = 0
+    for _ in range(400):
+        table = rng.normal(size=(3, 20)) + seed_std * rng.normal(size=(3, 1))
+        result = interval(table + prompt_std * rng.normal(size=20))
+        covered += result.low <= 0 <= result.high
+    assert covered / 400 > 0.93
+
+
+def test_holm_is_the_step_down_rule():
+    generator = random.Random(0)
+    for count in (1, 2, 5):
+        values = [generator.random() ** 3 for _ in range(count)]
+        expected = {}
+        largest = 0.0
+        for rank, (p, i) in enumerate(sorted((p, i) for i, p in enumerate(values))):
+            largest = max(largest, min(1.0, p * (count - rank)))
+            expected[i] = largest
+        assert holm(values) == [expected[i] for i in range(count)]
+    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])

@@ -1,0 +1,67 @@
+"""docs/coverage.yaml names only what exists, and the page is what it says."""
+
+import pytest
+
+from tests.scripts.test_bench import load
+
+coverage = load("coverage")
+MAP = coverage.read_map()
+GOOD = {
+    "paper": "X",
+    "names": ["advantages/grpo"],
+    "models": ["trees"],
+    "tests": ["tests/scripts/test_coverage.py::test_mistakes_are_noticed"],
+    "configuration": "digits/flow_grpo",
+    "status": "WORKS",
+}
+
+
+def test_every_name_test_and_file_of_the_map_exists():
+    assert coverage.problems(MAP) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"names": ["advantages/grbo"]}, "nothing is registered as advantages/grbo"),
+        ({"names": ["grpo"]}, "nothing is registered as grpo"),
+        ({"tests": ["tests/scripts/test_coverage.py::test_x"]}, "there is no test"),
+        ({"tests": ["tests/x.py::test_x"]}, "there is no test"),
+        ({"models": ["flows"]}, "unknown kind of model"),
+        ({"configuration": "digits/flow_grbo"}, "no configuration"),
+        ({"status": "works"}, "is none of"),
+        ({"notes": "x"}, "unknown key 'notes'"),
+        ({"tests": []}, "has no name or no test"),
+        ({"status": "partial"}, "no note says what is missing"),
+        ({"status": "missing"}, "has names or tests"),
+    ],
+)
+def test_mistakes_are_noticed(change, message):
+    assert coverage.problems({"k": GOOD}) == []
+    (problem,) = coverage.problems({"k": GOOD | change})
+    assert problem.startswith("k: ") and message in problem
+
+
+def test_the_page_has_a_row_for_every_paper_of_the_list(tmp_path):
+    text = "## A. Images\n| P | Seed | Title | Acronym |\n|---|---|---|---|\n"
+    text += "| P0 | [001] mm1 | A \\| B | AB | x |\n| P2 | [001] mm2 | no | no | x |\n"
+    text += "## B. Texts\n| P1 | [000] ot1 | C | CC | x |\n"
+    (tmp_path / "papers.md").write_text(text)
+    listed = coverage.papers(tmp_path / "papers.md")
+    assert [(p.key, p.priority, p.section) for p in listed] == [
+        ("mm1", "P0", "A. Images"),
+        ("ot1", "P1", "B. Texts"),
+    ]
+    missing = {"paper": "CC", "status": "missing"}
+    page = coverage.page({"mm1": GOOD, "ot1": missing}, listed)
+    assert "| mm1 P0 | **AB** A \\| B | advantages `grpo` |" in page
+    assert "| A. Images | 1 | 0 | 0 |" in page and "| B. Texts | 0 | 0 | 1 |" in page
+
+
+@pytest.mark.skipif(not coverage.PAPERS.is_file(), reason="the list of papers is not there")
+def test_the_page_is_up_to_date_with_the_list():
+    listed = coverage.papers()
+    assert {paper.key for paper in listed} == set(MAP)
+    assert coverage.PAGE.read_text(encoding="utf-8") == coverage.page(MAP, listed), (
+        "run python scripts/coverage.py"
+    )

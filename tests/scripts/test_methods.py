@@ -1,0 +1,39 @@
+"""docs/methods says what the registry says."""
+
+import pytest
+
+from mmrl.core.registry import ALL, load_built_in
+from tests.scripts.test_bench import load
+
+load_built_in()
+methods = load("methods")
+PAGES = methods.pages()
+
+
+def test_every_page_is_there_and_up_to_date():
+    known = {path.name: path.read_text(encoding="utf-8") for path in methods.FOLDER.glob("*.md")}
+    assert set(known) == set(PAGES)
+    stale = [name for name, text in PAGES.items() if known[name] != text]
+    assert not stale, f"run python scripts/methods.py: {stale}"
+
+
+@pytest.mark.parametrize("registry", {family.registry for family in methods.FAMILIES})
+def test_every_method_is_on_one_page(registry):
+    families = [family for family in methods.FAMILIES if family.registry == registry]
+    names = [name for family in families for name in methods.entries(family)]
+    built_in = {n for n, entry in ALL[registry].items() if not methods._outside(entry)}
+    assert len(names) == len(set(names)) and set(names) == built_in
+
+
+@pytest.mark.parametrize("family", methods.FAMILIES, ids=lambda family: family.slug)
+def test_the_line_of_configuration_chooses_the_method(family):
+    for name in methods.entries(family):
+        assert methods._named(methods.example(family, name), family.key) == {name}
+        assert f"## `{name}`" in PAGES[f"{family.slug}.md"]
+
+
+def test_presets_and_configurations_are_listed():
+    gspo = PAGES["surrogates.md"].partition("## `gspo`")[2].partition("\n## ")[0]
+    assert "`trl/gspo`" in gspo and "| `clip_low` |" in gspo
+    nft = PAGES["forward_process.md"].partition("## `nft`")[2].partition("\n## ")[0]
+    assert "`digits/nft`" in nft and "flow and diffusion models" in nft
