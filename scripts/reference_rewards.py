@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("--num-samples", type=int, default=8, help="of each prompt")
     parser.add_argument("--batch", type=int, default=8, help="prompts sampled at once")
     parser.add_argument("--limit", type=int, default=None, help="of the training prompts")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     try:
         session = build.base(options.config, options.overrides)
         train = list(session.source.train)[: options.limit]

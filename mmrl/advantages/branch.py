@@ -32,6 +32,8 @@ class Branch:
     of all ("extremes").
     """
 
+    needs_tree = True  # the configuration refuses it without one
+
     def __init__(
         self,
         fusion: Literal["mean", "path"] = "mean",

@@ -75,3 +75,6 @@ def tree_grpo(
     within = whiten(total, trees, "group", ddof, eps, "add")
     between = whiten(total, groups, "group", ddof, eps, "add")
     return finished(intra * within + inter * between, rewards, groups.present)
+
+
+vars(tree_grpo)["needs_tree"] = True  # the configuration refuses it without one

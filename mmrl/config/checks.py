@@ -24,9 +24,12 @@ from mmrl.config.schema import BAD, Resolved, construct, convert, resolve, resol
 from mmrl.config.values import Place, exists, show
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS, Plugin, import_file, import_module
+from mmrl.core.registry import options as options_of
 
 if TYPE_CHECKING:
     from mmrl.config import Config
+
+TREES = ("tree", "branch_at")  # options of policies under which samples share their beginning
 
 
 def plain_sections() -> dict[str, type]:
@@ -98,9 +101,7 @@ def _unsuited(entries: Mapping[str, Resolved], built: Any) -> Iterator[str]:
     """Find what in the objective or the advantage does not suit the policy, such as tokens for a
     flow model."""
     if {"advantage", "policy"} <= set(entries):
-        for advantage in _with_nested(entries["advantage"]):
-            if why := unsuited(advantage.entry, entries["policy"].entry, "advantage"):
-                yield advantage.place.say(why)
+        yield from _unsuited_advantages(entries["advantage"], entries["policy"])
     if {"objective", "policy"} <= set(entries):
         objective = entries["objective"]
         policy = entries["policy"]
@@ -126,6 +127,20 @@ def _unsuited(entries: Mapping[str, Resolved], built: Any) -> Iterator[str]:
                 "flow_sde, noise_level: "
                 "0.7), or take an objective of "
                 "finished samples: dgpo, nft, awm, fpo, crd, rwr, diffusion_dpo"
+            )
+
+
+def _unsuited_advantages(advantage: Resolved, policy: Resolved) -> Iterator[str]:
+    """Find what in the advantage, and in those it is on top of, does not suit the policy."""
+    for part in _with_nested(advantage):
+        if why := unsuited(part.entry, policy.entry, "advantage"):
+            yield part.place.say(why)
+        trees = [name for name in TREES if name in options_of(policy.entry)]
+        grown = any(policy.options.get(name) is not None for name in trees)
+        if getattr(part.entry, "needs_tree", False) and trees and not grown:
+            yield part.place.say(
+                f"the advantage {part.entry.__name__} compares the edges of a tree; set "
+                f"{policy.place / trees[0]}"
             )
 
 

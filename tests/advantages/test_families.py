@@ -122,6 +122,14 @@ def test_an_advantage_of_tokens_is_refused_for_latents_when_the_configuration_is
     assert read(path, ["advantage=unlikeliness"])
 
 
+@pytest.mark.parametrize("advantage", ["branch", "tree_grpo", "{temporal: {base: branch}}"])
+def test_an_advantage_of_trees_is_refused_where_nothing_is_shared(advantage):
+    path = ROOT / "configs" / "digits" / "flow_grpo.yaml"
+    with pytest.raises(UserError, match="compares the edges of a tree; set policy.sd3.tree"):
+        read(path, [f"advantage={advantage}"])
+    assert read(ROOT / "configs" / "digits" / "branch_grpo.yaml", [f"advantage={advantage}"])
+
+
 def test_this_page_knows_all_of_them():
     assert set(CHOSEN) | set(NEEDS_TREE) <= set(ADVANTAGES) and mmrl.advantages.__doc__
 

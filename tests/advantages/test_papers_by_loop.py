@@ -703,6 +703,8 @@ def test_gcpo_says_what_it_needs():
     batch = rollout([0, 0], [1, 1])
     with pytest.raises(UserError, match="behaviour is 'tol'.*did you mean 'tool'"):
         gcpo(Rewards({"tool": tensor([1.0, 0.0])}), batch, behaviour="tol")
+    with pytest.raises(UserError, match="behaviour is not set; name the reward.*: tool"):
+        gcpo(Rewards({"tool": tensor([1.0, 0.0])}), batch)
     with pytest.raises(UserError, match="is the only reward"):
         gcpo(Rewards({"tool": tensor([1.0, 0.0])}), batch, behaviour="tool")
 
