@@ -144,15 +144,15 @@ class TextContrast:
         self.card = Card(media=inner.media, needs=tuple(dict.fromkeys(needs)), of=inner.of)
 
     def __call__(self, media: Media, prompts: list[Prompt]) -> Tensor:
-        wanted = [self._text(prompt, self.positive) for prompt in prompts]
-        unwanted = [
+        positives = [self._text(prompt, self.positive) for prompt in prompts]
+        negatives = [
             self.negative_text
             if self.negative_text is not None
             else self._text(prompt, self.negative)
             for prompt in prompts
         ]
-        near = self._scores(media, prompts, wanted)
-        far = self._scores(media, prompts, unwanted)
+        near = self._scores(media, prompts, positives)
+        far = self._scores(media, prompts, negatives)
         return self.alpha * near - self.beta * far
 
     def _scores(self, media: Media, prompts: list[Prompt], texts: list[str]) -> Tensor:
