@@ -23,9 +23,6 @@ Part = Annotated[Reward, REWARDS]
 
 @REWARDS.register("calibrated")
 @card(
-    needs="baseline",
-    low=0,
-    high=1,
     source="[CGPO](https://arxiv.org/abs/2409.20370)",
     scaling="sigmoid of the difference, or the difference",
 )
@@ -103,7 +100,6 @@ class Calibrated:
 
 @REWARDS.register("text_contrast")
 @card(
-    needs="text negative",
     source="[VLM-RL](https://arxiv.org/abs/2412.15544)",
     scaling="alpha r(positive) - beta r(negative)",
 )

@@ -262,6 +262,12 @@ def test_goals_are_contrasted(media):
         assert value == pytest.approx(0.5 * (i / 10 - 0.2), abs=1e-6)
     needing = card(needs="text other")(lambda media, prompts: size(media, prompts))
     assert card_of(text_contrast(needing)).needs == ("other", "text", "negative")
+    assert card_of(text_contrast(needing, positive="said", negative_text="x")).needs == (
+        "other",
+        "said",
+    )
+    # options name the fields, so the class, which is looked at first, must not ask for any
+    assert not card_of(text_contrast).needs and not card_of(calibrated).needs
     with pytest.raises(UserError, match="'negative'"):
         text_contrast(size)(media, [{"text": "a"}] * 4)
 
