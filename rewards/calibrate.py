@@ -23,9 +23,6 @@ Part = Annotated[Reward, REWARDS]
 
 @REWARDS.register("calibrated")
 @card(
-    needs="baseline",
-    low=0,
-    high=1,
     source="[CGPO](https://arxiv.org/abs/2409.20370)",
     scaling="sigmoid of the difference, or the difference",
 )
@@ -103,7 +100,6 @@ class Calibrated:
 
 @REWARDS.register("text_contrast")
 @card(
-    needs="text negative",
     source="[VLM-RL](https://arxiv.org/abs/2412.15544)",
     scaling="alpha r(positive) - beta r(negative)",
 )
@@ -144,15 +140,15 @@ class TextContrast:
         self.card = Card(media=inner.media, needs=tuple(dict.fromkeys(needs)), of=inner.of)
 
     def __call__(self, media: Media, prompts: list[Prompt]) -> Tensor:
-        wanted = [self._text(prompt, self.positive) for prompt in prompts]
-        unwanted = [
+        positives = [self._text(prompt, self.positive) for prompt in prompts]
+        negatives = [
             self.negative_text
             if self.negative_text is not None
             else self._text(prompt, self.negative)
             for prompt in prompts
         ]
-        near = self._scores(media, prompts, wanted)
-        far = self._scores(media, prompts, unwanted)
+        near = self._scores(media, prompts, positives)
+        far = self._scores(media, prompts, negatives)
         return self.alpha * near - self.beta * far
 
     def _scores(self, media: Media, prompts: list[Prompt], texts: list[str]) -> Tensor:

@@ -156,9 +156,9 @@ class Hypervolume:
         """Keep the means of the last call, which was one of training, if none dominates them."""
         point = self.latest
         self.latest = None
-        if point is None or any(covers(other, point) for other in self.front):
+        if point is None or any(covers(earlier, point) for earlier in self.front):
             return
-        self.front = [other for other in self.front if not covers(point, other)] + [point]
+        self.front = [earlier for earlier in self.front if not covers(point, earlier)] + [point]
 
     def counters(self) -> dict[str, float]:
         return counters_of({str(i): part for i, part in enumerate(self.of)})

@@ -16,10 +16,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as nnf
+import typer
 from torch import Tensor, nn
 
 from mmrl.core.errors import UserError
@@ -27,6 +28,7 @@ from rewards._prompt import from_pil, open_picture
 from rewards.embedding import Activation, Encoder, Head
 
 Loss = Callable[[Head, Tensor], Tensor]
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 @dataclass(frozen=True)
@@ -165,9 +167,10 @@ def fit_file(
     return heads, {"outputs": names, "squared_error": errors.nanmean(0).tolist()}
 
 
+@app.command()
 def main(
     data: Path,
-    out: Annotated[Path, "folder for head_0.safetensors, ..."],
+    folder: Path,
     clip: str | None = None,
     text_model: str | None = None,
     features: str = "media",
@@ -177,7 +180,8 @@ def main(
     steps: int = 500,
     seed: int = 0,
 ) -> None:
-    """Fit heads for ``embedding_head`` to a .jsonl file of preferences or ratings."""
+    """Fit heads for embedding_head to a .jsonl file of preferences or ratings; write them to a
+    folder."""
     if features not in ("media", "media_and_text") or pool not in ("mean", "last"):
         raise UserError("--features is media or media_and_text, --pool is mean or last")
     encoder = Encoder(
@@ -190,16 +194,14 @@ def main(
     heads, measured = fit_file(
         data, encoder, Recipe(count=count, hidden=widths, steps=steps, seed=seed)
     )
-    out.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     for i, head in enumerate(heads):
-        head.save(out / f"head_{i}.safetensors")
+        head.save(folder / f"head_{i}.safetensors")
     print(json.dumps(measured))
 
 
 if __name__ == "__main__":
-    import typer
-
     try:
-        typer.run(main)
+        app()
     except UserError as error:
         raise SystemExit(f"error: {error}") from error

@@ -129,7 +129,7 @@ class Filters:
             return "start"
         if {word.strip(".,:;!?\"'()").casefold() for word in words} & set(self.forbidden):
             return "forbidden word"
-        if any(rouge_l(text, other) > self.similarity for other in pool):
+        if any(rouge_l(text, earlier) > self.similarity for earlier in pool):
             return "too similar"
         return ""
 

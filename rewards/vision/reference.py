@@ -185,16 +185,16 @@ class Structured(Verifiable):
     def _content(self, value: Any, right: Any) -> float:
         written = dict(leaves(value))
         pairs = [(written.get(place), leaf) for place, leaf in leaves(right)]
-        return sum(self._equal(said, leaf) for said, leaf in pairs) / len(pairs)
+        return sum(self._equal(value, leaf) for value, leaf in pairs) / len(pairs)
 
-    def _equal(self, said: Any, leaf: Any) -> bool:
+    def _equal(self, value: Any, leaf: Any) -> bool:
         if isinstance(leaf, str):
-            return isinstance(said, str) and normal(said) == normal(leaf)
+            return isinstance(value, str) and normal(value) == normal(leaf)
         number = None if isinstance(leaf, bool) else real(leaf)
         if number is None:
-            return type(said) is type(leaf) and bool(said == leaf)
-        other = None if isinstance(said, bool) else real(said)
-        return other is not None and abs(other - number) <= self.tolerance * abs(number)
+            return type(value) is type(leaf) and bool(value == leaf)
+        answered = None if isinstance(value, bool) else real(value)
+        return answered is not None and abs(answered - number) <= self.tolerance * abs(number)
 
     def _right(self, prompt: Prompt) -> Any:
         value = need(prompt, "answer")

@@ -4,6 +4,7 @@ weights."""
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import random
 
@@ -261,6 +262,12 @@ def test_goals_are_contrasted(media):
         assert value == pytest.approx(0.5 * (i / 10 - 0.2), abs=1e-6)
     needing = card(needs="text other")(lambda media, prompts: size(media, prompts))
     assert card_of(text_contrast(needing)).needs == ("other", "text", "negative")
+    assert card_of(text_contrast(needing, positive="said", negative_text="x")).needs == (
+        "other",
+        "said",
+    )
+    # options name the fields, so the class, which is looked at first, must not ask for any
+    assert not card_of(text_contrast).needs and not card_of(calibrated).needs
     with pytest.raises(UserError, match="'negative'"):
         text_contrast(size)(media, [{"text": "a"}] * 4)
 
@@ -402,3 +409,39 @@ def test_combinators_are_written_as_a_configuration():
     assert card_of(built["sure"].reward).media == ("text",)
     assert card_of(built["appeal"].reward).of == card_of(built["volume"].reward).of == "batch"
     assert card_of(built["against"].reward).needs == ("image",)
+
+
+def test_what_sees_a_whole_iteration_goes_through_the_scorer_and_its_state():
+    """In parts of a rollout the values are those of the whole; the state survives a resume."""
+
+    def build():
+        appealed, _, _ = appeals(share=1.0)
+        return Scorer(
+            {
+                "appeal": appealed,
+                "volume": hypervolume([lookup([i / 40 for i in range(40)]), lookup([0.5] * 40)]),
+                "moving": scheduled([lookup([1.0] * 40)], [0.0], [1.0], iterations=2),
+            }
+        )
+
+    texts = [f"t{i}" for i in range(40)]
+    whole = build()
+    expected = whole(texts, numbered(40))
+    parts = build()
+    stream = parts.stream(40)
+    for start in (0, 16):
+        stop = 16 if start == 0 else 40
+        stream.put(texts[start:stop], numbered(40)[start:stop], list(range(start, stop)))
+    values = stream.result()
+    for name in expected:
+        assert torch.equal(values[name], expected[name]), name
+    whole.remember()
+    state = whole.state_dict()
+    assert state["moving"] == {"iteration": 1} and len(state["volume"]["front"]) == 1
+    resumed = build()
+    resumed.load_state_dict(json.loads(json.dumps(state)))
+    later = [scorer(texts, numbered(40)) for scorer in (whole, resumed)]
+    for name in expected:
+        assert torch.equal(later[0][name], later[1][name]), name
+    assert not torch.equal(later[1]["volume"], expected["volume"])
+    assert not torch.equal(later[1]["moving"], expected["moving"])

@@ -125,6 +125,8 @@ def test_what_is_no_head_is_refused(clip, tmp_path):
     )
     with pytest.raises(UserError, match="no chain of linear layers"):
         load_head(str(tmp_path / "x.safetensors"))
+    with pytest.raises(UserError, match=r"no head checkpoint at nowhere.pth"):
+        load_head("nowhere.pth")
     narrow = linear(tmp_path / "n.safetensors", 0, 3)
     fitting = linear(tmp_path / "f.safetensors", 0)
     with pytest.raises(UserError, match="the encoder makes"):
@@ -133,6 +135,7 @@ def test_what_is_no_head_is_refused(clip, tmp_path):
         ({"heads": [fitting, narrow], "clip": clip}, "the heads differ"),
         ({"heads": [], "clip": clip}, "is empty"),
         ({"heads": fitting, "clip": clip, "weights": [1.0, 2.0]}, "2 weights for heads of 1"),
+        ({"heads": fitting, "clip": "./nowhere"}, "no such folder"),
         ({"heads": fitting}, "give one of the two"),
         ({"heads": fitting, "text_model": "x", "features": "media_and_text"}, "needs clip"),
     ):
