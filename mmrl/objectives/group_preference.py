@@ -213,7 +213,7 @@ class REAL(GroupLoss):
     (REAL).
 
     As in ms-swift. Positive samples are those with A > 0, negative ones those with A < 0; a group
-    without both counts as 0 (with ``flat: drop`` in the advantage not at all).
+    without both counts as 0 (with ``zero_variance_groups: drop`` not at all).
     """
 
     def __init__(self, tau: Positive = 0.1, average: bool = True, **options: Any):
