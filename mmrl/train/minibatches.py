@@ -29,9 +29,9 @@ def batches(
     ``whole_groups`` it has whole groups, and as many as any other.
     """
     step = _dealt(sizes, steps) if whole_groups else _stratified(sizes, steps, rng)
-    mine = step[rollout.row_id.cpu()]
+    local_steps = step[rollout.row_id.cpu()]
     for number in range(steps):
-        rows = (mine == number).nonzero()[:, 0]
+        rows = (local_steps == number).nonzero()[:, 0]
         # all of its rows in their order: not a copy of their paths
         whole = len(rows) == len(rollout)
         yield rollout if whole else rollout[rows.to(rollout.row_id.device)]

@@ -32,7 +32,7 @@ from mmrl.objectives import (
     RewardWeightedRegression,
     SePPO,
 )
-from mmrl.objectives.covariance import HeldBack
+from mmrl.objectives.covariance import Drawing
 from mmrl.objectives.forward_process.awm import SCORES
 from mmrl.objectives.group_regression import _Groups
 from mmrl.objectives.grpo_guard import normalised
@@ -586,7 +586,7 @@ def covariances(values, known=None):
     """Tokens of one row with these covariances."""
     point = answers([[0.0] * len(values)])
     return torch.tensor([values]), point.replace(
-        coupling=None if known is None else HeldBack(draw=torch.tensor([known]))
+        coupling=None if known is None else Drawing(draw=torch.tensor([known]))
     )
 
 

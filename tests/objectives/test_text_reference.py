@@ -24,7 +24,7 @@ from mmrl.core.metrics import Meter
 from mmrl.core.registry import ADVANTAGES, OBJECTIVES, SURROGATES, load_built_in
 from mmrl.core.types import Rewards
 from mmrl.objectives import ClipCov
-from mmrl.objectives.covariance import HeldBack
+from mmrl.objectives.covariance import Drawing
 from mmrl.objectives.kl import estimate
 from mmrl.policies.base import Policy
 from mmrl.policies.capabilities import Capabilities
@@ -521,7 +521,7 @@ def cov_point(ratios, fresh):
         logprob=old,
         mask=torch.ones(1, len(ratios), dtype=torch.bool),
         advantage=torch.ones(1, 1).double(),
-        coupling=HeldBack(draw=draws),
+        coupling=Drawing(draw=draws),
         on_policy=fresh,
     )
     return point, old + torch.tensor([ratios], dtype=torch.float64).log()
