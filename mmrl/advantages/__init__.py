@@ -1,6 +1,7 @@
 """Advantages say what a reward is worth beside others; ``mmrl.core.registry.ADVANTAGES`` names
 them."""
 
+from mmrl.advantages.all_samples import all_samples
 from mmrl.advantages.branch import Branch, by_edge
 from mmrl.advantages.ddpo import DDPO
 from mmrl.advantages.group import group
@@ -17,6 +18,7 @@ __all__ = [
     "DDPO",
     "MaxMin",
     "Running",
+    "all_samples",
     "by_edge",
     "dance_grpo",
     "dr_grpo",

@@ -19,7 +19,14 @@ import yaml
 
 from mmrl import config
 from mmrl.cli.app import app
-from mmrl.config.options import EvaluateOptions, Reuse, TrainOptions, arithmetic
+from mmrl.config.options import (
+    AdaptiveRounds,
+    EvaluateOptions,
+    ResponseReuse,
+    Reuse,
+    TrainOptions,
+    arithmetic,
+)
 from mmrl.config.overrides import SECTIONS
 from mmrl.core.registry import (
     ALL,
@@ -233,6 +240,8 @@ DOCUMENTED = {
     "policy: llamagen": POLICIES["llamagen"],
     "policy: var": POLICIES["var"],
     "replay_buffer": Reuse,
+    "adaptive_sampling": AdaptiveRounds,
+    "response_reuse": ResponseReuse,
     "lora": Lora,
     "budgets": Budgets,
     "part": Part,
