@@ -15,7 +15,7 @@ from mmrl.core.registry import DATA
 from mmrl.core.types import Copies, Prompt
 from mmrl.data.curriculum import Around, Source, over, with_entries
 from mmrl.data.prompts import Outcome
-from mmrl.data.statistics import PromptRecord, PromptStatistics
+from mmrl.data.statistics import PromptRecord, PromptStatistics, successes
 
 
 class Counted(Around):
@@ -50,7 +50,7 @@ class Budgeted(Counted):
         self.budget = budget
 
     def as_recorded(self, outcome: Outcome) -> Outcome:
-        return outcome._replace(rewards=self.budget.successes(outcome.rewards))
+        return outcome._replace(rewards=successes(outcome.rewards, self.budget.threshold))
 
     def copies(self, prompts: Sequence[Prompt], group_size: int, iteration: int) -> Copies:
         records = [self.statistics[prompt["entry"]] for prompt in prompts]
@@ -98,12 +98,6 @@ class Knapsack:
         self.multiple = multiple
         self.train = Budgeted(with_entries(of.train), self)
         self.held_out = list(of.held_out)
-
-    def successes(self, rewards: Sequence[float]) -> tuple[float, ...]:
-        """Turn rewards into how much of a success each is, from 0 to 1."""
-        if self.threshold is None:
-            return tuple(min(max(reward, 0.0), 1.0) for reward in rewards)
-        return tuple(float(reward > self.threshold) for reward in rewards)
 
     def worth(self, p: float, n: int) -> float:
         """Return what n samples of a prompt of success rate p are worth."""

@@ -6,6 +6,7 @@ prompts come first, then those of other prompts, then answers of earlier iterati
 
 from mmrl.rollout import (
     adaptive_sampling,
+    diversity,
     dynamic_sampling,
     ground_truth,
     length_limit,
@@ -15,6 +16,7 @@ from mmrl.rollout import (
 
 __all__ = [
     "adaptive_sampling",
+    "diversity",
     "dynamic_sampling",
     "ground_truth",
     "length_limit",
