@@ -23,8 +23,9 @@ class Diversity(Stage):
     @classmethod
     def build(cls, setup: Setup) -> Diversity | None:
         prompts = setup.prompts
-        wanted = isinstance(prompts, Curriculum) and prompts.wants_diversity
-        return cls(prompts) if wanted and isinstance(prompts, Curriculum) else None
+        if isinstance(prompts, Curriculum) and prompts.wants_diversity:
+            return cls(prompts)
+        return None
 
     def groups(
         self, drawn: Drawn, iteration: int, sample: Sample
