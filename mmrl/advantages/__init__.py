@@ -1,6 +1,7 @@
 """Advantages say what a reward is worth beside others; ``mmrl.core.registry.ADVANTAGES`` names
 them."""
 
+from mmrl.advantages.all_samples import all_samples
 from mmrl.advantages.baseline import AAPO, PVPO, SingleStream
 from mmrl.advantages.branch import Branch, by_edge
 from mmrl.advantages.ddpo import DDPO
@@ -31,6 +32,7 @@ __all__ = [
     "SingleStream",
     "asymre",
     "bnpo",
+    "all_samples",
     "by_edge",
     "copo",
     "dance_grpo",

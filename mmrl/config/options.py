@@ -76,6 +76,30 @@ class Budget:
 
 
 @dataclass(frozen=True)
+class AdaptiveRounds:
+    """Samples a prompt again, in rounds, until its rewards are a signal. ``rounds``: further ones,
+    at most. ``round_size``: samples of a prompt in each; null: ``train.group_size``. ``until``:
+    half of a group's size are positive and half negative (balanced), or one is positive.
+    ``threshold``: a total reward above it is positive."""
+
+    rounds: Count = 3
+    round_size: Count | None = None
+    until: Literal["balanced", "positive"] = "balanced"
+    threshold: float = 0.5
+
+
+@dataclass(frozen=True)
+class ResponseReuse:
+    """Puts a right answer of an earlier iteration in the place of one of a group that has none.
+    ``threshold``: a total reward above it is right. ``size``: prompts whose last right answer a
+    process remembers; the oldest leave first. ``age``: iterations after which it is forgotten."""
+
+    threshold: float = 0.5
+    size: Count = 4096
+    age: Count = 64
+
+
+@dataclass(frozen=True)
 class TrainOptions:
     """Holds the options of ``train``. Sizes are global: they mean the same training on any number
     of processes."""
@@ -110,12 +134,16 @@ class TrainOptions:
     mask_truncated_completions: bool = False
     # (iteration, tokens): the limit of answers from that iteration on
     max_new_tokens_schedule: tuple[tuple[Natural, Count], ...] = ()
+    # sample prompts again until their rewards are a signal; null: every prompt once
+    adaptive_sampling: AdaptiveRounds | None = None
     # rounds in which groups of equal rewards are replaced by groups of other prompts
     dynamic_sampling_rounds: Natural = 0
     # std of a group's rewards up to which they count as equal
     dynamic_sampling_min_std: Annotated[float, Ge(0)] = 0.0
     # replace groups of equal rewards by answers of earlier iterations; null: no
     replay_buffer: Reuse | None = None
+    # right answers of earlier iterations in groups that have none; null: no
+    response_reuse: ResponseReuse | None = None
     # source of one answer of every group: a reward, or a field of the prompt; null: none
     ground_truth_rollout: str | None = None
     # tolerated |re-scored - recorded log-prob| before the first step
@@ -206,8 +234,9 @@ def unsupported_options(train: TrainOptions, policy: Any) -> Iterator[str]:
         return  # it does not say what it is
     if train.ground_truth_rollout is not None and not can.ground_truth:
         yield f"train.ground_truth_rollout: {name} takes no answers of others; it is for vlm"
-    if train.replay_buffer is not None and not can.replay:
-        yield f"train.replay_buffer: {name} cannot be shown old answers again; it is for vlm"
+    for key in ("replay_buffer", "response_reuse"):
+        if getattr(train, key) is not None and not can.replay:
+            yield f"train.{key}: {name} cannot be shown old answers again; it is for vlm"
     if train.max_new_tokens_schedule and not can.max_new_tokens:
         yield (
             f"train.max_new_tokens_schedule: {name} writes no answers whose length could "

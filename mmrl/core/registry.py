@@ -232,6 +232,8 @@ BUILT_IN = (
     "mmrl.data.vision",
     "mmrl.data.budget",
     "mmrl.data.curriculum",
+    "mmrl.data.selection",
+    "mmrl.data.subsets",
     "mmrl.worlds",
 )
 

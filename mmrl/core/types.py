@@ -197,6 +197,14 @@ class Provenance(Fields):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PromptMoments(Fields):
+    """Summarises the rewards of all samples of a row's prompt, also of those not trained on."""
+
+    mean: Tensor  # [B] float64 of the total reward
+    std: Tensor  # [B] float64, population
+
+
+@dataclass(frozen=True, kw_only=True)
 class Rollout(Rows):
     """Records what a policy sampled. A *decision* is a sampled value whose probability is known."""
 
@@ -212,6 +220,8 @@ class Rollout(Rows):
     edge_id: Tensor | None = None
     # [B] bool: rows that stay in training, decisions or not; None: all
     trainable: Tensor | None = None
+    # where prompts had further samples than these rows; None: they had not
+    all_samples: PromptMoments | None = None
 
     def prompt_per_row(self) -> list[Prompt]:
         """Return the prompt of every row, B of them."""

@@ -15,7 +15,7 @@ from mmrl.core.registry import DATA
 from mmrl.core.types import Copies, Prompt
 from mmrl.data.curriculum import Around, Source, over, with_entries
 from mmrl.data.prompts import Outcome
-from mmrl.data.statistics import PromptRecord, PromptStatistics
+from mmrl.data.statistics import PromptRecord, PromptStatistics, successes
 
 
 class Counted(Around):
@@ -50,7 +50,7 @@ class Budgeted(Counted):
         self.budget = budget
 
     def as_recorded(self, outcome: Outcome) -> Outcome:
-        return outcome._replace(rewards=self.budget.successes(outcome.rewards))
+        return outcome._replace(rewards=successes(outcome.rewards, self.budget.threshold))
 
     def copies(self, prompts: Sequence[Prompt], group_size: int, iteration: int) -> Copies:
         records = [self.statistics[prompt["entry"]] for prompt in prompts]
@@ -90,11 +90,7 @@ class Knapsack:
         decay: Annotated[float, Gt(0), Le(1)] = 0.5,
         multiple: Count = 1,
     ):
-        if not multiple <= least <= most or least % multiple or most % multiple:
-            raise UserError(
-                f"knapsack: least {least} and most {most} must be multiples of multiple "
-                f"{multiple}, least not above most"
-            )
+        check_range("knapsack", least, most, multiple)
         self.least = least
         self.most = most
         self.threshold = threshold
@@ -102,12 +98,6 @@ class Knapsack:
         self.multiple = multiple
         self.train = Budgeted(with_entries(of.train), self)
         self.held_out = list(of.held_out)
-
-    def successes(self, rewards: Sequence[float]) -> tuple[float, ...]:
-        """Turn rewards into how much of a success each is, from 0 to 1."""
-        if self.threshold is None:
-            return tuple(min(max(reward, 0.0), 1.0) for reward in rewards)
-        return tuple(float(reward > self.threshold) for reward in rewards)
 
     def worth(self, p: float, n: int) -> float:
         """Return what n samples of a prompt of success rate p are worth."""
@@ -119,6 +109,90 @@ class Knapsack:
         worths = [partial(self.worth, rate) for rate in rates]
         total = len(records) * group_size
         return allotted(worths, total, min(self.least, group_size), self.most, self.multiple)
+
+
+class Grown(Counted):
+    """Draws as ``inner`` does; prompts whose last groups were flat get more of the samples."""
+
+    def __init__(self, inner: Sequence[Prompt], growth: AdaptiveGroupSize):
+        super().__init__(inner, PromptStatistics())
+        self.growth = growth
+        self.flat_visits: dict[int, int] = {}  # visits in a row with equal rewards, by entry
+
+    def learn(self, outcomes: Sequence[Outcome]) -> None:
+        super().learn(outcomes)
+        for outcome in outcomes:
+            if outcome.rewards:
+                count = self.flat_visits.get(outcome.entry, 0) + 1
+                self.flat_visits[outcome.entry] = count if outcome.flat else 0
+
+    def copies(self, prompts: Sequence[Prompt], group_size: int, iteration: int) -> Copies:
+        flat = [self.flat_visits.get(prompt["entry"], 0) for prompt in prompts]
+        return self.growth.sizes(flat, group_size)
+
+    def state_dict(self) -> dict[str, Any]:
+        flat = {str(entry): count for entry, count in self.flat_visits.items() if count}
+        return super().state_dict() | {"flat": flat}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.flat_visits = {int(entry): n for entry, n in state.get("flat", {}).items()}
+
+    def over(self, prompts: Sequence[Prompt]) -> Grown:
+        return Grown(over(self.inner, prompts), self.growth)
+
+
+@DATA.register("adaptive_group_size")
+class AdaptiveGroupSize:
+    """Give prompts larger groups where their last ones were flat: GRPO with an adaptive G.
+
+    A prompt whose last k groups had equal rewards wants growth^k times the samples of one whose
+    last group differed; the iteration's prompts_per_iteration * group_size samples are shared out
+    in that ratio, from ``least`` to ``most`` (our reading: the iteration costs the same).
+
+    of: the data source. growth: of the group with every flat visit in a row. least, most: samples
+    of a prompt. multiple: counts are multiples of it, as trees need.
+    """
+
+    train: Grown
+    held_out: list[Prompt]
+
+    def __init__(
+        self,
+        of: Source,
+        growth: Annotated[float, Gt(1)] = 2.0,
+        least: Count = 4,
+        most: Count = 64,
+        multiple: Count = 1,
+    ):
+        check_range("adaptive_group_size", least, most, multiple)
+        self.growth = growth
+        self.least = least
+        self.most = most
+        self.multiple = multiple
+        self.train = Grown(with_entries(of.train), self)
+        self.held_out = list(of.held_out)
+
+    def sizes(self, flat: Sequence[int], group_size: int) -> list[int]:
+        """Share out ``group_size`` samples a prompt in the ratio of growth^k."""
+        # a weight times the harmonic number of n is concave in n, and best where n is in its ratio
+        worths = [partial(harmonic, self.growth ** min(visits, 30)) for visits in flat]
+        total = len(flat) * group_size
+        return allotted(worths, total, min(self.least, group_size), self.most, self.multiple)
+
+
+def harmonic(weight: float, n: int) -> float:
+    """Return a worth by which ``allotted`` shares out in the ratio of the weights."""
+    return weight * sum(1 / k for k in range(1, n + 1))
+
+
+def check_range(name: str, least: int, most: int, multiple: int) -> None:
+    """Raise UserError unless ``least`` and ``most`` are multiples, in this order."""
+    if not multiple <= least <= most or least % multiple or most % multiple:
+        raise UserError(
+            f"{name}: least {least} and most {most} must be multiples of multiple "
+            f"{multiple}, least not above most"
+        )
 
 
 def allotted(

@@ -179,6 +179,14 @@ class Around(Curriculum):
             return self.inner.copies(prompts, group_size, iteration)
         return group_size
 
+    @property
+    def wants_diversity(self) -> bool:
+        return isinstance(self.inner, Curriculum) and self.inner.wants_diversity
+
+    def see_diversity(self, values: Mapping[int, float]) -> None:
+        if isinstance(self.inner, Curriculum):
+            self.inner.see_diversity(values)
+
     def learn(self, outcomes: Sequence[Outcome]) -> None:
         if isinstance(self.inner, Curriculum):
             self.inner.learn(outcomes)

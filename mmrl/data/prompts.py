@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 from operator import itemgetter
@@ -138,6 +138,11 @@ def _order(n: int, seed: int, epoch: int, *names: int | str) -> tuple[int, ...]:
 class Curriculum(Sequence[Prompt]):
     """Holds training prompts and decides itself which of them an iteration draws."""
 
+    @property
+    def wants_diversity(self) -> bool:
+        """Tell whether ``see_diversity`` is to be called before ``learn``."""
+        return False
+
     def __init__(self, prompts: Sequence[Prompt]):
         self.prompts = list(prompts)
 
@@ -169,6 +174,10 @@ class Curriculum(Sequence[Prompt]):
 
     def learn(self, outcomes: Sequence[Outcome]) -> None:
         """Take in how the groups of an iteration were rewarded; called alike on all processes."""
+
+    def see_diversity(self, values: Mapping[int, float]) -> None:
+        """Take in how much the answers to each prompt differ, 0 to 1 by ``entry``; called alike on
+        all processes."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}

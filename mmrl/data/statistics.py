@@ -24,6 +24,7 @@ class PromptRecord:
     )
     iteration: int = -1  # of the last visit
     rewards: tuple[float, ...] = ()  # of the last visit
+    diversity: float = 0.0  # of its answers, 0 to 1, where a data source wants it
 
     @property
     def variance(self) -> float:
@@ -36,14 +37,26 @@ class PromptStatistics:
     """Keeps a record of every prompt by its ``entry``, alike on all processes, in checkpoints.
 
     ``decay``: what is left of the weight of earlier answers at every new visit; 1: all count alike.
+    ``drift``: what is left of it at every iteration without a visit.
     """
 
     decay: float = 1.0
     records: dict[int, PromptRecord] = field(default_factory=dict)
     iteration: int = 0  # that of the next outcomes
+    drift: float = 1.0
 
     def __getitem__(self, entry: int) -> PromptRecord:
         return self.records.get(entry) or PromptRecord()
+
+    def weight(self, entry: int) -> float:
+        """Return how many answers of a prompt count now, each with what is left of its weight."""
+        record = self[entry]
+        return record.samples * self._left(record)
+
+    def see_diversity(self, values: Mapping[int, float]) -> None:
+        """Take in how much the answers to prompts differ, by entry."""
+        for entry, value in values.items():
+            self.records.setdefault(entry, PromptRecord()).diversity = value
 
     def learn(self, outcomes: Iterable[Outcome]) -> None:
         """Take in the outcomes of an iteration. A prompt that was drawn twice is visited twice."""
@@ -54,7 +67,7 @@ class PromptStatistics:
         self.iteration += 1
 
     def _visit(self, record: PromptRecord, rewards: Sequence[float]) -> None:
-        before = record.samples * self.decay
+        before = record.samples * self.decay * self._left(record)
         record.samples = before + len(rewards)
         for name, power in (("mean", 1), ("square", 2)):
             level = sum(reward**power for reward in rewards)
@@ -63,6 +76,9 @@ class PromptStatistics:
         record.iteration = self.iteration
         record.rewards = tuple(rewards)
         record.advantage = mean_advantage(rewards)
+
+    def _left(self, record: PromptRecord) -> float:
+        return self.drift ** max(self.iteration - 1 - record.iteration, 0)
 
     def state_dict(self) -> dict[str, Any]:
         records = {str(entry): asdict(record) for entry, record in self.records.items()}
@@ -81,3 +97,11 @@ def mean_advantage(rewards: Sequence[float]) -> float:
     mean = fmean(rewards)
     std = fmean([(reward - mean) ** 2 for reward in rewards]) ** 0.5
     return fmean([abs(reward - mean) for reward in rewards]) / std if std > 1e-12 else 0.0
+
+
+def successes(rewards: Sequence[float], threshold: float | None) -> tuple[float, ...]:
+    """Turn rewards into how much of a success each is, from 0 to 1: whether it is above the
+    threshold; None: the reward itself."""
+    if threshold is None:
+        return tuple(min(max(reward, 0.0), 1.0) for reward in rewards)
+    return tuple(float(reward > threshold) for reward in rewards)

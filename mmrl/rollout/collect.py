@@ -94,6 +94,24 @@ def together(media: Sequence[Media]) -> Media:
     return [item for part in media for item in part]
 
 
+def media_of(media: Media, rows: Tensor) -> Media:
+    """Take the samples of these rows, [n] long."""
+    if isinstance(media, Tensor):
+        return media[rows.to(media.device)]
+    return [media[row] for row in rows.tolist()]
+
+
+def appended(rollout: Rollout, further: Rollout) -> Rollout:
+    """Append rows that answer prompts of ``rollout``, to which their ``group`` already leads."""
+    parts = (rollout, further)
+    longest = max(part.mask.shape[1] for part in parts)
+    states = max(
+        part.trajectory.states.shape[1] if isinstance(part.trajectory, LatentPath) else 0
+        for part in parts
+    )
+    return Rollout.cat([with_room(padded(part, longest), states) for part in parts])
+
+
 def joined(parts: Sequence[Rollout]) -> Rollout:
     """Join parts to one rollout of all prompts. Shorter ones are padded at the end, masked."""
     longest = max(part.mask.shape[1] for part in parts)

@@ -12,17 +12,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from mmrl.advantages.groups import measured
 from mmrl.config.options import TrainOptions
 from mmrl.core import distributed
-from mmrl.core.host import on_host
 from mmrl.core.registry import STAGES
-from mmrl.core.types import Copies, Prompt, Rewards, Rollout
+from mmrl.core.types import Copies, Prompt, Rewards
 from mmrl.data.prompts import pick
-from mmrl.rollout.collect import joined, together
-from mmrl.rollout.stages import Drawn, Sample, Setup, Stage, outline
+from mmrl.rollout.collect import joined, media_of, together
+from mmrl.rollout.stages import Drawn, Sample, Setup, Stage, group_sizes, moments, outline
 from samplers.noise import Rng
 
 
@@ -139,20 +137,17 @@ def same_sizes(drawn: Drawn, flat: Sequence[int], most: int, rng: Rng) -> tuple[
     return rng, sizes + [largest] * (most - len(flat))
 
 
-def group_sizes(rollout: Rollout) -> list[int]:
-    """Count the rows of every group of a rollout."""
-    sizes: list[int] = on_host(rollout.group).bincount(minlength=len(rollout.prompts)).tolist()
-    return sizes
-
-
 def exchanged(drawn: Drawn, new: Drawn, flat: Sequence[int]) -> Drawn:
     """Replace the groups ``flat`` of ``drawn`` by the first of ``new``, which take their places and
     row names."""
     if not flat:
         return drawn
     old = drawn.rollout
+    fresh = new.rollout
+    if old.all_samples is not None:
+        fresh = fresh.replace(all_samples=moments(fresh, new.rewards))
     count = len(drawn.rollout.prompts)
-    pooled = joined([old, new.rollout])
+    pooled = joined([old, fresh])
     gone = torch.isin(old.group, torch.tensor(flat, device=old.group.device))
     rows = [(~gone).nonzero()[:, 0]]
     names = [old.row_id[~gone]]
@@ -167,12 +162,7 @@ def exchanged(drawn: Drawn, new: Drawn, flat: Sequence[int]) -> Drawn:
     rewards = {
         key: torch.cat([value, new.rewards[key]])[index] for key, value in drawn.rewards.items()
     }
-    media = together([drawn.media, new.media])
-    chosen = (
-        media[index.to(media.device)]
-        if isinstance(media, Tensor)
-        else [media[row] for row in index.tolist()]
-    )
+    chosen = media_of(together([drawn.media, new.media]), index)
     lost = Rewards(
         {key: value[gone] for key, value in drawn.rewards.items()}, drawn.rewards.weights
     )
@@ -182,4 +172,5 @@ def exchanged(drawn: Drawn, new: Drawn, flat: Sequence[int]) -> Drawn:
         chosen,
         Rewards(rewards, drawn.rewards.weights),
         gave_way,
+        drawn.unused,
     )

@@ -22,8 +22,8 @@ from mmrl.core.registry import STAGES
 from mmrl.core.types import Media, Prompt, Provenance, Rewards, Rollout, TokenOrder
 from mmrl.policies.base import Policy
 from mmrl.rollout.collect import joined, together
-from mmrl.rollout.dynamic_sampling import exchanged, flat_groups, group_sizes
-from mmrl.rollout.stages import Drawn, Sample, Setup, Stage
+from mmrl.rollout.dynamic_sampling import exchanged, flat_groups
+from mmrl.rollout.stages import Drawn, Sample, Setup, Stage, group_sizes
 
 # what is kept of a rollout
 ROWS = (
@@ -142,38 +142,10 @@ class ReplayBuffer(Stage):
 
     def state_dict(self) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
         """Return the entries if there is one process; several begin anew after a resume."""
-        tensors: dict[str, Tensor] = {}
-        plain = []
-        for n, entry in enumerate(self.entries if distributed.world()[1] == 1 else ()):
-            fields = entry.rollout.row_tensors()
-            tensors |= {f"{n}/{name}": fields[name] for name in ROWS if name in fields}
-            tensors |= {f"{n}/reward/{name}": value for name, value in entry.rewards.items()}
-            plain.append(
-                {
-                    "index": entry.index,
-                    "iteration": entry.iteration,
-                    "used": entry.used,
-                    "weights": entry.rewards.weights,
-                }
-            )
-        return {name: tensor.contiguous() for name, tensor in tensors.items()}, plain
+        return packed(self.entries)
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], plain: Any) -> None:
-        self.entries = []
-        for n, entry in enumerate(plain or ()):
-            if entry["index"] < len(self.prompts):
-                rows = {name: tensors[f"{n}/{name}"] for name in ROWS if f"{n}/{name}" in tensors}
-                rollout = _rollout(rows)
-                rewards = {name: tensors[f"{n}/reward/{name}"] for name in entry["weights"]}
-                self.entries.append(
-                    Remembered(
-                        entry["index"],
-                        entry["iteration"],
-                        rollout,
-                        Rewards(rewards, entry["weights"]),
-                        entry["used"],
-                    )
-                )
+        self.entries = unpacked(tensors, plain, len(self.prompts))
 
     def _worth(self, drawn: Drawn, iteration: int) -> list[Remembered]:
         """Make entries of the groups of ``drawn`` that could teach something later."""
@@ -189,7 +161,7 @@ class ReplayBuffer(Stage):
             if known and group not in useless and len(rows) > 1:
                 stored = (
                     rollout[rows]
-                    .replace(cond=None, prompts=(), group=torch.zeros_like(rows))
+                    .replace(cond=None, prompts=(), group=torch.zeros_like(rows), all_samples=None)
                     .to("cpu")
                 )
                 entries.append(Remembered(self.origins[id(prompt)], iteration, stored, rewards))
@@ -209,6 +181,45 @@ class ReplayBuffer(Stage):
             name: torch.cat([entry.rewards[name] for entry in chosen]).to(device) for name in names
         }
         return Drawn(joined(parts), media, Rewards(rewards, names.weights))
+
+
+def packed(entries: Sequence[Remembered]) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+    """Return the entries for a checkpoint: tensors, and plain data; nothing where there are several
+    processes."""
+    tensors: dict[str, Tensor] = {}
+    plain = []
+    for n, entry in enumerate(entries if distributed.world()[1] == 1 else ()):
+        fields = entry.rollout.row_tensors()
+        tensors |= {f"{n}/{name}": fields[name] for name in ROWS if name in fields}
+        tensors |= {f"{n}/reward/{name}": value for name, value in entry.rewards.items()}
+        plain.append(
+            {
+                "index": entry.index,
+                "iteration": entry.iteration,
+                "used": entry.used,
+                "weights": entry.rewards.weights,
+            }
+        )
+    return {name: tensor.contiguous() for name, tensor in tensors.items()}, plain
+
+
+def unpacked(tensors: Mapping[str, Tensor], plain: Any, prompts: int) -> list[Remembered]:
+    """Make entries of what ``packed`` returned, as far as the data still has their prompts."""
+    entries = []
+    for n, entry in enumerate(plain or ()):
+        if entry["index"] < prompts:
+            rows = {name: tensors[f"{n}/{name}"] for name in ROWS if f"{n}/{name}" in tensors}
+            rewards = {name: tensors[f"{n}/reward/{name}"] for name in entry["weights"]}
+            entries.append(
+                Remembered(
+                    entry["index"],
+                    entry["iteration"],
+                    _rollout(rows),
+                    Rewards(rewards, entry["weights"]),
+                    entry["used"],
+                )
+            )
+    return entries
 
 
 def _rollout(rows: dict[str, Tensor]) -> Rollout:

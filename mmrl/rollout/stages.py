@@ -13,9 +13,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from mmrl.advantages.groups import measured
 from mmrl.config.options import TrainOptions
+from mmrl.core.host import on_host
 from mmrl.core.registry import STAGES
-from mmrl.core.types import Copies, Media, Prompt, Provenance, Rewards, Rollout
+from mmrl.core.types import Copies, Media, Prompt, PromptMoments, Provenance, Rewards, Rollout
 from mmrl.policies.base import Policy, RolloutContext
 from mmrl.rollout.collect import joined
 from samplers.noise import Rng
@@ -25,20 +27,29 @@ from samplers.noise import Rng
 class Drawn:
     """Holds samples with their rewards, and the groups that were sampled too but were replaced.
 
-    Of the replaced ones ``gave_way`` has groups and rewards, not their samples.
+    Of the replaced ones ``gave_way`` has groups and rewards, not their samples; ``unused`` has
+    those of further samples of the same groups that are not trained on.
     """
 
     rollout: Rollout
     media: Media
     rewards: Rewards
     gave_way: tuple[tuple[Rollout, Rewards], ...] = ()
+    unused: tuple[tuple[Rollout, Rewards], ...] = ()
 
     def sampled(self) -> tuple[Rollout, Rewards]:
         """Join everything the policy wrote itself in this iteration, also what is not trained on.
 
         Statistics are of these rows.
         """
-        parts = [(outline(self.rollout), self.rewards.per_row()), *self.gave_way]
+        standing = [(outline(self.rollout), self.rewards.per_row()), *self.unused]
+        parts = [*self.gave_way]
+        parts[:0] = [
+            (
+                Rollout.cat([rollout for rollout, _ in standing]),
+                Rewards({n: torch.cat([part[n] for _, part in standing]) for n in self.rewards}),
+            )
+        ]
         rewards = {name: torch.cat([part[name] for _, part in parts]) for name in self.rewards}
         whole = joined([rollout for rollout, _ in parts])
         _, rows, row_rewards = sampled_only(
@@ -121,6 +132,21 @@ def outline(rollout: Rollout) -> Rollout:
             is_ground_truth=_marks(rollout, rollout.provenance.is_ground_truth),
             is_replayed=_marks(rollout, rollout.provenance.is_replayed),
         ),
+    )
+
+
+def group_sizes(rollout: Rollout) -> list[int]:
+    """Count the rows of every group of a rollout."""
+    sizes: list[int] = on_host(rollout.group).bincount(minlength=len(rollout.prompts)).tolist()
+    return sizes
+
+
+def moments(rollout: Rollout, rewards: Rewards) -> PromptMoments:
+    """Compute the moments of every row's group, rows without a reward left out."""
+    double, groups = measured(rewards.per_row(), rollout)
+    total = double.total()
+    return PromptMoments(
+        mean=groups.mean(total)[groups.index], std=groups.variance(total, 0).sqrt()[groups.index]
     )
 
 

@@ -113,8 +113,9 @@ class Trainer:
             metrics |= counts
         rewards = self.objective.shaped(self.policy, drawn.rollout, drawn.rewards)
         trained = self._compare(drawn, rewards)
-        # replaced groups were not shaped: if there are any, ``sampled`` has no shaped rewards
-        whole = drawn if drawn.gave_way else replace(drawn, rewards=rewards)
+        # what is not trained on was not shaped: if there is any, ``sampled`` has no shaped rewards
+        plain_only = drawn.gave_way or drawn.unused
+        whole = drawn if plain_only else replace(drawn, rewards=rewards)
         sampled = whole.sampled()
         media, rollout, plain = sampled_only(drawn.media, trained, drawn.rewards)
         _, _, shaped = sampled_only(drawn.media, trained, rewards)

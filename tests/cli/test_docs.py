@@ -19,7 +19,16 @@ import yaml
 
 from mmrl import config
 from mmrl.cli.app import app
-from mmrl.config.options import Budget, EvaluateOptions, Reuse, SlowFast, TrainOptions, arithmetic
+from mmrl.config.options import (
+    AdaptiveRounds,
+    Budget,
+    EvaluateOptions,
+    ResponseReuse,
+    Reuse,
+    SlowFast,
+    TrainOptions,
+    arithmetic,
+)
 from mmrl.config.overrides import SECTIONS
 from mmrl.core.registry import (
     ALL,
@@ -235,6 +244,8 @@ DOCUMENTED = {
     "budget": Budget,
     "replay_buffer": Reuse,
     "slow_fast": SlowFast,
+    "adaptive_sampling": AdaptiveRounds,
+    "response_reuse": ResponseReuse,
     "lora": Lora,
     "budgets": Budgets,
     "part": Part,

@@ -9,7 +9,7 @@ import torch
 from mmrl.core.errors import UserError
 from mmrl.core.registry import DATA
 from mmrl.core.types import per_prompt
-from mmrl.data.budget import Knapsack, allotted
+from mmrl.data.budget import AdaptiveGroupSize, Knapsack, allotted
 from mmrl.data.prompts import Outcome
 from mmrl.data.statistics import PromptRecord, PromptStatistics, mean_advantage
 from samplers.noise import Rng
@@ -70,6 +70,48 @@ def test_what_is_left_over_goes_beyond_the_most_and_multiples_are_kept():
     assert counts == [12, 4]
     with pytest.raises(UserError, match="must be multiples of multiple 4"):
         Knapsack(Plain(), least=2, multiple=4)
+
+
+def test_groups_grow_where_they_were_flat_and_shrink_where_they_were_not():
+    """In the ratio 2.5^k, by a plain loop that gives each sample to the prompt furthest behind."""
+    source = AdaptiveGroupSize(Plain(), growth=2.5, least=2, most=32)
+    data = source.train
+    assert data.copies(data[:], 8, 0) == [8] * 4
+    flat = Outcome(0, 1.0, True, (1.0,) * 8)
+    mixed = Outcome(1, 0.5, False, (1.0, 0.0) * 4)
+    for _ in range(2):
+        data.learn([flat, mixed, flat._replace(entry=2), mixed._replace(entry=3)])
+    data.learn([mixed._replace(entry=2)])
+    again = AdaptiveGroupSize(Plain(), growth=2.5, least=2, most=32).train
+    again.load_state_dict(data.state_dict())
+    expected = [2] * 4
+    for _ in range(24):
+        behind = [
+            weight / (size + 1) for weight, size in zip([6.25, 1, 1, 1], expected, strict=True)
+        ]
+        expected[behind.index(max(behind))] += 1
+    assert data.copies(data[:], 8, 2) == again.copies(again[:], 8, 2) == expected
+    assert sum(expected) == 32 and expected[0] > 3 * expected[1], "flat twice in a row"
+
+
+def test_growing_groups_find_more_signals_of_hard_prompts_than_equal_ones():
+    """Bernoulli prompts, every second hard: its groups whose rewards differ."""
+    signals = []
+    for source in (AdaptiveGroupSize(Plain(16), least=4, most=32), None):
+        data = source.train if source else None
+        rates = [0.5, 0.06] * 8
+        signal = 0
+        for iteration in range(60):
+            sizes = data.copies(data[:], 8, iteration) if data else [8] * 16
+            assert sum(sizes) == 128 and min(sizes) >= 4
+            u = Rng.of("grow", iteration).uniform(torch.arange(16), (128,))
+            groups = [tuple((u[i, : sizes[i]] < rates[i]).double().tolist()) for i in range(16)]
+            outcomes = [Outcome(i, 0.0, len(set(g)) == 1, g) for i, g in enumerate(groups)]
+            if data:
+                data.learn(outcomes)
+            signal += sum(not outcome.flat for outcome in outcomes[1::2])
+        signals.append(signal)
+    assert signals[0] > 1.1 * signals[1], signals
 
 
 def test_statistics_survive_a_checkpoint():

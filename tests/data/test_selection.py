@@ -1,0 +1,298 @@
+"""Prompts chosen by their records: by plain loops, on Bernoulli prompts, and after a resume."""
+
+import json
+import math
+from collections import Counter
+
+import pytest
+import torch
+from scipy.stats import beta
+
+from mmrl.advantages import outcomes
+from mmrl.core.errors import UserError
+from mmrl.core.registry import DATA, load_built_in
+from mmrl.core.types import Rewards
+from mmrl.data.prompts import Outcome, batch
+from mmrl.data.selection import Pcl, Sec, Vade, Vas
+from mmrl.data.statistics import PromptStatistics, mean_advantage
+from mmrl.data.subsets import Depo
+from mmrl.rollout.diversity import diversity
+from samplers.noise import Rng
+from tests.fixtures import toys
+from tests.fixtures.records import make_rollout
+from tests.train.test_trainer import make_trainer
+
+load_built_in()
+SEED = 3
+
+
+class Bernoulli:
+    """Prompts that are right with their own probability."""
+
+    def __init__(self, rates):
+        self.train = [
+            {"text": f"{i}", "p": p, "category": "easy" if p > 0.9 else "hard" if p < 0.1 else "ok"}
+            for i, p in enumerate(rates)
+        ]
+        self.held_out = []
+
+
+def answered(prompts, iteration, size=8):
+    """Answers of an iteration; each place has its own randomness."""
+    u = Rng.of("answers", iteration).uniform(torch.arange(len(prompts)), (size,))
+    results = []
+    for i, prompt in enumerate(prompts):
+        rewards = tuple((u[i] < prompt["p"]).double().tolist())
+        mean = sum(rewards) / size
+        results.append(Outcome(prompt["entry"], mean, len(set(rewards)) == 1, rewards))
+    return results
+
+
+def simulate(data, iterations, count=8, start=0):
+    """The prompts drawn and the outcomes of all iterations."""
+    drawn = []
+    for iteration in range(start, start + iterations):
+        prompts = batch(data, count, iteration, SEED)
+        assert len(prompts) == count
+        assert batch(data, count, iteration, SEED) == prompts, "repeatable until learn"
+        results = answered(prompts, iteration)
+        if data.wants_diversity:
+            data.see_diversity({p["entry"]: p["p"] / 2 for p in prompts})
+        data.learn(results)
+        drawn.append((prompts, results))
+    return drawn
+
+
+RATES = [0.0, 0.02, 0.5, 0.98, 1.0, 0.5, 0.01, 0.99] * 8
+SOURCES = {
+    "vade": lambda rates=RATES: Vade(Bernoulli(rates)),
+    "vas": lambda rates=RATES: Vas(Bernoulli(rates)),
+    "pcl": lambda rates=RATES: Pcl(Bernoulli(rates)),
+    "sec": lambda rates=RATES: Sec(Bernoulli(rates)),
+    "depo": lambda rates=RATES: Depo(Bernoulli(rates)),
+}
+
+
+def signals(drawn):
+    """The share of groups whose rewards differ."""
+    flat = [outcome.flat for _, results in drawn for outcome in results]
+    return 1 - sum(flat) / len(flat)
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_more_groups_have_a_signal_than_of_prompts_drawn_alike(name):
+    plain = Bernoulli(RATES)
+    plain.train = [{**prompt, "entry": i} for i, prompt in enumerate(plain.train)]
+    alike = 0
+    for iteration in range(60, 100):
+        alike += sum(
+            not o.flat for o in answered(batch(plain.train, 8, iteration, SEED), iteration)
+        )
+    data = SOURCES[name]().train
+    simulate(data, 60)
+    later = signals(simulate(data, 40, start=60))
+    assert later > 1.25 * alike / 320, (later, alike / 320)
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_resumed_run_draws_the_same(name):
+    data = SOURCES[name]().train
+    simulate(data, 9)
+    again = SOURCES[name]().train
+    again.load_state_dict(json.loads(json.dumps(data.state_dict())))
+    first = [[p["entry"] for p in prompts] for prompts, _ in simulate(data, 6, start=9)]
+    second = [[p["entry"] for p in prompts] for prompts, _ in simulate(again, 6, start=9)]
+    assert first == second and len({tuple(entries) for entries in first}) > 1
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_subset_is_drawn_from_alone_and_small_data_repeats(name):
+    data = SOURCES[name]().train
+    part = data.over(data.prompts[10:13])
+    assert {p["entry"] for p in batch(part, 8, 0, SEED)} <= {10, 11, 12}
+
+
+def test_weights_of_answers_fade_at_visits_and_between_them():
+    statistics = PromptStatistics(0.5, drift=0.9)
+    visits = {0: (1.0, 1.0), 3: (0.0,), 4: (1.0, 0.0, 0.0)}
+    total = 0.0
+    mean = 0.0
+    last = None
+    for iteration in range(8):
+        rewards = visits.get(iteration)
+        if rewards:
+            left = total * 0.5 * (0.9 ** (iteration - 1 - last) if last is not None else 1)
+            mean = (left * mean + sum(rewards)) / (left + len(rewards))
+            total = left + len(rewards)
+            last = iteration
+        statistics.learn([Outcome(5, 0.0, False, rewards)] if rewards else [])
+        expected = total * 0.9 ** (iteration - last)
+        assert statistics.weight(5) == pytest.approx(expected, abs=1e-12)
+        assert statistics[5].mean == pytest.approx(mean, abs=1e-12)
+    assert statistics.weight(6) == 0
+
+
+def test_vade_draws_rates_from_beta_posteriors():
+    """By scipy's quantiles, in a loop."""
+    source = Vade(Bernoulli(RATES), prior=2.0)
+    data = source.train
+    simulate(data, 5)
+    rng = Rng.of(SEED, "vade", 5)
+    scores = []
+    for entry in range(len(RATES)):
+        weight = data.statistics.weight(entry)
+        mean = data.statistics[entry].mean
+        u = float(rng.uniform(torch.tensor([entry])))
+        theta = beta.ppf(u, 2 + weight * mean, 2 + weight * (1 - mean))
+        assert float(source.rates(data, rng)[entry]) == pytest.approx(theta, abs=1e-9)
+        scores.append(theta * (1 - theta))
+    best = sorted(range(len(RATES)), key=lambda i: -scores[i])[:8]
+    assert [p["entry"] for p in batch(data, 8, 5, SEED)] == best
+
+
+def test_vas_scores_by_variance_and_diversity_and_keeps_a_uniform_share():
+    source = Vas(Bernoulli(RATES), share=0.75, variance=0.7, diversity=0.3)
+    data = source.train
+    assert data.wants_diversity
+    simulate(data, 30)
+    record = data.statistics[2]
+    score = 0.7 * record.mean * (1 - record.mean) + 0.3 * 0.25
+    assert source.score(data, 2) == pytest.approx(score, abs=1e-12)
+    chosen = batch(data, 8, 30, SEED)
+    plain = batch(data.inner, 2, 30, SEED)
+    assert chosen[6:] == plain and len({p["entry"] for p in chosen}) == 8
+    count = Counter(p["entry"] for i in range(400) for p in batch(data, 8, i, SEED)[:6])
+    weights = [source.score(data, entry) for entry in range(len(RATES))]
+    high = max(range(len(RATES)), key=weights.__getitem__)
+    low = min(range(len(RATES)), key=weights.__getitem__)
+    assert count[high] > 2 * count[low]
+    assert not Vas(Bernoulli(RATES), diversity=0.0).train.wants_diversity
+    with pytest.raises(UserError, match="both 0"):
+        Vas(Bernoulli(RATES), variance=0.0, diversity=0.0)
+
+
+def test_pcl_takes_the_candidates_nearest_to_the_target():
+    source = Pcl(Bernoulli(RATES), target=0.4, candidates=3.0, prior=2.0)
+    data = source.train
+    simulate(data, 12)
+    candidates = batch(data.inner, 24, 12, SEED)
+    means = [record.mean for record in data.statistics.records.values()]
+    usual = sum(means) / len(means)
+    gaps = []
+    for prompt in candidates:
+        weight = data.statistics.weight(prompt["entry"])
+        mean = data.statistics[prompt["entry"]].mean
+        gaps.append(abs((weight * mean + 2 * usual) / (weight + 2) - 0.4))
+    order = sorted(range(24), key=lambda i: gaps[i])[:8]
+    assert batch(data, 8, 12, SEED) == [candidates[i] for i in order]
+
+
+def test_sec_learns_the_value_of_a_category_by_td_and_draws_by_softmax():
+    source = Sec(Bernoulli(RATES), rate=0.3, temperature=0.2)
+    data = source.train
+    values = dict.fromkeys(data.members, 0.0)
+    for _, results in simulate(data, 20):
+        for name in values:
+            levels = [mean_advantage(o.rewards) for o in results if data.category[o.entry] == name]
+            if levels:
+                values[name] += 0.3 * (sum(levels) / len(levels) - values[name])
+    assert data.values == pytest.approx(values, abs=1e-12)
+    total = sum(math.exp(value / 0.2) for value in values.values())
+    expected = {name: math.exp(value / 0.2) / total for name, value in values.items()}
+    assert data.shares() == pytest.approx(expected, abs=1e-12)
+    count = Counter(p["category"] for i in range(300) for p in batch(data, 8, i, SEED))
+    for name, share in expected.items():
+        assert count[name] / 2400 == pytest.approx(share, abs=0.03)
+    assert max(values, key=values.get) == "ok"
+    assert len({p["entry"] for p in batch(data, 8, 0, SEED)}) == 8, "no repeats"
+    with pytest.raises(UserError, match="have no 'kind'"):
+        Sec(Bernoulli(RATES), field="kind")
+
+
+def test_depo_asks_what_explores_and_replays_what_was_rarely_asked():
+    source = Depo(Bernoulli(RATES), replay=0.25)
+    data = source.train
+    simulate(data, 40)
+    chosen = batch(data, 8, 40, SEED)
+    visits = [data.statistics[entry].visits for entry in range(len(RATES))]
+    assert sorted(visits)[1] >= max(data.statistics[p["entry"]].visits for p in chosen[6:])
+    candidates = [
+        p
+        for p in batch(data.inner, 16, 40, SEED)
+        if p["entry"] not in {q["entry"] for q in chosen[6:]}
+    ]
+    spread = {p["entry"]: data.statistics[p["entry"]].variance for p in candidates}
+    widest = sorted(candidates, key=lambda p: -spread[p["entry"]])[:6]
+    assert [p["entry"] for p in chosen[:6]] == [p["entry"] for p in widest]
+    assert min(visits) >= 2, "nothing is forgotten"
+
+
+def test_diversity_of_tokens_is_the_share_of_distinct_pairs():
+    tokens = torch.tensor([[1, 2, 1, 2], [1, 2, 3, 3], [4, 4, 4, 4], [5, 6, 7, 8]])
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 1, 1], [1, 1, 0, 0]]).bool()
+    rollout = make_rollout(
+        group=torch.tensor([3, 3, 1, 1]),
+        row_id=torch.arange(4),
+        sample=tokens,
+        mask=mask,
+        logprob=torch.zeros(4, 4),
+    )
+    expected = {}
+    for g in (3, 1):
+        pairs = [
+            (int(tokens[i, t]), int(tokens[i, t + 1]))
+            for i in range(4)
+            for t in range(3)
+            if rollout.group[i] == g and mask[i, t] and mask[i, t + 1]
+        ]
+        expected[g] = len(set(pairs)) / len(pairs)
+    names, values = diversity(rollout)
+    assert dict(zip(names.tolist(), values.tolist(), strict=True)) == pytest.approx(expected)
+
+
+def test_diversity_of_latents_is_their_spread():
+    sample = 0.3 * torch.randn(6, 2, 3, generator=torch.Generator().manual_seed(0)).double()
+    rollout = make_rollout(
+        group=torch.tensor([0, 1, 0, 1, 0, 1]),
+        row_id=torch.arange(6),
+        sample=sample,
+        mask=torch.ones(6, 1).bool(),
+        logprob=torch.zeros(6, 1),
+    )
+    _, values = diversity(rollout)
+    for g in range(2):
+        variance = sample[rollout.group == g].flatten(1).var(0, correction=1).mean()
+        assert float(values[g]) == pytest.approx(float(variance) ** 0.5, abs=1e-12)
+
+
+@pytest.mark.parametrize("family", toys.POLICIES)
+@pytest.mark.parametrize("name", ["vas", "vade"])
+def test_every_family_trains_on_chosen_prompts(family, name, monkeypatch):
+    class Toys:
+        train = toys.prompts(16)
+        held_out = []
+
+    source = DATA[name](Toys, threshold=-0.9 if family in ("flow", "diffusion") else 0.2)
+    monkeypatch.setattr(toys, "prompts", lambda n=4: source.train)
+    trainer = make_trainer(family, group_size=4, train_batch_size=16)
+    metrics = [trainer.iterate() for _ in range(3)][-1]
+    assert len(source.train.statistics.records) > 0 and metrics["decisions"] > 0
+    assert ("diversity/group" in metrics) == (name == "vas")
+    if name == "vas":
+        assert any(record.diversity > 0 for record in source.train.statistics.records.values())
+
+
+def test_outcomes_of_shuffled_rows_are_the_same():
+    rewards = torch.tensor([1.0, 0.0, 1.0, 1.0])
+    rollout = make_rollout(
+        group=torch.tensor([0, 0, 1, 1]),
+        row_id=torch.arange(4),
+        prompts=({"entry": 4}, {"entry": 9}),
+        sample=torch.zeros(4, 1),
+        mask=torch.ones(4, 1).bool(),
+        logprob=torch.zeros(4, 1),
+    )
+    order = torch.tensor([3, 0, 2, 1])
+    plain = outcomes(Rewards({"r": rewards}), rollout)
+    shuffled = outcomes(Rewards({"r": rewards[order]}), rollout[order])
+    assert [sorted(o.rewards) for o in plain] == [sorted(o.rewards) for o in shuffled]
