@@ -12,7 +12,7 @@ from mmrl.config.options import AdaptiveRounds
 from mmrl.core import distributed
 from mmrl.core.errors import UserError
 from mmrl.core.types import Rewards, per_prompt
-from mmrl.rollout.adaptive_sampling import AdaptiveSampling, balanced
+from mmrl.rollout.adaptive_sampling import AdaptiveSampling, balanced, chosen
 from mmrl.rollout.dynamic_sampling import exchanged
 from mmrl.rollout.stages import Drawn
 from samplers.noise import Rng
@@ -50,11 +50,11 @@ def rounds(prompts, copies=SIZE, iteration=0, rng=None, log=None, **options):
     stage = AdaptiveSampling(AdaptiveRounds(**options), 0, SIZE)
     stage.begin(iteration)
 
-    def sample(chosen, rng, copies):
-        drawn = bernoulli(chosen, rng, copies)
-        stage.observe(chosen, drawn)
+    def sample(round_prompts, rng, copies):
+        drawn = bernoulli(round_prompts, rng, copies)
+        stage.observe(round_prompts, drawn)
         if log is not None:
-            log.append((chosen, drawn))
+            log.append((round_prompts, drawn))
         return drawn
 
     first = sample(prompts, rng or Rng.of("first"), copies)
@@ -86,9 +86,9 @@ def test_a_prompt_is_sampled_until_half_are_right_and_half_are_wrong():
     prompts = asked(0.5, 0.1, 0.9, 0.0)
     first, drawn, counts = rounds(prompts, rounds=12, log=log)
     rows = {i: [] for i in range(4)}  # rewards of all samples of every prompt
-    for chosen, part in log:
+    for round_prompts, part in log:
         for row, g in enumerate(part.rollout.group.tolist()):
-            rows[chosen[g]["entry"]].append(float(part.rewards["right"][row]))
+            rows[round_prompts[g]["entry"]].append(float(part.rewards["right"][row]))
     assert counts["adaptive/rounds"] == 12 and counts["adaptive/left"] == 1, (
         "0.0 never has a signal"
     )
@@ -137,6 +137,23 @@ def test_groups_may_differ_in_size_and_unscored_samples_are_the_last_choice():
     assert drawn.rollout.group.bincount().tolist() == [2, 6, 4]
     assert drawn.rollout.row_id.tolist() == list(range(12))
     assert drawn.rewards["right"][drawn.rollout.group == 1].sum() == 3
+
+
+def test_rows_keep_their_names_and_groups_in_any_order():
+    plain = bernoulli(asked(0.5, 0.5), Rng.of("order"), SIZE)
+    order = torch.tensor([6, 1, 4, 3, 0, 7, 2, 5])
+    group = torch.tensor([1, 0, 1, 1, 0, 0, 1, 0])  # of the names 0 to 7
+    rollout = plain.rollout.replace(group=group)[order]
+    rewards = Rewards({"right": plain.rewards["right"][order]})
+    shuffled = replace(plain, rollout=rollout, media=plain.media[order], rewards=rewards)
+    label = rewards["right"].long()
+    same = chosen(shuffled, shuffled, label, torch.tensor([SIZE, SIZE]))
+    assert same.rollout.row_id.tolist() == list(range(8)) and not same.unused
+    assert torch.equal(same.rollout.group, group)
+    for g in range(2):
+        rows = same.rollout.group == g
+        assert torch.equal(same.rollout.sample[rows].sort(0)[0], plain.media[rows].sort(0)[0])
+        assert torch.equal(same.media[rows], same.rollout.sample[rows])
 
 
 def test_groups_that_are_exchanged_afterwards_have_moments_too():

@@ -2,6 +2,7 @@
 
 import json
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -11,6 +12,7 @@ from mmrl import advantages
 from mmrl.config.options import AdaptiveRounds, ResponseReuse, TrainOptions
 from mmrl.core.errors import UserError
 from mmrl.objectives.policy_gradient import PolicyGradient
+from mmrl.rollout.replay_buffer import marked
 from mmrl.rollout.response_reuse import ReusedResponses
 from mmrl.run import state
 from mmrl.scoring import Scorer
@@ -76,6 +78,17 @@ def test_a_changed_prompt_is_not_remembered(policy):
     prompts = asked(1)
     memory = ReusedResponses(ResponseReuse(), policy, prompts)
     after(memory, [dict(prompts[0])], [0, 0, 1.0], 0)
+    assert not memory.entries
+
+
+def test_an_answer_of_the_replay_buffer_is_not_remembered_as_new(policy):
+    prompts = asked(1)
+    memory = ReusedResponses(ResponseReuse(), policy, prompts)
+    memory.begin(0)
+    old = drawn(policy, prompts, [0, 0, 1.0])
+    old = replace(old, rollout=marked(old.rollout, True))
+    memory.observe(prompts, old)
+    memory.groups(old, 0, None)
     assert not memory.entries
 
 
