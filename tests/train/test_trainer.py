@@ -540,10 +540,11 @@ def rows(first=0, prompts=6, copies=8):
 @pytest.mark.parametrize("size", [1, 6, 12, 24, 48])
 def test_batches_partition_the_rows_alike_on_any_number_of_processes(size):
     rng = Rng.of("shuffle")
-    whole = [b.row_id.tolist() for b in batches(rows(), 8, 48, size, rng)]
+    whole = [b.row_id.tolist() for b in batches(rows(), [8] * 6, 48 // size, rng)]
     assert sorted(sum(whole, [])) == list(range(48)) and all(len(b) == size for b in whole)
     halves = [
-        [b.row_id.tolist() for b in batches(rows(first, 3), 8, 48, size, rng)] for first in (0, 3)
+        [b.row_id.tolist() for b in batches(rows(first, 3), [8] * 6, 48 // size, rng)]
+        for first in (0, 3)
     ]
     for one, left, right in zip(whole, *halves, strict=True):
         assert set(one) == set(left) | set(right)
@@ -553,7 +554,7 @@ def test_batches_partition_the_rows_alike_on_any_number_of_processes(size):
 
 def test_batches_differ_between_epochs():
     first, second = (
-        [b.row_id.tolist() for b in batches(rows(), 8, 48, 12, Rng.of("shuffle", e))]
+        [b.row_id.tolist() for b in batches(rows(), [8] * 6, 4, Rng.of("shuffle", e))]
         for e in (0, 1)
     )
     assert [set(b) for b in first] != [set(b) for b in second]
