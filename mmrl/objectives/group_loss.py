@@ -162,24 +162,23 @@ class GroupLoss(Objective):
             return x.new_zeros(len(names), *x.shape[1:]).index_add(0, index, x)
 
         length = by_row(point.mask.sum(1))
-        trained = length > 0  # an idle pass has rows without decisions
+        # an idle pass has rows without decisions; one wait, not one for every tensor
+        rows = (length > 0).nonzero()[:, 0]
         totals = by_row(measured.detach())
         weighed = point.advantage.to(measured) * point.mask
         advantage = by_row(weighed.sum(1)) / length.clamp_min(1)
         group = torch.zeros_like(names).index_copy(0, index, point.group)
         with torch.enable_grad():
-            leaf = totals[trained, 0].requires_grad_()
+            leaf = totals[rows, 0].requires_grad_()
             value = self.of_group(
-                self._samples(
-                    leaf, totals[trained, 1], advantage[trained], length[trained], group[trained]
-                )
+                self._samples(leaf, totals[rows, 1], advantage[rows], length[rows], group[rows])
             )
             (slope,) = torch.autograd.grad(value.sum(), leaf)
         if not len(leaf):
             return point
         observe("group/log_ratio", leaf)
         every = totals.new_zeros(len(names), 2)
-        every[trained] = torch.stack([value.detach(), slope], 1)
+        every[rows] = torch.stack([value.detach(), slope], 1)
         of_point = every[index]
         return point.replace(coupling=Tangent(value=of_point[:, :1], slope=of_point[:, 1:]))
 

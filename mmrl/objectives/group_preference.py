@@ -73,7 +73,8 @@ def _best_worst(samples: Samples) -> tuple[Tensor, Tensor]:
     for bound in (high, low):
         candidate = place.masked_fill(advantage != bound[groups.index], len(place))
         rows.append(groups.extreme(candidate.double(), "amin").long())
-    return rows[0][high > low], rows[1][high > low]
+    differ = (high > low).nonzero()[:, 0]
+    return rows[0][differ], rows[1][differ]
 
 
 def _all(samples: Samples) -> tuple[Tensor, Tensor]:

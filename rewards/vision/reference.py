@@ -109,7 +109,7 @@ class Bleu(Verifiable):
             raise Unscorable(f'"answer" is {value!r}; expected a text or a list of texts')
         return texts
 
-    def right_answer(self, prompt: Prompt) -> str:
+    def ground_truth(self, prompt: Prompt) -> str:
         return tagged(self._references(prompt)[0])
 
     def wrong_answers(self, prompt: Prompt) -> dict[str, str]:
@@ -204,7 +204,7 @@ class Structured(Verifiable):
             raise Unscorable(f'"answer" is {prompt["answer"]!r}; expected an object, list or JSON')
         return value
 
-    def right_answer(self, prompt: Prompt) -> str:
+    def ground_truth(self, prompt: Prompt) -> str:
         return tagged(json.dumps(self._right(prompt)))
 
     def wrong_answers(self, prompt: Prompt) -> dict[str, str]:

@@ -533,6 +533,7 @@ COUNTS = {
     "focal": {},
     "pairs": {},
     "tree_mean": {},
+    "all_samples": {},
     "bnpo": {"low": -4.0, "high": 12.0},
     "mapo": {},
     "noise_aware": {},

@@ -22,15 +22,20 @@ OLD = OPTIONS | PLUG_INS | set(renamed.KINDS) | VALUES
 REWARDS = "an option of rewards"
 LOOK = "an option of a timestep sampler"
 ESTIMATORS = "an option of estimators"
+GROUP_LOSSES = "an option of group losses"
 CURRENT = {  # word -> page -> what else is called so today
     "batch_size": {"rewards.md": REWARDS},
-    "clip": {"rewards.md": REWARDS, "world.md": "a reward of the digits world"},
+    "behaviour": dict.fromkeys(
+        ("configuration.md", "text_objectives.md"), "an option of the advantage gcpo"
+    ),
+    "clip": {"rewards.md": REWARDS, "world.md": "a reward of the digits world"}
+    | {"text_objectives.md": GROUP_LOSSES},
     "constant": {"configuration.md": "a schedule of the learning rate"},
     "draws": {"masked.md": ESTIMATORS},
-    "eta": {"extending.md": "an argument of an SDE's step"},
+    "eta": {"extending.md": "an argument of an SDE's step", "text_objectives.md": GROUP_LOSSES},
     "flash": {"speed.md": "a kind of attention"},
-    "gate": {"rewards.md": "a reward"},
-    "grpo": {"configuration.md": "an advantage"},
+    "gate": {"rewards.md": "a reward", "coverage.md": "a reward"},
+    "grpo": {"configuration.md": "an advantage", "coverage.md": "an advantage"},
     "guidance": {"configuration.md": "an option of evaluate"},
     "high": {"dgpo.md": LOOK, "masked.md": ESTIMATORS, "rewards.md": REWARDS}
     | {"configuration.md": "an option of entropy"},
@@ -44,7 +49,8 @@ CURRENT = {  # word -> page -> what else is called so today
         "verifiable-rewards.md": "a field of a prompt",
         "configuration.md": "a field of a prompt",
     },
-    "memory": {"rewards.md": "a value of the rewards' cache"},
+    "memory": {"rewards.md": "a value of the rewards' cache"}
+    | {"configuration.md": "an option of the advantage filtered"},
     "of": {"rewards.md": REWARDS, "configuration.md": "an option of data sources"},
     "offload": {
         "rewards.md": REWARDS,
@@ -57,8 +63,9 @@ CURRENT = {  # word -> page -> what else is called so today
         "extending.md": "an argument of rewards",
         "rewards.md": "an argument of rewards",
     },
-    "schedule": {"configuration.md": "an option of masked policies"},
-    "score": {"judge.md": "a field of a judge's answer"},
+    "schedule": {"configuration.md": "an option of masked policies"}
+    | dict.fromkeys(("flow_objectives.md", "text_objectives.md"), "an option of kl"),
+    "score": {"judge.md": "a field of a judge's answer", "text_objectives.md": GROUP_LOSSES},
     "share": {
         "awm.md": LOOK,
         "configuration.md": "an option of replay_buffer and of data sources",
@@ -89,6 +96,10 @@ CURRENT = {  # word -> page -> what else is called so today
     "weigh": {
         "configuration.md": "an option of janus_unified and of reinforce_pp",
         "unified.md": "an option of janus_unified",
+    },
+    "width": {
+        "configuration.md": "an option of the advantage copo",
+        "text_objectives.md": "an option of the surrogate spo",
     },
 }
 

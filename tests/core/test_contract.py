@@ -153,6 +153,15 @@ SMALLEST: dict[tuple[str, str], dict[str, Any]] = {
     ("data", "hints"): {"of": {"digits": {"captions": 40}}, "field": "text"},
     ("data", "replay"): {"of": {"digits": {"captions": 40}}},
     ("data", "knapsack"): {"of": {"digits": {"captions": 40}}},
+    ("data", "adaptive_group_size"): {"of": {"digits": {"captions": 40}}},
+    ("data", "vade"): {"of": {"digits": {"captions": 40}}},
+    ("data", "vas"): {"of": {"digits": {"captions": 40}}},
+    ("data", "pcl"): {"of": {"digits": {"captions": 40}}},
+    ("data", "sec"): {"of": {"digits": {"captions": 40}}, "field": "text"},
+    ("data", "recorded"): {"of": {"digits": {"captions": 40}}, "path": "{tmp}/rewards.jsonl"},
+    ("data", "limr"): {"of": {"digits": {"captions": 40}}, "path": "{tmp}/recorded.jsonl"},
+    ("data", "by_variance"): {"of": {"digits": {"captions": 40}}, "path": "{tmp}/recorded.jsonl"},
+    ("data", "depo"): {"of": {"digits": {"captions": 40}}},
     ("data", "digits_questions"): {"kinds": ["box", "frame"], "scenes": 8, "held_out_scenes": 4},
     ("timestep_schedules", "dynamic"): {"mu": 0.5},
     ("judges", "server"): {"url": "http://127.0.0.1:1/v1"},
@@ -487,6 +496,13 @@ def test_a_data_source_has_prompts_to_train_on_and_others_to_measure(name, tmp_p
     (tmp_path / "questions.jsonl").write_text(
         "\n".join(json.dumps({"question": f"what is {i}?"}) for i in range(40))
     )
+    captions = made("data", "digits").train
+    visits = [
+        {"entry": i, "text": prompt["text"], "iteration": n, "rewards": [0.0, n / 2]}
+        for n in (1, 2)
+        for i, prompt in enumerate(captions)
+    ]
+    (tmp_path / "recorded.jsonl").write_text("\n".join(map(json.dumps, visits)))
     source = made("data", name, tmp_path)
     again = made("data", name, tmp_path)
     assert len(source.train) > 0 and isinstance(source.held_out, list)

@@ -83,7 +83,7 @@ def test_a_batch_size_that_cuts_groups_is_refused():
 
 @pytest.mark.parametrize("size", [8, 16, 24, 48])
 def test_whole_groups_share_a_step_on_any_number_of_processes(size):
-    deal = partial(batches, copies=8, rows=48, size=size, rng=Rng.of(0), whole_groups=True)
+    deal = partial(batches, sizes=[8] * 6, steps=48 // size, rng=Rng.of(0), whole_groups=True)
     whole = [b.row_id.tolist() for b in deal(rows())]
     assert sorted(sum(whole, [])) == list(range(48)) and all(len(b) == size for b in whole)
     for step in whole:

@@ -378,6 +378,7 @@ def test_replacements_are_the_same_on_any_number_of_processes(monkeypatch):
                 world=lambda rank=rank: (rank, 2),
                 all_gather_rows=lambda own: torch.tensor(flat),
                 all_sum=int,
+                largest=lambda number, device: number,
             )
             patch.setattr(dynamic_sampling, "distributed", two_processes)
             part, counts = replaced(4 * rank, 4 * rank + 4)
