@@ -27,7 +27,7 @@ Differentiable = Callable[[Media, list[Prompt]], Tensor]  # (media, prompts) -> 
 
 
 class Objective(ABC):
-    """A subclass says where to look and what to minimise; everything else it may leave as it is."""
+    """Says where to look and what to minimise; all else a subclass may leave as it is."""
 
     # What a class needs, read before a model is built.
     # "gaussian", "categorical", "masked" or "one pass" decisions; "": any
@@ -48,21 +48,22 @@ class Objective(ABC):
 
     @abstractmethod
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
-        """The states to evaluate for these rows, a function of these arguments: they may be made
-        more than once in a step. All its points have tensors of one shape."""
+        """Return the states to evaluate for these rows, a function of these arguments: they may be
+        made more than once in a step. All its points have tensors of one shape."""
 
     @abstractmethod
     def loss(self, policy: Policy, point: Point) -> Tensor:
-        """[B, L] elementwise."""
+        """Compute the loss of every decision, [B, L]."""
 
     def unfit(self, policy: Any) -> Iterator[tuple[str, str]]:
-        """(option, sentence) for options that mean nothing for a policy, an object or a class."""
+        """Yield (option, sentence) for options that mean nothing for a policy, an object or a
+        class."""
         return iter(())
 
     # Losses of a row that depend on other points of the step.
 
     def couples(self, policy: Policy) -> Literal["", "rows", "groups"]:
-        """Which points must share an optimizer step: all of a row, or of a group; "": any may.
+        """Say which points must share an optimizer step: all of a row, or of a group; "": any may.
 
         Then ``measure`` is evaluated without gradient on every pass of the step, and ``couple``
         sees all of this process's points at once. So micro-batches still change nothing.
@@ -70,11 +71,12 @@ class Objective(ABC):
         return ""
 
     def measure(self, policy: Policy, point: Point) -> Tensor:
-        """[B, L] what ``couple`` has to know of every row."""
+        """Return [B, L]: what ``couple`` has to know of every row."""
         return torch.zeros_like(point.mask, dtype=torch.float32)
 
     def couple(self, point: Point, measured: Tensor) -> Point:
-        """All points of the step, with what ``loss`` must know of the others in ``coupling``.
+        """Return all points of the step, with what ``loss`` must know of the others in
+        ``coupling``.
 
         ``measured`` [B, L] is in the same order. Collective calls are allowed: a process without
         rows gets its idle points, of which nothing is kept, so that ``loss`` may see a point
@@ -88,14 +90,15 @@ class Objective(ABC):
         """Take the weighted sum of the rewards, with gradient, if ``differentiates``."""
 
     def revisit(self, weights: Weights, iteration: int, rng: Rng) -> None:
-        """Before iteration ``iteration`` (from 0): update snapshots, choose ``behavior_policy``.
+        """Prepare iteration ``iteration`` (from 0): update snapshots, choose
+        ``behavior_policy``.
 
         ``rng`` belongs to the iteration and is the same on all processes, so that nothing but the
         snapshots need be saved. Called twice for one iteration it does nothing more.
         """
 
     def shaped(self, policy: Policy, rollout: Rollout, rewards: Rewards) -> Rewards:
-        """The rewards as they are compared, such as less the KL of every sample.
+        """Return the rewards as they are compared, such as less the KL of every sample.
 
         Called under the weights that sampled, without gradient; all processes have equally many
         rows.
@@ -106,18 +109,18 @@ class Objective(ABC):
         """Begin an epoch over a rollout, counted from 0; None: there is but one."""
 
     def old_decay(self, step: int) -> float:
-        """Share of the snapshot "old" that an iteration ending at optimizer step ``step`` keeps.
+        """Return the share of the snapshot "old" that an iteration ending at optimizer step
+        ``step`` keeps.
 
         old = decay * old + (1 - decay) * live; 0 copies the live weights.
         """
         return 0.0
 
     def adapt(self, iteration: int, metrics: dict[str, float]) -> None:
-        """After iteration ``iteration`` (from 0): learn from what was logged of it; may add to
-        it."""
+        """Learn from what was logged of iteration ``iteration`` (from 0); may add to it."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What ``adapt`` has learnt, plain data fit for JSON."""
+        """Return what ``adapt`` has learnt, plain data fit for JSON."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -126,24 +129,24 @@ class Objective(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Linearised(Fields):
-    """A loss of several points, replaced by its tangent in what each row contributes."""
+    """Holds a loss of several points, replaced by its tangent in what each row contributes."""
 
     slope: Tensor  # [B, L] derivative of the step's loss by the row's contribution
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tangent(Linearised):
-    """A tangent that has the value of the loss too."""
+    """Holds a tangent that has the value of the loss too."""
 
     value: Tensor  # [B, L] the row's share of the loss
 
 
 def slope_of(point: Point) -> Tensor:
-    """[B, L] the slope that ``couple`` found; before it, the advantage."""
+    """Return the slope [B, L] that ``couple`` found; before it, the advantage."""
     return point.advantage if point.coupling is None else point.coupled(Linearised).slope
 
 
 def frozen(policy: Policy, name: str, point: Point) -> Dist:
-    """The distribution under a snapshot, without gradient."""
+    """Return the distribution under a snapshot, without gradient."""
     with policy.weights.using(name), torch.no_grad():
         return policy.dist(point)

@@ -34,14 +34,14 @@ Share = Annotated[float, Gt(0), Le(1)]
 
 @dataclass(frozen=True, kw_only=True)
 class HeldBack(Fields):
-    """Which tokens of the step are held back."""
+    """Holds which tokens of the step are held back."""
 
     held: Tensor  # [B, L] 1 for those held back
 
 
 @dataclass(frozen=True, kw_only=True)
 class Drawing(Fields):
-    """What chooses the tokens of the step that are held back."""
+    """Holds what chooses the tokens of the step that are held back."""
 
     draw: Tensor  # [B, L] uniform random numbers
 
@@ -72,10 +72,11 @@ class _Covariance(PolicyGradient):
 
     @abstractmethod
     def chosen(self, every: Tensor, covariance: Tensor, point: Point) -> Tensor:
-        """[B, L] bool: those held back, given the covariances of all processes and its own."""
+        """Return [B, L] bool: those held back, given the covariances of all processes and its
+        own."""
 
     def _free(self, point: Point, measured: Tensor) -> Point:
-        """The point with the tokens of ``mask`` that may be held back: here all."""
+        """Return the point with the tokens of ``mask`` that may be held back: here all."""
         return point
 
 
@@ -99,7 +100,8 @@ class ClipCov(_Covariance):
             yield point.replace(coupling=Drawing(draw=draw))
 
     def chosen(self, every: Tensor, covariance: Tensor, point: Point) -> Tensor:
-        """The ``share`` with the smallest of their random numbers, among those in the window."""
+        """Return the ``share`` with the smallest of their random numbers, among those in the
+        window."""
         inside = (covariance > self.low) & (covariance < self.high) & point.mask
         draw = point.coupled(Drawing).draw
         draws = all_gather_rows(draw[inside]).sort().values
@@ -149,6 +151,6 @@ class KLCov(_Covariance):
 
 
 def held_back(point: Point, like: Tensor) -> Tensor:
-    """[B, L] 1 for the tokens that ``couple`` held back, 0 for all before it."""
+    """Return [B, L]: 1 for the tokens that ``couple`` held back, 0 for all before it."""
     held = point.coupling.held if isinstance(point.coupling, HeldBack) else None
     return torch.zeros_like(like) if held is None else held

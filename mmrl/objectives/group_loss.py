@@ -49,11 +49,11 @@ class Groups:
         self.count = len(names)
 
     def per_group(self, x: Tensor) -> Tensor:
-        """[G] sums of x [R]."""
+        """Return [G]: sums of x [R]."""
         return x.new_zeros(self.count).index_add(0, self.index, x)
 
     def sum(self, x: Tensor) -> Tensor:
-        """[R] the sum over a row's group of x [R]."""
+        """Return [R]: the sum over a row's group of x [R]."""
         return self.per_group(x)[self.index]
 
     def size(self, x: Tensor) -> Tensor:
@@ -63,13 +63,13 @@ class Groups:
         return x - self.sum(x) / self.size(x)
 
     def extreme(self, x: Tensor, how: Literal["amax", "amin"]) -> Tensor:
-        """[G] the largest or the smallest x [R] of every group."""
+        """Return [G]: the largest or the smallest x [R] of every group."""
         start = x.new_full((self.count,), -torch.inf if how == "amax" else torch.inf)
         return start.scatter_reduce(0, self.index, x, how)
 
     def log_sum_exp(self, x: Tensor, members: Tensor) -> Tensor:
-        """[R] log of the sum of e^x over those of a row's group who are ``members`` [R] bool; a
-        group without any has -inf."""
+        """Return [R]: log of the sum of e^x over those of a row's group who are ``members`` [R]
+        bool; a group without any has -inf."""
         top = self.extreme(x.detach().masked_fill(~members, -torch.inf), "amax")[self.index]
         top = top.masked_fill(top.isinf(), 0.0)
         total = self.sum(torch.where(members, (x - top).exp(), 0.0))
@@ -80,7 +80,8 @@ class Groups:
 
 @dataclass(frozen=True)
 class Samples:
-    """The rows of a step that are compared, one number each, [R], in the order of their names."""
+    """Holds the rows of a step that are compared, one number each, [R], in the order of their
+    names."""
 
     ratio: Tensor  # log p / p_anchor over its decisions
     logp: Tensor  # log p over its decisions; the gradient is that of ``ratio``
@@ -121,7 +122,7 @@ class GroupLoss(Objective):
 
     @abstractmethod
     def of_group(self, samples: Samples) -> Tensor:
-        """[R] the loss of the group that a row is in, or its share of it."""
+        """Return [R]: the loss of the group that a row is in, or its share of it."""
 
     def unfit(self, policy: Any) -> Iterator[tuple[str, str]]:
         can = capabilities_of(policy)
@@ -144,7 +145,7 @@ class GroupLoss(Objective):
         return "groups"
 
     def measure(self, policy: Policy, point: Point) -> Tensor:
-        """[B, 2] the point's part of every row's R and log p."""
+        """Return [B, 2]: the point's part of every row's R and log p."""
         logp = self._log_prob(policy.dist(point), point)
         if self.snapshots:
             old = self._log_prob(frozen(policy, self.anchored, point), point)
@@ -155,7 +156,7 @@ class GroupLoss(Objective):
         return torch.cat(list(parts), 1)
 
     def couple(self, point: Point, measured: Tensor) -> Point:
-        """The value of every row's loss, and its slope in the row's R."""
+        """Return the value of every row's loss, and its slope in the row's R."""
         names, index = point.row_id.unique(return_inverse=True)
 
         def by_row(x: Tensor) -> Tensor:
@@ -183,7 +184,7 @@ class GroupLoss(Objective):
         return point.replace(coupling=Tangent(value=of_point[:, :1], slope=of_point[:, 1:]))
 
     def loss(self, policy: Policy, point: Point) -> Tensor:
-        """Before ``couple`` it is minus the advantage times the log-prob."""
+        """Compute the loss; before ``couple`` it is minus the advantage times the log-prob."""
         logp = self._log_prob(policy.dist(point), point)
         if self.num_noise_draws is None:
             observe("log_ratio", logp - _recorded(point), point.current())
@@ -204,7 +205,7 @@ class GroupLoss(Objective):
         self.reference.load_state_dict(state)
 
     def _log_prob(self, dist: Dist, point: Point) -> Tensor:
-        """[B, L] log-probs, or minus denoising errors; 0 where nothing is trained on."""
+        """Return [B, L]: log-probs, or minus denoising errors; 0 where nothing is trained on."""
         renoised = self.num_noise_draws is not None
         value = -error(dist, point) if renoised else dist.log_prob(point.target)
         return torch.where(point.mask, value, 0.0)

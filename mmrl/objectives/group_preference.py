@@ -45,7 +45,8 @@ class _Pairwise(GroupLoss):
 
     @abstractmethod
     def of_pair(self, better: Tensor, worse: Tensor, gap: Tensor) -> Tensor:
-        """[N] from the log-ratios of both and how much the better one's advantage is larger."""
+        """Compute the losses [N] of pairs from the log-ratios of both and how much the better one's advantage is
+        larger."""
 
     def of_group(self, samples: Samples) -> Tensor:
         better, worse = _all(samples) if self.pairs == "all" else _best_worst(samples)
@@ -62,8 +63,8 @@ class _Pairwise(GroupLoss):
 
 
 def _best_worst(samples: Samples) -> tuple[Tensor, Tensor]:
-    """[N], [N] rows of the highest and of the lowest advantage of each group, the first ones where
-    several are equal; groups of equal advantages make no pair."""
+    """Return [N], [N]: rows of the highest and of the lowest advantage of each group, the first
+    ones where several are equal; groups of equal advantages make no pair."""
     groups = samples.groups
     advantage = samples.advantage
     place = torch.arange(len(advantage), device=advantage.device)
@@ -78,7 +79,7 @@ def _best_worst(samples: Samples) -> tuple[Tensor, Tensor]:
 
 
 def _all(samples: Samples) -> tuple[Tensor, Tensor]:
-    """[N], [N] the rows of all pairs of one group with different advantages, the better one
+    """Return [N], [N]: the rows of all pairs of one group with different advantages, the better one
     first."""
     index = samples.groups.index
     advantage = samples.advantage
@@ -200,7 +201,8 @@ class P3O(_Pairwise):
 
 
 def _sides(samples: Samples) -> tuple[Tensor, Tensor, Tensor]:
-    """[R] bool each: good samples (A > 0), bad ones (A < 0), and rows whose group has both."""
+    """Return [R] bool each: good samples (A > 0), bad ones (A < 0), and rows whose group has
+    both."""
     good = samples.advantage > 0
     bad = samples.advantage < 0
     sums = samples.groups.sum
@@ -302,13 +304,13 @@ class DisCO(GroupLoss):
         return torch.where(both_sides, rivals - followed, 0.0) + self._penalty(samples)
 
     def _share(self, samples: Samples, good: Tensor) -> Tensor:
-        """[R] how much each good sample of a group counts; they sum to 1."""
+        """Return [R]: how much each good sample of a group counts; they sum to 1."""
         weight = good.to(samples.ratio)
         return weight / samples.groups.sum(weight).clamp_min(1)
 
     def _penalty(self, samples: Samples) -> Tensor:
-        """[R] beta max(0, KL - delta)^2, and its slope: rows of other processes count too, so it is
-        written as its tangent."""
+        """Return [R]: beta max(0, KL - delta)^2, and its slope: rows of other processes count too,
+        so it is written as its tangent."""
         rows = torch.ones_like(samples.ratio).sum()
         local = torch.stack([-samples.ratio.detach().sum(), samples.length.sum().to(rows), rows])
         gone, decisions, rows = all_sum(local.double()).to(samples.ratio).unbind()

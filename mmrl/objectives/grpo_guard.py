@@ -61,8 +61,8 @@ class Guard(PolicyGradient):
 
 
 def normalised(dist: Dist, old: Dist, target: Tensor) -> Tensor:
-    """[B, 1] mean over dimensions of e_old (mu - mu_old). Raises UserError for a policy without
-    Gaussian steps."""
+    """Return [B, 1]: mean over dimensions of e_old (mu - mu_old). Raises UserError for a policy
+    without Gaussian steps."""
     now, before = (as_gaussian(each, "compares means") for each in (dist, old))
     noise = (target - before.mean) / before.std.clamp_min(TINY)
     return (noise * (now.mean - before.mean)).flatten(1).mean(1, keepdim=True)

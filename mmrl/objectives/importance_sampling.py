@@ -33,7 +33,7 @@ class Importance:
     floor: Annotated[float, Ge(0)] = 0.0
 
     def weight(self, point: Point) -> Tensor:
-        """[B, L]; 1 where the policy sampled by itself."""
+        """Return [B, L]: 1 where the policy sampled by itself."""
         sampler_logprob = point.provenance.sampler_logprob
         if sampler_logprob is None:
             return torch.ones_like(point.recorded)
@@ -54,8 +54,8 @@ class Importance:
 
 
 def off_policy(logp: Tensor, point: Point, threshold: float) -> Tensor:
-    """[B, L] 1, or 0 for rows with A < 0 whose mean log(p_sampler / p) exceeds the threshold
-    (DeepSeek-V3.2, OPSM)."""
+    """Return [B, L]: 1, or 0 for rows with A < 0 whose mean log(p_sampler / p) exceeds the
+    threshold (DeepSeek-V3.2, OPSM)."""
     sampler_logprob = point.provenance.sampler_logprob
     behaviour = point.recorded if sampler_logprob is None else sampler_logprob
     far = row_mean((behaviour - logp.detach()), point.mask) > threshold

@@ -113,7 +113,7 @@ class KL:
                 raise UserError(f"kl: {sentence}")
 
     def at(self, iteration: int) -> float:
-        """The weight of the schedule."""
+        """Return the weight of the schedule."""
         if iteration >= self.over:
             return self.weight
         share = iteration / self.over
@@ -122,12 +122,13 @@ class KL:
         return self.start + (self.weight - self.start) * share
 
     def whole(self) -> bool:
-        """Whether it needs another closed form over the vocabulary than the reverse KL."""
+        """Tell whether it needs another closed form over the vocabulary than the reverse KL."""
         closed = self.form == "exact" or self.divergence == "renyi"
         return closed and self.divergence != "reverse"
 
     def steered(self, factor: float, metrics: dict[str, float]) -> float:
-        """The factor on the weight after an iteration of these metrics, given that before it."""
+        """Return the factor on the weight after an iteration of these metrics, given that before
+        it."""
         measured = metrics.get("reward/kl/mean" if self.where == "reward" else "kl", math.nan)
         if self.target is None or math.isnan(measured):
             return factor
@@ -135,8 +136,8 @@ class KL:
         return factor * (1 + self.rate * error)
 
     def of(self, dist: Dist, reference: Dist, logp: Tensor, ref: Tensor) -> Tensor:
-        """[B, L] the divergence, or its estimator from the log-probs [B, L] of what was sampled;
-        ``ref`` may be shifted, which the closed forms do not see."""
+        """Return [B, L]: the divergence, or its estimator from the log-probs [B, L] of what was
+        sampled; ``ref`` may be shifted, which the closed forms do not see."""
         gaussian = isinstance(dist, Gaussian)
         if self.divergence == "reverse":
             form = self.form or ("exact" if gaussian else "k3")
@@ -156,7 +157,7 @@ class KL:
 
 
 def estimate(logp: Tensor, ref: Tensor, form: KLForm, bounded: bool = False) -> Tensor:
-    """[B, L] an estimator from the log-probs [B, L] of the sampled tokens."""
+    """Return [B, L]: an estimator from the log-probs [B, L] of the sampled tokens."""
     if form in ("k1+", "k3+"):
         value = estimate(logp, ref, "k1" if form == "k1+" else "k3", bounded)
         slope = estimate(logp, ref, "k2", bounded)
@@ -174,8 +175,8 @@ def estimate(logp: Tensor, ref: Tensor, form: KLForm, bounded: bool = False) -> 
 
 
 def sampled(logp: Tensor, ref: Tensor, divergence: Divergence) -> Tensor:
-    """[B, L] an unbiased estimate of the forward KL or the chi^2 from decisions the policy sampled,
-    whose gradient is an unbiased one of the divergence's."""
+    """Return [B, L]: an unbiased estimate of the forward KL or the chi^2 from decisions the policy
+    sampled, whose gradient is an unbiased one of the divergence's."""
     u = (ref - logp).detach().clamp(-FAR, FAR)
     if divergence == "forward":
         value = u * u.exp() - torch.expm1(u)
@@ -187,8 +188,8 @@ def sampled(logp: Tensor, ref: Tensor, divergence: Divergence) -> Tensor:
 
 
 def _renyi(dist: Dist, reference: Dist, order: float) -> Tensor:
-    """[B, L] the Renyi divergence of the distribution from the reference, in closed form; infinite
-    where the reference is too narrow for one."""
+    """Return [B, L]: the Renyi divergence of the distribution from the reference, in closed form;
+    infinite where the reference is too narrow for one."""
     if not isinstance(dist, Gaussian) or not isinstance(reference, Gaussian):
         return _over_vocabulary(
             dist,
@@ -208,7 +209,8 @@ def _renyi(dist: Dist, reference: Dist, order: float) -> Tensor:
 
 
 def _over_vocabulary(dist: Any, reference: Any, of_logprobs: Any) -> Tensor:
-    """[B, L] a number from the log-probs [*, V] of all tokens, without those impossible in both."""
+    """Return [B, L]: a number from the log-probs [*, V] of all tokens, without those impossible in
+    both."""
     if not hasattr(dist, "logits"):
         raise UserError(
             "kl: this policy scores its tokens without keeping the whole vocabulary, of which only "
@@ -227,7 +229,8 @@ def _over_vocabulary(dist: Any, reference: Any, of_logprobs: Any) -> Tensor:
 
 
 class Reference:
-    """The weights that a policy is held to: the base model, or ones that follow the policy."""
+    """Holds the weights that a policy is held to: the base model, or ones that follow the
+    policy."""
 
     def __init__(self, refresh: Refresh | None = None):
         self.refresh = refresh
@@ -250,7 +253,7 @@ class Reference:
 
 
 class KLTerm:
-    """The KL term of an objective over a run: the weight in force and the reference."""
+    """Holds the KL term of an objective over a run: the weight in force and the reference."""
 
     def __init__(self, kl: float | KL):
         self.options = kl if isinstance(kl, KL) else KL(weight=kl)
@@ -262,8 +265,8 @@ class KLTerm:
 
     @classmethod
     def of_velocities(cls, kl: float | KL, objective: str) -> KLTerm:
-        """The term of an objective whose KL is a squared distance of velocities. Raises UserError
-        for options that say how else it is computed."""
+        """Return the term of an objective whose KL is a squared distance of velocities. Raises
+        UserError for options that say how else it is computed."""
         term = cls(kl)
         chosen = term.options
         plain = KL(
@@ -283,11 +286,11 @@ class KLTerm:
         return term
 
     def weight(self) -> float:
-        """The weight in force."""
+        """Return the weight in force."""
         return self.options.at(self.iteration) * self.factor
 
     def adapt(self, iteration: int, metrics: dict[str, float]) -> None:
-        """After an iteration of these metrics; adds the weight where it is controlled."""
+        """Adapt the weight after an iteration of these metrics; adds it where it is controlled."""
         self.iteration = iteration + 1
         self.factor = self.options.steered(self.factor, metrics)
         if self.options.target is not None:
@@ -304,7 +307,7 @@ class KLTerm:
 
 
 class Regularised(Objective):
-    """An objective with a KL term, whose state it keeps."""
+    """Holds an objective with a KL term, whose state it keeps."""
 
     term: KLTerm
 

@@ -279,8 +279,8 @@ def sepo(policy: Policy, rollout: Rollout, rng: Rng, epoch: int | None = None) -
 
 
 def fading(rate: Tensor, length: int) -> Tensor:
-    """[B or 1, L] probability that a token stays visible, min(1, 2 (1 - r) (1 - n / (L - 1)))
-    (MaskGRPO, text): early tokens stay more often, the last never. Cut at 1, so more than r is
+    """Return [B or 1, L]: probability that a token stays visible, min(1, 2 (1 - r) (1 - n / (L -
+    1))) (MaskGRPO, text): early tokens stay more often, the last never. Cut at 1, so more than r is
     hidden where r < 1/2."""
     place = torch.arange(length, device=rate.device) / max(length - 1, 1)
     return (2 * (1 - rate.reshape(-1, 1)) * (1 - place)).clamp(max=1)
@@ -292,14 +292,14 @@ def _ascending(name: str, low: float, high: float) -> None:
 
 
 def _hidden(rng: Rng, rollout: Rollout, rate: Tensor, field: Fields = "uniform") -> Tensor:
-    """[B, L] bool: hidden at a rate [] or [B], the same whatever weights look at it."""
+    """Return [B, L] bool: hidden at a rate [] or [B], the same whatever weights look at it."""
     draw = rng.uniform(rollout.row_id, (rollout.tokens.commit_step.shape[1],))
     rate = rate.to(draw)
     return draw > fading(rate, draw.shape[1]) if field == "fading" else draw < rate.reshape(-1, 1)
 
 
 def _due(epoch: int | None, rng: Rng, updates: int, draws: int) -> list[int]:
-    """Which ``draws`` of the rates 0 to ``updates`` - 1 this epoch looks at; where there is but
+    """Say which ``draws`` of the rates 0 to ``updates`` - 1 this epoch looks at; where there is but
     one, random ones."""
     if epoch is None:
         return rng.permutation(updates, step=1)[:draws].tolist()
@@ -321,7 +321,7 @@ SEVERAL = (trajectory, tracerl, schedule_matched, coupled, udm_grpo, sepo)
 
 
 def several_passes(estimator: Estimator) -> bool:
-    """Whether it is known that a sample's tokens are scored in more than one pass."""
+    """Tell whether it is known that a sample's tokens are scored in more than one pass."""
     plain = getattr(estimator, "func", estimator)
     chosen = getattr(estimator, "keywords", {})
     if plain is schedule_matched and chosen.get("passes") == 1:

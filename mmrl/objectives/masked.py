@@ -73,7 +73,8 @@ class Masked(PolicyGradient):
         return self.single_paths and several_passes(self.estimator)
 
     def recorded(self, policy: Policy, point: Point, logp: Tensor) -> Tensor:
-        """What sampling recorded, or at a state that it did not visit, what its weights say of
+        """Return what sampling recorded, or at a state that it did not visit, what its weights
+        say of
         it."""
         if point.logprob is not None:
             return point.logprob
@@ -83,6 +84,6 @@ class Masked(PolicyGradient):
 
 
 def weight_of(point: Point, like: Tensor) -> Tensor:
-    """[B, 1] or [B, L]: the estimator's weight of every decision."""
+    """Return [B, 1] or [B, L]: the estimator's weight of every decision."""
     weight = point.estimator_weight
     return torch.ones_like(like[:, :1]) if weight is None else weight

@@ -49,7 +49,8 @@ WHOLE = (
 
 @dataclass(frozen=True)
 class Entropy:
-    """An entropy bonus: the loss minus weight times the entropy of the token's distribution.
+    """Chooses an entropy bonus: the loss minus weight times the entropy of the token's
+    distribution.
 
     With ``target`` (nats a token) the weight adapts (He et al. 2025, Skywork-OR1, section 4): after
     every iteration it rises by ``step`` if the mean entropy was below the target and falls by it
@@ -65,7 +66,7 @@ class Entropy:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenWeights(Fields):
-    """How much every token's policy gradient counts."""
+    """Holds how much every token's policy gradient counts."""
 
     weight: Tensor  # [B, L]
 
@@ -200,7 +201,7 @@ class PolicyGradient(Regularised):
         )
 
     def policy_loss(self, logp: Tensor, old: Tensor, point: Point) -> Tensor:
-        """[B, L] the surrogate, or its tangent where ``couple`` took it over whole rows."""
+        """Return [B, L]: the surrogate, or its tangent where ``couple`` took it over whole rows."""
         advantage = self._advantage(point)
         if isinstance(point.coupling, Tangent):
             stopped = (point.coupling.slope == 0) & (advantage != 0)
@@ -219,13 +220,14 @@ class PolicyGradient(Regularised):
         return "rows" if self._in_parts(policy) else ""
 
     def _in_parts(self, policy: Any) -> bool:
-        """Whether the surrogate needs whole rows, which this policy scores in several passes."""
+        """Tell whether the surrogate needs whole rows, which this policy scores in several
+        passes."""
         can = capabilities_of(policy)
         several = can is not None and (can.decisions == "gaussian" or not can.one_pass)
         return self.single_paths and several
 
     def measure(self, policy: Policy, point: Point) -> Tensor:
-        """[B, L] entropies; or [B, 3 L] log-probs, old ones, and weights in the mean of the
+        """Return [B, L]: entropies; or [B, 3 L] log-probs, old ones, and weights in the mean of the
         loss."""
         dist = policy.dist(point)
         if self.top_entropy < 1:
@@ -266,7 +268,7 @@ class PolicyGradient(Regularised):
 
     @torch.no_grad()
     def shaped(self, policy: Policy, rollout: Rollout, rewards: Rewards) -> Rewards:
-        """The rewards, less the KL of every sampled sequence if that is where it goes."""
+        """Return the rewards, less the KL of every sampled sequence if that is where it goes."""
         if not self.term.active or self.kl.where != "reward":
             return rewards
         divergence = rollout.logprob.new_zeros(len(rollout))
@@ -288,7 +290,7 @@ class PolicyGradient(Regularised):
         )
 
     def adapt(self, iteration: int, metrics: dict[str, float]) -> None:
-        """After an iteration: the weight of the KL, and the entropy controller."""
+        """Adapt the weight of the KL and the entropy controller after an iteration."""
         super().adapt(iteration, metrics)
         chosen = self.entropy
         entropy = metrics.get("entropy", float("nan"))
@@ -312,11 +314,11 @@ class PolicyGradient(Regularised):
     # Parts of the loss.
 
     def recorded(self, policy: Policy, point: Point, logp: Tensor) -> Tensor:
-        """[B, L] log-probs under the weights that sampled."""
+        """Return [B, L]: log-probs under the weights that sampled."""
         return point.recorded
 
     def _log_probs(self, policy: Policy, point: Point, dist: Dist) -> tuple[Tensor, Tensor]:
-        """[B, L] log-probs now and those recorded, 0 where nothing is trained on."""
+        """Return [B, L]: log-probs now and those recorded, 0 where nothing is trained on."""
         logp = torch.where(point.mask, dist.log_prob(point.target), 0.0)
         return logp, torch.where(point.mask, self.recorded(policy, point, logp), 0.0)
 
@@ -325,7 +327,7 @@ class PolicyGradient(Regularised):
         return point.advantage if most is None else point.advantage.clamp(-most, most)
 
     def _weight(self, point: Point, dist: Dist, logp: Tensor) -> Tensor | None:
-        """[B, 1] or [B, L] by which the policy loss is multiplied, None for 1."""
+        """Return what the policy loss is multiplied by, [B, 1] or [B, L]; None: 1."""
         weight = None
         if self.timestep_weighting == "noise":
             if not isinstance(dist, Gaussian):
@@ -392,19 +394,20 @@ class RowTable:
         self.shape = (len(count), int(count.max()))
 
     def spread(self, x: Tensor) -> Tensor:
-        """[R, V L] of x [B, L]: V visits a row, zeros where a row has fewer."""
+        """Lay x [B, L] out by rows, [R, V L]: V visits a row, zeros where a row has fewer."""
         table = x.new_zeros(*self.shape, x.shape[1])
         table[self.row, self.visit] = x
         return table.flatten(1)
 
     def collect(self, table: Tensor) -> Tensor:
-        """[B, L] back from [R, V L]."""
+        """Collect points [B, L] back from rows [R, V L]."""
         visits: Tensor = table.unflatten(1, (self.shape[1], -1))
         return visits[self.row, self.visit]
 
 
 def clipped(surrogate: Surrogate, clip_range: float | tuple[float, float]) -> Surrogate:
-    """The surrogate with this range of its ratio. UserError where it has one, or takes none."""
+    """Return the surrogate with this range of its ratio. UserError where it has one, or takes
+    none."""
     sides = dict(zip(("clip_low", "clip_high"), both_sides(clip_range), strict=True))
     if min(sides.values()) <= 0:
         raise UserError(f"clip_range must be greater than 0, it is {clip_range}")
@@ -430,15 +433,15 @@ def bounds_of(surrogate: Surrogate) -> tuple[float, float]:
 
 
 def one_pass(point: Point) -> bool:
-    """Whether the point holds all decisions of its rows."""
+    """Tell whether the point holds all decisions of its rows."""
     return not (point.mask.sum(1) != point.num_decisions).any()
 
 
 def without_slope(
     surrogate: Surrogate, logp: Tensor, old: Tensor, advantage: Tensor, mask: Tensor
 ) -> Tensor:
-    """[B, L] bool: decisions that are clipped, whose loss does not change with their log-prob
-    although A is not 0."""
+    """Return [B, L] bool: decisions that are clipped, whose loss does not change with their
+    log-prob although A is not 0."""
     with torch.enable_grad():
         leaf = logp.detach().requires_grad_()
         loss = row_sum(surrogate(leaf, old.detach(), advantage, mask), mask)
@@ -447,8 +450,8 @@ def without_slope(
 
 
 def subset(mask: Tensor, fraction: float, rng: Rng | None, row: Tensor) -> Tensor:
-    """[B, K] bool: int(n * fraction), at least one, of the n decisions of each row, the first or
-    (with rng) random."""
+    """Return [B, K] bool: int(n * fraction), at least one, of the n decisions of each row, the
+    first or (with rng) random."""
     order = torch.arange(mask.shape[1], device=mask.device).expand(mask.shape)
     if rng is not None:
         order = rng.uniform(row, (mask.shape[1],))

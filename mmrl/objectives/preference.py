@@ -81,7 +81,7 @@ class DiffusionDPO(_Following):
         )
 
     def couple(self, point: Point, measured: Tensor) -> Point:
-        """Each row's derivative of the loss by its error."""
+        """Compute each row's derivative of the loss by its error."""
         pair = comparisons(point)
         mean = summed(point.advantage, pair) / 2
         side = (point.advantage - mean[pair]).sign()  # [B, 1] 1 for the best, -1 for the worst
@@ -92,13 +92,13 @@ class DiffusionDPO(_Following):
         return point.replace(coupling=Linearised(slope=self.beta * score.sigmoid() * side))
 
     def loss(self, policy: Policy, point: Point) -> Tensor:
-        """Linear in the error, with the gradient of the loss above."""
+        """Compute a loss that is linear in the error, with the gradient of the loss above."""
         return slope_of(point) * error(policy.dist(point), point)
 
 
 def pairs(rollout: Rollout, rng: Rng | None = None) -> Tensor:
-    """[B] bool: the rows of highest and of lowest advantage of each group, the first ones where
-    several are equal.
+    """Return [B] bool: the rows of highest and of lowest advantage of each group, the first ones
+    where several are equal.
 
     With ``rng`` the rival of the best is not the worst but any one of lower advantage.
     """
@@ -170,7 +170,7 @@ class D3PO(_Following):
         return point.replace(coupling=Linearised(slope=slope))
 
     def loss(self, policy: Policy, point: Point) -> Tensor:
-        """Linear in the log-prob, with the gradient of the loss above."""
+        """Compute a loss that is linear in the log-prob, with the gradient of the loss above."""
         dist = as_gaussian(policy.dist(point), "compares the steps of two samplers")
         logp = dist.log_prob(point.target)
         if point.logprob is not None:
@@ -225,7 +225,7 @@ class SePPO(Objective):
         return "groups"
 
     def measure(self, policy: Policy, point: Point) -> Tensor:
-        """[B, 1] the error beyond the reference's."""
+        """Return [B, 1]: the error beyond the reference's."""
         return error(policy.dist(point), point) - error(
             frozen(policy, self.behavior_policy, point), point
         )
@@ -243,10 +243,10 @@ class SePPO(Objective):
         return point.replace(coupling=Linearised(slope=self.beta * score.sigmoid() * side))
 
     def loss(self, policy: Policy, point: Point) -> Tensor:
-        """Linear in the error, with the gradient of the loss above."""
+        """Compute a loss that is linear in the error, with the gradient of the loss above."""
         return slope_of(point) * error(policy.dist(point), point)
 
 
 def _below(rng: Rng, bound: int) -> int:
-    """A random number of 0 to ``bound`` - 1."""
+    """Return a random number of 0 to ``bound`` - 1."""
     return int(rng.uniform(torch.zeros(1)) * bound)

@@ -55,7 +55,7 @@ class Draft(Objective):
         self.reward: Differentiable | None = None
 
     def attach(self, reward: Differentiable) -> None:
-        """The trainer's rewards, with gradient."""
+        """Take the trainer's rewards, with gradient."""
         self.reward = reward
 
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> list[Point]:
@@ -88,8 +88,8 @@ class Draft(Objective):
         return loss
 
     def _distance(self, policy: Policy, step: Point, dist: Gaussian) -> Tensor:
-        """[B, 1] divergence of a transition from the reference's. A step without noise counts as if
-        the clean prediction had variance 1/2, as at re-noised states."""
+        """Return [B, 1]: divergence of a transition from the reference's. A step without noise
+        counts as if the clean prediction had variance 1/2, as at re-noised states."""
         length = (step.time - step.transition.next_time).view(dist.std.shape)
         scale = torch.where(dist.std > 0, dist.std, length * math.sqrt(0.5))
         reference = as_gaussian(frozen(policy, "ref", step), STEPS)
@@ -124,7 +124,7 @@ class AdjointMatching(Objective):
         self.reward: Differentiable | None = None
 
     def attach(self, reward: Differentiable) -> None:
-        """The trainer's rewards, with gradient."""
+        """Take the trainer's rewards, with gradient."""
         self.reward = reward
 
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> list[Point]:
@@ -188,7 +188,7 @@ def whole_paths(rollout: Rollout, last: int | None) -> list[Point]:
 
 
 def steps_of(point: Point) -> list[Point]:
-    """The last n steps of a point made by ``whole_paths``."""
+    """Return the last n steps of a point made by ``whole_paths``."""
     count = point.state.shape[1] - 1
     path = point.whole_path
     first = path.noise_level.shape[1] - count
@@ -207,8 +207,8 @@ def steps_of(point: Point) -> list[Point]:
 
 
 def rewarded(reward: Differentiable | None, policy: Policy, point: Point, sample: Tensor) -> Tensor:
-    """[B, 1] the rewards of finished samples, with gradient to them. UserError if a reward has
-    none."""
+    """Return [B, 1]: the rewards of finished samples, with gradient to them. UserError if a reward
+    has none."""
     if reward is None:
         raise UserError("this objective needs a differentiable reward; it gets it from the trainer")
     rollout = Rollout(

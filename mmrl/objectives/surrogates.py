@@ -36,12 +36,12 @@ def sees_whole_rows(surrogate: Surrogate) -> bool:
 
 
 def row_sum(x: Tensor, mask: Tensor) -> Tensor:
-    """[B, 1] sum of x [B, L] over the row's own decisions."""
+    """Return [B, 1]: sum of x [B, L] over the row's own decisions."""
     return torch.where(mask, x, 0.0).sum(1, keepdim=True)
 
 
 def row_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """[B, 1] mean of x [B, L] over the row's own decisions; 0 for a row without any."""
+    """Return [B, 1]: mean of x [B, L] over the row's own decisions; 0 for a row without any."""
     return row_sum(x, mask) / mask.sum(1, keepdim=True).clamp_min(1)
 
 
@@ -52,7 +52,7 @@ def both_sides(clip_range: float | tuple[float, float]) -> tuple[float, float]:
 
 
 def outside(ratio: Tensor, low: float, high: float) -> Tensor:
-    """Which ratios lie outside [1 - low, 1 + high], bool."""
+    """Say which ratios lie outside [1 - low, 1 + high], bool."""
     return (ratio > 1 + high) | (ratio < 1 - low)
 
 

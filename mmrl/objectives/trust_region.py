@@ -61,7 +61,7 @@ class FlowDPPO(Objective):
         return gated(self.threshold, logp, recorded, advantage, kl.detach(), point.mask)
 
     def _variance(self, dist: Dist, point: Point) -> Tensor:
-        """[B, 1]"""
+        """Return the variance of a step, [B, 1]."""
         if self.std == "one":
             return torch.ones_like(point.recorded)
         if self.std == "exact":

@@ -22,10 +22,10 @@ Positive = Annotated[float, Gt(0)]
 
 @dataclass(frozen=True)
 class Steered:
-    """An entropy held at ``target`` nats a token (ReasonGen-R1, Zhang et al. 2025): the loss has
-    alpha H, where alpha = sinh(psi), |alpha| <= ``most``, and psi rises after every iteration by
-    ``rate`` (H - target): entropy above the target costs, below it is a gain. The published rate is
-    that of Adam on psi; ours is plain."""
+    """Holds the entropy at ``target`` nats a token (ReasonGen-R1, Zhang et al. 2025): the loss
+    has alpha H, where alpha = sinh(psi), |alpha| <= ``most``, and psi rises after every iteration
+    by ``rate`` (H - target): entropy above the target costs, below it is a gain. The published rate
+    is that of Adam on psi; ours is plain."""
 
     target: Positive
     rate: Positive = 5e-5
@@ -57,7 +57,7 @@ class Unified(PolicyGradient):
         self.psi = dict.fromkeys(self.steered, 0.0)
 
     def alpha(self, kind: str) -> float:
-        """The weight in force."""
+        """Return the weight in force."""
         target = self.steered[kind]
         return min(max(math.sinh(self.psi[kind]), -target.most), target.most)
 

@@ -44,30 +44,30 @@ def noised(
 
 
 def velocity(dist: Dist) -> Tensor:
-    """[B, *] what the network predicts at a re-noised state."""
+    """Return what the network predicts at a re-noised state, [B, *]."""
     if not isinstance(dist, Gaussian):
         raise UserError(VELOCITIES)
     return dist.mean
 
 
 def mean_square(x: Tensor) -> Tensor:
-    """[B, 1] over all dimensions of x [B, *]."""
+    """Average the squares over all dimensions of x [B, *], [B, 1]."""
     return x.square().flatten(1).mean(1, keepdim=True)
 
 
 def mean_absolute(x: Tensor) -> Tensor:
-    """[B, 1] over all dimensions of x [B, *], in float64."""
+    """Average the absolute values over all dimensions of x [B, *], [B, 1] in float64."""
     return x.double().abs().flatten(1).mean(1, keepdim=True)
 
 
 def error(dist: Dist, point: Point) -> Tensor:
-    """[B, 1] the denoising error: mean square of the velocity minus (noise - sample)."""
+    """Return [B, 1]: the denoising error: mean square of the velocity minus (noise - sample)."""
     return mean_square(velocity(dist) - point.target)
 
 
 def comparisons(point: Point) -> Tensor:
-    """[B] long: which rows are compared: those of one group, at its first visit, at its second ...
-    (shared) noise.
+    """Return [B] long: which rows are compared: those of one group, at its first visit, at its
+    second ... (shared) noise.
 
     ``point`` holds every row equally often.
     """
@@ -79,7 +79,7 @@ def comparisons(point: Point) -> Tensor:
 
 
 def summed(x: Tensor, index: Tensor) -> Tensor:
-    """[max index + 1, 1] sums of x [B, 1] by index [B]."""
+    """Return [max index + 1, 1]: sums of x [B, 1] by index [B]."""
     return x.new_zeros(int(index.max()) + 1, 1).index_add(0, index, x)
 
 

@@ -33,7 +33,7 @@ from samplers.noise import Rng
 
 @dataclass(frozen=True, kw_only=True)
 class Centred(Fields):
-    """What a row is fitted to, one column for each direction of weights."""
+    """Holds what a row is fitted to, one column for each direction of weights."""
 
     optimality: Tensor  # [B, D] wanted reward less its centre
     implicit_mean: Tensor  # [B, D] centre of the model's own rewards
@@ -95,7 +95,7 @@ class CRD(Regularised):
         return "groups"
 
     def measure(self, policy: Policy, point: Point) -> Tensor:
-        """[B, 2]: the model's implicit reward, and q_old, which ``loss`` wants again."""
+        """Return [B, 2]: the model's implicit reward, and q_old, which ``loss`` wants again."""
         old = self._old(policy, point)
         return torch.cat([old - _scaled(velocity(policy.dist(point)), point.target), old], 1)
 
@@ -107,7 +107,7 @@ class CRD(Regularised):
         trained = point.mask.any(1, keepdim=True)  # an idle process's row counts nothing
 
         def total(x: Tensor) -> Tensor:
-            """[B, 1] the sum over those that x [B, 1] is compared with."""
+            """Return [B, 1]: the sum over those that x [B, 1] is compared with."""
             return (
                 summed(x, group)[group] if self.centre == "group" else all_sum(x.sum()).expand_as(x)
             )
@@ -125,7 +125,7 @@ class CRD(Regularised):
         return point.replace(coupling=centred)
 
     def loss(self, policy: Policy, point: Point) -> Tensor:
-        """Before ``couple`` the centre of a is 1/2 and that of r is 0."""
+        """Compute the loss; before ``couple`` the centre of a is 1/2 and that of r is 0."""
         v = velocity(policy.dist(point))
         centred = (
             point.coupled(Centred)
@@ -149,7 +149,7 @@ class CRD(Regularised):
         return loss + self.term.weight() * distance
 
     def _slopes(self) -> tuple[float, ...]:
-        """Weights are softmax(slope a), once for each."""
+        """Return the slopes: weights are softmax(slope a), once for each."""
         if not self.temperature:
             return (0.0,) if self.temperature is None else (1.0, 0.0)
         return 1 / self.temperature, -1 / self.temperature
@@ -160,7 +160,7 @@ class CRD(Regularised):
         )
 
     def _old(self, policy: Policy, point: Point) -> Tensor:
-        """[B, 1] q_old."""
+        """Return [B, 1]: q_old."""
         return _scaled(velocity(frozen(policy, "old", point)), point.target)
 
     def _fit(self, implicit: Tensor, optimality: Tensor) -> Tensor:
@@ -172,6 +172,6 @@ class CRD(Regularised):
 
 
 def _scaled(v: Tensor, target: Tensor) -> Tensor:
-    """[B, 1] mean square error over the mean absolute error, which has no gradient."""
+    """Return [B, 1]: mean square error over the mean absolute error, which has no gradient."""
     off = v - target
     return mean_square(off) / mean_absolute(off.detach()).clamp_min(1e-5).to(off)

@@ -33,7 +33,7 @@ from samplers.noise import Rng
 
 @dataclass(frozen=True, kw_only=True)
 class Preference(Fields):
-    """What the comparison of a group says of a row."""
+    """Holds what the comparison of a group says of a row."""
 
     advantage: Tensor  # [B, 1] times the group's weight sigmoid(S)
     old_error: Tensor | None  # [B, 1] under the old weights; None: nothing is clipped
@@ -98,8 +98,9 @@ class DGPO(Regularised):
         return "groups"
 
     def measure(self, policy: Policy, point: Point) -> Tensor:
-        """[B, 2 + D]: by how much the error exceeds the reference's; to clip, the error under the
-        old weights; and the velocity of the start's weights, which ``loss`` wants again."""
+        """Return [B, 2 + D]: by how much the error exceeds the reference's; to clip, the error
+        under the old weights; and the velocity of the start's weights, which ``loss`` wants
+        again."""
         live = error(policy.dist(point), point)
         lagging = self.clip_range or self.reference == "old"
         old = error(frozen(policy, "old", point), point) if lagging else torch.zeros_like(live)
@@ -123,7 +124,7 @@ class DGPO(Regularised):
         return point.replace(coupling=preference)
 
     def loss(self, policy: Policy, point: Point) -> Tensor:
-        """Before ``couple`` all weights are 1 and nothing is clipped."""
+        """Compute the loss; before ``couple`` all weights are 1 and nothing is clipped."""
         dist = policy.dist(point)
         denoising_error = error(dist, point)
         preference = Preference(advantage=point.advantage, old_error=None, start=None)
@@ -149,7 +150,7 @@ class DGPO(Regularised):
 
     @property
     def _based(self) -> bool:
-        """Whether the weights of the start are looked at."""
+        """Tell whether the weights of the start are looked at."""
         return self.reference == "ref" or self.term.active
 
     def _start(self, policy: Policy, point: Point) -> Dist:

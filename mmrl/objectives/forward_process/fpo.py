@@ -58,7 +58,7 @@ class FPO(Objective):
         return error(frozen(policy, "old", point), point) - error(policy.dist(point), point)
 
     def couple(self, point: Point, measured: Tensor) -> Point:
-        """The derivative of the clipped objective by the log-ratio."""
+        """Return the derivative of the clipped objective by the log-ratio."""
         _, row = point.row_id.unique(return_inverse=True)
         log_ratio = (summed(measured, row) / summed(torch.ones_like(measured), row))[row]
         ratio = log_ratio.exp()
@@ -76,6 +76,6 @@ class FPO(Objective):
         )
 
     def loss(self, policy: Policy, point: Point) -> Tensor:
-        """Linear in the error, with the gradient of PPO's loss; before ``couple`` the ratio is
-        1."""
+        """Compute a loss that is linear in the error, with the gradient of PPO's loss; before
+        ``couple`` the ratio is 1."""
         return slope_of(point) * error(policy.dist(point), point)

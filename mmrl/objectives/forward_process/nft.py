@@ -83,7 +83,7 @@ class NFT(Regularised):
 
 
 def _error(point: Point, v: Tensor) -> Tensor:
-    """[B, 1] mean square error of the predicted clean sample over its mean absolute error, which
-    has no gradient."""
+    """Return [B, 1]: mean square error of the predicted clean sample over its mean absolute error,
+    which has no gradient."""
     off = point.renoised.x0_per_output.view(-1, *[1] * (v.ndim - 1)) * (v - point.target)
     return mean_square(off) / mean_absolute(off.detach()).clamp_min(1e-5).to(off)
