@@ -45,8 +45,8 @@ class _Pairwise(GroupLoss):
 
     @abstractmethod
     def of_pair(self, better: Tensor, worse: Tensor, gap: Tensor) -> Tensor:
-        """Compute the losses [N] of pairs from the log-ratios of both and how much the better one's advantage is
-        larger."""
+        """Compute the losses [N] of pairs from the log-ratios of both and how much the better
+        one's advantage is larger."""
 
     def of_group(self, samples: Samples) -> Tensor:
         better, worse = _all(samples) if self.pairs == "all" else _best_worst(samples)

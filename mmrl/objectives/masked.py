@@ -73,9 +73,8 @@ class Masked(PolicyGradient):
         return self.single_paths and several_passes(self.estimator)
 
     def recorded(self, policy: Policy, point: Point, logp: Tensor) -> Tensor:
-        """Return what sampling recorded, or at a state that it did not visit, what its weights
-        say of
-        it."""
+        """Return what sampling recorded, or at a state that it did not visit, what its
+        weights say of it."""
         if point.logprob is not None:
             return point.logprob
         if point.on_policy:

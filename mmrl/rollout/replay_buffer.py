@@ -52,9 +52,34 @@ class Remembered:
         return float(self.rewards.per_row().total().double().std(correction=0))
 
 
+class OldAnswers(Stage):
+    """Remembers answers by their prompts' places in the data, for policies that can be shown old
+    answers again. ``option``: of ``train`` that asks for it."""
+
+    option: str
+    policy: Policy
+    prompts: Sequence[Prompt]
+
+    def __post_init__(self) -> None:
+        if not self.policy.capabilities.replay:
+            raise UserError(
+                f"train.{self.option}: {type(self.policy).__name__} cannot be shown old answers "
+                f"again; it is for vlm"
+            )
+        self.places = {id(prompt): i for i, prompt in enumerate(self.prompts)}
+        # of prompts as the policy returned them in this iteration
+        self.origins: dict[int, int] = {}
+
+    def observe(self, prompts: Sequence[Prompt], drawn: Drawn) -> None:
+        for prompt, returned in zip(prompts, drawn.rollout.prompts, strict=True):
+            # prompts that are changed on the way, by hints for instance, have other answers
+            if id(prompt) in self.places:
+                self.origins[id(returned)] = self.places[id(prompt)]
+
+
 @STAGES.register("replay_buffer")
 @dataclass
-class ReplayBuffer(Stage):
+class ReplayBuffer(OldAnswers):
     """Replaces groups that teach nothing by old answers of the same process
     (``train.replay_buffer``).
 
@@ -66,27 +91,12 @@ class ReplayBuffer(Stage):
     prompts: Sequence[Prompt]
     entries: list[Remembered] = field(default_factory=list)
     saved_as = "memory"
+    option = "replay_buffer"
 
     @classmethod
     def build(cls, setup: Setup) -> ReplayBuffer | None:
         options = setup.options.replay_buffer
         return cls(options, setup.policy, setup.prompts) if options else None
-
-    def __post_init__(self) -> None:
-        if not self.policy.capabilities.replay:
-            raise UserError(
-                f"train.replay_buffer: {type(self.policy).__name__} cannot be shown old answers "
-                f"again; it is for vlm"
-            )
-        self.places = {id(prompt): i for i, prompt in enumerate(self.prompts)}
-        # of prompts as the policy returned them in this iteration
-        self.origins: dict[int, int] = {}
-
-    def observe(self, prompts: Sequence[Prompt], drawn: Drawn) -> None:
-        for prompt, returned in zip(prompts, drawn.rollout.prompts, strict=True):
-            # prompts that are changed on the way, by hints for instance, are not
-            if id(prompt) in self.places:
-                self.origins[id(returned)] = self.places[id(prompt)]
 
     def groups(
         self, drawn: Drawn, iteration: int, sample: Sample

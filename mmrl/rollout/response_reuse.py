@@ -16,18 +16,17 @@ from torch import Tensor
 from mmrl.advantages.groups import measured
 from mmrl.config.options import ResponseReuse
 from mmrl.core import distributed
-from mmrl.core.errors import UserError
 from mmrl.core.registry import STAGES
 from mmrl.core.types import Prompt, Rewards
 from mmrl.policies.base import Policy
 from mmrl.rollout.collect import appended, media_of, together
-from mmrl.rollout.replay_buffer import Remembered, marked, packed, unpacked
-from mmrl.rollout.stages import Drawn, Sample, Setup, Stage, outline
+from mmrl.rollout.replay_buffer import OldAnswers, Remembered, marked, packed, unpacked
+from mmrl.rollout.stages import Drawn, Sample, Setup, outline
 
 
 @STAGES.register("response_reuse")
 @dataclass
-class ReusedResponses(Stage):
+class ReusedResponses(OldAnswers):
     """Replaces one answer of an all-wrong group by a right one of before
     (``train.response_reuse``).
 
@@ -40,30 +39,15 @@ class ReusedResponses(Stage):
     policy: Policy
     prompts: Sequence[Prompt]
     entries: dict[int, Remembered] = field(default_factory=dict)
-    saved_as = "response_reuse"
+    saved_as = option = "response_reuse"
 
     @classmethod
     def build(cls, setup: Setup) -> ReusedResponses | None:
         options = setup.options.response_reuse
         return cls(options, setup.policy, setup.prompts) if options else None
 
-    def __post_init__(self) -> None:
-        if not self.policy.capabilities.replay:
-            raise UserError(
-                f"train.response_reuse: {type(self.policy).__name__} cannot be shown old answers "
-                f"again; it is for vlm"
-            )
-        self.places = {id(prompt): i for i, prompt in enumerate(self.prompts)}
-        self.origins: dict[int, int] = {}
-
     def begin(self, iteration: int) -> None:
         self.origins = {}
-
-    def observe(self, prompts: Sequence[Prompt], drawn: Drawn) -> None:
-        for prompt, returned in zip(prompts, drawn.rollout.prompts, strict=True):
-            # prompts that are changed on the way, by hints for instance, have other answers
-            if id(prompt) in self.places:
-                self.origins[id(returned)] = self.places[id(prompt)]
 
     def groups(
         self, drawn: Drawn, iteration: int, sample: Sample
