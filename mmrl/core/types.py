@@ -19,6 +19,7 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import Tensor
 
+from mmrl.core.errors import UserError
 from mmrl.core.host import sent
 
 Prompt = dict[str, Any]  # one line of a dataset: "text", images, the ground truth ...
@@ -212,6 +213,8 @@ class Rollout(Rows):
     row_id: Tensor  # [B] long: name of the row in the whole iteration, the key of its randomness
     sample: Tensor  # [B, *] final latents or token ids
     logprob: Tensor  # [B, K] of each decision under the weights that sampled it
+    # [B, K] of the distribution each was drawn from, nats; None: not recorded
+    entropy: Tensor | None = None
     mask: Tensor  # [B, K] bool: the only gate; False is never trained on
     advantage: Tensor | None = None  # [B, 1] or [B, K]; None: not yet compared
     trajectory: LatentPath | TokenOrder | None = None  # how the sample came about
@@ -236,6 +239,15 @@ class Rollout(Rows):
     def advantages(self) -> Tensor:
         """Return ``advantage``, [B, 1] or [B, K]; 0 before the rewards are compared."""
         return torch.zeros_like(self.logprob[:, :1]) if self.advantage is None else self.advantage
+
+    def entropies(self) -> Tensor:
+        """Return ``entropy`` [B, K]; UserError where the policy does not record it."""
+        if self.entropy is None:
+            raise UserError(
+                "the entropy of decisions is not recorded; set the policy's option record_entropy "
+                "to true"
+            )
+        return self.entropy
 
     @property
     def latents(self) -> LatentPath:

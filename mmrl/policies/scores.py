@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from mmrl.core.distributions import Categorical
 from mmrl.core.weights import Weights
 from samplers.batching import chunks
 from samplers.warp import Warp
@@ -76,10 +76,24 @@ def certainty(logits: Tensor) -> Tensor:
     mean, less log V.
 
     Self-certainty (Kang et al. 2025, arXiv:2502.18581), before any temperature or truncation; 0 for
-    the uniform distribution.
+    the uniform distribution. Impossible tokens (-inf) are left out of both.
     """
     x = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return x.logsumexp(-1) - x.mean(-1) - math.log(x.shape[-1])
+    possible = ~x.isneginf()
+    count = possible.sum(-1)
+    return x.logsumexp(-1) - x.masked_fill(~possible, 0).sum(-1) / count - count.to(x.dtype).log()
+
+
+def recorded(names: Sequence[str], logits: Tensor, warped: Tensor) -> Tensor:
+    """Measure each distribution that tokens are drawn from, [*, R], R = len(names): its "entropy"
+    after all warping, or the "self_certainty" of the model's own logits [*, V]."""
+    values = {
+        "entropy": lambda: Categorical(warped).entropy(),
+        "self_certainty": lambda: certainty(logits),
+    }
+    if not names:
+        return warped.new_zeros(*warped.shape[:-1], 0)
+    return torch.stack([values[name]() for name in names], -1)
 
 
 def full(hidden: Tensor, head: Head, warp: Warp, vocab: int) -> Tensor:

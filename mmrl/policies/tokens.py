@@ -27,7 +27,7 @@ from mmrl.policies.base import (
     rows_of,
 )
 from mmrl.policies.capabilities import Capabilities
-from mmrl.policies.scores import Scored, Scorer
+from mmrl.policies.scores import Scored, Scorer, recorded
 from samplers.batching import at_width, chunks
 from samplers.noise import Rng
 from samplers.warp import Warp
@@ -39,6 +39,21 @@ class TokenPolicy(Policy):
 
     capabilities = Capabilities("categorical")
     entropies: bool = False  # computed in every scoring pass once one was requested
+
+    def __init__(self, net: nn.Module, record_self_certainty: bool = False, **options: Any):
+        """record_self_certainty: record how sure the model is of every token, for the reward
+        self_certainty and the advantage recorded."""
+        super().__init__(net, **options)
+        chosen = {"entropy": self.record_entropy, "self_certainty": record_self_certainty}
+        # what is recorded of the distribution of every decision
+        self.quantities = tuple(name for name, wanted in chosen.items() if wanted)
+
+    def with_recorded(self, rollout: Rollout, values: Tensor) -> Rollout:
+        """Add what was recorded of every decision, ``values`` [B, K, R] in the order of
+        ``quantities``."""
+        by_name = dict(zip(self.quantities, values.to(rollout.logprob).unbind(-1), strict=True))
+        order = rollout.tokens.replace(self_certainty=by_name.get("self_certainty"))
+        return rollout.replace(entropy=by_name.get("entropy"), trajectory=order)
 
     def path(self, rollout: Rollout) -> Iterator[Point]:
         yield Point(
@@ -127,12 +142,15 @@ class CausalPolicy(LogitsPolicy):
         ids = torch.full((len(row), self.length), self.mask_id, device=row.device)
         order = torch.arange(self.length, device=row.device).expand_as(ids)
         logprob = torch.zeros(ids.shape, dtype=self.dtype, device=row.device)
+        values = []
         for step in range(self.length):
             dist = Categorical(self._forward(ids, rows_of(cond, group)))
             draw = dist.sample(rng.uniform(row, (self.length,), step))
             ids = torch.where(order == step, draw, ids)
             logprob = torch.where(order == step, dist.log_prob(draw), logprob)
-        return Rollout(
+            logits = dist.logits[:, step]
+            values.append(recorded(self.quantities, logits, logits))
+        rollout = Rollout(
             group=group,
             cond=cond,
             row_id=row,
@@ -141,6 +159,7 @@ class CausalPolicy(LogitsPolicy):
             trajectory=TokenOrder(commit_step=order),
             mask=torch.ones_like(ids, dtype=torch.bool),
         )
+        return self.with_recorded(rollout, torch.stack(values, 1))
 
     def _forward(self, ids: Tensor, cond: dict[str, Any]) -> Tensor:
         logits: Tensor = at_width(self.logits, max(self.padded(), len(ids)), ids, cond)

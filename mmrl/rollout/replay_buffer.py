@@ -30,6 +30,7 @@ ROWS = (
     "row_id",
     "sample",
     "logprob",
+    "entropy",
     "mask",
     "commit_step",
     "self_certainty",
@@ -245,6 +246,7 @@ def _rollout(rows: dict[str, Tensor]) -> Rollout:
         row_id=rows["row_id"],
         sample=rows["sample"],
         logprob=rows["logprob"],
+        entropy=rows.get("entropy"),
         mask=rows["mask"],
     )
 

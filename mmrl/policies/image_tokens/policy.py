@@ -29,6 +29,7 @@ from mmrl.policies.base import (
 )
 from mmrl.policies.image_tokens.attention import Kernel, available
 from mmrl.policies.image_tokens.network import ImageNet, Inputs, beside, spans, stacked
+from mmrl.policies.scores import recorded
 from mmrl.policies.tokens import AnswerTokens, TokenPolicy, somewhere
 from samplers.batching import at_width, chunks
 from samplers.noise import Rng
@@ -119,15 +120,17 @@ class ImageTokenPolicy(TokenPolicy):
         scale = sent(self.scales(self.guidance_scale), row.device)
         ids: list[Tensor] = []
         logprob: list[Tensor] = []
+        values: list[Tensor] = []
         for block in list(spans(net.turns))[:passes]:
             if ids:
                 hidden = net("step", ids[-1], state)
-            token, score = self.draw_block(hidden, scale[block], uniform[:, block])
+            token, score, value = self.draw_block(hidden, scale[block], uniform[:, block])
             ids.append(token)
             logprob.append(score)
+            values.append(value)
         tokens = torch.cat(ids, 1)
         order = self.blocks_of(tokens)
-        return Rollout(
+        rollout = Rollout(
             group=group,
             cond=cond,
             row_id=row,
@@ -136,6 +139,7 @@ class ImageTokenPolicy(TokenPolicy):
             mask=self.decided(tokens),
             trajectory=TokenOrder(commit_step=order.expand_as(tokens)),
         )
+        return self.with_recorded(rollout, torch.cat(values, 1))
 
     def read(self, cond: list[Inputs], group: Tensor) -> tuple[Tensor, Any]:
         """Read the prompts of ``group`` [B], each once: returns the hidden states after them, with
@@ -148,9 +152,11 @@ class ImageTokenPolicy(TokenPolicy):
         hidden, state = self.net("begin", inputs, rows)
         return hidden, state
 
-    def draw_block(self, hidden: Tensor, scale: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-        """Draw the tokens [B, n] of a block and their log-probs from hidden states [B, n, H], with
-        guidance [2B, n, H]; ``scale`` [n], ``uniform`` [B, n]."""
+    def draw_block(
+        self, hidden: Tensor, scale: Tensor, uniform: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Draw the tokens [B, n] of a block from hidden states [B, n, H], with guidance [2B, n,
+        H]; ``scale`` [n], ``uniform`` [B, n]. Returns as ``_decide`` does."""
         guided = self.guidance_scale != 1
         cond, *empty = hidden.chunk(2) if guided else (hidden,)
         features = beside(cond, empty[0], scale) if empty else cond
@@ -169,15 +175,20 @@ class ImageTokenPolicy(TokenPolicy):
 
     def _decide(
         self, features: Tensor, plain: Tensor | None, uniform: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Draw tokens [B, n] by inversion at ``uniform`` [B, n], with the log-probs that are
-        recorded: those at the ``plain`` features where guidance is left out of the score."""
-        drawn_ids, score = drawn(self.warp(self.net("logits", features)), uniform[..., None])
+        recorded, those at the ``plain`` features where guidance is left out of the score, and the
+        ``quantities`` [B, n, R] of the distributions drawn from."""
+        logits = self.net("logits", features)
+        warped = self.warp(logits)
+        values = recorded(self.quantities, logits, warped)
+        drawn_ids, score = drawn(warped, uniform[..., None])
         token = drawn_ids[..., 0]
         if plain is None:
-            return token, score[..., 0].to(self.dtype)
+            return token, score[..., 0].to(self.dtype), values
         logits = self.warp(self.net("logits", plain), keep=token)
-        return token, (logits.gather(-1, drawn_ids)[..., 0] - logits.logsumexp(-1)).to(self.dtype)
+        score = logits.gather(-1, drawn_ids)[..., 0] - logits.logsumexp(-1)
+        return token, score.to(self.dtype), values
 
     def dist(self, point: Point) -> Dist:
         where = somewhere(point.mask)

@@ -31,6 +31,7 @@ from mmrl.policies.base import (
     without_empty,
 )
 from mmrl.policies.diffusion.flow_policy import stacked
+from mmrl.policies.scores import recorded
 from mmrl.policies.tokens import LogitsPolicy, somewhere
 from samplers import unmask
 from samplers.noise import Rng
@@ -128,19 +129,19 @@ class MaskedDiffusion(LogitsPolicy):
         ids = torch.full((len(row), self.length), self.mask_id, device=row.device)
         order = torch.full_like(ids, self.passes)
         copies = alike(group)
-        steps = []
+        steps: list[tuple[Tensor, ...]] = []
         for step in range(self.passes):
             hidden = (order == self.passes) & self._open(step, ids)
             point = Query(group=group, cond=cond, row_id=row, state=ids, mask=hidden)
             uniform = rng.uniform(row, (self.length,), 2 * step)
-            draw, sampled, scored = self._drawn(point, uniform, 1 if step else copies)
+            draw, sampled, scored, values = self._drawn(point, uniform, 1 if step else copies)
             rank = self._reveal(
                 step, sampled, hidden, rng.uniform(row, (self.length,), 2 * step + 1)
             )
             new = hidden & ((rank < self.length) | ((step + 1) % self.turns == 0))
             if self.chooses:
                 scored = chosen(scored, self._noise(step, len(row)).to(scored), rank)
-            steps.append((torch.stack([draw, rank], -1), scored, hidden, new))
+            steps.append((torch.stack([draw, rank], -1), scored, hidden, new, values))
             ids = torch.where(new, draw, ids)
             order = torch.where(new, step, order)
         return self._rollout(
@@ -156,9 +157,12 @@ class MaskedDiffusion(LogitsPolicy):
             steps,
         )
 
-    def _drawn(self, point: Query, uniform: Tensor, copies: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _drawn(
+        self, point: Query, uniform: Tensor, copies: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Draw tokens [B, L] where the point's mask is, with their log-probs and those recorded
-        (the same unless ``logprob_guidance`` is conditional). ``copies`` adjacent rows share one
+        (the same unless ``logprob_guidance`` is conditional), and the ``quantities`` [B, L, R] of
+        the distributions drawn from. ``copies`` adjacent rows share one
         state, which the network sees once."""
         distinct = point if copies == 1 else point[::copies]
         remember(distinct.group, on_host(point.group)[::copies])
@@ -178,7 +182,12 @@ class MaskedDiffusion(LogitsPolicy):
             results.append(
                 every.view(*distinct.mask.shape, copies).transpose(1, 2).reshape(uniform.shape)
             )
-        return results[0], results[1], results[2]
+        values = recorded(self.quantities, logits * self.temperature, logits)
+        at_places = values.new_zeros(distinct.mask.numel(), values.shape[-1]).index_copy(
+            0, indices(distinct.mask), values
+        )
+        every = at_places.view(*distinct.mask.shape, -1).repeat_interleave(copies, 0)
+        return results[0], results[1], results[2], every
 
     def _reveal(self, step: int, confidence: Tensor, hidden: Tensor, uniform: Tensor) -> Tensor:
         """Rank what becomes final in this pass, [B, L], numbered as in
@@ -200,20 +209,22 @@ class MaskedDiffusion(LogitsPolicy):
         chosen."""
         return torch.full((rows, 1), self.noises[step % self.turns] or 1.0, device=self.device)
 
-    def _rollout(
-        self, rollout: Rollout, steps: list[tuple[Tensor, Tensor, Tensor, Tensor]]
-    ) -> Rollout:
+    def _rollout(self, rollout: Rollout, steps: list[tuple[Tensor, ...]]) -> Rollout:
         """Assemble the rollout of all passes. emerge: K = L decisions, one a token. maskgit: K = T
         L, all tokens drawn in every pass."""
-        decision, logprob, hidden, new = (torch.stack(part, 1) for part in zip(*steps, strict=True))
+        decision, logprob, hidden, new, values = (
+            torch.stack(part, 1) for part in zip(*steps, strict=True)
+        )
         if self.chooses:
             trace = MaskTrace(commit_step=rollout.tokens.commit_step, proposals=decision)
-            return rollout.replace(
+            drawn_twice = rollout.replace(
                 logprob=logprob.flatten(1), mask=hidden.flatten(1), trajectory=trace
             )
-        return rollout.replace(
+            return self.with_recorded(drawn_twice, values.flatten(1, 2))
+        once = rollout.replace(
             logprob=torch.where(new, logprob, 0.0).sum(1), mask=torch.ones_like(rollout.mask)
         )
+        return self.with_recorded(once, torch.where(new[..., None], values, 0.0).sum(1))
 
     def path(self, rollout: Rollout) -> Iterator[Point]:
         for step in range(self.passes):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mmrl.core.distributions import Categorical
 from mmrl.core.host import sent
-from mmrl.policies.scores import certainty
+from mmrl.policies.scores import recorded
 from mmrl.policies.vlm import caches
 from samplers.noise import Rng
 from samplers.warp import Warp
@@ -34,7 +34,7 @@ class Ending:
     pad: int
     strings: tuple[str, ...]
     decode: Callable[[list[int]], str]
-    certain: bool = False  # record the self-certainty of each token
+    quantities: tuple[str, ...] = ()  # recorded of the distribution of each token
 
     def ended(self, ids: Tensor) -> Tensor:
         """Tell which rows have ended, [B] bool, by the last token of ids [B, n] and by the text of
@@ -81,7 +81,7 @@ class Answers:
     ids: Tensor  # [B, T] long, padded on the right
     mask: Tensor  # [B, T] bool: up to the token that ended it, included
     logprob: Tensor  # [B, T] at least float32
-    certainty: Tensor | None = None  # [B, T] at least float32, if requested
+    values: Tensor  # [B, T, R] at least float32: the quantities that are recorded
 
     def write(
         self, step: int, rows: Tensor | slice, going: Tensor, drawn: Drawn, ending: Ending
@@ -90,10 +90,9 @@ class Answers:
         and how many."""
         self.ids[rows, step] = torch.where(going, drawn.token, ending.pad)
         self.logprob[rows, step] = torch.where(going, drawn.logprob, 0.0)
-        if self.certainty is not None:
-            self.certainty[rows, step] = torch.where(going, certainty(drawn.logits), 0.0).to(
-                self.certainty.dtype
-            )
+        if ending.quantities:
+            values = recorded(ending.quantities, drawn.logits, drawn.warped)
+            self.values[rows, step] = torch.where(going[:, None], values, 0.0).to(self.values.dtype)
         self.mask[rows, step] = going
         return ending.going(self.ids[rows, : step + 1], going)
 
@@ -107,7 +106,7 @@ def blank(names: Tensor, ending: Ending, hf: Any) -> Answers:
         ids=torch.full((rows, ending.tokens), ending.pad, device=device),
         mask=torch.zeros(shape, dtype=torch.bool, device=device),
         logprob=torch.zeros(shape, device=device, dtype=dtype),
-        certainty=torch.zeros(shape, device=device, dtype=dtype) if ending.certain else None,
+        values=torch.zeros(*shape, len(ending.quantities), device=device, dtype=dtype),
     )
 
 
@@ -117,13 +116,14 @@ class Drawn(NamedTuple):
     token: Tensor  # [B] long
     logprob: Tensor  # [B]
     logits: Tensor  # [B, V] the model's own
+    warped: Tensor  # [B, V] log-probs of the distribution drawn from
 
 
 def draw(logits: Tensor, warp: Warp, uniform: Tensor | None) -> Drawn:
     """Draw tokens by inversion at ``uniform`` [B], or take the likeliest ones."""
     logprobs = warp(logits).log_softmax(-1)
     token = logprobs.argmax(-1) if uniform is None else Categorical(logprobs).sample(uniform)
-    return Drawn(token, logprobs.gather(-1, token[:, None])[:, 0], logits)
+    return Drawn(token, logprobs.gather(-1, token[:, None])[:, 0], logits, logprobs)
 
 
 @torch.no_grad()

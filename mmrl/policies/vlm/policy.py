@@ -66,7 +66,6 @@ class VLM(Passes):
         top_p: Annotated[float, Gt(0), Le(1)] = 1.0,
         stop: Sequence[str] = (),
         greedy_evaluation: bool = True,
-        record_self_certainty: bool = False,
         budgets: Budgets | None = None,
         coordinate_space: Coords | None = None,
         prefix_sharing: Literal["auto", "prefix", "none"] = "auto",
@@ -80,8 +79,7 @@ class VLM(Passes):
     ):
         """Load the model. path: folder, hub id or world:NAME. max_new_tokens: the most tokens of an
         answer. temperature, top_k, top_p: of sampling and of scoring. stop: strings after which an
-        answer ends. greedy_evaluation: evaluation takes the likeliest token. record_self_certainty:
-        record how sure the model is of its answers, for the reward self_certainty. budgets: what
+        answer ends. greedy_evaluation: evaluation takes the likeliest token. budgets: what
         images, videos and prompts may cost. coordinate_space: the space of the model's coordinates,
         where its family's is unknown. prefix_sharing: "prefix" reads a prompt once for its whole
         group, "none" once for every answer; "auto" is prefix where its log-probs were compared with
@@ -117,7 +115,6 @@ class VLM(Passes):
             self.inputs.pad,
             tuple(stop),
             self.inputs.decode,
-            record_self_certainty,
         )
         self.greedy_evaluation = greedy_evaluation
         self.sharing = prefix_sharing
@@ -131,6 +128,7 @@ class VLM(Passes):
         net = SharedPrefix(hf, share=prefix_sharing != "none")
         self._pack(net, attention, remove_padding)
         super().__init__(net, lora=lora, **options)
+        self.ending = replace(self.ending, quantities=self.quantities)
         self.parts = train
         if lora is None:
             set_trainable(hf, train or everything(hf))
@@ -179,8 +177,9 @@ class VLM(Passes):
             mask=answers.mask,
             logprob=answers.logprob,
             prompts=tuple(shown),
-            trajectory=TokenOrder(commit_step=order, self_certainty=answers.certainty),
+            trajectory=TokenOrder(commit_step=order),
         )
+        rollout = self.with_recorded(rollout, answers.values)
         if self.engine != "own":
             rollout = self._rescored(rollout, size)
         if context.ground_truth is None:
@@ -278,13 +277,22 @@ class VLM(Passes):
         """Score by the policy's own passes what another engine sampled; the engine's log-probs stay
         as ``sampler_logprob``."""
         parts = [rollout[part] for part in chunks(len(rollout), size)]
-        scored = [
-            self.dist(point).log_prob(point.target) for part in parts for point in self.path(part)
-        ]
-        logprob = torch.cat(scored).to(rollout.logprob)
+        scored = [self._scored(part) for part in parts]
+        logprob = torch.cat([part.logprob for part in scored])
         self.gaps.append(float((logprob - rollout.logprob)[rollout.mask].abs().mean()))
         provenance = rollout.provenance.replace(sampler_logprob=rollout.logprob)
-        return rollout.replace(logprob=logprob, provenance=provenance)
+        entropy = None
+        if self.record_entropy:
+            entropy = torch.cat([part.entropies() for part in scored])
+        return rollout.replace(logprob=logprob, entropy=entropy, provenance=provenance)
+
+    def _scored(self, rollout: Rollout) -> Rollout:
+        """Score rows by the policy's own pass: their log-probs and, if recorded, entropies."""
+        (point,) = self.path(rollout)
+        dist = self.dist(point)
+        entropy = dist.entropy().to(rollout.logprob) if self.record_entropy else None
+        logprob = dist.log_prob(point.target).to(rollout.logprob)
+        return rollout.replace(logprob=logprob, entropy=entropy)
 
     @torch.no_grad()
     def _with_ground_truth(
@@ -311,12 +319,13 @@ class VLM(Passes):
                 mask[row, : len(tokens)] = True
         corrected = rollout.replace(sample=ids, mask=mask)
         logprob = rollout.logprob.clone()
+        entropy = None if rollout.entropy is None else rollout.entropy.clone()
         for part in chunks(len(last), size):  # every process makes equally many passes
-            (point,) = self.path(corrected[last[part]])
-            scored = self.dist(point).log_prob(point.target)
-            logprob[last[part]] = torch.where(
-                written[last[part], None], scored, logprob[last[part]]
-            )
+            scored = self._scored(corrected[last[part]])
+            new = written[last[part], None]
+            logprob[last[part]] = torch.where(new, scored.logprob, logprob[last[part]])
+            if entropy is not None:
+                entropy[last[part]] = torch.where(new, scored.entropies(), entropy[last[part]])
         # it is that of the replaced sample, and unknown for the ground truth
         order = rollout.tokens
         if order.self_certainty is not None:
@@ -326,7 +335,9 @@ class VLM(Passes):
         if provenance.sampler_logprob is not None:  # no engine sampled the ground truth either
             sampler_logprob = torch.where(written[:, None], logprob, provenance.sampler_logprob)
             provenance = provenance.replace(sampler_logprob=sampler_logprob)
-        return corrected.replace(logprob=logprob, trajectory=order, provenance=provenance)
+        return corrected.replace(
+            logprob=logprob, entropy=entropy, trajectory=order, provenance=provenance
+        )
 
     def _completion(self, ids: list[int], known: list[float], begun: str, limit: int) -> Completion:
         """Return the whole answer: the start ``begun`` that the prompt gave, and what was written

@@ -261,15 +261,10 @@ class Passes(TokenPolicy):
                     places.append(part)
                     answers_by_part.append(answers)
         order = torch.cat(places).argsort()
-        names = (
-            ("ids", "mask", "logprob", "certainty")
-            if self.ending.certain
-            else ("ids", "mask", "logprob")
-        )
         return Answers(
             *(
                 torch.cat([getattr(part_answers, name) for part_answers in answers_by_part])[order]
-                for name in names
+                for name in ("ids", "mask", "logprob", "values")
             )
         )
 
