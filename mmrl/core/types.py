@@ -296,7 +296,15 @@ class WholePath(SamplerState):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MaskChoice(Fields):
+class MaskPass(Fields):
+    """Describes a pass of a masked model's sampler."""
+
+    # [B] what the tokens' temperature is multiplied by in this pass; None: 1
+    heat: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskChoice(MaskPass):
     """Describes a pass that chooses which of its tokens stay (MaskGIT)."""
 
     temperature: Tensor  # [B] of the Gumbel noise on the confidence
@@ -309,7 +317,7 @@ class Query(Rows):
     row_id: Tensor  # [B] long, as in Rollout
     state: Tensor  # [B, *] what the network sees
     mask: Tensor  # [B, L] bool
-    step: SamplerState | MaskChoice | None = None  # where on the sampler's way the state is
+    step: SamplerState | MaskPass | None = None  # where on the sampler's way the state is
     # guidance scale; None is the policy's own on the path, 1 on re-noised states
     guidance: float | None = None
 
@@ -342,6 +350,7 @@ class Point(Query):
     advantage: Tensor  # [B, 1] or [B, L]
     num_decisions: Tensor  # [B] decisions of the row that are trained on, over all its points
     logprob: Tensor | None = None  # [B, L] recorded at sampling; None for a re-noised state
+    entropy: Tensor | None = None  # [B, L] recorded at sampling, nats; None: not recorded
     weight: Tensor | None = None  # [B, L] of every decision in the loss; None: all alike
     provenance: Provenance = Provenance()
     # [B, L] long: 0 text, 1 image, where a row has both; None: all are of one kind

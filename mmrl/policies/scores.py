@@ -39,23 +39,33 @@ class Scorer(Protocol):
 
 
 def score(
-    hidden: Tensor, targets: Tensor, head: Head, warp: Warp, vocab: int, entropy: bool
+    hidden: Tensor,
+    targets: Tensor,
+    head: Head,
+    warp: Warp,
+    vocab: int,
+    entropy: bool,
+    place: Tensor | None = None,
 ) -> Scored:
     """Compute log-probs of ``targets`` [N] at ``hidden`` [N, H], at least float32, in chunks.
+    ``place`` [N]: of each in its answer, where the warp has a schedule.
 
     More than one chunk is recomputed in the backward pass, so that logits of one chunk only are
     ever kept: memory does not grow with the number of decisions times the vocabulary.
     """
     size = max(1, BYTES // (4 * vocab))
 
-    def score_chunk(h: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        return _scored(warp(head(h), keep=ids), ids, entropy)
+    places = place_of(hidden, place)
+
+    def score_chunk(h: Tensor, ids: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+        return _scored(warp(head(h), keep=ids, place=at), ids, entropy)
 
     if len(hidden) <= size:
-        scored = [score_chunk(hidden, targets)]
+        scored = [score_chunk(hidden, targets, places)]
     else:
         scored = [
-            _again(score_chunk, hidden[part], targets[part]) for part in chunks(len(hidden), size)
+            _again(score_chunk, hidden[part], targets[part], places[part])
+            for part in chunks(len(hidden), size)
         ]
     logprob, spread = (torch.cat(parts) for parts in zip(*scored, strict=True))
     return Scored(logprob, spread if entropy else None)
@@ -96,24 +106,41 @@ def recorded(names: Sequence[str], logits: Tensor, warped: Tensor) -> Tensor:
     return torch.stack([values[name]() for name in names], -1)
 
 
-def full(hidden: Tensor, head: Head, warp: Warp, vocab: int) -> Tensor:
+def full(hidden: Tensor, head: Head, warp: Warp, vocab: int, place: Tensor | None = None) -> Tensor:
     """Compute log-probs of all tokens [N, V], for an exact KL; unlike ``score`` this holds them all
     in memory."""
+    places = place_of(hidden, place)
     parts = chunks(len(hidden), max(1, BYTES // (4 * vocab)))
-    return torch.cat([warp(head(hidden[part])).log_softmax(-1) for part in parts])
+    return torch.cat(
+        [warp(head(hidden[part]), place=places[part]).log_softmax(-1) for part in parts]
+    )
 
 
-def kl(hidden: Tensor, reference: Tensor, head: Head, warp: Warp) -> Tensor:
+def kl(
+    hidden: Tensor, reference: Tensor, head: Head, warp: Warp, place: Tensor | None = None
+) -> Tensor:
     """Compute KL(self || reference) [N] at ``hidden`` [N, H], for the reference's log-probs of all
     tokens [N, V]."""
 
-    def kl_chunk(h: Tensor, q: Tensor) -> Tensor:
-        p = warp(head(h)).log_softmax(-1)
+    places = place_of(hidden, place)
+
+    def kl_chunk(h: Tensor, q: Tensor, at: Tensor) -> Tensor:
+        p = warp(head(h), place=at).log_softmax(-1)
         never = p.isneginf() | q.isneginf()  # the same tokens, those suppressed
         return (p.exp() * (p.masked_fill(never, 0) - q.masked_fill(never, 0))).sum(-1)
 
     parts = chunks(len(hidden), max(1, BYTES // (4 * reference.shape[-1])))
-    return torch.cat([_again(kl_chunk, hidden[part], reference[part]) for part in parts])
+    return torch.cat(
+        [_again(kl_chunk, hidden[part], reference[part], places[part]) for part in parts]
+    )
+
+
+def place_of(hidden: Tensor, place: Tensor | None) -> Tensor:
+    """Return the places [N] in their answers of decisions at hidden states [N, H]; 0 where none
+    are known, which no warp without a schedule looks at."""
+    if place is not None:
+        return place
+    return torch.zeros(len(hidden), dtype=torch.long, device=hidden.device)
 
 
 def _again(fn: Callable[..., Any], *arguments: Tensor) -> Any:

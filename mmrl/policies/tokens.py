@@ -30,7 +30,6 @@ from mmrl.policies.capabilities import Capabilities
 from mmrl.policies.scores import Scored, Scorer, recorded
 from samplers.batching import at_width, chunks
 from samplers.noise import Rng
-from samplers.warp import Warp
 
 
 class TokenPolicy(Policy):
@@ -44,9 +43,12 @@ class TokenPolicy(Policy):
         """record_self_certainty: record how sure the model is of every token, for the reward
         self_certainty and the advantage recorded."""
         super().__init__(net, **options)
-        chosen = {"entropy": self.record_entropy, "self_certainty": record_self_certainty}
+        options_by_name = {
+            "entropy": self.record_entropy,
+            "self_certainty": record_self_certainty,
+        }
         # what is recorded of the distribution of every decision
-        self.quantities = tuple(name for name, wanted in chosen.items() if wanted)
+        self.quantities = tuple(name for name, chosen in options_by_name.items() if chosen)
 
     def with_recorded(self, rollout: Rollout, values: Tensor) -> Rollout:
         """Add what was recorded of every decision, ``values`` [B, K, R] in the order of
@@ -64,6 +66,7 @@ class TokenPolicy(Policy):
             target=rollout.sample,
             mask=rollout.mask,
             logprob=rollout.logprob,
+            entropy=rollout.entropy,
             advantage=rollout.advantages(),
             num_decisions=rollout.mask.sum(1),
             provenance=rollout.provenance,
@@ -142,7 +145,7 @@ class CausalPolicy(LogitsPolicy):
         ids = torch.full((len(row), self.length), self.mask_id, device=row.device)
         order = torch.arange(self.length, device=row.device).expand_as(ids)
         logprob = torch.zeros(ids.shape, dtype=self.dtype, device=row.device)
-        values = []
+        values: list[Tensor] = []
         for step in range(self.length):
             dist = Categorical(self._forward(ids, rows_of(cond, group)))
             draw = dist.sample(rng.uniform(row, (self.length,), step))
@@ -207,14 +210,20 @@ class AnswerTokens:
         At the temperature of sampling, but without top-k and top-p: truncated supports differ, and
         then it is infinite.
         """
-        whole = Warp(temperature=self.warp.temperature or 1.0, suppressed=self.warp.suppressed)
+        whole = self.warp.untruncated
+        place = self._places()
         with torch.no_grad():
-            reference = other_tokens._head("full", whole)
-        return self._spread(self._head("kl", reference, whole))
+            reference = other_tokens._head("full", whole, *place)
+        return self._spread(self._head("kl", reference, whole, *place))
 
     def _rescored(self, ids: Tensor, entropies: bool) -> Scored:
-        scored: Scored = self._head("rescore", selected(ids, self.where), self.warp, entropies)
+        chosen = selected(ids, self.where)
+        scored: Scored = self._head("rescore", chosen, self.warp, entropies, *self._places())
         return scored
+
+    def _places(self) -> tuple[Tensor, ...]:
+        """Return the places [N] of the decisions in their answers where the warp looks at them."""
+        return (places(self.where),) if self.warp.schedule else ()
 
     def _head(self, work: str, *arguments: object) -> Any:
         """Run the head alone, under the weights that made the hidden states."""
@@ -223,6 +232,12 @@ class AnswerTokens:
 
     def _spread(self, values: Tensor) -> Tensor:
         return spread(values, self.where)
+
+
+def places(where: Tensor) -> Tensor:
+    """Return the column of every decision that ``where`` [B, L] holds, [N] long."""
+    columns = torch.arange(where.shape[1], device=where.device)
+    return selected(columns.expand_as(where), where)
 
 
 def somewhere(mask: Tensor) -> Tensor:

@@ -55,7 +55,7 @@ def grow(
             net("fork", state, every)
         policy.forwards += len(hidden)
         draw = uniform[first] if k < at else uniform
-        token, score, value = policy.draw_block(hidden, scale[block], draw[:, block])
+        token, score, value = policy.draw_block(hidden, scale[block], draw[:, block], block)
         ids.append(token)
         scores.append(score)
         values.append(value)

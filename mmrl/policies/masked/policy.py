@@ -22,9 +22,21 @@ from mmrl.config.options import Count
 from mmrl.core.distributions import Categorical, drawn
 from mmrl.core.errors import UserError
 from mmrl.core.host import indices, on_host, remember, selected, spread
-from mmrl.core.types import MaskChoice, MaskTrace, Point, Query, Rollout, TokenOrder
+from mmrl.core.types import (
+    Copies,
+    MaskChoice,
+    MaskPass,
+    MaskTrace,
+    Point,
+    Prompt,
+    Query,
+    Rollout,
+    TokenOrder,
+)
 from mmrl.policies.base import (
+    NO_CONTEXT,
     LogprobGuidance,
+    RolloutContext,
     first_of_group,
     rows_of,
     warn_of_mismatch,
@@ -35,6 +47,7 @@ from mmrl.policies.scores import recorded
 from mmrl.policies.tokens import LogitsPolicy, somewhere
 from samplers import unmask
 from samplers.noise import Rng
+from samplers.warp import Anneal
 
 SCHEDULES = {"cosine": unmask.cosine, "linear": unmask.linear}
 
@@ -83,7 +96,8 @@ class MaskedDiffusion(LogitsPolicy):
     steps: passes a sample. sampler: emerge or maskgit. schedule: share of tokens hidden over the
     passes. guidance_scale: scale w of classifier-free guidance on the logits, z_u + w (z_c - z_u).
     logprob_guidance: what is scored, see FlowPolicy. temperature: of the tokens. choice: of the
-    Gumbel noise of maskgit's choice, at the first and at the last pass.
+    Gumbel noise of maskgit's choice, at the first and at the last pass. anneal: what the
+    temperature is multiplied by, falling from pass to pass (EAD).
     """
 
     not_options: tuple[str, ...] = (*LogitsPolicy.not_options, "blocks")
@@ -103,6 +117,7 @@ class MaskedDiffusion(LogitsPolicy):
         logprob_guidance: LogprobGuidance = "guided",
         temperature: Annotated[float, Gt(0)] = 1.0,
         choice: tuple[float, float] = (2.0, 0.0),
+        anneal: Anneal | None = None,
         blocks: int = 1,
         **options: Any,
     ):
@@ -124,6 +139,15 @@ class MaskedDiffusion(LogitsPolicy):
         self.guidance_scale = guidance_scale
         self.logprob_guidance = logprob_guidance
         self.temperature = temperature
+        self.anneal = anneal
+        self.heats: tuple[float, ...] = ()  # of every pass; (): 1
+
+    def rollout(
+        self, prompts: list[Prompt], copies: Copies, rng: Rng, context: RolloutContext = NO_CONTEXT
+    ) -> Rollout:
+        if self.anneal is not None:
+            self.heats = self.anneal.temperatures(self.passes, context.iteration)
+        return super().rollout(prompts, copies, rng, context)
 
     def _sample(self, group: Tensor, row: Tensor, cond: dict[str, Any], rng: Rng) -> Rollout:
         ids = torch.full((len(row), self.length), self.mask_id, device=row.device)
@@ -132,7 +156,14 @@ class MaskedDiffusion(LogitsPolicy):
         steps: list[tuple[Tensor, ...]] = []
         for step in range(self.passes):
             hidden = (order == self.passes) & self._open(step, ids)
-            point = Query(group=group, cond=cond, row_id=row, state=ids, mask=hidden)
+            point = Query(
+                group=group,
+                cond=cond,
+                row_id=row,
+                state=ids,
+                mask=hidden,
+                step=self._heated(step, len(row)),
+            )
             uniform = rng.uniform(row, (self.length,), 2 * step)
             draw, sampled, scored, values = self._drawn(point, uniform, 1 if step else copies)
             rank = self._reveal(
@@ -182,7 +213,8 @@ class MaskedDiffusion(LogitsPolicy):
             results.append(
                 every.view(*distinct.mask.shape, copies).transpose(1, 2).reshape(uniform.shape)
             )
-        values = recorded(self.quantities, logits * self.temperature, logits)
+        plain = logits * self.temperature * self._heat(distinct)
+        values = recorded(self.quantities, plain, logits)
         at_places = values.new_zeros(distinct.mask.numel(), values.shape[-1]).index_copy(
             0, indices(distinct.mask), values
         )
@@ -242,8 +274,10 @@ class MaskedDiffusion(LogitsPolicy):
                 mask=rollout.mask[:, part],
                 target=rollout.passes.proposals[:, step],
                 logprob=rollout.logprob[:, part],
+                entropy=None if rollout.entropy is None else rollout.entropy[:, part],
                 step=MaskChoice(
-                    temperature=self._noise(step, len(rollout)).to(rollout.logprob)[:, 0]
+                    temperature=self._noise(step, len(rollout)).to(rollout.logprob)[:, 0],
+                    heat=self._heated(step, len(rollout)).heat,
                 ),
                 advantage=advantage if advantage.shape[1] == 1 else advantage[:, part],
             )
@@ -254,6 +288,7 @@ class MaskedDiffusion(LogitsPolicy):
         hide = rollout.tokens.commit_step >= step
         return point.replace(
             mask=rollout.mask & (rollout.tokens.commit_step == step),
+            step=self._heated(step, len(rollout)),
             state=torch.where(hide, self.mask_id, rollout.sample),
         )
 
@@ -299,7 +334,26 @@ class MaskedDiffusion(LogitsPolicy):
             logits, where, choice.temperature[:, None] if isinstance(choice, MaskChoice) else None
         )
 
+    def _heated(self, step: int, rows: int) -> MaskPass:
+        """Describe a pass by what the temperature is multiplied by there."""
+        if not self.heats:
+            return MaskPass()
+        heat = torch.full((rows,), self.heats[step], dtype=self.dtype, device=self.device)
+        return MaskPass(heat=heat)
+
+    def _heat(self, point: Query) -> Tensor | float:
+        """Return the factor of the temperature, [N, 1], where the point's mask is."""
+        if not isinstance(point.step, MaskPass) or point.step.heat is None:
+            return 1.0
+        return selected(point.step.heat[:, None].expand_as(point.mask), point.mask)[:, None]
+
     def _logits(self, point: Query, scale: float) -> Tensor:
+        """Compute guided logits [N, V] at all temperatures where the point's mask is."""
+        logits = self._guided(point, scale)
+        heat = self._heat(point)
+        return logits / heat if isinstance(heat, Tensor) else logits
+
+    def _guided(self, point: Query, scale: float) -> Tensor:
         """Compute guided logits [N, V] where the point's mask is; conditional and unconditional
         rows in one pass unless the latter need no gradient."""
         ids = point.state

@@ -119,9 +119,12 @@ class Drawn(NamedTuple):
     warped: Tensor  # [B, V] log-probs of the distribution drawn from
 
 
-def draw(logits: Tensor, warp: Warp, uniform: Tensor | None) -> Drawn:
-    """Draw tokens by inversion at ``uniform`` [B], or take the likeliest ones."""
-    logprobs = warp(logits).log_softmax(-1)
+def draw(
+    logits: Tensor, warp: Warp, uniform: Tensor | None, place: Tensor | int | None = None
+) -> Drawn:
+    """Draw tokens by inversion at ``uniform`` [B], or take the likeliest ones; ``place``: in their
+    answers, where the warp has a schedule."""
+    logprobs = warp(logits, place=place).log_softmax(-1)
     token = logprobs.argmax(-1) if uniform is None else Categorical(logprobs).sample(uniform)
     return Drawn(token, logprobs.gather(-1, token[:, None])[:, 0], logits, logprobs)
 
@@ -178,7 +181,7 @@ class _Work:
             if step % AHEAD == 0:
                 self.uniform = self.rng.uniform(self.names, (step + AHEAD,))[:, step:]
             uniform = self.uniform[:, step % AHEAD]
-        return draw(self.net("logits", self.hidden), self.warp, uniform)
+        return draw(self.net("logits", self.hidden), self.warp, uniform, step)
 
     def advance(self, token: Tensor, left: int) -> None:
         """Make one pass: updates the hidden states by ``token`` [B], for the ``left`` unfinished

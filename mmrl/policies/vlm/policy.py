@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from annotated_types import Gt, Le
+from annotated_types import Ge, Gt, Le, Lt
 from torch import Tensor
 
 from mmrl.config.options import Count
@@ -42,7 +42,7 @@ from mmrl.policies.vlm.scoring import Encoded, Passes, images_in
 from mmrl.policies.vlm.vision import quicken
 from samplers.batching import chunks
 from samplers.noise import Rng
-from samplers.warp import Warp
+from samplers.warp import Anneal, Warp
 
 Storage = Literal["float32", "bfloat16", "float16", "auto"]
 
@@ -64,6 +64,8 @@ class VLM(Passes):
         temperature: Annotated[float, Gt(0)] = 1.0,
         top_k: Count | None = None,
         top_p: Annotated[float, Gt(0), Le(1)] = 1.0,
+        anneal: Anneal | None = None,
+        adaptive_temperature: Annotated[float, Ge(0), Lt(1)] = 0.0,
         stop: Sequence[str] = (),
         greedy_evaluation: bool = True,
         budgets: Budgets | None = None,
@@ -78,7 +80,10 @@ class VLM(Passes):
         **options: Any,
     ):
         """Load the model. path: folder, hub id or world:NAME. max_new_tokens: the most tokens of an
-        answer. temperature, top_k, top_p: of sampling and of scoring. stop: strings after which an
+        answer. temperature, top_k, top_p: of sampling and of scoring. anneal: what the temperature
+        is multiplied by, falling from token to token (EAD). adaptive_temperature: the most that it
+        rises for tokens of high entropy, and falls for those of low entropy, as a share (HAPO).
+        stop: strings after which an
         answer ends. greedy_evaluation: evaluation takes the likeliest token. budgets: what
         images, videos and prompts may cost. coordinate_space: the space of the model's coordinates,
         where its family's is unknown. prefix_sharing: "prefix" reads a prompt once for its whole
@@ -108,7 +113,15 @@ class VLM(Passes):
         self.inputs = Inputs(
             processor, hf.config, budgets or Budgets(), family, hf.generation_config
         )
-        self.warp = Warp(temperature, top_k, top_p, self.inputs.suppressed)
+        self.warp = Warp(
+            temperature, top_k, top_p, self.inputs.suppressed, adaptive=adaptive_temperature
+        )
+        self.anneal = anneal
+        if engine in ENGINES and (anneal or adaptive_temperature):
+            raise UserError(
+                f"policy options anneal and adaptive_temperature: engine = {engine} takes one "
+                "temperature; use own or hf"
+            )
         self.ending = Ending(
             max_new_tokens,
             self.inputs.stops,
@@ -155,6 +168,9 @@ class VLM(Passes):
         self, prompts: list[Prompt], copies: Copies, rng: Rng, context: RolloutContext = NO_CONTEXT
     ) -> Rollout:
         cond, shown = self.recall(prompts)
+        if self.anneal is not None:
+            heats = self.anneal.temperatures(self.ending.tokens, context.iteration)
+            self.warp = replace(self.warp, schedule=heats)
         self.images += sum(map(images_in, cond))
         self._check_sharing(cond)
         row, group = rows_and_groups(prompts, copies, rng, self.device)

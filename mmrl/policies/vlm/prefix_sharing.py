@@ -20,6 +20,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.host import on_host, remember, selected
 from mmrl.core.sharding import shards
 from mmrl.policies import scores
+from mmrl.policies.tokens import places
 from mmrl.policies.vlm import caches, features, packing
 from mmrl.policies.vlm.caches import KV
 from mmrl.policies.vlm.engines import transformers
@@ -147,20 +148,29 @@ class SharedPrefix(nn.Module):
                 (self._shared if self.share else self._apart)(inputs, rows, ids), where
             )
         vocab = self.text_config.vocab_size
-        return hidden, scores.score(hidden, selected(ids, where), self.logits, warp, vocab, entropy)
+        place = places(where) if warp.schedule else None
+        return hidden, scores.score(
+            hidden, selected(ids, where), self.logits, warp, vocab, entropy, place
+        )
 
-    def rescore(self, hidden: Tensor, ids: Tensor, warp: Warp, entropy: bool) -> scores.Scored:
+    def rescore(
+        self, hidden: Tensor, ids: Tensor, warp: Warp, entropy: bool, place: Tensor | None = None
+    ) -> scores.Scored:
         """Score other tokens ``ids`` [N], or return their entropy, at hidden states [N, H] that
         ``score`` returned."""
-        return scores.score(hidden, ids, self.logits, warp, self.text_config.vocab_size, entropy)
+        return scores.score(
+            hidden, ids, self.logits, warp, self.text_config.vocab_size, entropy, place
+        )
 
-    def full(self, hidden: Tensor, warp: Warp) -> Tensor:
+    def full(self, hidden: Tensor, warp: Warp, place: Tensor | None = None) -> Tensor:
         """Return the log-probs of all tokens, [N, V]."""
-        return scores.full(hidden, self.logits, warp, self.text_config.vocab_size)
+        return scores.full(hidden, self.logits, warp, self.text_config.vocab_size, place)
 
-    def kl(self, hidden: Tensor, reference: Tensor, warp: Warp) -> Tensor:
+    def kl(
+        self, hidden: Tensor, reference: Tensor, warp: Warp, place: Tensor | None = None
+    ) -> Tensor:
         """Compute the KL [N] to another's log-probs [N, V]."""
-        return scores.kl(hidden, reference, self.logits, warp)
+        return scores.kl(hidden, reference, self.logits, warp, place)
 
     def look(self, encoded: dict[str, Tensor]) -> features.Looked:
         """Compute the features of the images of one prompt."""
