@@ -215,6 +215,8 @@ class Rollout(Rows):
     logprob: Tensor  # [B, K] of each decision under the weights that sampled it
     # [B, K] of the distribution each was drawn from, nats; None: not recorded
     entropy: Tensor | None = None
+    # [B, K] how far the distributions of the group are apart at this place; None: not recorded
+    divergence: Tensor | None = None
     mask: Tensor  # [B, K] bool: the only gate; False is never trained on
     advantage: Tensor | None = None  # [B, 1] or [B, K]; None: not yet compared
     trajectory: LatentPath | TokenOrder | None = None  # how the sample came about

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -104,6 +105,29 @@ def recorded(names: Sequence[str], logits: Tensor, warped: Tensor) -> Tensor:
     if not names:
         return warped.new_zeros(*warped.shape[:-1], 0)
     return torch.stack([values[name]() for name in names], -1)
+
+
+def group_divergence(
+    logits: Callable[[slice], Tensor], where: Tensor, vocab: int, warp: Warp | None = None
+) -> Tensor:
+    """Compute the mean over a group's G rows of KL(p_i || mean of the p_j) at each of L places,
+    [L], nats.
+
+    ``logits`` makes those [G, n, V] of a slice of places; a row is uniform where ``where`` [G, L]
+    is False (it has ended).
+    """
+    spreads = []
+    uniform = -math.log(vocab)
+    for part in chunks(where.shape[1], max(1, BYTES // (8 * vocab * len(where)))):
+        x = logits(part)
+        if warp is not None:
+            place = torch.arange(part.start, part.start + x.shape[1], device=x.device)
+            x = warp(x, place=place.expand(x.shape[:2]))
+        p = torch.where(where[:, part, None], x.double().log_softmax(-1), uniform)
+        mean = p.exp().mean(0)
+        each = (p.exp() * p.masked_fill(p.isneginf(), 0)).sum(-1).mean(0)
+        spreads.append(each - torch.xlogy(mean, mean).sum(-1))
+    return torch.cat(spreads)
 
 
 def full(hidden: Tensor, head: Head, warp: Warp, vocab: int, place: Tensor | None = None) -> Tensor:

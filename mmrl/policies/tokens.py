@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mmrl.core import distributed
 from mmrl.core.distributions import Categorical
-from mmrl.core.host import on_host, selected, spread
+from mmrl.core.host import indices, on_host, selected, sent, spread
 from mmrl.core.types import Copies, Media, Point, Prompt, Rollout, TokenOrder
 from mmrl.policies.base import (
     NO_CONTEXT,
@@ -27,9 +27,10 @@ from mmrl.policies.base import (
     rows_of,
 )
 from mmrl.policies.capabilities import Capabilities
-from mmrl.policies.scores import Scored, Scorer, recorded
+from mmrl.policies.scores import Scored, Scorer, group_divergence, recorded
 from samplers.batching import at_width, chunks
 from samplers.noise import Rng
+from samplers.warp import Warp
 
 
 class TokenPolicy(Policy):
@@ -38,11 +39,21 @@ class TokenPolicy(Policy):
 
     capabilities = Capabilities("categorical")
     entropies: bool = False  # computed in every scoring pass once one was requested
+    warp: Warp  # of sampling and scoring
 
-    def __init__(self, net: nn.Module, record_self_certainty: bool = False, **options: Any):
+    def __init__(
+        self,
+        net: nn.Module,
+        record_self_certainty: bool = False,
+        record_divergence: bool = False,
+        **options: Any,
+    ):
         """record_self_certainty: record how sure the model is of every token, for the reward
-        self_certainty and the advantage recorded."""
+        self_certainty and the advantage recorded. record_divergence: record how far the
+        distributions of a group are apart at each place, by one more pass over what was sampled,
+        for the advantage focal."""
         super().__init__(net, **options)
+        self.record_divergence = record_divergence
         options_by_name = {
             "entropy": self.record_entropy,
             "self_certainty": record_self_certainty,
@@ -56,6 +67,38 @@ class TokenPolicy(Policy):
         by_name = dict(zip(self.quantities, values.to(rollout.logprob).unbind(-1), strict=True))
         order = rollout.tokens.replace(self_certainty=by_name.get("self_certainty"))
         return rollout.replace(entropy=by_name.get("entropy"), trajectory=order)
+
+    @torch.no_grad()
+    def with_divergence(self, rollout: Rollout, size: int) -> Rollout:
+        """Record how far each group's distributions are apart at every place, by passes of at most
+        ``size`` rows; rows of a group get the same."""
+        if not self.record_divergence:
+            return rollout
+        if rollout.edge_id is not None:
+            raise self._cannot(
+                "shares decisions in a tree, which are one distribution: leave out its option "
+                "record_divergence or the tree"
+            )
+        spread = torch.zeros_like(rollout.logprob)
+        group = on_host(rollout.group)
+        for g in group.unique().tolist():
+            rows = sent((group == g).nonzero()[:, 0], spread.device)
+            points = [next(iter(self.path(rollout[rows[p]]))) for p in chunks(len(rows), size)]
+            spread[rows] = self._divergence(points).to(spread)
+        return rollout.replace(divergence=spread)
+
+    def _divergence(self, points: list[Point]) -> Tensor:
+        """Compute the divergence [L] of the rows of one group, at ``points`` of one pass each."""
+        where = torch.cat([point.mask for point in points])
+        dists = [self.dist(point) for point in points]
+        hidden = torch.cat([dist.states() for dist in dists if isinstance(dist, AnswerTokens)])
+
+        def logits(part: slice) -> Tensor:
+            values: Tensor = self.net("logits", hidden[:, part])
+            return values
+
+        vocab = logits(slice(0, 1)).shape[-1]
+        return group_divergence(logits, where, vocab, self.warp)
 
     def path(self, rollout: Rollout) -> Iterator[Point]:
         yield Point(
@@ -124,7 +167,8 @@ class LogitsPolicy(TokenPolicy):
         hidden = torch.full((len(row), self.length), self.mask_id, device=self.device)
         size = self.chunk(len(row), lambda n: self._trial(hidden[:n], cond, group[:n]))
         parts = [self._sample(group[p], row[p], cond, rng) for p in chunks(len(row), size)]
-        return Rollout.cat(parts).replace(prompts=tuple(prompts))
+        rollout = Rollout.cat(parts).replace(prompts=tuple(prompts))
+        return self.with_divergence(rollout, size)
 
     @abstractmethod
     def _sample(self, group: Tensor, row: Tensor, cond: dict[str, Any], rng: Rng) -> Rollout:
@@ -137,6 +181,11 @@ class LogitsPolicy(TokenPolicy):
 
 class CausalPolicy(LogitsPolicy):
     """Draws tokens from left to right by a network of your own."""
+
+    def _divergence(self, points: list[Point]) -> Tensor:
+        logits = torch.cat([self.dist(point).logits for point in points])
+        where = torch.cat([point.mask for point in points])
+        return group_divergence(lambda part: logits[:, part], where, logits.shape[-1])
 
     def dist(self, point: Point) -> Categorical:
         return Categorical(self._forward(point.state, rows_of(point.cond, point.group)))
@@ -203,6 +252,13 @@ class AnswerTokens:
             self.scored = self._rescored(self.target, True)
         assert self.scored.entropy is not None
         return self._spread(self.scored.entropy)
+
+    def states(self) -> Tensor:
+        """Return the hidden states [B, L, H], 0 where no decision is scored."""
+        every = self.hidden.new_zeros(self.where.numel(), self.hidden.shape[-1])
+        every = every.index_copy(0, indices(self.where), self.hidden)
+        states: Tensor = every.view(*self.where.shape, -1)
+        return states
 
     def kl(self, other_tokens: AnswerTokens) -> Tensor:
         """Compute KL(self || other) [B, L], exact, over the whole vocabulary.

@@ -31,6 +31,7 @@ ROWS = (
     "sample",
     "logprob",
     "entropy",
+    "divergence",
     "mask",
     "commit_step",
     "self_certainty",
@@ -247,6 +248,7 @@ def _rollout(rows: dict[str, Tensor]) -> Rollout:
         sample=rows["sample"],
         logprob=rows["logprob"],
         entropy=rows.get("entropy"),
+        divergence=rows.get("divergence"),
         mask=rows["mask"],
     )
 

@@ -115,7 +115,7 @@ class ImageTokenPolicy(TokenPolicy):
             len(row), lambda n: self._draw(cond, group[:n], row[:n], Rng.of("try"), few)
         )
         parts = [self._draw(cond, group[part], row[part], rng) for part in chunks(len(row), size)]
-        return Rollout.cat(parts).replace(prompts=tuple(prompts))
+        return self.with_divergence(Rollout.cat(parts).replace(prompts=tuple(prompts)), size)
 
     @torch.no_grad()
     def _draw(

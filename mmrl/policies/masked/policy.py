@@ -100,7 +100,8 @@ class MaskedDiffusion(LogitsPolicy):
     temperature is multiplied by, falling from pass to pass (EAD).
     """
 
-    not_options: tuple[str, ...] = (*LogitsPolicy.not_options, "blocks")
+    # the rows of a group see different tokens in a pass
+    not_options: tuple[str, ...] = (*LogitsPolicy.not_options, "blocks", "record_divergence")
     capabilities = replace(LogitsPolicy.capabilities, one_pass=False, remaskable=True)
     adjacent = True
     guidance_scale: float

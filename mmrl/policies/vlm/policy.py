@@ -199,9 +199,11 @@ class VLM(Passes):
         if self.engine != "own":
             rollout = self._rescored(rollout, size)
         if context.ground_truth is None:
-            return rollout
+            return self.with_divergence(rollout, size)
         last = torch.tensor(per_prompt(copies, len(prompts))).cumsum(0) - 1  # row of every group
-        return self._with_ground_truth(rollout, context.ground_truth, sent(last, self.device), size)
+        rows = sent(last, self.device)
+        corrected = self._with_ground_truth(rollout, context.ground_truth, rows, size)
+        return self.with_divergence(corrected, size)
 
     def recall(self, prompts: list[Prompt]) -> tuple[list[Encoded], list[Prompt]]:
         """Encode prompts again, and return them as ``rollout`` does."""
