@@ -108,6 +108,7 @@ def _unsuited(entries: Mapping[str, Resolved], built: Any) -> Iterator[str]:
         if why := unsuited(objective.entry, policy.entry):
             yield objective.place.say(why)
         elif hasattr(built, "unfit"):
+            yield from _unrecorded(objective, policy, "objective")
             for option, reason in built.unfit(policy.entry):
                 yield (objective.place / option).say(reason)
         if getattr(built, "single_paths", False) and policy.options.get("tree") is not None:
@@ -146,18 +147,18 @@ def _unsuited_advantages(advantage: Resolved, policy: Resolved) -> Iterator[str]
             )
 
 
-def _unrecorded(part: Resolved, policy: Resolved) -> Iterator[str]:
-    """Find what an advantage looks at that the policy records on request only."""
+def _unrecorded(part: Resolved, policy: Resolved, kind: str = "advantage") -> Iterator[str]:
+    """Find what an advantage or objective looks at that the policy records on request only."""
     wanted_options = getattr(part.entry, "records", None)
     for option in wanted_options(part.options) if wanted_options else ():
         if option not in options_of(policy.entry):
             yield part.place.say(
-                f"the advantage {part.entry.__name__} looks at what the policy "
+                f"the {kind} {part.entry.__name__} looks at what the policy "
                 f"{policy.entry.__name__} cannot record, since it has no option {option}"
             )
         elif not policy.options.get(option):
             yield part.place.say(
-                f"the advantage {part.entry.__name__} looks at what the policy records on request; "
+                f"the {kind} {part.entry.__name__} looks at what the policy records on request; "
                 f"set {policy.place / option} to true"
             )
 
