@@ -167,3 +167,23 @@ def test_answers_that_are_remembered_keep_their_entropy_in_a_checkpoint():
     entry = Remembered(0, 3, rows, Rewards({"r": torch.ones(4)}))
     (again,) = unpacked(*packed([entry]), prompts=1)
     assert torch.equal(again.rollout.entropies(), rows.entropies())
+
+
+@pytest.mark.parametrize("name", ["vlm", "llamagen"])
+def test_the_divergence_recorded_is_that_of_the_groups_distributions(name):
+    """Also where the rows of a group are scored in several passes."""
+    policy, rollout = sampled(name, record_divergence=True, top_k=None, top_p=1.0)
+    (point,) = policy.path(rollout)
+    with torch.no_grad():
+        dist = policy.dist(point)
+        full = dist._head("full", policy.warp).double().exp()
+        parts = policy.with_divergence(rollout, 1).divergence
+    table = full.new_full((*rollout.mask.shape, full.shape[-1]), 1 / full.shape[-1])
+    table[rollout.mask] = full
+    for g in range(len(rollout.prompts)):
+        rows = rollout.group == g
+        mean = table[rows].mean(0)
+        wanted = torch.special.xlogy(table[rows], table[rows] / mean).sum(-1).mean(0)
+        for row in rollout.divergence[rows]:
+            torch.testing.assert_close(row.double(), wanted, atol=1e-5, rtol=0)
+    torch.testing.assert_close(parts, rollout.divergence, atol=1e-5, rtol=0)
