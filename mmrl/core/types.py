@@ -176,6 +176,10 @@ class TokenOrder(Fields):
     commit_step: Tensor  # [B, K] long: the pass that committed each token
     # [B, K] KL(uniform || distribution), nats; None: not recorded
     self_certainty: Tensor | None = None
+    # [B, K] log p(token | question) - log p(token | no question), nats; None: not recorded
+    question_gain: Tensor | None = None
+    # [B] log-prob of the token that judges an answer, behind its last, nats; None: not recorded
+    last_logprob: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -413,6 +417,10 @@ class Completion(str):
     logprob: float  # mean over its tokens under the sampling distribution
     # mean over its tokens of KL(uniform || the model's distribution); None: not recorded
     self_certainty: float | None
+    # mean over its tokens of log p(token | question) - log p(token); None: not recorded
+    question_gain: float | None
+    # log-prob of the token that judges an answer, behind its last one; None: not recorded
+    last_logprob: float | None
     # tokens that any answer of its batch may have: decisions K of a row; None: not known
     limit: int | None
     spell: Callable[[], list[str]] | None  # the texts up to each of its tokens; None: not known
@@ -426,6 +434,8 @@ class Completion(str):
         self_certainty: float | None = None,
         limit: int | None = None,
         spell: Callable[[], list[str]] | None = None,
+        question_gain: float | None = None,
+        last_logprob: float | None = None,
     ) -> Completion:
         completion = super().__new__(cls, text)
         completion.tokens = tokens
@@ -434,4 +444,6 @@ class Completion(str):
         completion.self_certainty = self_certainty
         completion.limit = limit
         completion.spell = spell
+        completion.question_gain = question_gain
+        completion.last_logprob = last_logprob
         return completion

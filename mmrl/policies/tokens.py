@@ -40,6 +40,8 @@ class TokenPolicy(Policy):
     capabilities = Capabilities("categorical")
     entropies: bool = False  # computed in every scoring pass once one was requested
     warp: Warp  # of sampling and scoring
+    # the token behind an answer by which the policy scores itself; None: it does not
+    self_score_id: int | None = None
 
     def __init__(
         self,
@@ -294,6 +296,21 @@ def places(where: Tensor) -> Tensor:
     """Return the column of every decision that ``where`` [B, L] holds, [N] long."""
     columns = torch.arange(where.shape[1], device=where.device)
     return selected(columns.expand_as(where), where)
+
+
+def judged(point: Point, token: int) -> Point:
+    """Put ``token`` behind every answer of a point, to be scored too: one column more, [B, L +
+    1]."""
+    last = point.mask.sum(1, keepdim=True)
+    blank = torch.zeros_like(point.target[:, :1])
+    target = torch.cat([point.target, blank], 1).scatter(1, last, token)
+    mask = torch.cat([point.mask, torch.zeros_like(point.mask[:, :1])], 1)
+    return point.replace(target=target, state=target, mask=mask.scatter(1, last, True))
+
+
+def behind(mask: Tensor, values: Tensor) -> Tensor:
+    """Take of values [B, L + 1] the one behind each row of ``mask`` [B, L], [B]."""
+    return values.gather(1, mask.sum(1, keepdim=True))[:, 0]
 
 
 def somewhere(mask: Tensor) -> Tensor:

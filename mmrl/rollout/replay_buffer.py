@@ -35,6 +35,8 @@ ROWS = (
     "mask",
     "commit_step",
     "self_certainty",
+    "question_gain",
+    "last_logprob",
     "sampler_logprob",
     "is_ground_truth",
 )
@@ -239,7 +241,10 @@ def _rollout(rows: dict[str, Tensor]) -> Rollout:
     return Rollout(
         group=torch.zeros_like(rows["row_id"]),
         trajectory=TokenOrder(
-            commit_step=rows["commit_step"], self_certainty=rows.get("self_certainty")
+            commit_step=rows["commit_step"],
+            self_certainty=rows.get("self_certainty"),
+            question_gain=rows.get("question_gain"),
+            last_logprob=rows.get("last_logprob"),
         ),
         provenance=Provenance(
             sampler_logprob=rows.get("sampler_logprob"), is_ground_truth=rows.get("is_ground_truth")

@@ -39,6 +39,7 @@ from mmrl.policies.vlm.parts import (
 from mmrl.policies.vlm.prefix_sharing import SharedPrefix, shareable
 from mmrl.policies.vlm.processor import Inputs
 from mmrl.policies.vlm.scoring import Encoded, Passes, images_in
+from mmrl.policies.vlm.self_scores import token_id, with_self_scores
 from mmrl.policies.vlm.vision import quicken
 from samplers.batching import chunks
 from samplers.noise import Rng
@@ -77,6 +78,8 @@ class VLM(Passes):
         remove_padding: bool | None = None,
         lora: Lora | int | None = None,
         train: Parts | None = None,
+        record_question_gain: bool = False,
+        self_score: str | None = None,
         **options: Any,
     ):
         """Load the model. path: folder, hub id or world:NAME. max_new_tokens: the most tokens of an
@@ -94,7 +97,11 @@ class VLM(Passes):
         passes. attention: transformers' implementation; xformers: on CUDA, where rows and images
         are packed, with sdpa elsewhere. remove_padding: prompts and answers are read without
         padding, one row after another; by default with xformers. lora: adapters in the language
-        model. train: instead, how language model, projector and vision tower are each trained; by
+        model. record_question_gain: record how much likelier the question makes each token of an
+        answer, by one more pass, for the reward self_aligned. self_score: a token that answers do
+        not need, whose log-prob behind an answer is the model's own verdict, recorded by one more
+        pass for the reward last_token. train: instead, how language model, projector and vision
+        tower are each trained; by
         default all fully."""
         from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -142,6 +149,8 @@ class VLM(Passes):
         self._pack(net, attention, remove_padding)
         super().__init__(net, lora=lora, **options)
         self.ending = replace(self.ending, quantities=self.quantities)
+        self.record_question_gain = record_question_gain
+        self.self_score_id = None if self_score is None else token_id(self, self_score)
         self.parts = train
         if lora is None:
             set_trainable(hf, train or everything(hf))
@@ -199,11 +208,15 @@ class VLM(Passes):
         if self.engine != "own":
             rollout = self._rescored(rollout, size)
         if context.ground_truth is None:
-            return self.with_divergence(rollout, size)
+            return self._finished(rollout, size)
         last = torch.tensor(per_prompt(copies, len(prompts))).cumsum(0) - 1  # row of every group
         rows = sent(last, self.device)
         corrected = self._with_ground_truth(rollout, context.ground_truth, rows, size)
-        return self.with_divergence(corrected, size)
+        return self._finished(corrected, size)
+
+    def _finished(self, rollout: Rollout, size: int) -> Rollout:
+        """Record what is measured of whole answers."""
+        return with_self_scores(self, self.with_divergence(rollout, size), size)
 
     def recall(self, prompts: list[Prompt]) -> tuple[list[Encoded], list[Prompt]]:
         """Encode prompts again, and return them as ``rollout`` does."""
@@ -237,16 +250,28 @@ class VLM(Passes):
 
     def decode(self, rollout: Rollout) -> Media:
         lengths = rollout.mask.sum(1)
-        known = [rollout.logprob] + (
-            [] if rollout.tokens.self_certainty is None else [rollout.tokens.self_certainty]
-        )
-        means = torch.stack(
-            [(values * rollout.mask).sum(1) / lengths.clamp_min(1) for values in known], 1
-        )
+        order = rollout.tokens
+        by_name = {
+            "logprob": rollout.logprob,
+            "self_certainty": order.self_certainty,
+            "question_gain": order.question_gain,
+        }
+        columns = {
+            name: (values * rollout.mask).sum(1) / lengths.clamp_min(1)
+            for name, values in by_name.items()
+            if values is not None
+        }
+        if order.last_logprob is not None:
+            columns["last_logprob"] = order.last_logprob
+        names = list(columns)
+        means = torch.stack([columns[name] for name in names], 1)
         begun = [prompt.get("prefill", "") for prompt in rollout.prompt_per_row()]
         rows = zip(rollout.sample.tolist(), lengths.tolist(), means.tolist(), begun, strict=True)
         limit = rollout.sample.shape[1]
-        return [self._completion(ids[:n], mean, start, limit) for ids, n, mean, start in rows]
+        return [
+            self._completion(ids[:n], dict(zip(names, mean, strict=True)), start, limit)
+            for ids, n, mean, start in rows
+        ]
 
     def sample_in_evaluation(self) -> None:
         self.greedy_evaluation = False
@@ -357,7 +382,9 @@ class VLM(Passes):
             logprob=logprob, entropy=entropy, trajectory=order, provenance=provenance
         )
 
-    def _completion(self, ids: list[int], known: list[float], begun: str, limit: int) -> Completion:
+    def _completion(
+        self, ids: list[int], means: dict[str, float], begun: str, limit: int
+    ) -> Completion:
         """Return the whole answer: the start ``begun`` that the prompt gave, and what was written
         after it."""
         text = self.inputs.decode(ids)
@@ -368,10 +395,12 @@ class VLM(Passes):
             begun + text,
             len(ids),
             stopped,
-            known[0],
-            known[1] if len(known) > 1 else None,
+            means["logprob"],
+            means.get("self_certainty"),
             limit,
             spell,
+            means.get("question_gain"),
+            means.get("last_logprob"),
         )
 
     def _spelled(self, ids: list[int], begun: str) -> list[str]:
