@@ -418,9 +418,9 @@ class Completion(str):
     # mean over its tokens of KL(uniform || the model's distribution); None: not recorded
     self_certainty: float | None
     # mean over its tokens of log p(token | question) - log p(token); None: not recorded
-    question_gain: float | None
+    question_gain: float | None = None
     # log-prob of the token that judges an answer, behind its last one; None: not recorded
-    last_logprob: float | None
+    last_logprob: float | None = None
     # tokens that any answer of its batch may have: decisions K of a row; None: not known
     limit: int | None
     spell: Callable[[], list[str]] | None  # the texts up to each of its tokens; None: not known
@@ -434,8 +434,6 @@ class Completion(str):
         self_certainty: float | None = None,
         limit: int | None = None,
         spell: Callable[[], list[str]] | None = None,
-        question_gain: float | None = None,
-        last_logprob: float | None = None,
     ) -> Completion:
         completion = super().__new__(cls, text)
         completion.tokens = tokens
@@ -444,6 +442,4 @@ class Completion(str):
         completion.self_certainty = self_certainty
         completion.limit = limit
         completion.spell = spell
-        completion.question_gain = question_gain
-        completion.last_logprob = last_logprob
         return completion

@@ -391,7 +391,7 @@ class VLM(Passes):
         ending = self.ending
         stopped = bool(ids) and ids[-1] in ending.stops or any(s in text for s in ending.strings)
         spell = partial(self._spelled, ids, begun)
-        return Completion(
+        completion = Completion(
             begun + text,
             len(ids),
             stopped,
@@ -399,9 +399,10 @@ class VLM(Passes):
             means.get("self_certainty"),
             limit,
             spell,
-            means.get("question_gain"),
-            means.get("last_logprob"),
         )
+        completion.question_gain = means.get("question_gain")
+        completion.last_logprob = means.get("last_logprob")
+        return completion
 
     def _spelled(self, ids: list[int], begun: str) -> list[str]:
         return [begun + self.inputs.decode(ids[: n + 1]) for n in range(len(ids))]

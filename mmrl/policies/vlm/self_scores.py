@@ -31,9 +31,9 @@ def question_gain(policy: VLM, rollout: Rollout, size: int) -> Tensor:
     with _warped(policy, plain):
         for part in chunks(len(rollout), size):
             rows = rollout[part]
-            asked = rows.logprob if as_sampled else policy._scored(rows).logprob
+            with_question = rows.logprob if as_sampled else policy._scored(rows).logprob
             alone = rows.replace(cond=[empty], group=torch.zeros_like(rows.group))
-            gains.append(asked - policy._scored(alone).logprob)
+            gains.append(with_question - policy._scored(alone).logprob)
     return torch.where(rollout.mask, torch.cat(gains), 0.0)
 
 

@@ -79,8 +79,10 @@ def test_texts_that_do_not_know_say_what_to_set():
     for reward, option in ((self_aligned, "record_question_gain"), (last_token, "self_score")):
         with pytest.raises(UserError, match=f"policy.vlm.{option}"):
             reward(["a"], [{}])
-        known = Completion("a", 1, True, 0.0, question_gain=0.5, last_logprob=-2.0)
-        assert reward([known, "b"], [{}] * 2).isnan().tolist() == [False, True]
+        text = Completion("a", 1, True, 0.0)
+        text.question_gain = 0.5
+        text.last_logprob = -2.0
+        assert reward([text, "b"], [{}] * 2).isnan().tolist() == [False, True]
 
 
 def laser(policy, rollout, **options):
