@@ -180,6 +180,8 @@ class TokenOrder(Fields):
     question_gain: Tensor | None = None
     # [B] log-prob of the token that judges an answer, behind its last, nats; None: not recorded
     last_logprob: Tensor | None = None
+    # [B, K, R] experts that each token went to, of all layers; -1: unknown; None: not recorded
+    routes: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -363,6 +365,8 @@ class Point(Query):
     modality: Tensor | None = None
     # [B, L] weight of every decision by the estimator of masked diffusion; None: 1
     estimator_weight: Tensor | None = None
+    # [B, L, R] experts that each token went to in sampling, -1: unknown; None: not recorded
+    routes: Tensor | None = None
     # what a coupled objective computed from all points of the step (``Objective.couple``)
     coupling: Fields | None = None
     prompts: Sequence[Prompt] = ()  # P, for objectives that call a reward

@@ -37,6 +37,7 @@ ROWS = (
     "self_certainty",
     "question_gain",
     "last_logprob",
+    "routes",
     "sampler_logprob",
     "is_ground_truth",
 )
@@ -245,6 +246,7 @@ def _rollout(rows: dict[str, Tensor]) -> Rollout:
             self_certainty=rows.get("self_certainty"),
             question_gain=rows.get("question_gain"),
             last_logprob=rows.get("last_logprob"),
+            routes=rows.get("routes"),
         ),
         provenance=Provenance(
             sampler_logprob=rows.get("sampler_logprob"), is_ground_truth=rows.get("is_ground_truth")

@@ -82,6 +82,7 @@ class Answers:
     mask: Tensor  # [B, T] bool: up to the token that ended it, included
     logprob: Tensor  # [B, T] at least float32
     values: Tensor  # [B, T, R] at least float32: the quantities that are recorded
+    routes: Tensor  # [B, T, R] int16: the experts that each token went to
 
     def write(
         self, step: int, rows: Tensor | slice, going: Tensor, drawn: Drawn, ending: Ending
@@ -97,7 +98,8 @@ class Answers:
         return ending.going(self.ids[rows, : step + 1], going)
 
 
-def blank(names: Tensor, ending: Ending, hf: Any) -> Answers:
+def blank(names: Tensor, ending: Ending, hf: Any, routes: int = 0) -> Answers:
+    """Make room for the answers of the rows ``names`` [B], with ``routes`` numbers a token."""
     rows = len(names)
     device = names.device
     shape = (rows, ending.tokens)
@@ -107,6 +109,7 @@ def blank(names: Tensor, ending: Ending, hf: Any) -> Answers:
         mask=torch.zeros(shape, dtype=torch.bool, device=device),
         logprob=torch.zeros(shape, device=device, dtype=dtype),
         values=torch.zeros(*shape, len(ending.quantities), device=device, dtype=dtype),
+        routes=torch.full((*shape, routes), -1, device=device, dtype=torch.int16),
     )
 
 
@@ -145,7 +148,8 @@ def generate(
     ``busy`` takes whether this process still works and tells whether any does, where all must make
     equally many passes.
     """
-    done = blank(names, ending, net.hf)
+    routing = net.routing
+    done = blank(names, ending, net.hf, routing.width if routing else 0)
     work = _Work(net, prefix, rows, names, rng, warp)
     for step in range(ending.tokens):
         drawn = work.draw(step)
@@ -153,6 +157,8 @@ def generate(
         if step + 1 == ending.tokens or not (busy(left > 0) if busy else left):
             break
         work.advance(drawn.token, left)
+        if routing is not None:
+            done.routes[work.at, step] = routing.last()
     return done
 
 

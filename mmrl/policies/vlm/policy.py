@@ -19,7 +19,16 @@ from mmrl.config.options import Count
 from mmrl.core.errors import UserError
 from mmrl.core.host import sent
 from mmrl.core.registry import POLICIES, locate
-from mmrl.core.types import Completion, Copies, Media, Prompt, Rollout, TokenOrder, per_prompt
+from mmrl.core.types import (
+    Completion,
+    Copies,
+    Media,
+    Point,
+    Prompt,
+    Rollout,
+    TokenOrder,
+    per_prompt,
+)
 from mmrl.policies.base import NO_CONTEXT, ParameterGroup, RolloutContext, rows_and_groups
 from mmrl.policies.lora import Lora, merged
 from mmrl.policies.vlm.budgets import admit
@@ -38,6 +47,7 @@ from mmrl.policies.vlm.parts import (
 )
 from mmrl.policies.vlm.prefix_sharing import SharedPrefix, shareable
 from mmrl.policies.vlm.processor import Inputs
+from mmrl.policies.vlm.routing import Routing
 from mmrl.policies.vlm.scoring import Encoded, Passes, images_in
 from mmrl.policies.vlm.self_scores import token_id, with_self_scores
 from mmrl.policies.vlm.vision import quicken
@@ -80,6 +90,7 @@ class VLM(Passes):
         train: Parts | None = None,
         record_question_gain: bool = False,
         self_score: str | None = None,
+        replay_routing: bool = False,
         **options: Any,
     ):
         """Load the model. path: folder, hub id or world:NAME. max_new_tokens: the most tokens of an
@@ -100,9 +111,9 @@ class VLM(Passes):
         model. record_question_gain: record how much likelier the question makes each token of an
         answer, by one more pass, for the reward self_aligned. self_score: a token that answers do
         not need, whose log-prob behind an answer is the model's own verdict, recorded by one more
-        pass for the reward last_token. train: instead, how language model, projector and vision
-        tower are each trained; by
-        default all fully."""
+        pass for the reward last_token. replay_routing: of models with experts, send tokens in
+        training to those they went to in sampling. train: instead, how language model, projector
+        and vision tower are each trained; by default all fully."""
         from transformers import AutoModelForImageTextToText, AutoProcessor
 
         self.place = locate(path)
@@ -149,6 +160,8 @@ class VLM(Passes):
         self._pack(net, attention, remove_padding)
         super().__init__(net, lora=lora, **options)
         self.ending = replace(self.ending, quantities=self.quantities)
+        if replay_routing:
+            self._replay_routing(net)
         self.record_question_gain = record_question_gain
         self.self_score_id = None if self_score is None else token_id(self, self_score)
         self.parts = train
@@ -205,6 +218,10 @@ class VLM(Passes):
             trajectory=TokenOrder(commit_step=order),
         )
         rollout = self.with_recorded(rollout, answers.values)
+        if self.net.routing is not None:
+            routed = [{**c, "routes": self.prompt_routes[p]} for p, c in enumerate(cond)]
+            order_and_routes = rollout.tokens.replace(routes=answers.routes)
+            rollout = rollout.replace(cond=routed, trajectory=order_and_routes)
         if self.engine != "own":
             rollout = self._rescored(rollout, size)
         if context.ground_truth is None:
@@ -296,6 +313,18 @@ class VLM(Passes):
             hf = whole
         hf.save_pretrained(folder)
         self.inputs.save(folder)
+
+    def path(self, rollout: Rollout) -> Iterator[Point]:
+        for point in super().path(rollout):
+            yield point.replace(routes=rollout.tokens.routes)
+
+    def _replay_routing(self, net: SharedPrefix) -> None:
+        if self.engine != "own" or not net.share or net.packed:
+            raise UserError(
+                "policy option replay_routing needs engine own, prompts that are shared (not "
+                "prefix_sharing: none) and padding (remove_padding: false)"
+            )
+        net.routing = Routing(net.hf)
 
     @staticmethod
     def _pack(net: SharedPrefix, attention: str, packed: bool | None) -> None:
