@@ -5,6 +5,7 @@ from mmrl.advantages.all_samples import all_samples
 from mmrl.advantages.baseline import AAPO, PVPO, SingleStream
 from mmrl.advantages.branch import Branch, by_edge
 from mmrl.advantages.ddpo import DDPO
+from mmrl.advantages.entropy import edge_grpo, hapo, recorded
 from mmrl.advantages.filtered import Filtered
 from mmrl.advantages.group import group
 from mmrl.advantages.likelihood import gcpo, gtpo, unlikeliness
@@ -38,6 +39,7 @@ __all__ = [
     "dance_grpo",
     "dr_grpo",
     "drpo",
+    "edge_grpo",
     "flow_grpo",
     "focal",
     "gcpo",
@@ -47,6 +49,7 @@ __all__ = [
     "grpo",
     "grpo_lead",
     "gtpo",
+    "hapo",
     "mapo",
     "ngrpo",
     "noise_aware",
@@ -55,6 +58,7 @@ __all__ = [
     "pairs",
     "pass_at_k",
     "process",
+    "recorded",
     "reinforce",
     "reinforce_pp",
     "rloo",

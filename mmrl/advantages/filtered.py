@@ -34,7 +34,7 @@ class Filtered:
     filter: by: surprisal, at_most: 0.7.
 
     base: the advantage of the rows that stay. by: "reward" (the weighted sum), "reward_per_token",
-    "length", "logprob", "surprisal" (mean -log p, nats: on average the entropy), "self_certainty",
+    "length", "logprob", "surprisal" (mean -log p, nats), "entropy", "self_certainty",
     or a reward, of any weight. at_least, at_most: rows beyond leave. keep: so many of the others
     stay in each group; a list of numbers: by the difficulty of the prompt, hardest first, in equal
     shares of the mean rewards of the last ``memory`` groups (GFPO's adaptive difficulty: [8, 8, 6,

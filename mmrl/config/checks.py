@@ -108,6 +108,7 @@ def _unsuited(entries: Mapping[str, Resolved], built: Any) -> Iterator[str]:
         if why := unsuited(objective.entry, policy.entry):
             yield objective.place.say(why)
         elif hasattr(built, "unfit"):
+            yield from _unrecorded(objective, policy, "objective")
             for option, reason in built.unfit(policy.entry):
                 yield (objective.place / option).say(reason)
         if getattr(built, "single_paths", False) and policy.options.get("tree") is not None:
@@ -135,12 +136,30 @@ def _unsuited_advantages(advantage: Resolved, policy: Resolved) -> Iterator[str]
     for part in _with_nested(advantage):
         if why := unsuited(part.entry, policy.entry, "advantage"):
             yield part.place.say(why)
+            continue
+        yield from _unrecorded(part, policy)
         trees = [name for name in TREES if name in options_of(policy.entry)]
         grown = any(policy.options.get(name) is not None for name in trees)
         if getattr(part.entry, "needs_tree", False) and trees and not grown:
             yield part.place.say(
                 f"the advantage {part.entry.__name__} compares the edges of a tree; set "
                 f"{policy.place / trees[0]}"
+            )
+
+
+def _unrecorded(part: Resolved, policy: Resolved, kind: str = "advantage") -> Iterator[str]:
+    """Find what an advantage or objective looks at that the policy records on request only."""
+    wanted_options = getattr(part.entry, "records", None)
+    for option in wanted_options(part.options) if wanted_options else ():
+        if option not in options_of(policy.entry):
+            yield part.place.say(
+                f"the {kind} {part.entry.__name__} looks at what the policy "
+                f"{policy.entry.__name__} cannot record, since it has no option {option}"
+            )
+        elif not policy.options.get(option):
+            yield part.place.say(
+                f"the {kind} {part.entry.__name__} looks at what the policy records on request; "
+                f"set {policy.place / option} to true"
             )
 
 

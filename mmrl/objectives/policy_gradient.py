@@ -182,7 +182,10 @@ class PolicyGradient(Regularised):
             yield point
 
     def loss(self, policy: Policy, point: Point) -> Tensor:
-        dist = policy.dist(point)
+        return self.loss_at(policy, point, policy.dist(point))
+
+    def loss_at(self, policy: Policy, point: Point, dist: Dist) -> Tensor:
+        """Compute the loss [B, L] of the decisions at a point from their distributions."""
         logp, recorded = self._log_probs(policy, point, dist)
         old = point.old(logp, recorded)
         # the gate looks at what rounding makes of it

@@ -77,11 +77,13 @@ class Policy(ABC):
         lora: Lora | int | None = None,
         fixed_batch_rows: int | None = None,
         sampling_memory_gib: Annotated[float, Gt(0)] | None = None,
+        record_entropy: bool = False,
     ):
         """Take the network and add adapters to it. lora: rank or Lora; None trains all weights.
         fixed_batch_rows: rows of every forward pass; the trainer sets it to its micro-batch.
         sampling_memory_gib: GiB that a pass of sampling may allocate, which then chooses its own
-        chunks."""
+        chunks. record_entropy: record the entropy of the distribution that each decision is drawn
+        from, nats, for advantages that look at it."""
         net.requires_grad_(lora is None)
         if lora is not None:
             add_lora(net, Lora(lora) if isinstance(lora, int) else lora, self.attention)
@@ -94,6 +96,7 @@ class Policy(ABC):
         self.fixed_batch_rows = fixed_batch_rows
         # rows that fit the budget, measured once
         self.sampling_memory_gib = sampling_memory_gib
+        self.record_entropy = record_entropy
         self.fitting = 0
         self.news: list[str] = []
         self.weights = Weights(net)

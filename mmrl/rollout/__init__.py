@@ -6,6 +6,7 @@ prompts come first, then those of other prompts, then answers of earlier iterati
 
 from mmrl.rollout import (
     adaptive_sampling,
+    adaptive_temperature,
     diversity,
     dynamic_sampling,
     ground_truth,
@@ -16,6 +17,7 @@ from mmrl.rollout import (
 
 __all__ = [
     "adaptive_sampling",
+    "adaptive_temperature",
     "diversity",
     "dynamic_sampling",
     "ground_truth",

@@ -30,9 +30,14 @@ ROWS = (
     "row_id",
     "sample",
     "logprob",
+    "entropy",
+    "divergence",
     "mask",
     "commit_step",
     "self_certainty",
+    "question_gain",
+    "last_logprob",
+    "routes",
     "sampler_logprob",
     "is_ground_truth",
 )
@@ -237,7 +242,11 @@ def _rollout(rows: dict[str, Tensor]) -> Rollout:
     return Rollout(
         group=torch.zeros_like(rows["row_id"]),
         trajectory=TokenOrder(
-            commit_step=rows["commit_step"], self_certainty=rows.get("self_certainty")
+            commit_step=rows["commit_step"],
+            self_certainty=rows.get("self_certainty"),
+            question_gain=rows.get("question_gain"),
+            last_logprob=rows.get("last_logprob"),
+            routes=rows.get("routes"),
         ),
         provenance=Provenance(
             sampler_logprob=rows.get("sampler_logprob"), is_ground_truth=rows.get("is_ground_truth")
@@ -245,6 +254,8 @@ def _rollout(rows: dict[str, Tensor]) -> Rollout:
         row_id=rows["row_id"],
         sample=rows["sample"],
         logprob=rows["logprob"],
+        entropy=rows.get("entropy"),
+        divergence=rows.get("divergence"),
         mask=rows["mask"],
     )
 

@@ -638,17 +638,20 @@ def test_conflict_tokens_are_spared_in_bad_answers_and_count_twice_in_good_ones(
         [[-0.1 * (1 + i) - 0.05 * t for t in range(5)] for i in range(5)], dtype=torch.float64
     )
     batch = rollout([0] * 5, lengths, list(range(5))).replace(
-        sample=torch.tensor(tokens), logprob=logprob
+        sample=torch.tensor(tokens), logprob=torch.zeros_like(logprob), entropy=-logprob
     )
     mean = fmean(reward)
     sign = [1 if r > mean else -1 for r in reward]
-    for chosen, limit, penalty in (({}, 0.7, 0.1), ({"at_most": None, "penalty": 0.5}, 9.0, 0.5)):
+    whole = {"at_most": None, "penalty": 0.5, "share_conflicts": False}
+    for chosen, limit, penalty in (({}, 0.7, 0.1), (whole, 9.0, 0.5)):
         computed = gtpo(tensor(reward), batch, base=dr_grpo, **chosen)
         for i in range(5):
             entropy = -fmean([float(logprob[i, t]) for t in range(lengths[i])])
             shaped = reward[i] - mean - penalty * entropy if entropy <= limit else 0.0
-            for t in range(lengths[i]):
-                expected = shaped * conflict_weight(i, t, tokens, lengths, sign)
+            weights = [conflict_weight(i, t, tokens, lengths, sign) for t in range(lengths[i])]
+            conflicts = max(1, sum(weight != 1 for weight in weights))
+            for t, weight in enumerate(weights):
+                expected = shaped * weight / (1 if chosen else conflicts)
                 assert float(computed[i, t]) == pytest.approx(expected, abs=1e-9)
     with pytest.raises(UserError, match="policies that write tokens"):
         gtpo(tensor(reward), rollout([0] * 5, lengths))
@@ -657,7 +660,7 @@ def test_conflict_tokens_are_spared_in_bad_answers_and_count_twice_in_good_ones(
 def test_gtpo_drops_answers_of_high_entropy_and_knows_groups_apart():
     tokens = torch.tensor([[1, 2], [1, 3], [1, 2], [1, 3]])
     logprob = torch.tensor([[-0.1, -0.1], [-2.0, -1.0], [-0.1, -0.1], [-0.2, -0.2]]).double()
-    apart = rollout([0, 0, 1, 1], [2] * 4, [0, 1, 2, 3]).replace(sample=tokens, logprob=logprob)
+    apart = rollout([0, 0, 1, 1], [2] * 4, [0, 1, 2, 3]).replace(sample=tokens, entropy=-logprob)
     computed = gtpo(tensor([1.0, 0.0, 1.0, 1.0]), apart, base=dr_grpo, penalty=0.0)
     expected = [[1.0, 0.5], [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]]
     torch.testing.assert_close(computed, tensor(expected), atol=1e-12, rtol=0)

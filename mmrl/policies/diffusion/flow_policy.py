@@ -335,6 +335,7 @@ class FlowPolicy(Policy):
         state = self._store(self.begin(rng.normal(first, self.shape, 0, self.dtype), row_cond))
         self._keep(path, plan, 0, state)
         logprobs = []
+        entropies = []
         noisy = []
         solver = None
         for k in range(eta.shape[1]):
@@ -353,29 +354,34 @@ class FlowPolicy(Policy):
                 ),
                 mask=eta[:: plan.spans[k], k : k + 1] > 0,
             )
-            state, logprob, decided = self._advance(point, rng, plan, k, row, solver)
+            state, logprob, entropy, decided = self._advance(point, rng, plan, k, row, solver)
             self._keep(path, plan, k + 1, state)
             logprobs.append(logprob)
+            entropies.append(entropy)
             noisy.append(decided)
         # the first row of an edge carries its decision
         leads = [row % span == 0 for span in plan.spans]
-        scores = [x.repeat_interleave(span, 0) for x, span in zip(logprobs, plan.spans[1:])]
+        scores, spread = (
+            torch.cat([x.repeat_interleave(span, 0) for x, span in zip(parts, plan.spans[1:])], 1)
+            for parts in (logprobs, entropies)
+        )
         decided = torch.stack(noisy).expand(len(row), -1)
         return Rollout(
             group=group,
             cond=cond,
             row_id=row,
             sample=state,
-            logprob=torch.cat(scores, 1),
+            logprob=scores,
+            entropy=spread if self.record_entropy else None,
             mask=decided & torch.stack(leads[1:], 1),
             edge_id=plan.edges(row),
         )
 
     def _advance(
         self, point: Query, rng: Rng, plan: Plan, k: int, row: Tensor, solver: Step | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Take step k of the states that are alive: return their children, the children's log-probs
-        [B, 1], and whether the step is a decision.
+        [B, 1] and entropies [B, 1], and whether the step is a decision.
 
         The last is a bool [] on the device, so that the host need not wait for it.
         """
@@ -387,7 +393,8 @@ class FlowPolicy(Policy):
                 else solver(point.state, output, point.time, point.transition.next_time)
             )
             none = torch.zeros((), dtype=torch.bool, device=state.device)
-            return self._store(state.to(self.dtype)), state.new_zeros(len(state), 1), none
+            zero = state.new_zeros(len(state), 1)
+            return self._store(state.to(self.dtype)), zero, zero, none
         factor = plan.spans[k] // plan.spans[k + 1]
         child = row[:: plan.spans[k + 1]]
         if self.tree is None or factor == 1:
@@ -399,7 +406,7 @@ class FlowPolicy(Policy):
                 rng, child, child - child % plan.spans[k], self.shape, k + 1, self.dtype
             )
         state = self._store(sampled.sample(noise))  # rounded first, then scored
-        return state, scored.log_prob(state), (sampled.std > 0).all()
+        return state, scored.log_prob(state), sampled.entropy(), (sampled.std > 0).all()
 
     def path(self, rollout: Rollout) -> Iterator[Point]:
         length = rollout.mask.sum(1)

@@ -128,9 +128,7 @@ class MaskedLM(MaskedDiffusion):
         draw = rng.uniform(torch.arange(len(ids), device=ids.device), (ids.shape[1],))
         return cond | {"ids": torch.where(draw < share, self.hole, ids)}
 
-    def _rollout(
-        self, sampled: Rollout, steps: list[tuple[Tensor, Tensor, Tensor, Tensor]]
-    ) -> Rollout:
+    def _rollout(self, sampled: Rollout, steps: list[tuple[Tensor, ...]]) -> Rollout:
         """Assemble the rollout; its mask leaves out blocks behind that of the end token: they are
         never read, and no block before them sees them."""
         rollout = super()._rollout(sampled, steps)
@@ -158,7 +156,14 @@ class MaskedLM(MaskedDiffusion):
 
     def _completion(self, ids: list[int], row: Rollout) -> Completion:
         text = self.tokenizer.decode(ids, skip_special_tokens=True).strip()
-        return Completion(text, len(ids), ids[-1] == self.end, row.logprob[row.mask].mean().item())
+        certain = row.tokens.self_certainty
+        return Completion(
+            text,
+            len(ids),
+            ids[-1] == self.end,
+            row.logprob[row.mask].mean().item(),
+            None if certain is None else certain[row.mask].mean().item(),
+        )
 
     def export(self, folder: Path) -> None:
         """Save the adapter, or the whole model, and the tokenizer, as transformers loads them."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mmrl.core.distributions import Categorical
 from mmrl.core.host import sent
-from mmrl.policies.scores import certainty
+from mmrl.policies.scores import recorded
 from mmrl.policies.vlm import caches
 from samplers.noise import Rng
 from samplers.warp import Warp
@@ -34,7 +34,7 @@ class Ending:
     pad: int
     strings: tuple[str, ...]
     decode: Callable[[list[int]], str]
-    certain: bool = False  # record the self-certainty of each token
+    quantities: tuple[str, ...] = ()  # recorded of the distribution of each token
 
     def ended(self, ids: Tensor) -> Tensor:
         """Tell which rows have ended, [B] bool, by the last token of ids [B, n] and by the text of
@@ -81,7 +81,8 @@ class Answers:
     ids: Tensor  # [B, T] long, padded on the right
     mask: Tensor  # [B, T] bool: up to the token that ended it, included
     logprob: Tensor  # [B, T] at least float32
-    certainty: Tensor | None = None  # [B, T] at least float32, if requested
+    values: Tensor  # [B, T, R] at least float32: the quantities that are recorded
+    routes: Tensor  # [B, T, R] int16: the experts that each token went to
 
     def write(
         self, step: int, rows: Tensor | slice, going: Tensor, drawn: Drawn, ending: Ending
@@ -90,15 +91,15 @@ class Answers:
         and how many."""
         self.ids[rows, step] = torch.where(going, drawn.token, ending.pad)
         self.logprob[rows, step] = torch.where(going, drawn.logprob, 0.0)
-        if self.certainty is not None:
-            self.certainty[rows, step] = torch.where(going, certainty(drawn.logits), 0.0).to(
-                self.certainty.dtype
-            )
+        if ending.quantities:
+            values = recorded(ending.quantities, drawn.logits, drawn.warped)
+            self.values[rows, step] = torch.where(going[:, None], values, 0.0).to(self.values.dtype)
         self.mask[rows, step] = going
         return ending.going(self.ids[rows, : step + 1], going)
 
 
-def blank(names: Tensor, ending: Ending, hf: Any) -> Answers:
+def blank(names: Tensor, ending: Ending, hf: Any, routes: int = 0) -> Answers:
+    """Make room for the answers of the rows ``names`` [B], with ``routes`` numbers a token."""
     rows = len(names)
     device = names.device
     shape = (rows, ending.tokens)
@@ -107,7 +108,8 @@ def blank(names: Tensor, ending: Ending, hf: Any) -> Answers:
         ids=torch.full((rows, ending.tokens), ending.pad, device=device),
         mask=torch.zeros(shape, dtype=torch.bool, device=device),
         logprob=torch.zeros(shape, device=device, dtype=dtype),
-        certainty=torch.zeros(shape, device=device, dtype=dtype) if ending.certain else None,
+        values=torch.zeros(*shape, len(ending.quantities), device=device, dtype=dtype),
+        routes=torch.full((*shape, routes), -1, device=device, dtype=torch.int16),
     )
 
 
@@ -117,13 +119,17 @@ class Drawn(NamedTuple):
     token: Tensor  # [B] long
     logprob: Tensor  # [B]
     logits: Tensor  # [B, V] the model's own
+    warped: Tensor  # [B, V] log-probs of the distribution drawn from
 
 
-def draw(logits: Tensor, warp: Warp, uniform: Tensor | None) -> Drawn:
-    """Draw tokens by inversion at ``uniform`` [B], or take the likeliest ones."""
-    logprobs = warp(logits).log_softmax(-1)
+def draw(
+    logits: Tensor, warp: Warp, uniform: Tensor | None, place: Tensor | int | None = None
+) -> Drawn:
+    """Draw tokens by inversion at ``uniform`` [B], or take the likeliest ones; ``place``: in their
+    answers, where the warp has a schedule."""
+    logprobs = warp(logits, place=place).log_softmax(-1)
     token = logprobs.argmax(-1) if uniform is None else Categorical(logprobs).sample(uniform)
-    return Drawn(token, logprobs.gather(-1, token[:, None])[:, 0], logits)
+    return Drawn(token, logprobs.gather(-1, token[:, None])[:, 0], logits, logprobs)
 
 
 @torch.no_grad()
@@ -142,7 +148,8 @@ def generate(
     ``busy`` takes whether this process still works and tells whether any does, where all must make
     equally many passes.
     """
-    done = blank(names, ending, net.hf)
+    routing = net.routing
+    done = blank(names, ending, net.hf, routing.width if routing else 0)
     work = _Work(net, prefix, rows, names, rng, warp)
     for step in range(ending.tokens):
         drawn = work.draw(step)
@@ -150,6 +157,8 @@ def generate(
         if step + 1 == ending.tokens or not (busy(left > 0) if busy else left):
             break
         work.advance(drawn.token, left)
+        if routing is not None:
+            done.routes[work.at, step] = routing.last()
     return done
 
 
@@ -178,7 +187,7 @@ class _Work:
             if step % AHEAD == 0:
                 self.uniform = self.rng.uniform(self.names, (step + AHEAD,))[:, step:]
             uniform = self.uniform[:, step % AHEAD]
-        return draw(self.net("logits", self.hidden), self.warp, uniform)
+        return draw(self.net("logits", self.hidden), self.warp, uniform, step)
 
     def advance(self, token: Tensor, left: int) -> None:
         """Make one pass: updates the hidden states by ``token`` [B], for the ``left`` unfinished

@@ -12,14 +12,23 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from annotated_types import Gt, Le
+from annotated_types import Ge, Gt, Le, Lt
 from torch import Tensor
 
 from mmrl.config.options import Count
 from mmrl.core.errors import UserError
 from mmrl.core.host import sent
 from mmrl.core.registry import POLICIES, locate
-from mmrl.core.types import Completion, Copies, Media, Prompt, Rollout, TokenOrder, per_prompt
+from mmrl.core.types import (
+    Completion,
+    Copies,
+    Media,
+    Point,
+    Prompt,
+    Rollout,
+    TokenOrder,
+    per_prompt,
+)
 from mmrl.policies.base import NO_CONTEXT, ParameterGroup, RolloutContext, rows_and_groups
 from mmrl.policies.lora import Lora, merged
 from mmrl.policies.vlm.budgets import admit
@@ -38,11 +47,13 @@ from mmrl.policies.vlm.parts import (
 )
 from mmrl.policies.vlm.prefix_sharing import SharedPrefix, shareable
 from mmrl.policies.vlm.processor import Inputs
+from mmrl.policies.vlm.routing import Routing
 from mmrl.policies.vlm.scoring import Encoded, Passes, images_in
+from mmrl.policies.vlm.self_scores import token_id, with_self_scores
 from mmrl.policies.vlm.vision import quicken
 from samplers.batching import chunks
 from samplers.noise import Rng
-from samplers.warp import Warp
+from samplers.warp import Anneal, Warp
 
 Storage = Literal["float32", "bfloat16", "float16", "auto"]
 
@@ -64,9 +75,10 @@ class VLM(Passes):
         temperature: Annotated[float, Gt(0)] = 1.0,
         top_k: Count | None = None,
         top_p: Annotated[float, Gt(0), Le(1)] = 1.0,
+        anneal: Anneal | None = None,
+        adaptive_temperature: Annotated[float, Ge(0), Lt(1)] = 0.0,
         stop: Sequence[str] = (),
         greedy_evaluation: bool = True,
-        record_self_certainty: bool = False,
         budgets: Budgets | None = None,
         coordinate_space: Coords | None = None,
         prefix_sharing: Literal["auto", "prefix", "none"] = "auto",
@@ -76,12 +88,17 @@ class VLM(Passes):
         remove_padding: bool | None = None,
         lora: Lora | int | None = None,
         train: Parts | None = None,
+        record_question_gain: bool = False,
+        self_score: str | None = None,
+        replay_routing: bool = False,
         **options: Any,
     ):
         """Load the model. path: folder, hub id or world:NAME. max_new_tokens: the most tokens of an
-        answer. temperature, top_k, top_p: of sampling and of scoring. stop: strings after which an
-        answer ends. greedy_evaluation: evaluation takes the likeliest token. record_self_certainty:
-        record how sure the model is of its answers, for the reward self_certainty. budgets: what
+        answer. temperature, top_k, top_p: of sampling and of scoring. anneal: what the temperature
+        is multiplied by, falling from token to token (EAD). adaptive_temperature: the most that it
+        rises for tokens of high entropy, and falls for those of low entropy, as a share (HAPO).
+        stop: strings after which an
+        answer ends. greedy_evaluation: evaluation takes the likeliest token. budgets: what
         images, videos and prompts may cost. coordinate_space: the space of the model's coordinates,
         where its family's is unknown. prefix_sharing: "prefix" reads a prompt once for its whole
         group, "none" once for every answer; "auto" is prefix where its log-probs were compared with
@@ -91,8 +108,12 @@ class VLM(Passes):
         passes. attention: transformers' implementation; xformers: on CUDA, where rows and images
         are packed, with sdpa elsewhere. remove_padding: prompts and answers are read without
         padding, one row after another; by default with xformers. lora: adapters in the language
-        model. train: instead, how language model, projector and vision tower are each trained; by
-        default all fully."""
+        model. record_question_gain: record how much likelier the question makes each token of an
+        answer, by one more pass, for the reward self_aligned. self_score: a token that answers do
+        not need, whose log-prob behind an answer is the model's own verdict, recorded by one more
+        pass for the reward last_token. replay_routing: of models with experts, send tokens in
+        training to those they went to in sampling. train: instead, how language model, projector
+        and vision tower are each trained; by default all fully."""
         from transformers import AutoModelForImageTextToText, AutoProcessor
 
         self.place = locate(path)
@@ -110,14 +131,21 @@ class VLM(Passes):
         self.inputs = Inputs(
             processor, hf.config, budgets or Budgets(), family, hf.generation_config
         )
-        self.warp = Warp(temperature, top_k, top_p, self.inputs.suppressed)
+        self.warp = Warp(
+            temperature, top_k, top_p, self.inputs.suppressed, adaptive=adaptive_temperature
+        )
+        self.anneal = anneal
+        if engine in ENGINES and (anneal or adaptive_temperature):
+            raise UserError(
+                f"policy options anneal and adaptive_temperature: engine = {engine} takes one "
+                "temperature; use own or hf"
+            )
         self.ending = Ending(
             max_new_tokens,
             self.inputs.stops,
             self.inputs.pad,
             tuple(stop),
             self.inputs.decode,
-            record_self_certainty,
         )
         self.greedy_evaluation = greedy_evaluation
         self.sharing = prefix_sharing
@@ -131,6 +159,11 @@ class VLM(Passes):
         net = SharedPrefix(hf, share=prefix_sharing != "none")
         self._pack(net, attention, remove_padding)
         super().__init__(net, lora=lora, **options)
+        self.ending = replace(self.ending, quantities=self.quantities)
+        if replay_routing:
+            self._replay_routing(net)
+        self.record_question_gain = record_question_gain
+        self.self_score_id = None if self_score is None else token_id(self, self_score)
         self.parts = train
         if lora is None:
             set_trainable(hf, train or everything(hf))
@@ -157,6 +190,9 @@ class VLM(Passes):
         self, prompts: list[Prompt], copies: Copies, rng: Rng, context: RolloutContext = NO_CONTEXT
     ) -> Rollout:
         cond, shown = self.recall(prompts)
+        if self.anneal is not None:
+            heats = self.anneal.temperatures(self.ending.tokens, context.iteration)
+            self.warp = replace(self.warp, schedule=heats)
         self.images += sum(map(images_in, cond))
         self._check_sharing(cond)
         row, group = rows_and_groups(prompts, copies, rng, self.device)
@@ -179,14 +215,25 @@ class VLM(Passes):
             mask=answers.mask,
             logprob=answers.logprob,
             prompts=tuple(shown),
-            trajectory=TokenOrder(commit_step=order, self_certainty=answers.certainty),
+            trajectory=TokenOrder(commit_step=order),
         )
+        rollout = self.with_recorded(rollout, answers.values)
+        if self.net.routing is not None:
+            routed = [{**c, "routes": self.prompt_routes[p]} for p, c in enumerate(cond)]
+            order_and_routes = rollout.tokens.replace(routes=answers.routes)
+            rollout = rollout.replace(cond=routed, trajectory=order_and_routes)
         if self.engine != "own":
             rollout = self._rescored(rollout, size)
         if context.ground_truth is None:
-            return rollout
+            return self._finished(rollout, size)
         last = torch.tensor(per_prompt(copies, len(prompts))).cumsum(0) - 1  # row of every group
-        return self._with_ground_truth(rollout, context.ground_truth, sent(last, self.device), size)
+        rows = sent(last, self.device)
+        corrected = self._with_ground_truth(rollout, context.ground_truth, rows, size)
+        return self._finished(corrected, size)
+
+    def _finished(self, rollout: Rollout, size: int) -> Rollout:
+        """Record what is measured of whole answers."""
+        return with_self_scores(self, self.with_divergence(rollout, size), size)
 
     def recall(self, prompts: list[Prompt]) -> tuple[list[Encoded], list[Prompt]]:
         """Encode prompts again, and return them as ``rollout`` does."""
@@ -220,16 +267,28 @@ class VLM(Passes):
 
     def decode(self, rollout: Rollout) -> Media:
         lengths = rollout.mask.sum(1)
-        known = [rollout.logprob] + (
-            [] if rollout.tokens.self_certainty is None else [rollout.tokens.self_certainty]
-        )
-        means = torch.stack(
-            [(values * rollout.mask).sum(1) / lengths.clamp_min(1) for values in known], 1
-        )
+        order = rollout.tokens
+        by_name = {
+            "logprob": rollout.logprob,
+            "self_certainty": order.self_certainty,
+            "question_gain": order.question_gain,
+        }
+        columns = {
+            name: (values * rollout.mask).sum(1) / lengths.clamp_min(1)
+            for name, values in by_name.items()
+            if values is not None
+        }
+        if order.last_logprob is not None:
+            columns["last_logprob"] = order.last_logprob
+        names = list(columns)
+        means = torch.stack([columns[name] for name in names], 1)
         begun = [prompt.get("prefill", "") for prompt in rollout.prompt_per_row()]
         rows = zip(rollout.sample.tolist(), lengths.tolist(), means.tolist(), begun, strict=True)
         limit = rollout.sample.shape[1]
-        return [self._completion(ids[:n], mean, start, limit) for ids, n, mean, start in rows]
+        return [
+            self._completion(ids[:n], dict(zip(names, mean, strict=True)), start, limit)
+            for ids, n, mean, start in rows
+        ]
 
     def sample_in_evaluation(self) -> None:
         self.greedy_evaluation = False
@@ -255,6 +314,18 @@ class VLM(Passes):
         hf.save_pretrained(folder)
         self.inputs.save(folder)
 
+    def path(self, rollout: Rollout) -> Iterator[Point]:
+        for point in super().path(rollout):
+            yield point.replace(routes=rollout.tokens.routes)
+
+    def _replay_routing(self, net: SharedPrefix) -> None:
+        if self.engine != "own" or not net.share or net.packed:
+            raise UserError(
+                "policy option replay_routing needs engine own, prompts that are shared (not "
+                "prefix_sharing: none) and padding (remove_padding: false)"
+            )
+        net.routing = Routing(net.hf)
+
     @staticmethod
     def _pack(net: SharedPrefix, attention: str, packed: bool | None) -> None:
         """Turn packed batches on where options choose them; UserError where the model cannot take
@@ -278,13 +349,22 @@ class VLM(Passes):
         """Score by the policy's own passes what another engine sampled; the engine's log-probs stay
         as ``sampler_logprob``."""
         parts = [rollout[part] for part in chunks(len(rollout), size)]
-        scored = [
-            self.dist(point).log_prob(point.target) for part in parts for point in self.path(part)
-        ]
-        logprob = torch.cat(scored).to(rollout.logprob)
+        scored = [self._scored(part) for part in parts]
+        logprob = torch.cat([part.logprob for part in scored])
         self.gaps.append(float((logprob - rollout.logprob)[rollout.mask].abs().mean()))
         provenance = rollout.provenance.replace(sampler_logprob=rollout.logprob)
-        return rollout.replace(logprob=logprob, provenance=provenance)
+        entropy = None
+        if self.record_entropy:
+            entropy = torch.cat([part.entropies() for part in scored])
+        return rollout.replace(logprob=logprob, entropy=entropy, provenance=provenance)
+
+    def _scored(self, rollout: Rollout) -> Rollout:
+        """Score rows by the policy's own pass: their log-probs and, if recorded, entropies."""
+        (point,) = self.path(rollout)
+        dist = self.dist(point)
+        entropy = dist.entropy().to(rollout.logprob) if self.record_entropy else None
+        logprob = dist.log_prob(point.target).to(rollout.logprob)
+        return rollout.replace(logprob=logprob, entropy=entropy)
 
     @torch.no_grad()
     def _with_ground_truth(
@@ -311,12 +391,13 @@ class VLM(Passes):
                 mask[row, : len(tokens)] = True
         corrected = rollout.replace(sample=ids, mask=mask)
         logprob = rollout.logprob.clone()
+        entropy = None if rollout.entropy is None else rollout.entropy.clone()
         for part in chunks(len(last), size):  # every process makes equally many passes
-            (point,) = self.path(corrected[last[part]])
-            scored = self.dist(point).log_prob(point.target)
-            logprob[last[part]] = torch.where(
-                written[last[part], None], scored, logprob[last[part]]
-            )
+            scored = self._scored(corrected[last[part]])
+            new = written[last[part], None]
+            logprob[last[part]] = torch.where(new, scored.logprob, logprob[last[part]])
+            if entropy is not None:
+                entropy[last[part]] = torch.where(new, scored.entropies(), entropy[last[part]])
         # it is that of the replaced sample, and unknown for the ground truth
         order = rollout.tokens
         if order.self_certainty is not None:
@@ -326,24 +407,31 @@ class VLM(Passes):
         if provenance.sampler_logprob is not None:  # no engine sampled the ground truth either
             sampler_logprob = torch.where(written[:, None], logprob, provenance.sampler_logprob)
             provenance = provenance.replace(sampler_logprob=sampler_logprob)
-        return corrected.replace(logprob=logprob, trajectory=order, provenance=provenance)
+        return corrected.replace(
+            logprob=logprob, entropy=entropy, trajectory=order, provenance=provenance
+        )
 
-    def _completion(self, ids: list[int], known: list[float], begun: str, limit: int) -> Completion:
+    def _completion(
+        self, ids: list[int], means: dict[str, float], begun: str, limit: int
+    ) -> Completion:
         """Return the whole answer: the start ``begun`` that the prompt gave, and what was written
         after it."""
         text = self.inputs.decode(ids)
         ending = self.ending
         stopped = bool(ids) and ids[-1] in ending.stops or any(s in text for s in ending.strings)
         spell = partial(self._spelled, ids, begun)
-        return Completion(
+        completion = Completion(
             begun + text,
             len(ids),
             stopped,
-            known[0],
-            known[1] if len(known) > 1 else None,
+            means["logprob"],
+            means.get("self_certainty"),
             limit,
             spell,
         )
+        completion.question_gain = means.get("question_gain")
+        completion.last_logprob = means.get("last_logprob")
+        return completion
 
     def _spelled(self, ids: list[int], begun: str) -> list[str]:
         return [begun + self.inputs.decode(ids[: n + 1]) for n in range(len(ids))]

@@ -25,6 +25,7 @@ from mmrl.policies.vlm.generate import Answers, Ending, generate
 from mmrl.policies.vlm.prefix_sharing import Prefix, SharedPrefix, positions, sharded, shareable
 from mmrl.policies.vlm.processor import Inputs
 from mmrl.policies.vlm.recent import Recent
+from mmrl.policies.vlm.routing import of_prompts, padded
 from samplers.batching import chunks
 from samplers.noise import Rng
 from samplers.warp import Warp
@@ -53,12 +54,16 @@ class Passes(TokenPolicy):
         self.images = 0
         self.towered = 0
         self.tried = False  # whether an unverified family has made a pass
+        # experts that the tokens of each prompt of the rollout went to
+        self.prompt_routes: dict[int, Tensor] = {}
         self.gaps: list[float] = []  # mean distances to the log-probs of another engine
 
     def dist(self, point: Point) -> AnswerTokens:
         self._check_sharing(point.cond)
         where = somewhere(point.mask)
-        hidden, scored = self._score(self.active(), point.cond, point.group, point.target, where)
+        hidden, scored = self._score(
+            self.active(), point.cond, point.group, point.target, where, point.routes
+        )
         return AnswerTokens(self, point, where, hidden, scored)
 
     def _placed(self, encoded: Encoded) -> Encoded:
@@ -88,7 +93,7 @@ class Passes(TokenPolicy):
         image_features = self._image_features(encoded)
         if not image_features:
             self.towered += sum(images_in(prompt) for prompt in encoded)
-        left_out = ("places", *(features.PIXELS if image_features else ()))
+        left_out = ("places", "routes", *(features.PIXELS if image_features else ()))
         batch = (
             self.inputs.collate(
                 [{k: v for k, v in prompt.items() if k not in left_out} for prompt in encoded]
@@ -101,6 +106,9 @@ class Passes(TokenPolicy):
             for prompt in encoded
         ]
         position_ids = torch.cat(places).permute(2, 0, 1)
+        known = padded([prompt.get("routes") for prompt in encoded], length, position_ids)
+        if known is not None:
+            batch = batch | {"routes": known}
         return batch | {"position_ids": position_ids[0] if len(position_ids) == 1 else position_ids}
 
     def _image_features(self, encoded: list[Encoded]) -> dict[str, Any]:
@@ -160,21 +168,32 @@ class Passes(TokenPolicy):
         ]
 
     def _score(
-        self, net: nn.Module, cond: list[Encoded], group: Tensor, ids: Tensor, where: Tensor
+        self,
+        net: nn.Module,
+        cond: list[Encoded],
+        group: Tensor,
+        ids: Tensor,
+        where: Tensor,
+        routes: Tensor | None = None,
     ) -> tuple[Tensor, Scored]:
-        """Compute hidden states [N, H] and log-probs [N] of the tokens ``where`` [B, T] holds."""
+        """Compute hidden states [N, H] and log-probs [N] of the tokens ``where`` [B, T] holds;
+        ``routes`` [B, T, R]: experts that they go to."""
         each = not self.net.share
         scored: list[tuple[Tensor, Scored]] = []
         places = []
         kinds = self._kinds(cond, group)
         if len(kinds) == 1:
             inputs, rows = self._collated(cond, group, each)
+            if routes is not None:
+                inputs = inputs | {"answer_routes": routes}
             hidden, scores = net("score", inputs, rows, ids, where, self.warp, self.entropies)
             return hidden, scores
         number = where.flatten().cumsum(0).view_as(where) - 1
         for at in kinds:
             if where[at].any():
                 inputs, rows = self._collated(cond, group[at], each)
+                if routes is not None:
+                    inputs = inputs | {"answer_routes": routes[at]}
                 scored.append(
                     net("score", inputs, rows, ids[at], where[at], self.warp, self.entropies)
                 )
@@ -261,15 +280,10 @@ class Passes(TokenPolicy):
                     places.append(part)
                     answers_by_part.append(answers)
         order = torch.cat(places).argsort()
-        names = (
-            ("ids", "mask", "logprob", "certainty")
-            if self.ending.certain
-            else ("ids", "mask", "logprob")
-        )
         return Answers(
             *(
                 torch.cat([getattr(part_answers, name) for part_answers in answers_by_part])[order]
-                for name in names
+                for name in ("ids", "mask", "logprob", "values", "routes")
             )
         )
 
@@ -291,6 +305,10 @@ class Passes(TokenPolicy):
             return
         inputs, rows = self._collated(cond, group[rows_at], each=False)
         prefix: Prefix = self.net("read", inputs)
+        if self.net.routing is not None:
+            taken = of_prompts(self.net.routing.last(), inputs["attention_mask"])
+            numbers = on_host(group[rows_at]).unique().tolist()
+            self.prompt_routes |= dict(zip(numbers, taken, strict=False))
         for part, prompt_rows in zip(rows_at.split(size), rows.split(size), strict=True):
             yield (
                 part,
