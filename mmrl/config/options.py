@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
@@ -90,13 +91,42 @@ class AdaptiveRounds:
 
 @dataclass(frozen=True)
 class ResponseReuse:
-    """Puts a right answer of an earlier iteration in the place of one of a group that has none.
-    ``threshold``: a total reward above it is right. ``size``: prompts whose last right answer a
-    process remembers; the oldest leave first. ``age``: iterations after which it is forgotten."""
+    """Puts answers of earlier iterations to a prompt in its group: AR3PO, RePO, RLEP, ReMix.
 
-    threshold: float = 0.5
+    ``threshold``: a total reward above it is right, and only right answers are remembered; null:
+    all are. ``when``: in groups without a right answer, or always. ``number``: answers that a group
+    gets, at most. ``pick``: which of those remembered: the newest (recency), all (full_scope), the
+    best (reward), those whose rewards differ most (variance), or random ones. ``place``: they
+    replace the last of the group, of which one stays, or are appended to it. ``apart``: they are
+    compared among themselves, as RePO does, not with the new ones. ``logprob``: a ratio is to the
+    weights that sampled (recorded), or to those before the update (current), and then
+    ``importance_sampling`` of the objective sees how far the two are apart. ``keep``: answers that
+    are remembered of a prompt, the newest; ``size``: prompts; ``age``: iterations after which an
+    answer is forgotten; ``until``: the iteration from which on none is used; null: never.
+    ``start``: a run, or a checkpoint, whose answers are remembered from the beginning, of any age,
+    the prompts being the same. ``learn``: answers of this run are remembered too.
+    """
+
+    threshold: float | None = 0.5
+    when: Literal["all_wrong", "always"] = "all_wrong"
+    number: Count = 1
+    pick: Literal["recency", "full_scope", "reward", "variance", "random"] = "recency"
+    place: Literal["replace", "append"] = "replace"
+    apart: bool = False
+    logprob: Literal["recorded", "current"] = "recorded"
+    keep: Count = 1
     size: Count = 4096
     age: Count = 64
+    until: Natural | None = None
+    start: Path | None = None
+    learn: bool = True
+
+    def __post_init__(self) -> None:
+        if self.threshold is None and self.when == "all_wrong":
+            raise UserError(
+                "response_reuse: when: all_wrong needs a threshold, above which a reward is right; "
+                "set threshold, or when: always"
+            )
 
 
 @dataclass(frozen=True)
@@ -142,7 +172,7 @@ class TrainOptions:
     dynamic_sampling_min_std: Annotated[float, Ge(0)] = 0.0
     # replace groups of equal rewards by answers of earlier iterations; null: no
     replay_buffer: Reuse | None = None
-    # right answers of earlier iterations in groups that have none; null: no
+    # answers of earlier iterations to the same prompts in their groups; null: none
     response_reuse: ResponseReuse | None = None
     # source of one answer of every group: a reward, or a field of the prompt; null: none
     ground_truth_rollout: str | None = None
@@ -236,7 +266,7 @@ def unsupported_options(train: TrainOptions, policy: Any) -> Iterator[str]:
         yield f"train.ground_truth_rollout: {name} takes no answers of others; it is for vlm"
     for key in ("replay_buffer", "response_reuse"):
         if getattr(train, key) is not None and not can.replay:
-            yield f"train.{key}: {name} cannot be shown old answers again; it is for vlm"
+            yield f"train.{key}: {name} cannot be shown old answers again: it has no recall"
     if train.max_new_tokens_schedule and not can.max_new_tokens:
         yield (
             f"train.max_new_tokens_schedule: {name} writes no answers whose length could "

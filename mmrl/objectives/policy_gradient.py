@@ -32,7 +32,6 @@ Share = Annotated[float, Gt(0), Le(1)]
 # options that say nothing about the other kind of decisions, and what to do instead
 OF_TOKENS = {
     "entropy": "the noise of a step is not trained, nor is its entropy: leave it out",
-    "importance_sampling": "flow and diffusion models sample by themselves: leave it out",
     "off_policy": "it compares answers of models that write tokens: use clip_range",
     "top_entropy": "the entropy of a step is that of its noise: use timestep_fraction",
 }
@@ -80,11 +79,12 @@ class PolicyGradient(Regularised):
     |A|. kl: weight of the KL to the reference, or all its choices. behavior_policy: the weights
     that sample.
 
-    Of tokens: entropy: weight of a bonus, or all its choices. importance_sampling: correction for
-    another engine that sampled. off_policy: answers with A < 0 leave the loss when their tokens
-    have become this much less likely on average, in nats. top_entropy: only this share of the
-    step's tokens, those of highest entropy, has a policy gradient (Wang et al. 2025, "Beyond the
-    80/20 rule").
+    importance_sampling: correction for another engine, or for older weights, that sampled.
+
+    Of tokens: entropy: weight of a bonus, or all its choices. off_policy: answers with A < 0 leave
+    the loss when their tokens have become this much less likely on average, in nats. top_entropy:
+    only this share of the step's tokens, those of highest entropy, has a policy gradient (Wang et
+    al. 2025, "Beyond the 80/20 rule").
 
     Of steps of flow and diffusion models: timestep_fraction, timestep_selection: how much of every
     row's decisions is trained on, and which. timestep_weighting: "noise" multiplies the loss of a

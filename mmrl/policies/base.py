@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -282,7 +282,19 @@ class Policy(ABC):
     def recall(self, prompts: list[Prompt]) -> tuple[Any, list[Prompt]]:
         """Encode prompts again for answers of earlier iterations: their conditions, and the prompts
         as ``rollout`` returns them (replay)."""
-        raise self._cannot("cannot be shown old answers again")
+        encode = getattr(self, "encode", None)
+        if encode is None:
+            raise self._cannot("cannot be shown old answers again")
+        return encode(prompts), prompts
+
+    def demonstrate(self, prompts: list[Prompt], answers: Sequence[Any], rng: Rng) -> Rollout:
+        """Make a rollout of answers that somebody wrote, one to each prompt (demonstrations).
+
+        An answer is what ``decode`` returns of one row; None, or one that does not fit, gives a row
+        without decisions. Log-probs are those of the weights in force. Where decisions are unknown,
+        as those of the path to a picture, the mask holds none and the row is trainable.
+        """
+        raise self._cannot("takes no answers of others")
 
     def set_max_new_tokens(self, tokens: int) -> None:
         """Limit answers to so many new tokens from now on."""

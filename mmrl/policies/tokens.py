@@ -37,7 +37,7 @@ class TokenPolicy(Policy):
     """Trains a policy whose decisions are tokens. One pass scores all tokens of a row, unless a
     family says otherwise."""
 
-    capabilities = Capabilities("categorical")
+    capabilities = Capabilities("categorical", replay=True)
     entropies: bool = False  # computed in every scoring pass once one was requested
 
     def path(self, rollout: Rollout) -> Iterator[Point]:

@@ -7,6 +7,7 @@ The trainer calls every method of every stage, in the order of registration.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from mmrl.advantages.groups import measured
 from mmrl.config.options import TrainOptions
+from mmrl.core import distributed
 from mmrl.core.host import on_host
 from mmrl.core.registry import STAGES
 from mmrl.core.types import Copies, Media, Prompt, PromptMoments, Provenance, Rewards, Rollout
@@ -73,6 +75,8 @@ class Setup:
     policy: Policy
     prompts: Sequence[Prompt]
     rewards: Mapping[str, Any]
+    # within it the weights are those that sample
+    behavior: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
 class Stage:
@@ -80,6 +84,8 @@ class Stage:
     of a checkpoint, if it has a state."""
 
     saved_as: str = ""
+    grows: bool = False  # adds rows to groups, and names all rows anew
+    apart: bool = False  # rows of earlier iterations are compared among themselves
 
     @classmethod
     def build(cls, setup: Setup) -> Stage | None:
@@ -139,6 +145,26 @@ def group_sizes(rollout: Rollout) -> list[int]:
     """Count the rows of every group of a rollout."""
     sizes: list[int] = on_host(rollout.group).bincount(minlength=len(rollout.prompts)).tolist()
     return sizes
+
+
+def sizes_of_all(rollout: Rollout) -> list[int]:
+    """Count the rows of every group of all processes, in the order of the rows' names; a collective
+    call."""
+    group = rollout.group[rollout.row_id.argsort()]
+    _, counts = torch.unique_consecutive(group, return_counts=True)
+    sizes: list[int] = distributed.all_gather_rows(counts).tolist()
+    return sizes
+
+
+def set_apart(rollout: Rollout) -> Rollout:
+    """Make groups of their own of the rows of earlier iterations, as advantages see them."""
+    is_replayed = rollout.provenance.is_replayed
+    if is_replayed is None:
+        return rollout
+    count = len(rollout.prompts)
+    return rollout.replace(
+        group=rollout.group + count * is_replayed, prompts=(*rollout.prompts, *rollout.prompts)
+    )
 
 
 def moments(rollout: Rollout, rewards: Rewards) -> PromptMoments:

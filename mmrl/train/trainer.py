@@ -8,7 +8,9 @@ process, so that only global statistics travel.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -26,7 +28,7 @@ from mmrl.monitoring.monitors import Monitor, Sampled
 from mmrl.objectives.base import Objective
 from mmrl.policies.base import Policy, RolloutContext
 from mmrl.rollout import collect
-from mmrl.rollout.stages import Drawn, Setup, sampled_only, stages_of
+from mmrl.rollout.stages import Drawn, Setup, sampled_only, set_apart, sizes_of_all, stages_of
 from mmrl.train.batch import Batch
 from mmrl.train.device import Device, MakeOptimizer
 from mmrl.train.update import Update
@@ -70,7 +72,8 @@ class Trainer:
         suits(objective, policy, options)
         if objective.differentiates and hasattr(scorer, "differentiable"):
             objective.attach(scorer.differentiable)
-        self.stages = stages_of(Setup(options, policy, prompts, getattr(scorer, "rewards", {})))
+        rewards = getattr(scorer, "rewards", {})
+        self.stages = stages_of(Setup(options, policy, prompts, rewards, self._behavior))
         self.monitors: list[Monitor] = list(MONITORS.values())
         self.update = Update(policy, objective, prepared, options, self.device, self.clock)
 
@@ -111,6 +114,8 @@ class Trainer:
         for stage in self.stages:
             drawn, counts = stage.groups(drawn, self.iteration, self.sample)
             metrics |= counts
+        grows = any(stage.grows for stage in self.stages)
+        group_sizes = sizes_of_all(drawn.rollout) if grows else per_prompt(sizes, len(prompts))
         rewards = self.objective.shaped(self.policy, drawn.rollout, drawn.rewards)
         trained = self._compare(drawn, rewards)
         # what is not trained on was not shaped: if there is any, ``sampled`` has no shaped rewards
@@ -128,7 +133,7 @@ class Trainer:
             rollout=trained,
             rewards=rewards,
             sampled=sampled,
-            group_sizes=tuple(per_prompt(sizes, len(prompts))),
+            group_sizes=tuple(group_sizes),
             idle_row=drawn.rollout[:1],
             longest=distributed.largest(trained.mask.shape[1], trained.group.device),
             pass_rows=self.policy.fixed_batch_rows,
@@ -149,8 +154,7 @@ class Trainer:
         context = RolloutContext(self.iteration, self.objective.reads)
         for stage in self.stages:
             context = stage.context(context)
-        behavior = self.policy.weights.using(self.objective.behavior_policy)
-        with self.clock.time("rollout"), behavior:
+        with self.clock.time("rollout"), self._behavior():
             rollout, media, scores = collect.draw(
                 self.policy,
                 prompts,
@@ -173,7 +177,9 @@ class Trainer:
     def _compare(self, drawn: Drawn, rewards: Rewards) -> Rollout:
         """Give the rollout its advantages. Rows whose advantage is NaN leave training."""
         rollout = drawn.rollout
-        of_rows = self.advantage(rewards, rollout).to(rollout.logprob)
+        apart = any(stage.apart for stage in self.stages)
+        compared = set_apart(rollout) if apart else rollout
+        of_rows = self.advantage(rewards, compared).to(rollout.logprob)
         advantage = advantages.by_edge(of_rows, rollout)
         mask = rollout.mask & ~advantage.isnan()
         if self.options.mask_truncated_completions:
@@ -181,6 +187,10 @@ class Trainer:
         return rollout.replace(
             advantage=advantage.nan_to_num(0.0), mask=mask, trainable=~of_rows.isnan().all(1)
         )
+
+    def _behavior(self) -> AbstractContextManager[Any]:
+        """Put the weights in force that sample."""
+        return self.policy.weights.using(self.objective.behavior_policy)
 
     def _rng(self, name: str) -> Rng:
         return Rng.of(self.options.seed, self.iteration, name)

@@ -235,6 +235,7 @@ class MaskedDiffusion(LogitsPolicy):
                     temperature=self._noise(step, len(rollout)).to(rollout.logprob)[:, 0]
                 ),
                 advantage=advantage if advantage.shape[1] == 1 else advantage[:, part],
+                provenance=rollout.provenance.columns(part),
             )
 
     def _pass_of(self, rollout: Rollout, step: int) -> Point:
@@ -264,6 +265,7 @@ class MaskedDiffusion(LogitsPolicy):
             state=torch.where(hide, self.mask_id, rollout.sample),
             num_decisions=mask.sum(1),
             advantage=advantage,
+            provenance=rollout.provenance.replace(sampler_logprob=None),
         )
 
     def corrupted(self, cond: dict[str, Any], share: float, rng: Rng) -> dict[str, Any]:

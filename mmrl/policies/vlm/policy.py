@@ -53,7 +53,11 @@ class VLM(Passes):
     id."""
 
     capabilities = replace(
-        Passes.capabilities, makes="text", replay=True, ground_truth=True, max_new_tokens=True
+        Passes.capabilities,
+        makes="text",
+        ground_truth=True,
+        demonstrations=True,
+        max_new_tokens=True,
     )
     adjacent = True
 
