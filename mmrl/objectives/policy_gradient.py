@@ -13,7 +13,7 @@ from annotated_types import Ge, Gt, Le
 from torch import Tensor
 
 from mmrl.config.options import capabilities_of, unsuited
-from mmrl.core.distributed import all_gather_rows
+from mmrl.core.distributed import all_gather_rows, largest
 from mmrl.core.distributions import Dist, Gaussian
 from mmrl.core.errors import UserError
 from mmrl.core.metrics import observe
@@ -131,6 +131,8 @@ class PolicyGradient(Regularised):
         self.bonus = self.entropy.weight if self.entropy.target is None else 0.0
         self.controlled = self.entropy.weight  # what the controller has arrived at
         self.snapshots = (self.term.name,) if self.term.active else ()
+        if self.term.active and self.kl.previous:
+            self.snapshots = (self.term.name, "old")
         self.single_paths = sees_whole_rows(surrogate)
         bound = 1.0 if advantage_clip is None else advantage_clip
         positive("policy gradient", advantage_clip=bound)
@@ -273,11 +275,14 @@ class PolicyGradient(Regularised):
             return rewards
         divergence = rollout.logprob.new_zeros(len(rollout))
         size = policy.fixed_batch_rows or len(rollout)
-        for first in range(0, len(rollout), size):
-            for point in policy.path(rollout[first : first + size]):
+        count = largest(-(-len(rollout) // size), divergence.device)  # groups may have grown
+        for first in range(0, count * size, size):
+            rows = rollout[first : first + size] if first < len(rollout) else rollout[:size]
+            for point in policy.path(rows):
                 reference = frozen(policy, self.term.name, point)
                 gap = point.recorded - reference.log_prob(point.target)
-                divergence[first : first + size] += row_sum(gap, point.mask)[:, 0]
+                if first < len(rollout):
+                    divergence[first : first + size] += row_sum(gap, point.mask)[:, 0]
         if self.kl.uncertainty is not None:
             if self.kl.uncertainty not in rewards:
                 raise UserError(
@@ -341,12 +346,12 @@ class PolicyGradient(Regularised):
         return weight
 
     def _kl(self, policy: Policy, point: Point, dist: Dist, logp: Tensor, old: Tensor) -> Tensor:
-        reference = frozen(policy, self.term.name, point)
-        ref = torch.where(point.mask, reference.log_prob(point.target), 0.0)
-        if self.kl.reweigh is not None:
-            ref = ref + torch.where(point.mask, self._advantage(point) / self.kl.reweigh, 0.0)
-        kl = torch.where(point.mask, self.kl.of(dist, reference, logp, ref), 0.0)
+        kl = self._far(policy, self.term.name, point, dist, logp)
         observe("kl", kl, point.sampled_mask())
+        if self.kl.previous:
+            gone = self._far(policy, "old", point, dist, logp)
+            observe("kl_old", gone, point.sampled_mask())
+            kl = torch.lerp(kl, gone, self.kl.previous)
         if self.kl.form == "flow_grpo":
             if not isinstance(point.step, Transition):
                 raise UserError("kl: the form flow_grpo is for flow models; use exact")
@@ -356,6 +361,14 @@ class PolicyGradient(Regularised):
         ratio = (logp - old).exp()
         # the gradient of the other estimators is whole already
         return kl * (ratio if self.kl.divergence == "reverse" else ratio.detach())
+
+    def _far(self, policy: Policy, name: str, point: Point, dist: Dist, logp: Tensor) -> Tensor:
+        """Return [B, L]: the divergence from a snapshot."""
+        reference = frozen(policy, name, point)
+        ref = torch.where(point.mask, reference.log_prob(point.target), 0.0)
+        if self.kl.reweigh is not None:
+            ref = ref + torch.where(point.mask, self._advantage(point) / self.kl.reweigh, 0.0)
+        return torch.where(point.mask, self.kl.of(dist, reference, logp, ref), 0.0)
 
     def _entropy(self, dist: Any, point: Point) -> Tensor:
         entropy = torch.where(point.mask, dist.entropy(), 0.0)

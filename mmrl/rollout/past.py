@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -271,7 +271,7 @@ def _rollout(rows: Mapping[str, Tensor]) -> Rollout:
     kind = next((kind for kind in KINDS if _required(kind) <= set(rows)), None)
     rows = {**rows, "group": torch.zeros_like(rows["row_id"])}
     return Rollout(
-        trajectory=None if kind is None else kind(**_part(kind, rows)),
+        trajectory=cast(Any, None if kind is None else kind(**_part(kind, rows))),
         provenance=Provenance(**_part(Provenance, rows)),
         **_part(Rollout, rows),
     )

@@ -21,7 +21,7 @@ from mmrl.core.host import on_host
 from mmrl.core.registry import STAGES
 from mmrl.core.types import Copies, Media, Prompt, PromptMoments, Provenance, Rewards, Rollout
 from mmrl.policies.base import Policy, RolloutContext
-from mmrl.rollout.collect import joined
+from mmrl.rollout.collect import joined, media_of
 from samplers.noise import Rng
 
 
@@ -192,9 +192,8 @@ def sampled_only(
     if not foreign_rows:
         return media, rollout, rewards
     sampled_rows = ~torch.stack(foreign_rows).any(0)
-    pairs = zip(media, sampled_rows.tolist(), strict=True)
     return (
-        [item for item, is_sampled in pairs if is_sampled],
+        media_of(media, sampled_rows.nonzero()[:, 0]),
         rollout[sampled_rows],
         Rewards({name: value[sampled_rows] for name, value in rewards.items()}, rewards.weights),
     )
