@@ -130,6 +130,43 @@ class ResponseReuse:
 
 
 @dataclass(frozen=True)
+class Demonstrations:
+    """Puts answers that somebody else wrote in the groups of their prompts.
+
+    ``path``: a .jsonl file, each line {"prompt": ..., "answers": [...]}, an answer a text, the path
+    of a picture, or {"text": ..., "reward": ..., "logprobs": [...]}, whose reward then counts in
+    place of the run's rewards; ``field``: or a field of the prompts, one answer or a list. ``key``:
+    the field of a prompt that "prompt" repeats. ``number``: answers that a group gets, at most.
+    ``when``: in groups without a total reward above ``threshold``, or always. ``place``: they
+    replace the last of the group, of which one stays, or are appended to it. ``apart``: they are
+    compared among themselves, not with the policy's own: pairs for DPO and IPO, experts of CHORD.
+    ``logprob``: what a ratio divides by: the policy's own log-probs before the update (current:
+    TempSamp-R1, RLEP), those of the file (recorded, where it has them), or 0 (one: LUFFY, Yan et
+    al. 2025, whose expert has probability 1). ``until``: the iteration from which on none is used.
+    """
+
+    path: Path | None = None
+    field: str | None = None
+    key: str = "text"
+    number: Count = 1
+    when: Literal["always", "all_wrong"] = "always"
+    threshold: float = 0.5
+    place: Literal["append", "replace"] = "append"
+    apart: bool = False
+    logprob: Literal["current", "recorded", "one"] = "current"
+    until: Natural | None = None
+
+    def __post_init__(self) -> None:
+        if (self.path is None) == (self.field is None):
+            raise UserError("demonstrations: set either path, a .jsonl file, or field")
+
+    def file(self) -> Path:
+        """Return the file; there is one where there is no field."""
+        assert self.path is not None
+        return self.path
+
+
+@dataclass(frozen=True)
 class TrainOptions:
     """Holds the options of ``train``. Sizes are global: they mean the same training on any number
     of processes."""
@@ -174,6 +211,8 @@ class TrainOptions:
     replay_buffer: Reuse | None = None
     # answers of earlier iterations to the same prompts in their groups; null: none
     response_reuse: ResponseReuse | None = None
+    # answers of a file, or of the data, in the groups; null: none
+    demonstrations: Demonstrations | None = None
     # source of one answer of every group: a reward, or a field of the prompt; null: none
     ground_truth_rollout: str | None = None
     # tolerated |re-scored - recorded log-prob| before the first step
@@ -264,6 +303,8 @@ def unsupported_options(train: TrainOptions, policy: Any) -> Iterator[str]:
         return  # it does not say what it is
     if train.ground_truth_rollout is not None and not can.ground_truth:
         yield f"train.ground_truth_rollout: {name} takes no answers of others; it is for vlm"
+    if train.demonstrations is not None and not can.demonstrations:
+        yield f"train.demonstrations: {name} takes no answers of others: it has no demonstrate"
     for key in ("replay_buffer", "response_reuse"):
         if getattr(train, key) is not None and not can.replay:
             yield f"train.{key}: {name} cannot be shown old answers again: it has no recall"

@@ -55,7 +55,12 @@ def remembered(drawn: Drawn, rows: Tensor, index: int, iteration: int) -> Rememb
     """Remember the ``rows`` [n] of one group."""
     rollout = drawn.rollout[rows]
     stored = rollout.replace(
-        cond=None, prompts=(), group=torch.zeros_like(rows), all_samples=None, advantage=None
+        cond=None,
+        prompts=(),
+        group=torch.zeros_like(rows),
+        all_samples=None,
+        advantage=None,
+        provenance=rollout.provenance.replace(is_replayed=None),  # it will be, whatever it was
     )
     rewards = {name: value[rows].cpu() for name, value in drawn.rewards.items()}
     return Remembered(index, iteration, stored.to("cpu"), Rewards(rewards, drawn.rewards.weights))
@@ -107,8 +112,8 @@ def fits(entry: Remembered, rollout: Rollout) -> bool:
 
 
 def beside(entry: Remembered, rollout: Rollout) -> Rollout:
-    """Return remembered rows on the devices of a rollout, marked as replayed, with the marks that
-    it has."""
+    """Return remembered rows on the devices of a rollout, marked as replayed unless they say
+    otherwise, with the marks that it has."""
     rows = entry.rollout.to(rollout.row_id.device)
     path = rollout.trajectory
     if isinstance(path, LatentPath) and isinstance(rows.trajectory, LatentPath):
@@ -122,7 +127,7 @@ def beside(entry: Remembered, rollout: Rollout) -> Rollout:
     marks = Provenance(
         sampler_logprob=None if like.sampler_logprob is None else sampler,
         is_ground_truth=None if like.is_ground_truth is None else truth,
-        is_replayed=~nowhere,
+        is_replayed=~nowhere if known.is_replayed is None else known.is_replayed,
     )
     return rows.replace(provenance=marks)
 

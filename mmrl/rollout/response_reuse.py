@@ -67,7 +67,7 @@ class ReusedResponses(OldAnswers):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.grows = self.options.place == "append"
-        self.apart = self.options.apart
+        self.apart = "is_replayed" if self.options.apart else ""
         if self.options.start is not None:
             self._keep(stored(self.options.start, self.prompts))
 

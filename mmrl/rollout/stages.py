@@ -77,6 +77,8 @@ class Setup:
     rewards: Mapping[str, Any]
     # within it the weights are those that sample
     behavior: Callable[[], AbstractContextManager[Any]] = nullcontext
+    # scores rows as samples are scored; a collective call
+    score: Callable[[Rollout], Rewards] = lambda rollout: Rewards({})
 
 
 class Stage:
@@ -85,7 +87,8 @@ class Stage:
 
     saved_as: str = ""
     grows: bool = False  # adds rows to groups, and names all rows anew
-    apart: bool = False  # rows of earlier iterations are compared among themselves
+    # the mark of provenance whose rows are compared among themselves; empty: none
+    apart: str = ""
 
     @classmethod
     def build(cls, setup: Setup) -> Stage | None:
@@ -156,14 +159,15 @@ def sizes_of_all(rollout: Rollout) -> list[int]:
     return sizes
 
 
-def set_apart(rollout: Rollout) -> Rollout:
-    """Make groups of their own of the rows of earlier iterations, as advantages see them."""
-    is_replayed = rollout.provenance.is_replayed
-    if is_replayed is None:
+def set_apart(rollout: Rollout, mark: str) -> Rollout:
+    """Make groups of their own of the rows with a mark of ``Provenance``, as advantages see
+    them."""
+    rows: Tensor | None = getattr(rollout.provenance, mark)
+    if rows is None:
         return rollout
     count = len(rollout.prompts)
     return rollout.replace(
-        group=rollout.group + count * is_replayed, prompts=(*rollout.prompts, *rollout.prompts)
+        group=rollout.group + count * rows, prompts=(*rollout.prompts, *rollout.prompts)
     )
 
 

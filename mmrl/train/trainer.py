@@ -73,7 +73,9 @@ class Trainer:
         if objective.differentiates and hasattr(scorer, "differentiable"):
             objective.attach(scorer.differentiable)
         rewards = getattr(scorer, "rewards", {})
-        self.stages = stages_of(Setup(options, policy, prompts, rewards, self._behavior))
+        self.stages = stages_of(
+            Setup(options, policy, prompts, rewards, self._behavior, self._score)
+        )
         self.monitors: list[Monitor] = list(MONITORS.values())
         self.update = Update(policy, objective, prepared, options, self.device, self.clock)
 
@@ -177,9 +179,14 @@ class Trainer:
     def _compare(self, drawn: Drawn, rewards: Rewards) -> Rollout:
         """Give the rollout its advantages. Rows whose advantage is NaN leave training."""
         rollout = drawn.rollout
-        apart = any(stage.apart for stage in self.stages)
-        compared = set_apart(rollout) if apart else rollout
+        compared = rollout
+        for stage in self.stages:
+            compared = set_apart(compared, stage.apart) if stage.apart else compared
         of_rows = self.advantage(rewards, compared).to(rollout.logprob)
+        if any(stage.apart == "is_ground_truth" for stage in self.stages):
+            expert = rollout.provenance.is_ground_truth
+            if expert is not None:  # imitated, however they compare
+                of_rows = torch.where(expert[:, None], of_rows.nan_to_num(0.0), of_rows)
         advantage = advantages.by_edge(of_rows, rollout)
         mask = rollout.mask & ~advantage.isnan()
         if self.options.mask_truncated_completions:
@@ -187,6 +194,12 @@ class Trainer:
         return rollout.replace(
             advantage=advantage.nan_to_num(0.0), mask=mask, trainable=~of_rows.isnan().all(1)
         )
+
+    def _score(self, rollout: Rollout) -> Rewards:
+        """Score rows that were not sampled; a collective call."""
+        with self.clock.time("reward"), distributed.together():
+            media = self.policy.decode(rollout)
+            return collect.scored(self.scorer, media, rollout)
 
     def _behavior(self) -> AbstractContextManager[Any]:
         """Put the weights in force that sample."""

@@ -213,7 +213,8 @@ def test_old_and_new_answers_are_compared_apart():
     rewards = mixed.rewards["r"].tolist()
     assert rewards == [3, 1, 1, 0, 1, 5, 0, 1, 0, 2, 2, 8]
     assert stage.apart and stage.grows
-    advantage = advantages.dr_grpo(mixed.rewards, set_apart(mixed.rollout))[:, 0].tolist()
+    compared = set_apart(mixed.rollout, stage.apart)
+    advantage = advantages.dr_grpo(mixed.rewards, compared)[:, 0].tolist()
     for first in range(0, 12, 3):
         mean = sum(rewards[first : first + 3]) / 3
         for row in range(first, first + 3):

@@ -19,7 +19,16 @@ from mmrl.config.options import Count
 from mmrl.core.errors import UserError
 from mmrl.core.host import sent
 from mmrl.core.registry import POLICIES, locate
-from mmrl.core.types import Completion, Copies, Media, Prompt, Rollout, TokenOrder, per_prompt
+from mmrl.core.types import (
+    Completion,
+    Copies,
+    Media,
+    Prompt,
+    Provenance,
+    Rollout,
+    TokenOrder,
+    per_prompt,
+)
 from mmrl.policies.base import NO_CONTEXT, ParameterGroup, RolloutContext, rows_and_groups
 from mmrl.policies.lora import Lora, merged
 from mmrl.policies.vlm.budgets import admit
@@ -303,13 +312,8 @@ class VLM(Passes):
         mask = rollout.mask.clone()
         written = torch.zeros_like(rollout.group, dtype=torch.bool)
         for row, prompt in zip(last.tolist(), rollout.prompts, strict=True):
-            text = write(prompt)
-            tokens = (
-                None
-                if text is None
-                else self.inputs.tokens(text.removeprefix(prompt.get("prefill", "")))
-            )
-            if tokens is not None and len(tokens) <= ids.shape[1]:
+            tokens = self._written(prompt, write(prompt), ids.shape[1])
+            if tokens is not None:
                 ids[row], mask[row], written[row] = self.inputs.pad, False, True
                 ids[row, : len(tokens)] = torch.tensor(tokens, device=self.device)
                 mask[row, : len(tokens)] = True
@@ -331,6 +335,51 @@ class VLM(Passes):
             sampler_logprob = torch.where(written[:, None], logprob, provenance.sampler_logprob)
             provenance = provenance.replace(sampler_logprob=sampler_logprob)
         return corrected.replace(logprob=logprob, trajectory=order, provenance=provenance)
+
+    def _written(self, prompt: Prompt, text: str | None, most: int) -> list[int] | None:
+        """Return the tokens of an answer that somebody wrote; None where there is none of at most
+        ``most`` tokens."""
+        if text is None:
+            return None
+        tokens = self.inputs.tokens(text.removeprefix(prompt.get("prefill", "")))
+        return None if tokens is None or len(tokens) > most else tokens
+
+    @torch.no_grad()
+    def demonstrate(self, prompts: list[Prompt], answers: Sequence[Any], rng: Rng) -> Rollout:
+        cond, shown = self.recall(prompts)
+        row, group = rows_and_groups(prompts, 1, rng, self.device)
+        shape = (len(prompts), self.ending.tokens)
+        ids = torch.full(shape, self.inputs.pad)
+        mask = torch.zeros(shape, dtype=torch.bool)
+        written = torch.zeros(len(prompts), dtype=torch.bool)
+        for place, (prompt, text) in enumerate(zip(prompts, answers, strict=True)):
+            tokens = self._written(prompt, text, shape[1])
+            if tokens is not None:
+                ids[place, : len(tokens)] = torch.tensor(tokens)
+                mask[place, : len(tokens)] = True
+                written[place] = True
+        order = torch.arange(shape[1], device=self.device).expand(shape)
+        logprob = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        unknown = torch.full_like(logprob, torch.nan) if self.ending.certain else None
+        rollout = Rollout(
+            group=group,
+            cond=cond,
+            row_id=row,
+            sample=ids.to(self.device),
+            mask=mask.to(self.device),
+            logprob=logprob,
+            prompts=tuple(shown),
+            trajectory=TokenOrder(commit_step=order, self_certainty=unknown),
+            provenance=Provenance(is_ground_truth=written.to(self.device)),
+            trainable=written.to(self.device),
+        )
+        size = self.fixed_batch_rows or len(prompts)
+        scored = [
+            self.dist(point).log_prob(point.target)
+            for part in chunks(len(prompts), size)
+            for point in self.path(rollout[part])
+        ]
+        return rollout.replace(logprob=torch.cat(scored).to(logprob))
 
     def _completion(self, ids: list[int], known: list[float], begun: str, limit: int) -> Completion:
         """Return the whole answer: the start ``begun`` that the prompt gave, and what was written
