@@ -126,8 +126,8 @@ class ReusedResponses(OldAnswers):
         solved = set(rollout.group.cpu()[right].tolist())
         chosen: Chosen = []
         for group, index in enumerate(origins):
-            wanted = self.options.when == "always" or group not in solved
-            if not sizes[group] or not wanted:
+            needed = self.options.when == "always" or group not in solved
+            if not sizes[group] or not needed:
                 continue
             most = self.options.number if self.grows else min(self.options.number, sizes[group] - 1)
             answers = [e for e in self.entries.get(index, []) if fits(e, rollout)]

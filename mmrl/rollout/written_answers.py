@@ -69,9 +69,9 @@ class Demonstrated(Stage):
         self, drawn: Drawn, iteration: int, sample: Sample
     ) -> tuple[Drawn, dict[str, float]]:
         active = self.options.until is None or iteration < self.options.until
-        wanted = self._wanted(drawn, iteration) if active else []
+        due = self._wanted(drawn, iteration) if active else []
         mixed, count = demonstrated(
-            self.setup, drawn, wanted, self.options.logprob, self.grows, iteration
+            self.setup, drawn, due, self.options.logprob, self.grows, iteration
         )
         return mixed, {"demonstrations/rows": count}
 
@@ -80,7 +80,7 @@ class Demonstrated(Stage):
         double, groups = measured(drawn.rewards.per_row(), rollout)
         right = (double.total() > self.options.threshold) & groups.present
         solved = set(rollout.group[right.to(rollout.group.device)].tolist())
-        wanted: Wanted = []
+        due: Wanted = []
         for group, size in enumerate(group_sizes(rollout)):
             prompt = self.origins.get(id(rollout.prompts[group]))
             needed = self.options.when == "always" or group not in solved
@@ -90,38 +90,38 @@ class Demonstrated(Stage):
             rng = Rng.of(self.setup.options.seed, iteration, "demonstrations", str(prompt["text"]))
             most = self.options.number if self.grows else min(self.options.number, size - 1)
             chosen = sorted(rng.permutation(len(answers)).tolist()[:most]) if answers else []
-            wanted += [(group, prompt, answers[place]) for place in chosen]
-        return wanted
+            due += [(group, prompt, answers[place]) for place in chosen]
+        return due
 
 
 def demonstrated(
-    setup: Setup, drawn: Drawn, wanted: Wanted, logprob: str, grows: bool, iteration: int
+    setup: Setup, drawn: Drawn, due: Wanted, logprob: str, grows: bool, iteration: int
 ) -> tuple[Drawn, float]:
     """Put answers in groups; also returns how many, over all processes. A collective call."""
     rollout = drawn.rollout
     device = rollout.group.device
     drawn = replace(drawn, rollout=_with_marks(rollout))
-    most = distributed.largest(len(wanted), device)
+    most = distributed.largest(len(due), device)
     if not most:
         return inserted(setup.policy, drawn, [], grows), 0.0
-    prompts = [prompt for _, prompt, _ in wanted]
-    answers = [answer.media() for _, _, answer in wanted]
-    idle = most - len(wanted)  # every process makes equally many passes
+    prompts = [prompt for _, prompt, _ in due]
+    answers = [answer.media() for _, _, answer in due]
+    idle = most - len(due)  # every process makes equally many passes
     rng = Rng.of(setup.options.seed, iteration, "demonstrate")
     with setup.behavior():
         rows = setup.policy.demonstrate(
             [*prompts, *[drawn.rollout.prompts[0]] * idle], [*answers, *[None] * idle], rng
         )
-    taken = _taken(rows)[: len(wanted)].tolist()
-    rows = _with_logprobs(rows, wanted, logprob)
-    rewards = _scored(setup, rows, wanted, drawn.rewards)
+    taken = _taken(rows)[: len(due)].tolist()
+    rows = _with_logprobs(rows, due, logprob)
+    rewards = _scored(setup, rows, due, drawn.rewards)
     chosen = []
-    for place, (group, _, _) in enumerate(wanted):
+    for place, (group, _, _) in enumerate(due):
         if taken[place]:
             entry = {name: value[place : place + 1] for name, value in rewards.items()}
             row = rows[place : place + 1].replace(cond=None, prompts=())
-            one = Remembered(-1, iteration, row, Rewards(entry, rewards.weights))
-            chosen.append((group, one))
+            answer = Remembered(-1, iteration, row, Rewards(entry, rewards.weights))
+            chosen.append((group, answer))
     count = distributed.all_sum(torch.tensor(float(len(chosen)), device=device))
     return inserted(setup.policy, drawn, chosen, grows), float(count)
 
@@ -145,11 +145,11 @@ def _taken(rows: Rollout) -> Tensor:
     return rows.alive()
 
 
-def _with_logprobs(rows: Rollout, wanted: Wanted, how: str) -> Rollout:
+def _with_logprobs(rows: Rollout, due: Wanted, how: str) -> Rollout:
     """Record what a ratio divides by: the policy's own log-probs, those of the file, or 0."""
     old = torch.zeros_like(_taken(rows))
     logprob = rows.logprob.clone()
-    for place, (_, prompt, answer) in enumerate(wanted):
+    for place, (_, prompt, answer) in enumerate(due):
         if how == "one":
             logprob[place] = 0.0
             old[place] = True
@@ -168,11 +168,11 @@ def _with_logprobs(rows: Rollout, wanted: Wanted, how: str) -> Rollout:
     return rows.replace(logprob=logprob, provenance=provenance, trainable=None)
 
 
-def _scored(setup: Setup, rows: Rollout, wanted: Wanted, like: Rewards) -> Rewards:
+def _scored(setup: Setup, rows: Rollout, due: Wanted, like: Rewards) -> Rewards:
     """Score the answers, but for those whose rewards are known."""
     rewards = setup.score(rows)
     values = {name: rewards[name].to(like[name]).clone() for name in like}
-    for place, (_, _, answer) in enumerate(wanted):
+    for place, (_, _, answer) in enumerate(due):
         if answer.reward is None:
             continue
         for name, value in _parts(answer.reward, like).items():

@@ -353,6 +353,7 @@ def test_pairs_of_a_file_alone_are_trained_on_with_one_sample_a_prompt(tmp_path)
         advantage=dr_grpo,
         group_size=1,
         train_batch_size=4,
+        micro_batch_size=4,
         demonstrations=Demonstrations(path=path, number=2, apart=True),
         lr=1e-2,
     )
