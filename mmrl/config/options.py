@@ -167,6 +167,25 @@ class Demonstrations:
 
 
 @dataclass(frozen=True)
+class Speculative:
+    """Begins answers with what the weights of now accept of the last answers to the prompt
+    (SPEC-RL).
+
+    ``lenience``: a token is kept with probability min(1, lenience p / q), p its probability now and
+    q that of then; the paper's e^0.5 keeps more than is exact. ``exact``: what replaces the first
+    rejected token is drawn from max(0, p - q), so that with lenience 1 answers are those of the
+    policy in distribution; all q of an answer's places are stored for it, tokens times vocabulary.
+    false: from p, as published. ``size``: prompts whose last answers are remembered; ``age``:
+    iterations after which they are forgotten.
+    """
+
+    lenience: Positive = 1.0
+    exact: bool = True
+    size: Count = 4096
+    age: Count = 64
+
+
+@dataclass(frozen=True)
 class TrainOptions:
     """Holds the options of ``train``. Sizes are global: they mean the same training on any number
     of processes."""
@@ -211,6 +230,8 @@ class TrainOptions:
     replay_buffer: Reuse | None = None
     # answers of earlier iterations to the same prompts in their groups; null: none
     response_reuse: ResponseReuse | None = None
+    # begin with what is accepted of the last answers to a prompt; null: anew
+    speculative: Speculative | None = None
     # answers of a file, or of the data, in the groups; null: none
     demonstrations: Demonstrations | None = None
     # source of one answer of every group: a reward, or a field of the prompt; null: none
@@ -303,6 +324,11 @@ def unsupported_options(train: TrainOptions, policy: Any) -> Iterator[str]:
         return  # it does not say what it is
     if train.ground_truth_rollout is not None and not can.ground_truth:
         yield f"train.ground_truth_rollout: {name} takes no answers of others; it is for vlm"
+    if train.speculative is not None and not (can.drafts and can.one_pass):
+        yield (
+            f"train.speculative: {name} cannot begin with an earlier answer; it is for models that "
+            f"draw tokens one after the other"
+        )
     if train.demonstrations is not None and not can.demonstrations:
         yield f"train.demonstrations: {name} takes no answers of others: it has no demonstrate"
     for key in ("replay_buffer", "response_reuse"):

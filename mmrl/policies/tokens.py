@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from mmrl.policies.base import (
     rows_of,
 )
 from mmrl.policies.capabilities import Capabilities
+from mmrl.policies.drafts import FREE, drafted, verified
 from mmrl.policies.scores import Scored, Scorer
 from samplers.batching import at_width, chunks
 from samplers.noise import Rng
@@ -120,16 +122,41 @@ class LogitsPolicy(TokenPolicy):
 class CausalPolicy(LogitsPolicy):
     """Draws tokens from left to right by a network of your own."""
 
+    capabilities = replace(LogitsPolicy.capabilities, drafts=True)
+
     def dist(self, point: Point) -> Categorical:
         return Categorical(self._forward(point.state, rows_of(point.cond, point.group)))
 
-    def _sample(self, group: Tensor, row: Tensor, cond: dict[str, Any], rng: Rng) -> Rollout:
+    def rollout(
+        self, prompts: list[Prompt], copies: Copies, rng: Rng, context: RolloutContext = NO_CONTEXT
+    ) -> Rollout:
+        drafts = context.drafts(prompts, copies) if context.drafts else None
+        if drafts is None:
+            return super().rollout(prompts, copies, rng, context)
+        row, group = rows_and_groups(prompts, copies, rng, self.device)
+        cond = self.encode(prompts)
+        size = self.fixed_batch_rows or len(row)
+        forced = verified(self, drafted(drafts, group, row, cond), drafts, rng, size)
+        parts = [
+            self._sample(group[p], row[p], cond, rng, forced.ids[p]) for p in chunks(len(row), size)
+        ]
+        return Rollout.cat(parts).replace(prompts=tuple(prompts))
+
+    def _sample(
+        self,
+        group: Tensor,
+        row: Tensor,
+        cond: dict[str, Any],
+        rng: Rng,
+        forced: Tensor | None = None,
+    ) -> Rollout:
         ids = torch.full((len(row), self.length), self.mask_id, device=row.device)
         order = torch.arange(self.length, device=row.device).expand_as(ids)
         logprob = torch.zeros(ids.shape, dtype=self.dtype, device=row.device)
         for step in range(self.length):
             dist = Categorical(self._forward(ids, rows_of(cond, group)))
             draw = dist.sample(rng.uniform(row, (self.length,), step))
+            draw = draw if forced is None else torch.where(forced == FREE, draw, forced)
             ids = torch.where(order == step, draw, ids)
             logprob = torch.where(order == step, dist.log_prob(draw), logprob)
         return Rollout(

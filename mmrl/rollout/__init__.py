@@ -13,6 +13,7 @@ from mmrl.rollout import (
     length_limit,
     replay_buffer,
     response_reuse,
+    speculative,
     written_answers,
 )
 
@@ -24,5 +25,6 @@ __all__ = [
     "length_limit",
     "replay_buffer",
     "response_reuse",
+    "speculative",
     "written_answers",
 ]

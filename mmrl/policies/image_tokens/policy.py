@@ -27,6 +27,7 @@ from mmrl.policies.base import (
     rows_and_groups,
     warn_of_mismatch,
 )
+from mmrl.policies.drafts import FREE, drafted, verified, with_complete
 from mmrl.policies.image_tokens.attention import Kernel, available
 from mmrl.policies.image_tokens.network import ImageNet, Inputs, beside, spans, stacked
 from mmrl.policies.tokens import AnswerTokens, TokenPolicy, somewhere
@@ -46,7 +47,7 @@ class ImageTokenPolicy(TokenPolicy):
     one token as one graph (torch.compile), whose shapes never change: for GPUs.
     """
 
-    capabilities = replace(TokenPolicy.capabilities, makes="image")
+    capabilities = replace(TokenPolicy.capabilities, makes="image", drafts=True)
     adjacent = True
     net: ImageNet
     guidance_scale: float
@@ -103,15 +104,39 @@ class ImageTokenPolicy(TokenPolicy):
         size = self.chunk(
             len(row), lambda n: self._draw(cond, group[:n], row[:n], Rng.of("try"), few)
         )
-        parts = [self._draw(cond, group[part], row[part], rng) for part in chunks(len(row), size)]
-        return Rollout.cat(parts).replace(prompts=tuple(prompts))
+        drafts = context.drafts(prompts, copies) if context.drafts else None
+        if drafts is None:
+            parts = [self._draw(cond, group[p], row[p], rng) for p in chunks(len(row), size)]
+            return Rollout.cat(parts).replace(prompts=tuple(prompts))
+        rows = drafted(drafts, group, row, cond)
+        forced = verified(self, rows, drafts, rng, size)
+
+        def sample(chosen: Tensor) -> Rollout:
+            return Rollout.cat(
+                [
+                    self._draw(cond, group[p], row[p], rng, forced=forced.ids[p])
+                    for p in chosen.split(size)
+                ]
+            )
+
+        order = self.blocks_of(drafts.ids).expand_as(drafts.ids)
+        rows = rows.replace(trajectory=TokenOrder(commit_step=order), sample=forced.ids)
+        finished = forced.length() == drafts.ids.shape[1]
+        whole = with_complete(rows, forced, finished, sample)
+        return whole.replace(prompts=tuple(prompts))
 
     @torch.no_grad()
     def _draw(
-        self, cond: list[Inputs], group: Tensor, row: Tensor, rng: Rng, passes: int | None = None
+        self,
+        cond: list[Inputs],
+        group: Tensor,
+        row: Tensor,
+        rng: Rng,
+        passes: int | None = None,
+        forced: Tensor | None = None,
     ) -> Rollout:
         """Sample the rows of ``group`` [B], in all ``passes`` or in the first alone; a prompt is
-        read once for all its rows."""
+        read once for all its rows. ``forced`` [B, T]: tokens that are known already, else FREE."""
         net = self.net
         hidden, state = self.read(cond, group)
         self.forwards += len(hidden) * len(net.turns)
@@ -122,7 +147,8 @@ class ImageTokenPolicy(TokenPolicy):
         for block in list(spans(net.turns))[:passes]:
             if ids:
                 hidden = net("step", ids[-1], state)
-            token, score = self.draw_block(hidden, scale[block], uniform[:, block])
+            known = None if forced is None else forced[:, block]
+            token, score = self.draw_block(hidden, scale[block], uniform[:, block], known)
             ids.append(token)
             logprob.append(score)
         tokens = torch.cat(ids, 1)
@@ -148,14 +174,24 @@ class ImageTokenPolicy(TokenPolicy):
         hidden, state = self.net("begin", inputs, rows)
         return hidden, state
 
-    def draw_block(self, hidden: Tensor, scale: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    def draw_block(
+        self, hidden: Tensor, scale: Tensor, uniform: Tensor, forced: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Draw the tokens [B, n] of a block and their log-probs from hidden states [B, n, H], with
-        guidance [2B, n, H]; ``scale`` [n], ``uniform`` [B, n]."""
+        guidance [2B, n, H]; ``scale`` [n], ``uniform`` [B, n]. ``forced`` [B, n]: those that are
+        known already."""
         guided = self.guidance_scale != 1
         cond, *empty = hidden.chunk(2) if guided else (hidden,)
         features = beside(cond, empty[0], scale) if empty else cond
         conditional = guided and self.logprob_guidance == "conditional"
-        return self._decide(features, hidden[: len(uniform)] if conditional else None, uniform)
+        plain = hidden[: len(uniform)] if conditional else None
+        if forced is None:
+            return self._decide(features, plain, uniform)
+        token, score = self._decide(features, plain, uniform)
+        known = torch.where(forced == FREE, token, forced)
+        logits = self.warp(self.net("logits", features if plain is None else plain), keep=known)
+        exact = logits.log_softmax(-1).gather(-1, known[..., None])[..., 0].to(score)
+        return known, torch.where(forced == FREE, score, exact)
 
     def blocks_of(self, ids: Tensor) -> Tensor:
         """Number the block of each of the tokens ids [B, T], [T]."""

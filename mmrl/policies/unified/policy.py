@@ -33,7 +33,7 @@ class JanusUnified(Passes):
     (PairUni)."""
 
     # images, texts, or both in one batch
-    capabilities = replace(Passes.capabilities, makes=None)
+    capabilities = replace(Passes.capabilities, makes=None, drafts=False)
     not_options = ("net", "compile")  # its passes change their shape with every text
     idle = ("model.vision_model.", "model.aligner.", "model.vqmodel.")
 

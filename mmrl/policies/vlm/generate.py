@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mmrl.core.distributions import Categorical
 from mmrl.core.host import sent
+from mmrl.policies.drafts import FREE
 from mmrl.policies.scores import certainty
 from mmrl.policies.vlm import caches
 from samplers.noise import Rng
@@ -118,6 +119,13 @@ class Drawn(NamedTuple):
     logprob: Tensor  # [B]
     logits: Tensor  # [B, V] the model's own
 
+    def forced(self, ids: Tensor, warp: Warp) -> Drawn:
+        """Take the tokens ids [B] that are known already, where they are not FREE."""
+        token = torch.where(ids == FREE, self.token, ids)
+        exact = warp(self.logits, keep=token).log_softmax(-1).gather(-1, token[:, None])[:, 0]
+        logprob = torch.where(ids == FREE, self.logprob, exact.to(self.logprob))
+        return Drawn(token, logprob, self.logits)
+
 
 def draw(logits: Tensor, warp: Warp, uniform: Tensor | None) -> Drawn:
     """Draw tokens by inversion at ``uniform`` [B], or take the likeliest ones."""
@@ -136,8 +144,10 @@ def generate(
     warp: Warp,
     ending: Ending,
     busy: Callable[[bool], bool] | None = None,
+    forced: Tensor | None = None,
 ) -> Answers:
     """Answer the prompts of ``rows`` [B]; ``names`` [B] are the keys of their randomness.
+    ``forced`` [B, T]: tokens that are known already, else FREE.
 
     ``busy`` takes whether this process still works and tells whether any does, where all must make
     equally many passes.
@@ -146,6 +156,7 @@ def generate(
     work = _Work(net, prefix, rows, names, rng, warp)
     for step in range(ending.tokens):
         drawn = work.draw(step)
+        drawn = drawn if forced is None else drawn.forced(forced[work.at, step], warp)
         work.going, left = done.write(step, work.at, work.going, drawn, ending)
         if step + 1 == ending.tokens or not (busy(left > 0) if busy else left):
             break

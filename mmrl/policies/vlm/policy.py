@@ -29,12 +29,19 @@ from mmrl.core.types import (
     TokenOrder,
     per_prompt,
 )
-from mmrl.policies.base import NO_CONTEXT, ParameterGroup, RolloutContext, rows_and_groups
+from mmrl.policies.base import (
+    NO_CONTEXT,
+    Drafts,
+    ParameterGroup,
+    RolloutContext,
+    rows_and_groups,
+)
+from mmrl.policies.drafts import FREE, drafted, resized, verified, with_complete
 from mmrl.policies.lora import Lora, merged
 from mmrl.policies.vlm.budgets import admit
 from mmrl.policies.vlm.engines.external import ENGINES, ask
 from mmrl.policies.vlm.families import Coords, family_of, modules_of, part_of
-from mmrl.policies.vlm.generate import Ending
+from mmrl.policies.vlm.generate import Answers, Ending
 from mmrl.policies.vlm.media import Budgets
 from mmrl.policies.vlm.packing import enable
 from mmrl.policies.vlm.parts import (
@@ -45,7 +52,7 @@ from mmrl.policies.vlm.parts import (
     set_trainable,
     summary,
 )
-from mmrl.policies.vlm.prefix_sharing import SharedPrefix, shareable
+from mmrl.policies.vlm.prefix_sharing import SharedPrefix, sharded, shareable
 from mmrl.policies.vlm.processor import Inputs
 from mmrl.policies.vlm.scoring import Encoded, Passes, images_in
 from mmrl.policies.vlm.vision import quicken
@@ -66,6 +73,7 @@ class VLM(Passes):
         makes="text",
         ground_truth=True,
         demonstrations=True,
+        drafts=True,
         max_new_tokens=True,
     )
     adjacent = True
@@ -174,6 +182,11 @@ class VLM(Passes):
         self._check_sharing(cond)
         row, group = rows_and_groups(prompts, copies, rng, self.device)
         size = self.chunk(len(row), lambda n: self._try(cond, group[:n]))
+        drafts = context.drafts(prompts, copies) if context.drafts else None
+        if drafts is not None:
+            return self._speculated(drafts, cond, group, row, rng, size).replace(
+                prompts=tuple(shown)
+            )
         if self.outside is None:
             answers = self._answers(cond, group, row, rng, size)
         else:
@@ -183,23 +196,63 @@ class VLM(Passes):
                 for request in [self.inputs.engine_prompt(prompt)] * size
             ]
             answers = ask(self.outside, self.net.hf, requests, row, rng, self.warp, self.ending)
-        order = torch.arange(answers.ids.shape[1], device=self.device).expand_as(answers.ids)
-        rollout = Rollout(
-            group=group,
-            cond=cond,
-            row_id=row,
-            sample=answers.ids,
-            mask=answers.mask,
-            logprob=answers.logprob,
-            prompts=tuple(shown),
-            trajectory=TokenOrder(commit_step=order, self_certainty=answers.certainty),
-        )
+        rollout = self._recorded(answers, cond, group, row).replace(prompts=tuple(shown))
         if self.engine != "own":
             rollout = self._rescored(rollout, size)
         if context.ground_truth is None:
             return rollout
         last = torch.tensor(per_prompt(copies, len(prompts))).cumsum(0) - 1  # row of every group
         return self._with_ground_truth(rollout, context.ground_truth, sent(last, self.device), size)
+
+    def _recorded(
+        self, answers: Answers, cond: list[Encoded], group: Tensor, row: Tensor
+    ) -> Rollout:
+        order = torch.arange(answers.ids.shape[1], device=self.device).expand_as(answers.ids)
+        return Rollout(
+            group=group,
+            cond=cond,
+            row_id=row,
+            sample=answers.ids,
+            mask=answers.mask,
+            logprob=answers.logprob,
+            trajectory=TokenOrder(commit_step=order, self_certainty=answers.certainty),
+        )
+
+    def _speculated(
+        self,
+        drafts: Drafts,
+        cond: list[Encoded],
+        group: Tensor,
+        row: Tensor,
+        rng: Rng,
+        size: int,
+    ) -> Rollout:
+        """Answer from the beginnings of earlier answers that the weights of now accept."""
+        if self.plainly or self.outside is not None:
+            raise UserError(
+                "train.speculative: only the policy's own sampler goes on from a draft; set "
+                "policy.vlm.engine: own, for a family whose prompts can be shared"
+            )
+        drafts = resized(drafts, self.ending.tokens)
+        rows = drafted(drafts, group, row, cond)
+        forced = verified(self, rows, drafts, rng, size)
+
+        def sample(chosen: Tensor) -> Rollout:
+            part = (group[chosen], row[chosen])
+            answers = self._answers(cond, *part, rng, size, forced.ids[chosen])
+            return self._recorded(answers, cond, *part)
+
+        length = forced.length()
+        full = length == drafts.ids.shape[1]
+        last = forced.ids.gather(1, (length - 1).clamp_min(0)[:, None])
+        ended = torch.isin(last[:, 0], torch.tensor(self.ending.stops, device=last.device))
+        # stop strings are found by sampling on; sharded models make their passes together
+        skips = not self.ending.strings and not sharded(self.net)
+        finished = (full | ended & (length > 0)) & skips
+        kept_mask = forced.ids != FREE
+        ids = torch.where(kept_mask, forced.ids, self.inputs.pad)
+        rows = rows.replace(sample=ids, mask=kept_mask)
+        return with_complete(rows, forced, finished, sample)
 
     def recall(self, prompts: list[Prompt]) -> tuple[list[Encoded], list[Prompt]]:
         """Encode prompts again, and return them as ``rollout`` does."""
