@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
@@ -90,11 +91,96 @@ class AdaptiveRounds:
 
 @dataclass(frozen=True)
 class ResponseReuse:
-    """Puts a right answer of an earlier iteration in the place of one of a group that has none.
-    ``threshold``: a total reward above it is right. ``size``: prompts whose last right answer a
-    process remembers; the oldest leave first. ``age``: iterations after which it is forgotten."""
+    """Puts answers of earlier iterations to a prompt in its group: AR3PO, RePO, RLEP, ReMix.
 
+    ``threshold``: a total reward above it is right, and only right answers are remembered; null:
+    all are. ``when``: in groups without a right answer, or always. ``number``: answers that a group
+    gets, at most. ``pick``: which of those remembered: the newest (recency), all (full_scope), the
+    best (reward), those whose rewards differ most (variance), or random ones. ``place``: they
+    replace the last of the group, of which one stays, or are appended to it. ``apart``: they are
+    compared among themselves, as RePO does, not with the new ones. ``logprob``: a ratio is to the
+    weights that sampled (recorded), or to those before the update (current), and then
+    ``importance_sampling`` of the objective sees how far the two are apart. ``keep``: answers that
+    are remembered of a prompt, the newest; ``size``: prompts; ``age``: iterations after which an
+    answer is forgotten; ``until``: the iteration from which on none is used; null: never.
+    ``start``: a run, or a checkpoint, whose answers are remembered from the beginning, of any age,
+    the prompts being the same. ``learn``: answers of this run are remembered too.
+    """
+
+    threshold: float | None = 0.5
+    when: Literal["all_wrong", "always"] = "all_wrong"
+    number: Count = 1
+    pick: Literal["recency", "full_scope", "reward", "variance", "random"] = "recency"
+    place: Literal["replace", "append"] = "replace"
+    apart: bool = False
+    logprob: Literal["recorded", "current"] = "recorded"
+    keep: Count = 1
+    size: Count = 4096
+    age: Count = 64
+    until: Natural | None = None
+    start: Path | None = None
+    learn: bool = True
+
+    def __post_init__(self) -> None:
+        if self.threshold is None and self.when == "all_wrong":
+            raise UserError(
+                "response_reuse: when: all_wrong needs a threshold, above which a reward is right; "
+                "set threshold, or when: always"
+            )
+
+
+@dataclass(frozen=True)
+class Demonstrations:
+    """Puts answers that somebody else wrote in the groups of their prompts.
+
+    ``path``: a .jsonl file, each line {"prompt": ..., "answers": [...]}, an answer a text, the path
+    of a picture, or {"text": ..., "reward": ..., "logprobs": [...]}, whose reward then counts in
+    place of the run's rewards; ``field``: or a field of the prompts, one answer or a list. ``key``:
+    the field of a prompt that "prompt" repeats. ``number``: answers that a group gets, at most.
+    ``when``: in groups without a total reward above ``threshold``, or always. ``place``: they
+    replace the last of the group, of which one stays, or are appended to it. ``apart``: they are
+    compared among themselves, not with the policy's own: pairs for DPO and IPO, experts of CHORD.
+    ``logprob``: what a ratio divides by: the policy's own log-probs before the update (current:
+    TempSamp-R1, RLEP), those of the file (recorded, where it has them), or 0 (one: LUFFY, Yan et
+    al. 2025, whose expert has probability 1). ``until``: the iteration from which on none is used.
+    """
+
+    path: Path | None = None
+    field: str | None = None
+    key: str = "text"
+    number: Count = 1
+    when: Literal["always", "all_wrong"] = "always"
     threshold: float = 0.5
+    place: Literal["append", "replace"] = "append"
+    apart: bool = False
+    logprob: Literal["current", "recorded", "one"] = "current"
+    until: Natural | None = None
+
+    def __post_init__(self) -> None:
+        if (self.path is None) == (self.field is None):
+            raise UserError("demonstrations: set either path, a .jsonl file, or field")
+
+    def file(self) -> Path:
+        """Return the file; there is one where there is no field."""
+        assert self.path is not None
+        return self.path
+
+
+@dataclass(frozen=True)
+class Speculative:
+    """Begins answers with what the weights of now accept of the last answers to the prompt
+    (SPEC-RL).
+
+    ``lenience``: a token is kept with probability min(1, lenience p / q), p its probability now and
+    q that of then; the paper's e^0.5 keeps more than is exact. ``exact``: what replaces the first
+    rejected token is drawn from max(0, p - q), so that with lenience 1 answers are those of the
+    policy in distribution; all q of an answer's places are stored for it, tokens times vocabulary.
+    false: from p, as published. ``size``: prompts whose last answers are remembered; ``age``:
+    iterations after which they are forgotten.
+    """
+
+    lenience: Positive = 1.0
+    exact: bool = True
     size: Count = 4096
     age: Count = 64
 
@@ -142,8 +228,12 @@ class TrainOptions:
     dynamic_sampling_min_std: Annotated[float, Ge(0)] = 0.0
     # replace groups of equal rewards by answers of earlier iterations; null: no
     replay_buffer: Reuse | None = None
-    # right answers of earlier iterations in groups that have none; null: no
+    # answers of earlier iterations to the same prompts in their groups; null: none
     response_reuse: ResponseReuse | None = None
+    # begin with what is accepted of the last answers to a prompt; null: anew
+    speculative: Speculative | None = None
+    # answers of a file, or of the data, in the groups; null: none
+    demonstrations: Demonstrations | None = None
     # source of one answer of every group: a reward, or a field of the prompt; null: none
     ground_truth_rollout: str | None = None
     # tolerated |re-scored - recorded log-prob| before the first step
@@ -234,9 +324,16 @@ def unsupported_options(train: TrainOptions, policy: Any) -> Iterator[str]:
         return  # it does not say what it is
     if train.ground_truth_rollout is not None and not can.ground_truth:
         yield f"train.ground_truth_rollout: {name} takes no answers of others; it is for vlm"
+    if train.speculative is not None and not (can.drafts and can.one_pass):
+        yield (
+            f"train.speculative: {name} cannot begin with an earlier answer; it is for models that "
+            f"draw tokens one after the other"
+        )
+    if train.demonstrations is not None and not can.demonstrations:
+        yield f"train.demonstrations: {name} takes no answers of others: it has no demonstrate"
     for key in ("replay_buffer", "response_reuse"):
         if getattr(train, key) is not None and not can.replay:
-            yield f"train.{key}: {name} cannot be shown old answers again; it is for vlm"
+            yield f"train.{key}: {name} cannot be shown old answers again: it has no recall"
     if train.max_new_tokens_schedule and not can.max_new_tokens:
         yield (
             f"train.max_new_tokens_schedule: {name} writes no answers whose length could "

@@ -202,6 +202,10 @@ class Provenance(Fields):
     # [B] bool: sampled in an earlier iteration, by other weights; None: none
     is_replayed: Tensor | None = None
 
+    def columns(self, part: slice) -> Provenance:
+        """Take these decisions of what is known of decisions."""
+        return self.map(lambda x: x[:, part] if x.ndim > 1 else x)
+
 
 @dataclass(frozen=True, kw_only=True)
 class PromptMoments(Fields):

@@ -163,6 +163,14 @@ class Curriculum(Sequence[Prompt]):
     def pick(self, u: float, iteration: int) -> Prompt:
         return self[int(u * len(self))]
 
+    def presented(self, prompt: Prompt, iteration: int) -> Prompt:
+        """Return a prompt of the data as this iteration asks it, such as with a hint."""
+        return prompt
+
+    def reserved(self, count: int, iteration: int) -> list[Prompt]:
+        """Return the prompts that an iteration of ``count`` must ask, whoever chooses the rest."""
+        return []
+
     @abstractmethod
     def over(self, prompts: Sequence[Prompt]) -> Curriculum:
         """Return the same curriculum over a subset of its prompts."""

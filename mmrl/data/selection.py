@@ -59,7 +59,12 @@ class Chosen(Counted):
         self.statistics.see_diversity(values)
 
     def batch(self, count: int, iteration: int, seed: int) -> list[Prompt]:
-        return self.rule.choose(self, count, iteration, seed)
+        chosen = self.rule.choose(self, count, iteration, seed)
+        if held := self.reserved(count, iteration):
+            entries = {prompt["entry"] for prompt in held}
+            rest = sorted(chosen, key=lambda prompt: prompt["entry"] in entries)
+            chosen = [*rest[: count - len(held)], *held]
+        return [self.presented(prompt, iteration) for prompt in chosen]
 
     def over(self, prompts: Sequence[Prompt]) -> Chosen:
         return type(self)(over(self.inner, prompts), self.rule)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import torch
-from annotated_types import Ge, Gt, Lt
+from annotated_types import Ge, Gt, Le, Lt
 from torch import Tensor
 
 from mmrl.config.options import Count
@@ -31,10 +31,16 @@ STEP = 0.2  # the largest relative error of a KL that its controller follows (Zi
 class Refresh:
     """Let the reference follow the policy: before every ``every``-th iteration it becomes decay
     times itself and 1 - decay times the live weights (TR-DPO, Gorbatovski et al. 2024: a moving
-    average). decay 0 copies them: ProRL's resets (Liu et al. 2025), hard TR-DPO."""
+    average). decay 0 copies them: ProRL's resets (Liu et al. 2025), hard TR-DPO. at: once, before
+    this iteration, in place of every: ReMix's policy reincarnation (Liang et al. 2025)."""
 
     every: Count = 1
     decay: Annotated[float, Ge(0), Lt(1)] = 0.0
+    at: Count | None = None
+
+    def due(self, iteration: int) -> bool:
+        """Tell whether the reference moves before an iteration."""
+        return iteration % self.every == 0 if self.at is None else iteration == self.at
 
 
 @dataclass(frozen=True)
@@ -64,7 +70,9 @@ class KL:
     iteration the weight is multiplied by 1 + rate clip(KL / target - 1, -0.2, 0.2) (Ziegler et al.
     2019). refresh: the reference follows the policy. uncertainty: name of a reward, say a variance
     over an ensemble's members, by which each sample's KL in the reward is multiplied
-    (uncertainty-aware RLHF, Banerjee and Gopalan 2024).
+    (uncertainty-aware RLHF, Banerjee and Gopalan 2024). previous: share of the weight that holds
+    the policy to what it was before the update of the iteration, in place of the reference: the
+    KL-convex constraint of ReMix (Liang et al. 2025), (1 - previous) KL(ref) + previous KL(old).
     """
 
     weight: Annotated[float, Ge(0)] = 0.0
@@ -82,6 +90,7 @@ class KL:
     rate: Positive = 0.1
     refresh: Refresh | None = None
     uncertainty: str | None = None
+    previous: Annotated[float, Ge(0), Le(1)] = 0.0
 
     def __post_init__(self) -> None:
         if self.weight < 0:
@@ -103,6 +112,10 @@ class KL:
             (
                 self.uncertainty is not None and self.where != "reward",
                 "uncertainty weighs the KL of a sample in its reward: set where: reward",
+            ),
+            (
+                self.previous > 0 and self.where == "reward",
+                "before the update the policy is still what it was: set where: loss",
             ),
             (
                 self.target is not None and not self.weight,
@@ -240,9 +253,9 @@ class Reference:
 
     def follow(self, weights: Weights, iteration: int) -> None:
         """Move before an iteration, if it is due; called again for it, do nothing."""
-        due = self.refresh is not None and iteration % self.refresh.every == 0
-        if due and self.refresh is not None and iteration > self.refreshed:
-            weights.track(self.name, self.refresh.decay)
+        refresh = self.refresh
+        if refresh is not None and refresh.due(iteration) and iteration > self.refreshed:
+            weights.track(self.name, refresh.decay)
             self.refreshed = iteration
 
     def state_dict(self) -> dict[str, Any]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,7 +19,7 @@ from mmrl.core import distributed
 from mmrl.core.distributions import Dist
 from mmrl.core.errors import UserError
 from mmrl.core.host import sent
-from mmrl.core.types import Copies, Media, Point, Prompt, Rollout, tree_map
+from mmrl.core.types import Copies, Fields, Media, Point, Prompt, Rollout, tree_map
 from mmrl.core.weights import Weights
 from mmrl.policies.capabilities import Capabilities
 from mmrl.policies.lora import ATTENTION, Lora, add_lora
@@ -31,6 +31,20 @@ Reads = Literal["path", "decisions", "sample"]
 LogprobGuidance = Literal["guided", "guided_stopgrad_uncond", "conditional"]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Drafts(Fields):
+    """Holds earlier answers, one to every row of a rollout, that it may begin with."""
+
+    ids: Tensor  # [B, T] long
+    mask: Tensor  # [B, T] bool: tokens of the answer; a row without any has no draft
+    logprob: Tensor  # [B, T] under the weights that sampled them
+    # [B, T, V] of all tokens, where rejected ones are to be replaced exactly
+    full: Tensor | None = None
+    lenience: Tensor  # [B] a token is kept with probability min(1, lenience p / q)
+    # what was kept: [B, 2] tokens that rows kept and had, of every rollout
+    accepted: list[Tensor] = field(default_factory=list)
+
+
 @dataclass(frozen=True)
 class RolloutContext:
     """Says what a rollout is for; the default is an ordinary iteration."""
@@ -40,6 +54,8 @@ class RolloutContext:
     reads: Reads = "path"
     # writes the ground truth to a prompt, which takes the place of one of its group
     ground_truth: Callable[[Prompt], str | None] | None = None
+    # earlier answers to so many samples of each prompt, to begin from; None: nothing is known
+    drafts: Callable[[Sequence[Prompt], Copies], Drafts | None] | None = None
 
 
 NO_CONTEXT = RolloutContext()
@@ -285,7 +301,19 @@ class Policy(ABC):
     def recall(self, prompts: list[Prompt]) -> tuple[Any, list[Prompt]]:
         """Encode prompts again for answers of earlier iterations: their conditions, and the prompts
         as ``rollout`` returns them (replay)."""
-        raise self._cannot("cannot be shown old answers again")
+        encode = getattr(self, "encode", None)
+        if encode is None:
+            raise self._cannot("cannot be shown old answers again")
+        return encode(prompts), prompts
+
+    def demonstrate(self, prompts: list[Prompt], answers: Sequence[Any], rng: Rng) -> Rollout:
+        """Make a rollout of answers that somebody wrote, one to each prompt (demonstrations).
+
+        An answer is what ``decode`` returns of one row; None, or one that does not fit, gives a row
+        without decisions. Log-probs are those of the weights in force. Where decisions are unknown,
+        as those of the path to a picture, the mask holds none and the row is trainable.
+        """
+        raise self._cannot("takes no answers of others")
 
     def set_max_new_tokens(self, tokens: int) -> None:
         """Limit answers to so many new tokens from now on."""

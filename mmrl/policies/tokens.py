@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from mmrl.policies.base import (
     rows_of,
 )
 from mmrl.policies.capabilities import Capabilities
+from mmrl.policies.drafts import FREE, drafted, verified
 from mmrl.policies.scores import Scored, Scorer, group_divergence, recorded
 from samplers.batching import at_width, chunks
 from samplers.noise import Rng
@@ -37,7 +39,7 @@ class TokenPolicy(Policy):
     """Trains a policy whose decisions are tokens. One pass scores all tokens of a row, unless a
     family says otherwise."""
 
-    capabilities = Capabilities("categorical")
+    capabilities = Capabilities("categorical", replay=True)
     entropies: bool = False  # computed in every scoring pass once one was requested
     warp: Warp  # of sampling and scoring
     # the token behind an answer by which the policy scores itself; None: it does not
@@ -184,6 +186,8 @@ class LogitsPolicy(TokenPolicy):
 class CausalPolicy(LogitsPolicy):
     """Draws tokens from left to right by a network of your own."""
 
+    capabilities = replace(LogitsPolicy.capabilities, drafts=True)
+
     def _divergence(self, points: list[Point]) -> Tensor:
         logits = torch.cat([self.dist(point).logits for point in points])
         where = torch.cat([point.mask for point in points])
@@ -192,7 +196,30 @@ class CausalPolicy(LogitsPolicy):
     def dist(self, point: Point) -> Categorical:
         return Categorical(self._forward(point.state, rows_of(point.cond, point.group)))
 
-    def _sample(self, group: Tensor, row: Tensor, cond: dict[str, Any], rng: Rng) -> Rollout:
+    def rollout(
+        self, prompts: list[Prompt], copies: Copies, rng: Rng, context: RolloutContext = NO_CONTEXT
+    ) -> Rollout:
+        drafts = context.drafts(prompts, copies) if context.drafts else None
+        if drafts is None:
+            return super().rollout(prompts, copies, rng, context)
+        row, group = rows_and_groups(prompts, copies, rng, self.device)
+        cond = self.encode(prompts)
+        size = self.fixed_batch_rows or len(row)
+        forced = verified(self, drafted(drafts, group, row, cond), drafts, rng, size)
+        parts = [
+            self._sample(group[p], row[p], cond, rng, forced.ids[p]) for p in chunks(len(row), size)
+        ]
+        rollout = Rollout.cat(parts).replace(prompts=tuple(prompts))
+        return self.with_divergence(rollout, size)
+
+    def _sample(
+        self,
+        group: Tensor,
+        row: Tensor,
+        cond: dict[str, Any],
+        rng: Rng,
+        forced: Tensor | None = None,
+    ) -> Rollout:
         ids = torch.full((len(row), self.length), self.mask_id, device=row.device)
         order = torch.arange(self.length, device=row.device).expand_as(ids)
         logprob = torch.zeros(ids.shape, dtype=self.dtype, device=row.device)
@@ -200,6 +227,7 @@ class CausalPolicy(LogitsPolicy):
         for step in range(self.length):
             dist = Categorical(self._forward(ids, rows_of(cond, group)))
             draw = dist.sample(rng.uniform(row, (self.length,), step))
+            draw = draw if forced is None else torch.where(forced == FREE, draw, forced)
             ids = torch.where(order == step, draw, ids)
             logprob = torch.where(order == step, dist.log_prob(draw), logprob)
             logits = dist.logits[:, step]

@@ -1,7 +1,8 @@
 """Collects samples and chooses which groups are trained on.
 
 Importing the room registers the stages, in the order in which they act: further samples of the same
-prompts come first, then those of other prompts, then answers of earlier iterations.
+prompts come first, then those of other prompts, then answers of earlier iterations, last those that
+somebody else wrote.
 """
 
 from mmrl.rollout import (
@@ -13,6 +14,8 @@ from mmrl.rollout import (
     length_limit,
     replay_buffer,
     response_reuse,
+    speculative,
+    written_answers,
 )
 
 __all__ = [
@@ -24,4 +27,6 @@ __all__ = [
     "length_limit",
     "replay_buffer",
     "response_reuse",
+    "speculative",
+    "written_answers",
 ]

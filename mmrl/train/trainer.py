@@ -8,7 +8,9 @@ process, so that only global statistics travel.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -26,7 +28,7 @@ from mmrl.monitoring.monitors import Monitor, Sampled
 from mmrl.objectives.base import Objective
 from mmrl.policies.base import Policy, RolloutContext
 from mmrl.rollout import collect
-from mmrl.rollout.stages import Drawn, Setup, sampled_only, stages_of
+from mmrl.rollout.stages import Drawn, Setup, sampled_only, set_apart, sizes_of_all, stages_of
 from mmrl.train.batch import Batch
 from mmrl.train.device import Device, MakeOptimizer
 from mmrl.train.update import Update
@@ -70,7 +72,10 @@ class Trainer:
         suits(objective, policy, options)
         if objective.differentiates and hasattr(scorer, "differentiable"):
             objective.attach(scorer.differentiable)
-        self.stages = stages_of(Setup(options, policy, prompts, getattr(scorer, "rewards", {})))
+        rewards = getattr(scorer, "rewards", {})
+        self.stages = stages_of(
+            Setup(options, policy, prompts, rewards, self._behavior, self._score)
+        )
         self.monitors: list[Monitor] = list(MONITORS.values())
         self.update = Update(policy, objective, prepared, options, self.device, self.clock)
 
@@ -111,6 +116,8 @@ class Trainer:
         for stage in self.stages:
             drawn, counts = stage.groups(drawn, self.iteration, self.sample)
             metrics |= counts
+        grows = any(stage.grows for stage in self.stages)
+        group_sizes = sizes_of_all(drawn.rollout) if grows else per_prompt(sizes, len(prompts))
         rewards = self.objective.shaped(self.policy, drawn.rollout, drawn.rewards)
         trained = self._compare(drawn, rewards)
         # what is not trained on was not shaped: if there is any, ``sampled`` has no shaped rewards
@@ -128,7 +135,7 @@ class Trainer:
             rollout=trained,
             rewards=rewards,
             sampled=sampled,
-            group_sizes=tuple(per_prompt(sizes, len(prompts))),
+            group_sizes=tuple(group_sizes),
             idle_row=drawn.rollout[:1],
             longest=distributed.largest(trained.mask.shape[1], trained.group.device),
             pass_rows=self.policy.fixed_batch_rows,
@@ -149,8 +156,7 @@ class Trainer:
         context = RolloutContext(self.iteration, self.objective.reads)
         for stage in self.stages:
             context = stage.context(context)
-        behavior = self.policy.weights.using(self.objective.behavior_policy)
-        with self.clock.time("rollout"), behavior:
+        with self.clock.time("rollout"), self._behavior():
             rollout, media, scores = collect.draw(
                 self.policy,
                 prompts,
@@ -173,7 +179,14 @@ class Trainer:
     def _compare(self, drawn: Drawn, rewards: Rewards) -> Rollout:
         """Give the rollout its advantages. Rows whose advantage is NaN leave training."""
         rollout = drawn.rollout
-        of_rows = self.advantage(rewards, rollout).to(rollout.logprob)
+        compared = rollout
+        for stage in self.stages:
+            compared = set_apart(compared, stage.apart) if stage.apart else compared
+        of_rows = self.advantage(rewards, compared).to(rollout.logprob)
+        if any(stage.apart == "is_ground_truth" for stage in self.stages):
+            expert = rollout.provenance.is_ground_truth
+            if expert is not None:  # imitated, however they compare
+                of_rows = torch.where(expert[:, None], of_rows.nan_to_num(0.0), of_rows)
         advantage = advantages.by_edge(of_rows, rollout)
         mask = rollout.mask & ~advantage.isnan()
         if self.options.mask_truncated_completions:
@@ -181,6 +194,16 @@ class Trainer:
         return rollout.replace(
             advantage=advantage.nan_to_num(0.0), mask=mask, trainable=~of_rows.isnan().all(1)
         )
+
+    def _score(self, rollout: Rollout) -> Rewards:
+        """Score rows that were not sampled; a collective call."""
+        with self.clock.time("reward"), distributed.together():
+            media = self.policy.decode(rollout)
+            return collect.scored(self.scorer, media, rollout)
+
+    def _behavior(self) -> AbstractContextManager[Any]:
+        """Put the weights in force that sample."""
+        return self.policy.weights.using(self.objective.behavior_policy)
 
     def _rng(self, name: str) -> Rng:
         return Rng.of(self.options.seed, self.iteration, name)

@@ -12,6 +12,8 @@ from mmrl.advantages import outcomes
 from mmrl.core.errors import UserError
 from mmrl.core.registry import DATA, load_built_in
 from mmrl.core.types import Rewards
+from mmrl.data.budget import Knapsack
+from mmrl.data.curriculum import Hints, Replay
 from mmrl.data.prompts import Outcome, batch
 from mmrl.data.selection import Pcl, Sec, Vade, Vas
 from mmrl.data.statistics import PromptStatistics, mean_advantage
@@ -296,3 +298,45 @@ def test_outcomes_of_shuffled_rows_are_the_same():
     plain = outcomes(Rewards({"r": rewards}), rollout)
     shuffled = outcomes(Rewards({"r": rewards[order]}), rollout[order])
     assert [sorted(o.rewards) for o in plain] == [sorted(o.rewards) for o in shuffled]
+
+
+OUTER = {
+    "vade": lambda inner: Vade(inner),
+    "vas": lambda inner: Vas(inner, diversity=0.0),
+    "sec": lambda inner: Sec(inner),
+    "pcl": lambda inner: Pcl(inner),
+    "depo": lambda inner: Depo(inner),
+}
+
+
+@pytest.mark.parametrize("outer", sorted(OUTER))
+@pytest.mark.parametrize("inner", ["hints", "knapsack", "replay", "replay of hints"])
+def test_what_lies_inside_a_selection_still_acts(outer, inner):
+    """Hints are written, budgets shared out and hard prompts asked again, whoever chooses."""
+    source = Bernoulli([0.0, 0.5, 0.5, 1.0, 0.3, 0.7] * 4)
+    for prompt in source.train:
+        prompt["answer"] = "one two three four"
+    inside = source
+    if "hints" in inner:
+        inside = Hints(inside, share=0.5)
+    if "replay" in inner:
+        inside = Replay(inside, share=0.5, below=0.2)
+    if inner == "knapsack":
+        inside = Knapsack(inside, least=2, most=32)
+    data = OUTER[outer](inside).train
+    differ = False
+    for iteration in range(8):
+        prompts = batch(data, 8, iteration, SEED)
+        assert prompts == batch(data, 8, iteration, SEED) and len(prompts) == 8
+        if "hints" in inner:
+            assert all(prompt["prefill"] == "one two " for prompt in prompts)
+        if "replay" in inner and iteration:
+            waiting = data.inner.waiting[:4]
+            assert [prompt["entry"] for prompt in prompts[len(prompts) - len(waiting) :]] == waiting
+        if inner == "knapsack":
+            sizes = data.copies(prompts, 4, iteration)
+            assert sum(sizes) == 32
+            differ |= len(set(sizes)) > 1
+        data.learn(answered(prompts, iteration))
+    assert differ or inner != "knapsack"
+    assert "replay" not in inner or data.inner.waiting

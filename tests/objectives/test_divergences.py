@@ -340,3 +340,36 @@ def test_a_moving_reference_goes_part_of_the_way():
     assert moves == [("moving", 0.9)] * 2 and Reference().name == "ref"
     Reference().follow(weights, 5)
     assert len(moves) == 2
+
+
+def test_the_constraint_is_convex_in_the_reference_and_the_policy_before_the_update():
+    """ReMix: (1 - previous) KL(p || ref) + previous KL(p || old), by hand on two snapshots."""
+    policy = toys.make("flow", double=True)
+    policy.weights.keep("ref")
+    shift(policy, 0.1)
+    policy.weights.keep("old")
+    shift(policy, 0.1)
+    with torch.no_grad():
+        rollout = policy.rollout(toys.prompts(2), 2, Rng.of(1))
+    (point, *_) = policy.path(rollout)
+    losses = {
+        share: PolicyGradient(kl=KL(weight=1.0, previous=share)).loss(policy, point)
+        for share in (0.0, 0.25, 1.0)
+    }
+    with policy.weights.using("old"):
+        old = policy.dist(point)
+    torch.testing.assert_close(losses[1.0], policy.dist(point).kl(old), atol=1e-9, rtol=0)
+    convex = 0.75 * losses[0.0] + 0.25 * losses[1.0]
+    torch.testing.assert_close(losses[0.25], convex, atol=1e-9, rtol=0)
+    assert set(PolicyGradient(kl=KL(weight=1.0, previous=0.5)).snapshots) == {"ref", "old"}
+
+
+def test_the_reference_is_born_again_once():
+    moves = [iteration for iteration in range(9) if Refresh(at=4).due(iteration)]
+    assert moves == [4]
+
+
+def shift(policy, size):
+    with torch.no_grad():
+        for weight in policy.net.parameters():
+            weight.add_(size)

@@ -212,7 +212,6 @@ def test_which_pairs_suit_each_other():
 
 OF_ANSWERS = [
     {"ground_truth_rollout": "count"},
-    {"replay_buffer": {"share": 0.5}},
     {"max_new_tokens_schedule": [[0, 64]]},
 ]
 

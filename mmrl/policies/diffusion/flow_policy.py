@@ -116,7 +116,7 @@ class FlowPolicy(Policy):
     process: Process = Flow()
     guidance_scale: float
     exploring = True  # False while evaluating: only the initial noise is drawn
-    capabilities = Capabilities("gaussian")
+    capabilities = Capabilities("gaussian", replay=True)
 
     def __init__(
         self,
@@ -433,6 +433,7 @@ class FlowPolicy(Policy):
             state=noised(self.process, rollout.sample, noise, t),
             target=self.process.target(rollout.sample, noise, t),
             advantage=rollout.advantages()[:, -1:],
+            provenance=rollout.provenance.replace(sampler_logprob=None),
         )
 
     def dist(self, point: Point) -> Gaussian:
@@ -561,6 +562,7 @@ def _step(rollout: Rollout, length: Tensor, rows: Tensor, k: int) -> Point:
         logprob=rollout.logprob[rows, k, None],
         mask=rollout.mask[rows, k, None],
         advantage=rollout.advantages()[rows].expand(-1, rollout.mask.shape[1])[:, k, None],
+        provenance=rollout.provenance.columns(slice(k, k + 1)).map(lambda x: x[rows]),
     )
 
 

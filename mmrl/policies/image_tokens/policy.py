@@ -27,6 +27,7 @@ from mmrl.policies.base import (
     rows_and_groups,
     warn_of_mismatch,
 )
+from mmrl.policies.drafts import FREE, drafted, verified, with_complete
 from mmrl.policies.image_tokens.attention import Kernel, available
 from mmrl.policies.image_tokens.network import ImageNet, Inputs, beside, spans, stacked
 from mmrl.policies.scores import recorded
@@ -50,7 +51,7 @@ class ImageTokenPolicy(TokenPolicy):
     one token as one graph (torch.compile), whose shapes never change: for GPUs.
     """
 
-    capabilities = replace(TokenPolicy.capabilities, makes="image")
+    capabilities = replace(TokenPolicy.capabilities, makes="image", drafts=True)
     adjacent = True
     net: ImageNet
     guidance_scale: float
@@ -114,15 +115,40 @@ class ImageTokenPolicy(TokenPolicy):
         size = self.chunk(
             len(row), lambda n: self._draw(cond, group[:n], row[:n], Rng.of("try"), few)
         )
-        parts = [self._draw(cond, group[part], row[part], rng) for part in chunks(len(row), size)]
-        return self.with_divergence(Rollout.cat(parts).replace(prompts=tuple(prompts)), size)
+        drafts = context.drafts(prompts, copies) if context.drafts else None
+        if drafts is None:
+            parts = [self._draw(cond, group[p], row[p], rng) for p in chunks(len(row), size)]
+            rollout = Rollout.cat(parts).replace(prompts=tuple(prompts))
+            return self.with_divergence(rollout, size)
+        rows = drafted(drafts, group, row, cond)
+        forced = verified(self, rows, drafts, rng, size)
+
+        def sample(chosen: Tensor) -> Rollout:
+            return Rollout.cat(
+                [
+                    self._draw(cond, group[p], row[p], rng, forced=forced.ids[p])
+                    for p in chosen.split(size)
+                ]
+            )
+
+        order = self.blocks_of(drafts.ids).expand_as(drafts.ids)
+        rows = rows.replace(trajectory=TokenOrder(commit_step=order), sample=forced.ids)
+        finished = forced.length() == drafts.ids.shape[1]
+        whole = with_complete(rows, forced, finished, sample)
+        return self.with_divergence(whole.replace(prompts=tuple(prompts)), size)
 
     @torch.no_grad()
     def _draw(
-        self, cond: list[Inputs], group: Tensor, row: Tensor, rng: Rng, passes: int | None = None
+        self,
+        cond: list[Inputs],
+        group: Tensor,
+        row: Tensor,
+        rng: Rng,
+        passes: int | None = None,
+        forced: Tensor | None = None,
     ) -> Rollout:
         """Sample the rows of ``group`` [B], in all ``passes`` or in the first alone; a prompt is
-        read once for all its rows."""
+        read once for all its rows. ``forced`` [B, T]: tokens that are known already, else FREE."""
         net = self.net
         hidden, state = self.read(cond, group)
         self.forwards += len(hidden) * len(net.turns)
@@ -134,7 +160,10 @@ class ImageTokenPolicy(TokenPolicy):
         for block in list(spans(net.turns))[:passes]:
             if ids:
                 hidden = net("step", ids[-1], state)
-            token, score, value = self.draw_block(hidden, scale[block], uniform[:, block], block)
+            known = None if forced is None else forced[:, block]
+            token, score, value = self.draw_block(
+                hidden, scale[block], uniform[:, block], block, known
+            )
             ids.append(token)
             logprob.append(score)
             values.append(value)
@@ -163,16 +192,29 @@ class ImageTokenPolicy(TokenPolicy):
         return hidden, state
 
     def draw_block(
-        self, hidden: Tensor, scale: Tensor, uniform: Tensor, block: slice
+        self,
+        hidden: Tensor,
+        scale: Tensor,
+        uniform: Tensor,
+        block: slice,
+        forced: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Draw the tokens [B, n] of a ``block`` from hidden states [B, n, H], with guidance [2B, n,
-        H]; ``scale`` [n], ``uniform`` [B, n]. Returns as ``_decide`` does."""
+        H]; ``scale`` [n], ``uniform`` [B, n]. ``forced`` [B, n]: those that are known already.
+        Returns as ``_decide`` does."""
         guided = self.guidance_scale != 1
         cond, *empty = hidden.chunk(2) if guided else (hidden,)
         features = beside(cond, empty[0], scale) if empty else cond
         conditional = guided and self.logprob_guidance == "conditional"
         plain = hidden[: len(uniform)] if conditional else None
-        return self._decide(features, plain, uniform, block.start)
+        token, score, value = self._decide(features, plain, uniform, block.start)
+        if forced is None:
+            return token, score, value
+        known = torch.where(forced == FREE, token, forced)
+        logits = self.net("logits", features if plain is None else plain)
+        warped = self.warp(logits, keep=known, place=block.start)
+        exact = warped.log_softmax(-1).gather(-1, known[..., None])[..., 0].to(score)
+        return known, torch.where(forced == FREE, score, exact), value
 
     def blocks_of(self, ids: Tensor) -> Tensor:
         """Number the block of each of the tokens ids [B, T], [T]."""

@@ -281,6 +281,7 @@ class MaskedDiffusion(LogitsPolicy):
                     heat=self._heated(step, len(rollout)).heat,
                 ),
                 advantage=advantage if advantage.shape[1] == 1 else advantage[:, part],
+                provenance=rollout.provenance.columns(part),
             )
 
     def _pass_of(self, rollout: Rollout, step: int) -> Point:
@@ -311,6 +312,7 @@ class MaskedDiffusion(LogitsPolicy):
             state=torch.where(hide, self.mask_id, rollout.sample),
             num_decisions=mask.sum(1),
             advantage=advantage,
+            provenance=rollout.provenance.replace(sampler_logprob=None),
         )
 
     def corrupted(self, cond: dict[str, Any], share: float, rng: Rng) -> dict[str, Any]:

@@ -56,6 +56,10 @@ class Passes(Janus):
     def encode(self, prompts: list[Prompt]) -> Cond:
         return [self._encoded(prompt)[0] for prompt in prompts]
 
+    def recall(self, prompts: list[Prompt]) -> tuple[Cond, list[Prompt]]:
+        encoded = [self._encoded(prompt) for prompt in prompts]
+        return [cond for cond, _ in encoded], [prompt for _, prompt in encoded]
+
     def rollout(
         self, prompts: list[Prompt], copies: Copies, rng: Rng, context: RolloutContext = NO_CONTEXT
     ) -> Rollout:

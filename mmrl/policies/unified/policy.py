@@ -33,7 +33,7 @@ class JanusUnified(Passes):
     (PairUni)."""
 
     # images, texts, or both in one batch
-    capabilities = replace(Passes.capabilities, makes=None)
+    capabilities = replace(Passes.capabilities, makes=None, drafts=False)
     # its passes change their shape with every text; places in texts and images differ
     not_options = ("net", "compile", "anneal", "adaptive_temperature", "record_divergence")
     idle = ("model.vision_model.", "model.aligner.", "model.vqmodel.")

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mmrl.core.distributions import Categorical
 from mmrl.core.host import sent
+from mmrl.policies.drafts import FREE
 from mmrl.policies.scores import recorded
 from mmrl.policies.vlm import caches
 from samplers.noise import Rng
@@ -121,6 +122,14 @@ class Drawn(NamedTuple):
     logits: Tensor  # [B, V] the model's own
     warped: Tensor  # [B, V] log-probs of the distribution drawn from
 
+    def forced(self, ids: Tensor, warp: Warp, place: int) -> Drawn:
+        """Take the tokens ids [B] that are known already, where they are not FREE."""
+        token = torch.where(ids == FREE, self.token, ids)
+        logprobs = warp(self.logits, keep=token, place=place).log_softmax(-1)
+        exact = logprobs.gather(-1, token[:, None])[:, 0].to(self.logprob)
+        logprob = torch.where(ids == FREE, self.logprob, exact)
+        return self._replace(token=token, logprob=logprob)
+
 
 def draw(
     logits: Tensor, warp: Warp, uniform: Tensor | None, place: Tensor | int | None = None
@@ -142,8 +151,10 @@ def generate(
     warp: Warp,
     ending: Ending,
     busy: Callable[[bool], bool] | None = None,
+    forced: Tensor | None = None,
 ) -> Answers:
     """Answer the prompts of ``rows`` [B]; ``names`` [B] are the keys of their randomness.
+    ``forced`` [B, T]: tokens that are known already, else FREE.
 
     ``busy`` takes whether this process still works and tells whether any does, where all must make
     equally many passes.
@@ -153,6 +164,7 @@ def generate(
     work = _Work(net, prefix, rows, names, rng, warp)
     for step in range(ending.tokens):
         drawn = work.draw(step)
+        drawn = drawn if forced is None else drawn.forced(forced[work.at, step], warp, step)
         work.going, left = done.write(step, work.at, work.going, drawn, ending)
         if step + 1 == ending.tokens or not (busy(left > 0) if busy else left):
             break

@@ -25,16 +25,24 @@ from mmrl.core.types import (
     Media,
     Point,
     Prompt,
+    Provenance,
     Rollout,
     TokenOrder,
     per_prompt,
 )
-from mmrl.policies.base import NO_CONTEXT, ParameterGroup, RolloutContext, rows_and_groups
+from mmrl.policies.base import (
+    NO_CONTEXT,
+    Drafts,
+    ParameterGroup,
+    RolloutContext,
+    rows_and_groups,
+)
+from mmrl.policies.drafts import FREE, drafted, resized, verified, with_complete
 from mmrl.policies.lora import Lora, merged
 from mmrl.policies.vlm.budgets import admit
 from mmrl.policies.vlm.engines.external import ENGINES, ask
 from mmrl.policies.vlm.families import Coords, family_of, modules_of, part_of
-from mmrl.policies.vlm.generate import Ending
+from mmrl.policies.vlm.generate import Answers, Ending
 from mmrl.policies.vlm.media import Budgets
 from mmrl.policies.vlm.packing import enable
 from mmrl.policies.vlm.parts import (
@@ -45,7 +53,7 @@ from mmrl.policies.vlm.parts import (
     set_trainable,
     summary,
 )
-from mmrl.policies.vlm.prefix_sharing import SharedPrefix, shareable
+from mmrl.policies.vlm.prefix_sharing import SharedPrefix, sharded, shareable
 from mmrl.policies.vlm.processor import Inputs
 from mmrl.policies.vlm.routing import Routing
 from mmrl.policies.vlm.scoring import Encoded, Passes, images_in
@@ -64,7 +72,12 @@ class VLM(Passes):
     id."""
 
     capabilities = replace(
-        Passes.capabilities, makes="text", replay=True, ground_truth=True, max_new_tokens=True
+        Passes.capabilities,
+        makes="text",
+        ground_truth=True,
+        demonstrations=True,
+        drafts=True,
+        max_new_tokens=True,
     )
     adjacent = True
 
@@ -197,6 +210,11 @@ class VLM(Passes):
         self._check_sharing(cond)
         row, group = rows_and_groups(prompts, copies, rng, self.device)
         size = self.chunk(len(row), lambda n: self._try(cond, group[:n]))
+        drafts = context.drafts(prompts, copies) if context.drafts else None
+        if drafts is not None:
+            return self._speculated(drafts, cond, group, row, rng, size).replace(
+                prompts=tuple(shown)
+            )
         if self.outside is None:
             answers = self._answers(cond, group, row, rng, size)
         else:
@@ -206,22 +224,7 @@ class VLM(Passes):
                 for request in [self.inputs.engine_prompt(prompt)] * size
             ]
             answers = ask(self.outside, self.net.hf, requests, row, rng, self.warp, self.ending)
-        order = torch.arange(answers.ids.shape[1], device=self.device).expand_as(answers.ids)
-        rollout = Rollout(
-            group=group,
-            cond=cond,
-            row_id=row,
-            sample=answers.ids,
-            mask=answers.mask,
-            logprob=answers.logprob,
-            prompts=tuple(shown),
-            trajectory=TokenOrder(commit_step=order),
-        )
-        rollout = self.with_recorded(rollout, answers.values)
-        if self.net.routing is not None:
-            routed = [{**c, "routes": self.prompt_routes[p]} for p, c in enumerate(cond)]
-            order_and_routes = rollout.tokens.replace(routes=answers.routes)
-            rollout = rollout.replace(cond=routed, trajectory=order_and_routes)
+        rollout = self._recorded(answers, cond, group, row).replace(prompts=tuple(shown))
         if self.engine != "own":
             rollout = self._rescored(rollout, size)
         if context.ground_truth is None:
@@ -234,6 +237,67 @@ class VLM(Passes):
     def _finished(self, rollout: Rollout, size: int) -> Rollout:
         """Record what is measured of whole answers."""
         return with_self_scores(self, self.with_divergence(rollout, size), size)
+
+    def _recorded(
+        self, answers: Answers, cond: list[Encoded], group: Tensor, row: Tensor
+    ) -> Rollout:
+        order = torch.arange(answers.ids.shape[1], device=self.device).expand_as(answers.ids)
+        rollout = Rollout(
+            group=group,
+            cond=cond,
+            row_id=row,
+            sample=answers.ids,
+            mask=answers.mask,
+            logprob=answers.logprob,
+            trajectory=TokenOrder(commit_step=order),
+        )
+        rollout = self.with_recorded(rollout, answers.values)
+        if self.net.routing is None:
+            return rollout
+        routed = [{**c, "routes": self.prompt_routes[p]} for p, c in enumerate(cond)]
+        routes = rollout.tokens.replace(routes=answers.routes)
+        return rollout.replace(cond=routed, trajectory=routes)
+
+    def _speculated(
+        self,
+        drafts: Drafts,
+        cond: list[Encoded],
+        group: Tensor,
+        row: Tensor,
+        rng: Rng,
+        size: int,
+    ) -> Rollout:
+        """Answer from the beginnings of earlier answers that the weights of now accept."""
+        if self.plainly or self.outside is not None:
+            raise UserError(
+                "train.speculative: only the policy's own sampler goes on from a draft; set "
+                "policy.vlm.engine: own, for a family whose prompts can be shared"
+            )
+        if self.net.routing is not None:
+            raise UserError(
+                "train.speculative: experts are replayed of tokens that are drawn, not of those "
+                "that are kept: leave out policy.vlm.replay_routing"
+            )
+        drafts = resized(drafts, self.ending.tokens)
+        rows = drafted(drafts, group, row, cond)
+        forced = verified(self, rows, drafts, rng, size)
+
+        def sample(chosen: Tensor) -> Rollout:
+            part = (group[chosen], row[chosen])
+            answers = self._answers(cond, *part, rng, size, forced.ids[chosen])
+            return self._recorded(answers, cond, *part)
+
+        length = forced.length()
+        full = length == drafts.ids.shape[1]
+        last = forced.ids.gather(1, (length - 1).clamp_min(0)[:, None])
+        ended = torch.isin(last[:, 0], torch.tensor(self.ending.stops, device=last.device))
+        # stop strings are found by sampling on; sharded models make their passes together
+        skips = not self.ending.strings and not sharded(self.net)
+        finished = (full | ended & (length > 0)) & skips
+        kept_mask = forced.ids != FREE
+        ids = torch.where(kept_mask, forced.ids, self.inputs.pad)
+        rows = rows.replace(sample=ids, mask=kept_mask)
+        return self._finished(with_complete(rows, forced, finished, sample), size)
 
     def recall(self, prompts: list[Prompt]) -> tuple[list[Encoded], list[Prompt]]:
         """Encode prompts again, and return them as ``rollout`` does."""
@@ -379,13 +443,8 @@ class VLM(Passes):
         mask = rollout.mask.clone()
         written = torch.zeros_like(rollout.group, dtype=torch.bool)
         for row, prompt in zip(last.tolist(), rollout.prompts, strict=True):
-            text = write(prompt)
-            tokens = (
-                None
-                if text is None
-                else self.inputs.tokens(text.removeprefix(prompt.get("prefill", "")))
-            )
-            if tokens is not None and len(tokens) <= ids.shape[1]:
+            tokens = self._written(prompt, write(prompt), ids.shape[1])
+            if tokens is not None:
                 ids[row], mask[row], written[row] = self.inputs.pad, False, True
                 ids[row, : len(tokens)] = torch.tensor(tokens, device=self.device)
                 mask[row, : len(tokens)] = True
@@ -410,6 +469,55 @@ class VLM(Passes):
         return corrected.replace(
             logprob=logprob, entropy=entropy, trajectory=order, provenance=provenance
         )
+
+    def _written(self, prompt: Prompt, text: str | None, most: int) -> list[int] | None:
+        """Return the tokens of an answer that somebody wrote; None where there is none of at most
+        ``most`` tokens."""
+        if text is None:
+            return None
+        tokens = self.inputs.tokens(text.removeprefix(prompt.get("prefill", "")))
+        return None if tokens is None or len(tokens) > most else tokens
+
+    @torch.no_grad()
+    def demonstrate(self, prompts: list[Prompt], answers: Sequence[Any], rng: Rng) -> Rollout:
+        cond, shown = self.recall(prompts)
+        row, group = rows_and_groups(prompts, 1, rng, self.device)
+        shape = (len(prompts), self.ending.tokens)
+        ids = torch.full(shape, self.inputs.pad)
+        mask = torch.zeros(shape, dtype=torch.bool)
+        written = torch.zeros(len(prompts), dtype=torch.bool)
+        for place, (prompt, text) in enumerate(zip(prompts, answers, strict=True)):
+            tokens = self._written(prompt, text, shape[1])
+            if tokens is not None:
+                ids[place, : len(tokens)] = torch.tensor(tokens)
+                mask[place, : len(tokens)] = True
+                written[place] = True
+        order = torch.arange(shape[1], device=self.device).expand(shape)
+        logprob = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        rollout = Rollout(
+            group=group,
+            cond=cond,
+            row_id=row,
+            sample=ids.to(self.device),
+            mask=mask.to(self.device),
+            logprob=logprob,
+            prompts=tuple(shown),
+            trajectory=TokenOrder(commit_step=order),
+            provenance=Provenance(is_ground_truth=written.to(self.device)),
+            trainable=written.to(self.device),
+        )
+        # what is recorded of tokens while they are drawn is unknown, but for their entropy
+        unknown = logprob.new_full((*shape, len(self.quantities)), torch.nan)
+        rollout = self.with_recorded(rollout, unknown)
+        size = self.fixed_batch_rows or len(prompts)
+        scored = [self._scored(rollout[part]) for part in chunks(len(prompts), size)]
+        logprob = torch.cat([part.logprob for part in scored]).to(logprob)
+        if rollout.entropy is not None:
+            entropy = torch.cat([part.entropies() for part in scored])
+            rollout = rollout.replace(entropy=entropy.to(rollout.entropy))
+        if self.record_divergence:
+            rollout = rollout.replace(divergence=torch.zeros_like(logprob))
+        return with_self_scores(self, rollout.replace(logprob=logprob), size)
 
     def _completion(
         self, ids: list[int], means: dict[str, float], begun: str, limit: int

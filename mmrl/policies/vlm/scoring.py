@@ -260,7 +260,13 @@ class Passes(TokenPolicy):
             self.net.share = before
 
     def _answers(
-        self, cond: list[Encoded], group: Tensor, row: Tensor, rng: Rng, size: int
+        self,
+        cond: list[Encoded],
+        group: Tensor,
+        row: Tensor,
+        rng: Rng,
+        size: int,
+        forced: Tensor | None = None,
     ) -> Answers:
         """Answer the prompts of ``group`` [B], ``size`` rows at a time, in the order of the rows.
 
@@ -276,7 +282,7 @@ class Passes(TokenPolicy):
                 rows_at = at[
                     sent(torch.isin(prompt_numbers, ordered[prompts]).nonzero()[:, 0], at.device)
                 ]
-                for part, answers in self._block(cond, group, row, rng, rows_at, size):
+                for part, answers in self._block(cond, group, row, rng, rows_at, size, forced):
                     places.append(part)
                     answers_by_part.append(answers)
         order = torch.cat(places).argsort()
@@ -288,7 +294,14 @@ class Passes(TokenPolicy):
         )
 
     def _block(
-        self, cond: list[Encoded], group: Tensor, row: Tensor, rng: Rng, rows_at: Tensor, size: int
+        self,
+        cond: list[Encoded],
+        group: Tensor,
+        row: Tensor,
+        rng: Rng,
+        rows_at: Tensor,
+        size: int,
+        forced: Tensor | None,
     ) -> Iterator[tuple[Tensor, Answers]]:
         """Answer the prompts of the rows ``rows_at``, which are read once; yields rows and
         answers."""
@@ -313,7 +326,15 @@ class Passes(TokenPolicy):
             yield (
                 part,
                 generate(
-                    self.net, prefix, prompt_rows, row[part], rng, self.warp, self.ending, busy
+                    self.net,
+                    prefix,
+                    prompt_rows,
+                    row[part],
+                    rng,
+                    self.warp,
+                    self.ending,
+                    busy,
+                    None if forced is None else forced[part],
                 ),
             )
 
