@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.host import sent
 from mmrl.core.types import Copies, Media, Point, Prompt, Rollout, tree_map
 from mmrl.core.weights import Weights
-from mmrl.policies.capabilities import Capabilities
+from mmrl.policies.capabilities import Capabilities, Medium
 from mmrl.policies.lora import ATTENTION, Lora, add_lora
 from samplers.batching import Attempt, attempts, rows_that_fit
 from samplers.noise import Rng
@@ -104,6 +104,8 @@ class Policy(ABC):
     guidance_scale: float | None = None  # of classifier-free guidance; None: it has none
     # whether log-probs are those of guided samples; "conditional" leaves guidance out
     logprob_guidance: LogprobGuidance = "guided"
+    media_size: tuple[int, int] | None = None  # [height, width] of the pictures it makes
+    media_frames: int | None = None  # of the videos it makes
     rates: Tensor  # [T + 1] share of tokens hidden before each pass and after the last (remaskable)
 
     @abstractmethod
@@ -138,6 +140,35 @@ class Policy(ABC):
     def decode(self, rollout: Rollout) -> Media:
         """Turn samples into what rewards look at: B images [B, 3, H, W], videos [B, F, 3, H, W]
         (both in 0..1) or texts."""
+
+    def demonstrate(
+        self, prompts: list[Prompt], answers: Sequence[Any], rng: Rng, *, score: bool = True
+    ) -> Rollout:
+        """Make a rollout of answers that somebody wrote, one to each prompt, without gradient.
+
+        An answer is what ``decode`` returns of one row; pictures and videos may be of any size.
+        A row whose answer is None, or does not fit, has ``mask`` all False and is not
+        ``trainable``. Not ``score``: log-probs are left at 0 and no pass is made.
+        """
+        raise self._cannot("takes no answers of others")
+
+    def encode_media(self, media: Tensor) -> Tensor:
+        """Encode pictures [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1, of the sizes that
+        ``decode`` returns, to samples [B, *]: its inverse, as far as there is one."""
+        raise self._cannot("encodes no pictures of others")
+
+    def medium_of(self, prompt: Prompt) -> Medium | None:
+        """Say what an answer to the prompt is; None: what ``decode`` returns is not known."""
+        return self.capabilities.makes
+
+    def text_of(self, ids: list[int]) -> str:
+        """Return the text of the first tokens of an answer."""
+        raise self._cannot("writes no text")
+
+    @contextmanager
+    def untempered(self) -> Iterator[None]:
+        """Score by the model's own distribution: at temperature 1, no token taken away."""
+        yield
 
     @contextmanager
     def evaluating(self, guidance: float | None = None) -> Iterator[None]:

@@ -21,4 +21,5 @@ class Capabilities:
     remaskable: bool = False  # ``at`` hides any of a finished sample's tokens again
     replay: bool = False  # ``recall`` shows it answers of earlier iterations
     ground_truth: bool = False  # a ground truth may take the place of one of a group
+    demonstrations: bool = False  # ``demonstrate`` takes answers that somebody wrote
     max_new_tokens: bool = False  # ``set_max_new_tokens`` changes how long answers may be

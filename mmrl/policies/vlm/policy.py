@@ -21,6 +21,7 @@ from mmrl.core.host import sent
 from mmrl.core.registry import POLICIES, locate
 from mmrl.core.types import Completion, Copies, Media, Prompt, Rollout, TokenOrder, per_prompt
 from mmrl.policies.base import NO_CONTEXT, ParameterGroup, RolloutContext, rows_and_groups
+from mmrl.policies.demonstrations import sourced
 from mmrl.policies.lora import Lora, merged
 from mmrl.policies.vlm.budgets import admit
 from mmrl.policies.vlm.engines.external import ENGINES, ask
@@ -53,7 +54,12 @@ class VLM(Passes):
     id."""
 
     capabilities = replace(
-        Passes.capabilities, makes="text", replay=True, ground_truth=True, max_new_tokens=True
+        Passes.capabilities,
+        makes="text",
+        replay=True,
+        ground_truth=True,
+        demonstrations=True,
+        max_new_tokens=True,
     )
     adjacent = True
 
@@ -187,6 +193,51 @@ class VLM(Passes):
             return rollout
         last = torch.tensor(per_prompt(copies, len(prompts))).cumsum(0) - 1  # row of every group
         return self._with_ground_truth(rollout, context.ground_truth, sent(last, self.device), size)
+
+    @torch.no_grad()
+    def demonstrate(
+        self, prompts: list[Prompt], answers: Sequence[Any], rng: Rng, *, score: bool = True
+    ) -> Rollout:
+        cond, shown = self.recall(prompts)
+        self.images += sum(map(images_in, cond))
+        self._check_sharing(cond)
+        row, group = rows_and_groups(prompts, 1, rng, self.device)
+        ids = torch.full((len(row), self.ending.tokens), self.inputs.pad)
+        mask = torch.zeros(ids.shape, dtype=torch.bool)
+        for i, (prompt, text) in enumerate(zip(prompts, answers, strict=True)):
+            begun = prompt.get("prefill", "")
+            tokens = None if text is None else self.inputs.tokens(text.removeprefix(begun))
+            if tokens is not None and len(tokens) <= ids.shape[1]:
+                ids[i, : len(tokens)] = torch.tensor(tokens)
+                mask[i, : len(tokens)] = True
+        order = torch.arange(ids.shape[1], device=self.device).expand(ids.shape)
+        nan = torch.full(ids.shape, torch.nan, dtype=self.dtype, device=self.device)
+        rollout = Rollout(
+            group=group,
+            cond=cond,
+            row_id=row,
+            sample=sent(ids, self.device),
+            mask=sent(mask, self.device),
+            logprob=torch.zeros(ids.shape, dtype=self.dtype, device=self.device),
+            prompts=tuple(shown),
+            trajectory=TokenOrder(
+                commit_step=order, self_certainty=nan if self.ending.certain else None
+            ),
+        )
+        rollout = sourced(rollout, sent(mask.any(1), self.device))
+        return self.scored(rollout) if score else rollout
+
+    def text_of(self, ids: list[int]) -> str:
+        return self.inputs.decode(ids)
+
+    @contextmanager
+    def untempered(self) -> Iterator[None]:
+        before = self.warp
+        self.warp = Warp(suppressed=before.suppressed)
+        try:
+            yield
+        finally:
+            self.warp = before
 
     def recall(self, prompts: list[Prompt]) -> tuple[list[Encoded], list[Prompt]]:
         """Encode prompts again, and return them as ``rollout`` does."""
