@@ -121,6 +121,8 @@ def load(
     if (name := plain.get("preset")) is not None and (why := unreached(plain, name)):
         problems.append(Place(("objective",), marks).say(why))
     raise_all(problems)
+    if learns_from_answers(plain):
+        plain.setdefault("reward", {})
     return Config(
         {**plain, **{key: plain.get(key) or default for key, default in DEFAULTS.items()}},
         file,
@@ -206,7 +208,14 @@ def _sections(plain: Mapping[Any, Any], root: Place) -> Iterator[str]:
             yield (root / key).say(f"expected options, {{option: value}}, got {show(plain[key])}")
 
 
+def learns_from_answers(plain: Mapping[Any, Any]) -> bool:
+    """Tell whether the objective is supervised fine-tuning, which needs no reward."""
+    objective = plain.get("objective")
+    return (next(iter(objective), "") if isinstance(objective, Mapping) else objective) == "sft"
+
+
 def _missing(plain: Mapping[Any, Any], file: str, required: Collection[str]) -> Iterator[str]:
     for key, example in EXAMPLES.items():
-        if key in required and plain.get(key) is None:
+        needless = key == "reward" and learns_from_answers(plain)
+        if key in required and plain.get(key) is None and not needless:
             yield f"{file}: the section {key!r} is missing; for instance\n    {example}"

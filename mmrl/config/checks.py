@@ -14,6 +14,7 @@ from mmrl.config.options import (
     EvaluateOptions,
     TrainOptions,
     impossible,
+    unfit_for_sft,
     unsuited,
     unsupported_options,
     without_average,
@@ -89,7 +90,9 @@ def check(
                 f"{config.where(line.partition(' ')[0])}: {line}"
                 for line in impossible(built, processes)
             ]
-            unfit = unsupported_options(built, named.get("policy"))
+            unfit = [*unsupported_options(built, named.get("policy"))]
+            if getattr(named.get("objective"), "supervised", False):
+                unfit += unfit_for_sft(built)
             problems += [f"{config.where(line.partition(':')[0])}: {line}" for line in unfit]
         if isinstance(built, EvaluateOptions) and built.reward:
             _rewards(config, built.reward, (section, "reward"), problems, named)

@@ -101,12 +101,15 @@ class Session:
         return chosen
 
     def trainer(self) -> Trainer:
+        objective = self.config.build("objective", OBJECTIVES)
+        if objective.supervised:
+            objective.check(self.policy, [*self.source.train, *self.source.held_out])
         return Trainer(
             self.policy,
             self.source.train,
             self.scorer,
             self.config.build("advantage", ADVANTAGES),
-            self.config.build("objective", OBJECTIVES),
+            objective,
             self.config.build("optimizer", OPTIMIZERS),
             self.options,
         )
@@ -150,6 +153,8 @@ def admitted(policy: Any, source: Any) -> Any:
 
 def scorer(configuration: Config, section: tuple[str, ...], options: TrainOptions) -> Scorer:
     chosen = configuration.rewards(section)
+    if not chosen and section == ("reward",) and supervised(configuration):
+        return Scorer.nothing()
     names = short_names(chosen)
     functions = {names[name]: entry.reward for name, entry in chosen.items()}
     return Scorer(
@@ -157,6 +162,13 @@ def scorer(configuration: Config, section: tuple[str, ...], options: TrainOption
         {names[name]: entry.weight for name, entry in chosen.items()},
         options.max_reward_failure_rate,
     )
+
+
+def supervised(configuration: Config) -> bool:
+    """Tell whether the objective learns from answers in the data, and so needs no reward."""
+    spec = configuration["objective"]
+    name = spec if isinstance(spec, str) else next(iter(spec), "")
+    return bool(getattr(OBJECTIVES.find(name), "supervised", False))
 
 
 def short_names(names: Iterable[str]) -> dict[str, str]:

@@ -123,7 +123,11 @@ class Run:
                 self.log.metrics(trainer.iteration, metrics)
                 self._tell(metrics)
                 self._sound_alarms()
-                bar.update(trainer.iteration, metrics["reward/mean"])
+                bar.update(trainer.iteration, metrics.get("reward/mean"), self._note(metrics))
+
+    def _note(self, metrics: Mapping[str, float]) -> str:
+        """Return what the progress says besides the reward: the loss where there is none."""
+        return "" if "reward/mean" in metrics else f"loss {metrics.get('loss', math.nan):.4f}"
 
     @contextmanager
     def rescued(self) -> Iterator[None]:
@@ -181,18 +185,23 @@ class Run:
     def _every_so_often(self, iteration: int) -> dict[str, float]:
         """Save, preview and evaluate where that is due after this iteration."""
         options = self.session.options
-        metrics = {}
+        metrics: dict[str, float] = {}
         if due(iteration, options.save_every) and iteration < options.iterations:
             self.save()
         if due(iteration, options.sample_every):
             self.preview(f"iter-{iteration:06d}")
         if due(iteration, options.evaluate_every):
             session = self.session
+            prompts = session.prompts()
+            options_of_evaluation = session.evaluation
             with self._best_weights():
-                each = evaluate(
-                    session.policy, session.prompts(), session.scorer, session.evaluation
+                if session.scorer.rewards:
+                    each = evaluate(session.policy, prompts, session.scorer, options_of_evaluation)
+                    metrics |= {f"eval/{name}": value.mean for name, value in each.items()}
+                losses = self.trainer.held_out(
+                    prompts[: options_of_evaluation.prompts], options_of_evaluation.seed
                 )
-            metrics = {f"eval/{name}": estimate.mean for name, estimate in each.items()}
+            metrics |= {f"eval/{name}": value for name, value in losses.items()}
         return metrics
 
     def _best_weights(self) -> AbstractContextManager[None]:

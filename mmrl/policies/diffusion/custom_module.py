@@ -159,7 +159,8 @@ def _factor(vae: Any) -> int:
 def _latents(vae: Any, pixels: Tensor) -> Tensor:
     shift = getattr(vae.config, "shift_factor", None) or 0.0
     mode: Tensor = vae.encode(pixels.to(vae.dtype)).latent_dist.mode()
-    return (mode - shift) * vae.config.scaling_factor
+    latents: Tensor = (mode - shift) * vae.config.scaling_factor
+    return latents
 
 
 def _autoencoder(place: str) -> Any:

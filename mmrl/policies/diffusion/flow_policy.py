@@ -448,11 +448,16 @@ class FlowPolicy(Policy):
         t = self.process.snap(t.to(rollout.sample))
         noise = rng.normal(name, self.shape, 1, rollout.sample.dtype)
         alive = rollout.alive()
+        alpha, sigma = self.process.scales(t, rollout.sample)
         yield Point(
             group=rollout.group,
             cond=rollout.cond,
             row_id=rollout.row_id,
-            step=Renoised(time=t, x0_per_output=self.process.gain(t, rollout.sample).flatten()),
+            step=Renoised(
+                time=t,
+                x0_per_output=self.process.gain(t, rollout.sample).flatten(),
+                snr=(alpha / sigma).square().flatten(),
+            ),
             mask=alive[:, None],
             num_decisions=alive.long(),
             state=noised(self.process, rollout.sample, noise, t),

@@ -210,7 +210,8 @@ class FolderPolicy(FlowPolicy):
         inverse of ``pixels``."""
         mode: Tensor = vae.encode(pixels).latent_dist.mode()
         shift = getattr(vae.config, "shift_factor", None) or 0.0
-        return (mode - shift) * vae.config.scaling_factor
+        latents: Tensor = (mode - shift) * vae.config.scaling_factor
+        return latents
 
     def load_texts(self) -> Any:
         """Load the pipeline without network and autoencoder."""

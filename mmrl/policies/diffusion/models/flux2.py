@@ -101,7 +101,8 @@ class Flux2(FolderPolicy):
         mean, var = (
             x.view(1, -1, 1, 1).to(patches) for x in (vae.bn.running_mean, vae.bn.running_var)
         )
-        return (patches - mean) / (var + vae.config.batch_norm_eps).sqrt()
+        latents: Tensor = (patches - mean) / (var + vae.config.batch_norm_eps).sqrt()
+        return latents
 
     def unpatched(self, vae: Any, latents: Tensor) -> Tensor:
         """Return the latents that the autoencoder decodes, [B, C / 4, 2 H, 2 W]."""

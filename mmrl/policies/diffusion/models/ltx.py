@@ -95,7 +95,8 @@ class LTX(VideoFolderPolicy):
         mean, std = (
             value.to(mode).view(1, -1, 1, 1, 1) for value in (vae.latents_mean, vae.latents_std)
         )
-        return (mode - mean) * vae.config.scaling_factor / std
+        latents: Tensor = (mode - mean) * vae.config.scaling_factor / std
+        return latents
 
     def encode_texts(self, pipe: Any, texts: list[str], device: torch.device) -> dict[str, Tensor]:
         text, mask, _, _ = pipe.encode_prompt(
