@@ -108,7 +108,8 @@ class LlamaGen(ImageTokenPolicy):
         return self.vq.to(ids.device).decode(ids)
 
     def ids_of(self, pixels: Tensor) -> Tensor:
-        return self.vq.to(pixels.device).encode(pixels)
+        vq = self.vq.to(pixels.device)
+        return vq.encode(pixels.to(vq.quant_conv.weight.dtype))
 
     def _encode_texts(self, t5: _T5, texts: list[str], device: torch.device) -> dict[str, Tensor]:
         return t5.encode(texts, self.net.shape.condition, device)

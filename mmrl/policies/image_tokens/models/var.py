@@ -138,7 +138,8 @@ class VAR(ImageTokenPolicy):
         return self.vae.to(ids.device).decode(ids)
 
     def ids_of(self, pixels: Tensor) -> Tensor:
-        return self.vae.to(pixels.device).encode(pixels)
+        vae = self.vae.to(pixels.device)
+        return vae.encode(pixels.to(vae.quant_conv.weight.dtype))
 
     def export(self, folder: Path) -> None:
         """Save the transformer (adapters added to it) and the VQ-VAE under their published
