@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from mmrl.config import load_stages
 from mmrl.core.errors import UserError
 from mmrl.core.registry import ARTIFACTS, REWARDS, load_built_in, locate
 from mmrl.core.types import Prompt
@@ -38,6 +39,11 @@ def evaluate(
     """
     session, run = _open(path, overrides, at, best)
     judges = session.judges()
+    if not judges.rewards:
+        raise UserError(
+            f"{path}: no reward to measure; name some under evaluate.reward, such as "
+            f"evaluate.reward.answer=1.0"
+        )
     options = session.evaluation
     prompts = session.prompts()[: options.prompts]
     policy_scale = session.policy.guidance_scale
@@ -122,8 +128,13 @@ def dry_run(config: Path, overrides: Sequence[str] = (), processes: int = 1) -> 
     from mmrl.dry_run.dryrun import dry_run as look
     from mmrl.dry_run.page import lines
 
-    for line in lines(look(find_config(config), overrides, processes)):
-        print(line)
+    file = find_config(config)
+    _, stages = load_stages(file, overrides)
+    for chosen in [[f"stage={stage}"] for stage in stages] or [[]]:
+        if chosen:
+            print(f"stage {chosen[0].partition('=')[2]}")
+        for line in lines(look(file, [*overrides, *chosen], processes)):
+            print(line)
 
 
 def build_artifacts(names: Sequence[str]) -> None:

@@ -10,11 +10,13 @@ that can be found together are reported together.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mmrl.config import stages
 from mmrl.config.building import (
     Weighted,
     build,
@@ -42,6 +44,7 @@ __all__ = [
     "dump",
     "import_plugins",
     "load",
+    "load_stages",
     "missing_values",
     "raise_all",
     "resolve_rewards",
@@ -100,23 +103,29 @@ class Config:
 
 
 def load(
-    path: str | Path, overrides: Sequence[str] = (), required: Collection[str] = tuple(EXAMPLES)
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    required: Collection[str] = tuple(EXAMPLES),
+    added: Mapping[str, Any] = {},
 ) -> Config:
     """Read a file, apply ``a.b=c`` overrides in order, and check that the sections are the known
     ones.
 
-    ``required``: sections that must be there; training needs all that have no default.
+    ``required``: sections that must be there; training needs all that have no default. Of a
+    configuration with stages the one that ``stage`` names. ``added``: sections from code.
     """
     file = str(path)
-    plain, lines = read(_text_of(Path(path)), file)
-    if not isinstance(plain, dict):
-        raise UserError(
-            f"{file}: {_not_a_mapping(plain)}; a configuration looks like\n{_example()}"
-        )
-    marks = {keys: f"{file}:{line}" for keys, line in lines.items()} | {(): file}
-    _apply_preset(plain, marks, overrides)
-    for override in overrides:
-        override_with(plain, marks, override)
+    plain, marks = _plain(file)
+    if plain.get("stages") is None and not any(map(_is_stages, overrides)):
+        _apply_preset(plain, marks, overrides)
+        for override in overrides:
+            override_with(plain, marks, override)
+    else:
+        for override in overrides:
+            override_with(plain, marks, override)
+        plain, marks = _of_stage(plain | added, marks, file)
+        _apply_preset(plain, marks, ())
+    plain |= added
     problems = [*_sections(plain, Place((), marks)), *_missing(plain, file, required)]
     if (name := plain.get("preset")) is not None and (why := unreached(plain, name)):
         problems.append(Place(("objective",), marks).say(why))
@@ -128,6 +137,46 @@ def load(
         file,
         marks,
     )
+
+
+def load_stages(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, list[str]]:
+    """Read a file as it is, with ``stages`` in it, and their names; none where it has none, or
+    ``stage`` names one."""
+    plain, marks = _plain(str(path))
+    for override in overrides:
+        if _is_stages(override) or plain.get("stages") is not None:
+            override_with(plain, marks, override)
+    chosen = plain.get("stage") is not None
+    return Config(plain, str(path), marks), [] if chosen else stages.names(plain, marks)
+
+
+def _is_stages(override: str) -> bool:
+    return re.split(r"[.=]", override.strip(), maxsplit=1)[0].strip() in ("stage", "stages")
+
+
+def _plain(file: str) -> tuple[dict[Any, Any], dict[tuple[Any, ...], str]]:
+    """Return the plain values of a file, and where each was written."""
+    plain, lines = read(_text_of(Path(file)), file)
+    if not isinstance(plain, dict):
+        raise UserError(
+            f"{file}: {_not_a_mapping(plain)}; a configuration looks like\n{_example()}"
+        )
+    return plain, {keys: f"{file}:{line}" for keys, line in lines.items()} | {(): file}
+
+
+def _of_stage(
+    plain: dict[Any, Any], marks: dict[tuple[Any, ...], str], file: str
+) -> tuple[dict[Any, Any], dict[tuple[Any, ...], str]]:
+    """Return the configuration of the stage that is named. UserError where none is."""
+    known = stages.names(plain, marks)
+    if not known:
+        raise UserError(f"{file}: stage={plain.get('stage')}, but it has no stages")
+    if plain.get("stage") is None:
+        raise UserError(
+            f"{file} has the stages {', '.join(known)}: `mmrl train` goes through them; for one "
+            f"of them add stage={known[0]}, or give its folder, such as 1-{known[0]}, of a run"
+        )
+    return stages.narrowed(plain, marks, str(plain["stage"]))
 
 
 def _apply_preset(

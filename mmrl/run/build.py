@@ -46,10 +46,13 @@ CONFIG = "config.yaml"
 HALVES = ("development", "test")  # of the held-out prompts, by evaluate.split
 
 
-def read(path: Path, overrides: Sequence[str], processes: int = 1) -> Config:
-    """Read a configuration and check it as far as possible without building a model."""
+def read(
+    path: Path, overrides: Sequence[str], processes: int = 1, added: Mapping[str, Any] = {}
+) -> Config:
+    """Read a configuration and check it as far as possible without building a model. ``added``:
+    sections that code gives."""
     load_built_in()
-    configuration = config.load(path, overrides)
+    configuration = config.load(path, overrides, added=added)
     config.check(configuration, SECTIONS, {"optimizer": ("parameters",)}, processes)
     return configuration
 
@@ -74,6 +77,8 @@ class Session:
         source = configuration.build("data", DATA)
         check_needs(configuration, source, {})
         policy = configuration.build("policy", POLICIES)
+        if start := configuration.plain.get("start"):
+            begin_with(policy, configuration, Path(start))
         source = admitted(policy, source)
         evaluation = configuration.section("evaluate", EvaluateOptions)
         session = cls(
@@ -125,6 +130,25 @@ class Session:
             self.scorer.weights,
             self.options.max_reward_failure_rate,
         )
+
+
+def begin_with(policy: Any, configuration: Config, start: Path) -> None:
+    """Give a policy the weights of another run (``start``): the moving average, if there is one."""
+    beside = Path(configuration.file).parent / start
+    run = beside if (beside / CONFIG).is_file() else start
+    place = configuration.place(("start",))
+    if not (run / CONFIG).is_file():
+        raise UserError(place.say(f"{start} is no run whose weights could be taken up"))
+    arrays, _ = checkpoint.load(checkpoint.choose(run / "checkpoints")[0], checked=True)
+    try:
+        policy.weights.load(arrays.get("snapshot-ema", arrays["weights"]))
+    except ValueError as error:
+        raise UserError(
+            place.say(
+                f"the weights of {run} do not fit this policy: {error}; write the same path, lora "
+                f"and train as there, or export that run and give its folder as policy path"
+            )
+        ) from error
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from mmrl import config
+from mmrl.config.stages import misfits
 from mmrl.core import distributed
 from mmrl.core.errors import UserError
 from mmrl.monitoring.alarms import AlarmOptions, Alarms
@@ -38,11 +39,64 @@ COSTS = {"cpu_seconds": "cpu_seconds", "samples": "samples/total", "forwards": "
 
 
 def train(name: Path, overrides: Sequence[str] = (), resume: bool = False) -> Path:
-    """Train a configuration, or go on with a run folder. Returns the run folder.
+    """Train a configuration, or go on with a run folder. Returns the run folder. One with stages
+    is trained stage by stage.
 
     Raises UserError for everything a user can mend; what was trained until then is saved.
     """
-    configuration = read(config_of(name) if resume else name, overrides)
+    file = config_of(name) if resume else name
+    configuration, stages = config.load_stages(file, overrides)
+    if not stages:
+        return train_one(name, overrides, resume)
+    if resume and overrides:
+        raise UserError(
+            f"{name} has the stages {', '.join(stages)}: changes belong to one of them, such as "
+            f"mmrl train --resume {name}/1-{stages[0]} {overrides[0]}"
+        )
+    folder = name if resume else run_folder(configuration, name)
+    checked = {stage: read(file, [*overrides, f"stage={stage}"]) for stage in stages}
+    if problems := list(misfits({stage: known.plain for stage, known in checked.items()})):
+        raise UserError("\n".join(f"{file}: {problem}" for problem in problems))
+    if not resume:
+        plain = {**configuration.plain, "run": str(folder)}
+        if distributed.world()[0] == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / CONFIG).write_text(config.dump(replace(configuration, plain=plain)))
+    before: Path | None = None
+    for number, stage in enumerate(stages, start=1):
+        part = folder / f"{number}-{stage}"
+        if not is_finished(part):
+            print(f"stage {number} of {len(stages)}: {stage}", flush=True)
+            begun = checkpoint.latest(part / "checkpoints") is not None
+            added = {"run": str(part)} | ({"start": str(before.resolve())} if before else {})
+            if begun:
+                train_one(part, (), resume=True)
+            else:
+                train_one(file, [*overrides, f"stage={stage}"], added=added)
+        if not is_finished(part):
+            break
+        before = part
+    return folder
+
+
+def is_finished(folder: Path) -> bool:
+    """Tell whether a run has spent its iterations or its budget."""
+    try:
+        lines = (folder / "events.jsonl").read_text().splitlines()
+    except OSError:
+        return False
+    return any(json.loads(line).get("kind") == FINISHED for line in lines if line.startswith("{"))
+
+
+def train_one(
+    name: Path,
+    overrides: Sequence[str] = (),
+    resume: bool = False,
+    added: Mapping[str, Any] = {},
+) -> Path:
+    """Train a configuration without stages, or one of its stages; ``added``: sections that code
+    gives. Returns the run folder."""
+    configuration = read(config_of(name) if resume else name, overrides, added=added)
     session = Session.of(configuration)
     trainer = session.trainer()
     config.check(configuration, SECTIONS, {"optimizer": ("parameters",)}, trainer.device.processes)
