@@ -117,7 +117,7 @@ def export(run: Path, folder: Path, at: str | None = None) -> Path:
     there once all of it is written."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists and is not empty; name a new folder")
-    session = build.trained(run, at=at)
+    session = build.trained(build.last_stage(run), at=at)
     with whole_folder(folder) as draft:
         session.policy.export(draft)
     return folder
@@ -193,6 +193,7 @@ def _open(
     path: Path, overrides: Sequence[str], at: str | None, best: Selection | None = None
 ) -> tuple[Session, Path | None]:
     """Open a run folder with its trained weights, or a configuration with its base model."""
+    path = build.last_stage(path) if path.is_dir() else path
     file = build.config_of(path) if path.is_dir() else find_config(path)
     overrides = best.overrides(file, overrides) if best else overrides
     if path.is_dir():

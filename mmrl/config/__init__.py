@@ -112,19 +112,19 @@ def load(
     ones.
 
     ``required``: sections that must be there; training needs all that have no default. Of a
-    configuration with stages the one that ``stage`` names. ``added``: sections from code.
+    configuration with stages the one that ``stage`` names, or the last. ``added``: sections from
+    code.
     """
     file = str(path)
     plain, marks = _plain(file)
-    if plain.get("stages") is None and not any(map(_is_stages, overrides)):
-        _apply_preset(plain, marks, overrides)
-        for override in overrides:
-            override_with(plain, marks, override)
-    else:
-        for override in overrides:
-            override_with(plain, marks, override)
-        plain, marks = _of_stage(plain | added, marks, file)
-        _apply_preset(plain, marks, ())
+    for override in filter(_is_of_stages, overrides):
+        override_with(plain, marks, override)
+    if "stages" in plain or "stage" in plain:
+        plain, marks = _of_stage(plain, marks, file)
+    rest = [override for override in overrides if not _is_of_stages(override)]
+    _apply_preset(plain, marks, rest)
+    for override in rest:
+        override_with(plain, marks, override)
     plain |= added
     problems = [*_sections(plain, Place((), marks)), *_missing(plain, file, required)]
     if (name := plain.get("preset")) is not None and (why := unreached(plain, name)):
@@ -139,18 +139,20 @@ def load(
     )
 
 
-def load_stages(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, list[str]]:
-    """Read a file as it is, with ``stages`` in it, and their names; none where it has none, or
-    ``stage`` names one."""
+def load_stages(
+    path: str | Path, overrides: Sequence[str] = ()
+) -> tuple[dict[str, Any], list[str]]:
+    """Read what a file with ``stages`` says itself, and the names of its stages; none where it has
+    none, or ``stage`` names one of them."""
     plain, marks = _plain(str(path))
-    for override in overrides:
-        if _is_stages(override) or plain.get("stages") is not None:
-            override_with(plain, marks, override)
+    for override in filter(_is_of_stages, overrides):
+        override_with(plain, marks, override)
     chosen = plain.get("stage") is not None
-    return Config(plain, str(path), marks), [] if chosen else stages.names(plain, marks)
+    return plain, [] if chosen else stages.names(plain, marks)
 
 
-def _is_stages(override: str) -> bool:
+def _is_of_stages(override: str) -> bool:
+    """Tell whether an override is of ``stages`` or ``stage``; all others hold for every stage."""
     return re.split(r"[.=]", override.strip(), maxsplit=1)[0].strip() in ("stage", "stages")
 
 
@@ -167,16 +169,12 @@ def _plain(file: str) -> tuple[dict[Any, Any], dict[tuple[Any, ...], str]]:
 def _of_stage(
     plain: dict[Any, Any], marks: dict[tuple[Any, ...], str], file: str
 ) -> tuple[dict[Any, Any], dict[tuple[Any, ...], str]]:
-    """Return the configuration of the stage that is named. UserError where none is."""
+    """Return the configuration of the stage that is named, or of the last."""
     known = stages.names(plain, marks)
     if not known:
         raise UserError(f"{file}: stage={plain.get('stage')}, but it has no stages")
-    if plain.get("stage") is None:
-        raise UserError(
-            f"{file} has the stages {', '.join(known)}: `mmrl train` goes through them; for one "
-            f"of them add stage={known[0]}, or give its folder, such as 1-{known[0]}, of a run"
-        )
-    return stages.narrowed(plain, marks, str(plain["stage"]))
+    chosen = plain.get("stage")
+    return stages.narrowed(plain, marks, known[-1] if chosen is None else str(chosen))
 
 
 def _apply_preset(

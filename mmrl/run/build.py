@@ -4,6 +4,7 @@ with."""
 from __future__ import annotations
 
 import random
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -43,6 +44,7 @@ SECTIONS = {
     "alarms": AlarmOptions,
 }
 CONFIG = "config.yaml"
+PART = re.compile(r"\d+-.+")  # the folder of a stage
 HALVES = ("development", "test")  # of the held-out prompts, by evaluate.split
 
 
@@ -276,6 +278,17 @@ def base(path: Path, overrides: Sequence[str] = ()) -> Session:
     )
     session.policy.weights.keep("ref")
     return session
+
+
+def last_stage(run: Path) -> Path:
+    """Return the folder of the last stage that a run with stages has begun; of another run its
+    own."""
+    file = run / CONFIG
+    if not file.is_file() or not config.load_stages(file)[1]:
+        return run
+    parts = [part for part in run.glob("*-*") if PART.fullmatch(part.name)]
+    begun = [part for part in parts if checkpoint.latest(part / "checkpoints") is not None]
+    return max(begun, key=lambda part: int(part.name.partition("-")[0]), default=run)
 
 
 def config_of(run: Path) -> Path:

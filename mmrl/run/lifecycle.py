@@ -9,7 +9,7 @@ import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from mmrl import config
-from mmrl.config.stages import misfits
+from mmrl.config.stages import OF_ALL, misfits
+from mmrl.config.yamltext import read as parsed
 from mmrl.core import distributed
 from mmrl.core.errors import UserError
 from mmrl.monitoring.alarms import AlarmOptions, Alarms
@@ -45,7 +46,7 @@ def train(name: Path, overrides: Sequence[str] = (), resume: bool = False) -> Pa
     Raises UserError for everything a user can mend; what was trained until then is saved.
     """
     file = config_of(name) if resume else name
-    configuration, stages = config.load_stages(file, overrides)
+    plain, stages = config.load_stages(file, overrides)
     if not stages:
         return train_one(name, overrides, resume)
     if resume and overrides:
@@ -53,15 +54,12 @@ def train(name: Path, overrides: Sequence[str] = (), resume: bool = False) -> Pa
             f"{name} has the stages {', '.join(stages)}: changes belong to one of them, such as "
             f"mmrl train --resume {name}/1-{stages[0]} {overrides[0]}"
         )
-    folder = name if resume else run_folder(configuration, name)
     checked = {stage: read(file, [*overrides, f"stage={stage}"]) for stage in stages}
     if problems := list(misfits({stage: known.plain for stage, known in checked.items()})):
         raise UserError("\n".join(f"{file}: {problem}" for problem in problems))
-    if not resume:
-        plain = {**configuration.plain, "run": str(folder)}
-        if distributed.world()[0] == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / CONFIG).write_text(config.dump(replace(configuration, plain=plain)))
+    folder = name if resume else run_folder(checked[stages[0]], name)
+    if not resume and distributed.world()[0] == 0:
+        _write_stages(folder, plain, checked)
     before: Path | None = None
     for number, stage in enumerate(stages, start=1):
         part = folder / f"{number}-{stage}"
@@ -77,6 +75,21 @@ def train(name: Path, overrides: Sequence[str] = (), resume: bool = False) -> Pa
             break
         before = part
     return folder
+
+
+def _write_stages(
+    folder: Path, plain: Mapping[str, Any], checked: Mapping[str, config.Config]
+) -> None:
+    """Write the configuration of a run with stages: all that each of them does stands in it."""
+    whole = {name: parsed(config.dump(known), known.file)[0] for name, known in checked.items()}
+    parts = {
+        name: {key: value for key, value in sections.items() if key not in OF_ALL}
+        for name, sections in whole.items()
+    }
+    shared = {key: plain[key] for key in ("plugins",) if key in plain}
+    folder.mkdir(parents=True, exist_ok=True)
+    both = config.Config({**shared, "run": str(folder), "stages": parts})
+    (folder / CONFIG).write_text(config.dump(both))
 
 
 def is_finished(folder: Path) -> bool:

@@ -84,7 +84,9 @@ def test_a_stage_begins_with_the_weights_of_the_one_before(plain, tmp_path):
     known = yaml.safe_load((second / "config.yaml").read_text())
     assert known["policy"]["module"] == plain["policy"]["module"] | {"noise_level": 0.5}
     assert "stages" not in known and known["train"]["save_every"] == 1
-    assert commands.evaluate(second)[0][0]["rewards"]["reddish"]
+    rows, target = commands.evaluate(run)
+    assert rows[0]["rewards"]["reddish"] and target == second / "evaluation.json"
+    assert commands.export(run, tmp_path / "export").is_dir()
     with pytest.raises(UserError, match="no reward to measure"):
         commands.evaluate(first)
     # moved together, they still find each other
@@ -123,8 +125,10 @@ def _tensor(part, name):
 
 def test_a_configuration_with_stages_is_read_one_by_one(plain, tmp_path):
     file = written(plain, tmp_path)
-    with pytest.raises(UserError, match=r"has the stages sft, rl: .* add stage=sft"):
-        config.load(file)
+    assert config.load(file)["objective"] == {"policy_gradient": {"kl": 0.1}}  # the last
+    with pytest.raises(UserError, match="stage=sft, but it has no stages"):
+        shared = {key: value for key, value in plain.items() if key != "stages"}
+        config.load(written(shared, tmp_path, "plain.yaml"), ["stage=sft"])
     sft = config.load(file, ["stage=sft", "train.save_every=7"])
     assert sft["objective"] == "sft" and sft["reward"] == {}
     assert sft["train"]["save_every"] == 7 and sft["train"]["iterations"] == 3
@@ -136,6 +140,7 @@ def test_a_configuration_with_stages_is_read_one_by_one(plain, tmp_path):
     rl = config.load(file, ["stage=rl", "stages.rl.train.iterations=9"])
     assert rl["train"]["iterations"] == 9
     assert rl.where("train.iterations") == "command line: stages.rl.train.iterations=9"
+    assert config.load(file, ["train.iterations=5"])["train"]["iterations"] == 5
     with pytest.raises(UserError, match="stage=rx: no such stage; known: rl, sft"):
         config.load(file, ["stage=rx"])
 
