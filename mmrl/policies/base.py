@@ -141,17 +141,6 @@ class Policy(ABC):
         """Turn samples into what rewards look at: B images [B, 3, H, W], videos [B, F, 3, H, W]
         (both in 0..1) or texts."""
 
-    def demonstrate(
-        self, prompts: list[Prompt], answers: Sequence[Any], rng: Rng, *, score: bool = True
-    ) -> Rollout:
-        """Make a rollout of answers that somebody wrote, one to each prompt, without gradient.
-
-        An answer is what ``decode`` returns of one row; pictures and videos may be of any size.
-        A row whose answer is None, or does not fit, has ``mask`` all False and is not
-        ``trainable``. Not ``score``: log-probs are left at 0 and no pass is made.
-        """
-        raise self._cannot("takes no answers of others")
-
     def encode_media(self, media: Tensor) -> Tensor:
         """Encode pictures [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1, of the sizes that
         ``decode`` returns, to samples [B, *]: its inverse, as far as there is one."""
@@ -314,6 +303,18 @@ class Policy(ABC):
         """Encode prompts again for answers of earlier iterations: their conditions, and the prompts
         as ``rollout`` returns them (replay)."""
         raise self._cannot("cannot be shown old answers again")
+
+    def demonstrate(
+        self, prompts: list[Prompt], answers: Sequence[Any], rng: Rng, *, score: bool = True
+    ) -> Rollout:
+        """Make a rollout of answers that somebody wrote, one to each prompt (demonstrations).
+
+        An answer is what ``decode`` returns of one row, a picture of any size; None, or one that
+        does not fit, gives a row without decisions that is not trained on. Log-probs are those of
+        the weights in force; not ``score``: they are 0, and no pass is made. Where decisions are
+        unknown, as those of the path to a picture, the mask holds none and the row is trainable.
+        """
+        raise self._cannot("takes no answers of others")
 
     def set_max_new_tokens(self, tokens: int) -> None:
         """Limit answers to so many new tokens from now on."""

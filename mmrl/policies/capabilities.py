@@ -20,6 +20,6 @@ class Capabilities:
     one_pass: bool = True  # one forward pass scores all tokens of an answer
     remaskable: bool = False  # ``at`` hides any of a finished sample's tokens again
     replay: bool = False  # ``recall`` shows it answers of earlier iterations
+    demonstrations: bool = False  # ``demonstrate`` takes answers that somebody else wrote
     ground_truth: bool = False  # a ground truth may take the place of one of a group
-    demonstrations: bool = False  # ``demonstrate`` takes answers that somebody wrote
     max_new_tokens: bool = False  # ``set_max_new_tokens`` changes how long answers may be
