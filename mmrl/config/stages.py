@@ -66,9 +66,11 @@ def narrowed(plain: Mapping[Any, Any], marks: Marks, name: str) -> tuple[dict[An
     for section, value in plain["stages"][name].items():
         shared[section] = _merged(section, shared.get(section), copy.deepcopy(value))
     inner = ("stages", name)
-    own = {keys[2:]: mark for keys, mark in marks.items() if keys[:2] == inner and len(keys) > 2}
+    stage_marks = {
+        keys[2:]: mark for keys, mark in marks.items() if keys[:2] == inner and len(keys) > 2
+    }
     outer = {keys: mark for keys, mark in marks.items() if not keys or keys[0] != "stages"}
-    return shared, outer | own
+    return shared, outer | stage_marks
 
 
 def _merged(section: str, outer: Any, inner: Any) -> Any:
@@ -76,7 +78,8 @@ def _merged(section: str, outer: Any, inner: Any) -> Any:
         return {**outer, **inner}
     if section not in PLUGGED:
         return inner
-    shared, stage = _named(outer), _named(inner)
+    shared = _named(outer)
+    stage = _named(inner)
     if shared is None or stage is None or shared[0] != stage[0]:
         return inner
     return {stage[0]: {**shared[1], **stage[1]}}
@@ -102,7 +105,8 @@ def misfits(stages: Mapping[str, Mapping[Any, Any]]) -> Iterator[str]:
         policy = _named(plain.get("policy"))
         if before is not None and policy is not None:
             yield from _apart(last, before, name, policy)
-        before, last = policy, name
+        before = policy
+        last = name
 
 
 def _apart(
@@ -116,9 +120,10 @@ def _apart(
         yield f"stages.{name}.policy is {policy[0]}, but stage {last} trains {before[0]}; {remedy}"
         return
     for option in WEIGHTS:
-        one, two = before[1].get(option), policy[1].get(option)
-        if one != two:
+        earlier = before[1].get(option)
+        later = policy[1].get(option)
+        if earlier != later:
             yield (
-                f"stages.{name}.policy.{policy[0]}.{option} is {show(two)}, but {show(one)} in "
-                f"stage {last}; {remedy}"
+                f"stages.{name}.policy.{policy[0]}.{option} is {show(later)}, but "
+                f"{show(earlier)} in stage {last}; {remedy}"
             )

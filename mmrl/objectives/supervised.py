@@ -10,10 +10,8 @@ import re
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-import numpy as np
 import torch
 from annotated_types import Ge, Gt, Le
 from torch import Tensor
@@ -27,8 +25,6 @@ from mmrl.objectives.base import Objective
 from mmrl.objectives.forward_process.base import mean_square, noised, velocity
 from mmrl.objectives.timestep_samplers import TimeSampler, uniform
 from mmrl.policies.base import Policy
-from mmrl.policies.capabilities import Medium
-from mmrl.policies.vlm.media import Budgets, open_image, open_video, where
 from samplers.noise import Rng
 
 FIELD = re.compile(r"\{(\w+)\}")
@@ -115,7 +111,7 @@ class SFT(Supervised):
     def _answer(self, policy: Policy, prompt: Prompt, is_dropped: bool) -> Any:
         medium = policy.medium_of(prompt)
         if medium in ("image", "video", None):
-            return opened(prompt[self.field], medium, policy.media_frames, prompt)
+            return policy.open_answer(prompt, prompt[self.field])
         text = self.text(prompt)
         return without_thought(text) if is_dropped else text
 
@@ -128,7 +124,8 @@ class SFT(Supervised):
         problems = []
         for prompt in prompts:
             if why := self._problem(policy, prompt):
-                problems.append(f"{where(prompt)}: {why}")
+                place = prompt.get("origin") or repr(str(prompt.get("text", ""))[:60])
+                problems.append(f"{place}: {why}")
         if problems:
             rest = f"\n    and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
             raise UserError(
@@ -150,7 +147,7 @@ class SFT(Supervised):
                 )
         if medium == "text":
             return self._text_problem(prompt)
-        return media_problem(prompt[self.field], medium)
+        return policy.unreadable(prompt, prompt[self.field])
 
     def _text_problem(self, prompt: Prompt) -> str | None:
         if not isinstance(prompt.get(self.field, ""), (str, int, float)):
@@ -260,45 +257,3 @@ def thought_tokens(policy: Policy, ids: Sequence[int], answer: str | None) -> in
         else:
             low = middle + 1
     return low
-
-
-def opened(value: Any, medium: Medium | None, frames: int | None, prompt: Prompt) -> Tensor:
-    """Open a picture [3, H, W] or a video [F, 3, H, W] in 0..1: a file, what PIL or numpy hold, or
-    the tensor itself. Where the medium is not known, numbers are the sample itself."""
-    if isinstance(value, Tensor):
-        return value
-    if medium == "video":
-        budgets = Budgets(frames=frames or 10**6, fps=1e6)
-        taken = open_video(value, None, budgets, prompt).frames
-        return torch.from_numpy(taken.copy()).permute(0, 3, 1, 2).float() / 255
-    if medium is None and not isinstance(value, (str, Path)) and not hasattr(value, "convert"):
-        return torch.tensor(value)
-    pixels = np.array(open_image(value, prompt))
-    return torch.from_numpy(pixels).permute(2, 0, 1).float() / 255
-
-
-def media_problem(value: Any, medium: Medium | None) -> str | None:
-    """Say what is wrong with the picture or video of an answer, by the head of its file."""
-    if not isinstance(value, (str, Path)):
-        return None
-    if not Path(value).is_file():
-        return f"no file {value}; paths start at {Path.cwd()}, those of data: captions at its file"
-    if medium == "video":
-        return None if _is_video(Path(value)) else f"{value} is no video that can be read"
-    from PIL import Image, UnidentifiedImageError
-
-    try:
-        with Image.open(value):
-            return None
-    except (OSError, UnidentifiedImageError) as error:
-        return f"{value} is no picture: {error}; give a PNG, JPEG or WebP"
-
-
-def _is_video(path: Path) -> bool:
-    import av
-
-    try:
-        with av.open(str(path)) as container:
-            return bool(container.streams.video)
-    except (OSError, ValueError):
-        return False

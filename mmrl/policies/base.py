@@ -21,6 +21,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.host import sent
 from mmrl.core.types import Copies, Media, Point, Prompt, Rollout, tree_map
 from mmrl.core.weights import Weights
+from mmrl.policies.answers import media_problem, opened
 from mmrl.policies.capabilities import Capabilities, Medium
 from mmrl.policies.lora import ATTENTION, Lora, add_lora
 from samplers.batching import Attempt, attempts, rows_that_fit
@@ -149,6 +150,14 @@ class Policy(ABC):
     def medium_of(self, prompt: Prompt) -> Medium | None:
         """Say what an answer to the prompt is; None: what ``decode`` returns is not known."""
         return self.capabilities.makes
+
+    def open_answer(self, prompt: Prompt, value: Any) -> Tensor:
+        """Open the picture or video, mostly a file, that answers a prompt, for ``demonstrate``."""
+        return opened(value, self.medium_of(prompt), self.media_frames, prompt)
+
+    def unreadable(self, prompt: Prompt, value: Any) -> str | None:
+        """Say why that picture or video cannot be opened, by the head of its file; None: it can."""
+        return media_problem(value, self.medium_of(prompt))
 
     def text_of(self, ids: list[int]) -> str:
         """Return the text of the first tokens of an answer."""

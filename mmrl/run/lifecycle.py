@@ -88,8 +88,8 @@ def _write_stages(
     }
     shared = {key: plain[key] for key in ("plugins",) if key in plain}
     folder.mkdir(parents=True, exist_ok=True)
-    both = config.Config({**shared, "run": str(folder), "stages": parts})
-    (folder / CONFIG).write_text(config.dump(both))
+    written = config.Config({**shared, "run": str(folder), "stages": parts})
+    (folder / CONFIG).write_text(config.dump(written))
 
 
 def is_finished(folder: Path) -> bool:

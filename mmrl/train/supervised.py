@@ -9,6 +9,7 @@ import torch
 
 from mmrl.core import distributed
 from mmrl.core.types import Prompt, Rewards, Rollout
+from mmrl.objectives.base import Objective
 from mmrl.objectives.supervised import Supervised
 from mmrl.policies.base import Policy
 from mmrl.rollout.stages import outline
@@ -18,9 +19,10 @@ from samplers.noise import Rng
 
 
 def demonstrated(
-    policy: Policy, objective: Supervised, prompts: Sequence[Prompt], rng: Rng
+    policy: Policy, objective: Objective, prompts: Sequence[Prompt], rng: Rng
 ) -> Rollout:
     """Make a rollout of the data's answers to these prompts, without log-probs."""
+    assert isinstance(objective, Supervised)
     answers = objective.answers(policy, prompts, rng)
     rollout = policy.demonstrate(list(prompts), answers, rng, score=False)
     return objective.trimmed(policy, rollout, answers)
@@ -28,7 +30,7 @@ def demonstrated(
 
 def collect(
     policy: Policy,
-    objective: Supervised,
+    objective: Objective,
     prompts: Sequence[Prompt],
     rng: Rng,
     iteration: int,
@@ -57,7 +59,7 @@ def collect(
 
 @torch.no_grad()
 def held_out_loss(
-    policy: Policy, objective: Supervised, passes: Passes, prompts: Sequence[Prompt], seed: int
+    policy: Policy, objective: Objective, passes: Passes, prompts: Sequence[Prompt], seed: int
 ) -> float:
     """Measure the mean loss of a decision on held-out answers, the same noise each time; NaN
     without any. A collective call."""

@@ -30,7 +30,6 @@ from mmrl.data.prompts import batch as batch_of_prompts
 from mmrl.monitoring.completion_stats import finished
 from mmrl.monitoring.monitors import Monitor, Sampled
 from mmrl.objectives.base import Objective
-from mmrl.objectives.supervised import Supervised
 from mmrl.policies.base import Policy, RolloutContext
 from mmrl.rollout import collect
 from mmrl.rollout.stages import Drawn, Setup, sampled_only, stages_of
@@ -115,7 +114,7 @@ class Trainer:
         for stage in self.stages:
             stage.begin(self.iteration)
         rng = Rng(self._rng("rollout").key).after(sizes, first)
-        if isinstance(self.objective, Supervised):
+        if self.objective.supervised:
             with self.clock.time("demonstrate"):
                 return supervised.collect(
                     self.policy, self.objective, prompts[local], rng, self.iteration, len(prompts)
@@ -152,7 +151,7 @@ class Trainer:
     def held_out(self, prompts: Sequence[Prompt], seed: int) -> dict[str, float]:
         """Measure the loss on held-out answers under the present weights, where the objective
         learns from answers; a collective call."""
-        if not isinstance(self.objective, Supervised):
+        if not self.objective.supervised:
             return {}
         passes = self.update.passes
         loss = supervised.held_out_loss(self.policy, self.objective, passes, prompts, seed)

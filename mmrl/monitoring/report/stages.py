@@ -19,8 +19,8 @@ def parts(folder: Path) -> list[Path]:
     config = folder / "config.yaml"
     if not config.is_file() or not re.search(r"^stages:", config.read_text(), re.MULTILINE):
         return []
-    found = [part for part in folder.iterdir() if PART.fullmatch(part.name) and is_run(part)]
-    return sorted(found, key=lambda part: int(part.name.partition("-")[0]))
+    begun = [part for part in folder.iterdir() if PART.fullmatch(part.name) and is_run(part)]
+    return sorted(begun, key=lambda part: int(part.name.partition("-")[0]))
 
 
 def render_stages(folder: Path, runs: Sequence[Run], pages: Sequence[str]) -> str:
