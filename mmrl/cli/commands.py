@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from mmrl.config import load_stages
 from mmrl.core.errors import UserError
 from mmrl.core.registry import ARTIFACTS, REWARDS, load_built_in, locate
 from mmrl.core.types import Prompt
@@ -38,6 +39,11 @@ def evaluate(
     """
     session, run = _open(path, overrides, at, best)
     judges = session.judges()
+    if not judges.rewards:
+        raise UserError(
+            f"{path}: no reward to measure; name some under evaluate.reward, such as "
+            f"evaluate.reward.answer=1.0"
+        )
     options = session.evaluation
     prompts = session.prompts()[: options.prompts]
     policy_scale = session.policy.guidance_scale
@@ -111,7 +117,7 @@ def export(run: Path, folder: Path, at: str | None = None) -> Path:
     there once all of it is written."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists and is not empty; name a new folder")
-    session = build.trained(run, at=at)
+    session = build.trained(build.last_stage(run), at=at)
     with whole_folder(folder) as draft:
         session.policy.export(draft)
     return folder
@@ -122,8 +128,13 @@ def dry_run(config: Path, overrides: Sequence[str] = (), processes: int = 1) -> 
     from mmrl.dry_run.dryrun import dry_run as look
     from mmrl.dry_run.page import lines
 
-    for line in lines(look(find_config(config), overrides, processes)):
-        print(line)
+    file = find_config(config)
+    _, stages = load_stages(file, overrides)
+    for chosen in [[f"stage={stage}"] for stage in stages] or [[]]:
+        if chosen:
+            print(f"stage {chosen[0].partition('=')[2]}")
+        for line in lines(look(file, [*overrides, *chosen], processes)):
+            print(line)
 
 
 def build_artifacts(names: Sequence[str]) -> None:
@@ -182,6 +193,7 @@ def _open(
     path: Path, overrides: Sequence[str], at: str | None, best: Selection | None = None
 ) -> tuple[Session, Path | None]:
     """Open a run folder with its trained weights, or a configuration with its base model."""
+    path = build.last_stage(path) if path.is_dir() else path
     file = build.config_of(path) if path.is_dir() else find_config(path)
     overrides = best.overrides(file, overrides) if best else overrides
     if path.is_dir():

@@ -10,11 +10,13 @@ that can be found together are reported together.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mmrl.config import stages
 from mmrl.config.building import (
     Weighted,
     build,
@@ -42,6 +44,7 @@ __all__ = [
     "dump",
     "import_plugins",
     "load",
+    "load_stages",
     "missing_values",
     "raise_all",
     "resolve_rewards",
@@ -100,32 +103,78 @@ class Config:
 
 
 def load(
-    path: str | Path, overrides: Sequence[str] = (), required: Collection[str] = tuple(EXAMPLES)
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    required: Collection[str] = tuple(EXAMPLES),
+    added: Mapping[str, Any] = {},
 ) -> Config:
     """Read a file, apply ``a.b=c`` overrides in order, and check that the sections are the known
     ones.
 
-    ``required``: sections that must be there; training needs all that have no default.
+    ``required``: sections that must be there; training needs all that have no default. Of a
+    configuration with stages the one that ``stage`` names, or the last. ``added``: sections from
+    code.
     """
     file = str(path)
-    plain, lines = read(_text_of(Path(path)), file)
-    if not isinstance(plain, dict):
-        raise UserError(
-            f"{file}: {_not_a_mapping(plain)}; a configuration looks like\n{_example()}"
-        )
-    marks = {keys: f"{file}:{line}" for keys, line in lines.items()} | {(): file}
-    _apply_preset(plain, marks, overrides)
-    for override in overrides:
+    plain, marks = _plain(file)
+    for override in filter(_is_of_stages, overrides):
         override_with(plain, marks, override)
+    if "stages" in plain or "stage" in plain:
+        plain, marks = _of_stage(plain, marks, file)
+    rest = [override for override in overrides if not _is_of_stages(override)]
+    _apply_preset(plain, marks, rest)
+    for override in rest:
+        override_with(plain, marks, override)
+    plain |= added
     problems = [*_sections(plain, Place((), marks)), *_missing(plain, file, required)]
     if (name := plain.get("preset")) is not None and (why := unreached(plain, name)):
         problems.append(Place(("objective",), marks).say(why))
     raise_all(problems)
+    if learns_from_answers(plain):
+        plain.setdefault("reward", {})
     return Config(
         {**plain, **{key: plain.get(key) or default for key, default in DEFAULTS.items()}},
         file,
         marks,
     )
+
+
+def load_stages(
+    path: str | Path, overrides: Sequence[str] = ()
+) -> tuple[dict[str, Any], list[str]]:
+    """Read what a file with ``stages`` says itself, and the names of its stages; none where it has
+    none, or ``stage`` names one of them."""
+    plain, marks = _plain(str(path))
+    for override in filter(_is_of_stages, overrides):
+        override_with(plain, marks, override)
+    chosen = plain.get("stage") is not None
+    return plain, [] if chosen else stages.names(plain, marks)
+
+
+def _is_of_stages(override: str) -> bool:
+    """Tell whether an override is of ``stages`` or ``stage``; all others hold for every stage."""
+    return re.split(r"[.=]", override.strip(), maxsplit=1)[0].strip() in ("stage", "stages")
+
+
+def _plain(file: str) -> tuple[dict[Any, Any], dict[tuple[Any, ...], str]]:
+    """Return the plain values of a file, and where each was written."""
+    plain, lines = read(_text_of(Path(file)), file)
+    if not isinstance(plain, dict):
+        raise UserError(
+            f"{file}: {_not_a_mapping(plain)}; a configuration looks like\n{_example()}"
+        )
+    return plain, {keys: f"{file}:{line}" for keys, line in lines.items()} | {(): file}
+
+
+def _of_stage(
+    plain: dict[Any, Any], marks: dict[tuple[Any, ...], str], file: str
+) -> tuple[dict[Any, Any], dict[tuple[Any, ...], str]]:
+    """Return the configuration of the stage that is named, or of the last."""
+    known = stages.names(plain, marks)
+    if not known:
+        raise UserError(f"{file}: stage={plain.get('stage')}, but it has no stages")
+    chosen = plain.get("stage")
+    return stages.narrowed(plain, marks, known[-1] if chosen is None else str(chosen))
 
 
 def _apply_preset(
@@ -220,7 +269,14 @@ def _sections(plain: Mapping[Any, Any], root: Place) -> Iterator[str]:
             yield (root / key).say(f"expected options, {{option: value}}, got {show(plain[key])}")
 
 
+def learns_from_answers(plain: Mapping[Any, Any]) -> bool:
+    """Tell whether the objective is supervised fine-tuning, which needs no reward."""
+    objective = plain.get("objective")
+    return (next(iter(objective), "") if isinstance(objective, Mapping) else objective) == "sft"
+
+
 def _missing(plain: Mapping[Any, Any], file: str, required: Collection[str]) -> Iterator[str]:
     for key, example in EXAMPLES.items():
-        if key in required and plain.get(key) is None:
+        needless = key == "reward" and learns_from_answers(plain)
+        if key in required and plain.get(key) is None and not needless:
             yield f"{file}: the section {key!r} is missing; for instance\n    {example}"

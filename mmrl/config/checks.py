@@ -14,6 +14,7 @@ from mmrl.config.options import (
     EvaluateOptions,
     TrainOptions,
     impossible,
+    unfit_for_sft,
     unsuited,
     unsupported_options,
     without_average,
@@ -83,18 +84,31 @@ def check(
         )
         built = None if options is BAD else _try(problems, construct, options)
         if isinstance(built, TrainOptions):
-            if why := without_average(getattr(objective, "snapshots", ()), built):
-                problems.append(entries["objective"].place.say(why))
-            problems += [
-                f"{config.where(line.partition(' ')[0])}: {line}"
-                for line in impossible(built, processes)
-            ]
-            unfit = unsupported_options(built, named.get("policy"))
-            problems += [f"{config.where(line.partition(':')[0])}: {line}" for line in unfit]
+            problems += _unfit_sizes(config, built, entries, objective, processes)
         if isinstance(built, EvaluateOptions) and built.reward:
             _rewards(config, built.reward, (section, "reward"), problems, named)
-    convert(config.plain.get("run"), str | None, config.place(("run",)), problems)
+    for name in ("run", "start"):
+        convert(config.plain.get(name), str | None, config.place((name,)), problems)
     raise_all(problems)
+
+
+def _unfit_sizes(
+    config: Config,
+    built: TrainOptions,
+    entries: Mapping[str, Resolved],
+    objective: Any,
+    processes: int,
+) -> Iterator[str]:
+    """Find what in ``train`` does not suit itself, the policy or the objective."""
+    if why := without_average(getattr(objective, "snapshots", ()), built):
+        yield entries["objective"].place.say(why)
+    for line in impossible(built, processes):
+        yield f"{config.where(line.partition(' ')[0])}: {line}"
+    unfit = [*unsupported_options(built, entries["policy"].entry if "policy" in entries else None)]
+    if "objective" in entries and getattr(entries["objective"].entry, "supervised", False):
+        unfit += unfit_for_sft(built)
+    for line in unfit:
+        yield f"{config.where(line.partition(':')[0])}: {line}"
 
 
 def _unsuited(entries: Mapping[str, Resolved], built: Any) -> Iterator[str]:

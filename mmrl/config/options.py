@@ -341,6 +341,34 @@ def unsupported_options(train: TrainOptions, policy: Any) -> Iterator[str]:
         )
 
 
+IDLE_IN_SFT = (
+    "reward_overlap_chunks",
+    "adaptive_sampling",
+    "dynamic_sampling_rounds",
+    "replay_buffer",
+    "response_reuse",
+    "ground_truth_rollout",
+    "mask_truncated_completions",
+)
+
+
+def unfit_for_sft(train: TrainOptions) -> Iterator[str]:
+    """List sentences about options of ``train`` that mean nothing where answers come from the
+    data."""
+    if train.group_size != 1:
+        yield (
+            f"train.group_size: {train.group_size}, but supervised fine-tuning has one answer to "
+            f"every prompt: set it to 1"
+        )
+    defaults = {f.name: f.default for f in fields(TrainOptions)}
+    for name in IDLE_IN_SFT:
+        if getattr(train, name, None) != defaults.get(name):
+            yield (
+                f"train.{name}: supervised fine-tuning samples and rewards nothing, so it would "
+                f"do nothing: leave it out"
+            )
+
+
 def without_average(snapshots: Collection[str], train: TrainOptions) -> str | None:
     """Say what is wrong where an objective needs a moving average of the weights that nobody keeps,
     or None."""
@@ -352,8 +380,9 @@ def without_average(snapshots: Collection[str], train: TrainOptions) -> str | No
     return None
 
 
-def arithmetic(train: TrainOptions, processes: int = 1) -> Plan:
-    """Compute how the sizes divide over processes, steps and micro-batches.
+def arithmetic(train: TrainOptions, processes: int = 1, supervised: bool = False) -> Plan:
+    """Compute how the sizes divide over processes, steps and micro-batches. ``supervised``: answers
+    come from the data, so that groups of one are as they should be.
 
     Raises UserError naming every key that does not fit and the nearest values that would.
     """
@@ -373,7 +402,7 @@ def arithmetic(train: TrainOptions, processes: int = 1) -> Plan:
         rows_per_step=rows_per_step,
         micro_batch=micro_batch,
         accumulation=-(-rows_per_step // micro_batch),
-        warnings=tuple(_warnings(train)),
+        warnings=tuple(_warnings(train, supervised)),
     )
 
 
@@ -452,8 +481,8 @@ def _nearest(size: int, multiple: int, fits: Callable[[int], bool]) -> str:
     return " or ".join(map(str, nearest)) or f"a multiple of {multiple}"
 
 
-def _warnings(train: TrainOptions) -> Iterator[str]:
-    if train.group_size < 2:
+def _warnings(train: TrainOptions, supervised: bool) -> Iterator[str]:
+    if train.group_size < 2 and not supervised:
         yield (
             "train.group_size is 1: an advantage that compares the samples of a prompt is zero, "
             "nothing would be learned"

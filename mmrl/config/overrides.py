@@ -18,7 +18,20 @@ PLUGGED: dict[str, Registry] = {
     "advantage": ADVANTAGES,
     "optimizer": OPTIMIZERS,
 }
-SECTIONS = (*PLUGGED, "reward", "train", "evaluate", "plugins", "run", "log", "preset", "alarms")
+SECTIONS = (
+    *PLUGGED,
+    "reward",
+    "train",
+    "evaluate",
+    "plugins",
+    "run",
+    "log",
+    "preset",
+    "alarms",
+    "start",
+    "stages",
+    "stage",
+)
 
 
 def override_with(plain: dict[Any, Any], marks: dict[tuple[Any, ...], str], override: str) -> None:

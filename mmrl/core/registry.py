@@ -231,6 +231,7 @@ BUILT_IN = (
     "mmrl.data.prompts",
     "mmrl.data.vision",
     "mmrl.data.budget",
+    "mmrl.data.captions",
     "mmrl.data.curriculum",
     "mmrl.data.selection",
     "mmrl.data.subsets",

@@ -297,6 +297,7 @@ class Renoised(SamplerState):
     """Describes a finished sample to which noise was added."""
 
     x0_per_output: Tensor  # [B] how far the predicted clean sample moves with the output
+    snr: Tensor | None = None  # [B] power of the signal over that of the noise
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,5 +37,7 @@ from mmrl.objectives.preference import DiffusionDPO as DiffusionDPO
 from mmrl.objectives.preference import SePPO as SePPO
 from mmrl.objectives.reward_gradient import AdjointMatching as AdjointMatching
 from mmrl.objectives.reward_gradient import Draft as Draft
+from mmrl.objectives.supervised import SFT as SFT
+from mmrl.objectives.supervised import Supervised as Supervised
 from mmrl.objectives.trust_region import FlowDPPO as FlowDPPO
 from mmrl.objectives.unified import Unified as Unified

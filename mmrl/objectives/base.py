@@ -36,6 +36,8 @@ class Objective(ABC):
     reads: ClassVar[Reads] = "path"
     # looks at steps with noise: a sampler without any is refused
     visits: bool = False
+    # learns from answers in the data: see ``mmrl.objectives.supervised``
+    supervised: ClassVar[bool] = False
     # follows the gradient of the rewards, which ``attach`` hands over
     differentiates: ClassVar[bool] = False
 

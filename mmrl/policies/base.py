@@ -21,7 +21,8 @@ from mmrl.core.errors import UserError
 from mmrl.core.host import sent
 from mmrl.core.types import Copies, Fields, Media, Point, Prompt, Rollout, tree_map
 from mmrl.core.weights import Weights
-from mmrl.policies.capabilities import Capabilities
+from mmrl.policies.answers import media_problem, opened
+from mmrl.policies.capabilities import Capabilities, Medium
 from mmrl.policies.lora import ATTENTION, Lora, add_lora
 from samplers.batching import Attempt, attempts, rows_that_fit
 from samplers.noise import Rng
@@ -123,6 +124,8 @@ class Policy(ABC):
     guidance_scale: float | None = None  # of classifier-free guidance; None: it has none
     # whether log-probs are those of guided samples; "conditional" leaves guidance out
     logprob_guidance: LogprobGuidance = "guided"
+    media_size: tuple[int, int] | None = None  # [height, width] of the pictures it makes
+    media_frames: int | None = None  # of the videos it makes
     rates: Tensor  # [T + 1] share of tokens hidden before each pass and after the last (remaskable)
 
     @abstractmethod
@@ -157,6 +160,32 @@ class Policy(ABC):
     def decode(self, rollout: Rollout) -> Media:
         """Turn samples into what rewards look at: B images [B, 3, H, W], videos [B, F, 3, H, W]
         (both in 0..1) or texts."""
+
+    def encode_media(self, media: Tensor) -> Tensor:
+        """Encode pictures [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1, of the sizes that
+        ``decode`` returns, to samples [B, *]: its inverse, as far as there is one."""
+        raise self._cannot("encodes no pictures of others")
+
+    def medium_of(self, prompt: Prompt) -> Medium | None:
+        """Say what an answer to the prompt is; None: what ``decode`` returns is not known."""
+        return self.capabilities.makes
+
+    def open_answer(self, prompt: Prompt, value: Any) -> Tensor:
+        """Open the picture or video, mostly a file, that answers a prompt, for ``demonstrate``."""
+        return opened(value, self.medium_of(prompt), self.media_frames, prompt)
+
+    def unreadable(self, prompt: Prompt, value: Any) -> str | None:
+        """Say why that picture or video cannot be opened, by the head of its file; None: it can."""
+        return media_problem(value, self.medium_of(prompt))
+
+    def text_of(self, ids: list[int]) -> str:
+        """Return the text of the first tokens of an answer."""
+        raise self._cannot("writes no text")
+
+    @contextmanager
+    def untempered(self) -> Iterator[None]:
+        """Score by the model's own distribution: at temperature 1, no token taken away."""
+        yield
 
     @contextmanager
     def evaluating(self, guidance: float | None = None) -> Iterator[None]:
@@ -306,12 +335,15 @@ class Policy(ABC):
             raise self._cannot("cannot be shown old answers again")
         return encode(prompts), prompts
 
-    def demonstrate(self, prompts: list[Prompt], answers: Sequence[Any], rng: Rng) -> Rollout:
+    def demonstrate(
+        self, prompts: list[Prompt], answers: Sequence[Any], rng: Rng, *, score: bool = True
+    ) -> Rollout:
         """Make a rollout of answers that somebody wrote, one to each prompt (demonstrations).
 
-        An answer is what ``decode`` returns of one row; None, or one that does not fit, gives a row
-        without decisions. Log-probs are those of the weights in force. Where decisions are unknown,
-        as those of the path to a picture, the mask holds none and the row is trainable.
+        An answer is what ``decode`` returns of one row, a picture of any size; None, or one that
+        does not fit, gives a row without decisions that is not trained on. Log-probs are those of
+        the weights in force; not ``score``: they are 0, and no pass is made. Where decisions are
+        unknown, as those of the path to a picture, the mask holds none and the row is trainable.
         """
         raise self._cannot("takes no answers of others")
 

@@ -7,7 +7,7 @@ large vocabularies, which are computed on request.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -28,6 +28,7 @@ from mmrl.policies.base import (
     rows_of,
 )
 from mmrl.policies.capabilities import Capabilities
+from mmrl.policies.demonstrations import sourced
 from mmrl.policies.drafts import FREE, drafted, verified
 from mmrl.policies.scores import Scored, Scorer, group_divergence, recorded
 from samplers.batching import at_width, chunks
@@ -71,6 +72,14 @@ class TokenPolicy(Policy):
         by_name = dict(zip(self.quantities, values.to(rollout.logprob).unbind(-1), strict=True))
         order = rollout.tokens.replace(self_certainty=by_name.get("self_certainty"))
         return rollout.replace(entropy=by_name.get("entropy"), trajectory=order)
+
+    def with_unknown(self, rollout: Rollout) -> Rollout:
+        """Add, NaN, what is recorded of decisions while they are drawn: nobody drew these."""
+        shape = (*rollout.logprob.shape, len(self.quantities))
+        rollout = self.with_recorded(rollout, rollout.logprob.new_full(shape, torch.nan))
+        if self.record_divergence:
+            rollout = rollout.replace(divergence=torch.zeros_like(rollout.logprob))
+        return rollout
 
     @torch.no_grad()
     def with_divergence(self, rollout: Rollout, size: int) -> Rollout:
@@ -126,6 +135,21 @@ class TokenPolicy(Policy):
         with at_guidance(self, guidance):
             yield
 
+    @torch.no_grad()
+    def scored(self, rollout: Rollout) -> Rollout:
+        """Record the log-probs that the policy gives to tokens which it did not sample, and the
+        entropies of their distributions, if recorded."""
+        logprob = torch.zeros_like(rollout.logprob)
+        entropy = None if rollout.entropy is None else torch.zeros_like(rollout.entropy)
+        for part in chunks(len(rollout), min(self.fixed_batch_rows or len(rollout), len(rollout))):
+            for point in self.path(rollout[part]):
+                dist = self.dist(point)
+                scores = dist.log_prob(point.target).to(logprob)
+                logprob[part] += torch.where(point.mask, scores, 0.0)
+                if entropy is not None:
+                    entropy[part] += torch.where(point.mask, dist.entropy().to(entropy), 0.0)
+        return rollout.replace(logprob=logprob, entropy=entropy)
+
     def scored_guidance(self, point: Point) -> float:
         """Choose the guidance scale of a point's log-probs; 1 leaves guidance out."""
         if point.guidance is not None:
@@ -163,6 +187,41 @@ class LogitsPolicy(TokenPolicy):
     def decode(self, rollout: Rollout) -> Media:
         return rollout.sample
 
+    @torch.no_grad()
+    def demonstrate(
+        self, prompts: list[Prompt], answers: Sequence[Any], rng: Rng, *, score: bool = True
+    ) -> Rollout:
+        row, group = rows_and_groups(prompts, 1, rng, self.device)
+        ids, present = self.answer_ids(answers)
+        rollout = Rollout(
+            group=group,
+            cond=self.encode(prompts),
+            row_id=row,
+            sample=ids,
+            logprob=torch.zeros(ids.shape, dtype=self.dtype, device=ids.device),
+            mask=self.read(ids) & present[:, None],
+            trajectory=TokenOrder(commit_step=self.order_of(row, rng, score)),
+            prompts=tuple(prompts),
+        )
+        rollout = self.with_unknown(sourced(rollout, present))
+        return self.scored(rollout) if score else rollout
+
+    def answer_ids(self, answers: Sequence[Any]) -> tuple[Tensor, Tensor]:
+        """Return the token ids [B, L] of answers, and which rows have one, [B] bool."""
+        blank = torch.full((self.length,), self.mask_id, device=self.device)
+        rows = [blank if answer is None else torch.as_tensor(answer) for answer in answers]
+        present = torch.tensor([answer is not None for answer in answers], device=self.device)
+        return torch.stack([row.to(blank) for row in rows]), present
+
+    def read(self, ids: Tensor) -> Tensor:
+        """Mark the tokens of samples ids [B, L] that are read, and so are decisions."""
+        return torch.ones_like(ids, dtype=torch.bool)
+
+    def order_of(self, row: Tensor, rng: Rng, score: bool) -> Tensor:
+        """Choose an order [B, L] in which the sampler could have written the tokens of rows named
+        ``row`` [B]; ``score``: it will be scored in that order."""
+        return torch.arange(self.length, device=row.device).expand(len(row), -1)
+
     def rollout(
         self, prompts: list[Prompt], copies: Copies, rng: Rng, context: RolloutContext = NO_CONTEXT
     ) -> Rollout:
@@ -186,7 +245,7 @@ class LogitsPolicy(TokenPolicy):
 class CausalPolicy(LogitsPolicy):
     """Draws tokens from left to right by a network of your own."""
 
-    capabilities = replace(LogitsPolicy.capabilities, drafts=True)
+    capabilities = replace(LogitsPolicy.capabilities, demonstrations=True, drafts=True)
 
     def _divergence(self, points: list[Point]) -> Tensor:
         logits = torch.cat([self.dist(point).logits for point in points])

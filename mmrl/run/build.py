@@ -4,6 +4,7 @@ with."""
 from __future__ import annotations
 
 import random
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -43,13 +44,17 @@ SECTIONS = {
     "alarms": AlarmOptions,
 }
 CONFIG = "config.yaml"
+PART = re.compile(r"\d+-.+")  # the folder of a stage
 HALVES = ("development", "test")  # of the held-out prompts, by evaluate.split
 
 
-def read(path: Path, overrides: Sequence[str], processes: int = 1) -> Config:
-    """Read a configuration and check it as far as possible without building a model."""
+def read(
+    path: Path, overrides: Sequence[str], processes: int = 1, added: Mapping[str, Any] = {}
+) -> Config:
+    """Read a configuration and check it as far as possible without building a model. ``added``:
+    sections that code gives."""
     load_built_in()
-    configuration = config.load(path, overrides)
+    configuration = config.load(path, overrides, added=added)
     config.check(configuration, SECTIONS, {"optimizer": ("parameters",)}, processes)
     return configuration
 
@@ -74,6 +79,8 @@ class Session:
         source = configuration.build("data", DATA)
         check_needs(configuration, source, {})
         policy = configuration.build("policy", POLICIES)
+        if start := configuration.plain.get("start"):
+            begin_with(policy, configuration, Path(start))
         source = admitted(policy, source)
         evaluation = configuration.section("evaluate", EvaluateOptions)
         session = cls(
@@ -101,12 +108,15 @@ class Session:
         return chosen
 
     def trainer(self) -> Trainer:
+        objective = self.config.build("objective", OBJECTIVES)
+        if objective.supervised:
+            objective.check(self.policy, [*self.source.train, *self.source.held_out])
         return Trainer(
             self.policy,
             self.source.train,
             self.scorer,
             self.config.build("advantage", ADVANTAGES),
-            self.config.build("objective", OBJECTIVES),
+            objective,
             self.config.build("optimizer", OPTIMIZERS),
             self.options,
         )
@@ -122,6 +132,25 @@ class Session:
             self.scorer.weights,
             self.options.max_reward_failure_rate,
         )
+
+
+def begin_with(policy: Any, configuration: Config, start: Path) -> None:
+    """Give a policy the weights of another run (``start``): the moving average, if there is one."""
+    beside = Path(configuration.file).parent / start
+    run = beside if (beside / CONFIG).is_file() else start
+    place = configuration.place(("start",))
+    if not (run / CONFIG).is_file():
+        raise UserError(place.say(f"{start} is no run whose weights could be taken up"))
+    arrays, _ = checkpoint.load(checkpoint.choose(run / "checkpoints")[0], checked=True)
+    try:
+        policy.weights.load(arrays.get("snapshot-ema", arrays["weights"]))
+    except ValueError as error:
+        raise UserError(
+            place.say(
+                f"the weights of {run} do not fit this policy: {error}; write the same path, lora "
+                f"and train as there, or export that run and give its folder as policy path"
+            )
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -150,6 +179,8 @@ def admitted(policy: Any, source: Any) -> Any:
 
 def scorer(configuration: Config, section: tuple[str, ...], options: TrainOptions) -> Scorer:
     chosen = configuration.rewards(section)
+    if not chosen and section == ("reward",) and supervised(configuration):
+        return Scorer.nothing()
     names = short_names(chosen)
     functions = {names[name]: entry.reward for name, entry in chosen.items()}
     return Scorer(
@@ -157,6 +188,13 @@ def scorer(configuration: Config, section: tuple[str, ...], options: TrainOption
         {names[name]: entry.weight for name, entry in chosen.items()},
         options.max_reward_failure_rate,
     )
+
+
+def supervised(configuration: Config) -> bool:
+    """Tell whether the objective learns from answers in the data, and so needs no reward."""
+    spec = configuration["objective"]
+    name = spec if isinstance(spec, str) else next(iter(spec), "")
+    return bool(getattr(OBJECTIVES.find(name), "supervised", False))
 
 
 def short_names(names: Iterable[str]) -> dict[str, str]:
@@ -240,6 +278,17 @@ def base(path: Path, overrides: Sequence[str] = ()) -> Session:
     )
     session.policy.weights.keep("ref")
     return session
+
+
+def last_stage(run: Path) -> Path:
+    """Return the folder of the last stage that a run with stages has begun; of another run its
+    own."""
+    file = run / CONFIG
+    if not file.is_file() or not config.load_stages(file)[1]:
+        return run
+    parts = [part for part in run.glob("*-*") if PART.fullmatch(part.name)]
+    begun = [part for part in parts if checkpoint.latest(part / "checkpoints") is not None]
+    return max(begun, key=lambda part: int(part.name.partition("-")[0]), default=run)
 
 
 def config_of(run: Path) -> Path:

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 
 from mmrl import config
+from mmrl.config.stages import OF_ALL, misfits
+from mmrl.config.yamltext import read as parsed
 from mmrl.core import distributed
 from mmrl.core.errors import UserError
 from mmrl.monitoring.alarms import AlarmOptions, Alarms
@@ -38,11 +40,76 @@ COSTS = {"cpu_seconds": "cpu_seconds", "samples": "samples/total", "forwards": "
 
 
 def train(name: Path, overrides: Sequence[str] = (), resume: bool = False) -> Path:
-    """Train a configuration, or go on with a run folder. Returns the run folder.
+    """Train a configuration, or go on with a run folder. Returns the run folder. One with stages
+    is trained stage by stage.
 
     Raises UserError for everything a user can mend; what was trained until then is saved.
     """
-    configuration = read(config_of(name) if resume else name, overrides)
+    file = config_of(name) if resume else name
+    plain, stages = config.load_stages(file, overrides)
+    if not stages:
+        return train_one(name, overrides, resume)
+    if resume and overrides:
+        raise UserError(
+            f"{name} has the stages {', '.join(stages)}: changes belong to one of them, such as "
+            f"mmrl train --resume {name}/1-{stages[0]} {overrides[0]}"
+        )
+    checked = {stage: read(file, [*overrides, f"stage={stage}"]) for stage in stages}
+    if problems := list(misfits({stage: known.plain for stage, known in checked.items()})):
+        raise UserError("\n".join(f"{file}: {problem}" for problem in problems))
+    folder = name if resume else run_folder(checked[stages[0]], name)
+    if not resume and distributed.world()[0] == 0:
+        _write_stages(folder, plain, checked)
+    before: Path | None = None
+    for number, stage in enumerate(stages, start=1):
+        part = folder / f"{number}-{stage}"
+        if not is_finished(part):
+            print(f"stage {number} of {len(stages)}: {stage}", flush=True)
+            begun = checkpoint.latest(part / "checkpoints") is not None
+            added = {"run": str(part)} | ({"start": str(before.resolve())} if before else {})
+            if begun:
+                train_one(part, (), resume=True)
+            else:
+                train_one(file, [*overrides, f"stage={stage}"], added=added)
+        if not is_finished(part):
+            break
+        before = part
+    return folder
+
+
+def _write_stages(
+    folder: Path, plain: Mapping[str, Any], checked: Mapping[str, config.Config]
+) -> None:
+    """Write the configuration of a run with stages: all that each of them does stands in it."""
+    whole = {name: parsed(config.dump(known), known.file)[0] for name, known in checked.items()}
+    parts = {
+        name: {key: value for key, value in sections.items() if key not in OF_ALL}
+        for name, sections in whole.items()
+    }
+    shared = {key: plain[key] for key in ("plugins",) if key in plain}
+    folder.mkdir(parents=True, exist_ok=True)
+    written = config.Config({**shared, "run": str(folder), "stages": parts})
+    (folder / CONFIG).write_text(config.dump(written))
+
+
+def is_finished(folder: Path) -> bool:
+    """Tell whether a run has spent its iterations or its budget."""
+    try:
+        lines = (folder / "events.jsonl").read_text().splitlines()
+    except OSError:
+        return False
+    return any(json.loads(line).get("kind") == FINISHED for line in lines if line.startswith("{"))
+
+
+def train_one(
+    name: Path,
+    overrides: Sequence[str] = (),
+    resume: bool = False,
+    added: Mapping[str, Any] = {},
+) -> Path:
+    """Train a configuration without stages, or one of its stages; ``added``: sections that code
+    gives. Returns the run folder."""
+    configuration = read(config_of(name) if resume else name, overrides, added=added)
     session = Session.of(configuration)
     trainer = session.trainer()
     config.check(configuration, SECTIONS, {"optimizer": ("parameters",)}, trainer.device.processes)
@@ -123,7 +190,11 @@ class Run:
                 self.log.metrics(trainer.iteration, metrics)
                 self._tell(metrics)
                 self._sound_alarms()
-                bar.update(trainer.iteration, metrics["reward/mean"])
+                bar.update(trainer.iteration, metrics.get("reward/mean"), self._note(metrics))
+
+    def _note(self, metrics: Mapping[str, float]) -> str:
+        """Return what the progress says besides the reward: the loss where there is none."""
+        return "" if "reward/mean" in metrics else f"loss {metrics.get('loss', math.nan):.4f}"
 
     @contextmanager
     def rescued(self) -> Iterator[None]:
@@ -181,18 +252,23 @@ class Run:
     def _every_so_often(self, iteration: int) -> dict[str, float]:
         """Save, preview and evaluate where that is due after this iteration."""
         options = self.session.options
-        metrics = {}
+        metrics: dict[str, float] = {}
         if due(iteration, options.save_every) and iteration < options.iterations:
             self.save()
         if due(iteration, options.sample_every):
             self.preview(f"iter-{iteration:06d}")
         if due(iteration, options.evaluate_every):
             session = self.session
+            prompts = session.prompts()
+            options_of_evaluation = session.evaluation
             with self._best_weights():
-                each = evaluate(
-                    session.policy, session.prompts(), session.scorer, session.evaluation
+                if session.scorer.rewards:
+                    each = evaluate(session.policy, prompts, session.scorer, options_of_evaluation)
+                    metrics |= {f"eval/{name}": value.mean for name, value in each.items()}
+                losses = self.trainer.held_out(
+                    prompts[: options_of_evaluation.prompts], options_of_evaluation.seed
                 )
-            metrics = {f"eval/{name}": estimate.mean for name, estimate in each.items()}
+            metrics |= {f"eval/{name}": value for name, value in losses.items()}
         return metrics
 
     def _best_weights(self) -> AbstractContextManager[None]:

@@ -103,6 +103,14 @@ class Scorer:
                 )
         self.workers = {name: Worker(f"reward {name}") for name in rewards}
 
+    @classmethod
+    def nothing(cls) -> Scorer:
+        """Make a scorer without rewards, for training that has none: it is never called."""
+        scorer = cls.__new__(cls)
+        scorer.rewards, scorer.weights, scorer.workers = {}, {}, {}
+        scorer.failures, scorer.seconds, scorer.max_failures = {}, {}, 0.0
+        return scorer
+
     def __call__(
         self, media: Media, prompts: Sequence[Prompt], groups: Sequence[int] | Tensor | None = None
     ) -> Rewards:

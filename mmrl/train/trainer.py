@@ -15,7 +15,13 @@ from typing import Any
 import torch
 
 from mmrl import advantages
-from mmrl.config.options import TrainOptions, arithmetic, unsuited, without_average
+from mmrl.config.options import (
+    TrainOptions,
+    arithmetic,
+    unfit_for_sft,
+    unsuited,
+    without_average,
+)
 from mmrl.core import distributed
 from mmrl.core.errors import UserError
 from mmrl.core.metrics import Stopwatch
@@ -29,6 +35,7 @@ from mmrl.objectives.base import Objective
 from mmrl.policies.base import Policy, RolloutContext
 from mmrl.rollout import collect
 from mmrl.rollout.stages import Drawn, Setup, sampled_only, set_apart, sizes_of_all, stages_of
+from mmrl.train import supervised
 from mmrl.train.batch import Batch
 from mmrl.train.device import Device, MakeOptimizer
 from mmrl.train.update import Update
@@ -62,7 +69,7 @@ class Trainer:
         self.objective = objective
         self.options = options
         self.device = device or Device(options)
-        self.plan = arithmetic(options, self.device.processes)
+        self.plan = arithmetic(options, self.device.processes, objective.supervised)
         self.clock = Stopwatch()
         self.iteration = 0  # iterations finished
         prepared = self.device.prepare(policy, optimizer)
@@ -89,7 +96,7 @@ class Trainer:
         self.policy.measures()  # forget what was counted outside iterations
         batch = self.collect()
         metrics = self.update.run(batch)
-        if isinstance(self.prompts, Curriculum):
+        if isinstance(self.prompts, Curriculum) and not self.objective.supervised:
             rollout, rewards = batch.sampled
             self.prompts.learn(advantages.outcomes(rewards, rollout))
         self.iteration += 1
@@ -103,7 +110,8 @@ class Trainer:
 
     @torch.no_grad()
     def collect(self) -> Batch:
-        """Sample, score and compare inside groups; nothing is trained yet."""
+        """Sample, score and compare inside groups; nothing is trained yet. Answers of the data are
+        taken as they are."""
         first = self.device.rank * self.plan.prompts_per_process
         prompts, sizes = self.next_prompts()
         local = slice(first, first + self.plan.prompts_per_process)
@@ -111,6 +119,11 @@ class Trainer:
         for stage in self.stages:
             stage.begin(self.iteration)
         rng = Rng(self._rng("rollout").key).after(sizes, first)
+        if self.objective.supervised:
+            with self.clock.time("demonstrate"):
+                return supervised.collect(
+                    self.policy, self.objective, prompts[local], rng, self.iteration, len(prompts)
+                )
         drawn = self.sample(prompts[local], rng, sizes if isinstance(sizes, int) else sizes[local])
         metrics: dict[str, float] = {}
         for stage in self.stages:
@@ -142,12 +155,21 @@ class Trainer:
             metrics=metrics,
         )
 
+    def held_out(self, prompts: Sequence[Prompt], seed: int) -> dict[str, float]:
+        """Measure the loss on held-out answers under the present weights, where the objective
+        learns from answers; a collective call."""
+        if not self.objective.supervised:
+            return {}
+        passes = self.update.passes
+        loss = supervised.held_out_loss(self.policy, self.objective, passes, prompts, seed)
+        return {"loss": loss}
+
     def next_prompts(self) -> tuple[list[Prompt], Copies]:
         """Take the prompts of the iteration, of all processes, and how often each is answered."""
         options = self.options
         count = options.prompts_per_iteration
         prompts = batch_of_prompts(self.prompts, count, self.iteration, options.seed)
-        if not isinstance(self.prompts, Curriculum):
+        if not isinstance(self.prompts, Curriculum) or self.objective.supervised:
             return prompts, options.group_size
         return prompts, self.prompts.copies(prompts, options.group_size, self.iteration)
 
@@ -223,3 +245,5 @@ def suits(objective: Objective, policy: Policy, options: TrainOptions) -> None:
         raise UserError(why)
     for option, sentence in objective.unfit(policy):
         raise UserError(f"the objective's option {option}: {sentence}")
+    if objective.supervised and (problems := list(unfit_for_sft(options))):
+        raise UserError("\n".join(problems))

@@ -252,6 +252,7 @@ DOCUMENTED = {
     "tree": Tree,
     "objective: policy_gradient": OBJECTIVES["policy_gradient"],
     "objective: masked": OBJECTIVES["masked"],
+    "objective: sft": OBJECTIVES["sft"],
     "kl": KL,
     "entropy": Entropy,
     "importance_sampling": Importance,

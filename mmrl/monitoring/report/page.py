@@ -15,6 +15,7 @@ from mmrl.monitoring.report.curves import chart_sections, reward_chart, spread_o
 from mmrl.monitoring.report.evidence import Evaluation, read_evaluation, score, table, verdict
 from mmrl.monitoring.report.pictures import compare, data_uri, save_picture
 from mmrl.monitoring.report.runs import Run, iteration_of, read_run
+from mmrl.monitoring.report.stages import parts, render_stages
 
 MOST_PAIRS = 24
 MOST_TIMES = 8
@@ -28,13 +29,21 @@ def write_report(run: Path | str) -> Path:
     page's path.
 
     Pieces of the run that are missing or broken are left out and listed at the end of the page.
-    Raises UserError for a folder that holds no run.
+    Raises UserError for a folder that holds no run. Of a run with stages the page holds those of
+    all stages, which are written into their folders too.
     """
+    if stages := parts(Path(run)):
+        pages = [write_report(stage).read_text(encoding="utf-8") for stage in stages]
+        runs = [read_run(stage) for stage in stages]
+        return _written(Path(run), render_stages(Path(run), runs, pages))
     history = read_run(run)
     with suppress(UserError):  # no such pictures in this run: the page has none
         before_after_picture(history.folder)
-    page = render(history)
-    path = history.folder / "report.html"
+    return _written(history.folder, render(history))
+
+
+def _written(folder: Path, page: str) -> Path:
+    path = folder / "report.html"
     draft = path.with_suffix(".html.part")
     draft.write_text(page, encoding="utf-8")
     draft.replace(path)

@@ -158,16 +158,17 @@ def read_run(folder: Path | str) -> Run:
 def _no_run(folder: Path) -> str:
     if not folder.exists():
         parent = folder.parent
-        around = [p.name for p in parent.iterdir() if _is_run(p)] if parent.is_dir() else []
+        around = [p.name for p in parent.iterdir() if is_run(p)] if parent.is_dir() else []
         return f"no run folder {folder}; {suggest(folder.name, around)}"
     if not folder.is_dir():
         return f"{folder} is a file; give the folder of a run"
-    inside = [str(p) for p in sorted(folder.iterdir()) if _is_run(p)][:5]
+    inside = [str(p) for p in sorted(folder.iterdir()) if is_run(p)][:5]
     hint = f"; runs in it: {', '.join(inside)}" if inside else ""
     return f"{folder} holds no run (none of {', '.join(MARKS)}){hint}"
 
 
-def _is_run(path: Path) -> bool:
+def is_run(path: Path) -> bool:
+    """Tell whether a folder holds what a run writes."""
     return path.is_dir() and any((path / mark).is_file() for mark in MARKS)
 
 

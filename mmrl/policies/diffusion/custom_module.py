@@ -36,6 +36,7 @@ class Module(FlowPolicy):
     """
 
     not_options = ()
+    capabilities = replace(FlowPolicy.capabilities, demonstrations=True)
     attention = (
         *ATTENTION,
         *(f"{layer}.{name}" for layer in ("attn1", "attn2") for name in PROJECTIONS),
@@ -66,6 +67,8 @@ class Module(FlowPolicy):
         self.vae = None if vae is None else _autoencoder(vae)
         if self.vae is not None or (len(self.shape) == 3 and self.shape[0] == 3):
             self.capabilities = replace(self.capabilities, makes="image")
+            factor = 1 if self.vae is None else _factor(self.vae)
+            self.media_size = (self.shape[-2] * factor, self.shape[-1] * factor)
         super().__init__(network, **options)
         if self.guidance_scale != 1 and (empty is None or field is None):
             raise UserError(
@@ -118,6 +121,19 @@ class Module(FlowPolicy):
             pixels = torch.cat([_pixels(vae, rollout.sample[part]) for part in parts])
         return (pixels / 2 + 0.5).clamp(0, 1)
 
+    @torch.no_grad()
+    def encode_media(self, media: Tensor) -> Tensor:
+        """Return the samples of pictures [B, 3, H, W]; samples that are no images unchanged."""
+        if self.capabilities.makes is None:
+            if tuple(media.shape[1:]) != self.shape:
+                raise UserError(
+                    f"an answer has the shape {tuple(media.shape[1:])}; policy option shape says "
+                    f"{self.shape}"
+                )
+            return media.to(self.dtype)
+        pixels = (2 * media - 1).to(self.dtype)
+        return pixels if self.vae is None else _latents(self.vae.to(self.device), pixels)
+
     def export(self, folder: Path) -> None:
         """Write ``net.safetensors``: the state dict of what ``net`` builds, adapters added to its
         weights."""
@@ -134,6 +150,17 @@ def _pixels(vae: Any, latents: Tensor) -> Tensor:
     shift = getattr(vae.config, "shift_factor", None) or 0.0
     images: Tensor = vae.decode(latents.to(vae.dtype) / vae.config.scaling_factor + shift).sample
     return images
+
+
+def _factor(vae: Any) -> int:
+    return 1 << (len(vae.config.block_out_channels) - 1)
+
+
+def _latents(vae: Any, pixels: Tensor) -> Tensor:
+    shift = getattr(vae.config, "shift_factor", None) or 0.0
+    mode: Tensor = vae.encode(pixels.to(vae.dtype)).latent_dist.mode()
+    latents: Tensor = (mode - shift) * vae.config.scaling_factor
+    return latents
 
 
 def _autoencoder(place: str) -> Any:

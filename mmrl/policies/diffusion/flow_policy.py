@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple
@@ -50,6 +50,7 @@ from mmrl.policies.base import (
     without_empty,
 )
 from mmrl.policies.capabilities import Capabilities
+from mmrl.policies.demonstrations import encoded, placed_rows, sourced
 from mmrl.policies.diffusion.trees import Tree
 from samplers.batching import at_width, chunks
 from samplers.kernels import flow_sde
@@ -264,6 +265,37 @@ class FlowPolicy(Policy):
         )
         return Rollout.cat(blocks).replace(prompts=tuple(prompts), trajectory=latents)
 
+    @torch.no_grad()
+    def demonstrate(
+        self, prompts: list[Prompt], answers: Sequence[Any], rng: Rng, *, score: bool = True
+    ) -> Rollout:
+        """Make a rollout of pictures that somebody made. No step of a path is known of them:
+        what looks at re-noised samples can train on them."""
+        row, group = rows_and_groups(prompts, 1, rng, self.device)
+        samples, present = encoded(self, answers)
+        blank = torch.zeros(len(row), *self.shape, dtype=self.dtype, device=self.device)
+        sample = placed_rows(samples, present, blank)
+        plan = self._plan(1, rng)
+        time, noise_level = (self._on_rows(steps, len(row)) for steps in (plan.times, plan.eta))
+        unknown = torch.zeros_like(noise_level)
+        latents = LatentPath(
+            states=blank.new_zeros(len(row), 0, *self.shape),
+            visit=torch.full_like(time, -1, dtype=torch.long),
+            time=time,
+            noise_level=noise_level,
+        )
+        rollout = Rollout(
+            group=group,
+            cond=self.encode(prompts),
+            row_id=row,
+            sample=sample,
+            logprob=unknown,
+            mask=unknown.bool(),
+            trajectory=latents,
+            prompts=tuple(prompts),
+        )
+        return sourced(rollout, present)
+
     @property
     def summed_dimensions(self) -> int:
         return math.prod(self.shape) if self.logprob_reduction == "sum" else 1
@@ -423,11 +455,16 @@ class FlowPolicy(Policy):
         t = self.process.snap(t.to(rollout.sample))
         noise = rng.normal(name, self.shape, 1, rollout.sample.dtype)
         alive = rollout.alive()
+        alpha, sigma = self.process.scales(t, rollout.sample)
         yield Point(
             group=rollout.group,
             cond=rollout.cond,
             row_id=rollout.row_id,
-            step=Renoised(time=t, x0_per_output=self.process.gain(t, rollout.sample).flatten()),
+            step=Renoised(
+                time=t,
+                x0_per_output=self.process.gain(t, rollout.sample).flatten(),
+                snr=(alpha / sigma).square().flatten(),
+            ),
             mask=alive[:, None],
             num_decisions=alive.long(),
             state=noised(self.process, rollout.sample, noise, t),

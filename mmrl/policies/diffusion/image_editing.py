@@ -55,13 +55,6 @@ class EditPolicy(FolderPolicy):
         pixels = processor.preprocess(pictures, *self.image_size).to(self.device, vae.dtype)
         return torch.cat([self.latents_of(vae, image) for image in pixels.split(1)]).to(self.dtype)
 
-    def latents_of(self, vae: Any, pixels: Tensor) -> Tensor:
-        """Encode pixels [B, 3, H, W] in -1..1 to latents [B, C, h, w] as the network sees them: the
-        inverse of ``pixels``."""
-        mode: Tensor = vae.encode(pixels).latent_dist.mode()
-        latents: Tensor = (mode - vae.config.shift_factor) * vae.config.scaling_factor
-        return latents
-
     def processor(self) -> Any:
         from diffusers.image_processor import VaeImageProcessor
 

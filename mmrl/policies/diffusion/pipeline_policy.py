@@ -36,7 +36,7 @@ class FolderPolicy(FlowPolicy):
     autoencoder: ClassVar[str] = "AutoencoderKL"
     part: ClassVar[str] = "transformer"  # of the folder that is trained
     also: ClassVar[tuple[str, ...]] = ()  # further pipelines whose folders load
-    capabilities = replace(FlowPolicy.capabilities, makes="image")
+    capabilities = replace(FlowPolicy.capabilities, makes="image", demonstrations=True)
     net: Any  # of diffusers, as its configuration
     size: tuple[int, int]  # pixels, [height, width]
     decoding: int | None = None  # samples decoded at once last time; None: none yet
@@ -72,6 +72,7 @@ class FolderPolicy(FlowPolicy):
         )
         self.decode_in_parts(vae_tiling, vae_slicing)
         self.size = (size, size) if isinstance(size, int) else (size[0], size[1])
+        self.media_size = self.size
         self.shape, self.process = self.latent_shape(), self.trained_process()
         self.texts = PromptCache(
             self.load_texts, self.encode_texts, text_encoder_placement, text_cache
@@ -197,6 +198,20 @@ class FolderPolicy(FlowPolicy):
         shift = getattr(vae.config, "shift_factor", None) or 0.0
         pixels: Tensor = vae.decode(latents / vae.config.scaling_factor + shift).sample
         return pixels
+
+    @torch.no_grad()
+    def encode_media(self, media: Tensor) -> Tensor:
+        """Encode to the autoencoder's most likely latents."""
+        vae = self.vae.to(self.device)
+        return self.latents_of(vae, (2 * media - 1).to(vae.dtype)).to(self.dtype)
+
+    def latents_of(self, vae: Any, pixels: Tensor) -> Tensor:
+        """Encode pixels [B, 3, H, W] in -1..1 to latents [B, *] as the network sees them: the
+        inverse of ``pixels``."""
+        mode: Tensor = vae.encode(pixels).latent_dist.mode()
+        shift = getattr(vae.config, "shift_factor", None) or 0.0
+        latents: Tensor = (mode - shift) * vae.config.scaling_factor
+        return latents
 
     def load_texts(self) -> Any:
         """Load the pipeline without network and autoencoder."""

@@ -31,6 +31,7 @@ class VideoFolderPolicy(FolderPolicy):
         """Extend the options of ``FolderPolicy``. frames: of a video. offload_trajectory: stored
         latents are kept in the CPU's memory."""
         self.frames = frames
+        self.media_frames = frames
         super().__init__(path, offload_trajectory=offload_trajectory, **options)
 
     def latent_frames(self, factor: int) -> int:
@@ -44,6 +45,9 @@ class VideoFolderPolicy(FolderPolicy):
                 f"{down} and {down + factor}"
             )
         return (self.frames - 1) // factor + 1
+
+    def encode_media(self, media: Tensor) -> Tensor:
+        return super().encode_media(media.transpose(1, 2))
 
     def decode(self, rollout: Rollout) -> Tensor:
         """Decode to videos [B, F, 3, H, W] in 0..1."""

@@ -9,6 +9,8 @@ and in the score.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -27,6 +29,7 @@ from mmrl.policies.base import (
     rows_and_groups,
     warn_of_mismatch,
 )
+from mmrl.policies.demonstrations import encoded, placed_rows, sourced
 from mmrl.policies.drafts import FREE, drafted, verified, with_complete
 from mmrl.policies.image_tokens.attention import Kernel, available
 from mmrl.policies.image_tokens.network import ImageNet, Inputs, beside, spans, stacked
@@ -51,7 +54,9 @@ class ImageTokenPolicy(TokenPolicy):
     one token as one graph (torch.compile), whose shapes never change: for GPUs.
     """
 
-    capabilities = replace(TokenPolicy.capabilities, makes="image", drafts=True)
+    capabilities = replace(
+        TokenPolicy.capabilities, makes="image", demonstrations=True, drafts=True
+    )
     adjacent = True
     net: ImageNet
     guidance_scale: float
@@ -260,6 +265,44 @@ class ImageTokenPolicy(TokenPolicy):
             self.entropies,
         )
         return AnswerTokens(self, point, where, hidden, scored)
+
+    @torch.no_grad()
+    def demonstrate(
+        self, prompts: list[Prompt], answers: Sequence[Any], rng: Rng, *, score: bool = True
+    ) -> Rollout:
+        row, group = rows_and_groups(prompts, 1, rng, self.device)
+        samples, present = encoded(self, answers)
+        blank = torch.zeros(len(row), sum(self.net.turns), dtype=torch.long, device=self.device)
+        ids = placed_rows(samples, present, blank)
+        rollout = Rollout(
+            group=group,
+            cond=self.encode(prompts),
+            row_id=row,
+            sample=ids,
+            logprob=torch.zeros(ids.shape, dtype=self.dtype, device=ids.device),
+            mask=self.decided(ids) & present[:, None],
+            trajectory=TokenOrder(commit_step=self.blocks_of(ids).expand_as(ids)),
+            prompts=tuple(prompts),
+        )
+        rollout = self.with_unknown(sourced(rollout, present))
+        return self.scored(rollout) if score else rollout
+
+    @torch.no_grad()
+    def encode_media(self, media: Tensor) -> Tensor:
+        return self.ids_of(2 * media - 1)
+
+    def ids_of(self, pixels: Tensor) -> Tensor:
+        """Encode pixels [B, 3, H, W] in -1..1 to token ids [B, T]: the inverse of ``pixels``."""
+        raise self._cannot("encodes no pictures of others")
+
+    @contextmanager
+    def untempered(self) -> Iterator[None]:
+        before = self.warp
+        self.warp = Warp(suppressed=before.suppressed)
+        try:
+            yield
+        finally:
+            self.warp = before
 
     def decode(self, rollout: Rollout) -> Media:
         return torch.cat(self.images_of(rollout.sample, len(rollout)))

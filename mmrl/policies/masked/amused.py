@@ -3,7 +3,7 @@ VQ-GAN, and every model in its folder format."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,6 +18,7 @@ from mmrl.core.host import on_host, sent
 from mmrl.core.registry import POLICIES
 from mmrl.core.types import Media, Prompt, Rollout
 from mmrl.policies.base import Precision
+from mmrl.policies.demonstrations import encoded, placed_rows
 from mmrl.policies.diffusion import diffusers_folder
 from mmrl.policies.diffusion.text_encoding import Placement, PromptCache, texts_of
 from mmrl.policies.image_tokens.attention import Kernel, available
@@ -151,6 +152,20 @@ class Amused(MaskedDiffusion):
         parts = chunks(len(rollout), self.fixed_batch_rows or len(rollout))
         return torch.cat([self._pixels(vae, rollout.sample[part]) for part in parts])
 
+    def answer_ids(self, answers: Sequence[Any]) -> tuple[Tensor, Tensor]:
+        samples, present = encoded(self, answers)
+        blank = torch.full((len(answers), self.length), self.mask_id, device=self.device)
+        return placed_rows(samples, present, blank), present
+
+    @property
+    def media_size(self) -> tuple[int, int]:  # type: ignore[override]
+        return (self.micro[1], self.micro[0])
+
+    @torch.no_grad()
+    def encode_media(self, media: Tensor) -> Tensor:
+        """Encode to codes [B, L], row by row."""
+        return codes_of(self.vae.to(self.device), media)
+
     def _pixels(self, vae: Any, ids: Tensor) -> Tensor:
         shape = (len(ids), *self.grid, vae.config.latent_channels)
         images: Tensor = vae.decode(
@@ -173,6 +188,13 @@ class Amused(MaskedDiffusion):
             self.net.save_lora_adapter(folder)
         else:
             diffusers_folder.save_full(AmusedPipeline, self.place, self.net, folder)
+
+
+def codes_of(vae: Any, media: Tensor) -> Tensor:
+    """Return the codes [B, L] that a VQModel of diffusers gives pictures [B, 3, H, W] in 0..1."""
+    latents = vae.encode(media.to(vae.dtype)).latents
+    codes: Tensor = vae.quantize(latents)[2][2]
+    return codes.view(len(media), -1)
 
 
 def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:

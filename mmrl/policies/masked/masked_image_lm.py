@@ -3,7 +3,7 @@ generators."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,7 +17,9 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES, import_name, locate
 from mmrl.core.types import Media, Prompt, Query, Rollout
 from mmrl.policies.base import Precision
+from mmrl.policies.demonstrations import encoded, placed_rows
 from mmrl.policies.diffusion.text_encoding import texts_of
+from mmrl.policies.masked.amused import codes_of
 from mmrl.policies.masked.masked_lm import MaskedLM
 from mmrl.policies.masked.policy import MaskedDiffusion
 from samplers.batching import chunks
@@ -80,6 +82,8 @@ class MaskedImageLM(MaskedLM):
         self.prompt = prompt
         self.suffix = self.tokenizer(after, add_special_tokens=False).input_ids if after else []
         self.codec = _decoder(decoder)
+        if isinstance(self.codec, Codec):
+            self.media_size = (side * self.codec.factor, side * self.codec.factor)
 
     def encode(self, prompts: list[Prompt]) -> dict[str, Any]:
         """Encode the prompts, and behind them the empty one, padded alike."""
@@ -104,6 +108,22 @@ class MaskedImageLM(MaskedLM):
     def _warped(self, logits: Tensor) -> Tensor:
         return MaskedDiffusion._warped(self, logits)
 
+    def answer_ids(self, answers: Sequence[Any]) -> tuple[Tensor, Tensor]:
+        samples, present = encoded(self, answers)
+        blank = torch.full((len(answers), self.length), self.mask_id, device=self.device)
+        return placed_rows(samples, present, blank), present
+
+    @torch.no_grad()
+    def encode_media(self, media: Tensor) -> Tensor:
+        encode = getattr(self.codec, "encode", None)
+        if encode is None:
+            raise UserError(
+                "policy option decoder: to learn from pictures it must have a method encode, "
+                "images [B, 3, H, W] in 0..1 to codes [B, L]; a VQModel of diffusers has it"
+            )
+        codes: Tensor = encode(media)
+        return codes.flatten(1)
+
     @torch.no_grad()
     def decode(self, rollout: Rollout) -> Media:
         """Decode to images [B, 3, H, W] in 0..1."""
@@ -112,6 +132,24 @@ class MaskedImageLM(MaskedLM):
             self.codec(ids[part]) for part in chunks(len(ids), self.fixed_batch_rows or len(ids))
         ]
         return torch.cat(images).float().clamp(0, 1)
+
+
+class Codec:
+    """Turns codes into pictures, and pictures into codes, by a VQModel of diffusers."""
+
+    def __init__(self, vae: Any):
+        self.vae = vae
+        self.factor = 2 ** (len(vae.config.block_out_channels) - 1)  # pixels a code, along a side
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        shape = (*ids.shape, self.vae.config.latent_channels)
+        vae = self.vae.to(ids.device)
+        images: Tensor = vae.decode(ids, force_not_quantize=True, shape=shape).sample
+        return images
+
+    def encode(self, images: Tensor) -> Tensor:
+        """Encode images [B, 3, H, W] in 0..1 to codes [B, h w]."""
+        return codes_of(self.vae.to(images.device), images)
 
 
 def _decoder(name: str) -> Decoder:
@@ -127,9 +165,4 @@ def _decoder(name: str) -> Decoder:
             f"policy.masked_image_lm.decoder {name}: cannot be loaded as a VQModel: {error}"
         ) from error
 
-    def pictures(ids: Tensor) -> Tensor:
-        shape = (*ids.shape, vae.config.latent_channels)
-        images: Tensor = vae.to(ids.device).decode(ids, force_not_quantize=True, shape=shape).sample
-        return images
-
-    return pictures
+    return Codec(vae)

@@ -3,6 +3,7 @@ models of transformers."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -128,16 +129,42 @@ class MaskedLM(MaskedDiffusion):
         draw = rng.uniform(torch.arange(len(ids), device=ids.device), (ids.shape[1],))
         return cond | {"ids": torch.where(draw < share, self.hole, ids)}
 
+    def answer_ids(self, answers: Sequence[Any]) -> tuple[Tensor, Tensor]:
+        """Return token ids, the end token behind the text and in all places that are left."""
+        ids = [None if text is None else self._closed(text) for text in answers]
+        blank = [self.hole] * self.length
+        present = torch.tensor([row is not None for row in ids], device=self.device)
+        rows = [blank if row is None else row for row in ids]
+        return torch.tensor(rows, device=self.device), present
+
+    def _closed(self, text: str) -> list[int] | None:
+        """Return the tokens of an answer; None if there are more than an answer may have."""
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        ends = [] if self.end is None else [self.end]
+        ids = ids + ends
+        room = self.length - len(ids)
+        # without an end token an answer has as many tokens as there are
+        if room < 0 or self.mask_id in ids or (room and not ends):
+            return None
+        return ids + ends * room
+
+    def text_of(self, ids: list[int]) -> str:
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
+        return text
+
     def _rollout(self, sampled: Rollout, steps: list[tuple[Tensor, ...]]) -> Rollout:
         """Assemble the rollout; its mask leaves out blocks behind that of the end token: they are
         never read, and no block before them sees them."""
         rollout = super()._rollout(sampled, steps)
-        last = self._size(rollout.sample).sub(1) // self.block  # [B] the last block that is read
-        place = torch.arange(self.length, device=last.device) // self.block
-        read = place <= last[:, None]  # [B, L]
+        read = self.read(rollout.sample)
         return rollout.replace(
             mask=rollout.mask & (read.repeat(1, self.passes) if self.chooses else read)
         )
+
+    def read(self, ids: Tensor) -> Tensor:
+        last = self._size(ids).sub(1) // self.block  # [B] the last block that is read
+        place = torch.arange(self.length, device=last.device) // self.block
+        return place <= last[:, None]
 
     def _size(self, ids: Tensor) -> Tensor:
         """Count the tokens [B] up to the first end token, inclusive."""

@@ -10,6 +10,7 @@ choice.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
@@ -102,7 +103,9 @@ class MaskedDiffusion(LogitsPolicy):
 
     # the rows of a group see different tokens in a pass
     not_options: tuple[str, ...] = (*LogitsPolicy.not_options, "blocks", "record_divergence")
-    capabilities = replace(LogitsPolicy.capabilities, one_pass=False, remaskable=True)
+    capabilities = replace(
+        LogitsPolicy.capabilities, one_pass=False, remaskable=True, demonstrations=True
+    )
     adjacent = True
     guidance_scale: float
 
@@ -314,6 +317,34 @@ class MaskedDiffusion(LogitsPolicy):
             advantage=advantage,
             provenance=rollout.provenance.replace(sampler_logprob=None),
         )
+
+    def order_of(self, row: Tensor, rng: Rng, score: bool) -> Tensor:
+        """Draw the passes in which the schedule reveals the tokens, independently of the model."""
+        order = torch.full((len(row), self.length), self.passes, device=row.device)
+        if self.chooses:
+            if score:
+                raise UserError(
+                    "policy option sampler maskgit: it chooses by its own draws, of which an "
+                    "answer of others has none; use emerge"
+                )
+            return torch.zeros_like(order)
+        for step in range(self.passes):
+            hidden = (order == self.passes) & self._open(step, order)
+            rank = self._reveal(
+                step, hidden, hidden, rng.uniform(row, (self.length,), 2 * step + 1)
+            )
+            new = hidden & ((rank < self.length) | ((step + 1) % self.turns == 0))
+            order = torch.where(new, step, order)
+        return order
+
+    @contextmanager
+    def untempered(self) -> Iterator[None]:
+        before = self.temperature
+        self.temperature = 1.0
+        try:
+            yield
+        finally:
+            self.temperature = before
 
     def corrupted(self, cond: dict[str, Any], share: float, rng: Rng) -> dict[str, Any]:
         """Hide a random share of the prompt's tokens in the conditions, where the network reads

@@ -3,7 +3,7 @@ its own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.host import sent
 from mmrl.core.types import Copies, Prompt, Rollout, TokenOrder, per_prompt
 from mmrl.policies.base import NO_CONTEXT, RolloutContext, rows_and_groups
+from mmrl.policies.demonstrations import encoded, placed_rows, sourced
 from mmrl.policies.diffusion.text_encoding import texts_of
 from mmrl.policies.image_tokens.models.janus import Janus
 from mmrl.policies.image_tokens.network import Inputs
@@ -200,6 +201,51 @@ class Passes(Janus):
         self.lengths += (tokens >= 0).sum(1).tolist()
         self.forwards += int((tokens >= 0).sum())
         return ids, logprob, values, state, hidden
+
+    @torch.no_grad()
+    def demonstrate(
+        self, prompts: list[Prompt], answers: Sequence[Any], rng: Rng, *, score: bool = True
+    ) -> Rollout:
+        """Make a rollout of pictures, behind the plans that prompts hold under ``plan``, and of
+        texts for prompts to understand."""
+        pairs = [self._encoded(prompt) for prompt in prompts]
+        row, group = rows_and_groups(prompts, 1, rng, self.device)
+        draws = [task_of(prompt) == "generate" for prompt in prompts]
+        texts = [
+            self._answer_tokens("plan", prompt.get("plan"))
+            if is_drawn
+            else self._answer_tokens("answer", answer)
+            for prompt, answer, is_drawn in zip(prompts, answers, draws, strict=True)
+        ]
+        samples, painted = encoded(
+            self, [answer if is_drawn else None for answer, is_drawn in zip(answers, draws)]
+        )
+        blank = torch.full((len(row), self.images), NONE, device=self.device)
+        ids = torch.full((len(row), self.tokens), NONE)
+        for text, tokens in zip(ids, texts, strict=True):
+            text[: len(tokens or ())] = torch.tensor(tokens or (), dtype=torch.long)
+        usable = torch.tensor([tokens is not None for tokens in texts])
+        answered = ~torch.tensor(draws)
+        present = sent(usable, self.device) & (painted | sent(answered, self.device))
+        parts = (sent(ids, self.device), placed_rows(samples, painted, blank))
+        zeros = [torch.zeros(part.shape, dtype=self.dtype, device=self.device) for part in parts]
+        rollout = self._as_rollout(
+            [cond for cond, _ in pairs], group, row, parts, (zeros[0], zeros[1])
+        )
+        rollout = rollout.replace(
+            prompts=tuple(shown for _, shown in pairs), mask=rollout.mask & present[:, None]
+        )
+        rollout = self.with_unknown(sourced(rollout, present))
+        return self.scored(rollout) if score else rollout
+
+    def _answer_tokens(self, kind: str, text: str | None) -> list[int] | None:
+        """Return the tokens of a plan or an answer, the end behind them; None where it is missing
+        or too long. Without plans there is nothing to write."""
+        chosen = getattr(self, kind)
+        if chosen is None:
+            return [] if kind == "plan" else None
+        tokens = None if text is None else self.reader.tokens(text)
+        return None if tokens is None or len(tokens) > chosen.max_new_tokens else tokens
 
     def _leading(self, cond: Cond, group: Tensor, text: Tensor) -> Inputs:
         return sequences.leading(cond, group, text, self.stops["plan"], self.start, self.pad)

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from mmrl.core.host import on_host, placed, sent
 from mmrl.core.registry import POLICIES
-from mmrl.core.types import Completion, Media, Point, Rollout
+from mmrl.core.types import Completion, Media, Point, Prompt, Rollout
+from mmrl.policies.capabilities import Medium
 from mmrl.policies.unified import sequences, weighing
 from mmrl.policies.unified.net import Ask, Part
 from mmrl.policies.unified.passes import Passes
-from mmrl.policies.unified.prompts import Answer, Plan
+from mmrl.policies.unified.prompts import Answer, Plan, task_of
 from mmrl.policies.unified.tokens import Head, SegmentTokens
 from mmrl.policies.unified.weighing import Weigh
 from mmrl.policies.vlm.families import family_of
@@ -116,6 +117,20 @@ class JanusUnified(Passes):
         return SegmentTokens(
             [head.tokens(point, wheres[name], scored[name]) for name, head in self.heads.items()]
         )
+
+    def medium_of(self, prompt: Prompt) -> Medium:
+        return "image" if task_of(prompt) == "generate" else "text"
+
+    @contextmanager
+    def untempered(self) -> Iterator[None]:
+        before = {name: head.warp for name, head in self.heads.items()}
+        for name, warp in before.items():
+            self.heads[name].warp = Warp(suppressed=warp.suppressed)
+        try:
+            yield
+        finally:
+            for name, warp in before.items():
+                self.heads[name].warp = warp
 
     def decode(self, rollout: Rollout) -> Media:
         """Decode to images [B, 3, H, W]; of a policy that answers too, to a list of images [3, H,

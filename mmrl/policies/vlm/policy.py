@@ -25,7 +25,6 @@ from mmrl.core.types import (
     Media,
     Point,
     Prompt,
-    Provenance,
     Rollout,
     TokenOrder,
     per_prompt,
@@ -37,6 +36,7 @@ from mmrl.policies.base import (
     RolloutContext,
     rows_and_groups,
 )
+from mmrl.policies.demonstrations import sourced
 from mmrl.policies.drafts import FREE, drafted, resized, verified, with_complete
 from mmrl.policies.lora import Lora, merged
 from mmrl.policies.vlm.budgets import admit
@@ -299,6 +299,49 @@ class VLM(Passes):
         rows = rows.replace(sample=ids, mask=kept_mask)
         return self._finished(with_complete(rows, forced, finished, sample), size)
 
+    @torch.no_grad()
+    def demonstrate(
+        self, prompts: list[Prompt], answers: Sequence[Any], rng: Rng, *, score: bool = True
+    ) -> Rollout:
+        cond, shown = self.recall(prompts)
+        self.images += sum(map(images_in, cond))
+        self._check_sharing(cond)
+        row, group = rows_and_groups(prompts, 1, rng, self.device)
+        ids = torch.full((len(row), self.ending.tokens), self.inputs.pad)
+        mask = torch.zeros(ids.shape, dtype=torch.bool)
+        for i, (prompt, text) in enumerate(zip(prompts, answers, strict=True)):
+            tokens = self._written(prompt, text, ids.shape[1])
+            if tokens is not None:
+                ids[i, : len(tokens)] = torch.tensor(tokens)
+                mask[i, : len(tokens)] = True
+        order = torch.arange(ids.shape[1], device=self.device).expand(ids.shape)
+        rollout = Rollout(
+            group=group,
+            cond=cond,
+            row_id=row,
+            sample=sent(ids, self.device),
+            mask=sent(mask, self.device),
+            logprob=torch.zeros(ids.shape, dtype=self.dtype, device=self.device),
+            prompts=tuple(shown),
+            trajectory=TokenOrder(commit_step=order),
+        )
+        rollout = self.with_unknown(sourced(rollout, sent(mask.any(1), self.device)))
+        if not score:
+            return rollout
+        return with_self_scores(self, self.scored(rollout), self.fixed_batch_rows or len(row))
+
+    def text_of(self, ids: list[int]) -> str:
+        return self.inputs.decode(ids)
+
+    @contextmanager
+    def untempered(self) -> Iterator[None]:
+        before = self.warp
+        self.warp = Warp(suppressed=before.suppressed)
+        try:
+            yield
+        finally:
+            self.warp = before
+
     def recall(self, prompts: list[Prompt]) -> tuple[list[Encoded], list[Prompt]]:
         """Encode prompts again, and return them as ``rollout`` does."""
         taken = [self._encoded(prompt) for prompt in prompts]
@@ -477,47 +520,6 @@ class VLM(Passes):
             return None
         tokens = self.inputs.tokens(text.removeprefix(prompt.get("prefill", "")))
         return None if tokens is None or len(tokens) > most else tokens
-
-    @torch.no_grad()
-    def demonstrate(self, prompts: list[Prompt], answers: Sequence[Any], rng: Rng) -> Rollout:
-        cond, shown = self.recall(prompts)
-        row, group = rows_and_groups(prompts, 1, rng, self.device)
-        shape = (len(prompts), self.ending.tokens)
-        ids = torch.full(shape, self.inputs.pad)
-        mask = torch.zeros(shape, dtype=torch.bool)
-        written = torch.zeros(len(prompts), dtype=torch.bool)
-        for place, (prompt, text) in enumerate(zip(prompts, answers, strict=True)):
-            tokens = self._written(prompt, text, shape[1])
-            if tokens is not None:
-                ids[place, : len(tokens)] = torch.tensor(tokens)
-                mask[place, : len(tokens)] = True
-                written[place] = True
-        order = torch.arange(shape[1], device=self.device).expand(shape)
-        logprob = torch.zeros(shape, dtype=self.dtype, device=self.device)
-        rollout = Rollout(
-            group=group,
-            cond=cond,
-            row_id=row,
-            sample=ids.to(self.device),
-            mask=mask.to(self.device),
-            logprob=logprob,
-            prompts=tuple(shown),
-            trajectory=TokenOrder(commit_step=order),
-            provenance=Provenance(is_ground_truth=written.to(self.device)),
-            trainable=written.to(self.device),
-        )
-        # what is recorded of tokens while they are drawn is unknown, but for their entropy
-        unknown = logprob.new_full((*shape, len(self.quantities)), torch.nan)
-        rollout = self.with_recorded(rollout, unknown)
-        size = self.fixed_batch_rows or len(prompts)
-        scored = [self._scored(rollout[part]) for part in chunks(len(prompts), size)]
-        logprob = torch.cat([part.logprob for part in scored]).to(logprob)
-        if rollout.entropy is not None:
-            entropy = torch.cat([part.entropies() for part in scored])
-            rollout = rollout.replace(entropy=entropy.to(rollout.entropy))
-        if self.record_divergence:
-            rollout = rollout.replace(divergence=torch.zeros_like(logprob))
-        return with_self_scores(self, rollout.replace(logprob=logprob), size)
 
     def _completion(
         self, ids: list[int], means: dict[str, float], begun: str, limit: int

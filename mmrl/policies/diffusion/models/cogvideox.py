@@ -103,6 +103,12 @@ class CogVideoX(VideoFolderPolicy):
         ).sample
         return videos
 
+    def latents_of(self, vae: Any, pixels: Tensor) -> Tensor:
+        """Encode to latents [B, F, C, H, W]; frames that only fill a token repeat the first."""
+        mode: Tensor = vae.encode(pixels).latent_dist.mode()
+        latents = mode.transpose(1, 2) * vae.config.scaling_factor
+        return torch.cat([latents[:, :1]] * self.added + [latents], 1)
+
     def encode_texts(self, pipe: Any, texts: list[str], device: torch.device) -> dict[str, Tensor]:
         text, _ = pipe.encode_prompt(
             texts, None, False, max_sequence_length=self.text_length, device=device

@@ -95,6 +95,15 @@ class Flux2(FolderPolicy):
         images: Tensor = vae.decode(self.unpatched(vae, latents)).sample
         return images
 
+    def latents_of(self, vae: Any, pixels: Tensor) -> Tensor:
+        """Encode to latents [B, C, H, W], the inverse of ``unpatched`` behind the autoencoder."""
+        patches = torch.pixel_unshuffle(vae.encode(pixels).latent_dist.mode(), 2)
+        mean, var = (
+            x.view(1, -1, 1, 1).to(patches) for x in (vae.bn.running_mean, vae.bn.running_var)
+        )
+        latents: Tensor = (patches - mean) / (var + vae.config.batch_norm_eps).sqrt()
+        return latents
+
     def unpatched(self, vae: Any, latents: Tensor) -> Tensor:
         """Return the latents that the autoencoder decodes, [B, C / 4, 2 H, 2 W]."""
         mean, var = (

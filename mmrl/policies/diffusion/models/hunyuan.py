@@ -18,6 +18,8 @@ from mmrl.policies.diffusion.pipeline_policy import stepwise_grid
 from mmrl.policies.diffusion.text_encoding import texts_of
 from mmrl.policies.diffusion.video_pipeline import VideoFolderPolicy
 
+LEFT_OUT = 4  # frames at the start of a video that is joined to its picture
+
 
 @POLICIES.register("hunyuan_video")
 class HunyuanVideo(VideoFolderPolicy):
@@ -102,6 +104,7 @@ class HunyuanI2V(FirstFrame, HunyuanVideo):
 
     def __init__(self, path: str, **options: Any):
         super().__init__(path, **options)
+        self.media_frames = self.frames - (LEFT_OUT if self.joined else 0)
         self.texts = self.texts.of(self.encode_requests)
 
     @property
@@ -180,4 +183,9 @@ class HunyuanI2V(FirstFrame, HunyuanVideo):
 
     def pixels(self, vae: Any, latents: Tensor) -> Tensor:
         video = super().pixels(vae, latents)
-        return video[:, :, 4:] if self.joined else video
+        return video[:, :, LEFT_OUT:] if self.joined else video
+
+    def latents_of(self, vae: Any, pixels: Tensor) -> Tensor:
+        """Encode a video; the frames that ``pixels`` leaves out repeat the first."""
+        lead = [pixels[:, :, :1]] * (LEFT_OUT if self.joined else 0)
+        return super().latents_of(vae, torch.cat([*lead, pixels], 2))

@@ -90,6 +90,14 @@ class LTX(VideoFolderPolicy):
         videos: Tensor = vae.decode(latents * std / vae.config.scaling_factor + mean, time).sample
         return videos
 
+    def latents_of(self, vae: Any, pixels: Tensor) -> Tensor:
+        mode: Tensor = vae.encode(pixels).latent_dist.mode()
+        mean, std = (
+            value.to(mode).view(1, -1, 1, 1, 1) for value in (vae.latents_mean, vae.latents_std)
+        )
+        latents: Tensor = (mode - mean) * vae.config.scaling_factor / std
+        return latents
+
     def encode_texts(self, pipe: Any, texts: list[str], device: torch.device) -> dict[str, Tensor]:
         text, mask, _, _ = pipe.encode_prompt(
             texts,

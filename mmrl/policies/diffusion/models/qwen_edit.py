@@ -17,7 +17,6 @@ from mmrl.policies.diffusion.models.flux import pack
 from mmrl.policies.diffusion.models.qwen_image import QwenImage
 from mmrl.policies.diffusion.pipeline_policy import padded
 from mmrl.policies.diffusion.text_encoding import texts_of
-from mmrl.policies.diffusion.video_pipeline import standardised
 
 
 @POLICIES.register("qwen_edit")
@@ -61,11 +60,6 @@ class QwenEdit(EditPolicy, QwenImage):
         image = cond["image"]
         h, w = image.shape[-2:]
         return torch.cat([tokens, pack(image).to(tokens)], 1), [*shapes, (1, h // 2, w // 2)]
-
-    def latents_of(self, vae: Any, pixels: Tensor) -> Tensor:
-        latents: Tensor = vae.encode(pixels[:, :, None]).latent_dist.mode()
-        mean, std = standardised(vae, latents)
-        return ((latents - mean) / std)[:, :, 0]
 
     def encode_requests(
         self, pipe: Any, texts: list[Request], device: torch.device

@@ -82,6 +82,11 @@ class QwenImage(FolderPolicy):
         images: Tensor = vae.decode(frame * std + mean).sample
         return images[:, :, 0]
 
+    def latents_of(self, vae: Any, pixels: Tensor) -> Tensor:
+        latents: Tensor = vae.encode(pixels[:, :, None]).latent_dist.mode()
+        mean, std = standardised(vae, latents)
+        return ((latents - mean) / std)[:, :, 0]
+
     def encode_texts(self, pipe: Any, texts: list[str], device: torch.device) -> dict[str, Tensor]:
         text, mask = pipe.encode_prompt(texts, device, max_sequence_length=self.text_length)
         return padded(text, mask, self.text_length)

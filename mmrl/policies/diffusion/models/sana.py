@@ -73,6 +73,10 @@ class Sana(FolderPolicy):
         )[0]
         return output[:, : x.shape[1]]  # some networks also give a variance
 
+    def latents_of(self, vae: Any, pixels: Tensor) -> Tensor:
+        latents: Tensor = vae.encode(pixels).latent * vae.config.scaling_factor
+        return latents
+
     def encode_texts(self, pipe: Any, texts: list[str], device: torch.device) -> dict[str, Tensor]:
         """Encode texts; the empty prompt goes without instruction, as the pipeline's negative
         prompt does."""

@@ -187,6 +187,11 @@ class Wan(VideoFolderPolicy):
         videos: Tensor = vae.decode(latents * std + mean).sample
         return videos
 
+    def latents_of(self, vae: Any, pixels: Tensor) -> Tensor:
+        mode: Tensor = vae.encode(pixels).latent_dist.mode()
+        mean, std = standardised(vae, mode)
+        return (mode - mean) / std
+
     def encode_texts(self, pipe: Any, texts: list[str], device: torch.device) -> dict[str, Tensor]:
         text, _ = pipe.encode_prompt(
             texts, None, False, max_sequence_length=self.text_length, device=device

@@ -140,6 +140,8 @@ class Emu3(ImageTokenPolicy):
             attention=attention,
             **options,
         )
+        factor = hf.model.vqmodel.vision_spatial_factor
+        self.media_size = (height * factor, width * factor)
         if lora is None:
             hf.model.vqmodel.requires_grad_(False)
 
@@ -177,6 +179,17 @@ class Emu3(ImageTokenPolicy):
             for v in (image_processor.image_mean, image_processor.image_std)
         )
         return 2 * (x * std + mean) - 1
+
+    def ids_of(self, pixels: Tensor) -> Tensor:
+        vq = self.net.hf.model.vqmodel
+        processor = self.processor.image_processor
+        mean, std = (
+            torch.tensor(v, device=pixels.device, dtype=pixels.dtype)[:, None, None]
+            for v in (processor.image_mean, processor.image_std)
+        )
+        sizes = torch.tensor([pixels.shape[-2:]] * len(pixels))
+        codes = vq.encode((pixels / 2 + 0.5 - mean) / std, sizes).image_tokens
+        return torch.stack([code.flatten() for code in codes])
 
     def export(self, folder: Path) -> None:
         """Save the whole model, or its adapter, with the processor, as transformers reads it."""

@@ -10,6 +10,7 @@ stands at (q, q + i, q + j).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -90,6 +91,8 @@ class GlmImage(ImageTokenPolicy):
     GlmImagePipeline."""
 
     attention = PROJECTIONS
+    # its tokens come from an encoder that the published folder does not have
+    capabilities = replace(ImageTokenPolicy.capabilities, demonstrations=False)
     not_options = ("net", "guidance_scale", "logprob_guidance", "compile")
     net: GlmNet
 

@@ -84,6 +84,7 @@ class ImageGPT(ImageTokenPolicy):
                 f"{hf.config.n_positions}"
             )
         self.side = side
+        self.media_size = (side, side)
         # [V, 3] in -1..1
         self.clusters = torch.as_tensor(clusters, dtype=torch.float32)
         super().__init__(ImageGPTNet(hf), guidance_scale=1.0, **options)
@@ -98,6 +99,11 @@ class ImageGPT(ImageTokenPolicy):
     def pixels(self, ids: Tensor) -> Tensor:
         colours = self.clusters.to(ids.device)[ids].transpose(1, 2)
         return colours.reshape(len(ids), -1, self.side, self.side)
+
+    def ids_of(self, pixels: Tensor) -> Tensor:
+        """Return the colour nearest to every pixel."""
+        colours = pixels.flatten(2).transpose(1, 2)
+        return torch.cdist(colours, self.clusters.to(colours)[None]).argmin(-1)
 
     def export(self, folder: Path) -> None:
         """Save the whole model, or its adapter, with the image processor, as transformers reads

@@ -126,6 +126,15 @@ class JanusNet(ImageNet):
         images: Tensor = self.hf.model.vqmodel.decode(ids)
         return images
 
+    def codes(self, pixels: Tensor) -> Tensor:
+        """Encode pixels [B, 3, H, W] in -1..1 to ids [B, T], by a pass of the network: the entry
+        of the codebook that points most nearly where the latent does, as the model was trained."""
+        vq = self.hf.model.vqmodel
+        z = vq.quant_conv(vq.encoder(pixels.to(vq.quant_conv.weight.dtype)))
+        flat = F.normalize(z.permute(0, 2, 3, 1).flatten(0, 2).float(), dim=-1)
+        book = F.normalize(vq.quantize.embedding.weight.float(), dim=-1)
+        return (flat @ book.T).argmax(-1).view(len(pixels), -1)
+
     def enable_gradient_checkpointing(self) -> None:
         caches.recompute(self.hf.model.language_model)
 
@@ -168,6 +177,10 @@ class Janus(ImageTokenPolicy):
             for name, p in hf.named_parameters():  # a tied head goes by the name of the embedding
                 p.requires_grad_(not name.startswith(frozen))
         self.bos, self.pad, self.start = self._special()
+        vq = hf.config.vq_config
+        factor = 2 ** (len(vq.channel_multiplier) - 1)
+        height, width = (side * factor for side in hf.model.vqmodel.quantize.quant_state_dims)
+        self.media_size = (height, width)
 
     def _special(self) -> tuple[int, int, int]:
         """Look up the ids of the first token, of padding, and of the token after which an image
@@ -210,6 +223,10 @@ class Janus(ImageTokenPolicy):
     def pixels(self, ids: Tensor) -> Tensor:
         images: Tensor = self.net("picture", ids)
         return images
+
+    def ids_of(self, pixels: Tensor) -> Tensor:
+        ids: Tensor = self.net("codes", pixels)
+        return ids
 
     def export(self, folder: Path) -> None:
         """Save the whole model, or its adapter, with the processor, as transformers reads it."""

@@ -71,6 +71,7 @@ class LlamaGen(ImageTokenPolicy):
         if size % self.vq.factor:
             raise UserError(f"policy.llamagen.size {size} is not a multiple of {self.vq.factor}")
         self.size = size
+        self.media_size = (size, size)
         published = checkpoints.read(file, drop=("freqs_cis",))
         net = LlamaGenGPT(shape_of(published, str(file), size // self.vq.factor, heads))
         checkpoints.load(net, published, file).to(getattr(torch, dtype))
@@ -105,6 +106,10 @@ class LlamaGen(ImageTokenPolicy):
 
     def pixels(self, ids: Tensor) -> Tensor:
         return self.vq.to(ids.device).decode(ids)
+
+    def ids_of(self, pixels: Tensor) -> Tensor:
+        vq = self.vq.to(pixels.device)
+        return vq.encode(pixels.to(vq.quant_conv.weight.dtype))
 
     def _encode_texts(self, t5: _T5, texts: list[str], device: torch.device) -> dict[str, Tensor]:
         return t5.encode(texts, self.net.shape.condition, device)

@@ -79,6 +79,8 @@ class VAR(ImageTokenPolicy):
                 f"scales, so at most one less"
             )
         self.branch_at = branch_at
+        side = self.vae.quantize.sides[-1] * self.vae.factor
+        self.media_size = (side, side)
         self.branches = branches if branch_at else 1
 
     def encode(self, prompts: list[Prompt]) -> list[Inputs]:
@@ -145,6 +147,10 @@ class VAR(ImageTokenPolicy):
 
     def pixels(self, ids: Tensor) -> Tensor:
         return self.vae.to(ids.device).decode(ids)
+
+    def ids_of(self, pixels: Tensor) -> Tensor:
+        vae = self.vae.to(pixels.device)
+        return vae.encode(pixels.to(vae.quant_conv.weight.dtype))
 
     def export(self, folder: Path) -> None:
         """Save the transformer (adapters added to it) and the VQ-VAE under their published

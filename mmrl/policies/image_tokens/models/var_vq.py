@@ -164,6 +164,7 @@ class VARVQ(nn.Module):
         depth: int = 2,
     ):
         super().__init__()
+        self.factor = 2 ** (len(mult) - 1)  # pixels along a side for one latent
         self.encoder = _Encoder(ch, mult, depth, z)
         self.decoder = _Decoder(ch, mult, depth, z)
         self.quantize = Quantizer(vocab, z, sides)

@@ -1,0 +1,259 @@
+"""Supervised fine-tuning: answers that the data hold are made likelier, on every family of models.
+
+Nothing is sampled and nothing is rewarded; the policy turns answers into the samples that it would
+have made (``Policy.demonstrate``), and the loss is that of the model's own pre-training.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from annotated_types import Ge, Gt, Le
+from torch import Tensor
+
+from mmrl.config.options import Count
+from mmrl.core.errors import UserError
+from mmrl.core.metrics import observe
+from mmrl.core.registry import OBJECTIVES, TIMES
+from mmrl.core.types import Point, Prompt, Renoised, Rollout
+from mmrl.objectives.base import Objective
+from mmrl.objectives.forward_process.base import mean_square, noised, velocity
+from mmrl.objectives.timestep_samplers import TimeSampler, uniform
+from mmrl.policies.base import Policy
+from samplers.noise import Rng
+
+FIELD = re.compile(r"\{(\w+)\}")
+THOUGHT = ("<think>", "</think>")
+EMPTY = "\n\n"  # what a dropped thought leaves between its tags (TON)
+SHOWN = 5  # broken rows in a message
+
+
+class Supervised(Objective):
+    """Learns from answers that the data hold: nothing is sampled, rewarded or compared."""
+
+    supervised: ClassVar[bool] = True
+
+    @abstractmethod
+    def answers(self, policy: Policy, prompts: Sequence[Prompt], rng: Rng) -> list[Any]:
+        """Return the answer to each prompt, as ``Policy.demonstrate`` takes it."""
+
+    @abstractmethod
+    def check(self, policy: Policy, prompts: Sequence[Prompt]) -> None:
+        """Raise UserError, with file and line, if a row has no usable answer."""
+
+    def trimmed(self, policy: Policy, rollout: Rollout, answers: Sequence[Any]) -> Rollout:
+        """Leave decisions out of ``mask`` that are not trained on."""
+        return rollout
+
+
+@OBJECTIVES.register("sft")
+@dataclass
+class SFT(Supervised):
+    """Minimise the loss of answers in the data: supervised fine-tuning (SFT), for every family.
+
+    Tokens: -log p(answer | prompt), at temperature 1, without guidance and with nothing cut off.
+    Masked models: -log p of hidden tokens at a random share t of them; ``masking`` elbo draws t
+    evenly and weighs by 1 / t (LLaDA, Nie et al. 2025), maskgit draws t = cos(pi u / 2) and weighs
+    all alike (Chang et al. 2022); auto is elbo for texts and maskgit for images. Flows and
+    diffusion: the mean square of the network's output less its target at fresh noise,
+    ``num_noise_draws`` times a row at times of ``timestep_sampler``; ``weighting`` min_snr weighs
+    the predicted clean sample's error by min(SNR, gamma) (Hang et al. 2023, eq. 8), plain by what
+    the network predicts.
+
+    field: of the data's row, that holds the answer: a text, or a path of a picture or video.
+    template: the answer's text with {fields} of the row in it, such as
+    "<think>{thought}</think><answer>{answer}</answer>"; null: the field alone. thought_dropout:
+    share of answers whose thought, between <think> and </think>, is left empty, drawn anew at every
+    visit (TON, Wang et al. 2025; the share of 0.5 is theirs). train_on: the tokens that are
+    trained: all, those of the thought with its tags, or those behind it.
+    """
+
+    field: str = "answer"
+    template: str | None = None
+    thought_dropout: Annotated[float, Ge(0), Le(1)] = 0.0
+    train_on: Literal["all", "thought", "answer"] = "all"
+    masking: Literal["auto", "elbo", "maskgit"] = "auto"
+    timestep_sampler: Annotated[TimeSampler, TIMES] = uniform
+    num_noise_draws: Count = 1
+    weighting: Literal["plain", "min_snr"] = "plain"
+    gamma: Annotated[float, Gt(0)] = 5.0
+
+    def unfit(self, policy: Any) -> Iterator[tuple[str, str]]:
+        can = policy.capabilities if hasattr(policy, "capabilities") else None
+        if can is None:
+            return
+        name = getattr(policy, "__name__", type(policy).__name__)
+        if not can.demonstrations:
+            yield "field", f"{name} takes no answers of others"
+        for option in ("template", "thought_dropout"):
+            if getattr(self, option) and can.makes in ("image", "video"):
+                yield option, f"it is for answers in text, and {name} makes {can.makes}s"
+        if self.train_on != "all" and (can.makes != "text" or can.remaskable):
+            yield "train_on", f"it is for vision-language models (vlm), which {name} is not"
+        if self.weighting != "plain" and can.decisions != "gaussian":
+            yield "weighting", f"it is for flow and diffusion models, which {name} is not"
+
+    # ----------------------------------------------------------------------------------------------
+    # answers
+
+    def answers(self, policy: Policy, prompts: Sequence[Prompt], rng: Rng) -> list[Any]:
+        draws = rng.fold("thoughts").uniform(rng.rows(len(prompts), 1)).tolist()
+        return [
+            self._answer(policy, prompt, draw < self.thought_dropout)
+            for prompt, draw in zip(prompts, draws, strict=True)
+        ]
+
+    def _answer(self, policy: Policy, prompt: Prompt, is_dropped: bool) -> Any:
+        medium = policy.medium_of(prompt)
+        if medium in ("image", "video", None):
+            return policy.open_answer(prompt, prompt[self.field])
+        text = self.text(prompt)
+        return without_thought(text) if is_dropped else text
+
+    def text(self, prompt: Prompt) -> str:
+        """Return the whole answer in text."""
+        template = self.template or f"{{{self.field}}}"
+        return FIELD.sub(lambda match: str(prompt[match[1]]), template)
+
+    def check(self, policy: Policy, prompts: Sequence[Prompt]) -> None:
+        problems = []
+        for prompt in prompts:
+            if why := self._problem(policy, prompt):
+                place = prompt.get("origin") or repr(str(prompt.get("text", ""))[:60])
+                problems.append(f"{place}: {why}")
+        if problems:
+            rest = f"\n    and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+            raise UserError(
+                f"{len(problems)} of {len(prompts)} rows have no answer to learn from:\n    "
+                + "\n    ".join(problems[:SHOWN])
+                + rest
+            )
+
+    def _problem(self, policy: Policy, prompt: Prompt) -> str | None:
+        """Say what is wrong with a row's answer; None: nothing."""
+        medium = policy.medium_of(prompt)
+        names = FIELD.findall(self.template) if self.template and medium == "text" else [self.field]
+        for name in names:
+            if prompt.get(name) is None or prompt[name] == "":
+                known = ", ".join(key for key in prompt if key != "origin")
+                return (
+                    f"no {name!r}, which holds the answer; it has {known}; add it, or name "
+                    f"another with objective.sft.field"
+                )
+        if medium == "text":
+            return self._text_problem(prompt)
+        return policy.unreadable(prompt, prompt[self.field])
+
+    def _text_problem(self, prompt: Prompt) -> str | None:
+        if not isinstance(prompt.get(self.field, ""), (str, int, float)):
+            return (
+                f"{self.field!r} is {type(prompt[self.field]).__name__}, expected text; name the "
+                f"field that holds the whole answer with objective.sft.field, or write a template"
+            )
+        thinks = self.thought_dropout > 0 or self.train_on != "all"
+        if thinks and not all(tag in self.text(prompt) for tag in THOUGHT):
+            return (
+                "its answer has no <think> ... </think>, which thought_dropout and train_on look "
+                "for; write it, or a template with it"
+            )
+        return None
+
+    def trimmed(self, policy: Policy, rollout: Rollout, answers: Sequence[Any]) -> Rollout:
+        if self.train_on == "all":
+            return rollout
+        ids = rollout.sample.tolist()
+        lengths = rollout.mask.sum(1).tolist()
+        ends = [
+            thought_tokens(policy, row[:length], answer)
+            for row, length, answer in zip(ids, lengths, answers, strict=True)
+        ]
+        place = torch.arange(rollout.mask.shape[1], device=rollout.mask.device)
+        thought = place < torch.tensor(ends, device=place.device)[:, None]
+        return rollout.replace(
+            mask=rollout.mask & (thought if self.train_on == "thought" else ~thought)
+        )
+
+    # ----------------------------------------------------------------------------------------------
+    # loss
+
+    def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
+        can = policy.capabilities
+        if can.decisions == "gaussian":
+            draws = self.num_noise_draws
+            return noised(policy, rollout, rng, self.timestep_sampler, draws)
+        if can.remaskable:
+            return [self._hidden(policy, rollout, rng)]
+        return (point.replace(logprob=None, guidance=1.0) for point in policy.path(rollout))
+
+    def _hidden(self, policy: Policy, rollout: Rollout, rng: Rng) -> Point:
+        """Hide a random share of the tokens. ``estimator_weight`` is each token's in the loss."""
+        u = rng.uniform(rollout.row_id, (1,), step=0)  # [B, 1]
+        draw = rng.uniform(rollout.row_id, rollout.sample.shape[1:], step=1)
+        elbo = self._elbo(policy)
+        share = u if elbo else torch.cos(u * torch.pi / 2)
+        read = rollout.mask
+        first = draw.masked_fill(~read, torch.inf)
+        hide = read & ((draw < share) | (first == first.amin(1, keepdim=True)))
+        # the bound's mean is over all tokens of an answer, hidden or not
+        point = policy.at(rollout, hide, read if elbo else None)
+        weight = hide / share if elbo else hide.to(share)
+        return point.replace(guidance=1.0, estimator_weight=weight.to(rollout.logprob))
+
+    def _elbo(self, policy: Policy) -> bool:
+        if self.masking == "auto":
+            return policy.capabilities.makes != "image"
+        return self.masking == "elbo"
+
+    def loss(self, policy: Policy, point: Point) -> Tensor:
+        with policy.untempered():
+            dist = policy.dist(point)
+            if isinstance(point.step, Renoised):
+                error = mean_square(velocity(dist) - point.target)
+                observe("denoising_error", error, point.mask)
+                return error * self._weight(point)
+            loss = -dist.log_prob(point.target)
+        where_scored = point.mask
+        if point.estimator_weight is not None:
+            where_scored = where_scored & (point.estimator_weight > 0)
+        # what cannot be sampled, such as a suppressed token, is not taught either
+        where_scored = where_scored & loss.detach().isfinite()
+        loss = torch.where(where_scored, loss, 0.0)
+        observe("nll", loss, where_scored)
+        return loss if point.estimator_weight is None else loss * point.estimator_weight
+
+    def _weight(self, point: Point) -> Tensor | float:
+        """Weigh the output's error [B, 1]. The clean sample's is the square of how far it moves
+        with the output times as large."""
+        if self.weighting == "plain":
+            return 1.0
+        step = point.renoised
+        if step.snr is None:
+            raise UserError("objective.sft.weighting min_snr: this model knows no noise levels")
+        weight = step.snr.clamp(max=self.gamma) * step.x0_per_output.square()
+        return weight.nan_to_num(0.0)[:, None]
+
+
+def without_thought(text: str) -> str:
+    """Leave the thought of an answer empty; an answer without one stays as it is."""
+    before, opening, rest = text.partition(THOUGHT[0])
+    _, closing, behind = rest.partition(THOUGHT[1])
+    return f"{before}{opening}{EMPTY}{closing}{behind}" if closing else text
+
+
+def thought_tokens(policy: Policy, ids: Sequence[int], answer: str | None) -> int:
+    """Count the first tokens of an answer that spell its thought, with both tags."""
+    if answer is None or THOUGHT[1] not in answer:
+        return 0
+    low, high = 0, len(ids)
+    while low < high:
+        middle = (low + high) // 2
+        if THOUGHT[1] in policy.text_of(list(ids[:middle])):
+            high = middle
+        else:
+            low = middle + 1
+    return low

@@ -1,0 +1,70 @@
+"""Brings answers that somebody made to the form in which a policy would have sampled them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mmrl.core.types import Provenance, Rollout
+from mmrl.policies.base import Policy
+
+
+def framed(picture: Tensor, size: tuple[int, int] | None) -> Tensor:
+    """Cut a picture [..., 3, H, W] in 0..1 at its middle to the proportions of ``size`` and scale
+    it to that; None leaves it alone."""
+    if size is None or tuple(picture.shape[-2:]) == tuple(size):
+        return picture
+    height, width = picture.shape[-2:]
+    scale = max(size[0] / height, size[1] / width)
+    cut = [min(side, round(want / scale)) for side, want in zip((height, width), size, strict=True)]
+    top, left = (height - cut[0]) // 2, (width - cut[1]) // 2
+    middle = picture[..., top : top + cut[0], left : left + cut[1]]
+    frames = middle.reshape(-1, *middle.shape[-3:])
+    scaled = F.interpolate(frames, size=tuple(size), mode="bicubic", antialias=True)
+    return scaled.clamp(0, 1).view(*picture.shape[:-2], *size)
+
+
+def timed(video: Tensor, frames: int | None) -> Tensor:
+    """Take ``frames`` frames of a video [F, 3, H, W], evenly spread, a short one's more than once;
+    None takes all."""
+    if frames is None or len(video) == frames:
+        return video
+    return video[torch.linspace(0, len(video) - 1, frames).round().long()]
+
+
+@torch.no_grad()
+def encoded(policy: Policy, answers: Sequence[Any]) -> tuple[Tensor | None, Tensor]:
+    """Encode pictures or videos, each by itself so that it does not depend on the others.
+
+    Returns the samples [n, *] of those that are there (None if there are none) and which of the
+    rows they are [B] bool.
+    """
+    present = torch.tensor([answer is not None for answer in answers], device=policy.device)
+    samples = []
+    for answer in answers:
+        if answer is not None:
+            media = torch.as_tensor(answer).to(policy.device)
+            if media.ndim == 4:
+                media = timed(media, policy.media_frames)
+            samples.append(policy.encode_media(framed(media, policy.media_size)[None]))
+    return (torch.cat(samples) if samples else None), present
+
+
+def placed_rows(samples: Tensor | None, present: Tensor, blank: Tensor) -> Tensor:
+    """Spread samples [n, *] over the rows [B] that have one; the others are ``blank`` [B, *]."""
+    if samples is None:
+        return blank
+    rows = blank.clone()
+    rows[present] = samples.to(blank)
+    return rows
+
+
+def sourced(rollout: Rollout, present: Tensor) -> Rollout:
+    """Mark the rows [B] that have an answer; those without are not trained on."""
+    return rollout.replace(
+        trainable=present, provenance=Provenance(is_ground_truth=present.clone())
+    )

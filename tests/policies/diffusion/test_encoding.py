@@ -1,0 +1,110 @@
+"""Pictures and videos that somebody made become the latents that a family's decoder takes."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mmrl.core.registry import POLICIES, load_built_in
+from mmrl.policies.diffusion.pipeline_policy import FolderPolicy
+from samplers.noise import Rng
+from tests.fixtures import tiny_diffusers, tiny_vlms
+
+load_built_in()
+VIDEO = {"size": 16, "frames": 5, "text_length": 16}
+CASES = {
+    "cogvideox": ("cogvideox", VIDEO),
+    "cogvideox-joined": ("cogvideox", VIDEO | {"frames": 9}),
+    "flux": ("flux", {"size": 16, "text_length": 16}),
+    "flux2": ("flux2", {"size": 16, "text_length": 12, "text_layers": [1, 2, 3]}),
+    "hunyuan_video": ("hunyuan_video", VIDEO),
+    "ltx": ("ltx", VIDEO | {"size": 32}),
+    "qwen_image": ("qwen_image", {"size": 16}),
+    "sana": ("sana", {"size": 16}),
+    "sd": ("sd", {"size": 16}),
+    "wan": ("wan", VIDEO),
+    "z_image": ("z_image", {"size": 16}),
+}
+
+
+class Same:
+    """An autoencoder that leaves everything as it is, with the scales of another."""
+
+    dtype = torch.float32
+
+    def __init__(self, vae):
+        self.config = vae.config
+        self.inner = vae
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def encode(self, pixels):
+        return SimpleNamespace(
+            latent_dist=SimpleNamespace(mode=lambda: pixels), latent=pixels, latents=pixels
+        )
+
+    def decode(self, latents, *rest, **options):
+        return SimpleNamespace(sample=latents)
+
+
+def make(case):
+    name, options = CASES[case]
+    return POLICIES.build(name, path=str(tiny_diffusers.folder(case)), steps=2, **options)
+
+
+@pytest.mark.parametrize("case", sorted(CASES))
+def test_encoding_undoes_the_scales_of_decoding(case):
+    policy = make(case)
+    latents = Rng.of(case).normal(torch.arange(2), policy.shape)
+    vae = Same(policy.vae)
+    again = policy.latents_of(vae, policy.pixels(vae, latents))
+    added = getattr(policy, "added", 0)  # frames that only fill a token
+    rows = (again[:, added:], latents[:, added:]) if added else (again, latents)
+    torch.testing.assert_close(*rows, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("case", sorted(CASES))
+def test_a_picture_of_any_size_becomes_a_sample(case):
+    policy = make(case)
+    answer = torch.rand(3, 21, 30, generator=torch.Generator().manual_seed(0))
+    if policy.capabilities.makes == "video":
+        answer = answer.expand(7, -1, -1, -1)
+    prompts = [{"text": "a red seven"}, {"text": "a blue two"}]
+    rollout = policy.demonstrate(prompts, [answer, None], Rng.of("any"))
+    assert rollout.sample.shape == (2, *policy.shape) and rollout.sample.isfinite().all()
+    assert rollout.alive().tolist() == [True, False] and not rollout.mask.any()
+    (point,) = policy.renoise(rollout, Rng.of("noise"))
+    assert point.mask.tolist() == [[True], [False]]
+    with torch.no_grad():
+        assert policy.dist(point).mean.shape == rollout.sample.shape
+
+
+def test_every_family_of_folders_is_here_or_needs_a_picture_to_begin_with():
+    families = {
+        name
+        for name, entry in POLICIES.items()
+        if isinstance(entry, type) and issubclass(entry, FolderPolicy)
+    }
+    begun = {"flux_kontext", "qwen_edit", "wan_i2v", "skyreels_i2v", "hunyuan_i2v"}
+    like = {"sd3", "sdxl", "lcm", "skyreels", "wan"}  # decoded as others of this file are
+    assert families - begun - like <= {name for name, _ in CASES.values()}
+
+
+@pytest.mark.parametrize(
+    ("family", "tiny", "options"),
+    [
+        ("flux_kontext", "flux_kontext", {"size": 16, "text_length": 16}),
+        ("wan_i2v", "wan_i2v", VIDEO),
+    ],
+)
+def test_a_family_that_begins_with_a_picture_learns_what_comes_of_it(family, tiny, options):
+    policy = POLICIES.build(family, path=str(tiny_diffusers.folder(tiny)), steps=2, **options)
+    answer = torch.rand(3, 16, 16, generator=torch.Generator().manual_seed(0))
+    if policy.capabilities.makes == "video":
+        answer = answer.expand(5, -1, -1, -1)
+    prompt = {"text": "a red seven", "image": tiny_vlms.image(20, 16, 0)}
+    rollout = policy.demonstrate([prompt], [answer], Rng.of("edit"))
+    (point,) = policy.renoise(rollout, Rng.of("noise"))
+    with torch.no_grad():
+        assert policy.dist(point).mean.isfinite().all()
