@@ -82,6 +82,12 @@ def certainty(logits: Tensor) -> Tensor:
     return x.logsumexp(-1) - x.mean(-1) - math.log(x.shape[-1])
 
 
+def entropy_of(logits: Tensor) -> Tensor:
+    """Compute the entropy [*] in nats of the softmax of logits [*, V]."""
+    x = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    return -(x.exp() * x.masked_fill(x.isneginf(), 0.0)).sum(-1)
+
+
 def full(hidden: Tensor, head: Head, warp: Warp, vocab: int) -> Tensor:
     """Compute log-probs of all tokens [N, V], for an exact KL; unlike ``score`` this holds them all
     in memory."""

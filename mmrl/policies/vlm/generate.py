@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mmrl.core.distributions import Categorical
 from mmrl.core.host import sent
-from mmrl.policies.scores import certainty
+from mmrl.policies.scores import certainty, entropy_of
 from mmrl.policies.vlm import caches
 from samplers.noise import Rng
 from samplers.warp import Warp
@@ -35,6 +35,7 @@ class Ending:
     strings: tuple[str, ...]
     decode: Callable[[list[int]], str]
     certain: bool = False  # record the self-certainty of each token
+    entropies: bool = False  # record the entropy of the distribution of each token
 
     def ended(self, ids: Tensor) -> Tensor:
         """Tell which rows have ended, [B] bool, by the last token of ids [B, n] and by the text of
@@ -82,6 +83,8 @@ class Answers:
     mask: Tensor  # [B, T] bool: up to the token that ended it, included
     logprob: Tensor  # [B, T] at least float32
     certainty: Tensor | None = None  # [B, T] at least float32, if requested
+    entropy: Tensor | None = None  # [B, T] nats, if requested
+    edge_id: Tensor | None = None  # [B, T] long, of trees: the name of the row that drew each
 
     def write(
         self, step: int, rows: Tensor | slice, going: Tensor, drawn: Drawn, ending: Ending
@@ -93,6 +96,10 @@ class Answers:
         if self.certainty is not None:
             self.certainty[rows, step] = torch.where(going, certainty(drawn.logits), 0.0).to(
                 self.certainty.dtype
+            )
+        if self.entropy is not None:
+            self.entropy[rows, step] = torch.where(going, entropy_of(drawn.logits), 0.0).to(
+                self.entropy.dtype
             )
         self.mask[rows, step] = going
         return ending.going(self.ids[rows, : step + 1], going)
@@ -108,6 +115,7 @@ def blank(names: Tensor, ending: Ending, hf: Any) -> Answers:
         mask=torch.zeros(shape, dtype=torch.bool, device=device),
         logprob=torch.zeros(shape, device=device, dtype=dtype),
         certainty=torch.zeros(shape, device=device, dtype=dtype) if ending.certain else None,
+        entropy=torch.zeros(shape, device=device, dtype=dtype) if ending.entropies else None,
     )
 
 
@@ -142,8 +150,14 @@ def generate(
     ``busy`` takes whether this process still works and tells whether any does, where all must make
     equally many passes.
     """
-    done = blank(names, ending, net.hf)
-    work = _Work(net, prefix, rows, names, rng, warp)
+    work = Work(net, prefix, rows, names, rng, warp)
+    return write(work, blank(names, ending, net.hf), ending, busy)
+
+
+def write(
+    work: Work, done: Answers, ending: Ending, busy: Callable[[bool], bool] | None = None
+) -> Answers:
+    """Draw token after token into ``done``, until all rows have ended."""
     for step in range(ending.tokens):
         drawn = work.draw(step)
         work.going, left = done.write(step, work.at, work.going, drawn, ending)
@@ -153,13 +167,24 @@ def generate(
     return done
 
 
-class _Work:
-    """Holds the rows that are being written: some have ended and wait for the next compaction."""
+class Work:
+    """Holds the rows that are being written: some have ended and wait for the next compaction.
+
+    ``compacts``: False keeps all rows, and in ``cache`` their keys and values.
+    """
 
     def __init__(
-        self, net: SharedPrefix, prefix: Prefix, rows: Tensor, names: Tensor, rng: Rng, warp: Warp
+        self,
+        net: SharedPrefix,
+        prefix: Prefix,
+        rows: Tensor,
+        names: Tensor,
+        rng: Rng,
+        warp: Warp,
+        compacts: bool = True,
     ):
         self.net = net
+        self.compacts = compacts
         self.names = names
         self.rng = rng
         self.warp = warp
@@ -183,7 +208,7 @@ class _Work:
     def advance(self, token: Tensor, left: int) -> None:
         """Make one pass: updates the hidden states by ``token`` [B], for the ``left`` unfinished
         rows and some finished ones."""
-        if left <= COMPACT * len(token):
+        if self.compacts and left <= COMPACT * len(token):
             token = self._compact(token)
         self.hidden = self.net(
             "step", token[:, None], self.place, self.mask, self.cache, self.whole

@@ -39,6 +39,7 @@ from mmrl.policies.vlm.parts import (
 from mmrl.policies.vlm.prefix_sharing import SharedPrefix, shareable
 from mmrl.policies.vlm.processor import Inputs
 from mmrl.policies.vlm.scoring import Encoded, Passes, images_in
+from mmrl.policies.vlm.trees import TextTree
 from mmrl.policies.vlm.vision import quicken
 from samplers.batching import chunks
 from samplers.noise import Rng
@@ -74,6 +75,7 @@ class VLM(Passes):
         engine: Literal["own", "hf", "continuous", "vllm"] = "own",
         attention: Literal["sdpa", "eager", "flash_attention_2", "xformers"] = "sdpa",
         remove_padding: bool | None = None,
+        tree: TextTree | None = None,
         lora: Lora | int | None = None,
         train: Parts | None = None,
         **options: Any,
@@ -90,9 +92,10 @@ class VLM(Passes):
         "vllm". For all but "own" the engine's log-probs are kept beside those of the policy's own
         passes. attention: transformers' implementation; xformers: on CUDA, where rows and images
         are packed, with sdpa elsewhere. remove_padding: prompts and answers are read without
-        padding, one row after another; by default with xformers. lora: adapters in the language
-        model. train: instead, how language model, projector and vision tower are each trained; by
-        default all fully."""
+        padding, one row after another; by default with xformers, and where answers branch. tree:
+        the answers of a group share their beginnings, which are written and read once; null: each
+        by itself. lora: adapters in the language model. train: instead, how language model,
+        projector and vision tower are each trained; by default all fully."""
         from transformers import AutoModelForImageTextToText, AutoProcessor
 
         self.place = locate(path)
@@ -121,6 +124,7 @@ class VLM(Passes):
         )
         self.greedy_evaluation = greedy_evaluation
         self.sharing = prefix_sharing
+        self.tree = tree
         self.engine = engine
         if lora is not None and train is not None:
             raise UserError(
@@ -129,7 +133,13 @@ class VLM(Passes):
             )
         lora = _adapters(hf, lora)
         net = SharedPrefix(hf, share=prefix_sharing != "none")
-        self._pack(net, attention, remove_padding)
+        self._pack(net, attention, remove_padding, tree is not None)
+        if tree is not None and (engine != "own" or not net.share or not shareable(hf)):
+            raise UserError(
+                f"policy option tree: answers that branch are written by mmrl's own engine, on a "
+                f"prompt that is read once: leave out engine and prefix_sharing, or the tree; this "
+                f"is engine {engine} and {hf.config.model_type}"
+            )
         super().__init__(net, lora=lora, **options)
         self.parts = train
         if lora is None:
@@ -159,6 +169,8 @@ class VLM(Passes):
         cond, shown = self.recall(prompts)
         self.images += sum(map(images_in, cond))
         self._check_sharing(cond)
+        if self.tree is not None and self.growing:
+            self.tree.fit(copies)
         row, group = rows_and_groups(prompts, copies, rng, self.device)
         size = self.chunk(len(row), lambda n: self._try(cond, group[:n]))
         if self.outside is None:
@@ -180,6 +192,7 @@ class VLM(Passes):
             logprob=answers.logprob,
             prompts=tuple(shown),
             trajectory=TokenOrder(commit_step=order, self_certainty=answers.certainty),
+            edge_id=answers.edge_id,
         )
         if self.engine != "own":
             rollout = self._rescored(rollout, size)
@@ -219,13 +232,12 @@ class VLM(Passes):
         self.ending = replace(self.ending, tokens=tokens)
 
     def decode(self, rollout: Rollout) -> Media:
-        lengths = rollout.mask.sum(1)
+        mask = rollout.path_mask()
+        lengths = mask.sum(1)
         known = [rollout.logprob] + (
             [] if rollout.tokens.self_certainty is None else [rollout.tokens.self_certainty]
         )
-        means = torch.stack(
-            [(values * rollout.mask).sum(1) / lengths.clamp_min(1) for values in known], 1
-        )
+        means = torch.stack([(values * mask).sum(1) / lengths.clamp_min(1) for values in known], 1)
         begun = [prompt.get("prefill", "") for prompt in rollout.prompt_per_row()]
         rows = zip(rollout.sample.tolist(), lengths.tolist(), means.tolist(), begun, strict=True)
         limit = rollout.sample.shape[1]
@@ -237,12 +249,14 @@ class VLM(Passes):
     @contextmanager
     def evaluating(self, guidance: float | None = None) -> Iterator[None]:
         before = self.warp
+        self.growing = False
         if self.greedy_evaluation:
             self.warp = Warp(temperature=0.0, suppressed=before.suppressed)
         try:
             yield
         finally:
             self.warp = before
+            self.growing = True
 
     def export(self, folder: Path) -> None:
         """Save the model, or its adapter where nothing else was trained, with processor and chat
@@ -256,7 +270,7 @@ class VLM(Passes):
         self.inputs.save(folder)
 
     @staticmethod
-    def _pack(net: SharedPrefix, attention: str, packed: bool | None) -> None:
+    def _pack(net: SharedPrefix, attention: str, packed: bool | None, branches: bool) -> None:
         """Turn packed batches on where options choose them; UserError where the model cannot take
         them."""
         if packed and (
@@ -269,7 +283,10 @@ class VLM(Passes):
                 f"{net.config.model_type}"
             )
         net.fused = attention == "xformers"
-        net.packed = packed or packed is None and net.fused and net.share and shareable(net.hf)
+        net.branches = branches
+        able = net.share and shareable(net.hf)
+        wanted = net.fused or branches and attention == "sdpa"
+        net.packed = packed or packed is None and wanted and able
         if net.packed:
             enable(net.hf)
 

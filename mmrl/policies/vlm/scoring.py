@@ -25,6 +25,7 @@ from mmrl.policies.vlm.generate import Answers, Ending, generate
 from mmrl.policies.vlm.prefix_sharing import Prefix, SharedPrefix, positions, sharded, shareable
 from mmrl.policies.vlm.processor import Inputs
 from mmrl.policies.vlm.recent import Recent
+from mmrl.policies.vlm.trees import Growth, TextTree
 from samplers.batching import chunks
 from samplers.noise import Rng
 from samplers.warp import Warp
@@ -42,6 +43,8 @@ class Passes(TokenPolicy):
     ending: Ending
     engine: str
     sharing: str  # the option; "checked" once the choice is made
+    tree: TextTree | None  # how answers of a group branch
+    growing: bool = True  # whether they do: not in evaluation
     sees: bool  # gradients reach the vision tower or its projector
     witness: Encoded | None = None  # a prompt with an image
 
@@ -261,17 +264,12 @@ class Passes(TokenPolicy):
                     places.append(part)
                     answers_by_part.append(answers)
         order = torch.cat(places).argsort()
-        names = (
-            ("ids", "mask", "logprob", "certainty")
-            if self.ending.certain
-            else ("ids", "mask", "logprob")
-        )
-        return Answers(
-            *(
-                torch.cat([getattr(part_answers, name) for part_answers in answers_by_part])[order]
-                for name in names
-            )
-        )
+        columns = {}
+        for name in ("ids", "mask", "logprob", "certainty", "edge_id"):
+            parts = [getattr(part_answers, name) for part_answers in answers_by_part]
+            if parts[0] is not None:
+                columns[name] = torch.cat(parts)[order]
+        return Answers(**columns)
 
     def _block(
         self, cond: list[Encoded], group: Tensor, row: Tensor, rng: Rng, rows_at: Tensor, size: int
@@ -291,13 +289,13 @@ class Passes(TokenPolicy):
             return
         inputs, rows = self._collated(cond, group[rows_at], each=False)
         prefix: Prefix = self.net("read", inputs)
+        tree = self.tree if self.growing else None
+        if tree is not None:  # whole trees
+            size = max(tree.leaves, size // tree.leaves * tree.leaves)
         for part, prompt_rows in zip(rows_at.split(size), rows.split(size), strict=True):
-            yield (
-                part,
-                generate(
-                    self.net, prefix, prompt_rows, row[part], rng, self.warp, self.ending, busy
-                ),
-            )
+            answered = (self.net, prefix, prompt_rows, row[part], rng, self.warp, self.ending, busy)
+            grown = generate(*answered) if tree is None else Growth(tree, *answered).grow()
+            yield part, grown
 
     @property
     def plainly(self) -> bool:
