@@ -15,6 +15,7 @@ from mmrl.config.options import (
     TrainOptions,
     impossible,
     unsuited,
+    unsuited_to_trees,
     unsupported_options,
     without_average,
 )
@@ -89,7 +90,8 @@ def check(
                 f"{config.where(line.partition(' ')[0])}: {line}"
                 for line in impossible(built, processes)
             ]
-            unfit = unsupported_options(built, named.get("policy"))
+            unfit = [*unsupported_options(built, named.get("policy"))]
+            unfit += unsuited_to_trees(built) if _grown(entries.get("policy")) else []
             problems += [f"{config.where(line.partition(':')[0])}: {line}" for line in unfit]
         if isinstance(built, EvaluateOptions) and built.reward:
             _rewards(config, built.reward, (section, "reward"), problems, named)
@@ -136,12 +138,16 @@ def _unsuited_advantages(advantage: Resolved, policy: Resolved) -> Iterator[str]
         if why := unsuited(part.entry, policy.entry, "advantage"):
             yield part.place.say(why)
         trees = [name for name in TREES if name in options_of(policy.entry)]
-        grown = any(policy.options.get(name) is not None for name in trees)
-        if getattr(part.entry, "needs_tree", False) and trees and not grown:
+        if getattr(part.entry, "needs_tree", False) and trees and not _grown(policy):
             yield part.place.say(
                 f"the advantage {part.entry.__name__} compares the edges of a tree; set "
                 f"{policy.place / trees[0]}"
             )
+
+
+def _grown(policy: Resolved | None) -> bool:
+    """Tell whether the samples of a policy share their beginnings."""
+    return policy is not None and any(policy.options.get(name) is not None for name in TREES)
 
 
 def _with_nested(resolved: Resolved) -> Iterator[Resolved]:

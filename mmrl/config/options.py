@@ -244,6 +244,16 @@ def unsupported_options(train: TrainOptions, policy: Any) -> Iterator[str]:
         )
 
 
+def unsuited_to_trees(train: TrainOptions) -> Iterator[str]:
+    """List sentences about options of ``train`` that a policy whose samples branch cannot take."""
+    for key in ("adaptive_sampling", "replay_buffer", "response_reuse", "ground_truth_rollout"):
+        if getattr(train, key) is not None:
+            yield (
+                f"train.{key}: it exchanges single answers, and those of a tree share their "
+                f"beginnings; leave it out, or the policy's tree"
+            )
+
+
 def without_average(snapshots: Collection[str], train: TrainOptions) -> str | None:
     """Say what is wrong where an objective needs a moving average of the weights that nobody keeps,
     or None."""

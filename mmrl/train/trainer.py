@@ -174,10 +174,12 @@ class Trainer:
         """Give the rollout its advantages. Rows whose advantage is NaN leave training."""
         rollout = drawn.rollout
         of_rows = self.advantage(rewards, rollout).to(rollout.logprob)
-        advantage = advantages.by_edge(of_rows, rollout)
-        mask = rollout.mask & ~advantage.isnan()
+        trained = of_rows
         if self.options.mask_truncated_completions:
-            mask &= finished(drawn.media, rollout)
+            # of a tree, what an unfinished answer shares with others is still trained
+            trained = of_rows.masked_fill(~finished(drawn.media, rollout), torch.nan)
+        advantage = advantages.by_edge(trained, rollout)
+        mask = rollout.mask & ~advantage.isnan()
         return rollout.replace(
             advantage=advantage.nan_to_num(0.0), mask=mask, trainable=~of_rows.isnan().all(1)
         )

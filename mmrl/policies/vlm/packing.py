@@ -190,17 +190,17 @@ def continued(
     answers: Tensor,
     xformers: bool,
     token: Tensor | None = None,
-    own: Tensor | None = None,
+    fresh: Tensor | None = None,
 ) -> Layout:
     """Lay out answers of ``answers`` [B] tokens to the prompts of ``rows`` [B], whose keys,
     ``lengths`` [P] of them, are packed before those of the answers. Where answers share tokens:
-    ``token`` [B, T], which of the packed tokens each is, and ``own`` [B], how many at a row's end
-    are its own."""
-    own = answers if own is None else own
+    ``token`` [B, T], which of the packed tokens each is, and ``fresh`` [B], how many at a row's
+    end are its own."""
+    fresh = answers if fresh is None else fresh
     if token is None:
         steps = torch.arange(int(answers.max()), device=rows.device)
         token = (answers.cumsum(0) - answers)[:, None] + steps
-    at_work = (own > 0).nonzero()[:, 0]
+    at_work = (fresh > 0).nonzero()[:, 0]
     starts = (lengths.cumsum(0) - lengths)[rows][at_work]
     prompt_lengths = lengths[rows][at_work]
     keys = prompt_lengths + answers[at_work]
@@ -209,7 +209,7 @@ def continued(
     step = (off - prompt_lengths[row]).clamp_min(0)
     written = lengths.sum() + token[at_work[row], step]
     at = torch.where(off < prompt_lengths[row], starts[row] + off, written)
-    return Layout(own[at_work], keys, at, xformers)
+    return Layout(fresh[at_work], keys, at, xformers)
 
 
 def owners(rows: Tensor, ids: Tensor, answers: Tensor) -> Tensor:

@@ -285,8 +285,8 @@ class VLM(Passes):
         net.fused = attention == "xformers"
         net.branches = branches
         able = net.share and shareable(net.hf)
-        wanted = net.fused or branches and attention == "sdpa"
-        net.packed = packed or packed is None and wanted and able
+        by_default = net.fused or branches and attention == "sdpa"
+        net.packed = packed or packed is None and by_default and able
         if net.packed:
             enable(net.hf)
 

@@ -47,7 +47,8 @@ class TextTree:
     def leaves(self) -> int:
         """Return the number of answers of a tree."""
         if self.choose == "in_turn":
-            return (1 + self.branches) ** self.rounds
+            leaves: int = (1 + self.branches) ** self.rounds
+            return leaves
         return 1 + self.branches * self.rounds
 
     def fit(self, copies: Copies) -> None:
@@ -155,8 +156,8 @@ class Growth:
         tail = ids[-4 * max(map(len, self.tree.marks)) - 4 :]
         text = self.ending.decode(tail)
         before = len(self.ending.decode(tail[:-1]))
-        found = [text.rfind(mark) + len(mark) for mark in self.tree.marks if mark in text]
-        return any(end > before for end in found)
+        ends = [text.rfind(mark) + len(mark) for mark in self.tree.marks if mark in text]
+        return any(end > before for end in ends)
 
     def _write(self, fresh: list[int], places: list[Place], prefix: Prefix, rows: Tensor) -> None:
         """Write the answers ``fresh``, which share what ``places`` say, behind the beginnings
@@ -190,8 +191,8 @@ class Growth:
             values = getattr(self.answers, name)
             if values is not None:
                 empty = self.ending.pad if name == "ids" else 0
-                own = torch.where(inside, getattr(written, name).gather(1, steps), empty)
-                values[at] = torch.where(shared, values[parents], own)
+                drawn = torch.where(inside, getattr(written, name).gather(1, steps), empty)
+                values[at] = torch.where(shared, values[parents], drawn)
         self.answers.mask[at] = inside & written.mask.gather(1, steps)
         self.owner[at] = torch.where(shared, self.owner[parents], at[:, None])
 
@@ -211,8 +212,8 @@ class Growth:
         origins = []
         for answer, owner, (_, count) in zip(fresh, owners, places, strict=True):
             source, row = self.of_source[owner] if count else self.of_source[answer]
-            own = count - self.start[owner] if count else 0
-            ends.append(self.sources[source].mask.shape[1] + own)
+            behind = count - self.start[owner] if count else 0
+            ends.append(self.sources[source].mask.shape[1] + behind)
             origins.append((source, row))
         key_values, mask = gathered(self.sources, origins, ends)
         prompts = self.rows[at]

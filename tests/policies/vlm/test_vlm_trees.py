@@ -2,16 +2,26 @@
 once, and every log-prob is that of the answer by itself."""
 
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
 
 from mmrl.advantages import tree_grpo, tree_mean
 from mmrl.advantages.branch import Branch
+from mmrl.config.options import TrainOptions
 from mmrl.core.errors import UserError
 from mmrl.core.types import Rewards
+from mmrl.objectives.policy_gradient import PolicyGradient
 from mmrl.policies.vlm.trees import TextTree
+from mmrl.rollout.stages import Drawn
+from mmrl.run.build import read
+from mmrl.scoring import Scorer
+from mmrl.train.optimizers import adamw
+from mmrl.train.trainer import Trainer
 from samplers.noise import Rng
+from tests.core.test_imports import ROOT
+from tests.fixtures import tiny_vlms
 from tests.policies.vlm.test_vlm_policy import (  # noqa: F401
     assert_near,
     logprobs,
@@ -211,3 +221,71 @@ def test_texts_and_lengths_are_those_of_whole_paths(grown):
     answers = policy.decode(rollout)
     assert [str(a) for a in answers] == [str(a) for a in alone]
     assert [a.tokens for a in answers] == [a.tokens for a in alone]
+
+
+def letters(texts, prompts):
+    return [sum("a" <= c <= "z" for c in text) / 8 for text in texts]
+
+
+@pytest.mark.parametrize("advantage", [Branch(among="siblings"), tree_grpo])
+def test_a_few_iterations_of_trees_raise_the_reward(advantage):
+    given = [{"text": "what is this?", "images": [tiny_vlms.image(56, 56, i)]} for i in range(2)]
+    trainer = Trainer(
+        policy_of(tree=TextTree(every=2, rounds=2), max_new_tokens=8),
+        given,
+        Scorer({"letters": letters}),
+        advantage,
+        PolicyGradient(),
+        partial(adamw, lr=1e-2),
+        TrainOptions(
+            prompts_per_iteration=2,
+            group_size=16,
+            train_batch_size=32,
+            micro_batch_size=8,
+            mask_truncated_completions=False,
+            iterations=8,
+        ),
+    )
+    curve = [trainer.iterate() for _ in range(8)]
+    means = [metrics["reward/mean"] for metrics in curve]
+    assert curve[0]["decisions"] < 2 * 16 * 8 * 0.85
+    assert means[0] < 0.3 and sum(means[-2:]) / 2 > means[0] + 0.25
+
+
+def test_what_an_unfinished_answer_shares_is_still_trained():
+    policy = policy_of(tree=TextTree(every=2, rounds=1), max_new_tokens=4)
+    trainer = Trainer(
+        policy,
+        prompts()[:2],
+        Scorer({"letters": letters}),
+        tree_mean,
+        PolicyGradient(),
+        partial(adamw, lr=1e-2),
+        TrainOptions(
+            prompts_per_iteration=2,
+            group_size=4,
+            train_batch_size=8,
+            iterations=1,
+            mask_truncated_completions=True,
+        ),
+    )
+    rollout = rolled(policy, prompts()[:2], copies=4)
+    texts = policy.decode(rollout)
+    for row, text in enumerate(texts):
+        text.finished = row % 2 == 1  # of every tree the trunk alone is cut
+    rewards = Rewards({"r": torch.arange(8.0)})
+    compared = trainer._compare(Drawn(rollout, texts, rewards), rewards)
+    shared = rollout.edge_id[1::2] != rollout.row_id[1::2, None]
+    assert torch.equal(compared.mask[::2], rollout.mask[::2] & shared)
+    assert torch.equal(compared.mask[1::2], rollout.mask[1::2])
+    assert compared.trainable.all()
+
+
+@pytest.mark.parametrize("key", ["replay_buffer={}", "ground_truth_rollout=answer"])
+def test_options_that_exchange_answers_are_refused_beside_a_tree(key):
+    config = ROOT / "configs" / "vlm" / "tree_rpo.yaml"
+    with pytest.raises(UserError, match="share their beginnings; leave it out"):
+        read(config, [f"train.{key}"])
+    read(config, [])
+    with pytest.raises(UserError, match="compares the edges of a tree; set policy.vlm.tree"):
+        read(config, ["policy.vlm.tree=null"])
