@@ -26,7 +26,7 @@ from mmrl.monitoring.monitors import Monitor, Sampled
 from mmrl.objectives.base import Objective
 from mmrl.policies.base import Policy, RolloutContext
 from mmrl.rollout import collect
-from mmrl.rollout.stages import Drawn, Setup, sampled_only, stages_of
+from mmrl.rollout.stages import Drawn, Setup, sampled_only, shaped_moments, stages_of
 from mmrl.train.batch import Batch
 from mmrl.train.device import Device, MakeOptimizer
 from mmrl.train.update import Update
@@ -112,7 +112,8 @@ class Trainer:
             drawn, counts = stage.groups(drawn, self.iteration, self.sample)
             metrics |= counts
         rewards = self.objective.shaped(self.policy, drawn.rollout, drawn.rewards)
-        trained = self._compare(drawn, rewards)
+        comparable = shaped_moments(drawn.rollout, drawn.rewards, rewards)
+        trained = self._compare(replace(drawn, rollout=comparable), rewards)
         # what is not trained on was not shaped: if there is any, ``sampled`` has no shaped rewards
         plain_only = drawn.gave_way or drawn.unused
         whole = drawn if plain_only else replace(drawn, rewards=rewards)

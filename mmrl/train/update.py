@@ -58,6 +58,8 @@ class Update:
         metrics."""
         meter = Meter()
         skipped = 0
+        if self.objective.restarts(batch.iteration):
+            self.optimizer.state.clear()
         with meter.listening():
             batch = self.recompute_old_logprob(batch, meter)
             with self.clock.time("update"):

@@ -33,6 +33,7 @@ from mmrl.advantages import (
 from mmrl.advantages.memory import capture, restore
 from mmrl.core.errors import UserError
 from mmrl.core.types import Rewards
+from mmrl.run.build import read
 from tests.advantages.test_advantages_by_loop import (
     FLAT,
     GROUP,
@@ -50,6 +51,7 @@ from tests.advantages.test_advantages_by_loop import (
     tree,
     whitened,
 )
+from tests.core.test_imports import ROOT
 
 UNIT = [NAN if math.isnan(x) else 1 / (1 + math.exp(-3 * x)) for x in REWARD]  # between 0 and 1
 RIGHT = [NAN if math.isnan(x) else float(x > 0.5) for x in REWARD]  # 0 or 1
@@ -436,6 +438,46 @@ def test_aapo_adds_a_bounded_lead_over_the_reference(tmp_path):
         AAPO(low=1.0, high=0.0)
 
 
+@pytest.mark.parametrize("source", ["file", "field", "first sight"])
+def test_aapo_pairs_every_answer_with_one_of_the_reference(source, tmp_path):
+    """The n-th answer by name with the n-th of the reference, from the first again after the
+    last."""
+    known = {g: [0.1 * g, 0.9, 0.3] for g in range(6)}
+    options = {"compare": "answers"}
+    batch = rollout()
+    if source == "file":
+        path = tmp_path / "reference.jsonl"
+        lines = [json.dumps({"text": f"prompt {g}", "reward": known[g]}) for g in known]
+        path.write_text("\n".join(lines))
+        options["file"] = path
+    elif source == "field":
+        options["field"] = "earlier"
+        given = [{**prompt, "earlier": known[g]} for g, prompt in enumerate(batch.prompts)]
+        batch = batch.replace(prompts=given)
+    advantage = AAPO(**options)
+    if source == "first sight":  # of which only the scored answers are known
+        first = [0.5 * x for x in REWARD]
+        advantage(tensor(first), batch)
+        known = {
+            g: [first[i] for i in sorted(PRESENT, key=lambda i: NAME[i]) if GROUP[i] == g]
+            for g in set(GROUP)
+        }
+        advantage = restored(AAPO(**options), advantage)
+
+    def expected(i):
+        group = sorted((j for j in range(16) if GROUP[j] == GROUP[i]), key=lambda j: NAME[j])
+        values = known[GROUP[i]]
+        reference = values[group.index(i) % len(values)]
+        return whitened(i) + min(max(REWARD[i] - reference, -0.2), 0.28)
+
+    same(advantage(tensor(REWARD), batch), rows(expected), atol=1e-9)
+
+
+def restored(fresh, advantage):
+    restore(fresh, json.loads(json.dumps(capture(advantage))))
+    return fresh
+
+
 def test_single_stream_tracks_a_value_for_each_prompt(tmp_path):
     """Two iterations, the first from rewards of a reference, with a drift of the log-probs."""
     path = tmp_path / "reference.jsonl"
@@ -703,8 +745,9 @@ def test_gcpo_says_what_it_needs():
     batch = rollout([0, 0], [1, 1])
     with pytest.raises(UserError, match="behaviour is 'tol'.*did you mean 'tool'"):
         gcpo(Rewards({"tool": tensor([1.0, 0.0])}), batch, behaviour="tol")
-    with pytest.raises(UserError, match="behaviour is not set; name the reward.*: tool"):
-        gcpo(Rewards({"tool": tensor([1.0, 0.0])}), batch)
+    with pytest.raises(UserError, match="gcpo.*behaviour"):
+        read(ROOT / "configs" / "vlm" / "othink_mr1.yaml", ["advantage=gcpo"])
+    read(ROOT / "configs" / "vlm" / "othink_mr1.yaml", ["advantage={gcpo: {behaviour: format}}"])
     with pytest.raises(UserError, match="is the only reward"):
         gcpo(Rewards({"tool": tensor([1.0, 0.0])}), batch, behaviour="tool")
 
