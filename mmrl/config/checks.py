@@ -17,6 +17,7 @@ from mmrl.config.options import (
     unsuited,
     unsuited_to_trees,
     unsupported_options,
+    unweighable,
     without_average,
 )
 from mmrl.config.overrides import PLUGGED
@@ -77,7 +78,7 @@ def check(
         why = unsuited_preset(preset, entries["policy"].entry)
         problems += [config.place(("preset",)).say(why)] if why else []
     named = {section: resolved.entry for section, resolved in entries.items()}
-    _rewards(config, config["reward"], ("reward",), problems, named)
+    trained = _rewards(config, config["reward"], ("reward",), problems, named)
     for section, cls in (dataclasses or plain_sections()).items():
         options = resolve_call(
             cls, config.plain.get(section) or {}, config.place((section,)), problems
@@ -91,6 +92,7 @@ def check(
                 for line in impossible(built, processes)
             ]
             unfit = [*unsupported_options(built, named.get("policy"))]
+            unfit += unweighable(built, trained, named.get("objective"))
             unfit += unsuited_to_trees(built) if _grown(entries.get("policy")) else []
             problems += [f"{config.where(line.partition(':')[0])}: {line}" for line in unfit]
         if isinstance(built, EvaluateOptions) and built.reward:
@@ -179,7 +181,8 @@ def _rewards(
     path: tuple[str, ...],
     problems: list[str],
     entries: Mapping[str, Plugin],
-) -> None:
+) -> int:
+    """Check the rewards of a section; return how many of them have a weight."""
     place = config.place(path)
     weighted = resolve_rewards(spec, REWARDS, place, problems)
     for entry in weighted.values():
@@ -199,6 +202,7 @@ def _rewards(
     problems += [
         (place / name).say(f"reward {name!r} cannot be used: {why}") for name, why in unfit
     ]
+    return sum(bool(entry.weight) for entry in weighted.values())
 
 
 def _holds(value: Any) -> bool:

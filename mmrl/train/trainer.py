@@ -8,11 +8,14 @@ process, so that only global statistics travel.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from mmrl import advantages
+from mmrl.advantages import memory
 from mmrl.config.options import TrainOptions, arithmetic, unsuited, without_average
 from mmrl.core import distributed
 from mmrl.core.errors import UserError
@@ -29,6 +32,7 @@ from mmrl.rollout import collect
 from mmrl.rollout.stages import Drawn, Setup, sampled_only, shaped_moments, stages_of
 from mmrl.train.batch import Batch
 from mmrl.train.device import Device, MakeOptimizer
+from mmrl.train.reward_weights import RewardWeights
 from mmrl.train.update import Update
 from samplers.noise import Rng
 
@@ -72,6 +76,10 @@ class Trainer:
             objective.attach(scorer.differentiable)
         self.stages = stages_of(Setup(options, policy, prompts, getattr(scorer, "rewards", {})))
         self.monitors: list[Monitor] = list(MONITORS.values())
+        self.reward_weights: RewardWeights | None = None
+        if options.reward_gradients is not None:
+            self.reward_weights = RewardWeights(options.reward_gradients)
+            self.reward_weights.suits(objective, policy, self.device.scales_loss)
         self.update = Update(policy, objective, prepared, options, self.device, self.clock)
 
     def snapshots(self) -> tuple[str, ...]:
@@ -113,7 +121,20 @@ class Trainer:
             metrics |= counts
         rewards = self.objective.shaped(self.policy, drawn.rollout, drawn.rewards)
         comparable = shaped_moments(drawn.rollout, drawn.rewards, rewards)
-        trained = self._compare(replace(drawn, rollout=comparable), rewards)
+        drawn_shaped = replace(drawn, rollout=comparable)
+        batch = Batch(
+            iteration=self.iteration,
+            rollout=drawn.rollout,
+            rewards=rewards,
+            sampled=(drawn.rollout, rewards),
+            group_sizes=tuple(per_prompt(sizes, len(prompts))),
+            idle_row=drawn.rollout[:1],
+            longest=distributed.largest(drawn.rollout.mask.shape[1], drawn.rollout.group.device),
+            pass_rows=self.policy.fixed_batch_rows,
+            metrics=metrics,
+        )
+        weighted = self._weighted(batch, drawn_shaped, rewards)
+        trained = self._compare(drawn_shaped, weighted)
         # what is not trained on was not shaped: if there is any, ``sampled`` has no shaped rewards
         plain_only = drawn.gave_way or drawn.unused
         whole = drawn if plain_only else replace(drawn, rewards=rewards)
@@ -124,17 +145,7 @@ class Trainer:
             metrics |= monitor(
                 Sampled(self.iteration, media, rollout, plain, shaped, sampled, metrics)
             )
-        return Batch(
-            iteration=self.iteration,
-            rollout=trained,
-            rewards=rewards,
-            sampled=sampled,
-            group_sizes=tuple(per_prompt(sizes, len(prompts))),
-            idle_row=drawn.rollout[:1],
-            longest=distributed.largest(trained.mask.shape[1], trained.group.device),
-            pass_rows=self.policy.fixed_batch_rows,
-            metrics=metrics,
-        )
+        return replace(batch, rollout=trained, rewards=weighted, sampled=sampled, metrics=metrics)
 
     def next_prompts(self) -> tuple[list[Prompt], Copies]:
         """Take the prompts of the iteration, of all processes, and how often each is answered."""
@@ -170,6 +181,23 @@ class Trainer:
         for stage in self.stages:
             stage.observe(prompts, drawn)
         return drawn
+
+    def _weighted(self, batch: Batch, drawn: Drawn, rewards: Rewards) -> Rewards:
+        """Return the rewards with the weights that follow their gradients, if they do; what an
+        advantage remembers of the comparisons on the way is forgotten."""
+        if self.reward_weights is None:
+            return rewards
+
+        def compare(chosen: Rewards) -> Rollout:
+            remembered = deepcopy(memory.capture(self.advantage))
+            rollout = self._compare(drawn, chosen)
+            memory.restore(self.advantage, remembered)
+            return rollout
+
+        gradient = partial(self.update.gradient, batch)
+        weighted = self.reward_weights.weighted(rewards, [*drawn.rewards], compare, gradient)
+        batch.metrics.update(self.reward_weights.metrics())
+        return weighted
 
     def _compare(self, drawn: Drawn, rewards: Rewards) -> Rollout:
         """Give the rollout its advantages. Rows whose advantage is NaN leave training."""
