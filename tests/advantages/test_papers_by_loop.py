@@ -27,6 +27,7 @@ from mmrl.advantages import (
     mapo,
     noise_aware,
     process,
+    strata,
     tree_grpo,
     unlikeliness,
 )
@@ -750,6 +751,61 @@ def test_gcpo_says_what_it_needs():
     read(ROOT / "configs" / "vlm" / "othink_mr1.yaml", ["advantage={gcpo: {behaviour: format}}"])
     with pytest.raises(UserError, match="is the only reward"):
         gcpo(Rewards({"tool": tensor([1.0, 0.0])}), batch, behaviour="tool")
+
+
+# -- tasks
+
+
+TASK = {g: ("count", "read", "draw")[g % 3] for g in range(6)}
+
+
+@pytest.mark.parametrize("count", ["rows", "decisions"])
+@pytest.mark.parametrize("shares", [None, {"count": 3.0, "draw": 0.5}])
+def test_every_task_has_its_share_of_the_gradient(count, shares):
+    """CGPO: each task's own mean, times its share; one task is compared in another way."""
+    batch = rollout()
+    prompts = [{**prompt, "task": TASK[g]} for g, prompt in enumerate(batch.prompts)]
+    batch = batch.replace(prompts=prompts)
+    advantage = strata(tensor(REWARD), batch, shares=shares, count=count, tasks={"read": dr_grpo})
+
+    def size(rows_of):
+        return sum(LENGTH[i] if count == "decisions" else 1 for i in rows_of)
+
+    def plain(i):
+        mean = fmean(group_rewards(i))
+        return REWARD[i] - mean if TASK[GROUP[i]] == "read" else whitened(i)
+
+    met = sorted({TASK[GROUP[i]] for i in PRESENT})
+    share = {task: (shares or {}).get(task, 1.0) for task in met}
+    share = {task: x / sum(share.values()) for task, x in share.items()}
+
+    def expected(i):
+        stratum = [j for j in PRESENT if TASK[GROUP[j]] == TASK[GROUP[i]]]
+        return plain(i) * share[TASK[GROUP[i]]] * size(PRESENT) / size(stratum)
+
+    same(advantage, rows(expected), atol=1e-9)
+    # so the mean of the batch is that of the means of the tasks
+    weights = [LENGTH[i] if count == "decisions" else 1 for i in PRESENT]
+    slopes = [math.sin(i) for i in PRESENT]
+    whole = sum(
+        w * s * float(advantage[i]) for w, s, i in zip(weights, slopes, PRESENT, strict=True)
+    ) / sum(weights)
+    parts = 0.0
+    for task in met:
+        inside = [n for n, i in enumerate(PRESENT) if TASK[GROUP[i]] == task]
+        mean = sum(weights[n] * slopes[n] * plain(PRESENT[n]) for n in inside)
+        parts += share[task] * mean / sum(weights[n] for n in inside)
+    assert whole == pytest.approx(parts, abs=1e-9)
+
+
+def test_a_task_that_is_missing_leaves_its_share_to_the_others():
+    batch = rollout([0, 0, 1, 1], [1] * 4)
+    batch = batch.replace(prompts=[{"task": "a"}, {"task": "b"}])
+    rewards = tensor([0.0, 1.0, NAN, NAN])
+    advantage = strata(rewards, batch, base=dr_grpo, shares={"a": 0.2, "b": 0.8})
+    same(advantage, [-0.5, 0.5, NAN, NAN])
+    with pytest.raises(UserError, match="share of 'a' is -1"):
+        strata(rewards, batch, shares={"a": -1.0})
 
 
 # -- trees
