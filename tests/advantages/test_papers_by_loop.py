@@ -753,6 +753,51 @@ def test_gcpo_says_what_it_needs():
         gcpo(Rewards({"tool": tensor([1.0, 0.0])}), batch, behaviour="tool")
 
 
+def r_squared(pairs):
+    """Of a line through the points: 1 - unexplained / all variance."""
+    xs, ys = zip(*pairs, strict=True)
+    slope = sum((x - fmean(xs)) * (y - fmean(ys)) for x, y in pairs)
+    slope /= sum((x - fmean(xs)) ** 2 for x in xs)
+    left = sum((y - fmean(ys) - slope * (x - fmean(xs))) ** 2 for x, y in pairs)
+    return 1 - left / sum((y - fmean(ys)) ** 2 for y in ys)
+
+
+def test_the_filter_whose_rows_tell_the_truth_best_is_chosen():
+    """PF-PPO: R^2 between reward and actual score over all rows a strategy has kept so far."""
+    strategies = ("highest", "lowest", "ends")
+    advantage = Filtered(keep=2, strategies=strategies, truth="truth", statistics="all")
+    points = {name: [] for name in strategies}
+    choices = []
+    for n in range(3):
+        # the reward tells the truth at the top, or at the bottom
+        truth = [
+            x if (x > 0.5) == (n == 0) else OTHER[(5 * i + n) % 16] for i, x in enumerate(REWARD)
+        ]
+        rewards = Rewards({"a": tensor(REWARD), "truth": tensor(truth)}, {"truth": 0.0})
+        kept = {name: set() for name in strategies}
+        for i in PRESENT:
+            order = sorted(members(i), key=lambda j: (REWARD[j], NAME[j]))
+            kept["highest"] |= set(order[-2:])
+            kept["lowest"] |= set(order[:2])
+            kept["ends"] |= {order[0], order[-1]}
+        for name in strategies:
+            points[name] += [(REWARD[i], truth[i]) for i in sorted(kept[name])]
+        best = max(strategies, key=lambda name: r_squared(points[name]))
+        stay = [whitened(i) if i in PRESENT and i in kept[best] else NAN for i in range(16)]
+        same(advantage(rewards, rollout()), stay, atol=1e-9)
+        for name in strategies:
+            assert advantage.r_squared(name) == pytest.approx(r_squared(points[name]), abs=1e-9)
+        choices.append(best)
+        fresh = Filtered(keep=2, strategies=strategies, truth="truth", statistics="all")
+        advantage = restored(fresh, advantage)
+    assert len(set(choices)) > 1
+    with pytest.raises(UserError, match="say with keep how many"):
+        Filtered(truth="truth")
+    flat = Rewards({"a": tensor(REWARD), "truth": tensor([1.0] * 16)}, {"truth": 0.0})
+    unknown = Filtered(keep=2, prefer="lowest", truth="truth")(flat, rollout())
+    same(unknown, Filtered(keep=2, prefer="lowest")(tensor(REWARD), rollout()), atol=0)
+
+
 # -- tasks
 
 
