@@ -176,9 +176,9 @@ class Filtered:
 
     def _measure(self, strategy: str, value: Tensor, truth: Tensor, rows: Tensor) -> None:
         """Add the rows that a strategy would keep to what is known of it, over all processes."""
-        both = rows & truth.isfinite() & value.isfinite()
-        x, y = (torch.where(both, column, 0.0) for column in (value, truth))
-        sums = torch.stack([both.to(x), x, y, x * x, y * y, x * y]).sum(1)
+        known = rows & truth.isfinite() & value.isfinite()
+        x, y = (torch.where(known, column, 0.0) for column in (value, truth))
+        sums = torch.stack([known.to(x), x, y, x * x, y * y, x * y]).sum(1)
         before = self.sums.get(strategy, [0.0] * 6)
         self.sums[strategy] = [a + b for a, b in zip(before, all_sum(sums).tolist(), strict=True)]
 
