@@ -16,6 +16,7 @@ from mmrl.advantages.process import process
 from mmrl.advantages.risk import RiskPO
 from mmrl.advantages.sequence_level import gpg, opo, pass_at_k, reinforce, reinforce_pp
 from mmrl.advantages.shaping import focal, ngrpo, pairs, soft, temporal
+from mmrl.advantages.strata import strata
 from mmrl.advantages.summary import outcomes, statistics
 from mmrl.advantages.tree_mean import tree_grpo, tree_mean
 from mmrl.advantages.weighted import asymre, bnpo, copo, drpo, grpo_lead, mapo, noise_aware
@@ -64,6 +65,7 @@ __all__ = [
     "rloo",
     "soft",
     "statistics",
+    "strata",
     "temporal",
     "tree_grpo",
     "tree_mean",

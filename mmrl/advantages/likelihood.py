@@ -143,7 +143,7 @@ def gcpo(
     rewards: Rewards | Tensor,
     rollout: Rollout,
     *,
-    behaviour: str | None = None,
+    behaviour: str,
     base: Underneath = grpo,
     outcome: str | None = None,
     margin: Annotated[float, Ge(0)] = 0.0,
@@ -159,11 +159,6 @@ def gcpo(
     reward of its own.
     """
     double, groups = measured(rewards, rollout)
-    if behaviour is None:
-        raise UserError(
-            "advantage gcpo: behaviour is not set; name the reward that is 1 for answers that show "
-            f"it: {', '.join(double)}"
-        )
     shown = reward_called(double, behaviour, "gcpo", "behaviour")
     if outcome is None:
         rest = {name: double.weights[name] * x for name, x in double.items() if name != behaviour}

@@ -11,16 +11,8 @@ from mmrl.core.types import Rewards, Rollout, TokenOrder
 
 
 def path_mask(rollout: Rollout) -> Tensor:
-    """Return the decisions [B, K] on the way to each row, bool; on a tree also those of edges that
-    another row carries in its mask."""
-    if rollout.edge_id is None:
-        return rollout.mask
-    columns = rollout.mask.shape[1]
-    place = torch.arange(columns, device=rollout.edge_id.device)
-    names, index = (rollout.edge_id * columns + place).flatten().unique(return_inverse=True)
-    carried = torch.zeros(len(names), dtype=torch.long, device=index.device)
-    carried = carried.scatter_reduce(0, index, rollout.mask.flatten().long(), "amax")
-    return carried[index].view_as(rollout.mask).bool()
+    """Return the decisions [B, K] on the way to each row, bool, shared ones included."""
+    return rollout.path_mask()
 
 
 def length(rollout: Rollout) -> Tensor:

@@ -16,7 +16,9 @@ from mmrl.config.options import (
     impossible,
     unfit_for_sft,
     unsuited,
+    unsuited_to_trees,
     unsupported_options,
+    unweighable,
     without_average,
 )
 from mmrl.config.overrides import PLUGGED
@@ -77,7 +79,7 @@ def check(
         why = unsuited_preset(preset, entries["policy"].entry)
         problems += [config.place(("preset",)).say(why)] if why else []
     named = {section: resolved.entry for section, resolved in entries.items()}
-    _rewards(config, config["reward"], ("reward",), problems, named)
+    trained = _rewards(config, config["reward"], ("reward",), problems, named)
     for section, cls in (dataclasses or plain_sections()).items():
         options = resolve_call(
             cls, config.plain.get(section) or {}, config.place((section,)), problems
@@ -85,6 +87,9 @@ def check(
         built = None if options is BAD else _try(problems, construct, options)
         if isinstance(built, TrainOptions):
             problems += _unfit_sizes(config, built, entries, objective, processes)
+            unfit = [*unweighable(built, trained, named.get("objective"))]
+            unfit += unsuited_to_trees(built) if _grown(entries.get("policy")) else []
+            problems += [f"{config.where(line.partition(':')[0])}: {line}" for line in unfit]
         if isinstance(built, EvaluateOptions) and built.reward:
             _rewards(config, built.reward, (section, "reward"), problems, named)
     for name in ("run", "start"):
@@ -153,8 +158,7 @@ def _unsuited_advantages(advantage: Resolved, policy: Resolved) -> Iterator[str]
             continue
         yield from _unrecorded(part, policy)
         trees = [name for name in TREES if name in options_of(policy.entry)]
-        grown = any(policy.options.get(name) is not None for name in trees)
-        if getattr(part.entry, "needs_tree", False) and trees and not grown:
+        if getattr(part.entry, "needs_tree", False) and trees and not _grown(policy):
             yield part.place.say(
                 f"the advantage {part.entry.__name__} compares the edges of a tree; set "
                 f"{policy.place / trees[0]}"
@@ -175,6 +179,11 @@ def _unrecorded(part: Resolved, policy: Resolved, kind: str = "advantage") -> It
                 f"the {kind} {part.entry.__name__} looks at what the policy records on request; "
                 f"set {policy.place / option} to true"
             )
+
+
+def _grown(policy: Resolved | None) -> bool:
+    """Tell whether the samples of a policy share their beginnings."""
+    return policy is not None and any(policy.options.get(name) is not None for name in TREES)
 
 
 def _with_nested(resolved: Resolved) -> Iterator[Resolved]:
@@ -206,7 +215,8 @@ def _rewards(
     path: tuple[str, ...],
     problems: list[str],
     entries: Mapping[str, Plugin],
-) -> None:
+) -> int:
+    """Check the rewards of a section; return how many of them have a weight."""
     place = config.place(path)
     weighted = resolve_rewards(spec, REWARDS, place, problems)
     for entry in weighted.values():
@@ -226,6 +236,7 @@ def _rewards(
     problems += [
         (place / name).say(f"reward {name!r} cannot be used: {why}") for name, why in unfit
     ]
+    return sum(bool(entry.weight) for entry in weighted.values())
 
 
 def _holds(value: Any) -> bool:

@@ -55,6 +55,24 @@ class SlowFast:
 
 
 @dataclass(frozen=True)
+class RewardGradients:
+    """Weighs several rewards by their gradients (Lu et al. 2025, "Learning to optimize
+    multi-objective alignment through dynamic reward weighting").
+
+    In every iteration the share of a reward in the sum is multiplied by e^(rate I), I the product
+    of the gradient under this reward alone with the sum of all of them; equal shares leave the
+    weights of the configuration as they are. ``measure``: the product (the paper), or its cosine,
+    which does not depend on scales (our addition). ``least``: this part of all shares stays
+    equally divided. It costs a pass forward and backward over all rows for each reward, and one
+    more.
+    """
+
+    rate: Positive = 1.0
+    measure: Literal["product", "cosine"] = "product"
+    least: Annotated[float, Ge(0), Lt(1)] = 0.0
+
+
+@dataclass(frozen=True)
 class Budget:
     """Ends a run with the iteration in which one of these is spent. ``cpu_seconds``: processor time
     of the process in iterations: sampling, rewards, updates; not evaluation, previews or saving.
@@ -205,6 +223,8 @@ class TrainOptions:
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     # fast steps and a step back before every optimizer step; null: none
     slow_fast: SlowFast | None = None
+    # weights of several rewards that follow their gradients; null: as in the configuration
+    reward_gradients: RewardGradients | None = None
     # gradients are clipped to this global norm; null: not clipped
     max_grad_norm: Positive | None = 1.0
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"  # mixed precision of the forward pass
@@ -366,6 +386,44 @@ def unfit_for_sft(train: TrainOptions) -> Iterator[str]:
             yield (
                 f"train.{name}: supervised fine-tuning samples and rewards nothing, so it would "
                 f"do nothing: leave it out"
+            )
+
+
+SINGLE_ANSWERS = (
+    "adaptive_sampling",
+    "demonstrations",
+    "ground_truth_rollout",
+    "replay_buffer",
+    "response_reuse",
+    "speculative",
+)
+
+
+def unweighable(train: TrainOptions, trained: int, objective: Any) -> Iterator[str]:
+    """Say why ``train.reward_gradients`` cannot weigh so many rewards with a weight."""
+    if train.reward_gradients is None:
+        return
+    if trained < 2:
+        yield (
+            f"train.reward_gradients: it weighs several rewards against each other, and there "
+            f"is {trained} with a weight; add one, or leave it out"
+        )
+    if getattr(objective, "differentiates", False):
+        yield (
+            "train.reward_gradients: the objective follows the gradient of the rewards itself; "
+            "leave it out"
+        )
+    if train.precision == "fp16":
+        yield "train.reward_gradients: fp16 scales the loss: use train.precision bf16"
+
+
+def unsuited_to_trees(train: TrainOptions) -> Iterator[str]:
+    """List sentences about options of ``train`` that a policy whose samples branch cannot take."""
+    for key in SINGLE_ANSWERS:
+        if getattr(train, key) is not None:
+            yield (
+                f"train.{key}: it exchanges single answers, and those of a tree share their "
+                f"beginnings; leave it out, or the policy's tree"
             )
 
 

@@ -261,6 +261,18 @@ class Rollout(Rows):
             )
         return self.entropy
 
+    def path_mask(self) -> Tensor:
+        """Return the decisions on the way to each row, [B, K] bool: on a tree also those of edges
+        that another row carries in its mask."""
+        if self.edge_id is None:
+            return self.mask
+        columns = self.mask.shape[1]
+        place = torch.arange(columns, device=self.edge_id.device)
+        names, index = (self.edge_id * columns + place).flatten().unique(return_inverse=True)
+        carried = torch.zeros(len(names), dtype=torch.long, device=index.device)
+        carried = carried.scatter_reduce(0, index, self.mask.flatten().long(), "amax")
+        return carried[index].view_as(self.mask).bool()
+
     @property
     def latents(self) -> LatentPath:
         """Read the path of a flow or diffusion model; TypeError for models that write tokens."""

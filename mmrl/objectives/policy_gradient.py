@@ -349,6 +349,7 @@ class PolicyGradient(Regularised):
         if not self.term.active or self.kl.where != "reward":
             return rewards
         divergence = rollout.logprob.new_zeros(len(rollout))
+        rollout = rollout.replace(mask=rollout.path_mask())  # of a tree, of every whole sample
         size = policy.fixed_batch_rows or len(rollout)
         count = largest(-(-len(rollout) // size), divergence.device)  # groups may have grown
         for first in range(0, count * size, size):
@@ -358,6 +359,7 @@ class PolicyGradient(Regularised):
                 gap = point.recorded - reference.log_prob(point.target)
                 if first < len(rollout):
                     divergence[first : first + size] += row_sum(gap, point.mask)[:, 0]
+        divergence, factor = self.kl.penalty(divergence)
         if self.kl.uncertainty is not None:
             if self.kl.uncertainty not in rewards:
                 raise UserError(
@@ -365,9 +367,8 @@ class PolicyGradient(Regularised):
                     f"are {', '.join(rewards)}"
                 )
             divergence = divergence * rewards[self.kl.uncertainty].to(divergence)
-        return Rewards(
-            {**rewards, "kl": divergence}, {**rewards.weights, "kl": -self.term.weight()}
-        )
+        weight = -factor * self.term.weight()
+        return Rewards({**rewards, "kl": divergence}, {**rewards.weights, "kl": weight})
 
     def adapt(self, iteration: int, metrics: dict[str, float]) -> None:
         """Adapt the weight of the KL and the entropy controller after an iteration."""

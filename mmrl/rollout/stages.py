@@ -180,6 +180,17 @@ def moments(rollout: Rollout, rewards: Rewards) -> PromptMoments:
     )
 
 
+def shaped_moments(rollout: Rollout, plain: Rewards, shaped: Rewards) -> Rollout:
+    """Return the rollout with the means of all samples moved by what shaping changes on average in
+    each group: those that are not trained on were not shaped."""
+    if rollout.all_samples is None or shaped is plain:
+        return rollout
+    before = moments(rollout, plain).mean
+    moved = moments(rollout, shaped).mean - before
+    everything = rollout.all_samples
+    return rollout.replace(all_samples=everything.replace(mean=everything.mean + moved))
+
+
 def _marks(rollout: Rollout, rows: Tensor | None) -> Tensor:
     return torch.zeros_like(rollout.group, dtype=torch.bool) if rows is None else rows
 

@@ -540,6 +540,7 @@ COUNTS = {
     "grpo_lead": {"length": 0.1},
     "drpo": {"reward": "a"},
     "asymre": {},
+    "strata": {"shares": {"": 2.0}},
     "copo": {"width": 0.5},
     "unlikeliness": {},
     "filtered": {"keep": [3, 2], "drop_groups": ["flat"], "outside": "zero"},

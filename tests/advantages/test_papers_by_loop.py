@@ -27,12 +27,14 @@ from mmrl.advantages import (
     mapo,
     noise_aware,
     process,
+    strata,
     tree_grpo,
     unlikeliness,
 )
 from mmrl.advantages.memory import capture, restore
 from mmrl.core.errors import UserError
 from mmrl.core.types import Rewards
+from mmrl.run.build import read
 from tests.advantages.test_advantages_by_loop import (
     FLAT,
     GROUP,
@@ -50,6 +52,7 @@ from tests.advantages.test_advantages_by_loop import (
     tree,
     whitened,
 )
+from tests.core.test_imports import ROOT
 
 UNIT = [NAN if math.isnan(x) else 1 / (1 + math.exp(-3 * x)) for x in REWARD]  # between 0 and 1
 RIGHT = [NAN if math.isnan(x) else float(x > 0.5) for x in REWARD]  # 0 or 1
@@ -436,6 +439,46 @@ def test_aapo_adds_a_bounded_lead_over_the_reference(tmp_path):
         AAPO(low=1.0, high=0.0)
 
 
+@pytest.mark.parametrize("source", ["file", "field", "first sight"])
+def test_aapo_pairs_every_answer_with_one_of_the_reference(source, tmp_path):
+    """The n-th answer by name with the n-th of the reference, from the first again after the
+    last."""
+    known = {g: [0.1 * g, 0.9, 0.3] for g in range(6)}
+    options = {"compare": "answers"}
+    batch = rollout()
+    if source == "file":
+        path = tmp_path / "reference.jsonl"
+        lines = [json.dumps({"text": f"prompt {g}", "reward": known[g]}) for g in known]
+        path.write_text("\n".join(lines))
+        options["file"] = path
+    elif source == "field":
+        options["field"] = "earlier"
+        given = [{**prompt, "earlier": known[g]} for g, prompt in enumerate(batch.prompts)]
+        batch = batch.replace(prompts=given)
+    advantage = AAPO(**options)
+    if source == "first sight":  # of which only the scored answers are known
+        first = [0.5 * x for x in REWARD]
+        advantage(tensor(first), batch)
+        known = {
+            g: [first[i] for i in sorted(PRESENT, key=lambda i: NAME[i]) if GROUP[i] == g]
+            for g in set(GROUP)
+        }
+        advantage = restored(AAPO(**options), advantage)
+
+    def expected(i):
+        group = sorted((j for j in range(16) if GROUP[j] == GROUP[i]), key=lambda j: NAME[j])
+        values = known[GROUP[i]]
+        reference = values[group.index(i) % len(values)]
+        return whitened(i) + min(max(REWARD[i] - reference, -0.2), 0.28)
+
+    same(advantage(tensor(REWARD), batch), rows(expected), atol=1e-9)
+
+
+def restored(fresh, advantage):
+    restore(fresh, json.loads(json.dumps(capture(advantage))))
+    return fresh
+
+
 def test_single_stream_tracks_a_value_for_each_prompt(tmp_path):
     """Two iterations, the first from rewards of a reference, with a drift of the log-probs."""
     path = tmp_path / "reference.jsonl"
@@ -706,10 +749,111 @@ def test_gcpo_says_what_it_needs():
     batch = rollout([0, 0], [1, 1])
     with pytest.raises(UserError, match="behaviour is 'tol'.*did you mean 'tool'"):
         gcpo(Rewards({"tool": tensor([1.0, 0.0])}), batch, behaviour="tol")
-    with pytest.raises(UserError, match="behaviour is not set; name the reward.*: tool"):
-        gcpo(Rewards({"tool": tensor([1.0, 0.0])}), batch)
+    with pytest.raises(UserError, match="gcpo.*behaviour"):
+        read(ROOT / "configs" / "vlm" / "othink_mr1.yaml", ["advantage=gcpo"])
+    read(ROOT / "configs" / "vlm" / "othink_mr1.yaml", ["advantage={gcpo: {behaviour: format}}"])
     with pytest.raises(UserError, match="is the only reward"):
         gcpo(Rewards({"tool": tensor([1.0, 0.0])}), batch, behaviour="tool")
+
+
+def r_squared(pairs):
+    """Of a line through the points: 1 - unexplained / all variance."""
+    xs, ys = zip(*pairs, strict=True)
+    slope = sum((x - fmean(xs)) * (y - fmean(ys)) for x, y in pairs)
+    slope /= sum((x - fmean(xs)) ** 2 for x in xs)
+    left = sum((y - fmean(ys) - slope * (x - fmean(xs))) ** 2 for x, y in pairs)
+    return 1 - left / sum((y - fmean(ys)) ** 2 for y in ys)
+
+
+def test_the_filter_whose_rows_tell_the_truth_best_is_chosen():
+    """PF-PPO: R^2 between reward and actual score over all rows a strategy has kept so far."""
+    strategies = ("highest", "lowest", "ends")
+    advantage = Filtered(keep=2, strategies=strategies, truth="truth", statistics="all")
+    points = {name: [] for name in strategies}
+    choices = []
+    for n in range(3):
+        # the reward tells the truth at the top, or at the bottom
+        truth = [
+            x if (x > 0.5) == (n == 0) else OTHER[(5 * i + n) % 16] for i, x in enumerate(REWARD)
+        ]
+        rewards = Rewards({"a": tensor(REWARD), "truth": tensor(truth)}, {"truth": 0.0})
+        kept = {name: set() for name in strategies}
+        for i in PRESENT:
+            order = sorted(members(i), key=lambda j: (REWARD[j], NAME[j]))
+            kept["highest"] |= set(order[-2:])
+            kept["lowest"] |= set(order[:2])
+            kept["ends"] |= {order[0], order[-1]}
+        for name in strategies:
+            points[name] += [(REWARD[i], truth[i]) for i in sorted(kept[name])]
+        best = max(strategies, key=lambda name: r_squared(points[name]))
+        stay = [whitened(i) if i in PRESENT and i in kept[best] else NAN for i in range(16)]
+        same(advantage(rewards, rollout()), stay, atol=1e-9)
+        for name in strategies:
+            assert advantage.r_squared(name) == pytest.approx(r_squared(points[name]), abs=1e-9)
+        choices.append(best)
+        fresh = Filtered(keep=2, strategies=strategies, truth="truth", statistics="all")
+        advantage = restored(fresh, advantage)
+    assert len(set(choices)) > 1
+    with pytest.raises(UserError, match="say with keep how many"):
+        Filtered(truth="truth")
+    flat = Rewards({"a": tensor(REWARD), "truth": tensor([1.0] * 16)}, {"truth": 0.0})
+    unknown = Filtered(keep=2, prefer="lowest", truth="truth")(flat, rollout())
+    same(unknown, Filtered(keep=2, prefer="lowest")(tensor(REWARD), rollout()), atol=0)
+
+
+# -- tasks
+
+
+TASK = {g: ("count", "read", "draw")[g % 3] for g in range(6)}
+
+
+@pytest.mark.parametrize("count", ["rows", "decisions"])
+@pytest.mark.parametrize("shares", [None, {"count": 3.0, "draw": 0.5}])
+def test_every_task_has_its_share_of_the_gradient(count, shares):
+    """CGPO: each task's own mean, times its share; one task is compared in another way."""
+    batch = rollout()
+    prompts = [{**prompt, "task": TASK[g]} for g, prompt in enumerate(batch.prompts)]
+    batch = batch.replace(prompts=prompts)
+    advantage = strata(tensor(REWARD), batch, shares=shares, count=count, tasks={"read": dr_grpo})
+
+    def size(rows_of):
+        return sum(LENGTH[i] if count == "decisions" else 1 for i in rows_of)
+
+    def plain(i):
+        mean = fmean(group_rewards(i))
+        return REWARD[i] - mean if TASK[GROUP[i]] == "read" else whitened(i)
+
+    met = sorted({TASK[GROUP[i]] for i in PRESENT})
+    share = {task: (shares or {}).get(task, 1.0) for task in met}
+    share = {task: x / sum(share.values()) for task, x in share.items()}
+
+    def expected(i):
+        stratum = [j for j in PRESENT if TASK[GROUP[j]] == TASK[GROUP[i]]]
+        return plain(i) * share[TASK[GROUP[i]]] * size(PRESENT) / size(stratum)
+
+    same(advantage, rows(expected), atol=1e-9)
+    # so the mean of the batch is that of the means of the tasks
+    weights = [LENGTH[i] if count == "decisions" else 1 for i in PRESENT]
+    slopes = [math.sin(i) for i in PRESENT]
+    whole = sum(
+        w * s * float(advantage[i]) for w, s, i in zip(weights, slopes, PRESENT, strict=True)
+    ) / sum(weights)
+    parts = 0.0
+    for task in met:
+        inside = [n for n, i in enumerate(PRESENT) if TASK[GROUP[i]] == task]
+        mean = sum(weights[n] * slopes[n] * plain(PRESENT[n]) for n in inside)
+        parts += share[task] * mean / sum(weights[n] for n in inside)
+    assert whole == pytest.approx(parts, abs=1e-9)
+
+
+def test_a_task_that_is_missing_leaves_its_share_to_the_others():
+    batch = rollout([0, 0, 1, 1], [1] * 4)
+    batch = batch.replace(prompts=[{"task": "a"}, {"task": "b"}])
+    rewards = tensor([0.0, 1.0, NAN, NAN])
+    advantage = strata(rewards, batch, base=dr_grpo, shares={"a": 0.2, "b": 0.8})
+    same(advantage, [-0.5, 0.5, NAN, NAN])
+    with pytest.raises(UserError, match="share of 'a' is -1"):
+        strata(rewards, batch, shares={"a": -1.0})
 
 
 # -- trees

@@ -235,6 +235,8 @@ def compared(loaded, texts, prompts):
     """[B, 1] or [B, K] advantages of these texts under a recipe's rewards and advantage."""
     score = scorer(loaded, ("reward",), loaded.section("train", TrainOptions))
     rollout = rolled(texts, prompts)
+    if "tree" in loaded.plain["policy"]["vlm"]:  # of which these answers share nothing
+        rollout = rollout.replace(edge_id=rollout.row_id[:, None].expand(rollout.mask.shape))
     advantage = loaded.build("advantage", ADVANTAGES)(
         score(completions(texts), prompts, rollout.group), rollout
     )
@@ -356,7 +358,7 @@ def test_the_advantage_of_every_configuration_prefers_the_greater_reward(name):
     rollout = rollout.replace(
         edge_id=(rows - rows % 2)[:, None].expand(rollout.mask.shape),
     )
-    if sections["advantage"] != "branch":
+    if not any(name in str(sections["advantage"]) for name in ("branch", "tree_grpo")):
         rollout = rollout.replace(edge_id=None)
     for _ in range(2):  # of one that remembers too
         worth = (

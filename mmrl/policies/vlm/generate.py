@@ -84,6 +84,7 @@ class Answers:
     logprob: Tensor  # [B, T] at least float32
     values: Tensor  # [B, T, R] at least float32: the quantities that are recorded
     routes: Tensor  # [B, T, R] int16: the experts that each token went to
+    edge_id: Tensor | None = None  # [B, T] long, of trees: the name of the row that drew each
 
     def write(
         self, step: int, rows: Tensor | slice, going: Tensor, drawn: Drawn, ending: Ending
@@ -161,10 +162,22 @@ def generate(
     """
     routing = net.routing
     done = blank(names, ending, net.hf, routing.width if routing else 0)
-    work = _Work(net, prefix, rows, names, rng, warp)
+    work = Work(net, prefix, rows, names, rng, warp)
+    return write(work, done, ending, busy, forced)
+
+
+def write(
+    work: Work,
+    done: Answers,
+    ending: Ending,
+    busy: Callable[[bool], bool] | None = None,
+    forced: Tensor | None = None,
+) -> Answers:
+    """Draw token after token into ``done``, until all rows have ended."""
+    routing = work.net.routing
     for step in range(ending.tokens):
         drawn = work.draw(step)
-        drawn = drawn if forced is None else drawn.forced(forced[work.at, step], warp, step)
+        drawn = drawn if forced is None else drawn.forced(forced[work.at, step], work.warp, step)
         work.going, left = done.write(step, work.at, work.going, drawn, ending)
         if step + 1 == ending.tokens or not (busy(left > 0) if busy else left):
             break
@@ -174,13 +187,24 @@ def generate(
     return done
 
 
-class _Work:
-    """Holds the rows that are being written: some have ended and wait for the next compaction."""
+class Work:
+    """Holds the rows that are being written: some have ended and wait for the next compaction.
+
+    ``compacts``: False keeps all rows, and in ``cache`` their keys and values.
+    """
 
     def __init__(
-        self, net: SharedPrefix, prefix: Prefix, rows: Tensor, names: Tensor, rng: Rng, warp: Warp
+        self,
+        net: SharedPrefix,
+        prefix: Prefix,
+        rows: Tensor,
+        names: Tensor,
+        rng: Rng,
+        warp: Warp,
+        compacts: bool = True,
     ):
         self.net = net
+        self.compacts = compacts
         self.names = names
         self.rng = rng
         self.warp = warp
@@ -204,7 +228,7 @@ class _Work:
     def advance(self, token: Tensor, left: int) -> None:
         """Make one pass: updates the hidden states by ``token`` [B], for the ``left`` unfinished
         rows and some finished ones."""
-        if left <= COMPACT * len(token):
+        if self.compacts and left <= COMPACT * len(token):
             token = self._compact(token)
         self.hidden = self.net(
             "step", token[:, None], self.place, self.mask, self.cache, self.whole

@@ -58,6 +58,7 @@ from mmrl.policies.vlm.processor import Inputs
 from mmrl.policies.vlm.routing import Routing
 from mmrl.policies.vlm.scoring import Encoded, Passes, images_in
 from mmrl.policies.vlm.self_scores import token_id, with_self_scores
+from mmrl.policies.vlm.trees import TextTree
 from mmrl.policies.vlm.vision import quicken
 from samplers.batching import chunks
 from samplers.noise import Rng
@@ -99,6 +100,7 @@ class VLM(Passes):
         engine: Literal["own", "hf", "continuous", "vllm"] = "own",
         attention: Literal["sdpa", "eager", "flash_attention_2", "xformers"] = "sdpa",
         remove_padding: bool | None = None,
+        tree: TextTree | None = None,
         lora: Lora | int | None = None,
         train: Parts | None = None,
         record_question_gain: bool = False,
@@ -120,13 +122,15 @@ class VLM(Passes):
         "vllm". For all but "own" the engine's log-probs are kept beside those of the policy's own
         passes. attention: transformers' implementation; xformers: on CUDA, where rows and images
         are packed, with sdpa elsewhere. remove_padding: prompts and answers are read without
-        padding, one row after another; by default with xformers. lora: adapters in the language
-        model. record_question_gain: record how much likelier the question makes each token of an
-        answer, by one more pass, for the reward self_aligned. self_score: a token that answers do
-        not need, whose log-prob behind an answer is the model's own verdict, recorded by one more
-        pass for the reward last_token. replay_routing: of models with experts, send tokens in
-        training to those they went to in sampling. train: instead, how language model, projector
-        and vision tower are each trained; by default all fully."""
+        padding, one row after another; by default with xformers, and where answers branch. tree:
+        the answers of a group share their beginnings, which are written and read once; null: each
+        by itself. lora: adapters in the language model. record_question_gain: record how much
+        likelier the question makes each token of an answer, by one more pass, for the reward
+        self_aligned. self_score: a token that answers do not need, whose log-prob behind an answer
+        is the model's own verdict, recorded by one more pass for the reward last_token.
+        replay_routing: of models with experts, send tokens in training to those they went to in
+        sampling. train: instead, how language model, projector and vision tower are each trained;
+        by default all fully."""
         from transformers import AutoModelForImageTextToText, AutoProcessor
 
         self.place = locate(path)
@@ -162,6 +166,7 @@ class VLM(Passes):
         )
         self.greedy_evaluation = greedy_evaluation
         self.sharing = prefix_sharing
+        self.tree = tree
         self.engine = engine
         if lora is not None and train is not None:
             raise UserError(
@@ -170,11 +175,22 @@ class VLM(Passes):
             )
         lora = _adapters(hf, lora)
         net = SharedPrefix(hf, share=prefix_sharing != "none")
-        self._pack(net, attention, remove_padding)
+        self._pack(net, attention, remove_padding, tree is not None)
+        if tree is not None and (engine != "own" or not net.share or not shareable(hf)):
+            raise UserError(
+                f"policy option tree: answers that branch are written by mmrl's own engine, on a "
+                f"prompt that is read once: leave out engine and prefix_sharing, or the tree; this "
+                f"is engine {engine} and {hf.config.model_type}"
+            )
         super().__init__(net, lora=lora, **options)
         self.ending = replace(self.ending, quantities=self.quantities)
         if replay_routing:
             self._replay_routing(net)
+        if tree is not None and (replay_routing or self.anneal is not None):
+            raise UserError(
+                "policy option tree: leave out anneal and replay_routing, which go by the places "
+                "of tokens in answers that are written in one piece"
+            )
         self.record_question_gain = record_question_gain
         self.self_score_id = None if self_score is None else token_id(self, self_score)
         self.parts = train
@@ -208,6 +224,8 @@ class VLM(Passes):
             self.warp = replace(self.warp, schedule=heats)
         self.images += sum(map(images_in, cond))
         self._check_sharing(cond)
+        if self.tree is not None and self.growing:
+            self.tree.fit(copies)
         row, group = rows_and_groups(prompts, copies, rng, self.device)
         size = self.chunk(len(row), lambda n: self._try(cond, group[:n]))
         drafts = context.drafts(prompts, copies) if context.drafts else None
@@ -250,6 +268,7 @@ class VLM(Passes):
             mask=answers.mask,
             logprob=answers.logprob,
             trajectory=TokenOrder(commit_step=order),
+            edge_id=answers.edge_id,
         )
         rollout = self.with_recorded(rollout, answers.values)
         if self.net.routing is None:
@@ -373,7 +392,8 @@ class VLM(Passes):
         self.ending = replace(self.ending, tokens=tokens)
 
     def decode(self, rollout: Rollout) -> Media:
-        lengths = rollout.mask.sum(1)
+        mask = rollout.path_mask()
+        lengths = mask.sum(1)
         order = rollout.tokens
         by_name = {
             "logprob": rollout.logprob,
@@ -381,7 +401,7 @@ class VLM(Passes):
             "question_gain": order.question_gain,
         }
         columns = {
-            name: (values * rollout.mask).sum(1) / lengths.clamp_min(1)
+            name: (values * mask).sum(1) / lengths.clamp_min(1)
             for name, values in by_name.items()
             if values is not None
         }
@@ -403,12 +423,14 @@ class VLM(Passes):
     @contextmanager
     def evaluating(self, guidance: float | None = None) -> Iterator[None]:
         before = self.warp
+        self.growing = False
         if self.greedy_evaluation:
             self.warp = Warp(temperature=0.0, suppressed=before.suppressed)
         try:
             yield
         finally:
             self.warp = before
+            self.growing = True
 
     def export(self, folder: Path) -> None:
         """Save the model, or its adapter where nothing else was trained, with processor and chat
@@ -434,7 +456,7 @@ class VLM(Passes):
         net.routing = Routing(net.hf)
 
     @staticmethod
-    def _pack(net: SharedPrefix, attention: str, packed: bool | None) -> None:
+    def _pack(net: SharedPrefix, attention: str, packed: bool | None, branches: bool) -> None:
         """Turn packed batches on where options choose them; UserError where the model cannot take
         them."""
         if packed and (
@@ -447,7 +469,10 @@ class VLM(Passes):
                 f"{net.config.model_type}"
             )
         net.fused = attention == "xformers"
-        net.packed = packed or packed is None and net.fused and net.share and shareable(net.hf)
+        net.branches = branches
+        able = net.share and shareable(net.hf)
+        by_default = net.fused or branches and attention == "sdpa"
+        net.packed = packed or packed is None and by_default and able
         if net.packed:
             enable(net.hf)
 

@@ -60,6 +60,8 @@ class SharedPrefix(nn.Module):
         # packed: batches without padding; fused: xformers attends to them
         self.packed = self.fused = False
         self.routing: Routing | None = None  # records and replays the choice of experts
+
+        self.branches = False  # answers may begin alike, and packed ones are then read once
         # accelerate wraps these one by one
         self._no_split_modules = getattr(hf, "_no_split_modules", None)
 
@@ -261,18 +263,24 @@ class SharedPrefix(nn.Module):
         prefix = self._read_packed(inputs)
         steps = torch.arange(ids.shape[1], device=ids.device)
         answers = (where * steps).amax(1)  # [B] tokens to read: all before the last decision
-        to_read = steps < answers[:, None]
+        each = torch.arange(len(ids), device=ids.device)[:, None]
+        owner = packing.owners(rows, ids, answers) if self.branches else each.expand_as(ids)
+        to_read = (steps < answers[:, None]) & (owner == each)
+        numbers = (to_read.flatten().cumsum(0) - 1).view_as(to_read)
+        token = numbers[owner, steps]  # [B, T] which of the tokens that are read each one is
         # a prompt without answers takes part in the backward pass too
         hidden = prefix.hidden + 0 * prefix.hidden[-1]
         if to_read.any():
             places = (prefix.following[rows][:, None] + steps)[to_read][None]
-            layout = packing.continued(prefix.lengths, rows, answers, self.fused)
+            layout = packing.continued(
+                prefix.lengths, rows, answers, self.fused, token, to_read.sum(1)
+            )
             cache = caches.continued(prefix.key_values, rows.new_zeros(1))
             later = self._laid(
                 layout, self._continue, ids=ids[to_read][None], places=places, cache=cache
             )
             hidden = torch.cat([hidden, later[0]])
-        at = len(prefix.hidden) - 1 + to_read.flatten().cumsum(0).view_as(to_read).roll(1, 1)
+        at = len(prefix.hidden) + token.roll(1, 1)
         at[:, 0] = rows
         return hidden[at[where]]
 

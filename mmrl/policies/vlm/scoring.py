@@ -26,6 +26,7 @@ from mmrl.policies.vlm.prefix_sharing import Prefix, SharedPrefix, positions, sh
 from mmrl.policies.vlm.processor import Inputs
 from mmrl.policies.vlm.recent import Recent
 from mmrl.policies.vlm.routing import of_prompts, padded
+from mmrl.policies.vlm.trees import Growth, TextTree
 from samplers.batching import chunks
 from samplers.noise import Rng
 from samplers.warp import Warp
@@ -43,6 +44,8 @@ class Passes(TokenPolicy):
     ending: Ending
     engine: str
     sharing: str  # the option; "checked" once the choice is made
+    tree: TextTree | None  # how answers of a group branch
+    growing: bool = True  # whether they do: not in evaluation
     sees: bool  # gradients reach the vision tower or its projector
     witness: Encoded | None = None  # a prompt with an image
 
@@ -286,12 +289,12 @@ class Passes(TokenPolicy):
                     places.append(part)
                     answers_by_part.append(answers)
         order = torch.cat(places).argsort()
-        return Answers(
-            *(
-                torch.cat([getattr(part_answers, name) for part_answers in answers_by_part])[order]
-                for name in ("ids", "mask", "logprob", "values", "routes")
-            )
-        )
+        columns = {}
+        for name in ("ids", "mask", "logprob", "values", "routes", "edge_id"):
+            parts = [getattr(part_answers, name) for part_answers in answers_by_part]
+            if parts[0] is not None:
+                columns[name] = torch.cat(parts)[order]
+        return Answers(**columns)
 
     def _block(
         self,
@@ -322,21 +325,16 @@ class Passes(TokenPolicy):
             taken = of_prompts(self.net.routing.last(), inputs["attention_mask"])
             numbers = on_host(group[rows_at]).unique().tolist()
             self.prompt_routes |= dict(zip(numbers, taken, strict=False))
+        tree = self.tree if self.growing else None
+        if tree is not None:  # whole trees
+            size = max(tree.leaves, size // tree.leaves * tree.leaves)
         for part, prompt_rows in zip(rows_at.split(size), rows.split(size), strict=True):
-            yield (
-                part,
-                generate(
-                    self.net,
-                    prefix,
-                    prompt_rows,
-                    row[part],
-                    rng,
-                    self.warp,
-                    self.ending,
-                    busy,
-                    None if forced is None else forced[part],
-                ),
-            )
+            known = None if forced is None else forced[part]
+            answered = (self.net, prefix, prompt_rows, row[part], rng, self.warp, self.ending, busy)
+            if tree is None:
+                yield part, generate(*answered, known)
+            else:
+                yield part, Growth(tree, *answered).grow()
 
     @property
     def plainly(self) -> bool:
