@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge
 
+from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
 from mmrl.core.types import Prompt
 from rewards.card import card, card_of
@@ -136,8 +137,8 @@ class MazeWalk(Verifiable):
     AlphaMaze's tokens, <|row-column|><|up_left_wall|><|blank|>; moves are <|up|>, <|down|>,
     <|left|>, <|right|> or these words, read after the thought. steps = those of the shortest way,
     n, if the answer is right (the published code, which knows one solution a maze), or by
-    ``credit``. The paper's text gives ``integrity`` for every valid token; that pays for walking
-    about, and as in the published code it is given once.
+    ``credit``. The paper's text gives ``integrity`` for every valid token, which is ``each: true``;
+    that pays for walking about, and as in the published code it is given once.
 
     Args:
         step: for every step of the solution.
@@ -147,6 +148,7 @@ class MazeWalk(Verifiable):
             (MazeBench's success); progress, also of a wrong answer the steps by which its walk, up
             to the first wall, ends nearer to the target, at most n - 1 (our reading of "each valid
             movement step").
+        each: ``integrity`` for every move of an answer that holds moves alone, as many as there are.
         share: divide by what the maze's best answer earns, so that every maze pays from 0 to 1.
     """
 
@@ -156,12 +158,19 @@ class MazeWalk(Verifiable):
         integrity: Amount = 0.5,
         thinking: Amount = 0.25,
         credit: Literal["shortest", "arrival", "progress"] = "shortest",
+        each: bool = False,
         share: bool = False,
     ):
+        if each and share:
+            raise UserError(
+                "maze: with each: true longer answers earn ever more, so that there is no best one "
+                "to divide by; leave out share or each"
+            )
         self.step = step
         self.integrity = integrity
         self.thinking = thinking
         self.credit = credit
+        self.each = each
         self.share = share
         if share:
             self.card = replace(card_of(type(self)), high=1)
@@ -171,7 +180,7 @@ class MazeWalk(Verifiable):
         moves, clean = moves_of(text)
         length = len(maze.solution())
         tags = sum(str(text).count(tag) == 1 for tag in ("<think>", "</think>")) / 2
-        score = self.integrity * clean + self.thinking * tags
+        score = self.integrity * clean * (len(moves) if self.each else 1) + self.thinking * tags
         score += self.step * self._steps(maze, moves, length)
         if self.share:
             best = self.step * length + self.integrity + self.thinking

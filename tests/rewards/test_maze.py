@@ -18,7 +18,7 @@ RING = (
 )
 
 
-def published(maze, text, credit):
+def published(maze, text, credit, each=False):
     """Walk by hand: the paper's three sums over the answer's tokens."""
     body = text.split("</think>")[-1].strip()
     row, column = next(cell for cell in maze.walls if cell == maze.origin)
@@ -38,12 +38,13 @@ def published(maze, text, credit):
         steps = min(max(0, length - maze.distances(maze.target)[(row, column)]), length - 1)
     clean = bool(tokens) and all(token.strip("<|>") in MOVES for token in tokens)
     tags = 0.125 * (text.count("<think>") == 1) + 0.125 * (text.count("</think>") == 1)
-    return 0.2 * steps + 0.5 * clean + tags
+    return 0.2 * steps + 0.5 * clean * (len(tokens) if each else 1) + tags
 
 
+@pytest.mark.parametrize("each", [False, True])
 @pytest.mark.parametrize("credit", ["shortest", "arrival", "progress"])
-def test_the_reward_is_the_papers_sum(credit):
-    reward = MazeWalk(credit=credit)
+def test_the_reward_is_the_papers_sum(credit, each):
+    reward = MazeWalk(credit=credit, each=each)
     draw = random.Random(0)
     prompts = Mazes(size=4, mazes=12, held_out=4).train
     for prompt in prompts:
@@ -54,7 +55,7 @@ def test_the_reward_is_the_papers_sum(credit):
         for moves, thought in product(walks, ["<think>a</think>", "", "<think><think></think>"]):
             text = thought + written(moves)
             assert reward.judge(text, prompt).score == pytest.approx(
-                published(maze, text, credit), abs=1e-9
+                published(maze, text, credit, each), abs=1e-9
             )
 
 
@@ -118,5 +119,7 @@ def test_pictures_show_the_maze_and_its_text_does_not():
 def test_mazes_that_do_not_exist_are_refused():
     with pytest.raises(UserError, match="does not fit into 2 x 2"):
         Mazes(size=2, least=4)
+    with pytest.raises(UserError, match="leave out share or each"):
+        MazeWalk(each=True, share=True)
     with pytest.raises(UserError, match="different mazes .* ask for fewer"):
         Mazes(size=2, mazes=500)
