@@ -148,7 +148,7 @@ class MazeWalk(Verifiable):
             (MazeBench's success); progress, also of a wrong answer the steps by which its walk, up
             to the first wall, ends nearer to the target, at most n - 1 (our reading of "each valid
             movement step").
-        each: ``integrity`` for every move of an answer that holds moves alone, as many as there are.
+        each: ``integrity`` for every move of an answer that holds moves alone.
         share: divide by what the maze's best answer earns, so that every maze pays from 0 to 1.
     """
 
