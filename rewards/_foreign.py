@@ -13,6 +13,7 @@ import os
 import resource
 import signal
 import sys
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -55,7 +56,7 @@ def png(svg: str, size: int) -> str | None:
     return base64.b64encode(bytes(picture)).decode("ascii")
 
 
-FUNCTIONS = {"readable": readable, "equal": equal, "png": png}
+FUNCTIONS: dict[str, Callable[..., Any]] = {"readable": readable, "equal": equal, "png": png}
 WARM_UP: dict[str, tuple[Any, ...]] = {
     "equal": ("x^2", "x^2"),
     "readable": ("x^2",),
