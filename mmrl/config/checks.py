@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmrl.config.building import raise_all, resolve_rewards
-from mmrl.config.needs import missing_fields, without_gradient, wrong_media
+from mmrl.config.needs import missing_fields, without_gradient, without_memory, wrong_media
 from mmrl.config.options import (
     EvaluateOptions,
     TrainOptions,
@@ -28,6 +28,7 @@ from mmrl.config.values import Place, exists, show
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS, Plugin, import_file, import_module
 from mmrl.core.registry import options as options_of
+from rewards.card import described
 
 if TYPE_CHECKING:
     from mmrl.config import Config
@@ -223,8 +224,11 @@ def _rewards(
         problems += _missing_files(entry.reward)
     chosen = {name: entry.reward.entry for name, entry in weighted.items()}
     unfit = [*wrong_media(chosen, entries.get("policy"))]
+    if path != ("reward",):
+        unfit += without_memory(chosen)
     if fields := getattr(entries.get("data"), "fields", ()):
-        unfit += missing_fields(chosen, fields)
+        cards = {n: described(e.reward.entry, e.reward.options) for n, e in weighted.items()}
+        unfit += missing_fields(cards, fields)
     # those that hold others say it when built
     if path == ("reward",) and getattr(entries.get("objective"), "differentiates", False):
         plain = {

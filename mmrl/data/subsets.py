@@ -23,6 +23,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import DATA
 from mmrl.core.types import Prompt
 from mmrl.data.curriculum import Around, Share, Source, over, with_entries
+from mmrl.data.features import features_of
 from mmrl.data.prompts import Outcome, decoded
 from mmrl.data.selection import Chosen, Portion, best
 from mmrl.data.statistics import PromptStatistics
@@ -256,7 +257,7 @@ class Depo:
         if path is not None:
             curves = recorded_of(inner, path, "depo")
             prompts = [prompt for prompt in inner if prompt["entry"] in curves]
-            features = features_of(prompts, embeddings, len(inner))
+            features = features_of(prompts, embeddings, len(inner), "depo")
             count = max(1, int(diverse * len(prompts) + 0.5))
             rows = spread_out(features, pagerank(features, damping), count)
             middle = {
@@ -289,25 +290,6 @@ class Depo:
             for record in (records[prompt["entry"]] for prompt in fresh)
         ]
         return [*best(fresh, scores, count - again), *replayed]
-
-
-def features_of(prompts: Sequence[Prompt], path: Path | None, size: int) -> Array:
-    """Return a row of length 1 for every prompt: of the file, or its hashed words, [n, D]."""
-    if path is None:
-        from sklearn.feature_extraction.text import HashingVectorizer
-
-        hashing = HashingVectorizer(n_features=1024, alternate_sign=False)
-        words: Array = hashing.transform([str(p.get("text", "")) for p in prompts]).toarray()
-        return words
-    rows: Array = np.load(path, allow_pickle=False).astype(np.float64)
-    if rows.ndim != 2 or len(rows) != size:
-        raise UserError(
-            f"depo.embeddings: {path} has the shape {list(rows.shape)}; it needs a row for each of "
-            f"the {size} prompts"
-        )
-    rows = rows[[prompt["entry"] for prompt in prompts]]
-    scaled: Array = rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12)
-    return scaled
 
 
 def pagerank(features: Array, damping: float) -> Array:

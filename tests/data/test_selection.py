@@ -4,6 +4,7 @@ import json
 import math
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from scipy.stats import beta
@@ -14,6 +15,7 @@ from mmrl.core.registry import DATA, load_built_in
 from mmrl.core.types import Rewards
 from mmrl.data.budget import Knapsack
 from mmrl.data.curriculum import Hints, Replay
+from mmrl.data.features import ValueModel
 from mmrl.data.prompts import Outcome, batch
 from mmrl.data.selection import Pcl, Sec, Vade, Vas
 from mmrl.data.statistics import PromptStatistics, mean_advantage
@@ -70,6 +72,8 @@ SOURCES = {
     "vade": lambda rates=RATES: Vade(Bernoulli(rates)),
     "vas": lambda rates=RATES: Vas(Bernoulli(rates)),
     "pcl": lambda rates=RATES: Pcl(Bernoulli(rates)),
+    "pcl_model": lambda rates=RATES: Pcl(Bernoulli(rates), value="model"),
+    "pcl_both": lambda rates=RATES: Pcl(Bernoulli(rates), value="both"),
     "sec": lambda rates=RATES: Sec(Bernoulli(rates)),
     "depo": lambda rates=RATES: Depo(Bernoulli(rates)),
 }
@@ -189,6 +193,79 @@ def test_pcl_takes_the_candidates_nearest_to_the_target():
     assert batch(data, 8, 12, SEED) == [candidates[i] for i in order]
 
 
+class Worded(Bernoulli):
+    """As many prompts as there are answers, whose words tell how hard they are."""
+
+    def __init__(self, count):
+        rates = [(0.02, 0.5, 0.98)[i % 3] for i in range(count)]
+        super().__init__(rates)
+        words = ("prove", "compute", "repeat")
+        for i, prompt in enumerate(self.train):
+            prompt["text"] = f"{words[i % 3]} item{i}"
+
+
+def test_the_value_model_takes_the_steps_of_its_formula():
+    """min sum (x'w - r)^2 + ridge |w - old|^2, by gradient descent; the order does not matter."""
+    rng = np.random.default_rng(0)
+    model = ValueModel(ridge=0.7, start=0.4)
+    again = ValueModel(ridge=0.7, start=0.4)
+    w = np.zeros(4)
+    for _ in range(3):
+        features = rng.normal(size=(5, 3))
+        rewards = rng.random(5)
+        old = w.copy()
+        for _ in range(20_000):
+            gradient = 1.4 * (w - old)
+            for i in range(5):
+                x = [*features[i], 1.0]
+                gap = 0.4 + sum(a * b for a, b in zip(x, w)) - rewards[i]
+                gradient = gradient + 2 * gap * np.array(x)
+            w = w - 0.02 * gradient
+            if np.abs(gradient).max() < 1e-12:
+                break
+        model.learn(features, rewards)
+        order = rng.permutation(5)
+        again.learn(features[order], rewards[order])
+        np.testing.assert_allclose(model.weights, w, atol=1e-9)
+        np.testing.assert_allclose(again.weights, w, atol=1e-9)
+    expected = [0.4 + sum(a * b for a, b in zip([*x, 1.0], w)) for x in features]
+    np.testing.assert_allclose(model.predict(features), expected, atol=1e-9)
+
+
+@pytest.mark.parametrize("value", ["model", "both"])
+def test_prompts_never_asked_are_chosen_by_what_their_words_predict(value):
+    source = Pcl(Worded(2400), candidates=3.0, value=value)
+    data = source.train
+    assert signals(simulate(data, 30)[20:]) > 0.9  # half of the plain ones would be flat
+    asked = set(data.statistics.records)
+    fresh = [prompt for prompt in data.prompts if prompt["entry"] not in asked]
+    predicted = dict(zip((p["p"] for p in fresh), data.predicted(fresh)))
+    assert predicted[0.02] < 0.3 < predicted[0.5] < 0.7 < predicted[0.98]
+    chosen = batch(data, 8, 30, SEED)
+    candidates = batch(data.inner, 24, 30, SEED)
+    weights = [data.statistics.weight(p["entry"]) if value == "both" else 0 for p in candidates]
+    gaps = []
+    for prompt, weight, guess in zip(candidates, weights, data.predicted(candidates)):
+        mean = data.statistics[prompt["entry"]].mean
+        gaps.append(abs((weight * mean + guess) / (weight + 1) - 0.5))
+    order = sorted(range(24), key=lambda i: gaps[i])[:8]
+    assert chosen == [candidates[i] for i in order]
+
+
+def test_features_of_ones_own_must_fit(tmp_path):
+    np.save(tmp_path / "rows.npy", np.eye(5))
+    with pytest.raises(UserError, match=r"pcl.embeddings: .* needs a row for each of the 64"):
+        Pcl(Bernoulli(RATES), value="model", embeddings=tmp_path / "rows.npy")
+    with pytest.raises(UserError, match="set value to model or both"):
+        Pcl(Bernoulli(RATES), embeddings=tmp_path / "rows.npy")
+    data = Pcl(
+        Bernoulli([0.1, 0.5, 0.9, 0.5, 0.1]), value="model", embeddings=tmp_path / "rows.npy"
+    )
+    simulate(data.train, 20, count=2)
+    values = data.train.predicted(data.train.prompts)
+    assert values[0] < values[1] < values[2]
+
+
 def test_sec_learns_the_value_of_a_category_by_td_and_draws_by_softmax():
     source = Sec(Bernoulli(RATES), rate=0.3, temperature=0.2)
     data = source.train
@@ -268,13 +345,14 @@ def test_diversity_of_latents_is_their_spread():
 
 
 @pytest.mark.parametrize("family", toys.POLICIES)
-@pytest.mark.parametrize("name", ["vas", "vade"])
+@pytest.mark.parametrize("name", ["vas", "vade", "pcl"])
 def test_every_family_trains_on_chosen_prompts(family, name, monkeypatch):
     class Toys:
         train = toys.prompts(16)
         held_out = []
 
-    source = DATA[name](Toys, threshold=-0.9 if family in ("flow", "diffusion") else 0.2)
+    threshold = {"threshold": -0.9 if family in ("flow", "diffusion") else 0.2}
+    source = DATA[name](Toys, **({"value": "model"} if name == "pcl" else threshold))
     monkeypatch.setattr(toys, "prompts", lambda n=4: source.train)
     trainer = make_trainer(family, group_size=4, train_batch_size=16)
     metrics = [trainer.iterate() for _ in range(3)][-1]

@@ -10,6 +10,7 @@ import torch
 
 from mmrl.core import distributed
 from mmrl.core.errors import UserError
+from mmrl.data.features import features_of
 from mmrl.data.prompts import Outcome, batch
 from mmrl.data.subsets import (
     ByVariance,
@@ -18,7 +19,6 @@ from mmrl.data.subsets import (
     Recorded,
     alignment,
     by_density,
-    features_of,
     pagerank,
     read_curves,
     spread_out,
@@ -150,7 +150,7 @@ def test_rows_are_spread_out_by_the_greedy_determinant():
 
 def test_of_copies_of_a_text_one_is_kept():
     texts = ["a red box on a table"] * 4 + ["two green dogs", "how many cats sleep there"]
-    features = features_of([{"text": text} for text in texts], None, 6)
+    features = features_of([{"text": text} for text in texts], None, 6, "depo")
     chosen = spread_out(features, pagerank(features, 0.85), 3)
     assert {texts[row] for row in chosen} == set(texts)
 

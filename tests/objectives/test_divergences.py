@@ -284,9 +284,10 @@ def test_a_target_multiplies_the_weight_and_is_saved():
     assert fixed.term.weight() == 0.5
 
 
-def test_uncertain_samples_pay_more_for_leaving_the_reference():
+@pytest.mark.parametrize("family", ["causal", "masked", "flow", "diffusion"])
+def test_uncertain_samples_pay_more_for_leaving_the_reference(family):
     """r - b s^2 log(p / ref) (uncertainty-aware RLHF)."""
-    policy, plain, rollout = walked(where="reward")
+    policy, plain, rollout = walked(family, where="reward")
     spread = torch.tensor([0.0, 1.0, 2.0, 0.5]).double()
     rewards = Rewards({"r": spread * 0, "spread": spread}, {"r": 1.0, "spread": 0.0})
     uncertain = PolicyGradient(kl=KL(weight=0.5, where="reward", uncertainty="spread"))

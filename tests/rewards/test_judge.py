@@ -684,3 +684,39 @@ def test_a_pair_judged_with_reasons_is_read_after_them(url):
     video = greys()[:, None].expand(-1, 2, -1, -1, -1)
     assert judge(video, asked).tolist() == pytest.approx([0, 1 / 3, 2 / 3, 1])
     assert "Temporal coherence" in stats(url)["bodies"][-1]["text"]
+
+
+def test_a_pair_of_answers_is_judged_by_what_matters_for_answers(url):
+    """The template of UnifiedReward-Think for understanding; here the longer answer is better."""
+    judge = Pairwise(server(url), template="unified_reward_think")
+    answers = ["two", "two red cars", "two red cars on a road"]
+    from PIL import Image
+
+    prompt = {"text": "what is there?", "group": 0, "images": [Image.new("RGB", (4, 4))]}
+    assert judge(answers, [prompt] * 3).tolist() == pytest.approx([0, 0.5, 1])
+    text = stats(url)["bodies"][-1]["text"]
+    assert "2. Correctness" in text and "Aesthetics" not in text and "Caption" not in text
+    assert "Question: [what is there?]" in text and "Answer 1: [" in text
+
+
+def test_one_sample_is_scored_after_its_reasons(url):
+    """UnifiedReward-Think asked about single samples: only the last answer's score counts."""
+    judge = Judge(server(url), template="unified_reward_think")
+    assert judge.tokens == 2048 and Judge(server(url)).tokens == 512
+    expected = [(1 + 9 * level) / 10 for level in LEVELS]
+    assert judge(greys(), prompts()).tolist() == pytest.approx(expected)
+    assert "Aesthetics" in stats(url)["bodies"][-1]["text"]
+    pictured = [{"text": "how bright?", "images": [greys()[2]]}]
+    assert judge(["rather"], pictured).tolist() == pytest.approx([0.64])
+    text = stats(url)["bodies"][-1]["text"]
+    assert "3. Clarity" in text and "Answer: [rather]" in text
+
+
+def test_an_answer_is_judged_beside_the_right_one(url):
+    judge = Judge(server(url), template="reference")
+    prompt = {"text": "what is it?", "answer": "a red bus", "images": [greys()[2]]}
+    assert judge(["a bus, red"], [prompt]).tolist() == pytest.approx([0.6])
+    text = stats(url)["bodies"][-1]["text"]
+    assert "Reference answer:\na red bus\n\nAnswer to be judged:\na bus, red" in text
+    with pytest.raises(UserError, match="template reference: .*answer"):
+        judge(["a bus"], [{"text": "what is it?"}])
