@@ -96,7 +96,9 @@ class Plan(NamedTuple):
 class FlowPolicy(Policy):
     """Samples and scores paths of a flow or diffusion model, whose decisions are Gaussian steps.
 
-    steps: forward passes per sample. noise_level: noise level of the stochastic steps.
+    steps: forward passes per sample. evaluation_steps: those of a sample in evaluation, which has
+    no noise, and of ``mmrl sample``; null: as in training. noise_level: noise level of the
+    stochastic steps.
     noise_anneal: share of it that is left at the last step, falling on a line from the first (EAD,
     Yang et al. 2025, for steps of a sampler: our reading). sde_type,
     timestep_schedule, noise_window: the stochastic step, the times, and which steps are stochastic.
@@ -123,6 +125,7 @@ class FlowPolicy(Policy):
         self,
         net: nn.Module,
         steps: int = 10,
+        evaluation_steps: int | None = None,
         noise_level: float = 0.7,
         noise_anneal: Annotated[float, Ge(0)] = 1.0,
         sde_type: Annotated[Kernel, KERNELS] = flow_sde,
@@ -141,16 +144,22 @@ class FlowPolicy(Policy):
         **options: Any,
     ):
         super().__init__(net, **options)
-        if steps < 1 or noise_level < 0:
+        if (
+            min(steps, steps if evaluation_steps is None else evaluation_steps) < 1
+            or noise_level < 0
+        ):
             raise UserError(
-                f"steps must be at least 1 and noise_level at least 0, not {steps} and "
-                f"{noise_level}"
+                f"steps and evaluation_steps must be at least 1 and noise_level at least 0, not "
+                f"{steps}, {evaluation_steps} and {noise_level}"
             )
         try:
             self.times = timestep_schedule(steps)
         except ValueError as error:
             raise UserError(f"policy option timestep_schedule: {error}") from error
         self.steps = len(self.times) - 1
+        self.evaluation_times = (
+            self.times if evaluation_steps is None else timestep_schedule(evaluation_steps)
+        )
         self.noise_level = noise_level
         self.noise_anneal = noise_anneal
         self.noise_window = noise_window
@@ -325,6 +334,9 @@ class FlowPolicy(Policy):
                 splits = torch.tensor(tree.at(self.steps))
                 noisy = noisy | torch.isin(torch.arange(self.steps), splits)
             times = self.times
+            if not self.exploring:
+                times = self.evaluation_times
+                noisy = torch.zeros(len(times) - 1, dtype=torch.bool)
             if self.exploring and self.flash_step_ratio is not None:
                 after = int(noisy.nonzero().max()) + 1
                 times = compressed(times, after, self.flash_step_ratio)
