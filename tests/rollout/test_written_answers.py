@@ -142,7 +142,9 @@ def test_what_is_wrong_with_a_file_is_told_by_its_line(tmp_path):
     with pytest.raises(UserError, match="has no answer to any prompt of the data"):
         stage_of(Taught(), toys.prompts(1), path=lines(path, {"prompt": "p", "answer": "x"}))
     with pytest.raises(UserError, match="train.demonstrations: ToyCausal takes no answers"):
-        stage_of(toys.ToyCausal(), toys.prompts(1), field="expert")
+        unable = toys.ToyCausal()
+        unable.capabilities = replace(unable.capabilities, demonstrations=False)
+        stage_of(unable, toys.prompts(1), field="expert")
     (answer,) = of_field("expert")({"expert": "x"})
     assert answer.media() == "x" and of_field("expert")({}) == ()
     policy = Taught()
