@@ -47,6 +47,7 @@ from mmrl.policies.vlm.parts import (
 )
 from mmrl.policies.vlm.prefix_sharing import SharedPrefix, shareable
 from mmrl.policies.vlm.processor import Inputs
+from mmrl.policies.vlm.refill import Refill
 from mmrl.policies.vlm.routing import Routing
 from mmrl.policies.vlm.scoring import Encoded, Passes, images_in
 from mmrl.policies.vlm.self_scores import token_id, with_self_scores
@@ -91,6 +92,7 @@ class VLM(Passes):
         record_question_gain: bool = False,
         self_score: str | None = None,
         replay_routing: bool = False,
+        refill: Refill = "none",
         **options: Any,
     ):
         """Load the model. path: folder, hub id or world:NAME. max_new_tokens: the most tokens of an
@@ -112,8 +114,10 @@ class VLM(Passes):
         answer, by one more pass, for the reward self_aligned. self_score: a token that answers do
         not need, whose log-prob behind an answer is the model's own verdict, recorded by one more
         pass for the reward last_token. replay_routing: of models with experts, send tokens in
-        training to those they went to in sampling. train: instead, how language model, projector
-        and vision tower are each trained; by default all fully."""
+        training to those they went to in sampling. refill: an answer that ends makes room for the
+        next, of all prompts that one pass reads: as they stand (rows), or those first whose
+        prompt's answers were longest or shortest so far. train: instead, how language model,
+        projector and vision tower are each trained; by default all fully."""
         from transformers import AutoModelForImageTextToText, AutoProcessor
 
         self.place = locate(path)
@@ -150,6 +154,12 @@ class VLM(Passes):
         self.greedy_evaluation = greedy_evaluation
         self.sharing = prefix_sharing
         self.engine = engine
+        self.refill = refill
+        if refill != "none" and (engine != "own" or prefix_sharing == "none"):
+            raise UserError(
+                "policy option refill needs engine own and prompts that are shared (not "
+                "prefix_sharing: none)"
+            )
         if lora is not None and train is not None:
             raise UserError(
                 "policy options lora and train exclude each other; write train: "

@@ -25,6 +25,7 @@ from mmrl.policies.vlm.generate import Answers, Ending, generate
 from mmrl.policies.vlm.prefix_sharing import Prefix, SharedPrefix, positions, sharded, shareable
 from mmrl.policies.vlm.processor import Inputs
 from mmrl.policies.vlm.recent import Recent
+from mmrl.policies.vlm.refill import Refill, generate_refilled
 from mmrl.policies.vlm.routing import of_prompts, padded
 from samplers.batching import chunks
 from samplers.noise import Rng
@@ -45,6 +46,7 @@ class Passes(TokenPolicy):
     sharing: str  # the option; "checked" once the choice is made
     sees: bool  # gradients reach the vision tower or its projector
     witness: Encoded | None = None  # a prompt with an image
+    refill: Refill = "none"  # which row takes the place of one that has ended
 
     def __init__(self, net: nn.Module, **options: Any):
         super().__init__(net, **options)
@@ -272,7 +274,9 @@ class Passes(TokenPolicy):
             unique, counts = prompt_numbers.unique(return_counts=True)
             lengths = torch.tensor([cond[i]["input_ids"].shape[1] for i in unique.tolist()])
             ordered = unique[lengths.argsort(descending=True, stable=True)]
-            for prompts in chunks(len(ordered), max(1, size // int(counts.max()))):
+            # rows that are refilled come from as many prompts as one pass reads
+            together = size if self.refills else max(1, size // int(counts.max()))
+            for prompts in chunks(len(ordered), together):
                 rows_at = at[
                     sent(torch.isin(prompt_numbers, ordered[prompts]).nonzero()[:, 0], at.device)
                 ]
@@ -309,6 +313,23 @@ class Passes(TokenPolicy):
             taken = of_prompts(self.net.routing.last(), inputs["attention_mask"])
             numbers = on_host(group[rows_at]).unique().tolist()
             self.prompt_routes |= dict(zip(numbers, taken, strict=False))
+        if self.refills:
+            yield (
+                rows_at,
+                generate_refilled(
+                    self.net,
+                    prefix,
+                    rows,
+                    row[rows_at],
+                    rng,
+                    self.warp,
+                    self.ending,
+                    size,
+                    self.refill,
+                    busy,
+                ),
+            )
+            return
         for part, prompt_rows in zip(rows_at.split(size), rows.split(size), strict=True):
             yield (
                 part,
@@ -316,6 +337,11 @@ class Passes(TokenPolicy):
                     self.net, prefix, prompt_rows, row[part], rng, self.warp, self.ending, busy
                 ),
             )
+
+    @property
+    def refills(self) -> bool:
+        """Tell whether rows that end make room for others."""
+        return self.refill != "none" and not self.plainly
 
     @property
     def plainly(self) -> bool:
