@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from statistics import fmean
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,16 @@ if TYPE_CHECKING:
     from mmrl.policies.vlm.prefix_sharing import Prefix, SharedPrefix
 
 Refill = Literal["none", "rows", "longest", "shortest"]
+
+
+class Slots(NamedTuple):
+    """Says how many rows a pass has, and which row takes the place of one that has ended."""
+
+    count: int
+    order: Refill
+    # takes whether this process still works and tells whether any does, where all must make
+    # equally many passes
+    busy: Callable[[bool], bool] | None = None
 
 
 class Queue:
@@ -74,17 +84,16 @@ def generate_refilled(
     rng: Rng,
     warp: Warp,
     ending: Ending,
-    slots: int,
-    order: Refill,
-    busy: Callable[[bool], bool] | None = None,
+    slots: Slots,
 ) -> Answers:
-    """Answer the prompts of ``rows`` [B] with at most ``slots`` of them in a pass; the rest is as
-    in ``generate``."""
+    """Answer the prompts of ``rows`` [B] with at most ``slots.count`` of them in a pass; the rest
+    is as in ``generate``."""
+    busy = slots.busy
     routing = net.routing
     done = blank(names, ending, net.hf, routing.width if routing else 0)
-    queue = Queue(rows.tolist(), order)
-    work = _Slots(net, prefix, rows, names, rng, warp, ending)
-    work.enter(queue.take(slots))
+    queue = Queue(rows.tolist(), slots.order)
+    work = _Work(net, prefix, rows, names, rng, warp, ending)
+    work.enter(queue.take(slots.count))
     while True:
         drawn = work.draw()
         going = work.write(done, drawn)
@@ -101,10 +110,10 @@ def generate_refilled(
         if left <= COMPACT * len(work.at) or (waits and left < len(work.at)):
             ended = work.at[~work.going & ~work.idle]
             queue.ended(ended.tolist(), done.mask[ended].sum(1).tolist())
-            work.enter(queue.take(slots - left))
+            work.enter(queue.take(slots.count - left))
 
 
-class _Slots:
+class _Work:
     """Holds the rows that are being written, each at a step of its own."""
 
     def __init__(

@@ -25,7 +25,7 @@ from mmrl.policies.vlm.generate import Answers, Ending, generate
 from mmrl.policies.vlm.prefix_sharing import Prefix, SharedPrefix, positions, sharded, shareable
 from mmrl.policies.vlm.processor import Inputs
 from mmrl.policies.vlm.recent import Recent
-from mmrl.policies.vlm.refill import Refill, generate_refilled
+from mmrl.policies.vlm.refill import Refill, Slots, generate_refilled
 from mmrl.policies.vlm.routing import of_prompts, padded
 from samplers.batching import chunks
 from samplers.noise import Rng
@@ -324,9 +324,7 @@ class Passes(TokenPolicy):
                     rng,
                     self.warp,
                     self.ending,
-                    size,
-                    self.refill,
-                    busy,
+                    Slots(size, self.refill, busy),
                 ),
             )
             return

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mmrl.core.errors import UserError
-from mmrl.policies.vlm.refill import Queue, generate_refilled
+from mmrl.policies.vlm.refill import Queue, Slots, generate_refilled
 from samplers.noise import Rng
 from tests.policies.vlm.test_vlm_policy import logprobs, policy_of, prompts, quiet, rolled
 
@@ -104,9 +104,7 @@ def test_a_process_that_is_done_makes_the_passes_of_the_others(plain, waits):
         Rng.of("refill"),
         policy.warp,
         policy.ending,
-        4,
-        "longest",
-        busy,
+        Slots(4, "longest", busy),
     )
     assert torch.equal(answers.ids, wanted.sample) and torch.equal(answers.mask, wanted.mask)
     assert further[0] == -1
