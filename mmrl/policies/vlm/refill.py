@@ -31,7 +31,7 @@ Refill = Literal["none", "rows", "longest", "shortest"]
 class Slots(NamedTuple):
     """Says how many rows a pass has, and which row takes the place of one that has ended."""
 
-    count: int
+    rows: int
     order: Refill
     # takes whether this process still works and tells whether any does, where all must make
     # equally many passes
@@ -86,14 +86,14 @@ def generate_refilled(
     ending: Ending,
     slots: Slots,
 ) -> Answers:
-    """Answer the prompts of ``rows`` [B] with at most ``slots.count`` of them in a pass; the rest
+    """Answer the prompts of ``rows`` [B] with at most ``slots.rows`` of them in a pass; the rest
     is as in ``generate``."""
     busy = slots.busy
     routing = net.routing
     done = blank(names, ending, net.hf, routing.width if routing else 0)
     queue = Queue(rows.tolist(), slots.order)
     work = _Work(net, prefix, rows, names, rng, warp, ending)
-    work.enter(queue.take(slots.count))
+    work.enter(queue.take(slots.rows))
     while True:
         drawn = work.draw()
         going = work.write(done, drawn)
@@ -110,7 +110,7 @@ def generate_refilled(
         if left <= COMPACT * len(work.at) or (waits and left < len(work.at)):
             ended = work.at[~work.going & ~work.idle]
             queue.ended(ended.tolist(), done.mask[ended].sum(1).tolist())
-            work.enter(queue.take(slots.count - left))
+            work.enter(queue.take(slots.rows - left))
 
 
 class _Work:
