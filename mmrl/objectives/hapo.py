@@ -9,11 +9,11 @@ import torch
 from annotated_types import Ge, Gt, Le
 from torch import Tensor
 
+from mmrl.core.decisions import entropy_scale
 from mmrl.core.registry import OBJECTIVES
 from mmrl.core.types import Point, Rewards, Rollout
 from mmrl.objectives.policy_gradient import OF_STEPS, PolicyGradient
 from mmrl.policies.base import Policy
-from mmrl.policies.scores import entropy_scale
 from samplers.warp import EntropyScale
 
 

@@ -10,6 +10,7 @@ import torch
 from annotated_types import Ge, Gt
 from torch import Tensor
 
+from mmrl.core.decisions import behind, judged
 from mmrl.core.distributed import all_sum
 from mmrl.core.distributions import Dist
 from mmrl.core.errors import UserError
@@ -18,7 +19,6 @@ from mmrl.core.registry import OBJECTIVES
 from mmrl.core.types import Point, Rewards, Rollout
 from mmrl.objectives.policy_gradient import OF_STEPS, PolicyGradient
 from mmrl.policies.base import Policy
-from mmrl.policies.tokens import behind, judged
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,9 @@ class LaSeR(PolicyGradient):
         return super().shaped(policy, rollout, rewards)
 
     def loss(self, policy: Policy, point: Point) -> Tensor:
-        token: int = getattr(policy, "self_score_id", None) or 0
+        token: int | None = getattr(policy, "self_score_id", None)
+        if token is None:  # ``unfit`` says so where a run is made
+            return super().loss(policy, point)
         longer = judged(point, token)
         dist = policy.dist(longer)
         loss = self.loss_at(policy, point, Answers(dist, longer))

@@ -10,12 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from mmrl.core.distributed import all_gather_rows
 from mmrl.core.distributions import Categorical
-from mmrl.core.types import Rollout
 from mmrl.core.weights import Weights
 from samplers.batching import chunks
-from samplers.warp import TINY, EntropyScale, Warp
+from samplers.warp import Warp
 
 Head = Callable[[Tensor], Tensor]  # hidden states [n, H] -> logits [n, V]
 BYTES = 2**26  # of float32 logits that are alive at once
@@ -107,19 +105,6 @@ def recorded(names: Sequence[str], logits: Tensor, warped: Tensor) -> Tensor:
     if not names:
         return warped.new_zeros(*warped.shape[:-1], 0)
     return torch.stack([values[name]() for name in names], -1)
-
-
-def entropy_scale(rollout: Rollout) -> EntropyScale | None:
-    """Measure where the log entropies of a rollout's decisions lie, over all processes; None where
-    there are none."""
-    every = all_gather_rows(rollout.entropies()[rollout.mask]).double()
-    if not len(every):
-        return None
-    logs = every.clamp_min(TINY).log()
-    std = logs.std(correction=0)
-    h = (logs - logs.median()) / (std + TINY)
-    values = torch.stack([logs.median(), std, h.max().clamp_min(TINY), h.min().clamp_max(-TINY)])
-    return EntropyScale(*values.tolist())
 
 
 def group_divergence(

@@ -385,21 +385,6 @@ def places(where: Tensor) -> Tensor:
     return selected(columns.expand_as(where), where)
 
 
-def judged(point: Point, token: int) -> Point:
-    """Put ``token`` behind every answer of a point, to be scored too: one column more, [B, L +
-    1]."""
-    last = point.mask.sum(1, keepdim=True)
-    blank = torch.zeros_like(point.target[:, :1])
-    target = torch.cat([point.target, blank], 1).scatter(1, last, token)
-    mask = torch.cat([point.mask, torch.zeros_like(point.mask[:, :1])], 1)
-    return point.replace(target=target, state=target, mask=mask.scatter(1, last, True))
-
-
-def behind(mask: Tensor, values: Tensor) -> Tensor:
-    """Take of values [B, L + 1] the one behind each row of ``mask`` [B, L], [B]."""
-    return values.gather(1, mask.sum(1, keepdim=True))[:, 0]
-
-
 def somewhere(mask: Tensor) -> Tensor:
     """Return ``mask`` [B, L], or one decision where it holds none: every process makes its passes,
     also those that train nothing."""

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
+from mmrl.core.decisions import entropy_scale
 from mmrl.core.errors import UserError
 from mmrl.core.registry import STAGES
 from mmrl.policies.base import Policy
-from mmrl.policies.scores import entropy_scale
 from mmrl.rollout.stages import Drawn, Sample, Setup, Stage
 from samplers.warp import EntropyScale, Warp
 

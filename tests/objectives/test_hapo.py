@@ -7,10 +7,10 @@ from statistics import median, pstdev
 import pytest
 import torch
 
+from mmrl.core.decisions import entropy_scale
 from mmrl.core.errors import UserError
 from mmrl.objectives import HAPO
 from mmrl.policies.image_tokens.models.llamagen import LlamaGen
-from mmrl.policies.scores import entropy_scale
 from mmrl.run.build import read
 from samplers.noise import Rng
 from samplers.warp import EntropyScale

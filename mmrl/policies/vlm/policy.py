@@ -55,6 +55,7 @@ from mmrl.policies.vlm.parts import (
 )
 from mmrl.policies.vlm.prefix_sharing import SharedPrefix, sharded, shareable
 from mmrl.policies.vlm.processor import Inputs
+from mmrl.policies.vlm.refill import Refill
 from mmrl.policies.vlm.routing import Routing
 from mmrl.policies.vlm.scoring import Encoded, Passes, images_in
 from mmrl.policies.vlm.self_scores import token_id, with_self_scores
@@ -106,6 +107,7 @@ class VLM(Passes):
         record_question_gain: bool = False,
         self_score: str | None = None,
         replay_routing: bool = False,
+        refill: Refill = "none",
         **options: Any,
     ):
         """Load the model. path: folder, hub id or world:NAME. max_new_tokens: the most tokens of an
@@ -129,8 +131,10 @@ class VLM(Passes):
         self_aligned. self_score: a token that answers do not need, whose log-prob behind an answer
         is the model's own verdict, recorded by one more pass for the reward last_token.
         replay_routing: of models with experts, send tokens in training to those they went to in
-        sampling. train: instead, how language model, projector and vision tower are each trained;
-        by default all fully."""
+        sampling. refill: an answer that ends makes room for the next, of all prompts that one pass
+        reads: as they stand (rows), or those first whose prompt's answers were longest or shortest
+        so far. train: instead, how language model, projector and vision tower are each trained; by
+        default all fully."""
         from transformers import AutoModelForImageTextToText, AutoProcessor
 
         self.place = locate(path)
@@ -168,6 +172,12 @@ class VLM(Passes):
         self.sharing = prefix_sharing
         self.tree = tree
         self.engine = engine
+        self.refill = refill
+        if refill != "none" and (engine != "own" or prefix_sharing == "none"):
+            raise UserError(
+                "policy option refill needs engine own and prompts that are shared (not "
+                "prefix_sharing: none)"
+            )
         if lora is not None and train is not None:
             raise UserError(
                 "policy options lora and train exclude each other; write train: "
@@ -186,10 +196,10 @@ class VLM(Passes):
         self.ending = replace(self.ending, quantities=self.quantities)
         if replay_routing:
             self._replay_routing(net)
-        if tree is not None and (replay_routing or self.anneal is not None):
+        if tree is not None and (replay_routing or self.anneal is not None or refill != "none"):
             raise UserError(
-                "policy option tree: leave out anneal and replay_routing, which go by the places "
-                "of tokens in answers that are written in one piece"
+                "policy option tree: leave out anneal, refill and replay_routing, which go by the "
+                "places of tokens in answers that are written in one piece"
             )
         self.record_question_gain = record_question_gain
         self.self_score_id = None if self_score is None else token_id(self, self_score)

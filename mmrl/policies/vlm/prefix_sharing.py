@@ -251,7 +251,7 @@ class SharedPrefix(nn.Module):
         cache = caches.continued(prefix.key_values, rows)
         routes = None if routes is None else routes[:, : ids.shape[1] - 1]
         later = self.step(
-            ids[:, :-1], prefix.following[rows], prefix.mask[rows], cache, routes=routes
+            ids[:, :-1], prefix.following[rows], prefix.mask[rows], cache, None, routes
         )
         return torch.cat([first, later], 1)
 

@@ -59,19 +59,19 @@ class Routing:
             self.fixed = None
 
     def _routed(self, layer: int, router: Any, _: Any, output: Any) -> Any:
-        logits, scores, own = output
+        logits, scores, best = output
         if not self.checked:
-            self._check(router, logits, scores, own)
+            self._check(router, logits, scores, best)
         if self.fixed is None:
-            self.taken[layer] = own.detach()
+            self.taken[layer] = best.detach()
             return output
-        fixed = self.fixed[:, layer].to(own)
-        chosen = torch.where(fixed == FREE, own, fixed)
+        fixed = self.fixed[:, layer].to(best)
+        chosen = torch.where(fixed == FREE, best, fixed)
         self.taken[layer] = chosen
         return logits, weights(router, logits, chosen).to(scores), chosen
 
-    def _check(self, router: Any, logits: Tensor, scores: Tensor, own: Tensor) -> None:
-        again = weights(router, logits, own)
+    def _check(self, router: Any, logits: Tensor, scores: Tensor, best: Tensor) -> None:
+        again = weights(router, logits, best)
         if again.shape != scores.shape or not torch.allclose(again.to(scores), scores, atol=1e-3):
             raise UserError(
                 f"policy option replay_routing: {type(router).__name__} weighs its experts in a "
@@ -91,7 +91,7 @@ def weights(router: Any, logits: Tensor, chosen: Tensor) -> Tensor:
 def of_prompts(routes: Tensor, mask: Tensor) -> list[Tensor]:
     """Take the routes [P S, R] of a left-padded batch ``mask`` [P, S] apart, [S_p, R] each."""
     per_prompt = routes.view(*mask.shape, -1)
-    return [own[there.bool()] for own, there in zip(per_prompt, mask, strict=True)]
+    return [rows[tokens.bool()] for rows, tokens in zip(per_prompt, mask, strict=True)]
 
 
 def padded(routes: Sequence[Tensor | None], length: int, like: Tensor) -> Tensor | None:

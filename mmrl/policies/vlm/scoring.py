@@ -25,6 +25,7 @@ from mmrl.policies.vlm.generate import Answers, Ending, generate
 from mmrl.policies.vlm.prefix_sharing import Prefix, SharedPrefix, positions, sharded, shareable
 from mmrl.policies.vlm.processor import Inputs
 from mmrl.policies.vlm.recent import Recent
+from mmrl.policies.vlm.refill import Refill, Slots, generate_refilled
 from mmrl.policies.vlm.routing import of_prompts, padded
 from mmrl.policies.vlm.trees import Growth, TextTree
 from samplers.batching import chunks
@@ -48,6 +49,7 @@ class Passes(TokenPolicy):
     growing: bool = True  # whether they do: not in evaluation
     sees: bool  # gradients reach the vision tower or its projector
     witness: Encoded | None = None  # a prompt with an image
+    refill: Refill = "none"  # which row takes the place of one that has ended
 
     def __init__(self, net: nn.Module, **options: Any):
         super().__init__(net, **options)
@@ -281,7 +283,9 @@ class Passes(TokenPolicy):
             unique, counts = prompt_numbers.unique(return_counts=True)
             lengths = torch.tensor([cond[i]["input_ids"].shape[1] for i in unique.tolist()])
             ordered = unique[lengths.argsort(descending=True, stable=True)]
-            for prompts in chunks(len(ordered), max(1, size // int(counts.max()))):
+            # rows that are refilled come from as many prompts as one pass reads
+            together = size if self.refills else max(1, size // int(counts.max()))
+            for prompts in chunks(len(ordered), together):
                 rows_at = at[
                     sent(torch.isin(prompt_numbers, ordered[prompts]).nonzero()[:, 0], at.device)
                 ]
@@ -328,6 +332,21 @@ class Passes(TokenPolicy):
         tree = self.tree if self.growing else None
         if tree is not None:  # whole trees
             size = max(tree.leaves, size // tree.leaves * tree.leaves)
+        if self.refills and forced is None and tree is None:
+            yield (
+                rows_at,
+                generate_refilled(
+                    self.net,
+                    prefix,
+                    rows,
+                    row[rows_at],
+                    rng,
+                    self.warp,
+                    self.ending,
+                    Slots(size, self.refill, busy),
+                ),
+            )
+            return
         for part, prompt_rows in zip(rows_at.split(size), rows.split(size), strict=True):
             known = None if forced is None else forced[part]
             answered = (self.net, prefix, prompt_rows, row[part], rng, self.warp, self.ending, busy)
@@ -335,6 +354,11 @@ class Passes(TokenPolicy):
                 yield part, generate(*answered, known)
             else:
                 yield part, Growth(tree, *answered).grow()
+
+    @property
+    def refills(self) -> bool:
+        """Tell whether rows that end make room for others."""
+        return self.refill != "none" and not self.plainly
 
     @property
     def plainly(self) -> bool:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from mmrl.core.decisions import behind, judged
 from mmrl.core.errors import UserError
 from mmrl.core.types import Rollout
-from mmrl.policies.tokens import behind, judged
 from samplers.batching import chunks
 from samplers.warp import Warp
 
