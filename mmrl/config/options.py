@@ -167,6 +167,37 @@ class Demonstrations:
 
 
 @dataclass(frozen=True)
+class Refinement:
+    """Lets the policy improve its best answer to a prompt by what is asked of it, and puts the new
+    answer in the group, as one to the prompt itself (RGR-GRPO's offline guidance).
+
+    ``threshold``: groups whose best total reward is below it get one. ``feedback``: the field of
+    the prompt that says what a good answer has: a text, a list of criteria (texts, or pairs whose
+    first is one), or the right answer (guided error correction, as in EDGE-GRPO). ``template``: of
+    the question, with {text}, {answer} and {feedback}. ``place``: it replaces the last of the
+    group, or is appended to it. ``until``: the iteration from which on there is none.
+    """
+
+    threshold: float = 1.0
+    feedback: str = "rubric"
+    template: str = (
+        "{text}\n\nAn earlier answer:\n{answer}\n\nA good answer has:\n{feedback}\n\n"
+        "Write a better answer."
+    )
+    place: Literal["replace", "append"] = "append"
+    until: Natural | None = None
+
+    def __post_init__(self) -> None:
+        try:
+            self.template.format(text="", answer="", feedback="")
+        except (KeyError, IndexError, ValueError) as error:
+            raise UserError(
+                f"refinement: template may hold {{text}}, {{answer}} and {{feedback}} alone, and "
+                f"other braces twice ({error!r})"
+            ) from error
+
+
+@dataclass(frozen=True)
 class Speculative:
     """Begins answers with what the weights of now accept of the last answers to the prompt
     (SPEC-RL).
@@ -234,6 +265,8 @@ class TrainOptions:
     speculative: Speculative | None = None
     # answers of a file, or of the data, in the groups; null: none
     demonstrations: Demonstrations | None = None
+    # answers that the policy improves by what is asked of them; null: none
+    refinement: Refinement | None = None
     # source of one answer of every group: a reward, or a field of the prompt; null: none
     ground_truth_rollout: str | None = None
     # tolerated |re-scored - recorded log-prob| before the first step
@@ -328,6 +361,11 @@ def unsupported_options(train: TrainOptions, policy: Any) -> Iterator[str]:
         yield (
             f"train.speculative: {name} cannot begin with an earlier answer; it is for models that "
             f"draw tokens one after the other"
+        )
+    if train.refinement is not None and can.makes != "text":
+        yield (
+            f"train.refinement: {name} reads no criticism of its answers; it is for policies that "
+            f"write texts"
         )
     if train.demonstrations is not None and not can.demonstrations:
         yield f"train.demonstrations: {name} takes no answers of others: it has no demonstrate"

@@ -36,6 +36,8 @@ class Ending:
     strings: tuple[str, ...]
     decode: Callable[[list[int]], str]
     certain: bool = False  # record the self-certainty of each token
+    # [B, T] what the answers of a call begin with, else FREE; None: nothing
+    forced: Tensor | None = None
 
     def ended(self, ids: Tensor) -> Tensor:
         """Tell which rows have ended, [B] bool, by the last token of ids [B, n] and by the text of
@@ -144,10 +146,8 @@ def generate(
     warp: Warp,
     ending: Ending,
     busy: Callable[[bool], bool] | None = None,
-    forced: Tensor | None = None,
 ) -> Answers:
     """Answer the prompts of ``rows`` [B]; ``names`` [B] are the keys of their randomness.
-    ``forced`` [B, T]: tokens that are known already, else FREE.
 
     ``busy`` takes whether this process still works and tells whether any does, where all must make
     equally many passes.
@@ -156,7 +156,8 @@ def generate(
     work = _Work(net, prefix, rows, names, rng, warp)
     for step in range(ending.tokens):
         drawn = work.draw(step)
-        drawn = drawn if forced is None else drawn.forced(forced[work.at, step], warp)
+        if ending.forced is not None:
+            drawn = drawn.forced(ending.forced[work.at, step], warp)
         work.going, left = done.write(step, work.at, work.going, drawn, ending)
         if step + 1 == ending.tokens or not (busy(left > 0) if busy else left):
             break

@@ -305,19 +305,11 @@ class Passes(TokenPolicy):
         inputs, rows = self._collated(cond, group[rows_at], each=False)
         prefix: Prefix = self.net("read", inputs)
         for part, prompt_rows in zip(rows_at.split(size), rows.split(size), strict=True):
+            begun = None if forced is None else forced[part]
+            ending = replace(self.ending, forced=begun)
             yield (
                 part,
-                generate(
-                    self.net,
-                    prefix,
-                    prompt_rows,
-                    row[part],
-                    rng,
-                    self.warp,
-                    self.ending,
-                    busy,
-                    None if forced is None else forced[part],
-                ),
+                generate(self.net, prefix, prompt_rows, row[part], rng, self.warp, ending, busy),
             )
 
     @property
