@@ -103,8 +103,12 @@ class ResponseReuse:
     ``importance_sampling`` of the objective sees how far the two are apart. ``keep``: answers that
     are remembered of a prompt, the newest; ``size``: prompts; ``age``: iterations after which an
     answer is forgotten; ``until``: the iteration from which on none is used; null: never.
-    ``start``: a run, or a checkpoint, whose answers are remembered from the beginning, of any age,
-    the prompts being the same. ``learn``: answers of this run are remembered too.
+    ``strata``: shares of ``size`` for easy, medium and hard prompts; a prompt is hard if its mean
+    reward, a moving average with ``rate``, is among that share of the lowest of all prompts, and
+    easy if among that of the highest (AVATAR: 0.25, 0.35, 0.4); of a stratum that is too full the
+    oldest leave; null: of all. ``start``: a run, or a checkpoint, whose answers are remembered from
+    the beginning, of any age, the prompts being the same. ``learn``: answers of this run are
+    remembered too.
     """
 
     threshold: float | None = 0.5
@@ -118,10 +122,14 @@ class ResponseReuse:
     size: Count = 4096
     age: Count = 64
     until: Natural | None = None
+    strata: tuple[Positive, Positive, Positive] | None = None
+    rate: Annotated[float, Gt(0), Le(1)] = 0.3
     start: Path | None = None
     learn: bool = True
 
     def __post_init__(self) -> None:
+        if self.strata is not None and abs(sum(self.strata) - 1) > 1e-6:
+            raise UserError(f"response_reuse: strata {list(self.strata)} must add up to 1")
         if self.threshold is None and self.when == "all_wrong":
             raise UserError(
                 "response_reuse: when: all_wrong needs a threshold, above which a reward is right; "
