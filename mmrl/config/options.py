@@ -121,8 +121,12 @@ class ResponseReuse:
     ``importance_sampling`` of the objective sees how far the two are apart. ``keep``: answers that
     are remembered of a prompt, the newest; ``size``: prompts; ``age``: iterations after which an
     answer is forgotten; ``until``: the iteration from which on none is used; null: never.
-    ``start``: a run, or a checkpoint, whose answers are remembered from the beginning, of any age,
-    the prompts being the same. ``learn``: answers of this run are remembered too.
+    ``strata``: shares of ``size`` for easy, medium and hard prompts; a prompt is hard if its mean
+    reward, a moving average with ``rate``, is among that share of the lowest of all prompts, and
+    easy if among that of the highest (AVATAR: 0.25, 0.35, 0.4); of a stratum that is too full the
+    oldest leave; null: of all. ``start``: a run, or a checkpoint, whose answers are remembered from
+    the beginning, of any age, the prompts being the same. ``learn``: answers of this run are
+    remembered too.
     """
 
     threshold: float | None = 0.5
@@ -136,10 +140,14 @@ class ResponseReuse:
     size: Count = 4096
     age: Count = 64
     until: Natural | None = None
+    strata: tuple[Positive, Positive, Positive] | None = None
+    rate: Annotated[float, Gt(0), Le(1)] = 0.3
     start: Path | None = None
     learn: bool = True
 
     def __post_init__(self) -> None:
+        if self.strata is not None and abs(sum(self.strata) - 1) > 1e-6:
+            raise UserError(f"response_reuse: strata {list(self.strata)} must add up to 1")
         if self.threshold is None and self.when == "all_wrong":
             raise UserError(
                 "response_reuse: when: all_wrong needs a threshold, above which a reward is right; "
@@ -182,6 +190,37 @@ class Demonstrations:
         """Return the file; there is one where there is no field."""
         assert self.path is not None
         return self.path
+
+
+@dataclass(frozen=True)
+class Refinement:
+    """Lets the policy improve its best answer to a prompt by what is asked of it, and puts the new
+    answer in the group, as one to the prompt itself (RGR-GRPO's offline guidance).
+
+    ``threshold``: groups whose best total reward is below it get one. ``feedback``: the field of
+    the prompt that says what a good answer has: a text, a list of criteria (texts, or pairs whose
+    first is one), or the right answer (guided error correction, as in EDGE-GRPO). ``template``: of
+    the question, with {text}, {answer} and {feedback}. ``place``: it replaces the last of the
+    group, or is appended to it. ``until``: the iteration from which on there is none.
+    """
+
+    threshold: float = 1.0
+    feedback: str = "rubric"
+    template: str = (
+        "{text}\n\nAn earlier answer:\n{answer}\n\nA good answer has:\n{feedback}\n\n"
+        "Write a better answer."
+    )
+    place: Literal["replace", "append"] = "append"
+    until: Natural | None = None
+
+    def __post_init__(self) -> None:
+        try:
+            self.template.format(text="", answer="", feedback="")
+        except (KeyError, IndexError, ValueError) as error:
+            raise UserError(
+                f"refinement: template may hold {{text}}, {{answer}} and {{feedback}} alone, and "
+                f"other braces twice ({error!r})"
+            ) from error
 
 
 @dataclass(frozen=True)
@@ -254,6 +293,8 @@ class TrainOptions:
     speculative: Speculative | None = None
     # answers of a file, or of the data, in the groups; null: none
     demonstrations: Demonstrations | None = None
+    # answers that the policy improves by what is asked of them; null: none
+    refinement: Refinement | None = None
     # source of one answer of every group: a reward, or a field of the prompt; null: none
     ground_truth_rollout: str | None = None
     # tolerated |re-scored - recorded log-prob| before the first step
@@ -348,6 +389,11 @@ def unsupported_options(train: TrainOptions, policy: Any) -> Iterator[str]:
         yield (
             f"train.speculative: {name} cannot begin with an earlier answer; it is for models that "
             f"draw tokens one after the other"
+        )
+    if train.refinement is not None and can.makes != "text":
+        yield (
+            f"train.refinement: {name} reads no criticism of its answers; it is for policies that "
+            f"write texts"
         )
     if train.demonstrations is not None and not can.demonstrations:
         yield f"train.demonstrations: {name} takes no answers of others: it has no demonstrate"

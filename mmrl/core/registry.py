@@ -235,6 +235,7 @@ BUILT_IN = (
     "mmrl.data.curriculum",
     "mmrl.data.selection",
     "mmrl.data.subsets",
+    "mmrl.data.suggestions",
     "mmrl.worlds",
 )
 

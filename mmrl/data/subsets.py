@@ -100,16 +100,25 @@ def read_curves(path: Path, prompts: Sequence[Prompt]) -> dict[int, list[list[fl
     """Read the rewards of every visit of every prompt, in the order of iterations. Raises UserError
     if the file is of other prompts."""
     texts = {prompt["entry"]: str(prompt.get("text", ""))[:LETTERS] for prompt in prompts}
+    named: dict[str, list[int]] = {}
+    for prompt in prompts:
+        named.setdefault(str(prompt.get("text", "")), []).append(prompt["entry"])
     visits: dict[int, dict[int, list[float]]] = {}
     for number, line in enumerate(decoded(path).splitlines(), start=1):
         try:
             record = json.loads(line)
+            if "entry" not in record and "reward" in record:  # of scripts/reference_rewards.py
+                value = record["reward"]
+                rewards = [float(x) for x in (value if isinstance(value, list) else [value])]
+                for place in named.get(str(record["text"]), []):
+                    visits.setdefault(place, {}).setdefault(0, []).extend(rewards)
+                continue
             entry, iteration = int(record["entry"]), int(record["iteration"])
             rewards = [float(reward) for reward in record["rewards"]]
             text = record["text"]
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(
-                f"{path}:{number}: not a line that `recorded` wrote: {error}"
+                f"{path}:{number}: not a line that `recorded` wrote, or reference_rewards: {error}"
             ) from error
         if texts.get(entry) != text:
             raise UserError(
@@ -195,8 +204,9 @@ class ByVariance:
     times, and those stay whose rewards have an informative spread, neither always right nor always
     wrong. The standard deviation (population) is of all rewards of the file (our reading).
 
-    of: the data source. path: what a run with ``recorded`` wrote. least: standard deviation; share:
-    of those that have it, the ones with the largest.
+    of: the data source. path: what a run with ``recorded`` wrote, or
+    ``scripts/reference_rewards.py`` of the reference's rollouts, from which PVPO takes its baseline
+    too. least: standard deviation; share: of those that have it, the ones with the largest.
     """
 
     train: Sequence[Prompt]

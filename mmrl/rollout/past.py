@@ -132,6 +132,18 @@ def beside(entry: Remembered, rollout: Rollout) -> Rollout:
     return rows.replace(provenance=marks)
 
 
+def with_marks(rollout: Rollout) -> Rollout:
+    """Mark which rows are ground truths, if that is not known yet."""
+    nowhere = torch.zeros_like(rollout.group, dtype=torch.bool)
+    known = rollout.provenance
+    return rollout.replace(
+        provenance=known.replace(
+            is_ground_truth=nowhere if known.is_ground_truth is None else known.is_ground_truth,
+            is_replayed=nowhere if known.is_replayed is None else known.is_replayed,
+        )
+    )
+
+
 def inserted(
     policy: Policy, drawn: Drawn, chosen: Sequence[tuple[int, Remembered]], grows: bool
 ) -> Drawn:

@@ -62,6 +62,7 @@ class ReusedResponses(OldAnswers):
     seed: int = 0
     behavior: Callable[[], AbstractContextManager[Any]] = nullcontext
     entries: dict[int, list[Remembered]] = field(default_factory=dict)
+    levels: dict[int, float] = field(default_factory=dict)  # moving mean rewards, with strata
     saved_as = option = "response_reuse"
 
     def __post_init__(self) -> None:
@@ -95,6 +96,8 @@ class ReusedResponses(OldAnswers):
         origins = [self.origins.get(id(prompt), -1) for prompt in rollout.prompts]
         active = self.options.until is None or iteration < self.options.until
         chosen = self._chosen(rollout, right, origins, iteration) if active else []
+        if self.options.strata is not None:
+            self._follow(drawn, origins)
         if self.options.learn and active:
             self._remember(drawn, right, origins, iteration)
         ages = sum(max(iteration - entry.iteration, 0) for _, entry in chosen)
@@ -163,8 +166,29 @@ class ReusedResponses(OldAnswers):
         for entry in fresh:
             answers = self.entries.pop(entry.index, [])  # the newest stand last
             self.entries[entry.index] = [*answers, entry][-self.options.keep :]
-        for index in list(self.entries)[: -self.options.size]:
+        for index in self._too_many():
             del self.entries[index]
+
+    def _too_many(self) -> list[int]:
+        """List the prompts that leave the memory, of every stratum those answered longest ago."""
+        if self.options.strata is None:
+            return list(self.entries)[: -self.options.size]
+        strata = stratified(self.levels, self.options.strata)
+        leaving = []
+        for number, share in enumerate(self.options.strata):
+            held = [index for index in self.entries if strata.get(index, 1) == number]
+            leaving += held[: max(len(held) - max(1, round(share * self.options.size)), 0)]
+        return leaving
+
+    def _follow(self, drawn: Drawn, origins: Sequence[int]) -> None:
+        """Move the mean rewards of the prompts of all processes."""
+        double, groups = measured(drawn.rewards.per_row(), drawn.rollout)
+        names = drawn.rollout.group.unique().tolist()
+        means = groups.mean(double.total()).tolist()
+        rows = [(origins[g], mean) for g, mean in zip(names, means, strict=True) if mean == mean]
+        for index, mean in distributed.all_gather_json(rows, drawn.rollout.group.device):
+            before = self.levels.get(index, mean)
+            self.levels[index] = before + self.options.rate * (mean - before)
 
     def _forget(self, iteration: int) -> None:
         oldest = iteration - self.options.age
@@ -188,13 +212,16 @@ class ReusedResponses(OldAnswers):
             logprob=logprob, provenance=provenance.replace(sampler_logprob=sampler)
         )
 
-    def state_dict(self) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-        """Return the answers, which every process knows."""
-        return packed([entry for answers in self.entries.values() for entry in answers])
+    def state_dict(self) -> tuple[dict[str, Tensor], Any]:
+        """Return the answers, which every process knows, and the mean rewards of prompts."""
+        tensors, plain = packed([entry for answers in self.entries.values() for entry in answers])
+        return tensors, {"entries": plain, "levels": list(self.levels.items())}
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], plain: Any) -> None:
+        plain = plain if isinstance(plain, dict) else {"entries": plain}  # as it was once
         self.entries = {}
-        self._keep(unpacked(tensors, plain, len(self.prompts)))
+        self.levels = {int(index): mean for index, mean in plain.get("levels", ())}
+        self._keep(unpacked(tensors, plain["entries"], len(self.prompts)))
 
 
 def _varied(answers: Sequence[Remembered], most: int, rng: Rng) -> Sequence[Remembered]:
@@ -225,6 +252,17 @@ PICKS: dict[str, Callable[[Sequence[Remembered], int, Rng], Sequence[Remembered]
 }
 
 
+def stratified(levels: Mapping[int, float], shares: Sequence[float]) -> dict[int, int]:
+    """Sort prompts by their mean rewards into easy 0, medium 1 and hard 2: the last share of them
+    are the lowest, the first the highest."""
+    order = sorted(levels, key=lambda index: (levels[index], index))
+    hard = round(shares[2] * len(order))
+    easy = len(order) - round(shares[0] * len(order))
+    return {
+        index: 2 if place < hard else 0 if place >= easy else 1 for place, index in enumerate(order)
+    }
+
+
 def stored(path: Path, prompts: Sequence[Prompt]) -> list[Remembered]:
     """Read the answers that a run, or one of its checkpoints, remembered; they never age."""
     from safetensors.torch import load_file
@@ -240,6 +278,6 @@ def stored(path: Path, prompts: Sequence[Prompt]) -> list[Remembered]:
             f"train.response_reuse.start: {path} has no checkpoint with remembered answers; name "
             f"the folder of a run that was trained with train.response_reuse"
         )
-    plain = json.loads((known[-1] / "state.json").read_text())["meta"]["response_reuse"]
+    plain = json.loads((known[-1] / "state.json").read_text())["meta"]["response_reuse"]["entries"]
     entries = unpacked(load_file(known[-1] / "response_reuse.safetensors"), plain, len(prompts))
     return [replace(entry, iteration=-1) for entry in entries]

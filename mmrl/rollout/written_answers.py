@@ -16,7 +16,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import STAGES
 from mmrl.core.types import Prompt, Rewards, Rollout
 from mmrl.data.answers import Answer, Known, of_field, of_file
-from mmrl.rollout.past import Remembered, inserted
+from mmrl.rollout.past import Remembered, inserted, with_marks
 from mmrl.rollout.stages import Drawn, Sample, Setup, Stage, group_sizes
 from samplers.noise import Rng
 
@@ -100,7 +100,7 @@ def demonstrated(
     """Put answers in groups; also returns how many, over all processes. A collective call."""
     rollout = drawn.rollout
     device = rollout.group.device
-    drawn = replace(drawn, rollout=_with_marks(rollout))
+    drawn = replace(drawn, rollout=with_marks(rollout))
     most = distributed.largest(len(due), device)
     if not most:
         return inserted(setup.policy, drawn, [], grows), 0.0
@@ -124,18 +124,6 @@ def demonstrated(
             chosen.append((group, answer))
     count = distributed.all_sum(torch.tensor(float(len(chosen)), device=device))
     return inserted(setup.policy, drawn, chosen, grows), float(count)
-
-
-def _with_marks(rollout: Rollout) -> Rollout:
-    """Mark which rows are ground truths, if that is not known yet."""
-    nowhere = torch.zeros_like(rollout.group, dtype=torch.bool)
-    known = rollout.provenance
-    return rollout.replace(
-        provenance=known.replace(
-            is_ground_truth=nowhere if known.is_ground_truth is None else known.is_ground_truth,
-            is_replayed=nowhere if known.is_replayed is None else known.is_replayed,
-        )
-    )
 
 
 def _taken(rows: Rollout) -> Tensor:

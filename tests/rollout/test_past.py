@@ -20,7 +20,7 @@ from mmrl.policies.masked.masked_lm import MaskedLM
 from mmrl.rollout.collect import rescored
 from mmrl.rollout.past import packed, remembered, unpacked
 from mmrl.rollout.replay_buffer import ReplayBuffer
-from mmrl.rollout.response_reuse import PICKS, ReusedResponses
+from mmrl.rollout.response_reuse import PICKS, ReusedResponses, stratified
 from mmrl.rollout.stages import Drawn, set_apart, sizes_of_all
 from mmrl.run import checkpoint, state
 from samplers.noise import Rng
@@ -288,3 +288,32 @@ def test_two_processes_equal_one_and_both_remember_after_a_resume(tmp_path):
         assert two["reused"] > 0
         if case.startswith("reuse"):
             same({n: v for n, v in one.items() if not n.startswith("resumed/")}, two, case)
+
+
+def test_strata_of_difficulty_by_loop():
+    """AVATAR: the lowest mean rewards are hard, the highest easy; each has its part of the
+    memory."""
+    levels = {index: (7 * index % 20) / 20 for index in range(20)}
+    strata = stratified(levels, (0.25, 0.35, 0.4))
+    for index, level in levels.items():
+        lower = sum(other < level for other in levels.values())
+        assert strata[index] == (2 if lower < 8 else 1 if lower < 15 else 0)
+    policy = toys.ToyCausal()
+    prompts = toys.prompts(8)
+    options = ResponseReuse(
+        threshold=None, when="always", size=4, strata=(0.25, 0.25, 0.5), rate=0.5, keep=1
+    )
+    stage = ReusedResponses(options, policy, prompts)
+    rewards = [r for i in range(8) for r in (i, i, i + 0.3)]
+    exchange(stage, prompts, rewards, 0)
+    assert stage.levels[3] == pytest.approx(3.1)
+    exchange(stage, prompts[3:4], [1, 1, 1.0], 1)
+    assert stage.levels[3] == pytest.approx(3.1 + 0.5 * (1 - 3.1))
+    kept = stratified(stage.levels, options.strata)
+    assert sorted(kept[index] for index in stage.entries) == [0, 1, 2, 2]
+    again = ReusedResponses(options, policy, prompts)
+    tensors, plain = stage.state_dict()
+    again.load_state_dict(tensors, json.loads(json.dumps(plain)))
+    assert again.levels == stage.levels and list(again.entries) == list(stage.entries)
+    with pytest.raises(UserError, match="strata .* must add up to 1"):
+        ResponseReuse(strata=(0.5, 0.5, 0.5))

@@ -13,6 +13,7 @@ from mmrl.core.errors import UserError
 from mmrl.policies.base import NO_CONTEXT, Drafts
 from mmrl.policies.drafts import all_logprobs
 from mmrl.policies.image_tokens.models.llamagen import LlamaGen
+from mmrl.policies.image_tokens.models.var import VAR
 from mmrl.rollout.speculative import SpeculativeRollouts
 from mmrl.run import state
 from samplers.noise import Rng
@@ -94,18 +95,19 @@ def test_answers_are_those_of_the_policy_by_enumeration(full):
     torch.testing.assert_close(logp, rows.logprob, atol=1e-5, rtol=0)
 
 
-def policies(tmp_path):
+def policies():
     yield toys.ToyCausal(), toys.prompts(2)
     yield (
         LlamaGen(str(image_tokens.folder("llamagen-classes")), guidance_scale=2.0),
         toys.prompts(2),
     )
     yield policy_of(max_new_tokens=6), asked(2)
+    yield VAR(str(image_tokens.folder("var")), guidance_scale=2.0), toys.prompts(2)
 
 
-@pytest.mark.parametrize("kind", [0, 1, 2], ids=["causal", "llamagen", "vlm"])
-def test_a_draft_of_the_same_weights_is_kept_whole_and_of_others_in_part(kind, tmp_path):
-    policy, prompts = list(policies(tmp_path))[kind]
+@pytest.mark.parametrize("kind", range(4), ids=["causal", "llamagen", "vlm", "var"])
+def test_a_draft_of_the_same_weights_is_kept_whole_and_of_others_in_part(kind):
+    policy, prompts = list(policies())[kind]
     with torch.no_grad():
         old = policy.rollout(prompts, 3, Rng.of("old"))
     drafts = drafts_of(policy, old, True)

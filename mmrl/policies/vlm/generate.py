@@ -36,6 +36,8 @@ class Ending:
     strings: tuple[str, ...]
     decode: Callable[[list[int]], str]
     quantities: tuple[str, ...] = ()  # recorded of the distribution of each token
+    # [B, T] what the answers of a call begin with, else FREE; None: nothing
+    forced: Tensor | None = None
 
     def ended(self, ids: Tensor) -> Tensor:
         """Tell which rows have ended, [B] bool, by the last token of ids [B, n] and by the text of
@@ -152,10 +154,8 @@ def generate(
     warp: Warp,
     ending: Ending,
     busy: Callable[[bool], bool] | None = None,
-    forced: Tensor | None = None,
 ) -> Answers:
     """Answer the prompts of ``rows`` [B]; ``names`` [B] are the keys of their randomness.
-    ``forced`` [B, T]: tokens that are known already, else FREE.
 
     ``busy`` takes whether this process still works and tells whether any does, where all must make
     equally many passes.
@@ -163,21 +163,18 @@ def generate(
     routing = net.routing
     done = blank(names, ending, net.hf, routing.width if routing else 0)
     work = Work(net, prefix, rows, names, rng, warp)
-    return write(work, done, ending, busy, forced)
+    return write(work, done, ending, busy)
 
 
 def write(
-    work: Work,
-    done: Answers,
-    ending: Ending,
-    busy: Callable[[bool], bool] | None = None,
-    forced: Tensor | None = None,
+    work: Work, done: Answers, ending: Ending, busy: Callable[[bool], bool] | None = None
 ) -> Answers:
     """Draw token after token into ``done``, until all rows have ended."""
     routing = work.net.routing
     for step in range(ending.tokens):
         drawn = work.draw(step)
-        drawn = drawn if forced is None else drawn.forced(forced[work.at, step], work.warp, step)
+        if ending.forced is not None:
+            drawn = drawn.forced(ending.forced[work.at, step], work.warp, step)
         work.going, left = done.write(step, work.at, work.going, drawn, ending)
         if step + 1 == ending.tokens or not (busy(left > 0) if busy else left):
             break

@@ -348,12 +348,10 @@ class Passes(TokenPolicy):
             )
             return
         for part, prompt_rows in zip(rows_at.split(size), rows.split(size), strict=True):
-            known = None if forced is None else forced[part]
-            answered = (self.net, prefix, prompt_rows, row[part], rng, self.warp, self.ending, busy)
-            if tree is None:
-                yield part, generate(*answered, known)
-            else:
-                yield part, Growth(tree, *answered).grow()
+            begun = None if forced is None else forced[part]
+            ending = replace(self.ending, forced=begun)
+            answered = (self.net, prefix, prompt_rows, row[part], rng, self.warp, ending, busy)
+            yield part, generate(*answered) if tree is None else Growth(tree, *answered).grow()
 
     @property
     def refills(self) -> bool:
