@@ -18,7 +18,7 @@ from mmrl.dry_run.hollow import Counted, Hollow, counted, hollow
 from mmrl.policies.base import RolloutContext
 from mmrl.policies.diffusion.pipeline_policy import FolderPolicy
 from mmrl.policies.lora import Lora
-from mmrl.run.build import read
+from mmrl.run.build import read, supervised
 from mmrl.train.trainer import kept_snapshots
 from mmrl.worlds.cache import root
 from samplers.windows import FIXED
@@ -62,7 +62,8 @@ def dry_run(path: Path, overrides: Sequence[str] = (), processes: int = 1) -> Re
         if isinstance(configuration["policy"], str)
         else next(iter(configuration["policy"]))
     )
-    report = Report(name, str(policy.options.get("path", "")), arithmetic(train, processes), train)
+    plan = arithmetic(train, processes, supervised(configuration))
+    report = Report(name, str(policy.options.get("path", "")), plan, train)
     entry = policy.entry
     if isinstance(entry, type) and issubclass(entry, FolderPolicy):
         report = _of_folder(report, entry, policy, configuration)
@@ -183,7 +184,8 @@ def _of_others(report: Report, resolved: Resolved, configuration: configs.Config
     train = report.train
     scored = rows * train.epochs
     snapshots = kept_snapshots(configuration.build("objective", OBJECTIVES), train)
-    once = Counted(rows, scored, 0, report.plan.steps * train.epochs, snapshots)
+    sampled = 0 if supervised(configuration) else rows
+    once = Counted(sampled, scored, 0, report.plan.steps * train.epochs, snapshots)
     if known is None:
         return replace(report, unknown=(_why(report.path),), counted=once)
     text = known["config"]["text_config"]

@@ -133,12 +133,18 @@ def counted(policy: FlowPolicy, configuration: Config, options: TrainOptions) ->
         dynamic_sampling_rounds=0,
         loss_denominator=None,
     )
+    objective = configuration.build("objective", OBJECTIVES)
+    prompts: list[Prompt] = [{"text": str(i)} for i in range(options.prompts_per_iteration)]
+    if objective.supervised:  # its answers are encoded outside of the network
+        prompts = [{**prompt, objective.field: torch.zeros(3, 1, 1)} for prompt in prompts]
+        policy.media_size = policy.media_frames = None
+        policy.encode_media = partial(_encoded, policy.shape)  # type: ignore[method-assign]
     trainer = _Watched(
         policy,
-        [{"text": str(i)} for i in range(options.prompts_per_iteration)],
+        prompts,
         Scorer({"none": _noise}),
         configuration.build("advantage", ADVANTAGES),
-        configuration.build("objective", OBJECTIVES),
+        objective,
         partial(torch.optim.SGD, lr=0.0),
         plain,
     )
@@ -172,6 +178,11 @@ class _Watched(Trainer):
         batch = super().collect()
         self.sampling = self.policy.forwards
         return batch
+
+
+def _encoded(shape: tuple[int, ...], media: Tensor) -> Tensor:
+    """Return samples of one number each."""
+    return media.new_zeros(len(media), *shape)
 
 
 def _noise(media: Media, prompts: list[Prompt]) -> Tensor:

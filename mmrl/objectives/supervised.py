@@ -16,7 +16,7 @@ import torch
 from annotated_types import Ge, Gt, Le
 from torch import Tensor
 
-from mmrl.config.options import Count
+from mmrl.config.options import Count, capabilities_of
 from mmrl.core.errors import UserError
 from mmrl.core.metrics import observe
 from mmrl.core.registry import OBJECTIVES, TIMES
@@ -84,19 +84,18 @@ class SFT(Supervised):
     gamma: Annotated[float, Gt(0)] = 5.0
 
     def unfit(self, policy: Any) -> Iterator[tuple[str, str]]:
-        can = policy.capabilities if hasattr(policy, "capabilities") else None
+        can = capabilities_of(policy)
         if can is None:
             return
-        name = getattr(policy, "__name__", type(policy).__name__)
         if not can.demonstrations:
-            yield "field", f"{name} takes no answers of others"
+            yield "field", "this policy takes no answers of others"
         for option in ("template", "thought_dropout"):
             if getattr(self, option) and can.makes in ("image", "video"):
-                yield option, f"it is for answers in text, and {name} makes {can.makes}s"
+                yield option, f"it is for answers in text, and this policy makes {can.makes}s"
         if self.train_on != "all" and (can.makes != "text" or can.remaskable):
-            yield "train_on", f"it is for vision-language models (vlm), which {name} is not"
+            yield "train_on", "it is for vision-language models: vlm"
         if self.weighting != "plain" and can.decisions != "gaussian":
-            yield "weighting", f"it is for flow and diffusion models, which {name} is not"
+            yield "weighting", "it is for flow and diffusion models"
 
     # ----------------------------------------------------------------------------------------------
     # answers

@@ -4,8 +4,8 @@ segment."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Annotated, Any
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, Literal
 
 import torch
 from annotated_types import Gt
@@ -23,13 +23,33 @@ Positive = Annotated[float, Gt(0)]
 @dataclass(frozen=True)
 class Steered:
     """Holds the entropy at ``target`` nats a token (ReasonGen-R1, Zhang et al. 2025): the loss
-    has alpha H, where alpha = sinh(psi), |alpha| <= ``most``, and psi rises after every iteration
-    by ``rate`` (H - target): entropy above the target costs, below it is a gain. The published rate
-    is that of Adam on psi; ours is plain."""
+    has alpha H, where alpha = sinh(psi), |alpha| <= ``most``, and psi follows H - target after
+    every iteration: entropy above the target costs, below it is a gain. ``rule`` adam is the
+    published one, Adam on psi at ``rate``; plain adds ``rate`` (H - target)."""
 
     target: Positive
     rate: Positive = 5e-5
     most: Positive = 5e-3
+    rule: Literal["adam", "plain"] = "adam"
+
+
+@dataclass
+class Moments:
+    """Holds Adam's running means of the gradient and its square, and how many steps there were
+    (Kingma and Ba 2015, with their constants)."""
+
+    mean: float = 0.0
+    square: float = 0.0
+    steps: int = 0
+
+    def step(self, gradient: float) -> float:
+        """Take in a gradient; return the step at rate 1."""
+        self.steps += 1
+        self.mean = 0.9 * self.mean + 0.1 * gradient
+        self.square = 0.999 * self.square + 0.001 * gradient**2
+        mean = self.mean / (1 - 0.9**self.steps)
+        square = self.square / (1 - 0.999**self.steps)
+        return mean / (math.sqrt(square) + 1e-8)
 
 
 @OBJECTIVES.register("unified")
@@ -55,6 +75,7 @@ class Unified(PolicyGradient):
                 "and steer_image"
             )
         self.psi = dict.fromkeys(self.steered, 0.0)
+        self.moments = {kind: Moments() for kind in self.steered}
 
     def alpha(self, kind: str) -> float:
         """Return the weight in force."""
@@ -67,17 +88,20 @@ class Unified(PolicyGradient):
             entropy = metrics.get(f"entropy/{kind}", math.nan)
             if entropy == entropy:
                 limit = math.asinh(steered.most)
-                self.psi[kind] = min(
-                    max(self.psi[kind] + steered.rate * (entropy - steered.target), -limit), limit
-                )
+                excess = entropy - steered.target
+                change = self.moments[kind].step(excess) if steered.rule == "adam" else excess
+                self.psi[kind] = min(max(self.psi[kind] + steered.rate * change, -limit), limit)
             metrics[f"entropy_weight/{kind}"] = self.alpha(kind)
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"psi": dict(self.psi)}
+        moments = {kind: asdict(state) for kind, state in self.moments.items()}
+        return super().state_dict() | {"psi": dict(self.psi), "psi_moments": moments}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self.psi = {kind: float(state["psi"].get(kind, 0.0)) for kind in self.steered}
+        moments = state.get("psi_moments", {})
+        self.moments = {kind: Moments(**moments.get(kind, {})) for kind in self.steered}
 
     def _watched(self, dist: Any, point: Point, loss: Tensor) -> Tensor:
         with torch.set_grad_enabled(torch.is_grad_enabled() and any(map(self.alpha, self.steered))):

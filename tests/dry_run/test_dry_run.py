@@ -242,3 +242,12 @@ def test_the_command_prints_and_refuses_as_training_does(tmp_path):
         dry_run(path, ["policy.flux.steps=0"])
     unknown = dry_run(path, ["policy.flux.path=some/model"])
     assert unknown.shape is None and "the architecture of some/model" in "\n".join(lines(unknown))
+
+
+@pytest.mark.parametrize("name", ["sd3/flow_grpo", "vlm/counting"])
+def test_supervised_fine_tuning_samples_nothing(name):
+    sizes = ["train.group_size=1", "train.prompts_per_iteration=8", "train.train_batch_size=4"]
+    report = dry_run(ROOT / f"{name}.yaml", [*sizes, "objective=sft", "train.micro_batch_size=2"])
+    assert report.counted.sampling == 0 and report.counted.training == 8
+    assert report.plan.steps == 2 and not report.plan.warnings
+    assert "0 answers to sample" in "\n".join(lines(report)) or "sd3" in name

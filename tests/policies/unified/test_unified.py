@@ -442,7 +442,7 @@ def test_steered_entropies_follow_their_targets(make):
     """alpha rises while the entropy is above its target, within bounds, and its gradient is that of
     alpha H."""
     objective = Unified(
-        steer_text=Steered(target=2.0, rate=1e-3),
+        steer_text=Steered(target=2.0, rate=1e-3, rule="plain"),
         steer_image=Steered(target=1.0, rate=1.0, most=0.01),
     )
     objective.adapt(0, metrics := {"entropy/text": 3.0, "entropy/image": 0.5})
@@ -463,6 +463,22 @@ def test_steered_entropies_follow_their_targets(make):
     torch.testing.assert_close(
         found, flat_grad(policy, (entropy * weight).sum()), atol=1e-8, rtol=0
     )
+
+
+def test_the_published_rule_is_adam_also_after_a_resume():
+    entropies = [3.0, 2.5, 1.0, 1.9, 4.0]
+    psi = torch.zeros(1, dtype=torch.float64, requires_grad=True)
+    adam = torch.optim.Adam([psi], lr=1e-3)
+    objective = Unified(steer_text=Steered(target=2.0, rate=1e-3, most=1.0))
+    for i, entropy in enumerate(entropies):
+        adam.zero_grad()
+        (-psi * (entropy - 2.0)).sum().backward()
+        adam.step()
+        objective.adapt(i, {"entropy/text": entropy})
+        again = Unified(steer_text=Steered(target=2.0, rate=1e-3, most=1.0))
+        again.load_state_dict(json.loads(json.dumps(objective.state_dict())))
+        objective = again
+        assert objective.psi["text"] == pytest.approx(float(psi), abs=1e-9)
 
 
 def test_a_prompt_to_understand_needs_an_answer(make):
