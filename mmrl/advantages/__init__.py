@@ -7,7 +7,7 @@ from mmrl.advantages.branch import Branch, by_edge
 from mmrl.advantages.ddpo import DDPO
 from mmrl.advantages.filtered import Filtered
 from mmrl.advantages.group import group
-from mmrl.advantages.likelihood import gcpo, gtpo, unlikeliness
+from mmrl.advantages.likelihood import GCPO, gtpo, unlikeliness
 from mmrl.advantages.online import MaxMin, Running
 from mmrl.advantages.pivot import BRPO
 from mmrl.advantages.presets import dance_grpo, dr_grpo, flow_grpo, gdpo, grpo, rloo
@@ -25,6 +25,7 @@ __all__ = [
     "BRPO",
     "Branch",
     "DDPO",
+    "GCPO",
     "Filtered",
     "MaxMin",
     "PVPO",
@@ -41,7 +42,6 @@ __all__ = [
     "drpo",
     "flow_grpo",
     "focal",
-    "gcpo",
     "gdpo",
     "gpg",
     "group",
