@@ -8,7 +8,7 @@ from mmrl.advantages.ddpo import DDPO
 from mmrl.advantages.entropy import edge_grpo, hapo, recorded
 from mmrl.advantages.filtered import Filtered
 from mmrl.advantages.group import group
-from mmrl.advantages.likelihood import gcpo, gtpo, unlikeliness
+from mmrl.advantages.likelihood import GCPO, gtpo, unlikeliness
 from mmrl.advantages.online import MaxMin, Running
 from mmrl.advantages.pivot import BRPO
 from mmrl.advantages.presets import dance_grpo, dr_grpo, flow_grpo, gdpo, grpo, rloo
@@ -26,6 +26,7 @@ __all__ = [
     "BRPO",
     "Branch",
     "DDPO",
+    "GCPO",
     "Filtered",
     "MaxMin",
     "PVPO",
@@ -43,7 +44,6 @@ __all__ = [
     "edge_grpo",
     "flow_grpo",
     "focal",
-    "gcpo",
     "gdpo",
     "gpg",
     "group",

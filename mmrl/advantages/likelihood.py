@@ -139,15 +139,7 @@ def _run(conflict: Tensor, mask: Tensor) -> Tensor:
 
 
 @ADVANTAGES.register("gcpo")
-def gcpo(
-    rewards: Rewards | Tensor,
-    rollout: Rollout,
-    *,
-    behaviour: str,
-    base: Underneath = grpo,
-    outcome: str | None = None,
-    margin: Annotated[float, Ge(0)] = 0.0,
-) -> Tensor:
+class GCPO:
     """Reward a behaviour where it helps the group, punish it where it harms (GCPO, GeometryZero).
 
     Wang et al. 2025, "GeometryZero". behaviour: the reward that is 1 (from 0.5 on) for answers that
@@ -158,23 +150,42 @@ def gcpo(
     those that the group happens to hold; the paper asks for both kinds. Its reward of length is a
     reward of its own.
     """
-    double, groups = measured(rewards, rollout)
-    shown = reward_called(double, behaviour, "gcpo", "behaviour")
-    if outcome is None:
-        rest = {name: double.weights[name] * x for name, x in double.items() if name != behaviour}
-        if not rest:
-            raise UserError(
-                f"advantage gcpo: {behaviour!r} is the only reward, and nothing tells whether the "
-                "behaviour helps; add a reward of the answer"
-            )
-        earned = torch.stack([*rest.values()]).sum(0)
-    else:
-        earned = reward_called(double, outcome, "gcpo", "outcome")
-    shows = shown >= 0.5
-    having = Groups(groups.index, groups.present & shows, groups.count)
-    lacking = Groups(groups.index, groups.present & ~shows, groups.count)
-    lead = having.mean(earned) - lacking.mean(earned)
-    sign = torch.where(lead.abs() > margin, lead.sign(), 0.0)
-    sign = sign.masked_fill((having.size() == 0) | (lacking.size() == 0), 0.0)
-    useful = replaced(double, behaviour, sign[groups.index] * shown, groups)
-    return finished(base(useful, rollout), rewards, groups.present[:, None])
+
+    def __init__(
+        self,
+        behaviour: str,
+        base: Underneath = grpo,
+        outcome: str | None = None,
+        margin: Annotated[float, Ge(0)] = 0.0,
+    ):
+        self.behaviour = behaviour
+        self.base = base
+        self.outcome = outcome
+        self.margin = margin
+
+    def __call__(self, rewards: Rewards | Tensor, rollout: Rollout) -> Tensor:
+        """Return the advantages of the base, NaN for samples without a reward."""
+        double, groups = measured(rewards, rollout)
+        shown = reward_called(double, self.behaviour, "gcpo", "behaviour")
+        if self.outcome is None:
+            rest = {
+                name: double.weights[name] * x
+                for name, x in double.items()
+                if name != self.behaviour
+            }
+            if not rest:
+                raise UserError(
+                    f"advantage gcpo: {self.behaviour!r} is the only reward, and nothing tells "
+                    "whether the behaviour helps; add a reward of the answer"
+                )
+            earned = torch.stack([*rest.values()]).sum(0)
+        else:
+            earned = reward_called(double, self.outcome, "gcpo", "outcome")
+        shows = shown >= 0.5
+        having = Groups(groups.index, groups.present & shows, groups.count)
+        lacking = Groups(groups.index, groups.present & ~shows, groups.count)
+        lead = having.mean(earned) - lacking.mean(earned)
+        sign = torch.where(lead.abs() > self.margin, lead.sign(), 0.0)
+        sign = sign.masked_fill((having.size() == 0) | (lacking.size() == 0), 0.0)
+        useful = replaced(double, self.behaviour, sign[groups.index] * shown, groups)
+        return finished(self.base(useful, rollout), rewards, groups.present[:, None])

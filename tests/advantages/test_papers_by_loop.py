@@ -10,6 +10,7 @@ import torch
 from mmrl.advantages import (
     AAPO,
     BRPO,
+    GCPO,
     PVPO,
     Branch,
     Filtered,
@@ -20,7 +21,6 @@ from mmrl.advantages import (
     copo,
     dr_grpo,
     drpo,
-    gcpo,
     group,
     grpo_lead,
     gtpo,
@@ -35,6 +35,7 @@ from mmrl.advantages.memory import capture, restore
 from mmrl.core.errors import UserError
 from mmrl.core.types import Rewards
 from mmrl.run.build import read
+from rewards.votes import answer_frequency
 from tests.advantages.test_advantages_by_loop import (
     FLAT,
     GROUP,
@@ -236,6 +237,35 @@ def test_copo_blends_by_the_entropy_of_outcomes(width):
         return local * whitened(i) + (1 - local) * apart
 
     same(copo(tensor(REWARD), rollout(), width=width), rows(expected), atol=1e-9)
+
+
+@pytest.mark.parametrize("answer", ["letters", "all alike", "none"])
+def test_outcomes_of_copo_may_be_answers(answer):
+    """The entropy of the answers, by the shares that answer_frequency gives; it is only watched."""
+    kinds = {
+        "letters": ["ab-cb"[(3 * i) % 5] for i in range(16)],
+        "all alike": ["a"] * 16,
+        "none": ["-"] * 16,
+    }[answer]
+    texts = ["" if kinds[i] == "-" else f"<answer>{kinds[i]}</answer>" for i in PRESENT]
+    groups = [{"text": str(GROUP[i]), "group": GROUP[i]} for i in PRESENT]
+    shares = torch.zeros(16).double()
+    shares[PRESENT] = answer_frequency(texts, groups).double()
+    rewards = Rewards({"a": tensor(REWARD), "votes": shares}, {"votes": 0.0})
+    means = [fmean([REWARD[j] for j in PRESENT if GROUP[j] == g]) for g in groups_there()]
+
+    def expected(i):
+        outcomes = [kinds[j] for j in members(i)]
+        parts = [outcomes.count(kind) / len(outcomes) for kind in sorted(set(outcomes))]
+        entropy = -sum(part * math.log(part) for part in parts)
+        local = 1 / (1 + math.exp(-3 * (entropy - 0.35)))
+        apart = (fmean(group_rewards(i)) - fmean(means)) / (pstdev(means) + 1e-4)
+        return local * whitened(i) + (1 - local) * apart
+
+    # shares are float32
+    same(copo(rewards, rollout(), frequency="votes"), rows(expected), atol=1e-6)
+    with pytest.raises(UserError, match="neither a reward nor a quantity"):
+        copo(rewards, rollout(), frequency="vote")
 
 
 # -- filters
@@ -736,24 +766,24 @@ def test_a_behaviour_is_paid_where_it_helps_its_group(outcome):
         return total[i] - fmean(total.values())
 
     chosen = {"behaviour": "tool", "outcome": outcome, "margin": 0.3}
-    computed = gcpo(rewards, rollout(), base=dr_grpo, **chosen)
+    computed = GCPO(base=dr_grpo, **chosen)(rewards, rollout())
     same(computed, rows(expected), atol=1e-9)
     assert {sign(i) for i in PRESENT} == {-1.0, 0.0, 1.0} or outcome is None
     order = torch.randperm(16, generator=torch.Generator().manual_seed(0))
     moved = Rewards({name: x[order] for name, x in rewards.items()}, weights)
-    again = gcpo(moved, rollout()[order], base=dr_grpo, **chosen)
+    again = GCPO(base=dr_grpo, **chosen)(moved, rollout()[order])
     torch.testing.assert_close(again, computed[order], equal_nan=True)
 
 
 def test_gcpo_says_what_it_needs():
     batch = rollout([0, 0], [1, 1])
     with pytest.raises(UserError, match="behaviour is 'tol'.*did you mean 'tool'"):
-        gcpo(Rewards({"tool": tensor([1.0, 0.0])}), batch, behaviour="tol")
+        GCPO(behaviour="tol")(Rewards({"tool": tensor([1.0, 0.0])}), batch)
     with pytest.raises(UserError, match="gcpo.*behaviour"):
         read(ROOT / "configs" / "vlm" / "othink_mr1.yaml", ["advantage=gcpo"])
     read(ROOT / "configs" / "vlm" / "othink_mr1.yaml", ["advantage={gcpo: {behaviour: format}}"])
     with pytest.raises(UserError, match="is the only reward"):
-        gcpo(Rewards({"tool": tensor([1.0, 0.0])}), batch, behaviour="tool")
+        GCPO(behaviour="tool")(Rewards({"tool": tensor([1.0, 0.0])}), batch)
 
 
 def r_squared(pairs):

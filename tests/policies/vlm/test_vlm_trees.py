@@ -120,6 +120,18 @@ def test_a_shared_token_goes_through_the_network_once(grown):
     assert shapes[3] == int(last.sum()) > shapes[1]
 
 
+def test_passes_of_few_rows_have_the_gradient_of_one(grown):
+    """Also where a pass has a branch without the answer that it grew from, in any order."""
+    policy, rollout = grown
+    weights = torch.linspace(-1, 1, rollout.mask.numel()).view_as(rollout.logprob) * rollout.mask
+    order = torch.randperm(len(rollout), generator=torch.Generator().manual_seed(0))
+    policy.net.zero_grad()
+    for part in order.split(5):
+        (logprobs(policy, rollout[part]) * weights[part]).sum().backward()
+    grads = {n: p.grad.clone() for n, p in policy.net.named_parameters() if p.grad is not None}
+    assert_near(grads, gradient_of(policy, rollout, True))
+
+
 @pytest.mark.parametrize("family", ["gemma3", "qwen3_vl", "internvl"])
 def test_other_families_branch_too(family):
     policy = policy_of(family, tree=TREES["random"], max_new_tokens=7, temperature=0.9)
