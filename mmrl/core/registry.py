@@ -233,6 +233,7 @@ BUILT_IN = (
     "mmrl.data.budget",
     "mmrl.data.curriculum",
     "mmrl.data.selection",
+    "mmrl.data.self_instruct",
     "mmrl.data.subsets",
     "mmrl.worlds",
 )

@@ -12,6 +12,7 @@ from mmrl.rollout import (
     length_limit,
     replay_buffer,
     response_reuse,
+    self_instruct,
 )
 
 __all__ = [
@@ -22,4 +23,5 @@ __all__ = [
     "length_limit",
     "replay_buffer",
     "response_reuse",
+    "self_instruct",
 ]
