@@ -19,8 +19,7 @@ from samplers.noise import Rng
 
 @STAGES.register("diversity")
 class Diversity(Stage):
-    """Measures the diversity of groups where the data draws by it (VAS); no option of train asks for
-    it."""
+    """Measures the diversity of groups where the data draws by it (VAS); no option asks for it."""
 
     def __init__(self, prompts: Curriculum, seed: int = 0):
         self.prompts = prompts
