@@ -195,6 +195,13 @@ class Around(Curriculum):
         if isinstance(self.inner, Curriculum):
             self.inner.see_diversity(values)
 
+    def rescoring(self, iteration: int) -> int:
+        return self.inner.rescoring(iteration) if isinstance(self.inner, Curriculum) else 0
+
+    def renew(self, outcomes: Sequence[Outcome], diversity: Mapping[int, float]) -> None:
+        if isinstance(self.inner, Curriculum):
+            self.inner.renew(outcomes, diversity)
+
     def learn(self, outcomes: Sequence[Outcome]) -> None:
         if isinstance(self.inner, Curriculum):
             self.inner.learn(outcomes)

@@ -187,6 +187,14 @@ class Curriculum(Sequence[Prompt]):
         """Take in how much the answers to each prompt differ, 0 to 1 by ``entry``; called alike on
         all processes."""
 
+    def rescoring(self, iteration: int) -> int:
+        """Say how many answers to every prompt are wanted after this iteration, only to be
+        measured; 0: none."""
+        return 0
+
+    def renew(self, outcomes: Sequence[Outcome], diversity: Mapping[int, float]) -> None:
+        """Take in such answers to all prompts; called alike on all processes."""
+
     def state_dict(self) -> dict[str, Any]:
         return {}
 

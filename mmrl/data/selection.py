@@ -18,6 +18,7 @@ from annotated_types import Ge, Gt, Le
 from scipy.special import betaincinv
 from torch import Tensor
 
+from mmrl.config.options import Count, Natural
 from mmrl.core.errors import UserError
 from mmrl.core.registry import DATA
 from mmrl.core.types import Prompt
@@ -42,6 +43,15 @@ class Rule(Protocol):
 
     def choose(self, data: Chosen, count: int, iteration: int, seed: int) -> list[Prompt]: ...
 
+    def rescoring(self, iteration: int) -> int: ...
+
+
+class Unrenewed:
+    """Provides rules that live on training's own answers alone."""
+
+    def rescoring(self, iteration: int) -> int:
+        return 0
+
 
 class Chosen(Counted):
     """Draws the prompts that a rule chooses by the statistics of all."""
@@ -60,6 +70,14 @@ class Chosen(Counted):
     def see_diversity(self, values: Mapping[int, float]) -> None:
         super().see_diversity(values)
         self.statistics.see_diversity(values)
+
+    def rescoring(self, iteration: int) -> int:
+        return self.rule.rescoring(iteration) or super().rescoring(iteration)
+
+    def renew(self, outcomes: Sequence[Outcome], diversity: Mapping[int, float]) -> None:
+        super().renew(outcomes, diversity)
+        self.statistics.renew([self.as_recorded(outcome) for outcome in outcomes])
+        self.statistics.see_diversity(diversity)
 
     def batch(self, count: int, iteration: int, seed: int) -> list[Prompt]:
         chosen = self.rule.choose(self, count, iteration, seed)
@@ -90,7 +108,7 @@ def uniform(prompts: Sequence[Prompt], rng: Rng) -> Tensor:
     return rng.uniform(torch.tensor([prompt["entry"] for prompt in prompts]))
 
 
-class Fading:
+class Fading(Unrenewed):
     """Keeps what rules share whose records fade, at visits of a prompt and between them."""
 
     held_out: list[Prompt]
@@ -160,14 +178,18 @@ class Vas:
 
     Leng et al. 2025: the Variance Promotion Score of a prompt is variance p (1 - p) + diversity d,
     p its success rate and d how much its answers differ; ``share`` of an iteration's prompts are
-    drawn with these weights, without repeats, the rest as ``of`` draws them. The score is that of
-    training's own answers, without extra ones for it (our reading); prompts not asked yet have the
-    mean score. d: of tokens the share of distinct pairs among all pairs of neighbours in the group,
-    of pictures the standard deviation of their latents inside it, at most 1 (our reading).
+    drawn with these weights, without repeats, the rest as ``of`` draws them. With ``refresh`` all
+    prompts are answered anew for their scores, ``rollouts`` times each, as in the paper; training's
+    own answers count too, and without it alone (our reading, which costs nothing). Prompts not
+    asked yet have the mean score. d: of tokens the share of distinct pairs among all pairs of
+    neighbours in the group (distinct-2), of pictures the standard deviation of their latents inside
+    it, at most 1 (our reading).
 
     of: the data source. share: drawn by weights. variance, diversity: weights in the score. decay:
     what is left of the weight of earlier answers at every new visit. threshold: a reward above it
-    is a success; null: the reward itself, in [0, 1], is how much of a success it is.
+    is a success; null: the reward itself, in [0, 1], is how much of a success it is. refresh:
+    iterations from one scoring of all prompts to the next, the first after the first iteration; 0:
+    none. rollouts: of each prompt then.
     """
 
     train: Chosen
@@ -181,6 +203,8 @@ class Vas:
         diversity: Annotated[float, Ge(0)] = 0.2,
         decay: Portion = 0.5,
         threshold: float | None = 0.5,
+        refresh: Natural = 0,
+        rollouts: Count = 8,
     ):
         if not variance + diversity:
             raise UserError("vas: variance and diversity are both 0; give one a weight above 0")
@@ -189,6 +213,8 @@ class Vas:
         self.diversity = diversity
         self.decay = decay
         self.threshold = threshold
+        self.refresh = refresh
+        self.rollouts = rollouts
         self.wants_diversity = diversity > 0
         self.train = Chosen(with_entries(of.train), self)
         self.held_out = list(of.held_out)
@@ -198,6 +224,9 @@ class Vas:
 
     def rewards(self, rewards: Sequence[float]) -> tuple[float, ...]:
         return successes(rewards, self.threshold)
+
+    def rescoring(self, iteration: int) -> int:
+        return self.rollouts if self.refresh and iteration % self.refresh == 0 else 0
 
     def choose(self, data: Chosen, count: int, iteration: int, seed: int) -> list[Prompt]:
         weighted = int(self.share * count + 0.5)
@@ -362,7 +391,7 @@ class Categories(Chosen):
 
 
 @DATA.register("sec")
-class Sec:
+class Sec(Unrenewed):
     """Draw prompts of the categories that teach most, a bandit's arms: Self-Evolving Curriculum.
 
     Chen et al. 2025: an arm is worth Q; after every iteration Q += rate (mean |A| - Q) of the arms

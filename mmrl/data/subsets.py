@@ -25,7 +25,7 @@ from mmrl.core.types import Prompt
 from mmrl.data.curriculum import Around, Share, Source, over, with_entries
 from mmrl.data.features import features_of
 from mmrl.data.prompts import Outcome, decoded
-from mmrl.data.selection import Chosen, Portion, best
+from mmrl.data.selection import Chosen, Portion, Unrenewed, best
 from mmrl.data.statistics import PromptStatistics
 from samplers.noise import Rng
 
@@ -224,7 +224,7 @@ class ByVariance:
 
 
 @DATA.register("depo")
-class Depo:
+class Depo(Unrenewed):
     """Keep diverse prompts of middle difficulty, ask those that still explore: DEPO.
 
     Tang et al. 2025. Before training: prompts are nodes of a graph of similarities, weighted by

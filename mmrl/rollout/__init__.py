@@ -15,6 +15,7 @@ from mmrl.rollout import (
     refinement,
     replay_buffer,
     response_reuse,
+    self_instruct,
     speculative,
     written_answers,
 )
@@ -31,4 +32,5 @@ __all__ = [
     "response_reuse",
     "speculative",
     "written_answers",
+    "self_instruct",
 ]

@@ -20,7 +20,7 @@ from mmrl.data.prompts import Outcome, batch
 from mmrl.data.selection import Pcl, Sec, Vade, Vas
 from mmrl.data.statistics import PromptStatistics, mean_advantage
 from mmrl.data.subsets import Depo
-from mmrl.rollout.diversity import diversity
+from mmrl.rollout.diversity import diversity, share_of
 from samplers.noise import Rng
 from tests.fixtures import toys
 from tests.fixtures.records import make_rollout
@@ -175,6 +175,70 @@ def test_vas_scores_by_variance_and_diversity_and_keeps_a_uniform_share():
     assert not Vas(Bernoulli(RATES), diversity=0.0).train.wants_diversity
     with pytest.raises(UserError, match="both 0"):
         Vas(Bernoulli(RATES), variance=0.0, diversity=0.0)
+
+
+@pytest.mark.parametrize("family", sorted(toys.POLICIES))
+def test_vas_scores_all_prompts_anew_by_extra_answers(family, monkeypatch):
+    class Toys:
+        train = toys.prompts(16)
+        held_out = []
+
+    flow = family not in ("causal", "masked")
+    source = Vas(Toys, threshold=-0.9 if flow else 0.2, refresh=2, rollouts=3)
+    monkeypatch.setattr(toys, "prompts", lambda n=4: source.train)
+    sizes = {"prompts_per_iteration": 5, "group_size": 4, "train_batch_size": 20}
+    trainer = make_trainer(family, micro_batch_size=None, **sizes)
+    samples = []
+    plain = trainer.sample
+
+    def recorded(prompts, rng, copies):
+        drawn = plain(prompts, rng, copies)
+        samples.append((prompts, copies, drawn))
+        return drawn
+
+    monkeypatch.setattr(trainer, "sample", recorded)
+    metrics = [trainer.iterate() for _ in range(3)]
+    assert ["diversity/rescored" in m for m in metrics] == [True, False, True]
+    assert metrics[0]["diversity/rescored"] == 16
+    extra_sizes = [5, 5, 5, 1]
+    sizes = [5, *extra_sizes, 5, 5, *extra_sizes]
+    assert [len(prompts) for prompts, _, _ in samples] == sizes
+    statistics = source.train.statistics
+    assert sorted(statistics.records) == list(range(16))
+    trained = {prompt["entry"] for prompt in samples[-5][0]}
+    assert [copies for _, copies, _ in samples[-5:]] == [4, 3, 3, 3, 3]
+    extra = [(prompts, drawn) for prompts, _, drawn in samples[-4:]]
+    checked = 0
+    for prompts, drawn in extra:
+        total = drawn.rewards.total()
+        for group, prompt in enumerate(prompts):
+            if "entry" not in prompt or prompt["entry"] in trained:
+                continue
+            rows = total[drawn.rollout.group == group]
+            right = [float(value > source.threshold) for value in rows.tolist()]
+            record = statistics[prompt["entry"]]
+            assert len(right) == 3 and record.samples == 3
+            assert record.mean == pytest.approx(sum(right) / 3)
+            checked += 1
+    assert checked == 16 - len(trained)
+
+
+def test_every_process_scores_its_share_and_all_are_scored_once():
+    prompts = [{"text": str(i), "entry": i} for i in range(7)]
+    parts = [share_of(prompts, rank, 3) for rank in range(3)]
+    assert [share for share, _ in parts] == [3, 3, 3] == [len(local) for _, local in parts]
+    entries = [prompt["entry"] for _, local in parts for prompt in local if "entry" in prompt]
+    assert entries == list(range(7))
+
+
+def test_records_are_replaced_by_new_answers():
+    statistics = PromptStatistics(0.5)
+    statistics.learn([Outcome(1, 0.5, False, (1.0, 0.0)), Outcome(2, 1.0, True, (1.0,))])
+    statistics.see_diversity({1: 0.25})
+    statistics.renew([Outcome(1, 0.75, False, (1.0, 1.0, 1.0, 0.0))])
+    record = statistics[1]
+    assert (record.samples, record.mean, record.visits, record.diversity) == (4, 0.75, 2, 0.25)
+    assert statistics[2].mean == 1 and statistics.iteration == 1
 
 
 def test_pcl_takes_the_candidates_nearest_to_the_target():

@@ -1,6 +1,7 @@
 """Rewards of a configuration before they are built, and those that only measure."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +9,10 @@ import torch
 from mmrl.config.options import EvaluateOptions, TrainOptions
 from mmrl.core.errors import UserError
 from mmrl.core.registry import DATA, REWARDS
+from mmrl.run import build
 from mmrl.run.build import Session, check_needs, read, scorer
+from mmrl.scoring import Scorer
+from rewards import Scheduled
 from rewards.card import card_of, card_with, described
 
 HEAD = """
@@ -81,3 +85,24 @@ def test_judges_are_no_part_of_what_is_trained_on(tmp_path):
     pictures = torch.rand(2, 3, 16, 16)
     rewards = judges(pictures, [{"text": "a"}] * 2)
     torch.testing.assert_close(rewards.total(), 0.5 * rewards["jpeg_compressibility"])
+
+
+def test_what_rewards_remember_is_there_when_a_run_is_evaluated(tmp_path, monkeypatch):
+    """The weights of a schedule are those of the checkpoint, not those of its first iteration."""
+    schedule = Scheduled(
+        [REWARDS["jpeg_compressibility"], REWARDS["jpeg_incompressibility"]],
+        start=[1.0, 0.0],
+        end=[0.0, 1.0],
+        iterations=4,
+    )
+    session = SimpleNamespace(
+        scorer=Scorer({"scheduled": schedule}),
+        policy=SimpleNamespace(weights=SimpleNamespace(load=lambda arrays, name="live": None)),
+    )
+    meta = {"rewards": {"scheduled": {"iteration": 4}}}
+    monkeypatch.setattr(build.checkpoint, "choose", lambda folder: (tmp_path, []))
+    monkeypatch.setattr(build.checkpoint, "load", lambda *_, **__: ({"weights": {}}, meta))
+    monkeypatch.setattr(build, "config_of", lambda run: run)
+    monkeypatch.setattr(build, "base", lambda path, overrides: session)
+    assert schedule.weights() == [1, 0]
+    assert build.trained(tmp_path) is session and schedule.weights() == [0, 1]
