@@ -9,6 +9,7 @@ from mmrl.advantages.entropy import edge_grpo, hapo, recorded
 from mmrl.advantages.filtered import Filtered
 from mmrl.advantages.group import group
 from mmrl.advantages.likelihood import GCPO, gtpo, unlikeliness
+from mmrl.advantages.memory import capture, restore
 from mmrl.advantages.online import MaxMin, Running
 from mmrl.advantages.pivot import BRPO
 from mmrl.advantages.presets import dance_grpo, dr_grpo, flow_grpo, gdpo, grpo, rloo
@@ -37,6 +38,7 @@ __all__ = [
     "bnpo",
     "all_samples",
     "by_edge",
+    "capture",
     "copo",
     "dance_grpo",
     "dr_grpo",
@@ -62,6 +64,7 @@ __all__ = [
     "recorded",
     "reinforce",
     "reinforce_pp",
+    "restore",
     "rloo",
     "soft",
     "statistics",

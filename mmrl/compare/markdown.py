@@ -60,15 +60,15 @@ def _differences(content: Content) -> list[str]:
     measures = content["measures"]
     kinds = ", ".join(f"*{plain(name)}*: {kind}" for name, kind in measures.items())
     pairs = list(dict.fromkeys((c["candidate"], c["baseline"]) for c in content["comparisons"]))
-    found = {(c["candidate"], c["baseline"], c["measure"]): c for c in content["comparisons"]}
+    comparisons = {(c["candidate"], c["baseline"], c["measure"]): c for c in content["comparisons"]}
 
     def rows() -> Iterator[list[str]]:
         for candidate, baseline in pairs:
             row = [f"{plain(candidate)} - {plain(baseline)}"]
             for name in measures:
-                one = found.get((candidate, baseline, name))
-                shown = "" if one is None else _bounds(one["difference"], signed=True)
-                row.append(f"**{shown}**" if one and one["shown"] else shown)
+                comparison = comparisons.get((candidate, baseline, name))
+                cell = "" if comparison is None else _bounds(comparison["difference"], signed=True)
+                row.append(f"**{cell}**" if comparison and comparison["shown"] else cell)
             yield row
 
     head = ["difference", *map(plain, measures)]
@@ -82,8 +82,8 @@ def _means(content: Content) -> list[str]:
         for label, by_measure in content["means"]["test"].items():
             row = [plain(label)]
             for name in measures:
-                one = by_measure.get(name)
-                row.append(_bounds(one["trained"]) if one else "")
+                estimate = by_measure.get(name)
+                row.append(_bounds(estimate["trained"]) if estimate else "")
             first = by_measure.get(content["primary"])
             yield [*row, _bounds(first["gain"], signed=True) if first else ""]
 

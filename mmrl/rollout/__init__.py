@@ -30,7 +30,7 @@ __all__ = [
     "refinement",
     "replay_buffer",
     "response_reuse",
+    "self_instruct",
     "speculative",
     "written_answers",
-    "self_instruct",
 ]

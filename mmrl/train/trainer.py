@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from mmrl import advantages
-from mmrl.advantages import memory
 from mmrl.config.options import (
     TrainOptions,
     arithmetic,
@@ -225,9 +224,9 @@ class Trainer:
             return rewards
 
         def compare(chosen: Rewards) -> Rollout:
-            remembered = deepcopy(memory.capture(self.advantage))
+            remembered = deepcopy(advantages.capture(self.advantage))
             rollout = self._compare(drawn, chosen)
-            memory.restore(self.advantage, remembered)
+            advantages.restore(self.advantage, remembered)
             return rollout
 
         gradient = partial(self.update.gradient, batch)

@@ -35,11 +35,13 @@ CURRENT = {  # word -> page -> what else is called so today
     "eta": {"extending.md": "an argument of an SDE's step", "text_objectives.md": GROUP_LOSSES},
     "flash": {"speed.md": "a kind of attention"},
     "gate": {"rewards.md": "a reward", "coverage.md": "a reward"},
-    "grpo": {"configuration.md": "an advantage", "coverage.md": "an advantage"},
+    "grpo": {"configuration.md": "an advantage", "coverage.md": "an advantage"}
+    | {"stages.md": "the name of a stage"},
     "guidance": {"configuration.md": "an option of evaluate"},
     "high": {"dgpo.md": LOOK, "masked.md": ESTIMATORS, "rewards.md": REWARDS}
     | {"configuration.md": "an option of entropy"},
-    "keep": {"configuration.md": "an option of the advantage branch"},
+    "keep": {"configuration.md": "an option of the advantage branch"}
+    | {"recipes.md": "an option of response_reuse"},
     "kernel": {"lab-notes.md": "what was found when it was renamed"},
     "low": {"dgpo.md": LOOK, "masked.md": ESTIMATORS, "rewards.md": REWARDS}
     | {"configuration.md": "an option of entropy"},
@@ -51,13 +53,16 @@ CURRENT = {  # word -> page -> what else is called so today
     },
     "memory": {"rewards.md": "a value of the rewards' cache"}
     | {"configuration.md": "an option of the advantage filtered"},
-    "of": {"rewards.md": REWARDS, "configuration.md": "an option of data sources"},
+    "of": {"rewards.md": REWARDS, "configuration.md": "an option of data sources"}
+    | dict.fromkeys(("recipes.md", "text_objectives.md"), "an option of the advantage focal"),
     "offload": {
         "rewards.md": REWARDS,
         "configuration.md": "a value of text_encoder_placement",
     },
     "overlap": {"rewards.md": REWARDS},
+    "pick": {"configuration.md": "an option of response_reuse and demonstrations"},
     "prompts": {
+        "stages.md": "a data source",
         "architecture.md": "a field of Rollout",
         "configuration.md": "an option of evaluate and a data source",
         "extending.md": "an argument of rewards",
@@ -93,6 +98,8 @@ CURRENT = {  # word -> page -> what else is called so today
         "remote-rewards.md": "a field of an answer",
         "rewards.md": REWARDS,
     },
+    "truth": {"configuration.md": "an option of the advantage filtered"},
+    "warmup": {"configuration.md": "an option of CHORD's mu"},
     "weigh": {
         "configuration.md": "an option of janus_unified and of reinforce_pp",
         "unified.md": "an option of janus_unified",
