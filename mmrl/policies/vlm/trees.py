@@ -84,8 +84,8 @@ class Growth:
         self.rng = rng
         self.warp = warp
         self.kept = len(ending.quantities)  # of what is recorded; entropy may serve the tree alone
-        names = [*ending.quantities, *(["entropy"] if tree.choose == "entropy" else [])]
-        self.ending = replace(ending, quantities=tuple(dict.fromkeys(names)))
+        recorded_names = [*ending.quantities, *(["entropy"] if tree.choose == "entropy" else [])]
+        self.ending = replace(ending, quantities=tuple(dict.fromkeys(recorded_names)))
         self.busy = busy
         self.answers = blank(names, self.ending, net.hf)
         # [R, T] long: which answer drew each token
