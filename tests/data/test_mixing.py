@@ -98,8 +98,8 @@ def test_the_script_reads_runs_and_files_and_proposes_an_override(tmp_path):
         run = tmp_path / f"run{i}"
         run.mkdir()
         weights = dict(zip("abc", mixture.tolist()))
-        data = {"replay": {"of": {"mixture": {"sources": {}, "weights": weights}}}}
-        (run / "config.yaml").write_text(yaml.safe_dump({"data": data}))
+        section = {"replay": {"of": {"mixture": {"sources": {}, "weights": weights}}}}
+        (run / "config.yaml").write_text(yaml.safe_dump({"data": section}))
         rewards = {"right": {"mean": outcome(mixture)}, "format": {"mean": 1.0}}
         rows = [{"model": "base", "rewards": {}}, {"model": "trained", "rewards": rewards}]
         (run / "evaluation.json").write_text(json.dumps({"rows": rows}))

@@ -87,10 +87,10 @@ def test_a_broken_maze_is_the_prompts_fault(maze, cause):
 
 
 def test_drawn_mazes_have_one_way_and_are_the_same_for_a_seed():
-    data = Mazes(size=4, mazes=40, held_out=10, least=2, most=6)
-    texts = [prompt["maze"] for prompt in [*data.held_out, *data.train]]
-    assert len(set(texts)) == 50 and len(data.train) == 40
-    for prompt in data.train:
+    mazes = Mazes(size=4, mazes=40, held_out=10, least=2, most=6)
+    texts = [prompt["maze"] for prompt in [*mazes.held_out, *mazes.train]]
+    assert len(set(texts)) == 50 and len(mazes.train) == 40
+    for prompt in mazes.train:
         maze = read_maze(prompt["maze"])
         doors = sum(4 - len(sides) for sides in maze.walls.values())
         assert doors == 2 * (16 - 1) and len(maze.distances(maze.origin)) == 16  # a tree
@@ -98,13 +98,13 @@ def test_drawn_mazes_have_one_way_and_are_the_same_for_a_seed():
         assert maze.walk(moves_of(prompt["answer"])[0])[-1] == maze.target
         assert maze.text() == prompt["maze"] and prompt["maze"] in prompt["text"]
     again = Mazes(size=4, mazes=20, held_out=10, least=2, most=6)
-    assert again.held_out == data.held_out and again.train == data.train[:20]
-    assert Mazes(size=4, mazes=40, held_out=10, least=2, most=6, seed=1).train != data.train
+    assert again.held_out == mazes.held_out and again.train == mazes.train[:20]
+    assert Mazes(size=4, mazes=40, held_out=10, least=2, most=6, seed=1).train != mazes.train
 
 
 def test_pictures_show_the_maze_and_its_text_does_not():
-    data = DATA.build("mazes", size=3, mazes=2, held_out=1, form="picture")
-    prompt = data.train[0]
+    mazes = DATA.build("mazes", size=3, mazes=2, held_out=1, form="picture")
+    prompt = mazes.train[0]
     maze = read_maze(prompt["maze"])
     (image,) = prompt["images"]
     assert image.size == (49, 49) and "<|0-0|>" not in prompt["text"]

@@ -54,10 +54,10 @@ def source(**options):
     return SelfInstruct(Seeds(), **{"count": 4, "shots": 2, "similarity": 0.9} | options)
 
 
-def trainer_of(data):
+def trainer_of(corpus):
     return Trainer(
         Writer(),
-        data.train,
+        corpus.train,
         Scorer({"vote": REWARDS.build("majority_vote")}),
         advantages.grpo,
         PolicyGradient(),
@@ -67,20 +67,20 @@ def trainer_of(data):
 
 
 def test_the_policys_own_instructions_are_asked_once_each():
-    data = source()
-    trainer = trainer_of(data)
-    asked = Counter()
+    corpus = source()
+    trainer = trainer_of(corpus)
+    counts = Counter()
     written = set()
     for _ in range(6):
-        before = [text for text, _ in data.train.waiting]
-        prompts = batch(data.train, 4, trainer.iteration, 0)
-        assert prompts == batch(data.train, 4, trainer.iteration, 0), "repeatable until learn"
+        before = [text for text, _ in corpus.train.waiting]
+        prompts = batch(corpus.train, 4, trainer.iteration, 0)
+        assert prompts == batch(corpus.train, 4, trainer.iteration, 0), "repeatable until learn"
         own = [prompt for prompt in prompts if prompt.get("origin") == "self_instruct"]
         assert [prompt["text"] for prompt in own] == before[:2] and len(prompts) == 4
         assert all(prompt["system"] == "be short" and "entry" not in prompt for prompt in own)
         metrics = trainer.iterate()
-        asked.update(prompt["text"] for prompt in own)
-        waiting = [text for text, _ in data.train.waiting]
+        counts.update(prompt["text"] for prompt in own)
+        waiting = [text for text, _ in corpus.train.waiting]
         assert waiting[: len(before[2:])] == before[2:]
         new = waiting[len(before[2:]) :]
         assert len(new) == metrics["self_instruct/new"] and not written & set(new)
@@ -88,19 +88,19 @@ def test_the_policys_own_instructions_are_asked_once_each():
         refused = sum(n for name, n in metrics.items() if name.startswith("self_instruct/too"))
         assert len(new) + refused == 4
         written |= set(new)
-    assert asked and set(asked.values()) == {1} and set(asked) <= written
+    assert counts and set(counts.values()) == {1} and set(counts) <= written
     requests = [text for text in trainer.policy.texts if "Write one new instruction" in text]
     assert len(requests) == 24 and all("Instruction 2:\nwhat is" in text for text in requests)
 
 
 def test_filters_are_those_of_a_plain_loop():
-    data = source(count=8, forbidden=["cats"], least_words=2, similarity=0.6)
-    trainer = trainer_of(data)
+    corpus = source(count=8, forbidden=["cats"], least_words=2, similarity=0.6)
+    trainer = trainer_of(corpus)
     (stage,) = [s for s in trainer.stages if isinstance(s, SelfInstruction)]
-    examples = data.train.examples(0, 0)
+    examples = corpus.train.examples(0, 0)
     texts = stage._written(examples, 0)
     assert all(len(rows) == 2 for rows in examples) and len(texts) == 8
-    pool = [prompt["text"] for prompt in data.train.prompts]
+    pool = [prompt["text"] for prompt in corpus.train.prompts]
     rules = Filters(forbidden=("cats",), least_words=2, most_words=150, similarity=0.6)
     expected = []
     for rows, text in zip(examples, texts, strict=True):
@@ -108,13 +108,13 @@ def test_filters_are_those_of_a_plain_loop():
             pool.append(new_instruction(text))
             expected.append((new_instruction(text), rows[-1]["entry"]))
     stage.groups(None, 0, None)
-    assert data.train.waiting == expected and 0 < len(expected) < 8
+    assert corpus.train.waiting == expected and 0 < len(expected) < 8
 
 
 def test_processes_write_what_one_would(monkeypatch):
-    data = source(count=5)
-    stage = SelfInstruction.build(Setup(OPTIONS, Writer(), data.train, {}))
-    examples = data.train.examples(3, 0)
+    corpus = source(count=5)
+    stage = SelfInstruction.build(Setup(OPTIONS, Writer(), corpus.train, {}))
+    examples = corpus.train.examples(3, 0)
     whole = stage._written(examples, 3)
     parts = []
     monkeypatch.setattr(distributed, "all_gather_json", lambda rows, device="cpu": list(rows))
@@ -125,26 +125,26 @@ def test_processes_write_what_one_would(monkeypatch):
 
 
 def test_a_resumed_run_asks_and_writes_the_same():
-    data = source()
-    trainer = trainer_of(data)
+    corpus = source()
+    trainer = trainer_of(corpus)
     for _ in range(3):
         trainer.iterate()
-    saved = json.loads(json.dumps(data.train.state_dict()))
+    saved = json.loads(json.dumps(corpus.train.state_dict()))
     again = source()
     again.train.load_state_dict(saved)
-    assert again.train.pool() == data.train.pool()
-    assert batch(again.train, 4, 3, 0) == batch(data.train, 4, 3, 0)
-    assert again.train.examples(3, 0) == data.train.examples(3, 0)
-    part = data.train.over(data.train.prompts[:2])
+    assert again.train.pool() == corpus.train.pool()
+    assert batch(again.train, 4, 3, 0) == batch(corpus.train, 4, 3, 0)
+    assert again.train.examples(3, 0) == corpus.train.examples(3, 0)
+    part = corpus.train.over(corpus.train.prompts[:2])
     assert {prompt["entry"] for prompt in batch(part, 4, 0, 0)} <= {0, 1}
 
 
 def test_what_cannot_write_or_stands_inside_is_refused():
-    data = source()
+    corpus = source()
     pictures = toys.make("flow")
     with pytest.raises(UserError, match="so it must be one that writes text"):
-        SelfInstruction.build(Setup(OPTIONS, pictures, data.train, {}))
-    wrapped = DATA.build("knapsack", of=data)
+        SelfInstruction.build(Setup(OPTIONS, pictures, corpus.train, {}))
+    wrapped = DATA.build("knapsack", of=corpus)
     with pytest.raises(UserError, match="put self_instruct around the other data sources"):
         SelfInstruction.build(Setup(OPTIONS, Writer(), wrapped.train, {}))
     assert SelfInstruction.build(Setup(OPTIONS, Writer(), Seeds().train, {})) is None
@@ -166,7 +166,7 @@ def test_masked_policies_write_too():
             label = [[len(prompt["text"]) % 7] for prompt in prompts]
             return {"label": torch.tensor(label, dtype=self.dtype)}
 
-    data = source()
-    stage = SelfInstruction.build(Setup(OPTIONS, Masked(), data.train, {}))
+    corpus = source()
+    stage = SelfInstruction.build(Setup(OPTIONS, Masked(), corpus.train, {}))
     _, metrics = stage.groups(None, 0, None)
-    assert metrics["self_instruct/new"] == len(data.train.waiting) > 0
+    assert metrics["self_instruct/new"] == len(corpus.train.waiting) > 0

@@ -72,12 +72,12 @@ def tuned(policy, prompts, steps):
 
 
 def test_mazes_that_were_never_seen_are_solved():
-    data = Mazes(size=2, mazes=34, held_out=8, most=3)
+    source = Mazes(size=2, mazes=34, held_out=8, most=3)
     policy = Walker()
-    tuned(policy, data.train, steps=30)
+    tuned(policy, source.train, steps=30)
     trainer = Trainer(
         policy,
-        data.train,
+        source.train,
         Scorer({"maze": MazeWalk()}),
         advantages.grpo,
         PolicyGradient(),
@@ -90,8 +90,8 @@ def test_mazes_that_were_never_seen_are_solved():
         texts = policy.decode(policy.rollout(mazes, 8, Rng.of(1)))
         return accuracy(texts, [prompt for prompt in mazes for _ in range(8)]).mean().item()
 
-    before = [solved(data.train), solved(data.held_out)]
+    before = [solved(source.train), solved(source.held_out)]
     for _ in range(40):
         trainer.iterate()
-    after = [solved(data.train), solved(data.held_out)]
+    after = [solved(source.train), solved(source.held_out)]
     assert after[0] > before[0] + 0.3 and after[1] > before[1] + 0.1, (before, after)
