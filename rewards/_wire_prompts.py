@@ -24,6 +24,8 @@ class MarkedText(str):
     finished: bool
     logprob: float
     self_certainty: float
+    question_gain: float
+    last_logprob: float
 
 
 MARKS = {
@@ -31,6 +33,8 @@ MARKS = {
     "finished": (bool,),
     "logprob": (int, float),
     "self_certainty": (int, float),
+    "question_gain": (int, float),
+    "last_logprob": (int, float),
 }
 
 
@@ -63,7 +67,8 @@ def _marked_text(text: str, mark: Any) -> MarkedText:
         name not in MARKS or type(v) not in MARKS[name] for name, v in mark.items()
     ):
         types = (
-            "tokens: whole number, finished: true or false, logprob: number, self_certainty: number"
+            "tokens: whole number, finished: true or false, logprob, self_certainty, "
+            "question_gain, last_logprob: numbers"
         )
         raise ValueError(f"expected null or {{{types}}}")
     # a whole number of JSON may have any length

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Annotated, Literal
 
 import torch
@@ -17,7 +16,7 @@ from rewards._hf import Precision, load_model, load_processor
 from rewards._media import frames, to_uint8
 from rewards._prompt import field_of
 from rewards._scale import Scaling, raw, scaling
-from rewards.card import card, card_of
+from rewards.card import card, card_with
 from rewards.precision import own_precision
 
 Named = Literal["probability", "log_probability"]
@@ -27,6 +26,7 @@ SCALES: dict[str, Scaling] = {"probability": raw, "log_probability": torch.log}
 @card(
     media="video",
     needs="action",
+    named={"field": "action"},
     high=1,
     source="MCG-NJU/videomae-base-finetuned-kinetics or any video classifier of transformers",
     licence="CC-BY-NC-4.0 (VideoMAE's weights)",
@@ -69,7 +69,7 @@ class Action:
         self.batch_size = batch_size
         self.scale = scaling(scale, SCALES, "action")
         self.count = getattr(self.network.config, "num_frames", 16)
-        self.card = replace(card_of(type(self)), needs=(field,))
+        self.card = card_with(type(self), {"field": field})
 
     @torch.no_grad()
     def __call__(self, media: Tensor, prompts: list[Prompt]) -> Tensor:

@@ -3,8 +3,9 @@ from."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 Medium = Literal["image", "video", "text"]
@@ -20,11 +21,12 @@ class Card:
     returns [B, K]; a "batch" reward sees all that was sampled for an iteration in one call on every
     process, even one without a row, with a third argument that gathers the rows of all processes,
     and returns [B]. ``low``, ``high``: the range, None is open. ``needs``: fields that every prompt
-    must have. ``source``: of the weights or the definition. ``scaling``: in words, where several
-    are in use."""
+    must have. ``named``: option -> the one of them that it names anew. ``source``: of the weights
+    or the definition. ``scaling``: in words, where several are in use."""
 
     media: tuple[Medium, ...] = ("image", "video", "text")
     needs: tuple[str, ...] = ()
+    named: tuple[tuple[str, str], ...] = ()
     low: float | None = None
     high: float | None = None
     of: Of = "sample"
@@ -35,13 +37,18 @@ class Card:
 
 
 def card(
-    *, media: str = "image video text", needs: str = "", **fields: Any
+    *,
+    media: str = "image video text",
+    needs: str = "",
+    named: Mapping[str, str] | None = None,
+    **fields: Any,
 ) -> Callable[[Entry], Entry]:
     """Decorate a reward with its card: ``@card(media="image video", needs="text", low=-1, high=1,
     licence="MIT")``, names split at blanks.
 
-    An object may overrule it with an attribute ``card`` of its own where its options change what it
-    needs.
+    ``named={"field": "reference"}``: the option ``field`` says which field of a prompt stands for
+    ``reference``. An object may overrule the card with an attribute ``card`` of its own where its
+    options change what it needs.
     """
 
     def declare(entry: Entry) -> Entry:
@@ -49,6 +56,7 @@ def card(
         carrier.card = Card(
             media=tuple(MEDIA[word] for word in media.split()),
             needs=tuple(needs.split()),
+            named=tuple((named or {}).items()),
             **fields,
         )
         return entry
@@ -61,3 +69,18 @@ def card_of(reward: Callable[..., Any]) -> Card:
     may see everything."""
     card = getattr(reward, "card", None) or getattr(getattr(reward, "func", None), "card", None)
     return card if isinstance(card, Card) else Card()
+
+
+def card_with(reward: Callable[..., Any], options: Mapping[str, Any]) -> Card:
+    """Return the card that a class or function will have with these options: fields that they name
+    are needed in the place of the usual ones."""
+    known = card_of(reward)
+    renamed = {need: options[option] for option, need in known.named if option in options}
+    return replace(known, needs=tuple(str(renamed.get(need, need)) for need in known.needs))
+
+
+def described(reward: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Return something that has the card of a reward with these options, before it is built."""
+    carrier: Any = partial(reward)
+    carrier.card = card_with(reward, options)
+    return carrier  # type: ignore[no-any-return]

@@ -61,13 +61,17 @@ class Ensemble:
     uncertainty-weighted optimisation, mean_i r_i - penalty * mean_i (r_i - mean)^2. Bring the parts
     to one scale first. Besides, for parts that are not judges of one thing: ``best``, max_i r_i;
     ``product``, prod_i r_i, where one 0 cannot be made up for; ``geometric``, the n-th root of the
-    product, which needs parts of 0 and more.
+    product, which needs parts of 0 and more. ``variance``, mean_i (r_i - mean)^2 alone, is what
+    uncertainty-aware RLHF (Banerjee and Gopalan 2024) multiplies a sample's KL by: with weight 0,
+    named in ``kl: {where: reward, uncertainty: ...}``.
     """
 
     def __init__(
         self,
         of: list[Part],
-        how: Literal["worst", "uncertainty", "mean", "best", "product", "geometric"] = "worst",
+        how: Literal[
+            "worst", "uncertainty", "mean", "variance", "best", "product", "geometric"
+        ] = "worst",
         penalty: Annotated[float, Ge(0)] = 1.0,
     ):
         if len(of) < 2:
@@ -92,8 +96,10 @@ class Ensemble:
                     "or bound the part from below (bounded: {low: 0})"
                 )
             return each.double().log().mean(0).exp().float()
-        spread = each.var(0, correction=0) if self.how == "uncertainty" else torch.zeros(())
-        return each.mean(0) - self.penalty * spread
+        if self.how == "mean":
+            return each.mean(0)
+        spread = each.var(0, correction=0)
+        return spread if self.how == "variance" else each.mean(0) - self.penalty * spread
 
 
 @REWARDS.register("constrain")

@@ -36,15 +36,17 @@ class Judge(Judged):
 
     Args:
         model: who judges: ``{server: {url: ...}}`` or ``{local: {path: ...}}``.
-        template: ``rating`` (0 to 10, pictures or answers), ``unified_reward`` (1 to 5),
-            ``unified_reward_2`` (three scores of 1 to 5), or a file of your own.
+        template: ``rating`` (0 to 10, pictures or answers), ``reference`` (0 to 10, answers beside
+            the prompt's right one in ``answer``), ``unified_reward`` (1 to 5),
+            ``unified_reward_2`` (three scores of 1 to 5), ``unified_reward_think`` (1 to 10, after
+            reasons and scores by dimension), or a file of your own.
         aspects: which of several scores count; None: all.
         pattern: regular expression whose group 1 is the score, for a file; None: the answer is JSON
             with ``score``.
         low, high: worst and best score on the judge's scale, for a file (0 and 10); ``high``
             becomes 1.
         frames: pictures shown of a video, evenly spaced.
-        tokens: most of an answer.
+        tokens: most of an answer; None: the template's, 2048 where it reasons, else 512.
         on_failure: ``nan`` leaves samples without an answer out, ``stop`` raises.
 
     Raises:
@@ -63,14 +65,14 @@ class Judge(Judged):
         low: float | None = None,
         high: float | None = None,
         frames: Frames = 8,
-        tokens: Annotated[int, Ge(1)] = 512,
+        tokens: Annotated[int, Ge(1)] | None = None,
         on_failure: OnFailure = "nan",
     ):
         super().__init__(model, frames, on_failure)
         patterns = None if pattern is None else {"score": pattern}
         self.template = find(template, BUILT_IN, patterns=patterns, low=low, high=high)
         self.aspects = chosen_aspects(aspects, self.template)
-        self.tokens = tokens
+        self.tokens = self.template.tokens if tokens is None else tokens
         self.card = self.needing(self.template)
 
     def __call__(self, media: Media, prompts: list[Prompt]) -> Tensor:

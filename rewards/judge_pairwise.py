@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
@@ -26,7 +27,7 @@ from rewards.judged import Frames, Judged, Model, OnFailure, kind_of, sample_pic
     of="group",
     source="the judge's; UnifiedReward: arXiv 2503.05236, Pref-GRPO: arXiv 2508.20751",
     licence="the judge's",
-    scaling="win rate 0..1, or Bradley-Terry strengths around 0",
+    scaling="win rate 0..1, Bradley-Terry strengths around 0, or -1, 0, 1 against a pivot",
 )
 class Pairwise(Judged):
     """Count how often a sample beats the others of its group; the judge sees each pair in both
@@ -43,7 +44,11 @@ class Pairwise(Judged):
             or a file of your own, with ``{{ first }}`` and ``{{ second }}``.
         pattern: regular expression whose group 1 is 1 or 2, for a file; None: the answer is 1 or 2.
         method: ``win_rate``: mean chance over the pairs; ``bradley_terry``: strengths s with P(i
-            beats j) = sigmoid(s_i - s_j), most probable under a normal prior, mean 0 in each group.
+            beats j) = sigmoid(s_i - s_j), most probable under a normal prior, mean 0 in each group;
+            ``pivot``: 1 or -1 for a sample that is better or worse than one of its group, 0 for a
+            draw and for that one itself (BRPO, Jia et al. 2025, "Writing-Zero"): it is drawn by a
+            hash of prompt and samples, so that size - 1 pairs are asked about. Take the advantage
+            ``reinforce``, which has neither mean nor std, as there.
         opponents: pairs a sample is in; None: all others. An even number.
         frames: pictures shown of a video, evenly spaced.
         tokens: most of an answer; None: the template's, 2048 where it reasons, else 512.
@@ -60,7 +65,7 @@ class Pairwise(Judged):
         model: Model,
         template: str = "pair",
         pattern: str | None = None,
-        method: Literal["win_rate", "bradley_terry"] = "win_rate",
+        method: Literal["win_rate", "bradley_terry", "pivot"] = "win_rate",
         opponents: Annotated[int, Ge(2)] | None = None,
         frames: Frames = 4,
         tokens: Annotated[int, Ge(1)] | None = None,
@@ -71,6 +76,11 @@ class Pairwise(Judged):
             raise UserError(
                 f"opponents {opponents}: every sample meets as many on both sides, so "
                 f"an even number"
+            )
+        if opponents is not None and method == "pivot":
+            raise UserError(
+                "judge_pairwise: with method: pivot every sample meets the pivot alone; leave out "
+                "opponents"
             )
         self.template = find(
             template, PAIRS, patterns=None if pattern is None else {"better": pattern}
@@ -86,7 +96,10 @@ class Pairwise(Judged):
         groups = [
             [row for row in group if pictures[row] is not None] for group in adjacent(prompts)
         ]
-        pairs = [pair for group in groups for pair in pairings(group, self.opponents)]
+        if self.method == "pivot":
+            pairs = [pair for group in groups for pair in with_pivot(media, prompts, group)]
+        else:
+            pairs = [pair for group in groups for pair in pairings(group, self.opponents)]
         orders = [order for i, j in pairs for order in ((i, j), (j, i))]
         answers = self.answers(
             [self._question(media, prompts[i], pictures, i, j) for i, j in orders]
@@ -101,6 +114,11 @@ class Pairwise(Judged):
         self, count: int, groups: Sequence[list[int]], beats: dict[tuple[int, int], float]
     ) -> Tensor:
         values = torch.full((count,), torch.nan)
+        if self.method == "pivot":
+            for (row, pivot), chance in beats.items():
+                values[row] = float((chance > 0.5) - (chance < 0.5))
+                values[pivot] = 0.0
+            return values
         for group in groups:
             inside = {pair: chance for pair, chance in beats.items() if pair[0] in group}
             met = [row for row in group if any(row in pair for pair in inside)]
@@ -162,6 +180,22 @@ def pairings(group: Sequence[int], opponents: int | None) -> list[tuple[int, int
         for step in range(1, opponents // 2 + 1)
         for i in range(size)
     ]
+
+
+def with_pivot(
+    media: Media, prompts: Sequence[Prompt], group: Sequence[int]
+) -> list[tuple[int, int]]:
+    """Pair every row of a group with one of it, which a hash of prompt and samples draws: the same
+    one on any number of processes, and another in the next iteration."""
+    if not group:
+        return []
+    known = hashlib.sha256(str(prompts[group[0]].get("text", "")).encode())
+    for row in group:
+        sample = media[row]
+        shown = sample.detach().cpu() if isinstance(sample, Tensor) else None
+        known.update(str(sample).encode() if shown is None else shown.float().numpy().tobytes())
+    pivot = group[int.from_bytes(known.digest()[:8], "big") % len(group)]
+    return [(row, pivot) for row in group if row != pivot]
 
 
 def win_rates(wins: dict[tuple[int, int], float], count: int) -> Tensor:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from typing import Annotated, Any
 
 import torch
@@ -16,7 +15,7 @@ from mmrl.core.registry import REWARDS
 from mmrl.core.types import Prompt
 from rewards._media import frames, to_uint8
 from rewards._prompt import field_of
-from rewards.card import card, card_of
+from rewards.card import card, card_with
 
 EVERY = 4  # frames of a video from one that is read to the next
 QUOTED = re.compile(r'"([^"]*)"')
@@ -25,6 +24,7 @@ QUOTED = re.compile(r'"([^"]*)"')
 @card(
     media="image video",
     needs="text",
+    named={"field": "text"},
     low=0,
     high=1,
     source="RapidOCR (PaddleOCR's models in ONNX, in its wheel); Flow-GRPO's rule",
@@ -64,7 +64,7 @@ class OCR:
             ) from error
         self.engine = RapidOCR(intra_op_num_threads=threads, det_limit_side_len=side)
         self.field = field
-        self.card = replace(card_of(type(self)), needs=(field,))
+        self.card = card_with(type(self), {"field": field})
 
     def __call__(self, media: Tensor, prompts: list[Prompt]) -> Tensor:
         """Score images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B] float32, in 0..1."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -18,7 +17,7 @@ from rewards._clip import load_clip
 from rewards._frames import BatchSize, FrameReward
 from rewards._hf import Eyes, Precision, Preprocess, load_model
 from rewards._prompt import picture_of, texts_of
-from rewards.card import card, card_of
+from rewards.card import card, card_with
 
 STILL = 1e-3  # a difference of unit embeddings below this is rounding, not an edit
 
@@ -44,6 +43,7 @@ class ReferenceReward(FrameReward):
 @card(
     media="image video",
     needs="reference",
+    named={"field": "reference"},
     low=-1,
     high=1,
     source="facebook/dinov2-base or any vision model of transformers",
@@ -82,7 +82,7 @@ class DinoSimilarity(ReferenceReward):
         self.eyes = Eyes(model, preprocess)
         self.field = field
         self.pool = pool
-        self.card = replace(card_of(type(self)), needs=(field,))
+        self.card = card_with(type(self), {"field": field})
 
     def embed(self, pictures: Tensor) -> Tensor:
         """Embed [N, 3, H, W] in 0..1 -> [N, E] unit vectors."""
@@ -94,6 +94,7 @@ class DinoSimilarity(ReferenceReward):
 @card(
     media="image video",
     needs="reference",
+    named={"field": "reference"},
     low=-1,
     high=1,
     source="any open_clip model",
@@ -128,7 +129,7 @@ class ClipSimilarity(ReferenceReward):
         self.clip = load_clip(model, pretrained, self.device)
         self.field = field
         self.exact = preprocess == "pil"
-        self.card = replace(card_of(type(self)), needs=(field,))
+        self.card = card_with(type(self), {"field": field})
 
     def embed(self, pictures: Tensor) -> Tensor:
         return self.clip.embed_images(pictures, self.batch_size, self.exact)
@@ -137,6 +138,7 @@ class ClipSimilarity(ReferenceReward):
 @card(
     media="image video",
     needs="source source_text text",
+    named={"source": "source", "source_text": "source_text", "target_text": "text"},
     low=-1,
     high=1,
     source="any open_clip model; StyleGAN-NADA, arXiv:2108.00946, equation 3",
@@ -177,7 +179,8 @@ class DirectionalClip(FrameReward):
         self.source = source
         self.texts = (source_text, target_text)
         self.exact = preprocess == "pil"
-        self.card = replace(card_of(type(self)), needs=(source, source_text, target_text))
+        fields = {"source": source, "source_text": source_text, "target_text": target_text}
+        self.card = card_with(type(self), fields)
 
     def conditions(self, prompts: list[Prompt]) -> Tensor:
         """Return [B, 2, E]: the source picture, and the text's direction."""

@@ -188,6 +188,67 @@ def self_certainty(media: Sequence[str], prompts: list[Prompt], *, scale: float 
     return scale * torch.tensor([math.nan if value is None else float(value) for value in known])
 
 
+@REWARDS.register("self_aligned")
+@card(
+    media="text",
+    low=-1,
+    high=1,
+    source="[Han et al. 2025](https://arxiv.org/abs/2509.05489), SAR",
+)
+def self_aligned(media: Sequence[str], prompts: list[Prompt]) -> Tensor:
+    """Measure how much likelier the question makes an answer: the relative drop of its perplexity.
+
+    SAR: (ppl(answer) - ppl(answer | question)) / ppl(answer), within [-1, 1], which prefers short
+    answers to the point. The ``vlm`` policy records it with ``record_question_gain: true``; without
+    its question an answer follows an empty one in the same template (our reading). The paper adds
+    0.2 of it to a reward of right answers.
+
+    Raises:
+        UserError: no text knows its gain.
+    """
+    gains = recorded_in(media, "question_gain", "self_aligned", "record_question_gain to true")
+    return (1 - (-gains).exp()).clamp(-1, 1).float()
+
+
+@REWARDS.register("last_token")
+@card(
+    media="text",
+    scaling="1 for right answers, 0 for wrong ones, once trained",
+    source="[Yang et al. 2025](https://arxiv.org/abs/2510.14943), LaSeR",
+)
+def last_token(
+    media: Sequence[str],
+    prompts: list[Prompt],
+    *,
+    scale: float = 0.1,
+    reference: float = -23.0,
+) -> Tensor:
+    """Take the policy's own verdict: scale (log p(its token behind the answer) - reference).
+
+    LaSeR's last-token self-reward, which the objective laser trains. scale: beta_v. reference: the
+    log-prob that the base model gives the token, nats, about the same behind every answer; the
+    curve reward/last_token of a run's first iteration with reference 0 shows it. The ``vlm`` policy
+    records it with ``self_score``.
+
+    Raises:
+        UserError: no text knows its score.
+    """
+    scores = recorded_in(media, "last_logprob", "last_token", "self_score to a token")
+    return (scale * (scores - reference)).float()
+
+
+def recorded_in(media: Sequence[str], name: str, reward: str, remedy: str) -> Tensor:
+    """Read what texts know of themselves, [B] float64, NaN for those that do not; UserError where
+    none does."""
+    values = [getattr(text, name, None) for text in media]
+    if values and all(value is None for value in values):
+        raise UserError(
+            f"reward {reward!r}: the texts do not hold what it reads; set policy.vlm.{remedy}"
+        )
+    numbers = [math.nan if value is None else float(value) for value in values]
+    return torch.tensor(numbers, dtype=torch.float64)
+
+
 def twin(prompt: Prompt) -> str:
     """Return what the versions of a question share."""
     return str(prompt.get("twin"))

@@ -5,9 +5,10 @@ from mmrl.advantages.all_samples import all_samples
 from mmrl.advantages.baseline import AAPO, PVPO, SingleStream
 from mmrl.advantages.branch import Branch, by_edge
 from mmrl.advantages.ddpo import DDPO
+from mmrl.advantages.entropy import edge_grpo, hapo, recorded
 from mmrl.advantages.filtered import Filtered
 from mmrl.advantages.group import group
-from mmrl.advantages.likelihood import gcpo, gtpo, unlikeliness
+from mmrl.advantages.likelihood import GCPO, gtpo, unlikeliness
 from mmrl.advantages.online import MaxMin, Running
 from mmrl.advantages.pivot import BRPO
 from mmrl.advantages.presets import dance_grpo, dr_grpo, flow_grpo, gdpo, grpo, rloo
@@ -15,6 +16,7 @@ from mmrl.advantages.process import process
 from mmrl.advantages.risk import RiskPO
 from mmrl.advantages.sequence_level import gpg, opo, pass_at_k, reinforce, reinforce_pp
 from mmrl.advantages.shaping import focal, ngrpo, pairs, soft, temporal
+from mmrl.advantages.strata import strata
 from mmrl.advantages.summary import outcomes, statistics
 from mmrl.advantages.tree_mean import tree_grpo, tree_mean
 from mmrl.advantages.weighted import asymre, bnpo, copo, drpo, grpo_lead, mapo, noise_aware
@@ -24,6 +26,7 @@ __all__ = [
     "BRPO",
     "Branch",
     "DDPO",
+    "GCPO",
     "Filtered",
     "MaxMin",
     "PVPO",
@@ -38,15 +41,16 @@ __all__ = [
     "dance_grpo",
     "dr_grpo",
     "drpo",
+    "edge_grpo",
     "flow_grpo",
     "focal",
-    "gcpo",
     "gdpo",
     "gpg",
     "group",
     "grpo",
     "grpo_lead",
     "gtpo",
+    "hapo",
     "mapo",
     "ngrpo",
     "noise_aware",
@@ -55,11 +59,13 @@ __all__ = [
     "pairs",
     "pass_at_k",
     "process",
+    "recorded",
     "reinforce",
     "reinforce_pp",
     "rloo",
     "soft",
     "statistics",
+    "strata",
     "temporal",
     "tree_grpo",
     "tree_mean",

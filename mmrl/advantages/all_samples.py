@@ -26,7 +26,9 @@ def all_samples(
     Xiong et al. 2025: (reward - mean) / (std + eps), mean and std (population) of all samples that
     the rounds of train.adaptive_sampling drew for the prompt, since the group that was chosen of
     them is balanced on purpose; of the group where there were no rounds. Of the weighted sum of the
-    rewards. std: of the prompt, or none (the reward less the mean). eps: added to the std.
+    rewards; what shapes them, as a KL does, is known of the samples that are trained on, whose mean
+    change is added to the mean of all (our reading). std: of the prompt, or none (the reward less
+    the mean). eps: added to the std.
     """
     if eps < 0:
         raise UserError(f"advantage: eps must not be negative, it is {eps}")

@@ -20,6 +20,7 @@ from mmrl.advantages.groups import Groups, finished, in_range, measured
 from mmrl.advantages.normalise import moments
 from mmrl.advantages.presets import grpo
 from mmrl.advantages.quantities import surprisal
+from mmrl.advantages.select import ranks
 from mmrl.advantages.shaping import Underneath
 from mmrl.core.distributed import all_gather_json, all_max
 from mmrl.core.errors import UserError
@@ -85,11 +86,11 @@ def mean_of(values: list[float]) -> float:
 
 
 class References:
-    """Knows the mean reward of a reference on every prompt.
+    """Knows the rewards of a reference on every prompt, and their mean.
 
-    From a file, from a field of the prompts, or else measured: the mean reward of the policy in the
-    iteration in which it first meets the prompt, which stays, or with ``refresh`` is measured again
-    when it is so many iterations old.
+    From a file, from a field of the prompts, or else measured: the rewards of the policy in the
+    iteration in which it first meets the prompt, which stay, or with ``refresh`` are measured again
+    when they are so many iterations old.
     """
 
     def __init__(self, file: Path | None, field: str | None, key: str, refresh: int, name: str):
@@ -100,14 +101,31 @@ class References:
         self.key = key
         self.refresh = refresh
         self.name = name
-        self.read = {k: mean_of(v) for k, v in read_references(file, key).items()} if file else {}
-        self.values: dict[str, tuple[float, int]] = {}  # mean reward, iteration it is from
+        self.read = read_references(file, key) if file else {}
+        # rewards in the order of the answers, iteration they are from
+        self.values: dict[str, tuple[list[float], int]] = {}
         self.iteration = 0
 
     def of(self, total: Tensor, groups: Groups, rollout: Rollout) -> Tensor:
         """Return the reference's mean reward [B]; count the iteration."""
+        known = self._known(total, groups, rollout)
+        means = {id(values): mean_of(values) for values in known}
+        return total.new_tensor([means[id(values)] for values in known])
+
+    def paired(self, total: Tensor, groups: Groups, rollout: Rollout) -> Tensor:
+        """Return the reward [B] of one of the reference's answers for each of the policy's, in
+        turn; count the iteration."""
+        every = Groups(groups.index, torch.ones_like(groups.present), groups.count)
+        place = ranks(torch.zeros_like(total), every, rollout.row_id).tolist()
+        known = self._known(total, groups, rollout)
+        return total.new_tensor(
+            [values[n % len(values)] for values, n in zip(known, place, strict=True)]
+        )
+
+    def _known(self, total: Tensor, groups: Groups, rollout: Rollout) -> list[list[float]]:
+        """List for every row the rewards of the reference on its prompt; count the iteration."""
         if self.field is not None:
-            return total.new_tensor(self._field(rollout))
+            return self._field(rollout)
         names = prompt_names(rollout, self.key, f"advantage {self.name}")
         if self.file is not None:
             if missing := [prompt for prompt in names if prompt not in self.read]:
@@ -115,23 +133,28 @@ class References:
                     f"advantage {self.name}: {self.file} has no reward for the prompt "
                     f"{missing[0]!r}; add it, or leave file out to measure at first sight"
                 )
-            return total.new_tensor([self.read[prompt] for prompt in names])
+            return [self.read[prompt] for prompt in names]
         for prompt, values in gathered(names, total, groups.present, rollout.row_id):
-            since = self.values.get(prompt, (0.0, None))[1]
+            since = self.values[prompt][1] if prompt in self.values else None
             if since is None or (self.refresh and self.iteration - since >= self.refresh):
-                self.values[prompt] = (mean_of(values), self.iteration)
+                self.values[prompt] = (values, self.iteration)
         self.iteration += 1
-        return total.new_tensor([self.values.get(prompt, (0.0, 0))[0] for prompt in names])
+        return [self.values.get(prompt, ([0.0], 0))[0] for prompt in names]
 
-    def _field(self, rollout: Rollout) -> list[float]:
-        prompts = rollout.prompt_per_row()
+    def _field(self, rollout: Rollout) -> list[list[float]]:
+        known: dict[int, list[float]] = {}
         try:
-            return [float(prompt[self.field or ""]) for prompt in prompts]
+            for group in rollout.group.unique().tolist():
+                value = rollout.prompts[group][self.field or ""]
+                known[group] = [float(x) for x in (value if isinstance(value, list) else [value])]
+            if not all(known.values()):
+                raise ValueError("an empty list")
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(
-                f"advantage {self.name}: every prompt needs a number {self.field!r}, the "
-                f"reference's mean reward: {error!r}"
+                f"advantage {self.name}: every prompt needs a number {self.field!r}, or a list of "
+                f"them, the reference's rewards: {error!r}"
             ) from error
+        return [known[group] for group in rollout.group.tolist()]
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -141,8 +164,9 @@ class References:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.iteration = int(state["iteration"])
-        pairs = state["values"].items()
-        self.values = {prompt: (float(mean), int(since)) for prompt, (mean, since) in pairs}
+        for prompt, (rewards, since) in state["values"].items():
+            values = rewards if isinstance(rewards, list) else [rewards]
+            self.values[prompt] = ([float(x) for x in values], int(since))
 
 
 @ADVANTAGES.register("pvpo")
@@ -185,9 +209,9 @@ class AAPO:
     Xiong et al. 2025, "AAPO: Enhance the reasoning capabilities of LLMs with advantage momentum": A
     + clip(r - r_ref, low, high), so that groups of equal rewards teach too. Its loss is that of the
     surrogate ``reinforce``. base: of A. low, high: as in the published code, in units of reward.
-    r_ref: the reference's mean reward on the prompt (our reading: the paper pairs each answer with
-    one of the reference's), from ``file``, ``field``, or measured, with ``key`` and ``refresh``, as
-    in ``pvpo``.
+    r_ref: from ``file``, ``field`` (a number or a list), or measured, with ``key`` and ``refresh``,
+    as in ``pvpo``; compare: the n-th answer with the reference's n-th ("answers", the paper; where
+    it has fewer, from the first again), or all with its mean ("mean").
     """
 
     def __init__(
@@ -195,6 +219,7 @@ class AAPO:
         base: Underneath = grpo,
         low: float = -0.2,
         high: float = 0.28,
+        compare: Literal["answers", "mean"] = "answers",
         file: Path | None = None,
         field: str | None = None,
         key: str = "text",
@@ -205,13 +230,16 @@ class AAPO:
         self.base = base
         self.low = low
         self.high = high
+        self.compare = compare
         self.references = References(file, field, key, refresh, "aapo")
 
     def __call__(self, rewards: Rewards | Tensor, rollout: Rollout) -> Tensor:
         """Return the advantages, NaN for samples without a reward; advance the references."""
         double, groups = measured(rewards, rollout)
         total = double.total()
-        lead = total - self.references.of(total, groups, rollout)
+        known = self.references
+        reference = known.paired if self.compare == "answers" else known.of
+        lead = total - reference(total, groups, rollout)
         whole = self.base(rewards, rollout) + lead.clamp(self.low, self.high)[:, None]
         return finished(whole, rewards, groups.present[:, None])
 

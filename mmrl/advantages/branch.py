@@ -76,10 +76,7 @@ class Branch:
         if self.among == "siblings":
             edges = self._beside_siblings(fused, edge_id, rollout.group)
         else:
-            edges = [
-                self._normalised(fused[:, k], edge_id[:, k], rollout.group)
-                for k in range(fused.shape[1])
-            ]
+            edges = self._beside_depth(fused, edge_id, rollout.group)
         advantage = torch.stack(edges, 1)
         advantage = advantage.masked_fill(
             self._pruned(advantage, edge_id, rollout.group), torch.nan
@@ -103,7 +100,9 @@ class Branch:
             below = fused[-1]
             name = edge_id[:, k]
             parent = edge_id[:, k - 1]
-            if self.fusion == "mean":
+            if self.fusion == "mean" and torch.equal(name, parent):
+                fused.append(below)  # tokens of an edge, which may be many
+            elif self.fusion == "mean":
                 weight = (~leaf.isnan()).double()
                 fused.append(edge_mean(leaf, weight, parent))
             else:
@@ -125,6 +124,18 @@ class Branch:
         centred = torch.where(std < SAME, 0.0, edges.centred(values) / (std + self.eps))
         return centred.masked_fill(reward.isnan(), torch.nan)
 
+    def _beside_depth(self, fused: Tensor, edge_id: Tensor, group: Tensor) -> list[Tensor]:
+        """Return for each of the K decisions the normalised rewards [B] of the edges, compared
+        with all of their prompt there."""
+        edges: list[Tensor] = []
+        for k in range(fused.shape[1]):
+            alike = k and torch.equal(edge_id[:, k], edge_id[:, k - 1])
+            if alike and torch.equal(fused[:, k], fused[:, k - 1]):
+                edges.append(edges[-1])
+            else:
+                edges.append(self._normalised(fused[:, k], edge_id[:, k], group))
+        return edges
+
     def _beside_siblings(self, fused: Tensor, edge_id: Tensor, group: Tensor) -> list[Tensor]:
         """Return for each of the K decisions the normalised rewards [B] of the edges, compared
         where they begin with those that begin there too."""
@@ -132,6 +143,9 @@ class Branch:
         edges = [self._normalised(fused[:, 0], edge_id[:, 0], above[:, 0])]
         for k in range(1, fused.shape[1]):
             begins = above[:, k] != above[:, k - 1]
+            if not begins.any():
+                edges.append(edges[-1])
+                continue
             fresh = self._normalised(fused[:, k], edge_id[:, k], above[:, k])
             edges.append(torch.where(begins, fresh, edges[-1]))
         return edges
@@ -236,7 +250,8 @@ def by_edge(advantage: Tensor, rollout: Rollout) -> Tensor:
     names = rollout.edge_id + rollout.group[:, None] * (int(rollout.edge_id.max()) + 1)
     edges: list[Tensor] = []
     for k, name in enumerate(names.unbind(1)):
-        repeated = k > 0 and advantage.shape[1] == 1 and torch.equal(name, names[:, k - 1])
+        repeated = k > 0 and torch.equal(name, names[:, k - 1])
+        repeated = repeated and torch.equal(leaf[:, k], leaf[:, k - 1])
         edges.append(
             edges[-1] if repeated else edge_mean(leaf[:, k], leaf[:, k].isfinite().double(), name)
         )

@@ -14,7 +14,7 @@ from mmrl.advantages.presets import grpo
 from mmrl.advantages.quantities import quantity
 from mmrl.advantages.select import ranks
 from mmrl.advantages.shaping import Underneath
-from mmrl.core.distributed import all_gather_json
+from mmrl.core.distributed import all_gather_json, all_sum
 from mmrl.core.errors import UserError
 from mmrl.core.registry import ADVANTAGES
 from mmrl.core.types import Rewards, Rollout
@@ -22,6 +22,7 @@ from samplers.noise import Rng
 
 Prefer = Literal["highest", "lowest", "ends", "best_and_random"]
 Kind = Literal["flat", "right", "wrong"]
+TINY = 1e-12  # a spread below it is none
 
 
 @ADVANTAGES.register("filtered")
@@ -34,12 +35,15 @@ class Filtered:
     filter: by: surprisal, at_most: 0.7.
 
     base: the advantage of the rows that stay. by: "reward" (the weighted sum), "reward_per_token",
-    "length", "logprob", "surprisal" (mean -log p, nats: on average the entropy), "self_certainty",
+    "length", "logprob", "surprisal" (mean -log p, nats), "entropy", "self_certainty",
     or a reward, of any weight. at_least, at_most: rows beyond leave. keep: so many of the others
     stay in each group; a list of numbers: by the difficulty of the prompt, hardest first, in equal
     shares of the mean rewards of the last ``memory`` groups (GFPO's adaptive difficulty: [8, 8, 6,
     4]). prefer: which stay; ends: half best, half worst, the odd one best; best_and_random: the
-    best and others by lot, keyed by ``seed``. statistics: base sees the rows that stay, or all.
+    best and others by lot, keyed by ``seed``. truth: a reward, a watched one too, such as that of a
+    unit test, which ``by`` stands for: then PF-PPO chooses among ``strategies`` the one whose rows
+    have had the highest R^2 so far between the two, in place of ``prefer``, which counts until R^2
+    is known. statistics: base sees the rows that stay, or all.
     outside: rows left out leave training, or count with advantage 0 (the GFPO paper).
 
     drop_groups: groups that leave training: flat (std of the rewards at most ``flat_std``), right
@@ -54,6 +58,8 @@ class Filtered:
         prefer: Prefer = "highest",
         at_least: float | None = None,
         at_most: float | None = None,
+        truth: str | None = None,
+        strategies: Sequence[Prefer] = ("highest", "ends", "best_and_random"),
         statistics: Literal["kept", "all"] = "kept",
         outside: Literal["drop", "zero"] = "drop",
         drop_groups: Sequence[Kind] = (),
@@ -64,8 +70,15 @@ class Filtered:
     ):
         if not isinstance(keep, int | None) and not keep:
             raise UserError("advantage filtered: keep is an empty list; give a number, or null")
+        if truth is not None and (keep is None or not strategies):
+            raise UserError(
+                "advantage filtered: truth chooses which rows stay; say with keep how many, and "
+                "name strategies"
+            )
         self.base = base
         self.by = by
+        self.truth = truth
+        self.strategies = tuple(strategies)
         self.keep = keep
         self.prefer = prefer
         self.at_least = at_least
@@ -79,6 +92,8 @@ class Filtered:
         self.seed = seed
         self.iteration = 0
         self.means: list[float] = []  # mean rewards of earlier groups, the latest last
+        # strategy -> count, sums of x, y, x^2, y^2, x y over the rows that it would have kept
+        self.sums: dict[str, list[float]] = {}
 
     def __call__(self, rewards: Rewards | Tensor, rollout: Rollout) -> Tensor:
         """Return the advantages of base, [B, 1] or [B, K], NaN or 0 for rows left out; count the
@@ -87,7 +102,9 @@ class Filtered:
         double, groups = measured(rewards.per_row(), rollout)
         total = double.total()
         stays = ~self._dropped(total, groups)[groups.index] & groups.present
-        chosen = stays & self._rows(quantity(self.by, rewards, rollout), total, groups, rollout)
+        value = quantity(self.by, rewards, rollout)
+        truth = None if self.truth is None else quantity(self.truth, rewards, rollout)
+        chosen = stays & self._rows(value, truth, total, groups, rollout)
         self.iteration += 1
         if self.statistics == "all":
             advantage = self.base(rewards, rollout)
@@ -100,11 +117,20 @@ class Filtered:
         return advantage
 
     def state_dict(self) -> dict[str, Any]:
-        return {"iteration": self.iteration, "means": self.means}
+        sums = {name: list(values) for name, values in self.sums.items()}
+        return {"iteration": self.iteration, "means": self.means, "sums": sums}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.iteration = int(state["iteration"])
         self.means = [float(mean) for mean in state["means"]]
+        self.sums = {name: list(values) for name, values in state.get("sums", {}).items()}
+
+    def r_squared(self, strategy: str) -> float:
+        """Return R^2 between ``by`` and ``truth`` over the rows that a strategy has kept so far; -1
+        where one of them does not vary."""
+        count, x, y, xx, yy, xy = self.sums.get(strategy, [0.0] * 6)
+        across = (count * xx - x * x) * (count * yy - y * y)
+        return (count * xy - x * y) ** 2 / across if across > TINY else -1.0
 
     def _dropped(self, total: Tensor, groups: Groups) -> Tensor:
         """Tell which groups [P] leave training."""
@@ -119,7 +145,14 @@ class Filtered:
             dropped = dropped | kinds[kind]
         return dropped
 
-    def _rows(self, value: Tensor, total: Tensor, groups: Groups, rollout: Rollout) -> Tensor:
+    def _rows(
+        self,
+        value: Tensor,
+        truth: Tensor | None,
+        total: Tensor,
+        groups: Groups,
+        rollout: Rollout,
+    ) -> Tensor:
         """Tell which rows [B] stay by their value [B]; those without a value do not."""
         within = groups.present & ~value.isnan()
         if self.at_least is not None:
@@ -129,19 +162,37 @@ class Filtered:
         if self.keep is None:
             return within
         count = self._counts(total, groups, rollout)[groups.index]  # [B]
-        return within & self._preferred(
-            value, Groups(groups.index, within, groups.count), count, rollout.row_id
-        )
+        inside = Groups(groups.index, within, groups.count)
+        if truth is None:
+            return within & self._preferred(self.prefer, value, inside, count, rollout.row_id)
+        rows_of = {
+            name: within & self._preferred(name, value, inside, count, rollout.row_id)
+            for name in dict.fromkeys([*self.strategies, self.prefer])
+        }
+        for name in self.strategies:
+            self._measure(name, value, truth, rows_of[name])
+        best = max(self.strategies, key=self.r_squared)
+        return rows_of[best if self.r_squared(best) >= 0 else self.prefer]
 
-    def _preferred(self, value: Tensor, groups: Groups, count: Tensor, row: Tensor) -> Tensor:
+    def _measure(self, strategy: str, value: Tensor, truth: Tensor, rows: Tensor) -> None:
+        """Add the rows that a strategy would keep to what is known of it, over all processes."""
+        known = rows & truth.isfinite() & value.isfinite()
+        x, y = (torch.where(known, column, 0.0) for column in (value, truth))
+        sums = torch.stack([known.to(x), x, y, x * x, y * y, x * y]).sum(1)
+        before = self.sums.get(strategy, [0.0] * 6)
+        self.sums[strategy] = [a + b for a, b in zip(before, all_sum(sums).tolist(), strict=True)]
+
+    def _preferred(
+        self, prefer: Prefer, value: Tensor, groups: Groups, count: Tensor, row: Tensor
+    ) -> Tensor:
         """Mark [B] the ``count`` [B] preferred rows of each group."""
         rank = ranks(value, groups, row)
         size = groups.size()[groups.index]
-        if self.prefer == "lowest":
+        if prefer == "lowest":
             return rank < count
-        if self.prefer == "ends":
+        if prefer == "ends":
             return (rank < count // 2) | (rank >= size - (count - count // 2))
-        if self.prefer == "best_and_random":
+        if prefer == "best_and_random":
             lots = Rng.of(self.seed, self.iteration, "filtered").uniform(row).to(value.device)
             rank = ranks(lots.masked_fill(rank == size - 1, torch.inf), groups, row)
         return rank >= size - count

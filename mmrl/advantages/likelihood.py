@@ -10,7 +10,8 @@ from torch import Tensor
 
 from mmrl.advantages.groups import Groups, finished, measured, replaced, reward_called
 from mmrl.advantages.presets import grpo
-from mmrl.advantages.quantities import path_mask, sequence_logprob, surprisal
+from mmrl.advantages.quantities import entropy as entropy_of
+from mmrl.advantages.quantities import path_mask, sequence_logprob
 from mmrl.advantages.select import ranks
 from mmrl.advantages.shaping import Underneath
 from mmrl.core.errors import UserError
@@ -63,6 +64,7 @@ def gtpo(
     amplify: Annotated[float, Ge(1)] = 2.0,
     at_most: float | None = 0.7,
     penalty: Annotated[float, Ge(0)] = 0.1,
+    share_conflicts: bool = True,
 ) -> Tensor:
     """Spare tokens that good and bad answers share, and drop answers of high entropy (GTPO).
 
@@ -70,10 +72,9 @@ def gtpo(
     same place in answers with A > 0 and with A < 0 of the group, counted from the first token or
     from the last, in a run that begins there; bad answers are not trained on it, good ones
     ``amplify`` times (the square where both runs meet). Then A - penalty H, and 0 for answers with
-    H > at_most (null: none). H is the mean of -log p of the sampled tokens, nats, on average the
-    entropy, which the published code takes of the whole vocabulary (our reading). The published
-    code also divides a row by its number of conflict tokens; here it does not. Returns [B, K]; for
-    models that write tokens.
+    H > at_most (null: none), H the mean entropy of the distributions its tokens were drawn from,
+    nats, which the policy records. share_conflicts: a row is divided by its number of conflict
+    tokens, as in the published code. Returns [B, K]; for models that write tokens.
     """
     tokens = rollout.sample
     if tokens.shape != rollout.mask.shape or tokens.is_floating_point():
@@ -94,7 +95,10 @@ def gtpo(
     weight = weight * torch.where(forward, amplify, 1.0) * torch.where(backward, amplify, 1.0)
     weight = torch.where((forward | backward) & bad[:, None], 0.0, weight)
     weight = torch.where((good | bad)[:, None], weight, 1.0)
-    entropy = surprisal(rollout)[:, None].to(advantage)
+    entropy = entropy_of(rollout)[:, None].to(advantage)
+    if share_conflicts:
+        conflicts = (forward | backward).sum(1, keepdim=True).clamp(min=1)
+        weight = weight / torch.where((good | bad)[:, None], conflicts, 1)
     shaped = advantage - penalty * entropy
     if at_most is not None:
         shaped = torch.where(advantage.isnan(), advantage, shaped.masked_fill(entropy > at_most, 0))
@@ -102,6 +106,7 @@ def gtpo(
 
 
 vars(gtpo)["needs"] = "categorical"  # the configuration refuses it for others
+vars(gtpo)["records"] = lambda options: ("record_entropy",)
 
 
 class ConflictTokens:
@@ -134,15 +139,7 @@ def _run(conflict: Tensor, mask: Tensor) -> Tensor:
 
 
 @ADVANTAGES.register("gcpo")
-def gcpo(
-    rewards: Rewards | Tensor,
-    rollout: Rollout,
-    *,
-    behaviour: str | None = None,
-    base: Underneath = grpo,
-    outcome: str | None = None,
-    margin: Annotated[float, Ge(0)] = 0.0,
-) -> Tensor:
+class GCPO:
     """Reward a behaviour where it helps the group, punish it where it harms (GCPO, GeometryZero).
 
     Wang et al. 2025, "GeometryZero". behaviour: the reward that is 1 (from 0.5 on) for answers that
@@ -153,28 +150,42 @@ def gcpo(
     those that the group happens to hold; the paper asks for both kinds. Its reward of length is a
     reward of its own.
     """
-    double, groups = measured(rewards, rollout)
-    if behaviour is None:
-        raise UserError(
-            "advantage gcpo: behaviour is not set; name the reward that is 1 for answers that show "
-            f"it: {', '.join(double)}"
-        )
-    shown = reward_called(double, behaviour, "gcpo", "behaviour")
-    if outcome is None:
-        rest = {name: double.weights[name] * x for name, x in double.items() if name != behaviour}
-        if not rest:
-            raise UserError(
-                f"advantage gcpo: {behaviour!r} is the only reward, and nothing tells whether the "
-                "behaviour helps; add a reward of the answer"
-            )
-        earned = torch.stack([*rest.values()]).sum(0)
-    else:
-        earned = reward_called(double, outcome, "gcpo", "outcome")
-    shows = shown >= 0.5
-    having = Groups(groups.index, groups.present & shows, groups.count)
-    lacking = Groups(groups.index, groups.present & ~shows, groups.count)
-    lead = having.mean(earned) - lacking.mean(earned)
-    sign = torch.where(lead.abs() > margin, lead.sign(), 0.0)
-    sign = sign.masked_fill((having.size() == 0) | (lacking.size() == 0), 0.0)
-    useful = replaced(double, behaviour, sign[groups.index] * shown, groups)
-    return finished(base(useful, rollout), rewards, groups.present[:, None])
+
+    def __init__(
+        self,
+        behaviour: str,
+        base: Underneath = grpo,
+        outcome: str | None = None,
+        margin: Annotated[float, Ge(0)] = 0.0,
+    ):
+        self.behaviour = behaviour
+        self.base = base
+        self.outcome = outcome
+        self.margin = margin
+
+    def __call__(self, rewards: Rewards | Tensor, rollout: Rollout) -> Tensor:
+        """Return the advantages of the base, NaN for samples without a reward."""
+        double, groups = measured(rewards, rollout)
+        shown = reward_called(double, self.behaviour, "gcpo", "behaviour")
+        if self.outcome is None:
+            rest = {
+                name: double.weights[name] * x
+                for name, x in double.items()
+                if name != self.behaviour
+            }
+            if not rest:
+                raise UserError(
+                    f"advantage gcpo: {self.behaviour!r} is the only reward, and nothing tells "
+                    "whether the behaviour helps; add a reward of the answer"
+                )
+            earned = torch.stack([*rest.values()]).sum(0)
+        else:
+            earned = reward_called(double, self.outcome, "gcpo", "outcome")
+        shows = shown >= 0.5
+        having = Groups(groups.index, groups.present & shows, groups.count)
+        lacking = Groups(groups.index, groups.present & ~shows, groups.count)
+        lead = having.mean(earned) - lacking.mean(earned)
+        sign = torch.where(lead.abs() > self.margin, lead.sign(), 0.0)
+        sign = sign.masked_fill((having.size() == 0) | (lacking.size() == 0), 0.0)
+        useful = replaced(double, self.behaviour, sign[groups.index] * shown, groups)
+        return finished(self.base(useful, rollout), rewards, groups.present[:, None])

@@ -22,8 +22,9 @@ class BRPO:
     Jia et al. 2025, "Writing-Zero". 1 for an answer with a higher reward than the pivot's, by more
     than ``margin``, -1 with a lower one, 0 for equal ones and the pivot: no mean, no std. compare:
     "difference" takes the difference of the rewards instead (our addition). seed: of the lots,
-    which rows draw by their names. The paper asks a pairwise judge about each answer and the pivot;
-    here a reward judges every answer alone, and ``judge_pairwise`` compares pairs.
+    which rows draw by their names. This is for rewards of single answers. The paper asks a judge
+    about each answer and the pivot: the reward ``judge_pairwise`` with method: pivot, and the
+    advantage ``reinforce``.
     """
 
     def __init__(

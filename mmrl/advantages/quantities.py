@@ -11,16 +11,8 @@ from mmrl.core.types import Rewards, Rollout, TokenOrder
 
 
 def path_mask(rollout: Rollout) -> Tensor:
-    """Return the decisions [B, K] on the way to each row, bool; on a tree also those of edges that
-    another row carries in its mask."""
-    if rollout.edge_id is None:
-        return rollout.mask
-    columns = rollout.mask.shape[1]
-    place = torch.arange(columns, device=rollout.edge_id.device)
-    names, index = (rollout.edge_id * columns + place).flatten().unique(return_inverse=True)
-    carried = torch.zeros(len(names), dtype=torch.long, device=index.device)
-    carried = carried.scatter_reduce(0, index, rollout.mask.flatten().long(), "amax")
-    return carried[index].view_as(rollout.mask).bool()
+    """Return the decisions [B, K] on the way to each row, bool, shared ones included."""
+    return rollout.path_mask()
 
 
 def length(rollout: Rollout) -> Tensor:
@@ -47,25 +39,33 @@ def self_certainty(rollout: Rollout) -> Tensor:
     )
     if recorded is None:
         raise UserError(
-            "advantage filtered: by is 'self_certainty', which this policy does not record; set "
-            "policy.record_self_certainty if it has that option, or take by: surprisal"
+            "the advantage looks at 'self_certainty', which this policy does not record; set "
+            "policy.record_self_certainty if it has that option, or take surprisal"
         )
     mask = path_mask(rollout)
     return torch.where(mask, recorded, 0.0).double().sum(1) / mask.sum(1).clamp(min=1)
+
+
+def entropy(rollout: Rollout) -> Tensor:
+    """Return the mean entropy [B] of the distributions a row's decisions were drawn from, nats,
+    float64; raise UserError where the policy does not record it."""
+    mask = path_mask(rollout)
+    return torch.where(mask, rollout.entropies(), 0.0).double().sum(1) / mask.sum(1).clamp(min=1)
 
 
 OF_ROLLOUTS = {
     "length": length,
     "logprob": sequence_logprob,
     "surprisal": surprisal,
+    "entropy": entropy,
     "self_certainty": self_certainty,
 }
 
 
 def quantity(name: str, rewards: Rewards | Tensor, rollout: Rollout) -> Tensor:
     """Measure the rows [B], float64: "reward" (the weighted sum), "reward_per_token", "length",
-    "logprob", "surprisal", "self_certainty", or a reward by its name, watched ones (weight 0)
-    included."""
+    "logprob", "surprisal", "entropy", "self_certainty", or a reward by its name, watched ones
+    (weight 0) included."""
     by_name = named(rewards).per_row()
     if name in by_name:
         return by_name[name].double()

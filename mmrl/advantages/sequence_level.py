@@ -16,6 +16,7 @@ from mmrl.advantages.group import ZeroVariance
 from mmrl.advantages.groups import Groups, finished, measured
 from mmrl.advantages.normalise import moments
 from mmrl.advantages.process import by_step
+from mmrl.advantages.quantities import length as length_of
 from mmrl.advantages.select import drop
 from mmrl.core.distributed import all_max, all_sum
 from mmrl.core.errors import UserError
@@ -59,7 +60,7 @@ def reinforce_pp(
         mean, variance = moments(value, groups.present, ddof=1)
         whitened = (value - (0.0 if baseline else mean)) / (variance.sqrt() + 1e-4)
     else:
-        whitened = _by_tokens(value, rollout.mask.sum(1).to(value), groups)
+        whitened = _by_tokens(value, length_of(rollout).to(value), groups)
     return finished(
         _unless_equal(whitened, double, groups, baseline),
         rewards,
@@ -99,7 +100,7 @@ def opo(
     9)."""
     double, groups = measured(rewards, rollout)
     total = double.total()
-    length = rollout.mask.sum(1).to(torch.float64)
+    length = length_of(rollout).to(total.device)
     centred = groups.centred(total)  # first, so that equal rewards give exactly 0
     mean = groups.sum(length * centred.masked_fill(~groups.present, 0.0)) / groups.sum(
         length

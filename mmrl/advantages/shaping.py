@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 from annotated_types import Ge, Gt
@@ -114,17 +114,22 @@ def focal(
     *,
     base: Underneath = grpo,
     most: Annotated[float, Ge(1)] = 1.5,
+    of: Literal["distributions", "decisions"] = "decisions",
 ) -> Tensor:
     """Let places at which a group's answers differ count more, 1 to ``most`` (TW-GRPO).
 
     Returns [B, K].
 
     Dang et al. 2025, "Reinforcing video reasoning with focused thinking". The weights are the
-    spread of the group at place t, scaled to [0, 1] over the places. Our reading takes the spread
-    of the log-probs of the sampled tokens (a place an answer has not reached counts as the group's
-    mean there); the published code takes that of the whole vocabulary.
+    spread of the group at place t, scaled to [0, 1] over the places of the group's longest answer.
+    of: "distributions" is the paper's spread, the mean of KL(p_i || mean of the p_j) over the
+    answers, of the whole vocabulary, uniform for an answer that has ended, which a policy that
+    writes tokens in one pass records; "decisions" is that of the log-probs of what was sampled,
+    for every policy (our reading; a place an answer has not reached counts as the group's mean).
     """
     advantage = base(rewards, rollout)
+    if of == "distributions":
+        return advantage * _focus(_divergence(rollout), rollout, most).to(advantage)
     names, index = rollout.group.unique(return_inverse=True)
     mask = rollout.mask.double()
     logp = torch.where(rollout.mask, rollout.logprob, 0.0).double()
@@ -137,6 +142,31 @@ def focal(
     high = spread.amax(1, keepdim=True)
     weight = 1 + (most - 1) * (spread - low) / (high - low + 1e-8)
     return advantage * weight[index].to(advantage)
+
+
+FOCUS_NEEDS = {"distributions": ("record_divergence",)}
+vars(focal)["records"] = lambda options: FOCUS_NEEDS.get(options.get("of", ""), ())
+
+
+def _divergence(rollout: Rollout) -> Tensor:
+    if rollout.divergence is None:
+        raise UserError(
+            "advantage focal: of is 'distributions', whose spread over the group this policy does "
+            "not record; set its option record_divergence to true if it has one, or take of: "
+            "decisions"
+        )
+    return rollout.divergence.double()
+
+
+def _focus(spread: Tensor, rollout: Rollout, most: float) -> Tensor:
+    """Scale the spread [B, K] of each group to weights of 1 to ``most`` over its places."""
+    names, index = rollout.group.unique(return_inverse=True)
+    reached = torch.zeros(len(names), spread.shape[1], device=index.device)
+    reached = reached.index_add(0, index, rollout.mask.to(reached))[index] > 0
+    low = spread.masked_fill(~reached, torch.inf).amin(1, keepdim=True)
+    high = spread.masked_fill(~reached, -torch.inf).amax(1, keepdim=True)
+    scaled = (spread - low) / (high - low + 1e-8)
+    return 1 + (most - 1) * scaled.masked_fill(~reached, 0.0)
 
 
 @ADVANTAGES.register("pairs")

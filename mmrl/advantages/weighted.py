@@ -25,6 +25,7 @@ from mmrl.advantages.normalise import moments
 from mmrl.advantages.presets import grpo
 from mmrl.advantages.process import by_step
 from mmrl.advantages.quantities import length as length_of
+from mmrl.advantages.quantities import quantity
 from mmrl.advantages.shaping import Underneath
 from mmrl.core.registry import ADVANTAGES
 from mmrl.core.types import Rewards, Rollout
@@ -227,6 +228,7 @@ def copo(
     rollout: Rollout,
     *,
     base: Underneath = grpo,
+    frequency: str | None = None,
     width: Annotated[float, Ge(0)] = 0.0,
     center: float = 0.35,
     sharpness: float = 3.0,
@@ -236,9 +238,12 @@ def copo(
 
     Han et al. 2025, "COPO: Consistency-aware policy optimization". w A + (1 - w) (mean of the group
     - mean of the groups) / (their std + eps), w = 1 / (1 + exp(-sharpness (H - center))), where H,
-    nats, is the entropy of the outcomes in the group. Our reading: an outcome is a reward, rounded
-    to multiples of ``width`` (0: equal rewards only), since an image has no answer to compare; the
-    two parts are mixed here and not as losses; center is half of the most that two outcomes have.
+    nats, is the entropy of the outcomes in the group. frequency: a reward, a watched one too,
+    that is the share of the group with the same answer, such as answer_frequency: outcomes are
+    answers (the paper), those without one are an outcome of their own. null, for images, which have
+    no answer to compare: an outcome is a reward, rounded to multiples of ``width`` (0: equal ones
+    only; our reading). The two parts are mixed as advantages, the paper's are as losses: the same
+    where no ratio is clipped. center is half of the most that two outcomes have (our reading).
     base: of A.
     """
     double, groups = measured(rewards, rollout)
@@ -247,11 +252,22 @@ def copo(
     mean, variance = moments(means, groups.size() > 0)
     differ = variance > TINY**2 * (1 + mean**2)  # the means of equal numbers may round apart
     apart = torch.where(differ, (means - mean) / (variance.sqrt() + eps), 0.0)
-    entropy = _outcome_entropy((total / width).round() if width else total, groups)
+    if frequency is not None:
+        entropy = _answer_entropy(quantity(frequency, rewards, rollout).to(total), groups)
+    else:
+        entropy = _outcome_entropy((total / width).round() if width else total, groups)
     local = torch.sigmoid(sharpness * (entropy - center))
     mixed = local[groups.index][:, None] * base(rewards, rollout)
     mixed = mixed + ((1 - local) * apart)[groups.index][:, None]
     return finished(mixed, rewards, groups.present[:, None])
+
+
+def _answer_entropy(share: Tensor, groups: Groups) -> Tensor:
+    """Return the entropy [P], nats, of answers of which each row has the ``share`` [B] of its
+    group, 0 without an answer: the mean of -log of the shares."""
+    none = groups.mean((share <= 0).to(share))[groups.index]
+    share = torch.where(share <= 0, none, share).masked_fill(~groups.present, 1.0)
+    return groups.mean(-share.log())
 
 
 def _outcome_entropy(outcome: Tensor, groups: Groups) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from mmrl.compare import markdown
 from mmrl.compare.measures import Comparison, Measured, kind_of, plural
 from mmrl.compare.plan import Plan, Setting
 from mmrl.compare.runs import Job, events
@@ -42,7 +43,8 @@ def write(
     comparisons: Sequence[Comparison],
     sentences: Sequence[str],
 ) -> Path:
-    """Write ``compare.html`` and ``compare.json`` into the folder; returns the page's path.
+    """Write ``compare.html``, ``compare.md`` and ``compare.json`` into the folder; returns the
+    path of the first.
 
     ``halves``: split -> label -> scores. ``comparisons``: of the test prompts.
     """
@@ -72,6 +74,7 @@ def write(
     picture = before_after(runs)
     if picture is not None:
         save_picture(picture, folder / "compare.png")
+    (folder / "compare.md").write_text(markdown.page(finite(content)), encoding="utf-8")
     path = folder / "compare.html"
     draft = path.with_suffix(".html.part")
     draft.write_text(render(content, picture), encoding="utf-8")

@@ -23,6 +23,7 @@ from mmrl.utils.paths import find_config
 
 KEY = r"[A-Za-z_][\w.:/-]*="
 PLUS = re.compile(rf"\+(?={KEY})")  # between a configuration and its changes
+LABEL = "label="  # among the changes of a configuration: what the page calls it
 UNLIMITED = 1_000_000  # iterations, where the budget ends a run
 EVALUATED = ("prompts", "num_samples", "seed", "split")  # of evaluate:, the same for all
 
@@ -62,7 +63,8 @@ def settings_of(
 ) -> list[Setting]:
     """Read configurations ``name+key=value+...`` and overrides for all of them, ``key=value``, from
     the words of the command line. ``vary``: changes that make a further configuration each.
-    ``sweep``: ``key=v1,v2``, a grid for each configuration."""
+    ``sweep``: ``key=v1,v2``, a grid for each configuration. A change ``label=GSPO`` is the name
+    that the page gives its configuration."""
     shared = tuple(word for word in words if re.match(KEY, word))
     specs = [tuple(PLUS.split(word)) for word in words if word not in shared]
     if vary and len(specs) != 1:
@@ -76,8 +78,11 @@ def settings_of(
     settings = []
     for number, (name, arm) in enumerate(zip(names, arms, strict=True)):
         for point in _grid(sweep):
-            own_changes = (*arm[1:], *point)
-            label = " + ".join([name, *map(_brief, own_changes)])
+            own_changes = (*(change for change in arm[1:] if not change.startswith(LABEL)), *point)
+            called = [c.removeprefix(LABEL) for c in arm[1:] if c.startswith(LABEL)][-1:]
+            label = " + ".join(
+                [*called, *map(_brief, point)] if called else [name, *map(_brief, own_changes)]
+            )
             settings.append(Setting(label, arm[0], (*shared, *own_changes), number))
     if len(settings) < 2:
         raise UserError(

@@ -191,12 +191,26 @@ def _apply_preset(
         sections = filled(plain, name)
     except UserError as error:
         raise UserError(Place(("preset",), marks).say(str(error))) from error
+    if sections.get("policy") is not plain.get("policy"):
+        ((family, options),) = sections["policy"].items()
+        _marked(marks, ("policy", family), options, plain["policy"][family], name)
+        plain["policy"] = sections["policy"]
     for section in ("advantage", "objective", "train"):
         marks.setdefault((section,), f"preset {name}")
         if section == "train" and isinstance(plain.get(section), dict):
-            added = set(sections[section]) - set(plain[section])
-            marks.update({(section, key): f"preset {name}" for key in added})
+            _marked(marks, (section,), sections[section], plain[section], name)
         plain[section] = sections[section]
+
+
+def _marked(
+    marks: dict[tuple[Any, ...], str],
+    place: tuple[str, ...],
+    now: Mapping[str, Any],
+    before: Mapping[str, Any],
+    preset: str,
+) -> None:
+    """Mark the options that a preset added at a place as its own."""
+    marks.update({(*place, key): f"preset {preset}" for key in set(now) - set(before)})
 
 
 def dump(config: Config) -> str:

@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmrl.config.building import raise_all, resolve_rewards
-from mmrl.config.needs import missing_fields, without_gradient, wrong_media
+from mmrl.config.needs import missing_fields, without_gradient, without_memory, wrong_media
 from mmrl.config.options import (
     EvaluateOptions,
     TrainOptions,
     impossible,
     unfit_for_sft,
     unsuited,
+    unsuited_to_trees,
     unsupported_options,
+    unweighable,
     without_average,
 )
 from mmrl.config.overrides import PLUGGED
@@ -26,6 +28,7 @@ from mmrl.config.values import Place, exists, show
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS, Plugin, import_file, import_module
 from mmrl.core.registry import options as options_of
+from rewards.card import described
 
 if TYPE_CHECKING:
     from mmrl.config import Config
@@ -77,7 +80,7 @@ def check(
         why = unsuited_preset(preset, entries["policy"].entry)
         problems += [config.place(("preset",)).say(why)] if why else []
     named = {section: resolved.entry for section, resolved in entries.items()}
-    _rewards(config, config["reward"], ("reward",), problems, named)
+    trained = _rewards(config, config["reward"], ("reward",), problems, named)
     for section, cls in (dataclasses or plain_sections()).items():
         options = resolve_call(
             cls, config.plain.get(section) or {}, config.place((section,)), problems
@@ -85,6 +88,9 @@ def check(
         built = None if options is BAD else _try(problems, construct, options)
         if isinstance(built, TrainOptions):
             problems += _unfit_sizes(config, built, entries, objective, processes)
+            unfit = [*unweighable(built, trained, named.get("objective"))]
+            unfit += unsuited_to_trees(built) if _grown(entries.get("policy")) else []
+            problems += [f"{config.where(line.partition(':')[0])}: {line}" for line in unfit]
         if isinstance(built, EvaluateOptions) and built.reward:
             _rewards(config, built.reward, (section, "reward"), problems, named)
     for name in ("run", "start"):
@@ -122,6 +128,7 @@ def _unsuited(entries: Mapping[str, Resolved], built: Any) -> Iterator[str]:
         if why := unsuited(objective.entry, policy.entry):
             yield objective.place.say(why)
         elif hasattr(built, "unfit"):
+            yield from _unrecorded(objective, policy, "objective")
             for option, reason in built.unfit(policy.entry):
                 yield (objective.place / option).say(reason)
         if getattr(built, "single_paths", False) and policy.options.get("tree") is not None:
@@ -149,13 +156,35 @@ def _unsuited_advantages(advantage: Resolved, policy: Resolved) -> Iterator[str]
     for part in _with_nested(advantage):
         if why := unsuited(part.entry, policy.entry, "advantage"):
             yield part.place.say(why)
+            continue
+        yield from _unrecorded(part, policy)
         trees = [name for name in TREES if name in options_of(policy.entry)]
-        grown = any(policy.options.get(name) is not None for name in trees)
-        if getattr(part.entry, "needs_tree", False) and trees and not grown:
+        if getattr(part.entry, "needs_tree", False) and trees and not _grown(policy):
             yield part.place.say(
                 f"the advantage {part.entry.__name__} compares the edges of a tree; set "
                 f"{policy.place / trees[0]}"
             )
+
+
+def _unrecorded(part: Resolved, policy: Resolved, kind: str = "advantage") -> Iterator[str]:
+    """Find what an advantage or objective looks at that the policy records on request only."""
+    wanted_options = getattr(part.entry, "records", None)
+    for option in wanted_options(part.options) if wanted_options else ():
+        if option not in options_of(policy.entry):
+            yield part.place.say(
+                f"the {kind} {part.entry.__name__} looks at what the policy "
+                f"{policy.entry.__name__} cannot record, since it has no option {option}"
+            )
+        elif not policy.options.get(option):
+            yield part.place.say(
+                f"the {kind} {part.entry.__name__} looks at what the policy records on request; "
+                f"set {policy.place / option} to true"
+            )
+
+
+def _grown(policy: Resolved | None) -> bool:
+    """Tell whether the samples of a policy share their beginnings."""
+    return policy is not None and any(policy.options.get(name) is not None for name in TREES)
 
 
 def _with_nested(resolved: Resolved) -> Iterator[Resolved]:
@@ -187,15 +216,19 @@ def _rewards(
     path: tuple[str, ...],
     problems: list[str],
     entries: Mapping[str, Plugin],
-) -> None:
+) -> int:
+    """Check the rewards of a section; return how many of them have a weight."""
     place = config.place(path)
     weighted = resolve_rewards(spec, REWARDS, place, problems)
     for entry in weighted.values():
         problems += _missing_files(entry.reward)
     chosen = {name: entry.reward.entry for name, entry in weighted.items()}
     unfit = [*wrong_media(chosen, entries.get("policy"))]
+    if path != ("reward",):
+        unfit += without_memory(chosen)
     if fields := getattr(entries.get("data"), "fields", ()):
-        unfit += missing_fields(chosen, fields)
+        cards = {n: described(e.reward.entry, e.reward.options) for n, e in weighted.items()}
+        unfit += missing_fields(cards, fields)
     # those that hold others say it when built
     if path == ("reward",) and getattr(entries.get("objective"), "differentiates", False):
         plain = {
@@ -207,6 +240,7 @@ def _rewards(
     problems += [
         (place / name).say(f"reward {name!r} cannot be used: {why}") for name, why in unfit
     ]
+    return sum(bool(entry.weight) for entry in weighted.values())
 
 
 def _holds(value: Any) -> bool:

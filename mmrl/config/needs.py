@@ -56,6 +56,15 @@ def without_gradient(rewards: Mapping[str, Plugin]) -> Iterator[tuple[str, str]]
     )
 
 
+def without_memory(rewards: Mapping[str, Plugin]) -> Iterator[tuple[str, str]]:
+    """List (reward, sentence) for rewards that remember training, where nothing tells them."""
+    why = (
+        "it remembers the iterations of training, which a reward of evaluate.reward never sees; "
+        "put it below `reward:` with weight 0, where it is measured too"
+    )
+    yield from ((name, why) for name, reward in rewards.items() if hasattr(reward, "remember"))
+
+
 def missing_values(
     rewards: Mapping[str, Plugin], prompts: Sequence[Mapping[str, Any]]
 ) -> Iterator[tuple[str, str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
@@ -54,6 +55,24 @@ class SlowFast:
 
 
 @dataclass(frozen=True)
+class RewardGradients:
+    """Weighs several rewards by their gradients (Lu et al. 2025, "Learning to optimize
+    multi-objective alignment through dynamic reward weighting").
+
+    In every iteration the share of a reward in the sum is multiplied by e^(rate I), I the product
+    of the gradient under this reward alone with the sum of all of them; equal shares leave the
+    weights of the configuration as they are. ``measure``: the product (the paper), or its cosine,
+    which does not depend on scales (our addition). ``least``: this part of all shares stays
+    equally divided. It costs a pass forward and backward over all rows for each reward, and one
+    more.
+    """
+
+    rate: Positive = 1.0
+    measure: Literal["product", "cosine"] = "product"
+    least: Annotated[float, Ge(0), Lt(1)] = 0.0
+
+
+@dataclass(frozen=True)
 class Budget:
     """Ends a run with the iteration in which one of these is spent. ``cpu_seconds``: processor time
     of the process in iterations: sampling, rewards, updates; not evaluation, previews or saving.
@@ -90,11 +109,135 @@ class AdaptiveRounds:
 
 @dataclass(frozen=True)
 class ResponseReuse:
-    """Puts a right answer of an earlier iteration in the place of one of a group that has none.
-    ``threshold``: a total reward above it is right. ``size``: prompts whose last right answer a
-    process remembers; the oldest leave first. ``age``: iterations after which it is forgotten."""
+    """Puts answers of earlier iterations to a prompt in its group: AR3PO, RePO, RLEP, ReMix.
 
+    ``threshold``: a total reward above it is right, and only right answers are remembered; null:
+    all are. ``when``: in groups without a right answer, or always. ``number``: answers that a group
+    gets, at most. ``pick``: which of those remembered: the newest (recency), all (full_scope), the
+    best (reward), those whose rewards differ most (variance), or random ones. ``place``: they
+    replace the last of the group, of which one stays, or are appended to it. ``apart``: they are
+    compared among themselves, as RePO does, not with the new ones. ``logprob``: a ratio is to the
+    weights that sampled (recorded), or to those before the update (current), and then
+    ``importance_sampling`` of the objective sees how far the two are apart. ``keep``: answers that
+    are remembered of a prompt, the newest; ``size``: prompts; ``age``: iterations after which an
+    answer is forgotten; ``until``: the iteration from which on none is used; null: never.
+    ``strata``: shares of ``size`` for easy, medium and hard prompts; a prompt is hard if its mean
+    reward, a moving average with ``rate``, is among that share of the lowest of all prompts, and
+    easy if among that of the highest (AVATAR: 0.25, 0.35, 0.4); of a stratum that is too full the
+    oldest leave; null: of all. ``start``: a run, or a checkpoint, whose answers are remembered from
+    the beginning, of any age, the prompts being the same. ``learn``: answers of this run are
+    remembered too.
+    """
+
+    threshold: float | None = 0.5
+    when: Literal["all_wrong", "always"] = "all_wrong"
+    number: Count = 1
+    pick: Literal["recency", "full_scope", "reward", "variance", "random"] = "recency"
+    place: Literal["replace", "append"] = "replace"
+    apart: bool = False
+    logprob: Literal["recorded", "current"] = "recorded"
+    keep: Count = 1
+    size: Count = 4096
+    age: Count = 64
+    until: Natural | None = None
+    strata: tuple[Positive, Positive, Positive] | None = None
+    rate: Annotated[float, Gt(0), Le(1)] = 0.3
+    start: Path | None = None
+    learn: bool = True
+
+    def __post_init__(self) -> None:
+        if self.strata is not None and abs(sum(self.strata) - 1) > 1e-6:
+            raise UserError(f"response_reuse: strata {list(self.strata)} must add up to 1")
+        if self.threshold is None and self.when == "all_wrong":
+            raise UserError(
+                "response_reuse: when: all_wrong needs a threshold, above which a reward is right; "
+                "set threshold, or when: always"
+            )
+
+
+@dataclass(frozen=True)
+class Demonstrations:
+    """Puts answers that somebody else wrote in the groups of their prompts.
+
+    ``path``: a .jsonl file, each line {"prompt": ..., "answers": [...]}, an answer a text, the path
+    of a picture, or {"text": ..., "reward": ..., "logprobs": [...]}, whose reward then counts in
+    place of the run's rewards; ``field``: or a field of the prompts, one answer or a list. ``key``:
+    the field of a prompt that "prompt" repeats. ``number``: answers that a group gets, at most.
+    ``when``: in groups without a total reward above ``threshold``, or always. ``place``: they
+    replace the last of the group, of which one stays, or are appended to it. ``apart``: they are
+    compared among themselves, not with the policy's own: pairs for DPO and IPO, experts of CHORD.
+    ``logprob``: what a ratio divides by: the policy's own log-probs before the update (current:
+    TempSamp-R1, RLEP), those of the file (recorded, where it has them), or 0 (one: LUFFY, Yan et
+    al. 2025, whose expert has probability 1). ``until``: the iteration from which on none is used.
+    """
+
+    path: Path | None = None
+    field: str | None = None
+    key: str = "text"
+    number: Count = 1
+    when: Literal["always", "all_wrong"] = "always"
     threshold: float = 0.5
+    place: Literal["append", "replace"] = "append"
+    apart: bool = False
+    logprob: Literal["current", "recorded", "one"] = "current"
+    until: Natural | None = None
+
+    def __post_init__(self) -> None:
+        if (self.path is None) == (self.field is None):
+            raise UserError("demonstrations: set either path, a .jsonl file, or field")
+
+    def file(self) -> Path:
+        """Return the file; there is one where there is no field."""
+        assert self.path is not None
+        return self.path
+
+
+@dataclass(frozen=True)
+class Refinement:
+    """Lets the policy improve its best answer to a prompt by what is asked of it, and puts the new
+    answer in the group, as one to the prompt itself (RGR-GRPO's offline guidance).
+
+    ``threshold``: groups whose best total reward is below it get one. ``feedback``: the field of
+    the prompt that says what a good answer has: a text, a list of criteria (texts, or pairs whose
+    first is one), or the right answer (guided error correction, as in EDGE-GRPO). ``template``: of
+    the question, with {text}, {answer} and {feedback}. ``place``: it replaces the last of the
+    group, or is appended to it. ``until``: the iteration from which on there is none.
+    """
+
+    threshold: float = 1.0
+    feedback: str = "rubric"
+    template: str = (
+        "{text}\n\nAn earlier answer:\n{answer}\n\nA good answer has:\n{feedback}\n\n"
+        "Write a better answer."
+    )
+    place: Literal["replace", "append"] = "append"
+    until: Natural | None = None
+
+    def __post_init__(self) -> None:
+        try:
+            self.template.format(text="", answer="", feedback="")
+        except (KeyError, IndexError, ValueError) as error:
+            raise UserError(
+                f"refinement: template may hold {{text}}, {{answer}} and {{feedback}} alone, and "
+                f"other braces twice ({error!r})"
+            ) from error
+
+
+@dataclass(frozen=True)
+class Speculative:
+    """Begins answers with what the weights of now accept of the last answers to the prompt
+    (SPEC-RL).
+
+    ``lenience``: a token is kept with probability min(1, lenience p / q), p its probability now and
+    q that of then; the paper's e^0.5 keeps more than is exact. ``exact``: what replaces the first
+    rejected token is drawn from max(0, p - q), so that with lenience 1 answers are those of the
+    policy in distribution; all q of an answer's places are stored for it, tokens times vocabulary.
+    false: from p, as published. ``size``: prompts whose last answers are remembered; ``age``:
+    iterations after which they are forgotten.
+    """
+
+    lenience: Positive = 1.0
+    exact: bool = True
     size: Count = 4096
     age: Count = 64
 
@@ -119,6 +262,8 @@ class TrainOptions:
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     # fast steps and a step back before every optimizer step; null: none
     slow_fast: SlowFast | None = None
+    # weights of several rewards that follow their gradients; null: as in the configuration
+    reward_gradients: RewardGradients | None = None
     # gradients are clipped to this global norm; null: not clipped
     max_grad_norm: Positive | None = 1.0
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"  # mixed precision of the forward pass
@@ -142,8 +287,14 @@ class TrainOptions:
     dynamic_sampling_min_std: Annotated[float, Ge(0)] = 0.0
     # replace groups of equal rewards by answers of earlier iterations; null: no
     replay_buffer: Reuse | None = None
-    # right answers of earlier iterations in groups that have none; null: no
+    # answers of earlier iterations to the same prompts in their groups; null: none
     response_reuse: ResponseReuse | None = None
+    # begin with what is accepted of the last answers to a prompt; null: anew
+    speculative: Speculative | None = None
+    # answers of a file, or of the data, in the groups; null: none
+    demonstrations: Demonstrations | None = None
+    # answers that the policy improves by what is asked of them; null: none
+    refinement: Refinement | None = None
     # source of one answer of every group: a reward, or a field of the prompt; null: none
     ground_truth_rollout: str | None = None
     # tolerated |re-scored - recorded log-prob| before the first step
@@ -234,9 +385,21 @@ def unsupported_options(train: TrainOptions, policy: Any) -> Iterator[str]:
         return  # it does not say what it is
     if train.ground_truth_rollout is not None and not can.ground_truth:
         yield f"train.ground_truth_rollout: {name} takes no answers of others; it is for vlm"
+    if train.speculative is not None and not (can.drafts and can.one_pass):
+        yield (
+            f"train.speculative: {name} cannot begin with an earlier answer; it is for models that "
+            f"draw tokens one after the other"
+        )
+    if train.refinement is not None and can.makes != "text":
+        yield (
+            f"train.refinement: {name} reads no criticism of its answers; it is for policies that "
+            f"write texts"
+        )
+    if train.demonstrations is not None and not can.demonstrations:
+        yield f"train.demonstrations: {name} takes no answers of others: it has no demonstrate"
     for key in ("replay_buffer", "response_reuse"):
         if getattr(train, key) is not None and not can.replay:
-            yield f"train.{key}: {name} cannot be shown old answers again; it is for vlm"
+            yield f"train.{key}: {name} cannot be shown old answers again: it has no recall"
     if train.max_new_tokens_schedule and not can.max_new_tokens:
         yield (
             f"train.max_new_tokens_schedule: {name} writes no answers whose length could "
@@ -269,6 +432,44 @@ def unfit_for_sft(train: TrainOptions) -> Iterator[str]:
             yield (
                 f"train.{name}: supervised fine-tuning samples and rewards nothing, so it would "
                 f"do nothing: leave it out"
+            )
+
+
+SINGLE_ANSWERS = (
+    "adaptive_sampling",
+    "demonstrations",
+    "ground_truth_rollout",
+    "replay_buffer",
+    "response_reuse",
+    "speculative",
+)
+
+
+def unweighable(train: TrainOptions, trained: int, objective: Any) -> Iterator[str]:
+    """Say why ``train.reward_gradients`` cannot weigh so many rewards with a weight."""
+    if train.reward_gradients is None:
+        return
+    if trained < 2:
+        yield (
+            f"train.reward_gradients: it weighs several rewards against each other, and there "
+            f"is {trained} with a weight; add one, or leave it out"
+        )
+    if getattr(objective, "differentiates", False):
+        yield (
+            "train.reward_gradients: the objective follows the gradient of the rewards itself; "
+            "leave it out"
+        )
+    if train.precision == "fp16":
+        yield "train.reward_gradients: fp16 scales the loss: use train.precision bf16"
+
+
+def unsuited_to_trees(train: TrainOptions) -> Iterator[str]:
+    """List sentences about options of ``train`` that a policy whose samples branch cannot take."""
+    for key in SINGLE_ANSWERS:
+        if getattr(train, key) is not None:
+            yield (
+                f"train.{key}: it exchanges single answers, and those of a tree share their "
+                f"beginnings; leave it out, or the policy's tree"
             )
 
 

@@ -1,9 +1,10 @@
 """Presets write out as configuration the choices that other code bases and papers make implicitly.
 
-The table is ``presets.yaml``. ``preset: trl/dapo`` fills ``advantage``, ``objective`` and ``train``
-where the configuration says nothing itself. Of an objective that is written it fills the options,
-where that objective has them; another one is refused (``unreached``). What each sets is locked by
-tests to losses and gradients of the published functions (TRL 1.16, verl).
+The table is ``presets.yaml``. ``preset: trl/dapo`` fills ``advantage``, ``objective`` and
+``train``, and for flow models how they sample (options of ``policy``), where the configuration says
+nothing itself. Of an objective that is written it fills the options, where that objective has them;
+another one is refused (``unreached``). What those of TRL and verl set is locked by tests to losses
+and gradients of the published functions (TRL 1.16, verl).
 """
 
 from __future__ import annotations
@@ -23,10 +24,12 @@ Sections = dict[str, Any]
 PRESETS: dict[str, Sections] = read(
     Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"), "presets.yaml"
 )[0]
-SECTIONS = ("advantage", "objective", "train")
+SECTIONS = ("policy", "advantage", "objective", "train")
 KINDS = {
     "categorical": "models that write tokens",
     "gaussian": "flow and diffusion models",
+    "masked": "masked diffusion models",
+    "any": "all models",
 }
 
 # objectives with the options surrogate and kl of policy_gradient
@@ -60,7 +63,7 @@ def unreached(plain: Mapping[Any, Any], name: str) -> str | None:
 def described(name: str) -> tuple[str, str]:
     """Return (for which models, what it sets) of a preset, to show in tables."""
     preset = PRESETS[name]
-    sections = (f"{section}: {_inline(preset[section])}" for section in SECTIONS)
+    sections = (f"{key}: {_inline(preset[key])}" for key in SECTIONS if key in preset)
     return KINDS[preset["decisions"]], "\n".join(sections)
 
 
@@ -75,9 +78,12 @@ def unsuited_preset(name: str, policy: Any) -> str | None:
     """Say why a preset is not for this policy, an object or a class; None if it is."""
     can = capabilities_of(policy)
     wants = PRESETS[name]["decisions"]
-    if can is None or can.decisions == wants:
+    if can is None:
         return None
-    fit = [preset for preset, entry in PRESETS.items() if entry["decisions"] == can.decisions]
+    kinds = (*(["masked"] if can.remaskable else []), can.decisions)
+    if wants in (*kinds, "any"):
+        return None
+    fit = [preset for preset, entry in PRESETS.items() if entry["decisions"] == kinds[0]]
     return (
         f"{name} is for {KINDS[wants]}, which the policy is not: remove it, or take another, "
         f"such as {', '.join(fit[:3])}"
@@ -97,6 +103,11 @@ def filled(plain: Mapping[Any, Any], name: Any) -> dict[Any, Any]:
     sections = dict(plain)
     for section in ("advantage", "objective"):
         sections[section] = _merged(preset[section], plain.get(section))
+    policy = plain.get("policy")
+    if "policy" in preset and isinstance(policy, Mapping) and len(policy) == 1:
+        ((family, options),) = policy.items()
+        if isinstance(options, Mapping):
+            sections["policy"] = {family: {**preset["policy"], **options}}
     train = plain.get("train")
     sections["train"] = (
         preset["train"] | train if isinstance(train, Mapping) else train or preset["train"]

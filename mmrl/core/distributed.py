@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -82,6 +82,18 @@ def all_gather_json(rows: Sequence[Any], device: torch.device | str = "cpu") -> 
 def all_gather_plain(value: Any) -> list[Any]:
     """Gather every process's plain data, fit for JSON, in order of rank."""
     return all_gather_json([value])
+
+
+def all_gather_tensors(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    """Gather every process's tensors by name, of any shapes, on the CPU, in order of rank."""
+    from safetensors.torch import load, save
+
+    if world()[1] == 1:
+        return [dict(tensors)]
+    content = save({n: tensor.detach().cpu().contiguous() for n, tensor in tensors.items()})
+    sizes: list[int] = all_gather_rows(torch.tensor([len(content)])).tolist()
+    every = all_gather_rows(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+    return [load(part.numpy().tobytes()) for part in every.split(sizes)]
 
 
 class StopAll(UserError):

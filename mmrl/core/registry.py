@@ -234,7 +234,9 @@ BUILT_IN = (
     "mmrl.data.captions",
     "mmrl.data.curriculum",
     "mmrl.data.selection",
+    "mmrl.data.self_instruct",
     "mmrl.data.subsets",
+    "mmrl.data.suggestions",
     "mmrl.worlds",
 )
 

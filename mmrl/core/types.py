@@ -19,6 +19,7 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import Tensor
 
+from mmrl.core.errors import UserError
 from mmrl.core.host import sent
 
 Prompt = dict[str, Any]  # one line of a dataset: "text", images, the ground truth ...
@@ -175,6 +176,12 @@ class TokenOrder(Fields):
     commit_step: Tensor  # [B, K] long: the pass that committed each token
     # [B, K] KL(uniform || distribution), nats; None: not recorded
     self_certainty: Tensor | None = None
+    # [B, K] log p(token | question) - log p(token | no question), nats; None: not recorded
+    question_gain: Tensor | None = None
+    # [B] log-prob of the token that judges an answer, behind its last, nats; None: not recorded
+    last_logprob: Tensor | None = None
+    # [B, K, R] experts that each token went to, of all layers; -1: unknown; None: not recorded
+    routes: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,6 +202,10 @@ class Provenance(Fields):
     # [B] bool: sampled in an earlier iteration, by other weights; None: none
     is_replayed: Tensor | None = None
 
+    def columns(self, part: slice) -> Provenance:
+        """Take these decisions of what is known of decisions."""
+        return self.map(lambda x: x[:, part] if x.ndim > 1 else x)
+
 
 @dataclass(frozen=True, kw_only=True)
 class PromptMoments(Fields):
@@ -212,6 +223,10 @@ class Rollout(Rows):
     row_id: Tensor  # [B] long: name of the row in the whole iteration, the key of its randomness
     sample: Tensor  # [B, *] final latents or token ids
     logprob: Tensor  # [B, K] of each decision under the weights that sampled it
+    # [B, K] of the distribution each was drawn from, nats; None: not recorded
+    entropy: Tensor | None = None
+    # [B, K] how far the distributions of the group are apart at this place; None: not recorded
+    divergence: Tensor | None = None
     mask: Tensor  # [B, K] bool: the only gate; False is never trained on
     advantage: Tensor | None = None  # [B, 1] or [B, K]; None: not yet compared
     trajectory: LatentPath | TokenOrder | None = None  # how the sample came about
@@ -236,6 +251,27 @@ class Rollout(Rows):
     def advantages(self) -> Tensor:
         """Return ``advantage``, [B, 1] or [B, K]; 0 before the rewards are compared."""
         return torch.zeros_like(self.logprob[:, :1]) if self.advantage is None else self.advantage
+
+    def entropies(self) -> Tensor:
+        """Return ``entropy`` [B, K]; UserError where the policy does not record it."""
+        if self.entropy is None:
+            raise UserError(
+                "the entropy of decisions is not recorded; set the policy's option record_entropy "
+                "to true"
+            )
+        return self.entropy
+
+    def path_mask(self) -> Tensor:
+        """Return the decisions on the way to each row, [B, K] bool: on a tree also those of edges
+        that another row carries in its mask."""
+        if self.edge_id is None:
+            return self.mask
+        columns = self.mask.shape[1]
+        place = torch.arange(columns, device=self.edge_id.device)
+        names, index = (self.edge_id * columns + place).flatten().unique(return_inverse=True)
+        carried = torch.zeros(len(names), dtype=torch.long, device=index.device)
+        carried = carried.scatter_reduce(0, index, self.mask.flatten().long(), "amax")
+        return carried[index].view_as(self.mask).bool()
 
     @property
     def latents(self) -> LatentPath:
@@ -285,7 +321,15 @@ class WholePath(SamplerState):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MaskChoice(Fields):
+class MaskPass(Fields):
+    """Describes a pass of a masked model's sampler."""
+
+    # [B] what the tokens' temperature is multiplied by in this pass; None: 1
+    heat: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskChoice(MaskPass):
     """Describes a pass that chooses which of its tokens stay (MaskGIT)."""
 
     temperature: Tensor  # [B] of the Gumbel noise on the confidence
@@ -298,7 +342,7 @@ class Query(Rows):
     row_id: Tensor  # [B] long, as in Rollout
     state: Tensor  # [B, *] what the network sees
     mask: Tensor  # [B, L] bool
-    step: SamplerState | MaskChoice | None = None  # where on the sampler's way the state is
+    step: SamplerState | MaskPass | None = None  # where on the sampler's way the state is
     # guidance scale; None is the policy's own on the path, 1 on re-noised states
     guidance: float | None = None
 
@@ -331,12 +375,15 @@ class Point(Query):
     advantage: Tensor  # [B, 1] or [B, L]
     num_decisions: Tensor  # [B] decisions of the row that are trained on, over all its points
     logprob: Tensor | None = None  # [B, L] recorded at sampling; None for a re-noised state
+    entropy: Tensor | None = None  # [B, L] recorded at sampling, nats; None: not recorded
     weight: Tensor | None = None  # [B, L] of every decision in the loss; None: all alike
     provenance: Provenance = Provenance()
     # [B, L] long: 0 text, 1 image, where a row has both; None: all are of one kind
     modality: Tensor | None = None
     # [B, L] weight of every decision by the estimator of masked diffusion; None: 1
     estimator_weight: Tensor | None = None
+    # [B, L, R] experts that each token went to in sampling, -1: unknown; None: not recorded
+    routes: Tensor | None = None
     # what a coupled objective computed from all points of the step (``Objective.couple``)
     coupling: Fields | None = None
     prompts: Sequence[Prompt] = ()  # P, for objectives that call a reward
@@ -391,6 +438,10 @@ class Completion(str):
     logprob: float  # mean over its tokens under the sampling distribution
     # mean over its tokens of KL(uniform || the model's distribution); None: not recorded
     self_certainty: float | None
+    # mean over its tokens of log p(token | question) - log p(token); None: not recorded
+    question_gain: float | None = None
+    # log-prob of the token that judges an answer, behind its last one; None: not recorded
+    last_logprob: float | None = None
     # tokens that any answer of its batch may have: decisions K of a row; None: not known
     limit: int | None
     spell: Callable[[], list[str]] | None  # the texts up to each of its tokens; None: not known

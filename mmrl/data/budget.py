@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from annotated_types import Gt, Le
 
@@ -60,8 +60,31 @@ class Budgeted(Counted):
         return Budgeted(over(self.inner, prompts), self.budget)
 
 
+class Bounded:
+    """Keeps what exploration budgets share: how many samples a prompt may have."""
+
+    held_out: list[Prompt]
+    name: ClassVar[str]  # in a configuration
+
+    def __init__(self, of: Source, least: int, most: int, multiple: int):
+        if not multiple <= least <= most or least % multiple or most % multiple:
+            raise UserError(
+                f"{type(self).name}: least {least} and most {most} must be multiples of multiple "
+                f"{multiple}, least not above most"
+            )
+        self.least = least
+        self.most = most
+        self.multiple = multiple
+        self.held_out = list(of.held_out)
+
+    def allotted(self, worths: Sequence[Callable[[int], float]], group_size: int) -> list[int]:
+        """Share out ``group_size`` samples a prompt where they are worth most."""
+        total = len(worths) * group_size
+        return allotted(worths, total, min(self.least, group_size), self.most, self.multiple)
+
+
 @DATA.register("knapsack")
-class Knapsack:
+class Knapsack(Bounded):
     """Give every prompt as many samples as are worth most: Knapsack RL's exploration budgets.
 
     Li et al. 2025, "Knapsack RL: Unlocking Exploration of LLMs via Optimizing Budget Allocation":
@@ -78,8 +101,8 @@ class Knapsack:
     trees need.
     """
 
+    name = "knapsack"
     train: Budgeted
-    held_out: list[Prompt]
 
     def __init__(
         self,
@@ -90,14 +113,10 @@ class Knapsack:
         decay: Annotated[float, Gt(0), Le(1)] = 0.5,
         multiple: Count = 1,
     ):
-        check_range("knapsack", least, most, multiple)
-        self.least = least
-        self.most = most
+        super().__init__(of, least, most, multiple)
         self.threshold = threshold
         self.decay = decay
-        self.multiple = multiple
         self.train = Budgeted(with_entries(of.train), self)
-        self.held_out = list(of.held_out)
 
     def worth(self, p: float, n: int) -> float:
         """Return what n samples of a prompt of success rate p are worth."""
@@ -106,9 +125,7 @@ class Knapsack:
     def shares(self, records: Sequence[PromptRecord], group_size: int) -> list[int]:
         """Share out ``group_size`` samples a prompt, as far as ``least`` and ``most`` allow."""
         rates = [(r.mean * r.samples + 0.5) / (r.samples + 1) for r in records]
-        worths = [partial(self.worth, rate) for rate in rates]
-        total = len(records) * group_size
-        return allotted(worths, total, min(self.least, group_size), self.most, self.multiple)
+        return self.allotted([partial(self.worth, rate) for rate in rates], group_size)
 
 
 class Grown(Counted):
@@ -143,7 +160,7 @@ class Grown(Counted):
 
 
 @DATA.register("adaptive_group_size")
-class AdaptiveGroupSize:
+class AdaptiveGroupSize(Bounded):
     """Give prompts larger groups where their last ones were flat: GRPO with an adaptive G.
 
     A prompt whose last k groups had equal rewards wants growth^k times the samples of one whose
@@ -154,8 +171,8 @@ class AdaptiveGroupSize:
     of a prompt. multiple: counts are multiples of it, as trees need.
     """
 
+    name = "adaptive_group_size"
     train: Grown
-    held_out: list[Prompt]
 
     def __init__(
         self,
@@ -165,34 +182,20 @@ class AdaptiveGroupSize:
         most: Count = 64,
         multiple: Count = 1,
     ):
-        check_range("adaptive_group_size", least, most, multiple)
+        super().__init__(of, least, most, multiple)
         self.growth = growth
-        self.least = least
-        self.most = most
-        self.multiple = multiple
         self.train = Grown(with_entries(of.train), self)
-        self.held_out = list(of.held_out)
 
     def sizes(self, flat: Sequence[int], group_size: int) -> list[int]:
         """Share out ``group_size`` samples a prompt in the ratio of growth^k."""
         # a weight times the harmonic number of n is concave in n, and best where n is in its ratio
         worths = [partial(harmonic, self.growth ** min(visits, 30)) for visits in flat]
-        total = len(flat) * group_size
-        return allotted(worths, total, min(self.least, group_size), self.most, self.multiple)
+        return self.allotted(worths, group_size)
 
 
 def harmonic(weight: float, n: int) -> float:
     """Return a worth by which ``allotted`` shares out in the ratio of the weights."""
     return weight * sum(1 / k for k in range(1, n + 1))
-
-
-def check_range(name: str, least: int, most: int, multiple: int) -> None:
-    """Raise UserError unless ``least`` and ``most`` are multiples, in this order."""
-    if not multiple <= least <= most or least % multiple or most % multiple:
-        raise UserError(
-            f"{name}: least {least} and most {most} must be multiples of multiple "
-            f"{multiple}, least not above most"
-        )
 
 
 def allotted(

@@ -179,6 +179,14 @@ class Around(Curriculum):
             return self.inner.copies(prompts, group_size, iteration)
         return group_size
 
+    def presented(self, prompt: Prompt, iteration: int) -> Prompt:
+        if isinstance(self.inner, Curriculum):
+            return self.inner.presented(prompt, iteration)
+        return prompt
+
+    def reserved(self, count: int, iteration: int) -> list[Prompt]:
+        return self.inner.reserved(count, iteration) if isinstance(self.inner, Curriculum) else []
+
     @property
     def wants_diversity(self) -> bool:
         return isinstance(self.inner, Curriculum) and self.inner.wants_diversity
@@ -186,6 +194,13 @@ class Around(Curriculum):
     def see_diversity(self, values: Mapping[int, float]) -> None:
         if isinstance(self.inner, Curriculum):
             self.inner.see_diversity(values)
+
+    def rescoring(self, iteration: int) -> int:
+        return self.inner.rescoring(iteration) if isinstance(self.inner, Curriculum) else 0
+
+    def renew(self, outcomes: Sequence[Outcome], diversity: Mapping[int, float]) -> None:
+        if isinstance(self.inner, Curriculum):
+            self.inner.renew(outcomes, diversity)
 
     def learn(self, outcomes: Sequence[Outcome]) -> None:
         if isinstance(self.inner, Curriculum):
@@ -226,6 +241,9 @@ class Hinted(Around):
 
     def pick(self, u: float, iteration: int) -> Prompt:
         return self.hints.on(super().pick(u, iteration), iteration)
+
+    def presented(self, prompt: Prompt, iteration: int) -> Prompt:
+        return self.hints.on(super().presented(prompt, iteration), iteration)
 
     def over(self, prompts: Sequence[Prompt]) -> Hinted:
         return Hinted(over(self.inner, prompts), self.hints)
@@ -300,8 +318,12 @@ class Replayed(Around):
         """Replace the last of the iteration's prompts by those that wait. Repeatable until
         ``learn``."""
         fresh = super().batch(count, iteration, seed)
+        again = [self.presented(prompt, iteration) for prompt in self.reserved(count, iteration)]
+        return [*fresh[: count - len(again)], *again]
+
+    def reserved(self, count: int, iteration: int) -> list[Prompt]:
         self.again = self.waiting[: int(self.replay.share * count)]
-        return [*fresh[: count - len(self.again)], *(self.named[entry] for entry in self.again)]
+        return [self.named[entry] for entry in self.again]
 
     def over(self, prompts: Sequence[Prompt]) -> Replayed:
         return Replayed(over(self.inner, prompts), self.replay)

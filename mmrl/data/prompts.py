@@ -163,6 +163,14 @@ class Curriculum(Sequence[Prompt]):
     def pick(self, u: float, iteration: int) -> Prompt:
         return self[int(u * len(self))]
 
+    def presented(self, prompt: Prompt, iteration: int) -> Prompt:
+        """Return a prompt of the data as this iteration asks it, such as with a hint."""
+        return prompt
+
+    def reserved(self, count: int, iteration: int) -> list[Prompt]:
+        """Return the prompts that an iteration of ``count`` must ask, whoever chooses the rest."""
+        return []
+
     @abstractmethod
     def over(self, prompts: Sequence[Prompt]) -> Curriculum:
         """Return the same curriculum over a subset of its prompts."""
@@ -178,6 +186,14 @@ class Curriculum(Sequence[Prompt]):
     def see_diversity(self, values: Mapping[int, float]) -> None:
         """Take in how much the answers to each prompt differ, 0 to 1 by ``entry``; called alike on
         all processes."""
+
+    def rescoring(self, iteration: int) -> int:
+        """Say how many answers to every prompt are wanted after this iteration, only to be
+        measured; 0: none."""
+        return 0
+
+    def renew(self, outcomes: Sequence[Outcome], diversity: Mapping[int, float]) -> None:
+        """Take in such answers to all prompts; called alike on all processes."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}

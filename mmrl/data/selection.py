@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from statistics import fmean
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
+import numpy as np
 import torch
 from annotated_types import Ge, Gt, Le
 from scipy.special import betaincinv
 from torch import Tensor
 
+from mmrl.config.options import Count, Natural
 from mmrl.core.errors import UserError
 from mmrl.core.registry import DATA
 from mmrl.core.types import Prompt
 from mmrl.data.budget import Counted
 from mmrl.data.curriculum import Share, Source, over, with_entries
+from mmrl.data.features import Array, ValueModel, features_of
 from mmrl.data.prompts import Outcome, batch
 from mmrl.data.statistics import PromptStatistics, mean_advantage, successes
 from samplers.noise import Rng
@@ -38,6 +42,15 @@ class Rule(Protocol):
     def rewards(self, rewards: Sequence[float]) -> tuple[float, ...]: ...
 
     def choose(self, data: Chosen, count: int, iteration: int, seed: int) -> list[Prompt]: ...
+
+    def rescoring(self, iteration: int) -> int: ...
+
+
+class Unrenewed:
+    """Provides rules that live on training's own answers alone."""
+
+    def rescoring(self, iteration: int) -> int:
+        return 0
 
 
 class Chosen(Counted):
@@ -58,8 +71,21 @@ class Chosen(Counted):
         super().see_diversity(values)
         self.statistics.see_diversity(values)
 
+    def rescoring(self, iteration: int) -> int:
+        return self.rule.rescoring(iteration) or super().rescoring(iteration)
+
+    def renew(self, outcomes: Sequence[Outcome], diversity: Mapping[int, float]) -> None:
+        super().renew(outcomes, diversity)
+        self.statistics.renew([self.as_recorded(outcome) for outcome in outcomes])
+        self.statistics.see_diversity(diversity)
+
     def batch(self, count: int, iteration: int, seed: int) -> list[Prompt]:
-        return self.rule.choose(self, count, iteration, seed)
+        chosen = self.rule.choose(self, count, iteration, seed)
+        if held := self.reserved(count, iteration):
+            entries = {prompt["entry"] for prompt in held}
+            rest = sorted(chosen, key=lambda prompt: prompt["entry"] in entries)
+            chosen = [*rest[: count - len(held)], *held]
+        return [self.presented(prompt, iteration) for prompt in chosen]
 
     def over(self, prompts: Sequence[Prompt]) -> Chosen:
         return type(self)(over(self.inner, prompts), self.rule)
@@ -82,8 +108,23 @@ def uniform(prompts: Sequence[Prompt], rng: Rng) -> Tensor:
     return rng.uniform(torch.tensor([prompt["entry"] for prompt in prompts]))
 
 
+class Fading(Unrenewed):
+    """Keeps what rules share whose records fade, at visits of a prompt and between them."""
+
+    held_out: list[Prompt]
+    wants_diversity = False
+
+    def __init__(self, of: Source, decay: float, drift: float):
+        self.decay = decay
+        self.drift = drift
+        self.held_out = list(of.held_out)
+
+    def statistics(self) -> PromptStatistics:
+        return PromptStatistics(self.decay, drift=self.drift)
+
+
 @DATA.register("vade")
-class Vade:
+class Vade(Fading):
     """Draw prompts that are likely to be answered now right, now wrong, by Thompson sampling: VADE.
 
     Hu et al. 2025: every prompt's success rate has a Beta posterior, from ``prior`` and its own
@@ -98,8 +139,6 @@ class Vade:
     """
 
     train: Chosen
-    held_out: list[Prompt]
-    wants_diversity = False
 
     def __init__(
         self,
@@ -109,15 +148,10 @@ class Vade:
         drift: Portion = 0.99,
         threshold: float | None = 0.5,
     ):
+        super().__init__(of, decay, drift)
         self.prior = prior
-        self.decay = decay
-        self.drift = drift
         self.threshold = threshold
         self.train = Chosen(with_entries(of.train), self)
-        self.held_out = list(of.held_out)
-
-    def statistics(self) -> PromptStatistics:
-        return PromptStatistics(self.decay, drift=self.drift)
 
     def rewards(self, rewards: Sequence[float]) -> tuple[float, ...]:
         return successes(rewards, self.threshold)
@@ -144,14 +178,18 @@ class Vas:
 
     Leng et al. 2025: the Variance Promotion Score of a prompt is variance p (1 - p) + diversity d,
     p its success rate and d how much its answers differ; ``share`` of an iteration's prompts are
-    drawn with these weights, without repeats, the rest as ``of`` draws them. The score is that of
-    training's own answers, without extra ones for it (our reading); prompts not asked yet have the
-    mean score. d: of tokens the share of distinct pairs among all pairs of neighbours in the group,
-    of pictures the standard deviation of their latents inside it, at most 1 (our reading).
+    drawn with these weights, without repeats, the rest as ``of`` draws them. With ``refresh`` all
+    prompts are answered anew for their scores, ``rollouts`` times each, as in the paper; training's
+    own answers count too, and without it alone (our reading, which costs nothing). Prompts not
+    asked yet have the mean score. d: of tokens the share of distinct pairs among all pairs of
+    neighbours in the group (distinct-2), of pictures the standard deviation of their latents inside
+    it, at most 1 (our reading).
 
     of: the data source. share: drawn by weights. variance, diversity: weights in the score. decay:
     what is left of the weight of earlier answers at every new visit. threshold: a reward above it
-    is a success; null: the reward itself, in [0, 1], is how much of a success it is.
+    is a success; null: the reward itself, in [0, 1], is how much of a success it is. refresh:
+    iterations from one scoring of all prompts to the next, the first after the first iteration; 0:
+    none. rollouts: of each prompt then.
     """
 
     train: Chosen
@@ -165,6 +203,8 @@ class Vas:
         diversity: Annotated[float, Ge(0)] = 0.2,
         decay: Portion = 0.5,
         threshold: float | None = 0.5,
+        refresh: Natural = 0,
+        rollouts: Count = 8,
     ):
         if not variance + diversity:
             raise UserError("vas: variance and diversity are both 0; give one a weight above 0")
@@ -173,6 +213,8 @@ class Vas:
         self.diversity = diversity
         self.decay = decay
         self.threshold = threshold
+        self.refresh = refresh
+        self.rollouts = rollouts
         self.wants_diversity = diversity > 0
         self.train = Chosen(with_entries(of.train), self)
         self.held_out = list(of.held_out)
@@ -182,6 +224,9 @@ class Vas:
 
     def rewards(self, rewards: Sequence[float]) -> tuple[float, ...]:
         return successes(rewards, self.threshold)
+
+    def rescoring(self, iteration: int) -> int:
+        return self.rollouts if self.refresh and iteration % self.refresh == 0 else 0
 
     def choose(self, data: Chosen, count: int, iteration: int, seed: int) -> list[Prompt]:
         weighted = int(self.share * count + 0.5)
@@ -202,23 +247,59 @@ class Vas:
         return self.variance * record.mean * (1 - record.mean) + self.diversity * record.diversity
 
 
+class Valued(Chosen):
+    """Draws by a value model that learns from every iteration; its weights are in checkpoints."""
+
+    def __init__(self, inner: Sequence[Prompt], rule: Pcl):
+        super().__init__(inner, rule)
+        self.pcl = rule
+        self.model = ValueModel(rule.ridge, rule.target)
+        self.by_entry = {prompt["entry"]: prompt for prompt in inner}
+
+    def over(self, prompts: Sequence[Prompt]) -> Valued:
+        return Valued(over(self.inner, prompts), self.pcl)
+
+    def learn(self, outcomes: Sequence[Outcome]) -> None:
+        super().learn(outcomes)
+        scored = [o for o in outcomes if o.rewards and o.entry in self.by_entry]
+        if self.pcl.uses != "mean" and scored:
+            features = self.pcl.features([self.by_entry[outcome.entry] for outcome in scored])
+            self.model.learn(features, np.array([fmean(o.rewards) for o in scored]))
+
+    def predicted(self, prompts: Sequence[Prompt]) -> list[float]:
+        """Predict the rewards of prompts."""
+        values: list[float] = self.model.predict(self.pcl.features(prompts)).tolist()
+        return values
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"model": self.model.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.model.load_state_dict(state.get("model", {}))
+
+
 @DATA.register("pcl")
-class Pcl:
+class Pcl(Fading):
     """Draw the candidates whose predicted reward is nearest to a target: Prompt Curriculum (PCL).
 
     Gao et al. 2025, Prompt Curriculum Learning: of ``candidates`` times as many prompts as are
     asked, those with the smallest |V - target| are, without sampling answers of the others. V is
-    the mean of the prompt's own rewards so far, drawn to the mean of all prompts as by ``prior``
-    answers (our reading: the paper trains a value network for it).
+    by ``value``: ``model``, a value model of the prompt that learns beside the policy from the mean
+    reward of every group, by squared error, as in the paper, but linear in features of the prompt
+    where the paper trains a network of the policy's size (our reading: no second model to hold);
+    ``mean``, the mean of the prompt's own rewards so far, drawn to the mean of all prompts as by
+    ``prior`` answers; ``both``, that mean drawn to what the model predicts.
 
     of: the data source. target: reward, 0.5 of prompts that are right half of the time. candidates:
     of every prompt that is asked. prior: number of answers. decay, drift: what is left of the
-    weight of earlier answers at every visit, and at every iteration without one.
+    weight of earlier answers at every visit, and at every iteration without one. value: mean, model
+    or both. embeddings: the model's features, a .npy file with a row for every prompt; null: hashed
+    words of its text. ridge: how much the model stays as it is in an iteration, against one prompt
+    of length 1.
     """
 
     train: Chosen
-    held_out: list[Prompt]
-    wants_diversity = False
 
     def __init__(
         self,
@@ -228,31 +309,46 @@ class Pcl:
         prior: Annotated[float, Gt(0)] = 1.0,
         decay: Portion = 0.5,
         drift: Portion = 0.99,
+        value: Literal["mean", "model", "both"] = "mean",
+        embeddings: Path | None = None,
+        ridge: Annotated[float, Gt(0)] = 1.0,
     ):
+        super().__init__(of, decay, drift)
+        if embeddings is not None and value == "mean":
+            raise UserError("pcl: embeddings are of the value model; set value to model or both")
         self.target = target
         self.multiple = candidates
         self.prior = prior
-        self.decay = decay
-        self.drift = drift
-        self.train = Chosen(with_entries(of.train), self)
-        self.held_out = list(of.held_out)
+        self.uses = value
+        self.embeddings = embeddings
+        self.ridge = ridge
+        inner = with_entries(of.train)
+        self.size = len(inner)
+        if embeddings is not None:
+            self.features(inner[:1])  # a file that does not fit is refused now
+        self.train = Valued(inner, self)
 
-    def statistics(self) -> PromptStatistics:
-        return PromptStatistics(self.decay, drift=self.drift)
+    def features(self, prompts: Sequence[Prompt]) -> Array:
+        return features_of(prompts, self.embeddings, self.size, "pcl")
 
     def rewards(self, rewards: Sequence[float]) -> tuple[float, ...]:
         return tuple(rewards)
 
     def choose(self, data: Chosen, count: int, iteration: int, seed: int) -> list[Prompt]:
+        assert isinstance(data, Valued)
         prompts = data.candidates(int(self.multiple * count), iteration, seed)
         means = [record.mean for record in data.statistics.records.values()]
         usual = fmean(means) if means else self.target
-        gaps = [abs(self.value(data, prompt["entry"], usual) - self.target) for prompt in prompts]
+        expected = [usual] * len(prompts) if self.uses == "mean" else data.predicted(prompts)
+        gaps = [
+            abs(self.value(data, prompt["entry"], prediction) - self.target)
+            for prompt, prediction in zip(prompts, expected, strict=True)
+        ]
         return best(prompts, [-gap for gap in gaps], count)
 
     def value(self, data: Chosen, entry: int, usual: float) -> float:
-        """Predict the reward of a prompt; ``usual`` is the mean of all."""
-        weight = data.statistics.weight(entry)
+        """Predict the reward of a prompt; ``usual`` is what is expected before its own answers."""
+        weight = 0.0 if self.uses == "model" else data.statistics.weight(entry)
         return (weight * data.statistics[entry].mean + self.prior * usual) / (weight + self.prior)
 
 
@@ -295,7 +391,7 @@ class Categories(Chosen):
 
 
 @DATA.register("sec")
-class Sec:
+class Sec(Unrenewed):
     """Draw prompts of the categories that teach most, a bandit's arms: Self-Evolving Curriculum.
 
     Chen et al. 2025: an arm is worth Q; after every iteration Q += rate (mean |A| - Q) of the arms

@@ -66,6 +66,15 @@ class PromptStatistics:
                 self._visit(record, outcome.rewards)
         self.iteration += 1
 
+    def renew(self, outcomes: Iterable[Outcome]) -> None:
+        """Replace the records of prompts by what new answers to them earned."""
+        for outcome in outcomes:
+            if outcome.rewards:
+                earlier = self.records.get(outcome.entry) or PromptRecord()
+                record = PromptRecord(visits=earlier.visits, diversity=earlier.diversity)
+                self._visit(record, outcome.rewards)
+                self.records[outcome.entry] = record
+
     def _visit(self, record: PromptRecord, rewards: Sequence[float]) -> None:
         before = record.samples * self.decay * self._left(record)
         record.samples = before + len(rewards)

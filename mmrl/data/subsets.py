@@ -23,8 +23,9 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import DATA
 from mmrl.core.types import Prompt
 from mmrl.data.curriculum import Around, Share, Source, over, with_entries
+from mmrl.data.features import features_of
 from mmrl.data.prompts import Outcome, decoded
-from mmrl.data.selection import Chosen, Portion, best
+from mmrl.data.selection import Chosen, Portion, Unrenewed, best
 from mmrl.data.statistics import PromptStatistics
 from samplers.noise import Rng
 
@@ -99,16 +100,25 @@ def read_curves(path: Path, prompts: Sequence[Prompt]) -> dict[int, list[list[fl
     """Read the rewards of every visit of every prompt, in the order of iterations. Raises UserError
     if the file is of other prompts."""
     texts = {prompt["entry"]: str(prompt.get("text", ""))[:LETTERS] for prompt in prompts}
+    named: dict[str, list[int]] = {}
+    for prompt in prompts:
+        named.setdefault(str(prompt.get("text", "")), []).append(prompt["entry"])
     visits: dict[int, dict[int, list[float]]] = {}
     for number, line in enumerate(decoded(path).splitlines(), start=1):
         try:
             record = json.loads(line)
+            if "entry" not in record and "reward" in record:  # of scripts/reference_rewards.py
+                value = record["reward"]
+                rewards = [float(x) for x in (value if isinstance(value, list) else [value])]
+                for place in named.get(str(record["text"]), []):
+                    visits.setdefault(place, {}).setdefault(0, []).extend(rewards)
+                continue
             entry, iteration = int(record["entry"]), int(record["iteration"])
             rewards = [float(reward) for reward in record["rewards"]]
             text = record["text"]
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(
-                f"{path}:{number}: not a line that `recorded` wrote: {error}"
+                f"{path}:{number}: not a line that `recorded` wrote, or reference_rewards: {error}"
             ) from error
         if texts.get(entry) != text:
             raise UserError(
@@ -194,8 +204,9 @@ class ByVariance:
     times, and those stay whose rewards have an informative spread, neither always right nor always
     wrong. The standard deviation (population) is of all rewards of the file (our reading).
 
-    of: the data source. path: what a run with ``recorded`` wrote. least: standard deviation; share:
-    of those that have it, the ones with the largest.
+    of: the data source. path: what a run with ``recorded`` wrote, or
+    ``scripts/reference_rewards.py`` of the reference's rollouts, from which PVPO takes its baseline
+    too. least: standard deviation; share: of those that have it, the ones with the largest.
     """
 
     train: Sequence[Prompt]
@@ -213,7 +224,7 @@ class ByVariance:
 
 
 @DATA.register("depo")
-class Depo:
+class Depo(Unrenewed):
     """Keep diverse prompts of middle difficulty, ask those that still explore: DEPO.
 
     Tang et al. 2025. Before training: prompts are nodes of a graph of similarities, weighted by
@@ -256,7 +267,7 @@ class Depo:
         if path is not None:
             curves = recorded_of(inner, path, "depo")
             prompts = [prompt for prompt in inner if prompt["entry"] in curves]
-            features = features_of(prompts, embeddings, len(inner))
+            features = features_of(prompts, embeddings, len(inner), "depo")
             count = max(1, int(diverse * len(prompts) + 0.5))
             rows = spread_out(features, pagerank(features, damping), count)
             middle = {
@@ -289,25 +300,6 @@ class Depo:
             for record in (records[prompt["entry"]] for prompt in fresh)
         ]
         return [*best(fresh, scores, count - again), *replayed]
-
-
-def features_of(prompts: Sequence[Prompt], path: Path | None, size: int) -> Array:
-    """Return a row of length 1 for every prompt: of the file, or its hashed words, [n, D]."""
-    if path is None:
-        from sklearn.feature_extraction.text import HashingVectorizer
-
-        hashing = HashingVectorizer(n_features=1024, alternate_sign=False)
-        words: Array = hashing.transform([str(p.get("text", "")) for p in prompts]).toarray()
-        return words
-    rows: Array = np.load(path, allow_pickle=False).astype(np.float64)
-    if rows.ndim != 2 or len(rows) != size:
-        raise UserError(
-            f"depo.embeddings: {path} has the shape {list(rows.shape)}; it needs a row for each of "
-            f"the {size} prompts"
-        )
-    rows = rows[[prompt["entry"] for prompt in prompts]]
-    scaled: Array = rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12)
-    return scaled
 
 
 def pagerank(features: Array, damping: float) -> Array:

@@ -28,6 +28,8 @@ from mmrl.objectives.group_regression import OPMD as OPMD
 from mmrl.objectives.group_regression import ALoL as ALoL
 from mmrl.objectives.group_regression import RegGRPO as RegGRPO
 from mmrl.objectives.grpo_guard import Guard as Guard
+from mmrl.objectives.hapo import HAPO as HAPO
+from mmrl.objectives.laser import LaSeR as LaSeR
 from mmrl.objectives.masked import Masked as Masked
 from mmrl.objectives.policy_gradient import PolicyGradient as PolicyGradient
 from mmrl.objectives.preference import D3PO as D3PO

@@ -99,6 +99,11 @@ class Objective(ABC):
         snapshots need be saved. Called twice for one iteration it does nothing more.
         """
 
+    def restarts(self, iteration: int) -> bool:
+        """Tell whether the optimizer forgets its state before the steps of iteration
+        ``iteration``, as its target has moved."""
+        return False
+
     def shaped(self, policy: Policy, rollout: Rollout, rewards: Rewards) -> Rewards:
         """Return the rewards as they are compared, such as less the KL of every sample.
 

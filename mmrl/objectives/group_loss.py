@@ -198,6 +198,9 @@ class GroupLoss(Objective):
     def revisit(self, weights: Weights, iteration: int, rng: Rng) -> None:
         self.reference.follow(weights, iteration)
 
+    def restarts(self, iteration: int) -> bool:
+        return self.reference.restarts(iteration)
+
     def state_dict(self) -> dict[str, Any]:
         return self.reference.state_dict()
 

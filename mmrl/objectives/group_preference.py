@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import torch
@@ -114,8 +115,9 @@ class DPO(_Pairwise):
     Rafailov et al. 2023, on pairs of the group, whose log-ratios are sums over tokens, revealed
     tokens or steps of the path (for a flow, D3PO has one comparison a step instead, diffusion_dpo
     one a denoising error). With ``sft`` it is RPO (Liu et al. 2024); with an anchor that follows
-    the policy, ``anchor: {every: 1, decay: 0.99}``, TR-DPO (Gorbatovski et al. 2024). An answer
-    from a file joins its group by ``train.ground_truth_rollout``.
+    the policy, ``anchor: {every: 1, decay: 0.99}``, TR-DPO (Gorbatovski et al. 2024). Pairs of a
+    file, with their rewards, join by ``train.demonstrations: {number: 2, apart: true}``; with
+    ``train.group_size: 1`` they are all that is compared.
     """
 
     def __init__(self, beta: Positive = 0.1, anchor: AnchorName | Refresh = "ref", **options: Any):
@@ -131,15 +133,45 @@ class IPO(_Pairwise):
     """Hold the margin of a pair at 1 / (2 tau): (R_w - R_l - 1 / (2 tau))^2 (IPO).
 
     Azar et al. 2023, "A general theoretical paradigm to understand learning from human
-    preferences", eq. 17. ``average`` takes means over decisions, as TRL does.
+    preferences", eq. 17, whose preference is 0 or 1. ``average`` takes means over decisions, as TRL
+    does. psi: the paper's Psi where preferences are probabilities: p(i > j) = sigmoid((A_i - A_j) /
+    temperature), over the samples of the group; the margin is then (f_i - f_j) / tau, f_i the mean
+    of Psi(p(i > j)) over j (eq. 7). identity: IPO's own; logit: Psi = log p / (1 - p), the
+    regularised reward of RLHF and DPO; sampled: eq. 17. With rewards that only rank the limit of
+    identity is eq. 17.
     """
 
-    def __init__(self, tau: Positive = 0.1, anchor: AnchorName | Refresh = "ref", **options: Any):
+    def __init__(
+        self,
+        tau: Positive = 0.1,
+        psi: Literal["sampled", "identity", "logit"] = "sampled",
+        temperature: Positive = 1.0,
+        anchor: AnchorName | Refresh = "ref",
+        **options: Any,
+    ):
         super().__init__(anchor=anchor, **options)
         self.tau = tau
+        self.psi = psi
+        self.temperature = temperature
+
+    def of_group(self, samples: Samples) -> Tensor:
+        if self.psi != "sampled":
+            samples = replace(samples, advantage=self._standing(samples))
+        return super().of_group(samples)
 
     def of_pair(self, better: Tensor, worse: Tensor, gap: Tensor) -> Tensor:
-        return (better - worse - 1 / (2 * self.tau)).square()
+        margin = 1 / (2 * self.tau) if self.psi == "sampled" else gap / self.tau
+        return (better - worse - margin).square()
+
+    def _standing(self, samples: Samples) -> Tensor:
+        """Return [R]: the mean of Psi(p(i > j)) over the samples j of i's group, itself
+        included."""
+        index = samples.groups.index
+        logit = (samples.advantage[:, None] - samples.advantage) / self.temperature
+        value = logit if self.psi == "logit" else logit.sigmoid()
+        members = (index[:, None] == index).to(value)
+        mean: Tensor = (value * members).sum(1) / members.sum(1)
+        return mean
 
 
 @OBJECTIVES.register("copg")

@@ -42,16 +42,31 @@ class GVPO(GroupLoss):
 class RegGRPO(GroupLoss):
     """Predict the advantage by the sample's log-ratio R: (A_i - beta (R_i - mean R))^2 (Reg-GRPO).
 
-    Park et al. 2025, DeepVideo-R1. No clip, no minimum. ``beta`` stands where the log-ratios' own
-    std could: that is 0 on the first step.
+    Park et al. 2025, DeepVideo-R1. No clip, no minimum. own_std: R counts in units of its own std
+    (population) in the group, as the advantage does of the rewards (the paper), in place of 1 /
+    ``beta``; of at least ``least_std``, since it is 0 on the first step (our reading).
     """
 
-    def __init__(self, beta: Positive = 1.0, **options: Any):
+    def __init__(
+        self,
+        beta: Positive = 1.0,
+        own_std: bool = False,
+        least_std: Positive = 0.1,
+        **options: Any,
+    ):
         super().__init__(**options)
         self.beta = beta
+        self.own_std = own_std
+        self.least_std = least_std
 
     def of_group(self, samples: Samples) -> Tensor:
-        return (samples.advantage - self.beta * samples.groups.centred(samples.ratio)).square()
+        groups = samples.groups
+        predicted = self.beta * groups.centred(samples.ratio)
+        if self.own_std:
+            centred = groups.centred(samples.ratio)
+            variance = groups.sum(centred.square()) / groups.size(centred)
+            predicted = centred / variance.clamp_min(self.least_std**2).sqrt()
+        return (samples.advantage - predicted).square()
 
 
 @OBJECTIVES.register("opmd")

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import torch
-from annotated_types import Ge, Gt, Lt
+from annotated_types import Ge, Gt, Le, Lt
 from torch import Tensor
 
 from mmrl.config.options import Count
+from mmrl.core.distributed import all_sum
 from mmrl.core.distributions import TINY, Dist, Gaussian
 from mmrl.core.errors import UserError
 from mmrl.core.weights import Weights
@@ -31,10 +32,18 @@ STEP = 0.2  # the largest relative error of a KL that its controller follows (Zi
 class Refresh:
     """Let the reference follow the policy: before every ``every``-th iteration it becomes decay
     times itself and 1 - decay times the live weights (TR-DPO, Gorbatovski et al. 2024: a moving
-    average). decay 0 copies them: ProRL's resets (Liu et al. 2025), hard TR-DPO."""
+    average). decay 0 copies them: ProRL's resets (Liu et al. 2025), hard TR-DPO. at: once, before
+    this iteration, in place of every: ReMix's policy reincarnation (Liang et al. 2025). optimizer:
+    its state is forgotten whenever the reference moves, as in ProRL."""
 
     every: Count = 1
     decay: Annotated[float, Ge(0), Lt(1)] = 0.0
+    at: Count | None = None
+    optimizer: bool = False
+
+    def due(self, iteration: int) -> bool:
+        """Tell whether the reference moves before an iteration."""
+        return iteration % self.every == 0 if self.at is None else iteration == self.at
 
 
 @dataclass(frozen=True)
@@ -48,13 +57,17 @@ class KL:
     step length, as Flow-GRPO publishes it; null: exact for steps, k3 for tokens. corrected: times
     the ratio to the sampling policy, which makes the gradient of k3 unbiased. bounded: verl's
     bounds on u (20) and k3 (10). where: "loss", or "reward": k1 of the sampled sequence is taken
-    off its reward (RLOO, REINFORCE++), and the form is k1.
+    off its reward (RLOO, REINFORCE++), and the form is k1; with divergence: chi2 it is that of
+    whole samples.
 
     divergence: "reverse" is KL(policy || reference). "forward" is KL(reference || policy) (RAPO),
-    "chi2" E_ref[(p / ref)^2] - 1 (Laidlaw et al. 2025, there of occupancies, here of every
-    decision) and "renyi" that of order ``order``; they take the form exact or null. Of tokens,
-    forward and chi2 have an estimator with the true gradient, -(e^u - 1) and 2 (e^-u - 1) times
-    that of log p. The chi2 and Renyi of steps are of the mean over dimensions, as the KL is.
+    "chi2" E_ref[(p / ref)^2] - 1, of every decision, or with where: reward of whole samples, whose
+    occupancy it is (Laidlaw et al. 2025, "Correlated proxies"): 2 (p / ref - 1) is taken off a
+    sample's reward, which has the gradient of the chi^2, or with ``root`` of its square root (the
+    paper), over the mean of all samples of the iteration, at least 1e-4. "renyi" is that of order
+    ``order``. They take the form exact or null. Of tokens, forward and chi2 have an estimator with
+    the true gradient, -(e^u - 1) and 2 (e^-u - 1) times that of log p. The chi2 and Renyi of steps
+    are of the mean over dimensions, as the KL is.
     reweigh: the reference of a forward KL counts as ref e^(A / reweigh) at every decision (RAPO's
     reweighted reference, our reading).
 
@@ -64,7 +77,9 @@ class KL:
     iteration the weight is multiplied by 1 + rate clip(KL / target - 1, -0.2, 0.2) (Ziegler et al.
     2019). refresh: the reference follows the policy. uncertainty: name of a reward, say a variance
     over an ensemble's members, by which each sample's KL in the reward is multiplied
-    (uncertainty-aware RLHF, Banerjee and Gopalan 2024).
+    (uncertainty-aware RLHF, Banerjee and Gopalan 2024). previous: share of the weight that holds
+    the policy to what it was before the update of the iteration, in place of the reference: the
+    KL-convex constraint of ReMix (Liang et al. 2025), (1 - previous) KL(ref) + previous KL(old).
     """
 
     weight: Annotated[float, Ge(0)] = 0.0
@@ -77,11 +92,13 @@ class KL:
     schedule: Literal["line", "cosine"] = "line"
     divergence: Divergence = "reverse"
     order: Positive = 2.0
+    root: bool = False
     reweigh: Positive | None = None
     target: Positive | None = None
     rate: Positive = 0.1
     refresh: Refresh | None = None
     uncertainty: str | None = None
+    previous: Annotated[float, Ge(0), Le(1)] = 0.0
 
     def __post_init__(self) -> None:
         if self.weight < 0:
@@ -92,8 +109,12 @@ class KL:
                 f"the form {self.form} estimates the reverse KL: leave it out",
             ),
             (
-                self.divergence != "reverse" and self.where == "reward",
-                "what is taken off the reward is the reverse KL: set where: loss",
+                self.divergence not in ("reverse", "chi2") and self.where == "reward",
+                "what is taken off the reward is the reverse KL or the chi2: set where: loss",
+            ),
+            (
+                self.root and (self.divergence, self.where) != ("chi2", "reward"),
+                "root is of the chi2 of whole samples: set divergence: chi2 and where: reward",
             ),
             (self.divergence == "renyi" and self.order == 1, "order 1 is divergence: reverse"),
             (
@@ -103,6 +124,10 @@ class KL:
             (
                 self.uncertainty is not None and self.where != "reward",
                 "uncertainty weighs the KL of a sample in its reward: set where: reward",
+            ),
+            (
+                self.previous > 0 and self.where == "reward",
+                "before the update the policy is still what it was: set where: loss",
             ),
             (
                 self.target is not None and not self.weight,
@@ -120,6 +145,19 @@ class KL:
         if self.schedule == "cosine":
             share = (1 - math.cos(math.pi * share)) / 2
         return self.start + (self.weight - self.start) * share
+
+    def penalty(self, log_ratio: Tensor) -> tuple[Tensor, float]:
+        """Return what samples with these log p / ref [B] lose for each unit of weight, by whose
+        mean the divergence is measured, and the factor on it that gives its gradient."""
+        if self.divergence == "reverse":
+            return log_ratio, 1.0
+        chi2 = torch.expm1(log_ratio.clamp(-FAR, FAR))
+        if not self.root:
+            return chi2, 2.0
+        total, count = all_sum(
+            torch.stack([chi2.sum(), chi2.new_tensor(float(len(chi2)))])
+        ).tolist()
+        return chi2, 1 / math.sqrt(max(total / max(count, 1), 1e-4))
 
     def whole(self) -> bool:
         """Tell whether it needs another closed form over the vocabulary than the reverse KL."""
@@ -240,10 +278,16 @@ class Reference:
 
     def follow(self, weights: Weights, iteration: int) -> None:
         """Move before an iteration, if it is due; called again for it, do nothing."""
-        due = self.refresh is not None and iteration % self.refresh.every == 0
-        if due and self.refresh is not None and iteration > self.refreshed:
-            weights.track(self.name, self.refresh.decay)
+        refresh = self.refresh
+        if refresh is not None and refresh.due(iteration) and iteration > self.refreshed:
+            weights.track(self.name, refresh.decay)
             self.refreshed = iteration
+
+    def restarts(self, iteration: int) -> bool:
+        """Tell whether the optimizer forgets what it knows in this iteration, as the reference
+        moves before it."""
+        moved = iteration > 0 and self.refreshed == iteration
+        return moved and self.refresh is not None and self.refresh.optimizer
 
     def state_dict(self) -> dict[str, Any]:
         return {"refreshed": self.refreshed}
@@ -314,6 +358,9 @@ class Regularised(Objective):
     def revisit(self, weights: Weights, iteration: int, rng: Rng) -> None:
         if self.term.name in self.snapshots:
             self.term.reference.follow(weights, iteration)
+
+    def restarts(self, iteration: int) -> bool:
+        return self.term.reference.restarts(iteration)
 
     def adapt(self, iteration: int, metrics: dict[str, float]) -> None:
         self.term.adapt(iteration, metrics)

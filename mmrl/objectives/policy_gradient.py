@@ -3,6 +3,7 @@ entropy bonus, corrections, and a choice of decisions."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +14,7 @@ from annotated_types import Ge, Gt, Le
 from torch import Tensor
 
 from mmrl.config.options import capabilities_of, unsuited
-from mmrl.core.distributed import all_gather_rows
+from mmrl.core.distributed import all_gather_rows, all_sum, largest
 from mmrl.core.distributions import Dist, Gaussian
 from mmrl.core.errors import UserError
 from mmrl.core.metrics import observe
@@ -32,9 +33,9 @@ Share = Annotated[float, Gt(0), Le(1)]
 # options that say nothing about the other kind of decisions, and what to do instead
 OF_TOKENS = {
     "entropy": "the noise of a step is not trained, nor is its entropy: leave it out",
-    "importance_sampling": "flow and diffusion models sample by themselves: leave it out",
     "off_policy": "it compares answers of models that write tokens: use clip_range",
     "top_entropy": "the entropy of a step is that of its noise: use timestep_fraction",
+    "sft": "the steps that lead to somebody else's picture are not known: leave it out",
 }
 OF_STEPS = {
     "timestep_fraction": "tokens have no time: use top_entropy",
@@ -64,6 +65,41 @@ class Entropy:
     high: Positive = 1.0
 
 
+@dataclass(frozen=True)
+class Supervision:
+    """Adds the supervised loss of answers that somebody else wrote: (1 - mu) L_RL + mu L_SFT, each
+    a mean over its own decisions (with ``train.loss_agg_mode: token_mean``).
+
+    Zhang et al. 2025, "On-policy RL meets off-policy experts: Harmonizing supervised fine-tuning
+    and reinforcement learning via dynamic weighting" (CHORD). mu rises in ``warmup`` iterations
+    from 0 to ``peak`` and falls in ``decay`` on a half cosine to ``valley`` (the paper counts
+    steps). phi: every token's loss is weighed by p (1 - p), p the policy's own probability of it,
+    without its gradient (CHORD-phi, with mu constant: valley as peak).
+    """
+
+    peak: Annotated[float, Ge(0), Le(1)] = 0.9
+    valley: Annotated[float, Ge(0), Le(1)] = 0.05
+    warmup: Annotated[int, Ge(0)] = 0
+    decay: Annotated[int, Ge(0)] = 200
+    phi: bool = False
+
+    def mu(self, iteration: int) -> float:
+        """Return the weight of the supervised loss in an iteration, counted from 0."""
+        if iteration < self.warmup:
+            return self.peak * iteration / self.warmup
+        if iteration >= self.warmup + self.decay:
+            return self.valley
+        share = (iteration - self.warmup) / self.decay
+        return self.valley + (self.peak - self.valley) * (1 + math.cos(math.pi * share)) / 2
+
+    def loss(self, logp: Tensor) -> Tensor:
+        """Return [B, L]: -log p, or with ``phi`` weighed."""
+        if not self.phi:
+            return -logp
+        p = logp.detach().exp()
+        return -p * (1 - p) * logp
+
+
 @dataclass(frozen=True, kw_only=True)
 class TokenWeights(Fields):
     """Holds how much every token's policy gradient counts."""
@@ -80,11 +116,13 @@ class PolicyGradient(Regularised):
     |A|. kl: weight of the KL to the reference, or all its choices. behavior_policy: the weights
     that sample.
 
-    Of tokens: entropy: weight of a bonus, or all its choices. importance_sampling: correction for
-    another engine that sampled. off_policy: answers with A < 0 leave the loss when their tokens
-    have become this much less likely on average, in nats. top_entropy: only this share of the
-    step's tokens, those of highest entropy, has a policy gradient (Wang et al. 2025, "Beyond the
-    80/20 rule").
+    sft: the supervised loss of answers that others wrote, ``train.demonstrations`` (CHORD).
+    importance_sampling: correction for another engine, or for older weights, that sampled.
+
+    Of tokens: entropy: weight of a bonus, or all its choices. off_policy: answers with A < 0 leave
+    the loss when their tokens have become this much less likely on average, in nats. top_entropy:
+    only this share of the step's tokens, those of highest entropy, has a policy gradient (Wang et
+    al. 2025, "Beyond the 80/20 rule").
 
     Of steps of flow and diffusion models: timestep_fraction, timestep_selection: how much of every
     row's decisions is trained on, and which. timestep_weighting: "noise" multiplies the loss of a
@@ -112,7 +150,9 @@ class PolicyGradient(Regularised):
         timestep_selection: Literal["first", "random"] = "first",
         timestep_weighting: Literal["even", "noise"] = "even",
         behavior_policy: str = "live",
+        sft: Supervision | None = None,
     ):
+        self.sft = sft
         self.surrogate = surrogate if clip_range is None else clipped(surrogate, clip_range)
         self.clip_bounds = bounds_of(self.surrogate)
         self.clip_range = clip_range
@@ -131,6 +171,8 @@ class PolicyGradient(Regularised):
         self.bonus = self.entropy.weight if self.entropy.target is None else 0.0
         self.controlled = self.entropy.weight  # what the controller has arrived at
         self.snapshots = (self.term.name,) if self.term.active else ()
+        if self.term.active and self.kl.previous:
+            self.snapshots = (self.term.name, "old")
         self.single_paths = sees_whole_rows(surrogate)
         bound = 1.0 if advantage_clip is None else advantage_clip
         positive("policy gradient", advantage_clip=bound)
@@ -143,6 +185,7 @@ class PolicyGradient(Regularised):
             "importance_sampling": self.importance_sampling is not None,
             "off_policy": self.off_policy is not None,
             "top_entropy": self.top_entropy < 1,
+            "sft": self.sft is not None,
             "timestep_fraction": self.timestep_fraction < 1,
             "timestep_selection": self.timestep_selection != "first",
             "timestep_weighting": self.timestep_weighting != "even",
@@ -160,6 +203,8 @@ class PolicyGradient(Regularised):
                 f"the divergence {self.kl.divergence} is not exact over tokens that are scored "
                 "one by one; use forward or chi2 without a form, or reverse",
             )
+        if self.sft is not None and (self._in_parts(policy) or self.top_entropy < 1):
+            yield "sft", "it needs a loss of single decisions: choose ppo without top_entropy"
         if self._in_parts(policy) and self.couples(policy) != "rows":
             yield "surrogate", f"it {WHOLE}"
 
@@ -182,7 +227,10 @@ class PolicyGradient(Regularised):
             yield point
 
     def loss(self, policy: Policy, point: Point) -> Tensor:
-        dist = policy.dist(point)
+        return self.loss_at(policy, point, policy.dist(point))
+
+    def loss_at(self, policy: Policy, point: Point, dist: Dist) -> Tensor:
+        """Compute the loss [B, L] of the decisions at a point from their distributions."""
         logp, recorded = self._log_probs(policy, point, dist)
         old = point.old(logp, recorded)
         # the gate looks at what rounding makes of it
@@ -190,6 +238,8 @@ class PolicyGradient(Regularised):
         loss = self.policy_loss(logp, old, point)
         weight = self._weight(point, dist, logp)
         loss = loss if weight is None else loss * weight
+        if self.sft is not None:
+            loss = self._supervised(self.sft, loss, logp, point)
         if self.term.active and self.kl.where == "loss":
             loss = loss + self.term.weight() * self._kl(policy, point, dist, logp, old)
         if isinstance(dist, Gaussian):
@@ -217,6 +267,8 @@ class PolicyGradient(Regularised):
     def couples(self, policy: Policy) -> Literal["", "rows", "groups"]:
         if self.top_entropy < 1:
             return "groups"
+        if self.sft is not None:
+            return "rows"
         return "rows" if self._in_parts(policy) else ""
 
     def _in_parts(self, policy: Any) -> bool:
@@ -229,6 +281,8 @@ class PolicyGradient(Regularised):
     def measure(self, policy: Policy, point: Point) -> Tensor:
         """Return [B, L]: entropies; or [B, 3 L] log-probs, old ones, and weights in the mean of the
         loss."""
+        if self.sft is not None:
+            return torch.zeros_like(point.recorded[:, :1])
         dist = policy.dist(point)
         if self.top_entropy < 1:
             return torch.where(point.mask, dist.entropy(), 0.0)
@@ -241,6 +295,8 @@ class PolicyGradient(Regularised):
     def couple(self, point: Point, measured: Tensor) -> Point:
         if self.top_entropy < 1:
             return self._of_high_entropy(point, measured)
+        if self.sft is not None:
+            return self._with_shares(point)
         logp, old, weight = measured.chunk(3, 1)
         advantage = self._advantage(point).expand_as(logp)
         rows = RowTable(point.row_id)
@@ -264,6 +320,27 @@ class PolicyGradient(Regularised):
         chosen = measured >= torch.lerp(below, above, rank % 1)
         return point.replace(coupling=TokenWeights(weight=chosen.to(measured)))
 
+    def _with_shares(self, point: Point) -> Point:
+        """Say how much a decision counts, so that the supervised loss and the other are means over
+        their own decisions, those of all processes."""
+        expert = _expert(point)[:, None]
+        counts = torch.stack([(point.mask & ~expert).sum(), (point.mask & expert).sum()])
+        counts = all_sum(counts).to(point.recorded)
+        scale = counts.sum() / counts.clamp_min(1)
+        weight = torch.where(expert, scale[1], scale[0]).expand_as(point.mask)
+        return point.replace(coupling=TokenWeights(weight=weight))
+
+    def _supervised(self, sft: Supervision, loss: Tensor, logp: Tensor, point: Point) -> Tensor:
+        """Return [B, L]: (1 - mu) of the policy loss, mu of the supervised one on answers of
+        others."""
+        mu = sft.mu(self.term.iteration)
+        expert = _expert(point)[:, None]
+        imitation = sft.loss(logp)
+        observe("sft/loss", imitation, point.mask & expert)
+        if isinstance(point.coupling, TokenWeights):
+            imitation = imitation * point.coupling.weight
+        return torch.where(expert, mu * imitation, (1 - mu) * loss)
+
     # The KL in the reward, and weights that change from one iteration to the next.
 
     @torch.no_grad()
@@ -272,12 +349,17 @@ class PolicyGradient(Regularised):
         if not self.term.active or self.kl.where != "reward":
             return rewards
         divergence = rollout.logprob.new_zeros(len(rollout))
+        rollout = rollout.replace(mask=rollout.path_mask())  # of a tree, of every whole sample
         size = policy.fixed_batch_rows or len(rollout)
-        for first in range(0, len(rollout), size):
-            for point in policy.path(rollout[first : first + size]):
+        count = largest(-(-len(rollout) // size), divergence.device)  # groups may have grown
+        for first in range(0, count * size, size):
+            rows = rollout[first : first + size] if first < len(rollout) else rollout[:size]
+            for point in policy.path(rows):
                 reference = frozen(policy, self.term.name, point)
                 gap = point.recorded - reference.log_prob(point.target)
-                divergence[first : first + size] += row_sum(gap, point.mask)[:, 0]
+                if first < len(rollout):
+                    divergence[first : first + size] += row_sum(gap, point.mask)[:, 0]
+        divergence, factor = self.kl.penalty(divergence)
         if self.kl.uncertainty is not None:
             if self.kl.uncertainty not in rewards:
                 raise UserError(
@@ -285,9 +367,8 @@ class PolicyGradient(Regularised):
                     f"are {', '.join(rewards)}"
                 )
             divergence = divergence * rewards[self.kl.uncertainty].to(divergence)
-        return Rewards(
-            {**rewards, "kl": divergence}, {**rewards.weights, "kl": -self.term.weight()}
-        )
+        weight = -factor * self.term.weight()
+        return Rewards({**rewards, "kl": divergence}, {**rewards.weights, "kl": weight})
 
     def adapt(self, iteration: int, metrics: dict[str, float]) -> None:
         """Adapt the weight of the KL and the entropy controller after an iteration."""
@@ -341,12 +422,12 @@ class PolicyGradient(Regularised):
         return weight
 
     def _kl(self, policy: Policy, point: Point, dist: Dist, logp: Tensor, old: Tensor) -> Tensor:
-        reference = frozen(policy, self.term.name, point)
-        ref = torch.where(point.mask, reference.log_prob(point.target), 0.0)
-        if self.kl.reweigh is not None:
-            ref = ref + torch.where(point.mask, self._advantage(point) / self.kl.reweigh, 0.0)
-        kl = torch.where(point.mask, self.kl.of(dist, reference, logp, ref), 0.0)
+        kl = self._far(policy, self.term.name, point, dist, logp)
         observe("kl", kl, point.sampled_mask())
+        if self.kl.previous:
+            gone = self._far(policy, "old", point, dist, logp)
+            observe("kl_old", gone, point.sampled_mask())
+            kl = torch.lerp(kl, gone, self.kl.previous)
         if self.kl.form == "flow_grpo":
             if not isinstance(point.step, Transition):
                 raise UserError("kl: the form flow_grpo is for flow models; use exact")
@@ -356,6 +437,14 @@ class PolicyGradient(Regularised):
         ratio = (logp - old).exp()
         # the gradient of the other estimators is whole already
         return kl * (ratio if self.kl.divergence == "reverse" else ratio.detach())
+
+    def _far(self, policy: Policy, name: str, point: Point, dist: Dist, logp: Tensor) -> Tensor:
+        """Return [B, L]: the divergence from a snapshot."""
+        reference = frozen(policy, name, point)
+        ref = torch.where(point.mask, reference.log_prob(point.target), 0.0)
+        if self.kl.reweigh is not None:
+            ref = ref + torch.where(point.mask, self._advantage(point) / self.kl.reweigh, 0.0)
+        return torch.where(point.mask, self.kl.of(dist, reference, logp, ref), 0.0)
 
     def _entropy(self, dist: Any, point: Point) -> Tensor:
         entropy = torch.where(point.mask, dist.entropy(), 0.0)
@@ -379,6 +468,12 @@ class PolicyGradient(Regularised):
         observe("clip_fraction", beyond, point.sampled_mask())
         observe("clip/high", stopped * (advantage > 0), point.sampled_mask())
         observe("clip/low", stopped * (advantage < 0), point.sampled_mask())
+
+
+def _expert(point: Point) -> Tensor:
+    """Tell which rows somebody else wrote, [B] bool."""
+    rows = point.provenance.is_ground_truth
+    return torch.zeros_like(point.row_id, dtype=torch.bool) if rows is None else rows
 
 
 class RowTable:

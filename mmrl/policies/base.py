@@ -7,7 +7,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,7 +19,7 @@ from mmrl.core import distributed
 from mmrl.core.distributions import Dist
 from mmrl.core.errors import UserError
 from mmrl.core.host import sent
-from mmrl.core.types import Copies, Media, Point, Prompt, Rollout, tree_map
+from mmrl.core.types import Copies, Fields, Media, Point, Prompt, Rollout, tree_map
 from mmrl.core.weights import Weights
 from mmrl.policies.answers import media_problem, opened
 from mmrl.policies.capabilities import Capabilities, Medium
@@ -32,6 +32,20 @@ Reads = Literal["path", "decisions", "sample"]
 LogprobGuidance = Literal["guided", "guided_stopgrad_uncond", "conditional"]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Drafts(Fields):
+    """Holds earlier answers, one to every row of a rollout, that it may begin with."""
+
+    ids: Tensor  # [B, T] long
+    mask: Tensor  # [B, T] bool: tokens of the answer; a row without any has no draft
+    logprob: Tensor  # [B, T] under the weights that sampled them
+    # [B, T, V] of all tokens, where rejected ones are to be replaced exactly
+    full: Tensor | None = None
+    lenience: Tensor  # [B] a token is kept with probability min(1, lenience p / q)
+    # what was kept: [B, 2] tokens that rows kept and had, of every rollout
+    accepted: list[Tensor] = field(default_factory=list)
+
+
 @dataclass(frozen=True)
 class RolloutContext:
     """Says what a rollout is for; the default is an ordinary iteration."""
@@ -41,6 +55,8 @@ class RolloutContext:
     reads: Reads = "path"
     # writes the ground truth to a prompt, which takes the place of one of its group
     ground_truth: Callable[[Prompt], str | None] | None = None
+    # earlier answers to so many samples of each prompt, to begin from; None: nothing is known
+    drafts: Callable[[Sequence[Prompt], Copies], Drafts | None] | None = None
 
 
 NO_CONTEXT = RolloutContext()
@@ -78,11 +94,13 @@ class Policy(ABC):
         lora: Lora | int | None = None,
         fixed_batch_rows: int | None = None,
         sampling_memory_gib: Annotated[float, Gt(0)] | None = None,
+        record_entropy: bool = False,
     ):
         """Take the network and add adapters to it. lora: rank or Lora; None trains all weights.
         fixed_batch_rows: rows of every forward pass; the trainer sets it to its micro-batch.
         sampling_memory_gib: GiB that a pass of sampling may allocate, which then chooses its own
-        chunks."""
+        chunks. record_entropy: record the entropy of the distribution that each decision is drawn
+        from, nats, for advantages that look at it."""
         net.requires_grad_(lora is None)
         if lora is not None:
             add_lora(net, Lora(lora) if isinstance(lora, int) else lora, self.attention)
@@ -95,6 +113,7 @@ class Policy(ABC):
         self.fixed_batch_rows = fixed_batch_rows
         # rows that fit the budget, measured once
         self.sampling_memory_gib = sampling_memory_gib
+        self.record_entropy = record_entropy
         self.fitting = 0
         self.news: list[str] = []
         self.weights = Weights(net)
@@ -311,7 +330,10 @@ class Policy(ABC):
     def recall(self, prompts: list[Prompt]) -> tuple[Any, list[Prompt]]:
         """Encode prompts again for answers of earlier iterations: their conditions, and the prompts
         as ``rollout`` returns them (replay)."""
-        raise self._cannot("cannot be shown old answers again")
+        encode = getattr(self, "encode", None)
+        if encode is None:
+            raise self._cannot("cannot be shown old answers again")
+        return encode(prompts), prompts
 
     def demonstrate(
         self, prompts: list[Prompt], answers: Sequence[Any], rng: Rng, *, score: bool = True

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from mmrl.core.distributions import Categorical
 from mmrl.core.weights import Weights
 from samplers.batching import chunks
 from samplers.warp import Warp
@@ -39,23 +40,33 @@ class Scorer(Protocol):
 
 
 def score(
-    hidden: Tensor, targets: Tensor, head: Head, warp: Warp, vocab: int, entropy: bool
+    hidden: Tensor,
+    targets: Tensor,
+    head: Head,
+    warp: Warp,
+    vocab: int,
+    entropy: bool,
+    place: Tensor | None = None,
 ) -> Scored:
     """Compute log-probs of ``targets`` [N] at ``hidden`` [N, H], at least float32, in chunks.
+    ``place`` [N]: of each in its answer, where the warp has a schedule.
 
     More than one chunk is recomputed in the backward pass, so that logits of one chunk only are
     ever kept: memory does not grow with the number of decisions times the vocabulary.
     """
     size = max(1, BYTES // (4 * vocab))
 
-    def score_chunk(h: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        return _scored(warp(head(h), keep=ids), ids, entropy)
+    places = place_of(hidden, place)
+
+    def score_chunk(h: Tensor, ids: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+        return _scored(warp(head(h), keep=ids, place=at), ids, entropy)
 
     if len(hidden) <= size:
-        scored = [score_chunk(hidden, targets)]
+        scored = [score_chunk(hidden, targets, places)]
     else:
         scored = [
-            _again(score_chunk, hidden[part], targets[part]) for part in chunks(len(hidden), size)
+            _again(score_chunk, hidden[part], targets[part], places[part])
+            for part in chunks(len(hidden), size)
         ]
     logprob, spread = (torch.cat(parts) for parts in zip(*scored, strict=True))
     return Scored(logprob, spread if entropy else None)
@@ -76,30 +87,84 @@ def certainty(logits: Tensor) -> Tensor:
     mean, less log V.
 
     Self-certainty (Kang et al. 2025, arXiv:2502.18581), before any temperature or truncation; 0 for
-    the uniform distribution.
+    the uniform distribution. Impossible tokens (-inf) are left out of both.
     """
     x = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return x.logsumexp(-1) - x.mean(-1) - math.log(x.shape[-1])
+    possible = ~x.isneginf()
+    count = possible.sum(-1)
+    return x.logsumexp(-1) - x.masked_fill(~possible, 0).sum(-1) / count - count.to(x.dtype).log()
 
 
-def full(hidden: Tensor, head: Head, warp: Warp, vocab: int) -> Tensor:
+def recorded(names: Sequence[str], logits: Tensor, warped: Tensor) -> Tensor:
+    """Measure each distribution that tokens are drawn from, [*, R], R = len(names): its "entropy"
+    after all warping, or the "self_certainty" of the model's own logits [*, V]."""
+    values = {
+        "entropy": lambda: Categorical(warped).entropy(),
+        "self_certainty": lambda: certainty(logits),
+    }
+    if not names:
+        return warped.new_zeros(*warped.shape[:-1], 0)
+    return torch.stack([values[name]() for name in names], -1)
+
+
+def group_divergence(
+    logits: Callable[[slice], Tensor], where: Tensor, vocab: int, warp: Warp | None = None
+) -> Tensor:
+    """Compute the mean over a group's G rows of KL(p_i || mean of the p_j) at each of L places,
+    [L], nats.
+
+    ``logits`` makes those [G, n, V] of a slice of places; a row is uniform where ``where`` [G, L]
+    is False (it has ended).
+    """
+    spreads = []
+    uniform = -math.log(vocab)
+    for part in chunks(where.shape[1], max(1, BYTES // (8 * vocab * len(where)))):
+        x = logits(part)
+        if warp is not None:
+            place = torch.arange(part.start, part.start + x.shape[1], device=x.device)
+            x = warp(x, place=place.expand(x.shape[:2]))
+        p = torch.where(where[:, part, None], x.double().log_softmax(-1), uniform)
+        mean = p.exp().mean(0)
+        each = (p.exp() * p.masked_fill(p.isneginf(), 0)).sum(-1).mean(0)
+        spreads.append(each - torch.xlogy(mean, mean).sum(-1))
+    return torch.cat(spreads)
+
+
+def full(hidden: Tensor, head: Head, warp: Warp, vocab: int, place: Tensor | None = None) -> Tensor:
     """Compute log-probs of all tokens [N, V], for an exact KL; unlike ``score`` this holds them all
     in memory."""
+    places = place_of(hidden, place)
     parts = chunks(len(hidden), max(1, BYTES // (4 * vocab)))
-    return torch.cat([warp(head(hidden[part])).log_softmax(-1) for part in parts])
+    return torch.cat(
+        [warp(head(hidden[part]), place=places[part]).log_softmax(-1) for part in parts]
+    )
 
 
-def kl(hidden: Tensor, reference: Tensor, head: Head, warp: Warp) -> Tensor:
+def kl(
+    hidden: Tensor, reference: Tensor, head: Head, warp: Warp, place: Tensor | None = None
+) -> Tensor:
     """Compute KL(self || reference) [N] at ``hidden`` [N, H], for the reference's log-probs of all
     tokens [N, V]."""
 
-    def kl_chunk(h: Tensor, q: Tensor) -> Tensor:
-        p = warp(head(h)).log_softmax(-1)
+    places = place_of(hidden, place)
+
+    def kl_chunk(h: Tensor, q: Tensor, at: Tensor) -> Tensor:
+        p = warp(head(h), place=at).log_softmax(-1)
         never = p.isneginf() | q.isneginf()  # the same tokens, those suppressed
         return (p.exp() * (p.masked_fill(never, 0) - q.masked_fill(never, 0))).sum(-1)
 
     parts = chunks(len(hidden), max(1, BYTES // (4 * reference.shape[-1])))
-    return torch.cat([_again(kl_chunk, hidden[part], reference[part]) for part in parts])
+    return torch.cat(
+        [_again(kl_chunk, hidden[part], reference[part], places[part]) for part in parts]
+    )
+
+
+def place_of(hidden: Tensor, place: Tensor | None) -> Tensor:
+    """Return the places [N] in their answers of decisions at hidden states [N, H]; 0 where none
+    are known, which no warp without a schedule looks at."""
+    if place is not None:
+        return place
+    return torch.zeros(len(hidden), dtype=torch.long, device=hidden.device)
 
 
 def _again(fn: Callable[..., Any], *arguments: Tensor) -> Any:

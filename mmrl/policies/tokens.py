@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from mmrl.core import distributed
 from mmrl.core.distributions import Categorical
-from mmrl.core.host import on_host, selected, spread
+from mmrl.core.host import indices, on_host, selected, sent, spread
 from mmrl.core.types import Copies, Media, Point, Prompt, Rollout, TokenOrder
 from mmrl.policies.base import (
     NO_CONTEXT,
@@ -29,7 +29,8 @@ from mmrl.policies.base import (
 )
 from mmrl.policies.capabilities import Capabilities
 from mmrl.policies.demonstrations import sourced
-from mmrl.policies.scores import Scored, Scorer
+from mmrl.policies.drafts import FREE, drafted, verified
+from mmrl.policies.scores import Scored, Scorer, group_divergence, recorded
 from samplers.batching import at_width, chunks
 from samplers.noise import Rng
 from samplers.warp import Warp
@@ -39,8 +40,78 @@ class TokenPolicy(Policy):
     """Trains a policy whose decisions are tokens. One pass scores all tokens of a row, unless a
     family says otherwise."""
 
-    capabilities = Capabilities("categorical")
+    capabilities = Capabilities("categorical", replay=True)
     entropies: bool = False  # computed in every scoring pass once one was requested
+    warp: Warp  # of sampling and scoring
+    # the token behind an answer by which the policy scores itself; None: it does not
+    self_score_id: int | None = None
+
+    def __init__(
+        self,
+        net: nn.Module,
+        record_self_certainty: bool = False,
+        record_divergence: bool = False,
+        **options: Any,
+    ):
+        """record_self_certainty: record how sure the model is of every token, for the reward
+        self_certainty and the advantage recorded. record_divergence: record how far the
+        distributions of a group are apart at each place, by one more pass over what was sampled,
+        for the advantage focal."""
+        super().__init__(net, **options)
+        self.record_divergence = record_divergence
+        options_by_name = {
+            "entropy": self.record_entropy,
+            "self_certainty": record_self_certainty,
+        }
+        # what is recorded of the distribution of every decision
+        self.quantities = tuple(name for name, chosen in options_by_name.items() if chosen)
+
+    def with_recorded(self, rollout: Rollout, values: Tensor) -> Rollout:
+        """Add what was recorded of every decision, ``values`` [B, K, R] in the order of
+        ``quantities``."""
+        by_name = dict(zip(self.quantities, values.to(rollout.logprob).unbind(-1), strict=True))
+        order = rollout.tokens.replace(self_certainty=by_name.get("self_certainty"))
+        return rollout.replace(entropy=by_name.get("entropy"), trajectory=order)
+
+    def with_unknown(self, rollout: Rollout) -> Rollout:
+        """Add, NaN, what is recorded of decisions while they are drawn: nobody drew these."""
+        shape = (*rollout.logprob.shape, len(self.quantities))
+        rollout = self.with_recorded(rollout, rollout.logprob.new_full(shape, torch.nan))
+        if self.record_divergence:
+            rollout = rollout.replace(divergence=torch.zeros_like(rollout.logprob))
+        return rollout
+
+    @torch.no_grad()
+    def with_divergence(self, rollout: Rollout, size: int) -> Rollout:
+        """Record how far each group's distributions are apart at every place, by passes of at most
+        ``size`` rows; rows of a group get the same."""
+        if not self.record_divergence:
+            return rollout
+        if rollout.edge_id is not None:
+            raise self._cannot(
+                "shares decisions in a tree, which are one distribution: leave out its option "
+                "record_divergence or the tree"
+            )
+        spread = torch.zeros_like(rollout.logprob)
+        group = on_host(rollout.group)
+        for g in group.unique().tolist():
+            rows = sent((group == g).nonzero()[:, 0], spread.device)
+            points = [next(iter(self.path(rollout[rows[p]]))) for p in chunks(len(rows), size)]
+            spread[rows] = self._divergence(points).to(spread)
+        return rollout.replace(divergence=spread)
+
+    def _divergence(self, points: list[Point]) -> Tensor:
+        """Compute the divergence [L] of the rows of one group, at ``points`` of one pass each."""
+        where = torch.cat([point.mask for point in points])
+        dists = [self.dist(point) for point in points]
+        hidden = torch.cat([dist.states() for dist in dists if isinstance(dist, AnswerTokens)])
+
+        def logits(part: slice) -> Tensor:
+            values: Tensor = self.net("logits", hidden[:, part])
+            return values
+
+        vocab = logits(slice(0, 1)).shape[-1]
+        return group_divergence(logits, where, vocab, self.warp)
 
     def path(self, rollout: Rollout) -> Iterator[Point]:
         yield Point(
@@ -51,6 +122,7 @@ class TokenPolicy(Policy):
             target=rollout.sample,
             mask=rollout.mask,
             logprob=rollout.logprob,
+            entropy=rollout.entropy,
             advantage=rollout.advantages(),
             num_decisions=rollout.mask.sum(1),
             provenance=rollout.provenance,
@@ -65,13 +137,18 @@ class TokenPolicy(Policy):
 
     @torch.no_grad()
     def scored(self, rollout: Rollout) -> Rollout:
-        """Record the log-probs that the policy gives to tokens which it did not sample."""
+        """Record the log-probs that the policy gives to tokens which it did not sample, and the
+        entropies of their distributions, if recorded."""
         logprob = torch.zeros_like(rollout.logprob)
+        entropy = None if rollout.entropy is None else torch.zeros_like(rollout.entropy)
         for part in chunks(len(rollout), min(self.fixed_batch_rows or len(rollout), len(rollout))):
             for point in self.path(rollout[part]):
-                scores = self.dist(point).log_prob(point.target).to(logprob)
+                dist = self.dist(point)
+                scores = dist.log_prob(point.target).to(logprob)
                 logprob[part] += torch.where(point.mask, scores, 0.0)
-        return rollout.replace(logprob=logprob)
+                if entropy is not None:
+                    entropy[part] += torch.where(point.mask, dist.entropy().to(entropy), 0.0)
+        return rollout.replace(logprob=logprob, entropy=entropy)
 
     def scored_guidance(self, point: Point) -> float:
         """Choose the guidance scale of a point's log-probs; 1 leaves guidance out."""
@@ -126,7 +203,7 @@ class LogitsPolicy(TokenPolicy):
             trajectory=TokenOrder(commit_step=self.order_of(row, rng, score)),
             prompts=tuple(prompts),
         )
-        rollout = sourced(rollout, present)
+        rollout = self.with_unknown(sourced(rollout, present))
         return self.scored(rollout) if score else rollout
 
     def answer_ids(self, answers: Sequence[Any]) -> tuple[Tensor, Tensor]:
@@ -153,7 +230,8 @@ class LogitsPolicy(TokenPolicy):
         hidden = torch.full((len(row), self.length), self.mask_id, device=self.device)
         size = self.chunk(len(row), lambda n: self._trial(hidden[:n], cond, group[:n]))
         parts = [self._sample(group[p], row[p], cond, rng) for p in chunks(len(row), size)]
-        return Rollout.cat(parts).replace(prompts=tuple(prompts))
+        rollout = Rollout.cat(parts).replace(prompts=tuple(prompts))
+        return self.with_divergence(rollout, size)
 
     @abstractmethod
     def _sample(self, group: Tensor, row: Tensor, cond: dict[str, Any], rng: Rng) -> Rollout:
@@ -167,21 +245,53 @@ class LogitsPolicy(TokenPolicy):
 class CausalPolicy(LogitsPolicy):
     """Draws tokens from left to right by a network of your own."""
 
-    capabilities = replace(LogitsPolicy.capabilities, demonstrations=True)
+    capabilities = replace(LogitsPolicy.capabilities, demonstrations=True, drafts=True)
+
+    def _divergence(self, points: list[Point]) -> Tensor:
+        logits = torch.cat([self.dist(point).logits for point in points])
+        where = torch.cat([point.mask for point in points])
+        return group_divergence(lambda part: logits[:, part], where, logits.shape[-1])
 
     def dist(self, point: Point) -> Categorical:
         return Categorical(self._forward(point.state, rows_of(point.cond, point.group)))
 
-    def _sample(self, group: Tensor, row: Tensor, cond: dict[str, Any], rng: Rng) -> Rollout:
+    def rollout(
+        self, prompts: list[Prompt], copies: Copies, rng: Rng, context: RolloutContext = NO_CONTEXT
+    ) -> Rollout:
+        drafts = context.drafts(prompts, copies) if context.drafts else None
+        if drafts is None:
+            return super().rollout(prompts, copies, rng, context)
+        row, group = rows_and_groups(prompts, copies, rng, self.device)
+        cond = self.encode(prompts)
+        size = self.fixed_batch_rows or len(row)
+        forced = verified(self, drafted(drafts, group, row, cond), drafts, rng, size)
+        parts = [
+            self._sample(group[p], row[p], cond, rng, forced.ids[p]) for p in chunks(len(row), size)
+        ]
+        rollout = Rollout.cat(parts).replace(prompts=tuple(prompts))
+        return self.with_divergence(rollout, size)
+
+    def _sample(
+        self,
+        group: Tensor,
+        row: Tensor,
+        cond: dict[str, Any],
+        rng: Rng,
+        forced: Tensor | None = None,
+    ) -> Rollout:
         ids = torch.full((len(row), self.length), self.mask_id, device=row.device)
         order = torch.arange(self.length, device=row.device).expand_as(ids)
         logprob = torch.zeros(ids.shape, dtype=self.dtype, device=row.device)
+        values: list[Tensor] = []
         for step in range(self.length):
             dist = Categorical(self._forward(ids, rows_of(cond, group)))
             draw = dist.sample(rng.uniform(row, (self.length,), step))
+            draw = draw if forced is None else torch.where(forced == FREE, draw, forced)
             ids = torch.where(order == step, draw, ids)
             logprob = torch.where(order == step, dist.log_prob(draw), logprob)
-        return Rollout(
+            logits = dist.logits[:, step]
+            values.append(recorded(self.quantities, logits, logits))
+        rollout = Rollout(
             group=group,
             cond=cond,
             row_id=row,
@@ -190,6 +300,7 @@ class CausalPolicy(LogitsPolicy):
             trajectory=TokenOrder(commit_step=order),
             mask=torch.ones_like(ids, dtype=torch.bool),
         )
+        return self.with_recorded(rollout, torch.stack(values, 1))
 
     def _forward(self, ids: Tensor, cond: dict[str, Any]) -> Tensor:
         logits: Tensor = at_width(self.logits, max(self.padded(), len(ids)), ids, cond)
@@ -231,20 +342,33 @@ class AnswerTokens:
         assert self.scored.entropy is not None
         return self._spread(self.scored.entropy)
 
+    def states(self) -> Tensor:
+        """Return the hidden states [B, L, H], 0 where no decision is scored."""
+        every = self.hidden.new_zeros(self.where.numel(), self.hidden.shape[-1])
+        every = every.index_copy(0, indices(self.where), self.hidden)
+        states: Tensor = every.view(*self.where.shape, -1)
+        return states
+
     def kl(self, other_tokens: AnswerTokens) -> Tensor:
         """Compute KL(self || other) [B, L], exact, over the whole vocabulary.
 
         At the temperature of sampling, but without top-k and top-p: truncated supports differ, and
         then it is infinite.
         """
-        whole = Warp(temperature=self.warp.temperature or 1.0, suppressed=self.warp.suppressed)
+        whole = self.warp.untruncated
+        place = self._places()
         with torch.no_grad():
-            reference = other_tokens._head("full", whole)
-        return self._spread(self._head("kl", reference, whole))
+            reference = other_tokens._head("full", whole, *place)
+        return self._spread(self._head("kl", reference, whole, *place))
 
     def _rescored(self, ids: Tensor, entropies: bool) -> Scored:
-        scored: Scored = self._head("rescore", selected(ids, self.where), self.warp, entropies)
+        chosen = selected(ids, self.where)
+        scored: Scored = self._head("rescore", chosen, self.warp, entropies, *self._places())
         return scored
+
+    def _places(self) -> tuple[Tensor, ...]:
+        """Return the places [N] of the decisions in their answers where the warp looks at them."""
+        return (places(self.where),) if self.warp.schedule else ()
 
     def _head(self, work: str, *arguments: object) -> Any:
         """Run the head alone, under the weights that made the hidden states."""
@@ -253,6 +377,12 @@ class AnswerTokens:
 
     def _spread(self, values: Tensor) -> Tensor:
         return spread(values, self.where)
+
+
+def places(where: Tensor) -> Tensor:
+    """Return the column of every decision that ``where`` [B, L] holds, [N] long."""
+    columns = torch.arange(where.shape[1], device=where.device)
+    return selected(columns.expand_as(where), where)
 
 
 def somewhere(mask: Tensor) -> Tensor:

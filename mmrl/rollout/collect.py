@@ -14,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from mmrl.core import distributed
 from mmrl.core.errors import UserError
 from mmrl.core.types import Copies, LatentPath, Media, Prompt, Rewards, Rollout, per_prompt
 from mmrl.policies.base import NO_CONTEXT, Policy, RolloutContext
@@ -101,15 +102,34 @@ def media_of(media: Media, rows: Tensor) -> Media:
     return [media[row] for row in rows.tolist()]
 
 
-def appended(rollout: Rollout, further: Rollout) -> Rollout:
-    """Append rows that answer prompts of ``rollout``, to which their ``group`` already leads."""
-    parts = (rollout, further)
+def appended(*parts: Rollout) -> Rollout:
+    """Append rows that answer prompts of the first part, to which their ``group`` already leads."""
     longest = max(part.mask.shape[1] for part in parts)
     states = max(
         part.trajectory.states.shape[1] if isinstance(part.trajectory, LatentPath) else 0
         for part in parts
     )
     return Rollout.cat([with_room(padded(part, longest), states) for part in parts])
+
+
+@torch.no_grad()
+def rescored(policy: Policy, rollout: Rollout, rows: Tensor) -> Tensor:
+    """Score the decisions of ``rows`` [B] bool under the weights in force: the log-probs [B, K] of
+    all rows, the others' as they were. Every process makes equally many passes."""
+    logprob = rollout.logprob.flatten().clone()
+    places = torch.arange(len(logprob), device=logprob.device).double()
+    chosen = rollout.replace(logprob=places.view_as(rollout.logprob))[rows]
+    size = policy.fixed_batch_rows or max(len(rollout), 1)
+    count = distributed.largest(-(-len(chosen) // size), rollout.group.device)
+    idle = rollout[:1].replace(logprob=places[: rollout.logprob.shape[1]][None])
+    idle = idle.replace(mask=torch.zeros_like(idle.mask) if policy.adjacent else idle.mask)
+    for first in range(0, count * size, size):
+        part = chosen[first : first + size]
+        for point in policy.path(part if len(part) else idle):
+            scores = policy.dist(point).log_prob(point.target).to(logprob)
+            where = point.mask & bool(len(part))
+            logprob[point.recorded[where].long()] = scores[where]
+    return logprob.view_as(rollout.logprob)
 
 
 def joined(parts: Sequence[Rollout]) -> Rollout:

@@ -17,64 +17,23 @@ from torch import Tensor
 
 from mmrl.config.options import Reuse
 from mmrl.core import distributed
-from mmrl.core.errors import UserError
 from mmrl.core.registry import STAGES
-from mmrl.core.types import Media, Prompt, Provenance, Rewards, Rollout, TokenOrder
+from mmrl.core.types import Prompt, Rewards, Rollout
 from mmrl.policies.base import Policy
-from mmrl.rollout.collect import joined, together
+from mmrl.rollout.collect import joined
 from mmrl.rollout.dynamic_sampling import exchanged, flat_groups
-from mmrl.rollout.stages import Drawn, Sample, Setup, Stage, group_sizes
-
-# what is kept of a rollout
-ROWS = (
-    "row_id",
-    "sample",
-    "logprob",
-    "mask",
-    "commit_step",
-    "self_certainty",
-    "sampler_logprob",
-    "is_ground_truth",
+from mmrl.rollout.past import (
+    OldAnswers,
+    Remembered,
+    beside,
+    fits,
+    marked,
+    of_all_processes,
+    packed,
+    remembered,
+    unpacked,
 )
-
-
-@dataclass
-class Remembered:
-    """Holds the answers of one group."""
-
-    index: int  # of its prompt in the data
-    iteration: int  # in which it was sampled
-    rollout: Rollout  # its rows, on the CPU, without condition
-    rewards: Rewards
-    used: int = 0
-
-    def spread(self) -> float:
-        return float(self.rewards.per_row().total().double().std(correction=0))
-
-
-class OldAnswers(Stage):
-    """Remembers answers by their prompts' places in the data, for policies that can be shown old
-    answers again. ``option``: of ``train`` that asks for it."""
-
-    option: str
-    policy: Policy
-    prompts: Sequence[Prompt]
-
-    def __post_init__(self) -> None:
-        if not self.policy.capabilities.replay:
-            raise UserError(
-                f"train.{self.option}: {type(self.policy).__name__} cannot be shown old answers "
-                f"again; it is for vlm"
-            )
-        self.places = {id(prompt): i for i, prompt in enumerate(self.prompts)}
-        # of prompts as the policy returned them in this iteration
-        self.origins: dict[int, int] = {}
-
-    def observe(self, prompts: Sequence[Prompt], drawn: Drawn) -> None:
-        for prompt, returned in zip(prompts, drawn.rollout.prompts, strict=True):
-            # prompts that are changed on the way, by hints for instance, have other answers
-            if id(prompt) in self.places:
-                self.origins[id(returned)] = self.places[id(prompt)]
+from mmrl.rollout.stages import Drawn, Sample, Setup, group_sizes
 
 
 @STAGES.register("replay_buffer")
@@ -109,11 +68,11 @@ class ReplayBuffer(OldAnswers):
         count = len(drawn.rollout.prompts)
         # one stays, so that every process has something of this iteration to measure
         flat = flat_groups(drawn)[: min(int(self.options.share * count + 1e-9), count - 1)]
-        places, best = self._match(flat, group_sizes(drawn.rollout))
+        places, best = self._match(flat, group_sizes(drawn.rollout), drawn.rollout)
         fresh = self._worth(drawn, iteration)
         mixed = replace(drawn, rollout=marked(drawn.rollout, False))
         if best:
-            mixed = exchanged(mixed, self._recalled(best), places)
+            mixed = exchanged(mixed, self._recalled(best, mixed.rollout), places)
         for entry in best:
             entry.used += 1
         left = [entry for entry in self.entries if entry.used < self.options.times]
@@ -133,7 +92,7 @@ class ReplayBuffer(OldAnswers):
         }
 
     def _match(
-        self, flat: Sequence[int], sizes: Sequence[int]
+        self, flat: Sequence[int], sizes: Sequence[int], rollout: Rollout
     ) -> tuple[list[int], list[Remembered]]:
         """Find the best remembered group of the same size for each of the groups ``flat``, as far
         as there is one."""
@@ -143,7 +102,11 @@ class ReplayBuffer(OldAnswers):
         places = []
         entries = []
         for group in flat:
-            fitting = (entry for entry in left if len(entry.rollout) == sizes[group])
+            fitting = (
+                entry
+                for entry in left
+                if len(entry.rollout) == sizes[group] and fits(entry, rollout)
+            )
             if entry := next(fitting, None):
                 left = [rest for rest in left if rest is not entry]
                 places.append(group)
@@ -151,11 +114,19 @@ class ReplayBuffer(OldAnswers):
         return places, entries
 
     def state_dict(self) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-        """Return the entries if there is one process; several begin anew after a resume."""
-        return packed(self.entries)
+        """Return the entries of all processes, with the ``rank`` of each; a collective call."""
+        parts = of_all_processes(self.entries, len(self.prompts))
+        tensors, plain = packed([entry for part in parts for entry in part])
+        ranks = [rank for rank, part in enumerate(parts) for _ in part]
+        return tensors, [{**of, "rank": rank} for of, rank in zip(plain, ranks, strict=True)]
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], plain: Any) -> None:
-        self.entries = unpacked(tensors, plain, len(self.prompts))
+        """Take up the entries of this process; with another number of processes, its share."""
+        rank, processes = distributed.world()
+        every = unpacked(tensors, plain, len(self.prompts))
+        ranks = [of.get("rank", 0) for of in plain or () if of["index"] < len(self.prompts)]
+        chosen = zip(every, ranks, strict=True)
+        self.entries = [entry for entry, owner in chosen if owner % processes == rank]
 
     def _worth(self, drawn: Drawn, iteration: int) -> list[Remembered]:
         """Make entries of the groups of ``drawn`` that could teach something later."""
@@ -164,92 +135,23 @@ class ReplayBuffer(OldAnswers):
         useless = set(flat_groups(drawn))
         for group, prompt in enumerate(rollout.prompts):
             rows = (rollout.group == group).nonzero()[:, 0]
-            rewards = Rewards(
-                {n: value[rows].cpu() for n, value in drawn.rewards.items()}, drawn.rewards.weights
-            )
-            known = id(prompt) in self.origins and not rewards.per_row().total().isnan().any()
-            if known and group not in useless and len(rows) > 1:
-                stored = (
-                    rollout[rows]
-                    .replace(cond=None, prompts=(), group=torch.zeros_like(rows), all_samples=None)
-                    .to("cpu")
-                )
-                entries.append(Remembered(self.origins[id(prompt)], iteration, stored, rewards))
+            if id(prompt) in self.origins and group not in useless and len(rows) > 1:
+                entry = remembered(drawn, rows, self.origins[id(prompt)], iteration)
+                if not entry.total().isnan().any():
+                    entries.append(entry)
         return entries
 
-    def _recalled(self, chosen: Sequence[Remembered]) -> Drawn:
+    def _recalled(self, chosen: Sequence[Remembered], rollout: Rollout) -> Drawn:
         """Recall the chosen answers, to prompts that are encoded anew."""
-        conds, prompts = self.policy.recall([self.prompts[entry.index] for entry in chosen])
-        device = conds[0]["input_ids"].device
+        cond, prompts = self.policy.recall([self.prompts[entry.index] for entry in chosen])
         parts = [
-            marked(entry.rollout.to(device).replace(cond=[cond], prompts=(prompt,)), True)
-            for entry, cond, prompt in zip(chosen, conds, prompts, strict=True)
+            beside(entry, rollout).replace(prompts=(prompt,))
+            for entry, prompt in zip(chosen, prompts, strict=True)
         ]
-        media: Media = together([self.policy.decode(part) for part in parts])
+        whole = joined(parts).replace(cond=cond)
         names = chosen[0].rewards
         rewards = {
-            name: torch.cat([entry.rewards[name] for entry in chosen]).to(device) for name in names
+            name: torch.cat([entry.rewards[name] for entry in chosen]).to(rollout.logprob)
+            for name in names
         }
-        return Drawn(joined(parts), media, Rewards(rewards, names.weights))
-
-
-def packed(entries: Sequence[Remembered]) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-    """Return the entries for a checkpoint: tensors, and plain data; nothing where there are several
-    processes."""
-    tensors: dict[str, Tensor] = {}
-    plain = []
-    for n, entry in enumerate(entries if distributed.world()[1] == 1 else ()):
-        fields = entry.rollout.row_tensors()
-        tensors |= {f"{n}/{name}": fields[name] for name in ROWS if name in fields}
-        tensors |= {f"{n}/reward/{name}": value for name, value in entry.rewards.items()}
-        plain.append(
-            {
-                "index": entry.index,
-                "iteration": entry.iteration,
-                "used": entry.used,
-                "weights": entry.rewards.weights,
-            }
-        )
-    return {name: tensor.contiguous() for name, tensor in tensors.items()}, plain
-
-
-def unpacked(tensors: Mapping[str, Tensor], plain: Any, prompts: int) -> list[Remembered]:
-    """Make entries of what ``packed`` returned, as far as the data still has their prompts."""
-    entries = []
-    for n, entry in enumerate(plain or ()):
-        if entry["index"] < prompts:
-            rows = {name: tensors[f"{n}/{name}"] for name in ROWS if f"{n}/{name}" in tensors}
-            rewards = {name: tensors[f"{n}/reward/{name}"] for name in entry["weights"]}
-            entries.append(
-                Remembered(
-                    entry["index"],
-                    entry["iteration"],
-                    _rollout(rows),
-                    Rewards(rewards, entry["weights"]),
-                    entry["used"],
-                )
-            )
-    return entries
-
-
-def _rollout(rows: dict[str, Tensor]) -> Rollout:
-    """Make a rollout of one prompt from the tensors that a checkpoint has of it."""
-    return Rollout(
-        group=torch.zeros_like(rows["row_id"]),
-        trajectory=TokenOrder(
-            commit_step=rows["commit_step"], self_certainty=rows.get("self_certainty")
-        ),
-        provenance=Provenance(
-            sampler_logprob=rows.get("sampler_logprob"), is_ground_truth=rows.get("is_ground_truth")
-        ),
-        row_id=rows["row_id"],
-        sample=rows["sample"],
-        logprob=rows["logprob"],
-        mask=rows["mask"],
-    )
-
-
-def marked(rollout: Rollout, replayed: bool) -> Rollout:
-    """Mark the rows that are of an earlier iteration."""
-    is_replayed = torch.full_like(rollout.group, replayed, dtype=torch.bool)
-    return rollout.replace(provenance=rollout.provenance.replace(is_replayed=is_replayed))
+        return Drawn(whole, self.policy.decode(whole), Rewards(rewards, names.weights))

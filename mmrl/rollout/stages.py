@@ -7,6 +7,7 @@ The trainer calls every method of every stage, in the order of registration.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -15,11 +16,12 @@ from torch import Tensor
 
 from mmrl.advantages.groups import measured
 from mmrl.config.options import TrainOptions
+from mmrl.core import distributed
 from mmrl.core.host import on_host
 from mmrl.core.registry import STAGES
 from mmrl.core.types import Copies, Media, Prompt, PromptMoments, Provenance, Rewards, Rollout
 from mmrl.policies.base import Policy, RolloutContext
-from mmrl.rollout.collect import joined
+from mmrl.rollout.collect import joined, media_of
 from samplers.noise import Rng
 
 
@@ -73,6 +75,10 @@ class Setup:
     policy: Policy
     prompts: Sequence[Prompt]
     rewards: Mapping[str, Any]
+    # within it the weights are those that sample
+    behavior: Callable[[], AbstractContextManager[Any]] = nullcontext
+    # scores rows as samples are scored; a collective call
+    score: Callable[[Rollout], Rewards] = lambda rollout: Rewards({})
 
 
 class Stage:
@@ -80,6 +86,9 @@ class Stage:
     of a checkpoint, if it has a state."""
 
     saved_as: str = ""
+    grows: bool = False  # adds rows to groups, and names all rows anew
+    # the mark of provenance whose rows are compared among themselves; empty: none
+    apart: str = ""
 
     @classmethod
     def build(cls, setup: Setup) -> Stage | None:
@@ -141,6 +150,27 @@ def group_sizes(rollout: Rollout) -> list[int]:
     return sizes
 
 
+def sizes_of_all(rollout: Rollout) -> list[int]:
+    """Count the rows of every group of all processes, in the order of the rows' names; a collective
+    call."""
+    group = rollout.group[rollout.row_id.argsort()]
+    _, counts = torch.unique_consecutive(group, return_counts=True)
+    sizes: list[int] = distributed.all_gather_rows(counts).tolist()
+    return sizes
+
+
+def set_apart(rollout: Rollout, mark: str) -> Rollout:
+    """Make groups of their own of the rows with a mark of ``Provenance``, as advantages see
+    them."""
+    rows: Tensor | None = getattr(rollout.provenance, mark)
+    if rows is None:
+        return rollout
+    count = len(rollout.prompts)
+    return rollout.replace(
+        group=rollout.group + count * rows, prompts=(*rollout.prompts, *rollout.prompts)
+    )
+
+
 def moments(rollout: Rollout, rewards: Rewards) -> PromptMoments:
     """Compute the moments of every row's group, rows without a reward left out."""
     double, groups = measured(rewards.per_row(), rollout)
@@ -148,6 +178,17 @@ def moments(rollout: Rollout, rewards: Rewards) -> PromptMoments:
     return PromptMoments(
         mean=groups.mean(total)[groups.index], std=groups.variance(total, 0).sqrt()[groups.index]
     )
+
+
+def shaped_moments(rollout: Rollout, plain: Rewards, shaped: Rewards) -> Rollout:
+    """Return the rollout with the means of all samples moved by what shaping changes on average in
+    each group: those that are not trained on were not shaped."""
+    if rollout.all_samples is None or shaped is plain:
+        return rollout
+    before = moments(rollout, plain).mean
+    moved = moments(rollout, shaped).mean - before
+    everything = rollout.all_samples
+    return rollout.replace(all_samples=everything.replace(mean=everything.mean + moved))
 
 
 def _marks(rollout: Rollout, rows: Tensor | None) -> Tensor:
@@ -166,9 +207,8 @@ def sampled_only(
     if not foreign_rows:
         return media, rollout, rewards
     sampled_rows = ~torch.stack(foreign_rows).any(0)
-    pairs = zip(media, sampled_rows.tolist(), strict=True)
     return (
-        [item for item, is_sampled in pairs if is_sampled],
+        media_of(media, sampled_rows.nonzero()[:, 0]),
         rollout[sampled_rows],
         Rewards({name: value[sampled_rows] for name, value in rewards.items()}, rewards.weights),
     )

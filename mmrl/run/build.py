@@ -36,6 +36,7 @@ from mmrl.run import checkpoint
 from mmrl.scoring import Scorer
 from mmrl.train.device import Device, check_precision
 from mmrl.train.trainer import Trainer
+from rewards.card import described
 
 SECTIONS = {
     "train": TrainOptions,
@@ -127,9 +128,11 @@ class Session:
         if not extra.get("reward"):
             return self.scorer
         measured = scorer(self.config, ("evaluate", "reward"), self.options)
+        # weight 0: what only judges is no part of the sum that is trained on
+        weights = dict.fromkeys(measured.rewards, 0.0) | self.scorer.weights
         return Scorer(
             self.scorer.rewards | measured.rewards,
-            self.scorer.weights,
+            weights,
             self.options.max_reward_failure_rate,
         )
 
@@ -237,12 +240,12 @@ def rewarded(configuration: Config) -> list[tuple[str, ...]]:
 
 
 def classes(configuration: Config, path: tuple[str, ...]) -> dict[str, Plugin]:
-    """Return the classes or functions of a section's rewards, by name."""
+    """Return what has the cards of a section's rewards, by name, before they are built."""
     spec: Any = configuration.plain
     for key in path:
         spec = spec[key]
     chosen = config.resolve_rewards(spec, REWARDS, configuration.place(path), [])
-    return {name: entry.reward.entry for name, entry in chosen.items()}
+    return {n: described(each.reward.entry, each.reward.options) for n, each in chosen.items()}
 
 
 def seed_everything(seed: int) -> None:
@@ -256,8 +259,9 @@ def trained(run: Path, overrides: Sequence[str] = (), at: str | None = None) -> 
     the base as snapshot ``ref``. ``at`` names a checkpoint; by default the newest whole one is
     taken."""
     path = run / "checkpoints" / at if at else checkpoint.choose(run / "checkpoints")[0]
-    arrays, _ = checkpoint.load(path, checked=not at)
+    arrays, meta = checkpoint.load(path, checked=not at)
     session = base(config_of(run), overrides)
+    session.scorer.load_state_dict(meta.get("rewards", {}))  # such as weights of a schedule
     weights = session.policy.weights
     try:
         if "snapshot-ref" in arrays:  # otherwise the base is the model as it was built

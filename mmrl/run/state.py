@@ -42,6 +42,8 @@ def capture(trainer: Trainer) -> tuple[Arrays, dict[str, Any]]:
     if hasattr(trainer.scorer, "state_dict"):
         meta["rewards"] = trainer.scorer.state_dict()
     meta["objective"] = trainer.objective.state_dict()
+    if trainer.reward_weights is not None:
+        meta["reward_weights"] = trainer.reward_weights.state_dict()
     if isinstance(trainer.prompts, Curriculum):
         meta["data"] = trainer.prompts.state_dict()
     for stage in trainer.stages:
@@ -70,6 +72,8 @@ def restore(trainer: Trainer, arrays: Arrays, meta: dict[str, Any]) -> None:
         trainer.scorer.load_state_dict(meta.get("rewards", {}))
     if "objective" in meta:
         trainer.objective.load_state_dict(meta["objective"])
+    if trainer.reward_weights is not None:
+        trainer.reward_weights.load_state_dict(meta.get("reward_weights", {}))
     if isinstance(trainer.prompts, Curriculum):
         trainer.prompts.load_state_dict(meta.get("data", {}))
     for stage in trainer.stages:

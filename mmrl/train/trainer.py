@@ -8,11 +8,16 @@ process, so that only global statistics travel.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from copy import deepcopy
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 
 from mmrl import advantages
+from mmrl.advantages import memory
 from mmrl.config.options import (
     TrainOptions,
     arithmetic,
@@ -32,10 +37,19 @@ from mmrl.monitoring.monitors import Monitor, Sampled
 from mmrl.objectives.base import Objective
 from mmrl.policies.base import Policy, RolloutContext
 from mmrl.rollout import collect
-from mmrl.rollout.stages import Drawn, Setup, sampled_only, stages_of
+from mmrl.rollout.stages import (
+    Drawn,
+    Setup,
+    sampled_only,
+    set_apart,
+    shaped_moments,
+    sizes_of_all,
+    stages_of,
+)
 from mmrl.train import supervised
 from mmrl.train.batch import Batch
 from mmrl.train.device import Device, MakeOptimizer
+from mmrl.train.reward_weights import RewardWeights
 from mmrl.train.update import Update
 from samplers.noise import Rng
 
@@ -77,8 +91,15 @@ class Trainer:
         suits(objective, policy, options)
         if objective.differentiates and hasattr(scorer, "differentiable"):
             objective.attach(scorer.differentiable)
-        self.stages = stages_of(Setup(options, policy, prompts, getattr(scorer, "rewards", {})))
+        rewards = getattr(scorer, "rewards", {})
+        self.stages = stages_of(
+            Setup(options, policy, prompts, rewards, self._behavior, self._score)
+        )
         self.monitors: list[Monitor] = list(MONITORS.values())
+        self.reward_weights: RewardWeights | None = None
+        if options.reward_gradients is not None:
+            self.reward_weights = RewardWeights(options.reward_gradients)
+            self.reward_weights.suits(objective, policy, self.device.scales_loss)
         self.update = Update(policy, objective, prepared, options, self.device, self.clock)
 
     def snapshots(self) -> tuple[str, ...]:
@@ -124,8 +145,24 @@ class Trainer:
         for stage in self.stages:
             drawn, counts = stage.groups(drawn, self.iteration, self.sample)
             metrics |= counts
+        grows = any(stage.grows for stage in self.stages)
+        group_sizes = sizes_of_all(drawn.rollout) if grows else per_prompt(sizes, len(prompts))
         rewards = self.objective.shaped(self.policy, drawn.rollout, drawn.rewards)
-        trained = self._compare(drawn, rewards)
+        comparable = shaped_moments(drawn.rollout, drawn.rewards, rewards)
+        drawn_shaped = replace(drawn, rollout=comparable)
+        batch = Batch(
+            iteration=self.iteration,
+            rollout=drawn.rollout,
+            rewards=rewards,
+            sampled=(drawn.rollout, rewards),
+            group_sizes=tuple(group_sizes),
+            idle_row=drawn.rollout[:1],
+            longest=distributed.largest(drawn.rollout.mask.shape[1], drawn.rollout.group.device),
+            pass_rows=self.policy.fixed_batch_rows,
+            metrics=metrics,
+        )
+        weighted = self._weighted(batch, drawn_shaped, rewards)
+        trained = self._compare(drawn_shaped, weighted)
         # what is not trained on was not shaped: if there is any, ``sampled`` has no shaped rewards
         plain_only = drawn.gave_way or drawn.unused
         whole = drawn if plain_only else replace(drawn, rewards=rewards)
@@ -136,17 +173,7 @@ class Trainer:
             metrics |= monitor(
                 Sampled(self.iteration, media, rollout, plain, shaped, sampled, metrics)
             )
-        return Batch(
-            iteration=self.iteration,
-            rollout=trained,
-            rewards=rewards,
-            sampled=sampled,
-            group_sizes=tuple(per_prompt(sizes, len(prompts))),
-            idle_row=drawn.rollout[:1],
-            longest=distributed.largest(trained.mask.shape[1], trained.group.device),
-            pass_rows=self.policy.fixed_batch_rows,
-            metrics=metrics,
-        )
+        return replace(batch, rollout=trained, rewards=weighted, sampled=sampled, metrics=metrics)
 
     def held_out(self, prompts: Sequence[Prompt], seed: int) -> dict[str, float]:
         """Measure the loss on held-out answers under the present weights, where the objective
@@ -171,8 +198,7 @@ class Trainer:
         context = RolloutContext(self.iteration, self.objective.reads)
         for stage in self.stages:
             context = stage.context(context)
-        behavior = self.policy.weights.using(self.objective.behavior_policy)
-        with self.clock.time("rollout"), behavior:
+        with self.clock.time("rollout"), self._behavior():
             rollout, media, scores = collect.draw(
                 self.policy,
                 prompts,
@@ -192,17 +218,53 @@ class Trainer:
             stage.observe(prompts, drawn)
         return drawn
 
+    def _weighted(self, batch: Batch, drawn: Drawn, rewards: Rewards) -> Rewards:
+        """Return the rewards with the weights that follow their gradients, if they do; what an
+        advantage remembers of the comparisons on the way is forgotten."""
+        if self.reward_weights is None:
+            return rewards
+
+        def compare(chosen: Rewards) -> Rollout:
+            remembered = deepcopy(memory.capture(self.advantage))
+            rollout = self._compare(drawn, chosen)
+            memory.restore(self.advantage, remembered)
+            return rollout
+
+        gradient = partial(self.update.gradient, batch)
+        weighted = self.reward_weights.weighted(rewards, [*drawn.rewards], compare, gradient)
+        batch.metrics.update(self.reward_weights.metrics())
+        return weighted
+
     def _compare(self, drawn: Drawn, rewards: Rewards) -> Rollout:
         """Give the rollout its advantages. Rows whose advantage is NaN leave training."""
         rollout = drawn.rollout
-        of_rows = self.advantage(rewards, rollout).to(rollout.logprob)
-        advantage = advantages.by_edge(of_rows, rollout)
-        mask = rollout.mask & ~advantage.isnan()
+        compared = rollout
+        for stage in self.stages:
+            compared = set_apart(compared, stage.apart) if stage.apart else compared
+        of_rows = self.advantage(rewards, compared).to(rollout.logprob)
+        if any(stage.apart == "is_ground_truth" for stage in self.stages):
+            expert = rollout.provenance.is_ground_truth
+            if expert is not None:  # imitated, however they compare
+                of_rows = torch.where(expert[:, None], of_rows.nan_to_num(0.0), of_rows)
+        trained = of_rows
         if self.options.mask_truncated_completions:
-            mask &= finished(drawn.media, rollout)
+            # of a tree, what an unfinished answer shares with others is still trained
+            trained = of_rows.masked_fill(~finished(drawn.media, rollout), torch.nan)
+        advantage = advantages.by_edge(trained, rollout)
+        mask = rollout.mask & ~advantage.isnan()
         return rollout.replace(
             advantage=advantage.nan_to_num(0.0), mask=mask, trainable=~of_rows.isnan().all(1)
         )
+
+    def _score(self, rollout: Rollout) -> Rewards:
+        """Score rows that were not sampled; a collective call."""
+        with self.clock.time("reward"), distributed.together():
+            media = self.policy.decode(rollout)
+            return collect.scored(self.scorer, media, rollout)
+
+    def _behavior(self) -> AbstractContextManager[Any]:
+        """Put the weights in force that sample."""
+        return self.policy.weights.using(self.objective.behavior_policy)
 
     def _rng(self, name: str) -> Rng:
         return Rng.of(self.options.seed, self.iteration, name)

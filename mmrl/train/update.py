@@ -58,6 +58,8 @@ class Update:
         metrics."""
         meter = Meter()
         skipped = 0
+        if self.objective.restarts(batch.iteration):
+            self.optimizer.state.clear()
         with meter.listening():
             batch = self.recompute_old_logprob(batch, meter)
             with self.clock.time("update"):
@@ -72,6 +74,28 @@ class Update:
         if "old" in self.policy.weights.saved:
             self.policy.weights.track("old", self.objective.old_decay(self.step))
         return self._metrics(meter) | {"skipped_steps": skipped}
+
+    def gradient(self, batch: Batch, rollout: Rollout) -> list[Tensor]:
+        """Return the gradient of the loss of all these rows of the batch, without a step."""
+        rng = self._rng(batch, 0).fold(0)
+        live = self.objective.behavior_policy == "live"
+        points = self.passes.points(rollout, rng, live)
+        mode = self.options.loss_agg_mode
+        sums = distributed.all_sum(minibatches.loss_total(points.outline, rollout, mode))
+        trained, total = sums.tolist()
+        with torch.enable_grad(), Meter().listening() as meter:
+            for attempt in self.policy.attempts(self.passes.most_rows()):
+                with attempt as rows:
+                    self.optimizer.zero_grad()
+                    if trained > 0:
+                        total = 1.0 if mode == "token_sum" else total
+                        self._accumulate(batch, points, total, rng, rows, meter)
+        gradients = [
+            torch.zeros_like(p) if p.grad is None else p.grad.detach().clone()
+            for p in self._parameters()
+        ]
+        self.optimizer.zero_grad()
+        return gradients
 
     def _steps(
         self, batch: Batch, rollout: Rollout, rng: Rng, on_policy: bool, meter: Meter

@@ -26,6 +26,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.types import Prompt
 from rewards._ask import Asker, Question, Unreadable
 from rewards.judged import prompt_pictures
+from rewards.vision.answers import final
 from rewards.votes import leading, vote
 
 FORBIDDEN = ("image", "images", "graph", "picture", "pictures", "file", "map", "draw", "plot")
@@ -147,9 +148,9 @@ def self_instruct(
 
     SeRL (Fang et al. 2025): the model writes instructions after ``shots`` examples; those that are
     too long or short, about what is not there, like others, too hard or too easy are left out. The
-    paper does this at every step with the policy of the moment; this does it with the model that is
-    served, so between runs (our reading). A seed with pictures gives a new question about them. It
-    stops after four rounds without a new one.
+    paper does this at every step with the policy of the moment, as ``data: self_instruct`` does;
+    this does it with the model that is served, between runs. A seed with pictures gives a new
+    question about them. It stops after four rounds without a new one.
     """
     if not seeds:
         raise UserError("self-instruct needs at least one row to start from")
@@ -186,17 +187,27 @@ def pictures_of(row: Prompt) -> Prompt:
 
 
 def _asking(examples: Sequence[Prompt]) -> Question:
+    return Question((*prompt_pictures(examples[-1]), request(examples)), read=written)
+
+
+def request(examples: Sequence[Prompt]) -> str:
+    """Return the words that ask for a new instruction, after examples; about the pictures of the
+    last."""
     listed = "\n\n".join(f"Instruction {i}:\n{text_of(row)}" for i, row in enumerate(examples, 1))
-    about = "about the pictures above, " if prompt_pictures(examples[-1]) else ""
-    return Question(
-        (
-            *prompt_pictures(examples[-1]),
-            f"{listed}\n\nWrite one new instruction, {about}of the same kind and about as "
-            "difficult, but on something else, with one answer that can be checked. Write the "
-            "instruction and nothing else; do not solve it.",
-        ),
-        read=written,
+    about = "about the pictures above, " if any(pictures_of(examples[-1]).values()) else ""
+    return (
+        f"{listed}\n\nWrite one new instruction, {about}of the same kind and about as "
+        "difficult, but on something else, with one answer that can be checked. Write the "
+        "instruction and nothing else; do not solve it."
     )
+
+
+def new_instruction(text: str) -> str:
+    """Return the instruction in what a policy wrote, behind its thought; empty if there is none."""
+    try:
+        return written(final(text).value)
+    except Unreadable:
+        return ""
 
 
 def agreement(rows: Sequence[Prompt], model: Asker, answers: int) -> list[float]:

@@ -8,6 +8,7 @@ from rewards.vision.detection import Confidence, Detection
 from rewards.vision.grounding import Grounding, Referring
 from rewards.vision.masks import Segmentation
 from rewards.vision.maths import Chart, Maths
+from rewards.vision.maze import MazeWalk
 from rewards.vision.pointing import Gui, Point
 from rewards.vision.reference import Bleu, Structured
 from rewards.vision.shaping import CosineLength, Format, Length, Overlong, Repetition, ThinkOrNot
@@ -34,6 +35,7 @@ __all__ = [
     "LabelSet",
     "Length",
     "Maths",
+    "MazeWalk",
     "Transcription",
     "Overlong",
     "Point",

@@ -31,6 +31,11 @@ SEVERITY: tuple[Status, ...] = (
 LONGEST = 20_000
 # brackets in brackets: nobody answers so, and repairing them takes time with their square
 DEEPEST = 30
+# blanks and digits in a row that are looked at: patterns that begin with them take time with the
+# square of the rest
+RUN = 40
+# characters of a broken JSON value that are repaired, which takes time with their square
+REPAIRED = 4_000
 NUMBER = r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{1,4})?"
 NOTHING = {"none", "null", "nothing", "no object", "no objects", "no box", "no boxes", "n/a"}
 Value = TypeVar("Value", covariant=True)
@@ -71,6 +76,26 @@ def final(text: str) -> Final:
     return Final(text.rpartition("</think>")[2].strip()[:LONGEST])
 
 
+def calm(text: str) -> str:
+    """Cut runs of blanks and of digits to a length that no number or answer needs."""
+    blanks = re.sub(rf"(\s{{{RUN}}})\s+", r"\1", text)
+    return re.sub(rf"(\d{{{RUN}}})\d+", r"\1", blanks)
+
+
+def last_inside(text: str, tags: Sequence[str]) -> str | None:
+    """Return what stands in the last closed element of these tags; None if there is none."""
+    names = "|".join(tags)
+    inside = None
+    start = None
+    for tag in re.finditer(rf"<(/?)(?:{names})>", text):
+        if not tag[1]:
+            start = tag.end() if start is None else start
+        elif start is not None:
+            inside = text[start : tag.start()]
+            start = None
+    return inside
+
+
 def strict_json(text: str) -> Parsed[Any]:
     """Read the JSON value in a code fence, else the whole text, else between its outermost
     brackets; nothing is repaired."""
@@ -89,8 +114,8 @@ def strict_json(text: str) -> Parsed[Any]:
 
 
 def loose_json(text: str) -> Parsed[Any]:
-    """Read as ``strict_json``, and what json_repair makes of a truncated or single-quoted value
-    ("repaired")."""
+    """Read as ``strict_json``, and what json_repair makes of the first 4,000 characters of a
+    truncated or single-quoted value ("repaired")."""
     parsed = strict_json(text)
     body = fenced(text)
     starts = [i for i in (body.find("["), body.find("{")) if i >= 0]
@@ -99,7 +124,8 @@ def loose_json(text: str) -> Parsed[Any]:
     from json_repair import repair_json
 
     try:
-        value = repair_json(body[min(starts) :], return_objects=True, skip_json_loads=True)
+        broken = body[min(starts) : min(starts) + REPAIRED]
+        value = repair_json(broken, return_objects=True, skip_json_loads=True)
     except (ValueError, RecursionError, IndexError, KeyError, TypeError, AttributeError):
         return UNPARSEABLE  # json_repair gives up in its own ways on some inputs
     return Parsed(value, "repaired") if isinstance(value, (dict, list)) and value else UNPARSEABLE

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-import threading
 from functools import lru_cache
-from typing import Annotated, Any
+from typing import Annotated
 
 from annotated_types import Ge
 
 from mmrl.core.registry import REWARDS
 from mmrl.core.types import Prompt
+from rewards._sandbox import Broken, Sandbox
 from rewards.card import card
 from rewards.vision.answers import items, normal, number, worst
 from rewards.vision.base import Verdict, Verifiable, need, tagged
@@ -23,7 +23,8 @@ LONGEST = 400  # characters of a formula; longer ones are no answer
 MONSTERS = re.compile(
     r"\^[^+\-=,]*\^|\*\*.*\*\*|\d{40}|(?:\^|\*\*)\s*\{?\s*\(?\s*\d{4}|\d{4}\s*!|!\s*!|!\s*\)\s*!"
 )
-SECONDS = 3  # of parsing and of comparing, each
+SECONDS = 3.0  # of processor time to read an answer and compare it
+WORKER = Sandbox("equal", SECONDS)  # one for all rewards of this process
 
 
 @REWARDS.register("maths")
@@ -41,24 +42,18 @@ class Maths(Verifiable):
 
     The final answer (what stands in the last ``\boxed`` if there is one) is compared, not the
     reasoning before it. Formulas of more than 400 characters, and powers of powers or factorials
-    that nobody could compute, are no answer. In the main thread parsing and comparing stop after 3
-    s each.
+    that nobody could compute, are no answer. math-verify runs in a process beside this one, which
+    is killed and replaced where an answer takes more than 3 s of a processor or 3 GiB: it is none.
     """
 
     def judge(self, text: str, prompt: Prompt) -> Verdict:
-        right = _parse(true_text(prompt))
-        if not right:
+        right = true_text(prompt)
+        if not _readable(right):
             raise Unscorable(f'"answer" is {prompt["answer"]!r}, which math-verify cannot read')
         body, status = short(text)
         sane = status != "unparseable" and len(body) <= LONGEST and not MONSTERS.search(body)
-        predicted = _parse(body) if sane else ()
-        if not predicted:
-            return Verdict(0.0, "unparseable")
-        from math_verify import verify
-
-        return Verdict(
-            float(verify(list(right), list(predicted), timeout_seconds=_limit())), status
-        )
+        same = _equal(right, body) if sane else None
+        return Verdict(0.0, "unparseable") if same is None else Verdict(float(same), status)
 
     def ground_truth(self, prompt: Prompt) -> str:
         return tagged(rf"\boxed{{{true_text(prompt)}}}")
@@ -68,23 +63,23 @@ class Maths(Verifiable):
         return {"plus one": tagged(rf"\boxed{{{right} + 1}}"), "empty answer": tagged(r"\boxed{}")}
 
 
-def _limit() -> int | None:
-    """Return the seconds math-verify may take; None outside the main thread, since it stops by a
-    signal."""
-    return SECONDS if threading.current_thread() is threading.main_thread() else None
+@lru_cache(maxsize=4096)
+def _readable(text: str) -> bool:
+    """Tell whether math-verify can read a ground truth."""
+    try:
+        return bool(WORKER.ask("readable", text))
+    except Broken:
+        return False
 
 
 @lru_cache(maxsize=4096)
-def _parse(text: str) -> tuple[Any, ...]:
-    """Return what math-verify reads in a formula, with and without dollars around it; empty if
-    nothing."""
-    from math_verify import parse
-
-    body = text.strip().strip("$")
-    expressions = parse(f"${body}$", parsing_timeout=_limit()) or parse(
-        body, parsing_timeout=_limit()
-    )
-    return tuple(expressions)
+def _equal(right: str, answer: str) -> bool | None:
+    """Tell whether an answer is right; None where it cannot be read, or not in time."""
+    try:
+        same: bool | None = WORKER.ask("equal", right, answer)
+    except Broken:
+        return None
+    return same
 
 
 @REWARDS.register("chart")

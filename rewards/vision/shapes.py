@@ -15,6 +15,7 @@ from rewards.vision.answers import (
     UNPARSEABLE,
     Parsed,
     Status,
+    calm,
     fenced,
     final,
     loose_json,
@@ -83,7 +84,7 @@ def _centre(box: Shape) -> Shape:
 
 def _shapes(text: str, size: int) -> Parsed[list[Shape]]:
     answer = final(text)
-    body = answer.value
+    body = calm(answer.value)
     if fenced(body).casefold().strip(" .") in NOTHING | {"[]", "[[]]", "{}"}:
         return Parsed([], answer.status)
     for read in (_own_notation, _from_json, _pairs, _bracketed, _from_loose_json, _bare):

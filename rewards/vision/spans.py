@@ -15,13 +15,16 @@ from mmrl.core.types import Prompt
 from rewards.card import card
 from rewards.vision import boxes as geometry
 from rewards.vision.answers import (
+    LONGEST,
     NOTHING,
     NUMBER,
     UNPARSEABLE,
     Parsed,
     Status,
+    calm,
     fenced,
     final,
+    last_inside,
     loose_json,
     real,
     reals,
@@ -44,7 +47,7 @@ from rewards.vision.shapes import Shape, numbers_of
 Span = tuple[float, float]
 STARTS = ("start_time", "start", "begin", "from")
 ENDS = ("end_time", "end", "stop", "to")
-CLOCK = r"(?:(\d+):)?(\d{1,2}):(\d{2}(?:\.\d+)?)"
+CLOCK = r"(?:(\d{1,6}):)?(\d{1,2}):(\d{2}(?:\.\d+)?)"
 
 
 def seconds(text: str) -> str:
@@ -61,8 +64,8 @@ def spans(text: str) -> Parsed[list[Span]]:
     """Read spans of time in seconds: JSON with start and end, ``[3.2, 8]``, ``3.2s - 8s``, ``from
     0:03 to 0:08``."""
     answer = final(text)
-    marked = re.findall(r"<(?:glue|time|span)>(.*?)</(?:glue|time|span)>", str(text), flags=re.S)
-    body = seconds(fenced(marked[-1] if marked else answer.value))
+    marked = last_inside(str(text), ("glue", "time", "span"))
+    body = seconds(calm(fenced(answer.value if marked is None else marked[:LONGEST])))
     if body.casefold().strip(" .") in NOTHING | {"[]"}:
         return Parsed([], answer.status)
     for read in (strict_json, loose_json):

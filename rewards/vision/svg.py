@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import re
 from typing import Annotated, Any, Literal
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from mmrl.core.registry import REWARDS
 from mmrl.core.types import Prompt, Reward
+from rewards._sandbox import Broken, Sandbox
 from rewards.card import card
 from rewards.vision.answers import Status, final
 from rewards.vision.base import Verdict, Verifiable, tagged
@@ -26,6 +28,9 @@ REFUSED = re.compile(
 )
 LINKS = re.compile(r"href\s*=\s*[\"'](?!#)", re.I)
 USES = 8  # <use> elements; nested ones multiply
+TALLEST = 16  # height over width of a drawing
+WORKER = Sandbox("png", seconds=5.0, memory=2 * 2**30)  # one for all rewards of this process
+NUMBER = r"\s*([-+.\deE]{1,20})"
 
 
 def find_svg(text: str) -> tuple[str | None, Status]:
@@ -38,6 +43,8 @@ def find_svg(text: str) -> tuple[str | None, Status]:
     body, closed, _ = answer.value[start:].partition("</svg>")
     if REFUSED.search(body) or LINKS.search(body) or len(re.findall(r"<\s*use\b", body)) > USES:
         return None, "out_of_range"
+    if aspect(body) > TALLEST:
+        return None, "out_of_range"
     if not closed:
         body = body[: body.rfind(">") + 1]
     body = (
@@ -48,20 +55,38 @@ def find_svg(text: str) -> tuple[str | None, Status]:
     return body + "</svg>", answer.status if closed else "repaired"
 
 
+def aspect(body: str) -> float:
+    """Return the height over the width of a drawing, as its first tag says; 1 if it does not."""
+    tag = body.partition(">")[0]
+    sides = {
+        side: match
+        for side in ("width", "height")
+        if (match := re.search(rf"\b{side}\s*=\s*[\"']{NUMBER}", tag))
+    }
+    box = re.search(rf"\bviewBox\s*=\s*[\"']{NUMBER}[\s,]{NUMBER}[\s,]{NUMBER}[\s,]{NUMBER}", tag)
+    pairs = [(sides["height"][1], sides["width"][1])] if len(sides) == 2 else []
+    pairs += [(box[4], box[3])] if box else []
+    ratios = []
+    for height, width in pairs:
+        try:
+            ratios.append(float(height) / float(width))
+        except (ValueError, ZeroDivisionError):
+            ratios.append(float("inf"))
+    return max(ratios, default=1.0)
+
+
 def render(svg: str, size: int) -> Tensor | None:
     """Render [3, size, size] in 0..1 on white, squashed to a square; None if resvg cannot draw
     it."""
-    import resvg_py
     from PIL import Image
 
     try:
-        png = bytes(
-            resvg_py.svg_to_bytes(
-                svg_string=svg, background="#ffffff", skip_system_fonts=True, width=size
-            )
-        )
-    except ValueError:
+        encoded = WORKER.ask("png", svg, size)
+    except Broken:  # it took too much time or memory
         return None
+    if encoded is None:
+        return None
+    png = base64.b64decode(encoded)
     with Image.open(io.BytesIO(png)) as image:
         return _pixels(image, size) if max(image.size) <= 16 * size else None
 
@@ -130,8 +155,10 @@ class Svg(Verifiable):
         weight: of ``also``; the pixels have the rest. Its values are clipped to 0..1.
 
     Drawings that load files or other documents, hold scripts, filters or style sheets, or many
-    ``<use>`` are refused ("out_of_range", 0): the policy must not read the picture from disk, nor
-    hang the renderer.
+    ``<use>``, or are more than 16 times as high as wide, are refused ("out_of_range", 0): the
+    policy must not read the picture from disk, nor hang the renderer. It draws in a process beside
+    this one, which is killed and replaced where a drawing takes more than 5 s of a processor or 2
+    GiB.
     """
 
     def __init__(

@@ -127,8 +127,8 @@ def test_several_rewards_of_gdpo_flow_factory_and_mix_grpo():
 # ---------------------------------------------------------------------------------
 
 # what they compare, ordinary rows do not have: edges of trees (test_trees.py), tokens, a
-# behaviour; they have tests of their own
-NEEDY = {"branch", "tree_grpo", "gtpo", "gcpo"}
+# behaviour, what a policy records; they have tests of their own
+NEEDY = {"branch", "tree_grpo", "gtpo", "gcpo", "edge_grpo", "recorded"}
 # rewards of theirs lie between two bounds, so those of the tests are brought to 0..1
 BOUNDED = {"bnpo", "single_stream"}
 # a level of their own: the best reward, a threshold, zero, bounds, a share of the mean
@@ -540,6 +540,7 @@ COUNTS = {
     "grpo_lead": {"length": 0.1},
     "drpo": {"reward": "a"},
     "asymre": {},
+    "strata": {"shares": {"": 2.0}},
     "copo": {"width": 0.5},
     "unlikeliness": {},
     "filtered": {"keep": [3, 2], "drop_groups": ["flat"], "outside": "zero"},

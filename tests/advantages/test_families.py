@@ -28,8 +28,8 @@ KINDS = {
     "flow": lambda: toys.make("flow"),
     "diffusion": lambda: toys.make("diffusion"),
     "video": lambda: toys.make("video"),
-    "masked": lambda: toys.make("masked"),
-    "causal": lambda: toys.make("causal"),
+    "masked": lambda: toys.make("masked", record_entropy=True),
+    "causal": lambda: toys.make("causal", record_entropy=True),
     "tree": lambda: toys.make("flow", tree=Tree(splits=[0, 2]), steps=4),
 }
 TREES = ("tree", "token_tree")
@@ -39,6 +39,7 @@ CHOSEN = {
     "single_stream": {"low": -9.0, "high": 9.0},
     "bnpo": {"low": -9.0, "high": 9.0},
     "drpo": {"reward": "first", "right": 0.0},
+    "recorded": {"of": "surprisal"},
 }
 NEEDS_TREE = ("branch", "tree_grpo")
 
@@ -54,7 +55,7 @@ def rollout(kind, tmp_path_factory):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             folder = tiny_var(tmp_path_factory.mktemp("var"), (1, 2, 3), 2)
-            policy = VAR(str(folder), branch_at=2, branches=2)
+            policy = VAR(str(folder), branch_at=2, branches=2, record_entropy=True)
         prompts = [{"text": str(label), "label": label} for label in range(3)]
     else:
         policy = KINDS[kind]()
@@ -77,7 +78,7 @@ def test_every_advantage_works_for_every_family(name, kind, rollout):
     needs_tokens = getattr(ADVANTAGES[name], "needs", "") == "categorical"
     latents = kind in ("flow", "diffusion", "video", "tree")
     if name in NEEDS_TREE and kind not in TREES or needs_tokens and latents:
-        with pytest.raises(UserError, match="tree|tokens"):
+        with pytest.raises(UserError, match="tree|tokens|record_entropy"):
             advantage(rewards(rollout), rollout)
         return
     for _ in range(2):  # with a memory, the second has one
@@ -97,7 +98,8 @@ def test_a_resumed_advantage_goes_on_where_it_was(name):
     ):
         pytest.skip("compares edges or tokens: see above")
     with torch.no_grad():
-        rollout = toys.make("causal").rollout(toys.prompts(3), 4, Rng.of("resumed"))
+        policy = toys.make("causal", record_entropy=True)
+        rollout = policy.rollout(toys.prompts(3), 4, Rng.of("resumed"))
     first = rewards(rollout)
     later = Rewards({key: x.flip(0) for key, x in first.items()}, first.weights)
 
@@ -122,6 +124,23 @@ def test_an_advantage_of_tokens_is_refused_for_latents_when_the_configuration_is
     assert read(path, ["advantage=unlikeliness"])
 
 
+@pytest.mark.parametrize(
+    ("chosen", "option"),
+    [
+        ("edge_grpo", "record_entropy"),
+        ("{temporal: {base: gtpo}}", "record_entropy"),
+        ("{recorded: {of: entropy}}", "record_entropy"),
+        ("recorded", "record_self_certainty"),
+        ("{focal: {of: distributions}}", "record_divergence"),
+    ],
+)
+def test_what_the_policy_must_record_is_said_when_the_configuration_is_read(chosen, option):
+    path = ROOT / "configs" / "digits" / "ar_grpo.yaml"
+    with pytest.raises(UserError, match=f"set policy.llamagen.{option} to true"):
+        read(path, [f"advantage={chosen}"])
+    assert read(path, [f"advantage={chosen}", f"policy.{option}=true"])
+
+
 @pytest.mark.parametrize("advantage", ["branch", "tree_grpo", "{temporal: {base: branch}}"])
 def test_an_advantage_of_trees_is_refused_where_nothing_is_shared(advantage):
     path = ROOT / "configs" / "digits" / "flow_grpo.yaml"
@@ -135,7 +154,7 @@ def test_this_page_knows_all_of_them():
 
 
 NEW = "bnpo mapo noise_aware grpo_lead drpo asymre copo riskpo brpo pvpo aapo single_stream"
-NEW = [*NEW.split(), "unlikeliness", "filtered"]
+NEW = [*NEW.split(), "unlikeliness", "filtered", "hapo", "recorded"]
 
 
 @pytest.mark.parametrize("family", ["flow", "masked", "causal"])
@@ -166,11 +185,12 @@ LEARNING = THRESHOLDS | {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*NEW, "gtpo"])
+@pytest.mark.parametrize("name", [*NEW, "gtpo", "edge_grpo"])
 def test_the_reward_rises_with_it(name):
     """Tokens; the rewards are shares of 0..1, so right answers begin at 0.4."""
     advantage = ADVANTAGES.build(name, **LEARNING.get(name, {}))
     trainer = make_trainer("causal", advantage=advantage, lr=1e-2)
+    trainer.policy.quantities = ("entropy",)
     rewards = [trainer.iterate()["reward/mean"] for _ in range(20)]
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.08
 

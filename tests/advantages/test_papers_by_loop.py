@@ -10,6 +10,7 @@ import torch
 from mmrl.advantages import (
     AAPO,
     BRPO,
+    GCPO,
     PVPO,
     Branch,
     Filtered,
@@ -20,19 +21,21 @@ from mmrl.advantages import (
     copo,
     dr_grpo,
     drpo,
-    gcpo,
     group,
     grpo_lead,
     gtpo,
     mapo,
     noise_aware,
     process,
+    strata,
     tree_grpo,
     unlikeliness,
 )
 from mmrl.advantages.memory import capture, restore
 from mmrl.core.errors import UserError
 from mmrl.core.types import Rewards
+from mmrl.run.build import read
+from rewards.votes import answer_frequency
 from tests.advantages.test_advantages_by_loop import (
     FLAT,
     GROUP,
@@ -50,6 +53,7 @@ from tests.advantages.test_advantages_by_loop import (
     tree,
     whitened,
 )
+from tests.core.test_imports import ROOT
 
 UNIT = [NAN if math.isnan(x) else 1 / (1 + math.exp(-3 * x)) for x in REWARD]  # between 0 and 1
 RIGHT = [NAN if math.isnan(x) else float(x > 0.5) for x in REWARD]  # 0 or 1
@@ -233,6 +237,35 @@ def test_copo_blends_by_the_entropy_of_outcomes(width):
         return local * whitened(i) + (1 - local) * apart
 
     same(copo(tensor(REWARD), rollout(), width=width), rows(expected), atol=1e-9)
+
+
+@pytest.mark.parametrize("answer", ["letters", "all alike", "none"])
+def test_outcomes_of_copo_may_be_answers(answer):
+    """The entropy of the answers, by the shares that answer_frequency gives; it is only watched."""
+    kinds = {
+        "letters": ["ab-cb"[(3 * i) % 5] for i in range(16)],
+        "all alike": ["a"] * 16,
+        "none": ["-"] * 16,
+    }[answer]
+    texts = ["" if kinds[i] == "-" else f"<answer>{kinds[i]}</answer>" for i in PRESENT]
+    groups = [{"text": str(GROUP[i]), "group": GROUP[i]} for i in PRESENT]
+    shares = torch.zeros(16).double()
+    shares[PRESENT] = answer_frequency(texts, groups).double()
+    rewards = Rewards({"a": tensor(REWARD), "votes": shares}, {"votes": 0.0})
+    means = [fmean([REWARD[j] for j in PRESENT if GROUP[j] == g]) for g in groups_there()]
+
+    def expected(i):
+        outcomes = [kinds[j] for j in members(i)]
+        parts = [outcomes.count(kind) / len(outcomes) for kind in sorted(set(outcomes))]
+        entropy = -sum(part * math.log(part) for part in parts)
+        local = 1 / (1 + math.exp(-3 * (entropy - 0.35)))
+        apart = (fmean(group_rewards(i)) - fmean(means)) / (pstdev(means) + 1e-4)
+        return local * whitened(i) + (1 - local) * apart
+
+    # shares are float32
+    same(copo(rewards, rollout(), frequency="votes"), rows(expected), atol=1e-6)
+    with pytest.raises(UserError, match="neither a reward nor a quantity"):
+        copo(rewards, rollout(), frequency="vote")
 
 
 # -- filters
@@ -434,6 +467,46 @@ def test_aapo_adds_a_bounded_lead_over_the_reference(tmp_path):
     same(AAPO(file=path)(tensor(REWARD), rollout()), rows(expected), atol=1e-9)
     with pytest.raises(UserError, match="must not be above"):
         AAPO(low=1.0, high=0.0)
+
+
+@pytest.mark.parametrize("source", ["file", "field", "first sight"])
+def test_aapo_pairs_every_answer_with_one_of_the_reference(source, tmp_path):
+    """The n-th answer by name with the n-th of the reference, from the first again after the
+    last."""
+    known = {g: [0.1 * g, 0.9, 0.3] for g in range(6)}
+    options = {"compare": "answers"}
+    batch = rollout()
+    if source == "file":
+        path = tmp_path / "reference.jsonl"
+        lines = [json.dumps({"text": f"prompt {g}", "reward": known[g]}) for g in known]
+        path.write_text("\n".join(lines))
+        options["file"] = path
+    elif source == "field":
+        options["field"] = "earlier"
+        given = [{**prompt, "earlier": known[g]} for g, prompt in enumerate(batch.prompts)]
+        batch = batch.replace(prompts=given)
+    advantage = AAPO(**options)
+    if source == "first sight":  # of which only the scored answers are known
+        first = [0.5 * x for x in REWARD]
+        advantage(tensor(first), batch)
+        known = {
+            g: [first[i] for i in sorted(PRESENT, key=lambda i: NAME[i]) if GROUP[i] == g]
+            for g in set(GROUP)
+        }
+        advantage = restored(AAPO(**options), advantage)
+
+    def expected(i):
+        group = sorted((j for j in range(16) if GROUP[j] == GROUP[i]), key=lambda j: NAME[j])
+        values = known[GROUP[i]]
+        reference = values[group.index(i) % len(values)]
+        return whitened(i) + min(max(REWARD[i] - reference, -0.2), 0.28)
+
+    same(advantage(tensor(REWARD), batch), rows(expected), atol=1e-9)
+
+
+def restored(fresh, advantage):
+    restore(fresh, json.loads(json.dumps(capture(advantage))))
+    return fresh
 
 
 def test_single_stream_tracks_a_value_for_each_prompt(tmp_path):
@@ -638,17 +711,20 @@ def test_conflict_tokens_are_spared_in_bad_answers_and_count_twice_in_good_ones(
         [[-0.1 * (1 + i) - 0.05 * t for t in range(5)] for i in range(5)], dtype=torch.float64
     )
     batch = rollout([0] * 5, lengths, list(range(5))).replace(
-        sample=torch.tensor(tokens), logprob=logprob
+        sample=torch.tensor(tokens), logprob=torch.zeros_like(logprob), entropy=-logprob
     )
     mean = fmean(reward)
     sign = [1 if r > mean else -1 for r in reward]
-    for chosen, limit, penalty in (({}, 0.7, 0.1), ({"at_most": None, "penalty": 0.5}, 9.0, 0.5)):
+    whole = {"at_most": None, "penalty": 0.5, "share_conflicts": False}
+    for chosen, limit, penalty in (({}, 0.7, 0.1), (whole, 9.0, 0.5)):
         computed = gtpo(tensor(reward), batch, base=dr_grpo, **chosen)
         for i in range(5):
             entropy = -fmean([float(logprob[i, t]) for t in range(lengths[i])])
             shaped = reward[i] - mean - penalty * entropy if entropy <= limit else 0.0
-            for t in range(lengths[i]):
-                expected = shaped * conflict_weight(i, t, tokens, lengths, sign)
+            weights = [conflict_weight(i, t, tokens, lengths, sign) for t in range(lengths[i])]
+            conflicts = max(1, sum(weight != 1 for weight in weights))
+            for t, weight in enumerate(weights):
+                expected = shaped * weight / (1 if chosen else conflicts)
                 assert float(computed[i, t]) == pytest.approx(expected, abs=1e-9)
     with pytest.raises(UserError, match="policies that write tokens"):
         gtpo(tensor(reward), rollout([0] * 5, lengths))
@@ -657,7 +733,7 @@ def test_conflict_tokens_are_spared_in_bad_answers_and_count_twice_in_good_ones(
 def test_gtpo_drops_answers_of_high_entropy_and_knows_groups_apart():
     tokens = torch.tensor([[1, 2], [1, 3], [1, 2], [1, 3]])
     logprob = torch.tensor([[-0.1, -0.1], [-2.0, -1.0], [-0.1, -0.1], [-0.2, -0.2]]).double()
-    apart = rollout([0, 0, 1, 1], [2] * 4, [0, 1, 2, 3]).replace(sample=tokens, logprob=logprob)
+    apart = rollout([0, 0, 1, 1], [2] * 4, [0, 1, 2, 3]).replace(sample=tokens, entropy=-logprob)
     computed = gtpo(tensor([1.0, 0.0, 1.0, 1.0]), apart, base=dr_grpo, penalty=0.0)
     expected = [[1.0, 0.5], [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]]
     torch.testing.assert_close(computed, tensor(expected), atol=1e-12, rtol=0)
@@ -690,23 +766,124 @@ def test_a_behaviour_is_paid_where_it_helps_its_group(outcome):
         return total[i] - fmean(total.values())
 
     chosen = {"behaviour": "tool", "outcome": outcome, "margin": 0.3}
-    computed = gcpo(rewards, rollout(), base=dr_grpo, **chosen)
+    computed = GCPO(base=dr_grpo, **chosen)(rewards, rollout())
     same(computed, rows(expected), atol=1e-9)
     assert {sign(i) for i in PRESENT} == {-1.0, 0.0, 1.0} or outcome is None
     order = torch.randperm(16, generator=torch.Generator().manual_seed(0))
     moved = Rewards({name: x[order] for name, x in rewards.items()}, weights)
-    again = gcpo(moved, rollout()[order], base=dr_grpo, **chosen)
+    again = GCPO(base=dr_grpo, **chosen)(moved, rollout()[order])
     torch.testing.assert_close(again, computed[order], equal_nan=True)
 
 
 def test_gcpo_says_what_it_needs():
     batch = rollout([0, 0], [1, 1])
     with pytest.raises(UserError, match="behaviour is 'tol'.*did you mean 'tool'"):
-        gcpo(Rewards({"tool": tensor([1.0, 0.0])}), batch, behaviour="tol")
-    with pytest.raises(UserError, match="behaviour is not set; name the reward.*: tool"):
-        gcpo(Rewards({"tool": tensor([1.0, 0.0])}), batch)
+        GCPO(behaviour="tol")(Rewards({"tool": tensor([1.0, 0.0])}), batch)
+    with pytest.raises(UserError, match="gcpo.*behaviour"):
+        read(ROOT / "configs" / "vlm" / "othink_mr1.yaml", ["advantage=gcpo"])
+    read(ROOT / "configs" / "vlm" / "othink_mr1.yaml", ["advantage={gcpo: {behaviour: format}}"])
     with pytest.raises(UserError, match="is the only reward"):
-        gcpo(Rewards({"tool": tensor([1.0, 0.0])}), batch, behaviour="tool")
+        GCPO(behaviour="tool")(Rewards({"tool": tensor([1.0, 0.0])}), batch)
+
+
+def r_squared(pairs):
+    """Of a line through the points: 1 - unexplained / all variance."""
+    xs, ys = zip(*pairs, strict=True)
+    slope = sum((x - fmean(xs)) * (y - fmean(ys)) for x, y in pairs)
+    slope /= sum((x - fmean(xs)) ** 2 for x in xs)
+    left = sum((y - fmean(ys) - slope * (x - fmean(xs))) ** 2 for x, y in pairs)
+    return 1 - left / sum((y - fmean(ys)) ** 2 for y in ys)
+
+
+def test_the_filter_whose_rows_tell_the_truth_best_is_chosen():
+    """PF-PPO: R^2 between reward and actual score over all rows a strategy has kept so far."""
+    strategies = ("highest", "lowest", "ends")
+    advantage = Filtered(keep=2, strategies=strategies, truth="truth", statistics="all")
+    points = {name: [] for name in strategies}
+    choices = []
+    for n in range(3):
+        # the reward tells the truth at the top, or at the bottom
+        truth = [
+            x if (x > 0.5) == (n == 0) else OTHER[(5 * i + n) % 16] for i, x in enumerate(REWARD)
+        ]
+        rewards = Rewards({"a": tensor(REWARD), "truth": tensor(truth)}, {"truth": 0.0})
+        kept = {name: set() for name in strategies}
+        for i in PRESENT:
+            order = sorted(members(i), key=lambda j: (REWARD[j], NAME[j]))
+            kept["highest"] |= set(order[-2:])
+            kept["lowest"] |= set(order[:2])
+            kept["ends"] |= {order[0], order[-1]}
+        for name in strategies:
+            points[name] += [(REWARD[i], truth[i]) for i in sorted(kept[name])]
+        best = max(strategies, key=lambda name: r_squared(points[name]))
+        stay = [whitened(i) if i in PRESENT and i in kept[best] else NAN for i in range(16)]
+        same(advantage(rewards, rollout()), stay, atol=1e-9)
+        for name in strategies:
+            assert advantage.r_squared(name) == pytest.approx(r_squared(points[name]), abs=1e-9)
+        choices.append(best)
+        fresh = Filtered(keep=2, strategies=strategies, truth="truth", statistics="all")
+        advantage = restored(fresh, advantage)
+    assert len(set(choices)) > 1
+    with pytest.raises(UserError, match="say with keep how many"):
+        Filtered(truth="truth")
+    flat = Rewards({"a": tensor(REWARD), "truth": tensor([1.0] * 16)}, {"truth": 0.0})
+    unknown = Filtered(keep=2, prefer="lowest", truth="truth")(flat, rollout())
+    same(unknown, Filtered(keep=2, prefer="lowest")(tensor(REWARD), rollout()), atol=0)
+
+
+# -- tasks
+
+
+TASK = {g: ("count", "read", "draw")[g % 3] for g in range(6)}
+
+
+@pytest.mark.parametrize("count", ["rows", "decisions"])
+@pytest.mark.parametrize("shares", [None, {"count": 3.0, "draw": 0.5}])
+def test_every_task_has_its_share_of_the_gradient(count, shares):
+    """CGPO: each task's own mean, times its share; one task is compared in another way."""
+    batch = rollout()
+    prompts = [{**prompt, "task": TASK[g]} for g, prompt in enumerate(batch.prompts)]
+    batch = batch.replace(prompts=prompts)
+    advantage = strata(tensor(REWARD), batch, shares=shares, count=count, tasks={"read": dr_grpo})
+
+    def size(rows_of):
+        return sum(LENGTH[i] if count == "decisions" else 1 for i in rows_of)
+
+    def plain(i):
+        mean = fmean(group_rewards(i))
+        return REWARD[i] - mean if TASK[GROUP[i]] == "read" else whitened(i)
+
+    met = sorted({TASK[GROUP[i]] for i in PRESENT})
+    share = {task: (shares or {}).get(task, 1.0) for task in met}
+    share = {task: x / sum(share.values()) for task, x in share.items()}
+
+    def expected(i):
+        stratum = [j for j in PRESENT if TASK[GROUP[j]] == TASK[GROUP[i]]]
+        return plain(i) * share[TASK[GROUP[i]]] * size(PRESENT) / size(stratum)
+
+    same(advantage, rows(expected), atol=1e-9)
+    # so the mean of the batch is that of the means of the tasks
+    weights = [LENGTH[i] if count == "decisions" else 1 for i in PRESENT]
+    slopes = [math.sin(i) for i in PRESENT]
+    whole = sum(
+        w * s * float(advantage[i]) for w, s, i in zip(weights, slopes, PRESENT, strict=True)
+    ) / sum(weights)
+    parts = 0.0
+    for task in met:
+        inside = [n for n, i in enumerate(PRESENT) if TASK[GROUP[i]] == task]
+        mean = sum(weights[n] * slopes[n] * plain(PRESENT[n]) for n in inside)
+        parts += share[task] * mean / sum(weights[n] for n in inside)
+    assert whole == pytest.approx(parts, abs=1e-9)
+
+
+def test_a_task_that_is_missing_leaves_its_share_to_the_others():
+    batch = rollout([0, 0, 1, 1], [1] * 4)
+    batch = batch.replace(prompts=[{"task": "a"}, {"task": "b"}])
+    rewards = tensor([0.0, 1.0, NAN, NAN])
+    advantage = strata(rewards, batch, base=dr_grpo, shares={"a": 0.2, "b": 0.8})
+    same(advantage, [-0.5, 0.5, NAN, NAN])
+    with pytest.raises(UserError, match="share of 'a' is -1"):
+        strata(rewards, batch, shares={"a": -1.0})
 
 
 # -- trees

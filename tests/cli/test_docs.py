@@ -22,10 +22,12 @@ from mmrl.cli.app import app
 from mmrl.config.options import (
     AdaptiveRounds,
     Budget,
+    Demonstrations,
     EvaluateOptions,
     ResponseReuse,
     Reuse,
     SlowFast,
+    Speculative,
     TrainOptions,
     arithmetic,
 )
@@ -44,7 +46,7 @@ from mmrl.monitoring.log import LogOptions
 from mmrl.monitoring.report.runs import read_run
 from mmrl.objectives.importance_sampling import Importance
 from mmrl.objectives.kl import KL
-from mmrl.objectives.policy_gradient import Entropy
+from mmrl.objectives.policy_gradient import Entropy, Supervision
 from mmrl.policies.diffusion.trees import Tree
 from mmrl.policies.lora import Lora
 from mmrl.policies.vlm.media import Budgets
@@ -246,6 +248,9 @@ DOCUMENTED = {
     "slow_fast": SlowFast,
     "adaptive_sampling": AdaptiveRounds,
     "response_reuse": ResponseReuse,
+    "speculative": Speculative,
+    "demonstrations": Demonstrations,
+    "sft": Supervision,
     "lora": Lora,
     "budgets": Budgets,
     "part": Part,

@@ -57,6 +57,9 @@ def test_words_become_settings():
     assert nft.changes == ("train.seed=3", "train.epochs=2", "optimizer.adamw.lr=1e+3")
     base, gspo = settings_of(["digits/d1"], ["objective.surrogate=gspo train.epochs=2"])
     assert base.changes == () and gspo.changes == ("objective.surrogate=gspo", "train.epochs=2")
+    called = settings_of(["a+label=GSPO, 1+x.y=2", "a"], (), ["x.z=1,2"])
+    assert [s.label for s in called][:2] == ["GSPO, 1 + z=1", "GSPO, 1 + z=2"]
+    assert called[0].changes == ("x.y=2", "x.z=1")
     grid = settings_of(["sd3/flow_grpo", "flux/flow_grpo"], (), ["a.b=1,2", "c.d=x,y"])
     assert len(grid) == 8 and [s.arm for s in grid] == [0] * 4 + [1] * 4
     assert grid[1].label == "sd3/flow_grpo + b=1 + d=y"

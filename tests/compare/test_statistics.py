@@ -31,7 +31,11 @@ def by_loop(table):
     )
     cells = count_s * count_p
     estimates = [(of_seed / cells, count_s - 1), (of_prompt / cells, count_p - 1)]
-    return [*estimates, (both / cells, max(freedom, 1))] if both > 0 else estimates
+    return (
+        [*estimates, (both / cells, max(freedom, min(count_s, count_p) - 1))]
+        if both > 0
+        else estimates
+    )
 
 
 @pytest.mark.parametrize("trial", range(6))

@@ -153,6 +153,8 @@ SMALLEST: dict[tuple[str, str], dict[str, Any]] = {
     ("data", "digits"): {"captions": 40},
     ("data", "mixture"): {"sources": {"one": {"digits": {"captions": 40}}, "two": "digits"}},
     ("data", "hints"): {"of": {"digits": {"captions": 40}}, "field": "text"},
+    ("data", "suggestions"): {"of": {"digits": {"captions": 40}}, "field": "text"},
+    ("data", "forms"): {"of": {"digits": {"captions": 40}}, "forms": {"plain": "{text}"}},
     ("data", "replay"): {"of": {"digits": {"captions": 40}}},
     ("data", "knapsack"): {"of": {"digits": {"captions": 40}}},
     ("data", "adaptive_group_size"): {"of": {"digits": {"captions": 40}}},

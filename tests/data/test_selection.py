@@ -4,6 +4,7 @@ import json
 import math
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from scipy.stats import beta
@@ -12,11 +13,14 @@ from mmrl.advantages import outcomes
 from mmrl.core.errors import UserError
 from mmrl.core.registry import DATA, load_built_in
 from mmrl.core.types import Rewards
+from mmrl.data.budget import Knapsack
+from mmrl.data.curriculum import Hints, Replay
+from mmrl.data.features import ValueModel
 from mmrl.data.prompts import Outcome, batch
 from mmrl.data.selection import Pcl, Sec, Vade, Vas
 from mmrl.data.statistics import PromptStatistics, mean_advantage
 from mmrl.data.subsets import Depo
-from mmrl.rollout.diversity import diversity
+from mmrl.rollout.diversity import diversity, share_of
 from samplers.noise import Rng
 from tests.fixtures import toys
 from tests.fixtures.records import make_rollout
@@ -68,6 +72,8 @@ SOURCES = {
     "vade": lambda rates=RATES: Vade(Bernoulli(rates)),
     "vas": lambda rates=RATES: Vas(Bernoulli(rates)),
     "pcl": lambda rates=RATES: Pcl(Bernoulli(rates)),
+    "pcl_model": lambda rates=RATES: Pcl(Bernoulli(rates), value="model"),
+    "pcl_both": lambda rates=RATES: Pcl(Bernoulli(rates), value="both"),
     "sec": lambda rates=RATES: Sec(Bernoulli(rates)),
     "depo": lambda rates=RATES: Depo(Bernoulli(rates)),
 }
@@ -171,6 +177,70 @@ def test_vas_scores_by_variance_and_diversity_and_keeps_a_uniform_share():
         Vas(Bernoulli(RATES), variance=0.0, diversity=0.0)
 
 
+@pytest.mark.parametrize("family", sorted(toys.POLICIES))
+def test_vas_scores_all_prompts_anew_by_extra_answers(family, monkeypatch):
+    class Toys:
+        train = toys.prompts(16)
+        held_out = []
+
+    flow = family not in ("causal", "masked")
+    source = Vas(Toys, threshold=-0.9 if flow else 0.2, refresh=2, rollouts=3)
+    monkeypatch.setattr(toys, "prompts", lambda n=4: source.train)
+    sizes = {"prompts_per_iteration": 5, "group_size": 4, "train_batch_size": 20}
+    trainer = make_trainer(family, micro_batch_size=None, **sizes)
+    samples = []
+    plain = trainer.sample
+
+    def recorded(prompts, rng, copies):
+        drawn = plain(prompts, rng, copies)
+        samples.append((prompts, copies, drawn))
+        return drawn
+
+    monkeypatch.setattr(trainer, "sample", recorded)
+    metrics = [trainer.iterate() for _ in range(3)]
+    assert ["diversity/rescored" in m for m in metrics] == [True, False, True]
+    assert metrics[0]["diversity/rescored"] == 16
+    extra_sizes = [5, 5, 5, 1]
+    sizes = [5, *extra_sizes, 5, 5, *extra_sizes]
+    assert [len(prompts) for prompts, _, _ in samples] == sizes
+    statistics = source.train.statistics
+    assert sorted(statistics.records) == list(range(16))
+    trained = {prompt["entry"] for prompt in samples[-5][0]}
+    assert [copies for _, copies, _ in samples[-5:]] == [4, 3, 3, 3, 3]
+    extra = [(prompts, drawn) for prompts, _, drawn in samples[-4:]]
+    checked = 0
+    for prompts, drawn in extra:
+        total = drawn.rewards.total()
+        for group, prompt in enumerate(prompts):
+            if "entry" not in prompt or prompt["entry"] in trained:
+                continue
+            rows = total[drawn.rollout.group == group]
+            right = [float(value > source.threshold) for value in rows.tolist()]
+            record = statistics[prompt["entry"]]
+            assert len(right) == 3 and record.samples == 3
+            assert record.mean == pytest.approx(sum(right) / 3)
+            checked += 1
+    assert checked == 16 - len(trained)
+
+
+def test_every_process_scores_its_share_and_all_are_scored_once():
+    prompts = [{"text": str(i), "entry": i} for i in range(7)]
+    parts = [share_of(prompts, rank, 3) for rank in range(3)]
+    assert [share for share, _ in parts] == [3, 3, 3] == [len(local) for _, local in parts]
+    entries = [prompt["entry"] for _, local in parts for prompt in local if "entry" in prompt]
+    assert entries == list(range(7))
+
+
+def test_records_are_replaced_by_new_answers():
+    statistics = PromptStatistics(0.5)
+    statistics.learn([Outcome(1, 0.5, False, (1.0, 0.0)), Outcome(2, 1.0, True, (1.0,))])
+    statistics.see_diversity({1: 0.25})
+    statistics.renew([Outcome(1, 0.75, False, (1.0, 1.0, 1.0, 0.0))])
+    record = statistics[1]
+    assert (record.samples, record.mean, record.visits, record.diversity) == (4, 0.75, 2, 0.25)
+    assert statistics[2].mean == 1 and statistics.iteration == 1
+
+
 def test_pcl_takes_the_candidates_nearest_to_the_target():
     source = Pcl(Bernoulli(RATES), target=0.4, candidates=3.0, prior=2.0)
     data = source.train
@@ -185,6 +255,79 @@ def test_pcl_takes_the_candidates_nearest_to_the_target():
         gaps.append(abs((weight * mean + 2 * usual) / (weight + 2) - 0.4))
     order = sorted(range(24), key=lambda i: gaps[i])[:8]
     assert batch(data, 8, 12, SEED) == [candidates[i] for i in order]
+
+
+class Worded(Bernoulli):
+    """As many prompts as there are answers, whose words tell how hard they are."""
+
+    def __init__(self, count):
+        rates = [(0.02, 0.5, 0.98)[i % 3] for i in range(count)]
+        super().__init__(rates)
+        words = ("prove", "compute", "repeat")
+        for i, prompt in enumerate(self.train):
+            prompt["text"] = f"{words[i % 3]} item{i}"
+
+
+def test_the_value_model_takes_the_steps_of_its_formula():
+    """min sum (x'w - r)^2 + ridge |w - old|^2, by gradient descent; the order does not matter."""
+    rng = np.random.default_rng(0)
+    model = ValueModel(ridge=0.7, start=0.4)
+    again = ValueModel(ridge=0.7, start=0.4)
+    w = np.zeros(4)
+    for _ in range(3):
+        features = rng.normal(size=(5, 3))
+        rewards = rng.random(5)
+        old = w.copy()
+        for _ in range(20_000):
+            gradient = 1.4 * (w - old)
+            for i in range(5):
+                x = [*features[i], 1.0]
+                gap = 0.4 + sum(a * b for a, b in zip(x, w)) - rewards[i]
+                gradient = gradient + 2 * gap * np.array(x)
+            w = w - 0.02 * gradient
+            if np.abs(gradient).max() < 1e-12:
+                break
+        model.learn(features, rewards)
+        order = rng.permutation(5)
+        again.learn(features[order], rewards[order])
+        np.testing.assert_allclose(model.weights, w, atol=1e-9)
+        np.testing.assert_allclose(again.weights, w, atol=1e-9)
+    expected = [0.4 + sum(a * b for a, b in zip([*x, 1.0], w)) for x in features]
+    np.testing.assert_allclose(model.predict(features), expected, atol=1e-9)
+
+
+@pytest.mark.parametrize("value", ["model", "both"])
+def test_prompts_never_asked_are_chosen_by_what_their_words_predict(value):
+    source = Pcl(Worded(2400), candidates=3.0, value=value)
+    data = source.train
+    assert signals(simulate(data, 30)[20:]) > 0.9  # half of the plain ones would be flat
+    asked = set(data.statistics.records)
+    fresh = [prompt for prompt in data.prompts if prompt["entry"] not in asked]
+    predicted = dict(zip((p["p"] for p in fresh), data.predicted(fresh)))
+    assert predicted[0.02] < 0.3 < predicted[0.5] < 0.7 < predicted[0.98]
+    chosen = batch(data, 8, 30, SEED)
+    candidates = batch(data.inner, 24, 30, SEED)
+    weights = [data.statistics.weight(p["entry"]) if value == "both" else 0 for p in candidates]
+    gaps = []
+    for prompt, weight, guess in zip(candidates, weights, data.predicted(candidates)):
+        mean = data.statistics[prompt["entry"]].mean
+        gaps.append(abs((weight * mean + guess) / (weight + 1) - 0.5))
+    order = sorted(range(24), key=lambda i: gaps[i])[:8]
+    assert chosen == [candidates[i] for i in order]
+
+
+def test_features_of_ones_own_must_fit(tmp_path):
+    np.save(tmp_path / "rows.npy", np.eye(5))
+    with pytest.raises(UserError, match=r"pcl.embeddings: .* needs a row for each of the 64"):
+        Pcl(Bernoulli(RATES), value="model", embeddings=tmp_path / "rows.npy")
+    with pytest.raises(UserError, match="set value to model or both"):
+        Pcl(Bernoulli(RATES), embeddings=tmp_path / "rows.npy")
+    data = Pcl(
+        Bernoulli([0.1, 0.5, 0.9, 0.5, 0.1]), value="model", embeddings=tmp_path / "rows.npy"
+    )
+    simulate(data.train, 20, count=2)
+    values = data.train.predicted(data.train.prompts)
+    assert values[0] < values[1] < values[2]
 
 
 def test_sec_learns_the_value_of_a_category_by_td_and_draws_by_softmax():
@@ -266,13 +409,14 @@ def test_diversity_of_latents_is_their_spread():
 
 
 @pytest.mark.parametrize("family", toys.POLICIES)
-@pytest.mark.parametrize("name", ["vas", "vade"])
+@pytest.mark.parametrize("name", ["vas", "vade", "pcl"])
 def test_every_family_trains_on_chosen_prompts(family, name, monkeypatch):
     class Toys:
         train = toys.prompts(16)
         held_out = []
 
-    source = DATA[name](Toys, threshold=-0.9 if family in ("flow", "diffusion") else 0.2)
+    threshold = {"threshold": -0.9 if family in ("flow", "diffusion") else 0.2}
+    source = DATA[name](Toys, **({"value": "model"} if name == "pcl" else threshold))
     monkeypatch.setattr(toys, "prompts", lambda n=4: source.train)
     trainer = make_trainer(family, group_size=4, train_batch_size=16)
     metrics = [trainer.iterate() for _ in range(3)][-1]
@@ -296,3 +440,45 @@ def test_outcomes_of_shuffled_rows_are_the_same():
     plain = outcomes(Rewards({"r": rewards}), rollout)
     shuffled = outcomes(Rewards({"r": rewards[order]}), rollout[order])
     assert [sorted(o.rewards) for o in plain] == [sorted(o.rewards) for o in shuffled]
+
+
+OUTER = {
+    "vade": lambda inner: Vade(inner),
+    "vas": lambda inner: Vas(inner, diversity=0.0),
+    "sec": lambda inner: Sec(inner),
+    "pcl": lambda inner: Pcl(inner),
+    "depo": lambda inner: Depo(inner),
+}
+
+
+@pytest.mark.parametrize("outer", sorted(OUTER))
+@pytest.mark.parametrize("inner", ["hints", "knapsack", "replay", "replay of hints"])
+def test_what_lies_inside_a_selection_still_acts(outer, inner):
+    """Hints are written, budgets shared out and hard prompts asked again, whoever chooses."""
+    source = Bernoulli([0.0, 0.5, 0.5, 1.0, 0.3, 0.7] * 4)
+    for prompt in source.train:
+        prompt["answer"] = "one two three four"
+    inside = source
+    if "hints" in inner:
+        inside = Hints(inside, share=0.5)
+    if "replay" in inner:
+        inside = Replay(inside, share=0.5, below=0.2)
+    if inner == "knapsack":
+        inside = Knapsack(inside, least=2, most=32)
+    data = OUTER[outer](inside).train
+    differ = False
+    for iteration in range(8):
+        prompts = batch(data, 8, iteration, SEED)
+        assert prompts == batch(data, 8, iteration, SEED) and len(prompts) == 8
+        if "hints" in inner:
+            assert all(prompt["prefill"] == "one two " for prompt in prompts)
+        if "replay" in inner and iteration:
+            waiting = data.inner.waiting[:4]
+            assert [prompt["entry"] for prompt in prompts[len(prompts) - len(waiting) :]] == waiting
+        if inner == "knapsack":
+            sizes = data.copies(prompts, 4, iteration)
+            assert sum(sizes) == 32
+            differ |= len(set(sizes)) > 1
+        data.learn(answered(prompts, iteration))
+    assert differ or inner != "knapsack"
+    assert "replay" not in inner or data.inner.waiting

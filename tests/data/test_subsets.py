@@ -10,6 +10,8 @@ import torch
 
 from mmrl.core import distributed
 from mmrl.core.errors import UserError
+from mmrl.data.curriculum import with_entries
+from mmrl.data.features import features_of
 from mmrl.data.prompts import Outcome, batch
 from mmrl.data.subsets import (
     ByVariance,
@@ -18,7 +20,6 @@ from mmrl.data.subsets import (
     Recorded,
     alignment,
     by_density,
-    features_of,
     pagerank,
     read_curves,
     spread_out,
@@ -150,7 +151,7 @@ def test_rows_are_spread_out_by_the_greedy_determinant():
 
 def test_of_copies_of_a_text_one_is_kept():
     texts = ["a red box on a table"] * 4 + ["two green dogs", "how many cats sleep there"]
-    features = features_of([{"text": text} for text in texts], None, 6)
+    features = features_of([{"text": text} for text in texts], None, 6, "depo")
     chosen = spread_out(features, pagerank(features, 0.85), 3)
     assert {texts[row] for row in chosen} == set(texts)
 
@@ -186,3 +187,25 @@ def test_entries_are_drawn_by_their_weights():
     total = sum(np.exp(list(logs.values())))
     for entry, log in logs.items():
         assert counts[(entry,)] / 600 == pytest.approx(np.exp(log) / total, abs=0.06)
+
+
+def test_rewards_of_a_reference_choose_prompts_too(tmp_path):
+    """PVPO: the file that is its baseline says which prompts are neither too easy nor too hard."""
+    source = Plain(["a", "b", "c", "b"])
+    path = tmp_path / "reference.jsonl"
+    lines = [("a", [1, 1, 1]), ("b", [0, 1]), ("b", [1]), ("c", 0.0)]
+    path.write_text("\n".join(json.dumps({"text": t, "reward": r}) for t, r in lines))
+    assert read_curves(path, with_entries(source.train)) == {
+        0: [[1, 1, 1]],
+        1: [[0, 1, 1]],
+        2: [[0]],
+        3: [[0, 1, 1]],
+    }
+    kept = ByVariance(source, path).train
+    assert [prompt["text"] for prompt in kept] == ["b", "b"]
+
+
+class Plain:
+    def __init__(self, texts):
+        self.train = [{"text": text} for text in texts]
+        self.held_out = []

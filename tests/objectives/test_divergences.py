@@ -20,7 +20,7 @@ from mmrl.policies.masked.policy import Hidden
 from mmrl.run import state
 from mmrl.run.build import read
 from mmrl.scoring import Scorer
-from mmrl.train.optimizers import sgd
+from mmrl.train.optimizers import adamw, sgd
 from mmrl.train.trainer import Trainer
 from samplers.noise import Rng
 from tests.fixtures import toys
@@ -155,20 +155,77 @@ def test_the_loss_has_its_weight_times_the_divergence(kind, divergence):
         torch.testing.assert_close(term[point.mask], expected[point.mask])
 
 
-def test_a_reweighed_reference_counts_good_samples_more():
-    """RAPO: the forward KL to ref e^(A / reweigh)."""
-    policy, objective, rollout = walked(divergence="forward", reweigh=2.0)
-    (point,) = objective.points(policy, rollout, Rng.of(0))
-    term = objective.loss(policy, point) - PolicyGradient().loss(policy, point)
-    logp = policy.dist(point).log_prob(point.target)
-    ref = frozen(policy, "ref", point).log_prob(point.target)
-    expected = 0.5 * sampled(logp, ref + point.advantage / 2, "forward")
-    torch.testing.assert_close(term, expected)
+@pytest.mark.parametrize("kind", ["causal", "masked", "flow"])
+def test_a_reweighed_reference_counts_good_samples_more(kind):
+    """RAPO: the forward KL to ref e^(A / reweigh), decision by decision; values and gradients."""
+    policy, objective, rollout = walked(kind, divergence="forward", reweigh=2.0)
+    decisions = 0
+    for point in objective.points(policy, rollout, Rng.of(0)):
+        term = objective.loss(policy, point) - PolicyGradient().loss(policy, point)
+        logp = policy.dist(point).log_prob(point.target)
+        ref = frozen(policy, "ref", point).log_prob(point.target)
+        expected = torch.zeros_like(term)
+        for row, k in point.mask.nonzero().tolist():
+            lead = float(point.advantage.expand_as(term)[row, k]) / 2
+            ratio = math.exp(float((ref - logp)[row, k].detach()) + lead)
+            value = ratio * math.log(ratio) - ratio + 1
+            tangent = (1 - ratio) * (logp[row, k] - logp[row, k].detach())
+            expected[row, k] = 0.5 * (value + tangent)
+            decisions += 1
+        mask = point.mask
+        torch.testing.assert_close(term[mask], expected[mask], atol=1e-9, rtol=1e-9)
+        weights = torch.linspace(0.5, 1.5, int(mask.sum())).double()
+        slopes = [
+            torch.autograd.grad(
+                (x[mask] * weights).sum(), policy.net.parameters(), retain_graph=True
+            )
+            for x in (term, expected)
+        ]
+        for left, right in zip(*slopes, strict=True):
+            torch.testing.assert_close(left, right, atol=1e-9, rtol=1e-7)
+    assert decisions >= 8
+
+
+@pytest.mark.parametrize("kind", ["causal", "masked", "flow"])
+@pytest.mark.parametrize("root", [False, True])
+def test_the_chi2_of_whole_samples_is_taken_off_their_rewards(kind, root):
+    """The ratio to the base over all of a sample's decisions; or of the square root."""
+    policy, objective, rollout = walked(kind, divergence="chi2", where="reward", root=root)
+    ratios = []
+    for row in range(len(rollout)):
+        total = 0.0
+        for point in policy.path(rollout[row : row + 1]):
+            gap = point.recorded - frozen(policy, "ref", point).log_prob(point.target)
+            total += float(torch.where(point.mask, gap, 0.0).sum())
+        ratios.append(math.exp(total))
+    mean = sum(ratio - 1 for ratio in ratios) / len(ratios)
+    factor = 1 / math.sqrt(max(mean, 1e-4)) if root else 2
+    rewards = objective.shaped(policy, rollout, Rewards({"toy": torch.ones(4).double()}))
+    losses = [0.5 * factor * (ratio - 1) for ratio in ratios]
+    expected = 1 - torch.tensor(losses, dtype=torch.float64)
+    torch.testing.assert_close(rewards.total(), expected, atol=1e-9, rtol=1e-9)
+    assert float(rewards["kl"].mean()) == pytest.approx(mean)
+
+
+def test_what_is_taken_off_rewards_has_the_gradient_of_the_chi2():
+    """Of a policy with five samples, exactly: sum_y p(y) grad log p(y) reward(y)."""
+    logits = torch.tensor([0.3, -0.2, 0.5, 0.1, -0.7]).double().requires_grad_()
+    ref = torch.tensor([0.1, 0.2, -0.3, 0.4, 0.0]).double().log_softmax(0)
+    logp = logits.log_softmax(0)
+    exact = (2 * logp - ref).exp().sum() - 1
+    kl = KL(weight=1.0, divergence="chi2", where="reward")
+    value, factor = kl.penalty((logp - ref).detach())
+    surrogate = (logp.exp().detach() * factor * value * logp).sum()
+    truth, slope = (
+        torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (exact, surrogate)
+    )
+    torch.testing.assert_close(slope, truth)
 
 
 WRONG = [
     ({"divergence": "chi2", "form": "k3"}, "the form k3 estimates the reverse KL: leave it out"),
     ({"divergence": "forward", "where": "reward"}, "taken off the reward is the reverse KL"),
+    ({"divergence": "chi2", "root": True}, "root is of the chi2 of whole samples"),
     ({"divergence": "renyi", "order": 1.0}, "order 1 is divergence: reverse"),
     ({"reweigh": 1.0}, "reweigh is for divergence: forward"),
     ({"uncertainty": "spread"}, "set where: reward"),
@@ -227,9 +284,10 @@ def test_a_target_multiplies_the_weight_and_is_saved():
     assert fixed.term.weight() == 0.5
 
 
-def test_uncertain_samples_pay_more_for_leaving_the_reference():
+@pytest.mark.parametrize("family", ["causal", "masked", "flow", "diffusion"])
+def test_uncertain_samples_pay_more_for_leaving_the_reference(family):
     """r - b s^2 log(p / ref) (uncertainty-aware RLHF)."""
-    policy, plain, rollout = walked(where="reward")
+    policy, plain, rollout = walked(family, where="reward")
     spread = torch.tensor([0.0, 1.0, 2.0, 0.5]).double()
     rewards = Rewards({"r": spread * 0, "spread": spread}, {"r": 1.0, "spread": 0.0})
     uncertain = PolicyGradient(kl=KL(weight=0.5, where="reward", uncertainty="spread"))
@@ -275,10 +333,10 @@ def test_distances_of_velocities_share_weights_and_reference(name):
 # -- a reference that is refreshed
 
 
-def trainer_of(iterations=6):
+def trainer_of(iterations=6, make=None, **refresh):
     policy = toys.make("causal", double=True)
     objective = config.build(
-        {"policy_gradient": {"kl": {"weight": 0.1, "refresh": {"every": 2}}}}, OBJECTIVES
+        {"policy_gradient": {"kl": {"weight": 0.1, "refresh": {"every": 2} | refresh}}}, OBJECTIVES
     )
     return Trainer(
         policy,
@@ -286,11 +344,29 @@ def trainer_of(iterations=6):
         Scorer({"toy": toys.reward}),
         advantages.dr_grpo,
         objective,
-        partial(sgd, lr=0.1),
+        make or partial(sgd, lr=0.1),
         TrainOptions(
             prompts_per_iteration=4, group_size=4, train_batch_size=16, iterations=iterations
         ),
     )
+
+
+def test_the_optimizer_begins_anew_with_its_reference():
+    """ProRL: every second iteration AdamW takes its first step again, also after a resume."""
+    adam = partial(adamw, lr=0.01)
+    steps = {True: [], False: []}
+    for chosen, counts in steps.items():
+        trainer = trainer_of(make=adam, optimizer=chosen)
+        for iteration in range(5):
+            trainer.iterate()
+            states = trainer.update.optimizer.state.values()
+            counts.append({int(known["step"]) for known in states})
+            if chosen and iteration == 1:
+                resumed = trainer_of(make=adam, optimizer=True)
+                state.restore(resumed, *state.capture(trainer))
+    assert steps == {True: [{1}, {2}, {1}, {2}, {1}], False: [{1}, {2}, {3}, {4}, {5}]}
+    resumed.iterate()
+    assert {int(known["step"]) for known in resumed.update.optimizer.state.values()} == {1}
 
 
 def test_the_reference_is_copied_every_second_iteration_also_after_a_resume():
@@ -340,3 +416,36 @@ def test_a_moving_reference_goes_part_of_the_way():
     assert moves == [("moving", 0.9)] * 2 and Reference().name == "ref"
     Reference().follow(weights, 5)
     assert len(moves) == 2
+
+
+def test_the_constraint_is_convex_in_the_reference_and_the_policy_before_the_update():
+    """ReMix: (1 - previous) KL(p || ref) + previous KL(p || old), by hand on two snapshots."""
+    policy = toys.make("flow", double=True)
+    policy.weights.keep("ref")
+    shift(policy, 0.1)
+    policy.weights.keep("old")
+    shift(policy, 0.1)
+    with torch.no_grad():
+        rollout = policy.rollout(toys.prompts(2), 2, Rng.of(1))
+    (point, *_) = policy.path(rollout)
+    losses = {
+        share: PolicyGradient(kl=KL(weight=1.0, previous=share)).loss(policy, point)
+        for share in (0.0, 0.25, 1.0)
+    }
+    with policy.weights.using("old"):
+        old = policy.dist(point)
+    torch.testing.assert_close(losses[1.0], policy.dist(point).kl(old), atol=1e-9, rtol=0)
+    convex = 0.75 * losses[0.0] + 0.25 * losses[1.0]
+    torch.testing.assert_close(losses[0.25], convex, atol=1e-9, rtol=0)
+    assert set(PolicyGradient(kl=KL(weight=1.0, previous=0.5)).snapshots) == {"ref", "old"}
+
+
+def test_the_reference_is_born_again_once():
+    moves = [iteration for iteration in range(9) if Refresh(at=4).due(iteration)]
+    assert moves == [4]
+
+
+def shift(policy, size):
+    with torch.no_grad():
+        for weight in policy.net.parameters():
+            weight.add_(size)

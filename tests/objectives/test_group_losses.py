@@ -89,6 +89,13 @@ def reg_grpo(r, logp, a, length):
     return sum((a[i] - 0.7 * (r[i] - sum(r) / n)) ** 2 for i in range(n)) / n
 
 
+def reg_grpo_own_std(r, logp, a, length):
+    n = len(r)
+    mean = sum(r) / n
+    std = max(math.sqrt(sum((x - mean) ** 2 for x in r) / n), 0.05)
+    return sum((a[i] - (r[i] - mean) / std) ** 2 for i in range(n)) / n
+
+
 def opmd(r, logp, a, length):
     return sum(-a[i] * logp[i] + 0.4 / 2 * r[i] ** 2 for i in range(len(r))) / len(r)
 
@@ -157,6 +164,7 @@ def pairwise(pairing, of_margin, sft=0.0, average=False):
 FORMULAS = [  # objective, options, formula; the KL of disco has a test of its own
     ("gvpo", {"beta": 0.3}, gvpo),
     ("reg_grpo", {"beta": 0.7}, reg_grpo),
+    ("reg_grpo", {"own_std": True, "least_std": 0.05}, reg_grpo_own_std),
     ("opmd", {"tau": 0.4}, opmd),
     ("a_lol", {"clip_range": 0.5}, a_lol),
     (

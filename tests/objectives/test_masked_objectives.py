@@ -16,6 +16,7 @@ from mmrl.core.types import Rewards
 from mmrl.objectives import Masked
 from mmrl.objectives.mask_estimators import fading
 from mmrl.policies.masked.policy import MaskedDiffusion
+from mmrl.scoring import Scorer
 from mmrl.train.minibatches import loss_weights
 from mmrl.train.optimizers import adamw
 from mmrl.train.trainer import Trainer
@@ -383,6 +384,66 @@ def test_sepo_is_the_gradient_of_the_marginal_over_its_neighbours():
         scores = scores + q[1 - rollout.sample[0, i]] / q[rollout.sample[0, i]]  # of the neighbour
     true = torch.autograd.grad(-scores.log(), policy.net.logits)[0].flatten()
     torch.testing.assert_close(ours, true)
+
+
+class WideTable(nn.Module):
+    """Logits of two positions with four tokens each, hidden (4) or not."""
+
+    def __init__(self):
+        super().__init__()
+        draw = Rng.of("wide").normal(torch.arange(25), (2, 4), dtype=torch.float64)
+        self.logits = nn.Parameter(draw)
+
+    def forward(self, ids):
+        return self.logits[(ids * 5 ** torch.arange(2)).sum(1)]
+
+
+class WidePolicy(TablePolicy):
+    def __init__(self, **options):
+        MaskedDiffusion.__init__(self, WideTable(), length=2, mask_id=4, **options)
+
+
+def test_sepo_sums_over_every_neighbour_of_a_larger_vocabulary():
+    """-log of the sum of the scores of all samples one token away, written as a plain loop."""
+    policy = WidePolicy(steps=2)
+    policy.weights.keep("old")
+    rollout = policy.rollout([{"text": ""}], 5, Rng.of("wide"))
+    rollout = rollout.replace(advantage=torch.ones(5, 1).double())
+    points = Masked(estimator=bound("sepo")).points(policy, rollout, POINTS)
+    loss = sum(
+        (Masked(estimator=bound("sepo")).loss(policy, p) * loss_weights(p, "token_sum", 1)).sum()
+        for p in points
+    )
+    (ours,) = torch.autograd.grad(loss, policy.net.logits)
+    true = 0.0
+    for sample in rollout.sample:
+        scores = 1.0
+        for i in range(2):
+            state = sample.clone()[None]
+            state[0, i] = 4
+            q = policy.net(state)[0, i].softmax(-1)
+            for token in range(4):
+                if token != sample[i]:
+                    scores = scores + q[token] / q[sample[i]]
+        true = true + scores.log()
+    torch.testing.assert_close(ours, torch.autograd.grad(true, policy.net.logits)[0])
+
+
+def test_sepo_learns_the_better_samples():
+    policy = TablePolicy(steps=3)
+    before = float(expected(policy, 0)[0])
+    trainer = Trainer(
+        policy,
+        [{"text": "table"}],
+        Scorer({"table": lambda sample, prompts: reward(sample, 0)}),
+        ADVANTAGES["dr_grpo"],
+        Masked(estimator=bound("sepo")),
+        partial(adamw, lr=0.2),
+        TrainOptions(prompts_per_iteration=1, group_size=32, train_batch_size=32, iterations=20),
+    )
+    for _ in range(20):
+        trainer.iterate()
+    assert float(expected(policy, 0)[0]) > before + 0.15
 
 
 def test_fading_hides_late_tokens_and_half_or_more_as_asked():

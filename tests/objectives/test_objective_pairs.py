@@ -66,6 +66,7 @@ GROUP = {"a_lol": 48}  # follows good samples only, without a baseline
 POLICY = {
     ("adjoint_matching", "flow"): {"sde_type": memoryless, "noise_level": 1.0},
     ("adjoint_matching", "video"): {"sde_type": memoryless, "noise_level": 1.0},
+    **{("hapo", kind): {"record_entropy": True} for kind in ("causal", "hidden", "masked")},
 }
 # they look at steps with noise, and at no tree
 OF_GROUPS = {
@@ -212,7 +213,6 @@ def test_which_pairs_suit_each_other():
 
 OF_ANSWERS = [
     {"ground_truth_rollout": "count"},
-    {"replay_buffer": {"share": 0.5}},
     {"max_new_tokens_schedule": [[0, 64]]},
 ]
 

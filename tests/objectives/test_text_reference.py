@@ -335,7 +335,9 @@ def test_every_preset_builds(name):
         name,
     )
     config.build(sections["advantage"], ADVANTAGES)
-    assert config.build(sections["objective"], OBJECTIVES).needs in ("", "categorical")
+    decisions = PRESETS[name]["decisions"]
+    needs = config.build(sections["objective"], OBJECTIVES).needs
+    assert needs in ("", "one pass" if decisions == "categorical" else decisions, decisions)
     assert TrainOptions(**sections["train"]).group_size == 4
 
 
@@ -418,6 +420,38 @@ def test_a_preset_of_tokens_on_a_flow_model_is_refused_with_its_line(tmp_path):
     config.check(loaded)
     with pytest.raises(UserError, match="paper/flow_grpo is for flow and diffusion models"):
         config.check(config.load("configs/digits/ar_grpo.yaml", ["preset=paper/flow_grpo"]))
+
+
+def test_a_preset_says_how_a_flow_model_samples(tmp_path):
+    loaded = config.load("configs/digits/flow_grpo.yaml", ["preset=paper/awm", "objective=awm"])
+    assert loaded["policy"]["sd3"]["sde_type"] == "flow_sde"  # what is written stays
+    text = RUN.replace("verl/dapo", "paper/mix_grpo_flash").replace(
+        '"world:digits/sd3-test"', '"world:digits/sd3-test", noise_level: 0.5'
+    )
+    (tmp_path / "run.yaml").write_text(text)
+    loaded = config.load(tmp_path / "run.yaml")
+    config.check(loaded)
+    assert loaded["policy"]["sd3"] == {
+        "path": "world:digits/sd3-test",
+        "noise_level": 0.5,
+        **{
+            k: v for k, v in PRESETS["paper/mix_grpo_flash"]["policy"].items() if k != "noise_level"
+        },
+    }
+    assert loaded.where("policy.sd3.solver") == "preset paper/mix_grpo_flash"
+    assert described("paper/awm")[1].startswith("policy: {sde_type: ode, noise_level: 0}\n")
+
+
+def test_a_preset_of_masked_models_is_refused_for_others_and_group_losses_for_none():
+    for name in ("ar_grpo", "flow_grpo"):
+        with pytest.raises(UserError, match="paper/d1 is for masked diffusion models"):
+            plain = config.load(
+                f"configs/digits/{name}.yaml", ["preset=paper/d1", "objective=masked"]
+            )
+            config.check(plain)
+    for name in ("ar_grpo", "flow_grpo", "d1"):
+        shipped = f"configs/digits/{name}.yaml"
+        config.check(config.load(shipped, ["preset=paper/rebel", "objective=rebel"]))
 
 
 @pytest.mark.parametrize(

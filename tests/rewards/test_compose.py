@@ -81,6 +81,11 @@ def test_ensembles_are_conservative(one, two, three, penalty):
     torch.testing.assert_close(
         careful, each.mean(0) - penalty * ((each - each.mean(0)) ** 2).mean(0)
     )
+    disagreement = run(ensemble(parts, how="variance"))
+    for spread, values in zip(disagreement.tolist(), zip(one, two, three), strict=True):
+        middle = sum(values) / 3
+        square = sum((value - middle) ** 2 for value in values) / 3
+        assert spread == pytest.approx(square, rel=1e-4, abs=1e-5)
     assert (worst <= mean + 1e-5).all() and (careful <= mean + 1e-5).all()
     torch.testing.assert_close(
         run(ensemble([gives(one)] * 2, how="uncertainty")), torch.tensor(one)

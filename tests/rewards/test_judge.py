@@ -11,7 +11,9 @@ import httpx
 import pytest
 import torch
 
+from mmrl.advantages import reinforce
 from mmrl.core.errors import UserError
+from mmrl.core.types import Rollout
 from mmrl.scoring import Scorer
 from rewards import _chat, _servers
 from rewards._servers import BoundedClient
@@ -20,7 +22,7 @@ from rewards.judge import Judge
 from rewards.judge_checklist import Checklist
 from rewards.judge_edit import EditJudge
 from rewards.judge_listener import Listener, reasoning
-from rewards.judge_pairwise import Pairwise, pairings, strengths, win_rates
+from rewards.judge_pairwise import Pairwise, pairings, strengths, win_rates, with_pivot
 from rewards.judge_yes_no import YesNo
 from tests.fixtures import waiting
 from tests.fixtures.fake_chat import fake_chat, stats
@@ -163,6 +165,38 @@ def test_unified_reward_pairs_rank_and_draw(url):
     assert scores.tolist() == pytest.approx([0.0, 0.75, 0.75, 1.0, 0.0])
     with pytest.raises(UserError, match="at least two of each"):
         Pairwise(server(url))(media, [{"text": "one"}] * 4 + [{"text": "two"}])
+
+
+def test_brpo_asks_about_every_sample_and_the_pivot():
+    """1, -1 or 0 against one of the group; two questions for each of the others."""
+    levels = [0.2, 0.6, 0.6, 1.0, 0.0, 0.9]
+    groups = [range(4), range(4, 6)]
+    given = [{"text": "one"}] * 4 + [{"text": "two"}] * 2
+    with fake_chat("--bias", "0.1") as address:
+        scores = Pairwise(server(address), method="pivot")(greys(levels), given)
+        assert len(stats(address)["bodies"]) == 2 * (3 + 1)
+    for group in groups:
+        ((_, pivot), *_) = with_pivot(greys(levels), given, list(group))
+        for row in group:
+            assert scores[row] == (levels[row] > levels[pivot]) - (levels[row] < levels[pivot])
+    zeros = torch.zeros(6, 1)
+    rollout = Rollout(
+        group=torch.tensor([0] * 4 + [1] * 2),
+        row_id=torch.arange(6),
+        sample=zeros,
+        logprob=zeros,
+        mask=zeros == 0,
+    )
+    torch.testing.assert_close(reinforce(scores, rollout)[:, 0], scores)
+    with pytest.raises(UserError, match="leave out opponents"):
+        Pairwise(server(address), method="pivot", opponents=2)
+
+
+def test_every_sample_of_a_group_may_be_the_pivot():
+    texts = [[f"answer {n} {row}" for row in range(4)] for n in range(400)]
+    pivots = [with_pivot(rows, [{"text": "q"}] * 4, range(4))[0][1] for rows in texts]
+    assert min(pivots.count(row) for row in range(4)) > 70
+    assert with_pivot(texts[0], [{"text": "q"}] * 4, range(4))[0][1] == pivots[0]
 
 
 def test_bradley_terry_recovers_strengths_and_stays_finite():
@@ -650,3 +684,39 @@ def test_a_pair_judged_with_reasons_is_read_after_them(url):
     video = greys()[:, None].expand(-1, 2, -1, -1, -1)
     assert judge(video, asked).tolist() == pytest.approx([0, 1 / 3, 2 / 3, 1])
     assert "Temporal coherence" in stats(url)["bodies"][-1]["text"]
+
+
+def test_a_pair_of_answers_is_judged_by_what_matters_for_answers(url):
+    """The template of UnifiedReward-Think for understanding; here the longer answer is better."""
+    judge = Pairwise(server(url), template="unified_reward_think")
+    answers = ["two", "two red cars", "two red cars on a road"]
+    from PIL import Image
+
+    prompt = {"text": "what is there?", "group": 0, "images": [Image.new("RGB", (4, 4))]}
+    assert judge(answers, [prompt] * 3).tolist() == pytest.approx([0, 0.5, 1])
+    text = stats(url)["bodies"][-1]["text"]
+    assert "2. Correctness" in text and "Aesthetics" not in text and "Caption" not in text
+    assert "Question: [what is there?]" in text and "Answer 1: [" in text
+
+
+def test_one_sample_is_scored_after_its_reasons(url):
+    """UnifiedReward-Think asked about single samples: only the last answer's score counts."""
+    judge = Judge(server(url), template="unified_reward_think")
+    assert judge.tokens == 2048 and Judge(server(url)).tokens == 512
+    expected = [(1 + 9 * level) / 10 for level in LEVELS]
+    assert judge(greys(), prompts()).tolist() == pytest.approx(expected)
+    assert "Aesthetics" in stats(url)["bodies"][-1]["text"]
+    pictured = [{"text": "how bright?", "images": [greys()[2]]}]
+    assert judge(["rather"], pictured).tolist() == pytest.approx([0.64])
+    text = stats(url)["bodies"][-1]["text"]
+    assert "3. Clarity" in text and "Answer: [rather]" in text
+
+
+def test_an_answer_is_judged_beside_the_right_one(url):
+    judge = Judge(server(url), template="reference")
+    prompt = {"text": "what is it?", "answer": "a red bus", "images": [greys()[2]]}
+    assert judge(["a bus, red"], [prompt]).tolist() == pytest.approx([0.6])
+    text = stats(url)["bodies"][-1]["text"]
+    assert "Reference answer:\na red bus\n\nAnswer to be judged:\na bus, red" in text
+    with pytest.raises(UserError, match="template reference: .*answer"):
+        judge(["a bus"], [{"text": "what is it?"}])

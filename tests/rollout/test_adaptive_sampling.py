@@ -14,7 +14,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.types import Rewards, per_prompt
 from mmrl.rollout.adaptive_sampling import AdaptiveSampling, balanced, chosen
 from mmrl.rollout.dynamic_sampling import exchanged
-from mmrl.rollout.stages import Drawn
+from mmrl.rollout.stages import Drawn, shaped_moments
 from samplers.noise import Rng
 from tests.fixtures import toys
 from tests.fixtures.records import make_rollout
@@ -130,6 +130,22 @@ def test_the_advantage_compares_with_all_samples():
     order = torch.randperm(12, generator=torch.Generator().manual_seed(0))
     shuffled = Rewards({"right": drawn.rewards["right"][order]})
     torch.testing.assert_close(all_samples(shuffled, drawn.rollout[order]), advantage[order])
+
+
+def test_shaped_rewards_are_compared_with_shaped_means():
+    """The KL of the samples that are not trained on is taken as that of the others."""
+    _, drawn, _ = rounds(asked(0.5, 0.15, 0.0), rounds=6)
+    kl = torch.linspace(0, 1, len(drawn.rollout)).double()
+    plain = drawn.rewards
+    shaped = Rewards({**plain, "kl": kl}, {**plain.weights, "kl": -0.3})
+    moved = shaped_moments(drawn.rollout, plain, shaped)
+    assert shaped_moments(drawn.rollout, plain, plain) is drawn.rollout
+    advantage = all_samples(shaped, moved, std="none")
+    for i, reward in enumerate(plain["right"].tolist()):
+        group = [float(kl[j]) for j in range(len(kl)) if j // SIZE == i // SIZE]
+        mean = float(drawn.rollout.all_samples.mean[i]) - 0.3 * fmean(group)
+        assert float(advantage[i]) == pytest.approx(reward - 0.3 * float(kl[i]) - mean, abs=1e-9)
+    assert torch.equal(moved.all_samples.std, drawn.rollout.all_samples.std)
 
 
 def test_groups_may_differ_in_size_and_unscored_samples_are_the_last_choice():

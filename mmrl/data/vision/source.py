@@ -9,13 +9,14 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Lt
+from annotated_types import Ge, Le, Lt
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import DATA
 from mmrl.core.types import Prompt
 from mmrl.data.prompts import SPLIT, split
 from mmrl.data.vision import formats
+from mmrl.data.vision.inversion import inverted
 from mmrl.data.vision.rows import inside, rows_of
 
 Format = Literal["auto", "plain", "llava", "sharegpt", "qwen", "coco", "refcoco"]
@@ -32,7 +33,9 @@ class Vision:
     name of a row holds what, {text: problem}. space: of the coordinates in the data: original,
     resized, rel1000, rel1. question: what is asked of COCO data, with {labels} or {expression} in
     it. system: a system message for all. held_out: a second file, or the share of the images to
-    hold out; by default the folder's test part, else 5 %. broken: what happens if rows are.
+    hold out; by default the folder's test part, else 5 %. broken: what happens if rows are. invert:
+    share of the multiple-choice questions to train on that are turned around, so that several
+    options are right (TW-GRPO).
     """
 
     train: list[Prompt]
@@ -49,6 +52,7 @@ class Vision:
         system: str | None = None,
         held_out: Path | Annotated[float, Ge(0), Lt(1)] | None = None,
         broken: Literal["error", "skip"] = "error",
+        invert: Annotated[float, Ge(0), Le(1)] = 0.0,
     ):
         path = Path(path)
         added = {"space": space, "system": system}
@@ -66,6 +70,8 @@ class Vision:
             self.held_out = self._read(rest if isinstance(rest, list) else [Path(rest)])
         else:
             self.train, self.held_out = split(prompts, SPLIT if rest is None else rest, picture_of)
+        if invert:
+            self.train = inverted(self.train, invert)
 
     def _read(self, files: Iterable[Path]) -> list[Prompt]:
         """Read all prompts of these files. Raises UserError with the number of broken rows and the

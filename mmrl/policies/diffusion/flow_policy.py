@@ -96,7 +96,9 @@ class Plan(NamedTuple):
 class FlowPolicy(Policy):
     """Samples and scores paths of a flow or diffusion model, whose decisions are Gaussian steps.
 
-    steps: forward passes per sample. noise_level: noise level of the stochastic steps.
+    steps: forward passes per sample. evaluation_steps: those of a sample in evaluation, which has
+    no noise, and of ``mmrl sample``; null: as in training. noise_level: noise level of the
+    stochastic steps.
     noise_anneal: share of it that is left at the last step, falling on a line from the first (EAD,
     Yang et al. 2025, for steps of a sampler: our reading). sde_type,
     timestep_schedule, noise_window: the stochastic step, the times, and which steps are stochastic.
@@ -117,12 +119,13 @@ class FlowPolicy(Policy):
     process: Process = Flow()
     guidance_scale: float
     exploring = True  # False while evaluating: only the initial noise is drawn
-    capabilities = Capabilities("gaussian")
+    capabilities = Capabilities("gaussian", replay=True)
 
     def __init__(
         self,
         net: nn.Module,
         steps: int = 10,
+        evaluation_steps: int | None = None,
         noise_level: float = 0.7,
         noise_anneal: Annotated[float, Ge(0)] = 1.0,
         sde_type: Annotated[Kernel, KERNELS] = flow_sde,
@@ -141,16 +144,22 @@ class FlowPolicy(Policy):
         **options: Any,
     ):
         super().__init__(net, **options)
-        if steps < 1 or noise_level < 0:
+        if (
+            min(steps, steps if evaluation_steps is None else evaluation_steps) < 1
+            or noise_level < 0
+        ):
             raise UserError(
-                f"steps must be at least 1 and noise_level at least 0, not {steps} and "
-                f"{noise_level}"
+                f"steps and evaluation_steps must be at least 1 and noise_level at least 0, not "
+                f"{steps}, {evaluation_steps} and {noise_level}"
             )
         try:
             self.times = timestep_schedule(steps)
         except ValueError as error:
             raise UserError(f"policy option timestep_schedule: {error}") from error
         self.steps = len(self.times) - 1
+        self.evaluation_times = (
+            self.times if evaluation_steps is None else timestep_schedule(evaluation_steps)
+        )
         self.noise_level = noise_level
         self.noise_anneal = noise_anneal
         self.noise_window = noise_window
@@ -325,6 +334,9 @@ class FlowPolicy(Policy):
                 splits = torch.tensor(tree.at(self.steps))
                 noisy = noisy | torch.isin(torch.arange(self.steps), splits)
             times = self.times
+            if not self.exploring:
+                times = self.evaluation_times
+                noisy = torch.zeros(len(times) - 1, dtype=torch.bool)
             if self.exploring and self.flash_step_ratio is not None:
                 after = int(noisy.nonzero().max()) + 1
                 times = compressed(times, after, self.flash_step_ratio)
@@ -367,6 +379,7 @@ class FlowPolicy(Policy):
         state = self._store(self.begin(rng.normal(first, self.shape, 0, self.dtype), row_cond))
         self._keep(path, plan, 0, state)
         logprobs = []
+        entropies = []
         noisy = []
         solver = None
         for k in range(eta.shape[1]):
@@ -385,29 +398,34 @@ class FlowPolicy(Policy):
                 ),
                 mask=eta[:: plan.spans[k], k : k + 1] > 0,
             )
-            state, logprob, decided = self._advance(point, rng, plan, k, row, solver)
+            state, logprob, entropy, decided = self._advance(point, rng, plan, k, row, solver)
             self._keep(path, plan, k + 1, state)
             logprobs.append(logprob)
+            entropies.append(entropy)
             noisy.append(decided)
         # the first row of an edge carries its decision
         leads = [row % span == 0 for span in plan.spans]
-        scores = [x.repeat_interleave(span, 0) for x, span in zip(logprobs, plan.spans[1:])]
+        scores, spread = (
+            torch.cat([x.repeat_interleave(span, 0) for x, span in zip(parts, plan.spans[1:])], 1)
+            for parts in (logprobs, entropies)
+        )
         decided = torch.stack(noisy).expand(len(row), -1)
         return Rollout(
             group=group,
             cond=cond,
             row_id=row,
             sample=state,
-            logprob=torch.cat(scores, 1),
+            logprob=scores,
+            entropy=spread if self.record_entropy else None,
             mask=decided & torch.stack(leads[1:], 1),
             edge_id=plan.edges(row),
         )
 
     def _advance(
         self, point: Query, rng: Rng, plan: Plan, k: int, row: Tensor, solver: Step | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Take step k of the states that are alive: return their children, the children's log-probs
-        [B, 1], and whether the step is a decision.
+        [B, 1] and entropies [B, 1], and whether the step is a decision.
 
         The last is a bool [] on the device, so that the host need not wait for it.
         """
@@ -419,7 +437,8 @@ class FlowPolicy(Policy):
                 else solver(point.state, output, point.time, point.transition.next_time)
             )
             none = torch.zeros((), dtype=torch.bool, device=state.device)
-            return self._store(state.to(self.dtype)), state.new_zeros(len(state), 1), none
+            zero = state.new_zeros(len(state), 1)
+            return self._store(state.to(self.dtype)), zero, zero, none
         factor = plan.spans[k] // plan.spans[k + 1]
         child = row[:: plan.spans[k + 1]]
         if self.tree is None or factor == 1:
@@ -431,7 +450,7 @@ class FlowPolicy(Policy):
                 rng, child, child - child % plan.spans[k], self.shape, k + 1, self.dtype
             )
         state = self._store(sampled.sample(noise))  # rounded first, then scored
-        return state, scored.log_prob(state), (sampled.std > 0).all()
+        return state, scored.log_prob(state), sampled.entropy(), (sampled.std > 0).all()
 
     def path(self, rollout: Rollout) -> Iterator[Point]:
         length = rollout.mask.sum(1)
@@ -463,6 +482,7 @@ class FlowPolicy(Policy):
             state=noised(self.process, rollout.sample, noise, t),
             target=self.process.target(rollout.sample, noise, t),
             advantage=rollout.advantages()[:, -1:],
+            provenance=rollout.provenance.replace(sampler_logprob=None),
         )
 
     def dist(self, point: Point) -> Gaussian:
@@ -591,6 +611,7 @@ def _step(rollout: Rollout, length: Tensor, rows: Tensor, k: int) -> Point:
         logprob=rollout.logprob[rows, k, None],
         mask=rollout.mask[rows, k, None],
         advantage=rollout.advantages()[rows].expand(-1, rollout.mask.shape[1])[:, k, None],
+        provenance=rollout.provenance.columns(slice(k, k + 1)).map(lambda x: x[rows]),
     )
 
 

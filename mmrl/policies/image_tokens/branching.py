@@ -41,6 +41,7 @@ def grow(
     scale = sent(policy.scales(policy.guidance_scale), row.device)
     ids: list[Tensor] = []
     scores: list[Tensor] = []
+    values: list[Tensor] = []
     for k, block in enumerate(spans(net.turns)):
         if k:
             hidden = net("step", ids[-1], state)
@@ -50,16 +51,18 @@ def grow(
             hidden = hidden[every]
             ids = [step[of] for step in ids]
             scores = [step[of] for step in scores]
+            values = [step[of] for step in values]
             net("fork", state, every)
         policy.forwards += len(hidden)
         draw = uniform[first] if k < at else uniform
-        token, score = policy.draw_block(hidden, scale[block], draw[:, block])
+        token, score, value = policy.draw_block(hidden, scale[block], draw[:, block], block)
         ids.append(token)
         scores.append(score)
+        values.append(value)
     sample = torch.cat(ids, 1)
     order = policy.blocks_of(sample)
     branch = torch.where(order < at, row[first][of][:, None], row[:, None])
-    return Rollout(
+    rollout = Rollout(
         group=group,
         cond=cond,
         row_id=row,
@@ -69,3 +72,4 @@ def grow(
         mask=policy.decided(sample) & (branch == row[:, None]),
         edge_id=branch,
     )
+    return policy.with_recorded(rollout, torch.cat(values, 1))

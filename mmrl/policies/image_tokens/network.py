@@ -15,6 +15,7 @@ from mmrl.core.host import selected
 from mmrl.policies import scores
 from mmrl.policies.image_tokens.attention import Kernel
 from mmrl.policies.scores import Scored
+from mmrl.policies.tokens import places
 from samplers.warp import Warp
 
 Inputs = dict[str, Tensor]  # conditions, one row a prompt or a sample
@@ -119,19 +120,24 @@ class ImageNet(nn.Module, ABC):
         every decision.
         """
         features = selected(self._features(inputs, empty, ids, scale), where)
-        return features, self.rescore(features, selected(ids, where), warp, entropy)
+        place = places(where) if warp.schedule else None
+        return features, self.rescore(features, selected(ids, where), warp, entropy, place)
 
-    def rescore(self, features: Tensor, ids: Tensor, warp: Warp, entropy: bool) -> Scored:
+    def rescore(
+        self, features: Tensor, ids: Tensor, warp: Warp, entropy: bool, place: Tensor | None = None
+    ) -> Scored:
         """Score tokens ``ids`` [N] at features [N, *]."""
-        return scores.score(features, ids, self.logits, warp, self.vocab, entropy)
+        return scores.score(features, ids, self.logits, warp, self.vocab, entropy, place)
 
-    def full(self, features: Tensor, warp: Warp) -> Tensor:
+    def full(self, features: Tensor, warp: Warp, place: Tensor | None = None) -> Tensor:
         """Return the log-probs of all tokens, [N, V]."""
-        return scores.full(features, self.logits, warp, self.vocab)
+        return scores.full(features, self.logits, warp, self.vocab, place)
 
-    def kl(self, features: Tensor, reference: Tensor, warp: Warp) -> Tensor:
+    def kl(
+        self, features: Tensor, reference: Tensor, warp: Warp, place: Tensor | None = None
+    ) -> Tensor:
         """Compute the KL [N] to another's log-probs [N, V]."""
-        return scores.kl(features, reference, self.logits, warp)
+        return scores.kl(features, reference, self.logits, warp, place)
 
     def _features(self, inputs: Inputs, empty: Inputs | None, ids: Tensor, scale: Tensor) -> Tensor:
         if empty is None:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Annotated, Any
 
 import torch
-from annotated_types import Gt, Le
+from annotated_types import Ge, Gt, Le, Lt
 from torch import Tensor
 
 from mmrl.config.options import Count
@@ -30,18 +30,23 @@ from mmrl.policies.base import (
     warn_of_mismatch,
 )
 from mmrl.policies.demonstrations import encoded, placed_rows, sourced
+from mmrl.policies.drafts import FREE, drafted, verified, with_complete
 from mmrl.policies.image_tokens.attention import Kernel, available
 from mmrl.policies.image_tokens.network import ImageNet, Inputs, beside, spans, stacked
+from mmrl.policies.scores import recorded
 from mmrl.policies.tokens import AnswerTokens, TokenPolicy, somewhere
 from samplers.batching import at_width, chunks
 from samplers.noise import Rng
-from samplers.warp import Warp
+from samplers.warp import Anneal, Warp
 
 
 class ImageTokenPolicy(TokenPolicy):
     """Writes images as tokens, block by block, and scores all of them in one teacher-forced pass.
 
-    temperature, top_k, top_p: of sampling and of scoring, applied to guided logits. guidance_scale:
+    temperature, top_k, top_p: of sampling and of scoring, applied to guided logits. anneal: what
+    the temperature is multiplied by, falling from block to block (EAD). adaptive_temperature: the
+    most that it rises for decisions of high entropy, and falls for those of low entropy, as a
+    share (HAPO). guidance_scale:
     scale s of classifier-free guidance, z = z_u + s (z_c - z_u); 1 is none. logprob_guidance: what
     is scored; "guided" is what was sampled, "guided_stopgrad_uncond" the same without gradient
     through the unconditional logits, "conditional" leaves guidance out of the score (a mismatch
@@ -49,7 +54,9 @@ class ImageTokenPolicy(TokenPolicy):
     one token as one graph (torch.compile), whose shapes never change: for GPUs.
     """
 
-    capabilities = replace(TokenPolicy.capabilities, makes="image", demonstrations=True)
+    capabilities = replace(
+        TokenPolicy.capabilities, makes="image", demonstrations=True, drafts=True
+    )
     adjacent = True
     net: ImageNet
     guidance_scale: float
@@ -60,6 +67,8 @@ class ImageTokenPolicy(TokenPolicy):
         temperature: Annotated[float, Gt(0)] = 1.0,
         top_k: Count | None = None,
         top_p: Annotated[float, Gt(0), Le(1)] = 1.0,
+        anneal: Anneal | None = None,
+        adaptive_temperature: Annotated[float, Ge(0), Lt(1)] = 0.0,
         guidance_scale: float = 5.0,
         logprob_guidance: LogprobGuidance = "guided",
         attention: Kernel = "auto",
@@ -67,7 +76,8 @@ class ImageTokenPolicy(TokenPolicy):
         **options: Any,
     ):
         super().__init__(net, **options)
-        self.warp = Warp(temperature, top_k, top_p)
+        self.warp = Warp(temperature, top_k, top_p, adaptive=adaptive_temperature)
+        self.anneal = anneal
         self.guidance_scale = guidance_scale
         self.logprob_guidance = logprob_guidance
         net.stopgrad = logprob_guidance == "guided_stopgrad_uncond"
@@ -100,21 +110,50 @@ class ImageTokenPolicy(TokenPolicy):
         self, prompts: list[Prompt], copies: Copies, rng: Rng, context: RolloutContext = NO_CONTEXT
     ) -> Rollout:
         row, group = rows_and_groups(prompts, copies, rng, self.device)
+        if self.anneal is not None:
+            heats = self.anneal.temperatures(len(self.net.turns), context.iteration)
+            every = (heat for heat, n in zip(heats, self.net.turns, strict=True) for _ in range(n))
+            self.warp = replace(self.warp, schedule=tuple(every))
         cond = self.encode(prompts)
         # passes of one token allocate alike: two show what all need
         few = 2 if self.net.token else None
         size = self.chunk(
             len(row), lambda n: self._draw(cond, group[:n], row[:n], Rng.of("try"), few)
         )
-        parts = [self._draw(cond, group[part], row[part], rng) for part in chunks(len(row), size)]
-        return Rollout.cat(parts).replace(prompts=tuple(prompts))
+        drafts = context.drafts(prompts, copies) if context.drafts else None
+        if drafts is None:
+            parts = [self._draw(cond, group[p], row[p], rng) for p in chunks(len(row), size)]
+            rollout = Rollout.cat(parts).replace(prompts=tuple(prompts))
+            return self.with_divergence(rollout, size)
+        rows = drafted(drafts, group, row, cond)
+        forced = verified(self, rows, drafts, rng, size)
+
+        def sample(chosen: Tensor) -> Rollout:
+            return Rollout.cat(
+                [
+                    self._draw(cond, group[p], row[p], rng, forced=forced.ids[p])
+                    for p in chosen.split(size)
+                ]
+            )
+
+        order = self.blocks_of(drafts.ids).expand_as(drafts.ids)
+        rows = rows.replace(trajectory=TokenOrder(commit_step=order), sample=forced.ids)
+        finished = forced.length() == drafts.ids.shape[1]
+        whole = with_complete(rows, forced, finished, sample)
+        return self.with_divergence(whole.replace(prompts=tuple(prompts)), size)
 
     @torch.no_grad()
     def _draw(
-        self, cond: list[Inputs], group: Tensor, row: Tensor, rng: Rng, passes: int | None = None
+        self,
+        cond: list[Inputs],
+        group: Tensor,
+        row: Tensor,
+        rng: Rng,
+        passes: int | None = None,
+        forced: Tensor | None = None,
     ) -> Rollout:
         """Sample the rows of ``group`` [B], in all ``passes`` or in the first alone; a prompt is
-        read once for all its rows."""
+        read once for all its rows. ``forced`` [B, T]: tokens that are known already, else FREE."""
         net = self.net
         hidden, state = self.read(cond, group)
         self.forwards += len(hidden) * len(net.turns)
@@ -122,15 +161,20 @@ class ImageTokenPolicy(TokenPolicy):
         scale = sent(self.scales(self.guidance_scale), row.device)
         ids: list[Tensor] = []
         logprob: list[Tensor] = []
+        values: list[Tensor] = []
         for block in list(spans(net.turns))[:passes]:
             if ids:
                 hidden = net("step", ids[-1], state)
-            token, score = self.draw_block(hidden, scale[block], uniform[:, block])
+            known = None if forced is None else forced[:, block]
+            token, score, value = self.draw_block(
+                hidden, scale[block], uniform[:, block], block, known
+            )
             ids.append(token)
             logprob.append(score)
+            values.append(value)
         tokens = torch.cat(ids, 1)
         order = self.blocks_of(tokens)
-        return Rollout(
+        rollout = Rollout(
             group=group,
             cond=cond,
             row_id=row,
@@ -139,6 +183,7 @@ class ImageTokenPolicy(TokenPolicy):
             mask=self.decided(tokens),
             trajectory=TokenOrder(commit_step=order.expand_as(tokens)),
         )
+        return self.with_recorded(rollout, torch.cat(values, 1))
 
     def read(self, cond: list[Inputs], group: Tensor) -> tuple[Tensor, Any]:
         """Read the prompts of ``group`` [B], each once: returns the hidden states after them, with
@@ -151,14 +196,30 @@ class ImageTokenPolicy(TokenPolicy):
         hidden, state = self.net("begin", inputs, rows)
         return hidden, state
 
-    def draw_block(self, hidden: Tensor, scale: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-        """Draw the tokens [B, n] of a block and their log-probs from hidden states [B, n, H], with
-        guidance [2B, n, H]; ``scale`` [n], ``uniform`` [B, n]."""
+    def draw_block(
+        self,
+        hidden: Tensor,
+        scale: Tensor,
+        uniform: Tensor,
+        block: slice,
+        forced: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Draw the tokens [B, n] of a ``block`` from hidden states [B, n, H], with guidance [2B, n,
+        H]; ``scale`` [n], ``uniform`` [B, n]. ``forced`` [B, n]: those that are known already.
+        Returns as ``_decide`` does."""
         guided = self.guidance_scale != 1
         cond, *empty = hidden.chunk(2) if guided else (hidden,)
         features = beside(cond, empty[0], scale) if empty else cond
         conditional = guided and self.logprob_guidance == "conditional"
-        return self._decide(features, hidden[: len(uniform)] if conditional else None, uniform)
+        plain = hidden[: len(uniform)] if conditional else None
+        token, score, value = self._decide(features, plain, uniform, block.start)
+        if forced is None:
+            return token, score, value
+        known = torch.where(forced == FREE, token, forced)
+        logits = self.net("logits", features if plain is None else plain)
+        warped = self.warp(logits, keep=known, place=block.start)
+        exact = warped.log_softmax(-1).gather(-1, known[..., None])[..., 0].to(score)
+        return known, torch.where(forced == FREE, score, exact), value
 
     def blocks_of(self, ids: Tensor) -> Tensor:
         """Number the block of each of the tokens ids [B, T], [T]."""
@@ -171,16 +232,21 @@ class ImageTokenPolicy(TokenPolicy):
         return torch.ones_like(ids, dtype=torch.bool)
 
     def _decide(
-        self, features: Tensor, plain: Tensor | None, uniform: Tensor
-    ) -> tuple[Tensor, Tensor]:
+        self, features: Tensor, plain: Tensor | None, uniform: Tensor, place: int = 0
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Draw tokens [B, n] by inversion at ``uniform`` [B, n], with the log-probs that are
-        recorded: those at the ``plain`` features where guidance is left out of the score."""
-        drawn_ids, score = drawn(self.warp(self.net("logits", features)), uniform[..., None])
+        recorded, those at the ``plain`` features where guidance is left out of the score, and the
+        ``quantities`` [B, n, R] of the distributions drawn from. ``place``: of the first token."""
+        logits = self.net("logits", features)
+        warped = self.warp(logits, place=place)
+        values = recorded(self.quantities, logits, warped)
+        drawn_ids, score = drawn(warped, uniform[..., None])
         token = drawn_ids[..., 0]
         if plain is None:
-            return token, score[..., 0].to(self.dtype)
-        logits = self.warp(self.net("logits", plain), keep=token)
-        return token, (logits.gather(-1, drawn_ids)[..., 0] - logits.logsumexp(-1)).to(self.dtype)
+            return token, score[..., 0].to(self.dtype), values
+        logits = self.warp(self.net("logits", plain), keep=token, place=place)
+        score = logits.gather(-1, drawn_ids)[..., 0] - logits.logsumexp(-1)
+        return token, score.to(self.dtype), values
 
     def dist(self, point: Point) -> Dist:
         where = somewhere(point.mask)
@@ -218,7 +284,7 @@ class ImageTokenPolicy(TokenPolicy):
             trajectory=TokenOrder(commit_step=self.blocks_of(ids).expand_as(ids)),
             prompts=tuple(prompts),
         )
-        rollout = sourced(rollout, present)
+        rollout = self.with_unknown(sourced(rollout, present))
         return self.scored(rollout) if score else rollout
 
     @torch.no_grad()

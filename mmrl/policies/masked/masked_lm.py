@@ -152,9 +152,7 @@ class MaskedLM(MaskedDiffusion):
         text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
         return text
 
-    def _rollout(
-        self, sampled: Rollout, steps: list[tuple[Tensor, Tensor, Tensor, Tensor]]
-    ) -> Rollout:
+    def _rollout(self, sampled: Rollout, steps: list[tuple[Tensor, ...]]) -> Rollout:
         """Assemble the rollout; its mask leaves out blocks behind that of the end token: they are
         never read, and no block before them sees them."""
         rollout = super()._rollout(sampled, steps)
@@ -185,7 +183,14 @@ class MaskedLM(MaskedDiffusion):
 
     def _completion(self, ids: list[int], row: Rollout) -> Completion:
         text = self.tokenizer.decode(ids, skip_special_tokens=True).strip()
-        return Completion(text, len(ids), ids[-1] == self.end, row.logprob[row.mask].mean().item())
+        certain = row.tokens.self_certainty
+        return Completion(
+            text,
+            len(ids),
+            ids[-1] == self.end,
+            row.logprob[row.mask].mean().item(),
+            None if certain is None else certain[row.mask].mean().item(),
+        )
 
     def export(self, folder: Path) -> None:
         """Save the adapter, or the whole model, and the tokenizer, as transformers loads them."""

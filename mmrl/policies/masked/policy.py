@@ -23,18 +23,32 @@ from mmrl.config.options import Count
 from mmrl.core.distributions import Categorical, drawn
 from mmrl.core.errors import UserError
 from mmrl.core.host import indices, on_host, remember, selected, spread
-from mmrl.core.types import MaskChoice, MaskTrace, Point, Query, Rollout, TokenOrder
+from mmrl.core.types import (
+    Copies,
+    MaskChoice,
+    MaskPass,
+    MaskTrace,
+    Point,
+    Prompt,
+    Query,
+    Rollout,
+    TokenOrder,
+)
 from mmrl.policies.base import (
+    NO_CONTEXT,
     LogprobGuidance,
+    RolloutContext,
     first_of_group,
     rows_of,
     warn_of_mismatch,
     without_empty,
 )
 from mmrl.policies.diffusion.flow_policy import stacked
+from mmrl.policies.scores import recorded
 from mmrl.policies.tokens import LogitsPolicy, somewhere
 from samplers import unmask
 from samplers.noise import Rng
+from samplers.warp import Anneal
 
 SCHEDULES = {"cosine": unmask.cosine, "linear": unmask.linear}
 
@@ -83,10 +97,12 @@ class MaskedDiffusion(LogitsPolicy):
     steps: passes a sample. sampler: emerge or maskgit. schedule: share of tokens hidden over the
     passes. guidance_scale: scale w of classifier-free guidance on the logits, z_u + w (z_c - z_u).
     logprob_guidance: what is scored, see FlowPolicy. temperature: of the tokens. choice: of the
-    Gumbel noise of maskgit's choice, at the first and at the last pass.
+    Gumbel noise of maskgit's choice, at the first and at the last pass. anneal: what the
+    temperature is multiplied by, falling from pass to pass (EAD).
     """
 
-    not_options: tuple[str, ...] = (*LogitsPolicy.not_options, "blocks")
+    # the rows of a group see different tokens in a pass
+    not_options: tuple[str, ...] = (*LogitsPolicy.not_options, "blocks", "record_divergence")
     capabilities = replace(
         LogitsPolicy.capabilities, one_pass=False, remaskable=True, demonstrations=True
     )
@@ -105,6 +121,7 @@ class MaskedDiffusion(LogitsPolicy):
         logprob_guidance: LogprobGuidance = "guided",
         temperature: Annotated[float, Gt(0)] = 1.0,
         choice: tuple[float, float] = (2.0, 0.0),
+        anneal: Anneal | None = None,
         blocks: int = 1,
         **options: Any,
     ):
@@ -126,24 +143,40 @@ class MaskedDiffusion(LogitsPolicy):
         self.guidance_scale = guidance_scale
         self.logprob_guidance = logprob_guidance
         self.temperature = temperature
+        self.anneal = anneal
+        self.heats: tuple[float, ...] = ()  # of every pass; (): 1
+
+    def rollout(
+        self, prompts: list[Prompt], copies: Copies, rng: Rng, context: RolloutContext = NO_CONTEXT
+    ) -> Rollout:
+        if self.anneal is not None:
+            self.heats = self.anneal.temperatures(self.passes, context.iteration)
+        return super().rollout(prompts, copies, rng, context)
 
     def _sample(self, group: Tensor, row: Tensor, cond: dict[str, Any], rng: Rng) -> Rollout:
         ids = torch.full((len(row), self.length), self.mask_id, device=row.device)
         order = torch.full_like(ids, self.passes)
         copies = alike(group)
-        steps = []
+        steps: list[tuple[Tensor, ...]] = []
         for step in range(self.passes):
             hidden = (order == self.passes) & self._open(step, ids)
-            point = Query(group=group, cond=cond, row_id=row, state=ids, mask=hidden)
+            point = Query(
+                group=group,
+                cond=cond,
+                row_id=row,
+                state=ids,
+                mask=hidden,
+                step=self._heated(step, len(row)),
+            )
             uniform = rng.uniform(row, (self.length,), 2 * step)
-            draw, sampled, scored = self._drawn(point, uniform, 1 if step else copies)
+            draw, sampled, scored, values = self._drawn(point, uniform, 1 if step else copies)
             rank = self._reveal(
                 step, sampled, hidden, rng.uniform(row, (self.length,), 2 * step + 1)
             )
             new = hidden & ((rank < self.length) | ((step + 1) % self.turns == 0))
             if self.chooses:
                 scored = chosen(scored, self._noise(step, len(row)).to(scored), rank)
-            steps.append((torch.stack([draw, rank], -1), scored, hidden, new))
+            steps.append((torch.stack([draw, rank], -1), scored, hidden, new, values))
             ids = torch.where(new, draw, ids)
             order = torch.where(new, step, order)
         return self._rollout(
@@ -159,9 +192,12 @@ class MaskedDiffusion(LogitsPolicy):
             steps,
         )
 
-    def _drawn(self, point: Query, uniform: Tensor, copies: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _drawn(
+        self, point: Query, uniform: Tensor, copies: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Draw tokens [B, L] where the point's mask is, with their log-probs and those recorded
-        (the same unless ``logprob_guidance`` is conditional). ``copies`` adjacent rows share one
+        (the same unless ``logprob_guidance`` is conditional), and the ``quantities`` [B, L, R] of
+        the distributions drawn from. ``copies`` adjacent rows share one
         state, which the network sees once."""
         distinct = point if copies == 1 else point[::copies]
         remember(distinct.group, on_host(point.group)[::copies])
@@ -181,7 +217,13 @@ class MaskedDiffusion(LogitsPolicy):
             results.append(
                 every.view(*distinct.mask.shape, copies).transpose(1, 2).reshape(uniform.shape)
             )
-        return results[0], results[1], results[2]
+        plain = logits * self.temperature * self._heat(distinct)
+        values = recorded(self.quantities, plain, logits)
+        at_places = values.new_zeros(distinct.mask.numel(), values.shape[-1]).index_copy(
+            0, indices(distinct.mask), values
+        )
+        every = at_places.view(*distinct.mask.shape, -1).repeat_interleave(copies, 0)
+        return results[0], results[1], results[2], every
 
     def _reveal(self, step: int, confidence: Tensor, hidden: Tensor, uniform: Tensor) -> Tensor:
         """Rank what becomes final in this pass, [B, L], numbered as in
@@ -203,20 +245,22 @@ class MaskedDiffusion(LogitsPolicy):
         chosen."""
         return torch.full((rows, 1), self.noises[step % self.turns] or 1.0, device=self.device)
 
-    def _rollout(
-        self, rollout: Rollout, steps: list[tuple[Tensor, Tensor, Tensor, Tensor]]
-    ) -> Rollout:
+    def _rollout(self, rollout: Rollout, steps: list[tuple[Tensor, ...]]) -> Rollout:
         """Assemble the rollout of all passes. emerge: K = L decisions, one a token. maskgit: K = T
         L, all tokens drawn in every pass."""
-        decision, logprob, hidden, new = (torch.stack(part, 1) for part in zip(*steps, strict=True))
+        decision, logprob, hidden, new, values = (
+            torch.stack(part, 1) for part in zip(*steps, strict=True)
+        )
         if self.chooses:
             trace = MaskTrace(commit_step=rollout.tokens.commit_step, proposals=decision)
-            return rollout.replace(
+            drawn_twice = rollout.replace(
                 logprob=logprob.flatten(1), mask=hidden.flatten(1), trajectory=trace
             )
-        return rollout.replace(
+            return self.with_recorded(drawn_twice, values.flatten(1, 2))
+        once = rollout.replace(
             logprob=torch.where(new, logprob, 0.0).sum(1), mask=torch.ones_like(rollout.mask)
         )
+        return self.with_recorded(once, torch.where(new[..., None], values, 0.0).sum(1))
 
     def path(self, rollout: Rollout) -> Iterator[Point]:
         for step in range(self.passes):
@@ -234,10 +278,13 @@ class MaskedDiffusion(LogitsPolicy):
                 mask=rollout.mask[:, part],
                 target=rollout.passes.proposals[:, step],
                 logprob=rollout.logprob[:, part],
+                entropy=None if rollout.entropy is None else rollout.entropy[:, part],
                 step=MaskChoice(
-                    temperature=self._noise(step, len(rollout)).to(rollout.logprob)[:, 0]
+                    temperature=self._noise(step, len(rollout)).to(rollout.logprob)[:, 0],
+                    heat=self._heated(step, len(rollout)).heat,
                 ),
                 advantage=advantage if advantage.shape[1] == 1 else advantage[:, part],
+                provenance=rollout.provenance.columns(part),
             )
 
     def _pass_of(self, rollout: Rollout, step: int) -> Point:
@@ -246,6 +293,7 @@ class MaskedDiffusion(LogitsPolicy):
         hide = rollout.tokens.commit_step >= step
         return point.replace(
             mask=rollout.mask & (rollout.tokens.commit_step == step),
+            step=self._heated(step, len(rollout)),
             state=torch.where(hide, self.mask_id, rollout.sample),
         )
 
@@ -267,6 +315,7 @@ class MaskedDiffusion(LogitsPolicy):
             state=torch.where(hide, self.mask_id, rollout.sample),
             num_decisions=mask.sum(1),
             advantage=advantage,
+            provenance=rollout.provenance.replace(sampler_logprob=None),
         )
 
     def order_of(self, row: Tensor, rng: Rng, score: bool) -> Tensor:
@@ -319,7 +368,26 @@ class MaskedDiffusion(LogitsPolicy):
             logits, where, choice.temperature[:, None] if isinstance(choice, MaskChoice) else None
         )
 
+    def _heated(self, step: int, rows: int) -> MaskPass:
+        """Describe a pass by what the temperature is multiplied by there."""
+        if not self.heats:
+            return MaskPass()
+        heat = torch.full((rows,), self.heats[step], dtype=self.dtype, device=self.device)
+        return MaskPass(heat=heat)
+
+    def _heat(self, point: Query) -> Tensor | float:
+        """Return the factor of the temperature, [N, 1], where the point's mask is."""
+        if not isinstance(point.step, MaskPass) or point.step.heat is None:
+            return 1.0
+        return selected(point.step.heat[:, None].expand_as(point.mask), point.mask)[:, None]
+
     def _logits(self, point: Query, scale: float) -> Tensor:
+        """Compute guided logits [N, V] at all temperatures where the point's mask is."""
+        logits = self._guided(point, scale)
+        heat = self._heat(point)
+        return logits / heat if isinstance(heat, Tensor) else logits
+
+    def _guided(self, point: Query, scale: float) -> Tensor:
         """Compute guided logits [N, V] where the point's mask is; conditional and unconditional
         rows in one pass unless the latter need no gradient."""
         ids = point.state

@@ -57,6 +57,10 @@ class Passes(Janus):
     def encode(self, prompts: list[Prompt]) -> Cond:
         return [self._encoded(prompt)[0] for prompt in prompts]
 
+    def recall(self, prompts: list[Prompt]) -> tuple[Cond, list[Prompt]]:
+        encoded = [self._encoded(prompt) for prompt in prompts]
+        return [cond for cond, _ in encoded], [prompt for _, prompt in encoded]
+
     def rollout(
         self, prompts: list[Prompt], copies: Copies, rng: Rng, context: RolloutContext = NO_CONTEXT
     ) -> Rollout:
@@ -127,11 +131,12 @@ class Passes(Janus):
     @torch.no_grad()
     def _answer(self, cond: Cond, group: Tensor, row: Tensor, rng: Rng) -> Rollout:
         """Write text for prompts to understand."""
-        ids, logprob, _, _ = self._written("answer", cond, group, row, rng)
+        ids, logprob, values, _, _ = self._written("answer", cond, group, row, rng)
         blank = torch.full((len(row), self.images), NONE, device=row.device)
-        return self._as_rollout(
-            cond, group, row, (ids, blank), (logprob, torch.zeros_like(blank).to(logprob))
-        )
+        nothing = torch.zeros_like(blank).to(logprob)
+        rollout = self._as_rollout(cond, group, row, (ids, blank), (logprob, nothing))
+        nothing = nothing[..., None].expand(-1, -1, values.shape[-1])
+        return self.with_recorded(rollout, torch.cat([values, nothing], 1))
 
     @torch.no_grad()
     def _paint(self, cond: Cond, group: Tensor, row: Tensor, rng: Rng) -> Rollout:
@@ -140,7 +145,9 @@ class Passes(Janus):
         of = torch.arange(len(first), device=row.device).repeat_interleave(self.branches)[
             : len(row)
         ]
-        text, logprob, state, hidden = self._written("plan", cond, group[first], row[first], rng)
+        text, logprob, values, state, hidden = self._written(
+            "plan", cond, group[first], row[first], rng
+        )
         if self.plan and self.plan.turn == "new":
             hidden, state = self.net("read", self._leading(cond, group[first], text), of)
         else:
@@ -155,39 +162,45 @@ class Passes(Janus):
             hidden = torch.cat([hidden, without])
             state = together(state, empty)
         state.whole = bool(state.mask.all())
-        ids, score = paint(
+        ids, score, drawn_values = paint(
             self.net, hidden, state, rng.uniform(row, (self.images,)), scale, self._decided
         )
         self.forwards += len(hidden) * self.images
-        return self._as_rollout(cond, group, row, (text[of], ids), (logprob[of], score))
+        rollout = self._as_rollout(cond, group, row, (text[of], ids), (logprob[of], score))
+        return self.with_recorded(rollout, torch.cat([values[of], drawn_values.to(values)], 1))
 
-    def _decided(self, features: Tensor, plain: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    def _decided(
+        self, features: Tensor, plain: Tensor, uniform: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         conditional = self.guidance_scale != 1 and self.logprob_guidance == "conditional"
         return self._decide(features, plain if conditional else None, uniform)
 
     def _written(
         self, kind: str, cond: Cond, group: Tensor, row: Tensor, rng: Rng
-    ) -> tuple[Tensor, Tensor, State, Tensor]:
-        """Write text ids with log-probs [B, W]; the state after them and the last hidden states [B,
-        H] go with them."""
+    ) -> tuple[Tensor, Tensor, Tensor, State, Tensor]:
+        """Write text ids with log-probs [B, W] and quantities [B, W, R]; the state after them and
+        the last hidden states [B, H] go with them."""
         unique, rows = group.unique(return_inverse=True)
         hidden, state = self.net("read", sequences.prompt_inputs(cond, unique, self.pad), rows)
         chosen = getattr(self, kind)
         ids = torch.full((len(row), self.tokens), NONE, device=row.device)
         logprob = torch.zeros(ids.shape, device=row.device, dtype=self.dtype)
+        values = logprob.new_zeros(*ids.shape, len(self.quantities))
         if chosen is None:
-            return ids, logprob, state, hidden
+            return ids, logprob, values, state, hidden
         uniform = rng.fold("text").uniform(row, (chosen.max_new_tokens,))
         stops = torch.tensor(self.stops[kind], device=row.device)
         busy = self.any_process if sharded(self.net) else None
-        tokens, score = write(self.net, hidden, state, uniform, self.heads[kind].warp, stops, busy)
-        ids[:, : chosen.max_new_tokens], logprob[:, : chosen.max_new_tokens] = (
-            tokens,
-            score.to(logprob),
+        warp = self.heads[kind].warp
+        tokens, score, value = write(
+            self.net, hidden, state, uniform, warp, stops, self.quantities, busy
         )
+        ids[:, : chosen.max_new_tokens] = tokens
+        logprob[:, : chosen.max_new_tokens] = score.to(logprob)
+        values[:, : chosen.max_new_tokens] = value.to(values)
         self.lengths += (tokens >= 0).sum(1).tolist()
         self.forwards += int((tokens >= 0).sum())
-        return ids, logprob, state, hidden
+        return ids, logprob, values, state, hidden
 
     @torch.no_grad()
     def demonstrate(
@@ -222,7 +235,7 @@ class Passes(Janus):
         rollout = rollout.replace(
             prompts=tuple(shown for _, shown in pairs), mask=rollout.mask & present[:, None]
         )
-        rollout = sourced(rollout, present)
+        rollout = self.with_unknown(sourced(rollout, present))
         return self.scored(rollout) if score else rollout
 
     def _answer_tokens(self, kind: str, text: str | None) -> list[int] | None:

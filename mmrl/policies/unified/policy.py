@@ -34,8 +34,9 @@ class JanusUnified(Passes):
     (PairUni)."""
 
     # images, texts, or both in one batch
-    capabilities = replace(Passes.capabilities, makes=None)
-    not_options = ("net", "compile")  # its passes change their shape with every text
+    capabilities = replace(Passes.capabilities, makes=None, drafts=False)
+    # its passes change their shape with every text; places in texts and images differ
+    not_options = ("net", "compile", "anneal", "adaptive_temperature", "record_divergence")
     idle = ("model.vision_model.", "model.aligner.", "model.vqmodel.")
 
     def __init__(

@@ -7,6 +7,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -108,6 +109,27 @@ def select(grown: Any, rows: Tensor) -> None:
         layer.keys, layer.values = (
             x[:, :, : layer.length].index_select(0, rows) for x in layer.kv()
         )
+
+
+def refill(grown: Any, left: Tensor, key_values: list[KV], rows: Tensor, width: int) -> None:
+    """Keep ``left`` [B'] of a growing cache and add the prompts of ``rows`` [B''], all at the end
+    of ``width`` columns; what is cut off or added on the left is masked."""
+    for layer, prompt in zip(grown.layers, key_values, strict=True):
+        layer.keys, layer.values = (
+            torch.cat(
+                [
+                    _at_end(x[:, :, : layer.length].index_select(0, left), width),
+                    _at_end(new.index_select(0, rows), width),
+                ]
+            )
+            for x, new in zip(layer.kv(), prompt, strict=True)
+        )
+        layer.length = width
+
+
+def _at_end(x: Tensor, width: int) -> Tensor:
+    length = x.shape[-2]
+    return x[:, :, length - width :] if length >= width else F.pad(x, (0, 0, width - length, 0))
 
 
 def key_values(filled: Any) -> list[KV]:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from mmrl.core.distributions import Categorical
 from mmrl.core.host import sent
-from mmrl.policies.scores import certainty
+from mmrl.policies.drafts import FREE
+from mmrl.policies.scores import recorded
 from mmrl.policies.vlm import caches
 from samplers.noise import Rng
 from samplers.warp import Warp
@@ -34,7 +35,9 @@ class Ending:
     pad: int
     strings: tuple[str, ...]
     decode: Callable[[list[int]], str]
-    certain: bool = False  # record the self-certainty of each token
+    quantities: tuple[str, ...] = ()  # recorded of the distribution of each token
+    # [B, T] what the answers of a call begin with, else FREE; None: nothing
+    forced: Tensor | None = None
 
     def ended(self, ids: Tensor) -> Tensor:
         """Tell which rows have ended, [B] bool, by the last token of ids [B, n] and by the text of
@@ -81,7 +84,9 @@ class Answers:
     ids: Tensor  # [B, T] long, padded on the right
     mask: Tensor  # [B, T] bool: up to the token that ended it, included
     logprob: Tensor  # [B, T] at least float32
-    certainty: Tensor | None = None  # [B, T] at least float32, if requested
+    values: Tensor  # [B, T, R] at least float32: the quantities that are recorded
+    routes: Tensor  # [B, T, R] int16: the experts that each token went to
+    edge_id: Tensor | None = None  # [B, T] long, of trees: the name of the row that drew each
 
     def write(
         self, step: int, rows: Tensor | slice, going: Tensor, drawn: Drawn, ending: Ending
@@ -90,15 +95,15 @@ class Answers:
         and how many."""
         self.ids[rows, step] = torch.where(going, drawn.token, ending.pad)
         self.logprob[rows, step] = torch.where(going, drawn.logprob, 0.0)
-        if self.certainty is not None:
-            self.certainty[rows, step] = torch.where(going, certainty(drawn.logits), 0.0).to(
-                self.certainty.dtype
-            )
+        if ending.quantities:
+            values = recorded(ending.quantities, drawn.logits, drawn.warped)
+            self.values[rows, step] = torch.where(going[:, None], values, 0.0).to(self.values.dtype)
         self.mask[rows, step] = going
         return ending.going(self.ids[rows, : step + 1], going)
 
 
-def blank(names: Tensor, ending: Ending, hf: Any) -> Answers:
+def blank(names: Tensor, ending: Ending, hf: Any, routes: int = 0) -> Answers:
+    """Make room for the answers of the rows ``names`` [B], with ``routes`` numbers a token."""
     rows = len(names)
     device = names.device
     shape = (rows, ending.tokens)
@@ -107,7 +112,8 @@ def blank(names: Tensor, ending: Ending, hf: Any) -> Answers:
         ids=torch.full((rows, ending.tokens), ending.pad, device=device),
         mask=torch.zeros(shape, dtype=torch.bool, device=device),
         logprob=torch.zeros(shape, device=device, dtype=dtype),
-        certainty=torch.zeros(shape, device=device, dtype=dtype) if ending.certain else None,
+        values=torch.zeros(*shape, len(ending.quantities), device=device, dtype=dtype),
+        routes=torch.full((*shape, routes), -1, device=device, dtype=torch.int16),
     )
 
 
@@ -117,13 +123,25 @@ class Drawn(NamedTuple):
     token: Tensor  # [B] long
     logprob: Tensor  # [B]
     logits: Tensor  # [B, V] the model's own
+    warped: Tensor  # [B, V] log-probs of the distribution drawn from
+
+    def forced(self, ids: Tensor, warp: Warp, place: int) -> Drawn:
+        """Take the tokens ids [B] that are known already, where they are not FREE."""
+        token = torch.where(ids == FREE, self.token, ids)
+        logprobs = warp(self.logits, keep=token, place=place).log_softmax(-1)
+        exact = logprobs.gather(-1, token[:, None])[:, 0].to(self.logprob)
+        logprob = torch.where(ids == FREE, self.logprob, exact)
+        return self._replace(token=token, logprob=logprob)
 
 
-def draw(logits: Tensor, warp: Warp, uniform: Tensor | None) -> Drawn:
-    """Draw tokens by inversion at ``uniform`` [B], or take the likeliest ones."""
-    logprobs = warp(logits).log_softmax(-1)
+def draw(
+    logits: Tensor, warp: Warp, uniform: Tensor | None, place: Tensor | int | None = None
+) -> Drawn:
+    """Draw tokens by inversion at ``uniform`` [B], or take the likeliest ones; ``place``: in their
+    answers, where the warp has a schedule."""
+    logprobs = warp(logits, place=place).log_softmax(-1)
     token = logprobs.argmax(-1) if uniform is None else Categorical(logprobs).sample(uniform)
-    return Drawn(token, logprobs.gather(-1, token[:, None])[:, 0], logits)
+    return Drawn(token, logprobs.gather(-1, token[:, None])[:, 0], logits, logprobs)
 
 
 @torch.no_grad()
@@ -142,24 +160,48 @@ def generate(
     ``busy`` takes whether this process still works and tells whether any does, where all must make
     equally many passes.
     """
-    done = blank(names, ending, net.hf)
-    work = _Work(net, prefix, rows, names, rng, warp)
+    routing = net.routing
+    done = blank(names, ending, net.hf, routing.width if routing else 0)
+    work = Work(net, prefix, rows, names, rng, warp)
+    return write(work, done, ending, busy)
+
+
+def write(
+    work: Work, done: Answers, ending: Ending, busy: Callable[[bool], bool] | None = None
+) -> Answers:
+    """Draw token after token into ``done``, until all rows have ended."""
+    routing = work.net.routing
     for step in range(ending.tokens):
         drawn = work.draw(step)
+        if ending.forced is not None:
+            drawn = drawn.forced(ending.forced[work.at, step], work.warp, step)
         work.going, left = done.write(step, work.at, work.going, drawn, ending)
         if step + 1 == ending.tokens or not (busy(left > 0) if busy else left):
             break
         work.advance(drawn.token, left)
+        if routing is not None:
+            done.routes[work.at, step] = routing.last()
     return done
 
 
-class _Work:
-    """Holds the rows that are being written: some have ended and wait for the next compaction."""
+class Work:
+    """Holds the rows that are being written: some have ended and wait for the next compaction.
+
+    ``compacts``: False keeps all rows, and in ``cache`` their keys and values.
+    """
 
     def __init__(
-        self, net: SharedPrefix, prefix: Prefix, rows: Tensor, names: Tensor, rng: Rng, warp: Warp
+        self,
+        net: SharedPrefix,
+        prefix: Prefix,
+        rows: Tensor,
+        names: Tensor,
+        rng: Rng,
+        warp: Warp,
+        compacts: bool = True,
     ):
         self.net = net
+        self.compacts = compacts
         self.names = names
         self.rng = rng
         self.warp = warp
@@ -178,12 +220,12 @@ class _Work:
             if step % AHEAD == 0:
                 self.uniform = self.rng.uniform(self.names, (step + AHEAD,))[:, step:]
             uniform = self.uniform[:, step % AHEAD]
-        return draw(self.net("logits", self.hidden), self.warp, uniform)
+        return draw(self.net("logits", self.hidden), self.warp, uniform, step)
 
     def advance(self, token: Tensor, left: int) -> None:
         """Make one pass: updates the hidden states by ``token`` [B], for the ``left`` unfinished
         rows and some finished ones."""
-        if left <= COMPACT * len(token):
+        if self.compacts and left <= COMPACT * len(token):
             token = self._compact(token)
         self.hidden = self.net(
             "step", token[:, None], self.place, self.mask, self.cache, self.whole

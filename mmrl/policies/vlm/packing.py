@@ -184,21 +184,42 @@ def unsqueeze(key_values: list[KV], lengths: Tensor) -> list[KV]:
     return [(k[0][:, at].transpose(0, 1), v[0][:, at].transpose(0, 1)) for k, v in key_values]
 
 
-def continued(lengths: Tensor, rows: Tensor, answers: Tensor, xformers: bool) -> Layout:
+def continued(
+    lengths: Tensor,
+    rows: Tensor,
+    answers: Tensor,
+    xformers: bool,
+    token: Tensor | None = None,
+    fresh: Tensor | None = None,
+) -> Layout:
     """Lay out answers of ``answers`` [B] tokens to the prompts of ``rows`` [B], whose keys,
-    ``lengths`` [P] of them, are packed before those of the answers."""
-    rows = rows[answers > 0]
-    answers = answers[answers > 0]
-    starts = lengths.cumsum(0) - lengths
-    prompt_lengths = lengths[rows]
-    keys = prompt_lengths + answers
-    row = torch.repeat_interleave(torch.arange(len(rows), device=rows.device), keys)
+    ``lengths`` [P] of them, are packed before those of the answers. Where answers share tokens:
+    ``token`` [B, T], which of the packed tokens each is, and ``fresh`` [B], how many at a row's
+    end are its own."""
+    fresh = answers if fresh is None else fresh
+    if token is None:
+        steps = torch.arange(int(answers.max()), device=rows.device)
+        token = (answers.cumsum(0) - answers)[:, None] + steps
+    at_work = (fresh > 0).nonzero()[:, 0]
+    starts = (lengths.cumsum(0) - lengths)[rows][at_work]
+    prompt_lengths = lengths[rows][at_work]
+    keys = prompt_lengths + answers[at_work]
+    row = torch.repeat_interleave(torch.arange(len(at_work), device=rows.device), keys)
     off = torch.arange(len(row), device=rows.device) - (keys.cumsum(0) - keys)[row]
-    before = lengths.sum() + (answers.cumsum(0) - answers)
-    at = torch.where(
-        off < prompt_lengths[row], starts[rows][row] + off, before[row] + off - prompt_lengths[row]
-    )
-    return Layout(answers, keys, at, xformers)
+    step = (off - prompt_lengths[row]).clamp_min(0)
+    written = lengths.sum() + token[at_work[row], step]
+    at = torch.where(off < prompt_lengths[row], starts[row] + off, written)
+    return Layout(fresh[at_work], keys, at, xformers)
+
+
+def owners(rows: Tensor, ids: Tensor, answers: Tensor) -> Tensor:
+    """Find for each token of ids [B, T] the first row that answers the same prompt of ``rows`` [B]
+    by the same tokens up to it, [B, T] long: equal beginnings are read once. A row has the first
+    ``answers`` [B] of its tokens."""
+    equal = (ids[:, None] == ids[None]) & (rows[:, None] == rows)[..., None]
+    long_enough = torch.arange(ids.shape[1], device=ids.device) < answers[:, None]
+    alike = equal.to(torch.uint8).cumprod(2, dtype=torch.uint8) * long_enough[None]
+    return torch.where(long_enough, alike.argmax(1), torch.arange(len(ids)).to(rows)[:, None])
 
 
 def _spread(lengths: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,21 +12,37 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from annotated_types import Gt, Le
+from annotated_types import Ge, Gt, Le, Lt
 from torch import Tensor
 
 from mmrl.config.options import Count
 from mmrl.core.errors import UserError
 from mmrl.core.host import sent
 from mmrl.core.registry import POLICIES, locate
-from mmrl.core.types import Completion, Copies, Media, Prompt, Rollout, TokenOrder, per_prompt
-from mmrl.policies.base import NO_CONTEXT, ParameterGroup, RolloutContext, rows_and_groups
+from mmrl.core.types import (
+    Completion,
+    Copies,
+    Media,
+    Point,
+    Prompt,
+    Rollout,
+    TokenOrder,
+    per_prompt,
+)
+from mmrl.policies.base import (
+    NO_CONTEXT,
+    Drafts,
+    ParameterGroup,
+    RolloutContext,
+    rows_and_groups,
+)
 from mmrl.policies.demonstrations import sourced
+from mmrl.policies.drafts import FREE, drafted, resized, verified, with_complete
 from mmrl.policies.lora import Lora, merged
 from mmrl.policies.vlm.budgets import admit
 from mmrl.policies.vlm.engines.external import ENGINES, ask
 from mmrl.policies.vlm.families import Coords, family_of, modules_of, part_of
-from mmrl.policies.vlm.generate import Ending
+from mmrl.policies.vlm.generate import Answers, Ending
 from mmrl.policies.vlm.media import Budgets
 from mmrl.policies.vlm.packing import enable
 from mmrl.policies.vlm.parts import (
@@ -37,13 +53,17 @@ from mmrl.policies.vlm.parts import (
     set_trainable,
     summary,
 )
-from mmrl.policies.vlm.prefix_sharing import SharedPrefix, shareable
+from mmrl.policies.vlm.prefix_sharing import SharedPrefix, sharded, shareable
 from mmrl.policies.vlm.processor import Inputs
+from mmrl.policies.vlm.refill import Refill
+from mmrl.policies.vlm.routing import Routing
 from mmrl.policies.vlm.scoring import Encoded, Passes, images_in
+from mmrl.policies.vlm.self_scores import token_id, with_self_scores
+from mmrl.policies.vlm.trees import TextTree
 from mmrl.policies.vlm.vision import quicken
 from samplers.batching import chunks
 from samplers.noise import Rng
-from samplers.warp import Warp
+from samplers.warp import Anneal, Warp
 
 Storage = Literal["float32", "bfloat16", "float16", "auto"]
 
@@ -56,9 +76,9 @@ class VLM(Passes):
     capabilities = replace(
         Passes.capabilities,
         makes="text",
-        replay=True,
         ground_truth=True,
         demonstrations=True,
+        drafts=True,
         max_new_tokens=True,
     )
     adjacent = True
@@ -70,9 +90,10 @@ class VLM(Passes):
         temperature: Annotated[float, Gt(0)] = 1.0,
         top_k: Count | None = None,
         top_p: Annotated[float, Gt(0), Le(1)] = 1.0,
+        anneal: Anneal | None = None,
+        adaptive_temperature: Annotated[float, Ge(0), Lt(1)] = 0.0,
         stop: Sequence[str] = (),
         greedy_evaluation: bool = True,
-        record_self_certainty: bool = False,
         budgets: Budgets | None = None,
         coordinate_space: Coords | None = None,
         prefix_sharing: Literal["auto", "prefix", "none"] = "auto",
@@ -80,14 +101,21 @@ class VLM(Passes):
         engine: Literal["own", "hf", "continuous", "vllm"] = "own",
         attention: Literal["sdpa", "eager", "flash_attention_2", "xformers"] = "sdpa",
         remove_padding: bool | None = None,
+        tree: TextTree | None = None,
         lora: Lora | int | None = None,
         train: Parts | None = None,
+        record_question_gain: bool = False,
+        self_score: str | None = None,
+        replay_routing: bool = False,
+        refill: Refill = "none",
         **options: Any,
     ):
         """Load the model. path: folder, hub id or world:NAME. max_new_tokens: the most tokens of an
-        answer. temperature, top_k, top_p: of sampling and of scoring. stop: strings after which an
-        answer ends. greedy_evaluation: evaluation takes the likeliest token. record_self_certainty:
-        record how sure the model is of its answers, for the reward self_certainty. budgets: what
+        answer. temperature, top_k, top_p: of sampling and of scoring. anneal: what the temperature
+        is multiplied by, falling from token to token (EAD). adaptive_temperature: the most that it
+        rises for tokens of high entropy, and falls for those of low entropy, as a share (HAPO).
+        stop: strings after which an
+        answer ends. greedy_evaluation: evaluation takes the likeliest token. budgets: what
         images, videos and prompts may cost. coordinate_space: the space of the model's coordinates,
         where its family's is unknown. prefix_sharing: "prefix" reads a prompt once for its whole
         group, "none" once for every answer; "auto" is prefix where its log-probs were compared with
@@ -96,8 +124,16 @@ class VLM(Passes):
         "vllm". For all but "own" the engine's log-probs are kept beside those of the policy's own
         passes. attention: transformers' implementation; xformers: on CUDA, where rows and images
         are packed, with sdpa elsewhere. remove_padding: prompts and answers are read without
-        padding, one row after another; by default with xformers. lora: adapters in the language
-        model. train: instead, how language model, projector and vision tower are each trained; by
+        padding, one row after another; by default with xformers, and where answers branch. tree:
+        the answers of a group share their beginnings, which are written and read once; null: each
+        by itself. lora: adapters in the language model. record_question_gain: record how much
+        likelier the question makes each token of an answer, by one more pass, for the reward
+        self_aligned. self_score: a token that answers do not need, whose log-prob behind an answer
+        is the model's own verdict, recorded by one more pass for the reward last_token.
+        replay_routing: of models with experts, send tokens in training to those they went to in
+        sampling. refill: an answer that ends makes room for the next, of all prompts that one pass
+        reads: as they stand (rows), or those first whose prompt's answers were longest or shortest
+        so far. train: instead, how language model, projector and vision tower are each trained; by
         default all fully."""
         from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -116,18 +152,32 @@ class VLM(Passes):
         self.inputs = Inputs(
             processor, hf.config, budgets or Budgets(), family, hf.generation_config
         )
-        self.warp = Warp(temperature, top_k, top_p, self.inputs.suppressed)
+        self.warp = Warp(
+            temperature, top_k, top_p, self.inputs.suppressed, adaptive=adaptive_temperature
+        )
+        self.anneal = anneal
+        if engine in ENGINES and (anneal or adaptive_temperature):
+            raise UserError(
+                f"policy options anneal and adaptive_temperature: engine = {engine} takes one "
+                "temperature; use own or hf"
+            )
         self.ending = Ending(
             max_new_tokens,
             self.inputs.stops,
             self.inputs.pad,
             tuple(stop),
             self.inputs.decode,
-            record_self_certainty,
         )
         self.greedy_evaluation = greedy_evaluation
         self.sharing = prefix_sharing
+        self.tree = tree
         self.engine = engine
+        self.refill = refill
+        if refill != "none" and (engine != "own" or prefix_sharing == "none"):
+            raise UserError(
+                "policy option refill needs engine own and prompts that are shared (not "
+                "prefix_sharing: none)"
+            )
         if lora is not None and train is not None:
             raise UserError(
                 "policy options lora and train exclude each other; write train: "
@@ -135,8 +185,24 @@ class VLM(Passes):
             )
         lora = _adapters(hf, lora)
         net = SharedPrefix(hf, share=prefix_sharing != "none")
-        self._pack(net, attention, remove_padding)
+        self._pack(net, attention, remove_padding, tree is not None)
+        if tree is not None and (engine != "own" or not net.share or not shareable(hf)):
+            raise UserError(
+                f"policy option tree: answers that branch are written by mmrl's own engine, on a "
+                f"prompt that is read once: leave out engine and prefix_sharing, or the tree; this "
+                f"is engine {engine} and {hf.config.model_type}"
+            )
         super().__init__(net, lora=lora, **options)
+        self.ending = replace(self.ending, quantities=self.quantities)
+        if replay_routing:
+            self._replay_routing(net)
+        if tree is not None and (replay_routing or self.anneal is not None or refill != "none"):
+            raise UserError(
+                "policy option tree: leave out anneal, refill and replay_routing, which go by the "
+                "places of tokens in answers that are written in one piece"
+            )
+        self.record_question_gain = record_question_gain
+        self.self_score_id = None if self_score is None else token_id(self, self_score)
         self.parts = train
         if lora is None:
             set_trainable(hf, train or everything(hf))
@@ -163,10 +229,20 @@ class VLM(Passes):
         self, prompts: list[Prompt], copies: Copies, rng: Rng, context: RolloutContext = NO_CONTEXT
     ) -> Rollout:
         cond, shown = self.recall(prompts)
+        if self.anneal is not None:
+            heats = self.anneal.temperatures(self.ending.tokens, context.iteration)
+            self.warp = replace(self.warp, schedule=heats)
         self.images += sum(map(images_in, cond))
         self._check_sharing(cond)
+        if self.tree is not None and self.growing:
+            self.tree.fit(copies)
         row, group = rows_and_groups(prompts, copies, rng, self.device)
         size = self.chunk(len(row), lambda n: self._try(cond, group[:n]))
+        drafts = context.drafts(prompts, copies) if context.drafts else None
+        if drafts is not None:
+            return self._speculated(drafts, cond, group, row, rng, size).replace(
+                prompts=tuple(shown)
+            )
         if self.outside is None:
             answers = self._answers(cond, group, row, rng, size)
         else:
@@ -176,6 +252,23 @@ class VLM(Passes):
                 for request in [self.inputs.engine_prompt(prompt)] * size
             ]
             answers = ask(self.outside, self.net.hf, requests, row, rng, self.warp, self.ending)
+        rollout = self._recorded(answers, cond, group, row).replace(prompts=tuple(shown))
+        if self.engine != "own":
+            rollout = self._rescored(rollout, size)
+        if context.ground_truth is None:
+            return self._finished(rollout, size)
+        last = torch.tensor(per_prompt(copies, len(prompts))).cumsum(0) - 1  # row of every group
+        rows = sent(last, self.device)
+        corrected = self._with_ground_truth(rollout, context.ground_truth, rows, size)
+        return self._finished(corrected, size)
+
+    def _finished(self, rollout: Rollout, size: int) -> Rollout:
+        """Record what is measured of whole answers."""
+        return with_self_scores(self, self.with_divergence(rollout, size), size)
+
+    def _recorded(
+        self, answers: Answers, cond: list[Encoded], group: Tensor, row: Tensor
+    ) -> Rollout:
         order = torch.arange(answers.ids.shape[1], device=self.device).expand_as(answers.ids)
         rollout = Rollout(
             group=group,
@@ -184,15 +277,56 @@ class VLM(Passes):
             sample=answers.ids,
             mask=answers.mask,
             logprob=answers.logprob,
-            prompts=tuple(shown),
-            trajectory=TokenOrder(commit_step=order, self_certainty=answers.certainty),
+            trajectory=TokenOrder(commit_step=order),
+            edge_id=answers.edge_id,
         )
-        if self.engine != "own":
-            rollout = self._rescored(rollout, size)
-        if context.ground_truth is None:
+        rollout = self.with_recorded(rollout, answers.values)
+        if self.net.routing is None:
             return rollout
-        last = torch.tensor(per_prompt(copies, len(prompts))).cumsum(0) - 1  # row of every group
-        return self._with_ground_truth(rollout, context.ground_truth, sent(last, self.device), size)
+        routed = [{**c, "routes": self.prompt_routes[p]} for p, c in enumerate(cond)]
+        routes = rollout.tokens.replace(routes=answers.routes)
+        return rollout.replace(cond=routed, trajectory=routes)
+
+    def _speculated(
+        self,
+        drafts: Drafts,
+        cond: list[Encoded],
+        group: Tensor,
+        row: Tensor,
+        rng: Rng,
+        size: int,
+    ) -> Rollout:
+        """Answer from the beginnings of earlier answers that the weights of now accept."""
+        if self.plainly or self.outside is not None:
+            raise UserError(
+                "train.speculative: only the policy's own sampler goes on from a draft; set "
+                "policy.vlm.engine: own, for a family whose prompts can be shared"
+            )
+        if self.net.routing is not None:
+            raise UserError(
+                "train.speculative: experts are replayed of tokens that are drawn, not of those "
+                "that are kept: leave out policy.vlm.replay_routing"
+            )
+        drafts = resized(drafts, self.ending.tokens)
+        rows = drafted(drafts, group, row, cond)
+        forced = verified(self, rows, drafts, rng, size)
+
+        def sample(chosen: Tensor) -> Rollout:
+            part = (group[chosen], row[chosen])
+            answers = self._answers(cond, *part, rng, size, forced.ids[chosen])
+            return self._recorded(answers, cond, *part)
+
+        length = forced.length()
+        full = length == drafts.ids.shape[1]
+        last = forced.ids.gather(1, (length - 1).clamp_min(0)[:, None])
+        ended = torch.isin(last[:, 0], torch.tensor(self.ending.stops, device=last.device))
+        # stop strings are found by sampling on; sharded models make their passes together
+        skips = not self.ending.strings and not sharded(self.net)
+        finished = (full | ended & (length > 0)) & skips
+        kept_mask = forced.ids != FREE
+        ids = torch.where(kept_mask, forced.ids, self.inputs.pad)
+        rows = rows.replace(sample=ids, mask=kept_mask)
+        return self._finished(with_complete(rows, forced, finished, sample), size)
 
     @torch.no_grad()
     def demonstrate(
@@ -205,13 +339,11 @@ class VLM(Passes):
         ids = torch.full((len(row), self.ending.tokens), self.inputs.pad)
         mask = torch.zeros(ids.shape, dtype=torch.bool)
         for i, (prompt, text) in enumerate(zip(prompts, answers, strict=True)):
-            begun = prompt.get("prefill", "")
-            tokens = None if text is None else self.inputs.tokens(text.removeprefix(begun))
-            if tokens is not None and len(tokens) <= ids.shape[1]:
+            tokens = self._written(prompt, text, ids.shape[1])
+            if tokens is not None:
                 ids[i, : len(tokens)] = torch.tensor(tokens)
                 mask[i, : len(tokens)] = True
         order = torch.arange(ids.shape[1], device=self.device).expand(ids.shape)
-        nan = torch.full(ids.shape, torch.nan, dtype=self.dtype, device=self.device)
         rollout = Rollout(
             group=group,
             cond=cond,
@@ -220,12 +352,12 @@ class VLM(Passes):
             mask=sent(mask, self.device),
             logprob=torch.zeros(ids.shape, dtype=self.dtype, device=self.device),
             prompts=tuple(shown),
-            trajectory=TokenOrder(
-                commit_step=order, self_certainty=nan if self.ending.certain else None
-            ),
+            trajectory=TokenOrder(commit_step=order),
         )
-        rollout = sourced(rollout, sent(mask.any(1), self.device))
-        return self.scored(rollout) if score else rollout
+        rollout = self.with_unknown(sourced(rollout, sent(mask.any(1), self.device)))
+        if not score:
+            return rollout
+        return with_self_scores(self, self.scored(rollout), self.fixed_batch_rows or len(row))
 
     def text_of(self, ids: list[int]) -> str:
         return self.inputs.decode(ids)
@@ -270,17 +402,30 @@ class VLM(Passes):
         self.ending = replace(self.ending, tokens=tokens)
 
     def decode(self, rollout: Rollout) -> Media:
-        lengths = rollout.mask.sum(1)
-        known = [rollout.logprob] + (
-            [] if rollout.tokens.self_certainty is None else [rollout.tokens.self_certainty]
-        )
-        means = torch.stack(
-            [(values * rollout.mask).sum(1) / lengths.clamp_min(1) for values in known], 1
-        )
+        mask = rollout.path_mask()
+        lengths = mask.sum(1)
+        order = rollout.tokens
+        by_name = {
+            "logprob": rollout.logprob,
+            "self_certainty": order.self_certainty,
+            "question_gain": order.question_gain,
+        }
+        columns = {
+            name: (values * mask).sum(1) / lengths.clamp_min(1)
+            for name, values in by_name.items()
+            if values is not None
+        }
+        if order.last_logprob is not None:
+            columns["last_logprob"] = order.last_logprob
+        names = list(columns)
+        means = torch.stack([columns[name] for name in names], 1)
         begun = [prompt.get("prefill", "") for prompt in rollout.prompt_per_row()]
         rows = zip(rollout.sample.tolist(), lengths.tolist(), means.tolist(), begun, strict=True)
         limit = rollout.sample.shape[1]
-        return [self._completion(ids[:n], mean, start, limit) for ids, n, mean, start in rows]
+        return [
+            self._completion(ids[:n], dict(zip(names, mean, strict=True)), start, limit)
+            for ids, n, mean, start in rows
+        ]
 
     def sample_in_evaluation(self) -> None:
         self.greedy_evaluation = False
@@ -288,12 +433,14 @@ class VLM(Passes):
     @contextmanager
     def evaluating(self, guidance: float | None = None) -> Iterator[None]:
         before = self.warp
+        self.growing = False
         if self.greedy_evaluation:
             self.warp = Warp(temperature=0.0, suppressed=before.suppressed)
         try:
             yield
         finally:
             self.warp = before
+            self.growing = True
 
     def export(self, folder: Path) -> None:
         """Save the model, or its adapter where nothing else was trained, with processor and chat
@@ -306,8 +453,20 @@ class VLM(Passes):
         hf.save_pretrained(folder)
         self.inputs.save(folder)
 
+    def path(self, rollout: Rollout) -> Iterator[Point]:
+        for point in super().path(rollout):
+            yield point.replace(routes=rollout.tokens.routes)
+
+    def _replay_routing(self, net: SharedPrefix) -> None:
+        if self.engine != "own" or not net.share or net.packed:
+            raise UserError(
+                "policy option replay_routing needs engine own, prompts that are shared (not "
+                "prefix_sharing: none) and padding (remove_padding: false)"
+            )
+        net.routing = Routing(net.hf)
+
     @staticmethod
-    def _pack(net: SharedPrefix, attention: str, packed: bool | None) -> None:
+    def _pack(net: SharedPrefix, attention: str, packed: bool | None, branches: bool) -> None:
         """Turn packed batches on where options choose them; UserError where the model cannot take
         them."""
         if packed and (
@@ -320,7 +479,10 @@ class VLM(Passes):
                 f"{net.config.model_type}"
             )
         net.fused = attention == "xformers"
-        net.packed = packed or packed is None and net.fused and net.share and shareable(net.hf)
+        net.branches = branches
+        able = net.share and shareable(net.hf)
+        by_default = net.fused or branches and attention == "sdpa"
+        net.packed = packed or packed is None and by_default and able
         if net.packed:
             enable(net.hf)
 
@@ -329,13 +491,22 @@ class VLM(Passes):
         """Score by the policy's own passes what another engine sampled; the engine's log-probs stay
         as ``sampler_logprob``."""
         parts = [rollout[part] for part in chunks(len(rollout), size)]
-        scored = [
-            self.dist(point).log_prob(point.target) for part in parts for point in self.path(part)
-        ]
-        logprob = torch.cat(scored).to(rollout.logprob)
+        scored = [self._scored(part) for part in parts]
+        logprob = torch.cat([part.logprob for part in scored])
         self.gaps.append(float((logprob - rollout.logprob)[rollout.mask].abs().mean()))
         provenance = rollout.provenance.replace(sampler_logprob=rollout.logprob)
-        return rollout.replace(logprob=logprob, provenance=provenance)
+        entropy = None
+        if self.record_entropy:
+            entropy = torch.cat([part.entropies() for part in scored])
+        return rollout.replace(logprob=logprob, entropy=entropy, provenance=provenance)
+
+    def _scored(self, rollout: Rollout) -> Rollout:
+        """Score rows by the policy's own pass: their log-probs and, if recorded, entropies."""
+        (point,) = self.path(rollout)
+        dist = self.dist(point)
+        entropy = dist.entropy().to(rollout.logprob) if self.record_entropy else None
+        logprob = dist.log_prob(point.target).to(rollout.logprob)
+        return rollout.replace(logprob=logprob, entropy=entropy)
 
     @torch.no_grad()
     def _with_ground_truth(
@@ -350,24 +521,20 @@ class VLM(Passes):
         mask = rollout.mask.clone()
         written = torch.zeros_like(rollout.group, dtype=torch.bool)
         for row, prompt in zip(last.tolist(), rollout.prompts, strict=True):
-            text = write(prompt)
-            tokens = (
-                None
-                if text is None
-                else self.inputs.tokens(text.removeprefix(prompt.get("prefill", "")))
-            )
-            if tokens is not None and len(tokens) <= ids.shape[1]:
+            tokens = self._written(prompt, write(prompt), ids.shape[1])
+            if tokens is not None:
                 ids[row], mask[row], written[row] = self.inputs.pad, False, True
                 ids[row, : len(tokens)] = torch.tensor(tokens, device=self.device)
                 mask[row, : len(tokens)] = True
         corrected = rollout.replace(sample=ids, mask=mask)
         logprob = rollout.logprob.clone()
+        entropy = None if rollout.entropy is None else rollout.entropy.clone()
         for part in chunks(len(last), size):  # every process makes equally many passes
-            (point,) = self.path(corrected[last[part]])
-            scored = self.dist(point).log_prob(point.target)
-            logprob[last[part]] = torch.where(
-                written[last[part], None], scored, logprob[last[part]]
-            )
+            scored = self._scored(corrected[last[part]])
+            new = written[last[part], None]
+            logprob[last[part]] = torch.where(new, scored.logprob, logprob[last[part]])
+            if entropy is not None:
+                entropy[last[part]] = torch.where(new, scored.entropies(), entropy[last[part]])
         # it is that of the replaced sample, and unknown for the ground truth
         order = rollout.tokens
         if order.self_certainty is not None:
@@ -377,24 +544,39 @@ class VLM(Passes):
         if provenance.sampler_logprob is not None:  # no engine sampled the ground truth either
             sampler_logprob = torch.where(written[:, None], logprob, provenance.sampler_logprob)
             provenance = provenance.replace(sampler_logprob=sampler_logprob)
-        return corrected.replace(logprob=logprob, trajectory=order, provenance=provenance)
+        return corrected.replace(
+            logprob=logprob, entropy=entropy, trajectory=order, provenance=provenance
+        )
 
-    def _completion(self, ids: list[int], known: list[float], begun: str, limit: int) -> Completion:
+    def _written(self, prompt: Prompt, text: str | None, most: int) -> list[int] | None:
+        """Return the tokens of an answer that somebody wrote; None where there is none of at most
+        ``most`` tokens."""
+        if text is None:
+            return None
+        tokens = self.inputs.tokens(text.removeprefix(prompt.get("prefill", "")))
+        return None if tokens is None or len(tokens) > most else tokens
+
+    def _completion(
+        self, ids: list[int], means: dict[str, float], begun: str, limit: int
+    ) -> Completion:
         """Return the whole answer: the start ``begun`` that the prompt gave, and what was written
         after it."""
         text = self.inputs.decode(ids)
         ending = self.ending
         stopped = bool(ids) and ids[-1] in ending.stops or any(s in text for s in ending.strings)
         spell = partial(self._spelled, ids, begun)
-        return Completion(
+        completion = Completion(
             begun + text,
             len(ids),
             stopped,
-            known[0],
-            known[1] if len(known) > 1 else None,
+            means["logprob"],
+            means.get("self_certainty"),
             limit,
             spell,
         )
+        completion.question_gain = means.get("question_gain")
+        completion.last_logprob = means.get("last_logprob")
+        return completion
 
     def _spelled(self, ids: list[int], begun: str) -> list[str]:
         return [begun + self.inputs.decode(ids[: n + 1]) for n in range(len(ids))]

@@ -9,7 +9,8 @@ and values into the prompt's one pass.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +21,12 @@ from mmrl.core.errors import UserError
 from mmrl.core.host import on_host, remember, selected
 from mmrl.core.sharding import shards
 from mmrl.policies import scores
+from mmrl.policies.tokens import places
 from mmrl.policies.vlm import caches, features, packing
 from mmrl.policies.vlm.caches import KV
 from mmrl.policies.vlm.engines import transformers
 from mmrl.policies.vlm.families import CAUSAL, DIRECT
+from mmrl.policies.vlm.routing import Routing
 from samplers.warp import Warp
 
 ROPE_INPUTS = (
@@ -56,6 +59,9 @@ class SharedPrefix(nn.Module):
         self.share = share
         # packed: batches without padding; fused: xformers attends to them
         self.packed = self.fused = False
+        self.routing: Routing | None = None  # records and replays the choice of experts
+
+        self.branches = False  # answers may begin alike, and packed ones are then read once
         # accelerate wraps these one by one
         self._no_split_modules = getattr(hf, "_no_split_modules", None)
 
@@ -83,6 +89,8 @@ class SharedPrefix(nn.Module):
     def read(self, inputs: dict[str, Tensor]) -> Prefix:
         """Read the prompts of one batch, left-padded; ``inputs`` hold ``position_ids`` [P, S] or
         [3, P, S] too."""
+        routes = inputs.get("routes")
+        inputs = {name: tensor for name, tensor in inputs.items() if name != "routes"}
         if self.packed and self.config.model_type in CAUSAL:
             packed = self._read_packed(inputs)
             key_values = packing.unsqueeze(packed.key_values, packed.lengths)
@@ -90,7 +98,8 @@ class SharedPrefix(nn.Module):
                 packed.hidden, inputs["attention_mask"].bool(), packed.following, key_values
             )
         cache = caches.recorded(self.text_config.num_hidden_layers)
-        hidden = self._base(**inputs, past_key_values=cache, use_cache=True)
+        with self._routed(routes):
+            hidden = self._base(**inputs, past_key_values=cache, use_cache=True)
         return Prefix(
             hidden[:, -1],
             inputs["attention_mask"].bool(),
@@ -99,19 +108,26 @@ class SharedPrefix(nn.Module):
         )
 
     def step(
-        self, ids: Tensor, place: Tensor, mask: Tensor, cache: Any, whole: bool | None = None
+        self,
+        ids: Tensor,
+        place: Tensor,
+        mask: Tensor,
+        cache: Any,
+        whole: bool | None = None,
+        routes: Tensor | None = None,
     ) -> Tensor:
         """Return hidden states [B, L, H] of answer tokens ``ids`` [B, L] that begin at position
         ``place`` [B]; ``mask`` [B, S] covers all tokens before them.
 
         ``whole``: whether the mask is True everywhere; None: unknown, so transformers asks the
-        device.
+        device. ``routes`` [B, L, R]: the experts that the tokens go to.
         """
         length = ids.shape[1]
         places = place[:, None] + torch.arange(length, device=ids.device)
         attended = torch.cat([mask, mask.new_ones(len(ids), length)], 1).long()
         if not self.plain or length > 1 or whole is None:
-            return self._continue(ids, places, attended, cache)
+            with self._routed(routes):
+                return self._continue(ids, places, attended, cache)
         # the mask transformers would build after reading its values on the host
         return self._continue(ids, places, None if whole else attended.bool()[:, None, None], cache)
 
@@ -135,6 +151,8 @@ class SharedPrefix(nn.Module):
 
         ``rows`` [B]: the prompt of each row among the collated ``inputs``.
         """
+        answer_routes = inputs.get("answer_routes")
+        inputs = {name: x for name, x in inputs.items() if name != "answer_routes"}
         known = on_host(where)
         length = int(known.any(0).nonzero().max()) + 1
         ids = ids[:, :length]
@@ -144,23 +162,35 @@ class SharedPrefix(nn.Module):
             hidden = self._packed(inputs, rows, ids, where)
         else:
             hidden = selected(
-                (self._shared if self.share else self._apart)(inputs, rows, ids), where
+                self._shared(inputs, rows, ids, answer_routes)
+                if self.share
+                else self._apart(inputs, rows, ids),
+                where,
             )
         vocab = self.text_config.vocab_size
-        return hidden, scores.score(hidden, selected(ids, where), self.logits, warp, vocab, entropy)
+        place = places(where) if warp.schedule else None
+        return hidden, scores.score(
+            hidden, selected(ids, where), self.logits, warp, vocab, entropy, place
+        )
 
-    def rescore(self, hidden: Tensor, ids: Tensor, warp: Warp, entropy: bool) -> scores.Scored:
+    def rescore(
+        self, hidden: Tensor, ids: Tensor, warp: Warp, entropy: bool, place: Tensor | None = None
+    ) -> scores.Scored:
         """Score other tokens ``ids`` [N], or return their entropy, at hidden states [N, H] that
         ``score`` returned."""
-        return scores.score(hidden, ids, self.logits, warp, self.text_config.vocab_size, entropy)
+        return scores.score(
+            hidden, ids, self.logits, warp, self.text_config.vocab_size, entropy, place
+        )
 
-    def full(self, hidden: Tensor, warp: Warp) -> Tensor:
+    def full(self, hidden: Tensor, warp: Warp, place: Tensor | None = None) -> Tensor:
         """Return the log-probs of all tokens, [N, V]."""
-        return scores.full(hidden, self.logits, warp, self.text_config.vocab_size)
+        return scores.full(hidden, self.logits, warp, self.text_config.vocab_size, place)
 
-    def kl(self, hidden: Tensor, reference: Tensor, warp: Warp) -> Tensor:
+    def kl(
+        self, hidden: Tensor, reference: Tensor, warp: Warp, place: Tensor | None = None
+    ) -> Tensor:
         """Compute the KL [N] to another's log-probs [N, V]."""
-        return scores.kl(hidden, reference, self.logits, warp)
+        return scores.kl(hidden, reference, self.logits, warp, place)
 
     def look(self, encoded: dict[str, Tensor]) -> features.Looked:
         """Compute the features of the images of one prompt."""
@@ -186,12 +216,32 @@ class SharedPrefix(nn.Module):
                 "transformers >= 5.20, whose layers "
                 "keep their cache; update it, or set the policy's share to none"
             )
+        if self.routing is not None:
+            raise UserError(
+                "train.gradient_checkpointing and policy option replay_routing exclude each other: "
+                "a layer that is computed again would not know its routes"
+            )
         caches.recompute(self.hf)
 
     def add_adapter(self, config: Any) -> None:
         self.hf.add_adapter(config)
 
-    def _shared(self, inputs: dict[str, Tensor], rows: Tensor, ids: Tensor) -> Tensor:
+    @contextmanager
+    def _routed(self, routes: Tensor | None) -> Iterator[None]:
+        """Send the tokens of a pass along ``routes`` [*, R], where routing is replayed."""
+        if self.routing is None:
+            yield
+            return
+        with self.routing.replaying(routes):
+            yield
+
+    def _shared(
+        self,
+        inputs: dict[str, Tensor],
+        rows: Tensor,
+        ids: Tensor,
+        routes: Tensor | None = None,
+    ) -> Tensor:
         """Return hidden states [B, T, H] at the T decisions of every row."""
         prefix = self.read(inputs)
         # a prompt without answers takes part in the backward pass too
@@ -199,7 +249,10 @@ class SharedPrefix(nn.Module):
         if ids.shape[1] == 1:
             return first
         cache = caches.continued(prefix.key_values, rows)
-        later = self.step(ids[:, :-1], prefix.following[rows], prefix.mask[rows], cache)
+        routes = None if routes is None else routes[:, : ids.shape[1] - 1]
+        later = self.step(
+            ids[:, :-1], prefix.following[rows], prefix.mask[rows], cache, None, routes
+        )
         return torch.cat([first, later], 1)
 
     def _packed(
@@ -210,18 +263,24 @@ class SharedPrefix(nn.Module):
         prefix = self._read_packed(inputs)
         steps = torch.arange(ids.shape[1], device=ids.device)
         answers = (where * steps).amax(1)  # [B] tokens to read: all before the last decision
-        to_read = steps < answers[:, None]
+        each = torch.arange(len(ids), device=ids.device)[:, None]
+        owner = packing.owners(rows, ids, answers) if self.branches else each.expand_as(ids)
+        to_read = (steps < answers[:, None]) & (owner == each)
+        numbers = (to_read.flatten().cumsum(0) - 1).view_as(to_read)
+        token = numbers[owner, steps]  # [B, T] which of the tokens that are read each one is
         # a prompt without answers takes part in the backward pass too
         hidden = prefix.hidden + 0 * prefix.hidden[-1]
         if to_read.any():
             places = (prefix.following[rows][:, None] + steps)[to_read][None]
-            layout = packing.continued(prefix.lengths, rows, answers, self.fused)
+            layout = packing.continued(
+                prefix.lengths, rows, answers, self.fused, token, to_read.sum(1)
+            )
             cache = caches.continued(prefix.key_values, rows.new_zeros(1))
             later = self._laid(
                 layout, self._continue, ids=ids[to_read][None], places=places, cache=cache
             )
             hidden = torch.cat([hidden, later[0]])
-        at = len(prefix.hidden) - 1 + to_read.flatten().cumsum(0).view_as(to_read).roll(1, 1)
+        at = len(prefix.hidden) + token.roll(1, 1)
         at[:, 0] = rows
         return hidden[at[where]]
 

@@ -25,6 +25,9 @@ from mmrl.policies.vlm.generate import Answers, Ending, generate
 from mmrl.policies.vlm.prefix_sharing import Prefix, SharedPrefix, positions, sharded, shareable
 from mmrl.policies.vlm.processor import Inputs
 from mmrl.policies.vlm.recent import Recent
+from mmrl.policies.vlm.refill import Refill, Slots, generate_refilled
+from mmrl.policies.vlm.routing import of_prompts, padded
+from mmrl.policies.vlm.trees import Growth, TextTree
 from samplers.batching import chunks
 from samplers.noise import Rng
 from samplers.warp import Warp
@@ -42,8 +45,11 @@ class Passes(TokenPolicy):
     ending: Ending
     engine: str
     sharing: str  # the option; "checked" once the choice is made
+    tree: TextTree | None  # how answers of a group branch
+    growing: bool = True  # whether they do: not in evaluation
     sees: bool  # gradients reach the vision tower or its projector
     witness: Encoded | None = None  # a prompt with an image
+    refill: Refill = "none"  # which row takes the place of one that has ended
 
     def __init__(self, net: nn.Module, **options: Any):
         super().__init__(net, **options)
@@ -53,12 +59,16 @@ class Passes(TokenPolicy):
         self.images = 0
         self.towered = 0
         self.tried = False  # whether an unverified family has made a pass
+        # experts that the tokens of each prompt of the rollout went to
+        self.prompt_routes: dict[int, Tensor] = {}
         self.gaps: list[float] = []  # mean distances to the log-probs of another engine
 
     def dist(self, point: Point) -> AnswerTokens:
         self._check_sharing(point.cond)
         where = somewhere(point.mask)
-        hidden, scored = self._score(self.active(), point.cond, point.group, point.target, where)
+        hidden, scored = self._score(
+            self.active(), point.cond, point.group, point.target, where, point.routes
+        )
         return AnswerTokens(self, point, where, hidden, scored)
 
     def _placed(self, encoded: Encoded) -> Encoded:
@@ -88,7 +98,7 @@ class Passes(TokenPolicy):
         image_features = self._image_features(encoded)
         if not image_features:
             self.towered += sum(images_in(prompt) for prompt in encoded)
-        left_out = ("places", *(features.PIXELS if image_features else ()))
+        left_out = ("places", "routes", *(features.PIXELS if image_features else ()))
         batch = (
             self.inputs.collate(
                 [{k: v for k, v in prompt.items() if k not in left_out} for prompt in encoded]
@@ -101,6 +111,9 @@ class Passes(TokenPolicy):
             for prompt in encoded
         ]
         position_ids = torch.cat(places).permute(2, 0, 1)
+        known = padded([prompt.get("routes") for prompt in encoded], length, position_ids)
+        if known is not None:
+            batch = batch | {"routes": known}
         return batch | {"position_ids": position_ids[0] if len(position_ids) == 1 else position_ids}
 
     def _image_features(self, encoded: list[Encoded]) -> dict[str, Any]:
@@ -160,21 +173,32 @@ class Passes(TokenPolicy):
         ]
 
     def _score(
-        self, net: nn.Module, cond: list[Encoded], group: Tensor, ids: Tensor, where: Tensor
+        self,
+        net: nn.Module,
+        cond: list[Encoded],
+        group: Tensor,
+        ids: Tensor,
+        where: Tensor,
+        routes: Tensor | None = None,
     ) -> tuple[Tensor, Scored]:
-        """Compute hidden states [N, H] and log-probs [N] of the tokens ``where`` [B, T] holds."""
+        """Compute hidden states [N, H] and log-probs [N] of the tokens ``where`` [B, T] holds;
+        ``routes`` [B, T, R]: experts that they go to."""
         each = not self.net.share
         scored: list[tuple[Tensor, Scored]] = []
         places = []
         kinds = self._kinds(cond, group)
         if len(kinds) == 1:
             inputs, rows = self._collated(cond, group, each)
+            if routes is not None:
+                inputs = inputs | {"answer_routes": routes}
             hidden, scores = net("score", inputs, rows, ids, where, self.warp, self.entropies)
             return hidden, scores
         number = where.flatten().cumsum(0).view_as(where) - 1
         for at in kinds:
             if where[at].any():
                 inputs, rows = self._collated(cond, group[at], each)
+                if routes is not None:
+                    inputs = inputs | {"answer_routes": routes[at]}
                 scored.append(
                     net("score", inputs, rows, ids[at], where[at], self.warp, self.entropies)
                 )
@@ -241,7 +265,13 @@ class Passes(TokenPolicy):
             self.net.share = before
 
     def _answers(
-        self, cond: list[Encoded], group: Tensor, row: Tensor, rng: Rng, size: int
+        self,
+        cond: list[Encoded],
+        group: Tensor,
+        row: Tensor,
+        rng: Rng,
+        size: int,
+        forced: Tensor | None = None,
     ) -> Answers:
         """Answer the prompts of ``group`` [B], ``size`` rows at a time, in the order of the rows.
 
@@ -253,28 +283,32 @@ class Passes(TokenPolicy):
             unique, counts = prompt_numbers.unique(return_counts=True)
             lengths = torch.tensor([cond[i]["input_ids"].shape[1] for i in unique.tolist()])
             ordered = unique[lengths.argsort(descending=True, stable=True)]
-            for prompts in chunks(len(ordered), max(1, size // int(counts.max()))):
+            # rows that are refilled come from as many prompts as one pass reads
+            together = size if self.refills else max(1, size // int(counts.max()))
+            for prompts in chunks(len(ordered), together):
                 rows_at = at[
                     sent(torch.isin(prompt_numbers, ordered[prompts]).nonzero()[:, 0], at.device)
                 ]
-                for part, answers in self._block(cond, group, row, rng, rows_at, size):
+                for part, answers in self._block(cond, group, row, rng, rows_at, size, forced):
                     places.append(part)
                     answers_by_part.append(answers)
         order = torch.cat(places).argsort()
-        names = (
-            ("ids", "mask", "logprob", "certainty")
-            if self.ending.certain
-            else ("ids", "mask", "logprob")
-        )
-        return Answers(
-            *(
-                torch.cat([getattr(part_answers, name) for part_answers in answers_by_part])[order]
-                for name in names
-            )
-        )
+        columns = {}
+        for name in ("ids", "mask", "logprob", "values", "routes", "edge_id"):
+            parts = [getattr(part_answers, name) for part_answers in answers_by_part]
+            if parts[0] is not None:
+                columns[name] = torch.cat(parts)[order]
+        return Answers(**columns)
 
     def _block(
-        self, cond: list[Encoded], group: Tensor, row: Tensor, rng: Rng, rows_at: Tensor, size: int
+        self,
+        cond: list[Encoded],
+        group: Tensor,
+        row: Tensor,
+        rng: Rng,
+        rows_at: Tensor,
+        size: int,
+        forced: Tensor | None,
     ) -> Iterator[tuple[Tensor, Answers]]:
         """Answer the prompts of the rows ``rows_at``, which are read once; yields rows and
         answers."""
@@ -291,13 +325,38 @@ class Passes(TokenPolicy):
             return
         inputs, rows = self._collated(cond, group[rows_at], each=False)
         prefix: Prefix = self.net("read", inputs)
-        for part, prompt_rows in zip(rows_at.split(size), rows.split(size), strict=True):
+        if self.net.routing is not None:
+            taken = of_prompts(self.net.routing.last(), inputs["attention_mask"])
+            numbers = on_host(group[rows_at]).unique().tolist()
+            self.prompt_routes |= dict(zip(numbers, taken, strict=False))
+        tree = self.tree if self.growing else None
+        if tree is not None:  # whole trees
+            size = max(tree.leaves, size // tree.leaves * tree.leaves)
+        if self.refills and forced is None and tree is None:
             yield (
-                part,
-                generate(
-                    self.net, prefix, prompt_rows, row[part], rng, self.warp, self.ending, busy
+                rows_at,
+                generate_refilled(
+                    self.net,
+                    prefix,
+                    rows,
+                    row[rows_at],
+                    rng,
+                    self.warp,
+                    self.ending,
+                    Slots(size, self.refill, busy),
                 ),
             )
+            return
+        for part, prompt_rows in zip(rows_at.split(size), rows.split(size), strict=True):
+            begun = None if forced is None else forced[part]
+            ending = replace(self.ending, forced=begun)
+            answered = (self.net, prefix, prompt_rows, row[part], rng, self.warp, ending, busy)
+            yield part, generate(*answered) if tree is None else Growth(tree, *answered).grow()
+
+    @property
+    def refills(self) -> bool:
+        """Tell whether rows that end make room for others."""
+        return self.refill != "none" and not self.plainly
 
     @property
     def plainly(self) -> bool:

@@ -100,6 +100,11 @@ class VAR(ImageTokenPolicy):
     def rollout(
         self, prompts: list[Prompt], copies: Copies, rng: Rng, context: RolloutContext = NO_CONTEXT
     ) -> Rollout:
+        if context.drafts and self.branch_at is not None:
+            raise UserError(
+                "train.speculative: samples that share scales begin anew; leave out "
+                "policy.var.branch_at"
+            )
         for size in per_prompt(copies, 1):
             if size % self.branches:
                 raise UserError(
@@ -113,10 +118,16 @@ class VAR(ImageTokenPolicy):
         return max(self.branches, size // self.branches * self.branches)
 
     def _draw(
-        self, cond: list[Inputs], group: Tensor, row: Tensor, rng: Rng, passes: int | None = None
+        self,
+        cond: list[Inputs],
+        group: Tensor,
+        row: Tensor,
+        rng: Rng,
+        passes: int | None = None,
+        forced: Tensor | None = None,
     ) -> Rollout:
         if self.branch_at is None:
-            return super()._draw(cond, group, row, rng, passes)
+            return super()._draw(cond, group, row, rng, passes, forced)
         return grow(self, cond, group, row, rng, self.branch_at, self.branches)
 
     def path(self, rollout: Rollout) -> Iterator[Point]:

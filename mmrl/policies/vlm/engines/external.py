@@ -71,7 +71,7 @@ def ask(
 ) -> Answers:
     """Sample B answers with an engine; ``names`` [B] as in ``generate``. ``logprob`` is the
     engine's own."""
-    if ending.certain:
+    if "self_certainty" in ending.quantities:
         raise UserError(
             "policy options engine and record_self_certainty: another engine does not say how "
             "sure the model was"

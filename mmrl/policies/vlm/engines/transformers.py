@@ -60,7 +60,7 @@ class _Recorder:
             if self.warp.temperature == 0
             else self.rng.uniform(self.names, (self.step + 1,))[:, -1]
         )
-        drawn = draw(scores, self.warp, uniform)
+        drawn = draw(scores, self.warp, uniform, self.step)
         self.going, _ = self.done.write(self.step, slice(None), self.going, drawn, self.ending)
         self.step += 1
         return torch.full_like(scores, -torch.inf).scatter_(-1, drawn.token[:, None], 0.0)

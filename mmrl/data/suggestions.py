@@ -1,0 +1,173 @@
+"""Makes data sources that change how a question is asked: hints beside what stays hard, and several
+forms of every question."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import torch
+from annotated_types import Gt, Le
+
+from mmrl.config.options import Count
+from mmrl.core.errors import UserError
+from mmrl.core.registry import DATA
+from mmrl.core.types import Prompt
+from mmrl.data.budget import Counted
+from mmrl.data.curriculum import Around, Source, over, with_entries
+from mmrl.data.prompts import Outcome
+from mmrl.data.statistics import PromptStatistics
+from samplers.noise import Rng
+
+
+class Suggested(Counted):
+    """Draws as ``inner`` does; prompts that stay hard are asked with their hint."""
+
+    def __init__(self, inner: Sequence[Prompt], rule: Suggestions):
+        super().__init__(inner, PromptStatistics(rule.decay))
+        self.rule = rule
+        self.hard_visits: dict[int, int] = {}  # in a row, by entry
+
+    def batch(self, count: int, iteration: int, seed: int) -> list[Prompt]:
+        prompts = super().batch(count, iteration, seed)
+        return [self.rule.beside(prompt, self._stuck(prompt)) for prompt in prompts]
+
+    def presented(self, prompt: Prompt, iteration: int) -> Prompt:
+        return self.rule.beside(super().presented(prompt, iteration), self._stuck(prompt))
+
+    def over(self, prompts: Sequence[Prompt]) -> Suggested:
+        return Suggested(over(self.inner, prompts), self.rule)
+
+    def learn(self, outcomes: Sequence[Outcome]) -> None:
+        super().learn(outcomes)
+        records = self.statistics.records
+        order = sorted(records, key=lambda entry: (records[entry].mean, entry))
+        hard = set(order[: round(self.rule.share * len(order))])
+        for outcome in outcomes:
+            if outcome.rewards:
+                stays = outcome.entry in hard and records[outcome.entry].mean < self.rule.below
+                count = self.hard_visits.get(outcome.entry, 0) + 1
+                self.hard_visits[outcome.entry] = count if stays else 0
+
+    def _stuck(self, prompt: Prompt) -> bool:
+        return self.hard_visits.get(prompt["entry"], 0) >= self.rule.after
+
+    def state_dict(self) -> dict[str, Any]:
+        visits = {str(entry): count for entry, count in self.hard_visits.items() if count}
+        return super().state_dict() | {"hard": visits}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.hard_visits = {int(entry): n for entry, n in state.get("hard", {}).items()}
+
+
+@DATA.register("suggestions")
+class Suggestions:
+    """Ask prompts that stay hard with a hint beside the question: AVATAR's hints.
+
+    Kulkarni and Fazli 2025, "AVATAR: Reinforcement Learning to See, Hear, and Reason Over Video": a
+    prompt is hard while the moving average of its reward is among the lowest ``share`` of all and
+    under ``below``; after ``after`` visits in a row a short hint, written beforehand, is added to
+    its text, until it is hard no more. (The paper waits for the KL to the behaviour policy to drop;
+    that it stays hard is our reading.)
+
+    of: the data source. field: of the prompt, that holds its hint; prompts without one are asked as
+    they are. between: stands between question and hint. decay: what is left of the weight of
+    earlier answers at a visit.
+    """
+
+    train: Suggested
+    held_out: list[Prompt]
+
+    def __init__(
+        self,
+        of: Source,
+        field: str = "hint",
+        share: Annotated[float, Gt(0), Le(1)] = 0.4,
+        below: float = 0.5,
+        after: Count = 2,
+        between: str = "\nHint: ",
+        decay: Annotated[float, Gt(0), Le(1)] = 0.5,
+    ):
+        if all(prompt.get(field) is None for prompt in of.train):
+            raise UserError(
+                f"suggestions: no prompt has the field {field!r}; set field to that of the hints"
+            )
+        self.field = field
+        self.share = share
+        self.below = below
+        self.after = after
+        self.between = between
+        self.decay = decay
+        self.train = Suggested(with_entries(of.train), self)
+        self.held_out = list(of.held_out)
+
+    def beside(self, prompt: Prompt, stuck: bool) -> Prompt:
+        """Return the prompt, with its hint if it is ``stuck`` and has none yet."""
+        hint = prompt.get(self.field)
+        if hint is None or not stuck or prompt.get("hinted"):
+            return prompt
+        return {**prompt, "text": f"{prompt['text']}{self.between}{hint}", "hinted": True}
+
+
+class Formed(Around):
+    """Draws as ``inner`` does, and asks each prompt in one of several forms."""
+
+    def __init__(self, inner: Sequence[Prompt], rule: Forms):
+        super().__init__(inner)
+        self.rule = rule
+
+    def batch(self, count: int, iteration: int, seed: int) -> list[Prompt]:
+        return [
+            self.rule.formed(prompt, iteration) for prompt in super().batch(count, iteration, seed)
+        ]
+
+    def pick(self, u: float, iteration: int) -> Prompt:
+        return self.rule.formed(super().pick(u, iteration), iteration)
+
+    def presented(self, prompt: Prompt, iteration: int) -> Prompt:
+        return self.rule.formed(super().presented(prompt, iteration), iteration)
+
+    def over(self, prompts: Sequence[Prompt]) -> Formed:
+        return Formed(over(self.inner, prompts), self.rule)
+
+
+@DATA.register("forms")
+class Forms:
+    """Ask each prompt in one of several forms, by lot: TempSamp-R1's hybrid training.
+
+    Li et al. 2025, "TempSamp-R1": one model learns to answer with its reasoning and without, asked
+    now in the one form, now in the other. The form, "form" of the prompt, is a function of
+    iteration and prompt, the same for its whole group; rewards may be routed by it, so that only
+    answers with reasoning are judged by its format.
+
+    of: the data source. forms: templates of the text by name, with {text}. weights: how often each
+    is taken; by default alike.
+    """
+
+    train: Formed
+    held_out: list[Prompt]
+
+    def __init__(
+        self,
+        of: Source,
+        forms: dict[str, str],
+        weights: dict[str, Annotated[float, Gt(0)]] | None = None,
+    ):
+        if not forms or any("{text}" not in form for form in forms.values()):
+            raise UserError("forms: each form is a template that has {text}, the question")
+        if weights is not None and set(weights) != set(forms):
+            raise UserError(f"forms: weights are needed of {', '.join(forms)}, and of no others")
+        self.forms = forms
+        chosen = [(weights or dict.fromkeys(forms, 1.0))[name] for name in forms]
+        self.ends = torch.tensor(chosen, dtype=torch.float64).cumsum(0) / sum(chosen)
+        self.train = Formed(with_entries(of.train), self)
+        self.held_out = list(of.held_out)
+
+    def formed(self, prompt: Prompt, iteration: int) -> Prompt:
+        """Return the prompt in its form of this iteration."""
+        if "form" in prompt:
+            return prompt
+        u = Rng.of("forms", iteration).uniform(torch.tensor([prompt["entry"]]))
+        name = list(self.forms)[int((u >= self.ends).sum().clamp(max=len(self.forms) - 1))]
+        return {**prompt, "text": self.forms[name].replace("{text}", prompt["text"]), "form": name}

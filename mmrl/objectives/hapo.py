@@ -1,0 +1,82 @@
+"""HAPO: every token's advantage and clip follow the entropy it was drawn at."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import torch
+from annotated_types import Ge, Gt, Le
+from torch import Tensor
+
+from mmrl.core.decisions import entropy_scale
+from mmrl.core.registry import OBJECTIVES
+from mmrl.core.types import Point, Rewards, Rollout
+from mmrl.objectives.policy_gradient import OF_STEPS, PolicyGradient
+from mmrl.policies.base import Policy
+from samplers.warp import EntropyScale
+
+
+@OBJECTIVES.register("hapo")
+class HAPO(PolicyGradient):
+    """Follow the policy gradient with advantage and clip by each token's entropy (HAPO).
+
+    Liu et al. 2025, "From uniform to heterogeneous". h in [-1, 1] is the place of log H among those
+    of the iteration, of the entropies that the policy records: (log H - median) / std, divided by
+    the largest or by minus the smallest there is (our reading of the published scales). The clip is
+    [1 - low (1 - clip_strength h), 1 + high] for h <= 0 and [1 - low, 1 + high (1 + clip_strength
+    h)] for h > 0: noisy sure tokens may fall further, unsure ones rise further. A is multiplied by
+    1 + advantage_strength h, for h > 0 where the ratio has left the inner half of the clip, for h
+    <= 0 inside it. clip_low, clip_high: low and high. Goes with the advantage hapo and the policy's
+    adaptive_temperature. Others as in policy_gradient.
+    """
+
+    needs = "categorical"
+    not_options = ("surrogate", "clip_range", *OF_STEPS)
+    scale: EntropyScale | None = None  # of this iteration
+
+    @staticmethod
+    def records(options: Mapping[str, Any]) -> tuple[str, ...]:
+        """Name the options of the policy under which it records what is looked at."""
+        return ("record_entropy",)
+
+    def __init__(
+        self,
+        clip_low: Annotated[float, Gt(0)] = 0.2,
+        clip_high: Annotated[float, Gt(0)] = 0.28,
+        clip_strength: Annotated[float, Ge(0), Le(1)] = 1.0,
+        advantage_strength: Annotated[float, Ge(0), Le(1)] = 1.0,
+        **options: Any,
+    ):
+        super().__init__(**options)
+        self.clip_low = clip_low
+        self.clip_high = clip_high
+        self.clip_strength = clip_strength
+        self.advantage_strength = advantage_strength
+
+    @torch.no_grad()
+    def shaped(self, policy: Policy, rollout: Rollout, rewards: Rewards) -> Rewards:
+        """Measure the entropies of the iteration; the rewards are those of policy_gradient."""
+        self.scale = entropy_scale(rollout)
+        return super().shaped(policy, rollout, rewards)
+
+    def policy_loss(self, logp: Tensor, old: Tensor, point: Point) -> Tensor:
+        h = self._places(point)
+        low = self.clip_low * (1 - self.clip_strength * h.clamp(max=0))
+        high = self.clip_high * (1 + self.clip_strength * h.clamp(min=0))
+        ratio = (logp - old).exp()
+        near = (ratio > 1 - low / 2) & (ratio < 1 + high / 2)
+        plain = self._advantage(point)
+        moved = plain * (1 + self.advantage_strength * h)
+        advantage = torch.where(near == (h > 0), plain, moved)
+        bounded = torch.minimum(torch.maximum(ratio, 1 - low), 1 + high)
+        loss = torch.maximum(-advantage * ratio, -advantage * bounded)
+        stopped = (advantage > 0) & (ratio > 1 + high) | (advantage < 0) & (ratio < 1 - low)
+        self._watch(ratio, stopped.double(), point)
+        return loss
+
+    def _places(self, point: Point) -> Tensor:
+        """Return h [B, L]; 0 before an iteration has begun, or where nothing is recorded."""
+        if self.scale is None or point.entropy is None:
+            return torch.zeros_like(point.mask, dtype=point.recorded.dtype)
+        return self.scale(point.entropy)

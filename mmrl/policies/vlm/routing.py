@@ -1,0 +1,106 @@
+"""Records which experts every token went to while sampling, and sends it there again in training.
+
+A token near the border between two experts may go to the other one when the same weights compute it
+in another batch, or after a step: its log-prob then jumps. With the routes of the sampler the
+experts are those that wrote the answer, and their weights in the mixture are today's (routing
+replay, Zheng et al. 2025, "Stabilizing reinforcement learning with LLMs").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmrl.core.errors import UserError
+
+FREE = -1  # in the place of an expert: the router's own choice
+
+
+class Routing:
+    """Follows the routers of a model of transformers; routes are [N, R], R = layers x experts a
+    token goes to."""
+
+    def __init__(self, hf: nn.Module):
+        modules: list[Any] = [*hf.modules()]
+        self.routers = [m for m in modules if type(m).__name__.endswith("TopKRouter")]
+        if not self.routers:
+            raise UserError(
+                f"policy option replay_routing: {type(hf).__name__} has no experts between which "
+                "tokens are routed; leave it out"
+            )
+        self.checked = False
+        self.taken: list[Tensor] = [torch.empty(0)] * len(self.routers)
+        self.fixed: Tensor | None = None  # [N, layers, k] in this pass
+        for layer, router in enumerate(self.routers):
+            router.register_forward_hook(partial(self._routed, layer))
+
+    @property
+    def width(self) -> int:
+        """Return R."""
+        return sum(router.top_k for router in self.routers)
+
+    def last(self) -> Tensor:
+        """Return the routes [N, R] of the tokens of the last pass."""
+        return torch.cat([taken.to(torch.int16) for taken in self.taken], -1)
+
+    @contextmanager
+    def replaying(self, routes: Tensor | None) -> Iterator[None]:
+        """Send tokens along ``routes`` [*, R] within the block; None: where the routers say."""
+        if routes is not None:
+            self.fixed = routes.reshape(-1, len(self.routers), self.width // len(self.routers))
+        try:
+            yield
+        finally:
+            self.fixed = None
+
+    def _routed(self, layer: int, router: Any, _: Any, output: Any) -> Any:
+        logits, scores, best = output
+        if not self.checked:
+            self._check(router, logits, scores, best)
+        if self.fixed is None:
+            self.taken[layer] = best.detach()
+            return output
+        fixed = self.fixed[:, layer].to(best)
+        chosen = torch.where(fixed == FREE, best, fixed)
+        self.taken[layer] = chosen
+        return logits, weights(router, logits, chosen).to(scores), chosen
+
+    def _check(self, router: Any, logits: Tensor, scores: Tensor, best: Tensor) -> None:
+        again = weights(router, logits, best)
+        if again.shape != scores.shape or not torch.allclose(again.to(scores), scores, atol=1e-3):
+            raise UserError(
+                f"policy option replay_routing: {type(router).__name__} weighs its experts in a "
+                "way of its own, which cannot be repeated for other experts; leave it out"
+            )
+        self.checked = True
+
+
+def weights(router: Any, logits: Tensor, chosen: Tensor) -> Tensor:
+    """Weigh the ``chosen`` experts [N, k] as routers by softmax do, from logits [N, E]."""
+    p = logits.softmax(-1, dtype=torch.float32).gather(-1, chosen)
+    if getattr(router, "norm_topk_prob", True):
+        p = p / p.sum(-1, keepdim=True)
+    return p.to(logits)
+
+
+def of_prompts(routes: Tensor, mask: Tensor) -> list[Tensor]:
+    """Take the routes [P S, R] of a left-padded batch ``mask`` [P, S] apart, [S_p, R] each."""
+    per_prompt = routes.view(*mask.shape, -1)
+    return [rows[tokens.bool()] for rows, tokens in zip(per_prompt, mask, strict=True)]
+
+
+def padded(routes: Sequence[Tensor | None], length: int, like: Tensor) -> Tensor | None:
+    """Join the routes of prompts to [P, length, R], free where there are none; None without any."""
+    known = [part for part in routes if part is not None]
+    if not known:
+        return None
+    whole = known[0].new_full((len(routes), length, known[0].shape[-1]), FREE)
+    for row, part in enumerate(routes):
+        if part is not None:
+            whole[row, length - len(part) :] = part
+    return whole.to(like.device)

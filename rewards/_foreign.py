@@ -1,0 +1,96 @@
+"""Runs libraries that a model's answer may hang or kill, as a program of its own.
+
+``rewards._sandbox`` starts this file with ``python -P``, so it imports nothing of ours: a line of
+JSON asks, [name of a function, arguments], a line answers, {"value": ...} or {"error": ...}. It
+ends with its input, and the kernel ends it when a call takes too much of a processor's time, also
+inside C code.
+"""
+
+import base64
+import json
+import logging
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+
+@lru_cache(maxsize=4096)
+def parsed(text: str) -> tuple[Any, ...]:
+    """Return what math-verify reads in a formula, with and without dollars; empty if nothing."""
+    from math_verify import parse
+
+    body = text.strip().strip("$")
+    expressions = parse(f"${body}$", parsing_timeout=None) or parse(body, parsing_timeout=None)
+    return tuple(expressions)
+
+
+def readable(text: str) -> bool:
+    """Tell whether a formula can be read at all."""
+    return bool(parsed(text))
+
+
+def equal(right: str, answer: str) -> bool | None:
+    """Tell whether two formulas are equal as mathematics; None if the second cannot be read."""
+    from math_verify import verify
+
+    expressions = parsed(answer)
+    if not expressions:
+        return None
+    return bool(verify(list(parsed(right)), list(expressions), timeout_seconds=None))
+
+
+def png(svg: str, size: int) -> str | None:
+    """Draw an SVG ``size`` pixels wide on white: PNG in base 64; None if resvg cannot draw it."""
+    import resvg_py
+
+    try:
+        picture = resvg_py.svg_to_bytes(
+            svg_string=svg, background="#ffffff", skip_system_fonts=True, width=size
+        )
+    except ValueError:
+        return None
+    return base64.b64encode(bytes(picture)).decode("ascii")
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {"readable": readable, "equal": equal, "png": png}
+WARM_UP: dict[str, tuple[Any, ...]] = {
+    "equal": ("x^2", "x^2"),
+    "readable": ("x^2",),
+    "png": ('<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1 1"></svg>', 16),
+}
+
+
+def main(warm: str, seconds: float, memory: int) -> None:
+    """Answer questions until the input ends. ``warm``: the function that is tried first;
+    ``seconds`` of processor time a question may take; ``memory``: bytes of address space."""
+    logging.disable(logging.CRITICAL)
+    answers = os.dup(1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what libraries print is no answer
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with os.fdopen(answers, "w", encoding="ascii") as stream:
+        stream.write(json.dumps(asked([warm, WARM_UP[warm]])) + "\n")
+        stream.flush()
+        for line in sys.stdin:
+            signal.setitimer(signal.ITIMER_PROF, seconds)  # SIGPROF ends the process
+            reply = asked(json.loads(line))
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            stream.write(json.dumps(reply) + "\n")
+            stream.flush()
+
+
+def asked(question: list[Any]) -> dict[str, Any]:
+    """Call a function; whatever it raises is an error, not the end."""
+    name, arguments = question
+    try:
+        return {"value": FUNCTIONS[name](*arguments)}
+    except Exception as error:  # a library may raise anything on an answer
+        return {"error": type(error).__name__}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], float(sys.argv[2]), int(sys.argv[3]))

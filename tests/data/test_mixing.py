@@ -1,0 +1,124 @@
+"""The outcome of a mixture predicted from others: the fit by a loop, the best mixture by a grid."""
+
+import json
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from mmrl.core.errors import UserError
+from mmrl.data.mixing import best_mixture, features, fit, shares
+
+ROOT = Path(__file__).parents[2]
+GRID = np.array([w for w in product(np.linspace(0, 1, 21), repeat=3) if abs(sum(w) - 1) < 1e-9])
+
+
+def outcome(mixture):
+    """a + b'w + w'Cw with a maximum inside, at about (0.26, 0.33, 0.41)."""
+    a, b, c = np.moveaxis(np.asarray(mixture), -1, 0)
+    return 0.5 + 0.1 * b - (a - 0.3) ** 2 - 0.8 * (c - 0.45) ** 2 + 0.4 * a * b
+
+
+def drawn(count, seed=0):
+    return np.random.default_rng(seed).dirichlet(np.ones(3), count)
+
+
+def test_a_quadratic_outcome_is_found_again_and_its_best_mixture():
+    mixtures = drawn(14)
+    surrogate = fit(7 * mixtures, outcome(mixtures))  # weights need not have a sum of 1
+    assert surrogate.error < 1e-5 < surrogate.spread
+    np.testing.assert_allclose(surrogate.predict(GRID), outcome(GRID), atol=1e-5)
+    best = best_mixture(surrogate, 3)
+    assert outcome(best) >= outcome(GRID).max() - 1e-5 and abs(best.sum() - 1) < 1e-9
+    assert (best_mixture(surrogate, 3, least=0.3) >= 0.3 - 1e-9).all()
+    linear = fit(mixtures, outcome(mixtures), "linear")
+    assert linear.error > 100 * surrogate.error  # as the paper finds, it does not fit
+
+
+def test_several_maxima_are_searched():
+    mixtures = drawn(20, 1)
+    edges = (mixtures**2).sum(1) + 0.2 * mixtures[:, 2]  # every corner is a maximum
+    best = best_mixture(fit(mixtures, edges), 3)
+    np.testing.assert_allclose(best, [0, 0, 1], atol=1e-4)
+
+
+@pytest.mark.parametrize("form", ["quadratic", "linear"])
+def test_the_fit_is_its_loop_in_any_order(form):
+    mixtures = shares(drawn(9, 2))
+    noise = 0.05 * np.sin(np.arange(9))
+    scores = outcome(mixtures) + noise
+    surrogate = fit(mixtures, scores, form)
+    order = np.random.default_rng(3).permutation(9)
+    again = fit(mixtures[order], scores[order], form)
+    np.testing.assert_allclose(again.weights, surrogate.weights, rtol=1e-6, atol=1e-9)
+    assert again.ridge == surrogate.ridge
+    # the definition: least squares of the rest with a penalty, one row after the other left out
+    squares = []
+    for row in range(9):
+        rest = [i for i in range(9) if i != row]
+        middle = sum(scores[i] for i in rest) / 8
+        size = 6 if form == "quadratic" else 3
+        matrix = np.zeros((size, size))
+        right = np.zeros(size)
+        for i in rest:
+            x = features(mixtures[i : i + 1], form)[0]
+            for j in range(size):
+                right[j] += x[j] * (scores[i] - middle)
+                for k in range(size):
+                    matrix[j, k] += x[j] * x[k]
+        weights = np.linalg.solve(matrix + 8 * surrogate.ridge * np.eye(size), right)
+        predicted = middle + features(mixtures[row : row + 1], form)[0] @ weights
+        squares.append((scores[row] - predicted) ** 2)
+    assert surrogate.error == pytest.approx(np.sqrt(np.mean(squares)), abs=1e-9)
+
+
+def test_what_predicts_nothing_is_refused():
+    with pytest.raises(UserError, match="at least three runs"):
+        fit(drawn(2), np.zeros(2))
+    with pytest.raises(UserError, match="at least three runs of different"):
+        fit(np.ones((4, 2)), np.zeros(4))
+    with pytest.raises(UserError, match="0 or more"):
+        fit(np.array([[1.0, -1.0]] * 3), np.zeros(3))
+    with pytest.raises(UserError, match="at least 0.5 each"):
+        best_mixture(fit(drawn(5), np.arange(5.0)), 3, least=0.5)
+
+
+def proposal(*words):
+    command = [sys.executable, str(ROOT / "scripts/mixture.py"), *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+
+
+def test_the_script_reads_runs_and_files_and_proposes_an_override(tmp_path):
+    mixtures = drawn(12, 4)
+    for i, mixture in enumerate(mixtures[:4]):
+        run = tmp_path / f"run{i}"
+        run.mkdir()
+        weights = dict(zip("abc", mixture.tolist()))
+        data = {"replay": {"of": {"mixture": {"sources": {}, "weights": weights}}}}
+        (run / "config.yaml").write_text(yaml.safe_dump({"data": data}))
+        rewards = {"right": {"mean": outcome(mixture)}, "format": {"mean": 1.0}}
+        rows = [{"model": "base", "rewards": {}}, {"model": "trained", "rewards": rewards}]
+        (run / "evaluation.json").write_text(json.dumps({"rows": rows}))
+    lines = [
+        json.dumps({"weights": dict(zip("abc", m.tolist())), "score": outcome(m)})
+        for m in mixtures[4:]
+    ]
+    (tmp_path / "others.jsonl").write_text("\n".join(lines))
+    runs = [tmp_path / f"run{i}" for i in range(4)]
+    completed = proposal(*runs, tmp_path / "others.jsonl", "--reward", "right")
+    assert completed.returncode == 0, completed.stderr
+    override = completed.stdout.splitlines()[-1].strip("'")
+    assert override.startswith("data.mixture.weights={a: ")
+    best = yaml.safe_load(override.partition("=")[2])
+    assert outcome([best[name] for name in "abc"]) >= outcome(GRID).max() - 1e-3
+    for words, cause in [
+        ((*runs, "--reward", "wrong"), "no reward 'wrong'; there are right, format"),
+        ((tmp_path,), "is it the folder of a run"),
+        ((tmp_path / "nothing.jsonl",), "cannot be read"),
+    ]:
+        failed = proposal(*words)
+        assert failed.returncode == 1 and cause in failed.stderr

@@ -1,0 +1,138 @@
+"""Answers made to hang or kill what reads them cost their own sample and nothing else."""
+
+import os
+import re
+import signal
+from concurrent.futures import ThreadPoolExecutor
+
+import json_repair
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rewards import Maths, Svg
+from rewards._sandbox import Broken, Sandbox
+from rewards.vision import answers, maths, svg
+from rewards.vision.answers import RUN, calm, last_inside, loose_json
+from rewards.vision.spans import spans
+from rewards.vision.svg import aspect, find_svg, render
+
+DRAWING = '<svg viewBox="0 0 10 10"><rect x="1" y="1" width="4" height="4" fill="red"/></svg>'
+TALL = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1 100000"><rect/></svg>'
+
+
+@pytest.fixture(scope="module")
+def quick():
+    """A process that gives up sooner than that of ``maths``."""
+    return Sandbox("equal", seconds=0.5)
+
+
+@pytest.mark.parametrize("bomb", ["3^{100*100*100*100}", "(x+1)^{999}", "(999*999*999)!"])
+def test_a_formula_that_freezes_is_given_up_and_the_next_is_read(quick, bomb):
+    with pytest.raises(Broken):
+        quick.ask("equal", "x^2+1", bomb)
+    assert quick.process is None
+    assert quick.ask("equal", "x^2+1", "1+x^2") is True
+    assert quick.ask("equal", "x^2+1", "x^2") is False
+    assert quick.ask("equal", "x^2+1", "") is None
+
+
+def test_the_process_is_kept_and_replaced_when_it_dies(quick):
+    assert quick.ask("readable", "x")
+    first = quick.process.pid
+    assert quick.ask("readable", "y") and quick.process.pid == first
+    os.kill(first, signal.SIGKILL)
+    quick.process.wait()
+    assert quick.ask("readable", "z") and quick.process.pid != first
+
+
+def test_several_threads_take_turns(quick):
+    with ThreadPoolExecutor(4) as pool:
+        texts = [f"x+{i}" for i in range(40)]
+        same = list(pool.map(lambda text: quick.ask("equal", "x+7", text), texts))
+    assert same == [i == 7 for i in range(40)]
+
+
+def test_what_a_library_raises_is_no_answer_and_keeps_the_process(quick):
+    assert quick.ask("readable", "x")
+    process = quick.process
+    with pytest.raises(Broken, match="KeyError"):
+        quick.ask("nothing", 1)
+    assert quick.process is process
+
+
+def test_a_frozen_answer_is_unparseable_and_its_neighbours_are_scored(monkeypatch, quick):
+    monkeypatch.setattr(maths, "WORKER", quick)
+    texts = [r"\boxed{1+x^2}", r"\boxed{(x+2)^{998}}", r"\boxed{x^2+1}"]
+    verdicts = Maths().verdicts(texts, [{"answer": "x^2+1"}] * 3)
+    assert [verdict.score for verdict in verdicts] == [1, 0, 1]
+    assert verdicts[1].status == "unparseable"
+
+
+@pytest.mark.parametrize(
+    ("tag", "expected"),
+    [
+        ('<svg viewBox="0 0 1 1000000">', 1e6),
+        ("<svg viewBox='0,0,1,30000'>", 30000),
+        ('<svg width="1" height="30000">', 30000),
+        ('<svg width="10px" height="20px" viewBox="0 0 3 3">', 2),
+        ('<svg viewBox="0 0 0 5">', float("inf")),
+        ("<svg>", 1),
+    ],
+)
+def test_the_shape_of_a_drawing_is_read_before_it_is_drawn(tag, expected):
+    assert aspect(tag) == expected
+    whole = find_svg(f"{tag}<rect/></svg>")
+    assert (whole == (None, "out_of_range")) == (expected > svg.TALLEST)
+
+
+def test_a_drawing_that_kills_the_renderer_is_that_samples_loss():
+    """The shape passes unseen here; its picture would take gigabytes."""
+    before = svg.WORKER.kills
+    assert render(TALL, 2048) is None and svg.WORKER.kills == before + 1
+    assert render(find_svg(DRAWING)[0], 64).shape == (3, 64, 64)
+    (verdict,) = Svg(size=64).verdicts([TALL], [{"svg": DRAWING}])
+    assert (verdict.score, verdict.status) == (0, "out_of_range")
+
+
+# --------------------------------------------------------------------------------------------------
+# parsers
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.sampled_from(["<glue>", "</glue>", "<time>", "</time>", "a", "1 "]), max_size=12)
+)
+def test_the_last_element_is_that_of_the_plain_pattern(pieces):
+    text = "".join(pieces)
+    matches = re.findall(r"<(?:glue|time)>(.*?)</(?:glue|time)>", text, flags=re.S)
+    assert last_inside(text, ("glue", "time")) == (matches[-1] if matches else None)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text("1 .a\n", max_size=300))
+def test_only_long_runs_are_cut(text):
+    cut = calm(text)
+    assert not re.search(rf"\s{{{RUN + 1}}}|\d{{{RUN + 1}}}", cut)
+    if not re.search(rf"\s{{{RUN + 1}}}|\d{{{RUN + 1}}}", text):
+        assert cut == text
+    assert calm("1" * 10_000 + " " * 10_000 + "x") == "1" * RUN + " " * RUN + "x"
+
+
+def test_only_the_beginning_of_a_broken_value_is_repaired(monkeypatch):
+    lengths = []
+
+    def repair(text, **options):
+        lengths.append(len(text))
+        return [1]
+
+    monkeypatch.setattr(json_repair, "repair_json", repair)
+    assert loose_json("[" + '="' * 9_000).status == "repaired"
+    assert lengths == [answers.REPAIRED]
+
+
+def test_a_clock_has_so_many_hours_and_long_answers_are_cut():
+    assert spans("from 0:03 to 1:00:08").value == [(3, 3608)]
+    assert spans("٣" * 50_000).status == "unparseable"
+    assert spans("<glue>" * 20_000).status == "unparseable"
+    assert spans("<glue>[[1, 2]]</glue>" + "<time>" * 20_000).value == [(1, 2)]

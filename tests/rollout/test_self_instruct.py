@@ -1,0 +1,172 @@
+"""Instructions that the policy writes while it trains: asked once, filtered, alike on processes and
+after a resume."""
+
+import json
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from mmrl import advantages
+from mmrl.config.options import TrainOptions
+from mmrl.core import distributed
+from mmrl.core.errors import UserError
+from mmrl.core.registry import DATA, REWARDS, load_built_in
+from mmrl.data.prompts import batch
+from mmrl.data.self_instruct import SelfInstruct
+from mmrl.objectives import PolicyGradient
+from mmrl.rollout.self_instruct import SelfInstruction
+from mmrl.rollout.stages import Setup
+from mmrl.scoring import Scorer
+from mmrl.train.optimizers import sgd
+from mmrl.train.trainer import Trainer
+from rewards.tools.instructions import Filters, new_instruction, request
+from tests.fixtures import toys
+
+load_built_in()
+OPTIONS = TrainOptions(prompts_per_iteration=4, group_size=4, train_batch_size=16, iterations=9)
+WORDS = ("how", "many", "cats", "sum", "two", "3")
+
+
+class Writer(toys.ToyCausal):
+    """Six words after any prompt."""
+
+    capabilities = replace(toys.ToyCausal.capabilities, makes="text")
+    texts: list[str] = []
+
+    def encode(self, prompts):
+        self.texts = [*self.texts, *(prompt["text"] for prompt in prompts)]
+        return super().encode([{"label": len(prompt["text"]) % 7} for prompt in prompts])
+
+    def decode(self, rollout):
+        return [" ".join(WORDS[token] for token in row) for row in rollout.sample.tolist()]
+
+
+class Seeds:
+    def __init__(self, count=6):
+        self.train = [{"text": f"what is {i} and {i}?", "system": "be short"} for i in range(count)]
+        self.held_out = []
+
+
+def source(**options):
+    return SelfInstruct(Seeds(), **{"count": 4, "shots": 2, "similarity": 0.9} | options)
+
+
+def trainer_of(data):
+    return Trainer(
+        Writer(),
+        data.train,
+        Scorer({"vote": REWARDS.build("majority_vote")}),
+        advantages.grpo,
+        PolicyGradient(),
+        partial(sgd, lr=0.1),
+        OPTIONS,
+    )
+
+
+def test_the_policys_own_instructions_are_asked_once_each():
+    data = source()
+    trainer = trainer_of(data)
+    asked = Counter()
+    written = set()
+    for _ in range(6):
+        before = [text for text, _ in data.train.waiting]
+        prompts = batch(data.train, 4, trainer.iteration, 0)
+        assert prompts == batch(data.train, 4, trainer.iteration, 0), "repeatable until learn"
+        own = [prompt for prompt in prompts if prompt.get("origin") == "self_instruct"]
+        assert [prompt["text"] for prompt in own] == before[:2] and len(prompts) == 4
+        assert all(prompt["system"] == "be short" and "entry" not in prompt for prompt in own)
+        metrics = trainer.iterate()
+        asked.update(prompt["text"] for prompt in own)
+        waiting = [text for text, _ in data.train.waiting]
+        assert waiting[: len(before[2:])] == before[2:]
+        new = waiting[len(before[2:]) :]
+        assert len(new) == metrics["self_instruct/new"] and not written & set(new)
+        assert metrics["self_instruct/waiting"] == len(waiting)
+        refused = sum(n for name, n in metrics.items() if name.startswith("self_instruct/too"))
+        assert len(new) + refused == 4
+        written |= set(new)
+    assert asked and set(asked.values()) == {1} and set(asked) <= written
+    requests = [text for text in trainer.policy.texts if "Write one new instruction" in text]
+    assert len(requests) == 24 and all("Instruction 2:\nwhat is" in text for text in requests)
+
+
+def test_filters_are_those_of_a_plain_loop():
+    data = source(count=8, forbidden=["cats"], least_words=2, similarity=0.6)
+    trainer = trainer_of(data)
+    (stage,) = [s for s in trainer.stages if isinstance(s, SelfInstruction)]
+    examples = data.train.examples(0, 0)
+    texts = stage._written(examples, 0)
+    assert all(len(rows) == 2 for rows in examples) and len(texts) == 8
+    pool = [prompt["text"] for prompt in data.train.prompts]
+    rules = Filters(forbidden=("cats",), least_words=2, most_words=150, similarity=0.6)
+    expected = []
+    for rows, text in zip(examples, texts, strict=True):
+        if not rules.refuses(new_instruction(text), pool):
+            pool.append(new_instruction(text))
+            expected.append((new_instruction(text), rows[-1]["entry"]))
+    stage.groups(None, 0, None)
+    assert data.train.waiting == expected and 0 < len(expected) < 8
+
+
+def test_processes_write_what_one_would(monkeypatch):
+    data = source(count=5)
+    stage = SelfInstruction.build(Setup(OPTIONS, Writer(), data.train, {}))
+    examples = data.train.examples(3, 0)
+    whole = stage._written(examples, 3)
+    parts = []
+    monkeypatch.setattr(distributed, "all_gather_json", lambda rows, device="cpu": list(rows))
+    for rank in range(2):
+        monkeypatch.setattr(distributed, "world", lambda rank=rank: (rank, 2))
+        parts += stage._written(examples, 3)
+    assert parts == whole and len(whole) == 5
+
+
+def test_a_resumed_run_asks_and_writes_the_same():
+    data = source()
+    trainer = trainer_of(data)
+    for _ in range(3):
+        trainer.iterate()
+    saved = json.loads(json.dumps(data.train.state_dict()))
+    again = source()
+    again.train.load_state_dict(saved)
+    assert again.train.pool() == data.train.pool()
+    assert batch(again.train, 4, 3, 0) == batch(data.train, 4, 3, 0)
+    assert again.train.examples(3, 0) == data.train.examples(3, 0)
+    part = data.train.over(data.train.prompts[:2])
+    assert {prompt["entry"] for prompt in batch(part, 4, 0, 0)} <= {0, 1}
+
+
+def test_what_cannot_write_or_stands_inside_is_refused():
+    data = source()
+    pictures = toys.make("flow")
+    with pytest.raises(UserError, match="so it must be one that writes text"):
+        SelfInstruction.build(Setup(OPTIONS, pictures, data.train, {}))
+    wrapped = DATA.build("knapsack", of=data)
+    with pytest.raises(UserError, match="put self_instruct around the other data sources"):
+        SelfInstruction.build(Setup(OPTIONS, Writer(), wrapped.train, {}))
+    assert SelfInstruction.build(Setup(OPTIONS, Writer(), Seeds().train, {})) is None
+
+
+def test_a_picture_is_asked_about():
+    rows = [{"text": "a?"}, {"text": "b?", "image": "b.png"}]
+    assert "about the pictures" in request(rows) and "about the pictures" not in request(rows[::-1])
+    assert new_instruction("<think>hm</think>Question: What now?") == "What now?"
+    assert new_instruction("<think>hm") == ""
+
+
+def test_masked_policies_write_too():
+    class Masked(toys.ToyMasked):
+        capabilities = replace(toys.ToyMasked.capabilities, makes="text")
+        decode = Writer.decode
+
+        def encode(self, prompts):
+            label = [[len(prompt["text"]) % 7] for prompt in prompts]
+            return {"label": torch.tensor(label, dtype=self.dtype)}
+
+    data = source()
+    stage = SelfInstruction.build(Setup(OPTIONS, Masked(), data.train, {}))
+    _, metrics = stage.groups(None, 0, None)
+    assert metrics["self_instruct/new"] == len(data.train.waiting) > 0

@@ -1,0 +1,208 @@
+"""Speculative rollouts: what is kept, exact in distribution by enumeration, resumed."""
+
+import json
+from copy import deepcopy
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+
+from mmrl.config.options import Speculative
+from mmrl.core.errors import UserError
+from mmrl.policies.base import NO_CONTEXT, Drafts
+from mmrl.policies.drafts import all_logprobs
+from mmrl.policies.image_tokens.models.llamagen import LlamaGen
+from mmrl.policies.image_tokens.models.var import VAR
+from mmrl.rollout.speculative import SpeculativeRollouts
+from mmrl.run import state
+from samplers.noise import Rng
+from tests.fixtures import image_tokens, toys
+from tests.policies.vlm.test_vlm_policy import policy_of, quiet  # noqa: F401
+from tests.rollout.test_past import moved
+from tests.rollout.test_replay_buffer import asked
+from tests.train.test_trainer import make_trainer
+
+ROWS = 20_000
+LENGTH = 2
+
+
+class Short(toys.ToyCausal):
+    """Two tokens of five, so that all answers can be listed."""
+
+    def __init__(self):
+        super().__init__()
+        self.length = LENGTH
+
+    def logits(self, ids, cond):
+        padded = torch.nn.functional.pad(ids, (0, 6 - LENGTH), value=self.mask_id)
+        return 2 * super().logits(padded, cond)[:, :LENGTH]
+
+
+def drafts_of(policy, rollout, full, lenience=1.0):
+    table = all_logprobs(policy, rollout, len(rollout)) if full else None
+    return Drafts(
+        ids=rollout.sample,
+        mask=rollout.mask,
+        logprob=rollout.logprob,
+        full=table,
+        lenience=torch.full((len(rollout),), lenience),
+    )
+
+
+def answer(policy, prompts, copies, rng, drafts):
+    with torch.no_grad():
+        context = replace(NO_CONTEXT, drafts=lambda *_: drafts)
+        return policy.rollout(prompts, copies, rng, context)
+
+
+def probabilities(policy):
+    """Of every answer to the first prompt."""
+    every = torch.tensor(list(product(range(5), repeat=LENGTH)))
+    rows = policy.rollout(toys.prompts(1), len(every), Rng.of(0))
+    (point,) = policy.path(rows.replace(sample=every))
+    return policy.dist(point).log_prob(every).sum(1).exp().detach()
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_answers_are_those_of_the_policy_by_enumeration(full):
+    """With the residual of every token, p exactly; as published, after a rejection the token is one
+    of p, which makes the first min(p, q) + (1 - sum min(p, q)) p."""
+    policy = Short()
+    prompts = toys.prompts(1)
+    with torch.no_grad():
+        old = policy.rollout(prompts, ROWS, Rng.of("old"))
+        drafts = drafts_of(policy, old, full)
+        q = probabilities(policy).view(5, 5).sum(1)
+    moved(policy, 0.3)
+    p = probabilities(policy)
+    rows = answer(policy, prompts, ROWS, Rng.of("new"), drafts)
+    counts = torch.bincount(rows.sample[:, 0] * 5 + rows.sample[:, 1], minlength=25) / ROWS
+    first = p.view(5, 5).sum(1)
+    kept = torch.minimum(first, q)
+    assert (first - q).abs().sum() > 0.1, "the policy has moved"
+    published = kept + (1 - kept.sum()) * first
+    assert (published - first).abs().max() > 0.02
+    if full:
+        assert ((counts - p).abs() < 4 * (p * (1 - p) / ROWS).sqrt() + 1e-4).all()
+    expected = first if full else published
+    close = (counts.view(5, 5).sum(1) - expected).abs() < 4 * (expected / ROWS).sqrt()
+    assert close.all()
+    (lengths,) = drafts.accepted
+    assert lengths[:, 1].eq(2).all() and 0.1 < (lengths[:, 0] == 2).float().mean() < 0.95
+    (point,) = policy.path(rows)
+    logp = policy.dist(point).log_prob(point.target)
+    torch.testing.assert_close(logp, rows.logprob, atol=1e-5, rtol=0)
+
+
+def policies():
+    yield toys.ToyCausal(), toys.prompts(2)
+    yield (
+        LlamaGen(str(image_tokens.folder("llamagen-classes")), guidance_scale=2.0),
+        toys.prompts(2),
+    )
+    yield policy_of(max_new_tokens=6), asked(2)
+    yield VAR(str(image_tokens.folder("var")), guidance_scale=2.0), toys.prompts(2)
+
+
+@pytest.mark.parametrize("kind", range(4), ids=["causal", "llamagen", "vlm", "var"])
+def test_a_draft_of_the_same_weights_is_kept_whole_and_of_others_in_part(kind):
+    policy, prompts = list(policies())[kind]
+    with torch.no_grad():
+        old = policy.rollout(prompts, 3, Rng.of("old"))
+    drafts = drafts_of(policy, old, True)
+    # rounding may reject a token whose ratio is 1 but for the last digits
+    same = answer(
+        policy, prompts, 3, Rng.of("new"), replace(drafts, lenience=drafts.lenience * 1.01)
+    )
+    assert torch.equal(same.sample, old.sample) and torch.equal(same.mask, old.mask)
+    torch.testing.assert_close(
+        torch.where(same.mask, same.logprob, 0.0),
+        torch.where(old.mask, old.logprob, 0.0),
+        atol=1e-4,
+        rtol=0,
+    )
+    assert set(same.row_tensors()) == set(old.row_tensors())
+    moved(policy, 0.02 if kind else 0.2)
+    other = answer(policy, prompts, 3, Rng.of("new"), drafts)
+    (point,) = policy.path(other)
+    with torch.no_grad():
+        logp = policy.dist(point).log_prob(point.target)
+    torch.testing.assert_close(logp[other.mask], other.logprob[other.mask], atol=1e-4, rtol=0)
+    kept = drafts.accepted[-1]
+    for row in range(len(old)):
+        count = int(kept[row, 0])
+        assert torch.equal(other.sample[row, :count], old.sample[row, :count])
+    none = Drafts(**{**vars(drafts), "mask": torch.zeros_like(drafts.mask)})
+    with torch.no_grad():
+        plain = policy.rollout(prompts, 3, Rng.of("new"))
+    again = answer(policy, prompts, 3, Rng.of("new"), none)
+    assert torch.equal(again.sample, plain.sample) and torch.equal(again.mask, plain.mask)
+
+
+def test_what_is_kept_is_the_published_rule_by_loop():
+    """min(1, lenience p / q) of one uniform number a token, up to the first rejection."""
+    policy = toys.ToyCausal()
+    prompts = toys.prompts(2)
+    with torch.no_grad():
+        old = policy.rollout(prompts, 4, Rng.of("old"))
+    drafts = drafts_of(policy, old, False, lenience=1.5)
+    moved(policy, 0.2)
+    rng = Rng.of("new")
+    answer(policy, prompts, 4, rng, drafts)
+    (point,) = policy.path(old)
+    p = policy.dist(point).log_prob(old.sample).exp().tolist()
+    q = old.logprob.exp().tolist()
+    u = rng.fold("verify").uniform(old.row_id, (6,)).tolist()
+    for row in range(8):
+        count = 0
+        while count < 6 and u[row][count] <= min(1.0, 1.5 * p[row][count] / q[row][count]):
+            count += 1
+        assert drafts.accepted[0][row].tolist() == [count, 6]
+
+
+def test_a_prompt_gets_its_own_last_answers_once():
+    policy = toys.ToyCausal()
+    prompts = toys.prompts(3)
+    stage = SpeculativeRollouts(Speculative(exact=False, age=2, size=2), policy, prompts)
+    stage.begin(0)
+    assert stage.drafts(prompts, 2) is None
+    from mmrl.core.types import Rewards
+    from mmrl.rollout.stages import Drawn
+
+    with torch.no_grad():
+        rollout = policy.rollout(prompts, 2, Rng.of(1))
+    stage.observe(prompts, Drawn(rollout, rollout.sample, Rewards({"r": torch.zeros(6)})))
+    assert stage.drafts(prompts, 2) is None, "answers of this iteration"
+    stage.begin(1)
+    drafts = stage.drafts([prompts[2], prompts[0], dict(prompts[1]), prompts[2]], [3, 1, 1, 2])
+    assert drafts.mask.any(1).tolist() == [True, True, False, False, False, False, False]
+    assert torch.equal(drafts.ids[:2], rollout.sample[4:])
+    stage.begin(3)
+    assert stage.drafts(prompts, 2) is None and not stage.stored
+
+
+def test_a_run_keeps_most_of_its_answers_and_goes_on_from_a_checkpoint():
+    def made():
+        return make_trainer(
+            "causal", speculative=Speculative(), prompts_per_iteration=8, group_size=4, lr=1e-3
+        )
+
+    one, two = made(), made()
+    metrics = [one.iterate() for _ in range(4)]
+    assert metrics[0]["speculative/drafts"] == 0 and metrics[3]["speculative/drafts"] == 32
+    assert metrics[3]["speculative/accepted"] > 0.5
+    state.restore(
+        two, *(lambda a, m: (deepcopy(a), json.loads(json.dumps(m))))(*state.capture(one))
+    )
+    for _ in range(2):
+        metrics = [each.iterate() for each in (one, two)]
+        for name in ("reward/mean", "loss", "speculative/accepted"):
+            assert metrics[0][name] == metrics[1][name]
+    weights = [each.policy.weights.full() for each in (one, two)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_models_that_draw_many_tokens_at_a_time_are_refused():
+    with pytest.raises(UserError, match="train.speculative: ToyMasked cannot begin"):
+        SpeculativeRollouts(Speculative(), toys.ToyMasked(), [])

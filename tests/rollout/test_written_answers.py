@@ -1,0 +1,363 @@
+"""Answers that somebody else wrote, in the groups: read, scored, with which log-probs, imitated
+(CHORD) and compared in pairs."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mmrl.config.options import Demonstrations
+from mmrl.core.errors import UserError
+from mmrl.core.types import Point, Provenance, Rewards, TokenOrder
+from mmrl.data.answers import of_field, of_file
+from mmrl.objectives import DPO, IPO, PolicyGradient
+from mmrl.objectives.group_loss import Groups, Samples
+from mmrl.objectives.policy_gradient import Supervision
+from mmrl.rollout.stages import Drawn, Setup, set_apart
+from mmrl.rollout.written_answers import Demonstrated
+from samplers.noise import Rng
+from tests.fixtures import toys
+from tests.fixtures.records import make_rollout
+from tests.policies.vlm.test_vlm_policy import policy_of, quiet  # noqa: F401
+from tests.rollout.test_replay_buffer import asked
+from tests.train.test_trainer import make_trainer
+
+COPIES = 3
+
+
+class Taught(toys.ToyCausal):
+    """Takes answers that are written as digits."""
+
+    capabilities = replace(toys.ToyCausal.capabilities, demonstrations=True)
+
+    def demonstrate(self, prompts, answers, rng):
+        fits = [answer is not None and len(answer) == self.length for answer in answers]
+        ids = torch.tensor(
+            [
+                [int(c) for c in answer] if fit else [0] * self.length
+                for answer, fit in zip(answers, fits)
+            ]
+        )
+        fit = torch.tensor(fits)
+        rows = make_rollout(
+            group=torch.arange(len(ids)),
+            cond=self.encode(prompts),
+            row_id=rng.rows(len(ids), 1),
+            sample=ids,
+            logprob=torch.zeros(ids.shape, dtype=self.dtype),
+            mask=fit[:, None].expand(ids.shape),
+            trajectory=TokenOrder(commit_step=torch.arange(self.length).expand(ids.shape)),
+            prompts=tuple(prompts),
+            provenance=Provenance(is_ground_truth=fit),
+        )
+        (point,) = self.path(rows)
+        with torch.no_grad():
+            return rows.replace(logprob=self.dist(point).log_prob(ids))
+
+
+def lines(path, *records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def stage_of(policy, prompts, **options):
+    trainer = make_trainer(policy=policy)
+    chosen = replace(trainer.options, demonstrations=Demonstrations(**options))
+    setup = Setup(chosen, policy, prompts, {}, trainer._behavior, trainer._score)
+    return Demonstrated.build(setup)
+
+
+def put(stage, prompts, rewards, iteration=0):
+    policy = stage.setup.policy
+    with torch.no_grad():
+        rollout = policy.rollout(prompts, COPIES, Rng.of("own", iteration))
+    fresh = Drawn(rollout, policy.decode(rollout), Rewards({"toy": torch.tensor(rewards).float()}))
+    stage.begin(iteration)
+    stage.observe(prompts, fresh)
+    return (fresh, *stage.groups(fresh, iteration, None))
+
+
+def test_answers_of_a_file_join_their_groups(tmp_path):
+    prompts = [{"text": f"p{i}", "label": i % 2} for i in range(3)]
+    path = lines(
+        tmp_path / "answers.jsonl",
+        {"prompt": "p0", "answers": ["333333", {"text": "012340", "reward": 0.25}]},
+        {"prompt": "p2", "answer": {"text": "442200", "logprobs": [-0.1 * i for i in range(6)]}},
+        {"prompt": "p2", "answers": ["far too long"]},
+    )
+    policy = Taught()
+    stage = stage_of(policy, prompts, path=path, number=2, logprob="recorded")
+    fresh, mixed, counts = put(stage, prompts, [0, 1, 0, 0, 0, 0, 1, 0, 0.0])
+    rollout = mixed.rollout
+    assert counts == {"demonstrations/rows": 3.0}, "one does not fit"
+    expert = rollout.provenance.is_ground_truth
+    assert expert.tolist() == [False] * 3 + [True] * 2 + [False] * 6 + [True]
+    assert rollout.group.tolist() == [0] * 5 + [1] * 3 + [2] * 4
+    assert rollout.row_id.tolist() == list(range(12))
+    assert mixed.rewards["toy"][expert].tolist() == [1.0, 0.25, 0.0], "scored, but for the second"
+    assert rollout.sample[3].tolist() == [3] * 6
+    assert torch.equal(rollout.sample[~expert], fresh.rollout.sample)
+    (point,) = policy.path(rollout)
+    logp = policy.dist(point).log_prob(point.target)
+    known = rollout.provenance.is_replayed
+    assert known.tolist() == [False] * 11 + [True], "whose behaviour policy is known"
+    torch.testing.assert_close(logp[~known], rollout.logprob[~known], atol=1e-5, rtol=0)
+    expected = torch.tensor([-0.1 * i for i in range(6)])
+    torch.testing.assert_close(rollout.logprob[11], expected, atol=1e-6, rtol=0)
+    sampled, rewards = mixed.sampled()
+    assert len(sampled) == 9 and rewards["toy"].sum() == 2, "statistics are of what was sampled"
+
+
+@pytest.mark.parametrize("how", ["current", "one"])
+def test_the_ratio_by_convention(how, tmp_path):
+    prompts = toys.prompts(1)
+    path = lines(tmp_path / "a.jsonl", {"prompt": prompts[0]["text"], "answers": ["333333"]})
+    policy = Taught()
+    stage = stage_of(policy, prompts, path=path, logprob=how, place="replace")
+    _, mixed, _ = put(stage, prompts, [0, 0, 0.0])
+    assert mixed.rollout.provenance.is_ground_truth.tolist() == [False, False, True]
+    (point,) = policy.path(mixed.rollout)
+    logp = policy.dist(point).log_prob(point.target)
+    ratio = (logp - point.replace(on_policy=True).old(logp, point.recorded)).exp()[-1]
+    expected = logp[-1].exp() if how == "one" else torch.ones(6)
+    torch.testing.assert_close(ratio, expected, atol=1e-5, rtol=0)
+
+
+def test_only_groups_without_a_right_answer_get_help_until_an_iteration(tmp_path):
+    prompts = [{"text": f"p{i}", "label": 0, "expert": "333333"} for i in range(2)]
+    stage = stage_of(Taught(), prompts, field="expert", when="all_wrong", until=3)
+    _, mixed, _ = put(stage, prompts, [0, 1, 0, 0, 0, 0.0])
+    assert mixed.rollout.provenance.is_ground_truth.tolist() == [False] * 6 + [True]
+    assert not put(stage, prompts, [0.0] * 6, 3)[1].rollout.provenance.is_ground_truth.any()
+
+
+def test_what_is_wrong_with_a_file_is_told_by_its_line(tmp_path):
+    path = lines(tmp_path / "a.jsonl", {"prompt": "p", "answers": ["x"]}, {"prompt": "p"})
+    with pytest.raises(UserError, match=r"a.jsonl:2: expected .*answers"):
+        of_file(path)
+    with pytest.raises(UserError, match="set either path, a .jsonl file, or field"):
+        Demonstrations()
+    with pytest.raises(UserError, match="has no answer to any prompt of the data"):
+        stage_of(Taught(), toys.prompts(1), path=lines(path, {"prompt": "p", "answer": "x"}))
+    with pytest.raises(UserError, match="train.demonstrations: ToyCausal takes no answers"):
+        unable = toys.ToyCausal()
+        unable.capabilities = replace(unable.capabilities, demonstrations=False)
+        stage_of(unable, toys.prompts(1), field="expert")
+    (answer,) = of_field("expert")({"expert": "x"})
+    assert answer.media() == "x" and of_field("expert")({}) == ()
+    policy = Taught()
+    prompts = toys.prompts(1)
+    bad = {"prompt": prompts[0]["text"], "answer": {"text": "333333", "logprobs": [0.0]}}
+    stage = stage_of(policy, prompts, path=lines(path, bad), logprob="recorded")
+    with pytest.raises(UserError, match="has 1 logprobs, but 6 tokens"):
+        put(stage, prompts, [0, 0, 0.0])
+
+
+def test_pictures_are_read_beside_the_file(tmp_path):
+    from PIL import Image
+
+    Image.new("RGB", (4, 2), (255, 0, 51)).save(tmp_path / "red.png")
+    path = lines(tmp_path / "a.jsonl", {"prompt": "a", "answers": ["red.png"]})
+    (answer,) = of_file(path)({"text": "a"})
+    expected = torch.tensor([1.0, 0.0, 0.2])[:, None, None].expand(3, 2, 4)
+    torch.testing.assert_close(answer.media(), expected)
+
+
+def test_a_vlm_scores_somebody_elses_answer_as_its_own():
+    policy = policy_of(max_new_tokens=8)
+    prompts = asked(3)
+    with torch.no_grad():
+        rows = policy.demonstrate(prompts, ["a", None, "b " * 40], Rng.of(1))
+        own = policy.rollout(prompts, 1, Rng.of(1))
+    assert rows.provenance.is_ground_truth.tolist() == [True, False, False]
+    assert rows.mask.any(1).tolist() == [True, False, False] and rows.mask.shape == own.mask.shape
+    assert policy.decode(rows)[0] == "a" or policy.decode(rows)[0].startswith("a")
+    (point,) = policy.path(rows)
+    logp = policy.dist(point).log_prob(point.target)
+    torch.testing.assert_close(logp[rows.mask], rows.logprob[rows.mask], atol=1e-5, rtol=0)
+
+
+# -------------------------------------------------------------------------------------------------
+# CHORD
+
+
+@pytest.mark.parametrize("phi", [False, True])
+def test_chord_by_loop(phi):
+    """(1 - mu) mean of -A rho over the policy's tokens + mu mean of -phi log p over the expert's;
+    in any passes."""
+    policy = Taught()
+    policy.net.double()
+    prompts = toys.prompts(2)
+    with torch.no_grad():
+        rollout = policy.rollout(prompts, 4, Rng.of(5))
+    expert = torch.tensor([False, False, False, True] * 2)
+    mask = torch.arange(6) < torch.tensor([6, 2, 5, 3, 1, 6, 4, 6])[:, None]
+    advantage = torch.linspace(-1, 1, 8).double()[:, None]
+    rollout = rollout.replace(
+        mask=mask, advantage=advantage, provenance=Provenance(is_ground_truth=expert)
+    )
+    objective = PolicyGradient(sft=Supervision(peak=0.7, valley=0.7, phi=phi))
+    (point,) = policy.path(rollout)
+    assert objective.couples(policy) == "rows" and not list(objective.unfit(policy))
+    measured = objective.measure(policy, point)
+    coupled = objective.couple(point, measured)
+    logp = policy.dist(point).log_prob(point.target)
+    own, written = [], []
+    for row in range(8):
+        for place in range(6):
+            if mask[row, place]:
+                value = logp[row, place]
+                p = float(value.detach().exp())
+                if expert[row]:
+                    written.append(-value * (p * (1 - p) if phi else 1))
+                else:
+                    own.append(-advantage[row, 0] * (value - value.detach()).exp())
+    expected = 0.3 * sum(own) / len(own) + 0.7 * sum(written) / len(written)
+    totals = []
+    for size in (8, 3):
+        parts = [objective.loss(policy, part)[part.mask].sum() for part in coupled.split(size)]
+        totals.append(sum(parts) / mask.sum())
+    weights = list(policy.net.parameters())
+    wanted = torch.autograd.grad(expected, weights, retain_graph=True)
+    for total in totals:
+        torch.testing.assert_close(total, expected, atol=1e-9, rtol=0)
+        slopes = torch.autograd.grad(total, weights)
+        for slope, of in zip(slopes, wanted):
+            torch.testing.assert_close(slope, of, atol=1e-9, rtol=0)
+
+
+def test_the_weight_of_imitation_rises_and_falls():
+    sft = Supervision(peak=0.9, valley=0.1, warmup=4, decay=8)
+    for iteration in range(20):
+        if iteration < 4:
+            expected = iteration / 4 * 0.9
+        elif iteration < 12:
+            expected = 0.1 + 0.8 * (1 + math.cos(math.pi * (iteration - 4) / 8)) / 2
+        else:
+            expected = 0.1
+        assert sft.mu(iteration) == pytest.approx(expected, abs=1e-12)
+    flow = toys.make("flow")
+    assert dict(PolicyGradient(sft=sft).unfit(flow))["sft"].startswith("the steps that lead to")
+
+
+def test_a_run_imitates_at_first_and_goes_on_by_itself(tmp_path):
+    prompts = toys.prompts(16)
+    texts = sorted({prompt["text"] for prompt in prompts})
+    path = lines(tmp_path / "a.jsonl", *[{"prompt": t, "answers": ["333333"]} for t in texts])
+    trainer = make_trainer(
+        policy=Taught(),
+        objective=PolicyGradient(sft=Supervision(peak=0.9, valley=0.0, decay=6)),
+        demonstrations=Demonstrations(path=path, apart=True),
+        lr=1e-2,
+    )
+    metrics = [trainer.iterate() for _ in range(8)]
+    losses = [m["sft/loss"] for m in metrics]
+    assert losses[5] < 0.7 * losses[0] and metrics[7]["reward/mean"] > metrics[0]["reward/mean"]
+    assert metrics[0]["demonstrations/rows"] == 8 and metrics[0]["samples/total"] == 64
+
+
+# -------------------------------------------------------------------------------------------------
+# pairs
+
+
+@pytest.mark.parametrize("kind", ["dpo", "rpo", "ipo"])
+def test_pairs_of_a_file_are_compared_among_themselves(kind, tmp_path):
+    """The loss of a group is that of the chosen and the rejected answer, by formula; the policy's
+    own samples have no part in it."""
+    from mmrl import advantages
+
+    prompts = toys.prompts(2)
+    pair = [{"text": "333333", "reward": 1.0}, {"text": "120340", "reward": 0.0}]
+    path = lines(tmp_path / "a.jsonl", *[{"prompt": p["text"], "answers": pair} for p in prompts])
+    policy = Taught()
+    policy.net.double()
+    policy.weights.keep("ref")
+    with torch.no_grad():
+        for weight in policy.net.parameters():
+            weight.add_(0.03)
+    stage = stage_of(policy, prompts, path=path, number=2, apart=True)
+    _, mixed, _ = put(stage, prompts, [0.3, 0.7, 0.1, 0, 0, 0.5])
+    compared = set_apart(mixed.rollout, stage.apart)
+    rollout = mixed.rollout.replace(advantage=advantages.dr_grpo(mixed.rewards, compared))
+    own = ~rollout.provenance.is_ground_truth
+    rollout = rollout.replace(
+        advantage=torch.where(own[:, None], 0.0, rollout.advantage.double()),
+    )
+    objective = {"dpo": DPO(), "rpo": DPO(sft=0.2), "ipo": IPO(tau=0.4)}[kind]
+    (point,) = policy.path(rollout)
+    coupled = objective.couple(point, objective.measure(policy, point))
+    losses = objective.loss(policy, coupled)
+    logp = policy.dist(point).log_prob(point.target).sum(1)
+    with policy.weights.using("ref"), torch.no_grad():
+        ratio = logp - policy.dist(point).log_prob(point.target).sum(1)
+    for group in range(2):
+        chosen = next(r for r in range(10) if rollout.group[r] == group and not own[r])
+        margin = float(ratio[chosen] - ratio[chosen + 1])
+        if kind == "ipo":
+            expected = (margin - 1 / 0.8) ** 2
+        else:
+            expected = math.log1p(math.exp(-0.1 * margin))
+            expected -= 0.2 * float(logp[chosen].detach()) if kind == "rpo" else 0.0
+        rows = rollout.group == group
+        assert losses[rows].detach().flatten().tolist() == pytest.approx(
+            [expected] * int(rows.sum() * 6), abs=1e-6
+        )
+    assert isinstance(point, Point)
+
+
+@pytest.mark.parametrize("psi", ["sampled", "identity", "logit"])
+def test_every_psi_by_loop(psi):
+    """The margin of a pair is the difference of mean Psi(p(i > j)) over the group, over tau."""
+    rewards = [0.3, 2.0, -1.0, 0.3, 1.5, 0.1]
+    group = [0, 0, 0, 1, 1, 1]
+    ratio = torch.linspace(-1, 1, 6).double()
+    samples = Samples(
+        ratio=ratio,
+        logp=ratio,
+        advantage=torch.tensor(rewards, dtype=torch.float64),
+        length=torch.ones(6),
+        groups=Groups(torch.tensor(group)),
+    )
+    loss = IPO(tau=0.5, psi=psi, temperature=0.7, pairs="all").of_group(samples)
+
+    def standing(i):
+        values = []
+        for j in range(6):
+            if group[j] == group[i]:
+                p = 1 / (1 + math.exp(-(rewards[i] - rewards[j]) / 0.7))
+                values.append(p if psi == "identity" else math.log(p / (1 - p)))
+        return sum(values) / len(values)
+
+    for name in (0, 1):
+        terms = []
+        for i in range(6):
+            for j in range(6):
+                if group[i] == group[j] == name and rewards[i] > rewards[j]:
+                    margin = 1 / (2 * 0.5)
+                    if psi != "sampled":
+                        margin = (standing(i) - standing(j)) / 0.5
+                    terms.append((float(ratio[i] - ratio[j]) - margin) ** 2)
+        expected = sum(terms) / len(terms)
+        assert loss[3 * name : 3 * name + 3].tolist() == pytest.approx([expected] * 3, abs=1e-9)
+
+
+def test_pairs_of_a_file_alone_are_trained_on_with_one_sample_a_prompt(tmp_path):
+    from mmrl.advantages import dr_grpo
+
+    texts = sorted({prompt["text"] for prompt in toys.prompts(16)})
+    pair = [{"text": "333333", "reward": 1.0}, {"text": "120340", "reward": 0.0}]
+    path = lines(tmp_path / "a.jsonl", *[{"prompt": t, "answers": pair} for t in texts])
+    trainer = make_trainer(
+        policy=Taught(),
+        objective=DPO(beta=1.0),
+        advantage=dr_grpo,
+        group_size=1,
+        train_batch_size=4,
+        micro_batch_size=4,
+        demonstrations=Demonstrations(path=path, number=2, apart=True),
+        lr=1e-2,
+    )
+    metrics = [trainer.iterate() for _ in range(6)]
+    assert metrics[-1]["group/right"] == 1.0 and metrics[-1]["loss"] < 0.5 * metrics[0]["loss"]
