@@ -220,6 +220,28 @@ def test_the_held_out_loss_falls(family):
     assert all(loss == loss for loss in losses) and trainer.update.step == 5
 
 
+@pytest.mark.parametrize("family", ["imagegpt", "llamagen", "vlm"])
+def test_what_was_learnt_is_what_is_sampled(family):
+    """No answer before, all of them afterwards."""
+    policy, rows = make(family)
+    rows = rows if family == "vlm" else rows[:2]
+    trainer = trainer_of(policy, rows)
+    answers = [row["answer"] for row in rows]
+
+    def right():
+        with policy.evaluating(), torch.no_grad():
+            rollout = policy.rollout(rows, 1, Rng.of("figure"))
+        if family == "vlm":
+            return sum(map(str.__eq__, policy.decode(rollout), answers)) / len(rows)
+        learnt = policy.demonstrate(rows, answers, RNG, score=False)
+        return float((rollout.sample == learnt.sample).double().mean())
+
+    before = right()
+    for _ in range(25):
+        trainer.iterate()
+    assert before < 0.3 and right() == 1.0
+
+
 @pytest.mark.parametrize("family", ["amused", "causal", "llamagen", "module", "vlm"])
 def test_it_resumes_to_the_bit(family, tmp_path):
     def fresh():
