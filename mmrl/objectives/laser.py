@@ -90,7 +90,7 @@ class LaSeR(PolicyGradient):
         yield from super().unfit(policy)
         if self.kl.form == "exact":
             yield "kl", "it has no exact form beside the last token; use form: k3"
-        if not isinstance(policy, type) and getattr(policy, "self_score_id", None) is None:
+        if not isinstance(policy, type) and policy.self_score_id is None:
             yield (
                 "weight",
                 "the policy has no token that judges its answers; set policy.vlm.self_score to one "
@@ -119,7 +119,7 @@ class LaSeR(PolicyGradient):
         return super().shaped(policy, rollout, rewards)
 
     def loss(self, policy: Policy, point: Point) -> Tensor:
-        token: int | None = getattr(policy, "self_score_id", None)
+        token: int | None = policy.self_score_id
         if token is None:  # ``unfit`` says so where a run is made
             return super().loss(policy, point)
         longer = judged(point, token)

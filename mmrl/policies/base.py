@@ -26,6 +26,7 @@ from mmrl.policies.capabilities import Capabilities, Medium
 from mmrl.policies.lora import ATTENTION, Lora, add_lora
 from samplers.batching import Attempt, attempts, rows_that_fit
 from samplers.noise import Rng
+from samplers.warp import Warp
 
 Precision = Literal["float32", "bfloat16", "float16", "float64"]
 Reads = Literal["path", "decisions", "sample"]
@@ -215,6 +216,9 @@ class Policy(ABC):
     # ----------------------------------------------------------------------------------------------
     # train: parameters, passes and what they need of memory
 
+    warp: Warp | None = None  # of the logits of tokens, in sampling and scoring
+    # the token behind an answer by which the policy scores itself; None: it does not
+    self_score_id: int | None = None
     # rows of one prompt share work, so they should share optimizer steps and passes
     adjacent: bool = False
     # a pass may leave trained weights out, such as those of a second expert

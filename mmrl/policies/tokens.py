@@ -43,8 +43,6 @@ class TokenPolicy(Policy):
     capabilities = Capabilities("categorical", replay=True)
     entropies: bool = False  # computed in every scoring pass once one was requested
     warp: Warp  # of sampling and scoring
-    # the token behind an answer by which the policy scores itself; None: it does not
-    self_score_id: int | None = None
 
     def __init__(
         self,

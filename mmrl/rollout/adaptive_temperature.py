@@ -32,7 +32,7 @@ class AdaptiveTemperature(Stage):
 
     @classmethod
     def build(cls, setup: Setup) -> AdaptiveTemperature | None:
-        warp = getattr(setup.policy, "warp", None)
+        warp = setup.policy.warp
         if not isinstance(warp, Warp) or not warp.adaptive:
             return None
         if not setup.policy.record_entropy:
