@@ -225,6 +225,8 @@ def rolled(texts, prompts):
         sample=rows,
         mask=mask,
         logprob=spread,
+        entropy=-spread,
+        divergence=-spread,
     )
 
 
