@@ -98,7 +98,9 @@ def recorded(
     rewards: Rewards | Tensor,
     rollout: Rollout,
     *,
-    of: Literal["self_certainty", "entropy", "surprisal", "logprob", "length"] = "self_certainty",
+    which: Literal[
+        "self_certainty", "entropy", "surprisal", "logprob", "length"
+    ] = "self_certainty",
     weight: float = 1.0,
     base: Underneath = grpo,
 ) -> Tensor:
@@ -106,16 +108,18 @@ def recorded(
 
     Zhao et al. 2025, "Learning to reason without external rewards": the self-certainty of an
     answer, KL(uniform || p), nats, on average over its tokens, as reward. It needs no text, so it
-    is for images written in tokens too. of: or another recorded quantity. weight: of it in the sum;
-    with rewards of weight 0 it is the only one. base: the advantage of the sum.
+    is for images written in tokens too. which: or another recorded quantity. weight: of it in the
+    sum; with rewards of weight 0 it is the only one. base: the advantage of the sum.
     """
     given_rewards = named(rewards)
-    value = quantity(of, rewards, rollout)
+    value = quantity(which, rewards, rollout)
     missing = torch.stack([x.isnan() for x in given_rewards.per_row().values()]).any(0)
     value = value.masked_fill(missing, torch.nan)
-    weights = {**given_rewards.weights, of: weight}
-    return base(Rewards({**given_rewards, of: value}, weights), rollout)
+    weights = {**given_rewards.weights, which: weight}
+    return base(Rewards({**given_rewards, which: value}, weights), rollout)
 
 
 RECORDED_BY = {"self_certainty": ("record_self_certainty",), "entropy": ("record_entropy",)}
-vars(recorded)["records"] = lambda options: RECORDED_BY.get(options.get("of", "self_certainty"), ())
+vars(recorded)["records"] = lambda options: RECORDED_BY.get(
+    options.get("which", "self_certainty"), ()
+)

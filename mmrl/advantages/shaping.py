@@ -114,7 +114,7 @@ def focal(
     *,
     base: Underneath = grpo,
     most: Annotated[float, Ge(1)] = 1.5,
-    of: Literal["distributions", "decisions"] = "decisions",
+    spread: Literal["distributions", "decisions"] = "decisions",
 ) -> Tensor:
     """Let places at which a group's answers differ count more, 1 to ``most`` (TW-GRPO).
 
@@ -122,13 +122,13 @@ def focal(
 
     Dang et al. 2025, "Reinforcing video reasoning with focused thinking". The weights are the
     spread of the group at place t, scaled to [0, 1] over the places of the group's longest answer.
-    of: "distributions" is the paper's spread, the mean of KL(p_i || mean of the p_j) over the
+    spread: "distributions" is the paper's spread, the mean of KL(p_i || mean of the p_j) over the
     answers, of the whole vocabulary, uniform for an answer that has ended, which a policy that
     writes tokens in one pass records; "decisions" is that of the log-probs of what was sampled,
     for every policy (our reading; a place an answer has not reached counts as the group's mean).
     """
     advantage = base(rewards, rollout)
-    if of == "distributions":
+    if spread == "distributions":
         return advantage * _focus(_divergence(rollout), rollout, most).to(advantage)
     names, index = rollout.group.unique(return_inverse=True)
     mask = rollout.mask.double()
@@ -137,22 +137,22 @@ def focal(
     count = grouped.index_add(0, index, mask).clamp_min(1)
     mean = grouped.index_add(0, index, logp) / count
     size = torch.bincount(index).to(count)[:, None]
-    spread = grouped.index_add(0, index, mask * (logp - mean[index]).square()) / size  # [P, K]
-    low = spread.amin(1, keepdim=True)
-    high = spread.amax(1, keepdim=True)
-    weight = 1 + (most - 1) * (spread - low) / (high - low + 1e-8)
+    apart_at = grouped.index_add(0, index, mask * (logp - mean[index]).square()) / size  # [P, K]
+    low = apart_at.amin(1, keepdim=True)
+    high = apart_at.amax(1, keepdim=True)
+    weight = 1 + (most - 1) * (apart_at - low) / (high - low + 1e-8)
     return advantage * weight[index].to(advantage)
 
 
 FOCUS_NEEDS = {"distributions": ("record_divergence",)}
-vars(focal)["records"] = lambda options: FOCUS_NEEDS.get(options.get("of", ""), ())
+vars(focal)["records"] = lambda options: FOCUS_NEEDS.get(options.get("spread", ""), ())
 
 
 def _divergence(rollout: Rollout) -> Tensor:
     if rollout.divergence is None:
         raise UserError(
-            "advantage focal: of is 'distributions', whose spread over the group this policy does "
-            "not record; set its option record_divergence to true if it has one, or take of: "
+            "advantage focal: spread is 'distributions', which this policy does not record; set "
+            "its option record_divergence to true if it has one, or take spread: "
             "decisions"
         )
     return rollout.divergence.double()

@@ -531,6 +531,7 @@ COUNTS = {
     "soft": {},
     "temporal": {},
     "focal": {},
+    "hapo": {},
     "pairs": {},
     "tree_mean": {},
     "all_samples": {},

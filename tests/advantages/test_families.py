@@ -39,7 +39,7 @@ CHOSEN = {
     "single_stream": {"low": -9.0, "high": 9.0},
     "bnpo": {"low": -9.0, "high": 9.0},
     "drpo": {"reward": "first", "right": 0.0},
-    "recorded": {"of": "surprisal"},
+    "recorded": {"which": "surprisal"},
 }
 NEEDS_TREE = ("branch", "tree_grpo")
 
@@ -129,9 +129,9 @@ def test_an_advantage_of_tokens_is_refused_for_latents_when_the_configuration_is
     [
         ("edge_grpo", "record_entropy"),
         ("{temporal: {base: gtpo}}", "record_entropy"),
-        ("{recorded: {of: entropy}}", "record_entropy"),
+        ("{recorded: {which: entropy}}", "record_entropy"),
         ("recorded", "record_self_certainty"),
-        ("{focal: {of: distributions}}", "record_divergence"),
+        ("{focal: {spread: distributions}}", "record_divergence"),
     ],
 )
 def test_what_the_policy_must_record_is_said_when_the_configuration_is_read(chosen, option):

@@ -96,9 +96,9 @@ def test_long_answers_count_by_their_length_in_the_mean(std):
     assert_rows_may_move(hapo, std=std, limit=limit)
 
 
-@pytest.mark.parametrize("of", ["self_certainty", "entropy"])
-def test_what_was_recorded_is_a_reward(of):
-    values = ENTROPY.sqrt() if of == "self_certainty" else ENTROPY
+@pytest.mark.parametrize("which", ["self_certainty", "entropy"])
+def test_what_was_recorded_is_a_reward(which):
+    values = ENTROPY.sqrt() if which == "self_certainty" else ENTROPY
 
     def total(i):
         return REWARD[i] + 0.5 * mean_of(values, i)
@@ -106,10 +106,10 @@ def test_what_was_recorded_is_a_reward(of):
     def expected(i):
         return total(i) - fmean([total(j) for j in members(i)])
 
-    chosen = {"of": of, "weight": 0.5, "base": dr_grpo}
+    chosen = {"which": which, "weight": 0.5, "base": dr_grpo}
     same(recorded(tensor(REWARD), batch(), **chosen), rows(expected), atol=1e-9)
     assert_rows_may_move(recorded, **chosen)
-    with pytest.raises(UserError, match=f"record_{of}"):
+    with pytest.raises(UserError, match=f"record_{which}"):
         recorded(tensor(REWARD), rollout(), **chosen)
 
 
@@ -162,7 +162,7 @@ def test_places_at_which_whole_distributions_differ_count_more():
     spread = torch.rand(6, 5, generator=torch.Generator().manual_seed(2)).double()
     given = batch().replace(divergence=spread[torch.tensor(GROUP)])
     base = dr_grpo(tensor(REWARD), given)[:, 0]
-    computed = focal(tensor(REWARD), given, base=dr_grpo, of="distributions", most=2.0)
+    computed = focal(tensor(REWARD), given, base=dr_grpo, spread="distributions", most=2.0)
     for i in range(16):
         longest = max(LENGTH[j] for j in range(16) if GROUP[j] == GROUP[i])
         among = spread[GROUP[i], :longest].tolist()
@@ -171,4 +171,4 @@ def test_places_at_which_whole_distributions_differ_count_more():
             expected = float(base[i]) * (1 + scaled) if i in PRESENT else NAN
             assert float(computed[i, t]) == pytest.approx(expected, abs=1e-9, nan_ok=True)
     with pytest.raises(UserError, match="record_divergence"):
-        focal(tensor(REWARD), batch(), of="distributions")
+        focal(tensor(REWARD), batch(), spread="distributions")

@@ -248,6 +248,8 @@ def rolled(texts, prompts):
         sample=rows,
         mask=mask,
         logprob=spread,
+        entropy=-spread,
+        divergence=-spread,
     )
 
 

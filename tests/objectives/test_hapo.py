@@ -7,6 +7,7 @@ from statistics import median, pstdev
 import pytest
 import torch
 
+from mmrl.core import decisions
 from mmrl.core.decisions import entropy_scale
 from mmrl.core.errors import UserError
 from mmrl.objectives import HAPO
@@ -88,6 +89,18 @@ def test_the_scale_is_that_of_the_log_entropies_of_all_tokens():
     assert asdict(scale) == pytest.approx(wanted, abs=1e-9)
     assert asdict(entropy_scale(rollout[torch.randperm(15)])) == pytest.approx(wanted, abs=1e-9)
     assert entropy_scale(rollout.replace(mask=torch.zeros_like(rollout.mask))) is None
+
+
+def test_the_scale_is_that_of_all_processes(monkeypatch):
+    policy = toys.make("causal", double=True, record_entropy=True)
+    with torch.no_grad():
+        rollout = policy.rollout(toys.prompts(4), 4, Rng.of("two"))
+    whole = entropy_scale(rollout)
+    halves = rollout[:5], rollout[5:]
+    values = [half.entropies()[half.mask] for half in halves]
+    monkeypatch.setattr(decisions, "all_gather_rows", lambda x: torch.cat(values))
+    for half in halves:
+        assert asdict(entropy_scale(half)) == pytest.approx(asdict(whole), abs=1e-12)
 
 
 @pytest.mark.parametrize("family", ["causal", "masked"])

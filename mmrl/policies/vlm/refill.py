@@ -156,6 +156,8 @@ class _Work:
         width = max(longest, prefix.mask.shape[1] if new else 0)
         caches.refill(self.cache, left, prefix.key_values, rows, width)
         self.mask = torch.cat([fit(self.mask[left], width), fit(prefix.mask[rows], width)])
+        # passed on, or transformers waits for the device at every token
+        self.whole = bool(self.mask.all())
         self.idle = torch.cat([~self.going[left], torch.zeros_like(at, dtype=torch.bool)])
         self.going = torch.cat([self.going[left], torch.ones_like(at, dtype=torch.bool)])
         self.step = torch.cat([self.step[left], torch.zeros_like(at)])
@@ -190,8 +192,7 @@ class _Work:
 
     def advance(self, token: Tensor) -> None:
         """Make one pass: update the hidden states by ``token`` [B']."""
-        whole = bool(self.mask.all())
-        step = self.net("step", token[:, None], self.place, self.mask, self.cache, whole)
+        step = self.net("step", token[:, None], self.place, self.mask, self.cache, self.whole)
         self.hidden = step[:, -1]
         self.mask = F.pad(self.mask, (0, 1), value=True)
         self.place = self.place + 1

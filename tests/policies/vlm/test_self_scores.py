@@ -9,6 +9,7 @@ import torch
 from mmrl.core.errors import UserError
 from mmrl.core.types import Completion, Rewards
 from mmrl.objectives import LaSeR, PolicyGradient
+from mmrl.objectives import laser as laser_module
 from mmrl.train.minibatches import passes
 from rewards import last_token, self_aligned
 from rewards._wire_prompts import marked_texts, marks_of
@@ -121,6 +122,14 @@ def test_the_loss_is_the_error_of_the_verdict_over_the_answers(policy, rollout, 
             value = objective.loss(policy, part)
             parts.append(float(torch.where(part.mask, value, 0.0).sum()))
     assert sum(parts) == pytest.approx(float(torch.where(point.mask, loss, 0.0).sum()), abs=1e-3)
+
+
+def test_right_and_wrong_answers_of_all_processes_count_alike(policy, rollout, monkeypatch):
+    monkeypatch.setattr(laser_module, "all_sum", lambda x: x + x.new_tensor([3.0, 0.0]))
+    objective = laser(policy, rollout, outcome="right")
+    found = objective._targets(rollout.row_id)
+    wanted = [[1.0, 0.0, 0.0, 0.0], [6 / 8, 6 / 4, 6 / 4, 0.0]]  # 1 + 3 right, 2 wrong
+    torch.testing.assert_close(found, torch.tensor(wanted, dtype=found.dtype))
 
 
 def test_the_verdict_learns_the_outcome(policy, rollout):
