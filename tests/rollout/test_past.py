@@ -16,6 +16,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.types import LatentPath, MaskTrace, Rewards
 from mmrl.objectives.importance_sampling import Importance
 from mmrl.objectives.policy_gradient import PolicyGradient
+from mmrl.objectives.reward_gradient import Draft
 from mmrl.policies.masked.masked_lm import MaskedLM
 from mmrl.rollout.collect import rescored
 from mmrl.rollout.past import packed, remembered, unpacked
@@ -27,6 +28,7 @@ from samplers.noise import Rng
 from tests.fixtures import past_worker, toys
 from tests.fixtures.tiny_masked_lm import folder
 from tests.train.test_processes import LAUNCH, run, same
+from tests.train.test_trainer import make_trainer
 
 COPIES = 3
 KINDS = [*toys.POLICIES, "emerge", "maskgit"]
@@ -319,3 +321,8 @@ def test_strata_of_difficulty_by_loop():
     assert again.levels == stage.levels and list(again.entries) == list(stage.entries)
     with pytest.raises(UserError, match="strata .* must add up to 1"):
         ResponseReuse(strata=(0.5, 0.5, 0.5))
+
+
+def test_objectives_that_draw_the_noise_of_a_path_again_are_refused():
+    with pytest.raises(UserError, match="train.replay_buffer: this objective draws the noise"):
+        make_trainer("flow", objective=Draft(), replay_buffer=Reuse())
