@@ -113,14 +113,14 @@ class ResponseReuse:
 
     ``threshold``: a total reward above it is right, and only right answers are remembered; null:
     all are. ``when``: in groups without a right answer, or always. ``number``: answers that a group
-    gets, at most. ``pick``: which of those remembered: the newest (recency), all (full_scope), the
-    best (reward), those whose rewards differ most (variance), or random ones. ``place``: they
+    gets, at most. ``strategy``: which of those remembered: the newest (recency), all (full_scope),
+    the best (reward), those whose rewards differ most (variance), or random ones. ``place``: they
     replace the last of the group, of which one stays, or are appended to it. ``apart``: they are
     compared among themselves, as RePO does, not with the new ones. ``logprob``: a ratio is to the
     weights that sampled (recorded), or to those before the update (current), and then
-    ``importance_sampling`` of the objective sees how far the two are apart. ``keep``: answers that
-    are remembered of a prompt, the newest; ``size``: prompts; ``age``: iterations after which an
-    answer is forgotten; ``until``: the iteration from which on none is used; null: never.
+    ``importance_sampling`` of the objective sees how far the two are apart. ``per_prompt``: answers
+    that are remembered of a prompt, the newest; ``size``: prompts; ``age``: iterations after which
+    an answer is forgotten; ``until``: the iteration from which on none is used; null: never.
     ``strata``: shares of ``size`` for easy, medium and hard prompts; a prompt is hard if its mean
     reward, a moving average with ``rate``, is among that share of the lowest of all prompts, and
     easy if among that of the highest (AVATAR: 0.25, 0.35, 0.4); of a stratum that is too full the
@@ -132,11 +132,11 @@ class ResponseReuse:
     threshold: float | None = 0.5
     when: Literal["all_wrong", "always"] = "all_wrong"
     number: Count = 1
-    pick: Literal["recency", "full_scope", "reward", "variance", "random"] = "recency"
+    strategy: Literal["recency", "full_scope", "reward", "variance", "random"] = "recency"
     place: Literal["replace", "append"] = "replace"
     apart: bool = False
     logprob: Literal["recorded", "current"] = "recorded"
-    keep: Count = 1
+    per_prompt: Count = 1
     size: Count = 4096
     age: Count = 64
     until: Natural | None = None

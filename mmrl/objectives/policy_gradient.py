@@ -71,25 +71,25 @@ class Supervision:
     a mean over its own decisions (with ``train.loss_agg_mode: token_mean``).
 
     Zhang et al. 2025, "On-policy RL meets off-policy experts: Harmonizing supervised fine-tuning
-    and reinforcement learning via dynamic weighting" (CHORD). mu rises in ``warmup`` iterations
-    from 0 to ``peak`` and falls in ``decay`` on a half cosine to ``valley`` (the paper counts
-    steps). phi: every token's loss is weighed by p (1 - p), p the policy's own probability of it,
-    without its gradient (CHORD-phi, with mu constant: valley as peak).
+    and reinforcement learning via dynamic weighting" (CHORD). mu rises in ``warmup_iterations``
+    iterations from 0 to ``peak`` and falls in ``decay_iterations`` on a half cosine to ``valley``
+    (the paper counts steps). phi: every token's loss is weighed by p (1 - p), p the policy's own
+    probability of it, without its gradient (CHORD-phi, with mu constant: valley as peak).
     """
 
     peak: Annotated[float, Ge(0), Le(1)] = 0.9
     valley: Annotated[float, Ge(0), Le(1)] = 0.05
-    warmup: Annotated[int, Ge(0)] = 0
-    decay: Annotated[int, Ge(0)] = 200
+    warmup_iterations: Annotated[int, Ge(0)] = 0
+    decay_iterations: Annotated[int, Ge(0)] = 200
     phi: bool = False
 
     def mu(self, iteration: int) -> float:
         """Return the weight of the supervised loss in an iteration, counted from 0."""
-        if iteration < self.warmup:
-            return self.peak * iteration / self.warmup
-        if iteration >= self.warmup + self.decay:
+        if iteration < self.warmup_iterations:
+            return self.peak * iteration / self.warmup_iterations
+        if iteration >= self.warmup_iterations + self.decay_iterations:
             return self.valley
-        share = (iteration - self.warmup) / self.decay
+        share = (iteration - self.warmup_iterations) / self.decay_iterations
         return self.valley + (self.peak - self.valley) * (1 + math.cos(math.pi * share)) / 2
 
     def loss(self, logp: Tensor) -> Tensor:

@@ -49,11 +49,11 @@ class ReusedResponses(OldAnswers):
 
     By default AR3PO: the last right answer takes the place of the last of an all-wrong group (our
     reading). The reward it earned then still counts, so it must not depend on the iteration. RePO
-    is ``{threshold: null, when: always, number: 8, keep: 64, place: append, apart: true}`` with a
-    ``pick``; RLEP ``{when: always, number: 2, pick: random, place: append, logprob: current,
-    start: runs/first, learn: false}``: the pool is what a first run remembered; ReMix's mixed
-    policy gradient ``{threshold: null, when: always, place: append, logprob: current}`` with the
-    objective's ``importance_sampling``.
+    is ``{threshold: null, when: always, number: 8, per_prompt: 64, place: append, apart: true}``
+    with a ``strategy``; RLEP ``{when: always, number: 2, strategy: random, place: append, logprob:
+    current, start: runs/first, learn: false}``: the pool is what a first run remembered; ReMix's
+    mixed policy gradient ``{threshold: null, when: always, place: append, logprob: current}`` with
+    the objective's ``importance_sampling``.
     """
 
     options: ResponseReuse
@@ -135,7 +135,7 @@ class ReusedResponses(OldAnswers):
             most = self.options.number if self.grows else min(self.options.number, sizes[group] - 1)
             answers = [e for e in self.entries.get(index, []) if fits(e, rollout)]
             rng = Rng.of(self.seed, iteration, "reuse", index)
-            picked = PICKS[self.options.pick](answers, most, rng)
+            picked = PICKS[self.options.strategy](answers, most, rng)
             chosen += [(group, e) for e in (picked if self.grows else picked[:most])]
         return chosen
 
@@ -150,7 +150,7 @@ class ReusedResponses(OldAnswers):
         group = rollout.group.tolist()
         for row in fresh.nonzero()[:, 0].tolist():
             of_prompt = rows.setdefault(origins[group[row]], [])
-            if len(of_prompt) < self.options.keep:
+            if len(of_prompt) < self.options.per_prompt:
                 of_prompt.append(row)
         device = rollout.group.device
         local = [
@@ -165,7 +165,7 @@ class ReusedResponses(OldAnswers):
         """Add answers; of a prompt the newest stay, and of prompts those answered last."""
         for entry in fresh:
             answers = self.entries.pop(entry.index, [])  # the newest stand last
-            self.entries[entry.index] = [*answers, entry][-self.options.keep :]
+            self.entries[entry.index] = [*answers, entry][-self.options.per_prompt :]
         for index in self._too_many():
             del self.entries[index]
 

@@ -281,6 +281,12 @@ def suits(objective: Objective, policy: Policy, options: TrainOptions) -> None:
     run does not keep."""
     if why := unsuited(type(objective), policy) or without_average(objective.snapshots, options):
         raise UserError(why)
+    if objective.differentiates and (options.replay_buffer or options.response_reuse):
+        name = "replay_buffer" if options.replay_buffer else "response_reuse"
+        raise UserError(
+            f"train.{name}: this objective draws the noise of every path again, by the names that "
+            f"rows have now; leave it out, or choose policy_gradient"
+        )
     for option, sentence in objective.unfit(policy):
         raise UserError(f"the objective's option {option}: {sentence}")
     if objective.supervised and (problems := list(unfit_for_sft(options))):

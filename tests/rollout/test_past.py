@@ -16,6 +16,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.types import LatentPath, MaskTrace, Rewards
 from mmrl.objectives.importance_sampling import Importance
 from mmrl.objectives.policy_gradient import PolicyGradient
+from mmrl.objectives.reward_gradient import Draft
 from mmrl.policies.masked.masked_lm import MaskedLM
 from mmrl.rollout.collect import rescored
 from mmrl.rollout.past import packed, remembered, unpacked
@@ -27,6 +28,7 @@ from samplers.noise import Rng
 from tests.fixtures import past_worker, toys
 from tests.fixtures.tiny_masked_lm import folder
 from tests.train.test_processes import LAUNCH, run, same
+from tests.train.test_trainer import make_trainer
 
 COPIES = 3
 KINDS = [*toys.POLICIES, "emerge", "maskgit"]
@@ -191,11 +193,13 @@ def test_picks_by_loop(number):
 def test_answers_of_a_prompt_leave_by_number_and_age():
     policy = toys.ToyCausal()
     prompts = toys.prompts(2)
-    stage = ReusedResponses(ResponseReuse(threshold=None, when="always", keep=4), policy, prompts)
+    stage = ReusedResponses(
+        ResponseReuse(threshold=None, when="always", per_prompt=4), policy, prompts
+    )
     for iteration in range(3):
         exchange(stage, prompts[:1], [0, 1, float("nan")], iteration)
     assert [entry.iteration for entry in stage.entries[0]] == [1, 1, 2, 2]
-    stage.options = ResponseReuse(threshold=None, when="always", keep=4, age=3, until=5)
+    stage.options = ResponseReuse(threshold=None, when="always", per_prompt=4, age=3, until=5)
     assert exchange(stage, prompts[1:], [0, 1, 0.0], 5)[2]["response_reuse/remembered"] == 2
     assert list(stage.entries) == [0], "from iteration `until` on nothing is used or remembered"
 
@@ -205,7 +209,7 @@ def test_old_and_new_answers_are_compared_apart():
     policy = toys.ToyCausal()
     prompts = toys.prompts(2)
     options = ResponseReuse(
-        threshold=None, when="always", number=3, keep=3, place="append", apart=True
+        threshold=None, when="always", number=3, per_prompt=3, place="append", apart=True
     )
     stage = ReusedResponses(options, policy, prompts)
     exchange(stage, prompts, [0, 1, 5, 2, 2, 8.0], 0)
@@ -255,10 +259,10 @@ def test_a_run_begins_with_the_verified_answers_of_another(tmp_path):
         threshold=0.2,
         when="always",
         number=2,
-        pick="random",
+        strategy="random",
         place="append",
         logprob="current",
-        keep=9,
+        per_prompt=9,
         age=1,
         start=tmp_path,
         learn=False,
@@ -301,7 +305,7 @@ def test_strata_of_difficulty_by_loop():
     policy = toys.ToyCausal()
     prompts = toys.prompts(8)
     options = ResponseReuse(
-        threshold=None, when="always", size=4, strata=(0.25, 0.25, 0.5), rate=0.5, keep=1
+        threshold=None, when="always", size=4, strata=(0.25, 0.25, 0.5), rate=0.5, per_prompt=1
     )
     stage = ReusedResponses(options, policy, prompts)
     rewards = [r for i in range(8) for r in (i, i, i + 0.3)]
@@ -317,3 +321,8 @@ def test_strata_of_difficulty_by_loop():
     assert again.levels == stage.levels and list(again.entries) == list(stage.entries)
     with pytest.raises(UserError, match="strata .* must add up to 1"):
         ResponseReuse(strata=(0.5, 0.5, 0.5))
+
+
+def test_objectives_that_draw_the_noise_of_a_path_again_are_refused():
+    with pytest.raises(UserError, match="train.replay_buffer: this objective draws the noise"):
+        make_trainer("flow", objective=Draft(), replay_buffer=Reuse())

@@ -229,7 +229,7 @@ def test_chord_by_loop(phi):
 
 
 def test_the_weight_of_imitation_rises_and_falls():
-    sft = Supervision(peak=0.9, valley=0.1, warmup=4, decay=8)
+    sft = Supervision(peak=0.9, valley=0.1, warmup_iterations=4, decay_iterations=8)
     for iteration in range(20):
         if iteration < 4:
             expected = iteration / 4 * 0.9
@@ -248,7 +248,7 @@ def test_a_run_imitates_at_first_and_goes_on_by_itself(tmp_path):
     path = lines(tmp_path / "a.jsonl", *[{"prompt": t, "answers": ["333333"]} for t in texts])
     trainer = make_trainer(
         policy=Taught(),
-        objective=PolicyGradient(sft=Supervision(peak=0.9, valley=0.0, decay=6)),
+        objective=PolicyGradient(sft=Supervision(peak=0.9, valley=0.0, decay_iterations=6)),
         demonstrations=Demonstrations(path=path, apart=True),
         lr=1e-2,
     )
