@@ -8,14 +8,12 @@ process, so that only global statistics travel.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 
 import torch
 
 from mmrl import advantages
-from mmrl.advantages import memory
 from mmrl.config.options import TrainOptions, arithmetic, unsuited, without_average
 from mmrl.core import distributed
 from mmrl.core.errors import UserError
@@ -32,7 +30,7 @@ from mmrl.rollout import collect
 from mmrl.rollout.stages import Drawn, Setup, sampled_only, shaped_moments, stages_of
 from mmrl.train.batch import Batch
 from mmrl.train.device import Device, MakeOptimizer
-from mmrl.train.reward_weights import RewardWeights
+from mmrl.train.reward_weights import RewardWeights, forgetting
 from mmrl.train.update import Update
 from samplers.noise import Rng
 
@@ -183,17 +181,10 @@ class Trainer:
         return drawn
 
     def _weighted(self, batch: Batch, drawn: Drawn, rewards: Rewards) -> Rewards:
-        """Return the rewards with the weights that follow their gradients, if they do; what an
-        advantage remembers of the comparisons on the way is forgotten."""
+        """Return the rewards with the weights that follow their gradients, if they do."""
         if self.reward_weights is None:
             return rewards
-
-        def compare(chosen: Rewards) -> Rollout:
-            remembered = deepcopy(memory.capture(self.advantage))
-            rollout = self._compare(drawn, chosen)
-            memory.restore(self.advantage, remembered)
-            return rollout
-
+        compare = forgetting(self.advantage, partial(self._compare, drawn))
         gradient = partial(self.update.gradient, batch)
         weighted = self.reward_weights.weighted(rewards, [*drawn.rewards], compare, gradient)
         batch.metrics.update(self.reward_weights.metrics())
