@@ -40,7 +40,7 @@ class Filtered:
     stay in each group; a list of numbers: by the difficulty of the prompt, hardest first, in equal
     shares of the mean rewards of the last ``memory`` groups (GFPO's adaptive difficulty: [8, 8, 6,
     4]). prefer: which stay; ends: half best, half worst, the odd one best; best_and_random: the
-    best and others by lot, keyed by ``seed``. truth: a reward, a watched one too, such as that of a
+    best and others by lot, keyed by ``seed``. actual: a reward, a watched one too, such as of a
     unit test, which ``by`` stands for: then PF-PPO chooses among ``strategies`` the one whose rows
     have had the highest R^2 so far between the two, in place of ``prefer``, which counts until R^2
     is known. statistics: base sees the rows that stay, or all.
@@ -58,7 +58,7 @@ class Filtered:
         prefer: Prefer = "highest",
         at_least: float | None = None,
         at_most: float | None = None,
-        truth: str | None = None,
+        actual: str | None = None,
         strategies: Sequence[Prefer] = ("highest", "ends", "best_and_random"),
         statistics: Literal["kept", "all"] = "kept",
         outside: Literal["drop", "zero"] = "drop",
@@ -70,14 +70,14 @@ class Filtered:
     ):
         if not isinstance(keep, int | None) and not keep:
             raise UserError("advantage filtered: keep is an empty list; give a number, or null")
-        if truth is not None and (keep is None or not strategies):
+        if actual is not None and (keep is None or not strategies):
             raise UserError(
-                "advantage filtered: truth chooses which rows stay; say with keep how many, and "
+                "advantage filtered: actual chooses which rows stay; say with keep how many, and "
                 "name strategies"
             )
         self.base = base
         self.by = by
-        self.truth = truth
+        self.actual = actual
         self.strategies = tuple(strategies)
         self.keep = keep
         self.prefer = prefer
@@ -103,7 +103,7 @@ class Filtered:
         total = double.total()
         stays = ~self._dropped(total, groups)[groups.index] & groups.present
         value = quantity(self.by, rewards, rollout)
-        truth = None if self.truth is None else quantity(self.truth, rewards, rollout)
+        truth = None if self.actual is None else quantity(self.actual, rewards, rollout)
         chosen = stays & self._rows(value, truth, total, groups, rollout)
         self.iteration += 1
         if self.statistics == "all":
@@ -126,7 +126,7 @@ class Filtered:
         self.sums = {name: list(values) for name, values in state.get("sums", {}).items()}
 
     def r_squared(self, strategy: str) -> float:
-        """Return R^2 between ``by`` and ``truth`` over the rows that a strategy has kept so far; -1
+        """Return R^2 between ``by`` and ``actual`` over the rows a strategy has kept so far; -1
         where one of them does not vary."""
         count, x, y, xx, yy, xy = self.sums.get(strategy, [0.0] * 6)
         across = (count * xx - x * x) * (count * yy - y * y)

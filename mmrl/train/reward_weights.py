@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mmrl.advantages import memory
 from mmrl.config.options import RewardGradients
 from mmrl.core.errors import UserError
 from mmrl.core.sharding import shards
-from mmrl.core.types import Rewards, Rollout
+from mmrl.core.types import Advantage, Rewards, Rollout
 from mmrl.objectives.base import Objective
 from mmrl.policies.base import Policy
 
@@ -92,6 +94,18 @@ class RewardWeights:
         least = self.options.least / len(names)
         shares = [least + (1 - self.options.least) * x / sum(powers) for x in powers]
         self.shares = dict(zip(names, shares, strict=True))
+
+
+def forgetting(advantage: Advantage, compare: Compare) -> Compare:
+    """Return a comparison after which the advantage remembers what it did before."""
+
+    def compared(rewards: Rewards) -> Rollout:
+        remembered = deepcopy(memory.capture(advantage))
+        rollout = compare(rewards)
+        memory.restore(advantage, remembered)
+        return rollout
+
+    return compared
 
 
 def influences(gradients: list[list[Tensor]], cosine: bool) -> list[float]:

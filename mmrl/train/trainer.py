@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -48,7 +47,7 @@ from mmrl.rollout.stages import (
 from mmrl.train import supervised
 from mmrl.train.batch import Batch
 from mmrl.train.device import Device, MakeOptimizer
-from mmrl.train.reward_weights import RewardWeights
+from mmrl.train.reward_weights import RewardWeights, forgetting
 from mmrl.train.update import Update
 from samplers.noise import Rng
 
@@ -218,17 +217,10 @@ class Trainer:
         return drawn
 
     def _weighted(self, batch: Batch, drawn: Drawn, rewards: Rewards) -> Rewards:
-        """Return the rewards with the weights that follow their gradients, if they do; what an
-        advantage remembers of the comparisons on the way is forgotten."""
+        """Return the rewards with the weights that follow their gradients, if they do."""
         if self.reward_weights is None:
             return rewards
-
-        def compare(chosen: Rewards) -> Rollout:
-            remembered = deepcopy(advantages.capture(self.advantage))
-            rollout = self._compare(drawn, chosen)
-            advantages.restore(self.advantage, remembered)
-            return rollout
-
+        compare = forgetting(self.advantage, partial(self._compare, drawn))
         gradient = partial(self.update.gradient, batch)
         weighted = self.reward_weights.weighted(rewards, [*drawn.rewards], compare, gradient)
         batch.metrics.update(self.reward_weights.metrics())

@@ -798,7 +798,7 @@ def r_squared(pairs):
 def test_the_filter_whose_rows_tell_the_truth_best_is_chosen():
     """PF-PPO: R^2 between reward and actual score over all rows a strategy has kept so far."""
     strategies = ("highest", "lowest", "ends")
-    advantage = Filtered(keep=2, strategies=strategies, truth="truth", statistics="all")
+    advantage = Filtered(keep=2, strategies=strategies, actual="truth", statistics="all")
     points = {name: [] for name in strategies}
     choices = []
     for n in range(3):
@@ -821,13 +821,13 @@ def test_the_filter_whose_rows_tell_the_truth_best_is_chosen():
         for name in strategies:
             assert advantage.r_squared(name) == pytest.approx(r_squared(points[name]), abs=1e-9)
         choices.append(best)
-        fresh = Filtered(keep=2, strategies=strategies, truth="truth", statistics="all")
+        fresh = Filtered(keep=2, strategies=strategies, actual="truth", statistics="all")
         advantage = restored(fresh, advantage)
     assert len(set(choices)) > 1
     with pytest.raises(UserError, match="say with keep how many"):
-        Filtered(truth="truth")
+        Filtered(actual="truth")
     flat = Rewards({"a": tensor(REWARD), "truth": tensor([1.0] * 16)}, {"truth": 0.0})
-    unknown = Filtered(keep=2, prefer="lowest", truth="truth")(flat, rollout())
+    unknown = Filtered(keep=2, prefer="lowest", actual="truth")(flat, rollout())
     same(unknown, Filtered(keep=2, prefer="lowest")(tensor(REWARD), rollout()), atol=0)
 
 

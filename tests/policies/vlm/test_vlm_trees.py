@@ -301,3 +301,45 @@ def test_options_that_exchange_answers_are_refused_beside_a_tree(key):
     read(config, [])
     with pytest.raises(UserError, match="compares the edges of a tree; set policy.vlm.tree"):
         read(config, ["policy.vlm.tree=null"])
+
+
+def test_groups_of_trees_give_way_to_others_and_are_sampled_in_parts():
+    """Names of edges stay apart: every answer has the length and log-prob that it was decoded
+    with."""
+    trainer = Trainer(
+        policy_of(tree=TREES["random"], max_new_tokens=8),
+        prompts() + [{"text": f"say {i}"} for i in range(5)],
+        Scorer(
+            {
+                "equal": lambda texts, given: [
+                    float(len(p["text"]) > 6) * len(t) for t, p in zip(texts, given, strict=True)
+                ]
+            }
+        ),
+        tree_grpo,
+        PolicyGradient(),
+        partial(adamw, lr=1e-3),
+        TrainOptions(
+            prompts_per_iteration=4,
+            group_size=5,
+            train_batch_size=20,
+            micro_batch_size=5,
+            epochs=2,
+            iterations=2,
+            dynamic_sampling_rounds=2,
+            reward_overlap_chunks=2,
+        ),
+    )
+    batch = trainer.collect()
+    rollout = batch.rollout
+    answers = trainer.policy.decode(rollout)
+    assert [a.tokens for a in answers] == rollout.path_mask().sum(1).tolist()
+    for row, answer in enumerate(answers):
+        path = rollout.path_mask()[row]
+        assert float(rollout.logprob[row][path].mean()) == pytest.approx(answer.logprob, abs=1e-5)
+        owners = rollout.edge_id[row][path].unique().tolist()
+        groups = rollout.group[torch.isin(rollout.edge_id[:, 0], torch.tensor(owners))]
+        assert set(groups.tolist()) <= {int(rollout.group[row])}
+    assert batch.metrics["resample/groups"] > 0
+    metrics = trainer.iterate()
+    assert metrics["grad_norm"] > 0 and metrics["skipped_steps"] == 0
