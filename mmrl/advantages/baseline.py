@@ -113,10 +113,9 @@ class References:
         return total.new_tensor([means[id(values)] for values in known])
 
     def paired(self, total: Tensor, groups: Groups, rollout: Rollout) -> Tensor:
-        """Return the reward [B] of one of the reference's answers for each of the policy's, in
-        turn; count the iteration."""
-        every = Groups(groups.index, torch.ones_like(groups.present), groups.count)
-        place = ranks(torch.zeros_like(total), every, rollout.row_id).tolist()
+        """Return the reward [B] of one of the reference's answers for each of the policy's that
+        has one, in turn; count the iteration."""
+        place = ranks(torch.zeros_like(total), groups, rollout.row_id).tolist()
         known = self._known(total, groups, rollout)
         return total.new_tensor(
             [values[n % len(values)] for values, n in zip(known, place, strict=True)]

@@ -181,6 +181,7 @@ THRESHOLDS = {name: {"right": 0.4} for name in ("drpo", "grpo_lead", "unlikeline
 LEARNING = THRESHOLDS | {
     "filtered": {"keep": 6, "by": "surprisal", "prefer": "lowest"},
     "gtpo": {"at_most": None},
+    "recorded": {"which": "surprisal", "weight": 0.1},
 }
 
 

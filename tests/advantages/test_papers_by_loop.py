@@ -496,7 +496,7 @@ def test_aapo_pairs_every_answer_with_one_of_the_reference(source, tmp_path):
         advantage = restored(AAPO(**options), advantage)
 
     def expected(i):
-        group = sorted((j for j in range(16) if GROUP[j] == GROUP[i]), key=lambda j: NAME[j])
+        group = sorted((j for j in PRESENT if GROUP[j] == GROUP[i]), key=lambda j: NAME[j])
         values = known[GROUP[i]]
         reference = values[group.index(i) % len(values)]
         return whitened(i) + min(max(REWARD[i] - reference, -0.2), 0.28)
