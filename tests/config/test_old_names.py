@@ -53,8 +53,7 @@ CURRENT = {  # word -> page -> what else is called so today
     },
     "memory": {"rewards.md": "a value of the rewards' cache"}
     | {"configuration.md": "an option of the advantage filtered"},
-    "of": {"rewards.md": REWARDS, "configuration.md": "an option of data sources"}
-    | dict.fromkeys(("recipes.md", "text_objectives.md"), "an option of the advantage focal"),
+    "of": {"rewards.md": REWARDS, "configuration.md": "an option of data sources"},
     "offload": {
         "rewards.md": REWARDS,
         "configuration.md": "a value of text_encoder_placement",
