@@ -40,8 +40,7 @@ CURRENT = {  # word -> page -> what else is called so today
     "guidance": {"configuration.md": "an option of evaluate"},
     "high": {"dgpo.md": LOOK, "masked.md": ESTIMATORS, "rewards.md": REWARDS}
     | {"configuration.md": "an option of entropy"},
-    "keep": {"configuration.md": "an option of the advantage branch"}
-    | {"recipes.md": "an option of response_reuse"},
+    "keep": {"configuration.md": "an option of the advantage branch"},
     "kernel": {"lab-notes.md": "what was found when it was renamed"},
     "low": {"dgpo.md": LOOK, "masked.md": ESTIMATORS, "rewards.md": REWARDS}
     | {"configuration.md": "an option of entropy"},
@@ -59,7 +58,6 @@ CURRENT = {  # word -> page -> what else is called so today
         "configuration.md": "a value of text_encoder_placement",
     },
     "overlap": {"rewards.md": REWARDS},
-    "pick": {"configuration.md": "an option of response_reuse and demonstrations"},
     "prompts": {
         "stages.md": "a data source",
         "architecture.md": "a field of Rollout",
@@ -97,8 +95,6 @@ CURRENT = {  # word -> page -> what else is called so today
         "remote-rewards.md": "a field of an answer",
         "rewards.md": REWARDS,
     },
-    "truth": {"configuration.md": "an option of the advantage filtered"},
-    "warmup": {"configuration.md": "an option of CHORD's mu"},
     "weigh": {
         "configuration.md": "an option of janus_unified and of reinforce_pp",
         "unified.md": "an option of janus_unified",
