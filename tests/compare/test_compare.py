@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import yaml
 
-from mmrl.compare import command, measures, runs
+from mmrl.compare import command, markdown, measures, runs
 from mmrl.compare.measures import Comparison
 from mmrl.compare.plan import Plan, budget_of, overrides_of, plan, settings_of
 from mmrl.compare.statistics import Interval
@@ -143,6 +143,20 @@ def test_a_comparison_is_written_and_not_done_twice(desk):
     assert kinds.items() <= content["measures"].items()
     page = path.read_text()
     assert "a + lr=0.2 − a" in page and "<svg" in page and "CPU seconds" in page
+    plain = (path.parent / "compare.md").read_text()
+    assert "| a + lr=0.2 - a | **+2.000 (" in plain and "| a | 2 | 16 | 80 | 3.0 |" in plain
+    assert f"* {sentences[0]}" in plain and "`optimizer.adamw.lr=0.2`" in plain
+
+
+def test_markdown_escapes_what_a_user_wrote():
+    assert markdown.plain("a|b <script> [x](y) *z*\n# w") == (
+        "a\\|b \\<script\\> \\[x\\](y) \\*z\\* \\# w"
+    )
+
+
+def test_more_seeds_are_added_and_other_settings_refused(desk):
+    request = command.Request(vary=["optimizer.adamw.lr=0.2"], seeds=3, jobs=2)
+    command.compare(["a.yaml"], request)
     command.compare(["a.yaml"], request)
     assert len(calls(desk)) == 12
     command.compare(["a.yaml"], command.Request(vary=["optimizer.adamw.lr=0.2"], seeds=4))

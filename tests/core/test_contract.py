@@ -152,6 +152,7 @@ SMALLEST: dict[tuple[str, str], dict[str, Any]] = {
     ("data", "paired"): {"path": "{tmp}/pairs.jsonl"},
     ("data", "digits"): {"captions": 40},
     ("data", "mixture"): {"sources": {"one": {"digits": {"captions": 40}}, "two": "digits"}},
+    ("data", "self_instruct"): {"of": {"digits": {"captions": 40}}},
     ("data", "hints"): {"of": {"digits": {"captions": 40}}, "field": "text"},
     ("data", "suggestions"): {"of": {"digits": {"captions": 40}}, "field": "text"},
     ("data", "forms"): {"of": {"digits": {"captions": 40}}, "forms": {"plain": "{text}"}},
