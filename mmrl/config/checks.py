@@ -14,6 +14,7 @@ from mmrl.config.options import (
     EvaluateOptions,
     TrainOptions,
     impossible,
+    pathless,
     unfit_for_sft,
     unsuited,
     unsuited_to_trees,
@@ -113,6 +114,9 @@ def _unfit_sizes(
     unfit = [*unsupported_options(built, entries["policy"].entry if "policy" in entries else None)]
     if "objective" in entries and getattr(entries["objective"].entry, "supervised", False):
         unfit += unfit_for_sft(built)
+    if {"objective", "policy"} <= set(entries):
+        why = pathless(built, entries["policy"].entry, entries["objective"].entry)
+        unfit += [why] if why else []
     for line in unfit:
         yield f"{config.where(line.partition(':')[0])}: {line}"
 

@@ -435,6 +435,22 @@ def unfit_for_sft(train: TrainOptions) -> Iterator[str]:
             )
 
 
+def pathless(train: TrainOptions, policy: Any, objective: Any) -> str | None:
+    """Say why answers of others cannot be trained on: of a picture or a video nobody knows the
+    path, so that only losses of finished samples learn from one; None if they can."""
+    can = capabilities_of(policy)
+    reads = getattr(objective, "reads", "sample")
+    if train.demonstrations is None or can is None or can.decisions != "gaussian":
+        return None
+    if reads == "sample":
+        return None
+    return (
+        "train.demonstrations: the objective follows the steps of the sampler, which nobody knows "
+        "of a picture that was made elsewhere; choose one of finished samples, such as "
+        "diffusion_dpo, awm or rwr"
+    )
+
+
 SINGLE_ANSWERS = (
     "adaptive_sampling",
     "demonstrations",

@@ -19,6 +19,7 @@ from mmrl import advantages
 from mmrl.config.options import (
     TrainOptions,
     arithmetic,
+    pathless,
     unfit_for_sft,
     unsuited,
     without_average,
@@ -279,6 +280,8 @@ def suits(objective: Objective, policy: Policy, options: TrainOptions) -> None:
             f"train.{name}: this objective draws the noise of every path again, by the names that "
             f"rows have now; leave it out, or choose policy_gradient"
         )
+    if why := pathless(options, policy, objective):
+        raise UserError(why)
     for option, sentence in objective.unfit(policy):
         raise UserError(f"the objective's option {option}: {sentence}")
     if objective.supervised and (problems := list(unfit_for_sft(options))):

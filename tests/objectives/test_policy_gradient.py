@@ -179,7 +179,6 @@ def gradients(policy, loss):
 REFUSED = [  # policy, reward, options of the objective, what is said
     ("sd3", "digits", "{entropy: 0.1}", "entropy: the noise of a step is not trained"),
     ("sd3", "digits", "{off_policy: 0.1}", "off_policy: .* use clip_range"),
-    ("sd3", "digits", "{importance_sampling: {cap: 2}}", "importance_sampling: .* leave it out"),
     ("sd3", "digits", "{top_entropy: 0.2}", "top_entropy: .* use timestep_fraction"),
     ("vlm", "count", "{timestep_fraction: 0.5}", "timestep_fraction: .* use top_entropy"),
     ("vlm", "count", "{timestep_selection: random}", "timestep_selection: .* use top_entropy"),

@@ -4,21 +4,30 @@
 import json
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
+from torchvision.utils import save_image
 
-from mmrl.config.options import Demonstrations
+from mmrl import config
+from mmrl.advantages import dr_grpo
+from mmrl.config.options import Demonstrations, TrainOptions
 from mmrl.core.errors import UserError
+from mmrl.core.registry import load_built_in
 from mmrl.core.types import Point, Provenance, Rewards, TokenOrder
 from mmrl.data.answers import of_field, of_file
 from mmrl.objectives import DPO, IPO, PolicyGradient
 from mmrl.objectives.group_loss import Groups, Samples
 from mmrl.objectives.policy_gradient import Supervision
+from mmrl.objectives.preference import DiffusionDPO
 from mmrl.rollout.stages import Drawn, Setup, set_apart
 from mmrl.rollout.written_answers import Demonstrated
+from mmrl.scoring.scorer import Scorer
+from mmrl.train.optimizers import adamw
+from mmrl.train.trainer import Trainer
 from samplers.noise import Rng
-from tests.fixtures import toys
+from tests.fixtures import demonstrations, toys
 from tests.fixtures.records import make_rollout
 from tests.policies.vlm.test_vlm_policy import policy_of, quiet  # noqa: F401
 from tests.rollout.test_replay_buffer import asked
@@ -344,8 +353,6 @@ def test_every_psi_by_loop(psi):
 
 
 def test_pairs_of_a_file_alone_are_trained_on_with_one_sample_a_prompt(tmp_path):
-    from mmrl.advantages import dr_grpo
-
     texts = sorted({prompt["text"] for prompt in toys.prompts(16)})
     pair = [{"text": "333333", "reward": 1.0}, {"text": "120340", "reward": 0.0}]
     path = lines(tmp_path / "a.jsonl", *[{"prompt": t, "answers": pair} for t in texts])
@@ -361,3 +368,40 @@ def test_pairs_of_a_file_alone_are_trained_on_with_one_sample_a_prompt(tmp_path)
     )
     metrics = [trainer.iterate() for _ in range(6)]
     assert metrics[-1]["group/right"] == 1.0 and metrics[-1]["loss"] < 0.5 * metrics[0]["loss"]
+
+
+@pytest.mark.parametrize(
+    ("family", "objective"),
+    [("amused", DPO), ("llamagen", DPO), ("module", partial(DiffusionDPO, beta=10.0))],
+)
+def test_pairs_of_pictures_of_a_file_are_learnt_by_every_family(family, objective, tmp_path):
+    """The preferred picture becomes likelier than the other; one a prompt is sampled besides."""
+    policy, rows = demonstrations.make(family)
+    prompts = [{"text": row["text"], "label": row["label"]} for row in rows[:2]]
+    for place in (0, 1):
+        save_image(demonstrations.picture(place, 8), tmp_path / f"{place}.png")
+    pair = [{"image": "0.png", "reward": 1.0}, {"image": "1.png", "reward": 0.0}]
+    path = lines(tmp_path / "a.jsonl", *[{"prompt": p["text"], "answers": pair} for p in prompts])
+    options = TrainOptions(
+        prompts_per_iteration=2,
+        group_size=1,
+        train_batch_size=2,
+        iterations=12,
+        demonstrations=Demonstrations(path=path, number=2, apart=True),
+    )
+    scorer = Scorer({"red": demonstrations.reddish})
+    trainer = Trainer(
+        policy, prompts, scorer, dr_grpo, objective(), partial(adamw, lr=3e-3), options
+    )
+    losses = [trainer.iterate()["loss"] for _ in range(12)]
+    assert sum(losses[-3:]) < sum(losses[:3]) - 0.03
+
+
+def test_a_file_of_pictures_is_refused_where_the_path_to_them_counts():
+    load_built_in()
+    flow = "configs/digits/flow_grpo.yaml"
+    chosen = ["train.demonstrations={path: a.jsonl}"]
+    with pytest.raises(UserError, match="train.demonstrations: the objective follows the steps"):
+        config.check(config.load(flow, chosen))
+    config.check(config.load("configs/digits/awm.yaml", chosen))
+    config.check(config.load("configs/digits/d1.yaml", chosen))

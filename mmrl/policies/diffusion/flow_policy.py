@@ -287,11 +287,14 @@ class FlowPolicy(Policy):
         plan = self._plan(1, rng)
         time, noise_level = (self._on_rows(steps, len(row)) for steps in (plan.times, plan.eta))
         unknown = torch.zeros_like(noise_level)
+        stream = torch.tensor([rng.key], device=self.device).expand(len(row), -1)
         latents = LatentPath(
             states=blank.new_zeros(len(row), 0, *self.shape),
             visit=torch.full_like(time, -1, dtype=torch.long),
             time=time,
             noise_level=noise_level,
+            # as sampled rows beside them have one; no step of theirs is ever drawn again
+            stream=stream if bool((plan.eta > 0).any()) else None,
         )
         rollout = Rollout(
             group=group,
