@@ -35,8 +35,13 @@ def test_a_method_is_a_shipped_configuration_and_takes_its_changes(name):
 def test_every_objective_of_flow_models_is_compared():
     files = {find_config(f"digits/{method.config}") for method in bench_methods.METHODS.values()}
     used = {next(iter(yaml.safe_load(file.read_text())["objective"])) for file in files}
-    # group losses are for every kind of model and are compared by ``mmrl compare``
-    alone = {n: entry for n, entry in OBJECTIVES.items() if not issubclass(entry, GroupLoss)}
+    # group losses are for every kind of model and are compared by ``mmrl compare``; supervised
+    # fine-tuning follows no reward
+    alone = {
+        name: entry
+        for name, entry in OBJECTIVES.items()
+        if not issubclass(entry, GroupLoss) and not entry.supervised
+    }
     flow = {name for name, entry in alone.items() if entry.needs in ("", "gaussian")}
     assert used == flow and POLICIES["sd3"].capabilities.decisions == "gaussian"
 
