@@ -269,6 +269,7 @@ class VLM(Passes):
     def _recorded(
         self, answers: Answers, cond: list[Encoded], group: Tensor, row: Tensor
     ) -> Rollout:
+        self.forwards += int(answers.mask.sum())  # a row of the network for every token written
         order = torch.arange(answers.ids.shape[1], device=self.device).expand_as(answers.ids)
         rollout = Rollout(
             group=group,

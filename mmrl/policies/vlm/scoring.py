@@ -66,6 +66,7 @@ class Passes(TokenPolicy):
     def dist(self, point: Point) -> AnswerTokens:
         self._check_sharing(point.cond)
         where = somewhere(point.mask)
+        self.forwards += len(where)
         hidden, scored = self._score(
             self.active(), point.cond, point.group, point.target, where, point.routes
         )

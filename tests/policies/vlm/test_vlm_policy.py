@@ -619,3 +619,13 @@ def test_certainty_is_the_divergence_of_the_uniform_distribution_from_the_models
     ]
     silent = rollout.replace(trajectory=rollout.tokens.replace(self_certainty=None))
     assert policy_of().decode(silent)[0].self_certainty is None
+
+
+def test_forwards_are_rows_of_the_network_one_for_every_token_drawn():
+    """A budget of forwards ends a run only if they are counted."""
+    policy = policy_of()
+    with torch.no_grad():
+        rollout = policy.rollout([{"text": "how many?"}, {"text": "what is it?"}], 2, Rng.of(1))
+        assert policy.forwards == int(rollout.mask.sum()) > 4
+        policy.dist(next(iter(policy.path(rollout))))
+    assert policy.forwards == int(rollout.mask.sum()) + 4
