@@ -109,7 +109,8 @@ class References:
     def of(self, total: Tensor, groups: Groups, rollout: Rollout) -> Tensor:
         """Return the reference's mean reward [B]; count the iteration."""
         known = self._known(total, groups, rollout)
-        means = {id(values): mean_of(values) for values in known}
+        different = {id(values): values for values in known}  # prompts may repeat a text
+        means = {name: mean_of(values) for name, values in different.items()}
         return total.new_tensor([means[id(values)] for values in known])
 
     def paired(self, total: Tensor, groups: Groups, rollout: Rollout) -> Tensor:
