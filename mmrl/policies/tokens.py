@@ -133,6 +133,16 @@ class TokenPolicy(Policy):
         with at_guidance(self, guidance):
             yield
 
+    @contextmanager
+    def untempered(self) -> Iterator[None]:
+        before = self.warp
+        if before is not None:  # a family may sample without one
+            self.warp = Warp(suppressed=before.suppressed)
+        try:
+            yield
+        finally:
+            self.warp = before
+
     @torch.no_grad()
     def scored(self, rollout: Rollout) -> Rollout:
         """Record the log-probs that the policy gives to tokens which it did not sample, and the

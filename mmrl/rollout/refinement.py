@@ -3,7 +3,6 @@ guided error correction as in EDGE-GRPO."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,12 +16,12 @@ from mmrl.core.registry import STAGES
 from mmrl.core.types import Prompt, Rewards, Rollout
 from mmrl.rollout.collect import rescored
 from mmrl.rollout.past import Remembered, inserted, with_marks
-from mmrl.rollout.stages import Drawn, Sample, Setup, Stage
+from mmrl.rollout.stages import Drawn, KnowsPrompts, Sample, Setup
 from samplers.noise import Rng
 
 
 @STAGES.register("refinement")
-class Refined(Stage):
+class Refined(KnowsPrompts):
     """Puts an improved answer in groups whose best one leaves room (``train.refinement``).
 
     The policy sees its best answer and the criteria, and answers once more; what it writes is
@@ -52,13 +51,6 @@ class Refined(Stage):
                 f"the one that says what a good answer has"
             )
         return cls(options, setup)
-
-    def begin(self, iteration: int) -> None:
-        self.origins = {}
-
-    def observe(self, prompts: Sequence[Prompt], drawn: Drawn) -> None:
-        for prompt, returned in zip(prompts, drawn.rollout.prompts, strict=True):
-            self.origins[id(returned)] = prompt
 
     def groups(
         self, drawn: Drawn, iteration: int, sample: Sample

@@ -120,6 +120,19 @@ class Stage:
         """Restore a state of ``state_dict``; both are empty where a checkpoint has none."""
 
 
+class KnowsPrompts(Stage):
+    """Knows the prompts of an iteration as they stand in the data, by what the policy returned."""
+
+    origins: dict[int, Prompt]  # id of the returned prompt -> prompt of the data
+
+    def begin(self, iteration: int) -> None:
+        self.origins = {}
+
+    def observe(self, prompts: Sequence[Prompt], drawn: Drawn) -> None:
+        for prompt, returned in zip(prompts, drawn.rollout.prompts, strict=True):
+            self.origins[id(returned)] = prompt
+
+
 def stages_of(setup: Setup) -> list[Stage]:
     """Make all registered stages that the options ask for."""
     kinds = [cast(type[Stage], entry) for entry in STAGES.values()]

@@ -3,7 +3,7 @@ CHORD, LUFFY, TempSamp-R1, RLEP's pools of texts, pairs for DPO, IPO and RPO, A-
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -17,14 +17,14 @@ from mmrl.core.registry import STAGES
 from mmrl.core.types import Prompt, Rewards, Rollout
 from mmrl.data.answers import Answer, Known, of_field, of_file
 from mmrl.rollout.past import Remembered, inserted, with_marks
-from mmrl.rollout.stages import Drawn, Sample, Setup, Stage, group_sizes
+from mmrl.rollout.stages import Drawn, KnowsPrompts, Sample, Setup, group_sizes
 from samplers.noise import Rng
 
 Wanted = list[tuple[int, Prompt, Answer]]  # groups, their prompts, and answers that they get
 
 
 @STAGES.register("demonstrations")
-class Demonstrated(Stage):
+class Demonstrated(KnowsPrompts):
     """Puts answers of a file, or of a field of the prompts, in their groups
     (``train.demonstrations``).
 
@@ -57,13 +57,6 @@ class Demonstrated(Stage):
                 f"prompt of the data; key names the field of a prompt by which it is found"
             )
         return cls(options, setup, known)
-
-    def begin(self, iteration: int) -> None:
-        self.origins = {}
-
-    def observe(self, prompts: Sequence[Prompt], drawn: Drawn) -> None:
-        for prompt, returned in zip(prompts, drawn.rollout.prompts, strict=True):
-            self.origins[id(returned)] = prompt
 
     def groups(
         self, drawn: Drawn, iteration: int, sample: Sample

@@ -9,8 +9,7 @@ and in the score.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -294,15 +293,6 @@ class ImageTokenPolicy(TokenPolicy):
     def ids_of(self, pixels: Tensor) -> Tensor:
         """Encode pixels [B, 3, H, W] in -1..1 to token ids [B, T]: the inverse of ``pixels``."""
         raise self._cannot("encodes no pictures of others")
-
-    @contextmanager
-    def untempered(self) -> Iterator[None]:
-        before = self.warp
-        self.warp = Warp(suppressed=before.suppressed)
-        try:
-            yield
-        finally:
-            self.warp = before
 
     def decode(self, rollout: Rollout) -> Media:
         return torch.cat(self.images_of(rollout.sample, len(rollout)))

@@ -114,12 +114,11 @@ class VLM(Passes):
         answer. temperature, top_k, top_p: of sampling and of scoring. anneal: what the temperature
         is multiplied by, falling from token to token (EAD). adaptive_temperature: the most that it
         rises for tokens of high entropy, and falls for those of low entropy, as a share (HAPO).
-        stop: strings after which an
-        answer ends. greedy_evaluation: evaluation takes the likeliest token. budgets: what
-        images, videos and prompts may cost. coordinate_space: the space of the model's coordinates,
-        where its family's is unknown. prefix_sharing: "prefix" reads a prompt once for its whole
-        group, "none" once for every answer; "auto" is prefix where its log-probs were compared with
-        those of separate passes, or can be, and agree. dtype: of the weights. engine: what samples:
+        stop: strings after which an answer ends. greedy_evaluation: evaluation takes the likeliest
+        token. budgets: what images, videos and prompts may cost. coordinate_space: the space of the
+        model's coordinates, where its family's is unknown. prefix_sharing: "prefix" reads a prompt
+        once for its whole group, "none" once for every answer; "auto" is prefix where its log-probs
+        were compared with those of separate passes, or can be, and agree. dtype: of the weights. engine: what samples:
         "own"; "hf", transformers' generate; "continuous", its continuous batching (texts only); or
         "vllm". For all but "own" the engine's log-probs are kept beside those of the policy's own
         passes. attention: transformers' implementation; xformers: on CUDA, where rows and images
@@ -156,11 +155,6 @@ class VLM(Passes):
             temperature, top_k, top_p, self.inputs.suppressed, adaptive=adaptive_temperature
         )
         self.anneal = anneal
-        if engine in ENGINES and (anneal or adaptive_temperature):
-            raise UserError(
-                f"policy options anneal and adaptive_temperature: engine = {engine} takes one "
-                "temperature; use own or hf"
-            )
         self.ending = Ending(
             max_new_tokens,
             self.inputs.stops,
@@ -173,16 +167,7 @@ class VLM(Passes):
         self.tree = tree
         self.engine = engine
         self.refill = refill
-        if refill != "none" and (engine != "own" or prefix_sharing == "none"):
-            raise UserError(
-                "policy option refill needs engine own and prompts that are shared (not "
-                "prefix_sharing: none)"
-            )
-        if lora is not None and train is not None:
-            raise UserError(
-                "policy options lora and train exclude each other; write train: "
-                "{language: lora, ...}"
-            )
+        self._refuse_together(replay_routing, lora is not None and train is not None)
         lora = _adapters(hf, lora)
         net = SharedPrefix(hf, share=prefix_sharing != "none")
         self._pack(net, attention, remove_padding, tree is not None)
@@ -196,11 +181,6 @@ class VLM(Passes):
         self.ending = replace(self.ending, quantities=self.quantities)
         if replay_routing:
             self._replay_routing(net)
-        if tree is not None and (replay_routing or self.anneal is not None or refill != "none"):
-            raise UserError(
-                "policy option tree: leave out anneal, refill and replay_routing, which go by the "
-                "places of tokens in answers that are written in one piece"
-            )
         self.record_question_gain = record_question_gain
         self.self_score_id = None if self_score is None else token_id(self, self_score)
         self.parts = train
@@ -211,6 +191,30 @@ class VLM(Passes):
             p.requires_grad and part_of(n) != "language" for n, p in hf.named_parameters()
         )
         self.notes = (*family.unverified(), summary(self.net), *self._warnings(hf))
+
+    def _refuse_together(self, replays_routing: bool, both_trained: bool) -> None:
+        """Raise UserError for options that exclude each other; ``both_trained``: lora and train."""
+        if self.engine in ENGINES and (self.anneal or self.warp.adaptive):
+            raise UserError(
+                f"policy options anneal and adaptive_temperature: engine = {self.engine} takes one "
+                "temperature; use own or hf"
+            )
+        if self.refill != "none" and (self.engine != "own" or self.sharing == "none"):
+            raise UserError(
+                "policy option refill needs engine own and prompts that are shared (not "
+                "prefix_sharing: none)"
+            )
+        if both_trained:
+            raise UserError(
+                "policy options lora and train exclude each other; write train: "
+                "{language: lora, ...}"
+            )
+        in_pieces = replays_routing or self.anneal is not None or self.refill != "none"
+        if self.tree is not None and in_pieces:
+            raise UserError(
+                "policy option tree: leave out anneal, refill and replay_routing, which go by the "
+                "places of tokens in answers that are written in one piece"
+            )
 
     def _warnings(self, hf: Any) -> Iterator[str]:
         if self.sharing == "auto" and not shareable(hf):
@@ -362,15 +366,6 @@ class VLM(Passes):
 
     def text_of(self, ids: list[int]) -> str:
         return self.inputs.decode(ids)
-
-    @contextmanager
-    def untempered(self) -> Iterator[None]:
-        before = self.warp
-        self.warp = Warp(suppressed=before.suppressed)
-        try:
-            yield
-        finally:
-            self.warp = before
 
     def recall(self, prompts: list[Prompt]) -> tuple[list[Encoded], list[Prompt]]:
         """Encode prompts again, and return them as ``rollout`` does."""

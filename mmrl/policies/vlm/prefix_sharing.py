@@ -214,7 +214,7 @@ class SharedPrefix(nn.Module):
             raise UserError(
                 "train.gradient_checkpointing with prompts read once a group needs "
                 "transformers >= 5.20, whose layers "
-                "keep their cache; update it, or set the policy's share to none"
+                "keep their cache; update it, or set prefix_sharing: none"
             )
         if self.routing is not None:
             raise UserError(

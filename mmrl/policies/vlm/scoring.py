@@ -240,7 +240,7 @@ class Passes(TokenPolicy):
             warnings.warn(
                 f"{self.net.config.model_type}: prompts are read once for every answer, "
                 f"since sharing them is not "
-                "exact in this family; set the policy's share to none to say so yourself",
+                "exact in this family; set prefix_sharing: none to say so yourself",
                 stacklevel=2,
             )
 
