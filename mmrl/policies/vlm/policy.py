@@ -118,17 +118,17 @@ class VLM(Passes):
         token. budgets: what images, videos and prompts may cost. coordinate_space: the space of the
         model's coordinates, where its family's is unknown. prefix_sharing: "prefix" reads a prompt
         once for its whole group, "none" once for every answer; "auto" is prefix where its log-probs
-        were compared with those of separate passes, or can be, and agree. dtype: of the weights. engine: what samples:
-        "own"; "hf", transformers' generate; "continuous", its continuous batching (texts only); or
-        "vllm". For all but "own" the engine's log-probs are kept beside those of the policy's own
-        passes. attention: transformers' implementation; xformers: on CUDA, where rows and images
-        are packed, with sdpa elsewhere. remove_padding: prompts and answers are read without
-        padding, one row after another; by default with xformers, and where answers branch. tree:
-        the answers of a group share their beginnings, which are written and read once; null: each
-        by itself. lora: adapters in the language model. record_question_gain: record how much
-        likelier the question makes each token of an answer, by one more pass, for the reward
-        self_aligned. self_score: a token that answers do not need, whose log-prob behind an answer
-        is the model's own verdict, recorded by one more pass for the reward last_token.
+        were compared with those of separate passes, or can be, and agree. dtype: of the weights.
+        engine: what samples: "own"; "hf", transformers' generate; "continuous", its continuous
+        batching (texts only); or "vllm". For all but "own" the engine's log-probs are kept beside
+        those of the policy's own passes. attention: transformers' implementation; xformers: on
+        CUDA, where rows and images are packed, with sdpa elsewhere. remove_padding: prompts and
+        answers are read without padding, one row after another; by default with xformers, and where
+        answers branch. tree: the answers of a group share their beginnings, which are written and
+        read once; null: each by itself. lora: adapters in the language model. record_question_gain:
+        record how much likelier the question makes each token of an answer, by one more pass, for
+        the reward self_aligned. self_score: a token that answers do not need, whose log-prob behind
+        an answer is the model's own verdict, recorded by one more pass for the reward last_token.
         replay_routing: of models with experts, send tokens in training to those they went to in
         sampling. refill: an answer that ends makes room for the next, of all prompts that one pass
         reads: as they stand (rows), or those first whose prompt's answers were longest or shortest
