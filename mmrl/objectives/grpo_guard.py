@@ -54,7 +54,7 @@ class Guard(PolicyGradient):
         loss = self.surrogate(log_ratio, zero, self._advantage(point), point.mask)
         if self.balance:
             loss = loss / (point.time - point.transition.next_time)[:, None]
-        if self.term.active and self.kl.where == "loss":
+        if self.term.in_force() and self.kl.where == "loss":
             penalty = self._kl(policy, point, dist, log_ratio, zero)
             loss = loss + self.term.weight() * penalty
         return loss

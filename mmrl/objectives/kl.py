@@ -15,8 +15,10 @@ from mmrl.config.options import Count
 from mmrl.core.distributed import all_sum
 from mmrl.core.distributions import TINY, Dist, Gaussian
 from mmrl.core.errors import UserError
+from mmrl.core.types import Point
 from mmrl.core.weights import Weights
-from mmrl.objectives.base import Objective
+from mmrl.objectives.base import Objective, frozen
+from mmrl.policies.base import Policy
 from samplers.noise import Rng
 
 KLForm = Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "exact", "flow_grpo"]
@@ -80,6 +82,9 @@ class KL:
     (uncertainty-aware RLHF, Banerjee and Gopalan 2024). previous: share of the weight that holds
     the policy to what it was before the update of the iteration, in place of the reference: the
     KL-convex constraint of ReMix (Liang et al. 2025), (1 - previous) KL(ref) + previous KL(old).
+    ref_guidance: scale of classifier-free guidance at which the reference is read; null: that of
+    the policy. A guided reference, with a weight that goes from start to 0, hands the policy at
+    first what guidance knows (its distillation: Meng et al. 2023), then leaves it to the reward.
     """
 
     weight: Annotated[float, Ge(0)] = 0.0
@@ -99,6 +104,7 @@ class KL:
     refresh: Refresh | None = None
     uncertainty: str | None = None
     previous: Annotated[float, Ge(0), Le(1)] = 0.0
+    ref_guidance: Annotated[float, Ge(0)] | None = None
 
     def __post_init__(self) -> None:
         if self.weight < 0:
@@ -321,17 +327,27 @@ class KLTerm:
             target=chosen.target,
             rate=chosen.rate,
             refresh=chosen.refresh,
+            ref_guidance=chosen.ref_guidance,
         )
         if chosen != plain:
             raise UserError(
                 f"objective.{objective}.kl is the squared distance of velocities: it takes weight, "
-                "start, over, schedule, target, rate and refresh alone"
+                "start, over, schedule, target, rate, refresh and ref_guidance alone"
             )
         return term
+
+    def reference_at(self, policy: Policy, point: Point) -> Dist:
+        """Return the reference's distribution at a point, without gradient."""
+        scale = self.options.ref_guidance
+        return frozen(policy, self.name, point if scale is None else point.replace(guidance=scale))
 
     def weight(self) -> float:
         """Return the weight in force."""
         return self.options.at(self.iteration) * self.factor
+
+    def in_force(self) -> bool:
+        """Tell whether the term is worth its passes: not once its weight has gone to 0."""
+        return self.active and (self.weight() > 0 or self.options.target is not None)
 
     def adapt(self, iteration: int, metrics: dict[str, float]) -> None:
         """Adapt the weight after an iteration of these metrics; adds it where it is controlled."""

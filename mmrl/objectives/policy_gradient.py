@@ -196,6 +196,8 @@ class PolicyGradient(Regularised):
         yield from ((name, why) for name, why in reasons.items() if chosen[name])
         if decisions == "categorical" and self.kl.form == "flow_grpo":
             yield "kl", "the form flow_grpo is for flow models; use k3 or exact"
+        if can is not None and can.makes == "text" and self.kl.ref_guidance is not None:
+            yield "kl", "ref_guidance is for models with classifier-free guidance: leave it out"
         one_by_one = decisions == "categorical" and not getattr(can, "remaskable", False)
         if one_by_one and self.kl.whole():
             yield (
@@ -240,7 +242,7 @@ class PolicyGradient(Regularised):
         loss = loss if weight is None else loss * weight
         if self.sft is not None:
             loss = self._supervised(self.sft, loss, logp, point)
-        if self.term.active and self.kl.where == "loss":
+        if self.term.in_force() and self.kl.where == "loss":
             loss = loss + self.term.weight() * self._kl(policy, point, dist, logp, old)
         if isinstance(dist, Gaussian):
             return loss
@@ -355,7 +357,7 @@ class PolicyGradient(Regularised):
         for first in range(0, count * size, size):
             rows = rollout[first : first + size] if first < len(rollout) else rollout[:size]
             for point in policy.path(rows):
-                reference = frozen(policy, self.term.name, point)
+                reference = self.term.reference_at(policy, point)
                 gap = point.recorded - reference.log_prob(point.target)
                 if first < len(rollout):
                     divergence[first : first + size] += row_sum(gap, point.mask)[:, 0]
@@ -422,10 +424,11 @@ class PolicyGradient(Regularised):
         return weight
 
     def _kl(self, policy: Policy, point: Point, dist: Dist, logp: Tensor, old: Tensor) -> Tensor:
-        kl = self._far(policy, self.term.name, point, dist, logp)
+        reference = self.term.reference_at(policy, point)
+        kl = self._far(reference, point, dist, logp)
         observe("kl", kl, point.sampled_mask())
         if self.kl.previous:
-            gone = self._far(policy, "old", point, dist, logp)
+            gone = self._far(frozen(policy, "old", point), point, dist, logp)
             observe("kl_old", gone, point.sampled_mask())
             kl = torch.lerp(kl, gone, self.kl.previous)
         if self.kl.form == "flow_grpo":
@@ -438,9 +441,8 @@ class PolicyGradient(Regularised):
         # the gradient of the other estimators is whole already
         return kl * (ratio if self.kl.divergence == "reverse" else ratio.detach())
 
-    def _far(self, policy: Policy, name: str, point: Point, dist: Dist, logp: Tensor) -> Tensor:
-        """Return [B, L]: the divergence from a snapshot."""
-        reference = frozen(policy, name, point)
+    def _far(self, reference: Dist, point: Point, dist: Dist, logp: Tensor) -> Tensor:
+        """Return [B, L]: the divergence from a snapshot's distribution."""
         ref = torch.where(point.mask, reference.log_prob(point.target), 0.0)
         if self.kl.reweigh is not None:
             ref = ref + torch.where(point.mask, self._advantage(point) / self.kl.reweigh, 0.0)

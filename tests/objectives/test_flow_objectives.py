@@ -13,7 +13,19 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import WINDOWS
 from mmrl.core.types import Point, Rewards, SamplerState
 from mmrl.core.weights import Weights
-from mmrl.objectives import CRD, D3PO, FPO, AdjointMatching, DiffusionDPO, Draft, SePPO
+from mmrl.objectives import (
+    AWM,
+    CRD,
+    D3PO,
+    FPO,
+    NFT,
+    AdjointMatching,
+    DiffusionDPO,
+    Draft,
+    PolicyGradient,
+    SePPO,
+)
+from mmrl.objectives.kl import KL
 from mmrl.objectives.reward_gradient import DIVERGENCES
 from mmrl.run import state
 from mmrl.run.build import read
@@ -452,6 +464,57 @@ def test_crds_reference_has_a_guidance_of_its_own():
             policy, point
         )
         torch.testing.assert_close(extra, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["awm", "nft", "policy_gradient"])
+def test_a_guided_reference_is_the_bases_own_guidance(name):
+    """The distance is of the plain prediction to the guided one, v_u + w (v_c - v_u)."""
+    scale = 2.5
+    choices = {
+        "awm": lambda kl: AWM(kl=kl, num_noise_draws=1),
+        "nft": lambda kl: NFT(kl=kl, num_noise_draws=1),
+        "policy_gradient": lambda kl: PolicyGradient(kl=kl),
+    }[name]
+    guided = choices(KL(weight=0.5, ref_guidance=scale))
+    policy, rollout = setting(guided, moved=0.05)
+    policy.weights.keep("old")
+    for point in guided.points(policy, rollout, Rng.of("points")):
+        extra = guided.loss(policy, point) - choices(KL()).loss(policy, point)
+        with policy.weights.using("ref"), torch.no_grad():
+            conditional, empty = policy._velocities(point, guided=True)
+        blended = empty + scale * (conditional - empty)
+        dist = policy.dist(point)
+        if name == "policy_gradient":
+            step = point.transition
+            mean, std = policy.sde_type(
+                point.state, blended, step.time, step.next_time, step.noise_level
+            )
+            distance = dist.kl(Gaussian(mean, std, policy.logprob_reduction))
+        else:
+            distance = (dist.mean - blended).square().flatten(1).mean(1, keepdim=True)
+        torch.testing.assert_close(extra, 0.5 * distance, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("objective", [AWM, NFT, CRD, PolicyGradient])
+def test_a_reference_whose_weight_has_gone_costs_no_passes(objective):
+    term = objective(kl=KL(weight=0.0, start=1.0, over=2))
+    policy, rollout = setting(term)
+    spent = []
+    for iteration in range(4):
+        before = policy.forwards
+        for point in term.points(policy, rollout, Rng.of("points")):
+            term.loss(policy, point)
+        spent.append(policy.forwards - before)
+        term.adapt(iteration, {})
+    assert spent[0] == spent[1] > spent[2] == spent[3]
+
+
+def test_guidance_without_an_empty_prompt_is_refused():
+    policy, rollout = setting(CRD())
+    (point,) = CRD(num_noise_draws=1).points(policy, rollout, Rng.of("points"))
+    bare = point.replace(cond={k: v for k, v in point.cond.items() if k != "uncond"})
+    with pytest.raises(UserError, match="guidance needs the policy's option empty"):
+        CRD(kl=1.0, ref_guidance=2.0).loss(policy, bare)
 
 
 def test_the_shipped_adjoint_matching_takes_the_rewards_gradient_at_a_clean_sample():

@@ -12,6 +12,7 @@ from annotated_types import Ge
 from torch import Tensor
 
 from mmrl.config.options import Count
+from mmrl.core.distributions import Dist
 from mmrl.core.metrics import observe
 from mmrl.core.registry import OBJECTIVES, TIMES
 from mmrl.core.types import Point, Rollout
@@ -92,10 +93,17 @@ class AWM(Regularised):
         advantage = point.advantage.clamp(-self.advantage_clip, self.advantage_clip)
         loss = self.surrogate(new, before, advantage, point.mask)
         loss = loss.to(torch.promote_types(advantage.dtype, torch.float32))
-        weights = {self.term.name: self.term.weight(), "ema": self.ema_kl}
-        for name, metric in ((self.term.name, "kl"), ("ema", "kl_ema")):
-            if name in self.snapshots:
-                distance = mean_square(velocity(dist) - velocity(frozen(policy, name, point)))
-                observe(metric, distance, point.mask)
-                loss = loss + weights[name] * distance
+        if self.term.in_force():
+            loss = loss + self.term.weight() * self._distance(
+                "kl", dist, point, self.term.reference_at(policy, point)
+            )
+        if self.ema_kl:
+            loss = loss + self.ema_kl * self._distance(
+                "kl_ema", dist, point, frozen(policy, "ema", point)
+            )
         return loss
+
+    def _distance(self, metric: str, dist: Dist, point: Point, other: Dist) -> Tensor:
+        distance = mean_square(velocity(dist) - velocity(other))
+        observe(metric, distance, point.mask)
+        return distance

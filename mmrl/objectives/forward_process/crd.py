@@ -140,7 +140,7 @@ class CRD(Regularised):
         columns = zip(centred.optimality.split(1, 1), centred.implicit_mean.split(1, 1))
         each = [self._fit(self.beta * (implicit - mean), target) for target, mean in columns]
         loss = torch.stack(each).mean(0) * self.advantage_clip / self.beta
-        if not self.term.active:
+        if not self.term.in_force():
             return loss
         distance = mean_square(
             v - velocity(frozen(policy, self.term.name, point.replace(guidance=self.ref_guidance)))

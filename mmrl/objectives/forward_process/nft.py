@@ -75,9 +75,9 @@ class NFT(Regularised):
         fit = optimality * _error(point, good) + (1 - optimality) * _error(point, bad)
         observe("nft/moved", mean_square(v - old), point.mask)
         loss = self.advantage_clip * fit / self.beta
-        if not self.term.active:
+        if not self.term.in_force():
             return loss
-        distance = mean_square(v - velocity(frozen(policy, self.term.name, point)))
+        distance = mean_square(v - velocity(self.term.reference_at(policy, point)))
         observe("kl", distance, point.mask)
         return loss + self.term.weight() * distance
 

@@ -546,6 +546,10 @@ class FlowPolicy(Policy):
         if not guided:
             v = self._pass(x, t, cond)
             return v, v
+        if "uncond" not in point.cond:
+            raise UserError(
+                "guidance needs the policy's option empty, the value of field for no prompt"
+            )
         empty = self.unconditional(cond, point.cond)
         if self.logprob_guidance == "guided_stopgrad_uncond":
             with torch.no_grad():
