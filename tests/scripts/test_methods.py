@@ -11,7 +11,7 @@ PAGES = methods.pages()
 
 
 def test_every_page_is_there_and_up_to_date():
-    known = {path.name: path.read_text(encoding="utf-8") for path in methods.FOLDER.glob("*.md")}
+    known = {path.name: path.read_text(encoding="utf-8") for path in methods.FOLDER.iterdir()}
     assert set(known) == set(PAGES)
     stale = [name for name, text in PAGES.items() if known[name] != text]
     assert not stale, f"run python scripts/methods.py: {stale}"
@@ -37,3 +37,23 @@ def test_presets_and_configurations_are_listed():
     assert "`trl/gspo`" in gspo and "| `clip_low` |" in gspo
     nft = PAGES["forward_process.md"].partition("## `nft`")[2].partition("\n## ")[0]
     assert "`digits/nft`" in nft and "flow and diffusion models" in nft
+
+
+def test_what_was_measured_stands_with_the_method_that_differs():
+    """GSPO was compared with PPO's clip on image tokens: that tells something of GSPO, nothing of
+    the objective, which both have."""
+    gspo = PAGES["surrogates.md"].partition("## `gspo`")[2].partition("\n## ")[0]
+    assert "- measured: [GSPO against GRPO](../results/compare_image_tokens.md): " in gspo
+    assert (
+        "](surrogates.svg)" in PAGES["surrogates.md"] and "GSPO against" in PAGES["surrogates.svg"]
+    )
+    plain = PAGES["policy_gradients.md"].partition("## `policy_gradient`")[2].partition("\n## ")[0]
+    assert "measured" not in plain
+    # AWM samples without noise, Flow-GRPO with: the objective differs, so nothing is said of steps
+    assert "AWM" in PAGES["forward_process.svg"] and "sde_types.svg" not in PAGES
+
+
+def test_a_figure_shows_intervals_around_zero():
+    rows = [row for row in methods.measured.comparisons() if row.page == "compare_best.md"]
+    text = methods.measured.figure(rows)
+    assert text.count("<circle") == len(rows) > 1 and "mmrl/best against Flow-GRPO" in text
