@@ -28,7 +28,7 @@ class Guard(PolicyGradient):
     """
 
     needs = "gaussian"
-    not_options = ("surrogate", "timestep_weighting", *OF_TOKENS)
+    not_options = ("surrogate", "timestep_weighting", "importance_sampling", *OF_TOKENS)
 
     def __init__(
         self,

@@ -63,8 +63,9 @@ class HAPO(PolicyGradient):
 
     def policy_loss(self, logp: Tensor, old: Tensor, point: Point) -> Tensor:
         h = self._places(point)
-        low = self.clip_low * (1 - self.clip_strength * h.clamp(max=0))
-        high = self.clip_high * (1 + self.clip_strength * h.clamp(min=0))
+        scale = self._clip_scale(point)
+        low = scale * self.clip_low * (1 - self.clip_strength * h.clamp(max=0))
+        high = scale * self.clip_high * (1 + self.clip_strength * h.clamp(min=0))
         ratio = (logp - old).exp()
         near = (ratio > 1 - low / 2) & (ratio < 1 + high / 2)
         factor = torch.where(near == (h > 0), 1.0, 1 + self.advantage_strength * h)

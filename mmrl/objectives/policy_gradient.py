@@ -203,10 +203,17 @@ class PolicyGradient(Regularised):
                 f"the divergence {self.kl.divergence} is not exact over tokens that are scored "
                 "one by one; use forward or chi2 without a form, or reverse",
             )
+        sampling = self.importance_sampling
+        if sampling is not None and sampling.clip == "additive" and not self.clips_as_ppo():
+            yield "importance_sampling", "clip: additive is of the surrogate ppo: choose it"
         if self.sft is not None and (self._in_parts(policy) or self.top_entropy < 1):
             yield "sft", "it needs a loss of single decisions: choose ppo without top_entropy"
         if self._in_parts(policy) and self.couples(policy) != "rows":
             yield "surrogate", f"it {WHOLE}"
+
+    def clips_as_ppo(self) -> bool:
+        """Tell whether the clip is PPO's, which may be as wide as the decision's weight says."""
+        return getattr(self.surrogate, "func", self.surrogate) is ppo
 
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
         if why := unsuited(type(self), policy):
@@ -252,13 +259,14 @@ class PolicyGradient(Regularised):
 
     def policy_loss(self, logp: Tensor, old: Tensor, point: Point) -> Tensor:
         """Return [B, L]: the surrogate, or its tangent where ``couple`` took it over whole rows."""
+        surrogate = self._clipping(point)
         if isinstance(point.coupling, Tangent):
             stopped = (point.coupling.slope == 0) & (point.advantage != 0)
             loss = point.coupling.value + point.coupling.slope * (logp - logp.detach())
         else:
             credit = self._credit(point)
-            stopped = without_slope(self.surrogate, logp, old, credit, point.mask)
-            loss = summed(self.surrogate, logp, old, credit, point.mask)
+            stopped = without_slope(surrogate, logp, old, credit, point.mask)
+            loss = summed(surrogate, logp, old, credit, point.mask)
         self._watch((logp - old).exp(), stopped.double(), point)
         return loss * point.coupling.weight if isinstance(point.coupling, TokenWeights) else loss
 
@@ -407,6 +415,21 @@ class PolicyGradient(Regularised):
     def _advantage(self, point: Point) -> Tensor:
         return self._bounded(point.advantage)
 
+    def _clip_scale(self, point: Point) -> Tensor | float:
+        """Return how much wider than 1 the sampling policy's share makes the clip of the ratio."""
+        sampling = self.importance_sampling
+        if sampling is None or sampling.clip == "multiplicative":
+            return 1.0
+        return 1 / sampling.weight(point)
+
+    def _clipping(self, point: Point) -> Surrogate:
+        """Return the surrogate with the clip of these decisions."""
+        scale = self._clip_scale(point)
+        if isinstance(scale, float):
+            return self.surrogate
+        low, high = self.clip_bounds
+        return partial(self.surrogate, clip_low=low * scale, clip_high=high * scale)
+
     def _credit(self, point: Point) -> Tensor:
         """Return the advantage, or its parts, whose losses are summed."""
         return self._bounded(point.credit())
@@ -472,7 +495,8 @@ class PolicyGradient(Regularised):
         if is_replayed is not None:
             observe("reuse/ratio", ratio, point.mask & is_replayed[:, None])
         advantage = point.advantage.expand_as(ratio)
-        beyond = stopped if self.clip_range is None else outside(ratio, *self.clip_bounds).double()
+        stated = self.clip_range is not None and isinstance(self._clip_scale(point), float)
+        beyond = outside(ratio, *self.clip_bounds).double() if stated else stopped
         observe("clip_fraction", beyond, point.sampled_mask())
         observe("clip/high", stopped * (advantage > 0), point.sampled_mask())
         observe("clip/low", stopped * (advantage < 0), point.sampled_mask())
