@@ -427,8 +427,9 @@ class PolicyGradient(Regularised):
         scale = self._clip_scale(point)
         if isinstance(scale, float):
             return self.surrogate
-        low, high = self.clip_bounds
-        return partial(self.surrogate, clip_low=low * scale, clip_high=high * scale)
+        bounds = zip(("clip_low", "clip_high"), self.clip_bounds, strict=True)
+        wider: dict[str, Any] = {name: bound * scale for name, bound in bounds}
+        return partial(self.surrogate, **wider)
 
     def _credit(self, point: Point) -> Tensor:
         """Return the advantage, or its parts, whose losses are summed."""
