@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import torch
@@ -97,15 +97,19 @@ class Hypervolume:
 
     Dynamic reward weighting, hypervolume-guided (Lu et al. 2025): R = (0.5 + 1.5 tanh(dV)) sum_i
     w_i r_i, where dV is by how much the means (m_1 ... m_n) of this iteration, over all processes,
-    enlarge the volume that earlier points dominate above ``reference``. The paper takes the means
-    of validation; those of the samples that are trained on stand for them here (our reading). The
-    front is saved in checkpoints. An advantage that divides by the std of a group takes the factor
-    off again: use one that does not, such as ``dr_grpo``.
+    enlarge the volume that earlier points dominate above ``reference``. With ``measured:
+    validation``, the paper's way, the means are those of the evaluation, before training and after
+    every ``train.evaluate_every`` iterations on the development half of the held-out prompts, and
+    dV stays until the next; with ``training`` those of the samples that are trained on, which costs
+    nothing. The front is saved in checkpoints. An advantage that divides by the std of a group
+    takes the factor off again: use one that does not, such as ``dr_grpo``.
 
     Args:
         of: the rewards, all of them the higher the better, on scales of about 0..1.
         weights: of the sum; None: 1 each.
-        reference: the point from which volumes are measured, at or below the worst means; None: 0.
+        reference: the point from which volumes are measured, at or below the worst means; None: 0,
+            or with ``validation`` the means before training.
+        measured: on what the means are taken.
     """
 
     def __init__(
@@ -113,18 +117,24 @@ class Hypervolume:
         of: list[Part],
         weights: list[float] | None = None,
         reference: list[float] | None = None,
+        measured: Literal["training", "validation"] = "training",
     ):
         self.of = list(of)
         self.weights = [1.0] * len(of) if weights is None else list(weights)
-        self.reference = (0.0,) * len(of) if reference is None else tuple(reference)
-        if len(of) < 2 or {len(self.weights), len(self.reference)} != {len(of)}:
+        self.measured = measured
+        self.reference: Point | None = None if reference is None else tuple(reference)
+        if reference is None and measured == "training":
+            self.reference = (0.0,) * len(of)
+        lengths = {len(self.weights), len(of if reference is None else reference)}
+        if len(of) < 2 or lengths != {len(of)}:
             raise UserError(
                 f"hypervolume has {len(of)} rewards in `of`, {len(self.weights)} weights and "
-                f"{len(self.reference)} numbers in `reference`: one each, of at least two rewards"
+                f"{len(reference or of)} numbers in `reference`: one each, of at least two rewards"
             )
         self.card = merged(self.of, of="batch")
         self.front: list[Point] = []
         self.latest: Point | None = None
+        self.gain = 0.0  # dV of the last evaluation
 
     def __call__(
         self,
@@ -145,17 +155,34 @@ class Hypervolume:
         return self.factor() * weighted_sum(self.weights, scores)
 
     def factor(self) -> float:
-        """Return 0.5 to 2 for the last call; one without a value for some reward adds nothing."""
-        if self.latest is None:
-            return 0.5
+        """Return 0.5 to 2 for the last call, or for the last evaluation."""
+        gain = self.gain if self.measured == "validation" else self._enlarged()
+        return 0.5 + 1.5 * math.tanh(gain)
+
+    def _enlarged(self) -> float:
+        """Return by how much the last call's means enlarge the volume; without a value for some
+        reward they add nothing."""
+        if self.latest is None or self.reference is None:
+            return 0.0
         before = hypervolume(self.front, self.reference)
-        gain = hypervolume([*self.front, self.latest], self.reference) - before
-        return 0.5 + 1.5 * math.tanh(max(gain, 0.0))
+        return max(hypervolume([*self.front, self.latest], self.reference) - before, 0.0)
 
     def remember(self) -> None:
         """Keep the means of the last call, which was one of training, if none dominates them."""
-        point = self.latest
+        if self.measured == "training":
+            self._keep()
         self.latest = None
+
+    def validated(self) -> None:
+        """Take the means of the last call, which was an evaluation, if they count."""
+        if self.measured == "validation":
+            self.reference = self.latest if self.reference is None else self.reference
+            self.gain = self._enlarged()
+            self._keep()
+        self.latest = None
+
+    def _keep(self) -> None:
+        point = self.latest
         if point is None or any(covers(earlier, point) for earlier in self.front):
             return
         self.front = [earlier for earlier in self.front if not covers(point, earlier)] + [point]
@@ -164,10 +191,20 @@ class Hypervolume:
         return counters_of({str(i): part for i, part in enumerate(self.of)})
 
     def state_dict(self) -> dict[str, Any]:
-        return {"front": [list(point) for point in self.front]}
+        reference = None if self.reference is None else list(self.reference)
+        front = [list(point) for point in self.front]
+        return {"front": front, "reference": reference, "gain": self.gain}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.front = [tuple(point) for point in state["front"]]
+        self.gain = float(state.get("gain", 0.0))
+        if state.get("reference") is not None:
+            self.reference = tuple(state["reference"])
+
+    @staticmethod
+    def validates(options: Mapping[str, Any]) -> bool:
+        """Tell whether a reward with these options is measured in evaluations."""
+        return options.get("measured") == "validation"
 
 
 def weighted_sum(weights: Sequence[float], scores: Sequence[Tensor]) -> Tensor:

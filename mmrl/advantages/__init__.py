@@ -13,18 +13,19 @@ from mmrl.advantages.memory import capture, restore
 from mmrl.advantages.online import MaxMin, Running
 from mmrl.advantages.pivot import BRPO
 from mmrl.advantages.presets import dance_grpo, dr_grpo, flow_grpo, gdpo, grpo, rloo
-from mmrl.advantages.process import process
+from mmrl.advantages.process import parts_of, process
 from mmrl.advantages.risk import RiskPO
 from mmrl.advantages.sequence_level import gpg, opo, pass_at_k, reinforce, reinforce_pp
 from mmrl.advantages.shaping import focal, ngrpo, pairs, soft, temporal
 from mmrl.advantages.strata import strata
 from mmrl.advantages.summary import outcomes, statistics
 from mmrl.advantages.tree_mean import tree_grpo, tree_mean
-from mmrl.advantages.weighted import asymre, bnpo, copo, drpo, grpo_lead, mapo, noise_aware
+from mmrl.advantages.weighted import COPO, asymre, bnpo, drpo, grpo_lead, mapo, noise_aware
 
 __all__ = [
     "AAPO",
     "BRPO",
+    "COPO",
     "Branch",
     "DDPO",
     "GCPO",
@@ -39,7 +40,6 @@ __all__ = [
     "all_samples",
     "by_edge",
     "capture",
-    "copo",
     "dance_grpo",
     "dr_grpo",
     "drpo",
@@ -59,6 +59,7 @@ __all__ = [
     "opo",
     "outcomes",
     "pairs",
+    "parts_of",
     "pass_at_k",
     "process",
     "recorded",

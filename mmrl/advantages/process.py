@@ -12,7 +12,7 @@ from mmrl.advantages.groups import Groups, finished, measured, named
 from mmrl.advantages.normalise import whiten
 from mmrl.core.errors import UserError
 from mmrl.core.registry import ADVANTAGES
-from mmrl.core.types import Rewards, Rollout
+from mmrl.core.types import Advantage, Rewards, Rollout
 
 
 def by_step(advantage: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -38,6 +38,13 @@ def by_step(advantage: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return torch.cat([advantage(column, rollout, **options) for column in columns], 1)
 
     return each
+
+
+def parts_of(advantage: Advantage, rewards: Rewards, rollout: Rollout) -> Tensor:
+    """Return [B, 1 or K, N]: the advantages whose losses are summed, those that the method
+    ``parts`` of an advantage gives, or the advantage alone."""
+    parts: Callable[..., Tensor] | None = getattr(advantage, "parts", None)
+    return advantage(rewards, rollout)[..., None] if parts is None else parts(rewards, rollout)
 
 
 def has_steps(rewards: Rewards) -> bool:

@@ -222,44 +222,62 @@ def asymre(rewards: Rewards | Tensor, rollout: Rollout, *, shift: float = -0.1) 
 
 
 @ADVANTAGES.register("copo")
-@by_step
-def copo(
-    rewards: Rewards | Tensor,
-    rollout: Rollout,
-    *,
-    base: Underneath = grpo,
-    frequency: str | None = None,
-    width: Annotated[float, Ge(0)] = 0.0,
-    center: float = 0.35,
-    sharpness: float = 3.0,
-    eps: Annotated[float, Gt(0)] = 1e-4,
-) -> Tensor:
+class COPO:
     """Compare groups of one outcome with the other prompts, mixed groups inside (COPO).
 
-    Han et al. 2025, "COPO: Consistency-aware policy optimization". w A + (1 - w) (mean of the group
-    - mean of the groups) / (their std + eps), w = 1 / (1 + exp(-sharpness (H - center))), where H,
-    nats, is the entropy of the outcomes in the group. frequency: a reward, a watched one too,
-    that is the share of the group with the same answer, such as answer_frequency: outcomes are
-    answers (the paper), those without one are an outcome of their own. null, for images, which have
-    no answer to compare: an outcome is a reward, rounded to multiples of ``width`` (0: equal ones
-    only; our reading). The two parts are mixed as advantages, the paper's are as losses: the same
-    where no ratio is clipped. center is half of the most that two outcomes have (our reading).
-    base: of A.
+    Han et al. 2025, "COPO: Consistency-aware policy optimization". The loss is w loss(A) + (1 - w)
+    loss(A'), each with its own clip of the ratio, A' = (mean of the group - mean of the groups) /
+    (their std + eps), w = 1 / (1 + exp(-sharpness (H - center))), where H, nats, is the entropy of
+    the outcomes in the group. frequency: a reward, a watched one too, that is the share of the
+    group with the same answer, such as answer_frequency: outcomes are answers (the paper), those
+    without one are an outcome of their own. null, for images, which have no answer to compare: an
+    outcome is a reward, rounded to multiples of ``width`` (0: equal ones only; our reading). Losses
+    without a ratio, and advantages that have this as base, see w A + (1 - w) A'. center is half of
+    the most that two outcomes have (our reading). base: of A.
     """
-    double, groups = measured(rewards, rollout)
-    total = double.total()
-    means = groups.mean(total)
-    mean, variance = moments(means, groups.size() > 0)
-    differ = variance > TINY**2 * (1 + mean**2)  # the means of equal numbers may round apart
-    apart = torch.where(differ, (means - mean) / (variance.sqrt() + eps), 0.0)
-    if frequency is not None:
-        entropy = _answer_entropy(quantity(frequency, rewards, rollout).to(total), groups)
-    else:
-        entropy = _outcome_entropy((total / width).round() if width else total, groups)
-    local = torch.sigmoid(sharpness * (entropy - center))
-    mixed = local[groups.index][:, None] * base(rewards, rollout)
-    mixed = mixed + ((1 - local) * apart)[groups.index][:, None]
-    return finished(mixed, rewards, groups.present[:, None])
+
+    def __init__(
+        self,
+        base: Underneath = grpo,
+        frequency: str | None = None,
+        width: Annotated[float, Ge(0)] = 0.0,
+        center: float = 0.35,
+        sharpness: float = 3.0,
+        eps: Annotated[float, Gt(0)] = 1e-4,
+    ):
+        self.base = base
+        self.frequency = frequency
+        self.width = width
+        self.center = center
+        self.sharpness = sharpness
+        self.eps = eps
+
+    def __call__(self, rewards: Rewards | Tensor, rollout: Rollout) -> Tensor:
+        return self.parts(rewards, rollout).sum(-1)
+
+    def parts(self, rewards: Rewards | Tensor, rollout: Rollout) -> Tensor:
+        """Return [B, 1 or K, 2]: w A and (1 - w) A', whose losses are summed."""
+        return by_step(self._parts)(rewards, rollout)
+
+    def _parts(self, rewards: Rewards, rollout: Rollout) -> Tensor:
+        double, groups = measured(rewards, rollout)
+        total = double.total()
+        means = groups.mean(total)
+        mean, variance = moments(means, groups.size() > 0)
+        differ = variance > TINY**2 * (1 + mean**2)  # the means of equal numbers may round apart
+        apart = torch.where(differ, (means - mean) / (variance.sqrt() + self.eps), 0.0)
+        if self.frequency is not None:
+            share = quantity(self.frequency, rewards, rollout).to(total)
+            entropy = _answer_entropy(share, groups)
+        else:
+            entropy = _outcome_entropy(
+                (total / self.width).round() if self.width else total, groups
+            )
+        local = torch.sigmoid(self.sharpness * (entropy - self.center))
+        within = local[groups.index][:, None] * self.base(rewards, rollout)
+        across = ((1 - local) * apart)[groups.index][:, None].to(within).expand_as(within)
+        parts = torch.stack([within, across], -1)
+        return finished(parts, rewards, groups.present[:, None, None])
 
 
 def _answer_entropy(share: Tensor, groups: Groups) -> Tensor:

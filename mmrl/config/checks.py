@@ -82,11 +82,13 @@ def check(
         problems += [config.place(("preset",)).say(why)] if why else []
     named = {section: resolved.entry for section, resolved in entries.items()}
     trained = _rewards(config, config["reward"], ("reward",), problems, named)
+    sections: dict[str, Any] = {}
     for section, cls in (dataclasses or plain_sections()).items():
         options = resolve_call(
             cls, config.plain.get(section) or {}, config.place((section,)), problems
         )
         built = None if options is BAD else _try(problems, construct, options)
+        sections[section] = built
         if isinstance(built, TrainOptions):
             problems += _unfit_sizes(config, built, entries, objective, processes)
             unfit = [*unweighable(built, trained, named.get("objective"))]
@@ -94,6 +96,7 @@ def check(
             problems += [f"{config.where(line.partition(':')[0])}: {line}" for line in unfit]
         if isinstance(built, EvaluateOptions) and built.reward:
             _rewards(config, built.reward, (section, "reward"), problems, named)
+    problems += _unvalidated(config, sections.get("train"), sections.get("evaluate"))
     for name in ("run", "start"):
         convert(config.plain.get(name), str | None, config.place((name,)), problems)
     raise_all(problems)
@@ -245,6 +248,22 @@ def _rewards(
         (place / name).say(f"reward {name!r} cannot be used: {why}") for name, why in unfit
     ]
     return sum(bool(entry.weight) for entry in weighted.values())
+
+
+def _unvalidated(config: Config, train: Any, evaluation: Any) -> Iterator[str]:
+    """Find rewards that are guided by evaluations which the run does not make."""
+    place = config.place(("reward",))
+    for name, weighted in resolve_rewards(config["reward"], REWARDS, place, []).items():
+        validates = getattr(weighted.reward.entry, "validates", None)
+        if validates is None or not validates(weighted.reward.options):
+            continue
+        every = getattr(train, "evaluate_every", 1)
+        split = getattr(evaluation, "split", "development")
+        if not every or split != "development":
+            yield (place / name).say(
+                f"reward {name!r} is measured on validation prompts: set train.evaluate_every, "
+                f"and evaluate.split=development, so that no number is reported of them"
+            )
 
 
 def _holds(value: Any) -> bool:

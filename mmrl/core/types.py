@@ -229,6 +229,8 @@ class Rollout(Rows):
     divergence: Tensor | None = None
     mask: Tensor  # [B, K] bool: the only gate; False is never trained on
     advantage: Tensor | None = None  # [B, 1] or [B, K]; None: not yet compared
+    # [B, 1 or K, N] advantages whose losses are summed, of sum ``advantage``; None: it alone
+    advantage_parts: Tensor | None = None
     trajectory: LatentPath | TokenOrder | None = None  # how the sample came about
     provenance: Provenance = Provenance()
     # [B, K] long, trees: name of the edge, shared by the rows that share it
@@ -251,6 +253,10 @@ class Rollout(Rows):
     def advantages(self) -> Tensor:
         """Return ``advantage``, [B, 1] or [B, K]; 0 before the rewards are compared."""
         return torch.zeros_like(self.logprob[:, :1]) if self.advantage is None else self.advantage
+
+    def parts(self, pick: Callable[[Tensor], Tensor]) -> Tensor | None:
+        """Return what ``pick`` takes of ``advantage_parts``, as it does of the advantages."""
+        return None if self.advantage_parts is None else pick(self.advantage_parts)
 
     def entropies(self) -> Tensor:
         """Return ``entropy`` [B, K]; UserError where the policy does not record it."""
@@ -373,6 +379,8 @@ class Point(Query):
 
     target: Tensor  # [B, *] the decision: next latents, velocity, or token ids
     advantage: Tensor  # [B, 1] or [B, L]
+    # [B, 1 or L, N] advantages whose losses are summed; None: ``advantage`` alone
+    advantage_parts: Tensor | None = None
     num_decisions: Tensor  # [B] decisions of the row that are trained on, over all its points
     logprob: Tensor | None = None  # [B, L] recorded at sampling; None for a re-noised state
     entropy: Tensor | None = None  # [B, L] recorded at sampling, nats; None: not recorded
@@ -398,6 +406,11 @@ class Point(Query):
     def coupled(self, kind: type[Part]) -> Part:
         """Read ``coupling``, which is a ``kind``; TypeError before ``Objective.couple``."""
         return _of_kind(self.coupling, kind, "point")
+
+    def credit(self) -> Tensor:
+        """Return what a surrogate is summed over: the parts of the advantage, [B, 1 or L, N], or
+        the advantage where it has none."""
+        return self.advantage if self.advantage_parts is None else self.advantage_parts
 
     def sampled_mask(self) -> Tensor:
         """Return ``mask`` [B, L] of rows the policy sampled just now, for metrics."""

@@ -13,7 +13,7 @@ from mmrl.core.registry import OBJECTIVES
 from mmrl.core.types import Point
 from mmrl.objectives.base import frozen
 from mmrl.objectives.policy_gradient import OF_TOKENS, PolicyGradient
-from mmrl.objectives.surrogates import outside
+from mmrl.objectives.surrogates import outside, summed
 from mmrl.policies.base import Policy
 
 
@@ -28,7 +28,7 @@ class Guard(PolicyGradient):
     """
 
     needs = "gaussian"
-    not_options = ("surrogate", "timestep_weighting", *OF_TOKENS)
+    not_options = ("surrogate", "timestep_weighting", "importance_sampling", *OF_TOKENS)
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Guard(PolicyGradient):
         observe("ratio", ratio, point.mask)
         observe("clip_fraction", outside(ratio, *self.clip_bounds).double(), point.mask)
         zero = torch.zeros_like(log_ratio)
-        loss = self.surrogate(log_ratio, zero, self._advantage(point), point.mask)
+        loss = summed(self.surrogate, log_ratio, zero, self._credit(point), point.mask)
         if self.balance:
             loss = loss / (point.time - point.transition.next_time)[:, None]
         if self.term.in_force() and self.kl.where == "loss":

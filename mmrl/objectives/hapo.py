@@ -13,6 +13,7 @@ from mmrl.core.decisions import entropy_scale
 from mmrl.core.registry import OBJECTIVES
 from mmrl.core.types import Point, Rewards, Rollout
 from mmrl.objectives.policy_gradient import OF_STEPS, PolicyGradient
+from mmrl.objectives.surrogates import summed
 from mmrl.policies.base import Policy
 from samplers.warp import EntropyScale
 
@@ -62,15 +63,19 @@ class HAPO(PolicyGradient):
 
     def policy_loss(self, logp: Tensor, old: Tensor, point: Point) -> Tensor:
         h = self._places(point)
-        low = self.clip_low * (1 - self.clip_strength * h.clamp(max=0))
-        high = self.clip_high * (1 + self.clip_strength * h.clamp(min=0))
+        scale = self._clip_scale(point)
+        low = scale * self.clip_low * (1 - self.clip_strength * h.clamp(max=0))
+        high = scale * self.clip_high * (1 + self.clip_strength * h.clamp(min=0))
         ratio = (logp - old).exp()
         near = (ratio > 1 - low / 2) & (ratio < 1 + high / 2)
-        plain = self._advantage(point)
-        moved = plain * (1 + self.advantage_strength * h)
-        advantage = torch.where(near == (h > 0), plain, moved)
+        factor = torch.where(near == (h > 0), 1.0, 1 + self.advantage_strength * h)
+        advantage = self._advantage(point) * factor
         bounded = torch.minimum(torch.maximum(ratio, 1 - low), 1 + high)
-        loss = torch.maximum(-advantage * ratio, -advantage * bounded)
+
+        def clipped(logp: Tensor, old: Tensor, plain: Tensor, mask: Tensor) -> Tensor:
+            return torch.maximum(-plain * factor * ratio, -plain * factor * bounded)
+
+        loss = summed(clipped, logp, old, self._credit(point), point.mask)
         stopped = (advantage > 0) & (ratio > 1 + high) | (advantage < 0) & (ratio < 1 - low)
         self._watch(ratio, stopped.double(), point)
         return loss

@@ -27,6 +27,7 @@ Positive = Annotated[float, Gt(0)]
 # verl's bounds: of the log-ratio, and of k3
 FAR = 20.0
 MOST = 10.0
+LEFT = 0.01  # of a decaying schedule, before it ends
 STEP = 0.2  # the largest relative error of a KL that its controller follows (Ziegler et al. 2019)
 
 
@@ -73,15 +74,17 @@ class KL:
     reweigh: the reference of a forward KL counts as ref e^(A / reweigh) at every decision (RAPO's
     reweighted reference, our reading).
 
-    start, over: the weight goes from start to weight in so many iterations, on the line or the
-    half cosine that ``schedule`` says (dynamic KL, GRPO-D of OThink-MR1, whose schedule is its
-    own). target: the KL a decision (of ``where: reward``, a sample) that is held: after every
-    iteration the weight is multiplied by 1 + rate clip(KL / target - 1, -0.2, 0.2) (Ziegler et al.
-    2019). refresh: the reference follows the policy. uncertainty: name of a reward, say a variance
-    over an ensemble's members, by which each sample's KL in the reward is multiplied
-    (uncertainty-aware RLHF, Banerjee and Gopalan 2024). previous: share of the weight that holds
-    the policy to what it was before the update of the iteration, in place of the reference: the
-    KL-convex constraint of ReMix (Liang et al. 2025), (1 - previous) KL(ref) + previous KL(old).
+    start, over: the weight goes from start to weight in so many iterations, as ``schedule`` says:
+    on a line, on half a cosine, or by decay: what is missing of it falls by the same factor an
+    iteration, to a hundredth, and then to nothing, as the epsilon of an epsilon-greedy policy does
+    (dynamic KL, GRPO-D of OThink-MR1, Liu et al. 2025: our reading). target: the KL a decision (of
+    ``where: reward``, a sample) that is held: after every iteration the weight is multiplied by 1 +
+    rate clip(KL / target - 1, -0.2, 0.2) (Ziegler et al. 2019). refresh: the reference follows the
+    policy. uncertainty: name of a reward, say a variance over an ensemble's members, by which each
+    sample's KL in the reward is multiplied (uncertainty-aware RLHF, Banerjee and Gopalan 2024).
+    previous: share of the weight that holds the policy to what it was before the update of the
+    iteration, in place of the reference: the KL-convex constraint of ReMix (Liang et al. 2025), (1
+    - previous) KL(ref) + previous KL(old).
     ref_guidance: scale of classifier-free guidance at which the reference is read; null: that of
     the policy. A guided reference, with a weight that goes from start to 0, hands the policy at
     first what guidance knows (its distillation: Meng et al. 2023), then leaves it to the reward.
@@ -94,7 +97,7 @@ class KL:
     where: Literal["loss", "reward"] = "loss"
     start: Annotated[float, Ge(0)] = 0.0
     over: Annotated[int, Ge(0)] = 0
-    schedule: Literal["line", "cosine"] = "line"
+    schedule: Literal["line", "cosine", "decay"] = "line"
     divergence: Divergence = "reverse"
     order: Positive = 2.0
     root: bool = False
@@ -150,6 +153,8 @@ class KL:
         share = iteration / self.over
         if self.schedule == "cosine":
             share = (1 - math.cos(math.pi * share)) / 2
+        elif self.schedule == "decay":
+            share = 1 - LEFT**share
         return self.start + (self.weight - self.start) * share
 
     def penalty(self, log_ratio: Tensor) -> tuple[Tensor, float]:

@@ -24,7 +24,7 @@ from mmrl.objectives.base import Tangent, frozen
 from mmrl.objectives.forward_process.base import positive
 from mmrl.objectives.importance_sampling import Importance, off_policy
 from mmrl.objectives.kl import KL, KLTerm, Regularised
-from mmrl.objectives.surrogates import both_sides, outside, ppo, row_sum, sees_whole_rows
+from mmrl.objectives.surrogates import both_sides, outside, ppo, row_sum, sees_whole_rows, summed
 from mmrl.policies.base import Policy
 from samplers.noise import Rng
 
@@ -205,10 +205,17 @@ class PolicyGradient(Regularised):
                 f"the divergence {self.kl.divergence} is not exact over tokens that are scored "
                 "one by one; use forward or chi2 without a form, or reverse",
             )
+        sampling = self.importance_sampling
+        if sampling is not None and sampling.clip == "additive" and not self.clips_as_ppo():
+            yield "importance_sampling", "clip: additive is of the surrogate ppo: choose it"
         if self.sft is not None and (self._in_parts(policy) or self.top_entropy < 1):
             yield "sft", "it needs a loss of single decisions: choose ppo without top_entropy"
         if self._in_parts(policy) and self.couples(policy) != "rows":
             yield "surrogate", f"it {WHOLE}"
+
+    def clips_as_ppo(self) -> bool:
+        """Tell whether the clip is PPO's, which may be as wide as the decision's weight says."""
+        return getattr(self.surrogate, "func", self.surrogate) is ppo
 
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
         if why := unsuited(type(self), policy):
@@ -254,13 +261,14 @@ class PolicyGradient(Regularised):
 
     def policy_loss(self, logp: Tensor, old: Tensor, point: Point) -> Tensor:
         """Return [B, L]: the surrogate, or its tangent where ``couple`` took it over whole rows."""
-        advantage = self._advantage(point)
+        surrogate = self._clipping(point)
         if isinstance(point.coupling, Tangent):
-            stopped = (point.coupling.slope == 0) & (advantage != 0)
+            stopped = (point.coupling.slope == 0) & (point.advantage != 0)
             loss = point.coupling.value + point.coupling.slope * (logp - logp.detach())
         else:
-            stopped = without_slope(self.surrogate, logp, old, advantage, point.mask)
-            loss = self.surrogate(logp, old, advantage, point.mask)
+            credit = self._credit(point)
+            stopped = without_slope(surrogate, logp, old, credit, point.mask)
+            loss = summed(surrogate, logp, old, credit, point.mask)
         self._watch((logp - old).exp(), stopped.double(), point)
         return loss * point.coupling.weight if isinstance(point.coupling, TokenWeights) else loss
 
@@ -300,12 +308,13 @@ class PolicyGradient(Regularised):
         if self.sft is not None:
             return self._with_shares(point)
         logp, old, weight = measured.chunk(3, 1)
-        advantage = self._advantage(point).expand_as(logp)
+        credit = self._credit(point)
+        credit = credit.expand(logp.shape + credit.shape[2:])
         rows = RowTable(point.row_id)
         mask = rows.spread(point.mask)
         with torch.enable_grad():
             leaf = rows.spread(logp).detach().requires_grad_()
-            loss = self.surrogate(leaf, rows.spread(old), rows.spread(advantage), mask)
+            loss = summed(self.surrogate, leaf, rows.spread(old), rows.spread(credit), mask)
             total = torch.where(mask, loss * rows.spread(weight), 0.0).sum()
             (slope,) = torch.autograd.grad(total, leaf)
         slope = torch.where(weight > 0, rows.collect(slope) / weight, 0.0)
@@ -406,8 +415,31 @@ class PolicyGradient(Regularised):
         return logp, torch.where(point.mask, self.recorded(policy, point, logp), 0.0)
 
     def _advantage(self, point: Point) -> Tensor:
+        return self._bounded(point.advantage)
+
+    def _clip_scale(self, point: Point) -> Tensor | float:
+        """Return how much wider than 1 the sampling policy's share makes the clip of the ratio."""
+        sampling = self.importance_sampling
+        if sampling is None or sampling.clip == "multiplicative":
+            return 1.0
+        return 1 / sampling.weight(point)
+
+    def _clipping(self, point: Point) -> Surrogate:
+        """Return the surrogate with the clip of these decisions."""
+        scale = self._clip_scale(point)
+        if isinstance(scale, float):
+            return self.surrogate
+        bounds = zip(("clip_low", "clip_high"), self.clip_bounds, strict=True)
+        wider: dict[str, Any] = {name: bound * scale for name, bound in bounds}
+        return partial(self.surrogate, **wider)
+
+    def _credit(self, point: Point) -> Tensor:
+        """Return the advantage, or its parts, whose losses are summed."""
+        return self._bounded(point.credit())
+
+    def _bounded(self, advantage: Tensor) -> Tensor:
         most = self.advantage_clip
-        return point.advantage if most is None else point.advantage.clamp(-most, most)
+        return advantage if most is None else advantage.clamp(-most, most)
 
     def _weight(self, point: Point, dist: Dist, logp: Tensor) -> Tensor | None:
         """Return what the policy loss is multiplied by, [B, 1] or [B, L]; None: 1."""
@@ -466,7 +498,8 @@ class PolicyGradient(Regularised):
         if is_replayed is not None:
             observe("reuse/ratio", ratio, point.mask & is_replayed[:, None])
         advantage = point.advantage.expand_as(ratio)
-        beyond = stopped if self.clip_range is None else outside(ratio, *self.clip_bounds).double()
+        stated = self.clip_range is not None and isinstance(self._clip_scale(point), float)
+        beyond = outside(ratio, *self.clip_bounds).double() if stated else stopped
         observe("clip_fraction", beyond, point.sampled_mask())
         observe("clip/high", stopped * (advantage > 0), point.sampled_mask())
         observe("clip/low", stopped * (advantage < 0), point.sampled_mask())
@@ -491,10 +524,10 @@ class RowTable:
         self.shape = (len(count), int(count.max()))
 
     def spread(self, x: Tensor) -> Tensor:
-        """Lay x [B, L] out by rows, [R, V L]: V visits a row, zeros where a row has fewer."""
-        table = x.new_zeros(*self.shape, x.shape[1])
+        """Lay x [B, L, *] out by rows, [R, V L, *]: V visits a row, zeros where a row has fewer."""
+        table = x.new_zeros(*self.shape, *x.shape[1:])
         table[self.row, self.visit] = x
-        return table.flatten(1)
+        return table.flatten(1, 2)
 
     def collect(self, table: Tensor) -> Tensor:
         """Collect points [B, L] back from rows [R, V L]."""
@@ -535,15 +568,16 @@ def one_pass(point: Point) -> bool:
 
 
 def without_slope(
-    surrogate: Surrogate, logp: Tensor, old: Tensor, advantage: Tensor, mask: Tensor
+    surrogate: Surrogate, logp: Tensor, old: Tensor, credit: Tensor, mask: Tensor
 ) -> Tensor:
     """Return [B, L] bool: decisions that are clipped, whose loss does not change with their
-    log-prob although A is not 0."""
+    log-prob although A, or a part of it, is not 0."""
     with torch.enable_grad():
         leaf = logp.detach().requires_grad_()
-        loss = row_sum(surrogate(leaf, old.detach(), advantage, mask), mask)
+        loss = row_sum(summed(surrogate, leaf, old.detach(), credit, mask), mask)
         (slope,) = torch.autograd.grad(loss.sum(), leaf)
-    return (slope == 0) & (advantage.expand_as(logp) != 0)
+    moves = (credit != 0).flatten(2).any(2) if credit.ndim > 2 else credit != 0
+    return (slope == 0) & moves.expand_as(logp)
 
 
 def subset(mask: Tensor, fraction: float, rng: Rng | None, row: Tensor) -> Tensor:

@@ -45,6 +45,15 @@ def row_mean(x: Tensor, mask: Tensor) -> Tensor:
     return row_sum(x, mask) / mask.sum(1, keepdim=True).clamp_min(1)
 
 
+def summed(surrogate: Surrogate, logp: Tensor, old: Tensor, credit: Tensor, mask: Tensor) -> Tensor:
+    """Return [B, L]: the surrogate of an advantage [B, 1 or L], or the sum of its losses over the
+    parts of one, [B, 1 or L, N]."""
+    if credit.ndim == 2:
+        return surrogate(logp, old, credit, mask)
+    losses = [surrogate(logp, old, part, mask) for part in credit.unbind(-1)]
+    return torch.stack(losses).sum(0)
+
+
 def both_sides(clip_range: float | tuple[float, float]) -> tuple[float, float]:
     """(low, high) of a range that is written as one number or as two."""
     low, high = clip_range if isinstance(clip_range, (tuple, list)) else (clip_range, clip_range)

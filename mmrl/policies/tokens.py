@@ -122,6 +122,7 @@ class TokenPolicy(Policy):
             logprob=rollout.logprob,
             entropy=rollout.entropy,
             advantage=rollout.advantages(),
+            advantage_parts=rollout.advantage_parts,
             num_decisions=rollout.mask.sum(1),
             provenance=rollout.provenance,
         )

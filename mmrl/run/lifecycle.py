@@ -172,6 +172,8 @@ class Run:
         self.trainer.monitors.append(self.alarms.see)
         if fresh:
             self.preview("before")
+            if session.scorer.validates():
+                self._evaluate()
 
     def loop(self) -> None:
         options = self.session.options
@@ -250,26 +252,31 @@ class Run:
             print(f"{kind}: {message}", flush=True)
 
     def _every_so_often(self, iteration: int) -> dict[str, float]:
-        """Save, preview and evaluate where that is due after this iteration."""
+        """Evaluate, save and preview where that is due after this iteration; what rewards learn of
+        an evaluation is saved with it."""
         options = self.session.options
         metrics: dict[str, float] = {}
+        if due(iteration, options.evaluate_every):
+            metrics = self._evaluate()
         if due(iteration, options.save_every) and iteration < options.iterations:
             self.save()
         if due(iteration, options.sample_every):
             self.preview(f"iter-{iteration:06d}")
-        if due(iteration, options.evaluate_every):
-            session = self.session
-            prompts = session.prompts()
-            options_of_evaluation = session.evaluation
-            with self._best_weights():
-                if session.scorer.rewards:
-                    each = evaluate(session.policy, prompts, session.scorer, options_of_evaluation)
-                    metrics |= {f"eval/{name}": value.mean for name, value in each.items()}
-                losses = self.trainer.held_out(
-                    prompts[: options_of_evaluation.prompts], options_of_evaluation.seed
-                )
-            metrics |= {f"eval/{name}": value for name, value in losses.items()}
         return metrics
+
+    def _evaluate(self) -> dict[str, float]:
+        """Measure the rewards and the loss on held-out prompts; a collective call."""
+        session = self.session
+        prompts = session.prompts()
+        options = session.evaluation
+        metrics: dict[str, float] = {}
+        with self._best_weights():
+            if session.scorer.rewards:
+                each = evaluate(session.policy, prompts, session.scorer, options)
+                metrics |= {f"eval/{name}": value.mean for name, value in each.items()}
+                session.scorer.validated()
+            losses = self.trainer.held_out(prompts[: options.prompts], options.seed)
+        return metrics | {f"eval/{name}": value for name, value in losses.items()}
 
     def _best_weights(self) -> AbstractContextManager[None]:
         name = "ema" if "ema" in self.trainer.policy.weights.saved else "live"

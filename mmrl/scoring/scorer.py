@@ -189,6 +189,19 @@ class Scorer:
             if hasattr(reward, "remember"):
                 reward.remember()
 
+    def validated(self) -> None:
+        """Let rewards that are guided by evaluations keep what they saw in their last call, which
+        was one."""
+        for reward in self.rewards.values():
+            if hasattr(reward, "validated"):
+                reward.validated()
+
+    def validates(self) -> bool:
+        """Tell whether a reward is guided by evaluations."""
+        return any(
+            getattr(reward, "measured", "") == "validation" for reward in self.rewards.values()
+        )
+
     def state_dict(self) -> dict[str, Any]:
         """Return what rewards remember, by name, as values that JSON can hold."""
         return {

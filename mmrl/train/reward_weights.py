@@ -60,7 +60,7 @@ class RewardWeights:
         alone = {name: self._alone(rewards, name) for name in names}
         first = compare(alone[names[0]])
         zero = torch.zeros_like(first.advantages())
-        besides = gradient(first.replace(advantage=zero))
+        besides = gradient(first.replace(advantage=zero, advantage_parts=None))
         gradients = [
             [g - b for g, b in zip(gradient(compare(alone[name])), besides, strict=True)]
             for name in names

@@ -233,19 +233,24 @@ class Trainer:
         compared = rollout
         for stage in self.stages:
             compared = set_apart(compared, stage.apart) if stage.apart else compared
-        of_rows = self.advantage(rewards, compared).to(rollout.logprob)
+        parts = advantages.parts_of(self.advantage, rewards, compared).to(rollout.logprob)
         if any(stage.apart == "is_ground_truth" for stage in self.stages):
             expert = rollout.provenance.is_ground_truth
             if expert is not None:  # imitated, however they compare
-                of_rows = torch.where(expert[:, None], of_rows.nan_to_num(0.0), of_rows)
-        trained = of_rows
+                parts = torch.where(expert[:, None, None], parts.nan_to_num(0.0), parts)
+        trained = parts
         if self.options.mask_truncated_completions:
             # of a tree, what an unfinished answer shares with others is still trained
-            trained = of_rows.masked_fill(~finished(drawn.media, rollout), torch.nan)
-        advantage = advantages.by_edge(trained, rollout)
-        mask = rollout.mask & ~advantage.isnan()
+            unfinished = ~finished(drawn.media, rollout)
+            trained = parts.masked_fill(unfinished[..., None], torch.nan)
+        trained = torch.stack([advantages.by_edge(x, rollout) for x in trained.unbind(-1)], -1)
+        mask = rollout.mask & ~trained.isnan().any(-1)
+        trained = trained.nan_to_num(0.0)
         return rollout.replace(
-            advantage=advantage.nan_to_num(0.0), mask=mask, trainable=~of_rows.isnan().all(1)
+            advantage=trained.sum(-1),
+            advantage_parts=trained if trained.shape[-1] > 1 else None,
+            mask=mask,
+            trainable=~parts.isnan().any(-1).all(1),
         )
 
     def _score(self, rollout: Rollout) -> Rewards:

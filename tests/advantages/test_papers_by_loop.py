@@ -10,6 +10,7 @@ import torch
 from mmrl.advantages import (
     AAPO,
     BRPO,
+    COPO,
     GCPO,
     PVPO,
     Branch,
@@ -18,7 +19,6 @@ from mmrl.advantages import (
     SingleStream,
     asymre,
     bnpo,
-    copo,
     dr_grpo,
     drpo,
     group,
@@ -236,7 +236,13 @@ def test_copo_blends_by_the_entropy_of_outcomes(width):
         apart = (fmean(over) - fmean(means)) / (pstdev(means) + 1e-4)
         return local * whitened(i) + (1 - local) * apart
 
-    same(copo(tensor(REWARD), rollout(), width=width), rows(expected), atol=1e-9)
+    same(COPO(width=width)(tensor(REWARD), rollout()), rows(expected), atol=1e-9)
+    parts = COPO(width=width).parts(tensor(REWARD), rollout())
+    assert parts.shape == (16, 1, 2)
+    same(parts.sum(-1), rows(expected), atol=1e-9)
+    order = torch.arange(15, -1, -1)
+    turned = COPO(width=width).parts(tensor(REWARD)[order], rollout()[order])
+    torch.testing.assert_close(turned, parts[order], atol=1e-12, rtol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("answer", ["letters", "all alike", "none"])
@@ -263,9 +269,9 @@ def test_outcomes_of_copo_may_be_answers(answer):
         return local * whitened(i) + (1 - local) * apart
 
     # shares are float32
-    same(copo(rewards, rollout(), frequency="votes"), rows(expected), atol=1e-6)
+    same(COPO(frequency="votes")(rewards, rollout()), rows(expected), atol=1e-6)
     with pytest.raises(UserError, match="neither a reward nor a quantity"):
-        copo(rewards, rollout(), frequency="vote")
+        COPO(frequency="vote")(rewards, rollout())
 
 
 # -- filters

@@ -263,6 +263,23 @@ def test_the_schedule_may_be_a_half_cosine():
     assert [kl.at(n) for n in (0, 1, 2, 4)] == pytest.approx([0.1, middle, 0.3, 0.5])
 
 
+def test_the_schedule_may_decay_as_an_epsilon_does():
+    """GRPO-D, our reading: the difference falls by the same factor an iteration."""
+    kl = KL(weight=0.5, start=0.1, over=4, schedule="decay")
+    expected = []
+    for iteration in range(6):
+        epsilon = 0.4
+        for _ in range(iteration):
+            epsilon *= 0.01 ** (1 / 4)
+        expected.append(0.5 - epsilon if iteration < 4 else 0.5)
+    assert [kl.at(n) for n in range(6)] == pytest.approx(expected, abs=1e-12)
+    objective = PolicyGradient(kl=kl)
+    objective.adapt(1, {})
+    resumed = PolicyGradient(kl=kl)
+    resumed.load_state_dict(objective.state_dict())
+    assert resumed.term.weight() == objective.term.weight() == pytest.approx(expected[2])
+
+
 def test_a_target_multiplies_the_weight_and_is_saved():
     """Ziegler et al. 2019: by 1 + rate times the relative error, which is cut at 0.2."""
     objective = PolicyGradient(kl=KL(weight=0.5, target=0.1))
@@ -443,6 +460,31 @@ def test_the_constraint_is_convex_in_the_reference_and_the_policy_before_the_upd
 def test_the_reference_is_born_again_once():
     moves = [iteration for iteration in range(9) if Refresh(at=4).due(iteration)]
     assert moves == [4]
+
+
+@pytest.mark.parametrize("stop", [2, 3])
+def test_reincarnation_forgets_the_moments_once_also_after_a_resume(stop):
+    """ReMix: the base is replaced before iteration 3 and training restarts; AdamW's moments are
+    those of one step then, whether the run was resumed just before or just after."""
+
+    def fresh():
+        return trainer_of(make=partial(adamw, lr=0.01), at=3, optimizer=True)
+
+    trainer = fresh()
+    steps = []
+    for iteration in range(5):
+        if iteration == stop:
+            resumed = fresh()
+            state.restore(resumed, *state.capture(trainer))
+            trainer = resumed
+        before = trainer.policy.weights.full()
+        trainer.iterate()
+        states = list(trainer.update.optimizer.state.values())
+        steps.append({int(known["step"]) for known in states})
+        if iteration == 3:
+            reference = trainer.policy.weights.full("moving")
+            assert all(torch.equal(x, before[key]) for key, x in reference.items())
+    assert steps == [{1}, {2}, {3}, {1}, {2}]
 
 
 def shift(policy, size):

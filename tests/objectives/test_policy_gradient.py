@@ -1,6 +1,7 @@
 """One objective on every kind of decisions: surrogates of whole samples whose decisions are scored
 in several passes, and options that mean nothing for a policy."""
 
+import math
 from functools import partial
 
 import pytest
@@ -52,7 +53,7 @@ def built(surrogate):
     return partial(SURROGATES[name], **options)
 
 
-def trained(case, surrogate, iterations=1, **sizes):
+def trained(case, surrogate, iterations=1, advantage=advantages.dr_grpo, **sizes):
     """Metrics of every iteration and the weights after the last, by plain gradient descent."""
     policy, objective = setting(case, surrogate)
     options = {
@@ -66,7 +67,7 @@ def trained(case, surrogate, iterations=1, **sizes):
         policy,
         toys.prompts(4),
         Scorer({"toy": toys.reward}),
-        advantages.dr_grpo,
+        advantage,
         objective,
         partial(sgd, lr=0.05),
         TrainOptions(**options | sizes),
@@ -170,6 +171,87 @@ def test_loss_and_gradient_are_those_of_whole_samples(case, surrogate):
     torch.testing.assert_close(loss, expected, atol=1e-12, rtol=1e-9)
     for slope, truth in zip(*(gradients(policy, x) for x in (loss, expected)), strict=True):
         torch.testing.assert_close(slope, truth, atol=1e-12, rtol=1e-9)
+
+
+def moved(case, surrogate, low=0.02):
+    """A policy, its objective and a rollout whose weights have moved since, with two advantages."""
+    policy, objective = setting(case, surrogate)
+    objective.surrogate = partial(objective.surrogate, clip_low=low, clip_high=low)
+    policy.weights.keep("old")
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        rollout = policy.rollout(toys.prompts(2), 4, Rng.of("rollout"))
+        for parameter in policy.net.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator).double())
+    first = torch.linspace(-1, 1, len(rollout), dtype=torch.float64)[:, None]
+    second = torch.tensor([0.5, -0.7], dtype=torch.float64)[rollout.group][:, None]
+    return policy, objective, rollout, first, second
+
+
+def whole_loss(policy, objective, rollout):
+    """The sum of the loss over all decisions, however its points are coupled."""
+    points = Point.cat(list(objective.points(policy, rollout, Rng.of("points"))))
+    if objective.couples(policy):
+        with torch.no_grad():
+            points = objective.couple(points, objective.measure(policy, points))
+    return objective.loss(policy, points)[points.mask].sum()
+
+
+@pytest.mark.parametrize("surrogate", ["ppo", "gspo"])
+@pytest.mark.parametrize("case", CASES)
+def test_parts_of_an_advantage_are_clipped_apart(case, surrogate):
+    """The loss of COPO is the sum of two, not that of the sum: they differ where it is clipped."""
+    if case == "tree" and surrogate == "gspo":
+        pytest.skip("whole samples share steps")
+    policy, objective, rollout, first, second = moved(case, surrogate)
+    together = rollout.replace(
+        advantage=first + second, advantage_parts=torch.stack([first, second], -1)
+    )
+    alone = [
+        whole_loss(policy, objective, rollout.replace(advantage=part)) for part in (first, second)
+    ]
+    loss = whole_loss(policy, objective, together)
+    torch.testing.assert_close(loss, sum(alone), atol=1e-10, rtol=1e-9)
+    for slope, truth in zip(*(gradients(policy, x) for x in (loss, sum(alone))), strict=True):
+        torch.testing.assert_close(slope, truth, atol=1e-10, rtol=1e-9)
+    blended = whole_loss(policy, objective, rollout.replace(advantage=first + second))
+    assert abs(blended - loss) > 1e-6
+
+
+def test_parts_of_an_advantage_by_loop():
+    policy, objective, rollout, first, second = moved("causal", "ppo")
+    parts = torch.stack([first, second], -1)
+    together = rollout.replace(advantage=first + second, advantage_parts=parts)
+    (point,) = objective.points(policy, together, Rng.of("points"))
+    loss = objective.loss(policy, point)
+    loss = loss.detach()
+    logp = policy.dist(point).log_prob(point.target).detach()
+    for i, k in point.mask.nonzero().tolist():
+        ratio = math.exp(float(logp[i, k] - point.recorded[i, k]))
+        held = min(max(ratio, 0.98), 1.02)
+        values = (float(first[i]), float(second[i]))
+        expected = sum(-min(a * ratio, a * held) for a in values)
+        assert float(loss[i, k]) == pytest.approx(expected, abs=1e-9)
+
+
+@pytest.mark.parametrize("case", [*sorted(set(CASES) - {"weighted flow", "coupled masks"})])
+def test_micro_batches_change_nothing_of_copo(case):
+    """Two epochs over the same rows, so that ratios are clipped; of trees, edges have means of both
+    parts."""
+    copo = advantages.COPO(width=0.1)
+    sizes = {"epochs": 2, "train_batch_size": 8, "iterations": 1}
+    runs = [
+        trained(case, {"ppo": {"clip_low": 1e-3}}, advantage=copo, micro_batch_size=micro, **sizes)
+        for micro in (None, 3)
+    ]
+    (metrics, weights), (_, cut) = runs
+    assert metrics[0]["clip_fraction"] > 0
+    for name, value in weights.items():
+        torch.testing.assert_close(value, cut[name], atol=1e-10, rtol=0)
+    _, blended = trained(
+        case, {"ppo": {"clip_low": 1e-3}}, advantage=lambda r, x: copo(r, x), **sizes
+    )
+    assert any((value - blended[name]).abs().max() > 1e-9 for name, value in weights.items())
 
 
 def gradients(policy, loss):

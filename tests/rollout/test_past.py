@@ -2,6 +2,7 @@
 they stand, with which ratio, resumed, and on two processes."""
 
 import json
+import math
 from copy import deepcopy
 from itertools import combinations
 from statistics import pvariance
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 from mmrl import advantages
 from mmrl.config.options import ResponseReuse, Reuse
 from mmrl.core.errors import UserError
+from mmrl.core.registry import SURROGATES
 from mmrl.core.types import LatentPath, MaskTrace, Rewards
 from mmrl.objectives.importance_sampling import Importance
 from mmrl.objectives.policy_gradient import PolicyGradient
@@ -161,6 +163,39 @@ def test_log_probs_of_now_stand_beside_those_that_sampled(kind):
         expected = -weight * (logp - logp.detach()).exp()
         loss = objective.loss(policy, point.replace(on_policy=True))
         torch.testing.assert_close(loss[point.mask], expected[point.mask], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["flow", "causal", "maskgit"])
+def test_the_clip_of_remix_is_as_wide_for_old_answers_as_for_new_ones(kind):
+    """max(-r A, -clip(r, w - low, w + high) A), r = p / p_sampler and w = p_before / p_sampler."""
+    policy = made(kind)
+    prompts = toys.prompts(2)
+    options = ResponseReuse(threshold=None, when="always", place="append", logprob="current")
+    stage = ReusedResponses(options, policy, prompts)
+    exchange(stage, prompts, [0, 1, 1, 0, 0, 0.0], 0)
+    moved(policy)
+    _, mixed, _ = exchange(stage, prompts, [0.0] * 6, 1)
+    moved(policy)
+    additive = Importance(cap=1e9, clip="additive")
+    objective = PolicyGradient(clip_range=(0.05, 0.1), importance_sampling=additive)
+    assert not list(objective.unfit(policy))
+    other = PolicyGradient(surrogate=SURROGATES["cispo"], importance_sampling=additive)
+    assert [name for name, _ in other.unfit(policy)] == ["importance_sampling"]
+    advantage = torch.linspace(-1, 1, len(mixed.rollout))[:, None]
+    clipped = 0
+    for point in policy.path(mixed.rollout.replace(advantage=advantage)):
+        loss = objective.loss(policy, point).detach()
+        logp = policy.dist(point).log_prob(point.target).detach()
+        sampler = point.provenance.sampler_logprob
+        for i, k in point.mask.nonzero().tolist():
+            ratio = math.exp(float(logp[i, k] - sampler[i, k]))
+            middle = math.exp(float(point.recorded[i, k] - sampler[i, k]))
+            held = min(max(ratio, middle - 0.05), middle + 0.1)
+            a = float(point.advantage[i, 0])
+            expected = max(-a * ratio, -a * held)
+            clipped += expected != -a * ratio
+            assert float(loss[i, k]) == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    assert clipped > 0
 
 
 def entries_of(policy, rewards):

@@ -19,7 +19,7 @@ from mmrl.core.types import Point, Rollout
 from mmrl.objectives.base import frozen
 from mmrl.objectives.forward_process.base import error, mean_square, noised, positive, velocity
 from mmrl.objectives.kl import KL, KLTerm, Regularised
-from mmrl.objectives.surrogates import both_sides, outside, ppo
+from mmrl.objectives.surrogates import both_sides, outside, ppo, summed
 from mmrl.objectives.timestep_samplers import TimeSampler, steps
 from mmrl.policies.base import Policy, Reads
 from samplers.noise import Rng
@@ -90,8 +90,8 @@ class AWM(Regularised):
         observe("log_ratio", new - before, point.mask)
         observe("ratio", ratio, point.mask)
         observe("clip_fraction", outside(ratio, *self.clip_bounds).double(), point.mask)
-        advantage = point.advantage.clamp(-self.advantage_clip, self.advantage_clip)
-        loss = self.surrogate(new, before, advantage, point.mask)
+        advantage = point.credit().clamp(-self.advantage_clip, self.advantage_clip)
+        loss = summed(self.surrogate, new, before, advantage, point.mask)
         loss = loss.to(torch.promote_types(advantage.dtype, torch.float32))
         if self.term.in_force():
             loss = loss + self.term.weight() * self._distance(

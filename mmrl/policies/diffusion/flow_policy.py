@@ -485,6 +485,7 @@ class FlowPolicy(Policy):
             state=noised(self.process, rollout.sample, noise, t),
             target=self.process.target(rollout.sample, noise, t),
             advantage=rollout.advantages()[:, -1:],
+            advantage_parts=rollout.parts(lambda x: x[:, -1:]),
             provenance=rollout.provenance.replace(sampler_logprob=None),
         )
 
@@ -603,6 +604,10 @@ def _step(rollout: Rollout, length: Tensor, rows: Tensor, k: int) -> Point:
     states = latents.states
     state_rows = rows.to(states.device)
     before, after = _places(latents, rows, k)
+
+    def at_decision(x: Tensor) -> Tensor:
+        return x[rows, min(k, x.shape[1] - 1), None]
+
     return Point(
         group=rollout.group[rows],
         cond=rollout.cond,
@@ -617,7 +622,8 @@ def _step(rollout: Rollout, length: Tensor, rows: Tensor, k: int) -> Point:
         ),
         logprob=rollout.logprob[rows, k, None],
         mask=rollout.mask[rows, k, None],
-        advantage=rollout.advantages()[rows].expand(-1, rollout.mask.shape[1])[:, k, None],
+        advantage=at_decision(rollout.advantages()),
+        advantage_parts=rollout.parts(at_decision),
         provenance=rollout.provenance.columns(slice(k, k + 1)).map(lambda x: x[rows]),
     )
 

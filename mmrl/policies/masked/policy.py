@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import torch
@@ -268,7 +269,7 @@ class MaskedDiffusion(LogitsPolicy):
                 yield self._pass_of(rollout, step)
                 continue
             part = slice(step * self.length, (step + 1) * self.length)
-            advantage = rollout.advantages()
+            of_pass = partial(_columns, part=part)
             yield Point(
                 group=rollout.group,
                 cond=rollout.cond,
@@ -283,7 +284,8 @@ class MaskedDiffusion(LogitsPolicy):
                     temperature=self._noise(step, len(rollout)).to(rollout.logprob)[:, 0],
                     heat=self._heated(step, len(rollout)).heat,
                 ),
-                advantage=advantage if advantage.shape[1] == 1 else advantage[:, part],
+                advantage=of_pass(rollout.advantages()),
+                advantage_parts=rollout.parts(of_pass),
                 provenance=rollout.provenance.columns(part),
             )
 
@@ -303,9 +305,8 @@ class MaskedDiffusion(LogitsPolicy):
         mask = (hide if score is None else score) & rollout.mask.any(1)[:, None]
         if rollout.mask.shape == mask.shape:
             mask = mask & rollout.mask
-        advantage = rollout.advantages()
-        if advantage.shape[1] not in (1, self.length):
-            advantage = advantage[:, -1:]
+        columns = rollout.advantages().shape[1]
+        last = slice(0 if columns in (1, self.length) else -1, None)
         return Point(
             group=rollout.group,
             cond=rollout.cond,
@@ -314,7 +315,8 @@ class MaskedDiffusion(LogitsPolicy):
             mask=mask,
             state=torch.where(hide, self.mask_id, rollout.sample),
             num_decisions=mask.sum(1),
-            advantage=advantage,
+            advantage=rollout.advantages()[:, last],
+            advantage_parts=rollout.parts(lambda x: x[:, last]),
             provenance=rollout.provenance.replace(sampler_logprob=None),
         )
 
@@ -463,6 +465,11 @@ def alike(group: Tensor) -> int:
 def _rows(cond: Any) -> int:
     """Count the rows of a nest of conditions."""
     return len(next(leaf for leaf in tree_iter(cond) if isinstance(leaf, Tensor)))
+
+
+def _columns(x: Tensor, part: slice) -> Tensor:
+    """Take these decisions of x, [B, 1 or K, *]."""
+    return x if x.shape[1] == 1 else x[:, part]
 
 
 def _gathered(logits: Tensor, token: Tensor) -> Tensor:
