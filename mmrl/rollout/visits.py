@@ -37,7 +37,7 @@ from mmrl.rollout.stages import Drawn, Sample, Setup
 class Visits(OldAnswers):
     """Scores each prompt's last answers again: how far the policy moved (``train.policy_drift``).
 
-    Advantage and data hear of D: |log p_then - log p_now|, the mean over the decisions of an answer,
+    Advantage and data hear of D: |log p_then - log p_now|, the mean over an answer's decisions,
     then over the answers that are remembered; 0 at the first visit. Every process remembers the
     answers of all.
     """
