@@ -137,7 +137,7 @@ def test_every_family_trains_on_prompts_of_the_tracker(family, monkeypatch):
         train = toys.prompts(8)
         held_out = []
 
-    bounds = {"low": -9.0, "high": 9.0}
+    bounds = {"low": -99.0, "high": 99.0}
     source = SingleStreamData(Toys, forget_min=0.1, **bounds)
     monkeypatch.setattr(toys, "prompts", lambda n=4: source.train)
     advantage = SingleStream(drift="kl", forget_min=0.1, key="entry", **bounds)
