@@ -7,7 +7,7 @@ or one for each rollout of the reference}, as ``scripts/reference_rewards.py`` w
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any, Literal
@@ -26,6 +26,7 @@ from mmrl.core.distributed import all_gather_json, all_max
 from mmrl.core.errors import UserError
 from mmrl.core.registry import ADVANTAGES
 from mmrl.core.types import Rewards, Rollout
+from mmrl.data.statistics import Forgetting
 
 
 def read_references(path: Path, key: str) -> dict[str, list[float]]:
@@ -254,19 +255,21 @@ class SingleStream:
     count by their weighted mean. A group may be one sample (train.group_size).
 
     rho: 2^(-D / half) within [forget_min, forget_max], where D says how far the policy has moved
-    since it last met the prompt. drift: D is the difference of the answers' mean log-prob per
-    decision then and now ("surprisal", our reading: the published code scores the old answers
-    again, which an advantage cannot), or 0, so that rho = forget_max ("none"; with forget_min =
-    forget_max the published constant rho). half: the D, nats, at which half is forgotten. file:
-    rewards of a reference, as in ``pvpo``: n values of them begin alpha = N (sum + 1/2) / (n + 1),
-    N = 1 / (1 - forget_min); otherwise alpha = beta = 1/2. key: the field that identifies a prompt.
+    since it last met the prompt. drift: D is the mean |log p_then - log p_now| of the decisions of
+    the answers of then, scored again as in the published code ("kl", needs train.policy_drift); or,
+    without that pass, the difference of the mean log-probs of the answers of then and of now
+    ("surprisal", our reading); or 0, so that rho = forget_max ("none"; with forget_min = forget_max
+    the published constant rho). half: the D, nats, at which half is forgotten. file: rewards of a
+    reference, as in ``pvpo``: n values of them begin alpha = N (sum + 1/2) / (n + 1), N = 1 / (1 -
+    forget_min); otherwise alpha = beta = 1/2. key: the field that identifies a prompt. The data
+    source ``single_stream`` draws prompts by the same tracker.
     """
 
     def __init__(
         self,
         low: float = 0.0,
         high: float = 1.0,
-        drift: Literal["surprisal", "none"] = "surprisal",
+        drift: Literal["kl", "surprisal", "none"] = "surprisal",
         half: Annotated[float, Gt(0)] = 0.06,
         forget_min: Annotated[float, Gt(0), Lt(1)] = 0.875,
         forget_max: Annotated[float, Gt(0), Lt(1)] = 0.96,
@@ -281,9 +284,7 @@ class SingleStream:
         self.low = low
         self.high = high
         self.drift = drift
-        self.half = half
-        self.forget_min = forget_min
-        self.forget_max = forget_max
+        self.forgetting = Forgetting(half, forget_min, forget_max)
         self.key = key
         self.references = read_references(file, key) if file else {}
         # alpha, beta, mean log-prob per decision when it was last met (NaN: never)
@@ -310,6 +311,11 @@ class SingleStream:
         advantage = ((advantage - mean) / (variance.sqrt() + 1e-8)).masked_fill(equal, 0.0)
         return finished(advantage, rewards, groups.present)
 
+    @staticmethod
+    def asks_of_training(options: Mapping[str, Any]) -> tuple[str, ...]:
+        """Name the options of ``train`` that make what is looked at."""
+        return ("policy_drift",) if options.get("drift") == "kl" else ()
+
     def state_dict(self) -> dict[str, Any]:
         """Return the trackers as values that JSON can hold."""
         return {"trackers": {name: list(values) for name, values in self.trackers.items()}}
@@ -321,23 +327,21 @@ class SingleStream:
         """Return alpha and beta of a prompt, and its last log-prob if it was met before."""
         if name in self.trackers:
             return self.trackers[name]
-        if name not in self.references:
-            return [0.5, 0.5]
-        rewards = [(r - self.low) / (self.high - self.low) for r in self.references[name]]
-        count = 1 / (1 - self.forget_min)
-        right = (sum(rewards) + 0.5) / (len(rewards) + 1)
-        return [count * right, count * (1 - right)]
+        rewards = [(r - self.low) / (self.high - self.low) for r in self.references.get(name, ())]
+        return self.forgetting.begun(rewards)
 
     def _track(self, names: list[str], total: Tensor, groups: Groups, rollout: Rollout) -> None:
         row = rollout.row_id
         logprobs = dict(gathered(names, -surprisal(rollout), groups.present, row))
+        drifts: dict[str, list[float]] = {}
+        if self.drift == "kl":
+            drifts = dict(gathered(names, rollout.drifts().double(), groups.present, row))
         for name, rewards in gathered(names, total, groups.present, row):
             alpha, beta, *last = self._tracker(name)
             now = fmean(logprobs[name])
             moved = abs(now - last[0]) if last and self.drift == "surprisal" else 0.0
-            rho = min(max(2 ** (-moved / self.half), self.forget_min), self.forget_max)
-            right = sum(rewards)
-            self.trackers[name] = [rho * alpha + right, rho * beta + len(rewards) - right, now]
+            moved = fmean(drifts[name]) if name in drifts else moved
+            self.trackers[name] = [*self.forgetting.visited([alpha, beta], rewards, moved), now]
 
 
 def _equal(x: Tensor, present: Tensor) -> Tensor:

@@ -92,6 +92,7 @@ def check(
         if isinstance(built, TrainOptions):
             problems += _unfit_sizes(config, built, entries, objective, processes)
             unfit = [*unweighable(built, trained, named.get("objective"))]
+            problems += _missing_of_training(entries, built)
             unfit += unsuited_to_trees(built) if _grown(entries.get("policy")) else []
             problems += [f"{config.where(line.partition(':')[0])}: {line}" for line in unfit]
         if isinstance(built, EvaluateOptions) and built.reward:
@@ -187,6 +188,18 @@ def _unrecorded(part: Resolved, policy: Resolved, kind: str = "advantage") -> It
                 f"the {kind} {part.entry.__name__} looks at what the policy records on request; "
                 f"set {policy.place / option} to true"
             )
+
+
+def _missing_of_training(entries: Mapping[str, Resolved], train: TrainOptions) -> Iterator[str]:
+    """Find what an advantage or a data source looks at that an option of ``train`` makes."""
+    for section in sorted({"advantage", "data"} & set(entries)):
+        for part in _with_nested(entries[section]):
+            asks = getattr(part.entry, "asks_of_training", None)
+            for option in asks(part.options) if asks else ():
+                if getattr(train, option) is None:
+                    yield part.place.say(
+                        f"it looks at what train.{option} measures; set train.{option} to {{}}"
+                    )
 
 
 def _grown(policy: Resolved | None) -> bool:

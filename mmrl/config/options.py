@@ -243,6 +243,19 @@ class Speculative:
 
 
 @dataclass(frozen=True)
+class PolicyDrift:
+    """Measures how far the policy has moved since it last answered a prompt: the last answers are
+    remembered and scored again at the next visit (single-stream SPO).
+
+    ``answers``: of a prompt that are remembered, of its last visit; each costs a pass at the next.
+    ``size``: prompts whose answers are remembered; those answered longest ago leave first.
+    """
+
+    answers: Count = 1
+    size: Count = 65536
+
+
+@dataclass(frozen=True)
 class TrainOptions:
     """Holds the options of ``train``. Sizes are global: they mean the same training on any number
     of processes."""
@@ -291,6 +304,8 @@ class TrainOptions:
     response_reuse: ResponseReuse | None = None
     # begin with what is accepted of the last answers to a prompt; null: anew
     speculative: Speculative | None = None
+    # how far the policy has moved since it last answered each prompt; null: not measured
+    policy_drift: PolicyDrift | None = None
     # answers of a file, or of the data, in the groups; null: none
     demonstrations: Demonstrations | None = None
     # answers that the policy improves by what is asked of them; null: none
@@ -397,7 +412,7 @@ def unsupported_options(train: TrainOptions, policy: Any) -> Iterator[str]:
         )
     if train.demonstrations is not None and not can.demonstrations:
         yield f"train.demonstrations: {name} takes no answers of others: it has no demonstrate"
-    for key in ("replay_buffer", "response_reuse"):
+    for key in ("policy_drift", "replay_buffer", "response_reuse"):
         if getattr(train, key) is not None and not can.replay:
             yield f"train.{key}: {name} cannot be shown old answers again: it has no recall"
     if train.max_new_tokens_schedule and not can.max_new_tokens:
@@ -411,6 +426,7 @@ IDLE_IN_SFT = (
     "reward_overlap_chunks",
     "adaptive_sampling",
     "dynamic_sampling_rounds",
+    "policy_drift",
     "replay_buffer",
     "response_reuse",
     "ground_truth_rollout",
@@ -455,6 +471,7 @@ SINGLE_ANSWERS = (
     "adaptive_sampling",
     "demonstrations",
     "ground_truth_rollout",
+    "policy_drift",
     "replay_buffer",
     "response_reuse",
     "speculative",

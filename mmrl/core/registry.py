@@ -237,6 +237,7 @@ BUILT_IN = (
     "mmrl.data.self_instruct",
     "mmrl.data.subsets",
     "mmrl.data.suggestions",
+    "mmrl.data.tracked",
     "mmrl.worlds",
 )
 

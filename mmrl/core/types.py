@@ -239,6 +239,8 @@ class Rollout(Rows):
     trainable: Tensor | None = None
     # where prompts had further samples than these rows; None: they had not
     all_samples: PromptMoments | None = None
+    # [B] mean |change| of the log-probs of the last answers to the prompt, nats; None: unknown
+    drift: Tensor | None = None
 
     def prompt_per_row(self) -> list[Prompt]:
         """Return the prompt of every row, B of them."""
@@ -266,6 +268,15 @@ class Rollout(Rows):
                 "to true"
             )
         return self.entropy
+
+    def drifts(self) -> Tensor:
+        """Return ``drift`` [B]; UserError where the run does not measure it."""
+        if self.drift is None:
+            raise UserError(
+                "how far the policy has moved since it last met a prompt is not measured; set "
+                "train.policy_drift to {}"
+            )
+        return self.drift
 
     def path_mask(self) -> Tensor:
         """Return the decisions on the way to each row, [B, K] bool: on a tree also those of edges

@@ -188,12 +188,12 @@ class Around(Curriculum):
         return self.inner.reserved(count, iteration) if isinstance(self.inner, Curriculum) else []
 
     @property
-    def wants_diversity(self) -> bool:
-        return isinstance(self.inner, Curriculum) and self.inner.wants_diversity
+    def measures(self) -> frozenset[str]:
+        return self.inner.measures if isinstance(self.inner, Curriculum) else frozenset()
 
-    def see_diversity(self, values: Mapping[int, float]) -> None:
+    def see(self, name: str, values: Mapping[int, Any]) -> None:
         if isinstance(self.inner, Curriculum):
-            self.inner.see_diversity(values)
+            self.inner.see(name, values)
 
     def rescoring(self, iteration: int) -> int:
         return self.inner.rescoring(iteration) if isinstance(self.inner, Curriculum) else 0

@@ -139,9 +139,11 @@ class Curriculum(Sequence[Prompt]):
     """Holds training prompts and decides itself which of them an iteration draws."""
 
     @property
-    def wants_diversity(self) -> bool:
-        """Tell whether ``see_diversity`` is to be called before ``learn``."""
-        return False
+    def measures(self) -> frozenset[str]:
+        """Name what of an iteration's answers is to be told by ``see`` before ``learn``:
+        "diversity", how much those to a prompt differ, 0 to 1; "entropy", of every answer [reward,
+        mean entropy of its decisions]."""
+        return frozenset()
 
     def __init__(self, prompts: Sequence[Prompt]):
         self.prompts = list(prompts)
@@ -183,9 +185,9 @@ class Curriculum(Sequence[Prompt]):
     def learn(self, outcomes: Sequence[Outcome]) -> None:
         """Take in how the groups of an iteration were rewarded; called alike on all processes."""
 
-    def see_diversity(self, values: Mapping[int, float]) -> None:
-        """Take in how much the answers to each prompt differ, 0 to 1 by ``entry``; called alike on
-        all processes."""
+    def see(self, name: str, values: Mapping[int, Any]) -> None:
+        """Take in what was measured of prompts, by ``entry``: one of ``measures``, or "drift", how
+        far the policy has moved since it last answered; called alike on all processes."""
 
     def rescoring(self, iteration: int) -> int:
         """Say how many answers to every prompt are wanted after this iteration, only to be

@@ -35,7 +35,7 @@ Portion = Annotated[float, Gt(0), Le(1)]
 class Rule(Protocol):
     """Chooses prompts by their records."""
 
-    wants_diversity: bool
+    measures: frozenset[str]
 
     def statistics(self) -> PromptStatistics: ...
 
@@ -61,15 +61,16 @@ class Chosen(Counted):
         self.rule = rule
 
     @property
-    def wants_diversity(self) -> bool:
-        return self.rule.wants_diversity or super().wants_diversity
+    def measures(self) -> frozenset[str]:
+        return self.rule.measures | super().measures
 
     def as_recorded(self, outcome: Outcome) -> Outcome:
         return outcome._replace(rewards=self.rule.rewards(outcome.rewards))
 
-    def see_diversity(self, values: Mapping[int, float]) -> None:
-        super().see_diversity(values)
-        self.statistics.see_diversity(values)
+    def see(self, name: str, values: Mapping[int, Any]) -> None:
+        super().see(name, values)
+        if name == "diversity":
+            self.statistics.see_diversity(values)
 
     def rescoring(self, iteration: int) -> int:
         return self.rule.rescoring(iteration) or super().rescoring(iteration)
@@ -112,7 +113,7 @@ class Fading(Unrenewed):
     """Keeps what rules share whose records fade, at visits of a prompt and between them."""
 
     held_out: list[Prompt]
-    wants_diversity = False
+    measures: frozenset[str] = frozenset()
 
     def __init__(self, of: Source, decay: float, drift: float):
         self.decay = decay
@@ -215,7 +216,7 @@ class Vas:
         self.threshold = threshold
         self.refresh = refresh
         self.rollouts = rollouts
-        self.wants_diversity = diversity > 0
+        self.measures = frozenset({"diversity"} if diversity else ())
         self.train = Chosen(with_entries(of.train), self)
         self.held_out = list(of.held_out)
 
@@ -405,7 +406,7 @@ class Sec(Unrenewed):
 
     train: Categories
     held_out: list[Prompt]
-    wants_diversity = False
+    measures: frozenset[str] = frozenset()
 
     def __init__(
         self,

@@ -11,6 +11,37 @@ from typing import Any
 from mmrl.data.prompts import Outcome
 
 
+@dataclass(frozen=True)
+class Forgetting:
+    """Tracks a success rate alpha / (alpha + beta) that forgets with the policy (SPO's tracker).
+
+    rho = 2^(-D / half) within [least, most], D how far the policy has moved since the last visit;
+    alpha <- rho alpha + r and beta <- rho beta + 1 - r of every answer's r in [0, 1].
+    """
+
+    half: float
+    least: float
+    most: float
+
+    def begun(self, rewards: Sequence[float] | None) -> list[float]:
+        """Return alpha and beta before the first visit, of a reference's rewards if there are any:
+        as many answers as the strongest forgetting remembers."""
+        if not rewards:
+            return [0.5, 0.5]
+        count = 1 / (1 - self.least)
+        right = (sum(rewards) + 0.5) / (len(rewards) + 1)
+        return [count * right, count * (1 - right)]
+
+    def visited(
+        self, counts: Sequence[float], rewards: Sequence[float], moved: float
+    ) -> list[float]:
+        """Return alpha and beta after a visit whose answers earned ``rewards``."""
+        alpha, beta = counts
+        rho = min(max(2 ** (-moved / self.half), self.least), self.most)
+        right = sum(rewards)
+        return [rho * alpha + right, rho * beta + len(rewards) - right]
+
+
 @dataclass
 class PromptRecord:
     """Summarises the rewards of one prompt, over all its visits so far."""

@@ -243,7 +243,7 @@ class Depo(Unrenewed):
 
     train: Chosen
     held_out: list[Prompt]
-    wants_diversity = False
+    measures: frozenset[str] = frozenset()
 
     def __init__(
         self,

@@ -17,6 +17,7 @@ from mmrl.rollout import (
     response_reuse,
     self_instruct,
     speculative,
+    visits,
     written_answers,
 )
 
@@ -32,5 +33,6 @@ __all__ = [
     "response_reuse",
     "self_instruct",
     "speculative",
+    "visits",
     "written_answers",
 ]

@@ -30,7 +30,7 @@ class Diversity(Stage):
         prompts = setup.prompts
         if not isinstance(prompts, Curriculum):
             return None
-        if prompts.wants_diversity or prompts.rescoring(0):
+        if prompts.measures or prompts.rescoring(0):
             return cls(prompts, setup.options.seed)
         return None
 
@@ -38,7 +38,7 @@ class Diversity(Stage):
         self, drawn: Drawn, iteration: int, sample: Sample
     ) -> tuple[Drawn, dict[str, float]]:
         known = by_entry(drawn.rollout)
-        self.prompts.see_diversity(known)
+        self.prompts.see("diversity", known)
         mean = sum(known.values()) / max(len(known), 1)
         metrics = {"diversity/group": mean}
         if copies := self.prompts.rescoring(iteration):

@@ -59,6 +59,7 @@ def remembered(drawn: Drawn, rows: Tensor, index: int, iteration: int) -> Rememb
         prompts=(),
         group=torch.zeros_like(rows),
         all_samples=None,
+        drift=None,
         advantage=None,
         provenance=rollout.provenance.replace(is_replayed=None),  # it will be, whatever it was
     )
@@ -164,10 +165,13 @@ def inserted(
     parts = []
     for group, entry in chosen:
         old = rollout[last[group] : last[group] + 1]
-        # the moments of the prompt's own samples are those of the row it replaces
+        # what is known of the prompt is that of the row it replaces
         parts.append(
             beside(entry, rollout).replace(
-                group=old.group, row_id=old.row_id, all_samples=old.all_samples
+                group=old.group,
+                row_id=old.row_id,
+                all_samples=old.all_samples,
+                drift=old.drift,
             )
         )
     whole = appended(rollout, *parts)

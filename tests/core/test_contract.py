@@ -160,6 +160,7 @@ SMALLEST: dict[tuple[str, str], dict[str, Any]] = {
     ("data", "knapsack"): {"of": {"digits": {"captions": 40}}},
     ("data", "adaptive_group_size"): {"of": {"digits": {"captions": 40}}},
     ("data", "vade"): {"of": {"digits": {"captions": 40}}},
+    ("data", "single_stream"): {"of": {"digits": {"captions": 40}}},
     ("data", "vas"): {"of": {"digits": {"captions": 40}}},
     ("data", "pcl"): {"of": {"digits": {"captions": 40}}},
     ("data", "sec"): {"of": {"digits": {"captions": 40}}, "field": "text"},

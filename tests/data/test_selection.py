@@ -60,8 +60,8 @@ def simulate(data, iterations, count=8, start=0):
         assert len(prompts) == count
         assert batch(data, count, iteration, SEED) == prompts, "repeatable until learn"
         results = answered(prompts, iteration)
-        if data.wants_diversity:
-            data.see_diversity({p["entry"]: p["p"] / 2 for p in prompts})
+        if "diversity" in data.measures:
+            data.see("diversity", {p["entry"]: p["p"] / 2 for p in prompts})
         data.learn(results)
         drawn.append((prompts, results))
     return drawn
@@ -159,7 +159,7 @@ def test_vade_draws_rates_from_beta_posteriors():
 def test_vas_scores_by_variance_and_diversity_and_keeps_a_uniform_share():
     source = Vas(Bernoulli(RATES), share=0.75, variance=0.7, diversity=0.3)
     data = source.train
-    assert data.wants_diversity
+    assert data.measures == {"diversity"}
     simulate(data, 30)
     record = data.statistics[2]
     score = 0.7 * record.mean * (1 - record.mean) + 0.3 * 0.25
@@ -172,7 +172,7 @@ def test_vas_scores_by_variance_and_diversity_and_keeps_a_uniform_share():
     high = max(range(len(RATES)), key=weights.__getitem__)
     low = min(range(len(RATES)), key=weights.__getitem__)
     assert count[high] > 2 * count[low]
-    assert not Vas(Bernoulli(RATES), diversity=0.0).train.wants_diversity
+    assert not Vas(Bernoulli(RATES), diversity=0.0).train.measures
     with pytest.raises(UserError, match="both 0"):
         Vas(Bernoulli(RATES), variance=0.0, diversity=0.0)
 

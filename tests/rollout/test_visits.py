@@ -1,0 +1,157 @@
+"""Single-stream SPO's drift: the answers of a prompt's last visit, scored again by the weights of
+now; and the prompts drawn by the tracker that forgets by it."""
+
+import json
+import math
+from statistics import fmean
+
+import pytest
+import torch
+
+from mmrl.advantages.baseline import SingleStream
+from mmrl.config.options import PolicyDrift
+from mmrl.core.errors import UserError
+from mmrl.core.registry import load_built_in
+from mmrl.data.prompts import Outcome, batch
+from mmrl.data.tracked import SingleStreamData
+from mmrl.rollout.visits import Visits
+from samplers.noise import Rng
+from tests.fixtures import toys
+from tests.fixtures.records import make_rollout
+from tests.rollout.test_past import KINDS, exchange, made, moved
+from tests.train.test_trainer import make_trainer
+
+load_built_in()
+SEED = 5
+
+
+@pytest.mark.parametrize("answers", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_answers_of_then_are_scored_again_by_the_weights_of_now(kind, answers):
+    policy = made(kind)
+    prompts = [{**prompt, "entry": 10 + i} for i, prompt in enumerate(toys.prompts(3))]
+    stage = Visits(PolicyDrift(answers=answers), policy, prompts)
+    first, known, counts = exchange(stage, prompts[:2], [0.0] * 6, 0)
+    assert known.rollout.drifts().tolist() == [0.0] * 6 and counts["policy_drift/prompts"] == 0
+    tensors, plain = stage.state_dict()
+    moved(policy, 0.02)
+    again = Visits(PolicyDrift(answers=answers), policy, prompts)
+    again.load_state_dict(tensors, json.loads(json.dumps(plain)))
+    results = []
+    for one in (stage, again):
+        _, known, counts = exchange(one, [prompts[1], prompts[2]], [0.0] * 6, 1)
+        results.append(known.rollout.drifts())
+        assert counts["policy_drift/prompts"] == 1
+    assert torch.equal(*results)
+    expected = []
+    for row in range(3, 3 + answers):  # of prompt 1, by itself
+        old = first.rollout[row : row + 1]
+        gaps = []
+        for point in policy.path(old):
+            gap = (policy.dist(point).log_prob(point.target) - point.recorded).abs()
+            gaps += gap[point.mask].tolist()
+        expected.append(fmean(gaps))
+    assert results[0][3:].tolist() == [0.0] * 3
+    assert results[0][:3].tolist() == pytest.approx([fmean(expected)] * 3, rel=1e-3, abs=1e-5)
+    assert results[0][0] > 1e-4
+
+
+def test_the_tracker_forgets_by_the_measured_drift():
+    advantage = SingleStream(drift="kl")
+    rollout = make_rollout(
+        group=torch.tensor([0, 1]),
+        row_id=torch.arange(2),
+        prompts=({"text": "a"}, {"text": "b"}),
+        sample=torch.zeros(2, 1),
+        mask=torch.ones(2, 1).bool(),
+        logprob=torch.zeros(2, 1),
+    )
+    with pytest.raises(UserError, match="set train.policy_drift"):
+        advantage(torch.tensor([1.0, 0.0]), rollout)
+    drifts = [0.01, 5.0]
+    drift = torch.tensor(drifts, dtype=torch.float64)
+    advantage(torch.tensor([1.0, 0.0]).double(), rollout.replace(drift=drift))
+    for name, reward, drift in zip("ab", [1.0, 0.0], drifts):
+        rho = min(max(2 ** (-drift / 0.06), 0.875), 0.96)
+        alpha, beta = rho / 2 + reward, rho / 2 + 1 - reward
+        assert advantage.trackers[name][:2] == pytest.approx([alpha, beta], abs=1e-9)
+
+
+class Texts:
+    held_out = []
+
+    def __init__(self, count):
+        self.train = [{"text": str(i)} for i in range(count)]
+
+
+def test_prompts_are_drawn_by_the_tracker_by_loop():
+    data = SingleStreamData(Texts(12), explore=0.1, low=-1.0, high=3.0).train
+    alpha = dict.fromkeys(range(12), 0.5)
+    beta = dict.fromkeys(range(12), 0.5)
+    for iteration in range(6):
+        prompts = batch(data, 4, iteration, SEED)
+        u = Rng.of(SEED, "single_stream", iteration).uniform(torch.arange(12)).tolist()
+        keys = {}
+        for entry in range(12):
+            v = alpha[entry] / (alpha[entry] + beta[entry])
+            assert data.rate(entry) == pytest.approx(v, abs=1e-9)
+            keys[entry] = math.log(u[entry]) / (math.sqrt(v * (1 - v)) + 0.1)
+        order = sorted(keys, key=lambda entry: -keys[entry])[:4]
+        assert [prompt["entry"] for prompt in prompts] == order
+        assert batch(data, 4, iteration, SEED) == prompts, "repeatable until learn"
+        drifts = {entry: 0.004 * entry for entry in order[:3]}
+        data.see("drift", drifts)
+        rewards = {entry: (3.0, 1.0 if entry % 2 else -1.0) for entry in order}
+        for entry in order:
+            rho = min(max(2 ** (-drifts.get(entry, 0.0) / 0.06), 0.875), 0.96)
+            right = [(reward + 1) / 4 for reward in rewards[entry]]
+            alpha[entry] = rho * alpha[entry] + sum(right)
+            beta[entry] = rho * beta[entry] + 2 - sum(right)
+        data.learn([Outcome(e, fmean(r), False, r) for e, r in rewards.items()])
+    resumed = SingleStreamData(Texts(12), explore=0.1, low=-1.0, high=3.0).train
+    resumed.load_state_dict(json.loads(json.dumps(data.state_dict())))
+    assert batch(resumed, 4, 6, SEED) == batch(data, 4, 6, SEED)
+
+
+def test_uncertain_prompts_come_more_often_and_a_reference_begins_the_tracker(tmp_path):
+    path = tmp_path / "reference.jsonl"
+    rewards = {0: [1.0] * 8, 1: [0.0] * 8, 2: [1.0, 0.0] * 4}
+    lines = [json.dumps({"text": str(i), "reward": r}) for i, r in rewards.items()]
+    path.write_text("\n".join(lines))
+    data = SingleStreamData(Texts(3), path=path, candidates=3.0).train
+    assert data.rate(0) == pytest.approx(8.5 / 9) and data.rate(2) == pytest.approx(0.5)
+    counts = [0] * 3
+    for iteration in range(3000):
+        counts[batch(data, 1, iteration, SEED)[0]["entry"]] += 1
+    weights = [math.sqrt(data.rate(i) * (1 - data.rate(i))) + 0.05 for i in range(3)]
+    for i in range(3):
+        assert counts[i] / 3000 == pytest.approx(weights[i] / sum(weights), abs=0.03)
+    for options in ({"forget_min": 0.97}, {"low": 1.0}):
+        with pytest.raises(UserError, match="single_stream: "):
+            SingleStreamData(Texts(3), **options)
+
+
+@pytest.mark.parametrize("family", sorted(toys.POLICIES))
+def test_every_family_trains_on_prompts_of_the_tracker(family, monkeypatch):
+    class Toys:
+        train = toys.prompts(8)
+        held_out = []
+
+    bounds = {"low": -99.0, "high": 99.0}
+    source = SingleStreamData(Toys, forget_min=0.1, **bounds)
+    monkeypatch.setattr(toys, "prompts", lambda n=4: source.train)
+    advantage = SingleStream(drift="kl", forget_min=0.1, key="entry", **bounds)
+    trainer = make_trainer(
+        family,
+        advantage=advantage,
+        policy_drift=PolicyDrift(),
+        prompts_per_iteration=6,
+        group_size=2,
+        train_batch_size=12,
+        micro_batch_size=None,
+    )
+    metrics = [trainer.iterate() for _ in range(3)]
+    assert metrics[-1]["policy_drift/prompts"] > 0 and metrics[-1]["policy_drift/mean"] > 0
+    assert len(advantage.trackers) == len(source.train.counts) > 5
+    for name, tracked in advantage.trackers.items():  # advantage and data track the same
+        assert source.train.counts[int(name)] == pytest.approx(tracked[:2], rel=1e-5)
