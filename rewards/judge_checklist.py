@@ -74,8 +74,32 @@ class Checklist(Judged):
         """Score images [B, 3, H, W], videos [B, F, 3, H, W] in 0..1, or B texts -> [B] float32 on
         the CPU, in 0..1."""
         values = torch.full((len(prompts),), torch.nan)
+        for row, points in self._graded(media, prompts).items():
+            reached = sum(weight * grade for weight, grade in points.values()) / self.levels
+            best = sum(weight for weight, _ in points.values() if weight > 0)
+            values[row] = min(1.0, max(0.0, reached / best))
+        return values
+
+    def unmet(self, media: Media, prompts: list[Prompt]) -> list[list[str] | None]:
+        """List the points that each sample does not wholly meet, and its faults; None where the
+        judge had no answer. It is asked about the samples once more."""
+        graded = self._graded(media, prompts)
+        return [
+            [
+                point
+                for point, (weight, grade) in graded[row].items()
+                if (grade < self.levels if weight > 0 else grade > 0)
+            ]
+            if row in graded
+            else None
+            for row in range(len(prompts))
+        ]
+
+    def _graded(
+        self, media: Media, prompts: list[Prompt]
+    ) -> dict[int, dict[str, tuple[float, float]]]:
+        """Ask the judge for the grades; return by row and point its weight and grade."""
         rows = []
-        points = []
         questions = []
         for row, pictures in self.shown_rows(media, prompts):
             shown = shown_of(media, row, pictures, prompts[row])
@@ -84,16 +108,18 @@ class Checklist(Judged):
             )
             listed = "\n".join(f"{i}. {item}" for i, item in enumerate(items, start=1))
             parts = self.template.parts(prompts[row], kind_of(media), {**shown, "question": listed})
-            rows.append(row)
-            points.append(list(items.values()))
+            rows.append((row, items))
             schema = checklist_schema(len(items), self.levels)
             questions.append(Question(parts, schema=schema, tokens=64 + 24 * len(items)))
-        for row, weights, answer in zip(rows, points, self.answers(questions), strict=True):
-            if answer is not None:
-                grades = [float(getattr(answer, f"point_{i}")) for i in range(1, len(weights) + 1)]
-                reached = sum(w * g for w, g in zip(weights, grades, strict=True)) / self.levels
-                values[row] = min(1.0, max(0.0, reached / sum(w for w in weights if w > 0)))
-        return values
+        answered = zip(rows, self.answers(questions), strict=True)
+        return {
+            row: {
+                item: (weight, float(getattr(answer, f"point_{i}")))
+                for i, (item, weight) in enumerate(items.items(), start=1)
+            }
+            for (row, items), answer in answered
+            if answer is not None
+        }
 
 
 def weighted(items: Any, where: str) -> dict[str, float]:

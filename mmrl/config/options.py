@@ -193,34 +193,85 @@ class Demonstrations:
 
 
 @dataclass(frozen=True)
+class Corrections:
+    """Corrects every wrong answer in its place: EDGE-GRPO's guided error correction.
+
+    Zhang et al. 2025, "EDGE-GRPO: Entropy-driven GRPO with guided error correction for advantage
+    diversity"; by lot, with these shares of the wrong answers (theirs; what is left of 1 stays
+    wrong): ``continued``: ``cue`` is written behind the answer and the policy goes on; ``answer``:
+    ``correction``, which has the right answer as {feedback}, is written behind it; ``solution``:
+    the field ``field`` of the prompt takes its place, or the answer is corrected where there is
+    none. All are trained on as the policy's own answers to the plain prompt. The wording is ours;
+    an answer that becomes longer than the policy writes stays as it was.
+    """
+
+    continued: Annotated[float, Ge(0), Le(1)] = 0.5
+    answer: Annotated[float, Ge(0), Le(1)] = 0.25
+    solution: Annotated[float, Ge(0), Le(1)] = 0.25
+    cue: str = "\nBut this cannot be right. Once more:"
+    correction: str = "\nBut this cannot be right. I checked it: the answer is {feedback}."
+    field: str = "solution"
+
+    def __post_init__(self) -> None:
+        total = self.continued + self.answer + self.solution
+        if not 0 < total <= 1 + 1e-9:
+            raise UserError(
+                f"corrections: continued, answer and solution are shares of the wrong answers, "
+                f"they must add up to more than 0 and at most 1, not {total:g}"
+            )
+        _checked_template("corrections: correction", self.correction, feedback="")
+
+
+@dataclass(frozen=True)
 class Refinement:
     """Lets the policy improve its best answer to a prompt by what is asked of it, and puts the new
     answer in the group, as one to the prompt itself (RGR-GRPO's offline guidance).
 
     ``threshold``: groups whose best total reward is below it get one. ``feedback``: the field of
     the prompt that says what a good answer has: a text, a list of criteria (texts, or pairs whose
-    first is one), or the right answer (guided error correction, as in EDGE-GRPO). ``template``: of
-    the question, with {text}, {answer} and {feedback}. ``place``: it replaces the last of the
-    group, or is appended to it. ``until``: the iteration from which on there is none.
+    first is one), or the right answer. ``failed_by``: the name of a reward that goes through
+    criteria, such as judge_checklist: in place of ``feedback`` those are shown that the best answer
+    fails, and a group whose best fails none gets no other (RGR-GRPO). ``template``: of the
+    question, with {text}, {answer} and {feedback}. ``place``: it replaces the last of the group, or
+    is appended to it. ``logprob``: what a ratio divides by: the policy's own log-probs of the
+    answer to the plain prompt (current), those that it was sampled with, the criteria shown
+    (guided), or 0 (one); with the last two set ``shaping`` of the objective. ``until``: the
+    iteration from which on there is none. ``corrections``: instead, every answer with a total
+    reward below ``threshold`` is corrected in its place, ``feedback`` being the right answer
+    (EDGE-GRPO).
     """
 
     threshold: float = 1.0
     feedback: str = "rubric"
+    failed_by: str | None = None
     template: str = (
         "{text}\n\nAn earlier answer:\n{answer}\n\nA good answer has:\n{feedback}\n\n"
         "Write a better answer."
     )
     place: Literal["replace", "append"] = "append"
+    logprob: Literal["current", "guided", "one"] = "current"
     until: Natural | None = None
+    corrections: Corrections | None = None
 
     def __post_init__(self) -> None:
-        try:
-            self.template.format(text="", answer="", feedback="")
-        except (KeyError, IndexError, ValueError) as error:
+        _checked_template("refinement: template", self.template, text="", answer="", feedback="")
+        if self.corrections is not None and (self.failed_by or self.logprob != "current"):
             raise UserError(
-                f"refinement: template may hold {{text}}, {{answer}} and {{feedback}} alone, and "
-                f"other braces twice ({error!r})"
-            ) from error
+                "refinement: corrections are answers to the plain prompt and need the right "
+                "answer: leave out failed_by and logprob, or corrections"
+            )
+
+
+def _checked_template(where: str, template: str, **names: str) -> None:
+    """Raise UserError where a template names anything else."""
+    try:
+        template.format(**names)
+    except (KeyError, IndexError, ValueError) as error:
+        listed = [f"{{{name}}}" for name in names]
+        known = " and ".join([", ".join(listed[:-1]), listed[-1]] if listed[1:] else listed)
+        raise UserError(
+            f"{where} may hold {known} alone, and other braces twice ({error!r})"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -410,6 +461,12 @@ def unsupported_options(train: TrainOptions, policy: Any) -> Iterator[str]:
             f"train.refinement: {name} reads no criticism of its answers; it is for policies that "
             f"write texts"
         )
+    corrections = train.refinement and train.refinement.corrections
+    if corrections and corrections.continued and not can.one_pass:
+        yield (
+            f"train.refinement.corrections: {name} cannot go on with an answer; set continued to "
+            f"0, or take a policy that writes token by token"
+        )
     if train.demonstrations is not None and not can.demonstrations:
         yield f"train.demonstrations: {name} takes no answers of others: it has no demonstrate"
     for key in ("policy_drift", "replay_buffer", "response_reuse"):
@@ -472,6 +529,7 @@ SINGLE_ANSWERS = (
     "demonstrations",
     "ground_truth_rollout",
     "policy_drift",
+    "refinement",
     "replay_buffer",
     "response_reuse",
     "speculative",

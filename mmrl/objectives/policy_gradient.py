@@ -36,6 +36,7 @@ OF_TOKENS = {
     "off_policy": "it compares answers of models that write tokens: use clip_range",
     "top_entropy": "the entropy of a step is that of its noise: use timestep_fraction",
     "sft": "the steps that lead to somebody else's picture are not known: leave it out",
+    "shaping": "the steps that lead to somebody else's picture are not known: leave it out",
 }
 OF_STEPS = {
     "timestep_fraction": "tokens have no time: use top_entropy",
@@ -117,7 +118,9 @@ class PolicyGradient(Regularised):
     that sample.
 
     sft: the supervised loss of answers that others wrote, ``train.demonstrations`` (CHORD).
-    importance_sampling: correction for another engine, or for older weights, that sampled.
+    shaping: gamma of -A rho / (rho + gamma), the loss of such answers and of guided ones
+    (``train.refinement``), which is not clipped: LUFFY (0.1), RGR-GRPO. importance_sampling:
+    correction for another engine, or for older weights, that sampled.
 
     Of tokens: entropy: weight of a bonus, or all its choices. off_policy: answers with A < 0 leave
     the loss when their tokens have become this much less likely on average, in nats. top_entropy:
@@ -151,8 +154,10 @@ class PolicyGradient(Regularised):
         timestep_weighting: Literal["even", "noise"] = "even",
         behavior_policy: str = "live",
         sft: Supervision | None = None,
+        shaping: Positive | None = None,
     ):
         self.sft = sft
+        self.shaping = shaping
         self.surrogate = surrogate if clip_range is None else clipped(surrogate, clip_range)
         self.clip_bounds = bounds_of(self.surrogate)
         self.clip_range = clip_range
@@ -186,6 +191,7 @@ class PolicyGradient(Regularised):
             "off_policy": self.off_policy is not None,
             "top_entropy": self.top_entropy < 1,
             "sft": self.sft is not None,
+            "shaping": self.shaping is not None,
             "timestep_fraction": self.timestep_fraction < 1,
             "timestep_selection": self.timestep_selection != "first",
             "timestep_weighting": self.timestep_weighting != "even",
@@ -210,6 +216,8 @@ class PolicyGradient(Regularised):
             yield "importance_sampling", "clip: additive is of the surrogate ppo: choose it"
         if self.sft is not None and (self._in_parts(policy) or self.top_entropy < 1):
             yield "sft", "it needs a loss of single decisions: choose ppo without top_entropy"
+        if self.shaping is not None and self.single_paths:
+            yield "shaping", "it is of single decisions: choose ppo or another that is"
         if self._in_parts(policy) and self.couples(policy) != "rows":
             yield "surrogate", f"it {WHOLE}"
 
@@ -269,6 +277,10 @@ class PolicyGradient(Regularised):
             credit = self._credit(point)
             stopped = without_slope(surrogate, logp, old, credit, point.mask)
             loss = summed(surrogate, logp, old, credit, point.mask)
+        if self.shaping is not None:
+            share = torch.sigmoid(logp - old - math.log(self.shaping))  # rho / (rho + gamma)
+            guided = -self._bounded(point.advantage) * share
+            loss = torch.where(_expert(point)[:, None], guided, loss)
         self._watch((logp - old).exp(), stopped.double(), point)
         return loss * point.coupling.weight if isinstance(point.coupling, TokenWeights) else loss
 

@@ -42,6 +42,7 @@ class Remembered:
     rollout: Rollout  # their rows, on the CPU, without condition
     rewards: Rewards
     used: int = 0
+    row: int | None = None  # the row of a rollout whose place it takes; None: the group's last
 
     def total(self) -> Tensor:
         """Return the total reward of every row, [n] float64."""
@@ -148,8 +149,8 @@ def with_marks(rollout: Rollout) -> Rollout:
 def inserted(
     policy: Policy, drawn: Drawn, chosen: Sequence[tuple[int, Remembered]], grows: bool
 ) -> Drawn:
-    """Put answers in groups: in the places of their last rows, or behind these. A collective call
-    if rows are added, since they get new names."""
+    """Put answers in groups: in the places of their last rows, or of those that the answers name,
+    or behind the group. A collective call if rows are added, since they get new names."""
     rollout = drawn.rollout
     if rollout.provenance.is_replayed is None:
         drawn = replace(drawn, rollout=marked(rollout, False))
@@ -158,9 +159,12 @@ def inserted(
         return renamed(drawn) if grows else drawn
     device = rollout.group.device
     new_rows: dict[int, list[int]] = {}
-    for place, (group, _) in enumerate(chosen):
+    left: dict[int, list[int]] = {}
+    for place, (group, entry) in enumerate(chosen):
         new_rows.setdefault(group, []).append(len(rollout) + place)
-    order, replaced = _places(rollout, new_rows, grows)
+        if entry.row is not None:
+            left.setdefault(group, []).append(entry.row)
+    order, replaced = _places(rollout, new_rows, grows, left)
     last = {group: row for row, group in enumerate(rollout.group.tolist())}
     parts = []
     for group, entry in chosen:
@@ -197,16 +201,21 @@ def inserted(
 
 
 def _places(
-    rollout: Rollout, new_rows: Mapping[int, Sequence[int]], grows: bool
+    rollout: Rollout,
+    new_rows: Mapping[int, Sequence[int]],
+    grows: bool,
+    left: Mapping[int, Sequence[int]],
 ) -> tuple[Tensor, Tensor]:
-    """List the rows in their new order, and the old rows that are replaced."""
+    """List the rows in their new order, and the old rows that are replaced: those ``left`` by a
+    group, else its last."""
     device = rollout.group.device
     group = rollout.group.tolist()
     if not grows:
         order = list(range(len(rollout)))
-        replaced = []
+        replaced: list[int] = []
         for name, rows in new_rows.items():
-            own_places = [row for row, of in enumerate(group) if of == name][-len(rows) :]
+            last_places = [row for row, of in enumerate(group) if of == name][-len(rows) :]
+            own_places = left.get(name, last_places)
             replaced += own_places
             for place, row in zip(own_places, rows, strict=True):
                 order[place] = row

@@ -1,9 +1,10 @@
 """Lets the policy improve an answer by what is asked of it: RGR-GRPO's offline guidance (2025), and
-guided error correction as in EDGE-GRPO."""
+EDGE-GRPO's guided error correction."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,7 +15,9 @@ from mmrl.core import distributed
 from mmrl.core.errors import UserError
 from mmrl.core.registry import STAGES
 from mmrl.core.types import Prompt, Rewards, Rollout
+from mmrl.data.answers import Answer
 from mmrl.rollout.collect import rescored
+from mmrl.rollout.insertion import demonstrated
 from mmrl.rollout.past import Remembered, inserted, with_marks
 from mmrl.rollout.stages import Drawn, KnowsPrompts, Sample, Setup
 from samplers.noise import Rng
@@ -22,17 +25,18 @@ from samplers.noise import Rng
 
 @STAGES.register("refinement")
 class Refined(KnowsPrompts):
-    """Puts an improved answer in groups whose best one leaves room (``train.refinement``).
+    """Puts an improved answer in groups whose best one leaves room, or corrects wrong ones
+    (``train.refinement``).
 
     The policy sees its best answer and the criteria, and answers once more; what it writes is
-    scored, and trained on, as an answer to the prompt without them, its ratio being to the policy's
-    own probability of it there (our reading).
+    scored, and trained on, as an answer to the prompt without them (RGR-GRPO). With ``corrections``
+    wrong answers are continued, corrected or exchanged for a solution where they stand (EDGE-GRPO).
     """
 
     def __init__(self, options: Refinement, setup: Setup):
         self.options = options
         self.setup = setup
-        self.grows = options.place == "append"
+        self.grows = options.place == "append" and options.corrections is None
         self.origins: dict[int, Prompt] = {}
 
     @classmethod
@@ -45,10 +49,17 @@ class Refined(KnowsPrompts):
                 f"train.refinement: {type(setup.policy).__name__} reads no criticism of its "
                 f"answers; it is for policies that write texts"
             )
-        if all(prompt.get(options.feedback) is None for prompt in setup.prompts):
+        fields = [] if options.failed_by else [options.feedback]
+        fields += [] if options.corrections is None else [options.corrections.field]
+        if fields and all(prompt.get(name) is None for prompt in setup.prompts for name in fields):
             raise UserError(
                 f"train.refinement: no prompt has the field {options.feedback!r}; set feedback to "
                 f"the one that says what a good answer has"
+            )
+        if options.failed_by is not None and criteria(setup, options.failed_by) is None:
+            raise UserError(
+                f"train.refinement.failed_by: {options.failed_by!r} is no reward of this run that "
+                f"goes through criteria; name one such as judge_checklist, or leave it out"
             )
         return cls(options, setup)
 
@@ -56,21 +67,35 @@ class Refined(KnowsPrompts):
         self, drawn: Drawn, iteration: int, sample: Sample
     ) -> tuple[Drawn, dict[str, float]]:
         active = self.options.until is None or iteration < self.options.until
+        if self.options.corrections is not None:
+            wrong = self._wrong(drawn, iteration) if active else []
+            mixed, count = self._corrected(drawn, iteration, sample, wrong)
+            return mixed, {"refinement/corrected": count}
         due = self._questions(drawn) if active else []
-        device = drawn.rollout.group.device
-        counts = distributed.all_gather_rows(torch.tensor([len(due)], device=device)).tolist()
-        rank, _ = distributed.world()
+        better, count = self._asked(drawn, iteration, sample, [question for _, question in due])
         mixed = drawn
-        if max(counts):
-            # all processes draw equally many, as sharded models need
-            idle = [(-1, drawn.rollout.prompts[0])] * (max(counts) - len(due))
-            rng = Rng.of(self.setup.options.seed, iteration, "refine")
-            rng = replace(rng, offset=sum(counts[:rank]))
-            better = sample([question for _, question in [*due, *idle]], rng, 1)
+        if better is not None:
             mixed = self._joined(drawn, better.rollout, [group for group, _ in due], iteration)
         elif self.grows:
             mixed = inserted(self.setup.policy, drawn, [], True)
-        return mixed, {"refinement/groups": sum(counts)}
+        return mixed, {"refinement/groups": count}
+
+    def _asked(
+        self, drawn: Drawn, iteration: int, sample: Sample, questions: Sequence[Prompt]
+    ) -> tuple[Drawn | None, int]:
+        """Sample an answer to each question, and tell how many there are on all processes, which
+        draw equally many, as sharded models need; None where there are none."""
+        device = drawn.rollout.group.device
+        counts = distributed.all_gather_rows(torch.tensor([len(questions)], device=device)).tolist()
+        if not max(counts):
+            return None, 0
+        rank, _ = distributed.world()
+        idle = [drawn.rollout.prompts[0]] * (max(counts) - len(questions))
+        rng = Rng.of(self.setup.options.seed, iteration, "refine")
+        rng = replace(rng, offset=sum(counts[:rank]))
+        return sample([*questions, *idle], rng, 1), sum(counts)
+
+    # the best answer, improved
 
     def _joined(self, drawn: Drawn, better: Rollout, groups: list[int], iteration: int) -> Drawn:
         """Put the answers, the first ones of ``better``, in their groups, scored as answers to
@@ -85,6 +110,8 @@ class Refined(KnowsPrompts):
         written = torch.ones_like(places, dtype=torch.bool)
         marks = rows.provenance.replace(is_ground_truth=written, is_replayed=written)
         rows = rows.replace(provenance=marks)
+        if self.options.logprob == "one":
+            rows = rows.replace(logprob=torch.zeros_like(rows.logprob))
         rewards = self.setup.score(rows)
         chosen = []
         for place, group in enumerate(groups):
@@ -95,6 +122,8 @@ class Refined(KnowsPrompts):
         mixed = inserted(
             policy, replace(drawn, rollout=with_marks(drawn.rollout)), chosen, self.grows
         )
+        if self.options.logprob != "current":
+            return mixed  # a ratio divides by what is recorded, as of answers of other weights
         rollout = mixed.rollout
         new = rollout.provenance.is_replayed
         assert new is not None
@@ -112,16 +141,94 @@ class Refined(KnowsPrompts):
         for row, group in enumerate(rollout.group.tolist()):
             if group not in best or total[row] > total[best[group]]:
                 best[group] = row
+        rows = [
+            (group, row, self.origins.get(id(rollout.prompts[group]), {}))
+            for group, row in sorted(best.items())
+            if -torch.inf < total[row] < self.options.threshold
+        ]
+        rows = [(group, row, prompt) for group, row, prompt in rows if prompt]
+        prompts = [prompt for _, _, prompt in rows]
+        answers = [drawn.media[row] for _, row, _ in rows]
         questions = []
-        for group, row in sorted(best.items()):
-            prompt = self.origins.get(id(rollout.prompts[group]), {})
-            feedback = prompt.get(self.options.feedback)
-            if feedback is not None and -torch.inf < total[row] < self.options.threshold:
+        for (group, _, prompt), answer, feedback in zip(
+            rows, answers, self._feedback(answers, prompts), strict=True
+        ):
+            if feedback:
                 text = self.options.template.format(
-                    text=prompt["text"], answer=str(drawn.media[row]), feedback=listed(feedback)
+                    text=prompt["text"], answer=str(answer), feedback=listed(feedback)
                 )
                 questions.append((group, {**prompt, "text": text}))
         return questions
+
+    def _feedback(self, answers: list[Any], prompts: list[Prompt]) -> list[Any]:
+        """Return what is shown with each answer: the criteria of its prompt, or those that it
+        fails."""
+        if self.options.failed_by is None:
+            return [prompt.get(self.options.feedback) for prompt in prompts]
+        unmet = criteria(self.setup, self.options.failed_by)
+        assert unmet is not None
+        return unmet(answers, prompts) if prompts else []
+
+    # wrong answers, corrected
+
+    def _wrong(self, drawn: Drawn, iteration: int) -> list[Wrong]:
+        """List the answers below the threshold that are corrected, and how."""
+        options = self.options.corrections
+        assert options is not None
+        rollout = drawn.rollout
+        double, groups = measured(drawn.rewards.per_row(), rollout)
+        below = (double.total() < self.options.threshold) & groups.present
+        rng = Rng.of(self.setup.options.seed, iteration, "correct")
+        draws = rng.uniform(rollout.row_id, (1,))[:, 0].tolist()
+        of_rows = rollout.group.tolist()
+        wrong = []
+        for row in below.nonzero()[:, 0].tolist():
+            prompt = self.origins.get(id(rollout.prompts[of_rows[row]]), {})
+            text = str(drawn.media[row])
+            right = prompt.get(self.options.feedback)
+            solution = prompt.get(options.field)
+            if draws[row] < options.continued and prompt:
+                wrong.append(Wrong(of_rows[row], row, prompt, text + options.cue, True))
+            elif draws[row] < options.continued + options.answer + options.solution:
+                solved = draws[row] >= options.continued + options.answer and solution is not None
+                if solved or right is not None:
+                    corrected = text + options.correction.format(feedback=listed(right))
+                    text = str(solution) if solved else corrected
+                    wrong.append(Wrong(of_rows[row], row, prompt, text, False))
+        return wrong
+
+    def _corrected(
+        self, drawn: Drawn, iteration: int, sample: Sample, wrong: list[Wrong]
+    ) -> tuple[Drawn, float]:
+        """Put corrected answers in the places of wrong ones; a collective call."""
+        questions = [{**each.prompt, "prefill": each.text} for each in wrong if each.goes_on]
+        continued, _ = self._asked(drawn, iteration, sample, questions)
+        whole = iter(() if continued is None else continued.media)
+        due = [
+            (each.group, each.prompt, Answer(str(next(whole)) if each.goes_on else each.text))
+            for each in wrong
+        ]
+        rows = [each.row for each in wrong]
+        return demonstrated(self.setup, drawn, due, "current", False, iteration, rows)
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """Holds what takes the place of a wrong answer: a text, with which the policy may go on."""
+
+    group: int
+    row: int
+    prompt: Prompt  # as it stands in the data
+    text: str
+    goes_on: bool
+
+
+def criteria(setup: Setup, name: str) -> Callable[[list[Any], list[Prompt]], list[Any]] | None:
+    """Find what lists the criteria that answers fail, of the reward called ``name``; None where it
+    has none, or there is no such reward."""
+    reward = setup.rewards.get(name)
+    unmet = getattr(getattr(reward, "reward", reward), "unmet", None)
+    return unmet if callable(unmet) else None
 
 
 def listed(feedback: Any) -> str:

@@ -112,6 +112,8 @@ def test_checklists_and_rubrics_are_weighted_shares(url):
     ) == pytest.approx(3 / 5)
     faults = {"good": 1.0, "a fault": -0.5}
     assert float(Checklist(model, items=faults)(media, prompts(1))) == pytest.approx(0.5)
+    assert Checklist(model, items=items).unmet(media, prompts(1)) == [["third"]]
+    assert Checklist(model, items=faults).unmet(media, prompts(1)) == [["a fault"]]
     with pytest.raises(UserError, match="expects points in 'checklist' of a prompt"):
         Checklist(model)(media, prompts(1))
 
