@@ -44,6 +44,7 @@ class Limits:
     samples: int = 1024
     pixels: float = 64e6  # of all pictures together, decoded
     formats: Sequence[str] = FORMATS
+    pictures: tuple[str, ...] = ()  # fields of prompts that hold some, besides image and images
 
 
 @dataclass
@@ -176,7 +177,7 @@ def unpack(parts: Parts, limits: Limits) -> tuple[Tensor | list[str], list[Promp
     if len(media) != len(prompts):
         raise BadInput("prompts", f"{len(prompts)} of them for {len(media)} samples")
     try:
-        return media, opened(prompts, limits.pixels)
+        return media, opened(prompts, limits.pixels, limits.pictures)
     except ValueError as error:
         raise BadInput("prompts", str(error)) from error
 

@@ -14,7 +14,7 @@ import os
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le
@@ -31,7 +31,7 @@ from mmrl.core.types import Prompt
 from mmrl.remote.body import parts_of
 from mmrl.remote.lanes import Answer, Lane
 from mmrl.scoring import Handled
-from rewards.card import card_of
+from rewards.card import PICTURES, card_of
 from rewards.wire import BadInput, Limits, check_token, unpack
 
 TOKEN = "MMRL_REWARD_TOKEN"
@@ -157,7 +157,11 @@ class Service:
             parts = await run_in_threadpool(parts_of, kind, bytes(body))
             del body
             names = self.names(parts.rewards)
-            media, prompts = await run_in_threadpool(unpack, parts, self.options.limits())
+            fields = dict.fromkeys(
+                field for name in names for field in self.cards[name]["pictures"]
+            )
+            limits = replace(self.options.limits(), pictures=tuple(fields))
+            media, prompts = await run_in_threadpool(unpack, parts, limits)
             return reply(self.answer(await self.answers(names, media, prompts)))
         finally:
             self.inside -= 1
@@ -279,14 +283,11 @@ class Service:
 
 
 def card_in_short(reward: Any) -> dict[str, Any]:
-    """Return what a client should know of a reward: media, fields it needs, whether it looks at
-    pictures of prompts."""
-    # what is inside its handling
-    card = card_of(reward)
-    inner = getattr(reward, "reward", reward)
-    pictures = bool({"image", "images"} & set(card.needs)) or bool(
-        getattr(inner, "sees_prompts", False)
-    )
+    """Return what a client should know of a reward: media, fields it needs, fields that it takes
+    for pictures."""
+    card = card_of(reward)  # of what is inside its handling
+    needed = [field for field in card.needs if field in PICTURES]
+    pictures = list(dict.fromkeys([*needed, *card.pictures]))
     return {"media": list(card.media), "needs": list(card.needs), "pictures": pictures}
 
 
