@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ def field_of(prompt: Prompt, field: str, reward: str, kind: type = str) -> Any:
         what = (
             f"{type(value).__name__} {str(value)[:60]!r}"
             if field in prompt
-            else f"only {', '.join(prompt) or 'none'}"
+            else f"only {', '.join(key[:80] for key in islice(prompt, 20)) or 'none'}"
         )
         raise UserError(
             f"reward {reward!r} needs a {field!r} ({kind.__name__}) in every prompt; found {what}"

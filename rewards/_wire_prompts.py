@@ -7,7 +7,7 @@ import base64
 import binascii
 import io
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +167,18 @@ def opened(prompts: Sequence[Prompt], pixels: float, fields: Collection[str] = (
             copy[key] = decoded if isinstance(value, list) else decoded[0]
         decoded_prompts.append(copy)
     return decoded_prompts
+
+
+def headers(prompts: Sequence[Prompt], fields: Collection[str]) -> Iterator[tuple[str, bytes]]:
+    """Yield the beginning of every picture of prompts, with its place; nothing for what is none."""
+    for i, prompt in enumerate(prompts):
+        for key in dict.fromkeys((*PICTURES, *fields)):
+            for picture in _listed(prompt.get(key)):
+                text = picture.get(PNG) if isinstance(picture, dict) else None
+                try:
+                    yield f"prompts[{i}].{key}", base64.b64decode(str(text)[:64])
+                except binascii.Error:
+                    continue  # decoding says what is wrong with it
 
 
 def _for_picture(value: Any) -> bool:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,21 @@ from mmrl.core.types import Media, Prompt
 
 # The places that strings of the request that is being scored would mean; None: the prompts are the
 # user's own. A thread that is started for a call must take the context along.
-_named: ContextVar[frozenset[str] | None] = ContextVar("places named by a request", default=None)
+_named: ContextVar[Named | None] = ContextVar("places named by a request", default=None)
 PATH = 4096  # characters of the longest path that an operating system takes
+
+
+class Named:
+    """Holds the strings of a request; what they would mean as paths is worked out when a file is
+    opened."""
+
+    def __init__(self, media: Media, prompts: Sequence[Prompt]):
+        self.texts = media if isinstance(media, list) else []
+        self.prompts = prompts
+
+    @cached_property
+    def places(self) -> frozenset[str]:
+        return frozenset(place_of(text) for text in strings([self.texts, self.prompts]))
 
 
 class NoPath(PermissionError):
@@ -53,9 +66,7 @@ def request(media: Media, prompts: Sequence[Prompt]) -> Iterator[None]:
     not.
     """
     _watch_open()
-    texts = [text for text in media if isinstance(text, str)] if isinstance(media, list) else []
-    named = frozenset(place_of(text) for text in strings([texts, prompts]))
-    token = _named.set(named)
+    token = _named.set(Named(media, prompts))
     try:
         yield
     finally:
@@ -87,8 +98,8 @@ def _watch_open() -> None:
 
 
 def _refuse(event: str, args: tuple[Any, ...]) -> None:
-    if event != "open" or not (named := _named.get()):
+    if event != "open" or (named := _named.get()) is None:
         return
     path = args[0]
-    if isinstance(path, (str, bytes)) and place_of(os.fsdecode(path)) in named:
+    if isinstance(path, (str, bytes)) and place_of(os.fsdecode(path)) in named.places:
         raise NoPath
