@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mmrl.core.errors import UserError
 from mmrl.core.types import Media, Prompt, Reward
-from rewards.card import MEDIA, Card, Of, card_of
+from rewards.card import MEDIA, Card, Of, card_of, pictures_of
 
 
 def merged(rewards: Sequence[Reward], of: Of | None = None) -> Card:
@@ -32,7 +32,7 @@ def merged(rewards: Sequence[Reward], of: Of | None = None) -> Card:
         raise UserError("rewards of steps and rewards of groups cannot be put together")
     kind: Of = next(iter(kinds), "sample")
     needs = tuple(dict.fromkeys(field for card in cards for field in card.needs))
-    return Card(media=media, needs=needs, of=of or kind)
+    return Card(media=media, needs=needs, pictures=pictures_of(rewards), of=of or kind)
 
 
 def refuse_memory(rewards: Sequence[Reward]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from mmrl.core.errors import UserError
 from mmrl.core.types import Prompt
+from rewards.files import open_picture
 
 
 def field_of(prompt: Prompt, field: str, reward: str, kind: type = str) -> Any:
@@ -23,7 +25,7 @@ def field_of(prompt: Prompt, field: str, reward: str, kind: type = str) -> Any:
         what = (
             f"{type(value).__name__} {str(value)[:60]!r}"
             if field in prompt
-            else f"only {', '.join(prompt) or 'none'}"
+            else f"only {', '.join(key[:80] for key in islice(prompt, 20)) or 'none'}"
         )
         raise UserError(
             f"reward {reward!r} needs a {field!r} ({kind.__name__}) in every prompt; found {what}"
@@ -44,7 +46,7 @@ def picture_of(prompt: Prompt, field: str, reward: str) -> Tensor:
     if isinstance(value, Tensor) and value.ndim == 3 and value.shape[0] == 3:
         return value.float() if value.is_floating_point() else value.float() / 255
     if isinstance(value, (str, Path)):
-        value = open_picture(Path(value).expanduser(), field, reward)
+        value = read_picture(value, field, reward)
     if not hasattr(value, "convert"):  # not a PIL image
         raise UserError(
             f"reward {reward!r} needs a picture in the field {field!r} of every prompt: a "
@@ -54,11 +56,9 @@ def picture_of(prompt: Prompt, field: str, reward: str) -> Tensor:
     return from_pil(value)
 
 
-def open_picture(file: Path, field: str, reward: str) -> Any:
-    from PIL import Image
-
+def read_picture(file: str | Path, field: str, reward: str) -> Any:
     try:
-        return Image.open(file)
+        return open_picture(file)
     except OSError as error:
         raise UserError(
             f"reward {reward!r}: cannot read the picture {file} of the field {field!r}: {error}"

@@ -7,13 +7,18 @@ import base64
 import binascii
 import io
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mmrl.core.types import Prompt
+from torch import Tensor
 
-KEYS = ("images", "image")  # of a prompt: its pictures, PIL images or paths
+from mmrl.core.types import Prompt
+from rewards._media import to_uint8
+from rewards.card import PICTURES
+from rewards.files import open_picture
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 PNG = "png"  # {"png": "<base64>"} stands for a picture
 
 
@@ -85,17 +90,37 @@ def _marked_text(text: str, mark: Any) -> MarkedText:
 
 
 def has_pictures(prompt: Mapping[str, Any]) -> bool:
-    return any(prompt.get(key) is not None for key in KEYS)
+    """Tell whether any field may be a picture: its own, and others that look like one."""
+    return any(
+        key in PICTURES or any(map(_may_be_picture, _listed(value)))
+        for key, value in prompt.items()
+        if value is not None
+    )
 
 
-def without_pictures(prompt: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in prompt.items() if key not in KEYS}
+def _may_be_picture(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.ndim == 3
+    looks = isinstance(value, (str, Path)) and str(value).lower().endswith(SUFFIXES)
+    return looks or hasattr(value, "convert")
 
 
-def enclosed(prompt: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the prompt with its pictures as PNG in base64. Raises OSError for a file that cannot
-    be read."""
-    return {key: _each(value, _encoded) if key in KEYS else value for key, value in prompt.items()}
+def enclosed(prompt: Mapping[str, Any], fields: Collection[str]) -> dict[str, Any]:
+    """Return the prompt with the pictures of these fields as PNG in base64; its own pictures only
+    if they are among the fields.
+
+    Raises:
+        OSError, ValueError: a file that cannot be read, a picture that has no colours.
+    """
+    return {
+        key: _each(value, _encoded) if key in fields else value
+        for key, value in prompt.items()
+        if key in fields or key not in PICTURES
+    }
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, (list, tuple)) else [value]
 
 
 def _each(value: Any, change: Callable[[Any], Any]) -> Any:
@@ -106,8 +131,11 @@ def _encoded(picture: Any) -> Any:
     from PIL import Image
 
     if isinstance(picture, (str, Path)):
-        with Image.open(picture) as file:
+        with open_picture(picture) as file:
             return _encoded(file.convert("RGB"))
+    if isinstance(picture, Tensor) and picture.ndim == 3 and len(picture) == 3:
+        pixels = to_uint8(picture) if picture.is_floating_point() else picture.cpu()
+        picture = Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())
     if not isinstance(picture, Image.Image):
         return picture
     buffer = io.BytesIO()
@@ -115,9 +143,11 @@ def _encoded(picture: Any) -> Any:
     return {PNG: base64.b64encode(buffer.getvalue()).decode()}
 
 
-def opened(prompts: Sequence[Prompt], pixels: float) -> list[Prompt]:
-    """Return prompts with their pictures as PIL images; a path, which means nothing here, is
-    refused.
+def opened(prompts: Sequence[Prompt], pixels: float, fields: Collection[str] = ()) -> list[Prompt]:
+    """Return prompts with their pictures, and those of further ``fields``, as PIL images; a path,
+    which means nothing here, is refused.
+
+    A further field may hold something else that is no text, such as the run lengths of a mask.
 
     Raises:
         ValueError: what is wrong and where; together they may have ``pixels`` pixels.
@@ -126,24 +156,45 @@ def opened(prompts: Sequence[Prompt], pixels: float) -> list[Prompt]:
     decoded_prompts = []
     for i, prompt in enumerate(prompts):
         copy = dict(prompt)
-        for key in KEYS:
-            if copy.get(key) is None:
+        for key in dict.fromkeys((*PICTURES, *fields)):
+            value = prompt.get(key)
+            if value is None or (key not in PICTURES and not _for_picture(value)):
                 continue
-            pictures = copy[key] if isinstance(copy[key], list) else [copy[key]]
             decoded = []
-            for picture in pictures:
+            for picture in _listed(value):
                 decoded.append(_decoded(picture, left, f"prompts[{i}].{key}"))
                 left -= decoded[-1].size[0] * decoded[-1].size[1]
-            copy[key] = decoded if isinstance(copy[key], list) else decoded[0]
+            copy[key] = decoded if isinstance(value, list) else decoded[0]
         decoded_prompts.append(copy)
     return decoded_prompts
+
+
+def headers(prompts: Sequence[Prompt], fields: Collection[str]) -> Iterator[tuple[str, bytes]]:
+    """Yield the beginning of every picture of prompts, with its place; nothing for what is none."""
+    for i, prompt in enumerate(prompts):
+        for key in dict.fromkeys((*PICTURES, *fields)):
+            for picture in _listed(prompt.get(key)):
+                text = picture.get(PNG) if isinstance(picture, dict) else None
+                try:
+                    yield f"prompts[{i}].{key}", base64.b64decode(str(text)[:64])
+                except binascii.Error:
+                    continue  # decoding says what is wrong with it
+
+
+def _for_picture(value: Any) -> bool:
+    """Tell whether a value stands for a picture: a text, {"png": ...}, or a list with one."""
+    return any(
+        isinstance(item, str) or (isinstance(item, dict) and PNG in item) for item in _listed(value)
+    )
 
 
 def _decoded(picture: Any, left: float, where: str) -> Any:
     from PIL import Image
 
     if not isinstance(picture, dict) or set(picture) != {PNG} or not isinstance(picture[PNG], str):
-        raise ValueError(f'{where}: expected {{"png": "<base64>"}} or a list of them')
+        raise ValueError(
+            f'{where}: expected {{"png": "<base64>"}} or a list of them; a path means nothing here'
+        )
     try:
         content = base64.b64decode(picture[PNG], validate=True)
         with Image.open(io.BytesIO(content), formats=["PNG"]) as file:

@@ -14,7 +14,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
 from mmrl.core.types import Media, Prompt, Reward
 from rewards._compose import refuse_memory, rows_of
-from rewards.card import Of, card, card_of
+from rewards.card import Of, card, card_of, pictures_of
 
 Part = Annotated[Reward, REWARDS]
 
@@ -45,7 +45,8 @@ class ByTask:
                 "reward 'by_task': its routes must be rewards of whole samples, not of steps"
             )
         of: Of = "group" if any(card.of == "group" for card in cards) else "sample"
-        self.card = replace(card_of(type(self)), needs=() if default else (by,), of=of)
+        needs = () if default else (by,)
+        self.card = replace(card_of(type(self)), needs=needs, pictures=pictures_of(parts), of=of)
 
     def __call__(self, media: Media, prompts: list[Prompt]) -> Tensor:
         """Score [B]; every route sees its rows at once, pictures of one size as a tensor."""

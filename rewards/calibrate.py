@@ -61,7 +61,11 @@ class Calibrated:
             )
         bounds = (0, 1) if sigmoid else (None, None)
         needs = tuple(dict.fromkeys((*inner.needs, field)))
-        self.card = Card(media=inner.media, needs=needs, low=bounds[0], high=bounds[1])
+        added = () if "text" in inner.media else (field,)  # of texts, it is an answer
+        pictures = (*inner.pictures, *added)
+        self.card = Card(
+            media=inner.media, needs=needs, pictures=pictures, low=bounds[0], high=bounds[1]
+        )
 
     def __call__(self, media: Media, prompts: list[Prompt]) -> Tensor:
         (values,) = scores_of([self.of], media, prompts)
@@ -137,7 +141,8 @@ class TextContrast:
         inner = merged([of])
         fields = (positive,) if negative_text is not None else (positive, negative)
         needs = (*(name for name in inner.needs if name != "text"), *fields)
-        self.card = Card(media=inner.media, needs=tuple(dict.fromkeys(needs)), of=inner.of)
+        needs = tuple(dict.fromkeys(needs))
+        self.card = Card(media=inner.media, needs=needs, pictures=inner.pictures, of=inner.of)
 
     def __call__(self, media: Media, prompts: list[Prompt]) -> Tensor:
         positives = [self._text(prompt, self.positive) for prompt in prompts]

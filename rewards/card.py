@@ -3,13 +3,14 @@ from."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeVar
 
 Medium = Literal["image", "video", "text"]
 Of = Literal["sample", "group", "step", "batch"]
+PICTURES = ("images", "image")  # of a prompt: the pictures that it shows
 MEDIA: dict[str, Medium] = {"image": "image", "video": "video", "text": "text"}
 Entry = TypeVar("Entry", bound=Callable[..., Any])
 
@@ -21,11 +22,14 @@ class Card:
     returns [B, K]; a "batch" reward sees all that was sampled for an iteration in one call on every
     process, even one without a row, with a third argument that gathers the rows of all processes,
     and returns [B]. ``low``, ``high``: the range, None is open. ``needs``: fields that every prompt
-    must have. ``named``: option -> the one of them that it names anew. ``source``: of the weights
-    or the definition. ``scaling``: in words, where several are in use."""
+    must have. ``pictures``: fields that hold a picture or the name of its file: ``remote`` sends
+    them along, and a server takes no names. ``named``: option -> the one of them that it names
+    anew. ``source``: of the weights or the definition. ``scaling``: in words, where several are in
+    use."""
 
     media: tuple[Medium, ...] = ("image", "video", "text")
     needs: tuple[str, ...] = ()
+    pictures: tuple[str, ...] = ()
     named: tuple[tuple[str, str], ...] = ()
     low: float | None = None
     high: float | None = None
@@ -40,6 +44,7 @@ def card(
     *,
     media: str = "image video text",
     needs: str = "",
+    pictures: str = "",
     named: Mapping[str, str] | None = None,
     **fields: Any,
 ) -> Callable[[Entry], Entry]:
@@ -56,6 +61,7 @@ def card(
         carrier.card = Card(
             media=tuple(MEDIA[word] for word in media.split()),
             needs=tuple(needs.split()),
+            pictures=tuple(pictures.split()),
             named=tuple((named or {}).items()),
             **fields,
         )
@@ -73,10 +79,19 @@ def card_of(reward: Callable[..., Any]) -> Card:
 
 def card_with(reward: Callable[..., Any], options: Mapping[str, Any]) -> Card:
     """Return the card that a class or function will have with these options: fields that they name
-    are needed in the place of the usual ones."""
+    take the place of the usual ones."""
     known = card_of(reward)
-    renamed = {need: options[option] for option, need in known.named if option in options}
-    return replace(known, needs=tuple(str(renamed.get(need, need)) for need in known.needs))
+    renamed = {need: str(options[option]) for option, need in known.named if option in options}
+    return replace(
+        known,
+        needs=tuple(renamed.get(need, need) for need in known.needs),
+        pictures=tuple(renamed.get(field, field) for field in known.pictures),
+    )
+
+
+def pictures_of(rewards: Iterable[Callable[..., Any]]) -> tuple[str, ...]:
+    """Return the fields that any of these rewards takes for pictures, each once."""
+    return tuple(dict.fromkeys(field for reward in rewards for field in card_of(reward).pictures))
 
 
 def described(reward: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:

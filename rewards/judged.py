@@ -19,12 +19,12 @@ from rewards._ask import Asker, Question
 from rewards._judge_templates import Template
 from rewards._media import frames as as_frames
 from rewards._media import to_uint8
-from rewards.card import Card, card_of
+from rewards.card import PICTURES, Card, card_of
+from rewards.files import open_picture
 
 Model = Annotated[Asker, JUDGES]
 Frames = Annotated[int, Ge(1)]
 OnFailure = Literal["nan", "stop"]
-KEYS = ("images", "image")  # of a prompt: its pictures
 
 
 def sample_pictures(media: Media, frames: int, reward: str) -> list[list[Any] | None]:
@@ -64,7 +64,7 @@ def prompt_pictures(prompt: Prompt) -> list[Any]:
     Raises:
         UserError: a file that cannot be read, or something that is no picture.
     """
-    pictures: Any = next((prompt[key] for key in KEYS if prompt.get(key) is not None), [])
+    pictures: Any = next((prompt[key] for key in PICTURES if prompt.get(key) is not None), [])
     return [
         _picture(picture, prompt)
         for picture in (pictures if isinstance(pictures, (list, tuple)) else [pictures])
@@ -84,7 +84,7 @@ def _picture(picture: Any, prompt: Prompt) -> Any:
             f"not an image or a path"
         )
     try:
-        with Image.open(picture) as file:
+        with open_picture(picture) as file:
             return file.convert("RGB")
     except (OSError, ValueError, Image.DecompressionBombError) as error:
         raise UserError(
@@ -112,7 +112,6 @@ class Judged:
     """
 
     name = "judge"
-    sees_prompts = True  # shows the pictures of prompts: `remote` sends them along
 
     def __init__(self, model: Asker, frames: int, on_failure: OnFailure):
         self.model = model
@@ -123,8 +122,8 @@ class Judged:
         return self.model.usage.numbers()
 
     def needing(self, template: Template) -> Card:
-        """Return the card of this object: the fields that its template mentions."""
-        return replace(card_of(type(self)), needs=template.needs())
+        """Return the card of this object: the fields that its template mentions, and pictures."""
+        return replace(card_of(type(self)), needs=template.needs(), pictures=PICTURES)
 
     def shown_rows(self, media: Media, prompts: list[Prompt]) -> Iterator[tuple[int, list[Any]]]:
         """Return the rows that can be shown, with their pictures."""

@@ -19,8 +19,8 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
 from mmrl.core.types import Media, Prompt
 from rewards._servers import BoundedClient, Failed, Server, Servers, post
-from rewards._wire_prompts import enclosed, has_pictures, without_pictures
-from rewards.card import card
+from rewards._wire_prompts import enclosed, has_pictures
+from rewards.card import PICTURES, card
 from rewards.wire import Format, check_texts, check_token, pack, read_answer
 
 
@@ -62,7 +62,8 @@ class Remote:
         backoff: seconds before the first repetition, doubled for each further one, with jitter.
         cooldown: seconds that a dead server is left alone while another lives.
         fields: keys of the prompts to send; None: all, but pictures (``image``, ``images``) only if
-            a reward that is asked for looks at them. Pictures are sent, files read here.
+            a reward that is asked for looks at them. Pictures are sent, also those of fields such
+            as ``reference`` and ``mask``; files are read here.
         on_failure: ``nan`` leaves samples without a value out, ``stop`` raises.
 
     Attributes:
@@ -103,7 +104,7 @@ class Remote:
         self.fields = fields
         self.stop = on_failure == "stop"
         self._jitter = random.Random()  # not the global one, which belongs to the run
-        self._pictures: bool | None = None  # not known yet
+        self._pictures: frozenset[str] | None = None  # not known yet
         self._client = BoundedClient(self.token, concurrency * len(urls), timeout)
 
     @property
@@ -144,29 +145,27 @@ class Remote:
             ]
         if not any(map(has_pictures, prompts)):
             return prompts
-        if self.fields is None and not self._sees_prompts():
-            return [without_pictures(prompt) for prompt in prompts]
+        fields = self._picture_fields() | set(PICTURES if self.fields is not None else ())
         try:
-            return [enclosed(prompt) for prompt in prompts]
-        except OSError as error:
+            return [enclosed(prompt, fields) for prompt in prompts]
+        except (OSError, ValueError) as error:
             raise UserError(
                 f"reward 'remote' cannot read a picture of a prompt: {error}"
             ) from error
 
-    def _sees_prompts(self) -> bool:
-        """Tell whether a requested reward looks at prompts' pictures, by what the first server that
-        answers says."""
-        if self._pictures is None:
-            for server in self.servers:
-                try:
-                    response = self._client.get(f"{server.url}/info", extensions={"longest": 2**20})
-                    rewards = response.json()["rewards"] if response.status_code == 200 else {}
-                    names = self.names or list(rewards)
-                    self._pictures = any(rewards.get(name, {}).get("pictures") for name in names)
-                    break
-                except (Failed, ValueError, KeyError, TypeError, AttributeError):
-                    continue  # the requests themselves will report the failure
-        return bool(self._pictures)
+    def _picture_fields(self) -> frozenset[str]:
+        """Return the fields that a requested reward takes for pictures, by what the first server
+        that answers says."""
+        for server in self.servers if self._pictures is None else ():
+            try:
+                response = self._client.get(f"{server.url}/info", extensions={"longest": 2**20})
+                rewards = response.json()["rewards"] if response.status_code == 200 else {}
+                fields = [rewards[name]["pictures"] for name in self.names or rewards]
+                self._pictures = frozenset(str(field) for listed in fields for field in listed)
+                break
+            except (Failed, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                continue  # the requests themselves will report the failure
+        return self._pictures or frozenset()
 
     def _check(self, values: Tensor, rows: list[int]) -> None:
         """Apply ``on_failure``: null from a server and no answer at all are the same, a sample

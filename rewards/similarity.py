@@ -43,6 +43,7 @@ class ReferenceReward(FrameReward):
 @card(
     media="image video",
     needs="reference",
+    pictures="reference",
     named={"field": "reference"},
     low=-1,
     high=1,
@@ -94,6 +95,7 @@ class DinoSimilarity(ReferenceReward):
 @card(
     media="image video",
     needs="reference",
+    pictures="reference",
     named={"field": "reference"},
     low=-1,
     high=1,
@@ -138,6 +140,7 @@ class ClipSimilarity(ReferenceReward):
 @card(
     media="image video",
     needs="source source_text text",
+    pictures="source",
     named={"source": "source", "source_text": "source_text", "target_text": "text"},
     low=-1,
     high=1,

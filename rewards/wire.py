@@ -11,8 +11,11 @@ from __future__ import annotations
 import base64
 import io
 import json
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -21,12 +24,18 @@ from torch import Tensor
 from mmrl.core.errors import UserError
 from mmrl.core.types import Media, Prompt
 from rewards._media import frames, to_uint8
+from rewards._wire_prompts import headers as prompt_headers
 from rewards._wire_prompts import marked_texts, marks_of, opened
 
 Format = Literal["png", "webp", "tensor"]
 FORMATS: tuple[Format, ...] = ("png", "webp", "tensor")
 KINDS = ("images", "videos", "texts", "tensor")
 MODES = ("1", "L", "LA", "P", "RGB", "RGBA")  # of PIL, 8 bits a channel or fewer
+DEPTH = 32  # lists and objects inside each other, in a prompt
+KEYS = 1000  # of an object in a prompt
+# bytes that a pixel takes while it is decoded or put into a batch: three floats, and as much again
+BYTES_A_PIXEL = 24
+STRIP = 2**18  # pixels that are turned into floats at once
 
 
 class BadInput(Exception):
@@ -44,6 +53,12 @@ class Limits:
     samples: int = 1024
     pixels: float = 64e6  # of all pictures together, decoded
     formats: Sequence[str] = FORMATS
+    pictures: tuple[str, ...] = ()  # fields of prompts that hold some, besides image and images
+    values: float = 2e6  # of the JSON: commas and brackets, those inside texts too
+
+
+def no_admission(count: int) -> None:
+    """Admit whatever is to be decoded."""
 
 
 @dataclass
@@ -148,8 +163,12 @@ def picture_bytes(picture: Tensor, kind: str) -> bytes:
 # receiving
 
 
-def parse_json(content: bytes, field: str) -> Any:
-    """Parse strict JSON: NaN and infinity are refused."""
+def parse_json(content: bytes | bytearray, field: str, values: float = math.inf) -> Any:
+    """Parse strict JSON: NaN and infinity are refused, and more than so many values."""
+    if sum(content.count(mark) for mark in (b",", b"[", b"{")) > values:
+        raise BadInput(
+            field, f"holds more than {values:.0f} values (commas and brackets); send fewer samples"
+        )
     try:
         return json.loads(content, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
@@ -160,9 +179,14 @@ def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is not a JSON number")
 
 
-def unpack(parts: Parts, limits: Limits) -> tuple[Tensor | list[str], list[Prompt]]:
+def unpack(
+    parts: Parts, limits: Limits, admit: Callable[[int], None] = no_admission
+) -> tuple[Tensor | list[str], list[Prompt]]:
     """Return media and prompts as a reward takes them: floats [B, 3, H, W] or [B, F, 3, H, W] in
     0..1, or texts.
+
+    ``admit`` is called with the bytes that this will take, as the headers of pictures say, before
+    any is decoded.
 
     Raises:
         BadInput: anything that is not what it should be, with the name of the field.
@@ -172,20 +196,95 @@ def unpack(parts: Parts, limits: Limits) -> tuple[Tensor | list[str], list[Promp
         raise BadInput("prompts", "expected a list of objects")
     if not 1 <= len(prompts) <= limits.samples:
         raise BadInput("prompts", f"expected 1 to {limits.samples} of them, got {len(prompts)}")
+    check_shape(prompts)
+    check_lists(parts, limits)
+    admit(decoded_size(parts, limits))
     media = _media(parts, limits)
     if len(media) != len(prompts):
         raise BadInput("prompts", f"{len(prompts)} of them for {len(media)} samples")
     try:
-        return media, opened(prompts, limits.pixels)
+        return media, opened(prompts, limits.pixels, limits.pictures)
     except ValueError as error:
         raise BadInput("prompts", str(error)) from error
+
+
+def check_shape(prompts: list[Any]) -> None:
+    """Refuse prompts that are nested deeper, or have more keys in an object, than any honest one.
+
+    Raises:
+        BadInput: they do.
+    """
+    level: list[Any] = prompts
+    for _ in range(DEPTH):
+        if any(len(item) > KEYS for item in level if isinstance(item, dict)):
+            raise BadInput("prompts", f"expected at most {KEYS} keys in an object")
+        level = [
+            part
+            for item in level
+            for part in (item.values() if isinstance(item, dict) else item)
+            if isinstance(part, (dict, list))
+        ]
+        if not level:
+            return
+    raise BadInput("prompts", f"are nested more than {DEPTH} deep")
+
+
+def check_lists(parts: Parts, limits: Limits) -> None:
+    """Refuse media that are no list, or videos that are no lists of equally many frames.
+
+    Raises:
+        BadInput: they are not.
+    """
+    if parts.kind == "tensor":
+        return
+    if not isinstance(parts.media, list) or not 1 <= len(parts.media) <= limits.samples:
+        raise BadInput(parts.kind, f"expected a list of 1 to {limits.samples}")
+    if parts.kind == "videos":
+        counts = {len(video) if isinstance(video, list) else -1 for video in parts.media}
+        if len(counts) != 1 or min(counts) < 1:
+            raise BadInput("videos", "expected lists of frames, the same number of frames in each")
+
+
+def decoded_size(parts: Parts, limits: Limits) -> int:
+    """Return the bytes that decoding the pictures will take, by their headers.
+
+    Raises:
+        BadInput: more pixels than ``limits`` allow, or no header.
+    """
+    if parts.kind == "tensor":
+        size = 3 * len(parts.media) if isinstance(parts.media, bytes) else 0
+    else:
+        size = 0
+    left = limits.pixels
+    pictures = _named(parts) if parts.kind in ("images", "videos") else ()
+    for name, content in (*pictures, *prompt_headers(parts.prompts, limits.pictures)):
+        width, height = size_of(content) if isinstance(content, bytes) else (0, 0)
+        left -= width * height
+        if left < 0:
+            raise BadInput(
+                name, f"{width} x {height} pixels are more than this server takes in one request"
+            )
+    return size + int(limits.pixels - left) * BYTES_A_PIXEL
+
+
+def size_of(content: bytes) -> tuple[int, int]:
+    """Read width and height in the header of a PNG or WebP file; 0, 0 if it is neither."""
+    if content[:8] == b"\x89PNG\r\n\x1a\n" and content[12:16] == b"IHDR":
+        return int.from_bytes(content[16:20], "big"), int.from_bytes(content[20:24], "big")
+    if content[:4] != b"RIFF" or content[8:12] != b"WEBP":
+        return 0, 0
+    number = partial(int.from_bytes, byteorder="little")
+    if content[12:16] == b"VP8X":  # the canvas
+        return number(content[24:27]) + 1, number(content[27:30]) + 1
+    if content[12:16] == b"VP8L":
+        bits = number(content[21:25])
+        return (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
+    return number(content[26:28]) & 0x3FFF, number(content[28:30]) & 0x3FFF
 
 
 def _media(parts: Parts, limits: Limits) -> Tensor | list[str]:
     if parts.kind == "tensor":
         return _tensor(parts.media, limits)
-    if not isinstance(parts.media, list) or not 1 <= len(parts.media) <= limits.samples:
-        raise BadInput(parts.kind, f"expected a list of 1 to {limits.samples}")
     if parts.kind == "texts":
         if not all(isinstance(text, str) for text in parts.media):
             raise BadInput("texts", "expected a list of texts")
@@ -198,28 +297,35 @@ def _media(parts: Parts, limits: Limits) -> Tensor | list[str]:
 
 def _pictures(parts: Parts, limits: Limits) -> Tensor:
     """Decode files of one size to [B, 3, H, W] or [B, F, 3, H, W] float32."""
-    videos = parts.kind == "videos"
-    counts = (
-        {len(video) if isinstance(video, list) else -1 for video in parts.media} if videos else {1}
-    )
-    if len(counts) != 1 or min(counts) < 1:
-        raise BadInput("videos", "expected lists of frames, the same number of frames in each")
-    decoded = []
-    budget = limits.pixels
-    size = None
-    for name, content in _named(parts):
-        picture, shape = _decode(name, content, limits.formats, budget)
-        if size not in (None, shape):
-            raise BadInput(
-                name,
-                f"is {shape[0]} x {shape[1]} pixels, the first is {size[0]} x {size[1]}: "
-                f"send one size",
-            )
-        size = shape
-        budget = budget - shape[0] * shape[1]
-        decoded.append(picture)
-    stack = torch.stack(decoded).float() / 255
-    return stack.unflatten(0, (-1, counts.pop())) if videos else stack
+    named = list(_named(parts))
+    stack = None
+    size = (0, 0)
+    for place, (name, content) in enumerate(named):
+        with _decoder(name, content, limits.formats) as picture:
+            if stack is None:
+                size = picture.size
+                stack = torch.empty(len(named), 3, size[1], size[0])
+            if picture.size != size:
+                raise BadInput(
+                    name,
+                    f"is {picture.size[0]} x {picture.size[1]} pixels, the first is {size[0]} x "
+                    f"{size[1]}: send one size",
+                )
+            _fill(stack[place], picture)
+    assert stack is not None
+    return stack if parts.kind == "images" else stack.unflatten(0, (len(parts.media), -1))
+
+
+def _fill(floats: Tensor, picture: Any) -> None:
+    """Write a picture to [3, H, W] in 0..1, a strip at a time."""
+    import numpy as np
+
+    width, height = picture.size
+    rows = max(1, STRIP // width)
+    for top in range(0, height, rows):
+        strip = np.array(picture.crop((0, top, width, min(top + rows, height))).convert("RGB"))
+        floats[:, top : top + rows] = torch.from_numpy(strip).permute(2, 0, 1)
+    floats /= 255
 
 
 def _named(parts: Parts) -> Iterator[tuple[str, Any]]:
@@ -230,12 +336,9 @@ def _named(parts: Parts) -> Iterator[tuple[str, Any]]:
             yield from ((f"videos[{i}][{f}]", frame) for f, frame in enumerate(item))
 
 
-def _decode(
-    name: str, content: Any, formats: Sequence[str], budget: float
-) -> tuple[Tensor, tuple[int, int]]:
-    """Decode a file to uint8 [3, H, W], with its width and height; the size is looked at before
-    anything is decoded."""
-    import numpy as np
+@contextmanager
+def _decoder(name: str, content: Any, formats: Sequence[str]) -> Iterator[Any]:
+    """Open a file as a PIL picture and decode it, if its size is that of its header."""
     from PIL import Image
 
     allowed = [kind.upper() for kind in formats if kind != "tensor"]
@@ -244,16 +347,14 @@ def _decode(
     if not allowed:
         raise BadInput(name, f"pictures are not taken here, only {', '.join(formats)}")
     try:
-        with Image.open(io.BytesIO(content), formats=allowed) as opened:
-            size = opened.size
-            if size[0] * size[1] > budget:
-                raise BadInput(
-                    name,
-                    f"{size[0]} x {size[1]} pixels are more than this server takes in one request",
-                )
-            if opened.mode not in MODES:
-                raise BadInput(name, f"is of mode {opened.mode}; send 8-bit RGB")
-            pixels = np.array(opened.convert("RGB"))
+        if not all(size_of(content)):
+            raise ValueError("no header")
+        with Image.open(io.BytesIO(content), formats=allowed) as picture:
+            if picture.size != size_of(content):
+                raise ValueError("two sizes")
+            if picture.mode not in MODES:
+                raise BadInput(name, f"is of mode {picture.mode}; send 8-bit RGB")
+            yield picture
     except BadInput:
         raise
     except Exception as error:  # whatever a decoder says of bytes that anyone may have sent
@@ -261,7 +362,6 @@ def _decode(
         raise BadInput(
             name, f"cannot be read as {' or '.join(allowed)} ({kind}; {len(content)} bytes)"
         ) from error
-    return torch.from_numpy(pixels).permute(2, 0, 1), size
 
 
 def _tensor(content: Any, limits: Limits) -> Tensor:

@@ -10,12 +10,13 @@ from typing import Any
 from rewards.wire import KINDS, BadInput, Parts, parse_json
 
 
-def parts_of(media_type: str, body: bytes) -> Parts:
-    """Read a body of JSON. Raises BadInput."""
+def parts_of(media_type: str, body: bytearray, values: float) -> Parts:
+    """Read a body of JSON of at most so many values, and empty it. Raises BadInput."""
     media_type = media_type.partition(";")[0].strip().lower()
     if media_type != "application/json":
         raise BadInput("content-type", f"{media_type[:60]!r}; send application/json")
-    fields = parse_json(body, "body")
+    fields = parse_json(body, "body", values)
+    body.clear()
     if not isinstance(fields, dict):
         raise BadInput("body", "expected an object")
     kind = one_kind(fields)

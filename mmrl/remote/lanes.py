@@ -20,6 +20,7 @@ from torch import Tensor
 from mmrl.core.types import Media, Prompt, Reward
 from mmrl.scoring import Scorer
 from mmrl.scoring.scorer import together
+from rewards.files import request
 
 
 class Answer(NamedTuple):
@@ -141,9 +142,9 @@ class Lane:
         size = self.max_batch
         parts = []
         for start in range(0, len(prompts), size):
-            parts.append(
-                self.scorer(media[start : start + size], prompts[start : start + size])[self.name]
-            )
+            part = media[start : start + size], prompts[start : start + size]
+            with request(*part):
+                parts.append(self.scorer(*part)[self.name])
             self.batches += 1
         values = torch.cat(parts)
         failed = int(values.isnan().sum())

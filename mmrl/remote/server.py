@@ -3,6 +3,7 @@ Ctrl-C."""
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
@@ -18,6 +19,7 @@ from mmrl.config.values import show
 from mmrl.config.yamltext import read
 from mmrl.core.errors import UserError, suggest
 from mmrl.core.registry import load_built_in
+from mmrl.remote.connections import Bounded, Seldom
 from mmrl.remote.service import TOKEN, ServeOptions, make_app
 from mmrl.run.build import short_names
 
@@ -105,9 +107,16 @@ def bind(options: ServeOptions) -> socket.socket:
 
 def server(rewards: dict[str, Weighted], options: ServeOptions) -> uvicorn.Server:
     """Return a uvicorn server that is not running yet."""
+    for name in ("uvicorn.error", "mmrl.remote.service"):
+        logger = logging.getLogger(name)
+        if not any(isinstance(known, Seldom) for known in logger.filters):
+            logger.addFilter(Seldom())
+    bounds = {"seconds": options.header_timeout, "most": options.max_connections}
     return uvicorn.Server(
         uvicorn.Config(
             make_app(rewards, options),
+            http=type("Bounded", (Bounded,), bounds),
+            ws="none",
             log_level="warning",
             access_log=False,
             lifespan="on",

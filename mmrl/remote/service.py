@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le
@@ -22,6 +23,7 @@ from fastapi import FastAPI, Request, Response
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from torch import Tensor
 
 from mmrl import __version__
 from mmrl.config import Weighted
@@ -30,11 +32,13 @@ from mmrl.core.registry import describe
 from mmrl.core.types import Prompt
 from mmrl.remote.body import parts_of
 from mmrl.remote.lanes import Answer, Lane
+from mmrl.remote.memory import Memory, NoRoom, Share
 from mmrl.scoring import Handled
-from rewards.card import card_of
-from rewards.wire import BadInput, Limits, check_token, unpack
+from rewards.card import PICTURES, card_of
+from rewards.wire import BYTES_A_PIXEL, BadInput, Limits, check_token, unpack
 
 TOKEN = "MMRL_REWARD_TOKEN"
+LONGEST = 2000  # characters of what a reward says of a request
 log = logging.getLogger(__name__)
 
 
@@ -48,6 +52,12 @@ class ServeOptions:
     max_request_mib: Annotated[float, Gt(0)] = 88.0  # size of a request's body
     max_samples: Annotated[int, Ge(1)] = 1024  # samples in one request
     max_megapixels: Annotated[float, Gt(0)] = 64.0  # decoded pictures of one request
+    max_values: Annotated[int, Ge(1)] = 2_000_000  # commas and brackets of one request
+    # all requests together: half for what has arrived, half for what is decoded of it
+    max_memory_mib: Annotated[float, Gt(0)] = 4096.0
+    max_decoding: Annotated[int, Ge(1)] = 2  # requests that are decoded at once
+    max_connections: Annotated[int, Ge(1)] = 1024  # at once; further ones are closed
+    header_timeout: Annotated[float, Gt(0)] = 10.0  # seconds for the headers of a request to arrive
     max_batch: Annotated[int, Ge(1)] = 64  # samples a reward sees at once
     # milliseconds that a request waits for others to share its batch
     wait_ms: Annotated[float, Ge(0)] = 4.0
@@ -60,9 +70,18 @@ class ServeOptions:
 
     def __post_init__(self) -> None:
         check_token(self.token)
+        largest = max(self.max_request_mib, self.max_megapixels * 1e6 * BYTES_A_PIXEL / 2**20)
+        if 2 * largest > self.max_memory_mib:
+            raise UserError(
+                f"serve.max_memory_mib {self.max_memory_mib:g} is less than one request may need: "
+                f"{2 * largest:.0f} for max_request_mib {self.max_request_mib:g} and "
+                f"max_megapixels {self.max_megapixels:g}"
+            )
 
-    def limits(self) -> Limits:
-        return Limits(self.max_samples, self.max_megapixels * 1e6, self.formats)
+    def limits(self, pictures: Sequence[str]) -> Limits:
+        """Return what one request may hold, whose prompts have pictures in these fields."""
+        pixels = self.max_megapixels * 1e6
+        return Limits(self.max_samples, pixels, self.formats, tuple(pictures), self.max_values)
 
 
 class Refusal(Exception):
@@ -90,6 +109,10 @@ def reply(content: Any, status: int = 200, headers: Mapping[str, str] | None = N
     return Response(text, status, dict(headers or {}), "application/json")
 
 
+def shortened(text: str) -> str:
+    return text if len(text) <= LONGEST else text[:LONGEST] + " ..."
+
+
 class Service:
     """Holds the rewards, their lanes, and what has been counted."""
 
@@ -112,6 +135,10 @@ class Service:
         }
         self.requests: Counter[int] = Counter()
         self.inside = 0
+        half = int(options.max_memory_mib * 2**19)
+        self.bodies = Memory(half)
+        self.decoded = Memory(half)
+        self.decoding = asyncio.Semaphore(options.max_decoding)
 
     def close(self) -> None:
         for lane in self.lanes.values():
@@ -152,19 +179,35 @@ class Service:
             )
         self.inside += 1
         try:
-            body = await self.body(request)
-            kind = request.headers.get("content-type", "")
-            parts = await run_in_threadpool(parts_of, kind, bytes(body))
-            del body
-            names = self.names(parts.rewards)
-            media, prompts = await run_in_threadpool(unpack, parts, self.options.limits())
-            return reply(self.answer(await self.answers(names, media, prompts)))
+            with self.decoded.share() as share:
+                names, media, prompts = await self.read(request, share)
+                return reply(self.answer(await self.answers(names, media, prompts)))
+        except NoRoom as error:
+            message = "other requests hold the memory that this one needs"
+            raise Refusal(503, message, headers={"Retry-After": "1"}) from error
         finally:
             self.inside -= 1
 
-    async def body(self, request: Request) -> bytearray:
+    async def read(
+        self, request: Request, share: Share
+    ) -> tuple[list[str], Tensor | list[str], list[Prompt]]:
+        """Read and decode a request: the rewards that it asks for, samples, prompts. Few are
+        decoded at once, and none before there is memory for its pictures."""
+        with self.bodies.share() as arrived:
+            body = await self.body(request, arrived)
+            async with self.decoding:
+                kind = request.headers.get("content-type", "")
+                parts = await run_in_threadpool(parts_of, kind, body, self.options.max_values)
+                names = self.names(parts.rewards)
+                fields = [field for name in names for field in self.cards[name]["pictures"]]
+                limits = self.options.limits(fields)
+                admit = partial(share.take, timeout=self.options.timeout)
+                media, prompts = await run_in_threadpool(unpack, parts, limits, admit)
+                return names, media, prompts
+
+    async def body(self, request: Request, share: Share) -> bytearray:
         """Read the body; a request that announces too much is refused before it is read, any other
-        as soon as it exceeds the limit."""
+        as soon as it exceeds the limit. Raises NoRoom."""
         most = int(self.options.max_request_mib * 2**20)
         too_large = Refusal(
             413,
@@ -173,6 +216,8 @@ class Service:
         announced = request.headers.get("content-length", "0")
         if announced.isdecimal() and (len(announced) > 18 or int(announced) > most):
             raise too_large
+        known = "content-length" in request.headers and announced.isdecimal()
+        share.take(int(announced) if known else most)
         body = bytearray()
         try:
             async with asyncio.timeout(self.options.read_timeout):
@@ -216,7 +261,7 @@ class Service:
         except TimeoutError as error:
             raise Refusal(504, f"not scored within {self.options.timeout:g} s") from error
         except UserError as error:  # what the reward says of these samples and prompts
-            raise Refusal(422, str(error)) from error
+            raise Refusal(422, shortened(str(error))) from error
         finally:
             for future in futures:
                 future.cancel()  # jobs without a waiting request need not start
@@ -231,7 +276,7 @@ class Service:
             },
             "weights": {name: self.weights[name] for name in answers},
             "failures": {
-                n: {"count": failed[n], "cause": answer.cause}
+                n: {"count": failed[n], "cause": shortened(answer.cause)}
                 for n, answer in answers.items()
                 if failed[n]
             },
@@ -239,7 +284,8 @@ class Service:
 
     def info(self) -> dict[str, Any]:
         options = asdict(self.options)
-        limits = {key: options[key] for key in ("max_request_mib", "max_samples", "max_megapixels")}
+        keys = ("max_request_mib", "max_samples", "max_megapixels", "max_values")
+        limits = {key: options[key] for key in keys}
         rewards = {
             name: {"weight": self.weights[name], "about": self.about[name], **self.cards[name]}
             for name in self.lanes
@@ -279,14 +325,11 @@ class Service:
 
 
 def card_in_short(reward: Any) -> dict[str, Any]:
-    """Return what a client should know of a reward: media, fields it needs, whether it looks at
-    pictures of prompts."""
-    # what is inside its handling
-    card = card_of(reward)
-    inner = getattr(reward, "reward", reward)
-    pictures = bool({"image", "images"} & set(card.needs)) or bool(
-        getattr(inner, "sees_prompts", False)
-    )
+    """Return what a client should know of a reward: media, fields it needs, fields that it takes
+    for pictures."""
+    card = card_of(reward)  # of what is inside its handling
+    needed = [field for field in card.needs if field in PICTURES]
+    pictures = list(dict.fromkeys([*needed, *card.pictures]))
     return {"media": list(card.media), "needs": list(card.needs), "pictures": pictures}
 
 

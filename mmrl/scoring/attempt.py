@@ -14,6 +14,7 @@ import os
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from mmrl.core.types import Media, Prompt, Reward
 from rewards.card import Of, card_of
 
 STDLIB = os.path.dirname(os.__file__)
+LONGEST = 2000  # characters of what an exception says
 OURS = os.path.dirname(__file__)
 
 
@@ -224,12 +226,14 @@ def describe(error: Exception) -> Cause:
     ]
     place = (user_frames or list(frames))[-1]
     where = f"{place.filename}:{place.lineno}"
+    words = str(error)
+    words = words if len(words) <= LONGEST else words[:LONGEST] + " ..."
     return Cause(
-        kind=f"{type(error).__name__} at {where}", text=f"{type(error).__name__}: {error} ({where})"
+        kind=f"{type(error).__name__} at {where}", text=f"{type(error).__name__}: {words} ({where})"
     )
 
 
 def brief(prompt: Prompt, width: int = 120) -> str:
-    """Return the text of a prompt, shortened."""
-    text = str(prompt.get("text", prompt))
+    """Return the text of a prompt, or its keys, shortened."""
+    text = str(prompt["text"]) if "text" in prompt else ", ".join(map(str, islice(prompt, 20)))
     return repr(text if len(text) <= width else text[: width - 3] + "...")

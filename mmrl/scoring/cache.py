@@ -25,6 +25,7 @@ from torch import Tensor
 from mmrl.core.errors import UserError
 from mmrl.core.types import Media, Prompt
 from mmrl.utils.paths import cache_dir
+from rewards.files import PATH, of_a_request
 
 log = logging.getLogger(__name__)
 
@@ -204,8 +205,13 @@ def feed(digest: Any, value: Any) -> None:
 
 def stamp(text: str | Path) -> str:
     """Return size and time of the file, if this is the path of one: the same path may hold another
-    picture tomorrow."""
-    if not str(text).startswith("/") or len(str(text)) > 4096 or "\0" in str(text):
+    picture tomorrow. What came with a request is none."""
+    if (
+        of_a_request()
+        or not str(text).startswith("/")
+        or len(str(text)) > PATH
+        or "\0" in str(text)
+    ):
         return ""
     try:
         status = Path(text).stat()

@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextvars import copy_context
 from typing import Any, TypeVar
 
 import torch
@@ -34,7 +35,8 @@ class Worker:
             ).start()
             weakref.finalize(self, self._jobs.put, None)
         future: Future[Value] = Future()
-        self._jobs.put((future, call, args))
+        # what holds for the caller holds for the call, such as whose prompts these are
+        self._jobs.put((future, copy_context().run, (call, *args)))
         return future
 
 

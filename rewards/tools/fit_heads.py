@@ -24,7 +24,7 @@ import typer
 from torch import Tensor, nn
 
 from mmrl.core.errors import UserError
-from rewards._prompt import from_pil, open_picture
+from rewards._prompt import from_pil, read_picture
 from rewards.embedding import Activation, Encoder, Head
 
 Loss = Callable[[Head, Tensor], Tensor]
@@ -141,7 +141,7 @@ def embedded(encoder: Encoder, rows: Sequence[dict[str, Any]], field: str, folde
     for row in rows:
         sample: Any = [str(row[field])]
         if encoder.clip is not None:
-            picture = open_picture(folder / str(row[field]), field, "embedding_head")
+            picture = read_picture(folder / str(row[field]), field, "embedding_head")
             sample = from_pil(picture)[None]
         parts.append(encoder(sample, [row]).float().cpu())
     return torch.cat(parts)

@@ -7,6 +7,7 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +22,7 @@ from rewards.vision.coords import Unscorable, answer_space, convert, extent, sca
 from rewards.vision.shapes import Shape
 
 log = logging.getLogger(__name__)
+LONGEST = 1000  # characters of what is said of a prompt
 
 
 class Verdict(NamedTuple):
@@ -96,7 +98,7 @@ class Verifiable(ABC):
                 need(prompt, field)
             return self.judge(text, prompt)
         except Unscorable as error:
-            return Verdict(math.nan, "ok", str(error))
+            return Verdict(math.nan, "ok", str(error)[:LONGEST])
 
     def _name(self) -> str:
         return f"reward {type(self).__name__}"
@@ -112,17 +114,15 @@ class Verifiable(ABC):
 
 def row_name(prompt: Prompt) -> str:
     """Return where a prompt came from (``where`` or ``origin``, file:line), else its question."""
-    return str(
-        prompt.get("where")
-        or prompt.get("origin")
-        or f"the prompt {str(prompt.get('text', ''))[:80]!r}"
-    )
+    place = prompt.get("where") or prompt.get("origin")
+    return str(place)[:LONGEST] if place else f"the prompt {str(prompt.get('text', ''))[:80]!r}"
 
 
 def need(prompt: Prompt, field: str) -> Any:
     """Return a field of the prompt, or raise ``Unscorable``."""
     if prompt.get(field) is None:
-        raise Unscorable(f'it has no "{field}"; it has {", ".join(map(str, prompt)) or "nothing"}')
+        has = ", ".join(str(key)[:80] for key in islice(prompt, 20))
+        raise Unscorable(f'it has no "{field}"; it has {has or "nothing"}')
     return prompt[field]
 
 

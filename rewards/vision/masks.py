@@ -13,6 +13,7 @@ import numpy as np
 from mmrl.core.registry import REWARDS
 from mmrl.core.types import Prompt
 from rewards.card import card
+from rewards.files import NoPath, of_a_request, open_picture
 from rewards.vision.answers import UNPARSEABLE, Parsed, fenced, final, loose_json, reals, worst
 from rewards.vision.base import Verdict, Verifiable, need, tagged
 from rewards.vision.coords import Unscorable, answer_space, convert, extent, scale, truth_space
@@ -26,6 +27,7 @@ LARGEST = 4096 * 4096  # pixels of a mask
 @card(
     media="text",
     needs="mask",
+    pictures="mask",
     low=0,
     high=1,
     source="COCO masks (pycocotools); gIoU of LISA is the mean over samples",
@@ -33,11 +35,11 @@ LARGEST = 4096 * 4096  # pixels of a mask
 class Segmentation(Verifiable):
     """Compare masks by IoU: polygons, COCO run lengths or boxes. Both empty: 1; one empty: 0.
 
-    ``mask`` of the prompt: a path (every pixel but 0 belongs to it), an array [H, W], COCO run
-    lengths ``{"size": [h, w], "counts": ...}``, or polygons ``[[x, y, x, y, ...], ...]`` in the
-    space of the ground truths. The answer: ``[[x, y], ...]``, ``{"polygon": [...]}``, a list of
-    polygons, run lengths of the original's size, or boxes. Polygons are filled as in COCO
-    (pycocotools), in pixels of the original image.
+    ``mask`` of the prompt: a picture or its path (every pixel but 0 belongs to it), an array [H,
+    W], COCO run lengths ``{"size": [h, w], "counts": ...}``, or polygons ``[[x, y, x, y, ...],
+    ...]`` in the space of the ground truths. The answer: ``[[x, y], ...]``, ``{"polygon":
+    [...]}``, a list of polygons, run lengths of the original's size, or boxes. Polygons are filled
+    as in COCO (pycocotools), in pixels of the original image.
     """
 
     spatial = True
@@ -90,14 +92,14 @@ class Segmentation(Verifiable):
 def true_mask(prompt: Prompt) -> np.ndarray:
     """Return the right mask, bool [H, W], in pixels of the original."""
     value = need(prompt, "mask")
-    if isinstance(value, str):
+    if isinstance(value, str) or hasattr(value, "convert"):
         return _read(value)
     if isinstance(value, dict):
         mask = _run_lengths(value)
         if mask is None:
             raise Unscorable('"mask" is a record, but not {"size": [height, width], "counts": ...}')
         return mask
-    if isinstance(value, list) and value and (rings := _rings(value)):
+    if isinstance(value, list) and not _zeros_and_ones(value) and (rings := _rings(value)):
         size = extent(prompt, "original")
         if size is None:
             raise Unscorable(
@@ -114,15 +116,38 @@ def true_mask(prompt: Prompt) -> np.ndarray:
     return mask.astype(bool)
 
 
-@lru_cache(maxsize=256)
-def _read(path: str) -> np.ndarray:
-    from PIL import Image
+def _zeros_and_ones(value: list[Any]) -> bool:
+    """Tell whether rows are those of a mask, not the corners of polygons: as long as each other,
+    with nothing but 0 and 1 as whole numbers."""
+    rows = [row for row in value if isinstance(row, list)]
+    return (
+        1 < len(rows) == len(value)
+        and len({len(row) for row in rows}) == 1
+        and all(isinstance(v, int) and v in (0, 1) for row in rows for v in row)
+    )
 
+
+def _read(picture: Any) -> np.ndarray:
+    """Return where a picture, or the file of one, is not 0."""
+    named = isinstance(picture, str)
     try:
-        with Image.open(path) as image:
-            return np.asarray(image.convert("L")) > 0
+        if named and of_a_request():
+            raise NoPath
+        return _of_file(picture) if named else _lit(picture)
     except (OSError, ValueError) as error:
-        raise Unscorable(f'"mask" {path} cannot be read: {error}') from error
+        which = f" {picture}" if named else ""
+        raise Unscorable(f'"mask"{which} cannot be read: {error}') from error
+
+
+@lru_cache(maxsize=256)
+def _of_file(path: str) -> np.ndarray:
+    with open_picture(path) as image:
+        return _lit(image)
+
+
+def _lit(image: Any) -> np.ndarray:
+    lit: np.ndarray = np.asarray(image.convert("L")) > 0
+    return lit
 
 
 def _answer(body: str, size: tuple[float, float], prompt: Prompt) -> Parsed[np.ndarray]:

@@ -18,7 +18,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
 from mmrl.core.types import Prompt, Reward
 from rewards._compose import refuse_memory
-from rewards.card import card, card_of
+from rewards.card import card, card_of, pictures_of
 from rewards.vision.answers import normal, worst
 from rewards.vision.base import Verdict, Verifiable, need, tagged
 from rewards.vision.coords import Unscorable
@@ -349,6 +349,7 @@ class Routed(Verifiable):
         self.card = replace(
             card_of(type(self)),
             needs=(by,) if default is None else (),
+            pictures=pictures_of(parts),
             low=min(low) if len(low) == len(cards) else None,
             high=max(high) if len(high) == len(cards) else None,
         )

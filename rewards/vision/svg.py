@@ -16,6 +16,7 @@ from mmrl.core.registry import REWARDS
 from mmrl.core.types import Prompt, Reward
 from rewards._sandbox import Broken, Sandbox
 from rewards.card import card
+from rewards.files import open_picture
 from rewards.vision.answers import Status, final
 from rewards.vision.base import Verdict, Verifiable, tagged
 from rewards.vision.coords import Unscorable
@@ -142,7 +143,13 @@ MEASURES = {"explained": explained, "mse": mse, "standardised": standardised, "s
 
 
 @REWARDS.register("svg")
-@card(media="text", low=0, high=1, source="RLRF (arXiv:2505.20793); rendered by resvg")
+@card(
+    media="text",
+    pictures="images image",
+    low=0,
+    high=1,
+    source="RLRF (arXiv:2505.20793); rendered by resvg",
+)
 class Svg(Verifiable):
     """Compare the rendered SVG of the answer with the picture (``svg``, else the prompt's first
     image).
@@ -215,6 +222,4 @@ class Svg(Verifiable):
 
 
 def _open(image: Any) -> Any:
-    from PIL import Image
-
-    return Image.open(image) if isinstance(image, str) else image
+    return open_picture(image) if isinstance(image, str) else image

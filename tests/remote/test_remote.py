@@ -16,6 +16,7 @@ from mmrl.core.registry import REWARDS
 from mmrl.run.lifecycle import train
 from mmrl.scoring import Scorer
 from rewards import Remote, jpeg_compressibility
+from rewards.card import PICTURES, Card
 from tests.fixtures import waiting
 from tests.fixtures.reward_servers import (
     answering,
@@ -117,7 +118,7 @@ def test_prompts_that_json_cannot_hold_are_named_and_can_be_left_at_home(url):
 class Seeing:
     """Brightness of the prompt's picture; -1 where none has come."""
 
-    sees_prompts = True
+    card = Card(pictures=PICTURES)
 
     def __call__(self, media, prompts):
         images = [

@@ -46,7 +46,7 @@ def test_info_health_and_metrics(url):
     waiting.post(f"{url}/score", json=good(2, rewards=["numbers"]))
     assert waiting.get(f"{url}/health").json() == {"status": "ok"}
     info = waiting.get(f"{url}/info").json()
-    about = {"media": ["image", "video", "text"], "needs": [], "pictures": False}
+    about = {"media": ["image", "video", "text"], "needs": [], "pictures": []}
     assert info["rewards"]["mean"] == {"weight": 0.5, "about": "Mean of the picture.", **about}
     assert info["formats"] == ["png", "webp", "tensor"] and info["limits"]["max_samples"] == 1024
     text = waiting.get(f"{url}/metrics").text

@@ -1,0 +1,105 @@
+"""Opens the files that prompts name, and none that the sender of a request names."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+from mmrl.core.types import Media, Prompt
+
+# The places that strings of the request that is being scored would mean; None: the prompts are the
+# user's own. A thread that is started for a call must take the context along.
+_named: ContextVar[Named | None] = ContextVar("places named by a request", default=None)
+PATH = 4096  # characters of the longest path that an operating system takes
+
+
+class Named:
+    """Holds the strings of a request; what they would mean as paths is worked out when a file is
+    opened."""
+
+    def __init__(self, media: Media, prompts: Sequence[Prompt]):
+        self.texts = media if isinstance(media, list) else []
+        self.prompts = prompts
+
+    @cached_property
+    def places(self) -> frozenset[str]:
+        return frozenset(place_of(text) for text in strings([self.texts, self.prompts]))
+
+
+class NoPath(PermissionError):
+    """Signals that the sender of a request wants a file opened. It says nothing of the file."""
+
+    def __init__(self) -> None:
+        super().__init__("a field of a request is never a path")
+
+
+def of_a_request() -> bool:
+    """Tell whether what is being scored came from the sender of a request."""
+    return _named.get() is not None
+
+
+def open_picture(path: str | Path) -> Any:
+    """Open the picture that a field of a prompt names, as a PIL image.
+
+    Raises:
+        OSError: it cannot be opened; ``NoPath`` where the prompt is of a request.
+    """
+    from PIL import Image
+
+    if of_a_request():
+        raise NoPath
+    return Image.open(Path(path).expanduser())
+
+
+@contextmanager
+def request(media: Media, prompts: Sequence[Prompt]) -> Iterator[None]:
+    """Open no file by a string of these samples and prompts inside, whatever reward asks for it.
+
+    Our rewards open pictures by ``open_picture``. For all others ``open`` itself is watched: what a
+    reward of a user opens by a string as it stands in the request is refused, whether it exists or
+    not.
+    """
+    _watch_open()
+    token = _named.set(Named(media, prompts))
+    try:
+        yield
+    finally:
+        _named.reset(token)
+
+
+def strings(value: Any) -> Iterator[str]:
+    """Yield every string in lists and mappings that might be a path."""
+    waiting = [value]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, str):
+            if len(item) <= PATH and "\0" not in item:
+                yield item
+        elif isinstance(item, Mapping):
+            waiting += [*item.keys(), *item.values()]
+        elif isinstance(item, (list, tuple)):
+            waiting += item
+
+
+def place_of(path: str) -> str:
+    return os.path.abspath(os.path.expanduser(path))
+
+
+@cache
+def _watch_open() -> None:
+    """Watch from now on what this process opens; a hook cannot be taken away again."""
+    sys.addaudithook(_refuse)
+
+
+def _refuse(event: str, args: tuple[Any, ...]) -> None:
+    if event != "open" or (named := _named.get()) is None:
+        return
+    path = args[0]
+    if isinstance(path, (str, bytes)) and place_of(os.fsdecode(path)) in named.places:
+        raise NoPath

@@ -1,0 +1,221 @@
+"""No field of a request is ever a path: nothing a client names is opened, whatever the reward."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from mmrl.config import Weighted
+from mmrl.core.registry import REWARDS, load_built_in
+from mmrl.remote.service import make_app
+from mmrl.scoring import Handled, Handling
+from rewards import ByTask, Remote, Segmentation, Svg
+from rewards.card import PICTURES, Card, card_of
+from rewards.files import NoPath, of_a_request, open_picture, request
+from tests.fixtures.reward_servers import b64, good, png, serving
+from tests.fixtures.tiny_image_rewards import TINY_OPTIONS as TINY
+from tests.fixtures.tiny_rewards import pictures
+from tests.remote.test_fuzz import answer
+
+load_built_in()
+MEDIA = sorted(
+    (name, field) for name, entry in REWARDS.items() for field in card_of(entry).pictures
+)
+REST = {"source_text": "a", "text": "b", "width": 8, "height": 8}
+
+
+def build(name, tmp_path):
+    return REWARDS.build(name, **TINY[name](tmp_path)) if name in TINY else REWARDS[name]()
+
+
+def ask(reward, prompt):
+    """Status and content of a request with one picture, or text, and this prompt."""
+    app = make_app({"reward": Weighted(reward, 1.0)})
+    media = (
+        {"texts": ["<answer>[[1, 1, 5, 5]]</answer>"]}
+        if "text" in card_of(reward).media
+        else {"images": [b64(png())]}
+    )
+    body = json.dumps({"prompts": [prompt], **media}).encode()
+    try:
+        return asyncio.run(answer(app, body, "application/json"))
+    finally:
+        app.state.service.close()
+
+
+@pytest.fixture
+def places(tmp_path):
+    """A picture, what is no picture, a pipe at which a reader would wait, and nothing."""
+    Image.new("L", (8, 8), 255).save(tmp_path / "there.png")
+    (tmp_path / "secret.txt").write_text("s3cret")
+    os.mkfifo(tmp_path / "pipe.png")
+    return [tmp_path / name for name in ("there.png", "secret.txt", "pipe.png", "nowhere.png")]
+
+
+@pytest.fixture
+def opened():
+    """The paths that this process opens while the test runs."""
+    names = set()
+    on = [True]
+
+    def watch(event, args):
+        if event == "open" and on[0] and isinstance(args[0], (str, bytes)):
+            names.add(os.path.abspath(os.fsdecode(args[0])))
+
+    sys.addaudithook(watch)
+    yield names
+    on[0] = False
+
+
+def test_the_fields_of_pictures_are_declared():
+    assert {("clip_similarity", "reference"), ("segmentation", "mask"), ("svg", "image")} <= set(
+        MEDIA
+    )
+
+
+@pytest.mark.parametrize(("name", "field"), MEDIA)
+def test_a_path_in_a_field_of_pictures_is_refused_whether_it_exists_or_not(
+    name, field, tmp_path, places, opened
+):
+    reward = build(name, tmp_path)
+    forms = [str, lambda p: [str(p)], lambda p: f"file://{p}", lambda p: [{"png": str(p)}]]
+    for form in forms:
+        answers = {str(ask(reward, {**REST, field: form(place)})) for place in places}
+        ((status, content),) = map(eval, answers)  # one and the same for all places
+        assert status == 400 and f"prompts[0].{field}".encode() in content
+    assert not opened & {str(place) for place in places}
+
+
+def test_fields_have_the_names_that_options_give_them():
+    renamed = partial(Segmentation)
+    renamed.card = Card(pictures=("other",))
+    routes = ByTask({"a": renamed, "b": Svg()})
+    assert set(routes.card.pictures) == {"other", *PICTURES}
+
+
+# --------------------------------------------------------------------------------------------------
+# rewards of users, which declare nothing
+
+
+def opening(texts, prompts):
+    return [float(len(Path(prompt["deep"][0]["file"]).read_bytes())) for prompt in prompts]
+
+
+def sampled(texts, prompts):
+    with open(texts[0], "rb") as file:
+        return [float(len(file.read()))]
+
+
+def showing(texts, prompts):
+    return [float(open_picture(prompt["deep"][0]["file"]).size[0]) for prompt in prompts]
+
+
+@pytest.mark.parametrize("reward", [opening, sampled, showing], ids=lambda reward: reward.__name__)
+@pytest.mark.parametrize("timed", [False, True])
+def test_what_a_reward_opens_by_itself_is_refused_too(reward, timed, places, monkeypatch):
+    monkeypatch.chdir(places[0].parent)
+    handled = Handled(reward, Handling(timeout=60.0), "r") if timed else reward
+    answers = set()
+    for place in places:
+        for name in (str(place), place.name, f"./{place.name}"):
+            app = make_app({"r": Weighted(handled, 1.0)})
+            body = {"texts": [name], "prompts": [{"deep": [{"file": name}]}]}
+            status, content = asyncio.run(
+                answer(app, json.dumps(body).encode(), "application/json")
+            )
+            app.state.service.close()
+            answers.add((status, content.replace(name.encode(), b"")))
+    ((status, content),) = answers
+    told = json.loads(content)
+    assert status == 200 and told["rewards"] == {"r": [None]}
+    assert "a field of a request is never a path" in told["failures"]["r"]["cause"]
+
+
+def test_a_server_that_asks_another_one_reads_no_file_for_its_client(places, opened):
+    """The reward of the first is ``remote``, which reads pictures of prompts from disk."""
+    reference = places[0]
+    with serving({"segmentation": Segmentation()}) as second:
+        remote = Remote(second)
+        prompt = {"mask": str(reference)}
+        status, content = ask(remote, prompt)
+        assert status == 422 and b"never a path" in content
+        assert str(reference) not in opened
+        assert remote(["<answer>[[0, 0, 8, 8]]</answer>"], [prompt]).tolist() == [1.0]
+        assert str(reference) in opened
+
+
+def test_only_what_is_scored_for_a_request_is_refused(places):
+    with request(["a"], [{"file": str(places[0])}]):
+        assert of_a_request()
+        with pytest.raises(NoPath):
+            places[0].read_bytes()
+        assert Path(__file__).read_bytes()  # what the request does not name
+    assert not of_a_request() and places[0].read_bytes()
+
+
+def test_a_cache_looks_at_no_file_of_a_request(places):
+    from mmrl.scoring.cache import stamp
+
+    assert stamp(places[0])
+    with request(["a"], [{"file": str(places[0])}]):
+        assert stamp(places[0]) == ""
+
+
+# --------------------------------------------------------------------------------------------------
+# what a client sends instead
+
+
+def test_pictures_of_every_declared_field_travel_as_pictures(tmp_path):
+    mask = np.zeros((8, 8), dtype=np.uint8)
+    mask[2:5, 3:7] = 9
+    Image.fromarray(mask).save(tmp_path / "mask.png")
+    reward = Segmentation()
+    texts = ["<answer>[[3, 2, 7, 5]]</answer>", "<answer>[[0, 0, 4, 4]]</answer>"]
+    rest = {"width": 8, "height": 8}
+    with serving({"segmentation": reward}) as address:
+        for value in (
+            str(tmp_path / "mask.png"),
+            Image.open(tmp_path / "mask.png"),
+            (mask > 0).astype(int).tolist(),
+            [[3, 2, 7, 2, 7, 5, 3, 5]],
+        ):
+            prompts = [{**rest, "mask": value}] * 2
+            local = reward(texts, prompts)
+            assert torch.equal(Remote(address)(texts, prompts), local) and local[0] == 1
+        assert (
+            Remote(address, fields=["mask"])(texts, [{"mask": str(tmp_path / "mask.png")}] * 2)[0]
+            == 1
+        )
+
+
+def test_a_reference_is_compared_at_a_distance(tmp_path):
+    reward = build("dino_similarity", tmp_path)
+    media = (pictures(2) * 255).round() / 255
+    Image.fromarray((media[0] * 255).byte().permute(1, 2, 0).numpy()).save(tmp_path / "a.png")
+    prompts = [{"reference": str(tmp_path / "a.png")}, {"reference": media[0]}]
+    with serving({"dino": reward}) as address:
+        near = Remote(address)(media, prompts)
+    torch.testing.assert_close(near, reward(media, prompts), rtol=0, atol=1e-5)
+    assert near[0] > 0.999
+
+
+def test_another_request_is_scored_after_a_refused_one(places):
+    with serving({"segmentation": Segmentation()}) as address:
+        import httpx
+
+        body = good(1, prompts=[{"mask": str(places[0])}])
+        del body["images"]
+        refused = httpx.post(f"{address}/score", json=body | {"texts": ["a"]})
+        assert refused.status_code == 400 and refused.json()["field"] == "prompts"
+        mask = {"mask": [[1, 0], [0, 0]]}
+        texts = ["<answer>[[0, 0, 1, 1]]</answer>"]
+        assert Remote(address)(texts, [mask]).tolist() == [1.0]
