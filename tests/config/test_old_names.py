@@ -24,12 +24,12 @@ LOOK = "an option of a timestep sampler"
 ESTIMATORS = "an option of estimators"
 GROUP_LOSSES = "an option of group losses"
 CURRENT = {  # word -> page -> what else is called so today
-    "batch_size": {"rewards.md": REWARDS},
+    "batch_size": {"rewards.md": REWARDS, "remote-rewards.md": "an option of remote rewards"},
     "behaviour": dict.fromkeys(
         ("configuration.md", "text_objectives.md"), "an option of the advantage gcpo"
     ),
     "clip": {"rewards.md": REWARDS, "world.md": "a reward of the digits world"}
-    | {"text_objectives.md": GROUP_LOSSES},
+    | {"text_objectives.md": GROUP_LOSSES, "configuration.md": "an option of importance_sampling"},
     "constant": {"configuration.md": "a schedule of the learning rate"},
     "draws": {"masked.md": ESTIMATORS},
     "eta": {"extending.md": "an argument of an SDE's step", "text_objectives.md": GROUP_LOSSES},
@@ -45,6 +45,7 @@ CURRENT = {  # word -> page -> what else is called so today
     "low": {"dgpo.md": LOOK, "masked.md": ESTIMATORS, "rewards.md": REWARDS}
     | {"configuration.md": "an option of entropy"},
     "mask": {
+        "remote-rewards.md": "a field of a prompt",
         "architecture.md": "a field of Rollout and Point",
         "rewards.md": "a field of a prompt",
         "verifiable-rewards.md": "a field of a prompt",
