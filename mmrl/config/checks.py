@@ -14,6 +14,7 @@ from mmrl.config.options import (
     EvaluateOptions,
     TrainOptions,
     impossible,
+    not_to_be_skipped,
     pathless,
     unfit_for_sft,
     unsuited,
@@ -92,6 +93,8 @@ def check(
         if isinstance(built, TrainOptions):
             problems += _unfit_sizes(config, built, entries, objective, processes)
             unfit = [*unweighable(built, trained, named.get("objective"))]
+            why = not_to_be_skipped(built, objective)
+            unfit += [why] if why else []
             problems += _missing_of_training(entries, built)
             unfit += unsuited_to_trees(built) if _grown(entries.get("policy")) else []
             problems += [f"{config.where(line.partition(':')[0])}: {line}" for line in unfit]

@@ -337,6 +337,8 @@ class TrainOptions:
     ema: Annotated[float, Ge(0), Lt(1)] | None = None
     ema_update_interval: Count = 1  # optimizer steps between its updates
     loss_agg_mode: LossAggMode = "token_mean"  # what has equal weight in the loss
+    # leave rows of advantage 0 out of the update's passes: the gradient is the same
+    skip_zero_advantage: bool = False
     # decisions by which a loss that sums them is divided; null: those of the longest answer
     loss_denominator: Count | None = None
     # answers cut off at the limit count in advantages, but are not trained on
@@ -552,6 +554,24 @@ def unweighable(train: TrainOptions, trained: int, objective: Any) -> Iterator[s
         )
     if train.precision == "fp16":
         yield "train.reward_gradients: fp16 scales the loss: use train.precision bf16"
+
+
+def not_to_be_skipped(train: TrainOptions, objective: Any) -> str | None:
+    """Say why rows of advantage 0 cannot be left out with an ``objective``; None if they can."""
+    if not train.skip_zero_advantage or objective is None:
+        return None
+    name = type(objective).__name__
+    if not objective.proportional:
+        return (
+            f"train.skip_zero_advantage: the loss of {name} is not proportional to the advantage: "
+            "leave it out, or choose policy_gradient, masked or awm"
+        )
+    if extra := objective.extra_terms():
+        return (
+            f"train.skip_zero_advantage: the objective's {extra} also moves rows of advantage 0: "
+            "leave out one of the two"
+        )
+    return None
 
 
 def unsuited_to_trees(train: TrainOptions) -> Iterator[str]:

@@ -41,6 +41,9 @@ class Objective(ABC):
     # follows the gradient of the rewards, which ``attach`` hands over
     differentiates: ClassVar[bool] = False
 
+    # the loss of a row of advantage 0 has no gradient but that of terms which an instance may add
+    proportional: ClassVar[bool] = False
+
     # What an instance uses.
     single_paths: bool = False  # samples must not share steps of their paths, as those of trees do
     behavior_policy: str = "live"  # the weights that sample: the live ones or a snapshot
@@ -61,6 +64,10 @@ class Objective(ABC):
         """Yield (option, sentence) for options that mean nothing for a policy, an object or a
         class."""
         return iter(())
+
+    def extra_terms(self) -> str:
+        """Name an option whose term has a gradient whatever the advantage is; "": none is set."""
+        return ""
 
     # Losses of a row that depend on other points of the step.
 

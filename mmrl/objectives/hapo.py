@@ -33,6 +33,7 @@ class HAPO(PolicyGradient):
     """
 
     needs = "categorical"
+    proportional = False
     not_options = ("surrogate", "clip_range", *OF_STEPS)
     scale: EntropyScale | None = None  # of this iteration
 

@@ -63,6 +63,7 @@ class LaSeR(PolicyGradient):
     """
 
     needs = "one pass"
+    proportional = False
     not_options = OF_STEPS
 
     def __init__(

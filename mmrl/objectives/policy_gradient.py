@@ -138,6 +138,7 @@ class PolicyGradient(Regularised):
     # looks at decisions on the path: a sampler without noise has none
     visits = True
     reads = "decisions"
+    proportional = True
 
     def __init__(
         self,
@@ -224,6 +225,15 @@ class PolicyGradient(Regularised):
     def clips_as_ppo(self) -> bool:
         """Tell whether the clip is PPO's, which may be as wide as the decision's weight says."""
         return getattr(self.surrogate, "func", self.surrogate) is ppo
+
+    def extra_terms(self) -> str:
+        chosen = {
+            "kl": self.term.active and self.kl.where == "loss",
+            "entropy": self.entropy != Entropy(),
+            "sft": self.sft is not None,
+            "top_entropy": self.top_entropy < 1,
+        }
+        return next((name for name, there in chosen.items() if there), "")
 
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
         if why := unsuited(type(self), policy):

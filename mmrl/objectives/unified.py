@@ -61,6 +61,7 @@ class Unified(PolicyGradient):
     """
 
     needs = "categorical"
+    proportional = False
     not_options = tuple(OF_STEPS)
 
     def __init__(

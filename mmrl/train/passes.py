@@ -70,7 +70,8 @@ class Passes:
         """
         device = batch.idle_row.group.device
         needed = -(-points.rows // rows)
-        count = distributed.largest(needed, device)
+        # without a row that teaches there is still a gradient, of zeros
+        count = max(1, distributed.largest(needed, device))
         idle = [self.idle(batch, rng) for _ in range(count - needed)]
         trained: Iterable[Point] = minibatches.passes(points, rows, self.policy.adjacent)
         if couple and self.coupled:

@@ -55,6 +55,7 @@ class AWM(Regularised):
     """
 
     needs: ClassVar[str] = "gaussian"
+    proportional: ClassVar[bool] = True
     reads: ClassVar[Reads] = "sample"
     weighting: Literal["uniform", "t", "t2", "huber", "ghuber"] = "ghuber"
     clip_range: float | tuple[float, float] = 1.0
@@ -77,6 +78,9 @@ class AWM(Regularised):
         self.score = SCORES[self.weighting]
         low, high = self.clip_bounds
         self.surrogate = partial(ppo, clip_low=low, clip_high=high)
+
+    def extra_terms(self) -> str:
+        return "kl" if self.term.active else "ema_kl" if self.ema_kl else ""
 
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
         return noised(policy, rollout, rng, self.timestep_sampler, self.num_noise_draws)
