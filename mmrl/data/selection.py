@@ -182,9 +182,10 @@ class Vas:
     drawn with these weights, without repeats, the rest as ``of`` draws them. With ``refresh`` all
     prompts are answered anew for their scores, ``rollouts`` times each, as in the paper; training's
     own answers count too, and without it alone (our reading, which costs nothing). Prompts not
-    asked yet have the mean score. d: of tokens the share of distinct pairs among all pairs of
-    neighbours in the group (distinct-2), of pictures the standard deviation of their latents inside
-    it, at most 1 (our reading).
+    asked yet have the mean score. d: of tokens the inverse self-BLEU, 1 - the mean BLEU of every
+    answer against the others of its group (n-grams of 1 to 4 tokens, brevity penalty, 1 added to
+    the counts above 1-grams), of pictures the standard deviation of their latents inside the group,
+    at most 1 (our reading).
 
     of: the data source. share: drawn by weights. variance, diversity: weights in the score. decay:
     what is left of the weight of earlier answers at every new visit. threshold: a reward above it
