@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Mapping, Sequence
+from math import fsum
 from pathlib import Path
 from statistics import fmean, pvariance
 from typing import Annotated, Any, Literal
@@ -267,7 +268,7 @@ def explorability(answers: Sequence[Sequence[float]], noise: float) -> float:
     std = pvariance(rewards) ** 0.5
     better = [entropy for reward, entropy in answers if reward > mean]
     limit = noise * fmean(better) if better else 0.0
-    return sum(
+    return fsum(
         abs(reward - mean) / (std + 1e-8) * entropy
         for reward, entropy in answers
         if reward > mean or entropy <= limit

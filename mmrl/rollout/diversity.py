@@ -176,8 +176,10 @@ def _clipped(grams: Tensor, present: Tensor, group: Tensor) -> Tensor:
     holders = times.new_zeros(number).index_add(0, of_kind, at_most.long())
     rest = times.masked_fill(at_most, 0)
     second = times.new_zeros(number).scatter_reduce(0, of_kind, rest, "amax")
-    others = torch.where(at_most & (holders[of_kind] == 1), second[of_kind], most[of_kind])
-    return times.new_zeros(count).index_add(0, entries % count, torch.minimum(times, others))
+    elsewhere = torch.where(at_most & (holders[of_kind] == 1), second[of_kind], most[of_kind])
+    shared = torch.minimum(times, elsewhere)
+    right: Tensor = shared.new_zeros(count).index_add(0, entries % count, shared)
+    return right
 
 
 def _nearest(length: Tensor, group: Tensor) -> Tensor:
