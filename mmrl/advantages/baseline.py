@@ -179,7 +179,9 @@ class PVPO:
     or from the ``field`` of the prompts; with neither it is the mean reward of the policy when it
     first meets the prompt (our reading of a frozen policy at the start), measured again after
     ``refresh`` iterations (0: never). key: the field that identifies a prompt. scale: with a
-    "batch", divided by the std of all advantages of the iteration + 1e-4.
+    "batch", divided by the std of all advantages of the iteration + 1e-4. learned: V is what the
+    value model of ``train.prompt_value`` predicts, as in A-LoL (Baheti et al. 2024). offline: only
+    answers of others (train.demonstrations) are trained on, as there.
     """
 
     def __init__(
@@ -189,18 +191,45 @@ class PVPO:
         key: str = "text",
         refresh: Annotated[int, Ge(0)] = 0,
         scale: Literal["none", "batch"] = "none",
+        learned: bool = False,
+        offline: bool = False,
     ):
+        if learned and (file is not None or field is not None):
+            raise UserError(
+                "pvpo: learned takes V from train.prompt_value; leave file and field out, and give "
+                "the file to train.prompt_value as path"
+            )
         self.references = References(file, field, key, refresh, "pvpo")
         self.scale = scale
+        self.learned = learned
+        self.offline = offline
 
     def __call__(self, rewards: Rewards | Tensor, rollout: Rollout) -> Tensor:
         """Return [B, 1] advantages, NaN for samples without a reward; advance the references."""
         double, groups = measured(rewards, rollout)
         total = double.total()
-        advantage = total - self.references.of(total, groups, rollout)
+        present = self._trained(rollout, groups)
+        if self.learned:
+            advantage = total - rollout.values().to(total)
+        else:
+            advantage = total - self.references.of(total, groups, rollout)
         if self.scale == "batch":
-            advantage = advantage / (moments(advantage, groups.present)[1].sqrt() + 1e-4)
-        return finished(advantage, rewards, groups.present)
+            advantage = advantage / (moments(advantage, present)[1].sqrt() + 1e-4)
+        return finished(advantage, rewards, present)
+
+    def _trained(self, rollout: Rollout, groups: Groups) -> Tensor:
+        written = rollout.provenance.is_ground_truth
+        if self.offline and written is None:
+            raise UserError(
+                "pvpo: offline: true trains on answers of others alone; set train.demonstrations"
+            )
+        return groups.present & written if self.offline and written is not None else groups.present
+
+    @staticmethod
+    def asks_of_training(options: Mapping[str, Any]) -> tuple[str, ...]:
+        """Name the options of ``train`` that make what is looked at."""
+        by_option = {"learned": "prompt_value", "offline": "demonstrations"}
+        return tuple(name for option, name in by_option.items() if options.get(option))
 
 
 @ADVANTAGES.register("aapo")

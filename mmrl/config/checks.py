@@ -133,6 +133,9 @@ def _unsuited(entries: Mapping[str, Resolved], built: Any) -> Iterator[str]:
     flow model."""
     if {"advantage", "policy"} <= set(entries):
         yield from _unsuited_advantages(entries["advantage"], entries["policy"])
+    if {"data", "policy"} <= set(entries):
+        for part in _with_nested(entries["data"]):
+            yield from _unrecorded(part, entries["policy"], "data source")
     if {"objective", "policy"} <= set(entries):
         objective = entries["objective"]
         policy = entries["policy"]

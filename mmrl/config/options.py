@@ -294,6 +294,39 @@ class Speculative:
 
 
 @dataclass(frozen=True)
+class PromptValue:
+    """Predicts what a prompt is worth by a value model that learns beside the policy: the policy's
+    network, as it was before training, with a head on its state of the prompt.
+
+    ``base``: that network stays as it is (A-LoL) or is trained with the head (PCL: a model of the
+    policy's size; of the policy only what it trains itself, such as its adapters, exists once
+    more). ``width``: of the head's hidden layer; 0: it is linear. ``start``: the value of every
+    prompt before the first step. ``lr``, ``base_lr``: of Adam for the head and for the network.
+    ``steps``: on the squared error of an iteration's prompts. ``learn``: from the mean reward of
+    every group; false: only from ``path``, rewards of a reference as ``scripts/
+    reference_rewards.py`` writes them, to which the model is fitted before the first iteration,
+    ``epochs`` times in steps of ``batch`` prompts. ``key``: the field of a prompt that names it
+    there.
+    """
+
+    base: Literal["frozen", "trained"] = "frozen"
+    width: Natural = 256
+    start: float = 0.0
+    lr: Positive = 1e-3
+    base_lr: Positive = 1e-5
+    steps: Count = 1
+    learn: bool = True
+    path: Path | None = None
+    epochs: Count = 20
+    batch: Count = 64
+    key: str = "text"
+
+    def __post_init__(self) -> None:
+        if not self.learn and self.path is None:
+            raise UserError("prompt_value: with learn: false nothing is learnt; set path")
+
+
+@dataclass(frozen=True)
 class PolicyDrift:
     """Measures how far the policy has moved since it last answered a prompt: the last answers are
     remembered and scored again at the next visit (single-stream SPO).
@@ -357,6 +390,8 @@ class TrainOptions:
     response_reuse: ResponseReuse | None = None
     # begin with what is accepted of the last answers to a prompt; null: anew
     speculative: Speculative | None = None
+    # what each prompt is worth, by a value model beside the policy; null: not predicted
+    prompt_value: PromptValue | None = None
     # how far the policy has moved since it last answered each prompt; null: not measured
     policy_drift: PolicyDrift | None = None
     # answers of a file, or of the data, in the groups; null: none
@@ -486,6 +521,7 @@ IDLE_IN_SFT = (
     "adaptive_sampling",
     "dynamic_sampling_rounds",
     "policy_drift",
+    "prompt_value",
     "replay_buffer",
     "response_reuse",
     "ground_truth_rollout",

@@ -241,6 +241,8 @@ class Rollout(Rows):
     all_samples: PromptMoments | None = None
     # [B] mean |change| of the log-probs of the last answers to the prompt, nats; None: unknown
     drift: Tensor | None = None
+    # [B] reward that a value model predicts of the prompt; None: there is no such model
+    value: Tensor | None = None
 
     def prompt_per_row(self) -> list[Prompt]:
         """Return the prompt of every row, B of them."""
@@ -277,6 +279,12 @@ class Rollout(Rows):
                 "train.policy_drift to {}"
             )
         return self.drift
+
+    def values(self) -> Tensor:
+        """Return ``value`` [B]; UserError where the run has no value model."""
+        if self.value is None:
+            raise UserError("no value of a prompt is predicted; set train.prompt_value to {}")
+        return self.value
 
     def path_mask(self) -> Tensor:
         """Return the decisions on the way to each row, [B, K] bool: on a tree also those of edges

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import warnings
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Annotated, Any
 
@@ -194,6 +194,10 @@ class Around(Curriculum):
     def see(self, name: str, values: Mapping[int, Any]) -> None:
         if isinstance(self.inner, Curriculum):
             self.inner.see(name, values)
+
+    def predict_by(self, predict: Callable[[Sequence[Prompt]], list[float]]) -> None:
+        if isinstance(self.inner, Curriculum):
+            self.inner.predict_by(predict)
 
     def rescoring(self, iteration: int) -> int:
         return self.inner.rescoring(iteration) if isinstance(self.inner, Curriculum) else 0

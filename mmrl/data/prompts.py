@@ -189,6 +189,10 @@ class Curriculum(Sequence[Prompt]):
         """Take in what was measured of prompts, by ``entry``: one of ``measures``, or "drift", how
         far the policy has moved since it last answered; called alike on all processes."""
 
+    def predict_by(self, predict: Callable[[Sequence[Prompt]], list[float]]) -> None:
+        """Take what predicts the rewards of prompts by a value model of the policy's kind; it is
+        called alike on all processes."""
+
     def rescoring(self, iteration: int) -> int:
         """Say how many answers to every prompt are wanted after this iteration, only to be
         measured; 0: none."""

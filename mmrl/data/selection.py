@@ -7,7 +7,7 @@ resume.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any, Literal, Protocol
@@ -182,9 +182,10 @@ class Vas:
     drawn with these weights, without repeats, the rest as ``of`` draws them. With ``refresh`` all
     prompts are answered anew for their scores, ``rollouts`` times each, as in the paper; training's
     own answers count too, and without it alone (our reading, which costs nothing). Prompts not
-    asked yet have the mean score. d: of tokens the share of distinct pairs among all pairs of
-    neighbours in the group (distinct-2), of pictures the standard deviation of their latents inside
-    it, at most 1 (our reading).
+    asked yet have the mean score. d: of tokens the inverse self-BLEU, 1 - the mean BLEU of every
+    answer against the others of its group (n-grams of 1 to 4 tokens, brevity penalty, 1 added to
+    the counts above 1-grams), of pictures the standard deviation of their latents inside the group,
+    at most 1 (our reading).
 
     of: the data source. share: drawn by weights. variance, diversity: weights in the score. decay:
     what is left of the weight of earlier answers at every new visit. threshold: a reward above it
@@ -255,6 +256,7 @@ class Valued(Chosen):
         super().__init__(inner, rule)
         self.pcl = rule
         self.model = ValueModel(rule.ridge, rule.target)
+        self.network: Callable[[Sequence[Prompt]], list[float]] | None = None
         self.by_entry = {prompt["entry"]: prompt for prompt in inner}
 
     def over(self, prompts: Sequence[Prompt]) -> Valued:
@@ -263,12 +265,20 @@ class Valued(Chosen):
     def learn(self, outcomes: Sequence[Outcome]) -> None:
         super().learn(outcomes)
         scored = [o for o in outcomes if o.rewards and o.entry in self.by_entry]
-        if self.pcl.uses != "mean" and scored:
+        if self.pcl.uses in ("model", "both") and scored:
             features = self.pcl.features([self.by_entry[outcome.entry] for outcome in scored])
             self.model.learn(features, np.array([fmean(o.rewards) for o in scored]))
 
+    def predict_by(self, predict: Callable[[Sequence[Prompt]], list[float]]) -> None:
+        super().predict_by(predict)
+        self.network = predict
+
     def predicted(self, prompts: Sequence[Prompt]) -> list[float]:
         """Predict the rewards of prompts."""
+        if self.pcl.uses == "network":
+            if self.network is None:
+                raise UserError("pcl: value: network is train.prompt_value's: set it to {}")
+            return self.network(prompts)
         values: list[float] = self.model.predict(self.pcl.features(prompts)).tolist()
         return values
 
@@ -286,18 +296,18 @@ class Pcl(Fading):
 
     Gao et al. 2025, Prompt Curriculum Learning: of ``candidates`` times as many prompts as are
     asked, those with the smallest |V - target| are, without sampling answers of the others. V is
-    by ``value``: ``model``, a value model of the prompt that learns beside the policy from the mean
-    reward of every group, by squared error, as in the paper, but linear in features of the prompt
-    where the paper trains a network of the policy's size (our reading: no second model to hold);
+    by ``value``: ``network``, as in the paper, a value model of the policy's kind and size that
+    learns beside it from the mean reward of every group, by squared error (``train.prompt_value``,
+    with base: trained); ``model``, the same linear in features of the prompt, which costs no pass;
     ``mean``, the mean of the prompt's own rewards so far, drawn to the mean of all prompts as by
-    ``prior`` answers; ``both``, that mean drawn to what the model predicts.
+    ``prior`` answers; ``both``, that mean drawn to what the linear model predicts.
 
     of: the data source. target: reward, 0.5 of prompts that are right half of the time. candidates:
     of every prompt that is asked. prior: number of answers. decay, drift: what is left of the
-    weight of earlier answers at every visit, and at every iteration without one. value: mean, model
-    or both. embeddings: the model's features, a .npy file with a row for every prompt; null: hashed
-    words of its text. ridge: how much the model stays as it is in an iteration, against one prompt
-    of length 1.
+    weight of earlier answers at every visit, and at every iteration without one. value: network,
+    model, mean or both. embeddings: the linear model's features, a .npy file with a row for every
+    prompt; null: hashed words of its text. ridge: how much that model stays as it is in an
+    iteration, against one prompt of length 1.
     """
 
     train: Chosen
@@ -310,12 +320,12 @@ class Pcl(Fading):
         prior: Annotated[float, Gt(0)] = 1.0,
         decay: Portion = 0.5,
         drift: Portion = 0.99,
-        value: Literal["mean", "model", "both"] = "mean",
+        value: Literal["mean", "model", "both", "network"] = "mean",
         embeddings: Path | None = None,
         ridge: Annotated[float, Gt(0)] = 1.0,
     ):
         super().__init__(of, decay, drift)
-        if embeddings is not None and value == "mean":
+        if embeddings is not None and value in ("mean", "network"):
             raise UserError("pcl: embeddings are of the value model; set value to model or both")
         self.target = target
         self.multiple = candidates
@@ -328,6 +338,11 @@ class Pcl(Fading):
         if embeddings is not None:
             self.features(inner[:1])  # a file that does not fit is refused now
         self.train = Valued(inner, self)
+
+    @staticmethod
+    def asks_of_training(options: Mapping[str, Any]) -> tuple[str, ...]:
+        """Name the options of ``train`` that make what is looked at."""
+        return ("prompt_value",) if options.get("value") == "network" else ()
 
     def features(self, prompts: Sequence[Prompt]) -> Array:
         return features_of(prompts, self.embeddings, self.size, "pcl")
@@ -349,7 +364,7 @@ class Pcl(Fading):
 
     def value(self, data: Chosen, entry: int, usual: float) -> float:
         """Predict the reward of a prompt; ``usual`` is what is expected before its own answers."""
-        weight = 0.0 if self.uses == "model" else data.statistics.weight(entry)
+        weight = 0.0 if self.uses in ("model", "network") else data.statistics.weight(entry)
         return (weight * data.statistics[entry].mean + self.prior * usual) / (weight + self.prior)
 
 

@@ -8,16 +8,17 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Mapping, Sequence
+from math import fsum
 from pathlib import Path
 from statistics import fmean, pvariance
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
 from annotated_types import Ge, Gt, Le, Lt
 from numpy.typing import NDArray
 
-from mmrl.config.options import Natural
+from mmrl.config.options import Count, Natural
 from mmrl.core import distributed
 from mmrl.core.errors import UserError
 from mmrl.core.registry import DATA
@@ -223,6 +224,57 @@ class ByVariance:
         self.held_out = list(of.held_out)
 
 
+class Explored(Chosen):
+    """Draws by how much the last visits of every prompt explored; that is in checkpoints."""
+
+    def __init__(self, inner: Sequence[Prompt], rule: Depo):
+        super().__init__(inner, rule)
+        self.depo = rule
+        self.traces: dict[int, list[float]] = {}  # explorability of the last visits, by entry
+
+    def over(self, prompts: Sequence[Prompt]) -> Explored:
+        return Explored(over(self.inner, prompts), self.depo)
+
+    def see(self, name: str, values: Mapping[int, Any]) -> None:
+        super().see(name, values)
+        if name == "entropy":
+            for entry, answers in values.items():
+                score = explorability(answers, self.depo.noise)
+                self.traces[entry] = [*self.traces.get(entry, []), score][-self.depo.window :]
+
+    def score(self, entry: int) -> float:
+        """Return how much a prompt still explores; infinite before its first visit."""
+        record = self.statistics[entry]
+        if self.depo.explore == "variance":
+            return record.variance if record.visits else float("inf")
+        trace = self.traces.get(entry)
+        return fmean(trace) if trace else float("inf")
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"traces": {str(e): t for e, t in self.traces.items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.traces = {int(entry): list(t) for entry, t in state.get("traces", {}).items()}
+
+
+def explorability(answers: Sequence[Sequence[float]], noise: float) -> float:
+    """Return sum |A| H of the [reward, H] of a group's answers, A = (r - mean) / (std + 1e-8).
+
+    Worse answers whose H is above ``noise`` times the mean H of the better ones do not count.
+    """
+    rewards = [reward for reward, _ in answers]
+    mean = fmean(rewards)
+    std = pvariance(rewards) ** 0.5
+    better = [entropy for reward, entropy in answers if reward > mean]
+    limit = noise * fmean(better) if better else 0.0
+    return fsum(
+        abs(reward - mean) / (std + 1e-8) * entropy
+        for reward, entropy in answers
+        if reward > mean or entropy <= limit
+    )
+
+
 @DATA.register("depo")
 class Depo(Unrenewed):
     """Keep diverse prompts of middle difficulty, ask those that still explore: DEPO.
@@ -232,18 +284,22 @@ class Depo(Unrenewed):
     ``share`` are drawn by a normal density of their mean recorded reward, ``difficulty`` its mean
     and ``spread`` its standard deviation. Without ``path`` all stay. While training: of
     ``candidates`` times as many prompts as are asked, those of the highest explorability are, and
-    the share ``replay`` are prompts of the fewest visits. Our reading: similar prompts share words
-    (or rows of ``embeddings``), and explorability is the variance of a prompt's rewards, largest
-    where it was never asked.
+    the share ``replay`` are prompts of the fewest visits. Similar are prompts whose ``embeddings``
+    are, the policy's own states as ``scripts/prompt_states.py`` writes them; without a file those
+    that share words (our reading). ``explore``: ``entropy``, as published: the mean over the last
+    ``window`` visits of sum |A| H, A = (r - mean) / std of an answer in its group and H the mean
+    entropy of its decisions, without worse answers whose H is above ``noise`` times the mean H of
+    the better ones; ``variance``, of a prompt's rewards, which needs nothing recorded (our
+    reading). Both are largest where a prompt was never asked.
 
     of: the data source. path: what a run with ``recorded`` wrote; null: no choice before training.
     embeddings: a .npy file with a row for every prompt; null: hashed words. damping: of PageRank.
     decay: what is left of the weight of earlier answers at a visit. seed: of the choice before.
+    explore: entropy needs the policy's option record_entropy. window: visits. noise: a ratio.
     """
 
-    train: Chosen
+    train: Explored
     held_out: list[Prompt]
-    measures: frozenset[str] = frozenset()
 
     def __init__(
         self,
@@ -259,7 +315,14 @@ class Depo(Unrenewed):
         replay: Share = 0.1,
         decay: Annotated[float, Gt(0), Le(1)] = 0.5,
         seed: Natural = 0,
+        explore: Literal["variance", "entropy"] = "variance",
+        window: Count = 5,
+        noise: Annotated[float, Gt(0)] = 1.5,
     ):
+        self.explore = explore
+        self.window = window
+        self.noise = noise
+        self.measures = frozenset({"entropy"} if explore == "entropy" else ())
         self.multiple = candidates
         self.replay = replay
         self.decay = decay
@@ -276,8 +339,13 @@ class Depo(Unrenewed):
                 for mean in [fmean(sum(curves[prompts[row]["entry"]], []))]
             }
             inner = restricted(inner, by_density(middle, share, seed), "depo", path)
-        self.train = Chosen(inner, self)
+        self.train = Explored(inner, self)
         self.held_out = list(of.held_out)
+
+    @staticmethod
+    def records(options: Mapping[str, Any]) -> tuple[str, ...]:
+        """Name the options of the policy under which it records what is looked at."""
+        return ("record_entropy",) if options.get("explore") == "entropy" else ()
 
     def statistics(self) -> PromptStatistics:
         return PromptStatistics(self.decay)
@@ -286,6 +354,7 @@ class Depo(Unrenewed):
         return tuple(rewards)
 
     def choose(self, data: Chosen, count: int, iteration: int, seed: int) -> list[Prompt]:
+        assert isinstance(data, Explored)
         again = int(self.replay * count)
         records = data.statistics
         rng = Rng.of(seed, "depo", iteration)
@@ -295,10 +364,7 @@ class Depo(Unrenewed):
         entries = {prompt["entry"] for prompt in replayed}
         prompts = data.candidates(int(self.multiple * count), iteration, seed)
         fresh = [prompt for prompt in prompts if prompt["entry"] not in entries] or prompts
-        scores = [
-            record.variance if record.visits else float("inf")
-            for record in (records[prompt["entry"]] for prompt in fresh)
-        ]
+        scores = [data.score(prompt["entry"]) for prompt in fresh]
         return [*best(fresh, scores, count - again), *replayed]
 
 

@@ -92,8 +92,8 @@ class ALoL(GroupLoss):
 
     Baheti et al. 2024, "Improving language models with advantage-based offline policy gradients".
     clip_range: e^R, to the base, stays within 1 - and 1 + this; null: no weight at all (their
-    reference-free form). Theirs is the model's own value estimate subtracted, ours the group's
-    baseline (our reading).
+    reference-free form). Theirs is the model's own value estimate subtracted: the advantage
+    ``pvpo`` with ``learned``; any other serves.
     """
 
     def __init__(

@@ -24,6 +24,7 @@ from mmrl.core.weights import Weights
 from mmrl.policies.answers import media_problem, opened
 from mmrl.policies.capabilities import Capabilities, Medium
 from mmrl.policies.lora import ATTENTION, Lora, add_lora
+from mmrl.policies.prompt_states import pooled
 from samplers.batching import Attempt, attempts, rows_that_fit
 from samplers.noise import Rng
 from samplers.warp import Warp
@@ -338,6 +339,13 @@ class Policy(ABC):
         if encode is None:
             raise self._cannot("cannot be shown old answers again")
         return encode(prompts), prompts
+
+    reads_prompts: bool = False  # its own trained network does, so ``prompt_states`` has a gradient
+
+    def prompt_states(self, prompts: list[Prompt]) -> Tensor:
+        """Return a state [P, H] of every prompt, under the weights in force: here what its encoder
+        makes of it, the mean over places, each prompt by itself."""
+        return torch.cat([pooled(self.recall([prompt])[0]) for prompt in prompts])
 
     def demonstrate(
         self, prompts: list[Prompt], answers: Sequence[Any], rng: Rng, *, score: bool = True

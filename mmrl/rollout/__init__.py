@@ -17,6 +17,7 @@ from mmrl.rollout import (
     response_reuse,
     self_instruct,
     speculative,
+    values,
     visits,
     written_answers,
 )
@@ -33,6 +34,7 @@ __all__ = [
     "response_reuse",
     "self_instruct",
     "speculative",
+    "values",
     "visits",
     "written_answers",
 ]

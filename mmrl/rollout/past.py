@@ -61,6 +61,7 @@ def remembered(drawn: Drawn, rows: Tensor, index: int, iteration: int) -> Rememb
         group=torch.zeros_like(rows),
         all_samples=None,
         drift=None,
+        value=None,
         advantage=None,
         provenance=rollout.provenance.replace(is_replayed=None),  # it will be, whatever it was
     )
@@ -176,6 +177,7 @@ def inserted(
                 row_id=old.row_id,
                 all_samples=old.all_samples,
                 drift=old.drift,
+                value=old.value,
             )
         )
     whole = appended(rollout, *parts)

@@ -20,7 +20,8 @@ from mmrl.data.prompts import Outcome, batch
 from mmrl.data.selection import Pcl, Sec, Vade, Vas
 from mmrl.data.statistics import PromptStatistics, mean_advantage
 from mmrl.data.subsets import Depo
-from mmrl.rollout.diversity import diversity, share_of
+from mmrl.rollout.diversity import diversity, entropies_of, self_bleu, share_of
+from mmrl.rollout.stages import Drawn
 from samplers.noise import Rng
 from tests.fixtures import toys
 from tests.fixtures.records import make_rollout
@@ -370,27 +371,118 @@ def test_depo_asks_what_explores_and_replays_what_was_rarely_asked():
     assert min(visits) >= 2, "nothing is forgotten"
 
 
-def test_diversity_of_tokens_is_the_share_of_distinct_pairs():
-    tokens = torch.tensor([[1, 2, 1, 2], [1, 2, 3, 3], [4, 4, 4, 4], [5, 6, 7, 8]])
-    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 1, 1], [1, 1, 0, 0]]).bool()
+def explored_by_loop(answers, noise):
+    rewards = [r for r, _ in answers]
+    mean = sum(rewards) / len(rewards)
+    std = (sum((r - mean) ** 2 for r in rewards) / len(rewards)) ** 0.5
+    better = [h for r, h in answers if r > mean]
+    score = 0.0
+    for r, h in answers:
+        noisy = r <= mean and h > noise * sum(better) / max(len(better), 1)
+        score += 0.0 if noisy else abs((r - mean) / (std + 1e-8) * h)
+    return score
+
+
+def test_depo_explores_by_the_entropy_of_the_last_visits():
+    source = Depo(Bernoulli([0.5] * 12), explore="entropy", window=2, noise=1.2, replay=0.0)
+    data = source.train
+    assert data.measures == {"entropy"}
+    traces = {}
+    for iteration in range(12):
+        prompts = batch(data, 4, iteration, SEED)
+        answers = {}
+        for i, outcome in enumerate(answered(prompts, iteration)):
+            u = Rng.of("entropy", iteration, i).uniform(torch.arange(8)).tolist()
+            answers[outcome.entry] = list(map(list, zip(outcome.rewards, u)))
+        data.see("entropy", answers)
+        data.learn(answered(prompts, iteration))
+        for entry, known in answers.items():
+            traces.setdefault(entry, []).append(explored_by_loop(known, 1.2))
+    for entry, trace in traces.items():
+        last = trace[-2:]
+        assert data.score(entry) == pytest.approx(sum(last) / len(last), abs=1e-9)
+    again = Depo(Bernoulli([0.5] * 12), explore="entropy", window=2, noise=1.2, replay=0.0).train
+    again.load_state_dict(json.loads(json.dumps(data.state_dict())))
+    assert batch(again, 4, 12, SEED) == batch(data, 4, 12, SEED)
+    candidates = {p["entry"]: data.score(p["entry"]) for p in data.candidates(8, 12, SEED)}
+    widest = sorted(candidates, key=lambda entry: -candidates[entry])[:4]
+    assert sorted(p["entry"] for p in batch(data, 4, 12, SEED)) == sorted(widest)
+
+
+@pytest.mark.parametrize("family", sorted(toys.POLICIES))
+def test_the_entropies_of_every_family_reach_depo(family, monkeypatch):
+    class Toys:
+        train = toys.prompts(8)
+        held_out = []
+
+    source = Depo(Toys, explore="entropy", noise=9.0)
+    monkeypatch.setattr(toys, "prompts", lambda n=4: source.train)
+    policy = toys.POLICIES[family](record_entropy=True)
+    trainer = make_trainer(policy=policy, group_size=4, train_batch_size=16)
+    trainer.iterate()
+    assert len(source.train.traces) == 8 and any(sum(t) != 0 for t in source.train.traces.values())
+    rollout = trainer.collect().rollout
+    mask = rollout.mask
+    entropy = (rollout.entropies() * mask).sum(1) / mask.sum(1)
+    rewards = {"r": torch.arange(len(rollout)).double()}
+    known = entropies_of(Drawn(rollout, rollout.sample, Rewards(rewards)))
+    rows = [row for answers in known.values() for row in answers]
+    for reward, value in rows:
+        assert value == pytest.approx(float(entropy[int(reward)]), rel=1e-5)
+    assert len(rows) == len(rollout)
+
+
+def bleu_by_loop(answer, others):
+    """Papineni et al. 2002 with the nearest reference's length; 1 added to counts of n > 1."""
+    if not others:
+        return 1.0
+    nearest = min(others, key=lambda other: (abs(len(other) - len(answer)), len(other)))
+    if not answer:
+        return float(not nearest)
+    product = 1.0
+    orders = min(4, len(answer))
+    for n in range(1, orders + 1):
+        grams = [
+            Counter(tuple(text[i : i + n]) for i in range(len(text) - n + 1))
+            for text in [answer, *others]
+        ]
+        right = sum(min(k, max(o[gram] for o in grams[1:])) for gram, k in grams[0].items())
+        total = sum(grams[0].values())
+        product *= right / total if n == 1 else (right + 1) / (total + 1)
+    brevity = min(1.0, math.exp(1 - len(nearest) / len(answer)))
+    return brevity * product ** (1 / orders)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_diversity_of_tokens_is_the_inverse_self_bleu_by_loop(seed):
+    generator = torch.Generator().manual_seed(seed)
+    count, width = 14, (1, 3, 9, 12)[seed]
+    tokens = torch.randint(7, 7 + 2 + seed, (count, width), generator=generator)
+    mask = torch.rand(count, width, generator=generator) < 0.8
+    mask[3:5] = False
+    group = torch.randint(0, 4, (count,), generator=generator)
+    group[6] = 9
+    texts = [tokens[i][mask[i]].tolist() for i in range(count)]
+    scores = []
+    for i in range(count):
+        others = [texts[j] for j in range(count) if j != i and group[j] == group[i]]
+        scores.append(bleu_by_loop(texts[i], others))
+    computed = self_bleu(tokens, mask, group.unique(return_inverse=True)[1])
+    assert computed.tolist() == pytest.approx(scores, abs=1e-9)
     rollout = make_rollout(
-        group=torch.tensor([3, 3, 1, 1]),
-        row_id=torch.arange(4),
+        group=group,
+        row_id=torch.arange(count),
         sample=tokens,
         mask=mask,
-        logprob=torch.zeros(4, 4),
+        logprob=torch.zeros(count, width),
     )
-    expected = {}
-    for g in (3, 1):
-        pairs = [
-            (int(tokens[i, t]), int(tokens[i, t + 1]))
-            for i in range(4)
-            for t in range(3)
-            if rollout.group[i] == g and mask[i, t] and mask[i, t + 1]
-        ]
-        expected[g] = len(set(pairs)) / len(pairs)
     names, values = diversity(rollout)
-    assert dict(zip(names.tolist(), values.tolist(), strict=True)) == pytest.approx(expected)
+    for name, value in zip(names.tolist(), values.tolist(), strict=True):
+        rows = (group == name).nonzero()[:, 0].tolist()
+        mean = sum(scores[i] for i in rows) / len(rows)
+        assert value == pytest.approx(1 - mean, abs=1e-9)
+    order = torch.randperm(count, generator=generator)
+    torch.testing.assert_close(diversity(rollout[order])[1], values, atol=1e-12, rtol=0)
 
 
 def test_diversity_of_latents_is_their_spread():

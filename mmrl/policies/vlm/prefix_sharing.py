@@ -107,6 +107,10 @@ class SharedPrefix(nn.Module):
             caches.key_values(cache),
         )
 
+    def state(self, inputs: dict[str, Tensor]) -> Tensor:
+        """Return the hidden state [P, H] at the last token of every prompt of one batch."""
+        return self.read(inputs).hidden
+
     def step(
         self,
         ids: Tensor,

@@ -51,6 +51,8 @@ class Passes(TokenPolicy):
     witness: Encoded | None = None  # a prompt with an image
     refill: Refill = "none"  # which row takes the place of one that has ended
 
+    reads_prompts = True
+
     def __init__(self, net: nn.Module, **options: Any):
         super().__init__(net, **options)
         self.recent = Recent(KEPT)
@@ -71,6 +73,18 @@ class Passes(TokenPolicy):
             self.active(), point.cond, point.group, point.target, where, point.routes
         )
         return AnswerTokens(self, point, where, hidden, scored)
+
+    def prompt_states(self, prompts: list[Prompt]) -> Tensor:
+        """Return the network's own hidden state [P, H] at the last token of every prompt, its
+        pictures seen."""
+        cond = [self._encoded(prompt)[0] for prompt in prompts]
+        group = torch.arange(len(prompts), device=self.device)
+        parts = []
+        kinds = self._kinds(cond, group)
+        for at in kinds:
+            inputs, rows = self._collated(cond, group[at], False)
+            parts.append(self.active()("state", inputs)[rows])
+        return torch.cat(parts)[torch.cat(kinds).argsort()]
 
     def _placed(self, encoded: Encoded) -> Encoded:
         """Move a prompt to the device, with its positions as ``places`` [1, S, axes]: they cost
