@@ -188,6 +188,10 @@ class Around(Curriculum):
         return self.inner.reserved(count, iteration) if isinstance(self.inner, Curriculum) else []
 
     @property
+    def together(self) -> int:
+        return self.inner.together if isinstance(self.inner, Curriculum) else 1
+
+    @property
     def wants_diversity(self) -> bool:
         return isinstance(self.inner, Curriculum) and self.inner.wants_diversity
 

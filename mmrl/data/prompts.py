@@ -143,6 +143,11 @@ class Curriculum(Sequence[Prompt]):
         """Tell whether ``see_diversity`` is to be called before ``learn``."""
         return False
 
+    @property
+    def together(self) -> int:
+        """Tell how many neighbours of a batch are one question, whose answers are compared."""
+        return 1
+
     def __init__(self, prompts: Sequence[Prompt]):
         self.prompts = list(prompts)
 

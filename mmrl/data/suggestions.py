@@ -111,22 +111,41 @@ class Suggestions:
 
 
 class Formed(Around):
-    """Draws as ``inner`` does, and asks each prompt in one of several forms."""
+    """Draws as ``inner`` does, and asks each prompt in one of several forms, or in all."""
 
     def __init__(self, inner: Sequence[Prompt], rule: Forms):
         super().__init__(inner)
         self.rule = rule
 
+    @property
+    def together(self) -> int:
+        return len(self.rule.forms) if self.rule.together else 1
+
     def batch(self, count: int, iteration: int, seed: int) -> list[Prompt]:
+        prompts = super().batch(count // self.together, iteration, seed)
+        if not self.rule.together:
+            return [self.rule.formed(prompt, iteration) for prompt in prompts]
         return [
-            self.rule.formed(prompt, iteration) for prompt in super().batch(count, iteration, seed)
+            {**self.rule.asked_as(name, prompt), "question": place}
+            for place, prompt in enumerate(prompts)
+            for name in self.rule.forms
         ]
 
     def pick(self, u: float, iteration: int) -> Prompt:
+        self._alone()
         return self.rule.formed(super().pick(u, iteration), iteration)
 
     def presented(self, prompt: Prompt, iteration: int) -> Prompt:
+        self._alone()
         return self.rule.formed(super().presented(prompt, iteration), iteration)
+
+    def _alone(self) -> None:
+        """Raise UserError where prompts are chosen one by one that are asked together."""
+        if self.rule.together:
+            raise UserError(
+                "forms: together asks a question in all its forms at once, which dynamic sampling "
+                "and data that choose single prompts would part: leave them out, or together"
+            )
 
     def over(self, prompts: Sequence[Prompt]) -> Formed:
         return Formed(over(self.inner, prompts), self.rule)
@@ -134,7 +153,7 @@ class Formed(Around):
 
 @DATA.register("forms")
 class Forms:
-    """Ask each prompt in one of several forms, by lot: TempSamp-R1's hybrid training.
+    """Ask each prompt in one of several forms (TempSamp-R1's hybrid training), or in all (GCPO).
 
     Li et al. 2025, "TempSamp-R1": one model learns to answer with its reasoning and without, asked
     now in the one form, now in the other. The form, "form" of the prompt, is a function of
@@ -142,7 +161,10 @@ class Forms:
     answers with reasoning are judged by its format.
 
     of: the data source. forms: templates of the text by name, with {text}. weights: how often each
-    is taken; by default alike.
+    is taken; by default alike. together: every question is asked in all forms in one iteration, so
+    that each has ``train.group_size`` answers, and advantages compare the answers to all forms of
+    it with each other (GCPO, Wang et al. 2025, asks with a behaviour and without); of
+    ``train.prompts_per_iteration`` every form is one.
     """
 
     train: Formed
@@ -153,12 +175,18 @@ class Forms:
         of: Source,
         forms: dict[str, str],
         weights: dict[str, Annotated[float, Gt(0)]] | None = None,
+        together: bool = False,
     ):
         if not forms or any("{text}" not in form for form in forms.values()):
             raise UserError("forms: each form is a template that has {text}, the question")
         if weights is not None and set(weights) != set(forms):
             raise UserError(f"forms: weights are needed of {', '.join(forms)}, and of no others")
+        if weights is not None and together:
+            raise UserError(
+                "forms: together asks every form equally often: leave out weights, or together"
+            )
         self.forms = forms
+        self.together = together
         chosen = [(weights or dict.fromkeys(forms, 1.0))[name] for name in forms]
         self.ends = torch.tensor(chosen, dtype=torch.float64).cumsum(0) / sum(chosen)
         self.train = Formed(with_entries(of.train), self)
@@ -170,4 +198,8 @@ class Forms:
             return prompt
         u = Rng.of("forms", iteration).uniform(torch.tensor([prompt["entry"]]))
         name = list(self.forms)[int((u >= self.ends).sum().clamp(max=len(self.forms) - 1))]
+        return self.asked_as(name, prompt)
+
+    def asked_as(self, name: str, prompt: Prompt) -> Prompt:
+        """Return the prompt in the form called ``name``."""
         return {**prompt, "text": self.forms[name].replace("{text}", prompt["text"]), "form": name}

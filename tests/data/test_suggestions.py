@@ -68,3 +68,20 @@ def test_every_prompt_is_asked_in_one_of_its_forms():
         Forms(Plain(), {"a": "x"})
     with pytest.raises(UserError, match="weights are needed of think, plain"):
         Forms(Plain(), forms, weights={"think": 1.0})
+
+
+def test_all_forms_of_a_question_are_asked_together():
+    forms = {"tool": "{text} Use it.", "plain": "{text} Without."}
+    rule = Forms(Plain(6), forms, together=True)
+    data = Suggestions(rule, after=1, share=1.0).train
+    assert data.together == 2
+    prompts = batch(data, 6, 1, 0)
+    drawn = batch(rule.train.inner, 3, 1, 0)
+    for place, prompt in enumerate(prompts):
+        name = ("tool", "plain")[place % 2]
+        assert prompt["form"] == name and prompt["question"] == place // 2
+        assert prompt["text"] == forms[name].replace("{text}", drawn[place // 2]["text"])
+    with pytest.raises(UserError, match="forms: together asks a question in all its forms"):
+        Vade(rule).train.batch(4, 0, 0)
+    with pytest.raises(UserError, match="leave out weights, or together"):
+        Forms(Plain(2), forms, weights={"tool": 1.0, "plain": 2.0}, together=True)
