@@ -195,6 +195,10 @@ class Around(Curriculum):
     def wants_diversity(self) -> bool:
         return isinstance(self.inner, Curriculum) and self.inner.wants_diversity
 
+    def see_update(self, metrics: Mapping[str, float]) -> None:
+        if isinstance(self.inner, Curriculum):
+            self.inner.see_update(metrics)
+
     def see_diversity(self, values: Mapping[int, float]) -> None:
         if isinstance(self.inner, Curriculum):
             self.inner.see_diversity(values)

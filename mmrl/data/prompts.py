@@ -188,6 +188,10 @@ class Curriculum(Sequence[Prompt]):
     def learn(self, outcomes: Sequence[Outcome]) -> None:
         """Take in how the groups of an iteration were rewarded; called alike on all processes."""
 
+    def see_update(self, metrics: Mapping[str, float]) -> None:
+        """Take in the metrics of an iteration's update, before ``learn``; called alike on all
+        processes."""
+
     def see_diversity(self, values: Mapping[int, float]) -> None:
         """Take in how much the answers to each prompt differ, 0 to 1 by ``entry``; called alike on
         all processes."""

@@ -267,6 +267,12 @@ class PolicyGradient(Regularised):
         else:
             stopped = without_slope(self.surrogate, logp, old, advantage, point.mask)
             loss = self.surrogate(logp, old, advantage, point.mask)
+        # KL of the weights that sampled to those of now, by (rho - 1) - log rho
+        observe(
+            "kl_behavior",
+            (logp - old).expm1() - (logp - old),
+            point.mask & ~_expert(point)[:, None],
+        )
         if self.shaping is not None:
             share = torch.sigmoid(logp - old - math.log(self.shaping))  # rho / (rho + gamma)
             loss = torch.where(_expert(point)[:, None], -advantage * share, loss)

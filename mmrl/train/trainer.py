@@ -115,6 +115,7 @@ class Trainer:
         metrics = self.update.run(batch)
         if isinstance(self.prompts, Curriculum) and not self.objective.supervised:
             rollout, rewards = batch.sampled
+            self.prompts.see_update(metrics)
             self.prompts.learn(advantages.outcomes(rewards, rollout))
         self.iteration += 1
         metrics |= batch.metrics | self.clock.lap()
