@@ -17,6 +17,7 @@ from mmrl.config.options import (
     pathless,
     unfit_for_sft,
     unsuited,
+    unsuited_to_refill,
     unsuited_to_trees,
     unsupported_options,
     unweighable,
@@ -91,6 +92,7 @@ def check(
             problems += _unfit_sizes(config, built, entries, objective, processes)
             unfit = [*unweighable(built, trained, named.get("objective"))]
             unfit += unsuited_to_trees(built) if _grown(entries.get("policy")) else []
+            unfit += unsuited_to_refill(built) if _refills(entries.get("policy")) else []
             problems += [f"{config.where(line.partition(':')[0])}: {line}" for line in unfit]
         if isinstance(built, EvaluateOptions) and built.reward:
             _rewards(config, built.reward, (section, "reward"), problems, named)
@@ -189,6 +191,11 @@ def _unrecorded(part: Resolved, policy: Resolved, kind: str = "advantage") -> It
 def _grown(policy: Resolved | None) -> bool:
     """Tell whether the samples of a policy share their beginnings."""
     return policy is not None and any(policy.options.get(name) is not None for name in TREES)
+
+
+def _refills(policy: Resolved | None) -> bool:
+    """Tell whether new answers of a policy take the places of those that have ended."""
+    return policy is not None and policy.options.get("refill", "none") != "none"
 
 
 def _with_nested(resolved: Resolved) -> Iterator[Resolved]:

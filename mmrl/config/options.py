@@ -547,6 +547,16 @@ def unsuited_to_trees(train: TrainOptions) -> Iterator[str]:
             )
 
 
+def unsuited_to_refill(train: TrainOptions) -> Iterator[str]:
+    """List sentences about options of ``train`` with which a policy's ``refill`` would do
+    nothing."""
+    if train.speculative is not None:
+        yield (
+            "train.speculative: answers that begin with an earlier one are not refilled, so that "
+            "policy.refill would do nothing: set it to none, or leave speculative out"
+        )
+
+
 def without_average(snapshots: Collection[str], train: TrainOptions) -> str | None:
     """Say what is wrong where an objective needs a moving average of the weights that nobody keeps,
     or None."""

@@ -273,12 +273,13 @@ def _json_line(line: str, key: str | None) -> Prompt:
     return {**value, "text": value[name].strip()}
 
 
-def decoded(path: Path) -> str:
-    """Read a whole UTF-8 file. Raises UserError naming the line that is not UTF-8."""
+def decoded(path: Path, content_name: str = "prompts") -> str:
+    """Read a whole UTF-8 file. Raises UserError naming the line that is not UTF-8, or, where it
+    cannot be read, what it should hold."""
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise UserError(f"{path}: cannot read prompts: {error.strerror}") from error
+        raise UserError(f"{path}: cannot read {content_name}: {error.strerror}") from error
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

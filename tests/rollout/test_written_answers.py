@@ -405,3 +405,8 @@ def test_a_file_of_pictures_is_refused_where_the_path_to_them_counts():
         config.check(config.load(flow, chosen))
     config.check(config.load("configs/digits/awm.yaml", chosen))
     config.check(config.load("configs/digits/d1.yaml", chosen))
+
+
+def test_a_missing_file_of_answers_is_named_by_its_option(tmp_path):
+    with pytest.raises(UserError, match="cannot read the answers of train.demonstrations.path"):
+        of_file(tmp_path / "nowhere.jsonl")
