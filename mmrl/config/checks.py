@@ -117,8 +117,9 @@ def _unfit_sizes(
     if "objective" in entries and getattr(entries["objective"].entry, "supervised", False):
         unfit += unfit_for_sft(built)
     if {"objective", "policy"} <= set(entries):
+        imitates = entries["objective"].options.get("sft") is not None
         why = pathless(built, entries["policy"].entry, entries["objective"].entry)
-        unfit += [why] if why else []
+        unfit += [why] if why and not imitates else []
     for line in unfit:
         yield f"{config.where(line.partition(':')[0])}: {line}"
 

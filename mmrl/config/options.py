@@ -496,6 +496,8 @@ def pathless(train: TrainOptions, policy: Any, objective: Any) -> str | None:
     """Say why answers of others cannot be trained on: of a picture or a video nobody knows the
     path, so that only losses of finished samples learn from one; None if they can."""
     can = capabilities_of(policy)
+    if getattr(objective, "sft", None) is not None:
+        return None  # it learns from the finished picture
     reads = getattr(objective, "reads", "sample")
     if train.demonstrations is None or can is None or can.decisions != "gaussian":
         return None
@@ -504,7 +506,7 @@ def pathless(train: TrainOptions, policy: Any, objective: Any) -> str | None:
     return (
         "train.demonstrations: the objective follows the steps of the sampler, which nobody knows "
         "of a picture that was made elsewhere; choose one of finished samples, such as "
-        "diffusion_dpo, awm or rwr"
+        "diffusion_dpo, awm or rwr, or give policy_gradient its option sft"
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -61,6 +61,10 @@ class Objective(ABC):
         """Yield (option, sentence) for options that mean nothing for a policy, an object or a
         class."""
         return iter(())
+
+    def weigh(self, masks: Sequence[tuple[Tensor, bool]]) -> None:
+        """Look at what an optimizer step trains on, before its points are made: the mask [B, L] of
+        every point, and whether it is re-noised. Called alike on all processes."""
 
     # Losses of a row that depend on other points of the step.
 
