@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Annotated, Any, Literal
 
 import torch
-from annotated_types import Ge, Gt, Lt
+from annotated_types import Ge, Gt, Le, Lt
 from torch import Tensor
 
 from mmrl.advantages.groups import Groups, finished, in_range, measured
@@ -91,8 +91,10 @@ class References:
 
     From a file, from a field of the prompts, or else measured: the rewards of the policy in the
     iteration in which it first meets the prompt, which stay, or with ``refresh`` are measured again
-    when they are so many iterations old.
+    when they are so many iterations old, or with ``rate`` move towards those of every iteration.
     """
+
+    rate: float | None = None
 
     def __init__(self, file: Path | None, field: str | None, key: str, refresh: int, name: str):
         if file is not None and field is not None:
@@ -140,7 +142,20 @@ class References:
             if since is None or (self.refresh and self.iteration - since >= self.refresh):
                 self.values[prompt] = (values, self.iteration)
         self.iteration += 1
-        return [self.values.get(prompt, ([0.0], 0))[0] for prompt in names]
+        known = [self.values.get(prompt, ([0.0], 0))[0] for prompt in names]
+        if self.rate is not None:
+            self._move(names, total, groups, rollout, self.rate)
+        return known
+
+    def _move(
+        self, names: list[str], total: Tensor, groups: Groups, rollout: Rollout, rate: float
+    ) -> None:
+        """Move the means towards those of what the policy sampled just now."""
+        old = rollout.provenance.is_replayed
+        fresh = groups.present if old is None else groups.present & ~old.to(groups.present.device)
+        for prompt, values in gathered(names, total, fresh, rollout.row_id):
+            level = mean_of(self.values[prompt][0])
+            self.values[prompt] = ([level + rate * (mean_of(values) - level)], self.iteration)
 
     def _field(self, rollout: Rollout) -> list[list[float]]:
         known: dict[int, list[float]] = {}
@@ -172,16 +187,18 @@ class References:
 
 @ADVANTAGES.register("pvpo")
 class PVPO:
-    """Take off the mean reward of a reference on the prompt, estimated in advance (PVPO).
+    """Take off the mean reward of a reference on the prompt (PVPO), or its moving mean (AVATAR).
 
     Feng et al. 2025, "PVPO: Pre-estimated value-based policy optimization": r - V(prompt). V from
     ``file`` (JSON lines {"text": ..., "reward": number or list}, from scripts/reference_rewards.py)
     or from the ``field`` of the prompts; with neither it is the mean reward of the policy when it
     first meets the prompt (our reading of a frozen policy at the start), measured again after
-    ``refresh`` iterations (0: never). key: the field that identifies a prompt. scale: with a
-    "batch", divided by the std of all advantages of the iteration + 1e-4. learned: V is what the
-    value model of ``train.prompt_value`` predicts, as in A-LoL (Baheti et al. 2024). offline: only
-    answers of others (train.demonstrations) are trained on, as there.
+    ``refresh`` iterations (0: never). rate: V <- V + rate (mean - V) after every iteration, by the
+    mean of what the policy sampled in it (Kulkarni and Fazli 2025, AVATAR; V of the first is its
+    own mean). key: the field that identifies a prompt. scale: with a "batch", divided by the std of
+    all advantages of the iteration + 1e-4. learned: V is what the value model of
+    ``train.prompt_value`` predicts, as in A-LoL (Baheti et al. 2024). offline: only answers of
+    others (train.demonstrations) are trained on, as there.
     """
 
     def __init__(
@@ -191,6 +208,7 @@ class PVPO:
         key: str = "text",
         refresh: Annotated[int, Ge(0)] = 0,
         scale: Literal["none", "batch"] = "none",
+        rate: Annotated[float, Gt(0), Le(1)] | None = None,
         learned: bool = False,
         offline: bool = False,
     ):
@@ -200,6 +218,12 @@ class PVPO:
                 "the file to train.prompt_value as path"
             )
         self.references = References(file, field, key, refresh, "pvpo")
+        if rate is not None and (file is not None or field is not None or refresh):
+            raise UserError(
+                "advantage pvpo: rate moves the mean that the policy itself measures: leave out "
+                "file, field and refresh, or rate"
+            )
+        self.references.rate = rate
         self.scale = scale
         self.learned = learned
         self.offline = offline

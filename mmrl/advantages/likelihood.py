@@ -146,8 +146,8 @@ class GCPO:
     show it, such as the use of a tool; it counts m times, m = 1 where answers of the group with it
     have the higher mean outcome, by more than ``margin``, -1 where the lower, 0 where neither or
     where all answers show it, or none. outcome: the reward that is compared; null: the weighted sum
-    of all others. base: the advantage of the sum. Our reading: the answers with and without are
-    those that the group happens to hold; the paper asks for both kinds. Its reward of length is a
+    of all others. base: the advantage of the sum. The data ``forms`` with ``together`` asks for
+    answers with it and without, so that a group holds both (the paper). Its reward of length is a
     reward of its own.
     """
 

@@ -18,6 +18,7 @@ from mmrl.config.options import (
     pathless,
     unfit_for_sft,
     unsuited,
+    unsuited_to_refill,
     unsuited_to_trees,
     unsupported_options,
     unweighable,
@@ -97,6 +98,7 @@ def check(
             unfit += [why] if why else []
             problems += _missing_of_training(entries, built)
             unfit += unsuited_to_trees(built) if _grown(entries.get("policy")) else []
+            unfit += unsuited_to_refill(built) if _refills(entries.get("policy")) else []
             problems += [f"{config.where(line.partition(':')[0])}: {line}" for line in unfit]
         if isinstance(built, EvaluateOptions) and built.reward:
             _rewards(config, built.reward, (section, "reward"), problems, named)
@@ -122,8 +124,9 @@ def _unfit_sizes(
     if "objective" in entries and getattr(entries["objective"].entry, "supervised", False):
         unfit += unfit_for_sft(built)
     if {"objective", "policy"} <= set(entries):
+        imitates = entries["objective"].options.get("sft") is not None
         why = pathless(built, entries["policy"].entry, entries["objective"].entry)
-        unfit += [why] if why else []
+        unfit += [why] if why and not imitates else []
     for line in unfit:
         yield f"{config.where(line.partition(':')[0])}: {line}"
 
@@ -211,6 +214,11 @@ def _missing_of_training(entries: Mapping[str, Resolved], train: TrainOptions) -
 def _grown(policy: Resolved | None) -> bool:
     """Tell whether the samples of a policy share their beginnings."""
     return policy is not None and any(policy.options.get(name) is not None for name in TREES)
+
+
+def _refills(policy: Resolved | None) -> bool:
+    """Tell whether new answers of a policy take the places of those that have ended."""
+    return policy is not None and policy.options.get("refill", "none") != "none"
 
 
 def _with_nested(resolved: Resolved) -> Iterator[Resolved]:

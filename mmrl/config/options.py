@@ -550,6 +550,8 @@ def pathless(train: TrainOptions, policy: Any, objective: Any) -> str | None:
     """Say why answers of others cannot be trained on: of a picture or a video nobody knows the
     path, so that only losses of finished samples learn from one; None if they can."""
     can = capabilities_of(policy)
+    if getattr(objective, "sft", None) is not None:
+        return None  # it learns from the finished picture
     reads = getattr(objective, "reads", "sample")
     if train.demonstrations is None or can is None or can.decisions != "gaussian":
         return None
@@ -558,7 +560,7 @@ def pathless(train: TrainOptions, policy: Any, objective: Any) -> str | None:
     return (
         "train.demonstrations: the objective follows the steps of the sampler, which nobody knows "
         "of a picture that was made elsewhere; choose one of finished samples, such as "
-        "diffusion_dpo, awm or rwr"
+        "diffusion_dpo, awm or rwr, or give policy_gradient its option sft"
     )
 
 
@@ -618,6 +620,16 @@ def unsuited_to_trees(train: TrainOptions) -> Iterator[str]:
                 f"train.{key}: it exchanges single answers, and those of a tree share their "
                 f"beginnings; leave it out, or the policy's tree"
             )
+
+
+def unsuited_to_refill(train: TrainOptions) -> Iterator[str]:
+    """List sentences about options of ``train`` with which a policy's ``refill`` would do
+    nothing."""
+    if train.speculative is not None:
+        yield (
+            "train.speculative: answers that begin with an earlier one are not refilled, so that "
+            "policy.refill would do nothing: set it to none, or leave speculative out"
+        )
 
 
 def without_average(snapshots: Collection[str], train: TrainOptions) -> str | None:

@@ -230,6 +230,7 @@ BUILT_IN = (
     "mmrl.train.optimizers",
     "mmrl.data.prompts",
     "mmrl.data.vision",
+    "mmrl.data.augmentation",
     "mmrl.data.budget",
     "mmrl.data.captions",
     "mmrl.data.curriculum",

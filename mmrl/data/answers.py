@@ -65,7 +65,9 @@ def of_file(path: Path, key: str = "text") -> Known:
     """Read a .jsonl file whose lines name a prompt and its answers; ``key``: the field of a prompt
     that "prompt" repeats. Several lines of one prompt add up."""
     answers: dict[str, list[Answer]] = {}
-    for number, line in enumerate(decoded(path).split("\n"), start=1):
+    for number, line in enumerate(
+        decoded(path, "the answers of train.demonstrations.path").split("\n"), start=1
+    ):
         if not line.strip():
             continue
         try:

@@ -188,8 +188,16 @@ class Around(Curriculum):
         return self.inner.reserved(count, iteration) if isinstance(self.inner, Curriculum) else []
 
     @property
+    def together(self) -> int:
+        return self.inner.together if isinstance(self.inner, Curriculum) else 1
+
+    @property
     def measures(self) -> frozenset[str]:
         return self.inner.measures if isinstance(self.inner, Curriculum) else frozenset()
+
+    def see_update(self, metrics: Mapping[str, float]) -> None:
+        if isinstance(self.inner, Curriculum):
+            self.inner.see_update(metrics)
 
     def see(self, name: str, values: Mapping[int, Any]) -> None:
         if isinstance(self.inner, Curriculum):

@@ -145,6 +145,11 @@ class Curriculum(Sequence[Prompt]):
         mean entropy of its decisions]."""
         return frozenset()
 
+    @property
+    def together(self) -> int:
+        """Tell how many neighbours of a batch are one question, whose answers are compared."""
+        return 1
+
     def __init__(self, prompts: Sequence[Prompt]):
         self.prompts = list(prompts)
 
@@ -184,6 +189,10 @@ class Curriculum(Sequence[Prompt]):
 
     def learn(self, outcomes: Sequence[Outcome]) -> None:
         """Take in how the groups of an iteration were rewarded; called alike on all processes."""
+
+    def see_update(self, metrics: Mapping[str, float]) -> None:
+        """Take in the metrics of an iteration's update, before ``learn``; called alike on all
+        processes."""
 
     def see(self, name: str, values: Mapping[int, Any]) -> None:
         """Take in what was measured of prompts, by ``entry``: one of ``measures``, or "drift", how
@@ -270,12 +279,13 @@ def _json_line(line: str, key: str | None) -> Prompt:
     return {**value, "text": value[name].strip()}
 
 
-def decoded(path: Path) -> str:
-    """Read a whole UTF-8 file. Raises UserError naming the line that is not UTF-8."""
+def decoded(path: Path, content_name: str = "prompts") -> str:
+    """Read a whole UTF-8 file. Raises UserError naming the line that is not UTF-8, or, where it
+    cannot be read, what it should hold."""
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise UserError(f"{path}: cannot read prompts: {error.strerror}") from error
+        raise UserError(f"{path}: cannot read {content_name}: {error.strerror}") from error
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

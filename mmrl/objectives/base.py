@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -68,6 +68,10 @@ class Objective(ABC):
     def extra_terms(self) -> str:
         """Name an option whose term has a gradient whatever the advantage is; "": none is set."""
         return ""
+
+    def weigh(self, masks: Sequence[tuple[Tensor, bool]]) -> None:
+        """Look at what an optimizer step trains on, before its points are made: the mask [B, L] of
+        every point, and whether it is re-noised. Called alike on all processes."""
 
     # Losses of a row that depend on other points of the step.
 

@@ -4,7 +4,7 @@ entropy bonus, corrections, and a choice of decisions."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -19,12 +19,13 @@ from mmrl.core.distributions import Dist, Gaussian
 from mmrl.core.errors import UserError
 from mmrl.core.metrics import observe
 from mmrl.core.registry import OBJECTIVES, SURROGATES, options
-from mmrl.core.types import Fields, Point, Rewards, Rollout, Surrogate, Transition
+from mmrl.core.types import Fields, Point, Renoised, Rewards, Rollout, Surrogate, Transition
 from mmrl.objectives.base import Tangent, frozen
-from mmrl.objectives.forward_process.base import positive
+from mmrl.objectives.forward_process.base import mean_square, noised, positive, velocity
 from mmrl.objectives.importance_sampling import Importance, off_policy
 from mmrl.objectives.kl import KL, KLTerm, Regularised
 from mmrl.objectives.surrogates import both_sides, outside, ppo, row_sum, sees_whole_rows, summed
+from mmrl.objectives.timestep_samplers import uniform
 from mmrl.policies.base import Policy
 from samplers.noise import Rng
 
@@ -35,7 +36,6 @@ OF_TOKENS = {
     "entropy": "the noise of a step is not trained, nor is its entropy: leave it out",
     "off_policy": "it compares answers of models that write tokens: use clip_range",
     "top_entropy": "the entropy of a step is that of its noise: use timestep_fraction",
-    "sft": "the steps that lead to somebody else's picture are not known: leave it out",
     "shaping": "the steps that lead to somebody else's picture are not known: leave it out",
 }
 OF_STEPS = {
@@ -73,9 +73,14 @@ class Supervision:
 
     Zhang et al. 2025, "On-policy RL meets off-policy experts: Harmonizing supervised fine-tuning
     and reinforcement learning via dynamic weighting" (CHORD). mu rises in ``warmup_iterations``
-    iterations from 0 to ``peak`` and falls in ``decay_iterations`` on a half cosine to ``valley``
-    (the paper counts steps). phi: every token's loss is weighed by p (1 - p), p the policy's own
-    probability of it, without its gradient (CHORD-phi, with mu constant: valley as peak).
+    iterations from 0 to ``peak`` and falls in ``decay_iterations`` on a half cosine to ``valley``;
+    a step of the paper is an iteration, one batch of samples, as in the authors' code. phi: every
+    token's loss is weighed by p (1 - p), p the policy's own probability of it, without its gradient
+    (CHORD-phi, with mu constant: valley as peak).
+
+    Of flow and diffusion models nobody knows the steps to somebody else's picture: their supervised
+    loss is that of objective ``sft``, the mean square of the output less its target at fresh noise,
+    one even draw of a time a picture.
     """
 
     peak: Annotated[float, Ge(0), Le(1)] = 0.9
@@ -159,6 +164,7 @@ class PolicyGradient(Regularised):
     ):
         self.sft = sft
         self.shaping = shaping
+        self.scales = (1.0, 1.0)  # of own decisions and of pictures of others, in this step
         self.surrogate = surrogate if clip_range is None else clipped(surrogate, clip_range)
         self.clip_bounds = bounds_of(self.surrogate)
         self.clip_range = clip_range
@@ -215,6 +221,8 @@ class PolicyGradient(Regularised):
         sampling = self.importance_sampling
         if sampling is not None and sampling.clip == "additive" and not self.clips_as_ppo():
             yield "importance_sampling", "clip: additive is of the surrogate ppo: choose it"
+        if self.sft is not None and self.sft.phi and decisions == "gaussian":
+            yield "sft", "phi weighs tokens by their probability: leave phi out"
         if self.sft is not None and (self._in_parts(policy) or self.top_entropy < 1):
             yield "sft", "it needs a loss of single decisions: choose ppo without top_entropy"
         if self.shaping is not None and self.single_paths:
@@ -252,8 +260,17 @@ class PolicyGradient(Regularised):
             if self.single_paths and self.couples(policy) != "rows" and not one_pass(point):
                 raise UserError(f"this surrogate {WHOLE}")
             yield point
+        expert = rollout.provenance.is_ground_truth
+        if self._imitates(policy) and expert is not None:
+            rows = rollout[expert & rollout.alive()]
+            if len(rows):
+                yield from noised(policy, rows, rng.fold("imitation"), uniform, 1)
 
     def loss(self, policy: Policy, point: Point) -> Tensor:
+        if self.sft is not None and isinstance(point.step, Renoised):
+            imitation = mean_square(velocity(policy.dist(point)) - point.target)
+            observe("sft/loss", imitation, point.mask)
+            return self.scales[1] * self.sft.mu(self.term.iteration) * imitation
         return self.loss_at(policy, point, policy.dist(point))
 
     def loss_at(self, policy: Policy, point: Point, dist: Dist) -> Tensor:
@@ -287,6 +304,12 @@ class PolicyGradient(Regularised):
             credit = self._credit(point)
             stopped = without_slope(surrogate, logp, old, credit, point.mask)
             loss = summed(surrogate, logp, old, credit, point.mask)
+        # KL of the weights that sampled to those of now, by (rho - 1) - log rho
+        observe(
+            "kl_behavior",
+            (logp - old).expm1() - (logp - old),
+            point.mask & ~_expert(point)[:, None],
+        )
         if self.shaping is not None:
             share = torch.sigmoid(logp - old - math.log(self.shaping))  # rho / (rho + gamma)
             guided = -self._bounded(point.advantage) * share
@@ -299,9 +322,26 @@ class PolicyGradient(Regularised):
     def couples(self, policy: Policy) -> Literal["", "rows", "groups"]:
         if self.top_entropy < 1:
             return "groups"
-        if self.sft is not None:
+        if self.sft is not None and not self._imitates(policy):
             return "rows"
         return "rows" if self._in_parts(policy) else ""
+
+    def _imitates(self, policy: Policy) -> bool:
+        """Tell whether pictures of others are learnt at fresh noise."""
+        return self.sft is not None and policy.capabilities.decisions == "gaussian"
+
+    def weigh(self, masks: Sequence[tuple[Tensor, bool]]) -> None:
+        """Scale decisions on the path and pictures of others to means over their own numbers, of
+        all processes."""
+        if self.sft is None:
+            return
+        device = masks[0][0].device if masks else None
+        counts = torch.zeros(2, dtype=torch.float64, device=device)
+        for mask, renoised in masks:
+            counts[int(renoised)] += mask.sum()
+        decisions, pictures = all_sum(counts).tolist()
+        total = decisions + pictures
+        self.scales = (total / max(decisions, 1), total / max(pictures, 1))
 
     def _in_parts(self, policy: Any) -> bool:
         """Tell whether the surrogate needs whole rows, which this policy scores in several
@@ -367,6 +407,8 @@ class PolicyGradient(Regularised):
         """Return [B, L]: (1 - mu) of the policy loss, mu of the supervised one on answers of
         others."""
         mu = sft.mu(self.term.iteration)
+        if isinstance(point.step, Transition):
+            return self.scales[0] * (1 - mu) * loss
         expert = _expert(point)[:, None]
         imitation = sft.loss(logp)
         observe("sft/loss", imitation, point.mask & expert)

@@ -200,9 +200,8 @@ def conditions(parts: Sequence[Any]) -> Any:
         return first
     if len({part.shape[1:] for part in parts}) > 1:
         raise UserError(
-            "train.reward_overlap_chunks: this policy encodes prompts of different "
-            "lengths to tensors "
-            "of different shapes, which "
-            "parts of a rollout cannot share; set train.reward_overlap_chunks=1"
+            "train: this policy encodes prompts of different lengths to tensors of different "
+            "shapes, which cannot be joined: set reward_overlap_chunks to 1 and leave out "
+            "dynamic_sampling_rounds and replay_buffer, or take prompts of one length"
         )
     return torch.cat(list(parts))

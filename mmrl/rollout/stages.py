@@ -184,6 +184,20 @@ def set_apart(rollout: Rollout, mark: str) -> Rollout:
     )
 
 
+def by_question(rollout: Rollout) -> Rollout:
+    """Make one group of the answers to all forms of a question (data ``forms``, together), as
+    advantages see them."""
+    questions = [prompt.get("question") for prompt in rollout.prompts]
+    if all(question is None for question in questions):
+        return rollout
+    first: dict[Any, int] = {}
+    leads = [
+        place if question is None else first.setdefault(question, place)
+        for place, question in enumerate(questions)
+    ]
+    return rollout.replace(group=torch.tensor(leads, device=rollout.group.device)[rollout.group])
+
+
 def moments(rollout: Rollout, rewards: Rewards) -> PromptMoments:
     """Compute the moments of every row's group, rows without a reward left out."""
     double, groups = measured(rewards.per_row(), rollout)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mmrl.core.host import remember
-from mmrl.core.types import Point, Rollout
+from mmrl.core.types import Point, Renoised, Rollout
 from samplers.noise import Rng
 
 
@@ -83,6 +83,7 @@ class Outline(NamedTuple):
 
     mask: Tensor  # [B, L] bool
     num_decisions: Tensor  # [B]
+    renoised: bool = False  # a finished sample, noised anew; else decisions as they were taken
 
 
 class Points:
@@ -90,15 +91,25 @@ class Points:
     held at once.
 
     ``outline``: their masks and lengths, which are. ``rows``: how many of their rows have a
-    decision to train on.
+    decision to train on, by kind; points of a kind come one after the other.
     """
 
     def __init__(self, make: Callable[[], Iterable[Point]]):
         self.make = make
-        self.outline = [Outline(point.mask, point.num_decisions) for point in make()]
+        self.outline = [
+            Outline(point.mask, point.num_decisions, isinstance(point.step, Renoised))
+            for point in make()
+        ]
         self.trained = trained_rows(self.outline)
         pairs = zip(self.outline, self.trained, strict=True)
-        self.rows = sum(len(point.mask if rows is None else rows) for point, rows in pairs)
+        self.rows: dict[bool, int] = {}  # by whether they are re-noised: passes are of one kind
+        for point, rows in pairs:
+            count = len(point.mask if rows is None else rows)
+            self.rows[point.renoised] = self.rows.get(point.renoised, 0) + count
+
+    def passes(self, size: int) -> int:
+        """Count the passes of ``size`` rows that they take."""
+        return sum(-(-rows // size) for rows in self.rows.values())
 
     def __iter__(self) -> Iterator[Point]:
         return iter(self.make())
@@ -119,6 +130,9 @@ def passes(points: Iterable[Point], size: int | None, adjacent: bool = False) ->
 def _cut(points: Iterable[Point], size: int) -> Iterator[Point]:
     waiting: list[Point] = []  # fewer rows than a pass takes
     for point in _trained(points):
+        if waiting and type(point.step) is not type(waiting[0].step):
+            yield _joined(waiting)
+            waiting = []
         while len(point):
             free = size - sum(map(len, waiting))
             waiting.append(point[:free])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import chain
 
 import torch
@@ -51,9 +52,11 @@ class Passes:
             return (point.replace(on_policy=on_policy) for point in points)
 
         if self.policy.adjacent or self.coupled:
-            held = list(make())
-            return Points(lambda: held)
-        return Points(make)
+            points = Points(partial(iter, list(make())))
+        else:
+            points = Points(make)
+        self.objective.weigh([(part.mask, part.renoised) for part in points.outline])
+        return points
 
     def most_rows(self) -> int:
         """Return the largest number of rows that a pass may have."""
@@ -69,7 +72,7 @@ class Passes:
         ``couple``: a coupled objective sees them all before the first is returned.
         """
         device = batch.idle_row.group.device
-        needed = -(-points.rows // rows)
+        needed = points.passes(rows)
         # without a row that teaches there is still a gradient, of zeros
         count = max(1, distributed.largest(needed, device))
         idle = [self.idle(batch, rng) for _ in range(count - needed)]

@@ -39,6 +39,7 @@ from mmrl.rollout import collect
 from mmrl.rollout.stages import (
     Drawn,
     Setup,
+    by_question,
     sampled_only,
     set_apart,
     shaped_moments,
@@ -88,6 +89,7 @@ class Trainer:
         for name in self.snapshots():
             policy.weights.keep(name)
         suits(objective, policy, options)
+        whole_questions(prompts, self.plan.prompts_per_process)
         if objective.differentiates and hasattr(scorer, "differentiable"):
             objective.attach(scorer.differentiable)
         rewards = getattr(scorer, "rewards", {})
@@ -113,6 +115,7 @@ class Trainer:
         metrics = self.update.run(batch)
         if isinstance(self.prompts, Curriculum) and not self.objective.supervised:
             rollout, rewards = batch.sampled
+            self.prompts.see_update(metrics)
             self.prompts.learn(advantages.outcomes(rewards, rollout))
         self.iteration += 1
         metrics |= batch.metrics | self.clock.lap()
@@ -230,7 +233,7 @@ class Trainer:
     def _compare(self, drawn: Drawn, rewards: Rewards) -> Rollout:
         """Give the rollout its advantages. Rows whose advantage is NaN leave training."""
         rollout = drawn.rollout
-        compared = rollout
+        compared = by_question(rollout)
         for stage in self.stages:
             compared = set_apart(compared, stage.apart) if stage.apart else compared
         parts = advantages.parts_of(self.advantage, rewards, compared).to(rollout.logprob)
@@ -272,6 +275,17 @@ def kept_snapshots(objective: Objective, options: TrainOptions) -> tuple[str, ..
     into."""
     names = {objective.behavior_policy, *objective.snapshots} - {"live"}
     return tuple(sorted(names | ({"ema"} if options.ema else set())))
+
+
+def whole_questions(prompts: Sequence[Prompt], prompts_per_process: int) -> None:
+    """Raise UserError if the forms of a question, which are compared, would be on two processes."""
+    together = prompts.together if isinstance(prompts, Curriculum) else 1
+    if prompts_per_process % together:
+        raise UserError(
+            f"train.prompts_per_iteration: the data asks every question in {together} forms on one "
+            f"process, and a process has {prompts_per_process} prompts of an iteration; make that "
+            f"a multiple of {together}"
+        )
 
 
 def suits(objective: Objective, policy: Policy, options: TrainOptions) -> None:

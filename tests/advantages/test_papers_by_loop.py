@@ -33,7 +33,7 @@ from mmrl.advantages import (
 )
 from mmrl.advantages.memory import capture, restore
 from mmrl.core.errors import UserError
-from mmrl.core.types import Rewards
+from mmrl.core.types import Provenance, Rewards
 from mmrl.run.build import read
 from rewards.votes import answer_frequency
 from tests.advantages.test_advantages_by_loop import (
@@ -430,6 +430,36 @@ def test_pvpo_measures_again():
     batch = rollout([0, 0], [1, 1])
     values = [advantage(tensor([0.0 + n, 2.0 + n]), batch).flatten().tolist() for n in range(4)]
     assert values == [[-1.0, 1.0], [0.0, 2.0], [-1.0, 1.0], [0.0, 2.0]]
+
+
+def test_the_mean_of_a_prompt_moves():
+    """AVATAR's baseline: what the policy earned on the prompt before, moved by what it samples;
+    old answers are compared with it and do not move it. Any order of rows; after a resume."""
+    batch = rollout([0, 0, 1, 1], [1, 1, 1, 1])
+    old = torch.tensor([False, True, False, False])
+    batch = batch.replace(provenance=Provenance(is_replayed=old))
+    visits = [[0.0, 1.0, 1.0, 0.0], [1.0, 0.0, 0.5, NAN], [0.5, 0.25, 0.0, 1.0]]
+    advantage = PVPO(rate=0.3)
+    levels = {}
+    for number, rewards in enumerate(visits):
+        for g in (0, 1):
+            scored = [r for r in rewards[2 * g : 2 * g + 2] if not math.isnan(r)]
+            levels.setdefault(g, fmean(scored))
+        expected = [r - levels[i // 2] for i, r in enumerate(rewards)]
+        turned = torch.tensor([2, 0, 3, 1])
+        computed = advantage(tensor(rewards)[turned], batch[turned])[turned.argsort()]
+        same(computed, expected, atol=1e-12)
+        for g in (0, 1):
+            fresh = [
+                r for i, r in enumerate(rewards) if i // 2 == g and not old[i] and not math.isnan(r)
+            ]
+            levels[g] += 0.3 * (fmean(fresh) - levels[g])
+        if number == 0:
+            state = json.loads(json.dumps(capture(advantage)))
+            advantage = PVPO(rate=0.3)
+            restore(advantage, state)
+    with pytest.raises(UserError, match="leave out file, field and refresh, or rate"):
+        PVPO(rate=0.3, refresh=2)
 
 
 def test_references_from_a_file_or_a_field(tmp_path):

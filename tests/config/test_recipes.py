@@ -28,12 +28,13 @@ BOX = [[10, 12, 40, 44]]
 TABLE = "<table><tr><td>a</td><td>1</td></tr><tr><td>b</td><td>2</td></tr></table>"
 CHOICES = {"choices": ["a cat", "a dog", "a bird"], "answer": "A, C"}
 STEPS = {"answer": "12", "key_steps": ["3 boxes", ["4 each", "four each"]]}
+HINTS = {"hint": "Look at the dog.", "reasoning": ["a cat comes", "a dog goes", "so both"]}
 TASKS = {
     "boxes": [{"boxes": BOX, "labels": ["dog"]}],
     "counts": [{"answer": 7}],
     "referring": [{"boxes": BOX}],
     "questions": [{"boxes": BOX, "labels": ["dog"]}],
-    "videos": [{**CHOICES, "spans": [[0.5, 1.5]]}],
+    "videos": [{**CHOICES, "spans": [[0.5, 1.5]], **HINTS}],
     "videochat_r1": [
         {"task": "ground", "spans": [[0.5, 1.5]]},
         {"task": "track", "tracks": BOX * 3},

@@ -1,13 +1,25 @@
 """Hints for prompts that stay hard: which, when, and after a resume."""
 
 import json
+import math
+from functools import partial
 
 import pytest
+import torch
 
+from mmrl.advantages import dr_grpo
+from mmrl.config.options import ResponseReuse, TrainOptions
 from mmrl.core.errors import UserError
+from mmrl.core.metrics import Meter
 from mmrl.data.prompts import Outcome, batch
 from mmrl.data.selection import Vade
 from mmrl.data.suggestions import Forms, Suggestions
+from mmrl.objectives import PolicyGradient
+from mmrl.scoring.scorer import Scorer
+from mmrl.train.optimizers import adamw
+from mmrl.train.trainer import Trainer
+from samplers.noise import Rng
+from tests.fixtures import toys
 
 
 class Plain:
@@ -50,6 +62,68 @@ def test_hints_act_inside_a_selection_and_need_their_field():
         Suggestions(Plain(), field="help")
 
 
+def test_hints_wait_until_the_kl_to_the_behaviour_policy_drops():
+    """AVATAR: a hard prompt gets its hint once the KL falls below its moving mean."""
+    rule = {"share": 1.0, "after": 1, "decay": 0.5, "kl_drop": 1.0}
+    data = Suggestions(Plain(), **rule).train
+    mean = None
+    for iteration, kl in enumerate([0.2, 0.4, 0.25, float("nan"), 0.5, 0.3]):
+        data.see_update({"kl_behavior": kl})
+        data.learn(told([0, 0, 0, 0, 0]))
+        if kl == kl:
+            mean = kl if mean is None else mean
+            dropped = kl < mean
+            mean += 0.5 * (kl - mean)
+        assert any("Hint" in text for text in texts(data, iteration)) == dropped
+        again = Suggestions(Plain(), **rule).train
+        again.load_state_dict(json.loads(json.dumps(data.state_dict())))
+        assert texts(again, iteration) == texts(data, iteration)
+        data = again
+    with pytest.raises(UserError, match="kl_drop looks at the KL to the behaviour policy"):
+        data.see_update({})
+
+
+def test_a_run_measures_the_kl_to_what_sampled():
+    """(rho - 1) - log rho over its decisions; old answers are among them."""
+
+    class Labels:
+        train = [prompt | {"hint": "3"} for prompt in toys.prompts(8)]
+        held_out: list = []
+
+    data = Suggestions(Labels(), share=1.0, below=2.0, after=1, kl_drop=1.0).train
+    options = TrainOptions(
+        prompts_per_iteration=4,
+        group_size=4,
+        train_batch_size=16,
+        iterations=3,
+        response_reuse=ResponseReuse(threshold=None, when="always", place="append"),
+    )
+    trainer = Trainer(
+        toys.make("causal"),
+        data,
+        Scorer({"toy": toys.reward}),
+        dr_grpo,
+        PolicyGradient(),
+        partial(adamw, lr=3e-2),
+        options,
+    )
+    values = [trainer.iterate()["kl_behavior"] for _ in range(6)]
+    assert values[0] == 0.0 and max(values) > 0, "one step on what was just sampled, then old ones"
+    assert data.divergence is not None
+    policy = toys.make("causal")
+    with torch.no_grad():
+        rollout = policy.rollout(toys.prompts(2), 3, Rng.of(1))
+    rollout = rollout.replace(advantage=torch.ones(6, 1), logprob=rollout.logprob + 0.3)
+    (point,) = policy.path(rollout)
+    meter = Meter()
+    with meter.listening(), torch.no_grad():
+        PolicyGradient().loss(policy, point)
+        logp = policy.dist(point).log_prob(point.target)
+    gaps = (logp - rollout.logprob)[rollout.mask].tolist()
+    expected = sum(math.exp(gap) - 1 - gap for gap in gaps) / len(gaps)
+    assert meter.means()["kl_behavior"] == pytest.approx(expected, abs=1e-6)
+
+
 def test_every_prompt_is_asked_in_one_of_its_forms():
     forms = {"think": "{text} Think first.", "plain": "{text}"}
     data = Forms(Plain(200), forms, weights={"think": 3.0, "plain": 1.0}).train
@@ -68,3 +142,20 @@ def test_every_prompt_is_asked_in_one_of_its_forms():
         Forms(Plain(), {"a": "x"})
     with pytest.raises(UserError, match="weights are needed of think, plain"):
         Forms(Plain(), forms, weights={"think": 1.0})
+
+
+def test_all_forms_of_a_question_are_asked_together():
+    forms = {"tool": "{text} Use it.", "plain": "{text} Without."}
+    rule = Forms(Plain(6), forms, together=True)
+    data = Suggestions(rule, after=1, share=1.0).train
+    assert data.together == 2
+    prompts = batch(data, 6, 1, 0)
+    drawn = batch(rule.train.inner, 3, 1, 0)
+    for place, prompt in enumerate(prompts):
+        name = ("tool", "plain")[place % 2]
+        assert prompt["form"] == name and prompt["question"] == place // 2
+        assert prompt["text"] == forms[name].replace("{text}", drawn[place // 2]["text"])
+    with pytest.raises(UserError, match="forms: together asks a question in all its forms"):
+        Vade(rule).train.batch(4, 0, 0)
+    with pytest.raises(UserError, match="leave out weights, or together"):
+        Forms(Plain(2), forms, weights={"tool": 1.0, "plain": 2.0}, together=True)

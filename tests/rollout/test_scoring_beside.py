@@ -372,7 +372,9 @@ def test_answers_of_different_length_are_padded_and_conditions_joined():
     assert set(found.edge_id[:2].flatten().tolist()).isdisjoint(
         found.edge_id[2:].flatten().tolist()
     )
-    with pytest.raises(UserError, match="set train.reward_overlap_chunks=1"):
+    with pytest.raises(
+        UserError, match="reward_overlap_chunks to 1 and leave out dynamic_sampling"
+    ):
         collect.conditions([torch.ones(1, 2), torch.ones(1, 3)])
 
 

@@ -8,8 +8,10 @@ from itertools import product
 import pytest
 import torch
 
+from mmrl import config
 from mmrl.config.options import Speculative
 from mmrl.core.errors import UserError
+from mmrl.core.registry import load_built_in
 from mmrl.policies.base import NO_CONTEXT, Drafts
 from mmrl.policies.drafts import all_logprobs
 from mmrl.policies.image_tokens.models.llamagen import LlamaGen
@@ -206,3 +208,10 @@ def test_a_run_keeps_most_of_its_answers_and_goes_on_from_a_checkpoint():
 def test_models_that_draw_many_tokens_at_a_time_are_refused():
     with pytest.raises(UserError, match="train.speculative: ToyMasked cannot begin"):
         SpeculativeRollouts(Speculative(), toys.ToyMasked(), [])
+
+
+def test_refilling_and_drafts_exclude_each_other():
+    load_built_in()
+    chosen = ["policy.refill=longest", "train.speculative={}"]
+    with pytest.raises(UserError, match="train.speculative: answers that begin with an earlier"):
+        config.check(config.load("configs/vlm/counting.yaml", chosen))

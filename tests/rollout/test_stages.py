@@ -1,15 +1,23 @@
 """The contract of stages: the trainer calls every method of every registered stage."""
 
 from dataclasses import replace
+from functools import partial
+from statistics import fmean
 
 import pytest
 import torch
 
+from mmrl.advantages import GCPO, dr_grpo
 from mmrl.config.options import TrainOptions
 from mmrl.core.errors import UserError
 from mmrl.core.registry import STAGES
-from mmrl.rollout.stages import Setup, Stage, stages_of
+from mmrl.data.suggestions import Forms
+from mmrl.objectives import PolicyGradient
+from mmrl.rollout.stages import Setup, Stage, by_question, stages_of
 from mmrl.run import state
+from mmrl.scoring.scorer import Scorer
+from mmrl.train.optimizers import adamw
+from mmrl.train.trainer import Trainer, whole_questions
 from tests.fixtures import toys
 from tests.train.test_trainer import make_trainer
 
@@ -115,3 +123,48 @@ def test_a_plain_run_has_no_stage_and_each_option_brings_its_own():
 def test_dynamic_sampling_comes_before_the_replay_buffer():
     order = list(STAGES)
     assert order.index("dynamic_sampling") < order.index("replay_buffer")
+
+
+@pytest.mark.parametrize("family", sorted(toys.POLICIES))
+def test_gcpo_compares_both_forms_of_a_question_by_loop(family):
+    """Asked with the behaviour and without, every group holds both kinds; any order of rows."""
+
+    class Labels:
+        train = toys.prompts(8)
+        held_out: list = []
+
+    forms = {"tool": "{text} with", "plain": "{text}"}
+    data = Forms(Labels(), forms, together=True).train
+    seen = []
+
+    def tool(media, prompts):
+        return torch.tensor([float(prompt["form"] == "tool") for prompt in prompts])
+
+    def compare(rewards, rollout):
+        seen.append((rewards, rollout))
+        return GCPO(behaviour="tool", base=dr_grpo)(rewards, rollout)
+
+    options = TrainOptions(prompts_per_iteration=4, group_size=3, train_batch_size=12, iterations=1)
+    scorer = Scorer({"toy": toys.reward, "tool": tool})
+    trainer = Trainer(
+        toys.make(family), data, scorer, compare, PolicyGradient(), partial(adamw, lr=1e-3), options
+    )
+    batch = trainer.collect()
+    ((rewards, compared),) = seen
+    own = [prompt["question"] for prompt in batch.rollout.prompt_per_row()]
+    right, shows = rewards["toy"].double().tolist(), rewards["tool"].tolist()
+    assert batch.rollout.group.unique().tolist() == [0, 1, 2, 3], "each form keeps its condition"
+    assert compared.group.unique().tolist() == [0, 2]
+    for i, advantage in enumerate(batch.rollout.advantage[:, 0].double().tolist()):
+        mates = [j for j in range(12) if own[j] == own[i]]
+        assert len(mates) == 6 and sum(shows[j] for j in mates) == 3
+        lead = fmean(right[j] for j in mates if shows[j])
+        lead -= fmean(right[j] for j in mates if not shows[j])
+        sign = (lead > 1e-9) - (lead < -1e-9)
+        total = {j: right[j] + sign * shows[j] for j in mates}
+        assert advantage == pytest.approx(total[i] - fmean(total.values()), abs=1e-6)
+    order = torch.randperm(12, generator=torch.Generator().manual_seed(0))
+    moved = by_question(batch.rollout[order])
+    assert moved.group.tolist() == compared.group[order].tolist()
+    with pytest.raises(UserError, match="asks every question in 2 forms on one process"):
+        whole_questions(data, 3)

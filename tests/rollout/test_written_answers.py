@@ -15,7 +15,7 @@ from mmrl.advantages import dr_grpo
 from mmrl.config.options import Demonstrations, TrainOptions
 from mmrl.core.errors import UserError
 from mmrl.core.registry import load_built_in
-from mmrl.core.types import Point, Provenance, Rewards, TokenOrder
+from mmrl.core.types import Point, Provenance, Renoised, Rewards, TokenOrder
 from mmrl.data.answers import of_field, of_file
 from mmrl.objectives import DPO, IPO, PolicyGradient
 from mmrl.objectives.group_loss import Groups, Samples
@@ -248,7 +248,83 @@ def test_the_weight_of_imitation_rises_and_falls():
             expected = 0.1
         assert sft.mu(iteration) == pytest.approx(expected, abs=1e-12)
     flow = toys.make("flow")
-    assert dict(PolicyGradient(sft=sft).unfit(flow))["sft"].startswith("the steps that lead to")
+    assert not list(PolicyGradient(sft=sft).unfit(flow))
+    phi = PolicyGradient(sft=replace(sft, phi=True))
+    assert dict(phi.unfit(flow))["sft"].startswith("phi weighs tokens")
+
+
+def imitating(prompts, flow="module", **options):
+    """A flow policy with pictures of others, its trainer and the mixed rows of an iteration."""
+    policy, rows = demonstrations.make(flow)
+    policy.net.double()
+    chosen = TrainOptions(
+        prompts_per_iteration=2,
+        group_size=3,
+        train_batch_size=6,
+        iterations=30,
+        demonstrations=Demonstrations(field="answer_path", apart=True),
+        **options,
+    )
+    objective = PolicyGradient(sft=Supervision(peak=0.7, valley=0.7))
+    scorer = Scorer({"red": demonstrations.reddish})
+    return Trainer(policy, prompts, scorer, dr_grpo, objective, partial(adamw, lr=3e-3), chosen)
+
+
+def pictures_of_experts(tmp_path):
+    rows = demonstrations.make("module")[1][:2]
+    for place in (0, 1):
+        save_image(demonstrations.picture(place, 8), tmp_path / f"{place}.png")
+    return [
+        {"text": row["text"], "label": row["label"], "answer_path": str(tmp_path / f"{n}.png")}
+        for n, row in enumerate(rows)
+    ]
+
+
+@pytest.mark.parametrize("micro_batch_size", [3, 4, None])
+def test_chord_of_flows_by_loop(micro_batch_size, tmp_path):
+    """(1 - mu) mean of -A rho over the policy's steps + mu mean of |v - v*|^2 over the pictures of
+    others at fresh noise; in any passes, of one kind each."""
+    trainer = imitating(pictures_of_experts(tmp_path), micro_batch_size=micro_batch_size)
+    batch = trainer.collect()
+    rollout = batch.rollout
+    expert = rollout.provenance.is_ground_truth
+    assert int(expert.sum()) == 2 and not rollout.mask[expert].any()
+    passes = trainer.update.passes
+    rng = Rng.of(3)
+    points = passes.points(rollout, rng, on_policy=True)
+    rows = passes.most_rows()
+    count, cut = passes.cut(batch, points, rows, rng, couple=True)
+    cut = list(cut)
+    assert len(cut) == count and all(len(point) <= rows for point in cut)
+    kinds = [isinstance(point.step, Renoised) for point in cut]
+    assert kinds == sorted(kinds) and any(kinds) and not all(kinds)
+    total = sum(point.mask.sum() for point in cut)
+    loss = sum(trainer.objective.loss(trainer.policy, point)[point.mask].sum() for point in cut)
+    own, others = [], []
+    for point in points:
+        for row in range(len(point)):
+            one = point[row : row + 1]
+            if not one.mask.any():
+                continue
+            dist = trainer.policy.dist(one)
+            if isinstance(one.step, Renoised):
+                others.append((dist.mean - one.target).square().mean())
+            else:
+                logp = dist.log_prob(one.target)
+                own.append((-one.advantage * (logp - logp.detach()).exp()).sum())
+    assert len(others) == 2
+    expected = 0.3 * sum(own) / len(own) + 0.7 * sum(others) / len(others)
+    torch.testing.assert_close(loss / total, expected, atol=1e-9, rtol=0)
+    weights = [p for p in trainer.policy.net.parameters() if p.requires_grad]
+    slopes = torch.autograd.grad(loss / total, weights)
+    for slope, of in zip(slopes, torch.autograd.grad(expected, weights)):
+        torch.testing.assert_close(slope, of, atol=1e-9, rtol=0)
+
+
+def test_a_flow_imitates_pictures_beside_its_own(tmp_path):
+    trainer = imitating(pictures_of_experts(tmp_path))
+    losses = [trainer.iterate()["sft/loss"] for _ in range(30)]
+    assert sum(losses[-5:]) < sum(losses[:5])
 
 
 def test_a_run_imitates_at_first_and_goes_on_by_itself(tmp_path):
@@ -403,5 +479,11 @@ def test_a_file_of_pictures_is_refused_where_the_path_to_them_counts():
     chosen = ["train.demonstrations={path: a.jsonl}"]
     with pytest.raises(UserError, match="train.demonstrations: the objective follows the steps"):
         config.check(config.load(flow, chosen))
+    config.check(config.load(flow, [*chosen, "objective.policy_gradient.sft={peak: 0.5}"]))
     config.check(config.load("configs/digits/awm.yaml", chosen))
     config.check(config.load("configs/digits/d1.yaml", chosen))
+
+
+def test_a_missing_file_of_answers_is_named_by_its_option(tmp_path):
+    with pytest.raises(UserError, match="cannot read the answers of train.demonstrations.path"):
+        of_file(tmp_path / "nowhere.jsonl")

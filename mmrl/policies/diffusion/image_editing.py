@@ -12,7 +12,7 @@ from torch import Tensor
 from mmrl.core.errors import UserError
 from mmrl.core.types import Prompt
 from mmrl.policies.diffusion.pipeline_policy import FolderPolicy
-from mmrl.policies.vlm.media import images_of, open_image, where
+from mmrl.policies.vlm.media import images_of, shown_image, where
 
 
 class EditPolicy(FolderPolicy):
@@ -42,7 +42,7 @@ class EditPolicy(FolderPolicy):
                     f"{where(prompt)}: this model edits the one image under 'image', "
                     f"and got {len(images)}"
                 )
-        opened = [open_image(images[0], prompt) for images, prompt in zip(sources, prompts)]
+        opened = [shown_image(images[0], prompt) for images, prompt in zip(sources, prompts)]
         resized: list[Any] = self.processor().resize(opened, *self.image_size)
         return resized
 

@@ -15,7 +15,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.types import Prompt, Rollout
 from mmrl.policies.diffusion.text_encoding import PromptCache
 from mmrl.policies.diffusion.video_pipeline import VideoFolderPolicy
-from mmrl.policies.vlm.media import images_of, open_image, where
+from mmrl.policies.vlm.media import images_of, shown_image, where
 from samplers.processes import per_row
 
 
@@ -43,7 +43,7 @@ def pictures_of(prompts: list[Prompt]) -> list[Picture]:
                 f"model animates one, under "
                 "'image': a path or a PIL image"
             )
-    return [Picture.of(open_image(images_of(prompt)[0], prompt)) for prompt in prompts]
+    return [Picture.of(shown_image(images_of(prompt)[0], prompt)) for prompt in prompts]
 
 
 class FirstFrame(VideoFolderPolicy):

@@ -14,6 +14,7 @@ from annotated_types import Ge, Gt
 
 from mmrl.core.errors import UserError
 from mmrl.core.types import Prompt
+from samplers.noise import Rng
 
 Positive = Annotated[int, Ge(1)]
 
@@ -88,6 +89,29 @@ def open_image(source: Any, prompt: Prompt) -> Any:
         return ImageOps.exif_transpose(image).convert("RGB")
     except (OSError, UnidentifiedImageError, TypeError, ValueError) as error:
         raise UserError(f"{where(prompt)}: cannot read the image {source!r}: {error}") from error
+
+
+def noisy(pixels: np.ndarray, prompt: Prompt, name: str) -> np.ndarray:
+    """Add the noise that a prompt asks for (data ``difficulty``) to pixels uint8; ``name``: of the
+    picture in the prompt."""
+    noise = prompt.get("pixel_noise")
+    if noise is None:
+        return pixels
+    key = np.array(Rng.of("pixels", noise["key"], name).key, dtype=np.uint64)
+    generator = np.random.Generator(np.random.Philox(key=key))
+    drawn = generator.standard_normal(pixels.shape, dtype=np.float32)
+    shown: np.ndarray = (pixels + 255 * noise["std"] * drawn).round().clip(0, 255).astype(np.uint8)
+    return shown
+
+
+def shown_image(source: Any, prompt: Prompt, number: int = 0) -> Any:
+    """Open image ``number`` of a prompt as its model is to see it."""
+    from PIL import Image
+
+    image = open_image(source, prompt)
+    if "pixel_noise" not in prompt:
+        return image
+    return Image.fromarray(noisy(np.array(image), prompt, f"image {number}"))
 
 
 def fitted(image: Any, max_pixels: int | None) -> Any:

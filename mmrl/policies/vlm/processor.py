@@ -9,6 +9,7 @@ are joined along their first dimension.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,8 +26,9 @@ from mmrl.policies.vlm.media import (
     Video,
     image_at,
     images_of,
-    open_image,
+    noisy,
     open_video,
+    shown_image,
     video_at,
     where,
 )
@@ -270,10 +272,14 @@ class Inputs:
                     f"for {counts[kind]} {kind}s; "
                     f"write one for every {kind}, or none at all"
                 )
-        images = [open_image(source, prompt) for source in sources["image"]]
+        images = [shown_image(each, prompt, n) for n, each in enumerate(sources["image"])]
         videos = [
             open_video(source, prompt.get("fps"), self.budgets, prompt)
             for source in sources["video"]
+        ]
+        videos = [
+            replace(video, frames=noisy(video.frames, prompt, f"video {n}"))
+            for n, video in enumerate(videos)
         ]
         plain = [
             [{"type": p["type"]} if p["type"] in sources else p for p in m["content"]]
