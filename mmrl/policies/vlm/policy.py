@@ -131,9 +131,10 @@ class VLM(Passes):
         an answer is the model's own verdict, recorded by one more pass for the reward last_token.
         replay_routing: of models with experts, send tokens in training to those they went to in
         sampling. refill: an answer that ends makes room for the next, of all prompts that one pass
-        reads: as they stand (rows), or those first whose prompt's answers were longest or shortest
-        so far. train: instead, how language model, projector and vision tower are each trained; by
-        default all fully."""
+        reads: as they stand (rows); those first whose prompt's answers were longest or shortest so
+        far; or by a plan (FPTAS) for lengths that are predicted from prompt and tokens so far, by
+        what ended answers taught. train: instead, how language model, projector and vision tower
+        are each trained; by default all fully."""
         from transformers import AutoModelForImageTextToText, AutoProcessor
 
         self.place = locate(path)
@@ -249,6 +250,8 @@ class VLM(Passes):
             )
         if self.outside is None:
             answers = self._answers(cond, group, row, rng, size)
+            if self.refill == "plan":
+                self.lengths.learn(self.device)
         else:
             requests = [
                 request
@@ -381,6 +384,12 @@ class VLM(Passes):
         self.towered = 0
         self.gaps = []
         return curves
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"lengths": self.lengths.state_dict()} if self.refill == "plan" else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.lengths.load_state_dict(state.get("lengths", {}))
 
     def parameter_groups(self) -> list[ParameterGroup]:
         return groups_of(self.net, self.parts)

@@ -21,11 +21,11 @@ from mmrl.policies.tokens import AnswerTokens, TokenPolicy, somewhere
 from mmrl.policies.vlm import features
 from mmrl.policies.vlm.engines.transformers import generate_plainly
 from mmrl.policies.vlm.families import VERIFIED
-from mmrl.policies.vlm.generate import Answers, Ending, generate
+from mmrl.policies.vlm.generate import Answers, Ending, Task, generate
 from mmrl.policies.vlm.prefix_sharing import Prefix, SharedPrefix, positions, sharded, shareable
 from mmrl.policies.vlm.processor import Inputs
 from mmrl.policies.vlm.recent import Recent
-from mmrl.policies.vlm.refill import Refill, Slots, generate_refilled
+from mmrl.policies.vlm.refill import Lengths, Refill, Slots
 from mmrl.policies.vlm.routing import of_prompts, padded
 from mmrl.policies.vlm.trees import Growth, TextTree
 from samplers.batching import chunks
@@ -58,6 +58,7 @@ class Passes(TokenPolicy):
         # images used, and images passed through the tower, since the last measures()
         self.images = 0
         self.towered = 0
+        self.lengths = Lengths()  # of answers, learnt for a plan of refilled rows
         self.tried = False  # whether an unverified family has made a pass
         # experts that the tokens of each prompt of the rollout went to
         self.prompt_routes: dict[int, Tensor] = {}
@@ -333,26 +334,15 @@ class Passes(TokenPolicy):
         tree = self.tree if self.growing else None
         if tree is not None:  # whole trees
             size = max(tree.leaves, size // tree.leaves * tree.leaves)
+        task = Task(self.net, prefix, rows, row[rows_at], rng, self.warp, self.ending, busy)
         if self.refills and forced is None and tree is None:
-            yield (
-                rows_at,
-                generate_refilled(
-                    self.net,
-                    prefix,
-                    rows,
-                    row[rows_at],
-                    rng,
-                    self.warp,
-                    self.ending,
-                    Slots(size, self.refill, busy),
-                ),
-            )
+            yield rows_at, generate(task, Slots(size, self.refill, self.lengths))
             return
         for part, prompt_rows in zip(rows_at.split(size), rows.split(size), strict=True):
             begun = None if forced is None else forced[part]
             ending = replace(self.ending, forced=begun)
-            answered = (self.net, prefix, prompt_rows, row[part], rng, self.warp, ending, busy)
-            yield part, generate(*answered) if tree is None else Growth(tree, *answered).grow()
+            few = replace(task, rows=prompt_rows, names=row[part], ending=ending)
+            yield part, generate(few) if tree is None else Growth(tree, few).grow()
 
     @property
     def refills(self) -> bool:
@@ -372,9 +362,8 @@ class Passes(TokenPolicy):
         if self.plainly:
             generate_plainly(self.net, inputs, rows, Rng.of("try"), self.warp, endless)
         else:
-            generate(
-                self.net, self.net("read", inputs), rows, rows, Rng.of("try"), self.warp, endless
-            )
+            prefix = self.net("read", inputs)
+            generate(Task(self.net, prefix, rows, rows, Rng.of("try"), self.warp, endless))
 
 
 def blank_image() -> Prompt:
