@@ -88,7 +88,18 @@ class Answers:
     logprob: Tensor  # [B, T] at least float32
     values: Tensor  # [B, T, R] at least float32: the quantities that are recorded
     routes: Tensor  # [B, T, R] int16: the experts that each token went to
+    kept: Tensor | None = None  # [B] long: tokens that were accepted of a draft; None: no drafts
     edge_id: Tensor | None = None  # [B, T] long, of trees: the name of the row that drew each
+
+    def taken(self, rows: Tensor) -> Answers:
+        """Take these rows, without what is known of drafts and trees."""
+        columns = (self.ids, self.mask, self.logprob, self.values, self.routes)
+        return Answers(*(column[rows] for column in columns))
+
+    def put(self, rows: Tensor, written: Answers) -> None:
+        """Put answers in the place of these rows."""
+        for name in ("ids", "mask", "logprob", "values", "routes"):
+            getattr(self, name)[rows] = getattr(written, name)
 
     def write(
         self, at: Tensor, step: Tensor, going: Tensor, drawn: Drawn, ending: Ending

@@ -37,7 +37,7 @@ from mmrl.policies.base import (
     rows_and_groups,
 )
 from mmrl.policies.demonstrations import sourced
-from mmrl.policies.drafts import FREE, drafted, resized, verified, with_complete
+from mmrl.policies.drafts import resized
 from mmrl.policies.lora import Lora, merged
 from mmrl.policies.vlm.budgets import admit
 from mmrl.policies.vlm.engines.external import ENGINES, ask
@@ -315,26 +315,18 @@ class VLM(Passes):
                 "train.speculative: experts are replayed of tokens that are drawn, not of those "
                 "that are kept: leave out policy.vlm.replay_routing"
             )
+        if sharded(self.net):
+            raise UserError(
+                "train.speculative: how many passes an answer needs depends on its draft, and "
+                "processes that share their weights must make them together: leave it out"
+            )
         drafts = resized(drafts, self.ending.tokens)
-        rows = drafted(drafts, group, row, cond)
-        forced = verified(self, rows, drafts, rng, size)
-
-        def sample(chosen: Tensor) -> Rollout:
-            part = (group[chosen], row[chosen])
-            answers = self._answers(cond, *part, rng, size, forced.ids[chosen])
-            return self._recorded(answers, cond, *part)
-
-        length = forced.length()
-        full = length == drafts.ids.shape[1]
-        last = forced.ids.gather(1, (length - 1).clamp_min(0)[:, None])
-        ended = torch.isin(last[:, 0], torch.tensor(self.ending.stops, device=last.device))
-        # stop strings are found by sampling on; sharded models make their passes together
-        skips = not self.ending.strings and not sharded(self.net)
-        finished = (full | ended & (length > 0)) & skips
-        kept_mask = forced.ids != FREE
-        ids = torch.where(kept_mask, forced.ids, self.inputs.pad)
-        rows = rows.replace(sample=ids, mask=kept_mask)
-        return self._finished(with_complete(rows, forced, finished, sample), size)
+        answers = self._answers(cond, group, row, rng, size, drafts)
+        assert answers.kept is not None
+        drafts.accepted.append(torch.stack([answers.kept, drafts.mask.sum(1)], 1).cpu())
+        # a draft is one row of the network, and what is kept of it no further one
+        self.forwards += len(row) - int(answers.kept.sum())
+        return self._finished(self._recorded(answers, cond, group, row), size)
 
     @torch.no_grad()
     def demonstrate(
