@@ -363,6 +363,13 @@ class Policy(ABC):
         """Limit answers to so many new tokens from now on."""
         raise self._cannot("writes no answers whose length could change")
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the policy has learnt besides its weights, plain data fit for JSON."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027 - most have none
+        """Take up what ``state_dict`` gave."""
+
     # ----------------------------------------------------------------------------------------------
     # report: sentences for the log, curves and exports
 

@@ -84,10 +84,9 @@ def verified(policy: Any, rows: Rollout, drafts: Drafts, rng: Rng, size: int) ->
     parts = [
         _verified(policy, rows[part], _part(drafts, part), rng) for part in chunks(len(rows), size)
     ]
-    forced = Forced.cat(parts)
-    # what replaces a rejected token is never that token
-    same = (drafts.mask & (forced.ids == drafts.ids)).sum(1)
-    drafts.accepted.append(torch.stack([same, drafts.mask.sum(1)], 1).cpu())
+    forced = Forced.cat([each for each, _ in parts])
+    counts = torch.cat([count for _, count in parts])
+    drafts.accepted.append(torch.stack([counts, drafts.mask.sum(1)], 1).cpu())
     return forced
 
 
@@ -125,12 +124,28 @@ def _part(drafts: Drafts, part: slice) -> Drafts:
     return drafts.map(lambda tensor: tensor[part])
 
 
-def _verified(policy: Any, rows: Rollout, drafts: Drafts, rng: Rng) -> Forced:
+def _verified(policy: Any, rows: Rollout, drafts: Drafts, rng: Rng) -> tuple[Forced, Tensor]:
     (point,) = policy.path(rows)
     dist = policy.dist(point)
     logp = dist.log_prob(point.target)
+
+    def all_tokens(chosen: Tensor, at: Tensor) -> Tensor:
+        return everything(policy, dist, point.mask, chosen, at)
+
+    return accepted(logp, drafts, rows.row_id, rng, all_tokens)
+
+
+def accepted(
+    logp: Tensor,
+    drafts: Drafts,
+    names: Tensor,
+    rng: Rng,
+    all_tokens: Callable[[Tensor, Tensor], Tensor],
+) -> tuple[Forced, Tensor]:
+    """Keep what passes of drafts whose tokens have the log-probs ``logp`` [B, T] now, and count its
+    tokens, [B]. ``all_tokens`` returns the log-probs [n, V] of all tokens of rows at places."""
     length = drafts.ids.shape[1]
-    u = rng.fold("verify").uniform(rows.row_id, (length,)).to(logp)
+    u = rng.fold("verify").uniform(names, (length,)).to(logp)
     gap = logp - drafts.logprob.to(logp) + drafts.lenience.to(logp).log()[:, None]
     passed = drafts.mask & (u.log() <= gap)
     count = passed.long().cumprod(1).sum(1)
@@ -141,15 +156,15 @@ def _verified(policy: Any, rows: Rollout, drafts: Drafts, rng: Rng) -> Forced:
     rejected = (count < drafts.mask.sum(1)).nonzero()[:, 0]
     if drafts.full is not None and len(rejected):
         at = count[rejected]
-        p = everything(policy, dist, point.mask, rejected, at).double().exp()
+        p = all_tokens(rejected, at).double().exp()
         q = drafts.full[rejected, at].to(p).exp()
         left = (p - q).clamp_min(0)
         left = torch.where(left.sum(-1, keepdim=True) > 0, left, p)
-        draw = rng.fold("residual").uniform(rows.row_id[rejected], (1,))[:, 0]
+        draw = rng.fold("residual").uniform(names[rejected], (1,))[:, 0]
         token = Categorical(left.log()).sample(draw)
         ids[rejected, at] = token
         logprob[rejected, at] = p.gather(-1, token[:, None])[:, 0].log().to(logprob)
-    return Forced(ids=ids, logprob=logprob)
+    return Forced(ids=ids, logprob=logprob), count
 
 
 def everything(policy: Any, dist: Any, where: Tensor, rows: Tensor, places: Tensor) -> Tensor:

@@ -42,6 +42,7 @@ def capture(trainer: Trainer) -> tuple[Arrays, dict[str, Any]]:
     if hasattr(trainer.scorer, "state_dict"):
         meta["rewards"] = trainer.scorer.state_dict()
     meta["objective"] = trainer.objective.state_dict()
+    meta["policy"] = trainer.policy.state_dict()
     if trainer.reward_weights is not None:
         meta["reward_weights"] = trainer.reward_weights.state_dict()
     if isinstance(trainer.prompts, Curriculum):
@@ -70,6 +71,7 @@ def restore(trainer: Trainer, arrays: Arrays, meta: dict[str, Any]) -> None:
     memory.restore(trainer.advantage, meta.get("advantage", {}))
     if hasattr(trainer.scorer, "load_state_dict"):
         trainer.scorer.load_state_dict(meta.get("rewards", {}))
+    trainer.policy.load_state_dict(meta.get("policy", {}))
     if "objective" in meta:
         trainer.objective.load_state_dict(meta["objective"])
     if trainer.reward_weights is not None:

@@ -16,9 +16,11 @@ from mmrl.policies.base import NO_CONTEXT, Drafts
 from mmrl.policies.drafts import all_logprobs
 from mmrl.policies.image_tokens.models.llamagen import LlamaGen
 from mmrl.policies.image_tokens.models.var import VAR
+from mmrl.policies.vlm.generate import Task, generate
 from mmrl.rollout.speculative import SpeculativeRollouts
 from mmrl.run import state
 from samplers.noise import Rng
+from samplers.warp import Anneal
 from tests.fixtures import image_tokens, toys
 from tests.policies.vlm.test_vlm_policy import policy_of, quiet  # noqa: F401
 from tests.rollout.test_past import moved
@@ -140,6 +142,66 @@ def test_a_draft_of_the_same_weights_is_kept_whole_and_of_others_in_part(kind):
         plain = policy.rollout(prompts, 3, Rng.of("new"))
     again = answer(policy, prompts, 3, Rng.of("new"), none)
     assert torch.equal(again.sample, plain.sample) and torch.equal(again.mask, plain.mask)
+
+
+@pytest.mark.parametrize("strings", [(), ("e", "th")])
+@pytest.mark.parametrize("anneal", [None, Anneal(highest=1.3, lowest=0.5, decay=8.0)])
+def test_a_draft_is_read_in_one_pass_and_sampling_goes_on_from_it(strings, anneal):
+    """Tokens, log-probs and entropies are those of writing the kept tokens again, one by one; the
+    passes are one and those of the tokens behind the first rejected one."""
+    policy = policy_of(max_new_tokens=14, record_entropy=True, record_self_certainty=True)
+    policy.anneal = anneal
+    policy.ending = replace(
+        policy.ending, stops=tuple(range(0, 300, 9)), strings=strings, tokens=14
+    )
+    prompts = asked(3)
+    with torch.no_grad():
+        old = policy.rollout(prompts, 5, Rng.of("old"))
+    drafts = drafts_of(policy, old, anneal is None)
+    moved(policy, 0.02)
+    passes = []
+    step = policy.net.step
+
+    def counted(ids, *inputs):
+        passes.append(tuple(ids.shape))
+        return step(ids, *inputs)
+
+    policy.net.step = counted
+    fast = answer(policy, prompts, 5, Rng.of("new"), drafts)
+    (kept,) = drafts.accepted
+    lengths = fast.mask.sum(1)
+    partly = (kept[:, 0] > 0) & (kept[:, 0] < kept[:, 1])
+    assert partly.any() and (kept[:, 0] == kept[:, 1]).any()
+    assert passes[0] == (15, int(kept[:, 1].max().clamp(max=13))), "all drafts at once"
+    # a token at the end of an answer makes no pass; where strings may end it, one is drawn again
+    behind = (lengths - kept[:, 0] - 1 + bool(strings)).max()
+    assert {width for _, width in passes[1:]} <= {1} and len(passes) - 1 <= int(behind.clamp(min=0))
+    cond, _ = policy.recall(prompts)
+    inputs, rows = policy._collated(cond, fast.group, each=False)
+    known = torch.arange(14) < kept[:, :1]
+    forced = torch.where(known, drafts.ids, -1)
+    rejected = (kept[:, 0] < kept[:, 1]).nonzero()[:, 0]
+    if drafts.full is not None:  # the token in the place of a rejected one
+        forced[rejected, kept[rejected, 0]] = fast.sample[rejected, kept[rejected, 0]]
+    task = Task(
+        policy.net,
+        policy.net("read", inputs),
+        rows,
+        fast.row_id,
+        Rng.of("new"),
+        policy.warp,
+        replace(policy.ending, forced=forced),
+    )
+    slow = generate(task)
+    assert torch.equal(slow.ids, fast.sample) and torch.equal(slow.mask, fast.mask)
+    torch.testing.assert_close(slow.logprob, fast.logprob, atol=2e-5, rtol=0)
+    torch.testing.assert_close(slow.values[..., 0], fast.entropy, atol=2e-4, rtol=0)
+    certainty = fast.tokens.self_certainty
+    torch.testing.assert_close(slow.values[..., 1], certainty, atol=2e-4, rtol=0)
+    (point,) = policy.path(fast)
+    with torch.no_grad():
+        logp = policy.dist(point).log_prob(point.target)
+    torch.testing.assert_close(logp[fast.mask], fast.logprob[fast.mask], atol=1e-4, rtol=0)
 
 
 def test_what_is_kept_is_the_published_rule_by_loop():

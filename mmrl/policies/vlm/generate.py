@@ -1,13 +1,14 @@
 """Samples answers token by token: a prompt is read once, its copies share keys and values, finished
-rows leave the batch."""
+rows leave the batch, or make room for others."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mmrl.core.distributions import Categorical
@@ -15,6 +16,7 @@ from mmrl.core.host import sent
 from mmrl.policies.drafts import FREE
 from mmrl.policies.scores import recorded
 from mmrl.policies.vlm import caches
+from mmrl.policies.vlm.refill import Queue, Slots
 from samplers.noise import Rng
 from samplers.warp import Warp
 
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     from mmrl.policies.vlm.prefix_sharing import Prefix, SharedPrefix
 
 COMPACT = 0.75  # rows leave the batch when at most this share of it is still at work
-AHEAD = 64  # steps whose random numbers are drawn at once
+AHEAD = 64  # steps whose random numbers are drawn at once, at least
 
 
 @dataclass(frozen=True)
@@ -86,20 +88,38 @@ class Answers:
     logprob: Tensor  # [B, T] at least float32
     values: Tensor  # [B, T, R] at least float32: the quantities that are recorded
     routes: Tensor  # [B, T, R] int16: the experts that each token went to
+    kept: Tensor | None = None  # [B] long: tokens that were accepted of a draft; None: no drafts
     edge_id: Tensor | None = None  # [B, T] long, of trees: the name of the row that drew each
 
+    def taken(self, rows: Tensor) -> Answers:
+        """Take these rows, without what is known of drafts and trees."""
+        columns = (self.ids, self.mask, self.logprob, self.values, self.routes)
+        return Answers(*(column[rows] for column in columns))
+
+    def put(self, rows: Tensor, written: Answers) -> None:
+        """Put answers in the place of these rows."""
+        for name in ("ids", "mask", "logprob", "values", "routes"):
+            getattr(self, name)[rows] = getattr(written, name)
+
     def write(
-        self, step: int, rows: Tensor | slice, going: Tensor, drawn: Drawn, ending: Ending
+        self, at: Tensor, step: Tensor, going: Tensor, drawn: Drawn, ending: Ending
     ) -> tuple[Tensor, int]:
-        """Add one token to those of ``rows`` that are ``going`` [B'], and return which still are,
-        and how many."""
-        self.ids[rows, step] = torch.where(going, drawn.token, ending.pad)
-        self.logprob[rows, step] = torch.where(going, drawn.logprob, 0.0)
+        """Add the token at ``step`` [B'] to those of the rows ``at`` [B'] that are ``going``, and
+        return which still are, and how many."""
+        place = (at, step)
+        logprob = drawn.logprob.to(self.logprob)
+        self.ids[place] = torch.where(going, drawn.token, self.ids[place])
+        self.logprob[place] = torch.where(going, logprob, self.logprob[place])
+        self.mask[place] |= going
         if ending.quantities:
-            values = recorded(ending.quantities, drawn.logits, drawn.warped)
-            self.values[rows, step] = torch.where(going[:, None], values, 0.0).to(self.values.dtype)
-        self.mask[rows, step] = going
-        return ending.going(self.ids[rows, : step + 1], going)
+            values = recorded(ending.quantities, drawn.logits, drawn.warped).to(self.values)
+            self.values[place] = torch.where(going[:, None], values, self.values[place])
+        last = drawn.token[:, None]
+        if ending.strings:
+            columns = step[:, None] + torch.arange(1 - ending.window, 1, device=at.device)
+            last = self.ids[at].gather(1, columns.clamp_min(0))
+            last = last.masked_fill(columns < 0, ending.pad)
+        return ending.going(last, going & (step + 1 < ending.tokens))
 
 
 def blank(names: Tensor, ending: Ending, hf: Any, routes: int = 0) -> Answers:
@@ -125,7 +145,7 @@ class Drawn(NamedTuple):
     logits: Tensor  # [B, V] the model's own
     warped: Tensor  # [B, V] log-probs of the distribution drawn from
 
-    def forced(self, ids: Tensor, warp: Warp, place: int) -> Drawn:
+    def forced(self, ids: Tensor, warp: Warp, place: Tensor) -> Drawn:
         """Take the tokens ids [B] that are known already, where they are not FREE."""
         token = torch.where(ids == FREE, self.token, ids)
         logprobs = warp(self.logits, keep=token, place=place).log_softmax(-1)
@@ -144,105 +164,172 @@ def draw(
     return Drawn(token, logprobs.gather(-1, token[:, None])[:, 0], logits, logprobs)
 
 
+@dataclass(frozen=True)
+class Task:
+    """Says what a call of the sampler writes: answers to the prompts of ``rows``."""
+
+    net: SharedPrefix
+    prefix: Prefix
+    rows: Tensor  # [B] long: the prompt of each answer
+    names: Tensor  # [B] long: the keys of their randomness
+    rng: Rng
+    warp: Warp
+    ending: Ending
+    # takes whether this process still works and tells whether any does, where all must make
+    # equally many passes
+    busy: Callable[[bool], bool] | None = None
+    start: Tensor | None = None  # [B] long: tokens of each that the prefix holds; None: none
+
+    def blank(self) -> Answers:
+        """Make room for the answers."""
+        routing = self.net.routing
+        return blank(self.names, self.ending, self.net.hf, routing.width if routing else 0)
+
+
 @torch.no_grad()
-def generate(
-    net: SharedPrefix,
-    prefix: Prefix,
-    rows: Tensor,
-    names: Tensor,
-    rng: Rng,
-    warp: Warp,
-    ending: Ending,
-    busy: Callable[[bool], bool] | None = None,
-) -> Answers:
-    """Answer the prompts of ``rows`` [B]; ``names`` [B] are the keys of their randomness.
-
-    ``busy`` takes whether this process still works and tells whether any does, where all must make
-    equally many passes.
-    """
-    routing = net.routing
-    done = blank(names, ending, net.hf, routing.width if routing else 0)
-    work = Work(net, prefix, rows, names, rng, warp)
-    return write(work, done, ending, busy)
+def generate(task: Task, slots: Slots | None = None, done: Answers | None = None) -> Answers:
+    """Answer all prompts of the task in one batch, or with ``slots`` in so many rows, which are
+    filled again when an answer ends. ``done`` holds what is there already."""
+    done = task.blank() if done is None else done
+    queue = Queue(task.rows.tolist(), slots) if slots is not None else None
+    first = torch.arange(len(task.rows), device=task.rows.device)
+    if queue is not None:
+        queue.expect(task.prefix.hidden[task.rows])
+        first = sent(torch.tensor(queue.take(queue.slots.rows)), task.rows.device)
+    return write(Work(task, first), done, queue)
 
 
-def write(
-    work: Work, done: Answers, ending: Ending, busy: Callable[[bool], bool] | None = None
-) -> Answers:
-    """Draw token after token into ``done``, until all rows have ended."""
-    routing = work.net.routing
-    for step in range(ending.tokens):
-        drawn = work.draw(step)
-        if ending.forced is not None:
-            drawn = drawn.forced(ending.forced[work.at, step], work.warp, step)
-        work.going, left = done.write(step, work.at, work.going, drawn, ending)
-        if step + 1 == ending.tokens or not (busy(left > 0) if busy else left):
+def write(work: Work, done: Answers, queue: Queue | None = None) -> Answers:
+    """Draw token after token into ``done``, until all rows have ended and none waits in the
+    ``queue``."""
+    busy = work.task.busy
+    while True:
+        left = work.write(done, work.draw())
+        waits = queue is not None and bool(queue.waiting)
+        active = left > 0 or waits
+        if not (busy(active) if busy else active):
             break
-        work.advance(drawn.token, left)
-        if routing is not None:
-            done.routes[work.at, step] = routing.last()
+        if left or busy is not None:
+            work.advance(done, left, compacts=not waits)
+        if queue is not None:
+            queue.note(work.at, work.step, work.hidden)
+            if waits and left < len(work.at):
+                ended = work.at[~work.going]
+                queue.ended(ended.tolist(), done.mask[ended].sum(1).tolist())
+                going = work.going
+                free = queue.slots.rows - left
+                work.enter(queue.take(free, work.hidden[going], work.step[going]))
+    if queue is not None:
+        queue.learn(done.mask.sum(1))
     return done
 
 
 class Work:
-    """Holds the rows that are being written: some have ended and wait for the next compaction.
+    """Holds the rows that are being written, each at a step of its own: some have ended and wait
+    for the next compaction.
 
-    ``compacts``: False keeps all rows, and in ``cache`` their keys and values.
+    ``keeps``: rows that have ended stay too, and in ``cache`` their keys and values.
     """
 
-    def __init__(
-        self,
-        net: SharedPrefix,
-        prefix: Prefix,
-        rows: Tensor,
-        names: Tensor,
-        rng: Rng,
-        warp: Warp,
-        compacts: bool = True,
-    ):
-        self.net = net
-        self.compacts = compacts
-        self.names = names
-        self.rng = rng
-        self.warp = warp
-        self.at = torch.arange(len(rows), device=rows.device)  # which row of the result each one is
-        self.going = torch.ones_like(self.at, dtype=torch.bool)
+    def __init__(self, task: Task, first: Tensor, keeps: bool = False):
+        rows = task.rows[first]
+        prefix = task.prefix
+        self.task = task
+        self.keeps = keeps
+        self.at = first  # [B'] which row of the result each one is
+        self.step = self._start(first)  # [B'] long: tokens it has
+        self.going = torch.ones_like(first, dtype=torch.bool)
         self.mask = prefix.mask[rows]
         self.place = prefix.following[rows]
         self.hidden = prefix.hidden[rows]
         self.cache = caches.growing(prefix.key_values, rows)
         # passed on, or transformers waits for the device at every token
         self.whole = bool(self.mask.all())
+        # the most tokens that a row has, and the random numbers of so many and more
+        self.longest = 0 if task.start is None else int(task.start.max())
+        self.uniform = self._uniform(first, self._ahead())
 
-    def draw(self, step: int) -> Drawn:
+    def draw(self) -> Drawn:
+        task = self.task
         uniform = None
-        if self.warp.temperature:
-            if step % AHEAD == 0:
-                self.uniform = self.rng.uniform(self.names, (step + AHEAD,))[:, step:]
-            uniform = self.uniform[:, step % AHEAD]
-        return draw(self.net("logits", self.hidden), self.warp, uniform, step)
+        if task.warp.temperature:
+            if self.longest >= self.uniform.shape[1]:
+                self.uniform = self._uniform(self.at, self._ahead())
+            uniform = self.uniform.gather(1, self.step[:, None])[:, 0]
+        drawn = draw(task.net("logits", self.hidden), task.warp, uniform, self.step)
+        if task.ending.forced is None:
+            return drawn
+        return drawn.forced(task.ending.forced[self.at, self.step], task.warp, self.step)
 
-    def advance(self, token: Tensor, left: int) -> None:
-        """Make one pass: updates the hidden states by ``token`` [B], for the ``left`` unfinished
+    def write(self, done: Answers, drawn: Drawn) -> int:
+        """Add one token to every row that goes on; return how many still do."""
+        self.token = drawn.token
+        self.going, left = done.write(self.at, self.step, self.going, drawn, self.task.ending)
+        return left
+
+    def advance(self, done: Answers, left: int, compacts: bool) -> None:
+        """Make one pass: update the hidden states by the last tokens, for the ``left`` unfinished
         rows and some finished ones."""
-        if self.compacts and left <= COMPACT * len(token):
-            token = self._compact(token)
-        self.hidden = self.net(
-            "step", token[:, None], self.place, self.mask, self.cache, self.whole
-        )[:, -1]
-        self.mask = torch.cat([self.mask, self.mask.new_ones(len(token), 1)], 1)
+        if compacts and not self.keeps and left <= COMPACT * len(self.at):
+            self._compact()
+        net = self.task.net
+        hidden = net("step", self.token[:, None], self.place, self.mask, self.cache, self.whole)
+        self.hidden = hidden[:, -1]
+        if net.routing is not None:
+            place = (self.at, self.step)
+            routes = net.routing.last()
+            done.routes[place] = torch.where(self.going[:, None], routes, done.routes[place])
+        self.mask = F.pad(self.mask, (0, 1), value=True)
         self.place = self.place + 1
+        self.longest = min(self.longest + 1, self.task.ending.tokens - 1)
+        self.step = (self.step + 1).clamp_max(self.longest)
 
-    def _compact(self, token: Tensor) -> Tensor:
+    def enter(self, new: Sequence[int]) -> None:
+        """Drop the rows that have ended, and begin ``new`` ones."""
+        prefix = self.task.prefix
+        left = self.going.nonzero()[:, 0]
+        at = sent(torch.tensor(new, dtype=torch.long), left.device)
+        rows = self.task.rows[at]
+        longest = int(self.mask[left].sum(1).max()) if len(left) else 0
+        width = max(longest, prefix.mask.shape[1])
+        caches.refill(self.cache, left, prefix.key_values, rows, width)
+        self.mask = torch.cat([fit(self.mask[left], width), fit(prefix.mask[rows], width)])
+        self.whole = bool(self.mask.all())
+        uniform = self._uniform(at, self.uniform.shape[1])
+        for name, entering in (
+            ("at", at),
+            ("step", self._start(at)),
+            ("going", torch.ones_like(at, dtype=torch.bool)),
+            ("place", prefix.following[rows]),
+            ("hidden", prefix.hidden[rows]),
+            ("uniform", uniform),
+        ):
+            setattr(self, name, torch.cat([getattr(self, name)[left], entering]))
+
+    def _compact(self) -> None:
         left = self.going.nonzero()[:, 0]
         # other processes still work, and every process must make the same passes
         if not len(left):
             left = torch.zeros_like(self.at[:1])
-        if len(left) == len(token):
-            return token
+        if len(left) == len(self.at):
+            return
         caches.select(self.cache, left)
-        for name in ("at", "going", "mask", "place", "names", "uniform"):
-            if hasattr(self, name):
-                setattr(self, name, getattr(self, name)[left])
+        for name in ("at", "step", "going", "mask", "place", "token", "uniform"):
+            setattr(self, name, getattr(self, name)[left])
         self.whole = bool(self.mask.all())
-        return token[left]
+
+    def _start(self, at: Tensor) -> Tensor:
+        return torch.zeros_like(at) if self.task.start is None else self.task.start[at]
+
+    def _ahead(self) -> int:
+        """Return for how many tokens random numbers are drawn at once."""
+        return min(2 * self.longest + AHEAD, self.task.ending.tokens)
+
+    def _uniform(self, at: Tensor, count: int) -> Tensor:
+        return self.task.rng.uniform(self.task.names[at], (count,))
+
+
+def fit(mask: Tensor, width: int) -> Tensor:
+    """Cut or pad a mask [B, S] on the left to ``width`` columns."""
+    length = mask.shape[1]
+    return mask[:, length - width :] if length >= width else F.pad(mask, (width - length, 0))

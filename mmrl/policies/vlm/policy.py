@@ -37,7 +37,7 @@ from mmrl.policies.base import (
     rows_and_groups,
 )
 from mmrl.policies.demonstrations import sourced
-from mmrl.policies.drafts import FREE, drafted, resized, verified, with_complete
+from mmrl.policies.drafts import resized
 from mmrl.policies.lora import Lora, merged
 from mmrl.policies.vlm.budgets import admit
 from mmrl.policies.vlm.engines.external import ENGINES, ask
@@ -131,9 +131,10 @@ class VLM(Passes):
         an answer is the model's own verdict, recorded by one more pass for the reward last_token.
         replay_routing: of models with experts, send tokens in training to those they went to in
         sampling. refill: an answer that ends makes room for the next, of all prompts that one pass
-        reads: as they stand (rows), or those first whose prompt's answers were longest or shortest
-        so far. train: instead, how language model, projector and vision tower are each trained; by
-        default all fully."""
+        reads: as they stand (rows); those first whose prompt's answers were longest or shortest so
+        far; or by a plan (FPTAS) for lengths that are predicted from prompt and tokens so far, by
+        what ended answers taught. train: instead, how language model, projector and vision tower
+        are each trained; by default all fully."""
         from transformers import AutoModelForImageTextToText, AutoProcessor
 
         self.place = locate(path)
@@ -249,6 +250,8 @@ class VLM(Passes):
             )
         if self.outside is None:
             answers = self._answers(cond, group, row, rng, size)
+            if self.refill == "plan":
+                self.lengths.learn(self.device)
         else:
             requests = [
                 request
@@ -312,26 +315,18 @@ class VLM(Passes):
                 "train.speculative: experts are replayed of tokens that are drawn, not of those "
                 "that are kept: leave out policy.vlm.replay_routing"
             )
+        if sharded(self.net):
+            raise UserError(
+                "train.speculative: how many passes an answer needs depends on its draft, and "
+                "processes that share their weights must make them together: leave it out"
+            )
         drafts = resized(drafts, self.ending.tokens)
-        rows = drafted(drafts, group, row, cond)
-        forced = verified(self, rows, drafts, rng, size)
-
-        def sample(chosen: Tensor) -> Rollout:
-            part = (group[chosen], row[chosen])
-            answers = self._answers(cond, *part, rng, size, forced.ids[chosen])
-            return self._recorded(answers, cond, *part)
-
-        length = forced.length()
-        full = length == drafts.ids.shape[1]
-        last = forced.ids.gather(1, (length - 1).clamp_min(0)[:, None])
-        ended = torch.isin(last[:, 0], torch.tensor(self.ending.stops, device=last.device))
-        # stop strings are found by sampling on; sharded models make their passes together
-        skips = not self.ending.strings and not sharded(self.net)
-        finished = (full | ended & (length > 0)) & skips
-        kept_mask = forced.ids != FREE
-        ids = torch.where(kept_mask, forced.ids, self.inputs.pad)
-        rows = rows.replace(sample=ids, mask=kept_mask)
-        return self._finished(with_complete(rows, forced, finished, sample), size)
+        answers = self._answers(cond, group, row, rng, size, drafts)
+        assert answers.kept is not None
+        drafts.accepted.append(torch.stack([answers.kept, drafts.mask.sum(1)], 1).cpu())
+        # a draft is one row of the network, and what is kept of it no further one
+        self.forwards += len(row) - int(answers.kept.sum())
+        return self._finished(self._recorded(answers, cond, group, row), size)
 
     @torch.no_grad()
     def demonstrate(
@@ -381,6 +376,12 @@ class VLM(Passes):
         self.towered = 0
         self.gaps = []
         return curves
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"lengths": self.lengths.state_dict()} if self.refill == "plan" else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.lengths.load_state_dict(state.get("lengths", {}))
 
     def parameter_groups(self) -> list[ParameterGroup]:
         return groups_of(self.net, self.parts)

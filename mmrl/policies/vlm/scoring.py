@@ -16,17 +16,19 @@ from mmrl.core import distributed
 from mmrl.core.errors import UserError
 from mmrl.core.host import on_host, sent
 from mmrl.core.types import Point, Prompt, tree_map
+from mmrl.policies.base import Drafts
 from mmrl.policies.scores import Scored
 from mmrl.policies.tokens import AnswerTokens, TokenPolicy, somewhere
 from mmrl.policies.vlm import features
 from mmrl.policies.vlm.engines.transformers import generate_plainly
 from mmrl.policies.vlm.families import VERIFIED
-from mmrl.policies.vlm.generate import Answers, Ending, generate
+from mmrl.policies.vlm.generate import Answers, Ending, Task, generate
 from mmrl.policies.vlm.prefix_sharing import Prefix, SharedPrefix, positions, sharded, shareable
 from mmrl.policies.vlm.processor import Inputs
 from mmrl.policies.vlm.recent import Recent
-from mmrl.policies.vlm.refill import Refill, Slots, generate_refilled
+from mmrl.policies.vlm.refill import Lengths, Refill, Slots
 from mmrl.policies.vlm.routing import of_prompts, padded
+from mmrl.policies.vlm.speculation import speculate
 from mmrl.policies.vlm.trees import Growth, TextTree
 from samplers.batching import chunks
 from samplers.noise import Rng
@@ -60,6 +62,7 @@ class Passes(TokenPolicy):
         # images used, and images passed through the tower, since the last measures()
         self.images = 0
         self.towered = 0
+        self.lengths = Lengths()  # of answers, learnt for a plan of refilled rows
         self.tried = False  # whether an unverified family has made a pass
         # experts that the tokens of each prompt of the rollout went to
         self.prompt_routes: dict[int, Tensor] = {}
@@ -286,7 +289,7 @@ class Passes(TokenPolicy):
         row: Tensor,
         rng: Rng,
         size: int,
-        forced: Tensor | None = None,
+        drafts: Drafts | None = None,
     ) -> Answers:
         """Answer the prompts of ``group`` [B], ``size`` rows at a time, in the order of the rows.
 
@@ -304,12 +307,12 @@ class Passes(TokenPolicy):
                 rows_at = at[
                     sent(torch.isin(prompt_numbers, ordered[prompts]).nonzero()[:, 0], at.device)
                 ]
-                for part, answers in self._block(cond, group, row, rng, rows_at, size, forced):
+                for part, answers in self._block(cond, group, row, rng, rows_at, size, drafts):
                     places.append(part)
                     answers_by_part.append(answers)
         order = torch.cat(places).argsort()
         columns = {}
-        for name in ("ids", "mask", "logprob", "values", "routes", "edge_id"):
+        for name in ("ids", "mask", "logprob", "values", "routes", "kept", "edge_id"):
             parts = [getattr(part_answers, name) for part_answers in answers_by_part]
             if parts[0] is not None:
                 columns[name] = torch.cat(parts)[order]
@@ -323,7 +326,7 @@ class Passes(TokenPolicy):
         rng: Rng,
         rows_at: Tensor,
         size: int,
-        forced: Tensor | None,
+        drafts: Drafts | None,
     ) -> Iterator[tuple[Tensor, Answers]]:
         """Answer the prompts of the rows ``rows_at``, which are read once; yields rows and
         answers."""
@@ -347,26 +350,16 @@ class Passes(TokenPolicy):
         tree = self.tree if self.growing else None
         if tree is not None:  # whole trees
             size = max(tree.leaves, size // tree.leaves * tree.leaves)
-        if self.refills and forced is None and tree is None:
-            yield (
-                rows_at,
-                generate_refilled(
-                    self.net,
-                    prefix,
-                    rows,
-                    row[rows_at],
-                    rng,
-                    self.warp,
-                    self.ending,
-                    Slots(size, self.refill, busy),
-                ),
-            )
+        task = Task(self.net, prefix, rows, row[rows_at], rng, self.warp, self.ending, busy)
+        if self.refills and drafts is None and tree is None:
+            yield rows_at, generate(task, Slots(size, self.refill, self.lengths))
             return
         for part, prompt_rows in zip(rows_at.split(size), rows.split(size), strict=True):
-            begun = None if forced is None else forced[part]
-            ending = replace(self.ending, forced=begun)
-            answered = (self.net, prefix, prompt_rows, row[part], rng, self.warp, ending, busy)
-            yield part, generate(*answered) if tree is None else Growth(tree, *answered).grow()
+            few = replace(task, rows=prompt_rows, names=row[part])
+            if drafts is not None:
+                yield part, speculate(few, _rows_of(drafts, part))
+            else:
+                yield part, generate(few) if tree is None else Growth(tree, few).grow()
 
     @property
     def refills(self) -> bool:
@@ -386,9 +379,12 @@ class Passes(TokenPolicy):
         if self.plainly:
             generate_plainly(self.net, inputs, rows, Rng.of("try"), self.warp, endless)
         else:
-            generate(
-                self.net, self.net("read", inputs), rows, rows, Rng.of("try"), self.warp, endless
-            )
+            prefix = self.net("read", inputs)
+            generate(Task(self.net, prefix, rows, rows, Rng.of("try"), self.warp, endless))
+
+
+def _rows_of(drafts: Drafts, rows: Tensor) -> Drafts:
+    return drafts.map(lambda x: x[rows])
 
 
 def blank_image() -> Prompt:

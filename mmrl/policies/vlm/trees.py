@@ -3,7 +3,7 @@ from places inside them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -16,10 +16,8 @@ from mmrl.core.host import sent
 from mmrl.core.types import Copies
 from mmrl.policies.vlm import caches
 from mmrl.policies.vlm.caches import KV
-from mmrl.policies.vlm.generate import Answers, Ending, Work, blank, write
-from mmrl.policies.vlm.prefix_sharing import Prefix, SharedPrefix
-from samplers.noise import Rng
-from samplers.warp import Warp
+from mmrl.policies.vlm.generate import Answers, Task, Work, blank, write
+from mmrl.policies.vlm.prefix_sharing import Prefix
 
 Place = tuple[int, int]  # an answer, and how many of its tokens a new one shares
 
@@ -67,35 +65,27 @@ class Growth:
     def __init__(
         self,
         tree: TextTree,
-        net: SharedPrefix,
-        prefix: Prefix,
-        rows: Tensor,
-        names: Tensor,
-        rng: Rng,
-        warp: Warp,
-        ending: Ending,
-        busy: Callable[[bool], bool] | None = None,
+        task: Task,
     ):
         self.tree = tree
-        self.net = net
-        self.prefix = prefix
-        self.rows = rows  # [R] which of the prefix's prompts each answers
-        self.names = names
-        self.rng = rng
-        self.warp = warp
+        self.net = task.net
+        self.prefix = task.prefix
+        self.rows = rows = task.rows  # [R] which of the prefix's prompts each answers
+        self.names = names = task.names
+        ending = task.ending
         self.kept = len(ending.quantities)  # of what is recorded; entropy may serve the tree alone
         recorded_names = [*ending.quantities, *(["entropy"] if tree.choose == "entropy" else [])]
         self.ending = replace(ending, quantities=tuple(dict.fromkeys(recorded_names)))
-        self.busy = busy
-        self.answers = blank(names, self.ending, net.hf)
+        self.task = replace(task, ending=self.ending)
+        self.answers = blank(names, self.ending, task.net.hf)
         # [R, T] long: which answer drew each token
         self.owner = torch.arange(len(rows), device=rows.device)[:, None].repeat(1, ending.tokens)
         self.start = [0] * len(rows)  # tokens that an answer shares with the one it branches from
         self.length = [0] * len(rows)
         self.used: set[Place] = set()
-        self.lots = rng.fold("tree").uniform(names).tolist()
+        self.lots = task.rng.fold("tree").uniform(names).tolist()
         # what was read and written so far, and where in it each answer is
-        self.sources = [Source(prefix.key_values, prefix.mask)]
+        self.sources = [Source(task.prefix.key_values, task.prefix.mask)]
         self.of_source = [(0, row) for row in rows.tolist()]
 
     @torch.no_grad()
@@ -168,8 +158,9 @@ class Growth:
         at = self._index(fresh)
         start = self._index([shared for _, shared in places])
         ending = replace(self.ending, tokens=self.ending.tokens - min(s for _, s in places))
-        work = Work(self.net, prefix, rows, self.names[at], self.rng, self.warp, compacts=False)
-        written = write(work, blank(self.names[at], ending, self.net.hf), ending, self.busy)
+        task = replace(self.task, prefix=prefix, rows=rows, names=self.names[at], ending=ending)
+        work = Work(task, torch.arange(len(at), device=at.device), keeps=True)
+        written = write(work, blank(task.names, ending, self.net.hf))
         for n, answer in enumerate(fresh):
             self.of_source[answer] = len(self.sources), n
         self.sources.append(Source(caches.key_values(work.cache), prefix.mask[rows]))

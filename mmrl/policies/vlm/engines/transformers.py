@@ -61,7 +61,9 @@ class _Recorder:
             else self.rng.uniform(self.names, (self.step + 1,))[:, -1]
         )
         drawn = draw(scores, self.warp, uniform, self.step)
-        self.going, _ = self.done.write(self.step, slice(None), self.going, drawn, self.ending)
+        at = torch.arange(len(self.names), device=self.going.device)
+        step = torch.full_like(at, self.step)
+        self.going, _ = self.done.write(at, step, self.going, drawn, self.ending)
         self.step += 1
         return torch.full_like(scores, -torch.inf).scatter_(-1, drawn.token[:, None], 0.0)
 
