@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import logging
+import ssl
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 
 from mmrl.core.errors import UserError
+from rewards._transport import deadline, transport
 from rewards.wire import message_of
 
 log = logging.getLogger(__name__)
 RETRIED = (408, 429, 500, 502, 503, 504)
 ANSWER = (2**20, 4096)  # most bytes of an answer: so many, and so many for each sample
-LONGEST = 16 * 2**20  # bytes of any other answer
+LONGEST = 4 * 2**20  # bytes of any other answer
 HEADERS = {"accept", "accept-encoding", "connection", "content-length", "content-type", "host"}
 
 
@@ -158,29 +161,49 @@ class BoundedClient(httpx.Client):
 
     Connections are kept open between calls. There are no proxies, and no header but ``HEADERS`` and
     the token: what the environment adds (OPENAI_CUSTOM_HEADERS, a proxy's password) is for others.
-    A request's ``timeout`` bounds it altogether; its extension ``longest`` bounds the answer.
+    A request's ``timeout`` bounds it altogether; its extension ``longest`` bounds the answer, which
+    must not be compressed. ``certificate``: a file of those that https is checked by, None: those
+    of the machine.
 
     Raises:
-        Failed: no answer, no whole one in time, or one that is too long.
+        Failed: no answer, no whole one in time, or one that is too long or compressed.
+        UserError: the certificate cannot be read.
     """
 
-    def __init__(self, token: str | None, connections: int, timeout: float):
+    def __init__(
+        self,
+        token: Callable[[], str | None],
+        connections: int,
+        timeout: float,
+        certificate: Path | None = None,
+    ):
         self.token = token
         limits = httpx.Limits(max_keepalive_connections=connections, keepalive_expiry=2.0)
-        super().__init__(timeout=timeout, limits=limits, trust_env=False, follow_redirects=False)
+        super().__init__(
+            timeout=timeout,
+            transport=transport(limits, trusted(certificate)),
+            trust_env=False,
+            follow_redirects=False,
+        )
 
     def send(self, request: httpx.Request, *, stream: bool = False, **_: Any) -> httpx.Response:
         for name in set(request.headers) - HEADERS:
             del request.headers[name]
-        if self.token:
-            request.headers["Authorization"] = f"Bearer {self.token}"
+        request.headers["Accept-Encoding"] = "identity"  # what is decompressed has no bound
+        if token := self.token():
+            request.headers["Authorization"] = f"Bearer {token}"
         timeout = request.extensions["timeout"]["read"]
         longest = request.extensions.get("longest", LONGEST)
-        until = time.monotonic() + timeout
         content = bytearray()
         try:
-            with closing(super().send(request, stream=True)) as response:
-                for chunk in response.iter_bytes():
+            with (
+                deadline(timeout) as until,
+                closing(super().send(request, stream=True)) as response,
+            ):
+                encoding = response.headers.get("Content-Encoding", "identity")
+                if encoding.strip().lower() != "identity":
+                    raise Failed(f"an answer in {encoding[:40]!a}, which was not asked for")
+                for chunk in response.iter_raw():
                     content += chunk
                     if time.monotonic() > until:
                         cause = f"no complete answer within {timeout:g} s"
@@ -198,6 +221,16 @@ class BoundedClient(httpx.Client):
         return httpx.Response(
             response.status_code, headers=headers, content=bytes(content), request=request
         )
+
+
+def trusted(certificate: Path | None) -> ssl.SSLContext | bool:
+    """Return what https is checked by. Raises UserError."""
+    if certificate is None:
+        return True
+    try:
+        return ssl.create_default_context(cafile=Path(certificate).expanduser())
+    except (OSError, ssl.SSLError) as error:
+        raise UserError(f"certificate {certificate} cannot be read: {error}") from error
 
 
 def post(client: BoundedClient, url: str, content: bytes, count: int, timeout: float) -> bytes:

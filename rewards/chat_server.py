@@ -114,7 +114,7 @@ class ChatServer:
         self.supported = dict.fromkeys(OPTIONAL, True)  # until a server says otherwise
         self._pace = Pace(rate)
         self._jitter = random.Random()  # not the global one, which belongs to the run
-        self._http = BoundedClient(self._key, concurrency * len(urls), timeout)
+        self._http = BoundedClient(lambda: self._key, concurrency * len(urls), timeout)
         self._lock = threading.Lock()
         self._logged: set[str] = set()
 

@@ -3,12 +3,13 @@ machine."""
 
 from __future__ import annotations
 
-import os
 import random
+import secrets
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
@@ -21,7 +22,8 @@ from mmrl.core.types import Media, Prompt
 from rewards._servers import BoundedClient, Failed, Server, Servers, post
 from rewards._wire_prompts import enclosed, has_pictures
 from rewards.card import PICTURES, card
-from rewards.wire import Format, check_texts, check_token, pack, read_answer
+from rewards.tokens import Tokens
+from rewards.wire import Format, check_texts, pack, read_answer
 
 
 @dataclass
@@ -52,6 +54,9 @@ class Remote:
         url: address, or several of servers that serve the same.
         token: what the servers want to see; None: the environment variable MMRL_REWARD_TOKEN, which
             is better, since a run writes its configuration down.
+        token_file: a file whose first line is the token; it is read again when it changes.
+        certificate: a file of certificates that https is checked by, such as the server's own;
+            None: those that the machine trusts.
         name: which of the servers' rewards; None: the sum of all with the weights of the servers'
             configuration.
         format: ``png``, ``webp`` (lossless) or ``tensor`` (safetensors).
@@ -64,6 +69,7 @@ class Remote:
         fields: keys of the prompts to send; None: all, but pictures (``image``, ``images``) only if
             a reward that is asked for looks at them. Pictures are sent, also those of fields such
             as ``reference`` and ``mask``; files are read here.
+        largest: a value of which more than so much is left counts as a broken answer.
         on_failure: ``nan`` leaves samples without a value out, ``stop`` raises.
 
     Attributes:
@@ -87,13 +93,17 @@ class Remote:
         backoff: Annotated[float, Ge(0)] = 0.25,
         cooldown: Annotated[float, Ge(0)] = 30.0,
         fields: list[str] | None = None,
+        token_file: Path | None = None,
+        certificate: Path | None = None,
+        largest: Annotated[float, Gt(0)] = 1e6,
         on_failure: Literal["nan", "stop"] = "nan",
     ):
         urls = [url] if isinstance(url, str) else list(url)
         if not urls:
             raise UserError("reward 'remote' needs the address of at least one server in `url`")
         self._pool = Servers(urls, cooldown)
-        self.token = check_token(token or os.environ.get("MMRL_REWARD_TOKEN") or None)
+        self.tokens = Tokens(token, token_file)
+        self.largest = largest
         self.names = None if name is None else [name]
         self.format = format
         self.timeout = timeout
@@ -105,7 +115,8 @@ class Remote:
         self.stop = on_failure == "stop"
         self._jitter = random.Random()  # not the global one, which belongs to the run
         self._pictures: frozenset[str] | None = None  # not known yet
-        self._client = BoundedClient(self.token, concurrency * len(urls), timeout)
+        connections = concurrency * len(urls)
+        self._client = BoundedClient(self.tokens.current, connections, timeout, certificate)
 
     @property
     def servers(self) -> list[Server]:
@@ -182,7 +193,8 @@ class Remote:
         nothing = torch.full((len(prompts),), torch.nan)
         if call.given_up.is_set():
             return nothing
-        content = pack(media, prompts, self.format, self.names)
+        ids = fresh_ids(len(prompts))
+        content = pack(media, prompts, self.format, self.names, ids)
         tried: list[Server] = []
         for attempt in range(self.retries + 1):
             server = None if call.given_up.is_set() else self._pool.take(tried)
@@ -192,7 +204,7 @@ class Remote:
                 call.given_up.wait(self.backoff * 2 ** (attempt - 1) * self._jitter.uniform(0.5, 1))
             started = time.monotonic()
             try:
-                return self._request(server, content, len(prompts))
+                return self._request(server, content, ids)
             except Failed as error:
                 self._pool.failed(server, error, started)
             tried.append(server)
@@ -200,20 +212,26 @@ class Remote:
             call.given_up.set()
         return nothing
 
-    def _request(self, server: Server, content: bytes, count: int) -> Tensor:
+    def _request(self, server: Server, content: bytes, ids: list[str]) -> Tensor:
         try:
-            answer = post(self._client, server.url, content, count, self.timeout)
+            answer = post(self._client, server.url, content, len(ids), self.timeout)
         except Failed:
             raise
         except BaseException:
             self._pool.gave_up(server)
             raise
         try:
-            values = read_answer(answer, self.names, count)
+            values = read_answer(answer, self.names, ids, self.largest)
         except ValueError as error:
             raise Failed(f"malformed answer: {error}") from error
         self._pool.answered(server)
         return values
+
+
+def fresh_ids(count: int) -> list[str]:
+    """Return names of samples that no answer to another request can know."""
+    request = secrets.token_hex(8)
+    return [f"{request}-{i}" for i in range(count)]
 
 
 def sendable(media: Media, format: str) -> list[int]:

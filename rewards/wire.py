@@ -71,6 +71,7 @@ class Parts:
     kind: str
     rewards: Any = None
     marks: Any = None  # what texts know of themselves: null or {tokens, finished, logprob} for each
+    ids: Any = None  # names of the samples
 
 
 # --------------------------------------------------------------------------------------------------
@@ -78,10 +79,14 @@ class Parts:
 
 
 def pack(
-    media: Media, prompts: Sequence[Prompt], kind: Format, names: Sequence[str] | None = None
+    media: Media,
+    prompts: Sequence[Prompt],
+    kind: Format,
+    names: Sequence[str] | None = None,
+    ids: Sequence[str] | None = None,
 ) -> bytes:
     """Write the JSON body of a request. Pictures are floats in 0..1; PNG and WebP round them to 8
-    bits.
+    bits. ``ids``: names of the samples, which the answer repeats.
 
     Raises:
         UserError: prompts that JSON cannot hold, or media that is neither pictures nor text.
@@ -89,6 +94,8 @@ def pack(
     body: dict[str, Any] = {"prompts": check_prompts(prompts)}
     if names is not None:
         body["rewards"] = list(names)
+    if ids is not None:
+        body["ids"] = list(ids)
     if isinstance(media, list):
         marks = marks_of(check_texts(media))
         body |= {} if marks is None else {"marks": marks}
@@ -196,6 +203,7 @@ def unpack(
         raise BadInput("prompts", "expected a list of objects")
     if not 1 <= len(prompts) <= limits.samples:
         raise BadInput("prompts", f"expected 1 to {limits.samples} of them, got {len(prompts)}")
+    check_ids(parts.ids, len(prompts))
     check_shape(prompts)
     check_lists(parts, limits)
     admit(decoded_size(parts, limits))
@@ -206,6 +214,19 @@ def unpack(
         return media, opened(prompts, limits.pixels, limits.pictures)
     except ValueError as error:
         raise BadInput("prompts", str(error)) from error
+
+
+def check_ids(ids: Any, count: int) -> None:
+    """Refuse names of samples that are not different short texts, one for each.
+
+    Raises:
+        BadInput: they are not.
+    """
+    if ids is None:
+        return
+    short = isinstance(ids, list) and all(isinstance(i, str) and len(i) <= 64 for i in ids)
+    if not short or len(ids) != count or len(set(ids)) != count:
+        raise BadInput("ids", f"expected {count} different texts of at most 64 characters")
 
 
 def check_shape(prompts: list[Any]) -> None:
@@ -399,28 +420,52 @@ def _tensor(content: Any, limits: Limits) -> Tensor:
 # answers
 
 
-def read_answer(content: bytes, names: Sequence[str] | None, count: int) -> Tensor:
-    """Read [count] float32 out of an answer: the only requested reward, or the weighted sum of all,
-    NaN where null.
+def read_answer(
+    content: bytes, names: Sequence[str] | None, ids: Sequence[str], largest: float = math.inf
+) -> Tensor:
+    """Read [B] float32 out of an answer: the only requested reward, or the weighted sum of all, NaN
+    where null. ``ids`` [B]: as they were sent; ``largest``: of a value and of a weighted sum.
 
     Raises:
-        ValueError: an answer that is not what a server of ours sends.
+        ValueError: an answer that is not what a server of ours sends, or one to something else.
     """
+    count = len(ids)
     try:
         answer = json.loads(content, parse_constant=_no_constant)
         values = {name: _values(row, count) for name, row in answer["rewards"].items()}
         weights = {name: float(answer["weights"][name]) for name in values}
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(
-            f"not an answer of a reward server ({type(error).__name__}: {error})"
-        ) from error
+        what = f"{type(error).__name__}: {str(error)[:60]!a}"
+        raise ValueError(f"not an answer of a reward server ({what})") from error
     if not values or (names is not None and set(values) != set(names)):
-        raise ValueError(f"asked for {names or 'rewards'}, answered {list(values)}")
-    if names is not None:
-        return values[names[0]]
-    return sum(
-        (weights[name] * row for name, row in values.items() if weights[name]), torch.zeros(count)
+        answered = ascii([name[:40] for name in list(values)[:10]])
+        raise ValueError(f"asked for {names or 'rewards'}, answered {answered}")
+    check_order(answer.get("ids"), ids)
+    total = (
+        values[names[0]]
+        if names is not None
+        else sum((weights[n] * row for n, row in values.items() if weights[n]), torch.zeros(count))
     )
+    if (high := float(total.nan_to_num(0.0, math.inf, math.inf).abs().max())) > largest:
+        raise ValueError(f"a value of {high:g} is more than `largest` allows ({largest:g})")
+    return total
+
+
+def check_order(answered: Any, ids: Sequence[str]) -> None:
+    """Refuse an answer that is not about these samples in their order.
+
+    Raises:
+        ValueError: says what it is about.
+    """
+    if answered is None:
+        raise ValueError("it does not repeat the ids of the samples: another version's server")
+    if not isinstance(answered, list) or not all(isinstance(i, str) for i in answered):
+        raise ValueError("the ids of the samples are no list of texts")
+    if answered == list(ids):
+        return
+    if sorted(answered) == sorted(ids):
+        raise ValueError("the samples are in another order than they were sent")
+    raise ValueError("it is about other samples than were sent, such as an earlier request's")
 
 
 def _values(row: Any, count: int) -> Tensor:

@@ -34,7 +34,14 @@ def parts_of(media_type: str, body: bytearray, values: float) -> Parts:
             [from_base64(frame, f"videos[{i}][{f}]") for f, frame in enumerate(v)]
             for i, v in enumerate(media)
         ]
-    return Parts(fields.get("prompts"), media, kind, fields.get("rewards"), fields.get("marks"))
+    return Parts(
+        fields.get("prompts"),
+        media,
+        kind,
+        fields.get("rewards"),
+        fields.get("marks"),
+        fields.get("ids"),
+    )
 
 
 def one_kind(fields: Mapping[str, Any]) -> str:

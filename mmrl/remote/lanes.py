@@ -28,13 +28,18 @@ class Answer(NamedTuple):
     cause: str  # why one of those has no score; empty if all have one
 
 
-@dataclass(frozen=True)
+@dataclass
 class Job:
-    """Holds a request's samples for one reward, and where its answer goes."""
+    """Holds a request's samples for one reward, and where its answer goes; no samples any more when
+    it is done, or nobody waits for it and it has not begun."""
 
     media: Media
     prompts: list[Prompt]
     done: Future[Answer] = field(default_factory=Future)
+
+    def drop(self, done: Future[Answer]) -> None:
+        self.media = []
+        self.prompts = []
 
     def like(self, job: Job) -> bool:
         """Tell whether the two can be one batch: pictures of one size, or texts."""
@@ -82,6 +87,7 @@ class Lane:
 
     def submit(self, media: Media, prompts: list[Prompt]) -> Future[Answer]:
         job = Job(media, prompts)
+        job.done.add_done_callback(job.drop)
         self._jobs.put(job)
         return job.done
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
+from concurrent.futures import Future
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 
 class NoRoom(Exception):
@@ -41,20 +43,39 @@ class Memory:
 
 
 class Share:
-    """Holds what one request has taken; it is given back at the end of ``with``."""
+    """Holds what one request has taken; it is given back at the end of ``with``, or later if jobs
+    still need it."""
 
     def __init__(self, memory: Memory):
         self.memory = memory
         self.count = 0
+        self._jobs = 0
+        self._lock = threading.Lock()
 
     def take(self, count: int, timeout: float = 0.0) -> None:
         """Take further bytes. Raises NoRoom."""
         self.memory.take(count, timeout)
         self.count += count
 
+    def until(self, jobs: Sequence[Future[Any]]) -> None:
+        """Keep what was taken until these are done, whoever still waits for them."""
+        self._jobs = len(jobs)
+        for job in jobs:
+            job.add_done_callback(self._done)
+
+    def _done(self, job: Future[Any]) -> None:
+        with self._lock:
+            self._jobs -= 1
+            last = not self._jobs
+        if last:
+            self.give()
+
     def give(self) -> None:
-        self.memory.give(self.count)
-        self.count = 0
+        """Give everything back."""
+        with self._lock:
+            count = self.count
+            self.count = 0
+        self.memory.give(count)
 
     def __enter__(self) -> Self:
         return self
@@ -65,4 +86,5 @@ class Share:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.give()
+        if not self._jobs:
+            self.give()

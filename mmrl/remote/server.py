@@ -3,8 +3,9 @@ Ctrl-C."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import logging
-import os
 import signal
 import socket
 from collections.abc import Sequence
@@ -20,9 +21,11 @@ from mmrl.config.yamltext import read
 from mmrl.core.errors import UserError, suggest
 from mmrl.core.registry import load_built_in
 from mmrl.remote.connections import Bounded, Seldom
-from mmrl.remote.service import TOKEN, ServeOptions, make_app
+from mmrl.remote.service import ServeOptions, make_app
 from mmrl.run.build import short_names
+from rewards.tokens import VARIABLE, Tokens
 
+MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h: larger blocks are mapped by themselves
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 EXAMPLE = (
     "a configuration looks like\n    reward: {jpeg_compressibility: 1.0}\n    serve: {port: 8123}"
@@ -76,11 +79,11 @@ def load(path: Path, overrides: Sequence[str] = ()) -> tuple[dict[str, Weighted]
     load_built_in()
     config = read_config(path, overrides)
     options = config.section("serve", ServeOptions)
-    if options.host not in LOOPBACK and not (options.token or os.environ.get(TOKEN)):
+    if options.host not in LOOPBACK and not Tokens(options.token, options.token_file).valid():
         raise UserError(
             f"{config.where('serve')}: serve.host {options.host} can be reached from other "
             f"machines; "
-            f"set a token in the environment variable {TOKEN} (or serve.token)"
+            f"set a token in the environment variable {VARIABLE} (or serve.token_file)"
         )
     import_plugins(config)
     rewards = config.rewards()
@@ -124,6 +127,8 @@ def server(rewards: dict[str, Weighted], options: ServeOptions) -> uvicorn.Serve
             timeout_graceful_shutdown=10,
             timeout_keep_alive=30,
             server_header=False,
+            ssl_certfile=options.certificate,
+            ssl_keyfile=options.private_key,
         )
     )
 
@@ -131,6 +136,7 @@ def server(rewards: dict[str, Weighted], options: ServeOptions) -> uvicorn.Serve
 def serve(path: Path, overrides: Sequence[str] = ()) -> None:
     """Serve until SIGTERM or SIGINT; requests that are being scored are answered first."""
     rewards, options = load(path, overrides)
+    return_memory()
     with bind(options) as sock:
         host, port = sock.getsockname()[:2]
         host = f"[{host}]" if ":" in host else host
@@ -138,9 +144,17 @@ def serve(path: Path, overrides: Sequence[str] = ()) -> None:
         # uvicorn raises them again when it is done: nothing more to do
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, _ignore)
-        print(f"serving {', '.join(rewards)} on http://{host}:{port}", flush=True)
+        scheme = "http" if options.certificate is None else "https"
+        print(f"serving {', '.join(rewards)} on {scheme}://{host}:{port}", flush=True)
         http_server.run(sockets=[sock])
     print("stopped", flush=True)
+
+
+def return_memory() -> None:
+    """Let what large requests took go back to the system at once: glibc would keep some of it for
+    every thread."""
+    with contextlib.suppress(OSError, AttributeError):  # another C library has its own ways
+        ctypes.CDLL("libc.so.6").mallopt(MMAP_THRESHOLD, 2**20)
 
 
 def _ignore(number: int, frame: object) -> None:

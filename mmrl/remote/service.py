@@ -10,12 +10,14 @@ import asyncio
 import hmac
 import json
 import logging
-import os
+import ssl
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le
@@ -35,9 +37,9 @@ from mmrl.remote.lanes import Answer, Lane
 from mmrl.remote.memory import Memory, NoRoom, Share
 from mmrl.scoring import Handled
 from rewards.card import PICTURES, card_of
+from rewards.tokens import Tokens
 from rewards.wire import BYTES_A_PIXEL, BadInput, Limits, check_token, unpack
 
-TOKEN = "MMRL_REWARD_TOKEN"
 LONGEST = 2000  # characters of what a reward says of a request
 log = logging.getLogger(__name__)
 
@@ -49,6 +51,9 @@ class ServeOptions:
     host: str = "127.0.0.1"  # 0.0.0.0 listens on all networks of the machine and needs a token
     port: Annotated[int, Ge(0), Le(65535)] = 8123  # 0: any free port, which is printed
     token: str | None = None  # null: the value of MMRL_REWARD_TOKEN
+    token_file: Path | None = None  # a valid token on every line; read again when it changes
+    certificate: Path | None = None  # of the server, for https; with it
+    private_key: Path | None = None
     max_request_mib: Annotated[float, Gt(0)] = 88.0  # size of a request's body
     max_samples: Annotated[int, Ge(1)] = 1024  # samples in one request
     max_megapixels: Annotated[float, Gt(0)] = 64.0  # decoded pictures of one request
@@ -70,6 +75,10 @@ class ServeOptions:
 
     def __post_init__(self) -> None:
         check_token(self.token)
+        if (self.certificate is None) != (self.private_key is None):
+            raise UserError("serve.certificate and serve.private_key belong together")
+        if self.certificate is not None and self.private_key is not None:
+            check_certificate(self.certificate, self.private_key)
         largest = max(self.max_request_mib, self.max_megapixels * 1e6 * BYTES_A_PIXEL / 2**20)
         if 2 * largest > self.max_memory_mib:
             raise UserError(
@@ -82,6 +91,17 @@ class ServeOptions:
         """Return what one request may hold, whose prompts have pictures in these fields."""
         pixels = self.max_megapixels * 1e6
         return Limits(self.max_samples, pixels, self.formats, tuple(pictures), self.max_values)
+
+
+def check_certificate(certificate: Path, private_key: Path) -> None:
+    """Raise UserError unless https can be served with these."""
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, private_key)
+    except (OSError, ssl.SSLError) as error:
+        raise UserError(
+            f"serve.certificate {certificate} and serve.private_key {private_key} cannot be used: "
+            f"{error}"
+        ) from error
 
 
 class Refusal(Exception):
@@ -118,7 +138,7 @@ class Service:
 
     def __init__(self, rewards: Mapping[str, Weighted], options: ServeOptions):
         self.options = options
-        self.token = check_token(options.token or os.environ.get(TOKEN) or None)
+        self.tokens = Tokens(options.token, options.token_file)
         self.weights = {name: reward.weight for name, reward in rewards.items()}
         self.about = {name: describe_reward(reward.reward) for name, reward in rewards.items()}
         for name, reward in rewards.items():
@@ -138,18 +158,19 @@ class Service:
         half = int(options.max_memory_mib * 2**19)
         self.bodies = Memory(half)
         self.decoded = Memory(half)
-        self.decoding = asyncio.Semaphore(options.max_decoding)
+        # few threads, also since each keeps some of the memory that it has once used
+        self.decoders = ThreadPoolExecutor(options.max_decoding, "decoder")
 
     def close(self) -> None:
+        self.decoders.shutdown(wait=False, cancel_futures=True)
         for lane in self.lanes.values():
             lane.close()
 
     def authenticate(self, request: Request) -> None:
-        header = request.headers.get("authorization", "")
-        expected = f"Bearer {self.token}"
-        if self.token and not hmac.compare_digest(
-            header.encode("utf-8", "replace"), expected.encode()
-        ):
+        header = request.headers.get("authorization", "").encode("utf-8", "replace")
+        tokens = self.tokens.valid()
+        right = [hmac.compare_digest(header, f"Bearer {token}".encode()) for token in tokens]
+        if tokens and not any(right):
             message = "the token is missing or wrong: send `Authorization: Bearer TOKEN`"
             raise Refusal(401, message, headers={"WWW-Authenticate": "Bearer"})
 
@@ -180,8 +201,12 @@ class Service:
         self.inside += 1
         try:
             with self.decoded.share() as share:
-                names, media, prompts = await self.read(request, share)
-                return reply(self.answer(await self.answers(names, media, prompts)))
+                names, media, prompts, ids = await self.read(request, share)
+                jobs = [self.lanes[name].submit(media, prompts) for name in names]
+                share.until(jobs)
+            del media, prompts
+            answer = self.answer(dict(zip(names, await self.answers(jobs), strict=True)))
+            return reply(answer if ids is None else {"ids": ids, **answer})
         except NoRoom as error:
             message = "other requests hold the memory that this one needs"
             raise Refusal(503, message, headers={"Retry-After": "1"}) from error
@@ -190,20 +215,20 @@ class Service:
 
     async def read(
         self, request: Request, share: Share
-    ) -> tuple[list[str], Tensor | list[str], list[Prompt]]:
-        """Read and decode a request: the rewards that it asks for, samples, prompts. Few are
+    ) -> tuple[list[str], Tensor | list[str], list[Prompt], list[str] | None]:
+        """Read and decode a request: the rewards that it asks for, samples, prompts, ids. Few are
         decoded at once, and none before there is memory for its pictures."""
+        run = partial(asyncio.get_running_loop().run_in_executor, self.decoders)
         with self.bodies.share() as arrived:
             body = await self.body(request, arrived)
-            async with self.decoding:
-                kind = request.headers.get("content-type", "")
-                parts = await run_in_threadpool(parts_of, kind, body, self.options.max_values)
-                names = self.names(parts.rewards)
-                fields = [field for name in names for field in self.cards[name]["pictures"]]
-                limits = self.options.limits(fields)
-                admit = partial(share.take, timeout=self.options.timeout)
-                media, prompts = await run_in_threadpool(unpack, parts, limits, admit)
-                return names, media, prompts
+            kind = request.headers.get("content-type", "")
+            parts = await run(parts_of, kind, body, self.options.max_values)
+            names = self.names(parts.rewards)
+            fields = [field for name in names for field in self.cards[name]["pictures"]]
+            limits = self.options.limits(fields)
+            admit = partial(share.take, timeout=self.options.timeout)
+            media, prompts = await run(unpack, parts, limits, admit)
+            return names, media, prompts, parts.ids
 
     async def body(self, request: Request, share: Share) -> bytearray:
         """Read the body; a request that announces too much is refused before it is read, any other
@@ -251,13 +276,12 @@ class Service:
                 )
         return list(dict.fromkeys(requested))
 
-    async def answers(
-        self, names: Sequence[str], media: Any, prompts: list[Prompt]
-    ) -> dict[str, Answer]:
-        futures = [asyncio.wrap_future(self.lanes[name].submit(media, prompts)) for name in names]
+    async def answers(self, jobs: Sequence[Future[Answer]]) -> list[Answer]:
+        """Wait for what the lanes say."""
+        futures = [asyncio.wrap_future(job) for job in jobs]
         try:
             async with asyncio.timeout(self.options.timeout):
-                answers = await asyncio.gather(*futures)
+                return await asyncio.gather(*futures)
         except TimeoutError as error:
             raise Refusal(504, f"not scored within {self.options.timeout:g} s") from error
         except UserError as error:  # what the reward says of these samples and prompts
@@ -265,7 +289,6 @@ class Service:
         finally:
             for future in futures:
                 future.cancel()  # jobs without a waiting request need not start
-        return dict(zip(names, answers, strict=True))
 
     def answer(self, answers: Mapping[str, Answer]) -> dict[str, Any]:
         failed = {name: int(answer.values.isnan().sum()) for name, answer in answers.items()}

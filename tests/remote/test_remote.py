@@ -26,6 +26,7 @@ from tests.fixtures.reward_servers import (
     hanging_up,
     mean,
     numbers,
+    ones,
     saying,
     serving,
     silence,
@@ -282,8 +283,8 @@ def only_patient_with(monkeypatch):
     post = module.post
 
     def choose(*short):
-        def patient(client, url, parts, count, timeout):
-            return post(client, url, parts, count, timeout if url in short else waiting.HANG)
+        def patient(client, url, content, count, timeout):
+            return post(client, url, content, count, timeout if url in short else waiting.HANG)
 
         monkeypatch.setattr(module, "post", patient)
 
@@ -331,8 +332,7 @@ def test_one_slow_request_does_not_make_a_server_dead(monkeypatch):
     module = importlib.import_module("rewards.remote")
     post = module.post
     first = threading.Semaphore(1)
-    answer = saying("200 OK", '{"rewards": {"r": [1.0]}, "weights": {"r": 1}}')
-    with answering(answer) as address, answering(silence) as nobody:
+    with answering(ones) as address, answering(silence) as nobody:
 
         def send(client, url, parts, count, timeout):
             if not first.acquire(blocking=False):
