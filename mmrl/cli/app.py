@@ -51,9 +51,13 @@ def train(
         int, typer.Option(min=1, help="With --dry-run: how many share the work.")
     ] = 1,
 ) -> None:
-    """Train a configuration, or go on with a run."""
+    """Train a configuration, or go on with a run.
+
+    Exit status: 0 finished; 75 stopped by SIGTERM, SIGHUP, SIGQUIT or train.time_limit, to be
+    resumed; 130 stopped by Ctrl-C; 2 an error.
+    """
     from mmrl.core.errors import UserError
-    from mmrl.run.lifecycle import train
+    from mmrl.run.lifecycle import trained
     from mmrl.utils.paths import find_config
 
     if dry_run:
@@ -62,7 +66,8 @@ def train(
         return commands.dry_run(config, overrides or [], processes)
     if config.is_dir() and not resume:
         raise UserError(f"{config} is a folder; to go on with a run: mmrl train --resume {config}")
-    train(config if resume else find_config(config), overrides or [], resume)
+    ended = trained(config if resume else find_config(config), overrides or [], resume)
+    raise typer.Exit(ended.status)
 
 
 @app.command()
@@ -267,15 +272,17 @@ def main() -> None:
 
     prepare()  # before anything imports torch
     from mmrl.core.errors import UserError
+    from mmrl.utils.output import lasting_output
 
-    try:
-        app()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        print(
-            "stopped; the last checkpoint is whole: mmrl train --resume RUN goes on from it",
-            file=sys.stderr,
-        )
-        sys.exit(130)
+    with lasting_output():
+        try:
+            app()
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr)
+            sys.exit(2)
+        except KeyboardInterrupt:
+            print(
+                "stopped; the last checkpoint is whole: mmrl train --resume RUN goes on from it",
+                file=sys.stderr,
+            )
+            sys.exit(130)

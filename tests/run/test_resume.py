@@ -113,7 +113,7 @@ def test_the_newest_are_kept_and_leftovers_of_a_crash_removed(tmp_path):
 def test_a_crash_while_writing_leaves_the_one_before(tmp_path, monkeypatch):
     saved(tmp_path, 1)
     monkeypatch.setattr(os, "rename", lambda *_: (_ for _ in ()).throw(OSError("power cut")))
-    with pytest.raises(OSError, match="power cut"):
+    with pytest.raises(UserError, match="power cut"):
         saved(tmp_path, 2)
     assert checkpoint.choose(tmp_path) == (tmp_path / "iteration-000001", [])
 
