@@ -44,6 +44,13 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the run folder given as CONFIG.")
     ] = False,
+    accept_changes: Annotated[
+        bool,
+        typer.Option(
+            "--accept-changes",
+            help="With --resume: go on although seed, data, objective or the like have changed.",
+        ),
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check and estimate only; no weights are needed.")
     ] = False,
@@ -66,7 +73,8 @@ def train(
         return commands.dry_run(config, overrides or [], processes)
     if config.is_dir() and not resume:
         raise UserError(f"{config} is a folder; to go on with a run: mmrl train --resume {config}")
-    ended = trained(config if resume else find_config(config), overrides or [], resume)
+    name = config if resume else find_config(config)
+    ended = trained(name, overrides or [], resume, accept_changes)
     raise typer.Exit(ended.status)
 
 

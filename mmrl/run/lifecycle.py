@@ -26,7 +26,7 @@ from mmrl.monitoring.alarms import AlarmOptions, Alarms
 from mmrl.monitoring.gallery import Gallery
 from mmrl.monitoring.log import FINISHED, METRICS, LogOptions, RunLog, parse_line
 from mmrl.monitoring.monitors import Sampled
-from mmrl.run import checkpoint, state
+from mmrl.run import changes, checkpoint, state
 from mmrl.run.build import CONFIG, SECTIONS, Session, config_of, read
 from mmrl.run.evaluation import evaluate, sample
 from mmrl.run.lock import FolderLock
@@ -41,20 +41,24 @@ PREVIEW = 8  # held-out prompts in a sample grid
 COSTS = {"cpu_seconds": "cpu_seconds", "samples": "samples/total", "forwards": "forwards"}
 
 
-def train(name: Path, overrides: Sequence[str] = (), resume: bool = False) -> Path:
+def train(
+    name: Path, overrides: Sequence[str] = (), resume: bool = False, accept: bool = False
+) -> Path:
     """Train a configuration, or go on with a run folder. Returns the run folder. One with stages
-    is trained stage by stage.
+    is trained stage by stage. ``accept``: a resume may change what makes it another run.
 
     Raises UserError for everything a user can mend; what was trained until then is saved.
     """
-    return trained(name, overrides, resume).folder
+    return trained(name, overrides, resume, accept).folder
 
 
-def trained(name: Path, overrides: Sequence[str] = (), resume: bool = False) -> Ended:
+def trained(
+    name: Path, overrides: Sequence[str] = (), resume: bool = False, accept: bool = False
+) -> Ended:
     """Do the same, and tell how it ended."""
     with lasting_output():
         try:
-            return _train(name, overrides, resume)
+            return _train(name, overrides, resume, accept)
         except SystemExit as error:
             last = traceback.extract_tb(error.__traceback__)[-1]
             raise UserError(
@@ -63,11 +67,11 @@ def trained(name: Path, overrides: Sequence[str] = (), resume: bool = False) -> 
             ) from error
 
 
-def _train(name: Path, overrides: Sequence[str], resume: bool) -> Ended:
+def _train(name: Path, overrides: Sequence[str], resume: bool, accept: bool) -> Ended:
     file = config_of(name) if resume else name
     plain, stages = config.load_stages(file, overrides)
     if not stages:
-        return train_one(name, overrides, resume)
+        return train_one(name, overrides, resume, accept=accept)
     if resume and overrides:
         raise UserError(
             f"{name} has the stages {', '.join(stages)}: changes belong to one of them, such as "
@@ -132,9 +136,10 @@ def train_one(
     overrides: Sequence[str] = (),
     resume: bool = False,
     added: Mapping[str, Any] = {},
+    accept: bool = False,
 ) -> Ended:
     """Train a configuration without stages, or one of its stages; ``added``: sections that code
-    gives."""
+    gives. ``accept``: a resume may change what makes it another run."""
     configuration = read(config_of(name) if resume else name, overrides, added=added)
     session = Session.of(configuration)
     trainer = session.trainer()
@@ -152,7 +157,7 @@ def train_one(
                     f"or choose another folder"
                 )
         begun = resume and distributed.any_of(checkpoint.latest(folder / "checkpoints") is not None)
-        notes = _resume(trainer, folder) if begun else []
+        notes = _resume(trainer, folder, configuration, accept) if begun else []
         with distributed.together(), on_disk(folder):
             log = RunLog(
                 folder,
@@ -322,6 +327,7 @@ class Run:
             self.log.sync()
         keep = self.session.options.save_total_limit
         arrays, meta = state.capture(self.trainer)
+        meta["config"] = changes.text_of(self.session.config)
         path = checkpoint.save(self.folder / "checkpoints", iteration, arrays, meta, keep)
         self.saved = iteration
         with self._writing():
@@ -460,10 +466,22 @@ def run_folder(configuration: config.Config, name: Path) -> Path:
     return Path("runs") / f"{name.parent.name}-{name.stem}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
-def _resume(trainer: Trainer, folder: Path) -> list[str]:
-    """Restore the newest whole checkpoint. Returns what was wrong with newer ones."""
+def _resume(
+    trainer: Trainer, folder: Path, configuration: config.Config | None = None, accept: bool = False
+) -> list[str]:
+    """Restore the newest whole checkpoint. Returns what was wrong with newer ones, and what the
+    configuration changes."""
     path, problems = checkpoint.choose(folder / "checkpoints")
     with distributed.together():
         arrays, meta = checkpoint.load(path, checked=True)
-    state.restore(trainer, arrays, meta)
+    if configuration is not None:
+        problems += changes.admit(meta.get("config"), configuration, folder, accept)
+    try:
+        state.restore(trainer, arrays, meta)
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{path / 'state.json'} does not have the state that this configuration needs "
+            f"({type(error).__name__}: {error}); go on with the configuration it was saved with, "
+            f"or from another checkpoint (move this one away)"
+        ) from error
     return [*problems, f"resumed from {path}"]
