@@ -10,7 +10,8 @@ from typing import Annotated
 import typer
 
 app = typer.Typer(
-    help="Reinforcement fine-tuning for vision-language models and image and video generators.",
+    help="Reinforcement fine-tuning for vision-language models and image and video generators.\n\n"
+    "`mmrl --safe COMMAND` runs no code that a configuration brings.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -32,6 +33,23 @@ By = Annotated[
     str | None,
     typer.Option("--by", help="The reward or vote that chooses it, such as majority_vote."),
 ]
+
+
+@app.callback()
+def options(
+    safe: Annotated[
+        bool,
+        typer.Option(
+            "--safe",
+            help="For configurations of others: refuse `plugins`, code by module:name or "
+            "file.py:name, and remote_code of models.",
+        ),
+    ] = False,
+) -> None:
+    if safe:
+        from mmrl.core.registry import refuse_foreign_code
+
+        refuse_foreign_code()
 
 
 @app.command()
@@ -113,7 +131,7 @@ def sample(
     ] = None,
     prompts: Annotated[Path | None, typer.Option(help="A .txt or .jsonl file of prompts.")] = None,
     folder: Annotated[Path, typer.Option("--out", help="Folder for the files.")] = Path("samples"),
-    num_samples: Annotated[int, typer.Option(min=1, help="Samples a prompt.")] = 4,
+    num_samples: Annotated[int, typer.Option(min=1, max=10**6, help="Samples a prompt.")] = 4,
     copies: Annotated[int | None, typer.Option(hidden=True)] = None,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     guidance: Annotated[
