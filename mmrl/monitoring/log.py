@@ -7,7 +7,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -182,7 +182,8 @@ class RunLog:
             mirror.close()
         self.mirrors = []
         if self.active:
-            self._metrics.close()
+            with suppress(OSError):  # of a full disk, which whoever wrote the line has reported
+                self._metrics.close()
 
     def __enter__(self) -> RunLog:
         return self

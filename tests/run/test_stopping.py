@@ -71,6 +71,26 @@ def test_code_that_ends_the_program_is_a_sentence(outcomes, name):
         assert "leaving_data.py:14 ended the program" in known["said"]
 
 
+@pytest.mark.slow
+def test_a_second_training_is_refused_and_a_dead_ones_folder_goes_on(outcomes):
+    known = outcomes["second"]
+    assert known["statuses"] == [2] and f"in use by process {known['first']}" in known["said"]
+    assert known["page"], "readers need no lock"
+    taken = outcomes["taken over"]
+    assert taken["statuses"] == [75]
+    assert taken["iterations"] == list(range(1, len(taken["iterations"]) + 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1500, 20_000])
+def test_a_full_disk_is_a_sentence_and_the_run_goes_on_later(outcomes, size):
+    known = outcomes[f"full {size}"]
+    assert known["statuses"] == [2] and "Traceback" not in known["said"], known["said"]
+    assert "cannot write to" in known["said"] and "free space" in known["said"]
+    mended = outcomes[f"mended {size}"]
+    assert mended["statuses"] == [0] and mended["iterations"] == [1, 2, 3, 4], mended["said"]
+
+
 class Broken:
     encoding = "ascii"
 
