@@ -97,6 +97,24 @@ def train(
 
 
 @app.command()
+def rerun(
+    run: RunFolder,
+    folder: Annotated[
+        Path | None, typer.Option("--out", help="New folder; default: RUN-rerun.")
+    ] = None,
+) -> None:
+    """Repeat a finished run from its folder alone, and say whether it is equal to the bit.
+
+    Exit status 1 if something differs.
+    """
+    from mmrl.run.rerun import rerun as repeat
+
+    outcome = repeat(run, folder)
+    print("\n".join(outcome.lines()))
+    raise typer.Exit(int(bool(outcome.differences)))
+
+
+@app.command()
 def evaluate(
     path: Annotated[
         Path, typer.Argument(help="A run folder, or a configuration to measure its base model.")

@@ -4,6 +4,7 @@ shown."""
 from __future__ import annotations
 
 import math
+import os
 import signal
 import time
 import traceback
@@ -226,7 +227,7 @@ class Run:
         with distributed.together(), on_disk(self.folder):
             if self.log.active:
                 write_text(self.folder / CONFIG, config.dump(session.config))
-                write_json(self.folder / "machine.json", machine())
+                write_json(self.folder / "machine.json", machine() | self._surroundings())
         every = self.log.options.rollouts
         if every:
             gallery = Gallery(self.folder, session.scorer.rewards, every)
@@ -234,6 +235,14 @@ class Run:
         self.trainer.monitors.append(self.alarms.see)
         if fresh:
             self.preview("before")
+
+    def _surroundings(self) -> dict[str, Any]:
+        """Return what of this process sums may round by."""
+        return {
+            "threads": torch.get_num_threads(),
+            "processes": self.trainer.device.processes,
+            "mkl_cbwr": os.environ.get("MKL_CBWR"),
+        }
 
     def loop(self) -> None:
         """Iterate until the end. The order lets a kill at any point be replayed: the line of an

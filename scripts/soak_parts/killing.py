@@ -23,8 +23,6 @@ from typing import Any
 import yaml
 
 FAMILIES = ("ToyFlow", "ToyDiffusion", "ToyVideo", "ToyMasked", "ToyCausal")
-# parts of a line that say how long something took, not what came of it
-MEASURED = ("time/", "seconds", "cpu_seconds", "memory/")
 PATIENCE = 120.0  # seconds in which a run of a few iterations ends, or hangs
 IMPORTED = (
     "accelerate",
@@ -190,6 +188,7 @@ def left_behind(folder: Path) -> dict[str, Any]:
     """Collect what two equal runs have in common: weights and state to the bit, metrics without
     times, rollouts, and what happened."""
     from mmrl.run import checkpoint
+    from mmrl.run.rerun import timeless
 
     newest = checkpoint.latest(folder / "checkpoints")
     if newest is None:
@@ -199,7 +198,7 @@ def left_behind(folder: Path) -> dict[str, Any]:
     }
     meta = json.loads((newest / "state.json").read_text())["meta"]
     content["state"] = {key: value for key, value in meta.items() if key != "config"}
-    content["metrics"] = [_timeless(line) for line in _lines(folder / "metrics.jsonl")]
+    content["metrics"] = [timeless(line) for line in _lines(folder / "metrics.jsonl")]
     content["rollouts"] = _lines(folder / "rollouts.jsonl")
     content["events"] = [
         (line["iteration"], line["kind"], line["message"])
@@ -216,10 +215,6 @@ def differences(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
 
 def _lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def _timeless(line: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in line.items() if not key.startswith(MEASURED)}
 
 
 class Writes:
