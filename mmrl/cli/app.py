@@ -10,7 +10,8 @@ from typing import Annotated
 import typer
 
 app = typer.Typer(
-    help="Reinforcement fine-tuning for vision-language models and image and video generators.",
+    help="Reinforcement fine-tuning for vision-language models and image and video generators.\n\n"
+    "`mmrl --safe COMMAND` runs no code that a configuration brings.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -34,6 +35,23 @@ By = Annotated[
 ]
 
 
+@app.callback()
+def options(
+    safe: Annotated[
+        bool,
+        typer.Option(
+            "--safe",
+            help="For configurations of others: refuse `plugins`, code by module:name or "
+            "file.py:name, and remote_code of models.",
+        ),
+    ] = False,
+) -> None:
+    if safe:
+        from mmrl.core.registry import refuse_foreign_code
+
+        refuse_foreign_code()
+
+
 @app.command()
 def train(
     config: Annotated[
@@ -44,6 +62,13 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the run folder given as CONFIG.")
     ] = False,
+    accept_changes: Annotated[
+        bool,
+        typer.Option(
+            "--accept-changes",
+            help="With --resume: go on although seed, data, objective or the like have changed.",
+        ),
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check and estimate only; no weights are needed.")
     ] = False,
@@ -51,9 +76,13 @@ def train(
         int, typer.Option(min=1, help="With --dry-run: how many share the work.")
     ] = 1,
 ) -> None:
-    """Train a configuration, or go on with a run."""
+    """Train a configuration, or go on with a run.
+
+    Exit status: 0 finished; 75 stopped by SIGTERM, SIGHUP, SIGQUIT or train.time_limit, to be
+    resumed; 130 stopped by Ctrl-C; 2 an error.
+    """
     from mmrl.core.errors import UserError
-    from mmrl.run.lifecycle import train
+    from mmrl.run.lifecycle import trained
     from mmrl.utils.paths import find_config
 
     if dry_run:
@@ -62,7 +91,27 @@ def train(
         return commands.dry_run(config, overrides or [], processes)
     if config.is_dir() and not resume:
         raise UserError(f"{config} is a folder; to go on with a run: mmrl train --resume {config}")
-    train(config if resume else find_config(config), overrides or [], resume)
+    name = config if resume else find_config(config)
+    ended = trained(name, overrides or [], resume, accept_changes)
+    raise typer.Exit(ended.status)
+
+
+@app.command()
+def rerun(
+    run: RunFolder,
+    folder: Annotated[
+        Path | None, typer.Option("--out", help="New folder; default: RUN-rerun.")
+    ] = None,
+) -> None:
+    """Repeat a finished run from its folder alone, and say whether it is equal to the bit.
+
+    Exit status 1 if something differs.
+    """
+    from mmrl.run.rerun import rerun as repeat
+
+    outcome = repeat(run, folder)
+    print("\n".join(outcome.lines()))
+    raise typer.Exit(int(bool(outcome.differences)))
 
 
 @app.command()
@@ -100,7 +149,7 @@ def sample(
     ] = None,
     prompts: Annotated[Path | None, typer.Option(help="A .txt or .jsonl file of prompts.")] = None,
     folder: Annotated[Path, typer.Option("--out", help="Folder for the files.")] = Path("samples"),
-    num_samples: Annotated[int, typer.Option(min=1, help="Samples a prompt.")] = 4,
+    num_samples: Annotated[int, typer.Option(min=1, max=10**6, help="Samples a prompt.")] = 4,
     copies: Annotated[int | None, typer.Option(hidden=True)] = None,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     guidance: Annotated[
@@ -267,15 +316,17 @@ def main() -> None:
 
     prepare()  # before anything imports torch
     from mmrl.core.errors import UserError
+    from mmrl.utils.output import lasting_output
 
-    try:
-        app()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        print(
-            "stopped; the last checkpoint is whole: mmrl train --resume RUN goes on from it",
-            file=sys.stderr,
-        )
-        sys.exit(130)
+    with lasting_output():
+        try:
+            app()
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr)
+            sys.exit(2)
+        except KeyboardInterrupt:
+            print(
+                "stopped; the last checkpoint is whole: mmrl train --resume RUN goes on from it",
+                file=sys.stderr,
+            )
+            sys.exit(130)

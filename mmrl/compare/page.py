@@ -16,11 +16,12 @@ from mmrl.compare.plan import Plan, Setting
 from mmrl.compare.runs import Job, events
 from mmrl.compare.statistics import Interval, interval, paired
 from mmrl.core.errors import UserError
+from mmrl.monitoring.log import FINISHED
 from mmrl.monitoring.report.charts import Chart, Series, number
 from mmrl.monitoring.report.curves import spread_out
 from mmrl.monitoring.report.pictures import Tile, compare, data_uri, save_picture
 from mmrl.monitoring.report.runs import Run, read_run
-from mmrl.run.lifecycle import COSTS, FINISHED
+from mmrl.run.lifecycle import COSTS
 from mmrl.utils.files import write_json
 from mmrl.utils.machine import machine
 

@@ -22,9 +22,9 @@ import yaml
 from mmrl import config
 from mmrl.compare.plan import Plan, Setting, overrides_of
 from mmrl.core.errors import UserError
+from mmrl.monitoring.log import FINISHED
 from mmrl.run import checkpoint
 from mmrl.run.build import read
-from mmrl.run.lifecycle import FINISHED
 from mmrl.utils.paths import find_config
 
 REQUEST = "request.yaml"  # what a run was asked to be, beside its folder

@@ -25,7 +25,7 @@ from mmrl.config.building import (
     raise_all,
     resolve_rewards,
 )
-from mmrl.config.checks import check, import_plugins
+from mmrl.config.checks import check, import_plugins, or_empty
 from mmrl.config.needs import missing_values, wrong_media
 from mmrl.config.overrides import SECTIONS, override_with, split_keys
 from mmrl.config.presets import filled, unreached
@@ -133,10 +133,14 @@ def load(
     if learns_from_answers(plain):
         plain.setdefault("reward", {})
     return Config(
-        {**plain, **{key: plain.get(key) or default for key, default in DEFAULTS.items()}},
+        {**plain, **{key: _or(plain.get(key), default) for key, default in DEFAULTS.items()}},
         file,
         marks,
     )
+
+
+def _or(value: Any, default: str) -> Any:
+    return default if value is None else value
 
 
 def load_stages(
@@ -265,7 +269,7 @@ def _sections(plain: Mapping[Any, Any], root: Place) -> Iterator[str]:
         if key not in SECTIONS:
             yield (root / key).say(f"unknown section; {suggest(str(key), SECTIONS)}")
     for key in ("train", "evaluate", "log", "alarms"):
-        if not isinstance(plain.get(key) or {}, Mapping):
+        if not isinstance(or_empty(plain.get(key)), Mapping):
             yield (root / key).say(f"expected options, {{option: value}}, got {show(plain[key])}")
 
 

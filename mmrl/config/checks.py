@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import is_dataclass
@@ -29,13 +30,14 @@ from mmrl.config.presets import unsuited_preset
 from mmrl.config.schema import BAD, Resolved, construct, convert, resolve, resolve_call
 from mmrl.config.values import Place, exists, show
 from mmrl.core.errors import UserError
-from mmrl.core.registry import REWARDS, Plugin, import_file, import_module
+from mmrl.core.registry import REWARDS, Plugin, import_file, import_module, is_safe
 from mmrl.core.registry import options as options_of
 from rewards.card import described
 
 if TYPE_CHECKING:
     from mmrl.config import Config
 
+MOST_RANK = 2**16  # of an adapter: wider than any layer
 TREES = ("tree", "branch_at")  # options of policies under which samples share their beginning
 
 
@@ -78,6 +80,7 @@ def check(
                 objective = plug_in if section == "objective" else objective
             entries[section] = resolved
         problems += _missing_files(resolved)
+        problems += _impossible_options(resolved)
     problems += _unsuited(entries, objective)
     if (preset := config.plain.get("preset")) and "policy" in entries:
         why = unsuited_preset(preset, entries["policy"].entry)
@@ -87,7 +90,7 @@ def check(
     sections: dict[str, Any] = {}
     for section, cls in (dataclasses or plain_sections()).items():
         options = resolve_call(
-            cls, config.plain.get(section) or {}, config.place((section,)), problems
+            cls, or_empty(config.plain.get(section)), config.place((section,)), problems
         )
         built = None if options is BAD else _try(problems, construct, options)
         sections[section] = built
@@ -257,7 +260,8 @@ def _rewards(
     for entry in weighted.values():
         problems += _missing_files(entry.reward)
     chosen = {name: entry.reward.entry for name, entry in weighted.items()}
-    unfit = [*wrong_media(chosen, entries.get("policy"))]
+    unfit = [(name, why) for name, entry in chosen.items() if (why := _uncallable(entry))]
+    unfit += wrong_media(chosen, entries.get("policy"))
     if path != ("reward",):
         unfit += without_memory(chosen)
     if fields := getattr(entries.get("data"), "fields", ()):
@@ -306,7 +310,15 @@ def import_plugins(config: Config) -> None:
     """Import the modules and files under ``plugins``, which register what the other sections
     name."""
     place = config.place(("plugins",))
-    names = config.plain.get("plugins") or []
+    names = config.plain.get("plugins")
+    names = [] if names is None else names
+    if names and is_safe():
+        raise UserError(
+            place.say(
+                f"{show(names)} is code of the configuration's author, which --safe refuses; read "
+                f"it, then run without --safe (and MMRL_SAFE), or remove plugins"
+            )
+        )
     for i, name in enumerate(
         [names] if isinstance(names, str) else names if isinstance(names, list) else [names]
     ):
@@ -318,7 +330,7 @@ def import_plugins(config: Config) -> None:
             )
         try:
             _import(name)
-        except Exception as error:  # a user's own module can raise anything
+        except (Exception, SystemExit) as error:  # a user's own module can raise anything
             reason = (
                 str(error) if isinstance(error, UserError) else (f"{type(error).__name__}: {error}")
             )
@@ -332,6 +344,44 @@ def _import(name: str) -> None:
         import_file(Path(name).expanduser())
     else:
         import_module(name)
+
+
+def or_empty(section: Any) -> Any:
+    """Return no options for a section that is not there; 0 and the like stay, to be refused."""
+    return {} if section is None else section
+
+
+def _uncallable(reward: Plugin) -> str:
+    """Say why a function cannot be called with samples and their prompts; empty if it can, or is
+    a class, whose objects are called."""
+    if isinstance(reward, type):
+        return ""
+    try:
+        parameters = inspect.signature(reward).parameters.values()
+    except (TypeError, ValueError):  # built into Python, which does not say
+        return ""
+    places = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    needed = [p for p in places if p.default is p.empty]
+    many = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    if len(needed) <= 2 and (many or len(places) >= 2):
+        return ""
+    return "a reward is called with (media, prompts), which this does not take"
+
+
+def _impossible_options(resolved: Any) -> Iterator[str]:
+    """Find values that no model can have, and code of others under ``--safe``."""
+    if not isinstance(resolved, Resolved):
+        return
+    for name, option in resolved.options.items():
+        place = resolved.place / name
+        rank = option.options.get("rank") if isinstance(option, Resolved) else option
+        if name == "lora" and isinstance(rank, int) and not 1 <= rank <= MOST_RANK:
+            yield place.say(f"expected a rank between 1 and {MOST_RANK}, got {show(rank)}")
+        if name == "path" and isinstance(option, str) and not option.strip():
+            yield place.say("expected a folder, a name on the hub or world:NAME, got an empty text")
+        if name == "remote_code" and option and is_safe():
+            yield place.say("runs code of the model's author, which --safe refuses")
+        yield from _impossible_options(option)
 
 
 def _missing_files(value: Any, key: str = "", place: Place | None = None) -> Iterator[str]:

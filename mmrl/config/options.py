@@ -16,6 +16,7 @@ from mmrl.core.registry import Plugin
 Count = Annotated[int, Ge(1)]
 Natural = Annotated[int, Ge(0)]
 Positive = Annotated[float, Gt(0)]
+MOST_ROWS = 10**8  # samples of an iteration, whose bookkeeping alone fills a machine
 LossAggMode = Literal[
     "token_mean",
     "seq_mean_token_mean",
@@ -423,7 +424,7 @@ class EvaluateOptions:
     prompts: Count = 64  # number of held-out prompts, from the first
     # half of the held-out prompts: settings are chosen on development, numbers reported of test
     split: Literal["all", "development", "test"] = "all"
-    num_samples: Count = 4  # samples of each prompt
+    num_samples: Annotated[int, Ge(1), Le(10**6)] = 4  # samples of each prompt
     seed: Natural = 1  # seeds the initial noise: the same before and after training
     # rewards that are only measured, as in ``reward``
     reward: dict[str, Any] = field(default_factory=dict)
@@ -702,7 +703,13 @@ def impossible(train: TrainOptions, processes: int = 1) -> Iterator[str]:
             f"{processes} processes: use {near}"
         )
         return
-    if rows % train.train_batch_size:
+    if rows > MOST_ROWS or train.prompts_per_iteration > MOST_ROWS:
+        yield (
+            f"train.group_size {train.group_size} x train.prompts_per_iteration "
+            f"{train.prompts_per_iteration} is {rows:.3g} samples of an iteration: at most "
+            f"{MOST_ROWS:.0e}"
+        )
+    elif rows % train.train_batch_size:
         near = _nearest(
             min(train.train_batch_size, rows), processes, lambda n: n <= rows and rows % n == 0
         )

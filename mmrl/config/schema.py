@@ -64,7 +64,7 @@ def resolve_named(
     except UserError as error:
         problems.append(where.say(renamed.plug_in(registry.kind, name) or str(error)))
         return BAD
-    except Exception as error:  # importing a user's own module can raise anything
+    except (Exception, SystemExit) as error:  # importing a user's own module can raise anything
         problems.append(
             where.say(f"cannot import {registry.kind} {name!r}: {type(error).__name__}: {error}")
         )

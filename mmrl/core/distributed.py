@@ -47,6 +47,11 @@ def largest(number: int, device: torch.device | str) -> int:
     return int(all_max(torch.tensor(number, device=device))) if world()[1] > 1 else number
 
 
+def any_of(flag: bool) -> bool:
+    """Tell whether a flag is set on any process; a collective call."""
+    return bool(all_max(torch.tensor(float(flag))))
+
+
 def all_gather_rows(x: Tensor) -> Tensor:
     """Gather the rows [B_r, *] of every process in order of rank: [B_0 + B_1 + ..., *]; B_r may
     differ and may be 0."""

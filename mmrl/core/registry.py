@@ -29,6 +29,7 @@ from typing import Any, TypeVar
 from mmrl.core.errors import UserError, suggest
 
 Plugin = Callable[..., Any]  # a class or a function
+SAFE = "MMRL_SAFE"  # environment variable
 Registered = TypeVar("Registered", bound=Plugin)
 
 
@@ -121,9 +122,25 @@ class Registry(dict[str, Plugin]):
         return partial(entry, **chosen) if chosen else entry
 
 
+def refuse_foreign_code() -> None:
+    """Let configurations name only what is registered, in this process and those it starts
+    (``mmrl --safe``)."""
+    os.environ[SAFE] = "1"
+
+
+def is_safe() -> bool:
+    """Tell whether configurations may name only what is registered."""
+    return os.environ.get(SAFE, "") not in ("", "0")
+
+
 def import_name(name: str, kind: str = "plug-in") -> Plugin:
     """Import ``module:attribute`` or ``path/to/file.py:attribute``; modules are also looked up in
-    the working directory."""
+    the working directory. Raises UserError under ``--safe``, which runs no code of others."""
+    if is_safe():
+        raise UserError(
+            f"{kind} {name!r} is code of the configuration's author, which --safe refuses; read "
+            f"it, then run without --safe (and MMRL_SAFE), or take a registered {kind}"
+        )
     place, _, attribute = name.rpartition(":")
     try:
         module = import_file(Path(place)) if place.endswith(".py") else import_module(place)
@@ -136,6 +153,8 @@ def import_name(name: str, kind: str = "plug-in") -> Plugin:
             f"{place!r} has no {attribute!r}; {suggest(attribute, public_names(module))}"
         )
     plugin: Plugin = getattr(module, attribute)
+    if not callable(plugin):
+        raise UserError(f"{name!r} is a {type(plugin).__name__}, not a {kind}: nothing to call")
     return plugin
 
 

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from mmrl.core.types import Prompt, Reward, Rewards, Rollout
 from mmrl.data.vision.source import in_messages
+from mmrl.monitoring.log import ROLLOUTS as FILE
 from mmrl.monitoring.monitors import Sampled
 from mmrl.monitoring.report.pictures import data_uri, strip
 
-FILE = "rollouts.jsonl"
 GROUPS = 4  # prompts of an iteration that are kept
 LONGEST = 4000  # characters of a text that are kept
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -21,6 +22,14 @@ from mmrl.monitoring.report.pictures import film_sheet, save_picture, sheet, sti
 if TYPE_CHECKING:
     from PIL import Image
     from torch import Tensor
+
+METRICS = "metrics.jsonl"
+EVENTS = "events.jsonl"
+ROLLOUTS = "rollouts.jsonl"
+# the kind of the event that iterations or budget are spent
+FINISHED = "finished"
+# kinds of events that come again when iterations are done again
+REPEATED = ("alarm", "checkpoint", "excluded", "note")
 
 
 @dataclass(frozen=True)
@@ -72,13 +81,16 @@ class RunLog:
         self.past_alarms: dict[str, int] = {}
         if not active:
             return
-        self._metrics_path = self.folder / "metrics.jsonl"
+        self._metrics_path = self.folder / METRICS
         if not resume and self._metrics_path.exists() and self._metrics_path.stat().st_size:
             remedy = f"go on with it (mmrl train --resume {self.folder}), or choose another folder"
             raise UserError(f"{self.folder} already holds a run; {remedy}")
         (self.folder / "samples").mkdir(parents=True, exist_ok=True)
         if resume:
-            self._cut(start)
+            self.past = self._cut(METRICS, start)
+            self._cut(EVENTS, start, REPEATED)
+            self._cut(EVENTS, 0, (FINISHED,))  # it is not, until it says so again
+            self._cut(ROLLOUTS, start)
             self._recall_alarms(start)
         if options.wandb:
             self.mirrors.append(_WandB(self.folder, options.project, config))
@@ -117,8 +129,16 @@ class RunLog:
             if numbers
             else {}
         )
-        with (self.folder / "events.jsonl").open("a", encoding="utf-8") as file:
+        with (self.folder / EVENTS).open("a", encoding="utf-8") as file:
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+    def sync(self) -> None:
+        """Wait until all lines written so far are on the disk, which a checkpoint builds on."""
+        if self.active:
+            for name in (METRICS, EVENTS, ROLLOUTS):
+                if (self.folder / name).exists():
+                    _sync(self.folder / name)
+            _sync(self.folder)
 
     def images(
         self, name: str, images: Tensor, captions: Sequence[str] = (), columns: int | None = None
@@ -162,7 +182,8 @@ class RunLog:
             mirror.close()
         self.mirrors = []
         if self.active:
-            self._metrics.close()
+            with suppress(OSError):  # of a full disk, which whoever wrote the line has reported
+                self._metrics.close()
 
     def __enter__(self) -> RunLog:
         return self
@@ -170,26 +191,37 @@ class RunLog:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _cut(self, start: int | None) -> None:
-        """Keep the whole lines before ``start``; warn of a line that a crash has torn."""
-        if not self._metrics_path.exists():
-            return
-        lines = []
-        for number, text in enumerate(
-            self._metrics_path.read_text(encoding="utf-8", errors="replace").splitlines(), 1
-        ):
-            line = parse_line(text)
+    def _cut(
+        self, name: str, start: int | None, kinds: Sequence[str] | None = None
+    ) -> list[dict[str, Any]]:
+        """Keep the whole lines of a file from before ``start``, all others are written again; warn
+        of a line that a crash has torn. ``kinds``: only these are cut. Returns the kept lines."""
+        path = self.folder / name
+        if not path.exists():
+            return []
+        lines, past = [], []
+        text = path.read_text(encoding="utf-8", errors="replace")
+        torn = []
+        for number, written in enumerate(text.split("\n"), 1):
+            line = parse_line(written)
             if line is None:
-                self.event("warning", f"{self._metrics_path}: line {number} is torn; dropped")
-            elif start is None or line["iteration"] < start:
-                lines.append(text + "\n")
-                self.past.append(line)
-        _replace(self._metrics_path, lambda path: path.write_text("".join(lines), encoding="utf-8"))
+                torn += [number] if written.strip() else []
+            elif (
+                start is None
+                or line["iteration"] < start
+                or (kinds is not None and line.get("kind") not in kinds)
+            ):
+                lines.append(written + "\n")
+                past.append(line)
+        _replace(path, lambda draft: draft.write_text("".join(lines), encoding="utf-8"))
+        for number in torn:
+            self.event("warning", f"{path}: line {number} is torn; dropped")
+        return past
 
     def _recall_alarms(self, start: int | None) -> None:
         """Read the alarms of the iterations before ``start``; those after it are of iterations that
         come again."""
-        path = self.folder / "events.jsonl"
+        path = self.folder / EVENTS
         if not path.exists():
             return
         text = path.read_text(encoding="utf-8", errors="replace")
@@ -268,6 +300,14 @@ class _WandB:
 
     def close(self) -> None:
         self.run.finish()
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _number(value: float) -> float | int | None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,11 +26,12 @@ from mmrl.core import distributed
 from mmrl.core.errors import UserError
 from mmrl.core.sharding import is_sharded
 from mmrl.core.tensor_files import Part
-from mmrl.utils.files import sha256, sync
+from mmrl.utils.files import on_disk, sha256, sync
 
 FORMAT = "mmrl-checkpoint-2"
 READABLE = (FORMAT, "mmrl-checkpoint-1")  # the first had whole tensors only
 PREFIX = "iteration-"
+NAME = re.compile(rf"{PREFIX}(\d{{6,}})")
 
 Tensors = Mapping[str, Tensor]
 Arrays = Mapping[str, Tensors]  # part -> name -> tensor
@@ -42,9 +44,9 @@ def save(folder: Path, iteration: int, arrays: Arrays, meta: dict[str, Any], kee
     A collective call: each process writes its shards, the main one everything else.
     """
     main = distributed.world()[0] == 0
-    final = folder / f"{PREFIX}{iteration:06d}"
+    final = path_of(folder, iteration)
     work = folder / f".{final.name}.partial"
-    with distributed.together():
+    with distributed.together(), on_disk(folder):
         if main:
             shutil.rmtree(work, ignore_errors=True)
             work.mkdir(parents=True)
@@ -53,11 +55,12 @@ def save(folder: Path, iteration: int, arrays: Arrays, meta: dict[str, Any], kee
     with distributed.together():  # all have written
         pass
     names = _names(work)
-    prints = {name: _fingerprint(work / name) for name in _share(names)}
+    with distributed.together(), on_disk(folder):
+        prints = {name: _fingerprint(work / name) for name in _share(names)}
     files: dict[str, Any] = {}
     for each in distributed.all_gather_plain(prints):
         files |= each
-    with distributed.together():  # the others go on when the checkpoint is there
+    with distributed.together(), on_disk(folder):  # the others go on when it is there
         if main:
             listed = {name: files[name] for name in names}
             state = {"format": FORMAT, "iteration": iteration, "files": listed, "meta": meta}
@@ -67,24 +70,38 @@ def save(folder: Path, iteration: int, arrays: Arrays, meta: dict[str, Any], kee
             shutil.rmtree(final, ignore_errors=True)
             os.rename(work, final)
             sync(folder)
-            prune(folder, keep)
+            prune(folder, keep, iteration)
     return final
 
 
-def _write(path: Path, tensors: Tensors, main: bool) -> None:
-    """Write one part: whole tensors by the main process, shards by all of them."""
-    if not any(map(is_sharded, tensors.values())):
-        if main:
-            from safetensors.torch import save_file
+def path_of(folder: Path, iteration: int) -> Path:
+    return folder / f"{PREFIX}{iteration:06d}"
 
-            plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-            save_file(plain, path.with_name(f"{path.name}.safetensors"))
+
+def _write(path: Path, tensors: Tensors, main: bool) -> None:
+    """Write one part: whole tensors by the main process, shards by all of them; a collective
+    call."""
+    if not any(map(is_sharded, tensors.values())):
+        with distributed.together(), on_disk(path.parent):
+            if main:
+                _write_whole(path.with_name(f"{path.name}.safetensors"), tensors)
         return
     from torch.distributed.checkpoint import state_dict_saver
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
     writer = HuggingFaceStorageWriter(str(path), save_distributed=True)
     state_dict_saver.save(dict(tensors), storage_writer=writer)
+
+
+def _write_whole(path: Path, tensors: Tensors) -> None:
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    try:
+        save_file(plain, path)
+    except SafetensorError as error:  # what it makes of a full disk
+        raise OSError(None, str(error), str(path)) from error
 
 
 def load(path: Path, checked: bool = False) -> tuple[Arrays, dict[str, Any]]:
@@ -101,9 +118,17 @@ def load(path: Path, checked: bool = False) -> tuple[Arrays, dict[str, Any]]:
     return {part: Part(files) for part, files in parts.items()}, state["meta"]
 
 
+def every(folder: Path) -> list[Path]:
+    """List the checkpoints of a run, the newest first, unread. What is called otherwise, or is no
+    folder, is the user's own."""
+    named = {path: NAME.fullmatch(path.name) for path in folder.glob(PREFIX + "*")}
+    numbers = {path: int(match[1]) for path, match in named.items() if match and path.is_dir()}
+    return sorted(numbers, key=lambda path: numbers[path], reverse=True)
+
+
 def latest(folder: Path) -> Path | None:
     """Return the newest checkpoint of a run, unread; None if there is none."""
-    return max(folder.glob(PREFIX + "*"), key=lambda path: path.name, default=None)
+    return next(iter(every(folder)), None)
 
 
 def choose(folder: Path) -> tuple[Path, list[str]]:
@@ -113,7 +138,7 @@ def choose(folder: Path) -> tuple[Path, list[str]]:
     A collective call: each process compares its share of the files with their SHA-256.
     """
     problems: list[str] = []
-    for path in sorted(folder.glob(PREFIX + "*"), key=lambda path: path.name, reverse=True):
+    for path in every(folder):
         try:
             with distributed.together():
                 _checked(path)
@@ -131,12 +156,17 @@ def choose(folder: Path) -> tuple[Path, list[str]]:
     )
 
 
-def prune(folder: Path, keep: int) -> None:
-    """Delete all but the newest ``keep`` checkpoints, and what crashed writers left behind."""
-    for path in sorted(folder.glob(PREFIX + "*"), key=lambda path: path.name)[: -keep or None]:
+def prune(folder: Path, keep: int, newest: int) -> None:
+    """Delete all but the newest ``keep`` checkpoints up to iteration ``newest``, and what crashed
+    writers left behind. Those of later iterations are damaged, or the run would have gone on from
+    them; they are replaced when it comes by."""
+    limit = path_of(folder, newest)
+    known = every(folder)
+    for path in known[known.index(limit) :][keep or None :]:
         shutil.rmtree(path)
     for path in folder.glob(f".{PREFIX}*"):
-        shutil.rmtree(path)
+        if path.is_dir():
+            shutil.rmtree(path)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -153,10 +183,18 @@ def _read(path: Path) -> dict[str, Any]:
         raise UserError(
             f"{path} is not an mmrl checkpoint of format {FORMAT}; it was written by something else"
         )
+    if not _is_whole(state):
+        raise UserError(f"checkpoint {path} is damaged: state.json lacks its files or its state")
     for name in state["files"]:
         if not (path / name).is_file():
             raise UserError(f"checkpoint {path} is torn: {name} is missing")
     return state
+
+
+def _is_whole(state: Mapping[str, Any]) -> bool:
+    """Tell whether state.json has what every checkpoint has."""
+    files, meta = state.get("files"), state.get("meta")
+    return isinstance(files, dict) and isinstance(meta, dict)
 
 
 def _checked(path: Path) -> dict[str, Any]:

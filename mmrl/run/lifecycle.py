@@ -3,14 +3,16 @@ shown."""
 
 from __future__ import annotations
 
-import json
 import math
+import os
 import signal
 import time
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,32 +25,54 @@ from mmrl.core import distributed
 from mmrl.core.errors import UserError
 from mmrl.monitoring.alarms import AlarmOptions, Alarms
 from mmrl.monitoring.gallery import Gallery
-from mmrl.monitoring.log import LogOptions, RunLog
-from mmrl.run import checkpoint, state
+from mmrl.monitoring.log import FINISHED, METRICS, LogOptions, RunLog, parse_line
+from mmrl.monitoring.monitors import Sampled
+from mmrl.run import changes, checkpoint, state
 from mmrl.run.build import CONFIG, SECTIONS, Session, config_of, read
 from mmrl.run.evaluation import evaluate, sample
+from mmrl.run.lock import FolderLock
+from mmrl.run.stopping import BUDGET, GO_ON, SIGNAL, TIME_LIMIT, Ended, Signals, status_of
 from mmrl.train.trainer import Trainer
+from mmrl.utils.files import on_disk, write_json, write_text
 from mmrl.utils.machine import machine, peak_memory_gib
+from mmrl.utils.output import lasting_output
 
 PREVIEW = 8  # held-out prompts in a sample grid
-SAME_INSTANT = 1.0  # seconds
-FINISHED = (
-    "finished"  # the kind of the event that says that a run has spent its iterations or budget
-)
 # limit of train.budget -> metric of an iteration that is added up
 COSTS = {"cpu_seconds": "cpu_seconds", "samples": "samples/total", "forwards": "forwards"}
 
 
-def train(name: Path, overrides: Sequence[str] = (), resume: bool = False) -> Path:
+def train(
+    name: Path, overrides: Sequence[str] = (), resume: bool = False, accept: bool = False
+) -> Path:
     """Train a configuration, or go on with a run folder. Returns the run folder. One with stages
-    is trained stage by stage.
+    is trained stage by stage. ``accept``: a resume may change what makes it another run.
 
     Raises UserError for everything a user can mend; what was trained until then is saved.
     """
+    return trained(name, overrides, resume, accept).folder
+
+
+def trained(
+    name: Path, overrides: Sequence[str] = (), resume: bool = False, accept: bool = False
+) -> Ended:
+    """Do the same, and tell how it ended."""
+    with lasting_output():
+        try:
+            return _train(name, overrides, resume, accept)
+        except SystemExit as error:
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            raise UserError(
+                f"{last.filename}:{last.lineno} ended the program ({last.line or 'sys.exit'}) in "
+                f"the middle of a training; let it raise an error, or return NaN for a sample"
+            ) from error
+
+
+def _train(name: Path, overrides: Sequence[str], resume: bool, accept: bool) -> Ended:
     file = config_of(name) if resume else name
     plain, stages = config.load_stages(file, overrides)
     if not stages:
-        return train_one(name, overrides, resume)
+        return train_one(name, overrides, resume, accept=accept)
     if resume and overrides:
         raise UserError(
             f"{name} has the stages {', '.join(stages)}: changes belong to one of them, such as "
@@ -61,20 +85,20 @@ def train(name: Path, overrides: Sequence[str] = (), resume: bool = False) -> Pa
     if not resume and distributed.world()[0] == 0:
         _write_stages(folder, plain, checked)
     before: Path | None = None
+    ended = Ended(folder)
     for number, stage in enumerate(stages, start=1):
         part = folder / f"{number}-{stage}"
         if not is_finished(part):
             print(f"stage {number} of {len(stages)}: {stage}", flush=True)
-            begun = checkpoint.latest(part / "checkpoints") is not None
             added = {"run": str(part)} | ({"start": str(before.resolve())} if before else {})
-            if begun:
-                train_one(part, (), resume=True)
+            if is_begun(part):
+                ended = train_one(part, (), resume=True)
             else:
-                train_one(file, [*overrides, f"stage={stage}"], added=added)
+                ended = train_one(file, [*overrides, f"stage={stage}"], added=added)
         if not is_finished(part):
             break
         before = part
-    return folder
+    return Ended(folder, ended.status)
 
 
 def _write_stages(
@@ -89,16 +113,23 @@ def _write_stages(
     shared = {key: plain[key] for key in ("plugins",) if key in plain}
     folder.mkdir(parents=True, exist_ok=True)
     written = config.Config({**shared, "run": str(folder), "stages": parts})
-    (folder / CONFIG).write_text(config.dump(written))
+    write_text(folder / CONFIG, config.dump(written))
 
 
 def is_finished(folder: Path) -> bool:
     """Tell whether a run has spent its iterations or its budget."""
     try:
-        lines = (folder / "events.jsonl").read_text().splitlines()
+        text = (folder / "events.jsonl").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return False
-    return any(json.loads(line).get("kind") == FINISHED for line in lines if line.startswith("{"))
+    return any((parse_line(line) or {}).get("kind") == FINISHED for line in text.splitlines())
+
+
+def is_begun(folder: Path) -> bool:
+    """Tell whether a folder holds a run that has trained or saved something."""
+    metrics = folder / METRICS
+    has_metrics = metrics.is_file() and metrics.stat().st_size > 0
+    return has_metrics or checkpoint.latest(folder / "checkpoints") is not None
 
 
 def train_one(
@@ -106,37 +137,50 @@ def train_one(
     overrides: Sequence[str] = (),
     resume: bool = False,
     added: Mapping[str, Any] = {},
-) -> Path:
+    accept: bool = False,
+) -> Ended:
     """Train a configuration without stages, or one of its stages; ``added``: sections that code
-    gives. Returns the run folder."""
+    gives. ``accept``: a resume may change what makes it another run."""
     configuration = read(config_of(name) if resume else name, overrides, added=added)
     session = Session.of(configuration)
     trainer = session.trainer()
     config.check(configuration, SECTIONS, {"optimizer": ("parameters",)}, trainer.device.processes)
     folder = name if resume else run_folder(configuration, name)
-    notes = _resume(trainer, folder) if resume else []
-    with distributed.together():  # only the main process looks into the folder
-        log = RunLog(
-            folder,
-            resume,
-            start=trainer.iteration + 1,
-            options=configuration.section("log", LogOptions),
-            active=trainer.device.main,
-            config=configuration.plain,
-        )
-    with log:
-        run = Run(session, trainer, log, folder)
-        watched = [name for name, weight in session.scorer.weights.items() if not weight]
-        run.alarms = Alarms(configuration.section("alarms", AlarmOptions), watched)
-        run.alarms.recall(log.past, log.past_alarms)
-        run.recount(log.past)
-        for note in [*trainer.plan.warnings, *session.policy.notes, *notes]:
-            run.say("warning", note)
-        run.begin(fresh=not resume)
-        with run.rescued():
-            run.loop()
-        run.end()
-    return folder
+    # the clock of the main process names it
+    folder = Path(distributed.all_gather_plain(str(folder))[0])
+    with ExitStack() as held:
+        lock = FolderLock(folder, active=trainer.device.main)
+        with distributed.together(), on_disk(folder):  # only the main process looks into the folder
+            held.enter_context(lock)
+            if trainer.device.main and not resume and is_begun(folder):
+                raise UserError(
+                    f"{folder} already holds a run; go on with it (mmrl train --resume {folder}), "
+                    f"or choose another folder"
+                )
+        begun = resume and distributed.any_of(checkpoint.latest(folder / "checkpoints") is not None)
+        notes = _resume(trainer, folder, configuration, accept) if begun else []
+        with distributed.together(), on_disk(folder):
+            log = RunLog(
+                folder,
+                resume,
+                start=trainer.iteration + 1,
+                options=configuration.section("log", LogOptions),
+                active=trainer.device.main,
+                config=configuration.plain,
+            )
+        held.enter_context(log)
+        run = Run(session, trainer, log, folder, lock)
+        if begun:
+            run.saved = trainer.iteration
+        elif resume:
+            notes.append(f"{folder} has no checkpoint yet: begun anew")
+        run.recall(notes)
+        with run.signals.caught():
+            run.begin(fresh=not begun)
+            with run.rescued():
+                run.loop()
+                run.end()
+    return Ended(folder, run.status)
 
 
 @dataclass
@@ -148,7 +192,10 @@ class Run:
     trainer: Trainer
     log: RunLog
     folder: Path
+    lock: FolderLock = field(default_factory=lambda: FolderLock(Path(), active=False))
     stop: str = ""
+    status: int = 0  # exit status of a command that runs this
+    saved: int | None = None  # iteration of the newest checkpoint, where this process knows it
     started: float = field(default_factory=time.monotonic)
     # reward -> failures already written to the events
     reported: dict[str, int] = field(default_factory=dict)
@@ -157,28 +204,55 @@ class Run:
     spent: dict[str, float] = field(default_factory=lambda: dict.fromkeys(COSTS, 0.0))
     finished: str = ""  # which budget ended the run
 
+    def __post_init__(self) -> None:
+        self.signals = Signals(self._promise)
+
+    def recall(self, notes: Sequence[str]) -> None:
+        """Take up what was logged before a resume, and write what there is to be said about the
+        beginning."""
+        session = self.session
+        watched = [name for name, weight in session.scorer.weights.items() if not weight]
+        options = session.config.section("alarms", AlarmOptions)
+        self.alarms = Alarms(options, watched)
+        self.alarms.recall(self.log.past, self.log.past_alarms)
+        self.recount(self.log.past)
+        for note in [*self.trainer.plan.warnings, *session.policy.notes, *notes]:
+            self.say("warning", note)
+
     def begin(self, fresh: bool) -> None:
         """Prepare what every process needs, and write what the main one writes before the first
         iteration."""
         session = self.session
         session.policy.prepare([*session.source.train, *session.source.held_out])
-        if self.log.active:
-            (self.folder / CONFIG).write_text(config.dump(session.config))
-            (self.folder / "machine.json").write_text(json.dumps(machine(), indent=1))
+        with distributed.together(), on_disk(self.folder):
+            if self.log.active:
+                write_text(self.folder / CONFIG, config.dump(session.config))
+                write_json(self.folder / "machine.json", machine() | self._surroundings())
         every = self.log.options.rollouts
-        if self.log.active and every:
+        if every:
             gallery = Gallery(self.folder, session.scorer.rewards, every)
-            self.trainer.monitors.append(gallery.see)
+            self.trainer.monitors.append(partial(self._show, gallery))
         self.trainer.monitors.append(self.alarms.see)
         if fresh:
             self.preview("before")
             if session.scorer.validates():
                 self._evaluate()
 
+    def _surroundings(self) -> dict[str, Any]:
+        """Return what of this process sums may round by."""
+        return {
+            "threads": torch.get_num_threads(),
+            "processes": self.trainer.device.processes,
+            "mkl_cbwr": os.environ.get("MKL_CBWR"),
+        }
+
     def loop(self) -> None:
+        """Iterate until the end. The order lets a kill at any point be replayed: the line of an
+        iteration is on the disk before its checkpoint, and lines after the last checkpoint are
+        written again by a resume."""
         options = self.session.options
         trainer = self.trainer
-        with self.log.progress(options.iterations, trainer.iteration) as bar, self._interruptible():
+        with self.log.progress(options.iterations, trainer.iteration) as bar:
             while trainer.iteration < options.iterations and not self._should_stop():
                 start = time.perf_counter()
                 cpu_start = time.process_time()
@@ -188,11 +262,27 @@ class Run:
                 if (memory := peak_memory_gib()) is not None:
                     metrics["memory/peak_gib"] = memory
                 self.recount([metrics])
-                metrics |= self._every_so_often(trainer.iteration) | self._counted()
-                self.log.metrics(trainer.iteration, metrics)
-                self._tell(metrics)
-                self._sound_alarms()
+                metrics |= self._measured(trainer.iteration) | self._counted()
+                with self._writing():
+                    self.log.metrics(trainer.iteration, metrics)
+                    self._tell(metrics)
+                    self._sound_alarms()
                 bar.update(trainer.iteration, metrics.get("reward/mean"), self._note(metrics))
+                if due(trainer.iteration, options.save_every):
+                    self.save()
+
+    def _show(self, gallery: Gallery, sampled: Sampled) -> dict[str, float]:
+        """Let the gallery see an iteration, as a monitor; a collective call."""
+        with self._writing():
+            return gallery.see(sampled) if self.log.active else {}
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Write something into the folder, on the main process; a collective call. Raises UserError
+        on all of them if the disk cannot be written, or the folder is another process's now."""
+        with distributed.together(), on_disk(self.folder):
+            self.lock.check()
+            yield
 
     def _note(self, metrics: Mapping[str, float]) -> str:
         """Return what the progress says besides the reward: the loss where there is none."""
@@ -205,35 +295,54 @@ class Run:
         try:
             yield
         except distributed.StopAll as error:
-            self.log.event("error", str(error))
+            with suppress(UserError), self._writing():
+                self.log.event("error", str(error))
             if self.trainer.iteration == start:
                 raise
             again = f"mmrl train --resume {self.folder}"
+            try:
+                path = self.save()
+            except UserError as second:  # such as a full disk: that is what happened
+                path = checkpoint.latest(self.folder / "checkpoints") or Path("nothing")
+                why = "" if str(second) == str(error) else f"\n{second}"
+                raise UserError(
+                    f"{error}{why}\nsaved before: {path}; when this is mended, go on with: {again}"
+                ) from error
             raise UserError(
-                f"{error}\nsaved {self.save()}; when this is mended, go on with: {again}"
+                f"{error}\nsaved {path}; when this is mended, go on with: {again}"
             ) from error
 
     def end(self) -> None:
         """Save the last checkpoint and pictures, and say how to go on if the run was stopped."""
+        self.log.iteration = self.trainer.iteration  # also where a resume had nothing left to do
         path = self.save()
         self.preview("after")
-        if self.stop:
-            self.say(
-                "stopped",
-                f"{self.stop}; saved {path}. Go on with: mmrl train --resume {self.folder}",
-            )
-        else:
-            iterations = f"{self.trainer.iteration} iterations"
-            self.log.event(FINISHED, self.finished or iterations, self.spent)
-            if self.log.active:
-                print(f"finished: {self.folder}")
+        with self._writing():
+            if self.stop:
+                self.say(
+                    "stopped",
+                    f"{self.stop}; saved {path}. Go on with: mmrl train --resume {self.folder}",
+                )
+            else:
+                iterations = f"{self.trainer.iteration} iterations"
+                self.log.event(FINISHED, self.finished or iterations, self.spent)
+                if self.log.active:
+                    print(f"finished: {self.folder}")
 
     def save(self) -> Path:
+        """Save a checkpoint, after everything that was logged until now has reached the disk."""
         iteration = self.trainer.iteration
+        if self.saved == iteration:  # as it was read, or has just been written
+            return checkpoint.path_of(self.folder / "checkpoints", iteration)
+        with self._writing():
+            self.log.sync()
         keep = self.session.options.save_total_limit
         arrays, meta = state.capture(self.trainer)
+        meta["config"] = changes.text_of(self.session.config)
         path = checkpoint.save(self.folder / "checkpoints", iteration, arrays, meta, keep)
-        self.log.event("checkpoint", f"iteration {iteration}")
+        self.saved = iteration
+        with self._writing():
+            self.log.event("checkpoint", f"iteration {iteration}")
         return path
 
     def preview(self, name: str) -> None:
@@ -244,22 +353,22 @@ class Run:
             media, _ = sample(self.trainer.policy, prompts, 1, self.session.evaluation.seed)
         if isinstance(media, torch.Tensor) and media.ndim in (4, 5):
             shown = distributed.all_gather_rows(media)
-            self.log.images(name, shown.float().cpu(), [str(p.get("text", "")) for p in prompts])
+            with self._writing():
+                texts = [str(p.get("text", "")) for p in prompts]
+                self.log.images(name, shown.float().cpu(), texts)
 
     def say(self, kind: str, message: str) -> None:
         self.log.event(kind, message)
         if self.log.active:
             print(f"{kind}: {message}", flush=True)
 
-    def _every_so_often(self, iteration: int) -> dict[str, float]:
-        """Evaluate, save and preview where that is due after this iteration; what rewards learn of
-        an evaluation is saved with it."""
+    def _measured(self, iteration: int) -> dict[str, float]:
+        """Evaluate and preview where that is due after this iteration; what rewards learn of an
+        evaluation is saved with it."""
         options = self.session.options
         metrics: dict[str, float] = {}
         if due(iteration, options.evaluate_every):
             metrics = self._evaluate()
-        if due(iteration, options.save_every) and iteration < options.iterations:
-            self.save()
         if due(iteration, options.sample_every):
             self.preview(f"iter-{iteration:06d}")
         return metrics
@@ -289,12 +398,35 @@ class Run:
                 self.spent[name] += line.get(key) or 0.0
 
     def _should_stop(self) -> bool:
+        """Agree with the other processes on why to end, if there is a reason; a collective call."""
+        code = distributed.largest(self._reason(), self.trainer.device.accelerator.device)
         limit = self.session.options.time_limit
+        if code >= SIGNAL:
+            self.stop = f"interrupted by {signal.Signals(code - SIGNAL).name}"
+        elif code == TIME_LIMIT:
+            self.stop = f"time limit of {limit or 0:g} s reached"
+        elif code == BUDGET:
+            self.finished = self._spent() or "budget of another process spent"
+        self.status = status_of(code)
+        return code != GO_ON
+
+    def _reason(self) -> int:
+        """Return why this process would end the run."""
+        limit = self.session.options.time_limit
+        if self.signals.number:
+            return SIGNAL + self.signals.number
         if limit and time.monotonic() - self.started > limit:
-            self.stop = self.stop or f"time limit of {limit:g} s reached"
-        if budget := self.session.options.budget:
-            self.finished = budget.spent(self.spent)
-        return self.trainer.device.any(bool(self.stop or self.finished))
+            return TIME_LIMIT
+        return BUDGET if self._spent() else GO_ON
+
+    def _spent(self) -> str:
+        budget = self.session.options.budget
+        return budget.spent(self.spent) if budget else ""
+
+    def _promise(self) -> None:
+        """Say what a first signal does."""
+        if self.log.active:
+            print("\nfinishing this iteration, then saving; press Ctrl-C again to stop without")
 
     def _tell(self, metrics: dict[str, float]) -> None:
         """Report samples that could not be scored and an iteration that taught nothing, once for
@@ -338,39 +470,6 @@ class Run:
             f"judged/{name}": number for name, number in zip(counts, total.tolist(), strict=True)
         }
 
-    @contextmanager
-    def _interruptible(self) -> Iterator[None]:
-        """End the run after the current iteration on the first Ctrl-C (or SIGTERM), at once on the
-        second.
-
-        A launcher hands on the Ctrl-C that the terminal has also sent here, so the same instant
-        counts once.
-        """
-        first = -math.inf
-
-        def handle(number: int, _: object) -> None:
-            nonlocal first
-            if self.stop and time.monotonic() - first > SAME_INSTANT:
-                raise KeyboardInterrupt
-            if self.stop:
-                return
-            first = time.monotonic()
-            self.stop = f"interrupted by {signal.Signals(number).name}"
-            if self.log.active:
-                print(
-                    "\nfinishing this iteration, then saving; press Ctrl-C again to stop without",
-                    flush=True,
-                )
-
-        handlers = {
-            number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)
-        }
-        try:
-            yield
-        finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
-
 
 def due(iteration: int, every: int) -> bool:
     return bool(every) and iteration % every == 0
@@ -383,14 +482,22 @@ def run_folder(configuration: config.Config, name: Path) -> Path:
     return Path("runs") / f"{name.parent.name}-{name.stem}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
-def _resume(trainer: Trainer, folder: Path) -> list[str]:
-    """Restore the newest whole checkpoint. Returns what was wrong with newer ones."""
-    if checkpoint.latest(folder / "checkpoints") is None:
-        raise UserError(
-            f"{folder} has no checkpoint yet; start it again with: mmrl train {folder / CONFIG}"
-        )
+def _resume(
+    trainer: Trainer, folder: Path, configuration: config.Config | None = None, accept: bool = False
+) -> list[str]:
+    """Restore the newest whole checkpoint. Returns what was wrong with newer ones, and what the
+    configuration changes."""
     path, problems = checkpoint.choose(folder / "checkpoints")
     with distributed.together():
         arrays, meta = checkpoint.load(path, checked=True)
-    state.restore(trainer, arrays, meta)
+    if configuration is not None:
+        problems += changes.admit(meta.get("config"), configuration, folder, accept)
+    try:
+        state.restore(trainer, arrays, meta)
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{path / 'state.json'} does not have the state that this configuration needs "
+            f"({type(error).__name__}: {error}); go on with the configuration it was saved with, "
+            f"or from another checkpoint (move this one away)"
+        ) from error
     return [*problems, f"resumed from {path}"]

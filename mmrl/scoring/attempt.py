@@ -116,7 +116,7 @@ class Attempt:
                 for row in rows:
                     self.fail(row, Cause(kind="time-out", text=str(error)))
                 return
-            except Exception as error:  # whatever a user's reward may raise
+            except (Exception, SystemExit) as error:  # whatever a user's reward may raise
                 # not the exception itself, whose traceback holds the samples
                 cause = describe(error)
         if len(units) == 1:
@@ -215,7 +215,7 @@ def as_values(values: object, count: int, name: str, of: Of = "sample") -> Tenso
     return scores.to("cpu", torch.float32)
 
 
-def describe(error: Exception) -> Cause:
+def describe(error: BaseException) -> Cause:
     """Return type, message and place of an exception; the place is the innermost line outside
     installed packages."""
     frames = traceback.extract_tb(error.__traceback__)

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Annotated
 
 import torch
+from annotated_types import Ge, Lt
 from torch import nn
 
 from mmrl.core.registry import OPTIMIZERS
+
+NotNegative = Annotated[float, Ge(0)]
+Decay = Annotated[float, Ge(0), Lt(1)]
 
 
 @OPTIMIZERS.register("adamw")
 def adamw(
     parameters: Iterable[nn.Parameter],
     *,
-    lr: float = 1e-4,
-    weight_decay: float = 1e-4,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
+    lr: NotNegative = 1e-4,
+    weight_decay: NotNegative = 1e-4,
+    betas: tuple[Decay, Decay] = (0.9, 0.999),
+    eps: NotNegative = 1e-8,
 ) -> torch.optim.Optimizer:
     """Build AdamW (Loshchilov and Hutter 2019)."""
     return torch.optim.AdamW(parameters, lr=lr, weight_decay=weight_decay, betas=betas, eps=eps)
@@ -28,9 +33,9 @@ def adamw(
 def sgd(
     parameters: Iterable[nn.Parameter],
     *,
-    lr: float = 1e-2,
-    momentum: float = 0.0,
-    weight_decay: float = 0.0,
+    lr: NotNegative = 1e-2,
+    momentum: NotNegative = 0.0,
+    weight_decay: NotNegative = 0.0,
 ) -> torch.optim.Optimizer:
     """Build stochastic gradient descent."""
     return torch.optim.SGD(parameters, lr=lr, momentum=momentum, weight_decay=weight_decay)

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from mmrl.core.errors import UserError
+
 
 def sha256(path: Path) -> str:
     """Return the hex digest of a file's content."""
@@ -49,9 +51,28 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(draft, ignore_errors=True)
 
 
+@contextmanager
+def on_disk(folder: Path) -> Iterator[None]:
+    """Report what a disk refuses to do, such as a full one, as a UserError that names the
+    folder."""
+    try:
+        yield
+    except OSError as error:
+        place = error.filename or folder
+        raise UserError(
+            f"cannot write to {place}: {error.strerror or error}; look at the free space and the "
+            f"permissions there"
+        ) from error
+
+
 def write_json(path: Path, content: Any) -> None:
     """Write a JSON file that is there whole or not at all."""
+    write_text(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file that is there whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.partial")
-    draft.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    draft.write_text(text, encoding="utf-8")
     draft.replace(path)

@@ -136,8 +136,8 @@ def test_stop_and_resume_equal_a_run_in_one_go(desk):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_saves_and_says_how_to_go_on(desk, number):
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+def test_ctrl_c_saves_and_says_how_to_go_on(desk, number, status):
     name = f"stopped-{number}"
     command = [
         sys.executable,
@@ -160,7 +160,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(desk, number):
     waiting.until(lambda: process.poll() is not None or (log.exists() and "\n" in log.read_text()))
     process.send_signal(number)
     shown, _ = process.communicate(timeout=600)
-    assert process.returncode == 0, shown
+    assert process.returncode == status, shown
     assert f"mmrl train --resume {name}" in shown and "Traceback" not in shown
     done = metrics(desk / name)[-1]["iteration"]
     assert (desk / name / "checkpoints" / f"iteration-{done:06d}" / "state.json").exists()

@@ -283,6 +283,10 @@ def test_dataclass_sections():
     assert "expected a mapping" in message(build_dataclass, TrainOptions, [1], "train")
 
 
+def judged(media, prompts, *, by: int | float = 2):
+    return by
+
+
 def test_rewards_have_weights_and_options():
     registry = Registry("reward", {"plain": plain, "scaled": scaled, "box": Box})
     rewards = build_rewards(
@@ -351,7 +355,7 @@ def folder(tmp_path, monkeypatch):
     for registry, entry in (
         (POLICIES, Box),
         (DATA, Box),
-        (REWARDS, scaled),
+        (REWARDS, judged),
         (OBJECTIVES, Toy),
         (ADVANTAGES, plain),
     ):

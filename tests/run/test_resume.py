@@ -110,10 +110,37 @@ def test_the_newest_are_kept_and_leftovers_of_a_crash_removed(tmp_path):
     assert meta == {"n": 4} and arrays["weights"]["w"].tolist() == [4.0] * 3
 
 
+def test_what_the_user_puts_beside_checkpoints_is_none(tmp_path):
+    """A file or folder that is called almost so neither counts nor is deleted."""
+    saved(tmp_path, 1)
+    (tmp_path / "iteration-notes").write_text("mine")
+    (tmp_path / "iteration-000001-copy").mkdir()
+    saved(tmp_path, 1_000_000, keep=2)
+    saved(tmp_path, 999_999 + 2, keep=2)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == [
+        "iteration-000001-copy",
+        "iteration-1000000",
+        "iteration-1000001",
+        "iteration-notes",
+    ]
+    assert checkpoint.choose(tmp_path)[0].name == "iteration-1000001"
+
+
+def test_damaged_newer_checkpoints_do_not_push_out_the_one_just_written(tmp_path):
+    for iteration in (1, 5, 6):
+        saved(tmp_path, iteration)
+    for iteration in (5, 6):
+        truncate(tmp_path / f"iteration-{iteration:06d}")
+    saved(tmp_path, 2, keep=2)
+    path, problems = checkpoint.choose(tmp_path)
+    assert path.name == "iteration-000002" and len(problems) == 2
+
+
 def test_a_crash_while_writing_leaves_the_one_before(tmp_path, monkeypatch):
     saved(tmp_path, 1)
     monkeypatch.setattr(os, "rename", lambda *_: (_ for _ in ()).throw(OSError("power cut")))
-    with pytest.raises(OSError, match="power cut"):
+    with pytest.raises(UserError, match="power cut"):
         saved(tmp_path, 2)
     assert checkpoint.choose(tmp_path) == (tmp_path / "iteration-000001", [])
 

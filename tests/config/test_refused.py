@@ -1,0 +1,88 @@
+"""Values that can never work, and code of others: one sentence when the configuration is read."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mmrl.core import registry
+from mmrl.core.errors import UserError
+from mmrl.dry_run.dryrun import dry_run
+from scripts.soak_parts import killing
+
+ROOT = Path(__file__).parents[2]
+IMPOSSIBLE = {
+    "reward=os:getcwd": "a reward is called with (media, prompts)",
+    "reward=os:sep": "'os:sep' is a str, not a reward",
+    "evaluate=0": "evaluate: expected options",
+    "log=0": "log: expected options",
+    "train=0": "train: expected options",
+    "alarms=false": "alarms: expected options",
+    "advantage=0": "advantage: expected a",
+    "optimizer=0": "optimizer: expected a",
+    "plugins=0": "expected the name of a module",
+    "train.group_size=1000000000000000000": "samples of an iteration: at most",
+    "evaluate.num_samples=1000000000000000000": "less than or equal to 1000000",
+    "optimizer={adamw: {betas: [-0.9, 0.9]}}": "optimizer.adamw.betas.0: expected a value greater",
+    "optimizer={adamw: {betas: [0.9, 1.0]}}": "optimizer.adamw.betas.1: expected a value less",
+    "optimizer={adamw: {lr: -1}}": "optimizer.adamw.lr: expected a value greater",
+    "policy={sd3: {path: ''}}": "policy.sd3.path: expected a folder",
+    "policy={sd3: {path: 'world:digits/sd3', lora: 1000000000000000000}}": "a rank between 1 and",
+    "policy={sd3: {path: 'world:digits/sd3', lora: {rank: 0}}}": "a rank between 1 and",
+}
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    return killing.configuration(tmp_path_factory.mktemp("refused"), "ToyFlow", 3)
+
+
+@pytest.mark.parametrize("override", sorted(IMPOSSIBLE))
+def test_a_dry_run_refuses_what_can_never_work(file, override):
+    with pytest.raises(UserError) as error:
+        dry_run(file, [override])
+    assert IMPOSSIBLE[override] in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"reward": "os:getcwd"}, "reward 'os:getcwd' is code of the configuration's author"),
+        ({"reward": {"./judge.py:good": 1.0}}, "is code of the configuration's author"),
+        ({"plugins": ["judge.py"]}, "plugins: ['judge.py'] is code of the configuration's author"),
+        ({"policy": "judge.py:Policy"}, "policy 'judge.py:Policy' is code"),
+        ({"data": "judge:data"}, "data source 'judge:data' is code"),
+        (
+            {"policy": {"masked_lm": {"path": "owner/name", "remote_code": True}}},
+            "policy.masked_lm.remote_code: runs code of the model's author",
+        ),
+    ],
+)
+def test_safe_runs_no_code_of_others(tmp_path, monkeypatch, change, words):
+    monkeypatch.chdir(tmp_path)
+    Path("judge.py").write_text("raise SystemExit('it was run')\n")
+    monkeypatch.setenv(registry.SAFE, "1")
+    plain = {
+        "policy": {"sd3": {"path": "world:digits/sd3"}},
+        "data": "digits",
+        "reward": {"jpeg_compressibility": 1.0},
+        "objective": "policy_gradient",
+        "train": {
+            "prompts_per_iteration": 4,
+            "group_size": 4,
+            "train_batch_size": 8,
+            "iterations": 1,
+        },
+    }
+    Path("mine.yaml").write_text(yaml.safe_dump(plain | change))
+    with pytest.raises(UserError) as error:
+        dry_run(Path("mine.yaml"))
+    assert words in str(error.value)
+
+
+def test_safe_is_an_option_of_the_command(file):
+    words = [sys.executable, "-m", "mmrl", "--safe", "train", str(file), "--dry-run"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "which --safe refuses" in done.stderr

@@ -1,0 +1,36 @@
+"""A run that is killed at a write and resumed ends as if nobody had disturbed it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = """
+import json, sys
+from pathlib import Path
+from scripts.soak_parts import killing
+
+killing.warm()
+folder = Path(sys.argv[1])
+config = killing.configuration(folder, "ToyCausal", 3, log__rollouts=1)
+points = lambda count: sorted({*range(1, count + 1, 6), count})
+print(json.dumps(list(killing.at_every_write(folder, config, points))))
+"""
+
+
+@pytest.mark.slow
+def test_a_kill_at_any_write_loses_nothing_and_repeats_nothing(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    outcomes = json.loads(done.stdout.splitlines()[-1])
+    assert len(outcomes) > 5
+    assert [(write, problem) for write, problem in outcomes if problem] == []
