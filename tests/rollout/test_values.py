@@ -6,6 +6,7 @@ from statistics import fmean
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.nn import functional as F
 
 from mmrl.advantages.baseline import PVPO
@@ -23,6 +24,7 @@ from mmrl.run import state
 from tests.fixtures import tiny_vlms, toys
 from tests.fixtures.records import make_rollout
 from tests.rollout.test_written_answers import Taught
+from tests.train.test_processes import LAUNCH, run, same
 from tests.train.test_trainer import make_trainer
 
 load_built_in()
@@ -233,3 +235,20 @@ def test_advantages_and_mistakes(tmp_path):
         PromptValue(learn=False)
     with pytest.raises(UserError, match="value: network is train.prompt_value's"):
         batch(Pcl(Toys, value="network").train, 2, 0, 0)
+
+
+@pytest.mark.slow
+def test_two_processes_and_two_halves_learn_what_one_does(tmp_path):
+    module = ["-m", "tests.fixtures.value_worker"]
+    cases = {"one": module[1:], "two": [*LAUNCH, *module], "halves": [*LAUNCH, *module]}
+    arrays = {}
+    for name, words in cases.items():
+        (tmp_path / name).mkdir()
+        done = run([*words, tmp_path / name, *(["--sharded"] if name == "halves" else [])])
+        assert done.returncode == 0, done.stderr[-4000:]
+        arrays[name] = load_file(tmp_path / name / "arrays.safetensors")
+        known = arrays[name]
+        resumed = {n: t for n, t in known.items() if n.startswith("again/")}
+        same({n: known[n.replace("again/", "one/")] for n in resumed}, resumed, name, 0.0)
+    for name in ("two", "halves"):
+        same(arrays["one"], arrays[name], name, 1e-9)
