@@ -505,6 +505,12 @@ def unsupported_options(train: TrainOptions, policy: Any) -> Iterator[str]:
             f"train.refinement.corrections: {name} cannot go on with an answer; set continued to "
             f"0, or take a policy that writes token by token"
         )
+    value = train.prompt_value
+    if value is not None and value.base == "trained" and not getattr(policy, "reads_prompts", True):
+        yield (
+            f"train.prompt_value: base: trained is for policies whose own network reads the prompt "
+            f"(vlm); {name} sees what an encoder makes of it: set base to frozen"
+        )
     if train.demonstrations is not None and not can.demonstrations:
         yield f"train.demonstrations: {name} takes no answers of others: it has no demonstrate"
     for key in ("policy_drift", "replay_buffer", "response_reuse"):

@@ -296,6 +296,8 @@ class Depo(Unrenewed):
     embeddings: a .npy file with a row for every prompt; null: hashed words. damping: of PageRank.
     decay: what is left of the weight of earlier answers at a visit. seed: of the choice before.
     explore: entropy needs the policy's option record_entropy. window: visits. noise: a ratio.
+    decline: the share of candidates that is asked falls by it with every epoch, as published, from
+    1 to 1 / candidates; 0: it is that from the start.
     """
 
     train: Explored
@@ -318,7 +320,9 @@ class Depo(Unrenewed):
         explore: Literal["variance", "entropy"] = "variance",
         window: Count = 5,
         noise: Annotated[float, Gt(0)] = 1.5,
+        decline: Annotated[float, Ge(0)] = 0.0,
     ):
+        self.decline = decline
         self.explore = explore
         self.window = window
         self.noise = noise
@@ -362,7 +366,11 @@ class Depo(Unrenewed):
         rare = [-(records[p["entry"]].visits + u) for p, u in zip(data.prompts, ties, strict=True)]
         replayed = best(data.prompts, rare, again)
         entries = {prompt["entry"] for prompt in replayed}
-        prompts = data.candidates(int(self.multiple * count), iteration, seed)
+        multiple = self.multiple
+        if self.decline:
+            epochs = iteration * count // len(data.prompts)
+            multiple = 1 / max(1 / multiple, 1 - self.decline * epochs)
+        prompts = data.candidates(int(multiple * count), iteration, seed)
         fresh = [prompt for prompt in prompts if prompt["entry"] not in entries] or prompts
         scores = [data.score(prompt["entry"]) for prompt in fresh]
         return [*best(fresh, scores, count - again), *replayed]

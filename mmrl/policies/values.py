@@ -67,15 +67,17 @@ class ValueNetwork:
             parts = [self._values(part)[:count] for part, count in self._passes(prompts, idle)]
         return torch.cat(parts).double()
 
-    def learn(self, prompts: Sequence[Prompt], rewards: Sequence[float]) -> float:
+    def learn(
+        self, prompts: Sequence[Prompt], rewards: Sequence[float], idle: Prompt | None = None
+    ) -> float:
         """Take ``steps`` steps on the mean squared error over the prompts of all processes; return
-        the error before the first."""
+        the error before the first. ``idle``: as of ``of``."""
         targets = torch.tensor(rewards, dtype=torch.float64, device=self.policy.device)
         total = float(distributed.all_sum(torch.tensor(float(len(prompts)), device=targets.device)))
         error = 0.0
         with torch.enable_grad(), self._in_force():
             for number in range(self.options.steps if total else 0):
-                loss = self._accumulated(prompts, targets, total)
+                loss = self._accumulated(prompts, targets, total, idle)
                 error = error if number else loss
         return error
 
@@ -150,8 +152,8 @@ class ValueNetwork:
         number = distributed.largest(-(-len(prompts) // rows), self.policy.device)
         for first in range(0, number * rows, rows):
             part = prompts[first : first + rows]
-            filler = idle if idle is not None or not prompts else prompts[0]
-            yield (part, len(part)) if part or filler is None else ([filler], 0)
+            filler = prompts[0] if idle is None else idle
+            yield (part, len(part)) if part else ([filler], 0)
 
     def _values(self, prompts: Sequence[Prompt]) -> Tensor:
         """Predict the rewards [n] of prompts under the weights in force."""
@@ -162,12 +164,14 @@ class ValueNetwork:
         values: Tensor = self._head(states.shape[-1])(states)[:, 0]
         return values
 
-    def _accumulated(self, prompts: Sequence[Prompt], targets: Tensor, total: float) -> float:
+    def _accumulated(
+        self, prompts: Sequence[Prompt], targets: Tensor, total: float, idle: Prompt | None
+    ) -> float:
         """Take one step on the gradient of all passes; return the mean squared error."""
         gradients: Slots = {}
         error = torch.zeros((), dtype=torch.float64, device=targets.device)
         start = 0
-        for part, count in self._passes(prompts):
+        for part, count in self._passes(prompts, idle):
             values = self._values(part)
             gaps = values[:count] - targets[start : start + count].to(values)
             start += count

@@ -80,7 +80,8 @@ class PromptValues(KnowsPrompts):
             for name, mean, size in zip(names, means, sizes, strict=True)
             if size
         ]
-        return self.network.learn([prompt for prompt, _ in scored], [mean for _, mean in scored])
+        idle = self.origins.get(id(rollout.prompts[0]), rollout.prompts[0])
+        return self.network.learn([p for p, _ in scored], [mean for _, mean in scored], idle)
 
     def _predict(self, prompts: Sequence[Prompt]) -> list[float]:
         self._fit()
@@ -98,7 +99,7 @@ class PromptValues(KnowsPrompts):
             for first in range(0, len(every), width):
                 prompts = every[first : first + width][rank::size]
                 rewards = [fmean(self.references[str(p[self.options.key])]) for p in prompts]
-                self.network.learn(prompts, rewards)
+                self.network.learn(prompts, rewards, every[0])
 
     def _names(self, prompt: Prompt) -> bool:
         return str(prompt.get(self.options.key)) in self.references

@@ -409,6 +409,16 @@ def test_depo_explores_by_the_entropy_of_the_last_visits():
     assert sorted(p["entry"] for p in batch(data, 4, 12, SEED)) == sorted(widest)
 
 
+def test_depo_asks_a_falling_share_of_its_candidates(monkeypatch):
+    data = Depo(Bernoulli([0.5] * 40), candidates=2.5, decline=0.25, replay=0.0).train
+    asked = []
+    plain = data.candidates
+    monkeypatch.setattr(data, "candidates", lambda n, *at: asked.append(n) or plain(n, *at))
+    for iteration in range(0, 25, 5):
+        batch(data, 8, iteration, SEED)
+    assert asked == [int(8 / max(0.4, 1 - 0.25 * epoch)) for epoch in range(5)]
+
+
 @pytest.mark.parametrize("family", sorted(toys.POLICIES))
 def test_the_entropies_of_every_family_reach_depo(family, monkeypatch):
     class Toys:

@@ -6,10 +6,12 @@ from statistics import fmean
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.nn import functional as F
 
 from mmrl.advantages.baseline import PVPO
-from mmrl.config.options import Demonstrations, PromptValue
+from mmrl.config.options import Demonstrations, PromptValue, TrainOptions, unsupported_options
+from mmrl.core import distributed
 from mmrl.core.errors import UserError
 from mmrl.core.registry import load_built_in
 from mmrl.core.types import Provenance
@@ -23,6 +25,7 @@ from mmrl.run import state
 from tests.fixtures import tiny_vlms, toys
 from tests.fixtures.records import make_rollout
 from tests.rollout.test_written_answers import Taught
+from tests.train.test_processes import LAUNCH, run, same
 from tests.train.test_trainer import make_trainer
 
 load_built_in()
@@ -84,6 +87,20 @@ def test_passes_change_nothing(rows):
         network.learn(prompts, [i / 7 for i in range(7)])
         values.append(network.predict(prompts))
     assert values[0] == pytest.approx(values[1], abs=1e-12)
+
+
+def test_a_process_without_prompts_makes_the_passes_of_the_others(monkeypatch):
+    policy = double()
+    network = ValueNetwork(policy, PromptValue(), 1)
+    known = network.predict(toys.prompts(3))
+    monkeypatch.setattr(distributed, "largest", lambda number, device: max(number, 2))
+    monkeypatch.setattr(distributed, "all_sum", lambda x: x + 1 if x.ndim == 0 else x)
+    policy.fixed_batch_rows = 2
+    assert network.learn([], [], toys.prompts(1)[0]) == 1
+    assert network.step == 1 and network.of(toys.prompts(3)).tolist() == known
+
+
+SIZES = {"prompts_per_iteration": 1, "group_size": 2, "train_batch_size": 2, "iterations": 1}
 
 
 class Toys:
@@ -229,7 +246,27 @@ def test_advantages_and_mistakes(tmp_path):
     assert computed.isnan().tolist() == [True, False, False] and computed[1:].tolist() == lead[1:]
     with pytest.raises(UserError, match="leave file and field out"):
         PVPO(learned=True, field="reward")
+    options = TrainOptions(**SIZES, prompt_value=PromptValue(base="trained"))
+    assert not [*unsupported_options(options, VLM)]
+    assert any("set base to frozen" in line for line in unsupported_options(options, toys.ToyFlow))
     with pytest.raises(UserError, match="nothing is learnt"):
         PromptValue(learn=False)
     with pytest.raises(UserError, match="value: network is train.prompt_value's"):
         batch(Pcl(Toys, value="network").train, 2, 0, 0)
+
+
+@pytest.mark.slow
+def test_two_processes_and_two_halves_learn_what_one_does(tmp_path):
+    module = ["-m", "tests.fixtures.value_worker"]
+    cases = {"one": module[1:], "two": [*LAUNCH, *module], "halves": [*LAUNCH, *module]}
+    arrays = {}
+    for name, words in cases.items():
+        (tmp_path / name).mkdir()
+        done = run([*words, tmp_path / name, *(["--sharded"] if name == "halves" else [])])
+        assert done.returncode == 0, done.stderr[-4000:]
+        arrays[name] = load_file(tmp_path / name / "arrays.safetensors")
+        known = arrays[name]
+        resumed = {n: t for n, t in known.items() if n.startswith("again/")}
+        same({n: known[n.replace("again/", "one/")] for n in resumed}, resumed, name, 0.0)
+    for name in ("two", "halves"):
+        same(arrays["one"], arrays[name], name, 1e-9)

@@ -109,7 +109,7 @@ class SharedPrefix(nn.Module):
 
     def state(self, inputs: dict[str, Tensor]) -> Tensor:
         """Return the hidden state [P, H] at the last token of every prompt of one batch."""
-        return self.read(inputs).hidden
+        return self.read(inputs).hidden.clone()  # FSDP2 hooks what is returned, if it is no view
 
     def step(
         self,
