@@ -90,7 +90,7 @@ CURRENT = {  # word -> page -> what else is called so today
         ),
         "a field of a prompt",
     ),
-    "times": dict.fromkeys(("configuration.md", "recipes.md"), "an option of replay_buffer"),
+    "times": {"configuration.md": "an option of replay_buffer"},
     "tokens": {
         "configuration.md": "an option of the schedule dynamic",
         "remote-rewards.md": "a field of an answer",

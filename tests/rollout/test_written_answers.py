@@ -321,6 +321,20 @@ def test_chord_of_flows_by_loop(micro_batch_size, tmp_path):
         torch.testing.assert_close(slope, of, atol=1e-9, rtol=0)
 
 
+def test_two_processes_weigh_as_one(monkeypatch):
+    """Means are over the decisions and pictures of all processes, one of which may have none."""
+    parts = [[(torch.ones(3, 1) > 0, False), (torch.ones(2, 1) > 0, True)], []]
+    whole = PolicyGradient(sft=Supervision())
+    whole.weigh(parts[0])
+    monkeypatch.setattr(
+        "mmrl.objectives.policy_gradient.all_sum",
+        lambda counts: counts + torch.tensor([3.0, 2.0]).double(),
+    )
+    second = PolicyGradient(sft=Supervision())
+    second.weigh(parts[1])
+    assert second.scales == whole.scales == (5 / 3, 5 / 2)
+
+
 def test_a_flow_imitates_pictures_beside_its_own(tmp_path):
     trainer = imitating(pictures_of_experts(tmp_path))
     losses = [trainer.iterate()["sft/loss"] for _ in range(30)]
