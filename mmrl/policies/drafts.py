@@ -17,6 +17,10 @@ from samplers.batching import chunks
 from samplers.noise import Rng
 
 FREE = -1  # a token that is still to be drawn
+SHARDED = (
+    "train.speculative: how many passes an answer needs depends on its draft, and processes that "
+    "share their weights must make them together: leave it out"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,33 +47,6 @@ def drafted(drafts: Drafts, group: Tensor, row: Tensor, cond: Any) -> Rollout:
         mask=drafts.mask,
         trajectory=TokenOrder(commit_step=order),
     )
-
-
-def with_complete(
-    rows: Rollout, forced: Forced, finished: Tensor, sample: Callable[[Tensor], Rollout]
-) -> Rollout:
-    """Sample the rows that are not ``finished`` [B] bool, those that keep alike together, and add
-    those that are, with the log-probs of their verification. One is sampled always, so that all
-    that is recorded of a token is there; of a finished row it is NaN where scoring cannot say it.
-    """
-    left = ~finished
-    left[0] = True
-    chosen = left.nonzero()[:, 0]
-    chosen = chosen[forced.length()[chosen].argsort(stable=True)]
-    sampled = sample(chosen)
-    rest = (~left).nonzero()[:, 0]
-    if not len(rest):
-        return sampled[chosen.argsort()]
-    done = rows.replace(logprob=forced.logprob.to(sampled.logprob))[rest]
-    known = done.tokens.row_fields()
-    unknown = {
-        name: torch.full_like(done.logprob, torch.nan)
-        for name in sampled.tokens.row_fields()
-        if name not in known
-    }
-    entropy = None if sampled.entropy is None else torch.full_like(done.logprob, torch.nan)
-    done = done.replace(entropy=entropy, trajectory=done.tokens.replace(**unknown))
-    return Rollout.cat([sampled, done])[torch.cat([chosen, rest]).argsort()]
 
 
 @torch.no_grad()
