@@ -51,7 +51,8 @@ def drafted(drafts: Drafts, group: Tensor, row: Tensor, cond: Any) -> Rollout:
 
 @torch.no_grad()
 def verified(policy: Any, rows: Rollout, drafts: Drafts, rng: Rng, size: int) -> Forced:
-    """Keep the tokens of drafts up to the first that is rejected.
+    """Keep the tokens of drafts up to the first that is rejected, of a policy that makes logits of
+    all places.
 
     A token x that q sampled is kept with probability min(1, lenience p(x) / q(x)). Where ``full``
     is known the rejected one is replaced by a draw from max(0, p - q), so that with lenience 1
@@ -90,7 +91,8 @@ def all_logprobs(policy: Any, rollout: Rollout, size: int) -> Tensor:
         if isinstance(dist, Categorical):
             parts.append(dist.logits.log_softmax(-1))
             continue
-        each = policy.active()("full", dist.hidden, dist.warp)
+        places = (dist.where.nonzero()[:, 1],) if dist.warp.schedule else ()
+        each = policy.active()("full", dist.hidden, dist.warp, *places)
         table = each.new_zeros(*dist.where.shape, each.shape[-1])
         table[dist.where] = each
         parts.append(table)
@@ -107,7 +109,8 @@ def _verified(policy: Any, rows: Rollout, drafts: Drafts, rng: Rng) -> tuple[For
     logp = dist.log_prob(point.target)
 
     def all_tokens(chosen: Tensor, at: Tensor) -> Tensor:
-        return everything(policy, dist, point.mask, chosen, at)
+        logprobs: Tensor = dist.logits[chosen, at].log_softmax(-1)
+        return logprobs
 
     return accepted(logp, drafts, rows.row_id, rng, all_tokens)
 
@@ -142,14 +145,3 @@ def accepted(
         ids[rejected, at] = token
         logprob[rejected, at] = p.gather(-1, token[:, None])[:, 0].log().to(logprob)
     return Forced(ids=ids, logprob=logprob), count
-
-
-def everything(policy: Any, dist: Any, where: Tensor, rows: Tensor, places: Tensor) -> Tensor:
-    """Return the log-probs [n, V] of all tokens that a row might have at a place."""
-    if isinstance(dist, Categorical):
-        chosen: Tensor = dist.logits[rows, places].log_softmax(-1)
-        return chosen
-    number = where.flatten().cumsum(0).view_as(where) - 1
-    hidden = dist.hidden[number[rows, places]]
-    logprobs: Tensor = policy.active()("full", hidden, dist.warp)
-    return logprobs
