@@ -17,6 +17,10 @@ from samplers.batching import chunks
 from samplers.noise import Rng
 
 FREE = -1  # a token that is still to be drawn
+SHARDED = (
+    "train.speculative: how many passes an answer needs depends on its draft, and processes that "
+    "share their weights must make them together: leave it out"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,36 +49,10 @@ def drafted(drafts: Drafts, group: Tensor, row: Tensor, cond: Any) -> Rollout:
     )
 
 
-def with_complete(
-    rows: Rollout, forced: Forced, finished: Tensor, sample: Callable[[Tensor], Rollout]
-) -> Rollout:
-    """Sample the rows that are not ``finished`` [B] bool, those that keep alike together, and add
-    those that are, with the log-probs of their verification. One is sampled always, so that all
-    that is recorded of a token is there; of a finished row it is NaN where scoring cannot say it.
-    """
-    left = ~finished
-    left[0] = True
-    chosen = left.nonzero()[:, 0]
-    chosen = chosen[forced.length()[chosen].argsort(stable=True)]
-    sampled = sample(chosen)
-    rest = (~left).nonzero()[:, 0]
-    if not len(rest):
-        return sampled[chosen.argsort()]
-    done = rows.replace(logprob=forced.logprob.to(sampled.logprob))[rest]
-    known = done.tokens.row_fields()
-    unknown = {
-        name: torch.full_like(done.logprob, torch.nan)
-        for name in sampled.tokens.row_fields()
-        if name not in known
-    }
-    entropy = None if sampled.entropy is None else torch.full_like(done.logprob, torch.nan)
-    done = done.replace(entropy=entropy, trajectory=done.tokens.replace(**unknown))
-    return Rollout.cat([sampled, done])[torch.cat([chosen, rest]).argsort()]
-
-
 @torch.no_grad()
 def verified(policy: Any, rows: Rollout, drafts: Drafts, rng: Rng, size: int) -> Forced:
-    """Keep the tokens of drafts up to the first that is rejected.
+    """Keep the tokens of drafts up to the first that is rejected, of a policy that makes logits of
+    all places.
 
     A token x that q sampled is kept with probability min(1, lenience p(x) / q(x)). Where ``full``
     is known the rejected one is replaced by a draw from max(0, p - q), so that with lenience 1
@@ -113,7 +91,8 @@ def all_logprobs(policy: Any, rollout: Rollout, size: int) -> Tensor:
         if isinstance(dist, Categorical):
             parts.append(dist.logits.log_softmax(-1))
             continue
-        each = policy.active()("full", dist.hidden, dist.warp)
+        places = (dist.where.nonzero()[:, 1],) if dist.warp.schedule else ()
+        each = policy.active()("full", dist.hidden, dist.warp, *places)
         table = each.new_zeros(*dist.where.shape, each.shape[-1])
         table[dist.where] = each
         parts.append(table)
@@ -130,7 +109,8 @@ def _verified(policy: Any, rows: Rollout, drafts: Drafts, rng: Rng) -> tuple[For
     logp = dist.log_prob(point.target)
 
     def all_tokens(chosen: Tensor, at: Tensor) -> Tensor:
-        return everything(policy, dist, point.mask, chosen, at)
+        logprobs: Tensor = dist.logits[chosen, at].log_softmax(-1)
+        return logprobs
 
     return accepted(logp, drafts, rows.row_id, rng, all_tokens)
 
@@ -165,14 +145,3 @@ def accepted(
         ids[rejected, at] = token
         logprob[rejected, at] = p.gather(-1, token[:, None])[:, 0].log().to(logprob)
     return Forced(ids=ids, logprob=logprob), count
-
-
-def everything(policy: Any, dist: Any, where: Tensor, rows: Tensor, places: Tensor) -> Tensor:
-    """Return the log-probs [n, V] of all tokens that a row might have at a place."""
-    if isinstance(dist, Categorical):
-        chosen: Tensor = dist.logits[rows, places].log_softmax(-1)
-        return chosen
-    number = where.flatten().cumsum(0).view_as(where) - 1
-    hidden = dist.hidden[number[rows, places]]
-    logprobs: Tensor = policy.active()("full", hidden, dist.warp)
-    return logprobs

@@ -157,7 +157,7 @@ def test_a_draft_is_read_in_one_pass_and_sampling_goes_on_from_it(strings, annea
     prompts = asked(3)
     with torch.no_grad():
         old = policy.rollout(prompts, 5, Rng.of("old"))
-    drafts = drafts_of(policy, old, anneal is None)
+    drafts = drafts_of(policy, old, True)
     moved(policy, 0.02)
     passes = []
     step = policy.net.step
@@ -181,8 +181,11 @@ def test_a_draft_is_read_in_one_pass_and_sampling_goes_on_from_it(strings, annea
     known = torch.arange(14) < kept[:, :1]
     forced = torch.where(known, drafts.ids, -1)
     rejected = (kept[:, 0] < kept[:, 1]).nonzero()[:, 0]
-    if drafts.full is not None:  # the token in the place of a rejected one
-        forced[rejected, kept[rejected, 0]] = fast.sample[rejected, kept[rejected, 0]]
+    # the token in the place of a rejected one
+    forced[rejected, kept[rejected, 0]] = fast.sample[rejected, kept[rejected, 0]]
+    inside = drafts.mask & (old.mask.sum(1, keepdim=True) > 0)
+    recorded = drafts.full.gather(-1, drafts.ids[..., None])[..., 0]
+    torch.testing.assert_close(recorded[inside], old.logprob[inside], atol=1e-4, rtol=0)
     task = Task(
         policy.net,
         policy.net("read", inputs),

@@ -50,6 +50,23 @@ class CausalImageNet(ImageNet):
     def begin(self, inputs: Inputs, rows: Tensor) -> tuple[Tensor, State]:
         return read(self.decoder, inputs, rows, self.layers)
 
+    moves = True  # the state's place is that of the next token; False: of the end of the text
+
+    def columns(self, count: int) -> int:
+        """Return how many tokens the decoder reads for ``count`` of the image."""
+        return count
+
+    def extend(self, ids: Tensor, state: State) -> Tensor:
+        state.count = len(self.turns) - 1
+        return advance(self.decoder, ids[:, :-1], state, every=True)
+
+    def back(self, state: State, rows: slice | Tensor, count: int, ids: Tensor) -> State:
+        gone = self.columns(len(self.turns) - 1) - self.columns(count)
+        length = state.cache.layers[0].length - gone
+        mask = None if state.mask is None else state.mask[rows, : state.mask.shape[1] - gone]
+        place = state.place[rows] - (gone if self.moves else 0)
+        return State(caches.shortened(state.cache, rows, length), mask, place, count)
+
     def enable_gradient_checkpointing(self) -> None:
         caches.recompute(self.decoder)
 
@@ -72,9 +89,15 @@ def read(decoder: nn.Module, inputs: Inputs, rows: Tensor, layers: int) -> tuple
     )
 
 
-def advance(decoder: nn.Module, ids: Tensor, state: State, places: Tensor | None = None) -> Tensor:
+def advance(
+    decoder: nn.Module,
+    ids: Tensor,
+    state: State,
+    places: Tensor | None = None,
+    every: bool = False,
+) -> Tensor:
     """Return hidden states [B, 1, H] after the tokens ``ids`` [B, n], or [B / m, n] repeated m
-    times.
+    times; or [B, n, H] after each of them.
 
     ``places`` [3, B, n]: positions of the tokens, for families where ``state.place`` is the end of
     the text only.
@@ -92,7 +115,7 @@ def advance(decoder: nn.Module, ids: Tensor, state: State, places: Tensor | None
         use_cache=True,
     ).last_hidden_state
     state.place = state.place if given_places else state.place + length
-    return hidden[:, -1:]
+    return hidden if every else hidden[:, -1:]
 
 
 def positions(mask: Tensor) -> Tensor:

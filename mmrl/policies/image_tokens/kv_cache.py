@@ -36,6 +36,22 @@ class Rooms:
     def __iter__(self) -> Iterator[KV]:
         return iter(self.layers)
 
+    def back(self, rows: slice | Tensor, length: int) -> Rooms:
+        """Return these rows as they were after ``length`` tokens; a slice, in the same memory."""
+        return Rooms([(k[rows], v[rows]) for k, v in self.layers], length)
+
+    def causal_mask(self, place: slice, padding: Tensor | None) -> Tensor:
+        """Mask what each of the tokens at ``place`` may look at, [B or 1, 1, n, S] bool."""
+        device = self.layers[0][0].device
+        whole = torch.ones(place.stop - place.start, place.stop, dtype=torch.bool, device=device)
+        past = whole.tril(place.start)[None, None]
+        if padding is None:
+            return past
+        keys = torch.nn.functional.pad(
+            padding.bool(), (0, place.stop - padding.shape[1]), value=True
+        )
+        return past & keys[:, None, None]
+
     def next(self, count: int, fixed: bool = False) -> Place:
         """Reserve the next ``count`` tokens and return where they go."""
         first = self.length

@@ -68,6 +68,16 @@ class ImageNet(nn.Module, ABC):
         """
 
     @abstractmethod
+    def extend(self, ids: Tensor, state: Any) -> Tensor:
+        """Read all tokens ids [B, T] but those of the last block in one pass after ``begin``;
+        returns the hidden states [B, T', H] of all blocks but the first; changes ``state``."""
+
+    @abstractmethod
+    def back(self, state: Any, rows: slice | Tensor, count: int, ids: Tensor) -> Any:
+        """Return the state of these rows as it is when they have read ``count`` blocks of ids [B',
+        T] and no more; ``state`` has been extended. A slice of rows stays in the same memory."""
+
+    @abstractmethod
     def teach(self, inputs: Inputs, ids: Tensor) -> Tensor:
         """Return hidden states [B, T, H] at all T decisions of ids [B, T], in one pass; inputs of
         every row."""

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from mmrl.config.options import Count
 from mmrl.core.distributions import Dist, drawn
+from mmrl.core.errors import UserError
 from mmrl.core.host import on_host, sent
 from mmrl.core.types import Copies, Media, Point, Prompt, Rollout, TokenOrder
 from mmrl.policies.base import (
@@ -29,11 +30,13 @@ from mmrl.policies.base import (
     warn_of_mismatch,
 )
 from mmrl.policies.demonstrations import encoded, placed_rows, sourced
-from mmrl.policies.drafts import FREE, drafted, verified, with_complete
+from mmrl.policies.drafts import FREE, SHARDED
 from mmrl.policies.image_tokens.attention import Kernel, available
 from mmrl.policies.image_tokens.network import ImageNet, Inputs, beside, spans, stacked
+from mmrl.policies.image_tokens.speculation import speculate
 from mmrl.policies.scores import recorded
 from mmrl.policies.tokens import AnswerTokens, TokenPolicy, somewhere
+from mmrl.policies.vlm.prefix_sharing import sharded
 from samplers.batching import at_width, chunks
 from samplers.noise import Rng
 from samplers.warp import Anneal, Warp
@@ -124,22 +127,11 @@ class ImageTokenPolicy(TokenPolicy):
             parts = [self._draw(cond, group[p], row[p], rng) for p in chunks(len(row), size)]
             rollout = Rollout.cat(parts).replace(prompts=tuple(prompts))
             return self.with_divergence(rollout, size)
-        rows = drafted(drafts, group, row, cond)
-        forced = verified(self, rows, drafts, rng, size)
-
-        def sample(chosen: Tensor) -> Rollout:
-            return Rollout.cat(
-                [
-                    self._draw(cond, group[p], row[p], rng, forced=forced.ids[p])
-                    for p in chosen.split(size)
-                ]
-            )
-
-        order = self.blocks_of(drafts.ids).expand_as(drafts.ids)
-        rows = rows.replace(trajectory=TokenOrder(commit_step=order), sample=forced.ids)
-        finished = forced.length() == drafts.ids.shape[1]
-        whole = with_complete(rows, forced, finished, sample)
-        return self.with_divergence(whole.replace(prompts=tuple(prompts)), size)
+        if sharded(self.net):
+            raise UserError(SHARDED)
+        rollout, counts = speculate(self, cond, group, row, rng, drafts, size)
+        drafts.accepted.append(torch.stack([counts, drafts.mask.sum(1)], 1).cpu())
+        return self.with_divergence(rollout.replace(prompts=tuple(prompts)), size)
 
     @torch.no_grad()
     def _draw(
@@ -149,10 +141,9 @@ class ImageTokenPolicy(TokenPolicy):
         row: Tensor,
         rng: Rng,
         passes: int | None = None,
-        forced: Tensor | None = None,
     ) -> Rollout:
         """Sample the rows of ``group`` [B], in all ``passes`` or in the first alone; a prompt is
-        read once for all its rows. ``forced`` [B, T]: tokens that are known already, else FREE."""
+        read once for all its rows."""
         net = self.net
         hidden, state = self.read(cond, group)
         self.forwards += len(hidden) * len(net.turns)
@@ -164,10 +155,7 @@ class ImageTokenPolicy(TokenPolicy):
         for block in list(spans(net.turns))[:passes]:
             if ids:
                 hidden = net("step", ids[-1], state)
-            known = None if forced is None else forced[:, block]
-            token, score, value = self.draw_block(
-                hidden, scale[block], uniform[:, block], block, known
-            )
+            token, score, value = self.draw_block(hidden, scale[block], uniform[:, block], block)
             ids.append(token)
             logprob.append(score)
             values.append(value)

@@ -103,6 +103,16 @@ def growing(key_values: list[KV], rows: Tensor) -> Any:
     return _of([layer(k.index_select(0, rows), v.index_select(0, rows)) for k, v in key_values])
 
 
+def shortened(grown: Any, rows: slice | Tensor, length: int) -> Any:
+    """Make a cache of these rows of a growing one as it was after ``length`` tokens; of a slice, in
+    the same memory while that has room."""
+    layer = _layer(Growing)
+    cache = _of([layer(*(x[rows] for x in each.kv())) for each in grown.layers])
+    for each in cache.layers:
+        each.length = length
+    return cache
+
+
 def select(grown: Any, rows: Tensor) -> None:
     """Keep only ``rows`` [B'] of a growing cache."""
     for layer in grown.layers:

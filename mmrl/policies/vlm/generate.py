@@ -88,7 +88,7 @@ class Answers:
     logprob: Tensor  # [B, T] at least float32
     values: Tensor  # [B, T, R] at least float32: the quantities that are recorded
     routes: Tensor  # [B, T, R] int16: the experts that each token went to
-    kept: Tensor | None = None  # [B] long: tokens that were accepted of a draft; None: no drafts
+    num_accepted: Tensor | None = None  # [B] long: tokens kept of a draft; None: no drafts
     edge_id: Tensor | None = None  # [B, T] long, of trees: the name of the row that drew each
 
     def taken(self, rows: Tensor) -> Answers:

@@ -37,7 +37,7 @@ from mmrl.policies.base import (
     rows_and_groups,
 )
 from mmrl.policies.demonstrations import sourced
-from mmrl.policies.drafts import resized
+from mmrl.policies.drafts import SHARDED, resized
 from mmrl.policies.lora import Lora, merged
 from mmrl.policies.vlm.budgets import admit
 from mmrl.policies.vlm.engines.external import ENGINES, ask
@@ -316,16 +316,13 @@ class VLM(Passes):
                 "that are kept: leave out policy.vlm.replay_routing"
             )
         if sharded(self.net):
-            raise UserError(
-                "train.speculative: how many passes an answer needs depends on its draft, and "
-                "processes that share their weights must make them together: leave it out"
-            )
+            raise UserError(SHARDED)
         drafts = resized(drafts, self.ending.tokens)
         answers = self._answers(cond, group, row, rng, size, drafts)
-        assert answers.kept is not None
-        drafts.accepted.append(torch.stack([answers.kept, drafts.mask.sum(1)], 1).cpu())
+        assert answers.num_accepted is not None
+        drafts.accepted.append(torch.stack([answers.num_accepted, drafts.mask.sum(1)], 1).cpu())
         # a draft is one row of the network, and what is kept of it no further one
-        self.forwards += len(row) - int(answers.kept.sum())
+        self.forwards += len(row) - int(answers.num_accepted.sum())
         return self._finished(self._recorded(answers, cond, group, row), size)
 
     @torch.no_grad()

@@ -312,7 +312,7 @@ class Passes(TokenPolicy):
                     answers_by_part.append(answers)
         order = torch.cat(places).argsort()
         columns = {}
-        for name in ("ids", "mask", "logprob", "values", "routes", "kept", "edge_id"):
+        for name in ("ids", "mask", "logprob", "values", "routes", "num_accepted", "edge_id"):
             parts = [getattr(part_answers, name) for part_answers in answers_by_part]
             if parts[0] is not None:
                 columns[name] = torch.cat(parts)[order]

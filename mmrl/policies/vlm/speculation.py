@@ -51,10 +51,10 @@ class Reading:
             logp[self.row, self.place] = scored.logprob
         return accepted(logp, self.drafts, task.names, task.rng, self._everything)
 
-    def values(self, kept: Tensor) -> Tensor:
-        """Return the quantities [N, R] that are recorded of the N tokens ``kept`` [B, T]."""
+    def values(self, kept_mask: Tensor) -> Tensor:
+        """Return the quantities [N, R] of the N tokens that ``kept_mask`` [B, T] holds."""
         task = self.task
-        row, place = kept.nonzero(as_tuple=True)
+        row, place = kept_mask.nonzero(as_tuple=True)
         size = max(1, BYTES // (4 * task.net.text_config.vocab_size))
         parts = []
         for part in chunks(len(row), size):
@@ -94,13 +94,13 @@ def speculate(task: Task, drafts: Drafts) -> Answers:
         start = torch.where(count == drafts.mask.sum(1), (count - 1).clamp_min(0), count)
         finished = torch.zeros_like(finished)
     done = task.blank()
-    done.kept = count
-    kept = torch.arange(ending.tokens, device=start.device) < start[:, None]
-    done.ids = torch.where(kept, drafts.ids, done.ids)
-    done.mask = kept
-    done.logprob = torch.where(kept, forced.logprob.to(done.logprob), 0.0)
-    if ending.quantities and kept.any():
-        done.values[kept] = reading.values(kept).to(done.values)
+    done.num_accepted = count
+    kept_mask = torch.arange(ending.tokens, device=start.device) < start[:, None]
+    done.ids = torch.where(kept_mask, drafts.ids, done.ids)
+    done.mask = kept_mask
+    done.logprob = torch.where(kept_mask, forced.logprob.to(done.logprob), 0.0)
+    if ending.quantities and kept_mask.any():
+        done.values[kept_mask] = reading.values(kept_mask).to(done.values)
     left = (~finished).nonzero()[:, 0]
     if len(left):
         further = replace(

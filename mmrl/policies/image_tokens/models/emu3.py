@@ -63,6 +63,17 @@ class Emu3Net(causal.CausalImageNet):
             tokens = F.pad(tokens, (0, 1), value=self.end)
         return causal.advance(self.decoder, tokens, state)
 
+    def columns(self, count: int) -> int:
+        return count + count // self.grid[1]
+
+    def extend(self, ids: Tensor, state: causal.State) -> Tensor:
+        height, width = self.grid
+        state.count = len(self.turns) - 1
+        tokens = F.pad(self.visual[ids].view(-1, height, width), (0, 1), value=self.end)
+        hidden = causal.advance(self.decoder, tokens.flatten(1)[:, :-2], state, every=True)
+        decided = torch.arange(1, hidden.shape[1] + 1, device=ids.device) % (width + 1) != width
+        return hidden[:, decided]
+
     def teach(self, inputs: Inputs, ids: Tensor) -> Tensor:
         height, width = self.grid
         rows = F.pad(self.visual[ids].view(-1, height, width), (0, 1), value=self.end).flatten(1)

@@ -65,6 +65,13 @@ class GlmNet(causal.CausalImageNet):
         state.count += 1
         return causal.advance(self.decoder, ids, state, places)
 
+    moves = False
+
+    def extend(self, ids: Tensor, state: causal.State) -> Tensor:
+        state.count = ids.shape[1] - 1
+        places = self.offsets[:, None, : state.count] + state.place[:, None]
+        return causal.advance(self.decoder, ids[:, :-1], state, places, every=True)
+
     def teach(self, inputs: Inputs, ids: Tensor) -> Tensor:
         tokens = torch.cat([inputs["ids"], ids[:, :-1]], 1)
         mask = F.pad(inputs["mask"], (0, ids.shape[1] - 1), value=1)

@@ -96,6 +96,21 @@ class JanusNet(ImageNet):
             self.hf.model.language_model, x, rope, mask, place, state.rooms.layers, self.kernel
         )
 
+    def extend(self, ids: Tensor, state: _State) -> Tensor:
+        x = self.hf.prepare_embeddings_for_image_generation(ids[:, :-1])
+        place = slice(state.rooms.length, state.rooms.length + x.shape[1])
+        state.rooms.length = place.stop
+        mask = state.rooms.causal_mask(place, state.padding)
+        state.done = x.shape[1]
+        model = self.hf.model.language_model
+        return llama.token(model, x, state.rope, mask, place, state.rooms.layers, self.kernel)
+
+    def back(self, state: _State, rows: slice | Tensor, count: int, ids: Tensor) -> _State:
+        length = state.rooms.length - (len(self.turns) - 1 - count)
+        padding = None if state.padding is None else state.padding[rows]
+        cos, sin = (part if len(part) == 1 else part[rows] for part in state.rope)
+        return _State(state.rooms.back(rows, length), padding, (cos, sin), count)
+
     def teach(self, inputs: Inputs, ids: Tensor) -> Tensor:
         text = self.hf.get_input_embeddings()(inputs["ids"])
         image = self.hf.prepare_embeddings_for_image_generation(ids[:, :-1])

@@ -206,6 +206,19 @@ class LlamaGenGPT(ImageNet):
         mask = state.rooms.attention_mask(place, state.padding)
         return self.token(self, x, self._rope(first, first + 1, x), mask, place, state.rooms.layers)
 
+    def extend(self, ids: Tensor, state: _State) -> Tensor:
+        x = self.tok_embeddings(ids[:, :-1])
+        first = state.rooms.length
+        place = slice(first, first + x.shape[1])
+        state.rooms.length = place.stop
+        mask = state.rooms.causal_mask(place, state.padding)
+        return token(self, x, self._rope(first, place.stop, x), mask, place, state.rooms.layers)
+
+    def back(self, state: _State, rows: slice | Tensor, count: int, ids: Tensor) -> _State:
+        length = state.rooms.length - (len(self.turns) - 1 - count)
+        padding = None if state.padding is None else state.padding[rows]
+        return _State(state.rooms.back(rows, length), padding)
+
     def teach(self, inputs: Inputs, ids: Tensor) -> Tensor:
         condition = self.cls_embedding(inputs)
         mask = inputs.get("mask")

@@ -124,10 +124,9 @@ class VAR(ImageTokenPolicy):
         row: Tensor,
         rng: Rng,
         passes: int | None = None,
-        forced: Tensor | None = None,
     ) -> Rollout:
         if self.branch_at is None:
-            return super()._draw(cond, group, row, rng, passes, forced)
+            return super()._draw(cond, group, row, rng, passes)
         return grow(self, cond, group, row, rng, self.branch_at, self.branches)
 
     def path(self, rollout: Rollout) -> Iterator[Point]:

@@ -193,6 +193,38 @@ class VARNet(ImageNet):
         state.scale += 1
         return self._advance(widened(self._word(features, state.scale), state.rooms.rows), state)
 
+    def extend(self, ids: Tensor, state: _State) -> Tensor:
+        x = torch.cat(self._words(ids), 1)
+        first = self.turns[0]
+        place = state.rooms.next(x.shape[1])
+        cond = self._cond(state.inputs)
+        bias = self.attn_bias_for_masking[:, :, first:].to(x.dtype)
+        for block, room in zip(self.blocks, state.rooms, strict=True):
+            x = block(x, cond, bias, self.kernel, room, place)
+        return self._last(x, state.inputs)
+
+    def back(self, state: _State, rows: slice | Tensor, count: int, ids: Tensor) -> _State:
+        quantizer = self._quantizer()
+        f = quantizer.blank(len(ids))
+        with torch.no_grad(), torch.autocast(ids.device.type, enabled=False):
+            for k, part in enumerate(list(quantizer.split(ids))[:count]):
+                f = quantizer.add(f, part, k)
+        inputs = {name: tensor[rows] for name, tensor in state.inputs.items()}
+        rooms = state.rooms.back(rows, sum(self.turns[: count + 1]))
+        return _State(inputs, f, rooms, count)
+
+    def _words(self, ids: Tensor) -> list[Tensor]:
+        """Embed what every scale but the first sees of the tokens ids [B, T] before it."""
+        quantizer = self._quantizer()
+        parts = []
+        f = quantizer.blank(len(ids))
+        for k, part in enumerate(list(quantizer.split(ids))[:-1]):
+            with torch.no_grad(), torch.autocast(ids.device.type, enabled=False):
+                f = quantizer.add(f, part, k)
+                features = quantizer.at_scale(f, k + 1)
+            parts.append(self._word(features, k + 1))
+        return parts
+
     def fork(self, state: _State, rows: Tensor) -> None:
         # unconditional rows have the tokens of these
         drawn = rows[: len(rows) * len(state.f) // state.rooms.rows]
@@ -201,15 +233,7 @@ class VARNet(ImageNet):
         state.rooms = Rooms([(k[rows], v[rows]) for k, v in state.rooms], state.rooms.length)
 
     def teach(self, inputs: Inputs, ids: Tensor) -> Tensor:
-        quantizer = self._quantizer()
-        parts = [self._start(inputs)]
-        f = quantizer.blank(len(ids))
-        for k, part in enumerate(list(quantizer.split(ids))[:-1]):
-            with torch.no_grad(), torch.autocast(ids.device.type, enabled=False):
-                f = quantizer.add(f, part, k)
-                features = quantizer.at_scale(f, k + 1)
-            parts.append(self._word(features, k + 1))
-        x = torch.cat(parts, 1)
+        x = torch.cat([self._start(inputs), *self._words(ids)], 1)
         cond = self._cond(inputs)
         bias = self.attn_bias_for_masking.to(x.dtype)
         for block in self.blocks:
