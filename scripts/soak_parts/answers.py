@@ -14,7 +14,7 @@ from typing import Any
 
 from mmrl.core.registry import REWARDS, load_built_in
 from scripts.soak_parts.page import Experiment, Soak
-from tests.fixtures.text_rewards import SMALLEST
+from tests.fixtures.text_rewards import SMALLEST, prompts_of
 from tests.rewards.test_growth import PIECES, WRAPS
 
 SLOW = 2.0  # seconds of a processor, here and in the processes beside, that no answer may take
@@ -65,7 +65,8 @@ def run(soak: Soak) -> Iterator[Experiment]:
     load_built_in()
     logging.disable(logging.WARNING)
     built = [
-        (REWARDS.build(name, **options), prompts) for name, (options, prompts) in SMALLEST.items()
+        (REWARDS.build(name, **options), prompts_of(name))
+        for name, (options, _) in SMALLEST.items()
     ]
     rewards = [(reward, prompts) for reward, prompts in built if hasattr(reward, "ground_truth")]
     draw = random.Random(soak.seed)

@@ -10,18 +10,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 from rewards import Remote
 from scripts.soak_parts.page import Experiment, Soak
-from tests.fixtures.server_process import ServerProcess, server_process
+from tests.fixtures.server_process import server_process
 
 CLIENTS = 200
 SAMPLES = 4  # of a request
 
 
-def client(number: int, server: ServerProcess, until: float, waits: list[float]) -> tuple[int, int]:
+def client(number: int, remote: Remote, until: float, waits: list[float]) -> tuple[int, int]:
     """Ask for samples that nobody else asks for. Returns how many, and how many were wrong or
     lost."""
-    remote = Remote(
-        server.url, name="tally", concurrency=1, batch_size=SAMPLES, largest=1e12, timeout=120.0
-    )
     asked = wrong = 0
     while time.monotonic() < until:
         # float32 holds whole numbers up to 2 ** 24
@@ -38,14 +35,15 @@ def client(number: int, server: ServerProcess, until: float, waits: list[float])
 def run(soak: Soak) -> Iterator[Experiment]:
     with server_process(soak.folder, max_waiting=CLIENTS + 10) as server:
         waits: list[float] = []
+        options = {"name": "tally", "largest": 1e12, "timeout": 120.0, "batch_size": SAMPLES}
+        clients = [Remote(server.url, concurrency=1, **options) for _ in range(CLIENTS)]
         start = time.monotonic()
         until = start + soak.seconds
         threading.stack_size(512 * 1024)
         with ThreadPoolExecutor(CLIENTS) as pool:
-            counts = list(pool.map(lambda n: client(n, server, until, waits), range(CLIENTS)))
+            counts = list(pool.map(lambda n: client(n, clients[n], until, waits), range(CLIENTS)))
         seconds = time.monotonic() - start
-        last = Remote(server.url, name="tally", largest=1e12)
-        seen, twice = last(["a", "a"], [{"ask": "seen"}, {"ask": "twice"}]).tolist()
+        seen, twice = clients[0](["a", "a"], [{"ask": "seen"}, {"ask": "twice"}]).tolist()
     asked = sum(count for count, _ in counts)
     wrong = sum(count for _, count in counts)
     waits.sort()

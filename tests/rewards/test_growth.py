@@ -16,7 +16,7 @@ from rewards._sandbox import Broken, Sandbox
 from rewards.vision import answers, maths, svg, writing
 from rewards.vision.answers import LONGEST, loose_json
 from rewards.vision.base import Verifiable
-from tests.fixtures.text_rewards import SMALLEST
+from tests.fixtures.text_rewards import SMALLEST, prompts_of
 
 load_built_in()
 NAMES = sorted(
@@ -115,9 +115,8 @@ def without_processes(monkeypatch):
 
 def guilty(name: str, wrap: str) -> list[str]:
     """The pieces whose repetition takes more than its share."""
-    options, prompts = SMALLEST[name]
-    reward = REWARDS.build(name, **options)
-    prompt = prompts[0] if name != "svg" else {"image": Image.new("RGB", (8, 8))}
+    reward = REWARDS.build(name, **SMALLEST[name][0])
+    prompt = prompts_of(name)[0] if name != "svg" else {"image": Image.new("RGB", (8, 8))}
     return [
         piece
         for piece in PIECES
