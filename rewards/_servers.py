@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -223,10 +224,12 @@ class BoundedClient(httpx.Client):
         )
 
 
-def trusted(certificate: Path | None) -> ssl.SSLContext | bool:
-    """Return what https is checked by. Raises UserError."""
+@cache
+def trusted(certificate: Path | None) -> ssl.SSLContext:
+    """Return what https is checked by; reading all that a machine trusts takes a while. Raises
+    UserError."""
     if certificate is None:
-        return True
+        return httpx.create_ssl_context(trust_env=False)
     try:
         return ssl.create_default_context(cafile=Path(certificate).expanduser())
     except (OSError, ssl.SSLError) as error:

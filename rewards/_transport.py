@@ -83,7 +83,7 @@ class Backend(httpcore.NetworkBackend):
         return Stream(self.inner.connect_tcp(host, port, seconds, local_address, socket_options))
 
 
-def transport(limits: httpx.Limits, verify: ssl.SSLContext | bool) -> httpx.HTTPTransport:
+def transport(limits: httpx.Limits, verify: ssl.SSLContext) -> httpx.HTTPTransport:
     """Return httpx's transport with deadlines, without anything from the environment."""
     channel = httpx.HTTPTransport(verify=verify, trust_env=False, limits=limits)
     pool: Any = channel._pool  # httpx has no option for what httpcore calls the network backend

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, NamedTuple, Never, TypeVar
 
+from rewards._sandbox import Broken, Sandbox
+
 Status = Literal[
     "ok", "repaired", "wrong_count", "out_of_range", "degenerate", "inverted", "unparseable"
 ]
@@ -36,6 +38,7 @@ DEEPEST = 30
 RUN = 40
 # characters of a broken JSON value that are repaired, which takes time with their square
 REPAIRED = 4_000
+REPAIRER = Sandbox("repaired", seconds=0.5, memory=2**30)  # one for all rewards of this process
 NUMBER = r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{1,4})?"
 NOTHING = {"none", "null", "nothing", "no object", "no objects", "no box", "no boxes", "n/a"}
 Value = TypeVar("Value", covariant=True)
@@ -121,14 +124,11 @@ def loose_json(text: str) -> Parsed[Any]:
     starts = [i for i in (body.find("["), body.find("{")) if i >= 0]
     if parsed.status == "ok" or not starts or nesting(body) > DEEPEST:
         return parsed
-    from json_repair import repair_json
-
     try:
-        broken = body[min(starts) : min(starts) + REPAIRED]
-        value = repair_json(broken, return_objects=True, skip_json_loads=True)
-    except (ValueError, RecursionError, IndexError, KeyError, TypeError, AttributeError):
-        return UNPARSEABLE  # json_repair gives up in its own ways on some inputs
-    return Parsed(value, "repaired") if isinstance(value, (dict, list)) and value else UNPARSEABLE
+        value = REPAIRER.ask("repaired", body[min(starts) : min(starts) + REPAIRED])
+    except Broken:  # json_repair gives up in its own ways on some inputs, or takes too long
+        return UNPARSEABLE
+    return Parsed(value, "repaired") if value else UNPARSEABLE
 
 
 def nesting(text: str) -> int:

@@ -7,18 +7,20 @@ import re
 import unicodedata
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from annotated_types import Ge, Lt
 
 from mmrl.core.registry import REWARDS
 from mmrl.core.types import Prompt
+from rewards._sandbox import Broken, Sandbox
 from rewards.card import card
 from rewards.vision.answers import fenced, final, worst
 from rewards.vision.base import Verdict, Verifiable, need, tagged
 from rewards.vision.coords import Unscorable
 
+WORKER = Sandbox("tree_distance", seconds=10.0, memory=2 * 2**30)  # one for this process
 MANY = 400  # cells of a table that are compared; the tree distance takes time with their square
 
 
@@ -98,6 +100,10 @@ class Node:
     def size(self) -> int:
         return 1 + sum(child.size() for child in self.children)
 
+    def plain(self) -> list[Any]:
+        """Return it as ``rewards._foreign`` reads it."""
+        return [self.tag, self.spans, self.text, [child.plain() for child in self.children]]
+
 
 class _TableReader(HTMLParser):
     """Reads the first table of an HTML text; what is not closed is closed where something else
@@ -112,6 +118,7 @@ class _TableReader(HTMLParser):
         self.table: Node | None = None
         self.row: Node | None = None
         self.cell: Node | None = None
+        self.pieces: dict[int, tuple[Node, list[str]]] = {}  # of the texts of cells
         self.done = False
         self.closed = False
 
@@ -141,7 +148,12 @@ class _TableReader(HTMLParser):
 
     def handle_data(self, text: str) -> None:
         if self.cell is not None and not self.done:
-            self.cell.text = " ".join(f"{self.cell.text} {text}".split())
+            self.pieces.setdefault(id(self.cell), (self.cell, []))[1].append(text)
+
+    def close(self) -> None:
+        super().close()
+        for cell, pieces in self.pieces.values():
+            cell.text = " ".join(" ".join(pieces).split())
 
 
 def _span(text: str | None) -> int:
@@ -179,22 +191,13 @@ def teds(predicted: Node, right: Node, structure: bool = False) -> float:
     nodes of the larger.
 
     Inserting and deleting cost 1; renaming costs 1 between different tags or spans, else for cells
-    the normalised Levenshtein distance of their texts, and 0 with ``structure`` (TEDS-S).
+    the normalised Levenshtein distance of their texts, and 0 with ``structure`` (TEDS-S). It is
+    computed in a process beside this one.
+
+    Raises:
+        Broken: it took more time or memory than a table may.
     """
-    from apted import APTED, Config
-    from rapidfuzz.distance import Levenshtein
-
-    class Costs(Config):
-        def rename(self, first: Node, second: Node) -> float:
-            if first.tag != second.tag or first.spans != second.spans:
-                return 1.0
-            same = structure or first.tag != "td" or first.text == second.text
-            return 0.0 if same else float(Levenshtein.normalized_distance(first.text, second.text))
-
-        def children(self, node: Node) -> list[Node]:
-            return node.children
-
-    distance = APTED(predicted, right, Costs()).compute_edit_distance()
+    distance = WORKER.ask("tree_distance", predicted.plain(), right.plain(), structure)
     return max(0.0, 1.0 - float(distance) / max(predicted.size(), right.size()))
 
 
@@ -214,7 +217,8 @@ class Table(Verifiable):
 
     Tables are read through ``thead`` and ``tbody``, ``th`` counts as ``td``. A table with more than
     400 cells, or twice those of the right one, scores 0: nobody gets there by honest means, and the
-    distance would take minutes.
+    distance would take minutes. It is computed in a process beside this one, which is killed and
+    replaced where a table takes more than 10 s of a processor or 2 GiB: that scores 0 too.
     """
 
     def __init__(self, structure: bool = False):
@@ -229,7 +233,10 @@ class Table(Verifiable):
         if predicted.size() > 2 * right.size() + 20:
             return Verdict(0.0, worst(answer.status, "wrong_count"))
         status = worst(answer.status, "ok" if whole else "repaired")
-        return Verdict(teds(predicted, right, self.structure), status)
+        try:
+            return Verdict(teds(predicted, right, self.structure), status)
+        except Broken:
+            return Verdict(0.0, "unparseable")
 
     def _right(self, prompt: Prompt) -> Node:
         table, _ = read_table(true_text(prompt))

@@ -23,6 +23,7 @@ SECTIONS = {
     "mutations": ("mutations", "Mutated configurations: no traceback, no hang"),
     "requests": ("requests", "Mutated requests: no 5xx, no hang, no growth"),
     "load": ("load", "Many clients at once: nothing lost, nothing scored twice"),
+    "images": ("images", "Mutated pictures in requests: no 5xx, no hang, no growth"),
     "answers": ("answers", "Hostile answers to the rewards: no hang, no growth"),
 }
 

@@ -35,7 +35,7 @@ LEAVES = [
     "x" * 3000,
     b64(PNG),
 ]
-FIELDS = ["images", "videos", "texts", "tensor", "prompts", "rewards", "frames", "more", ""]
+FIELDS = ["images", "videos", "texts", "tensor", "prompts", "rewards", "ids", "marks", "more", ""]
 
 
 def anything(draw: random.Random, depth: int = 0):

@@ -5,7 +5,6 @@ import re
 import signal
 from concurrent.futures import ThreadPoolExecutor
 
-import json_repair
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -122,11 +121,11 @@ def test_only_long_runs_are_cut(text):
 def test_only_the_beginning_of_a_broken_value_is_repaired(monkeypatch):
     lengths = []
 
-    def repair(text, **options):
+    def repair(name, text):
         lengths.append(len(text))
         return [1]
 
-    monkeypatch.setattr(json_repair, "repair_json", repair)
+    monkeypatch.setattr(answers.REPAIRER, "ask", repair)
     assert loose_json("[" + '="' * 9_000).status == "repaired"
     assert lengths == [answers.REPAIRED]
 

@@ -1,0 +1,170 @@
+"""The time that a verifiable reward takes grows no faster than what it looks at, whatever a model
+writes: an answer twice as long takes about twice as long."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+
+import pytest
+from PIL import Image
+
+from mmrl.core.registry import REWARDS, load_built_in
+from rewards import Grounding, Table
+from rewards._sandbox import Broken, Sandbox
+from rewards.vision import answers, maths, svg, writing
+from rewards.vision.answers import LONGEST, loose_json
+from rewards.vision.base import Verifiable
+from tests.fixtures.text_rewards import SMALLEST, prompts_of
+
+load_built_in()
+NAMES = sorted(
+    name
+    for name in SMALLEST
+    if isinstance(REWARDS[name], type) and issubclass(REWARDS[name], Verifiable)
+)
+WRAPS = ("{}", "<answer>{}</answer>", "<think>{}</think><answer>1</answer>", "```json\n{}")
+PIECES = (
+    *("[", "]", "{{", "(", ")", "<", ">", "1", "1,", "1 ", "1.", "-", "1e", "+1", "1:", "0:1"),
+    *(",", " ", "\n", "\t", "\\", '"', "'", "```", "=", "|", "|a", "| |\n", "a", "a ", "A,", "A "),
+    *("_", ".", ":", "\u0663", "\u00e9", "#", "$1", "%", "&", "*", "~", "\r\n", "\n\n", "!", "x^"),
+    *(
+        "<think>",
+        "</think>",
+        "<answer>",
+        "</answer>",
+        "<answer>a",
+        "<box>",
+        "<ref>",
+        "<ref>a</ref>",
+    ),
+    *("<|box_start|>", "<|object_ref_start|>", '<point x="1"', '<point x="1" y="', "<loc0001>"),
+    *("<glue>", "<time>", "</time>", "<svg ", "</svg>", "<use", "<table>", "<tr><td>1", "<td>a<b>"),
+    *("<!--", "<![", "&#", "<a b='", "\\boxed{{", "\\frac{{", "{{1}}", "[1,", "[[1,2],", "(1,2)"),
+    *("(1,2),(3,4)", "[1,2,3,4]", "[1,2,3,4],", '{{"a":', '{{"a":[', '{{"a":1}},', '"a",', '{{"a"'),
+    *(
+        "1-",
+        "1 - ",
+        "1s",
+        "1 to ",
+        "from 1 to 2 ",
+        "1:00:00",
+        "A and ",
+        "click(",
+        "click(1,",
+        "x=1,",
+    ),
+    *(
+        "Step 1",
+        "step 1: ",
+        "1. ",
+        "- ",
+        "<|0-0|>",
+        "<|up|>",
+        "the answer is ",
+        "a. ",
+        "1/",
+        ",000",
+    ),
+)
+assert LONGEST > 12_000
+LONG = 12_000  # below LONGEST, behind which nothing is looked at
+NOTHING = 0.06  # seconds of a processor: growth is not looked at below
+RATIO = 3.0  # between linear, 2, and quadratic, 4
+
+
+def text_of(wrap: str, piece: str, length: int) -> str:
+    piece = piece.format()
+    return wrap.format((piece * (length // len(piece) + 1))[:length])
+
+
+def seconds(reward, text: str, prompt) -> float:
+    start = time.process_time()
+    value = float(reward([text], [prompt])[0])
+    assert not math.isinf(value)
+    return time.process_time() - start
+
+
+def grows(reward, short: str, long: str, prompt) -> bool:
+    """Whether the longer text takes more than it should: looked at again where it seems so."""
+    for _ in range(4):
+        after = seconds(reward, long, prompt)
+        if after < NOTHING or after < RATIO * seconds(reward, short, prompt):
+            return False
+    return True
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    logging.disable(logging.WARNING)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.fixture
+def without_processes(monkeypatch):
+    """What runs in processes beside is bounded there."""
+
+    def nothing(*question):
+        raise Broken
+
+    for worker in (answers.REPAIRER, maths.WORKER, svg.WORKER, writing.WORKER):
+        monkeypatch.setattr(worker, "ask", nothing)
+
+
+def guilty(name: str, wrap: str) -> list[str]:
+    """The pieces whose repetition takes more than its share."""
+    reward = REWARDS.build(name, **SMALLEST[name][0])
+    prompt = prompts_of(name)[0] if name != "svg" else {"image": Image.new("RGB", (8, 8))}
+    return [
+        piece
+        for piece in PIECES
+        if grows(reward, *(text_of(wrap, piece, n) for n in (LONG // 2, LONG)), prompt)
+    ]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_twice_as_long_an_answer_takes_no_more_than_its_share(name, without_processes):
+    assert not guilty(name, "{}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrap", WRAPS[1:])
+@pytest.mark.parametrize("name", NAMES)
+def test_so_does_one_in_tags(name, wrap, without_processes):
+    assert not guilty(name, wrap)
+
+
+def test_quadratic_growth_would_be_seen():
+    def squares(texts, prompts):
+        return [float(sum(1 for _ in range(len(texts[0]) ** 2 // 20)))]
+
+    assert grows(squares, "a" * 6000, "a" * 12_000, {})
+    assert not grows(Grounding(), "a" * 6000, "a" * 12_000, {"boxes": [[0, 0, 1, 1]]})
+
+
+# --------------------------------------------------------------------------------------------------
+# processes beside
+
+
+def test_a_broken_value_that_takes_too_long_to_repair_is_given_up(monkeypatch):
+    """json_repair takes time with the square of these objects."""
+    worker = Sandbox("repaired", seconds=0.2)
+    monkeypatch.setattr(answers, "REPAIRER", worker)
+    assert loose_json("[" + "{1}" * 2000).status == "unparseable"
+    assert worker.kills == 1
+    assert loose_json("[{'a': 1}, {'a': 2").value == [{"a": 1}, {"a": 2}]
+    assert loose_json("[[1, 2], [3").value == [[1, 2], [3]]
+
+
+def test_a_table_that_takes_too_long_to_compare_scores_nothing(monkeypatch):
+    rows = "".join(f"<tr>{'<td>a</td>' * 19}</tr>" for _ in range(19))
+    right = f"<table>{rows}</table>"
+    worker = Sandbox("tree_distance", seconds=0.05)
+    monkeypatch.setattr(writing, "WORKER", worker)
+    reward = Table()
+    texts = [right.replace(">a<", ">b<"), "<table><tr><td>1</td></tr></table>"]
+    slow, quick = reward.verdicts(texts, [{"answer": right}, {"answer": "| 1 |"}])
+    assert (slow.score, slow.status) == (0.0, "unparseable") and worker.kills == 1
+    assert quick.score == 1.0
