@@ -173,10 +173,10 @@ def _surroundings(first: Path, second: Path) -> Iterator[str]:
     for key in SURROUNDINGS:
         if old.get(key) != new.get(key) and key in old:
             yield f"{key}: {old.get(key)}, now {new.get(key)}"
-    versions, others = old.get("versions", {}), new.get("versions", {})
-    for name in sorted({*versions, *others}):
-        if versions.get(name) != others.get(name):
-            yield f"{name}: {versions.get(name)}, now {others.get(name)}"
+    versions, newer = old.get("versions", {}), new.get("versions", {})
+    for name in sorted({*versions, *newer}):
+        if versions.get(name) != newer.get(name):
+            yield f"{name}: {versions.get(name)}, now {newer.get(name)}"
 
 
 def _past(run: Path) -> Iterator[str]:
