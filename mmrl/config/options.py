@@ -480,20 +480,9 @@ def unsuited(plug_in: Plugin, policy: Any, kind: str = "objective") -> str | Non
     return f"the {kind} {plug_in.__name__} is for {KINDS[needs]}, which the policy {name} is not"
 
 
-def unsupported_options(train: TrainOptions, policy: Any) -> Iterator[str]:
-    """List sentences about options of ``train`` that a policy (an object, a class or what makes
-    one) cannot take."""
-    name = getattr(policy, "__name__", type(policy).__name__)
-    can = capabilities_of(policy)
-    if can is None:
-        return  # it does not say what it is
-    if train.ground_truth_rollout is not None and not can.ground_truth:
-        yield f"train.ground_truth_rollout: {name} takes no answers of others; it is for vlm"
-    if train.speculative is not None and not (can.drafts and can.one_pass):
-        yield (
-            f"train.speculative: {name} cannot begin with an earlier answer; it is for models that "
-            f"draw tokens one after the other"
-        )
+def _unfit_additions(train: TrainOptions, policy: Any, name: str) -> Iterator[str]:
+    """List sentences about rewritten answers and the value model."""
+    can: Any = capabilities_of(policy)
     if train.refinement is not None and can.makes != "text":
         yield (
             f"train.refinement: {name} reads no criticism of its answers; it is for policies that "
@@ -511,6 +500,23 @@ def unsupported_options(train: TrainOptions, policy: Any) -> Iterator[str]:
             f"train.prompt_value: base: trained is for policies whose own network reads the prompt "
             f"(vlm); {name} sees what an encoder makes of it: set base to frozen"
         )
+
+
+def unsupported_options(train: TrainOptions, policy: Any) -> Iterator[str]:
+    """List sentences about options of ``train`` that a policy (an object, a class or what makes
+    one) cannot take."""
+    name = getattr(policy, "__name__", type(policy).__name__)
+    can = capabilities_of(policy)
+    if can is None:
+        return  # it does not say what it is
+    if train.ground_truth_rollout is not None and not can.ground_truth:
+        yield f"train.ground_truth_rollout: {name} takes no answers of others; it is for vlm"
+    if train.speculative is not None and not (can.drafts and can.one_pass):
+        yield (
+            f"train.speculative: {name} cannot begin with an earlier answer; it is for models that "
+            f"draw tokens one after the other"
+        )
+    yield from _unfit_additions(train, policy, name)
     if train.demonstrations is not None and not can.demonstrations:
         yield f"train.demonstrations: {name} takes no answers of others: it has no demonstrate"
     for key in ("policy_drift", "replay_buffer", "response_reuse"):
@@ -525,6 +531,9 @@ def unsupported_options(train: TrainOptions, policy: Any) -> Iterator[str]:
 
 IDLE_IN_SFT = (
     "reward_overlap_chunks",
+    "demonstrations",
+    "refinement",
+    "speculative",
     "adaptive_sampling",
     "dynamic_sampling_rounds",
     "policy_drift",

@@ -241,7 +241,7 @@ class PolicyGradient(Regularised):
             "sft": self.sft is not None,
             "top_entropy": self.top_entropy < 1,
         }
-        return next((name for name, there in chosen.items() if there), "")
+        return next((name for name, is_set in chosen.items() if is_set), "")
 
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
         if why := unsuited(type(self), policy):
