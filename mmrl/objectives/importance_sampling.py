@@ -26,17 +26,17 @@ class Importance:
     truncated, or its decisions leave the loss (mask). Yao et al. 2025, "Your efficient RL framework
     secretly brings you off-policy RL training"; Zheng et al. 2025, IcePop.
 
-    clip: with multiplicative p / p_policy, p_policy that of the start of the update, is clipped to
-    [1 - low, 1 + high], times w. additive clips p / p_sampler to [w - low, w + high], as wide for
-    old answers as for new ones: the mixed policy gradient of ReMix (Liang et al. 2025, after
-    GePPO, Queeney et al. 2021). It is of the surrogate ppo.
+    clip_mode: with multiplicative p / p_policy, p_policy that of the start of the update, is
+    clipped to [1 - low, 1 + high], times w. additive clips p / p_sampler to [w - low, w + high], as
+    wide for old answers as for new ones: the mixed policy gradient of ReMix (Liang et al. 2025,
+    after GePPO, Queeney et al. 2021). It is of the surrogate ppo.
     """
 
     level: Literal["token", "sequence", "geometric"] = "token"
     mode: Literal["truncate", "mask"] = "truncate"
     cap: Annotated[float, Gt(0)] = 3.0
     floor: Annotated[float, Ge(0)] = 0.0
-    clip: Literal["multiplicative", "additive"] = "multiplicative"
+    clip_mode: Literal["multiplicative", "additive"] = "multiplicative"
 
     def weight(self, point: Point) -> Tensor:
         """Return [B, L]: 1 where the policy sampled by itself."""

@@ -219,8 +219,8 @@ class PolicyGradient(Regularised):
                 "one by one; use forward or chi2 without a form, or reverse",
             )
         sampling = self.importance_sampling
-        if sampling is not None and sampling.clip == "additive" and not self.clips_as_ppo():
-            yield "importance_sampling", "clip: additive is of the surrogate ppo: choose it"
+        if sampling is not None and sampling.clip_mode == "additive" and not self.clips_as_ppo():
+            yield "importance_sampling", "clip_mode: additive is of the surrogate ppo: choose it"
         if self.sft is not None and self.sft.phi and decisions == "gaussian":
             yield "sft", "phi weighs tokens by their probability: leave phi out"
         if self.sft is not None and (self._in_parts(policy) or self.top_entropy < 1):
@@ -484,7 +484,7 @@ class PolicyGradient(Regularised):
     def _clip_scale(self, point: Point) -> Tensor | float:
         """Return how much wider than 1 the sampling policy's share makes the clip of the ratio."""
         sampling = self.importance_sampling
-        if sampling is None or sampling.clip == "multiplicative":
+        if sampling is None or sampling.clip_mode == "multiplicative":
             return 1.0
         return 1 / sampling.weight(point)
 

@@ -29,7 +29,7 @@ CURRENT = {  # word -> page -> what else is called so today
         ("configuration.md", "text_objectives.md"), "an option of the advantage gcpo"
     ),
     "clip": {"rewards.md": REWARDS, "world.md": "a reward of the digits world"}
-    | {"text_objectives.md": GROUP_LOSSES, "configuration.md": "an option of importance_sampling"},
+    | {"text_objectives.md": GROUP_LOSSES},
     "constant": {"configuration.md": "a schedule of the learning rate"},
     "draws": {"masked.md": ESTIMATORS},
     "eta": {"extending.md": "an argument of an SDE's step", "text_objectives.md": GROUP_LOSSES},
@@ -97,6 +97,7 @@ CURRENT = {  # word -> page -> what else is called so today
         "rewards.md": REWARDS,
     },
     "weigh": {
+        "architecture.md": "a method of objectives",
         "configuration.md": "an option of janus_unified and of reinforce_pp",
         "unified.md": "an option of janus_unified",
     },

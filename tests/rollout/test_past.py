@@ -176,7 +176,7 @@ def test_the_clip_of_remix_is_as_wide_for_old_answers_as_for_new_ones(kind):
     moved(policy)
     _, mixed, _ = exchange(stage, prompts, [0.0] * 6, 1)
     moved(policy)
-    additive = Importance(cap=1e9, clip="additive")
+    additive = Importance(cap=1e9, clip_mode="additive")
     objective = PolicyGradient(clip_range=(0.05, 0.1), importance_sampling=additive)
     assert not list(objective.unfit(policy))
     other = PolicyGradient(surrogate=SURROGATES["cispo"], importance_sampling=additive)
