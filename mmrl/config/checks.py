@@ -17,6 +17,7 @@ from mmrl.config.options import (
     impossible,
     not_to_be_skipped,
     pathless,
+    renamed_rows,
     unfit_for_sft,
     unsuited,
     unsuited_to_refill,
@@ -97,6 +98,7 @@ def check(
         if isinstance(built, TrainOptions):
             problems += _unfit_sizes(config, built, entries, objective, processes)
             unfit = [*unweighable(built, trained, named.get("objective"))]
+            unfit += renamed_rows(built, named.get("objective"))
             why = not_to_be_skipped(built, objective)
             unfit += [why] if why else []
             problems += _missing_of_training(entries, built)

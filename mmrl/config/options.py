@@ -610,6 +610,24 @@ def unweighable(train: TrainOptions, trained: int, objective: Any) -> Iterator[s
         yield "train.reward_gradients: fp16 scales the loss: use train.precision bf16"
 
 
+def renamed_rows(train: TrainOptions, objective: Any) -> Iterator[str]:
+    """Say which stages give rows other names, by which an objective that follows the reward's
+    gradient draws the noise of their paths again."""
+    if not getattr(objective, "differentiates", False):
+        return
+    for key in (
+        "dynamic_sampling_rounds",
+        "adaptive_sampling",
+        "replay_buffer",
+        "response_reuse",
+    ):
+        if getattr(train, key):
+            yield (
+                f"train.{key}: this objective draws the noise of every path again, by the names "
+                f"that rows have now; leave it out, or choose policy_gradient"
+            )
+
+
 def not_to_be_skipped(train: TrainOptions, objective: Any) -> str | None:
     """Say why rows of advantage 0 cannot be left out with an ``objective``; None if they can."""
     if not train.skip_zero_advantage or objective is None:

@@ -20,6 +20,7 @@ from mmrl.config.options import (
     TrainOptions,
     arithmetic,
     pathless,
+    renamed_rows,
     unfit_for_sft,
     unsuited,
     without_average,
@@ -293,12 +294,8 @@ def suits(objective: Objective, policy: Policy, options: TrainOptions) -> None:
     run does not keep."""
     if why := unsuited(type(objective), policy) or without_average(objective.snapshots, options):
         raise UserError(why)
-    if objective.differentiates and (options.replay_buffer or options.response_reuse):
-        name = "replay_buffer" if options.replay_buffer else "response_reuse"
-        raise UserError(
-            f"train.{name}: this objective draws the noise of every path again, by the names that "
-            f"rows have now; leave it out, or choose policy_gradient"
-        )
+    if renamed := list(renamed_rows(options, objective)):
+        raise UserError(renamed[0])
     if why := pathless(options, policy, objective):
         raise UserError(why)
     for option, sentence in objective.unfit(policy):

@@ -114,3 +114,12 @@ def test_what_moves_rows_of_advantage_0_is_refused(name, tmp_path):
 
 def read_named(name, changes):
     return read(find_config(name), changes)
+
+
+@pytest.mark.parametrize("name", ["draft", "adjoint_matching"])
+@pytest.mark.parametrize(
+    "change", ["dynamic_sampling_rounds=2", "adaptive_sampling={rounds: 2}", "replay_buffer={}"]
+)
+def test_rows_that_change_their_names_are_refused_where_their_noise_is_drawn_again(name, change):
+    with pytest.raises(UserError, match="draws the noise of every path again"):
+        read_named(f"digits/{name}", [f"train.{change}"])
