@@ -19,12 +19,15 @@ from rewards.vision.base import Verdict, Verifiable
 
 Whole = Annotated[int, Ge(1)]
 Share = Annotated[float, Ge(0), Le(1)]
-_INSIDE = r"(?:(?!</?(?:think|answer)>).)*"  # no tag inside a tag
+# Nothing is given back that has been matched (*+, ?>), so that time grows with the length only.
+_NO_TAG = r"(?!</?(?:think|answer)>)"
+_INSIDE = rf"(?:{_NO_TAG}.)*+"  # no tag inside a tag
+_SOMETHING = rf"\s*+{_NO_TAG}\S{_INSIDE}"
 PATTERNS = {
-    "think_answer": rf"\s*<think>{_INSIDE}</think>\s*<answer>{_INSIDE}\S{_INSIDE}</answer>\s*",
-    "answer": rf"\s*<answer>{_INSIDE}\S{_INSIDE}</answer>\s*",
-    "think": rf"\s*<think>{_INSIDE}</think>{_INSIDE}\S{_INSIDE}",
-    "boxed": r".*\\boxed\{.*\S.*\}.*",
+    "think_answer": rf"\s*+<think>{_INSIDE}</think>\s*+<answer>{_SOMETHING}</answer>\s*",
+    "answer": rf"\s*+<answer>{_SOMETHING}</answer>\s*",
+    "think": rf"\s*+<think>{_INSIDE}</think>{_SOMETHING}",
+    "boxed": r"(?>.*?\\boxed\{)\s*+\S.*\}.*",
 }
 EXAMPLES = {
     "think_answer": "<think>so it is</think> <answer>{}</answer>",
@@ -57,7 +60,8 @@ class Format(Shaping):
     Args:
         form: "think_answer": ``<think>...</think><answer>...</answer>``; "answer"; "think";
             "boxed": somewhere.
-        pattern: a regular expression of your own instead, for the whole text (re.DOTALL).
+        pattern: a regular expression of your own instead, for the whole text (re.DOTALL). Let it
+            not backtrack much: the time that it takes on what a model writes has no limit.
         json: the answer must be JSON, such as boxes, as it stands.
     """
 

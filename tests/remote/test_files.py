@@ -18,7 +18,7 @@ from mmrl.config import Weighted
 from mmrl.core.registry import REWARDS, load_built_in
 from mmrl.remote.service import make_app
 from mmrl.scoring import Handled, Handling
-from rewards import ByTask, Remote, Segmentation, Svg
+from rewards import ByTask, Calibrated, Remote, Segmentation, Svg, jpeg_compressibility
 from rewards.card import PICTURES, Card, card_of
 from rewards.files import NoPath, of_a_request, open_picture, request
 from tests.fixtures.reward_servers import b64, good, png, serving
@@ -100,6 +100,15 @@ def test_fields_have_the_names_that_options_give_them():
     renamed.card = Card(pictures=("other",))
     routes = ByTask({"a": renamed, "b": Svg()})
     assert set(routes.card.pictures) == {"other", *PICTURES}
+
+
+def test_a_baseline_is_a_picture_where_pictures_are_judged(places):
+    reward = Calibrated(jpeg_compressibility)
+    answers = {ask(reward, {"baseline": str(place)}) for place in places}
+    ((status, content),) = answers
+    assert status == 400 and b"prompts[0].baseline" in content
+    assert ask(reward, {"baseline": {"png": b64(png())}})[0] == 200
+    assert ask(reward, {"baseline": 0.5})[0] == 200
 
 
 # --------------------------------------------------------------------------------------------------

@@ -24,7 +24,22 @@ NAMES = sorted(
     for name in SMALLEST
     if isinstance(REWARDS[name], type) and issubclass(REWARDS[name], Verifiable)
 )
-WRAPS = ("{}", "<answer>{}</answer>", "<think>{}</think><answer>1</answer>", "```json\n{}")
+WRAPS = (
+    *("{}", "<answer>{}</answer>", "<think>{}</think><answer>1</answer>", "```json\n{}"),
+    *("<think>x</think><answer>{}<think>", "<think>{}<think>", "\\boxed{{{}"),
+)
+VARIANTS = [
+    ("format", {"form": "answer"}),
+    ("format", {"form": "think"}),
+    ("format", {"form": "boxed"}),
+    ("referring", {"form": "vlm_r1"}),
+    ("transcription", {"unit": "word"}),
+    ("temporal", {"form": "hull"}),
+    ("detection", {"measure": "map"}),
+    ("detection", {"measure": "visual_rft"}),
+    ("detection", {"measure": "vlm_r1"}),
+    ("confidence", {"form": "visual_rft"}),
+]
 PIECES = (
     *("[", "]", "{{", "(", ")", "<", ">", "1", "1,", "1 ", "1.", "-", "1e", "+1", "1:", "0:1"),
     *(",", " ", "\n", "\t", "\\", '"', "'", "```", "=", "|", "|a", "| |\n", "a", "a ", "A,", "A "),
@@ -113,9 +128,9 @@ def without_processes(monkeypatch):
         monkeypatch.setattr(worker, "ask", nothing)
 
 
-def guilty(name: str, wrap: str) -> list[str]:
+def guilty(name: str, wrap: str, **options: str) -> list[str]:
     """The pieces whose repetition takes more than its share."""
-    reward = REWARDS.build(name, **SMALLEST[name][0])
+    reward = REWARDS.build(name, **SMALLEST[name][0] | options)
     prompt = prompts_of(name)[0] if name != "svg" else {"image": Image.new("RGB", (8, 8))}
     return [
         piece
@@ -127,6 +142,18 @@ def guilty(name: str, wrap: str) -> list[str]:
 @pytest.mark.parametrize("name", NAMES)
 def test_twice_as_long_an_answer_takes_no_more_than_its_share(name, without_processes):
     assert not guilty(name, "{}")
+
+
+@pytest.mark.parametrize("wrap", ["{}", *WRAPS[4:]])
+@pytest.mark.parametrize(("name", "options"), VARIANTS[:3])
+def test_so_does_the_form_of_a_text(name, options, wrap):
+    assert not guilty(name, wrap, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "options"), VARIANTS[3:])
+def test_so_does_one_with_other_options(name, options, without_processes):
+    assert not guilty(name, "{}", **options)
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rewards import Maths, Svg
+from rewards import Format, Maths, Svg
 from rewards._sandbox import Broken, Sandbox
 from rewards.vision import answers, maths, svg
 from rewards.vision.answers import RUN, calm, last_inside, loose_json
@@ -135,3 +135,45 @@ def test_a_clock_has_so_many_hours_and_long_answers_are_cut():
     assert spans("٣" * 50_000).status == "unparseable"
     assert spans("<glue>" * 20_000).status == "unparseable"
     assert spans("<glue>[[1, 2]]</glue>" + "<time>" * 20_000).value == [(1, 2)]
+
+
+TAGS = re.compile(r"(</?(?:think|answer)>)")
+FORMS = {
+    "think_answer": ["<think>", "x", "</think>", "", "<answer>", "y", "</answer>", ""],
+    "answer": ["<answer>", "y", "</answer>", ""],
+    "think": ["<think>", "x", "</think>", "y"],
+}
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.sampled_from(sorted(FORMS)),
+    st.lists(st.sampled_from([*FORMS["think_answer"], "a", " ", "\n", "<", "</"]), max_size=11),
+)
+def test_the_form_of_a_text_is_that_of_its_pieces(form, pieces):
+    """Tags in their order; "" is blank, "x" anything without a tag, "y" the same and not blank."""
+    text = "".join(pieces)
+    parts = TAGS.split(text)
+    expected = ["", *FORMS[form]]
+    right = len(parts) == len(expected) and all(
+        part == piece
+        if piece.startswith("<")
+        else piece == "x" or bool(part.strip()) == (piece == "y")
+        for part, piece in zip(parts, expected, strict=True)
+    )
+    assert Format(form)([text], [{}]).tolist() == [float(right)]
+
+
+@pytest.mark.parametrize(
+    ("text", "right"),
+    [
+        (r"so \boxed{7}", 1),
+        (r"\boxed{} and }", 1),
+        (r"\boxed{}", 0),
+        (r"\boxed{ }", 0),
+        (r"\boxed{7", 0),
+        (r"\boxed{ \boxed{7}", 1),
+    ],
+)
+def test_something_in_a_box(text, right):
+    assert Format("boxed")([text], [{}]).tolist() == [right]
