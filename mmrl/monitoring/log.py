@@ -320,4 +320,5 @@ def _replace(path: Path, write: Callable[[Path], Any]) -> None:
     """Write beside, then rename, so that a reader never sees half a file."""
     draft = path.with_name(path.name + ".part")
     write(draft)
+    _sync(draft)  # or a power cut may leave the name and nothing in it
     draft.replace(path)

@@ -148,25 +148,30 @@ class FolderLock:
 
     def _lives(self, owner: Owner) -> bool:
         """Tell whether the owner still trains; watch one of another machine for as long as it takes
-        to know."""
+        to know. That is at most ``STALE`` seconds, whatever clocks say."""
         if owner.is_here():
             return self.lock is None and owner.runs()
-        first = age = self._age()
-        while age is not None and first is not None and age <= STALE:
-            if age < first:  # a sign of life
+        first = sign = self._sign()
+        end = time.monotonic() + STALE
+        while sign is not None and first is not None:
+            at, age = sign
+            if at != first[0]:  # a sign of life
                 return True
+            if age > STALE or time.monotonic() > end:
+                return False
             time.sleep(min(HEARTBEAT / 4, STALE))
-            first, age = age, self._age()
+            sign = self._sign()
         return False
 
-    def _age(self) -> float | None:
-        """Measure the seconds since the last sign of life, by the clock of the disk; None if the
-        owner has left."""
+    def _sign(self) -> tuple[float, float] | None:
+        """Return when the owner last gave a sign of life and how many seconds ago, both by the
+        clock of the disk; None if it has left."""
         probe = self.folder / f".probe-{uuid.uuid4().hex}"
         try:
             probe.touch()
             with self.path.open("rb") as file:  # opening asks the server of a network disk anew
-                return probe.stat().st_mtime - os.fstat(file.fileno()).st_mtime
+                at = os.fstat(file.fileno()).st_mtime
+            return at, probe.stat().st_mtime - at
         except FileNotFoundError:
             return None
         finally:

@@ -75,4 +75,5 @@ def write_text(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.partial")
     draft.write_text(text, encoding="utf-8")
+    sync(draft)  # or a power cut may leave the name and nothing in it
     draft.replace(path)

@@ -94,13 +94,20 @@ def test_another_machines_folder_is_taken_over_when_it_gives_no_sign_of_life(tmp
 def test_another_machine_that_lives_is_seen(tmp_path, fast, monkeypatch):
     monkeypatch.setattr(lock, "STALE", 60.0)
     foreign(tmp_path)
-    ages = iter([1.0, 2.0, 0.1])
-    monkeypatch.setattr(FolderLock, "_age", lambda held: next(ages))
+    signs = iter([(100.0, 1.0), (100.0, 2.0), (102.0, 0.1)])
+    monkeypatch.setattr(FolderLock, "_sign", lambda held: next(signs))
     with pytest.raises(UserError, match="in use by process 7 on elsewhere"):
         FolderLock(tmp_path).__enter__()
     monkeypatch.undo()
     (tmp_path / lock.OWNER).unlink()
     with FolderLock(tmp_path):  # the refused one has let the lock go
+        pass
+
+
+def test_a_clock_that_was_put_back_holds_nobody_up(tmp_path, fast):
+    foreign(tmp_path)
+    os.utime(tmp_path / lock.OWNER, (4e9, 4e9))
+    with FolderLock(tmp_path):
         pass
 
 
