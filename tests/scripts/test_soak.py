@@ -1,10 +1,13 @@
 """The long experiments of trust: their frame, on sections that cost nothing."""
 
 import json
+import random
+from types import SimpleNamespace
 
 import pytest
 
 from scripts import soak_parts
+from scripts.soak_parts import long, mutations
 from scripts.soak_parts.page import Experiment, write
 
 
@@ -30,3 +33,27 @@ def test_an_unknown_section_is_refused(capsys):
     with pytest.raises(SystemExit):
         soak_parts.main(["nothing"])
     assert "known: kills" in capsys.readouterr().err
+
+
+def test_a_section_is_run_and_its_failures_are_the_exit_status(tmp_path, monkeypatch, capsys):
+    experiments = [Experiment("fine", 2, 0, "as expected"), Experiment("not", 2, 1, "a hang")]
+    section = SimpleNamespace(run=lambda soak: experiments[: int(soak.seconds)])
+    monkeypatch.setattr(soak_parts.importlib, "import_module", lambda name: section)
+    page = tmp_path / "trust.md"
+    assert soak_parts.main(["kills", "--seconds", "1", "--page", str(page)]) == 0
+    assert soak_parts.main(["kills", "--seconds", "2", "--page", str(page)]) == 1
+    assert "kills: not: 2 tries, 1 failed; a hang" in capsys.readouterr().out
+
+
+def test_what_grows_is_noticed():
+    flat = long._flat("seconds", 8, [1.0] * 8, " s", 1.25)
+    slower = long._flat("seconds", 8, [9.0, 9.0, 1.0, 1.0, 1.0, 1.2, 1.4, 1.4], " s", 1.25)
+    more = long._flat("memory", 8, [1.0, 1.0, 1.0, 1.0, 9.0, 9.0, 30.0, 30.0], "", 16, True)
+    assert (flat.failed, slower.failed, more.failed) == (0, 1, 1)
+
+
+def test_every_mutation_is_of_the_seed():
+    plain = {"a": {"b": [1, 2]}, "c": 3}
+    changed = [mutations.mutated(plain, random.Random(seed)) for seed in range(50)]
+    assert changed == [mutations.mutated(plain, random.Random(seed)) for seed in range(50)]
+    assert plain == {"a": {"b": [1, 2]}, "c": 3} and sum(x != plain for x in changed) > 40
