@@ -12,13 +12,15 @@ from collections.abc import Callable
 from typing import Annotated, TypeVar
 
 import torch
-from annotated_types import Gt
+from annotated_types import Gt, Le
 from torch import Tensor
 
+from mmrl.core.errors import UserError
 from mmrl.core.registry import SURROGATES
 from mmrl.core.types import Surrogate
 
-Width = Annotated[float, Gt(0)]
+WIDEST = 1e30  # of a clip: what lies beyond it no ratio of 32 bits could say
+Width = Annotated[float, Gt(0), Le(WIDEST)]
 # log-ratios are kept within +-FAR before they are exponentiated, as the published codes do
 FAR = 20.0
 Decorated = TypeVar("Decorated", bound=Callable[..., Tensor])
@@ -57,6 +59,8 @@ def summed(surrogate: Surrogate, logp: Tensor, old: Tensor, credit: Tensor, mask
 def both_sides(clip_range: float | tuple[float, float]) -> tuple[float, float]:
     """(low, high) of a range that is written as one number or as two."""
     low, high = clip_range if isinstance(clip_range, (tuple, list)) else (clip_range, clip_range)
+    if max(low, high) > WIDEST:
+        raise UserError(f"clip_range: at most {WIDEST:g}, not {max(low, high):g}")
     return low, high
 
 

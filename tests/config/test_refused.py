@@ -14,6 +14,7 @@ from scripts.soak_parts import killing
 
 ROOT = Path(__file__).parents[2]
 IMPOSSIBLE = {
+    "objective.policy_gradient.clip_range=1e300": "clip_range: at most 1e+30",
     "reward=os:getcwd": "a reward is called with (media, prompts)",
     "reward=os:sep": "'os:sep' is a str, not a reward",
     "evaluate=0": "evaluate: expected options",
