@@ -24,7 +24,7 @@ LOOK = "an option of a timestep sampler"
 ESTIMATORS = "an option of estimators"
 GROUP_LOSSES = "an option of group losses"
 CURRENT = {  # word -> page -> what else is called so today
-    "batch_size": {"rewards.md": REWARDS},
+    "batch_size": {"rewards.md": REWARDS, "remote-rewards.md": "an option of remote"},
     "behaviour": dict.fromkeys(
         ("configuration.md", "text_objectives.md"), "an option of the advantage gcpo"
     ),
