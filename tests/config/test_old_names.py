@@ -45,7 +45,6 @@ CURRENT = {  # word -> page -> what else is called so today
     "low": {"dgpo.md": LOOK, "masked.md": ESTIMATORS, "rewards.md": REWARDS}
     | {"configuration.md": "an option of entropy"},
     "mask": {
-        "remote-rewards.md": "a field of a prompt",
         "architecture.md": "a field of Rollout and Point",
         "rewards.md": "a field of a prompt",
         "verifiable-rewards.md": "a field of a prompt",
