@@ -123,6 +123,6 @@ def _how(content: Content) -> list[str]:
         *settings,
         "",
         f"Machine: {about['cpu']}, {about['cores']} cores, {', '.join(about['gpus']) or 'no GPU'}; "
-        f"{versions}; commit {about['commit']}. Again: "
+        f"{versions}; the runs at commit {', '.join(content['commits'])}. Again: "
         f"`{about['command']}`",
     ]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
+from os.path import relpath
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +63,8 @@ def write(
         "seeds": list(plan.seeds),
         "budget": plan.budget,
         "settings": [asdict(setting) for setting in plan.settings],
-        "runs": [[job.name(), str(job.run), *job.overrides] for job in jobs],
+        "runs": [[job.name(), relpath(job.run, folder), *job.overrides] for job in jobs],
+        "commits": commits_of(jobs),
         "prompts": {split: next(iter(m.values())).prompts for split, m in halves.items()},
         "held_out": all(s.held_out for m in halves.values() for s in m.values()),
         "measures": {m: kind_of(plan, m) for m in measures},
@@ -81,6 +84,18 @@ def write(
     draft.write_text(render(content, picture), encoding="utf-8")
     draft.replace(path)
     return path
+
+
+def commits_of(jobs: Sequence[Job]) -> list[str]:
+    """List the commits at which the runs were made, as each wrote it down."""
+    named = set()
+    for job in jobs:
+        try:
+            text = (job.run / "machine.json").read_text(encoding="utf-8")
+            named.add(str(json.loads(text)["commit"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            named.add("unknown")
+    return sorted(named)
 
 
 def jobs_of(jobs: Sequence[Job], setting: Setting) -> list[Job]:

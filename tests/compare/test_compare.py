@@ -146,6 +146,14 @@ def test_a_comparison_is_written_and_not_done_twice(desk):
     plain = (path.parent / "compare.md").read_text()
     assert "| a + lr=0.2 - a | **+2.000 (" in plain and "| a | 2 | 16 | 80 | 3.0 |" in plain
     assert f"* {sentences[0]}" in plain and "`optimizer.adamw.lr=0.2`" in plain
+    # the page may be written later than its runs, and be moved
+    assert content["commits"] == ["unknown"] and "the runs at commit unknown. Again" in plain
+    folder = path.parent
+    assert all((folder / run[1]).is_dir() for run in content["runs"])
+    (folder / content["runs"][0][1] / "machine.json").write_text('{"commit": "abc"}')
+    command.compare(["a.yaml"], request)
+    content = json.loads((folder / "compare.json").read_text())
+    assert content["commits"] == ["abc", "unknown"]
 
 
 def test_markdown_escapes_what_a_user_wrote():
