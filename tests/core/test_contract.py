@@ -156,7 +156,7 @@ SMALLEST: dict[tuple[str, str], dict[str, Any]] = {
     ("data", "hints"): {"of": {"digits": {"captions": 40}}, "field": "text"},
     ("data", "suggestions"): {"of": {"digits": {"captions": 40}}, "field": "text"},
     ("data", "forms"): {"of": {"digits": {"captions": 40}}, "forms": {"plain": "{text}"}},
-    ("data", "difficulty"): {"of": {"digits": {"captions": 40}}},
+    ("data", "difficulty"): {"of": {"digits": {"captions": 40}}, "field": "text"},
     ("data", "replay"): {"of": {"digits": {"captions": 40}}},
     ("data", "knapsack"): {"of": {"digits": {"captions": 40}}},
     ("data", "adaptive_group_size"): {"of": {"digits": {"captions": 40}}},
