@@ -260,11 +260,15 @@ class PolicyGradient(Regularised):
             if self.single_paths and self.couples(policy) != "rows" and not one_pass(point):
                 raise UserError(f"this surrogate {WHOLE}")
             yield point
+        if self._imitates(policy):
+            yield from self._imitated(policy, rollout, rng)
+
+    def _imitated(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterator[Point]:
+        """Return re-noised states of pictures that somebody else made."""
         expert = rollout.provenance.is_ground_truth
-        if self._imitates(policy) and expert is not None:
-            rows = rollout[expert & rollout.alive()]
-            if len(rows):
-                yield from noised(policy, rows, rng.fold("imitation"), uniform, 1)
+        rows = None if expert is None else rollout[expert & rollout.alive()]
+        if rows is not None and len(rows):
+            yield from noised(policy, rows, rng.fold("imitation"), uniform, 1)
 
     def loss(self, policy: Policy, point: Point) -> Tensor:
         if self.sft is not None and isinstance(point.step, Renoised):

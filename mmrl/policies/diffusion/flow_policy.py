@@ -198,6 +198,10 @@ class FlowPolicy(Policy):
         They are those of the empty prompt; what ``uncond`` leaves out, such as an image to edit, is
         the row's own.
         """
+        if "uncond" not in cond:
+            raise UserError(
+                "guidance needs the policy's option empty, the value of field for no prompt"
+            )
         rows = len(next(leaf for leaf in row_cond.values() if isinstance(leaf, Tensor)))
         empty: dict[str, Any] = tree_map(
             lambda tensor: tensor.expand(rows, *tensor.shape[1:]), cond["uncond"]
@@ -547,10 +551,6 @@ class FlowPolicy(Policy):
         if not guided:
             v = self._pass(x, t, cond)
             return v, v
-        if "uncond" not in point.cond:
-            raise UserError(
-                "guidance needs the policy's option empty, the value of field for no prompt"
-            )
         empty = self.unconditional(cond, point.cond)
         if self.logprob_guidance == "guided_stopgrad_uncond":
             with torch.no_grad():
