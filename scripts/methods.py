@@ -53,6 +53,11 @@ class Family:
     models: str
     modules: tuple[str, ...] = ()
 
+    @property
+    def choose(self) -> str:
+        """Say when to choose which of the page."""
+        return CHOOSE[self.slug]
+
     def holds(self, entry: Plugin) -> bool:
         return not self.modules or entry.__module__.startswith(self.modules)
 
@@ -159,6 +164,46 @@ FAMILIES = (
         KINDS["gaussian"],
     ),
 )
+CHOOSE = {
+    "surrogates": "With one optimizer step an iteration the ratio is 1 and all of them are "
+    "the same: leave `ppo`. With several, `ppo` and `gspo` are not shown to "
+    "be behind in what was measured; `gspo` and `gmpo` where whole answers "
+    "are rewarded and some are long; `cispo` keeps the gradient of every "
+    "token and needs a cap that fits (a wide one lost most on the VLM).",
+    "advantages": "`group` (GRPO) first. `rloo`, `dr_grpo` or `opo` where groups are small "
+    "or stds differ much between prompts (on flows they are one and the "
+    "same); `flow_grpo`'s std of all groups where rewards are continuous; "
+    "`branch`, `tree_mean`, `tree_grpo` for trees; `edge_grpo`, `hapo` and "
+    "others by entropy where answers are long; `riskpo`, `copo`, `filtered` "
+    "where most groups are flat.",
+    "forward_process": "Where samples are drawn without noise, or no log-prob of a path exists: "
+    "they learn more from a picture and cost more for one. `awm` and `crd` "
+    "reached most at equal samples; `rwr` where only good samples shall be "
+    "followed.",
+    "group_losses": "Where preferences or regressions are wanted in place of a clip: `rebel` "
+    "and `gvpo` regress differences of rewards and need no clip range, but a "
+    "scale that fits the reward (with default options they were behind GRPO); "
+    "`dpo` and `ipo` learn from pairs, also of a file.",
+    "policy_gradients": "`policy_gradient` for everything with decisions on its path; "
+    "`grpo_guard` and `flow_dppo` for flows whose early steps run away; "
+    "`draft` and `adjoint_matching` where the reward can be differentiated; "
+    "`sft` before reinforcement.",
+    "data": "A curriculum saves samples where rewards are flat on many prompts and "
+    "sampling is what costs. On the tiny VLM, whose updates cost more, none "
+    "beat plain prompts at equal seconds.",
+    "mask_estimators": "`trajectory` scores the path that was sampled and costs a pass a step; "
+    "`mask_grpo` and `d1` hide finished samples anew and cost less; `sepo` "
+    "for score entropy.",
+    "sde_types": "`flow_sde` for flows as Flow-GRPO has them, `dance_sde` for DanceGRPO's "
+    "constant noise, `cps` where noise must not show, `ode` for objectives of "
+    "finished samples, `memoryless` for Adjoint Matching.",
+    "noise_windows": "Noise in few early steps (`window`) trains the steps that decide and "
+    "costs less: the first half for short samplers, `progressive` or `random_window` (MixGRPO) "
+    "for long ones.",
+    "timestep_samplers": "`steps` keeps to the times that the sampler visits and is right for few "
+    "steps; `uniform` and `logit_normal` for models that will be sampled with "
+    "other steps.",
+}
 FIGURE = (
     "Differences of held-out reward with 95 % intervals, three seeds, of a tiny model; blue: not "
     "shown to differ from 0 after correction for several comparisons."
@@ -206,7 +251,10 @@ def _outside(entry: Plugin) -> bool:
 
 
 def page(family: Family) -> str:
-    parts = [f"# {family.title}\n\n{_note()}\n\n{family.about}\n"]
+    parts = [
+        f"# {family.title}\n\n{_note()}\n\n{family.about}\n",
+        f"**When to choose which.** {family.choose} See also [which method](../which-method.md).\n",
+    ]
     if any(compared(family.key, name) for name in entries(family)):
         parts.append(f"![what was measured]({family.slug}.svg)\n\n{FIGURE}\n")
     for name, entry in entries(family).items():

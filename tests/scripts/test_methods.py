@@ -1,5 +1,7 @@
 """docs/methods says what the registry says."""
 
+import re
+
 import pytest
 
 from mmrl.core.registry import ALL, load_built_in
@@ -57,3 +59,12 @@ def test_a_figure_shows_intervals_around_zero():
     rows = [row for row in methods.measured.comparisons() if row.page == "compare_best.md"]
     text = methods.measured.figure(rows)
     assert text.count("<circle") == len(rows) > 1 and "mmrl/best against Flow-GRPO" in text
+
+
+@pytest.mark.parametrize("family", methods.FAMILIES, ids=lambda family: family.slug)
+def test_a_page_says_when_to_choose_what_and_names_what_there_is(family):
+    known = set(methods.entries(family)) | {"sft"}
+    others = {name for entries in ALL.values() for name in entries}
+    named = set(re.findall(r"`([^`]+)`", family.choose))
+    assert named <= known | others and (named & known or family.slug == "data")
+    assert family.choose in PAGES[f"{family.slug}.md"].replace("\n", " ")
