@@ -10,37 +10,42 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import ImageSequence
 from torch import Tensor
 
 from mmrl.core.errors import UserError
+from mmrl.core.pictures import PictureError, check_size, opened, rgb_picture
 from mmrl.core.types import Prompt
 from mmrl.data.prompts import decoded
+from mmrl.data.sources.folders import VIDEOS
 
 PICTURES = {".png", ".jpg", ".jpeg", ".webp", ".bmp"}
 EXPECTED = (
-    'expected {"prompt": "...", "answers": ["..."]}, each answer a text, the path of a picture, or '
-    '{"text" or "image": "...", "reward": 1.0, "logprobs": [...]}'
+    'expected {"prompt": "...", "answers": ["..."]}, each answer a text, the path of a file, or '
+    '{"text", "image" or "video": "...", "reward": 1.0, "logprobs": [...]}'
 )
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Holds one answer: a text, or the path of a picture."""
+    """Holds one answer: a text, or the path of a picture or a video."""
 
     content: str | Path
     reward: float | Mapping[str, float] | None = None  # total, or by name; None: it is scored
     logprobs: tuple[float, ...] | None = None  # of its tokens, under what wrote it
 
     def media(self) -> str | Tensor:
-        """Return what a policy's ``decode`` would: the text, or the picture [3, H, W] in 0..1."""
+        """Return what a policy's ``decode`` would: the text, the picture [3, H, W] in 0..1, or the
+        video [F, 3, H, W]."""
         if isinstance(self.content, str):
             return self.content
-        from PIL import Image
-
+        if self.content.suffix.lower() in VIDEOS:
+            return _frames(self.content)
         try:
-            with Image.open(self.content) as picture:
-                pixels = np.array(picture.convert("RGB"))
-        except OSError as error:
+            if film := _animation(self.content):
+                return _stacked(film)
+            pixels = np.array(rgb_picture(self.content))
+        except PictureError as error:
             raise UserError(f"{self.content}: no picture that can be read: {error}") from error
         return torch.from_numpy(pixels).permute(2, 0, 1).float() / 255
 
@@ -83,15 +88,43 @@ def of_file(path: Path, key: str = "text") -> Known:
     return lambda prompt: answers.get(str(prompt.get(key)).strip(), ())
 
 
+def _frames(path: Path) -> Tensor:
+    """Read all frames of a video, [F, 3, H, W] in 0..1. Raises UserError."""
+    import av
+
+    try:
+        with av.open(str(path)) as container:
+            frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+        return _stacked(frames)  # of none: ValueError
+    except (OSError, ValueError, IndexError, av.FFmpegError) as error:
+        raise UserError(f"{path}: no video that can be read: {error}") from error
+
+
+def _animation(path: Path) -> list[np.ndarray]:
+    """Read the frames of an animated picture, as ``mmrl view --rate`` stores rated videos; none of
+    a still one. Raises PictureError."""
+    with opened(path) as image:
+        check_size(image)
+        if getattr(image, "n_frames", 1) == 1:
+            return []
+        return [np.array(rgb_picture(frame.copy())) for frame in ImageSequence.Iterator(image)]
+
+
+def _stacked(frames: list[np.ndarray]) -> Tensor:
+    """Return frames [H, W, 3] of 8 bits as [F, 3, H, W] in 0..1."""
+    return torch.from_numpy(np.stack(frames)).permute(0, 3, 1, 2).float() / 255
+
+
 def _answer(value: Any, folder: Path) -> Answer:
     record = value if isinstance(value, dict) else {"text": value}
-    content = record["image"] if "image" in record else record["text"]
+    medium = next((kind for kind in ("image", "video") if kind in record), "text")
+    content = record[medium]
     if not isinstance(content, str):
         raise ValueError(f"an answer must be text, got {json.dumps(content)[:60]}")
-    picture = "image" in record or Path(content).suffix.lower() in PICTURES
+    is_file = medium != "text" or Path(content).suffix.lower() in {*PICTURES, *VIDEOS}
     logprobs = record.get("logprobs")
     return Answer(
-        folder / content if picture else content,
+        folder / content if is_file else content,
         record.get("reward"),
         None if logprobs is None else tuple(float(value) for value in logprobs),
     )

@@ -2,110 +2,136 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 from annotated_types import Ge, Lt
 
+from mmrl.config.values import Location
 from mmrl.core.errors import UserError
+from mmrl.core.pictures import MOST_PIXELS
 from mmrl.core.registry import DATA
 from mmrl.core.types import Prompt
-from mmrl.data.prompts import SPLIT, decoded, split
+from mmrl.data.prompts import SPLIT
+from mmrl.data.prompts import split as by_text
+from mmrl.data.sources.folders import VIDEOS
+from mmrl.data.sources.intake import Broken, Intake
+from mmrl.data.sources.media import content_of, medium
+from mmrl.data.sources.reader import Part, Request
+from mmrl.data.sources.selection import renamed
 
-PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
-VIDEOS = (".mp4", ".webm", ".mov", ".avi", ".mkv")
-TABLES = ("metadata.jsonl", "captions.jsonl")
-FILES = ("answer", "file_name", "image", "video", "file", "path")  # names of a row's file in use
+# names of a row's file in use
+FILES = ("answer", "file_name", "image", "video", "file", "path", "img", "jpg", "png", "webp")
 TEXTS = ("text", "caption", "prompt")
-SHOWN = 5  # broken rows in a message
 
 
 @DATA.register("captions")
 class Captions:
-    """Read pictures or videos with captions, to learn from: a folder, or a .jsonl file of rows.
+    """Read pictures or videos with captions, to learn from: a folder, any table of rows, the Hub.
 
-    path: a folder of files, each beside a .txt file of the same name that holds its caption, or
-    with a ``metadata.jsonl`` of rows {file_name, text}, as data sets of the Hub have them; or a
-    .jsonl file of such rows, whose paths start at the file. Other values of a row stay, such as
-    ``label`` for models of classes and ``plan`` for janus_unified. Prompts hold the file under
-    ``answer``, which ``objective: sft`` learns from. held_out: the share of the captions to hold
-    out.
+    path: a folder of files, each beside a .txt (or .caption) file of the same name that holds its
+    caption, or with a ``metadata.jsonl`` (.csv, .parquet) of rows {file_name, text}, as data sets
+    of the Hub have them; a file of such rows, whose paths start at the file, or that holds the
+    pictures (parquet, arrow, WebDataset's .tar); or the id of a data set, owner/name. Other values
+    of a row stay, such as ``label`` for models of classes and ``plan`` for janus_unified. Prompts
+    hold the file under ``answer``, which ``objective: sft`` learns from. held_out: a second file, a
+    split, or the share of the captions to hold out; by default 5 %. columns: what values are
+    called, {text: prompt_en}. filters: which rows are taken, {width: {min: 512}}. limit: rows that
+    are read. split, subset, revision: of a data set. streaming: read it as it is loaded, up to
+    limit. broken: what happens if rows are. scan: open every picture before training.
+    max_pixels: of a picture; a larger one is broken.
     """
 
     fields = ("text", "answer")
     train: list[Prompt]
     held_out: list[Prompt]
 
-    def __init__(self, path: Path, held_out: Annotated[float, Ge(0), Lt(1)] = SPLIT):
-        path = Path(path)
-        problems: list[str] = []
-        prompts = [*_prompts(path, problems)]
-        if problems:
-            rest = f"\n    and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
-            raise UserError(
-                f"{path}: {len(problems)} rows cannot be used:\n    "
-                + "\n    ".join(problems[:SHOWN])
-                + rest
-            )
-        if not prompts:
-            raise UserError(
-                f"{path}: no pictures with captions there; expected a.png beside a.txt, or a "
-                f"metadata.jsonl of rows {{file_name, text}}"
-            )
-        self.train, self.held_out = split(prompts, held_out)
+    def __init__(
+        self,
+        path: Location,
+        held_out: Location | Annotated[float, Ge(0), Lt(1)] | None = None,
+        columns: dict[str, str] | None = None,
+        filters: dict[str, Any] | None = None,
+        limit: Annotated[int, Ge(1)] | None = None,
+        split: str | None = None,
+        subset: str | None = None,
+        revision: str | None = None,
+        streaming: bool = False,
+        broken: Broken = "error",
+        scan: bool = True,
+        max_pixels: Annotated[int, Ge(1)] = MOST_PIXELS,
+    ):
+        request = Request(
+            str(path), split, subset, revision, streaming, columns or {}, filters or {}, limit, True
+        )
+        self.columns = request.columns
+        self.folder = request.folder
+        pictures = _pictures if scan else None
+        intake = _Captioned(request, self._prompt, broken, pictures, max_pixels=max_pixels)
+        self.train, self.held_out = intake.divided(held_out, SPLIT, by_text, "the caption")
+
+    def _prompt(self, place: str, row: Any) -> Prompt:
+        if not isinstance(row, Mapping):
+            raise ValueError(f"expected an object, got {type(row).__name__}")
+        named = renamed(row, self.columns)
+        file = _first(named, FILES, (str, bytes, Mapping))
+        text = _first(named, TEXTS, (str,))
+        rest = {key: value for key, value in named.items() if key not in (file, text)}
+        folder = _beside(place, self.folder)
+        return rest | {"text": named[text].strip(), "answer": medium(named[file], folder)}
 
 
-def _prompts(path: Path, problems: list[str]) -> Iterator[Prompt]:
-    if path.is_dir():
-        table = next((path / name for name in TABLES if (path / name).is_file()), None)
-        yield from _rows(table, problems) if table else _pairs(path, problems)
-    elif path.suffix.lower() in (".jsonl", ".ndjson"):
-        yield from _rows(path, problems)
-    else:
-        raise UserError(f"{path}: captions are read from a folder or a .jsonl file")
+class _Captioned(Intake):
+    """Reads pictures with captions, and says what was expected where there are none."""
 
-
-def _pairs(folder: Path, problems: list[str]) -> Iterator[Prompt]:
-    """Yield a prompt for every picture or video that has a caption beside it."""
-    for file in sorted(folder.rglob("*")):
-        if file.suffix.lower() not in (*PICTURES, *VIDEOS):
-            continue
-        caption = file.with_suffix(".txt")
-        text = decoded(caption).strip() if caption.is_file() else ""
-        if text:
-            yield {"text": text, "answer": str(file.resolve()), "origin": str(file)}
-        else:
-            problems.append(f"{file}: no caption; write it into {caption.name} beside it")
-
-
-def _rows(table: Path, problems: list[str]) -> Iterator[Prompt]:
-    """Yield the prompts of a table, and collect what is wrong with the others."""
-    for number, line in enumerate(decoded(table).split("\n"), start=1):
-        if not line.strip():
-            continue
-        place = f"{table}:{number}"
+    def prompts(self, part: Part) -> list[Prompt]:
         try:
-            yield _prompt(json.loads(line), table.parent) | {"origin": place}
-        except (ValueError, RecursionError) as error:
-            problems.append(f"{place}: {error}")
+            return super().prompts(part)
+        except UserError as error:
+            if ": no row" not in str(error) or self.summary.read:
+                raise
+            raise UserError(_expected(self.request.path)) from error
+
+    def divided(self, *arguments: Any) -> tuple[list[Prompt], list[Prompt]]:
+        try:
+            return super().divided(*arguments)
+        except UserError as error:
+            if "no rows there" not in str(error):
+                raise
+            raise UserError(_expected(self.request.path)) from error
 
 
-def _prompt(row: Any, folder: Path) -> Prompt:
-    if not isinstance(row, dict):
-        raise ValueError(f"expected an object, got {type(row).__name__}")
-    file, text = (_first(row, names) for names in (FILES, TEXTS))
-    rest = {key: value for key, value in row.items() if key not in (file, text)}
-    path = folder / row[file]
-    if not path.is_file():
-        raise ValueError(f"no file {path}; paths start at {folder}")
-    return rest | {"text": row[text].strip(), "answer": str(path.resolve())}
+def _expected(path: str) -> str:
+    return (
+        f"{path}: no pictures with captions there; expected a.png beside a.txt, or a "
+        f"metadata.jsonl of rows {{file_name, text}}"
+    )
 
 
-def _first(row: dict[str, Any], names: tuple[str, ...]) -> str:
-    """Return the first of these names that holds text."""
-    name = next((n for n in names if isinstance(row.get(n), str) and row[n].strip()), None)
+def _beside(place: str, folder: Path) -> Path:
+    """Return the folder that the paths of a row start in: that of its table, where it has one."""
+    table = Path(place.rpartition(":")[0])
+    return table.parent if table.is_file() else folder
+
+
+def _pictures(prompt: Prompt) -> list[Any]:
+    answer = prompt["answer"]
+    video = isinstance(answer, str) and answer.lower().endswith(VIDEOS)
+    return [] if video else [content_of(answer)]
+
+
+def _first(row: Mapping[str, Any], names: tuple[str, ...], kinds: tuple[type, ...]) -> str:
+    """Return the first of these names that holds a value of these kinds."""
+    name = next(
+        (
+            name
+            for name in names
+            if isinstance(row.get(name), kinds)
+            and (not isinstance(row[name], str) or row[name].strip())
+        ),
+        None,
+    )
     if name is None:
         raise ValueError(f"no {' or '.join(names[:2])}; this row has {', '.join(map(str, row))}")
     return name

@@ -1,6 +1,6 @@
 """Predicts what a run reaches from its mixture of data, and proposes the best mixture (MoDoMoDo).
 
-``scripts/mixture.py`` calls this with runs that were evaluated.
+``mmrl.tools.mixture`` calls this with runs that were evaluated.
 """
 
 from __future__ import annotations

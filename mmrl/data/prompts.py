@@ -7,7 +7,7 @@ import json
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from hashlib import blake2b
 from operator import itemgetter
 from pathlib import Path
@@ -15,9 +15,15 @@ from typing import Annotated, Any, NamedTuple, overload
 
 from annotated_types import Ge, Lt
 
+from mmrl.config.values import Location, exists
 from mmrl.core.errors import UserError
+from mmrl.core.pictures import MOST_PIXELS
 from mmrl.core.registry import DATA
 from mmrl.core.types import Copies, Prompt
+from mmrl.data.sources.intake import Broken, Intake
+from mmrl.data.sources.media import inline_picture
+from mmrl.data.sources.reader import Request, rows_of
+from mmrl.data.sources.selection import renamed
 from samplers.noise import Rng
 
 SPLIT = 0.05  # share of the texts that is held out by default
@@ -29,12 +35,16 @@ NAMES = {
 
 @DATA.register("prompts")
 class Prompts:
-    """Read prompts from a .txt file (one a line), a .jsonl file (one object a line), or a folder.
+    """Read prompts from a .txt file (one a line), rows of any usual file, a folder, or the Hub.
 
-    path: the file, or a folder holding ``train_metadata.jsonl``, ``train.jsonl`` or ``train.txt``
-    (and ``test...``). held_out: a second file, or the share of the texts to hold out; by default
-    the folder's test file, else 5 %. key: the JSON key that holds the text; by default "text" or
-    "prompt".
+    path: .txt, .jsonl, .json, .csv, .tsv (also .gz, .zst), .parquet, .arrow, .tar; a folder holding
+    ``train_metadata.jsonl`` or ``train.*`` (and ``test...``), or what ``save_to_disk`` wrote; or
+    the id of a data set, owner/name. held_out: a second file, a split, or the share of the texts to
+    hold out; by default the data's test part, else 5 %. key: the key that holds the text; by
+    default "text" or "prompt". columns: what other values are called, {label: class_id}. filters:
+    which rows are taken, {score: {min: 5}}. limit: rows that are read. split, subset, revision: of
+    a data set. streaming: read it as it is loaded, up to limit. broken: what happens if rows are.
+    max_pixels: of a picture that a row holds; a larger one is broken.
     """
 
     train: list[Prompt]
@@ -42,24 +52,53 @@ class Prompts:
 
     def __init__(
         self,
-        path: Path,
-        held_out: Path | Annotated[float, Ge(0), Lt(1)] | None = None,
+        path: Location,
+        held_out: Location | Annotated[float, Ge(0), Lt(1)] | None = None,
         key: str | None = None,
+        columns: dict[str, str] | None = None,
+        filters: dict[str, Any] | None = None,
+        limit: Annotated[int, Ge(1)] | None = None,
+        split: str | None = None,
+        subset: str | None = None,
+        revision: str | None = None,
+        streaming: bool = False,
+        broken: Broken = "error",
+        max_pixels: Annotated[int, Ge(1)] = MOST_PIXELS,
     ):
-        path = Path(path)
-        prompts = read(_training_file(path) if path.is_dir() else path, key)
-        if held_out is None and path.is_dir():
-            held_out = _inside(path, "test")
-        if isinstance(held_out, (str, Path)):
-            self.train = prompts
-            self.held_out = read(Path(held_out), key)
-            if shared := len({p["text"] for p in self.train} & {p["text"] for p in self.held_out}):
-                warnings.warn(
-                    f"{shared} texts of {held_out} are also in {path}: they are not held out",
-                    stacklevel=2,
-                )
-        else:
-            self.train, self.held_out = split(prompts, SPLIT if held_out is None else held_out)
+        path = Location(str(path))
+        held_out = Location(str(held_out)) if isinstance(held_out, Path) else held_out
+        if exists(Path(path)) and Path(path).is_dir() and split is None and subset is None:
+            folder = Path(path)
+            chosen = _inside(folder, "train")
+            path = Location(str(chosen or path))
+            test = _inside(folder, "test") if held_out is None and chosen else None
+            held_out = Location(str(test)) if test else held_out
+        request = Request(
+            path, split, subset, revision, streaming, columns or {}, filters or {}, limit
+        )
+        make = partial(_made, key, request.columns, max_pixels)
+        intake = Intake(request, make, broken, max_pixels=max_pixels)
+        self.train, self.held_out = intake.divided(held_out, SPLIT, _split, "the text")
+        if isinstance(held_out, str) and (
+            shared := len({p["text"] for p in self.train} & {p["text"] for p in self.held_out})
+        ):
+            warnings.warn(
+                f"{shared} texts of {held_out} are also in {path}: they are not held out",
+                stacklevel=2,
+            )
+
+
+def _made(
+    key: str | None, columns: Mapping[str, str], max_pixels: int, place: str, row: Any
+) -> Prompt:
+    """Make a prompt of a row; pictures that stand in it are opened."""
+    named = renamed(row, columns) if columns and isinstance(row, dict) else row
+    prompt = _json_row(named, "text" if "text" in columns else key)
+    return {
+        name: inline_picture(value, max_pixels)
+        for name, value in prompt.items()
+        if value is not None
+    }
 
 
 def split(
@@ -92,6 +131,9 @@ def development_and_test(prompts: Sequence[Prompt]) -> tuple[list[Prompt], list[
     }
     test, development = split(prompts, 0.5, lambda prompt: names[id(prompt)])
     return development, test
+
+
+_split = split  # the option of that name hides it
 
 
 def _rank(text: str) -> float:
@@ -228,39 +270,29 @@ class Outcome(NamedTuple):
 
 
 def read(path: Path, key: str | None = None) -> list[Prompt]:
-    """Read the prompts of a .txt or .jsonl file in order. Raises UserError with file and line."""
-    readers = {".txt": _text_line, ".jsonl": _json_line, ".ndjson": _json_line}
-    if path.suffix.lower() not in readers:
-        raise UserError(
-            f"{path}: prompts are read from .txt (one a line), .jsonl (one object a "
-            f"line) or a folder"
-        )
+    """Read the prompts of a file in order. Raises UserError with file and line."""
     prompts = []
-    for number, line in enumerate(decoded(path).split("\n"), start=1):
-        if line := line.strip():
-            try:
-                prompts.append(readers[path.suffix.lower()](line, key))
-            except (ValueError, RecursionError) as error:
-                shown = line if len(line) <= 80 else line[:80] + " ..."
-                raise UserError(f"{path}:{number}: {error}\n    {shown}") from error
+    for place, row in rows_of(path):
+        try:
+            prompts.append(_json_row(row, key))
+        except (ValueError, RecursionError) as error:
+            shown = getattr(error, "shown", "") or _begun(row)
+            raise UserError(f"{place}: {error}\n    {shown}") from error
     if not prompts:
         raise UserError(f"{path} holds no prompt: write one a line")
     return prompts
 
 
-def _text_line(line: str, key: str | None) -> Prompt:
-    return {"text": line}
+def _begun(row: Any) -> str:
+    """Show how a row begins."""
+    shown = json.dumps(row, default=str, ensure_ascii=False)
+    return shown if len(shown) <= 80 else shown[:80] + " ..."
 
 
-def _json_line(line: str, key: str | None) -> Prompt:
-    try:
-        value: Any = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f'broken JSON at column {error.colno}: {error.msg}; expected {{"text": "..."}}'
-        ) from error
-    except RecursionError as error:
-        raise ValueError("JSON nested too deeply") from error
+def _json_row(value: Any, key: str | None) -> Prompt:
+    """Make a prompt of a row: an object, or a text alone. Raises ValueError for others."""
+    if isinstance(value, ValueError):
+        raise value
     if isinstance(value, str):
         value = {key or "text": value}
     if not isinstance(value, dict):
@@ -268,14 +300,14 @@ def _json_line(line: str, key: str | None) -> Prompt:
     name = key or next((k for k in ("text", "prompt") if k in value), None)
     if name not in value:
         field = repr(key) if key else "'text' or 'prompt'"
+        likely = next((k for k in value if isinstance(value[k], str) and value[k].strip()), "KEY")
         raise ValueError(
-            f"no key {field}; this line has {', '.join(value) or 'none'}; name it "
-            f"with the option key"
+            f"no key {field}; this line has {', '.join(value) or 'none'}; name it with the option "
+            f"key, such as {{prompts: {{path: ..., key: {likely}}}}}"
         )
     if not isinstance(value[name], str) or not value[name].strip():
-        raise ValueError(
-            f"{name!r} must be text that is not empty, got {json.dumps(value[name])[:60]}"
-        )
+        shown = json.dumps(value[name], default=str)[:60]
+        raise ValueError(f"{name!r} must be text that is not empty, got {shown}")
     return {**value, "text": value[name].strip()}
 
 
@@ -297,13 +329,6 @@ def decoded(path: Path, content_name: str = "prompts") -> str:
         raise UserError(
             f"{path}:{number}: byte 0x{content[error.start]:02x} is not UTF-8; {remedy}"
         ) from error
-
-
-def _training_file(folder: Path) -> Path:
-    file = _inside(folder, "train")
-    if file is None:
-        raise UserError(f"{folder}: no prompts there; expected one of {', '.join(NAMES['train'])}")
-    return file
 
 
 def _inside(folder: Path, part: str) -> Path | None:

@@ -61,7 +61,7 @@ class Recorder(Around):
             for entry, values in rewards.items()
             if values
         ]
-        if distributed.world()[0] == 0:
+        if distributed.is_main():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a", encoding="utf-8") as file:
                 file.writelines(line + "\n" for line in lines)
@@ -108,7 +108,7 @@ def read_curves(path: Path, prompts: Sequence[Prompt]) -> dict[int, list[list[fl
     for number, line in enumerate(decoded(path).splitlines(), start=1):
         try:
             record = json.loads(line)
-            if "entry" not in record and "reward" in record:  # of scripts/reference_rewards.py
+            if "entry" not in record and "reward" in record:  # of mmrl.tools.reference_rewards
                 value = record["reward"]
                 rewards = [float(x) for x in (value if isinstance(value, list) else [value])]
                 for place in named.get(str(record["text"]), []):
@@ -206,7 +206,7 @@ class ByVariance:
     wrong. The standard deviation (population) is of all rewards of the file (our reading).
 
     of: the data source. path: what a run with ``recorded`` wrote, or
-    ``scripts/reference_rewards.py`` of the reference's rollouts, from which PVPO takes its baseline
+    ``mmrl.tools.reference_rewards`` of the reference's rollouts, from which PVPO takes its baseline
     too. least: standard deviation; share: of those that have it, the ones with the largest.
     """
 
@@ -285,7 +285,7 @@ class Depo(Unrenewed):
     and ``spread`` its standard deviation. Without ``path`` all stay. While training: of
     ``candidates`` times as many prompts as are asked, those of the highest explorability are, and
     the share ``replay`` are prompts of the fewest visits. Similar are prompts whose ``embeddings``
-    are, the policy's own states as ``scripts/prompt_states.py`` writes them; without a file those
+    are, the policy's own states as ``mmrl.tools.prompt_states`` writes them; without a file those
     that share words (our reading). ``explore``: ``entropy``, as published: the mean over the last
     ``window`` visits of sum |A| H, A = (r - mean) / std of an answer in its group and H the mean
     entropy of its decisions, without worse answers whose H is above ``noise`` times the mean H of

@@ -76,8 +76,9 @@ class SingleStreamData(Unrenewed):
     of: the data source. explore: added to every weight. candidates: of every prompt that is asked,
     drawn as ``of`` does, among which the weights choose, as in the published code; null: all
     prompts. low, high: bounds of the reward, brought to [0, 1]. half: the D, nats, at which half is
-    forgotten. forget_min, forget_max: bounds of rho. path: rewards of a reference, as scripts/
-    reference_rewards.py or ``recorded`` write them, that begin alpha and beta; null: 1/2 each.
+    forgotten. forget_min, forget_max: bounds of rho. path: rewards of a reference, as
+    mmrl.tools.reference_rewards or ``recorded`` write them, that begin alpha and beta; null: 1/2
+    each.
     """
 
     train: Tracked

@@ -66,5 +66,5 @@ def test_what_holds_no_captions_is_refused(tmp_path):
     folder_of(tmp_path, "a")
     with pytest.raises(UserError, match=r"a.png: no caption; write it into a.txt"):
         Captions(tmp_path)
-    with pytest.raises(UserError, match="captions are read from a folder or a .jsonl file"):
+    with pytest.raises(UserError, match="a.png: rows are read from .txt"):
         Captions(tmp_path / "a.png")

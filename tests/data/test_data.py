@@ -9,19 +9,13 @@ from pathlib import Path
 import pytest
 
 from mmrl.config import build
-from mmrl.core.errors import UserError
 from mmrl.core.registry import DATA
 from mmrl.data.prompts import Prompts, batch, read, split
+from tests.fixtures.mistakes import message
 
 
 def texts(prompts) -> list[str]:
     return [prompt["text"] for prompt in prompts]
-
-
-def message(call, *args, **kwargs) -> str:
-    with pytest.raises(UserError) as error:
-        call(*args, **kwargs)
-    return str(error.value)
 
 
 def written(folder: Path, name: str, content: str | bytes) -> Path:
@@ -54,7 +48,7 @@ def test_json_lines_keep_their_other_keys(tmp_path):
         (
             '{"caption": "a", "n": 1}',
             "p.jsonl:3: no key 'text' or 'prompt'; this line has "
-            "caption, n; name it with the option key",
+            "caption, n; name it with the option key, such as {prompts: {path: ..., key: caption}}",
         ),
         ("[1]", 'p.jsonl:3: expected {"text": "..."} or a string, got list'),
         ("3", "p.jsonl:3: expected"),
@@ -74,8 +68,8 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
     )
     assert "empty.txt holds no prompt" in message(read, written(tmp_path, "empty.txt", "\n \n"))
     assert "No such file" in message(read, tmp_path / "gone.txt")
-    assert "prompts are read from .txt" in message(read, tmp_path / "p.csv")
-    assert "expected one of train_metadata.jsonl" in message(Prompts, tmp_path)
+    assert "rows are read from .txt" in message(read, tmp_path / "p.doc")
+    assert "no rows there; expected train.jsonl" in message(Prompts, tmp_path)
 
 
 def test_a_folder_has_its_own_held_out_file(tmp_path):

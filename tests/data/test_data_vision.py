@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from mmrl.config import build
-from mmrl.core.errors import UserError
 from mmrl.core.registry import DATA
 from mmrl.data.vision import Vision
 from mmrl.data.vision.source import in_messages
 from tests.fixtures import tiny_vlms
+from tests.fixtures.mistakes import message
 
 
 @pytest.fixture
@@ -34,12 +34,6 @@ def written(folder: Path, name: str, rows, indent: int | None = None) -> Path:
 
 def every(path: Path, **options) -> list[dict]:
     return Vision(path, held_out=0.0, **options).train
-
-
-def message(call, *args, **kwargs) -> str:
-    with pytest.raises(UserError) as error:
-        call(*args, **kwargs)
-    return str(error.value)
 
 
 def test_plain_rows_under_the_names_in_use(folder):
@@ -78,15 +72,15 @@ def test_fields_say_what_is_called_how(folder):
         folder, "q.jsonl", [{"q": "what?", "pic": "0.png", "gold": "a", "classes": ["dog"]}]
     )
     fields = {"text": "q", "images": "pic", "answer": "gold", "labels": "classes"}
-    (prompt,) = every(path, images=folder / "pics", fields=fields)
+    (prompt,) = every(path, images=folder / "pics", columns=fields)
     assert (
         prompt["text"] == "what?"
         and prompt["answer"] == "a"
         and prompt["labels"] == ["dog"]
         and "q" not in prompt
     )
-    assert "q.jsonl:1: no field 'no' (fields.text); it has q, pic, gold, classes" in message(
-        every, path, fields={"text": "no"}
+    assert "q.jsonl:1: no column 'no' (columns.text); it has q, pic, gold, classes" in message(
+        every, path, columns={"text": "no"}
     )
 
 
@@ -277,8 +271,8 @@ def test_a_folder_has_its_parts(folder):
     assert [p["text"] for p in source.train] == ["a"] and [p["text"] for p in source.held_out] == [
         "b"
     ]
-    assert "no questions there" in message(Vision, folder / "pics")
-    assert "questions are read from" in message(Vision, folder / "clip.mp4")
+    assert "no caption; write it into 0.txt" in message(Vision, folder / "pics")
+    assert "rows are read from" in message(Vision, folder / "clip.mp4")
 
 
 def test_parquet_and_saved_data_sets(folder):

@@ -1,10 +1,8 @@
 """The outcome of a mixture predicted from others: the fit by a loop, the best mixture by a grid."""
 
 import json
-import subprocess
 import sys
 from itertools import product
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,8 +10,8 @@ import yaml
 
 from mmrl.core.errors import UserError
 from mmrl.data.mixing import best_mixture, features, fit, shares
+from mmrl.tools import mixture as mixture_tool
 
-ROOT = Path(__file__).parents[2]
 GRID = np.array([w for w in product(np.linspace(0, 1, 21), repeat=3) if abs(sum(w) - 1) < 1e-9])
 
 
@@ -87,12 +85,12 @@ def test_what_predicts_nothing_is_refused():
         best_mixture(fit(drawn(5), np.arange(5.0)), 3, least=0.5)
 
 
-def proposal(*words):
-    command = [sys.executable, str(ROOT / "scripts/mixture.py"), *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+def proposal(monkeypatch, *words):
+    monkeypatch.setattr(sys, "argv", ["mixture", *map(str, words)])
+    mixture_tool.main()
 
 
-def test_the_script_reads_runs_and_files_and_proposes_an_override(tmp_path):
+def test_the_script_reads_runs_and_files_and_proposes_an_override(tmp_path, monkeypatch, capsys):
     mixtures = drawn(12, 4)
     for i, mixture in enumerate(mixtures[:4]):
         run = tmp_path / f"run{i}"
@@ -109,9 +107,8 @@ def test_the_script_reads_runs_and_files_and_proposes_an_override(tmp_path):
     ]
     (tmp_path / "others.jsonl").write_text("\n".join(lines))
     runs = [tmp_path / f"run{i}" for i in range(4)]
-    completed = proposal(*runs, tmp_path / "others.jsonl", "--reward", "right")
-    assert completed.returncode == 0, completed.stderr
-    override = completed.stdout.splitlines()[-1].strip("'")
+    proposal(monkeypatch, *runs, tmp_path / "others.jsonl", "--reward", "right")
+    override = capsys.readouterr().out.splitlines()[-1].strip("'")
     assert override.startswith("data.mixture.weights={a: ")
     best = yaml.safe_load(override.partition("=")[2])
     assert outcome([best[name] for name in "abc"]) >= outcome(GRID).max() - 1e-3
@@ -120,5 +117,5 @@ def test_the_script_reads_runs_and_files_and_proposes_an_override(tmp_path):
         ((tmp_path,), "is it the folder of a run"),
         ((tmp_path / "nothing.jsonl",), "cannot be read"),
     ]:
-        failed = proposal(*words)
-        assert failed.returncode == 1 and cause in failed.stderr
+        with pytest.raises(SystemExit, match=f"error: .*{cause}"):
+            proposal(monkeypatch, *words)

@@ -52,7 +52,7 @@ def test_every_visit_is_recorded_once_also_after_a_resume(tmp_path, monkeypatch)
     again = Recorded(Bernoulli(RATES), str(path)).train
     again.load_state_dict(state)
     again.learn([Outcome(3, 0.0, True, (0.0, 0.0))])
-    monkeypatch.setattr(distributed, "world", lambda: (1, 2))
+    monkeypatch.setattr(distributed, "process", lambda: (1, 2))
     again.learn([Outcome(3, 1.0, True, (1.0,))])  # another process writes this
     assert read_curves(path, data.prompts) == {3: [[1.0, 0.0, 0.0], [0.0, 0.0]]}
 

@@ -3,12 +3,12 @@ answer."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
 from mmrl.core.types import Prompt
+from mmrl.data.vision.boxes import unwrapped
 
 # Names in use for what mmrl calls text, images ...; the first that is there counts.
 ALIASES = {
@@ -30,15 +30,15 @@ DETECT = "Find every object of these kinds and give the box of each: {labels}."
 REFER = "Give the box of {expression}."
 
 
-def plain(row: Mapping[str, Any], fields: Mapping[str, str]) -> Prompt:
-    """Read a row of named values; ``fields`` says which name holds what. Other values stay as they
+def plain(row: Mapping[str, Any], columns: Mapping[str, str]) -> Prompt:
+    """Read a row of named values; ``columns`` says which name holds what. Other values stay as they
     are."""
     prompt = dict(row)
-    for ours in {**ALIASES, **fields}:
-        theirs = fields.get(ours)
+    for ours in {**ALIASES, **columns}:
+        theirs = columns.get(ours)
         if theirs is not None and theirs not in row:
             raise ValueError(
-                f"no field {theirs!r} (fields.{ours}); it has {', '.join(map(str, row))}"
+                f"no column {theirs!r} (columns.{ours}); it has {', '.join(map(str, row))}"
             )
         name = theirs or next((name for name in ALIASES[ours] if row.get(name) is not None), None)
         if name is not None:
@@ -46,10 +46,12 @@ def plain(row: Mapping[str, Any], fields: Mapping[str, str]) -> Prompt:
             prompt[ours] = row[name]
     if "bbox" in prompt and "boxes" not in prompt:
         prompt["boxes"] = [prompt.pop("bbox")]
+    if isinstance(prompt.get("answer"), str):
+        prompt["answer"] = unwrapped(prompt["answer"])
     return prompt
 
 
-def conversation(row: Mapping[str, Any], fields: Mapping[str, str]) -> Prompt:
+def conversation(row: Mapping[str, Any], columns: Mapping[str, str]) -> Prompt:
     """Read LLaVA (``conversations`` of from and value), ShareGPT and Qwen (``messages`` of role and
     content, text or parts).
 
@@ -57,7 +59,7 @@ def conversation(row: Mapping[str, Any], fields: Mapping[str, str]) -> Prompt:
     before it are the prompt.
     """
     name = next(key for key in ("messages", "conversations") if key in row)
-    rest = plain({key: value for key, value in row.items() if key != name}, fields)
+    rest = plain({key: value for key, value in row.items() if key != name}, columns)
     turns = [_turn(turn, i) for i, turn in enumerate(_list(row[name], name))]
     if not turns:
         raise ValueError(f"{name} is empty")
@@ -155,40 +157,61 @@ def refcoco(content: Mapping[str, Any], question: str | None) -> Iterator[tuple[
                 yield f"annotation {entry.get('id')}", partial(prompt, image, entry, expression)
 
 
-def refers(row: Mapping[str, Any], question: str | None, fields: Mapping[str, str]) -> Prompt:
-    """Read one referring expression from a row, with ``bbox`` [x, y, width, height]."""
+def refers(
+    row: Mapping[str, Any], question: str | None, columns: Mapping[str, str], are_corners: bool
+) -> Prompt:
+    """Read one referring expression from a row, with ``bbox`` [x, y, width, height], or corners if
+    ``are_corners``."""
+    columns = dict(columns)
+    if (theirs := columns.pop("expression", None)) is not None:
+        if theirs not in row:
+            raise ValueError(
+                f"no column {theirs!r} (columns.expression); it has {', '.join(map(str, row))}"
+            )
+        rest = {key: value for key, value in row.items() if key != theirs}
+        row = rest | {"expression": row[theirs]}
     sentences = expressions(row)
     if not sentences:
         raise ValueError("no expression: a caption, expression, ref or sentences")
-    prompt = plain({k: v for k, v in row.items() if k not in ("bbox", *EXPRESSIONS)}, fields)
+    prompt = plain({k: v for k, v in row.items() if k not in ("bbox", *EXPRESSIONS)}, columns)
     return prompt | {
         "text": (question or REFER).format(expression=sentences[0]),
-        "boxes": [corners(row["bbox"])],
+        "boxes": [row["bbox"] if are_corners else corners(row["bbox"])],
     }
 
 
 EXPRESSIONS = ("caption", "expression", "ref", "sentences")
 
 
-def expressions(record: Mapping[str, Any]) -> list[str]:
-    value: Any = next((record[key] for key in EXPRESSIONS if record.get(key)), [])
-    several = [value] if isinstance(value, str) else value
-    return [
-        sentence if isinstance(sentence, str) else sentence.get("sent", sentence.get("raw"))
+def expressions(record: Any) -> list[str]:
+    """List what a row or annotation of referring data calls its object; none where it has no
+    texts."""
+    known = record if isinstance(record, Mapping) else {}
+    value: Any = next((known[key] for key in EXPRESSIONS if known.get(key)), [])
+    several = value if isinstance(value, (list, tuple)) else [value]
+    sentences = [
+        sentence.get("sent", sentence.get("raw")) if isinstance(sentence, Mapping) else sentence
         for sentence in several
     ]
+    return [sentence for sentence in sentences if isinstance(sentence, str)]
 
 
 def corners(bbox: Any) -> list[float]:
     """Return COCO's [x, y, width, height] as [x0, y0, x1, y1]."""
-    if not (isinstance(bbox, (list, tuple)) and len(bbox) == 4):
+    known = isinstance(bbox, (list, tuple)) and len(bbox) == 4
+    if not known or any(isinstance(v, int) and abs(v) > MOST for v in bbox):
         raise ValueError(f"bbox {bbox!r} is not [x, y, width, height]")
     x, y, width, height = (float(v) for v in bbox)
     return [x, y, x + width, y + height]
 
 
-def check(prompt: Mapping[str, Any]) -> None:
-    """Raise ValueError for malformed boxes, and for a different number of labels."""
+MOST = 1e9  # pixels; also refuses infinity, NaN, and integers that no float can hold
+
+
+def check(prompt: Mapping[str, Any], ordered: bool = False) -> None:
+    """Raise ValueError for malformed boxes, and for a different number of labels. Where they lie,
+    and whether they are corners, is looked at for all rows together (``mmrl.data.vision.boxes``),
+    or here if ``ordered``."""
     boxes = prompt.get("boxes")
     if boxes is None:
         return
@@ -198,9 +221,9 @@ def check(prompt: Mapping[str, Any]) -> None:
             and len(box) == 4
             and all(isinstance(v, (int, float)) for v in box)
         )
-        if not numbers or not all(math.isfinite(v) for v in box):
+        if not numbers or not all(abs(v) < MOST for v in box):
             raise ValueError(f"box {box!r} is not four numbers [x0, y0, x1, y1]")
-        if not (box[0] < box[2] and box[1] < box[3]):
+        if ordered and not (box[0] < box[2] and box[1] < box[3]):
             raise ValueError(f"box {box!r} is empty or inverted; expected x0 < x1 and y0 < y1")
     labels = prompt.get("labels")
     if labels is not None and len(labels) != len(boxes):

@@ -13,8 +13,8 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import DATA
 from mmrl.core.types import Prompt
 from mmrl.data.prompts import SPLIT, Curriculum, place, split
+from mmrl.data.sources.reader import rows_of
 from mmrl.data.vision.formats import check, plain
-from mmrl.data.vision.rows import rows_of
 
 SIDES = ("understand", "generate")
 
@@ -66,9 +66,10 @@ def families(prompts: Sequence[Prompt]) -> dict[str, str]:
 class Paired:
     """Read pairs of a prompt to understand and one to generate; a batch holds both sides (PairUni).
 
-    path: a .jsonl, .json or .parquet file of rows with ``understand`` (text, images, answer ...),
-    ``generate`` (text) and perhaps ``similarity``, how alike the two are, 0 to 1; without one they
-    are aligned, 1. images: the folder that image paths start in; by default the file's own.
+    path: any usual file (.jsonl, .json, .parquet ...) of rows with ``understand`` (text, images,
+    answer ...), ``generate`` (text) and perhaps ``similarity``, how alike the two are, 0 to 1;
+    without one they are aligned, 1. images: the folder that image paths start in; by default the
+    file's own.
     held_out: the share of the pairs to hold out; pairs that share a prompt stay on one side.
     """
 
@@ -91,6 +92,8 @@ class Paired:
 
     def _pair(self, at: str, row: Any) -> list[Prompt]:
         try:
+            if isinstance(row, ValueError):
+                raise row
             if not isinstance(row, Mapping) or not all(
                 isinstance(row.get(side), Mapping) for side in SIDES
             ):
@@ -109,7 +112,7 @@ class Paired:
         if prompt.get("images"):
             several = prompt["images"] if isinstance(prompt["images"], list) else [prompt["images"]]
             prompt["images"] = [self._file(file) for file in several]
-        check(prompt)
+        check(prompt, ordered=True)
         return {**prompt, "task": side, "similarity": alike, "pair": at, "origin": f"{at}: {side}"}
 
     def _file(self, name: Any) -> Any:

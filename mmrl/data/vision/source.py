@@ -2,40 +2,49 @@
 
 from __future__ import annotations
 
-import io
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le, Lt
 
+from mmrl.config.values import Location
 from mmrl.core.errors import UserError
+from mmrl.core.pictures import MOST_PIXELS
 from mmrl.core.registry import DATA
 from mmrl.core.types import Prompt
-from mmrl.data.prompts import SPLIT, split
-from mmrl.data.vision import formats
+from mmrl.data.prompts import SPLIT
+from mmrl.data.prompts import split as split_by
+from mmrl.data.sources.intake import Broken, Intake
+from mmrl.data.sources.media import content_of, medium, video
+from mmrl.data.sources.reader import Request
+from mmrl.data.sources.text_files import Row
+from mmrl.data.vision import boxes, formats, points
 from mmrl.data.vision.inversion import inverted
-from mmrl.data.vision.rows import inside, rows_of
 
 Format = Literal["auto", "plain", "llava", "sharegpt", "qwen", "coco", "refcoco"]
-SHOWN = 5  # broken rows in a message
+Size = tuple[int, int]
 
 
 @DATA.register("vision")
 class Vision:
-    """Read questions about images and videos: jsonl, json, parquet or data set folders, in usual
+    """Read questions about images and videos: any usual file, data set folders, the Hub, in usual
     formats.
 
-    path: a file, or a folder with train and test. images: the folder that image and video paths
-    start in; by default the file's own. format: auto tells them apart row by row. fields: which
-    name of a row holds what, {text: problem}. space: of the coordinates in the data: original,
-    resized, rel1000, rel1. question: what is asked of COCO data, with {labels} or {expression} in
-    it. system: a system message for all. held_out: a second file, or the share of the images to
-    hold out; by default the folder's test part, else 5 %. broken: what happens if rows are. invert:
-    share of the multiple-choice questions to train on that are turned around, so that several
-    options are right (TW-GRPO).
+    path: a file (.jsonl, .json, .csv, .tsv, also .gz and .zst; .parquet, .arrow, WebDataset's
+    .tar), a folder with train and test, what ``save_to_disk`` wrote, or the id of a data set,
+    owner/name. images: the folder that image and video paths start in; by default the file's own.
+    format: auto tells them apart row by row. columns: which name of a row holds what, {text:
+    problem}. space: of the coordinates in the data: original, resized, rel1000, rel1. box_format:
+    corners, xyxy, or a corner and the sides, xywh; by default corners, of COCO and RefCOCO sides.
+    question: what is asked of COCO data, with {labels} or {expression} in it. system: a system
+    message for all. held_out: a second file, a split, or the share of the images to hold out; by
+    default the data's test part, else 5 %. broken: what happens if rows are. invert: share of the
+    multiple-choice questions to train on that are turned around, so that several options are right
+    (TW-GRPO). filters: which rows are taken, {difficulty: {max: 3}}. limit: rows that are read.
+    split, subset, revision: of a data set. streaming: read it as it is loaded, up to limit. scan:
+    open every picture before training. max_pixels: of a picture; a larger one is broken.
     """
 
     train: list[Prompt]
@@ -43,69 +52,43 @@ class Vision:
 
     def __init__(
         self,
-        path: Path,
+        path: Location,
         images: Path | None = None,
         format: Format = "auto",
-        fields: dict[str, str] | None = None,
+        columns: dict[str, str] | None = None,
         space: Literal["original", "resized", "rel1000", "rel1"] | None = None,
         question: str | None = None,
         system: str | None = None,
-        held_out: Path | Annotated[float, Ge(0), Lt(1)] | None = None,
-        broken: Literal["error", "skip"] = "error",
+        held_out: Location | Annotated[float, Ge(0), Lt(1)] | None = None,
+        broken: Broken = "error",
         invert: Annotated[float, Ge(0), Le(1)] = 0.0,
+        box_format: Literal["xyxy", "xywh"] | None = None,
+        filters: dict[str, Any] | None = None,
+        limit: Annotated[int, Ge(1)] | None = None,
+        split: str | None = None,
+        subset: str | None = None,
+        revision: str | None = None,
+        streaming: bool = False,
+        scan: bool = True,
+        max_pixels: Annotated[int, Ge(1)] = MOST_PIXELS,
     ):
-        path = Path(path)
         added = {"space": space, "system": system}
         self.added = {key: value for key, value in added.items() if value is not None}
         self.format = format
-        self.fields = fields or {}
+        self.columns = columns or {}
         self.question = question
-        self.broken = broken
-        self.images = Path(images) if images is not None else path if path.is_dir() else path.parent
-        part = (inside(path, "train") or path) if path.is_dir() else path
-        prompts = self._read(part if isinstance(part, list) else [part])
-        rest = inside(path, "test") if held_out is None and path.is_dir() else held_out
-        if isinstance(rest, (str, Path, list)):
-            self.train = prompts
-            self.held_out = self._read(rest if isinstance(rest, list) else [Path(rest)])
-        else:
-            self.train, self.held_out = split(prompts, SPLIT if rest is None else rest, picture_of)
+        self.box_format = box_format
+        request = Request(str(path), split, subset, revision, streaming, {}, filters or {}, limit)
+        self.images = Path(images) if images is not None else request.folder
+        intake = _Annotated(self, request, broken, media_of if scan else None, max_pixels)
+        self.train, self.held_out = intake.divided(
+            held_out, SPLIT, partial(split_by, key=picture_of), "the picture"
+        )
         if invert:
             self.train = inverted(self.train, invert)
 
-    def _read(self, files: Iterable[Path]) -> list[Prompt]:
-        """Read all prompts of these files. Raises UserError with the number of broken rows and the
-        first few of them."""
-        files = list(files)
-        prompts = []
-        problems = []
-        for place, make in self._rows(files):
-            try:
-                prompts.append(self._finished(place, make()))
-            except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-                why = f"no {error}" if isinstance(error, KeyError) else str(error)
-                problems.append(f"{place}: {why}")
-        self._complain(problems, len(prompts) + len(problems))
-        if not prompts:
-            raise UserError(f"{', '.join(map(str, files))}: no question there")
-        return prompts
-
-    def _rows(self, files: Iterable[Path]) -> Iterator[tuple[str, Callable[[], Prompt]]]:
-        """Yield the place of every prompt, and a function that makes it."""
-        makers = {"coco": formats.coco, "refcoco": formats.refcoco}
-        for file in files:
-            for place, row in rows_of(file):
-                kind = self._kind(row)
-                if kind in makers and isinstance(row, Mapping) and "annotations" in row:
-                    try:
-                        for part, make in makers[kind](row, self.question):
-                            yield f"{place}: {part}", make
-                    except (KeyError, ValueError, TypeError) as error:
-                        raise UserError(f"{place}: not a COCO file: {error!r}") from error
-                else:
-                    yield place, partial(self._prompt, row, kind)
-
-    def _kind(self, row: Any) -> str:
+    def kind_of(self, row: Any) -> str:
+        """Tell the format of a row."""
         if self.format != "auto" or not isinstance(row, Mapping):
             return self.format
         if isinstance(row.get("annotations"), list) and isinstance(row.get("images"), list):
@@ -113,36 +96,48 @@ class Vision:
             return "refcoco" if any(formats.expressions(record) for record in several) else "coco"
         return "qwen" if "messages" in row else "llava" if "conversations" in row else "plain"
 
-    def _prompt(self, row: Any, kind: str) -> Prompt:
-        if isinstance(row, ValueError):
-            raise row
+    def prompt(self, row: Any) -> Prompt:
+        """Turn a row into a prompt. Raises ValueError for a row that is broken."""
         if not isinstance(row, Mapping):
             raise ValueError(f"expected an object, got {type(row).__name__}")
+        kind = self.kind_of(row)
         row = {key: value for key, value in row.items() if value is not None}
         if kind == "refcoco":
-            return formats.refers(row, self.question, self.fields)
+            return formats.refers(
+                row, self.question, self.columns, are_corners=self.box_format == "xyxy"
+            )
         if kind in ("llava", "sharegpt", "qwen"):
             if not {"messages", "conversations"} & set(row):
                 raise ValueError(f"no messages or conversations; it has {', '.join(row)}")
-            return formats.conversation(row, self.fields)
-        return formats.plain(row, self.fields)
+            return self._boxed(formats.conversation(row, self.columns))
+        return self._boxed(formats.plain(row, self.columns))
 
-    def _finished(self, place: str, prompt: Prompt) -> Prompt:
+    def _boxed(self, prompt: Prompt) -> Prompt:
+        """Read boxes that stand in a text, and turn sides into corners if they are sides."""
+        if "boxes" not in prompt:
+            return prompt
+        values = boxes.written(prompt["boxes"])
+        if self.box_format == "xywh" and isinstance(values, list):
+            values = [formats.corners(box) for box in values]
+        return {**prompt, "boxes": values}
+
+    def finished(self, place: str, prompt: Prompt) -> Prompt:
         """Complete a prompt's paths, and check it."""
         if not isinstance(prompt.get("text"), str) or not prompt["text"].strip():
             raise ValueError(
                 f"no text (the question); it has {', '.join(prompt)}; name it with "
-                f"fields: {{text: ...}}"
+                f"columns: {{text: ...}}"
             )
         prompt = {**prompt, "text": prompt["text"].strip()}
-        for key in ("images", "video"):
+        for key, locate in (("images", medium), ("video", video)):
             if prompt.get(key) is not None:
                 several = prompt[key] if isinstance(prompt[key], list) else [prompt[key]]
-                prompt[key] = [self._medium(source) for source in several]
+                prompt[key] = [locate(source, self.images) for source in several]
         if isinstance(prompt.get("video"), list) and len(prompt["video"]) == 1:
             prompt["video"] = prompt["video"][0]
         if isinstance(prompt.get("mask"), str):
-            prompt["mask"] = self._medium(prompt["mask"])
+            prompt["mask"] = medium(prompt["mask"], self.images)
+        prompt = points.read(prompt)
         if "messages" in prompt:
             prompt["messages"] = [self._turn(turn) for turn in prompt["messages"]]
         formats.check(prompt)
@@ -154,44 +149,77 @@ class Vision:
         media = ("image", "video", "path", "url")
         return turn | {
             "content": [
-                {k: self._medium(v) if k in media else v for k, v in part.items()}
+                {k: medium(v, self.images) if k in media else v for k, v in part.items()}
                 for part in turn["content"]
             ]
         }
 
-    def _medium(self, source: Any) -> Any:
-        """Return a whole path, or what the row itself holds: a picture, or its bytes as parquet
-        data sets have them."""
-        if isinstance(source, Mapping):
-            if source.get("bytes") is None:
-                return self._medium(source["path"])
-            from PIL import Image
 
-            return Image.open(io.BytesIO(source["bytes"]))
-        if not isinstance(source, (str, Path)):
-            return source
-        name = str(source).removeprefix("file://")
-        if name.startswith(("http://", "https://", "data:")):
-            raise ValueError(f"{name[:60]} is not a file; download it first")
-        path = self.images / name  # a whole path stays
-        if not path.is_file():
-            raise ValueError(
-                f"no file {path}; the option images names the folder that paths start in"
-            )
-        return str(path.resolve())
+class _Annotated(Intake):
+    """Reads the rows of a vision source: COCO files are many prompts; boxes and points are compared
+    with pictures."""
 
-    def _complain(self, problems: list[str], count: int) -> None:
-        if not problems:
-            return
-        rest = f"\n    and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
-        message = (
-            (f"{len(problems)} of {count} rows are broken:\n    ")
-            + "\n    ".join(problems[:SHOWN])
-            + rest
+    def __init__(
+        self,
+        source: Vision,
+        request: Request,
+        broken: Broken,
+        pictures: Callable[[Prompt], list[Any]] | None,
+        max_pixels: int,
+    ):
+        self.source = source
+        super().__init__(
+            request, self._made, broken, pictures, self._places, self._questions, max_pixels
         )
-        if self.broken == "error":
-            raise UserError(f"{message}\n  mend them, or leave them out with broken: skip")
-        warnings.warn(f"{message}\n  left out", stacklevel=4)
+
+    def _questions(self, place: str, row: Any) -> Iterator[Row]:
+        """Yield the place of every question of a COCO file, and a function that makes it."""
+        makers = {"coco": formats.coco, "refcoco": formats.refcoco}
+        kind = self.source.kind_of(row)
+        if kind not in makers or not isinstance(row, Mapping) or "annotations" not in row:
+            yield place, row
+            return
+        try:
+            for name, make in makers[kind](row, self.source.question):
+                yield f"{place}: {name}", make
+        except (KeyError, ValueError, TypeError, AttributeError) as error:
+            raise UserError(f"{place}: not a COCO file: {error!r}") from error
+
+    def _made(self, place: str, row: Any) -> Prompt:
+        prompt = row() if callable(row) else self.source.prompt(row)
+        return self.source.finished(place, prompt)
+
+    def _places(self, prompts: list[Prompt], sizes: list[list[Size]]) -> Mapping[int, str]:
+        """Return what is wrong with boxes and points, by prompt. Raises UserError where all of the
+        data are of another space."""
+
+        def size_of(number: int) -> boxes.Size | None:
+            index = prompts[number].get("image_index", 0)
+            known = sizes[number]
+            if isinstance(index, int) and -len(known) <= index < len(known) and all(known[index]):
+                return known[index]
+            return boxes.said_size(prompts[number])
+
+        wrong: dict[int, str] = {}
+        for each in points.compared(prompts, size_of):
+            if likely := each.likely():
+                first = prompts[each.placed[0].row]["origin"]
+                raise UserError(
+                    f"{first}: the {each.noun} are not in the space {each.space}, as the data are "
+                    f"said to be; they {likely}"
+                )
+            wrong |= each.verdict.rows
+            if each.verdict.doubt:
+                self.summary.notes[each.verdict.doubt] += len(each.placed)
+        return wrong
+
+
+def media_of(prompt: Prompt) -> list[Any]:
+    """List the pictures of a prompt, to be looked at before training; of videos none."""
+    images = prompt.get("images")
+    several = images if isinstance(images, list) else [] if images is None else [images]
+    pictures = [*several, *in_messages(prompt, ("image",))]
+    return [content_of(picture) for picture in pictures]
 
 
 def picture_of(prompt: Prompt) -> str:
@@ -203,13 +231,13 @@ def picture_of(prompt: Prompt) -> str:
     return Path(first).name if isinstance(first, str) else str(prompt["origin"])
 
 
-def in_messages(prompt: Prompt) -> list[Any]:
+def in_messages(prompt: Prompt, kinds: tuple[str, ...] = ("image", "video")) -> list[Any]:
     """List images and videos in the parts of a conversation, as Qwen's format has them."""
     turns = [
         turn["content"]
         for turn in prompt.get("messages") or ()
         if not isinstance(turn["content"], str)
     ]
-    parts = [part for turn in turns for part in turn if part.get("type") in ("image", "video")]
+    parts = [part for turn in turns for part in turn if part.get("type") in kinds]
     keys = ("image", "video", "path", "url")
     return [part[key] for part in parts for key in keys if part.get(key) is not None]

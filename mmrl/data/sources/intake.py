@@ -1,0 +1,158 @@
+"""Turns rows into prompts for every data source alike: counts, complains, leaves out, splits."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from mmrl.core.errors import UserError
+from mmrl.core.pictures import MOST_PIXELS, raise_limit
+from mmrl.core.types import Prompt
+from mmrl.data.ledger import Summary, first_of, is_lenient, left_out, report
+from mmrl.data.scan import scan
+from mmrl.data.sources.reader import Expand, Part, Request
+
+Broken = Literal["error", "skip"]
+Make = Callable[[str, Any], Prompt]  # (place, row) -> prompt; raises ValueError
+# what a row that is not as expected may raise
+MISFITS = (ValueError, KeyError, TypeError, AttributeError, OSError)
+Key = Callable[[Prompt], str]
+Split = Callable[[Sequence[Prompt], float], tuple[list[Prompt], list[Prompt]]]
+
+
+@dataclass
+class Intake:
+    """Reads the parts of one source. ``make`` turns a row into a prompt; ``pictures`` lists what is
+    to be looked at before training, if anything; ``verify`` looks at all prompts of a part, with
+    the sizes of their pictures, and returns what is wrong with some; ``expand`` makes several rows
+    of one; ``max_pixels``: of a picture, larger ones are broken."""
+
+    request: Request
+    make: Make
+    broken: Broken = "error"
+    pictures: Callable[[Prompt], list[Any]] | None = None
+    verify: Callable[[list[Prompt], list[list[tuple[int, int]]]], Mapping[int, str]] | None = None
+    expand: Expand | None = None
+    max_pixels: int = MOST_PIXELS
+    summary: Summary = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.summary = Summary(self.request.path)
+        raise_limit(self.max_pixels)
+
+    def prompts(self, part: Part) -> list[Prompt]:
+        """Read a part. Raises UserError with the number of broken rows and the first few of them,
+        or for none at all."""
+        prompts: dict[int, Prompt] = {}  # by the number of the row
+        problems: dict[int, str] = {}
+        rows = self.request.rows(part, self.summary, self.expand)
+        before = self.summary.read
+        for number, (place, row) in enumerate(rows):
+            try:
+                if isinstance(row, ValueError):
+                    raise row
+                prompts[number] = self.make(place, row) | {"origin": place}
+            except MISFITS as error:
+                problems[number] = f"{place}: {_why(error)}"
+        for number, why in self._look(prompts).items():
+            problems[number] = f"{prompts.pop(number)['origin']}: {why}"
+        self._complain([problems[number] for number in sorted(problems)], len(prompts))
+        if not prompts:
+            whole = ", ".join(map(str, part)) if isinstance(part, list) else self.request.path
+            read = self.summary.read - before
+            why = "all rows are left out by filters" if read else "no row there"
+            raise UserError(f"{whole}: {'no row that is whole' if problems else why}")
+        return list(prompts.values())
+
+    def _look(self, prompts: Mapping[int, Prompt]) -> dict[int, str]:
+        """Look at the pictures of all prompts. Returns what is wrong, by the number of the row."""
+        looks = self.pictures or (lambda prompt: [])
+        sources = {number: looks(prompt) for number, prompt in prompts.items()}
+        listed = [source for several in sources.values() for source in several]
+        findings = iter(scan(listed, max_pixels=self.max_pixels))
+        sizes: dict[int, list[tuple[int, int]]] = {}
+        wrong: dict[int, str] = {}
+        for number, several in sources.items():
+            looked = [(next(findings), source) for source in several]
+            sizes[number] = [finding.size for finding, _ in looked]
+            self.summary.notes.update(finding.note for finding, _ in looked if finding.note)
+            named = [f"{_named(source)}{each.problem}" for each, source in looked if each.problem]
+            if named:
+                wrong[number] = named[0]
+        if self.verify is not None:
+            whole = [number for number in prompts if number not in wrong]
+            misfits = self.verify([prompts[n] for n in whole], [sizes[n] for n in whole])
+            wrong |= {whole[place]: why for place, why in misfits.items()}
+        return wrong
+
+    def _complain(self, problems: list[str], whole: int) -> None:
+        """Raise UserError for broken rows, or count and leave them out; all broken for one reason
+        are an error in any case."""
+        if not problems:
+            return
+        count = whole + len(problems)
+        reasons = {problem.partition(": ")[2] for problem in problems}
+        if is_lenient() and whole:
+            self.summary.stops |= self.broken == "error"
+        elif self.broken == "error" or (not whole and len(reasons) == 1):
+            raise UserError(
+                f"{len(problems)} of {count} rows are broken:\n    {first_of(problems)}\n  "
+                f"mend them{', or leave them out with broken: skip' if whole else ''}"
+            )
+        self.summary.dropped += problems
+        left_out(problems, count)
+
+    def divided(
+        self, held_out: str | Path | float | None, default: float, split: Split, by: str
+    ) -> tuple[list[Prompt], list[Prompt]]:
+        """Read all parts and return what is trained on and what is held out, and hand in the
+        account. ``held_out``: a file, a split of the data, a share, or None for the data's own
+        part, else the ``default`` share; ``by``: what the share is chosen by."""
+        held_out = str(held_out) if isinstance(held_out, Path) else held_out
+        train = self.prompts(self.request.training())
+        rest: Part | None = None
+        if isinstance(held_out, str):
+            rest = self.request.named(str(held_out))
+        elif held_out is None:
+            rest = self.request.testing()
+        if rest is not None:
+            held = self.prompts(rest)
+            how = str(held_out) if held_out is not None else _label(rest)
+        else:
+            share = default if held_out is None else float(held_out)
+            train, held = split(train, share)
+            how = f"{100 * share:.3g} % by a hash of {by}" if share else ""
+        self.account(train, held, how)
+        return train, held
+
+    def account(self, train: Sequence[Prompt], held_out: Sequence[Prompt], how: str) -> None:
+        """Hand in the summary."""
+        summary = self.summary
+        summary.train, summary.held_out, summary.split = len(train), len(held_out), how
+        counts = Counter(map(identical, [*train, *held_out]))
+        summary.repeated = sum(count - 1 for count in counts.values())
+        report(summary)
+
+
+def identical(prompt: Prompt) -> tuple[Any, ...]:
+    """Return what is equal of two prompts that ask the same of the same pictures."""
+    media = [prompt.get(key) for key in ("images", "image", "video", "answer", "messages")]
+    return (prompt.get("text"), *map(repr, media))
+
+
+def _label(part: Part) -> str:
+    if isinstance(part, str):
+        return f"its own split {part}"
+    first = f"{part[0].parent.name}/{part[0].name}"
+    return f"its own {first}" if len(part) == 1 else f"its own {len(part)} files, {first} first"
+
+
+def _named(source: Any) -> str:
+    return f"{source}: " if isinstance(source, str) else "a picture: "
+
+
+def _why(error: BaseException) -> str:
+    return f"no {error}" if isinstance(error, KeyError) else str(error)

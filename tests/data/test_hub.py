@@ -1,0 +1,130 @@
+"""Data sets of the Hub, through the real library: a server that speaks its protocol, and folders as
+it stores them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mmrl.core.errors import UserError
+from mmrl.data.sources.hub import HubSet, is_hub_name
+from mmrl.data.vision import Vision
+from tests.fixtures import tiny_vlms
+
+datasets = pytest.importorskip("datasets")
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A data set as the Hub stores it, me/mine: four rows to train on, two to test on."""
+    datasets.disable_progress_bars()
+    root = tmp_path_factory.mktemp("hub")
+    stored = root / "hub" / "me" / "mine" / "data"
+    stored.mkdir(parents=True)
+    rows = []
+    for i in range(6):
+        tiny_vlms.image(40, 30, i).save(root / "picture.png")
+        content = (root / "picture.png").read_bytes()
+        rows.append({"problem": f"what is {i}?", "image": {"bytes": content, "path": None}})
+    kinds = datasets.Features(problem=datasets.Value("string"), image=datasets.Image())
+    whole = datasets.Dataset.from_list(rows, features=kinds)
+    whole.select(range(4)).to_parquet(stored / "train-00000-of-00001.parquet")
+    whole.select(range(4, 6)).to_parquet(stored / "test-00000-of-00001.parquet")
+    return root
+
+
+@pytest.fixture(scope="module")
+def outcomes(folder):
+    words = [sys.executable, "-m", "tests.fixtures.hub_server", str(folder)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_a_data_set_is_read_by_its_id(outcomes):
+    whole = outcomes["whole"]
+    assert whole["train"] == [f"what is {i}?" for i in range(4)]
+    assert whole["held_out"] == ["what is 4?", "what is 5?"]
+    assert whole["sizes"] == [[40, 30]] * 4, "pictures are in memory"
+    assert whole["lines"][0].endswith("4 to train on, 2 held out (its own split test)")
+    assert outcomes["split"]["train"] == ["what is 4?", "what is 5?"]
+
+
+@pytest.mark.slow
+def test_a_stream_is_read_up_to_the_limit(outcomes):
+    streamed = outcomes["streamed"]
+    assert streamed["train"] == ["what is 0?", "what is 1?"]
+    assert "up to the limit" in streamed["lines"][0] and streamed["sizes"] == [[40, 30]] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("no split", ["no split 'nowhere'", "name one of train, test", "option split"]),
+        ("gated", ["it is gated; accept its terms", "hf auth login"]),
+        ("absent", ["neither a file or folder here", "check the spelling", "hf auth login"]),
+    ],
+)
+def test_what_the_hub_does_not_give_is_one_sentence(outcomes, name, words):
+    error = outcomes[name]["error"]
+    assert "\n" not in error and all(word in error for word in words)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_the_library_reads_a_local_folder_alike(folder, streaming):
+    place = str(folder / "hub" / "me" / "mine")
+    data = HubSet(place, streaming=streaming)
+    assert sorted(data.splits()) == ["test", "train"]
+    rows = list(data.rows("train"))
+    assert [row["problem"] for _, row in rows] == [f"what is {i}?" for i in range(4)]
+    assert all(set(row["image"]) == {"bytes", "path"} for _, row in rows), "nothing is decoded"
+    assert rows[3][0].endswith("train: row 4")
+
+
+def test_a_subset_of_a_local_folder(folder):
+    place = folder / "hub" / "me" / "mine"
+    assert len(Vision(place, subset="default", held_out=0.0).train) == 4
+    with pytest.raises(UserError, match="subset"):
+        Vision(place, subset="other")
+
+
+@pytest.mark.parametrize(
+    "error, words",
+    [
+        (datasets.exceptions.DatasetNotFoundError("it doesn't exist"), "check the spelling"),
+        (datasets.exceptions.DatasetNotFoundError("a gated dataset"), "it is gated"),
+        (ConnectionError("Couldn't reach 'a/b' on the Hub"), "the Hub cannot be reached"),
+        (ValueError("Config name is missing. Pick one: a, b"), "option subset"),
+        (ValueError("BuilderConfig 'x' not found"), "option subset"),
+        (ValueError('Unknown split "x"'), "option split"),
+        (RuntimeError("Dataset scripts are no longer supported\n"), "it cannot be read: Dataset"),
+    ],
+)
+def test_errors_of_the_library_become_a_sentence_with_the_remedy(monkeypatch, error, words):
+    def refuse(*arguments, **options):
+        raise error
+
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(datasets, "get_dataset_split_names", refuse)
+    monkeypatch.setattr("mmrl.data.sources.hub.ask_for_data_set", lambda *_: None)
+    with pytest.raises(UserError) as raised:
+        HubSet("a/b").splits()
+    assert words in str(raised.value) and "\n" not in str(raised.value)
+    assert str(raised.value).startswith("data set 'a/b': ")
+
+
+def test_without_the_library_the_remedy_is_named(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r'pip install datasets, or "multimodal-rl\[data\]"'):
+        HubSet("a/b").splits()
+
+
+def test_names_that_the_hub_could_know():
+    assert all(map(is_hub_name, ["squad", "a/b", "HuggingFaceM4/ChartQA", "a-b/c_d.v2"]))
+    assert not any(map(is_hub_name, ["a/b/c", "../a", "~/a", "/a", "a b", ".hidden/x", "a/"]))

@@ -1,0 +1,183 @@
+"""Pictures are looked at before training, once; a broken one is a row that is left out."""
+
+import json
+import sqlite3
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from mmrl.core.errors import UserError
+from mmrl.data import scan as scanning
+from mmrl.data.captions import Captions
+from mmrl.data.ledger import collecting
+from mmrl.data.prompts import Prompts
+from mmrl.data.scan import Finding, scan
+from mmrl.data.vision import Vision
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("MMRL_CACHE", str(tmp_path / "cache"))
+    pics = tmp_path / "pics"
+    pics.mkdir()
+    noise = Image.effect_noise((60, 40), 50).convert("RGB")
+    for name in ("whole.png", "cut.png", "cut.jpg", "more.jpg"):
+        noise.save(pics / name)
+    for name in ("cut.png", "cut.jpg"):
+        content = (pics / name).read_bytes()
+        (pics / name).write_bytes(content[: len(content) // 2])
+    deep = np.linspace(0, 65535, 40 * 60).reshape(40, 60).astype(np.uint16)
+    Image.fromarray(deep).save(pics / "deep.png")
+    (pics / "text.png").write_text("not found")
+    return pics
+
+
+def rows(folder, names, **more):
+    path = folder / "rows.jsonl"
+    lines = [{"text": f"what is {name}?", "image": name} | more for name in names]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
+def test_every_picture_is_looked_at_once(folder, monkeypatch):
+    names = [str(folder / name) for name in ("whole.png", "cut.jpg", "deep.png", "whole.png")]
+    findings = scan(names)
+    assert [finding.size for finding in findings] == [(60, 40), (0, 0), (60, 40), (60, 40)]
+    assert "truncated" in findings[1].problem and "scaled by their range" in findings[2].note
+    looked = []
+    monkeypatch.setattr(scanning, "look_at", lambda source, _: looked.append(source) or Finding())
+    assert scan(names) == findings and not looked, "it is remembered"
+    (folder / "whole.png").write_bytes((folder / "more.jpg").read_bytes())
+    scan(names)
+    assert looked == [names[0]], "a file that has changed is looked at again"
+    assert scan([str(folder / "gone.png")])[0].problem == "no such file"
+
+
+def test_bytes_are_known_by_their_hash_and_pictures_taken_as_they_are(folder):
+    content = (folder / "cut.png").read_bytes()
+    first, second = scan([content, Image.new("RGB", (7, 5))])
+    assert first.problem and second == Finding((7, 5))
+    assert scan([content]) == [first]
+
+
+def test_a_cache_that_cannot_be_used_is_done_without(folder, monkeypatch, tmp_path):
+    whole = str(folder / "whole.png")
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("MMRL_CACHE", str(tmp_path / "file" / "below"))
+    assert scan([whole])[0].size == (60, 40)
+    monkeypatch.setenv("MMRL_CACHE", str(tmp_path / "damaged"))
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "pictures.sqlite").write_text("this is no database" * 100)
+    assert scan([whole])[0].size == (60, 40)
+
+
+def test_a_full_disk_costs_only_the_memory(folder, monkeypatch):
+    real = sqlite3.connect
+
+    class Full(sqlite3.Connection):
+        def executemany(self, *arguments):
+            raise sqlite3.OperationalError("database or disk is full")
+
+    monkeypatch.setattr(
+        scanning.sqlite3, "connect", lambda path, **options: real(path, factory=Full, **options)
+    )
+    assert scan([str(folder / "whole.png")])[0].size == (60, 40)
+
+
+def test_of_several_processes_one_looks_at_a_time(folder, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert scan([str(folder / "whole.png")])[0].size == (60, 40)
+    assert (folder.parent / "cache" / "pictures.lock").exists()
+
+
+def test_many_pictures_are_announced(folder, monkeypatch, capsys):
+    monkeypatch.setattr(scanning, "ANNOUNCED", 2)
+    scan([str(folder / "whole.png"), str(folder / "more.jpg")])
+    assert "looking at 2 pictures, once" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["cut.png", "cut.jpg", "text.png"])
+def test_one_bad_picture_is_named_or_left_out_as_asked(folder, name):
+    path = rows(folder, ["whole.png", name, "more.jpg"])
+    with pytest.raises(UserError, match=rf"1 of 3 rows are broken:\n.*rows.jsonl:2: .*{name}: "):
+        Vision(path)
+    with collecting() as summaries:
+        source = Vision(path, broken="skip", held_out=0.0)
+    assert [prompt["text"][8:-1] for prompt in source.train] == ["whole.png", "more.jpg"]
+    (summary,) = summaries
+    assert summary.read == 3 and summary.train == 2 and name in summary.dropped[0]
+    (line,) = summary.lines()
+    assert "3 rows read, 1 broken and left out, 2 to train on, 0 held out" in line
+    assert len(Vision(path, scan=False, held_out=0.0).train) == 3, "nobody looked"
+
+
+def test_pictures_of_conversations_and_of_captions_are_looked_at(folder):
+    path = folder / "talk.jsonl"
+    part = {"type": "image", "image": "cut.jpg"}
+    talk = [{"role": "user", "content": [part, {"type": "text", "text": "a?"}]}]
+    path.write_text(json.dumps({"messages": talk}))
+    with pytest.raises(UserError, match="cut.jpg: image file is truncated"):
+        Vision(path)
+    with pytest.raises(UserError, match="cut.png: "):
+        Captions(rows(folder, ["cut.png", "whole.png"]))
+    with collecting() as summaries:
+        source = Captions(rows(folder, ["cut.png", "deep.png"]), 0.0, broken="skip")
+    assert len(source.train) == 1
+    assert (
+        summaries[0]
+        .lines()[1]
+        .endswith("1 pictures: more than 8 bits a value, scaled by their range")
+    )
+
+
+def test_a_source_whose_rows_are_all_broken_says_so_in_any_case(folder):
+    with pytest.raises(UserError, match="2 of 2 rows are broken"):
+        Vision(rows(folder, ["cut.jpg", "cut.jpg"]), broken="skip")
+
+
+def test_the_account_tells_what_repeats_and_what_is_held_out(folder):
+    path = rows(folder, ["whole.png", "more.jpg", "whole.png", "deep.png"])
+    with collecting() as summaries:
+        Vision(path, held_out=0.4)
+    text = summaries[0].lines()[0]
+    assert "1 repeat another row" in text and "(40 % by a hash of the picture)" in text
+
+
+@pytest.fixture
+def huge(folder, monkeypatch):
+    """A file of 22 kB that claims 180 megapixels, and has them."""
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", Image.MAX_IMAGE_PIXELS)
+    Image.new("1", (15000, 12000)).save(folder / "huge.png")
+    return folder / "huge.png"
+
+
+def test_a_picture_larger_than_the_limit_is_a_broken_row_that_names_the_option(folder, huge):
+    path = rows(folder, ["whole.png", "huge.png", "more.jpg"])
+    with pytest.raises(UserError, match=r"rows.jsonl:2: .*huge.png: .*180,000,000 .* data.max_pix"):
+        Vision(path)
+    with collecting() as summaries:
+        assert len(Vision(path, broken="skip", held_out=0.0).train) == 2
+    assert "raise data.max_pixels" in summaries[0].dropped[0]
+    for _ in range(2):  # also from the memory of what was found
+        source = Vision(path, held_out=0.0, max_pixels=200_000_000)
+        assert [prompt["text"][8:-1] for prompt in source.train][1] == "huge.png"
+    with pytest.raises(UserError, match="15000 x 12000 = 180,000,000 pixels is larger than"):
+        Vision(path)
+    with pytest.raises(UserError, match="3 of 3 rows are broken:\n.*= 2,400 .* 2,399 "):
+        Vision(path, max_pixels=2399)
+
+
+def test_pictures_in_a_table_and_of_captions_have_the_same_limit(folder, huge):
+    pa = pytest.importorskip("pyarrow")
+    pq = pytest.importorskip("pyarrow.parquet")
+    table = folder / "table.parquet"
+    names = {"a": folder / "whole.png", "b": huge}
+    pictures = [{"bytes": file.read_bytes(), "path": file.name} for file in names.values()]
+    pq.write_table(pa.table({"text": list(names), "image": pictures}), table)
+    for source in (Vision, Captions, Prompts):
+        with pytest.raises(UserError, match="1 of 2 rows are broken:\n.*180,000,000 pixels"):
+            source(table)
+        assert len(source(table, broken="skip", held_out=0.0).train) == 1
+    for source in (Vision, Captions, Prompts):
+        assert len(source(table, held_out=0.0, max_pixels=180_000_000).train) == 2
