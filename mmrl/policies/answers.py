@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from os.path import isfile
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ def media_problem(value: Any, medium: Medium | None) -> str | None:
     """Say what is wrong with the picture or video of an answer, by the head of its file."""
     if not isinstance(value, (str, Path)):
         return None
-    if not Path(value).is_file():
+    if not isfile(value):
         return f"no file {value}; paths start at {Path.cwd()}, those of data: captions at its file"
     if medium == "video":
         return None if _is_video(Path(value)) else f"{value} is no video that can be read"

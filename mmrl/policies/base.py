@@ -89,6 +89,7 @@ class Policy(ABC):
     not_options: tuple[str, ...] = ("net",)  # constructor arguments that no configuration sets
     # module-name suffixes of the projections that LoRA adapts
     attention: tuple[str, ...] = ATTENTION
+    pipeline: str = ""  # the class in diffusers that loads what ``export`` writes; "": none
 
     def __init__(
         self,
@@ -226,6 +227,7 @@ class Policy(ABC):
     find_unused_parameters: bool = False
     # a pass with gradients recorded that will not be used: not for the trainer's wrapper
     sampling: bool = False
+    compiled: bool = False  # the network's passes are, by torch.compile
     # rows of a pass that turned out to fit the device's memory; None: no pass was too large
     most: int | None = None
 
@@ -276,7 +278,7 @@ class Policy(ABC):
         with half as many. From then on no pass is larger, and all are filled up to that width,
         which keeps log-probs equal. UserError where even ``least`` rows do not fit."""
         # several processes would no longer make equally many passes
-        alone = distributed.world()[1] == 1
+        alone = distributed.process()[1] == 1
         width = self.fixed_batch_rows
         rows = size
         try:
@@ -319,6 +321,11 @@ class Policy(ABC):
                 return
         raise ValueError(f"{type(self.net).__name__} offers no gradient checkpointing")
 
+    def enable_context_parallel(self, ulysses_degree: int, ring_degree: int) -> None:
+        """Split the sequences of the network over groups of neighbouring processes; a collective
+        call, before the network is wrapped."""
+        raise UserError(f"train.context_parallel: {type(self).__name__} has no sequence to split")
+
     # ----------------------------------------------------------------------------------------------
     # data: prompts, what is known of them, and lengths
 
@@ -358,6 +365,14 @@ class Policy(ABC):
         unknown, as those of the path to a picture, the mask holds none and the row is trainable.
         """
         raise self._cannot("takes no answers of others")
+
+    def cannot_go_on(self) -> str:
+        """Say why an answer that was cut off could not go on; empty: it could."""
+        return ""
+
+    def most_new_tokens(self) -> int:
+        """Return how many new tokens an answer may have."""
+        raise self._cannot("writes no answers whose length could change")
 
     def set_max_new_tokens(self, tokens: int) -> None:
         """Limit answers to so many new tokens from now on."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 from mmrl.core.errors import UserError
 
 # Attention projections of diffusers' transformers; a family may offer its own list.
+# where it is installed peft and diffusers load it, and it complains of a kernel that nobody needs
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 ATTENTION = (
     "attn.to_q",
     "attn.to_k",
@@ -72,10 +75,11 @@ def inject(net: nn.Module, config: Any) -> None:
 
 
 @torch.no_grad()
-def merged(net: nn.Module) -> dict[str, Tensor]:
-    """Merge the adapters into the weights, under the names of a model without adapters."""
+def merged(net: nn.Module, adapters: bool = True) -> dict[str, Tensor]:
+    """Merge the adapters into the weights, under the names of a model without adapters, or leave
+    them out."""
     state = {name: value for name, value in net.state_dict().items() if "lora_" not in name}
-    for name, module in net.named_modules():
+    for name, module in net.named_modules() if adapters else ():
         if hasattr(module, "get_delta_weight"):
             weight = state[f"{name}.base_layer.weight"]
             state[f"{name}.base_layer.weight"] = (weight + module.get_delta_weight("default")).to(

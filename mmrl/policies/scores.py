@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from mmrl.core.distributions import Categorical
+from mmrl.core.divergences import REVERSE, Divergence
 from mmrl.core.weights import Weights
 from samplers.batching import chunks
 from samplers.warp import Warp
@@ -141,15 +142,22 @@ def full(hidden: Tensor, head: Head, warp: Warp, vocab: int, place: Tensor | Non
 
 
 def kl(
-    hidden: Tensor, reference: Tensor, head: Head, warp: Warp, place: Tensor | None = None
+    hidden: Tensor,
+    reference: Tensor,
+    head: Head,
+    warp: Warp,
+    by: Divergence = REVERSE,
+    place: Tensor | None = None,
 ) -> Tensor:
-    """Compute KL(self || reference) [N] at ``hidden`` [N, H], for the reference's log-probs of all
-    tokens [N, V]."""
+    """Compute KL(self || reference) [N], or another divergence, at ``hidden`` [N, H], for the
+    reference's log-probs of all tokens [N, V]."""
 
     places = place_of(hidden, place)
 
     def kl_chunk(h: Tensor, q: Tensor, at: Tensor) -> Tensor:
         p = warp(head(h), place=at).log_softmax(-1)
+        if by.kind != "reverse":
+            return by.of_logprobs(p, q)
         never = p.isneginf() | q.isneginf()  # the same tokens, those suppressed
         return (p.exp() * (p.masked_fill(never, 0) - q.masked_fill(never, 0))).sum(-1)
 

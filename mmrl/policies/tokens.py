@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from mmrl.core import distributed
 from mmrl.core.distributions import Categorical
+from mmrl.core.divergences import REVERSE, Divergence
 from mmrl.core.host import indices, on_host, selected, sent, spread
 from mmrl.core.types import Copies, Media, Point, Prompt, Rollout, TokenOrder
 from mmrl.policies.base import (
@@ -358,8 +359,9 @@ class AnswerTokens:
         states: Tensor = every.view(*self.where.shape, -1)
         return states
 
-    def kl(self, other_tokens: AnswerTokens) -> Tensor:
-        """Compute KL(self || other) [B, L], exact, over the whole vocabulary.
+    def kl(self, other_tokens: AnswerTokens, by: Divergence = REVERSE) -> Tensor:
+        """Compute KL(self || other) [B, L], or another divergence, exact, over the whole
+        vocabulary.
 
         At the temperature of sampling, but without top-k and top-p: truncated supports differ, and
         then it is infinite.
@@ -368,7 +370,7 @@ class AnswerTokens:
         place = self._places()
         with torch.no_grad():
             reference = other_tokens._head("full", whole, *place)
-        return self._spread(self._head("kl", reference, whole, *place))
+        return self._spread(self._head("kl", reference, whole, by, *place))
 
     def _rescored(self, ids: Tensor, entropies: bool) -> Scored:
         chosen = selected(ids, self.where)

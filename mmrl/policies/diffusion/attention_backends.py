@@ -170,7 +170,7 @@ def _dispatched(net: nn.Module, backend: str) -> None:
     roots: list[Any] = [net] if hasattr(net, "set_attention_backend") else list(net.children())
     try:
         # it would set the backend of all other models of this process as well
-        with attention_backend(), _quiet():
+        with attention_backend(), quiet():
             for root in roots:
                 root.set_attention_backend(backend)
     except RuntimeError as error:
@@ -193,8 +193,8 @@ def _older(net: nn.Module) -> Iterator[tuple[Any, tuple[type, type]]]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence the remark that backends are experimental."""
+def quiet() -> Iterator[None]:
+    """Silence diffusers' remarks that something is experimental."""
     from diffusers.utils import logging
 
     before = logging.get_verbosity()

@@ -106,9 +106,11 @@ def save_lora(pipeline: Any, net: Any, folder: Path, part: str = "transformer") 
     """Write ``pytorch_lora_weights.safetensors`` as ``pipe.load_lora_weights(folder)`` reads it."""
     from peft import get_peft_model_state_dict
 
+    # not the whole state, which quantised networks would restore
+    adapters = {name: p for name, p in net.named_parameters() if "lora_" in name}
     layers = {
         name: tensor.detach().cpu().contiguous()
-        for name, tensor in get_peft_model_state_dict(net).items()
+        for name, tensor in get_peft_model_state_dict(net, state_dict=adapters).items()
     }
     config = next(iter(net.peft_config.values()))
     named = {f"{part}_lora_layers": layers, f"{part}_lora_adapter_metadata": config.to_dict()}

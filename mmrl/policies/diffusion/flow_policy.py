@@ -19,6 +19,7 @@ from annotated_types import Ge
 from torch import Tensor, nn
 
 import samplers
+from mmrl.config.options import Steps
 from mmrl.core.distributions import Gaussian, Score
 from mmrl.core.errors import UserError
 from mmrl.core.host import sent
@@ -124,8 +125,8 @@ class FlowPolicy(Policy):
     def __init__(
         self,
         net: nn.Module,
-        steps: int = 10,
-        evaluation_steps: int | None = None,
+        steps: Steps = 10,
+        evaluation_steps: Steps | None = None,
         noise_level: float = 0.7,
         noise_anneal: Annotated[float, Ge(0)] = 1.0,
         sde_type: Annotated[Kernel, KERNELS] = flow_sde,
@@ -154,7 +155,7 @@ class FlowPolicy(Policy):
             )
         try:
             self.times = timestep_schedule(steps)
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             raise UserError(f"policy option timestep_schedule: {error}") from error
         self.steps = len(self.times) - 1
         self.evaluation_times = (

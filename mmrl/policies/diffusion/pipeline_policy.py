@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from mmrl.core.errors import UserError
 from mmrl.core.registry import GRIDS
 from mmrl.core.types import Prompt, Rollout
-from mmrl.policies.diffusion import attention_backends, diffusers_folder
+from mmrl.policies.diffusion import attention_backends, context_parallel, diffusers_folder
 from mmrl.policies.diffusion.attention_backends import Attention, AttentionChoice
 from mmrl.policies.diffusion.flow_policy import FlowPolicy, Grid, Storage
 from mmrl.policies.diffusion.text_encoding import Placement, PromptCache, texts_of
+from mmrl.policies.quantization import Quantization, check_quantization, quantize
 from samplers.batching import attempts, chunks
 from samplers.processes import Flow, Process
 from samplers.schedules import dynamic, flow_match_euler, shifted
@@ -31,7 +32,7 @@ from samplers.schedules import dynamic, flow_match_euler, shifted
 class FolderPolicy(FlowPolicy):
     """Trains a model in diffusers' folder format."""
 
-    pipeline: ClassVar[str]  # class names in diffusers
+    pipeline: str  # class names in diffusers
     network: ClassVar[str]
     autoencoder: ClassVar[str] = "AutoencoderKL"
     part: ClassVar[str] = "transformer"  # of the folder that is trained
@@ -53,6 +54,7 @@ class FolderPolicy(FlowPolicy):
         compile: bool | str = False,
         vae_tiling: bool = False,
         vae_slicing: bool = False,
+        quantization: Quantization | None = None,
         **options: Any,
     ):
         """Load a model folder. path: folder, hub id or world:NAME. size: pixels, one side or
@@ -61,11 +63,14 @@ class FolderPolicy(FlowPolicy):
         attention: its backend; auto is xformers on CUDA where it is no slower, else SDPA. compile:
         the network's repeated blocks, by torch.compile; a text is the name of its backend.
         vae_tiling, vae_slicing: the autoencoder works on overlapping tiles of a sample, and on one
-        sample after another, as diffusers' pipelines offer."""
+        sample after another, as diffusers' pipelines offer. quantization: the frozen weights of the
+        network's blocks in 4 bits (nf4, fp4) or 8 (8bit), under adapters."""
         attention_backends.check(attention)
+        check_quantization(quantization, options.get("lora") is not None)
         self.place = diffusers_folder.resolve(path, self.pipeline, *self.also)
         self.compute = getattr(torch, dtype)
         net = self.load_network()
+        quantize(net, quantization)
         self.config, self.vae = (
             net.config,
             self.load_part(self.autoencoder, "vae").requires_grad_(False).eval(),
@@ -87,6 +92,15 @@ class FolderPolicy(FlowPolicy):
         self.compiled = bool(compile)
         if compile:
             attention_backends.compile_blocks(self.net, "inductor" if compile is True else compile)
+
+    def enable_context_parallel(self, ulysses_degree: int, ring_degree: int) -> None:
+        if why := context_parallel.unsupported(self) or context_parallel.unfit(
+            self.attending.backend, ring_degree
+        ):
+            raise UserError(f"train.context_parallel: {why}")
+        if self.attending.backend == "auto":  # xformers cannot
+            self.attending.backend = "sdpa"
+        context_parallel.split_sequences(self.net, ulysses_degree, ring_degree)
 
     def decode_in_parts(self, vae_tiling: bool, vae_slicing: bool) -> None:
         """Turn on the memory-saving options of the autoencoder. UserError where it does not offer

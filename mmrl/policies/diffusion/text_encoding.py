@@ -11,7 +11,7 @@ import torch
 from mmrl.core.errors import UserError
 from mmrl.core.types import Prompt, tree_map
 
-Placement = Literal["offload", "release", "keep"]
+Placement = Literal["offload", "release", "keep", "cpu"]
 Encoding = dict[str, Any]  # nest of tensors [1, *] of one key
 
 
@@ -32,7 +32,8 @@ class PromptCache:
 
     ``load`` returns the text pipeline; ``encode(pipeline, texts, device)`` a nest of tensors [n,
     *]. After every use the pipeline stays on the device ("keep"), goes to the CPU ("offload") or is
-    dropped and loaded again for a text that was not encoded before ("release").
+    dropped and loaded again for a text that was not encoded before ("release"). On the "cpu" it
+    encodes there, slowly, for cards on which it does not fit beside the network.
     """
 
     def __init__(
@@ -68,6 +69,8 @@ class PromptCache:
     @torch.no_grad()
     def _encode(self, texts: list[Hashable], device: torch.device) -> None:
         pipeline = self.pipeline or self.load()
+        if self.placement == "cpu":
+            device = torch.device("cpu")
         pipeline.to(device)
         for start in range(0, len(texts), self.batch):
             part = texts[start : start + self.batch]

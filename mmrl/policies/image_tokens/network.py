@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmrl.core.divergences import Divergence
 from mmrl.core.errors import UserError
 from mmrl.core.host import selected
 from mmrl.policies import scores
@@ -144,10 +145,15 @@ class ImageNet(nn.Module, ABC):
         return scores.full(features, self.logits, warp, self.vocab, place)
 
     def kl(
-        self, features: Tensor, reference: Tensor, warp: Warp, place: Tensor | None = None
+        self,
+        features: Tensor,
+        reference: Tensor,
+        warp: Warp,
+        by: Divergence,
+        place: Tensor | None = None,
     ) -> Tensor:
-        """Compute the KL [N] to another's log-probs [N, V]."""
-        return scores.kl(features, reference, self.logits, warp, place)
+        """Compute the divergence [N] from another's log-probs [N, V]."""
+        return scores.kl(features, reference, self.logits, warp, by, place)
 
     def _features(self, inputs: Inputs, empty: Inputs | None, ids: Tensor, scale: Tensor) -> Tensor:
         if empty is None:

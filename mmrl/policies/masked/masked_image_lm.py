@@ -12,7 +12,7 @@ import torch
 from annotated_types import Ge
 from torch import Tensor
 
-from mmrl.config.options import Count
+from mmrl.config.options import Count, Steps
 from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES, import_name, locate
 from mmrl.core.types import Media, Prompt, Query, Rollout
@@ -49,7 +49,7 @@ class MaskedImageLM(MaskedLM):
         side: Count = 32,
         prompt: str = "{text}",
         after: str | None = None,
-        steps: Count = 12,
+        steps: Steps = 12,
         mask: int | None = None,
         dtype: Precision = "float32",
         remote_code: bool = False,

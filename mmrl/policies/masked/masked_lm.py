@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmrl.config.options import Count
+from mmrl.config.options import Count, Steps
 from mmrl.core.errors import UserError
 from mmrl.core.host import sent
 from mmrl.core.registry import POLICIES, locate
@@ -40,7 +40,7 @@ class MaskedLM(MaskedDiffusion):
         path: str,
         max_new_tokens: Count = 256,
         block: Count | None = None,
-        steps: Count = 128,
+        steps: Steps = 128,
         mask: int | None = None,
         dtype: Precision = "float32",
         remote_code: bool = False,

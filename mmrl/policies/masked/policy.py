@@ -20,8 +20,9 @@ from annotated_types import Ge, Gt
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
-from mmrl.config.options import Count
+from mmrl.config.options import Steps
 from mmrl.core.distributions import Categorical, drawn
+from mmrl.core.divergences import REVERSE, Divergence
 from mmrl.core.errors import UserError
 from mmrl.core.host import indices, on_host, remember, selected, spread
 from mmrl.core.types import (
@@ -76,9 +77,9 @@ class Hidden:
         token = self._spread(Categorical(self.logits).log_prob(selected(ids, self.where)))
         return token if self.noise is None else chosen(token, self.noise, decision[..., 1])
 
-    def kl(self, reference: Hidden) -> Tensor:
-        """Compute KL(self || other)."""
-        return self._spread(Categorical(self.logits).kl(Categorical(reference.logits)))
+    def kl(self, reference: Hidden, by: Divergence = REVERSE) -> Tensor:
+        """Compute KL(self || other), or another divergence."""
+        return self._spread(Categorical(self.logits).kl(Categorical(reference.logits), by))
 
     def entropy(self) -> Tensor:
         return self._spread(Categorical(self.logits).entropy())
@@ -115,7 +116,7 @@ class MaskedDiffusion(LogitsPolicy):
         net: nn.Module,
         length: int,
         mask_id: int,
-        steps: Count = 12,
+        steps: Steps = 12,
         sampler: Literal["emerge", "maskgit"] = "emerge",
         schedule: Literal["cosine", "linear"] = "cosine",
         guidance_scale: Annotated[float, Ge(0)] = 1.0,

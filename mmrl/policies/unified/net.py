@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mmrl.core.divergences import Divergence
 from mmrl.core.host import indices
 from mmrl.policies import scores
 from mmrl.policies.image_tokens import causal
@@ -137,8 +138,8 @@ class UnifiedNet(JanusNet):
     def text_full(self, features: Tensor, warp: Warp) -> Tensor:
         return scores.full(features, self.text_logits, warp, self.config.text_config.vocab_size)
 
-    def text_kl(self, features: Tensor, reference: Tensor, warp: Warp) -> Tensor:
-        return scores.kl(features, reference, self.text_logits, warp)
+    def text_kl(self, features: Tensor, reference: Tensor, warp: Warp, by: Divergence) -> Tensor:
+        return scores.kl(features, reference, self.text_logits, warp, by)
 
     def _pass(self, part: Part, images: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return hidden states [b, S, H] of the texts, and features [b, N, *] of the image tokens

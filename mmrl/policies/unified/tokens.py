@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmrl.core.divergences import REVERSE, Divergence
 from mmrl.core.types import Point
 from mmrl.core.weights import Weights
 from mmrl.policies.base import Policy
@@ -54,10 +55,10 @@ class SegmentTokens:
     def entropy(self) -> Tensor:
         return sum((part.entropy() for part in self.parts), torch.zeros(()))
 
-    def kl(self, reference: SegmentTokens) -> Tensor:
+    def kl(self, reference: SegmentTokens, by: Divergence = REVERSE) -> Tensor:
         """Compute the exact KL over each head's whole vocabulary, at the temperature of
         sampling."""
         pairs = zip(self.parts, reference.parts, strict=True)
         # a head may have no decision in these rows
-        divergences = [part.kl(two) for part, two in pairs if len(part.hidden)]
+        divergences = [part.kl(two, by) for part, two in pairs if len(part.hidden)]
         return sum(divergences, torch.zeros(()))

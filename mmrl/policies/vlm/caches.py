@@ -1,8 +1,9 @@
-"""Builds key-value caches for transformers' attention layers in which many rows continue one
-prompt."""
+"""Builds caches for transformers' layers in which many rows continue one prompt: keys and values of
+attention, and the states (``states.py``) of layers that keep one."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -11,7 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from mmrl.policies.vlm import states
+from mmrl.policies.vlm.states import State
+
 KV = tuple[Tensor, Tensor]  # keys and values of one layer, [B, heads, S, D] each
+Memory = KV | State  # what one layer keeps
 ROOM = 32  # steps a growing cache reserves at once
 
 
@@ -91,16 +96,32 @@ def recorded(layers: int) -> Any:
     return _of([layer() for _ in range(layers)])
 
 
-def continued(key_values: list[KV], rows: Tensor) -> Any:
+def remembered(config: Any) -> Any:
+    """Make an empty cache that keeps what a prompt's pass through a text model of this
+    configuration computes, whatever each of its layers keeps."""
+    layer = _layer(Recorded)
+    return _of(
+        [
+            states.layer(states.RecordedState) if states.keeps_state(kind) else layer()
+            for kind in _kinds(config)
+        ]
+    )
+
+
+def continued(memories: Sequence[Memory], rows: Tensor) -> Any:
     """Make a cache of the prompts of ``rows`` [B], for answers that are scored in one pass."""
-    layer = _layer(Continued)
-    return _of([layer(k.index_select(0, rows), v.index_select(0, rows)) for k, v in key_values])
+    return _of([_continuing(Continued, states.ContinuedState, x, rows) for x in memories])
 
 
-def growing(key_values: list[KV], rows: Tensor) -> Any:
+def growing(memories: Sequence[Memory], rows: Tensor) -> Any:
     """Make a cache of the prompts of ``rows`` [B], for answers that are sampled token by token."""
-    layer = _layer(Growing)
-    return _of([layer(k.index_select(0, rows), v.index_select(0, rows)) for k, v in key_values])
+    return _of([_continuing(Growing, states.GrowingState, x, rows) for x in memories])
+
+
+def _continuing(attention: type, recurrent: type, memory: Memory, rows: Tensor) -> Any:
+    if isinstance(memory, State):
+        return states.layer(recurrent, memory.rows(rows))
+    return _layer(attention)(*(x.index_select(0, rows) for x in memory))
 
 
 def shortened(grown: Any, rows: slice | Tensor, length: int) -> Any:
@@ -116,15 +137,21 @@ def shortened(grown: Any, rows: slice | Tensor, length: int) -> Any:
 def select(grown: Any, rows: Tensor) -> None:
     """Keep only ``rows`` [B'] of a growing cache."""
     for layer in grown.layers:
+        if isinstance(layer, states.Kept):
+            layer.state = layer.state.rows(rows)
+            continue
         layer.keys, layer.values = (
             x[:, :, : layer.length].index_select(0, rows) for x in layer.kv()
         )
 
 
-def refill(grown: Any, left: Tensor, key_values: list[KV], rows: Tensor, width: int) -> None:
+def refill(grown: Any, left: Tensor, memories: Sequence[Memory], rows: Tensor, width: int) -> None:
     """Keep ``left`` [B'] of a growing cache and add the prompts of ``rows`` [B''], all at the end
     of ``width`` columns; what is cut off or added on the left is masked."""
-    for layer, prompt in zip(grown.layers, key_values, strict=True):
+    for layer, prompt in zip(grown.layers, memories, strict=True):
+        if isinstance(prompt, State):
+            layer.state = layer.state.rows(left).beside(prompt.rows(rows))
+            continue
         layer.keys, layer.values = (
             torch.cat(
                 [
@@ -142,17 +169,42 @@ def _at_end(x: Tensor, width: int) -> Tensor:
     return x[:, :, length - width :] if length >= width else F.pad(x, (0, 0, width - length, 0))
 
 
+def memories(filled: Any) -> list[Memory]:
+    """Return what every layer of a cache keeps."""
+    return [
+        layer.state if isinstance(layer, states.Kept) else (layer.keys, layer.values)
+        for layer in filled.layers
+    ]
+
+
 def key_values(filled: Any) -> list[KV]:
+    """Return the keys and values of a cache whose layers keep nothing else."""
     return [(layer.keys, layer.values) for layer in filled.layers]
 
 
 def plain(config: Any) -> bool:
     """Tell whether a text model of this configuration keeps keys and values only, one pair a
     layer."""
-    from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+    return all(_attends(kind) for kind in _kinds(config))
 
-    layers = DynamicCache(config=config).layers
-    return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
+
+def continuable(config: Any) -> bool:
+    """Tell whether all that a text model of this configuration keeps of a prompt can be continued
+    by many rows: keys and values, one pair a layer, or a state."""
+    return all(_attends(kind) or states.keeps_state(kind) for kind in _kinds(config))
+
+
+def _kinds(config: Any) -> list[type]:
+    """List the kinds of layers that transformers' own cache has for a text model."""
+    from transformers.cache_utils import DynamicCache
+
+    return [type(layer) for layer in DynamicCache(config=config).layers]
+
+
+def _attends(kind: type) -> bool:
+    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+    return kind in (DynamicLayer, DynamicSlidingWindowLayer)
 
 
 def _of(layers: list[Any]) -> Any:

@@ -77,6 +77,12 @@ class Family:
     note: str = ""
     known: bool = True
 
+    @property
+    def splits(self) -> bool:
+        """Tell whether some prompts of the family cannot be in one batch with others, so that a
+        pass over rows may call the network several times."""
+        return self.by_row or (self.video and self.resize != "grid")
+
     def unverified(self) -> tuple[str, ...]:
         """List what was not verified about the family, for the log; empty where all facts are
         known."""

@@ -3,6 +3,7 @@ rows leave the batch, or make room for others."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from mmrl.policies.vlm.prefix_sharing import Prefix, SharedPrefix
 
 COMPACT = 0.75  # rows leave the batch when at most this share of it is still at work
+# tokens between two looks at how many rows are still at work, on devices that compute beside the
+# host; the host waits for the device at each
+LOOK = 4
 AHEAD = 64  # steps whose random numbers are drawn at once, at least
 
 
@@ -53,16 +57,16 @@ class Ending:
             ended |= torch.tensor(spelt, device=ids.device)
         return ended
 
-    def going(self, ids: Tensor, going: Tensor) -> tuple[Tensor, int]:
+    def going(self, ids: Tensor, going: Tensor, count: bool) -> tuple[Tensor, int | None]:
         """Tell which rows of ids [B, n] continue behind their last token, of those ``going`` [B]
-        before it, and how many.
+        before it, and, if they are to be counted, how many.
 
-        The host needs both numbers and strings: it waits for the device once.
+        The host needs both numbers and strings: it waits for the device once, or not at all.
         """
         for stop in self.stops:
             going = going & (ids[:, -1] != stop)
         if not self.strings:
-            return going, int(going.sum())
+            return going, int(going.sum()) if count else None
         rows = torch.cat([ids[:, -self.window :], going[:, None].long()], 1).tolist()
         left = [bool(alive) and not self.spells(tail) for *tail, alive in rows]
         return sent(torch.tensor(left, dtype=torch.bool), ids.device), sum(left)
@@ -102,10 +106,16 @@ class Answers:
             getattr(self, name)[rows] = getattr(written, name)
 
     def write(
-        self, at: Tensor, step: Tensor, going: Tensor, drawn: Drawn, ending: Ending
-    ) -> tuple[Tensor, int]:
+        self,
+        at: Tensor,
+        step: Tensor,
+        going: Tensor,
+        drawn: Drawn,
+        ending: Ending,
+        count: bool = True,
+    ) -> tuple[Tensor, int | None]:
         """Add the token at ``step`` [B'] to those of the rows ``at`` [B'] that are ``going``, and
-        return which still are, and how many."""
+        return which still are, and, if they are counted, how many."""
         place = (at, step)
         logprob = drawn.logprob.to(self.logprob)
         self.ids[place] = torch.where(going, drawn.token, self.ids[place])
@@ -119,7 +129,7 @@ class Answers:
             columns = step[:, None] + torch.arange(1 - ending.window, 1, device=at.device)
             last = self.ids[at].gather(1, columns.clamp_min(0))
             last = last.masked_fill(columns < 0, ending.pad)
-        return ending.going(last, going & (step + 1 < ending.tokens))
+        return ending.going(last, going & (step + 1 < ending.tokens), count)
 
 
 def blank(names: Tensor, ending: Ending, hf: Any, routes: int = 0) -> Answers:
@@ -203,17 +213,19 @@ def write(work: Work, done: Answers, queue: Queue | None = None) -> Answers:
     """Draw token after token into ``done``, until all rows have ended and none waits in the
     ``queue``."""
     busy = work.task.busy
-    while True:
-        left = work.write(done, work.draw())
+    # who waits for rows that end, or for other processes, looks at every token
+    look = 1 if busy or queue is not None else interval(work.task.rows.device)
+    for token in itertools.count():
+        left = work.write(done, work.draw(), work.last or token % look == 0)
         waits = queue is not None and bool(queue.waiting)
-        active = left > 0 or waits
+        active = left != 0 or waits
         if not (busy(active) if busy else active):
             break
-        if left or busy is not None:
+        if left != 0 or busy is not None:
             work.advance(done, left, compacts=not waits)
         if queue is not None:
             queue.note(work.at, work.step, work.hidden)
-            if waits and left < len(work.at):
+            if waits and left is not None and left < len(work.at):
                 ended = work.at[~work.going]
                 queue.ended(ended.tolist(), done.mask[ended].sum(1).tolist())
                 going = work.going
@@ -222,6 +234,11 @@ def write(work: Work, done: Answers, queue: Queue | None = None) -> Answers:
     if queue is not None:
         queue.learn(done.mask.sum(1))
     return done
+
+
+def interval(device: torch.device) -> int:
+    """Return how many tokens apart the host looks at how many rows are still at work."""
+    return 1 if device.type == "cpu" else LOOK
 
 
 class Work:
@@ -239,10 +256,16 @@ class Work:
         self.at = first  # [B'] which row of the result each one is
         self.step = self._start(first)  # [B'] long: tokens it has
         self.going = torch.ones_like(first, dtype=torch.bool)
-        self.mask = prefix.mask[rows]
         self.place = prefix.following[rows]
         self.hidden = prefix.hidden[rows]
-        self.cache = caches.growing(prefix.key_values, rows)
+        # [B', S] of what the cache holds: prompt and answer, or of a cascade the answer alone
+        self.mask = prefix.mask[rows]
+        self.cascade = None if keeps else task.net.cascade(prefix, rows)
+        if self.cascade is not None:
+            self.mask = self.mask[:, :0]
+            self.cache = self.cascade.cache
+        else:
+            self.cache = caches.growing(prefix.memory, rows)
         # passed on, or transformers waits for the device at every token
         self.whole = bool(self.mask.all())
         # the most tokens that a row has, and the random numbers of so many and more
@@ -261,19 +284,28 @@ class Work:
             return drawn
         return drawn.forced(task.ending.forced[self.at, self.step], task.warp, self.step)
 
-    def write(self, done: Answers, drawn: Drawn) -> int:
-        """Add one token to every row that goes on; return how many still do."""
+    @property
+    def last(self) -> bool:
+        """Tell whether no answer may have more than the next token."""
+        return self.longest + 1 >= self.task.ending.tokens
+
+    def write(self, done: Answers, drawn: Drawn, count: bool = True) -> int | None:
+        """Add one token to every row that goes on; return how many still do, if they are
+        counted."""
         self.token = drawn.token
-        self.going, left = done.write(self.at, self.step, self.going, drawn, self.task.ending)
+        ending = self.task.ending
+        self.going, left = done.write(self.at, self.step, self.going, drawn, ending, count)
         return left
 
-    def advance(self, done: Answers, left: int, compacts: bool) -> None:
+    def advance(self, done: Answers, left: int | None, compacts: bool) -> None:
         """Make one pass: update the hidden states by the last tokens, for the ``left`` unfinished
-        rows and some finished ones."""
-        if compacts and not self.keeps and left <= COMPACT * len(self.at):
+        rows, where they are counted, and some finished ones."""
+        fewer = left is not None and left <= COMPACT * len(self.at)
+        if compacts and not self.keeps and fewer:
             self._compact()
         net = self.task.net
-        hidden = net("step", self.token[:, None], self.place, self.mask, self.cache, self.whole)
+        known = (self.mask, self.cache, self.whole, None, self.cascade)
+        hidden = net("step", self.token[:, None], self.place, *known)
         self.hidden = hidden[:, -1]
         if net.routing is not None:
             place = (self.at, self.step)
@@ -291,12 +323,18 @@ class Work:
         at = sent(torch.tensor(new, dtype=torch.long), left.device)
         rows = self.task.rows[at]
         longest = int(self.mask[left].sum(1).max()) if len(left) else 0
-        width = max(longest, prefix.mask.shape[1])
-        caches.refill(self.cache, left, prefix.key_values, rows, width)
-        self.mask = torch.cat([fit(self.mask[left], width), fit(prefix.mask[rows], width)])
+        entering = prefix.mask[rows]
+        if self.cascade is not None:
+            entering = entering[:, :0]
+        width = max(longest, entering.shape[1])
+        if self.cascade is not None:
+            self.cascade.refill(left, rows, width)
+        else:
+            caches.refill(self.cache, left, prefix.memory, rows, width)
+        self.mask = torch.cat([fit(self.mask[left], width), fit(entering, width)])
         self.whole = bool(self.mask.all())
         uniform = self._uniform(at, self.uniform.shape[1])
-        for name, entering in (
+        for name, fresh in (
             ("at", at),
             ("step", self._start(at)),
             ("going", torch.ones_like(at, dtype=torch.bool)),
@@ -304,7 +342,7 @@ class Work:
             ("hidden", prefix.hidden[rows]),
             ("uniform", uniform),
         ):
-            setattr(self, name, torch.cat([getattr(self, name)[left], entering]))
+            setattr(self, name, torch.cat([getattr(self, name)[left], fresh]))
 
     def _compact(self) -> None:
         left = self.going.nonzero()[:, 0]
@@ -313,7 +351,10 @@ class Work:
             left = torch.zeros_like(self.at[:1])
         if len(left) == len(self.at):
             return
-        caches.select(self.cache, left)
+        if self.cascade is not None:
+            self.cascade.select(left)
+        else:
+            caches.select(self.cache, left)
         for name in ("at", "step", "going", "mask", "place", "token", "uniform"):
             setattr(self, name, getattr(self, name)[left])
         self.whole = bool(self.mask.all())

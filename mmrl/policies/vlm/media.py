@@ -13,6 +13,7 @@ import numpy as np
 from annotated_types import Ge, Gt
 
 from mmrl.core.errors import UserError
+from mmrl.core.pictures import PictureError, rgb_picture
 from mmrl.core.types import Prompt
 from samplers.noise import Rng
 
@@ -79,15 +80,12 @@ def images_of(prompt: Prompt) -> list[Any]:
     return list(images) if isinstance(images, (list, tuple)) else [images]
 
 
-def open_image(source: Any, prompt: Prompt) -> Any:
-    """Open an image as PIL in RGB, turned as its EXIF data say. Raises UserError naming the
-    prompt."""
-    from PIL import Image, ImageOps, UnidentifiedImageError
-
+def open_image(source: Any, prompt: Prompt, max_pixels: int | None = None) -> Any:
+    """Open an image as PIL in RGB, upright (``mmrl.core.pictures``), of which ``max_pixels`` are
+    used. Raises UserError naming the prompt."""
     try:
-        image = source if isinstance(source, Image.Image) else Image.open(Path(source))
-        return ImageOps.exif_transpose(image).convert("RGB")
-    except (OSError, UnidentifiedImageError, TypeError, ValueError) as error:
+        return rgb_picture(source, max_pixels)
+    except PictureError as error:
         raise UserError(f"{where(prompt)}: cannot read the image {source!r}: {error}") from error
 
 
@@ -104,14 +102,17 @@ def noisy(pixels: np.ndarray, prompt: Prompt, name: str) -> np.ndarray:
     return shown
 
 
-def shown_image(source: Any, prompt: Prompt, number: int = 0) -> Any:
-    """Open image ``number`` of a prompt as its model is to see it."""
+def shown_image(source: Any, prompt: Prompt, number: int = 0, max_pixels: int | None = None) -> Any:
+    """Open image ``number`` of a prompt as its model, which uses ``max_pixels`` of it, is to see
+    it."""
     from PIL import Image
 
-    image = open_image(source, prompt)
+    image = open_image(source, prompt, max_pixels)
     if "pixel_noise" not in prompt:
         return image
-    return Image.fromarray(noisy(np.array(image), prompt, f"image {number}"))
+    shown = Image.fromarray(noisy(np.array(image), prompt, f"image {number}"))
+    shown.info |= image.info
+    return shown
 
 
 def fitted(image: Any, max_pixels: int | None) -> Any:

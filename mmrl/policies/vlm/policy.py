@@ -39,9 +39,12 @@ from mmrl.policies.base import (
 from mmrl.policies.demonstrations import sourced
 from mmrl.policies.drafts import SHARDED, resized
 from mmrl.policies.lora import Lora, merged
+from mmrl.policies.quantization import Quantization, check_quantization, quantize
 from mmrl.policies.vlm.budgets import admit
-from mmrl.policies.vlm.engines.external import ENGINES, ask
-from mmrl.policies.vlm.families import Coords, family_of, modules_of, part_of
+from mmrl.policies.vlm.engines.choice import EXTERNAL, started
+from mmrl.policies.vlm.engines.external import ask
+from mmrl.policies.vlm.engines.vllm_options import Setup, VLLMOptions
+from mmrl.policies.vlm.families import VERIFIED, Coords, family_of, modules_of, part_of
 from mmrl.policies.vlm.generate import Answers, Ending
 from mmrl.policies.vlm.media import Budgets
 from mmrl.policies.vlm.packing import enable
@@ -53,7 +56,7 @@ from mmrl.policies.vlm.parts import (
     set_trainable,
     summary,
 )
-from mmrl.policies.vlm.prefix_sharing import SharedPrefix, sharded, shareable
+from mmrl.policies.vlm.prefix_sharing import SharedPrefix, divisible, sharded, shareable
 from mmrl.policies.vlm.processor import Inputs
 from mmrl.policies.vlm.refill import Refill
 from mmrl.policies.vlm.routing import Routing
@@ -98,7 +101,8 @@ class VLM(Passes):
         coordinate_space: Coords | None = None,
         prefix_sharing: Literal["auto", "prefix", "none"] = "auto",
         dtype: Storage = "float32",
-        engine: Literal["own", "hf", "continuous", "vllm"] = "own",
+        engine: Literal["own", "hf", "continuous", "vllm", "vllm-server"] = "own",
+        vllm: VLLMOptions | None = None,
         attention: Literal["sdpa", "eager", "flash_attention_2", "xformers"] = "sdpa",
         remove_padding: bool | None = None,
         tree: TextTree | None = None,
@@ -108,6 +112,7 @@ class VLM(Passes):
         self_score: str | None = None,
         replay_routing: bool = False,
         refill: Refill = "none",
+        quantization: Quantization | None = None,
         **options: Any,
     ):
         """Load the model. path: folder, hub id or world:NAME. max_new_tokens: the most tokens of an
@@ -120,24 +125,33 @@ class VLM(Passes):
         once for its whole group, "none" once for every answer; "auto" is prefix where its log-probs
         were compared with those of separate passes, or can be, and agree. dtype: of the weights.
         engine: what samples: "own"; "hf", transformers' generate; "continuous", its continuous
-        batching (texts only); or "vllm". For all but "own" the engine's log-probs are kept beside
-        those of the policy's own passes. attention: transformers' implementation; xformers: on
-        CUDA, where rows and images are packed, with sdpa elsewhere. remove_padding: prompts and
-        answers are read without padding, one row after another; by default with xformers, and where
-        answers branch. tree: the answers of a group share their beginnings, which are written and
-        read once; null: each by itself. lora: adapters in the language model. record_question_gain:
-        record how much likelier the question makes each token of an answer, by one more pass, for
-        the reward self_aligned. self_score: a token that answers do not need, whose log-prob behind
-        an answer is the model's own verdict, recorded by one more pass for the reward last_token.
-        replay_routing: of models with experts, send tokens in training to those they went to in
-        sampling. refill: an answer that ends makes room for the next, of all prompts that one pass
-        reads: as they stand (rows); those first whose prompt's answers were longest or shortest so
-        far; or by a plan (FPTAS) for lengths that are predicted from prompt and tokens so far, by
-        what ended answers taught. train: instead, how language model, projector and vision tower
-        are each trained; by default all fully."""
+        batching (texts only); "vllm", in this process; or "vllm-server", one that runs elsewhere.
+        For all but "own" the engine's log-probs are kept beside those of the policy's own passes.
+        vllm: how vLLM is started and gets the weights. attention: transformers' implementation;
+        xformers: on CUDA, where rows and images are packed, with sdpa elsewhere. remove_padding:
+        prompts and answers are read without padding, one row after another; by default with
+        xformers, where answers branch, and in scoring passes that would be a quarter padding.
+        tree: the answers of a group share their beginnings, which are written and read once; null:
+        each by itself. lora: adapters in the language model.
+        record_question_gain: record how much likelier the question makes each token of an answer,
+        by one more pass, for the reward self_aligned. self_score: a token that answers do not need,
+        whose log-prob behind an answer is the model's own verdict, recorded by one more pass for
+        the reward last_token. replay_routing: of models with experts, send tokens in training to
+        those they went to in sampling. refill: an answer that ends makes room for the next, of all
+        prompts that one pass reads: as they stand (rows); those first whose prompt's answers were
+        longest or shortest so far; or by a plan (FPTAS) for lengths that are predicted from prompt
+        and tokens so far, by what ended answers taught. train: instead, how language model,
+        projector and vision tower are each trained; by default all fully. quantization: the frozen
+        weights of all blocks in 4 bits (nf4, fp4) or 8 (8bit), under adapters."""
         from transformers import AutoModelForImageTextToText, AutoProcessor
 
+        full_parts = train is not None and "full" in {p.how for p in train.named().values()}
+        adapters_only = not full_parts and (lora is not None or train is not None)
+        check_quantization(quantization, adapters_only)
         self.place = locate(path)
+        rank = lora.rank if isinstance(lora, Lora) else lora or 0
+        # first, since an engine that cannot run should say so before the model is loaded
+        self.outside = started(engine, Setup(self.place, dtype, vllm or VLLMOptions(), rank))
         hf = _loaded(
             AutoModelForImageTextToText,
             self.place,
@@ -145,6 +159,7 @@ class VLM(Passes):
             attn_implementation=_plain(attention),
         )
         _refuse_two_parts(hf, self.place)
+        quantize(hf, quantization)
         if attention in ("sdpa", "xformers"):
             quicken(hf, xformers=attention == "xformers")
         processor = _loaded(AutoProcessor, self.place)
@@ -169,10 +184,10 @@ class VLM(Passes):
         self.engine = engine
         self.refill = refill
         self._refuse_together(replay_routing, lora is not None and train is not None)
-        lora = _adapters(hf, lora)
+        lora = text_adapters(hf, lora)
         net = SharedPrefix(hf, share=prefix_sharing != "none")
         self._pack(net, attention, remove_padding, tree is not None)
-        if tree is not None and (engine != "own" or not net.share or not shareable(hf)):
+        if tree is not None and (engine != "own" or not net.share or not divisible(hf)):
             raise UserError(
                 f"policy option tree: answers that branch are written by mmrl's own engine, on a "
                 f"prompt that is read once: leave out engine and prefix_sharing, or the tree; this "
@@ -187,7 +202,8 @@ class VLM(Passes):
         self.parts = train
         if lora is None:
             set_trainable(hf, train or everything(hf))
-        self.outside = ENGINES[engine](self.place, dtype) if engine in ENGINES else None
+        if self.outside is not None:
+            self.outside.suits(hf)
         self.sees = any(
             p.requires_grad and part_of(n) != "language" for n, p in hf.named_parameters()
         )
@@ -195,7 +211,7 @@ class VLM(Passes):
 
     def _refuse_together(self, replays_routing: bool, both_trained: bool) -> None:
         """Raise UserError for options that exclude each other; ``both_trained``: lora and train."""
-        if self.engine in ENGINES and (self.anneal or self.warp.adaptive):
+        if self.engine in EXTERNAL and (self.anneal or self.warp.adaptive):
             raise UserError(
                 f"policy options anneal and adaptive_temperature: engine = {self.engine} takes one "
                 "temperature; use own or hf"
@@ -224,10 +240,11 @@ class VLM(Passes):
                 f"a group"
             )
         if self.outside is not None:
+            yield from self.outside.notes
             yield (
                 f"{self.engine} samples with other kernels than the policy scores with: "
                 f"watch engine/gap, and set the "
-                "objective's importance, which corrects for it"
+                "objective's importance_sampling, which corrects for it"
             )
 
     def rollout(
@@ -258,7 +275,9 @@ class VLM(Passes):
                 for prompt, size in zip(prompts, per_prompt(copies, len(prompts)), strict=True)
                 for request in [self.inputs.engine_prompt(prompt)] * size
             ]
-            answers = ask(self.outside, self.net.hf, requests, row, rng, self.warp, self.ending)
+            answers = ask(
+                self.outside, self.net.hf, requests, row, rng, self.warp, self.ending, self.clock
+            )
         rollout = self._recorded(answers, cond, group, row).replace(prompts=tuple(shown))
         if self.engine != "own":
             rollout = self._rescored(rollout, size)
@@ -305,14 +324,17 @@ class VLM(Passes):
         size: int,
     ) -> Rollout:
         """Answer from the beginnings of earlier answers that the weights of now accept."""
-        if self.plainly or self.outside is not None:
+        if self.plainly or self.outside is not None or not divisible(self.net.hf):
             raise UserError(
-                "train.speculative: only the policy's own sampler goes on from a draft; set "
-                "policy.vlm.engine: own, for a family whose prompts can be shared"
+                "train.speculative and train.partial_rollout: only the policy's own sampler goes "
+                "on from a draft; set "
+                "policy.vlm.engine: own, for a family whose prompts can be shared and whose layers "
+                "keep keys and values"
             )
         if self.net.routing is not None:
             raise UserError(
-                "train.speculative: experts are replayed of tokens that are drawn, not of those "
+                "train.speculative and train.partial_rollout: experts are replayed of tokens that "
+                "are drawn, not of those "
                 "that are kept: leave out policy.vlm.replay_routing"
             )
         if sharded(self.net):
@@ -369,6 +391,7 @@ class VLM(Passes):
     def measures(self) -> dict[str, float]:
         curves = {"vlm/vision_passes": self.towered / self.images} if self.images else {}
         curves |= {"engine/gap": sum(self.gaps) / len(self.gaps)} if self.gaps else {}
+        curves |= self.clock.lap_with_share("sync") if self.outside is not None else {}
         self.images = 0
         self.towered = 0
         self.gaps = []
@@ -390,6 +413,16 @@ class VLM(Passes):
 
     def enable_gradient_checkpointing(self) -> None:
         self.net.enable_gradient_checkpointing()
+
+    def cannot_go_on(self) -> str:
+        if self.engine != "own":
+            return (
+                "only the policy's own sampler goes on with an answer: set policy.vlm.engine: own"
+            )
+        return ""
+
+    def most_new_tokens(self) -> int:
+        return self.ending.tokens
 
     def set_max_new_tokens(self, tokens: int) -> None:
         """Limit answers to so many new tokens from now on."""
@@ -459,25 +492,26 @@ class VLM(Passes):
             )
         net.routing = Routing(net.hf)
 
-    @staticmethod
-    def _pack(net: SharedPrefix, attention: str, packed: bool | None, branches: bool) -> None:
+    def _pack(self, net: SharedPrefix, attention: str, packed: bool | None, branches: bool) -> None:
         """Turn packed batches on where options choose them; UserError where the model cannot take
         them."""
         if packed and (
-            attention not in ("sdpa", "xformers") or not net.share or not shareable(net.hf)
+            attention not in ("sdpa", "xformers") or not net.share or not divisible(net.hf)
         ):
             raise UserError(
                 "policy option remove_padding needs attention sdpa or xformers, prompts that are "
                 "shared (not share: none), and "
-                f"a family that can share them; this is attention {attention} and "
-                f"{net.config.model_type}"
+                "a family that can share them, none of whose layers keeps a state; this is "
+                f"attention {attention} and {net.config.model_type}"
             )
         net.fused = attention == "xformers"
         net.branches = branches
-        able = net.share and shareable(net.hf)
+        able = net.share and divisible(net.hf)
         by_default = net.fused or branches and attention == "sdpa"
         net.packed = packed or packed is None and by_default and able
-        if net.packed:
+        by_itself = packed is None and attention == "sdpa" and net.config.model_type in VERIFIED
+        net.packs_sparse = by_itself and able and self.engine == "own"
+        if net.packed or net.packs_sparse:
             enable(net.hf)
 
     @torch.no_grad()
@@ -586,7 +620,7 @@ def _refuse_two_parts(hf: Any, place: str) -> None:
         )
 
 
-def _adapters(hf: Any, lora: Lora | int | None) -> Lora | None:
+def text_adapters(hf: Any, lora: Lora | int | None) -> Lora | None:
     """Return the adapter options, with the linear layers of the language model where no targets are
     named."""
     if isinstance(lora, int):

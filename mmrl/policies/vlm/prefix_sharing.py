@@ -9,7 +9,7 @@ and values into the prompt's one pass.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,16 +17,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmrl.core.divergences import Divergence
 from mmrl.core.errors import UserError
 from mmrl.core.host import on_host, remember, selected
 from mmrl.core.sharding import shards
 from mmrl.policies import scores
 from mmrl.policies.tokens import places
 from mmrl.policies.vlm import caches, features, packing
-from mmrl.policies.vlm.caches import KV
+from mmrl.policies.vlm.caches import KV, Memory
+from mmrl.policies.vlm.cascade import Cascade, attending, fits
 from mmrl.policies.vlm.engines import transformers
 from mmrl.policies.vlm.families import CAUSAL, DIRECT
 from mmrl.policies.vlm.routing import Routing
+from mmrl.policies.vlm.states import State
 from samplers.warp import Warp
 
 ROPE_INPUTS = (
@@ -36,6 +39,9 @@ ROPE_INPUTS = (
     "video_grid_thw",
     "second_per_grid_ts",
 )
+# share of a pass that is padding behind answers from which on it is packed by itself; packing costs
+# an index of what attention reads in every layer
+SPARSE = 0.25
 CROSS_ATTENTION = ("mllama",)  # every layer attends to its image, outside the cache of tokens
 
 
@@ -46,7 +52,15 @@ class Prefix:
     hidden: Tensor  # [P, H] at the last token, from which the first answer token comes
     mask: Tensor  # [P, S] bool, False is padding (on the left)
     following: Tensor  # [P] long: position of the first answer token
-    key_values: list[KV]
+    memory: Sequence[Memory]  # keys and values of every layer, or its state
+
+    @property
+    def key_values(self) -> list[KV]:
+        """Return the keys and values of every layer, where no layer keeps a state."""
+        pairs = [layer for layer in self.memory if not isinstance(layer, State)]
+        if len(pairs) < len(self.memory):
+            raise ValueError("a layer that keeps a state has no keys and values")
+        return pairs
 
 
 class SharedPrefix(nn.Module):
@@ -59,6 +73,7 @@ class SharedPrefix(nn.Module):
         self.share = share
         # packed: batches without padding; fused: xformers attends to them
         self.packed = self.fused = False
+        self.packs_sparse = False  # so are those to score that would be padding for a good part
         self.routing: Routing | None = None  # records and replays the choice of experts
 
         self.branches = False  # answers may begin alike, and packed ones are then read once
@@ -75,7 +90,8 @@ class SharedPrefix(nn.Module):
         config = self.text_config
         kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
         full = kinds == {"full_attention"} and not getattr(config, "sliding_window", None)
-        return full and self.config.model_type in DIRECT and config._attn_implementation == "sdpa"
+        by_sdpa = config._attn_implementation in ("sdpa", packing.NAME)
+        return full and self.config.model_type in DIRECT and by_sdpa
 
     @property
     def text_config(self) -> Any:
@@ -97,19 +113,25 @@ class SharedPrefix(nn.Module):
             return Prefix(
                 packed.hidden, inputs["attention_mask"].bool(), packed.following, key_values
             )
-        cache = caches.recorded(self.text_config.num_hidden_layers)
+        cache = caches.remembered(self.text_config)
         with self._routed(routes):
             hidden = self._base(**inputs, past_key_values=cache, use_cache=True)
         return Prefix(
             hidden[:, -1],
             inputs["attention_mask"].bool(),
             following(inputs),
-            caches.key_values(cache),
+            caches.memories(cache),
         )
 
     def state(self, inputs: dict[str, Tensor]) -> Tensor:
         """Return the hidden state [P, H] at the last token of every prompt of one batch."""
         return self.read(inputs).hidden.clone()  # FSDP2 hooks what is returned, if it is no view
+
+    def cascade(self, prefix: Prefix, rows: Tensor) -> Cascade | None:
+        """Begin answers to the prompts of ``rows`` [B] that are sampled token by token, where a
+        prompt's keys are read once for all its rows; None: each row has a copy of them."""
+        able = self.plain and fits(prefix.hidden, len(rows))
+        return Cascade(prefix.key_values, prefix.mask, rows) if able else None
 
     def step(
         self,
@@ -119,15 +141,21 @@ class SharedPrefix(nn.Module):
         cache: Any,
         whole: bool | None = None,
         routes: Tensor | None = None,
+        cascade: Cascade | None = None,
     ) -> Tensor:
         """Return hidden states [B, L, H] of answer tokens ``ids`` [B, L] that begin at position
         ``place`` [B]; ``mask`` [B, S] covers all tokens before them.
 
         ``whole``: whether the mask is True everywhere; None: unknown, so transformers asks the
-        device. ``routes`` [B, L, R]: the experts that the tokens go to.
+        device. ``routes`` [B, L, R]: the experts that the tokens go to. ``cascade``: what the
+        rows attend to, in the place of ``cache``; then the mask is that of answers alone.
         """
         length = ids.shape[1]
         places = place[:, None] + torch.arange(length, device=ids.device)
+        if cascade is not None:
+            cascade.hide(None if whole else mask)
+            with attending(self.text_config):
+                return self._continue(ids, places, packing.anything(), cache, cascade=cascade)
         attended = torch.cat([mask, mask.new_ones(len(ids), length)], 1).long()
         if not self.plain or length > 1 or whole is None:
             with self._routed(routes):
@@ -162,7 +190,7 @@ class SharedPrefix(nn.Module):
         ids = ids[:, :length]
         where = where[:, :length]
         remember(where, known[:, :length])
-        if self.share and self.packed:
+        if self.share and (self.packed or self._sparse(inputs, known[:, :length])):
             hidden = self._packed(inputs, rows, ids, where)
         else:
             hidden = selected(
@@ -176,6 +204,14 @@ class SharedPrefix(nn.Module):
         return hidden, scores.score(
             hidden, selected(ids, where), self.logits, warp, vocab, entropy, place
         )
+
+    def _sparse(self, inputs: dict[str, Tensor], where: Tensor) -> bool:
+        """Tell whether a pass over the prompts ``inputs`` and answers ``where`` [B, T], on the
+        host, is made without padding since much of it would be that."""
+        if not self.packs_sparse or self.routing is not None or sharded(self):
+            return False
+        tokens = inputs["input_ids"].numel() + where.numel()
+        return where.numel() - int(where.sum()) > SPARSE * tokens
 
     def rescore(
         self, hidden: Tensor, ids: Tensor, warp: Warp, entropy: bool, place: Tensor | None = None
@@ -191,10 +227,15 @@ class SharedPrefix(nn.Module):
         return scores.full(hidden, self.logits, warp, self.text_config.vocab_size, place)
 
     def kl(
-        self, hidden: Tensor, reference: Tensor, warp: Warp, place: Tensor | None = None
+        self,
+        hidden: Tensor,
+        reference: Tensor,
+        warp: Warp,
+        by: Divergence,
+        place: Tensor | None = None,
     ) -> Tensor:
-        """Compute the KL [N] to another's log-probs [N, V]."""
-        return scores.kl(hidden, reference, self.logits, warp, place)
+        """Compute the divergence [N] from another's log-probs [N, V]."""
+        return scores.kl(hidden, reference, self.logits, warp, by, place)
 
     def look(self, encoded: dict[str, Tensor]) -> features.Looked:
         """Compute the features of the images of one prompt."""
@@ -252,7 +293,7 @@ class SharedPrefix(nn.Module):
         first = prefix.hidden[rows][:, None] + 0 * prefix.hidden[-1]
         if ids.shape[1] == 1:
             return first
-        cache = caches.continued(prefix.key_values, rows)
+        cache = caches.continued(prefix.memory, rows)
         routes = None if routes is None else routes[:, : ids.shape[1] - 1]
         later = self.step(
             ids[:, :-1], prefix.following[rows], prefix.mask[rows], cache, None, routes
@@ -300,7 +341,7 @@ class SharedPrefix(nn.Module):
                 packing.squeeze(prefix.key_values, prefix.mask),
             )
         packed, lengths = packing.pack(inputs)
-        cache = caches.recorded(self.text_config.num_hidden_layers)
+        cache = caches.remembered(self.text_config)
         layout = packing.Layout(lengths, lengths, xformers=self.fused)
         hidden = self._laid(layout, self._base, past_key_values=cache, use_cache=True, **packed)[0]
         return packing.Read(
@@ -389,8 +430,16 @@ def sharded(net: nn.Module) -> bool:
 
 
 def shareable(hf: Any) -> bool:
-    """Tell whether the family keeps nothing of a prompt but one pair of keys and values a layer."""
-    return hf.config.model_type not in CROSS_ATTENTION and caches.plain(hf.config.get_text_config())
+    """Tell whether what the family keeps of a prompt can be continued by many answers: keys and
+    values, one pair a layer, or a state."""
+    known = hf.config.model_type not in CROSS_ATTENTION
+    return known and caches.continuable(hf.config.get_text_config())
+
+
+def divisible(hf: Any) -> bool:
+    """Tell whether a prompt's memory can be packed and cut back to any token: keys and values and
+    no state."""
+    return shareable(hf) and caches.plain(hf.config.get_text_config())
 
 
 def rotary3(hf: Any) -> bool:

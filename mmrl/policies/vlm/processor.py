@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mmrl.core.errors import UserError
+from mmrl.core.pictures import full_size
 from mmrl.core.types import Prompt
 from mmrl.policies.vlm.budgets import Cost, Shrink
 from mmrl.policies.vlm.chat import messages_of, parts_of, videos_of
@@ -195,7 +196,7 @@ class Inputs:
     ) -> dict[str, Any]:
         return {
             "coords": self.family.coords,
-            "sizes": [list(image.size) for image in images]
+            "sizes": [list(full_size(image)) for image in images]
             + [list(video.size) for video in videos],
             "resized": self._resized(encoded, len(images), len(videos)),
             "frames": sum(len(video.indices) for video in videos),
@@ -272,7 +273,8 @@ class Inputs:
                     f"for {counts[kind]} {kind}s; "
                     f"write one for every {kind}, or none at all"
                 )
-        images = [shown_image(each, prompt, n) for n, each in enumerate(sources["image"])]
+        most = self.budgets.max_pixels
+        images = [shown_image(each, prompt, n, most) for n, each in enumerate(sources["image"])]
         videos = [
             open_video(source, prompt.get("fps"), self.budgets, prompt)
             for source in sources["video"]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from mmrl.core import distributed
 from mmrl.core.errors import UserError
 from mmrl.core.host import on_host, sent
+from mmrl.core.metrics import Stopwatch
 from mmrl.core.types import Point, Prompt, tree_map
 from mmrl.policies.base import Drafts
 from mmrl.policies.scores import Scored
@@ -67,6 +68,7 @@ class Passes(TokenPolicy):
         # experts that the tokens of each prompt of the rollout went to
         self.prompt_routes: dict[int, Tensor] = {}
         self.gaps: list[float] = []  # mean distances to the log-probs of another engine
+        self.clock = Stopwatch()  # in which weights travel to that engine
 
     def dist(self, point: Point) -> AnswerTokens:
         self._check_sharing(point.cond)
@@ -84,10 +86,26 @@ class Passes(TokenPolicy):
         group = torch.arange(len(prompts), device=self.device)
         parts = []
         kinds = self._kinds(cond, group)
-        for at in kinds:
+        for at in [*kinds, *self._idle_kinds(kinds)]:
             inputs, rows = self._collated(cond, group[at], False)
             parts.append(self.active()("state", inputs)[rows])
-        return torch.cat(parts)[torch.cat(kinds).argsort()]
+        states = torch.cat(parts[: len(kinds)])[torch.cat(kinds).argsort()]
+        for filler in parts[len(kinds) :]:
+            states = states + 0 * filler.sum()
+        return states
+
+    def _idle_kinds(self, kinds: list[Tensor]) -> list[Tensor]:
+        """Return a row for each call of the network that other processes make for a pass and this
+        one does not, whose prompts are of fewer kinds: wrappers would wait for ever."""
+        if not self.inputs.family.splits:
+            return []
+        return [rows[:1] for rows in self._fillers(kinds)]
+
+    def _fillers(self, parts: list[Tensor]) -> list[Tensor]:
+        """Repeat the first part as often as this process has fewer parts than another; a collective
+        call."""
+        most = distributed.largest(len(parts), self.device)
+        return [parts[0]] * (most - len(parts))
 
     def _placed(self, encoded: Encoded) -> Encoded:
         """Move a prompt to the device, with its positions as ``places`` [1, S, axes]: they cost
@@ -202,28 +220,29 @@ class Passes(TokenPolicy):
         """Compute hidden states [N, H] and log-probs [N] of the tokens ``where`` [B, T] holds;
         ``routes`` [B, T, R]: experts that they go to."""
         each = not self.net.share
-        scored: list[tuple[Tensor, Scored]] = []
-        places = []
-        kinds = self._kinds(cond, group)
-        if len(kinds) == 1:
-            inputs, rows = self._collated(cond, group, each)
+
+        def of_rows(at: Tensor, where: Tensor) -> tuple[Tensor, Scored]:
+            inputs, rows = self._collated(cond, group[at], each)
             if routes is not None:
-                inputs = inputs | {"answer_routes": routes}
-            hidden, scores = net("score", inputs, rows, ids, where, self.warp, self.entropies)
-            return hidden, scores
-        number = where.flatten().cumsum(0).view_as(where) - 1
-        for at in kinds:
-            if where[at].any():
-                inputs, rows = self._collated(cond, group[at], each)
-                if routes is not None:
-                    inputs = inputs | {"answer_routes": routes[at]}
-                scored.append(
-                    net("score", inputs, rows, ids[at], where[at], self.warp, self.entropies)
-                )
-                places.append(number[at][where[at]])
+                inputs = inputs | {"answer_routes": routes[at]}
+            scored_rows: tuple[Tensor, Scored] = net(
+                "score", inputs, rows, ids[at], where, self.warp, self.entropies
+            )
+            return scored_rows
+
+        kinds = self._kinds(cond, group)
+        if len(kinds) > 1:
+            kinds = [at for at in kinds if where[at].any()]
+        fillers = self._idle_kinds(kinds)
+        scored = [of_rows(at, where[at]) for at in kinds]
+        for at in fillers:
+            first = torch.zeros_like(where[at])
+            first[:, 0] = True
+            scored[0] = _beside(scored[0], of_rows(at, first))
         if len(scored) == 1:
             return scored[0]
-        order = torch.cat(places).argsort()
+        number = where.flatten().cumsum(0).view_as(where) - 1
+        order = torch.cat([number[at][where[at]] for at in kinds]).argsort()
         hidden, logprob = (
             torch.cat(x)[order] for x in ([h for h, _ in scored], [s.logprob for _, s in scored])
         )
@@ -296,6 +315,25 @@ class Passes(TokenPolicy):
         Prompts of similar length are read together, which leaves little padding."""
         answers_by_part: list[Answers] = []
         places: list[Tensor] = []
+        blocks = self._blocks(cond, group, size)
+        idle = self._fillers(blocks) if sharded(self.net) else []
+        for rows_at in blocks:
+            for part, answers in self._block(cond, group, row, rng, rows_at, size, drafts):
+                places.append(part)
+                answers_by_part.append(answers)
+        for rows_at in idle:
+            list(self._block(cond, group, row, rng, rows_at, size, None))
+        order = torch.cat(places).argsort()
+        columns = {}
+        for name in ("ids", "mask", "logprob", "values", "routes", "num_accepted", "edge_id"):
+            parts = [getattr(part_answers, name) for part_answers in answers_by_part]
+            if parts[0] is not None:
+                columns[name] = torch.cat(parts)[order]
+        return Answers(**columns)
+
+    def _blocks(self, cond: list[Encoded], group: Tensor, size: int) -> list[Tensor]:
+        """List the positions in ``group`` [B] of the rows whose prompts are read together."""
+        blocks = []
         for at in self._kinds(cond, group):
             prompt_numbers = on_host(group)[at.cpu()]
             unique, counts = prompt_numbers.unique(return_counts=True)
@@ -304,19 +342,9 @@ class Passes(TokenPolicy):
             # rows that are refilled come from as many prompts as one pass reads
             together = size if self.refills else max(1, size // int(counts.max()))
             for prompts in chunks(len(ordered), together):
-                rows_at = at[
-                    sent(torch.isin(prompt_numbers, ordered[prompts]).nonzero()[:, 0], at.device)
-                ]
-                for part, answers in self._block(cond, group, row, rng, rows_at, size, drafts):
-                    places.append(part)
-                    answers_by_part.append(answers)
-        order = torch.cat(places).argsort()
-        columns = {}
-        for name in ("ids", "mask", "logprob", "values", "routes", "num_accepted", "edge_id"):
-            parts = [getattr(part_answers, name) for part_answers in answers_by_part]
-            if parts[0] is not None:
-                columns[name] = torch.cat(parts)[order]
-        return Answers(**columns)
+                known = torch.isin(prompt_numbers, ordered[prompts])
+                blocks.append(at[sent(known.nonzero()[:, 0], at.device)])
+        return blocks
 
     def _block(
         self,
@@ -332,14 +360,15 @@ class Passes(TokenPolicy):
         answers."""
         busy = self.any_process if sharded(self.net) else None
         if self.plainly:
-            for part in rows_at.split(size):
+            parts, idle = self._parts(rows_at, size)
+            for number, part in enumerate([*parts, *idle]):
                 inputs, _ = self._collated(cond, group[part], each=True)
-                yield (
-                    part,
-                    generate_plainly(
-                        self.net, inputs, row[part], rng, self.warp, self.ending, busy
-                    ),
+                names = row[part]
+                written = generate_plainly(
+                    self.net, inputs, names, rng, self.warp, self.ending, busy
                 )
+                if number < len(parts):
+                    yield part, written
             return
         inputs, rows = self._collated(cond, group[rows_at], each=False)
         prefix: Prefix = self.net("read", inputs)
@@ -354,12 +383,22 @@ class Passes(TokenPolicy):
         if self.refills and drafts is None and tree is None:
             yield rows_at, generate(task, Slots(size, self.refill, self.lengths))
             return
-        for part, prompt_rows in zip(rows_at.split(size), rows.split(size), strict=True):
+        parts, idle = self._parts(rows_at, size)
+        for part, prompt_rows in zip(parts, rows.split(size), strict=True):
             few = replace(task, rows=prompt_rows, names=row[part])
             if drafts is not None:
                 yield part, speculate(few, _rows_of(drafts, part))
             else:
                 yield part, generate(few) if tree is None else Growth(tree, few).grow()
+        for part in idle:
+            few = replace(task, rows=rows[: len(part)], names=row[part])
+            _ = generate(few) if tree is None else Growth(tree, few).grow()
+
+    def _parts(self, rows_at: Tensor, size: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Cut rows into passes of at most ``size``, and list those that only keep other processes
+        company."""
+        parts = list(rows_at.split(size))
+        return parts, self._fillers(parts) if sharded(self.net) else []
 
     @property
     def refills(self) -> bool:
@@ -381,6 +420,13 @@ class Passes(TokenPolicy):
         else:
             prefix = self.net("read", inputs)
             generate(Task(self.net, prefix, rows, rows, Rng.of("try"), self.warp, endless))
+
+
+def _beside(scored: tuple[Tensor, Scored], filler: tuple[Tensor, Scored]) -> tuple[Tensor, Scored]:
+    """Join a pass that counts nothing to one that counts, so that both have a backward pass."""
+    hidden, scores = scored
+    nothing = 0 * (filler[0].sum() + filler[1].logprob.sum())
+    return hidden + nothing, scores._replace(logprob=scores.logprob + nothing)
 
 
 def _rows_of(drafts: Drafts, rows: Tensor) -> Drafts:

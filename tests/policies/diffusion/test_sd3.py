@@ -160,7 +160,7 @@ def test_commands_compute_as_training_does(tmp_path, precision):
     one = build.base(tmp_path / "run.yaml")
     found = []
     for policy in (trainer.policy, one.policy):
-        with commands._at(one, "live") if policy is one.policy else torch.no_grad():
+        with commands.in_force(one, "live") if policy is one.policy else torch.no_grad():
             found.append(evaluation.sample(policy, PROMPTS, 2, seed=0)[0])
     assert torch.equal(*found) and found[0].dtype == torch.float32
 

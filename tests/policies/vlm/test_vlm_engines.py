@@ -1,127 +1,138 @@
-"""Engines that sample by themselves: what they are asked, how far they are from the policy, and the
-correction."""
+"""Engines that sample by themselves, as far as no vLLM is needed: continuous batching, and what is
+said where an engine cannot be used. The real vLLM: test_vllm_local.py, test_vllm_server.py."""
 
-import importlib.machinery
-import sys
+import importlib.metadata
+import importlib.util
+import socket
 
 import pytest
 import torch
 
-from mmrl.config.options import TrainOptions
 from mmrl.core.errors import UserError
-from mmrl.core.types import Rewards
-from mmrl.objectives.importance_sampling import Importance
-from mmrl.objectives.policy_gradient import PolicyGradient
-from mmrl.train.trainer import Trainer
-from tests.fixtures import fake_vllm
-from tests.policies.vlm.test_vlm_policy import logprobs, point_of, policy_of, prompts, quiet, rolled  # noqa: F401
-
-
-@pytest.fixture
-def vllm(monkeypatch):
-    found = fake_vllm.module()
-    found.__spec__ = importlib.machinery.ModuleSpec("vllm", None)
-    monkeypatch.setitem(sys.modules, "vllm", found)
-    return found
-
-
-def shaken(policy, by=0.02):
-    with torch.no_grad():
-        for p in policy.net.parameters():
-            if p.requires_grad:
-                p.add_(by * torch.randn(p.shape, generator=torch.Generator().manual_seed(5)))
-
-
-def test_vllm_is_asked_with_the_weights_of_now_and_its_log_probs_are_kept(vllm):
-    one = policy_of(engine="vllm", temperature=0.8, top_k=20, stop=["e"])
-    assert any("engine/gap" in note for note in one.notes)
-    for weights in ("first", "changed"):
-        rollout = rolled(one, copies=2)
-        gap = (rollout.provenance.sampler_logprob - rollout.logprob)[rollout.mask].abs()
-        assert gap.max() < 2e-5 and one.measures()["engine/gap"] == pytest.approx(float(gap.mean()))
-        torch.testing.assert_close(
-            logprobs(one, rollout).detach(), rollout.logprob, atol=1e-6, rtol=1e-6
-        )
-        if weights == "first":
-            shaken(one)
-    calls = ["apply_model", "reset_prefix_cache", "generate", "sleep 1"]
-    assert one.outside.llm.calls == [*calls, "wake_up", *calls]
-    for text in one.decode(rollout):
-        assert "e" not in text[:-1]
-    assert not torch.isin(rollout.sample[rollout.mask], torch.tensor(one.inputs.suppressed)).any()
-    assert torch.equal(rolled(one, copies=2).sample, rollout.sample), "keyed by the row"
-
-
-def test_adapters_reach_vllm_merged(vllm):
-    one = policy_of(engine="vllm", lora=2)
-    shaken(one, 0.1)
-    rollout = rolled(one, copies=1)
-    assert (rollout.provenance.sampler_logprob - rollout.logprob)[rollout.mask].abs().max() < 2e-5
-
-
-def test_a_prompt_that_vllm_reads_otherwise_stops_the_run(vllm, monkeypatch):
-    one = policy_of(engine="vllm")
-    processor = one.outside.llm.processor
-    monkeypatch.setattr(
-        processor.image_processor, "size", {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 2}
-    )
-    with pytest.raises(UserError, match="reads this prompt as"):
-        rolled(one, prompts()[1:2])
-
-
-def test_without_vllm_it_says_what_to_install():
-    with pytest.raises(UserError, match="pip install vllm"):
-        policy_of(engine="vllm")
-
-
-def test_an_engine_does_not_say_how_sure_the_model_was(vllm):
-    with pytest.raises(UserError, match="certainty"):
-        rolled(policy_of(engine="vllm", record_self_certainty=True))
+from mmrl.policies.vlm.engines import vllm_local, vllm_options, vllm_weights
+from mmrl.policies.vlm.engines.vllm_options import VLLMOptions
+from mmrl.policies.vlm.parts import Parts
+from tests.policies.vlm.test_vlm_policy import policy_of, quiet, rolled  # noqa: F401
 
 
 def test_continuous_batching_of_texts():
     """Its tokens are its own; what it says of them is what the policy says."""
-    one = policy_of(engine="continuous", temperature=0.8, top_k=20, stop=["e"])
-    given = [{"text": "hello"}, {"text": "tell me a longer story about it"}]
+    policy = policy_of(engine="continuous", temperature=0.8, top_k=20, stop=["e"])
+    assert any("engine/gap" in note for note in policy.notes)
+    texts = [{"text": "hello"}, {"text": "tell me a longer story about it"}]
     state = torch.get_rng_state()
-    rollout = rolled(one, given)
+    rollout = rolled(policy, texts)
     assert torch.equal(torch.get_rng_state(), state)
     gap = (rollout.provenance.sampler_logprob - rollout.logprob)[rollout.mask].abs()
-    assert rollout.mask.any(1).all() and gap.max() < 1e-4 and one.measures()["engine/gap"] < 1e-4
-    assert all("e" not in text[:-1] for text in one.decode(rollout))
+    measures = policy.measures()
+    assert rollout.mask.any(1).all() and gap.max() < 1e-4 and measures["engine/gap"] < 1e-4
+    assert 0 <= measures["time/sync_share"] < 1
+    assert all("e" not in text[:-1] for text in policy.decode(rollout))
     assert len({tuple(row) for row in rollout.sample.tolist()}) > 2
     with pytest.raises(UserError, match="takes no images"):
-        rolled(one)
+        rolled(policy)
 
 
-def test_training_corrects_for_what_the_engine_did_otherwise(vllm):
-    """An engine that is off by a factor of 2 in every token: the gap is measured and the weights
-    are truncated."""
-    one = policy_of(engine="vllm")
-    answer = one.outside.answer
-    one.outside.answer = lambda *given: [
-        said._replace(logprobs=[x - 0.6931472 for x in said.logprobs]) for said in answer(*given)
-    ]
+def test_an_engine_does_not_say_how_sure_the_model_was():
+    with pytest.raises(UserError, match="certainty"):
+        rolled(policy_of(engine="continuous", record_self_certainty=True), [{"text": "hello"}])
 
-    def scorer(media, asked):
-        return Rewards({"length": torch.tensor([float(text.count("a")) for text in media])})
 
-    trainer = Trainer(
-        one,
-        prompts(),
-        scorer,
-        lambda r, rollout: r.total()[:, None] - 1.0,
-        PolicyGradient(importance_sampling=Importance(cap=1.5)),
-        lambda p: torch.optim.SGD(p, lr=1e-3),
-        TrainOptions(prompts_per_iteration=3, group_size=2, train_batch_size=6, iterations=1),
-    )
-    found = trainer.iterate()
-    assert found["engine/gap"] == pytest.approx(0.6931, abs=1e-3) and found[
-        "importance"
-    ] == pytest.approx(2, abs=1e-3)
-    assert found["ratio/max_deviation"] < 1e-4, (
-        "the policy's own log-probs are recorded, not the engine's"
-    )
-    rollout = rolled(one)
-    weight = Importance(cap=1.5).weight(point_of(one, rollout))
-    assert torch.equal(weight[rollout.mask], torch.full((int(rollout.mask.sum()),), 1.5))
+@pytest.fixture
+def no_model(monkeypatch):
+    """Whatever is refused is refused before the model is loaded."""
+    from transformers import AutoModelForImageTextToText
+
+    monkeypatch.setattr(AutoModelForImageTextToText, "from_pretrained", None)
+
+
+@pytest.mark.usefixtures("no_model")
+def test_without_vllm_it_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(vllm_local, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="pip install vllm.*scripts/vllm_env"):
+        policy_of(engine="vllm")
+
+
+@pytest.mark.usefixtures("no_model")
+def test_a_vllm_that_is_too_old_is_named(monkeypatch):
+    monkeypatch.setattr(vllm_local, "find_spec", importlib.util.find_spec)
+    monkeypatch.setattr(vllm_local, "PACKAGES", ("no-such-package", "torch"))
+    monkeypatch.setattr(vllm_local, "find_spec", lambda name: True)
+    monkeypatch.setattr(vllm_local, "version", _version)
+    with pytest.raises(UserError, match=r'is vLLM 0\.11\.2, .*pip install "vllm>=0\.32"'):
+        policy_of(engine="vllm")
+
+
+def _version(name):
+    if name == "no-such-package":
+        raise importlib.metadata.PackageNotFoundError(name)
+    return "0.11.2"
+
+
+@pytest.mark.parametrize("text", ["0.32.0", "0.33.1rc1", "1.0", "dev"])
+def test_a_newer_vllm_is_taken(text):
+    vllm_options.check_version(text, "it")
+
+
+@pytest.mark.usefixtures("no_model")
+def test_no_server_is_one_sentence():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    with pytest.raises(UserError, match=f"server_base_url = {url}: no vLLM answers there"):
+        policy_of(engine="vllm-server", vllm=VLLMOptions(server_base_url=url))
+    with pytest.raises(UserError, match="server_base_url"):
+        policy_of(engine="vllm-server", vllm=VLLMOptions(server_base_url="nonsense"))
+
+
+@pytest.mark.usefixtures("no_model")
+@pytest.mark.parametrize(
+    ("lora", "words"), [(None, "policy option lora sets none"), (600, "rank 512 at most")]
+)
+def test_adapters_that_cannot_travel_alone(monkeypatch, lora, words):
+    monkeypatch.setattr(vllm_local, "check_installed", lambda: None)
+    with pytest.raises(UserError, match=words):
+        policy_of(engine="vllm", lora=lora, vllm=VLLMOptions(sync="lora"))
+
+
+def test_only_adapters_of_the_language_model_travel_alone():
+    vllm_weights.check_adapters(policy_of(lora=2).net.hf)
+    with pytest.raises(UserError, match="visual.* is trained too"):
+        vllm_weights.check_adapters(policy_of(train=Parts("lora", "frozen", "full")).net.hf)
+
+
+def test_what_is_sent_has_the_names_and_values_of_a_saved_checkpoint(tmp_path):
+    from safetensors.torch import load_file
+
+    policy = policy_of(lora=2)
+    with torch.no_grad():
+        for p in policy.net.parameters():
+            if p.requires_grad:
+                p.normal_(generator=torch.Generator().manual_seed(0))
+    vllm_weights.save_weights(policy.net.hf, tmp_path / "sent")
+    sent = load_file(tmp_path / "sent" / vllm_weights.WEIGHTS)
+    base = load_file(f"{policy.place}/model.safetensors")
+    assert sent.keys() == base.keys()
+    changed = {name for name in base if not torch.equal(base[name], sent[name])}
+    assert changed and all("proj" in name and "visual" not in name for name in changed)
+
+
+def test_an_adapter_is_saved_as_peft_loads_it(tmp_path):
+    import json
+
+    from peft import PeftModel
+    from transformers import AutoModelForImageTextToText
+
+    policy = policy_of(lora=2)
+    with torch.no_grad():
+        for p in policy.net.parameters():
+            if p.requires_grad:
+                p.normal_(generator=torch.Generator().manual_seed(0))
+    vllm_weights.save_adapter(policy.net.hf, tmp_path / "adapter")
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"]) == (2, 4)
+    base = AutoModelForImageTextToText.from_pretrained(policy.place)
+    loaded = PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload()
+    whole = vllm_weights.checkpoint_weights(policy.net.hf)
+    for name, value in vllm_weights.checkpoint_weights(loaded).items():
+        torch.testing.assert_close(value, whole[name], atol=1e-6, rtol=1e-6)

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from mmrl.core.errors import UserError
 from mmrl.policies.vlm.budgets import admit
 from mmrl.policies.vlm.families import FAMILIES, family_of, part_of
 from mmrl.policies.vlm.media import Budgets, sampled
 from mmrl.policies.vlm.processor import Inputs
 from tests.fixtures import tiny_vlms
+from tests.fixtures.mistakes import message
 
 NAMES = list(tiny_vlms.BUILDERS)
 
@@ -54,12 +54,6 @@ def mixed(name: str) -> list[dict]:
     if name in tiny_vlms.VIDEO:
         questions.append({"text": "when?", "video": tiny_vlms.video(5), "fps": 2.0})
     return questions
-
-
-def message(call, *args, **kwargs) -> str:
-    with pytest.raises(UserError) as error:
-        call(*args, **kwargs)
-    return str(error.value)
 
 
 @pytest.mark.parametrize("name", NAMES)

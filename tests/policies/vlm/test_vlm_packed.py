@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from mmrl.core.errors import UserError
-from mmrl.policies.vlm import packing
+from mmrl.policies.vlm import packing, prefix_sharing
 from mmrl.policies.vlm.packing import Layout
+from mmrl.policies.vlm.prefix_sharing import SharedPrefix
 from tests.fixtures import tiny_vlms
 from tests.policies.vlm.test_vlm_policy import (  # noqa: F401
     assert_near,
@@ -35,7 +36,7 @@ def ragged(rollout):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_rows_are_the_padded_ones(family):
-    padded = policy_of(family, temperature=0.8)
+    padded = policy_of(family, temperature=0.8, remove_padding=False)
     packed = policy_of(family, temperature=0.8, remove_padding=True)
     rollout = rolled(padded, prompts(family))
     again = rolled(packed, prompts(family))
@@ -45,6 +46,26 @@ def test_packed_rows_are_the_padded_ones(family):
     expected, scores = (logprobs(p, rollout)[rollout.mask] for p in (padded, packed))
     torch.testing.assert_close(scores, expected, atol=1e-5, rtol=1e-5)
     assert_near(gradient(packed, rollout), gradient(padded, rollout))
+
+
+def test_passes_of_much_padding_are_packed_by_themselves(monkeypatch):
+    plain, choosing = (policy_of(remove_padding=choice) for choice in (False, None))
+    rollout = rolled(plain)
+    for policy in (plain, choosing):
+        policy.net.double()
+        policy.net.enable_gradient_checkpointing()  # layers computed again know the layout too
+    packed = []
+    pack = SharedPrefix._packed
+    monkeypatch.setattr(SharedPrefix, "_packed", lambda *a: packed.append(1) or pack(*a))
+    monkeypatch.setattr(prefix_sharing, "SPARSE", 0.05)
+    for points, passes in ((rollout, 0), (ragged(rollout), 1)):
+        expected = gradient(plain, points)
+        assert not packed
+        changed = gradient(choosing, points)
+        assert len(packed) == passes
+        for name, value in expected.items():
+            torch.testing.assert_close(changed[name], value, atol=1e-10, rtol=1e-10)
+    assert not policy_of(prefix_sharing="none").net.packs_sparse
 
 
 def test_no_padding_reaches_the_language_model():

@@ -85,8 +85,8 @@ class Flux2(FolderPolicy):
             timestep=t,
             guidance=None,
             encoder_hidden_states=text,
-            txt_ids=sent(places(1, 1, text.shape[1]), x.device),
-            img_ids=sent(places(*self.shape[-2:]), x.device),
+            txt_ids=sent(places(1, 1, text.shape[1]), x.device)[None],
+            img_ids=sent(places(*self.shape[-2:]), x.device)[None],
             return_dict=False,
         )[0]
         return output.mT.reshape(x.shape)

@@ -127,7 +127,7 @@ class GlmImage(ImageTokenPolicy):
         self.steps = steps
         self.decoder_guidance = decoder_guidance
         kind = getattr(torch, dtype)
-        hf, self.processor, self.pipeline = _loaded(
+        hf, self.processor, self.renderer = _loaded(
             self.place, kind, of_transformers(available(attention))
         )
         self.pad = self.processor.tokenizer.pad_token_id
@@ -165,7 +165,7 @@ class GlmImage(ImageTokenPolicy):
         height, width = self.large
         ids = rollout.sample[:, -height * width :].view(-1, height, width)
         ids = ids.repeat_interleave(2, 1).repeat_interleave(2, 2).flatten(1)
-        pipeline = self.pipeline.to(self.device)
+        pipeline = self.renderer.to(self.device)
         texts = texts_of(rollout.prompt_per_row())
         images_by_part = []
         shape = (

