@@ -1,0 +1,88 @@
+"""Audits rewards from Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from html import escape
+from pathlib import Path
+from typing import Any, Literal
+
+from mmrl.api.arguments import Overrides, prompts_of, words_of
+from mmrl.api.isolation import isolated
+from mmrl.api.rewards import batch_reward
+from mmrl.audit import Audit, Subject, audit, audit_one, some
+from mmrl.core.errors import UserError
+from mmrl.utils.paths import find_config
+
+
+class Audits(list[Audit]):
+    """Holds the audits of rewards; ``passed`` tells whether no rule was broken. A notebook shows
+    them as tables."""
+
+    @property
+    def passed(self) -> bool:
+        return all(audit.passed for audit in self)
+
+    def _repr_html_(self) -> str:
+        return "".join(_table(each) for each in self)
+
+    def __repr__(self) -> str:
+        lines = []
+        for each in self:
+            lines.append(f"{each.reward}: {'passed' if each.passed else 'FAILED'}")
+            for line in each.lines:
+                lines += [
+                    f"  {line.probe}: {offence.where}: {offence.answer!r} "
+                    f"scores {offence.score:.4g}"
+                    for offence in line.offences[:5]
+                ]
+        return "\n".join(lines)
+
+
+def _table(each: Audit) -> str:
+    rows = []
+    for line in each.lines:
+        known = [score for score in line.scores if score == score]
+        mean = f"{sum(known) / len(known):.3f}" if known else ""
+        verdict = f"<b>{len(line.offences)} FAIL</b>" if line.offences else "ok"
+        first = line.offences[0].where if line.offences else ""
+        cells = [escape(line.probe), mean, escape(line.rule), verdict, escape(first)]
+        rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
+    head = "".join(f"<th>{name}</th>" for name in ("answer", "mean", "must be", "", "first"))
+    title = f"<b>reward {escape(each.reward)}: {'passed' if each.passed else 'failed'}</b>"
+    return f"{title}<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+
+
+def check_reward(
+    reward: str | Path | Callable[..., Any],
+    prompts: Any = None,
+    *,
+    media: Literal["image", "video", "text"] | None = None,
+    overrides: Overrides = None,
+    samples: int = 200,
+    seed: int = 0,
+) -> Audits:
+    """Audit rewards before any model is trained, as ``mmrl check-reward`` does: ground truths must
+    win, tricks must not pay.
+
+    reward: a configuration (its rewards on its own data, with ``overrides``), or a function as
+    ``mmrl.Trainer`` takes it, with the ``prompts`` it is tried on and the ``media`` it judges (not
+    needed where its card says so). samples: prompts to look at; seed: which of them. Raises
+    UserError where nothing can be audited.
+    """
+    with isolated():
+        if not callable(reward):
+            return Audits(audit(find_config(reward), words_of(overrides), samples, seed))
+        if prompts is None:
+            raise UserError("check_reward(function): give the prompts to try it on, prompts=[...]")
+        name = getattr(reward, "__name__", type(reward).__name__).replace("<lambda>", "reward")
+        wrapped = batch_reward(reward, name)
+        rows = prompts_of(prompts)
+        placed = [{"where": f"prompt {i}", **row} for i, row in enumerate(rows)]
+        judged = list(wrapped.card.media)  # type: ignore[attr-defined]
+        if media is None and len(judged) > 1:
+            raise UserError(
+                f"reward {name!r}: say what it judges, media='image', 'video' or 'text'"
+            )
+        subject = Subject(name, wrapped, some(placed, samples, seed), seed)
+        return Audits([audit_one(subject, media)])

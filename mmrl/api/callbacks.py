@@ -1,0 +1,73 @@
+"""Calls functions of the user's while a run goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from mmrl.api.media import Samples, shown
+from mmrl.core.errors import UserError
+from mmrl.monitoring.monitors import Sampled
+from mmrl.run.evaluation import Estimate
+from mmrl.run.watching import Watcher
+
+
+@dataclass
+class Callback:
+    """Calls functions while a run goes on; each may be None. Subclass it, or pass functions.
+
+    on_iteration(iteration, metrics): after every iteration, counted from 1; metrics is a dict of
+    numbers as in ``run.metrics``. If it returns True the run is saved and ends, to be resumed.
+    on_rollout(iteration, samples): what the policy has made, before it is trained on it, as
+    ``Samples`` with ``prompts`` and ``rewards``. on_evaluation(iteration, estimates): after an
+    evaluation on held-out prompts, reward -> ``Estimate`` with mean, low and high.
+
+    With several processes every process calls its functions, on_rollout with its share.
+    """
+
+    on_iteration: Callable[[int, dict[str, float]], object] | None = None
+    on_rollout: Callable[[int, Samples], object] | None = None
+    on_evaluation: Callable[[int, Mapping[str, Estimate]], object] | None = None
+
+
+Callbacks = Callback | Sequence[Callback]
+
+
+class Watching(Watcher):
+    """Hands what happens in a run to the callbacks."""
+
+    def __init__(self, callbacks: Callbacks):
+        several = [callbacks] if isinstance(callbacks, Callback) else list(callbacks)
+        for callback in several:
+            if not isinstance(callback, Callback):
+                raise UserError(
+                    f"callbacks: expected mmrl.Callback(on_iteration=...), got {callback!r}"
+                )
+        self.callbacks = several
+
+    def iterated(self, iteration: int, metrics: Mapping[str, float]) -> bool:
+        """Tell the callbacks of an iteration; return whether one of them wants an end."""
+        asked_to_end = [
+            callback.on_iteration(iteration, dict(metrics)) is True
+            for callback in self.callbacks
+            if callback.on_iteration is not None
+        ]
+        return any(asked_to_end)
+
+    def evaluated(self, iteration: int, estimates: Mapping[str, Estimate]) -> None:
+        for callback in self.callbacks:
+            if callback.on_evaluation is not None:
+                callback.on_evaluation(iteration, estimates)
+
+    def sampled(self, sampled: Sampled) -> dict[str, float]:
+        """Tell the callbacks of a rollout, as a monitor."""
+        interested = [c.on_rollout for c in self.callbacks if c.on_rollout is not None]
+        if interested:
+            samples = Samples(
+                shown(sampled.media),
+                sampled.rollout.prompt_per_row(),
+                {name: value.float().tolist() for name, value in sampled.rewards.items()},
+            )
+            for on_rollout in interested:
+                on_rollout(sampled.iteration + 1, samples)
+        return {}

@@ -1,0 +1,120 @@
+"""Turns what policies make into what Python programs and notebooks show: PIL images, videos,
+texts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from mmrl.core.types import Media, Prompt
+from mmrl.monitoring.report.pictures import PACE, Film, data_uri
+
+MOST_SHOWN = 64  # samples that a notebook draws
+SIDE = 128  # pixels of a picture that a notebook draws
+
+
+class Video(list[Image.Image]):
+    """Holds the frames of a video, PIL images of one size; a notebook plays it."""
+
+    def __init__(self, frames: Iterable[Image.Image] = ()):
+        super().__init__(frames)
+
+    def save(self, path: str | Path, milliseconds: int = PACE) -> None:
+        """Write it as an animated .png, .webp or .gif, each frame shown so long, for ever."""
+        first, *later_frames = self
+        first.save(path, save_all=True, append_images=later_frames, duration=milliseconds, loop=0)
+
+    def _repr_html_(self) -> str:
+        return _picture(self)
+
+
+Sample = Image.Image | Video | str
+
+
+class Samples(list[Any]):
+    """Holds samples: PIL images, ``Video``s or texts, each the answer to the prompt at the same
+    place of ``prompts``; ``rewards``: name -> a number of each, where they were scored. A notebook
+    shows them as a gallery."""
+
+    def __init__(
+        self,
+        items: Iterable[Sample],
+        prompts: Sequence[Prompt] = (),
+        rewards: Mapping[str, Sequence[float]] = {},
+    ):
+        super().__init__(items)
+        self.prompts = list(prompts)
+        self.rewards = {name: list(values) for name, values in rewards.items()}
+
+    def save(self, folder: str | Path) -> list[Path]:
+        """Write every sample into a folder: pictures as .png, videos as animated .png, texts as
+        .txt. Returns the paths."""
+        place = Path(folder)
+        place.mkdir(parents=True, exist_ok=True)
+        paths = []
+        for number, item in enumerate(self):
+            path = place / f"{number:03d}.{'txt' if isinstance(item, str) else 'png'}"
+            if isinstance(item, str):
+                path.write_text(item, encoding="utf-8")
+            else:
+                item.save(path)
+            paths.append(path)
+        return paths
+
+    def _repr_html_(self) -> str:
+        cells = [self._figure(place) for place in range(min(len(self), MOST_SHOWN))]
+        hidden = len(self) - MOST_SHOWN
+        below = f"<p>and {hidden} more</p>" if hidden > 0 else ""
+        style = "display:flex;flex-wrap:wrap;gap:10px"
+        return f'<div style="{style}">{"".join(cells)}</div>{below}'
+
+    def _figure(self, place: int) -> str:
+        item = self[place]
+        text = str(self.prompts[place].get("text", "")) if place < len(self.prompts) else ""
+        numbers = [f"{name} {values[place]:.3g}" for name, values in self.rewards.items()]
+        caption = "<br>".join(escape(line) for line in [text, *numbers] if line)
+        drawn = _text(item) if isinstance(item, str) else _picture(item)
+        return (
+            f'<figure style="margin:0;max-width:{3 * SIDE}px;font:13px sans-serif">{drawn}'
+            f'<figcaption style="max-width:{2 * SIDE}px">{caption}</figcaption></figure>'
+        )
+
+
+def _text(text: str) -> str:
+    return f'<pre style="white-space:pre-wrap;margin:0">{escape(text)}</pre>'
+
+
+def _picture(item: Image.Image | Video) -> str:
+    source = data_uri(Film(tuple(item)) if isinstance(item, Video) else item)
+    first = item[0] if isinstance(item, Video) else item
+    style = f"width:{SIDE}px"
+    if first.width <= SIDE:  # few pixels stay squares
+        style += ";image-rendering:pixelated"
+    return f'<img src="{source}" style="{style}">'
+
+
+def shown(media: Media) -> list[Sample]:
+    """Turn images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 into PIL images or ``Video``s;
+    texts stay what they are, and tensors without a picture become their numbers as text."""
+    return [shown_sample(item) for item in media]
+
+
+def shown_sample(item: Any) -> Sample:
+    """Turn one image [3, H, W], one video [F, 3, H, W] or one text into what Python shows."""
+    if not isinstance(item, Tensor):
+        return item if isinstance(item, (str, Image.Image)) else str(item)
+    if item.ndim == 4:
+        return Video(_image(frame) for frame in item)
+    return _image(item) if item.ndim == 3 else str(item.tolist())
+
+
+def _image(pixels: Tensor) -> Image.Image:
+    values = (pixels.detach().float().nan_to_num(0.0).clamp(0, 1) * 255).round().to(torch.uint8)
+    array = values.cpu().permute(1, 2, 0).contiguous().numpy()
+    return Image.fromarray(array if array.shape[2] == 3 else array[..., 0])

@@ -1,0 +1,196 @@
+"""Loads policies into a Python program, and samples them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mmrl import config
+from mmrl.api.arguments import Overrides, plain, prompts_of, words_of
+from mmrl.api.isolation import isolated
+from mmrl.api.media import Samples, shown
+from mmrl.api.processes import check_whole, whole, writes
+from mmrl.config import Config
+from mmrl.config.options import TrainOptions, arithmetic
+from mmrl.core.errors import UserError
+from mmrl.core.registry import DATA, POLICIES
+from mmrl.core.types import Prompt
+from mmrl.policies.base import Policy as Model
+from mmrl.run import build, checkpoint, evaluation
+from mmrl.train.device import Device
+from mmrl.utils.files import whole_folder
+from mmrl.utils.paths import find_config
+
+if TYPE_CHECKING:
+    from mmrl.api.runs import Run
+
+# of a policy that is loaded without a configuration of its training
+NO_TRAINING = TrainOptions(prompts_per_iteration=1, group_size=1, train_batch_size=1, iterations=0)
+# attributes that ``sample_in_evaluation`` changes for good
+GREEDY = ("greedy_evaluation", "answer")
+
+
+class Policy:
+    """Holds a model that can be sampled, and trained by ``mmrl.Trainer``.
+
+    model: the object behind it (``mmrl.policies.base.Policy``; its network is ``model.net``).
+    config: the configuration it was loaded from, whose settings a Trainer takes as defaults.
+    """
+
+    def __init__(self, model: Model, configuration: Config | None = None):
+        self.model = model
+        self.config = configuration
+
+    def sample(
+        self,
+        prompts: Any,
+        num_samples: int = 4,
+        *,
+        seed: int = 0,
+        guidance_scale: float | None = None,
+        greedy: bool | None = None,
+    ) -> Samples:
+        """Sample answers to prompts: PIL images, ``mmrl.Video``s or texts, ``num_samples`` to each
+        prompt, neighbours in the list. Of several processes (torchrun) each draws its share and
+        gets all.
+
+        prompts: a text or a list of texts or dicts (``{"text": ..., "image": ...}`` for models that
+        look at pictures), a pandas frame, or the Path of a file. seed: names the noise; the same
+        seed draws the same noise before and after training. guidance_scale: of classifier-free
+        guidance; None: as configured. greedy: of models that write text, take the likeliest answer;
+        None: where one answer to each prompt is wanted. Raises UserError for prompts that the model
+        cannot take.
+        """
+        if num_samples < 1:
+            raise UserError(f"num_samples: expected at least 1, got {num_samples}")
+        rows = prompts_of(prompts)
+        likeliest = num_samples == 1 if greedy is None else greedy
+        with isolated(), torch.no_grad(), _choosing(self.model, likeliest):
+            try:
+                media, repeated = evaluation.sample(
+                    self.model, rows, num_samples, seed, guidance_scale
+                )
+            except KeyError as error:
+                raise UserError(
+                    f"prompts have no {error}, which this model needs; its own data has it: "
+                    f"policy.prompts[:4]"
+                ) from error
+            media, repeated = whole(media, repeated, rows, num_samples)
+        return Samples(shown(media), repeated)
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        """Return the held-out prompts of the configuration that it was loaded from, or the training
+        prompts where none are held out."""
+        if self.config is None or "data" not in self.config:
+            raise UserError("this policy was loaded without data; give prompts of your own")
+        with isolated():
+            config.import_plugins(self.config)
+            source = self.config.build("data", DATA)
+        return list(source.held_out) or list(source.train)
+
+    def export(self, folder: str | Path) -> Path:
+        """Write the weights for the model's own library (diffusers, peft) into a new folder; of
+        several processes the main one does."""
+        place = Path(folder)
+        check_whole(self.model, "export its run in one process, mmrl export RUN")
+        if not writes():
+            return place
+        if place.exists() and (not place.is_dir() or any(place.iterdir())):
+            raise UserError(f"{place} exists and is not empty; name a new folder")
+        with whole_folder(place) as draft:
+            self.model.export(draft)
+        return place
+
+    def __repr__(self) -> str:
+        count = sum(p.numel() for p in self.model.net.parameters())
+        trained = sum(p.numel() for p in self.model.weights.parameters().values())
+        return (
+            f"mmrl.Policy({type(self.model).__name__}, {count:,} parameters, {trained:,} trainable)"
+        )
+
+
+def model_of(handle: Policy) -> Model:
+    """Return the model that a policy of the API stands for, which the rest of mmrl works with."""
+    return handle.model
+
+
+@contextmanager
+def _choosing(model: Model, likeliest: bool) -> Iterator[None]:
+    """Let a model that writes take the likeliest answer, or sample, inside the block."""
+    before = {name: getattr(model, name) for name in GREEDY if hasattr(model, name)}
+    if not likeliest:
+        model.sample_in_evaluation()
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(model, name, value)
+
+
+def load_policy(
+    source: str | Path | Mapping[str, Any] | Run,
+    overrides: Overrides = None,
+    checkpoint: str | None = None,
+) -> Policy:
+    """Load a policy: the base model of a configuration, or the trained model of a run.
+
+    source: a configuration (``"digits/flow_grpo"`` or a file), a run (folder or ``mmrl.Run``), or
+    the policy alone, ``{"sd3": {"path": "stabilityai/stable-diffusion-3.5-medium"}}``. overrides:
+    as ``{"policy.guidance_scale": 3}``. checkpoint: of a run, such as ``"iteration-000050"``; by
+    default the newest whole one, and of it the moving average if there is one. Raises UserError
+    with the same sentence as the command line.
+    """
+    with isolated():
+        configuration, folder = opened(source, overrides)
+        return Policy(placed(configuration, folder, checkpoint), configuration)
+
+
+def opened(
+    source: str | Path | Mapping[str, Any] | Run, overrides: Overrides = None
+) -> tuple[Config, Path | None]:
+    """Read the configuration of a policy, and find the run folder that holds its weights, if it is
+    a run."""
+    words = words_of(overrides)
+    if isinstance(source, Mapping):
+        return config.from_mapping({"policy": plain(source)}, words, ("policy",)), None
+    place = getattr(source, "folder", source)
+    if not isinstance(place, (str, Path)):
+        raise UserError(f"expected a configuration, a run or {{name: options}}, got {source!r}")
+    folder = build.last_stage(Path(place)) if Path(place).is_dir() else None
+    file = build.config_of(folder) if folder else find_config(place)
+    return config.load(file, words, required=("policy",)), folder
+
+
+def placed(configuration: Config, folder: Path | None = None, name: str | None = None) -> Model:
+    """Build the model of a configuration on the device, with the weights of a run's checkpoint."""
+    config.import_plugins(configuration)
+    options = NO_TRAINING
+    if "train" in configuration:
+        options = configuration.section("train", TrainOptions)
+    build.seed_everything(options.seed)
+    model: Model = configuration.build("policy", POLICIES)
+    if (start := configuration.plain.get("start")) and folder is None:
+        build.begin_with(model, configuration, Path(start))
+    Device(options).place(model)
+    if "train" in configuration:
+        model.fixed_batch_rows = model.fixed_batch_rows or arithmetic(options).micro_batch
+    if folder is not None:
+        load_weights(model, folder, name)
+    return model
+
+
+def load_weights(model: Model, folder: Path, name: str | None = None) -> None:
+    """Give a model the weights of a run: the moving average of the newest whole checkpoint, if
+    there is one, or of the one that is named."""
+    checkpoints = folder / "checkpoints"
+    path = checkpoints / name if name else checkpoint.choose(checkpoints)[0]
+    arrays, _ = checkpoint.load(path, checked=not name)
+    try:
+        model.weights.load(arrays.get("snapshot-ema", arrays["weights"]))
+    except ValueError as error:
+        raise UserError(f"{path} does not fit {build.config_of(folder)}: {error}") from error

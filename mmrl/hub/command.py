@@ -1,0 +1,160 @@
+"""Implements ``mmrl push``."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from mmrl.core.errors import UserError
+from mmrl.hub.card import Card, configuration, license_of
+from mmrl.hub.loading import describe
+from mmrl.hub.plots import plot_curves
+from mmrl.monitoring.report.evidence import read_evaluation
+from mmrl.monitoring.report.page import before_after_picture
+from mmrl.monitoring.report.runs import read_run
+from mmrl.run import build
+from mmrl.utils.files import whole_folder
+
+COPIED = ("metrics.jsonl", "evaluation.json")
+LOGIN = "log in with `hf auth login`, or set HF_TOKEN to a token that may write"
+
+
+@dataclass(frozen=True)
+class Request:
+    """Holds the options of the command line."""
+
+    repository: str
+    checkpoint: str | None = None
+    license: str | None = None
+    private: bool = False
+    message: str = "Trained with mmrl"
+
+
+def push(run: Path, request: Request) -> str:
+    """Write the card and the weights of a run and upload them. Returns the address.
+
+    Raises UserError for a name that the hub does not take, a missing login, a hub that cannot be
+    reached; the folder that was to be uploaded is kept then, and named.
+    """
+    check_name(request.repository)
+    _check_login()
+    folder = Path(tempfile.mkdtemp(prefix="mmrl-push-")) / "model"
+    write(run, request, folder)
+    address = _upload(folder, request)
+    shutil.rmtree(folder.parent, ignore_errors=True)
+    return address
+
+
+def write(run: Path, request: Request, folder: Path) -> Path:
+    """Write everything that would be uploaded into a new folder; needs no network."""
+    check_name(request.repository)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} exists and is not empty; name a new folder")
+    run = build.last_stage(run)
+    history = read_run(run)
+    session = build.trained(run, at=request.checkpoint)
+    with whole_folder(folder) as draft:
+        session.policy.export(draft)
+        for name in COPIED:
+            if (run / name).is_file():
+                shutil.copyfile(run / name, draft / name)
+        makes = session.policy.capabilities.makes
+        export = describe(draft, history, session.policy.pipeline, makes)
+        card = Card(
+            run=history,
+            evaluation=read_evaluation(history),
+            export=export,
+            repository=request.repository,
+            license=license_of(export.base, request.license),
+            has_curves=plot_curves(history, draft / "curves.png"),
+            has_pictures=_pictures(run, draft),
+        )
+        _keep_apart(draft)
+        (draft / "config.yaml").write_text(configuration(history), encoding="utf-8")
+        (draft / "README.md").write_text(card.text(), encoding="utf-8")
+    return folder
+
+
+def check_name(repository: str) -> None:
+    """Check a repository's name before anything is loaded. Raises UserError."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils._validators import validate_repo_id
+
+    try:
+        validate_repo_id(repository)
+        valid = repository.count("/") == 1
+    except HFValidationError:
+        valid = False
+    if not valid:
+        raise UserError(
+            f"{repository!r} is no name for a repository; write org/name, of letters, digits, "
+            f"'-', '_' and '.'"
+        )
+
+
+def _pictures(run: Path, draft: Path) -> bool:
+    picture = run / "before_after.png"
+    with suppress(UserError, OSError):  # a run of texts has none; a folder may be read-only
+        picture = before_after_picture(run)
+    if picture.is_file():
+        shutil.copyfile(picture, draft / picture.name)
+    return picture.is_file()
+
+
+def _keep_apart(draft: Path) -> None:
+    """Give way to a file of the export that has a name of ours."""
+    if (draft / "README.md").is_file():  # peft writes an empty form of a card
+        (draft / "README.md").unlink()
+
+
+def _check_login() -> None:
+    from huggingface_hub import constants, get_token
+
+    if constants.HF_HUB_OFFLINE:
+        raise UserError(
+            "HF_HUB_OFFLINE is set, so nothing can be uploaded; unset it, or write the folder with "
+            "--dry-run FOLDER"
+        )
+    if get_token() is None:
+        raise UserError(f"not logged in to the hub; {LOGIN}; --dry-run FOLDER needs neither")
+
+
+def _upload(folder: Path, request: Request) -> str:
+    from huggingface_hub import HfApi
+
+    api = HfApi(library_name="mmrl")
+    with _explained(api.endpoint, folder, request.repository):
+        api.create_repo(request.repository, private=request.private, exist_ok=True)
+        api.upload_folder(
+            repo_id=request.repository, folder_path=folder, commit_message=request.message
+        )
+    return f"{api.endpoint}/{request.repository}"
+
+
+@contextmanager
+def _explained(endpoint: str, folder: Path, repository: str) -> Iterator[None]:
+    """Turn errors of the hub's client into a sentence; what was to be uploaded stays."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    later = f"what was to be uploaded is in {folder}; later: hf upload {repository} {folder}"
+    try:
+        yield
+    except HfHubHTTPError as error:
+        status = error.response.status_code if error.response is not None else 0
+        if status in (401, 403):
+            raise UserError(
+                f"{endpoint} does not let you write to {repository} ({status}); {LOGIN} to it; "
+                f"{later}"
+            ) from error
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"{endpoint} refused the upload: {reason}; {later}") from error
+    except Exception as error:  # of the client's transport, httpx or httpx2, by its version
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise UserError(
+            f"the upload to {endpoint} failed ({reason}); look at the network and HF_ENDPOINT; "
+            f"{later}"
+        ) from error

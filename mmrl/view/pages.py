@@ -1,0 +1,209 @@
+"""Renders the pages of the live view: the overview with overlaid curves, the page of a run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from functools import cache
+from typing import Any
+
+from mmrl.monitoring.progress import clock_time
+from mmrl.monitoring.report import curves
+from mmrl.monitoring.report.answers import recorded, rollouts
+from mmrl.monitoring.report.charts import Chart, Numbers, Series, number, smooth
+from mmrl.monitoring.report.page import content
+from mmrl.monitoring.report.runs import Run, iteration_of
+from mmrl.view.folders import LiveRun, RunFolder
+
+MOST_RUNS = 6  # that are overlaid: colours there are
+MOST_ALARMS = 30
+AXES = {"iteration": "", "samples": "samples/total", "seconds": "seconds"}
+TITLES = {
+    plot.keys[0]: plot.title
+    for plot in (*curves.UPDATE, *curves.ANSWERS, *curves.SIGNAL, *curves.TIME)
+    if len(plot.keys) == 1
+}
+FIRST = ("reward/mean", "loss", "eval/loss")  # charts that stand on top
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Says what an overview shows: runs by key (none: the newest), axis, smoothing."""
+
+    runs: tuple[str, ...] = ()
+    axis: str = "iteration"
+    smoothing: int = 1
+
+
+@cache
+def environment() -> Any:
+    """Set up the templates; all text is escaped, pictures are addresses."""
+    from jinja2 import ChoiceLoader, Environment, PackageLoader
+
+    env = Environment(
+        loader=ChoiceLoader([PackageLoader("mmrl.view"), PackageLoader("mmrl.monitoring.report")]),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    env.globals.update(number=number, data_uri=lambda reference: reference.url)
+    return env
+
+
+def overview(folders: Sequence[RunFolder], choice: Choice, rating: bool) -> str:
+    """Render the list of all runs and the curves of those that are chosen."""
+    runs = [(folder, folder.read()) for folder in folders]
+    chosen = [pair for pair in runs if pair[0].key in choice.runs] or runs
+    chosen = chosen[:MOST_RUNS]
+    names = [folder.key for folder, _ in chosen]
+    charts = overlay({folder.key: run for folder, run in chosen}, choice)
+    alarms = [
+        (folder, event)
+        for folder, run in runs
+        for event in run.events
+        if event.get("kind") == "alarm"
+    ]
+    alarms.sort(key=lambda pair: str(pair[1].get("time")), reverse=True)
+    return str(
+        environment()
+        .get_template("overview.html")
+        .render(
+            rows=[_row(folder, run, names) for folder, run in runs],
+            top=[chart for key, chart in charts.items() if _on_top(key)],
+            charts=[chart for key, chart in charts.items() if not _on_top(key)],
+            alarms=alarms[:MOST_ALARMS],
+            choice=choice,
+            axes=AXES,
+            most=MOST_RUNS,
+            rating=rating,
+        )
+    )
+
+
+def run_page(folder: RunFolder, answers: int | None, rating: bool) -> str:
+    """Render the report of a run as it is now; ``answers``: the iteration whose answers to show."""
+    run = folder.read()
+    times = recorded(run)
+    answers = answers if answers in times else (times[-1] if times else None)
+    shown = (
+        content(run)
+        | {
+            "folder": folder,
+            "status": folder.status(run),
+            "whole": [],  # the moments have them
+            "moments": moments(run),
+            "times": curves.spread_out(times, 40),
+            "answers": answers,
+            "rollouts": rollouts(run, answers),
+            "events": run.events[-60:],
+            "left": time_left(run),
+            "rating": rating,
+        }
+    )
+    return str(environment().get_template("live.html").render(shown))
+
+
+def moments(run: LiveRun) -> dict[str, Any]:
+    """Return the galleries over time, for a page that shows one at a time: names and pictures."""
+    names = [*run.sheets_over_time()]
+    names = [*(["before"] if run.sample("before") else []), *names]
+    names += ["after"] if run.sample("after") else []
+    sheets = {name: run.sample_tiles(name) or [run.sample(name)] for name in names}
+    captions = run.sample_captions(names[-1]) if names else []
+    return {
+        "labels": [f"iteration {i}" if (i := iteration_of(n)) >= 0 else n for n in names],
+        "urls": json.dumps([[tile.url for tile in sheets[name]] for name in names]),
+        "tiles": sheets[names[-1]] if names else [],
+        "captions": captions,
+    }
+
+
+def time_left(run: Run) -> str:
+    """Estimate how long a run goes on, from its last iterations; empty where that is not known."""
+    train = run.config.get("train")
+    planned = train.get("iterations") if isinstance(train, dict) else None
+    seconds = [value for value in run.column("seconds")[-20:] if value is not None]
+    if not isinstance(planned, int) or not seconds or not run.metrics:
+        return ""
+    remaining = planned - run.iterations()[-1]
+    if remaining <= 0:
+        return ""
+    rest = clock_time(remaining * sum(seconds) / len(seconds))
+    return f"iteration {run.iterations()[-1]} of {planned}, about {rest} left"
+
+
+def overlay(runs: Mapping[str, Run], choice: Choice) -> dict[str, Chart]:
+    """Chart every metric of several runs, one curve a run, by the metric's name."""
+    keys = list({key: None for run in runs.values() for key in run.measured()})
+    keys = [key for key in keys if key not in ("iteration", "step", "reward/std")]
+    keys.sort(key=_rank)
+    return {key: chart for key in keys if (chart := _overlaid(key, runs, choice)) is not None}
+
+
+def _overlaid(key: str, runs: Mapping[str, Run], choice: Choice) -> Chart | None:
+    series = []
+    colours = []
+    for place, (name, run) in enumerate(runs.items()):
+        raw = run.column(key)
+        if all(value is None for value in raw):
+            continue
+        x, y = curves.joined(positions(run, choice.axis), raw)
+        line = Series(name, x, y)
+        if choice.smoothing > 1:
+            line = replace(line, y=smooth(y, choice.smoothing), faint=y)
+        series.append(curves.thin(line))
+        colours.append(place % MOST_RUNS + 1)
+    if not series:
+        return None
+    title = TITLES.get(key, key)
+    wide = key == FIRST[0]
+    return Chart(title, series, wide=wide, x_label=choice.axis, colours=colours)
+
+
+def positions(run: Run, axis: str) -> Numbers:
+    """Return where on the axis each line of metrics lies; sums of what iterations took."""
+    if not AXES.get(axis):
+        return run.iterations()
+    total = 0.0
+    sums = []
+    for value in run.column(AXES[axis]):
+        total += value or 0.0
+        sums.append(total)
+    return sums
+
+
+def _row(folder: RunFolder, run: Run, chosen: Sequence[str]) -> dict[str, Any]:
+    key = next((k for k in FIRST if any(v is not None for v in run.column(k))), FIRST[0])
+    values = [value for value in run.column(key) if value is not None]
+    last = run.events[-1].get("time") if run.events else None
+    part = max(1, len(values) // 10)
+    return {
+        "folder": folder,
+        "status": folder.status(run),
+        "iterations": run.iterations()[-1] if run.metrics else 0,
+        "what": key,
+        "first": number(sum(values[:part]) / part) if values else "–",
+        "last": number(sum(values[-part:]) / part) if values else "–",
+        "alarms": sum(event.get("kind") == "alarm" for event in run.events),
+        "time": _clock(last),
+        "colour": chosen.index(folder.key) % MOST_RUNS + 1 if folder.key in chosen else 0,
+    }
+
+
+def _clock(time: object) -> str:
+    try:
+        return datetime.fromisoformat(str(time)).strftime("%d %b %H:%M")
+    except ValueError:
+        return ""
+
+
+def _rank(key: str) -> tuple[int, int]:
+    groups = (*FIRST, "eval/", "reward/")
+    place = next((i for i, start in enumerate(groups) if key.startswith(start)), len(groups))
+    return place, list(TITLES).index(key) if key in TITLES else len(TITLES)
+
+
+def _on_top(key: str) -> bool:
+    return key in FIRST or key.startswith("eval/") or (key.startswith("reward/") and "mean" in key)

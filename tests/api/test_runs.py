@@ -1,0 +1,240 @@
+"""Runs from Python: the objects of the command line, and no trace of one call on the next."""
+
+import os
+import random
+import signal
+import sys
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+import mmrl
+from mmrl.core.registry import ALL
+from tests.api.worlds import POLICY, QUIET, SETTINGS, TEXTS, redness
+
+pandas = pytest.importorskip("pandas")
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory):
+    """A user's folder with prompts and one finished run of a configuration file."""
+    import yaml
+
+    folder = tmp_path_factory.mktemp("desk")
+    (folder / "prompts.txt").write_text("\n".join(TEXTS))
+    (folder / "tiny.yaml").write_text(yaml.safe_dump(SETTINGS))
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        mmrl.train("tiny.yaml", {"run": "first"}, progress=False)
+    finally:
+        os.chdir(before)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def at_the_desk(desk, monkeypatch):
+    monkeypatch.chdir(desk)
+
+
+def state():
+    """What of the process a run could change."""
+    return {
+        "random": random.getstate(),
+        "numpy": str(np.random.get_state()),
+        "torch": torch.get_rng_state().tolist(),
+        "threads": torch.get_num_threads(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "grad": torch.is_grad_enabled(),
+        "environment": dict(os.environ),
+        "path": list(sys.path),
+        "streams": (sys.stdout, sys.stderr),
+        "handlers": [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)],
+        "registries": {kind: dict(registry) for kind, registry in ALL.items()},
+    }
+
+
+def test_a_run_has_metrics_samples_and_a_policy(desk):
+    run = mmrl.load_run("first")
+    assert run.finished and "2 iterations" in repr(run) and not run.stopped
+    assert list(run.metrics.index) == [1, 2] and run.metrics["reward/mean"].notna().all()
+    assert list(run.samples) == ["before", "after"]
+    assert run.samples["after"][0].size == (32, 32) and run.samples["after"].prompts[0]["text"]
+    assert run.config["train"]["iterations"] == 2
+    assert any(event["kind"] == "checkpoint" for event in run.events)
+    drawn = run.policy.sample(["a red one", "a blue two"], num_samples=2)
+    assert [p["text"] for p in drawn.prompts] == ["a red one"] * 2 + ["a blue two"] * 2
+    again = mmrl.load_policy("first").sample(["a red one", "a blue two"], num_samples=2)
+    assert [a.tobytes() for a in drawn] == [b.tobytes() for b in again]
+    base = mmrl.load_policy("tiny.yaml").sample(["a red one"], 1, seed=3)
+    assert base[0].tobytes() != mmrl.load_policy("tiny.yaml").sample(["a red one"], 1)[0].tobytes()
+    assert len(run.policy.prompts) >= 1 and "LoRA" not in repr(run.policy)
+
+
+def test_a_notebook_shows_the_report(desk):
+    page = mmrl.load_run("first")._repr_html_()
+    assert page.startswith("<iframe sandbox") and "&lt;svg" in page and "data:image/png" in page
+    assert "src=&#34;http" not in page and "src=&quot;http" not in page
+
+
+def test_evaluation_is_that_of_the_command_line(desk):
+    run = mmrl.load_run("first")
+    measured = run.evaluate()
+    estimate = measured["trained", "jpeg_compressibility"]
+    assert estimate.low <= estimate.mean <= estimate.high
+    assert run.evaluation["trained", "jpeg_compressibility"].mean == estimate.mean
+    assert (
+        set(measured.frame["model"]) == {"base", "trained"} and "<table>" in measured._repr_html_()
+    )
+    with pytest.raises(KeyError, match="models: base, trained"):
+        _ = measured["trained", "beauty"]
+
+
+def test_two_runs_leave_no_trace_on_each_other(desk):
+    """Also not on the program around them; each alone and after another is the same to the bit."""
+    torch.manual_seed(5)
+    before = state()
+    words = {"train.seed": 3, **QUIET}
+    alone = mmrl.train("tiny.yaml", words | {"run": "alone"}, progress=False)
+    assert state() == before
+    mmrl.train("tiny.yaml", {"train.seed": 8, "run": "between"}, progress=False)
+    assert state() == before
+    after = mmrl.train("tiny.yaml", words | {"run": "after"}, progress=False)
+    columns = [name for name in alone.metrics if name.startswith(("reward", "loss", "grad"))]
+    pandas.testing.assert_frame_equal(alone.metrics[columns], after.metrics[columns])
+    first, second = (run.policy.model.weights.full() for run in (alone, after))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_failing_run_leaves_no_trace_either(desk):
+    (desk / "broken.py").write_text("def bad(media, prompts):\n    raise ValueError('no')\n")
+    before = state()
+    with pytest.raises(mmrl.UserError, match="bad"):
+        mmrl.train("tiny.yaml", {"reward": {"broken.py:bad": 1.0}, "run": "bad"}, progress=False)
+    assert state() == before
+
+
+def test_an_edited_file_is_read_again(desk):
+    file = desk / "mine.py"
+    rewards = []
+    for value in (1.0, 2.0):
+        file.write_text(f"def level(media, prompts):\n    return [{value}] * len(prompts)\n")
+        os.utime(file, (value, value))  # Python's cache goes by seconds
+        changes = {"reward": {"mine:level": 1.0}, "run": f"level-{value}"}
+        run = mmrl.train("tiny.yaml", changes, progress=False)
+        rewards.append(run.metrics["reward/mean"].iloc[0])
+    assert rewards == [1.0, 2.0] and "mine" not in sys.modules
+
+
+def test_a_mistake_is_the_sentence_of_the_command_line(desk):
+    with pytest.raises(mmrl.UserError, match="first already holds a run; go on with it"):
+        mmrl.train("tiny.yaml", {"run": "first"}, progress=False)
+    with pytest.raises(mmrl.UserError, match=r"train\.itterations"):
+        mmrl.train("tiny.yaml", {"train.itterations": 2})
+    with pytest.raises(mmrl.UserError, match="first is a folder; to go on with a run"):
+        mmrl.train("first")
+    with pytest.raises(mmrl.UserError, match="no configuration 'digits/flow_grop'"):
+        mmrl.train("digits/flow_grop")
+    with pytest.raises(mmrl.UserError, match="no run folder|is not a run|no such"):
+        mmrl.load_run("frist")
+    with pytest.raises(mmrl.UserError, match="expected mmrl.Callback"):
+        mmrl.train("tiny.yaml", callbacks=[print])
+    with pytest.raises(mmrl.UserError, match="section 'reward' is missing"):
+        mmrl.train({key: value for key, value in SETTINGS.items() if key != "reward"})
+
+
+def test_a_configuration_may_be_a_dict_and_a_run_goes_on(desk):
+    run = mmrl.train(SETTINGS | {"run": "dict"}, {"train.iterations": 1}, progress=False)
+    assert run.finished and len(run.metrics) == 1
+    more = run.resume({"train.iterations": 2}, progress=False)
+    assert list(more.metrics.index) == [1, 2] and more.folder == run.folder
+    report = more.report()
+    assert report.is_file()
+    exported = more.export(desk / "exported")
+    assert any(exported.iterdir())
+    with pytest.raises(mmrl.UserError, match="exists and is not empty"):
+        more.export(desk / "exported")
+
+
+def test_callbacks_see_iterations_rollouts_and_evaluations(desk):
+    seen_by = {"iteration": [], "rollout": [], "evaluation": []}
+    callback = mmrl.Callback(
+        on_iteration=lambda i, metrics: seen_by["iteration"].append((i, metrics["reward/mean"])),
+        on_rollout=lambda i, samples: seen_by["rollout"].append((i, samples)),
+        on_evaluation=lambda i, estimates: seen_by["evaluation"].append((i, estimates)),
+    )
+    words = {"run": "watched", "train.evaluate_every": 2}
+    run = mmrl.train("tiny.yaml", words, callbacks=callback, progress=False)
+    assert [i for i, _ in seen_by["iteration"]] == [1, 2]
+    assert [reward for _, reward in seen_by["iteration"]] == pytest.approx(
+        run.metrics["reward/mean"].tolist()
+    )
+    moment, samples = seen_by["rollout"][0]
+    assert moment == 1 and len(samples) == 4 and len(samples.rewards["jpeg_compressibility"]) == 4
+    assert samples[0].size == (32, 32) and samples.prompts[0] == samples.prompts[1]
+    ((moment, estimates),) = seen_by["evaluation"]
+    assert moment == 2 and estimates["jpeg_compressibility"].n == 4
+
+
+def test_a_callback_may_end_the_run(desk):
+    callback = mmrl.Callback(on_iteration=lambda i, metrics: True)
+    run = mmrl.train("tiny.yaml", {"run": "ended"}, callbacks=callback, progress=False)
+    assert run.stopped == "ended by a callback" and not run.finished
+    assert run.resume(progress=False).finished
+
+
+def test_ctrl_c_saves_and_returns_the_run(desk, capsys):
+    """As the stop button of a notebook: the kernel, here pytest, lives on."""
+    before = signal.getsignal(signal.SIGINT)
+    callback = mmrl.Callback(on_iteration=lambda i, metrics: signal.raise_signal(signal.SIGINT))
+    run = mmrl.train("tiny.yaml", {"run": "stopped"}, callbacks=callback)
+    assert "SIGINT" in run.stopped and len(run.metrics) == 1
+    assert "mmrl train --resume" in capsys.readouterr().out
+    assert signal.getsignal(signal.SIGINT) is before
+    assert len(run.resume(progress=False).metrics) == 2
+
+
+def test_sigterm_saves_and_then_does_what_it_did(desk, monkeypatch):
+    delivered = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: delivered.append(number))
+    try:
+        callback = mmrl.Callback(
+            on_iteration=lambda i, metrics: signal.raise_signal(signal.SIGTERM)
+        )
+        run = mmrl.train("tiny.yaml", {"run": "ended-softly"}, callbacks=callback, progress=False)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert delivered == [signal.SIGTERM] and "SIGTERM" in run.stopped
+
+
+def test_another_thread_takes_no_signal_handlers(desk):
+    before = signal.getsignal(signal.SIGINT)
+    handlers = []
+    runs = []
+    callback = mmrl.Callback(
+        on_iteration=lambda i, metrics: handlers.append(signal.getsignal(signal.SIGINT))
+    )
+    thread = threading.Thread(
+        target=lambda: runs.append(
+            mmrl.train("tiny.yaml", {"run": "thread"}, callbacks=callback, progress=False)
+        )
+    )
+    thread.start()
+    thread.join()
+    assert runs[0].finished and set(handlers) == {before}
+
+
+def test_a_policy_alone_needs_no_training_sections():
+    policy = mmrl.load_policy(POLICY)
+    (picture,) = policy.sample("a red one", 1)
+    assert picture.size == (32, 32)
+    with pytest.raises(mmrl.UserError, match="without data"):
+        _ = policy.prompts
+    with pytest.raises(mmrl.UserError, match="at least 1"):
+        policy.sample("a", 0)
+    measured = mmrl.evaluate(policy, prompts=TEXTS[:3], reward=redness, num_samples=2)
+    assert -2 < measured["policy", "redness"].mean < 1
+    with pytest.raises(mmrl.UserError, match="give the reward"):
+        mmrl.evaluate(policy, prompts=TEXTS)

@@ -1,0 +1,186 @@
+"""Training on prompts and functions that live in Python only."""
+
+import pytest
+import torch
+
+import mmrl
+from mmrl.run.build import read
+from tests.api.worlds import POLICY, QUIET, SMALL, TEXTS, redness
+
+pandas = pytest.importorskip("pandas")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return mmrl.load_policy(POLICY)
+
+
+def test_a_frame_and_a_function_train_the_policy_in_place(policy, folder):
+    frame = pandas.DataFrame({"text": TEXTS, "label": range(6)})
+    labels = []
+
+    def red(image, prompt):
+        labels.append(prompt["label"])
+        return redness(image)
+
+    before = policy.sample(["a red one"], 1)[0].tobytes()
+    trainer = mmrl.Trainer(policy, frame, red, learning_rate=0.01, held_out=0.3, **SMALL)
+    run = trainer.train(progress=False)
+    assert run.finished and run.policy is policy and set(labels) <= set(range(6))
+    assert {"reward/red/mean", "loss"} <= set(run.metrics)
+    assert policy.sample(["a red one"], 1)[0].tobytes() != before
+    loaded = mmrl.load_run(run.folder).policy  # as another session would
+    pictures = [p.sample(["a red one"], 1)[0].tobytes() for p in (policy, loaded)]
+    assert pictures[0] == pictures[1]
+    assert run.evaluate()["trained", "red"].n == 2 * 2
+    assert run.folder.parent.name == "runs" and "trainer-" in run.folder.name
+
+
+def test_a_stopped_run_goes_on_to_the_bit(folder):
+    """With the same Trainer; the command line says where the function lives."""
+    end_after = mmrl.Callback(on_iteration=lambda i, metrics: i == 1)
+    finals = []
+    for callbacks in ((), end_after):
+        trainer = mmrl.Trainer(
+            POLICY, TEXTS, redness, callbacks=callbacks, run=f"run-{bool(callbacks)}", **SMALL
+        )
+        run = trainer.train(progress=False)
+        if run.stopped:
+            with pytest.raises(mmrl.UserError, match="lives in the Python session"):
+                mmrl.train(run.folder, resume=True)
+            with pytest.raises(mmrl.UserError, match="already holds a run"):
+                trainer.train(progress=False)
+            run = run.resume(progress=False)
+        assert run.finished
+        finals.append(run.policy.model.weights.full())
+    assert all(torch.equal(finals[0][name], finals[1][name]) for name in finals[0])
+
+
+def test_a_resume_with_other_prompts_is_refused(folder):
+    mmrl.Trainer(POLICY, TEXTS, redness, run="x", **SMALL).train(progress=False)
+    changed = mmrl.Trainer(POLICY, TEXTS[:-1], redness, run="x", **SMALL)
+    with pytest.raises(mmrl.UserError, match="data"):
+        changed.train(resume=True, progress=False)
+
+
+def test_settings_come_from_the_policys_configuration(folder):
+    policy = mmrl.load_policy("digits/flow_grpo", {"policy.path": "world:digits/sd3-test"})
+    trainer = mmrl.Trainer(policy, TEXTS, redness, group_size=3, iterations=1)
+    known = trainer.config
+    assert known["objective"] == {"policy_gradient": {"clip_range": 1e-3, "advantage_clip": 5.0}}
+    assert known["train"]["prompts_per_iteration"] == 15
+    assert known["train"]["train_batch_size"] == 45  # 80 does not divide 45
+    assert "reward" not in (known.plain.get("evaluate") or {})  # those judge digits
+    assert list(known["reward"]) == ["python:redness"]
+
+
+def test_objects_of_the_users_are_plug_ins(folder):
+    from mmrl.objectives.policy_gradient import PolicyGradient
+
+    def centred(rewards, rollout):
+        return (rewards.total() - rewards.total().mean())[:, None]
+
+    trainer = mmrl.Trainer(
+        POLICY,
+        TEXTS,
+        [redness, "jpeg_compressibility"],
+        reward_weights=[1.0, 0.1],
+        objective=PolicyGradient(clip_range=0.01),
+        advantage=centred,
+        optimizer={"adamw": {"lr": 1e-3}},
+        run="objects",
+        **SMALL,
+    )
+    run = trainer.train(progress=False)
+    assert {"reward/redness/mean", "reward/jpeg_compressibility/mean"} <= set(run.metrics)
+    assert run.metrics["grad_norm"].max() > 0
+
+
+def test_a_policy_of_ones_own_is_trained_and_its_weights_load_into_it(folder):
+    """It cannot be built from the run's folder: that says so, and the object itself can go on."""
+    model = mmrl.load_policy(POLICY).model
+    run = mmrl.Trainer(model, TEXTS, redness, learning_rate=0.01, **SMALL).train(progress=False)
+    assert run.config["policy"] == "python:policy" and run.policy.model is model
+    assert run.evaluate()["trained", "redness"].n == 2
+    more = run.resume({"train.iterations": 3}, progress=False)
+    assert more.finished and len(more.metrics) == 3
+    with pytest.raises(mmrl.UserError, match="'python:policy' lives in the Python session"):
+        _ = mmrl.load_run(run.folder).policy
+
+
+def test_files_and_sources_are_named_as_the_command_line_names_them(folder):
+    (folder / "prompts.txt").write_text("\n".join(TEXTS))
+    trainer = mmrl.Trainer(POLICY, folder / "prompts.txt", "jpeg_compressibility", run="y", **SMALL)
+    run = trainer.train(progress=False)
+    assert read(run.folder / "config.yaml", [])["data"] == {
+        "prompts": {"path": str(folder / "prompts.txt")}
+    }
+    assert mmrl.train(run.folder, {"train.iterations": 3}, resume=True, progress=False).finished
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"iterations": -1}, "iterations"),
+        ({"objective": "flow_gro"}, "flow_gro|unknown objective"),
+        ({"reward": "clip_scor"}, "did you mean 'clip_score'"),
+        ({"held_out": 2.0}, "share from 0"),
+        ({"prompts": "nowhere.csv"}, r"nowhere\.csv"),
+        ({"prompts": "a cat"}, "no such file or folder"),
+        ({"policy": "digits/flow_grop"}, "no configuration"),
+        ({"overrides": {"trian.x": 1}}, "trian"),
+        ({"learning_rate": -1.0}, "lr|learning"),
+    ],
+)
+def test_a_mistake_is_found_before_a_model_is_built(change, sentence):
+    options = {"policy": POLICY, "prompts": TEXTS, "reward": redness} | change
+    with pytest.raises(mmrl.UserError, match=sentence):
+        mmrl.Trainer(**options)
+
+
+def test_resume_needs_a_run():
+    with pytest.raises(mmrl.UserError, match="there is no run yet"):
+        mmrl.Trainer(POLICY, TEXTS, redness).train(resume=True)
+
+
+def test_a_policy_that_writes_answers_questions(folder):
+    """One answer is the likeliest, several differ; their boxes are drawn where they are shown."""
+    policy = mmrl.load_policy("digits/grounding", {"policy.path": "world:digits/vlm-test"})
+    questions = policy.prompts[:2]
+    one_each = policy.sample(questions, 1)
+    assert all(isinstance(text, str) for text in one_each)
+    assert len(policy.sample(questions, 3)) == 6 and policy.model.greedy_evaluation
+    changes = {**QUIET, "log.rollouts": 1, "train.evaluate_every": 0}
+    trainer = mmrl.Trainer(
+        policy,
+        policy.prompts[:8],
+        {"referring": 1.0, "short": lambda text: -len(text) / 100},
+        iterations=1,
+        prompts_per_iteration=2,
+        group_size=2,
+        overrides=changes,
+    )
+    run = trainer.train(progress=False)
+    answers = run.samples["iteration 1"]
+    assert len(answers) == 4 and set(answers.rewards) == {"referring", "short"}
+    assert "&lt;rect" in run._repr_html_()  # boxes
+
+
+def test_check_reward_tries_a_function(folder):
+    from PIL import Image
+
+    Image.new("RGB", (16, 16), "red").save("red.png")
+    prompts = [{"text": "red", "image": "red.png"}, {"text": "rose", "image": "red.png"}]
+    audits = mmrl.check_reward(redness, prompts, media="image")
+    assert audits[0].reward == "redness" and "redness" in repr(audits)
+    assert "<table>" in audits._repr_html_() and isinstance(audits.passed, bool)
+    with pytest.raises(mmrl.UserError, match="say what it judges"):
+        mmrl.check_reward(redness, prompts)
+    with pytest.raises(mmrl.UserError, match="give the prompts"):
+        mmrl.check_reward(redness)

@@ -1,0 +1,128 @@
+"""The recipes of the field: what is published of each is whole, the table is fresh, and one of each
+family learns for an iteration on tiny models of the same classes, rewards included."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from mmrl.benchmarks import recipes
+from mmrl.core.registry import locate
+from mmrl.run.build import Session, read
+from tests.benchmarks.files import save_coco_yolos
+from tests.fixtures import tiny_diffusers, tiny_vlms
+from tests.fixtures.tiny_image_rewards import save_hf_clip
+from tests.fixtures.tiny_qwen_rewards import save_video_align
+from tests.fixtures.tiny_rewards import save_tiny_clip
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "configs/benchmarks"
+ITERATION = ["train.prompts_per_iteration=2", "train.group_size=2", "train.train_batch_size=4"]
+ITERATION += ["train.micro_batch_size=null", "train.iterations=1", "train.precision=fp32"]
+PIXELS = ["policy.size=32", "policy.steps=3", "policy.dtype=float32"]
+FEW = ["data.count=40", "data.held_out=4"]
+
+
+def sd3(tmp):
+    return [f"policy.path={locate('world:digits/sd3-test')}", "policy.lora=2", *PIXELS]
+
+
+def geneval(tmp):
+    models = [f"reward.geneval.detector={save_coco_yolos(tmp / 'yolos')}"]
+    return [*sd3(tmp), *FEW, *models, f"reward.geneval.clip={save_tiny_clip(tmp / 'clip')}"]
+
+
+def ocr(tmp):
+    pytest.importorskip("rapidocr_onnxruntime")
+    return [*FEW, "reward.ocr.side=32", "reward.ocr.threads=1"]
+
+
+def pickscore(tmp):
+    model = save_hf_clip(tmp / "pick")
+    return [*sd3(tmp), f"reward.pickscore.model={model}", f"reward.pickscore.processor={model}"]
+
+
+def flux(tmp):
+    path = tiny_diffusers.folder("flux")
+    sizes = ["policy.size=16", "policy.steps=4", "policy.dtype=float32", "policy.lora=2"]
+    return [f"policy.path={path}", *sizes, f"reward.hpsv2.model={save_tiny_clip(tmp / 'clip')}"]
+
+
+def branch(tmp):
+    splits = ["policy.tree.splits=[0]", "policy.steps=3", "train.gradient_checkpointing=false"]
+    return [*flux(tmp), *splits]
+
+
+def qwen_image(tmp):
+    path = tiny_diffusers.folder("qwen_image")
+    sizes = ["policy.size=16", "policy.steps=5", "policy.dtype=float32", "policy.text_length=8"]
+    return [f"policy.path={path}", *sizes, "policy.lora=2", *ocr(tmp)]
+
+
+def wan(tmp):
+    options = save_video_align(tmp)
+    sizes = ["policy.size=16", "policy.frames=5", "policy.steps=3", "policy.dtype=float32"]
+    models = [f"reward.video_align.{key}={value}" for key, value in options.items()]
+    path = tiny_diffusers.folder("wan")
+    return [f"policy.path={path}", *sizes, "policy.lora=2", *models]
+
+
+def vlm(tmp):
+    path = tiny_vlms.folder("qwen2_5_vl")
+    sizes = ["policy.max_new_tokens=8", "policy.dtype=float32", "policy.budgets.max_pixels=3136"]
+    return [f"policy.path={path}", *sizes, "reward.mean_logprob=0.01"]
+
+
+LEARNING = {
+    "sd3_flow_grpo_geneval": geneval,
+    "sd3_nft_ocr": lambda tmp: [*sd3(tmp), *ocr(tmp)],
+    "sd3_dgpo_pickscore": pickscore,
+    "flux_dance_grpo_hpsv2": flux,
+    "flux_branch_grpo_hpsv2": branch,
+    "qwen_image_flow_grpo_ocr": qwen_image,
+    "wan_flow_grpo_motion": wan,
+    "vlm_geometry3k": vlm,
+    "vlm_chartqa": vlm,
+    "vlm_docvqa": vlm,
+    "vlm_refcoco": vlm,
+}
+
+
+@pytest.mark.parametrize("name", LEARNING)
+def test_a_recipe_learns_for_an_iteration_on_tiny_models(name, tmp_path):
+    torch.manual_seed(0)
+    changes = LEARNING[name](tmp_path)
+    trainer = Session.of(read(FOLDER / f"{name}.yaml", [*ITERATION, *changes])).trainer()
+    metrics = trainer.iterate()
+    assert metrics["loss"] == metrics["loss"] and metrics["samples/excluded"] == 0
+    assert trainer.iteration == 1 and metrics["samples/total"] == 4
+    assert not trainer.scorer.failures
+
+
+def test_every_recipe_says_all_that_is_published_of_it():
+    table = recipes.recipes()
+    assert len(table) >= 20 and {fields["level"] for fields in table.values()} == {"T"}
+    for name, fields in table.items():
+        assert all(text.strip() and "|" not in text for text in fields.values()), name
+        assert fields["evaluate"].startswith("mmrl evaluate runs/NAME")
+
+
+def test_the_table_of_the_page_is_fresh():
+    page = (ROOT / "docs/recipes.md").read_text()
+    assert recipes.renewed(page) == page, "run python scripts/recipes_table.py"
+
+
+def test_every_evaluation_names_a_benchmark_that_there_is():
+    from mmrl.core.registry import BENCHMARKS, load_built_in, options
+
+    load_built_in()
+    for fields in recipes.recipes().values():
+        words = fields["evaluate"].split()
+        if "--benchmark" in words:
+            name = words[words.index("--benchmark") + 1]
+            keys = {
+                w.removeprefix("benchmark.").partition("=")[0]
+                for w in words
+                if w.startswith("benchmark.")
+            }
+            assert keys <= set(options(BENCHMARKS[name]))

@@ -1,0 +1,295 @@
+"""Runs on the hub: what would be uploaded is whole, says what is so, and arrives.
+
+The upload is by the real client, to a server on this machine that speaks the hub's protocol for
+repositories and commits."""
+
+import base64
+import json
+import threading
+from types import SimpleNamespace
+
+import pytest
+import uvicorn
+import yaml
+from fastapi import FastAPI, Request, Response
+from PIL import Image
+from typer.testing import CliRunner
+
+from mmrl.cli.app import app
+from mmrl.core.errors import UserError
+from mmrl.hub import command
+from mmrl.hub.card import license_of, scrubbed
+from mmrl.hub.command import Request as Push
+from mmrl.monitoring.report.pictures import data_uri
+from mmrl.run.lifecycle import train
+from mmrl.view.command import listening
+
+SPEC = {
+    "policy": {
+        "sd3": {
+            "path": "world:digits/sd3-test",
+            "size": 32,
+            "steps": 2,
+            "guidance_scale": 1.0,
+            "lora": 2,
+        }
+    },
+    "data": {"digits": {"captions": 20}},
+    "reward": {"digits": 1.0},
+    "objective": {"policy_gradient": {"clip_range": 1.0}},
+    "train": {
+        "prompts_per_iteration": 1,
+        "group_size": 2,
+        "train_batch_size": 2,
+        "iterations": 3,
+        "save_every": 0,
+    },
+    "log": {"tensorboard": False},
+}
+EVALUATION = {
+    "prompts": 5,
+    "num_samples": 2,
+    "rows": [
+        {
+            "model": model,
+            "guidance": 1.0,
+            "rewards": {"digits": {"mean": mean, "low": low, "high": None, "n": 10}},
+            "prompt_means": {"digits": [0.1, None]},
+            "difference": {"digits": {"mean": 0.5, "low": 0.25, "high": 0.75, "p": 0.01}},
+        }
+        for model, mean, low in (("base", 0.25, 0.125), ("trained", 0.75, 0.5))
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A LoRA of a tiny Stable Diffusion 3, trained for three iterations."""
+    place = tmp_path_factory.mktemp("run")
+    (place / "run.yaml").write_text(yaml.safe_dump(SPEC | {"run": str(place / "run")}))
+    folder = train(place / "run.yaml")
+    (folder / "evaluation.json").write_text(json.dumps(EVALUATION))
+    return folder
+
+
+class Hub:
+    """A hub on this machine: takes repositories and commits, and keeps their files."""
+
+    def __init__(self, status=200):
+        self.files: dict[str, bytes] = {}
+        self.repositories: list[dict] = []
+        self.tokens: set[str | None] = set()
+        self.status = status
+        listener = listening("127.0.0.1", 0)
+        self.address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        server = FastAPI()
+        server.api_route("/{path:path}", methods=["GET", "POST"])(self.answer)
+        self.server = uvicorn.Server(uvicorn.Config(server, log_level="error"))
+        self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [listener]})
+
+    async def answer(self, path: str, request: Request):
+        body = await request.body()
+        if request.method == "POST":
+            self.tokens.add(request.headers.get("authorization"))
+        if self.status != 200 and request.method == "POST":
+            return Response('{"error": "no"}', self.status)
+        if path == "api/repos/create":
+            self.repositories.append(json.loads(body))
+            return {"url": f"{self.address}/me/model"}
+        if path.endswith("preupload/main"):
+            names = [file["path"] for file in json.loads(body)["files"]]
+            return {
+                "files": [
+                    {"path": name, "uploadMode": "regular", "shouldIgnore": False} for name in names
+                ]
+            }
+        if path == "api/validate-yaml":
+            return {"errors": [], "warnings": []}
+        if path.endswith("commit/main"):
+            for line in map(json.loads, body.splitlines()):
+                if line["key"] == "file":
+                    self.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+            return {"commitOid": "a" * 40, "commitUrl": f"{self.address}/me/model/commit/a"}
+        return Response("{}", 404)
+
+    def __enter__(self):
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self.server.should_exit = True
+        self.thread.join()
+
+
+@pytest.fixture
+def online(monkeypatch, tmp_path):
+    """Logged in, online, and temporary files where the test sees them."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_TOKEN", "hf_test")
+    monkeypatch.setattr(command.tempfile, "tempdir", str(tmp_path))
+
+    def use(address):
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+
+    return use
+
+
+def test_the_folder_says_all_there_is_to_say(run, tmp_path):
+    done = CliRunner().invoke(
+        app, ["push", str(run), "me/digits", "--dry-run", str(tmp_path / "new"), "--license", "mit"]
+    )
+    assert done.exception is None and done.output.strip() == str(tmp_path / "new")
+    files = {path.name for path in (tmp_path / "new").iterdir()}
+    weights = "pytorch_lora_weights.safetensors"
+    assert files >= {"README.md", "config.yaml", "metrics.jsonl", "evaluation.json", weights}
+    for name in ("curves.png", "before_after.png"):
+        assert Image.open(tmp_path / "new" / name).size > (200, 200)
+    text = (tmp_path / "new" / "README.md").read_text()
+    _, head, body = text.split("---\n", 2)
+    meta = yaml.safe_load(head)
+    assert meta["library_name"] == "diffusers" and meta["license"] == "mit"
+    assert meta["pipeline_tag"] == "text-to-image" and "lora" in meta["tags"]
+    (result,) = meta["model-index"][0]["results"]
+    assert result["metrics"][0]["value"] == 0.75 and "base_model" not in meta
+    assert "| **0.75 (no interval)** |" in body  # one that is open is none
+    for words in (
+        "| change, paired by prompt |  | +0.5 [+0.25, +0.75] |",
+        "StableDiffusion3Pipeline.from_pretrained",
+        'load_lora_weights("me/digits")',
+        "ComfyUI/models/loras",
+        "### transformers",
+        "![before and after](before_after.png)",
+        "![curves of the training](curves.png)",
+        "captions: 20",
+        "clip_range: 1.0",
+        "5 held-out prompts",
+        "Licence",
+    ):
+        assert words in body, words
+
+
+def test_the_loading_code_loads(run, tmp_path):
+    """What the card says of diffusers is done, with the base model that was trained."""
+    from diffusers import StableDiffusion3Pipeline
+
+    from mmrl.core.registry import load_built_in, locate
+
+    folder = command.write(run, Push("me/digits"), tmp_path / "new")
+    load_built_in()
+    pipe = StableDiffusion3Pipeline.from_pretrained(locate("world:digits/sd3-test"))
+    pipe.load_lora_weights(folder)
+    assert pipe.get_active_adapters()
+    assert pipe("a red seven", num_inference_steps=1, height=32, width=32).images[0].size == (
+        32,
+        32,
+    )
+
+
+def test_an_upload_arrives(run, online, tmp_path):
+    with Hub() as hub:
+        online(hub.address)
+        done = CliRunner().invoke(app, ["push", str(run), "me/model", "--private"])
+    assert done.exception is None and done.output.strip() == f"{hub.address}/me/model"
+    assert hub.repositories[0]["name"] == "model" and hub.repositories[0]["organization"] == "me"
+    assert hub.repositories[0].get("private") or hub.repositories[0]["visibility"] == "private"
+    assert hub.files["README.md"].startswith(b"---\nlibrary_name: diffusers")
+    assert {"pytorch_lora_weights.safetensors", "curves.png"} <= set(hub.files)
+    assert "Bearer hf_test" in hub.tokens and not list(tmp_path.glob("mmrl-push-*"))
+
+
+@pytest.mark.parametrize("status", [401, 403, 500])
+def test_a_refused_upload_keeps_what_was_written(run, online, tmp_path, status):
+    with Hub(status) as hub:
+        online(hub.address)
+        with pytest.raises(UserError) as error:
+            command.push(run, Push("me/model"))
+    message = str(error.value)
+    assert ("hf auth login" in message) == (status != 500) and "\n" not in message
+    (kept,) = tmp_path.glob("mmrl-push-*/model")
+    assert f"hf upload me/model {kept}" in message and (kept / "README.md").is_file()
+
+
+def test_mistakes_are_told_before_anything_is_loaded(run, online, tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(command.build, "trained", lambda *_, **__: pytest.fail("loaded"))
+    for name in ("model", "a/b/c", "me/--x", "me/mo del"):
+        with pytest.raises(UserError, match="org/name"):
+            command.push(run, Push(name))
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    with pytest.raises(UserError, match="not empty"):
+        command.write(run, Push("me/model"), tmp_path / "full")
+    with pytest.raises(UserError, match="no run folder"):
+        command.write(tmp_path / "nothing", Push("me/model"), tmp_path / "new")
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    with pytest.raises(UserError, match="hf auth login.*--dry-run"):
+        command.push(run, Push("me/model"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match="HF_HUB_OFFLINE"):
+        command.push(run, Push("me/model"))
+    with pytest.raises(UserError, match="--license"):
+        license_of("", "My Licence")
+
+
+def test_a_hub_that_cannot_be_reached(run, online):
+    online("http://127.0.0.1:9")
+    with pytest.raises(UserError, match="the upload to http://127.0.0.1:9 failed.*hf upload"):
+        command.push(run, Push("me/model"))
+
+
+def test_secrets_and_folders_stay_at_home(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    plain = {
+        "judge": {"api_key": "sk-1", "max_new_tokens": 5, "hf_token": "hf_1"},
+        "data": {"path": f"{tmp_path}/prompts.txt"},
+        "list": [{"password": "x"}],
+    }
+    assert scrubbed(plain) == {
+        "judge": {"api_key": "...", "max_new_tokens": 5, "hf_token": "..."},
+        "data": {"path": "~/prompts.txt"},
+        "list": [{"password": "..."}],
+    }
+
+
+def test_the_card_of_a_run_of_texts(tmp_path, monkeypatch):
+    """Answers first and last, in code blocks they cannot leave; transformers loads it."""
+    run = tmp_path / "run"
+    run.mkdir()
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "README.md").write_text("---\nlicense: apache-2.0\n---\nA model")
+    (run / "config.yaml").write_text(
+        yaml.safe_dump({"policy": {"vlm": {"path": "org/base"}}, "reward": {"exact": 1.0}})
+    )
+    lines = [
+        {
+            "iteration": i,
+            "prompt": "how many?",
+            "picture": data_uri(Image.new("RGB", (4, 4))),
+            "answers": [{"text": f"```\n# {word}"}],
+        }
+        for i, word in ((1, "first"), (9, "last"))
+    ]
+    (run / "rollouts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (run / "metrics.jsonl").write_text('{"iteration": 1, "reward/mean": 0.5}\n')
+
+    def export(folder):
+        (folder / "config.json").write_text('{"model_type": "qwen2_vl"}')
+
+    capabilities = SimpleNamespace(makes="text")
+    session = SimpleNamespace(
+        policy=SimpleNamespace(export=export, capabilities=capabilities, pipeline="")
+    )
+    monkeypatch.setattr(command.build, "trained", lambda *_, **__: session)
+    folder = command.write(run, Push("me/vlm"), tmp_path / "new")
+    text = (folder / "README.md").read_text()
+    meta = yaml.safe_load(text.split("---\n")[1])
+    assert meta["base_model"] == "org/base" and meta["base_model_relation"] == "finetune"
+    assert meta["pipeline_tag"] == "image-text-to-text" and meta["license"] == "other"
+    assert "````\n```\n# first\n````" in text and "# last" in text
+    assert 'AutoModelForImageTextToText.from_pretrained("me/vlm"' in text
+    assert "not evaluated" in text and license_of(str(base), None) == "apache-2.0"

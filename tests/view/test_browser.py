@@ -1,0 +1,222 @@
+"""The pages in a real browser: curves that grow, galleries, ratings by key, phones, the dark."""
+
+import json
+import threading
+from contextlib import contextmanager
+
+import pytest
+import uvicorn
+
+from mmrl.monitoring.report.page import write_report
+from mmrl.view.command import listening
+from mmrl.view.folders import Runs
+from mmrl.view.pairs import Pairs
+from mmrl.view.server import application
+from tests.fixtures.chromium import browser
+from tests.view.runs import HOSTILE, metrics, picture_run, text_run
+
+NARROW, WIDE = 390, 1280
+# elements that stick out of the page, and are not in a box that scrolls
+OUTSIDE = """() => [...document.querySelectorAll('main *')].filter(e =>
+    e.getBoundingClientRect().right > innerWidth + 1 && !e.closest('.scroll, pre')
+    && e.checkVisibility()).map(e => e.tagName + ' ' + (e.textContent || '').slice(0, 40))"""
+# texts whose colour is too close to their ground (WCAG: 4.5, of small texts)
+FAINT = """() => {
+  const light = (c) => { const [r, g, b] = c.match(/[\\d.]+/g).slice(0, 3).map((v) => {
+    v /= 255; return v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4; });
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
+  const ground = (e) => { for (; e; e = e.parentElement) {
+    const c = getComputedStyle(e).backgroundColor;
+    if (c !== 'rgba(0, 0, 0, 0)') return c; }
+    return 'rgb(255, 255, 255)'; };
+  return [...document.querySelectorAll('main *')].filter((e) => e.checkVisibility() &&
+    [...e.childNodes].some((n) => n.nodeType === 3 && n.textContent.trim())).filter((e) => {
+      const style = getComputedStyle(e);
+      const colour = e.namespaceURI.endsWith('svg') ? style.fill : style.color;
+      const [a, b] = [light(colour), light(ground(e))].sort((x, y) => y - x);
+      return (a + 0.05) / (b + 0.05) < 4.5; }).map((e) => e.textContent.slice(0, 40)); }"""
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    with browser() as started:
+        yield started
+
+
+@pytest.fixture
+def opened(chromium):
+    """Open a page; its complaints, and requests to anywhere else, fail the test."""
+    contexts = []
+    problems = []
+
+    def visit(address, width=WIDE, scheme="light"):
+        context = chromium.new_context(
+            viewport={"width": width, "height": 800},
+            color_scheme=scheme,
+            has_touch=width == NARROW,
+        )
+        contexts.append(context)
+        page = context.new_page()
+        page.on("console", lambda m: problems.append(m.text) if m.type == "error" else None)
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on("dialog", lambda dialog: problems.append(f"a script ran: {dialog.message}"))
+        local = ("http://127.0.0.1", "data:", "file:")
+        page.on("request", lambda r: r.url.startswith(local) or problems.append(r.url))
+        page.goto(address)
+        return page
+
+    yield visit
+    for context in contexts:
+        context.close()
+    assert not [text for text in problems if "ERR_CONNECTION_REFUSED" not in text]
+
+
+@contextmanager
+def serving(*places, rate=None):
+    runs = Runs(places)
+    app = application(runs, Pairs(runs, rate) if rate else None)
+    listener = listening("127.0.0.1", 0)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def until(page, expression):
+    """Wait until an expression is true; playwright's own waiting needs eval, which pages forbid."""
+    for _ in range(2400):
+        if page.evaluate(expression):
+            return
+        page.wait_for_timeout(50)
+    pytest.fail(f"never true: {expression}")
+
+
+def append(run, *lines):
+    with (run / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+def test_curves_grow_while_the_reader_looks(tmp_path, opened):
+    run = picture_run(tmp_path / "run", 6, finished=False)
+    with serving(run) as address:
+        page = opened(address)
+        (section,) = page.locator("[data-part=reward]").all()
+        assert page.title().startswith("(1) run")  # an alarm
+        page.locator("summary", has_text="Configuration").click()  # closed by the reader
+        length = "document.querySelector('[data-part=reward] .line').getAttribute('points').length"
+        before = page.evaluate(length)
+        append(run, *({"iteration": i, **metrics(i)} for i in range(7, 30)))
+        until(page, f"{length} > {before} + 100")
+        assert section.is_visible()
+        assert page.locator("details", has_text="Configuration").get_attribute("open") is None
+        assert "iteration 29 of 60" not in page.content()  # no training holds the folder
+        page.locator("[data-part=reward] svg").first.hover()
+        assert "reward" in page.locator(".tip").first.inner_text()
+    until(page, "document.getElementById('connection').textContent.includes('stopped')")
+
+
+def test_the_gallery_shows_a_moment_at_a_time(tmp_path, opened):
+    with serving(picture_run(tmp_path / "run")) as address:
+        page = opened(address)
+        picture = page.locator(".gallery img").first
+        assert "/after/0" in picture.get_attribute("src")
+        page.locator(".gallery input").fill("1")
+        assert "/iter-000002/0" in picture.get_attribute("src")
+        assert page.locator(".gallery output").inner_text() == "iteration 2"
+        until(page, "document.querySelector('.gallery img').naturalWidth === 8")
+        page.locator(".play").click()
+        until(page, "document.querySelector('.gallery output').textContent === 'after'")
+
+
+def test_runs_are_chosen_by_boxes(tmp_path, opened):
+    for name in ("a", "b"):
+        picture_run(tmp_path / name, seed=len(name))
+    with serving(tmp_path) as address:
+        page = opened(address)
+        assert page.locator("[data-part=top] .line.c2").count() > 0
+        with page.expect_navigation():
+            page.get_by_label("show b").uncheck()
+        assert page.locator("[data-part=top] .line.c2").count() == 0
+        assert "run=a" in page.url
+
+
+def test_a_person_rates_by_keys(tmp_path, opened):
+    file = tmp_path / "ratings.jsonl"
+    picture_run(tmp_path / "runs" / "a")
+    text_run(tmp_path / "runs" / "b")
+    with serving(tmp_path / "runs", rate=file) as address:
+        page = opened(f"{address}/rate")
+        for count, key in enumerate("120", start=1):
+            until(page, "!busy && number")
+            page.keyboard.press(key)
+            until(
+                page, f"document.getElementById('progress').textContent.startsWith('{count} rated')"
+            )
+        until(page, "!busy")
+        page.keyboard.press("u")
+        until(page, "document.getElementById('progress').textContent.startsWith('2 rated')")
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    rewards = [[answer["reward"] for answer in record["answers"]] for record in records]
+    assert rewards == [[1.0, 0.0], [0.0, 1.0]]
+
+
+def test_what_is_not_seen_is_not_rated(tmp_path, opened):
+    """A key that is pressed before both pictures are there rates nothing."""
+    file = tmp_path / "ratings.jsonl"
+    with serving(picture_run(tmp_path / "run"), rate=file) as address:
+        page = opened(f"{address}/rate")
+        until(page, "!busy && number")
+        waiting = []
+        page.route("**/rate/pairs/*/left", lambda route: waiting.append(route))
+        page.keyboard.press("s")
+        while not waiting:
+            page.wait_for_timeout(20)
+        page.keyboard.press("1")
+        waiting.pop().continue_()
+        until(page, "!busy && number")
+        assert not file.read_text()
+        page.keyboard.press("1")
+        until(page, "document.getElementById('progress').textContent.startsWith('1 rated')")
+
+
+def test_a_person_rates_by_touch(tmp_path, opened):
+    file = tmp_path / "ratings.jsonl"
+    with serving(text_run(tmp_path / "run"), rate=file) as address:
+        page = opened(f"{address}/rate", NARROW)
+        until(page, "!busy && number")
+        assert HOSTILE in [side.inner_text() for side in page.locator(".answer").all()]
+        assert not page.evaluate(OUTSIDE)
+        page.locator(".side").first.tap()
+        page.get_by_text("Every pair is rated").wait_for()
+    assert len(file.read_text().splitlines()) == 1
+
+
+def test_a_pair_of_pictures_has_no_picture_above(tmp_path, opened):
+    with serving(picture_run(tmp_path / "run"), rate=tmp_path / "r.jsonl") as address:
+        page = opened(f"{address}/rate")
+        until(page, "!busy && number && document.querySelectorAll('.side img.pixel').length === 2")
+        assert not page.locator("#question").is_visible()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [NARROW, WIDE])
+def test_every_page_fits_and_can_be_read(tmp_path, opened, width, scheme):
+    picture_run(tmp_path / "runs" / "a")
+    text_run(tmp_path / "runs" / "b")
+    staged = tmp_path / "staged"
+    picture_run(staged / "1-sft")
+    (staged / "config.yaml").write_text("stages:\n  sft: {}\n")
+    reports = [write_report(folder).as_uri() for folder in (tmp_path / "runs" / "a", staged)]
+    with serving(tmp_path / "runs", rate=tmp_path / "r.jsonl") as address:
+        paths = ("/", "/runs/a", "/runs/b", "/rate")
+        for place in (*reports, *(address + path for path in paths)):
+            page = opened(place, width, scheme)
+            if place.endswith("/rate"):
+                until(page, "!busy && number")
+            assert page.evaluate("document.documentElement.scrollWidth") <= width, place
+            assert not page.evaluate(OUTSIDE), place
+            assert not page.evaluate(FAINT), place
