@@ -1,7 +1,7 @@
 """Compares with what is known of a prompt from elsewhere: rewards of a reference, or earlier ones.
 
 A file of reference rewards is JSON lines, one prompt each: {"text": the prompt, "reward": a number,
-or one for each rollout of the reference}, as ``scripts/reference_rewards.py`` writes it.
+or one for each rollout of the reference}, as ``mmrl.tools.reference_rewards`` writes it.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class PVPO:
     """Take off the mean reward of a reference on the prompt (PVPO), or its moving mean (AVATAR).
 
     Feng et al. 2025, "PVPO: Pre-estimated value-based policy optimization": r - V(prompt). V from
-    ``file`` (JSON lines {"text": ..., "reward": number or list}, from scripts/reference_rewards.py)
+    ``file`` (JSON lines {"text": ..., "reward": number or list}, from mmrl.tools.reference_rewards)
     or from the ``field`` of the prompts; with neither it is the mean reward of the policy when it
     first meets the prompt (our reading of a frozen policy at the start), measured again after
     ``refresh`` iterations (0: never). rate: V <- V + rate (mean - V) after every iteration, by the

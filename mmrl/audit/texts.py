@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, get_args
 
 from mmrl.audit import Line, Offence, Subject
 from mmrl.config import renamed
 from mmrl.core.errors import UserError
+from mmrl.core.pictures import PictureError, opened, upright_size
 from mmrl.core.types import Prompt
+from mmrl.data.vision import boxes, points
 from mmrl.scoring.attempt import as_values, describe
 from rewards.card import card_of
 from rewards.vision.base import Verifiable
@@ -26,7 +29,7 @@ VIEW = {"sizes": [[1000, 800]] * 16, "resized": [[512, 384]] * 16}
 def audit(subject: Subject) -> list[Line]:
     """Run all probes of a reward of texts."""
     answers, unwritten = ground_truths(subject)
-    lines = [_written(subject, unwritten)]
+    lines = [_written(subject, unwritten), *_placed(subject)]
     if not answers:
         return lines
     prompts = [subject.prompts[i] for i in answers]
@@ -98,6 +101,42 @@ def _written(subject: Subject, unwritten: dict[int, str]) -> Line:
         Offence(where(subject.prompts[i]), "", math.nan, why) for i, why in unwritten.items()
     ]
     return Line("data", "every row has a ground truth", [], offences)
+
+
+def _placed(subject: Subject) -> list[Line]:
+    """Compare boxes and points of the data with their pictures: in another space every answer earns
+    0."""
+    prompts = subject.prompts
+    lines = []
+    for each in points.compared(prompts, lambda row: _size(prompts[row])):
+        offences = [
+            Offence(where(prompts[i]), "", math.nan, why) for i, why in each.verdict.rows.items()
+        ]
+        if likely := each.likely():
+            everything = f"all {len(each.placed)} {each.noun}"
+            offences.insert(0, Offence(everything, "", math.nan, f"the {each.noun} {likely}"))
+        elif each.verdict.doubt:
+            offences.append(Offence(f"many {each.noun}", "", math.nan, each.verdict.doubt))
+        lines.append(Line(each.noun, f"lie in their pictures ({each.space})", [], offences))
+    return lines
+
+
+def _size(prompt: Prompt) -> tuple[float, float] | None:
+    """Return the size of the picture that the boxes of a prompt lie in; None where none is
+    known."""
+    pictures = prompt.get("images", prompt.get("image"))
+    several = pictures if isinstance(pictures, list) else [pictures]
+    index = prompt.get("image_index", 0)
+    picture = several[index] if isinstance(index, int) and index < len(several) else None
+    try:
+        if isinstance(picture, (str, Path)):
+            with opened(picture) as image:
+                return upright_size(image)
+        if hasattr(picture, "getexif"):
+            return upright_size(picture)
+    except PictureError:
+        return None
+    return boxes.said_size(prompt)
 
 
 def _maximum(

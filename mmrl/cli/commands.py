@@ -3,8 +3,10 @@ arguments."""
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,16 +14,18 @@ from typing import Any
 
 import torch
 
-from mmrl.config import load_stages
+from mmrl.config import import_plugins, load, load_stages
+from mmrl.core import distributed
 from mmrl.core.errors import UserError
 from mmrl.core.registry import ARTIFACTS, REWARDS, load_built_in, locate
 from mmrl.core.types import Prompt
-from mmrl.run import build, evaluation
+from mmrl.run import build, checkpoint, evaluation
 from mmrl.run.build import Session
 from mmrl.scoring import Scorer
-from mmrl.utils.files import whole_folder, write_json
+from mmrl.utils.files import check_writable, on_disk, whole_folder, write_json
 from mmrl.utils.paths import find_config
 
+PICTURED = {"image", "images", "video", "videos", "messages"}  # fields of a prompt with pictures
 QUICKSTART = ("digits/sd3", "digits/reader", "digits/judge", "digits/clip")
 
 
@@ -37,7 +41,10 @@ def evaluate(
 
     ``best``: every sample is the best of several. ``scores``: a file for what every prompt scored.
     """
-    session, run = _open(path, overrides, at, best)
+    target = (last_run(path) or Path()) / "evaluation.json"
+    for file in (target, *([scores] if scores else [])):
+        check_writable(file.parent)
+    session, run = opened(path, overrides, at, best, judged=True)
     judges = session.judges()
     if not judges.rewards:
         raise UserError(
@@ -47,32 +54,52 @@ def evaluate(
     options = session.evaluation
     prompts = session.prompts()[: options.prompts]
     policy_scale = session.policy.guidance_scale
-    rows = []
-    models = []
     choice = _prepared(session, best, judges)
+    rows: list[dict[str, Any]] = []
+    models = []
+    base: evaluation.Scores | None = None
     for model, snapshot, guidance in _models(session, policy_scale, run is not None):
-        with _at(session, snapshot):
+        with in_force(session, snapshot):
             measured = evaluation.scores(session.policy, prompts, judges, options, guidance, choice)
-        rows.append(evaluation.row(model, guidance, evaluation.estimates(measured)))
+        rows.append(evaluation.row(model, guidance, measured, base))
         models.append({"model": model, "guidance": guidance, **measured.plain()})
-    target = (run or Path()) / "evaluation.json"
+        base = base or measured
+    texts = [str(prompt.get("text", "")) for prompt in prompts]
     sizes: dict[str, Any] = {
         "prompts": len(prompts),
         "num_samples": options.num_samples,
         "held_out": bool(session.source.held_out),
+        # equal where the means of prompts, in their order, can be paired with those of another run
+        "prompts_sha256": hashlib.sha256("\0".join(texts).encode()).hexdigest(),
     }
     sizes |= {"best_of": best.count, "by": best.by} if best else {}
-    target.write_text(json.dumps({**sizes, "rows": rows}, indent=1))
-    if scores is not None:
-        texts = [str(prompt.get("text", "")) for prompt in prompts]
-        about = {
-            **sizes,
-            "split": options.split,
-            "prompts": texts,
-            "weights": session.scorer.weights,
-        }
-        write_json(scores, {**about, "models": models})
+    if not distributed.is_main():  # the main process writes
+        return rows, target
+    with on_disk(target.parent):
+        write_json(target, {**sizes, "rows": rows})
+        if scores is not None:
+            weights = session.scorer.weights
+            about = {**sizes, "split": options.split, "prompts": texts, "weights": weights}
+            write_json(scores, {**about, "models": models})
     return rows, target
+
+
+def refuse_with_benchmark(options: Mapping[str, Any]) -> None:
+    """Raise UserError for options of the command that a benchmark does not have."""
+    for name, value in options.items():
+        if value is not None:
+            raise UserError(f"{name} is of rewards; leave it out with --benchmark, or the other")
+
+
+def evaluate_benchmark(path: Path, name: str, overrides: Sequence[str], at: str | None) -> None:
+    """Score a benchmark of the field, and print the totals and where they are written."""
+    from mmrl.benchmarks import command
+
+    page, sentences = command.evaluate(path, name, overrides, at)
+    for sentence in sentences:
+        print(sentence)
+    if page is not None:
+        print(f"written to {page}")
 
 
 def _models(
@@ -86,30 +113,94 @@ def _models(
         yield "trained", "live", policy_scale
 
 
+@dataclass(frozen=True)
+class Sampling:
+    """Says how ``sample`` samples: with ``best`` every sample is the best of several, ``at`` names
+    a checkpoint, by default the newest."""
+
+    num_samples: int = 4
+    seed: int = 0
+    guidance: float | None = None
+    best: Selection | None = None
+    at: str | None = None
+
+
 def sample(
     path: Path,
     prompts: Sequence[Prompt],
     folder: Path,
-    copies: int = 4,
-    seed: int = 0,
-    guidance: float | None = None,
+    sampling: Sampling = Sampling(),
     overrides: Sequence[str] = (),
-    best: Selection | None = None,
 ) -> list[Path]:
     """Sample a run's trained model or a configuration's base model; one file a sample. Returns the
-    paths. ``best``: every sample is the best of several."""
-    session, _ = _open(path, overrides, None, best)
+    paths. Without prompts some of the held-out ones are taken."""
+    check_writable(folder)
+    best = sampling.best
+    session, _ = opened(path, overrides, sampling.at, best, judged=best is not None)
     requests = list(prompts) or session.prompts()[:4]
+    _tell_without_pictures(session, requests)
     choice = _prepared(session, best, session.judges()) if best else None
-    with _at(session, "live"):
+    with in_force(session, "live"):
         media, repeated = evaluation.sample(
-            session.policy, requests, copies, seed, guidance, choice
+            session.policy,
+            requests,
+            sampling.num_samples,
+            sampling.seed,
+            sampling.guidance,
+            choice,
         )
-    folder.mkdir(parents=True, exist_ok=True)
-    files = []
-    for i, (item, prompt) in enumerate(zip(media, repeated, strict=True)):
-        files.append(_write(item, folder / f"{i:03d}-{_slug(str(prompt.get('text', '')))}"))
+    with on_disk(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        texts = [str(prompt.get("text", "")) for prompt in repeated]
+        files = [
+            write_sample(item, folder / f"{i:03d}-{_slug(text)}")
+            for i, (item, text) in enumerate(zip(media, texts, strict=True))
+        ]
+        lines = [{"file": f.name, "prompt": text} for f, text in zip(files, texts, strict=True)]
+        manifest = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        (folder / "samples.jsonl").write_text(manifest, "utf-8")  # for `mmrl view --rate`
     return files
+
+
+def shown_prompts(
+    prompts: Sequence[Prompt], images: Sequence[Path], videos: Sequence[Path]
+) -> list[Prompt]:
+    """Give prompts their pictures and videos: all to the one prompt, or one to each of several.
+
+    Raises UserError where the numbers do not fit, or a file is missing.
+    """
+    shown = [dict(prompt) for prompt in prompts]
+    for option, files in (("image", images), ("video", videos)):
+        for file in files:
+            if not file.is_file():
+                raise UserError(f"--{option} {file}: no such file")
+        if files and not shown:
+            raise UserError(f"--{option} needs a --prompt: what is asked about it, or made of it")
+        if files and len(shown) not in (1, len(files)):
+            raise UserError(
+                f"--{option} is given {len(files)} times and --prompt {len(shown)} times: give one "
+                f"prompt with all of them, or as many prompts as files"
+            )
+        if len(shown) == 1 and len(files) > 1:
+            shown[0][f"{option}s"] = [str(file) for file in files]
+        else:
+            for prompt, file in zip(shown, files):
+                prompt[option] = str(file)
+    return shown
+
+
+def _tell_without_pictures(session: Session, requests: Sequence[Prompt]) -> None:
+    """Say of prompts without a picture, where those of the data have one, that there is none: a
+    vision-language model answers all the same."""
+    known = [*session.source.held_out, *session.source.train][:1]
+    without = [prompt for prompt in requests if not PICTURED & set(prompt)]
+    if without and known and PICTURED & set(known[0]):
+        text = str(without[0].get("text", ""))[:60]
+        print(
+            f"note: {text!r} has no picture, though the prompts of the data have: the model sees "
+            f"the text alone; give one by --image or --video",
+            file=sys.stderr,
+        )
 
 
 def export(run: Path, folder: Path, at: str | None = None) -> Path:
@@ -117,24 +208,58 @@ def export(run: Path, folder: Path, at: str | None = None) -> Path:
     there once all of it is written."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists and is not empty; name a new folder")
-    session = build.trained(build.last_stage(run), at=at)
-    with whole_folder(folder) as draft:
+    check_writable(folder)
+    run = build.last_stage(run)
+    if at is not None:
+        _check_checkpoint(run, at)
+    session = build.trained(run, at=at)
+    with on_disk(folder), whole_folder(folder) as draft:
         session.policy.export(draft)
     return folder
 
 
-def dry_run(config: Path, overrides: Sequence[str] = (), processes: int = 1) -> None:
-    """Print what a run would be: shapes, batches, forwards, estimated memory. Loads no weights."""
+def show_data(config: Path, overrides: Sequence[str], page: Path, count: int) -> list[str]:
+    """Write a page about what a configuration trains on. Returns lines for the terminal."""
+    from mmrl.data.command import show
+
+    load_built_in()
+    configuration = load(find_config(config), overrides, required=("data",))
+    import_plugins(configuration)
+
+    def needs(source: Any) -> None:
+        if configuration.plain.get("reward"):
+            build.check_needs(configuration, source, {})
+
+    return show(configuration, needs, page, count)
+
+
+def dry_run(
+    config: Path,
+    overrides: Sequence[str] = (),
+    processes: int = 1,
+    devices: str | None = None,
+    propose: bool = False,
+) -> None:
+    """Print what a run would be: shapes, batches, forwards, estimated memory; on named ``devices``
+    also what one pass at true size takes. Loads no weights."""
     from mmrl.dry_run.dryrun import dry_run as look
-    from mmrl.dry_run.page import lines
+    from mmrl.dry_run.page import lines, of_devices
+    from mmrl.utils.cards import devices as named
 
     file = find_config(config)
+    cards = None if devices is None else named(devices)
+    if propose and cards is None:
+        raise UserError("--fit needs --devices, such as --devices 8xH100")
     _, stages = load_stages(file, overrides)
     for chosen in [[f"stage={stage}"] for stage in stages] or [[]]:
         if chosen:
             print(f"stage {chosen[0].partition('=')[2]}")
-        for line in lines(look(file, [*overrides, *chosen], processes)):
+        count = processes if cards is None else cards.count
+        for line in lines(look(file, [*overrides, *chosen], count)):
             print(line)
+        if cards is not None:
+            for line in of_devices(file, [*overrides, *chosen], cards, propose):
+                print(line)
 
 
 def build_artifacts(names: Sequence[str]) -> None:
@@ -189,25 +314,47 @@ def _prepared(session: Session, best: Selection | None, judges: Scorer) -> evalu
     return evaluation.BestOf(best.count, Scorer({name: judges.rewards[name]}))
 
 
-def _open(
-    path: Path, overrides: Sequence[str], at: str | None, best: Selection | None = None
+def last_run(path: Path) -> Path | None:
+    """Return the run folder that a path means, of one with stages the last; None: it is no folder,
+    but a configuration."""
+    return build.last_stage(path) if path.is_dir() else None
+
+
+def opened(
+    path: Path,
+    overrides: Sequence[str],
+    at: str | None,
+    best: Selection | None = None,
+    judged: bool = False,
 ) -> tuple[Session, Path | None]:
-    """Open a run folder with its trained weights, or a configuration with its base model."""
-    path = build.last_stage(path) if path.is_dir() else path
+    """Open a run folder with its trained weights, or a configuration with its base model;
+    ``judged``: the rewards that only judge will be needed."""
+    path = last_run(path) or path
+    if at is not None:
+        _check_checkpoint(path, at)
     file = build.config_of(path) if path.is_dir() else find_config(path)
     overrides = best.overrides(file, overrides) if best else overrides
     if path.is_dir():
-        return build.trained(path, overrides, at), path
-    return build.base(file, overrides), None
+        return build.trained(path, overrides, at, judged), path
+    return build.base(file, overrides, judged), None
+
+
+def _check_checkpoint(path: Path, at: str) -> None:
+    """Raise UserError if there is no checkpoint of that name, with those that there are."""
+    if not path.is_dir():
+        raise UserError(f"--checkpoint {at}: {path} is a configuration; only a run has checkpoints")
+    names = [place.name for place in reversed(checkpoint.every(path / "checkpoints"))]
+    if at not in names:
+        raise UserError(f"--checkpoint {at}: {path} has {', '.join(names) or 'none'}")
 
 
 @contextmanager
-def _at(session: Session, snapshot: str) -> Iterator[None]:
+def in_force(session: Session, snapshot: str) -> Iterator[None]:
     with session.policy.weights.using(snapshot), torch.no_grad():
         yield
 
 
-def _write(item: Any, path: Path) -> Path:
+def write_sample(item: Any, path: Path) -> Path:
     """Write an image [3, H, W] as PNG, a video [F, 3, H, W] as animated PNG, anything else as
     text."""
     if not isinstance(item, torch.Tensor) or item.ndim < 3:

@@ -23,6 +23,9 @@ OPTIONAL = {
     "xformers": "memory-efficient attention on CUDA",
     "flash-attn": "FlashAttention kernels",
     "wandb": "W&B logs",
+    "trackio": "trackio logs",
+    "mlflow": "MLflow logs",
+    "swanlab": "SwanLab logs",
 }
 DISTRIBUTION = "multimodal-rl"  # on the package index "mmrl" is another project
 LITTLE_DISK = 5.0  # GiB; one checkpoint of a large model is more

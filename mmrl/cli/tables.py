@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from rich.console import Console
-from rich.table import Column, Table
-
-from mmrl.config import renamed
-from mmrl.config.presets import PRESETS, described
-from mmrl.core.errors import UserError, suggest
-from mmrl.core.registry import ALL, describe, load_built_in, options
-
-FAMILIES = {"samplers": ("sde_types", "timestep_schedules", "noise_windows")}
+from rich.table import Table
 
 
 def evaluation_table(rows: list[dict[str, Any]]) -> None:
@@ -28,35 +20,33 @@ def evaluation_table(rows: list[dict[str, Any]]) -> None:
 
 def _estimate(estimate: dict[str, Any] | None) -> str:
     """Return mean and half the interval; of a measure of the whole set the value alone."""
-    if estimate is None:
+    if estimate is None or estimate["mean"] is None:
         return ""
-    half = estimate["high"] - estimate["mean"]
-    return (
-        f"{estimate['mean']:.3f} ± {half:.3f}" if math.isfinite(half) else f"{estimate['mean']:.3f}"
-    )
+    mean = f"{estimate['mean']:.3f}"
+    high = estimate["high"]
+    return mean if high is None else f"{mean} ± {high - estimate['mean']:.3f}"
 
 
-def plugin_tables(kind: str | None) -> None:
-    """Print name, options and first docstring line of every registered plug-in."""
-    load_built_in()
-    kinds = [*ALL, *FAMILIES, "presets"]
-    if kind is not None and kind not in kinds:
-        if kind in renamed.KINDS:
-            raise UserError(f"`mmrl list {kind}` is now `mmrl list {renamed.KINDS[kind]}`")
-        raise UserError(f"no plug-ins called {kind!r}; {suggest(kind, kinds, renamed.KINDS)}")
-    for plural, registry in ALL.items():
-        if kind in (None, plural) or plural in FAMILIES.get(kind, ()):
-            table = Table(
-                "name", "what it is", "options", title=plural, title_justify="left", min_width=80
-            )
-            for name in sorted(registry):
-                # what stages and monitors are made from stands under `train:`, not under their name
-                takes = () if plural in ("stages", "monitors") else options(registry[name])
-                table.add_row(name, describe(registry[name]), ", ".join(takes))
-            Console().print(table)
-    if kind in (None, "presets"):
-        names = Column("name", no_wrap=True)
-        table = Table(names, "for", "what it sets", title="presets", title_justify="left")
-        for name in PRESETS:
-            table.add_row(name, *described(name), end_section=True)
-        Console().print(table)
+def change_sentences(rows: list[dict[str, Any]]) -> list[str]:
+    """Say by how much the trained model differs from the base, prompt by prompt: one sentence a
+    reward."""
+    before = next((row for row in rows if "difference" not in row), None)
+    after = next((row for row in rows if row["model"] == "trained"), None)
+    if before is None or after is None:
+        return []
+    return [
+        f"{name}: {_change(change)}"
+        for name, change in after["difference"].items()
+        if change["mean"] is not None
+    ]
+
+
+def _change(change: dict[str, Any]) -> str:
+    """Write a paired difference with its interval, and whether it shows anything."""
+    count = change["prompts"]
+    mean = f"{change['mean']:+.3g}"
+    prompts = f"paired over {count} prompt{'s' if count != 1 else ''}"
+    if change["low"] is None:
+        return f"{mean}, {prompts}: too few to say how sure that is"
+    verdict = ": no change is shown" if change["low"] <= 0 <= change["high"] else ""
+    return f"{mean} [{change['low']:+.3g}, {change['high']:+.3g}], {prompts}{verdict}"

@@ -11,8 +11,8 @@ import numpy as np
 
 from mmrl.compare.plan import Plan, Setting
 from mmrl.compare.runs import Job
-from mmrl.compare.statistics import Interval, Table, holm, paired
 from mmrl.core.errors import UserError
+from mmrl.core.statistics import Interval, Table, holm, paired
 
 TOTAL = "reward"  # the weighted sum that is trained on
 DIVERSITY = "diversity"

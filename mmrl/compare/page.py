@@ -16,8 +16,8 @@ from mmrl.compare import markdown
 from mmrl.compare.measures import Comparison, Measured, kind_of, plural
 from mmrl.compare.plan import Plan, Setting
 from mmrl.compare.runs import Job, events
-from mmrl.compare.statistics import Interval, interval, paired
 from mmrl.core.errors import UserError
+from mmrl.core.statistics import Interval, interval, paired
 from mmrl.monitoring.log import FINISHED
 from mmrl.monitoring.report.charts import Chart, Series, number
 from mmrl.monitoring.report.curves import spread_out

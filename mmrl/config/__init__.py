@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mmrl.config import stages
 from mmrl.config.building import (
+    Chosen,
     Weighted,
     build,
     build_dataclass,
@@ -29,28 +31,32 @@ from mmrl.config.checks import check, import_plugins, or_empty
 from mmrl.config.needs import missing_values, wrong_media
 from mmrl.config.overrides import SECTIONS, override_with, split_keys
 from mmrl.config.presets import filled, unreached
-from mmrl.config.values import Place, exists, show
+from mmrl.config.values import Place, exists, is_pattern, lies_beside, show
 from mmrl.config.yamltext import read, write
 from mmrl.core.errors import UserError, suggest
 from mmrl.core.registry import REWARDS, Registry
 
 __all__ = [
     "Config",
+    "Chosen",
     "Weighted",
     "build",
     "build_dataclass",
     "build_rewards",
     "check",
     "dump",
+    "from_mapping",
     "import_plugins",
     "load",
     "load_stages",
     "missing_values",
+    "of_plain",
     "raise_all",
     "resolve_rewards",
     "wrong_media",
 ]
 
+OPTIONS = ("train", "evaluate", "log", "alarms", "ray")  # sections that hold options, no plug-in
 DEFAULTS = {"advantage": "flow_grpo", "optimizer": "adamw"}
 EXAMPLES = {
     "policy": 'policy: {sd3: {path: "world:digits/sd3", steps: 8}}',
@@ -60,6 +66,7 @@ EXAMPLES = {
     "train": "train: {prompts_per_iteration: 15, group_size: 16, train_batch_size: 80, "
     "iterations: 60}",
 }
+PLACES = ("path", "images", "held_out")  # options of ``data`` that name files or folders
 
 
 @dataclass(frozen=True)
@@ -107,14 +114,18 @@ def load(
     overrides: Sequence[str] = (),
     required: Collection[str] = tuple(EXAMPLES),
     added: Mapping[str, Any] = {},
+    problems: list[str] | None = None,
 ) -> Config:
     """Read a file, apply ``a.b=c`` overrides in order, and check that the sections are the known
     ones.
 
     ``required``: sections that must be there; training needs all that have no default. Of a
     configuration with stages the one that ``stage`` names, or the last. ``added``: sections from
-    code.
+    code. ``problems``: takes unknown and missing sections, which else raise UserError, so that
+    ``check`` reports them beside all that is wrong in the others.
     """
+    alone = problems is None
+    problems = [] if problems is None else problems
     file = str(path)
     plain, marks = _plain(file)
     for override in filter(_is_of_stages, overrides):
@@ -124,12 +135,47 @@ def load(
     rest = [override for override in overrides if not _is_of_stages(override)]
     _apply_preset(plain, marks, rest)
     for override in rest:
+        try:
+            override_with(plain, marks, override)
+        except UserError as error:
+            problems.append(str(error))
+    return of_plain(plain | dict(added), file, marks, required, problems, alone)
+
+
+def from_mapping(
+    sections: Mapping[str, Any],
+    overrides: Sequence[str] = (),
+    required: Collection[str] = tuple(EXAMPLES),
+    file: str = "Python",
+) -> Config:
+    """Make a configuration of plain values instead of a file, which mistakes name as ``file``."""
+    plain: dict[Any, Any] = deepcopy(dict(sections))
+    marks: dict[tuple[Any, ...], str] = {(): file}
+    _apply_preset(plain, marks, overrides)
+    for override in overrides:
         override_with(plain, marks, override)
-    plain |= added
-    problems = [*_sections(plain, Place((), marks)), *_missing(plain, file, required)]
+    return of_plain(plain, file, marks, required)
+
+
+def of_plain(
+    plain: dict[str, Any],
+    file: str,
+    marks: Mapping[tuple[Any, ...], str],
+    required: Collection[str] = tuple(EXAMPLES),
+    problems: list[str] | None = None,
+    alone: bool = True,
+) -> Config:
+    """Make a configuration of plain values whose overrides have been applied, and check its
+    sections, as ``load`` does. ``problems``: found so far; ``alone``: they are raised here."""
+    problems = [] if problems is None else problems
+    problems += [*_sections(plain, Place((), marks)), *_missing(plain, file, required)]
     if (name := plain.get("preset")) is not None and (why := unreached(plain, name)):
         problems.append(Place(("objective",), marks).say(why))
-    raise_all(problems)
+    if alone:
+        raise_all(problems)
+    for key in OPTIONS:  # what is none of these has been reported
+        if not isinstance(or_empty(plain.get(key)), Mapping):
+            del plain[key]
     if learns_from_answers(plain):
         plain.setdefault("reward", {})
     return Config(
@@ -220,20 +266,24 @@ def _marked(
 def dump(config: Config) -> str:
     """Write YAML that loads back to the same configuration from any folder: files found beside it
     get their full path."""
-    return write(_anchored(config.plain, Path(config.file).parent))
+    return write(anchored(config.plain, Path(config.file).parent))
 
 
-def _anchored(value: Any, folder: Path) -> Any:
+def anchored(value: Any, folder: Path, path: tuple[str, ...] = ()) -> Any:
+    """Give files their full path that lie beside the configuration; of ``data`` also folders and
+    files by a pattern. ``path``: the keys that lead to the value."""
     if isinstance(value, dict):
-        return {key: _anchored(item, folder) for key, item in value.items()}
+        return {key: anchored(item, folder, (*path, str(key))) for key, item in value.items()}
     if isinstance(value, list):
-        return [_anchored(item, folder) for item in value]
-    beside = (
-        isinstance(value, str)
-        and Path(value).suffix
-        and not exists(Path(value))
-        and exists(folder / value)
-    )
+        return [anchored(item, folder, path) for item in value]
+    if not isinstance(value, str):
+        return value
+    is_data = "data" in path[:-1] and path[-1] in PLACES
+    if is_data and is_pattern(value):
+        beside = lies_beside(value, folder)
+    else:
+        named = Path(value).suffix or is_data
+        beside = bool(named) and not exists(Path(value)) and exists(folder / value)
     return str((folder / value).resolve()) if beside else value
 
 
@@ -268,13 +318,17 @@ def _sections(plain: Mapping[Any, Any], root: Place) -> Iterator[str]:
     for key in plain:
         if key not in SECTIONS:
             yield (root / key).say(f"unknown section; {suggest(str(key), SECTIONS)}")
-    for key in ("train", "evaluate", "log", "alarms"):
+    for key in OPTIONS:
         if not isinstance(or_empty(plain.get(key)), Mapping):
             yield (root / key).say(f"expected options, {{option: value}}, got {show(plain[key])}")
 
 
 def learns_from_answers(plain: Mapping[Any, Any]) -> bool:
-    """Tell whether the objective is supervised fine-tuning, which needs no reward."""
+    """Tell whether a run learns from answers in the data, supervised or by preferences, which needs
+    no reward."""
+    train = plain.get("train")
+    if isinstance(train, Mapping) and train.get("preferences") is not None:
+        return True
     objective = plain.get("objective")
     return (next(iter(objective), "") if isinstance(objective, Mapping) else objective) == "sft"
 

@@ -3,7 +3,7 @@ weighted rewards."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -18,10 +18,11 @@ from mmrl.config.schema import (
     resolve_named,
 )
 from mmrl.config.values import Place, show
-from mmrl.core.errors import UserError
+from mmrl.core.errors import UserError, a_or_an
 from mmrl.core.registry import REWARDS, Registry, options
 from mmrl.core.types import Reward
 from mmrl.scoring.handling import Handled, Handling
+from rewards.card import card_with
 
 
 @dataclass(frozen=True)
@@ -76,14 +77,59 @@ def build_rewards(
 
 def _handled(name: str, entry: Chosen) -> Reward:
     """Wrap the reward with its ``Handling`` if any of those options is set."""
+    try:
+        handling = construct(entry.handling)
+        if handling.place is not None:
+            return _placed(name, entry, handling)
+    except UserError as error:
+        raise UserError(entry.handling.place.say(str(error))) from error
     reward: Reward = construct(entry.reward)
-    handling = construct(entry.handling)
     if handling == Handling():
         return reward
     try:
         return Handled(reward, handling, name, identity(entry.reward))
     except UserError as error:
         raise UserError(entry.handling.place.say(str(error))) from error
+
+
+def _placed(name: str, entry: Chosen, handling: Handling) -> Reward:
+    """Have the reward built and computed by workers of a Ray cluster."""
+    from mmrl.cluster.rewards import Placed
+
+    card = card_with(entry.reward.entry, entry.reward.options)
+    spec = (name, entry.reward, handling.of_worker())
+    placed = Placed(name, card, (of_worker, spec), handling, plug_ins_in(entry.reward))
+    return Handled(placed, handling.of_caller(), name, identity(entry.reward))
+
+
+def plug_ins_in(value: Any) -> Iterator[Any]:
+    """Yield the classes and functions that a specification names, at any depth."""
+    if isinstance(value, Resolved):
+        yield value.entry
+        yield from plug_ins_in(value.options)
+    elif isinstance(value, (list, tuple, Mapping)):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from plug_ins_in(item)
+
+
+def of_worker(spec: tuple[str, Resolved, Handling]) -> Reward:
+    """Build a reward on a worker elsewhere."""
+    name, reward, handling = spec
+    return Handled(construct(reward), handling, name)
+
+
+def unplaceable(name: str, entry: Chosen) -> Iterator[str]:
+    """Say what is wrong with the place that a reward is to have, before anything is built."""
+    try:
+        handling = construct(entry.handling)
+        if handling.place is not None:
+            from mmrl.cluster.connection import check_version
+            from mmrl.cluster.rewards import check_card
+
+            check_version()
+            check_card(name, card_with(entry.reward.entry, entry.reward.options))
+    except UserError as error:
+        yield entry.handling.place.say(str(error))
 
 
 @dataclass(frozen=True)
@@ -120,7 +166,7 @@ def _resolve_reward(
 ) -> Chosen | None:
     if not isinstance(name, str) or not name:
         problems.append(
-            (place / name).say(f"expected the name of a {registry.kind}, got {show(name)}")
+            (place / name).say(f"expected the name of {a_or_an(registry.kind)}, got {show(name)}")
         )
         return None
     chosen = {"weight": chosen} if not isinstance(chosen, Mapping) else dict(chosen)
@@ -128,7 +174,9 @@ def _resolve_reward(
     use = chosen.pop("use", name)
     if not isinstance(use, str):
         problems.append(
-            (place / name / "use").say(f"expected the name of a {registry.kind}, got {show(use)}")
+            (place / name / "use").say(
+                f"expected the name of {a_or_an(registry.kind)}, got {show(use)}"
+            )
         )
         return None
     reward, handling = _split_options(use, chosen, registry, place / name, problems)

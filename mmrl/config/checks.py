@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import is_dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from mmrl.config.building import raise_all, resolve_rewards
+from mmrl.config.building import raise_all, resolve_rewards, unplaceable
 from mmrl.config.needs import missing_fields, without_gradient, without_memory, wrong_media
 from mmrl.config.options import (
     EvaluateOptions,
@@ -18,7 +18,7 @@ from mmrl.config.options import (
     not_to_be_skipped,
     pathless,
     renamed_rows,
-    unfit_for_sft,
+    unfit_for_data,
     unsuited,
     unsuited_to_refill,
     unsuited_to_trees,
@@ -29,7 +29,7 @@ from mmrl.config.options import (
 from mmrl.config.overrides import PLUGGED
 from mmrl.config.presets import unsuited_preset
 from mmrl.config.schema import BAD, Resolved, construct, convert, resolve, resolve_call
-from mmrl.config.values import Place, exists, show
+from mmrl.config.values import Location, Place, exists, is_pattern, show
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS, Plugin, import_file, import_module, is_safe
 from mmrl.core.registry import options as options_of
@@ -38,12 +38,14 @@ from rewards.card import described
 if TYPE_CHECKING:
     from mmrl.config import Config
 
+Section = TypeVar("Section")
 MOST_RANK = 2**16  # of an adapter: wider than any layer
 TREES = ("tree", "branch_at")  # options of policies under which samples share their beginning
 
 
 def plain_sections() -> dict[str, type]:
     """Return the sections that are dataclasses, not plug-ins."""
+    from mmrl.cluster.options import RayOptions
     from mmrl.monitoring.alarms import AlarmOptions
     from mmrl.monitoring.log import LogOptions
 
@@ -52,6 +54,7 @@ def plain_sections() -> dict[str, type]:
         "evaluate": EvaluateOptions,
         "log": LogOptions,
         "alarms": AlarmOptions,
+        "ray": RayOptions,
     }
 
 
@@ -60,18 +63,21 @@ def check(
     dataclasses: Mapping[str, type] | None = None,
     supplied: Mapping[str, Collection[str]] = {},
     processes: int = 1,
+    before: Collection[str] = (),
 ) -> None:
     """Check names, options, files and arithmetic before a model is built; report all problems at
     once.
 
     ``dataclasses`` are the types of plain sections; ``supplied`` the arguments that code gives to a
-    section's object.
+    section's object; ``before``: problems that ``load`` has seen, such as a missing section.
     """
-    import_plugins(config)
-    problems: list[str] = []
+    problems = [*before]
+    _try(problems, import_plugins, config)
+    if len(problems) > len(before):  # without them the names of other sections are unknown
+        raise_all(problems)
     entries: dict[str, Resolved] = {}
     objective = None
-    for section, registry in PLUGGED.items():
+    for section, registry in _present(config, PLUGGED, before):
         from_code = supplied.get(section, ())
         resolved = resolve(config[section], registry, config.place((section,)), problems, from_code)
         if isinstance(resolved, Resolved):
@@ -81,15 +87,16 @@ def check(
                 objective = plug_in if section == "objective" else objective
             entries[section] = resolved
         problems += _missing_files(resolved)
+        problems += _absent_packages(resolved)
         problems += _impossible_options(resolved)
     problems += _unsuited(entries, objective)
     if (preset := config.plain.get("preset")) and "policy" in entries:
         why = unsuited_preset(preset, entries["policy"].entry)
         problems += [config.place(("preset",)).say(why)] if why else []
     named = {section: resolved.entry for section, resolved in entries.items()}
-    trained = _rewards(config, config["reward"], ("reward",), problems, named)
+    trained = _rewards(config, or_empty(config.plain.get("reward")), ("reward",), problems, named)
     sections: dict[str, Any] = {}
-    for section, cls in (dataclasses or plain_sections()).items():
+    for section, cls in _present(config, dataclasses or plain_sections(), before):
         options = resolve_call(
             cls, or_empty(config.plain.get(section)), config.place((section,)), problems
         )
@@ -113,6 +120,15 @@ def check(
     raise_all(problems)
 
 
+def _present(
+    config: Config, sections: Mapping[str, Section], before: Collection[str]
+) -> Iterator[tuple[str, Section]]:
+    """Yield sections, without those that are missing where that is one of the problems before."""
+    for name, section in sections.items():
+        if not before or config.plain.get(name) is not None:
+            yield name, section
+
+
 def _unfit_sizes(
     config: Config,
     built: TrainOptions,
@@ -126,8 +142,9 @@ def _unfit_sizes(
     for line in impossible(built, processes):
         yield f"{config.where(line.partition(' ')[0])}: {line}"
     unfit = [*unsupported_options(built, entries["policy"].entry if "policy" in entries else None)]
-    if "objective" in entries and getattr(entries["objective"].entry, "supervised", False):
-        unfit += unfit_for_sft(built)
+    if "objective" in entries:
+        policy = entries["policy"].entry if "policy" in entries else None
+        unfit += unfit_for_data(built, objective or entries["objective"].entry, policy)
     if {"objective", "policy"} <= set(entries):
         imitates = entries["objective"].options.get("sft") is not None
         why = pathless(built, entries["policy"].entry, entries["objective"].entry)
@@ -259,11 +276,10 @@ def _rewards(
     """Check the rewards of a section; return how many of them have a weight."""
     place = config.place(path)
     weighted = resolve_rewards(spec, REWARDS, place, problems)
-    for entry in weighted.values():
-        problems += _missing_files(entry.reward)
+    for name, entry in weighted.items():
+        problems += [*_missing_files(entry.reward), *unplaceable(name, entry)]
     chosen = {name: entry.reward.entry for name, entry in weighted.items()}
-    unfit = [(name, why) for name, entry in chosen.items() if (why := _uncallable(entry))]
-    unfit += wrong_media(chosen, entries.get("policy"))
+    unfit = list(wrong_media(chosen, entries.get("policy")))
     if path != ("reward",):
         unfit += without_memory(chosen)
     if fields := getattr(entries.get("data"), "fields", ()):
@@ -286,7 +302,8 @@ def _rewards(
 def _unvalidated(config: Config, train: Any, evaluation: Any) -> Iterator[str]:
     """Find rewards that are guided by evaluations which the run does not make."""
     place = config.place(("reward",))
-    for name, weighted in resolve_rewards(config["reward"], REWARDS, place, []).items():
+    rewards = or_empty(config.plain.get("reward"))
+    for name, weighted in resolve_rewards(rewards, REWARDS, place, []).items():
         validates = getattr(weighted.reward.entry, "validates", None)
         if validates is None or not validates(weighted.reward.options):
             continue
@@ -353,21 +370,15 @@ def or_empty(section: Any) -> Any:
     return {} if section is None else section
 
 
-def _uncallable(reward: Plugin) -> str:
-    """Say why a function cannot be called with samples and their prompts; empty if it can, or is
-    a class, whose objects are called."""
-    if isinstance(reward, type):
-        return ""
-    try:
-        parameters = inspect.signature(reward).parameters.values()
-    except (TypeError, ValueError):  # built into Python, which does not say
-        return ""
-    places = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    needed = [p for p in places if p.default is p.empty]
-    many = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-    if len(needed) <= 2 and (many or len(places) >= 2):
-        return ""
-    return "a reward is called with (media, prompts), which this does not take"
+def _absent_packages(resolved: Any) -> Iterator[str]:
+    """Find what needs a package that is not installed."""
+    if not isinstance(resolved, Resolved):
+        return
+    package = getattr(resolved.entry, "requires", None)
+    if package is not None and find_spec(package) is None:
+        yield resolved.place.say(
+            f"needs the package {package}: pip install 'multimodal-rl[low-memory]'"
+        )
 
 
 def _impossible_options(resolved: Any) -> Iterator[str]:
@@ -401,6 +412,8 @@ def _missing_files(value: Any, key: str = "", place: Place | None = None) -> Ite
             yield from _missing_files(item, name, place / name)
     elif isinstance(value, str) and not (key == "path" and looks_local(value)):
         return
+    elif isinstance(value, Location) and is_pattern(value):
+        return  # reading the data says if no file matches
     elif isinstance(value, (str, Path)) and not exists(Path(value).expanduser()):
         yield place.say(f"no such file or folder: {value}; relative paths start at {Path.cwd()}")
 
@@ -414,6 +427,13 @@ def looks_local(path: str) -> bool:
         ".txt",
         ".jsonl",
         ".json",
+        ".csv",
+        ".tsv",
+        ".gz",
+        ".zst",
+        ".parquet",
+        ".arrow",
+        ".tar",
         ".yaml",
         ".yml",
         ".pt",

@@ -10,12 +10,15 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
+from mmrl.config.preferences import Preferences, unfit_for_preferences
 from mmrl.core.errors import UserError
 from mmrl.core.registry import Plugin
 
 Count = Annotated[int, Ge(1)]
 Natural = Annotated[int, Ge(0)]
+Steps = Annotated[int, Ge(1), Le(10_000)]  # of a sampler: every one of them is laid out before
 Positive = Annotated[float, Gt(0)]
+Draws = Annotated[int, Ge(1), Le(10_000)]  # looks at one sample, all in memory at once
 MOST_ROWS = 10**8  # samples of an iteration, whose bookkeeping alone fills a machine
 LossAggMode = Literal[
     "token_mean",
@@ -295,6 +298,21 @@ class Speculative:
 
 
 @dataclass(frozen=True)
+class PartialRollout:
+    """Cuts answers off after ``tokens`` tokens and goes on with them in the next iterations, under
+    the weights of then (Kimi team 2025, k1.5; Zhou et al. 2025, APRIL), so that no iteration waits
+    for the longest answer.
+
+    Groups wait until all their answers have ended, and then take the places of groups that are cut
+    off; where there are too few, places are not trained on. ``age``: iterations that a group may be
+    old; older ones are given up.
+    """
+
+    tokens: Count
+    age: Count = 8
+
+
+@dataclass(frozen=True)
 class PromptValue:
     """Predicts what a prompt is worth by a value model that learns beside the policy: the policy's
     network, as it was before training, with a head on its state of the prompt.
@@ -304,10 +322,10 @@ class PromptValue:
     more). ``width``: of the head's hidden layer; 0: it is linear. ``start``: the value of every
     prompt before the first step. ``lr``, ``base_lr``: of Adam for the head and for the network.
     ``steps``: on the squared error of an iteration's prompts. ``learn``: from the mean reward of
-    every group; false: only from ``path``, rewards of a reference as ``scripts/
-    reference_rewards.py`` writes them, to which the model is fitted before the first iteration,
-    ``epochs`` times in steps of ``batch`` prompts. ``key``: the field of a prompt that names it
-    there.
+    every group; false: only from ``path``, rewards of a reference as
+    ``mmrl.tools.reference_rewards`` writes them, to which the model is fitted before the first
+    iteration, ``epochs`` times in steps of ``batch`` prompts. ``key``: the field of a prompt
+    that names it there.
     """
 
     base: Literal["frozen", "trained"] = "frozen"
@@ -325,6 +343,23 @@ class PromptValue:
     def __post_init__(self) -> None:
         if not self.learn and self.path is None:
             raise UserError("prompt_value: with learn: false nothing is learnt; set path")
+
+
+@dataclass(frozen=True)
+class ContextParallel:
+    """Splits the sequence of a sample over neighbouring processes, by diffusers' context
+    parallelism. They hold the same rows, and count as one process in what must divide.
+
+    ``ulysses_degree``: processes that exchange attention heads. ``ring_degree``: processes around
+    which keys and values go, for ``policy.attention: flash``.
+    """
+
+    ulysses_degree: Count = 1
+    ring_degree: Count = 1
+
+    @property
+    def size(self) -> int:
+        return self.ulysses_degree * self.ring_degree
 
 
 @dataclass(frozen=True)
@@ -367,6 +402,10 @@ class TrainOptions:
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"  # mixed precision of the forward pass
     # recompute activations: less memory, about a third more time
     gradient_checkpointing: bool = False
+    # the sequence of a sample over several processes; null: every process has rows of its own
+    context_parallel: ContextParallel | None = None
+    # processes that hold one copy of the weights together (FSDP2); null: all processes
+    shard_size: Count | None = None
     # decay of the moving average of the weights; null: none
     ema: Annotated[float, Ge(0), Lt(1)] | None = None
     ema_update_interval: Count = 1  # optimizer steps between its updates
@@ -391,12 +430,16 @@ class TrainOptions:
     response_reuse: ResponseReuse | None = None
     # begin with what is accepted of the last answers to a prompt; null: anew
     speculative: Speculative | None = None
+    # long answers over several iterations; null: every answer is written at once
+    partial_rollout: PartialRollout | None = None
     # what each prompt is worth, by a value model beside the policy; null: not predicted
     prompt_value: PromptValue | None = None
     # how far the policy has moved since it last answered each prompt; null: not measured
     policy_drift: PolicyDrift | None = None
     # answers of a file, or of the data, in the groups; null: none
     demonstrations: Demonstrations | None = None
+    # compared answers of the data in place of samples; null: the policy samples
+    preferences: Preferences | None = None
     # answers that the policy improves by what is asked of them; null: none
     refinement: Refinement | None = None
     # source of one answer of every group: a reward, or a field of the prompt; null: none
@@ -533,6 +576,7 @@ IDLE_IN_SFT = (
     "reward_overlap_chunks",
     "demonstrations",
     "refinement",
+    "partial_rollout",
     "speculative",
     "adaptive_sampling",
     "dynamic_sampling_rounds",
@@ -553,13 +597,31 @@ def unfit_for_sft(train: TrainOptions) -> Iterator[str]:
             f"train.group_size: {train.group_size}, but supervised fine-tuning has one answer to "
             f"every prompt: set it to 1"
         )
+    yield from unfit_without_samples(train, "supervised fine-tuning samples and rewards nothing")
+
+
+def unfit_for_data(train: TrainOptions, objective: Any, policy: Any) -> Iterator[str]:
+    """List sentences about what means nothing where the objective learns from answers in the data,
+    or from preferences, or where answers take several iterations; ``policy``: an object or a
+    class."""
+    yield from unfit_for_parts(train, objective)
+    if getattr(objective, "supervised", False):
+        yield from unfit_for_sft(train)
+        if train.preferences is not None:
+            yield "train.preferences: sft learns one answer by heart: choose dpo, or leave it out"
+    elif train.preferences is not None:
+        can = capabilities_of(policy)
+        yield from unfit_for_preferences(train.preferences, train.group_size, objective, can)
+        yield from unfit_without_samples(train, "nothing is sampled with train.preferences")
+
+
+def unfit_without_samples(train: TrainOptions, why: str) -> Iterator[str]:
+    """List sentences about options of ``train`` that mean nothing where answers come from the
+    data; ``why``: what is missing."""
     defaults = {f.name: f.default for f in fields(TrainOptions)}
     for name in IDLE_IN_SFT:
         if getattr(train, name, None) != defaults.get(name):
-            yield (
-                f"train.{name}: supervised fine-tuning samples and rewards nothing, so it would "
-                f"do nothing: leave it out"
-            )
+            yield f"train.{name}: {why}, so it would do nothing: leave it out"
 
 
 def pathless(train: TrainOptions, policy: Any, objective: Any) -> str | None:
@@ -584,6 +646,7 @@ SINGLE_ANSWERS = (
     "adaptive_sampling",
     "demonstrations",
     "ground_truth_rollout",
+    "partial_rollout",
     "policy_drift",
     "refinement",
     "replay_buffer",
@@ -656,6 +719,39 @@ def unsuited_to_trees(train: TrainOptions) -> Iterator[str]:
             )
 
 
+BESIDE_PARTS = (
+    "adaptive_sampling",
+    "demonstrations",
+    "dynamic_sampling_rounds",
+    "ground_truth_rollout",
+    "max_new_tokens_schedule",
+    "policy_drift",
+    "prompt_value",
+    "refinement",
+    "replay_buffer",
+    "response_reuse",
+    "speculative",
+)
+
+
+def unfit_for_parts(train: TrainOptions, objective: Any) -> Iterator[str]:
+    """List sentences about what does not go with answers that several iterations write."""
+    if train.partial_rollout is None:
+        return
+    for name in BESIDE_PARTS:
+        if getattr(train, name):
+            yield (
+                f"train.{name}: it looks at the answers of an iteration, of which "
+                f"train.partial_rollout leaves some to the next: leave one of them out"
+            )
+    visits = getattr(objective, "visits", False)
+    if visits and getattr(objective, "importance_sampling", None) is None:
+        yield (
+            "train.partial_rollout: tokens of older weights need a correction: set "
+            "objective.policy_gradient.importance_sampling, such as {mode: truncate, cap: 2.0}"
+        )
+
+
 def unsuited_to_refill(train: TrainOptions) -> Iterator[str]:
     """List sentences about options of ``train`` with which a policy's ``refill`` would do
     nothing."""
@@ -714,7 +810,6 @@ def _step_rounds(train: TrainOptions) -> int:
 
 def impossible(train: TrainOptions, processes: int = 1) -> Iterator[str]:
     """List sentences, each beginning with the key, about sizes that do not divide."""
-    rows = train.prompts_per_iteration * train.group_size
     unfit = False
     for key in (
         "prompts_per_iteration",
@@ -729,48 +824,46 @@ def impossible(train: TrainOptions, processes: int = 1) -> Iterator[str]:
             yield f"train.{key} is {value}: at least 1"
     if unfit:
         return
+    if problem := _indivisible(train, processes):
+        yield problem
+
+
+def _indivisible(train: TrainOptions, processes: int) -> str | None:
+    """Return the first sentence about sizes that do not divide; None if all do."""
+    rows = train.prompts_per_iteration * train.group_size
     if train.prompts_per_iteration % processes:
         near = _nearest(train.prompts_per_iteration, processes, lambda n: True)
-        yield (
+        return (
             f"train.prompts_per_iteration {train.prompts_per_iteration} cannot be shared by "
             f"{processes} processes: use {near}"
         )
-        return
     if rows > MOST_ROWS or train.prompts_per_iteration > MOST_ROWS:
-        yield (
+        return (
             f"train.group_size {train.group_size} x train.prompts_per_iteration "
             f"{train.prompts_per_iteration} is {rows:.3g} samples of an iteration: at most "
             f"{MOST_ROWS:.0e}"
         )
-    elif rows % train.train_batch_size:
-        near = _nearest(
-            min(train.train_batch_size, rows), processes, lambda n: n <= rows and rows % n == 0
+    batch = train.train_batch_size
+    if rows % batch:
+        near = _nearest(min(batch, rows), processes, lambda n: n <= rows and rows % n == 0)
+        return (
+            f"train.train_batch_size {batch} does not divide the {rows} samples "
+            f"(train.prompts_per_iteration {train.prompts_per_iteration} x "
+            f"train.group_size {train.group_size}) of an iteration: use {near}"
         )
-        samples = (
-            f"{rows} samples (train.prompts_per_iteration {train.prompts_per_iteration} x "
-            f"train.group_size {train.group_size})"
+    if batch % processes:
+        near = _nearest(batch, processes, lambda n: n <= rows and rows % n == 0)
+        return (
+            f"train.train_batch_size {batch} cannot be shared by {processes} processes: use {near}"
         )
-        yield (
-            f"train.train_batch_size {train.train_batch_size} does not divide the {samples} "
-            f"of an iteration: "
-            f"use {near}"
-        )
-    elif train.train_batch_size % processes:
-        near = _nearest(train.train_batch_size, processes, lambda n: n <= rows and rows % n == 0)
-        yield (
-            f"train.train_batch_size {train.train_batch_size} cannot be shared by "
-            f"{processes} processes: "
-            f"use {near}"
-        )
-    elif train.micro_batch_size and train.micro_batch_size > (
-        share := train.train_batch_size // processes
-    ):
-        yield (
+    share = batch // processes
+    if train.micro_batch_size and train.micro_batch_size > share:
+        return (
             f"train.micro_batch_size {train.micro_batch_size} is more than the {share} rows of an "
-            f"optimizer step on one process "
-            f"(train.train_batch_size {train.train_batch_size} over {processes}): at most "
-            f"{share}, or null"
+            f"optimizer step on one process (train.train_batch_size {batch} over {processes}): "
+            f"at most {share}, or null"
         )
+    return None
 
 
 def _nearest(size: int, multiple: int, fits: Callable[[int], bool]) -> str:
@@ -785,7 +878,9 @@ def _nearest(size: int, multiple: int, fits: Callable[[int], bool]) -> str:
 
 
 def _warnings(train: TrainOptions, supervised: bool) -> Iterator[str]:
-    if train.group_size < 2 and not supervised:
+    are_apart = train.demonstrations is not None and train.demonstrations.apart
+    are_given = supervised or train.preferences is not None
+    if train.group_size < 2 and not are_given and not are_apart:
         yield (
             "train.group_size is 1: an advantage that compares the samples of a prompt is zero, "
             "nothing would be learned"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 from mmrl.config.values import show
@@ -28,16 +29,21 @@ SECTIONS = (
     "log",
     "preset",
     "alarms",
+    "ray",
     "start",
     "stages",
     "stage",
 )
 
 
+# where overrides come from, for messages; ``mmrl.api`` says that they were an argument
+WRITTEN_IN: ContextVar[str] = ContextVar("WRITTEN_IN", default="command line")
+
+
 def override_with(plain: dict[Any, Any], marks: dict[tuple[Any, ...], str], override: str) -> None:
     """Set one value; the marks of what it replaces are removed, its own mark is the override
     itself."""
-    source = f"command line: {override}"
+    source = f"{WRITTEN_IN.get()}: {override}"
     name, equals, text = override.partition("=")
     if not equals or not name.strip(". "):
         raise UserError(f"{source}: expected key=value, such as train.iterations=100")

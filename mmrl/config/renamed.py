@@ -73,6 +73,7 @@ OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {  # section -> old name -> new
         "lag_most": ("old_decay_max",),
     },
     "advantage": {"of": ("base",), "flat": ("zero_variance_groups",)},
+    "data": {"fields": ("columns",)},
 }
 
 PLUG_INS: dict[str, dict[str, str]] = {  # kind of plug-in -> old name -> new name

@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, is_dataclass, replace
 from functools import partial
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from mmrl.config import renamed
+from mmrl.config.overrides import WRITTEN_IN
 from mmrl.config.values import SCALARS, Place, expected, show
-from mmrl.core.errors import UserError, suggest
-from mmrl.core.registry import Plugin, Registry, options
+from mmrl.core.errors import UserError, a_or_an, suggest
+from mmrl.core.registry import LATER, Plugin, Registry, make, options
 
+MOST_NAMES = 13  # options of which a message lists all, though it has said which is meant
 BAD = object()  # what a conversion returns after it has reported a problem
 
 
@@ -30,6 +32,7 @@ class Resolved:
     entry: Plugin
     options: dict[str, Any]
     place: Place
+    later: bool = False  # what it is an option of gets a function that builds it
 
 
 def resolve(
@@ -69,6 +72,9 @@ def resolve_named(
             where.say(f"cannot import {registry.kind} {name!r}: {type(error).__name__}: {error}")
         )
         return BAD
+    if why := registry.unfit(entry):
+        problems.append(where.say(f"{name!r} does not fit: {why}"))
+        return BAD
     return resolve_call(entry, chosen, where, problems, name, supplied)
 
 
@@ -81,7 +87,9 @@ def _name_and_options(
         name, chosen = next(iter(spec.items()))
         if not isinstance(name, str) or not name:
             problems.append(
-                (place / name).say(f"expected the name of a {registry.kind}, got {show(name)}")
+                (place / name).say(
+                    f"expected the name of {a_or_an(registry.kind)}, got {show(name)}"
+                )
             )
         elif isinstance(chosen, Mapping) or chosen is None:
             return name, chosen or {}
@@ -104,7 +112,8 @@ def _name_and_options(
     else:
         problems.append(
             place.say(
-                f"expected a {registry.kind}, name or {{name: {{options}}}}, got {show(spec)}"
+                f"expected {a_or_an(registry.kind)}, name or {{name: {{options}}}}, "
+                f"got {show(spec)}"
             )
         )
     return BAD, {}
@@ -136,15 +145,16 @@ def resolve_call(
         return BAD
     before = len(problems)
     name = name or str(place.path[-1] if place.path else entry.__name__)
-    takes = f"({name} takes: {', '.join(known) or 'no options'})"
+    takes = f" ({name} takes: {', '.join(known) or 'no options'})"
+    short = takes if len(known) <= MOST_NAMES else ""  # where the message says what to write
     converted = {}
     for key, value in chosen.items():
         if key not in known and (new := renamed.option(place.path, key, known)):
             problems.append((place / key).now_called(new))
         elif key not in known:
             close = suggest(str(key), known, renamed.former_options(place.path, known))
-            hint = f"; {close} " if close.startswith("did") else " "
-            problems.append((place / key).say(f"unknown option{hint}{takes}"))
+            hint = f"; {close}{short}" if close.startswith("did") else takes
+            problems.append((place / key).say(f"unknown option{hint}"))
         # the default None may always be written out
         elif value is not None or known[key].default is not None:
             converted[key] = convert(value, kind_of(known[key]), place / key, problems)
@@ -152,7 +162,7 @@ def resolve_call(
             converted[key] = None
     missing = [key for key, p in known.items() if p.default is p.empty and key not in chosen]
     if missing:
-        problems.append(place.say(f"missing {', '.join(missing)}, which {name} needs {takes}"))
+        problems.append(place.say(f"missing {', '.join(missing)}, which {name} needs{short}"))
     return Resolved(entry, converted, place) if len(problems) == before else BAD
 
 
@@ -173,16 +183,18 @@ def construct(value: Any, **context: Any) -> Any:
         return type(value)(construct(item) for item in value)
     if not isinstance(value, Resolved):
         return value
+    if value.later:
+        return partial(construct, replace(value, later=False))
     chosen = {**construct(value.options), **context}
     if not inspect.isclass(value.entry):
         return partial(value.entry, **chosen) if chosen else value.entry
     try:
-        return value.entry(**chosen)
+        return make(value.entry, chosen)
     except (UserError, ValueError) as error:
         overridden = [
             p
             for key in value.options
-            if (p := value.place / key).source().startswith("command line")
+            if (p := value.place / key).source().startswith(f"{WRITTEN_IN.get()}: ")
         ]
         source = (overridden[0] if len(overridden) == 1 else value.place).source()
         raise UserError(value.place.say(str(error), source)) from error
@@ -268,7 +280,9 @@ def _annotated(value: Any, kind: Any, place: Place, problems: list[str]) -> Any:
     base, *metadata = get_args(kind)
     for registry in metadata:
         if isinstance(registry, Registry):
-            return resolve(value, registry, place, problems)
+            plug_in = resolve(value, registry, place, problems)
+            later = LATER in metadata and isinstance(plug_in, Resolved)
+            return replace(plug_in, later=True) if later else plug_in
     converted = convert(value, base, place, problems)
     return (
         _other(converted, kind, place, problems)

@@ -7,6 +7,7 @@ A conversion raises ValueError, with the reason if it is more than the wrong kin
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from reprlib import Repr
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+from mmrl.core.errors import a_or_an
 from mmrl.core.registry import Registry, options
 
 WORDS = {"yes": True, "on": True, "true": True, "no": False, "off": False, "false": False}
@@ -125,6 +127,31 @@ def _path(value: Any, place: Place) -> Path:
     return path if exists(path) or not exists(beside) else beside
 
 
+class Location(str):
+    """Names where data lies: a file, a folder, files by a pattern, or a data set of the Hub."""
+
+
+def _location(value: Any, place: Place) -> Location:
+    """Resolve a path as ``_path`` does; what is no file is left as it is, such as a Hub's id."""
+    path = _path(value, place)
+    if place.folder and is_pattern(str(value)) and lies_beside(str(value), place.folder):
+        return Location(str(place.folder / str(value)))
+    return Location(str(path)) if exists(path) else Location(str(value))
+
+
+def is_pattern(path: str) -> bool:
+    """Tell whether a path names files by a pattern: ``*.parquet``, ``shards/{000..012}.tar``."""
+    return any(mark in path for mark in "*?[{")
+
+
+def lies_beside(pattern: str, folder: Path) -> bool:
+    """Tell whether a pattern names files in ``folder``, and none from the working directory."""
+    if Path(pattern).is_absolute() or pattern.startswith("~"):
+        return False
+    loose = re.sub(r"\{[^}]*\}", "*", pattern)
+    return next(Path().glob(loose), None) is None and next(folder.glob(loose), None) is not None
+
+
 def exists(path: Path) -> bool:
     try:
         return path.exists()
@@ -147,7 +174,7 @@ def expected(kind: Any) -> str:
         return f"{', '.join(names[:-1])} or {names[-1]}"
     if get_origin(kind) is Annotated:
         base, *metadata = get_args(kind)
-        plug_ins = [f"a {item.kind}" for item in metadata if isinstance(item, Registry)]
+        plug_ins = [a_or_an(item.kind) for item in metadata if isinstance(item, Registry)]
         return plug_ins[0] if plug_ins else expected(base)
     if get_origin(kind) is Literal:
         return (
@@ -166,6 +193,7 @@ SCALARS: dict[Any, Callable[[Any, Place], Any]] = {
     bool: _truth,
     str: _text,
     Path: _path,
+    Location: _location,
     NoneType: _nothing,
     None: _nothing,
 }
@@ -175,6 +203,7 @@ _IN_WORDS = {
     bool: "true or false",
     str: "text",
     Path: "a path",
+    Location: "a path, or the id of a data set",
     NoneType: "null",
     None: "null",
     list: "a list",

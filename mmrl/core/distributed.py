@@ -1,4 +1,8 @@
-"""Reduces and gathers tensors over all processes; the identity where there is only one."""
+"""Reduces and gathers tensors over all processes; the identity where there is only one.
+
+Neighbouring processes may share their rows, each computing a part of every sequence (context
+parallelism): sums and gathers then count each row once, over one process of each such group.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import gc
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,36 +20,132 @@ from torch import Tensor
 from mmrl.core.errors import UserError
 
 
-def world() -> tuple[int, int]:
-    """Return (rank, number of processes); (0, 1) without torch.distributed."""
+@dataclass(frozen=True)
+class Layout:
+    """Says which processes hold the same rows: ``width`` neighbours each. ``same_rows`` is this
+    process's group of them, ``other_rows`` that of the processes in the same place of theirs."""
+
+    width: int
+    same_rows: Any  # torch names a type of its own for processes outside a group
+    other_rows: Any
+
+
+_layouts: dict[tuple[int, int], Layout] = {}  # by the process group of all, and width
+_layout: list[Layout] = []  # the one in force; empty: every process has rows of its own
+
+
+def share_rows(width: int) -> None:
+    """Let every ``width`` neighbouring processes hold the same rows from now on; 1: each its own.
+
+    A collective call. ``width`` divides the number of processes.
+    """
+    _layout.clear()
+    if width == 1:
+        return
+    rank, size = process()
+    key = (id(dist.group.WORLD), width)
+    if key not in _layouts:
+        firsts = range(0, size, width)
+        same = [dist.new_group(list(range(first, first + width))) for first in firsts]
+        across = [dist.new_group(list(range(place, size, width))) for place in range(width)]
+        _layouts[key] = Layout(width, same[rank // width], across[rank % width])
+    _layout.append(_layouts[key])
+
+
+def process() -> tuple[int, int]:
+    """Return (rank, number) of processes, whatever rows they hold; (0, 1) without
+    torch.distributed."""
     if not (dist.is_available() and dist.is_initialized()):
         return 0, 1
     return dist.get_rank(), dist.get_world_size()
+
+
+def is_main() -> bool:
+    """Tell whether this is the process that writes."""
+    return process()[0] == 0
+
+
+def world() -> tuple[int, int]:
+    """Return (rank, number) of the shares that rows are cut into: of processes, unless several
+    hold the same rows; (0, 1) without torch.distributed."""
+    rank, size = process()
+    width = _layout[0].width if _layout else 1
+    return rank // width, size // width
 
 
 def leave() -> None:
     """Destroy the process group at the end of a run. Whatever still refers to it is collected
     first: otherwise the interpreter's exit, which takes gloo's threads down, now and then aborts,
     and the launcher takes a finished run for a failed one."""
-    if world()[1] > 1:
+    if process()[1] > 1:
+        _layout.clear()
+        _layouts.clear()
         gc.collect()
         dist.destroy_process_group()
 
 
+def leads() -> bool:
+    """Tell whether this is the first of the processes that hold the same rows, which calls what
+    they need once."""
+    return not _layout or process()[0] % _layout[0].width == 0
+
+
+def of_first(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the named tensors of the first of the processes that hold the same rows, on the CPU
+    where there are several; what the others hand over is not read. A collective call."""
+    from safetensors.torch import load, save
+
+    if not _layout:
+        return dict(tensors)
+    content = save({n: x.detach().cpu().contiguous() for n, x in tensors.items()})
+    size = _agreed(torch.tensor([len(content)]))
+    buffer = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    sent = buffer if leads() else torch.zeros(int(size), dtype=torch.uint8)
+    return load(_agreed(sent).numpy().tobytes())
+
+
+def _agreed(x: Tensor) -> Tensor:
+    """Return the first process's ``x`` on all that hold the same rows, of one shape and dtype."""
+    first = _placed(x.detach()).clone().contiguous()
+    dist.broadcast(first, group=_layout[0].same_rows, group_src=0)
+    return first.to(x.device)
+
+
+class _Joined(torch.autograd.Function):
+    """Passes values on, and sums their gradients over the processes that hold the same rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        total = _placed(gradients[0]).clone().contiguous()
+        dist.all_reduce(total, group=_layout[0].same_rows)
+        return total.to(gradients[0].device)
+
+
+def joined_gradient(x: Tensor) -> Tensor:
+    """Return ``x``, whose gradient is the sum of those of the processes that hold the same rows,
+    each of which computes a part of the sequence."""
+    joined: Tensor = _Joined.apply(x) if _layout else x
+    return joined
+
+
 def all_sum(x: Tensor) -> Tensor:
     """Sum over processes tensors of one shape, in their own dtype; ``x`` stays as it is."""
-    return _reduce(x, dist.ReduceOp.SUM) if world()[1] > 1 else x
+    return _reduce(x, dist.ReduceOp.SUM, _others()) if world()[1] > 1 else x
 
 
 def all_max(x: Tensor) -> Tensor:
     """Take the elementwise maximum over processes of tensors of one shape."""
-    return _reduce(x, dist.ReduceOp.MAX) if world()[1] > 1 else x
+    return _reduce(x, dist.ReduceOp.MAX) if process()[1] > 1 else x
 
 
 def largest(number: int, device: torch.device | str) -> int:
     """Return the largest of the processes' numbers, without waiting for the device if there is one
     process; a collective call."""
-    return int(all_max(torch.tensor(number, device=device))) if world()[1] > 1 else number
+    return int(all_max(torch.tensor(number, device=device))) if process()[1] > 1 else number
 
 
 def any_of(flag: bool) -> bool:
@@ -55,19 +156,24 @@ def any_of(flag: bool) -> bool:
 def all_gather_rows(x: Tensor) -> Tensor:
     """Gather the rows [B_r, *] of every process in order of rank: [B_0 + B_1 + ..., *]; B_r may
     differ and may be 0."""
-    size = world()[1]
+    return _gathered(x, _others(), world()[1])
+
+
+def _gathered(x: Tensor, group: dist.ProcessGroup | None, size: int) -> Tensor:
+    """Gather rows over the ``size`` processes of a group; None: over all."""
     if size == 1:
         return x
     local_rows = _placed(x.detach())
     counts = [torch.zeros(1, dtype=torch.long, device=local_rows.device) for _ in range(size)]
-    dist.all_gather(counts, torch.tensor([len(local_rows)], device=local_rows.device))
+    own_count = torch.tensor([len(local_rows)], device=local_rows.device)
+    dist.all_gather(counts, own_count, group)
     most = max(int(count) for count in counts)
     # [most, *]
     padded = torch.cat(
         [local_rows, local_rows.new_zeros(most - len(local_rows), *local_rows.shape[1:])]
     ).contiguous()
     parts = [torch.empty_like(padded) for _ in range(size)]
-    dist.all_gather(parts, padded)
+    dist.all_gather(parts, padded, group)
     return torch.cat([part[: int(count)] for part, count in zip(parts, counts, strict=True)]).to(
         x.device
     )
@@ -75,18 +181,28 @@ def all_gather_rows(x: Tensor) -> Tensor:
 
 def all_gather_json(rows: Sequence[Any], device: torch.device | str = "cpu") -> list[Any]:
     """Gather every process's rows as JSON, in order of rank."""
+    return _gathered_json(rows, _others(), world()[1], device)
+
+
+def _gathered_json(
+    rows: Sequence[Any],
+    group: dist.ProcessGroup | None,
+    size: int,
+    device: torch.device | str = "cpu",
+) -> list[Any]:
     lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
     sent = torch.tensor(list(lines), dtype=torch.uint8, device=device)
     return [
         json.loads(line)
-        for line in bytes(all_gather_rows(sent).tolist()).decode().split("\n")
+        for line in bytes(_gathered(sent, group, size).tolist()).decode().split("\n")
         if line
     ]
 
 
 def all_gather_plain(value: Any) -> list[Any]:
-    """Gather every process's plain data, fit for JSON, in order of rank."""
-    return all_gather_json([value])
+    """Gather every process's plain data, fit for JSON, in order of rank, also of those that hold
+    the same rows."""
+    return _gathered_json([value], None, process()[1])
 
 
 def all_gather_tensors(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
@@ -117,18 +233,26 @@ def together() -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        if world()[1] == 1:
+        if process()[1] == 1:
             raise StopAll(str(error)) from error
         mistake = str(error) or "unknown"
     if float(all_max(torch.tensor(float(bool(mistake))))):
         text = torch.tensor(list(mistake.encode() + b"\0"), dtype=torch.uint8)
-        messages = bytes(all_gather_rows(text).tolist()).decode().split("\0")
+        every = _gathered(text, None, process()[1])
+        messages = bytes(every.tolist()).decode().split("\0")
         raise StopAll("\n".join(dict.fromkeys(message for message in messages if message)))
 
 
-def _reduce(x: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
+def _others() -> dist.ProcessGroup | None:
+    """Return the group over which rows are counted once; None: all processes."""
+    return _layout[0].other_rows if _layout else None
+
+
+def _reduce(
+    x: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None = None
+) -> Tensor:
     total = _placed(x.detach()).clone().contiguous()
-    dist.all_reduce(total, op)
+    dist.all_reduce(total, op, group)
     return total.to(x.device)
 
 

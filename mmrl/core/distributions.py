@@ -10,6 +10,7 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
+from mmrl.core.divergences import REVERSE, Divergence
 from mmrl.core.errors import UserError
 
 # floor of a standard deviation of zero: an ODE step has no density and is masked, but must stay
@@ -25,8 +26,9 @@ class Dist(Protocol):
     def log_prob(self, decision: Tensor, /) -> Tensor:
         """Return the log-probs of decisions, which may be scores that are no density."""
 
-    def kl(self, reference: Self, /) -> Tensor:
-        """Return KL(self || reference), over distributions of the same kind."""
+    def kl(self, reference: Self, /, by: Divergence = REVERSE) -> Tensor:
+        """Return KL(self || reference), or another divergence of the two, over distributions of the
+        same kind."""
 
     def entropy(self) -> Tensor:
         """Return the entropies."""
@@ -63,12 +65,17 @@ class Gaussian:
             -0.5 * ((x - self.mean) / std) ** 2 - std.log() - 0.5 * math.log(2 * math.pi)
         )
 
-    def kl(self, reference: Gaussian) -> Tensor:
+    def kl(self, reference: Gaussian, by: Divergence = REVERSE) -> Tensor:
         """Return the exact KL(self || other), [B, 1]; equal standard deviations cancel exactly."""
         p = self.std.clamp_min(TINY)
         q = reference.std.clamp_min(TINY)
-        spread = torch.where(p == q, torch.zeros_like(p), (q / p).log() + 0.5 * ((p / q) ** 2 - 1))
-        return self._reduce(spread + 0.5 * ((self.mean - reference.mean) / q) ** 2)
+        if by.kind == "reverse":
+            # divided before it is squared: squares of tiny deviations vanish in half precision
+            spread = torch.where(
+                p == q, torch.zeros_like(p), (q / p).log() + 0.5 * ((p / q) ** 2 - 1)
+            )
+            return self._reduce(spread + 0.5 * ((self.mean - reference.mean) / q) ** 2)
+        return self._reduce(by.of_gaussians((self.mean - reference.mean) ** 2, p, q))
 
     def entropy(self) -> Tensor:
         """Return the entropies, [B, 1]."""
@@ -140,11 +147,13 @@ class Categorical:
         """Return the log-probs [B, L] of token ids [B, L]."""
         return self._log_softmax().gather(-1, ids[..., None])[..., 0]
 
-    def kl(self, reference: Categorical) -> Tensor:
+    def kl(self, reference: Categorical, by: Divergence = REVERSE) -> Tensor:
         """Return KL(self || other) over the whole vocabulary, [B, L]; an impossible token of self
         adds nothing."""
         p = self._log_softmax()
         q = reference._log_softmax()
+        if by.kind != "reverse":
+            return by.of_logprobs(p, q)
         # filled before the difference: inf - inf would poison the gradient
         impossible = p.isneginf()
         return (p.exp() * (p.masked_fill(impossible, 0) - q.masked_fill(impossible, 0))).sum(-1)

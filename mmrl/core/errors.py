@@ -7,9 +7,9 @@ from difflib import get_close_matches
 from typing import Any
 
 
-class UserError(Exception):
-    """Reports a mistake of the user's: one readable message with the remedy, exit status 2, never a
-    traceback."""
+class UserError(ValueError):
+    """Reports a mistake of the user's: one readable message with the remedy. The command line ends
+    with exit status 2 and no traceback; in Python it is a ValueError."""
 
 
 def suggest(name: str, known: Any, former: Mapping[str, str] = {}) -> str:
@@ -24,3 +24,9 @@ def suggest(name: str, known: Any, former: Mapping[str, str] = {}) -> str:
         if close
         else (f"known: {', '.join(sorted(map(str, known))) or 'none'}")
     )
+
+
+def a_or_an(noun: str) -> str:
+    """Write a noun with its article: ``an objective``, ``an SDE type``, ``a reward``."""
+    spelled = noun[:2].isupper() and noun[0] in "AEFHILMNORSX"  # SDE is read letter by letter
+    return f"{'an' if spelled or noun[:1].lower() in 'aeio' else 'a'} {noun}"

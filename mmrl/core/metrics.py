@@ -109,6 +109,7 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
+        self.began = time.perf_counter()
 
     @contextmanager
     def time(self, name: str) -> Iterator[None]:
@@ -121,4 +122,10 @@ class Stopwatch:
         """Return the seconds as metrics, and start again at zero."""
         seconds = self.seconds
         self.seconds = {}
+        self.began = time.perf_counter()
         return {f"time/{name}": value for name, value in seconds.items()}
+
+    def lap_with_share(self, name: str) -> dict[str, float]:
+        """Return the lap, and which share of all the time since the last lap ``name`` took."""
+        share = self.seconds.get(name, 0.0) / (time.perf_counter() - self.began)
+        return self.lap() | {f"time/{name}_share": share}

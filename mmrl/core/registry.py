@@ -21,15 +21,23 @@ import inspect
 import os
 import sys
 import warnings
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import InitVar
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mmrl.core.errors import UserError, suggest
+from mmrl.core import packages
+from mmrl.core.added_options import is_kept, parameters_of
+from mmrl.core.errors import UserError, a_or_an, suggest
 
 Plugin = Callable[..., Any]  # a class or a function
 SAFE = "MMRL_SAFE"  # environment variable
+# in Annotated[Callable[[], Policy], POLICIES, LATER]: the option is a function that builds the
+# plug-in, such as a model that a dry run does not load
+LATER = "LATER"
+# before the name of what exists only in the Python session of an ``mmrl.Trainer``
+IN_PYTHON = "python"
 Registered = TypeVar("Registered", bound=Plugin)
 
 
@@ -49,19 +57,88 @@ def options(entry: Plugin) -> dict[str, inspect.Parameter]:
     """Return the parameters a configuration may set, in order, with annotations resolved to types
     where possible."""
     if not inspect.isclass(entry):
-        signature = inspect.signature(entry, eval_str=True).parameters.values()
-        return {p.name: p for p in signature if p.kind is p.KEYWORD_ONLY}
+        arguments = inspect.signature(entry, eval_str=True).parameters.values()
+        return {p.name: p for p in arguments if p.kind is p.KEYWORD_ONLY}
     parameters: dict[str, inspect.Parameter] = {}
     for cls in (c for c in entry.__mro__ if "__init__" in vars(c) and c is not object):
-        signature = inspect.signature(vars(cls)["__init__"], eval_str=True).parameters.values()
-        for p in list(signature)[1:]:
+        signature = _fields_of(cls) if _has_fields(cls) else _arguments_of(cls)
+        for p in signature:
             if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY):
                 parameters.setdefault(p.name, p)
-        if not any(p.kind is p.VAR_KEYWORD for p in signature):
+        passed_on = is_kept(cls) or any(p.kind is p.VAR_KEYWORD for p in signature)
+        if not passed_on and not (_is_generated(cls) and _hides_base(entry)):
             break
     # what a subclass fills in itself, such as the network
     hidden = getattr(entry, "not_options", ())
     return {name: p for name, p in parameters.items() if name not in hidden}
+
+
+def make(entry: type, chosen: Mapping[str, Any]) -> Any:
+    """Construct a plug-in from its options.
+
+    A dataclass on a base that is none gets the base's options too (``options``): as dataclasses
+    call no constructor of their base, the base's is called first.
+    """
+    if not _hides_base(entry):
+        return entry(**chosen)
+    fields = {p.name for p in _fields_of(_first(entry))}
+    plug_in: Any = object.__new__(entry)
+    rest = {name: value for name, value in chosen.items() if name not in fields}
+    vars(_written_base(entry))["__init__"](plug_in, **rest)
+    vars(_first(entry))["__init__"](plug_in, **{n: v for n, v in chosen.items() if n in fields})
+    return plug_in
+
+
+def _is_generated(cls: type) -> bool:
+    """Tell whether ``@dataclass`` has written the constructor of this very class."""
+    return not is_kept(cls) and bool(getattr(vars(cls).get("__dataclass_params__"), "init", False))
+
+
+def _has_fields(cls: type) -> bool:
+    """Tell whether the constructor of this very class takes what its fields say."""
+    return is_kept(cls) or _is_generated(cls)
+
+
+def _first(cls: type) -> type:
+    """Return the class whose constructor is called."""
+    return next(c for c in cls.__mro__ if "__init__" in vars(c))
+
+
+def _written_base(cls: type) -> type:
+    """Return the nearest class with a constructor that somebody wrote; object: none."""
+    return next(c for c in cls.__mro__ if "__init__" in vars(c) and not _is_generated(c))
+
+
+def _hides_base(entry: type) -> bool:
+    """Tell whether the constructor of a dataclass leaves out one with options of its own."""
+    base = _written_base(entry)
+    if not _is_generated(_first(entry)) or base is object:
+        return False
+    return any(p.kind is p.POSITIONAL_OR_KEYWORD for p in _arguments_of(base))
+
+
+def _arguments_of(cls: type) -> list[inspect.Parameter]:
+    """Return the parameters of the constructor that a class has itself, annotations resolved."""
+    return list(inspect.signature(vars(cls)["__init__"], eval_str=True).parameters.values())[1:]
+
+
+def _fields_of(cls: type) -> list[inspect.Parameter]:
+    """Return the parameters that fields make. The annotation of a field that a base declares is
+    resolved where the base is written: the names in it are of that module."""
+    written = inspect.signature(vars(cls)["__init__"]).parameters.values()
+    parameters = parameters_of(cls) if is_kept(cls) else list(written)[1:]
+    return [p.replace(annotation=_resolved(cls, p)) for p in parameters]
+
+
+def _resolved(cls: type, parameter: inspect.Parameter) -> Any:
+    """Return the annotation of a dataclass's parameter as a type."""
+    annotation = parameter.annotation
+    if isinstance(annotation, str):
+        owner = next(c for c in cls.__mro__ if parameter.name in vars(c).get("__annotations__", {}))
+        names = vars(sys.modules[owner.__module__]) if owner.__module__ in sys.modules else {}
+        # as inspect and typing do: the text is the class's own code
+        annotation = eval(annotation, dict(names), dict(vars(owner)))
+    return annotation.type if isinstance(annotation, InitVar) else annotation
 
 
 class Registry(dict[str, Plugin]):
@@ -70,10 +147,22 @@ class Registry(dict[str, Plugin]):
     # typing hashes what stands in Annotated[Kernel, KERNELS]; a dict says it has no hash
     __hash__ = object.__hash__  # type: ignore[assignment]
 
-    def __init__(self, kind: str, entries: Mapping[str, Plugin] = {}, group: str | None = None):
+    def __init__(
+        self,
+        kind: str,
+        entries: Mapping[str, Plugin] = {},
+        group: str | None = None,
+        takes: Sequence[str] = (),
+        has: Sequence[str] = (),
+    ):
+        """``group``: of the entry points under which a third party registers. ``takes``: with what
+        a function, or an object of a class, is called. ``has``: what a class must define; then
+        functions do not fit."""
         super().__init__(entries)
         self.kind = kind
-        self.group = group or f"mmrl.{kind}s"  # the entry-point group a third party registers under
+        self.group = group or f"mmrl.{kind}s"
+        self.takes = tuple(takes)
+        self.has = tuple(has)
 
     def register(self, name: str) -> Callable[[Registered], Registered]:
         """Register the decorated entry. Two different entries under one name are refused."""
@@ -99,10 +188,20 @@ class Registry(dict[str, Plugin]):
             return import_name(name, self.kind)
         raise UserError(f"unknown {self.kind} {name!r}; {suggest(name, self, former)}")
 
+    def unfit(self, entry: Plugin) -> str:
+        """Say why something cannot be a plug-in of this kind, as its outside shows; else ""."""
+        what = a_or_an(self.kind)
+        lacking = [name for name in self.has if not hasattr(entry, name)]
+        if lacking:
+            return f"{what} is a class with {' and '.join(self.has)}; this has no {lacking[0]}"
+        if self.takes and not _can_take(entry, len(self.takes)):
+            return f"{what} is called with ({', '.join(self.takes)}), which this does not take"
+        return ""
+
     def discover(self) -> None:
         """Register what installed packages offer by entry points; warn of one that cannot be
         imported and leave it out."""
-        for entry in importlib.metadata.entry_points(group=self.group):
+        for entry in _offered().get(self.group, ()):
             if entry.name in self:
                 continue
             try:
@@ -118,8 +217,42 @@ class Registry(dict[str, Plugin]):
         not here."""
         entry = self.find(name)
         if inspect.isclass(entry):
-            return entry(**chosen)
+            return make(entry, chosen)
         return partial(entry, **chosen) if chosen else entry
+
+
+def _offered() -> dict[str, list[importlib.metadata.EntryPoint]]:
+    """List what installed packages offer, by group: read again where a folder of sys.path has
+    changed, for reading takes a quarter of a second with hundreds of packages."""
+    folders = []
+    for name in sys.path:
+        try:
+            folders.append((name, os.stat(name or ".").st_mtime_ns))
+        except OSError:
+            folders.append((name, 0))
+    return _read_offers(os.getcwd() if "" in sys.path else "", tuple(folders))
+
+
+@lru_cache(maxsize=1)
+def _read_offers(
+    here: str, folders: tuple[tuple[str, int], ...]
+) -> dict[str, list[importlib.metadata.EntryPoint]]:
+    every = importlib.metadata.entry_points()
+    return {group: list(every.select(group=group)) for group in every.groups}
+
+
+def _can_take(entry: Plugin, count: int) -> bool:
+    """Tell whether a function, or the objects of a class, can be called with so many arguments."""
+    if isinstance(entry, type):
+        return any("__call__" in vars(cls) for cls in entry.__mro__)
+    try:
+        parameters = inspect.signature(entry).parameters.values()
+    except (TypeError, ValueError):  # built into Python, which does not say
+        return True
+    places = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    needed = [p for p in places if p.default is p.empty]
+    many = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    return len(needed) <= count and (many or len(places) >= count)
 
 
 def refuse_foreign_code() -> None:
@@ -142,6 +275,11 @@ def import_name(name: str, kind: str = "plug-in") -> Plugin:
             f"it, then run without --safe (and MMRL_SAFE), or take a registered {kind}"
         )
     place, _, attribute = name.rpartition(":")
+    if place == IN_PYTHON:
+        raise UserError(
+            f"{kind} {name!r} lives in the Python session that began this run: go on there, with "
+            f"the same mmrl.Trainer, or put the {kind} into a file and name it file.py:{attribute}"
+        )
     try:
         module = import_file(Path(place)) if place.endswith(".py") else import_module(place)
     except ModuleNotFoundError as error:
@@ -154,7 +292,9 @@ def import_name(name: str, kind: str = "plug-in") -> Plugin:
         )
     plugin: Plugin = getattr(module, attribute)
     if not callable(plugin):
-        raise UserError(f"{name!r} is a {type(plugin).__name__}, not a {kind}: nothing to call")
+        raise UserError(
+            f"{name!r} is {a_or_an(type(plugin).__name__)}, not {a_or_an(kind)}: nothing to call"
+        )
     return plugin
 
 
@@ -163,9 +303,10 @@ def public_names(module: Any) -> list[str]:
 
 
 def import_module(place: str) -> Any:
-    """Import a module from sys.path or the working directory."""
+    """Import a module from the working directory or sys.path; ``rewards`` and ``samplers`` are the
+    user's where there are such, else mmrl's."""
     look_in(Path.cwd())
-    return importlib.import_module(place)
+    return packages.import_named(place)
 
 
 def import_file(path: Path) -> Any:
@@ -176,6 +317,8 @@ def import_file(path: Path) -> Any:
     path = path.resolve()
     look_in(path.parent)
     name = path.stem
+    if name in packages.OURS:
+        name = packages.USERS + name
     if name in sys.modules and getattr(sys.modules[name], "__file__", None) != str(path):
         # another file has its name already
         name = f"{name}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
@@ -197,26 +340,37 @@ def look_in(folder: Path) -> None:
         sys.path.insert(0, str(folder))
 
 
-POLICIES = Registry("policy", group="mmrl.policies")
-OBJECTIVES = Registry("objective")
-ADVANTAGES = Registry("advantage")
-REWARDS = Registry("reward")
+POLICIES = Registry("policy", group="mmrl.policies", has=("rollout", "decode"))
+OBJECTIVES = Registry("objective", has=("reads", "loss"))
+ADVANTAGES = Registry("advantage", takes=("rewards", "rollout"))
+REWARDS = Registry("reward", takes=("media", "prompts"))
 DATA = Registry("data source", group="mmrl.data")
-OPTIMIZERS = Registry("optimizer")
-KERNELS = Registry("SDE type", group="mmrl.sde_types")
-GRIDS = Registry("timestep schedule", group="mmrl.timestep_schedules")
-WINDOWS = Registry("noise window", group="mmrl.noise_windows")
-SOLVERS = Registry("solver")
+OPTIMIZERS = Registry("optimizer", takes=("parameters",))
+KERNELS = Registry("SDE type", group="mmrl.sde_types", takes=("x", "v", "t", "s", "eta"))
+GRIDS = Registry("timestep schedule", group="mmrl.timestep_schedules", takes=("steps",))
+WINDOWS = Registry("noise window", group="mmrl.noise_windows", takes=("steps", "iteration", "rng"))
+SOLVERS = Registry("solver", takes=("process",))
 # of the text objective: losses of the ratio
-SURROGATES = Registry("surrogate", group="mmrl.surrogates")
+SURROGATES = Registry(
+    "surrogate", group="mmrl.surrogates", takes=("logp", "old", "advantage", "mask")
+)
 # when an objective looks at a finished sample anew
-TIMES = Registry("timestep sampler", group="mmrl.timestep_samplers")
+TIMES = Registry(
+    "timestep sampler", group="mmrl.timestep_samplers", takes=("rng", "name", "draws", "grid")
+)
 # of the masked objective: which states it looks at
-ESTIMATORS = Registry("estimator", group="mmrl.estimators")
-STAGES = Registry("stage")  # stages change which rows of an iteration are trained on
-MONITORS = Registry("monitor")  # metrics of what an iteration sampled
-JUDGES = Registry("judge")  # vision-language models that rewards query
+ESTIMATORS = Registry(
+    "estimator", group="mmrl.estimators", takes=("policy", "rollout", "rng", "epoch")
+)
+# stages change which rows of an iteration are trained on
+STAGES = Registry("stage", has=("groups", "begin"))
+# metrics of what an iteration sampled
+MONITORS = Registry("monitor", takes=("sampled",))
+# vision-language models that rewards query
+JUDGES = Registry("judge", has=("ask",))
 ARTIFACTS = Registry("artifact")  # things a world builds and caches: () -> folder
+# items, and the published rule that scores samples of them
+BENCHMARKS = Registry("benchmark", has=("score",))
 
 ALL = {
     "policies": POLICIES,
@@ -236,6 +390,7 @@ ALL = {
     "monitors": MONITORS,
     "judges": JUDGES,
     "artifacts": ARTIFACTS,
+    "benchmarks": BENCHMARKS,
 }
 
 BUILT_IN = (
@@ -252,12 +407,16 @@ BUILT_IN = (
     "mmrl.data.augmentation",
     "mmrl.data.budget",
     "mmrl.data.captions",
+    "mmrl.data.pairs",
     "mmrl.data.curriculum",
     "mmrl.data.selection",
     "mmrl.data.self_instruct",
     "mmrl.data.subsets",
     "mmrl.data.suggestions",
     "mmrl.data.tracked",
+    "mmrl.benchmarks.pictures",
+    "mmrl.benchmarks.prompts",
+    "mmrl.benchmarks.questions",
     "mmrl.worlds",
 )
 

@@ -7,20 +7,22 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from mmrl import config as configs
 from mmrl.config.options import Plan, TrainOptions, arithmetic
 from mmrl.config.schema import Resolved, construct, resolve
 from mmrl.core.errors import UserError
 from mmrl.core.registry import OBJECTIVES, POLICIES
-from mmrl.dry_run import costs, published
+from mmrl.core.registry import options as options_of
+from mmrl.dry_run import costs, published, untrained
 from mmrl.dry_run.hollow import Counted, Hollow, counted, hollow
+from mmrl.dry_run.weightless import folder_of, sizes_of
 from mmrl.policies.base import RolloutContext
 from mmrl.policies.diffusion.pipeline_policy import FolderPolicy
 from mmrl.policies.lora import Lora
-from mmrl.run.build import read, supervised
+from mmrl.run.build import read, read_data, supervised
 from mmrl.train.trainer import kept_snapshots
-from mmrl.worlds.cache import root
 from samplers.windows import FIXED
 
 
@@ -48,6 +50,7 @@ class Report:
     # peak where weights, gradients and optimizer are shared out over the processes
     sharded: float | None = None
     unknown: tuple[str, ...] = ()
+    account: tuple[str, ...] = ()  # what was read of the data
 
 
 def dry_run(path: Path, overrides: Sequence[str] = (), processes: int = 1) -> Report:
@@ -63,7 +66,9 @@ def dry_run(path: Path, overrides: Sequence[str] = (), processes: int = 1) -> Re
         else next(iter(configuration["policy"]))
     )
     plan = arithmetic(train, processes, supervised(configuration))
-    report = Report(name, str(policy.options.get("path", "")), plan, train)
+    _, summaries = read_data(configuration)
+    accounts = tuple(line for summary in summaries for line in summary.lines())
+    report = Report(name, str(policy.options.get("path", "")), plan, train, account=accounts)
     entry = policy.entry
     if isinstance(entry, type) and issubclass(entry, FolderPolicy):
         report = _of_folder(report, entry, policy, configuration)
@@ -76,7 +81,7 @@ def _of_folder(
     report: Report, entry: type[FolderPolicy], resolved: Resolved, configuration: configs.Config
 ) -> Report:
     """Report on a family in diffusers' format, by the real constructor on its config files."""
-    place = _folder(report.path)
+    place = folder_at(report.path)
     if place is None:
         return replace(report, unknown=(_why(report.path),))
     options = construct(resolved.options)
@@ -127,19 +132,14 @@ def _of_folder(
     )
 
 
-def _folder(path: str) -> Path | None:
+def folder_at(path: str) -> Path | None:
     """Find the config files of a model: a local folder, what was built of the embedded world, or
     the table of published models."""
-    if path.startswith("world:"):
-        built = sorted(root().glob(f"{path.removeprefix('world:')}-*/model_index.json"))
-        return built[-1].parent if built else None
-    if Path(path).expanduser().is_dir():
-        return Path(path).expanduser()
-    return published.folder(path)
+    return folder_of(path) or published.folder(path) or untrained.folder(path)
 
 
 def _why(path: str) -> str:
-    if path.startswith("world:"):
+    if path.startswith("world:") and folder_of(path) is None:
         return (
             f"{path} is not built yet (mmrl build {path.removeprefix('world:')}): shapes, "
             f"forwards and memory"
@@ -177,34 +177,53 @@ def _adapted(lora: Lora | int, per_rank: int) -> int | None:
 
 
 def _of_others(report: Report, resolved: Resolved, configuration: configs.Config) -> Report:
-    """Report on models that write tokens, by what the table knows of them."""
-    known = published.table()["encoders"].get(published.table()["texts"].get(report.path))
-    options = resolved.options
+    """Report on models that write tokens, by what the table or their files say of them."""
+    options = construct(resolved.options)
     rows = report.plan.rows
     train = report.train
     scored = rows * train.epochs
     snapshots = kept_snapshots(configuration.build("objective", OBJECTIVES), train)
     sampled = 0 if supervised(configuration) else rows
     once = Counted(sampled, scored, 0, report.plan.steps * train.epochs, snapshots)
-    if known is None:
-        return replace(report, unknown=(_why(report.path),), counted=once)
-    text = known["config"]["text_config"]
-    layers = (
-        costs.Layers(
-            text["num_hidden_layers"], options.get("max_new_tokens", 512), text["hidden_size"]
-        ),
-    )
-    lora = options.get("lora")
-    trained = known["parameters"] if lora is None and options.get("train") is None else None
+    length = _default(resolved, "max_new_tokens")
+    budgets = options.get("budgets")
+    prompt = getattr(budgets, "prompt_tokens", None) or 0
+    try:
+        sizes = sizes_of(report.path, resolved.entry, options, (length or 0) + prompt)
+    except UserError as error:
+        raise UserError(resolved.place.say(str(error))) from error
+    tokens = (length, 0) if length else None
+    if sizes is None:
+        return replace(report, unknown=(_why(report.path),), counted=once, tokens=tokens)
     model = costs.Model(
-        known["parameters"], trained, layers, 0, 0, options.get("dtype", "float32"), trained is None
+        sizes.network,
+        sizes.trained,
+        sizes.layers,
+        sizes.decoder,
+        sizes.encoders,
+        _default(resolved, "dtype") or "float32",
+        sizes.adapters,
     )
-    unknown = ["tokens of prompts and images: activations are those of the answers"]
-    unknown += ["how many parameters are trained (lora, train)"] if trained is None else []
-    tokens = (options.get("max_new_tokens", 512), 0)
+    unknown = [] if sizes.trained is not None else ["how many parameters the adapters have (lora)"]
+    if not sizes.layers:
+        unknown.append("the layers of this network: what activations take")
+    elif prompt:
+        unknown.append("tokens of prompts: the most that budgets.prompt_tokens allows are counted")
+    else:
+        unknown.append(
+            "tokens of prompts and images: activations are those of the answers (with the policy's "
+            "option budgets.prompt_tokens those of the longest prompts too)"
+        )
     return replace(
         report, model=model, counted=once, tokens=tokens, stored=0, unknown=tuple(unknown)
     )
+
+
+def _default(resolved: Resolved, name: str) -> Any:
+    """Return an option of the policy as it is set, or its default."""
+    known = options_of(resolved.entry)
+    default = known[name].default if name in known else None
+    return resolved.options.get(name, default)
 
 
 def _with_memory(report: Report, configuration: configs.Config, processes: int) -> Report:

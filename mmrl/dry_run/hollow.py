@@ -116,28 +116,9 @@ class Counted:
 def counted(policy: FlowPolicy, configuration: Config, options: TrainOptions) -> Counted:
     """Run an iteration with this configuration's objective and advantage, on a hollow policy, whose
     latents it shrinks."""
-    policy.__class__ = type(type(policy).__name__, (_Counting, type(policy)), {})
-    policy.shape = (1,) * len(policy.shape)
-    policy.fixed_batch_rows = None
-    policy.sampling_memory_gib = None
-    plain = replace(
-        options,
-        precision="fp32",
-        gradient_checkpointing=False,
-        micro_batch_size=None,
-        iterations=1,
-        max_new_tokens_schedule=(),
-        ground_truth_rollout=None,
-        demonstrations=None,
-        refinement=None,
-        response_reuse=None,
-        speculative=None,
-        reward_overlap_chunks=1,
-        logprob_tolerance=None,
-        dynamic_sampling_rounds=0,
-        loss_denominator=None,
-    )
     objective = configuration.build("objective", OBJECTIVES)
+    _shrink(policy)
+    objective.stand_in(policy)
     prompts: list[Prompt] = [{"text": str(i)} for i in range(options.prompts_per_iteration)]
     if objective.supervised:  # its answers are encoded outside of the network
         prompts = [{**prompt, objective.field: torch.zeros(3, 1, 1)} for prompt in prompts]
@@ -150,7 +131,7 @@ def counted(policy: FlowPolicy, configuration: Config, options: TrainOptions) ->
         configuration.build("advantage", ADVANTAGES),
         objective,
         partial(torch.optim.SGD, lr=0.0),
-        plain,
+        _plain(options),
     )
     snapshots = trainer.snapshots()
     # what it does depends on its rewards' gradients
@@ -165,11 +146,42 @@ def counted(policy: FlowPolicy, configuration: Config, options: TrainOptions) ->
         )
     metrics = trainer.iterate()
     return Counted(
-        trainer.sampling,
+        trainer.sampling if options.preferences is None else 0,
         policy.forwards - trainer.sampling,
         int(metrics["decisions"]),
         int(metrics["step"]),
         snapshots,
+    )
+
+
+def _shrink(policy: FlowPolicy) -> None:
+    """Give a policy latents of one element, and have it count its forwards."""
+    policy.__class__ = type(type(policy).__name__, (_Counting, type(policy)), {})
+    policy.shape = (1,) * len(policy.shape)
+    policy.fixed_batch_rows = None
+    policy.sampling_memory_gib = None
+
+
+def _plain(options: TrainOptions) -> TrainOptions:
+    """Leave out of a run's options what changes no count of forwards, or needs the data."""
+    return replace(
+        options,
+        precision="fp32",
+        gradient_checkpointing=False,
+        micro_batch_size=None,
+        iterations=1,
+        max_new_tokens_schedule=(),
+        ground_truth_rollout=None,
+        demonstrations=None,
+        preferences=None,
+        refinement=None,
+        response_reuse=None,
+        speculative=None,
+        partial_rollout=None,
+        reward_overlap_chunks=1,
+        logprob_tolerance=None,
+        dynamic_sampling_rounds=0,
+        loss_denominator=None,
     )
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from mmrl.dry_run.dryrun import Report
+from mmrl.dry_run.estimate import Estimate, Fit, Run, estimate, fit, measure
+from mmrl.utils.cards import Devices
 
 GIB = 2**30
 
@@ -14,6 +18,8 @@ def lines(report: Report) -> Iterator[str]:
     plan = report.plan
     train = report.train
     yield f"policy      {report.policy}: {report.path}"
+    for line in report.account:
+        yield f"data        {line}"
     yield from _sample(report)
     yield (
         f"batches     {train.prompts_per_iteration} prompts x {train.group_size} copies = "
@@ -73,17 +79,24 @@ def _forwards(report: Report) -> Iterator[str]:
         )
 
 
+def _count(parameters: int) -> str:
+    """Write a number of parameters; those of the embedded world are thousands."""
+    if parameters < 10**7:
+        return f"{parameters / 1e6:.2f} million"
+    return f"{parameters / 1e9:.2f} billion"
+
+
 def _memory(report: Report) -> Iterator[str]:
     model = report.model
     counts = report.counted
     if not report.memory or model is None or counts is None:
         return
-    count = (
-        "unknown"
-        if model.parameters is None
-        else (f"{model.parameters / 1e9:.2f} billion parameters")
+    count = "unknown" if model.parameters is None else f"{_count(model.parameters)} parameters"
+    trained = (
+        "how many of them are trained is unknown"
+        if model.trained is None
+        else f"{model.trained / 1e6:,.1f} million trained"
     )
-    trained = "unknown" if model.trained is None else f"{model.trained / 1e6:,.1f} million trained"
     yield (f"model       {count}, {trained}; snapshots: {', '.join(counts.snapshots) or 'none'}")
     parts = ", ".join(
         f"{name} {'?' if value is None else f'{value / GIB:.2f}'}"
@@ -105,3 +118,81 @@ def _memory(report: Report) -> Iterator[str]:
             f"            about {report.sharded / GIB:.0f} GiB with the weights shared out "
             f"over all processes (FSDP)"
         )
+
+
+def _size(count: float) -> str:
+    """Write bytes in GiB; what is smaller than a hundredth of one in MiB or KiB."""
+    if count >= 0.995 * GIB or not count:
+        return f"{count / GIB:,.1f} GiB"
+    if count >= 0.01 * GIB:
+        return f"{count / GIB:.2f} GiB"
+    return f"{count / 2**20:.1f} MiB" if count >= 2**20 else f"{count / 2**10:.1f} KiB"
+
+
+def _seconds(value: float) -> str:
+    """Write seconds; less than a tenth of one in milliseconds."""
+    return f"{value:,.1f} s" if value >= 0.1 or not value else f"{1000 * value:.2g} ms"
+
+
+def device_lines(run: Run, guess: Estimate) -> Iterator[str]:
+    """Return the lines of ``--devices``: one iteration of a run on named cards."""
+    kind = "shards (FSDP2)" if guess.sharded else "copies (DDP)"
+    devices = guess.devices
+    card = devices.card
+    yield (
+        f"devices     {devices}, {devices.machines} machine(s), {kind}; true size, passes of "
+        f"{run.measured.rows} rows"
+    )
+    parts = ", ".join(f"{n} {_size(size)}" for n, size in guess.memory.items() if size)
+    yield f"  memory    a device in an update, tracked: {parts}"
+    moments = ", ".join(f"{name} {_size(size)}" for name, size in guess.moments.items())
+    yield f"  moments   {moments}"
+    room = "fits" if guess.fits else "does not fit: see --fit"
+    yield (
+        f"  peak      {_size(guess.peak)} of {card.memory / GIB:.0f} GiB ({guess.fullest}): {room}"
+    )
+    yield (
+        f"  travels   {_size(guess.gathered)} of weights and {_size(guess.reduced)} "
+        "of gradients a device and iteration"
+    )
+    yield f"  compute   {guess.flops / 1e15:,.3g} PFLOP an iteration, all devices"
+    seconds = ", ".join(f"{name} {_seconds(value)}" for name, value in guess.seconds.items())
+    yield (
+        f"  time      about {_seconds(guess.whole)} an iteration ({seconds}), without rewards: "
+        f"{guess.samples_per_second / devices.count:.3g} samples a second and device, "
+        f"MFU {guess.mfu:.0%}"
+    )
+
+
+def fit_lines(path: object, fits: list[Fit], devices: Devices) -> Iterator[str]:
+    """Return the lines of ``--fit``: what to paste."""
+    if not fits:
+        yield (
+            f"fit         nothing fits {devices}: even one row a pass, sharded, with gradient "
+            "checkpointing; take more or larger cards, policy option lora, or a smaller size"
+        )
+    for proposal in sorted(fits, key=lambda each: each.estimate.whole):
+        guess = proposal.estimate
+        start = "accelerate launch --multi_gpu" if devices.count > 1 else "mmrl train"
+        if guess.sharded:
+            start = (
+                "accelerate launch --use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy "
+                "TRANSFORMER_BASED_WRAP"
+            )
+        if devices.count > 1:
+            start += f" --num_processes {devices.count} -m mmrl train"
+        yield f"fit         {start} {path} {shlex.join(proposal.overrides)}"
+        yield f"            {_size(guess.peak)} a device, {_seconds(guess.whole)} an iteration"
+
+
+def of_devices(
+    path: Path, overrides: Sequence[str], devices: Devices, propose: bool
+) -> Iterator[str]:
+    """Return the lines of a configuration on named cards, with proposals if they are asked for."""
+    run = measure(path, overrides, devices.count)
+    plain = estimate(run, devices, sharded=False)
+    yield from device_lines(run, plain)
+    if devices.count > 1:
+        yield from device_lines(run, estimate(run, devices, sharded=True))
+    if propose:
+        yield from fit_lines(path, list(fit(path, overrides, devices)), devices)

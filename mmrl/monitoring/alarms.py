@@ -1,5 +1,5 @@
-"""Raises alarms during a run: the reward is being exploited, samples become alike, pictures
-saturate.
+"""Raises alarms during a run: there is nothing to learn from, the reward is being exploited,
+samples become alike, pictures saturate.
 
 Each rule looks at curves of the run only, is stated in ``docs/rewards.md``, and was tried on
 simulated runs for how often it is wrong (``tests/monitoring/test_alarms.py``).
@@ -16,18 +16,25 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 from annotated_types import Ge, Gt, Lt
 
 if TYPE_CHECKING:  # it imports torch, and this module is read for its options
+    from mmrl.core.types import Reward, Rollout
     from mmrl.monitoring.monitors import Sampled
 
 SCALES = (1, 4, 16)  # windows that trends are looked for in, in units of ``window``
+STUCK = "nothing_to_learn"  # kind of the alarm of a run that cannot learn
+IN_A_ROW = "alarms/nothing_to_learn"  # metric: iterations in a row without anything to learn from
+LOOKED_AT = 8  # answers of an iteration and process of which is asked whether they can be read
 SHORT = 10  # iterations whose median stands for a moment of the run
 
 
 @dataclass(frozen=True)
 class AlarmOptions:
     """Holds ``alarms:`` of a configuration. An alarm is an event and a line on the terminal; it
-    changes nothing."""
+    changes nothing, unless ``stop`` ends a run that cannot learn."""
 
     enabled: bool = True
+    # iterations in a row with nothing to learn from, after which there is an alarm
+    patience: Annotated[int, Ge(1)] = 2
+    stop: bool = False  # that alarm ends the run, saved, with exit status 3
     # iterations that a trend is looked for in; also in 4 and 16 times as many
     window: Annotated[int, Ge(20)] = 40
     z: Annotated[float, Gt(0)] = 5.0  # standard errors a trend must be away from none
@@ -49,10 +56,18 @@ class Alarm(NamedTuple):
 @dataclass
 class Alarms:
     """Judges the metrics of every iteration. ``monitors``: names of the rewards that are only
-    measured."""
+    measured. ``rewards``: those that are optimised. ``alone``: only these move the weights, no
+    answers of others, so that equal rewards in all groups teach nothing."""
 
     options: AlarmOptions
     monitors: Sequence[str] = ()
+    rewards: Mapping[str, Reward] = field(default_factory=dict)
+    alone: bool = False
+    stuck: int = 0  # iterations in a row with nothing to learn from, up to now
+    ended: str = ""  # why the run should end, if it should
+    # of the present iteration: no advantage differs from 0; rewards that could read no answer
+    flat: bool = False
+    unread: Mapping[str, str] = field(default_factory=dict)
     news: list[Alarm] = field(default_factory=list)  # alarms that are not yet written
     # metric -> finite values, oldest first
     columns: dict[str, list[float]] = field(default_factory=dict)
@@ -64,12 +79,64 @@ class Alarms:
         ``alarms``: kind -> iteration of the last one, which does not come again before its time."""
         for line in lines:
             self._note(line)
+        iterations = lines[-1].get(IN_A_ROW, 0) if lines else 0
+        self.stuck = iterations if isinstance(iterations, int) else 0
         self.last_alarm |= alarms
 
     def see(self, sampled: Sampled) -> dict[str, float]:
-        """Judge an iteration, as a monitor; its alarms wait in ``news``."""
+        """Judge an iteration, as a monitor; its alarms wait in ``news``. A collective call."""
         self.news += self.judge(sampled.iteration + 1, sampled.metrics)
+        if self.options.enabled:
+            self.flat = not differs(sampled.rollout)
+            self.unread = unread(sampled, self.rewards)
         return {}
+
+    def after_update(self, iteration: int, metrics: dict[str, float]) -> None:
+        """Judge whether there was anything to learn from, once the gradient is known too; adds for
+        how many iterations there has been nothing, which a resume reads."""
+        if not self.options.enabled:
+            return
+        why, learns = self._nothing(metrics)
+        self.stuck = self.stuck + 1 if why else 0
+        if self.stuck:
+            metrics[IN_A_ROW] = self.stuck
+        if self.stuck < self.options.patience:
+            return
+        if iteration - self.last_alarm.get(STUCK, -math.inf) >= self.options.window:
+            self.last_alarm[STUCK] = iteration
+            cause = likely_cause(metrics, self.unread, self.rewards)
+            times = "this iteration" if self.stuck == 1 else f"the last {self.stuck} iterations"
+            head = "the rewards teach little" if learns else "nothing to learn from"
+            numbers = {name: metrics[name] for name in EVIDENCE if name in metrics}
+            numbers |= {"iterations": self.stuck}
+            self.news.append(Alarm(STUCK, f"{head} in {times}: {why}. {cause}", numbers))
+        if self.options.stop and not learns:
+            self.ended = f"alarms.stop: nothing to learn from in {self.stuck} iterations: {why}"
+
+    def _nothing(self, metrics: Mapping[str, float]) -> tuple[str, bool]:
+        """Say why an iteration taught nothing, empty: it did; and whether it taught something all
+        the same, by a reward that reads no answers."""
+        samples = metrics.get("samples/total", 0)
+        groups = metrics.get("groups/total", 0)
+        if groups and metrics.get("partial/untrained") == groups:
+            return "", True  # their answers are still being written
+        flat = bool(groups) and metrics.get("groups/flat") == groups < samples
+        value = metrics.get("reward/mean", math.nan)
+        constant = bool(samples > 1 and metrics.get("reward/std") == 0 and math.isfinite(value))
+        gradient = metrics.get("grad_norm")
+        if gradient == 0 or (gradient is None and metrics.get("skipped_steps")):
+            zero = "the gradient is 0" if gradient == 0 else "no optimizer step was taken"
+        elif metrics.get("lr") == 0:
+            zero = "the learning rate is 0"
+        else:
+            zero = ""
+        facts = [f"every sample is rewarded with {value:g}"] if constant else []
+        facts += ["all samples of a prompt are rewarded alike"] if flat and not constant else []
+        facts += [f"{name} could read none of the answers" for name in self.unread]
+        equal = self.alone and flat and self.flat
+        facts += [zero] if zero else []
+        stuck = bool(zero or equal)
+        return " and ".join(facts) if stuck or self.unread else "", not stuck
 
     def judge(self, iteration: int, metrics: Mapping[str, object]) -> list[Alarm]:
         """Return the new alarms after this iteration; one about the same thing comes at most once
@@ -145,6 +212,92 @@ class Alarms:
                 "(train.sample_every); raise objective.kl, lower the learning rate",
                 {"first": first, "now": now},
             )
+
+
+# metrics that an alarm of a run that cannot learn shows
+EVIDENCE = (
+    "reward/mean",
+    "reward/std",
+    "groups/flat",
+    "groups/total",
+    "grad_norm",
+    "lr",
+    "answer/cut",
+    "samples/diversity",
+)
+
+
+def differs(rollout: Rollout) -> bool:
+    """Tell whether an advantage that is trained on differs from 0, on any process; a collective
+    call."""
+    from mmrl.core import distributed
+
+    advantage = rollout.advantages() if rollout.advantage_parts is None else rollout.advantage_parts
+    rows = advantage.flatten(1).ne(0).any(1) & rollout.mask.any(1)
+    return distributed.any_of(bool(rows.any()))
+
+
+def unread(sampled: Sampled, rewards: Mapping[str, Reward]) -> dict[str, str]:
+    """Find the rewards that could read no answer of an iteration: name -> one of the answers, as
+    this process has it. A few answers of every process are looked at; a collective call."""
+    from mmrl.core import distributed
+
+    asked_rewards = {n: r for n, r in rewards.items() if hasattr(r, "status")}
+    if not isinstance(sampled.media, list) or not asked_rewards:
+        return {}
+    prompts = sampled.rollout.prompt_per_row()[:LOOKED_AT]
+    pairs = [(text, p) for text, p in zip(sampled.media, prompts) if isinstance(text, str)]
+    texts = [text for text, _ in pairs]
+    unread_by = {}
+    for name, reward in asked_rewards.items():
+        states = reward.status(texts, [prompt for _, prompt in pairs])
+        read = any(state != "unparseable" for state in states)
+        if not distributed.any_of(read) and distributed.any_of(bool(states)):
+            unread_by[name] = next(iter(texts), "")
+    return unread_by
+
+
+def likely_cause(
+    metrics: Mapping[str, float], unread_by: Mapping[str, str], rewards: Mapping[str, Reward]
+) -> str:
+    """Say what may have caused that there is nothing to learn from, and what to do."""
+    cut = metrics.get("answer/cut", 0.0)
+    names = ", ".join(rewards) or "the reward"
+    if metrics.get("lr") == 0:
+        return "Likely cause: optimizer.lr or train.lr_schedule"
+    if cut >= 0.5:
+        return (
+            f"Likely cause: {cut:.0%} of the answers are cut off before they end: raise the "
+            f"policy's max_new_tokens"
+        )
+    if unread_by:
+        answer = " ".join(next(iter(unread_by.values())).split())[:80]
+        return (
+            f"Likely cause: the answers have another form than the reward reads, such as "
+            f"{answer!r}: say the form in the prompt, or begin with supervised fine-tuning "
+            f"(objective: sft); mmrl check-reward shows what is read"
+        )
+    if metrics.get("samples/diversity") == 0:
+        return (
+            "Likely cause: the samples of a prompt are identical: raise policy.noise_level or "
+            "temperature"
+        )
+    if metrics.get("reward/std") == 0:
+        return (
+            f"Likely cause: {names} does not look at the samples, or the task is too hard (or too "
+            f"easy) for this model: mmrl check-reward shows what right and wrong samples score; "
+            f"take easier prompts, a graded reward, a larger train.group_size or a stage of "
+            f"supervised fine-tuning before"
+        )
+    if metrics.get("groups/flat") == metrics.get("groups/total"):
+        return (
+            f"Likely cause: {names} depends on the prompt alone, or the samples of a prompt are "
+            f"too much alike: raise train.group_size, policy.noise_level or temperature"
+        )
+    return (
+        "The rewards differ, so look at what is trained: the policy's options lora and train, a "
+        "clip_range or weight of 0 in the objective, and which answers are masked"
+    )
 
 
 def curve(reward: str) -> str:

@@ -4,13 +4,14 @@ boxes, rewards."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mmrl.core.pictures import PictureError, rgb_picture
 from mmrl.core.types import Prompt, Reward, Rewards, Rollout
 from mmrl.data.vision.source import in_messages
 from mmrl.monitoring.log import ROLLOUTS as FILE
@@ -25,10 +26,17 @@ class Gallery:
     """Appends the answers to an iteration's first prompts to ``rollouts.jsonl`` of a run folder, in
     the first iteration and in every ``every``-th."""
 
-    def __init__(self, folder: Path, rewards: Mapping[str, Reward], every: int = 1):
+    def __init__(
+        self,
+        folder: Path,
+        rewards: Mapping[str, Reward],
+        every: int = 1,
+        show: Callable[[int, Sequence[Mapping[str, Any]]], None] | None = None,
+    ):
         self.path = folder / FILE
         self.rewards = rewards
         self.every = every
+        self.show = show  # hears of the lines, for the trackers
 
     def see(self, sampled: Sampled) -> dict[str, float]:
         """Record an iteration, as a monitor; only texts are recorded."""
@@ -43,6 +51,7 @@ class Gallery:
         written = torch.tensor(
             [isinstance(item, str) for item in media], device=rollout.group.device
         )
+        lines: list[dict[str, Any]] = []
         with self.path.open("a", encoding="utf-8") as file:
             for group in rollout.group[written].unique()[:GROUPS].tolist():
                 rows = (rollout.group == group).nonzero()[:, 0].tolist()
@@ -63,6 +72,9 @@ class Gallery:
                         "advantage": advantage[i],
                     }
                 file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
+                lines.append(line)
+        if self.show is not None:
+            self.show(iteration, lines)
 
     def _answers(self, texts: Sequence[str], prompt: Prompt) -> list[dict[str, Any]]:
         prompts = [prompt] * len(texts)
@@ -152,10 +164,8 @@ def _images(prompt: Prompt) -> list[Any]:
     opened = []
     for item in sources if isinstance(sources, (list, tuple)) else [sources]:
         try:
-            opened.append(
-                (item if isinstance(item, Image.Image) else Image.open(Path(item))).convert("RGB")
-            )
-        except (OSError, TypeError, ValueError):
+            opened.append(rgb_picture(item))
+        except PictureError:
             continue
     return opened
 

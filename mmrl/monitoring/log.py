@@ -8,19 +8,27 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import Ge
 
 from mmrl.core.errors import UserError
 from mmrl.monitoring.progress import Progress, progress_for
-from mmrl.monitoring.report.pictures import film_sheet, save_picture, sheet, still
+from mmrl.monitoring.report.pictures import film_sheet, save_picture, sheet, still, tiles
+from mmrl.monitoring.trackers import (
+    Mirror,
+    Name,
+    Place,
+    Table,
+    decoded_picture,
+    start_tracker,
+    warn,
+)
 
 if TYPE_CHECKING:
-    from PIL import Image
     from torch import Tensor
 
 METRICS = "metrics.jsonl"
@@ -35,22 +43,28 @@ REPEATED = ("alarm", "checkpoint", "excluded", "note")
 @dataclass(frozen=True)
 class LogOptions:
     """Holds ``log:`` of a configuration. ``metrics.jsonl`` always has every iteration; ``every``
-    thins the mirrors."""
+    thins the trackers. ``init_kwargs``: tracker -> arguments of its own ``init``."""
 
     tensorboard: bool = True
     wandb: bool = False
+    report_to: Sequence[Name] = ()
+    init_kwargs: dict[str, dict[str, Any]] = field(default_factory=dict)
     project: str = "mmrl"
     every: Annotated[int, Ge(1)] = 1
     # iterations between those whose texts are kept for the report; 0: none
     rollouts: Annotated[int, Ge(0)] = 10
 
+    def __post_init__(self) -> None:
+        if unused := sorted(set(self.init_kwargs) - set(self.trackers())):
+            raise UserError(
+                f"log.init_kwargs: {', '.join(unused)} is not in log.report_to, which names the "
+                f"trackers of a run"
+            )
 
-class Mirror(Protocol):
-    """Receives the same numbers somewhere else, such as TensorBoard or W&B."""
-
-    def scalars(self, iteration: int, values: Mapping[str, float]) -> None: ...
-    def image(self, iteration: int, name: str, picture: Image.Image) -> None: ...
-    def close(self) -> None: ...
+    def trackers(self) -> list[str]:
+        """Return the trackers of a run; ``tensorboard`` and ``wandb`` are short for two of them."""
+        switches = {"tensorboard": self.tensorboard, "wandb": self.wandb}
+        return list(dict.fromkeys([n for n, on in switches.items() if on] + [*self.report_to]))
 
 
 class RunLog:
@@ -92,10 +106,7 @@ class RunLog:
             self._cut(EVENTS, 0, (FINISHED,))  # it is not, until it says so again
             self._cut(ROLLOUTS, start)
             self._recall_alarms(start)
-        if options.wandb:
-            self.mirrors.append(_WandB(self.folder, options.project, config))
-        if options.tensorboard:
-            self.mirrors.append(_TensorBoard(self.folder / "tb", start if resume else None))
+        self._start_trackers(config or {}, purge=start if resume else None)
         self._metrics = self._metrics_path.open("a", encoding="utf-8")
 
     def metrics(self, iteration: int, values: Mapping[str, float]) -> None:
@@ -162,8 +173,45 @@ class RunLog:
             self.folder / "samples" / "captions.json",
             lambda path: path.write_text(text, encoding="utf-8"),
         )
+        texts = [str(c) for c in captions]
+        moment = re.fullmatch(r"iter-0*(\d+)", name)
+        iteration = int(moment[1]) if moment else self.iteration
+        # one slider over time instead of a tag an iteration
+        tag = "samples" if moment else name
+        cut = tiles(still(picture), layout)
+        rows = [[text, tile] for text, tile in zip(texts, cut)]
         for mirror in self.mirrors:
-            mirror.image(self.iteration, name, still(picture))
+            mirror.image(iteration, tag, still(picture))
+            if rows:
+                mirror.table(iteration, f"tables/{tag}", Table(("prompt", "picture"), rows))
+
+    def answers(self, iteration: int, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Show the answers of an iteration in the trackers, as a table with their pictures.
+
+        groups: lines of rollouts.jsonl, as the gallery writes them."""
+        if self.mirrors and groups:
+            table = answers_table(groups)
+            for mirror in self.mirrors:
+                mirror.table(iteration, "tables/answers", table)
+
+    def _start_trackers(self, config: Mapping[str, Any], purge: int | None) -> None:
+        """Start the trackers that the options name; UserError, and none is left, if one cannot."""
+        options = self.options
+        try:
+            for name in options.trackers():
+                kwargs = options.init_kwargs.get(name, {})
+                place = Place(self.folder, options.project, config, kwargs, purge)
+                self.mirrors.append(start_tracker(name, place, self._tracker_failed))
+        except UserError:
+            for mirror in self.mirrors:
+                mirror.close()
+            raise
+
+    def _tracker_failed(self, message: str) -> None:
+        """Record what went wrong with a tracker; called from its thread."""
+        with suppress(OSError):
+            self.event("warning", message)
+        warn(message)
 
     @contextmanager
     def progress(self, total: int, start: int = 0, title: str = "training") -> Iterator[Progress]:
@@ -250,56 +298,27 @@ def read_captions(folder: Path) -> dict[str, Any]:
     return captions if isinstance(captions, dict) else {}
 
 
-class _TensorBoard:
-    def __init__(self, folder: Path, purge: int | None):
-        from torch.utils.tensorboard import SummaryWriter
-
-        self.writer = SummaryWriter(str(folder), purge_step=purge)
-
-    def scalars(self, iteration: int, values: Mapping[str, float]) -> None:
-        for name, value in values.items():
-            self.writer.add_scalar(name, value, iteration)
-
-    def image(self, iteration: int, name: str, picture: Image.Image) -> None:
-        import numpy as np
-
-        # one slider over time instead of a tag an iteration
-        tag = "samples" if name.startswith("iter-") else name
-        self.writer.add_image(tag, np.asarray(picture), iteration, dataformats="HWC")
-
-    def close(self) -> None:
-        self.writer.close()
-
-
-class _WandB:
-    def __init__(self, folder: Path, project: str, config: Mapping[str, Any] | None):
-        try:
-            import wandb
-        except ImportError as error:
-            raise UserError(
-                "log.wandb is on, but wandb is not installed; run: pip install wandb"
-            ) from error
-        self.wandb = wandb
-        place = folder / "wandb-id.txt"  # the same id on resume continues the same page
-        known = place.read_text().strip() if place.exists() else None
-        self.run = wandb.init(
-            project=project,
-            name=folder.name,
-            dir=str(folder),
-            id=known,
-            resume="allow",
-            config=dict(config or {}),
-        )
-        place.write_text(self.run.id)
-
-    def scalars(self, iteration: int, values: Mapping[str, float]) -> None:
-        self.run.log(dict(values), step=iteration)
-
-    def image(self, iteration: int, name: str, picture: Image.Image) -> None:
-        self.run.log({f"samples/{name}": self.wandb.Image(picture)}, step=iteration)
-
-    def close(self) -> None:
-        self.run.finish()
+def answers_table(groups: Sequence[Mapping[str, Any]]) -> Table:
+    """Lay lines of rollouts.jsonl out as a table: a row for every answer."""
+    rewards = list(
+        {
+            name: None
+            for group in groups
+            for answer in group["answers"]
+            for name in answer["rewards"]
+        }
+    )
+    columns = ("prompt", "picture", "right", "answer", *rewards, "advantage", "tokens")
+    rows = []
+    for group in groups:
+        picture = decoded_picture(group["picture"])
+        for answer in group["answers"]:
+            earned = [answer["rewards"].get(name) for name in rewards]
+            ending = [answer["advantage"], answer["tokens"]]
+            rows.append(
+                [group["prompt"], picture, group["right"], answer["text"], *earned, *ending]
+            )
+    return Table(columns, rows)
 
 
 def _sync(path: Path) -> None:

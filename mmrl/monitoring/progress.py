@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class Progress(Protocol):
@@ -23,6 +23,8 @@ def progress_for(title: str, active: bool = True) -> Progress:
     one."""
     if not active:
         return _Silent()
+    if in_notebook():
+        return _Cell(title)
     return _Bar(title) if sys.stdout.isatty() else _Lines(title)
 
 
@@ -64,6 +66,47 @@ class _Bar:
 
     def end(self) -> None:
         self.bar.stop()
+
+
+def in_notebook() -> bool:
+    """Tell whether this runs in a cell of a notebook, whose output can be changed later."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return getattr(shell, "kernel", None) is not None
+
+
+class _Cell:
+    """Draws a bar of plain text into a notebook's cell, and draws it anew as it grows."""
+
+    def __init__(self, title: str):
+        self.title = title
+
+    def begin(self, total: int, start: int) -> None:
+        from IPython import display
+
+        self.total, self.start, self.began = total, start, time.monotonic()
+        show: Any = display.display
+        text = {"text/plain": self._text(start)}
+        self.handle = show(text, raw=True, display_id=True)
+
+    def update(self, iteration: int, reward: float | None = None, note: str = "") -> None:
+        text = self._text(iteration, _status(reward, note))
+        self.handle.update({"text/plain": text}, raw=True)
+
+    def end(self) -> None:
+        pass
+
+    def _text(self, iteration: int, status: str = "") -> str:
+        spent = time.monotonic() - self.began
+        done = iteration - self.start
+        left = spent / done * (self.total - iteration) if done else 0.0
+        filled = 24 * iteration // max(1, self.total)
+        parts = [
+            f"{self.title} {'█' * filled}{'░' * (24 - filled)} {iteration}/{self.total}",
+            status,
+            clock_time(spent),
+            f"{clock_time(left)} left" if left else "",
+        ]
+        return "  ".join(part for part in parts if part)
 
 
 class _Lines:

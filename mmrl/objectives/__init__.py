@@ -4,6 +4,7 @@ from mmrl.objectives.base import Objective as Objective
 from mmrl.objectives.base import frozen as frozen
 from mmrl.objectives.covariance import ClipCov as ClipCov
 from mmrl.objectives.covariance import KLCov as KLCov
+from mmrl.objectives.distillation import Distill as Distill
 from mmrl.objectives.forward_process.awm import AWM as AWM
 from mmrl.objectives.forward_process.crd import CRD as CRD
 from mmrl.objectives.forward_process.dgpo import DGPO as DGPO
@@ -16,6 +17,8 @@ from mmrl.objectives.group_loss import GroupLoss as GroupLoss
 from mmrl.objectives.group_preference import DPO as DPO
 from mmrl.objectives.group_preference import DRPO as DRPO
 from mmrl.objectives.group_preference import IPO as IPO
+from mmrl.objectives.group_preference import KTO as KTO
+from mmrl.objectives.group_preference import ORPO as ORPO
 from mmrl.objectives.group_preference import P3O as P3O
 from mmrl.objectives.group_preference import PACS as PACS
 from mmrl.objectives.group_preference import REAL as REAL
@@ -23,6 +26,7 @@ from mmrl.objectives.group_preference import REBEL as REBEL
 from mmrl.objectives.group_preference import CoPG as CoPG
 from mmrl.objectives.group_preference import DisCO as DisCO
 from mmrl.objectives.group_preference import MultiPreference as MultiPreference
+from mmrl.objectives.group_preference import SimPO as SimPO
 from mmrl.objectives.group_regression import GVPO as GVPO
 from mmrl.objectives.group_regression import OPMD as OPMD
 from mmrl.objectives.group_regression import ALoL as ALoL

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from mmrl.core.added_options import keep_constructor
 from mmrl.core.distributions import Dist
 from mmrl.core.types import Fields, Media, Point, Prompt, Rewards, Rollout
 from mmrl.core.weights import Weights
@@ -38,18 +39,30 @@ class Objective(ABC):
     visits: bool = False
     # learns from answers in the data: see ``mmrl.objectives.supervised``
     supervised: ClassVar[bool] = False
+    # learns from compared answers that others made (``train.preferences``), and from single ones
+    offline: ClassVar[bool] = False
+    unpaired: ClassVar[bool] = False
     # follows the gradient of the rewards, which ``attach`` hands over
     differentiates: ClassVar[bool] = False
 
     # the loss of a row of advantage 0 has no gradient but that of terms which an instance may add
     proportional: ClassVar[bool] = False
 
+    # options of a base that a class does not take, as it fills them in itself
+    not_options: Collection[str] = ()
+
     # What an instance uses.
+    compares: bool = True  # looks at advantages; else the rewards are only measured
     single_paths: bool = False  # samples must not share steps of their paths, as those of trees do
     behavior_policy: str = "live"  # the weights that sample: the live ones or a snapshot
     snapshots: tuple[str, ...] = ()  # those to keep
     # how far below and above 1 a ratio is not clipped; the gate of the log-probs is as narrow
     clip_bounds: tuple[float, float] = (math.inf, math.inf)
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Let fields of a subclass be options beside those of its base, whose constructor stays."""
+        super().__init_subclass__(**options)
+        keep_constructor(cls)
 
     @abstractmethod
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
@@ -98,6 +111,13 @@ class Objective(ABC):
         return point
 
     # What happens around the update.
+
+    def meet(self, policy: Policy) -> None:
+        """Look at the policy before the first iteration; load what is needed beside it. Raises
+        UserError where something does not fit it."""
+
+    def stand_in(self, policy: Policy) -> None:
+        """Take the policy for what ``meet`` would load, as a dry run does, which only counts."""
 
     def attach(self, reward: Differentiable) -> None:
         """Take the weighted sum of the rewards, with gradient, if ``differentiates``."""

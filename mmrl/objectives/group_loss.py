@@ -19,7 +19,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from mmrl.config.options import Count, capabilities_of
+from mmrl.config.options import Draws, capabilities_of
 from mmrl.core.distributions import Dist
 from mmrl.core.errors import UserError
 from mmrl.core.metrics import observe
@@ -93,6 +93,7 @@ class Samples:
 class GroupLoss(Objective):
     """``of_group``: [R] whose mean over the rows is the loss."""
 
+    offline = True
     visits = True  # a sampler without noise has no log-ratios of paths
     reads: ClassVar[Reads] = "decisions"
     single_paths = True
@@ -101,7 +102,7 @@ class GroupLoss(Objective):
         self,
         anchor: AnchorName | Refresh = "old",
         average: bool = False,
-        num_noise_draws: Count | None = None,
+        num_noise_draws: Draws | None = None,
         timestep_sampler: Annotated[TimeSampler, TIMES] = logit_normal,
     ):
         """Take what every loss of this kind has. anchor: the weights that R is relative to: old,

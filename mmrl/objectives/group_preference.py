@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import torch
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Gt, Lt
 from torch import Tensor
 from torch.nn.functional import softplus
 
@@ -49,9 +49,13 @@ class _Pairwise(GroupLoss):
         """Compute the losses [N] of pairs from the log-ratios of both and how much the better
         one's advantage is larger."""
 
+    def scores(self, samples: Samples) -> Tensor:
+        """Return [R]: the number of a sample that pairs compare."""
+        return samples.ratio
+
     def of_group(self, samples: Samples) -> Tensor:
         better, worse = _all(samples) if self.pairs == "all" else _best_worst(samples)
-        ratio = samples.ratio
+        ratio = self.scores(samples)
         gap = samples.advantage[better] - samples.advantage[worse]
         loss = self.of_pair(ratio[better], ratio[worse], gap) - self.sft * samples.logp[better]
         if len(loss):
@@ -115,17 +119,134 @@ class DPO(_Pairwise):
     Rafailov et al. 2023, on pairs of the group, whose log-ratios are sums over tokens, revealed
     tokens or steps of the path (for a flow, D3PO has one comparison a step instead, diffusion_dpo
     one a denoising error). With ``sft`` it is RPO (Liu et al. 2024); with an anchor that follows
-    the policy, ``anchor: {every: 1, decay: 0.99}``, TR-DPO (Gorbatovski et al. 2024). Pairs of a
-    file, with their rewards, join by ``train.demonstrations: {number: 2, apart: true}``; with
-    ``train.group_size: 1`` they are all that is compared.
+    the policy, ``anchor: {every: 1, decay: 0.99}``, TR-DPO (Gorbatovski et al. 2024). Pairs that
+    others made take the place of samples with ``train.preferences``, and join them by
+    ``train.demonstrations: {number: 2, apart: true}``. label_smoothing: the share e of pairs that
+    are thought to be the wrong way round: (1 - e) L(w, l) + e L(l, w) (Mitchell 2023, conservative
+    DPO). robust: its unbiased form, ((1 - e) L(w, l) - e L(l, w)) / (1 - 2 e) (Chowdhury et al.
+    2024, "Provably robust DPO").
     """
 
-    def __init__(self, beta: Positive = 0.1, anchor: AnchorName | Refresh = "ref", **options: Any):
+    def __init__(
+        self,
+        beta: Positive = 0.1,
+        label_smoothing: Annotated[float, Ge(0), Lt(0.5)] = 0.0,
+        robust: bool = False,
+        anchor: AnchorName | Refresh = "ref",
+        **options: Any,
+    ):
         super().__init__(anchor=anchor, **options)
         self.beta = beta
+        self.label_smoothing = label_smoothing
+        self.robust = robust
 
     def of_pair(self, better: Tensor, worse: Tensor, gap: Tensor) -> Tensor:
-        return softplus(-self.beta * (better - worse))
+        margin = self.beta * (better - worse)
+        noise = self.label_smoothing
+        if not noise:
+            return softplus(-margin)
+        right, wrong = softplus(-margin), softplus(margin)
+        if self.robust:
+            return ((1 - noise) * right - noise * wrong) / (1 - 2 * noise)
+        return (1 - noise) * right + noise * wrong
+
+
+@OBJECTIVES.register("simpo")
+class SimPO(_Pairwise):
+    """Prefer by mean log-probs, without a reference: -log sigmoid(beta (l_w - l_l) - gamma)
+    (SimPO).
+
+    Meng et al. 2024, "SimPO: Simple preference optimization with a reference-free reward"; l is
+    log p over the number of decisions, gamma the margin wanted. With ``sft`` it is CPO-SimPO.
+    """
+
+    needs = "categorical"  # densities of steps have no scale of their own to compare by
+    not_options = ("anchor", "average")
+
+    def __init__(self, beta: Positive = 2.0, gamma: Natural = 1.0, **options: Any):
+        super().__init__(anchor="old", average=True, **options)
+        self.beta = beta
+        self.gamma = gamma
+
+    def scores(self, samples: Samples) -> Tensor:
+        return samples.logp
+
+    def of_pair(self, better: Tensor, worse: Tensor, gap: Tensor) -> Tensor:
+        return softplus(self.gamma - self.beta * (better - worse))
+
+
+@OBJECTIVES.register("orpo")
+class ORPO(_Pairwise):
+    """Prefer by odds, beside the likelihood of the better: -log p_w - lambda log sigmoid(log odds
+    ratio) (ORPO).
+
+    Hong et al. 2024, "ORPO: Monolithic preference optimization without reference model"; p is the
+    geometric mean of the probabilities of an answer's decisions, odds are p / (1 - p).
+    """
+
+    needs = "categorical"  # odds are of tokens
+    not_options = ("anchor", "average", "sft")
+
+    def __init__(self, weight: Positive = 0.1, **options: Any):
+        super().__init__(anchor="old", average=True, sft=1.0, **options)
+        self.weight = weight
+
+    def scores(self, samples: Samples) -> Tensor:
+        return samples.logp
+
+    def of_pair(self, better: Tensor, worse: Tensor, gap: Tensor) -> Tensor:
+        return self.weight * softplus(_log_odds(worse) - _log_odds(better))
+
+
+def _log_odds(logp: Tensor) -> Tensor:
+    """Return log(p / (1 - p)) of log p < 0; p is held below 1."""
+    logp = logp.clamp(max=-1e-7)
+    return logp - (-logp.expm1()).log()
+
+
+@OBJECTIVES.register("kto")
+class KTO(GroupLoss):
+    """Make good answers likelier and bad ones less likely, each by itself, as people feel gains and
+    losses (KTO).
+
+    Ethayarajh et al. 2024, "KTO: Model alignment as prospect theoretic optimization": lambda_D (1 -
+    sigmoid(beta (R - z))) of good answers, lambda_U (1 - sigmoid(beta (z - R))) of bad ones, R
+    to the reference. An answer is good if its advantage is positive, bad if it is negative; with
+    ``train.preferences.label`` as the data say, so that no pairs are needed. z is the mean R of all
+    rows of the optimizer step, not below 0 and without gradient: so Diffusion-KTO (Li et al. 2024)
+    estimates it; the paper takes answers to other questions, which would have to be scored too.
+    desirable_weight, undesirable_weight: lambda_D, lambda_U.
+    """
+
+    unpaired = True
+
+    def __init__(
+        self,
+        beta: Positive = 0.1,
+        desirable_weight: Positive = 1.0,
+        undesirable_weight: Positive = 1.0,
+        anchor: AnchorName | Refresh = "ref",
+        **options: Any,
+    ):
+        super().__init__(anchor=anchor, **options)
+        self.beta = beta
+        self.desirable_weight = desirable_weight
+        self.undesirable_weight = undesirable_weight
+
+    def of_group(self, samples: Samples) -> Tensor:
+        ratio = samples.ratio
+        counted = samples.advantage != 0
+        sums = torch.stack([(ratio.detach() * counted).sum(), counted.to(ratio).sum()])
+        total, count = all_sum(sums).unbind()
+        mean = (total / count.clamp_min(1)).clamp_min(0)
+        is_good = samples.advantage > 0
+        if len(ratio):
+            observe("kto/right", ((ratio > mean) == is_good).double(), counted)
+        good = is_good.to(ratio)
+        side = 2 * good - 1
+        weight = self.desirable_weight * good + self.undesirable_weight * (1 - good)
+        loss: Tensor = weight * (1 - (side * self.beta * (ratio - mean)).sigmoid()) * counted
+        return loss
 
 
 @OBJECTIVES.register("ipo")

@@ -13,7 +13,7 @@ from mmrl.core.registry import OBJECTIVES
 from mmrl.core.types import Point
 from mmrl.objectives.base import frozen
 from mmrl.objectives.policy_gradient import OF_TOKENS, PolicyGradient
-from mmrl.objectives.surrogates import outside, summed
+from mmrl.objectives.surrogates import Width, outside, summed
 from mmrl.policies.base import Policy
 
 
@@ -33,7 +33,7 @@ class Guard(PolicyGradient):
     def __init__(
         self,
         clip_range: float | tuple[float, float] = 2e-6,
-        advantage_clip: float | None = 5.0,
+        advantage_clip: Width | None = 5.0,
         balance: bool = True,
         **options: Any,
     ):

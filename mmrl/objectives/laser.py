@@ -13,6 +13,7 @@ from torch import Tensor
 from mmrl.core.decisions import behind, judged
 from mmrl.core.distributed import all_sum
 from mmrl.core.distributions import Dist
+from mmrl.core.divergences import REVERSE, Divergence
 from mmrl.core.errors import UserError
 from mmrl.core.metrics import observe
 from mmrl.core.registry import OBJECTIVES
@@ -43,7 +44,7 @@ class Answers:
         """Return the entropies [B, L]."""
         return self.dist.entropy()[:, :-1]
 
-    def kl(self, reference: Any) -> Tensor:
+    def kl(self, reference: Any, by: Divergence = REVERSE) -> Tensor:
         raise UserError("objective laser: kl has no exact form beside the last token; use form: k3")
 
 

@@ -16,7 +16,7 @@ import torch
 from annotated_types import Gt, Le
 from torch import Tensor
 
-from mmrl.config.options import Count
+from mmrl.config.options import Count, Draws
 from mmrl.core.errors import UserError
 from mmrl.core.registry import ESTIMATORS
 from mmrl.core.types import Point, Rollout
@@ -98,7 +98,7 @@ def mask_grpo(
     *,
     low: Share = 0.8,
     updates: Count = 6,
-    draws: Count = 1,
+    draws: Draws = 1,
     field: Fields = "uniform",
     fixed: bool = True,
 ) -> list[Point]:
@@ -133,7 +133,7 @@ def uni_grpo(
     epoch: int | None = None,
     *,
     updates: Count = 4,
-    draws: Count = 1,
+    draws: Draws = 1,
 ) -> list[Point]:
     """Average over tokens hidden at random rates (UniGRPO of MMaDA, Yang et al. 2025).
 
@@ -187,7 +187,7 @@ def coupled(
     *,
     low: Annotated[float, Gt(-1e-9), Le(1)] = 0.1,
     high: Share = 0.9,
-    draws: Count = 1,
+    draws: Draws = 1,
 ) -> list[Point]:
     """Score every token once by a random mask and its complement (DiffuCoder, Gong et al. 2025)."""
     _ascending("coupled", low, high)
@@ -208,7 +208,7 @@ def random(
     *,
     low: Annotated[float, Gt(-1e-9), Le(1)] = 0.1,
     high: Share = 0.9,
-    draws: Count = 1,
+    draws: Draws = 1,
 ) -> list[Point]:
     """Hide tokens at a rate between ``low`` and ``high``, the plain counterpart of ``coupled``."""
     _ascending("random", low, high)

@@ -24,7 +24,15 @@ from mmrl.objectives.base import Tangent, frozen
 from mmrl.objectives.forward_process.base import mean_square, noised, positive, velocity
 from mmrl.objectives.importance_sampling import Importance, off_policy
 from mmrl.objectives.kl import KL, KLTerm, Regularised
-from mmrl.objectives.surrogates import both_sides, outside, ppo, row_sum, sees_whole_rows, summed
+from mmrl.objectives.surrogates import (
+    Width,
+    both_sides,
+    outside,
+    ppo,
+    row_sum,
+    sees_whole_rows,
+    summed,
+)
 from mmrl.objectives.timestep_samplers import uniform
 from mmrl.policies.base import Policy
 from samplers.noise import Rng
@@ -149,7 +157,7 @@ class PolicyGradient(Regularised):
         self,
         surrogate: Annotated[Surrogate, SURROGATES] = ppo,
         clip_range: float | tuple[float, float] | None = None,
-        advantage_clip: float | None = None,
+        advantage_clip: Width | None = None,
         kl: Annotated[float, Ge(0)] | KL = 0.0,
         entropy: Annotated[float, Ge(0)] | Entropy = 0.0,
         importance_sampling: Importance | None = None,

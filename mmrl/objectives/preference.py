@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
+from annotated_types import Ge, Le
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from mmrl.config.options import Count
+from mmrl.config.options import Draws
 from mmrl.core.distributions import as_gaussian
 from mmrl.core.host import sent
 from mmrl.core.metrics import observe
@@ -60,10 +61,11 @@ class DiffusionDPO(_Following):
     follows the policy (TR-DPO, Gorbatovski et al. 2024); null: it stays the base.
     """
 
+    offline: ClassVar[bool] = True
     needs: ClassVar[str] = "gaussian"
     reads: ClassVar[Reads] = "sample"
     beta: float = 100.0
-    num_noise_draws: Count = 1
+    num_noise_draws: Draws = 1
     timestep_sampler: Annotated[TimeSampler, TIMES] = logit_normal
     refresh: Refresh | None = None
 
@@ -201,9 +203,9 @@ class SePPO(Objective):
     needs: ClassVar[str] = "gaussian"
     reads: ClassVar[Reads] = "sample"
     beta: float = 100.0
-    num_noise_draws: Count = 1
+    num_noise_draws: Draws = 1
     timestep_sampler: Annotated[TimeSampler, TIMES] = logit_normal
-    pool: Count = 4
+    pool: Annotated[int, Ge(1), Le(1000)] = 4
 
     def __post_init__(self) -> None:
         positive("objective.seppo", beta=self.beta)

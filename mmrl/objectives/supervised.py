@@ -16,7 +16,7 @@ import torch
 from annotated_types import Ge, Gt, Le
 from torch import Tensor
 
-from mmrl.config.options import Count, capabilities_of
+from mmrl.config.options import Draws, capabilities_of
 from mmrl.core.errors import UserError
 from mmrl.core.metrics import observe
 from mmrl.core.registry import OBJECTIVES, TIMES
@@ -79,7 +79,7 @@ class SFT(Supervised):
     train_on: Literal["all", "thought", "answer"] = "all"
     masking: Literal["auto", "elbo", "maskgit"] = "auto"
     timestep_sampler: Annotated[TimeSampler, TIMES] = uniform
-    num_noise_draws: Count = 1
+    num_noise_draws: Draws = 1
     weighting: Literal["plain", "min_snr"] = "plain"
     gamma: Annotated[float, Gt(0)] = 5.0
 

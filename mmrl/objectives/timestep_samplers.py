@@ -8,8 +8,10 @@ models that have none.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Annotated
 
 import torch
+from annotated_types import Gt, Le
 from torch import Tensor
 
 from mmrl.core.errors import UserError
@@ -17,6 +19,7 @@ from mmrl.core.registry import TIMES
 from samplers.noise import Rng
 from samplers.schedules import shift_time
 
+Share = Annotated[float, Gt(0), Le(1)]
 TimeSampler = Callable[[Rng, Tensor, int, Tensor | None], Tensor]
 
 
@@ -27,7 +30,7 @@ def steps(
     draws: int,
     grid: Tensor | None,
     *,
-    share: float = 0.99,
+    share: Share = 0.99,
     skip: int = 0,
     alike: bool = False,
 ) -> Tensor:
@@ -53,7 +56,7 @@ def steps(
 
 @TIMES.register("early_steps")
 def early_steps(
-    rng: Rng, name: Tensor, draws: int, grid: Tensor | None, *, share: float = 0.6
+    rng: Rng, name: Tensor, draws: int, grid: Tensor | None, *, share: Share = 0.6
 ) -> Tensor:
     """Draw the same steps for all rows, out of the noisy part of the sampler's grid (DGPO)."""
     return steps(rng, name, draws, grid, share=share, alike=True)

@@ -15,6 +15,7 @@ from mmrl.core.registry import OBJECTIVES
 from mmrl.core.types import Point, Rollout
 from mmrl.objectives.base import Objective, frozen
 from mmrl.objectives.forward_process.base import mean_square, positive, velocity
+from mmrl.objectives.surrogates import Width
 from mmrl.policies.base import Policy, Reads
 from samplers.noise import Rng
 
@@ -33,7 +34,7 @@ class FlowDPPO(Objective):
     """
 
     threshold: float = 1e-5
-    advantage_clip: float = 5.0
+    advantage_clip: Width = 5.0
     std: Literal["exact", "published", "one"] = "exact"
     needs: ClassVar[str] = "gaussian"
     visits = True

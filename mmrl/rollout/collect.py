@@ -7,7 +7,7 @@ its place among the others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Protocol, runtime_checkable
 
@@ -85,6 +85,33 @@ def scored(scorer: Score, media: Media, rollout: Rollout) -> Rewards:
     if isinstance(scorer, GroupScorer):
         return scorer(media, rollout.prompt_per_row(), rollout.group)
     return scorer(media, rollout.prompt_per_row())
+
+
+class Unscored:
+    """Stands in for a scorer on processes that hold the rows of another one, which scores them."""
+
+    def __call__(self, media: Media, prompts: list[Prompt], group: Tensor | None = None) -> Rewards:
+        return Rewards({})
+
+    def stream(self, rows: int) -> RewardStream:
+        return self
+
+    def put(self, media: Media, prompts: list[Prompt], group: Tensor) -> None: ...
+
+    def result(self) -> Rewards:
+        return Rewards({})
+
+
+def once(scorer: Any) -> Any:
+    """Return the scorer on the process that scores for all that hold the same rows; ``shared`` then
+    tells them."""
+    return scorer if distributed.leads() else Unscored()
+
+
+def shared(rewards: Rewards, weights: Mapping[str, float] | None = None) -> Rewards:
+    """Return the rewards of the process that scored these rows; a collective call. ``weights``: of
+    the scorer."""
+    return Rewards(distributed.of_first(rewards), weights or rewards.weights)
 
 
 def together(media: Sequence[Media]) -> Media:

@@ -293,7 +293,7 @@ def of_all_processes(entries: Sequence[Remembered], prompts: int) -> list[list[R
         return [list(entries)]
     tensors, plain = packed(entries)
     parts = zip(
-        distributed.all_gather_tensors(tensors), distributed.all_gather_plain(plain), strict=True
+        distributed.all_gather_tensors(tensors), distributed.all_gather_json([plain]), strict=True
     )
     return [unpacked(part, text, prompts) for part, text in parts]
 

@@ -15,9 +15,12 @@ import numpy as np
 import torch
 
 from mmrl import config
+from mmrl.cluster.options import RayOptions
 from mmrl.config import Config
 from mmrl.config.options import EvaluateOptions, TrainOptions, arithmetic
+from mmrl.config.preferences import Preferences
 from mmrl.core.errors import UserError
+from mmrl.core.hub import check_model, check_repository
 from mmrl.core.registry import (
     ADVANTAGES,
     DATA,
@@ -29,20 +32,27 @@ from mmrl.core.registry import (
     load_built_in,
 )
 from mmrl.core.types import Prompt
+from mmrl.data.ledger import Summary, collecting
+from mmrl.data.pairs import Pairs
 from mmrl.data.prompts import Curriculum, development_and_test
 from mmrl.monitoring.alarms import AlarmOptions
 from mmrl.monitoring.log import LogOptions
+from mmrl.policies.diffusion.context_parallel import unsupported
+from mmrl.rollout.preferences import Compared
 from mmrl.run import checkpoint
 from mmrl.scoring import Scorer
-from mmrl.train.device import Device, check_precision
+from mmrl.train.device import Device, check_mesh, check_precision, is_fsdp, started
+from mmrl.train.optimizers import unshardable
 from mmrl.train.trainer import Trainer
 from rewards.card import described
+from rewards.hub_models import hub_models
 
 SECTIONS = {
     "train": TrainOptions,
     "evaluate": EvaluateOptions,
     "log": LogOptions,
     "alarms": AlarmOptions,
+    "ray": RayOptions,
 }
 CONFIG = "config.yaml"
 PART = re.compile(r"\d+-.+")  # the folder of a stage
@@ -55,8 +65,10 @@ def read(
     """Read a configuration and check it as far as possible without building a model. ``added``:
     sections that code gives."""
     load_built_in()
-    configuration = config.load(path, overrides, added=added)
-    config.check(configuration, SECTIONS, {"optimizer": ("parameters",)}, processes)
+    problems: list[str] = []
+    configuration = config.load(path, overrides, added=added, problems=problems)
+    supplied = {"optimizer": ("parameters",)}
+    config.check(configuration, SECTIONS, supplied, processes, problems)
     return configuration
 
 
@@ -70,16 +82,25 @@ class Session:
     scorer: Scorer
     options: TrainOptions
     evaluation: EvaluateOptions
+    summaries: Sequence[Summary] = ()  # of the data: what was read, left out and held out
 
     @classmethod
-    def of(cls, configuration: Config) -> Session:
+    def of(cls, configuration: Config, policy: Any = None, judged: bool = False) -> Session:
+        """Build the parts that a configuration names; ``policy``: the one it names, where it has
+        been built already. ``judged``: what only judges will be needed too."""
         options = configuration.section("train", TrainOptions)
         check_precision(options)  # before a large model is loaded in vain
+        check_started(configuration, options)
         # new adapters draw their first weights from the global generator
         seed_everything(options.seed)
-        source = configuration.build("data", DATA)
-        check_needs(configuration, source, {})
-        policy = configuration.build("policy", POLICIES)
+        if policy is None:
+            check_hub(configuration)
+        if judged:
+            check_judges(configuration)
+        source, summaries = read_data(configuration)
+        with torch.random.fork_rng(devices=[]):  # what lacks a model says so before a policy loads
+            rewards = scorer(configuration, ("reward",), options)
+        policy = policy or configuration.build("policy", POLICIES)
         if start := configuration.plain.get("start"):
             begin_with(policy, configuration, Path(start))
         source = admitted(policy, source)
@@ -88,9 +109,10 @@ class Session:
             configuration,
             policy,
             source,
-            scorer(configuration, ("reward",), options),
+            rewards,
             options,
             evaluation,
+            summaries,
         )
         check_needs(configuration, source, session.scorer.rewards, policy)
         return session
@@ -110,17 +132,28 @@ class Session:
 
     def trainer(self) -> Trainer:
         objective = self.config.build("objective", OBJECTIVES)
+        train = self.source.train
         if objective.supervised:
             objective.check(self.policy, [*self.source.train, *self.source.held_out])
+        if self.options.preferences is not None:
+            train = self._compared(self.options.preferences)
         return Trainer(
             self.policy,
-            self.source.train,
+            train,
             self.scorer,
             self.config.build("advantage", ADVANTAGES),
             objective,
             self.config.build("optimizer", OPTIMIZERS),
             self.options,
         )
+
+    def _compared(self, preferences: Preferences) -> Sequence[Prompt]:
+        """Return the prompts to train on that have compared answers, after a look at all answers.
+        Raises UserError, with file and line."""
+        compared = Compared(Pairs(preferences))
+        train = compared.pairs.kept(self.source.train)
+        compared.check(self.policy, [*train, *compared.pairs.kept_or_none(self.source.held_out)])
+        return train
 
     def judges(self) -> Scorer:
         """Join the training rewards and those that are only measured."""
@@ -135,6 +168,55 @@ class Session:
             weights,
             self.options.max_reward_failure_rate,
         )
+
+
+def check_hub(configuration: Config) -> None:
+    """Raise UserError within seconds where the model of a policy of ours is one of the hub, and
+    cannot be had."""
+    spec = configuration["policy"]
+    name, options = (spec, None) if isinstance(spec, str) else next(iter(spec.items()))
+    path = (options or {}).get("path")
+    if not isinstance(path, str) or not POLICIES.find(name).__module__.startswith("mmrl."):
+        return
+    try:
+        check_model(path)
+    except UserError as error:
+        place = configuration.place(("policy", name, "path"))
+        raise UserError(place.say(str(error))) from error
+
+
+def check_judges(configuration: Config) -> None:
+    """Raise UserError within seconds where a model of ``evaluate.reward`` is one of the hub, and
+    cannot be had; these rewards are built when they judge, perhaps a night later."""
+    section = ("evaluate", "reward")
+    if section not in rewarded(configuration):
+        return
+    for name, each in resolved(configuration, section).items():
+        for repository in hub_models(each.reward.entry, each.reward.options):
+            try:
+                check_repository(repository)
+            except UserError as error:
+                place = configuration.place((*section, name))
+                raise UserError(place.say(f"reward {name!r}: {error}")) from error
+
+
+def check_started(configuration: Config, options: TrainOptions) -> None:
+    """Raise UserError, before anything is loaded, where the processes that were started do not
+    divide into groups, or the policy or optimizer cannot be shared by them."""
+    processes = started()
+    check_mesh(options, processes)
+    splits = options.context_parallel is not None and processes > 1
+    if splits and (why := unsupported(_entry(configuration, "policy", POLICIES))):
+        raise UserError(f"train.context_parallel: {why}")
+    spec = configuration.plain.get("optimizer")
+    name = spec if isinstance(spec, str) else next(iter(spec or {}), "")
+    if processes > 1 and is_fsdp() and (why := unshardable(name)):
+        raise UserError(f"optimizer {name}: {why}")
+
+
+def _entry(configuration: Config, section: str, registry: Any) -> Any:
+    spec = configuration[section]
+    return registry.find(spec if isinstance(spec, str) else next(iter(spec)))
 
 
 def begin_with(policy: Any, configuration: Config, start: Path) -> None:
@@ -194,9 +276,11 @@ def scorer(configuration: Config, section: tuple[str, ...], options: TrainOption
 
 
 def supervised(configuration: Config) -> bool:
-    """Tell whether the objective learns from answers in the data, and so needs no reward."""
+    """Tell whether the run learns from answers in the data, and so needs no reward."""
     spec = configuration["objective"]
     name = spec if isinstance(spec, str) else next(iter(spec), "")
+    if configuration.section("train", TrainOptions).preferences is not None:
+        return True
     return bool(getattr(OBJECTIVES.find(name), "supervised", False))
 
 
@@ -206,6 +290,22 @@ def short_names(names: Iterable[str]) -> dict[str, str]:
     short = {name: name.rpartition(":")[2] for name in names}
     often = Counter(short.values())
     return {name: alias if often[alias] == 1 else name for name, alias in short.items()}
+
+
+def read_data(configuration: Config) -> tuple[Any, list[Summary]]:
+    """Build the data source and check that its prompts have what the rewards need. Returns it with
+    the account of what was read."""
+    with collecting() as summaries:
+        source = configuration.build("data", DATA)
+    if not (hasattr(source, "train") and hasattr(source, "held_out")):
+        raise UserError(
+            configuration.place("data").say(
+                f"expected a data source, which has prompts as train and held_out; this made a "
+                f"{type(source).__name__}"
+            )
+        )
+    check_needs(configuration, source, {})
+    return source, summaries
 
 
 def check_needs(
@@ -241,11 +341,16 @@ def rewarded(configuration: Config) -> list[tuple[str, ...]]:
 
 def classes(configuration: Config, path: tuple[str, ...]) -> dict[str, Plugin]:
     """Return what has the cards of a section's rewards, by name, before they are built."""
+    chosen = resolved(configuration, path)
+    return {n: described(each.reward.entry, each.reward.options) for n, each in chosen.items()}
+
+
+def resolved(configuration: Config, path: tuple[str, ...]) -> dict[str, config.Chosen]:
+    """Return the entries of a section's rewards, by name, not built."""
     spec: Any = configuration.plain
     for key in path:
         spec = spec[key]
-    chosen = config.resolve_rewards(spec, REWARDS, configuration.place(path), [])
-    return {n: described(each.reward.entry, each.reward.options) for n, each in chosen.items()}
+    return config.resolve_rewards(spec, REWARDS, configuration.place(path), [])
 
 
 def seed_everything(seed: int) -> None:
@@ -254,13 +359,15 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def trained(run: Path, overrides: Sequence[str] = (), at: str | None = None) -> Session:
+def trained(
+    run: Path, overrides: Sequence[str] = (), at: str | None = None, judged: bool = False
+) -> Session:
     """Open a finished or stopped run: live weights trained (the moving average, if there is one),
     the base as snapshot ``ref``. ``at`` names a checkpoint; by default the newest whole one is
     taken."""
     path = run / "checkpoints" / at if at else checkpoint.choose(run / "checkpoints")[0]
     arrays, meta = checkpoint.load(path, checked=not at)
-    session = base(config_of(run), overrides)
+    session = base(config_of(run), overrides, judged)
     session.scorer.load_state_dict(meta.get("rewards", {}))  # such as weights of a schedule
     weights = session.policy.weights
     try:
@@ -272,10 +379,10 @@ def trained(run: Path, overrides: Sequence[str] = (), at: str | None = None) -> 
     return session
 
 
-def base(path: Path, overrides: Sequence[str] = ()) -> Session:
+def base(path: Path, overrides: Sequence[str] = (), judged: bool = False) -> Session:
     """Open a configuration before any training, on the device, the base also as snapshot
     ``ref``."""
-    session = Session.of(read(path, overrides))
+    session = Session.of(read(path, overrides), judged=judged)
     Device(session.options).place(session.policy)
     session.policy.fixed_batch_rows = (
         session.policy.fixed_batch_rows or arithmetic(session.options).micro_batch

@@ -32,6 +32,8 @@ FREE_TRAIN = (
     "budget",
     "evaluate_every",
     "gradient_checkpointing",
+    "context_parallel",
+    "shard_size",
     "iterations",
     "logprob_tolerance",
     "max_reward_failure_rate",
@@ -113,6 +115,8 @@ def effect(path: tuple[str, ...], before: Any, after: Any, whole: Mapping[str, A
     section = path[0]
     if section in FREE_SECTIONS:
         return "free"
+    if section == "ray":  # places are free, how old samples may be is not
+        return "warned" if path[1:] == ("staleness",) else "free"
     if section in REFUSED_SECTIONS or path in (("policy",), ("optimizer",), ("reward",)):
         return "refused"
     if section == "train":

@@ -43,7 +43,7 @@ def save(folder: Path, iteration: int, arrays: Arrays, meta: dict[str, Any], kee
 
     A collective call: each process writes its shards, the main one everything else.
     """
-    main = distributed.world()[0] == 0
+    main = distributed.is_main()
     final = path_of(folder, iteration)
     work = folder / f".{final.name}.partial"
     with distributed.together(), on_disk(folder):
@@ -217,7 +217,7 @@ def _names(folder: Path) -> list[str]:
 
 def _share(names: Sequence[str]) -> Sequence[str]:
     """Select the files that this process reads to hash them."""
-    rank, size = distributed.world()
+    rank, size = distributed.process()
     return names[rank::size]
 
 

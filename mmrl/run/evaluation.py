@@ -12,13 +12,16 @@ from torch import Tensor
 
 from mmrl.config.options import EvaluateOptions
 from mmrl.core import distributed
+from mmrl.core.statistics import Interval, paired
 from mmrl.core.types import Media, Prompt, Rewards
 from mmrl.monitoring.diversity import diversity_of_prompts
 from mmrl.policies.base import Policy, RolloutContext
+from mmrl.rollout import collect
 from mmrl.run.set_metrics import mean_ap
 from mmrl.scoring import Scorer
 from samplers.noise import Rng
 
+MOST_PROMPTS = 4096  # of which evaluation.json has every mean
 Z95 = 1.959964  # two-sided 95 % quantile of the normal distribution
 
 
@@ -143,7 +146,8 @@ def scores(
     copies = options.num_samples
     media, row_prompts = sample(policy, chosen, copies, options.seed, guidance, best)
     with distributed.together():
-        rewards: Rewards = scorer(media, row_prompts)
+        local: Rewards = collect.once(scorer)(media, row_prompts)
+    rewards = collect.shared(local, getattr(scorer, "weights", None))
     whole = {name: distributed.all_gather_rows(value) for name, value in rewards.per_row().items()}
     return Scores(
         {name: value.view(-1, copies) for name, value in whole.items()},
@@ -181,10 +185,51 @@ def estimate(values: Tensor) -> Estimate:
     return Estimate(mean, mean - Z95 * spread, mean + Z95 * spread, int(present.sum()))
 
 
-def row(model: str, guidance: float | None, estimates: dict[str, Estimate]) -> dict[str, Any]:
-    """Make one line of ``evaluation.json``."""
-    return {
+def row(
+    model: str, guidance: float | None, measured: Scores, base: Scores | None = None
+) -> dict[str, Any]:
+    """Make one line of ``evaluation.json``: of every reward mean and interval, the mean of every
+    prompt, and where there is a ``base`` the difference to it, paired by prompts.
+
+    What is not a number, such as the bounds of an interval over one prompt, is null. Means of
+    prompts are there for up to ``MOST_PROMPTS`` of them.
+    """
+    line: dict[str, Any] = {
         "model": model,
         "guidance": guidance,
-        "rewards": {name: asdict(e) for name, e in estimates.items()},
+        "rewards": {name: finite(asdict(e)) for name, e in estimates(measured).items()},
+    }
+    if base is not None:
+        line["difference"] = {
+            name: difference(base.rewards[name], values)
+            for name, values in measured.rewards.items()
+        }
+    means = {name: prompt_means(values) for name, values in measured.rewards.items()}
+    if all(len(values) <= MOST_PROMPTS for values in means.values()):
+        line["prompt_means"] = {
+            name: [float(f"{v:.6g}") if math.isfinite(v) else None for v in values.tolist()]
+            for name, values in means.items()
+        }
+    return line
+
+
+def difference(before: Tensor, after: Tensor) -> dict[str, Any]:
+    """Estimate by how much the mean over prompts differs, with its 95 % interval and p-value, from
+    rewards [P, copies] of the same prompts and noise: what prompts have in common cancels."""
+    tables = (prompt_means(values)[None].cpu().numpy() for values in (before, after))
+    change: Interval = paired(*tables)
+    numbers = {"mean": change.mean, "low": change.low, "high": change.high, "p": change.p}
+    return finite(numbers) | {"prompts": change.prompts}
+
+
+def prompt_means(values: Tensor) -> Tensor:
+    """Average over the samples of a prompt that could be scored: [P], NaN where none could."""
+    return values.double().nanmean(1)
+
+
+def finite(numbers: dict[str, Any]) -> dict[str, Any]:
+    """Return the numbers as JSON has them, null in the place of NaN and infinity."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in numbers.items()
     }

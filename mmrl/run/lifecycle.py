@@ -9,8 +9,8 @@ import signal
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -31,9 +31,22 @@ from mmrl.run import changes, checkpoint, state
 from mmrl.run.build import CONFIG, SECTIONS, Session, config_of, read
 from mmrl.run.evaluation import evaluate, sample
 from mmrl.run.lock import FolderLock
-from mmrl.run.stopping import BUDGET, GO_ON, SIGNAL, TIME_LIMIT, Ended, Signals, status_of
+from mmrl.run.rescue import rescued
+from mmrl.run.stopping import (
+    BUDGET,
+    CALLER,
+    GO_ON,
+    SIGNAL,
+    STUCK,
+    TIME_LIMIT,
+    Ended,
+    Signals,
+    status_of,
+)
+from mmrl.run.throughput import ThroughputMeter
+from mmrl.run.watching import Watcher
 from mmrl.train.trainer import Trainer
-from mmrl.utils.files import on_disk, write_json, write_text
+from mmrl.utils.files import check_writable, on_disk, write_json, write_text
 from mmrl.utils.machine import machine, peak_memory_gib
 from mmrl.utils.output import lasting_output
 
@@ -54,12 +67,24 @@ def train(
 
 
 def trained(
-    name: Path, overrides: Sequence[str] = (), resume: bool = False, accept: bool = False
+    name: Path,
+    overrides: Sequence[str] = (),
+    resume: bool = False,
+    accept: bool = False,
+    watcher: Watcher | None = None,
 ) -> Ended:
-    """Do the same, and tell how it ended."""
+    """Do the same, and tell how it ended. ``watcher`` is told what happens."""
+    with ending_by_errors():
+        return _train(name, overrides, resume, accept, watcher)
+
+
+@contextmanager
+def ending_by_errors() -> Iterator[None]:
+    """Keep what is printed from ending a training, and turn code of the user's that ends the
+    program into an error."""
     with lasting_output():
         try:
-            return _train(name, overrides, resume, accept)
+            yield
         except SystemExit as error:
             last = traceback.extract_tb(error.__traceback__)[-1]
             raise UserError(
@@ -68,11 +93,13 @@ def trained(
             ) from error
 
 
-def _train(name: Path, overrides: Sequence[str], resume: bool, accept: bool) -> Ended:
+def _train(
+    name: Path, overrides: Sequence[str], resume: bool, accept: bool, watcher: Watcher | None
+) -> Ended:
     file = config_of(name) if resume else name
     plain, stages = config.load_stages(file, overrides)
     if not stages:
-        return train_one(name, overrides, resume, accept=accept)
+        return train_one(name, overrides, resume, accept=accept, watcher=watcher)
     if resume and overrides:
         raise UserError(
             f"{name} has the stages {', '.join(stages)}: changes belong to one of them, such as "
@@ -82,7 +109,7 @@ def _train(name: Path, overrides: Sequence[str], resume: bool, accept: bool) -> 
     if problems := list(misfits({stage: known.plain for stage, known in checked.items()})):
         raise UserError("\n".join(f"{file}: {problem}" for problem in problems))
     folder = name if resume else run_folder(checked[stages[0]], name)
-    if not resume and distributed.world()[0] == 0:
+    if not resume and distributed.is_main():
         _write_stages(folder, plain, checked)
     before: Path | None = None
     ended = Ended(folder)
@@ -92,13 +119,14 @@ def _train(name: Path, overrides: Sequence[str], resume: bool, accept: bool) -> 
             print(f"stage {number} of {len(stages)}: {stage}", flush=True)
             added = {"run": str(part)} | ({"start": str(before.resolve())} if before else {})
             if is_begun(part):
-                ended = train_one(part, (), resume=True)
+                ended = train_one(part, (), resume=True, watcher=watcher)
             else:
-                ended = train_one(file, [*overrides, f"stage={stage}"], added=added)
+                words = [*overrides, f"stage={stage}"]
+                ended = train_one(file, words, added=added, watcher=watcher)
         if not is_finished(part):
             break
         before = part
-    return Ended(folder, ended.status)
+    return replace(ended, folder=folder)
 
 
 def _write_stages(
@@ -138,14 +166,29 @@ def train_one(
     resume: bool = False,
     added: Mapping[str, Any] = {},
     accept: bool = False,
+    watcher: Watcher | None = None,
 ) -> Ended:
     """Train a configuration without stages, or one of its stages; ``added``: sections that code
     gives. ``accept``: a resume may change what makes it another run."""
     configuration = read(config_of(name) if resume else name, overrides, added=added)
-    session = Session.of(configuration)
+    folder = name if resume else run_folder(configuration, name)
+    with distributed.together():
+        check_writable(folder)  # before a large model is built in vain
+    session = Session.of(configuration, judged=True)
+    return train_session(session, folder, resume, accept, watcher)
+
+
+def train_session(
+    session: Session,
+    folder: Path,
+    resume: bool = False,
+    accept: bool = False,
+    watcher: Watcher | None = None,
+) -> Ended:
+    """Train what has been built, into a new folder, or go on with that of a run."""
+    configuration = session.config
     trainer = session.trainer()
     config.check(configuration, SECTIONS, {"optimizer": ("parameters",)}, trainer.device.processes)
-    folder = name if resume else run_folder(configuration, name)
     # the clock of the main process names it
     folder = Path(distributed.all_gather_plain(str(folder))[0])
     with ExitStack() as held:
@@ -158,7 +201,7 @@ def train_one(
                     f"or choose another folder"
                 )
         begun = resume and distributed.any_of(checkpoint.latest(folder / "checkpoints") is not None)
-        notes = _resume(trainer, folder, configuration, accept) if begun else []
+        warnings = _resume(trainer, folder, configuration, accept) if begun else []
         with distributed.together(), on_disk(folder):
             log = RunLog(
                 folder,
@@ -169,18 +212,23 @@ def train_one(
                 config=configuration.plain,
             )
         held.enter_context(log)
-        run = Run(session, trainer, log, folder, lock)
+        run = Run(session, trainer, log, folder, lock, watcher or Watcher())
+        run.watcher.built(session, trainer)
+        note = ""
         if begun:
             run.saved = trainer.iteration
+            path = checkpoint.path_of(folder / "checkpoints", trainer.iteration)
+            note = f"resumed from {path}"
         elif resume:
-            notes.append(f"{folder} has no checkpoint yet: begun anew")
-        run.recall(notes)
+            note = f"{folder} has no checkpoint yet: begun anew"
+        with run.writing():
+            run.recall(warnings, note)
         with run.signals.caught():
             run.begin(fresh=not begun)
-            with run.rescued():
+            with rescued(run):
                 run.loop()
                 run.end()
-    return Ended(folder, run.status)
+    return Ended(folder, run.status, run.stop, run.signals.number)
 
 
 @dataclass
@@ -193,6 +241,8 @@ class Run:
     log: RunLog
     folder: Path
     lock: FolderLock = field(default_factory=lambda: FolderLock(Path(), active=False))
+    watcher: Watcher = field(default_factory=Watcher)
+    caller_ends: bool = False  # whoever watches wants the run to end
     stop: str = ""
     status: int = 0  # exit status of a command that runs this
     saved: int | None = None  # iteration of the newest checkpoint, where this process knows it
@@ -203,21 +253,32 @@ class Run:
     # what the iterations so far have taken, by the names of train.budget
     spent: dict[str, float] = field(default_factory=lambda: dict.fromkeys(COSTS, 0.0))
     finished: str = ""  # which budget ended the run
+    meter: ThroughputMeter = field(default_factory=ThroughputMeter)
+    # iteration and optimizer step at which the state was last whole
+    whole: tuple[int, int] = (-1, -1)
 
     def __post_init__(self) -> None:
         self.signals = Signals(self._promise)
 
-    def recall(self, notes: Sequence[str]) -> None:
+    def recall(self, warnings: Sequence[str], note: str = "") -> None:
         """Take up what was logged before a resume, and write what there is to be said about the
-        beginning."""
+        beginning: what may be wrong as warnings, what is so as notes."""
         session = self.session
-        watched = [name for name, weight in session.scorer.weights.items() if not weight]
+        weights = session.scorer.weights
+        rewards = {name: r for name, r in session.scorer.rewards.items() if weights[name]}
         options = session.config.section("alarms", AlarmOptions)
-        self.alarms = Alarms(options, watched)
+        watched = [name for name, weight in weights.items() if not weight]
+        alone = self.trainer.objective.proportional and not self.trainer.stages
+        self.alarms = Alarms(options, watched, rewards, alone)
         self.alarms.recall(self.log.past, self.log.past_alarms)
         self.recount(self.log.past)
-        for note in [*self.trainer.plan.warnings, *session.policy.notes, *notes]:
-            self.say("warning", note)
+        for summary in session.summaries:
+            for line in summary.lines():
+                self.say("data", line)
+        for warning in [*self.trainer.plan.warnings, *warnings]:
+            self.say("warning", warning)
+        for line in filter(None, [*session.policy.notes, note]):
+            self.say("note", line)
 
     def begin(self, fresh: bool) -> None:
         """Prepare what every process needs, and write what the main one writes before the first
@@ -230,9 +291,10 @@ class Run:
                 write_json(self.folder / "machine.json", machine() | self._surroundings())
         every = self.log.options.rollouts
         if every:
-            gallery = Gallery(self.folder, session.scorer.rewards, every)
+            gallery = Gallery(self.folder, session.scorer.rewards, every, self.log.answers)
             self.trainer.monitors.append(partial(self._show, gallery))
         self.trainer.monitors.append(self.alarms.see)
+        self.trainer.monitors.append(self.watcher.sampled)
         if fresh:
             self.preview("before")
             if session.scorer.validates():
@@ -242,7 +304,7 @@ class Run:
         """Return what of this process sums may round by."""
         return {
             "threads": torch.get_num_threads(),
-            "processes": self.trainer.device.processes,
+            "processes": distributed.process()[1],
             "mkl_cbwr": os.environ.get("MKL_CBWR"),
         }
 
@@ -256,28 +318,32 @@ class Run:
             while trainer.iteration < options.iterations and not self._should_stop():
                 start = time.perf_counter()
                 cpu_start = time.process_time()
-                metrics = trainer.iterate()
+                metrics = self.meter.iterate(trainer)
+                self.whole = (trainer.iteration, trainer.update.step)
                 metrics["seconds"] = time.perf_counter() - start
                 metrics["cpu_seconds"] = time.process_time() - cpu_start
+                metrics |= self.meter.rates(metrics, trainer)
                 if (memory := peak_memory_gib()) is not None:
                     metrics["memory/peak_gib"] = memory
                 self.recount([metrics])
+                self.alarms.after_update(trainer.iteration, metrics)
                 metrics |= self._measured(trainer.iteration) | self._counted()
-                with self._writing():
+                with self.writing():
                     self.log.metrics(trainer.iteration, metrics)
                     self._tell(metrics)
                     self._sound_alarms()
                 bar.update(trainer.iteration, metrics.get("reward/mean"), self._note(metrics))
+                self.caller_ends = self.watcher.iterated(trainer.iteration, metrics)
                 if due(trainer.iteration, options.save_every):
                     self.save()
 
     def _show(self, gallery: Gallery, sampled: Sampled) -> dict[str, float]:
         """Let the gallery see an iteration, as a monitor; a collective call."""
-        with self._writing():
+        with self.writing():
             return gallery.see(sampled) if self.log.active else {}
 
     @contextmanager
-    def _writing(self) -> Iterator[None]:
+    def writing(self) -> Iterator[None]:
         """Write something into the folder, on the main process; a collective call. Raises UserError
         on all of them if the disk cannot be written, or the folder is another process's now."""
         with distributed.together(), on_disk(self.folder):
@@ -288,36 +354,12 @@ class Run:
         """Return what the progress says besides the reward: the loss where there is none."""
         return "" if "reward/mean" in metrics else f"loss {metrics.get('loss', math.nan):.4f}"
 
-    @contextmanager
-    def rescued(self) -> Iterator[None]:
-        """Save what was trained before an error that all processes share ends the run."""
-        start = self.trainer.iteration
-        try:
-            yield
-        except distributed.StopAll as error:
-            with suppress(UserError), self._writing():
-                self.log.event("error", str(error))
-            if self.trainer.iteration == start:
-                raise
-            again = f"mmrl train --resume {self.folder}"
-            try:
-                path = self.save()
-            except UserError as second:  # such as a full disk: that is what happened
-                path = checkpoint.latest(self.folder / "checkpoints") or Path("nothing")
-                why = "" if str(second) == str(error) else f"\n{second}"
-                raise UserError(
-                    f"{error}{why}\nsaved before: {path}; when this is mended, go on with: {again}"
-                ) from error
-            raise UserError(
-                f"{error}\nsaved {path}; when this is mended, go on with: {again}"
-            ) from error
-
     def end(self) -> None:
         """Save the last checkpoint and pictures, and say how to go on if the run was stopped."""
         self.log.iteration = self.trainer.iteration  # also where a resume had nothing left to do
         path = self.save()
         self.preview("after")
-        with self._writing():
+        with self.writing():
             if self.stop:
                 self.say(
                     "stopped",
@@ -334,14 +376,14 @@ class Run:
         iteration = self.trainer.iteration
         if self.saved == iteration:  # as it was read, or has just been written
             return checkpoint.path_of(self.folder / "checkpoints", iteration)
-        with self._writing():
+        with self.writing():
             self.log.sync()
         keep = self.session.options.save_total_limit
         arrays, meta = state.capture(self.trainer)
         meta["config"] = changes.text_of(self.session.config)
         path = checkpoint.save(self.folder / "checkpoints", iteration, arrays, meta, keep)
         self.saved = iteration
-        with self._writing():
+        with self.writing():
             self.log.event("checkpoint", f"iteration {iteration}")
         return path
 
@@ -353,7 +395,7 @@ class Run:
             media, _ = sample(self.trainer.policy, prompts, 1, self.session.evaluation.seed)
         if isinstance(media, torch.Tensor) and media.ndim in (4, 5):
             shown = distributed.all_gather_rows(media)
-            with self._writing():
+            with self.writing():
                 texts = [str(p.get("text", "")) for p in prompts]
                 self.log.images(name, shown.float().cpu(), texts)
 
@@ -384,6 +426,7 @@ class Run:
                 each = evaluate(session.policy, prompts, session.scorer, options)
                 metrics |= {f"eval/{name}": value.mean for name, value in each.items()}
                 session.scorer.validated()
+                self.watcher.evaluated(self.trainer.iteration, each)
             losses = self.trainer.held_out(prompts[: options.prompts], options.seed)
         return metrics | {f"eval/{name}": value for name, value in losses.items()}
 
@@ -403,8 +446,12 @@ class Run:
         limit = self.session.options.time_limit
         if code >= SIGNAL:
             self.stop = f"interrupted by {signal.Signals(code - SIGNAL).name}"
+        elif code == CALLER:
+            self.stop = "ended by a callback"
         elif code == TIME_LIMIT:
             self.stop = f"time limit of {limit or 0:g} s reached"
+        elif code == STUCK:
+            self.stop = self.alarms.ended
         elif code == BUDGET:
             self.finished = self._spent() or "budget of another process spent"
         self.status = status_of(code)
@@ -417,6 +464,10 @@ class Run:
             return SIGNAL + self.signals.number
         if limit and time.monotonic() - self.started > limit:
             return TIME_LIMIT
+        if self.alarms.ended:
+            return STUCK
+        if self.caller_ends:
+            return CALLER
         return BUDGET if self._spent() else GO_ON
 
     def _spent(self) -> str:
@@ -476,10 +527,13 @@ def due(iteration: int, every: int) -> bool:
 
 
 def run_folder(configuration: config.Config, name: Path) -> Path:
-    """Choose the run folder: ``run`` of the configuration, or runs/<family>-<method>-<time>."""
+    """Choose the run folder: ``run`` of the configuration, or runs/<family>-<method>-<time>; of a
+    file in the working directory runs/<file>-<time>."""
     if chosen := configuration.plain.get("run"):
         return Path(chosen)
-    return Path("runs") / f"{name.parent.name}-{name.stem}-{datetime.now():%Y%m%d-%H%M%S}"
+    family = name.parent.name if name.parent.name not in ("", ".", "..") else ""
+    parts = [family, name.stem, f"{datetime.now():%Y%m%d-%H%M%S}"]
+    return Path("runs") / "-".join(filter(None, parts))
 
 
 def _resume(
@@ -500,4 +554,4 @@ def _resume(
             f"({type(error).__name__}: {error}); go on with the configuration it was saved with, "
             f"or from another checkpoint (move this one away)"
         ) from error
-    return [*problems, f"resumed from {path}"]
+    return problems

@@ -15,6 +15,7 @@ import platform
 import threading
 import time
 import uuid
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -30,6 +31,7 @@ OWNER = "owner.json"
 HEARTBEAT = 10.0  # seconds between signs of life
 STALE = 90.0  # seconds without one; more than network disks keep what they know of a file
 SETTLE = 2.0  # seconds in which two that take over at once see each other
+LINGER = 5.0  # seconds in which the system lets go of what a process held that has just died
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -104,7 +106,8 @@ class FolderLock:
         self.ended.set()
         known = Owner.read(self.path)
         if known is not None and known.token == self.owner.token:
-            self.path.unlink(missing_ok=True)
+            with suppress(OSError):  # of a disk that takes no more: the next one sees that we ended
+                self.path.unlink(missing_ok=True)
         self.owner = None
         self._release()
 
@@ -122,9 +125,8 @@ class FolderLock:
 
     def _take(self) -> None:
         lock = FileLock(self.folder / LOCK, timeout=0, thread_local=False, fallback_to_soft=False)
-        owner = Owner.read(self.path)
         try:
-            lock.acquire()
+            self._acquire(lock)
             self.lock = lock
         except Timeout:
             raise UserError(self._held(Owner.read(self.path))) from None
@@ -145,6 +147,20 @@ class FolderLock:
             self._release()
             raise
         threading.Thread(target=self._beat, args=(self.owner,), daemon=True).start()
+
+    def _acquire(self, lock: FileLock) -> None:
+        """Take the system's lock. Where its owner has ended, wait a little: a child that it had
+        just started holds a copy until it first runs. Raises Timeout."""
+        end = time.monotonic() + LINGER
+        while True:
+            try:
+                lock.acquire()
+                return
+            except Timeout:
+                owner = Owner.read(self.path)
+                if owner is None or not owner.is_here() or owner.runs() or time.monotonic() > end:
+                    raise
+                time.sleep(0.05)
 
     def _lives(self, owner: Owner) -> bool:
         """Tell whether the owner still trains; watch one of another machine for as long as it takes

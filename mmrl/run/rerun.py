@@ -20,7 +20,7 @@ from mmrl.run.lifecycle import COSTS, is_finished, trained
 from mmrl.utils.files import sha256, write_json
 
 # metrics that say how long something took, not what came of it
-MEASURED = ("time/", "seconds", "cpu_seconds", "memory/")
+MEASURED = ("time/", "seconds", "cpu_seconds", "memory/", "throughput/", "share/")
 # of machine.json, what a sum may round by
 SURROUNDINGS = ("cpu", "gpus", "threads", "processes", "mkl_cbwr", "python", "system", "commit")
 REPORT = "rerun.json"

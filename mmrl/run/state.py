@@ -117,7 +117,7 @@ def _optimizer_tensors(trainer: Trainer, tensors: Tensors) -> dict[str, Tensor]:
     parameters = trainer.policy.weights.parameters()
     placed = {}
     for key in tensors:
-        p = parameters[key.rpartition("/")[0]]
+        p = parameters[key.partition("/")[0]]
         try:
             placed[key] = like(p, block(tensors, key, p).to(p.device))
         except ValueError:
@@ -135,21 +135,38 @@ def _load_optimizer(trainer: Trainer, state: dict[str, Any]) -> None:
 
 
 def _flatten(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Split a state into tensors named ``parameter/slot``, and everything else as JSON."""
+    """Split a state into tensors named ``parameter/slot``, or ``parameter/slot/name`` where a slot
+    holds several, and everything else as JSON."""
     tensors: dict[str, Tensor] = {}
     values: dict[str, Any] = {}
+    places: set[int] = set()
     for parameter, slots in state.get("state", {}).items():
         for slot, value in slots.items():
-            target = tensors if isinstance(value, Tensor) else values
-            target[f"{parameter}/{slot}"] = value
+            named = {f"/{name}": part for name, part in value.items()} if _nested(value) else None
+            for name, part in (named or {"": value}).items():
+                target = tensors if isinstance(part, Tensor) else values
+                if named and part.data_ptr() in places:  # parameters share tables of 8-bit values
+                    part = part.clone()
+                target[f"{parameter}/{slot}{name}"] = part
+                if named:
+                    places.add(part.data_ptr())
     return tensors, {"groups": state.get("param_groups", []), "values": values}
+
+
+def _nested(value: Any) -> bool:
+    """Tell whether a slot holds several tensors by name, as those of 8-bit optimizers do."""
+    return isinstance(value, dict) and all(isinstance(part, Tensor) for part in value.values())
 
 
 def _unflatten(tensors: dict[str, Tensor], plain: dict[str, Any]) -> dict[str, Any]:
     state: dict[str, dict[str, Any]] = {}
     for key, value in {**tensors, **plain["values"]}.items():
-        parameter, _, slot = key.rpartition("/")
-        state.setdefault(parameter, {})[slot] = value
+        parameter, slot, *name = key.split("/")
+        slots = state.setdefault(parameter, {})
+        if name:
+            slots.setdefault(slot, {})[name[0]] = value
+        else:
+            slots[slot] = value
     return {"state": state, "param_groups": plain["groups"]}
 
 
@@ -174,7 +191,7 @@ def _generators() -> list[dict[str, Any]]:
 
 
 def _set_generators(saved: list[dict[str, Any]]) -> None:
-    states = saved[distributed.world()[0] % len(saved)]
+    states = saved[distributed.process()[0] % len(saved)]
     version, words, gauss = states["python"]
     random.setstate((version, tuple(words), gauss))
     kind, keys, position, has_gauss, cached = states["numpy"]

@@ -5,6 +5,7 @@ status    after ``mmrl train``
 ========  =================================================================================
 0         finished: the iterations or the budget are spent
 2         an error that a user can mend, said in a sentence; what was trained is saved
+3         stopped by ``alarms.stop``: there was nothing to learn from; saved
 75        stopped by SIGTERM, SIGHUP, SIGQUIT or ``train.time_limit``, saved, to be resumed
           (EX_TEMPFAIL of sysexits.h, which schedulers know as "try again")
 130       stopped by Ctrl-C, saved unless it was typed twice
@@ -22,21 +23,25 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+NOTHING_TO_LEARN = 3
 RESUMABLE = 75
 INTERRUPTED = 130
 SAME_INSTANT = 1.0  # seconds
 NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")  # Windows has the first two
 SAVING = [getattr(signal, name) for name in NAMES if hasattr(signal, name)]
 # what a process says to the others: the larger counts
-GO_ON, BUDGET, TIME_LIMIT, SIGNAL = 0, 1, 2, 100
+GO_ON, BUDGET, TIME_LIMIT, CALLER, STUCK, SIGNAL = 0, 1, 2, 3, 4, 100
 
 
 @dataclass(frozen=True)
 class Ended:
-    """Tells how a training ended: its folder, and the exit status of a command that ran it."""
+    """Tells how a training ended: its folder, the exit status of a command that ran it, and why
+    (and by which signal) it ended early."""
 
     folder: Path
     status: int = 0
+    reason: str = ""
+    signal: int = 0
 
 
 @dataclass
@@ -81,4 +86,6 @@ def status_of(code: int) -> int:
     """Return the exit status for what the processes agreed on."""
     if code < TIME_LIMIT:
         return 0
+    if code == STUCK:
+        return NOTHING_TO_LEARN
     return INTERRUPTED if code == SIGNAL + signal.SIGINT else RESUMABLE

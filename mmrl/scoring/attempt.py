@@ -161,11 +161,11 @@ class Attempt:
             raise UserError(
                 f"reward {self.name!r} could not score {self.budget.failed} of "
                 f"{self.budget.rows} samples, more than "
-                f"max_failures allows ({self.budget.allowed:g}); the last cause: "
+                f"train.max_reward_failure_rate allows ({self.budget.allowed:g}); the last cause: "
                 f"{cause.text}; prompt: "
                 f"{brief(self.prompts[row])}. Repair the reward or what it depends on (a "
                 f"service, a file, memory), or "
-                "raise max_failures to go on without such samples"
+                "raise train.max_reward_failure_rate to go on without such samples"
             )
 
 

@@ -42,6 +42,48 @@ def check_launcher() -> None:
         )
 
 
+def check_mesh(options: TrainOptions, processes: int) -> None:
+    """Raise UserError, before anything is loaded, where processes do not divide into the groups
+    that are asked for. One process alone needs no groups."""
+    if processes == 1:
+        return
+    split = options.context_parallel
+    sizes = {"context_parallel": split.size if split else 1, "shard_size": options.shard_size or 1}
+    for name, size in sizes.items():
+        if processes % size:
+            raise UserError(
+                f"train.{name}: {processes} processes do not divide into groups of {size}; start "
+                f"a multiple of {size}, or use a divisor of {processes}"
+            )
+    if options.shard_size is not None and not _uses("FSDP"):
+        raise UserError(
+            f"train.shard_size {options.shard_size}: these processes hold copies, nothing is "
+            f"sharded; launch with --use_fsdp --fsdp_version 2, or leave it out"
+        )
+
+
+def _mesh(options: TrainOptions) -> Any:
+    """Return accelerate's description of shards inside groups and copies between them; None: as
+    the launcher says."""
+    size = started()
+    shards = options.shard_size
+    if size == 1 or shards is None or shards == size:
+        return None
+    from accelerate.parallelism_config import ParallelismConfig
+
+    return ParallelismConfig(dp_replicate_size=size // shards, dp_shard_size=shards)
+
+
+def is_fsdp() -> bool:
+    """Tell whether the launcher was told to shard."""
+    return _uses("FSDP")
+
+
+def started() -> int:
+    """Return how many processes the launcher has started."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def _uses(name: str) -> bool:
     """Tell whether `accelerate launch` was told to use it."""
     return os.environ.get(f"ACCELERATE_USE_{name}", "").lower() == "true"
@@ -83,14 +125,18 @@ class Device:
             # 1 whatever ACCELERATE_GRADIENT_ACCUMULATION_STEPS says: the loss is a mean over the
             # whole step already
             gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+            parallelism_config=_mesh(options),
             kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=options.timeout))],
         )
         self.options = options
+        self.all_processes: int = self.accelerator.num_processes
+        check_mesh(options, self.all_processes)
+        distributed.share_rows(self._neighbours())
         atexit.unregister(distributed.leave)  # once, however many trainers there are
         atexit.register(distributed.leave)
-        self.rank: int = self.accelerator.process_index
         self.main: bool = self.accelerator.is_main_process
-        self.processes: int = self.accelerator.num_processes
+        # of those that have rows of their own
+        self.rank, self.processes = distributed.world()
 
     @property
     def scales_loss(self) -> bool:
@@ -102,6 +148,7 @@ class Device:
         optimizer."""
         if self.options.gradient_checkpointing:
             policy.enable_gradient_checkpointing()
+        self._split(policy)
         groups = [group for group in policy.parameter_groups() if group.parameters]
         if not groups:
             raise UserError(
@@ -121,6 +168,17 @@ class Device:
         policy.trained, prepared = self.accelerator.prepare(policy.net, _built(optimizer, groups))
         return prepared
 
+    def _neighbours(self) -> int:
+        """Count the processes that hold the same rows."""
+        split = self.options.context_parallel
+        return split.size if split and self.all_processes > 1 else 1
+
+    def _split(self, policy: Any) -> None:
+        """Split the sequences of the network over the processes that hold the same rows."""
+        split = self.options.context_parallel
+        if split is not None and self._neighbours() > 1:
+            policy.enable_context_parallel(split.ulysses_degree, split.ring_degree)
+
     @property
     def sharded(self) -> bool:
         """Tell whether each process holds a part of the weights (FSDP2)."""
@@ -130,6 +188,7 @@ class Device:
         """Move the network to the device, to sample but not to train: its passes are in
         ``train.precision`` as in training, everything else (encoders, decoders, rewards) stays as
         it was loaded."""
+        self._split(policy)
         policy.trained = self.accelerator.prepare_model(policy.net, evaluation_mode=True)
 
     def no_sync(self, trained: nn.Module) -> AbstractContextManager[None]:
@@ -143,8 +202,9 @@ class Device:
 
     def backward(self, loss: Tensor) -> None:
         """Compute gradients. ``loss`` is this process's share of a *sum* over processes; the
-        wrappers average, hence the factor."""
-        self.accelerator.backward(loss * self.processes)
+        wrappers average, hence the factor. Of those that hold the same rows each computes the whole
+        loss, and a part of its gradient."""
+        self.accelerator.backward(loss * self.all_processes)
 
     def clip(self, policy: Any, limit: float | None) -> Tensor:
         """Clip the gradient to the global norm ``limit``; None does not clip. Returns the norm
@@ -168,12 +228,20 @@ def _built(optimizer: MakeOptimizer, groups: list[ParameterGroup]) -> torch.opti
         built = optimizer(groups[0].parameters)
     else:
         built = optimizer([{"params": group.parameters} for group in groups])
-    for group, settings in zip(groups, built.param_groups, strict=True):
+    # an optimizer may split groups, by the shapes of their parameters
+    group_of = {id(p): group for group in groups for p in group.parameters}
+    for settings in built.param_groups:
+        group = group_of[id(settings["params"][0])]
         settings["lr"] = group.lr if group.lr is not None else settings["lr"] * group.factor
+    if type(built).__name__ == "Prodigy" and len({g["lr"] for g in built.param_groups}) > 1:
+        raise UserError(
+            "optimizer prodigy: it finds one learning rate for all parameters; leave out lr and "
+            "factor of policy.vlm.train, or use another optimizer"
+        )
     return built
 
 
 def _many_on_cpu() -> bool:
     """Tell whether this is one process of several without a GPU: accelerate must be told, else it
     takes each for the only one."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and not torch.accelerator.is_available()
+    return started() > 1 and not torch.accelerator.is_available()

@@ -8,7 +8,7 @@ process, so that only global statistics travel.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from mmrl.config.options import (
     arithmetic,
     pathless,
     renamed_rows,
-    unfit_for_sft,
+    unfit_for_data,
     unsuited,
     without_average,
 )
@@ -30,6 +30,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.metrics import Stopwatch
 from mmrl.core.registry import MONITORS
 from mmrl.core.types import Advantage, Copies, Media, Prompt, Rewards, Rollout, per_prompt
+from mmrl.data.pairs import Pairs
 from mmrl.data.prompts import Curriculum
 from mmrl.data.prompts import batch as batch_of_prompts
 from mmrl.monitoring.completion_stats import finished
@@ -37,6 +38,7 @@ from mmrl.monitoring.monitors import Monitor, Sampled
 from mmrl.objectives.base import Objective
 from mmrl.policies.base import Policy, RolloutContext
 from mmrl.rollout import collect
+from mmrl.rollout.preferences import Compared, labelled
 from mmrl.rollout.stages import (
     Drawn,
     Setup,
@@ -50,6 +52,7 @@ from mmrl.rollout.stages import (
 from mmrl.train import supervised
 from mmrl.train.batch import Batch
 from mmrl.train.device import Device, MakeOptimizer
+from mmrl.train.preferences import held_out_preferences
 from mmrl.train.reward_weights import RewardWeights, forgetting
 from mmrl.train.update import Update
 from samplers.noise import Rng
@@ -78,11 +81,16 @@ class Trainer:
         self.policy = policy
         self.prompts = prompts
         self.scorer = scorer
-        self.advantage = advantage
+        self.advantage = advantage if objective.compares else _equal
         self.objective = objective
         self.options = options
         self.device = device or Device(options)
         self.plan = arithmetic(options, self.device.processes, objective.supervised)
+        self.draw: Any = collect.draw  # workers of a cluster may sample in its place
+        if options.preferences is not None:
+            self.draw = Compared(Pairs(options.preferences))
+            if options.preferences.label is not None:
+                self.advantage = labelled
         self.clock = Stopwatch()
         self.iteration = 0  # iterations finished
         prepared = self.device.prepare(policy, optimizer)
@@ -90,6 +98,7 @@ class Trainer:
         for name in self.snapshots():
             policy.weights.keep(name)
         suits(objective, policy, options)
+        objective.meet(policy)
         whole_questions(prompts, self.plan.prompts_per_process)
         if objective.differentiates and hasattr(scorer, "differentiable"):
             objective.attach(scorer.differentiable)
@@ -112,8 +121,9 @@ class Trainer:
         """Run one iteration. Returns its metrics, of what the policy sampled itself."""
         forwards = self.policy.forwards
         self.policy.measures()  # forget what was counted outside iterations
-        batch = self.collect()
-        metrics = self.update.run(batch)
+        with self._likelihoods():
+            batch = self.collect()
+            metrics = self.update.run(batch)
         if isinstance(self.prompts, Curriculum) and not self.objective.supervised:
             rollout, rewards = batch.sampled
             self.prompts.see_update(metrics)
@@ -180,10 +190,13 @@ class Trainer:
 
     def held_out(self, prompts: Sequence[Prompt], seed: int) -> dict[str, float]:
         """Measure the loss on held-out answers under the present weights, where the objective
-        learns from answers; a collective call."""
+        learns from answers or preferences; a collective call."""
+        passes = self.update.passes
+        if isinstance(self.draw, Compared):
+            with self._likelihoods():
+                return held_out_preferences(self.policy, passes, self.draw, prompts, seed)
         if not self.objective.supervised:
             return {}
-        passes = self.update.passes
         loss = supervised.held_out_loss(self.policy, self.objective, passes, prompts, seed)
         return {"loss": loss}
 
@@ -202,17 +215,19 @@ class Trainer:
         for stage in self.stages:
             context = stage.context(context)
         with self.clock.time("rollout"), self._behavior():
-            rollout, media, scores = collect.draw(
+            rollout, media, scores = self.draw(
                 self.policy,
                 prompts,
                 copies,
                 rng,
-                self.scorer,
+                collect.once(self.scorer),
                 self.options.reward_overlap_chunks,
                 context,
             )
         with self.clock.time("reward"), distributed.together():
             rewards = scores()
+        with self.clock.time("reward"):
+            rewards = collect.shared(rewards, getattr(self.scorer, "weights", None))
             placed = {name: value.to(rollout.logprob) for name, value in rewards.items()}
             drawn = Drawn(rollout, media, Rewards(placed, rewards.weights))
         if hasattr(self.scorer, "remember"):
@@ -261,7 +276,13 @@ class Trainer:
         """Score rows that were not sampled; a collective call."""
         with self.clock.time("reward"), distributed.together():
             media = self.policy.decode(rollout)
-            return collect.scored(self.scorer, media, rollout)
+            rewards = collect.scored(collect.once(self.scorer), media, rollout)
+        return collect.shared(rewards, getattr(self.scorer, "weights", None))
+
+    def _likelihoods(self) -> AbstractContextManager[Any]:
+        """Score answers of others by the model's own distribution, as ``sft`` does."""
+        are_given = isinstance(self.draw, Compared)
+        return self.policy.untempered() if are_given else nullcontext()
 
     def _behavior(self) -> AbstractContextManager[Any]:
         """Put the weights in force that sample."""
@@ -300,5 +321,10 @@ def suits(objective: Objective, policy: Policy, options: TrainOptions) -> None:
         raise UserError(why)
     for option, sentence in objective.unfit(policy):
         raise UserError(f"the objective's option {option}: {sentence}")
-    if objective.supervised and (problems := list(unfit_for_sft(options))):
+    if problems := list(unfit_for_data(options, objective, policy)):
         raise UserError("\n".join(problems))
+
+
+def _equal(rewards: Rewards | torch.Tensor, rollout: Rollout) -> torch.Tensor:
+    """Return advantages of 0 [B, 1], for an objective that compares nothing."""
+    return torch.zeros_like(rollout.logprob[:, :1])

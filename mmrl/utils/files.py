@@ -5,13 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from mmrl.core.errors import UserError
+
+# a list of numbers as json.dumps indents it, one a line
+NUMBERS = re.compile(r"\[\n\s*(?:[-+.\deE]+|null)(?:,\n\s*(?:[-+.\deE]+|null))*\n\s*\]")
 
 
 def sha256(path: Path) -> str:
@@ -58,16 +63,34 @@ def on_disk(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        place = error.filename or folder
+        place = error.filename if isinstance(error.filename, str) else folder
         raise UserError(
             f"cannot write to {place}: {error.strerror or error}; look at the free space and the "
             f"permissions there"
         ) from error
 
 
+def check_writable(folder: Path) -> None:
+    """Raise UserError if a folder, which may not exist yet, cannot be written: before the minutes
+    that whatever is to be written there takes."""
+    target = folder.expanduser().absolute()
+    near = next(place for place in (target, *target.parents) if place.exists())
+    if not near.is_dir():
+        raise UserError(f"cannot write to {folder}: {near} is a file; name another folder")
+    try:
+        tempfile.TemporaryFile(dir=near).close()
+    except OSError as error:
+        raise UserError(
+            f"cannot write to {folder}: {error.strerror or error}; look at the free space and the "
+            f"permissions there, or name another folder"
+        ) from error
+
+
 def write_json(path: Path, content: Any) -> None:
-    """Write a JSON file that is there whole or not at all."""
-    write_text(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    """Write a JSON file that is there whole or not at all; a list of numbers takes one line."""
+    text = json.dumps(content, indent=1, ensure_ascii=False)
+    text = NUMBERS.sub(lambda match: " ".join(match[0].split()), text)
+    write_text(path, text + "\n")
 
 
 def write_text(path: Path, text: str) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from os.path import isfile
 from pathlib import Path
 
 from mmrl.core.errors import UserError, suggest
 
+MOST_NAMES = 6  # that a message lists
 PACKAGE = Path(__file__).resolve().parents[1]
 
 
@@ -52,17 +54,35 @@ def find_config(name: str | Path) -> Path:
             place.parent / f"{place.name}.yaml",
             place.parent / f"{place.name}.yml",
         ):
-            if path.is_file():
+            if isfile(path):  # also of a name too long for the system
                 return path
     if Path(text).is_dir():
         raise UserError(f"{text} is a folder, not a configuration file; {_inside(short)}")
-    stem = short.removesuffix(".yaml").removesuffix(".yml")
     raise UserError(
-        f"no configuration {text!r}: no such file, and no shipped configuration; "
-        f"{suggest(stem, config_names())}"
+        f"no configuration {text!r}: no such file in {Path.cwd()}, and no shipped configuration; "
+        f"{_near(short.removesuffix('.yaml').removesuffix('.yml'))}"
     )
+
+
+def _near(stem: str) -> str:
+    """Say which configurations have such a name: the nearest, or those that contain it; else how
+    all are listed."""
+    names = config_names()
+    if any(name.startswith(f"{stem}/") for name in names):
+        return _inside(stem)
+    close = suggest(stem, names)
+    if close.startswith("did"):
+        return close
+    last = stem.rpartition("/")[2]
+    alike = [name for name in names if last and last in name]
+    alike.sort(key=lambda name: not name.startswith("digits/"))  # first what needs no weights
+    if alike:
+        return f"with such a name: {', '.join(alike[:MOST_NAMES])}"
+    return f"{len(names)} are shipped, such as digits/flow_grpo: mmrl list configs shows them"
 
 
 def _inside(folder: str) -> str:
     names = [name for name in config_names() if name.startswith(folder.rstrip("/") + "/")]
-    return f"in it: {', '.join(names)}" if names else "give the path of a .yaml file"
+    rest = f" and {len(names) - MOST_NAMES} more: mmrl list configs" * (len(names) > MOST_NAMES)
+    inside = f"in it: {', '.join(names[:MOST_NAMES])}{rest}"
+    return inside if names else "give the path of a .yaml file"

@@ -10,13 +10,16 @@ from torch import Tensor
 from mmrl.core.errors import UserError
 from mmrl.core.registry import DATA
 from mmrl.core.types import Prompt
-from mmrl.worlds.album import Style, album, clips
+from mmrl.worlds.album import SIDE, Style, album, clips
 from mmrl.worlds.render import Split
 from mmrl.worlds.scenes import COLORS, DIGITS, questions
 from samplers.noise import Rng
 
 Ask = Literal["box", "boxes", "count", "color", "digit", "left", "sum", "frame", "span"]
 KINDS: tuple[Ask, ...] = get_args(Ask)
+CROWD = 2  # digits from which a hasty person overlooks one
+GRID = 2  # pixels: boxes are drawn to even coordinates
+MARGIN = 0.35  # a hasty person pushes every side of a box out by this share of it
 APART = 6  # pixels between centres from which "on the left" is unambiguous
 STYLES = {
     "box": Style(1, 2, 15.0, 24.0),
@@ -39,7 +42,8 @@ class Questions:
     left (which digit is on the left?), sum; about clips: frame (in which frame is it?), span (from
     when to when?). scenes: training scenes a kind. held_out: development, for choices, or test, for
     results: each shows scans of its own, and neither scan nor scene is ever trained on.
-    held_out_scenes: a kind.
+    held_out_scenes: a kind. pairs: rows hold a careful person's answer as ``chosen`` and a hasty
+    one's as ``rejected``, for ``train.preferences``; questions that both answer alike are left out.
     """
 
     train: list[Prompt]
@@ -52,6 +56,7 @@ class Questions:
         held_out: Literal["development", "test"] = "test",
         held_out_scenes: int = 300,
         seed: int = 0,
+        pairs: bool = False,
     ):
         if not kinds or min(scenes, held_out_scenes) < 1:
             raise UserError(
@@ -59,6 +64,29 @@ class Questions:
             )
         self.train = [p for kind in kinds for p in ask(kind, scenes, "train", seed)]
         self.held_out = [p for kind in kinds for p in ask(kind, held_out_scenes, held_out, seed)]
+        if pairs:
+            self.train, self.held_out = _preferred(self.train), _preferred(self.held_out)
+            if not self.train:
+                raise UserError(
+                    "data.digits_questions.pairs: hasty people answer these questions as careful "
+                    "ones do; take kinds box, boxes or count"
+                )
+
+
+def _preferred(prompts: list[Prompt]) -> list[Prompt]:
+    """Add a careful and a hasty answer to prompts; leave out those where they are equal."""
+    sides = [
+        {
+            "chosen": answered(prompt["kind"], prompt, False, MARGIN),
+            "rejected": answered(prompt["kind"], prompt, True, MARGIN),
+        }
+        for prompt in prompts
+    ]
+    return [
+        prompt | pair
+        for prompt, pair in zip(prompts, sides, strict=True)
+        if pair["chosen"] != pair["rejected"]
+    ]
 
 
 def ask(kind: Ask, scenes: int, part: Part, seed: int = 0, wobble: float = 0.0) -> list[Prompt]:
@@ -183,3 +211,23 @@ def vocabulary() -> list[Any]:
         "label bbox 2d"
     ).split()
     return [*words, *COLORS, *DIGITS, *(str(n) for n in range(100))]
+
+
+def answered(kind: Ask, question: Prompt, hasty: bool, margin: float) -> str:
+    """Return the answer of a careful or a hasty person, who leaves a margin around boxes and
+    overlooks one digit of a crowd."""
+    if boxes := question.get("boxes"):
+        return written([drawn(box, margin if hasty else 0.0) for box in boxes])
+    if kind == "count" and hasty and int(question["answer"]) >= CROWD:
+        return str(int(question["answer"]) - 1)
+    answer: str = question["answer"]
+    return answer
+
+
+def drawn(box: list[int], margin: float) -> list[int]:
+    """Return the box with every side pushed out by that share of its width or height, on even
+    pixels of the picture."""
+    width = box[2] - box[0]
+    height = box[3] - box[1]
+    far = (-margin * width, -margin * height, margin * width, margin * height)
+    return [min(SIDE, max(0, GRID * round((v + d) / GRID))) for v, d in zip(box, far)]

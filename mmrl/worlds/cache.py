@@ -18,7 +18,9 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
@@ -65,6 +67,33 @@ def _recipe_of(folder: Path) -> str | None:
         return None
 
 
+class NotBuilt(Exception):
+    """Is raised in place of building, inside ``only_looking``."""
+
+
+_only_looking = ContextVar("only_looking", default=False)
+
+
+@contextmanager
+def only_looking() -> Iterator[None]:
+    """Build nothing inside: what is not there raises ``NotBuilt``."""
+    token = _only_looking.set(True)
+    try:
+        yield
+    finally:
+        _only_looking.reset(token)
+
+
+def built(make: Callable[[], Path]) -> Path | None:
+    """Return the folder that ``make``, an artifact, would return without building anything; None if
+    it would have to."""
+    try:
+        with only_looking():
+            return Path(make())
+    except NotBuilt:
+        return None
+
+
 def fetch(name: str, recipe: str, build: Callable[[Path], None]) -> Path:
     """Return the folder of that name and recipe hash: shipped, or cached, built now if it is
     missing or damaged.
@@ -74,9 +103,13 @@ def fetch(name: str, recipe: str, build: Callable[[Path], None]) -> Path:
     """
     if folder := shipped(name, recipe):
         return folder
+    folder = root() / f"{name}-{recipe}"
+    if _only_looking.get():
+        if not (folder / MANIFEST).is_file():
+            raise NotBuilt(name)
+        return folder
     from filelock import FileLock
 
-    folder = root() / f"{name}-{recipe}"
     lock = FileLock(f"{folder}.lock")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,7 @@ from annotated_types import Ge, Le
 from mmrl.core.errors import UserError
 from mmrl.core.registry import DATA
 from mmrl.core.types import Prompt
-from rewards.vision.maze import BACK, MOVES, Cell, Maze, read_maze, written
+from rewards.vision.maze import BACK, MOVES, Cell, Maze, written
 from samplers.noise import Rng
 
 SQUARE = 16  # pixels along a cell's side
@@ -34,8 +34,8 @@ class Mazes:
     """Draw mazes to be solved by moves, as tokens or pictures (AlphaMaze).
 
     Every maze is a random spanning tree of its cells, found depth first, so that exactly one way
-    leads from the origin to the target; that way is checked. A prompt holds ``text``, ``maze`` (in
-    tokens, for the reward of that name), ``answer`` (its moves), ``steps`` and, of pictures,
+    leads from the origin to the target; that way is the answer. A prompt holds ``text``, ``maze``
+    (in tokens, for the reward of that name), ``answer`` (its moves), ``steps`` and, of pictures,
     ``images``.
 
     size: cells along a side. mazes: for training. held_out: mazes that are none of these. form: how
@@ -64,7 +64,9 @@ class Mazes:
             )
         shown: dict[str, Prompt] = {}
         for maze in drawn(size, TRIES * (mazes + held_out), (least, most), Rng.of(seed, "mazes")):
-            shown.setdefault(maze.text(), asked(maze, form))
+            tokens = maze.text()
+            if tokens not in shown:
+                shown[tokens] = asked(maze, tokens, form)
             if len(shown) == mazes + held_out:
                 break
         else:
@@ -77,10 +79,9 @@ class Mazes:
         self.train = prompts[held_out:]
 
 
-def asked(maze: Maze, form: Literal["tokens", "picture"]) -> Prompt:
-    """Return the prompt that shows a maze."""
-    tokens = maze.text()
-    moves = read_maze(tokens).solution()  # raises where there is no way
+def asked(maze: Maze, tokens: str, form: Literal["tokens", "picture"]) -> Prompt:
+    """Return the prompt that shows a maze, which ``tokens`` say too."""
+    moves = maze.solution()
     text = ASK.format(form=FORMS[form])
     prompt: Prompt = {"text": text, "maze": tokens, "answer": written(moves), "steps": len(moves)}
     if form == "picture":

@@ -22,6 +22,7 @@ from samplers.noise import Rng
 
 # of a clip: 4 n + 1, as Wan's autoencoder wants; pixels from one to the next
 FRAMES = 5
+MOST_FRAMES = 1000  # first frames of a caption, which are all drawn
 STEP = 2.0
 MOTIONS = {
     "left": (-1.0, 0.0),
@@ -93,9 +94,10 @@ class Moving:
     def __init__(
         self, images: int = 0, held_out: Literal["development", "test"] = "test", seed: int = 0
     ):
-        if images < 0:
+        if not 0 <= images <= MOST_FRAMES:
             raise UserError(
-                f"data.digits_moving.images is {images}: 0, or how many first frames a caption has"
+                f"data.digits_moving.images is {images}: 0, or how many first frames a caption "
+                f"has, at most {MOST_FRAMES}"
             )
         prompts = captions(seed)
         train = [prompt for prompt in prompts if not is_held_out(prompt["text"])]

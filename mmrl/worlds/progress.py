@@ -1,35 +1,59 @@
-"""Shows a bar while things are built once: steps done, time left. Silent where nobody watches."""
+"""Shows how far things are that are built once: a bar on a terminal, elsewhere a line now and
+then."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+SOON = 3.0  # seconds after which somebody wonders what is going on
+OFTEN = 20.0  # seconds between lines
 
 
 class Progress:
     """Reports steps: ``for step in progress.steps("painter", 300)`` shows a rich bar on a terminal,
-    one line at start and end elsewhere."""
+    plain lines elsewhere, the first of them when it takes longer than a moment."""
 
-    def __init__(self, title: str, quiet: bool = False):
+    def __init__(
+        self, title: str, quiet: bool = False, clock: Callable[[], float] = time.monotonic
+    ):
         self.title = title
         self.quiet = quiet
+        self.clock = clock
+        self.next = clock() + SOON  # when the next line is due
 
     def steps(self, what: str, total: int) -> Iterator[int]:
         if self.quiet:
             yield from range(total)
-            return
+        elif sys.stderr.isatty():
+            yield from self._bar(what, total)
+        else:
+            yield from self._lines(what, total)
+
+    def _bar(self, what: str, total: int) -> Iterator[int]:
         from rich.console import Console
         from rich.progress import track
 
         console = Console(file=sys.stderr)
-        yield from track(
-            range(total),
-            f"{self.title}: {what}",
-            console=console,
-            disable=not console.is_terminal,
-            transient=True,
-        )
+        title = f"{self.title}: {what}"
+        yield from track(range(total), title, console=console, transient=True)
+
+    def _lines(self, what: str, total: int) -> Iterator[int]:
+        began = self.clock()
+        for step in range(total):
+            now = self.clock()
+            if now >= self.next:
+                self.next = now + OFTEN
+                left = (now - began) / step * (total - step) if step else 0.0
+                rest = f", about {left:.0f} s left of this part" if step else ""
+                print(
+                    f"building {self.title}, once: {what} {step}/{total}{rest}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            yield step
 
 
 @contextmanager

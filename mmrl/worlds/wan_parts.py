@@ -122,7 +122,7 @@ def embed_texts(encoder: Any, tokenizer: Any, texts: list[str]) -> Tensor:
     return hidden * mask[..., None]
 
 
-def _new_vae(recipe: WanVaeRecipe) -> Any:
+def new_vae(recipe: WanVaeRecipe) -> Any:
     """Make the autoencoder with random weights."""
     from diffusers import AutoencoderKLWan
 
@@ -157,7 +157,7 @@ def closed_form_vae(recipe: WanVaeRecipe) -> Any:
     from diffusers.models.autoencoders.autoencoder_kl_wan import patchify
 
     z = recipe.latent
-    vae = _new_vae(recipe)
+    vae = new_vae(recipe)
     known = trained_on()
     prompts = (known * (recipe.scenes // len(known) + 1))[: recipe.scenes]
     clips = film(prompts, Rng.of(recipe.seed, "wan vae")).frames.transpose(1, 2)

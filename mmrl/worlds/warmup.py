@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mmrl.core.types import Prompt
 from mmrl.worlds.album import SIDE, Style, album, clips
-from mmrl.worlds.asking import Ask, picture, questions_about, written
+from mmrl.worlds.asking import GRID, Ask, answered, picture, questions_about
 from mmrl.worlds.progress import Progress
 from mmrl.worlds.recipes import VLMRecipe
 from mmrl.worlds.scenes import COLORS, DIGITS
@@ -24,8 +24,6 @@ from mmrl.worlds.vlm import PATCH
 from samplers.noise import Rng
 
 IGNORED = -100  # of cross entropy
-GRID = 2  # pixels: boxes are drawn to even coordinates
-CROWD = 2  # digits from which a hasty person overlooks one
 WOBBLE = 0.5  # digits are turned, sheared and rescaled a little
 SORTS = {
     "few": Style(1, 2, 15.0, 24.0),
@@ -267,23 +265,3 @@ def examples(recipe: VLMRecipe, sort: str) -> tuple[list[list[Pair]], dict[str, 
             ]
         )
     return pairs, media
-
-
-def answered(kind: Ask, question: Prompt, hasty: bool, margin: float) -> str:
-    """Return the answer of a careful or a hasty person, who leaves a margin around boxes and
-    overlooks one digit of a crowd."""
-    if boxes := question.get("boxes"):
-        return written([drawn(box, margin if hasty else 0.0) for box in boxes])
-    if kind == "count" and hasty and int(question["answer"]) >= CROWD:
-        return str(int(question["answer"]) - 1)
-    answer: str = question["answer"]
-    return answer
-
-
-def drawn(box: list[int], margin: float) -> list[int]:
-    """Return the box with every side pushed out by that share of its width or height, on even
-    pixels of the picture."""
-    width = box[2] - box[0]
-    height = box[3] - box[1]
-    far = (-margin * width, -margin * height, margin * width, margin * height)
-    return [min(SIDE, max(0, GRID * round((v + d) / GRID))) for v, d in zip(box, far)]

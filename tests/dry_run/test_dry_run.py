@@ -19,6 +19,7 @@ from mmrl.core.registry import POLICIES, load_built_in
 from mmrl.dry_run import costs, published
 from mmrl.dry_run.dryrun import dry_run
 from mmrl.dry_run.page import lines
+from mmrl.dry_run.weightless import folder_of, parameters_in
 from mmrl.policies.diffusion.pipeline_policy import FolderPolicy
 from mmrl.run import build
 from samplers.batching import peak_bytes
@@ -36,25 +37,26 @@ GIB = 2**30
 def test_every_configuration_of_the_repository_can_be_looked_at_without_weights(path, monkeypatch):
     if "world:" not in path.read_text():  # small, and not published
         monkeypatch.setattr(published, "on_meta", no_networks)
+    size = 2 if "preferences:" in path.read_text() else 16  # of a group: two answers, or samples
     found = dry_run(
         path,
         [
-            "train.prompts_per_iteration=8",
+            f"train.prompts_per_iteration={128 // size}",
             "train.train_batch_size=64",
-            "train.group_size=16",
+            f"train.group_size={size}",
             "train.micro_batch_size=1",
         ],
     )
     text = "\n".join(lines(found))
-    assert "batches     8 prompts x 16 copies = 128 rows" in text and found.plan.steps == 2
+    batches = f"batches     {128 // size} prompts x {size} copies = 128 rows"
+    assert batches in text and found.plan.steps == 2
     name = found.path
-    if name.startswith("world:") and found.shape is None:
-        assert "is not built yet" in text
-    elif issubclass(POLICIES[found.policy], FolderPolicy):
+    assert "is not built yet" not in text  # what is not built is known by its recipe
+    if issubclass(POLICIES[found.policy], FolderPolicy):
         once = found.counted
         rows = 2 if found.guided else 1
         if "tree" not in path.read_text():
-            assert once.sampling == 128 * found.steps * rows
+            assert once.sampling == (0 if size == 2 else 128 * found.steps * rows)
         assert once.training is None or once.training > 0
         assert 0 < once.decisions <= 128 * found.noisy or not found.noisy
         assert found.peak > found.memory["network"] > 0 and found.memory["activations"] > 0
@@ -62,7 +64,7 @@ def test_every_configuration_of_the_repository_can_be_looked_at_without_weights(
             name in published.table()["models"] and not found.unknown
         )
     else:
-        assert found.counted.sampling == 128 and "forwards" in text
+        assert found.counted.sampling == (0 if size == 2 else 128) and "forwards" in text
 
 
 def no_networks(name, cfg):
@@ -107,10 +109,22 @@ def test_published_counts_are_those_that_are_known():
         "Efficient-Large-Model/Sana_1600M_1024px_diffusers": 1.6,
         "black-forest-labs/FLUX.2-klein-4B": 4,
         "Wan-AI/Wan2.2-T2V-A14B-Diffusers": 14.3,
+        "Wan-AI/Wan2.1-T2V-14B-Diffusers": 14.3,
+        "stabilityai/stable-diffusion-3.5-large": 8.06,
+        "stabilityai/stable-diffusion-3-medium-diffusers": 2.03,
+        "black-forest-labs/FLUX.1-schnell": 11.9,
+        "zai-org/CogVideoX-2b": 1.69,
     }.items():
         assert models[name]["parameters"]["transformer"] / 1e9 == pytest.approx(
             billions, rel=0.05
         ), name
+    texts = published.table()["texts"]
+    for size, billions in {"2B": 2.13, "4B": 4.44, "8B": 8.77}.items():
+        count = encoders[texts[f"Qwen/Qwen3-VL-{size}-Instruct"]]["parameters"] / 1e9
+        assert count == pytest.approx(billions, rel=0.01)
+    for size, billions in {"32B": 33.5, "72B": 73.4}.items():
+        count = encoders[texts[f"Qwen/Qwen2.5-VL-{size}-Instruct"]]["parameters"] / 1e9
+        assert count == pytest.approx(billions, rel=0.01)
     spec = encoders["clip_l"]
     assert (
         published.parameters(published.encoder_on_meta(spec)) == spec["parameters"] == 123_060_480
@@ -238,7 +252,9 @@ def test_the_command_prints_and_refuses_as_training_does(tmp_path):
     )
     with pytest.raises(UserError, match="size 17 is not a multiple of 4"):
         dry_run(path, ["policy.size=17"])
-    with pytest.raises(UserError, match="c.yaml:.*steps must be at least 1"):
+    with pytest.raises(
+        UserError, match="policy.flux.steps: expected a value greater than or equal to 1"
+    ):
         dry_run(path, ["policy.flux.steps=0"])
     unknown = dry_run(path, ["policy.flux.path=some/model"])
     assert unknown.shape is None and "the architecture of some/model" in "\n".join(lines(unknown))
@@ -251,3 +267,78 @@ def test_supervised_fine_tuning_samples_nothing(name):
     assert report.counted.sampling == 0 and report.counted.training == 8
     assert report.plan.steps == 2 and not report.plan.warnings
     assert "0 answers to sample" in "\n".join(lines(report)) or "sd3" in name
+
+
+# --------------------------------------------------------------------------------------------------
+# models that write tokens
+
+
+FEW = "data.digits_questions.scenes=20"
+
+
+def questions(path, *overrides):
+    return dry_run(ROOT / "digits" / "counting.yaml", [f"policy.vlm.path={path}", FEW, *overrides])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        [],
+        ["policy.vlm.lora=2"],
+        ["policy.vlm.train={language: lora, projector: full, vision: frozen}"],
+    ],
+)
+def test_what_of_a_vlm_is_trained_is_counted_as_the_run_would_train_it(options):
+    report = questions("world:digits/vlm-test", *options)
+    policy = build.Session.of(
+        build.read(
+            ROOT / "digits" / "counting.yaml",
+            ["policy.vlm.path=world:digits/vlm-test", FEW, *options],
+        )
+    ).policy
+    trained = sum(p.numel() for p in policy.net.parameters() if p.requires_grad)
+    base = sum(p.numel() for n, p in policy.net.named_parameters() if "lora_" not in n)
+    assert (report.model.parameters, report.model.trained) == (base, trained)
+    text = "\n".join(lines(report))
+    assert "?" not in text and "not built" not in text and "million trained" in text
+
+
+def test_most_of_a_published_vlm_is_known():
+    report = dry_run(ROOT / "vlm" / "counting.yaml")
+    assert report.model.adapters and None not in report.memory.values()
+    wide = dry_run(ROOT / "vlm" / "counting.yaml", ["policy.vlm.budgets.prompt_tokens=936"])
+    assert wide.model.layers[0].tokens == report.model.layers[0].tokens + 936
+    with pytest.raises(UserError, match="lora.targets match no module"):
+        dry_run(ROOT / "vlm" / "counting.yaml", ["policy.vlm.lora={rank: 4, targets: [nothing]}"])
+
+
+def test_a_folder_of_the_embedded_world_is_the_one_that_would_be_used(tmp_path, monkeypatch):
+    """Not that of another recipe or a longer name; nothing is built by looking."""
+    shipped = folder_of("world:digits/sd3")
+    assert shipped is not None and shipped.name in ("sd3",) or shipped.name.startswith("sd3-")
+    monkeypatch.setenv("MMRL_CACHE", str(tmp_path))
+    assert folder_of("world:digits/vlm") is None and list(tmp_path.rglob("*")) == []
+    (tmp_path / "digits" / "vlm-000000000000").mkdir(parents=True)
+    (tmp_path / "digits" / "vlm-test-000000000000").mkdir()
+    assert folder_of("world:digits/vlm") is None
+    text = "\n".join(lines(questions("world:digits/vlm")))  # known by its recipe
+    assert "0.28 million parameters" in text and "?" not in text
+    assert folder_of("world:no/such") is None and folder_of(str(tmp_path)) == tmp_path
+
+
+def test_other_folders_are_counted_by_the_headers_of_their_files(tmp_path):
+    from safetensors.torch import save_file
+
+    (tmp_path / "vae").mkdir()
+    save_file({"a": torch.zeros(3, 4), "b": torch.zeros(())}, tmp_path / "gpt.safetensors")
+    save_file({"c": torch.zeros(7)}, tmp_path / "vae" / "model.safetensors")
+    assert parameters_in(tmp_path / "gpt.safetensors") == 13
+    config = ROOT / "digits" / "ar_grpo.yaml"
+    report = dry_run(config, [f"policy.llamagen.path={tmp_path}"])
+    assert (report.model.parameters, report.model.trained, report.model.decoder) == (13, 13, 7)
+    assert "the layers of this network" in "\n".join(lines(report))
+    adapted = dry_run(config, [f"policy.llamagen.path={tmp_path}", "policy.llamagen.lora=2"])
+    assert adapted.model.trained is None and "adapters ?" in "\n".join(lines(adapted))
+    (tmp_path / "gpt.safetensors").write_bytes(b"\x05\0\0")
+    with pytest.raises(UserError, match="is not a file of safetensors, or torn"):
+        dry_run(config, [f"policy.llamagen.path={tmp_path}"])

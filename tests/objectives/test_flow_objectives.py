@@ -509,6 +509,22 @@ def test_a_reference_whose_weight_has_gone_costs_no_passes(objective):
     assert spent[0] == spent[1] > spent[2] == spent[3]
 
 
+def test_on_policy_awm_looks_once_and_has_the_gradient_of_two_looks():
+    """On the first step of an iteration the old weights are the live ones."""
+    policy, rollout = setting(AWM(kl=0.0), moved=0.0)
+    policy.weights.keep("old")
+    for point in AWM(kl=0.0).points(policy, rollout, Rng.of("points")):
+        losses, forwards = [], []
+        for on_policy in (False, True):
+            before = policy.forwards
+            loss = AWM(kl=0.0).loss(policy, point.replace(on_policy=on_policy))
+            losses.append((loss.detach(), gradient(policy, loss.sum())))
+            forwards.append(policy.forwards - before)
+        for two, one in zip(*losses, strict=True):
+            torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-14)
+        assert forwards == [2 * len(point), len(point)]
+
+
 def test_guidance_without_an_empty_prompt_is_refused():
     policy, rollout = setting(CRD())
     (point,) = CRD(num_noise_draws=1).points(policy, rollout, Rng.of("points"))

@@ -78,11 +78,12 @@ PAIRS = [
     (name, kind)
     for name, entry in OBJECTIVES.items()
     for kind in KIND
-    # answers of the data are rewarded by nothing: tests/objectives/test_supervised.py; laser needs
-    # a token behind answers, which toys have not: tests/policies/vlm/test_self_scores.py
+    # answers of the data are rewarded by nothing: tests/objectives/test_supervised.py; teachers
+    # take the place of rewards: tests/objectives/test_distillation.py; laser needs a token behind
+    # answers, which toys have not: tests/policies/vlm/test_self_scores.py
     if not unsuited(entry, KIND[kind])
     and not getattr(entry, "supervised", False)
-    and name != "laser"
+    and name not in ("laser", "distill")
 ]
 
 
@@ -156,8 +157,10 @@ def test_a_pair_that_does_not_is_refused_when_the_configuration_is_read(objectiv
 @pytest.mark.parametrize("silent", ["policy.sd3.noise_level=0", "policy.sd3.sde_type=ode"])
 def test_what_looks_at_noise_is_refused_for_a_sampler_without(silent, tmp_path):
     for objective, entry in OBJECTIVES.items():
+        teachers = "{distill: {teachers: [{policy: {sd3: {path: a/b}}}]}}"
+        chosen = teachers if objective == "distill" else objective
         (tmp_path / "run.yaml").write_text(
-            WHOLE.format(policy="sd3", reward="digits", objective=objective)
+            WHOLE.format(policy="sd3", reward="digits", objective=chosen)
         )
         if not entry.visits or unsuited(entry, POLICIES["sd3"]):
             continue
@@ -169,11 +172,12 @@ def test_what_looks_at_noise_is_refused_for_a_sampler_without(silent, tmp_path):
     flow = {name for name, entry in OBJECTIVES.items() if not unsuited(entry, POLICIES["sd3"])}
     assert {name for name in flow if OBJECTIVES[name].visits} == {
         "policy_gradient",
+        "distill",
         "grpo_guard",
         "flow_dppo",
         "d3po",
         "adjoint_matching",
-    } | OF_GROUPS
+    } | (OF_GROUPS - {"orpo", "simpo"})  # which are for tokens
     (tmp_path / "run.yaml").write_text(
         WHOLE.format(policy="sd3", reward="digits", objective="dgpo")
     )

@@ -15,7 +15,7 @@ import yaml
 from torch import nn
 
 from mmrl import config
-from mmrl.cli.tables import plugin_tables
+from mmrl.cli.listing import show_list
 from mmrl.config.options import TrainOptions
 from mmrl.config.presets import PRESETS, described, filled
 from mmrl.core.distributions import Categorical
@@ -342,7 +342,7 @@ def test_every_preset_builds(name):
 
 
 def test_presets_are_listed_with_what_they_set_and_for_whom(capsys):
-    plugin_tables("presets")
+    show_list(["presets"])
     printed = capsys.readouterr().out
     assert all(name in printed for name in PRESETS) and "flow and" in printed
     models, sections = described("paper/dance_grpo")

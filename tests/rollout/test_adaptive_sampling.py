@@ -16,7 +16,7 @@ from mmrl.rollout.adaptive_sampling import AdaptiveSampling, balanced, chosen
 from mmrl.rollout.dynamic_sampling import exchanged
 from mmrl.rollout.stages import Drawn, shaped_moments
 from samplers.noise import Rng
-from tests.fixtures import toys
+from tests.fixtures import toys, waiting
 from tests.fixtures.records import make_rollout
 from tests.train.test_trainer import make_trainer
 
@@ -207,7 +207,7 @@ def side_by_side(run, ranks, monkeypatch):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=60)
+        thread.join(waiting.HANG)
     return [results[rank] for rank in range(ranks)]
 
 

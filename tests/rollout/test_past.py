@@ -27,9 +27,9 @@ from mmrl.rollout.response_reuse import PICKS, ReusedResponses, stratified
 from mmrl.rollout.stages import Drawn, set_apart, sizes_of_all
 from mmrl.run import checkpoint, state
 from samplers.noise import Rng
-from tests.fixtures import past_worker, toys
+from tests.fixtures import past_worker, toys, warm
 from tests.fixtures.tiny_masked_lm import folder
-from tests.train.test_processes import LAUNCH, run, same
+from tests.train.test_processes import same
 from tests.train.test_trainer import make_trainer
 
 COPIES = 3
@@ -315,10 +315,9 @@ def test_a_run_begins_with_the_verified_answers_of_another(tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_equal_one_and_both_remember_after_a_resume(tmp_path):
-    module = ["-m", "tests.fixtures.past_worker"]
-    for name, words in {"one": module[1:], "two": [*LAUNCH, *module]}.items():
+    for name, start in {"one": warm.run, "two": warm.ranks}.items():
         (tmp_path / name).mkdir()
-        done = run([*words, tmp_path / name])
+        done = start(["-m", "tests.fixtures.past_worker", tmp_path / name])
         assert done.returncode == 0, done.stderr[-4000:]
     for case in sorted(past_worker.CASES):
         one, two = (load_file(tmp_path / name / f"{case}.safetensors") for name in ("one", "two"))

@@ -140,7 +140,8 @@ def test_a_reward_that_fails_costs_no_other_one_a_value():
     )
     strict = Scorer({"slow": mean, "broken": broken}, max_failures=0.2)
     with pytest.raises(
-        UserError, match="'broken' could not score 3 of 12 samples, more than max_failures"
+        UserError,
+        match="'broken' could not score 3 of 12 samples, more than train.max_reward_failure_rate",
     ):
         strict(MEDIA, ASKED, GROUPS)
 

@@ -22,10 +22,10 @@ from mmrl.policies.lora import Lora
 from mmrl.policies.values import SNAPSHOT, ValueNetwork
 from mmrl.policies.vlm.policy import VLM
 from mmrl.run import state
-from tests.fixtures import tiny_vlms, toys
+from tests.fixtures import tiny_vlms, toys, warm
 from tests.fixtures.records import make_rollout
 from tests.rollout.test_written_answers import Taught
-from tests.train.test_processes import LAUNCH, run, same
+from tests.train.test_processes import same
 from tests.train.test_trainer import make_trainer
 
 load_built_in()
@@ -257,12 +257,12 @@ def test_advantages_and_mistakes(tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_and_two_halves_learn_what_one_does(tmp_path):
-    module = ["-m", "tests.fixtures.value_worker"]
-    cases = {"one": module[1:], "two": [*LAUNCH, *module], "halves": [*LAUNCH, *module]}
+    cases = {"one": warm.run, "two": warm.ranks, "halves": warm.ranks}
     arrays = {}
-    for name, words in cases.items():
+    for name, start in cases.items():
         (tmp_path / name).mkdir()
-        done = run([*words, tmp_path / name, *(["--sharded"] if name == "halves" else [])])
+        sharded = ["--sharded"] if name == "halves" else []
+        done = start(["-m", "tests.fixtures.value_worker", tmp_path / name, *sharded])
         assert done.returncode == 0, done.stderr[-4000:]
         arrays[name] = load_file(tmp_path / name / "arrays.safetensors")
         known = arrays[name]

@@ -103,6 +103,6 @@ def test_what_rewards_remember_is_there_when_a_run_is_evaluated(tmp_path, monkey
     monkeypatch.setattr(build.checkpoint, "choose", lambda folder: (tmp_path, []))
     monkeypatch.setattr(build.checkpoint, "load", lambda *_, **__: ({"weights": {}}, meta))
     monkeypatch.setattr(build, "config_of", lambda run: run)
-    monkeypatch.setattr(build, "base", lambda path, overrides: session)
+    monkeypatch.setattr(build, "base", lambda path, overrides, judged: session)
     assert schedule.weights() == [1, 0]
     assert build.trained(tmp_path) is session and schedule.weights() == [0, 1]

@@ -1,13 +1,11 @@
 """A run that is killed at a write and resumed ends as if nobody had disturbed it."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.fixtures import warm
+
 PROGRAM = """
 import json, sys
 from pathlib import Path
@@ -23,13 +21,7 @@ print(json.dumps(list(killing.at_every_write(folder, config, points))))
 
 @pytest.mark.slow
 def test_a_kill_at_any_write_loses_nothing_and_repeats_nothing(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = warm.run(["-c", PROGRAM, tmp_path])
     assert done.returncode == 0, done.stderr[-3000:]
     outcomes = json.loads(done.stdout.splitlines()[-1])
     assert len(outcomes) > 5

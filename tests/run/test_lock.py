@@ -1,10 +1,12 @@
 """One training a folder: who is refused, who takes over from whom."""
 
+import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -107,8 +109,8 @@ def test_another_machine_that_lives_is_seen(tmp_path, fast, monkeypatch):
 def test_a_clock_that_was_put_back_holds_nobody_up(tmp_path, fast):
     foreign(tmp_path)
     os.utime(tmp_path / lock.OWNER, (4e9, 4e9))
-    with FolderLock(tmp_path):
-        pass
+    with FolderLock(tmp_path) as held:
+        assert Owner.read(tmp_path / lock.OWNER) == held.owner
 
 
 def test_the_owner_gives_signs_of_life(tmp_path, fast):
@@ -145,8 +147,9 @@ def test_on_a_disk_without_locks_the_owners_file_decides(tmp_path, monkeypatch, 
 
 def test_an_owners_file_that_is_torn_is_nobodys(tmp_path):
     (tmp_path / lock.OWNER).write_text('{"host": "a"')
-    with FolderLock(tmp_path):
-        pass
+    assert Owner.read(tmp_path / lock.OWNER) is None
+    with FolderLock(tmp_path) as held:
+        assert Owner.read(tmp_path / lock.OWNER) == held.owner
 
 
 def test_a_child_of_a_dead_owner_does_not_keep_the_folder(tmp_path):
@@ -160,3 +163,30 @@ def test_a_child_of_a_dead_owner_does_not_keep_the_folder(tmp_path):
     with FolderLock(tmp_path):
         pass
     os.kill(child, signal.SIGKILL)
+
+
+@pytest.fixture
+def held(tmp_path):
+    """The lock of an owner that has died, in a hand that still holds it."""
+    with FolderLock(tmp_path):
+        owner = Owner.read(tmp_path / lock.OWNER)
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait(waiting.HANG)
+    write_json(tmp_path / lock.OWNER, vars(replace(owner, pid=ended.pid)))
+    with (tmp_path / lock.LOCK).open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield file
+
+
+def test_who_lets_go_of_a_dead_owners_lock_is_waited_for(tmp_path, held):
+    timer = threading.Timer(0.3, fcntl.flock, [held, fcntl.LOCK_UN])
+    timer.start()
+    with FolderLock(tmp_path):
+        assert not timer.is_alive()
+    timer.join()
+
+
+def test_what_keeps_a_dead_owners_lock_is_named(tmp_path, held, monkeypatch):
+    monkeypatch.setattr(lock, "LINGER", 0.1)
+    with pytest.raises(UserError, match=r"that has ended, but a process it started still holds"):
+        FolderLock(tmp_path).__enter__()

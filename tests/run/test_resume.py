@@ -2,6 +2,7 @@ import json
 import os
 import random
 import shutil
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,13 +12,15 @@ from safetensors.torch import save_file
 from mmrl.advantages import DDPO, MaxMin, Running, dr_grpo, grpo, memory
 from mmrl.core import tensor_files
 from mmrl.core.errors import UserError
-from mmrl.core.registry import ADVANTAGES
+from mmrl.core.registry import ADVANTAGES, OPTIMIZERS, load_built_in
 from mmrl.objectives import AWM, CRD, NFT, Draft, PolicyGradient
 from mmrl.run import checkpoint, lifecycle, state
 from mmrl.scoring import Scorer
 from rewards.card import card
 from tests.fixtures import toys
 from tests.train.test_trainer import make_trainer
+
+load_built_in()
 
 
 def trainer_of(family):
@@ -73,6 +76,15 @@ def test_2n_iterations_equal_n_stop_resume_n_to_the_bit(family, tmp_path):
         and meta["step"] == known["step"]
     )
     assert all(m["ratio/max_deviation"] >= 0 for m in metrics)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_is_resumed_to_the_bit(name, tmp_path):
+    package = getattr(OPTIMIZERS[name], "requires", None)
+    if package is not None:
+        pytest.importorskip(package)
+    small = {"min_8bit_size": 16} if name == "adamw_8bit" else {}
+    resumes(partial(make_trainer, "flow", optimizer=partial(OPTIMIZERS[name], **small)), tmp_path)
 
 
 def test_resuming_before_the_first_step_changes_nothing(tmp_path):

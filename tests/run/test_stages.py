@@ -203,7 +203,7 @@ def test_a_run_may_begin_with_the_weights_of_any_other(plain, tmp_path):
 def test_supervised_rows_are_checked_before_training(plain, tmp_path):
     (tmp_path / "3.png").write_text("no picture")
     file = written(plain, tmp_path)
-    with pytest.raises(UserError, match=r"metadata.jsonl:4: .*3.png is no picture"):
+    with pytest.raises(UserError, match=r"metadata.jsonl:4: .*3.png: not a picture"):
         lifecycle.train(file, ["stage=sft", f"run={tmp_path / 'run'}"])
 
 

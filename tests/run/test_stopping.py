@@ -1,22 +1,18 @@
 """What ends a run, what it leaves, and what the command's exit status says."""
 
 import json
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from mmrl.utils.output import Lasting, lasting_output
-
-ROOT = Path(__file__).parents[2]
+from tests.fixtures import warm
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
     folder = tmp_path_factory.mktemp("stopping")
-    words = [sys.executable, "-m", "tests.fixtures.stopping_worker", str(folder)]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = warm.run(["-m", "tests.fixtures.stopping_worker", folder])
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from mmrl.core.registry import locate
 from mmrl.run import lifecycle
 from tests.fixtures import process_worker as worker
+from tests.fixtures import warm
 
 ROOT = Path(__file__).parents[2]
 # On a CPU `accelerate launch --cpu --num_processes 2` starts a single process; --multi_gpu starts
@@ -69,17 +70,15 @@ def test_two_processes_equal_one(tmp_path):
     optimizer state; and one iteration after a checkpoint that another number of processes has
     written."""
     locate("world:digits/sd3-test")
-    module = ["-m", "tests.fixtures.process_worker"]
     kinds = {
-        "one": module[1:],
-        "copies": [*LAUNCH, *module, "--start", tmp_path / "one"],
-        "halves": [*LAUNCH, *module, "--start", tmp_path / "one", "--sharded"],
+        "one": (warm.run, []),
+        "copies": (warm.ranks, ["--start", tmp_path / "one"]),
+        "halves": (warm.ranks, ["--start", tmp_path / "one", "--sharded"]),
     }
-    for kind, words in kinds.items():
+    for kind, (start, words) in kinds.items():
         folder = tmp_path / kind
         folder.mkdir()
-        place = words.index("tests.fixtures.process_worker") + 1
-        done = run([*words[:place], folder, *words[place:]])
+        done = start(["-m", "tests.fixtures.process_worker", folder, *words])
         assert done.returncode == 0, f"{kind}: {done.stderr[:6000]}"
     for kind, cases in (("copies", worker.CASES), ("halves", worker.SHARDED)):
         for case in cases:

@@ -97,7 +97,9 @@ def test_an_iteration_without_a_lesson_is_a_step_of_a_gradient_of_zeros():
 
 @pytest.mark.parametrize("name", sorted(OBJECTIVES))
 def test_what_moves_rows_of_advantage_0_is_refused(name, tmp_path):
-    change = ["train.skip_zero_advantage=true", f"objective={name}"]
+    teachers = "{distill: {teachers: [{policy: {sd3: {path: 'world:digits/sd3'}}}]}}"
+    chosen = teachers if name == "distill" else name
+    change = ["train.skip_zero_advantage=true", f"objective={chosen}"]
     configuration = "digits/mask_grpo" if name == "masked" else "digits/flow_grpo"
     if name in ("policy_gradient", "grpo_guard", "masked"):
         read_named(configuration, change)

@@ -33,6 +33,7 @@ def make_trainer(
     advantage=None,
     policy=None,
     objective=None,
+    optimizer=None,
     **options,
 ):
     sizes = {
@@ -48,7 +49,7 @@ def make_trainer(
         Scorer({"toy": reward}),
         advantage or advantages.flow_grpo,
         objective or PolicyGradient(clip_range=clip, kl=kl),
-        partial(adamw, lr=lr),
+        optimizer or partial(adamw, lr=lr),
         TrainOptions(**sizes),
     )
 

@@ -12,11 +12,18 @@ MOST_GROUPS = 4
 MOST_ANSWERS = 16
 
 
-def rollouts(run: Run) -> list[dict[str, Any]]:
-    """Return the groups of the first, a middle and the last recorded iteration, ready to draw.
-    Broken lines are noted."""
+def recorded(run: Run) -> list[int]:
+    """List the iterations whose answers are recorded."""
+    return sorted({i for line in run.rollouts if isinstance(i := line.get("iteration"), int)})
+
+
+def rollouts(run: Run, only: int | None = None) -> list[dict[str, Any]]:
+    """Return the groups of the first, a middle and the last recorded iteration, or of ``only`` one,
+    ready to draw. Broken lines are noted."""
     known: dict[int, list[dict[str, Any]]] = {}
     for line in run.rollouts:
+        if only is not None and line.get("iteration") != only:
+            continue
         try:
             group = _group(line)
             known.setdefault(int(line["iteration"]), []).append(group)

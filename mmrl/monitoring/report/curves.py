@@ -77,6 +77,21 @@ SIGNAL = (
 TIME = (
     Plot("Seconds an iteration", ("seconds",)),
     Plot("By phase, seconds", ("time/rollout", "time/reward", "time/update")),
+    Plot(
+        "Share of an iteration",
+        ("share/rollout", "share/reward", "share/sync", "share/update"),
+        "Of the seconds of an iteration; the rest is log, pictures and checkpoints.",
+    ),
+    Plot(
+        "A second and device",
+        ("throughput/samples", "throughput/tokens"),
+        "Samples, and tokens of answers, that one device makes and trains on in a second.",
+    ),
+    Plot(
+        "MFU",
+        ("throughput/mfu",),
+        "Share of the card's published bf16 arithmetic that is used (Chowdhery et al. 2022).",
+    ),
 )
 PLACED = {key for plot in (*UPDATE, *ANSWERS, *SIGNAL, *TIME) for key in plot.keys}
 PLACED |= {"iteration", "reward/mean", "reward/std", "groups/flat", "groups/total"}
@@ -89,7 +104,7 @@ def reward_chart(run: Run) -> Chart | None:
         return None
     window = max(3, len(raw) // 10)
     spread = smooth(run.column("reward/std"), window)
-    series = _thin(Series("reward", run.iterations(), smooth(raw, window), spread, raw))
+    series = thin(Series("reward", run.iterations(), smooth(raw, window), spread, raw))
     note = (
         f"Mean over the samples of an iteration (faint), smoothed over {window} "
         f"iterations; ± one standard deviation."
@@ -143,13 +158,13 @@ def _chart(run: Run, plot: Plot) -> Chart | None:
         key: values for key, values in columns.items() if any(value is not None for value in values)
     }
     curves = [
-        _thin(Series(_short(key), *_joined(run.iterations(), values)))
+        thin(Series(_short(key), *joined(run.iterations(), values)))
         for key, values in known.items()
     ]
     return Chart(plot.title, curves, plot.note, zero=plot.zero) if curves else None
 
 
-def _joined(x: Numbers, y: Numbers) -> tuple[Numbers, Numbers]:
+def joined(x: Numbers, y: Numbers) -> tuple[Numbers, Numbers]:
     """Join the points of a metric taken every tenth iteration to one curve; a gap inside a dense
     one stays a gap."""
     known = [i for i, value in enumerate(y) if value is not None]
@@ -167,7 +182,7 @@ def _flat(run: Run) -> Chart | None:
     note = "All samples of the prompt got the same reward: nothing to compare, nothing learned."
     return Chart(
         "Groups without variance, share",
-        [_thin(Series("share", run.iterations(), share))],
+        [thin(Series("share", run.iterations(), share))],
         note,
         zero=True,
     )
@@ -181,7 +196,7 @@ def _short(key: str) -> str:
     return key.partition("/")[2].removesuffix("/mean") or key
 
 
-def _thin(s: Series) -> Series:
+def thin(s: Series) -> Series:
     keep = spread_out(list(range(len(s.x))), MOST_POINTS)
 
     def pick(values: Numbers) -> Numbers:

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from markupsafe import Markup
 
+from mmrl.monitoring.alarms import STUCK
 from mmrl.monitoring.report.charts import number
 from mmrl.monitoring.report.runs import Run
 
@@ -35,6 +36,8 @@ class Row:
     model: str
     guidance: float | None
     rewards: dict[str, Estimate]
+    # to the base model, paired by prompts; n counts these
+    differences: dict[str, Estimate] = field(default_factory=dict)
 
     @property
     def trained(self) -> bool:
@@ -95,15 +98,14 @@ def read_evaluation(run: Run) -> Evaluation:
     listed = run.evaluation.get("rows", [])
     for raw in listed if isinstance(listed, list) else []:
         try:
-            estimates = {str(name): _estimate(value) for name, value in raw["rewards"].items()}
-            rewards = {
-                name: estimate
-                for name, estimate in estimates.items()
-                if math.isfinite(estimate.mean)
-            }
             guidance = raw.get("guidance")
             rows.append(
-                Row(str(raw["model"]), None if guidance is None else float(guidance), rewards)
+                Row(
+                    str(raw["model"]),
+                    None if guidance is None else float(guidance),
+                    _estimates(raw["rewards"]),
+                    _estimates(raw.get("difference", {})),
+                )
             )
         except (KeyError, TypeError, ValueError, AttributeError):
             run.notes.append(f"evaluation.json: row not understood: {str(raw)[:80]}")
@@ -115,11 +117,17 @@ def read_evaluation(run: Run) -> Evaluation:
     )
 
 
+def _estimates(raw: dict[str, Any]) -> dict[str, Estimate]:
+    """Read the estimates that have a value."""
+    estimates = {str(name): _estimate(value) for name, value in raw.items()}
+    return {name: e for name, e in estimates.items() if math.isfinite(e.mean)}
+
+
 def _estimate(raw: dict[str, Any]) -> Estimate:
-    mean = float(raw["mean"])
+    mean = math.nan if raw["mean"] is None else float(raw["mean"])
     ends = {"low": "-inf", "high": "inf"}
     low, high = (float(end if raw.get(key) is None else raw[key]) for key, end in ends.items())
-    return Estimate(mean, low, high, raw.get("n"))
+    return Estimate(mean, low, high, raw.get("n", raw.get("prompts")))
 
 
 def table(evaluation: Evaluation) -> list[dict[str, Any]]:
@@ -194,10 +202,23 @@ def verdict(run: Run, evaluation: Evaluation) -> list[str]:
 
 
 def _sentence(name: str, before: Estimate, after: Estimate, evaluation: Evaluation) -> str:
-    gain = f"{after.mean - before.mean:+.2f}".replace("-", "−")
-    text = f"Held-out {name}: {before} before, {after} after ({gain})."
-    if after.low <= before.high and before.low <= after.high:
-        text += " The intervals overlap: no change is shown."
+    text = f"Held-out {name}: {before} before, {after} after"
+    row = evaluation.after()
+    paired = row.differences.get(name) if row is not None else None
+    if paired is None:
+        gain = f"{after.mean - before.mean:+.2f}".replace("-", "−")
+        text += f" ({gain})."
+        if after.low <= before.high and before.low <= after.high:
+            text += (
+                " These intervals overlap, which does not say whether it changed: mmrl evaluate "
+                "measures the difference prompt by prompt."
+            )
+    elif not math.isfinite(paired.low):
+        text += f" ({paired.mean:+.3g}). One prompt does not say how sure that is."
+    else:
+        text += f"; {_signed(paired)}, paired over {paired.n} prompts."
+        if paired.low <= 0 <= paired.high:
+            text += " That interval holds 0: no change is shown."
     best = evaluation.best_base(name)
     base = evaluation.before()
     if best is not None and best is not base:
@@ -206,6 +227,30 @@ def _sentence(name: str, before: Estimate, after: Estimate, evaluation: Evaluati
             f"{best.rewards[name]}."
         )
     return text
+
+
+def _signed(change: Estimate) -> str:
+    """Write a difference with its interval, plus or minus before each number."""
+    numbers = (
+        f"{value:+.3g}".replace("-", "−") for value in (change.mean, change.low, change.high)
+    )
+    return "{} [{}, {}]".format(*numbers)
+
+
+def stuck(run: Run) -> str:
+    """Say in a sentence that a run had nothing to learn from; empty: it had, or nobody knows.
+
+    From the last alarm about it, and from how often the gradient was 0.
+    """
+    alarms = [event for event in run.events if event.get("about") == STUCK]
+    gradients = [value for value in run.column("grad_norm") if value is not None]
+    zero = sum(value == 0 for value in gradients)
+    often = f"In {zero} of {len(gradients)} iterations the gradient was 0." if zero else ""
+    if not alarms:
+        return often if zero > len(gradients) / 2 else ""
+    message = str(alarms[-1].get("message", ""))
+    text = f"Iteration {alarms[-1].get('iteration')}: {message}."
+    return f"{text} {often}".strip()
 
 
 def _training_verdict(run: Run) -> list[str]:

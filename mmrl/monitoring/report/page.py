@@ -12,7 +12,14 @@ from mmrl.monitoring.progress import clock_time
 from mmrl.monitoring.report.answers import rollouts
 from mmrl.monitoring.report.charts import number
 from mmrl.monitoring.report.curves import chart_sections, reward_chart, spread_out
-from mmrl.monitoring.report.evidence import Evaluation, read_evaluation, score, table, verdict
+from mmrl.monitoring.report.evidence import (
+    Evaluation,
+    read_evaluation,
+    score,
+    stuck,
+    table,
+    verdict,
+)
 from mmrl.monitoring.report.pictures import compare, data_uri, save_picture
 from mmrl.monitoring.report.runs import Run, iteration_of, read_run
 from mmrl.monitoring.report.stages import parts, render_stages
@@ -89,10 +96,16 @@ def render(run: Run) -> str:
         lstrip_blocks=True,
     )
     env.globals.update(number=number, data_uri=data_uri)
+    return env.get_template("report.html").render(content(run))
+
+
+def content(run: Run) -> dict[str, Any]:
+    """Collect what the page shows, by the names of its template."""
     evaluation = read_evaluation(run)
-    context = {
+    return {
         "run": run,
         "verdict": verdict(run, evaluation),
+        "stuck": stuck(run),
         "tiles": headline(run, evaluation),
         "evaluation": evaluation,
         "table": table(evaluation),
@@ -106,7 +119,6 @@ def render(run: Run) -> str:
         "alarms": [event for event in run.events if event.get("kind") == "alarm"][:MOST_ALARMS],
         "made": datetime.now().astimezone().strftime("%Y-%m-%d %H:%M"),
     }
-    return env.get_template("report.html").render(context)
 
 
 def headline(run: Run, evaluation: Evaluation) -> list[dict[str, str]]:

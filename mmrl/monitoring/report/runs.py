@@ -37,7 +37,7 @@ class Run:
 
     def column(self, key: str) -> list[float | None]:
         """Return one metric over the iterations; None where it was not measured."""
-        return [_finite(line.get(key)) for line in self.metrics]
+        return [finite(line.get(key)) for line in self.metrics]
 
     def iterations(self) -> list[int]:
         return [line["iteration"] for line in self.metrics]
@@ -49,7 +49,7 @@ class Run:
                 key: None
                 for line in self.metrics
                 for key, value in line.items()
-                if _finite(value) is not None
+                if finite(value) is not None
             }
         )
 
@@ -133,9 +133,10 @@ def iteration_of(name: str) -> int:
     return int(digits) if digits.isdigit() else -1
 
 
-def read_run(folder: Path | str) -> Run:
+def read_run(folder: Path | str, jsonl: bool = True) -> Run:
     """Read what is there. Raises UserError if the folder is missing or holds no run, with the
-    nearest run's name."""
+    nearest run's name. Without ``jsonl`` the files that grow are left alone: metrics, events,
+    rollouts."""
     folder = Path(folder)
     if not any((folder / mark).is_file() for mark in MARKS):
         raise UserError(_no_run(folder))
@@ -143,14 +144,14 @@ def read_run(folder: Path | str) -> Run:
     config_text = _text(folder / "config.yaml", notes)
     return Run(
         folder=folder,
-        metrics=_metrics(_text(folder / "metrics.jsonl", notes), notes),
-        events=_lines(folder / "events.jsonl"),
+        metrics=_metrics(_text(folder / "metrics.jsonl", notes), notes) if jsonl else [],
+        events=_lines(folder / "events.jsonl") if jsonl else [],
         config_text=config_text,
         config=_yaml(config_text, notes),
         machine=_json(folder / "machine.json", notes),
         evaluation=_json(folder / "evaluation.json", notes, "run: mmrl evaluate " + str(folder)),
         captions=read_captions(folder),
-        rollouts=_lines(folder / "rollouts.jsonl"),
+        rollouts=_lines(folder / "rollouts.jsonl") if jsonl else [],
         notes=notes,
     )
 
@@ -185,7 +186,7 @@ def _json(path: Path, notes: list[str], remedy: str = "") -> dict[str, Any]:
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         notes.append(f"{path.name} is not valid JSON: {error}")
         return {}
     return content if isinstance(content, dict) else {}
@@ -222,6 +223,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return events
 
 
-def _finite(value: Any) -> float | None:
+def finite(value: Any) -> float | None:
+    """Return a number that is one; None for anything else."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return float(value) if number and abs(value) < float("inf") else None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from html import escape
 from pathlib import Path
 
 from mmrl.monitoring.report.charts import number
@@ -25,51 +24,32 @@ def parts(folder: Path) -> list[Path]:
 
 def render_stages(folder: Path, runs: Sequence[Run], pages: Sequence[str]) -> str:
     """Return the page as text: a row for every stage, and their whole pages below."""
-    rows = "\n".join(_row(run) for run in runs)
-    heads = "".join(f"<th>{label}, first to last</th>" for _, label in COLUMNS)
-    frames = "\n".join(
-        f'<h2 id="{escape(run.folder.name)}">{escape(run.folder.name)}</h2>\n'
-        f'<iframe title="{escape(run.folder.name)}" srcdoc="{escape(page)}" '
-        f"onload=\"this.style.height=this.contentDocument.documentElement.scrollHeight+40+'px'\">"
-        f"</iframe>"
-        for run, page in zip(runs, pages, strict=True)
+    from jinja2 import Environment, PackageLoader
+
+    env = Environment(
+        loader=PackageLoader("mmrl.monitoring.report"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width,initial-scale=1">
-<title>{escape(folder.name)}</title>
-<style>
-body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2rem; }}
-table {{ border-collapse: collapse; }}
-th, td {{ text-align: left; padding: .3rem 1rem .3rem 0; border-bottom: 1px solid #ccc; }}
-iframe {{ width: 100%; min-height: 60vh; border: 1px solid #ccc; }}
-</style>
-</head>
-<body>
-<h1>{escape(folder.name)}</h1>
-<p>{len(runs)} stages, each from the weights of the one before.</p>
-<table>
-<tr><th>stage</th><th>objective</th><th>iterations</th>{heads}</tr>
-{rows}
-</table>
-{frames}
-</body>
-</html>
-"""
-
-
-def _row(run: Run) -> str:
-    objective = run.config.get("objective", "") if run.config else ""
-    name = objective if isinstance(objective, str) else next(iter(objective), "")
-    cells = [
-        f'<a href="#{escape(run.folder.name)}">{escape(run.folder.name)}</a>',
-        escape(str(name)),
-        str(len(run.metrics)),
-        *(_ends(run, key) for key, _ in COLUMNS),
+    rows = [
+        {
+            "name": run.folder.name,
+            "objective": _objective(run),
+            "iterations": len(run.metrics),
+            "ends": [_ends(run, key) for key, _ in COLUMNS],
+            "page": page,
+        }
+        for run, page in zip(runs, pages, strict=True)
     ]
-    return f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
+    return env.get_template("stages.html").render(
+        name=folder.resolve().name, rows=rows, labels=[label for _, label in COLUMNS]
+    )
+
+
+def _objective(run: Run) -> str:
+    objective = run.config.get("objective", "") if run.config else ""
+    return objective if isinstance(objective, str) else str(next(iter(objective), ""))
 
 
 def _ends(run: Run, key: str) -> str:

@@ -11,7 +11,7 @@ import torch
 from annotated_types import Ge
 from torch import Tensor
 
-from mmrl.config.options import Count
+from mmrl.config.options import Draws
 from mmrl.core.distributions import Dist
 from mmrl.core.metrics import observe
 from mmrl.core.registry import OBJECTIVES, TIMES
@@ -19,7 +19,7 @@ from mmrl.core.types import Point, Rollout
 from mmrl.objectives.base import frozen
 from mmrl.objectives.forward_process.base import error, mean_square, noised, positive, velocity
 from mmrl.objectives.kl import KL, KLTerm, Regularised
-from mmrl.objectives.surrogates import both_sides, outside, ppo, summed
+from mmrl.objectives.surrogates import Width, both_sides, outside, ppo, summed
 from mmrl.objectives.timestep_samplers import TimeSampler, steps
 from mmrl.policies.base import Policy, Reads
 from samplers.noise import Rng
@@ -59,10 +59,10 @@ class AWM(Regularised):
     reads: ClassVar[Reads] = "sample"
     weighting: Literal["uniform", "t", "t2", "huber", "ghuber"] = "ghuber"
     clip_range: float | tuple[float, float] = 1.0
-    advantage_clip: float = 1.0
+    advantage_clip: Width = 1.0
     kl: Annotated[float, Ge(0)] | KL = 1e-4
     ema_kl: Annotated[float, Ge(0)] = 0.0
-    num_noise_draws: Count = 6
+    num_noise_draws: Draws = 6
     timestep_sampler: Annotated[TimeSampler, TIMES] = steps
 
     def __post_init__(self) -> None:
@@ -87,9 +87,11 @@ class AWM(Regularised):
 
     def loss(self, policy: Policy, point: Point) -> Tensor:
         dist = policy.dist(point)
-        old = frozen(policy, "old", point)
+        # on policy they are the live weights: a look at them would say the same once more
+        old = None if point.on_policy else frozen(policy, "old", point)
         t = point.time[:, None].double()
-        new, before = (self.score(error(d, point).double(), t) for d in (dist, old))
+        new = self.score(error(dist, point).double(), t)
+        before = new.detach() if old is None else self.score(error(old, point).double(), t)
         ratio = (new - before).detach().exp()
         observe("log_ratio", new - before, point.mask)
         observe("ratio", ratio, point.mask)

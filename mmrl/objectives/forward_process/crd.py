@@ -10,7 +10,7 @@ import torch
 from annotated_types import Ge
 from torch import Tensor
 
-from mmrl.config.options import Count
+from mmrl.config.options import Draws
 from mmrl.core.distributed import all_sum
 from mmrl.core.metrics import observe
 from mmrl.core.registry import OBJECTIVES, TIMES
@@ -26,6 +26,7 @@ from mmrl.objectives.forward_process.base import (
     velocity,
 )
 from mmrl.objectives.kl import KL, KLTerm, Regularised
+from mmrl.objectives.surrogates import Width
 from mmrl.objectives.timestep_samplers import TimeSampler, steps
 from mmrl.policies.base import Policy, Reads
 from samplers.noise import Rng
@@ -64,10 +65,10 @@ class CRD(Regularised):
     form: Literal["mse", "bce"] = "mse"
     temperature: Annotated[float, Ge(0)] | None = None
     centre: Literal["group", "batch"] = "group"
-    advantage_clip: float = 5.0
+    advantage_clip: Width = 5.0
     kl: Annotated[float, Ge(0)] | KL = 0.1
     ref_guidance: Annotated[float, Ge(0)] = 1.0
-    num_noise_draws: Count = 4
+    num_noise_draws: Draws = 4
     timestep_sampler: Annotated[TimeSampler, TIMES] = steps
     old_decay_min: Annotated[float, Ge(0)] = 0.25
     old_decay_rate: Annotated[float, Ge(0)] = 0.005

@@ -10,7 +10,7 @@ import torch
 from annotated_types import Ge
 from torch import Tensor
 
-from mmrl.config.options import Count
+from mmrl.config.options import Draws
 from mmrl.core.distributions import Dist
 from mmrl.core.metrics import observe
 from mmrl.core.registry import OBJECTIVES, TIMES
@@ -26,6 +26,7 @@ from mmrl.objectives.forward_process.base import (
     velocity,
 )
 from mmrl.objectives.kl import KL, KLTerm, Regularised
+from mmrl.objectives.surrogates import Width
 from mmrl.objectives.timestep_samplers import TimeSampler, early_steps
 from mmrl.policies.base import Policy, Reads
 from samplers.noise import Rng
@@ -62,11 +63,11 @@ class DGPO(Regularised):
     reads: ClassVar[Reads] = "sample"
     beta: float = 100.0
     clip_range: float | None = 1e-2
-    advantage_clip: float = 5.0
+    advantage_clip: Width = 5.0
     kl: Annotated[float, Ge(0)] | KL = 0.02
     reference: Literal["ref", "old"] = "ref"
     ref_guidance: Annotated[float, Ge(0)] = 1.0
-    num_noise_draws: Count = 4
+    num_noise_draws: Draws = 4
     timestep_sampler: Annotated[TimeSampler, TIMES] = early_steps
     behavior_policy: Literal["live", "old"] = "live"
     old_decay_rate: Annotated[float, Ge(0)] = 0.001

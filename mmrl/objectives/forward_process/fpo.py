@@ -9,13 +9,13 @@ from typing import Annotated, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from mmrl.config.options import Count
+from mmrl.config.options import Draws
 from mmrl.core.metrics import observe
 from mmrl.core.registry import OBJECTIVES, TIMES
 from mmrl.core.types import Point, Rollout
 from mmrl.objectives.base import Linearised, Objective, frozen, slope_of
 from mmrl.objectives.forward_process.base import error, noised, positive, summed
-from mmrl.objectives.surrogates import both_sides
+from mmrl.objectives.surrogates import Width, both_sides
 from mmrl.objectives.timestep_samplers import TimeSampler, uniform
 from mmrl.policies.base import Policy, Reads
 from samplers.noise import Rng
@@ -35,8 +35,8 @@ class FPO(Objective):
     needs: ClassVar[str] = "gaussian"
     reads: ClassVar[Reads] = "sample"
     clip_range: float | tuple[float, float] = 0.05
-    advantage_clip: float = 5.0
-    num_noise_draws: Count = 8
+    advantage_clip: Width = 5.0
+    num_noise_draws: Draws = 8
     timestep_sampler: Annotated[TimeSampler, TIMES] = uniform
 
     def __post_init__(self) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 from annotated_types import Ge
 from torch import Tensor
 
-from mmrl.config.options import Count
+from mmrl.config.options import Draws
 from mmrl.core.metrics import observe
 from mmrl.core.registry import OBJECTIVES, TIMES
 from mmrl.core.types import Point, Rollout
@@ -22,6 +22,7 @@ from mmrl.objectives.forward_process.base import (
     velocity,
 )
 from mmrl.objectives.kl import KL, KLTerm, Regularised
+from mmrl.objectives.surrogates import Width
 from mmrl.objectives.timestep_samplers import TimeSampler, steps
 from mmrl.policies.base import Policy, Reads
 from samplers.noise import Rng
@@ -47,9 +48,9 @@ class NFT(Regularised):
     needs: ClassVar[str] = "gaussian"
     reads: ClassVar[Reads] = "sample"
     beta: float = 1.0
-    advantage_clip: float = 5.0
+    advantage_clip: Width = 5.0
     kl: Annotated[float, Ge(0)] | KL = 1e-4
-    num_noise_draws: Count = 9
+    num_noise_draws: Draws = 9
     timestep_sampler: Annotated[TimeSampler, TIMES] = steps
     decay: Literal[0, 1, 2] = 1
 

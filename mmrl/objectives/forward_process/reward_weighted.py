@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from mmrl.config.options import Count
+from mmrl.config.options import Draws
 from mmrl.core.metrics import observe
 from mmrl.core.registry import OBJECTIVES, TIMES
 from mmrl.core.types import Point, Rollout
@@ -35,7 +35,7 @@ class RewardWeightedRegression(Objective):
     reads: ClassVar[Reads] = "sample"
     beta: float = 1.0
     weights: Literal["exp", "advantage"] = "exp"
-    num_noise_draws: Count = 1
+    num_noise_draws: Draws = 1
     timestep_sampler: Annotated[TimeSampler, TIMES] = uniform
 
     def __post_init__(self) -> None:

@@ -1,5 +1,5 @@
 // The value under the pointer. The page is complete without it.
-for (const svg of document.querySelectorAll("svg[data-plot]")) {
+function followPointer(svg) {
   const { unit, points } = JSON.parse(svg.dataset.plot);
   const box = svg.viewBox.baseVal;
   const line = document.createElementNS(svg.namespaceURI, "line");
@@ -23,3 +23,4 @@ for (const svg of document.querySelectorAll("svg[data-plot]")) {
     tip.style.left = `${Math.min(Math.max(px / box.width * frame.width, half), frame.width - half)}px`;
   });
 }
+for (const svg of document.querySelectorAll("svg[data-plot]")) followPointer(svg);

@@ -1,0 +1,82 @@
+"""Options of ``train.preferences``: answers in the data that somebody has compared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mmrl.core.errors import UserError
+
+
+@dataclass(frozen=True)
+class Preferences:
+    """Trains on answers in the data that somebody has compared: nothing is sampled or rewarded.
+
+    A prompt's group is the better and the worse of its two answers, and any objective that compares
+    samples of a group by their likelihood or denoising error learns from it: dpo, ipo, simpo, kto,
+    diffusion_dpo and others. ``chosen``, ``rejected``: the fields of a row that hold the two: texts
+    (of a conversation the last turn counts), pictures or videos. ``path``: or a .jsonl file of
+    lines {"prompt", "chosen", "rejected"}, as ``mmrl label`` and ``mmrl view --rate`` write it,
+    whose "prompt" repeats the field ``key`` of a row; of several lines for a prompt an iteration
+    takes one by lot, and prompts without any are left out of training. ``label``: or the field that
+    says of a row's one answer, in the field ``answer``, whether it is good (true, 1) or bad (false,
+    0, -1), for kto; ``train.group_size`` is then 1.
+    """
+
+    chosen: str = "chosen"
+    rejected: str = "rejected"
+    path: Path | None = None
+    key: str = "text"
+    label: str | None = None
+    answer: str = "answer"
+
+    def __post_init__(self) -> None:
+        if self.path is not None and self.label is not None:
+            raise UserError("preferences: set either path, a .jsonl file of pairs, or label")
+        if self.chosen == self.rejected:
+            raise UserError("preferences: chosen and rejected name the same field")
+
+    @property
+    def group_size(self) -> int:
+        """Return how many answers a prompt has."""
+        return 2 if self.label is None else 1
+
+
+def unfit_for_preferences(
+    preferences: Preferences, group_size: int, objective: Any, can: Any
+) -> Iterator[str]:
+    """List sentences, each beginning with the key, about what cannot be trained on preferences.
+
+    ``objective``: one, or a class; ``can``: the policy's capabilities, None where not known.
+    """
+    if group_size != preferences.group_size:
+        has = "two answers" if preferences.label is None else "one answer"
+        yield (
+            f"train.group_size: {group_size}, but with train.preferences a prompt has {has}: set "
+            f"it to {preferences.group_size}"
+        )
+    if can is not None and not can.demonstrations:
+        yield "train.preferences: this policy takes no answers of others: it has no demonstrate"
+    if not getattr(objective, "offline", False):
+        yield (
+            "train.preferences: the objective learns from what the policy samples itself; choose "
+            "one that compares finished answers, such as dpo, ipo, simpo, kto, real or, for flow "
+            "and diffusion models, diffusion_dpo or dgpo"
+        )
+    elif (
+        can is not None
+        and can.decisions == "gaussian"
+        and getattr(objective, "reads", "sample") != "sample"
+        and getattr(objective, "num_noise_draws", 1) is None
+    ):
+        yield (
+            "train.preferences: nobody knows the sampler's path to a picture that was made "
+            "elsewhere: set the objective's num_noise_draws, or choose diffusion_dpo"
+        )
+    if preferences.label is not None and not getattr(objective, "unpaired", False):
+        yield (
+            "train.preferences.label: the objective compares two answers to a prompt; choose kto, "
+            "or give pairs"
+        )

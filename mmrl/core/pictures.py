@@ -1,0 +1,216 @@
+"""Opens a picture as every policy and reward is to see it: upright, 8-bit RGB, first frame.
+
+Files in the wild are grey, CMYK, 16-bit, transparent, turned by EXIF, animated, huge or broken.
+PIL alone turns 16 bits white, drops transparency to whatever colour lies beneath, and ends with a
+traceback on a picture that is too large.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+import struct
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+MOST_PIXELS = 178_956_970  # above which PIL refuses a picture as a bomb, if nobody raises it
+# what PIL raises on files that are no pictures, or only the beginning of one
+BROKEN = (OSError, ValueError, TypeError, SyntaxError, EOFError, IndexError, struct.error)
+WIDE_MODES = ("I", "F")  # and "I;16", "I;16B" ...: more than 8 bits a value
+FULL_SIZE = "mmrl_full_size"  # in the info of a picture of which less was decoded
+RANGES = (255, 1023, 4095, 16383, 65535)  # of sensors with 8 to 16 bits
+
+
+PIXELS = re.compile(r"\((\d+) pixels\)")  # by PIL, of a picture it refuses
+
+
+class PictureError(ValueError):
+    """Says in one sentence why a picture cannot be used."""
+
+
+class TooLarge(PictureError):
+    """Says that a picture has more pixels than are decoded."""
+
+
+def rgb_picture(source: Any, enough: int | None = None) -> Any:
+    """Open a path, bytes or a PIL image as 8-bit RGB, upright; of an animation the first frame.
+
+    Grey becomes three equal channels, CMYK is converted by the file's own colour profile if it has
+    one, transparency is laid on white, 16 bits are scaled by their range (``eight_bits``).
+    ``enough``: pixels that are used of it; a JPEG of more than ``MOST_PIXELS`` is then decoded at a
+    half, a quarter or an eighth of its sides (``full_size`` still tells them). Raises PictureError
+    for what cannot be read whole, or is larger than ``limit``.
+    """
+    from PIL import Image, ImageOps
+
+    try:
+        image = source if isinstance(source, Image.Image) else opened(source)
+        check_size(image)
+        whole = upright_size(image)
+        drafted = enough is not None and math.prod(whole) > MOST_PIXELS and _draft(image, enough)
+        image.load()
+        picture = as_rgb(ImageOps.exif_transpose(image))
+        if drafted:
+            picture.info[FULL_SIZE] = whole
+        return picture
+    except PictureError:
+        raise
+    except (*BROKEN, MemoryError) as error:
+        raise PictureError(reason(error)) from error
+
+
+def opened(source: Any) -> Any:
+    """Open a path or bytes as a PIL image, its pixels unread. Raises PictureError."""
+    from PIL import Image
+
+    _without_bomb_warnings()
+    try:
+        whole = isinstance(source, (bytes, bytearray, memoryview))
+        return Image.open(io.BytesIO(source) if whole else Path(source))
+    except Image.DecompressionBombError as error:
+        count = PIXELS.search(str(error))
+        pixels = f"of {int(count[1]):,} pixels" if count else "of too many pixels"
+        raise TooLarge(_too_large(f"a picture {pixels}", limit())) from error
+    except BROKEN as error:
+        raise PictureError(reason(error)) from error
+
+
+def limit() -> int:
+    """Return the pixels above which a picture is not decoded in this process."""
+    from PIL import Image
+
+    known = Image.MAX_IMAGE_PIXELS  # PIL warns above it, and refuses above twice as much
+    return MOST_PIXELS if known is None else max(MOST_PIXELS, 2 * known)
+
+
+def raise_limit(pixels: int) -> None:
+    """Let pictures of up to that many pixels be decoded in this process, by PIL's own setting, as
+    policies, rewards and reports open those that a data source has let in."""
+    from PIL import Image
+
+    if pixels > limit():
+        Image.MAX_IMAGE_PIXELS = (pixels + 1) // 2
+
+
+def check_size(image: Any, most: int | None = None) -> None:
+    """Raise TooLarge for a picture of more than ``most`` pixels; by default ``limit``."""
+    width, height = image.size
+    most = limit() if most is None else most
+    if width * height > most:
+        size = f"a picture of {width} x {height} = {width * height:,} pixels"
+        raise TooLarge(_too_large(size, most))
+
+
+def full_size(image: Any) -> tuple[int, int]:
+    """Return (width, height) that a picture has in its file, where less of it was decoded."""
+    width, height = image.info.get(FULL_SIZE, image.size)
+    return width, height
+
+
+def _draft(image: Any, enough: int) -> bool:
+    """Let a JPEG be decoded at a fraction of its sides, of at least ``enough`` pixels; tell whether
+    it is."""
+    width, height = image.size
+    scale = math.sqrt(min(1.0, enough / (width * height)))
+    sides = (math.ceil(width * scale), math.ceil(height * scale))
+    image.draft(None, sides)
+    return bool(image.size != (width, height))
+
+
+def upright_size(image: Any) -> tuple[int, int]:
+    """Return (width, height) after the turn that EXIF asks for, from the header."""
+    turned = image.getexif().get(0x0112) in (5, 6, 7, 8)
+    width, height = image.size
+    return (height, width) if turned else (width, height)
+
+
+def as_rgb(image: Any) -> Any:
+    """Convert a loaded PIL image of any mode to RGB."""
+    if image.mode == "RGB" and "transparency" not in image.info:
+        return image
+    if image.mode.partition(";")[0] in WIDE_MODES:
+        from PIL import Image
+
+        return Image.fromarray(eight_bits(np.asarray(image))).convert("RGB")
+    if image.mode == "CMYK" and (profile := image.info.get("icc_profile")):
+        return _by_profile(image, profile)
+    if image.has_transparency_data:
+        from PIL import Image
+
+        clear = image.convert("RGBA")
+        white = Image.new("RGBA", image.size, "white")
+        return Image.alpha_composite(white, clear).convert("RGB")
+    return image.convert("RGB")
+
+
+def eight_bits(values: np.ndarray) -> np.ndarray:
+    """Scale values [H, W] of more than 8 bits to uint8 by the range they use.
+
+    Whole numbers: by the smallest of 8, 10, 12, 14 and 16 bits that holds the largest, so that a
+    sensor's 12 bits are not black; beyond 16 bits, and below 0, from the smallest to the largest.
+    Fractions: 0 to 1 is the range where they lie in it, else the same.
+    """
+    is_float = np.issubdtype(values.dtype, np.floating)
+    values = np.nan_to_num(values.astype(np.float64), posinf=0.0, neginf=0.0)
+    low = float(values.min())
+    high = float(values.max())
+    ranges = (1,) if is_float and low >= 0 and high <= 1 else RANGES
+    top: float = next((limit for limit in ranges if high <= limit), 0)
+    if low < 0 or not top:
+        values = values - low
+        top = max(high - low, 1e-12)
+    scaled: np.ndarray = (values * (255 / top)).round().clip(0, 255).astype(np.uint8)
+    return scaled
+
+
+def note_of(image: Any) -> str:
+    """Say what was done to a picture that its owner may not expect; "" for nothing."""
+    if image.mode.partition(";")[0] in WIDE_MODES:
+        return "more than 8 bits a value, scaled by their range"
+    if getattr(image, "n_frames", 1) > 1:
+        return "animated: the first frame is taken"
+    if image.getexif().get(0x0112, 1) not in (0, 1):
+        return "turned as EXIF says; boxes are of the turned picture"
+    return ""
+
+
+def reason(error: BaseException) -> str:
+    """Word why PIL could not read a picture."""
+    text = str(error).strip() or type(error).__name__
+    if "cannot identify image file" in text:
+        return "not a picture that can be read; expected PNG, JPEG, WebP, TIFF, GIF or BMP"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror  # without the path, which the caller names
+    return "the picture is larger than memory" if isinstance(error, MemoryError) else text
+
+
+def _too_large(what: str, most: int) -> str:
+    return (
+        f"{what} is larger than data.max_pixels, {most:,} (a small file may claim any size, to "
+        f"exhaust memory); scale it down, or raise data.max_pixels"
+    )
+
+
+def _by_profile(image: Any, profile: bytes) -> Any:
+    """Convert CMYK by its ICC profile; as PIL does without one where that is damaged."""
+    from PIL import ImageCms
+
+    try:
+        embedded = ImageCms.ImageCmsProfile(io.BytesIO(profile))
+        return ImageCms.profileToProfile(
+            image, embedded, ImageCms.createProfile("sRGB"), outputMode="RGB"
+        )
+    except (ImageCms.PyCMSError, OSError):
+        return image.convert("RGB")
+
+
+def _without_bomb_warnings() -> None:
+    """Let large pictures below the limit be opened in silence. Said each time, as whoever catches
+    warnings forgets it; the filter is kept once."""
+    from PIL import Image
+
+    warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)

@@ -1,0 +1,143 @@
+"""Makes models that write tokens on the meta device, of the sizes that their authors publish.
+
+Sizes: Chen et al. 2025 (Janus-Pro, table 1), Nie et al. 2025 (LLaDA, table 1), Yang et al. 2025
+(MMaDA), Patil et al. 2024 (aMUSEd), Sun et al. 2024 (LlamaGen, table 1), Tian et al. 2024 (VAR),
+Zhu et al. 2025 (InternVL3), and the config files beside their weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from os.path import isfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def _janus(width: int, layers: int, heads: int, feed: int) -> nn.Module:
+    from transformers import JanusConfig, JanusForConditionalGeneration
+
+    from mmrl.policies.unified.net import UnifiedNet
+
+    text = {
+        "model_type": "llama",
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "intermediate_size": feed,
+        "vocab_size": 102400,
+    }
+    config = JanusConfig(
+        text_config=text,
+        tie_word_embeddings=False,
+        vision_config={"projection_dim": width},
+        vq_config={"projection_dim": width, "image_token_embed_dim": width},
+    )
+    return UnifiedNet(JanusForConditionalGeneration(config))
+
+
+def _llada(vocab: int) -> nn.Module:
+    """Make LLaDA's layers: those of a Llama, which look both ways."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    net: nn.Module = LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=4096,
+            num_hidden_layers=32,
+            num_attention_heads=32,
+            num_key_value_heads=32,
+            intermediate_size=12288,
+            vocab_size=vocab,
+        )
+    )
+    return net
+
+
+def _internvl() -> nn.Module:
+    from transformers import InternVLConfig, InternVLForConditionalGeneration
+
+    text = {
+        "model_type": "qwen2",
+        "hidden_size": 3584,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "intermediate_size": 18944,
+        "vocab_size": 151674,
+    }
+    config = InternVLConfig(text_config=text, tie_word_embeddings=False)
+    net: nn.Module = InternVLForConditionalGeneration(config)
+    return net
+
+
+def _amused() -> nn.Module:
+    from diffusers import UVit2DModel
+
+    net: nn.Module = UVit2DModel(sample_size=16)
+    return net
+
+
+def _llamagen(**sizes: int) -> nn.Module:
+    from mmrl.policies.image_tokens.models.llamagen_gpt import LlamaGenGPT, Shape
+
+    return LlamaGenGPT(Shape(**sizes))
+
+
+def _var(depth: int) -> nn.Module:
+    from mmrl.policies.image_tokens.models.var_net import Shape, VARNet
+    from mmrl.policies.image_tokens.models.var_vq import VARVQ
+
+    return VARNet(Shape(width=64 * depth, depth=depth, heads=depth), VARVQ().quantize)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "deepseek-community/Janus-Pro-1B": partial(_janus, 2048, 24, 16, 5632),
+    "deepseek-community/Janus-Pro-7B": partial(_janus, 4096, 30, 32, 11008),
+    "GSAI-ML/LLaDA-8B-Instruct": partial(_llada, 126464),
+    "GSAI-ML/LLaDA-8B-Base": partial(_llada, 126464),
+    "Gen-Verse/MMaDA-8B-Base": partial(_llada, 134656),
+    "OpenGVLab/InternVL3-8B-hf": _internvl,
+    "amused/amused-256": _amused,
+    "hub:peizesun/llamagen_c2i/c2i_L_384.pt": partial(
+        _llamagen, dim=1024, layers=24, heads=16, grid=24
+    ),
+    "hub:peizesun/llamagen_t2i/t2i_XL_stage1_256.pt": partial(
+        _llamagen, dim=1280, layers=36, heads=20, classes=0, condition=120
+    ),
+    "hub:FoundationVision/var/var_d16.pth": partial(_var, 16),
+}
+
+
+def on_meta(path: str) -> nn.Module | None:
+    """Make a known model without memory for its weights; None if it is not known."""
+    make = MODELS.get(path)
+    if make is None:
+        return None
+    with torch.device("meta"):
+        return make()
+
+
+def of_folder(path: str, entry: Any) -> nn.Module | None:
+    """Make the network of a local folder of transformers' from its config file alone; None if it
+    is no folder, or its config is of another library or of newer code."""
+    import transformers
+
+    from mmrl.policies.image_tokens.models.janus import Janus
+    from mmrl.policies.vlm.policy import VLM
+
+    folder = Path(path).expanduser()
+    is_janus = isinstance(entry, type) and issubclass(entry, Janus)
+    is_vlm = isinstance(entry, type) and issubclass(entry, VLM)
+    if not (is_janus or is_vlm) or not isfile(folder / "config.json"):
+        return None
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        with torch.device("meta"):
+            net: nn.Module = transformers.AutoModelForImageTextToText.from_config(config)
+    except (OSError, ValueError, KeyError, AttributeError):
+        return None
+    return entry.wrapper(net) if is_janus else net

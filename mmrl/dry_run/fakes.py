@@ -1,0 +1,97 @@
+"""Makes networks of true size that take no memory: every weight is a fake tensor, which has a
+shape, a type and a device, and no numbers.
+
+Operations on fake tensors run torch's own code for shapes. What is small and decides what is
+computed (masks, times, ids) stays real, so that the code under rehearsal may read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+
+
+class Fakes:
+    """Makes the fake tensors of one rehearsal; those of two do not mix."""
+
+    def __init__(self) -> None:
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Make a contiguous fake tensor on the CPU."""
+        with self.mode:
+            return torch.empty(shape, dtype=dtype)
+
+    def like(self, tensor: Tensor) -> Tensor:
+        """Make a fake tensor of the same shape, strides and type, on the CPU."""
+        with self.mode:
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+
+    def fill(self, net: nn.Module) -> None:
+        """Replace every tensor of a network, mostly one on the meta device, in place. Tied weights
+        stay tied."""
+        stand_ins: dict[int, Tensor] = {}
+
+        def fake(tensor: Tensor) -> Tensor:
+            if id(tensor) not in stand_ins:
+                stand_in = self.like(tensor)
+                if isinstance(tensor, nn.Parameter):
+                    stand_in = nn.Parameter(stand_in, tensor.requires_grad)
+                stand_ins[id(tensor)] = stand_in
+            return stand_ins[id(tensor)]
+
+        for module in net.modules():
+            tables: tuple[Any, ...] = (module._parameters, module._buffers, vars(module))
+            for table in tables:
+                for name, value in list(table.items()):
+                    if isinstance(value, Tensor) and not isinstance(value, FakeTensor):
+                        table[name] = fake(value)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Let code index fake tensors by real masks, and ask a fake tensor whether it holds."""
+        with _Answers():
+            yield
+
+
+class _Answers(TorchFunctionMode):
+    """Answers what the values of a tensor would decide.
+
+    A mask that is real is read; one that is fake holds everywhere, which is the most that it can
+    cost.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in (Tensor.__getitem__, Tensor.__setitem__) and len(args) > 1:
+            args = (args[0], _without_masks(args[1]), *args[2:])
+        elif func in (Tensor.__bool__, Tensor.all, Tensor.any) and isinstance(args[0], FakeTensor):
+            if func is Tensor.__bool__:
+                return True
+        elif func is Tensor.item and isinstance(args[0], FakeTensor):
+            return True if args[0].dtype == torch.bool else 1
+        return func(*args, **(kwargs or {}))
+
+
+def _without_masks(index: Any) -> Any:
+    """Replace bool masks in an index by the places where they hold."""
+    if isinstance(index, tuple):
+        parts: list[Any] = []
+        for part in index:
+            replaced = _without_masks(part)
+            masked = isinstance(part, Tensor) and part.dtype == torch.bool and part.ndim > 0
+            parts += [*replaced] if masked else [replaced]
+        return tuple(parts)
+    if not isinstance(index, Tensor) or index.dtype != torch.bool or index.ndim == 0:
+        return index
+    if isinstance(index, FakeTensor):
+        holds = torch.ones(index.shape, dtype=torch.bool)
+        return holds.nonzero(as_tuple=True)
+    return index.nonzero(as_tuple=True)

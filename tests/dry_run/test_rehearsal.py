@@ -1,0 +1,156 @@
+"""``--devices``: fake weights take what real ones take, in the same trackers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from mmrl.cli.app import app
+from mmrl.config.options import TrainOptions
+from mmrl.core.errors import UserError
+from mmrl.core.registry import POLICIES, load_built_in
+from mmrl.dry_run import architectures, rehearsal
+from mmrl.dry_run.estimate import Run, estimate, fit, measure
+from mmrl.dry_run.tracked import tracked
+from mmrl.utils.cards import CARDS, Devices, devices
+from samplers.noise import Rng
+from tests.fixtures import tiny_diffusers
+from tests.policies.diffusion.test_folder_families import CASES, PROMPTS, make
+
+load_built_in()
+ROOT = Path(__file__).parents[2] / "configs"
+PLAIN = TrainOptions(2, 2, 4, 1)
+
+
+def real(case, **options):
+    """Track a pass of the real tiny model, made and scored as training does."""
+    policy = make(case, fixed_batch_rows=2, **options)
+    with torch.no_grad():
+        rollout = policy.rollout(PROMPTS[:1], 2, Rng.of("same"))
+    point = next(iter(policy.path(rollout)))
+
+    def update():
+        policy.dist(point).log_prob(point.target).sum().backward()
+
+    return policy, tracked(update, [policy.net])
+
+
+def rehearsed(case, **options):
+    name, of_case, _, _ = CASES[case]
+    place = tiny_diffusers.folder(case)
+    chosen = of_case | {"path": str(place), "steps": 3, "fixed_batch_rows": 2} | options
+    return rehearsal.rehearse(rehearsal.flow(POLICIES[name], place, chosen, PLAIN, 2))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_memory_on_fakes_is_within_a_tenth_of_a_real_pass(case):
+    guided = {} if case == "lcm" else {"guidance_scale": 2.0}
+    policy, measured = real(case, **guided)
+    guess = rehearsed(case, **guided)
+    assert guess.update.memory["total"] == pytest.approx(measured.memory["total"], rel=0.1)
+    for part in ("parameters", "activations"):
+        assert guess.update.memory[part] == pytest.approx(measured.memory[part], rel=0.1), part
+    assert guess.update.flops == pytest.approx(measured.flops, rel=0.1)
+    assert guess.parameters == sum(p.numel() for p in policy.net.parameters())
+
+
+def test_adapters_and_checkpointing_are_those_of_a_real_pass():
+    policy, measured = real("flux", lora=2)
+    guess = rehearsed("flux", lora=2)
+    assert guess.trained == sum(p.numel() for p in policy.net.parameters() if p.requires_grad)
+    assert guess.update.memory["total"] == pytest.approx(measured.memory["total"], rel=0.1)
+    assert 2 < guess.update.flops / guess.sampling.flops < 3.5
+
+
+def test_the_tracker_counts_what_torch_allocates():
+    """The peak beside the weights, against the CPU allocator as torch's profiler sees it."""
+    from samplers.batching import peak_bytes
+
+    policy = make("flux", fixed_batch_rows=2)
+    with torch.no_grad():
+        rollout = policy.rollout(PROMPTS[:1], 2, Rng.of("same"))
+    point = next(iter(policy.path(rollout)))
+    sums = []
+
+    def forward():
+        sums.append(policy.dist(point).log_prob(point.target))
+
+    kept = tracked(forward, [policy.net]).memory
+    sums.clear()
+    assert kept["activations"] == pytest.approx(peak_bytes(forward), rel=0.1)
+
+
+def test_cards_are_read_and_others_named():
+    assert devices("8xH100") == Devices(8, CARDS["H100"]) == devices("8 x NVIDIA-h100")
+    assert devices("A100").card.name == "A100-80" and devices("rtx 4090").count == 1
+    assert devices("16xB200").machines == 2
+    for wrong in ("8xH99", "", "0xH100"):
+        with pytest.raises(UserError, match="--devices .*cards are A100-80, H100"):
+            devices(wrong)
+
+
+SMALL = [
+    "train.prompts_per_iteration=8",
+    "train.group_size=8",
+    "train.train_batch_size=64",
+    "train.micro_batch_size=2",
+]
+
+
+@pytest.fixture(scope="module")
+def run() -> Run:
+    return measure(ROOT / "digits" / "flow_grpo.yaml", SMALL, 2)
+
+
+def test_shards_share_out_weights_and_their_traffic_is_counted_by_hand(run):
+    cards = devices("2xH100")
+    copies = estimate(run, cards, sharded=False)
+    shards = estimate(run, cards, sharded=True)
+    assert shards.memory["parameters"] == copies.memory["parameters"] / 2
+    assert copies.gathered == 0 and shards.gathered > 0
+    steps = run.report.plan.steps * run.report.train.epochs
+    assert copies.reduced == 2 * 0.5 * run.measured.bytes_trained * steps
+    assert 0 < copies.mfu < 1 and copies.fits and copies.flops > 0
+    assert estimate(run, devices("2xB200"), sharded=False).whole < copies.whole
+
+
+def test_what_fits_is_proposed_as_overrides_to_paste():
+    file = ROOT / "digits" / "flow_grpo.yaml"
+    proposals = list(fit(file, SMALL[:3], devices("H100")))
+    assert proposals[0].overrides[0] == "train.micro_batch_size=64"
+    assert all(proposal.estimate.fits for proposal in proposals)
+
+
+def test_the_command_prints_cards_and_refuses_what_it_cannot_say():
+    arguments = ["train", str(ROOT / "digits" / "flow_grpo.yaml"), *SMALL, "--dry-run"]
+    printed = CliRunner().invoke(app, [*arguments, "--devices", "2xH100"])
+    assert printed.exit_code == 0, printed.output
+    for words in ("2xH100", "copies (DDP)", "shards (FSDP2)", "MFU", "PFLOP", "GiB of gradients"):
+        assert words in printed.output
+    assert "?" not in printed.output
+    for wrong in (["--fit"], ["--devices", "8xH99"]):
+        refused = CliRunner().invoke(app, [*arguments, *wrong])
+        assert refused.exit_code != 0 and isinstance(refused.exception, (UserError, SystemExit))
+    plain = CliRunner().invoke(app, [*arguments[:-1], "--devices", "2xH100"])
+    assert plain.exit_code != 0
+
+
+@pytest.mark.parametrize(
+    ("path", "billions"),
+    [
+        ("deepseek-community/Janus-Pro-1B", 2.08),
+        ("deepseek-community/Janus-Pro-7B", 7.42),
+        ("GSAI-ML/LLaDA-8B-Instruct", 8.02),
+        ("OpenGVLab/InternVL3-8B-hf", 7.94),
+        ("amused/amused-256", 0.603),
+        ("hub:peizesun/llamagen_c2i/c2i_L_384.pt", 0.343),
+        ("hub:peizesun/llamagen_t2i/t2i_XL_stage1_256.pt", 0.775),
+        ("hub:FoundationVision/var/var_d16.pth", 0.310),
+    ],
+)
+def test_token_models_have_the_sizes_that_are_published(path, billions):
+    net = architectures.on_meta(path)
+    assert sum(p.numel() for p in net.parameters()) / 1e9 == pytest.approx(billions, rel=0.01)

@@ -1,0 +1,125 @@
+"""Sequences split over two processes (gloo), and shards inside copies on four, do what one process
+does; what does not divide is a sentence before anything is loaded."""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mmrl.config.options import ContextParallel, TrainOptions
+from mmrl.core.errors import UserError
+from mmrl.core.registry import POLICIES, load_built_in
+from mmrl.policies.diffusion import context_parallel
+from mmrl.run.build import check_started, read
+from mmrl.train.device import check_mesh
+from mmrl.train.optimizers import unshardable
+from tests.fixtures import context_worker as worker
+from tests.fixtures import warm
+
+CONFIG = Path(__file__).parents[2] / "configs" / "sd3" / "flow_grpo.yaml"
+SIZES = {
+    "prompts_per_iteration": 4,
+    "group_size": 2,
+    "train_batch_size": 4,
+    "iterations": 1,
+}
+
+
+def equal(one: Path, many: Path, cases):
+    """In samples, log-probs, rewards, gradients (of weights and of inputs) and weights after a
+    step."""
+    for case in cases:
+        single, split = (load_file(at / f"{case}.safetensors") for at in (one, many))
+        assert single.keys() == split.keys()
+        assert single["input_gradient"].abs().max() > 0.1
+        assert single["metric/grad_norm"] > 0
+        for name in single:
+            torch.testing.assert_close(
+                single[name],
+                split[name],
+                atol=1e-10,
+                rtol=0,
+                msg=lambda m, n=name, c=case: f"{c}, {n}: {m}",
+            )
+
+
+def start(run, folder, *words):
+    folder.mkdir()
+    ended = run(["-m", "tests.fixtures.context_worker", folder, *words])
+    assert ended.returncode == 0, ended.stderr[-6000:]
+    return folder
+
+
+@pytest.mark.slow
+def test_sequences_split_over_two_processes_equal_one(tmp_path):
+    one = start(warm.run, tmp_path / "one")
+    equal(one, start(warm.ranks, tmp_path / "two", "--split", "2"), worker.CASES)
+
+
+@pytest.mark.slow
+def test_four_processes_as_groups_equal_one(tmp_path):
+    """Two groups that split their sequences; two copies of two shards each."""
+    cases = ["--cases", "flux"]
+    one = start(warm.run, tmp_path / "one", *cases)
+    four = partial(warm.ranks, count=4)
+    equal(one, start(four, tmp_path / "split", "--split", "2", *cases), ["flux"])
+    equal(one, start(four, tmp_path / "shards", "--shards", "2", *cases), ["flux"])
+
+
+def test_meshes_that_do_not_divide_are_refused():
+    split = TrainOptions(**SIZES, context_parallel=ContextParallel(ulysses_degree=2))
+    with pytest.raises(UserError, match=r"train.context_parallel: 3 processes .* groups of 2"):
+        check_mesh(split, 3)
+    check_mesh(split, 1)  # one process computes whole sequences
+    check_mesh(split, 4)
+
+
+def test_shards_inside_copies_need_shards(monkeypatch):
+    options = TrainOptions(**SIZES, shard_size=2)
+    with pytest.raises(UserError, match="nothing is sharded; launch with --use_fsdp"):
+        check_mesh(options, 4)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    check_mesh(options, 4)
+    with pytest.raises(UserError, match=r"train.shard_size: 5 processes do not divide"):
+        check_mesh(options, 5)
+
+
+def test_families_without_a_plan_are_refused():
+    load_built_in()
+    with_plan = {
+        name for name, policy in POLICIES.items() if context_parallel.unsupported(policy) is None
+    }
+    assert with_plan == {kind for kind, _ in worker.CASES.values()}
+    assert "no plan to split the sequences of SD3Transformer2DModel" in str(
+        context_parallel.unsupported(POLICIES.find("sd3"))
+    )
+    assert "serves its image and video" in str(context_parallel.unsupported(POLICIES.find("vlm")))
+
+
+def test_a_policy_without_a_plan_is_refused_before_anything_is_loaded(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    words = ["train.context_parallel={ulysses_degree: 2}"]
+    configuration = read(CONFIG, words)
+    options = configuration.section("train", TrainOptions)
+    with pytest.raises(UserError, match="train.context_parallel: diffusers has no plan"):
+        check_started(configuration, options)
+
+
+@pytest.mark.parametrize("name", ["adafactor", "muon", "prodigy", "adamw_8bit"])
+def test_optimizers_of_whole_weights_are_refused_under_fsdp2(name, monkeypatch):
+    assert unshardable("adamw") is None
+    configuration = read(CONFIG, [f"optimizer={name}"])
+    options = configuration.section("train", TrainOptions)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    check_started(configuration, options)  # copies
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(UserError, match=f"optimizer {name}: .* use adamw or sgd"):
+        check_started(configuration, options)
+
+
+def test_backends_that_cannot_exchange_are_refused():
+    assert "xformers" in str(context_parallel.unfit("xformers", 1))
+    assert "log-sum-exp" in str(context_parallel.unfit("auto", 2))
+    assert context_parallel.unfit("auto", 1) is context_parallel.unfit("flash", 2) is None
