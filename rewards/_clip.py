@@ -17,6 +17,7 @@ from cachetools import LRUCache
 from torch import Tensor
 
 from mmrl.core.errors import UserError, suggest
+from mmrl.core.hub import check_repository
 from mmrl.core.registry import locate
 from rewards._media import normalize, resize_and_crop, to_uint8
 from rewards.precision import is_lowered, own_precision
@@ -133,6 +134,8 @@ def load_clip(model: str, pretrained: str, device: str | torch.device = "auto") 
     key = (name, tag, where)
     clip = _shared.get(key)
     if clip is None:
+        if repository := hub_id(name, tag):
+            check_repository(repository)
         quick = tag is not None and uses_quick_gelu(name, tag)
         try:
             with torch.random.fork_rng(devices=[]):  # the weights are drawn before they are loaded
@@ -187,6 +190,16 @@ def checked_tag(model: str, pretrained: str) -> str:
             f"open_clip model {model!r} has no weights {pretrained!r}; {suggest(pretrained, tags)}"
         )
     return pretrained
+
+
+def hub_id(name: str, tag: str | None) -> str:
+    """Return the repository of the hub that open_clip loads a model from; "" for another place."""
+    import open_clip
+
+    if tag is None:
+        return name.removeprefix("hf-hub:") if name.startswith("hf-hub:") else ""
+    listed = (open_clip.get_pretrained_cfg(name, tag) or {}).get("hf_hub") or ""
+    return "/".join(listed.split("/")[:2])
 
 
 def uses_quick_gelu(name: str, tag: str) -> bool:

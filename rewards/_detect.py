@@ -13,6 +13,19 @@ from rewards._hf import Eyes, Precision, load_model, load_processor, to_pil
 
 MOST = 100  # objects of a picture before thresholds
 INSTANCES = ("mask2former",)
+OPEN = ("owlvit", "owlv2")  # they look for the names that they are given
+QUERY = "a photo of a {name}"
+# COCO's 80 classes, as GenEval calls them
+OBJECTS = tuple(
+    "person,bicycle,car,motorcycle,airplane,bus,train,truck,boat,traffic light,fire hydrant,"
+    "stop sign,parking meter,bench,bird,cat,dog,horse,sheep,cow,elephant,bear,zebra,giraffe,"
+    "backpack,umbrella,handbag,tie,suitcase,frisbee,skis,snowboard,sports ball,kite,baseball bat,"
+    "baseball glove,skateboard,surfboard,tennis racket,bottle,wine glass,cup,fork,knife,spoon,"
+    "bowl,banana,apple,sandwich,orange,broccoli,carrot,hot dog,pizza,donut,cake,chair,couch,"
+    "potted plant,bed,dining table,toilet,tv,laptop,computer mouse,tv remote,computer keyboard,"
+    "cell phone,microwave,oven,toaster,sink,refrigerator,book,clock,vase,scissors,teddy bear,"
+    "hair drier,toothbrush".split(",")
+)
 GENEVAL_NAMES = {  # COCO's names in the detectors -> GenEval's
     "mouse": "computer mouse",
     "remote": "tv remote",
@@ -40,16 +53,22 @@ class Detection:
 
 
 class Detector:
-    """Finds objects with Mask2Former (as GenEval's) or any object detection model (DETR, RT-DETR,
-    ...), hub id or folder."""
+    """Finds objects with Mask2Former (as GenEval's), any object detection model (DETR, ...)
+    or an open one that is asked for GenEval's names (OWL-ViT, OWLv2), hub id or folder."""
 
     def __init__(
         self, model: str, device: str | torch.device = "auto", dtype: Precision = "float32"
     ):
         config = load_processor("AutoConfig", model)
         self.masks = config.model_type in INSTANCES
+        self.asks = config.model_type in OPEN
         kind = "AutoModelForUniversalSegmentation" if self.masks else "AutoModelForObjectDetection"
+        kind = "AutoModelForZeroShotObjectDetection" if self.asks else kind
         self.model = load_model(kind, model, device, dtype)
+        if self.asks:
+            self.processor = load_processor("AutoProcessor", model)
+            self.names = dict(enumerate(OBJECTS))
+            return
         self.processor = Eyes(model, "pil").processor
         labels = {place: name.lower() for place, name in config.id2label.items()}
         self.names = {place: GENEVAL_NAMES.get(name, name) for place, name in labels.items()}
@@ -59,6 +78,8 @@ class Detector:
         """Find the objects of pictures [N, 3, H, W] in 0..1, best first, not thresholded."""
         height, width = pictures.shape[-2:]
         size = (height, width)
+        if self.asks:
+            return self.asked(pictures, size)
         inputs = self.processor(images=to_pil(pictures), return_tensors="pt").to(self.model.device)
         pixels = {name: inputs[name] for name in ("pixel_values", "pixel_mask") if name in inputs}
         pixels["pixel_values"] = pixels["pixel_values"].to(self.model.dtype)
@@ -72,6 +93,18 @@ class Detector:
             ]
         rows = self.processor.post_process_object_detection(
             outputs, threshold=0.0, target_sizes=[size] * len(pictures)
+        )
+        return [self.boxes(row, size) for row in rows]
+
+    def asked(self, pictures: Tensor, size: tuple[int, int]) -> list[list[Detection]]:
+        """Look for GenEval's names with a model that is told what to find."""
+        queries = [QUERY.format(name=name) for name in self.names.values()]
+        inputs = self.processor(
+            text=[queries] * len(pictures), images=to_pil(pictures), return_tensors="pt"
+        ).to(self.model.device)
+        inputs["pixel_values"] = inputs["pixel_values"].to(self.model.dtype)
+        rows = self.processor.post_process_grounded_object_detection(
+            self.model(**inputs), threshold=0.0, target_sizes=[size] * len(pictures)
         )
         return [self.boxes(row, size) for row in rows]
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mmrl.core.errors import UserError
+from mmrl.core.hub import check_repository
 from mmrl.core.registry import locate
 from rewards._clip import pick_device
 from rewards._media import to_uint8
@@ -72,13 +73,15 @@ def load_processor(kind: str, path: str, **options: Any) -> Any:
 
 
 def place_of(path: str) -> str:
-    """Resolve a ``world:`` artifact, a folder that exists, or a hub id."""
+    """Resolve a ``world:`` artifact, a folder that exists, or a hub id. Raises UserError within
+    seconds for a model that the hub does not give."""
     place = locate(path)
     folder = Path(place).expanduser()
     if folder.is_dir():
         return str(folder)
     if folder.is_absolute() or place[:1] in ("~", "."):
         raise UserError(f"no such folder: {folder} (looked for a model of transformers)")
+    check_repository(place)
     return place
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mmrl.core.errors import UserError
+from mmrl.core.pictures import rgb_picture
 from mmrl.core.types import Prompt
 from rewards.files import open_picture
 
@@ -69,5 +70,5 @@ def from_pil(image: Any) -> Tensor:
     """Convert a PIL image to [3, H, W] in 0..1."""
     from torchvision.transforms.functional import pil_to_tensor
 
-    pixels: Tensor = pil_to_tensor(image.convert("RGB"))
+    pixels: Tensor = pil_to_tensor(rgb_picture(image))
     return pixels.to(torch.float32) / 255

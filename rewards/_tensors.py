@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mmrl.core.errors import UserError
+from mmrl.core.hub import check_repository
 
 
 def fetch(where: str, what: str) -> Path:
@@ -27,6 +28,7 @@ def fetch(where: str, what: str) -> Path:
 
     repo = "/".join(parts[:2])
     name = "/".join(parts[2:])
+    check_repository(repo)
     try:
         return Path(hf_hub_download(repo, name))
     except Exception as error:  # the hub has a dozen types for "cannot be had"

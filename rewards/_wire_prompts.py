@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from mmrl.core.pictures import rgb_picture
 from mmrl.core.types import Prompt
 from rewards._media import to_uint8
 from rewards.card import PICTURES
@@ -132,14 +133,14 @@ def _encoded(picture: Any) -> Any:
 
     if isinstance(picture, (str, Path)):
         with open_picture(picture) as file:
-            return _encoded(file.convert("RGB"))
+            return _encoded(rgb_picture(file))
     if isinstance(picture, Tensor) and picture.ndim == 3 and len(picture) == 3:
         pixels = to_uint8(picture) if picture.is_floating_point() else picture.cpu()
         picture = Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())
     if not isinstance(picture, Image.Image):
         return picture
     buffer = io.BytesIO()
-    picture.convert("RGB").save(buffer, format="PNG", compress_level=1)
+    rgb_picture(picture).save(buffer, format="PNG", compress_level=1)
     return {PNG: base64.b64encode(buffer.getvalue()).decode()}
 
 

@@ -193,9 +193,9 @@ class EmbeddingHead:
     """Score frozen embeddings by a head or an ensemble of heads that you fit (Reusing Embeddings).
 
     Sun et al. 2025: reward models as small heads on embeddings that are made once. The program
-    ``python -m rewards.tools.fit_heads`` fits heads to preferences or ratings; any chain of linear
-    layers in a file will do. A head with several outputs rates several aspects; ``weights`` adds
-    them up (Multi-objective GRPO's multi-label regression). Several heads are combined as
+    ``python -m mmrl.rewards.tools.fit_heads`` fits heads to preferences or ratings; any chain of
+    linear layers in a file will do. A head with several outputs rates several aspects; ``weights``
+    adds them up (Multi-objective GRPO's multi-label regression). Several heads are combined as
     ``ensemble`` does: ``mean``, ``worst``, or ``uncertainty``: mean - penalty * variance.
 
     Args:

@@ -19,7 +19,9 @@ from mmrl.core.errors import UserError, suggest
 from mmrl.core.registry import REWARDS
 from mmrl.core.types import Prompt
 from rewards._clip import load_clip
-from rewards._detect import Detection, Detector
+from rewards._detect import OBJECTS as OBJECTS
+from rewards._detect import Detection as Detection
+from rewards._detect import Detector
 from rewards._frames import BatchSize, FrameReward
 from rewards._hf import Precision
 from rewards._media import to_uint8
@@ -65,8 +67,8 @@ class GenEval(FrameReward):
     published code.
 
     Args:
-        detector: Mask2Former or an object detection model of transformers, hub id or folder, with
-            COCO's names.
+        detector: Mask2Former or an object detection model of transformers with COCO's names, or
+            OWL-ViT, which is asked for them; hub id or folder.
         clip: ``name/tag`` of open_clip or a local folder, for colours.
         form: see above.
         threshold: objects below this score do not count.

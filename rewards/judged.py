@@ -13,6 +13,7 @@ from annotated_types import Ge
 from torch import Tensor
 
 from mmrl.core.errors import UserError
+from mmrl.core.pictures import rgb_picture
 from mmrl.core.registry import JUDGES
 from mmrl.core.types import Media, Prompt
 from rewards._ask import Asker, Question
@@ -75,7 +76,7 @@ def _picture(picture: Any, prompt: Prompt) -> Any:
     from PIL import Image
 
     if isinstance(picture, Image.Image):
-        return picture.convert("RGB")
+        return rgb_picture(picture)
     if isinstance(picture, Tensor):
         return to_pil(to_uint8(picture))
     if not isinstance(picture, (str, Path)):
@@ -85,7 +86,7 @@ def _picture(picture: Any, prompt: Prompt) -> Any:
         )
     try:
         with open_picture(picture) as file:
-            return file.convert("RGB")
+            return rgb_picture(file)
     except (OSError, ValueError, Image.DecompressionBombError) as error:
         raise UserError(
             f"a picture of the prompt {prompt.get('text', '')!r} cannot be read: {error}"

@@ -12,6 +12,7 @@ from annotated_types import Ge
 from torch import Tensor
 
 from mmrl.core.errors import UserError
+from mmrl.core.hub import check_model
 from mmrl.core.registry import JUDGES
 from rewards._ask import AGAIN, Question, Unreadable, Usage, _plain
 from rewards._locks import lock_of
@@ -242,6 +243,7 @@ def load(path: str, dtype: str, device: str) -> tuple[Any, Any]:
     """Load model and processor, frozen, once for all rewards that use them."""
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
+    check_model(path)
     try:
         processor = AutoProcessor.from_pretrained(path)
         model = AutoModelForImageTextToText.from_pretrained(path, dtype=getattr(torch, dtype))

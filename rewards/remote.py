@@ -3,6 +3,7 @@ machine."""
 
 from __future__ import annotations
 
+import logging
 import random
 import secrets
 import threading
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Gt, Le
 from torch import Tensor
 
 from mmrl.core.errors import UserError
@@ -24,6 +25,8 @@ from rewards._wire_prompts import enclosed, has_pictures
 from rewards.card import PICTURES, card
 from rewards.tokens import Tokens
 from rewards.wire import Format, check_texts, pack, read_answer
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -71,6 +74,10 @@ class Remote:
             as ``reference`` and ``mask``; files are read here.
         largest: a value of which more than so much is left counts as a broken answer.
         on_failure: ``nan`` leaves samples without a value out, ``stop`` raises.
+        recheck: share of the requests whose samples are sent once more in another order. If the
+            same values come back for other samples, the server mixes them up, and the request
+            counts as failed; other values are said in the log, once: the reward draws lots, or
+            does not judge every sample by itself.
 
     Attributes:
         servers: the record of every server: requests, failures, the last cause.
@@ -97,6 +104,7 @@ class Remote:
         certificate: Path | None = None,
         largest: Annotated[float, Gt(0)] = 1e6,
         on_failure: Literal["nan", "stop"] = "nan",
+        recheck: Annotated[float, Ge(0), Le(1)] = 0.0,
     ):
         urls = [url] if isinstance(url, str) else list(url)
         if not urls:
@@ -113,6 +121,8 @@ class Remote:
         self.backoff = backoff
         self.fields = fields
         self.stop = on_failure == "stop"
+        self.recheck = recheck
+        self._unsteady = False  # it was said that values differ
         self._jitter = random.Random()  # not the global one, which belongs to the run
         self._pictures: frozenset[str] | None = None  # not known yet
         connections = concurrency * len(urls)
@@ -204,7 +214,7 @@ class Remote:
                 call.given_up.wait(self.backoff * 2 ** (attempt - 1) * self._jitter.uniform(0.5, 1))
             started = time.monotonic()
             try:
-                return self._request(server, content, ids)
+                return self._request(server, content, ids, media, prompts)
             except Failed as error:
                 self._pool.failed(server, error, started)
             tried.append(server)
@@ -212,20 +222,51 @@ class Remote:
             call.given_up.set()
         return nothing
 
-    def _request(self, server: Server, content: bytes, ids: list[str]) -> Tensor:
+    def _check_order(
+        self, server: Server, media: Media, prompts: list[Prompt], values: Tensor
+    ) -> None:
+        """Send the samples once more, the last ones first. Raises Failed if the values are those of
+        other samples."""
+        order = list(reversed(range(len(prompts))))
+        ids = fresh_ids(len(prompts))
+        shuffled = [prompts[i] for i in order]
+        content = pack(take(media, order), shuffled, self.format, self.names, ids)
+        again = self._exchange(server, content, ids)[order]  # as the first ones were
+        if torch.allclose(values, again, rtol=1e-3, atol=1e-3, equal_nan=True):
+            return
+        alike = torch.allclose(values.sort()[0], again.sort()[0], 1e-3, 1e-3, equal_nan=True)
+        if alike and len(values.unique()) > 2:  # two values may fall so by lot
+            raise Failed("mixes samples up: sent in another order, they have each other's values")
+        if not self._unsteady:
+            self._unsteady = True
+            log.warning(
+                "reward 'remote': %s gives other values to the same samples sent again, by up to "
+                "%.3g: it draws lots, or does not judge every sample by itself",
+                server.url,
+                float((values - again).abs().nan_to_num(0.0).max()),
+            )
+
+    def _request(
+        self, server: Server, content: bytes, ids: list[str], media: Media, prompts: list[Prompt]
+    ) -> Tensor:
         try:
-            answer = post(self._client, server.url, content, len(ids), self.timeout)
+            values = self._exchange(server, content, ids)
+            if self._jitter.random() < self.recheck:
+                self._check_order(server, media, prompts, values)
         except Failed:
             raise
         except BaseException:
             self._pool.gave_up(server)
             raise
-        try:
-            values = read_answer(answer, self.names, ids, self.largest)
-        except ValueError as error:
-            raise Failed(f"malformed answer: {error}") from error
         self._pool.answered(server)
         return values
+
+    def _exchange(self, server: Server, content: bytes, ids: list[str]) -> Tensor:
+        answer = post(self._client, server.url, content, len(ids), self.timeout)
+        try:
+            return read_answer(answer, self.names, ids, self.largest)
+        except ValueError as error:
+            raise Failed(f"malformed answer: {error}") from error
 
 
 def fresh_ids(count: int) -> list[str]:

@@ -7,9 +7,10 @@
 
 TRL is installed in a virtual environment beside this checkout (--trl-env), on top of the packages
 that run this script; both trainers then run in one process there. They do equal work: the same
-model, prompts, images, group size, number of answer tokens (ending tokens are forbidden to both),
-one optimizer step an iteration, one pass over the rows. Every iteration has prompts of its own, so
-nothing prepared for one can serve another.
+model, prompts, images, group size, number of answer tokens (ending tokens are forbidden to both,
+but in the curve whose answers end where the model ends them), one optimizer step an iteration, one
+pass over the rows. Every iteration has prompts of its own, so nothing prepared for one can serve
+another.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class Work:
     micro_batch: int | None = None  # rows a pass of the update, of both; None: all
     lr: float = 1e-6
     precision: str = "fp32"
+    ends: bool = False  # answers end where the model ends them, at most after ``tokens``
 
     @property
     def rows(self) -> int:
@@ -163,7 +165,8 @@ def ours(folder: Path, work: Work, rows: list[dict[str, Any]], share: str = "aut
 
     dtype = "bfloat16" if work.precision == "bf16" else "float32"
     policy = VLM(str(folder), max_new_tokens=work.tokens, prefix_sharing=share, dtype=dtype)
-    endless(policy)
+    if not work.ends:
+        endless(policy)
     options = TrainOptions(
         prompts_per_iteration=work.prompts,
         group_size=work.copies,
@@ -219,7 +222,7 @@ def theirs(
         beta=0.0,
         temperature=1.0,
         shuffle_dataset=False,
-        generation_kwargs={"min_new_tokens": work.tokens},
+        generation_kwargs={} if work.ends else {"min_new_tokens": work.tokens},
         bf16=bf16,
         use_cpu=not torch.cuda.is_available(),
         report_to="none",
@@ -273,16 +276,22 @@ def interleaved(folder: Path, work: Work, repeats: int) -> dict[str, Any]:
         generated: list[int] = []
         _watch(trl_trainer, generated)
         trl_trainer.train()
-    lengths = trainer.collect().rollout.mask.sum(1)
-    assert set(lengths.tolist()) == {work.tokens} == set(generated), "answers of equal length"
+    lengths = trainer.collect().rollout.mask.sum(1).tolist()
+    if not work.ends:
+        assert set(lengths) == {work.tokens} == set(generated), "answers of equal length"
+    # of neighbours: what else the machine does slows down both
+    pairs = zip(times["trl"][1:], times["mmrl"][1:], strict=True)
+    factors = [slow / quick for slow, quick in pairs]
     medians = {name: statistics.median(each[1:]) for name, each in times.items()}
     length = _prompt_tokens(trainer, rows[0])
     return {
         "work": asdict(work),
         "prompt_tokens": length,
+        "answer_tokens": {"mmrl": statistics.fmean(lengths), "trl": statistics.fmean(generated)},
         "times": {n: t[1:] for n, t in times.items()},
         "seconds": medians,
-        "factor": medians["trl"] / medians["mmrl"],
+        "factor": statistics.median(factors),
+        "factors": factors,
         "parts": {name: statistics.median(each[name] for each in parts[1:]) for name in parts[-1]},
     }
 
@@ -334,6 +343,9 @@ def curves(work: Work) -> dict[str, list[Work]]:
         "image tokens": [replace(work, image_tokens=n) for n in (4, 64, 256)],
         "answer tokens": [replace(work, tokens=n) for n in (4, 64, 256)],
         "answer tokens, long prompt": [replace(long, tokens=n) for n in (64, 256)],
+        "answers that end by themselves": [
+            replace(short, tokens=512, ends=True) for short in (work, long)
+        ],
     }
 
 
@@ -428,10 +440,22 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                 work, micro_batch_size=work.micro_batch or 8, prompts_per_iteration=4, tokens=16
             )
             report["memory"] = memory(folder, rows, [8, 16, 32])
+    if args.only and args.out.with_suffix(".json").exists():
+        report["earlier"] = _earlier(json.loads(args.out.with_suffix(".json").read_text()), report)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
     args.out.with_suffix(".md").write_text(measuring.vlm_page(report))
     return report
+
+
+def _earlier(before: dict[str, Any], report: dict[str, Any]) -> dict[str, Any]:
+    """Return what an earlier report has and this one, of some curves only, has not."""
+    fields = ("machine", "threads", "repeats", "trl", "model", "device", "memory")
+    chosen = {name: before[name] for name in fields if name in before}
+    if "memory" in report:
+        chosen.pop("memory", None)
+    curves = {n: cases for n, cases in before["curves"].items() if n not in report["curves"]}
+    return chosen | {"curves": curves}
 
 
 def _told(name: str, case: dict[str, Any]) -> dict[str, Any]:

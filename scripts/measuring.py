@@ -133,29 +133,52 @@ def vlm_page(report: dict[str, Any]) -> str:
         f"{about['versions']['transformers']}, TRL {report['trl']}. "
         f"Ran on {report['device']}. A {report['model']} Qwen2.5-VL with random weights, "
         f"images, one optimizer step an "
-        f"iteration; median of {report['repeats']} iterations each, in turns, the same "
-        f"work for both.",
+        f"iteration; {report['repeats']} iterations each, in turns, the same work for both. "
+        "Factors are medians of the ratios of neighbouring iterations, with the least and the "
+        "most: others used the machine, which slows down both.",
     ]
-    head = (
-        "| prompt tokens | of the image | prompts x copies | answer tokens | mmrl, s | TRL, "
-        "s | times as fast |"
-    )
-    for name, cases in report["curves"].items():
-        lines += ["", f"## {name}", "", head, "|---|---|---|---|---|---|---|"]
-        for case in cases:
-            work = case["work"]
-            seconds = case["seconds"]
-            lines.append(
-                f"| {case['prompt_tokens']} | {work['image_tokens']} | {work['prompts']} "
-                f"x {work['copies']} "
-                f"| {work['tokens']} | {seconds['mmrl']:.3f} | {seconds['trl']:.3f} | "
-                f"{case['factor']:.2f} |"
-            )
-    if report.get("memory"):
-        lines += ["", "## Peak memory against the group size, in passes of equally many rows", ""]
-        lines += ["| copies | peak MiB of an iteration |", "|---|---|"]
+    lines += [*_vlm_curves(report["curves"]), *_vlm_memory(report.get("memory", []))]
+    if earlier := report.get("earlier"):
+        before = earlier["machine"]
         lines += [
-            f"| {entry['copies']} | {entry['peak_bytes'] / 2**20:.1f} |"
-            for entry in report["memory"]
+            "",
+            f"Not measured again, but on {before['time']}, commit {before['commit']}, "
+            f"{earlier['threads']} threads:",
+            *_vlm_curves(earlier["curves"]),
+            *_vlm_memory(earlier.get("memory", [])),
         ]
     return "\n".join(lines) + "\n"
+
+
+def _vlm_curves(curves: dict[str, Any]) -> list[str]:
+    head = "| prompt tokens | of the image | prompts x copies | answer tokens | times as fast |"
+    lines = []
+    for name, cases in curves.items():
+        lines += ["", f"## {name}", "", head, "|---|---|---|---|---|"]
+        for case in cases:
+            work = case["work"]
+            tokens = str(work["tokens"])
+            if work.get("ends"):
+                mean = case["answer_tokens"]
+                tokens = f"{mean['mmrl']:.0f} and {mean['trl']:.0f} on average, at most {tokens}"
+            factors = case.get("factors")
+            spread = f" ({min(factors):.2f} - {max(factors):.2f})" if factors else ""
+            lines.append(
+                f"| {case['prompt_tokens']} | {work['image_tokens']} | {work['prompts']} "
+                f"x {work['copies']} | {tokens} | {case['factor']:.2f}{spread} |"
+            )
+    return lines
+
+
+def _vlm_memory(entries: list[dict[str, Any]]) -> list[str]:
+    """Return the table of peak memory, or nothing."""
+    if not entries:
+        return []
+    return [
+        "",
+        "## Peak memory against the group size, in passes of equally many rows",
+        "",
+        "| copies | peak MiB of an iteration |",
+        "|---|---|",
+        *(f"| {entry['copies']} | {entry['peak_bytes'] / 2**20:.1f} |" for entry in entries),
+    ]

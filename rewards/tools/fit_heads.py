@@ -1,6 +1,6 @@
 """Fits heads for the reward ``embedding_head`` to preferences or ratings.
 
-    python -m rewards.tools.fit_heads data.jsonl heads --clip ViT-L-14/openai --count 5
+    python -m mmrl.rewards.tools.fit_heads data.jsonl heads --clip ViT-L-14/openai --count 5
 
 A line of the data is a pair, ``{"text": ..., "chosen": ..., "rejected": ...}``, or a rating,
 ``{"text": ..., "sample": ..., "ratings": {"aspect": number}}``; samples are files of pictures with

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from contextlib import suppress
 from functools import lru_cache
 from typing import Annotated
 
@@ -63,13 +64,20 @@ class Maths(Verifiable):
         return {"plus one": tagged(rf"\boxed{{{right} + 1}}"), "empty answer": tagged(r"\boxed{}")}
 
 
-@lru_cache(maxsize=4096)
 def _readable(text: str) -> bool:
-    """Tell whether math-verify can read a ground truth."""
-    try:
-        return bool(WORKER.ask("readable", text))
-    except Broken:
-        return False
+    """Tell whether math-verify can read a ground truth. Where its process ends, on a machine that
+    is too busy say, it is asked once more, and again for the next answer: one bad moment must not
+    cost the prompt the whole run."""
+    for _ in range(2):
+        with suppress(Broken):
+            return _read(text)
+    return False
+
+
+@lru_cache(maxsize=4096)
+def _read(text: str) -> bool:
+    """Ask whether math-verify can read a formula. Raises Broken, which is not remembered."""
+    return bool(WORKER.ask("readable", text))
 
 
 @lru_cache(maxsize=4096)

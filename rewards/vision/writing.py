@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from annotated_types import Ge, Lt
 
+from mmrl.core.hub import check_model
 from mmrl.core.registry import REWARDS
 from mmrl.core.types import Prompt
 from rewards._sandbox import Broken, Sandbox
@@ -332,6 +333,7 @@ class _Encoder:
     def __init__(self, path: str, device: str):
         from transformers import AutoModel, AutoTokenizer
 
+        check_model(path)
         self.tokenizer = AutoTokenizer.from_pretrained(path)
         self.model = AutoModel.from_pretrained(path, use_safetensors=True).to(device).eval()
         self.device = device

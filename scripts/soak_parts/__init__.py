@@ -19,8 +19,11 @@ ROOT = Path(__file__).resolve().parents[2]
 # ``Experiment`` for every row of the table.
 SECTIONS = {
     "kills": ("kills", "Random kills at any moment: resumed to the bit, nothing lost"),
+    "disk": ("disk", "Power cuts, a full disk, a read-only one: a sentence, resumed to the bit"),
+    "odd": ("odd", "Odd clocks and locales: no traceback, the same result"),
     "long": ("long", "A long run: memory, files and seconds an iteration stay flat"),
     "mutations": ("mutations", "Mutated configurations: no traceback, no hang"),
+    "rows": ("rows", "Mutated rows and files of data: no traceback, no hang, no growth"),
     "requests": ("requests", "Mutated requests: no 5xx, no hang, no growth"),
     "load": ("load", "Many clients at once: nothing lost, nothing scored twice"),
     "images": ("images", "Mutated pictures in requests: no 5xx, no hang, no growth"),

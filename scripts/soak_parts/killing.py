@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -21,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
+from scripts.soak_parts.states import SETS
 
 FAMILIES = ("ToyFlow", "ToyDiffusion", "ToyVideo", "ToyMasked", "ToyCausal")
 PATIENCE = 120.0  # seconds in which a run of a few iterations ends, or hangs
@@ -36,17 +39,20 @@ IMPORTED = (
 Act = Callable[[], None]
 
 
-def configuration(folder: Path, family: str, iterations: int, **changes: Any) -> Path:
-    """Write a configuration in which every part that can be has a state."""
+def configuration(
+    folder: Path, family: str, iterations: int, states: str = "averages", **changes: Any
+) -> Path:
+    """Write a configuration in which many parts have a state: those of a set of ``states.SETS``."""
     folder.mkdir(parents=True, exist_ok=True)
-    prompts = "".join(json.dumps({"text": f"p{i}", "label": i / 8 - 1}) + "\n" for i in range(16))
-    (folder / "prompts.jsonl").write_text(prompts)
+    prompts = folder / "prompts.jsonl"
+    rows = [{"text": f"p{i}", "label": i / 8 - 1, "kind": "ab"[i % 2]} for i in range(16)]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     tokens = family in ("ToyMasked", "ToyCausal")
     plain = {
         "policy": f"tests.fixtures.toys:{family}",
         "data": {
             "adaptive_group_size": {
-                "of": {"prompts": {"path": str(folder / "prompts.jsonl"), "held_out": 0.25}},
+                "of": {"prompts": {"path": str(prompts), "held_out": 0.25}},
                 "most": 8,
             }
         },
@@ -70,7 +76,7 @@ def configuration(folder: Path, family: str, iterations: int, **changes: Any) ->
         "evaluate": {"prompts": 2, "num_samples": 2},
         "log": {"tensorboard": False},
     }
-    for key, value in changes.items():
+    for key, value in (SETS[states](family, prompts) | changes).items():
         section, _, name = key.partition("__")
         plain[section] = {**plain[section], name: value} if name else value
     path = folder / f"{family}.yaml"
@@ -146,10 +152,11 @@ class Run:
     processes: int = 1
     overrides: Sequence[str] = ()
     pids: list[int] = field(default_factory=list)
+    logs: Path | None = None  # folder of what it prints; null: beside its own
 
     @property
     def log(self) -> Path:
-        return self.folder.with_name(f"{self.folder.name}.log")
+        return (self.logs or self.folder.parent) / f"{self.folder.name}.log"
 
     def start(self, before: Callable[[int], None] = lambda rank: None) -> None:
         """Begin it, or go on with what is there. ``before`` is called in each process first."""
@@ -217,13 +224,40 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-class Writes:
-    """Counts what a process does to the disk below a folder, and ends the process at one of them:
-    before it, or of a line of metrics in its middle."""
+@dataclass(frozen=True)
+class Fault:
+    """Says what befalls a process at one of its writes: ``strike`` happens to it, ``repair`` is
+    done after its end, and ``wrong`` judges how it ended, from its status and what it printed.
+    ``tears``: a line of metrics that is struck is half written first."""
 
-    def __init__(self, folder: Path, last: int | None = None, report: Path | None = None):
+    strike: Act
+    wrong: Callable[[int | None, str], str]
+    repair: Act = lambda: None
+    tears: bool = True
+
+
+def killed() -> None:
+    """End this process as a kill does: at once, nothing is written."""
+    os._exit(9)
+
+
+KILL = Fault(killed, lambda status, printed: "" if status == 9 else f"ended with {status}")
+
+
+class Writes:
+    """Counts what a process does to the disk below a folder, and strikes at one of them: before
+    it, or of a line of metrics in its middle."""
+
+    def __init__(
+        self,
+        folder: Path,
+        fault: Fault = KILL,
+        at: int | None = None,
+        report: Path | None = None,
+    ):
         self.folder = str(folder)
-        self.last = last
+        self.fault = fault
+        self.at = at
         self.report = report
         self.count = 0
 
@@ -243,13 +277,14 @@ class Writes:
         RunLog.__init__ = opened  # type: ignore[method-assign]
 
     def step(self, torn: Act = lambda: None) -> None:
-        """Count one more; end the process if it is the last."""
+        """Count one more, and strike if it is the one."""
         self.count += 1
         if self.report is not None:
             self.report.write_text(str(self.count))
-        if self.count == self.last:
-            torn()
-            os._exit(9)
+        if self.count == self.at:
+            if self.fault.tears:
+                torn()
+            self.fault.strike()
 
     def _hear(self, event: str, args: tuple[Any, ...]) -> None:
         if event == "open" and not self._writes(*args):
@@ -299,22 +334,31 @@ def warm() -> None:
 
 
 def at_every_write(
-    folder: Path, config: Path, points: Callable[[int], Sequence[int]]
+    folder: Path,
+    config: Path,
+    points: Callable[[int], Sequence[int]],
+    fault: Fault = KILL,
+    place: Path | None = None,
 ) -> Iterator[tuple[int, str]]:
-    """Yield (write, what is wrong) for processes that end at chosen writes and are resumed."""
-    whole = Run(config, folder / "whole")
+    """Yield (write, what is wrong) for processes that a fault befalls at chosen writes, and that
+    are then resumed. ``place``: where the run folders are; null: in ``folder``."""
+    place = place or folder
+    whole = Run(config, place / "whole", logs=folder)
     report = folder / "count"
     report.write_text("0")
     whole.start(lambda rank: Writes(whole.folder, report=report).install())
     statuses = whole.ends()
     assert statuses == [0], (statuses, whole.log.read_text())
     expected = left_behind(whole.folder)
-    for last in points(int(report.read_text())):
-        run = Run(config, folder / f"killed-{last}")
-        run.start(lambda rank, run=run, last=last: Writes(run.folder, last).install())
-        statuses = run.ends()
-        problem = "" if statuses == [9] else f"ended with {statuses}"
+    for at in points(int(report.read_text())):
+        run = Run(config, place / f"struck-{at}", logs=folder)
+        run.start(lambda rank, run=run, at=at: Writes(run.folder, fault, at).install())
+        (status,) = run.ends()
+        printed = run.log.read_text()
+        fault.repair()
+        problem = fault.wrong(status, printed)
         if not problem and (statuses := run.finish()) != [0]:
             problem = f"resumed: {statuses}; {run.log.read_text()[-600:]}"
         problem = problem or ", ".join(differences(expected, left_behind(run.folder)))
-        yield last, problem
+        shutil.rmtree(run.folder, ignore_errors=True)
+        yield at, problem

@@ -15,6 +15,8 @@ from typing import Any
 from scripts.soak_parts import killing
 from scripts.soak_parts.killing import FAMILIES, Run
 from scripts.soak_parts.page import Experiment, Soak
+from scripts.soak_parts.states import SETS
+from scripts.soak_parts.writes import in_turn
 
 ITERATIONS = 8
 MOST_KILLS = 4  # of one run
@@ -48,26 +50,30 @@ def run(soak: Soak) -> Iterator[Experiment]:
     killing.warm()
     rng = random.Random(soak.seed)
     end = time.monotonic() + soak.seconds
-    kinds = [(family, count) for family in FAMILIES for count in (1, 2)]
+    kinds = [(family, count, states) for states in SETS for family in FAMILIES for count in (1, 2)]
     tallies = {count: Tally() for count in (1, 2)}
-    known: dict[tuple[str, int], Any] = {}
+    known: dict[tuple[str, int, str], Any] = {}
     while time.monotonic() < end * 0.75 + (end - soak.seconds) * 0.25 or len(known) < len(kinds):
-        family, count = kinds[sum(tally.runs for tally in tallies.values()) % len(kinds)]
-        folder = soak.folder / f"{family}-{count}"
-        if (family, count) not in known:
-            known[family, count] = _undisturbed(folder, family, count)
-        config, seconds, expected = known[family, count]
+        kind = family, count, states = kinds[
+            sum(tally.runs for tally in tallies.values()) % len(kinds)
+        ]
+        folder = soak.folder / f"{states}-{family}-{count}"
+        if kind not in known:
+            known[kind] = _undisturbed(folder, *kind)
+        config, seconds, expected = known[kind]
         _disturbed(
             Run(config, folder / f"run-{rng.random()}", count), seconds, expected, rng, tallies
         )
-    yield tallies[1].experiment("random SIGKILL, one process, five families")
-    yield tallies[2].experiment("random SIGKILL of one of two processes, five families")
-    yield from _at_every_write(soak, end)
+    yield tallies[1].experiment("random SIGKILL, one process; five families, four sets of states")
+    yield tallies[2].experiment("random SIGKILL of one of two processes; the same")
+    yield in_turn("killed at every write in turn", soak, soak.folder / "writes", end)
 
 
-def _undisturbed(folder: Path, family: str, count: int) -> tuple[Path, float, dict[str, Any]]:
+def _undisturbed(
+    folder: Path, family: str, count: int, states: str
+) -> tuple[Path, float, dict[str, Any]]:
     """Train to the end; return configuration, seconds and what is left."""
-    config = killing.configuration(folder, family, ITERATIONS, log__rollouts=1)
+    config = killing.configuration(folder, family, ITERATIONS, states, log__rollouts=1)
     whole = Run(config, folder / "whole", count)
     start = time.monotonic()
     statuses = whole.finish()
@@ -87,7 +93,11 @@ def _disturbed(
     tally.runs += 1
     for _ in range(rng.randint(1, MOST_KILLS)):
         run.start()
-        time.sleep(rng.uniform(0.3, 1.0) * seconds)
+        moment = time.monotonic() + rng.uniform(0.3, 1.0) * seconds
+        if rng.random() < 0.5:  # when a checkpoint is being written, after that moment
+            _await_checkpoint(run.folder, moment, seconds)
+        else:
+            time.sleep(max(0.0, moment - time.monotonic()))
         victim = rng.choice(run.pids)
         os.kill(victim, signal.SIGKILL)
         tally.kills += 1
@@ -103,24 +113,9 @@ def _disturbed(
         tally.problems.append(f"{run.folder}: {', '.join(unequal)} differ")
 
 
-def _at_every_write(soak: Soak, end: float) -> Iterator[Experiment]:
-    """End a process at each of its writes to the run folder in turn, while there is time."""
-    folder = soak.folder / "writes"
-    config = killing.configuration(folder, "ToyCausal", 4, log__rollouts=1)
-    total = 0
-
-    def points(count: int) -> list[int]:
-        nonlocal total
-        total = count
-        return random.Random(soak.seed).sample(range(1, count + 1), count)
-
-    problems = []
-    tries = 0
-    for last, problem in killing.at_every_write(folder, config, points):
-        tries += 1
-        problems += [f"write {last}: {problem}"] if problem else []
-        if time.monotonic() > end:
-            break
-    wrong = f"; {'; '.join(problems[:3])}" if problems else "; all bit-equal"
-    outcome = f"{tries} of the {total} writes of a run{wrong}"
-    yield Experiment("killed at every write in turn", tries, len(problems), outcome)
+def _await_checkpoint(folder: Path, moment: float, seconds: float) -> None:
+    """Wait until a moment, and then for a half-written checkpoint, not longer than a run takes."""
+    while time.monotonic() < moment + seconds:
+        if time.monotonic() > moment and any((folder / "checkpoints").glob(".iteration-*")):
+            return
+        time.sleep(0.0005)

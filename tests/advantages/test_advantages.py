@@ -2,10 +2,6 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +14,7 @@ from mmrl.advantages.presets import GROUP_PRESETS
 from mmrl.core.errors import UserError
 from mmrl.core.registry import ADVANTAGES, describe, options
 from mmrl.core.types import Rewards
+from tests.fixtures import warm
 from tests.fixtures.records import make_rollout
 
 NAN = math.nan
@@ -562,28 +559,15 @@ def iteration(step):
     return Rewards({"a": reward, "b": reward.sin()}, {"b": 0.5}), rollout(RAGGED[order], prompts)
 
 
+@pytest.mark.slow
 def test_two_processes_find_the_same_as_one(tmp_path):
-    root = str(Path(__file__).parents[2])
-    base = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | {
-        "PYTHONPATH": root,
-        "OMP_NUM_THREADS": "1",
-    }
-    two = [base | {"RANK": str(rank)} for rank in range(2)]
     (tmp_path / "worker.py").write_text(WORKER)
     runs = []
-    for number, environment in enumerate([base, *two]):
-        command = [sys.executable, "worker.py", str(tmp_path / "meet"), f"{min(number, 1)}.json"]
-        runs.append(
-            subprocess.Popen(
-                command, env=environment, cwd=tmp_path, stderr=subprocess.PIPE, text=True
-            )
-        )
-    try:
-        for run in runs:
-            assert run.wait(timeout=600) == 0, run.stderr.read()
-    finally:
-        for run in runs:
-            run.kill()
+    for number, rank in enumerate([{}, {"RANK": "0"}, {"RANK": "1"}]):
+        words = ["worker.py", tmp_path / "meet", f"{min(number, 1)}.json"]
+        runs.append(warm.start(words, tmp_path, **rank))
+    for run in runs:
+        assert run.wait() == 0, run.stderr
     one_process, two_processes = (
         json.loads((tmp_path / f"{i}.json").read_text()) for i in range(2)
     )

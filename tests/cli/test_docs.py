@@ -1,6 +1,7 @@
 """The documentation is run and compared with the code: what it shows works, what it lists is
 complete."""
 
+import importlib.util
 import inspect
 import io
 import os
@@ -51,12 +52,16 @@ from mmrl.objectives.kl import KL
 from mmrl.objectives.policy_gradient import Entropy, Supervision
 from mmrl.policies.diffusion.trees import Tree
 from mmrl.policies.lora import Lora
+from mmrl.policies.vlm.engines.vllm_options import VLLMOptions
 from mmrl.policies.vlm.media import Budgets
 from mmrl.policies.vlm.parts import Part
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
+COMMAND_PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+# programs of others, which are not run here
+FOREIGN = {"docker", "pip", "source", "git", "ray"}
 
 load_built_in()
 
@@ -257,6 +262,7 @@ DOCUMENTED = {
     "sft": Supervision,
     "lora": Lora,
     "budgets": Budgets,
+    "vllm": VLLMOptions,
     "part": Part,
     "tree": Tree,
     "objective: policy_gradient": OBJECTIVES["policy_gradient"],
@@ -265,10 +271,10 @@ DOCUMENTED = {
     "kl": KL,
     "entropy": Entropy,
     "importance_sampling": Importance,
-    "optimizer: adamw": OPTIMIZERS["adamw"],
-    "optimizer: sgd": OPTIMIZERS["sgd"],
+    **{f"optimizer: {name}": entry for name, entry in OPTIMIZERS.items()},
 }
-FACTORIES = {"reward": "`{}`", "guidance": "`[]`"}  # of dataclass fields whose default is made anew
+# of dataclass fields whose default is made anew
+FACTORIES = {"reward": "`{}`", "guidance": "`[]`", "init_kwargs": "`{}`"}
 
 
 @pytest.mark.parametrize("heading", DOCUMENTED)
@@ -327,8 +333,10 @@ def test_the_example_of_batch_arithmetic_is_right():
 CONFIGS = [(page, block) for page in PAGES if page.name != "extending.md" for block in blocks(page)]
 COMMANDS = [
     (page, line)
-    for page, block in CONFIGS
-    if block.kind == "sh"
+    for page in COMMAND_PAGES
+    if page.name != "extending.md"
+    for block in blocks(page)
+    if block.kind in ("sh", "bash")
     for line in block.text.replace("\\\n", "").splitlines()
 ]
 
@@ -340,11 +348,15 @@ def test_a_command_on_a_page_parses_and_its_overrides_are_valid(page, line, tmp_
     """`mmrl train NAME a.b=c` on a shipped configuration must check; other programs and files must
     exist."""
     words = shlex.split(line, comments=True)
-    words = words[words.index("scripts/train.py") - 1 :] if "scripts/train.py" in words else words
-    if not words or "=" in words[0]:
+    if "-m" in words[1:] and words[0] in ("accelerate", "torchrun", "python"):
+        module, *words = words[words.index("-m") + 1 :]
+        assert module.startswith("mmrl"), f"{page.name}: {module} is not what the wheel holds"
+        assert importlib.util.find_spec(module), f"{page.name}: there is no {module}"
+        words = ["mmrl", *words] if module == "mmrl" else []
+    while words and "=" in words[0]:  # OMP_NUM_THREADS=1 mmrl ...
+        words = words[1:]
+    if not words or words[0] in FOREIGN or words[1:] == ["--install-completion"]:
         return
-    if words[0] == "accelerate" or words[1:2] == ["scripts/train.py"]:
-        words = ["mmrl", "train", *words[2:]]
     if words[0] != "mmrl":
         assert (ROOT / words[0]).exists() or shutil.which(words[0]), (
             f"{page.name}: {words[0]} is not there"
@@ -364,7 +376,9 @@ def test_a_command_on_a_page_parses_and_its_overrides_are_valid(page, line, tmp_
         overrides = [
             word
             for word in words
-            if re.match(r"[a-z_.0-9]+=", word) and not word.startswith("data.path=")
+            if re.match(r"[a-z_.0-9]+=", word)
+            and not word.startswith(("data.path=", "benchmark."))
+            and "my_" not in word  # a file of the reader's own
         ]
         config.check(config.load(path.with_suffix(".yaml"), overrides))
 
@@ -395,6 +409,8 @@ def test_a_piece_of_configuration_on_a_page_is_valid(page, block, tmp_path, monk
     )
     if "my_" in block.text:
         pytest.skip("names a file of the reader's own")
+    if "place: ray" in block.text:
+        pytest.importorskip("ray")
     file = tmp_path / "piece.yaml"
     file.write_text(yaml.safe_dump(whole, sort_keys=False).replace(": 0.0001\n", ": 1e-4\n"))
     monkeypatch.chdir(ROOT)

@@ -5,8 +5,10 @@ import json
 import pytest
 import yaml
 
+from mmrl.compare import runs
 from mmrl.core.registry import locate
-from tests.cli.test_cli import mmrl, refused
+from tests.fixtures import warm
+from tests.fixtures.command import mmrl, refused
 
 pytestmark = pytest.mark.slow
 CONFIG = {
@@ -31,7 +33,9 @@ def desk(tmp_path_factory):
     folder = tmp_path_factory.mktemp("desk")
     (folder / "a.yaml").write_text(yaml.safe_dump(CONFIG))
     words = "compare a.yaml --vary optimizer.adamw.lr=0.1 --seeds 1 --budget samples=9"
-    mmrl(*words.split(), cwd=folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runs, "COMMAND", (*warm.command(), "-m", "mmrl"))
+        mmrl(*words.split(), cwd=folder)
     return folder
 
 

@@ -15,9 +15,9 @@ import yaml
 from mmrl.compare import command, markdown, measures, runs
 from mmrl.compare.measures import Comparison
 from mmrl.compare.plan import Plan, budget_of, overrides_of, plan, settings_of
-from mmrl.compare.statistics import Interval
 from mmrl.core.errors import UserError
 from mmrl.core.registry import load_built_in
+from mmrl.core.statistics import Interval
 
 load_built_in()
 FAKE = Path(__file__).with_name("fake_mmrl.py")

@@ -26,6 +26,7 @@ from mmrl.core.registry import (
     Registry,
     describe,
 )
+from tests.fixtures.mistakes import message
 
 KERNEL = Registry("kernel")
 THING = Registry("thing")
@@ -93,12 +94,6 @@ class Box(Base):
 
 def box(**options: Any) -> Box:
     return build({"box": {"size": 1, **options}}, THING, "things")
-
-
-def message(call, *args, **kwargs) -> str:
-    with pytest.raises(UserError) as error:
-        call(*args, **kwargs)
-    return str(error.value)
 
 
 # Conversions
@@ -347,22 +342,29 @@ def folder(tmp_path, monkeypatch):
         kl: float = 0.0
         path: str = "owner/name"
         kernel: Annotated[Any, KERNEL] = field(default=plain)
+        reads = loss = None  # what makes an objective one
 
         def __post_init__(self):
             if self.clip <= 0:
                 raise UserError("clip must be positive")
 
+    class Policy(Box):
+        rollout = decode = None
+
+    def centred(rewards, rollout):
+        return rewards
+
     for registry, entry in (
-        (POLICIES, Box),
+        (POLICIES, Policy),
         (DATA, Box),
         (REWARDS, judged),
         (OBJECTIVES, Toy),
-        (ADVANTAGES, plain),
+        (ADVANTAGES, centred),
     ):
         monkeypatch.setitem(registry, "toy", entry)
     monkeypatch.setitem(DATA, "lines", Lines)
     monkeypatch.setitem(OPTIMIZERS, "adamw", plain)
-    monkeypatch.setitem(ADVANTAGES, "flow_grpo", plain)
+    monkeypatch.setitem(ADVANTAGES, "flow_grpo", centred)
     for entry in (Toy, Lines):  # local classes: their annotations cannot be looked up by name
         entry.__init__.__globals__.setdefault("KERNEL", KERNEL)
     return tmp_path

@@ -24,7 +24,8 @@ LOOK = "an option of a timestep sampler"
 ESTIMATORS = "an option of estimators"
 GROUP_LOSSES = "an option of group losses"
 CURRENT = {  # word -> page -> what else is called so today
-    "batch_size": {"rewards.md": REWARDS, "remote-rewards.md": "an option of remote rewards"},
+    "batch_size": {"rewards.md": REWARDS, "remote-rewards.md": "an option of remote rewards"}
+    | {"ray.md": REWARDS},
     "behaviour": dict.fromkeys(
         ("configuration.md", "text_objectives.md"), "an option of the advantage gcpo"
     ),
@@ -54,11 +55,14 @@ CURRENT = {  # word -> page -> what else is called so today
     | {"configuration.md": "an option of the advantage filtered"},
     "of": {"rewards.md": REWARDS, "configuration.md": "an option of data sources"},
     "offload": {
+        "ray.md": REWARDS,
         "rewards.md": REWARDS,
         "configuration.md": "a value of text_encoder_placement",
     },
+    "fields": dict.fromkeys(("remote-rewards.md", "rewards.md"), "an option of remote"),
     "overlap": {"rewards.md": REWARDS},
     "prompts": {
+        "api.md": "an argument of rewards",
         "stages.md": "a data source",
         "architecture.md": "a field of Rollout",
         "configuration.md": "an option of evaluate and a data source",
@@ -79,9 +83,11 @@ CURRENT = {  # word -> page -> what else is called so today
     "sum": {"world.md": "a kind of question"},
     "text": dict.fromkeys(
         (
+            "api.md",
             "architecture.md",
             "autoregressive.md",
             "configuration.md",
+            "data.md",
             "extending.md",
             "rewards.md",
             "vlm-data.md",

@@ -16,6 +16,17 @@ ROOT = Path(__file__).parents[2]
 IMPOSSIBLE = {
     "objective.policy_gradient.clip_range=1e300": "clip_range: at most 1e+30",
     "reward=os:getcwd": "a reward is called with (media, prompts)",
+    "reward={bounded: {of: 'os:getcwd'}}": "a reward is called with (media, prompts)",
+    "objective=os:getcwd": "an objective is a class with reads and loss; this has no reads",
+    "policy=os:getcwd": "a policy is a class with rollout and decode",
+    "advantage=os:getcwd": "an advantage is called with (rewards, rollout)",
+    "policy={sd3: {path: 'world:digits/sd3', sde_type: 'os:getcwd'}}": "an SDE type is called with",
+    "policy={sd3: {path: 'world:digits/sd3', steps: 1000000000000000000}}": "sd3.steps: expected",
+    "objective={seppo: {pool: 1000000000000000000}}": "seppo.pool: expected",
+    "data={digits_moving: {images: 1000000000000000000}}": "at most 1000",
+    "advantage=decimal:Decimal": "an advantage is called with (rewards, rollout)",
+    "optimizer=os:getcwd": "an optimizer is called with (parameters)",
+    "objective={policy_gradient: {surrogate: 'os:getcwd'}}": "a surrogate is called with (logp,",
     "reward=os:sep": "'os:sep' is a str, not a reward",
     "evaluate=0": "evaluate: expected options",
     "log=0": "log: expected options",
@@ -23,6 +34,11 @@ IMPOSSIBLE = {
     "alarms=false": "alarms: expected options",
     "advantage=0": "advantage: expected a",
     "optimizer=0": "optimizer: expected a",
+    "objective={policy_gradient: {advantage_clip: 1e300}}": "advantage_clip",
+    "objective={awm: {num_noise_draws: 1000000000000000000}}": "num_noise_draws",
+    "objective={awm: {timestep_sampler: {early_steps: {share: 7}}}}": "early_steps.share",
+    "policy={sd3: {path: 'world:digits/sd3', timestep_schedule: 'os:getcwd'}}": "timestep_schedule",
+    "data=os:getcwd": "data: expected a data source",
     "plugins=0": "expected the name of a module",
     "train.group_size=1000000000000000000": "samples of an iteration: at most",
     "evaluate.num_samples=1000000000000000000": "less than or equal to 1000000",
@@ -38,6 +54,11 @@ IMPOSSIBLE = {
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
     return killing.configuration(tmp_path_factory.mktemp("refused"), "ToyFlow", 3)
+
+
+def test_a_dry_run_survives_a_name_that_no_system_can_hold(file):
+    report = dry_run(file, [f"policy={{sd3: {{path: '{'x' * 10_000}'}}}}"])
+    assert report.policy == "sd3" and report.path == "x" * 10_000
 
 
 @pytest.mark.parametrize("override", sorted(IMPOSSIBLE))

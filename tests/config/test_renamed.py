@@ -11,7 +11,7 @@ from mmrl.config import renamed
 from mmrl.config.options import EvaluateOptions, TrainOptions
 from mmrl.core import registry
 from mmrl.core.errors import UserError, suggest
-from mmrl.core.registry import ADVANTAGES, ALL, OBJECTIVES, POLICIES, SURROGATES, options
+from mmrl.core.registry import ADVANTAGES, ALL, DATA, OBJECTIVES, POLICIES, SURROGATES, options
 
 registry.load_built_in()
 PLAIN = {
@@ -45,6 +45,7 @@ def known(section):
         "policy": POLICIES.values(),
         "objective": [*OBJECTIVES.values(), *SURROGATES.values(), importance()],
         "advantage": ADVANTAGES.values(),
+        "data": DATA.values(),
     }[section]
     return {name for entry in entries for name in options(entry)}
 

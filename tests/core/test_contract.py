@@ -8,6 +8,7 @@ windows are compared with numbers in tests/samplers/test_schedules.py.
 
 import inspect
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from mmrl.core.errors import UserError
 from mmrl.core.metrics import Meter
 from mmrl.core.registry import ALL, DATA, GRIDS, KERNELS, OBJECTIVES, OPTIMIZERS, WINDOWS, describe
 from mmrl.core.types import Point
-from mmrl.objectives import Objective
+from mmrl.objectives import Distill, Objective
+from mmrl.objectives.distillation import Teacher
 from samplers.noise import Rng
 from samplers.processes import Diffusion
 from tests.fixtures import toys
@@ -37,6 +39,7 @@ registry.load_built_in()
 VIDEO = {"size": 16, "frames": 3, "steps": 3, "fixed_batch_rows": 8, "text_length": 16}
 SMALLEST: dict[tuple[str, str], dict[str, Any]] = {
     ("policies", "vlm"): {"path": "{tiny:qwen2_5_vl}", "max_new_tokens": 6},
+    ("objectives", "distill"): {"teachers": [{"policy": "tests.fixtures.toys:ToyFlow"}]},
     ("policies", "sd3"): {
         "path": "world:digits/sd3-test",
         "size": 32,
@@ -148,6 +151,7 @@ SMALLEST: dict[tuple[str, str], dict[str, Any]] = {
     | {"path": "{tiny:hunyuan_i2v}", "frames": 5, "text_length": 96},
     ("data", "prompts"): {"path": "{tmp}/prompts.txt"},
     ("data", "captions"): {"path": "{tmp}"},
+    ("data", "preferences"): {"path": "{tmp}/judged.jsonl", "held_out": 0.2},
     ("data", "vision"): {"path": "{tmp}/questions.jsonl"},
     ("data", "paired"): {"path": "{tmp}/pairs.jsonl"},
     ("data", "digits"): {"captions": 40},
@@ -386,6 +390,9 @@ def toy_points(
     policy = toys.make(family, double=True)
     if objective.differentiates:
         objective.attach(toys.smooth_reward)
+    if isinstance(objective, Distill):
+        objective.teachers, objective.loaded = [Teacher(partial(another, family))], []
+    objective.meet(policy)
     for name in {"ref", objective.behavior_policy, *objective.snapshots} - {"live"}:
         policy.weights.keep(name)
     with torch.no_grad():
@@ -399,6 +406,15 @@ def toy_points(
     except UserError as error:
         pytest.skip(str(error))
     return policy, points
+
+
+def another(family: str) -> Any:
+    """A teacher: a toy of the family with other weights."""
+    policy = toys.make(family, double=True)
+    with torch.no_grad():
+        for parameter in policy.net.parameters():
+            parameter += 0.1
+    return policy
 
 
 @pytest.fixture(params=OBJECTIVES)
@@ -448,6 +464,8 @@ def test_without_advantage_there_is_no_gradient(objective, family):
     flat."""
     if objective.differentiates:
         pytest.skip("follows the reward's gradient, not the advantage")
+    if not objective.compares:
+        pytest.skip("looks at no advantage")
     policy, points = toy_points(objective, family, advantage=0.0)
     assert gradient(policy, points, objective).abs().max() < 1e-12
 
@@ -505,6 +523,8 @@ def test_a_data_source_has_prompts_to_train_on_and_others_to_measure(name, tmp_p
     for letter in "ab":
         Image.new("RGB", (4, 4)).save(tmp_path / f"{letter}.png")
         (tmp_path / f"{letter}.txt").write_text(f"a picture {letter}")
+    judged = [{"prompt": f"q{i}", "chosen": "yes", "rejected": "no"} for i in range(40)]
+    (tmp_path / "judged.jsonl").write_text("\n".join(map(json.dumps, judged)))
     (tmp_path / "questions.jsonl").write_text(
         "\n".join(json.dumps({"question": f"what is {i}?"}) for i in range(40))
     )

@@ -3,7 +3,6 @@
 import json
 import math
 import sys
-import types
 
 import pytest
 import torch
@@ -121,42 +120,6 @@ def test_tensorboard_gets_the_finite_numbers_of_every_nth_iteration(tmp_path):
         (2, 0.5),
         (4, 1.0),
     ]
-
-
-def test_wandb_missing_names_the_remedy(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)  # as if not installed
-    with pytest.raises(UserError, match="pip install wandb"):
-        RunLog(tmp_path, options=LogOptions(tensorboard=False, wandb=True))
-
-
-def test_wandb_gets_the_numbers_and_resumes_its_page(tmp_path, monkeypatch):
-    calls = []
-
-    class Page:
-        id = "abc"
-
-        def log(self, values, step):
-            calls.append((step, values))
-
-        def finish(self):
-            calls.append("finish")
-
-    def init(**options):
-        calls.append(options)
-        return Page()
-
-    monkeypatch.setitem(
-        sys.modules, "wandb", types.SimpleNamespace(init=init, Image=lambda picture: picture.size)
-    )
-    options = LogOptions(tensorboard=False, wandb=True, project="mine")
-    with RunLog(tmp_path, options=options, config={"a": 1}) as log:
-        log.metrics(0, {"x": 1.0, "y": float("inf")})
-        log.images("after", torch.zeros(1, 3, 2, 2))
-    RunLog(tmp_path, resume=True, start=1, options=options).close()
-    first, numbers, image, _, second, _ = calls
-    assert first["project"] == "mine" and first["id"] is None and first["config"] == {"a": 1}
-    assert numbers == (0, {"x": 1.0}) and image == (0, {"samples/after": (2, 2)})
-    assert second["id"] == "abc" and second["resume"] == "allow"
 
 
 def test_plain_progress_is_a_line_now_and_then(capsys):

@@ -248,9 +248,29 @@ def test_an_unproven_gain_is_called_so(tmp_path):
     run = make_run(tmp_path / "run", iterations=2)
     rows = [EVALUATION["rows"][0], EVALUATION["rows"][2] | {"rewards": {"digits": estimate(0.37)}}]
     (run / "evaluation.json").write_text(json.dumps({"rows": rows}))
-    assert ("The intervals overlap: no change is shown.") in verdict(
-        record := read_run(run), read_evaluation(record)
-    )[0]
+    said = verdict(record := read_run(run), read_evaluation(record))[0]
+    assert "intervals overlap, which does not say whether it changed" in said
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "sentence"),
+    [
+        (0.01, 0.07, "0.37 [0.34, 0.40] after; +0.04 [+0.01, +0.07], paired over 60 prompts."),
+        (-0.01, 0.09, "paired over 60 prompts. That interval holds 0: no change is shown."),
+        (None, None, "after (+0.04). One prompt does not say how sure that is."),
+    ],
+)
+def test_the_paired_interval_decides_though_those_of_the_means_overlap(
+    tmp_path, low, high, sentence
+):
+    run = make_run(tmp_path / "run", iterations=2)
+    change = {"digits": {"mean": 0.04, "low": low, "high": high, "p": 0.01, "prompts": 60}}
+    after = {"rewards": {"digits": estimate(0.37)}, "difference": change}
+    rows = [EVALUATION["rows"][0], EVALUATION["rows"][2] | after]
+    (run / "evaluation.json").write_text(json.dumps({"rows": rows}))
+    said = verdict(record := read_run(run), read_evaluation(record))[0]
+    assert sentence in said and "overlap" not in said
+    assert ("no change" in said) == ("no change" in sentence)
 
 
 def test_estimates_without_an_interval(tmp_path):

@@ -57,7 +57,7 @@ def plain_png(width: int, height: int) -> bytes:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     with server_process(tmp_path_factory.mktemp("server"), **OPTIONS) as process:
-        httpx.post(f"{process.url}/score", json=good(1))  # libraries are loaded
+        waiting.post(f"{process.url}/score", json=good(1))  # libraries are loaded
         yield process
 
 
@@ -139,7 +139,7 @@ def test_half_a_request_is_not_waited_for(server):
 
     thread = threading.Thread(target=drip, daemon=True)
     thread.start()
-    assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
+    assert waiting.get(f"{server.url}/health").json() == {"status": "ok"}
     waiting.until(lambda: server.files() <= files)
     stop.set()
     thread.join(waiting.HANG)
@@ -156,7 +156,7 @@ def test_connections_beyond_the_limit_are_closed_and_room_is_made(server):
 
     def healthy() -> bool:
         try:
-            return httpx.get(f"{server.url}/health").status_code == 200
+            return waiting.get(f"{server.url}/health").status_code == 200
         except httpx.HTTPError:
             return False
 
@@ -164,7 +164,7 @@ def test_connections_beyond_the_limit_are_closed_and_room_is_made(server):
 
 
 def test_a_kept_connection_may_be_used_again_and_again(server):
-    with httpx.Client() as client:
+    with httpx.Client(timeout=waiting.HANG) as client:
         for _ in range(4):
             assert client.post(f"{server.url}/score", json=good(1)).status_code == 200
             time.sleep(0.2)  # longer in all than headers may take
@@ -179,7 +179,7 @@ def test_the_log_stays_small(server):
             sock.recv(1000)
     for i in range(60):
         prompt = {f"{'k' * 900}{n}": i for n in range(200)}
-        httpx.post(f"{server.url}/score", json={"texts": ["a"], "prompts": [prompt]})
+        waiting.post(f"{server.url}/score", json={"texts": ["a"], "prompts": [prompt]})
     assert server.log.stat().st_size - before < 20_000
 
 

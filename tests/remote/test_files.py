@@ -21,6 +21,7 @@ from mmrl.scoring import Handled, Handling
 from rewards import ByTask, Calibrated, Remote, Segmentation, Svg, jpeg_compressibility
 from rewards.card import PICTURES, Card, card_of
 from rewards.files import NoPath, of_a_request, open_picture, request
+from tests.fixtures import waiting
 from tests.fixtures.reward_servers import b64, good, png, serving
 from tests.fixtures.tiny_image_rewards import TINY_OPTIONS as TINY
 from tests.fixtures.tiny_rewards import pictures
@@ -219,11 +220,9 @@ def test_a_reference_is_compared_at_a_distance(tmp_path):
 
 def test_another_request_is_scored_after_a_refused_one(places):
     with serving({"segmentation": Segmentation()}) as address:
-        import httpx
-
         body = good(1, prompts=[{"mask": str(places[0])}])
         del body["images"]
-        refused = httpx.post(f"{address}/score", json=body | {"texts": ["a"]})
+        refused = waiting.post(f"{address}/score", json=body | {"texts": ["a"]})
         assert refused.status_code == 400 and refused.json()["field"] == "prompts"
         mask = {"mask": [[1, 0], [0, 0]]}
         texts = ["<answer>[[0, 0, 1, 1]]</answer>"]

@@ -12,7 +12,7 @@ import pytest
 
 from mmrl.config import Weighted
 from mmrl.remote.service import ServeOptions, make_app
-from tests.fixtures.reward_servers import b64, good, mean, numbers, picky, png
+from tests.fixtures.reward_servers import b64, good, mean, mutated, numbers, picky, png
 
 REQUESTS = 10_000
 PNG = png()
@@ -58,25 +58,6 @@ def structured(draw: random.Random) -> tuple[bytes, str]:
         body.pop(draw.choice(list(body)))
     whole = body if draw.random() < 0.9 else anything(draw)
     return json.dumps(whole).encode(), "application/json"
-
-
-def mutated(draw: random.Random) -> tuple[bytes, str]:
-    """A good request whose bytes were changed, cut out or doubled."""
-    body = bytearray(json.dumps(good(1)).encode())
-    for _ in range(draw.randint(1, 6)):
-        at = draw.randrange(len(body)) if body else 0
-        change = draw.randrange(4)
-        if change == 0 and body:
-            body[at] = draw.randrange(256)
-        elif change == 1:
-            del body[at : at + draw.randint(1, 60)]
-        elif change == 2:
-            body[at:at] = body[at : at + draw.randint(1, 60)]
-        else:
-            body[at:at] = draw.choice(
-                [b'"', b"[", b"}", b"null", b"-1", b"\r\n", b"--", b"1e999", b"\\ud800", b"\xff"]
-            )
-    return bytes(body), "application/json"
 
 
 def headed(draw: random.Random) -> tuple[bytes, str]:

@@ -6,26 +6,25 @@ from __future__ import annotations
 import gzip
 import os
 import resource
-import socket
 import subprocess
-import time
 from concurrent.futures import ThreadPoolExecutor
 
-import httpx
 import pytest
 
 from mmrl.core.errors import UserError
 from mmrl.remote.service import ServeOptions
 from rewards import Remote
 from rewards.tokens import Tokens
+from tests.fixtures import waiting
 from tests.fixtures.reward_servers import (
     answering,
     good,
     mean,
     numbers,
-    read_request,
+    replying,
     serving,
     spoiling,
+    trickling,
 )
 from tests.fixtures.tiny_rewards import asked, pictures
 
@@ -46,6 +45,39 @@ LIES = {
     "odd ids": (lambda a: a | {"ids": {"a": 1}}, "no list of texts"),
     "no ids": (lambda a: a | {"ids": None}, "another version's server"),
 }
+
+
+def changing(change):
+    """Values of the answer as ``change`` makes them, ids as they were sent."""
+    return spoiling(lambda a: a | {"rewards": {"r": change(a["rewards"]["r"])}})
+
+
+def test_values_that_are_other_samples_are_caught_by_asking_again(caplog):
+    with answering(changing(lambda values: values[::-1])) as liar:
+        assert Remote(liar, name="r")(pictures(3), asked(3)).tolist() == [3, 2, 1]
+        remote = Remote(liar, name="r", retries=0, recheck=1.0)
+        assert remote(pictures(3), asked(3)).isnan().all()
+        assert "mixes samples up" in remote.servers[0].cause and not remote.servers[0].outstanding
+    assert caplog.text.count("mixes samples up") == 1
+
+
+def test_a_reward_that_draws_lots_is_said_and_used(caplog):
+    # like the test servers, the second answer is right for samples in their first order
+    numbers = iter(range(100))
+    with answering(changing(lambda values: [v + next(numbers) for v in values])) as lots:
+        remote = Remote(lots, name="r", recheck=1.0)
+        for _ in range(2):
+            assert remote(pictures(3), asked(3)).isfinite().all()
+    assert caplog.text.count("it draws lots") == 1
+
+
+def test_asking_again_finds_nothing_in_an_honest_server(caplog):
+    with serving({"r": mean}) as honest:
+        remote = Remote(honest, name="r", recheck=1.0, batch_size=2)
+        once = Remote(honest, name="r")(pictures(5), asked(5))
+        assert remote(pictures(5), asked(5)).equal(once)
+        assert remote.servers[0].requests == 3
+    assert not caplog.text
 
 
 @pytest.mark.parametrize("lie", LIES)
@@ -89,28 +121,20 @@ def test_a_weighted_sum_is_bounded_too():
     "ids", [[], ["a"], ["a", "a"], ["a", 1], "ab", {"a": 1}, ["a", "b" * 65], [["a"], ["b"]]]
 )
 def test_ids_that_are_none_are_refused(url, ids):
-    answer = httpx.post(f"{url}/score", json=good(2, ids=ids))
+    answer = waiting.post(f"{url}/score", json=good(2, ids=ids))
     assert answer.status_code == 400 and answer.json()["field"] == "ids"
-    assert httpx.post(f"{url}/score", json=good(2, ids=["a", "b"])).json()["ids"] == ["a", "b"]
+    assert waiting.post(f"{url}/score", json=good(2, ids=["a", "b"])).json()["ids"] == ["a", "b"]
 
 
 # --------------------------------------------------------------------------------------------------
 # what a client reads
 
 
-def replying(head: bytes, body: bytes):
-    def reply(connection: socket.socket) -> None:
-        read_request(connection)
-        connection.sendall(b"HTTP/1.1 200 OK\r\n" + head + b"Connection: close\r\n\r\n" + body)
-
-    return reply
-
-
 @pytest.mark.parametrize("coding", ["gzip", "gzip, gzip", "deflate", "br", "zstd", "x" * 300])
 def test_a_compressed_answer_is_not_opened(coding):
     bomb = gzip.compress(gzip.compress(bytes(2**26)))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with answering(replying(b"Content-Encoding: " + coding.encode() + b"\r\n", bomb)) as liar:
+    with answering(replying(bomb, b"Content-Encoding: " + coding.encode() + b"\r\n")) as liar:
         remote = Remote(liar, retries=0)
         assert remote(pictures(1), asked(1)).isnan().all()
         assert "which was not asked for" in remote.servers[0].cause
@@ -128,26 +152,15 @@ def test_nothing_compressed_is_asked_for():
     assert b"accept-encoding: identity" in heads[0]
 
 
-def headers_for_ever(connection: socket.socket) -> None:
-    """Headers of an answer, a byte now and then: no single read takes long."""
-    read_request(connection)
-    connection.sendall(b"HTTP/1.1 200 OK\r\n")
-    for _ in range(400):
-        connection.sendall(b"X")
-        time.sleep(0.05)
+ENDLESS = {
+    "headers": (b"HTTP/1.1 200 OK\r\n", b"X"),
+    "one continue after the other": (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+}
 
 
-def wait_for_ever(connection: socket.socket) -> None:
-    """One "continue" after the other."""
-    read_request(connection)
-    for _ in range(400):
-        connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
-        time.sleep(0.05)
-
-
-@pytest.mark.parametrize("reply", [headers_for_ever, wait_for_ever])
+@pytest.mark.parametrize("reply", ENDLESS)
 def test_headers_that_never_end_cost_one_time_out(reply):
-    with answering(reply) as liar:
+    with answering(trickling(*ENDLESS[reply])) as liar:
         remote = Remote(liar, timeout=0.4, retries=2)
         assert remote(pictures(1), asked(1)).isnan().all()
         assert "no answer within 0.4 s" in remote.servers[0].cause

@@ -27,7 +27,9 @@ from tests.fixtures.reward_servers import (
     mean,
     numbers,
     ones,
+    read_all,
     saying,
+    send_ok,
     serving,
     silence,
     words,
@@ -381,27 +383,9 @@ def test_one_of_two_dies_in_the_middle():
                 hanging_up(connection)
                 died.set()
                 return
-            request = b""
-            while b"\r\n\r\n" not in request:
-                request += connection.recv(1 << 20)
-            head, _, body = request.partition(b"\r\n\r\n")
-            length = int(
-                next(
-                    r for r in head.lower().split(b"\r\n") if r.startswith(b"content-length")
-                ).split(b":")[1]
-            )
-            while len(body) < length:
-                body += connection.recv(1 << 20)
-            kind = next(
-                r for r in head.split(b"\r\n") if r.lower().startswith(b"content-type")
-            ).split(b": ")[1]
-            answer = waiting.post(
-                f"{real}/score", content=body, headers={"content-type": kind.decode()}
-            ).content
-            connection.sendall(
-                b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(answer)
-            )
-            connection.sendall(answer)
+            headers, body = read_all(connection)
+            kind = {"content-type": headers[b"content-type"].decode()}
+            send_ok(connection, waiting.post(f"{real}/score", content=body, headers=kind).content)
 
         with answering(reply) as first:
             remote = Remote(

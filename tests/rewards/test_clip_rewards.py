@@ -156,6 +156,7 @@ def test_openai_weights_get_the_activation_they_were_trained_with(
     asked_for = {}
     tiny = open_clip.create_model(f"local-dir:{save_tiny_clip(tmp_path / 'clip')}")
     monkeypatch.setattr(_clip, "_shared", {})
+    monkeypatch.setattr(_clip, "check_repository", lambda _: None)  # as if the cache had it
     monkeypatch.setattr(
         open_clip, "create_model", lambda *names, **options: asked_for.update(options) or tiny
     )
@@ -176,8 +177,12 @@ def test_openai_weights_get_the_activation_they_were_trained_with(
             "unknown open_clip model .*; did you mean 'ViT-L-14-quickgelu'",
         ),
         ("ViT-L-14", "opneai", "has no weights 'opneai'; did you mean 'openai'"),
-        ("ViT-L-14", "openai", r"Download it once .*create_model\('ViT-L-14', 'openai'\)"),
-        ("hf-hub:nobody/nothing", "", "open_clip_config.json and open_clip_model.safetensors"),
+        ("ViT-L-14", "openai", "`hf download timm/vit_large_patch14_clip_224.openai` where"),
+        (
+            "hf-hub:nobody/nothing",
+            "",
+            "'nobody/nothing' is not in the cache .*the path of a folder",
+        ),
         ("/no/such/folder", "", "no such folder: /no/such/folder"),
     ],
 )

@@ -4,13 +4,12 @@ gives."""
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.fixtures import warm
+
 PROGRAM = """
 import json, sys
 import torch
@@ -44,17 +43,13 @@ print(json.dumps({"values": lists, "state": scorer.state_dict()}))
 """
 
 
-def start(rank: int, world: int, file: Path) -> subprocess.Popen:
-    command = [sys.executable, "-c", PROGRAM, str(rank), str(world), str(file)]
-    return subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+def start(rank: int, world: int, file: Path) -> warm.Process:
+    return warm.start(["-c", PROGRAM, rank, world, file])
 
 
-def said_by(process: subprocess.Popen) -> dict:
-    output, errors = process.communicate(timeout=300)
-    assert process.returncode == 0, errors
-    return json.loads(output.splitlines()[-1])
+def said_by(process: warm.Process) -> dict:
+    assert process.wait() == 0, process.stderr
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 def test_two_processes_pay_what_one_pays(tmp_path):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,10 +18,10 @@ from rewards._clip import load_clip
 from rewards.card import card_of
 from rewards.embedding import Head, load_head
 from rewards.tools.fit_heads import Recipe, accuracy, fit_preferences, fit_ratings
+from tests.fixtures.command import program
 from tests.fixtures.tiny_rewards import TINY, pictures, save_tiny_clip
 
 WIDTH = TINY["embed_dim"]
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -187,13 +185,8 @@ def test_the_program_fits_heads_that_the_reward_reads(clip, tmp_path):
     data = tmp_path / "pairs.jsonl"
     data.write_text("\n".join(json.dumps(row) for row in rows))
     out = tmp_path / "heads"
-    command = [sys.executable, "-m", "rewards.tools.fit_heads", str(data), str(out)]
-    done = subprocess.run(
-        [*command, "--clip", clip, "--count", "2", "--steps", "200"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    command = ["rewards.tools.fit_heads", data, out, "--clip", clip]
+    done = program(*command, "--count", "2", "--steps", "200")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["accuracy"] == 1.0
     files = [str(out / f"head_{i}.safetensors") for i in range(2)]
@@ -202,7 +195,7 @@ def test_the_program_fits_heads_that_the_reward_reads(clip, tmp_path):
     scores = Scorer({"taste": reward})(greys, [{"text": "x"}] * 2)["taste"]
     assert scores[1] > scores[0]
     data.write_text('{"text": "x"}')
-    wrong = subprocess.run([*command, "--clip", clip], cwd=ROOT, capture_output=True, text=True)
+    wrong = program(*command)
     assert wrong.returncode == 1 and "pairs.jsonl:1 has neither" in wrong.stderr
 
 

@@ -1,5 +1,5 @@
 """The time that a verifiable reward takes grows no faster than what it looks at, whatever a model
-writes: an answer twice as long takes about twice as long."""
+writes: an answer four times as long takes about four times as long."""
 
 from __future__ import annotations
 
@@ -86,7 +86,8 @@ PIECES = (
 assert LONGEST > 12_000
 LONG = 12_000  # below LONGEST, behind which nothing is looked at
 NOTHING = 0.06  # seconds of a processor: growth is not looked at below
-RATIO = 3.0  # between linear, 2, and quadratic, 4
+TIMES = 4  # as long as the short text
+RATIO = 9.0  # between linear, 4, and quadratic, 16: a loaded processor may double either
 
 
 def text_of(wrap: str, piece: str, length: int) -> str:
@@ -102,9 +103,11 @@ def seconds(reward, text: str, prompt) -> float:
 
 
 def grows(reward, short: str, long: str, prompt) -> bool:
-    """Whether the longer text takes more than it should: looked at again where it seems so."""
-    for _ in range(4):
-        after = seconds(reward, long, prompt)
+    """Whether the longer text takes more than it should: the best of up to six, for others who
+    use the processor only add."""
+    after = math.inf
+    for _ in range(6):
+        after = min(after, seconds(reward, long, prompt))
         if after < NOTHING or after < RATIO * seconds(reward, short, prompt):
             return False
     return True
@@ -126,16 +129,18 @@ def without_processes(monkeypatch):
 
     for worker in (answers.REPAIRER, maths.WORKER, svg.WORKER, writing.WORKER):
         monkeypatch.setattr(worker, "ask", nothing)
+    yield
+    maths._equal.cache_clear()  # "no answer" is remembered of answers
 
 
-def guilty(name: str, wrap: str, **options: str) -> list[str]:
-    """The pieces whose repetition takes more than its share."""
+def guilty(name: str, wrap: str, pieces=PIECES, **options: str) -> list[str]:
+    """Those of the pieces whose repetition takes more than its share."""
     reward = REWARDS.build(name, **SMALLEST[name][0] | options)
     prompt = prompts_of(name)[0] if name != "svg" else {"image": Image.new("RGB", (8, 8))}
     return [
         piece
-        for piece in PIECES
-        if grows(reward, *(text_of(wrap, piece, n) for n in (LONG // 2, LONG)), prompt)
+        for piece in pieces
+        if grows(reward, *(text_of(wrap, piece, n) for n in (LONG // TIMES, LONG)), prompt)
     ]
 
 
@@ -160,17 +165,26 @@ def test_so_does_one_with_other_options(name, options, without_processes):
 @pytest.mark.parametrize("wrap", WRAPS[1:])
 @pytest.mark.parametrize("name", NAMES)
 def test_so_does_one_in_tags(name, wrap, without_processes):
-    assert not guilty(name, wrap)
+    """Every piece in every pair of tags, and every reward in all of them: tags are taken off by
+    what all share, so a piece in tags is tried with a sixth of the rewards."""
+    others = len(WRAPS) - 1
+    assert not guilty(
+        name, wrap, PIECES[(NAMES.index(name) + WRAPS.index(wrap)) % others :: others]
+    )
 
 
 def test_such_growth_would_be_seen():
-    """By cubes, 8 times as long: a loaded processor may take 4 for less than 3."""
+    """By cubes, 64 times as long, and by squares, 16 times."""
 
     def cubes(texts, prompts):
         return [float(sum(1 for _ in range(len(texts[0]) ** 3 // 400_000)))]
 
-    assert grows(cubes, "a" * 6000, "a" * 12_000, {})
-    assert not grows(Grounding(), "a" * 6000, "a" * 12_000, {"boxes": [[0, 0, 1, 1]]})
+    def squares(texts, prompts):
+        return [float(sum(1 for _ in range(len(texts[0]) ** 2 // 30)))]
+
+    assert grows(cubes, "a" * 3000, "a" * 12_000, {})
+    assert grows(squares, "a" * 3000, "a" * 12_000, {})
+    assert not grows(Grounding(), "a" * 3000, "a" * 12_000, {"boxes": [[0, 0, 1, 1]]})
 
 
 # --------------------------------------------------------------------------------------------------

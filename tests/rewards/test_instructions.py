@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -26,8 +24,7 @@ from rewards.tools.instructions import (
     twins,
     written,
 )
-
-ROOT = Path(__file__).parents[2]
+from tests.fixtures.command import program
 
 
 class Scripted:
@@ -239,11 +236,11 @@ def test_files_are_read_and_written(tmp_path, monkeypatch, capsys):
 def test_the_program_augments_pictures(tmp_path):
     Image.new("RGB", (8, 8), (90, 90, 90)).save(tmp_path / "a.png")
     (tmp_path / "data.jsonl").write_text(json.dumps({"text": "What?", "image": "a.png"}))
-    command = [sys.executable, "-m", "rewards.tools.instructions", "twins"]
+    command = ["rewards.tools.instructions", "twins"]
     files = [str(tmp_path / "data.jsonl"), str(tmp_path / "twins.jsonl")]
-    done = subprocess.run([*command, *files, "--augment"], cwd=ROOT, capture_output=True, text=True)
+    done = program(*command, *files, "--augment")
     assert done.returncode == 0, done.stderr
     made_rows = read(tmp_path / "twins.jsonl")
     assert len(made_rows) == 2 and Path(made_rows[1]["images"][0]).is_file()
-    wrong = subprocess.run([*command, *files], cwd=ROOT, capture_output=True, text=True)
+    wrong = program(*command, *files)
     assert wrong.returncode == 1 and wrong.stderr.startswith("error: twins are")

@@ -108,10 +108,13 @@ class Boxes:
     """Needs more when it is strict."""
     def __init__(self, lazy: bool = False):
         raise AssertionError("built although the data lacks what it needs")
+    def __call__(self, media, prompts):
+        return []
 
 @POLICIES.register("must_not_be_built")
 class Never:
     capabilities = Capabilities("categorical", makes="text")
+    rollout = decode = None
     def __init__(self):
         raise AssertionError("the model was loaded before the data was looked at")
 '''

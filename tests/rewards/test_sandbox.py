@@ -1,5 +1,6 @@
 """Answers made to hang or kill what reads them cost their own sample and nothing else."""
 
+import math
 import os
 import re
 import signal
@@ -66,6 +67,17 @@ def test_a_frozen_answer_is_unparseable_and_its_neighbours_are_scored(monkeypatc
     verdicts = Maths().verdicts(texts, [{"answer": "x^2+1"}] * 3)
     assert [verdict.score for verdict in verdicts] == [1, 0, 1]
     assert verdicts[1].status == "unparseable"
+
+
+def test_a_bad_moment_of_the_process_does_not_spoil_a_prompt_for_the_run(monkeypatch):
+    def nothing(*question):
+        raise Broken
+
+    prompt = {"answer": r"\frac{3}{7}"}
+    with monkeypatch.context() as patch:
+        patch.setattr(maths.WORKER, "ask", nothing)
+        assert math.isnan(Maths().verdicts([r"\boxed{1}"], [prompt])[0].score)
+    assert Maths().verdicts([r"\boxed{3/7}"], [prompt])[0].score == 1
 
 
 @pytest.mark.parametrize(

@@ -152,7 +152,8 @@ def test_a_repetition_finds_the_number_the_fault_had_hidden(faulty, fault):
 def test_a_run_stops_or_goes_on_as_configured(faulty):
     told(faulty, "error", every=1)
     with pytest.raises(
-        UserError, match=f"'far' could not score .* {B} samples, more than max_failures"
+        UserError,
+        match=f"'far' could not score .* {B} samples, more than train.max_reward_failure_rate",
     ):
         Scorer({"far": asking(faulty)}, max_failures=0.5)(MEDIA, ASKED)
     with pytest.raises(

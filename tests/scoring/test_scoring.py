@@ -152,7 +152,7 @@ def test_too_many_failures_stop_with_reward_count_cause_place_and_remedy():
         "RuntimeError: the judge is out",
         f"{__file__}:",
         "'prompt 4'",
-        "max_failures",
+        "train.max_reward_failure_rate",
     ):
         assert part in str(caught.value)
     with pytest.raises(UserError, match="1 of 8 samples.*it returned nan twice"):

@@ -36,11 +36,11 @@ def test_every_objective_of_flow_models_is_compared():
     files = {find_config(f"digits/{method.config}") for method in bench_methods.METHODS.values()}
     used = {next(iter(yaml.safe_load(file.read_text())["objective"])) for file in files}
     # group losses are for every kind of model and are compared by ``mmrl compare``; supervised
-    # fine-tuning follows no reward
+    # fine-tuning and distillation follow no reward
     alone = {
         name: entry
         for name, entry in OBJECTIVES.items()
-        if not issubclass(entry, GroupLoss) and not entry.supervised
+        if not issubclass(entry, GroupLoss) and not entry.supervised and name != "distill"
     }
     flow = {name for name, entry in alone.items() if entry.needs in ("", "gaussian")}
     assert used == flow and POLICIES["sd3"].capabilities.decisions == "gaussian"
@@ -50,7 +50,10 @@ def test_every_objective_of_flow_models_is_compared():
 def test_a_racer_can_be_read(name):
     config, changes = bench_methods.RACERS[name]
     method = bench_methods.Method(config, "", 1e-4, (*bench_methods.TWENTY, *changes))
-    read(find_config(f"digits/{config}"), method.overrides(0))
+    plain = read(find_config(f"digits/{config}"), method.overrides(0)).plain
+    (policy,) = plain["policy"].values()
+    assert policy["steps"] == 20 and plain["train"]["prompts_per_iteration"] == 2
+    assert config != "branch_grpo" or policy["tree"]["factor"] == 2
 
 
 def test_distances_of_pictures():

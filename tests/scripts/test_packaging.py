@@ -1,6 +1,7 @@
-"""What ``pip install .`` gives: three packages, the command, the configurations, the licence."""
+"""What ``pip install .`` gives: one package with all its parts, the command, the licence."""
 
 import configparser
+import json
 import os
 import re
 import subprocess
@@ -47,18 +48,15 @@ def wheel(tmp_path_factory):
 def test_the_wheel_holds_every_module_config_and_template(wheel):
     held = set(zipfile.ZipFile(wheel).namelist())
     expected = {
-        path.relative_to(ROOT).as_posix()
-        for package in ("mmrl", "rewards", "samplers")
-        for path in (ROOT / package).rglob("*")
+        (Path("mmrl") / path.relative_to(ROOT / (folder if folder == "mmrl" else "."))).as_posix()
+        for folder in ("mmrl", "rewards", "samplers", "configs")
+        for path in (ROOT / folder).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
-    expected |= {
-        f"mmrl/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "configs").rglob("*.yaml")
-    }
     assert expected <= held, f"left out of the wheel: {sorted(expected - held)}"
-    rest = {name for name in held if name.partition("/")[0] not in ("mmrl", "rewards", "samplers")}
+    rest = {name for name in held if name.partition("/")[0] != "mmrl"}
     assert all(".dist-info/" in name for name in rest), (
-        f"only the three packages are installed, not {sorted(rest)}"
+        f"a name of ours at the top of site-packages would break a user's: {sorted(rest)}"
     )
     assert any(name.endswith("licenses/LICENSE") for name in rest)
 
@@ -104,12 +102,12 @@ def installed(wheel, tmp_path_factory):
     )
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
-    def run(program, *words):
+    def run(program, *words, cwd=home):
         done = subprocess.run(
             [str(binaries / program), *words],
             capture_output=True,
             text=True,
-            cwd=home,
+            cwd=cwd,
             check=False,
             env=environment | {"OMP_NUM_THREADS": "1"},
         )
@@ -121,7 +119,8 @@ def installed(wheel, tmp_path_factory):
 
 def test_an_installed_copy_finds_its_own_parts(installed):
     code = (
-        "import mmrl.utils.paths as p, mmrl.monitoring.report.page, rewards, samplers; "
+        "import mmrl.utils.paths as p, mmrl.monitoring.report.page, mmrl.rewards, rewards; "
+        "assert mmrl.rewards is rewards; "
         "print(p.PACKAGE, *p.config_names())"
     )
     place, *names = installed("python", "-c", code).split()
@@ -157,11 +156,59 @@ def test_the_doctor_and_a_tiny_training_run_outside_the_checkout(installed, tmp_
     assert (folder / "metrics.jsonl").read_text().count("\n") >= 1
 
 
-def test_the_version_is_written_once():
+OWN = """
+from rewards_of_mine import shade
+
+
+def redness(media, prompts):
+    print("redness of", __file__)
+    return shade(media)
+"""
+
+
+def test_a_users_modules_of_our_names_are_no_harm(installed, tmp_path):
+    """Every way to start, in a folder that has a ``rewards.py`` and a ``samplers/``."""
+    (tmp_path / "rewards.py").write_text(OWN)
+    (tmp_path / "rewards_of_mine.py").write_text(
+        "def shade(media):\n    return media[:, 0].flatten(1).mean(1)\n"
+    )
+    (tmp_path / "samplers").mkdir()
+    (tmp_path / "samplers" / "__init__.py").write_text("raise RuntimeError('not to be imported')")
+    text = TINY.replace("compressibility: 1.0", 'compressibility: 1.0, "rewards:redness": 1')
+    (tmp_path / "tiny.yaml").write_text(text)
+    torchrun = ["python", "-m", "torch.distributed.run", "--nproc-per-node", "1", "-m", "mmrl"]
+    for start in (["mmrl"], ["python", "-m", "mmrl"], torchrun):
+        assert "clip_score" in installed(*start, "list", "rewards", cwd=tmp_path)
+    launch = ["python", "-m", "accelerate.commands.launch", "--cpu", "-m", "mmrl"]
+    printed = installed(*launch, "train", "tiny.yaml", "run=run", cwd=tmp_path)
+    assert f"redness of {tmp_path / 'rewards.py'}" in printed
+    metrics = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
+    assert 0 < metrics["reward/redness/mean"] < 1
+
+
+def test_the_programs_that_the_docs_start_are_in_the_wheel(installed):
+    pages = "\n".join(page.read_text() for page in (ROOT / "docs").rglob("*.md"))
+    modules = {name for name in re.findall(r"-m (mmrl\.[\w.]+)", pages) if name.islower()}
+    assert {"mmrl.tools.reference_rewards", "mmrl.rewards.tools.fit_heads"} <= modules
+    code = (
+        "import contextlib, runpy, sys\n"
+        "for module in sys.argv[1:]:\n"
+        "    sys.argv = [module, '--help']\n"
+        "    with contextlib.suppress(SystemExit):\n"
+        "        runpy.run_module(module, run_name='__main__', alter_sys=True)\n"
+    )
+    shown = installed("python", "-c", code, *sorted(modules)).lower()
+    assert shown.count("usage") == len(modules), shown
+
+
+def test_the_version_is_written_once(installed):
+    """In mmrl/__init__.py; the metadata are made from it."""
     import mmrl
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["version"] == mmrl.__version__
+    assert "version" not in project and project["dynamic"] == ["version"]
+    code = "import importlib.metadata as m; print(m.version('multimodal-rl'))"
+    assert installed("python", "-c", code).strip() == mmrl.__version__
 
 
 def test_remedies_name_the_distribution_and_extras_that_it_has():

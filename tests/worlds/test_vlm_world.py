@@ -228,7 +228,7 @@ def test_packed_questions_are_as_likely_as_alone(folder):
 
 
 def test_hasty_people_leave_a_margin_and_overlook_one_of_a_crowd():
-    from mmrl.worlds.warmup import CROWD, answered, drawn
+    from mmrl.worlds.asking import CROWD, answered, drawn
 
     assert drawn([12, 20, 24, 38], 0.0) == [12, 20, 24, 38]
     assert drawn([12, 20, 24, 38], 0.35) == [8, 14, 28, 44]

@@ -1,10 +1,7 @@
 """The artifact cache: whole or not at all, checked by hash, built once by many processes."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from dataclasses import astuple, fields, make_dataclass, replace
 from pathlib import Path
 
@@ -14,8 +11,7 @@ from mmrl.cli.commands import QUICKSTART
 from mmrl.core.errors import UserError
 from mmrl.core.registry import ARTIFACTS, load_built_in
 from mmrl.worlds import cache, recipes
-
-ROOT = Path(__file__).parents[2]
+from tests.fixtures import warm
 
 
 @pytest.fixture(autouse=True)
@@ -96,14 +92,9 @@ def test_two_processes_build_once(tmp_path):
         "print(cache.fetch('toy', 'r1', build))\n"
     )
     log = tmp_path / "log"
-    command = [sys.executable, "-c", script, str(log)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    running = [
-        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
-        for _ in range(3)
-    ]
-    outputs = {process.communicate(timeout=600)[0] for process in running}
-    assert [process.returncode for process in running] == [0, 0, 0]
+    running = [warm.start(["-c", script, log]) for _ in range(3)]
+    assert [process.wait() for process in running] == [0, 0, 0]
+    outputs = {process.stdout for process in running}
     assert log.read_text() == "built " and len(outputs) == 1
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from mmrl.compare.statistics import holm, interval, paired, spread
+from mmrl.core.statistics import holm, interval, paired, spread
 
 
 def by_loop(table):

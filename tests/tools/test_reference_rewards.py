@@ -1,16 +1,14 @@
 """Rewards of the untrained policy, from the script to a training run that reads them."""
 
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from mmrl.cli.app import app
 from mmrl.core.registry import locate
+from mmrl.tools import reference_rewards
 
-ROOT = Path(__file__).parents[2]
 CONFIG = """
 policy: {sd3: {path: "world:digits/sd3-test", size: 32, steps: 3, lora: 2}}
 data: {prompts: {path: prompts.txt, held_out: 0.3}}
@@ -23,37 +21,32 @@ log: {tensorboard: false}
 """
 
 
-def run(*words, cwd):
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [sys.executable, *map(str, words)],
-        cwd=cwd,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+def run(monkeypatch, *words):
+    monkeypatch.setattr(sys, "argv", ["reference_rewards", *map(str, words)])
+    reference_rewards.main()
 
 
 @pytest.mark.slow
-def test_a_reference_is_measured_and_trained_against(tmp_path):
+def test_a_reference_is_measured_and_trained_against(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     locate("world:digits/sd3-test")
     (tmp_path / "run.yaml").write_text(CONFIG)
     texts = [f"a {color} {digit}" for color in ("red", "blue") for digit in ("one", "two", "six")]
     (tmp_path / "prompts.txt").write_text("\n".join(texts))
-    script = [ROOT / "scripts" / "reference_rewards.py", "run.yaml", "advantage=grpo"]
+    words = ["run.yaml", "advantage=grpo", "--num-samples", 3, "--batch", 2]
     for out in ("reference.jsonl", "again.jsonl"):
-        done = run(*script, "--out", out, "--num-samples", 3, "--batch", 2, cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
+        run(monkeypatch, *words, "--out", out)
     lines = [json.loads(line) for line in (tmp_path / "reference.jsonl").read_text().splitlines()]
     assert {line["text"] for line in lines} < set(texts) and len(lines) >= 3
     assert all(len(line["reward"]) == 3 and max(line["reward"]) < 0 for line in lines)
     assert (tmp_path / "again.jsonl").read_bytes() == (tmp_path / "reference.jsonl").read_bytes()
-    done = run("-m", "mmrl", "train", "run.yaml", "run=first", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    done = run("-m", "mmrl", "train", "first", "--resume", "train.iterations=2", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    trained("run.yaml", "run=first")
+    trained("first", "--resume", "train.iterations=2")
     metrics = (tmp_path / "first" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["iteration"] for line in metrics] == [1, 2]
-    wrong = run(*script, "--out", "x.jsonl", "train.lr=1", cwd=tmp_path)
-    assert wrong.returncode == 1 and "Traceback" not in wrong.stderr
+    with pytest.raises(SystemExit, match="error: .*lr"):
+        run(monkeypatch, *words, "--out", "x.jsonl", "train.lr=1")
+
+
+def trained(*words):
+    assert not app(["train", *words], standalone_mode=False)  # the exit status

@@ -1,9 +1,7 @@
 """States of prompts by a policy's own network, from the script to a data source that reads them."""
 
-import runpy
 import sys
 import warnings
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,9 +9,9 @@ import torch
 
 from mmrl.core.errors import UserError
 from mmrl.run import build
+from mmrl.tools import prompt_states
 from tests.fixtures import tiny_vlms
 
-ROOT = Path(__file__).parents[2]
 CONFIG = """
 policy: {{vlm: {{path: "{path}", max_new_tokens: 4}}}}
 data: {{prompts: {{path: {folder}/prompts.txt, held_out: 0.2}}}}
@@ -41,11 +39,11 @@ def test_states_of_prompts_are_the_policys_own(tmp_path, monkeypatch):
     texts = [f"a {color} {digit}" for color in ("red", "blue") for digit in ("one", "two", "six")]
     (tmp_path / "prompts.txt").write_text("\n".join(texts))
     out = tmp_path / "states.npy"
-    words = ["prompt_states.py", str(run), "--out", str(out), "--batch", "4"]
+    words = ["prompt_states", str(run), "--out", str(out), "--batch", "4"]
     monkeypatch.setattr(sys, "argv", words)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        runpy.run_path(str(ROOT / "scripts" / "prompt_states.py"), run_name="__main__")
+        prompt_states.main()
         session = build.base(run)
     states = np.load(out)
     prompts = list(session.source.train)

@@ -1,0 +1,53 @@
+"""Every command of docs/start.md in its order, in a new folder, as a reader types it; runs are made
+short."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tests.cli.test_docs import DOCS, blocks, check_comparison
+from tests.fixtures.command import mmrl
+
+pytestmark = pytest.mark.slow
+SHORT = ["train.evaluate_every=0", "train.save_every=0", "evaluate.prompts=2"]
+SHORT += ["evaluate.num_samples=2", "train.prompts_per_iteration=2", "train.group_size=4"]
+SHORT += ["train.train_batch_size=8", "train.micro_batch_size=null"]
+COMMANDS = [
+    line
+    for block in blocks(DOCS / "start.md")
+    if block.kind == "sh"
+    for line in block.text.splitlines()
+]
+
+
+def shortened(words: list[str]) -> list[str]:
+    """The same command at a size that takes seconds."""
+    if words[0] == "train" and "--dry-run" not in words:
+        return [*words, *SHORT, "train.iterations=1"]
+    return [*words, "--samples", "8"] if words[0] == "check-reward" else words
+
+
+def test_the_first_hour_works_from_top_to_bottom(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for block in blocks(DOCS / "start.md"):
+        if block.name:
+            (tmp_path / block.name).write_text(block.text)
+    for line in COMMANDS:
+        program, *words = shlex.split(line)
+        assert program == "mmrl", line
+        if words[0] == "compare":  # up to its first run; tests/compare runs one to its end
+            check_comparison([program, *words])
+            continue
+        mmrl(*shortened(words), cwd=tmp_path)
+    assert (tmp_path / "runs/first/report.html").is_file()
+    assert len(list((tmp_path / "pictures").glob("*.png"))) == 4
+    assert "reward/redness" in (tmp_path / "runs/red/metrics.jsonl").read_text()
+
+
+def test_readme_and_start_page_promise_what_there_is():
+    readme = (Path(DOCS).parent / "README.md").read_text()
+    for target in re.findall(r"\]\(([^)#\s]+)", readme):
+        assert (DOCS.parent / target).exists(), f"README.md leads to {target}"
+    assert len(readme.splitlines()) < 60, "README.md is one screen"

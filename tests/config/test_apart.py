@@ -1,0 +1,11 @@
+"""A group of one sample learns from written answers that are losses of their own."""
+
+from mmrl.config.options import Demonstrations, TrainOptions, _warnings
+
+
+def test_one_sample_beside_written_answers_that_are_set_apart_is_no_mistake():
+    options = {"prompts_per_iteration": 2, "group_size": 1, "train_batch_size": 2, "iterations": 1}
+    alone = TrainOptions(**options)
+    apart = TrainOptions(**options, demonstrations=Demonstrations(path="a", apart=True))
+    assert any("nothing would be learned" in text for text in _warnings(alone, False))
+    assert not any("nothing would be learned" in text for text in _warnings(apart, False))

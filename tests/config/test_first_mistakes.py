@@ -1,0 +1,104 @@
+"""What a newcomer writes wrongly on the first day: all of it is said at once, in good English."""
+
+from __future__ import annotations
+
+import textwrap
+
+import pytest
+
+from mmrl.config import build
+from mmrl.core.errors import UserError, a_or_an
+from mmrl.core.registry import OBJECTIVES, OPTIMIZERS, load_built_in, options
+from mmrl.run.build import read
+
+load_built_in()
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """Write a module of the user's into the working directory."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(name, text):
+        (tmp_path / f"{name}.py").write_text(textwrap.dedent(text))
+        return f"{name}.py:Mine"
+
+    return write
+
+
+@pytest.mark.parametrize("future", ["", "from __future__ import annotations\n"])
+def test_a_dataclass_on_a_dataclass_of_ours_has_one_more_option(module, future):
+    """The annotations of the base are of the base's module: the child has not imported Literal."""
+    name = module(
+        f"weighted{len(future)}",
+        future + "from dataclasses import dataclass\n"
+        "from mmrl.objectives.forward_process.awm import AWM\n"
+        "@dataclass\nclass Mine(AWM):\n    extra: float = 1.0\n",
+    )
+    objective = build({name: {"extra": 2, "weighting": "t"}}, OBJECTIVES)
+    assert (objective.extra, objective.weighting, objective.clip_range) == (2.0, "t", 1.0)
+    with pytest.raises(UserError, match="weighting: expected one of 'uniform', 't'"):
+        build({name: {"weighting": "x"}}, OBJECTIVES)
+
+
+def test_a_dataclass_on_a_class_with_a_constructor_has_its_options_too(module):
+    name = module(
+        "gradient",
+        """
+        from __future__ import annotations
+        from dataclasses import dataclass
+        from mmrl.objectives.policy_gradient import PolicyGradient
+
+        @dataclass
+        class Middle(PolicyGradient):
+            margin: float = 0.5
+
+        @dataclass
+        class Mine(Middle):
+            extra: float = 1.0
+        """,
+    )
+    objective = build(
+        {name: {"extra": 2, "timestep_selection": "random", "kl": 0.1, "margin": 3}}, OBJECTIVES
+    )
+    assert (objective.extra, objective.margin, objective.kl.weight) == (2.0, 3.0, 0.1)
+    assert objective.timestep_selection == "random" and objective.snapshots == ("ref",)
+    assert {"surrogate", "clip_range", "margin", "extra"} <= set(options(type(objective)))
+
+
+def test_articles():
+    with pytest.raises(UserError, match="expected an optimizer, name or"):
+        build(3, OPTIMIZERS)
+    names = ("objective", "SDE type", "estimator", "reward", "policy", "artifact", "LoRA", "user")
+    assert [a_or_an(name).split()[0] for name in names] == "an an an a a an a a".split()
+
+
+FILE = """\
+polcy: {sd3: {}}
+policy: {sd3: {path: "world:digits/sd3-test", stepz: 3}}
+data: digits
+objective: {policy_gradient: {clip_rang: 1e-4}}
+train: 3
+"""
+
+
+def test_an_unknown_section_hides_no_other_mistake(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(FILE)
+    with pytest.raises(UserError) as raised:
+        read(path, ["nowhere.x=1", "log.evry=2"])
+    lines = str(raised.value).splitlines()
+    assert lines[0] == "7 problems:"
+    parts = ("nowhere", "polcy", "stepz", "'reward' is missing", "clip_rang", "log.evry")
+    for part in (*parts, "train: expected options, {option: value}, got 3"):
+        assert sum(part in line for line in lines) == 1, part
+    # a known mistake is not followed by everything else that could be written
+    assert "did you mean 'steps'?" in str(raised.value) and len(max(lines, key=len)) < 300
+
+
+def test_a_broken_plug_in_is_said_before_the_names_it_would_have_registered(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(FILE + "plugins: missing.py\n")
+    with pytest.raises(UserError, match="missing.py") as raised:
+        read(path, [])
+    assert "stepz" not in str(raised.value) and "polcy" in str(raised.value)

@@ -1,0 +1,173 @@
+"""Pictures as they are in the wild become what people expect: upright 8-bit RGB, or a sentence."""
+
+import io
+
+import numpy as np
+import pytest
+from PIL import Image, ImageCms
+
+from mmrl.core import pictures
+from mmrl.core.pictures import (
+    PictureError,
+    check_size,
+    eight_bits,
+    full_size,
+    limit,
+    note_of,
+    opened,
+    raise_limit,
+    rgb_picture,
+    upright_size,
+)
+from mmrl.policies.vlm.media import open_image
+from rewards.judged import prompt_pictures
+
+RED = (200, 30, 40)
+
+
+def encoded(image: Image.Image, kind: str = "PNG", **options) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def pixel(source, at=(1, 1)):
+    return rgb_picture(source).getpixel(at)
+
+
+def test_modes_of_eight_bits():
+    assert pixel(encoded(Image.new("L", (4, 4), 77))) == (77, 77, 77)
+    assert pixel(encoded(Image.new("1", (4, 4), 1))) == (255, 255, 255)
+    palette = Image.new("RGB", (4, 4), RED).convert("P", palette=Image.Palette.ADAPTIVE)
+    assert pixel(encoded(palette)) == RED
+    assert pixel(Image.new("RGB", (4, 4), RED)) == RED
+    near = pixel(encoded(Image.new("CMYK", (8, 8), (0, 255, 255, 0)), "JPEG"))
+    assert near[0] > 240 and max(near[1:]) < 15
+
+
+def test_cmyk_with_a_profile_is_converted_by_it_and_a_damaged_one_is_left_aside(monkeypatch):
+    image = Image.new("CMYK", (4, 4), (0, 255, 255, 0))
+    image.info["icc_profile"] = b"no profile"
+    assert pixel(image) == (255, 0, 0)
+    asked = []
+    monkeypatch.setattr(ImageCms, "ImageCmsProfile", lambda stream: stream.read())
+
+    def converted(picture, source, target, outputMode):
+        asked.append((source, outputMode))
+        return Image.new("RGB", picture.size, RED)
+
+    monkeypatch.setattr(ImageCms, "profileToProfile", converted)
+    assert pixel(image) == RED and asked == [(b"no profile", "RGB")]
+
+
+def test_transparency_is_laid_on_white():
+    assert pixel(encoded(Image.new("RGBA", (4, 4), (255, 0, 0, 0)))) == (255, 255, 255)
+    half = pixel(encoded(Image.new("RGBA", (4, 4), (255, 0, 0, 128))))
+    assert half[0] == 255 and 120 < half[1] < 135
+    assert pixel(encoded(Image.new("LA", (4, 4), (0, 0)))) == (255, 255, 255)
+    palette = Image.new("P", (4, 4))
+    assert pixel(encoded(palette, transparency=0)) == (255, 255, 255)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "TIFF"])
+@pytest.mark.parametrize("bits", [10, 12, 16])
+def test_more_than_eight_bits_are_scaled_by_their_range(kind, bits):
+    values = np.linspace(0, 2**bits - 1, 64 * 64).reshape(64, 64).astype(np.uint16)
+    content = encoded(Image.fromarray(values), kind)
+    shown = np.asarray(rgb_picture(content))[..., 0].astype(float)
+    assert np.abs(shown - values.astype(float) * 255 / (2**bits - 1)).max() <= 1
+    assert (shown == 255).mean() < 0.01, "they are not white"
+    assert note_of(opened(content)) == "more than 8 bits a value, scaled by their range"
+
+
+def test_ranges_of_numbers():
+    def scaled(*values, dtype=np.float32):
+        return eight_bits(np.array([values], dtype=dtype))[0].tolist()
+
+    assert scaled(0.0, 0.5, 1.0) == [0, 128, 255]
+    assert scaled(0, 100, 255, dtype=np.int32) == [0, 100, 255]
+    assert scaled(-1.0, 0.0, 1.0) == [0, 128, 255]
+    assert scaled(0, 10**6, dtype=np.int32) == [0, 255]
+    assert scaled(0.0, np.nan, 1.0) == [0, 0, 255] and scaled(-3.0, -3.0) == [0, 0]
+    assert scaled(0, 1, dtype=np.int32) == [0, 1], "a picture that is almost black stays so"
+
+
+def test_exif_turns_a_picture_and_its_size():
+    image = Image.new("RGB", (20, 10), RED)
+    for orientation, size in ((6, (10, 20)), (3, (20, 10)), (1, (20, 10))):
+        exif = image.getexif()
+        exif[0x0112] = orientation
+        content = encoded(image, "JPEG", exif=exif)
+        assert rgb_picture(content).size == size == upright_size(opened(content))
+        assert ("turned" in note_of(opened(content))) == (orientation != 1)
+
+
+@pytest.mark.parametrize("kind", ["GIF", "PNG", "WEBP"])
+def test_of_an_animation_the_first_frame_is_taken(kind):
+    later = [Image.new("RGB", (8, 8), (0, 0, 255))]
+    content = encoded(
+        Image.new("RGB", (8, 8), (255, 0, 0)), kind, save_all=True, append_images=later
+    )
+    assert pixel(content)[0] > 240 and "the first frame" in note_of(opened(content))
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "TIFF", "GIF"])
+def test_what_is_cut_off_or_no_picture_is_a_sentence(kind):
+    noise = Image.effect_noise((200, 200), 60).convert("RGB")
+    content = encoded(noise, kind)
+    for broken in (content[: len(content) // 2], content[:3], b"", b"<html></html>"):
+        with pytest.raises(PictureError) as error:
+            rgb_picture(broken)
+        assert str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.fixture
+def ceiling(monkeypatch):
+    """PIL's setting is put back."""
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", Image.MAX_IMAGE_PIXELS)
+
+
+def test_pictures_larger_than_the_limit_are_refused_before_they_are_decoded(ceiling, monkeypatch):
+    large = encoded(Image.new("1", (15000, 12000)))
+    words = "180,000,000 pixels is larger than data.max_pixels, 178,956,970 .* raise data.max"
+    with pytest.raises(PictureError, match=words):
+        rgb_picture(large)
+    with pytest.raises(PictureError, match="10 x 10 = 100 pixels is larger than .*, 99 "):
+        check_size(Image.new("RGB", (10, 10)), 99)
+    assert limit() == pictures.MOST_PIXELS == 178_956_970
+    raise_limit(150_000_000)
+    assert limit() == 178_956_970, "it is never lowered"
+    raise_limit(180_000_001)
+    check_size(opened(large))
+    assert limit() == 180_000_002, "PIL's own setting counts in halves"
+
+
+@pytest.mark.parametrize("turn, sides", [(1, (1200, 800)), (6, (800, 1200))])
+def test_of_a_huge_jpeg_no_more_is_decoded_than_is_used(ceiling, monkeypatch, turn, sides):
+    image = Image.radial_gradient("L").resize((1200, 800)).convert("RGB")
+    exif = image.getexif()
+    exif[0x0112] = turn
+    content = encoded(image, "JPEG", exif=exif)
+    whole = rgb_picture(content, 50_000)
+    assert whole.size == full_size(whole) == sides, "below the limit nothing changes"
+    monkeypatch.setattr(pictures, "MOST_PIXELS", 900_000)
+    part = rgb_picture(content, 50_000)
+    assert part.size == tuple(side // 4 for side in sides) and full_size(part) == sides
+    near = np.asarray(whole.resize(part.size), dtype=float) - np.asarray(part, dtype=float)
+    assert np.abs(near).mean() < 3
+    assert rgb_picture(content).size == rgb_picture(content, 900_001).size == sides
+    assert rgb_picture(encoded(image), 50_000).size == (1200, 800), "PNG knows no parts"
+
+
+def test_large_pictures_below_the_limit_are_read_without_a_warning(recwarn):
+    opened(encoded(Image.new("1", (10000, 9500))))
+    assert not [warning for warning in recwarn if "Decompression" in str(warning.category)]
+
+
+def test_policies_and_rewards_see_the_same_picture(tmp_path):
+    values = np.linspace(0, 65535, 16 * 16).reshape(16, 16).astype(np.uint16)
+    Image.fromarray(values).save(tmp_path / "deep.png")
+    prompt = {"text": "what?", "images": [str(tmp_path / "deep.png")]}
+    shown = np.asarray(open_image(prompt["images"][0], prompt))
+    (judged,) = prompt_pictures(prompt)
+    assert np.array_equal(shown, np.asarray(judged)) and 100 < shown.mean() < 150
