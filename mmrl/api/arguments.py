@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mmrl.config.options import capabilities_of
+from mmrl.config.unfit import capabilities_of
 from mmrl.core.errors import UserError
 from mmrl.core.registry import DATA, POLICIES, options
 from mmrl.core.types import Prompt

@@ -15,7 +15,8 @@ from mmrl.api.isolation import isolated
 from mmrl.api.media import Samples, shown
 from mmrl.api.processes import check_whole, whole, writes
 from mmrl.config import Config
-from mmrl.config.options import TrainOptions, arithmetic
+from mmrl.config.options import TrainOptions
+from mmrl.config.plan import arithmetic
 from mmrl.core.errors import UserError
 from mmrl.core.registry import DATA, POLICIES
 from mmrl.core.types import Prompt

@@ -16,7 +16,7 @@ from typing import Any
 from mmrl import config
 from mmrl.audit.places import named
 from mmrl.config import Config, import_plugins
-from mmrl.config.options import capabilities_of
+from mmrl.config.unfit import capabilities_of
 from mmrl.core.errors import UserError
 from mmrl.core.registry import DATA, POLICIES, load_built_in
 from mmrl.core.types import Prompt, Reward

@@ -16,7 +16,8 @@ from annotated_types import Ge
 
 from mmrl import config
 from mmrl.benchmarks.items import Benchmark, Item
-from mmrl.config.options import TrainOptions, arithmetic
+from mmrl.config.options import TrainOptions
+from mmrl.config.plan import arithmetic
 from mmrl.core import distributed
 from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES

@@ -27,6 +27,13 @@ RunFolder = Annotated[
     Path,
     typer.Argument(help="Folder that `mmrl train` named.", autocompletion=completion.of_runs),
 ]
+RunOrConfig = Annotated[
+    Path,
+    typer.Argument(
+        help="A run folder (trained model) or a configuration (base model).",
+        autocompletion=completion.of_runs_and_configs,
+    ),
+]
 At = Annotated[
     str | None,
     typer.Option("--checkpoint", help="Name such as iteration-000050; default: the newest."),
@@ -162,13 +169,7 @@ def rerun(
 
 @app.command()
 def evaluate(
-    path: Annotated[
-        Path,
-        typer.Argument(
-            help="A run folder, or a configuration to measure its base model.",
-            autocompletion=completion.of_runs_and_configs,
-        ),
-    ],
+    path: RunOrConfig,
     overrides: Overrides = None,
     checkpoint: At = None,
     best_of: BestOf = None,
@@ -202,13 +203,7 @@ def evaluate(
 
 @app.command()
 def sample(
-    path: Annotated[
-        Path,
-        typer.Argument(
-            help="A run folder (trained model) or a configuration (base model).",
-            autocompletion=completion.of_runs_and_configs,
-        ),
-    ],
+    path: RunOrConfig,
     overrides: Overrides = None,
     prompt: Annotated[
         list[str] | None, typer.Option("--prompt", "-p", help="May be given several times.")
@@ -255,13 +250,7 @@ def sample(
 
 @app.command()
 def label(
-    path: Annotated[
-        Path,
-        typer.Argument(
-            help="A run folder (trained model) or a configuration (base model).",
-            autocompletion=completion.of_runs_and_configs,
-        ),
-    ],
+    path: RunOrConfig,
     overrides: Overrides = None,
     file: Annotated[Path, typer.Option("--out", "-o", help="New .jsonl file.")] = Path(
         "pairs.jsonl"

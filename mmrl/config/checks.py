@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from mmrl.config.building import raise_all, resolve_rewards, unplaceable
 from mmrl.config.needs import missing_fields, without_gradient, without_memory, wrong_media
-from mmrl.config.options import (
-    EvaluateOptions,
-    TrainOptions,
-    impossible,
+from mmrl.config.options import EvaluateOptions, TrainOptions
+from mmrl.config.overrides import PLUGGED
+from mmrl.config.plan import impossible
+from mmrl.config.presets import unsuited_preset
+from mmrl.config.schema import BAD, Resolved, construct, convert, resolve, resolve_call
+from mmrl.config.unfit import (
     not_to_be_skipped,
     pathless,
     renamed_rows,
@@ -26,9 +28,6 @@ from mmrl.config.options import (
     unweighable,
     without_average,
 )
-from mmrl.config.overrides import PLUGGED
-from mmrl.config.presets import unsuited_preset
-from mmrl.config.schema import BAD, Resolved, construct, convert, resolve, resolve_call
 from mmrl.config.values import Location, Place, exists, is_pattern, show
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS, Plugin, import_file, import_module, is_safe

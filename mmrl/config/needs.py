@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from mmrl.config.options import capabilities_of
+from mmrl.config.unfit import capabilities_of
 from mmrl.core.registry import Plugin
 from rewards.card import card_of
 

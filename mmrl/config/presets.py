@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mmrl.config.options import capabilities_of
+from mmrl.config.unfit import capabilities_of
 from mmrl.config.yamltext import read
 from mmrl.core.errors import UserError, suggest
 

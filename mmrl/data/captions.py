@@ -26,6 +26,26 @@ FILES = ("answer", "file_name", "image", "video", "file", "path", "img", "jpg", 
 TEXTS = ("text", "caption", "prompt")
 
 
+class Captioned(Intake):
+    """Reads pictures with captions, and says what was expected where there are none."""
+
+    def prompts(self, part: Part) -> list[Prompt]:
+        try:
+            return super().prompts(part)
+        except UserError as error:
+            if ": no row" not in str(error) or self.summary.read:
+                raise
+            raise UserError(_expected(self.request.path)) from error
+
+    def divided(self, *arguments: Any) -> tuple[list[Prompt], list[Prompt]]:
+        try:
+            return super().divided(*arguments)
+        except UserError as error:
+            if "no rows there" not in str(error):
+                raise
+            raise UserError(_expected(self.request.path)) from error
+
+
 @DATA.register("captions")
 class Captions:
     """Read pictures or videos with captions, to learn from: a folder, any table of rows, the Hub.
@@ -43,7 +63,9 @@ class Captions:
     max_pixels: of a picture; a larger one is broken.
     """
 
-    fields = ("text", "answer")
+    fields: tuple[str, ...] = ("text", "answer")
+    intake: type[Intake] = Captioned
+    divided_by = "the caption"
     train: list[Prompt]
     held_out: list[Prompt]
 
@@ -67,9 +89,9 @@ class Captions:
         )
         self.columns = request.columns
         self.folder = request.folder
-        pictures = _pictures if scan else None
-        intake = _Captioned(request, self._prompt, broken, pictures, max_pixels=max_pixels)
-        self.train, self.held_out = intake.divided(held_out, SPLIT, by_text, "the caption")
+        pictures = self._pictures if scan else None
+        intake = self.intake(request, self._prompt, broken, pictures, max_pixels=max_pixels)
+        self.train, self.held_out = intake.divided(held_out, SPLIT, by_text, self.divided_by)
 
     def _prompt(self, place: str, row: Any) -> Prompt:
         if not isinstance(row, Mapping):
@@ -78,28 +100,19 @@ class Captions:
         file = _first(named, FILES, (str, bytes, Mapping))
         text = _first(named, TEXTS, (str,))
         rest = {key: value for key, value in named.items() if key not in (file, text)}
-        folder = _beside(place, self.folder)
+        folder = self._beside(place)
         return rest | {"text": named[text].strip(), "answer": medium(named[file], folder)}
 
+    def _pictures(self, prompt: Prompt) -> list[Any]:
+        """Return what a scan opens of a row: videos are left to the run."""
+        answer = prompt["answer"]
+        video = isinstance(answer, str) and answer.lower().endswith(VIDEOS)
+        return [] if video else [content_of(answer)]
 
-class _Captioned(Intake):
-    """Reads pictures with captions, and says what was expected where there are none."""
-
-    def prompts(self, part: Part) -> list[Prompt]:
-        try:
-            return super().prompts(part)
-        except UserError as error:
-            if ": no row" not in str(error) or self.summary.read:
-                raise
-            raise UserError(_expected(self.request.path)) from error
-
-    def divided(self, *arguments: Any) -> tuple[list[Prompt], list[Prompt]]:
-        try:
-            return super().divided(*arguments)
-        except UserError as error:
-            if "no rows there" not in str(error):
-                raise
-            raise UserError(_expected(self.request.path)) from error
+    def _beside(self, place: str) -> Path:
+        """Return the folder that the paths of a row start in: its table's, where it has one."""
+        table = Path(place.rpartition(":")[0])
+        return table.parent if table.is_file() else self.folder
 
 
 def _expected(path: str) -> str:
@@ -107,18 +120,6 @@ def _expected(path: str) -> str:
         f"{path}: no pictures with captions there; expected a.png beside a.txt, or a "
         f"metadata.jsonl of rows {{file_name, text}}"
     )
-
-
-def _beside(place: str, folder: Path) -> Path:
-    """Return the folder that the paths of a row start in: that of its table, where it has one."""
-    table = Path(place.rpartition(":")[0])
-    return table.parent if table.is_file() else folder
-
-
-def _pictures(prompt: Prompt) -> list[Any]:
-    answer = prompt["answer"]
-    video = isinstance(answer, str) and answer.lower().endswith(VIDEOS)
-    return [] if video else [content_of(answer)]
 
 
 def _first(row: Mapping[str, Any], names: tuple[str, ...], kinds: tuple[type, ...]) -> str:

@@ -6,21 +6,19 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from annotated_types import Ge, Lt
+from PIL.Image import Image
 
 from mmrl.config.preferences import Preferences
-from mmrl.config.values import Location
 from mmrl.core.errors import UserError
 from mmrl.core.registry import DATA
 from mmrl.core.types import Prompt
-from mmrl.data.prompts import SPLIT, decoded
-from mmrl.data.prompts import split as by_text
+from mmrl.data.captions import Captions
+from mmrl.data.prompts import decoded
 from mmrl.data.sources.folders import PICTURES, VIDEOS
-from mmrl.data.sources.intake import Broken, Intake
-from mmrl.data.sources.media import medium
-from mmrl.data.sources.reader import Request
+from mmrl.data.sources.intake import Intake
+from mmrl.data.sources.media import content_of, medium
 from mmrl.data.sources.selection import renamed
 from samplers.noise import Rng
 
@@ -142,7 +140,7 @@ def pairs_of_file(path: Path) -> dict[str, list[tuple[Any, Any]]]:
 
 
 @DATA.register("preferences")
-class PreferencePairs:
+class PreferencePairs(Captions):
     """Read pairs of answers of which one is preferred, as TRL and the Hub have them.
 
     path: a table of rows (.jsonl, .csv, .parquet and the like), a folder, or the id of a data set,
@@ -152,32 +150,13 @@ class PreferencePairs:
     split, or the share of the prompts to hold out; by default 5 %. columns: what values are called,
     {chosen: image_good}. filters: which rows are taken. limit: rows that are read. split, subset,
     revision: of a data set. streaming: read it as it is loaded, up to limit. broken: what happens
-    if rows are.
+    if rows are. scan: open every picture before training. max_pixels: of a picture; a larger one is
+    broken.
     """
 
-    train: list[Prompt]
-    held_out: list[Prompt]
-
-    def __init__(
-        self,
-        path: Location,
-        held_out: Location | Annotated[float, Ge(0), Lt(1)] | None = None,
-        columns: dict[str, str] | None = None,
-        filters: dict[str, Any] | None = None,
-        limit: Annotated[int, Ge(1)] | None = None,
-        split: str | None = None,
-        subset: str | None = None,
-        revision: str | None = None,
-        streaming: bool = False,
-        broken: Broken = "error",
-    ):
-        request = Request(
-            str(path), split, subset, revision, streaming, columns or {}, filters or {}, limit, True
-        )
-        self.columns = request.columns
-        self.folder = request.folder
-        intake = Intake(request, self._prompt, broken)
-        self.train, self.held_out = intake.divided(held_out, SPLIT, by_text, "the prompt")
+    fields = ("text", *SIDES)
+    intake = Intake
+    divided_by = "the prompt"
 
     def _prompt(self, place: str, row: Any) -> Prompt:
         if not isinstance(row, Mapping):
@@ -191,23 +170,30 @@ class PreferencePairs:
                 raise ValueError(
                     f"no {side!r}; this row has {', '.join(map(str, row))}; columns names it"
                 )
-        table = Path(place.rpartition(":")[0])
-        folder = table.parent if table.is_file() else self.folder
+        folder = self._beside(place)
         sides = {side: _placed(answer_of(named[side]), folder) for side in SIDES}
         if same(*sides.values()):
             raise ValueError("chosen and rejected are equal: nothing is preferred")
         rest = {key: value for key, value in named.items() if key not in (name, *SIDES)}
         return rest | {"text": str(answer_of(named[name])).strip()} | sides
 
+    def _pictures(self, prompt: Prompt) -> list[Any]:
+        sides = [prompt[side] for side in SIDES]
+        shown = [each for each in sides if isinstance(each, Image) or _ends(each, PICTURES)]
+        return [content_of(each) for each in shown]
+
 
 def _placed(value: Any, folder: Path) -> Any:
     """Return a text as it is, and a picture or video with its whole path."""
-    if isinstance(value, str):
-        is_file = Path(value[:4096]).suffix.lower() in (*PICTURES, *VIDEOS) and "\n" not in value
-        return medium(value, folder) if is_file else value
-    if isinstance(value, (bytes, Mapping)):
-        return medium(value, folder)
-    return value
+    is_media = isinstance(value, (bytes, Mapping)) or _ends(value, (*PICTURES, *VIDEOS))
+    return medium(value, folder) if is_media else value
+
+
+def _ends(value: Any, suffixes: tuple[str, ...]) -> bool:
+    """Tell whether a value is the path of a file with one of these endings, not an answer."""
+    if not isinstance(value, str) or "\n" in value:
+        return False
+    return Path(value[:4096]).suffix.lower() in suffixes
 
 
 def _words(content: Any) -> Any:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from mmrl import config as configs
-from mmrl.config.options import Plan, TrainOptions, arithmetic
+from mmrl.config.options import TrainOptions
+from mmrl.config.plan import Plan, arithmetic
 from mmrl.config.schema import Resolved, construct, resolve
 from mmrl.core.errors import UserError
 from mmrl.core.registry import OBJECTIVES, POLICIES

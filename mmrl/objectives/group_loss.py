@@ -19,7 +19,8 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from mmrl.config.options import Draws, capabilities_of
+from mmrl.config.options import Draws
+from mmrl.config.unfit import capabilities_of
 from mmrl.core.distributions import Dist
 from mmrl.core.errors import UserError
 from mmrl.core.metrics import observe

@@ -13,7 +13,7 @@ import torch
 from annotated_types import Ge, Gt, Le
 from torch import Tensor
 
-from mmrl.config.options import capabilities_of, unsuited
+from mmrl.config.unfit import capabilities_of, unsuited
 from mmrl.core.distributed import all_gather_rows, all_sum, largest
 from mmrl.core.distributions import Dist, Gaussian
 from mmrl.core.errors import UserError

@@ -16,7 +16,8 @@ import torch
 from annotated_types import Ge, Gt, Le
 from torch import Tensor
 
-from mmrl.config.options import Draws, capabilities_of
+from mmrl.config.options import Draws
+from mmrl.config.unfit import capabilities_of
 from mmrl.core.errors import UserError
 from mmrl.core.metrics import observe
 from mmrl.core.registry import OBJECTIVES, TIMES

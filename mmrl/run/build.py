@@ -17,7 +17,8 @@ import torch
 from mmrl import config
 from mmrl.cluster.options import RayOptions
 from mmrl.config import Config
-from mmrl.config.options import EvaluateOptions, TrainOptions, arithmetic
+from mmrl.config.options import EvaluateOptions, TrainOptions
+from mmrl.config.plan import arithmetic
 from mmrl.config.preferences import Preferences
 from mmrl.core.errors import UserError
 from mmrl.core.hub import check_model, check_repository

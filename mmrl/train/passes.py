@@ -8,7 +8,8 @@ from itertools import chain
 
 import torch
 
-from mmrl.config.options import Plan, TrainOptions
+from mmrl.config.options import TrainOptions
+from mmrl.config.plan import Plan
 from mmrl.core import distributed
 from mmrl.core.errors import UserError
 from mmrl.core.host import sent

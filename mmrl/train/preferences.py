@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -46,6 +46,14 @@ def held_out_preferences(
     if "dpo/loss" in measured:  # the objective's own is a tangent, without the loss's value
         measured["loss"] = measured.pop("dpo/loss")
     return measured
+
+
+def without_rewards(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Leave out of an iteration's metrics what is said of rewards: those of pairs are the same in
+    every iteration. ``samples/left_out`` is the share of answers that the policy cannot give."""
+    told = {name: x for name, x in metrics.items() if not name.startswith(("reward/", "groups/"))}
+    told["samples/left_out"] = told.pop("samples/excluded") / told["samples/total"]
+    return told
 
 
 def _batch(policy: Policy, rollout: Rollout, rewards: Rewards, rows: int, prompts: int) -> Batch:

@@ -16,15 +16,9 @@ from typing import Any
 import torch
 
 from mmrl import advantages
-from mmrl.config.options import (
-    TrainOptions,
-    arithmetic,
-    pathless,
-    renamed_rows,
-    unfit_for_data,
-    unsuited,
-    without_average,
-)
+from mmrl.config.options import TrainOptions
+from mmrl.config.plan import arithmetic
+from mmrl.config.unfit import pathless, renamed_rows, unfit_for_data, unsuited, without_average
 from mmrl.core import distributed
 from mmrl.core.errors import UserError
 from mmrl.core.metrics import Stopwatch
@@ -52,7 +46,7 @@ from mmrl.rollout.stages import (
 from mmrl.train import supervised
 from mmrl.train.batch import Batch
 from mmrl.train.device import Device, MakeOptimizer
-from mmrl.train.preferences import held_out_preferences
+from mmrl.train.preferences import held_out_preferences, without_rewards
 from mmrl.train.reward_weights import RewardWeights, forgetting
 from mmrl.train.update import Update
 from samplers.noise import Rng
@@ -186,6 +180,8 @@ class Trainer:
             metrics |= monitor(
                 Sampled(self.iteration, media, rollout, plain, shaped, sampled, metrics)
             )
+        if isinstance(self.draw, Compared):
+            metrics = without_rewards(metrics)
         return replace(batch, rollout=trained, rewards=weighted, sampled=sampled, metrics=metrics)
 
     def held_out(self, prompts: Sequence[Prompt], seed: int) -> dict[str, float]:

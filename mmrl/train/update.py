@@ -15,7 +15,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from mmrl.config.options import TrainOptions, arithmetic
+from mmrl.config.options import TrainOptions
+from mmrl.config.plan import arithmetic
 from mmrl.core import distributed
 from mmrl.core.metrics import Meter, Stopwatch, observe
 from mmrl.core.types import Rollout

@@ -32,9 +32,9 @@ from mmrl.config.options import (
     SlowFast,
     Speculative,
     TrainOptions,
-    arithmetic,
 )
 from mmrl.config.overrides import SECTIONS
+from mmrl.config.plan import arithmetic
 from mmrl.core.registry import (
     ALL,
     KERNELS,

@@ -1,6 +1,7 @@
 """A group of one sample learns from written answers that are losses of their own."""
 
-from mmrl.config.options import Demonstrations, TrainOptions, _warnings
+from mmrl.config.options import Demonstrations, TrainOptions
+from mmrl.config.plan import _warnings
 
 
 def test_one_sample_beside_written_answers_that_are_set_apart_is_no_mistake():

@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal
 import pytest
 
 from mmrl.config import Config, build, build_dataclass, build_rewards, check, dump, load
-from mmrl.config.options import EvaluateOptions, TrainOptions, arithmetic
+from mmrl.config.options import EvaluateOptions, TrainOptions
+from mmrl.config.plan import arithmetic
 from mmrl.config.schema import convert
 from mmrl.config.values import Place
 from mmrl.config.yamltext import read, write

@@ -15,7 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mmrl.config import build, build_dataclass, build_rewards, check, dump, load
-from mmrl.config.options import EvaluateOptions, TrainOptions, arithmetic
+from mmrl.config.options import EvaluateOptions, TrainOptions
+from mmrl.config.plan import arithmetic
 from mmrl.config.yamltext import read, write
 from mmrl.core import registry
 from mmrl.core.errors import UserError

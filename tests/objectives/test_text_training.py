@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from mmrl import advantages, config
-from mmrl.config.options import TrainOptions, arithmetic
+from mmrl.config.options import TrainOptions
+from mmrl.config.plan import arithmetic
 from mmrl.core import registry
 from mmrl.core.errors import UserError
 from mmrl.core.metrics import Meter

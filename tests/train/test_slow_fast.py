@@ -5,7 +5,8 @@ from functools import partial
 import pytest
 import torch
 
-from mmrl.config.options import SlowFast, arithmetic
+from mmrl.config.options import SlowFast
+from mmrl.config.plan import arithmetic
 from mmrl.core.metrics import Meter
 from mmrl.train.optimizers import sgd
 from tests.fixtures import toys
