@@ -51,7 +51,8 @@ def held_out_preferences(
 def without_rewards(metrics: Mapping[str, float]) -> dict[str, float]:
     """Leave out of an iteration's metrics what is said of rewards: those of pairs are the same in
     every iteration. ``samples/left_out`` is the share of answers that the policy cannot give."""
-    told = {name: x for name, x in metrics.items() if not name.startswith(("reward/", "groups/"))}
+    constant = ("reward/", "groups/")
+    told = {name: mean for name, mean in metrics.items() if not name.startswith(constant)}
     told["samples/left_out"] = told.pop("samples/excluded") / told["samples/total"]
     return told
 
