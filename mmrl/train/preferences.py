@@ -52,9 +52,9 @@ def without_rewards(metrics: Mapping[str, float]) -> dict[str, float]:
     """Leave out of an iteration's metrics what is said of rewards: those of pairs are the same in
     every iteration. ``samples/left_out`` is the share of answers that the policy cannot give."""
     constant = ("reward/", "groups/")
-    told = {name: mean for name, mean in metrics.items() if not name.startswith(constant)}
-    told["samples/left_out"] = told.pop("samples/excluded") / told["samples/total"]
-    return told
+    remaining = {name: mean for name, mean in metrics.items() if not name.startswith(constant)}
+    remaining["samples/left_out"] = remaining.pop("samples/excluded") / remaining["samples/total"]
+    return remaining
 
 
 def _batch(policy: Policy, rollout: Rollout, rewards: Rewards, rows: int, prompts: int) -> Batch:
