@@ -280,11 +280,44 @@ def export(
     run: RunFolder,
     folder: Annotated[Path, typer.Option("--out", "-o", help="New folder.")] = Path("export"),
     checkpoint: At = None,
+    form: Annotated[
+        str,
+        typer.Option("--format", help="Of LoRA weights: diffusers, comfyui or kohya."),
+    ] = "diffusers",
 ) -> None:
     """Write the trained weights for the model's own library (diffusers, peft)."""
     from mmrl.cli import commands
 
-    print(commands.export(run, folder, checkpoint))
+    print(commands.export(run, folder, checkpoint, form))
+
+
+@app.command()
+def convert(
+    adapters: Annotated[
+        list[Path],
+        typer.Argument(metavar="ADAPTER...", help="LoRA files, or folders as `export` writes."),
+    ],
+    base: Annotated[
+        str | None,
+        typer.Option(help="Folder or hub id of the model they are for; peft's name it themselves."),
+    ] = None,
+    form: Annotated[
+        str | None, typer.Option("--format", help="diffusers, comfyui or kohya: of one file.")
+    ] = None,
+    file: Annotated[
+        Path | None, typer.Option("--out", "-o", help="New .safetensors file of --format.")
+    ] = None,
+    into: Annotated[
+        Path | None, typer.Option(help="Merge all adapters into their model: a new folder.")
+    ] = None,
+    weight: Annotated[
+        list[float] | None, typer.Option(help="With --into: of each adapter; default: 1.")
+    ] = None,
+) -> None:
+    """Convert a LoRA file to another form, or merge adapters into the model they are for."""
+    from mmrl.cli.converting import converted
+
+    print(converted(adapters, base, form, file, into, weight or []))
 
 
 @app.command()
