@@ -275,6 +275,40 @@ def label(
     print(f"{file}: {outcome.pairs} pairs; {outcome.equal} prompts without a better sample")
 
 
+@app.command(name="fit-head")
+def fit_head(
+    data: Annotated[
+        Path,
+        typer.Argument(
+            help="A .csv or .jsonl file of picture and score, or pairs of `mmrl view --rate` or "
+            "`mmrl label`."
+        ),
+    ],
+    folder: Annotated[Path, typer.Option("--out", "-o", help="New folder.")] = Path("head"),
+    clip: Annotated[
+        str | None, typer.Option(help="Features of open_clip: NAME/TAG, hf-hub:ID or a folder.")
+    ] = None,
+    vision: Annotated[
+        str | None,
+        typer.Option(help="Features of a vision model of transformers (DINO, SigLIP, CLIP)."),
+    ] = None,
+    hidden: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Width of a hidden layer, repeatable; default: a linear head."),
+    ] = None,
+    held_out: Annotated[
+        float, typer.Option(min=0.05, max=0.5, help="Share that the head is measured on.")
+    ] = 0.2,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda:0 ...")] = "auto",
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+) -> None:
+    """Fit a reward of your own, `fitted_head: {path: FOLDER}`, to rated pictures or pairs."""
+    from mmrl.cli.fitting import FeatureChoice, fit_head
+
+    chosen = FeatureChoice(clip, vision, device)
+    print(fit_head(data, folder, chosen, tuple(hidden or ()), held_out, seed))
+
+
 @app.command()
 def export(
     run: RunFolder,

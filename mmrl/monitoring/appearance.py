@@ -6,6 +6,8 @@ pictures while the reward rises; these four numbers see it, at the cost of a few
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor
@@ -80,4 +82,5 @@ def colour_entropy(pictures: Tensor) -> Tensor:
     counts = torch.zeros(len(pictures), LEVELS**3, device=pictures.device)
     counts.scatter_add_(1, bins, torch.ones_like(bins, dtype=counts.dtype))
     share = counts / bins.shape[1]
-    return -torch.special.xlogy(share, share).sum(1) / torch.log(share.new_tensor(2.0))
+    bits: Tensor = -torch.special.xlogy(share, share).sum(1) / math.log(2)
+    return bits
