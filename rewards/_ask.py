@@ -121,8 +121,8 @@ def conclusion_of(text: str) -> str:
     _, closed, rest = text.rpartition("</think>")
     if not closed and "<think>" in text:
         raise Unreadable("it ends before its reasons do")
-    found: list[str] = re.findall(r"<answer>(.*?)</answer>", rest, re.S)
-    answers = {part.strip() for part in found}
+    tagged: list[str] = re.findall(r"<answer>(.*?)</answer>", rest, re.S)
+    answers = {part.strip() for part in tagged}
     if len(answers) != 1:
         raise Unreadable(f"{len(answers) or 'no'} answers stand after its reasons")
     return answers.pop()

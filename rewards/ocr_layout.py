@@ -60,23 +60,23 @@ class OCRLayout(OCR):
     def __call__(self, media: Tensor, prompts: list[Prompt]) -> Tensor:
         """Score images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B] float32, in 0..1."""
         stack = frames(media, "ocr_layout")
-        wanted = [wanted_of(prompt, self.field) for prompt in prompts]
+        layouts = [wanted_of(prompt, self.field) for prompt in prompts]
         broken = ~stack.isfinite().flatten(1).all(1).cpu()
         pictures = (
             to_uint8(stack.nan_to_num(0.0, 0.0, 0.0)[:, ::EVERY]).permute(0, 1, 3, 4, 2).numpy()
         )
         scores = [
             sum(layout_score(self.lines(picture), texts, self.place) for picture in row) / len(row)
-            for row, texts in zip(pictures, wanted, strict=True)
+            for row, texts in zip(pictures, layouts, strict=True)
         ]
         return torch.tensor(scores, dtype=torch.float32).masked_fill(broken, torch.nan)
 
     def lines(self, picture: Any) -> list[Line]:
         """Read uint8 [H, W, 3] -> lines with any confidence, and their boxes."""
         height, width = picture.shape[:2]
-        found, _ = self.engine(picture[..., ::-1].copy(), use_cls=False, text_score=0.0)
+        results, _ = self.engine(picture[..., ::-1].copy(), use_cls=False, text_score=0.0)
         lines = []
-        for corners, text, sure in found or []:
+        for corners, text, sure in results or []:
             if float(sure) > 0:
                 xs = [float(x) / width for x, _ in corners]
                 ys = [float(y) / height for _, y in corners]

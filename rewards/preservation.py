@@ -120,8 +120,8 @@ class Preservation(FrameReward):
         tokens."""
         pixels = self.eyes(pictures, self.network.device).to(self.network.dtype)
         hidden: Tensor = self.network(pixels).last_hidden_state.float()
-        others = 1 + int(getattr(self.network.config, "num_register_tokens", 0) or 0)
-        return hidden[:, others:]
+        prefix = 1 + int(getattr(self.network.config, "num_register_tokens", 0) or 0)
+        return hidden[:, prefix:]
 
 
 def fitted(picture: Tensor, size: tuple[int, int] | torch.Size) -> Tensor:

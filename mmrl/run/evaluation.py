@@ -117,9 +117,9 @@ def sample(
             # these are not trained on
             context = RolloutContext(reads="sample")
             rollout = policy.rollout(padded[start : start + step], drawn, rng, context)
-            kept = len(local_prompts[start : start + step]) * drawn
-            media = policy.decode(rollout)[:kept]
-        prompt_per_row = rollout.prompt_per_row()[:kept]
+            count = len(local_prompts[start : start + step]) * drawn
+            media = policy.decode(rollout)[:count]
+        prompt_per_row = rollout.prompt_per_row()[:count]
         if best is not None:
             with distributed.together():
                 media, prompt_per_row = best.choose(media, prompt_per_row)

@@ -122,8 +122,8 @@ def fit(
         )
         if not ratings.paired:
             return fit_ratings(rows[:, 0].float(), targets[:, None].float(), network)[0], None
-        both = torch.cat([rows, rows[targets == 0.5].flip(1)])  # a tie counts both ways
-        return fit_preferences(both[:, 0].float(), both[:, 1].float(), network)[0], None
+        ordered = torch.cat([rows, rows[targets == 0.5].flip(1)])  # a tie counts both ways
+        return fit_preferences(ordered[:, 0].float(), ordered[:, 1].float(), network)[0], None
     flat = rows.flatten(0, 1)
     mean = flat.mean(0)
     std = flat.std(0, correction=0).clamp(min=1e-6)

@@ -305,14 +305,14 @@ def _completed(
     adapter: Adapter, whole: Sequence[str], linears: Mapping[str, tuple[int, ...]]
 ) -> Adapter:
     """Add adapters of zeros where diffusers' reader expects one in every block."""
-    wanted = [
+    missing_modules = [
         name
         for name in linears
         if name.startswith("blocks.") and name.split(".", 2)[2] in whole and name not in adapter
     ]
     zeros = {
         name: Pair(torch.zeros(1, linears[name][1]), torch.zeros(linears[name][0], 1), 1.0)
-        for name in wanted
+        for name in missing_modules
     }
     return {**adapter, **zeros}
 

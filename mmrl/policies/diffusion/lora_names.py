@@ -65,8 +65,8 @@ class SgmNames(Names):
                 else f"output_blocks.{number}.1.{rest}"
             )
             return Place(name, 0, (module,))
-        middle, found, rest = module.partition("mid_block.attentions.0.")
-        return Place(f"middle_block.1.{rest}", 0, (module,)) if found and not middle else None
+        middle, separator, rest = module.partition("mid_block.attentions.0.")
+        return Place(f"middle_block.1.{rest}", 0, (module,)) if separator and not middle else None
 
 
 @dataclass(frozen=True)
