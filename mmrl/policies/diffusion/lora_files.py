@@ -76,7 +76,10 @@ class Base:
             raise UserError(f"{path}: diffusers has no pipeline {name or 'without a name'!r}")
         networks = {}
         for part in ("transformer", "transformer_2", "unet"):
-            library, kind = (index.get(part) or [None, None])[:2]
+            entry = index.get(part)
+            library, kind = (
+                entry if isinstance(entry, (list, tuple)) and len(entry) == 2 else ("", "")
+            )
             network = getattr(diffusers, str(kind), None) if library == "diffusers" else None
             if inspect.isclass(network) and issubclass(network, diffusers.ModelMixin):
                 networks[part] = network

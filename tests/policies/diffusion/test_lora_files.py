@@ -316,3 +316,20 @@ def test_options_that_do_not_fit_are_refused_before_anything_is_read(tmp_path):
         convert.merge([file], "base", [], tmp_path)
     with pytest.raises(UserError, match="did you mean 'kohya'"):
         convert.form_of("koyha")
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ({"_class_name": "os"}, "diffusers has no pipeline"),
+        ({"_class_name": ["WanPipeline"]}, "diffusers has no pipeline"),
+        ({"_class_name": "WanPipeline"}, "loads no LoRA weights"),
+        ({"_class_name": "WanPipeline", "transformer": "x"}, "loads no LoRA weights"),
+        ({"_class_name": "WanPipeline", "transformer": ["os", "system"]}, "loads no LoRA weights"),
+        ({"_class_name": "WanPipeline", "transformer": ["diffusers", "utils"]}, "loads no LoRA"),
+    ],
+)
+def test_a_folder_that_is_no_model_is_refused(index, message, tmp_path):
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match=message):
+        Base.of(str(tmp_path))
