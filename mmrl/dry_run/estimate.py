@@ -325,7 +325,7 @@ def fit(path: Any, overrides: Any, devices: Devices) -> Iterator[Fit]:
         pair = measure(path, [*overrides, *chosen, "train.micro_batch_size=2"], devices.count)
         for sharded in (False, True) if devices.count > 1 else (False,):
             widest = 0
-            for words, lighten in _reliefs(narrow, sharded):
+            for words, lighten in _reliefs(narrow):
                 for rows in _widths(narrow):
                     run = narrow if rows == 1 else _wider(narrow, pair, rows)
                     guess = estimate(lighten(run), devices, sharded)
@@ -340,7 +340,7 @@ Lighten = Callable[[Run], Run]
 BYTES_8BIT = 2 * (1 + 4 / 256)  # two moments, and a scale of each block of 256
 
 
-def _reliefs(run: Run, sharded: bool) -> Iterator[tuple[tuple[str, ...], Lighten]]:
+def _reliefs(run: Run) -> Iterator[tuple[tuple[str, ...], Lighten]]:
     """List what can leave the device, each time a little more: text encoders, the latents of the
     trajectory, three quarters of the optimizer's moments; as overrides, and what they do to a
     run."""
@@ -357,7 +357,7 @@ def _reliefs(run: Run, sharded: bool) -> Iterator[tuple[tuple[str, ...], Lighten
         words = (*words, f"policy.{report.policy}.offload_trajectory=true")
         changes = changes | {"offload": True}
         yield words, partial(_lightened, **changes)
-    if run.adamw is not None and not sharded:  # bitsandbytes' knows no shards
+    if run.adamw is not None:
         words = (*words, f"optimizer={{adamw_8bit: {run.adamw}}}")
         yield words, partial(_lightened, **changes, optimizer=BYTES_8BIT)
 
