@@ -14,14 +14,14 @@ from mmrl.train.whole import WholeSteps
 MOMENTS = ("state1", "state2")  # of the weight's shape; scales of blocks and tables are not
 
 
-class WholeAdamW8bit(WholeSteps, AdamW8bit):  # type: ignore[misc]
+class WholeAdamW8bit(WholeSteps, AdamW8bit):
     """Keeps the blocks of whole weights, also where processes hold shards of them."""
 
     def load_state_dict(self, state_dict: dict[str, Any], move_to_device: bool = True) -> None:
         """Take a saved state. bitsandbytes copies it deeply, which shards do not bear: they go in
         as plain tensors, and are shards again afterwards."""
         plain = {**state_dict, "state": _plain(state_dict["state"])}
-        super().load_state_dict(plain, move_to_device)
+        AdamW8bit.load_state_dict(self, plain, move_to_device)
         for parameter, slots in self.state.items():
             for name in MOMENTS if is_sharded(parameter) else ():
                 if isinstance(slots.get(name), Tensor):

@@ -84,7 +84,8 @@ def adamw_8bit(
     """
     from mmrl.train.adamw_8bit import WholeAdamW8bit
 
-    built: torch.optim.Optimizer = WholeAdamW8bit(
+    make: Any = WholeAdamW8bit  # bitsandbytes has no types
+    built: torch.optim.Optimizer = make(
         parameters,
         lr=lr,
         betas=betas,
