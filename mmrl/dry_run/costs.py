@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mmrl.config.options import TrainOptions
+from mmrl.policies.quantization import Blocks, Quantization, bytes_of
 
 # bytes a token and channel of a layer keeps in half precision (Korthikanti et al. 2022, without the
 # scores)
@@ -40,6 +41,8 @@ class Model:
     dtype: str = "float32"  # of frozen weights
     adapters: bool = False
     placement: str = "offload"  # of the encoders, after use
+    quantization: Quantization | None = None  # of the blocks' frozen weights
+    blocks: Blocks = Blocks()
 
 
 def layers_of(policy: Any) -> tuple[Layers, ...]:
@@ -115,7 +118,7 @@ def memory(
     rows: int,
     snapshots: int,
     stored: int,
-    optimizer: int = 8,
+    optimizer: float = 8,
     offload: bool = False,
 ) -> dict[str, float | None]:
     """Estimate bytes on one device by what they are for; None where a size is unknown.
@@ -125,13 +128,16 @@ def memory(
     """
     half = train.precision != "fp32"
     frozen = BYTES[model.dtype]
+    copied = half and frozen == 4
+    few = 0 if model.quantization is None else model.blocks.weights
+    whole = None if model.parameters is None else model.parameters - few
     sizes: dict[str, float | None] = {
-        "network": _bytes(model.parameters, frozen),
+        "network": _bytes(whole, frozen),
         "adapters": _bytes(model.trained, 4) if model.adapters else 0.0,
         "snapshots": _bytes(model.trained, 4 * snapshots if model.adapters else frozen * snapshots),
         "gradients": _bytes(model.trained, 4 if model.adapters else frozen),
         "optimizer": _bytes(model.trained, optimizer),
-        "half-precision copies": _bytes(model.parameters, 2) if half and frozen == 4 else 0.0,
+        "half-precision copies": _bytes(whole, 2) if copied else 0.0,
         "activations": float(
             activations(model, rows, half or frozen == 2, train.gradient_checkpointing)
         ),
@@ -141,10 +147,14 @@ def memory(
     }
     if not model.layers:
         sizes["activations"] = None
+    if model.quantization is not None:
+        sizes["network in few bits"] = float(bytes_of(few, model.quantization))
+        # one layer at a time, and what it is converted to
+        sizes["restored weights"] = float(model.blocks.largest * (frozen + 2 * copied))
     return sizes
 
 
-def _bytes(count: int | None, size: int) -> float | None:
+def _bytes(count: int | None, size: float) -> float | None:
     return None if count is None else float(count * size)
 
 
@@ -153,13 +163,12 @@ def peak(parts: dict[str, float | None], model: Model, shards: int = 1) -> float
     optimizer are shared out (FSDP2). None if the network's size is unknown."""
     if parts["network"] is None:
         return None
-    shared = ("network", "adapters", "snapshots", "gradients", "optimizer")
+    shared = ("network", "network in few bits", "adapters", "snapshots", "gradients", "optimizer")
     whole = sum(value or 0.0 for name, value in parts.items() if name not in shared)
-    update = whole + sum(parts[name] or 0.0 for name in shared) / shards
+    weights = sum(parts.get(name) or 0.0 for name in shared) / shards
+    update = whole + weights
     encoding = 0.0
-    if model.placement != "keep" and model.encoders:
-        resident = sum(parts[name] or 0.0 for name in shared) / shards + (
-            parts["autoencoder"] or 0.0
-        )
+    if model.placement in ("offload", "release") and model.encoders:
+        resident = weights + (parts["autoencoder"] or 0.0)
         encoding = resident + model.encoders * BYTES[model.dtype]
     return math.ceil(max(update, encoding))

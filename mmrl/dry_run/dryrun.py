@@ -9,12 +9,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
 from mmrl import config as configs
 from mmrl.config.options import TrainOptions
 from mmrl.config.plan import Plan, arithmetic
 from mmrl.config.schema import Resolved, construct, resolve
 from mmrl.core.errors import UserError
-from mmrl.core.registry import OBJECTIVES, POLICIES
+from mmrl.core.registry import OBJECTIVES, OPTIMIZERS, POLICIES
 from mmrl.core.registry import options as options_of
 from mmrl.dry_run import costs, published, untrained
 from mmrl.dry_run.hollow import Counted, Hollow, counted, hollow
@@ -22,6 +25,7 @@ from mmrl.dry_run.weightless import folder_of, sizes_of
 from mmrl.policies.base import RolloutContext
 from mmrl.policies.diffusion.pipeline_policy import FolderPolicy
 from mmrl.policies.lora import Lora
+from mmrl.policies.quantization import Blocks, blocks_of
 from mmrl.run.build import read, read_data, supervised
 from mmrl.train.trainer import kept_snapshots
 from samplers.windows import FIXED
@@ -94,7 +98,7 @@ def _of_folder(
     layers = costs.layers_of(policy)
     shape = policy.shape
     unet = hasattr(policy.config, "block_out_channels")
-    known, decoder, encoders = _parameters(report.path, policy, entry)
+    known, decoder, encoders, blocks = _parameters(report.path, policy, entry)
     lora = options.get("lora")
     trained = known[0] if lora is None else _adapted(lora, known[1])
     unknown = (
@@ -111,6 +115,8 @@ def _of_folder(
         options.get("dtype", "float32"),
         lora is not None,
         options.get("text_encoder_placement", "offload"),
+        options.get("quantization"),
+        blocks,
     )
     tokens = None if unet else costs.tokens_of(policy)
     reads = configuration.build("objective", OBJECTIVES).reads
@@ -133,6 +139,17 @@ def _of_folder(
     )
 
 
+def optimizer_bytes(configuration: configs.Config) -> float:
+    """Measure the bytes that the optimizer keeps for a trained number, on a small real matrix."""
+    weight = nn.Parameter(torch.zeros(256, 256))
+    optimizer = configuration.build("optimizer", OPTIMIZERS)([weight])
+    weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    states = [x for state in optimizer.state.values() for x in state.values()]
+    tensors = (x for x in states if isinstance(x, torch.Tensor) and x.ndim)
+    return sum(x.nbytes for x in tensors) / weight.numel()
+
+
 def folder_at(path: str) -> Path | None:
     """Find the config files of a model: a local folder, what was built of the embedded world, or
     the table of published models."""
@@ -153,14 +170,15 @@ def _why(path: str) -> str:
 
 def _parameters(
     path: str, policy: FolderPolicy, entry: type[FolderPolicy]
-) -> tuple[tuple[int, int], int | None, int | None]:
+) -> tuple[tuple[int, int], int | None, int | None, Blocks]:
     """Count parameters, or read them in the table: ((of the network, of its adapters per rank), of
-    the autoencoder, of the encoders)."""
+    the autoencoder, of the encoders, of the network's blocks)."""
     known = published.table()["models"].get(path)
     if known is not None:
         count = known["parameters"]
         networks = sum(value for part, value in count.items() if part != "vae")
-        return (networks, known["lora"]), count["vae"], published.encoders(path)
+        encoders = published.encoders(path)
+        return (networks, known["lora"]), count["vae"], encoders, Blocks(*known["blocks"])
     hollows = [net for net in (policy.net, *policy.net.children()) if isinstance(net, Hollow)]
     nets = [published.on_meta(net.of.__name__, dict(net.config)) for net in hollows]
     suffixes = entry.attention
@@ -168,7 +186,9 @@ def _parameters(
         sum(map(published.parameters, nets)),
         sum(published.per_rank(net, suffixes) for net in nets),
     )
-    return sizes, published.parameters(policy.vae), None
+    blocks = [blocks_of(net) for net in nets]
+    most = Blocks(sum(b.weights for b in blocks), max(b.largest for b in blocks))
+    return sizes, published.parameters(policy.vae), None, most
 
 
 def _adapted(lora: Lora | int, per_rank: int) -> int | None:
@@ -204,6 +224,8 @@ def _of_others(report: Report, resolved: Resolved, configuration: configs.Config
         sizes.encoders,
         _default(resolved, "dtype") or "float32",
         sizes.adapters,
+        quantization=options.get("quantization"),
+        blocks=sizes.blocks,
     )
     unknown = [] if sizes.trained is not None else ["how many parameters the adapters have (lora)"]
     if not sizes.layers:
@@ -233,19 +255,13 @@ def _with_memory(report: Report, configuration: configs.Config, processes: int) 
     if model is None or iteration is None:
         return report
     rows = report.plan.micro_batch * (2 if report.guided else 1)
-    name = (
-        configuration["optimizer"]
-        if isinstance(configuration["optimizer"], str)
-        else next(iter(configuration["optimizer"]))
-    )
-    optimizer = {"adamw": 8, "sgd": 4}.get(name, 8)
     parts = costs.memory(
         model,
         report.train,
         rows,
         len(iteration.snapshots),
         report.stored or 0,
-        optimizer,
+        optimizer_bytes(configuration),
         report.offload,
     )
     peak = costs.peak(parts, model)

@@ -9,16 +9,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import torch
-from torch import nn
-
 from mmrl import config as configs
 from mmrl.config.schema import Resolved, construct, resolve
 from mmrl.core.errors import UserError
-from mmrl.core.registry import OPTIMIZERS, POLICIES
+from mmrl.core.registry import POLICIES
 from mmrl.dry_run import rehearsal
 from mmrl.dry_run.costs import BYTES
-from mmrl.dry_run.dryrun import Report, dry_run, folder_at
+from mmrl.dry_run.dryrun import Report, dry_run, folder_at, optimizer_bytes
 from mmrl.dry_run.rehearsal import Rehearsed, rehearse
 from mmrl.policies.diffusion.pipeline_policy import FolderPolicy
 from mmrl.policies.image_tokens.network import ImageNet
@@ -103,7 +100,7 @@ def measure(path: Any, overrides: Any, processes: int, known: Known | None = Non
     return Run(
         report,
         measured,
-        _optimizer_bytes(configuration),
+        optimizer_bytes(configuration),
         report.train.gradient_checkpointing,
         0 if at_once or masked else length,
         int(options["steps"]) if masked else 1,
@@ -168,16 +165,6 @@ def _stage(report: Report, resolved: Resolved, options: dict[str, Any]) -> rehea
         f"--devices: the architecture of {report.path or report.policy} is not known here; "
         "give policy.path a local folder with its config files, or leave --devices out"
     )
-
-
-def _optimizer_bytes(configuration: configs.Config) -> float:
-    """Measure the bytes that the optimizer keeps for a trained number, on a small real matrix."""
-    weight = nn.Parameter(torch.zeros(64, 64))
-    optimizer = configuration.build("optimizer", OPTIMIZERS)([weight])
-    weight.grad = torch.zeros_like(weight)
-    optimizer.step()
-    states = [x for state in optimizer.state.values() for x in state.values()]
-    return sum(x.nbytes for x in states if isinstance(x, torch.Tensor)) / weight.numel()
 
 
 def estimate(run: Run, devices: Devices, sharded: bool) -> Estimate:
@@ -338,7 +325,7 @@ def fit(path: Any, overrides: Any, devices: Devices) -> Iterator[Fit]:
         pair = measure(path, [*overrides, *chosen, "train.micro_batch_size=2"], devices.count)
         for sharded in (False, True) if devices.count > 1 else (False,):
             widest = 0
-            for words, lighten in _reliefs(narrow, sharded):
+            for words, lighten in _reliefs(narrow):
                 for rows in _widths(narrow):
                     run = narrow if rows == 1 else _wider(narrow, pair, rows)
                     guess = estimate(lighten(run), devices, sharded)
@@ -353,7 +340,7 @@ Lighten = Callable[[Run], Run]
 BYTES_8BIT = 2 * (1 + 4 / 256)  # two moments, and a scale of each block of 256
 
 
-def _reliefs(run: Run, sharded: bool) -> Iterator[tuple[tuple[str, ...], Lighten]]:
+def _reliefs(run: Run) -> Iterator[tuple[tuple[str, ...], Lighten]]:
     """List what can leave the device, each time a little more: text encoders, the latents of the
     trajectory, three quarters of the optimizer's moments; as overrides, and what they do to a
     run."""
@@ -370,7 +357,7 @@ def _reliefs(run: Run, sharded: bool) -> Iterator[tuple[tuple[str, ...], Lighten
         words = (*words, f"policy.{report.policy}.offload_trajectory=true")
         changes = changes | {"offload": True}
         yield words, partial(_lightened, **changes)
-    if run.adamw is not None and not sharded:  # bitsandbytes' knows no shards
+    if run.adamw is not None:
         words = (*words, f"optimizer={{adamw_8bit: {run.adamw}}}")
         yield words, partial(_lightened, **changes, optimizer=BYTES_8BIT)
 

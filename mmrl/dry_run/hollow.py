@@ -27,6 +27,7 @@ from mmrl.dry_run.published import on_meta
 from mmrl.policies.diffusion import diffusers_folder
 from mmrl.policies.diffusion.flow_policy import FlowPolicy
 from mmrl.policies.diffusion.pipeline_policy import FolderPolicy
+from mmrl.policies.quantization import check_frozen
 from mmrl.scoring import Scorer
 from mmrl.train.batch import Batch
 from mmrl.train.trainer import Trainer
@@ -91,10 +92,11 @@ class _Counting(FlowPolicy):
 def hollow(entry: type[FolderPolicy], place: Path, options: dict[str, Any]) -> FolderPolicy:
     """Make the policy that ``entry(path, **options)`` would be, from config files alone. Raises
     UserError as it does."""
+    check_frozen(options.get("quantization"), options.get("lora") is not None)
     light_options = {
         key: value
         for key, value in options.items()
-        if key not in ("lora", "attention", "compile", "path")
+        if key not in ("lora", "attention", "compile", "path", "quantization")
     }
     cls = type(entry.__name__, (_Weightless, entry), {})
     policy: FolderPolicy = cls(path=str(place), **light_options)

@@ -29,6 +29,7 @@ from mmrl.policies.diffusion.pipeline_policy import FolderPolicy
 from mmrl.policies.image_tokens.models.janus import UNDERSTANDING
 from mmrl.policies.image_tokens.network import ImageNet
 from mmrl.policies.lora import Lora, add_lora
+from mmrl.policies.quantization import parameters, quantize
 from mmrl.policies.vlm.families import part_of
 from mmrl.policies.vlm.parts import everything, set_trainable
 from mmrl.policies.vlm.policy import VLM, text_adapters
@@ -207,6 +208,7 @@ def token_network(path: str, entry: Any, options: Mapping[str, Any]) -> nn.Modul
         return None
     name = options.get("dtype") or "float32"
     _cast(net, torch.float32 if name == "auto" else getattr(torch, name))
+    quantize(net, options.get("quantization"))
     lora = options.get("lora")
     with torch.device("meta"):
         if isinstance(entry, type) and issubclass(entry, VLM):
@@ -362,7 +364,7 @@ def rehearse(stage: Stage) -> Rehearsed:
     units = [size for module in units_of(net) if (size := _bytes(module.parameters()))]
     return Rehearsed(
         stage.rows,
-        sum(p.numel() for n, p in net.named_parameters() if "lora_" not in n),
+        parameters(net),
         sum(p.numel() for p in trained),
         _bytes(net.parameters()),
         _bytes(trained),

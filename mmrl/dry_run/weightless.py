@@ -18,7 +18,8 @@ from mmrl.core.registry import ARTIFACTS
 from mmrl.dry_run import architectures, published, rehearsal, untrained
 from mmrl.dry_run.costs import Layers
 from mmrl.policies.lora import add_lora
-from mmrl.policies.vlm.parts import everything, set_trainable
+from mmrl.policies.quantization import Blocks, blocks_of, check_frozen, parameters
+from mmrl.policies.vlm.parts import adapters_only, everything, set_trainable
 from mmrl.policies.vlm.policy import VLM, text_adapters
 from mmrl.worlds.cache import built
 
@@ -37,6 +38,7 @@ class Sizes:
     encoders: int = 0
     layers: tuple[Layers, ...] = ()
     adapters: bool = False
+    blocks: Blocks = Blocks()
 
 
 def folder_of(path: str) -> Path | None:
@@ -52,6 +54,8 @@ def folder_of(path: str) -> Path | None:
 def sizes_of(path: str, entry: Any, options: Mapping[str, Any], tokens: int) -> Sizes | None:
     """Describe a model by its path, its policy's class and converted options; ``tokens``: of a row.
     None if nothing is known of it. Raises UserError for adapters that fit no layer."""
+    only_adapters = adapters_only(options.get("lora"), options.get("train"))
+    check_frozen(options.get("quantization"), only_adapters)
     known = published.table()["encoders"].get(published.table()["texts"].get(path))
     folder = folder_of(path)
     if path in architectures.MODELS or path in untrained.NETWORKS:
@@ -72,10 +76,11 @@ def _of_architecture(path: str, entry: Any, options: Mapping[str, Any], tokens: 
     length = rehearsal.answer_tokens(net, options)
     count, width = _extent(net)
     return Sizes(
-        sum(size for name, size, _ in named if "lora_" not in name),
+        parameters(net),
         trained,
         layers=(Layers(count, max(tokens, length), width),),
         adapters=options.get("lora") is not None,
+        blocks=blocks_of(net),
     )
 
 
@@ -95,6 +100,7 @@ def _of_network(net: Any, entry: Any, options: Mapping[str, Any], tokens: int) -
     text = net.config.get_text_config()
     layers = (Layers(text.num_hidden_layers, tokens, text.hidden_size),)
     whole = published.parameters(net)
+    blocks = blocks_of(net)
     lora = text_adapters(net, options.get("lora"))
     if not issubclass(entry, VLM):
         return Sizes(whole, whole if options.get("lora") is None else None, layers=layers)
@@ -105,7 +111,8 @@ def _of_network(net: Any, entry: Any, options: Mapping[str, Any], tokens: int) -
         set_trainable(net, options.get("train") or everything(net))
     trained = [(n, p.numel()) for n, p in net.named_parameters() if p.requires_grad]
     adapters = bool(trained) and all("lora_" in name for name, _ in trained)
-    return Sizes(whole, sum(size for _, size in trained), layers=layers, adapters=adapters)
+    count = sum(size for _, size in trained)
+    return Sizes(whole, count, layers=layers, adapters=adapters, blocks=blocks)
 
 
 def _of_files(folder: Path, options: Mapping[str, Any]) -> Sizes | None:

@@ -10,6 +10,8 @@ nothing of full size is kept between the passes.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -79,7 +81,8 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, layer: QuantizedLinear) -> Tensor:
         ctx.layer = layer
-        return F.linear(rows, layer.restored().to(rows.dtype))
+        dtype = _computed_in(rows)
+        return F.linear(rows.to(dtype), layer.restored().to(dtype))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
@@ -87,17 +90,31 @@ class _Product(torch.autograd.Function):
         return gradient @ ctx.layer.restored().to(gradient.dtype), None
 
 
+def _computed_in(rows: Tensor) -> torch.dtype:
+    """Return the type that a product of these rows is computed in: autocast's, where it is on.
+
+    Autocast would convert the weight once more, from a float32 copy of twice its size.
+    """
+    kind = rows.device.type
+    if torch.is_autocast_enabled(kind) and rows.dtype != torch.float64:
+        return torch.get_autocast_dtype(kind)
+    return rows.dtype
+
+
 def check_quantization(quantization: Quantization | None, adapters_only: bool) -> None:
     """Raise UserError, before anything is loaded, where weights cannot be quantised: the package is
     absent, or they would be trained."""
-    if quantization is None:
-        return
-    if find_spec("bitsandbytes") is None:
+    check_frozen(quantization, adapters_only)
+    if quantization is not None and find_spec("bitsandbytes") is None:
         raise UserError(
             f"policy option quantization = {quantization} needs the package bitsandbytes: "
             "pip install 'multimodal-rl[low-memory]'"
         )
-    if not adapters_only:
+
+
+def check_frozen(quantization: Quantization | None, adapters_only: bool) -> None:
+    """Raise UserError where weights that would be quantised are trained themselves."""
+    if quantization is not None and not adapters_only:
         raise UserError(
             f"policy option quantization = {quantization} freezes the network's weights: train "
             "adapters, by the option lora"
@@ -111,10 +128,56 @@ def quantize(net: nn.Module, quantization: Quantization | None) -> None:
     """
     if quantization is None:
         return
-    for name, module in list(net.named_modules()):
-        if type(module) is nn.Linear and IN_BLOCKS.search(f".{name}"):
-            parent, _, child = name.rpartition(".")
-            setattr(net.get_submodule(parent), child, QuantizedLinear(module, quantization))
+    plain = [(name, layer) for name, layer in in_blocks(net) if type(layer) is nn.Linear]
+    for name, linear in plain:
+        parent, _, child = name.rpartition(".")
+        setattr(net.get_submodule(parent), child, QuantizedLinear(linear, quantization))
+
+
+def in_blocks(net: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """List the linear layers that ``quantize`` replaces, or has replaced, with their names."""
+    for name, module in net.named_modules():
+        if type(module) in (nn.Linear, QuantizedLinear) and IN_BLOCKS.search(f".{name}"):
+            yield name, module
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Holds how many weights ``quantize`` stores in few bits, and those of the largest layer."""
+
+    weights: int = 0
+    largest: int = 0
+
+
+def blocks_of(net: nn.Module) -> Blocks:
+    """Count the weights of a network's blocks, quantised or not, without adapters."""
+    sizes = [
+        linear.in_features * linear.out_features
+        for name, linear in in_blocks(net)
+        if "lora_" not in name
+    ]
+    return Blocks(sum(sizes), max(sizes, default=0))
+
+
+def parameters(net: nn.Module) -> int:
+    """Count a network's weights without adapters, those in few bits as what they stand for."""
+    stored = {
+        id(stand_in): size
+        for layer in net.modules()
+        if isinstance(layer, QuantizedLinear)
+        for stand_in, size in (
+            (layer.weight, layer.in_features * layer.out_features),
+            (layer.scales, 0),
+        )
+    }
+    named = net.named_parameters()
+    return sum(stored.get(id(p), p.numel()) for name, p in named if "lora_" not in name)
+
+
+def bytes_of(weights: int, quantization: Quantization) -> int:
+    """Count the bytes that so many weights of a layer are stored in: numbers and their scales."""
+    numbers = weights if quantization == "8bit" else -(-weights // 2)
+    return numbers + 4 * -(-weights // BLOCK[quantization])
 
 
 def is_quantized(net: nn.Module) -> bool:
@@ -127,7 +190,7 @@ def _quantized(weight: Tensor, quantization: Quantization) -> tuple[Tensor, Tens
     from bitsandbytes import functional
 
     fast = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    moved = weight.to(fast or weight.device).contiguous()
+    moved = weight.to(weight.device if weight.is_meta else fast or weight.device).contiguous()
     if quantization == "8bit":
         numbers, state = functional.quantize_blockwise(moved, blocksize=BLOCK[quantization])
     else:

@@ -42,7 +42,7 @@ from mmrl.policies.diffusion.context_parallel import unsupported
 from mmrl.rollout.preferences import Compared
 from mmrl.run import checkpoint
 from mmrl.scoring import Scorer
-from mmrl.train.device import Device, check_mesh, check_precision, is_fsdp, started
+from mmrl.train.device import Device, check_launcher, check_mesh, check_precision, is_fsdp, started
 from mmrl.train.optimizers import unshardable
 from mmrl.train.trainer import Trainer
 from rewards.card import described
@@ -203,8 +203,10 @@ def check_judges(configuration: Config) -> None:
 
 def check_started(configuration: Config, options: TrainOptions) -> None:
     """Raise UserError, before anything is loaded, where the processes that were started do not
-    divide into groups, or the policy or optimizer cannot be shared by them."""
+    divide into groups, shard in a way that is not supported, or the policy or optimizer cannot be
+    shared by them."""
     processes = started()
+    check_launcher()
     check_mesh(options, processes)
     splits = options.context_parallel is not None and processes > 1
     if splits and (why := unsupported(_entry(configuration, "policy", POLICIES))):

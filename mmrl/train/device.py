@@ -19,6 +19,7 @@ from mmrl.policies.base import ParameterGroup
 
 MakeOptimizer = Callable[..., torch.optim.Optimizer]  # of parameters, or of groups of them
 ACCELERATE_PRECISION = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
+TRUE = ("true", "1", "yes", "y", "t", "on")  # as accelerate reads it
 UNSUPPORTED = {"DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron-LM", "FSDP1": "FSDP version 1"}
 
 
@@ -39,6 +40,12 @@ def check_launcher() -> None:
             f"accelerate was configured for {UNSUPPORTED[min(chosen)]}, which mmrl does "
             f"not support: launch with "
             "--multi_gpu (copies), or with --use_fsdp --fsdp_version 2 (shards)"
+        )
+    if _uses("FSDP") and os.environ.get("FSDP_OFFLOAD_PARAMS", "").lower() in TRUE:
+        raise UserError(
+            "fsdp_offload_params: true is not supported, since mmrl samples on the device that the "
+            "weights lie on, which would be the CPU; set it to false, and save memory by policy "
+            "options lora and quantization, optimizer adamw_8bit and train.gradient_checkpointing"
         )
 
 

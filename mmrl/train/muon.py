@@ -8,7 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from mmrl.train.whole import WholeSteps
+
 MATRIX = "muon"  # key of a parameter group: which of the two algorithms steps it
+
+
+class WholeMuon(WholeSteps, torch.optim.Muon):
+    """Orthogonalises whole matrices, also where processes hold shards of them."""
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
@@ -52,7 +58,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         """Let torch's optimizers work on the groups and the state of this one, which loading a
         checkpoint replaces."""
         kinds: dict[bool, type[torch.optim.Optimizer]] = {
-            True: torch.optim.Muon,
+            True: WholeMuon,
             False: torch.optim.AdamW,
         }
         for is_matrix, kind in kinds.items():
@@ -76,6 +82,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
                 loss = closure()
         for is_matrix, stepper in self.steppers.items():
             # a wrapper may have replaced the list, as accelerate does for shards
+            stepper.state = self.state
             stepper.param_groups = [g for g in self.param_groups if g[MATRIX] is is_matrix]
             stepper.step()
         return loss

@@ -13,16 +13,15 @@ from annotated_types import Ge, Gt, Le, Lt
 from torch import nn
 
 from mmrl.core.registry import OPTIMIZERS
+from mmrl.train.whole import WholeSteps
 
 NotNegative = Annotated[float, Ge(0)]
 Positive = Annotated[float, Gt(0)]
 Decay = Annotated[float, Ge(0), Lt(1)]
-# why an optimizer is not used on shards (FSDP2); adamw and sgd were compared with one process
+# why an optimizer is not used on shards (FSDP2); all others were compared with one process
 WHOLE_ONLY = {
-    "adafactor": "its means over rows and columns are",
-    "muon": "its orthogonalised matrices are",
-    "prodigy": "its learning rate is found over all parameters, and is",
-    "adamw_8bit": "the blocks that share a scale are",
+    "prodigy": "its learning rate comes from sums over all weights, which prodigyopt sums over "
+    "each process's part alone, so that processes would step by different rates",
 }
 Made = TypeVar("Made", bound=Callable[..., Any])
 
@@ -36,6 +35,10 @@ def requires(package: str) -> Callable[[Made], Made]:
         return entry
 
     return marked
+
+
+class WholeAdafactor(WholeSteps, torch.optim.Adafactor):
+    """Takes means over rows and columns of whole matrices, also where processes hold shards."""
 
 
 @OPTIMIZERS.register("adamw")
@@ -79,9 +82,10 @@ def adamw_8bit(
     It is bitsandbytes' ``AdamW8bit``; parameters of fewer than ``min_8bit_size`` numbers keep
     moments in 32 bits.
     """
-    from bitsandbytes.optim import AdamW8bit
+    from mmrl.train.adamw_8bit import WholeAdamW8bit
 
-    built: torch.optim.Optimizer = AdamW8bit(
+    make: Any = WholeAdamW8bit  # bitsandbytes has no types
+    built: torch.optim.Optimizer = make(
         parameters,
         lr=lr,
         betas=betas,
@@ -105,7 +109,7 @@ def adafactor(
 
     It is torch's: a step is ``lr`` times the size of the parameter, at most 1 / sqrt(step).
     """
-    return torch.optim.Adafactor(
+    return WholeAdafactor(
         parameters, lr=lr, weight_decay=weight_decay, beta2_decay=beta2_decay, d=clip_threshold
     )
 
@@ -184,10 +188,7 @@ def unshardable(name: str) -> str | None:
     is not known."""
     if name not in WHOLE_ONLY:
         return None
-    return (
-        f"{WHOLE_ONLY[name]} of whole weights, and FSDP2 leaves each process a part; use adamw or "
-        f"sgd, or launch copies (--multi_gpu)"
-    )
+    return f"{WHOLE_ONLY[name]}; use another optimizer, or launch copies (--multi_gpu)"
 
 
 def lr_factor(schedule: str, step: int, warmup: int, total: int) -> float:

@@ -66,6 +66,13 @@ class Parts:
         }
 
 
+def adapters_only(lora: object, parts: Parts | None) -> bool:
+    """Tell whether nothing but adapters is trained, by the options ``lora`` and ``train``."""
+    if parts is None:
+        return lora is not None
+    return all(part.how != "full" for part in parts.named().values())
+
+
 def everything(net: nn.Module) -> Parts:
     """Return the options that train all parts of the network fully."""
     present = {part_of(name) for name, _ in net.named_parameters()}

@@ -50,6 +50,7 @@ from mmrl.policies.vlm.media import Budgets
 from mmrl.policies.vlm.packing import enable
 from mmrl.policies.vlm.parts import (
     Parts,
+    adapters_only,
     beside_adapters,
     everything,
     groups_of,
@@ -145,9 +146,7 @@ class VLM(Passes):
         weights of all blocks in 4 bits (nf4, fp4) or 8 (8bit), under adapters."""
         from transformers import AutoModelForImageTextToText, AutoProcessor
 
-        full_parts = train is not None and "full" in {p.how for p in train.named().values()}
-        adapters_only = not full_parts and (lora is not None or train is not None)
-        check_quantization(quantization, adapters_only)
+        check_quantization(quantization, adapters_only(lora, train))
         self.place = locate(path)
         rank = lora.rank if isinstance(lora, Lora) else lora or 0
         # first, since an engine that cannot run should say so before the model is loaded

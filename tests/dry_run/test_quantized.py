@@ -1,0 +1,178 @@
+"""Frozen weights in few bits, as ``--dry-run`` counts them, against what a real quantised network
+stores and allocates; and that the recipes for 24 GB fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from mmrl.config.options import TrainOptions
+from mmrl.config.yamltext import write
+from mmrl.core.errors import UserError
+from mmrl.core.registry import POLICIES, load_built_in
+from mmrl.dry_run import costs, rehearsal
+from mmrl.dry_run.dryrun import dry_run
+from mmrl.dry_run.estimate import USABLE
+from mmrl.dry_run.tracked import tracked
+from mmrl.policies.quantization import Blocks, blocks_of, bytes_of, parameters, quantize
+from mmrl.utils.cards import CARDS
+from samplers.noise import Rng
+from tests.fixtures import tiny_diffusers, tiny_vlms
+from tests.policies.diffusion.test_folder_families import CASES, PROMPTS, make
+
+load_built_in()
+ROOT = Path(__file__).parents[2] / "configs"
+KINDS = ("nf4", "fp4", "8bit")
+IMAGES = "{jpeg_compressibility: 1.0}"
+TEXTS = "{length: {low: 1, high: 9}}"
+RECIPES = ("flux/flow_grpo_24gb", "qwen_image/flow_grpo_24gb", "vlm/grpo_24gb")
+
+
+def frozen_bytes(net: nn.Module) -> int:
+    return sum(p.nbytes for name, p in net.named_parameters() if "lora_" not in name)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sizes", [(64, 48), (37, 5), (1, 3), (128, 300)])
+def test_bytes_of_a_layer_are_those_that_bitsandbytes_stores(kind, sizes):
+    pytest.importorskip("bitsandbytes")
+    net = nn.Sequential(nn.Sequential(nn.Linear(*sizes, bias=False)))
+    before = parameters(net)
+    quantize(net, kind)
+    assert frozen_bytes(net) == bytes_of(sizes[0] * sizes[1], kind)
+    assert parameters(net) == before and blocks_of(net) == Blocks(before, before)
+
+
+def config_of(tmp_path: Path, policy: dict[str, object], reward: str = IMAGES) -> Path:
+    (tmp_path / "p.txt").write_text("a red seven\na blue two\n")
+    data = {"prompts": {"path": str(tmp_path / "p.txt")}}
+    train = {"prompts_per_iteration": 2, "group_size": 4, "train_batch_size": 4, "iterations": 1}
+    text = write({"policy": policy, "data": data, "train": train})
+    text += f"reward: {reward}\nadvantage: grpo\n"
+    text += "objective: policy_gradient\noptimizer: adamw_8bit\n"
+    (tmp_path / "c.yaml").write_text(text)
+    return tmp_path / "c.yaml"
+
+
+def test_the_plain_report_counts_the_bytes_of_a_real_network(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    options = {"size": [16, 32], "steps": 2, "text_length": 16, "lora": 2, "quantization": "nf4"}
+    flux = {"path": str(tiny_diffusers.folder("flux")), **options}
+    report = dry_run(config_of(tmp_path, {"flux": flux}))
+    policy = POLICIES["flux"](**flux)
+    counted = report.memory["network"] + report.memory["network in few bits"]
+    assert counted == pytest.approx(frozen_bytes(policy.net), rel=0.01)
+    assert report.model.blocks == blocks_of(policy.net)
+    assert report.model.parameters == parameters(policy.net)
+    trained = sum(p.numel() for p in policy.net.parameters() if p.requires_grad)
+    assert report.memory["optimizer"] == pytest.approx(2 * (1 + 4 / 256) * trained, rel=0.02)
+    with pytest.raises(UserError, match="train adapters, by the option lora"):
+        dry_run(config_of(tmp_path, {"flux": flux | {"lora": None}}))
+
+
+def test_the_plain_report_of_a_vlm_counts_its_bytes_too(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    options = {"path": str(tiny_vlms.folder("qwen2_5_vl")), "max_new_tokens": 4, "lora": 2}
+    vlm = options | {"quantization": "nf4"}
+    report = dry_run(config_of(tmp_path, {"vlm": vlm}, TEXTS))
+    policy = POLICIES["vlm"](**vlm)
+    counted = report.memory["network"] + report.memory["network in few bits"]
+    assert counted == pytest.approx(frozen_bytes(policy.net), rel=0.01)
+    both = {"language": "lora", "projector": "full", "vision": "frozen"}
+    refused = {**vlm, "lora": None, "train": both}
+    with pytest.raises(UserError, match="train adapters, by the option lora"):
+        dry_run(config_of(tmp_path, {"vlm": refused}, TEXTS))
+
+
+def test_the_formula_by_hand():
+    """Numbers and scales of the blocks, the rest in its type, one restored layer."""
+    model = costs.Model(
+        10_000,
+        10,
+        (costs.Layers(1, 1, 1),),
+        encoders=100_000,
+        dtype="float32",
+        adapters=True,
+        quantization="nf4",
+        blocks=Blocks(6400, 640),
+    )
+    train = TrainOptions(2, 4, 8, 1, precision="bf16")
+    parts = costs.memory(model, train, rows=1, snapshots=0, stored=0)
+    assert parts["network"] == 4 * 3600 and parts["half-precision copies"] == 2 * 3600
+    assert parts["network in few bits"] == 3200 + 4 * 100
+    assert parts["restored weights"] == 640 * (4 + 2)
+    half = costs.memory(replace(model, dtype="bfloat16"), train, 1, 0, 0)
+    assert half["network"] == 2 * 3600 and half["restored weights"] == 640 * 2
+    resident = sum(
+        half[name] for name in ("network", "network in few bits", "adapters", "gradients")
+    )
+    encoding = resident + half["optimizer"] + 2 * 100_000
+    bf16 = replace(model, dtype="bfloat16", decoder=0)
+    assert costs.peak(half, bf16) == encoding
+    # encoders that stay on the CPU are not on the device; those that are kept are there always
+    on_cpu = costs.peak(half, replace(bf16, placement="cpu"))
+    assert on_cpu == sum(value or 0 for value in half.values()) < encoding
+    kept = costs.memory(replace(bf16, placement="keep"), train, 1, 0, 0)
+    assert costs.peak(kept, replace(bf16, placement="keep")) == on_cpu + 2 * 100_000
+
+
+def test_a_rehearsed_pass_takes_what_a_real_one_does():
+    pytest.importorskip("bitsandbytes")
+    name, of_case, _, _ = CASES["flux"]
+    chosen = {"lora": 2, "quantization": "nf4", "fixed_batch_rows": 2}
+    policy = make("flux", **chosen)
+    with torch.no_grad():
+        rollout = policy.rollout(PROMPTS[:1], 2, Rng.of("same"))
+    point = next(iter(policy.path(rollout)))
+
+    def update():
+        policy.dist(point).log_prob(point.target).sum().backward()
+
+    measured = tracked(update, [policy.net])
+    place = tiny_diffusers.folder("flux")
+    options = of_case | {"path": str(place), "steps": 3} | chosen
+    stage = rehearsal.flow(POLICIES[name], place, options, TrainOptions(2, 2, 4, 1), 2)
+    guess = rehearsal.rehearse(stage)
+    assert guess.bytes_parameters == sum(p.nbytes for p in policy.net.parameters())
+    assert guess.parameters == parameters(policy.net)
+    assert guess.update.memory["total"] == pytest.approx(measured.memory["total"], rel=0.1)
+    assert guess.update.flops == pytest.approx(measured.flops, rel=0.1)
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_one_restored_layer_at_a_time(half):
+    """Six layers take no more than one does: nothing of full size is kept for the way back, and
+    autocast makes no copy in float32 on the way."""
+    pytest.importorskip("bitsandbytes")
+    torch.manual_seed(0)
+    width = 256
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(width, width, bias=False)) for _ in range(6)))
+    net.to(torch.bfloat16 if half else torch.float32)
+    quantize(net, "nf4")
+    rows = torch.randn(1, width, requires_grad=True)
+
+    def update():
+        with torch.autocast("cpu", torch.bfloat16, enabled=half):
+            net(rows).sum().backward()
+
+    memory = tracked(update, [net]).memory
+    stored = sum(p.nbytes for p in net.parameters())
+    beside = memory["total"] - stored
+    restored = width * width * (2 if half else 4)
+    assert restored <= beside < 1.5 * restored
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_for_one_card_of_24_gb_fit_by_the_plain_estimate(name):
+    """The rehearsal of ``--devices`` is looked at in docs/results/rehearsal.md; it takes longer."""
+    pytest.importorskip("bitsandbytes")
+    report = dry_run(ROOT / f"{name}.yaml")
+    room = USABLE * CARDS["RTX4090"].memory
+    assert report.model.blocks.weights > 0.6 * report.model.parameters
+    assert report.peak < 0.8 * room  # the decoder and rewards come on top
+    bare = dry_run(ROOT / f"{name}.yaml", [f"policy.{report.policy}.quantization=null"])
+    assert bare.peak > report.peak + 2 * 0.6 * report.model.blocks.weights
