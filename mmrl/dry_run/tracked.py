@@ -75,7 +75,7 @@ class Tracker(MemTracker):
                 self._track(kind, tensor)
         if func is torch.ops.aten._to_copy.default and isinstance(args[0], nn.Parameter):
             self.timeline.casts += args[0].requires_grad * produced.nbytes
-        self.timeline.events.append(Event(self._now(), _operation(func, args, kwargs, tensors)))
+        self.timeline.events.append(Event(self._now(), _operation(func, args, kwargs, produced)))
         return produced
 
     def turn(self) -> None:
@@ -219,17 +219,17 @@ def _free(name: str) -> bool:
 
 
 def _operation(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], produced: list[Tensor]
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], produced: Any
 ) -> Operation | None:
     """Return the arithmetic and the traffic of a call of torch; None: it moves no data."""
     packet = func.overloadpacket
     if _free(packet.__name__):
         return None
     count = flop_registry.get(packet)
-    output = produced[0] if len(produced) == 1 else produced
-    flops = count(*args, **kwargs, out_val=output) if count else 0
+    flops = count(*args, **kwargs, out_val=produced) if count else 0
     inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-    traffic = sum(x.numel() * x.element_size() for x in (*inputs, *produced))
+    written = [x for x in tree_leaves(produced) if isinstance(x, Tensor)]
+    traffic = sum(x.numel() * x.element_size() for x in (*inputs, *written))
     half = any(x.dtype.is_floating_point and x.element_size() < 4 for x in inputs)
     return flops, traffic, half
 
