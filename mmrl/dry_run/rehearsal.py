@@ -67,8 +67,10 @@ class Rehearsed:
     bytes_parameters: int
     bytes_trained: int
     bytes_decoder: int
-    # of the layers that FSDP2 gathers one by one: the largest
+    # of the layers that FSDP2 gathers one by one the largest, and all that is around them, which
+    # it gathers at the begin and keeps to the end
     largest_unit: int
+    around_units: int
     update: Work
     sampling: Work
     decoding: Work | None
@@ -372,7 +374,7 @@ def rehearse(stage: Stage, spare: bool = True) -> Rehearsed:
         logprob.backward()
 
     update, forward = passed(score, [net], spare=spare, checkpointing=stage.checkpointing)
-    units = [size for module in units_of(net) if (size := _bytes(module.parameters()))]
+    units = [_bytes(module.parameters()) for module in units_of(net)]
     return Rehearsed(
         stage.rows,
         sum(p.numel() for n, p in net.named_parameters() if "lora_" not in n),
@@ -380,7 +382,8 @@ def rehearse(stage: Stage, spare: bool = True) -> Rehearsed:
         _bytes(net.parameters()),
         _bytes(trained),
         _bytes(stage.decoder.parameters()) if stage.decoder is not None else 0,
-        max(units, default=_bytes(net.parameters())),
+        max(units, default=0),
+        _bytes(net.parameters()) - sum(units),
         update,
         forward,
         decoding,
@@ -437,9 +440,18 @@ def _bytes(parameters: Any) -> int:
 
 
 def units_of(net: nn.Module) -> list[nn.Module]:
-    """Return the modules that FSDP2 gathers one by one: those which the class names as whole."""
+    """Return the modules that FSDP2 gathers one by one, none inside another: those which the class
+    names as whole. A class that names none is gathered whole."""
     names: set[str] = set()
     for module in net.modules():
         names |= set(getattr(module, "_no_split_modules", None) or ())
         names |= set(getattr(module, "_repeated_blocks", None) or ())
-    return [module for module in net.modules() if type(module).__name__ in names]
+    return _outermost(net, names)
+
+
+def _outermost(net: nn.Module, names: set[str]) -> list[nn.Module]:
+    return [
+        unit
+        for child in net.children()
+        for unit in ([child] if type(child).__name__ in names else _outermost(child, names))
+    ]
