@@ -87,7 +87,12 @@ class Row:
         mark = Mark("forward", (id(self), self.turn), place, key)
         self.timeline.mark(mark)
         inner = mark.inner = 0 < place < len(self.blocks) - 1
-        if inner and key in self.looks and self.timeline.repeated(key) and self._follows(key, place):
+        if (
+            inner
+            and key in self.looks
+            and self.timeline.repeated(key)
+            and self._follows(key, place)
+        ):
             mark.stands_in = True
             return self.looks[key].stand_in(leaves, mark, self.timeline)
         self.keys[place] = key
@@ -267,7 +272,9 @@ def _keep_casts(some: Tensor, size: int) -> None:
     """Have autocast keep so many bytes until it ends, as it keeps a block's weights. Where a pass
     saves activations these have them too, and end with the block's way back instead."""
     # of one number that is repeated, since autocast keeps what it converted as well
-    weight = some.new_empty_strided((1, size // 2 - 2), (0, 0), dtype=torch.float32).requires_grad_()
+    weight = some.new_empty_strided(
+        (1, size // 2 - 2), (0, 0), dtype=torch.float32
+    ).requires_grad_()
     nn.functional.linear(weight.detach(), weight)
 
 

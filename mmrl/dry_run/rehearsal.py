@@ -110,9 +110,7 @@ def flow(
             return policy.pixels(policy.vae, fakes.empty(1, *sizes))
 
     checkpointing = train.gradient_checkpointing
-    return Stage(
-        policy.net, rows, score, decode, policy.vae, frames, checkpointing=checkpointing
-    )
+    return Stage(policy.net, rows, score, decode, policy.vae, frames, checkpointing=checkpointing)
 
 
 class _OnMeta(FolderPolicy):

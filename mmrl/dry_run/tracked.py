@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from mmrl.dry_run.blocks import sparing
-from mmrl.dry_run.timeline import Event, Operation, Sizes, Timeline, Uneven
+from mmrl.dry_run.timeline import Event, Operation, Sizes, Timeline
 from mmrl.utils.cards import MATMUL_SHARE, MEMORY_SHARE, Card
 
 logger = logging.getLogger(__name__)
@@ -266,7 +266,9 @@ def passed(
             with sparing(modules, tracker.timeline), tracker:
                 work(tracker)
             return tracker.work()
-        except Exception as error:  # code that looks into a block; the whole pass says if it is wrong
+        except (
+            Exception
+        ) as error:  # code that looks into a block; the whole pass says if it is wrong
             logger.debug("equal blocks are not spared: %r", error)
             _forget(modules)
     tracker = Tracker()
