@@ -146,9 +146,9 @@ class Timeline:
         """Raise Uneven unless stand-ins have a way back where their equals have one."""
         back = {(m.row, m.place) for m in self.marks if m.direction == "backward"}
         for mark in self.marks:
-            if mark.stands_in and ("backward", mark.key) in self.spans:
-                if (mark.row, mark.place) not in back:
-                    raise Uneven("a block stands in without a way back")
+            returns = ("backward", mark.key) in self.spans
+            if mark.stands_in and returns and (mark.row, mark.place) not in back:
+                raise Uneven("a block stands in without a way back")
 
 
 def _alike(span: Span, other: Span) -> bool:

@@ -266,9 +266,8 @@ def passed(
             with sparing(modules, tracker.timeline), tracker:
                 work(tracker)
             return tracker.work()
-        except (
-            Exception
-        ) as error:  # code that looks into a block; the whole pass says if it is wrong
+        # code that looks into a block may fail; the whole pass says what is wrong with it
+        except Exception as error:
             logger.debug("equal blocks are not spared: %r", error)
             _forget(modules)
     tracker = Tracker()
