@@ -128,7 +128,9 @@ def page(report: dict[str, Any]) -> str:
         "",
         "Peak: GiB of one card at its fullest moment. Plain: what `--dry-run` without cards "
         "estimates by its formula. s: of one iteration without rewards. A star: sizes were "
-        "rounded up to be shared by all cards (the json says to what).",
+        "rounded up to be shared by all cards (the json says to what). PFLOP: 10^15 additions and "
+        "multiplications of an iteration, all cards together; an H100 can do 0.99 of them a "
+        "second. MFU: the share of that which would be used.",
         "",
         *_missing(rows),
         "| configuration | parameters | trained | pass | peak, copies | at | peak, shards | plain "

@@ -224,7 +224,10 @@ def _memory(run: Run, devices: Devices, sharded: bool) -> dict[str, float]:
     if sharded:
         for name in PARTS:
             memory[name] /= devices.count
-        memory["gathered layers"] = 2.0 * work.largest_unit  # this one, and the next on its way
+        # this layer and the next on its way, beside what is around them; a network that is gathered
+        # whole stays in the buffer in which it came, since nothing comes after it
+        layers = 2.0 * (work.largest_unit or work.around_units)
+        memory["gathered layers"] = layers + (work.around_units if work.largest_unit else 0)
     return memory
 
 
@@ -301,8 +304,9 @@ def _travel(
         return 0.0, 2 * share * work.bytes_trained * steps
     sampled = counts["sampling"] * max(run.passes_to_sample, run.answer_tokens, 1)
     gathers = sampled + counts["frozen"] + 2 * counts["trained"]
+    kept = counts["trained"] * work.around_units  # from the way there to the way back
     return (
-        share * work.bytes_parameters * gathers,
+        share * (work.bytes_parameters * gathers - kept),
         share * work.bytes_trained * counts["trained"],
     )
 

@@ -23,7 +23,7 @@ from mmrl.dry_run import architectures, published, untrained
 from mmrl.dry_run.conditions import conditions
 from mmrl.dry_run.fakes import Fakes
 from mmrl.dry_run.pictures import looker
-from mmrl.dry_run.tracked import Tracker, Work, extended, tracked
+from mmrl.dry_run.tracked import Tracker, Work, extended, passed, tracked
 from mmrl.policies.diffusion import diffusers_folder
 from mmrl.policies.diffusion.pipeline_policy import FolderPolicy
 from mmrl.policies.image_tokens.models.janus import UNDERSTANDING
@@ -55,6 +55,7 @@ class Stage:
     # features of the pictures of the pass; None: it has none
     look: Callable[[], Tensor] | None = None
     prompts: int = 1  # of a pass
+    checkpointing: bool = False
 
 
 @dataclass
@@ -67,8 +68,10 @@ class Rehearsed:
     bytes_parameters: int
     bytes_trained: int
     bytes_decoder: int
-    # of the layers that FSDP2 gathers one by one: the largest
+    # of the layers that FSDP2 gathers one by one the largest, and all that is around them, which
+    # it gathers at the begin and keeps to the end
     largest_unit: int
+    around_units: int
     update: Work
     sampling: Work
     decoding: Work | None
@@ -107,7 +110,8 @@ def flow(
         with fakes.running():
             return policy.pixels(policy.vae, fakes.empty(1, *sizes))
 
-    return Stage(policy.net, rows, score, decode, policy.vae, frames)
+    checkpointing = train.gradient_checkpointing
+    return Stage(policy.net, rows, score, decode, policy.vae, frames, checkpointing=checkpointing)
 
 
 class _OnMeta(FolderPolicy):
@@ -195,7 +199,14 @@ def tokens(
         with fakes.running(), wrapped():
             return look()
 
-    return Stage(net, rows, scored, look=look and looked, prompts=prompts)
+    return Stage(
+        net,
+        rows,
+        scored,
+        look=look and looked,
+        prompts=prompts,
+        checkpointing=train.gradient_checkpointing,
+    )
 
 
 def token_network(path: str, entry: Any, options: Mapping[str, Any]) -> nn.Module | None:
@@ -345,23 +356,25 @@ def _amused(net: Any, rows: int) -> Callable[[], Tensor]:
     return score
 
 
-def rehearse(stage: Stage) -> Rehearsed:
-    """Measure a stage: a pass with gradients, decoding one sample, and looking at pictures."""
+def rehearse(stage: Stage, spare: bool = True) -> Rehearsed:
+    """Measure a stage: a pass with gradients, decoding one sample, and looking at pictures.
+
+    spare: pass through a few of the blocks that are equal, and count them for all.
+    """
     net = stage.net
     trained = [p for p in net.parameters() if p.requires_grad]
     decoding = _decoding(stage)
-    looking = _looking(stage)
-    tracker = Tracker()
-    tracker.track_external(net)
-    with tracker:
+    looking = _looking(stage, spare)
+
+    def score(tracker: Tracker) -> None:
         logprob = stage.score().sum()
-        # a pass of sampling is the same without the way back
-        forward = Work({}, list(tracker.operations))
+        tracker.turn()  # a pass of sampling is the same without the way back
         if stage.look is not None and _sees(net):
             logprob = logprob + stage.look().sum()
         logprob.backward()
-    update = Work(tracker.peak(), tracker.operations)
-    units = [size for module in units_of(net) if (size := _bytes(module.parameters()))]
+
+    update, forward = passed(score, [net], spare=spare, checkpointing=stage.checkpointing)
+    units = [_bytes(module.parameters()) for module in units_of(net)]
     return Rehearsed(
         stage.rows,
         parameters(net),
@@ -369,7 +382,8 @@ def rehearse(stage: Stage) -> Rehearsed:
         _bytes(net.parameters()),
         _bytes(trained),
         _bytes(stage.decoder.parameters()) if stage.decoder is not None else 0,
-        max(units, default=_bytes(net.parameters())),
+        max(units, default=0),
+        _bytes(net.parameters()) - sum(units),
         update,
         forward,
         decoding,
@@ -399,7 +413,7 @@ def _decoding(stage: Stage) -> Work | None:
     return extended(short, longer, (stage.frames - few) / (many - few))
 
 
-def _looking(stage: Stage) -> Work | None:
+def _looking(stage: Stage, spare: bool) -> Work | None:
     """Measure what the vision tower takes for the pictures of a pass, without gradients."""
     look = stage.look
     if look is None:
@@ -409,7 +423,7 @@ def _looking(stage: Stage) -> Work | None:
         with torch.no_grad():
             look()
 
-    return tracked(looked, [stage.net])
+    return tracked(looked, [stage.net], spare=spare)
 
 
 def _sees(net: nn.Module) -> bool:
@@ -426,9 +440,18 @@ def _bytes(parameters: Any) -> int:
 
 
 def units_of(net: nn.Module) -> list[nn.Module]:
-    """Return the modules that FSDP2 gathers one by one: those which the class names as whole."""
+    """Return the modules that FSDP2 gathers one by one, none inside another: those which the class
+    names as whole. A class that names none is gathered whole."""
     names: set[str] = set()
     for module in net.modules():
         names |= set(getattr(module, "_no_split_modules", None) or ())
         names |= set(getattr(module, "_repeated_blocks", None) or ())
-    return [module for module in net.modules() if type(module).__name__ in names]
+    return _outermost(net, names)
+
+
+def _outermost(net: nn.Module, names: set[str]) -> list[nn.Module]:
+    return [
+        unit
+        for child in net.children()
+        for unit in ([child] if type(child).__name__ in names else _outermost(child, names))
+    ]

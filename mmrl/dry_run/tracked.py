@@ -8,19 +8,25 @@ its arithmetic or its traffic with memory, whichever is longer (Williams et al. 
 
 from __future__ import annotations
 
+import logging
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.distributed._tools.mem_tracker import MemTracker
+from torch._guards import active_fake_mode
+from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
+from torch.nn.modules import module as modules_of_torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from mmrl.dry_run.blocks import sparing
+from mmrl.dry_run.timeline import Event, Operation, Sizes, Timeline
 from mmrl.utils.cards import MATMUL_SHARE, MEMORY_SHARE, Card
 
+logger = logging.getLogger(__name__)
 PARTS = {
     "Parameter": "parameters",
     "Buffer": "buffers",
@@ -46,27 +52,49 @@ class Tracker(MemTracker):
     frozen ones refuse.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, checkpointing: bool = False) -> None:
         super().__init__()
-        self.operations: list[tuple[float, float, bool]] = []
+        self.timeline = Timeline(self._now, checkpointing)
+        self._mod_tracker = _Calls()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and each call would pay for it
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func is torch.ops.prim.device.default:  # two of three calls: fake tensors are asked
-            return func(*args, **(kwargs or {}))
-        produced = super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-        packet = func.overloadpacket
-        if produced is NotImplemented or _free(packet.__name__):
-            return produced
-        count = flop_registry.get(packet)
-        flops = count(*args, **(kwargs or {}), out_val=produced) if count else 0
-        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        written = [x for x in tree_leaves(produced) if isinstance(x, Tensor)]
-        traffic = sum(x.numel() * x.element_size() for x in (*inputs, *written))
-        half = any(x.dtype.is_floating_point and x.element_size() < 4 for x in inputs)
-        self.operations.append((flops, traffic, half))
+        kwargs = kwargs or {}
+        produced = func(*args, **kwargs)
+        if func is torch.ops.prim.device.default or produced is NotImplemented:
+            return produced  # two of three calls: fake tensors are asked for their device
+        tensors = [x for x in tree_leaves(produced) if isinstance(x, Tensor)]
+        if active_fake_mode() is self._fake_mode_on_entry:
+            kind = self._kind()
+            for tensor in tensors:
+                self._track(kind, tensor)
+        if func is torch.ops.aten._to_copy.default and isinstance(args[0], nn.Parameter):
+            self.timeline.casts += args[0].requires_grad * produced.nbytes
+        self.timeline.events.append(Event(self._now(), _operation(func, args, kwargs, produced)))
         return produced
+
+    def turn(self) -> None:
+        """Note that the way there ends here, and the way back begins."""
+        self.timeline.ends_forward = len(self.timeline.events)
+
+    def _kind(self) -> _MemRefType:
+        """Tell what a tensor that is made now is for, as torch's tracker does."""
+        if self._in_opt:
+            return _MemRefType.OPT
+        back = self._mod_tracker.is_bw and not self._in_ac
+        return _MemRefType.TEMP if back else _MemRefType.ACT
+
+    def _now(self) -> Sizes:
+        """Return the bytes in use by parts, in the order of ``KINDS``, and their sum."""
+        snapshots = [tuple(sizes.values()) for sizes in self._curr_mem_snap.values()]
+        if len(snapshots) == 1:
+            return snapshots[0]
+        return tuple(map(sum, zip(*snapshots, strict=True))) or (0,) * (len(KINDS) + 1)
 
     def _track_module_params_and_buffers(
         self, module: nn.Module, install_grad_hooks: bool = True
@@ -102,17 +130,58 @@ class Tracker(MemTracker):
     def _post_bw_hook(self, module: nn.Module, args: Any) -> None:
         return None
 
-    def _update_peak_stats(self, peak_state: Any) -> None:
-        """Keep the peak of the device only: torch's keeps one of every module, and looks at them
-        all at every operation, which takes minutes for a large network."""
-        for device, sizes in self._curr_mem_snap.items():
-            if self._peak_mem.get(device, 0) < sizes["Total"]:
-                self._peak_mem[device] = sizes["Total"]
-                self._peak_mem_snap[device] = dict(sizes)
+    def work(self) -> tuple[Work, Work]:
+        """Return what was done between ``with`` and its end, and of it what the way there took."""
+        peak = self._begin
+        operations: list[Operation] = []
+        there: list[Operation] = []
+        for forward, event in self.timeline.whole():
+            if event.sizes[-1] > peak[-1]:
+                peak = event.sizes
+            if event.operation is not None:
+                operations.append(event.operation)
+                if forward:
+                    there.append(event.operation)
+        memory = {PARTS[kind.value]: size for kind, size in zip(KINDS, peak)}
+        return Work(memory | {"total": sum(memory.values())}, operations), Work({}, there)
 
-    def peak(self) -> dict[str, int]:
-        """Return the bytes of every part at the fullest moment, ``total`` their sum."""
-        return _named(self.get_tracker_snapshot("peak"))
+    def __enter__(self) -> Self:
+        super().__enter__()
+        self._begin = self._now()
+        return self
+
+
+KINDS = tuple(_MemRefType)
+
+
+class _Calls:
+    """Tells the tracker when a module is called. torch's own keeps account of each module's way
+    back too, which takes longer than a fake pass and is not needed for sums."""
+
+    def __init__(self) -> None:
+        self._hooks: tuple[Any, Any, Any, Any] = (None, None, None, None)
+        self._handles: list[Any] = []
+
+    @property
+    def is_bw(self) -> bool:
+        return torch._C._current_graph_task_id() != -1
+
+    def register_user_hooks(self, *hooks: Any) -> None:
+        self._hooks = hooks  # type: ignore[assignment]
+
+    def clear_user_hooks(self) -> None:
+        self._hooks = (None, None, None, None)
+
+    def __enter__(self) -> None:
+        before, after, *_ = self._hooks
+        self._handles = [
+            modules_of_torch.register_module_forward_pre_hook(before),
+            modules_of_torch.register_module_forward_hook(after, always_call=True),
+        ]
+
+    def __exit__(self, *_: Any) -> None:
+        for handle in self._handles:
+            handle.remove()
 
 
 class _NoHook:
@@ -122,23 +191,13 @@ class _NoHook:
         return None
 
 
-def _named(snapshot: dict[torch.device, dict[Any, int]]) -> dict[str, int]:
-    sizes = dict.fromkeys(PARTS.values(), 0)
-    for by_part in snapshot.values():
-        for part, size in by_part.items():
-            label = getattr(part, "value", part)
-            if label in PARTS:
-                sizes[PARTS[label]] += size
-    return sizes | {"total": sum(sizes.values())}
-
-
 @dataclass
 class Work:
     """Holds what one piece of work takes: bytes by part at its fullest moment, and of each
     operation (operations, bytes read and written, whether in half precision)."""
 
     memory: dict[str, int]
-    operations: list[tuple[float, float, bool]] = field(default_factory=list)
+    operations: list[Operation] = field(default_factory=list)
 
     @property
     def flops(self) -> float:
@@ -159,17 +218,68 @@ def _free(name: str) -> bool:
     return plain in FREE or plain.partition("_")[0] in FREE
 
 
+def _operation(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], produced: Any
+) -> Operation | None:
+    """Return the arithmetic and the traffic of a call of torch; None: it moves no data."""
+    packet = func.overloadpacket
+    if _free(packet.__name__):
+        return None
+    count = flop_registry.get(packet)
+    flops = count(*args, **kwargs, out_val=produced) if count else 0
+    inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    written = [x for x in tree_leaves(produced) if isinstance(x, Tensor)]
+    traffic = sum(x.numel() * x.element_size() for x in (*inputs, *written))
+    half = any(x.dtype.is_floating_point and x.element_size() < 4 for x in inputs)
+    return flops, traffic, half
+
+
 def tracked(
     work: Callable[[], Any],
-    modules: Iterable[nn.Module] = (),
+    modules: Sequence[nn.Module] = (),
     others: Iterable[Tensor] = (),
+    spare: bool = False,
 ) -> Work:
-    """Run ``work`` once and say what it took; ``modules`` and ``others`` were there before."""
+    """Run ``work`` once and say what it took; ``modules`` and ``others`` were there before.
+
+    spare: let equal blocks of the modules be stood in for, where that is exact.
+    """
+    return passed(lambda _: work(), modules, others, spare)[0]
+
+
+def passed(
+    work: Callable[[Tracker], Any],
+    modules: Sequence[nn.Module] = (),
+    others: Iterable[Tensor] = (),
+    spare: bool = False,
+    checkpointing: bool = False,
+) -> tuple[Work, Work]:
+    """Run ``work``, which may call the tracker's ``turn`` where the way there ends; return what it
+    took, and what the way there took.
+
+    checkpointing: blocks are computed again on the way back.
+    """
+    if spare:
+        tracker = Tracker(checkpointing)
+        tracker.track_external(*modules, *others)
+        try:
+            with sparing(modules, tracker.timeline), tracker:
+                work(tracker)
+            return tracker.work()
+        # code that looks into a block may fail; the whole pass says what is wrong with it
+        except Exception as error:
+            logger.debug("equal blocks are not spared: %r", error)
+            _forget(modules)
     tracker = Tracker()
     tracker.track_external(*modules, *others)
     with tracker:
-        work()
-    return Work(tracker.peak(), tracker.operations)
+        work(tracker)
+    return tracker.work()
+
+
+def _forget(modules: Sequence[nn.Module]) -> None:
+    for module in modules:
+        module.zero_grad(set_to_none=True)
 
 
 def extended(short: Work, longer: Work, times: float) -> Work:

@@ -66,7 +66,39 @@ def world():
     dist.destroy_process_group()
 
 
-def network():
+UVIT = {
+    "hidden_size": 64,
+    "cond_embed_dim": 32,
+    "micro_cond_encode_dim": 16,
+    "micro_cond_embed_dim": 80,
+    "encoder_hidden_size": 64,
+    "codebook_size": 256,
+    "vocab_size": 264,
+    "in_channels": 64,
+    "block_out_channels": 64,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "block_num_heads": 4,
+    "intermediate_size": 128,
+    "sample_size": 16,
+}
+
+
+def uvit():
+    """aMUSEd's network, whose class names no blocks, with few trained weights."""
+    net = diffusers.UVit2DModel(**UVIT)
+    for name, parameter in net.named_parameters():
+        parameter.requires_grad_("to_q" in name)
+    inputs = {
+        "input_ids": torch.ones(ROWS, 16, 16, dtype=torch.long),
+        "encoder_hidden_states": torch.empty(ROWS, 77, 64),
+        "pooled_text_emb": torch.empty(ROWS, 32),
+        "micro_conds": torch.empty(ROWS, 5),
+    }
+    return net, lambda net: net(**inputs)
+
+
+def flux():
     """A Flux of several blocks and the inputs of one pass, on fakes."""
     net = diffusers.FluxTransformer2DModel(**FLUX)
     inputs = {
@@ -77,13 +109,13 @@ def network():
         "img_ids": torch.zeros(TOKENS, 3),
         "txt_ids": torch.zeros(TEXT, 3),
     }
-    return net, inputs
+    return net, lambda net: net(**inputs).sample
 
 
-def by_arithmetic(run: Run, net, inputs) -> tuple[dict[str, float], float, float]:
+def by_arithmetic(run: Run, net, score) -> tuple[dict[str, float], float, float]:
     """Memory by part, bytes gathered and bytes reduced of one pass with gradients, as ``--devices``
     says them of shards."""
-    measured = rehearse(Stage(net, ROWS, lambda: net(**inputs).sample))
+    measured = rehearse(Stage(net, ROWS, lambda: score(net)))
     report = replace(run.report, counted=None, stored=0)
     run = replace(run, measured=measured, report=report)
     memory = estimate._memory(run, Devices(RANKS, CARDS["H100"]), True)
@@ -96,24 +128,32 @@ def steps_of_one():
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
-def test_shards_by_arithmetic_are_those_of_torchs_tracker_on_a_pretended_world(world):
+@pytest.mark.parametrize("network", [flux, uvit])
+def test_shards_by_arithmetic_are_those_of_torchs_tracker_on_a_pretended_world(world, network):
     run = measure(FILE, [*SIZES, "train.micro_batch_size=2"], RANKS)
     with FakeTensorMode(allow_non_fake_inputs=True):
         memory, gathered, reduced = by_arithmetic(run, *network())
-        net, inputs = network()
+        net, score = network()
         for unit in units_of(net):
             fully_shard(unit, mesh=world)
         fully_shard(net, mesh=world)
         tracker, traffic = FSDPMemTracker(net), Traffic()
         with tracker, traffic:
-            net(**inputs).sample.sum().backward()
+            score(net).sum().backward()
     (peak,) = tracker.get_tracker_snapshot("peak").values()
     by_part = {getattr(part, "value", part): size for part, size in peak.items()}
-    assert by_part["Sharded Param"] == memory["parameters"]
-    assert by_part["Activation"] == pytest.approx(memory["activations"], rel=0.02)
+    near = 0 if network is flux else 0.02  # of shape (1, ..): the other seven hold padding
+    assert by_part["Sharded Param"] == pytest.approx(memory["parameters"], rel=near)
+    # torch's hooks hold gradients longer, so that its fullest moment may be one operation later
+    passing = by_part["Activation"] + by_part["Temp"]
+    expected = memory["activations"] + memory["temporary"]
+    assert passing == pytest.approx(expected, rel=0.02)
     without = sum(memory.values()) - memory["optimizer"] - memory["autoencoder"]
-    assert by_part["Total"] == pytest.approx(without, rel=0.1)
+    assert by_part["Total"] == pytest.approx(without, rel=0.1 if network is flux else 0.01)
+    if network is uvit:  # gathered whole, and the buffer in which it came
+        arrived = by_part["Unsharded Param"] + by_part["All Gather"]
+        assert memory["gathered layers"] == pytest.approx(arrived, rel=near)
     # what is around the blocks stays gathered from the forward to the backward pass
     share = (RANKS - 1) / RANKS
-    assert share * traffic.sizes["_allgather_base_"] == pytest.approx(gathered, rel=0.05)
+    assert share * traffic.sizes["_allgather_base_"] == pytest.approx(gathered, rel=near or 1e-3)
     assert share * traffic.sizes["_reduce_scatter_base_"] == pytest.approx(reduced, rel=0.01)
