@@ -100,6 +100,8 @@ class AnyPipeline(FlowPolicy):
         text_cache: int = 20000,
         together: bool | None = None,
         check: bool = True,
+        vae_tiling: bool = False,
+        vae_slicing: bool = False,
         quantization: Quantization | None = None,
         **options: Any,
     ):
@@ -113,13 +115,15 @@ class AnyPipeline(FlowPolicy):
         of the frozen weights. text_encoder_placement: where they go after use. text_cache: encoded
         prompts. together: prompts share calls of the pipeline; null: where the check finds that
         their rows do not depend on each other. check: try the replay before training.
-        quantization: the frozen weights of the networks in 4 bits (nf4, fp4) or 8 (8bit), under
+        vae_tiling, vae_slicing: the autoencoder works on tiles of a sample, and on one sample after
+        another. quantization: the frozen weights of the networks in 4 bits (nf4, fp4) or 8 (8bit), under
         adapters."""
         check_quantization(quantization, options.get("lora") is not None)
         self._refuse(options)
         self.compute = getattr(torch, dtype)
         self.place, pipe, self.parts = pipeline_folder.load(path, self.compute)
         self.pipeline = type(pipe).__name__
+        pipeline_folder.decode_in_parts(pipe, tiling=vae_tiling, slicing=vae_slicing)
         nets = {name: getattr(pipe, name) for name in self.parts}
         for net in nets.values():
             quantize(net, quantization)
@@ -175,7 +179,14 @@ class AnyPipeline(FlowPolicy):
 
     def _first_conditions(self, steps: int) -> Any:
         self._settle()
-        return self.replay.conditions(self.arguments.example(), steps)
+        try:
+            return self.replay.conditions(self.arguments.example(), steps)
+        except (ValueError, TypeError, IndexError, AttributeError, KeyError) as error:
+            reason = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
+            raise UserError(
+                f"{self.pipeline} cannot be called with policy option call = "
+                f"{self.arguments.call}: {reason}"
+            ) from error
 
     def _own_times(self, steps: int) -> Tensor:
         """Return the pipeline's own times, as its call sets them."""
@@ -349,17 +360,14 @@ class AnyPipeline(FlowPolicy):
 
         for attempt in attempts(min(self.fixed_batch_rows or rows, rows)):
             with attempt as size:
-                media = [
-                    self._by_prompt(finish, range(rows)[part]) for part in chunks(rows, size)
-                ]
+                media = [self._by_prompt(finish, range(rows)[part]) for part in chunks(rows, size)]
         return torch.cat(media)
 
     def export(self, folder: Path) -> None:
         """Write LoRA weights for the pipeline's ``load_lora_weights`` or the network's
         ``load_lora_adapter``; the whole pipeline when all weights were trained."""
-        nets = {name: getattr(self.net, name) for name in self.parts}
-        if len(self.parts) == 1:
-            nets = {self.parts[0]: self.net}
+        several = len(self.parts) > 1
+        nets = {name: getattr(self.net, name) if several else self.net for name in self.parts}
         pipeline_folder.export(self.pipeline, self.place, nets, folder)
 
 

@@ -107,4 +107,6 @@ def _joined(parts: list[Any]) -> Any:
         return parts[0]
     leaves = [tree_flatten(part)[0] for part in parts]
     spec = tree_flatten(parts[0])[1]
-    return tree_unflatten([None if row[0] is None else torch.cat(row) for row in zip(*leaves)], spec)
+    return tree_unflatten(
+        [None if row[0] is None else torch.cat(row) for row in zip(*leaves)], spec
+    )

@@ -31,19 +31,10 @@ def load(path: str, dtype: torch.dtype) -> tuple[str, Any, tuple[str, ...]]:
     index = diffusers_folder.index(place)
     check_index(index, path)
     cls = getattr(diffusers, index["_class_name"])
+    dtypes = {"default": dtype} | {part: torch.float32 for part in index if "vae" in part}
+    left_out = {"safety_checker": None} if "safety_checker" in index else {}
     pipe = diffusers_folder.explained(
-        lambda: cls.from_pretrained(
-            place,
-            dtype={"default": dtype} | {name: torch.float32 for name in index if "vae" in name},
-            use_safetensors=True,
-            safety_checker=None,
-        )
-        if "safety_checker" in index
-        else cls.from_pretrained(
-            place,
-            dtype={"default": dtype} | {name: torch.float32 for name in index if "vae" in name},
-            use_safetensors=True,
-        ),
+        lambda: cls.from_pretrained(place, dtype=dtypes, use_safetensors=True, **left_out),
         place,
         "pipeline",
     )
@@ -99,6 +90,19 @@ def others(pipe: Any, parts: tuple[str, ...], read: list[nn.Module]) -> list[nn.
         for name, module in _modules(pipe).items()
         if name not in parts and module not in read and any(True for _ in module.parameters())
     ]
+
+
+def decode_in_parts(pipe: Any, **enabled: bool) -> None:
+    """Turn on the memory-saving options of the autoencoder. UserError where it has none."""
+    for name, on in enabled.items():
+        enable = getattr(getattr(pipe, "vae", None), f"enable_{name}", None)
+        if on and enable is None:
+            raise UserError(
+                f"policy option vae_{name}: the autoencoder of {type(pipe).__name__} has no "
+                f"{name}; leave it false"
+            )
+        if on and enable is not None:
+            enable()
 
 
 def media_of(output: Any, pipeline: str) -> Tensor:

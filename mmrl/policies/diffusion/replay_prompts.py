@@ -15,6 +15,7 @@ from mmrl.core.types import Prompt
 from mmrl.policies.vlm.media import shown_image
 
 OURS = ("num_inference_steps", "latents", "generator", "output_type", "return_dict")
+EDITORS = ("Edit", "Kontext", "ImageToVideo", "Img2Img")  # pipelines that see a picture
 PICTURES = ("image", "images", "control_image")
 
 
@@ -32,7 +33,7 @@ class PromptArguments:
         self.pipeline = pipeline
         self.known = known
         self.call = call
-        self.inputs = _inputs(known) if inputs is None else inputs
+        self.inputs = _inputs(pipeline, known) if inputs is None else inputs
         self.guidance = guidance_argument or _guidance(known)
         self.rows: list[dict[str, Any]] = []
         self.number: dict[str, int] = {}
@@ -113,14 +114,16 @@ class PromptArguments:
         return Image.new("RGB", (self.call.get("width", 512), self.call.get("height", 512)), "grey")
 
 
-def _inputs(known: Mapping[str, Parameter]) -> dict[str, str]:
+def _inputs(pipeline: str, known: Mapping[str, Parameter]) -> dict[str, str]:
     """Choose the arguments that differ by prompt: its text, a class where the model takes one, and
     a picture that must be there."""
     chosen = {"prompt": "text"} if "prompt" in known else {}
     if not chosen and "class_labels" in known:
         chosen = {"class_labels": "label"}
     image = known.get("image")
-    edits = image is not None and (image.default is Parameter.empty or "edit" in str(known))
+    edits = image is not None and (
+        image.default is Parameter.empty or any(word in pipeline for word in EDITORS)
+    )
     return chosen | ({"image": "image"} if edits else {})
 
 
