@@ -17,6 +17,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import GRIDS, KERNELS, POLICIES
 from mmrl.core.types import Kernel, Prompt, Query, Rollout
 from mmrl.policies.base import NO_CONTEXT, RolloutContext, rows_of, without_empty
+from mmrl.policies.capabilities import Medium
 from mmrl.policies.diffusion import pipeline_folder
 from mmrl.policies.diffusion.flow_policy import FlowPolicy, Grid, Storage
 from mmrl.policies.diffusion.frozen_cache import EncoderCache, Placement
@@ -116,8 +117,8 @@ class AnyPipeline(FlowPolicy):
         prompts. together: prompts share calls of the pipeline; null: where the check finds that
         their rows do not depend on each other. check: try the replay before training.
         vae_tiling, vae_slicing: the autoencoder works on tiles of a sample, and on one sample after
-        another. quantization: the frozen weights of the networks in 4 bits (nf4, fp4) or 8 (8bit), under
-        adapters."""
+        another. quantization: the frozen weights of the networks in 4 bits (nf4, fp4) or 8 (8bit),
+        under adapters."""
         check_quantization(quantization, options.get("lora") is not None)
         self._refuse(options)
         self.compute = getattr(torch, dtype)
@@ -141,7 +142,7 @@ class AnyPipeline(FlowPolicy):
             self.pipeline, self.replay.arguments, call or {}, inputs, guidance_argument
         )
         self.process = process_of(self.replay.scheduler)
-        makes = "video" if "num_frames" in self.replay.arguments else "image"
+        makes: Medium = "video" if "num_frames" in self.replay.arguments else "image"
         self.capabilities = replace(FlowPolicy.capabilities, makes=makes)
         self.media_size, self.media_frames = self.arguments.sizes()
         self.together = together
@@ -190,7 +191,8 @@ class AnyPipeline(FlowPolicy):
 
     def _own_times(self, steps: int) -> Tensor:
         """Return the pipeline's own times, as its call sets them."""
-        return self._timetable(steps).times
+        times: Tensor = self._timetable(steps).times
+        return times
 
     def _timetable(self, steps: int) -> Any:
         tables = self.__dict__.setdefault("_tables", {})

@@ -145,5 +145,5 @@ def _deterministic(
         state: Tensor = base.step(scheduler, output, timestep, sample, return_dict=False)[0]
         return state
     times = timetable(scheduler).times.to(sample)
-    k = scheduler.step_number
+    k = int(scheduler.step_number)
     return sample + output * (times[k + 1] - times[k])

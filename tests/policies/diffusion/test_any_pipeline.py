@@ -36,7 +36,10 @@ RED = Image.new("RGB", (16, 16), "red")
 PROMPTS = [{"text": text, "image": RED} for text in ("a red seven", "a blue two")]
 # name -> the family's options, the pipeline's, and what turns its states into the family's
 FAMILIES = {
-    "sd3": ({"path": "world:digits/sd3-test", "size": 32}, {"height": 32, "width": 32}),
+    "sd3": (
+        {"path": "world:digits/sd3-test", "size": 32},
+        {"height": 32, "width": 32, "max_sequence_length": 16},
+    ),
     "flux": (
         {"size": [16, 32], "text_length": 16},
         {"height": 16, "width": 32, "max_sequence_length": 16, "guidance_scale": 3.5},
@@ -279,7 +282,7 @@ def test_the_check_finds_a_pipeline_that_remembers_steps():
         check_replay(policy, PROMPTS)
 
 
-def test_the_check_finds_a_network_that_draws_numbers(monkeypatch):
+def test_the_check_finds_a_network_that_draws_numbers():
     policy = make("flux", together=True)
     forward = policy._forward
 
