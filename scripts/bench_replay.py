@@ -35,10 +35,10 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def seconds(work: Callable[[], Any]) -> float:
-    """Time one call."""
-    start = time.perf_counter()
+    """Time one call in seconds of the processor, which other processes do not lengthen."""
+    start = time.process_time()
     work()
-    return time.perf_counter() - start
+    return time.process_time() - start
 
 
 def sampled(policy: Any) -> Any:
@@ -82,7 +82,7 @@ def main() -> None:
         "# The policy `pipeline` beside the families written by hand",
         "",
         "Written by `scripts/bench_replay.py`: 16 samples of 2 prompts, tiny networks with random",
-        "weights, one CPU thread; medians of ratios timed in turns in one process. The networks",
+        "weights, one CPU thread; medians of ratios of processor time, in turns. The networks",
         "are so small that nearly all of the time is the pipeline's own Python: this is the",
         "overhead at its worst, not what a model of billions of weights would show.",
         "",

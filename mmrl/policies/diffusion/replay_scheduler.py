@@ -130,7 +130,7 @@ def timestep_of(scheduler: Any, time: Tensor) -> Tensor:
     """Return what the network is told at a time [*] that is none of the pipeline's own."""
     if not scheduler.is_flow:
         return (time.double() * len(scheduler.alphas_cumprod)).round().long() - 1
-    count = scheduler.config.num_train_timesteps
+    count = int(scheduler.config.num_train_timesteps)
     return (1 - time if scheduler.inverted else time) * count
 
 
