@@ -206,15 +206,15 @@ class AnyPipeline(FlowPolicy):
 
     def _visits(self, t: Tensor) -> Iterator[Part]:
         """Group the rows of a pass, at times t [B], by the step of the pipeline's loop that is
-        nearest; a time that is none of its own takes that step's place."""
+        nearest; a time that is none of its grid takes that step's place."""
         steps = self.asked_steps[0 if self.exploring else 1]
         table = self._timetable(steps)
-        own = table.times[:-1].to(t.dtype)
+        grid = table.times[:-1].to(t.dtype)
         times = t.detach().cpu()
-        place = (times[:, None] - own).abs().argmin(1)
+        place = (times[:, None] - grid).abs().argmin(1)
         for k in place.unique().tolist():
             rows = (place == k).nonzero()[:, 0]
-            if bool((times[rows] == own[k]).all()):
+            if bool((times[rows] == grid[k]).all()):
                 yield Part(rows.tolist(), Visit(steps, k))
                 continue
             for time in times[rows].unique():
@@ -275,10 +275,10 @@ class AnyPipeline(FlowPolicy):
             # a step's rows at the full width again, as sampling had them
             rows = part.rows + part.rows[:1] * (len(x) - len(part.rows) if len(parts) < 3 else 0)
             outputs.append(self._by_prompt(ask, rows)[: len(part.rows)])
-        spare = self._spare(len(parts))
+        extra_calls = self._spare(len(parts))
         order = torch.tensor([row for part in parts for row in part.rows]).argsort()
         joined = torch.cat(outputs)[order.to(x.device)] if len(outputs) > 1 else outputs[0]
-        for _ in range(spare):
+        for _ in range(extra_calls):
             again = partial(self.replay.output, visit=parts[0].visit)
             joined = joined + 0 * again(self._call(cond, [0], scale), state=x[:1]).sum()
         return joined

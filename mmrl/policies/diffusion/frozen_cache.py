@@ -46,8 +46,8 @@ class EncoderCache:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, spec = tree_flatten((args, kwargs))
         rows = {len(x) if x.ndim else 0 for x in leaves if isinstance(x, Tensor)}
-        others = [x for x in leaves if not isinstance(x, Tensor)]
-        if not rows or not all(isinstance(x, PLAIN + (torch.dtype,)) for x in others):
+        settings = [x for x in leaves if not isinstance(x, Tensor)]
+        if not rows or not all(isinstance(x, PLAIN + (torch.dtype,)) for x in settings):
             return self._computed(args, kwargs)
         if self.whole or len(rows) > 1 or rows == {0}:
             return self._remembered(leaves, spec, whole=True)
@@ -64,14 +64,14 @@ class EncoderCache:
         device = next((x.device for x in leaves if isinstance(x, Tensor)), torch.device("cpu"))
         if key not in self.results:
             args, kwargs = tree_unflatten(leaves, spec)
-            result = self._computed(args, kwargs)
-            parts = tree_flatten(result)[0]
+            encoding = self._computed(args, kwargs)
+            parts = tree_flatten(encoding)[0]
             self.whole = whole or not all(
                 x is None or (isinstance(x, Tensor) and x.ndim and len(x) == 1) for x in parts
             )
             if self.whole and not whole:
-                return result
-            self.results[key] = _moved(result, torch.device("cpu"))
+                return encoding
+            self.results[key] = _moved(encoding, torch.device("cpu"))
             while len(self.results) > self.limit:
                 del self.results[next(iter(self.results))]
         return _moved(self.results[key], device)
@@ -80,10 +80,10 @@ class EncoderCache:
         place = torch.device("cpu") if self.placement == "cpu" else self.device()
         if next(iter(self.module.parameters())).device != place:
             self.module.to(place)
-        result = self.plain(*_moved(args, place), **_moved(kwargs, place))
+        encoding = self.plain(*_moved(args, place), **_moved(kwargs, place))
         if self.placement == "offload" and place.type != "cpu":
             self.module.to("cpu")
-        return _moved(result, self.device())
+        return _moved(encoding, self.device())
 
 
 def _key(leaves: list[Any], spec: Any) -> bytes:

@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_map, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from mmrl.core.errors import UserError
 from mmrl.policies.diffusion.replay_scheduler import Timetable, drive, timetable
@@ -193,10 +193,10 @@ class Replay:
         if run.timestep is None or run.place is None:
             return
         steps = scheduler.timesteps.clone()
-        asked = run.timestep.to(steps)
-        if asked.ndim:
-            steps = steps[:, None].repeat(1, len(asked))
-        steps[run.place] = asked
+        timestep = run.timestep.to(steps)
+        if timestep.ndim:
+            steps = steps[:, None].repeat(1, len(timestep))
+        steps[run.place] = timestep
         scheduler.timesteps = steps
 
     def stepped(self, output: Tensor, sample: Tensor) -> Tensor | None:
@@ -238,8 +238,8 @@ class Replay:
             key = (name, _shapes((args, kwargs)))
             if run.goal != "plain" and run.place != run.position and key in self.shapes:
                 return _zeros(self.shapes[key])
-            asked = run.goal == "plain" or run.place == run.position
-            with torch.set_grad_enabled(torch.is_grad_enabled() and asked):
+            is_answer = run.goal == "plain" or run.place == run.position
+            with torch.set_grad_enabled(torch.is_grad_enabled() and is_answer):
                 output = self.forward(name, args, kwargs)
             self.shapes[key] = _described(output)
             return output
@@ -264,10 +264,10 @@ class Replay:
         drawn = run.noise if run.noise is not None else None if self.prepares else run.state
         with self._started(run), Draws(drawn):
             try:
-                result = self.function(self.pipe, **chosen)
+                media = self.function(self.pipe, **chosen)
             except Reached as reached:
                 return reached.value
-        return result[0] if isinstance(result, tuple) else result
+        return media[0] if isinstance(media, tuple) else media
 
     @contextmanager
     def _started(self, run: Run) -> Iterator[None]:
@@ -335,10 +335,3 @@ def _zeros(described: Any) -> Any:
     return tree_unflatten(
         [torch.zeros_like(x, device=device) if isinstance(x, Tensor) else x for x in leaves], spec
     )
-
-
-def rows_joined(parts: list[Any]) -> Any:
-    """Join results of one row each along the rows, leaf by leaf."""
-    if len(parts) == 1:
-        return parts[0]
-    return tree_map(lambda *leaves: torch.cat(leaves), *parts)

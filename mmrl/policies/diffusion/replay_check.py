@@ -53,12 +53,12 @@ def _tolerance(policy: Any) -> float:
 
 def _rows_independent(policy: Any, pair: list[Prompt]) -> bool:
     """Tell whether the outputs of two prompts together are those of each alone."""
-    both = []
+    outputs = []
     for together in (True, False):
         policy.together = together
-        both.append(_first_output(policy, pair))
+        outputs.append(_first_output(policy, pair))
     policy.together = None
-    joined, alone = both
+    joined, alone = outputs
     if joined is None or alone is None:
         independent = joined is not None
     else:

@@ -74,19 +74,19 @@ class PromptArguments:
         return self._written([{name: self._blank(name) for name in self.inputs}], None)
 
     def _written(self, rows: list[dict[str, Any]], scale: float | None) -> dict[str, Any]:
-        made = dict(self.call)
+        arguments = dict(self.call)
         for name in self.inputs:
             values = [row[name] for row in rows]
             alone = len(values) == 1 and not isinstance(values[0], str)
-            made[name] = values[0] if alone else values
+            arguments[name] = values[0] if alone else values
         if self.guidance is not None:
-            made[self.guidance] = 1.0 if scale is None else float(scale)
+            arguments[self.guidance] = 1.0 if scale is None else float(scale)
             if self.guidance == "true_cfg_scale" and "negative_prompt" in self.known:
-                made.setdefault("negative_prompt", "")
-        negative = made.get("negative_prompt")
+                arguments.setdefault("negative_prompt", "")
+        negative = arguments.get("negative_prompt")
         if isinstance(negative, str):  # pipelines want as many as prompts
-            made["negative_prompt"] = [negative] * len(rows)
-        return made
+            arguments["negative_prompt"] = [negative] * len(rows)
+        return arguments
 
     def _number(self, i: int, prompt: Prompt) -> int:
         values = {}
