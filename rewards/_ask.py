@@ -28,7 +28,8 @@ class Question:
     """Holds one question. ``parts``: texts and pictures in the order in which the model sees them.
 
     ``choices``: the answer is the probability of each of these words; ``value`` is then a
-    dictionary of them. ``schema``: the answer must be JSON of this pydantic model; ``value`` is an
+    dictionary of them. ``tagged``: reasons are asked for first, and what counts must stand in
+    <answer> after them. ``schema``: the answer must be JSON of this pydantic model; ``value`` is an
     instance. Otherwise ``read`` makes the value of the text, or raises ``Unreadable``.
     """
 
@@ -37,10 +38,11 @@ class Question:
     schema: type[BaseModel] | None = None
     read: Callable[[str], Any] = str
     tokens: int = 512  # most of an answer
+    tagged: bool = False
 
     def value(self, text: str) -> Any:
         """Return what an answer in words says. Raises Unreadable."""
-        text = answer_of(text)
+        text = conclusion_of(text) if self.tagged else answer_of(text)
         if self.choices:
             return named_choice(text, self.choices)
         if self.schema is not None:
@@ -110,6 +112,20 @@ def answer_of(text: str) -> str:
     text = text.rpartition("</think>")[2]
     tagged = re.search(r"<answer>(.*?)(?:</answer>|\Z)", text, re.S)
     return (tagged[1] if tagged else text).strip()
+
+
+def conclusion_of(text: str) -> str:
+    """Return what stands in the only <answer> after the reasons: not what they say on the way, nor
+    what they quote of a prompt. Raises Unreadable where the reasons were cut off, or two answers
+    contradict each other."""
+    _, closed, rest = text.rpartition("</think>")
+    if not closed and "<think>" in text:
+        raise Unreadable("it ends before its reasons do")
+    tagged: list[str] = re.findall(r"<answer>(.*?)</answer>", rest, re.S)
+    answers = {part.strip() for part in tagged}
+    if len(answers) != 1:
+        raise Unreadable(f"{len(answers) or 'no'} answers stand after its reasons")
+    return answers.pop()
 
 
 def named_choice(text: str, choices: Sequence[str]) -> dict[str, float]:

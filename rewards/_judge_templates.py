@@ -42,6 +42,7 @@ class Template:
     high: float = 10.0
     format: bool = False  # ``source`` is for str.format
     tokens: int = 512  # most of an answer, reasoning included
+    tagged: bool = False  # reasons in <think>, and what counts in <answer> after them
 
     def needs(self) -> tuple[str, ...]:
         """Return the fields that the prompts must have."""
@@ -83,6 +84,8 @@ class Template:
             matches = re.findall(pattern, text, re.I)
             if not matches:
                 raise Unreadable(f"the score called {name} is missing")
+            if self.tagged and len(set(matches)) > 1:
+                raise Unreadable(f"the score called {name} is there with several values")
             scores[name] = self.checked(matches[-1])
         return scores
 
@@ -251,6 +254,7 @@ BUILT_IN = {
             1.0,
             10.0,
             tokens=2048,
+            tagged=True,
         ),
     )
 }
@@ -301,6 +305,7 @@ PAIRS = {
             "Answer 2: [{{ second }}]{% else %}Text Caption: [{{ text }}]{% endif %}",
             {"better": r"(?:Image|Video|Answer|Response)\s*([12])\s*is better"},
             tokens=2048,
+            tagged=True,
         ),
     )
 }

@@ -99,7 +99,7 @@ class Judge(Judged):
     def _question(self, parts: tuple[str | Image.Image, ...]) -> Question:
         template = self.template
         if template.patterns:
-            return Question(parts, read=template.scores, tokens=self.tokens)
+            return Question(parts, read=template.scores, tokens=self.tokens, tagged=template.tagged)
         return JsonScores(
             parts, schema=score_schema(template.low, template.high), tokens=self.tokens
         )

@@ -142,7 +142,7 @@ class Pairwise(Judged):
         parts = self.template.parts(prompt, kind_of(media), shown)
         if not self.template.patterns:
             return Question(parts, choices=("1", "2"), tokens=16)
-        return Question(parts, read=self._read, tokens=self.tokens)
+        return Question(parts, read=self._read, tokens=self.tokens, tagged=self.template.tagged)
 
     def _read(self, text: str) -> dict[str, float]:
         """Read the chance of the first from the last conclusion in the text; one half for a
@@ -150,6 +150,8 @@ class Pairwise(Judged):
         verdicts = list(re.finditer(self.template.patterns["better"], text, re.I))
         if not verdicts:
             raise Unreadable("it does not say which is better")
+        if self.template.tagged and len({verdict[1] for verdict in verdicts}) > 1:
+            raise Unreadable("it says that both are better")
         winner = verdicts[-1][1]
         if winner not in ("1", "2", None):
             raise Unreadable(f"it names {winner!r}, neither 1 nor 2")

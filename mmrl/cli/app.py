@@ -275,16 +275,83 @@ def label(
     print(f"{file}: {outcome.pairs} pairs; {outcome.equal} prompts without a better sample")
 
 
+@app.command(name="fit-head")
+def fit_head(
+    data: Annotated[
+        Path,
+        typer.Argument(
+            help="A .csv or .jsonl file of picture and score, or pairs of `mmrl view --rate` or "
+            "`mmrl label`."
+        ),
+    ],
+    folder: Annotated[Path, typer.Option("--out", "-o", help="New folder.")] = Path("head"),
+    clip: Annotated[
+        str | None, typer.Option(help="Features of open_clip: NAME/TAG, hf-hub:ID or a folder.")
+    ] = None,
+    vision: Annotated[
+        str | None,
+        typer.Option(help="Features of a vision model of transformers (DINO, SigLIP, CLIP)."),
+    ] = None,
+    hidden: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Width of a hidden layer, repeatable; default: a linear head."),
+    ] = None,
+    held_out: Annotated[
+        float, typer.Option(min=0.05, max=0.5, help="Share that the head is measured on.")
+    ] = 0.2,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda:0 ...")] = "auto",
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+) -> None:
+    """Fit a reward of your own, `fitted_head: {path: FOLDER}`, to rated pictures or pairs."""
+    from mmrl.cli.fitting import FeatureChoice, fit_head
+
+    chosen = FeatureChoice(clip, vision, device)
+    print(fit_head(data, folder, chosen, tuple(hidden or ()), held_out, seed))
+
+
 @app.command()
 def export(
     run: RunFolder,
     folder: Annotated[Path, typer.Option("--out", "-o", help="New folder.")] = Path("export"),
     checkpoint: At = None,
+    form: Annotated[
+        str,
+        typer.Option("--format", help="Of LoRA weights: diffusers, comfyui or kohya."),
+    ] = "diffusers",
 ) -> None:
     """Write the trained weights for the model's own library (diffusers, peft)."""
     from mmrl.cli import commands
 
-    print(commands.export(run, folder, checkpoint))
+    print(commands.export(run, folder, checkpoint, form))
+
+
+@app.command()
+def convert(
+    adapters: Annotated[
+        list[Path],
+        typer.Argument(metavar="ADAPTER...", help="LoRA files, or folders as `export` writes."),
+    ],
+    base: Annotated[
+        str | None,
+        typer.Option(help="Folder or hub id of the model they are for; peft's name it themselves."),
+    ] = None,
+    form: Annotated[
+        str | None, typer.Option("--format", help="diffusers, comfyui or kohya: of one file.")
+    ] = None,
+    file: Annotated[
+        Path | None, typer.Option("--out", "-o", help="New .safetensors file of --format.")
+    ] = None,
+    into: Annotated[
+        Path | None, typer.Option(help="Merge all adapters into their model: a new folder.")
+    ] = None,
+    weight: Annotated[
+        list[float] | None, typer.Option(help="With --into: of each adapter; default: 1.")
+    ] = None,
+) -> None:
+    """Convert a LoRA file to another form, or merge adapters into the model they are for."""
+    from mmrl.cli.converting import converted
+
+    print(converted(adapters, base, form, file, into, weight or []))
 
 
 @app.command()

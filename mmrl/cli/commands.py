@@ -19,7 +19,7 @@ from mmrl.core import distributed
 from mmrl.core.errors import UserError
 from mmrl.core.registry import ARTIFACTS, REWARDS, load_built_in, locate
 from mmrl.core.types import Prompt
-from mmrl.run import build, checkpoint, evaluation
+from mmrl.run import build, checkpoint, convert, evaluation
 from mmrl.run.build import Session
 from mmrl.scoring import Scorer
 from mmrl.utils.files import check_writable, on_disk, whole_folder, write_json
@@ -203,9 +203,11 @@ def _tell_without_pictures(session: Session, requests: Sequence[Prompt]) -> None
         )
 
 
-def export(run: Path, folder: Path, at: str | None = None) -> Path:
-    """Write trained weights in the format of the model's own library. Returns the folder, which is
-    there once all of it is written."""
+def export(run: Path, folder: Path, at: str | None = None, form: str = "diffusers") -> Path:
+    """Write trained weights in the format of the model's own library, or LoRA weights in the form
+    of ComfyUI or kohya's sd-scripts. Returns the folder, which is there once all of it is
+    written."""
+    chosen = convert.form_of(form)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists and is not empty; name a new folder")
     check_writable(folder)
@@ -215,6 +217,8 @@ def export(run: Path, folder: Path, at: str | None = None) -> Path:
     session = build.trained(run, at=at)
     with on_disk(folder), whole_folder(folder) as draft:
         session.policy.export(draft)
+        if chosen != "diffusers":
+            convert.rewrite_export(draft, getattr(session.policy, "place", ""), chosen)
     return folder
 
 

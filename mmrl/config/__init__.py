@@ -26,6 +26,7 @@ from mmrl.config.building import (
     build_rewards,
     raise_all,
     resolve_rewards,
+    weighed,
 )
 from mmrl.config.checks import check, import_plugins, or_empty
 from mmrl.config.needs import missing_values, wrong_media
@@ -176,8 +177,11 @@ def of_plain(
     for key in OPTIONS:  # what is none of these has been reported
         if not isinstance(or_empty(plain.get(key)), Mapping):
             del plain[key]
-    if learns_from_answers(plain):
-        plain.setdefault("reward", {})
+    if learns_from_answers(plain) and plain.get("reward") is None:
+        plain["reward"] = {}
+    evaluate = plain.get("evaluate")
+    if isinstance(evaluate, Mapping) and "reward" in evaluate:
+        plain["evaluate"] = {**evaluate, "reward": weighed(evaluate["reward"])}
     return Config(
         {**plain, **{key: _or(plain.get(key), default) for key, default in DEFAULTS.items()}},
         file,

@@ -141,15 +141,20 @@ class Chosen:
     handling: Resolved
 
 
+def weighed(spec: Any) -> Any:
+    """Give rewards that are only named, one or a list, the weight 1; others stay as they are."""
+    names = [spec] if isinstance(spec, str) else spec
+    if isinstance(names, list) and all(isinstance(name, str) for name in names):
+        return dict.fromkeys(names, 1.0)
+    return spec
+
+
 def resolve_rewards(
     spec: Any, registry: Registry, place: Place, problems: list[str]
 ) -> dict[str, Chosen]:
     """Resolve rewards by their key: a reward's name, or any name with ``use`` saying which
     reward."""
-    if isinstance(spec, str):
-        spec = {spec: 1.0}
-    if isinstance(spec, list) and all(isinstance(name, str) for name in spec):
-        spec = dict.fromkeys(spec, 1.0)
+    spec = weighed(spec)
     if not isinstance(spec, Mapping):
         problems.append(place.say(f"expected rewards, {{name: weight}}, got {show(spec)}"))
         return {}

@@ -127,8 +127,9 @@ pipe.to("cuda")
 ### ComfyUI
 
 Put `pytorch_lora_weights.safetensors` into `ComfyUI/models/loras` and add the node
-*LoraLoaderModelOnly* behind the one that loads the base model, with strength 1. ComfyUI reads
-diffusers' names of LoRA weights for the families it supports; this was not tried.
+*LoraLoaderModelOnly* behind the one that loads the base model, with strength 1. If it does not know
+the names: `mmrl convert pytorch_lora_weights.safetensors --base {base} --format comfyui --out
+lora.safetensors`. Neither was tried in ComfyUI.
 
 ### transformers
 

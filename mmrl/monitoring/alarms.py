@@ -43,6 +43,49 @@ class AlarmOptions:
     contrast: Annotated[float, Gt(0), Lt(1)] = 0.5  # the same of the first contrast
     # rise of the share of clipped pixel values since the start
     clipped: Annotated[float, Gt(0), Lt(1)] = 0.2
+    # rise or fall of the share of dark pixels since the start
+    dark: Annotated[float, Gt(0), Lt(1)] = 0.3
+    # share of the first colour, edges and entropy of colours below which there is an alarm; of
+    # colour and edges also above its inverse
+    colour: Annotated[float, Gt(0), Lt(1)] = 0.5
+    edges: Annotated[float, Gt(0), Lt(1)] = 0.5
+    colour_entropy: Annotated[float, Gt(0), Lt(1)] = 0.6
+
+
+class Drift(NamedTuple):
+    """Names what pictures lose and what they have too much of where a curve ``samples/NAME`` leaves
+    its first values; empty: no alarm on that side."""
+
+    falls: str
+    rises: str
+    shown: str = ".3g"
+    relative: bool = True  # the option is a share of the first value; otherwise a difference
+    least: float = 0.0  # first values below this are too small for shares
+
+
+DRIFTS = {
+    "dark": Drift(
+        "pictures become pale: the share of dark pixels fell",
+        "pictures become dark: the share of dark pixels rose",
+        shown=".0%",
+        relative=False,
+    ),
+    "colour": Drift(
+        "pictures become grey: the colour of a pixel fell",
+        "colours become glaring: the colour of a pixel rose",
+        least=0.02,
+    ),
+    "edges": Drift(
+        "pictures lose their edges: the gradient of the grey picture fell",
+        "pictures become restless: the gradient of the grey picture rose",
+        least=0.002,
+    ),
+    "colour_entropy": Drift(
+        "pictures come down to few colours: the entropy of their colours in bits fell",
+        "",
+        least=0.2,
+    ),
+}
 
 
 class Alarm(NamedTuple):
@@ -146,7 +189,12 @@ class Alarms:
         self._note(metrics)
         alarms = [
             alarm
-            for alarm in [*self._exploited(), *self._alike(), *self._saturated()]
+            for alarm in [
+                *self._exploited(),
+                *self._alike(),
+                *self._saturated(),
+                *self._drifted(),
+            ]
             if iteration - self.last_alarm.get(alarm.kind, -math.inf) >= self.options.window
         ]
         self.last_alarm |= {alarm.kind: iteration for alarm in alarms}
@@ -154,6 +202,7 @@ class Alarms:
 
     def _note(self, metrics: Mapping[str, object]) -> None:
         watched = ["reward/mean", "samples/diversity", "samples/clipped", "samples/contrast"]
+        watched += [f"samples/{name}" for name in DRIFTS]
         values = {name: metrics.get(name) for name in [*watched, *map(curve, self.monitors)]}
         for name, value in values.items():
             number = float(value) if isinstance(value, (int, float)) else math.nan
@@ -212,6 +261,24 @@ class Alarms:
                 "(train.sample_every); raise objective.kl, lower the learning rate",
                 {"first": first, "now": now},
             )
+
+    def _drifted(self) -> Iterator[Alarm]:
+        """Find curves of the looks of pictures that have left their first values."""
+        for name, drift in DRIFTS.items():
+            first, now = ends(self.columns.get(f"samples/{name}", []))
+            bound = getattr(self.options, name)
+            low, high = (
+                (first * bound, first / bound) if drift.relative else (first - bound, first + bound)
+            )
+            what = drift.falls if now < low else drift.rises if now > high else ""
+            if what and first >= drift.least:
+                yield Alarm(
+                    name,
+                    f"{what} from {first:{drift.shown}} to {now:{drift.shown}}. A reward may like "
+                    "that: look at the samples (train.sample_every), watch a reward of another "
+                    "kind (monitor: true), raise objective.kl, lower the learning rate",
+                    {"first": first, "now": now},
+                )
 
 
 # metrics that an alarm of a run that cannot learn shows

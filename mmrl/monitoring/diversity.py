@@ -71,9 +71,7 @@ def diversity_of_prompts(media: Media, copies: int) -> Tensor:
 def looks(media: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Measure pictures: [B, D] thumbnails, [B] clipped shares and [B] contrasts, float32 on the
     CPU; NaN of broken ones."""
-    frames = media if media.ndim == 5 else media[:, None]
-    if frames.shape[1] > FRAMES:
-        frames = frames[:, torch.linspace(0, frames.shape[1] - 1, FRAMES).round().long()]
+    frames = some_frames(media)
     measured: list[tuple[Tensor, ...]] = []
     for rows in frames.split(max(1, ROWS // frames.shape[1])):
         pictures = rows.float().flatten(0, 1)  # [n F, 3, H, W]
@@ -91,6 +89,14 @@ def looks(media: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         )
     thumbnails, clipped, contrast = (torch.cat(parts) for parts in zip(*measured, strict=True))
     return thumbnails, clipped, contrast
+
+
+def some_frames(media: Tensor) -> Tensor:
+    """Return a few frames of videos [B, F, 3, H, W], spread evenly, or images as one frame each."""
+    frames = media if media.ndim == 5 else media[:, None]
+    if frames.shape[1] > FRAMES:
+        frames = frames[:, torch.linspace(0, frames.shape[1] - 1, FRAMES).round().long()]
+    return frames
 
 
 def among(thumbnails: Tensor, group: Tensor) -> Tensor:

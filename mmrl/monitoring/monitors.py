@@ -13,6 +13,7 @@ from mmrl import advantages
 from mmrl.core.registry import MONITORS
 from mmrl.core.types import Media, Rewards, Rollout
 from mmrl.monitoring import completion_stats
+from mmrl.monitoring.appearance import appearance
 from mmrl.monitoring.diversity import portrait
 
 
@@ -53,3 +54,9 @@ def completion_lengths(sampled: Sampled) -> dict[str, float]:
 def diversity(sampled: Sampled) -> dict[str, float]:
     """Measure the distance of samples of one prompt, saturation and contrast of pictures."""
     return portrait(sampled.media, sampled.rollout.group)
+
+
+@MONITORS.register("appearance")
+def looks(sampled: Sampled) -> dict[str, float]:
+    """Measure dark pixels, colour, edges and the entropy of colours of pictures and videos."""
+    return appearance(sampled.media, sampled.rollout.group.device)

@@ -21,6 +21,7 @@ from mmrl.run.set_metrics import mean_ap
 from mmrl.scoring import Scorer
 from samplers.noise import Rng
 
+MOST_CANDIDATES = 64  # samples held at once while the best of several are chosen
 MOST_PROMPTS = 4096  # of which evaluation.json has every mean
 Z95 = 1.959964  # two-sided 95 % quantile of the normal distribution
 
@@ -105,18 +106,35 @@ def sample(
     share = -(-len(prompts) // size)
     first = rank * share
     local_prompts = list(prompts[first : first + share])
-    rows = len(local_prompts) * drawn
-    with policy.evaluating(guidance):
-        rng = Rng(Rng.of(seed, "evaluation").key, first)
-        padded = [*local_prompts, *[prompts[0]] * (share - len(local_prompts))]
-        # these are not trained on
-        rollout = policy.rollout(padded, drawn, rng, RolloutContext(reads="sample"))
-        media = policy.decode(rollout)[:rows]
-    prompt_per_row = rollout.prompt_per_row()[:rows]
-    if best is None:
-        return media, prompt_per_row
-    with distributed.together():
-        return best.choose(media, prompt_per_row)
+    padded = [*local_prompts, *[prompts[0]] * (share - len(local_prompts))]
+    # candidates are many: they are judged and left before the next are drawn
+    step = max(1, MOST_CANDIDATES // drawn) if best else share
+    parts = []
+    rows: list[Prompt] = []
+    for start in range(0, share, step):
+        with policy.evaluating(guidance):
+            rng = Rng(Rng.of(seed, "evaluation").key, first + start)
+            # these are not trained on
+            context = RolloutContext(reads="sample")
+            rollout = policy.rollout(padded[start : start + step], drawn, rng, context)
+            count = len(local_prompts[start : start + step]) * drawn
+            media = policy.decode(rollout)[:count]
+        prompt_per_row = rollout.prompt_per_row()[:count]
+        if best is not None:
+            with distributed.together():
+                media, prompt_per_row = best.choose(media, prompt_per_row)
+        parts.append(media)
+        rows += prompt_per_row
+    return joined(parts), rows
+
+
+def joined(parts: Sequence[Media]) -> Media:
+    """Join media of the same kind, in their order."""
+    if len(parts) == 1:
+        return parts[0]
+    if all(isinstance(part, Tensor) for part in parts):
+        return torch.cat([part for part in parts if isinstance(part, Tensor)])
+    return [item for part in parts for item in part]
 
 
 def evaluate(

@@ -805,3 +805,20 @@ def test_a_first_sentence_over_two_lines_is_described_in_one():
 
     assert describe(plug_in) == "Reads what is asked of it. Then more."
     assert describe(short) == "One sentence."
+
+
+@pytest.mark.parametrize("named", ["aesthetic", "[aesthetic]", "{aesthetic: 1.0}"])
+def test_rewards_may_only_be_named_in_training_and_in_evaluation(tmp_path, named):
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"reward: digits\nevaluate: {{reward: {named}}}\n")
+    config = load(file, required=())
+    assert config.plain["evaluate"]["reward"] == {"aesthetic": 1.0}
+    config = load(file, [f"evaluate.reward={named}"], required=())
+    assert config.section("evaluate", EvaluateOptions).reward == {"aesthetic": 1.0}
+
+
+def test_a_run_on_preferences_may_leave_the_rewards_of_its_configuration_out():
+    with_none = load("configs/digits/dpo_pairs.yaml", ["reward=null"])
+    assert with_none.plain["reward"] == {}
+    with pytest.raises(UserError, match="section 'reward' is missing"):
+        load("configs/digits/flow_grpo.yaml", ["reward=null"])

@@ -289,13 +289,13 @@ def questions(path, *overrides):
     ],
 )
 def test_what_of_a_vlm_is_trained_is_counted_as_the_run_would_train_it(options):
-    report = questions("world:digits/vlm-test", *options)
     policy = build.Session.of(
         build.read(
             ROOT / "digits" / "counting.yaml",
             ["policy.vlm.path=world:digits/vlm-test", FEW, *options],
         )
     ).policy
+    report = questions("world:digits/vlm-test", *options)  # after the policy: the world is built
     trained = sum(p.numel() for p in policy.net.parameters() if p.requires_grad)
     base = sum(p.numel() for n, p in policy.net.named_parameters() if "lora_" not in n)
     assert (report.model.parameters, report.model.trained) == (base, trained)

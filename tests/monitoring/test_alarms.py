@@ -14,6 +14,7 @@ import yaml
 from mmrl.config import build_rewards
 from mmrl.core.errors import UserError
 from mmrl.monitoring.alarms import AlarmOptions, Alarms, trend
+from mmrl.monitoring.appearance import appearance, of_pictures
 from mmrl.monitoring.diversity import portrait
 from mmrl.monitoring.log import LogOptions, RunLog
 from mmrl.monitoring.report.page import render
@@ -37,6 +38,9 @@ def simulated(seed, iterations=160, fall=0.0, correlation=0.0, every=1, **option
         metrics["samples/diversity"] = 0.2 * math.exp(0.2 * rng.gauss(0, 1))
         metrics["samples/clipped"] = min(1.0, max(0.0, 0.3 + 0.05 * rng.gauss(0, 1)))
         metrics["samples/contrast"] = 0.2 * math.exp(0.2 * rng.gauss(0, 1))
+        metrics["samples/dark"] = min(1.0, max(0.0, 0.4 + 0.1 * rng.gauss(0, 1)))
+        for name, level in (("colour", 0.3), ("edges", 0.05), ("colour_entropy", 5.0)):
+            metrics[f"samples/{name}"] = level * math.exp(0.2 * rng.gauss(0, 1))
         raised += [(i, alarm.kind) for alarm in alarms.judge(i, metrics)]
     return raised
 
@@ -104,6 +108,13 @@ def test_an_alarm_is_not_repeated_after_a_resume(tmp_path):
         ("diversity", 0.2, 0.05, "diversity"),
         ("clipped", 0.1, 0.5, "clipped"),
         ("contrast", 0.2, 0.05, "contrast"),
+        ("dark", 0.45, 0.93, "dark"),  # the drifts that were reported
+        ("edges", 0.1, 0.04, "edges"),
+        ("colour_entropy", 5.0, 2.3, "colour_entropy"),
+        ("dark", 0.6, 0.2, "dark"),
+        ("edges", 0.1, 0.3, "edges"),
+        ("colour", 0.3, 0.1, "colour"),
+        ("colour", 0.3, 0.7, "colour"),
     ],
 )
 def test_samples_that_collapse_raise_an_alarm(name, start, end, kind):
@@ -173,6 +184,48 @@ def test_a_portrait_is_the_brute_force_one():
         {"samples/diversity": 2 / 3}
     )
     assert portrait(torch.zeros(4, 7), torch.zeros(4, dtype=torch.long)) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "start", "end"),
+    [("dark", 0.2, 0.45), ("edges", 0.0, 0.3), ("colour", 0.01, 0.3), ("colour_entropy", 2.0, 9.0)],
+)
+def test_small_drifts_and_shares_of_next_to_nothing_raise_none(name, start, end):
+    alarms = Alarms(AlarmOptions())
+    values = [start] * 30 + [end] * 30
+    assert not [a for i, v in enumerate(values) for a in alarms.judge(i, {f"samples/{name}": v})]
+
+
+def test_the_looks_of_pictures_by_hand():
+    black, half = torch.zeros(3, 8, 8), torch.zeros(3, 8, 8)
+    half[0, :, 4:] = 1.0  # the right half is red: grey 0.299
+    step = torch.tensor([0.0] * 3 + [0.299 / 2] * 2 + [0.0] * 3)  # Sobel beside the edge
+    wanted = [[1.0, 0.0, 0.0, 0.0], [0.5, 0.5, float(step.mean()), 1.0]]
+    torch.testing.assert_close(of_pictures(torch.stack([black, half])), torch.tensor(wanted))
+    noise = torch.rand(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    assert (of_pictures(noise)[:, 3] > 8.5).all()
+    turned = of_pictures(noise.transpose(-1, -2))  # edges of both directions count alike
+    torch.testing.assert_close(turned, of_pictures(noise))
+    grey = noise[:, :1].expand(-1, 3, -1, -1)
+    assert of_pictures(grey)[:, 3].max() <= 3.0 and of_pictures(grey)[:, 1].max() == 0
+
+
+def test_looks_of_videos_large_pictures_and_broken_ones():
+    device = torch.device("cpu")
+    media = pictures(3, 32, 32)
+    measured = appearance(media, device)
+    rows = of_pictures(media)
+    assert list(measured.values()) == pytest.approx(rows.mean(0).tolist(), rel=1e-5)
+    still = media[:, None].expand(-1, 9, -1, -1, -1)
+    assert appearance(still, device) == pytest.approx(measured, rel=1e-5)
+    broken = torch.cat([media, torch.full((1, 3, 32, 32), torch.nan)])
+    assert appearance(broken, device) == pytest.approx(measured, rel=1e-5)
+    large = torch.nn.functional.interpolate(media[:1], scale_factor=16)  # 512 pixels a side
+    assert of_pictures(large)[0, [0, 1, 3]].tolist() == pytest.approx(
+        rows[0, [0, 1, 3]].tolist(), abs=0.02
+    )
+    assert appearance(["a", "b"], device) == {} == appearance(torch.zeros(2, 7), device)
+    assert appearance(media[:0], device) == {}
 
 
 def test_monitor_is_weight_0_and_may_fail():

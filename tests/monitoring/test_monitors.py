@@ -26,5 +26,5 @@ def test_monitors_see_the_iteration_and_what_those_before_them_said():
 
 
 def test_every_trainer_has_the_registered_monitors():
-    assert list(MONITORS) == ["reward_statistics", "completion_lengths", "diversity"]
+    assert list(MONITORS) == ["reward_statistics", "completion_lengths", "diversity", "appearance"]
     assert make_trainer().monitors == list(MONITORS.values())

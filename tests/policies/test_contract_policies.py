@@ -15,6 +15,8 @@ from mmrl.core.registry import POLICIES
 from mmrl.core.types import LatentPath, Rollout, Transition
 from mmrl.policies.base import Policy
 from mmrl.policies.diffusion.flow_policy import FlowPolicy
+from mmrl.run import evaluation
+from mmrl.scoring import Scorer
 from mmrl.train.minibatches import passes
 from samplers.noise import Rng
 from tests.core.test_contract import made
@@ -262,3 +264,23 @@ def test_a_policy_offers_what_the_trainer_and_the_commands_use(policy):
     )
     assert isinstance(policy, Policy)
     policy.prepare(prompts_for(policy))
+
+
+def test_the_best_of_several_is_that_of_a_loop(policy):
+    """`mmrl sample --best-of`: candidates differ, also where answers are otherwise the likeliest.
+    Last in this file: from here on the policy samples in evaluation."""
+    policy.sample_in_evaluation()
+    asked = prompts_for(policy)[:2]
+
+    def size(media, prompts):
+        if isinstance(media, torch.Tensor):
+            return media.double().flatten(1).mean(1)
+        return torch.tensor([float(sum(map(ord, text))) for text in media])
+
+    candidates, _ = evaluation.sample(policy, asked, 4, seed=3)
+    best = evaluation.BestOf(2, Scorer({"size": size}))
+    chosen, shown = evaluation.sample(policy, asked, 2, seed=3, best=best)
+    values = size(candidates, asked).view(2, 4)
+    assert all(len(row.unique()) > 1 for row in values)
+    torch.testing.assert_close(size(chosen, asked).view(2, 2), values.view(2, 2, 2).amax(2))
+    assert [prompt["text"] for prompt in shown] == [p["text"] for p in asked for _ in range(2)]

@@ -38,8 +38,11 @@ from tests.fixtures.tiny_image_rewards import (
 from tests.fixtures.tiny_rewards import TEXTS, asked, pictures, save_tiny_clip
 
 # those name their models themselves
-# embedding_head has no model of its own to be missing: tests/rewards/test_embedding.py
-LOADED = sorted(set(TINY_OPTIONS) - {"ocr", "per_frame", "video_align", "embedding_head"})
+# heads have no model of their own to be missing: test_embedding.py, test_fitted_head.py
+LOADED = sorted(
+    set(TINY_OPTIONS)
+    - {"ocr", "ocr_layout", "per_frame", "video_align", "embedding_head", "fitted_head"}
+)
 
 
 def eighths(*size: int, count: int = 5) -> torch.Tensor:

@@ -77,6 +77,23 @@ def test_evaluation_scores_the_best_and_keeps_prompts_apart():
     assert torch.allclose(best.rewards["b"], expected, atol=1e-6)
 
 
+def test_candidates_in_parts_are_those_of_one_draw(monkeypatch):
+    """Not more of them are in memory at once than the bound says, and none is another."""
+    policy = make_trainer("flow").policy
+    prompts = make_trainer("flow").prompts[:3]
+    best = BestOf(4, Scorer({"b": brightness}))
+    whole, rows = evaluation.sample(policy, prompts, 2, 0, best=best)
+    drawn = []
+    true = policy.rollout
+    monkeypatch.setattr(
+        policy, "rollout", lambda p, c, *rest: drawn.append(len(p) * c) or true(p, c, *rest)
+    )
+    monkeypatch.setattr(evaluation, "MOST_CANDIDATES", 16)
+    parts, same = evaluation.sample(policy, prompts, 2, 0, best=best)
+    assert drawn == [16, 8] and torch.allclose(parts, whole, atol=1e-6) and same == rows
+    assert evaluation.joined([["a"], ["b", "c"]]) == ["a", "b", "c"]
+
+
 def test_diversity_of_prompts_is_that_of_each_prompt_alone():
     images = torch.rand(8, 3, 4, 4, generator=torch.Generator().manual_seed(1))
     texts = ["a", "ab", "abc", "abc", "", "x", "y", "y"]

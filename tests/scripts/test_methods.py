@@ -1,6 +1,7 @@
 """docs/methods says what the registry says."""
 
 import re
+from functools import cache
 
 import pytest
 
@@ -9,13 +10,18 @@ from tests.scripts.test_bench import load
 
 load_built_in()
 methods = load("methods")
-PAGES = methods.pages()
+
+
+@cache
+def pages():
+    """The pages as they should be, made when the first test asks: collecting tests stays quick."""
+    return methods.pages()
 
 
 def test_every_page_is_there_and_up_to_date():
     known = {path.name: path.read_text(encoding="utf-8") for path in methods.FOLDER.iterdir()}
-    assert set(known) == set(PAGES)
-    stale = [name for name, text in PAGES.items() if known[name] != text]
+    assert set(known) == set(pages())
+    stale = [name for name, text in pages().items() if known[name] != text]
     assert not stale, f"run python scripts/methods.py: {stale}"
 
 
@@ -31,28 +37,31 @@ def test_every_method_is_on_one_page(registry):
 def test_the_line_of_configuration_chooses_the_method(family):
     for name in methods.entries(family):
         assert methods._named(methods.example(family, name), family.key) == {name}
-        assert f"## `{name}`" in PAGES[f"{family.slug}.md"]
+        assert f"## `{name}`" in pages()[f"{family.slug}.md"]
 
 
 def test_presets_and_configurations_are_listed():
-    gspo = PAGES["surrogates.md"].partition("## `gspo`")[2].partition("\n## ")[0]
+    gspo = pages()["surrogates.md"].partition("## `gspo`")[2].partition("\n## ")[0]
     assert "`trl/gspo`" in gspo and "| `clip_low` |" in gspo
-    nft = PAGES["forward_process.md"].partition("## `nft`")[2].partition("\n## ")[0]
+    nft = pages()["forward_process.md"].partition("## `nft`")[2].partition("\n## ")[0]
     assert "`digits/nft`" in nft and "flow and diffusion models" in nft
 
 
 def test_what_was_measured_stands_with_the_method_that_differs():
     """GSPO was compared with PPO's clip on image tokens: that tells something of GSPO, nothing of
     the objective, which both have."""
-    gspo = PAGES["surrogates.md"].partition("## `gspo`")[2].partition("\n## ")[0]
+    gspo = pages()["surrogates.md"].partition("## `gspo`")[2].partition("\n## ")[0]
     assert "- measured: [GSPO against GRPO](../results/compare_image_tokens.md): " in gspo
     assert (
-        "](surrogates.svg)" in PAGES["surrogates.md"] and "GSPO against" in PAGES["surrogates.svg"]
+        "](surrogates.svg)" in pages()["surrogates.md"]
+        and "GSPO against" in pages()["surrogates.svg"]
     )
-    plain = PAGES["policy_gradients.md"].partition("## `policy_gradient`")[2].partition("\n## ")[0]
+    plain = (
+        pages()["policy_gradients.md"].partition("## `policy_gradient`")[2].partition("\n## ")[0]
+    )
     assert "measured" not in plain
     # AWM samples without noise, Flow-GRPO with: the objective differs, so nothing is said of steps
-    assert "AWM" in PAGES["forward_process.svg"] and "sde_types.svg" not in PAGES
+    assert "AWM" in pages()["forward_process.svg"] and "sde_types.svg" not in pages()
 
 
 def test_a_figure_shows_intervals_around_zero():
@@ -67,4 +76,4 @@ def test_a_page_says_when_to_choose_what_and_names_what_there_is(family):
     others = {name for entries in ALL.values() for name in entries}
     named = set(re.findall(r"`([^`]+)`", family.choose))
     assert named <= known | others and (named & known or family.slug == "data")
-    assert family.choose in PAGES[f"{family.slug}.md"].replace("\n", " ")
+    assert family.choose in pages()[f"{family.slug}.md"].replace("\n", " ")

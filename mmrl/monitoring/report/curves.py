@@ -67,6 +67,18 @@ SIGNAL = (
         ("samples/clipped", "samples/contrast"),
         "Share of pixel values at 0 or 1; standard deviation of the grey picture.",
     ),
+    Plot(
+        "Dark pixels and colour",
+        ("samples/dark", "samples/colour"),
+        "Share of pixels with a grey value below 0.2; mean difference of a pixel's largest and "
+        "smallest colour value.",
+    ),
+    Plot("Edges", ("samples/edges",), "Mean gradient of the grey picture, in grey values a pixel."),
+    Plot(
+        "Entropy of colours, bits",
+        ("samples/colour_entropy",),
+        "Of a picture's histogram of 512 colours; 0 is a picture of one colour.",
+    ),
     Plot("Advantage, standard deviation", ("advantage/std",)),
     Plot(
         "Samples excluded",

@@ -1,0 +1,349 @@
+"""Reads LoRA files of any form by diffusers' own readers, writes those of ComfyUI and kohya's
+sd-scripts, and merges adapters into a model.
+
+An adapter's change of a weight is ``scale * up @ down``. Whatever is written is read back by
+diffusers before it is handed over, and must be the same change of the same weights.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmrl.core.errors import UserError
+from mmrl.core.registry import locate
+from mmrl.policies.diffusion import diffusers_folder
+from mmrl.policies.diffusion.lora_names import FAMILIES, Format, Names, Place
+
+PROBES = 4
+TOLERANCE = 1e-4  # of what diffusers reads back, relative to the largest output of a module
+OF_TEXT_ENCODERS = ("lora_te", "text_encoder", "te1.", "te2.")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Holds the adapter of one module: ``scale * up @ down`` is added to its weight."""
+
+    down: Tensor  # [rank, in], of a convolution [rank, in, k, k]
+    up: Tensor  # [out, rank], of a convolution [out, rank, 1, 1]
+    scale: float
+
+    @property
+    def rank(self) -> int:
+        return self.down.shape[0]
+
+    def delta(self) -> Tensor:
+        """Return the change of the weight in float32, in the weight's shape."""
+        change = self.up.float().flatten(1) @ self.down.float().flatten(1)
+        return self.scale * change.view(self.up.shape[0], *self.down.shape[1:])
+
+    def on_probes(self) -> Tensor:
+        """Apply the change to a few fixed random inputs, without computing the change itself."""
+        down = self.down.float().flatten(1)
+        generator = torch.Generator().manual_seed(0)
+        inputs = torch.randn(down.shape[1], PROBES, generator=generator)
+        return self.scale * (self.up.float().flatten(1) @ (down @ inputs))
+
+
+Adapter = dict[str, Pair]  # by the name of the module in diffusers' network
+
+
+@dataclass(frozen=True)
+class Base:
+    """Knows the architecture of a model in diffusers' folder format; no weights are read."""
+
+    place: str
+    pipeline: Any  # class of diffusers
+    networks: Mapping[str, Any]  # part -> class of diffusers
+
+    @classmethod
+    def of(cls, path: str) -> Base:
+        """Look at a folder or hub id. UserError where it is no pipeline of diffusers'."""
+        import diffusers
+
+        place = locate(path)
+        index = diffusers_folder.index(place)
+        name = str(index.get("_class_name", ""))
+        pipeline = getattr(diffusers, name, None)
+        if not (inspect.isclass(pipeline) and issubclass(pipeline, diffusers.DiffusionPipeline)):
+            raise UserError(f"{path}: diffusers has no pipeline {name or 'without a name'!r}")
+        networks = {}
+        for part in ("transformer", "transformer_2", "unet"):
+            entry = index.get(part)
+            library, kind = (
+                entry if isinstance(entry, (list, tuple)) and len(entry) == 2 else ("", "")
+            )
+            network = getattr(diffusers, str(kind), None) if library == "diffusers" else None
+            if inspect.isclass(network) and issubclass(network, diffusers.ModelMixin):
+                networks[part] = network
+        if not networks or not hasattr(pipeline, "load_lora_weights"):
+            raise UserError(f"{path}: diffusers' {name} loads no LoRA weights")
+        return cls(place, pipeline, networks)
+
+    @property
+    def part(self) -> str:
+        """Name the folder of the network that adapters are for."""
+        return next(iter(self.networks))
+
+    def architecture(self) -> Any:
+        """Build the network with weights of zeros that take no memory."""
+        network = self.networks[self.part]
+        config = diffusers_folder.load_config(network, self.place, self.part)
+        with torch.device("meta"):
+            net = network.from_config(config)
+        for module in net.modules():  # peft moves adapters to where the weights are: not to meta
+            for name, weight in list(module.named_parameters(recurse=False)):
+                zeros = torch.zeros(()).expand(weight.shape)
+                setattr(module, name, nn.Parameter(zeros, requires_grad=False))
+        return net
+
+
+def read(base: Base, file: Path) -> Adapter:
+    """Read a LoRA file of any form that the pipeline itself loads. UserError for others."""
+    named = _keys(file)
+    texts = [key for key in named if key.startswith(OF_TEXT_ENCODERS)]
+    if texts:
+        raise UserError(
+            f"{file}: holds adapters of a text encoder, such as {texts[0]!r}; only those of the "
+            f"network are converted"
+        )
+    net = base.architecture()
+    _load(base, net, file)
+    adapter = dict(_pairs(net))
+    if not adapter:
+        raise UserError(
+            f"{file}: diffusers' {base.pipeline.__name__} finds no LoRA weights for its "
+            f"{base.part} in it, whose first name is {named[0]!r}"
+        )
+    return adapter
+
+
+def _load(base: Base, net: Any, file: Path) -> None:
+    """Let diffusers' pipeline load a LoRA file into a network of its kind."""
+    required = [
+        name
+        for name, parameter in inspect.signature(base.pipeline.__init__).parameters.items()
+        if name != "self" and parameter.default is parameter.empty
+    ]
+    with quiet():
+        pipe = base.pipeline(**(dict.fromkeys(required) | {base.part: net}))
+        try:
+            pipe.load_lora_weights(
+                str(file.parent), weight_name=file.name, use_safetensors=True, local_files_only=True
+            )
+        except Exception as error:  # its readers fail in many ways on a file of another model
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise UserError(
+                f"{file}: diffusers' {base.pipeline.__name__} cannot read this LoRA: {reason[:200]}"
+            ) from error
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence what diffusers says of parts that are left out on purpose."""
+    from diffusers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+def _keys(file: Path) -> list[str]:
+    """Return the names of the tensors in a file. UserError where it is no safetensors file."""
+    from safetensors import SafetensorError, safe_open
+
+    if not file.is_file() or file.suffix != ".safetensors":
+        raise UserError(f"{file}: give a .safetensors file; other forms of weights are not read")
+    try:
+        with safe_open(file, framework="pt") as content:
+            names = list(content.keys())
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{file}: no safetensors file: {error}") from error
+    if not names:
+        raise UserError(f"{file}: holds no tensors")
+    return names
+
+
+def _pairs(net: nn.Module) -> Iterable[tuple[str, Pair]]:
+    for name, module in net.named_modules():
+        for adapter, down in getattr(module, "lora_A", {}).items():
+            up: Any = module.lora_B[adapter]
+            scale = float(module.scaling[adapter])
+            yield name, Pair(down.weight.detach(), up.weight.detach(), scale)
+
+
+def write(base: Base, adapter: Adapter, form: Format, file: Path) -> None:
+    """Write an adapter in a form and read it back. UserError, and no file, where diffusers would
+    not read the same: what cannot be checked is not written."""
+    from safetensors.torch import save_file
+
+    if form == "diffusers":
+        layers = {}
+        for name, pair in adapter.items():
+            layers[f"{name}.lora_A.weight"] = pair.down.contiguous()
+            layers[f"{name}.lora_B.weight"] = (pair.scale * pair.up).contiguous()
+        layers = {f"{base.part}.{key}": value for key, value in layers.items()}
+    else:
+        layers = tensors(base, adapter, form)
+    save_file(layers, file, metadata={"format": "pt"})
+    try:
+        _compare(base, adapter, form, file)
+    except UserError:
+        file.unlink()
+        raise
+
+
+def _compare(base: Base, adapter: Adapter, form: Format, file: Path) -> None:
+    """Raise UserError unless diffusers reads from the file what was meant."""
+    returned = read(base, file)
+    wrong = []
+    for name in {**adapter, **returned}:
+        meant, got = (a[name].on_probes() if name in a else None for a in (adapter, returned))
+        known = [d for d in (meant, got) if d is not None]
+        largest = max(float(d.abs().max()) for d in known)
+        if meant is None or got is None or meant.shape != got.shape:
+            apart = largest
+        else:
+            apart = float((meant - got).abs().max())
+        if apart > TOLERANCE * largest:
+            wrong.append(name)
+    if wrong:
+        raise UserError(
+            f"--format {form}: diffusers does not read {len(wrong)} of {len(adapter)} modules back "
+            f"as they are, such as {wrong[0]}, so this is not written; use --format diffusers"
+        )
+
+
+def tensors(base: Base, adapter: Adapter, form: Format) -> dict[str, Tensor]:
+    """Name and join an adapter's tensors as ComfyUI or sd-scripts expect them. UserError where
+    diffusers has no reader to check that form against."""
+    names, written = _names(base, form)
+    config = diffusers_folder.load_config(base.networks[base.part], base.place, base.part)
+    linears = {
+        name: tuple(module.weight.shape)
+        for name, module in base.architecture().named_modules()
+        if isinstance(module, nn.Linear)
+    }
+    family = FAMILIES[base.pipeline.__name__]
+    if written == "kohya" and family.whole:
+        adapter = _completed(adapter, family.whole, linears)
+    groups: dict[str, tuple[Place, dict[int, Pair]]] = {}
+    for module, pair in adapter.items():
+        place = names.place(module, config)
+        if place is None:
+            raise UserError(
+                f"--format {form}: the name of {module} in that form is not known to diffusers; "
+                f"use --format diffusers"
+            )
+        groups.setdefault(place.name, (place, {}))[1][place.index] = pair
+    joined = {
+        name: _joined([linears.get(part, (0,))[0] for part in place.parts], pairs)
+        for name, (place, pairs) in groups.items()
+    }
+    if written == "comfyui":  # without alpha, which not all readers know
+        return _layers(joined, "diffusion_model.{}", ("lora_A", "lora_B"), alphas=False)
+    joined = {name.replace(".", "_"): pair for name, pair in joined.items()}
+    alphas = not family.one_alpha or len({(p.scale, p.rank) for p in joined.values()}) == 1
+    return _layers(joined, "lora_unet_{}", ("lora_down", "lora_up"), alphas)
+
+
+def _layers(
+    joined: Mapping[str, Pair], key: str, suffixes: tuple[str, str], alphas: bool
+) -> dict[str, Tensor]:
+    """Name the tensors of a file. Without ``alphas``, which then count as the rank, the scale is in
+    the weights."""
+    layers: dict[str, Tensor] = {}
+    for name, pair in joined.items():
+        place = key.format(name)
+        if alphas:
+            layers[f"{place}.alpha"] = torch.tensor(pair.scale * pair.rank)
+        up = pair.up if alphas else pair.scale * pair.up
+        layers[f"{place}.{suffixes[0]}.weight"] = pair.down.contiguous()
+        layers[f"{place}.{suffixes[1]}.weight"] = up.contiguous()
+    return layers
+
+
+def _names(base: Base, form: Format) -> tuple[Names, Format]:
+    """Return the names, and the form they are written in: ComfyUI also reads kohya's, which serves
+    where diffusers has no reader of its own form."""
+    pipeline = base.pipeline.__name__
+    family = FAMILIES.get(pipeline)
+    if family and form == "comfyui" and family.comfyui:
+        return family.comfyui, "comfyui"
+    if family and family.kohya:
+        return family.kohya, "kohya"
+    raise UserError(
+        f"--format {form}: diffusers has no reader of that form for {pipeline} to check against, "
+        f"so it is not written; use --format diffusers"
+    )
+
+
+def _joined(sizes: Sequence[int], pairs: Mapping[int, Pair]) -> Pair:
+    """Join the adapters of parts of a module along its outputs, of ``sizes``: their ranks stand
+    beside each other, and ``up`` is zero where one part knows nothing of the other."""
+    if len(sizes) == 1:
+        return pairs[0]
+    rank = sum(pair.rank for pair in pairs.values())
+    first = next(iter(pairs.values()))
+    up = torch.zeros(sum(sizes), rank, dtype=first.up.dtype)
+    column = 0
+    for index, pair in sorted(pairs.items()):
+        row = sum(sizes[:index])
+        up[row : row + sizes[index], column : column + pair.rank] = pair.scale * pair.up
+        column += pair.rank
+    return Pair(torch.cat([pair.down for _, pair in sorted(pairs.items())]), up, 1.0)
+
+
+def _completed(
+    adapter: Adapter, whole: Sequence[str], linears: Mapping[str, tuple[int, ...]]
+) -> Adapter:
+    """Add adapters of zeros where diffusers' reader expects one in every block."""
+    missing_modules = [
+        name
+        for name in linears
+        if name.startswith("blocks.") and name.split(".", 2)[2] in whole and name not in adapter
+    ]
+    zeros = {
+        name: Pair(torch.zeros(1, linears[name][1]), torch.zeros(linears[name][0], 1), 1.0)
+        for name in missing_modules
+    }
+    return {**adapter, **zeros}
+
+
+def stored_dtype(place: str, part: str) -> torch.dtype:
+    """Return the type that most weights of a local folder's part are stored in."""
+    from safetensors import safe_open
+
+    counts: dict[torch.dtype, int] = {}
+    for file in sorted((Path(place) / part).glob("*.safetensors")):
+        with safe_open(file, framework="pt") as content:
+            names = list(content.keys())
+            for name in names:
+                tensor = content.get_slice(name)
+                kind = _TYPES.get(tensor.get_dtype(), torch.float32)
+                counts[kind] = counts.get(kind, 0) + 1
+    if not counts:
+        raise UserError(f"{place}: no safetensors files in {part}; other forms are not read")
+    return max(counts, key=lambda kind: counts[kind])
+
+
+_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+
+
+@torch.no_grad()
+def merge(net: nn.Module, adapter: Adapter, weight: float) -> None:
+    """Add an adapter, times ``weight``, to the weights of a network: W + weight * scale * BA."""
+    modules = dict(net.named_modules())
+    for name, pair in adapter.items():
+        target: Any = modules[name].weight
+        target.copy_((target.float() + weight * pair.delta().to(target.device)).to(target.dtype))

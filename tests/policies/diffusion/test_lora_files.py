@@ -1,0 +1,335 @@
+"""LoRA files in the forms of ComfyUI and kohya's sd-scripts: what diffusers' own readers make of
+them is the network that was trained."""
+
+from __future__ import annotations
+
+import json
+
+import diffusers
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mmrl.core.errors import UserError
+from mmrl.policies.diffusion import lora_files
+from mmrl.policies.diffusion.lora_files import Base, Pair
+from mmrl.policies.diffusion.lora_names import FAMILIES
+from mmrl.policies.lora import Lora
+from mmrl.run import convert
+from tests.fixtures import tiny_diffusers
+from tests.policies.diffusion import test_folder_families as folders
+from tests.policies.diffusion import test_image_families as images
+from tests.policies.diffusion import test_video_families as videos
+
+QKVO = ["to_q", "to_k", "to_v", "to_out.0"]
+# diffusers' reader of FLUX knows the width of the published network's single blocks alone
+OF_FLUX = [f"transformer_blocks.0.attn.{name}" for name in (*QKVO, "add_q_proj", "add_k_proj")]
+# and cannot read the joined attention of HunyuanVideo's text refiner
+OF_HUNYUAN = [f"transformer_blocks.0.attn.{name}" for name in (*QKVO, "add_v_proj", "to_add_out")]
+FORMS = ["comfyui", "kohya"]
+# tiny model -> forms that can be checked, modules to adapt where not the family's own
+MADE = {
+    "sd": (FORMS, None),
+    "sdxl": (FORMS, None),
+    "flux": (FORMS, [*OF_FLUX, "single_transformer_blocks.0.proj_out"]),
+    "flux2": (FORMS, None),
+    "qwen_image": (FORMS, None),
+    "z_image": (FORMS, None),
+    "ltx": (["comfyui"], None),
+    "hunyuan_video": (["comfyui"], OF_HUNYUAN),
+    "wan": (FORMS, None),
+    "wan_i2v": (FORMS, None),
+    "sana": ([], None),
+}
+
+
+def made(name, targets):
+    """A policy of the family with a random adapter, and prompts for it."""
+    lora = Lora(rank=2, alpha=3.0, targets=targets)
+    for module in (folders, images, videos):
+        if name in module.CASES:
+            policy = module.make(name, lora=lora, fixed_batch_rows=None)
+            prompts = getattr(module.CASES[name], "prompts", folders.PROMPTS)
+    randomise(policy.net)
+    return policy, prompts[:1]
+
+
+def randomise(net, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in net.named_parameters():
+        if "lora_B" in name:
+            parameter.data = 0.5 * torch.randn(parameter.shape, generator=generator)
+
+
+def output(policy, net, prompts):
+    """What a network says of fixed latents, through the family's own inputs."""
+    own = policy.net
+    policy.net = net
+    try:
+        with torch.no_grad():
+            cond = {k: v for k, v in policy.encode(prompts).items() if k != "uncond"}
+            x = torch.randn(1, *policy.shape, generator=torch.Generator().manual_seed(2))
+            return policy.velocity(x, torch.full((1,), 0.7), cond)
+    finally:
+        policy.net = own
+
+
+def network(base, place=None):
+    """The network of a folder, as diffusers loads it."""
+    return base.networks[base.part].from_pretrained(place or base.place, subfolder=base.part).eval()
+
+
+def with_adapter(base, file):
+    """The family's plain network with the file, as the pipeline loads it."""
+    net = network(base)
+    lora_files._load(base, net, file)
+    return net.eval()
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_diffusers_reads_our_network_from_every_form(name, tmp_path):
+    forms, targets = MADE[name]
+    policy, prompts = made(name, targets)
+    base = Base.of(policy.place)
+    ours = output(policy, policy.net, prompts)
+    plain = output(policy, network(base), prompts)
+    assert (ours - plain).abs().max() > 1e-2 * plain.abs().max()  # the adapter is seen
+    for form in FORMS:
+        folder = tmp_path / form
+        folder.mkdir()
+        policy.export(folder)
+        if form not in forms:
+            with pytest.raises(UserError, match="has no reader of that form"):
+                convert.rewrite_export(folder, policy.place, form)
+            assert [file.name for file in folder.iterdir()] == [convert.LORA]
+            continue
+        convert.rewrite_export(folder, policy.place, form)
+        (file,) = folder.iterdir()
+        theirs = output(policy, with_adapter(base, file), prompts)
+        torch.testing.assert_close(theirs, ours, atol=2e-5, rtol=2e-5)
+        prefixes = {key.split(".")[0].split("_")[0] for key in load_file(file)}
+        own_form = form == "comfyui" and FAMILIES[policy.pipeline].comfyui
+        assert prefixes == ({"diffusion"} if own_form else {"lora"})
+
+
+def random_adapter(base, modules, rank=2, seed=3):
+    """Random adapters of modules of a network, of a scale and a rank that differ by module."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {name: module.weight.shape for name, module in modules_of(base).items()}
+    return {
+        name: Pair(
+            torch.randn(rank + i % 2, shapes[name][1], generator=generator),
+            torch.randn(shapes[name][0], rank + i % 2, generator=generator),
+            0.5 + i,
+        )
+        for i, name in enumerate(modules)
+    }
+
+
+def modules_of(base):
+    return {
+        name: module
+        for name, module in base.architecture().named_modules()
+        if isinstance(module, torch.nn.Linear)
+    }
+
+
+def assert_same(read, meant):
+    assert set(meant) <= set(read)
+    for name, pair in read.items():
+        wanted = meant[name].delta() if name in meant else torch.zeros_like(pair.delta())
+        torch.testing.assert_close(pair.delta(), wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def flux(tmp_path_factory):
+    """FLUX.1 at its published width with a block of each kind; no weights."""
+    folder = tmp_path_factory.mktemp("flux")
+    with torch.device("meta"):
+        net = diffusers.FluxTransformer2DModel(num_layers=1, num_single_layers=1)
+    net.save_config(folder / "transformer")
+    index = {"transformer": ["diffusers", "FluxTransformer2DModel"]}
+    (folder / "model_index.json").write_text(json.dumps({"_class_name": "FluxPipeline", **index}))
+    return Base.of(str(folder))
+
+
+def test_joined_projections_of_flux_at_its_published_width(flux, tmp_path):
+    """kohya's form has query, key, value and the first layer of the MLP as one module."""
+    single = "single_transformer_blocks.0"
+    modules = [f"{single}.attn.to_q", f"{single}.attn.to_v", f"{single}.proj_out"]
+    meant = random_adapter(flux, [*modules, "transformer_blocks.0.attn.add_k_proj"])
+    lora_files.write(flux, meant, "kohya", tmp_path / "a.safetensors")
+    stored = load_file(tmp_path / "a.safetensors")
+    joined = "lora_unet_single_blocks_0_linear1"
+    assert stored[f"{joined}.lora_up.weight"].shape == (3 * 3072 + 12288, 2 + 3)
+    assert stored[f"{joined}.alpha"] == 5  # the rank: the scales are in the weights
+    up, down = (stored[f"{joined}.lora_{name}.weight"] for name in ("up", "down"))
+    wanted = torch.zeros(4, 3072, 3072)  # query, key, value, and a part of the MLP
+    wanted[0], wanted[2] = meant[modules[0]].delta(), meant[modules[1]].delta()
+    torch.testing.assert_close((up[: 4 * 3072] @ down).view(4, 3072, 3072), wanted)
+
+
+@pytest.fixture
+def wan():
+    return Base.of(str(tiny_diffusers.folder("wan")))
+
+
+@pytest.fixture
+def sdxl():
+    return Base.of(str(tiny_diffusers.folder("sdxl")))
+
+
+def test_forms_are_converted_into_each_other(sdxl, tmp_path):
+    chosen = [name for name in modules_of(sdxl) if "attn" in name][::3]
+    meant = random_adapter(sdxl, chosen)
+    lora_files.write(sdxl, meant, "diffusers", tmp_path / "0.safetensors")
+    for i, form in enumerate(["kohya", "comfyui", "kohya", "diffusers"]):
+        out = tmp_path / f"{i + 1}.safetensors"
+        assert convert.convert(tmp_path / f"{i}.safetensors", sdxl.place, form, out) == out
+    assert_same(lora_files.read(sdxl, out), meant)
+    first = load_file(tmp_path / "1.safetensors")
+    assert "lora_unet_input_blocks_3_1_transformer_blocks_0_attn1_to_q.lora_up.weight" in first
+    # diffusers' reader would give alphas that differ to the wrong modules
+    assert not [key for key in first if key.endswith("alpha")]
+
+
+def test_what_is_read_back_otherwise_is_not_written(sdxl, tmp_path, monkeypatch):
+    meant = random_adapter(sdxl, [name for name in modules_of(sdxl) if "attn" in name][:2])
+    true = lora_files.tensors
+
+    def swapped(base, adapter, form):
+        layers = true(base, adapter, form)
+        ups = [key for key in layers if "lora_up" in key]
+        return layers | {ups[0]: layers[ups[0]].flip(0)}
+
+    monkeypatch.setattr(lora_files, "tensors", swapped)
+    with pytest.raises(UserError, match="does not read 1 of 2 modules back as they are"):
+        lora_files.write(sdxl, meant, "kohya", tmp_path / "a.safetensors")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "name, module, form",
+    [
+        ("sdxl", "add_embedding.linear_1", "kohya"),
+        ("ltx", "proj_in", "comfyui"),
+        ("hunyuan_video", "context_embedder.token_refiner.refiner_blocks.0.attn.to_q", "comfyui"),
+    ],
+)
+def test_a_module_without_a_checked_name_is_refused(name, module, form, tmp_path):
+    base = Base.of(str(tiny_diffusers.folder(name)))
+    with pytest.raises(UserError, match=f"the name of {module} in that form"):
+        lora_files.write(base, random_adapter(base, [module]), form, tmp_path / "a.safetensors")
+
+
+def test_merging_adds_weighted_adapters_and_leaves_the_rest(wan, tmp_path):
+    chosen = list(modules_of(wan))[-6:]
+    adapters = [random_adapter(wan, chosen[i:], seed=i) for i in range(2)]
+    files = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
+    for adapter, file, form in zip(adapters, files, ["diffusers", "comfyui"], strict=True):
+        known = {n: p for n, p in adapter.items() if n.startswith("blocks")}
+        lora_files.write(wan, known, form, file)
+    place = convert.merge(files, wan.place, [0.5, -2.0], tmp_path / "merged")
+    before, after = (network(wan, at).state_dict() for at in (None, place))
+    for name, weight in before.items():
+        module = name.removesuffix(".weight")
+        for scale, adapter in zip([0.5, -2.0], adapters, strict=True):
+            if module in adapter and module.startswith("blocks") and module != name:
+                weight = weight + scale * adapter[module].delta()
+        torch.testing.assert_close(after[name], weight, atol=1e-5, rtol=1e-5)
+    changed = [name for name in before if not before[name].equal(after[name])]
+    assert {name.removesuffix(".weight") for name in changed} == {
+        name for name in chosen if name.startswith("blocks")
+    }
+    text = "text_encoder/model.safetensors"
+    assert (place / text).read_bytes() == (tiny_diffusers.folder("wan") / text).read_bytes()
+    diffusers.WanPipeline.from_pretrained(place)
+
+
+def test_merging_both_experts_in_half_precision(tmp_path):
+    source = tmp_path / "base"
+    diffusers.WanPipeline.from_pretrained(tiny_diffusers.folder("wan-two")).to(
+        torch.bfloat16
+    ).save_pretrained(source)
+    base = Base.of(str(source))
+    (tmp_path / "adapter").mkdir()
+    adapters = {}
+    for seed, part in enumerate(base.networks):
+        (tmp_path / "adapter" / part).mkdir()
+        adapters[part] = random_adapter(base, ["blocks.0.attn1.to_q"], seed=seed)
+        file = tmp_path / "adapter" / part / convert.LORA
+        lora_files.write(base, adapters[part], "diffusers", file)
+    place = convert.merge([tmp_path / "adapter"], str(source), [], tmp_path / "merged")
+    for part, adapter in adapters.items():
+        load = base.networks[part].from_pretrained
+        before, after = (
+            load(at, subfolder=part, dtype=torch.bfloat16).blocks[0].attn1.to_q.weight
+            for at in (source, place)
+        )
+        delta = adapter["blocks.0.attn1.to_q"].delta()
+        assert after.equal((before.float() + delta).bfloat16())
+        assert lora_files.stored_dtype(str(place), part) == torch.bfloat16
+    with pytest.raises(UserError, match="has transformer and transformer_2; give a folder"):
+        convert.merge([file], str(source), [], tmp_path / "other")
+
+
+def test_files_that_are_no_adapter_of_the_model(wan, sdxl, tmp_path):
+    def refused(file, match, base=wan.place):
+        with pytest.raises(UserError, match=match):
+            convert.convert(file, base, "kohya", tmp_path / "out.safetensors")
+        assert not (tmp_path / "out.safetensors").exists()
+
+    chosen = [name for name in modules_of(sdxl) if "attn" in name][:2]
+    lora_files.write(sdxl, random_adapter(sdxl, chosen), "kohya", tmp_path / "sdxl.safetensors")
+    refused(tmp_path / "sdxl.safetensors", "cannot read this LoRA|finds no LoRA weights")
+    for name, tensors in {
+        "text": {"lora_te1_text_model_q.lora_down.weight": torch.zeros(1, 2)},
+        "half": {"transformer.blocks.0.attn1.to_q.lora_A.weight": torch.zeros(1, 2)},
+        "plain": {"weight": torch.zeros(2)},
+        "empty": {},
+    }.items():
+        save_file(tensors, tmp_path / f"{name}.safetensors")
+    refused(tmp_path / "text.safetensors", "holds adapters of a text encoder")
+    refused(tmp_path / "half.safetensors", "cannot read this LoRA|finds no LoRA weights")
+    refused(tmp_path / "plain.safetensors", "cannot read this LoRA|finds no LoRA weights")
+    refused(tmp_path / "empty.safetensors", "holds no tensors")
+    (tmp_path / "garbage.safetensors").write_bytes(b"\xff" * 100)
+    refused(tmp_path / "garbage.safetensors", "no safetensors file")
+    torch.save({"a": torch.zeros(1)}, tmp_path / "a.bin")
+    refused(tmp_path / "a.bin", "give a .safetensors file")
+    refused(tmp_path / "missing.safetensors", "no such file or folder")
+    refused(tmp_path / "text.safetensors", "give --base", base=None)
+
+
+def test_options_that_do_not_fit_are_refused_before_anything_is_read(tmp_path):
+    file = tmp_path / "a.safetensors"
+    file.touch()
+    with pytest.raises(UserError, match="--out .* exists"):
+        convert.convert(file, "base", "kohya", file)
+    with pytest.raises(UserError, match="ends in .safetensors"):
+        convert.convert(file, "base", "kohya", tmp_path / "a.bin")
+    with pytest.raises(UserError, match="given 2 times for 1 adapters"):
+        convert.merge([file], "base", [1.0, 2.0], tmp_path / "new")
+    with pytest.raises(UserError, match="give finite numbers"):
+        convert.merge([file], "base", [float("nan")], tmp_path / "new")
+    with pytest.raises(UserError, match="exists and is not empty"):
+        convert.merge([file], "base", [], tmp_path)
+    with pytest.raises(UserError, match="did you mean 'kohya'"):
+        convert.form_of("koyha")
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ({"_class_name": "os"}, "diffusers has no pipeline"),
+        ({"_class_name": ["WanPipeline"]}, "diffusers has no pipeline"),
+        ({"_class_name": "WanPipeline"}, "loads no LoRA weights"),
+        ({"_class_name": "WanPipeline", "transformer": "x"}, "loads no LoRA weights"),
+        ({"_class_name": "WanPipeline", "transformer": ["os", "system"]}, "loads no LoRA weights"),
+        ({"_class_name": "WanPipeline", "transformer": ["diffusers", "utils"]}, "loads no LoRA"),
+    ],
+)
+def test_a_folder_that_is_no_model_is_refused(index, message, tmp_path):
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match=message):
+        Base.of(str(tmp_path))
