@@ -216,7 +216,7 @@ class Parts:
         shape = tuple(leaf.shape)
         number = self.numbers[storage._cdata]
         part = Part(
-            number, shape, leaf.stride(), leaf.storage_offset(), leaf.dtype, leaf.requires_grad
+            number, shape, leaf.stride(), int(leaf.storage_offset()), leaf.dtype, leaf.requires_grad
         )
         self.parts.append(part)
 

@@ -1,6 +1,7 @@
 """Registers the policies: generative models behind one contract, in one thin file for each model
 family."""
 
+from mmrl.policies.diffusion import any_pipeline as any_pipeline
 from mmrl.policies.diffusion import custom_module as custom_module
 from mmrl.policies.diffusion.models import cogvideox as cogvideox
 from mmrl.policies.diffusion.models import flux as flux

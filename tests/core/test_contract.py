@@ -103,6 +103,12 @@ SMALLEST: dict[tuple[str, str], dict[str, Any]] = {
         "fixed_batch_rows": 8,
         "text_length": 64,
     },
+    ("policies", "pipeline"): {
+        "path": "{tiny:sd}",
+        "call": {"height": 16, "width": 16},
+        "steps": 3,
+        "fixed_batch_rows": 8,
+    },
     ("policies", "module"): {
         "net": "{here}/tiny_module.py:Tiny",
         "shape": [3, 4, 4],

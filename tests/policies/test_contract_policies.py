@@ -28,6 +28,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"lora": 2, "guidance_scale": 3.0, "sde_type": "dance_sde", "noise_level": 0.3},
         {"noise_window": "all_but_last"},
     ],
+    "pipeline": [{"guidance_scale": 3.0, "lora": 2}],
     "masked_image_lm": [{"guidance_scale": 2.0, "lora": 2}],
     "masked_lm": [{"guidance_scale": 2.0, "sampler": "maskgit"}, {"lora": 2}],
     "amused": [

@@ -40,7 +40,7 @@ def index(place: str) -> dict[str, Any]:
     """Read ``model_index.json`` of a folder or hub id."""
     from diffusers import DiffusionPipeline
 
-    parts: dict[str, Any] = _explained(
+    parts: dict[str, Any] = explained(
         lambda: DiffusionPipeline.load_config(place), place, "model_index.json"
     )
     return parts
@@ -50,14 +50,14 @@ def load_part(cls: Any, place: str, subfolder: str, dtype: torch.dtype | None = 
     """Load one part (transformer, vae, scheduler) of a pipeline, in float32 unless ``dtype`` says
     otherwise."""
     options = {} if dtype is None else {"dtype": dtype}
-    return _explained(
+    return explained(
         lambda: cls.from_pretrained(place, subfolder=subfolder, **options), place, subfolder
     )
 
 
 def load_config(cls: Any, place: str, subfolder: str) -> dict[str, Any]:
     """Read the config file of one part."""
-    config: dict[str, Any] = _explained(
+    config: dict[str, Any] = explained(
         lambda: cls.load_config(place, subfolder=subfolder), place, subfolder
     )
     return config
@@ -74,7 +74,7 @@ def load_text_pipeline(
 def load_without(cls: Any, place: str, dtype: torch.dtype, absent: Sequence[str]) -> Any:
     """Load the pipeline without the parts named ``absent``."""
     parts = dict.fromkeys(absent)
-    return _explained(
+    return explained(
         lambda: cls.from_pretrained(place, **parts, dtype=dtype), place, "text encoders"
     )
 
@@ -85,7 +85,7 @@ def holds(place: str, part: str) -> bool:
     return not index.is_file() or (json.loads(index.read_text()).get(part) or [None])[0] is not None
 
 
-def _explained(load: Callable[[], Any], place: str, what: str) -> Any:
+def explained(load: Callable[[], Any], place: str, what: str) -> Any:
     from diffusers.utils import logging as diffusers_logging
     from transformers.utils import logging as transformers_logging
 
@@ -126,6 +126,6 @@ def save_full(
 
 def save_parts(pipeline: Any, place: str, parts: dict[str, nn.Module], folder: Path) -> None:
     """Write a complete diffusers folder with these parts in place of its own."""
-    _explained(lambda: pipeline.from_pretrained(place, **parts), place, "pipeline").save_pretrained(
+    explained(lambda: pipeline.from_pretrained(place, **parts), place, "pipeline").save_pretrained(
         folder
     )

@@ -1,0 +1,378 @@
+"""Trains any pipeline of the installed diffusers, also one that no family is written for, by
+replaying its own code (``mmrl.policies.diffusion.replay``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mmrl.core.distributed import all_max, process
+from mmrl.core.errors import UserError
+from mmrl.core.registry import GRIDS, KERNELS, POLICIES
+from mmrl.core.types import Kernel, Prompt, Query, Rollout
+from mmrl.policies.base import NO_CONTEXT, RolloutContext, rows_of, without_empty
+from mmrl.policies.capabilities import Medium
+from mmrl.policies.diffusion import pipeline_folder
+from mmrl.policies.diffusion.flow_policy import FlowPolicy, Grid, Storage
+from mmrl.policies.diffusion.frozen_cache import EncoderCache, Placement
+from mmrl.policies.diffusion.replay import Replay, Visit, state_cast
+from mmrl.policies.diffusion.replay_check import check_replay
+from mmrl.policies.diffusion.replay_prompts import PromptArguments
+from mmrl.policies.diffusion.replay_scheduler import process_of, timestep_of
+from mmrl.policies.prompt_states import pooled
+from mmrl.policies.quantization import Quantization, check_quantization, quantize
+from samplers.batching import at_width, attempts, chunks
+from samplers.kernels import ddim, flow_sde
+from samplers.noise import Rng
+from samplers.processes import Flow
+
+LAYERS = ("attn", "attn1", "attn2")
+PROJECTIONS = ("to_q", "to_k", "to_v", "to_out.0")
+
+
+class Part(NamedTuple):
+    """Lists rows of a pass that visit the same step of the pipeline's loop."""
+
+    rows: list[int]
+    visit: Visit
+
+
+class Networks(nn.Module):
+    """Holds the trained networks of a pipeline that has several, such as the experts of Wan 2.2."""
+
+    def __init__(self, parts: dict[str, Any]):
+        super().__init__()
+        for name, net in parts.items():
+            self.add_module(name, net)
+        self.names = tuple(parts)
+        self.config = parts[self.names[0]].config
+
+    def forward(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        return self.get_submodule(name)(*args, **kwargs)
+
+    def add_adapter(self, config: Any) -> None:
+        """Add the same kind of adapter to each network."""
+        for name in self.names:
+            self.get_submodule(name).add_adapter(config)  # type: ignore[operator]
+
+    @property
+    def _no_split_modules(self) -> list[str]:
+        nets = [self.get_submodule(name) for name in self.names]
+        return [block for net in nets for block in getattr(net, "_no_split_modules", None) or []]
+
+    def enable_gradient_checkpointing(self) -> None:
+        for name in self.names:
+            self.get_submodule(name).enable_gradient_checkpointing()  # type: ignore[operator]
+
+
+@POLICIES.register("pipeline")
+class AnyPipeline(FlowPolicy):
+    """Trains any image or video pipeline of the installed diffusers by running its own code.
+
+    What the pipeline hands to its scheduler is the velocity (or the prediction): its encoding of
+    texts, its packing, its guidance and its choice of experts are part of it. A family of its own
+    (``mmrl list policies``) is faster where there is one.
+    """
+
+    attention = (
+        *FlowPolicy.attention,
+        *(f"{layer}.{name}" for layer in LAYERS for name in PROJECTIONS),
+    )
+
+    def __init__(
+        self,
+        path: str,
+        call: dict[str, Any] | None = None,
+        inputs: dict[str, str] | None = None,
+        guidance_argument: str | None = None,
+        steps: int = 10,
+        evaluation_steps: int | None = None,
+        sde_type: Annotated[Kernel, KERNELS] | None = None,
+        noise_level: float | None = None,
+        timestep_schedule: Annotated[Grid, GRIDS] | None = None,
+        dtype: Storage = "float32",
+        text_encoder_placement: Placement = "offload",
+        text_cache: int = 20000,
+        together: bool | None = None,
+        check: bool = True,
+        vae_tiling: bool = False,
+        vae_slicing: bool = False,
+        quantization: Quantization | None = None,
+        **options: Any,
+    ):
+        """Load a model folder. path: folder, hub id or world:NAME of any pipeline. call: further
+        arguments of the pipeline's call, plain values: height, width, num_frames ... inputs:
+        arguments of the call that differ by prompt, and the fields they are read from; null is
+        {prompt: text}, and {image: image} where the call needs one. guidance_argument: the argument
+        that guidance_scale is the value of; null: true_cfg_scale, or guidance_scale where the call
+        knows negative prompts. sde_type, noise_level: null is flow_sde at 0.7 for flows, ddim at 1
+        for models of noise, v or the sample. timestep_schedule: null is the pipeline's own. dtype:
+        of the frozen weights. text_encoder_placement: where they go after use. text_cache: encoded
+        prompts. together: prompts share calls of the pipeline; null: where the check finds that
+        their rows do not depend on each other. check: try the replay before training.
+        vae_tiling, vae_slicing: the autoencoder works on tiles of a sample, and on one sample after
+        another. quantization: the frozen weights of the networks in 4 bits (nf4, fp4) or 8 (8bit),
+        under adapters."""
+        check_quantization(quantization, options.get("lora") is not None)
+        self._refuse(options)
+        self.compute = getattr(torch, dtype)
+        self.place, pipe, self.parts = pipeline_folder.load(path, self.compute)
+        self.pipeline = type(pipe).__name__
+        pipeline_folder.decode_in_parts(pipe, tiling=vae_tiling, slicing=vae_slicing)
+        nets = {name: getattr(pipe, name) for name in self.parts}
+        for net in nets.values():
+            quantize(net, quantization)
+        network = Networks(nets) if len(nets) > 1 else nets[self.parts[0]]
+        self.find_unused_parameters = len(nets) > 1
+        self.encoders = pipeline_folder.encoders(pipe, self.parts)
+        for module in self.encoders:
+            EncoderCache(
+                module, partial(device_of, network), text_encoder_placement, max(1, text_cache)
+            )
+        self.others = pipeline_folder.others(pipe, self.parts, self.encoders)
+        self.net = network
+        self.replay = Replay(pipe, self.parts, self._forward, partial(device_of, network))
+        self.arguments = PromptArguments(
+            self.pipeline, self.replay.arguments, call or {}, inputs, guidance_argument
+        )
+        self.process = process_of(self.replay.scheduler)
+        makes: Medium = "video" if "num_frames" in self.replay.arguments else "image"
+        self.capabilities = replace(FlowPolicy.capabilities, makes=makes)
+        self.media_size, self.media_frames = self.arguments.sizes()
+        self.together = together
+        self.check = check
+        self.asked_steps = (steps, evaluation_steps or steps)
+        first = self._first_conditions(steps)
+        if first.latents is None:
+            raise UserError(
+                f"{self.pipeline} cannot be replayed: it has no prepare_latents, where the state "
+                "could be put in"
+            )
+        self.shape = tuple(first.latents.shape[1:])
+        flow = isinstance(self.process, Flow)
+        super().__init__(
+            network,
+            steps=steps,
+            evaluation_steps=evaluation_steps,
+            sde_type=sde_type or (flow_sde if flow else ddim),
+            noise_level=(0.7 if flow else 1.0) if noise_level is None else noise_level,
+            timestep_schedule=timestep_schedule or self._own_times,
+            **options,
+        )
+        self.arguments.check_guidance(self.guidance_scale)
+
+    def _refuse(self, options: dict[str, Any]) -> None:
+        """Say which options of other families mean nothing here."""
+        if options.get("logprob_guidance", "guided") != "guided":
+            raise UserError(
+                "policy option logprob_guidance: guidance is the pipeline's own code here, which "
+                "is scored as it samples; leave it guided, or use a family of its own"
+            )
+
+    # ----------------------------------------------------------------------------------------------
+    # times
+
+    def _first_conditions(self, steps: int) -> Any:
+        self._settle()
+        try:
+            return self.replay.conditions(self.arguments.example(), steps)
+        except (ValueError, TypeError, IndexError, AttributeError, KeyError) as error:
+            reason = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
+            raise UserError(
+                f"{self.pipeline} cannot be called with policy option call = "
+                f"{self.arguments.call}: {reason}"
+            ) from error
+
+    def _own_times(self, steps: int) -> Tensor:
+        """Return the pipeline's own times, as its call sets them."""
+        times: Tensor = self._timetable(steps).times
+        return times
+
+    def _timetable(self, steps: int) -> Any:
+        tables = self.__dict__.setdefault("_tables", {})
+        if steps not in tables:
+            tables[steps] = self._first_conditions(steps).table
+        if tables[steps] is None:
+            raise UserError(
+                f"{self.pipeline} cannot be replayed: it calls its network before it sets its times"
+            )
+        return tables[steps]
+
+    def _visits(self, t: Tensor) -> Iterator[Part]:
+        """Group the rows of a pass, at times t [B], by the step of the pipeline's loop that is
+        nearest; a time that is none of its grid takes that step's place."""
+        steps = self.asked_steps[0 if self.exploring else 1]
+        table = self._timetable(steps)
+        grid = table.times[:-1].to(t.dtype)
+        times = t.detach().cpu()
+        place = (times[:, None] - grid).abs().argmin(1)
+        for k in place.unique().tolist():
+            rows = (place == k).nonzero()[:, 0]
+            if bool((times[rows] == grid[k]).all()):
+                yield Part(rows.tolist(), Visit(steps, k))
+                continue
+            for time in times[rows].unique():
+                chosen = rows[times[rows] == time].tolist()
+                yield Part(chosen, Visit(steps, k, timestep_of(self.replay.scheduler, time)))
+
+    # ----------------------------------------------------------------------------------------------
+    # passes
+
+    def encode(self, prompts: list[Prompt]) -> dict[str, Any]:
+        """Number the prompts: the pipeline encodes them itself, wherever it is run."""
+        return {"prompt": self.arguments.numbers(prompts)[:, None].to(self.device)}
+
+    def prompt_states(self, prompts: list[Prompt]) -> Tensor:
+        states = []
+        for prompt in prompts:
+            call = self.arguments.of(self.arguments.numbers([prompt]).tolist(), None)
+            inputs = self.replay.conditions(call, self.asked_steps[0]).inputs
+            latents = next(iter(inputs))
+            tensors = {
+                name: value
+                for name, value in inputs.items()
+                if isinstance(value, Tensor) and value.ndim > 1 and name != latents
+            }
+            states.append(pooled(tensors))
+        return torch.cat(states)
+
+    def prepare(self, prompts: list[Prompt]) -> None:
+        if self.check and prompts:
+            self.check = False
+            check_replay(self, prompts)
+
+    def rollout(
+        self, prompts: list[Prompt], copies: Any, rng: Rng, context: RolloutContext = NO_CONTEXT
+    ) -> Rollout:
+        self.prepare(prompts)
+        return super().rollout(prompts, copies, rng, context)
+
+    def begin(self, noise: Tensor, cond: dict[str, Any]) -> Tensor:
+        steps = self.asked_steps[0 if self.exploring else 1]
+        return self._by_prompt(
+            lambda rows: self.replay.begin(self._call(cond, rows, None), steps, noise[rows]),
+            range(len(noise)),
+        )
+
+    def velocity(self, x: Tensor, t: Tensor, cond: dict[str, Any]) -> Tensor:
+        return self._guided(x, t, cond, self.guidance_scale)
+
+    def _guided(self, x: Tensor, t: Tensor, cond: dict[str, Any], scale: float) -> Tensor:
+        """Compute what the pipeline hands to its scheduler, [B, *], at times t [B]."""
+        parts = list(self._visits(t))
+        outputs = []
+        for part in parts:
+
+            def ask(rows: list[int], visit: Visit = part.visit) -> Tensor:
+                return self.replay.output(self._call(cond, rows, scale), visit, x[rows])
+
+            # a step's rows at the full width again, as sampling had them
+            rows = part.rows + part.rows[:1] * (len(x) - len(part.rows) if len(parts) < 3 else 0)
+            outputs.append(self._by_prompt(ask, rows)[: len(part.rows)])
+        extra_calls = self._spare(len(parts))
+        order = torch.tensor([row for part in parts for row in part.rows]).argsort()
+        joined = torch.cat(outputs)[order.to(x.device)] if len(outputs) > 1 else outputs[0]
+        for _ in range(extra_calls):
+            again = partial(self.replay.output, visit=parts[0].visit)
+            joined = joined + 0 * again(self._call(cond, [0], scale), state=x[:1]).sum()
+        return joined
+
+    def _spare(self, calls: int) -> int:
+        """Count the calls that other processes make beside ours: wrapped networks may wait for
+        each other in every pass."""
+        if process()[1] == 1 or self.active() is self.net:
+            return 0
+        return int(all_max(torch.tensor(calls))) - calls
+
+    def _by_prompt(self, ask: Any, rows: Any) -> Tensor:
+        """Ask for all rows together, or for one after the other where they would depend on each
+        other."""
+        if self.together is not False:
+            outputs: Tensor = ask(list(rows))
+            return outputs
+        return torch.cat([ask([row]) for row in rows])
+
+    def _call(self, cond: dict[str, Any], rows: list[int], scale: float | None) -> dict[str, Any]:
+        self._settle()
+        numbers = cond["prompt"][:, 0].tolist()
+        return self.arguments.of([numbers[row] for row in rows], scale)
+
+    def _settle(self) -> None:
+        """Move what is not trained to the network's device."""
+        place = device_of(self.net)
+        for module in self.others:
+            if next(iter(module.parameters())).device != place:
+                module.to(place)
+
+    def _velocities(self, point: Query, guided: bool) -> tuple[Tensor, Tensor]:
+        cond = rows_of(without_empty(point.cond), point.group)
+        scale = self._scale(point) if guided else 1.0
+        v: Tensor = at_width(
+            partial(self._guided, scale=scale),
+            max(self._filled(len(point)), len(point)),
+            point.state,
+            point.time,
+            cond,
+        )
+        if v.shape != point.state.shape:
+            raise UserError(
+                f"{self.pipeline} cannot be replayed: it gives its scheduler "
+                f"{tuple(v.shape)} for latents of shape {tuple(point.state.shape)}"
+            )
+        v = v.to(self.dtype)
+        return v, v
+
+    def combine(self, v: Tensor, empty: Tensor, scale: float | Tensor) -> Tensor:
+        """Leave guidance to the pipeline, whose output has it."""
+        return v
+
+    def _forward(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make a pass of a network, in the type it computes in."""
+        args, kwargs = state_cast(args, kwargs, self.cast)
+        first = next((x for x in (*args, *kwargs.values()) if isinstance(x, (Tensor, list))), [])
+        self.forwards += len(first)
+        net = self.active() if hasattr(self, "trained") else self.net
+        return net(name, *args, **kwargs) if len(self.parts) > 1 else net(*args, **kwargs)
+
+    def cast(self, tensor: Tensor) -> Tensor:
+        """Convert to the type the network computes in."""
+        return tensor.to(self.dtype if self.dtype == torch.float64 else self.compute)
+
+    # ----------------------------------------------------------------------------------------------
+    # media and export
+
+    def decode(self, rollout: Rollout) -> Tensor:
+        """Decode by the pipeline's own code: images [B, 3, H, W] or videos [B, F, 3, H, W] in
+        0..1."""
+        cond = rows_of(rollout.cond, rollout.group)
+        rows = len(rollout)
+        steps = self.asked_steps[0]
+
+        def finish(part: list[int]) -> Tensor:
+            return pipeline_folder.media_of(
+                self.replay.finish(self._call(cond, part, None), steps, rollout.sample[part]),
+                self.pipeline,
+            )
+
+        for attempt in attempts(min(self.fixed_batch_rows or rows, rows)):
+            with attempt as size:
+                media = [self._by_prompt(finish, range(rows)[part]) for part in chunks(rows, size)]
+        return torch.cat(media)
+
+    def export(self, folder: Path) -> None:
+        """Write LoRA weights for the pipeline's ``load_lora_weights`` or the network's
+        ``load_lora_adapter``; the whole pipeline when all weights were trained."""
+        several = len(self.parts) > 1
+        nets = {name: getattr(self.net, name) if several else self.net for name in self.parts}
+        pipeline_folder.export(self.pipeline, self.place, nets, folder)
+
+
+def device_of(net: nn.Module) -> torch.device:
+    """Return where a network is."""
+    return next(net.parameters()).device

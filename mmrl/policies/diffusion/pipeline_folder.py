@@ -1,0 +1,140 @@
+"""Loads and writes whole pipelines of diffusers of any class: only classes of the installed
+libraries, only safetensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmrl.core.errors import UserError
+from mmrl.core.registry import locate
+from mmrl.policies.diffusion import diffusers_folder
+
+LIBRARIES = ("diffusers", "transformers")
+DENOISERS = ("transformer", "unet")  # what pipelines call the network of their loop
+
+
+def load(path: str, dtype: torch.dtype) -> tuple[str, Any, tuple[str, ...]]:
+    """Load a pipeline: its folder, itself, and the names of the networks of its loop. UserError
+    for what is no pipeline of the installed libraries."""
+    import diffusers
+
+    place = locate(path)
+    local = Path(place).exists() or place.startswith((".", "/", "~"))
+    if local and not (Path(place) / "model_index.json").is_file():
+        raise UserError(
+            f"policy path {path!r}: no model_index.json in {place}; a diffusers folder has one"
+        )
+    index = diffusers_folder.index(place)
+    check_index(index, path)
+    cls = getattr(diffusers, index["_class_name"])
+    dtypes = {"default": dtype} | {part: torch.float32 for part in index if "vae" in part}
+    left_out = {"safety_checker": None} if "safety_checker" in index else {}
+    pipe = diffusers_folder.explained(
+        lambda: cls.from_pretrained(place, dtype=dtypes, use_safetensors=True, **left_out),
+        place,
+        "pipeline",
+    )
+    modules = _modules(pipe)
+    for module in modules.values():
+        module.requires_grad_(False).eval()
+    parts = tuple(name for name in modules if name.startswith(DENOISERS))
+    if not parts:
+        raise UserError(
+            f"policy path {path!r}: {type(pipe).__name__} has no network called transformer or "
+            f"unet to train; its parts: {', '.join(modules)}"
+        )
+    return place, pipe, parts
+
+
+def check_index(index: dict[str, Any], path: str) -> None:
+    """Refuse a folder whose classes are not those of the installed libraries: nothing else is
+    imported for it."""
+    import diffusers
+
+    name = str(index.get("_class_name", ""))
+    cls = getattr(diffusers, name, None) if name.isidentifier() else None
+    if not (isinstance(cls, type) and issubclass(cls, diffusers.DiffusionPipeline)):
+        raise UserError(
+            f"policy path {path!r}: diffusers {diffusers.__version__} has no pipeline "
+            f"{name or 'without a name'}; install a version that has it"
+        )
+    for part, entry in index.items():
+        if part.startswith("_") or not (isinstance(entry, list) and len(entry) == 2):
+            continue
+        library = entry[0]
+        if library is None or library in LIBRARIES or hasattr(diffusers.pipelines, str(library)):
+            continue
+        raise UserError(
+            f"policy path {path!r}: {part} is of {library!r}, which is no part of diffusers or "
+            "transformers; code of a folder is not run"
+        )
+
+
+def encoders(pipe: Any, parts: tuple[str, ...]) -> list[nn.Module]:
+    """List the frozen networks of transformers, which read texts and pictures."""
+    return [
+        module
+        for name, module in _modules(pipe).items()
+        if name not in parts and type(module).__module__.startswith("transformers.")
+    ]
+
+
+def others(pipe: Any, parts: tuple[str, ...], read: list[nn.Module]) -> list[nn.Module]:
+    """List the frozen networks that are neither trained nor encoders: autoencoders, connectors."""
+    return [
+        module
+        for name, module in _modules(pipe).items()
+        if name not in parts and module not in read and any(True for _ in module.parameters())
+    ]
+
+
+def decode_in_parts(pipe: Any, **enabled: bool) -> None:
+    """Turn on the memory-saving options of the autoencoder. UserError where it has none."""
+    for name, on in enabled.items():
+        enable = getattr(getattr(pipe, "vae", None), f"enable_{name}", None)
+        if on and enable is None:
+            raise UserError(
+                f"policy option vae_{name}: the autoencoder of {type(pipe).__name__} has no "
+                f"{name}; leave it false"
+            )
+        if on and enable is not None:
+            enable()
+
+
+def media_of(output: Any, pipeline: str) -> Tensor:
+    """Return what a pipeline gave as images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1."""
+    media = output if isinstance(output, Tensor) else None
+    if isinstance(output, (list, tuple)) and output and isinstance(output[0], Tensor):
+        media = torch.stack(list(output))
+    if media is None or media.ndim not in (4, 5) or media.shape[-3] != 3:
+        shape = tuple(media.shape) if media is not None else type(output).__name__
+        raise UserError(
+            f"{pipeline} cannot be replayed: it returns {shape}, neither pictures nor videos as "
+            "tensors"
+        )
+    return media.float().clamp(0, 1)
+
+
+def export(pipeline: str, place: str, nets: dict[str, Any], folder: Path) -> None:
+    """Write adapters, in a folder for each of several networks, or the whole pipeline."""
+    import diffusers
+
+    cls = getattr(diffusers, pipeline)
+    if not any(getattr(net, "peft_config", None) for net in nets.values()):
+        return diffusers_folder.save_parts(cls, place, nets, folder)
+    for name, net in nets.items():
+        target = folder if len(nets) == 1 else folder / name
+        if hasattr(cls, "save_lora_weights") and name in ("transformer", "transformer_2", "unet"):
+            part = "unet" if name == "unet" else "transformer"
+            diffusers_folder.save_lora(cls, net, target, part)
+        else:
+            net.save_lora_adapter(target)
+    return None
+
+
+def _modules(pipe: Any) -> dict[str, nn.Module]:
+    return {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}

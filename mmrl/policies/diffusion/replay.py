@@ -1,0 +1,337 @@
+"""Runs a pipeline of diffusers to one step of its loop, so that what it hands to its scheduler
+there becomes a function of the latents, with gradients.
+
+The pipeline's own ``__call__`` runs, with a scheduler that takes no steps: it hands back the state
+it was asked about, at the step it was asked about it takes what the pipeline computed, and the run
+ends. The network works at that step only; at earlier ones it returns zeros of the shapes it is
+known to return. Texts, packing, guidance, the choice between experts and decoding are thus the
+pipeline's own code. Nothing of the steps before reaches the result but the state: a pipeline that
+remembers more of them cannot be replayed, which ``replay_check`` finds.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from mmrl.core.errors import UserError
+from mmrl.policies.diffusion.replay_scheduler import Timetable, drive, timetable
+
+Goal = Literal["conditions", "begin", "output", "finish", "plain"]
+STATES = ("hidden_states", "sample", "x")  # what networks call their noisy input
+
+
+class Reached(BaseException):
+    """Ends a run of the pipeline with a result. Not an Exception, which a pipeline may catch."""
+
+    def __init__(self, value: Any):
+        super().__init__()
+        self.value = value
+
+
+class Unreplayable(UserError):
+    """Says in one sentence why a pipeline cannot be replayed."""
+
+
+class Visit(NamedTuple):
+    """Says where on its way the network is asked."""
+
+    steps: int  # that the pipeline is asked for, ``num_inference_steps``
+    place: int  # step of the loop, from 0
+    timestep: Tensor | None = None  # in place of that step's, [] or [B]; None: its own
+
+
+@dataclass
+class Run:
+    """Holds what one call of the pipeline is for, and how far it is."""
+
+    goal: Goal
+    state: Tensor | None = None  # [B, *] latents at the step, or the final ones
+    noise: Tensor | None = None  # [B, *] that the first latents are made of
+    place: int | None = None  # the step that is asked about; None: none
+    timestep: Tensor | None = None  # its timestep, where it is not the pipeline's own
+    position: int = 0  # steps of the loop that are behind
+    first: Tensor | None = None  # [B, *] latents that the pipeline prepared
+    table: Timetable | None = None
+
+
+class Conditions(NamedTuple):
+    """Holds what a pipeline has made of its arguments when it first calls its network."""
+
+    latents: Tensor | None  # [B, *] that it prepared; None: it has no ``prepare_latents``
+    table: Timetable | None
+    inputs: dict[str, Any]  # arguments of the network
+
+
+class Draws(TorchFunctionMode):
+    """Answers the first draw of as many normal numbers as ``noise`` holds with these numbers."""
+
+    def __init__(self, noise: Tensor | None):
+        super().__init__()
+        self.noise = noise
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is not torch.randn or self.noise is None:
+            return func(*args, **kwargs)
+        shape = kwargs.get("size", args[0] if len(args) == 1 else args)
+        drawn = torch.Size([shape] if isinstance(shape, int) else shape)
+        if drawn.numel() != self.noise.numel():
+            return func(*args, **kwargs)
+        noise = self.noise.reshape(drawn)
+        self.noise = None
+        return noise
+
+
+class Denoiser:
+    """Stands in a pipeline for its network: passes go to ``answer``, all else to the network."""
+
+    def __init__(self, net: nn.Module, answer: Callable[..., Any]):
+        self.__dict__.update(_net=net, _answer=answer)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:  # pipelines ask of what class it is
+        return type(self.__dict__["_net"])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_net"], name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__dict__["_answer"](args, kwargs)
+
+
+class Replay:
+    """Asks a loaded pipeline what it computes at one step.
+
+    ``forward(name, args, kwargs)`` is a pass of the trained network of that name; ``device()``
+    where it is. The networks in the pipeline are replaced by stand-ins, its scheduler by one that
+    asks ``self``.
+    """
+
+    def __init__(
+        self,
+        pipe: Any,
+        parts: tuple[str, ...],
+        forward: Callable[[str, tuple[Any, ...], dict[str, Any]], Any],
+        device: Callable[[], torch.device],
+    ):
+        self.pipe = pipe
+        self.forward = forward
+        self.device = device
+        self.run: Run | None = None
+        self.shapes: dict[Any, Any] = {}  # of the network's outputs by those of its inputs
+        # without the decorator that turns gradients off
+        self.function = inspect.unwrap(type(pipe).__call__)
+        self.arguments = inspect.signature(self.function).parameters
+        self.scheduler = drive(pipe.scheduler, self)
+        pipe.__dict__["scheduler"] = self.scheduler
+        for name in parts:
+            pipe.__dict__[name] = Denoiser(getattr(pipe, name), self._answer(name))
+        self.prepares = hasattr(pipe, "prepare_latents")
+        if self.prepares:
+            prepare = pipe.prepare_latents
+            pipe.__dict__["prepare_latents"] = lambda *args, **kwargs: self._prepared(
+                prepare(*args, **kwargs)
+            )
+        pipe.__class__ = type(type(pipe).__name__, (type(pipe),), {"_execution_device": place_of})
+        pipe.__dict__["_replay_device"] = device
+        pipe.set_progress_bar_config(disable=True)
+
+    def conditions(self, call: dict[str, Any], steps: int) -> Conditions:
+        """Run the pipeline to its first pass: its latents, its times, the network's inputs."""
+        reached = self._call(call, steps, Run("conditions"))
+        if not isinstance(reached, Conditions):
+            raise Unreplayable(
+                f"{self.name} cannot be replayed: it ends without a pass of its network"
+            )
+        return reached
+
+    def begin(self, call: dict[str, Any], steps: int, noise: Tensor) -> Tensor:
+        """Make the first latents [B, *] from noise [B, *] of any shape of as many numbers."""
+        if not self.prepares:
+            return noise
+        latents: Tensor = self._call(call, steps, Run("begin", noise=noise))
+        return latents.to(noise.dtype)
+
+    def output(self, call: dict[str, Any], visit: Visit, state: Tensor) -> Tensor:
+        """Compute what the pipeline hands to its scheduler for latents [B, *] at a step, as the
+        velocity or the prediction [B, *] of samplers.processes."""
+        run = Run("output", state=state, place=visit.place, timestep=visit.timestep)
+        output: Tensor = self._call(call, visit.steps, run)
+        return -output if self.scheduler.inverted else output
+
+    def finish(self, call: dict[str, Any], steps: int, state: Tensor) -> Any:
+        """Decode final latents [B, *] as the pipeline does."""
+        return self._call(call, steps, Run("finish", state=state))
+
+    def plain(self, call: dict[str, Any], steps: int, noise: Tensor) -> Any:
+        """Let the pipeline sample by itself from noise [B, *], with deterministic steps."""
+        return self._call(call, steps, Run("plain", noise=noise))
+
+    @property
+    def name(self) -> str:
+        return type(self.pipe).__name__
+
+    # ----------------------------------------------------------------------------------------------
+    # what the pipeline's parts ask while it runs
+
+    def timetabled(self, scheduler: Any) -> None:
+        """Put the asked timestep in its place of the times that the scheduler has just set."""
+        run = self._running()
+        run.table = timetable(scheduler)
+        if run.timestep is None or run.place is None:
+            return
+        steps = scheduler.timesteps.clone()
+        timestep = run.timestep.to(steps)
+        if timestep.ndim:
+            steps = steps[:, None].repeat(1, len(timestep))
+        steps[run.place] = timestep
+        scheduler.timesteps = steps
+
+    def stepped(self, output: Tensor, sample: Tensor) -> Tensor | None:
+        """Take what the pipeline computed in a step; return the next state, None: the scheduler
+        shall compute it."""
+        run = self._running()
+        if run.goal == "plain":
+            run.position += 1
+            return None
+        assert run.state is not None
+        if run.state.shape != sample.shape:
+            raise Unreplayable(
+                f"{self.name} cannot be replayed: it steps latents of shape {tuple(sample.shape)} "
+                f"where it prepared {tuple(run.state.shape)}"
+            )
+        if run.position == run.place:
+            raise Reached(output)
+        run.position += 1
+        return run.state
+
+    def _prepared(self, latents: Any) -> Any:
+        """Put the asked state in the place of the latents that the pipeline prepared."""
+        run = self._running()
+        several = isinstance(latents, (tuple, list))
+        run.first = latents[0] if several else latents
+        if run.goal == "begin":
+            raise Reached(run.first)
+        if run.state is None:
+            return latents
+        return (run.state, *latents[1:]) if several else run.state
+
+    def _answer(self, name: str) -> Callable[..., Any]:
+        def answer(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            run = self.run
+            if run is None:
+                return self.forward(name, args, kwargs)
+            if run.goal == "conditions":
+                raise Reached(Conditions(run.first, run.table, _named(args, kwargs)))
+            key = (name, _shapes((args, kwargs)))
+            if run.goal != "plain" and run.place != run.position and key in self.shapes:
+                return _zeros(self.shapes[key])
+            is_answer = run.goal == "plain" or run.place == run.position
+            with torch.set_grad_enabled(torch.is_grad_enabled() and is_answer):
+                output = self.forward(name, args, kwargs)
+            self.shapes[key] = _described(output)
+            return output
+
+        return answer
+
+    def _running(self) -> Run:
+        if self.run is None:
+            raise RuntimeError("the pipeline's parts are used outside a replay")
+        return self.run
+
+    def _call(self, call: dict[str, Any], steps: int, run: Run) -> Any:
+        chosen = dict(call)
+        if "num_inference_steps" in self.arguments:
+            chosen["num_inference_steps"] = steps
+        if "generator" in self.arguments:  # the same draws in every run, none from the global one
+            chosen["generator"] = torch.Generator().manual_seed(0)
+        if "return_dict" in self.arguments:
+            chosen["return_dict"] = False
+        if "output_type" in self.arguments:
+            chosen.setdefault("output_type", "pt")
+        drawn = run.noise if run.noise is not None else None if self.prepares else run.state
+        with self._started(run), Draws(drawn):
+            try:
+                media = self.function(self.pipe, **chosen)
+            except Reached as reached:
+                return reached.value
+        return media[0] if isinstance(media, tuple) else media
+
+    @contextmanager
+    def _started(self, run: Run) -> Iterator[None]:
+        """Run quietly: what the library says of a prompt it would say again in every step."""
+        if self.run is not None:
+            raise RuntimeError("a replay within a replay")
+        logger = logging.getLogger("diffusers")
+        level = logger.level
+        self.run = run
+        logger.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            self.run = None
+            logger.setLevel(level)
+
+
+@property  # type: ignore[misc]
+def place_of(pipe: Any) -> torch.device:
+    """Return the device of the trained network, wherever other parts wait."""
+    device: torch.device = pipe.__dict__["_replay_device"]()
+    return device
+
+
+def _named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {str(i): value for i, value in enumerate(args)} | kwargs
+
+
+def state_cast(
+    args: tuple[Any, ...], kwargs: dict[str, Any], cast: Callable[[Tensor], Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Convert the network's noisy input, its first argument, with ``cast``: conditions come in the
+    type that the pipeline gives them, and times stay in full precision."""
+
+    def convert(value: Any) -> Any:
+        return tree_map_only(Tensor, lambda x: cast(x) if x.is_floating_point() else x, value)
+
+    if args:
+        return (convert(args[0]), *args[1:]), kwargs
+    named = next((name for name in STATES if name in kwargs), None)
+    return args, kwargs if named is None else kwargs | {named: convert(kwargs[named])}
+
+
+def _shapes(nest: Any) -> Any:
+    """Describe inputs: shapes of tensors, plain values as they are."""
+
+    def describe(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return tuple(leaf.shape)
+        return leaf if isinstance(leaf, (bool, int, str, type(None))) else type(leaf).__name__
+
+    leaves, spec = tree_flatten(nest)
+    return tuple(describe(leaf) for leaf in leaves), str(spec)
+
+
+def _described(output: Any) -> Any:
+    return tree_map_only(Tensor, lambda x: torch.empty_like(x, device="meta"), output), next(
+        (leaf.device for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)), None
+    )
+
+
+def _zeros(described: Any) -> Any:
+    nest, device = described
+    leaves, spec = tree_flatten(nest)
+    return tree_unflatten(
+        [torch.zeros_like(x, device=device) if isinstance(x, Tensor) else x for x in leaves], spec
+    )

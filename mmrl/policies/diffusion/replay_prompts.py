@@ -1,0 +1,142 @@
+"""Writes the arguments with which a pipeline is called for prompts."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from inspect import Parameter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmrl.core.errors import UserError
+from mmrl.core.types import Prompt
+from mmrl.policies.vlm.media import shown_image
+
+OURS = ("num_inference_steps", "latents", "generator", "output_type", "return_dict")
+EDITORS = ("Edit", "Kontext", "ImageToVideo", "Img2Img")  # pipelines that see a picture
+PICTURES = ("image", "images", "control_image")
+
+
+class PromptArguments:
+    """Keeps the prompts of a run by number, and makes a pipeline's arguments of them."""
+
+    def __init__(
+        self,
+        pipeline: str,
+        known: Mapping[str, Parameter],
+        call: dict[str, Any],
+        inputs: dict[str, str] | None,
+        guidance_argument: str | None,
+    ):
+        self.pipeline = pipeline
+        self.known = known
+        self.call = call
+        self.inputs = _inputs(pipeline, known) if inputs is None else inputs
+        self.guidance = guidance_argument or _guidance(known)
+        self.rows: list[dict[str, Any]] = []
+        self.number: dict[str, int] = {}
+        for name in (*call, *self.inputs, *([self.guidance] if self.guidance else [])):
+            if name not in known or name in OURS or name == "self":
+                free = ", ".join(n for n in known if n not in (*OURS, "self"))
+                why = "is set by the policy" if name in OURS else "does not exist"
+                raise UserError(
+                    f"policy option call: {name} {why} in a call of {pipeline}, which takes: {free}"
+                )
+
+    def sizes(self) -> tuple[tuple[int, int] | None, int | None]:
+        """Return [height, width] and the frames that the call asks for; None where it does not."""
+        height, width, frames = (self.call.get(n) for n in ("height", "width", "num_frames"))
+        return (height, width) if height and width else None, frames
+
+    def check_guidance(self, scale: float) -> None:
+        """Refuse guidance where the pipeline has no argument for it."""
+        if scale != 1 and self.guidance is None:
+            raise UserError(
+                f"policy option guidance_scale: {self.pipeline} has no classifier-free guidance; "
+                "leave it 1. A scale that the network takes as an input goes to "
+                "call: {guidance_scale: ...}"
+            )
+
+    def numbers(self, prompts: Sequence[Prompt]) -> Tensor:
+        """Return the number [P] of every prompt. UserError names a prompt without a field."""
+        return torch.tensor([self._number(i, prompt) for i, prompt in enumerate(prompts)])
+
+    def of(self, numbers: Sequence[int], scale: float | None) -> dict[str, Any]:
+        """Write the arguments for the prompts of these numbers, at a guidance scale (None: the
+        call's own)."""
+        rows = [self.rows[number] for number in numbers]
+        return self._written(rows, scale)
+
+    def example(self) -> dict[str, Any]:
+        """Write arguments for a prompt that says nothing, to learn shapes and times."""
+        return self._written([{name: self._blank(name) for name in self.inputs}], None)
+
+    def _written(self, rows: list[dict[str, Any]], scale: float | None) -> dict[str, Any]:
+        arguments = dict(self.call)
+        for name in self.inputs:
+            values = [row[name] for row in rows]
+            alone = len(values) == 1 and not isinstance(values[0], str)
+            arguments[name] = values[0] if alone else values
+        if self.guidance is not None:
+            arguments[self.guidance] = 1.0 if scale is None else float(scale)
+            if self.guidance == "true_cfg_scale" and "negative_prompt" in self.known:
+                arguments.setdefault("negative_prompt", "")
+        negative = arguments.get("negative_prompt")
+        if isinstance(negative, str):  # pipelines want as many as prompts
+            arguments["negative_prompt"] = [negative] * len(rows)
+        return arguments
+
+    def _number(self, i: int, prompt: Prompt) -> int:
+        values = {}
+        for name, field in self.inputs.items():
+            if field not in prompt:
+                raise UserError(
+                    f"prompt {i} has no {field!r}, which {self.pipeline} reads as its {name} "
+                    f"(policy option inputs); it has: {', '.join(prompt) or 'nothing'}"
+                )
+            value = prompt[field]
+            values[name] = shown_image(value, prompt) if name in PICTURES else value
+            if name == "prompt" and not isinstance(value, str):
+                raise UserError(f"prompt {i}: {field!r} must be a text, not {value!r}")
+        key = _digest(values)
+        if key not in self.number:
+            self.number[key] = len(self.rows)
+            self.rows.append(values)
+        return self.number[key]
+
+    def _blank(self, name: str) -> Any:
+        if name not in PICTURES:
+            return "a" if "prompt" in name else 0
+        from PIL import Image
+
+        return Image.new("RGB", (self.call.get("width", 512), self.call.get("height", 512)), "grey")
+
+
+def _inputs(pipeline: str, known: Mapping[str, Parameter]) -> dict[str, str]:
+    """Choose the arguments that differ by prompt: its text, a class where the model takes one, and
+    a picture that must be there."""
+    chosen = {"prompt": "text"} if "prompt" in known else {}
+    if not chosen and "class_labels" in known:
+        chosen = {"class_labels": "label"}
+    image = known.get("image")
+    edits = image is not None and (
+        image.default is Parameter.empty or any(word in pipeline for word in EDITORS)
+    )
+    return chosen | ({"image": "image"} if edits else {})
+
+
+def _guidance(known: Mapping[str, Parameter]) -> str | None:
+    if "true_cfg_scale" in known:
+        return "true_cfg_scale"
+    negative = any(name.startswith("negative_prompt") for name in known)
+    return "guidance_scale" if negative and "guidance_scale" in known else None
+
+
+def _digest(values: dict[str, Any]) -> str:
+    digest = hashlib.sha256()
+    for name, value in values.items():
+        content = value.tobytes() if hasattr(value, "tobytes") else repr(value).encode()
+        digest.update(f"{name} {getattr(value, 'size', '')} {len(content)} ".encode() + content)
+    return digest.hexdigest()

@@ -1,0 +1,149 @@
+"""Puts a scheduler in a pipeline that sets the pipeline's times and leaves the steps to a
+replay."""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from mmrl.core.errors import UserError
+from samplers.processes import Diffusion, Flow, Process
+
+CONSISTENCY = ("LCMScheduler", "TCDScheduler", "SCMScheduler", "CMStochasticIterativeScheduler")
+PREDICTIONS = ("epsilon", "v_prediction", "sample")
+
+
+class Timetable(NamedTuple):
+    """Lists when a pipeline steps: our times, and the timesteps that its network is told."""
+
+    times: Tensor  # [K + 1] float64, 1 is noise, 0 is data
+    timesteps: Tensor  # [K]
+
+
+def drive(scheduler: Any, replay: Any) -> Any:
+    """Return a scheduler with the times of ``scheduler`` whose steps are those of ``replay``:
+    ``replay.timetabled(scheduler)`` is called when times are set, ``replay.stepped(output,
+    sample)`` for every step.
+
+    Solvers with a history are replaced by the deterministic one-step form of the same schedule:
+    Euler for flows, DDIM for models of noise, v or the sample. UserError for schedules without one.
+    """
+    from diffusers.schedulers.scheduling_utils import SchedulerOutput
+
+    form = one_step_form(scheduler)
+    base = type(form)
+    is_flow = isinstance(process_of(form), Flow)
+
+    @wraps(base.set_timesteps)
+    def set_timesteps(self: Any, *args: Any, **kwargs: Any) -> None:
+        base.set_timesteps(self, *args, **kwargs)
+        self.step_number = 0
+        replay.timetabled(self)
+
+    def step(
+        self: Any, model_output: Tensor, timestep: Any, sample: Tensor, **kwargs: Any
+    ) -> SchedulerOutput | tuple[Tensor, ...]:
+        state = replay.stepped(model_output, sample)
+        if state is None:
+            state = _deterministic(self, base, model_output, timestep, sample)
+        self.step_number += 1
+        return SchedulerOutput(state) if kwargs.get("return_dict", True) else (state,)
+
+    def copied(self: Any, memo: Any) -> NoReturn:
+        raise UserError(
+            f"{replay.name} cannot be replayed: it steps with a copy of its scheduler, so it has "
+            "more than one state (sound beside pictures, say)"
+        )
+
+    members = {"set_timesteps": set_timesteps, "step": step, "__deepcopy__": copied}
+    form.__class__ = type(base.__name__, (base,), members)
+    form.inverted = bool(form.config.get("invert_sigmas"))
+    form.is_flow = is_flow
+    form.step_number = 0
+    return form
+
+
+def one_step_form(scheduler: Any) -> Any:
+    """Return a new scheduler of the same schedule whose step needs nothing but the state."""
+    import diffusers
+
+    name, config = type(scheduler).__name__, scheduler.config
+    if name in CONSISTENCY:
+        raise UserError(
+            f"{name} is a sampler of consistency models, whose first step to data is no step of a "
+            "flow or a diffusion; the policy lcm trains such models"
+        )
+    if isinstance(scheduler, diffusers.FlowMatchEulerDiscreteScheduler):
+        return type(scheduler).from_config(config)
+    if name.startswith("FlowMatch"):
+        return diffusers.FlowMatchEulerDiscreteScheduler.from_config(config)
+    if config.get("prediction_type") == "flow_prediction" or config.get("use_flow_sigmas"):
+        return type(scheduler).from_config(config)
+    discrete = hasattr(scheduler, "alphas_cumprod") and hasattr(scheduler, "timesteps")
+    if not discrete or config.get("prediction_type", "epsilon") not in PREDICTIONS:
+        raise UserError(
+            f"{name} has no one-step form that is known here: it is neither a flow with sigmas "
+            "from 1 to 0 nor a discrete diffusion of noise, v or the sample"
+        )
+    if config.get("timestep_type") == "continuous":
+        raise UserError(f"{name} has continuous timesteps, and its models no discrete diffusion")
+    form = diffusers.CogVideoXDDIMScheduler if "CogVideoX" in name else diffusers.DDIMScheduler
+    unset = {} if "clip_sample" in config else {"clip_sample": False}
+    ddim = form.from_config(config, **unset)
+    if ddim.config.clip_sample or ddim.config.get("thresholding"):
+        raise UserError(
+            f"{name} clips samples, which gives its steps no density; set clip_sample and "
+            "thresholding of the folder's scheduler to false"
+        )
+    return ddim
+
+
+def process_of(scheduler: Any) -> Process:
+    """Return the process whose steps the one-step form takes."""
+    if not hasattr(scheduler, "final_alpha_cumprod"):
+        return Flow()
+    final = float(scheduler.final_alpha_cumprod)
+    return Diffusion(scheduler.config.prediction_type, scheduler.alphas_cumprod.double(), final)
+
+
+def timetable(scheduler: Any) -> Timetable:
+    """Read the times that a scheduler has set.
+
+    Flows: its sigmas, from exactly 1, since solvers in log(alpha / sigma) begin a little below,
+    where an SDE has far too much noise. Discrete diffusions: (timestep + 1) / T, then 0.
+    """
+    steps = scheduler.timesteps
+    if not scheduler.is_flow:
+        times = (steps.double().cpu() + 1) / len(scheduler.alphas_cumprod)
+        return Timetable(torch.cat([times, times.new_zeros(1)]), steps)
+    times = torch.as_tensor(scheduler.sigmas).double().cpu()
+    times = 1 - times if scheduler.inverted else times
+    if times[0] > 0.99:
+        times = torch.cat([times.new_ones(1), times[1:]])
+    return Timetable(times, steps)
+
+
+def timestep_of(scheduler: Any, time: Tensor) -> Tensor:
+    """Return what the network is told at a time [*] that is none of the pipeline's own."""
+    if not scheduler.is_flow:
+        return (time.double() * len(scheduler.alphas_cumprod)).round().long() - 1
+    count = int(scheduler.config.num_train_timesteps)
+    return (1 - time if scheduler.inverted else time) * count
+
+
+def _deterministic(
+    scheduler: Any, base: Any, output: Tensor, timestep: Any, sample: Tensor
+) -> Tensor:
+    """Take the deterministic step: the scheduler's own where it is one of one step, Euler's on its
+    sigmas where it is a solver with a history."""
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    if not scheduler.is_flow or issubclass(base, FlowMatchEulerDiscreteScheduler):
+        state: Tensor = base.step(scheduler, output, timestep, sample, return_dict=False)[0]
+        return state
+    times = timetable(scheduler).times.to(sample)
+    k = int(scheduler.step_number)
+    return sample + output * (times[k + 1] - times[k])
