@@ -218,7 +218,7 @@ def export(run: Path, folder: Path, at: str | None = None, form: str = "diffuser
     with on_disk(folder), whole_folder(folder) as draft:
         session.policy.export(draft)
         if chosen != "diffusers":
-            convert.rewrite_export(draft, getattr(session.policy, "place", ""), chosen)
+            convert.rewrite_export(draft, session.policy.place, chosen)
     return folder
 
 

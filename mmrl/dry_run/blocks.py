@@ -147,7 +147,7 @@ def _kind(block: nn.Module, place: int) -> Any:
     row are the same in all."""
     parts = []
     for name, module in block.named_modules():
-        own = [
+        attributes = [
             (key, _value(value, place, key))
             for key, value in sorted(vars(module).items())
             if key not in ("_parameters", "_buffers", "_modules") and "hook" not in key
@@ -158,7 +158,7 @@ def _kind(block: nn.Module, place: int) -> Any:
             for key, x in table.items()
             if x is not None
         ]
-        parts.append((name, type(module), tuple(own), tuple(tensors)))
+        parts.append((name, type(module), tuple(attributes), tuple(tensors)))
     return tuple(parts)
 
 
@@ -234,13 +234,13 @@ class Look:
     @classmethod
     def of(cls, leaves: list[Any], output: Any, written: Parts, casts: int) -> Look | None:
         """Look at a block that was passed through; None where no stand-in could be made."""
-        made, spec = tree_flatten(output)
+        results, spec = tree_flatten(output)
         inputs = {id(x): number for number, x in enumerate(leaves) if isinstance(x, Tensor)}
         taken = {x.untyped_storage()._cdata for x in leaves if isinstance(x, FakeTensor)}
         if not taken or len(written.parts) not in (0, 2):
             return None
         outputs = Parts()
-        for leaf in made:
+        for leaf in results:
             if id(leaf) in inputs:
                 outputs.parts.append(inputs[id(leaf)])
             elif isinstance(leaf, FakeTensor) and leaf.untyped_storage()._cdata not in taken:
@@ -291,16 +291,16 @@ class _StandIn(torch.autograd.Function):
             (tuple(x.shape), x.stride(), x.dtype) if x.requires_grad else None for x in inputs
         ]
         buffers: dict[int, Tensor] = {}
-        made = []
+        results = []
         for part in parts:
             if part.storage not in buffers:
                 count = described.storages[part.storage] // part.dtype.itemsize
                 buffers[part.storage] = inputs[0].new_empty(count, dtype=part.dtype)
             buffer = buffers[part.storage]
             with torch._C._AutoDispatchBelowAutograd():  # a view would keep its base
-                made.append(buffer.as_strided(part.shape, part.stride, part.offset))
-        ctx.mark_non_differentiable(*(x for x, p in zip(made, parts) if not p.trained))
-        return tuple(made)
+                results.append(buffer.as_strided(part.shape, part.stride, part.offset))
+        ctx.mark_non_differentiable(*(x for x, p in zip(results, parts) if not p.trained))
+        return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -309,8 +309,8 @@ class _StandIn(torch.autograd.Function):
             return (None,) * (3 + len(ctx.inputs))
         timeline.mark(mark.backward())
         some = next(x for x in gradients if x is not None)
-        made = [x and some.new_empty_strided(x[0], x[1], dtype=x[2]) for x in ctx.inputs]
-        return (None, None, None, *made)
+        results = [x and some.new_empty_strided(x[0], x[1], dtype=x[2]) for x in ctx.inputs]
+        return (None, None, None, *results)
 
 
 def _cache(leaves: list[Any], place: int) -> Any:

@@ -304,9 +304,9 @@ def _travel(
         return 0.0, 2 * share * work.bytes_trained * steps
     sampled = counts["sampling"] * max(run.passes_to_sample, run.answer_tokens, 1)
     gathers = sampled + counts["frozen"] + 2 * counts["trained"]
-    kept = counts["trained"] * work.around_units  # from the way there to the way back
+    spared = counts["trained"] * work.around_units  # from the way there to the way back
     return (
-        share * (work.bytes_parameters * gathers - kept),
+        share * (work.bytes_parameters * gathers - spared),
         share * work.bytes_trained * counts["trained"],
     )
 

@@ -119,9 +119,9 @@ class Timeline:
             yield from self._native(begin, mark.at, moved)
             span = self._taken(mark)
             base = _more(mark.sizes, moved)
-            there = self._there(mark.at)
+            forward = self._there(mark.at)
             for event in span.events:
-                yield there, Event(_more(event.sizes, base), event.operation)
+                yield forward, Event(_more(event.sizes, base), event.operation)
             moved = _more(moved, _less(span.left, _less(following.sizes, mark.sizes)))
             begin = following.at
         yield from self._native(begin, len(self.events), moved)

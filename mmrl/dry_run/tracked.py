@@ -134,16 +134,16 @@ class Tracker(MemTracker):
         """Return what was done between ``with`` and its end, and of it what the way there took."""
         peak = self._begin
         operations: list[Operation] = []
-        there: list[Operation] = []
+        of_forward: list[Operation] = []
         for forward, event in self.timeline.whole():
             if event.sizes[-1] > peak[-1]:
                 peak = event.sizes
             if event.operation is not None:
                 operations.append(event.operation)
                 if forward:
-                    there.append(event.operation)
+                    of_forward.append(event.operation)
         memory = {PARTS[kind.value]: size for kind, size in zip(KINDS, peak)}
-        return Work(memory | {"total": sum(memory.values())}, operations), Work({}, there)
+        return Work(memory | {"total": sum(memory.values())}, operations), Work({}, of_forward)
 
     def __enter__(self) -> Self:
         super().__enter__()
