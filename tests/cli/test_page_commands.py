@@ -45,6 +45,8 @@ NOT_RUN = {
     r"^mmrl check-reward my_run.yaml": "the reader's own configuration",
     r"--devices |benchmarks/.*--dry-run": "places every part of a large model, or writes a "
     "benchmark's prompts, for half a minute: tests/dry_run, tests/benchmarks",
+    r"^mmrl convert |--format (comfyui|kohya)": "needs LoRA files of families that have such a "
+    "form: tests/policies/diffusion/test_lora_files.py, tests/run/test_convert.py",
     r"--install-completion": "changes the reader's shell",
 }
 PAGE_COMMANDS = [

@@ -150,7 +150,8 @@ def test_the_command_on_two_processes(tmp_path, monkeypatch):
         "\n".join(f"a {c} {d}" for c in ("red", "blue") for d in ("one", "two", "six"))
     )
     lifecycle.train(Path("mine.yaml"), ["run=one"])
-    done = run([*LAUNCH, ROOT / "scripts" / "train.py", "mine.yaml", "run=two"], tmp_path)
+    words = ["-m", "mmrl", "train", "mine.yaml", "run=two"]  # the next is started as users do
+    done = warm.ranks(words, cwd=tmp_path, ACCELERATE_USE_CPU="true")
     assert done.returncode == 0, done.stderr[:6000]
     assert done.stdout.count("finished: two") == 1
     lifecycle.train(Path("two"), ["train.iterations=3"], resume=True)
