@@ -68,12 +68,8 @@ class OCR:
 
     def __call__(self, media: Tensor, prompts: list[Prompt]) -> Tensor:
         """Score images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B] float32, in 0..1."""
-        stack = frames(media, "ocr")
+        pictures, broken = seen_frames(media, "ocr")
         targets = [target_of(prompt, self.field) for prompt in prompts]
-        broken = ~stack.isfinite().flatten(1).all(1).cpu()
-        pictures = (
-            to_uint8(stack.nan_to_num(0.0, 0.0, 0.0)[:, ::EVERY]).permute(0, 1, 3, 4, 2).numpy()
-        )
         score = self.of_image if media.ndim == 4 else self.of_video
         scores = [score(row, target) for row, target in zip(pictures, targets, strict=True)]
         return torch.tensor(scores, dtype=torch.float32).masked_fill(broken, torch.nan)
@@ -92,6 +88,15 @@ class OCR:
         # wants blue first
         lines, _ = self.engine(picture[..., ::-1].copy(), use_cls=False, text_score=0.0)
         return "".join(text for _, text, sure in lines or [] if float(sure) > 0)
+
+
+def seen_frames(media: Tensor, reward: str) -> tuple[Any, Tensor]:
+    """Cut images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 into what is read of them: uint8
+    [B, frames, H, W, 3], every EVERY-th frame, and which rows hold numbers that are none, [B]."""
+    stack = frames(media, reward)
+    broken = ~stack.isfinite().flatten(1).all(1).cpu()
+    whole = stack.nan_to_num(0.0, 0.0, 0.0)[:, ::EVERY]
+    return to_uint8(whole).permute(0, 1, 3, 4, 2).numpy(), broken
 
 
 def target_of(prompt: Prompt, field: str) -> str:

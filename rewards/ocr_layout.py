@@ -12,9 +12,8 @@ from torch import Tensor
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
 from mmrl.core.types import Prompt
-from rewards._media import frames, to_uint8
 from rewards.card import card, card_with
-from rewards.ocr import EVERY, OCR, closeness, plain
+from rewards.ocr import OCR, closeness, plain, seen_frames
 
 Box = tuple[float, float, float, float]  # left, top, right, bottom, as shares of the picture
 Line = tuple[str, Box]
@@ -59,12 +58,8 @@ class OCRLayout(OCR):
 
     def __call__(self, media: Tensor, prompts: list[Prompt]) -> Tensor:
         """Score images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B] float32, in 0..1."""
-        stack = frames(media, "ocr_layout")
+        pictures, broken = seen_frames(media, "ocr_layout")
         layouts = [wanted_of(prompt, self.field) for prompt in prompts]
-        broken = ~stack.isfinite().flatten(1).all(1).cpu()
-        pictures = (
-            to_uint8(stack.nan_to_num(0.0, 0.0, 0.0)[:, ::EVERY]).permute(0, 1, 3, 4, 2).numpy()
-        )
         scores = [
             sum(layout_score(self.lines(picture), texts, self.place) for picture in row) / len(row)
             for row, texts in zip(pictures, layouts, strict=True)

@@ -1,5 +1,6 @@
 """Passing through a few of a network's equal blocks gives what passing through all of them does, to
-the byte and operation by operation."""
+the byte and operation by operation, for the networks here; a Qwen2.5-VL trained whole without
+checkpointing is known to differ (docs/scale.md)."""
 
 from __future__ import annotations
 
