@@ -21,6 +21,7 @@ import torch
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 from mmrl.core.registry import POLICIES, load_built_in  # noqa: E402
+from mmrl.utils.machine import machine  # noqa: E402
 from samplers.noise import Rng  # noqa: E402
 from tests.fixtures import tiny_diffusers  # noqa: E402
 
@@ -78,11 +79,13 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     repeats = parser.parse_args().repeats
     load_built_in()
+    about = machine()
     lines = [
         "# The policy `pipeline` beside the families written by hand",
         "",
-        "Written by `scripts/bench_replay.py`: 16 samples of 2 prompts, tiny networks with random",
-        "weights, one CPU thread; medians of ratios of processor time, in turns. The networks",
+        f"Written by `{about['command']}` on {about['time']}, commit {about['commit']}: "
+        f"{about['cpu']}, torch {about['versions']['torch']}. 16 samples of 2 prompts, tiny",
+        "networks with random weights, one CPU thread; medians of ratios of processor time, in turns. The networks",
         "are so small that nearly all of the time is the pipeline's own Python: this is the",
         "overhead at its worst, not what a model of billions of weights would show.",
         "",
