@@ -86,8 +86,9 @@ def main() -> None:
         f"Written by `{about['command']}` on {about['time']}, commit {about['commit']}: "
         f"{about['cpu']}, torch {about['versions']['torch']}. 16 samples of 2 prompts, tiny",
         "networks with random weights, one CPU thread; medians of ratios of processor time, in",
-        "turns. The networks are so small that nearly all of the time is the pipeline's own Python: this is the",
-        "overhead at its worst, not what a model of billions of weights would show.",
+        "turns. The networks are so small that nearly all of the time is the pipeline's own",
+        "Python: this is the overhead at its worst, not what a model of billions of weights",
+        "would show.",
         "",
         "| folder | steps | sampling takes | scoring and gradients take |",
         "|---|---|---|---|",
