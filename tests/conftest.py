@@ -1,6 +1,7 @@
 """Every test: one thread (``MMRL_TEST_THREADS``), no network, one cache of built artifacts for all
 workers."""
 
+import gc
 import os
 import signal
 from pathlib import Path
@@ -9,6 +10,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from mmrl.utils import threads
+
+# Imports and collection make millions of objects that stay: the collector would walk through all of
+# them again and again. They are set aside once they are there (pytest_collection_finish).
+gc.disable()
 
 # A shell starts a background job with these ignored, and its children with it.
 for number in (signal.SIGINT, signal.SIGQUIT):
@@ -49,6 +54,11 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.gpu)
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(skip)
+
+
+def pytest_collection_finish():
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")
