@@ -2,6 +2,7 @@
 workers."""
 
 import gc
+import logging
 import os
 import signal
 from pathlib import Path
@@ -57,6 +58,11 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
+    # pytest hangs its log handlers into every logger that does not propagate, six times a test;
+    # torch has eighty
+    for name, logger in logging.getLogger().manager.loggerDict.items():
+        if name.startswith("torch") and isinstance(logger, logging.Logger):
+            logger.propagate = True
     gc.freeze()
     gc.enable()
 

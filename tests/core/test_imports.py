@@ -3,9 +3,12 @@
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
+
+from tests.fixtures import sources
 
 ROOT = Path(__file__).resolve().parents[2]
 LIGHT = {"diffusers", "transformers", "open_clip", "peft", "timm", "sklearn", "xformers"}
@@ -33,6 +36,7 @@ def names(node: ast.AST, path: Path) -> list[str]:
     return []
 
 
+@cache
 def imported(path: Path, eager: bool = False) -> set[str]:
     """Full names a file imports; ``eager``: only those that run when it is imported."""
     modules: set[str] = set()
@@ -46,7 +50,7 @@ def imported(path: Path, eager: bool = False) -> set[str]:
             modules.update(names(child, path))
             walk(child)
 
-    walk(ast.parse(path.read_text(encoding="utf-8")))
+    walk(sources.tree(path))
     return modules
 
 

@@ -1,13 +1,14 @@
 """Rules of language that a machine can check: names that say something, and functions of a size."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
 from mmrl.core import registry
 from tests.core.test_imports import FILES, ROOT
+from tests.fixtures import sources
 
 # they say that there is something, not what it is
 VAGUE = set(
@@ -24,9 +25,9 @@ PLUG_INS = {"__init__"} | {
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
-def bound(tree: ast.AST) -> Iterator[tuple[int, str]]:
+def bound(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
     """Yield (line, name) of what assignments, loops, comprehensions and ``with`` bind."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.lineno, node.id
         elif isinstance(node, ast.ExceptHandler) and node.name:
@@ -46,15 +47,15 @@ def arguments(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 def test_the_words_and_counts_are_noticed():
     tree = ast.parse("found = [one for one in x]\nwith y as (a, own):\n    b = given = 1")
-    assert {name for _, name in bound(tree)} & VAGUE == {"found", "one", "own", "given"}
+    assert {name for _, name in bound(ast.walk(tree))} & VAGUE == {"found", "one", "own", "given"}
     (function,) = ast.parse("def f(a, /, b, c, *, d): pass").body
     assert arguments(function) == 4 and not options_of_a_plug_in(function)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_name_says_what_the_thing_is(path: Path):
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    vague = [f"line {line}: {name}" for line, name in sorted(set(bound(tree))) if name in VAGUE]
+    names = bound(sources.nodes(path))
+    vague = [f"line {line}: {name}" for line, name in sorted(set(names)) if name in VAGUE]
     assert not vague, f"{path.relative_to(ROOT)}: {', '.join(vague)}"
 
 
@@ -62,7 +63,7 @@ def test_only_plug_ins_and_commands_take_many_arguments():
     many = [
         f"{path.relative_to(ROOT)}:{node.lineno} {node.name}"
         for path in FILES
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in sources.nodes(path)
         if isinstance(node, FUNCTIONS)
         and arguments(node) > MOST_ARGUMENTS
         and not options_of_a_plug_in(node)

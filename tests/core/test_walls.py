@@ -1,11 +1,13 @@
 """The walls between rooms: which package may import which, read from all imports, lazy ones too."""
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from tests.core.test_imports import FILES, ROOT, absolute
+from tests.fixtures import sources
 
 TOP = ("mmrl", "rewards", "samplers")
 MODELS = {"core", "config", "samplers", "utils"}
@@ -71,10 +73,11 @@ def room_of(module: str) -> str:
     return parts[0] if parts[0] != "mmrl" else parts[1] if len(parts) > 1 else ""
 
 
+@cache
 def imports(path: Path) -> list[tuple[str, str]]:
     """List (module, name) of every import of ours in a file, at any depth."""
     pairs = []
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in sources.nodes(path):
         if isinstance(node, ast.Import):
             pairs += [(alias.name, "") for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -129,7 +132,7 @@ def test_reports_are_written_without_torch():
     folder = ROOT / "mmrl" / "monitoring" / "report"
     names = set()
     for path in folder.rglob("*.py"):
-        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        nodes = sources.nodes(path)
         guards = [x for x in nodes if isinstance(x, ast.If) and ast.unparse(x.test) == CHECKING]
         unread = {inner for guard in guards for inner in ast.walk(guard)}
         for node in nodes:

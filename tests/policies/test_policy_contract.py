@@ -13,7 +13,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES, load_built_in
 from mmrl.policies.base import Policy
 from mmrl.policies.capabilities import Capabilities
-from tests.fixtures import toys
+from tests.fixtures import sources, toys
 
 load_built_in()
 MMRL = Path(__file__).parents[2] / "mmrl"
@@ -27,7 +27,7 @@ def trees(inside: bool):
     for path in sorted(MMRL.rglob("*.py")):
         room = path.relative_to(MMRL).parts[0]
         if room == "policies" if inside else room not in CONCRETE:
-            yield ast.parse(path.read_text(encoding="utf-8"))
+            yield sources.tree(path)
 
 
 def attributes(tree: ast.AST, owners: set[str]) -> set[str]:
