@@ -1,4 +1,5 @@
-"""Every notebook runs from top to bottom in a kernel, at the suite's sizes (``MMRL_NOTEBOOKS``)."""
+"""Every notebook runs from top to bottom in a kernel, at the suite's sizes (``MMRL_NOTEBOOKS``).
+The stop button: the run is saved and returned, the kernel lives, the bar moves."""
 
 import json
 import os
@@ -70,3 +71,49 @@ def test_a_notebook_runs(path, tmp_path, kernel):
     assert "text/html" in shown
     if "compare" not in path.name:
         assert "training" in shown  # the bar
+
+
+BEGIN = """
+import os
+import mmrl
+from tests.api.worlds import SETTINGS
+os.chdir({folder!r})
+run = mmrl.train(
+    SETTINGS | {{"data": {{"prompts": {{"path": "prompts.txt"}}}}, "run": "stopped"}},
+    {{"train.iterations": 100000}},
+    callbacks=mmrl.Callback(on_iteration=lambda i, metrics: print("done", i) if i == 1 else None),
+)
+"""
+AFTER = """
+assert "SIGINT" in run.stopped, run.stopped
+assert len(run.metrics) >= 1 and (run.folder / "checkpoints").is_dir()
+more = run.resume({"train.iterations": len(run.metrics) + 1})
+assert more.finished
+"lives"
+"""
+
+
+@pytest.mark.slow
+def test_the_stop_button_saves_and_the_kernel_lives(tmp_path, kernel):
+    (tmp_path / "prompts.txt").write_text("a red one\na blue two\n")
+    client = kernel.blocking_client()
+    client.start_channels()
+    client.wait_for_ready(timeout=600)
+    outputs = []
+
+    def hook(message):
+        outputs.append(message)
+        if message["msg_type"] == "stream" and "done 1" in message["content"]["text"]:
+            kernel.interrupt_kernel()
+
+    try:
+        begin = BEGIN.format(folder=str(tmp_path))
+        reply = client.execute_interactive(begin, output_hook=hook, timeout=600)
+        assert reply["content"]["status"] == "ok", reply
+        kinds = [message["msg_type"] for message in outputs]
+        assert "display_data" in kinds and "update_display_data" in kinds  # the bar
+        outputs.clear()
+        reply = client.execute_interactive(AFTER, output_hook=outputs.append, timeout=600)
+        assert reply["content"]["status"] == "ok", reply["content"]
+    finally:
+        client.stop_channels()

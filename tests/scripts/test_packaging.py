@@ -147,13 +147,9 @@ def test_what_the_distribution_needs_is_what_is_installed(installed):
     assert installed("python", "-c", code).strip() == __import__("mmrl").__version__
 
 
-def test_the_doctor_and_a_tiny_training_run_outside_the_checkout(installed, tmp_path):
+def test_the_doctor_is_well_outside_the_checkout(installed):
     report = installed("mmrl", "doctor")
     assert "torch" in report and "missing" not in report, report
-    (tmp_path / "tiny.yaml").write_text(TINY)
-    folder = tmp_path / "run"
-    installed("mmrl", "train", str(tmp_path / "tiny.yaml"), f"run={folder}")
-    assert (folder / "metrics.jsonl").read_text().count("\n") >= 1
 
 
 OWN = """
@@ -167,7 +163,9 @@ def redness(media, prompts):
 
 
 def test_a_users_modules_of_our_names_are_no_harm(installed, tmp_path):
-    """Every way to start, in a folder that has a ``rewards.py`` and a ``samplers/``."""
+    """The command, the module, and a training run under a launcher, in a folder that has a
+    ``rewards.py`` and a ``samplers/``; torchrun, which starts modules as Python does, is left to
+    scripts/try_wheel."""
     (tmp_path / "rewards.py").write_text(OWN)
     (tmp_path / "rewards_of_mine.py").write_text(
         "def shade(media):\n    return media[:, 0].flatten(1).mean(1)\n"
@@ -176,8 +174,7 @@ def test_a_users_modules_of_our_names_are_no_harm(installed, tmp_path):
     (tmp_path / "samplers" / "__init__.py").write_text("raise RuntimeError('not to be imported')")
     text = TINY.replace("compressibility: 1.0", 'compressibility: 1.0, "rewards:redness": 1')
     (tmp_path / "tiny.yaml").write_text(text)
-    torchrun = ["python", "-m", "torch.distributed.run", "--nproc-per-node", "1", "-m", "mmrl"]
-    for start in (["mmrl"], ["python", "-m", "mmrl"], torchrun):
+    for start in (["mmrl"], ["python", "-m", "mmrl"]):
         assert "clip_score" in installed(*start, "list", "rewards", cwd=tmp_path)
     launch = ["python", "-m", "accelerate.commands.launch", "--cpu", "-m", "mmrl"]
     printed = installed(*launch, "train", "tiny.yaml", "run=run", cwd=tmp_path)
