@@ -16,7 +16,7 @@ from mmrl.config.options import TrainOptions
 from mmrl.config.yamltext import write
 from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES, load_built_in
-from mmrl.dry_run import costs, published
+from mmrl.dry_run import costs, dryrun, published, weightless
 from mmrl.dry_run.dryrun import dry_run
 from mmrl.dry_run.page import lines
 from mmrl.dry_run.weightless import folder_of, parameters_in
@@ -37,6 +37,7 @@ GIB = 2**30
 def test_every_configuration_of_the_repository_can_be_looked_at_without_weights(path, monkeypatch):
     if "world:" not in path.read_text():  # small, and not published
         monkeypatch.setattr(published, "on_meta", no_networks)
+    monkeypatch.setattr(dryrun, "sizes_of", sizes_counted_once)
     size = 2 if "preferences:" in path.read_text() else 16  # of a group: two answers, or samples
     found = dry_run(
         path,
@@ -65,6 +66,17 @@ def test_every_configuration_of_the_repository_can_be_looked_at_without_weights(
         )
     else:
         assert found.counted.sampling == (0 if size == 2 else 128) and "forwards" in text
+
+
+COUNTED = {}
+
+
+def sizes_counted_once(path, entry, options, tokens):
+    """Sizes of a model and of what is trained of it, for all configurations that share both."""
+    key = (path, entry, *(repr(options.get(name)) for name in ("lora", "train", "quantization")))
+    if key not in COUNTED:
+        COUNTED[key] = weightless.sizes_of(path, entry, options, tokens)
+    return COUNTED[key]
 
 
 def no_networks(name, cfg):
