@@ -67,6 +67,10 @@ def pytest_collection_finish():
     gc.enable()
 
 
+def pytest_unconfigure():
+    gc.unfreeze()  # or libraries complain at the end of what was not taken apart
+
+
 @pytest.fixture(scope="session")
 def shared() -> Path:
     """The folder with real data beside the checkout; tests that need it are skipped where it is
