@@ -203,14 +203,16 @@ class LogitsPolicy(TokenPolicy):
     ) -> Rollout:
         row, group = rows_and_groups(prompts, 1, rng, self.device)
         ids, present = self.answer_ids(answers)
+        cond = self.encode(prompts)
+        block = self.block_of(cond, group)
         rollout = Rollout(
             group=group,
-            cond=self.encode(prompts),
+            cond=cond,
             row_id=row,
             sample=ids,
             logprob=torch.zeros(ids.shape, dtype=self.dtype, device=ids.device),
-            mask=self.read(ids) & present[:, None],
-            trajectory=TokenOrder(commit_step=self.order_of(row, rng, score)),
+            mask=self.read(ids, block) & present[:, None],
+            trajectory=TokenOrder(commit_step=self.order_of(row, block, rng, score)),
             prompts=tuple(prompts),
         )
         rollout = self.with_unknown(sourced(rollout, present))
@@ -223,13 +225,18 @@ class LogitsPolicy(TokenPolicy):
         present = torch.tensor([answer is not None for answer in answers], device=self.device)
         return torch.stack([row.to(blank) for row in rows]), present
 
-    def read(self, ids: Tensor) -> Tensor:
+    def block_of(self, cond: dict[str, Any], rows: Tensor) -> Tensor:
+        """Number the block that each position of a sample belongs to, [1 or B, L]; ``rows`` [B]:
+        of the conditions."""
+        return torch.zeros(1, self.length, dtype=torch.long, device=rows.device)
+
+    def read(self, ids: Tensor, block: Tensor) -> Tensor:
         """Mark the tokens of samples ids [B, L] that are read, and so are decisions."""
         return torch.ones_like(ids, dtype=torch.bool)
 
-    def order_of(self, row: Tensor, rng: Rng, score: bool) -> Tensor:
+    def order_of(self, row: Tensor, block: Tensor, rng: Rng, score: bool) -> Tensor:
         """Choose an order [B, L] in which the sampler could have written the tokens of rows named
-        ``row`` [B]; ``score``: it will be scored in that order."""
+        ``row`` [B], block after block; ``score``: it will be scored in that order."""
         return torch.arange(self.length, device=row.device).expand(len(row), -1)
 
     def rollout(

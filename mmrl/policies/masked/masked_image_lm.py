@@ -38,7 +38,7 @@ class MaskedImageLM(MaskedLM):
     """
 
     capabilities = replace(MaskedDiffusion.capabilities, makes="image")
-    not_options = (*MaskedLM.not_options, "max_new_tokens", "block")
+    not_options = (*MaskedLM.not_options, "max_new_tokens", "block", "block_causal")
 
     def __init__(
         self,

@@ -1,5 +1,5 @@
-"""Trains masked language models that write text by unmasking: LLaDA, MMaDA's text, Dream, BERT-like
-models of transformers."""
+"""Trains masked language models that write text by unmasking: LLaDA, LLaDA2, MMaDA's text, Dream,
+BERT-like models of transformers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mmrl.config.options import Count, Steps
 from mmrl.core.errors import UserError
 from mmrl.core.host import sent
 from mmrl.core.registry import POLICIES, locate
-from mmrl.core.types import Completion, Media, Prompt, Query, Rollout
+from mmrl.core.types import Completion, Media, Point, Prompt, Query, Rollout
 from mmrl.policies.base import Precision
 from mmrl.policies.diffusion.text_encoding import texts_of
 from mmrl.policies.masked.policy import MaskedDiffusion
@@ -28,7 +28,9 @@ class MaskedLM(MaskedDiffusion):
 
     The protocol: transformers' auto classes load a model and a tokenizer from the folder or hub id,
     and ``model(input_ids [B, L], attention_mask=[B, L]).logits`` [B, L, V] looks both ways,
-    position i for token i.
+    position i for token i. With ``block_causal`` (LLaDA2, diffusers' LLaDA2Pipeline) blocks are
+    counted from the prompt's first token, the model is given ``position_ids`` [B, L] too, and a
+    block that is being written sees itself and what is before it.
     """
 
     capabilities = replace(MaskedDiffusion.capabilities, makes="text")
@@ -44,10 +46,12 @@ class MaskedLM(MaskedDiffusion):
         mask: int | None = None,
         dtype: Precision = "float32",
         remote_code: bool = False,
+        block_causal: bool = False,
         **options: Any,
     ):
         """Load the model. max_new_tokens: of every answer. block: tokens finished before the next
-        ones are begun; None: all at once. mask: id of the mask token; None: the tokenizer's.
+        ones are begun; None: all at once. block_causal: blocks are LLaDA2's. mask: id of the mask
+        token; None: the tokenizer's.
         remote_code: run the Python code of the model's own repository."""
         self.place = locate(path)
         block = block or max_new_tokens
@@ -68,6 +72,9 @@ class MaskedLM(MaskedDiffusion):
         self.hole = mask_id  # what the network reads in the place of a hidden token
         self.suffix: list[int] = []  # tokens behind every answer
         super().__init__(net, max_new_tokens, mask_id, steps=steps, blocks=blocks, **options)
+        self.block_causal = block_causal
+        if block_causal:  # the prompt ends inside a block, so an answer may touch one more
+            self.passes += self.turns
 
     def encode(self, prompts: list[Prompt]) -> dict[str, Any]:
         """Return the prompts padded on the right [P, L] and their lengths [P]."""
@@ -103,13 +110,40 @@ class MaskedLM(MaskedDiffusion):
         answer_ids = behind.gather(1, (place - size).clamp(0, behind.shape[1] - 1))
         padded = torch.nn.functional.pad(prompt, (0, behind.shape[1]), value=self.hole)
         visible = place < size + behind.shape[1]
+        positions = {}
+        if self.block_causal:
+            block = self.block_of(cond, torch.arange(len(ids), device=ids.device))
+            # the block of the first hidden token is being written
+            last = block.masked_fill(ids != self.mask_id, self.passes).amin(1, keepdim=True)
+            visible &= place // self.block <= size // self.block + last
+            positions = {"position_ids": place.expand(len(ids), -1)}
         logits: Tensor = self.active()(
-            torch.where(place < size, padded, answer_ids), attention_mask=visible.long()
+            torch.where(place < size, padded, answer_ids),
+            attention_mask=visible.long(),
+            **positions,
         ).logits
         answer = (size + torch.arange(self.length, device=ids.device))[..., None].expand(
             -1, -1, logits.shape[-1]
         )
         return logits.gather(1, answer)
+
+    def block_of(self, cond: dict[str, Any], rows: Tensor) -> Tensor:
+        """Number the blocks from the answer's first token; of LLaDA2 from the block in which the
+        prompt ends."""
+        if not self.block_causal:
+            return super().block_of(cond, rows)
+        before = cond["size"].index_select(0, rows)[:, None] % self.block
+        block: Tensor = (before + torch.arange(self.length, device=rows.device)) // self.block
+        return block
+
+    def at(self, rollout: Rollout, hide: Tensor, score: Tensor | None = None) -> Point:
+        if self.block_causal:
+            raise UserError(
+                "policy option block_causal: a pass sees one hidden block, and this objective or "
+                "its estimator hides tokens of several; use objective policy_gradient, or masked "
+                "with estimator: trajectory"
+            )
+        return super().at(rollout, hide, score)
 
     def written(self, ids: Tensor) -> Tensor:
         """Return ids [B, L] of the network's vocabulary, of a state [B, L]."""
@@ -156,15 +190,16 @@ class MaskedLM(MaskedDiffusion):
         """Assemble the rollout; its mask leaves out blocks behind that of the end token: they are
         never read, and no block before them sees them."""
         rollout = super()._rollout(sampled, steps)
-        read = self.read(rollout.sample)
+        block = self.block_of(rollout.cond, rollout.group)
+        read = self.read(rollout.sample, block)
         return rollout.replace(
             mask=rollout.mask & (read.repeat(1, self.passes) if self.chooses else read)
         )
 
-    def read(self, ids: Tensor) -> Tensor:
-        last = self._size(ids).sub(1) // self.block  # [B] the last block that is read
-        place = torch.arange(self.length, device=last.device) // self.block
-        return place <= last[:, None]
+    def read(self, ids: Tensor, block: Tensor) -> Tensor:
+        """Mark the tokens up to the end of the block with the end token."""
+        last = block.expand_as(ids).gather(1, self._size(ids)[:, None] - 1)
+        return block <= last
 
     def _size(self, ids: Tensor) -> Tensor:
         """Count the tokens [B] up to the first end token, inclusive."""

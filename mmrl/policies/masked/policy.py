@@ -158,10 +158,11 @@ class MaskedDiffusion(LogitsPolicy):
     def _sample(self, group: Tensor, row: Tensor, cond: dict[str, Any], rng: Rng) -> Rollout:
         ids = torch.full((len(row), self.length), self.mask_id, device=row.device)
         order = torch.full_like(ids, self.passes)
+        turn = self.block_of(cond, group) * self.turns  # [1 or B, L] the first pass of its block
         copies = alike(group)
         steps: list[tuple[Tensor, ...]] = []
         for step in range(self.passes):
-            hidden = (order == self.passes) & self._open(step, ids)
+            hidden = (order == self.passes) & (turn <= step) & (step < turn + self.turns)
             point = Query(
                 group=group,
                 cond=cond,
@@ -238,9 +239,8 @@ class MaskedDiffusion(LogitsPolicy):
         count = self.left[turn] - self.left[turn + 1] if turn < self.turns - 1 else 0
         return unmask.ranked(confidence, uniform, self.noises[turn], hidden, count)
 
-    def _open(self, step: int, ids: Tensor) -> Tensor:
-        """Mark the positions of this pass's block, [L] bool."""
-        return torch.arange(self.length, device=ids.device) // self.block == step // self.turns
+    def block_of(self, cond: dict[str, Any], rows: Tensor) -> Tensor:
+        return (torch.arange(self.length, device=rows.device) // self.block)[None]
 
     def _noise(self, step: int, rows: int) -> Tensor:
         """Return the noise [B, 1] of the choice in this pass; any number where nothing is
@@ -321,7 +321,7 @@ class MaskedDiffusion(LogitsPolicy):
             provenance=rollout.provenance.replace(sampler_logprob=None),
         )
 
-    def order_of(self, row: Tensor, rng: Rng, score: bool) -> Tensor:
+    def order_of(self, row: Tensor, block: Tensor, rng: Rng, score: bool) -> Tensor:
         """Draw the passes in which the schedule reveals the tokens, independently of the model."""
         order = torch.full((len(row), self.length), self.passes, device=row.device)
         if self.chooses:
@@ -332,7 +332,7 @@ class MaskedDiffusion(LogitsPolicy):
                 )
             return torch.zeros_like(order)
         for step in range(self.passes):
-            hidden = (order == self.passes) & self._open(step, order)
+            hidden = (order == self.passes) & (block == step // self.turns)
             rank = self._reveal(
                 step, hidden, hidden, rng.uniform(row, (self.length,), 2 * step + 1)
             )

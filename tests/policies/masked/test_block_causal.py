@@ -1,0 +1,174 @@
+"""``block_causal``: LLaDA2's blocks, against diffusers' LLaDA2Pipeline, with a model that brings
+code of its own."""
+
+import pytest
+import torch
+from diffusers import BlockRefinementScheduler, LLaDA2Pipeline
+
+from mmrl.core.errors import UserError
+from mmrl.core.registry import ESTIMATORS
+from mmrl.objectives import Masked
+from mmrl.policies.masked import policy as masked
+from mmrl.policies.masked.masked_lm import MaskedLM
+from samplers.noise import Rng
+from tests.fixtures.tiny_block_lm import BLOCK, folder
+
+# 3, 9 and 4 tokens: two prompts end inside a block, one at its end
+PROMPTS = [
+    {"text": "a red seven"},
+    {"text": "a blue two on top of a green nine"},
+    {"text": "a green nine on"},
+]
+LENGTH = 8
+
+
+def made(**options):
+    chosen = {
+        "max_new_tokens": LENGTH,
+        "block": BLOCK,
+        "steps": 4,
+        "remote_code": True,
+        "block_causal": True,
+    }
+    return MaskedLM(str(folder()), **(chosen | options))
+
+
+def rolled(policy, prompts=PROMPTS, copies=3):
+    with torch.no_grad():
+        return policy.rollout(prompts, copies, Rng.of(0))
+
+
+def pipeline(policy):
+    scheduler = BlockRefinementScheduler(block_length=BLOCK)
+    pipe = LLaDA2Pipeline(model=policy.net, scheduler=scheduler, tokenizer=policy.tokenizer)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def answered(pipe, prompt, **options):
+    return pipe(
+        prompt=prompt["text"],
+        gen_length=LENGTH,
+        block_length=BLOCK,
+        num_inference_steps=2,
+        editing_threshold=None,
+        eos_early_stop=False,
+        output_type="seq",
+        callback_on_step_end_tensor_inputs=["block_x", "sampled_tokens", "sampled_probs"],
+        **options,
+    ).sequences
+
+
+def test_code_of_the_model_runs_only_where_it_is_trusted():
+    with pytest.raises(UserError, match="remote_code"):
+        made(remote_code=False)
+
+
+@pytest.mark.parametrize("look", [BLOCK, 64], ids=["block causal", "both ways"])
+@pytest.mark.parametrize("prompt", PROMPTS, ids=lambda prompt: str(len(prompt["text"].split())))
+def test_what_the_pipeline_draws_has_the_probability_that_it_says(prompt, look):
+    """At every state that the pipeline passes through; also where the model itself would look
+    beyond the block that is being written."""
+    policy = made()
+    policy.net.config.block = look
+    cond = policy.encode([prompt])
+    size = int(cond["size"])
+    seen = []
+
+    def look(pipe, step, time, values):
+        seen.append({name: value.clone() for name, value in values.items()})
+        return values
+
+    start = torch.full((1, LENGTH), policy.mask_id)
+    torch.manual_seed(0)
+    answered(
+        pipeline(policy),
+        prompt,
+        temperature=1.0,
+        sampling_method="multinomial",
+        threshold=2.0,
+        callback_on_step_end=look,
+    )
+    state = start
+    assert len(seen) == 2 * -(-(size % BLOCK + LENGTH) // BLOCK)
+    for values in seen:
+        end = min(values["block_x"].shape[1], size + LENGTH)
+        logits = policy.logits(state, cond).log_softmax(-1)
+        first = values["block_x"].shape[1] - BLOCK
+        hidden = [p for p in range(max(first, size), end) if state[0, p - size] == policy.mask_id]
+        for place in hidden:
+            token = int(values["sampled_tokens"][0, place - first])
+            expected = values["sampled_probs"][0, place - first].log()
+            logprob = logits[0, place - size, token]
+            torch.testing.assert_close(logprob, expected, atol=1e-5, rtol=1e-5)
+        state = torch.cat([values["block_x"][:, size:end], start[:, end - size :]], 1)
+
+
+def test_likeliest_tokens_are_those_of_the_pipeline(monkeypatch):
+    """MaskGIT without noise is the pipeline's rule with a threshold that nothing reaches."""
+    policy = made(sampler="maskgit", schedule="linear", choice=[1e-9, 0.0])
+
+    def likeliest(logits, uniform):
+        token = logits.argmax(-1)[:, None].expand(-1, uniform.shape[1])
+        return token, None
+
+    monkeypatch.setattr(masked, "drawn", likeliest)
+    monkeypatch.setattr(policy, "_warped", lambda logits: logits)
+    policy.end = None
+    rollout = rolled(policy, copies=1)
+    for prompt, ids in zip(PROMPTS, rollout.sample, strict=True):
+        expected = answered(
+            pipeline(policy), prompt, temperature=0.0, sampling_method="greedy", threshold=2.0
+        )
+        assert torch.equal(ids, expected[0])
+
+
+@pytest.mark.parametrize("options", [{}, {"sampler": "maskgit"}, {"guidance_scale": 3.0}])
+def test_the_path_repeats_what_was_recorded(options):
+    policy = made(**options)
+    rollout = rolled(policy)
+    turns = rollout.tokens.commit_step // 2
+    offset = torch.tensor([3, 1, 0]).repeat_interleave(3)[:, None]
+    assert torch.equal(turns, (offset + torch.arange(LENGTH)) // BLOCK)
+    for point in policy.path(rollout):
+        logp = policy.dist(point).log_prob(point.target)
+        torch.testing.assert_close(logp[point.mask], point.logprob[point.mask], atol=1e-5, rtol=0)
+
+
+def test_a_row_does_not_depend_on_other_prompts():
+    policy = made()
+    among = rolled(policy)
+    for p, prompt in enumerate(PROMPTS[:1]):
+        alone = rolled(policy, [prompt])
+        part = slice(3 * p, 3 * p + 3)
+        assert torch.equal(alone.sample, among.sample[part])
+        torch.testing.assert_close(alone.logprob, among.logprob[part], atol=1e-5, rtol=0)
+
+
+def test_blocks_behind_the_end_are_not_trained_on():
+    policy = made()
+    rollout = rolled(policy, copies=24)
+    size = policy._size(rollout.sample)
+    offset = torch.tensor([3, 1, 0]).repeat_interleave(24)
+    last = (offset + size - 1) // BLOCK
+    assert (size < LENGTH).any()
+    assert torch.equal(rollout.mask.sum(1), ((last + 1) * BLOCK - offset).clamp_max(LENGTH))
+
+
+def test_answers_of_others_are_revealed_in_blocks_of_their_prompts():
+    policy = made()
+    rollout = policy.demonstrate(PROMPTS, ["a red one", "two", None], Rng.of(1))
+    offset = torch.tensor([3, 1, 0])[:, None]
+    assert torch.equal(rollout.tokens.commit_step // 2, (offset + torch.arange(LENGTH)) // BLOCK)
+    assert rollout.logprob[rollout.mask].isfinite().all() and not rollout.mask[2].any()
+
+
+def test_only_the_sampler_own_states_are_scored():
+    policy = made()
+    rollout = rolled(policy).replace(advantage=torch.ones(9, 1))
+    policy.weights.keep("old")
+    exact = Masked(estimator=ESTIMATORS["trajectory"])
+    for point in exact.points(policy, rollout, Rng.of(1)):
+        assert exact.loss(policy, point)[point.mask].isfinite().all()
+    with pytest.raises(UserError, match="block_causal: .* estimator: trajectory"):
+        list(Masked(estimator=ESTIMATORS["d1"]).points(policy, rollout, Rng.of(1)))
