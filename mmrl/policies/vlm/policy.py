@@ -144,7 +144,7 @@ class VLM(Passes):
         and tokens so far, by what ended answers taught. train: instead, how language model,
         projector and vision tower are each trained; by default all fully. quantization: the frozen
         weights of all blocks in 4 bits (nf4, fp4) or 8 (8bit), under adapters."""
-        from transformers import AutoModelForImageTextToText, AutoProcessor
+        from transformers import AutoModelForMultimodalLM, AutoProcessor
 
         check_quantization(quantization, adapters_only(lora, train))
         self.place = locate(path)
@@ -152,7 +152,7 @@ class VLM(Passes):
         # first, since an engine that cannot run should say so before the model is loaded
         self.outside = started(engine, Setup(self.place, dtype, vllm or VLLMOptions(), rank))
         hf = _loaded(
-            AutoModelForImageTextToText,
+            AutoModelForMultimodalLM,
             self.place,
             dtype=_dtype(dtype),
             attn_implementation=_plain(attention),

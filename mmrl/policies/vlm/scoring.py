@@ -21,6 +21,7 @@ from mmrl.policies.base import Drafts
 from mmrl.policies.scores import Scored
 from mmrl.policies.tokens import AnswerTokens, TokenPolicy, somewhere
 from mmrl.policies.vlm import features
+from mmrl.policies.vlm.collation import is_pixels
 from mmrl.policies.vlm.engines.transformers import generate_plainly
 from mmrl.policies.vlm.families import VERIFIED
 from mmrl.policies.vlm.generate import Answers, Ending, Task, generate
@@ -112,10 +113,14 @@ class Passes(TokenPolicy):
         time and never change."""
         places = positions(self.net.hf, encoded)
         places = places[..., None] if places.ndim == 2 else places.permute(1, 2, 0)
-        placed: Encoded = tree_map(
-            lambda tensor: tensor.to(self.device), encoded | {"places": places}
-        )
+        placed: Encoded = tree_map(self._here, encoded | {"places": places})
         return placed
+
+    def _here(self, tensor: Tensor) -> Tensor:
+        """Move a tensor to the device; pixels that a processor rounded (Llama 4's does, to
+        bfloat16) have the network's own dtype there."""
+        rounded = tensor.is_floating_point() and tensor.element_size() < 4
+        return tensor.to(self.device, self.net.hf.dtype if rounded else None)
 
     def _batch(self, encoded: list[Encoded]) -> Encoded:
         """Join prompts to one left-padded batch, with ``position_ids`` [P, S] or [3, P, S].
@@ -127,7 +132,7 @@ class Passes(TokenPolicy):
         """
         needed = distributed.world()[1] > 1 or torch.is_grad_enabled() and self.sees
         if needed and not any(
-            name.startswith("pixel_values") for prompt in encoded for name in prompt
+            is_pixels(name) for prompt in encoded for name in prompt
         ):
             self.witness = self.witness or self._placed(self.inputs.encode(blank_image()))
             encoded = [*encoded, self.witness]
@@ -445,5 +450,5 @@ def images_in(encoded: Encoded) -> int:
     return (
         sum(map(len, grids))
         if grids
-        else sum(len(x) for n, x in encoded.items() if n.startswith("pixel_values"))
+        else sum(len(x) for name, x in encoded.items() if is_pixels(name))
     )

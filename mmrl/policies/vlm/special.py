@@ -33,6 +33,9 @@ def suppressed_ids(processor: Any, tokenizer: Any, config: Any) -> tuple[int, ..
     suppressed.update(
         i for i, token in tokenizer.added_tokens_decoder.items() if TILES.fullmatch(str(token))
     )
+    # families that draw images from the vocabulary of their answers
+    drawn = getattr(config, "vocabulary_map", None) or {}
+    suppressed.update(i for i in drawn.values() if i in known)
     return tuple(
         sorted(suppressed - set(stop_ids(tokenizer, config, None)) - {tokenizer.unk_token_id})
     )
