@@ -7,7 +7,8 @@ import re
 from typing import Any
 
 PLACEHOLDER = re.compile(
-    r"(?:.*_)?(?:image|video|vision|audio|boi|eoi|img|imgs|global|fake)(?:_.*)?"
+    r"(?:.*_)?(?:image|video|vision|visual|audio|boi|eoi|boa|eoa|img|imgs|global|fake|slice|tile)"
+    r"(?:_.*)?"
     r"_token(?:_id|_ids|_index)?"
 )
 TILES = re.compile(r"<row_\d+_col_\d+>")
