@@ -180,11 +180,13 @@ def memories(filled: Any) -> list[Memory]:
 def key_values(filled: Any) -> list[KV]:
     """Return the keys and values of every layer of a cache; of one that keeps none, since it reads
     those of an earlier layer (Gemma 4), as many of no head."""
-    pairs = [(getattr(x, "keys", None), getattr(x, "values", None)) for x in filled.layers]
-    first = next((keys for keys, _ in pairs if keys is not None), None)
-    if first is None:
+    pairs: list[Any] = [
+        (getattr(x, "keys", None), getattr(x, "values", None)) for x in filled.layers
+    ]
+    some = [keys for keys, _ in pairs if keys is not None]
+    if not some:
         return pairs
-    none = first.new_empty(len(first), 0, first.shape[-2], 0)
+    none = some[0].new_empty(len(some[0]), 0, some[0].shape[-2], 0)
     return [(none, none) if keys is None else (keys, values) for keys, values in pairs]
 
 

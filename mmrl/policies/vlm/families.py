@@ -92,8 +92,9 @@ class Family:
     images are a row of slots a prompt, so that only prompts of equally many images make a batch.
     ``video``: it takes videos; ``apart``: not in one batch with images. ``video_tokens``: how many
     tokens of a prompt stand for a video: as many as its grid has features (``grid``), those of an
-    image (``image``), or what its processor keeps (``mask``). ``joins``: how vision tensors of several prompts become those of one batch
-    (``collation.py``). ``note``: where this is known from."""
+    image (``image``), or what its processor keeps (``mask``). ``joins``: how vision tensors of
+    several prompts become those of one batch (``collation.py``). ``note``: where this is known
+    from."""
 
     name: str
     coords: Coords | None = None
@@ -135,8 +136,8 @@ def _qwen(name: str, coords: Coords | None, note: str) -> Family:
 
 
 def _glm(name: str, coords: Coords | None, note: str) -> Family:
-    """Describe a GLM: the token of an image stands for frames of a video too, so their features are told apart by
-    the batch."""
+    """Describe a GLM: the token of an image stands for frames of a video too, so their features
+    are told apart by the batch."""
     return replace(_qwen(name, coords, note), video_tokens="image", apart=True)
 
 
@@ -196,7 +197,11 @@ FAMILIES = {
         Family("perception_lm", video=True, joins="tiles", note="no statement found"),
         Family("cohere2_vision", note="no statement found"),
         Family(
-            "video_llama_3", resize="grid", video=True, video_tokens="mask", note="no statement found"
+            "video_llama_3",
+            resize="grid",
+            video=True,
+            video_tokens="mask",
+            note="no statement found",
         ),
         Family("chameleon", note="not taught to ground"),
         Family("mllama", by_row=True, note="no statement found"),

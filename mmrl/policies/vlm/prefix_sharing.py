@@ -458,7 +458,7 @@ def shareable(hf: Any) -> bool:
 
 def divisible(hf: Any) -> bool:
     """Tell whether a prompt's memory can be packed and cut back to any token: keys and values and
-    no state, attended to all or in a window; chunks (Llama 4) begin at places that packing hides."""
+    no state, attended to all or in a window; where chunks (Llama 4) begin, packing hides."""
     config = hf.config.get_text_config()
     chunks = "chunked_attention" in (getattr(config, "layer_types", None) or ())
     return shareable(hf) and caches.plain(config) and not chunks

@@ -172,9 +172,7 @@ class Inputs:
             )
         length = max(prompt["input_ids"].shape[1] for prompt in encoded)
         names = list(dict.fromkeys(name for prompt in encoded for name in prompt))
-        return {
-            name: collated(name, encoded, length, self.family, self.pad) for name in names
-        }
+        return {name: collated(name, encoded, length, self.family, self.pad) for name in names}
 
     def groups(self, encoded: list[dict[str, Tensor]]) -> list[list[int]]:
         """Group the positions of prompts that can be in one batch without changing each other;

