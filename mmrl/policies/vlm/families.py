@@ -78,6 +78,8 @@ DIRECT = (
 )
 # those in which also an image's tokens see only what precedes them; in others prompts stay padded
 CAUSAL = (*DIRECT, "idefics3", "smolvlm", "janus", "phi4_multimodal", "chameleon")
+# those whose towers take pixels in the network's own dtype only; Llama 4's processor rounds them
+OWN_DTYPE = ("llama4", "kimi_k25", "chameleon")
 # those whose log-probs and gradients were compared with separate passes
 # (tests/policies/vlm/test_vlm_policy.py, test_vlm_families.py)
 VERIFIED = (*CAUSAL, "gemma3", "paligemma", "gemma4", "molmo2")
@@ -259,9 +261,12 @@ _PATHS = {"language": LANGUAGE, "projector": PROJECTOR, "vision": VISION}
 
 
 def modules_of(net: nn.Module, part: str) -> list[str]:
-    """Name the linear layers of one part, for adapters."""
+    """Name the linear layers of one part, for adapters. A router that is a linear layer returns
+    more than its product."""
     return [
         name
         for name, module in net.named_modules()
-        if isinstance(module, nn.Linear) and part_of(name) == part
+        if isinstance(module, nn.Linear)
+        and part_of(name) == part
+        and not type(module).__name__.endswith("Router")
     ]

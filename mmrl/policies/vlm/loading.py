@@ -91,7 +91,7 @@ def _kind_of(place: str) -> Any:
 def _loaded(auto: Any, place: str, **options: Any) -> Any:
     try:
         return auto.from_pretrained(place, **options)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:  # the last: PerceptionLM without timm
         raise UserError(
             f"policy.vlm.path {place}: {auto.__name__} cannot load it: {error}"
         ) from error

@@ -23,7 +23,7 @@ from mmrl.policies.tokens import AnswerTokens, TokenPolicy, somewhere
 from mmrl.policies.vlm import features
 from mmrl.policies.vlm.collation import is_pixels
 from mmrl.policies.vlm.engines.transformers import generate_plainly
-from mmrl.policies.vlm.families import VERIFIED
+from mmrl.policies.vlm.families import OWN_DTYPE, VERIFIED
 from mmrl.policies.vlm.generate import Answers, Ending, Task, generate
 from mmrl.policies.vlm.prefix_sharing import Prefix, SharedPrefix, positions, sharded, shareable
 from mmrl.policies.vlm.processor import Inputs
@@ -113,14 +113,13 @@ class Passes(TokenPolicy):
         time and never change."""
         places = positions(self.net.hf, encoded)
         places = places[..., None] if places.ndim == 2 else places.permute(1, 2, 0)
-        placed: Encoded = tree_map(self._here, encoded | {"places": places})
-        return placed
-
-    def _here(self, tensor: Tensor) -> Tensor:
-        """Move a tensor to the device; pixels that a processor rounded (Llama 4's does, to
-        bfloat16) have the network's own dtype there."""
-        rounded = tensor.is_floating_point() and tensor.element_size() < 4
-        return tensor.to(self.device, self.net.hf.dtype if rounded else None)
+        placed: Encoded = tree_map(
+            lambda tensor: tensor.to(self.device), encoded | {"places": places}
+        )
+        if self.inputs.family.name not in OWN_DTYPE:
+            return placed
+        dtype = self.net.hf.dtype
+        return {name: x.to(dtype) if is_pixels(name) else x for name, x in placed.items()}
 
     def _batch(self, encoded: list[Encoded]) -> Encoded:
         """Join prompts to one left-padded batch, with ``position_ids`` [P, S] or [3, P, S].
