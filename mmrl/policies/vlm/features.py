@@ -48,9 +48,7 @@ def joined(looked: Sequence[Looked]) -> dict[str, Any]:
     features: dict[str, Any] = {}
     for name in looked[0]:
         values = [prompt_features[name] for prompt_features in looked]
-        if name == "visual_indicator_features":  # the same for every image
-            features[name] = values[0]
-        elif isinstance(values[0], Tensor):
+        if isinstance(values[0], Tensor):
             features[name] = torch.cat(values)
         elif name == "deepstack_features":  # of every layer those of every image
             features[name] = [

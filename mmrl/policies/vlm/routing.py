@@ -74,8 +74,9 @@ class Routing:
 
     def _check(self, router: Any, output: Any, best: Tensor) -> None:
         again = rerouted(router, output, best)
-        for ours, own in zip(again, output, strict=True):
-            if ours.shape != own.shape or not torch.allclose(ours.to(own), own, atol=1e-3):
+        for repeated, original in zip(again, output, strict=True):
+            same_shape = repeated.shape == original.shape
+            if not same_shape or not torch.allclose(repeated.to(original), original, atol=1e-3):
                 raise UserError(
                     f"policy option replay_routing: {type(router).__name__} weighs its experts in "
                     "a way of its own, which cannot be repeated for other experts; leave it out"
@@ -85,8 +86,8 @@ class Routing:
 
 def top_k(router: Any) -> int:
     """Return how many experts a token goes to."""
-    own = getattr(router, "top_k", None)
-    count: int = router.config.top_k_experts if own is None else own
+    named = getattr(router, "top_k", None)
+    count: int = router.config.top_k_experts if named is None else named
     return count
 
 
