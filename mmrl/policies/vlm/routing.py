@@ -103,8 +103,8 @@ def rerouted(router: Any, output: Any, chosen: Tensor) -> tuple[Tensor, ...]:
     if len(output) == 3:
         return output[0], weights(router, output[0], chosen).to(output[1]), chosen
     scores, logits = output
-    others = torch.full_like(logits, -torch.inf)
-    chosen_only = others.scatter(1, chosen, logits.gather(1, chosen))
+    closed = torch.full_like(logits, -torch.inf)
+    chosen_only = closed.scatter(1, chosen, logits.gather(1, chosen))
     return chosen_only.float().sigmoid().to(scores), logits
 
 
