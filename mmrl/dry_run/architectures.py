@@ -2,7 +2,8 @@
 
 Sizes: Chen et al. 2025 (Janus-Pro, table 1), Nie et al. 2025 (LLaDA, table 1), Yang et al. 2025
 (MMaDA), Patil et al. 2024 (aMUSEd), Sun et al. 2024 (LlamaGen, table 1), Tian et al. 2024 (VAR),
-Zhu et al. 2025 (InternVL3), and the config files beside their weights.
+Zhu et al. 2025 (InternVL3), the defaults that transformers' configurations name a checkpoint for,
+and the config files beside their weights.
 """
 
 from __future__ import annotations
@@ -74,6 +75,16 @@ def _internvl() -> nn.Module:
     return net
 
 
+def _qwen3_5_moe() -> nn.Module:
+    """Make Qwen3.5-35B-A3B, of which transformers' defaults are the sizes, but for the width that
+    its vision tower hands over."""
+    from transformers import Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration
+
+    config = Qwen3_5MoeConfig(vision_config={"out_hidden_size": 2048})
+    net: nn.Module = Qwen3_5MoeForConditionalGeneration(config)
+    return net
+
+
 def _amused() -> nn.Module:
     from diffusers import UVit2DModel
 
@@ -101,6 +112,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "GSAI-ML/LLaDA-8B-Base": partial(_llada, 126464),
     "Gen-Verse/MMaDA-8B-Base": partial(_llada, 134656),
     "OpenGVLab/InternVL3-8B-hf": _internvl,
+    "Qwen/Qwen3.5-35B-A3B": _qwen3_5_moe,
     "amused/amused-256": _amused,
     "hub:peizesun/llamagen_c2i/c2i_L_384.pt": partial(
         _llamagen, dim=1024, layers=24, heads=16, grid=24

@@ -31,8 +31,9 @@ from mmrl.policies.image_tokens.network import ImageNet
 from mmrl.policies.lora import Lora, add_lora
 from mmrl.policies.quantization import parameters, quantize
 from mmrl.policies.vlm.families import part_of
+from mmrl.policies.vlm.loading import text_adapters
 from mmrl.policies.vlm.parts import everything, set_trainable
-from mmrl.policies.vlm.policy import VLM, text_adapters
+from mmrl.policies.vlm.policy import VLM
 from mmrl.policies.vlm.prefix_sharing import SharedPrefix
 from samplers.warp import Warp
 

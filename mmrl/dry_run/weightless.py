@@ -19,8 +19,9 @@ from mmrl.dry_run import architectures, published, rehearsal, untrained
 from mmrl.dry_run.costs import Layers
 from mmrl.policies.lora import add_lora
 from mmrl.policies.quantization import Blocks, blocks_of, check_frozen, parameters
+from mmrl.policies.vlm.loading import text_adapters
 from mmrl.policies.vlm.parts import adapters_only, everything, set_trainable
-from mmrl.policies.vlm.policy import VLM, text_adapters
+from mmrl.policies.vlm.policy import VLM
 from mmrl.worlds.cache import built
 
 LONGEST = 100 * 2**20  # bytes of the header of a file

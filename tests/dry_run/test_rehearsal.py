@@ -145,6 +145,7 @@ def test_the_command_prints_cards_and_refuses_what_it_cannot_say():
         ("deepseek-community/Janus-Pro-7B", 7.42),
         ("GSAI-ML/LLaDA-8B-Instruct", 8.02),
         ("OpenGVLab/InternVL3-8B-hf", 7.94),
+        ("Qwen/Qwen3.5-35B-A3B", 35.1),
         ("amused/amused-256", 0.603),
         ("hub:peizesun/llamagen_c2i/c2i_L_384.pt", 0.343),
         ("hub:peizesun/llamagen_t2i/t2i_XL_stage1_256.pt", 0.775),

@@ -172,14 +172,22 @@ def _at_end(x: Tensor, width: int) -> Tensor:
 def memories(filled: Any) -> list[Memory]:
     """Return what every layer of a cache keeps."""
     return [
-        layer.state if isinstance(layer, states.Kept) else (layer.keys, layer.values)
-        for layer in filled.layers
+        layer.state if isinstance(layer, states.Kept) else pair
+        for layer, pair in zip(filled.layers, key_values(filled), strict=True)
     ]
 
 
 def key_values(filled: Any) -> list[KV]:
-    """Return the keys and values of a cache whose layers keep nothing else."""
-    return [(layer.keys, layer.values) for layer in filled.layers]
+    """Return the keys and values of every layer of a cache; of one that keeps none, since it reads
+    those of an earlier layer (Gemma 4), as many of no head."""
+    pairs: list[Any] = [
+        (getattr(x, "keys", None), getattr(x, "values", None)) for x in filled.layers
+    ]
+    some = [keys for keys, _ in pairs if keys is not None]
+    if not some:
+        return pairs
+    none = some[0].new_empty(len(some[0]), 0, some[0].shape[-2], 0)
+    return [(none, none) if keys is None else (keys, values) for keys, values in pairs]
 
 
 def plain(config: Any) -> bool:
@@ -204,7 +212,8 @@ def _kinds(config: Any) -> list[type]:
 def _attends(kind: type) -> bool:
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-    return kind in (DynamicLayer, DynamicSlidingWindowLayer)
+    # a dummy reads the keys and values of another layer
+    return kind in (DynamicLayer, DynamicSlidingWindowLayer) or kind.__name__ == "DummyLayer"
 
 
 def _of(layers: list[Any]) -> Any:

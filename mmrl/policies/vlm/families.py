@@ -25,6 +25,9 @@ VISION = (
     "vision_model",
     "vision_encoder",
     "image_tower",
+    "image_embed.img_processor",
+    "audio_tower",
+    "embed_tokens_extend.audio_embed",
     "vqmodel",
     "generation_embeddings",
     "generation_aligner",
@@ -37,7 +40,12 @@ PROJECTOR = (
     "aligner",
     "image_newline",
     "embed_vision",
+    "embed_audio",
+    "embed_tokens_extend",
     "mm_projector",
+    "model.merger",
+    "model.projector",
+    "visual_embeddings_table",
     "visual.merger",
     "visual.deepstack_merger_list",
 )
@@ -47,16 +55,34 @@ DIRECT = (
     "qwen2_vl",
     "qwen2_5_vl",
     "qwen3_vl",
+    "qwen3_vl_moe",
+    "qwen3_5",
+    "qwen3_5_moe",
     "internvl",
     "llava",
     "llava_next",
     "llava_onevision",
+    "glm4v",
+    "glm46v",
+    "glm4v_moe",
+    "llama4",
+    "mistral3",
+    "lfm2_vl",
+    "kimi_k25",
+    "ovis2",
+    "minicpmv4_7",
+    "perception_lm",
+    "cohere2_vision",
+    "video_llama_3",
+    "qwen3_omni_moe_thinker",
 )
 # those in which also an image's tokens see only what precedes them; in others prompts stay padded
-CAUSAL = (*DIRECT, "idefics3", "smolvlm", "janus")
+CAUSAL = (*DIRECT, "idefics3", "smolvlm", "janus", "phi4_multimodal", "chameleon")
+# those whose towers take pixels in the network's own dtype only; Llama 4's processor rounds them
+OWN_DTYPE = ("llama4", "kimi_k25", "chameleon")
 # those whose log-probs and gradients were compared with separate passes
-# (tests/policies/vlm/test_vlm_policy.py)
-VERIFIED = (*CAUSAL, "gemma3", "paligemma")
+# (tests/policies/vlm/test_vlm_policy.py, test_vlm_families.py)
+VERIFIED = (*CAUSAL, "gemma3", "paligemma", "gemma4", "molmo2")
 
 
 @dataclass(frozen=True)
@@ -66,7 +92,11 @@ class Family:
     patches it reports), ``stretch`` (to one size), None (crops, pads or tiles, so coordinates of
     the resized image mean nothing). ``needs``: inputs it computes wrongly without. ``by_row``: its
     images are a row of slots a prompt, so that only prompts of equally many images make a batch.
-    ``video``: it takes videos. ``note``: where this is known from."""
+    ``video``: it takes videos; ``apart``: not in one batch with images. ``video_tokens``: how many
+    tokens of a prompt stand for a video: as many as its grid has features (``grid``), those of an
+    image (``image``), or what its processor keeps (``mask``). ``joins``: how vision tensors of
+    several prompts become those of one batch (``collation.py``). ``note``: where this is known
+    from."""
 
     name: str
     coords: Coords | None = None
@@ -74,6 +104,9 @@ class Family:
     needs: tuple[str, ...] = ()
     by_row: bool = False
     video: bool = False
+    apart: bool = False
+    video_tokens: Literal["grid", "image", "mask"] = "grid"
+    joins: Literal["rows", "last", "tiles", "indices"] = "rows"
     note: str = ""
     known: bool = True
 
@@ -81,7 +114,7 @@ class Family:
     def splits(self) -> bool:
         """Tell whether some prompts of the family cannot be in one batch with others, so that a
         pass over rows may call the network several times."""
-        return self.by_row or (self.video and self.resize != "grid")
+        return self.by_row or self.apart or (self.video and self.resize != "grid")
 
     def unverified(self) -> tuple[str, ...]:
         """List what was not verified about the family, for the log; empty where all facts are
@@ -104,6 +137,12 @@ def _qwen(name: str, coords: Coords | None, note: str) -> Family:
     return Family(name, coords, "grid", ("mm_token_type_ids",), video=True, note=note)
 
 
+def _glm(name: str, coords: Coords | None, note: str) -> Family:
+    """Describe a GLM: the token of an image stands for frames of a video too, so their features
+    are told apart by the batch."""
+    return replace(_qwen(name, coords, note), video_tokens="image", apart=True)
+
+
 FAMILIES = {
     f.name: f
     for f in (
@@ -111,8 +150,12 @@ FAMILIES = {
         _qwen("qwen2_5_vl", "resized", "pixels of the resized image, QwenLM/Qwen3-VL#1161"),
         _qwen("qwen3_vl", "rel1000", "QwenLM/Qwen3-VL#1486"),
         _qwen("qwen3_vl_moe", "rel1000", "QwenLM/Qwen3-VL#1486"),
-        _qwen("glm4v", "rel1000", "ms-swift's template"),
-        _qwen("glm4v_moe", "rel1000", "ms-swift's template"),
+        _qwen("qwen3_5", "rel1000", "QwenLM/Qwen3.8-Flash-Next#4"),
+        _qwen("qwen3_5_moe", "rel1000", "QwenLM/Qwen3.8-Flash-Next#4"),
+        Family("qwen3_omni_moe_thinker", resize="grid", video=True, note="no statement found"),
+        _glm("glm4v", "rel1000", "ms-swift's template"),
+        _glm("glm46v", "rel1000", "zai-org/glm-skills, glmv-grounding"),
+        _glm("glm4v_moe", "rel1000", "ms-swift's template"),
         Family("internvl", "rel1000", video=True, note="<box>[[...]]</box>, VLM-R1's module"),
         Family(
             "llava",
@@ -130,6 +173,39 @@ FAMILIES = {
             needs=("token_type_ids",),
             note="answers in <locNNNN>, y first, 1024 bins",
         ),
+        Family("gemma4", needs=("mm_token_type_ids",), video=True, note="no statement found"),
+        Family("llama4", note="no statement found"),
+        Family("mistral3", note="no statement found"),
+        Family("lfm2_vl", note="no statement found"),
+        Family(
+            "molmo2",
+            needs=("mm_token_type_ids",),
+            video=True,
+            apart=True,
+            joins="indices",
+            note="no statement found",
+        ),
+        Family("ovis2", note="no statement found"),
+        Family(
+            "minicpmv4_7",
+            needs=("mm_token_type_ids",),
+            video=True,
+            joins="last",
+            note="no statement found",
+        ),
+        Family("phi4_multimodal", note="no statement found"),
+        # transformers 5.23 cannot cut the features of a clip of several frames into clips again
+        Family("kimi_k25", resize="grid", note="no statement found"),
+        Family("perception_lm", video=True, joins="tiles", note="no statement found"),
+        Family("cohere2_vision", note="no statement found"),
+        Family(
+            "video_llama_3",
+            resize="grid",
+            video=True,
+            video_tokens="mask",
+            note="no statement found",
+        ),
+        Family("chameleon", note="not taught to ground"),
         Family("mllama", by_row=True, note="no statement found"),
         Family("janus", note="not taught to ground"),
     )
@@ -185,9 +261,12 @@ _PATHS = {"language": LANGUAGE, "projector": PROJECTOR, "vision": VISION}
 
 
 def modules_of(net: nn.Module, part: str) -> list[str]:
-    """Name the linear layers of one part, for adapters."""
+    """Name the linear layers of one part, for adapters. A router that is a linear layer returns
+    more than its product."""
     return [
         name
         for name, module in net.named_modules()
-        if isinstance(module, nn.Linear) and part_of(name) == part
+        if isinstance(module, nn.Linear)
+        and part_of(name) == part
+        and not type(module).__name__.endswith("Router")
     ]

@@ -13,16 +13,20 @@ from torch import Tensor
 from torch.utils._pytree import tree_iter
 
 Encoded = dict[str, Tensor]
-PIXELS = ("pixel_values", "pixel_attention_mask")  # what the tower alone reads
-NAMES = ("pooler_output", "deepstack_features")  # what language models read of a tower's output
+# what the tower and what is between it and the language model read alone
+PIXELS = ("pixel_values", "pixel_attention_mask", "image_token_pooling")
+# what language models read of a tower's output
+NAMES = ("pooler_output", "deepstack_features", "visual_indicator_features")
 Looked = dict[str, Any]  # by name, of the images of one prompt
 
 
 def can_keep(hf: Any) -> bool:
-    """Tell whether the family's forward pass takes features in the place of images."""
+    """Tell whether the family's forward pass takes features in the place of images, and no weight
+    of its language model is in them: those of Chameleon are embeddings of its vocabulary."""
     base = hf.base_model
     return (
-        hasattr(base, "get_image_features")
+        not getattr(hf.config, "vocabulary_map", None)
+        and hasattr(base, "get_image_features")
         and "mm_encoder_outputs" in inspect.signature(base.forward).parameters
     )
 
@@ -35,7 +39,8 @@ def look(hf: Any, encoded: Encoded) -> Looked:
     }
     with torch.no_grad():
         output = hf.base_model.get_image_features(**inputs, return_dict=True)
-    return {name: value for name in NAMES if (value := getattr(output, name, None)) is not None}
+    looked = {name: value for name in NAMES if (value := getattr(output, name, None)) is not None}
+    return looked or {"last_hidden_state": output.last_hidden_state}  # projected later (Llama 4)
 
 
 def joined(looked: Sequence[Looked]) -> dict[str, Any]:

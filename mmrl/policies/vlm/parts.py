@@ -21,8 +21,18 @@ Positive = Annotated[float, Gt(0)]
 # no adapters there: the head is tied, or not used for answers
 HEADS = ("lm_head", "embed_tokens", "generation_head")
 LAYER = re.compile(r"\.layers\.(\d+)\.")
-# Janus draws with these
-NEVER_USED = ("vqmodel", "generation_embeddings", "generation_aligner", "generation_head")
+# Janus and Chameleon draw with the first of these; prompts hold no sound
+NEVER_USED = (
+    "vqmodel",
+    "generation_embeddings",
+    "generation_aligner",
+    "generation_head",
+    "audio_tower",
+    "embed_audio",
+    "audio_embed",
+)
+# families that build the pooling head of their tower and read what is before it
+HEADLESS = ("lfm2_vl", "cohere2_vision", "phi4_multimodal")
 
 
 @dataclass(frozen=True)
@@ -111,11 +121,16 @@ def set_trainable(net: nn.Module, parts: Parts) -> None:
 
 def idle(net: nn.Module) -> set[str]:
     """Name the parameters that take no part in answers, so that they never have a gradient: what
-    draws images, and what lies behind the layer of the vision tower that the language model
-    reads."""
+    draws images or hears, and what lies behind the layer of the vision tower that the language
+    model reads."""
     names = [name for name, _ in net.named_parameters()]
     unused = {name for name in names if any(f".{part}." in f".{name}" for part in NEVER_USED)}
-    shown = getattr(getattr(net, "config", None), "vision_feature_layer", None)
+    config = getattr(net, "config", None)
+    if getattr(config, "model_type", None) in HEADLESS:
+        unused |= {name for name in names if part_of(name) == "vision" and ".head." in name}
+    tower = getattr(config, "vision_config", None)
+    layer = getattr(tower, "feature_layer", None)
+    shown = getattr(config, "vision_feature_layer", layer)
     if shown is None:
         return unused
     layers = [
@@ -125,8 +140,8 @@ def idle(net: nn.Module) -> set[str]:
     ]
     count = 1 + max((number for _, number in layers), default=0)
     used = max(
-        layer if layer >= 0 else count + 1 + layer
-        for layer in ([shown] if isinstance(shown, int) else shown)
+        index if index >= 0 else count + 1 + index
+        for index in ([shown] if isinstance(shown, int) else shown)
     )
     unused |= {name for name, number in layers if number >= used}
     return unused | {

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -39,13 +38,14 @@ from mmrl.policies.base import (
 from mmrl.policies.demonstrations import sourced
 from mmrl.policies.drafts import SHARDED, resized
 from mmrl.policies.lora import Lora, merged
-from mmrl.policies.quantization import Quantization, check_quantization, quantize
+from mmrl.policies.quantization import Quantization, check_quantization
 from mmrl.policies.vlm.budgets import admit
 from mmrl.policies.vlm.engines.choice import EXTERNAL, started
 from mmrl.policies.vlm.engines.external import ask
 from mmrl.policies.vlm.engines.vllm_options import Setup, VLLMOptions
-from mmrl.policies.vlm.families import VERIFIED, Coords, family_of, modules_of, part_of
+from mmrl.policies.vlm.families import VERIFIED, Coords, family_of, part_of
 from mmrl.policies.vlm.generate import Answers, Ending
+from mmrl.policies.vlm.loading import load_model, load_processor, text_adapters
 from mmrl.policies.vlm.media import Budgets
 from mmrl.policies.vlm.packing import enable
 from mmrl.policies.vlm.parts import (
@@ -64,7 +64,6 @@ from mmrl.policies.vlm.routing import Routing
 from mmrl.policies.vlm.scoring import Encoded, Passes, images_in
 from mmrl.policies.vlm.self_scores import token_id, with_self_scores
 from mmrl.policies.vlm.trees import TextTree
-from mmrl.policies.vlm.vision import quicken
 from samplers.batching import chunks
 from samplers.noise import Rng
 from samplers.warp import Anneal, Warp
@@ -144,39 +143,16 @@ class VLM(Passes):
         and tokens so far, by what ended answers taught. train: instead, how language model,
         projector and vision tower are each trained; by default all fully. quantization: the frozen
         weights of all blocks in 4 bits (nf4, fp4) or 8 (8bit), under adapters."""
-        from transformers import AutoModelForImageTextToText, AutoProcessor
-
         check_quantization(quantization, adapters_only(lora, train))
         self.place = locate(path)
         rank = lora.rank if isinstance(lora, Lora) else lora or 0
         # first, since an engine that cannot run should say so before the model is loaded
         self.outside = started(engine, Setup(self.place, dtype, vllm or VLLMOptions(), rank))
-        hf = _loaded(
-            AutoModelForImageTextToText,
-            self.place,
-            dtype=_dtype(dtype),
-            attn_implementation=_plain(attention),
-        )
-        _refuse_two_parts(hf, self.place)
-        quantize(hf, quantization)
-        if attention in ("sdpa", "xformers"):
-            quicken(hf, xformers=attention == "xformers")
-        processor = _loaded(AutoProcessor, self.place)
-        family = family_of(hf.config, coordinate_space)
-        self.inputs = Inputs(
-            processor, hf.config, budgets or Budgets(), family, hf.generation_config
-        )
-        self.warp = Warp(
-            temperature, top_k, top_p, self.inputs.suppressed, adaptive=adaptive_temperature
-        )
+        hf = load_model(self.place, dtype, attention, quantization)
+        self._read(hf, budgets or Budgets(), coordinate_space)
+        suppressed = self.inputs.suppressed
+        self.warp = Warp(temperature, top_k, top_p, suppressed, adaptive=adaptive_temperature)
         self.anneal = anneal
-        self.ending = Ending(
-            max_new_tokens,
-            self.inputs.stops,
-            self.inputs.pad,
-            tuple(stop),
-            self.inputs.decode,
-        )
         self.greedy_evaluation = greedy_evaluation
         self.sharing = prefix_sharing
         self.tree = tree
@@ -186,27 +162,49 @@ class VLM(Passes):
         lora = text_adapters(hf, lora)
         net = SharedPrefix(hf, share=prefix_sharing != "none")
         self._pack(net, attention, remove_padding, tree is not None)
-        if tree is not None and (engine != "own" or not net.share or not divisible(hf)):
-            raise UserError(
-                f"policy option tree: answers that branch are written by mmrl's own engine, on a "
-                f"prompt that is read once: leave out engine and prefix_sharing, or the tree; this "
-                f"is engine {engine} and {hf.config.model_type}"
-            )
+        self._refuse_tree(net)
         super().__init__(net, lora=lora, **options)
-        self.ending = replace(self.ending, quantities=self.quantities)
+        self.ending = self._ending(max_new_tokens, stop)
         if replay_routing:
             self._replay_routing(net)
         self.record_question_gain = record_question_gain
         self.self_score_id = None if self_score is None else token_id(self, self_score)
-        self.parts = train
-        if lora is None:
-            set_trainable(hf, train or everything(hf))
+        self._train(hf, train, lora is None)
+        self.notes = (*self.inputs.family.unverified(), summary(self.net), *self._warnings(hf))
+
+    def _read(self, hf: Any, budgets: Budgets, coords: Coords | None) -> None:
+        """Load the processor and set how prompts of the model's family are read."""
+        family = family_of(hf.config, coords)
+        processor = load_processor(self.place)
+        self.inputs = Inputs(processor, hf.config, budgets, family, hf.generation_config)
+
+    def _ending(self, max_new_tokens: int, stop: Sequence[str]) -> Ending:
+        """Return when an answer ends, and what is recorded of its tokens."""
+        reader = self.inputs
+        strings = tuple(stop)
+        ending = Ending(max_new_tokens, reader.stops, reader.pad, strings, reader.decode)
+        return replace(ending, quantities=self.quantities)
+
+    def _train(self, hf: Any, parts: Parts | None, wholly: bool) -> None:
+        """Set what is trained: ``parts``, or everything where there is no adapter (``wholly``)."""
+        self.parts = parts
+        if wholly:
+            set_trainable(hf, parts or everything(hf))
         if self.outside is not None:
             self.outside.suits(hf)
         self.sees = any(
             p.requires_grad and part_of(n) != "language" for n, p in hf.named_parameters()
         )
-        self.notes = (*family.unverified(), summary(self.net), *self._warnings(hf))
+
+    def _refuse_tree(self, net: SharedPrefix) -> None:
+        """Raise UserError where answers cannot branch, and are told to."""
+        if self.tree is None or self.engine == "own" and net.share and divisible(net.hf):
+            return
+        raise UserError(
+            f"policy option tree: answers that branch are written by mmrl's own engine, on a "
+            f"prompt that is read once: leave out engine and prefix_sharing, or the tree; this "
+            f"is engine {self.engine} and {net.config.model_type}"
+        )
 
     def _refuse_together(self, replays_routing: bool, both_trained: bool) -> None:
         """Raise UserError for options that exclude each other; ``both_trained``: lora and train."""
@@ -607,52 +605,3 @@ class VLM(Passes):
 
     def _spelled(self, ids: list[int], begun: str) -> list[str]:
         return [begun + self.inputs.decode(ids[: n + 1]) for n in range(len(ids))]
-
-
-def _refuse_two_parts(hf: Any, place: str) -> None:
-    if hf.config.is_encoder_decoder:
-        raise UserError(
-            f"policy.vlm.path {place}: {hf.config.model_type} has an encoder for the "
-            f"question and a decoder "
-            "for the answer; vlm is for models that go on with one sequence, such as "
-            "Qwen2.5-VL or LLaVA"
-        )
-
-
-def text_adapters(hf: Any, lora: Lora | int | None) -> Lora | None:
-    """Return the adapter options, with the linear layers of the language model where no targets are
-    named."""
-    if isinstance(lora, int):
-        lora = Lora(lora)
-    if lora is None or lora.targets is not None:
-        return lora
-    return Lora(
-        lora.rank, lora.alpha, [n for n in modules_of(hf, "language") if not n.endswith("lm_head")]
-    )
-
-
-def _loaded(auto: Any, place: str, **options: Any) -> Any:
-    try:
-        return auto.from_pretrained(place, **options)
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"policy.vlm.path {place}: {auto.__name__} cannot load it: {error}"
-        ) from error
-
-
-def _plain(attention: str) -> str:
-    """Return transformers' name of the attention for unpacked passes. Raises UserError if xformers
-    is chosen and cannot run."""
-    if attention != "xformers":
-        return attention
-    if not torch.cuda.is_available() or find_spec("xformers") is None:
-        raise UserError(
-            "policy option attention = xformers needs a CUDA device and the package "
-            "xformers (pip install xformers); "
-            "use sdpa"
-        )
-    return "sdpa"
-
-
-def _dtype(name: str) -> Any:
-    return name if name == "auto" else getattr(torch, name)

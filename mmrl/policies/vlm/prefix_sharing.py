@@ -32,13 +32,18 @@ from mmrl.policies.vlm.routing import Routing
 from mmrl.policies.vlm.states import State
 from samplers.warp import Warp
 
-ROPE_INPUTS = (
-    "input_ids",
-    "mm_token_type_ids",
-    "image_grid_thw",
-    "video_grid_thw",
-    "second_per_grid_ts",
-)
+# what positions with three axes are computed from: names of get_rope_index, and of inputs
+ROPE_INPUTS = {
+    "input_ids": "input_ids",
+    "mm_token_type_ids": "mm_token_type_ids",
+    "image_grid_thw": "image_grid_thw",
+    "video_grid_thw": "video_grid_thw",
+    "second_per_grid_ts": "second_per_grid_ts",
+    "second_per_grids": "video_second_per_grid",
+    "target_sizes": "target_sizes",
+    "target_sizes_videos": "target_sizes_videos",
+}
+SIZES = ("image_grid_thw", "video_grid_thw", "target_sizes", "target_sizes_videos")
 # share of a pass that is padding behind answers from which on it is packed by itself; packing costs
 # an index of what attention reads in every layer
 SPARSE = 0.25
@@ -91,7 +96,9 @@ class SharedPrefix(nn.Module):
         kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
         full = kinds == {"full_attention"} and not getattr(config, "sliding_window", None)
         by_sdpa = config._attn_implementation in ("sdpa", packing.NAME)
-        return full and self.config.model_type in DIRECT and by_sdpa
+        # DeepSeek's layers keep what keys and values are computed from
+        latent = getattr(config, "kv_lora_rank", None) is not None
+        return full and self.config.model_type in DIRECT and by_sdpa and not latent
 
     @property
     def text_config(self) -> Any:
@@ -370,11 +377,8 @@ class SharedPrefix(nn.Module):
         what the cache holds."""
         if rotary3(self.hf):
             places = places.expand(3, -1, -1)
-        base = (
-            self.hf.base_model.language_model
-            if self.config.model_type in DIRECT
-            else self.hf.base_model
-        )
+        direct = self.config.model_type in DIRECT
+        base = language_model(self.hf) if direct else self.hf.base_model
         hidden: Tensor = base(
             input_ids=ids,
             attention_mask=attention_mask,
@@ -420,8 +424,24 @@ class SharedPrefix(nn.Module):
         return hidden[:-1] + 0 * hidden[-1:] if witnesses else hidden
 
     def _base(self, **inputs: Any) -> Tensor:
-        hidden: Tensor = self.hf.base_model(**inputs, return_dict=True).last_hidden_state
+        base = self.hf.base_model
+        if base is not self.hf:
+            hidden: Tensor = base(**inputs, return_dict=True).last_hidden_state
+            return hidden
+        # the head of Llama 4 is inside its language model: take what goes into it
+        outputs: list[Any] = []
+        hook = language_model(self.hf).register_forward_hook(lambda *call: outputs.append(call[2]))
+        try:
+            self.hf(**inputs, return_dict=True, logits_to_keep=1)
+        finally:
+            hook.remove()
+        hidden = outputs[0].last_hidden_state
         return hidden
+
+
+def language_model(hf: Any) -> Any:
+    """Return the language model without its head, of a family of ``DIRECT``."""
+    return hf.language_model.model if hf.base_model is hf else hf.base_model.language_model
 
 
 def sharded(net: nn.Module) -> bool:
@@ -438,8 +458,10 @@ def shareable(hf: Any) -> bool:
 
 def divisible(hf: Any) -> bool:
     """Tell whether a prompt's memory can be packed and cut back to any token: keys and values and
-    no state."""
-    return shareable(hf) and caches.plain(hf.config.get_text_config())
+    no state, attended to all or in a window; where chunks (Llama 4) begin, packing hides."""
+    config = hf.config.get_text_config()
+    chunks = "chunked_attention" in (getattr(config, "layer_types", None) or ())
+    return shareable(hf) and caches.plain(config) and not chunks
 
 
 def rotary3(hf: Any) -> bool:
@@ -460,11 +482,13 @@ def positions(hf: Any, inputs: dict[str, Tensor]) -> Tensor:
     plain = (mask.cumsum(1) - 1).clamp_min(0)
     if not rotary3(hf):
         return plain
-    if "image_grid_thw" not in inputs and "video_grid_thw" not in inputs:
+    if not any(name in inputs for name in SIZES):
         return plain.expand(3, -1, -1)
     parameters = inspect.signature(hf.base_model.get_rope_index).parameters
     rope_inputs = {
-        name: inputs[name] for name in ROPE_INPUTS if name in inputs and name in parameters
+        name: inputs[key]
+        for name, key in ROPE_INPUTS.items()
+        if key in inputs and name in parameters
     }
     places: Tensor = hf.base_model.get_rope_index(**rope_inputs, attention_mask=mask)[0]
     return places

@@ -20,6 +20,7 @@ from mmrl.core.pictures import full_size
 from mmrl.core.types import Prompt
 from mmrl.policies.vlm.budgets import Cost, Shrink
 from mmrl.policies.vlm.chat import messages_of, parts_of, videos_of
+from mmrl.policies.vlm.collation import collated, is_pixels, kinds_of
 from mmrl.policies.vlm.engines.external import EnginePrompt
 from mmrl.policies.vlm.families import Family
 from mmrl.policies.vlm.media import (
@@ -36,13 +37,6 @@ from mmrl.policies.vlm.media import (
 from mmrl.policies.vlm.special import stop_ids, suppressed_ids
 
 GEOMETRY = ("boxes", "box", "point", "points", "mask", "tracks")  # answers in coordinates
-SEQUENCES = (
-    "input_ids",
-    "attention_mask",
-    "mm_token_type_ids",
-    "token_type_ids",
-    "cross_attention_mask",
-)
 UNUSED = ("labels", "num_crops", "num_patches", "offset_mapping")
 ViewSizes = list[list[int]]
 
@@ -143,8 +137,24 @@ class Inputs:
                     f"{self.family.name} computes wrong positions or masks; use the "
                     f"processor files of the same release"
                 )
+        self._check_media(prompt, encoded, len(images), len(videos))
         self._check_count(prompt, encoded)
         return encoded
+
+    def _check_media(
+        self, prompt: Prompt, encoded: dict[str, Tensor], images: int, videos: int
+    ) -> None:
+        """Check that the family takes what a prompt shows it. Raises UserError naming the
+        prompt."""
+        if videos and (not self.family.video or not any(map(is_pixels, encoded))):
+            raise UserError(
+                f"{where(prompt)}: {self.family.name} takes no videos; give frames of it as images"
+            )
+        if images and videos and self.family.apart:
+            raise UserError(
+                f"{where(prompt)}: {self.family.name} takes images or a video in a prompt, not "
+                f"both; leave out one of them"
+            )
 
     def collate(self, encoded: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         """Collate n encoded prompts to one batch: sequences [n, S] padded on the left, vision
@@ -154,35 +164,20 @@ class Inputs:
         first that differ are filled with zeros at their end, which every family takes for padding.
         """
         if len(self.groups(encoded)) > 1:
+            needed = f"equally many {'images' if self.family.by_row else 'frames'} in each"
+            if self.family.apart:
+                needed = "images or videos, not both"
             raise UserError(
-                f"{self.family.name} cannot take these prompts in one batch: it needs equally many "
-                f"{'images' if self.family.by_row else 'frames'} in each"
+                f"{self.family.name} cannot take these prompts in one batch: it needs {needed}"
             )
         length = max(prompt["input_ids"].shape[1] for prompt in encoded)
         names = list(dict.fromkeys(name for prompt in encoded for name in prompt))
-        return {name: self._joined(name, encoded, length) for name in names}
+        return {name: collated(name, encoded, length, self.family, self.pad) for name in names}
 
     def groups(self, encoded: list[dict[str, Tensor]]) -> list[list[int]]:
         """Group the positions of prompts that can be in one batch without changing each other;
-        nearly always all of them.
-
-        Two properties of networks prevent it: cross-attending Mllama gives tokens before an image
-        the mean of all slots for images, the empty ones included, and LLaVA-OneVision reshapes
-        videos to one number of frames.
-        """
-        positions: dict[Any, list[int]] = {}
-        for i, prompt in enumerate(encoded):
-            positions.setdefault(self._shape(prompt), []).append(i)
-        shapes = [shape for shape in positions if shape is not None]
-        if not self.family.by_row and len(shapes) <= 1:  # rows without a video go with any
-            return [list(range(len(encoded)))]
-        if None in positions and not self.family.by_row:
-            positions[shapes[0]] = sorted(positions[shapes[0]] + positions.pop(None))
-        return sorted(positions.values())
-
-    def _shape(self, prompt: dict[str, Tensor]) -> int | None:
-        name = "pixel_values" if self.family.by_row else "pixel_values_videos"
-        return prompt[name].shape[1] if name in prompt and prompt[name].dim() >= 5 else None
+        nearly always all of them."""
+        return kinds_of(encoded, self.family)
 
     def view(self, prompt: Prompt, encoded: dict[str, Tensor]) -> dict[str, Any]:
         """Return what a reward must know of what the model saw: ``coords``, the ``sizes`` of the
@@ -345,19 +340,26 @@ class Inputs:
     def _check_count(self, prompt: Prompt, encoded: dict[str, Tensor]) -> None:
         """Check the placeholders against the grids' number of features; a text with special tokens
         of its own would have more."""
-        for kind, key in (("image", "image_grid_thw"), ("video", "video_grid_thw")):
+        features = {kind: self._features(kind, encoded) for kind in ("image", "video")}
+        if self.family.video_tokens == "image":
+            features = {"image": features["image"] + features["video"], "video": 0}
+        for kind, expected in features.items():
             placeholder = self._id(kind)
-            if placeholder is None:
+            gridless = f"{kind}_grid_thw" not in encoded
+            if placeholder is None or gridless and any(map(is_pixels, encoded)):
                 continue
             actual = int((encoded["input_ids"] == placeholder).sum())
-            if key in encoded:
-                expected = int(encoded[key].prod(1).sum()) // self._merge(kind) ** 2
-            elif actual and not any(name.startswith("pixel_values") for name in encoded):
-                expected = 0
-            else:
-                continue
             if expected != actual:
                 raise self.mismatch(prompt, kind, expected, actual)
+
+    def _features(self, kind: str, encoded: dict[str, Tensor]) -> int:
+        """Count the features of all images or videos of a prompt, by their grids."""
+        grid = encoded.get(f"{kind}_grid_thw")
+        if grid is None:
+            return 0
+        if kind == "video" and self.family.video_tokens == "mask":
+            return int(encoded["video_compression_mask"].sum())
+        return int(grid.prod(1).sum()) // self._merge(kind) ** 2
 
     def mismatch(self, prompt: Prompt, kind: str, expected: int, actual: int) -> UserError:
         """Return the UserError for a prompt whose placeholders are not as many as its features."""
@@ -378,13 +380,15 @@ class Inputs:
                 patch = getattr(self.processor, f"{kind}_processor").patch_size
                 sizes += [[w * patch, h * patch] for _, h, w in encoded[key].tolist()]
             elif pixels:
-                name = (
-                    "pixel_values_videos"
-                    if kind == "video" and "pixel_values_videos" in encoded
-                    else "pixel_values"
-                )
-                sizes += [[encoded[name].shape[-1], encoded[name].shape[-2]]] * pixels
+                shape = self._pixels(kind, encoded).shape
+                sizes += [[shape[-1], shape[-2]]] * pixels
         return sizes
+
+    def _pixels(self, kind: str, encoded: dict[str, Tensor]) -> Tensor:
+        """Return the pixels of all images or videos of a prompt."""
+        names = [name for name in encoded if is_pixels(name)]
+        of_videos = [name for name in names if "video" in name]
+        return encoded[(of_videos if kind == "video" else names)[:1][0] if of_videos else names[0]]
 
     def _id(self, kind: str) -> int | None:
         """Return the token that stands for one feature; a processor's own may stand for a whole
@@ -400,42 +404,3 @@ class Inputs:
     def _merge(self, kind: str) -> int:
         side: int = getattr(getattr(self.processor, f"{kind}_processor"), "merge_size", 1)
         return side
-
-    # ----------------------------------------------------------------------------------------------
-    # several prompts
-
-    def _joined(self, name: str, encoded: list[dict[str, Tensor]], length: int) -> Tensor:
-        if name in SEQUENCES:
-            like = next(prompt[name] for prompt in encoded if name in prompt)
-            rows = [self._row(name, prompt, like) for prompt in encoded]
-            rows = [_pad_left(row, length, self.pad if name == "input_ids" else 0) for row in rows]
-            return torch.cat(_same_shape(rows))
-        return torch.cat(_same_shape([prompt[name] for prompt in encoded if name in prompt]))
-
-    def _row(self, name: str, prompt: dict[str, Tensor], like: Tensor) -> Tensor:
-        if name in prompt:
-            return prompt[name]
-        if name in self.family.needs:
-            raise UserError(f"a prompt was encoded without {name}, which {self.family.name} needs")
-        return like.new_zeros(1, prompt["input_ids"].shape[1], *like.shape[2:])
-
-
-def _pad_left(row: Tensor, length: int, fill: int) -> Tensor:
-    missing = length - row.shape[1]
-    return torch.cat([row.new_full((1, missing, *row.shape[2:]), fill), row], 1) if missing else row
-
-
-def _same_shape(parts: list[Tensor]) -> list[Tensor]:
-    """Pad with zeros at the end of every dimension but the first, up to the largest."""
-    largest = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts))]
-    if all(list(part.shape[1:]) == largest for part in parts):
-        return parts
-    padded = []
-    for part in parts:
-        pad = [
-            amount
-            for size, want in zip(reversed(part.shape[1:]), reversed(largest))
-            for amount in (0, want - size)
-        ]
-        padded.append(torch.nn.functional.pad(part, pad))
-    return padded

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from mmrl.core.errors import UserError
 
 FREE = -1  # in the place of an expert: the router's own choice
+# names of transformers' routers end so; those of Llama 4 and Gemma 4 have names of their own
+ROUTERS = ("TopKRouter", "TopkRouter", "Llama4Router", "Gemma4TextRouter")
 
 
 class Routing:
@@ -27,7 +29,7 @@ class Routing:
 
     def __init__(self, hf: nn.Module):
         modules: list[Any] = [*hf.modules()]
-        self.routers = [m for m in modules if type(m).__name__.endswith("TopKRouter")]
+        self.routers = [m for m in modules if type(m).__name__.endswith(ROUTERS)]
         if not self.routers:
             raise UserError(
                 f"policy option replay_routing: {type(hf).__name__} has no experts between which "
@@ -42,7 +44,7 @@ class Routing:
     @property
     def width(self) -> int:
         """Return R."""
-        return sum(router.top_k for router in self.routers)
+        return sum(map(top_k, self.routers))
 
     def last(self) -> Tensor:
         """Return the routes [N, R] of the tokens of the last pass."""
@@ -59,33 +61,67 @@ class Routing:
             self.fixed = None
 
     def _routed(self, layer: int, router: Any, _: Any, output: Any) -> Any:
-        logits, scores, best = output
+        best = chosen_by(router, output)
         if not self.checked:
-            self._check(router, logits, scores, best)
+            self._check(router, output, best)
         if self.fixed is None:
             self.taken[layer] = best.detach()
             return output
         fixed = self.fixed[:, layer].to(best)
         chosen = torch.where(fixed == FREE, best, fixed)
         self.taken[layer] = chosen
-        return logits, weights(router, logits, chosen).to(scores), chosen
+        return rerouted(router, output, chosen)
 
-    def _check(self, router: Any, logits: Tensor, scores: Tensor, best: Tensor) -> None:
-        again = weights(router, logits, best)
-        if again.shape != scores.shape or not torch.allclose(again.to(scores), scores, atol=1e-3):
-            raise UserError(
-                f"policy option replay_routing: {type(router).__name__} weighs its experts in a "
-                "way of its own, which cannot be repeated for other experts; leave it out"
-            )
+    def _check(self, router: Any, output: Any, best: Tensor) -> None:
+        again = rerouted(router, output, best)
+        for repeated, original in zip(again, output, strict=True):
+            same_shape = repeated.shape == original.shape
+            if not same_shape or not torch.allclose(repeated.to(original), original, atol=1e-3):
+                raise UserError(
+                    f"policy option replay_routing: {type(router).__name__} weighs its experts in "
+                    "a way of its own, which cannot be repeated for other experts; leave it out"
+                )
         self.checked = True
 
 
+def top_k(router: Any) -> int:
+    """Return how many experts a token goes to."""
+    named = getattr(router, "top_k", None)
+    count: int = router.config.top_k_experts if named is None else named
+    return count
+
+
+def chosen_by(router: Any, output: Any) -> Tensor:
+    """Return the experts [N, k] that a router chose, from what it returned."""
+    # Llama 4's returns scores and logits [N, E]
+    chosen: Tensor = output[2] if len(output) == 3 else output[1].topk(top_k(router), -1).indices
+    return chosen
+
+
+def rerouted(router: Any, output: Any, chosen: Tensor) -> tuple[Tensor, ...]:
+    """Return what a router that returned ``output`` would for the ``chosen`` experts [N, k]."""
+    if len(output) == 3:
+        return output[0], weights(router, output[0], chosen).to(output[1]), chosen
+    scores, logits = output
+    closed = torch.full_like(logits, -torch.inf)
+    chosen_only = closed.scatter(1, chosen, logits.gather(1, chosen))
+    return chosen_only.float().sigmoid().to(scores), logits
+
+
 def weights(router: Any, logits: Tensor, chosen: Tensor) -> Tensor:
-    """Weigh the ``chosen`` experts [N, k] as routers by softmax do, from logits [N, E]."""
-    p = logits.softmax(-1, dtype=torch.float32).gather(-1, chosen)
+    """Weigh the ``chosen`` experts [N, k] as a router does, from what it returns first [N, E]:
+    logits, of a softmax or (DeepSeek, GLM) of sigmoids, or (Gemma 4) probabilities."""
+    if hasattr(router, "per_expert_scale"):
+        p = logits.gather(-1, chosen)
+        scale: Tensor = router.per_expert_scale[chosen]
+        return p / p.sum(-1, keepdim=True) * scale
+    if hasattr(router, "e_score_correction_bias"):
+        p = logits.float().sigmoid().gather(-1, chosen)
+    else:
+        p = logits.softmax(-1, dtype=torch.float32).gather(-1, chosen)
     if getattr(router, "norm_topk_prob", True):
         p = p / p.sum(-1, keepdim=True)
-    return p.to(logits)
+    return (p * getattr(router, "routed_scaling_factor", 1.0)).to(logits)
 
 
 def of_prompts(routes: Tensor, mask: Tensor) -> list[Tensor]:

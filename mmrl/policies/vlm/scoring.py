@@ -21,8 +21,9 @@ from mmrl.policies.base import Drafts
 from mmrl.policies.scores import Scored
 from mmrl.policies.tokens import AnswerTokens, TokenPolicy, somewhere
 from mmrl.policies.vlm import features
+from mmrl.policies.vlm.collation import is_pixels
 from mmrl.policies.vlm.engines.transformers import generate_plainly
-from mmrl.policies.vlm.families import VERIFIED
+from mmrl.policies.vlm.families import OWN_DTYPE, VERIFIED
 from mmrl.policies.vlm.generate import Answers, Ending, Task, generate
 from mmrl.policies.vlm.prefix_sharing import Prefix, SharedPrefix, positions, sharded, shareable
 from mmrl.policies.vlm.processor import Inputs
@@ -115,7 +116,10 @@ class Passes(TokenPolicy):
         placed: Encoded = tree_map(
             lambda tensor: tensor.to(self.device), encoded | {"places": places}
         )
-        return placed
+        if self.inputs.family.name not in OWN_DTYPE:
+            return placed
+        dtype = self.net.hf.dtype
+        return {name: x.to(dtype) if is_pixels(name) else x for name, x in placed.items()}
 
     def _batch(self, encoded: list[Encoded]) -> Encoded:
         """Join prompts to one left-padded batch, with ``position_ids`` [P, S] or [3, P, S].
@@ -126,9 +130,7 @@ class Passes(TokenPolicy):
         than missing, which Adam treats differently.
         """
         needed = distributed.world()[1] > 1 or torch.is_grad_enabled() and self.sees
-        if needed and not any(
-            name.startswith("pixel_values") for prompt in encoded for name in prompt
-        ):
+        if needed and not any(is_pixels(name) for prompt in encoded for name in prompt):
             self.witness = self.witness or self._placed(self.inputs.encode(blank_image()))
             encoded = [*encoded, self.witness]
         image_features = self._image_features(encoded)
@@ -445,5 +447,5 @@ def images_in(encoded: Encoded) -> int:
     return (
         sum(map(len, grids))
         if grids
-        else sum(len(x) for n, x in encoded.items() if n.startswith("pixel_values"))
+        else sum(len(x) for name, x in encoded.items() if is_pixels(name))
     )

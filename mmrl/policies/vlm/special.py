@@ -7,7 +7,8 @@ import re
 from typing import Any
 
 PLACEHOLDER = re.compile(
-    r"(?:.*_)?(?:image|video|vision|audio|boi|eoi|img|imgs|global|fake)(?:_.*)?"
+    r"(?:.*_)?(?:image|video|vision|visual|audio|boi|eoi|boa|eoa|img|imgs|global|fake|slice|tile)"
+    r"(?:_.*)?"
     r"_token(?:_id|_ids|_index)?"
 )
 TILES = re.compile(r"<row_\d+_col_\d+>")
@@ -33,6 +34,9 @@ def suppressed_ids(processor: Any, tokenizer: Any, config: Any) -> tuple[int, ..
     suppressed.update(
         i for i, token in tokenizer.added_tokens_decoder.items() if TILES.fullmatch(str(token))
     )
+    # families that draw images from the vocabulary of their answers
+    drawn = getattr(config, "vocabulary_map", None) or {}
+    suppressed.update(i for i in drawn.values() if i in known)
     return tuple(
         sorted(suppressed - set(stop_ids(tokenizer, config, None)) - {tokenizer.unk_token_id})
     )

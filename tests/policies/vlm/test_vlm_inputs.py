@@ -13,7 +13,7 @@ from mmrl.policies.vlm.budgets import admit
 from mmrl.policies.vlm.families import FAMILIES, family_of, part_of
 from mmrl.policies.vlm.media import Budgets, sampled
 from mmrl.policies.vlm.processor import Inputs
-from tests.fixtures import tiny_vlms
+from tests.fixtures import tiny_vlms, tiny_vlms_2026
 from tests.fixtures.mistakes import message
 
 NAMES = list(tiny_vlms.BUILDERS)
@@ -40,19 +40,26 @@ def inputs(name: str, budgets: Budgets | None = None, coords=None) -> Inputs:
     )
 
 
+def video(name: str, seed: int = 0):
+    return tiny_vlms.video(1 if name == "gemma4" else 5, seed=seed)
+
+
 def mixed(name: str) -> list[dict]:
     """Unlike prompts: one image, none, several, a video, as far as the family takes them."""
     single = {"text": "what is this?", "images": [tiny_vlms.image(70, 60)]}
     if name in tiny_vlms.ONE_IMAGE:
         return [single, {"text": "and where?", "image": tiny_vlms.image(99, 44, 1)}]
+    if name in tiny_vlms_2026.LONG:
+        clips = [{"text": "when?", "video": video(name), "fps": 2.0}]
+        return [single, {"text": "why?"}, *clips[: name in tiny_vlms_2026.VIDEO]]
     two = [tiny_vlms.image(50, 120, 1), tiny_vlms.image(200, 60, 2)]
     questions = [
         single,
         {"text": "why?"},
         {"text": "compare <image> and <image>, say", "images": two, "system": "be brief"},
     ]
-    if name in tiny_vlms.VIDEO:
-        questions.append({"text": "when?", "video": tiny_vlms.video(5), "fps": 2.0})
+    if name in tiny_vlms.VIDEO + tiny_vlms_2026.VIDEO:
+        questions.append({"text": "when?", "video": video(name), "fps": 2.0})
     return questions
 
 

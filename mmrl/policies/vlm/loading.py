@@ -1,0 +1,111 @@
+"""Loads a vision-language model and its processor from a folder or hub id, and says in a sentence
+what cannot be loaded."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import nn
+
+from mmrl.core.errors import UserError
+from mmrl.policies.lora import Lora
+from mmrl.policies.quantization import Quantization, quantize
+from mmrl.policies.vlm.families import modules_of
+from mmrl.policies.vlm.vision import quicken
+
+# transformers lists them with models that hear, beside those that see
+HEARING = ("phi4_multimodal",)
+# models that also speak; only their thinkers answer in text
+SPEAKING = {
+    "qwen3_omni_moe": "Qwen3OmniMoeThinkerForConditionalGeneration",
+    "qwen2_5_omni": "Qwen2_5OmniThinkerForConditionalGeneration",
+}
+
+
+def load_model(place: str, dtype: str, attention: str, quantization: Quantization | None) -> Any:
+    """Load the model at ``place``, with the weights' ``dtype`` and an attention of transformers or
+    xformers.
+
+    Raises UserError for a model of a kind that cannot be trained here, and what cannot be loaded.
+    """
+    hf = _loaded(
+        _kind_of(place),
+        place,
+        dtype=dtype if dtype == "auto" else getattr(torch, dtype),
+        attn_implementation=_plain(attention),
+    )
+    if hf.config.is_encoder_decoder:
+        raise UserError(
+            f"policy.vlm.path {place}: {hf.config.model_type} has an encoder for the "
+            f"question and a decoder "
+            "for the answer; vlm is for models that go on with one sequence, such as "
+            "Qwen2.5-VL or LLaVA"
+        )
+    quantize(hf, quantization)
+    if attention in ("sdpa", "xformers"):
+        quicken(hf, xformers=attention == "xformers")
+    return hf
+
+
+def load_processor(place: str) -> Any:
+    """Load the processor at ``place``, with its tokenizer and chat template."""
+    from transformers import AutoProcessor
+
+    return _loaded(AutoProcessor, place)
+
+
+def text_adapters(hf: nn.Module, lora: Lora | int | None) -> Lora | None:
+    """Return the adapter options, with the linear layers of the language model where no targets are
+    named."""
+    if isinstance(lora, int):
+        lora = Lora(lora)
+    if lora is None or lora.targets is not None:
+        return lora
+    return Lora(
+        lora.rank, lora.alpha, [n for n in modules_of(hf, "language") if not n.endswith("lm_head")]
+    )
+
+
+def _kind_of(place: str) -> Any:
+    """Return the class of transformers that loads the model at ``place``."""
+    from transformers import AutoModelForImageTextToText, PreTrainedConfig
+
+    try:
+        kind = PreTrainedConfig.get_config_dict(place)[0].get("model_type")
+    except (OSError, ValueError):  # loading the model says it again
+        return AutoModelForImageTextToText
+    if kind in SPEAKING:
+        raise UserError(
+            f"policy.vlm.path {place}: {kind} also speaks; save its thinker by itself, with "
+            f"transformers' {SPEAKING[kind]}, and give that folder"
+        )
+    if kind not in HEARING:
+        return AutoModelForImageTextToText
+    from transformers import AutoModelForMultimodalLM
+
+    return AutoModelForMultimodalLM
+
+
+def _loaded(auto: Any, place: str, **options: Any) -> Any:
+    try:
+        return auto.from_pretrained(place, **options)
+    except (OSError, ValueError, ImportError) as error:  # the last: PerceptionLM without timm
+        raise UserError(
+            f"policy.vlm.path {place}: {auto.__name__} cannot load it: {error}"
+        ) from error
+
+
+def _plain(attention: str) -> str:
+    """Return transformers' name of the attention for unpacked passes. Raises UserError if xformers
+    is chosen and cannot run."""
+    if attention != "xformers":
+        return attention
+    if not torch.cuda.is_available() or find_spec("xformers") is None:
+        raise UserError(
+            "policy option attention = xformers needs a CUDA device and the package "
+            "xformers (pip install xformers); "
+            "use sdpa"
+        )
+    return "sdpa"
