@@ -3,26 +3,27 @@ replaying its own code (``mmrl.policies.diffusion.replay``)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
 
-from mmrl.core.distributed import all_max, process
+from mmrl.core.distributed import process
 from mmrl.core.errors import UserError
 from mmrl.core.registry import GRIDS, KERNELS, POLICIES
+from mmrl.core.sharding import shards
 from mmrl.core.types import Kernel, Prompt, Query, Rollout
 from mmrl.policies.base import NO_CONTEXT, RolloutContext, rows_of, without_empty
 from mmrl.policies.capabilities import Medium
 from mmrl.policies.diffusion import pipeline_folder
 from mmrl.policies.diffusion.flow_policy import FlowPolicy, Grid, Storage
 from mmrl.policies.diffusion.frozen_cache import EncoderCache, Placement
-from mmrl.policies.diffusion.replay import Replay, Visit, state_cast
+from mmrl.policies.diffusion.replay import Replay, state_cast
 from mmrl.policies.diffusion.replay_check import check_replay
+from mmrl.policies.diffusion.replay_passes import Ask, Networks, asks, in_step
 from mmrl.policies.diffusion.replay_prompts import PromptArguments
 from mmrl.policies.diffusion.replay_scheduler import process_of, timestep_of
 from mmrl.policies.prompt_states import pooled
@@ -34,41 +35,6 @@ from samplers.processes import Flow
 
 LAYERS = ("attn", "attn1", "attn2")
 PROJECTIONS = ("to_q", "to_k", "to_v", "to_out.0")
-
-
-class Part(NamedTuple):
-    """Lists rows of a pass that visit the same step of the pipeline's loop."""
-
-    rows: list[int]
-    visit: Visit
-
-
-class Networks(nn.Module):
-    """Holds the trained networks of a pipeline that has several, such as the experts of Wan 2.2."""
-
-    def __init__(self, parts: dict[str, Any]):
-        super().__init__()
-        for name, net in parts.items():
-            self.add_module(name, net)
-        self.names = tuple(parts)
-        self.config = parts[self.names[0]].config
-
-    def forward(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        return self.get_submodule(name)(*args, **kwargs)
-
-    def add_adapter(self, config: Any) -> None:
-        """Add the same kind of adapter to each network."""
-        for name in self.names:
-            self.get_submodule(name).add_adapter(config)  # type: ignore[operator]
-
-    @property
-    def _no_split_modules(self) -> list[str]:
-        nets = [self.get_submodule(name) for name in self.names]
-        return [block for net in nets for block in getattr(net, "_no_split_modules", None) or []]
-
-    def enable_gradient_checkpointing(self) -> None:
-        for name in self.names:
-            self.get_submodule(name).enable_gradient_checkpointing()  # type: ignore[operator]
 
 
 @POLICIES.register("pipeline")
@@ -146,6 +112,7 @@ class AnyPipeline(FlowPolicy):
         self.capabilities = replace(FlowPolicy.capabilities, makes=makes)
         self.media_size, self.media_frames = self.arguments.sizes()
         self.together = together
+        self.known_passes: dict[Any, tuple[str, ...]] = {}
         self.check = check
         self.asked_steps = (steps, evaluation_steps or steps)
         first = self._first_conditions(steps)
@@ -204,22 +171,12 @@ class AnyPipeline(FlowPolicy):
             )
         return tables[steps]
 
-    def _visits(self, t: Tensor) -> Iterator[Part]:
-        """Group the rows of a pass, at times t [B], by the step of the pipeline's loop that is
-        nearest; a time that is none of its grid takes that step's place."""
+    def _asks(self, t: Tensor) -> list[Ask]:
+        """Cut a pass of rows at times t [B] into calls of the pipeline."""
         steps = self.asked_steps[0 if self.exploring else 1]
-        table = self._timetable(steps)
-        grid = table.times[:-1].to(t.dtype)
-        times = t.detach().cpu()
-        place = (times[:, None] - grid).abs().argmin(1)
-        for k in place.unique().tolist():
-            rows = (place == k).nonzero()[:, 0]
-            if bool((times[rows] == grid[k]).all()):
-                yield Part(rows.tolist(), Visit(steps, k))
-                continue
-            for time in times[rows].unique():
-                chosen = rows[times[rows] == time].tolist()
-                yield Part(chosen, Visit(steps, k, timestep_of(self.replay.scheduler, time)))
+        grid = self._timetable(steps).times[:-1].to(t.dtype)
+        of_time = partial(timestep_of, self.replay.scheduler)
+        return asks(t.detach().cpu(), grid, steps, of_time, self.together is False)
 
     # ----------------------------------------------------------------------------------------------
     # passes
@@ -265,30 +222,47 @@ class AnyPipeline(FlowPolicy):
 
     def _guided(self, x: Tensor, t: Tensor, cond: dict[str, Any], scale: float) -> Tensor:
         """Compute what the pipeline hands to its scheduler, [B, *], at times t [B]."""
-        parts = list(self._visits(t))
+        parts = self._asks(t)
+        if self._waits():
+            parts = in_step(parts, [self._passes(part, x, cond, scale) for part in parts])
         outputs = []
+        spare = x.new_zeros(())
         for part in parts:
-
-            def ask(rows: list[int], visit: Visit = part.visit) -> Tensor:
-                return self.replay.output(self._call(cond, rows, scale), visit, x[rows])
-
             # a step's rows at the full width again, as sampling had them
-            rows = part.rows + part.rows[:1] * (len(x) - len(part.rows) if len(parts) < 3 else 0)
-            outputs.append(self._by_prompt(ask, rows)[: len(part.rows)])
-        extra_calls = self._spare(len(parts))
+            fill = len(x) - len(part.rows) if len(parts) < 3 and self.together is not False else 0
+            rows = (part.rows + part.rows[:1] * fill) or [0]
+            output = self.replay.output(self._call(cond, rows, scale), part.visit, x[rows])
+            outputs.append(output[: len(part.rows)])
+            if not part.rows:
+                spare = spare + 0 * output.sum()
         order = torch.tensor([row for part in parts for row in part.rows]).argsort()
         joined = torch.cat(outputs)[order.to(x.device)] if len(outputs) > 1 else outputs[0]
-        for _ in range(extra_calls):
-            again = partial(self.replay.output, visit=parts[0].visit)
-            joined = joined + 0 * again(self._call(cond, [0], scale), state=x[:1]).sum()
-        return joined
+        joined = joined + spare if any(not part.rows for part in parts) else joined
+        # copies wait for the gradients of all networks, whichever this pass has used
+        return self.active()("", joined) if self._announces() else joined
 
-    def _spare(self, calls: int) -> int:
-        """Count the calls that other processes make beside ours: wrapped networks may wait for
-        each other in every pass."""
-        if process()[1] == 1 or self.active() is self.net:
-            return 0
-        return int(all_max(torch.tensor(calls))) - calls
+    def _announces(self) -> bool:
+        """Tell whether this pass goes by a wrapper that has to learn of it as a whole."""
+        copies = len(self.parts) > 1 and not shards(self.net) and hasattr(self, "trained")
+        return copies and self.active() is not self.net
+
+    def _waits(self) -> bool:
+        """Tell whether processes wait for each other in every pass of a network."""
+        if process()[1] == 1 or self._announces():
+            return False
+        return shards(self.net) or self.active() is not self.net
+
+    def _passes(self, part: Ask, x: Tensor, cond: dict[str, Any], scale: float) -> tuple[str, ...]:
+        """Name the networks that a call of the pipeline passes at its step, in order."""
+        steps, place, timestep = part.visit
+        key = (steps, place, scale)
+        if timestep is None and key in self.known_passes:
+            return self.known_passes[key]
+        call = self._call(cond, part.rows, scale)
+        names = self.replay.passes(call, part.visit, x[part.rows])
+        if timestep is None:
+            self.known_passes[key] = names
+        return names
 
     def _by_prompt(self, ask: Any, rows: Any) -> Tensor:
         """Ask for all rows together, or for one after the other where they would depend on each
@@ -315,7 +289,8 @@ class AnyPipeline(FlowPolicy):
         scale = self._scale(point) if guided else 1.0
         v: Tensor = at_width(
             partial(self._guided, scale=scale),
-            max(self._filled(len(point)), len(point)),
+            # rows that are asked for one by one are as wide as they will ever be
+            max(0 if self.together is False else self._filled(len(point)), len(point)),
             point.state,
             point.time,
             cond,
@@ -337,8 +312,10 @@ class AnyPipeline(FlowPolicy):
         args, kwargs = state_cast(args, kwargs, self.cast)
         first = next((x for x in (*args, *kwargs.values()) if isinstance(x, (Tensor, list))), [])
         self.forwards += len(first)
+        if len(self.parts) > 1:
+            return self.net(name, *args, **kwargs)
         net = self.active() if hasattr(self, "trained") else self.net
-        return net(name, *args, **kwargs) if len(self.parts) > 1 else net(*args, **kwargs)
+        return net(*args, **kwargs)
 
     def cast(self, tensor: Tensor) -> Tensor:
         """Convert to the type the network computes in."""
