@@ -18,11 +18,13 @@ from mmrl.core.sharding import shards
 from mmrl.core.types import Kernel, Prompt, Query, Rollout
 from mmrl.policies.base import NO_CONTEXT, RolloutContext, rows_of, without_empty
 from mmrl.policies.capabilities import Medium
-from mmrl.policies.diffusion import pipeline_folder
+from mmrl.policies.diffusion import attention_backends, pipeline_folder
+from mmrl.policies.diffusion.attention_backends import Attention, AttentionChoice
 from mmrl.policies.diffusion.flow_policy import FlowPolicy, Grid, Storage
 from mmrl.policies.diffusion.frozen_cache import EncoderCache, Placement
 from mmrl.policies.diffusion.replay import Replay, state_cast
 from mmrl.policies.diffusion.replay_check import check_replay
+from mmrl.policies.diffusion.replay_encoding import MediaEncoder
 from mmrl.policies.diffusion.replay_passes import Ask, Networks, asks, in_step
 from mmrl.policies.diffusion.replay_prompts import PromptArguments
 from mmrl.policies.diffusion.replay_scheduler import process_of, timestep_of
@@ -35,6 +37,8 @@ from samplers.processes import Flow
 
 LAYERS = ("attn", "attn1", "attn2")
 PROJECTIONS = ("to_q", "to_k", "to_v", "to_out.0")
+FAILURES = (ValueError, TypeError, IndexError, AttributeError, KeyError)  # of a pipeline's call
+PROBE = Rng.of("latents to try an encoder with")
 
 
 @POLICIES.register("pipeline")
@@ -46,6 +50,8 @@ class AnyPipeline(FlowPolicy):
     (``mmrl list policies``) is faster where there is one.
     """
 
+    capabilities = replace(FlowPolicy.capabilities, demonstrations=True)
+    encoder: MediaEncoder | None = None  # made for the first demonstrations
     attention = (
         *FlowPolicy.attention,
         *(f"{layer}.{name}" for layer in LAYERS for name in PROJECTIONS),
@@ -69,6 +75,8 @@ class AnyPipeline(FlowPolicy):
         check: bool = True,
         vae_tiling: bool = False,
         vae_slicing: bool = False,
+        attention: Attention = "auto",
+        compile: bool | str = False,
         quantization: Quantization | None = None,
         **options: Any,
     ):
@@ -83,48 +91,25 @@ class AnyPipeline(FlowPolicy):
         prompts. together: prompts share calls of the pipeline; null: where the check finds that
         their rows do not depend on each other. check: try the replay before training.
         vae_tiling, vae_slicing: the autoencoder works on tiles of a sample, and on one sample after
-        another. quantization: the frozen weights of the networks in 4 bits (nf4, fp4) or 8 (8bit),
+        another. attention: its backend; auto is xformers on CUDA where it is no slower, else SDPA.
+        compile: the networks' repeated blocks, by torch.compile; a text is the name of its backend.
+        quantization: the frozen weights of the networks in 4 bits (nf4, fp4) or 8 (8bit),
         under adapters."""
         check_quantization(quantization, options.get("lora") is not None)
+        attention_backends.check(attention)
         self._refuse(options)
         self.compute = getattr(torch, dtype)
-        self.place, pipe, self.parts = pipeline_folder.load(path, self.compute)
-        self.pipeline = type(pipe).__name__
+        pipe = self._load(path, quantization)
         pipeline_folder.decode_in_parts(pipe, tiling=vae_tiling, slicing=vae_slicing)
-        nets = {name: getattr(pipe, name) for name in self.parts}
-        for net in nets.values():
-            quantize(net, quantization)
-        network = Networks(nets) if len(nets) > 1 else nets[self.parts[0]]
-        self.find_unused_parameters = len(nets) > 1
-        self.encoders = pipeline_folder.encoders(pipe, self.parts)
-        for module in self.encoders:
-            EncoderCache(
-                module, partial(device_of, network), text_encoder_placement, max(1, text_cache)
-            )
-        self.others = pipeline_folder.others(pipe, self.parts, self.encoders)
-        self.net = network
-        self.replay = Replay(pipe, self.parts, self._forward, partial(device_of, network))
-        self.arguments = PromptArguments(
-            self.pipeline, self.replay.arguments, call or {}, inputs, guidance_argument
-        )
-        self.process = process_of(self.replay.scheduler)
-        makes: Medium = "video" if "num_frames" in self.replay.arguments else "image"
-        self.capabilities = replace(FlowPolicy.capabilities, makes=makes)
-        self.media_size, self.media_frames = self.arguments.sizes()
+        self._freeze(pipe, text_encoder_placement, text_cache)
+        self._drive(pipe, call, inputs, guidance_argument)
         self.together = together
-        self.known_passes: dict[Any, tuple[str, ...]] = {}
         self.check = check
         self.asked_steps = (steps, evaluation_steps or steps)
-        first = self._first_conditions(steps)
-        if first.latents is None:
-            raise UserError(
-                f"{self.pipeline} cannot be replayed: it has no prepare_latents, where the state "
-                "could be put in"
-            )
-        self.shape = tuple(first.latents.shape[1:])
+        self.shape = self._latent_shape(steps)
         flow = isinstance(self.process, Flow)
         super().__init__(
-            network,
+            self.net,
             steps=steps,
             evaluation_steps=evaluation_steps,
             sde_type=sde_type or (flow_sde if flow else ddim),
@@ -133,6 +118,59 @@ class AnyPipeline(FlowPolicy):
             **options,
         )
         self.arguments.check_guidance(self.guidance_scale)
+        self.attending = AttentionChoice(self.net, attention)
+        self.compiled = bool(compile)
+        if compile:
+            attention_backends.compile_blocks(self.net, "inductor" if compile is True else compile)
+
+    # ----------------------------------------------------------------------------------------------
+    # loading
+
+    def _load(self, path: str, quantization: Quantization | None) -> Any:
+        """Load the pipeline, and find the networks that are trained."""
+        self.place, pipe, self.parts = pipeline_folder.load(path, self.compute)
+        self.pipeline = type(pipe).__name__
+        nets = {name: getattr(pipe, name) for name in self.parts}
+        for net in nets.values():
+            quantize(net, quantization)
+        self.net = Networks(nets) if len(nets) > 1 else nets[self.parts[0]]
+        self.find_unused_parameters = len(nets) > 1
+        return pipe
+
+    def _freeze(self, pipe: Any, placement: Placement, limit: int) -> None:
+        """Let the encoders remember what they encode, and list what else is frozen."""
+        self.encoders = pipeline_folder.encoders(pipe, self.parts)
+        for module in self.encoders:
+            EncoderCache(module, partial(device_of, self.net), placement, max(1, limit))
+        self.others = pipeline_folder.others(pipe, self.parts, self.encoders)
+
+    def _drive(
+        self,
+        pipe: Any,
+        call: dict[str, Any] | None,
+        inputs: dict[str, str] | None,
+        guidance_argument: str | None,
+    ) -> None:
+        """Take over the pipeline's scheduler and its networks, and read what its call takes."""
+        self.replay = Replay(pipe, self.parts, self._forward, partial(device_of, self.net))
+        known = self.replay.arguments
+        self.arguments = PromptArguments(
+            self.pipeline, known, call or {}, inputs, guidance_argument
+        )
+        self.process = process_of(self.replay.scheduler)
+        makes: Medium = "video" if "num_frames" in known else "image"
+        self.capabilities = replace(type(self).capabilities, makes=makes)
+        self.media_size, self.media_frames = self.arguments.sizes()
+        self.known_passes: dict[Any, tuple[str, ...]] = {}
+
+    def _latent_shape(self, steps: int) -> tuple[int, ...]:
+        latents = self._first_conditions(steps).latents
+        if latents is None:
+            raise UserError(
+                f"{self.pipeline} cannot be replayed: it has no prepare_latents, where the state "
+                "could be put in"
+            )
+        return tuple(latents.shape[1:])
 
     def _refuse(self, options: dict[str, Any]) -> None:
         """Say which options of other families mean nothing here."""
@@ -149,11 +187,10 @@ class AnyPipeline(FlowPolicy):
         self._settle()
         try:
             return self.replay.conditions(self.arguments.example(), steps)
-        except (ValueError, TypeError, IndexError, AttributeError, KeyError) as error:
-            reason = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
+        except FAILURES as error:
             raise UserError(
                 f"{self.pipeline} cannot be called with policy option call = "
-                f"{self.arguments.call}: {reason}"
+                f"{self.arguments.call}: {_reason(error)}"
             ) from error
 
     def _own_times(self, steps: int) -> Tensor:
@@ -212,9 +249,26 @@ class AnyPipeline(FlowPolicy):
 
     def begin(self, noise: Tensor, cond: dict[str, Any]) -> Tensor:
         steps = self.asked_steps[0 if self.exploring else 1]
-        return self._by_prompt(
-            lambda rows: self.replay.begin(self._call(cond, rows, None), steps, noise[rows]),
-            range(len(noise)),
+
+        def ask(rows: list[int]) -> Tensor:
+            return self.replay.begin(self._call(cond, rows, None), steps, noise[rows])
+
+        try:
+            return self._by_prompt(ask, range(len(noise)))
+        except FAILURES as error:
+            raise self._failure(ask, cond, error) from error
+
+    def _failure(self, ask: Any, cond: dict[str, Any], error: Exception) -> UserError:
+        """Say for which prompt the pipeline's call fails."""
+        for row, number in enumerate(cond["prompt"][:, 0].tolist()):
+            try:
+                ask([row])
+            except FAILURES as alone:
+                text = self.arguments.shown(number)
+                return UserError(f"{self.pipeline} cannot be called for {text}: {_reason(alone)}")
+        return UserError(
+            f"{self.pipeline} cannot be called for several prompts at once: {_reason(error)}; "
+            "set policy option together to false"
         )
 
     def velocity(self, x: Tensor, t: Tensor, cond: dict[str, Any]) -> Tensor:
@@ -287,13 +341,11 @@ class AnyPipeline(FlowPolicy):
     def _velocities(self, point: Query, guided: bool) -> tuple[Tensor, Tensor]:
         cond = rows_of(without_empty(point.cond), point.group)
         scale = self._scale(point) if guided else 1.0
-        v: Tensor = at_width(
-            partial(self._guided, scale=scale),
-            # rows that are asked for one by one are as wide as they will ever be
-            max(0 if self.together is False else self._filled(len(point)), len(point)),
-            point.state,
-            point.time,
-            cond,
+        # rows that are asked for one by one are as wide as they will ever be
+        width = max(0 if self.together is False else self._filled(len(point)), len(point))
+        guided_pass = partial(self._guided, scale=scale)
+        v = attention_backends.computed(
+            self, lambda: at_width(guided_pass, width, point.state, point.time, cond)
         )
         if v.shape != point.state.shape:
             raise UserError(
@@ -342,12 +394,29 @@ class AnyPipeline(FlowPolicy):
                 media = [self._by_prompt(finish, range(rows)[part]) for part in chunks(rows, size)]
         return torch.cat(media)
 
+    @torch.no_grad()
+    def encode_media(self, media: Tensor) -> Tensor:
+        """Encode to the autoencoder's most likely latents, in the pipeline's own layout."""
+        if self.encoder is None:
+            call = self.arguments.example()
+            latents = PROBE.normal(torch.arange(1, device=self.device), self.shape, 0, self.dtype)
+            self._settle()
+            finish = partial(self.replay.finish, call, self.asked_steps[0])
+            self.encoder = MediaEncoder(self.replay.pipe, finish, latents)
+        rows = [self.encoder.encode(row[None].to(self.device)) for row in media]
+        return torch.cat(rows).to(self.dtype)
+
     def export(self, folder: Path) -> None:
         """Write LoRA weights for the pipeline's ``load_lora_weights`` or the network's
         ``load_lora_adapter``; the whole pipeline when all weights were trained."""
         several = len(self.parts) > 1
         nets = {name: getattr(self.net, name) if several else self.net for name in self.parts}
         pipeline_folder.export(self.pipeline, self.place, nets, folder)
+
+
+def _reason(error: Exception) -> str:
+    """Return the first line of what an error says."""
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 def device_of(net: nn.Module) -> torch.device:
