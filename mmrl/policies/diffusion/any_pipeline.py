@@ -35,7 +35,7 @@ from samplers.kernels import ddim, flow_sde
 from samplers.noise import Rng
 from samplers.processes import Flow
 
-LAYERS = ("attn", "attn1", "attn2")
+LAYERS = ("attn", "attn1", "attn2", "attention")
 PROJECTIONS = ("to_q", "to_k", "to_v", "to_out.0")
 FAILURES = (ValueError, TypeError, IndexError, AttributeError, KeyError)  # of a pipeline's call
 PROBE = Rng.of("latents to try an encoder with")
@@ -276,6 +276,7 @@ class AnyPipeline(FlowPolicy):
 
     def _guided(self, x: Tensor, t: Tensor, cond: dict[str, Any], scale: float) -> Tensor:
         """Compute what the pipeline hands to its scheduler, [B, *], at times t [B]."""
+        x = x.contiguous()  # pipelines turn what they prepare, and kernels round by strides
         parts = self._asks(t)
         if self._waits():
             parts = in_step(parts, [self._passes(part, x, cond, scale) for part in parts])

@@ -58,7 +58,8 @@ class MediaEncoder:
     def encode(self, media: Tensor) -> Tensor:
         """Encode media [1, *] in 0..1 to the autoencoder's most likely latents [1, *]."""
         pixels = (2 * media - 1).to(next(self.vae.parameters()).dtype)
-        pixels = pixels.transpose(1, 2) if media.ndim == 5 else pixels
+        if len(self.layout.shape) == 5:  # an autoencoder of videos sees a picture as one frame
+            pixels = pixels.transpose(1, 2) if media.ndim == 5 else pixels[:, :, None]
         encoded = self.vae.encode(pixels)
         spread = getattr(encoded, "latent_dist", None)
         codes = encoded.latent if spread is None else spread.mode()
@@ -102,6 +103,7 @@ class MediaEncoder:
         pixels = self.vae.decode(codes.to(next(self.vae.parameters()).dtype), return_dict=False)[0]
         pixels = pixels.transpose(1, 2) if pixels.ndim == 5 else pixels
         media = media_of(self.finish(latents), self.name)
+        pixels = pixels[:, 0] if pixels.ndim == 5 and media.ndim == 4 else pixels
         ours = (pixels / 2 + 0.5).clamp(0, 1)
         if media.shape != ours.shape or not float((media - ours).abs().max()) <= APART:
             raise self._unknown("it does more with what is decoded than to bring it to 0..1")
@@ -115,11 +117,12 @@ class MediaEncoder:
             seen.append(codes.detach().float())
             raise Reached(None)
 
+        plain = self.vae.__dict__["decode"]  # of pipeline_folder
         self.vae.__dict__["decode"] = decode
         try:
             self.finish(latents)
         finally:
-            del self.vae.__dict__["decode"]
+            self.vae.__dict__["decode"] = plain
         if not seen:
             raise self._unknown("its autoencoder is not asked to decode")
         return seen[0]
