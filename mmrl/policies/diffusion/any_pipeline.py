@@ -26,7 +26,7 @@ from mmrl.policies.diffusion.replay import Replay, state_cast
 from mmrl.policies.diffusion.replay_check import check_replay
 from mmrl.policies.diffusion.replay_encoding import MediaEncoder
 from mmrl.policies.diffusion.replay_passes import Ask, Networks, asks, in_step
-from mmrl.policies.diffusion.replay_prompts import PromptArguments
+from mmrl.policies.diffusion.replay_prompts import FRAMES, PromptArguments
 from mmrl.policies.diffusion.replay_scheduler import process_of, timestep_of
 from mmrl.policies.prompt_states import pooled
 from mmrl.policies.quantization import Quantization, check_quantization, quantize
@@ -158,7 +158,7 @@ class AnyPipeline(FlowPolicy):
             self.pipeline, known, call or {}, inputs, guidance_argument
         )
         self.process = process_of(self.replay.scheduler)
-        makes: Medium = "video" if "num_frames" in known else "image"
+        makes: Medium = "video" if any(name in known for name in FRAMES) else "image"
         self.capabilities = replace(type(self).capabilities, makes=makes)
         self.media_size, self.media_frames = self.arguments.sizes()
         self.known_passes: dict[Any, tuple[str, ...]] = {}

@@ -35,11 +35,17 @@ def load(path: str, dtype: torch.dtype) -> tuple[str, Any, tuple[str, ...]]:
     cls = getattr(diffusers, index["_class_name"])
     dtypes = {"default": dtype} | {part: torch.float32 for part in index if "vae" in part}
     left_out = {"safety_checker": None} if "safety_checker" in index else {}
-    pipe = diffusers_folder.explained(
-        lambda: cls.from_pretrained(place, dtype=dtypes, use_safetensors=True, **left_out),
-        place,
-        "pipeline",
-    )
+    try:
+        pipe = diffusers_folder.explained(
+            lambda: cls.from_pretrained(place, dtype=dtypes, use_safetensors=True, **left_out),
+            place,
+            "pipeline",
+        )
+    except ImportError as error:  # such as a package that checks prompts
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"policy path {path!r}: {cls.__name__} cannot be loaded: {reason}"
+        ) from error
     modules = _modules(pipe)
     for module in modules.values():
         module.requires_grad_(False).eval()

@@ -17,6 +17,7 @@ from mmrl.policies.vlm.media import shown_image
 OURS = ("num_inference_steps", "latents", "generator", "output_type", "return_dict")
 EDITORS = ("Edit", "Kontext", "ImageToVideo", "Img2Img")  # pipelines that see a picture
 PICTURES = ("image", "images", "control_image")
+FRAMES = ("num_frames", "frames")  # what calls name the length of a video
 # what prompts say, by number; of all policies, so that a teacher knows its student's prompts
 _rows: dict[int, dict[str, Any]] = {}
 
@@ -50,7 +51,8 @@ class PromptArguments:
 
     def sizes(self) -> tuple[tuple[int, int] | None, int | None]:
         """Return [height, width] and the frames that the call asks for; None where it does not."""
-        height, width, frames = (self.call.get(n) for n in ("height", "width", "num_frames"))
+        height, width = self.call.get("height"), self.call.get("width")
+        frames = next((self.call[name] for name in FRAMES if name in self.call), None)
         return (height, width) if height and width else None, frames
 
     def check_guidance(self, scale: float) -> None:
@@ -95,14 +97,14 @@ class PromptArguments:
         arguments = dict(self.call)
         for name in self.inputs:
             values = [row[name] for row in rows]
-            alone = len(values) == 1 and not isinstance(values[0], str)
-            arguments[name] = values[0] if alone else values
+            # not every pipeline takes lists
+            arguments[name] = values[0] if len(values) == 1 else values
         if self.guidance is not None:
             arguments[self.guidance] = 1.0 if scale is None else float(scale)
             if self.guidance == "true_cfg_scale" and "negative_prompt" in self.known:
                 arguments.setdefault("negative_prompt", "")
         negative = arguments.get("negative_prompt")
-        if isinstance(negative, str):  # pipelines want as many as prompts
+        if isinstance(negative, str) and len(rows) > 1:  # pipelines want as many as prompts
             arguments["negative_prompt"] = [negative] * len(rows)
         return arguments
 
