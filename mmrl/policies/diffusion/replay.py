@@ -95,6 +95,27 @@ class Draws(TorchFunctionMode):
         return noise
 
 
+class Quiet(logging.Filter):
+    """Keeps the library quiet in a block: what it says of a prompt it would say again in every
+    step. A level would be slower to set, as it is asked of every logger anew."""
+
+    depth = 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not self.depth or record.levelno >= logging.ERROR
+
+    def __enter__(self) -> None:
+        self.depth += 1
+        for handler in logging.getLogger("diffusers").handlers:
+            handler.addFilter(self)  # once, however often
+
+    def __exit__(self, *_: Any) -> None:
+        self.depth -= 1
+
+
+QUIET = Quiet()
+
+
 class Denoiser:
     """Stands in a pipeline for its network: passes go to ``answer``, all else to the network."""
 
@@ -283,18 +304,14 @@ class Replay:
 
     @contextmanager
     def _started(self, run: Run) -> Iterator[None]:
-        """Run quietly: what the library says of a prompt it would say again in every step."""
         if self.run is not None:
             raise RuntimeError("a replay within a replay")
-        logger = logging.getLogger("diffusers")
-        level = logger.level
         self.run = run
-        logger.setLevel(logging.ERROR)
         try:
-            yield
+            with QUIET:
+                yield
         finally:
             self.run = None
-            logger.setLevel(level)
 
 
 @property  # type: ignore[misc]

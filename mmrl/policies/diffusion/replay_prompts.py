@@ -97,8 +97,9 @@ class PromptArguments:
         arguments = dict(self.call)
         for name in self.inputs:
             values = [row[name] for row in rows]
-            # not every pipeline takes lists
-            arguments[name] = values[0] if len(values) == 1 else values
+            # not every pipeline takes lists; classes come in them
+            alone = len(values) == 1 and not isinstance(values[0], int)
+            arguments[name] = values[0] if alone else values
         if self.guidance is not None:
             arguments[self.guidance] = 1.0 if scale is None else float(scale)
             if self.guidance == "true_cfg_scale" and "negative_prompt" in self.known:
