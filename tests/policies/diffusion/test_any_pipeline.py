@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import inspect
 import json
+import runpy
 import shutil
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 
 import diffusers
 import pytest
@@ -179,6 +181,12 @@ def test_what_cannot_be_replayed_is_refused_in_one_sentence(name):
     with pytest.raises(UserError, match=CASES[name].refused) as error:
         make(name, check=True).prepare(PROMPTS)
     assert "\n" not in str(error.value)
+
+
+def test_the_page_has_the_table_of_these_data():
+    script = runpy.run_path(str(Path(__file__).parents[3] / "scripts" / "replay_table.py"))
+    page = script["PAGE"].read_text(encoding="utf-8")
+    assert script["written"](page) == page, "run python scripts/replay_table.py"
 
 
 def brightness(media, prompts):
