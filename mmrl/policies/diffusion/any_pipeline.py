@@ -281,7 +281,7 @@ class AnyPipeline(FlowPolicy):
         if self._waits():
             parts = in_step(parts, [self._passes(part, x, cond, scale) for part in parts])
         outputs = []
-        spare = x.new_zeros(())
+        zero_sum = x.new_zeros(())
         for part in parts:
             # a step's rows at the full width again, as sampling had them
             fill = len(x) - len(part.rows) if len(parts) < 3 and self.together is not False else 0
@@ -289,10 +289,10 @@ class AnyPipeline(FlowPolicy):
             output = self.replay.output(self._call(cond, rows, scale), part.visit, x[rows])
             outputs.append(output[: len(part.rows)])
             if not part.rows:
-                spare = spare + 0 * output.sum()
+                zero_sum = zero_sum + 0 * output.sum()
         order = torch.tensor([row for part in parts for row in part.rows]).argsort()
         joined = torch.cat(outputs)[order.to(x.device)] if len(outputs) > 1 else outputs[0]
-        joined = joined + spare if any(not part.rows for part in parts) else joined
+        joined = joined + zero_sum if any(not part.rows for part in parts) else joined
         # copies wait for the gradients of all networks, whichever this pass has used
         return self.active()("", joined) if self._announces() else joined
 

@@ -111,10 +111,10 @@ class MediaEncoder:
     def _codes_of(self, latents: Tensor) -> Tensor:
         """Return what the pipeline gives its autoencoder to decode."""
 
-        seen: list[Tensor] = []
+        decoded: list[Tensor] = []
 
         def decode(codes: Tensor, *_: Any, **__: Any) -> Any:
-            seen.append(codes.detach().float())
+            decoded.append(codes.detach().float())
             raise Reached(None)
 
         plain = self.vae.__dict__["decode"]  # of pipeline_folder
@@ -123,9 +123,9 @@ class MediaEncoder:
             self.finish(latents)
         finally:
             self.vae.__dict__["decode"] = plain
-        if not seen:
+        if not decoded:
             raise self._unknown("its autoencoder is not asked to decode")
-        return seen[0]
+        return decoded[0]
 
     def _unknown(self, why: str) -> UserError:
         return UserError(

@@ -70,13 +70,13 @@ def asks(
 def in_step(parts: Sequence[Ask], passes: Sequence[Any]) -> list[Ask]:
     """Order the asks of this process by the networks' passes they lead to, ``passes``, and add some
     without rows where another process has more that lead to the same; a collective call."""
-    mine = [[names, _plain(part.visit)] for names, part in zip(passes, parts, strict=True)]
-    everyone: list[list[Any]] = all_gather_plain(mine)
+    asked_visits = [[names, _plain(part.visit)] for names, part in zip(passes, parts, strict=True)]
+    everyone: list[list[Any]] = all_gather_plain(asked_visits)
     ordered = []
     for names in sorted({tuple(names) for theirs in everyone for names, _ in theirs}):
         of_kind = [[v for n, v in theirs if tuple(n) == names] for theirs in everyone]
         ours = [part for n, part in zip(passes, parts, strict=True) if tuple(n) == names]
-        example = _visit(next(visits for visits in of_kind if visits)[0])
+        example = _visit(next(theirs for theirs in of_kind if theirs)[0])
         missing = max(map(len, of_kind)) - len(ours)
         ordered += ours + [Ask([], example)] * missing
     return ordered
