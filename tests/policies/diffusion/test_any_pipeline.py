@@ -120,7 +120,7 @@ def rows(cond, group):
 
 def plain_pictures(name, policy, guidance, noise):
     """The folder's pictures by diffusers alone: its scheduler, or DDIM where that has a history."""
-    pipe = diffusers.DiffusionPipeline.from_pretrained(place_of(name))
+    pipe = tiny_diffusers.pipeline(name)
     pipe.set_progress_bar_config(disable=True)
     if "pndm" in name:
         pipe.scheduler = diffusers.DDIMScheduler.from_config(pipe.scheduler.config)

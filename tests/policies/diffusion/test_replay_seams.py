@@ -174,9 +174,10 @@ def test_it_learns_digits_by_the_preset_best():
 
 
 def test_compiled_blocks_sample_and_train_as_plain_ones():
-    options = {"lora": 2, "steps": 2, "guidance_scale": 2.5}
+    make("flux")  # built now: that draws from the generator which adapters begin with
+    options = {"lora": 2, "steps": 2}
     weights = []
-    for more in ({}, {"compile": "aot_eager", "attention": "sdpa"}):
+    for more in ({}, {"compile": "eager", "attention": "sdpa"}):
         torch._dynamo.reset()
         policy = make("flux", **options, **more)
         metrics = trainer_of(policy).iterate()
