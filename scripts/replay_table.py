@@ -1,9 +1,10 @@
 """Writes the table of docs/models.md: which pipelines of diffusers the policy ``pipeline`` trains.
 
-    python scripts/replay_table.py [--check]
+    python scripts/replay_table.py [--check | --try]
 
 The data are those of the test (tests/fixtures/replay_cases.py), which states for each of them on a
-tiny form with random weights that it works, or the words with which it is refused.
+tiny form with random weights that it works, or the words with which it is refused. The suite tries
+most; ``--try`` tries the others, by the same test.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ def row(case: Case) -> str:
     rows = "" if case.refused else "together" if case.together else "one by one"
     options = ", ".join(f"`{name}: {str(value).lower()}`" for name, value in case.options.items())
     notes = "; ".join(note for note in (case.note, options and f"needs {options}") if note)
-    return f"| {case.pipeline} | {result} | {rows} | {notes} |"
+    media = "" if case.refused else "yes" if case.demonstrations else "no"
+    return f"| {case.pipeline} | {result} | {rows} | {media} | {notes} |"
 
 
 def table() -> str:
     """Write the table, by the pipelines' names."""
     rows = sorted(row(case) for case in CASES.values())
-    head = "| pipeline | trained | prompts in a call | |\n|---|---|---|---|"
+    head = "| pipeline | trained | prompts in a call | demonstrations | |\n|---|---|---|---|---|"
     return "\n".join([BEGIN, "", head, *rows, "", END])
 
 
@@ -42,12 +44,33 @@ def written(page: str) -> str:
     return before + table() + rest.partition(END)[2]
 
 
+def try_others() -> None:
+    """Run the test on the pipelines that the suite leaves out."""
+    from tests.policies.diffusion import test_any_pipeline as test
+
+    for name, case in CASES.items():
+        if case.suite:
+            continue
+        if case.refused:
+            test.test_what_cannot_be_replayed_is_refused_in_one_sentence(name)
+        else:
+            test.test_a_pipeline_without_noise_is_diffusers_own(name)
+        print(f"{case.pipeline}: {'refused' if case.refused else 'works'}", flush=True)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="say whether the page is up to date")
+    parser.add_argument(
+        "--try", action="store_true", dest="tries", help="try the pipelines that no test tries"
+    )
+    arguments = parser.parse_args()
+    if arguments.tries:
+        try_others()
+        return 0
     page = PAGE.read_text(encoding="utf-8")
     current = written(page)
-    if parser.parse_args().check:
+    if arguments.check:
         return int(page != current)
     PAGE.write_text(current, encoding="utf-8")
     return 0

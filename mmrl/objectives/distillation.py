@@ -106,7 +106,7 @@ class Distill(PolicyGradient):
                 if isinstance(dist, Gaussian):
                     _check_steps(dist, teacher_dist)
                 each = dist.kl(teacher_dist, self.divergence)
-            except (RuntimeError, ValueError) as error:
+            except (RuntimeError, ValueError, KeyError) as error:
                 if isinstance(error, torch.OutOfMemoryError):
                     raise
                 raise UserError(

@@ -3,27 +3,30 @@ replaying its own code (``mmrl.policies.diffusion.replay``)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
 
-from mmrl.core.distributed import all_max, process
+from mmrl.core.distributed import process
 from mmrl.core.errors import UserError
 from mmrl.core.registry import GRIDS, KERNELS, POLICIES
+from mmrl.core.sharding import shards
 from mmrl.core.types import Kernel, Prompt, Query, Rollout
 from mmrl.policies.base import NO_CONTEXT, RolloutContext, rows_of, without_empty
 from mmrl.policies.capabilities import Medium
-from mmrl.policies.diffusion import pipeline_folder
+from mmrl.policies.diffusion import attention_backends, pipeline_folder
+from mmrl.policies.diffusion.attention_backends import Attention, AttentionChoice
 from mmrl.policies.diffusion.flow_policy import FlowPolicy, Grid, Storage
 from mmrl.policies.diffusion.frozen_cache import EncoderCache, Placement
-from mmrl.policies.diffusion.replay import Replay, Visit, state_cast
+from mmrl.policies.diffusion.replay import Replay, state_cast
 from mmrl.policies.diffusion.replay_check import check_replay
-from mmrl.policies.diffusion.replay_prompts import PromptArguments
+from mmrl.policies.diffusion.replay_encoding import MediaEncoder
+from mmrl.policies.diffusion.replay_passes import Ask, Networks, asks, in_step
+from mmrl.policies.diffusion.replay_prompts import FRAMES, PromptArguments
 from mmrl.policies.diffusion.replay_scheduler import process_of, timestep_of
 from mmrl.policies.prompt_states import pooled
 from mmrl.policies.quantization import Quantization, check_quantization, quantize
@@ -32,43 +35,10 @@ from samplers.kernels import ddim, flow_sde
 from samplers.noise import Rng
 from samplers.processes import Flow
 
-LAYERS = ("attn", "attn1", "attn2")
+LAYERS = ("attn", "attn1", "attn2", "attention")
 PROJECTIONS = ("to_q", "to_k", "to_v", "to_out.0")
-
-
-class Part(NamedTuple):
-    """Lists rows of a pass that visit the same step of the pipeline's loop."""
-
-    rows: list[int]
-    visit: Visit
-
-
-class Networks(nn.Module):
-    """Holds the trained networks of a pipeline that has several, such as the experts of Wan 2.2."""
-
-    def __init__(self, parts: dict[str, Any]):
-        super().__init__()
-        for name, net in parts.items():
-            self.add_module(name, net)
-        self.names = tuple(parts)
-        self.config = parts[self.names[0]].config
-
-    def forward(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        return self.get_submodule(name)(*args, **kwargs)
-
-    def add_adapter(self, config: Any) -> None:
-        """Add the same kind of adapter to each network."""
-        for name in self.names:
-            self.get_submodule(name).add_adapter(config)  # type: ignore[operator]
-
-    @property
-    def _no_split_modules(self) -> list[str]:
-        nets = [self.get_submodule(name) for name in self.names]
-        return [block for net in nets for block in getattr(net, "_no_split_modules", None) or []]
-
-    def enable_gradient_checkpointing(self) -> None:
-        for name in self.names:
-            self.get_submodule(name).enable_gradient_checkpointing()  # type: ignore[operator]
+FAILURES = (ValueError, TypeError, IndexError, AttributeError, KeyError)  # of a pipeline's call
+PROBE = Rng.of("latents to try an encoder with")
 
 
 @POLICIES.register("pipeline")
@@ -80,6 +50,8 @@ class AnyPipeline(FlowPolicy):
     (``mmrl list policies``) is faster where there is one.
     """
 
+    capabilities = replace(FlowPolicy.capabilities, demonstrations=True)
+    encoder: MediaEncoder | None = None  # made for the first demonstrations
     attention = (
         *FlowPolicy.attention,
         *(f"{layer}.{name}" for layer in LAYERS for name in PROJECTIONS),
@@ -103,6 +75,8 @@ class AnyPipeline(FlowPolicy):
         check: bool = True,
         vae_tiling: bool = False,
         vae_slicing: bool = False,
+        attention: Attention = "auto",
+        compile: bool | str = False,
         quantization: Quantization | None = None,
         **options: Any,
     ):
@@ -117,47 +91,25 @@ class AnyPipeline(FlowPolicy):
         prompts. together: prompts share calls of the pipeline; null: where the check finds that
         their rows do not depend on each other. check: try the replay before training.
         vae_tiling, vae_slicing: the autoencoder works on tiles of a sample, and on one sample after
-        another. quantization: the frozen weights of the networks in 4 bits (nf4, fp4) or 8 (8bit),
+        another. attention: its backend; auto is xformers on CUDA where it is no slower, else SDPA.
+        compile: the networks' repeated blocks, by torch.compile; a text is the name of its backend.
+        quantization: the frozen weights of the networks in 4 bits (nf4, fp4) or 8 (8bit),
         under adapters."""
         check_quantization(quantization, options.get("lora") is not None)
+        attention_backends.check(attention)
         self._refuse(options)
         self.compute = getattr(torch, dtype)
-        self.place, pipe, self.parts = pipeline_folder.load(path, self.compute)
-        self.pipeline = type(pipe).__name__
+        pipe = self._load(path, quantization)
         pipeline_folder.decode_in_parts(pipe, tiling=vae_tiling, slicing=vae_slicing)
-        nets = {name: getattr(pipe, name) for name in self.parts}
-        for net in nets.values():
-            quantize(net, quantization)
-        network = Networks(nets) if len(nets) > 1 else nets[self.parts[0]]
-        self.find_unused_parameters = len(nets) > 1
-        self.encoders = pipeline_folder.encoders(pipe, self.parts)
-        for module in self.encoders:
-            EncoderCache(
-                module, partial(device_of, network), text_encoder_placement, max(1, text_cache)
-            )
-        self.others = pipeline_folder.others(pipe, self.parts, self.encoders)
-        self.net = network
-        self.replay = Replay(pipe, self.parts, self._forward, partial(device_of, network))
-        self.arguments = PromptArguments(
-            self.pipeline, self.replay.arguments, call or {}, inputs, guidance_argument
-        )
-        self.process = process_of(self.replay.scheduler)
-        makes: Medium = "video" if "num_frames" in self.replay.arguments else "image"
-        self.capabilities = replace(FlowPolicy.capabilities, makes=makes)
-        self.media_size, self.media_frames = self.arguments.sizes()
+        self._freeze(pipe, text_encoder_placement, text_cache)
+        self._drive(pipe, call, inputs, guidance_argument)
         self.together = together
         self.check = check
         self.asked_steps = (steps, evaluation_steps or steps)
-        first = self._first_conditions(steps)
-        if first.latents is None:
-            raise UserError(
-                f"{self.pipeline} cannot be replayed: it has no prepare_latents, where the state "
-                "could be put in"
-            )
-        self.shape = tuple(first.latents.shape[1:])
+        self.shape = self._latent_shape(steps)
         flow = isinstance(self.process, Flow)
         super().__init__(
-            network,
+            self.net,
             steps=steps,
             evaluation_steps=evaluation_steps,
             sde_type=sde_type or (flow_sde if flow else ddim),
@@ -166,6 +118,59 @@ class AnyPipeline(FlowPolicy):
             **options,
         )
         self.arguments.check_guidance(self.guidance_scale)
+        self.attending = AttentionChoice(self.net, attention)
+        self.compiled = bool(compile)
+        if compile:
+            attention_backends.compile_blocks(self.net, "inductor" if compile is True else compile)
+
+    # ----------------------------------------------------------------------------------------------
+    # loading
+
+    def _load(self, path: str, quantization: Quantization | None) -> Any:
+        """Load the pipeline, and find the networks that are trained."""
+        self.place, pipe, self.parts = pipeline_folder.load(path, self.compute)
+        self.pipeline = type(pipe).__name__
+        nets = {name: getattr(pipe, name) for name in self.parts}
+        for net in nets.values():
+            quantize(net, quantization)
+        self.net = Networks(nets) if len(nets) > 1 else nets[self.parts[0]]
+        self.find_unused_parameters = len(nets) > 1
+        return pipe
+
+    def _freeze(self, pipe: Any, placement: Placement, limit: int) -> None:
+        """Let the encoders remember what they encode, and list what else is frozen."""
+        self.encoders = pipeline_folder.encoders(pipe, self.parts)
+        for module in self.encoders:
+            EncoderCache(module, partial(device_of, self.net), placement, max(1, limit))
+        self.others = pipeline_folder.others(pipe, self.parts, self.encoders)
+
+    def _drive(
+        self,
+        pipe: Any,
+        call: dict[str, Any] | None,
+        inputs: dict[str, str] | None,
+        guidance_argument: str | None,
+    ) -> None:
+        """Take over the pipeline's scheduler and its networks, and read what its call takes."""
+        self.replay = Replay(pipe, self.parts, self._forward, partial(device_of, self.net))
+        known = self.replay.arguments
+        self.arguments = PromptArguments(
+            self.pipeline, known, call or {}, inputs, guidance_argument
+        )
+        self.process = process_of(self.replay.scheduler)
+        makes: Medium = "video" if any(name in known for name in FRAMES) else "image"
+        self.capabilities = replace(type(self).capabilities, makes=makes)
+        self.media_size, self.media_frames = self.arguments.sizes()
+        self.known_passes: dict[Any, tuple[str, ...]] = {}
+
+    def _latent_shape(self, steps: int) -> tuple[int, ...]:
+        latents = self._first_conditions(steps).latents
+        if latents is None:
+            raise UserError(
+                f"{self.pipeline} cannot be replayed: it has no prepare_latents, where the state "
+                "could be put in"
+            )
+        return tuple(latents.shape[1:])
 
     def _refuse(self, options: dict[str, Any]) -> None:
         """Say which options of other families mean nothing here."""
@@ -182,11 +187,10 @@ class AnyPipeline(FlowPolicy):
         self._settle()
         try:
             return self.replay.conditions(self.arguments.example(), steps)
-        except (ValueError, TypeError, IndexError, AttributeError, KeyError) as error:
-            reason = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
+        except FAILURES as error:
             raise UserError(
                 f"{self.pipeline} cannot be called with policy option call = "
-                f"{self.arguments.call}: {reason}"
+                f"{self.arguments.call}: {_reason(error)}"
             ) from error
 
     def _own_times(self, steps: int) -> Tensor:
@@ -204,22 +208,12 @@ class AnyPipeline(FlowPolicy):
             )
         return tables[steps]
 
-    def _visits(self, t: Tensor) -> Iterator[Part]:
-        """Group the rows of a pass, at times t [B], by the step of the pipeline's loop that is
-        nearest; a time that is none of its grid takes that step's place."""
+    def _asks(self, t: Tensor) -> list[Ask]:
+        """Cut a pass of rows at times t [B] into calls of the pipeline."""
         steps = self.asked_steps[0 if self.exploring else 1]
-        table = self._timetable(steps)
-        grid = table.times[:-1].to(t.dtype)
-        times = t.detach().cpu()
-        place = (times[:, None] - grid).abs().argmin(1)
-        for k in place.unique().tolist():
-            rows = (place == k).nonzero()[:, 0]
-            if bool((times[rows] == grid[k]).all()):
-                yield Part(rows.tolist(), Visit(steps, k))
-                continue
-            for time in times[rows].unique():
-                chosen = rows[times[rows] == time].tolist()
-                yield Part(chosen, Visit(steps, k, timestep_of(self.replay.scheduler, time)))
+        grid = self._timetable(steps).times[:-1].to(t.dtype)
+        of_time = partial(timestep_of, self.replay.scheduler)
+        return asks(t.detach().cpu(), grid, steps, of_time, self.together is False)
 
     # ----------------------------------------------------------------------------------------------
     # passes
@@ -255,9 +249,26 @@ class AnyPipeline(FlowPolicy):
 
     def begin(self, noise: Tensor, cond: dict[str, Any]) -> Tensor:
         steps = self.asked_steps[0 if self.exploring else 1]
-        return self._by_prompt(
-            lambda rows: self.replay.begin(self._call(cond, rows, None), steps, noise[rows]),
-            range(len(noise)),
+
+        def ask(rows: list[int]) -> Tensor:
+            return self.replay.begin(self._call(cond, rows, None), steps, noise[rows])
+
+        try:
+            return self._by_prompt(ask, range(len(noise)))
+        except FAILURES as error:
+            raise self._failure(ask, cond, error) from error
+
+    def _failure(self, ask: Any, cond: dict[str, Any], error: Exception) -> UserError:
+        """Say for which prompt the pipeline's call fails."""
+        for row, number in enumerate(cond["prompt"][:, 0].tolist()):
+            try:
+                ask([row])
+            except FAILURES as alone:
+                text = self.arguments.shown(number)
+                return UserError(f"{self.pipeline} cannot be called for {text}: {_reason(alone)}")
+        return UserError(
+            f"{self.pipeline} cannot be called for several prompts at once: {_reason(error)}; "
+            "set policy option together to false"
         )
 
     def velocity(self, x: Tensor, t: Tensor, cond: dict[str, Any]) -> Tensor:
@@ -265,30 +276,48 @@ class AnyPipeline(FlowPolicy):
 
     def _guided(self, x: Tensor, t: Tensor, cond: dict[str, Any], scale: float) -> Tensor:
         """Compute what the pipeline hands to its scheduler, [B, *], at times t [B]."""
-        parts = list(self._visits(t))
+        x = x.contiguous()  # pipelines turn what they prepare, and kernels round by strides
+        parts = self._asks(t)
+        if self._waits():
+            parts = in_step(parts, [self._passes(part, x, cond, scale) for part in parts])
         outputs = []
+        zero_sum = x.new_zeros(())
         for part in parts:
-
-            def ask(rows: list[int], visit: Visit = part.visit) -> Tensor:
-                return self.replay.output(self._call(cond, rows, scale), visit, x[rows])
-
             # a step's rows at the full width again, as sampling had them
-            rows = part.rows + part.rows[:1] * (len(x) - len(part.rows) if len(parts) < 3 else 0)
-            outputs.append(self._by_prompt(ask, rows)[: len(part.rows)])
-        extra_calls = self._spare(len(parts))
+            fill = len(x) - len(part.rows) if len(parts) < 3 and self.together is not False else 0
+            rows = (part.rows + part.rows[:1] * fill) or [0]
+            output = self.replay.output(self._call(cond, rows, scale), part.visit, x[rows])
+            outputs.append(output[: len(part.rows)])
+            if not part.rows:
+                zero_sum = zero_sum + 0 * output.sum()
         order = torch.tensor([row for part in parts for row in part.rows]).argsort()
         joined = torch.cat(outputs)[order.to(x.device)] if len(outputs) > 1 else outputs[0]
-        for _ in range(extra_calls):
-            again = partial(self.replay.output, visit=parts[0].visit)
-            joined = joined + 0 * again(self._call(cond, [0], scale), state=x[:1]).sum()
-        return joined
+        joined = joined + zero_sum if any(not part.rows for part in parts) else joined
+        # copies wait for the gradients of all networks, whichever this pass has used
+        return self.active()("", joined) if self._announces() else joined
 
-    def _spare(self, calls: int) -> int:
-        """Count the calls that other processes make beside ours: wrapped networks may wait for
-        each other in every pass."""
-        if process()[1] == 1 or self.active() is self.net:
-            return 0
-        return int(all_max(torch.tensor(calls))) - calls
+    def _announces(self) -> bool:
+        """Tell whether this pass goes by a wrapper that has to learn of it as a whole."""
+        copies = len(self.parts) > 1 and not shards(self.net) and hasattr(self, "trained")
+        return copies and self.active() is not self.net
+
+    def _waits(self) -> bool:
+        """Tell whether processes wait for each other in every pass of a network."""
+        if process()[1] == 1 or self._announces():
+            return False
+        return shards(self.net) or self.active() is not self.net
+
+    def _passes(self, part: Ask, x: Tensor, cond: dict[str, Any], scale: float) -> tuple[str, ...]:
+        """Name the networks that a call of the pipeline passes at its step, in order."""
+        steps, place, timestep = part.visit
+        key = (steps, place, scale)
+        if timestep is None and key in self.known_passes:
+            return self.known_passes[key]
+        call = self._call(cond, part.rows, scale)
+        names = self.replay.passes(call, part.visit, x[part.rows])
+        if timestep is None:
+            self.known_passes[key] = names
+        return names
 
     def _by_prompt(self, ask: Any, rows: Any) -> Tensor:
         """Ask for all rows together, or for one after the other where they would depend on each
@@ -313,12 +342,11 @@ class AnyPipeline(FlowPolicy):
     def _velocities(self, point: Query, guided: bool) -> tuple[Tensor, Tensor]:
         cond = rows_of(without_empty(point.cond), point.group)
         scale = self._scale(point) if guided else 1.0
-        v: Tensor = at_width(
-            partial(self._guided, scale=scale),
-            max(self._filled(len(point)), len(point)),
-            point.state,
-            point.time,
-            cond,
+        # rows that are asked for one by one are as wide as they will ever be
+        width = max(0 if self.together is False else self._filled(len(point)), len(point))
+        guided_pass = partial(self._guided, scale=scale)
+        v = attention_backends.computed(
+            self, lambda: at_width(guided_pass, width, point.state, point.time, cond)
         )
         if v.shape != point.state.shape:
             raise UserError(
@@ -337,8 +365,10 @@ class AnyPipeline(FlowPolicy):
         args, kwargs = state_cast(args, kwargs, self.cast)
         first = next((x for x in (*args, *kwargs.values()) if isinstance(x, (Tensor, list))), [])
         self.forwards += len(first)
+        if len(self.parts) > 1:
+            return self.net(name, *args, **kwargs)
         net = self.active() if hasattr(self, "trained") else self.net
-        return net(name, *args, **kwargs) if len(self.parts) > 1 else net(*args, **kwargs)
+        return net(*args, **kwargs)
 
     def cast(self, tensor: Tensor) -> Tensor:
         """Convert to the type the network computes in."""
@@ -365,12 +395,29 @@ class AnyPipeline(FlowPolicy):
                 media = [self._by_prompt(finish, range(rows)[part]) for part in chunks(rows, size)]
         return torch.cat(media)
 
+    @torch.no_grad()
+    def encode_media(self, media: Tensor) -> Tensor:
+        """Encode to the autoencoder's most likely latents, in the pipeline's own layout."""
+        if self.encoder is None:
+            call = self.arguments.example()
+            latents = PROBE.normal(torch.arange(1, device=self.device), self.shape, 0, self.dtype)
+            self._settle()
+            finish = partial(self.replay.finish, call, self.asked_steps[0])
+            self.encoder = MediaEncoder(self.replay.pipe, finish, latents)
+        rows = [self.encoder.encode(row[None].to(self.device)) for row in media]
+        return torch.cat(rows).to(self.dtype)
+
     def export(self, folder: Path) -> None:
         """Write LoRA weights for the pipeline's ``load_lora_weights`` or the network's
         ``load_lora_adapter``; the whole pipeline when all weights were trained."""
         several = len(self.parts) > 1
         nets = {name: getattr(self.net, name) if several else self.net for name in self.parts}
         pipeline_folder.export(self.pipeline, self.place, nets, folder)
+
+
+def _reason(error: Exception) -> str:
+    """Return the first line of what an error says."""
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 def device_of(net: nn.Module) -> torch.device:

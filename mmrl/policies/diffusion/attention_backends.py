@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mmrl.core import distributed
 from mmrl.core.errors import UserError
@@ -140,6 +140,32 @@ class AttentionChoice:
                 f"policy option attention = {self.used} cannot run this model in this precision: "
                 f"{str(error).strip().splitlines()[0]}; use auto or sdpa"
             ) from error
+
+
+def computed(policy: Any, work: Callable[[], Tensor]) -> Tensor:
+    """Compute a pass of a policy, ``work``, on the kernels that are chosen, ``policy.attending``.
+
+    Compiled graphs and attention kernels may differ where gradients are recorded, and round
+    differently: sampling then records them too, so that samples and scores agree to the bit.
+    UserError where torch.compile fails.
+    """
+    policy.news += policy.attending.settle(work)
+    same = not policy.compiled and policy.attending.used not in PACKAGES
+    try:
+        if torch.is_grad_enabled() or same:
+            return work()
+        policy.sampling = True
+        try:
+            with torch.enable_grad():
+                return work().detach()
+        finally:
+            policy.sampling = False
+    except torch._dynamo.exc.TorchDynamoException as error:
+        raise UserError(
+            f"policy option compile: torch.compile cannot build this model's kernels here: "
+            f"{str(error).strip().splitlines()[0]}; it needs a C++ compiler on CPU, "
+            f"triton on CUDA; or leave it out"
+        ) from error
 
 
 def able(net: nn.Module, name: str) -> list[nn.Module]:

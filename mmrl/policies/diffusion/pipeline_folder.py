@@ -3,6 +3,8 @@ libraries, only safetensors."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +35,23 @@ def load(path: str, dtype: torch.dtype) -> tuple[str, Any, tuple[str, ...]]:
     cls = getattr(diffusers, index["_class_name"])
     dtypes = {"default": dtype} | {part: torch.float32 for part in index if "vae" in part}
     left_out = {"safety_checker": None} if "safety_checker" in index else {}
-    pipe = diffusers_folder.explained(
-        lambda: cls.from_pretrained(place, dtype=dtypes, use_safetensors=True, **left_out),
-        place,
-        "pipeline",
-    )
+    try:
+        pipe = diffusers_folder.explained(
+            lambda: cls.from_pretrained(place, dtype=dtypes, use_safetensors=True, **left_out),
+            place,
+            "pipeline",
+        )
+    except ImportError as error:  # such as a package that checks prompts
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"policy path {path!r}: {cls.__name__} cannot be loaded: {reason}"
+        ) from error
     modules = _modules(pipe)
     for module in modules.values():
         module.requires_grad_(False).eval()
+    for name, module in modules.items():
+        if "vae" in name:
+            take_any_type(module)
     parts = tuple(name for name in modules if name.startswith(DENOISERS))
     if not parts:
         raise UserError(
@@ -48,6 +59,22 @@ def load(path: str, dtype: torch.dtype) -> tuple[str, Any, tuple[str, ...]]:
             f"unet to train; its parts: {', '.join(modules)}"
         )
     return place, pipe, parts
+
+
+def take_any_type(autoencoder: Any) -> None:
+    """Let an autoencoder convert what it is given to its own type: it stays in float32 where the
+    pipeline computes in half precision, and not every pipeline converts."""
+
+    def converted(plain: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(plain)
+        def call(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            return plain(tensor.to(next(autoencoder.parameters()).dtype), *args, **kwargs)
+
+        return call
+
+    for name in ("encode", "decode"):
+        if hasattr(autoencoder, name):
+            autoencoder.__dict__[name] = converted(getattr(autoencoder, name))
 
 
 def check_index(index: dict[str, Any], path: str) -> None:

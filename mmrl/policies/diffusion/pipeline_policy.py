@@ -159,29 +159,7 @@ class FolderPolicy(FlowPolicy):
             self.texts(["", *dict.fromkeys(texts_of(prompts))], self.device)
 
     def _pass(self, x: Tensor, t: Tensor, cond: dict[str, Any], passes: int = 1) -> Tensor:
-        self.news += self.attending.settle(lambda: self._computed(x, t, cond, passes))
-        try:
-            return self._computed(x, t, cond, passes)
-        except torch._dynamo.exc.TorchDynamoException as error:
-            raise UserError(
-                f"policy option compile: torch.compile cannot build this model's kernels here: "
-                f"{str(error).strip().splitlines()[0]}; it needs a C++ compiler on CPU, "
-                f"triton on CUDA; or leave it out"
-            ) from error
-
-    def _computed(self, x: Tensor, t: Tensor, cond: dict[str, Any], passes: int) -> Tensor:
-        """Compute the pass. Compiled graphs and attention kernels may differ where gradients are
-        recorded, and round differently: sampling then records them too, so that samples and scores
-        agree to the bit."""
-        same = not self.compiled and self.attending.used not in attention_backends.PACKAGES
-        if torch.is_grad_enabled() or same:
-            return super()._pass(x, t, cond, passes)
-        self.sampling = True
-        try:
-            with torch.enable_grad():
-                return super()._pass(x, t, cond, passes).detach()
-        finally:
-            self.sampling = False
+        return attention_backends.computed(self, partial(super()._pass, x, t, cond, passes))
 
     def cast(self, tensor: Tensor) -> Tensor:
         """Convert to the type the network computes in."""

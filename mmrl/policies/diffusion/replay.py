@@ -14,19 +14,19 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 
 from mmrl.core.errors import UserError
 from mmrl.policies.diffusion.replay_scheduler import Timetable, drive, timetable
 
-Goal = Literal["conditions", "begin", "output", "finish", "plain"]
+Goal = Literal["conditions", "begin", "output", "passes", "finish", "plain"]
 STATES = ("hidden_states", "sample", "x")  # what networks call their noisy input
 
 
@@ -62,6 +62,7 @@ class Run:
     position: int = 0  # steps of the loop that are behind
     first: Tensor | None = None  # [B, *] latents that the pipeline prepared
     table: Timetable | None = None
+    passes: tuple[str, ...] = ()  # networks asked at the step, in order
 
 
 class Conditions(NamedTuple):
@@ -92,6 +93,27 @@ class Draws(TorchFunctionMode):
         noise = self.noise.reshape(drawn)
         self.noise = None
         return noise
+
+
+class Quiet(logging.Filter):
+    """Keeps the library quiet in a block: what it says of a prompt it would say again in every
+    step. A level would be slower to set, as it is asked of every logger anew."""
+
+    depth = 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not self.depth or record.levelno >= logging.ERROR
+
+    def __enter__(self) -> None:
+        self.depth += 1
+        for handler in logging.getLogger("diffusers").handlers:
+            handler.addFilter(self)  # once, however often
+
+    def __exit__(self, *_: Any) -> None:
+        self.depth -= 1
+
+
+QUIET = Quiet()
 
 
 class Denoiser:
@@ -130,7 +152,7 @@ class Replay:
         self.forward = forward
         self.device = device
         self.run: Run | None = None
-        self.shapes: dict[Any, Any] = {}  # of the network's outputs by those of its inputs
+        self.shapes: dict[Any, Shapes] = {}  # of the networks' outputs, by their inputs
         # without the decorator that turns gradients off
         self.function = inspect.unwrap(type(pipe).__call__)
         self.arguments = inspect.signature(self.function).parameters
@@ -170,6 +192,13 @@ class Replay:
         run = Run("output", state=state, place=visit.place, timestep=visit.timestep)
         output: Tensor = self._call(call, visit.steps, run)
         return -output if self.scheduler.inverted else output
+
+    def passes(self, call: dict[str, Any], visit: Visit, state: Tensor) -> tuple[str, ...]:
+        """Name the networks, in order, that ``output`` would pass, without a pass of any whose
+        outputs have been seen."""
+        run = Run("passes", state=state, place=visit.place, timestep=visit.timestep)
+        names: tuple[str, ...] = self._call(call, visit.steps, run)
+        return names
 
     def finish(self, call: dict[str, Any], steps: int, state: Tensor) -> Any:
         """Decode final latents [B, *] as the pipeline does."""
@@ -213,7 +242,7 @@ class Replay:
                 f"where it prepared {tuple(run.state.shape)}"
             )
         if run.position == run.place:
-            raise Reached(output)
+            raise Reached(run.passes if run.goal == "passes" else output)
         run.position += 1
         return run.state
 
@@ -235,13 +264,16 @@ class Replay:
                 return self.forward(name, args, kwargs)
             if run.goal == "conditions":
                 raise Reached(Conditions(run.first, run.table, _named(args, kwargs)))
-            key = (name, _shapes((args, kwargs)))
-            if run.goal != "plain" and run.place != run.position and key in self.shapes:
-                return _zeros(self.shapes[key])
-            is_answer = run.goal == "plain" or run.place == run.position
+            at_step = run.place == run.position
+            run.passes += (name,) if at_step else ()
+            is_answer = run.goal == "plain" or (run.goal == "output" and at_step)
+            key = (name, _settings(args, kwargs))
+            rows = _rows(_state(args, kwargs))
+            if key in self.shapes and not is_answer:
+                return self.shapes[key].zeros(rows)
             with torch.set_grad_enabled(torch.is_grad_enabled() and is_answer):
                 output = self.forward(name, args, kwargs)
-            self.shapes[key] = _described(output)
+            self.shapes[key] = Shapes.of(output, rows)
             return output
 
         return answer
@@ -262,7 +294,8 @@ class Replay:
         if "output_type" in self.arguments:
             chosen.setdefault("output_type", "pt")
         drawn = run.noise if run.noise is not None else None if self.prepares else run.state
-        with self._started(run), Draws(drawn):
+        # no mode without need: it would see every operation of the network
+        with self._started(run), nullcontext() if drawn is None else Draws(drawn):
             try:
                 media = self.function(self.pipe, **chosen)
             except Reached as reached:
@@ -271,18 +304,14 @@ class Replay:
 
     @contextmanager
     def _started(self, run: Run) -> Iterator[None]:
-        """Run quietly: what the library says of a prompt it would say again in every step."""
         if self.run is not None:
             raise RuntimeError("a replay within a replay")
-        logger = logging.getLogger("diffusers")
-        level = logger.level
         self.run = run
-        logger.setLevel(logging.ERROR)
         try:
-            yield
+            with QUIET:
+                yield
         finally:
             self.run = None
-            logger.setLevel(level)
 
 
 @property  # type: ignore[misc]
@@ -296,42 +325,78 @@ def _named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     return {str(i): value for i, value in enumerate(args)} | kwargs
 
 
+def _state_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Name the network's noisy input; None where it is the first argument, or unknown."""
+    return None if args else next((name for name in STATES if name in kwargs), None)
+
+
+def _state(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the network's noisy input, a tensor or a list of them; None: unknown."""
+    name = _state_name(args, kwargs)
+    return args[0] if args else kwargs[name] if name else None
+
+
 def state_cast(
     args: tuple[Any, ...], kwargs: dict[str, Any], cast: Callable[[Tensor], Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Convert the network's noisy input, its first argument, with ``cast``: conditions come in the
-    type that the pipeline gives them, and times stay in full precision."""
+    """Convert the network's noisy input with ``cast``: conditions come in the type that the
+    pipeline gives them, and times stay in full precision."""
 
     def convert(value: Any) -> Any:
         return tree_map_only(Tensor, lambda x: cast(x) if x.is_floating_point() else x, value)
 
     if args:
         return (convert(args[0]), *args[1:]), kwargs
-    named = next((name for name in STATES if name in kwargs), None)
-    return args, kwargs if named is None else kwargs | {named: convert(kwargs[named])}
+    name = _state_name(args, kwargs)
+    return args, kwargs if name is None else kwargs | {name: convert(kwargs[name])}
 
 
-def _shapes(nest: Any) -> Any:
-    """Describe inputs: shapes of tensors, plain values as they are."""
-
-    def describe(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return tuple(leaf.shape)
-        return leaf if isinstance(leaf, (bool, int, str, type(None))) else type(leaf).__name__
-
-    leaves, spec = tree_flatten(nest)
-    return tuple(describe(leaf) for leaf in leaves), str(spec)
+def _rows(state: Any) -> int:
+    return len(state) if isinstance(state, (Tensor, list)) else 0
 
 
-def _described(output: Any) -> Any:
-    return tree_map_only(Tensor, lambda x: torch.empty_like(x, device="meta"), output), next(
-        (leaf.device for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)), None
-    )
+def _settings(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Describe what the shapes of a network's outputs depend on besides the number of rows: its
+    noisy input and plain settings, but no texts, whose lengths differ by prompt."""
+    state = _state(args, kwargs)
+    if isinstance(state, Tensor):
+        sizes: Any = state.shape[1:]
+    elif isinstance(state, list):
+        sizes = [x.shape for x in state[:1]]
+    else:
+        sizes = [x.shape for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
+    plain = (bool, int, str, type(None))
+    settings = [(k, v) for k, v in _named(args, kwargs).items() if isinstance(v, plain)]
+    return str((sizes, settings))
 
 
-def _zeros(described: Any) -> Any:
-    nest, device = described
-    leaves, spec = tree_flatten(nest)
-    return tree_unflatten(
-        [torch.zeros_like(x, device=device) if isinstance(x, Tensor) else x for x in leaves], spec
-    )
+class Shapes(NamedTuple):
+    """Describes what a network returns, for any number of rows."""
+
+    output: Any  # a nest of tensors on no device
+    device: torch.device | None
+    rows: int
+
+    @classmethod
+    def of(cls, output: Any, rows: int) -> Shapes:
+        """Describe an output for so many rows."""
+        tensors = [x for x in tree_flatten(output)[0] if isinstance(x, Tensor)]
+        described = tree_map_only(Tensor, lambda x: torch.empty_like(x, device="meta"), output)
+        return cls(described, tensors[0].device if tensors else None, rows)
+
+    def zeros(self, rows: int) -> Any:
+        """Make such an output for another number of rows, of zeros."""
+
+        def blank(leaf: Any) -> Any:
+            if isinstance(leaf, list):  # a tensor for every row
+                return [blank(leaf[0][None])[0] for _ in range(rows)]
+            if not isinstance(leaf, Tensor):
+                return leaf
+            many = leaf.ndim and len(leaf) == self.rows
+            shape = (rows, *leaf.shape[1:]) if many else leaf.shape
+            return torch.zeros(shape, dtype=leaf.dtype, device=self.device)
+
+        def by_row(nest: Any) -> bool:
+            return isinstance(nest, list) and len(nest) == self.rows > 0
+
+        return tree_map(blank, self.output, is_leaf=by_row)

@@ -17,6 +17,7 @@ from samplers.noise import Rng
 RNG = Rng.of("replay check")
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}  # of pixels in 0..1
 ROUGH = 0.1  # of pixels, in half precision
+FAILURES = (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError)
 
 
 def check_replay(policy: Any, prompts: list[Prompt]) -> None:
@@ -27,7 +28,18 @@ def check_replay(policy: Any, prompts: list[Prompt]) -> None:
     have no history. (c) Two prompts together give what each gives alone; where they do not, the
     policy asks for one row at a time from then on.
     """
-    pair = _different(prompts)
+    try:
+        _check(policy, _different(prompts))
+    except (UserError, torch.OutOfMemoryError):
+        raise
+    except FAILURES as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        raise UserError(
+            f"{policy.pipeline} cannot be replayed: its own code fails with {reason}"
+        ) from error
+
+
+def _check(policy: Any, pair: list[Prompt]) -> None:
     with torch.no_grad():
         if policy.together is None:
             policy.together = _rows_independent(policy, pair)

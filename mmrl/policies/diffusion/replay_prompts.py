@@ -17,10 +17,16 @@ from mmrl.policies.vlm.media import shown_image
 OURS = ("num_inference_steps", "latents", "generator", "output_type", "return_dict")
 EDITORS = ("Edit", "Kontext", "ImageToVideo", "Img2Img")  # pipelines that see a picture
 PICTURES = ("image", "images", "control_image")
+FRAMES = ("num_frames", "frames")  # what calls name the length of a video
+# what prompts say, by number; of all policies, so that a teacher knows its student's prompts
+_rows: dict[int, dict[str, Any]] = {}
 
 
 class PromptArguments:
-    """Keeps the prompts of a run by number, and makes a pipeline's arguments of them."""
+    """Numbers the prompts of a run, and makes a pipeline's arguments of numbers.
+
+    A number is a digest of what the prompt says, so it means the same in every process.
+    """
 
     def __init__(
         self,
@@ -35,8 +41,6 @@ class PromptArguments:
         self.call = call
         self.inputs = _inputs(pipeline, known) if inputs is None else inputs
         self.guidance = guidance_argument or _guidance(known)
-        self.rows: list[dict[str, Any]] = []
-        self.number: dict[str, int] = {}
         for name in (*call, *self.inputs, *([self.guidance] if self.guidance else [])):
             if name not in known or name in OURS or name == "self":
                 free = ", ".join(n for n in known if n not in (*OURS, "self"))
@@ -47,7 +51,8 @@ class PromptArguments:
 
     def sizes(self) -> tuple[tuple[int, int] | None, int | None]:
         """Return [height, width] and the frames that the call asks for; None where it does not."""
-        height, width, frames = (self.call.get(n) for n in ("height", "width", "num_frames"))
+        height, width = self.call.get("height"), self.call.get("width")
+        frames = next((self.call[name] for name in FRAMES if name in self.call), None)
         return (height, width) if height and width else None, frames
 
     def check_guidance(self, scale: float) -> None:
@@ -65,9 +70,24 @@ class PromptArguments:
 
     def of(self, numbers: Sequence[int], scale: float | None) -> dict[str, Any]:
         """Write the arguments for the prompts of these numbers, at a guidance scale (None: the
-        call's own)."""
-        rows = [self.rows[number] for number in numbers]
+        call's own). UserError where another policy has numbered them, by other inputs."""
+        if scale is not None:
+            self.check_guidance(scale)
+        rows = [_rows.get(number, {}) for number in numbers]
+        for row in rows:
+            if row.keys() != self.inputs.keys():
+                raise UserError(
+                    f"{self.pipeline} reads {', '.join(self.inputs)} of a prompt (policy option "
+                    f"inputs), and is asked about prompts of which {', '.join(row) or 'nothing'} "
+                    "was read"
+                )
         return self._written(rows, scale)
+
+    def shown(self, number: int) -> str:
+        """Describe a prompt for a sentence."""
+        values = _rows[number]
+        texts = [repr(value) for value in values.values() if isinstance(value, (str, int))]
+        return f"the prompt {', '.join(texts)}" if texts else f"a prompt of {', '.join(values)}"
 
     def example(self) -> dict[str, Any]:
         """Write arguments for a prompt that says nothing, to learn shapes and times."""
@@ -77,14 +97,15 @@ class PromptArguments:
         arguments = dict(self.call)
         for name in self.inputs:
             values = [row[name] for row in rows]
-            alone = len(values) == 1 and not isinstance(values[0], str)
+            # not every pipeline takes lists; classes come in them
+            alone = len(values) == 1 and not isinstance(values[0], int)
             arguments[name] = values[0] if alone else values
         if self.guidance is not None:
             arguments[self.guidance] = 1.0 if scale is None else float(scale)
             if self.guidance == "true_cfg_scale" and "negative_prompt" in self.known:
                 arguments.setdefault("negative_prompt", "")
         negative = arguments.get("negative_prompt")
-        if isinstance(negative, str):  # pipelines want as many as prompts
+        if isinstance(negative, str) and len(rows) > 1:  # pipelines want as many as prompts
             arguments["negative_prompt"] = [negative] * len(rows)
         return arguments
 
@@ -100,11 +121,9 @@ class PromptArguments:
             values[name] = shown_image(value, prompt) if name in PICTURES else value
             if name == "prompt" and not isinstance(value, str):
                 raise UserError(f"prompt {i}: {field!r} must be a text, not {value!r}")
-        key = _digest(values)
-        if key not in self.number:
-            self.number[key] = len(self.rows)
-            self.rows.append(values)
-        return self.number[key]
+        number = _digest(values)
+        _rows[number] = values
+        return number
 
     def _blank(self, name: str) -> Any:
         if name not in PICTURES:
@@ -134,9 +153,9 @@ def _guidance(known: Mapping[str, Parameter]) -> str | None:
     return "guidance_scale" if negative and "guidance_scale" in known else None
 
 
-def _digest(values: dict[str, Any]) -> str:
+def _digest(values: dict[str, Any]) -> int:
     digest = hashlib.sha256()
     for name, value in values.items():
         content = value.tobytes() if hasattr(value, "tobytes") else repr(value).encode()
         digest.update(f"{name} {getattr(value, 'size', '')} {len(content)} ".encode() + content)
-    return digest.hexdigest()
+    return int.from_bytes(digest.digest()[:8]) >> 1  # fits a long

@@ -37,29 +37,29 @@ def drive(scheduler: Any, replay: Any) -> Any:
     base = type(form)
     is_flow = isinstance(process_of(form), Flow)
 
-    @wraps(base.set_timesteps)
-    def set_timesteps(self: Any, *args: Any, **kwargs: Any) -> None:
-        base.set_timesteps(self, *args, **kwargs)
-        self.step_number = 0
-        replay.timetabled(self)
+    @wraps(form.set_timesteps)
+    def set_timesteps(*args: Any, **kwargs: Any) -> None:
+        base.set_timesteps(form, *args, **kwargs)
+        form.step_number = 0
+        replay.timetabled(form)
 
     def step(
-        self: Any, model_output: Tensor, timestep: Any, sample: Tensor, **kwargs: Any
+        model_output: Tensor, timestep: Any, sample: Tensor, *args: Any, **kwargs: Any
     ) -> SchedulerOutput | tuple[Tensor, ...]:
         state = replay.stepped(model_output, sample)
         if state is None:
-            state = _deterministic(self, base, model_output, timestep, sample)
-        self.step_number += 1
+            state = _deterministic(form, base, model_output, timestep, sample)
+        form.step_number += 1
         return SchedulerOutput(state) if kwargs.get("return_dict", True) else (state,)
 
-    def copied(self: Any, memo: Any) -> NoReturn:
+    def copied(memo: Any) -> NoReturn:
         raise UserError(
             f"{replay.name} cannot be replayed: it steps with a copy of its scheduler, so it has "
             "more than one state (sound beside pictures, say)"
         )
 
-    members = {"set_timesteps": set_timesteps, "step": step, "__deepcopy__": copied}
-    form.__class__ = type(base.__name__, (base,), members)
+    # of the object, as pipelines ask whether its class is FlowMatchEulerDiscreteScheduler itself
+    form.__dict__ |= {"set_timesteps": set_timesteps, "step": step, "__deepcopy__": copied}
     form.inverted = bool(form.config.get("invert_sigmas"))
     form.is_flow = is_flow
     form.step_number = 0
