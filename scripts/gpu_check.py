@@ -42,7 +42,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import measuring  # noqa: E402
 import random_models as models  # noqa: E402
 import torch  # noqa: E402
-from gpu_parts import PARTS, described, run  # noqa: E402
+from gpu_parts.listing import PARTS, described, run  # noqa: E402
 from gpu_parts.setting import Report, Setting  # noqa: E402
 from gpu_parts.supervision import Worker, recorded  # noqa: E402
 

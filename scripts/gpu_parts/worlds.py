@@ -29,6 +29,8 @@ SHARDS = {  # what `accelerate launch --use_fsdp --fsdp_version 2` says to its p
     "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
 }
 
+PRECISIONS = ("fp32", "bf16")
+
 
 def world_of_one(setting: Setting) -> Report:
     """Run an iteration alone, as the one copy of DDP and as the one shard of FSDP2, in each
@@ -37,7 +39,7 @@ def world_of_one(setting: Setting) -> Report:
     bf16, which the run alone keeps in float32."""
     make = partial(models.sd3, setting.scale)
     report: Report = {}
-    for precision in ("fp32", "bf16"):
+    for precision in PRECISIONS:
         alone, expected = _iterated(setting, make, precision)
         report[f"alone, {precision}"] = alone
         for name, environment in (("DDP", {}), ("FSDP2", SHARDS)):
