@@ -250,13 +250,13 @@ def _saved(nodes: set[Any], before: set[Any]) -> set[int]:
     """Return the storages that ``nodes``, and those behind them as far as ``before``, have saved
     for the way back."""
     storages: set[int] = set()
-    seen = set(before)
+    visited = set(before)
     waiting = list(nodes - before)
     while waiting:
         node = waiting.pop()
-        if node in seen:
+        if node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         names = [name for name in dir(node) if name.startswith("_saved_")]
         values = [getattr(node, name) for name in names] + list(getattr(node, "saved_tensors", ()))
         storages |= {x.untyped_storage()._cdata for x in values if isinstance(x, Tensor)}
