@@ -51,7 +51,7 @@ def tiny(setting: Setting) -> Report:
     """Run ``bench_iteration`` in both precisions, with its own result files."""
     ratios = {}
     options = (
-        ["--repeats", "1", "--prompts", "2", "--copies", "4", "--steps", "3"]
+        ["--repeats", "1", "--prompts", "2", "--copies", "4", "--steps", "3", "--threads", "1"]
         if setting.small
         else ["--repeats", "7"]
     )
