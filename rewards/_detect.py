@@ -109,13 +109,11 @@ class Detector:
         return [self.boxes(row, size) for row in rows]
 
     def boxes(self, row: dict[str, Tensor], size: tuple[int, int]) -> list[Detection]:
-        order = row["scores"].argsort(descending=True)[:MOST].tolist()
+        scores, labels = row["scores"].cpu(), row["labels"].tolist()  # one wait each, not per box
+        order = scores.argsort(descending=True)[:MOST].tolist()
         limit = torch.tensor([size[1], size[0]] * 2)
         boxes = row["boxes"].cpu().clamp(min=0).minimum(limit)
-        return [
-            Detection(self.names[int(row["labels"][i])], float(row["scores"][i]), boxes[i])
-            for i in order
-        ]
+        return [Detection(self.names[int(labels[i])], float(scores[i]), boxes[i]) for i in order]
 
     def instances(
         self, classes: Tensor, masks: Tensor, part: tuple[float, float], size: tuple[int, int]

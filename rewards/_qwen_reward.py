@@ -44,10 +44,8 @@ class QwenReward(nn.Module):
         places = torch.arange(ids.shape[1], device=ids.device).expand(3, *ids.shape)
         # [N, T, W]
         hidden = self.backbone(**batch, position_ids=places, use_cache=False).last_hidden_state
-        rewards = [
-            self.head(hidden[torch.arange(len(ids)), last_place(ids, token)].float())
-            for token in self.tokens
-        ]
+        rows = torch.arange(len(ids), device=ids.device)
+        rewards = [self.head(hidden[rows, last_place(ids, token)].float()) for token in self.tokens]
         return torch.stack(rewards, dim=1)
 
 

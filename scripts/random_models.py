@@ -17,6 +17,7 @@ from mmrl.policies.diffusion.models.sd3 import SD3
 from mmrl.policies.diffusion.models.wan import Wan
 from mmrl.policies.diffusion.pipeline_policy import FolderPolicy
 from mmrl.policies.diffusion.video_pipeline import standardised
+from mmrl.policies.quantization import Quantization, quantize
 from samplers.noise import Rng
 from samplers.schedules import flow_match_euler, shifted
 
@@ -71,7 +72,12 @@ class RandomSD3(Random, SD3):
     """Builds Stable Diffusion 3.5 medium, weights in bf16."""
 
     def __init__(
-        self, scale: Scale, attention: str = "auto", compile: bool | str = False, **options: Any
+        self,
+        scale: Scale,
+        attention: str = "auto",
+        compile: bool | str = False,
+        quantization: Quantization | None = None,
+        **options: Any,
     ):
         from diffusers import AutoencoderKL, SD3Transformer2DModel
 
@@ -105,6 +111,7 @@ class RandomSD3(Random, SD3):
                 scaling_factor=1.5,
                 shift_factor=0.06,
             )
+        quantize(net, quantization)
         self.begin_with(
             net,
             attention,

@@ -99,15 +99,34 @@ class Row:
         if inner:
             self.passed.setdefault(key, []).append(place)
         written = Parts()
-        casts = self.timeline.casts
-        with _spied(_cache(leaves, place), written):
+        first = len(self.timeline.casts)
+        layer = _cache(leaves, place)
+        before = _nodes([*leaves, *_held(layer)])
+        with _spied(layer, written):
             output = forward(*args, **options)
         if inner:
-            look = Look.of(leaves, output, written, self.timeline.casts - casts)
-            if look is not None:
-                self.looks[key] = look
+            self._look(key, leaves, output, written, dict(self.timeline.casts[first:]), before)
         _mark_gradient(output, mark, self.timeline)
         return output
+
+    def _look(
+        self,
+        key: Any,
+        leaves: list[Any],
+        output: Any,
+        written: Parts,
+        casts: dict[int, int],
+        before: set[Any],
+    ) -> None:
+        """Remember what a block looks like, with what outlives it, until the way back or only until
+        cache and autocast end: keys and values, and weights in half precision."""
+        if not self.timeline.checkpointing and (casts or written.numbers):
+            held = _saved(_nodes(tree_flatten(output)[0]), before)
+            written.saved = frozenset(n for x, n in written.numbers.items() if x in held)
+            casts = {x: size for x, size in casts.items() if x not in held}
+        look = Look.of(leaves, output, written, sum(casts.values()))
+        if look is not None:
+            self.looks[key] = look
 
     def _follows(self, key: Any, place: int) -> bool:
         """Tell whether blocks were passed through by which the ways back of this one and, if it is
@@ -206,6 +225,7 @@ class Parts:
     parts: list[Any] = field(default_factory=list)  # ``Part``, or what is no tensor of its own
     storages: list[int] = field(default_factory=list)  # bytes
     numbers: dict[int, int] = field(default_factory=dict)
+    saved: frozenset[int] = frozenset()  # storages that the way back holds
 
     def add(self, leaf: Tensor) -> None:
         """Look at a fake tensor."""
@@ -221,6 +241,29 @@ class Parts:
         self.parts.append(part)
 
 
+def _nodes(leaves: Sequence[Any]) -> set[Any]:
+    """Return the nodes of autograd's graph that tensors come from."""
+    return {x.grad_fn for x in leaves if isinstance(x, Tensor) and x.grad_fn is not None}
+
+
+def _saved(nodes: set[Any], before: set[Any]) -> set[int]:
+    """Return the storages that ``nodes``, and those behind them as far as ``before``, have saved
+    for the way back."""
+    storages: set[int] = set()
+    visited = set(before)
+    waiting = list(nodes - before)
+    while waiting:
+        node = waiting.pop()
+        if node in visited:
+            continue
+        visited.add(node)
+        names = [name for name in dir(node) if name.startswith("_saved_")]
+        values = [getattr(node, name) for name in names] + list(getattr(node, "saved_tensors", ()))
+        storages |= {x.untyped_storage()._cdata for x in values if isinstance(x, Tensor)}
+        waiting += [following for following, _ in node.next_functions if following is not None]
+    return storages
+
+
 @dataclass
 class Look:
     """Holds what a block looks like from outside: which of its outputs are inputs (their number),
@@ -229,7 +272,9 @@ class Look:
     spec: TreeSpec
     outputs: Parts
     written: Parts
-    casts: int  # bytes of weights in half precision that autocast keeps until it ends
+    # bytes of weights in half precision that autocast alone keeps until it ends: of a pass that
+    # saves activations those of biases, as the way back holds the others
+    casts: int
 
     @classmethod
     def of(cls, leaves: list[Any], output: Any, written: Parts, casts: int) -> Look | None:
@@ -254,7 +299,7 @@ class Look:
     def stand_in(self, leaves: list[Any], mark: Mark, timeline: Timeline) -> Any:
         """Return what a block returns for these inputs, and write into its cache what it writes."""
         inputs = [x for x in leaves if isinstance(x, FakeTensor)]
-        if self.casts and (timeline.checkpointing or not torch.is_grad_enabled()):
+        if self.casts:
             _keep_casts(inputs[0], self.casts)
         if self.written.parts:
             written = _StandIn.apply(self.written, None, timeline, *inputs)
@@ -269,8 +314,7 @@ class Look:
 
 @torch.no_grad()
 def _keep_casts(some: Tensor, size: int) -> None:
-    """Have autocast keep so many bytes until it ends, as it keeps a block's weights. Where a pass
-    saves activations these have them too, and end with the block's way back instead."""
+    """Have autocast keep so many bytes until it ends, as it keeps a block's weights."""
     # of one number that is repeated, since autocast keeps what it converted as well
     weight = some.new_empty_strided(
         (1, size // 2 - 2), (0, 0), dtype=torch.float32
@@ -299,6 +343,7 @@ class _StandIn(torch.autograd.Function):
             buffer = buffers[part.storage]
             with torch._C._AutoDispatchBelowAutograd():  # a view would keep its base
                 results.append(buffer.as_strided(part.shape, part.stride, part.offset))
+        ctx.save_for_backward(*(x for x, p in zip(results, parts) if p.storage in described.saved))
         ctx.mark_non_differentiable(*(x for x, p in zip(results, parts) if not p.trained))
         return tuple(results)
 
@@ -320,6 +365,11 @@ def _cache(leaves: list[Any], place: int) -> Any:
         if isinstance(layers, list) and place < len(layers) and hasattr(layers[place], "update"):
             return layers[place]
     return None
+
+
+def _held(layer: Any) -> list[Any]:
+    """Return the keys and values that a layer of a cache holds."""
+    return [getattr(layer, name, None) for name in ("keys", "values")]
 
 
 @contextmanager

@@ -64,7 +64,8 @@ class Timeline:
     def __init__(self, now: Callable[[], Sizes], checkpointing: bool = False):
         self.now = now
         self.checkpointing = checkpointing  # blocks are computed again on the way back
-        self.casts = 0  # bytes of trained weights that were converted
+        # (storage, bytes) of trained weights that were converted
+        self.casts: list[tuple[int, int]] = []
         self.events: list[Event] = []
         self.marks: list[Mark] = []
         self.ends_forward = -1  # number of events on the way there

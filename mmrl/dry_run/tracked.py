@@ -8,10 +8,9 @@ its arithmetic or its traffic with memory, whichever is longer (Williams et al. 
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import torch
@@ -26,7 +25,6 @@ from mmrl.dry_run.blocks import sparing
 from mmrl.dry_run.timeline import Event, Operation, Sizes, Timeline
 from mmrl.utils.cards import MATMUL_SHARE, MEMORY_SHARE, Card
 
-logger = logging.getLogger(__name__)
 PARTS = {
     "Parameter": "parameters",
     "Buffer": "buffers",
@@ -73,8 +71,9 @@ class Tracker(MemTracker):
             kind = self._kind()
             for tensor in tensors:
                 self._track(kind, tensor)
-        if func is torch.ops.aten._to_copy.default and isinstance(args[0], nn.Parameter):
-            self.timeline.casts += args[0].requires_grad * produced.nbytes
+        if func is torch.ops.aten._to_copy.default and _is_trained(args[0]):
+            cast = (produced.untyped_storage()._cdata, produced.nbytes)
+            self.timeline.casts.append(cast)
         self.timeline.events.append(Event(self._now(), _operation(func, args, kwargs, produced)))
         return produced
 
@@ -198,6 +197,7 @@ class Work:
 
     memory: dict[str, int]
     operations: list[Operation] = field(default_factory=list)
+    fell_back: str = ""  # why equal blocks could not be spared, where they were to be
 
     @property
     def flops(self) -> float:
@@ -210,6 +210,10 @@ class Work:
             peak = (card.half if half else card.single) * MATMUL_SHARE
             total += max(flops / peak, traffic / (card.bandwidth * MEMORY_SHARE))
         return total
+
+
+def _is_trained(tensor: Any) -> bool:
+    return isinstance(tensor, nn.Parameter) and tensor.requires_grad
 
 
 def _free(name: str) -> bool:
@@ -255,10 +259,12 @@ def passed(
     checkpointing: bool = False,
 ) -> tuple[Work, Work]:
     """Run ``work``, which may call the tracker's ``turn`` where the way there ends; return what it
-    took, and what the way there took.
+    took, and what the way there took. Where equal blocks cannot be spared ``fell_back`` of both
+    says why.
 
     checkpointing: blocks are computed again on the way back.
     """
+    fell_back = ""
     if spare:
         tracker = Tracker(checkpointing)
         tracker.track_external(*modules, *others)
@@ -266,15 +272,16 @@ def passed(
             with sparing(modules, tracker.timeline), tracker:
                 work(tracker)
             return tracker.work()
-        # code that looks into a block may fail; the whole pass says what is wrong with it
+        # a network's code may look into a block's outputs in any way, and fail with anything
         except Exception as error:
-            logger.debug("equal blocks are not spared: %r", error)
+            fell_back = f"{type(error).__name__}: {error}"
             _forget(modules)
     tracker = Tracker()
     tracker.track_external(*modules, *others)
     with tracker:
         work(tracker)
-    return tracker.work()
+    whole, forward = tracker.work()
+    return replace(whole, fell_back=fell_back), replace(forward, fell_back=fell_back)
 
 
 def _forget(modules: Sequence[nn.Module]) -> None:

@@ -1,10 +1,11 @@
 """Passing through a few of a network's equal blocks gives what passing through all of them does, to
-the byte and operation by operation, for the networks here; a Qwen2.5-VL trained whole without
-checkpointing is known to differ (docs/scale.md)."""
+the byte and operation by operation, for the networks here."""
 
 from __future__ import annotations
 
 from functools import partial
+from itertools import islice
+from types import SimpleNamespace
 
 import diffusers
 import pytest
@@ -16,8 +17,10 @@ from mmrl.config.options import TrainOptions
 from mmrl.core.registry import POLICIES, load_built_in
 from mmrl.dry_run import blocks, rehearsal
 from mmrl.dry_run.fakes import Fakes
+from mmrl.dry_run.page import device_lines
 from mmrl.dry_run.rehearsal import Stage, rehearse
 from mmrl.policies.lora import Lora, add_lora
+from mmrl.utils.cards import devices
 
 load_built_in()
 FLUX = {
@@ -31,6 +34,7 @@ FLUX = {
     "pooled_projection_dim": 32,
 }
 HALF = TrainOptions(2, 2, 4, 1, precision="bf16", gradient_checkpointing=True)
+KEPT = TrainOptions(2, 2, 4, 1, precision="bf16")  # all activations
 
 
 def flux(lora: int | None, precision: bool, checkpointing: bool) -> Stage:
@@ -61,13 +65,13 @@ def flux(lora: int | None, precision: bool, checkpointing: bool) -> Stage:
     return Stage(net, 2, score, checkpointing=checkpointing)
 
 
-def vlm(folder, train: TrainOptions, options: dict) -> Stage:
+def vlm(folder, train: TrainOptions, options: dict, layers: int = 8, depth: int = 16) -> Stage:
     """A small Qwen2.5-VL: prompts read once for all answers, and a tower of two kinds of blocks."""
     from transformers import Qwen2_5_VLConfig
 
     text = {
         "hidden_size": 64,
-        "num_hidden_layers": 8,
+        "num_hidden_layers": layers,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "intermediate_size": 96,
@@ -77,10 +81,10 @@ def vlm(folder, train: TrainOptions, options: dict) -> Stage:
     vision = {
         "hidden_size": 64,
         "num_heads": 4,
-        "depth": 16,
+        "depth": depth,
         "out_hidden_size": 64,
         "intermediate_size": 96,
-        "fullatt_block_indexes": [7, 15],
+        "fullatt_block_indexes": [7, depth - 1],
     }
     Qwen2_5_VLConfig(text_config=text, vision_config=vision).save_pretrained(folder)
     chosen = {"path": str(folder), "max_new_tokens": 12} | options
@@ -117,8 +121,16 @@ def test_a_flow_network_is_measured_as_if_all_of_it_was_passed_through(
     assert both(partial(flux, lora, half, checkpointing), monkeypatch) == 1 + 2
 
 
-def test_shared_prompts_and_towers_are_measured_alike(monkeypatch, tmp_path):
-    assert both(lambda: vlm(tmp_path, HALF, {"lora": 2}), monkeypatch) >= 14
+@pytest.mark.parametrize(
+    ("train", "options", "sizes", "least"),
+    # trained whole, the way back holds values of the cache, and autocast alone casts of biases
+    [(HALF, {"lora": 2}, (8, 16), 14), (KEPT, {}, (6, 1), 2)],
+    ids=["adapters", "whole"],
+)
+def test_shared_prompts_and_towers_are_measured_alike(
+    train, options, sizes, least, monkeypatch, tmp_path
+):
+    assert both(lambda: vlm(tmp_path, train, options, *sizes), monkeypatch) >= least
 
 
 class Row(nn.Module):
@@ -148,6 +160,21 @@ def row(count: int, odd: int) -> Stage:
 @pytest.mark.parametrize(("count", "stood_in"), [(5, 0), (9, 4)])
 def test_few_blocks_are_all_passed_through(count, stood_in, monkeypatch):
     assert both(partial(row, count, -1), monkeypatch) == stood_in
+
+
+def test_a_network_whose_blocks_cannot_be_spared_is_passed_through_and_says_why(monkeypatch):
+    def refused(*_):
+        raise AttributeError("no such output")
+
+    monkeypatch.setattr(blocks.Look, "stand_in", refused)
+    fast = rehearse(row(9, -1), spare=True)
+    slow = rehearse(row(9, -1), spare=False)
+    assert fast.update.fell_back == "AttributeError: no such output" and not slow.update.fell_back
+    assert fast.update.memory == slow.update.memory
+    run = SimpleNamespace(measured=fast)
+    guess = SimpleNamespace(sharded=False, devices=devices("H100"))
+    line = list(islice(device_lines(run, guess), 2))[1]
+    assert "all were passed through" in line and line.endswith("AttributeError: no such output")
 
 
 def test_the_tracker_sees_the_peak_that_torchs_own_sees():

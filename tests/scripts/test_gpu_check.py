@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -12,13 +13,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.fixtures import supervised_job
+
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 
 @pytest.fixture(scope="module")
 def check():
     sys.path.insert(0, str(SCRIPTS))
-    yield importlib.import_module("gpu_check")
+    module = importlib.import_module("gpu_check")
+    module.parts = importlib.import_module("gpu_parts.listing")
+    yield module
     sys.path.remove(str(SCRIPTS))
 
 
@@ -32,44 +37,71 @@ def test_without_a_gpu_it_says_so_and_all_is_well(check, capsys, tmp_path):
 
 
 @pytest.mark.slow
-def test_every_part_runs_in_small(check, tmp_path):
-    parts = ["attention", "backends", "video", "gap"]
-    assert check.main(["--small", "--repeats", "1", "--out", str(tmp_path), "--only", *parts]) == 0
+def test_parts_run_in_small(check, tmp_path, monkeypatch):
+    monkeypatch.setattr(check.parts.worlds, "PRECISIONS", ("fp32",))
+    parts = ["world_of_one", "sleep"]
+    words = ["--small", "--here", "--repeats", "1", "--out", str(tmp_path), "--only", *parts]
+    assert check.main(words) == 0
     report = json.loads((tmp_path / "gpu.json").read_text())["parts"]
     assert list(report) == parts
-    assert report["attention"]["milliseconds"]["torch's choice"] > 0
-    for network in ("image", "video"):
-        assert (
-            report["backends"][network]["sdpa"]["apart"] == 0
-            and report["backends"][network]["auto"] == "sdpa"
-        )
-        assert "needs a CUDA device" in report["backends"][network]["xformers"]
-    assert report["video"]["share of the peak"] > 0 and report["video"]["ratio"] > 0
-    assert report["video"]["teraflop an iteration"] > 0
-    assert set(report["gap"]["video, bf16 weights"]) == {"1", "2", "4", "8", "16"}
-    assert report["gap"]["image, bf16 weights"]["8"] == 0.0
+    worlds = report["world_of_one"]
+    assert all(world["ratio/max_deviation"] == 0 for name, world in worlds.items() if "," in name)
+    for name, wrapper in (
+        ("DDP", "DistributedDataParallel"),
+        ("FSDP2", "FSDPSD3Transformer2DModel"),
+    ):
+        assert worlds[f"{name}, fp32"]["wrapped"] == wrapper
+        assert worlds[f"{name}, fp32"]["apart"] == 0.0, "one copy or shard is the whole"
+    for placement in report["sleep"]["text encoders"].values():
+        assert placement["known text is the same"] and placement["encoded twice"] == 2
     page = (tmp_path / "gpu.md").read_text()
-    assert page.count("times as fast") == 1 and "matmul peak" in page
+    assert all(f"## {name} (" in page for name in parts)
 
 
 def test_a_part_that_fails_is_written_down_and_the_status_says_so(check, tmp_path, monkeypatch):
-    monkeypatch.setitem(check.PARTS, "gap", lambda args: 1 / 0)
-    monkeypatch.setitem(check.PARTS, "memory", lambda args: {"fine": 1})
-    assert check.main(["--small", "--out", str(tmp_path), "--only", "gap", "memory"]) == 1
+    def not_here(setting):
+        raise check.parts.NotInstalled("a package")
+
+    for name, part in (
+        ("gap", lambda setting: 1 / 0),
+        ("tiny", lambda setting: sys.exit(2)),
+        ("memory", lambda setting: {"fine": 1}),
+        ("vllm", not_here),
+    ):
+        monkeypatch.setitem(check.PARTS, name, check.parts.Part(part, 10))
+    words = ["--small", "--here", "--out", str(tmp_path), "--only", "gap", "tiny", "memory", "vllm"]
+    assert check.main(words) == 1
     parts = json.loads((tmp_path / "gpu.json").read_text())["parts"]
     assert "ZeroDivisionError" in parts["gap"]["failed"] and parts["memory"]["fine"] == 1
+    assert "SystemExit" in parts["tiny"]["failed"]
+    assert parts["vllm"]["not installed"] == "a package"
+
+
+def test_what_begins_after_the_end_is_left_out(check, tmp_path):
+    words = ["--small", "--out", str(tmp_path), "--minutes", "0.1", "--only", "image", "gap"]
+    assert check.main(words) == 0
+    parts = json.loads((tmp_path / "gpu.json").read_text())["parts"]
+    assert all(part["left out"].startswith("no time") for part in parts.values())
+
+
+def test_a_part_that_hangs_or_dies_takes_no_other_with_it(check):
+    worker = check.Worker(supervised_job.job)
+    try:
+        first, second = (worker.ask("works", 60)["process"] for _ in range(2))
+        assert first == second != os.getpid()
+        assert "status 7" in worker.ask("dies", 60)["failed"]
+        hangs = worker.ask("hangs", 0.3)
+        assert hangs["hung"] and "not over" in hangs["failed"]
+        failing = worker.ask("fails", 60)["process"]
+        assert worker.ask("works", 60)["process"] not in (first, failing)
+    finally:
+        worker.end()
 
 
 def test_the_straightforward_loop_for_wan_does_the_same_work(check):
-    agreement = check.bench.agreement(
+    agreement = check.parts.iterations.bench.agreement(
         partial(check.models.wan, check.models.SMALL, steps=3),
-        check.work(argparse_like(check)),
+        check.Setting(check.models.SMALL, Path()).work(),
         check.models.PlainWan,
     )
     assert agreement["weights"] < 1e-10 and agreement["weights_moved"] > 1e-6
-
-
-def argparse_like(check):
-    from types import SimpleNamespace
-
-    return SimpleNamespace(scale=check.models.SMALL)

@@ -1,0 +1,1 @@
+"""Holds the parts of gpu_check.py; ``listing`` names them all."""

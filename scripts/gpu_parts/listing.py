@@ -1,0 +1,56 @@
+"""Lists the parts of gpu_check.py, in the order of their importance, with the seconds that each may
+take on an H100."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gpu_parts import engines, iterations, kernels, prediction, savings, worlds
+from gpu_parts.setting import NotInstalled, Report, Setting, free
+
+
+@dataclass(frozen=True)
+class Part:
+    """Describes a part. alone: its process is no good for others afterwards."""
+
+    run: Callable[[Setting], Report]
+    seconds: int
+    alone: bool = False
+
+
+PARTS = {
+    "world_of_one": Part(worlds.world_of_one, 120),
+    "image": Part(iterations.image, 90),
+    "mfu": Part(prediction.mfu, 60),
+    "quantized": Part(savings.quantized, 60),
+    "sampling": Part(kernels.sampling, 60),
+    "sleep": Part(savings.sleep, 40),
+    "context_parallel": Part(worlds.context_parallel, 60),
+    "tests": Part(iterations.tests, 150),
+    "gap": Part(iterations.gap, 40),
+    "attention": Part(kernels.attention, 20),
+    "backends": Part(kernels.backends, 40),
+    "adamw_8bit": Part(savings.optimizer_8bit, 40),
+    "vllm": Part(engines.vllm, 120, alone=True),
+    "memory": Part(iterations.memory, 60),
+    "compiled": Part(iterations.compiled, 120),
+    "video": Part(iterations.video, 90),
+    "tiny": Part(iterations.tiny, 60),
+}
+
+
+def run(name: str, seconds: float, setting: Setting) -> Report:
+    """Run a part that may take so many seconds; a package that is not there is no failure."""
+    free()
+    try:
+        report = PARTS[name].run(replace(setting, seconds=seconds))
+    except NotInstalled as missing:
+        report = {"not installed": str(missing)}
+    return report | ({"alone": True} if PARTS[name].alone else {})
+
+
+def described(name: str) -> Any:
+    """Return the sentence that says what a part measures."""
+    return PARTS[name].run.__doc__ or ""
