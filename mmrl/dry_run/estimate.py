@@ -161,6 +161,12 @@ def _stage(report: Report, resolved: Resolved, options: dict[str, Any]) -> rehea
         stage = rehearsal.tokens(report.path, entry, options, train, rows, train.group_size)
         if stage is not None:
             return stage
+    if report.policy == "pipeline":
+        raise UserError(
+            "--devices: policy pipeline runs diffusers' own code, which is not rehearsed; rehearse "
+            "the family of its network, where it has one (mmrl list policies), or leave --devices "
+            "out"
+        )
     raise UserError(
         f"--devices: the architecture of {report.path or report.policy} is not known here; "
         "give policy.path a local folder with its config files, or leave --devices out"
