@@ -95,8 +95,8 @@ def test_capabilities_hold_what_they_say(name):
     }
     assert {key: getattr(can, key) for key in offers} == offers
     assert can.decisions == "gaussian" or entry.noise is Policy.noise
-    # its published folder has no encoder of its tokens; a pipeline's call only decodes
-    assert can.demonstrations == (name not in ("glm_image", "pipeline"))
+    # its published folder has no encoder of its tokens
+    assert can.demonstrations == (name != "glm_image")
     assert entry.demonstrate is not Policy.demonstrate
 
 
