@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import os
 import socket
+import uuid
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -15,6 +16,7 @@ from mmrl.core.errors import UserError
 SUPPORTED = "2.60"  # its log records are read, which are no public interface
 INSTALL = "pip install 'multimodal-rl[ray]'"
 NAMESPACE = "mmrl"
+OWNER = "MMRL_RAY_OWNER"  # whose places those are that a process reserves
 NAMES = {"CPU": "CPUs", "GPU": "GPUs"}
 Bundle = Mapping[str, float]
 
@@ -121,7 +123,8 @@ def reserve(
     fit, or others hold them for ``timeout`` seconds."""
     check_fit(ray, bundles, what)
     util = importlib.import_module("ray.util")
-    group = util.placement_group([dict(bundle) for bundle in bundles], strategy=strategy)
+    name = f"{os.environ.get(OWNER, '')}{uuid.uuid4().hex}"
+    group = util.placement_group([dict(bundle) for bundle in bundles], strategy, name)
     if not group.wait(timeout):
         free = ray.available_resources()
         util.remove_placement_group(group)
@@ -136,6 +139,17 @@ def reserve(
 def release(group: Any) -> None:
     """Give a placement group back."""
     importlib.import_module("ray.util").remove_placement_group(group)
+
+
+def release_left(owner: str) -> None:
+    """Give back what processes that had ``owner`` in their environment have reserved and left.
+
+    Ray keeps a group that an actor has made until the whole job ends, also when the actor has died.
+    """
+    util = importlib.import_module("ray.util")
+    for entry in util.placement_group_table().values():
+        if entry["name"].startswith(owner) and entry["state"] != "REMOVED":
+            util.remove_placement_group(util.get_placement_group(entry["name"]))
 
 
 def strategy_of(group: Any, index: int = -1) -> Any:

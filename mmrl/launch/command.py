@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -106,6 +107,7 @@ class Driver:
     signals: Signals = field(default_factory=lambda: Signals(lambda: None))
     ranks: list[Any] = field(default_factory=list)
     names: list[str] = field(default_factory=list)  # where each rank runs
+    owner: str = field(default_factory=lambda: uuid.uuid4().hex)  # of what the trainers reserve
 
     def run(self, job: Job) -> int:
         """Train to the end; after a loss from the last checkpoint, ``max_restarts`` times."""
@@ -155,6 +157,7 @@ class Driver:
             for actor in [*self.ranks, control]:
                 self.ray.kill(actor)
             connection.release(group)
+            connection.release_left(self.owner)
 
     def _followed(self, job: Job, control: Any) -> int:
         """Let all ranks train; wait for them."""
@@ -168,7 +171,7 @@ class Driver:
         refs = {}
         for rank, actor in enumerate(self.ranks):
             surroundings = environment(rank, len(self.ranks), started[0].address, port, gpus)
-            surroundings |= STRATEGIES[self.options.strategy]
+            surroundings |= STRATEGIES[self.options.strategy] | {connection.OWNER: self.owner}
             refs[actor.train.remote(job, surroundings)] = rank
         return self._awaited(refs, control)
 

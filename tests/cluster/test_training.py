@@ -88,12 +88,15 @@ def test_two_trainers_with_half_of_the_model_each_are_one_process(cluster, desk)
 
 
 def test_a_trainer_that_dies_goes_on_and_workers_sample_the_same(cluster, desk, capsys):
+    ray = pytest.importorskip("ray")
     assert on_ray("dies.yaml", "died", "ray.rollout_workers=2", "ray.staleness=0") == 0
     printed = capsys.readouterr().out
     assert "trainer 0 (process " in printed and "the last words of a trainer" in printed
     assert "going on from the last checkpoint (1 of 3 restarts)" in printed
     assert (desk / "calls").stat().st_size > 3
     assert equal(desk / "alone", desk / "died")
+    # what the dead trainer had reserved for its rollout workers is free again
+    waiting.until(lambda: ray.available_resources().get("CPU") == ray.cluster_resources()["CPU"])
 
 
 def test_samples_drawn_ahead_are_corrected_and_two_such_runs_are_equal(cluster, desk):
