@@ -19,10 +19,12 @@ from mmrl.config.schema import Resolved, construct, resolve
 from mmrl.core.errors import UserError
 from mmrl.core.registry import OBJECTIVES, OPTIMIZERS, POLICIES
 from mmrl.core.registry import options as options_of
-from mmrl.dry_run import costs, published, untrained
+from mmrl.dry_run import costs, published
 from mmrl.dry_run.hollow import Counted, Hollow, counted, hollow
+from mmrl.dry_run.stand_in import folder_at, stand_in
 from mmrl.dry_run.weightless import folder_of, sizes_of
 from mmrl.policies.base import RolloutContext
+from mmrl.policies.diffusion.any_pipeline import AnyPipeline
 from mmrl.policies.diffusion.pipeline_policy import FolderPolicy
 from mmrl.policies.lora import Lora
 from mmrl.policies.quantization import Blocks, blocks_of
@@ -56,6 +58,7 @@ class Report:
     sharded: float | None = None
     unknown: tuple[str, ...] = ()
     account: tuple[str, ...] = ()  # what was read of the data
+    stand_in: str = ""  # the family that is looked at in place of a replayed pipeline
 
 
 def dry_run(path: Path, overrides: Sequence[str] = (), processes: int = 1) -> Report:
@@ -74,6 +77,9 @@ def dry_run(path: Path, overrides: Sequence[str] = (), processes: int = 1) -> Re
     _, summaries = read_data(configuration)
     accounts = tuple(line for summary in summaries for line in summary.lines())
     report = Report(name, str(policy.options.get("path", "")), plan, train, account=accounts)
+    if policy.entry is AnyPipeline:
+        family, policy = stand_in(policy)
+        report = replace(report, stand_in=family)
     entry = policy.entry
     if isinstance(entry, type) and issubclass(entry, FolderPolicy):
         report = _of_folder(report, entry, policy, configuration)
@@ -150,12 +156,6 @@ def optimizer_bytes(configuration: configs.Config) -> float:
     return sum(x.nbytes for x in tensors) / weight.numel()
 
 
-def folder_at(path: str) -> Path | None:
-    """Find the config files of a model: a local folder, what was built of the embedded world, or
-    the table of published models."""
-    return folder_of(path) or published.folder(path) or untrained.folder(path)
-
-
 def _why(path: str) -> str:
     if path.startswith("world:") and folder_of(path) is None:
         return (
@@ -228,7 +228,12 @@ def _of_others(report: Report, resolved: Resolved, configuration: configs.Config
         blocks=sizes.blocks,
     )
     unknown = [] if sizes.trained is not None else ["how many parameters the adapters have (lora)"]
-    if not sizes.layers:
+    if resolved.entry is AnyPipeline:
+        unknown.append(
+            "passes of the network and what activations take: no family of mmrl has this pipeline, "
+            "whose own code decides it"
+        )
+    elif not sizes.layers:
         unknown.append("the layers of this network: what activations take")
     elif prompt:
         unknown.append("tokens of prompts: the most that budgets.prompt_tokens allows are counted")

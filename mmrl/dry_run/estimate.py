@@ -15,8 +15,9 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES
 from mmrl.dry_run import rehearsal
 from mmrl.dry_run.costs import BYTES
-from mmrl.dry_run.dryrun import Report, dry_run, folder_at, optimizer_bytes
+from mmrl.dry_run.dryrun import Report, dry_run, optimizer_bytes
 from mmrl.dry_run.rehearsal import Rehearsed, rehearse
+from mmrl.dry_run.stand_in import folder_at, stand_in
 from mmrl.policies.diffusion.pipeline_policy import FolderPolicy
 from mmrl.policies.image_tokens.network import ImageNet
 from mmrl.run.build import read
@@ -88,6 +89,7 @@ def measure(path: Any, overrides: Any, processes: int, known: Known | None = Non
         configuration["policy"], POLICIES, configuration.place(("policy",)), problems
     )
     configs.raise_all(problems)
+    _, resolved = stand_in(resolved)
     options = construct(resolved.options)
     known = {} if known is None else known
     key = _decides(report, options)
@@ -163,9 +165,8 @@ def _stage(report: Report, resolved: Resolved, options: dict[str, Any]) -> rehea
             return stage
     if report.policy == "pipeline":
         raise UserError(
-            "--devices: policy pipeline runs diffusers' own code, which is not rehearsed; rehearse "
-            "the family of its network, where it has one (mmrl list policies), or leave --devices "
-            "out"
+            "--devices: policy pipeline runs diffusers' own code, which is rehearsed by the family "
+            "of the same pipeline (mmrl list policies), and this one has none; leave --devices out"
         )
     raise UserError(
         f"--devices: the architecture of {report.path or report.policy} is not known here; "

@@ -17,7 +17,8 @@ def lines(report: Report) -> Iterator[str]:
     """Return the report's lines, each a name and its numbers."""
     plan = report.plan
     train = report.train
-    yield f"policy      {report.policy}: {report.path}"
+    reckoned = f", looked at as policy {report.stand_in}" if report.stand_in else ""
+    yield f"policy      {report.policy}: {report.path}{reckoned}"
     for line in report.account:
         yield f"data        {line}"
     yield from _sample(report)
@@ -64,7 +65,7 @@ def _sample(report: Report) -> Iterator[str]:
 
 def _forwards(report: Report) -> Iterator[str]:
     counts = report.counted
-    if counts is None:
+    if counts is None or (report.policy == "pipeline" and not report.stand_in):
         return
     kind = "rows of the network" if report.shape else "answers"
     training = "an unknown number" if counts.training is None else f"{counts.training:,}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,11 +15,15 @@ from mmrl.config.options import TrainOptions
 from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES, load_built_in
 from mmrl.dry_run import architectures, rehearsal
+from mmrl.dry_run.dryrun import dry_run
 from mmrl.dry_run.estimate import Run, estimate, fit, measure
+from mmrl.dry_run.page import lines
 from mmrl.dry_run.tracked import tracked
 from mmrl.utils.cards import CARDS, Devices, devices
 from samplers.noise import Rng
 from tests.fixtures import tiny_diffusers
+from tests.policies.diffusion.test_any_pipeline import FAMILIES, place_of
+from tests.policies.diffusion.test_any_pipeline import make as replayed
 from tests.policies.diffusion.test_folder_families import CASES, PROMPTS, make
 
 load_built_in()
@@ -63,6 +69,40 @@ def test_adapters_and_checkpointing_are_those_of_a_real_pass():
     assert guess.trained == sum(p.numel() for p in policy.net.parameters() if p.requires_grad)
     assert guess.update.memory["total"] == pytest.approx(measured.memory["total"], rel=0.1)
     assert 2 < guess.update.flops / guess.sampling.flops < 3.5
+
+
+@pytest.mark.parametrize("name", ["sd3", "flux"])
+def test_a_replayed_pipeline_is_looked_at_by_its_family(name):
+    """Against a real pass of the replay, whose networks make the same ones."""
+    options = {"guidance_scale": 2.0} if name == "sd3" else {"lora": 2}
+    _, call = FAMILIES[name]
+    policy = replayed(name, call, fixed_batch_rows=2, **options)
+    with torch.no_grad():
+        rollout = policy.rollout(PROMPTS[:1], 2, Rng.of("same"))
+    point = next(iter(policy.path(rollout)))
+    real = tracked(lambda: policy.dist(point).log_prob(point.target).sum().backward(), [policy.net])
+    written = {"path": place_of(name), "call": call} | options
+    changes = [f"policy.pipeline.{key}={json.dumps(value)}" for key, value in written.items()]
+    run = measure(ROOT / "digits" / "pipeline.yaml", [*changes, *SMALL], 1)
+    assert run.report.stand_in == name and run.report.guided == (name == "sd3")
+    assert run.measured.update.flops == real.flops
+    activations = run.measured.update.memory["activations"]
+    assert activations == pytest.approx(real.memory["activations"], rel=0.01)
+    assert run.measured.trained == sum(
+        p.numel() for p in policy.net.parameters() if p.requires_grad
+    )
+    assert f"looked at as policy {name}" in next(iter(lines(run.report)))
+
+
+def test_of_a_pipeline_without_a_family_only_weights_are_known(tmp_path):
+    shutil.copytree(tiny_diffusers.folder("flux"), tmp_path / "new")
+    index = tmp_path / "new" / "model_index.json"
+    index.write_text(index.read_text().replace('"FluxPipeline"', '"FluxControlPipeline"'))
+    changes = [f"policy.pipeline.path={tmp_path / 'new'}", *SMALL]
+    text = "\n".join(lines(dry_run(ROOT / "digits" / "pipeline.yaml", changes)))
+    assert "no family of mmrl has this pipeline" in text and "forwards" not in text
+    with pytest.raises(UserError, match="and this one has none; leave --devices out"):
+        measure(ROOT / "digits" / "pipeline.yaml", changes, 1)
 
 
 def test_the_tracker_counts_what_torch_allocates():

@@ -1,0 +1,66 @@
+"""Looks at ``policy: pipeline`` by the family of the same pipeline: the networks and their passes
+are the same, and the family needs no text to be encoded and no pipeline to be called."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from mmrl.config.schema import Resolved
+from mmrl.core.registry import POLICIES
+from mmrl.core.registry import options as options_of
+from mmrl.dry_run import published, untrained, weightless
+from mmrl.policies.diffusion.any_pipeline import AnyPipeline
+from mmrl.policies.diffusion.pipeline_policy import FolderPolicy
+
+# arguments of a pipeline's call, and what families call them
+OPTIONS = {
+    "num_frames": "frames",
+    "max_sequence_length": "text_length",
+    "guidance_scale": "embedded_guidance",
+}
+
+
+def stand_in(resolved: Resolved) -> tuple[str, Resolved]:
+    """Return (its name, the family that has the networks of a replayed pipeline, with the options
+    that both have); ("", the same) for other policies and where there is no family."""
+    if resolved.entry is not AnyPipeline:
+        return "", resolved
+    class_name = _class_of(str(resolved.options.get("path", "")))
+    for name in POLICIES:
+        family = POLICIES[name]
+        if not (isinstance(family, type) and issubclass(family, FolderPolicy)):
+            continue
+        if family.pipeline == class_name:
+            return name, replace(resolved, entry=family, options=_shared(resolved, family))
+    return "", resolved
+
+
+def folder_at(path: str) -> Path | None:
+    """Find the config files of a model: a local folder, what was built of the embedded world, or
+    the table of published models."""
+    return weightless.folder_of(path) or published.folder(path) or untrained.folder(path)
+
+
+def _class_of(path: str) -> str:
+    """Return the pipeline's class by the index of its folder; empty where it is not known."""
+    place = folder_at(path)
+    index = place / "model_index.json" if place is not None else None
+    if index is None or not index.is_file():
+        return ""
+    return str(json.loads(index.read_text()).get("_class_name", ""))
+
+
+def _shared(resolved: Resolved, family: type[FolderPolicy]) -> dict[str, Any]:
+    """Translate the options; what only a pipeline's call knows changes no pass."""
+    known = options_of(family)
+    options = {key: value for key, value in resolved.options.items() if key in known}
+    call = dict(resolved.options.get("call") or {})
+    if "height" in call and "width" in call:
+        options["size"] = [call["height"], call["width"]]
+    for argument, option in OPTIONS.items():
+        if argument in call and option in known:
+            options[option] = call[argument]
+    return options
