@@ -69,6 +69,7 @@ def test_two_processes_equal_one(tmp_path):
     """Samples, rewards, advantages, log-probs, metrics, evaluation, weights, snapshots and
     optimizer state; and one iteration after a checkpoint that another number of processes has
     written."""
+    pytest.importorskip("bitsandbytes")
     locate("world:digits/sd3-test")
     kinds = {
         "one": (warm.run, []),
