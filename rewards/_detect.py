@@ -3,6 +3,7 @@ the model makes them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,10 +55,14 @@ class Detection:
 
 class Detector:
     """Finds objects with Mask2Former (as GenEval's), any object detection model (DETR, ...)
-    or an open one that is asked for GenEval's names (OWL-ViT, OWLv2), hub id or folder."""
+    or an open one that is asked for ``names`` (OWL-ViT, OWLv2), hub id or folder."""
 
     def __init__(
-        self, model: str, device: str | torch.device = "auto", dtype: Precision = "float32"
+        self,
+        model: str,
+        device: str | torch.device = "auto",
+        dtype: Precision = "float32",
+        names: Sequence[str] = OBJECTS,
     ):
         config = load_processor("AutoConfig", model)
         self.masks = config.model_type in INSTANCES
@@ -67,7 +72,7 @@ class Detector:
         self.model = load_model(kind, model, device, dtype)
         if self.asks:
             self.processor = load_processor("AutoProcessor", model)
-            self.names = dict(enumerate(OBJECTS))
+            self.names = dict(enumerate(names))
             return
         self.processor = Eyes(model, "pil").processor
         labels = {place: name.lower() for place, name in config.id2label.items()}
@@ -97,7 +102,7 @@ class Detector:
         return [self.boxes(row, size) for row in rows]
 
     def asked(self, pictures: Tensor, size: tuple[int, int]) -> list[list[Detection]]:
-        """Look for GenEval's names with a model that is told what to find."""
+        """Look for the names with a model that is told what to find."""
         queries = [QUERY.format(name=name) for name in self.names.values()]
         inputs = self.processor(
             text=[queries] * len(pictures), images=to_pil(pictures), return_tensors="pt"

@@ -26,6 +26,7 @@ train: {prompts_per_iteration: 2, group_size: 4, train_batch_size: 8, iterations
 NAMED = {
     "clip_similarity": {"field": "reference"},
     "dino_similarity": {"field": "reference"},
+    "face_identity": {"field": "reference"},
     "directional_clip": {
         "source": "source",
         "source_text": "source_text",
