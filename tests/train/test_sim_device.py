@@ -71,6 +71,7 @@ MODELS = sorted({*TINY_OPTIONS, "aesthetic", "clip_score"} - {"ocr", "ocr_layout
 REWARD = 16  # stops of a reward's call for four samples
 REWARDS = {  # those that transformers' processors and families stop besides, by sample or question
     "geneval": 32,
+    "face_identity": 56,  # a reference for each prompt too
     "hpsv3": 24,
     "video_align": 28,
     "vqa_score": 64,
