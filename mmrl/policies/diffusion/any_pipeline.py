@@ -3,6 +3,7 @@ replaying its own code (``mmrl.policies.diffusion.replay``)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from mmrl.policies.diffusion import attention_backends, pipeline_folder
 from mmrl.policies.diffusion.attention_backends import Attention, AttentionChoice
 from mmrl.policies.diffusion.flow_policy import FlowPolicy, Grid, Storage
 from mmrl.policies.diffusion.frozen_cache import EncoderCache, Placement
+from mmrl.policies.diffusion.modular_folder import guidance_of
 from mmrl.policies.diffusion.replay import Replay, state_cast
 from mmrl.policies.diffusion.replay_check import check_replay
 from mmrl.policies.diffusion.replay_encoding import MediaEncoder
@@ -37,7 +39,14 @@ from samplers.processes import Flow
 
 LAYERS = ("attn", "attn1", "attn2", "attention")
 PROJECTIONS = ("to_q", "to_k", "to_v", "to_out.0")
-FAILURES = (ValueError, TypeError, IndexError, AttributeError, KeyError)  # of a pipeline's call
+FAILURES = (
+    ValueError,
+    TypeError,
+    IndexError,
+    AttributeError,
+    KeyError,
+    NameError,
+)  # of a pipeline's call
 PROBE = Rng.of("latents to try an encoder with")
 
 
@@ -78,6 +87,7 @@ class AnyPipeline(FlowPolicy):
         attention: Attention = "auto",
         compile: bool | str = False,
         quantization: Quantization | None = None,
+        skip_blocks: Sequence[str] = (),
         **options: Any,
     ):
         """Load a model folder. path: folder, hub id or world:NAME of any pipeline. call: further
@@ -94,12 +104,13 @@ class AnyPipeline(FlowPolicy):
         another. attention: its backend; auto is xformers on CUDA where it is no slower, else SDPA.
         compile: the networks' repeated blocks, by torch.compile; a text is the name of its backend.
         quantization: the frozen weights of the networks in 4 bits (nf4, fp4) or 8 (8bit),
-        under adapters."""
+        under adapters. skip_blocks: of a modular pipeline, blocks to leave out with the parts that
+        only they need, such as prompt_upsampler."""
         check_quantization(quantization, options.get("lora") is not None)
         attention_backends.check(attention)
         self._refuse(options)
         self.compute = getattr(torch, dtype)
-        pipe = self._load(path, quantization)
+        pipe = self._load(path, quantization, skip_blocks)
         pipeline_folder.decode_in_parts(pipe, tiling=vae_tiling, slicing=vae_slicing)
         self._freeze(pipe, text_encoder_placement, text_cache)
         self._drive(pipe, call, inputs, guidance_argument)
@@ -126,9 +137,11 @@ class AnyPipeline(FlowPolicy):
     # ----------------------------------------------------------------------------------------------
     # loading
 
-    def _load(self, path: str, quantization: Quantization | None) -> Any:
+    def _load(
+        self, path: str, quantization: Quantization | None, skip_blocks: Sequence[str]
+    ) -> Any:
         """Load the pipeline, and find the networks that are trained."""
-        self.place, pipe, self.parts = pipeline_folder.load(path, self.compute)
+        self.place, pipe, self.parts = pipeline_folder.load(path, self.compute, skip_blocks)
         self.pipeline = type(pipe).__name__
         nets = {name: getattr(pipe, name) for name in self.parts}
         for net in nets.values():
@@ -155,7 +168,7 @@ class AnyPipeline(FlowPolicy):
         self.replay = Replay(pipe, self.parts, self._forward, partial(device_of, self.net))
         known = self.replay.arguments
         self.arguments = PromptArguments(
-            self.pipeline, known, call or {}, inputs, guidance_argument
+            self.pipeline, known, call or {}, inputs, guidance_argument or guidance_of(pipe)
         )
         self.process = process_of(self.replay.scheduler)
         makes: Medium = "video" if any(name in known for name in FRAMES) else "image"

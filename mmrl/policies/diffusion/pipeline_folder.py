@@ -3,7 +3,7 @@ libraries, only safetensors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -13,39 +13,35 @@ from torch import Tensor, nn
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import locate
-from mmrl.policies.diffusion import diffusers_folder
+from mmrl.policies.diffusion import diffusers_folder, modular_folder
+from mmrl.policies.diffusion.modular_folder import is_modular
 
 LIBRARIES = ("diffusers", "transformers")
 DENOISERS = ("transformer", "unet")  # what pipelines call the network of their loop
 
 
-def load(path: str, dtype: torch.dtype) -> tuple[str, Any, tuple[str, ...]]:
-    """Load a pipeline: its folder, itself, and the names of the networks of its loop. UserError
-    for what is no pipeline of the installed libraries."""
-    import diffusers
-
+def load(
+    path: str, dtype: torch.dtype, skip_blocks: Sequence[str] = ()
+) -> tuple[str, Any, tuple[str, ...]]:
+    """Load a pipeline: its folder, itself, and the names of the networks of its loop; of a modular
+    one, without the blocks of these names. UserError for what is no pipeline of the installed
+    libraries."""
     place = locate(path)
     local = Path(place).exists() or place.startswith((".", "/", "~"))
-    if local and not (Path(place) / "model_index.json").is_file():
+    indices = ("model_index.json", modular_folder.INDEX)
+    if local and not any((Path(place) / index).is_file() for index in indices):
         raise UserError(
             f"policy path {path!r}: no model_index.json in {place}; a diffusers folder has one"
         )
-    index = diffusers_folder.index(place)
-    check_index(index, path)
-    cls = getattr(diffusers, index["_class_name"])
-    dtypes = {"default": dtype} | {part: torch.float32 for part in index if "vae" in part}
-    left_out = {"safety_checker": None} if "safety_checker" in index else {}
-    try:
-        pipe = diffusers_folder.explained(
-            lambda: cls.from_pretrained(place, dtype=dtypes, use_safetensors=True, **left_out),
-            place,
-            "pipeline",
-        )
-    except ImportError as error:  # such as a package that checks prompts
-        reason = str(error).strip().splitlines()[0]
+    if is_modular(place):
+        pipe = _modular(place, path, dtype, skip_blocks)
+    elif skip_blocks:
         raise UserError(
-            f"policy path {path!r}: {cls.__name__} cannot be loaded: {reason}"
-        ) from error
+            f"policy option skip_blocks: {path!r} is no modular pipeline, and has no blocks; leave "
+            "it out"
+        )
+    else:
+        pipe = _classic(place, path, dtype)
     modules = _modules(pipe)
     for module in modules.values():
         module.requires_grad_(False).eval()
@@ -59,6 +55,39 @@ def load(path: str, dtype: torch.dtype) -> tuple[str, Any, tuple[str, ...]]:
             f"unet to train; its parts: {', '.join(modules)}"
         )
     return place, pipe, parts
+
+
+def _modular(place: str, path: str, dtype: torch.dtype, skip_blocks: Sequence[str]) -> Any:
+    index = modular_folder.read_index(place)
+    modular_folder.check_index(index, path, LIBRARIES)
+    return modular_folder.load(place, path, index, _dtypes(index, dtype), skip_blocks)
+
+
+def _classic(place: str, path: str, dtype: torch.dtype) -> Any:
+    import diffusers
+
+    index = diffusers_folder.index(place)
+    check_index(index, path)
+    cls = getattr(diffusers, index["_class_name"])
+    left_out = {"safety_checker": None} if "safety_checker" in index else {}
+    try:
+        return diffusers_folder.explained(
+            lambda: cls.from_pretrained(
+                place, dtype=_dtypes(index, dtype), use_safetensors=True, **left_out
+            ),
+            place,
+            "pipeline",
+        )
+    except ImportError as error:  # such as a package that checks prompts
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"policy path {path!r}: {cls.__name__} cannot be loaded: {reason}"
+        ) from error
+
+
+def _dtypes(index: dict[str, Any], dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Say in which type each part is loaded: autoencoders in float32."""
+    return {"default": dtype} | {part: torch.float32 for part in index if "vae" in part}
 
 
 def take_any_type(autoencoder: Any) -> None:
@@ -152,7 +181,8 @@ def export(pipeline: str, place: str, nets: dict[str, Any], folder: Path) -> Non
 
     cls = getattr(diffusers, pipeline)
     if not any(getattr(net, "peft_config", None) for net in nets.values()):
-        return diffusers_folder.save_parts(cls, place, nets, folder)
+        save = modular_folder.save if is_modular(place) else diffusers_folder.save_parts
+        return save(cls, place, nets, folder)
     for name, net in nets.items():
         target = folder if len(nets) == 1 else folder / name
         if hasattr(cls, "save_lora_weights") and name in ("transformer", "transformer_2", "unet"):

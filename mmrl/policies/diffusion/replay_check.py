@@ -17,7 +17,15 @@ from samplers.noise import Rng
 RNG = Rng.of("replay check")
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}  # of pixels in 0..1
 ROUGH = 0.1  # of pixels, in half precision
-FAILURES = (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError)
+FAILURES = (
+    RuntimeError,
+    ValueError,
+    TypeError,
+    IndexError,
+    AttributeError,
+    KeyError,
+    NameError,
+)
 
 
 def check_replay(policy: Any, prompts: list[Prompt]) -> None:

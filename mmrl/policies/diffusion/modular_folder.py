@@ -1,0 +1,246 @@
+"""Loads modular pipelines of diffusers, and gives them the form of the others: a call with named
+arguments, a step that prepares latents, blocks that gradients go through.
+
+A modular pipeline is a tree of blocks that hand a state on; several models of 2026 (FLUX.3, Anima,
+MiniMax H3) have no other form. Its blocks turn gradients off one by one, draw the first latents in
+one of them, and take guidance from a component, the guider.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
+from inspect import Parameter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmrl.core.errors import UserError
+from mmrl.policies.diffusion import diffusers_folder
+
+INDEX = "modular_model_index.json"
+MEDIA = ("images", "videos")  # what blocks call what they decode
+GUIDANCE = "guidance_scale"
+PREPARED = "latents_are_prepared"  # of a call's state
+
+
+def is_modular(place: str) -> bool:
+    """Tell whether a folder or hub id holds a modular pipeline and no other form of it."""
+    folder = Path(place)
+    if folder.exists():
+        return (folder / INDEX).is_file() and not (folder / "model_index.json").is_file()
+    from huggingface_hub import file_exists, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError
+
+    known = [isinstance(try_to_load_from_cache(place, n), str) for n in ("model_index.json", INDEX)]
+    if any(known):
+        return not known[0]
+    try:
+        return file_exists(place, INDEX) and not file_exists(place, "model_index.json")
+    except (HfHubHTTPError, OSError, ValueError):
+        return False  # loading says what is wrong
+
+
+def read_index(place: str) -> dict[str, Any]:
+    """Read the index of a modular pipeline."""
+    import diffusers
+
+    index: dict[str, Any] = diffusers_folder.explained(
+        lambda: diffusers.ModularPipeline.load_config(place), place, INDEX
+    )
+    return index
+
+
+def check_index(index: dict[str, Any], path: str, libraries: tuple[str, ...]) -> None:
+    """Refuse a folder whose pipeline, blocks or parts are not of the installed libraries."""
+    import diffusers
+
+    kinds = {
+        "_class_name": diffusers.ModularPipeline,
+        "_blocks_class_name": diffusers.ModularPipelineBlocks,
+    }
+    for key, base in kinds.items():
+        name = str(index.get(key) or "")
+        entry = getattr(diffusers, name, None) if name.isidentifier() else None
+        if not (isinstance(entry, type) and issubclass(entry, base)):
+            raise UserError(
+                f"policy path {path!r}: diffusers {diffusers.__version__} has no modular pipeline "
+                f"{name or 'without a name'} ({key} in {INDEX}); install a version that has it"
+            )
+    for part, entry in index.items():
+        if part.startswith("_") or not (isinstance(entry, list) and len(entry) == 3):
+            continue
+        library = (entry[2].get("type_hint") or entry)[0] if isinstance(entry[2], dict) else None
+        if str(library).partition(".")[0] not in (*libraries, "None"):
+            raise UserError(
+                f"policy path {path!r}: {part} is of {library!r}, which is no part of diffusers or "
+                "transformers; code of a folder is not run"
+            )
+
+
+def load(
+    place: str,
+    path: str,
+    index: dict[str, Any],
+    dtypes: dict[str, torch.dtype],
+    skip_blocks: Sequence[str],
+) -> Any:
+    """Load a modular pipeline in the form that a replay takes, without the blocks of these names
+    and what only they need."""
+    import diffusers
+
+    cls = getattr(diffusers, index["_class_name"])
+    blocks = getattr(diffusers, index["_blocks_class_name"])
+    # of a class that says nothing where blocks were put together by hand
+    tree_of_blocks = blocks() if blocks.block_classes else None
+    tree_of_blocks = tree_of_blocks or getattr(diffusers, cls.default_blocks_name)()
+    tree_of_blocks = deepcopy(tree_of_blocks)  # the inner ones belong to the library's module
+    for name in skip_blocks:
+        if name not in tree_of_blocks.sub_blocks:
+            raise UserError(
+                f"policy option skip_blocks: {cls.__name__} has no block {name!r}; it has: "
+                f"{', '.join(tree_of_blocks.sub_blocks)}"
+            )
+        tree_of_blocks.sub_blocks.pop(name)
+
+    def loaded() -> Any:
+        pipe = cls(blocks=tree_of_blocks, pretrained_model_name_or_path=place)
+        pipe.load_components(dtype=dtypes, use_safetensors=True)
+        return pipe
+
+    pipe = diffusers_folder.explained(loaded, place, "modular pipeline")
+    absent = [
+        name
+        for name in pipe.pretrained_component_names
+        if getattr(pipe, name, None) is None
+        and pipe.get_component_spec(name).pretrained_model_name_or_path
+    ]
+    if absent:
+        raise UserError(
+            f"policy path {path!r}: {', '.join(absent)} of {cls.__name__} cannot be loaded from "
+            "where its index says; leave out blocks that you do not need by the policy option "
+            f"skip_blocks, of: {', '.join(tree_of_blocks.sub_blocks)}"
+        )
+    return adapted(pipe)
+
+
+def save(pipeline: Any, place: str, parts: dict[str, Any], folder: Path) -> None:
+    """Write a complete modular folder with these parts in place of its own."""
+    pipe = pipeline(pretrained_model_name_or_path=place)
+    pipe.load_components(names=[n for n in pipe.pretrained_component_names if n not in parts])
+    pipe.update_components(**parts)
+    pipe.save_pretrained(str(folder), overwrite_modular_index=True)
+
+
+def adapted(pipe: Any) -> Any:
+    """Give a modular pipeline a call with named arguments and a ``prepare_latents``, and let
+    gradients through its blocks."""
+    for block in tree(pipe._blocks):
+        _let_gradients_through(block)
+        if hasattr(block, "set_progress_bar_config"):
+            block.set_progress_bar_config(disable=True)
+    preparing = [block for block in before_loops(pipe._blocks) if "latents" in written(block)]
+    if preparing:
+        pipe.__dict__["prepare_latents"] = lambda latents: latents
+    for block in preparing:  # of each workflow; what comes after its loop writes latents too
+        _prepare_by_the_pipeline(block)
+
+    def call(pipe: Any, **arguments: Any) -> Any:
+        return _called(pipe, arguments)
+
+    call.__signature__ = _signature(pipe)  # type: ignore[attr-defined]
+    pipe.__class__ = type(type(pipe).__name__, (type(pipe),), {"__call__": call})
+    return pipe
+
+
+def tree(block: Any) -> Iterator[Any]:
+    """Walk over a block and all blocks inside it."""
+    yield block
+    for inner in block.sub_blocks.values():
+        yield from tree(inner)
+
+
+def before_loops(block: Any) -> Iterator[Any]:
+    """Walk over the blocks that have no others inside and are no part of a loop."""
+    from diffusers.modular_pipelines import LoopSequentialPipelineBlocks
+
+    if isinstance(block, LoopSequentialPipelineBlocks):
+        return
+    if not block.sub_blocks:
+        yield block
+    for inner in block.sub_blocks.values():
+        yield from before_loops(inner)
+
+
+def written(block: Any) -> list[str]:
+    """Name what a block adds to the state."""
+    return [output.name for output in block.intermediate_outputs]
+
+
+def _signature(pipe: Any) -> inspect.Signature:
+    """Write the inputs of the blocks as arguments, and the guider's scale as one of them."""
+    only = Parameter.KEYWORD_ONLY
+    parameters = [Parameter("self", Parameter.POSITIONAL_ONLY)]
+    for entry in pipe._blocks.inputs:
+        if entry.name:
+            default = Parameter.empty if entry.required else entry.default
+            parameters.append(Parameter(entry.name, only, default=default))
+    if guidance_of(pipe):
+        parameters.append(Parameter(GUIDANCE, only, default=guider_of(pipe).guidance_scale))
+    return inspect.Signature(parameters)
+
+
+def guider_of(pipe: Any) -> Any:
+    """Return the component that mixes outputs by a scale; None where there is none."""
+    guider = getattr(pipe, "guider", None) if hasattr(pipe, "_blocks") else None
+    return guider if hasattr(guider, GUIDANCE) else None
+
+
+def guidance_of(pipe: Any) -> str | None:
+    """Name the argument of the call that is the guider's scale; None for other pipelines."""
+    return GUIDANCE if guider_of(pipe) is not None and GUIDANCE not in _inputs(pipe) else None
+
+
+def _inputs(pipe: Any) -> list[str]:
+    return [entry.name for entry in pipe._blocks.inputs if entry.name]
+
+
+def _called(pipe: Any, arguments: dict[str, Any]) -> Any:
+    """Run the blocks and return what they decoded, as a tuple."""
+    from diffusers.modular_pipelines.modular_pipeline import PipelineState
+
+    state = PipelineState()
+    chosen = dict(arguments)
+    if guidance_of(pipe) and GUIDANCE in chosen:
+        guider_of(pipe).guidance_scale = chosen.pop(GUIDANCE)
+    for entry in pipe._blocks.inputs:
+        if entry.name:
+            state.set(entry.name, chosen.pop(entry.name, entry.default), entry.kwargs_type)
+    _, state = pipe._blocks(pipe, state)
+    decoded = [state.get(name) for name in MEDIA if state.get(name) is not None]
+    return (decoded[0] if decoded else state.get("latents"),)
+
+
+def _let_gradients_through(block: Any) -> None:
+    """Take off the decorator that turns gradients off in a block's call."""
+    cls = type(block)
+    plain = inspect.unwrap(cls.__call__)
+    block.__class__ = type(cls.__name__, (cls,), {"__call__": plain})
+
+
+def _prepare_by_the_pipeline(block: Any) -> None:
+    """Let the pipeline's ``prepare_latents`` see, and replace, the first latents of a call."""
+    cls = type(block)
+
+    def call(block: Any, pipe: Any, state: Any) -> Any:
+        pipe, state = cls.__call__(block, pipe, state)
+        if not state.get(PREPARED):
+            state.set(PREPARED, True)
+            latents: Tensor = pipe.prepare_latents(state.get("latents"))
+            state.set("latents", latents)
+        return pipe, state
+
+    block.__class__ = type(cls.__name__, (cls,), {"__call__": call})
