@@ -31,7 +31,15 @@ def unsuited(plug_in: Plugin, policy: Any, kind: str = "objective") -> str | Non
     is."""
     needs = getattr(plug_in, "needs", "")
     can = capabilities_of(policy)
-    if not needs or can is None:
+    if can is None:
+        return None
+    name = getattr(policy, "__name__", type(policy).__name__)
+    if kind == "objective" and can.decisions == "mixed" and not getattr(plug_in, "mixes", False):
+        return (
+            f"the objective {plug_in.__name__} is for decisions of one kind, and the policy {name} "
+            f"has tokens and steps of pictures: choose policy_gradient"
+        )
+    if not needs:
         return None
     has = {can.decisions}
     if can.decisions == "categorical":
@@ -39,7 +47,6 @@ def unsuited(plug_in: Plugin, policy: Any, kind: str = "objective") -> str | Non
         has |= {"one pass"} if can.one_pass else set()
     if needs in has:
         return None
-    name = getattr(policy, "__name__", type(policy).__name__)
     return f"the {kind} {plug_in.__name__} is for {KINDS[needs]}, which the policy {name} is not"
 
 
