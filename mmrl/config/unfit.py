@@ -3,7 +3,7 @@ loaded."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -287,6 +287,22 @@ def unsuited_to_refill(train: TrainOptions) -> Iterator[str]:
             "train.speculative: answers that begin with an earlier one are not refilled, so that "
             "policy.refill would do nothing: set it to none, or leave speculative out"
         )
+
+
+def blocked(objective: Any, estimator: Any, options: Mapping[str, Any]) -> str | None:
+    """Say why an objective (a class, with the estimator that is chosen for it) cannot train a
+    policy with these options: blocks that never see what is behind them have one hidden block in a
+    pass; None if it can."""
+    if not options.get("block_causal"):
+        return None
+    remasks = objective.needs == "masked" and not getattr(estimator, "visits_only", False)
+    if not (remasks or objective.supervised):
+        return None
+    return (
+        "with the policy's option block_causal a pass sees one hidden block, and this objective or "
+        "its estimator hides tokens of several; use policy_gradient, or masked with estimator: "
+        "trajectory"
+    )
 
 
 def without_average(snapshots: Collection[str], train: TrainOptions) -> str | None:
