@@ -90,6 +90,7 @@ class Policy(ABC):
     # module-name suffixes of the projections that LoRA adapts
     attention: tuple[str, ...] = ATTENTION
     pipeline: str = ""  # the class in diffusers that loads what ``export`` writes; "": none
+    auto_class: str = ""  # the class in transformers that loads what ``export`` writes; "": none
     place: str = ""  # the folder of the model it began from, where it is one of diffusers
 
     def __init__(

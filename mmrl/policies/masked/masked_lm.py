@@ -71,6 +71,10 @@ class MaskedLM(MaskedDiffusion):
         if loaded is None:
             loaded = load(self.place, getattr(torch, dtype), remote_code, code)
         self.tokenizer, net = loaded
+        causal = "AutoModelForCausalLM" in (
+            getattr(getattr(net, "config", None), "auto_map", None) or {}
+        )
+        self.auto_class = "AutoModelForCausalLM" if causal else "AutoModelForMaskedLM"
         self.code = local_code.files_of(net) if remote_code else {}
         self.notes = local_code.note(self.code)
         mask_id = self.tokenizer.mask_token_id if mask is None else mask
