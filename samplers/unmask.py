@@ -65,6 +65,21 @@ def ranked(
     return torch.where(place < count, place, length).masked_fill(~hidden, length + 1)
 
 
+def evenly(length: int, steps: int) -> list[int]:
+    """Count the tokens that each pass keeps at least, [T]: as many in every pass, one more in the
+    first ones where that does not come out even."""
+    return [length // steps + (step < length % steps) for step in range(steps)]
+
+
+def sure(confidence: Tensor, hidden: Tensor, threshold: float, least: int) -> Tensor:
+    """Choose the hidden tokens that are kept, [B, L] bool: those whose ``confidence`` [B, L] is
+    above the threshold, and at least the ``least`` largest (LLaDA2's rule)."""
+    ranking = confidence.masked_fill(~hidden, -torch.inf)
+    place = ranking.argsort(dim=1, descending=True, stable=True).argsort(1)
+    chosen: Tensor = hidden & ((confidence > threshold) | (place < least))
+    return chosen
+
+
 def plackett_luce(log_weight: Tensor, rank: Tensor) -> Tensor:
     """Return the log-probability [B, L] that the token of rank r came r-th: its log-weight minus
     the log-sum of all that were left (Plackett 1975); 0 for tokens without a rank. Ranks as

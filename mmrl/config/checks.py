@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import is_dataclass
@@ -17,6 +18,7 @@ from mmrl.config.plan import impossible
 from mmrl.config.presets import unsuited_preset
 from mmrl.config.schema import BAD, Resolved, construct, convert, resolve, resolve_call
 from mmrl.config.unfit import (
+    blocked,
     not_to_be_skipped,
     pathless,
     renamed_rows,
@@ -169,6 +171,7 @@ def _unsuited(entries: Mapping[str, Resolved], built: Any) -> Iterator[str]:
             yield from _unrecorded(objective, policy, "objective")
             for option, reason in built.unfit(policy.entry):
                 yield (objective.place / option).say(reason)
+        yield from _blocked(objective, policy)
         if getattr(built, "single_paths", False) and policy.options.get("tree") is not None:
             yield objective.place.say(
                 f"the objective {objective.entry.__name__} follows single paths: remove the "
@@ -187,6 +190,18 @@ def _unsuited(entries: Mapping[str, Resolved], built: Any) -> Iterator[str]:
                 "0.7), or take an objective of "
                 "finished samples: dgpo, nft, awm, fpo, crd, rwr, diffusion_dpo"
             )
+
+
+def _blocked(objective: Resolved, policy: Resolved) -> Iterator[str]:
+    """Find an objective that hides more of an answer than a policy sees in a pass."""
+    if not inspect.isclass(objective.entry):
+        return
+    option = objective.options.get("estimator")
+    if option is None and "estimator" in (known := options_of(objective.entry)):
+        option = known["estimator"].default
+    estimator = option.entry if isinstance(option, Resolved) else option
+    if why := blocked(objective.entry, estimator, policy.options):
+        yield objective.place.say(why)
 
 
 def _unsuited_advantages(advantage: Resolved, policy: Resolved) -> Iterator[str]:

@@ -3,7 +3,7 @@ loaded."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -31,7 +31,15 @@ def unsuited(plug_in: Plugin, policy: Any, kind: str = "objective") -> str | Non
     is."""
     needs = getattr(plug_in, "needs", "")
     can = capabilities_of(policy)
-    if not needs or can is None:
+    if can is None:
+        return None
+    name = getattr(policy, "__name__", type(policy).__name__)
+    if kind == "objective" and can.decisions == "mixed" and not getattr(plug_in, "mixes", False):
+        return (
+            f"the objective {plug_in.__name__} is for decisions of one kind, and the policy {name} "
+            f"has tokens and steps of pictures: choose policy_gradient"
+        )
+    if not needs:
         return None
     has = {can.decisions}
     if can.decisions == "categorical":
@@ -39,7 +47,6 @@ def unsuited(plug_in: Plugin, policy: Any, kind: str = "objective") -> str | Non
         has |= {"one pass"} if can.one_pass else set()
     if needs in has:
         return None
-    name = getattr(policy, "__name__", type(policy).__name__)
     return f"the {kind} {plug_in.__name__} is for {KINDS[needs]}, which the policy {name} is not"
 
 
@@ -280,6 +287,22 @@ def unsuited_to_refill(train: TrainOptions) -> Iterator[str]:
             "train.speculative: answers that begin with an earlier one are not refilled, so that "
             "policy.refill would do nothing: set it to none, or leave speculative out"
         )
+
+
+def blocked(objective: Any, estimator: Any, options: Mapping[str, Any]) -> str | None:
+    """Say why an objective (a class, with the estimator that is chosen for it) cannot train a
+    policy with these options: blocks that never see what is behind them have one hidden block in a
+    pass; None if it can."""
+    if not options.get("block_causal"):
+        return None
+    remasks = objective.needs == "masked" and not getattr(estimator, "visits_only", False)
+    if not (remasks or objective.supervised):
+        return None
+    return (
+        "with the policy's option block_causal a pass sees one hidden block, and this objective or "
+        "its estimator hides tokens of several; use policy_gradient, or masked with estimator: "
+        "trajectory"
+    )
 
 
 def without_average(snapshots: Collection[str], train: TrainOptions) -> str | None:

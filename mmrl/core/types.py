@@ -192,6 +192,14 @@ class MaskTrace(TokenOrder):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TextAndPath(LatentPath):
+    """Records a text of W tokens and the path of a picture that is drawn after it, of K steps; a
+    rollout has W + K decisions."""
+
+    text: Tensor  # [B, W] long: token ids; -1 where there is none
+
+
+@dataclass(frozen=True, kw_only=True)
 class Provenance(Fields):
     """Tells where rows come from, if not all from the policy in this iteration."""
 
@@ -309,6 +317,11 @@ class Rollout(Rows):
         return _of_kind(self.trajectory, TokenOrder, "rollout")
 
     @property
+    def text_and_path(self) -> TextAndPath:
+        """Read texts and the paths of pictures; TypeError for policies that make one of them."""
+        return _of_kind(self.trajectory, TextAndPath, "rollout")
+
+    @property
     def passes(self) -> MaskTrace:
         """Read the passes of a masked model that hides tokens again; TypeError for others."""
         return _of_kind(self.trajectory, MaskTrace, "rollout")
@@ -407,6 +420,8 @@ class Point(Query):
     provenance: Provenance = Provenance()
     # [B, L] long: 0 text, 1 image, where a row has both; None: all are of one kind
     modality: Tensor | None = None
+    # [B, L] what the clip of the ratio is multiplied by; None: 1
+    clip_scale: Tensor | None = None
     # [B, L] weight of every decision by the estimator of masked diffusion; None: 1
     estimator_weight: Tensor | None = None
     # [B, L, R] experts that each token went to in sampling, -1: unknown; None: not recorded

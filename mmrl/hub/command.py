@@ -63,7 +63,7 @@ def write(run: Path, request: Request, folder: Path) -> Path:
             if (run / name).is_file():
                 shutil.copyfile(run / name, draft / name)
         makes = session.policy.capabilities.makes
-        export = describe(draft, history, session.policy.pipeline, makes)
+        export = describe(draft, history, session.policy.pipeline, makes, session.policy.auto_class)
         card = Card(
             run=history,
             evaluation=read_evaluation(history),

@@ -32,7 +32,8 @@ TASKS = (
 @dataclass(frozen=True)
 class Export:
     """Describes an export. ``pipeline``: diffusers' class; ``base``: what was trained, as the
-    configuration names it; ``base_id``: its name on the hub, empty where it has none."""
+    configuration names it; ``base_id``: its name on the hub, empty where it has none.
+    ``auto_class``: the class of transformers that loads it."""
 
     kind: Kind
     pipeline: str
@@ -40,14 +41,18 @@ class Export:
     base_id: str
     task: str
     options: Mapping[str, Any]
+    auto_class: str = "AutoModelForImageTextToText"
 
     @property
     def library(self) -> str:
         return LIBRARIES[self.kind]
 
 
-def describe(folder: Path, run: Run, pipeline: str, makes: str | None) -> Export:
-    """Look at the files of an export. ``pipeline``: the policy's diffusers class, if it has one."""
+def describe(
+    folder: Path, run: Run, pipeline: str, makes: str | None, auto_class: str = ""
+) -> Export:
+    """Look at the files of an export. ``pipeline``, ``auto_class``: the policy's classes in
+    diffusers and transformers, if it has such."""
     kind = kind_of(folder)
     index = _json(folder / "model_index.json")
     pipeline = str(index.get("_class_name") or pipeline)
@@ -57,7 +62,8 @@ def describe(folder: Path, run: Run, pipeline: str, makes: str | None) -> Export
     task = next((task for words, task in TASKS if any(w in pipeline for w in words)), "")
     if kind in ("peft", "transformers"):
         task = "image-text-to-text" if makes == "text" else "text-to-image"
-    return Export(kind, pipeline, base, base if is_id else "", task, options)
+    auto_class = auto_class or Export.auto_class
+    return Export(kind, pipeline, base, base if is_id else "", task, options, auto_class)
 
 
 def kind_of(folder: Path) -> Kind:
@@ -166,9 +172,9 @@ def _transformers(export: Export, repository: str) -> str:
     return f"""### transformers
 
 ```python
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers import AutoProcessor, {export.auto_class}
 
-model = AutoModelForImageTextToText.from_pretrained("{repository}", dtype="auto", device_map="auto")
+model = {export.auto_class}.from_pretrained("{repository}", dtype="auto", device_map="auto")
 processor = AutoProcessor.from_pretrained("{repository}")
 ```
 
@@ -184,9 +190,9 @@ def _peft(export: Export, repository: str) -> str:
 
 ```python
 from peft import PeftModel
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers import AutoProcessor, {export.auto_class}
 
-model = AutoModelForImageTextToText.from_pretrained("{base}", dtype="auto", device_map="auto")
+model = {export.auto_class}.from_pretrained("{base}", dtype="auto", device_map="auto")
 model = PeftModel.from_pretrained(model, "{repository}")
 processor = AutoProcessor.from_pretrained("{repository}")
 ```

@@ -33,6 +33,8 @@ class Objective(ABC):
     # What a class needs, read before a model is built.
     # "gaussian", "categorical", "masked" or "one pass" decisions; "": any
     needs: ClassVar[str] = ""
+    # trains tokens and steps of pictures in one sample
+    mixes: ClassVar[bool] = False
     # states of a path that are looked at: all, those before and after decisions, the finished one
     reads: ClassVar[Reads] = "path"
     # looks at steps with noise: a sampler without any is refused

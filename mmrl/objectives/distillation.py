@@ -50,6 +50,7 @@ class Distill(PolicyGradient):
     """
 
     proportional = False
+    mixes = False
 
     def __init__(
         self,

@@ -55,6 +55,9 @@ def trajectory(
     ]
 
 
+vars(trajectory)["visits_only"] = True  # hides no token again
+
+
 @ESTIMATORS.register("tracerl")
 def tracerl(
     policy: Policy, rollout: Rollout, rng: Rng, epoch: int | None = None, *, shrink: Count = 8

@@ -51,6 +51,7 @@ OF_STEPS = {
     "timestep_selection": "tokens have no time: use top_entropy",
     "timestep_weighting": "noise is for flow and diffusion models: use top_entropy",
 }
+OF_BOTH = "a sample of this policy has tokens and steps of a picture: leave it out"
 WHOLE = (
     "compares whole samples, which are scored in several passes here: choose the surrogate ppo, "
     "cispo, sapo, spo or reinforce"
@@ -152,6 +153,7 @@ class PolicyGradient(Regularised):
     visits = True
     reads = "decisions"
     proportional = True
+    mixes = True
 
     def __init__(
         self,
@@ -213,7 +215,12 @@ class PolicyGradient(Regularised):
         }
         can = capabilities_of(policy)
         decisions = "" if can is None else can.decisions
-        reasons = {"gaussian": OF_TOKENS, "categorical": OF_STEPS}.get(decisions, {})
+        of_both = dict.fromkeys((*OF_TOKENS, *OF_STEPS), OF_BOTH)
+        reasons: dict[str, str] = {
+            "gaussian": OF_TOKENS,
+            "categorical": OF_STEPS,
+            "mixed": of_both,
+        }.get(decisions, {})
         yield from ((name, why) for name, why in reasons.items() if chosen[name])
         if decisions == "categorical" and self.kl.form == "flow_grpo":
             yield "kl", "the form flow_grpo is for flow models; use k3 or exact"
@@ -235,8 +242,11 @@ class PolicyGradient(Regularised):
             yield "sft", "it needs a loss of single decisions: choose ppo without top_entropy"
         if self.shaping is not None and self.single_paths:
             yield "shaping", "it is of single decisions: choose ppo or another that is"
-        if self._in_parts(policy) and self.couples(policy) != "rows":
+        mixed = decisions == "mixed" and self.single_paths
+        if mixed or (self._in_parts(policy) and self.couples(policy) != "rows"):
             yield "surrogate", f"it {WHOLE}"
+        if decisions == "mixed" and (self.kl.form == "flow_grpo" or self.kl.whole()):
+            yield "kl", "its form and divergence are of one kind of decisions: use reverse"
 
     def clips_as_ppo(self) -> bool:
         """Tell whether the clip is PPO's, which may be as wide as the decision's weight says."""
@@ -494,11 +504,13 @@ class PolicyGradient(Regularised):
         return self._bounded(point.advantage)
 
     def _clip_scale(self, point: Point) -> Tensor | float:
-        """Return how much wider than 1 the sampling policy's share makes the clip of the ratio."""
+        """Return what the clip of the ratio is multiplied by: the policy's own factor, and what the
+        sampling policy's share makes it wider."""
+        scale = 1.0 if point.clip_scale is None else point.clip_scale
         sampling = self.importance_sampling
         if sampling is None or sampling.clip_mode == "multiplicative":
-            return 1.0
-        return 1 / sampling.weight(point)
+            return scale
+        return scale / sampling.weight(point)
 
     def _clipping(self, point: Point) -> Surrogate:
         """Return the surrogate with the clip of these decisions."""

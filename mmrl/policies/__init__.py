@@ -27,5 +27,7 @@ from mmrl.policies.image_tokens.models import var as var
 from mmrl.policies.masked import amused as amused
 from mmrl.policies.masked import masked_image_lm as masked_image_lm
 from mmrl.policies.masked import masked_lm as masked_lm
+from mmrl.policies.unified import local_flow as local_flow
+from mmrl.policies.unified import local_masked as local_masked
 from mmrl.policies.unified.policy import JanusUnified as JanusUnified
 from mmrl.policies.vlm import policy as policy

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -90,6 +90,7 @@ class Policy(ABC):
     # module-name suffixes of the projections that LoRA adapts
     attention: tuple[str, ...] = ATTENTION
     pipeline: str = ""  # the class in diffusers that loads what ``export`` writes; "": none
+    auto_class: str = ""  # the class in transformers that loads what ``export`` writes; "": none
     place: str = ""  # the folder of the model it began from, where it is one of diffusers
 
     def __init__(
@@ -390,6 +391,8 @@ class Policy(ABC):
     # report: sentences for the log, curves and exports
 
     notes: tuple[str, ...] = ()  # sentences for the log, before training
+    # the files of code outside mmrl that make the model, with their SHA-256, for the run's record
+    code: Mapping[str, str] = {}
     news: list[str]  # sentences for the log, during training
     forwards: int = 0  # rows that went through the network so far
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 Medium = Literal["image", "video", "text"]
-Decisions = Literal["gaussian", "categorical"]
+# "mixed": tokens and steps of a picture in one sample
+Decisions = Literal["gaussian", "categorical", "mixed"]
 
 
 @dataclass(frozen=True)

@@ -24,13 +24,15 @@ from mmrl.core.types import (
     Provenance,
     Rewards,
     Rollout,
+    TextAndPath,
     TokenOrder,
 )
 from mmrl.policies.base import Policy
 from mmrl.rollout.collect import appended, media_of, together
 from mmrl.rollout.stages import Drawn, Stage, outline
 
-KINDS: tuple[type[Fields], ...] = (LatentPath, MaskTrace, TokenOrder)  # of trajectories
+# of trajectories, those with more fields first
+KINDS: tuple[type[Fields], ...] = (TextAndPath, LatentPath, MaskTrace, TokenOrder)
 
 
 @dataclass

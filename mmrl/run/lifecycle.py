@@ -301,8 +301,9 @@ class Run:
                 self._evaluate()
 
     def _surroundings(self) -> dict[str, Any]:
-        """Return what of this process sums may round by."""
+        """Return what of this process sums may round by, and whose code makes the model."""
         return {
+            "model_code": dict(self.session.policy.code),
             "threads": torch.get_num_threads(),
             "processes": distributed.process()[1],
             "mkl_cbwr": os.environ.get("MKL_CBWR"),

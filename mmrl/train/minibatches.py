@@ -84,6 +84,7 @@ class Outline(NamedTuple):
     mask: Tensor  # [B, L] bool
     num_decisions: Tensor  # [B]
     renoised: bool = False  # a finished sample, noised anew; else decisions as they were taken
+    kind: type = type(None)  # of the step: passes are of one kind
 
 
 class Points:
@@ -97,15 +98,17 @@ class Points:
     def __init__(self, make: Callable[[], Iterable[Point]]):
         self.make = make
         self.outline = [
-            Outline(point.mask, point.num_decisions, isinstance(point.step, Renoised))
+            Outline(
+                point.mask, point.num_decisions, isinstance(point.step, Renoised), type(point.step)
+            )
             for point in make()
         ]
         self.trained = trained_rows(self.outline)
         pairs = zip(self.outline, self.trained, strict=True)
-        self.rows: dict[bool, int] = {}  # by whether they are re-noised: passes are of one kind
+        self.rows: dict[type, int] = {}
         for point, rows in pairs:
             count = len(point.mask if rows is None else rows)
-            self.rows[point.renoised] = self.rows.get(point.renoised, 0) + count
+            self.rows[point.kind] = self.rows.get(point.kind, 0) + count
 
     def passes(self, size: int) -> int:
         """Count the passes of ``size`` rows that they take."""

@@ -245,6 +245,8 @@ DOCUMENTED = {
     "policy: masked_image_lm": POLICIES["masked_image_lm"],
     "policy: janus": POLICIES["janus"],
     "policy: janus_unified": POLICIES["janus_unified"],
+    "policy: unified_flow": POLICIES["unified_flow"],
+    "policy: unified_masked": POLICIES["unified_masked"],
     "policy: emu3": POLICIES["emu3"],
     "policy: imagegpt": POLICIES["imagegpt"],
     "policy: glm_image": POLICIES["glm_image"],

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from mmrl import config
 from mmrl.core import registry
 from mmrl.core.errors import UserError
 from mmrl.dry_run.dryrun import dry_run
@@ -108,3 +109,43 @@ def test_safe_is_an_option_of_the_command(file):
     words = [sys.executable, "-m", "mmrl", "--safe", "train", str(file), "--dry-run"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and "which --safe refuses" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("objective", "refused"),
+    [
+        ({"masked": {"estimator": "d1"}}, True),
+        ({"masked": {"estimator": {"tracerl": {"shrink": 1}}}}, True),
+        ("sft", True),
+        ("masked", False),
+        ({"masked": {"estimator": {"trajectory": {"passes": 2}}}}, False),
+        ("policy_gradient", False),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("block_causal", [True, False])
+def test_blocks_that_see_nothing_behind_them_are_scored_as_they_were_sampled(
+    tmp_path, monkeypatch, objective, refused, block_causal
+):
+    monkeypatch.chdir(tmp_path)
+    Path("questions.jsonl").write_text('{"text": "a", "answer": "b"}')
+    options = {"path": "owner/name", "block_causal": block_causal}
+    plain = {
+        "policy": {"masked_lm": options},
+        "data": {"prompts": {"path": "questions.jsonl"}},
+        "reward": {"length": {"low": 1, "high": 2}},
+        "objective": objective,
+        "train": {
+            "prompts_per_iteration": 4,
+            "group_size": 1 if objective == "sft" else 4,
+            "train_batch_size": 4,
+            "iterations": 1,
+        },
+    }
+    Path("mine.yaml").write_text(yaml.safe_dump(plain))
+    try:
+        config.check(config.load(Path("mine.yaml")))
+        said = ""
+    except UserError as error:
+        said = str(error)
+    assert ("pass sees one hidden block" in said) == (refused and block_causal), said

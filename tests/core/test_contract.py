@@ -142,6 +142,28 @@ SMALLEST: dict[tuple[str, str], dict[str, Any]] = {
         "answer": {"max_new_tokens": 6},
         "plan": {"max_new_tokens": 5},
     },
+    ("policies", "unified_flow"): {
+        "code": "{local}/my_bagel.py:build",
+        "remote_code": True,
+        "think": 4,
+        "steps": 3,
+        "fixed_batch_rows": 8,
+    },
+    ("policies", "unified_masked"): {
+        "path": "{local}/tokenizer",
+        "code": "{local}/my_mmada.py:build",
+        "remote_code": True,
+        "max_new_tokens": 4,
+        "steps": 2,
+        "fixed_batch_rows": 8,
+        "picture": {
+            "decoder": "{local}/my_mmada.py:codec",
+            "first": 19,
+            "codes": 8,
+            "side": 2,
+            "steps": 3,
+        },
+    },
     ("policies", "emu3"): {"path": "{tiny:emu3}", "size": 24},
     ("policies", "glm_image"): {"path": "{tiny:glm_image}", "size": 64, "steps": 2},
     ("policies", "imagegpt"): {"path": "{tiny:imagegpt}"},
@@ -204,13 +226,24 @@ class Tiny:
         )
 
 
+class Local:
+    """``{local}``: the folder with the code of docs/unified.md."""
+
+    def __format__(self, _: str) -> str:
+        from tests.fixtures import local_code
+
+        return str(local_code.folder())
+
+
 def options_for(kind: str, name: str, tmp: object = "") -> dict[str, Any]:
-    chosen = SMALLEST.get((kind, name), {})
-    names = {"tmp": tmp, "tiny": Tiny(), "here": HERE}
-    return {
-        key: value.format(**names) if isinstance(value, str) else value
-        for key, value in chosen.items()
-    }
+    names = {"tmp": tmp, "tiny": Tiny(), "here": HERE, "local": Local()}
+
+    def filled(value: Any) -> Any:
+        if isinstance(value, dict) and kind == "policies":
+            return {key: filled(item) for key, item in value.items()}
+        return value.format(**names) if isinstance(value, str) else value
+
+    return {key: filled(value) for key, value in SMALLEST.get((kind, name), {}).items()}
 
 
 def made(

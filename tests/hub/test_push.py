@@ -282,7 +282,7 @@ def test_the_card_of_a_run_of_texts(tmp_path, monkeypatch):
 
     capabilities = SimpleNamespace(makes="text")
     session = SimpleNamespace(
-        policy=SimpleNamespace(export=export, capabilities=capabilities, pipeline="")
+        policy=SimpleNamespace(export=export, capabilities=capabilities, pipeline="", auto_class="")
     )
     monkeypatch.setattr(command.build, "trained", lambda *_, **__: session)
     folder = command.write(run, Push("me/vlm"), tmp_path / "new")
@@ -292,4 +292,8 @@ def test_the_card_of_a_run_of_texts(tmp_path, monkeypatch):
     assert meta["pipeline_tag"] == "image-text-to-text" and meta["license"] == "other"
     assert "````\n```\n# first\n````" in text and "# last" in text
     assert 'AutoModelForImageTextToText.from_pretrained("me/vlm"' in text
+    session.policy.auto_class = "AutoModelForMultimodalLM"
+    heard = command.write(run, Push("me/vlm"), tmp_path / "heard") / "README.md"
+    assert 'AutoModelForMultimodalLM.from_pretrained("me/vlm"' in heard.read_text()
+    assert "ImageTextToText" not in heard.read_text()
     assert "not evaluated" in text and license_of(str(base), None) == "apache-2.0"

@@ -252,8 +252,21 @@ class FlowPolicy(Policy):
         self, prompts: list[Prompt], copies: Copies, rng: Rng, context: RolloutContext = NO_CONTEXT
     ) -> Rollout:
         row, group = rows_and_groups(prompts, copies, rng, self.device)
+        paths = self.paths(group, row, self.encode(prompts), rng, context, copies)
+        return paths.replace(prompts=tuple(prompts))
+
+    def paths(
+        self,
+        group: Tensor,
+        row: Tensor,
+        cond: dict[str, Any],
+        rng: Rng,
+        context: RolloutContext,
+        copies: Copies = 1,
+    ) -> Rollout:
+        """Sample the rows named ``row`` [B] under the conditions ``cond`` [P, *], into which
+        ``group`` [B] leads, with the paths to them."""
         plan = self._plan(copies, rng, context)
-        cond = self.encode(prompts)
         size = self.chunk(len(row), lambda n: self._trial(group[:n], row[:n], cond))
         path = self._room(plan, len(row))
 
@@ -277,7 +290,7 @@ class FlowPolicy(Policy):
             noise_level=noise_level,
             stream=stream if bool((plan.eta > 0).any()) else None,
         )
-        return Rollout.cat(blocks).replace(prompts=tuple(prompts), trajectory=latents)
+        return Rollout.cat(blocks).replace(trajectory=latents)
 
     @torch.no_grad()
     def demonstrate(

@@ -118,6 +118,12 @@ def check_index(index: dict[str, Any], path: str) -> None:
             f"policy path {path!r}: diffusers {diffusers.__version__} has no pipeline "
             f"{name or 'without a name'}; install a version that has it"
         )
+    if getattr(cls, "_load_connected_pipes", False):
+        raise UserError(
+            f"policy path {path!r}: {name} cannot be replayed: it calls several pipelines one "
+            "after the other, with gradients off, and the networks of the last are told what the "
+            "first made of a prompt, not the prompt"
+        )
     for part, entry in index.items():
         if part.startswith("_") or not (isinstance(entry, list) and len(entry) == 2):
             continue

@@ -362,7 +362,7 @@ def _settings(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if isinstance(state, Tensor):
         sizes: Any = state.shape[1:]
     elif isinstance(state, list):
-        sizes = [x.shape for x in state[:1]]
+        sizes = [x.shape for x in tree_flatten(state[:1])[0] if isinstance(x, Tensor)]
     else:
         sizes = [x.shape for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
     plain = (bool, int, str, type(None))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from inspect import Parameter
 from typing import Any
@@ -12,14 +11,12 @@ from torch import Tensor
 
 from mmrl.core.errors import UserError
 from mmrl.core.types import Prompt
-from mmrl.policies.vlm.media import shown_image
+from mmrl.policies.diffusion.prompt_book import PromptBook
 
 OURS = ("num_inference_steps", "latents", "generator", "output_type", "return_dict")
 EDITORS = ("Edit", "Kontext", "ImageToVideo", "Img2Img")  # pipelines that see a picture
 PICTURES = ("image", "images", "control_image")
 FRAMES = ("num_frames", "frames")  # what calls name the length of a video
-# what prompts say, by number; of all policies, so that a teacher knows its student's prompts
-_rows: dict[int, dict[str, Any]] = {}
 
 
 class PromptArguments:
@@ -41,6 +38,7 @@ class PromptArguments:
         self.call = call
         self.inputs = _inputs(pipeline, known) if inputs is None else inputs
         self.guidance = guidance_argument or _guidance(known)
+        self.book = PromptBook(PICTURES)
         for name in (*call, *self.inputs, *([self.guidance] if self.guidance else [])):
             if name not in known or name in OURS or name == "self":
                 free = ", ".join(n for n in known if n not in (*OURS, "self"))
@@ -73,19 +71,19 @@ class PromptArguments:
         call's own). UserError where another policy has numbered them, by other inputs."""
         if scale is not None:
             self.check_guidance(scale)
-        rows = [_rows.get(number, {}) for number in numbers]
-        for row in rows:
-            if row.keys() != self.inputs.keys():
+        for number in numbers:
+            names = self.book.names(number)
+            if set(names) != set(self.inputs):
                 raise UserError(
                     f"{self.pipeline} reads {', '.join(self.inputs)} of a prompt (policy option "
-                    f"inputs), and is asked about prompts of which {', '.join(row) or 'nothing'} "
+                    f"inputs), and is asked about prompts of which {', '.join(names) or 'nothing'} "
                     "was read"
                 )
-        return self._written(rows, scale)
+        return self._written([self.book.values(number) for number in numbers], scale)
 
     def shown(self, number: int) -> str:
         """Describe a prompt for a sentence."""
-        values = _rows[number]
+        values = self.book.values(number)
         texts = [repr(value) for value in values.values() if isinstance(value, (str, int))]
         return f"the prompt {', '.join(texts)}" if texts else f"a prompt of {', '.join(values)}"
 
@@ -110,7 +108,6 @@ class PromptArguments:
         return arguments
 
     def _number(self, i: int, prompt: Prompt) -> int:
-        values = {}
         for name, field in self.inputs.items():
             if field not in prompt:
                 raise UserError(
@@ -118,12 +115,9 @@ class PromptArguments:
                     f"(policy option inputs); it has: {', '.join(prompt) or 'nothing'}"
                 )
             value = prompt[field]
-            values[name] = shown_image(value, prompt) if name in PICTURES else value
             if name == "prompt" and not isinstance(value, str):
                 raise UserError(f"prompt {i}: {field!r} must be a text, not {value!r}")
-        number = _digest(values)
-        _rows[number] = values
-        return number
+        return self.book.number(self.inputs, prompt)
 
     def _blank(self, name: str) -> Any:
         if name not in PICTURES:
@@ -151,11 +145,3 @@ def _guidance(known: Mapping[str, Parameter]) -> str | None:
         return "true_cfg_scale"
     negative = any(name.startswith("negative_prompt") for name in known)
     return "guidance_scale" if negative and "guidance_scale" in known else None
-
-
-def _digest(values: dict[str, Any]) -> int:
-    digest = hashlib.sha256()
-    for name, value in values.items():
-        content = value.tobytes() if hasattr(value, "tobytes") else repr(value).encode()
-        digest.update(f"{name} {getattr(value, 'size', '')} {len(content)} ".encode() + content)
-    return int.from_bytes(digest.digest()[:8]) >> 1  # fits a long

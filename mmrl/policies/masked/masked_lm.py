@@ -16,6 +16,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.host import sent
 from mmrl.core.registry import POLICIES, locate
 from mmrl.core.types import Completion, Media, Point, Prompt, Query, Rollout
+from mmrl.policies import local_code
 from mmrl.policies.base import Precision
 from mmrl.policies.diffusion.text_encoding import texts_of
 from mmrl.policies.masked.policy import MaskedDiffusion
@@ -35,6 +36,7 @@ class MaskedLM(MaskedDiffusion):
 
     capabilities = replace(MaskedDiffusion.capabilities, makes="text")
     net: Any  # of transformers
+    not_options = (*MaskedDiffusion.not_options, "loaded")
     attention = ("q_proj", "k_proj", "v_proj", "o_proj", "attn_out", "query", "key", "value")
 
     def __init__(
@@ -47,12 +49,16 @@ class MaskedLM(MaskedDiffusion):
         dtype: Precision = "float32",
         remote_code: bool = False,
         block_causal: bool = False,
+        code: str | None = None,
+        loaded: tuple[Any, Any] | None = None,
         **options: Any,
     ):
         """Load the model. max_new_tokens: of every answer. block: tokens finished before the next
         ones are begun; None: all at once. block_causal: blocks are LLaDA2's. mask: id of the mask
         token; None: the tokenizer's.
-        remote_code: run the Python code of the model's own repository."""
+        remote_code: run the Python code of the model's own repository, or ``code``. code:
+        ``file.py:build``, a function of path that returns tokenizer and model, for repositories
+        that transformers' auto classes do not load. loaded: both, where another policy has them."""
         self.place = locate(path)
         block = block or max_new_tokens
         blocks = max_new_tokens // block
@@ -62,7 +68,15 @@ class MaskedLM(MaskedDiffusion):
                 "its "
                 f"{blocks} blocks {steps} steps"
             )
-        self.tokenizer, net = _loaded(self.place, getattr(torch, dtype), remote_code)
+        if loaded is None:
+            loaded = load(self.place, getattr(torch, dtype), remote_code, code)
+        self.tokenizer, net = loaded
+        causal = "AutoModelForCausalLM" in (
+            getattr(getattr(net, "config", None), "auto_map", None) or {}
+        )
+        self.auto_class = "AutoModelForCausalLM" if causal else "AutoModelForMaskedLM"
+        self.code = local_code.files_of(net) if remote_code else {}
+        self.notes = local_code.note(self.code)
         mask_id = self.tokenizer.mask_token_id if mask is None else mask
         if mask_id is None:
             raise UserError(
@@ -228,12 +242,19 @@ class MaskedLM(MaskedDiffusion):
         )
 
     def export(self, folder: Path) -> None:
-        """Save the adapter, or the whole model, and the tokenizer, as transformers loads them."""
-        self.net.save_pretrained(folder)
+        """Save the adapter, or the whole model, and the tokenizer, as transformers loads them; of a
+        model that is none of transformers', ``model.safetensors``."""
+        local_code.save(self.net, folder)
         self.tokenizer.save_pretrained(folder)
 
 
-def _loaded(place: str, dtype: torch.dtype, remote_code: bool) -> tuple[Any, Any]:
+def load(
+    place: str, dtype: torch.dtype, remote_code: bool, code: str | None = None
+) -> tuple[Any, Any]:
+    """Load tokenizer and model by transformers' auto classes, or by a user's ``code``."""
+    if code is not None:
+        tokenizer, net = local_code.build(code, remote_code, place)
+        return tokenizer, net.to(dtype)
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
     try:

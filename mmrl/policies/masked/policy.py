@@ -1,10 +1,11 @@
 """Samples and scores masked discrete diffusion: all tokens start hidden; every pass draws the
 hidden ones and makes some of them final.
 
-Two samplers. ``emerge`` reveals each hidden position independently of the model, so that the reveal
-order alone makes the likelihood of a trajectory exact. ``maskgit`` keeps the most confident tokens;
-the exact likelihood needs all tokens drawn in every pass and the Plackett-Luce probability of the
-choice.
+Three samplers. ``emerge`` reveals each hidden position independently of the model, so that the
+reveal order alone makes the likelihood of a trajectory exact. ``maskgit`` keeps the most confident
+tokens; the exact likelihood needs all tokens drawn in every pass and the Plackett-Luce probability
+of the choice. ``threshold`` keeps what is drawn with a probability above a threshold: which tokens
+these are follows from the draws, so all draws of every pass are the decisions, and nothing else is.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from functools import partial
 from typing import Annotated, Any, Literal
 
 import torch
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Gt, Le
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
@@ -25,6 +26,7 @@ from mmrl.core.distributions import Categorical, drawn
 from mmrl.core.divergences import REVERSE, Divergence
 from mmrl.core.errors import UserError
 from mmrl.core.host import indices, on_host, remember, selected, spread
+from mmrl.core.sharding import shards
 from mmrl.core.types import (
     Copies,
     MaskChoice,
@@ -96,7 +98,9 @@ def chosen(token: Tensor, noise: Tensor, rank: Tensor) -> Tensor:
 class MaskedDiffusion(LogitsPolicy):
     """Reveals tokens pass by pass, as masked diffusion models do.
 
-    steps: passes a sample. sampler: emerge or maskgit. schedule: share of tokens hidden over the
+    steps: passes a sample. sampler: emerge, maskgit or threshold. threshold: of the probability of
+    a drawn token, above which the sampler of that name keeps it, and at least an even share of the
+    tokens in every pass. schedule: share of tokens hidden over the
     passes. guidance_scale: scale w of classifier-free guidance on the logits, z_u + w (z_c - z_u).
     logprob_guidance: what is scored, see FlowPolicy. temperature: of the tokens. choice: of the
     Gumbel noise of maskgit's choice, at the first and at the last pass. anneal: what the
@@ -117,13 +121,14 @@ class MaskedDiffusion(LogitsPolicy):
         length: int,
         mask_id: int,
         steps: Steps = 12,
-        sampler: Literal["emerge", "maskgit"] = "emerge",
+        sampler: Literal["emerge", "maskgit", "threshold"] = "emerge",
         schedule: Literal["cosine", "linear"] = "cosine",
         guidance_scale: Annotated[float, Ge(0)] = 1.0,
         logprob_guidance: LogprobGuidance = "guided",
         temperature: Annotated[float, Gt(0)] = 1.0,
         choice: tuple[float, float] = (2.0, 0.0),
         anneal: Anneal | None = None,
+        threshold: Annotated[float, Gt(0), Le(1)] = 0.95,
         blocks: int = 1,
         **options: Any,
     ):
@@ -136,8 +141,12 @@ class MaskedDiffusion(LogitsPolicy):
         self.rates = SCHEDULES[schedule](self.turns)  # [T + 1]
         self.left = unmask.left_hidden(self.block, self.rates)
         self.noises = torch.linspace(*choice, self.turns).tolist()  # [T]
-        self.chooses = sampler == "maskgit"
-        if self.chooses and self.turns > 1 and min(self.noises[:-1]) <= 0:
+        self.sampler = sampler
+        self.threshold = threshold
+        self.least = unmask.evenly(self.block, self.turns)  # tokens kept in a pass (threshold)
+        self.chooses = sampler != "emerge"  # by its draws, which are all recorded
+        self.noisy = sampler == "maskgit"
+        if self.noisy and self.turns > 1 and min(self.noises[:-1]) <= 0:
             raise UserError(
                 f"policy option choice must be above 0 before the last pass, not {tuple(choice)}"
             )
@@ -163,6 +172,9 @@ class MaskedDiffusion(LogitsPolicy):
         steps: list[tuple[Tensor, ...]] = []
         for step in range(self.passes):
             hidden = (order == self.passes) & (turn <= step) & (step < turn + self.turns)
+            if steps and self._idle(hidden):  # every row of this block is already sure
+                steps.append(_nothing(steps[-1], hidden))
+                continue
             point = Query(
                 group=group,
                 cond=cond,
@@ -177,7 +189,7 @@ class MaskedDiffusion(LogitsPolicy):
                 step, sampled, hidden, rng.uniform(row, (self.length,), 2 * step + 1)
             )
             new = hidden & ((rank < self.length) | ((step + 1) % self.turns == 0))
-            if self.chooses:
+            if self.noisy:
                 scored = chosen(scored, self._noise(step, len(row)).to(scored), rank)
             steps.append((torch.stack([draw, rank], -1), scored, hidden, new, values))
             ids = torch.where(new, draw, ids)
@@ -194,6 +206,15 @@ class MaskedDiffusion(LogitsPolicy):
             ),
             steps,
         )
+
+    def _idle(self, hidden: Tensor) -> bool:
+        """Tell whether a pass would draw nothing, on any process where all make the same passes."""
+        if self.sampler != "threshold":
+            return False
+        working = bool(hidden.any())
+        if any(shards(module) for module in self.net.modules()):
+            working = self.any_process(working)
+        return not working
 
     def _drawn(
         self, point: Query, uniform: Tensor, copies: int
@@ -235,6 +256,9 @@ class MaskedDiffusion(LogitsPolicy):
         if not self.chooses:
             new = unmask.emerge(uniform, hidden, self.rates, turn)
             return torch.where(new, 0, self.length + ~hidden)
+        if not self.noisy:
+            new = unmask.sure(confidence.exp(), hidden, self.threshold, self.least[turn])
+            return torch.where(new, 0, self.length + ~hidden)
         # the last pass chooses nothing
         count = self.left[turn] - self.left[turn + 1] if turn < self.turns - 1 else 0
         return unmask.ranked(confidence, uniform, self.noises[turn], hidden, count)
@@ -248,8 +272,8 @@ class MaskedDiffusion(LogitsPolicy):
         return torch.full((rows, 1), self.noises[step % self.turns] or 1.0, device=self.device)
 
     def _rollout(self, rollout: Rollout, steps: list[tuple[Tensor, ...]]) -> Rollout:
-        """Assemble the rollout of all passes. emerge: K = L decisions, one a token. maskgit: K = T
-        L, all tokens drawn in every pass."""
+        """Assemble the rollout of all passes. emerge: K = L decisions, one a token. maskgit and
+        threshold: K = T L, all tokens drawn in every pass."""
         decision, logprob, hidden, new, values = (
             torch.stack(part, 1) for part in zip(*steps, strict=True)
         )
@@ -278,17 +302,25 @@ class MaskedDiffusion(LogitsPolicy):
                 num_decisions=rollout.mask.sum(1),
                 state=torch.where(rollout.tokens.commit_step >= step, self.mask_id, rollout.sample),
                 mask=rollout.mask[:, part],
-                target=rollout.passes.proposals[:, step],
+                target=self._decided(rollout.passes.proposals[:, step]),
                 logprob=rollout.logprob[:, part],
                 entropy=None if rollout.entropy is None else rollout.entropy[:, part],
-                step=MaskChoice(
-                    temperature=self._noise(step, len(rollout)).to(rollout.logprob)[:, 0],
-                    heat=self._heated(step, len(rollout)).heat,
-                ),
+                step=self._choice(step, rollout),
                 advantage=of_pass(rollout.advantages()),
                 advantage_parts=rollout.parts(of_pass),
                 provenance=rollout.provenance.columns(part),
             )
+
+    def _decided(self, proposals: Tensor) -> Tensor:
+        """Return what a pass decided, of proposals [B, L, 2]: tokens; with noise their ranks."""
+        return proposals if self.noisy else proposals[..., 0]
+
+    def _choice(self, step: int, rollout: Rollout) -> MaskPass:
+        heated = self._heated(step, len(rollout))
+        if not self.noisy:
+            return heated
+        noise = self._noise(step, len(rollout)).to(rollout.logprob)[:, 0]
+        return MaskChoice(temperature=noise, heat=heated.heat)
 
     def _pass_of(self, rollout: Rollout, step: int) -> Point:
         """Make the point before pass ``step``, scored at the tokens that this pass committed."""
@@ -327,8 +359,8 @@ class MaskedDiffusion(LogitsPolicy):
         if self.chooses:
             if score:
                 raise UserError(
-                    "policy option sampler maskgit: it chooses by its own draws, of which an "
-                    "answer of others has none; use emerge"
+                    f"policy option sampler {self.sampler}: it chooses by its own draws, of which "
+                    "an answer of others has none; use emerge"
                 )
             return torch.zeros_like(order)
         for step in range(self.passes):
@@ -452,6 +484,18 @@ class MaskedDiffusion(LogitsPolicy):
 
     def _warped(self, logits: Tensor) -> Tensor:
         return logits if self.temperature == 1 else logits / self.temperature
+
+
+def _nothing(step: tuple[Tensor, ...], hidden: Tensor) -> tuple[Tensor, ...]:
+    """Record a pass in which nothing is hidden, shaped as the record of another."""
+    decision, scored, _, _, values = step
+    return (
+        torch.zeros_like(decision),
+        torch.zeros_like(scored),
+        hidden,
+        hidden,
+        torch.zeros_like(values),
+    )
 
 
 def alike(group: Tensor) -> int:

@@ -49,6 +49,12 @@ def load_model(place: str, dtype: str, attention: str, quantization: Quantizatio
     return hf
 
 
+def auto_class(place: str) -> str:
+    """Name the class of transformers that loads the model at ``place``."""
+    name: str = _kind_of(place).__name__
+    return name
+
+
 def load_processor(place: str) -> Any:
     """Load the processor at ``place``, with its tokenizer and chat template."""
     from transformers import AutoProcessor

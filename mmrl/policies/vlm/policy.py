@@ -45,7 +45,12 @@ from mmrl.policies.vlm.engines.external import ask
 from mmrl.policies.vlm.engines.vllm_options import Setup, VLLMOptions
 from mmrl.policies.vlm.families import VERIFIED, Coords, family_of, part_of
 from mmrl.policies.vlm.generate import Answers, Ending
-from mmrl.policies.vlm.loading import load_model, load_processor, text_adapters
+from mmrl.policies.vlm.loading import (
+    auto_class,
+    load_model,
+    load_processor,
+    text_adapters,
+)
 from mmrl.policies.vlm.media import Budgets
 from mmrl.policies.vlm.packing import enable
 from mmrl.policies.vlm.parts import (
@@ -148,6 +153,7 @@ class VLM(Passes):
         rank = lora.rank if isinstance(lora, Lora) else lora or 0
         # first, since an engine that cannot run should say so before the model is loaded
         self.outside = started(engine, Setup(self.place, dtype, vllm or VLLMOptions(), rank))
+        self.auto_class = auto_class(self.place)
         hf = load_model(self.place, dtype, attention, quantization)
         self._read(hf, budgets or Budgets(), coordinate_space)
         suppressed = self.inputs.suppressed

@@ -123,7 +123,47 @@ def test_likeliest_tokens_are_those_of_the_pipeline(monkeypatch):
         assert torch.equal(ids, expected[0])
 
 
-@pytest.mark.parametrize("options", [{}, {"sampler": "maskgit"}, {"guidance_scale": 3.0}])
+@pytest.mark.parametrize("prompt", PROMPTS, ids=lambda prompt: str(len(prompt["text"].split())))
+def test_a_threshold_keeps_what_the_pipeline_keeps(prompt):
+    """Of the pipeline's own draws, at every state that it passes through."""
+    policy = made(sampler="threshold", threshold=0.3)
+    size = int(policy.encode([prompt])["size"])
+    seen = []
+
+    def look(pipe, step, time, values):
+        seen.append((time, {name: value.clone() for name, value in values.items()}))
+        return values
+
+    torch.manual_seed(1)
+    options = {"temperature": 1.0, "sampling_method": "multinomial", "threshold": 0.3}
+    answered(pipeline(policy), prompt, callback_on_step_end=look, **options)
+    passes = 0
+    blocks = -(-(size + LENGTH) // BLOCK)
+    state = torch.full((1, blocks * BLOCK), policy.mask_id)
+    state[0, :size] = policy.encode([prompt])["ids"][0, :size]
+    for time, values in seen:
+        end = values["block_x"].shape[1]
+        block = slice(end - BLOCK, end)
+        hidden = state[:, block] == policy.mask_id
+        if hidden.any():
+            confidence = values["sampled_probs"].log()
+            rank = policy._reveal(time, confidence, hidden, None)
+            after = values["block_x"][:, block]
+            assert torch.equal((rank < policy.length) & hidden, hidden & (after != policy.mask_id))
+            passes += 1
+        state[:, :end] = values["block_x"]
+    assert passes < 2 * (blocks - size // BLOCK)  # some were sure at once
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"sampler": "maskgit"},
+        {"guidance_scale": 3.0},
+        {"sampler": "threshold", "threshold": 0.2},
+    ],
+)
 def test_the_path_repeats_what_was_recorded(options):
     policy = made(**options)
     rollout = rolled(policy)

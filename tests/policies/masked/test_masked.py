@@ -342,6 +342,32 @@ def every_maskgit(policy):
     ), torch.zeros(len(rows)).double()
 
 
+def kept_by(policy, odds):
+    """The first pass's tokens by LLaDA2's rule, in a loop: those above the threshold, else two."""
+    sure = {i for i, one in enumerate(odds.tolist()) if one > policy.threshold}
+    return sure if len(sure) >= 2 else set(odds.argsort(descending=True)[:2].tolist())
+
+
+def every_threshold(policy):
+    """All tokens drawn, of which the weights keep some, and then the rest."""
+    rows = []
+    with torch.no_grad():
+        _, p = states(policy)
+    for first in itertools.product(range(2), repeat=4):
+        early = kept_by(policy, p[-1].gather(1, torch.tensor(first)[:, None])[:, 0])
+        for second in itertools.product(range(2), repeat=4 - len(early)):
+            late = iter(second)
+            last = [0 if i in early else next(late) for i in range(4)]
+            rows.append((list(first), last, [i in early for i in range(4)]))
+    first, last, early = (torch.tensor(part) for part in zip(*rows, strict=True))
+    rank = torch.stack([torch.where(early, 0, 4), torch.where(early, 5, 0)], 1)
+    drawn = torch.stack([torch.stack([first, last], 1), rank], -1)
+    sample = torch.where(early, first, last)
+    mask = torch.cat([torch.ones_like(early), ~early], 1)
+    rollout = whole(policy, sample, commit_step=(~early).long(), mask=mask, proposals=drawn)
+    return rollout, torch.zeros(len(rows)).double()
+
+
 def whole(policy, sample, mask, **fields):
     rows = len(sample)
     return make_rollout(
@@ -364,12 +390,14 @@ def log_prob(policy, rollout):
     )
 
 
-EVERY = {"emerge": every_emerge, "maskgit": every_maskgit}
+EVERY = {"emerge": every_emerge, "maskgit": every_maskgit, "threshold": every_threshold}
 CASES = [
     ("emerge", {}),
     ("emerge", {"guidance_scale": 2.5, "temperature": 0.7, "steps": 3}),
     ("maskgit", {"choice": (1.5, 0.0)}),
     ("maskgit", {"guidance_scale": 2.5, "choice": (0.4, 0.0)}),
+    ("threshold", {"threshold": 0.5}),
+    ("threshold", {"guidance_scale": 2.5, "threshold": 0.6}),
 ]
 
 
@@ -507,6 +535,33 @@ def test_the_gradient_of_a_choice_is_that_of_the_expected_reward(options):
     weight = logp.exp().detach() * (reward(rollout.sample) - 0.3)
     true = gradient(policy, true_choice(policy))
     torch.testing.assert_close(gradient(policy, (weight * logp).sum()), true, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{"threshold": 0.5}, {"guidance_scale": 2.5}], ids=str)
+def test_the_gradient_of_a_threshold_is_that_of_the_expected_reward(options):
+    """By the network called directly: what is kept changes at single weights only."""
+    policy = small(sampler="threshold", **({"threshold": 0.6} | options))
+    rollout, _ = every_threshold(policy)
+    logp = log_prob(policy, rollout)
+    weight = logp.exp().detach() * (reward(rollout.sample) - 0.3)
+    _, p = states(policy)
+    true = 0
+    sizes = set()
+    for first in itertools.product(range(2), repeat=4):
+        each = p[-1].gather(1, torch.tensor(first)[:, None])[:, 0]
+        early = kept_by(policy, each.detach())
+        sizes.add(len(early))
+        state = torch.tensor([first[i] if i in early else 2 for i in range(4)])
+        q = p[int((state * 3 ** torch.arange(3, -1, -1)).sum())]
+        late = state == 2
+        for second in itertools.product(range(2), repeat=4 - len(early)):
+            sample = state.clone()
+            sample[late] = torch.tensor(second, dtype=torch.long)
+            odds = q[late].gather(1, sample[late][:, None]).prod()
+            true = true + each.prod() * odds * reward(sample[None])[0]
+    assert len(sizes) > 1
+    ours = gradient(policy, (weight * logp).sum())
+    torch.testing.assert_close(ours, gradient(policy, true), atol=1e-6, rtol=1e-5)
 
 
 def test_conditional_scores_give_another_gradient():

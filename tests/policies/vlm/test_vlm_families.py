@@ -11,12 +11,14 @@ from functools import cache
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 from mmrl.core.errors import UserError
 from mmrl.core.types import Point, Rollout
 from mmrl.policies.vlm import packing, parts
 from mmrl.policies.vlm.families import OWN_DTYPE, modules_of
+from mmrl.policies.vlm.loading import auto_class
 from mmrl.policies.vlm.policy import VLM
 from mmrl.policies.vlm.prefix_sharing import divisible, language_model
 from mmrl.policies.vlm.recent import Recent
@@ -399,3 +401,10 @@ def test_parameters_that_take_no_part_are_known():
         ("qwen3_omni_moe_thinker", "audio_tower."),
     ):
         assert any(path in key for key in parts.idle(policy(name).net.hf))
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "phi4_multimodal", "gemma4"])
+def test_the_class_that_a_model_card_names_loads_the_family(kind, tmp_path):
+    (tmp_path / "config.json").write_text(f'{{"model_type": "{kind}"}}')
+    name = auto_class(str(tmp_path))
+    assert transformers.CONFIG_MAPPING[kind] in getattr(transformers, name)._model_mapping

@@ -1,0 +1,91 @@
+"""Says what the code of a unified model must offer, and carries its two passes for the trainer."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from mmrl.core.errors import UserError
+from mmrl.core.types import Prompt
+
+NEEDED = ("latent_shape", "stops", "encode", "text_logits", "velocity", "images", "text")
+
+
+class TextAndFlow(Protocol):
+    """Offers what ``unified_flow`` needs of a model that writes text token by token and draws by
+    rectified flow on the latents of a picture (BAGEL, Show-o2).
+
+    Two attributes are optional: ``process``, a ``samplers.processes.Process`` that says what
+    ``velocity`` returns, and ``suppressed``, ids that are never written. So is a method
+    ``next_logits(ids [B, n], mask [B, S], cache, **shown) -> (logits [B, V], cache)``, with which
+    texts are written on a cache: ids are the n newest columns, None is the empty cache.
+    """
+
+    latent_shape: tuple[int, ...]  # of a picture
+    stops: tuple[int, ...]  # ids after any of which a text ends
+
+    def encode(self, prompts: list[Prompt]) -> dict[str, Tensor]:
+        """Return ``ids`` [P, S] and ``mask`` [P, S], padded on the left, and whatever else the
+        passes take of a prompt, [P, *], such as its pictures."""
+
+    def text_logits(self, ids: Tensor, mask: Tensor, at: Tensor, **shown: Tensor) -> Tensor:
+        """Return logits [B, n, V] of the tokens that follow the places ``at`` [B, n]; no place
+        looks at one behind it, or at one whose mask is False."""
+
+    def velocity(
+        self, latents: Tensor, time: Tensor, ids: Tensor, mask: Tensor, **shown: Tensor
+    ) -> Tensor:
+        """Return noise less data [B, *] at time [B] in 0..1, where 1 is noise, of pictures that
+        follow the prompt and what was written after it."""
+
+    def images(self, latents: Tensor) -> Tensor:
+        """Decode to pictures [B, 3, H, W] in 0..1."""
+
+    def text(self, ids: list[int]) -> str:
+        """Decode a text."""
+
+
+class Passes(nn.Module):
+    """Wraps the model so that one ``forward`` reaches both of its passes: data-parallel wrappers
+    know no other."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, work: str, *arguments: Any, **shown: Any) -> Any:
+        return getattr(self.model, work)(*arguments, **shown)
+
+
+def checked(model: Any, name: str) -> nn.Module:
+    """Return what the code ``name`` built, a module with all that is needed; else UserError."""
+    if not isinstance(model, nn.Module):
+        raise UserError(
+            f"policy option code: {name!r} must return an nn.Module, not {type(model).__name__}"
+        )
+    missing = [attribute for attribute in NEEDED if not hasattr(model, attribute)]
+    if missing:
+        raise UserError(
+            f"policy option code: the model of {name!r} has no {', '.join(missing)}; "
+            f"docs/unified.md lists what unified_flow needs of it"
+        )
+    return model
+
+
+def check_prompts(encoded: dict[str, Tensor], prompts: int) -> None:
+    """Refuse what ``encode`` returned where it is not one row a prompt, padded on the left."""
+    if not {"ids", "mask"} <= set(encoded):
+        raise UserError("policy option code: encode must return ids and mask, both [P, S]")
+    odd = [name for name, tensor in encoded.items() if len(tensor) != prompts]
+    if odd:
+        raise UserError(
+            f"policy option code: encode returned {len(encoded[odd[0]])} rows of {odd[0]} for "
+            f"{prompts} prompts"
+        )
+    if not bool(torch.as_tensor(encoded["mask"][:, -1]).bool().all()):
+        raise UserError(
+            "policy option code: encode must pad on the left: the last place of every prompt is "
+            "a token"
+        )

@@ -1,0 +1,302 @@
+"""Unified models of a user's own code: the two of docs/unified.md, as they stand there."""
+
+import hashlib
+import json
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mmrl.advantages import flow_grpo
+from mmrl.config.options import TrainOptions
+from mmrl.config.unfit import unsuited
+from mmrl.core.errors import UserError
+from mmrl.core.registry import OBJECTIVES
+from mmrl.core.types import Rewards
+from mmrl.objectives import PolicyGradient
+from mmrl.objectives.kl import KL
+from mmrl.objectives.surrogates import gspo
+from mmrl.policies.masked.masked_lm import MaskedLM
+from mmrl.policies.unified.local_flow import UnifiedFlow
+from mmrl.policies.unified.local_masked import Picture, UnifiedMasked
+from mmrl.rollout.past import packed, remembered, unpacked
+from mmrl.rollout.stages import Drawn
+from mmrl.train.minibatches import passes
+from mmrl.train.trainer import Trainer
+from samplers.noise import Rng
+from tests.fixtures import local_code
+from tests.fixtures.command import mmrl, refused
+
+PROMPTS = local_code.PROMPTS
+BOTH = "flow", "masked"
+WORDS = 19  # of the tokenizer; codes come behind them
+
+
+def flow(**options):
+    chosen = {"think": 4, "answer": 3, "steps": 3, "remote_code": True} | options
+    return UnifiedFlow(f"{local_code.folder()}/my_bagel.py:build", **chosen)
+
+
+def masked(path=None, **options):
+    code = f"{local_code.folder()}/my_mmada.py"
+    picture = Picture(f"{code}:codec", first=WORDS, codes=8, side=2, steps=3)
+    chosen = {"max_new_tokens": 4, "block": 2, "steps": 4, "code": f"{code}:build"}
+    path = path or local_code.folder() / "tokenizer"
+    return UnifiedMasked(str(path), picture, **{"remote_code": True, **chosen, **options})
+
+
+MAKE = {"flow": flow, "masked": masked}
+
+
+def rolled(policy, copies=3):
+    with torch.no_grad():
+        rollout = policy.rollout(PROMPTS, copies, Rng.of("local"))
+    signs = torch.tensor([1.0, -1.0]).repeat(copies)
+    return rollout.replace(advantage=signs[:, None])
+
+
+def trainer(policy):
+    def scorer(media, prompts):
+        values = [
+            item.mean() if isinstance(item, torch.Tensor) else torch.tensor(float(len(item)))
+            for item in media
+        ]
+        return Rewards({"size": torch.stack(values)})
+
+    options = TrainOptions(
+        prompts_per_iteration=2,
+        group_size=4,
+        train_batch_size=8,
+        micro_batch_size=3,
+        iterations=2,
+        max_grad_norm=None,
+    )
+    return Trainer(
+        policy,
+        PROMPTS,
+        scorer,
+        flow_grpo,
+        PolicyGradient(clip_range=0.2, kl=0.1),
+        lambda p: torch.optim.SGD(p, lr=0.1),
+        options,
+    )
+
+
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize("lora", [None, 2])
+def test_both_kinds_of_decisions_are_trained(kind, lora):
+    """First ratios are 1 in both iterations, and what only one kind of decision goes through
+    moves."""
+    policy = MAKE[kind](lora=lora)
+    before = policy.weights.full()
+    runner = trainer(policy)
+    for _ in range(2):
+        metrics = runner.iterate()
+        assert metrics["ratio/max_deviation"] < 1e-5 and metrics["clip_fraction"] == 0
+    after = policy.weights.full()
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    if lora:
+        assert len(moved) == len(before) > 0 and all("lora_" in name for name in before)
+    elif kind == "flow":
+        assert {"model.unpatch.weight", "model.lm_head.weight"} <= moved
+    else:
+        rows = (before["head.weight"] != after["head.weight"]).any(1)
+        assert rows[:WORDS].any() and rows[WORDS:].all()
+
+
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize("number", [0, 1])
+def test_old_answers_are_shown_again(kind, number):
+    """From what a checkpoint stores of them, beside prompts of other lengths."""
+    policy = MAKE[kind]()
+    rollout = rolled(policy)
+    rows = 3 * number + torch.arange(3)
+    media = policy.decode(rollout)
+    entry = remembered(Drawn(rollout, media, Rewards({"r": torch.zeros(6)})), rows, 0, 0)
+    (again,) = unpacked(*packed([entry]), 1)
+    assert type(again.rollout.trajectory) is type(rollout.trajectory)
+    shown = again.rollout.replace(cond=policy.encode(PROMPTS[number : number + 1]))
+    for point in policy.path(shown):
+        logp = policy.dist(point).log_prob(point.target)
+        torch.testing.assert_close(logp[point.mask], point.logprob[point.mask], atol=1e-5, rtol=0)
+    assert torch.equal(shown.logprob, rollout.logprob[rows]) and shown.mask.any()
+
+
+def test_answers_of_others_are_learnt_where_their_order_is_a_sampler_s():
+    policy = masked()
+    picture = policy.decode(rolled(policy)[:1])[0]
+    policy.image.codec.encode = lambda images: (images[:, 0] * 7).round().long().flatten(1)
+    rollout = policy.demonstrate([*PROMPTS, PROMPTS[0]], [picture, "two", None], Rng.of("others"))
+    assert rollout.mask.any(1).tolist() == [True, True, False]
+    assert torch.equal(rollout.sample[0], rolled(policy).sample[0])
+    for point in policy.path(rollout):
+        logp = policy.dist(point).log_prob(point.target)
+        torch.testing.assert_close(logp[point.mask], point.logprob[point.mask], atol=1e-5, rtol=0)
+    with pytest.raises(UserError, match="takes no answers of others"):
+        flow().demonstrate(PROMPTS, [picture, "two"], Rng.of("others"))
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_passes_of_any_width_cover_every_decision_once(kind):
+    policy = MAKE[kind]()
+    rollout = rolled(policy)
+    seen = torch.zeros_like(rollout.logprob)
+    for point in passes(policy.path(rollout), 4, policy.adjacent):
+        logp = policy.dist(point).log_prob(point.target)
+        torch.testing.assert_close(logp[point.mask], point.logprob[point.mask], atol=1e-5, rtol=0)
+        flat = torch.isin(rollout.logprob, point.logprob[point.mask])
+        seen += flat & torch.isin(rollout.row_id, point.row_id)[:, None]
+        assert point.modality[point.mask].unique().numel() in (1, 2)
+    assert (seen[rollout.mask] > 0).all()
+    number = rollout.mask.sum(1)
+    for point in policy.path(rollout):
+        kept = point.mask.any(1)
+        assert torch.equal(point.num_decisions[kept], number[point.row_id[kept]])
+
+
+def test_probabilities_of_all_thoughts_sum_to_one():
+    """And the picture's steps are Gaussians under the very thought that was written."""
+    policy = flow(think=2, answer=2)
+    policy.net.double()
+    rollout = rolled(policy, copies=1)[:1]
+    vocabulary = 29
+    first = torch.arange(vocabulary).repeat_interleave(vocabulary)
+    second = torch.arange(vocabulary).repeat(vocabulary)
+    # nothing follows a stop
+    texts = torch.stack([first, torch.where(first == 0, -1, second)], 1).unique(dim=0)
+    trace = rollout.text_and_path
+    (point,) = [p for p in policy.path(rollout) if p.step is None]
+    every = point.repeat(len(texts)).replace(state=texts, target=texts.clamp_min(0))
+    logp = policy.dist(every).log_prob(every.target)
+    total = torch.where(texts >= 0, logp, 0.0).sum(1).exp().sum()
+    torch.testing.assert_close(total, torch.ones_like(total))
+    steps = [p for p in policy.path(rollout) if p.step is not None]
+    other = rollout.replace(trajectory=trace.replace(text=(trace.text + 1).clamp_max(28)))
+    changed = [p for p in policy.path(other) if p.step is not None]
+    assert len(steps) == 3
+    for step, moved in zip(steps, changed, strict=True):
+        same = policy.dist(step).log_prob(step.target)
+        torch.testing.assert_close(same, step.logprob, atol=1e-6, rtol=0)
+        assert (policy.dist(moved).log_prob(moved.target) - same).abs().max() > 1e-6
+
+
+def test_a_cache_writes_what_is_written_without(monkeypatch):
+    policy = flow()
+    model = policy.model
+    plain = rolled(policy)
+    widths = []
+
+    def next_logits(ids, mask, cache):
+        widths.append(ids.shape[1])
+        cache = ids if cache is None else torch.cat([cache, ids], 1)
+        at = torch.full((len(ids), 1), cache.shape[1] - 1)
+        return model.text_logits(cache, mask, at)[:, 0], cache
+
+    monkeypatch.setattr(model, "next_logits", next_logits, raising=False)
+    again = rolled(policy)
+    assert torch.equal(again.text_and_path.text, plain.text_and_path.text)
+    assert set(widths[1:]) & {1} and torch.equal(again.logprob, plain.logprob)
+
+
+def test_guided_pictures_leave_the_thought_out_of_the_empty_pass():
+    policy = flow(guidance_scale=3.0)
+    rollout = rolled(policy)
+    for point in policy.path(rollout):
+        logp = policy.dist(point).log_prob(point.target)
+        torch.testing.assert_close(logp[point.mask], point.logprob[point.mask], atol=1e-5, rtol=0)
+    seen = policy.drawn_after(rollout.cond, rollout.group[:1], rollout.text_and_path.text[:1])
+    assert seen["uncond"]["mask"].sum() == 1 and seen["mask"].sum() > 1
+    assert seen["uncond"]["ids"].shape == seen["ids"].shape
+
+
+def test_a_picture_weighs_and_is_clipped_as_its_options_say():
+    policy = flow(picture_weight=0.25, picture_clip=0.5)
+    for point in policy.path(rolled(policy)):
+        picture = point.step is not None
+        assert (point.weight == 0.25).all() if picture else point.weight is None
+        objective = PolicyGradient(clip_range=0.2)
+        logp = torch.full_like(point.logprob, math.log(1.15))
+        point = point.replace(advantage=torch.ones_like(point.advantage))
+        loss = objective._clipping(point)(logp, torch.zeros_like(logp), point.advantage, point.mask)
+        expected = -1.1 if picture else -1.15  # 1 + 0.2 x 0.5
+        torch.testing.assert_close(loss, torch.full_like(loss, expected))
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_an_export_is_loaded_again(kind, tmp_path):
+    """By the same code, adapters within the weights."""
+    policy = MAKE[kind](lora=2)
+    with torch.no_grad():
+        for p in policy.weights.parameters().values():
+            p.add_(0.1)
+    policy.export(tmp_path)
+    again = flow(path=str(tmp_path)) if kind == "flow" else masked(tmp_path)
+    one, two = rolled(policy), rolled(again)
+    torch.testing.assert_close(one.logprob, two.logprob, atol=1e-4, rtol=0)
+    assert one.logprob.abs().sum() > 0
+    if kind == "masked":  # masked_lm answers with the same weights
+        code = f"{local_code.folder()}/my_mmada.py:build"
+        alone = MaskedLM(str(tmp_path), max_new_tokens=4, code=code, remote_code=True)
+        assert torch.equal(alone.net.head.weight, again.net.head.weight)
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_code_runs_only_where_it_is_trusted(kind):
+    with pytest.raises(UserError, match="remote_code to true, which runs it"):
+        MAKE[kind](remote_code=False)
+
+
+def test_the_code_is_checked(tmp_path):
+    def made(text):
+        name = tmp_path / f"code_{abs(hash(text))}.py"
+        name.write_text(text)
+        return UnifiedFlow(f"{name}:build", remote_code=True)
+
+    with pytest.raises(UserError, match="must return an nn.Module, not int"):
+        made("def build():\n    return 3")
+    with pytest.raises(UserError, match="has no latent_shape, stops, encode"):
+        made("from torch import nn\ndef build():\n    return nn.Linear(1, 1)")
+    policy = flow(answer=None)
+    with pytest.raises(UserError, match="prompt 1: a prompt to understand"):
+        policy.encode(PROMPTS)
+    right = {"ids": torch.ones(2, 2), "mask": torch.tensor([[1, 1], [1, 0]])}
+    policy.model.encode = lambda prompts: right
+    with pytest.raises(UserError, match="pad on the left"):
+        policy.encode(PROMPTS[:1] * 2)
+
+
+@pytest.mark.parametrize("name", ["bagel", "mmada"])
+def test_the_page_s_configuration_runs_and_goes_on_to_the_bit(name, tmp_path):
+    local_code.write(tmp_path)
+    config = tmp_path / f"{name}.yaml"
+    mmrl("train", config, "run=whole", cwd=tmp_path)
+    mmrl("train", config, "run=half", "train.iterations=1", cwd=tmp_path)
+    mmrl("train", "--resume", "half", "train.iterations=2", cwd=tmp_path)
+    whole, half = (
+        load_file(tmp_path / run / "checkpoints" / "iteration-000002" / "weights.safetensors")
+        for run in ("whole", "half")
+    )
+    assert whole and all(torch.equal(whole[key], half[key]) for key in whole)
+    machine = json.loads((tmp_path / "whole" / "machine.json").read_text())
+    code = (tmp_path / f"my_{name}.py").read_bytes()
+    assert machine["model_code"] == {f"my_{name}.py": hashlib.sha256(code).hexdigest()}
+    option = "unified_flow" if name == "bagel" else "unified_masked"
+    words = ("train", config, f"policy.{option}.remote_code=false")
+    assert "remote_code to true, which runs it" in refused(*words, cwd=tmp_path)
+    assert "--safe refuses" in refused("--safe", *words[:2], cwd=tmp_path)
+
+
+@pytest.mark.parametrize("name", ["nft", "dpo", "distill", "masked", "sft", "unified"])
+def test_objectives_of_one_kind_of_decision_are_refused(name):
+    why = unsuited(OBJECTIVES[name], UnifiedFlow)
+    assert why and "UnifiedFlow" in why and unsuited(PolicyGradient, UnifiedFlow) is None
+
+
+def test_options_of_one_kind_of_decision_are_refused():
+    objective = PolicyGradient(
+        surrogate=gspo, kl=KL(form="flow_grpo"), entropy=0.1, timestep_fraction=0.5
+    )
+    refused_options = {option for option, _ in objective.unfit(UnifiedFlow)}
+    assert refused_options == {"surrogate", "kl", "entropy", "timestep_fraction"}
+    assert not list(PolicyGradient(clip_range=0.2, kl=0.1).unfit(UnifiedFlow))
