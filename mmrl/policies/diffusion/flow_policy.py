@@ -317,6 +317,10 @@ class FlowPolicy(Policy):
     def summed_dimensions(self) -> int:
         return math.prod(self.shape) if self.logprob_reduction == "sum" else 1
 
+    def spaces(self) -> dict[str, Any]:
+        kind = "flow" if isinstance(self.process, Flow) else "diffusion"
+        return {"latents": {"shape": list(self.shape), "process": kind}}
+
     def noise(self, stream: Tensor, row: Tensor, step: int) -> Tensor:
         """Draw once more the noise [B, *] of step number ``step`` (from 0) for rows [B] of streams
         [B, 2].

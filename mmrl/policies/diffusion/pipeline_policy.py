@@ -161,6 +161,12 @@ class FolderPolicy(FlowPolicy):
     def _pass(self, x: Tensor, t: Tensor, cond: dict[str, Any], passes: int = 1) -> Tensor:
         return attention_backends.computed(self, partial(super()._pass, x, t, cond, passes))
 
+    def spaces(self) -> dict[str, Any]:
+        """Add what makes latents of pixels, as far as its configuration says."""
+        latents = super().spaces()["latents"]
+        scales = {n: getattr(self.vae.config, n, None) for n in ("scaling_factor", "shift_factor")}
+        return {"latents": {**latents, "autoencoder": type(self.vae).__name__, **scales}}
+
     def cast(self, tensor: Tensor) -> Tensor:
         """Convert to the type the network computes in."""
         return tensor.to(self.dtype if self.dtype == torch.float64 else self.compute)
