@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmrl.core.errors import UserError
 from rewards._ask import Question, token_choices
-from rewards._servers import Failed
+from rewards.servers import Failed
 from rewards.wire import check_token
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from rewards._chat import (
     read_choice,
     retry_after,
 )
-from rewards._servers import BoundedClient, Failed, Server, Servers
+from rewards.servers import BoundedClient, Failed, Server, Servers
 from rewards.wire import message_of
 
 if TYPE_CHECKING:

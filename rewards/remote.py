@@ -20,9 +20,9 @@ from torch import Tensor
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
 from mmrl.core.types import Media, Prompt
-from rewards._servers import BoundedClient, Failed, Server, Servers, post
 from rewards._wire_prompts import enclosed, has_pictures
 from rewards.card import PICTURES, card
+from rewards.servers import BoundedClient, Failed, Server, Servers, post
 from rewards.tokens import Tokens
 from rewards.wire import Format, check_texts, pack, read_answer
 

@@ -18,6 +18,7 @@ class Tokens:
 
     Args:
         token: the only one; None: the environment variable ``MMRL_REWARD_TOKEN``, or none.
+        variable: the environment variable, where it is another.
         file: has one on every line, in place of the two; it is read again when it has changed. A
             server takes each of them, a client sends the first.
 
@@ -26,13 +27,15 @@ class Tokens:
             no good are left alone.
     """
 
-    def __init__(self, token: str | None = None, file: Path | None = None):
+    def __init__(
+        self, token: str | None = None, file: Path | None = None, variable: str = VARIABLE
+    ):
         if token and file:
             raise UserError("token and token_file: give one of them")
         self.file = None if file is None else Path(file).expanduser()
         self._lock = threading.Lock()
         self._stamp: tuple[int, ...] = ()
-        first = check_token(token or os.environ.get(VARIABLE) or None)
+        first = check_token(token or os.environ.get(variable) or None)
         self._tokens: tuple[str, ...] = (first,) if first else ()
         if self.file is not None:
             self._tokens = self._read(self.file)

@@ -33,6 +33,11 @@ def all_but_last(steps: int, iteration: int = 0, rng: Rng = FIXED) -> Tensor:
     return window(steps, stop=-1)
 
 
+def between_steps(steps: int, iteration: int = 0, rng: Rng = FIXED) -> Tensor:
+    """Makes every step but the last stochastic; of one step none (consistency models)."""
+    return _between(steps, 0, steps - 1)
+
+
 def window(
     steps: int, iteration: int = 0, rng: Rng = FIXED, *, start: int = 0, stop: int | None = None
 ) -> Tensor:

@@ -479,6 +479,26 @@ def serve_reward(
     serve(find_config(config), overrides or [])
 
 
+@app.command(name="serve-teacher")
+def serve_teacher(
+    config: Annotated[
+        Path,
+        typer.Argument(
+            help="A .yaml file with `policy:` and perhaps `serve:`, or a name.",
+            autocompletion=completion.of_configs,
+        ),
+    ],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Changes such as serve.port=8200.")
+    ] = None,
+) -> None:
+    """Serve the policy of a configuration as a teacher for distillation on other machines."""
+    from mmrl.remote import server
+    from mmrl.utils.paths import find_config
+
+    server.serve_teacher(find_config(config), overrides or [])
+
+
 @app.command(name="check-reward")
 def check_reward(
     config: Annotated[

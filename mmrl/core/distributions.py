@@ -4,8 +4,9 @@ disagree."""
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -32,6 +33,20 @@ class Dist(Protocol):
 
     def entropy(self) -> Tensor:
         """Return the entropies."""
+
+
+class Sendable(Protocol):
+    """Compares with a reference in another process; every distribution of a policy can."""
+
+    def asks(self) -> list[Any]:
+        """Say, in plain data, how this one wants a reference to be computed."""
+
+    def shown(self, asks: list[Any], /) -> dict[str, Tensor]:
+        """Return what another one's ``kl`` reads of this one as a reference."""
+
+    def reference(self, shown: dict[str, Tensor], /) -> Any:
+        """Make a reference for ``kl`` of what ``shown`` gave elsewhere; KeyError or ValueError
+        where it does not fit."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +97,17 @@ class Gaussian:
         each = self.std.clamp_min(TINY).log() + 0.5 * math.log(2 * math.pi * math.e)
         return self._reduce(each.expand_as(self.mean))
 
+    def asks(self) -> list[Any]:
+        return []
+
+    def shown(self, asks: list[Any]) -> dict[str, Tensor]:
+        return {"mean": self.mean, "std": self.std}
+
+    def reference(self, shown: dict[str, Tensor]) -> Self:
+        check_shape(shown["mean"], self.mean.shape)
+        check_shape(shown["std"], self.std.shape)
+        return replace(self, mean=shown["mean"], std=shown["std"])
+
     def _reduce(self, x: Tensor) -> Tensor:
         flat = x.flatten(1)
         return flat.mean(1, keepdim=True) if self.reduction == "mean" else flat.sum(1, keepdim=True)
@@ -95,6 +121,14 @@ class Score(Gaussian):
     def log_prob(self, x: Tensor) -> Tensor:
         """Return the scores, [B, 1]."""
         return self._reduce(-((x - self.mean) ** 2))
+
+
+def check_shape(received: Tensor, shape: Sequence[int]) -> None:
+    """Raise ValueError where a tensor is not of the shape that it should be."""
+    if tuple(received.shape) != tuple(shape) or not received.is_floating_point():
+        raise ValueError(
+            f"{tuple(received.shape)} numbers of type {received.dtype}, where {tuple(shape)} fit"
+        )
 
 
 def as_gaussian(dist: Dist, purpose: str) -> Gaussian:
@@ -162,6 +196,16 @@ class Categorical:
         """Return the entropies, [B, L]."""
         p = self._log_softmax()
         return -(p.exp() * p.masked_fill(p.isneginf(), 0)).sum(-1)
+
+    def asks(self) -> list[Any]:
+        return []
+
+    def shown(self, asks: list[Any]) -> dict[str, Tensor]:
+        return {"logits": self.logits}
+
+    def reference(self, shown: dict[str, Tensor]) -> Categorical:
+        check_shape(shown["logits"], self.logits.shape)
+        return Categorical(shown["logits"])
 
     def _log_softmax(self) -> Tensor:
         at_least_float32 = torch.promote_types(self.logits.dtype, torch.float32)

@@ -42,6 +42,16 @@ class Meter:
         finally:
             _listening.remove(self)
 
+    @contextmanager
+    def alone(self) -> Iterator[Meter]:
+        """Listen in the place of all others: what a loss beside the policy's says is not its."""
+        before = _listening[:]
+        _listening[:] = [self]
+        try:
+            yield self
+        finally:
+            _listening[:] = before
+
     def mark(self) -> tuple[dict[str, Tensor], ...]:
         """Return the present counts, sums and maxima, for ``restore``."""
         return dict(self.sums), dict(self.tops), dict(self.sizes)

@@ -2,9 +2,11 @@
 
 from mmrl.objectives.base import Objective as Objective
 from mmrl.objectives.base import frozen as frozen
+from mmrl.objectives.consistency import Consistency as Consistency
 from mmrl.objectives.covariance import ClipCov as ClipCov
 from mmrl.objectives.covariance import KLCov as KLCov
 from mmrl.objectives.distillation import Distill as Distill
+from mmrl.objectives.distribution_matching import DistributionMatching as DistributionMatching
 from mmrl.objectives.forward_process.awm import AWM as AWM
 from mmrl.objectives.forward_process.crd import CRD as CRD
 from mmrl.objectives.forward_process.dgpo import DGPO as DGPO

@@ -121,6 +121,10 @@ class Objective(ABC):
     def stand_in(self, policy: Policy) -> None:
         """Take the policy for what ``meet`` would load, as a dry run does, which only counts."""
 
+    def critic(self) -> Critic | None:
+        """Return what learns beside the policy in a snapshot; None: nothing does."""
+        return None
+
     def attach(self, reward: Differentiable) -> None:
         """Take the weighted sum of the rewards, with gradient, if ``differentiates``."""
 
@@ -165,6 +169,17 @@ class Objective(ABC):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up what ``state_dict`` gave."""
+
+
+@dataclass(frozen=True)
+class Critic:
+    """Names a snapshot that learns beside the policy, by an objective of its own, on the same
+    rows: ``steps`` optimizer steps before each of the policy's."""
+
+    snapshot: str
+    objective: Objective
+    steps: int = 1
+    lr: float | None = None  # None: that of the policy's optimizer
 
 
 @dataclass(frozen=True, kw_only=True)

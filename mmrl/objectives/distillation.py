@@ -3,9 +3,10 @@ would have done, and the policy moves toward them in closed form."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 from annotated_types import Ge, Gt
@@ -19,6 +20,34 @@ from mmrl.core.registry import LATER, OBJECTIVES, POLICIES
 from mmrl.core.types import Point
 from mmrl.objectives.policy_gradient import PolicyGradient
 from mmrl.policies.base import Policy
+from mmrl.policies.teaching import misfits, signature
+
+if TYPE_CHECKING:
+    from mmrl.objectives.remote_teacher import RemoteTeacher
+
+
+@dataclass(frozen=True)
+class RemoteOptions:
+    """Says how a teacher elsewhere is asked.
+
+    url: address of ``mmrl serve-teacher``, or several that serve the same teacher. token_file: a
+    file whose first line is the token; null: the environment variable MMRL_TEACHER_TOKEN.
+    certificate: a file of certificates that https is checked by; null: those of the machine.
+    timeout: seconds for one answer. retries: further tries of a question, elsewhere if possible.
+    backoff: seconds before a second try at the same server, doubled each time, with jitter.
+    max_rows: rows of one question; null: those of a pass. max_answer_mib: the longest answer that
+    is read. precision: of the answers on the way; bfloat16 halves them.
+    """
+
+    url: str | list[str]
+    token_file: Path | None = None
+    certificate: Path | None = None
+    timeout: Annotated[float, Gt(0)] = 600.0
+    retries: Annotated[int, Ge(0)] = 4
+    backoff: Annotated[float, Ge(0)] = 1.0
+    max_rows: Annotated[int, Ge(1)] | None = None
+    max_answer_mib: Annotated[float, Gt(0)] = 4096.0
+    precision: Literal["exact", "bfloat16"] = "exact"
 
 
 @dataclass(frozen=True)
@@ -27,11 +56,13 @@ class Teacher:
 
     policy: as in the section ``policy``: of the same family, with its tokens or latents and its
     steps; its size, weights, adapters, precision and guidance are its own. weight: of its
-    divergence among those of the teachers.
+    divergence among those of the teachers. remote: in place of policy, the address of ``mmrl
+    serve-teacher`` in another process or on another machine, where that policy is named.
     """
 
-    policy: Annotated[Callable[[], Policy], POLICIES, LATER]
+    policy: Annotated[Callable[[], Policy], POLICIES, LATER] | None = None
     weight: Annotated[float, Gt(0)] = 1.0
+    remote: RemoteOptions | None = None
 
 
 @OBJECTIVES.register("distill")
@@ -63,12 +94,14 @@ class Distill(PolicyGradient):
         super().__init__(**options)
         if not teachers:
             raise UserError("teachers: name at least one, {policy: ...}")
+        if any((teacher.policy is None) == (teacher.remote is None) for teacher in teachers):
+            raise UserError("teachers: each needs a policy, or remote: {url: ...} in its place")
         self.teachers = teachers
         self.weight = weight
         self.divergence = divergence
         self.reward_weight = reward_weight
         self.compares = reward_weight > 0
-        self.loaded: list[Policy] = []
+        self.loaded: list[Policy | RemoteTeacher] = []
 
     def extra_terms(self) -> str:
         return "teachers"
@@ -79,10 +112,11 @@ class Distill(PolicyGradient):
     def meet(self, policy: Policy) -> None:
         if self.loaded:
             return
-        self.loaded = [_frozen(teacher.policy()) for teacher in self.teachers]
+        self.loaded = [_ready(teacher, i) for i, teacher in enumerate(self.teachers)]
         for i, teacher in enumerate(self.loaded):
-            for why in misfits(policy, teacher):
-                raise UserError(f"objective.distill.teachers[{i}].policy: {why}")
+            described = signature(teacher) if isinstance(teacher, Policy) else teacher.signature()
+            for why in misfits(policy, described):
+                raise UserError(f"{_place(self.teachers[i], i)}: {why}")
 
     def loss_at(self, policy: Policy, point: Point, dist: Dist) -> Tensor:
         distance = self._distance(policy, point, dist)
@@ -99,43 +133,49 @@ class Distill(PolicyGradient):
         """Return the weighted divergences from the teachers, [B, L]."""
         total: Tensor | float = 0.0
         for i, (options, teacher) in enumerate(zip(self.teachers, self.loaded, strict=True)):
-            if teacher.device != policy.device:
-                teacher.net.to(policy.device)
             try:
-                with torch.no_grad():
-                    teacher_dist = teacher.dist(point)
+                teacher_dist = _reference(teacher, policy, point, dist)
                 if isinstance(dist, Gaussian):
                     _check_steps(dist, teacher_dist)
                 each = dist.kl(teacher_dist, self.divergence)
             except (RuntimeError, ValueError, KeyError) as error:
-                if isinstance(error, torch.OutOfMemoryError):
+                if isinstance(error, torch.OutOfMemoryError) or (
+                    isinstance(error, UserError) and options.remote is not None
+                ):
                     raise
                 raise UserError(
-                    f"objective.distill.teachers[{i}].policy cannot say what it would do in the "
-                    f"policy's states, it has another vocabulary, latent space or sampler: {error}"
+                    f"{_place(options, i)} cannot say what it would do in the policy's states, it "
+                    f"has another vocabulary, latent space or sampler: {error}"
                 ) from error
             total = total + options.weight * each
         assert isinstance(total, Tensor)
         return total
 
 
-def misfits(policy: Policy, teacher: Policy) -> Iterator[str]:
-    """Say why a teacher cannot judge the policy's states, as far as their outsides show."""
-    student_makes, teacher_makes = (
-        (can.decisions, can.makes, can.remaskable)
-        for can in (policy.capabilities, teacher.capabilities)
-    )
-    if student_makes != teacher_makes:
-        yield (
-            f"{type(teacher).__name__} makes other decisions than {type(policy).__name__}: a "
-            "teacher has to be of the policy's family"
-        )
-    for what, students, teachers in (
-        ("pictures of (height, width)", policy.media_size, teacher.media_size),
-        ("videos of so many frames:", policy.media_frames, teacher.media_frames),
-    ):
-        if students != teachers:
-            yield f"it makes {what} {teachers}, the policy {students}; both have to be the same"
+def _place(teacher: Teacher, number: int) -> str:
+    """Name the options of a teacher in the configuration."""
+    kind = "policy" if teacher.remote is None else "remote"
+    return f"objective.distill.teachers[{number}].{kind}"
+
+
+def _ready(teacher: Teacher, number: int) -> Policy | RemoteTeacher:
+    """Load a teacher, or a client of one."""
+    if teacher.remote is not None:
+        from mmrl.objectives.remote_teacher import RemoteTeacher
+
+        return RemoteTeacher(teacher.remote, _place(teacher, number))
+    assert teacher.policy is not None
+    return _frozen(teacher.policy())
+
+
+@torch.no_grad()
+def _reference(teacher: Policy | RemoteTeacher, policy: Policy, point: Point, dist: Dist) -> Dist:
+    """Return a teacher's distribution at a point where the policy's is ``dist``."""
+    if not isinstance(teacher, Policy):
+        return teacher.reference(point, dist)
+    if teacher.device != policy.device:
+        teacher.net.to(policy.device)
+    return teacher.dist(point)
 
 
 def _frozen(teacher: Policy) -> Policy:

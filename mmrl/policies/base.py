@@ -396,6 +396,11 @@ class Policy(ABC):
     news: list[str]  # sentences for the log, during training
     forwards: int = 0  # rows that went through the network so far
 
+    def spaces(self) -> dict[str, Any]:
+        """Describe the ``latents`` or the ``vocabulary`` of samples in plain data: a model that
+        judges them must have the same."""
+        return {}
+
     def measures(self) -> dict[str, float]:
         """Report a family's own curves of this process since the last call: before and after every
         iteration."""

@@ -150,12 +150,20 @@ def kl(
     place: Tensor | None = None,
 ) -> Tensor:
     """Compute KL(self || reference) [N], or another divergence, at ``hidden`` [N, H], for the
-    reference's log-probs of all tokens [N, V]."""
+    reference's log-probs of all tokens [N, V].
+
+    Models of one family and one tokenizer may have tables of unequal length, as large ones are
+    filled up to a round number: both distributions are then those of the tokens that both have.
+    """
 
     places = place_of(hidden, place)
 
     def kl_chunk(h: Tensor, q: Tensor, at: Tensor) -> Tensor:
-        p = warp(head(h), place=at).log_softmax(-1)
+        logits = warp(head(h), place=at)
+        common = min(logits.shape[-1], q.shape[-1])
+        p = logits[..., :common].log_softmax(-1)
+        if q.shape[-1] > common:
+            q = q[..., :common].log_softmax(-1)
         if by.kind != "reverse":
             return by.of_logprobs(p, q)
         never = p.isneginf() | q.isneginf()  # the same tokens, those suppressed

@@ -9,14 +9,14 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mmrl.core import distributed
-from mmrl.core.distributions import Categorical
+from mmrl.core.distributions import Categorical, check_shape
 from mmrl.core.divergences import REVERSE, Divergence
 from mmrl.core.host import indices, on_host, selected, sent, spread
 from mmrl.core.types import Copies, Media, Point, Prompt, Rollout, TokenOrder
@@ -34,7 +34,7 @@ from mmrl.policies.drafts import FREE, drafted, verified
 from mmrl.policies.scores import Scored, Scorer, group_divergence, recorded
 from samplers.batching import at_width, chunks
 from samplers.noise import Rng
-from samplers.warp import Warp
+from samplers.warp import EntropyScale, Warp
 
 
 class TokenPolicy(Policy):
@@ -366,7 +366,7 @@ class AnswerTokens:
         states: Tensor = every.view(*self.where.shape, -1)
         return states
 
-    def kl(self, other_tokens: AnswerTokens, by: Divergence = REVERSE) -> Tensor:
+    def kl(self, other_tokens: AnswerTokens | ToldTokens, by: Divergence = REVERSE) -> Tensor:
         """Compute KL(self || other) [B, L], or another divergence, exact, over the whole
         vocabulary.
 
@@ -376,8 +376,25 @@ class AnswerTokens:
         whole = self.warp.untruncated
         place = self._places()
         with torch.no_grad():
-            reference = other_tokens._head("full", whole, *place)
+            reference = other_tokens.all_logprobs(whole)
         return self._spread(self._head("kl", reference, whole, by, *place))
+
+    def all_logprobs(self, warp: Warp) -> Tensor:
+        """Compute the log-probs of all tokens [N, V] at a warp."""
+        every: Tensor = self._head("full", warp, *(self._places() if warp.schedule else ()))
+        return every
+
+    def asks(self) -> list[Any]:
+        return [asdict(self.warp.untruncated)]
+
+    def shown(self, asks: list[Any]) -> dict[str, Tensor]:
+        (warp,) = asks
+        return {"logprobs": self.all_logprobs(warp_of(warp))}
+
+    def reference(self, shown: dict[str, Tensor]) -> ToldTokens:
+        logprobs = shown["logprobs"]
+        check_shape(logprobs, (len(self.hidden), *logprobs.shape[1:][:1]))
+        return ToldTokens(logprobs)
 
     def _rescored(self, ids: Tensor, entropies: bool) -> Scored:
         chosen = selected(ids, self.where)
@@ -395,6 +412,24 @@ class AnswerTokens:
 
     def _spread(self, values: Tensor) -> Tensor:
         return spread(values, self.where)
+
+
+@dataclass(frozen=True)
+class ToldTokens:
+    """Holds the log-probs of all tokens that a model elsewhere gives at N decisions."""
+
+    logprobs: Tensor  # [N, V]
+
+    def all_logprobs(self, warp: Warp) -> Tensor:
+        """Return them: they were computed at the warp that the other side asked for."""
+        return self.logprobs
+
+
+def warp_of(plain: Any) -> Warp:
+    """Read a warp that came as plain data. Raises ValueError or TypeError where it is none."""
+    scale = plain.pop("scale")
+    plain |= {name: tuple(plain[name]) for name in ("suppressed", "schedule")}
+    return Warp(**plain, scale=None if scale is None else EntropyScale(**scale))
 
 
 def places(where: Tensor) -> Tensor:

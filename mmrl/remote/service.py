@@ -7,11 +7,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
-import json
-import logging
-import ssl
-from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -24,7 +19,6 @@ from annotated_types import Ge, Gt, Le
 from fastapi import FastAPI, Request, Response
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 from torch import Tensor
 
 from mmrl import __version__
@@ -34,14 +28,12 @@ from mmrl.core.registry import describe
 from mmrl.core.types import Prompt
 from mmrl.remote.body import parts_of
 from mmrl.remote.lanes import Answer, Lane
-from mmrl.remote.memory import Memory, NoRoom, Share
+from mmrl.remote.memory import Memory, Share
+from mmrl.remote.requests import Doorkeeper, Refusal, check_https, reply, shortened
 from mmrl.scoring import Handled
 from rewards.card import PICTURES, card_of
 from rewards.tokens import Tokens
 from rewards.wire import BYTES_A_PIXEL, BadInput, Limits, check_token, unpack
-
-LONGEST = 2000  # characters of what a reward says of a request
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -75,10 +67,7 @@ class ServeOptions:
 
     def __post_init__(self) -> None:
         check_token(self.token)
-        if (self.certificate is None) != (self.private_key is None):
-            raise UserError("serve.certificate and serve.private_key belong together")
-        if self.certificate is not None and self.private_key is not None:
-            check_certificate(self.certificate, self.private_key)
+        check_https(self.certificate, self.private_key)
         largest = max(self.max_request_mib, self.max_megapixels * 1e6 * BYTES_A_PIXEL / 2**20)
         if 2 * largest > self.max_memory_mib:
             raise UserError(
@@ -93,52 +82,12 @@ class ServeOptions:
         return Limits(self.max_samples, pixels, self.formats, tuple(pictures), self.max_values)
 
 
-def check_certificate(certificate: Path, private_key: Path) -> None:
-    """Raise UserError unless https can be served with these."""
-    try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, private_key)
-    except (OSError, ssl.SSLError) as error:
-        raise UserError(
-            f"serve.certificate {certificate} and serve.private_key {private_key} cannot be used: "
-            f"{error}"
-        ) from error
-
-
-class Refusal(Exception):
-    """Carries an answer other than 200, and what it says."""
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        field: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ):
-        super().__init__(message)
-        self.status = status
-        self.field = field
-        self.headers = dict(headers or {})
-
-    def reply(self) -> Response:
-        return reply({"error": str(self), "field": self.field}, self.status, self.headers)
-
-
-def reply(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """Return JSON in ASCII, which can be sent whatever characters of a request it repeats."""
-    text = json.dumps(content, allow_nan=False)
-    return Response(text, status, dict(headers or {}), "application/json")
-
-
-def shortened(text: str) -> str:
-    return text if len(text) <= LONGEST else text[:LONGEST] + " ..."
-
-
-class Service:
+class Service(Doorkeeper):
     """Holds the rewards, their lanes, and what has been counted."""
 
     def __init__(self, rewards: Mapping[str, Weighted], options: ServeOptions):
-        self.options = options
-        self.tokens = Tokens(options.token, options.token_file)
+        super().__init__(options, Tokens(options.token, options.token_file))
+        self.options: ServeOptions = options
         self.weights = {name: reward.weight for name, reward in rewards.items()}
         self.about = {name: describe_reward(reward.reward) for name, reward in rewards.items()}
         for name, reward in rewards.items():
@@ -153,11 +102,7 @@ class Service:
             name: Lane(name, reward.reward, options.max_batch, wait)
             for name, reward in rewards.items()
         }
-        self.requests: Counter[int] = Counter()
-        self.inside = 0
-        half = int(options.max_memory_mib * 2**19)
-        self.bodies = Memory(half)
-        self.decoded = Memory(half)
+        self.decoded = Memory(int(options.max_memory_mib * 2**19))
         # few threads, also since each keeps some of the memory that it has once used
         self.decoders = ThreadPoolExecutor(options.max_decoding, "decoder")
 
@@ -166,52 +111,15 @@ class Service:
         for lane in self.lanes.values():
             lane.close()
 
-    def authenticate(self, request: Request) -> None:
-        header = request.headers.get("authorization", "").encode("utf-8", "replace")
-        tokens = self.tokens.valid()
-        right = [hmac.compare_digest(header, f"Bearer {token}".encode()) for token in tokens]
-        if tokens and not any(right):
-            message = "the token is missing or wrong: send `Authorization: Bearer TOKEN`"
-            raise Refusal(401, message, headers={"WWW-Authenticate": "Bearer"})
-
-    async def respond(self, request: Request) -> Response:
-        """Answer a request, also a bad one, and count it by its status."""
-        try:
-            response = await self.score(request)
-        except BadInput as error:
-            response = Refusal(400, str(error), error.field).reply()
-        except Refusal as error:
-            response = error.reply()
-        except Exception as error:
-            log.exception("a request could not be answered")
-            message = f"{type(error).__name__} on the server, see its log"
-            response = reply({"error": message, "field": None}, 500)
-        self.requests[response.status_code] += 1
-        return response
-
-    async def score(self, request: Request) -> Response:
-        """Authenticate, admit, read, decode, score. Raises Refusal and BadInput."""
-        self.authenticate(request)
-        if self.inside >= self.options.max_waiting:
-            raise Refusal(
-                503,
-                f"{self.inside} requests are being scored already",
-                headers={"Retry-After": "1"},
-            )
-        self.inside += 1
-        try:
-            with self.decoded.share() as share:
-                names, media, prompts, ids = await self.read(request, share)
-                jobs = [self.lanes[name].submit(media, prompts) for name in names]
-                share.until(jobs)
-            del media, prompts
-            answer = self.answer(dict(zip(names, await self.answers(jobs), strict=True)))
-            return reply(answer if ids is None else {"ids": ids, **answer})
-        except NoRoom as error:
-            message = "other requests hold the memory that this one needs"
-            raise Refusal(503, message, headers={"Retry-After": "1"}) from error
-        finally:
-            self.inside -= 1
+    async def handle(self, request: Request) -> Response:
+        """Read, decode, score. Raises Refusal and BadInput."""
+        with self.decoded.share() as share:
+            names, media, prompts, ids = await self.read(request, share)
+            jobs = [self.lanes[name].submit(media, prompts) for name in names]
+            share.until(jobs)
+        del media, prompts
+        answer = self.answer(dict(zip(names, await self.answers(jobs), strict=True)))
+        return reply(answer if ids is None else {"ids": ids, **answer})
 
     async def read(
         self, request: Request, share: Share
@@ -229,34 +137,6 @@ class Service:
             admit = partial(share.take, timeout=self.options.timeout)
             media, prompts = await run(unpack, parts, limits, admit)
             return names, media, prompts, parts.ids
-
-    async def body(self, request: Request, share: Share) -> bytearray:
-        """Read the body; a request that announces too much is refused before it is read, any other
-        as soon as it exceeds the limit. Raises NoRoom."""
-        most = int(self.options.max_request_mib * 2**20)
-        too_large = Refusal(
-            413,
-            f"a request may have {self.options.max_request_mib:g} MiB; send fewer samples in one",
-        )
-        announced = request.headers.get("content-length", "0")
-        if announced.isdecimal() and (len(announced) > 18 or int(announced) > most):
-            raise too_large
-        known = "content-length" in request.headers and announced.isdecimal()
-        share.take(int(announced) if known else most)
-        body = bytearray()
-        try:
-            async with asyncio.timeout(self.options.read_timeout):
-                async for chunk in request.stream():
-                    if len(body) + len(chunk) > most:
-                        raise too_large
-                    body += chunk
-        except TimeoutError as error:
-            raise Refusal(
-                408, f"the request did not arrive within {self.options.read_timeout:g} s"
-            ) from error
-        except ClientDisconnect as error:
-            raise Refusal(400, "the connection closed before the request was complete") from error
-        return body
 
     def names(self, requested: Any) -> list[str]:
         """Return the rewards to compute: those requested, or all."""

@@ -23,6 +23,7 @@ from mmrl.core.weights import LIVE, block, reshard
 from mmrl.data.prompts import Curriculum
 from mmrl.run.checkpoint import Arrays, Tensors
 from mmrl.train.trainer import Trainer
+from mmrl.train.update import Update
 
 
 def capture(trainer: Trainer) -> tuple[Arrays, dict[str, Any]]:
@@ -31,14 +32,17 @@ def capture(trainer: Trainer) -> tuple[Arrays, dict[str, Any]]:
     weights = trainer.policy.weights
     arrays = {"weights": weights.stored(LIVE)}
     arrays |= {f"snapshot-{name}": weights.stored(name) for name in trainer.snapshots()}
-    arrays["optimizer"], optimizer = _flatten(_optimizer_state(trainer))
-    meta = {
+    arrays["optimizer"], optimizer = _flatten(_optimizer_state(trainer, trainer.update))
+    meta: dict[str, Any] = {
         "iteration": trainer.iteration,
         "step": trainer.update.step,
         "optimizer": optimizer,
         "rng": _generators(),
     }
     meta["advantage"] = memory.capture(trainer.advantage)
+    if (critic := trainer.update.critic) is not None:
+        arrays["optimizer-critic"], states = _flatten(_optimizer_state(trainer, critic.inner))
+        meta["critic"] = {"optimizer": states, "step": critic.inner.step}
     if hasattr(trainer.scorer, "state_dict"):
         meta["rewards"] = trainer.scorer.state_dict()
     meta["objective"] = trainer.objective.state_dict()
@@ -65,7 +69,8 @@ def restore(trainer: Trainer, arrays: Arrays, meta: dict[str, Any]) -> None:
         ) from error
     if meta["step"]:
         tensors = _optimizer_tensors(trainer, arrays["optimizer"])
-        _load_optimizer(trainer, _unflatten(tensors, meta["optimizer"]))
+        _load_optimizer(trainer, trainer.update, _unflatten(tensors, meta["optimizer"]))
+    _restore_critic(trainer, arrays, meta.get("critic"))
     trainer.iteration = meta["iteration"]
     trainer.update.step = meta["step"]
     memory.restore(trainer.advantage, meta.get("advantage", {}))
@@ -86,6 +91,16 @@ def restore(trainer: Trainer, arrays: Arrays, meta: dict[str, Any]) -> None:
     _set_generators(meta["rng"])
 
 
+def _restore_critic(trainer: Trainer, arrays: Arrays, meta: dict[str, Any] | None) -> None:
+    """Restore what learns beside the policy; its weights are a snapshot."""
+    critic = trainer.update.critic
+    if critic is None or meta is None or not meta["step"]:
+        return
+    tensors = _optimizer_tensors(trainer, arrays["optimizer-critic"])
+    _load_optimizer(trainer, critic.inner, _unflatten(tensors, meta["optimizer"]))
+    critic.inner.step = meta["step"]
+
+
 def _restore_weights(trainer: Trainer, arrays: Arrays) -> None:
     """Load the live weights and the snapshots this run keeps. Those that the checkpoint lacks,
     since the configuration asks for them only now, start from the live weights; the reference stays
@@ -99,14 +114,14 @@ def _restore_weights(trainer: Trainer, arrays: Arrays) -> None:
             weights.keep(name)
 
 
-def _optimizer_state(trainer: Trainer) -> dict[str, Any]:
+def _optimizer_state(trainer: Trainer, update: Update) -> dict[str, Any]:
     """Return the state by parameter name, under FSDP2 each process's shards."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     reshard(trainer.policy.net)
-    inner = getattr(trainer.update.optimizer, "optimizer", trainer.update.optimizer)
+    inner = getattr(update.optimizer, "optimizer", update.optimizer)
     # torch would make a state up by taking a step, and the first real one would count as second
-    if trainer.update.step == 0:
+    if update.step == 0:
         return {}
     return get_optimizer_state_dict(trainer.policy.net, inner)
 
@@ -125,11 +140,11 @@ def _optimizer_tensors(trainer: Trainer, tensors: Tensors) -> dict[str, Tensor]:
     return placed
 
 
-def _load_optimizer(trainer: Trainer, state: dict[str, Any]) -> None:
+def _load_optimizer(trainer: Trainer, update: Update, state: dict[str, Any]) -> None:
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 
     reshard(trainer.policy.net)
-    inner = getattr(trainer.update.optimizer, "optimizer", trainer.update.optimizer)
+    inner = getattr(update.optimizer, "optimizer", update.optimizer)
     lenient = StateDictOptions(strict=False)  # what never had a gradient has no state
     set_optimizer_state_dict(trainer.policy.net, inner, state, options=lenient)
 

@@ -175,6 +175,10 @@ class Device:
         policy.trained, prepared = self.accelerator.prepare(policy.net, _built(optimizer, groups))
         return prepared
 
+    def optimizer_of(self, policy: Any, optimizer: MakeOptimizer) -> torch.optim.Optimizer:
+        """Return a further optimizer of a prepared policy's parameters, for a snapshot of them."""
+        return _built(optimizer, [group for group in policy.parameter_groups() if group.parameters])
+
     def _neighbours(self) -> int:
         """Count the processes that hold the same rows."""
         split = self.options.context_parallel

@@ -45,6 +45,7 @@ from mmrl.rollout.stages import (
 )
 from mmrl.train import supervised
 from mmrl.train.batch import Batch
+from mmrl.train.critic import SnapshotUpdate
 from mmrl.train.device import Device, MakeOptimizer
 from mmrl.train.preferences import held_out_preferences, without_rewards
 from mmrl.train.reward_weights import RewardWeights, forgetting
@@ -106,6 +107,8 @@ class Trainer:
             self.reward_weights = RewardWeights(options.reward_gradients)
             self.reward_weights.suits(objective, policy, self.device.scales_loss)
         self.update = Update(policy, objective, prepared, options, self.device, self.clock)
+        if critic := objective.critic():
+            self.update.critic = SnapshotUpdate(critic, policy, optimizer, options, self.device)
 
     def snapshots(self) -> tuple[str, ...]:
         """Name the snapshots this run keeps."""

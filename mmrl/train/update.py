@@ -11,6 +11,7 @@ import math
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,9 @@ from mmrl.train.device import Device
 from mmrl.train.optimizers import ema_decay, lr_factor
 from mmrl.train.passes import Passes
 from samplers.noise import Rng
+
+if TYPE_CHECKING:
+    from mmrl.train.critic import SnapshotUpdate
 
 
 class Update:
@@ -53,6 +57,7 @@ class Update:
         self.passes = Passes(policy, objective, options, self.plan)
         self.lrs = [group["lr"] for group in optimizer.param_groups]
         self.step = 0
+        self.critic: SnapshotUpdate | None = None  # what learns beside the policy
 
     def run(self, batch: Batch) -> dict[str, float]:
         """Take all optimizer steps on a batch; then let the snapshot ``old`` follow. Returns
@@ -103,6 +108,8 @@ class Update:
     ) -> int:
         """Take the optimizer step on these rows, after ``train.slow_fast``'s fast steps and its
         step back if there are any. Returns how many steps were left out."""
+        if self.critic is not None:
+            self.critic.improve(batch, rollout, rng, meter)
         fast = self.options.slow_fast
         if fast is None or (fast.iterations is not None and batch.iteration >= fast.iterations):
             return not self.improve(batch, rollout, rng, on_policy, meter)

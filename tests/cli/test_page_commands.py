@@ -38,7 +38,7 @@ NOT_RUN = {
     "several processes",
     r"--engine ray": "tests/launch starts the processes of Ray",
     r"^mmrl compare ": "tests/compare trains; what is checked before a first run is checked for it",
-    r"^mmrl (view|serve-reward) ": "serves until it is stopped: tests/view, tests/remote",
+    r"^mmrl (view|serve-(reward|teacher)) ": "serves until it is stopped: tests/view, tests/remote",
     r"^mmrl push .* --private": "uploads: tests/hub, against a local server",
     r"--benchmark": "needs the weights or files of a benchmark: tests/benchmarks",
     r"^mmrl train (?!digits/)(?!.*--dry-run)(?!--resume)": "needs the weights of a large model",

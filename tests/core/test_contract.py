@@ -39,6 +39,8 @@ registry.load_built_in()
 VIDEO = {"size": 16, "frames": 3, "steps": 3, "fixed_batch_rows": 8, "text_length": 16}
 SMALLEST: dict[tuple[str, str], dict[str, Any]] = {
     ("policies", "vlm"): {"path": "{tiny:qwen2_5_vl}", "max_new_tokens": 6},
+    # from itself there is nothing to learn
+    ("objectives", "dmd"): {"guidance_scale": 2.0},
     ("objectives", "distill"): {"teachers": [{"policy": "tests.fixtures.toys:ToyFlow"}]},
     ("policies", "sd3"): {
         "path": "world:digits/sd3-test",

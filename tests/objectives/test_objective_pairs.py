@@ -80,11 +80,11 @@ PAIRS = [
     for name, entry in OBJECTIVES.items()
     for kind in KIND
     # answers of the data are rewarded by nothing: tests/objectives/test_supervised.py; teachers
-    # take the place of rewards: tests/objectives/test_distillation.py; laser needs a token behind
+    # take the place of rewards: test_distillation.py, test_few_step.py; laser needs a token behind
     # answers, which toys have not: tests/policies/vlm/test_self_scores.py
     if not unsuited(entry, KIND[kind])
     and not getattr(entry, "supervised", False)
-    and name not in ("laser", "distill")
+    and name not in ("laser", "distill", "dmd")
 ]
 
 

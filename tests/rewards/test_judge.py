@@ -15,10 +15,9 @@ from mmrl.advantages import reinforce
 from mmrl.core.errors import UserError
 from mmrl.core.types import Rollout
 from mmrl.scoring import Scorer
-from rewards import _chat, _servers
+from rewards import _chat, servers
 from rewards._ask import Question, Unreadable
 from rewards._judge_templates import BUILT_IN
-from rewards._servers import BoundedClient
 from rewards.chat_server import ChatServer
 from rewards.judge import Judge
 from rewards.judge_checklist import Checklist
@@ -26,6 +25,7 @@ from rewards.judge_edit import EditJudge
 from rewards.judge_listener import Listener, reasoning
 from rewards.judge_pairwise import Pairwise, pairings, strengths, win_rates, with_pivot
 from rewards.judge_yes_no import YesNo
+from rewards.servers import BoundedClient
 from tests.fixtures import waiting
 from tests.fixtures.fake_chat import fake_chat, stats
 
@@ -388,7 +388,7 @@ def test_nothing_of_the_environment_reaches_a_server(url, monkeypatch):
 
 
 def test_an_answer_without_end_is_a_failure_not_a_full_memory(url, monkeypatch):
-    monkeypatch.setattr(_servers, "LONGEST", 300)
+    monkeypatch.setattr(servers, "LONGEST", 300)
     model = server(url, retries=0)
     assert Judge(model)(greys([0.2]), prompts(1, "fault:huge:99")).isnan().all()
     assert "an answer of more than 300 bytes" in model.servers[0].cause

@@ -120,6 +120,9 @@ class FlowPolicy(Policy):
     process: Process = Flow()
     guidance_scale: float
     exploring = True  # False while evaluating: only the initial noise is drawn
+    # its sampler adds fresh noise between steps, in evaluation too (consistency models)
+    renews = False
+    plain = False  # True while such a model is evaluated: noise, but no decision
     capabilities = Capabilities("gaussian", replay=True)
 
     def __init__(
@@ -220,14 +223,15 @@ class FlowPolicy(Policy):
 
     @contextmanager
     def evaluating(self, guidance: float | None = None) -> Iterator[None]:
-        """Sample deterministically (ODE), at another guidance scale if given."""
-        before = self.exploring
-        self.exploring = False
+        """Sample deterministically (ODE), or with the noise that belongs to the model's sampler, at
+        another guidance scale if given."""
+        before = self.exploring, self.plain
+        self.exploring = self.plain = self.renews
         try:
             with at_guidance(self, guidance):
                 yield
         finally:
-            self.exploring = before
+            self.exploring, self.plain = before
 
     def _for_process(self, kernel: Any) -> Kernel:
         """Bind the process to a kernel that takes one; UserError if the kernel is for another
@@ -290,7 +294,8 @@ class FlowPolicy(Policy):
             noise_level=noise_level,
             stream=stream if bool((plan.eta > 0).any()) else None,
         )
-        return Rollout.cat(blocks).replace(trajectory=latents)
+        rollout = Rollout.cat(blocks).replace(trajectory=latents)
+        return rollout.replace(mask=torch.zeros_like(rollout.mask)) if self.plain else rollout
 
     @torch.no_grad()
     def demonstrate(
@@ -330,6 +335,10 @@ class FlowPolicy(Policy):
     def summed_dimensions(self) -> int:
         return math.prod(self.shape) if self.logprob_reduction == "sum" else 1
 
+    def spaces(self) -> dict[str, Any]:
+        kind = "flow" if isinstance(self.process, Flow) else "diffusion"
+        return {"latents": {"shape": list(self.shape), "process": kind}}
+
     def noise(self, stream: Tensor, row: Tensor, step: int) -> Tensor:
         """Draw once more the noise [B, *] of step number ``step`` (from 0) for rows [B] of streams
         [B, 2].
@@ -348,13 +357,13 @@ class FlowPolicy(Policy):
     def _plan(self, copies: Copies, rng: Rng, context: RolloutContext = NO_CONTEXT) -> Plan:
         """Plan what the sampler does in this iteration: times, noise levels, branching."""
         try:
+            times = self.evaluation_times if self.plain else self.times
             # [K] bool
-            noisy = self.noise_window(self.steps, context.iteration, rng.fold("window"))
+            noisy = self.noise_window(len(times) - 1, context.iteration, rng.fold("window"))
             tree = self.tree if self.exploring else None
             if tree is not None:
-                splits = torch.tensor(tree.at(self.steps))
-                noisy = noisy | torch.isin(torch.arange(self.steps), splits)
-            times = self.times
+                splits = torch.tensor(tree.at(len(times) - 1))
+                noisy = noisy | torch.isin(torch.arange(len(times) - 1), splits)
             if not self.exploring:
                 times = self.evaluation_times
                 noisy = torch.zeros(len(times) - 1, dtype=torch.bool)

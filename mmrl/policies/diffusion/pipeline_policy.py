@@ -11,7 +11,7 @@ from abc import abstractmethod
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,12 @@ from torch import Tensor, nn
 from mmrl.core.errors import UserError
 from mmrl.core.registry import GRIDS
 from mmrl.core.types import Prompt, Rollout
-from mmrl.policies.diffusion import attention_backends, context_parallel, diffusers_folder
+from mmrl.policies.diffusion import (
+    attention_backends,
+    context_parallel,
+    diffusers_folder,
+    few_step,
+)
 from mmrl.policies.diffusion.attention_backends import Attention, AttentionChoice
 from mmrl.policies.diffusion.flow_policy import FlowPolicy, Grid, Storage
 from mmrl.policies.diffusion.text_encoding import Placement, PromptCache, texts_of
@@ -37,6 +42,7 @@ class FolderPolicy(FlowPolicy):
     autoencoder: ClassVar[str] = "AutoencoderKL"
     part: ClassVar[str] = "transformer"  # of the folder that is trained
     also: ClassVar[tuple[str, ...]] = ()  # further pipelines whose folders load
+    scheduler_class = "FlowMatchEulerDiscreteScheduler"  # in diffusers, whose times it takes
     capabilities = replace(FlowPolicy.capabilities, makes="image", demonstrations=True)
     net: Any  # of diffusers, as its configuration
     size: tuple[int, int]  # pixels, [height, width]
@@ -55,6 +61,7 @@ class FolderPolicy(FlowPolicy):
         vae_tiling: bool = False,
         vae_slicing: bool = False,
         quantization: Quantization | None = None,
+        scheduler: Literal["own", "lcm"] = "own",
         **options: Any,
     ):
         """Load a model folder. path: folder, hub id or world:NAME. size: pixels, one side or
@@ -64,11 +71,19 @@ class FolderPolicy(FlowPolicy):
         the network's repeated blocks, by torch.compile; a text is the name of its backend.
         vae_tiling, vae_slicing: the autoencoder works on overlapping tiles of a sample, and on one
         sample after another, as diffusers' pipelines offer. quantization: the frozen weights of the
-        network's blocks in 4 bits (nf4, fp4) or 8 (8bit), under adapters."""
+        network's blocks in 4 bits (nf4, fp4) or 8 (8bit), under adapters. scheduler: lcm samples in
+        few steps as diffusers' LCMScheduler and FlowMatchLCMScheduler, by predicting the data and
+        adding fresh noise, whatever sde_type, noise_level, noise_window and solver say: for
+        students of the objectives consistency and dmd; export writes that scheduler."""
         attention_backends.check(attention)
         check_quantization(quantization, options.get("lora") is not None)
         self.place = diffusers_folder.resolve(path, self.pipeline, *self.also)
         self.compute = getattr(torch, dtype)
+        self.renews = self.renews or scheduler == "lcm"
+        if scheduler == "lcm":
+            few_step.check(self.place, self.scheduler_class)
+            self.scheduler_class = few_step.BY_CLASS[self.scheduler_class]
+            options |= few_step.OPTIONS
         net = self.load_network()
         quantize(net, quantization)
         self.config, self.vae = (
@@ -161,6 +176,12 @@ class FolderPolicy(FlowPolicy):
     def _pass(self, x: Tensor, t: Tensor, cond: dict[str, Any], passes: int = 1) -> Tensor:
         return attention_backends.computed(self, partial(super()._pass, x, t, cond, passes))
 
+    def spaces(self) -> dict[str, Any]:
+        """Add what makes latents of pixels, as far as its configuration says."""
+        latents = super().spaces()["latents"]
+        scales = {n: getattr(self.vae.config, n, None) for n in ("scaling_factor", "shift_factor")}
+        return {"latents": {**latents, "autoencoder": type(self.vae).__name__, **scales}}
+
     def cast(self, tensor: Tensor) -> Tensor:
         """Convert to the type the network computes in."""
         return tensor.to(self.dtype if self.dtype == torch.float64 else self.compute)
@@ -231,6 +252,8 @@ class FolderPolicy(FlowPolicy):
             diffusers_folder.save_lora(pipeline, self.net, folder, self.part)
         else:
             diffusers_folder.save_full(pipeline, self.place, self.net, folder, self.part)
+        if self.scheduler_class in few_step.BY_CLASS.values():
+            few_step.save(self.place, self.scheduler_class, folder)
 
     def latent_side(self, pixels: int, step: int, factor: int, name: str = "size") -> int:
         """Return the latents along a side; UserError where ``step`` pixels do not divide it."""

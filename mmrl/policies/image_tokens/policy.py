@@ -235,6 +235,9 @@ class ImageTokenPolicy(TokenPolicy):
         score = logits.gather(-1, drawn_ids)[..., 0] - logits.logsumexp(-1)
         return token, score.to(self.dtype), values
 
+    def spaces(self) -> dict[str, Any]:
+        return {"vocabulary": {"codes": self.net.vocab, "turns": list(self.net.turns)}}
+
     def dist(self, point: Point) -> Dist:
         where = somewhere(point.mask)
         scale = self.scored_guidance(point)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
 from mmrl.config.options import Steps
-from mmrl.core.distributions import Categorical, drawn
+from mmrl.core.distributions import Categorical, check_shape, drawn
 from mmrl.core.divergences import REVERSE, Divergence
 from mmrl.core.errors import UserError
 from mmrl.core.host import indices, on_host, remember, selected, spread
@@ -85,6 +85,16 @@ class Hidden:
 
     def entropy(self) -> Tensor:
         return self._spread(Categorical(self.logits).entropy())
+
+    def asks(self) -> list[Any]:
+        return []
+
+    def shown(self, asks: list[Any]) -> dict[str, Tensor]:
+        return {"logits": self.logits}
+
+    def reference(self, shown: dict[str, Tensor]) -> Hidden:
+        check_shape(shown["logits"], self.logits.shape)
+        return replace(self, logits=shown["logits"])
 
     def _spread(self, values: Tensor) -> Tensor:
         return spread(values, self.where)
@@ -394,6 +404,9 @@ class MaskedDiffusion(LogitsPolicy):
         draw = rng.uniform(name, (self.length,), step=1)
         # hide at least one token
         yield self.at(rollout, hide=(draw < rate) | (draw == draw.amin(1, keepdim=True)))
+
+    def spaces(self) -> dict[str, Any]:
+        return {"vocabulary": {"tokens": self.length, "hidden": self.mask_id}}
 
     def dist(self, point: Point) -> Hidden:
         where = somewhere(point.mask)

@@ -4,6 +4,7 @@ objectives."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from mmrl.core.types import Point
 from mmrl.core.weights import Weights
 from mmrl.policies.base import Policy
 from mmrl.policies.scores import Scored
-from mmrl.policies.tokens import AnswerTokens
+from mmrl.policies.tokens import AnswerTokens, ToldTokens
 from samplers.warp import Warp
 
 
@@ -55,10 +56,36 @@ class SegmentTokens:
     def entropy(self) -> Tensor:
         return sum((part.entropy() for part in self.parts), torch.zeros(()))
 
-    def kl(self, reference: SegmentTokens, by: Divergence = REVERSE) -> Tensor:
+    def kl(self, reference: SegmentTokens | ToldSegments, by: Divergence = REVERSE) -> Tensor:
         """Compute the exact KL over each head's whole vocabulary, at the temperature of
         sampling."""
         pairs = zip(self.parts, reference.parts, strict=True)
         # a head may have no decision in these rows
-        divergences = [part.kl(two, by) for part, two in pairs if len(part.hidden)]
+        divergences = [part.kl(two, by) for part, two in pairs if len(part.hidden) and two]
         return sum(divergences, torch.zeros(()))
+
+    def asks(self) -> list[Any]:
+        return [ask for part in self.parts for ask in part.asks()]
+
+    def shown(self, asks: list[Any]) -> dict[str, Tensor]:
+        return {
+            f"{i}.{name}": value
+            for i, (part, ask) in enumerate(zip(self.parts, asks, strict=True))
+            if len(part.hidden)
+            for name, value in part.shown([ask]).items()
+        }
+
+    def reference(self, shown: dict[str, Tensor]) -> ToldSegments:
+        return ToldSegments(
+            [
+                part.reference({"logprobs": shown[f"{i}.logprobs"]}) if len(part.hidden) else None
+                for i, part in enumerate(self.parts)
+            ]
+        )
+
+
+@dataclass(frozen=True)
+class ToldSegments:
+    """Holds what a model elsewhere says of the tokens of each head; None: of none."""
+
+    parts: Sequence[ToldTokens | None]

@@ -68,6 +68,7 @@ from mmrl.policies.vlm.refill import Refill
 from mmrl.policies.vlm.routing import Routing
 from mmrl.policies.vlm.scoring import Encoded, Passes, images_in
 from mmrl.policies.vlm.self_scores import token_id, with_self_scores
+from mmrl.policies.vlm.special import digest_of
 from mmrl.policies.vlm.trees import TextTree
 from samplers.batching import chunks
 from samplers.noise import Rng
@@ -249,6 +250,9 @@ class VLM(Passes):
                 f"watch engine/gap, and set the "
                 "objective's importance_sampling, which corrects for it"
             )
+
+    def spaces(self) -> dict[str, Any]:
+        return {"vocabulary": digest_of(self.inputs.tokenizer)}
 
     def rollout(
         self, prompts: list[Prompt], copies: Copies, rng: Rng, context: RolloutContext = NO_CONTEXT

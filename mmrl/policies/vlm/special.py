@@ -1,8 +1,10 @@
 """Finds token ids with a special role: those that may never be sampled, and those that end an
-answer."""
+answer; and tells vocabularies apart."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from typing import Any
 
@@ -50,3 +52,9 @@ def stop_ids(tokenizer: Any, config: Any, generation: Any) -> tuple[int, ...]:
         ids = value if isinstance(value, (list, tuple)) else [value]
         stops.update(i for i in ids if i is not None)
     return tuple(sorted(stops))
+
+
+def digest_of(tokenizer: Any) -> str:
+    """Return a short name of a vocabulary, the same for the same tokens at the same ids."""
+    tokens = sorted(tokenizer.get_vocab().items(), key=lambda pair: (pair[1], pair[0]))
+    return f"{len(tokens)} tokens, {hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:12]}"

@@ -3,8 +3,6 @@ guidance included."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Annotated, Any
 
 import torch
@@ -13,13 +11,10 @@ from torch import Tensor
 
 from mmrl.core.host import sent
 from mmrl.core.registry import KERNELS, POLICIES, WINDOWS
-from mmrl.core.types import Copies, Kernel, Prompt, Rollout
-from mmrl.policies.base import NO_CONTEXT, RolloutContext
+from mmrl.core.types import Kernel
 from mmrl.policies.diffusion.flow_policy import Window
 from mmrl.policies.diffusion.models.stable_diffusion import SD
 from samplers.kernels import consistency
-from samplers.noise import Rng
-from samplers.processes import Consistent, Diffusion
 from samplers.windows import all_but_last
 
 
@@ -34,7 +29,7 @@ class LCM(SD):
 
     pipeline = "LatentConsistencyModelPipeline"
     scheduler_class = "LCMScheduler"
-    plain = False  # True while evaluating
+    renews = True
 
     def __init__(
         self,
@@ -50,12 +45,6 @@ class LCM(SD):
         self.embedded_guidance = embedded_guidance
         super().__init__(path, steps=steps, sde_type=sde_type, noise_window=noise_window, **options)
 
-    def trained_process(self) -> Diffusion:
-        known = super().trained_process()
-        return Consistent(
-            known.prediction, known.alphas, scaling=self.scheduler.config.timestep_scaling
-        )
-
     def time_condition(self, x: Tensor) -> Tensor:
         """Embed the guidance scale, [B, C] sines and cosines, by the pipeline's own function: the
         angles are large."""
@@ -65,20 +54,3 @@ class LCM(SD):
         wide = self.config.time_cond_proj_dim
         embedding = LatentConsistencyModelPipeline.get_guidance_scale_embedding(self, scale, wide)
         return self.cast(sent(embedding, x.device)).expand(len(x), -1)
-
-    @contextmanager
-    def evaluating(self, guidance: float | None = None) -> Iterator[None]:
-        """Sample with the model's own noise, at another guidance scale if given; there are no
-        decisions to train on."""
-        with super().evaluating(guidance):
-            self.exploring = self.plain = True
-            try:
-                yield
-            finally:
-                self.plain = False
-
-    def rollout(
-        self, prompts: list[Prompt], copies: Copies, rng: Rng, context: RolloutContext = NO_CONTEXT
-    ) -> Rollout:
-        rollout = super().rollout(prompts, copies, rng, context)
-        return rollout.replace(mask=torch.zeros_like(rollout.mask)) if self.plain else rollout

@@ -14,7 +14,7 @@ from mmrl.core.types import Kernel
 from mmrl.policies.diffusion.flow_policy import Grid
 from mmrl.policies.diffusion.pipeline_policy import FolderPolicy, vae_factor
 from samplers.kernels import ddim
-from samplers.processes import Diffusion
+from samplers.processes import Consistent, Diffusion
 
 
 class UNetPolicy(FolderPolicy):
@@ -59,7 +59,12 @@ class UNetPolicy(FolderPolicy):
                 f"the scheduler of {self.place!r} clips samples; set clip_sample and "
                 f"thresholding to false"
             )
-        return discrete_process(self.scheduler)
+        known = discrete_process(self.scheduler)
+        if self.scheduler_class != "LCMScheduler":
+            return known
+        # its last step ends at the data, whatever alpha is there
+        scaling = config.timestep_scaling
+        return Consistent(known.prediction, known.alphas, scaling=scaling)
 
     def own_grid(self) -> Grid:
         return discrete_grid(self.scheduler)

@@ -1,0 +1,167 @@
+"""Asks teachers in other processes or on other machines what they would have done: the client of
+``mmrl serve-teacher``."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from typing import Any, cast
+
+import httpx
+import torch
+
+from mmrl.core.distributions import Dist, Sendable
+from mmrl.core.errors import UserError
+from mmrl.core.messages import BadMessage, pack, unpack
+from mmrl.core.types import Point
+from mmrl.objectives.distillation import RemoteOptions
+from mmrl.policies.teaching import question
+from rewards.servers import RETRIED, BoundedClient, Failed, Server, Servers
+from rewards.tokens import Tokens
+from rewards.wire import message_of
+
+VARIABLE = "MMRL_TEACHER_TOKEN"
+
+
+class RemoteTeacher:
+    """Asks servers of one teacher. ``signature``: what the first that answers says of it."""
+
+    def __init__(self, options: RemoteOptions, place: str):
+        """``place``: of the options in the configuration, for messages."""
+        urls = [options.url] if isinstance(options.url, str) else list(options.url)
+        if not urls:
+            raise UserError(f"{place}.url: name the address of at least one server")
+        self.options = options
+        self.place = place
+        self.servers = Servers(urls, kind="teacher")
+        tokens = Tokens(None, options.token_file, VARIABLE)
+        self.client = BoundedClient(tokens.current, len(urls), options.timeout, options.certificate)
+        self.longest = int(options.max_answer_mib * 2**20)
+        self._jitter = random.Random()  # not the global one, which belongs to the run
+
+    def signature(self) -> dict[str, Any]:
+        """Return what the teacher has to share with the policy, as the server describes it."""
+
+        def ask(server: Server) -> Any:
+            response = self.client.get(f"{server.url}/info", extensions={"longest": 2**20})
+            return self._signature(server, _checked(server, response))
+
+        described: dict[str, Any] = self._tried(ask)
+        return described
+
+    def _signature(self, server: Server, content: bytes) -> dict[str, Any]:
+        try:
+            described = json.loads(content)["teacher"]
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise UserError(
+                f"{self.place}.url: {server.url} serves no teacher; start it with `mmrl "
+                f"serve-teacher`"
+            ) from error
+        if not isinstance(described, dict):
+            raise UserError(f"{self.place}.url: {server.url} serves no teacher")
+        return described
+
+    def reference(self, point: Point, dist: Dist) -> Dist:
+        """Return the teacher's distribution at a point, as far as the divergence of the policy's,
+        ``dist``, reads it. Raises KeyError or ValueError where it is of another kind."""
+        sendable = cast(Sendable, dist)
+        parts: dict[str, list[torch.Tensor]] = {}
+        for rows in point.split(self.options.max_rows or len(point)):
+            for name, tensor in self._asked(rows, sendable).items():
+                parts.setdefault(name, []).append(tensor)
+        reference: Dist = sendable.reference(
+            {name: torch.cat(tensors) for name, tensors in parts.items()}
+        )
+        return reference
+
+    def _asked(self, point: Point, dist: Sendable) -> dict[str, torch.Tensor]:
+        """Ask one question."""
+        try:
+            content = pack(question(point, dist, self.options.precision != "exact"))
+        except TypeError as error:
+            raise UserError(
+                f"{self.place}: the policy's states hold a {error}, which cannot travel; use a "
+                f"local teacher"
+            ) from error
+
+        def ask(server: Server) -> dict[str, torch.Tensor]:
+            response = self.client.post(
+                f"{server.url}/teach",
+                content=content,
+                headers={"Content-Type": "application/octet-stream"},
+                timeout=self.options.timeout,
+                extensions={"longest": self.longest},
+            )
+            return self._shown(_checked(server, response), point.state.device)
+
+        shown: dict[str, torch.Tensor] = self._tried(ask)
+        return shown
+
+    def _shown(self, content: bytes, device: torch.device) -> dict[str, torch.Tensor]:
+        try:
+            shown = unpack(content)
+        except BadMessage as error:
+            raise Failed(f"an answer that {error}") from error
+        if not isinstance(shown, dict):
+            raise Failed("an answer without tensors")
+        if not all(isinstance(value, torch.Tensor) for value in shown.values()):
+            raise Failed("an answer with something else than tensors")
+        full = torch.promote_types
+        return {
+            name: x.to(device, full(x.dtype, torch.float32) if x.is_floating_point() else x.dtype)
+            for name, x in shown.items()
+        }
+
+    def _tried(self, ask: Any) -> Any:
+        """Ask one server after another, until one answers. Raises UserError if none does."""
+        self.servers.wake()
+        tried: list[Server] = []
+        for attempt in range(self.options.retries + 1):
+            server: Server = self.servers.take(tried) or self._revived()
+            if server in tried:
+                wait = self.options.backoff * 2 ** (attempt - 1)
+                time.sleep(wait * self._jitter.uniform(0.5, 1))
+            started = time.monotonic()
+            try:
+                answer = ask(server)
+            except Failed as error:
+                self.servers.failed(server, error, started)
+                tried.append(server)
+            except BaseException:
+                self.servers.gave_up(server)
+                raise
+            else:
+                self.servers.answered(server)
+                return answer
+        raise UserError(
+            f"{self.place}.url: no teacher answers ({self.servers.causes()}); start it with "
+            f"`mmrl serve-teacher`, then `mmrl train --resume`"
+        )
+
+    def _revived(self) -> Server:
+        """Take a server though none is left: nothing goes on without an answer."""
+        for server in self.servers.all:
+            server.dead = server.silent = False
+        revived = self.servers.take([])
+        assert revived is not None
+        return revived
+
+
+def _checked(server: Server, response: httpx.Response) -> bytes:
+    """Return the body of an answer. Raises Failed where trying again may help, else UserError."""
+    if response.status_code == 200:
+        return response.content
+    message = f"{response.status_code}, {message_of(response.content)}"
+    if response.status_code in RETRIED and response.status_code != 500:
+        raise Failed(message)
+    if response.status_code in (401, 403):
+        raise UserError(
+            f"teacher {server.url} refused the token; set {VARIABLE} or token_file ({message})"
+        )
+    if response.status_code == 413:
+        raise UserError(
+            f"teacher {server.url} finds a question or its answer too large; lower max_rows of "
+            f"remote, or raise the server's limits ({message})"
+        )
+    raise UserError(f"teacher {server.url} refused a question: {message}")

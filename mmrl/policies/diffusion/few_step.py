@@ -1,0 +1,62 @@
+"""Samples models in few steps as diffusers' LCMScheduler and FlowMatchLCMScheduler do, and writes
+these schedulers into exported folders."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from mmrl.core.errors import UserError
+from mmrl.policies.diffusion import diffusers_folder
+from samplers.kernels import consistency
+from samplers.windows import between_steps
+
+# the scheduler of a family's folders, and the one of few steps that has its times
+BY_CLASS = {
+    "FlowMatchEulerDiscreteScheduler": "FlowMatchLCMScheduler",
+    "DDIMScheduler": "LCMScheduler",
+    "LCMScheduler": "LCMScheduler",
+}
+OPTIONS: dict[str, Any] = {
+    "sde_type": consistency,
+    "noise_level": 1.0,
+    "noise_anneal": 1.0,
+    "noise_window": between_steps,
+    "solver": None,
+}
+
+
+def check(place: str, scheduler: str) -> None:
+    """Raise UserError where a folder's own scheduler has times that none of these has."""
+    config = _config(place)
+    name = config.get("_class_name", "")
+    flow = scheduler == "FlowMatchEulerDiscreteScheduler"
+    if flow and name not in (scheduler, BY_CLASS[scheduler]):
+        raise UserError(
+            f"policy option scheduler: lcm is for folders with a {scheduler}, and {place!r} has "
+            f"{name or 'another one'}; leave it own"
+        )
+
+
+def save(place: str, scheduler: str, folder: Path) -> None:
+    """Write the scheduler beside what was exported; into a whole pipeline in place of its own."""
+    import diffusers
+
+    built = getattr(diffusers, scheduler).from_config(_config(place))
+    built.save_pretrained(folder / "scheduler")
+    index = folder / "model_index.json"
+    if index.is_file():
+        parts = json.loads(index.read_text())
+        parts["scheduler"] = ["diffusers", scheduler]
+        index.write_text(json.dumps(parts, indent=2) + "\n")
+
+
+def _config(place: str) -> dict[str, Any]:
+    """Read the configuration of a folder's scheduler."""
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    config: dict[str, Any] = diffusers_folder.load_config(
+        FlowMatchEulerDiscreteScheduler, place, "scheduler"
+    )
+    return config

@@ -1,0 +1,162 @@
+"""Serves a policy as a teacher over HTTP: ``POST /teach``, ``GET /health`` and ``/info``.
+
+A question and its answer are messages of ``mmrl.core.messages``; ``mmrl.policies.teaching`` says
+what is in them. One question is answered at a time, with exactly its rows in one pass, so that the
+numbers are those of the same policy called locally.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from annotated_types import Ge, Gt, Le
+from fastapi import FastAPI, Request, Response
+
+from mmrl import __version__
+from mmrl.core.errors import UserError
+from mmrl.core.messages import BadMessage, pack, unpack
+from mmrl.policies.base import Policy
+from mmrl.policies.teaching import BadQuestion, answer, signature
+from mmrl.remote.requests import Doorkeeper, Refusal, check_https, reply, shortened
+from rewards.tokens import Tokens
+from rewards.wire import BadInput, check_token
+
+TEACHER_VARIABLE = "MMRL_TEACHER_TOKEN"
+LIMITS = ("max_request_mib", "max_answer_mib")
+log = logging.getLogger("mmrl.remote.requests")
+
+
+@dataclass(frozen=True)
+class TeachOptions:
+    """Holds ``serve:`` of a configuration for ``mmrl serve-teacher``."""
+
+    host: str = "127.0.0.1"  # 0.0.0.0 listens on all networks of the machine and needs a token
+    port: Annotated[int, Ge(0), Le(65535)] = 8124  # 0: any free port, which is printed
+    token: str | None = None  # null: the value of MMRL_TEACHER_TOKEN
+    token_file: Path | None = None  # a valid token on every line; read again when it changes
+    certificate: Path | None = None  # of the server, for https; with it
+    private_key: Path | None = None
+    max_request_mib: Annotated[float, Gt(0)] = 1024.0  # a question
+    max_answer_mib: Annotated[float, Gt(0)] = 4096.0  # log-probs of all tokens of its rows
+    max_memory_mib: Annotated[float, Gt(0)] = 8192.0  # half of it: questions that wait together
+    max_connections: Annotated[int, Ge(1)] = 1024  # at once; further ones are closed
+    max_waiting: Annotated[int, Ge(1)] = 64  # questions at once; further ones get 503
+    header_timeout: Annotated[float, Gt(0)] = 10.0  # seconds for the headers of a request to arrive
+    read_timeout: Annotated[float, Gt(0)] = 600.0  # seconds for a question to arrive
+    timeout: Annotated[float, Gt(0)] = 600.0  # seconds for its answer
+
+    def __post_init__(self) -> None:
+        check_token(self.token)
+        check_https(self.certificate, self.private_key)
+        if 2 * self.max_request_mib > self.max_memory_mib:
+            raise UserError(
+                f"serve.max_memory_mib {self.max_memory_mib:g} is less than twice "
+                f"max_request_mib {self.max_request_mib:g}: no question of that size has room"
+            )
+
+
+class TeachingService(Doorkeeper):
+    """Holds the teacher and answers questions one after another."""
+
+    def __init__(self, policy: Policy, options: TeachOptions):
+        super().__init__(options, Tokens(options.token, options.token_file, TEACHER_VARIABLE))
+        self.options = options
+        self.policy = policy
+        self.broken = ""  # why the device answers nothing any more
+        self.thread = ThreadPoolExecutor(1, "teacher")
+
+    def close(self) -> None:
+        self.thread.shutdown(wait=True, cancel_futures=True)
+
+    async def handle(self, request: Request) -> Response:
+        """Read a question, ask the policy. Raises Refusal and BadInput."""
+        if self.broken:
+            raise Refusal(503, f"the device has failed, start the server again: {self.broken}")
+        with self.bodies.share() as share:
+            body = await self.body(request, share)
+            job = self.thread.submit(self.answer, body)
+            share.until([job])
+        try:
+            async with asyncio.timeout(self.options.timeout):
+                content = await asyncio.wrap_future(job)
+        except TimeoutError as error:
+            raise Refusal(504, f"no answer within {self.options.timeout:g} s") from error
+        return Response(content, media_type="application/octet-stream")
+
+    def answer(self, body: bytearray) -> bytes:
+        """Answer a question as it came, in the teacher's own thread."""
+        try:
+            message = unpack(body)
+            body.clear()
+            shown = answer(self.policy, message)
+        except BadMessage as error:
+            raise BadInput("body", str(error)) from error
+        except BadQuestion as error:
+            raise BadInput("body", str(error)) from error
+        except torch.OutOfMemoryError as error:
+            raise Refusal(413, f"out of memory: {shortened(str(error))}") from error
+        except torch.AcceleratorError as error:
+            self.broken = shortened(str(error))
+            raise
+        except Exception as error:  # what a model says of values that do not fit it
+            log.warning("the teacher refused a question: %s: %s", type(error).__name__, error)
+            message = f"{type(error).__name__}: {error}"
+            raise Refusal(422, f"the teacher cannot read it: {shortened(message)}") from error
+        size = sum(tensor.nbytes for tensor in shown.values())
+        if size > self.options.max_answer_mib * 2**20:
+            raise Refusal(
+                413,
+                f"the answer has {size / 2**20:.0f} MiB, more than max_answer_mib "
+                f"{self.options.max_answer_mib:g}; ask for fewer rows at once",
+            )
+        return pack(shown)
+
+    def info(self) -> dict[str, Any]:
+        options = asdict(self.options)
+        return {
+            "version": __version__,
+            "teacher": signature(self.policy),
+            "limits": {key: options[key] for key in LIMITS},
+        }
+
+
+def make_teacher_app(policy: Policy, options: TeachOptions | None = None) -> FastAPI:
+    """Return the ASGI application that serves this policy as a teacher."""
+    service = TeachingService(policy, options or TeachOptions())
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        await asyncio.to_thread(service.close)
+
+    app = FastAPI(
+        title="mmrl teacher", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan
+    )
+    app.state.service = service
+
+    @app.post("/teach")
+    async def teach(request: Request) -> Response:
+        return await service.respond(request)
+
+    @app.get("/health")
+    async def health() -> Response:
+        return reply({"status": "ok"}) if not service.broken else reply({"status": "broken"}, 503)
+
+    @app.get("/info")
+    async def info(request: Request) -> Response:
+        service.authenticate(request)
+        return reply(service.info())
+
+    @app.exception_handler(Refusal)
+    async def refused(request: Request, error: Refusal) -> Response:
+        return error.reply()
+
+    return app
