@@ -21,6 +21,7 @@ from mmrl.config.unfit import (
     pathless,
     renamed_rows,
     unfit_for_data,
+    unmeasurable,
     unsuited,
     unsuited_to_refill,
     unsuited_to_trees,
@@ -109,6 +110,7 @@ def check(
             unfit += [why] if why else []
             problems += _missing_of_training(entries, built)
             unfit += unsuited_to_trees(built) if _grown(entries.get("policy")) else []
+            unfit += unmeasurable(built, _set(entries.get("policy")))
             unfit += unsuited_to_refill(built) if _refills(entries.get("policy")) else []
             problems += [f"{config.where(line.partition(':')[0])}: {line}" for line in unfit]
         if isinstance(built, EvaluateOptions) and built.reward:
@@ -235,6 +237,12 @@ def _missing_of_training(entries: Mapping[str, Resolved], train: TrainOptions) -
 def _grown(policy: Resolved | None) -> bool:
     """Tell whether the samples of a policy share their beginnings."""
     return policy is not None and any(policy.options.get(name) is not None for name in TREES)
+
+
+def _set(policy: Resolved | None) -> Collection[str]:
+    """Return the options of a policy that the configuration sets to something."""
+    chosen = policy.options if policy is not None else {}
+    return [name for name, value in chosen.items() if value is not None]
 
 
 def _refills(policy: Resolved | None) -> bool:

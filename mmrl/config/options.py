@@ -386,8 +386,9 @@ class TrainOptions:
     # parts of a rollout: the rewards of one are computed while the next is sampled
     reward_overlap_chunks: Count = 1
     epochs: Count = 1  # passes over the rows of an iteration
-    # rows of a forward and backward pass on a process; null: all its rows of the optimizer step
-    micro_batch_size: Count | None = None
+    # rows of a forward and backward pass on a process; null: all its rows of the optimizer step;
+    # auto: the fastest of several sizes, measured in the first iteration (flows)
+    micro_batch_size: Count | Literal["auto"] | None = None
     warmup_steps: Natural = 0  # optimizer steps in which the learning rate rises linearly
     # shape of the learning rate after the warm-up
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"

@@ -82,6 +82,11 @@ def unsupported_options(train: TrainOptions, policy: Any) -> Iterator[str]:
     yield from _unfit_additions(train, policy, name)
     if train.demonstrations is not None and not can.demonstrations:
         yield f"train.demonstrations: {name} takes no answers of others: it has no demonstrate"
+    if train.micro_batch_size == "auto" and can.decisions != "gaussian":
+        yield (
+            f"train.micro_batch_size: auto measures passes of flow and diffusion models, which "
+            f"{name} is not; give a number, or null"
+        )
     for key in ("policy_drift", "replay_buffer", "response_reuse"):
         if getattr(train, key) is not None and not can.replay:
             yield f"train.{key}: {name} cannot be shown old answers again: it has no recall"
@@ -270,6 +275,21 @@ def unfit_for_parts(train: TrainOptions, objective: Any) -> Iterator[str]:
             "train.partial_rollout: tokens of older weights need a correction: set "
             "objective.policy_gradient.importance_sampling, such as {mode: truncate, cap: 2.0}"
         )
+
+
+WIDTHS = ("fixed_batch_rows", "sampling_memory_gib")
+
+
+def unmeasurable(train: TrainOptions, chosen: Collection[str]) -> Iterator[str]:
+    """Say which of a policy's options (``chosen``: those that are set) settle the size of its
+    passes, so that there is nothing to measure."""
+    if train.micro_batch_size == "auto":
+        for key in WIDTHS:
+            if key in chosen:
+                yield (
+                    f"train.micro_batch_size: auto chooses how many rows a pass has, and so does "
+                    f"policy.{key}: leave out one of them"
+                )
 
 
 def unsuited_to_refill(train: TrainOptions) -> Iterator[str]:

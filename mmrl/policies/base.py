@@ -75,6 +75,17 @@ class ParameterGroup:
     name: str = "all"
 
 
+@dataclass(frozen=True)
+class Trial:
+    """Offers passes whose speed can be measured, for ``train.micro_batch_size: auto``."""
+
+    # a pass of n rows as in sampling, and as in training: [n, D] outputs, with their gradient
+    sample: Callable[[int], Tensor]
+    train: Callable[[int], Tensor]
+    sampled: tuple[int, ...]  # rows that each step of sampling passes through the network
+    trained: int  # rows of an epoch of training
+
+
 class Policy(ABC):
     """Puts a generative model behind one contract: everything that the rest of the library uses of
     it.
@@ -229,7 +240,7 @@ class Policy(ABC):
     # a pass with gradients recorded that will not be used: not for the trainer's wrapper
     sampling: bool = False
     compiled: bool = False  # the network's passes are, by torch.compile
-    # rows of a pass that turned out to fit the device's memory; None: no pass was too large
+    # most rows of a pass: what fitted the device's memory, or was fastest; None: no limit
     most: int | None = None
 
     @property
@@ -306,6 +317,16 @@ class Policy(ABC):
             f"out of memory: passes now have at most {rows} rows; "
             f"train.micro_batch_size={rows} begins so"
         )
+
+    def limit_passes(self, rows: int) -> None:
+        """Give every pass at most ``rows`` rows from now on, and fill all up to that width."""
+        self.most = rows
+        self.fixed_batch_rows = rows
+
+    def trial(self, prompts: list[Prompt], copies: Copies, reads: Reads) -> Trial:
+        """Offer passes whose speed can be measured. ``copies``: of each prompt of an iteration;
+        ``reads``: what the objective looks at."""
+        raise self._cannot("cannot measure its passes before it samples")
 
     def padded(self) -> int:
         """Return the number of rows every pass is filled up to; 0, none, with a memory budget."""

@@ -43,6 +43,8 @@ def capture(trainer: Trainer) -> tuple[Arrays, dict[str, Any]]:
         meta["rewards"] = trainer.scorer.state_dict()
     meta["objective"] = trainer.objective.state_dict()
     meta["policy"] = trainer.policy.state_dict()
+    if trainer.pass_rows is not None:
+        meta["pass_rows"] = trainer.pass_rows
     if trainer.reward_weights is not None:
         meta["reward_weights"] = trainer.reward_weights.state_dict()
     if isinstance(trainer.prompts, Curriculum):
@@ -63,6 +65,7 @@ def restore(trainer: Trainer, arrays: Arrays, meta: dict[str, Any]) -> None:
         raise UserError(
             f"the checkpoint does not fit this configuration's model: {error}"
         ) from error
+    _restore_pass_size(trainer, meta)
     if meta["step"]:
         tensors = _optimizer_tensors(trainer, arrays["optimizer"])
         _load_optimizer(trainer, _unflatten(tensors, meta["optimizer"]))
@@ -84,6 +87,13 @@ def restore(trainer: Trainer, arrays: Arrays, meta: dict[str, Any]) -> None:
     if trainer.device.scales_loss:
         trainer.device.accelerator.scaler.load_state_dict(meta["scaler"])
     _set_generators(meta["rng"])
+
+
+def _restore_pass_size(trainer: Trainer, meta: dict[str, Any]) -> None:
+    """Take up the size of passes that was measured before, by which kernels round."""
+    rows = meta.get("pass_rows")
+    if rows and trainer.options.micro_batch_size == "auto":
+        trainer.limit_passes(int(rows))
 
 
 def _restore_weights(trainer: Trainer, arrays: Arrays) -> None:

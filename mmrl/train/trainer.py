@@ -46,6 +46,7 @@ from mmrl.rollout.stages import (
 from mmrl.train import supervised
 from mmrl.train.batch import Batch
 from mmrl.train.device import Device, MakeOptimizer
+from mmrl.train.pass_size import fastest
 from mmrl.train.preferences import held_out_preferences, without_rewards
 from mmrl.train.reward_weights import RewardWeights, forgetting
 from mmrl.train.update import Update
@@ -88,6 +89,7 @@ class Trainer:
         self.clock = Stopwatch()
         self.iteration = 0  # iterations finished
         prepared = self.device.prepare(policy, optimizer)
+        self.pass_rows: int | None = None  # of every pass, where that was measured
         policy.fixed_batch_rows = policy.fixed_batch_rows or self.plan.micro_batch
         for name in self.snapshots():
             policy.weights.keep(name)
@@ -113,6 +115,8 @@ class Trainer:
 
     def iterate(self) -> dict[str, float]:
         """Run one iteration. Returns its metrics, of what the policy sampled itself."""
+        if self.options.micro_batch_size == "auto" and self.pass_rows is None:
+            self.measure_passes()
         forwards = self.policy.forwards
         self.policy.measures()  # forget what was counted outside iterations
         with self._likelihoods():
@@ -130,6 +134,23 @@ class Trainer:
         metrics |= self.policy.measures()
         self.objective.adapt(batch.iteration, metrics)
         return metrics
+
+    def measure_passes(self) -> None:
+        """Choose the size of all passes from now on by how fast a few sizes are; a collective
+        call."""
+        prompts = list(self.prompts[: self.plan.prompts_per_process])
+        trial = self.policy.trial(prompts, self.options.group_size, self.objective.reads)
+        if self.objective.supervised or self.options.preferences is not None:
+            trial = replace(trial, sampled=())
+        with self.clock.time("measure_passes"):
+            rows, sentence = fastest(self.policy, trial, self.plan, self.options.epochs)
+        self.limit_passes(rows)
+        self.policy.news.append(sentence)
+
+    def limit_passes(self, rows: int) -> None:
+        """Give all passes the size that was chosen, now or before a resume."""
+        self.pass_rows = min(rows, self.plan.micro_batch)
+        self.policy.limit_passes(self.pass_rows)
 
     @torch.no_grad()
     def collect(self) -> Batch:

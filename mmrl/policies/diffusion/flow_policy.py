@@ -36,13 +36,16 @@ from mmrl.core.types import (
     Rollout,
     SamplerState,
     Transition,
+    per_prompt,
     tree_map,
 )
 from mmrl.policies.base import (
     NO_CONTEXT,
     LogprobGuidance,
     Policy,
+    Reads,
     RolloutContext,
+    Trial,
     at_guidance,
     first_of_group,
     rows_and_groups,
@@ -52,6 +55,7 @@ from mmrl.policies.base import (
 )
 from mmrl.policies.capabilities import Capabilities
 from mmrl.policies.demonstrations import encoded, placed_rows, sourced
+from mmrl.policies.diffusion import trials
 from mmrl.policies.diffusion.trees import Tree
 from samplers.batching import at_width, chunks
 from samplers.kernels import flow_sde
@@ -326,6 +330,19 @@ class FlowPolicy(Policy):
         """
         return Rng((stream[:, :1], stream[:, 1:])).normal(row, self.shape, step + 1, self.dtype)
 
+    def trial(self, prompts: list[Prompt], copies: Copies, reads: Reads) -> Trial:
+        plan = self._plan(copies, FIXED)
+        rows = sum(per_prompt(copies, len(prompts)))
+        noisy = (plan.eta > 0).nonzero()[:, 0].tolist()
+        decisions = sum(rows // plan.spans[k + 1] for k in noisy)
+        outputs = partial(trials.outputs, self, len(prompts), self.encode(prompts))
+        return Trial(
+            sample=outputs,
+            train=partial(outputs, renoised=reads == "sample"),
+            sampled=tuple(rows // span for span in plan.spans[:-1]),
+            trained=rows if reads == "sample" else decisions,
+        )
+
     def _room(self, plan: Plan, rows: int) -> Tensor:
         """Allocate [B, S, *] for the states of paths that are stored, which sampling fills in."""
         place = "cpu" if self.offload_trajectory else self.device
@@ -494,7 +511,7 @@ class FlowPolicy(Policy):
             provenance=rollout.provenance.replace(sampler_logprob=None),
         )
 
-    def dist(self, point: Point) -> Gaussian:
+    def dist(self, point: Query) -> Gaussian:
         """Compute the transition to ``next_time`` on the path. At a re-noised state return a
         Gaussian of variance 1/2 around the velocity, whose log-prob is minus the denoising error,
         up to a constant."""
