@@ -25,6 +25,7 @@ from mmrl.policies.answers import media_problem, opened
 from mmrl.policies.capabilities import Capabilities, Medium
 from mmrl.policies.lora import ATTENTION, Lora, add_lora
 from mmrl.policies.prompt_states import pooled
+from mmrl.policies.rollout_graphs import RolloutGraphs
 from samplers.batching import Attempt, attempts, rows_that_fit
 from samplers.noise import Rng
 from samplers.warp import Warp
@@ -59,6 +60,8 @@ class RolloutContext:
     ground_truth: Callable[[Prompt], str | None] | None = None
     # earlier answers to so many samples of each prompt, to begin from; None: nothing is known
     drafts: Callable[[Sequence[Prompt], Copies], Drafts | None] | None = None
+    # keeps passes with their graphs, for the first optimizer step; None: no graph is recorded
+    graphs: RolloutGraphs | None = None
 
 
 NO_CONTEXT = RolloutContext()
@@ -239,6 +242,8 @@ class Policy(ABC):
     find_unused_parameters: bool = False
     # a pass with gradients recorded that will not be used: not for the trainer's wrapper
     sampling: bool = False
+    # passes of sampling that stand in for those of an update; None: it makes all of them
+    graphs: RolloutGraphs | None = None
     compiled: bool = False  # the network's passes are, by torch.compile
     # most rows of a pass: what fitted the device's memory, or was fastest; None: no limit
     most: int | None = None

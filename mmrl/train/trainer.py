@@ -18,7 +18,14 @@ import torch
 from mmrl import advantages
 from mmrl.config.options import TrainOptions
 from mmrl.config.plan import arithmetic
-from mmrl.config.unfit import pathless, renamed_rows, unfit_for_data, unsuited, without_average
+from mmrl.config.unfit import (
+    pathless,
+    renamed_rows,
+    unfit_for_data,
+    unreusable,
+    unsuited,
+    without_average,
+)
 from mmrl.core import distributed
 from mmrl.core.errors import UserError
 from mmrl.core.metrics import Stopwatch
@@ -31,11 +38,13 @@ from mmrl.monitoring.completion_stats import finished
 from mmrl.monitoring.monitors import Monitor, Sampled
 from mmrl.objectives.base import Objective
 from mmrl.policies.base import Policy, RolloutContext
+from mmrl.policies.rollout_graphs import RolloutGraphs
 from mmrl.rollout import collect
 from mmrl.rollout.preferences import Compared, labelled
 from mmrl.rollout.stages import (
     Drawn,
     Setup,
+    Stage,
     by_question,
     sampled_only,
     set_apart,
@@ -89,6 +98,7 @@ class Trainer:
         self.clock = Stopwatch()
         self.iteration = 0  # iterations finished
         prepared = self.device.prepare(policy, optimizer)
+        self.reuses = options.reuse_rollout_graph
         self.pass_rows: int | None = None  # of every pass, where that was measured
         policy.fixed_batch_rows = policy.fixed_batch_rows or self.plan.micro_batch
         for name in self.snapshots():
@@ -104,6 +114,8 @@ class Trainer:
         )
         self.monitors: list[Monitor] = list(MONITORS.values())
         self.reward_weights: RewardWeights | None = None
+        if self.reuses:
+            reusable(objective, policy, self.stages, self.device)
         if options.reward_gradients is not None:
             self.reward_weights = RewardWeights(options.reward_gradients)
             self.reward_weights.suits(objective, policy, self.device.scales_loss)
@@ -122,6 +134,8 @@ class Trainer:
         with self._likelihoods():
             batch = self.collect()
             metrics = self.update.run(batch)
+            if batch.graphs is not None and batch.graphs.given_up:
+                self.reuses = False
         if isinstance(self.prompts, Curriculum) and not self.objective.supervised:
             rollout, rewards = batch.sampled
             self.prompts.see_update(metrics)
@@ -168,7 +182,9 @@ class Trainer:
                 return supervised.collect(
                     self.policy, self.objective, prompts[local], rng, self.iteration, len(prompts)
                 )
-        drawn = self.sample(prompts[local], rng, sizes if isinstance(sizes, int) else sizes[local])
+        graphs = self._graphs(per_prompt(sizes, len(prompts)))
+        local_sizes = sizes if isinstance(sizes, int) else sizes[local]
+        drawn = self.sample(prompts[local], rng, local_sizes, graphs)
         metrics: dict[str, float] = {}
         for stage in self.stages:
             drawn, counts = stage.groups(drawn, self.iteration, self.sample)
@@ -188,6 +204,7 @@ class Trainer:
             longest=distributed.largest(drawn.rollout.mask.shape[1], drawn.rollout.group.device),
             pass_rows=self.policy.fixed_batch_rows,
             metrics=metrics,
+            graphs=graphs,
         )
         weighted = self._weighted(batch, drawn_shaped, rewards)
         trained = self._compare(drawn_shaped, weighted)
@@ -226,9 +243,27 @@ class Trainer:
             return prompts, options.group_size
         return prompts, self.prompts.copies(prompts, options.group_size, self.iteration)
 
-    def sample(self, prompts: list[Prompt], rng: Rng, copies: Copies) -> Drawn:
-        """Sample answers to the prompts with the behaviour weights, and score them."""
-        context = RolloutContext(self.iteration, self.objective.reads)
+    def _graphs(self, sizes: Sequence[int]) -> RolloutGraphs | None:
+        """Return what records the passes of the first optimizer step, if it is to reuse them."""
+        if not self.reuses:
+            return None
+        if self.draw is not collect.draw:
+            raise UserError(
+                "train.reuse_rollout_graph: rollout workers sample in other processes, where "
+                "graphs cannot be kept: leave it out"
+            )
+        return RolloutGraphs(self.update.first_rows(sizes, self.iteration))
+
+    def sample(
+        self,
+        prompts: list[Prompt],
+        rng: Rng,
+        copies: Copies,
+        graphs: RolloutGraphs | None = None,
+    ) -> Drawn:
+        """Sample answers to the prompts with the behaviour weights, and score them; ``graphs``
+        keeps passes for the first optimizer step."""
+        context = RolloutContext(self.iteration, self.objective.reads, graphs=graphs)
         for stage in self.stages:
             context = stage.context(context)
         with self.clock.time("rollout"), self._behavior():
@@ -314,6 +349,19 @@ def kept_snapshots(objective: Objective, options: TrainOptions) -> tuple[str, ..
     into."""
     names = {objective.behavior_policy, *objective.snapshots} - {"live"}
     return tuple(sorted(names | ({"ema"} if options.ema else set())))
+
+
+def reusable(objective: Objective, policy: Policy, stages: Sequence[Stage], device: Device) -> None:
+    """Raise UserError where the graphs of a rollout cannot be the update's."""
+    why = next(unreusable(device.options, objective, policy), None)
+    if why is None and device.sharded:
+        why = "FSDP2 frees the weights after each pass: launch copies, or leave it out"
+    exchanging = [stage for stage in stages if type(stage).groups is not Stage.groups]
+    if why is None and exchanging:
+        name = type(exchanging[0]).__name__
+        why = f"{name} exchanges rows after they were sampled: leave out one of the two"
+    if why is not None:
+        raise UserError(f"train.reuse_rollout_graph: {why}")
 
 
 def whole_questions(prompts: Sequence[Prompt], prompts_per_process: int) -> None:

@@ -57,7 +57,8 @@ from mmrl.policies.capabilities import Capabilities
 from mmrl.policies.demonstrations import encoded, placed_rows, sourced
 from mmrl.policies.diffusion import trials
 from mmrl.policies.diffusion.trees import Tree
-from samplers.batching import at_width, chunks
+from mmrl.policies.rollout_graphs import RolloutGraphs, recording
+from samplers.batching import at_width
 from samplers.kernels import flow_sde
 from samplers.noise import Rng
 from samplers.processes import Flow, Process, noised
@@ -83,6 +84,7 @@ class Plan(NamedTuple):
     spans: list[int]  # K + 1: how many adjacent rows share a state
     rows: int | None = None  # at most so many in a pass; None: all that are alive
     stored: tuple[int, ...] = ()  # the S steps after which the state is kept for training
+    graphs: RolloutGraphs | None = None  # where passes of decisions are kept with their graphs
 
     def places(self) -> Tensor:
         """Index the states on the path, [K + 1] long: where the state after k steps is stored; -1:
@@ -256,6 +258,10 @@ class FlowPolicy(Policy):
         self, prompts: list[Prompt], copies: Copies, rng: Rng, context: RolloutContext = NO_CONTEXT
     ) -> Rollout:
         row, group = rows_and_groups(prompts, copies, rng, self.device)
+        graphs = context.graphs
+        order = graphs.order(rng.rows(len(prompts), copies)) if graphs else None
+        if order is not None:
+            row, group = row[sent(order, row.device)], group[sent(order, row.device)]
         plan = self._plan(copies, rng, context)
         cond = self.encode(prompts)
         size = self.chunk(len(row), lambda n: self._trial(group[:n], row[:n], cond))
@@ -263,12 +269,11 @@ class FlowPolicy(Policy):
 
         # all trees grow together, in passes that hold the leaves of one at least
         leaves = plan.spans[0]
+        sample = partial(self._blocks, group, row, cond, rng, plan, path)
         for attempt in self.attempts(max(size, leaves), least=leaves):
             with attempt as rows:
-                blocks = []
-                limited = plan._replace(rows=rows) if leaves > 1 else plan
-                for p in [slice(None)] if leaves > 1 else chunks(len(row), rows):
-                    blocks.append(self._sample(group[p], row[p], cond, rng, limited, path[p]))
+                again = partial(sample, rows)
+                blocks = again(None) if graphs is None else graphs.tried(self, again)
         visit = (
             None if context.reads == "path" else plan.places().to(self.device).expand(len(row), -1)
         )
@@ -281,7 +286,27 @@ class FlowPolicy(Policy):
             noise_level=noise_level,
             stream=stream if bool((plan.eta > 0).any()) else None,
         )
-        return Rollout.cat(blocks).replace(prompts=tuple(prompts), trajectory=latents)
+        whole = Rollout.cat(blocks).replace(prompts=tuple(prompts), trajectory=latents)
+        return whole if order is None else whole[sent(order.argsort(), row.device)]
+
+    def _blocks(
+        self,
+        group: Tensor,
+        row: Tensor,
+        cond: dict[str, Any],
+        rng: Rng,
+        plan: Plan,
+        path: Tensor,
+        rows: int,
+        graphs: RolloutGraphs | None,
+    ) -> list[Rollout]:
+        """Sample in passes of ``rows`` rows, which ``graphs`` keeps; a tree as a whole."""
+        if plan.spans[0] > 1:
+            return [self._sample(group, row, cond, rng, plan._replace(rows=rows), path)]
+        return [
+            self._sample(group[p], row[p], cond, rng, plan._replace(graphs=keeper), path[p])
+            for p, keeper in recording(graphs, len(row), rows)
+        ]
 
     @torch.no_grad()
     def demonstrate(
@@ -454,7 +479,8 @@ class FlowPolicy(Policy):
 
         The last is a bool [] on the device, so that the host need not wait for it.
         """
-        sampled, scored, output = self._both(point, plan.rows)
+        graphs = plan.graphs if plan.eta[k] > 0 else None
+        sampled, scored, output = self._both(point, plan.rows, graphs)
         if not plan.eta[k] > 0:
             state = (
                 sampled.mean
@@ -519,19 +545,23 @@ class FlowPolicy(Policy):
         conditional = scale == 1 or (
             self.logprob_guidance == "conditional" and point.guidance is None
         )
-        v, empty = self._velocities(point, guided=not conditional)
+        known = self.graphs.outputs_at(self, point) if self.graphs is not None else None
+        v, empty = known or self._velocities(point, guided=not conditional)
         return self._transition(
             point, v if conditional else self.combine(v, empty, self.strength(point, scale))
         )
 
-    def _both(self, point: Query, rows: int | None) -> tuple[Gaussian, Gaussian, Tensor]:
+    def _both(
+        self, point: Query, rows: int | None, graphs: RolloutGraphs | None
+    ) -> tuple[Gaussian, Gaussian, Tensor]:
         """Compute the distribution that samples, the one whose log-prob is recorded (the same
         unless ``logprob_guidance`` differs), and the network's output behind the first, in passes
-        of at most ``rows``."""
+        of at most ``rows``, which ``graphs`` keeps."""
         scale = self._scale(point)
         each = []
         for part in point.split(rows or len(point)):
-            each.append(self._velocities(part, guided=scale != 1))
+            work = partial(self._velocities, part, guided=scale != 1)
+            each.append(work() if graphs is None else graphs.record(self, part, work))
         v = torch.cat([part for part, _ in each])
         guided = v
         if scale != 1:

@@ -27,14 +27,14 @@ def outputs(
     state = policy.begin(noise, rows_of(without_empty(cond), group))
     first = policy.times[:2].to(policy.device, policy.dtype)
     time, after = first.expand(rows, -1).unbind(1)
-    one = torch.ones_like(time)
-    step = Renoised(time=time, x0_per_output=one, snr=one) if renoised else None
+    unit = torch.ones_like(time)
+    step = Renoised(time=time, x0_per_output=unit, snr=unit) if renoised else None
     point = Query(
         group=group,
         cond=cond,
         row_id=row,
         state=state,
-        step=step or Transition(time=time, next_time=after, noise_level=one),
+        step=step or Transition(time=time, next_time=after, noise_level=unit),
         mask=torch.ones_like(row, dtype=torch.bool)[:, None],
     )
     mean: Tensor = policy.dist(point).mean
