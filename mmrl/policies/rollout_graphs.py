@@ -46,6 +46,7 @@ class RolloutGraphs:
         self.given_up = False
         self.recorded: list[Recorded] = []
         self.leaves: tuple[Tensor, ...] = ()  # [N, *] of all recorded rows, by output
+        self.used = torch.zeros(0, dtype=torch.bool)  # [N] whether an update asked for them
         self.at: tuple[Tensor, Tensor] | None = None  # their names and times, [N] each
         self.answers = False  # whether a policy is to take its outputs from here
 
@@ -127,6 +128,7 @@ class RolloutGraphs:
         row_id, time = self.at
         same = (point.row_id[:, None] == row_id) & (point.time[:, None] == time)
         place = same.int().argmax(1)
+        self.used[place] = True
         outputs = [leaf[place] for leaf in self.leaves]
         return outputs[0], outputs[-1]
 
@@ -140,8 +142,9 @@ class RolloutGraphs:
         return bool(torch.isin(row, names).all())
 
     def backward(self) -> None:
-        """Go back through every recorded pass with what the losses have put on its outputs, and
-        forget it."""
+        """Go back through the recorded passes that were used, with what the losses have put on
+        their outputs, and forget them."""
+        used = self.used.cpu()  # one wait for all
         first = 0
         while self.recorded:
             each = self.recorded.pop(0)
@@ -149,7 +152,7 @@ class RolloutGraphs:
             pairs = [
                 (output, leaf.grad[first:last])
                 for output, leaf in zip(each.outputs, self.leaves, strict=True)
-                if output.requires_grad and leaf.grad is not None
+                if output.requires_grad and leaf.grad is not None and used[first:last].any()
             ]
             if pairs:
                 outputs, gradients = zip(*pairs, strict=True)
@@ -171,6 +174,7 @@ class RolloutGraphs:
             torch.cat([each.row_id for each in self.recorded]),
             torch.cat([each.time for each in self.recorded]),
         )
+        self.used = torch.zeros_like(self.at[0], dtype=torch.bool)
         outputs = zip(*(each.outputs for each in self.recorded), strict=True)
         self.leaves = tuple(
             torch.cat([part.detach() for part in parts]).requires_grad_(parts[0].requires_grad)
