@@ -56,9 +56,9 @@ class RolloutGraphs:
     def order(self, row: Tensor) -> Tensor | None:
         """Return an order [B] in which the rows of the step come first; None: it is theirs already.
         ``row``: the names of those that are sampled now, on the CPU."""
-        wanted = torch.isin(row, self.rows)
-        self.wanted = int(wanted.sum())
-        return None if self.wanted in (0, len(row)) else torch.argsort(~wanted, stable=True)
+        in_step = torch.isin(row, self.rows)
+        self.wanted = int(in_step.sum())
+        return None if self.wanted in (0, len(row)) else torch.argsort(~in_step, stable=True)
 
     def tried(
         self, policy: Any, sample: Callable[[RolloutGraphs | None], list[Sampled]]
@@ -95,11 +95,11 @@ class RolloutGraphs:
                 outputs = work()
         finally:
             policy.sampling = False
-        output, other = outputs
-        distinct = (output,) if other is output else outputs
+        conditional, empty = outputs
+        distinct = outputs if empty is not conditional else (conditional,)
         self.recorded.append(Recorded(point.row_id, point.time, distinct))
-        detached = output.detach()
-        return detached, detached if other is output else other.detach()
+        detached = [output.detach() for output in distinct]
+        return detached[0], detached[-1]
 
     @contextmanager
     def answering(self, policy: Any) -> Iterator[None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mmrl.core.types import Rewards, Rollout
-from mmrl.policies.rollout_graphs import RolloutGraphs
+from mmrl.policies.rollout_graphs import RolloutGraphs as RolloutGraphs
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,6 @@ from mmrl.monitoring.completion_stats import finished
 from mmrl.monitoring.monitors import Monitor, Sampled
 from mmrl.objectives.base import Objective
 from mmrl.policies.base import Policy, RolloutContext
-from mmrl.policies.rollout_graphs import RolloutGraphs
 from mmrl.rollout import collect
 from mmrl.rollout.preferences import Compared, labelled
 from mmrl.rollout.stages import (
@@ -53,7 +52,7 @@ from mmrl.rollout.stages import (
     stages_of,
 )
 from mmrl.train import supervised
-from mmrl.train.batch import Batch
+from mmrl.train.batch import Batch, RolloutGraphs
 from mmrl.train.device import Device, MakeOptimizer
 from mmrl.train.pass_size import fastest
 from mmrl.train.preferences import held_out_preferences, without_rewards
