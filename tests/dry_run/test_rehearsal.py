@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 from typer.testing import CliRunner
 
 from mmrl.cli.app import app
 from mmrl.config.options import TrainOptions
 from mmrl.core.errors import UserError
-from mmrl.core.registry import POLICIES, load_built_in
+from mmrl.core.registry import POLICIES, load_built_in, locate
 from mmrl.dry_run import architectures, rehearsal
 from mmrl.dry_run.estimate import Run, estimate, fit, measure
 from mmrl.dry_run.tracked import tracked
@@ -63,6 +64,30 @@ def test_adapters_and_checkpointing_are_those_of_a_real_pass():
     assert guess.trained == sum(p.numel() for p in policy.net.parameters() if p.requires_grad)
     assert guess.update.memory["total"] == pytest.approx(measured.memory["total"], rel=0.1)
     assert 2 < guess.update.flops / guess.sampling.flops < 3.5
+
+
+@pytest.mark.parametrize(("case", "kind"), [("sd3", "bfloat16"), ("wan", "float32")])
+def test_buffers_have_the_type_they_are_loaded_in(case, kind):
+    """Those that a file of weights holds are converted, as Stable Diffusion 3's table of places,
+    which was half of a small model's bytes; others stay."""
+    place = locate("world:digits/sd3-test") if case == "sd3" else tiny_diffusers.folder(case)
+    chosen = {"path": str(place), "size": 32, "dtype": "bfloat16"} | CASES.get(case, ("", {}))[1]
+    loaded = POLICIES.build(case, **chosen)
+    stage = rehearsal.flow(POLICIES[case], Path(place), chosen, PLAIN, 2)
+    types = [{n: x.dtype for n, x in net.named_buffers()} for net in (loaded.net, stage.net)]
+    assert types[0] == types[1] and set(types[0].values()) == {getattr(torch, kind)}
+
+
+def test_conditions_are_those_that_a_rollout_holds():
+    policy = make("flux")
+    held = policy.encode(PROMPTS[:2])
+    each, empty = rehearsed("flux").conditions
+    real_bytes = [sum(x.nbytes for x in tree_leaves(part)) for part in _parted(held)]
+    assert real_bytes == [2 * each, empty]
+
+
+def _parted(cond):
+    return {n: x for n, x in cond.items() if n != "uncond"}, cond.get("uncond", {})
 
 
 def test_the_tracker_counts_what_torch_allocates():
