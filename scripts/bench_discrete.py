@@ -3,10 +3,11 @@
     python scripts/bench_discrete.py  # models of several sizes with random weights, CPU
     python scripts/bench_discrete.py --device cuda --dtype bfloat16 --cases janus-large
 
-Janus: JanusForConditionalGeneration.generate(generation_mode="image"). aMUSEd: AmusedPipeline. Both
+Janus: JanusForConditionalGeneration.generate(generation_mode="image"). aMUSEd: AmusedPipeline.
+LlamaGen and VAR are in no library: they are compared with plain loops (``plain_tokens.py``). Both
 sides sample the same group of one prompt with the same weights and guidance. That their outputs are
 equal is shown first, in float64: greedy tokens and tokens from equal random numbers of Janus,
-tokens and pixels from equal random numbers of aMUSEd.
+tokens and pixels from equal random numbers of aMUSEd, tokens from equal random numbers of the rest.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import measuring  # noqa: E402
+import plain_tokens  # noqa: E402
 import torch  # noqa: E402
 
 from mmrl.utils.machine import machine  # noqa: E402
@@ -38,7 +41,10 @@ from samplers.noise import Rng  # noqa: E402
 
 TARGET = 1.3
 STREAM = Rng.of("bench")
-PROMPT = {"text": "a red seven"}  # a token a byte, and the template: about as many as of a caption
+PROMPT = {
+    "text": "a red seven",
+    "label": 7,
+}  # a token a byte, and the template: about as many as of a caption
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,13 @@ class Size:
     vocab: int = 16384
     steps: int = 12  # passes, masked diffusion
 
+    @property
+    def tokens(self) -> int:
+        """Count the tokens of an image, of VAR those of all scales."""
+        if self.family != "var":
+            return self.side**2
+        return sum(side**2 for side in plain_tokens.VAR_SIDES if side <= self.side)
+
 
 CASES = {
     "janus-tiny": Size("janus", 256, 6, 4, 16),
@@ -60,10 +73,15 @@ CASES = {
     "janus-576": Size("janus", 512, 8, 8, 24),
     "amused-tiny": Size("amused", 256, 6, 4, 16, 8192),
     "amused-small": Size("amused", 512, 8, 8, 16, 8192),
+    "llamagen-tiny": Size("llamagen", 256, 6, 4, 16),
+    "var-tiny": Size("var", 256, 6, 4, 16, 4096),
     "janus-large": Size("janus", 2048, 24, 16, 24),  # Janus-Pro 1B
     "amused-large": Size("amused", 1024, 22, 16, 16, 8192),  # amused-256
 }
-USUAL = ("janus-tiny", "janus-small", "janus-576", "amused-tiny", "amused-small")
+USUAL = (
+    *("janus-tiny", "janus-small", "janus-576", "amused-tiny", "amused-small"),
+    *("llamagen-tiny", "var-tiny"),
+)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -269,6 +287,52 @@ class Amused:
         return f"all {ids.numel()} tokens from equal random numbers, and pixels to {gap:.0e}"
 
 
+class Plain:
+    """Draws by ``ours`` and by a plain loop, ``theirs``, the tokens of a group of images of one
+    class."""
+
+    prompt_tokens = 1
+
+    def __init__(self, folder: Path, args: argparse.Namespace, size: Size, dtype: torch.dtype):
+        self.copies = args.copies
+        options = {"guidance_scale": args.guidance}
+        self.policy: Any
+        if size.family == "var":
+            from mmrl.policies.image_tokens.models.var import VAR
+
+            self.policy = VAR(str(folder), **options)
+            self.loop: Any = plain_tokens.var
+        else:
+            from mmrl.policies.image_tokens.models.llamagen import LlamaGen
+
+            self.policy = LlamaGen(str(folder), compile=args.compile, **options)
+            self.loop = plain_tokens.llamagen
+        self.policy.net.to(args.device, dtype)
+
+    @torch.no_grad()
+    def ours(self, rng: Rng = STREAM) -> torch.Tensor:
+        return self.policy.rollout([PROMPT], self.copies, rng).sample
+
+    def theirs(self) -> torch.Tensor:
+        net, scale = self.policy.net, self.policy.guidance_scale
+        return self.loop(net, PROMPT["label"], self.copies, scale)
+
+    def agreement(self) -> str:
+        """Say what was compared; SystemExit if it differs."""
+        rng = Rng.of("equal")
+        turns = self.policy.net.turns
+        uniform = rng.uniform(torch.arange(self.copies), (sum(turns),)).split(list(turns), 1)
+        block = iter(uniform)
+        with mock.patch.object(
+            torch,
+            "multinomial",
+            lambda p, **_: inverted(p, next(block).flatten().to(p.device)),
+        ):
+            theirs = self.theirs()
+        same("tokens from equal random numbers", self.ours(rng), theirs)
+        return f"all {theirs.numel()} tokens from equal random numbers"
+
+
 def inverted(p: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """Draw [n] from probabilities [n, V] with the given uniform numbers."""
     sums = p.double().cumsum(-1)
@@ -283,7 +347,12 @@ def same(what: str, ours: torch.Tensor, theirs: torch.Tensor) -> None:
         )
 
 
-FAMILIES = {"janus": (janus, Janus), "amused": (amused, Amused)}
+FAMILIES = {
+    "janus": (janus, Janus),
+    "amused": (amused, Amused),
+    "llamagen": (plain_tokens.llamagen_folder, Plain),
+    "var": (plain_tokens.var_folder, Plain),
+}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -302,8 +371,6 @@ def built(size: Size, args: argparse.Namespace, dtype: torch.dtype) -> Any:
 def timed(fn: Callable[[], Any]) -> dict[str, float]:
     """Measure seconds by the clock, and of this process's own work, which other programs disturb
     less."""
-    import measuring
-
     start = time.process_time()
     wall = measuring.seconds(fn)
     return {"wall": wall, "cpu": time.process_time() - start}
@@ -321,6 +388,7 @@ def measure(size: Size, args: argparse.Namespace) -> dict[str, Any]:
         for _ in range(args.repeats):
             runs["mmrl"].append(timed(pair.ours))
             runs["library"].append(timed(pair.theirs))
+        products = statistics.median(measuring.floor(pair.ours) for _ in range(args.repeats))
     by = "wall" if args.device == "cuda" else "cpu"
     ratios = {
         kind: [b[kind] / a[kind] for a, b in zip(runs["mmrl"], runs["library"], strict=True)]
@@ -328,13 +396,14 @@ def measure(size: Size, args: argparse.Namespace) -> dict[str, Any]:
     }
     seconds = {name: statistics.median(run[by] for run in times) for name, times in runs.items()}
     return {
-        "size": asdict(size),
+        "size": asdict(size) | {"tokens": size.tokens},
         "prompt_tokens": pair.prompt_tokens,
         "equal": shown,
         "runs": runs,
         "ratios": ratios,
         "seconds": seconds,
         "by": by,
+        "products": products,
         "factor": statistics.median(ratios[by]),
         "images_per_second": args.copies / seconds["mmrl"],
     }
@@ -363,18 +432,20 @@ def page(report: dict[str, Any]) -> str:
         "without decoding, aMUSEd with text encoder and decoder.",
         "",
         "| model | width, layers | tokens | of the prompt | mmrl, s | library, s | times "
-        "as fast | by the clock |",
-        "|---|---|---|---|---|---|---|---|",
+        "as fast | by the clock | products, s | at most |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, case in report["cases"].items():
         size = case["size"]
         wall = case["ratios"]["wall"]
         lines.append(
-            f"| {name} | {size['width']}, {size['layers']} | {size['side'] ** 2} | "
+            f"| {name} | {size['width']}, {size['layers']} | "
+            f"{size.get('tokens', size['side'] ** 2)} | "
             f"{case['prompt_tokens']} "
             f"| {case['seconds']['mmrl']:.2f} | {case['seconds']['library']:.2f} | "
             f"{case['factor']:.2f} "
-            f"| {statistics.median(wall):.2f} ({min(wall):.2f} - {max(wall):.2f}) |"
+            f"| {statistics.median(wall):.2f} ({min(wall):.2f} - {max(wall):.2f}) "
+            f"| {case['products']:.2f} | {case['seconds']['library'] / case['products']:.2f} |"
         )
     runs = [
         run for case in report["cases"].values() for side in case["runs"].values() for run in side
@@ -392,19 +463,22 @@ def page(report: dict[str, Any]) -> str:
 
 
 WHY = """\
+Janus and aMUSEd are compared with the libraries. LlamaGen and VAR are in none; the other side is a
+plain loop written from the papers (`scripts/plain_tokens.py`) and says nothing of anybody's code.
+
 What is saved. Janus: the prompt is read once for a group; attention looks at the tokens there are,
-not at all places of
-a static cache; the embedding's layers run once for conditional and unconditional rows, and the
-product with the
-codebook once for their mixture, since the weights of guidance add up to 1; no masks and caches are
-made anew for a
-token. aMUSEd: the first pass, in which all images of a group are hidden, is one image; keys and
-values of the text are
-made once for all images; logits are made of hidden tokens only, and once for the mixture. Both: a
-token is drawn with
-one uniform number, whose place is looked up in running sums over blocks of the codebook. What
-remains is the
-transformer itself, at the same number of rows, so the factor falls as the transformer grows."""
+not at all places of a static cache; the embedding's layers run once for conditional and
+unconditional rows, and the product with the codebook once for their mixture, since the weights of
+guidance add up to 1; no masks and caches are made anew for a token. aMUSEd: the first pass, in
+which all images of a group are hidden, is one image; keys and values of the text are made once for
+all images; logits are made of hidden tokens only, and once for the mixture. LlamaGen, VAR: as
+Janus. All: a token is drawn with one uniform number, whose place is looked up in running sums over
+blocks of the codebook.
+
+What remains is the transformer itself, at the same number of rows, so the factor falls as it grows.
+"Products" is what mmrl's own products with weights, convolutions and attention take, in place: with
+nothing around them mmrl would be "at most" so many times as fast. Memory bounds them: a token of
+Janus reads all weights, and all keys and values, once."""
 
 
 def arguments(words: list[str] | None = None) -> argparse.Namespace:

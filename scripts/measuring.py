@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 
 from samplers.batching import peak_bytes
 
@@ -42,6 +44,37 @@ def seconds(fn: Callable[[], Any]) -> float:
     fn()
     _wait()
     return time.perf_counter() - start
+
+
+class Products(TorchFunctionMode):
+    """Adds up the seconds of this process in products with weights, convolutions and attention, as
+    often as they are made and with what else is in the caches."""
+
+    KINDS = (
+        *(F.linear, F.scaled_dot_product_attention),
+        *(F.conv2d, torch.matmul, torch.bmm, torch.baddbmm),
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds = 0.0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func not in self.KINDS:
+            return func(*args, **(kwargs or {}))
+        start = time.process_time()
+        output = func(*args, **(kwargs or {}))
+        self.seconds += time.process_time() - start
+        return output
+
+
+def floor(fn: Callable[[], Any]) -> float:
+    """Measure what of ``fn`` are products and attention, which nothing around them can spare."""
+    with Products() as products:
+        fn()
+    return products.seconds
 
 
 class Clock:

@@ -58,11 +58,12 @@ def sizes(path: Path, count: int) -> list[str]:
     batch = rows // steps
     share = batch // count
     divides = prompts == train.prompts_per_iteration and train.train_batch_size % count == 0
-    if divides and (train.micro_batch_size or 1) <= share:
+    micro_batch = None if train.micro_batch_size == "auto" else train.micro_batch_size
+    if divides and (micro_batch or 1) <= share:
         return []
     overrides = [f"train.prompts_per_iteration={prompts}", f"train.train_batch_size={batch}"]
-    if train.micro_batch_size:
-        most = min(train.micro_batch_size, share)
+    if micro_batch:
+        most = min(micro_batch, share)
         fits = max(n for n in range(1, most + 1) if share % n == 0)
         overrides.append(f"train.micro_batch_size={fits}")
     return overrides

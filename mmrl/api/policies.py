@@ -16,7 +16,6 @@ from mmrl.api.media import Samples, shown
 from mmrl.api.processes import check_whole, whole, writes
 from mmrl.config import Config
 from mmrl.config.options import TrainOptions
-from mmrl.config.plan import arithmetic
 from mmrl.core.errors import UserError
 from mmrl.core.registry import DATA, POLICIES
 from mmrl.core.types import Prompt
@@ -179,19 +178,21 @@ def placed(configuration: Config, folder: Path | None = None, name: str | None =
         build.begin_with(model, configuration, Path(start))
     Device(options).place(model)
     if "train" in configuration:
-        model.fixed_batch_rows = model.fixed_batch_rows or arithmetic(options).micro_batch
+        build.set_width(model, options)
     if folder is not None:
-        load_weights(model, folder, name)
+        meta = load_weights(model, folder, name)
+        build.set_width(model, options, meta)
     return model
 
 
-def load_weights(model: Model, folder: Path, name: str | None = None) -> None:
+def load_weights(model: Model, folder: Path, name: str | None = None) -> dict[str, Any]:
     """Give a model the weights of a run: the moving average of the newest whole checkpoint, if
-    there is one, or of the one that is named."""
+    there is one, or of the one that is named. Returns what else the checkpoint says, plain data."""
     checkpoints = folder / "checkpoints"
     path = checkpoints / name if name else checkpoint.choose(checkpoints)[0]
-    arrays, _ = checkpoint.load(path, checked=not name)
+    arrays, meta = checkpoint.load(path, checked=not name)
     try:
         model.weights.load(arrays.get("snapshot-ema", arrays["weights"]))
     except ValueError as error:
         raise UserError(f"{path} does not fit {build.config_of(folder)}: {error}") from error
+    return meta

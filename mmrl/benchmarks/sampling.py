@@ -17,7 +17,6 @@ from annotated_types import Ge
 from mmrl import config
 from mmrl.benchmarks.items import Benchmark, Item
 from mmrl.config.options import TrainOptions
-from mmrl.config.plan import arithmetic
 from mmrl.core import distributed
 from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES
@@ -66,17 +65,18 @@ def policy_of(path: Path, overrides: Sequence[str], at: str | None) -> tuple[Any
     if start := configuration.plain.get("start"):
         build.begin_with(policy, configuration, Path(start))
     Device(options).place(policy)
-    policy.fixed_batch_rows = policy.fixed_batch_rows or arithmetic(options).micro_batch
+    build.set_width(policy, options)
     policy.weights.keep("ref")
     about = {"model": str(path), "policy": configuration.plain["policy"], "checkpoint": None}
     about["system"] = system
     if run:
         chosen = run / "checkpoints" / at if at else checkpoint.choose(run / "checkpoints")[0]
-        arrays, _ = checkpoint.load(chosen, checked=not at)
+        arrays, meta = checkpoint.load(chosen, checked=not at)
         try:
             policy.weights.load(arrays.get("snapshot-ema", arrays["weights"]))
         except ValueError as error:
             raise UserError(f"{chosen} does not fit {file}: {error}") from error
+        build.set_width(policy, options, meta)
         about["checkpoint"] = chosen.name
     return policy, about
 

@@ -23,6 +23,8 @@ from mmrl.config.unfit import (
     pathless,
     renamed_rows,
     unfit_for_data,
+    unmeasurable,
+    unreusable,
     unsuited,
     unsuited_to_refill,
     unsuited_to_trees,
@@ -111,6 +113,7 @@ def check(
             unfit += [why] if why else []
             problems += _missing_of_training(entries, built)
             unfit += unsuited_to_trees(built) if _grown(entries.get("policy")) else []
+            unfit += unmeasurable(built, _set(entries.get("policy")))
             unfit += unsuited_to_refill(built) if _refills(entries.get("policy")) else []
             problems += [f"{config.where(line.partition(':')[0])}: {line}" for line in unfit]
         if isinstance(built, EvaluateOptions) and built.reward:
@@ -146,6 +149,10 @@ def _unfit_sizes(
     if "objective" in entries:
         policy = entries["policy"].entry if "policy" in entries else None
         unfit += unfit_for_data(built, objective or entries["objective"].entry, policy)
+    if built.reuse_rollout_graph and {"objective", "policy"} <= set(entries):
+        chosen = objective or entries["objective"].entry
+        for why in unreusable(built, chosen, entries["policy"].entry):
+            unfit.append(f"train.reuse_rollout_graph: {why}")
     if {"objective", "policy"} <= set(entries):
         imitates = entries["objective"].options.get("sft") is not None
         why = pathless(built, entries["policy"].entry, entries["objective"].entry)
@@ -250,6 +257,12 @@ def _missing_of_training(entries: Mapping[str, Resolved], train: TrainOptions) -
 def _grown(policy: Resolved | None) -> bool:
     """Tell whether the samples of a policy share their beginnings."""
     return policy is not None and any(policy.options.get(name) is not None for name in TREES)
+
+
+def _set(policy: Resolved | None) -> Collection[str]:
+    """Return the options of a policy that the configuration sets to something."""
+    chosen = policy.options if policy is not None else {}
+    return [name for name, value in chosen.items() if value is not None]
 
 
 def _refills(policy: Resolved | None) -> bool:

@@ -386,8 +386,9 @@ class TrainOptions:
     # parts of a rollout: the rewards of one are computed while the next is sampled
     reward_overlap_chunks: Count = 1
     epochs: Count = 1  # passes over the rows of an iteration
-    # rows of a forward and backward pass on a process; null: all its rows of the optimizer step
-    micro_batch_size: Count | None = None
+    # rows of a forward and backward pass on a process; null: all its rows of the optimizer step;
+    # auto: the fastest of several sizes, measured in the first iteration (flows)
+    micro_batch_size: Count | Literal["auto"] | None = None
     warmup_steps: Natural = 0  # optimizer steps in which the learning rate rises linearly
     # shape of the learning rate after the warm-up
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -398,6 +399,9 @@ class TrainOptions:
     # gradients are clipped to this global norm; null: not clipped
     max_grad_norm: Positive | None = 1.0
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"  # mixed precision of the forward pass
+    # the first optimizer step of an iteration goes back through the passes that sampled its rows,
+    # whose activations are kept, in place of making them again (flows)
+    reuse_rollout_graph: bool = False
     # recompute activations: less memory, about a third more time
     gradient_checkpointing: bool = False
     # the sequence of a sample over several processes; null: every process has rows of its own

@@ -22,7 +22,8 @@ class Plan:
     prompts_per_process: int
     rows_per_process: int
     rows_per_step: int  # rows of an optimizer step on one process
-    micro_batch: int  # rows of a forward pass on one process
+    # rows of a forward pass on one process; the most there could be where they are measured
+    micro_batch: int
     accumulation: int  # forward passes of an optimizer step; the last may be smaller
     warnings: tuple[str, ...] = ()
 
@@ -38,7 +39,7 @@ def arithmetic(train: TrainOptions, processes: int = 1, supervised: bool = False
         raise UserError("\n".join(problems))
     rows = train.prompts_per_iteration * train.group_size
     rows_per_step = train.train_batch_size // processes
-    micro_batch = train.micro_batch_size or rows_per_step
+    micro_batch = _size(train) or rows_per_step
     return Plan(
         rows=rows,
         steps=rows // train.train_batch_size,
@@ -51,6 +52,11 @@ def arithmetic(train: TrainOptions, processes: int = 1, supervised: bool = False
         accumulation=-(-rows_per_step // micro_batch),
         warnings=tuple(_warnings(train, supervised)),
     )
+
+
+def _size(train: TrainOptions) -> int | None:
+    """Return how many rows a pass has by the configuration; None: as many as it could."""
+    return None if train.micro_batch_size == "auto" else train.micro_batch_size
 
 
 def _step_rounds(train: TrainOptions) -> int:
@@ -73,7 +79,7 @@ def impossible(train: TrainOptions, processes: int = 1) -> Iterator[str]:
         "micro_batch_size",
     ):
         value = vars(train)[key]
-        if value is not None and value < 1:
+        if isinstance(value, int) and value < 1:
             unfit = True
             yield f"train.{key} is {value}: at least 1"
     if unfit:
@@ -111,9 +117,10 @@ def _indivisible(train: TrainOptions, processes: int) -> str | None:
             f"train.train_batch_size {batch} cannot be shared by {processes} processes: use {near}"
         )
     share = batch // processes
-    if train.micro_batch_size and train.micro_batch_size > share:
+    size = _size(train)
+    if size and size > share:
         return (
-            f"train.micro_batch_size {train.micro_batch_size} is more than the {share} rows of an "
+            f"train.micro_batch_size {size} is more than the {share} rows of an "
             f"optimizer step on one process (train.train_batch_size {batch} over {processes}): "
             f"at most {share}, or null"
         )

@@ -89,6 +89,11 @@ def unsupported_options(train: TrainOptions, policy: Any) -> Iterator[str]:
     yield from _unfit_additions(train, policy, name)
     if train.demonstrations is not None and not can.demonstrations:
         yield f"train.demonstrations: {name} takes no answers of others: it has no demonstrate"
+    if train.micro_batch_size == "auto" and can.decisions != "gaussian":
+        yield (
+            f"train.micro_batch_size: auto measures passes of flow and diffusion models, which "
+            f"{name} is not; give a number, or null"
+        )
     for key in ("policy_drift", "replay_buffer", "response_reuse"):
         if getattr(train, key) is not None and not can.replay:
             yield f"train.{key}: {name} cannot be shown old answers again: it has no recall"
@@ -277,6 +282,60 @@ def unfit_for_parts(train: TrainOptions, objective: Any) -> Iterator[str]:
             "train.partial_rollout: tokens of older weights need a correction: set "
             "objective.policy_gradient.importance_sampling, such as {mode: truncate, cap: 2.0}"
         )
+
+
+EXCHANGING = (
+    "adaptive_sampling",
+    "demonstrations",
+    "dynamic_sampling_rounds",
+    "ground_truth_rollout",
+    "partial_rollout",
+    "preferences",
+    "refinement",
+    "replay_buffer",
+    "response_reuse",
+    "speculative",
+    "context_parallel",
+)
+
+
+def unreusable(train: TrainOptions, objective: Any, policy: Any) -> Iterator[str]:
+    """Say why passes of sampling cannot stand in for those of the first optimizer step;
+    ``objective`` and ``policy``: objects or classes."""
+    name = getattr(objective, "__name__", type(objective).__name__)
+    can = capabilities_of(policy)
+    if can is not None and can.decisions != "gaussian":
+        yield "models that write tokens sample with a cache, by other passes: leave it out"
+    if not getattr(objective, "follows_path", False):
+        yield (
+            f"{name} does not take its gradient at the decisions as they were sampled; it is for "
+            f"policy_gradient, grpo_guard, flow_dppo and losses of groups"
+        )
+    behavior = getattr(objective, "behavior_policy", "live")
+    if behavior != "live":
+        yield f"the weights {behavior!r} sample, not those that are trained: leave it out"
+    if getattr(policy, "tree", None) is not None:
+        yield "samples of a tree share passes: leave it out, or the policy's tree"
+    if getattr(policy, "sampling_memory_gib", None) is not None:
+        yield "policy.sampling_memory_gib counts passes without graphs: leave out one of the two"
+    for key in EXCHANGING:
+        if getattr(train, key):
+            yield f"train.{key}: rows or passes of the update are not those that sampled"
+
+
+WIDTHS = ("fixed_batch_rows", "sampling_memory_gib")
+
+
+def unmeasurable(train: TrainOptions, chosen: Collection[str]) -> Iterator[str]:
+    """Say which of a policy's options (``chosen``: those that are set) settle the size of its
+    passes, so that there is nothing to measure."""
+    if train.micro_batch_size == "auto":
+        for key in WIDTHS:
+            if key in chosen:
+                yield (
+                    f"train.micro_batch_size: auto chooses how many rows a pass has, and so does "
+                    f"policy.{key}: leave out one of them"
+                )
 
 
 def unsuited_to_refill(train: TrainOptions) -> Iterator[str]:

@@ -217,6 +217,7 @@ def _memory(run: Run, devices: Devices, sharded: bool) -> dict[str, float]:
     """Lay out a device's bytes at the fullest moment of an update."""
     work = run.measured
     peak = work.update.memory
+    each, empty = work.conditions
     snapshots = len(run.report.counted.snapshots) if run.report.counted else 0
     memory = {
         "parameters": float(work.bytes_parameters),
@@ -226,6 +227,7 @@ def _memory(run: Run, devices: Devices, sharded: bool) -> dict[str, float]:
         "activations": float(peak["activations"] + peak["buffers"]),
         "temporary": float(peak["temporary"] + peak["other"]),
         "rollout": 0.0 if run.report.offload else float(run.report.stored or 0),
+        "conditions": float(run.report.plan.prompts_per_process * each + empty),
         "autoencoder": float(work.bytes_decoder),
     }
     if sharded:
@@ -242,7 +244,7 @@ def _moments(run: Run, memory: dict[str, float]) -> dict[str, float]:
     """Return a device's bytes in an update, while a sample is decoded and while prompts are
     encoded, which never happens at once."""
     model = run.report.model
-    resident = ("parameters", "optimizer", "snapshots", "autoencoder", "rollout")
+    resident = ("parameters", "optimizer", "snapshots", "autoencoder", "rollout", "conditions")
     rest = sum(memory[name] for name in resident)
     moments = {"update": sum(memory.values())}
     decoding = run.measured.decoding
@@ -252,7 +254,7 @@ def _moments(run: Run, memory: dict[str, float]) -> dict[str, float]:
     encoders = 0.0
     if model is not None and model.encoders and model.placement != "cpu":
         encoders = float(model.encoders * BYTES[model.dtype])
-        moments["encoding prompts"] = rest - memory["rollout"] + encoders
+        moments["encoding prompts"] = rest - memory["rollout"] - memory["conditions"] + encoders
     if model is not None and model.placement == "keep":
         moments = {
             name: size + (0.0 if name == "encoding prompts" else encoders)

@@ -33,7 +33,8 @@ def lines(report: Report) -> Iterator[str]:
         each = f"{plan.prompts_per_process} prompts, {plan.rows_per_process} rows"
         yield f"            on {plan.processes} processes: {each} each"
     passes = f"an optimizer step takes {plan.accumulation} {_once(report)}"
-    yield f"passes      of {plan.micro_batch} rows on a device; {passes}"
+    size = "up to " if train.micro_batch_size == "auto" else ""
+    yield f"passes      of {size}{plan.micro_batch} rows on a device; {passes}"
     yield from _forwards(report)
     yield from _memory(report)
     for what in report.unknown:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from mmrl.config.options import TrainOptions
 from mmrl.core.types import Point, Transition
@@ -24,6 +25,7 @@ from mmrl.dry_run.conditions import conditions
 from mmrl.dry_run.fakes import Fakes
 from mmrl.dry_run.pictures import looker
 from mmrl.dry_run.tracked import Tracker, Work, extended, passed, tracked
+from mmrl.policies.base import without_empty
 from mmrl.policies.diffusion import diffusers_folder
 from mmrl.policies.diffusion.pipeline_policy import FolderPolicy
 from mmrl.policies.image_tokens.models.janus import UNDERSTANDING
@@ -57,6 +59,8 @@ class Stage:
     look: Callable[[], Tensor] | None = None
     prompts: int = 1  # of a pass
     checkpointing: bool = False
+    # bytes of the conditions of a prompt, and of the empty one that all share
+    conditions: tuple[int, int] = (0, 0)
 
 
 @dataclass
@@ -78,6 +82,7 @@ class Rehearsed:
     decoding: Work | None
     looking: Work | None = None  # at the pictures of the ``prompts`` of a pass
     prompts: int = 1
+    conditions: tuple[int, int] = (0, 0)  # as of ``Stage``
 
 
 def flow(
@@ -112,7 +117,24 @@ def flow(
             return policy.pixels(policy.vae, fakes.empty(1, *sizes))
 
     checkpointing = train.gradient_checkpointing
-    return Stage(policy.net, rows, score, decode, policy.vae, frames, checkpointing=checkpointing)
+    return Stage(
+        policy.net,
+        rows,
+        score,
+        decode,
+        policy.vae,
+        frames,
+        checkpointing=checkpointing,
+        conditions=(
+            _nested_bytes(without_empty(point.cond)),
+            _nested_bytes(point.cond.get("uncond")),
+        ),
+    )
+
+
+def _nested_bytes(cond: Any) -> int:
+    """Count the bytes of a nest of tensors."""
+    return _bytes(x for x in tree_leaves(cond) if isinstance(x, Tensor))
 
 
 class _OnMeta(FolderPolicy):
@@ -131,11 +153,14 @@ class _OnMeta(FolderPolicy):
 
 
 def _cast(net: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Convert to a type, but for the layers that the class keeps in float32 when it is loaded."""
+    """Convert to a type what a file of weights holds, as loading does: parameters, and buffers that
+    are saved, such as Stable Diffusion 3's table of places; not the layers that the class keeps in
+    float32."""
     exact = getattr(net, "_keep_in_fp32_modules", None) or []
-    for name, parameter in net.named_parameters():
-        if parameter.is_floating_point() and not any(part in name.split(".") for part in exact):
-            parameter.data = parameter.data.to(dtype)
+    saved = net.state_dict(keep_vars=True)
+    for name, tensor in saved.items():
+        if tensor.is_floating_point() and not any(part in name.split(".") for part in exact):
+            tensor.data = tensor.data.to(dtype)
     return net
 
 
@@ -390,6 +415,7 @@ def rehearse(stage: Stage, spare: bool = True) -> Rehearsed:
         decoding,
         looking,
         stage.prompts,
+        stage.conditions,
     )
 
 

@@ -1,8 +1,9 @@
 """Measures a piece of work by torch's own trackers, on fake tensors or on real ones: memory by
 part, operations, and the seconds that a card would take.
 
-torch's ``RuntimeEstimator`` runs only where torch has an accelerator, and stops at the CPU's
-attention in bf16; ``Work.seconds`` does such arithmetic for any card: an operation takes as long as
+torch's ``RuntimeEstimator`` runs only where torch has an accelerator, also for a card by name; it
+stops at fused attention in half precision, and takes a product for faster than the card can be
+(docs/scale.md). ``Work.seconds`` does such arithmetic for any card: an operation takes as long as
 its arithmetic or its traffic with memory, whichever is longer (Williams et al. 2009).
 """
 

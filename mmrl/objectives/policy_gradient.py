@@ -152,6 +152,7 @@ class PolicyGradient(Regularised):
     # looks at decisions on the path: a sampler without noise has none
     visits = True
     reads = "decisions"
+    follows_path = True
     proportional = True
     mixes = True
 

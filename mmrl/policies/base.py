@@ -25,6 +25,7 @@ from mmrl.policies.answers import media_problem, opened
 from mmrl.policies.capabilities import Capabilities, Medium
 from mmrl.policies.lora import ATTENTION, Lora, add_lora
 from mmrl.policies.prompt_states import pooled
+from mmrl.policies.rollout_graphs import RolloutGraphs
 from samplers.batching import Attempt, attempts, rows_that_fit
 from samplers.noise import Rng
 from samplers.warp import Warp
@@ -59,6 +60,8 @@ class RolloutContext:
     ground_truth: Callable[[Prompt], str | None] | None = None
     # earlier answers to so many samples of each prompt, to begin from; None: nothing is known
     drafts: Callable[[Sequence[Prompt], Copies], Drafts | None] | None = None
+    # keeps passes with their graphs, for the first optimizer step; None: no graph is recorded
+    graphs: RolloutGraphs | None = None
 
 
 NO_CONTEXT = RolloutContext()
@@ -73,6 +76,17 @@ class ParameterGroup:
     factor: float = 1.0
     lr: float | None = None
     name: str = "all"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Offers passes whose speed can be measured, for ``train.micro_batch_size: auto``."""
+
+    # a pass of n rows as in sampling, and as in training: [n, D] outputs, with their gradient
+    sample: Callable[[int], Tensor]
+    train: Callable[[int], Tensor]
+    sampled: tuple[int, ...]  # rows that each step of sampling passes through the network
+    trained: int  # rows of an epoch of training
 
 
 class Policy(ABC):
@@ -229,8 +243,10 @@ class Policy(ABC):
     find_unused_parameters: bool = False
     # a pass with gradients recorded that will not be used: not for the trainer's wrapper
     sampling: bool = False
+    # passes of sampling that stand in for those of an update; None: it makes all of them
+    graphs: RolloutGraphs | None = None
     compiled: bool = False  # the network's passes are, by torch.compile
-    # rows of a pass that turned out to fit the device's memory; None: no pass was too large
+    # most rows of a pass: what fitted the device's memory, or was fastest; None: no limit
     most: int | None = None
 
     @property
@@ -307,6 +323,16 @@ class Policy(ABC):
             f"out of memory: passes now have at most {rows} rows; "
             f"train.micro_batch_size={rows} begins so"
         )
+
+    def limit_passes(self, rows: int) -> None:
+        """Give every pass at most ``rows`` rows from now on, and fill all up to that width."""
+        self.most = rows
+        self.fixed_batch_rows = rows
+
+    def trial(self, prompts: list[Prompt], copies: Copies, reads: Reads) -> Trial:
+        """Offer passes whose speed can be measured. ``copies``: of each prompt of an iteration;
+        ``reads``: what the objective looks at."""
+        raise self._cannot("cannot measure its passes before it samples")
 
     def padded(self) -> int:
         """Return the number of rows every pass is filled up to; 0, none, with a memory budget."""

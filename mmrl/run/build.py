@@ -379,6 +379,7 @@ def trained(
         weights.load(arrays.get("snapshot-ema", arrays["weights"]))
     except ValueError as error:
         raise UserError(f"{path} does not fit {config_of(run)}: {error}") from error
+    set_width(session.policy, session.options, meta)
     return session
 
 
@@ -387,11 +388,17 @@ def base(path: Path, overrides: Sequence[str] = (), judged: bool = False) -> Ses
     ``ref``."""
     session = Session.of(read(path, overrides), judged=judged)
     Device(session.options).place(session.policy)
-    session.policy.fixed_batch_rows = (
-        session.policy.fixed_batch_rows or arithmetic(session.options).micro_batch
-    )
+    set_width(session.policy, session.options)
     session.policy.weights.keep("ref")
     return session
+
+
+def set_width(policy: Any, options: TrainOptions, meta: Mapping[str, Any] = {}) -> None:
+    """Give the passes of a policy the width they have in training: that of the configuration, or,
+    where it was measured, the one in what a checkpoint holds (``meta``)."""
+    if options.micro_batch_size == "auto" and meta.get("pass_rows"):
+        policy.fixed_batch_rows = int(meta["pass_rows"])
+    policy.fixed_batch_rows = policy.fixed_batch_rows or arithmetic(options).micro_batch
 
 
 def last_stage(run: Path) -> Path:

@@ -63,7 +63,7 @@ def rerun(run: Path, folder: Path | None = None) -> Rerun:
     if not is_finished(run):
         raise UserError(f"{run} is not finished; go on with it first: mmrl train --resume {run}")
     target = folder or run.with_name(f"{run.name}-rerun")
-    ended = trained(file, [f"run={target}", *_limits(run, file)])
+    ended = trained(file, [f"run={target}", *_limits(run, file), *_sizes(run, file)])
     if ended.status:
         raise UserError(f"{target} was stopped before its end; delete it and repeat the command")
     outcome = compare(run, target)
@@ -91,6 +91,16 @@ def _limits(run: Path, file: Path) -> list[str]:
             if total := int(sum(line.get(COSTS[name]) or 0 for line in lines)):
                 return [*limits, f"train.budget={{{name}: {total}}}"]
     return limits
+
+
+def _sizes(run: Path, file: Path) -> list[str]:
+    """Return overrides that give passes the size that the first run has measured."""
+    newest = checkpoint.latest(run / "checkpoints")
+    plain = yaml.safe_load(file.read_text(encoding="utf-8"))
+    if newest is None or plain["train"].get("micro_batch_size") != "auto":
+        return []
+    rows = checkpoint.load(newest)[1].get("pass_rows")
+    return [f"train.micro_batch_size={rows}"] if rows else []
 
 
 def compare(first: Path, second: Path) -> Rerun:

@@ -47,6 +47,8 @@ def capture(trainer: Trainer) -> tuple[Arrays, dict[str, Any]]:
         meta["rewards"] = trainer.scorer.state_dict()
     meta["objective"] = trainer.objective.state_dict()
     meta["policy"] = trainer.policy.state_dict()
+    if trainer.pass_rows is not None:
+        meta["pass_rows"] = trainer.pass_rows
     if trainer.reward_weights is not None:
         meta["reward_weights"] = trainer.reward_weights.state_dict()
     if isinstance(trainer.prompts, Curriculum):
@@ -67,6 +69,7 @@ def restore(trainer: Trainer, arrays: Arrays, meta: dict[str, Any]) -> None:
         raise UserError(
             f"the checkpoint does not fit this configuration's model: {error}"
         ) from error
+    _restore_pass_size(trainer, meta)
     if meta["step"]:
         tensors = _optimizer_tensors(trainer, arrays["optimizer"])
         _load_optimizer(trainer, trainer.update, _unflatten(tensors, meta["optimizer"]))
@@ -99,6 +102,13 @@ def _restore_critic(trainer: Trainer, arrays: Arrays, meta: dict[str, Any] | Non
     tensors = _optimizer_tensors(trainer, arrays["optimizer-critic"])
     _load_optimizer(trainer, critic.inner, _unflatten(tensors, meta["optimizer"]))
     critic.inner.step = meta["step"]
+
+
+def _restore_pass_size(trainer: Trainer, meta: dict[str, Any]) -> None:
+    """Take up the size of passes that was measured before, by which kernels round."""
+    rows = meta.get("pass_rows")
+    if rows and trainer.options.micro_batch_size == "auto":
+        trainer.limit_passes(int(rows))
 
 
 def _restore_weights(trainer: Trainer, arrays: Arrays) -> None:

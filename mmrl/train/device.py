@@ -217,6 +217,19 @@ class Device:
         loss, and a part of its gradient."""
         self.accelerator.backward(loss * self.all_processes)
 
+    def average_gradients(self, parameters: list[nn.Parameter]) -> None:
+        """Average gradients over processes that hold copies, where no backward pass has done it; a
+        collective call. What has a gradient on no process keeps none."""
+        if self.all_processes == 1:
+            return
+        present = torch.tensor([p.grad is not None for p in parameters], dtype=torch.float32)
+        on_any = distributed.all_max(present.to(self.accelerator.device)).tolist()
+        for parameter, has_gradient in zip(parameters, on_any, strict=True):
+            if has_gradient:
+                local = parameter.grad
+                local = torch.zeros_like(parameter) if local is None else local
+                parameter.grad = distributed.all_sum(local) / self.all_processes
+
     def clip(self, policy: Any, limit: float | None) -> Tensor:
         """Clip the gradient to the global norm ``limit``; None does not clip. Returns the norm
         before, []."""

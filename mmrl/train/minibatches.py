@@ -28,13 +28,18 @@ def batches(
     step has (nearly) the same number of rows of every group, and so of every process; with
     ``whole_groups`` it has whole groups, and as many as any other.
     """
-    step = _dealt(sizes, steps) if whole_groups else _stratified(sizes, steps, rng)
+    step = dealt(sizes, steps, rng, whole_groups)
     local_steps = step[rollout.row_id.cpu()]
     for number in range(steps):
         rows = (local_steps == number).nonzero()[:, 0]
         # all of its rows in their order: not a copy of their paths
         whole = len(rows) == len(rollout)
         yield rollout if whole else rollout[rows.to(rollout.row_id.device)]
+
+
+def dealt(sizes: Sequence[int], steps: int, rng: Rng, whole_groups: bool) -> Tensor:
+    """Choose the step of every row of the iteration, [rows] long."""
+    return _dealt(sizes, steps) if whole_groups else _stratified(sizes, steps, rng)
 
 
 def _stratified(sizes: Sequence[int], steps: int, rng: Rng) -> Tensor:

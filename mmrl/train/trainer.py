@@ -18,7 +18,14 @@ import torch
 from mmrl import advantages
 from mmrl.config.options import TrainOptions
 from mmrl.config.plan import arithmetic
-from mmrl.config.unfit import pathless, renamed_rows, unfit_for_data, unsuited, without_average
+from mmrl.config.unfit import (
+    pathless,
+    renamed_rows,
+    unfit_for_data,
+    unreusable,
+    unsuited,
+    without_average,
+)
 from mmrl.core import distributed
 from mmrl.core.errors import UserError
 from mmrl.core.metrics import Stopwatch
@@ -36,6 +43,7 @@ from mmrl.rollout.preferences import Compared, labelled
 from mmrl.rollout.stages import (
     Drawn,
     Setup,
+    Stage,
     by_question,
     sampled_only,
     set_apart,
@@ -44,9 +52,10 @@ from mmrl.rollout.stages import (
     stages_of,
 )
 from mmrl.train import supervised
-from mmrl.train.batch import Batch
+from mmrl.train.batch import Batch, RolloutGraphs
 from mmrl.train.critic import SnapshotUpdate
 from mmrl.train.device import Device, MakeOptimizer
+from mmrl.train.pass_size import fastest
 from mmrl.train.preferences import held_out_preferences, without_rewards
 from mmrl.train.reward_weights import RewardWeights, forgetting
 from mmrl.train.update import Update
@@ -89,6 +98,8 @@ class Trainer:
         self.clock = Stopwatch()
         self.iteration = 0  # iterations finished
         prepared = self.device.prepare(policy, optimizer)
+        self.reuses = options.reuse_rollout_graph
+        self.pass_rows: int | None = None  # of every pass, where that was measured
         policy.fixed_batch_rows = policy.fixed_batch_rows or self.plan.micro_batch
         for name in self.snapshots():
             policy.weights.keep(name)
@@ -103,6 +114,8 @@ class Trainer:
         )
         self.monitors: list[Monitor] = list(MONITORS.values())
         self.reward_weights: RewardWeights | None = None
+        if self.reuses:
+            reusable(objective, policy, self.stages, self.device)
         if options.reward_gradients is not None:
             self.reward_weights = RewardWeights(options.reward_gradients)
             self.reward_weights.suits(objective, policy, self.device.scales_loss)
@@ -116,11 +129,15 @@ class Trainer:
 
     def iterate(self) -> dict[str, float]:
         """Run one iteration. Returns its metrics, of what the policy sampled itself."""
+        if self.options.micro_batch_size == "auto" and self.pass_rows is None:
+            self.measure_passes()
         forwards = self.policy.forwards
         self.policy.measures()  # forget what was counted outside iterations
         with self._likelihoods():
             batch = self.collect()
             metrics = self.update.run(batch)
+            if batch.graphs is not None and batch.graphs.given_up:
+                self.reuses = False
         if isinstance(self.prompts, Curriculum) and not self.objective.supervised:
             rollout, rewards = batch.sampled
             self.prompts.see_update(metrics)
@@ -133,6 +150,23 @@ class Trainer:
         metrics |= self.policy.measures()
         self.objective.adapt(batch.iteration, metrics)
         return metrics
+
+    def measure_passes(self) -> None:
+        """Choose the size of all passes from now on by how fast a few sizes are; a collective
+        call."""
+        prompts = list(self.prompts[: self.plan.prompts_per_process])
+        trial = self.policy.trial(prompts, self.options.group_size, self.objective.reads)
+        if self.objective.supervised or self.options.preferences is not None:
+            trial = replace(trial, sampled=())
+        with self.clock.time("measure_passes"):
+            rows, sentence = fastest(self.policy, trial, self.plan, self.options.epochs)
+        self.limit_passes(rows)
+        self.policy.news.append(sentence)
+
+    def limit_passes(self, rows: int) -> None:
+        """Give all passes the size that was chosen, now or before a resume."""
+        self.pass_rows = min(rows, self.plan.micro_batch)
+        self.policy.limit_passes(self.pass_rows)
 
     @torch.no_grad()
     def collect(self) -> Batch:
@@ -150,7 +184,9 @@ class Trainer:
                 return supervised.collect(
                     self.policy, self.objective, prompts[local], rng, self.iteration, len(prompts)
                 )
-        drawn = self.sample(prompts[local], rng, sizes if isinstance(sizes, int) else sizes[local])
+        graphs = self._graphs(per_prompt(sizes, len(prompts)))
+        local_sizes = sizes if isinstance(sizes, int) else sizes[local]
+        drawn = self.sample(prompts[local], rng, local_sizes, graphs)
         metrics: dict[str, float] = {}
         for stage in self.stages:
             drawn, counts = stage.groups(drawn, self.iteration, self.sample)
@@ -170,6 +206,7 @@ class Trainer:
             longest=distributed.largest(drawn.rollout.mask.shape[1], drawn.rollout.group.device),
             pass_rows=self.policy.fixed_batch_rows,
             metrics=metrics,
+            graphs=graphs,
         )
         weighted = self._weighted(batch, drawn_shaped, rewards)
         trained = self._compare(drawn_shaped, weighted)
@@ -208,9 +245,27 @@ class Trainer:
             return prompts, options.group_size
         return prompts, self.prompts.copies(prompts, options.group_size, self.iteration)
 
-    def sample(self, prompts: list[Prompt], rng: Rng, copies: Copies) -> Drawn:
-        """Sample answers to the prompts with the behaviour weights, and score them."""
-        context = RolloutContext(self.iteration, self.objective.reads)
+    def _graphs(self, sizes: Sequence[int]) -> RolloutGraphs | None:
+        """Return what records the passes of the first optimizer step, if it is to reuse them."""
+        if not self.reuses:
+            return None
+        if self.draw is not collect.draw:
+            raise UserError(
+                "train.reuse_rollout_graph: rollout workers sample in other processes, where "
+                "graphs cannot be kept: leave it out"
+            )
+        return RolloutGraphs(self.update.first_rows(sizes, self.iteration))
+
+    def sample(
+        self,
+        prompts: list[Prompt],
+        rng: Rng,
+        copies: Copies,
+        graphs: RolloutGraphs | None = None,
+    ) -> Drawn:
+        """Sample answers to the prompts with the behaviour weights, and score them; ``graphs``
+        keeps passes for the first optimizer step."""
+        context = RolloutContext(self.iteration, self.objective.reads, graphs=graphs)
         for stage in self.stages:
             context = stage.context(context)
         with self.clock.time("rollout"), self._behavior():
@@ -296,6 +351,19 @@ def kept_snapshots(objective: Objective, options: TrainOptions) -> tuple[str, ..
     into."""
     names = {objective.behavior_policy, *objective.snapshots} - {"live"}
     return tuple(sorted(names | ({"ema"} if options.ema else set())))
+
+
+def reusable(objective: Objective, policy: Policy, stages: Sequence[Stage], device: Device) -> None:
+    """Raise UserError where the graphs of a rollout cannot be the update's."""
+    why = next(unreusable(device.options, objective, policy), None)
+    if why is None and device.sharded:
+        why = "FSDP2 frees the weights after each pass: launch copies, or leave it out"
+    exchanging = [stage for stage in stages if type(stage).groups is not Stage.groups]
+    if why is None and exchanging:
+        name = type(exchanging[0]).__name__
+        why = f"{name} exchanges rows after they were sampled: leave out one of the two"
+    if why is not None:
+        raise UserError(f"train.reuse_rollout_graph: {why}")
 
 
 def whole_questions(prompts: Sequence[Prompt], prompts_per_process: int) -> None:

@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from gpu_parts.setting import Report, Setting, peak_of, trainer_of
 from mmrl.core.registry import load_built_in
 from mmrl.dry_run.estimate import Estimate, estimate, measure
+from mmrl.train.trainer import Trainer
 from mmrl.utils.cards import CARDS, Devices, card_of
 
 WORDS = 333  # tokens of a prompt of Stable Diffusion 3, as the dry run counts them
@@ -39,8 +40,8 @@ def mfu(setting: Setting) -> Report:
     guess = predicted(policy, scale, work, Devices(1, card))
     seconds = min(setting.times(trainer.iterate))
     peak = peak_of(trainer.iterate)
-    if not torch.cuda.is_available():  # there what was made is counted, without the weights
-        peak += sum(p.nbytes for part in (policy.net, policy.vae) for p in part.parameters())
+    if not torch.cuda.is_available():  # there what was made is counted, without what was there
+        peak += _held(policy.net) + _held(policy.vae) + optimizer_bytes(trainer)
     operations = counter.get_total_flops()
     pairs = {
         "peak bytes": (guess.moments["update"], float(peak)),
@@ -57,6 +58,17 @@ def mfu(setting: Setting) -> Report:
         },
         "predicted bytes of the update": guess.memory,
     }
+
+
+def _held(net: torch.nn.Module) -> int:
+    """Count the bytes of a network's parameters and buffers."""
+    return sum(x.nbytes for x in (*net.parameters(), *net.buffers()))
+
+
+def optimizer_bytes(trainer: Trainer) -> int:
+    """Count the bytes that the optimizer keeps from step to step."""
+    states = trainer.update.optimizer.state.values()
+    return sum(x.nbytes for state in states for x in state.values() if isinstance(x, torch.Tensor))
 
 
 def predicted(policy: Any, scale: models.Scale, work: bench.Work, devices: Devices) -> Estimate:

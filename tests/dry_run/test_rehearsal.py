@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 from typer.testing import CliRunner
 
 from mmrl.cli.app import app
 from mmrl.config.options import TrainOptions
 from mmrl.core.errors import UserError
-from mmrl.core.registry import POLICIES, load_built_in
+from mmrl.core.registry import POLICIES, load_built_in, locate
 from mmrl.dry_run import architectures, rehearsal
 from mmrl.dry_run.dryrun import dry_run
 from mmrl.dry_run.estimate import Run, estimate, fit, measure
@@ -103,6 +104,30 @@ def test_of_a_pipeline_without_a_family_only_weights_are_known(tmp_path):
     assert "no family of mmrl has this pipeline" in text and "forwards" not in text
     with pytest.raises(UserError, match="and this one has none; leave --devices out"):
         measure(ROOT / "digits" / "pipeline.yaml", changes, 1)
+
+
+@pytest.mark.parametrize(("case", "kind"), [("sd3", "bfloat16"), ("wan", "float32")])
+def test_buffers_have_the_type_they_are_loaded_in(case, kind):
+    """Those that a file of weights holds are converted, as Stable Diffusion 3's table of places,
+    which was half of a small model's bytes; others stay."""
+    place = locate("world:digits/sd3-test") if case == "sd3" else tiny_diffusers.folder(case)
+    chosen = {"path": str(place), "size": 32, "dtype": "bfloat16"} | CASES.get(case, ("", {}))[1]
+    loaded = POLICIES.build(case, **chosen)
+    stage = rehearsal.flow(POLICIES[case], Path(place), chosen, PLAIN, 2)
+    types = [{n: x.dtype for n, x in net.named_buffers()} for net in (loaded.net, stage.net)]
+    assert types[0] == types[1] and set(types[0].values()) == {getattr(torch, kind)}
+
+
+def test_conditions_are_those_that_a_rollout_holds():
+    policy = make("flux")
+    held = policy.encode(PROMPTS[:2])
+    each, empty = rehearsed("flux").conditions
+    real_bytes = [sum(x.nbytes for x in tree_leaves(part)) for part in _parted(held)]
+    assert real_bytes == [2 * each, empty]
+
+
+def _parted(cond):
+    return {n: x for n, x in cond.items() if n != "uncond"}, cond.get("uncond", {})
 
 
 def test_the_tracker_counts_what_torch_allocates():

@@ -114,19 +114,23 @@ def test_sampled_tokens_equal_those_of_the_libraries(monkeypatch, tmp_path):
     sizes = {
         "janus": discrete.Size("janus", 64, 1, 2, 2, 50),
         "amused": discrete.Size("amused", 64, 1, 4, 4, 20, 3),
+        "llamagen": discrete.Size("llamagen", 64, 1, 2, 2, 50),
+        "var": discrete.Size("var", 64, 1, 2, 2, 50),
     }
     monkeypatch.setattr(discrete, "CASES", sizes)
     words = (
-        "--cases janus amused --copies 3 --repeats 1 --threads 1 --no-warm --check-side 4 --out"
+        "--cases janus amused llamagen var --copies 3 --repeats 1 --threads 1 --no-warm "
+        "--check-side 4 --out"
     ).split()
     report = discrete.main([*words, str(tmp_path / "speed")])
     torch.set_num_threads(threads)
     assert {case["equal"].partition(" from")[0] for case in report["cases"].values()} == {
         "all 12 tokens",
         "all 48 tokens",
+        "all 15 tokens",
     }
     page = (tmp_path / "speed.md").read_text()
-    assert page.count("from equal random numbers") == 2 and "| janus | 64, 1 | 4 |" in page
+    assert page.count("from equal random numbers") == 4 and "| janus | 64, 1 | 4 |" in page
     monkeypatch.setattr(
         discrete.Janus, "ours", lambda self, *_: torch.zeros(3, 4, dtype=torch.long)
     )

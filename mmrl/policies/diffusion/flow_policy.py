@@ -36,13 +36,16 @@ from mmrl.core.types import (
     Rollout,
     SamplerState,
     Transition,
+    per_prompt,
     tree_map,
 )
 from mmrl.policies.base import (
     NO_CONTEXT,
     LogprobGuidance,
     Policy,
+    Reads,
     RolloutContext,
+    Trial,
     at_guidance,
     first_of_group,
     rows_and_groups,
@@ -52,8 +55,10 @@ from mmrl.policies.base import (
 )
 from mmrl.policies.capabilities import Capabilities
 from mmrl.policies.demonstrations import encoded, placed_rows, sourced
+from mmrl.policies.diffusion import trials
 from mmrl.policies.diffusion.trees import Tree
-from samplers.batching import at_width, chunks
+from mmrl.policies.rollout_graphs import RolloutGraphs, recording
+from samplers.batching import at_width
 from samplers.kernels import flow_sde
 from samplers.noise import Rng
 from samplers.processes import Flow, Process, noised
@@ -79,6 +84,7 @@ class Plan(NamedTuple):
     spans: list[int]  # K + 1: how many adjacent rows share a state
     rows: int | None = None  # at most so many in a pass; None: all that are alive
     stored: tuple[int, ...] = ()  # the S steps after which the state is kept for training
+    graphs: RolloutGraphs | None = None  # where passes of decisions are kept with their graphs
 
     def places(self) -> Tensor:
         """Index the states on the path, [K + 1] long: where the state after k steps is stored; -1:
@@ -256,8 +262,13 @@ class FlowPolicy(Policy):
         self, prompts: list[Prompt], copies: Copies, rng: Rng, context: RolloutContext = NO_CONTEXT
     ) -> Rollout:
         row, group = rows_and_groups(prompts, copies, rng, self.device)
+        graphs = context.graphs
+        order = graphs.order(rng.rows(len(prompts), copies)) if graphs else None
+        if order is not None:
+            row, group = row[sent(order, row.device)], group[sent(order, row.device)]
         paths = self.paths(group, row, self.encode(prompts), rng, context, copies)
-        return paths.replace(prompts=tuple(prompts))
+        paths = paths.replace(prompts=tuple(prompts))
+        return paths if order is None else paths[sent(order.argsort(), row.device)]
 
     def paths(
         self,
@@ -270,18 +281,18 @@ class FlowPolicy(Policy):
     ) -> Rollout:
         """Sample the rows named ``row`` [B] under the conditions ``cond`` [P, *], into which
         ``group`` [B] leads, with the paths to them."""
+        graphs = context.graphs
         plan = self._plan(copies, rng, context)
         size = self.chunk(len(row), lambda n: self._trial(group[:n], row[:n], cond))
         path = self._room(plan, len(row))
 
         # all trees grow together, in passes that hold the leaves of one at least
         leaves = plan.spans[0]
+        sample = partial(self._blocks, group, row, cond, rng, plan, path)
         for attempt in self.attempts(max(size, leaves), least=leaves):
             with attempt as rows:
-                blocks = []
-                limited = plan._replace(rows=rows) if leaves > 1 else plan
-                for p in [slice(None)] if leaves > 1 else chunks(len(row), rows):
-                    blocks.append(self._sample(group[p], row[p], cond, rng, limited, path[p]))
+                again = partial(sample, rows)
+                blocks = again(None) if graphs is None else graphs.tried(self, again)
         visit = (
             None if context.reads == "path" else plan.places().to(self.device).expand(len(row), -1)
         )
@@ -296,6 +307,25 @@ class FlowPolicy(Policy):
         )
         rollout = Rollout.cat(blocks).replace(trajectory=latents)
         return rollout.replace(mask=torch.zeros_like(rollout.mask)) if self.plain else rollout
+
+    def _blocks(
+        self,
+        group: Tensor,
+        row: Tensor,
+        cond: dict[str, Any],
+        rng: Rng,
+        plan: Plan,
+        path: Tensor,
+        rows: int,
+        graphs: RolloutGraphs | None,
+    ) -> list[Rollout]:
+        """Sample in passes of ``rows`` rows, which ``graphs`` keeps; a tree as a whole."""
+        if plan.spans[0] > 1:
+            return [self._sample(group, row, cond, rng, plan._replace(rows=rows), path)]
+        return [
+            self._sample(group[p], row[p], cond, rng, plan._replace(graphs=keeper), path[p])
+            for p, keeper in recording(graphs, len(row), rows)
+        ]
 
     @torch.no_grad()
     def demonstrate(
@@ -347,6 +377,19 @@ class FlowPolicy(Policy):
         of several streams.
         """
         return Rng((stream[:, :1], stream[:, 1:])).normal(row, self.shape, step + 1, self.dtype)
+
+    def trial(self, prompts: list[Prompt], copies: Copies, reads: Reads) -> Trial:
+        plan = self._plan(copies, FIXED)
+        rows = sum(per_prompt(copies, len(prompts)))
+        noisy = (plan.eta > 0).nonzero()[:, 0].tolist()
+        decisions = sum(rows // plan.spans[k + 1] for k in noisy)
+        outputs = partial(trials.outputs, self, len(prompts), self.encode(prompts))
+        return Trial(
+            sample=outputs,
+            train=partial(outputs, renoised=reads == "sample"),
+            sampled=tuple(rows // span for span in plan.spans[:-1]),
+            trained=rows if reads == "sample" else decisions,
+        )
 
     def _room(self, plan: Plan, rows: int) -> Tensor:
         """Allocate [B, S, *] for the states of paths that are stored, which sampling fills in."""
@@ -459,7 +502,8 @@ class FlowPolicy(Policy):
 
         The last is a bool [] on the device, so that the host need not wait for it.
         """
-        sampled, scored, output = self._both(point, plan.rows)
+        graphs = plan.graphs if plan.eta[k] > 0 else None
+        sampled, scored, output = self._both(point, plan.rows, graphs)
         if not plan.eta[k] > 0:
             state = (
                 sampled.mean
@@ -516,7 +560,7 @@ class FlowPolicy(Policy):
             provenance=rollout.provenance.replace(sampler_logprob=None),
         )
 
-    def dist(self, point: Point) -> Gaussian:
+    def dist(self, point: Query) -> Gaussian:
         """Compute the transition to ``next_time`` on the path. At a re-noised state return a
         Gaussian of variance 1/2 around the velocity, whose log-prob is minus the denoising error,
         up to a constant."""
@@ -524,19 +568,23 @@ class FlowPolicy(Policy):
         conditional = scale == 1 or (
             self.logprob_guidance == "conditional" and point.guidance is None
         )
-        v, empty = self._velocities(point, guided=not conditional)
+        known = self.graphs.outputs_at(self, point) if self.graphs is not None else None
+        v, empty = known or self._velocities(point, guided=not conditional)
         return self._transition(
             point, v if conditional else self.combine(v, empty, self.strength(point, scale))
         )
 
-    def _both(self, point: Query, rows: int | None) -> tuple[Gaussian, Gaussian, Tensor]:
+    def _both(
+        self, point: Query, rows: int | None, graphs: RolloutGraphs | None
+    ) -> tuple[Gaussian, Gaussian, Tensor]:
         """Compute the distribution that samples, the one whose log-prob is recorded (the same
         unless ``logprob_guidance`` differs), and the network's output behind the first, in passes
-        of at most ``rows``."""
+        of at most ``rows``, which ``graphs`` keeps."""
         scale = self._scale(point)
         each = []
         for part in point.split(rows or len(point)):
-            each.append(self._velocities(part, guided=scale != 1))
+            work = partial(self._velocities, part, guided=scale != 1)
+            each.append(work() if graphs is None else graphs.record(self, part, work))
         v = torch.cat([part for part, _ in each])
         guided = v
         if scale != 1:
