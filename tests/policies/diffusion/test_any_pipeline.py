@@ -22,6 +22,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES, load_built_in
 from mmrl.objectives import PolicyGradient
 from mmrl.policies.diffusion.models.flux import pack, unpack
+from mmrl.policies.diffusion.pipeline_folder import media_of
 from mmrl.policies.diffusion.replay import Draws
 from mmrl.policies.diffusion.replay_check import check_replay
 from mmrl.policies.diffusion.replay_prompts import PromptArguments
@@ -172,7 +173,7 @@ def test_a_pipeline_without_noise_is_diffusers_own(name):
         return  # diffusers' UniPC has a history; the check compared Euler's steps on its sigmas
     noise = Rng.of("same").normal(rollout.row_id, policy.shape, 0, torch.float32)
     theirs = plain_pictures(name, policy, guidance, noise)
-    theirs = torch.stack(list(theirs)) if isinstance(theirs, list) else theirs
+    theirs = media_of(theirs, case.pipeline)
     torch.testing.assert_close(ours, theirs.float(), atol=2e-4, rtol=0)
 
 
