@@ -51,6 +51,7 @@ CURRENT = {  # word -> page -> what else is called so today
         "verifiable-rewards.md": "a field of a prompt",
         "configuration.md": "a field of a prompt",
         "unified.md": "an argument of a user's own code",
+        "masked.md": "an option of masked_lm",
     },
     "memory": {"rewards.md": "a value of the rewards' cache"}
     | {"configuration.md": "an option of the advantage filtered"},

@@ -10,7 +10,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.types import Prompt
 from mmrl.policies.vlm.media import where
 
-MARKS = re.compile(r"(<image>|<video>)")
+MARKS = re.compile(r"(<image>|<video>|<audio>)")
 
 
 def messages_of(prompt: Prompt) -> list[dict[str, Any]]:
@@ -26,7 +26,7 @@ def messages_of(prompt: Prompt) -> list[dict[str, Any]]:
 
 
 def parts_of(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return content as parts; <image> and <video> in a text become parts of their own."""
+    """Return content as parts; <image>, <video> and <audio> in a text become parts of their own."""
     if isinstance(content, str):
         pieces = [piece for piece in MARKS.split(content) if piece]
         return [

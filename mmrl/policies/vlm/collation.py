@@ -20,6 +20,8 @@ SEQUENCES = (
 )
 # indices into the patches of all images of a batch, and where these are
 POOLED = {"image_token_pooling": "pixel_values", "video_token_pooling": "pixel_values_videos"}
+# the masks of sounds, by which prompts are told apart
+SOUNDS = ("feature_attention_mask", "audio_attention_mask")
 
 
 def is_pixels(name: str) -> bool:
@@ -52,9 +54,10 @@ def kinds_of(encoded: list[Encoded], family: Family) -> list[list[int]]:
     """Group the positions of prompts that can be in one batch without changing each other; nearly
     always all of them.
 
-    Three properties of networks prevent it: cross-attending Mllama gives tokens before an image
+    Four properties of networks prevent it: cross-attending Mllama gives tokens before an image
     the mean of all slots for images, the empty ones included, LLaVA-OneVision reshapes videos to
-    one number of frames, and Molmo2 and GLM take images or videos.
+    one number of frames, Molmo2 and GLM take images or videos, and what hears reads the silence
+    behind shorter sounds (Phi-4 also projects sounds otherwise beside pictures, of any prompt).
     """
     positions: dict[object, list[int]] = {}
     for i, prompt in enumerate(encoded):
@@ -68,6 +71,11 @@ def kinds_of(encoded: list[Encoded], family: Family) -> list[list[int]]:
 
 
 def _shape(prompt: Encoded, family: Family) -> object:
+    if family.hears:
+        sounds = [prompt[name] for name in SOUNDS if name in prompt]
+        lengths = tuple((tuple(x.shape[1:]), tuple(x.sum(-1).tolist())) for x in sounds)
+        pictures = family.hears == "apart" and any(map(is_pixels, prompt))
+        return (pictures, lengths) if pictures or sounds else None
     if family.apart:
         return next((name for name in prompt if is_pixels(name)), None)
     if family.joins != "rows":

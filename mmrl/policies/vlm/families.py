@@ -95,8 +95,8 @@ class Family:
     ``video``: it takes videos; ``apart``: not in one batch with images. ``video_tokens``: how many
     tokens of a prompt stand for a video: as many as its grid has features (``grid``), those of an
     image (``image``), or what its processor keeps (``mask``). ``joins``: how vision tensors of
-    several prompts become those of one batch (``collation.py``). ``note``: where this is known
-    from."""
+    several prompts become those of one batch (``collation.py``). ``hears``: it takes sounds, in
+    one batch with pictures (``beside``) or not (``apart``). ``note``: where this is known from."""
 
     name: str
     coords: Coords | None = None
@@ -107,6 +107,7 @@ class Family:
     apart: bool = False
     video_tokens: Literal["grid", "image", "mask"] = "grid"
     joins: Literal["rows", "last", "tiles", "indices"] = "rows"
+    hears: Literal["", "beside", "apart"] = ""
     note: str = ""
     known: bool = True
 
@@ -114,7 +115,9 @@ class Family:
     def splits(self) -> bool:
         """Tell whether some prompts of the family cannot be in one batch with others, so that a
         pass over rows may call the network several times."""
-        return self.by_row or self.apart or (self.video and self.resize != "grid")
+        return (
+            self.by_row or self.apart or bool(self.hears) or (self.video and self.resize != "grid")
+        )
 
     def unverified(self) -> tuple[str, ...]:
         """List what was not verified about the family, for the log; empty where all facts are
@@ -152,7 +155,13 @@ FAMILIES = {
         _qwen("qwen3_vl_moe", "rel1000", "QwenLM/Qwen3-VL#1486"),
         _qwen("qwen3_5", "rel1000", "QwenLM/Qwen3.8-Flash-Next#4"),
         _qwen("qwen3_5_moe", "rel1000", "QwenLM/Qwen3.8-Flash-Next#4"),
-        Family("qwen3_omni_moe_thinker", resize="grid", video=True, note="no statement found"),
+        Family(
+            "qwen3_omni_moe_thinker",
+            resize="grid",
+            video=True,
+            hears="beside",
+            note="no statement found",
+        ),
         _glm("glm4v", "rel1000", "ms-swift's template"),
         _glm("glm46v", "rel1000", "zai-org/glm-skills, glmv-grounding"),
         _glm("glm4v_moe", "rel1000", "ms-swift's template"),
@@ -193,7 +202,7 @@ FAMILIES = {
             joins="last",
             note="no statement found",
         ),
-        Family("phi4_multimodal", note="no statement found"),
+        Family("phi4_multimodal", hears="apart", note="no statement found"),
         # transformers 5.23 cannot cut the features of a clip of several frames into clips again
         Family("kimi_k25", resize="grid", note="no statement found"),
         Family("perception_lm", video=True, joins="tiles", note="no statement found"),

@@ -490,5 +490,7 @@ def positions(hf: Any, inputs: dict[str, Tensor]) -> Tensor:
         for name, key in ROPE_INPUTS.items()
         if key in inputs and name in parameters
     }
+    if "audio_seqlens" in parameters and "feature_attention_mask" in inputs:
+        rope_inputs["audio_seqlens"] = inputs["feature_attention_mask"].sum(-1)
     places: Tensor = hf.base_model.get_rope_index(**rope_inputs, attention_mask=mask)[0]
     return places

@@ -18,6 +18,7 @@ from torch import Tensor
 from mmrl.core.errors import UserError
 from mmrl.core.pictures import full_size
 from mmrl.core.types import Prompt
+from mmrl.policies.vlm.audio import audios_of, open_audio, rate_of, with_audio_mask
 from mmrl.policies.vlm.budgets import Cost, Shrink
 from mmrl.policies.vlm.chat import messages_of, parts_of, videos_of
 from mmrl.policies.vlm.collation import collated, is_pixels, kinds_of
@@ -80,6 +81,8 @@ class Inputs:
         """Return a prompt for another engine, whose own processor puts features in the place of
         each placeholder."""
         messages, images, videos = self._opened(prompt)
+        if any(p["type"] == "audio" for m in messages for p in m["content"]):
+            raise UserError(f"{where(prompt)}: other engines are given no audio; use engine: own")
         encoded, scale = self._within(prompt, messages, images, videos)
         text = self._rendered(prompt, messages) + prompt.get("prefill", "")
         plain = bool(self.tokenizer.bos_token and text.startswith(self.tokenizer.bos_token))
@@ -238,17 +241,21 @@ class Inputs:
     def _opened(self, prompt: Prompt) -> tuple[list[dict[str, Any]], list[Any], list[Video]]:
         """Return messages whose content is parts, the opened images and the opened videos, in the
         order of the parts."""
-        waiting = {"image": images_of(prompt), "video": videos_of(prompt)}
+        waiting = {
+            "image": images_of(prompt),
+            "video": videos_of(prompt),
+            "audio": audios_of(prompt),
+        }
         counts = {kind: len(sources_of_kind) for kind, sources_of_kind in waiting.items()}
         messages = [dict(m, content=parts_of(m["content"])) for m in messages_of(prompt)]
         marked = {
             kind: sum(p["type"] == kind for m in messages for p in m["content"]) for kind in waiting
         }
-        for kind in ("video", "image"):  # images come first
+        for kind in ("audio", "video", "image"):  # images come first, sounds last
             if not marked[kind]:
                 first = next((m for m in messages if m["role"] == "user"), messages[-1])
                 first["content"] = [{"type": kind}] * counts[kind] + first["content"]
-        sources: dict[str, list[Any]] = {"image": [], "video": []}
+        sources: dict[str, list[Any]] = {"image": [], "video": [], "audio": []}
         for part in (p for m in messages for p in m["content"] if p["type"] in sources):
             kind = part["type"]
             path = next(
@@ -278,8 +285,16 @@ class Inputs:
             replace(video, frames=noisy(video.frames, prompt, f"video {n}"))
             for n, video in enumerate(videos)
         ]
+        sounds = iter(sources["audio"])
         plain = [
-            [{"type": p["type"]} if p["type"] in sources else p for p in m["content"]]
+            [
+                {"type": "audio", "audio": next(sounds)}
+                if p["type"] == "audio"
+                else {"type": p["type"]}
+                if p["type"] in sources
+                else p
+                for p in m["content"]
+            ]
             for m in messages
         ]
         return [dict(m, content=parts) for m, parts in zip(messages, plain)], images, videos
@@ -295,16 +310,26 @@ class Inputs:
             metadata = [video.metadata() for video in videos]
             options |= {"videos": [video.frames for video in videos], "video_metadata": metadata}
             options["do_sample_frames"] = False
+        if sounds := self._sounds(prompt, messages):
+            options["audio"] = sounds
         if self.tokenizer.bos_token and text.startswith(self.tokenizer.bos_token):
             options["add_special_tokens"] = False
         try:
-            return dict(self.processor(text=[text], **options))
+            return with_audio_mask(dict(self.processor(text=[text], **options)))
         except (ValueError, TypeError, IndexError, KeyError, StopIteration) as error:
             raise UserError(
                 f"{where(prompt)}: {type(self.processor).__name__} cannot encode this "
                 f"prompt with {len(images)} images "
                 f"and {len(videos)} videos: {error}"
             ) from error
+
+    def _sounds(self, prompt: Prompt, messages: list[dict[str, Any]]) -> list[Any]:
+        """Open the sounds of a prompt, in the order of their places."""
+        sources = [p["audio"] for m in messages for p in m["content"] if p["type"] == "audio"]
+        if not sources:
+            return []
+        rate = rate_of(self.processor, self.family, prompt)
+        return [open_audio(source, rate, prompt) for source in sources]
 
     def _rendered(self, prompt: Prompt, messages: list[dict[str, Any]]) -> str:
         if getattr(self.processor, "chat_template", None):
@@ -320,6 +345,7 @@ class Inputs:
         marks = {
             "image": getattr(self.processor, "image_token", ""),
             "video": getattr(self.processor, "video_token", ""),
+            "audio": getattr(self.processor, "audio_token", ""),
         }
         return "".join(
             marks[p["type"]] if p["type"] in marks else p["text"]

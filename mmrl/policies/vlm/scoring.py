@@ -129,7 +129,11 @@ class Passes(TokenPolicy):
         brings one. On one process too, where the tower is trained: its gradient is then zero rather
         than missing, which Adam treats differently.
         """
-        needed = distributed.world()[1] > 1 or torch.is_grad_enabled() and self.sees
+        many = distributed.world()[1] > 1
+        heard = any("audio_input_features" in prompt for prompt in encoded)
+        if many and heard:  # an extra picture would change how Phi-4 hears
+            raise UserError(f"{self.inputs.family.name}: prompts with audio need a single process")
+        needed = (many or torch.is_grad_enabled() and self.sees) and not heard
         if needed and not any(is_pixels(name) for prompt in encoded for name in prompt):
             self.witness = self.witness or self._placed(self.inputs.encode(blank_image()))
             encoded = [*encoded, self.witness]
