@@ -345,7 +345,7 @@ def test_passes_change_nothing(micro):
 @pytest.mark.parametrize(
     ("options", "policy", "says"),
     [
-        ({"dmd": {"times": {"low": 0.5, "high": 0.5}}}, {}, "low 0.5 must be below high 0.5"),
+        ({"dmd": {"time_range": [0.5, 0.5]}}, {}, "the first the smaller, not 0.5 and 0.5"),
         ({"consistency": {}}, {"process": Diffusion()}, "set the policy's option scheduler to lcm"),
         ({"dmd": {}}, {"guidance_scale": 2.0}, "set the policy's guidance_scale to 1"),
     ],
