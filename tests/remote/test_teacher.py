@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from functools import partial
 
 import httpx
 import pytest
@@ -43,12 +44,20 @@ def by_both(policy, teacher, prompts, kind="reverse", limits=None, **options):
         return here, gradients(policy, there, points)
 
 
-@pytest.mark.parametrize("name", ["sd", "vlm", "janus", "amused", "masked_lm", "janus_unified"])
+# one of each kind of distribution
+MAKERS = {
+    "flow": partial(toys.make, "flow", guidance_scale=2.5),
+    **{name: partial(made, "policies", name) for name in ("vlm", "amused", "janus_unified")},
+}
+
+
+@pytest.mark.parametrize("name", MAKERS)
 def test_a_teacher_elsewhere_says_the_same_to_the_bit(name):
-    policy = made("policies", name)
-    teacher = moved(made("policies", name))
-    kind = "jensen_shannon" if name in ("vlm", "sd") else "reverse"
-    here, there = by_both(policy, teacher, prompts_for(policy)[:2], kind)
+    policy = MAKERS[name]()
+    teacher = moved(MAKERS[name]())
+    kind = "jensen_shannon" if name in ("vlm", "flow") else "reverse"
+    prompts = toys.prompts(2) if name == "flow" else prompts_for(policy)[:2]
+    here, there = by_both(policy, teacher, prompts, kind)
     assert here[0] > 1e-4 and there[0] == here[0] and torch.equal(there[1], here[1])
 
 
