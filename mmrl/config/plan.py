@@ -30,7 +30,7 @@ class Plan:
 
 def arithmetic(train: TrainOptions, processes: int = 1, supervised: bool = False) -> Plan:
     """Compute how the sizes divide over processes, steps and micro-batches. ``supervised``: answers
-    come from the data, so that groups of one are as they should be.
+    come from the data, or are compared by nothing, so that groups of one are as they should be.
 
     Raises UserError naming every key that does not fit and the nearest values that would.
     """

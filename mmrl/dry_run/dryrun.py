@@ -28,7 +28,7 @@ from mmrl.policies.diffusion.any_pipeline import AnyPipeline
 from mmrl.policies.diffusion.pipeline_policy import FolderPolicy
 from mmrl.policies.lora import Lora
 from mmrl.policies.quantization import Blocks, blocks_of
-from mmrl.run.build import read, read_data, supervised
+from mmrl.run.build import compares, read, read_data, supervised
 from mmrl.train.trainer import kept_snapshots
 from samplers.windows import FIXED
 
@@ -73,7 +73,7 @@ def dry_run(path: Path, overrides: Sequence[str] = (), processes: int = 1) -> Re
         if isinstance(configuration["policy"], str)
         else next(iter(configuration["policy"]))
     )
-    plan = arithmetic(train, processes, supervised(configuration))
+    plan = arithmetic(train, processes, not compares(configuration))
     _, summaries = read_data(configuration)
     accounts = tuple(line for summary in summaries for line in summary.lines())
     report = Report(name, str(policy.options.get("path", "")), plan, train, account=accounts)

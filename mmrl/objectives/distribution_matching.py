@@ -4,11 +4,11 @@ distribution, as the difference of two scores says."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 import torch
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Gt
 from torch import Tensor
 
 from mmrl.config.options import Count
@@ -35,16 +35,7 @@ class Noising(Fields):
     noise: Tensor  # [B, *]
 
 
-@dataclass(frozen=True)
-class Times:
-    """Bounds the times in (0, 1], 1 being noise, at which the two scores are compared."""
-
-    low: Annotated[float, Ge(0), Le(1)] = 0.02
-    high: Annotated[float, Ge(0), Le(1)] = 0.98
-
-    def __post_init__(self) -> None:
-        if self.low >= self.high:
-            raise UserError(f"times: low {self.low:g} must be below high {self.high:g}")
+Range = tuple[float, float]
 
 
 @OBJECTIVES.register("dmd")
@@ -63,7 +54,8 @@ class DistributionMatching(Objective):
 
     teacher: a policy with the student's latents and conditions; null: the weights the run begins
     with. guidance_scale: of the teacher. fake_lr: the learning rate of the fake model; null: that
-    of the optimizer. times: at which the scores are compared. Rewards say how far it has come.
+    of the optimizer. time_range: between which times the scores are compared, 1 being noise.
+    Rewards say how far it has come.
     """
 
     needs: ClassVar[str] = "gaussian"
@@ -75,9 +67,15 @@ class DistributionMatching(Objective):
     guidance_scale: Annotated[float, Ge(0)] = 1.0
     fake_steps: Count = 5
     fake_lr: Annotated[float, Gt(0)] | None = None
-    times: Times = field(default_factory=Times)
+    time_range: Range = (0.02, 0.98)
 
     def __post_init__(self) -> None:
+        low, high = self.time_range
+        if not 0 <= low < high <= 1:
+            raise UserError(
+                f"objective.dmd.time_range: expected two times from 0 to 1, the first the smaller, "
+                f"not {low:g} and {high:g}"
+            )
         place = "objective.dmd.teacher"
         self.frozen = few_step.FrozenTeacher(self.teacher, self.guidance_scale, place)
         self.snapshots = (FAKE,) if self.teacher is not None else (FAKE, "ref")
@@ -94,10 +92,10 @@ class DistributionMatching(Objective):
         self.frozen.meet(policy)
 
     def critic(self) -> Critic:
-        return Critic(FAKE, FakeScore(self.times), self.fake_steps, self.fake_lr)
+        return Critic(FAKE, FakeScore(self.time_range), self.fake_steps, self.fake_lr)
 
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
-        return [visited(policy, rollout, rng, self.times)]
+        return [visited(policy, rollout, rng, self.time_range)]
 
     def loss(self, policy: Policy, point: Point) -> Tensor:
         predicted = few_step.clean(policy, point)
@@ -125,10 +123,10 @@ class FakeScore(Objective):
     predicts of the data at its own states."""
 
     needs: ClassVar[str] = "gaussian"
-    times: Times = field(default_factory=Times)
+    time_range: Range = (0.02, 0.98)
 
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
-        return [visited(policy, rollout, rng, self.times)]
+        return [visited(policy, rollout, rng, self.time_range)]
 
     def loss(self, policy: Policy, point: Point) -> Tensor:
         """Compute the loss under the fake weights, which are in force."""
@@ -142,7 +140,7 @@ class FakeScore(Objective):
         return error
 
 
-def visited(policy: Policy, rollout: Rollout, rng: Rng, times: Times) -> Point:
+def visited(policy: Policy, rollout: Rollout, rng: Rng, time_range: Range) -> Point:
     """Take a random state of each row's path, and draw how what is predicted there is noised."""
     process = few_step.process_of(policy)
     latents = rollout.latents
@@ -151,7 +149,8 @@ def visited(policy: Policy, rollout: Rollout, rng: Rng, times: Times) -> Point:
     step = (draw[:, 0] * (latents.time.shape[1] - 1)).long()
     place = step if latents.visit is None else latents.visit[row, step]
     states = latents.states[row.to(latents.states.device), place.to(latents.states.device)]
-    time = process.snap((times.low + (times.high - times.low) * draw[:, 1]).to(rollout.sample))
+    low, high = time_range
+    time = process.snap((low + (high - low) * draw[:, 1]).to(rollout.sample))
     noise = rng.normal(rollout.row_id, rollout.sample.shape[1:], 1, rollout.sample.dtype)
     alive = rollout.alive()
     return Point(

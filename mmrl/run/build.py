@@ -287,6 +287,13 @@ def supervised(configuration: Config) -> bool:
     return bool(getattr(OBJECTIVES.find(name), "supervised", False))
 
 
+def compares(configuration: Config) -> bool:
+    """Tell whether the samples of a prompt are compared, as far as the objective's class says."""
+    spec = configuration["objective"]
+    name = spec if isinstance(spec, str) else next(iter(spec), "")
+    return not supervised(configuration) and getattr(OBJECTIVES.find(name), "compares", True)
+
+
 def short_names(names: Iterable[str]) -> dict[str, str]:
     """Shorten names as curves are called: ``my_rewards:sharpness`` is ``sharpness``; in full where
     two would be called the same."""

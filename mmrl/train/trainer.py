@@ -89,7 +89,8 @@ class Trainer:
         self.objective = objective
         self.options = options
         self.device = device or Device(options)
-        self.plan = arithmetic(options, self.device.processes, objective.supervised)
+        lone = objective.supervised or not objective.compares
+        self.plan = arithmetic(options, self.device.processes, lone)
         self.draw: Any = collect.draw  # workers of a cluster may sample in its place
         if options.preferences is not None:
             self.draw = Compared(Pairs(options.preferences))

@@ -18,8 +18,10 @@ from samplers.noise import Rng
 @DATA.register("digits")
 class Digits:
     """Draw captions of pictures of handwritten digits: single (240 exist), sized, pairs,
-    triples, mixed. pictures: drawings of every caption, each a row with its ``answer``; 0: captions
-    alone."""
+    triples, mixed.
+
+    pictures: drawings of every caption, each a row with its ``answer``; 0: captions alone.
+    """
 
     fields = ("text", "objects", "relation", "count")  # of every prompt
     train: list[Prompt]

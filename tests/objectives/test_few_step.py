@@ -284,7 +284,7 @@ def test_a_student_of_one_step_beats_its_teacher_at_one_step():
     objective = Consistency(teacher=single(), teacher_steps=16, target_decay=0.0)
     objective.num_noise_draws = 4
     trainer = trainer_of(objective)
-    for _ in range(100):
+    for _ in range(60):
         metrics = trainer.iterate()
     mean, width = spread(trainer.policy)
     assert mean < 0.25 and 0.35 < width < 0.65, (mean, width)
@@ -297,11 +297,11 @@ class Euler(Exact):
     renews = False
 
 
-@pytest.mark.parametrize("steps", [1, 2])
-def test_distribution_matching_finds_the_width(steps):
+def test_distribution_matching_finds_the_width():
+    steps = 2
     objective = DistributionMatching(teacher=single(), fake_steps=3, fake_lr=1e-2)
     trainer = trainer_of(objective, steps)
-    for _ in range(90):
+    for _ in range(60):
         metrics = trainer.iterate()
     mean, width = spread(trainer.policy, steps)
     assert mean < 0.3 and 0.3 < width < 0.75, (mean, width)
@@ -345,7 +345,7 @@ def test_passes_change_nothing(micro):
 @pytest.mark.parametrize(
     ("options", "policy", "says"),
     [
-        ({"dmd": {"times": {"low": 0.5, "high": 0.5}}}, {}, "low 0.5 must be below high 0.5"),
+        ({"dmd": {"time_range": [0.5, 0.5]}}, {}, "the first the smaller, not 0.5 and 0.5"),
         ({"consistency": {}}, {"process": Diffusion()}, "set the policy's option scheduler to lcm"),
         ({"dmd": {}}, {"guidance_scale": 2.0}, "set the policy's guidance_scale to 1"),
     ],

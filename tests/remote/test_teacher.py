@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from functools import partial
 
 import httpx
 import pytest
@@ -43,12 +44,20 @@ def by_both(policy, teacher, prompts, kind="reverse", limits=None, **options):
         return here, gradients(policy, there, points)
 
 
-@pytest.mark.parametrize("name", ["sd3", "vlm", "janus", "amused", "masked_lm", "janus_unified"])
+# one of each kind of distribution
+MAKERS = {
+    "flow": partial(toys.make, "flow", guidance_scale=2.5),
+    **{name: partial(made, "policies", name) for name in ("vlm", "amused", "janus_unified")},
+}
+
+
+@pytest.mark.parametrize("name", MAKERS)
 def test_a_teacher_elsewhere_says_the_same_to_the_bit(name):
-    policy = made("policies", name)
-    teacher = moved(made("policies", name))
-    kind = "jensen_shannon" if name in ("vlm", "sd3") else "reverse"
-    here, there = by_both(policy, teacher, prompts_for(policy)[:2], kind)
+    policy = MAKERS[name]()
+    teacher = moved(MAKERS[name]())
+    kind = "jensen_shannon" if name in ("vlm", "flow") else "reverse"
+    prompts = toys.prompts(2) if name == "flow" else prompts_for(policy)[:2]
+    here, there = by_both(policy, teacher, prompts, kind)
     assert here[0] > 1e-4 and there[0] == here[0] and torch.equal(there[1], here[1])
 
 
@@ -88,7 +97,7 @@ def test_another_vocabulary_or_latent_space_is_refused_at_the_first_word():
     assert json.loads(json.dumps(mine)) == mine and not list(wire.misfits(student, mine))
     (why,) = wire.misfits(student, mine | {"vocabulary": "9 tokens, 00"})
     assert "its vocabulary is 9 tokens, 00, the policy's " in why
-    flow = made("policies", "sd3")
+    flow = made("policies", "sd")
     mine = wire.signature(flow)
     (why,) = wire.misfits(flow, mine | {"latents": mine["latents"] | {"scaling_factor": 0.1}})
     assert "its latent space is" in why and "'autoencoder': 'AutoencoderKL'" in why

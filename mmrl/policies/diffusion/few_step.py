@@ -3,6 +3,7 @@ these schedulers into exported folders."""
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -43,8 +44,10 @@ def save(place: str, scheduler: str, folder: Path) -> None:
     """Write the scheduler beside what was exported; into a whole pipeline in place of its own."""
     import diffusers
 
-    built = getattr(diffusers, scheduler).from_config(_config(place))
-    built.save_pretrained(folder / "scheduler")
+    kind = getattr(diffusers, scheduler)
+    known = inspect.signature(kind).parameters
+    config = {name: value for name, value in _config(place).items() if name in known}
+    kind(**config).save_pretrained(folder / "scheduler")
     index = folder / "model_index.json"
     if index.is_file():
         parts = json.loads(index.read_text())

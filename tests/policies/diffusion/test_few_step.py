@@ -1,6 +1,7 @@
 """Sampling in few steps: an exported student, loaded by plain diffusers, makes our pictures."""
 
 import json
+from functools import partial
 
 import diffusers
 import pytest
@@ -8,22 +9,13 @@ import torch
 from diffusers.schedulers import scheduling_flow_match_lcm, scheduling_lcm
 
 from mmrl.core.errors import UserError
-from mmrl.core.registry import POLICIES, load_built_in
 from samplers.noise import Rng
 from samplers.windows import all_but_last, between_steps
-from tests.fixtures import tiny_diffusers
+from tests.policies.diffusion.test_image_families import CASES, Case, call
+from tests.policies.diffusion.test_image_families import make as family
 
-load_built_in()
-PROMPTS = [{"text": "a red seven"}, {"text": "a blue two"}]
-
-
-FOLDERS = {"sd3": lambda: "world:digits/sd3-test"}
-SIZE = 32
-
-
-def make(name, **options):
-    folder = FOLDERS.get(name, lambda: str(tiny_diffusers.folder(name)))()
-    return POLICIES.build(name, path=folder, size=SIZE, scheduler="lcm", **options)
+KINDS = {"z_image": CASES["z_image"], "sd": Case("sd", {"size": 16})}
+make = partial(family, scheduler="lcm", fixed_batch_rows=None)
 
 
 @pytest.fixture
@@ -40,49 +32,45 @@ def our_noise(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "scheduler"), [("sd3", "FlowMatchLCMScheduler"), ("sd", "LCMScheduler")]
+    ("name", "scheduler"), [("z_image", "FlowMatchLCMScheduler"), ("sd", "LCMScheduler")]
 )
 def test_an_exported_student_gives_plain_diffusers_our_images(name, scheduler, our_noise, tmp_path):
-    policy = make(name, steps=4)
+    case = KINDS[name]
+    policy = make(name, case, steps=4)
     policy.export(tmp_path)
     assert json.loads((tmp_path / "model_index.json").read_text())["scheduler"][1] == scheduler
     pipe = diffusers.DiffusionPipeline.from_pretrained(tmp_path)
     pipe.set_progress_bar_config(disable=True)
     assert type(pipe.scheduler).__name__ == scheduler
     for steps in (3, 1):
+        policy.steps = steps
         policy.evaluation_times = policy.own_grid()(steps)
         with policy.evaluating(), torch.no_grad():
-            rollout = policy.rollout(PROMPTS, 1, Rng.of("same"))
-        assert rollout.trajectory.time.shape[1] == steps + 1 and not rollout.mask.any()
+            rollout = policy.rollout(case.prompts, 1, Rng.of("same"))
+        assert rollout.latents.time.shape[1] == steps + 1 and not rollout.mask.any()
         our_noise[:] = range(1, steps + 1)
-        theirs = pipe(
-            prompt=[prompt["text"] for prompt in PROMPTS],
-            latents=rollout.latents.states[:, 0].clone(),
-            height=SIZE,
-            width=SIZE,
-            num_inference_steps=steps,
-            guidance_scale=1.0,
-            output_type="latent",
-            **({"max_sequence_length": pipe.tokenizer_3.model_max_length} if name == "sd3" else {}),
-        )[0]
-        torch.testing.assert_close(rollout.sample, theirs, atol=2e-5, rtol=0)
-    # its noise is new: without it the pictures of three steps are others
-    with policy.evaluating(), torch.no_grad():
-        assert not torch.equal(policy.rollout(PROMPTS, 1, Rng.of("other")).sample, rollout.sample)
+        theirs = call(pipe, policy, case, rollout, 1.0, "latent")
+        ours = case.finished(policy, rollout.sample)
+        torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=0)
+        if steps > 1:  # its noise is new: without it the pictures are others
+            with policy.evaluating(), torch.no_grad():
+                other = policy.rollout(case.prompts, 1, Rng.of("other"))
+            assert not torch.equal(other.sample, rollout.sample)
 
 
 def test_an_adapter_comes_with_its_scheduler(tmp_path):
-    make("sd3", lora=2).export(tmp_path)
+    make("z_image", lora=2).export(tmp_path)
     chosen = diffusers.FlowMatchLCMScheduler.from_pretrained(tmp_path, subfolder="scheduler")
-    ours = make("sd3").own_grid()(4)
-    chosen.set_timesteps(4)
-    torch.testing.assert_close(chosen.sigmas.double(), ours, atol=1e-6, rtol=0)
+    assert (tmp_path / "pytorch_lora_weights.safetensors").is_file() and chosen.config.shift > 0
 
 
 def test_few_steps_have_noise_between_them():
     assert torch.equal(between_steps(4), all_but_last(4)) and not between_steps(1).any()
 
 
-def test_a_folder_with_other_times_is_refused():
-    with pytest.raises(UserError, match="scheduler: lcm is for folders with a FlowMatchEuler"):
-        make("cogvideox", frames=5)
+def test_a_folder_with_other_times_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "mmrl.policies.diffusion.few_step._config", lambda place: {"_class_name": "UniPC"}
+    )
+    with pytest.raises(UserError, match="scheduler: lcm is for folders with a FlowMatch.* UniPC"):
+        make("z_image")
