@@ -223,7 +223,7 @@ def _memory(run: Run, devices: Devices, sharded: bool) -> dict[str, float]:
     work = run.measured
     peak = work.update.memory
     each, empty = work.conditions
-    others = recorded_passes(run.report) - 1
+    further = recorded_passes(run.report) - 1
     held = work.sampling.memory.get("activations", 0)  # until a pass is gone back through
     snapshots = len(run.report.counted.snapshots) if run.report.counted else 0
     memory = {
@@ -231,7 +231,7 @@ def _memory(run: Run, devices: Devices, sharded: bool) -> dict[str, float]:
         "gradients": float(work.bytes_trained),
         "optimizer": run.optimizer_bytes * work.trained,
         "snapshots": float(snapshots * work.bytes_trained),
-        "activations": float(peak["activations"] + peak["buffers"] + others * held),
+        "activations": float(peak["activations"] + peak["buffers"] + further * held),
         "temporary": float(peak["temporary"] + peak["other"]),
         "rollout": 0.0 if run.report.offload else float(run.report.stored or 0),
         "conditions": float(run.report.plan.prompts_per_process * each + empty),
