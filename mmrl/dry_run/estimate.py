@@ -15,7 +15,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES
 from mmrl.dry_run import rehearsal
 from mmrl.dry_run.costs import BYTES
-from mmrl.dry_run.dryrun import Report, dry_run, optimizer_bytes
+from mmrl.dry_run.dryrun import Report, dry_run, optimizer_bytes, recorded_passes
 from mmrl.dry_run.rehearsal import Rehearsed, rehearse
 from mmrl.dry_run.stand_in import folder_at, stand_in
 from mmrl.policies.diffusion.pipeline_policy import FolderPolicy
@@ -218,13 +218,15 @@ def _memory(run: Run, devices: Devices, sharded: bool) -> dict[str, float]:
     work = run.measured
     peak = work.update.memory
     each, empty = work.conditions
+    further = recorded_passes(run.report) - 1
+    held = work.sampling.memory.get("activations", 0)  # until a pass is gone back through
     snapshots = len(run.report.counted.snapshots) if run.report.counted else 0
     memory = {
         "parameters": float(work.bytes_parameters),
         "gradients": float(work.bytes_trained),
         "optimizer": run.optimizer_bytes * work.trained,
         "snapshots": float(snapshots * work.bytes_trained),
-        "activations": float(peak["activations"] + peak["buffers"]),
+        "activations": float(peak["activations"] + peak["buffers"] + further * held),
         "temporary": float(peak["temporary"] + peak["other"]),
         "rollout": 0.0 if run.report.offload else float(run.report.stored or 0),
         "conditions": float(run.report.plan.prompts_per_process * each + empty),

@@ -131,19 +131,20 @@ class Tracker(MemTracker):
         return None
 
     def work(self) -> tuple[Work, Work]:
-        """Return what was done between ``with`` and its end, and of it what the way there took."""
-        peak = self._begin
+        """Return what was done between ``with`` and its end, and of it what the way there took,
+        with the bytes that are held where it ends."""
+        peak = held = self._begin
         operations: list[Operation] = []
         of_forward: list[Operation] = []
         for forward, event in self.timeline.whole():
             if event.sizes[-1] > peak[-1]:
                 peak = event.sizes
+            held = event.sizes if forward else held
             if event.operation is not None:
                 operations.append(event.operation)
                 if forward:
                     of_forward.append(event.operation)
-        memory = {PARTS[kind.value]: size for kind, size in zip(KINDS, peak)}
-        return Work(memory | {"total": sum(memory.values())}, operations), Work({}, of_forward)
+        return Work(_by_part(peak), operations), Work(_by_part(held), of_forward)
 
     def __enter__(self) -> Self:
         super().__enter__()
@@ -152,6 +153,12 @@ class Tracker(MemTracker):
 
 
 KINDS = tuple(_MemRefType)
+
+
+def _by_part(sizes: Sizes) -> dict[str, int]:
+    """Name bytes by what they are for, and their sum."""
+    memory = {PARTS[kind.value]: size for kind, size in zip(KINDS, sizes)}
+    return memory | {"total": sum(memory.values())}
 
 
 class _Calls:
