@@ -206,7 +206,9 @@ def generate(task: Task, slots: Slots | None = None, done: Answers | None = None
     if queue is not None:
         queue.expect(task.prefix.hidden[task.rows])
         first = sent(torch.tensor(queue.take(queue.slots.rows)), task.rows.device)
-    return write(Work(task, first), done, queue)
+    work = Work(task, first)
+    with task.net.sampling(work.cascade):
+        return write(work, done, queue)
 
 
 def write(work: Work, done: Answers, queue: Queue | None = None) -> Answers:
@@ -279,7 +281,7 @@ class Work:
             if self.longest >= self.uniform.shape[1]:
                 self.uniform = self._uniform(self.at, self._ahead())
             uniform = self.uniform.gather(1, self.step[:, None])[:, 0]
-        drawn = draw(task.net("logits", self.hidden), task.warp, uniform, self.step)
+        drawn = task.net("draw", draw, self.hidden, task.warp, uniform, self.step)
         if task.ending.forced is None:
             return drawn
         return drawn.forced(task.ending.forced[self.at, self.step], task.warp, self.step)

@@ -1,0 +1,188 @@
+"""Compiles the passes of a vision-language policy: of sampling the pass for one token, which writes
+keys and values in place, and the draw; of scoring the pass over whole answers and their log-probs.
+
+Each is one graph whose rows, columns and tokens are symbolic sizes: rows may leave, be refilled and
+grow without another graph. A size of 1 would be a graph of its own, so passes with one are made as
+they stand. What is computed is what the other passes compute, rounded in other places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mmrl.core.errors import UserError
+from mmrl.policies import scores
+from mmrl.policies.vlm import caches
+from mmrl.policies.vlm.caches import KV
+from mmrl.policies.vlm.cascade import Cascade, Layout
+from samplers.warp import Warp
+
+if TYPE_CHECKING:
+    from mmrl.policies.vlm.prefix_sharing import Prefix, SharedPrefix
+
+# graphs of one function in a process, whose policies have some each
+GRAPHS = 64
+
+
+class Compiled:
+    """Holds the compiled passes of a network; graphs are built when they are first called."""
+
+    def __init__(self, net: SharedPrefix, backend: str = "inductor"):
+        """Raises UserError where torch has no such backend, or the network's layers attend in a
+        way that the passes here do not know."""
+        known = torch._dynamo.list_backends(exclude_tags=())
+        if backend not in known:
+            raise UserError(
+                f"policy option compile: no backend {backend!r}; there are "
+                f"{', '.join(sorted(known))}"
+            )
+        self.compile = partial(torch.compile, fullgraph=True, dynamic=True, backend=backend)
+        self.net = net
+        self.token = self.compile(partial(_token, net.continued))
+        self.answers = self.compile(partial(_answers, net.continued))
+        self.by_warp: dict[tuple[Any, ...], Callable[..., Any]] = {}
+
+    def samples(self, ids: Tensor, mask: Tensor, cascade: Cascade | None) -> bool:
+        """Tell whether a step of tokens ids [B, L] behind columns ``mask`` [B, S] has the sizes of
+        a graph."""
+        several = cascade is None or cascade.layout.copies > 1
+        return several and ids.shape[1] == 1 and len(ids) > 1 and mask.shape[1] > 0
+
+    def step(
+        self, ids: Tensor, places: Tensor, mask: Tensor, cache: Any, cascade: Cascade | None
+    ) -> Tensor:
+        """Return hidden states [B, 1, H] of tokens ids [B, 1] at ``places`` [B, 1] behind the
+        columns ``mask`` [B, S] of the cache, or of a cascade's answers."""
+        attended = F.pad(mask, (0, 1), value=True)[:, None, None]
+        layout = None if cascade is None else cascade.layout.explicit(len(ids))
+        hidden: Tensor = self.token(ids, places, caches.reserved(cache), attended, layout)
+        return hidden
+
+    def draw(
+        self,
+        draw: Callable[..., Any],
+        hidden: Tensor,
+        warp: Warp,
+        uniform: Tensor | None,
+        place: Tensor,
+    ) -> Any:
+        """Return what ``draw`` returns of logits at hidden states [B, H]."""
+        if len(hidden) < 2 or changes(warp):
+            return draw(self.net.logits(hidden), warp, uniform, place)
+        return self._of(warp, uniform is None, _drawn, self.net.logits, draw)(hidden, uniform)
+
+    def scores_answers(self, prefix: Prefix, ids: Tensor) -> bool:
+        """Tell whether a pass over answers ids [B, T] behind prompts has the sizes of a graph."""
+        recomputed = any(
+            getattr(module, "gradient_checkpointing", False) for module in self.net.modules()
+        )
+        return min(*ids.shape, prefix.mask.shape[1]) > 1 and not recomputed
+
+    def score_answers(self, prefix: Prefix, rows: Tensor, ids: Tensor) -> Tensor:
+        """Return hidden states [B, T, H] of the tokens ids [B, T] behind the prompts of ``rows``
+        [B]."""
+        length = ids.shape[1]
+        places = prefix.following[rows][:, None] + torch.arange(length, device=ids.device)
+        causal = torch.ones(length, length, dtype=torch.bool, device=ids.device).tril()
+        before = prefix.mask[rows][:, None].expand(-1, length, -1)
+        attended = torch.cat([before, causal.expand(len(ids), -1, -1)], 2)[:, None]
+        prompts = [(k.index_select(0, rows), v.index_select(0, rows)) for k, v in prefix.key_values]
+        with symbolic():
+            hidden: Tensor = self.answers(ids, places, prompts, attended)
+        return hidden
+
+    def chunk_of(self, warp: Warp, entropy: bool) -> scores.ScoreChunk | None:
+        """Return what scores a chunk of tokens; None: it is not compiled."""
+        if changes(warp):
+            return None
+        graph = self._of(warp, entropy, _scored, self.net.logits)
+
+        def score(hidden: Tensor, ids: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
+            if len(hidden) < 2:
+                return _scored(self.net.logits, warp, entropy, hidden, ids)
+            with symbolic():
+                scored: tuple[Tensor, Tensor] = graph(hidden, ids)
+            return scored
+
+        return score
+
+    def _of(
+        self, warp: Warp, variant: bool, function: Callable[..., Any], *arguments: Any
+    ) -> Callable[..., Any]:
+        """Return the graph of a function for a warp, which stays the same from call to call."""
+        key = (function, warp, variant)
+        if key not in self.by_warp:
+            options = (variant,) if function is _scored else ()
+            self.by_warp[key] = self.compile(partial(function, *arguments, warp, *options))
+        return self.by_warp[key]
+
+
+def changes(warp: Warp) -> bool:
+    """Tell whether a warp is another one in every iteration, which would be a graph each."""
+    return bool(warp.schedule or warp.adaptive)
+
+
+def _token(
+    continued: Callable[..., Tensor],
+    ids: Tensor,
+    places: Tensor,
+    columns: Sequence[KV],
+    attended: Tensor,
+    layout: Layout | None,
+) -> Tensor:
+    """Make the pass of one token a row; ``attended`` [B, 1, 1, n] says which columns are real."""
+    cache = caches.Reserved(columns)
+    if layout is None:
+        return continued(ids, places, attended, cache)
+    return continued(ids, places, ~attended, cache, cascade=layout)
+
+
+def _drawn(
+    logits: Callable[[Tensor], Tensor],
+    draw: Callable[..., Any],
+    warp: Warp,
+    hidden: Tensor,
+    uniform: Tensor | None,
+) -> Any:
+    return draw(logits(hidden), warp, uniform)
+
+
+def _answers(
+    continued: Callable[..., Tensor],
+    ids: Tensor,
+    places: Tensor,
+    prompts: Sequence[KV],
+    attended: Tensor,
+) -> Tensor:
+    """Make the pass over answers ids [B, T] behind ``prompts`` of their rows; ``attended`` [B, 1,
+    T, S + T]."""
+    # made once: attention would turn a mask of truth values into numbers in every layer
+    bias = torch.zeros_like(attended, dtype=prompts[0][0].dtype)
+    bias = bias.masked_fill(~attended, -torch.inf)
+    return continued(ids, places, bias, caches.Behind(prompts))
+
+
+def _scored(
+    logits: Callable[[Tensor], Tensor], warp: Warp, entropy: bool, hidden: Tensor, ids: Tensor
+) -> tuple[Tensor, Tensor]:
+    return scores.scored(warp(logits(hidden), keep=ids), ids, entropy)
+
+
+@contextmanager
+def symbolic() -> Iterator[None]:
+    """Let sizes that happen to be equal remain sizes of their own, and as many graphs be built as
+    there are policies."""
+    from torch.fx.experimental import _config
+
+    with (
+        _config.patch(use_duck_shape=False),
+        torch._dynamo.config.patch(recompile_limit=GRAPHS),
+    ):
+        yield
