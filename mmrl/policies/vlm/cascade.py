@@ -36,7 +36,7 @@ class Layout(NamedTuple):
     copies: int
 
     @property
-    def count(self) -> int:
+    def num_prompts(self) -> int:
         return len(self.prompts[0][0])
 
     def attend(
@@ -83,15 +83,20 @@ class Layout(NamedTuple):
         """Put what belongs to rows, [B, heads, g, D], beside each other by prompt: [P, heads, C g,
         D]."""
         if self.slot is not None:
-            slots = self.count * self.copies
+            slots = self.num_prompts * self.copies
             x = x.new_zeros(slots, *x.shape[1:]).index_copy(0, self.slot, x)
-        rows, heads, each, width = self.count, x.shape[1], self.copies * x.shape[2], x.shape[3]
+        rows, heads, each, width = (
+            self.num_prompts,
+            x.shape[1],
+            self.copies * x.shape[2],
+            x.shape[3],
+        )
         split = x.view(rows, self.copies, heads, x.shape[2], width)
         return split.transpose(1, 2).reshape(rows, heads, each, width)
 
     def _apart(self, x: Tensor, each: int) -> Tensor:
         """Undo ``_together``."""
-        rows, heads, width = self.count, x.shape[1], x.shape[3]
+        rows, heads, width = self.num_prompts, x.shape[1], x.shape[3]
         split = x.view(rows, heads, self.copies, each, width)
         slots = split.transpose(1, 2).reshape(rows * self.copies, heads, each, width)
         return slots if self.slot is None else slots.index_select(0, self.slot)

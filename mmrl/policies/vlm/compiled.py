@@ -45,9 +45,10 @@ class Compiled:
             )
         self.compile = partial(torch.compile, fullgraph=True, dynamic=True, backend=backend)
         self.net = net
-        self.token = self.compile(partial(_token, net.continued))
-        self.answers = self.compile(partial(_answers, net.continued))
-        self.by_warp: dict[tuple[Any, ...], Callable[..., Any]] = {}
+        self.token = self.compile(_token_of(net))
+        self.answers = self.compile(_answers_of(net))
+        self.draws: dict[tuple[Warp, bool], Callable[..., Any]] = {}
+        self.scores: dict[tuple[Warp, bool], Callable[..., Any]] = {}
 
     def samples(self, ids: Tensor, mask: Tensor, cascade: Cascade | None) -> bool:
         """Tell whether a step of tokens ids [B, L] behind columns ``mask`` [B, S] has the sizes of
@@ -76,7 +77,10 @@ class Compiled:
         """Return what ``draw`` returns of logits at hidden states [B, H]."""
         if len(hidden) < 2 or changes(warp):
             return draw(self.net.logits(hidden), warp, uniform, place)
-        return self._of(warp, uniform is None, _drawn, self.net.logits, draw)(hidden, uniform)
+        key = (warp, uniform is None)
+        if key not in self.draws:
+            self.draws[key] = self.compile(_draw_of(self.net, draw, warp))
+        return self.draws[key](hidden, uniform)
 
     def scores_answers(self, prefix: Prefix, ids: Tensor) -> bool:
         """Tell whether a pass over answers ids [B, T] behind prompts has the sizes of a graph."""
@@ -102,26 +106,19 @@ class Compiled:
         """Return what scores a chunk of tokens; None: it is not compiled."""
         if changes(warp):
             return None
-        graph = self._of(warp, entropy, _scored, self.net.logits)
+        plain = _score_of(self.net, warp, entropy)
+        key = (warp, entropy)
+        if key not in self.scores:
+            self.scores[key] = self.compile(plain)
 
         def score(hidden: Tensor, ids: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
             if len(hidden) < 2:
-                return _scored(self.net.logits, warp, entropy, hidden, ids)
+                return plain(hidden, ids)
             with symbolic():
-                scored: tuple[Tensor, Tensor] = graph(hidden, ids)
+                scored: tuple[Tensor, Tensor] = self.scores[key](hidden, ids)
             return scored
 
         return score
-
-    def _of(
-        self, warp: Warp, variant: bool, function: Callable[..., Any], *arguments: Any
-    ) -> Callable[..., Any]:
-        """Return the graph of a function for a warp, which stays the same from call to call."""
-        key = (function, warp, variant)
-        if key not in self.by_warp:
-            options = (variant,) if function is _scored else ()
-            self.by_warp[key] = self.compile(partial(function, *arguments, warp, *options))
-        return self.by_warp[key]
 
 
 def changes(warp: Warp) -> bool:
@@ -129,50 +126,52 @@ def changes(warp: Warp) -> bool:
     return bool(warp.schedule or warp.adaptive)
 
 
-def _token(
-    continued: Callable[..., Tensor],
-    ids: Tensor,
-    places: Tensor,
-    columns: Sequence[KV],
-    attended: Tensor,
-    layout: Layout | None,
-) -> Tensor:
-    """Make the pass of one token a row; ``attended`` [B, 1, 1, n] says which columns are real."""
-    cache = caches.Reserved(columns)
-    if layout is None:
-        return continued(ids, places, attended, cache)
-    return continued(ids, places, ~attended, cache, cascade=layout)
+def _token_of(net: SharedPrefix) -> Callable[..., Tensor]:
+    """Make the pass of one token a row."""
+
+    def token(
+        ids: Tensor,
+        places: Tensor,
+        columns: Sequence[KV],
+        attended: Tensor,
+        layout: Layout | None,
+    ) -> Tensor:
+        """``attended`` [B, 1, 1, n] says which columns are real."""
+        cache = caches.Reserved(columns)
+        if layout is None:
+            return net.continued(ids, places, attended, cache)
+        return net.continued(ids, places, ~attended, cache, cascade=layout)
+
+    return token
 
 
-def _drawn(
-    logits: Callable[[Tensor], Tensor],
-    draw: Callable[..., Any],
-    warp: Warp,
-    hidden: Tensor,
-    uniform: Tensor | None,
-) -> Any:
-    return draw(logits(hidden), warp, uniform)
+def _answers_of(net: SharedPrefix) -> Callable[..., Tensor]:
+    """Make the pass over answers ids [B, T] behind ``prompts`` of their rows."""
+
+    def answers(ids: Tensor, places: Tensor, prompts: Sequence[KV], attended: Tensor) -> Tensor:
+        """``attended`` [B, 1, T, S + T] says what each token attends to."""
+        # made once: attention would turn a mask of truth values into numbers in every layer
+        bias = torch.zeros_like(attended, dtype=prompts[0][0].dtype)
+        bias = bias.masked_fill(~attended, -torch.inf)
+        return net.continued(ids, places, bias, caches.Behind(prompts))
+
+    return answers
 
 
-def _answers(
-    continued: Callable[..., Tensor],
-    ids: Tensor,
-    places: Tensor,
-    prompts: Sequence[KV],
-    attended: Tensor,
-) -> Tensor:
-    """Make the pass over answers ids [B, T] behind ``prompts`` of their rows; ``attended`` [B, 1,
-    T, S + T]."""
-    # made once: attention would turn a mask of truth values into numbers in every layer
-    bias = torch.zeros_like(attended, dtype=prompts[0][0].dtype)
-    bias = bias.masked_fill(~attended, -torch.inf)
-    return continued(ids, places, bias, caches.Behind(prompts))
+def _draw_of(net: SharedPrefix, draw: Callable[..., Any], warp: Warp) -> Callable[..., Any]:
+    def drawn(hidden: Tensor, uniform: Tensor | None) -> Any:
+        return draw(net.logits(hidden), warp, uniform)
+
+    return drawn
 
 
-def _scored(
-    logits: Callable[[Tensor], Tensor], warp: Warp, entropy: bool, hidden: Tensor, ids: Tensor
-) -> tuple[Tensor, Tensor]:
-    return scores.scored(warp(logits(hidden), keep=ids), ids, entropy)
+def _score_of(
+    net: SharedPrefix, warp: Warp, entropy: bool
+) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    def score(hidden: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        return scores.scored(warp(net.logits(hidden), keep=ids), ids, entropy)
+
+    return score
 
 
 @contextmanager
@@ -181,8 +180,9 @@ def symbolic() -> Iterator[None]:
     there are policies."""
     from torch.fx.experimental import _config
 
+    shapes: Any = _config
     with (
-        _config.patch(use_duck_shape=False),
+        shapes.patch(use_duck_shape=False),
         torch._dynamo.config.patch(recompile_limit=GRAPHS),
     ):
         yield
