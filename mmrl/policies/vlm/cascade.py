@@ -108,11 +108,11 @@ class Cascade:
     def __init__(self, prompts: Sequence[KV], mask: Tensor, rows: Tensor):
         """Take keys and values [P, heads, S, D] of all layers, their mask [P, S] and the prompt of
         every row [B]."""
-        self.everything = prompts
+        # laid out as chosen prompts are: a compiled graph is of one layout
+        self.everything = [(k.contiguous(), v.contiguous()) for k, v in prompts]
         self.padding = ~mask
-        empty = [(k[:, :, :0], v[:, :, :0]) for k, v in prompts]
-        self.empty = empty
-        self.cache = caches.growing(empty, rows)
+        self.empty = [(k[:, :, :0], v[:, :, :0]) for k, v in prompts]
+        self.cache = caches.growing(self.empty, rows)
         self.missing: Tensor | None = None  # [B, 1, 1, n] where a row has no token in a column
         self._place(rows)
 

@@ -8,6 +8,7 @@ they stand. What is computed is what the other passes compute, rounded in other 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -43,6 +44,8 @@ class Compiled:
                 f"policy option compile: no backend {backend!r}; there are "
                 f"{', '.join(sorted(known))}"
             )
+        # it says that it looks past a cache of the warp's constants, which is right
+        warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")
         self.compile = partial(torch.compile, fullgraph=True, dynamic=True, backend=backend)
         self.net = net
         self.token = self.compile(_token_of(net))
