@@ -202,7 +202,9 @@ def _endless_generation(work: Work) -> dict[str, Any]:
     if work.ends:
         return {}
     if work.engine == "vllm":
-        return {"min_tokens": work.tokens, "ignore_eos": True}
+        # bytes only: an image's token in an answer would be looked for in the image
+        letters = {"allowed_token_ids": list(range(256))}
+        return {"min_tokens": work.tokens, "ignore_eos": True} | letters
     return {"min_new_tokens": work.tokens}
 
 
