@@ -87,10 +87,7 @@ class Compiled:
 
     def scores_answers(self, prefix: Prefix, ids: Tensor) -> bool:
         """Tell whether a pass over answers ids [B, T] behind prompts has the sizes of a graph."""
-        recomputed = any(
-            getattr(module, "gradient_checkpointing", False) for module in self.net.modules()
-        )
-        return min(*ids.shape, prefix.mask.shape[1]) > 1 and not recomputed
+        return min(*ids.shape, prefix.mask.shape[1]) > 1
 
     def score_answers(self, prefix: Prefix, rows: Tensor, ids: Tensor) -> Tensor:
         """Return hidden states [B, T, H] of the tokens ids [B, T] behind the prompts of ``rows``

@@ -288,6 +288,11 @@ class SharedPrefix(nn.Module):
                 "train.gradient_checkpointing and policy option replay_routing exclude each other: "
                 "a layer that is computed again would not know its routes"
             )
+        if self.compiled is not None:
+            raise UserError(
+                "train.gradient_checkpointing and policy option compile exclude each other: a "
+                "graph of all layers does not compute one of them again; leave one of the two out"
+            )
         caches.recompute(self.hf)
 
     def add_adapter(self, config: Any) -> None:

@@ -105,6 +105,8 @@ def test_what_cannot_be_compiled_is_refused(vlm, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(vlm.net.text_config, "sliding_window", 8, raising=False)
         refused("every layer attends to all tokens before")
+    with pytest.raises(UserError, match="gradient_checkpointing and policy option compile"):
+        vlm.enable_gradient_checkpointing()
     with monkeypatch.context() as patch:
         patch.setattr(options, "sharded", lambda net: True)
         with pytest.raises(UserError, match="gathered layer by layer"):
