@@ -11,6 +11,14 @@ model, prompts, images, group size, number of answer tokens (ending tokens are f
 but in the curve whose answers end where the model ends them), one optimizer step an iteration, one
 pass over the rows. Every iteration has prompts of its own, so nothing prepared for one can serve
 another.
+
+Against TRL with vLLM on a CPU, by the environment of scripts/vllm_env:
+
+    ../vllm-env/bin/python scripts/bench_vlm.py --threads 1 --model tiny32 --trl-engine vllm \\
+        --trl-env /tmp/mmrl-trl-vllm --out docs/results/vlm_speed_vllm
+
+vLLM keeps weights of linear layers packed for the CPU and drops the originals, so that TRL's way to
+hand it new weights fails there; for this comparison it hands over none, which takes no time.
 """
 
 from __future__ import annotations
@@ -31,6 +39,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+from vlm_models import SIZES, build  # noqa: E402
+
 TRL = "1.16.0"
 TARGETS = {"short": 3.5, "long": 5.0}  # times as fast at about 50 and at 200 and more prompt tokens
 
@@ -48,6 +58,8 @@ class Work:
     lr: float = 1e-6
     precision: str = "fp32"
     ends: bool = False  # answers end where the model ends them, at most after ``tokens``
+    compile: bool = False  # passes of mmrl
+    engine: str = "transformers"  # what samples for TRL: transformers or vllm
 
     @property
     def rows(self) -> int:
@@ -56,78 +68,6 @@ class Work:
 
 # -------------------------------------------------------------------------------------------------
 # one model for both
-
-SIZES = {
-    "tiny": {
-        "text": {
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "vocab_size": 320,
-        },
-        "vision": {
-            "depth": 2,
-            "hidden_size": 64,
-            "num_heads": 4,
-            "intermediate_size": 128,
-            "fullatt_block_indexes": [1],
-        },
-        "rope": [2, 3, 3],
-    },
-    "3b": {
-        "text": {
-            "hidden_size": 2048,
-            "intermediate_size": 11008,
-            "num_hidden_layers": 36,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 2,
-            "vocab_size": 151936,
-        },
-        "vision": {
-            "depth": 32,
-            "hidden_size": 1280,
-            "num_heads": 16,
-            "intermediate_size": 3420,
-            "fullatt_block_indexes": [7, 15, 23, 31],
-        },
-        "rope": [16, 24, 24],
-    },
-}
-
-
-def build(size: str, folder: Path) -> Path:
-    """Build and save a Qwen2.5-VL of random weights with a tokenizer of one token a byte."""
-    import torch
-    import transformers as hf
-
-    from tests.fixtures import tiny_vlms
-
-    chosen = SIZES[size]
-    tok = tiny_vlms.tokenizer(list(tiny_vlms.QWEN.values()), **tiny_vlms.QWEN)
-    pixels = {"min_pixels": 28 * 28, "max_pixels": 28 * 28 * 4096}
-    parts = hf.Qwen2VLImageProcessor(**pixels), tok, hf.Qwen2VLVideoProcessor(**pixels)
-    processor = hf.Qwen2_5_VLProcessor(*parts, chat_template=tiny_vlms._qwen_template())
-    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": chosen["rope"]}
-    special = {
-        f"{name}_token_id": getattr(tok, f"{name}_token_id") for name in ("pad", "bos", "eos")
-    }
-    config = hf.Qwen2_5_VLConfig(
-        text_config=chosen["text"]
-        | {"rope_parameters": rope, "tie_word_embeddings": True}
-        | special,
-        vision_config=chosen["vision"]
-        | {"out_hidden_size": chosen["text"]["hidden_size"], "window_size": 112},
-        tie_word_embeddings=True,
-        **tiny_vlms.ids(tok, **tiny_vlms.QWEN_IDS),
-    )
-    torch.manual_seed(0)
-    with torch.device("cuda" if size == "3b" and torch.cuda.is_available() else "cpu"):
-        model = hf.Qwen2_5_VLForConditionalGeneration(config)
-    model.to(torch.bfloat16 if size == "3b" else torch.float32).save_pretrained(folder)
-    processor.save_pretrained(folder)
-    return folder
 
 
 def prompts(work: Work, iterations: int) -> list[dict[str, Any]]:
@@ -164,7 +104,13 @@ def ours(folder: Path, work: Work, rows: list[dict[str, Any]], share: str = "aut
     from mmrl.train.trainer import Trainer
 
     dtype = "bfloat16" if work.precision == "bf16" else "float32"
-    policy = VLM(str(folder), max_new_tokens=work.tokens, prefix_sharing=share, dtype=dtype)
+    policy = VLM(
+        str(folder),
+        max_new_tokens=work.tokens,
+        prefix_sharing=share,
+        dtype=dtype,
+        compile=work.compile,
+    )
     if not work.ends:
         endless(policy)
     options = TrainOptions(
@@ -222,7 +168,8 @@ def theirs(
         beta=0.0,
         temperature=1.0,
         shuffle_dataset=False,
-        generation_kwargs={} if work.ends else {"min_new_tokens": work.tokens},
+        generation_kwargs=_endless_generation(work),
+        **_engine(work),
         bf16=bf16,
         use_cpu=not torch.cuda.is_available(),
         report_to="none",
@@ -248,6 +195,32 @@ def theirs(
         callbacks=callbacks,
         processing_class=AutoProcessor.from_pretrained(folder, padding_side="left"),
     )
+
+
+def _endless_generation(work: Work) -> dict[str, Any]:
+    """Return options of TRL's engine by which no answer ends before its last token."""
+    if work.ends:
+        return {}
+    if work.engine == "vllm":
+        # bytes only: an image's token in an answer would be looked for in the image
+        letters = {"allowed_token_ids": list(range(256))}
+        return {"min_tokens": work.tokens, "ignore_eos": True} | letters
+    return {"min_new_tokens": work.tokens}
+
+
+def _engine(work: Work) -> dict[str, Any]:
+    """Return the options of TRL's engine: vLLM in the same process, which gets no new weights."""
+    if work.engine != "vllm":
+        return {}
+    from trl.generation.vllm_generation import VLLMGeneration
+
+    VLLMGeneration.sync_weights = lambda self: self.llm.reset_prefix_cache()
+    return {
+        "use_vllm": True,
+        "vllm_mode": "colocate",
+        "vllm_gpu_memory_utilization": 0.05,
+        "vllm_max_model_length": 1024,
+    }
 
 
 def interleaved(folder: Path, work: Work, repeats: int) -> dict[str, Any]:
@@ -292,6 +265,7 @@ def interleaved(folder: Path, work: Work, repeats: int) -> dict[str, Any]:
         "seconds": medians,
         "factor": statistics.median(factors),
         "factors": factors,
+        "first": times["mmrl"][0],  # with what is compiled in it
         "parts": {name: statistics.median(each[name] for each in parts[1:]) for name in parts[-1]},
     }
 
@@ -331,9 +305,17 @@ def memory(folder: Path, work: Work, groups: list[int]) -> list[dict[str, Any]]:
 # the runs
 
 
-def curves(work: Work) -> dict[str, list[Work]]:
-    """Return name of a curve -> its points; the first two are held to the targets."""
+def curves(work: Work, engine: str = "transformers") -> dict[str, list[Work]]:
+    """Return name of a curve -> its points; the first two are held to the targets. With another
+    ``engine`` of TRL only its own."""
     long = replace(work, image_tokens=144, text_tokens=68)
+    answers = [replace(shape, tokens=256) for shape in (work, long)]
+    if engine == "vllm":
+        points = [replace(shape, engine=engine) for shape in answers]
+        return {
+            "TRL with vLLM": points,
+            "TRL with vLLM, mmrl compiled": [replace(shape, compile=True) for shape in points],
+        }
     return {
         "target: about 50 prompt tokens": [work],
         "target: 200 and more prompt tokens": [long],
@@ -343,6 +325,7 @@ def curves(work: Work) -> dict[str, list[Work]]:
         "image tokens": [replace(work, image_tokens=n) for n in (4, 64, 256)],
         "answer tokens": [replace(work, tokens=n) for n in (4, 64, 256)],
         "answer tokens, long prompt": [replace(long, tokens=n) for n in (64, 256)],
+        "compiled, answer tokens": [replace(shape, compile=True) for shape in answers],
         "answers that end by themselves": [
             replace(short, tokens=512, ends=True) for short in (work, long)
         ],
@@ -380,6 +363,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--trl-env", type=Path, default=Path(tempfile.gettempdir()) / f"mmrl-trl-{TRL}"
     )
+    parser.add_argument("--trl-engine", choices=["transformers", "vllm"], default="transformers")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument(
         "--out", type=Path, default=ROOT / "docs/results/vlm_speed", help=".json and .md are added"
@@ -389,6 +373,9 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
 
 def main(words: list[str] | None = None) -> None:
     args = arguments(words)
+    if args.trl_engine == "vllm":  # before it is imported: its engine is part of this process
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     if not args.inside:
         python = environment(args.trl_env)
         done = subprocess.run(
@@ -429,7 +416,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     }
     with tempfile.TemporaryDirectory() as place:
         folder = build(args.model, Path(place))
-        for name, points in curves(work).items():
+        for name, points in curves(work, args.trl_engine).items():
             if args.only and not any(word in name for word in args.only):
                 continue
             report["curves"][name] = [
@@ -463,9 +450,10 @@ def _told(name: str, case: dict[str, Any]) -> dict[str, Any]:
     seconds = case["seconds"]
     shape = f"{work['prompts']} x {work['copies']} answers of {work['tokens']}"
     parts = ", ".join(f"{part} {value:.3f}" for part, value in case["parts"].items())
+    first = f", the first {case['first']:.1f} s" if work["compile"] else ""
     print(
         f"{name}: {case['prompt_tokens']} prompt tokens, {shape}: mmrl "
-        f"{seconds['mmrl']:.3f} s ({parts}), "
+        f"{seconds['mmrl']:.3f} s ({parts}{first}), "
         f"TRL {seconds['trl']:.3f} s, {case['factor']:.2f} times as fast",
         flush=True,
     )

@@ -167,6 +167,7 @@ def vlm_page(report: dict[str, Any]) -> str:
         f"Ran on {report['device']}. A {report['model']} Qwen2.5-VL with random weights, "
         f"images, one optimizer step an "
         f"iteration; {report['repeats']} iterations each, in turns, the same work for both. "
+        "Seconds of a first iteration, in which passes are compiled, are not counted. "
         "Factors are medians of the ratios of neighbouring iterations, with the least and the "
         "most: others used the machine, which slows down both.",
     ]
@@ -194,6 +195,8 @@ def _vlm_curves(curves: dict[str, Any]) -> list[str]:
             if work.get("ends"):
                 mean = case["answer_tokens"]
                 tokens = f"{mean['mmrl']:.0f} and {mean['trl']:.0f} on average, at most {tokens}"
+            if work.get("compile"):
+                tokens += f" (compiled in a first iteration of {case['first']:.0f} s)"
             factors = case.get("factors")
             spread = f" ({min(factors):.2f} - {max(factors):.2f})" if factors else ""
             lines.append(

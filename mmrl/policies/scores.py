@@ -17,6 +17,8 @@ from samplers.batching import chunks
 from samplers.warp import Warp
 
 Head = Callable[[Tensor], Tensor]  # hidden states [n, H] -> logits [n, V]
+# scores tokens [n] at hidden states [n, H] and places [n]: log-probs and entropies, [n] or [0]
+ScoreChunk = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 BYTES = 2**26  # of float32 logits that are alive at once
 
 
@@ -48,9 +50,11 @@ def score(
     vocab: int,
     entropy: bool,
     place: Tensor | None = None,
+    compiled: ScoreChunk | None = None,
 ) -> Scored:
     """Compute log-probs of ``targets`` [N] at ``hidden`` [N, H], at least float32, in chunks.
-    ``place`` [N]: of each in its answer, where the warp has a schedule.
+    ``place`` [N]: of each in its answer, where the warp has a schedule. ``compiled`` scores a chunk
+    by the same head and warp.
 
     More than one chunk is recomputed in the backward pass, so that logits of one chunk only are
     ever kept: memory does not grow with the number of decisions times the vocabulary.
@@ -60,20 +64,21 @@ def score(
     places = place_of(hidden, place)
 
     def score_chunk(h: Tensor, ids: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-        return _scored(warp(head(h), keep=ids, place=at), ids, entropy)
+        return scored(warp(head(h), keep=ids, place=at), ids, entropy)
 
+    score_part = compiled or score_chunk
     if len(hidden) <= size:
-        scored = [score_chunk(hidden, targets, places)]
+        parts = [score_part(hidden, targets, places)]
     else:
-        scored = [
-            _again(score_chunk, hidden[part], targets[part], places[part])
+        parts = [
+            _again(score_part, hidden[part], targets[part], places[part])
             for part in chunks(len(hidden), size)
         ]
-    logprob, spread = (torch.cat(parts) for parts in zip(*scored, strict=True))
+    logprob, spread = (torch.cat(part) for part in zip(*parts, strict=True))
     return Scored(logprob, spread if entropy else None)
 
 
-def _scored(warped: Tensor, ids: Tensor, entropy: bool) -> tuple[Tensor, Tensor]:
+def scored(warped: Tensor, ids: Tensor, entropy: bool) -> tuple[Tensor, Tensor]:
     """Score warped logits [n, V], [n] each; without ``entropy`` the second is empty."""
     total = warped.logsumexp(-1)
     logprob = warped.gather(-1, ids[:, None])[:, 0] - total

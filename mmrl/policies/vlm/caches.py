@@ -59,20 +59,66 @@ class Growing(Continued):
     """Grows with sampled answers: written in place, with room for steps to come."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> KV:
-        end = self.length + key_states.shape[-2]
+        return _written(self.reserve(key_states.shape[-2]), key_states, value_states)
+
+    def reserve(self, tokens: int) -> KV:
+        """Return keys and values with so many tokens more, which are to be written."""
+        end = self.length + tokens
         if end > self.keys.shape[-2]:
-            self.keys, self.values = (
-                _roomy(x, self.length, end + max(ROOM, end // 4)) for x in self.kv()
-            )
-        self.keys[:, :, self.length : end], self.values[:, :, self.length : end] = (
-            key_states,
-            value_states,
-        )
+            room = end + max(ROOM, end // 4)
+            # the keys' columns lie beside each other in memory: a product with one query is then
+            # a sum of whole columns
+            turned = self.keys.transpose(-1, -2)
+            wide = turned.new_empty(*turned.shape[:-1], room)
+            wide[..., : self.length] = turned[..., : self.length]
+            self.keys = wide.transpose(-1, -2)
+            self.values = _roomy(self.values, self.length, room)
         self.length = end
         return self.keys[:, :, :end], self.values[:, :, :end]
 
     def kv(self) -> KV:
         return self.keys, self.values
+
+
+class Reserved:
+    """Stands for transformers' cache in a compiled graph: every layer writes one more token into
+    the last of its columns, which are there already."""
+
+    def __init__(self, columns: Sequence[KV]):
+        self.columns = columns
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.columns[layer_idx][0].shape[-2] - 1
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> KV:
+        return _written(self.columns[layer_idx], key_states, value_states)
+
+
+class Behind:
+    """Stands for transformers' cache in a compiled graph: answers scored in one pass behind the
+    keys and values of their prompts."""
+
+    def __init__(self, prompts: Sequence[KV]):
+        self.prompts = prompts
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.prompts[layer_idx][0].shape[-2]
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> KV:
+        keys, values = self.prompts[layer_idx]
+        return torch.cat([keys, key_states], -2), torch.cat([values, value_states], -2)
+
+
+def _written(columns: KV, keys: Tensor, values: Tensor) -> KV:
+    """Write keys and values [B, heads, n, D] into the last columns of a cache."""
+    tokens = keys.shape[-2]
+    for column, x in zip(columns, (keys, values), strict=True):
+        column[:, :, -tokens:] = x
+    return columns
 
 
 def _roomy(x: Tensor, length: int, room: int) -> Tensor:
@@ -116,6 +162,12 @@ def continued(memories: Sequence[Memory], rows: Tensor) -> Any:
 def growing(memories: Sequence[Memory], rows: Tensor) -> Any:
     """Make a cache of the prompts of ``rows`` [B], for answers that are sampled token by token."""
     return _of([_continuing(Growing, states.GrowingState, x, rows) for x in memories])
+
+
+def reserved(grown: Any) -> list[KV]:
+    """Return keys and values of every layer of a growing cache with one more token, which is to be
+    written."""
+    return [layer.reserve(1) for layer in grown.layers]
 
 
 def _continuing(attention: type, recurrent: type, memory: Memory, rows: Tensor) -> Any:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,17 +26,93 @@ NAME = "mmrl_cascade"  # transformers' name of the attention below
 EXACT = (torch.float32, torch.float64)
 
 
+class Layout(NamedTuple):
+    """Says which prompts B rows continue, and where each row's queries lie among those of its
+    prompt: in one of ``copies`` slots for each of P prompts."""
+
+    prompts: Sequence[KV]  # keys and values of every layer, [P, heads, S, D]
+    bias: Tensor | None  # [P, 1, 1, S] bool: padding; None: there is none
+    slot: Tensor | None  # [B] long; None: rows lie in their slots as they stand
+    copies: int
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self.prompts[0][0])
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        answers: KV,
+        missing: Tensor | None,
+        scale: float,
+        by_element: bool = False,
+    ) -> Tensor:
+        """Attend with queries [B, H, 1, D] to a layer's prompts and to keys and values [B, heads,
+        n, D] of the answers, but where they are ``missing`` [B, 1, 1, n]; returns [B, 1, H, D].
+
+        ``by_element``: the products with answers are sums of elements, for compilers that join
+        them with what is around them.
+        """
+        keys, values = self.prompts[layer]
+        heads = keys.shape[1]
+        q = query.reshape(len(query), heads, -1, query.shape[-1]) * scale  # [B, heads, g, D]
+        of_prompt = _part(self._together(q), keys, values, self.bias)
+        of_answer = _part(q, *answers, missing, by_element)
+        output, top, total = (self._apart(x, q.shape[2]) for x in of_prompt)
+        highest = torch.maximum(top, of_answer[1])
+        # weights of each part are relative to its top; now both to the higher one
+        factor = (top - highest).exp_(), (of_answer[1] - highest).exp_()
+        joined = output * factor[0] + of_answer[0] * factor[1]
+        joined = joined / (total * factor[0] + of_answer[2] * factor[1])
+        return joined.reshape(len(query), 1, -1, query.shape[-1])
+
+    def explicit(self, rows: int) -> Layout:
+        """Return the same layout of B = ``rows`` rows with a tensor for every None, so that all
+        calls of a compiled graph have the same form."""
+        keys = self.prompts[0][0]
+        bias, slot = self.bias, self.slot
+        if bias is None:
+            shape = (len(keys), 1, 1, keys.shape[2])
+            bias = torch.zeros(shape, dtype=torch.bool, device=keys.device)
+        if slot is None:
+            slot = torch.arange(rows, device=keys.device)
+        return self._replace(bias=bias, slot=slot)
+
+    def _together(self, x: Tensor) -> Tensor:
+        """Put what belongs to rows, [B, heads, g, D], beside each other by prompt: [P, heads, C g,
+        D]."""
+        if self.slot is not None:
+            slots = self.num_prompts * self.copies
+            x = x.new_zeros(slots, *x.shape[1:]).index_copy(0, self.slot, x)
+        rows, heads, each, width = (
+            self.num_prompts,
+            x.shape[1],
+            self.copies * x.shape[2],
+            x.shape[3],
+        )
+        split = x.view(rows, self.copies, heads, x.shape[2], width)
+        return split.transpose(1, 2).reshape(rows, heads, each, width)
+
+    def _apart(self, x: Tensor, each: int) -> Tensor:
+        """Undo ``_together``."""
+        rows, heads, width = self.num_prompts, x.shape[1], x.shape[3]
+        split = x.view(rows, heads, self.copies, each, width)
+        slots = split.transpose(1, 2).reshape(rows * self.copies, heads, each, width)
+        return slots if self.slot is None else slots.index_select(0, self.slot)
+
+
 class Cascade:
     """Holds P prompts and, of B rows that continue them, the keys and values of answers only."""
 
     def __init__(self, prompts: Sequence[KV], mask: Tensor, rows: Tensor):
         """Take keys and values [P, heads, S, D] of all layers, their mask [P, S] and the prompt of
         every row [B]."""
-        self.everything = prompts
+        # laid out as chosen prompts are: a compiled graph is of one layout
+        self.everything = [(k.contiguous(), v.contiguous()) for k, v in prompts]
         self.padding = ~mask
-        empty = [(k[:, :, :0], v[:, :, :0]) for k, v in prompts]
-        self.empty = empty
-        self.cache = caches.growing(empty, rows)
+        self.empty = [(k[:, :, :0], v[:, :, :0]) for k, v in prompts]
+        self.cache = caches.growing(self.empty, rows)
         self.missing: Tensor | None = None  # [B, 1, 1, n] where a row has no token in a column
         self._place(rows)
 
@@ -60,18 +136,7 @@ class Cascade:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Attend with queries [B, H, 1, D] to a layer's prompts and to keys and values [B, heads,
         n, D] of the answers; returns [B, 1, H, D]."""
-        keys, values = self.prompts[layer]
-        heads = key.shape[1]
-        q = query.reshape(len(query), heads, -1, query.shape[-1]) * scale  # [B, heads, g, D]
-        of_prompt = _part(self._together(q), keys, values, self.bias)
-        of_answer = _part(q, key, value, self.missing)
-        output, top, total = (self._apart(x) for x in of_prompt)
-        highest = torch.maximum(top, of_answer[1])
-        # weights of each part are relative to its top; now both to the higher one
-        factor = (top - highest).exp_(), (of_answer[1] - highest).exp_()
-        joined = output * factor[0] + of_answer[0] * factor[1]
-        joined = joined / (total * factor[0] + of_answer[2] * factor[1])
-        return joined.reshape(len(query), 1, -1, query.shape[-1])
+        return self.layout.attend(layer, query, (key, value), self.missing, scale)
 
     def _place(self, rows: Tensor) -> None:
         """Give every row a slot among those of its prompt; prompts without rows leave."""
@@ -82,47 +147,42 @@ class Cascade:
         before = counts.cumsum(0) - counts
         rank = torch.empty_like(order)
         rank[order] = torch.arange(len(order)) - before[number[order]]
-        self.copies = int(counts.max())
-        slot = number * self.copies + rank
-        self.slots = len(prompts) * self.copies
-        # None: rows lie in their slots as they stand
-        in_turn = len(slot) == self.slots and torch.equal(slot, torch.arange(len(slot)))
-        self.slot = None if in_turn else sent(slot, rows.device)
+        copies = int(counts.max())
+        slot = number * copies + rank
+        in_turn = len(slot) == len(prompts) * copies and torch.equal(slot, torch.arange(len(slot)))
         chosen = sent(prompts, rows.device)
         whole = len(prompts) == len(self.padding)
-        self.prompts = (
+        padding = self.padding[chosen]
+        self.layout = Layout(
             self.everything
             if whole
             else [
                 (k.index_select(0, chosen), v.index_select(0, chosen)) for k, v in self.everything
-            ]
+            ],
+            padding[:, None, None] if padding.any() else None,
+            None if in_turn else sent(slot, rows.device),
+            copies,
         )
-        padding = self.padding[chosen]
-        self.bias = padding[:, None, None] if padding.any() else None
-
-    def _together(self, x: Tensor) -> Tensor:
-        """Put what belongs to rows, [B, heads, g, D], beside each other by prompt: [P, heads, C g,
-        D]."""
-        if self.slot is not None:
-            x = x.new_zeros(self.slots, *x.shape[1:]).index_copy_(0, self.slot, x)
-        together: Tensor = x.unflatten(0, (-1, self.copies)).transpose(1, 2).flatten(2, 3)
-        return together
-
-    def _apart(self, x: Tensor) -> Tensor:
-        """Undo ``_together``."""
-        slots: Tensor = x.unflatten(2, (self.copies, -1)).transpose(1, 2).flatten(0, 1)
-        return slots if self.slot is None else slots.index_select(0, self.slot)
 
 
-def _part(q: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None) -> tuple[Tensor, ...]:
+def _part(
+    q: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None, by_element: bool = False
+) -> tuple[Tensor, ...]:
     """Weigh values by scaled queries [N, heads, m, D]: their sum [N, heads, m, D], the largest
     exponent and the sum of weights, [N, heads, m, 1] each."""
-    exponents = q @ key.transpose(-1, -2)
+    if by_element:
+        exponents = (q[..., None, :] * key[:, :, None]).sum(-1)
+    else:
+        exponents = q @ key.transpose(-1, -2)
     if hidden is not None:
         exponents.masked_fill_(hidden, -torch.inf)
     top = exponents.amax(-1, keepdim=True)
     weights = exponents.sub_(top).exp_()
-    return weights @ value, top, weights.sum(-1, keepdim=True)
+    if by_element:
+        output = (weights[..., None] * value[:, :, None]).sum(-2)
+    else:
+        output = weights @ value
+    return output, top, weights.sum(-1, keepdim=True)
 
 
 def fits(hidden: Tensor, rows: int) -> bool:
@@ -152,11 +212,15 @@ def _attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    cascade: Cascade | None = None,
+    cascade: Cascade | Layout | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attend with transformers' interface: [B, heads, 1, D] -> [B, 1, heads, D]."""
+    """Attend with transformers' interface: [B, heads, 1, D] -> [B, 1, heads, D]. A layout comes
+    with the mask of its answers, from a compiled graph."""
     assert cascade is not None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer: Any = module.layer_idx
-    return cascade.attend(layer, query, key, value, scale), None
+    if isinstance(cascade, Cascade):
+        return cascade.attend(layer, query, key, value, scale), None
+    on_cpu = query.device.type == "cpu"
+    return cascade.attend(layer, query, (key, value), attention_mask, scale, on_cpu), None

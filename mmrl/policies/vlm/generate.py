@@ -215,22 +215,23 @@ def write(work: Work, done: Answers, queue: Queue | None = None) -> Answers:
     busy = work.task.busy
     # who waits for rows that end, or for other processes, looks at every token
     look = 1 if busy or queue is not None else interval(work.task.rows.device)
-    for token in itertools.count():
-        left = work.write(done, work.draw(), work.last or token % look == 0)
-        waits = queue is not None and bool(queue.waiting)
-        active = left != 0 or waits
-        if not (busy(active) if busy else active):
-            break
-        if left != 0 or busy is not None:
-            work.advance(done, left, compacts=not waits)
-        if queue is not None:
-            queue.note(work.at, work.step, work.hidden)
-            if waits and left is not None and left < len(work.at):
-                ended = work.at[~work.going]
-                queue.ended(ended.tolist(), done.mask[ended].sum(1).tolist())
-                going = work.going
-                free = queue.slots.rows - left
-                work.enter(queue.take(free, work.hidden[going], work.step[going]))
+    with work.task.net.sampling(work.cascade):
+        for token in itertools.count():
+            left = work.write(done, work.draw(), work.last or token % look == 0)
+            waits = queue is not None and bool(queue.waiting)
+            active = left != 0 or waits
+            if not (busy(active) if busy else active):
+                break
+            if left != 0 or busy is not None:
+                work.advance(done, left, compacts=not waits)
+            if queue is not None:
+                queue.note(work.at, work.step, work.hidden)
+                if waits and left is not None and left < len(work.at):
+                    ended = work.at[~work.going]
+                    queue.ended(ended.tolist(), done.mask[ended].sum(1).tolist())
+                    going = work.going
+                    free = queue.slots.rows - left
+                    work.enter(queue.take(free, work.hidden[going], work.step[going]))
     if queue is not None:
         queue.learn(done.mask.sum(1))
     return done
@@ -279,7 +280,7 @@ class Work:
             if self.longest >= self.uniform.shape[1]:
                 self.uniform = self._uniform(self.at, self._ahead())
             uniform = self.uniform.gather(1, self.step[:, None])[:, 0]
-        drawn = draw(task.net("logits", self.hidden), task.warp, uniform, self.step)
+        drawn: Drawn = task.net("draw", draw, self.hidden, task.warp, uniform, self.step)
         if task.ending.forced is None:
             return drawn
         return drawn.forced(task.ending.forced[self.at, self.step], task.warp, self.step)

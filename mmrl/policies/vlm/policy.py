@@ -3,7 +3,7 @@ classes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -40,11 +40,12 @@ from mmrl.policies.drafts import SHARDED, resized
 from mmrl.policies.lora import Lora, merged
 from mmrl.policies.quantization import Quantization, check_quantization
 from mmrl.policies.vlm.budgets import admit
-from mmrl.policies.vlm.engines.choice import EXTERNAL, started
+from mmrl.policies.vlm.engines.choice import started
 from mmrl.policies.vlm.engines.external import ask
 from mmrl.policies.vlm.engines.vllm_options import Setup, VLLMOptions
-from mmrl.policies.vlm.families import VERIFIED, Coords, family_of, part_of
+from mmrl.policies.vlm.families import Coords, family_of, part_of
 from mmrl.policies.vlm.generate import Answers, Ending
+from mmrl.policies.vlm.ground_truth import tokens_of, with_ground_truth
 from mmrl.policies.vlm.loading import (
     auto_class,
     load_model,
@@ -52,7 +53,15 @@ from mmrl.policies.vlm.loading import (
     text_adapters,
 )
 from mmrl.policies.vlm.media import Budgets
-from mmrl.policies.vlm.packing import enable
+from mmrl.policies.vlm.options import (
+    compile_passes,
+    pack_batches,
+    refuse_shards,
+    refuse_together,
+    refuse_tree,
+    replay_experts,
+    warnings_of,
+)
 from mmrl.policies.vlm.parts import (
     Parts,
     adapters_only,
@@ -62,10 +71,9 @@ from mmrl.policies.vlm.parts import (
     set_trainable,
     summary,
 )
-from mmrl.policies.vlm.prefix_sharing import SharedPrefix, divisible, sharded, shareable
+from mmrl.policies.vlm.prefix_sharing import SharedPrefix, divisible, sharded
 from mmrl.policies.vlm.processor import Inputs
 from mmrl.policies.vlm.refill import Refill
-from mmrl.policies.vlm.routing import Routing
 from mmrl.policies.vlm.scoring import Encoded, Passes, images_in
 from mmrl.policies.vlm.self_scores import token_id, with_self_scores
 from mmrl.policies.vlm.special import digest_of
@@ -119,6 +127,7 @@ class VLM(Passes):
         replay_routing: bool = False,
         refill: Refill = "none",
         quantization: Quantization | None = None,
+        compile: bool | str = False,
         **options: Any,
     ):
         """Load the model. path: folder, hub id or world:NAME. max_new_tokens: the most tokens of an
@@ -148,7 +157,8 @@ class VLM(Passes):
         longest or shortest so far; or by a plan (FPTAS) for lengths that are predicted from prompt
         and tokens so far, by what ended answers taught. train: instead, how language model,
         projector and vision tower are each trained; by default all fully. quantization: the frozen
-        weights of all blocks in 4 bits (nf4, fp4) or 8 (8bit), under adapters."""
+        weights of all blocks in 4 bits (nf4, fp4) or 8 (8bit), under adapters. compile: the passes
+        of sampling and scoring, by torch.compile; a text is the name of its backend."""
         check_quantization(quantization, adapters_only(lora, train))
         self.place = locate(path)
         rank = lora.rank if isinstance(lora, Lora) else lora or 0
@@ -165,19 +175,20 @@ class VLM(Passes):
         self.tree = tree
         self.engine = engine
         self.refill = refill
-        self._refuse_together(replay_routing, lora is not None and train is not None)
+        refuse_together(self, replay_routing, lora is not None and train is not None)
         lora = text_adapters(hf, lora)
         net = SharedPrefix(hf, share=prefix_sharing != "none")
-        self._pack(net, attention, remove_padding, tree is not None)
-        self._refuse_tree(net)
+        pack_batches(self, net, attention, remove_padding, tree is not None)
+        refuse_tree(self, net)
         super().__init__(net, lora=lora, **options)
         self.ending = self._ending(max_new_tokens, stop)
         if replay_routing:
-            self._replay_routing(net)
+            replay_experts(self, net)
+        compile_passes(self, net, compile)
         self.record_question_gain = record_question_gain
         self.self_score_id = None if self_score is None else token_id(self, self_score)
         self._train(hf, train, lora is None)
-        self.notes = (*self.inputs.family.unverified(), summary(self.net), *self._warnings(hf))
+        self.notes = (*self.inputs.family.unverified(), summary(self.net), *warnings_of(self, hf))
 
     def _read(self, hf: Any, budgets: Budgets, coords: Coords | None) -> None:
         """Load the processor and set how prompts of the model's family are read."""
@@ -203,60 +214,13 @@ class VLM(Passes):
             p.requires_grad and part_of(n) != "language" for n, p in hf.named_parameters()
         )
 
-    def _refuse_tree(self, net: SharedPrefix) -> None:
-        """Raise UserError where answers cannot branch, and are told to."""
-        if self.tree is None or self.engine == "own" and net.share and divisible(net.hf):
-            return
-        raise UserError(
-            f"policy option tree: answers that branch are written by mmrl's own engine, on a "
-            f"prompt that is read once: leave out engine and prefix_sharing, or the tree; this "
-            f"is engine {self.engine} and {net.config.model_type}"
-        )
-
-    def _refuse_together(self, replays_routing: bool, both_trained: bool) -> None:
-        """Raise UserError for options that exclude each other; ``both_trained``: lora and train."""
-        if self.engine in EXTERNAL and (self.anneal or self.warp.adaptive):
-            raise UserError(
-                f"policy options anneal and adaptive_temperature: engine = {self.engine} takes one "
-                "temperature; use own or hf"
-            )
-        if self.refill != "none" and (self.engine != "own" or self.sharing == "none"):
-            raise UserError(
-                "policy option refill needs engine own and prompts that are shared (not "
-                "prefix_sharing: none)"
-            )
-        if both_trained:
-            raise UserError(
-                "policy options lora and train exclude each other; write train: "
-                "{language: lora, ...}"
-            )
-        in_pieces = replays_routing or self.anneal is not None or self.refill != "none"
-        if self.tree is not None and in_pieces:
-            raise UserError(
-                "policy option tree: leave out anneal, refill and replay_routing, which go by the "
-                "places of tokens in answers that are written in one piece"
-            )
-
-    def _warnings(self, hf: Any) -> Iterator[str]:
-        if self.sharing == "auto" and not shareable(hf):
-            yield (
-                f"prompts of {hf.config.model_type} are read once for every answer, not once "
-                f"a group"
-            )
-        if self.outside is not None:
-            yield from self.outside.notes
-            yield (
-                f"{self.engine} samples with other kernels than the policy scores with: "
-                f"watch engine/gap, and set the "
-                "objective's importance_sampling, which corrects for it"
-            )
-
     def spaces(self) -> dict[str, Any]:
         return {"vocabulary": digest_of(self.inputs.tokenizer)}
 
     def rollout(
         self, prompts: list[Prompt], copies: Copies, rng: Rng, context: RolloutContext = NO_CONTEXT
     ) -> Rollout:
+        refuse_shards(self.net)
         cond, shown = self.recall(prompts)
         if self.anneal is not None:
             heats = self.anneal.temperatures(self.ending.tokens, context.iteration)
@@ -292,7 +256,7 @@ class VLM(Passes):
             return self._finished(rollout, size)
         last = torch.tensor(per_prompt(copies, len(prompts))).cumsum(0) - 1  # row of every group
         rows = sent(last, self.device)
-        corrected = self._with_ground_truth(rollout, context.ground_truth, rows, size)
+        corrected = with_ground_truth(self, rollout, context.ground_truth, rows, size)
         return self._finished(corrected, size)
 
     def _finished(self, rollout: Rollout, size: int) -> Rollout:
@@ -365,7 +329,7 @@ class VLM(Passes):
         ids = torch.full((len(row), self.ending.tokens), self.inputs.pad)
         mask = torch.zeros(ids.shape, dtype=torch.bool)
         for i, (prompt, text) in enumerate(zip(prompts, answers, strict=True)):
-            tokens = self._written(prompt, text, ids.shape[1])
+            tokens = tokens_of(self, prompt, text, ids.shape[1])
             if tokens is not None:
                 ids[i, : len(tokens)] = torch.tensor(tokens)
                 mask[i, : len(tokens)] = True
@@ -491,36 +455,6 @@ class VLM(Passes):
         for point in super().path(rollout):
             yield point.replace(routes=rollout.tokens.routes)
 
-    def _replay_routing(self, net: SharedPrefix) -> None:
-        if self.engine != "own" or not net.share or net.packed:
-            raise UserError(
-                "policy option replay_routing needs engine own, prompts that are shared (not "
-                "prefix_sharing: none) and padding (remove_padding: false)"
-            )
-        net.routing = Routing(net.hf)
-
-    def _pack(self, net: SharedPrefix, attention: str, packed: bool | None, branches: bool) -> None:
-        """Turn packed batches on where options choose them; UserError where the model cannot take
-        them."""
-        if packed and (
-            attention not in ("sdpa", "xformers") or not net.share or not divisible(net.hf)
-        ):
-            raise UserError(
-                "policy option remove_padding needs attention sdpa or xformers, prompts that are "
-                "shared (not share: none), and "
-                "a family that can share them, none of whose layers keeps a state; this is "
-                f"attention {attention} and {net.config.model_type}"
-            )
-        net.fused = attention == "xformers"
-        net.branches = branches
-        able = net.share and divisible(net.hf)
-        by_default = net.fused or branches and attention == "sdpa"
-        net.packed = packed or packed is None and by_default and able
-        by_itself = packed is None and attention == "sdpa" and net.config.model_type in VERIFIED
-        net.packs_sparse = by_itself and able and self.engine == "own"
-        if net.packed or net.packs_sparse:
-            enable(net.hf)
-
     @torch.no_grad()
     def _rescored(self, rollout: Rollout, size: int) -> Rollout:
         """Score by the policy's own passes what another engine sampled; the engine's log-probs stay
@@ -542,54 +476,6 @@ class VLM(Passes):
         entropy = dist.entropy().to(rollout.logprob) if self.record_entropy else None
         logprob = dist.log_prob(point.target).to(rollout.logprob)
         return rollout.replace(logprob=logprob, entropy=entropy)
-
-    @torch.no_grad()
-    def _with_ground_truth(
-        self, rollout: Rollout, write: Callable[[Prompt], str | None], last: Tensor, size: int
-    ) -> Rollout:
-        """Replace the ``last`` answer [P] of every group by the right one, with the log-probs that
-        the policy gives it.
-
-        Where there is none, or it is longer than answers may be, the group keeps what was sampled.
-        """
-        ids = rollout.sample.clone()
-        mask = rollout.mask.clone()
-        written = torch.zeros_like(rollout.group, dtype=torch.bool)
-        for row, prompt in zip(last.tolist(), rollout.prompts, strict=True):
-            tokens = self._written(prompt, write(prompt), ids.shape[1])
-            if tokens is not None:
-                ids[row], mask[row], written[row] = self.inputs.pad, False, True
-                ids[row, : len(tokens)] = torch.tensor(tokens, device=self.device)
-                mask[row, : len(tokens)] = True
-        corrected = rollout.replace(sample=ids, mask=mask)
-        logprob = rollout.logprob.clone()
-        entropy = None if rollout.entropy is None else rollout.entropy.clone()
-        for part in chunks(len(last), size):  # every process makes equally many passes
-            scored = self._scored(corrected[last[part]])
-            new = written[last[part], None]
-            logprob[last[part]] = torch.where(new, scored.logprob, logprob[last[part]])
-            if entropy is not None:
-                entropy[last[part]] = torch.where(new, scored.entropies(), entropy[last[part]])
-        # it is that of the replaced sample, and unknown for the ground truth
-        order = rollout.tokens
-        if order.self_certainty is not None:
-            unknown = order.self_certainty.masked_fill(written[:, None], torch.nan)
-            order = order.replace(self_certainty=unknown)
-        provenance = rollout.provenance.replace(is_ground_truth=written)
-        if provenance.sampler_logprob is not None:  # no engine sampled the ground truth either
-            sampler_logprob = torch.where(written[:, None], logprob, provenance.sampler_logprob)
-            provenance = provenance.replace(sampler_logprob=sampler_logprob)
-        return corrected.replace(
-            logprob=logprob, entropy=entropy, trajectory=order, provenance=provenance
-        )
-
-    def _written(self, prompt: Prompt, text: str | None, most: int) -> list[int] | None:
-        """Return the tokens of an answer that somebody wrote; None where there is none of at most
-        ``most`` tokens."""
-        if text is None:
-            return None
-        tokens = self.inputs.tokens(text.removeprefix(prompt.get("prefill", "")))
-        return None if tokens is None or len(tokens) > most else tokens
 
     def _completion(
         self, ids: list[int], means: dict[str, float], begun: str, limit: int

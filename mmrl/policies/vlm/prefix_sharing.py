@@ -8,9 +8,8 @@ and values into the prompt's one pass.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,24 +25,14 @@ from mmrl.policies.tokens import places
 from mmrl.policies.vlm import caches, features, packing
 from mmrl.policies.vlm.caches import KV, Memory
 from mmrl.policies.vlm.cascade import Cascade, attending, fits
+from mmrl.policies.vlm.compiled import Compiled, symbolic
 from mmrl.policies.vlm.engines import transformers
 from mmrl.policies.vlm.families import CAUSAL, DIRECT
+from mmrl.policies.vlm.positions import following, rotary3
 from mmrl.policies.vlm.routing import Routing
 from mmrl.policies.vlm.states import State
 from samplers.warp import Warp
 
-# what positions with three axes are computed from: names of get_rope_index, and of inputs
-ROPE_INPUTS = {
-    "input_ids": "input_ids",
-    "mm_token_type_ids": "mm_token_type_ids",
-    "image_grid_thw": "image_grid_thw",
-    "video_grid_thw": "video_grid_thw",
-    "second_per_grid_ts": "second_per_grid_ts",
-    "second_per_grids": "video_second_per_grid",
-    "target_sizes": "target_sizes",
-    "target_sizes_videos": "target_sizes_videos",
-}
-SIZES = ("image_grid_thw", "video_grid_thw", "target_sizes", "target_sizes_videos")
 # share of a pass that is padding behind answers from which on it is packed by itself; packing costs
 # an index of what attention reads in every layer
 SPARSE = 0.25
@@ -81,6 +70,7 @@ class SharedPrefix(nn.Module):
         self.packs_sparse = False  # so are those to score that would be padding for a good part
         self.routing: Routing | None = None  # records and replays the choice of experts
 
+        self.compiled: Compiled | None = None  # passes as graphs
         self.branches = False  # answers may begin alike, and packed ones are then read once
         # accelerate wraps these one by one
         self._no_split_modules = getattr(hf, "_no_split_modules", None)
@@ -134,6 +124,16 @@ class SharedPrefix(nn.Module):
         """Return the hidden state [P, H] at the last token of every prompt of one batch."""
         return self.read(inputs).hidden.clone()  # FSDP2 hooks what is returned, if it is no view
 
+    @contextmanager
+    def sampling(self, cascade: Cascade | None) -> Iterator[None]:
+        """Prepare for steps that sample, with a cascade or without."""
+        with ExitStack() as stack:
+            if cascade is not None:
+                stack.enter_context(attending(self.text_config))
+            if self.compiled is not None:
+                stack.enter_context(symbolic())
+            yield
+
     def cascade(self, prefix: Prefix, rows: Tensor) -> Cascade | None:
         """Begin answers to the prompts of ``rows`` [B] that are sampled token by token, where a
         prompt's keys are read once for all its rows; None: each row has a copy of them."""
@@ -159,22 +159,36 @@ class SharedPrefix(nn.Module):
         """
         length = ids.shape[1]
         places = place[:, None] + torch.arange(length, device=ids.device)
+        if self.compiled is not None and self.compiled.samples(ids, mask, cascade):
+            return self.compiled.step(ids, places, mask, cache, cascade)
         if cascade is not None:
             cascade.hide(None if whole else mask)
-            with attending(self.text_config):
-                return self._continue(ids, places, packing.anything(), cache, cascade=cascade)
+            return self.continued(ids, places, packing.anything(), cache, cascade=cascade)
         attended = torch.cat([mask, mask.new_ones(len(ids), length)], 1).long()
         if not self.plain or length > 1 or whole is None:
             with self._routed(routes):
-                return self._continue(ids, places, attended, cache)
+                return self.continued(ids, places, attended, cache)
         # the mask transformers would build after reading its values on the host
-        return self._continue(ids, places, None if whole else attended.bool()[:, None, None], cache)
+        return self.continued(ids, places, None if whole else attended.bool()[:, None, None], cache)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [*, V] of hidden states [*, H]."""
         logits: Tensor = self.hf.get_output_embeddings()(hidden)
         cap = getattr(self.text_config, "final_logit_softcapping", None)
         return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    def draw(
+        self,
+        draw: Callable[..., Any],
+        hidden: Tensor,
+        warp: Warp,
+        uniform: Tensor | None,
+        place: Tensor,
+    ) -> Any:
+        """Return what ``draw`` returns of logits at hidden states [B, H]."""
+        if self.compiled is not None:
+            return self.compiled.draw(draw, hidden, warp, uniform, place)
+        return draw(self.logits(hidden), warp, uniform, place)
 
     def score(
         self,
@@ -208,8 +222,9 @@ class SharedPrefix(nn.Module):
             )
         vocab = self.text_config.vocab_size
         place = places(where) if warp.schedule else None
+        compiled = None if self.compiled is None else self.compiled.chunk_of(warp, entropy)
         return hidden, scores.score(
-            hidden, selected(ids, where), self.logits, warp, vocab, entropy, place
+            hidden, selected(ids, where), self.logits, warp, vocab, entropy, place, compiled
         )
 
     def _sparse(self, inputs: dict[str, Tensor], where: Tensor) -> bool:
@@ -273,6 +288,11 @@ class SharedPrefix(nn.Module):
                 "train.gradient_checkpointing and policy option replay_routing exclude each other: "
                 "a layer that is computed again would not know its routes"
             )
+        if self.compiled is not None:
+            raise UserError(
+                "train.gradient_checkpointing and policy option compile exclude each other: a "
+                "graph of all layers does not compute one of them again; leave one of the two out"
+            )
         caches.recompute(self.hf)
 
     def add_adapter(self, config: Any) -> None:
@@ -300,6 +320,9 @@ class SharedPrefix(nn.Module):
         first = prefix.hidden[rows][:, None] + 0 * prefix.hidden[-1]
         if ids.shape[1] == 1:
             return first
+        if self.compiled is not None and self.compiled.scores_answers(prefix, ids[:, :-1]):
+            later = self.compiled.score_answers(prefix, rows, ids[:, :-1])
+            return torch.cat([first, later], 1)
         cache = caches.continued(prefix.memory, rows)
         routes = None if routes is None else routes[:, : ids.shape[1] - 1]
         later = self.step(
@@ -329,7 +352,7 @@ class SharedPrefix(nn.Module):
             )
             cache = caches.continued(prefix.key_values, rows.new_zeros(1))
             later = self._laid(
-                layout, self._continue, ids=ids[to_read][None], places=places, cache=cache
+                layout, self.continued, ids=ids[to_read][None], places=places, cache=cache
             )
             hidden = torch.cat([hidden, later[0]])
         at = len(prefix.hidden) + token.roll(1, 1)
@@ -370,7 +393,7 @@ class SharedPrefix(nn.Module):
             )
         return output
 
-    def _continue(
+    def continued(
         self, ids: Tensor, places: Tensor, attention_mask: Tensor | None, cache: Any, **options: Any
     ) -> Tensor:
         """Return hidden states [B, L, H] after the tokens ids [B, L] at ``places`` [B, L], behind
@@ -462,35 +485,3 @@ def divisible(hf: Any) -> bool:
     config = hf.config.get_text_config()
     chunks = "chunked_attention" in (getattr(config, "layer_types", None) or ())
     return shareable(hf) and caches.plain(config) and not chunks
-
-
-def rotary3(hf: Any) -> bool:
-    """Tell whether positions have three axes (time, height, width) in this family."""
-    return hasattr(hf.base_model, "get_rope_index")
-
-
-def following(inputs: dict[str, Tensor]) -> Tensor:
-    """Return the position after the last of every prompt, [P] long."""
-    places = inputs["position_ids"]
-    return (places if places.ndim == 2 else places.amax(0)).amax(1) + 1
-
-
-def positions(hf: Any, inputs: dict[str, Tensor]) -> Tensor:
-    """Return the position of every token, not counting the padding on the left: [P, S], or [3, P,
-    S] in families with three axes."""
-    mask = inputs["attention_mask"].long()
-    plain = (mask.cumsum(1) - 1).clamp_min(0)
-    if not rotary3(hf):
-        return plain
-    if not any(name in inputs for name in SIZES):
-        return plain.expand(3, -1, -1)
-    parameters = inspect.signature(hf.base_model.get_rope_index).parameters
-    rope_inputs = {
-        name: inputs[key]
-        for name, key in ROPE_INPUTS.items()
-        if key in inputs and name in parameters
-    }
-    if "audio_seqlens" in parameters and "feature_attention_mask" in inputs:
-        rope_inputs["audio_seqlens"] = inputs["feature_attention_mask"].sum(-1)
-    places: Tensor = hf.base_model.get_rope_index(**rope_inputs, attention_mask=mask)[0]
-    return places

@@ -19,6 +19,7 @@ from mmrl.core.types import Point, Rollout
 from mmrl.policies.vlm import packing, parts
 from mmrl.policies.vlm.families import OWN_DTYPE, modules_of
 from mmrl.policies.vlm.loading import auto_class
+from mmrl.policies.vlm.options import pack_batches
 from mmrl.policies.vlm.policy import VLM
 from mmrl.policies.vlm.prefix_sharing import divisible, language_model
 from mmrl.policies.vlm.recent import Recent
@@ -256,7 +257,7 @@ def test_batches_without_padding_are_those_with(name):
     assert divisible(vlm.net.hf) == (name not in UNPACKED)
     if name in UNPACKED:
         with pytest.raises(UserError, match=f"remove_padding needs.*{name}"):
-            vlm._pack(vlm.net, "sdpa", True, False)
+            pack_batches(vlm, vlm.net, "sdpa", True, False)
         return
     steps = torch.arange(TOKENS)
     lengths = torch.arange(len(rolled(name))) % TOKENS + 1

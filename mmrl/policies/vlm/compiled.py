@@ -1,0 +1,188 @@
+"""Compiles the passes of a vision-language policy: of sampling the pass for one token, which writes
+keys and values in place, and the draw; of scoring the pass over whole answers and their log-probs.
+
+Each is one graph whose rows, columns and tokens are symbolic sizes: rows may leave, be refilled and
+grow without another graph. A size of 1 would be a graph of its own, so passes with one are made as
+they stand. What is computed is what the other passes compute, rounded in other places.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mmrl.core.errors import UserError
+from mmrl.policies import scores
+from mmrl.policies.vlm import caches
+from mmrl.policies.vlm.caches import KV
+from mmrl.policies.vlm.cascade import Cascade, Layout
+from samplers.warp import Warp
+
+if TYPE_CHECKING:
+    from mmrl.policies.vlm.prefix_sharing import Prefix, SharedPrefix
+
+# graphs of one function in a process, whose policies have some each
+GRAPHS = 64
+
+
+class Compiled:
+    """Holds the compiled passes of a network; graphs are built when they are first called."""
+
+    def __init__(self, net: SharedPrefix, backend: str = "inductor"):
+        """Raises UserError where torch has no such backend, or the network's layers attend in a
+        way that the passes here do not know."""
+        known = torch._dynamo.list_backends(exclude_tags=())
+        if backend not in known:
+            raise UserError(
+                f"policy option compile: no backend {backend!r}; there are "
+                f"{', '.join(sorted(known))}"
+            )
+        # it says that it looks past a cache of the warp's constants, which is right
+        warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")
+        self.compile = partial(torch.compile, fullgraph=True, dynamic=True, backend=backend)
+        self.net = net
+        self.token = self.compile(_token_of(net))
+        self.answers = self.compile(_answers_of(net))
+        self.draws: dict[tuple[Warp, bool], Callable[..., Any]] = {}
+        self.scores: dict[tuple[Warp, bool], Callable[..., Any]] = {}
+
+    def samples(self, ids: Tensor, mask: Tensor, cascade: Cascade | None) -> bool:
+        """Tell whether a step of tokens ids [B, L] behind columns ``mask`` [B, S] has the sizes of
+        a graph."""
+        several = cascade is None or cascade.layout.copies > 1
+        return several and ids.shape[1] == 1 and len(ids) > 1 and mask.shape[1] > 0
+
+    def step(
+        self, ids: Tensor, places: Tensor, mask: Tensor, cache: Any, cascade: Cascade | None
+    ) -> Tensor:
+        """Return hidden states [B, 1, H] of tokens ids [B, 1] at ``places`` [B, 1] behind the
+        columns ``mask`` [B, S] of the cache, or of a cascade's answers."""
+        attended = F.pad(mask, (0, 1), value=True)[:, None, None]
+        layout = None if cascade is None else cascade.layout.explicit(len(ids))
+        hidden: Tensor = self.token(ids, places, caches.reserved(cache), attended, layout)
+        return hidden
+
+    def draw(
+        self,
+        draw: Callable[..., Any],
+        hidden: Tensor,
+        warp: Warp,
+        uniform: Tensor | None,
+        place: Tensor,
+    ) -> Any:
+        """Return what ``draw`` returns of logits at hidden states [B, H]."""
+        if len(hidden) < 2 or changes(warp):
+            return draw(self.net.logits(hidden), warp, uniform, place)
+        key = (warp, uniform is None)
+        if key not in self.draws:
+            self.draws[key] = self.compile(_draw_of(self.net, draw, warp))
+        return self.draws[key](hidden, uniform)
+
+    def scores_answers(self, prefix: Prefix, ids: Tensor) -> bool:
+        """Tell whether a pass over answers ids [B, T] behind prompts has the sizes of a graph."""
+        return min(*ids.shape, prefix.mask.shape[1]) > 1
+
+    def score_answers(self, prefix: Prefix, rows: Tensor, ids: Tensor) -> Tensor:
+        """Return hidden states [B, T, H] of the tokens ids [B, T] behind the prompts of ``rows``
+        [B]."""
+        length = ids.shape[1]
+        places = prefix.following[rows][:, None] + torch.arange(length, device=ids.device)
+        causal = torch.ones(length, length, dtype=torch.bool, device=ids.device).tril()
+        before = prefix.mask[rows][:, None].expand(-1, length, -1)
+        attended = torch.cat([before, causal.expand(len(ids), -1, -1)], 2)[:, None]
+        prompts = [(k.index_select(0, rows), v.index_select(0, rows)) for k, v in prefix.key_values]
+        with symbolic():
+            hidden: Tensor = self.answers(ids, places, prompts, attended)
+        return hidden
+
+    def chunk_of(self, warp: Warp, entropy: bool) -> scores.ScoreChunk | None:
+        """Return what scores a chunk of tokens; None: it is not compiled."""
+        if changes(warp):
+            return None
+        plain = _score_of(self.net, warp, entropy)
+        key = (warp, entropy)
+        if key not in self.scores:
+            self.scores[key] = self.compile(plain)
+
+        def score(hidden: Tensor, ids: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
+            if len(hidden) < 2:
+                return plain(hidden, ids)
+            with symbolic():
+                scored: tuple[Tensor, Tensor] = self.scores[key](hidden, ids)
+            return scored
+
+        return score
+
+
+def changes(warp: Warp) -> bool:
+    """Tell whether a warp is another one in every iteration, which would be a graph each."""
+    return bool(warp.schedule or warp.adaptive)
+
+
+def _token_of(net: SharedPrefix) -> Callable[..., Tensor]:
+    """Make the pass of one token a row."""
+
+    def token(
+        ids: Tensor,
+        places: Tensor,
+        columns: Sequence[KV],
+        attended: Tensor,
+        layout: Layout | None,
+    ) -> Tensor:
+        """``attended`` [B, 1, 1, n] says which columns are real."""
+        cache = caches.Reserved(columns)
+        if layout is None:
+            return net.continued(ids, places, attended, cache)
+        return net.continued(ids, places, ~attended, cache, cascade=layout)
+
+    return token
+
+
+def _answers_of(net: SharedPrefix) -> Callable[..., Tensor]:
+    """Make the pass over answers ids [B, T] behind ``prompts`` of their rows."""
+
+    def answers(ids: Tensor, places: Tensor, prompts: Sequence[KV], attended: Tensor) -> Tensor:
+        """``attended`` [B, 1, T, S + T] says what each token attends to."""
+        # made once: attention would turn a mask of truth values into numbers in every layer
+        bias = torch.zeros_like(attended, dtype=prompts[0][0].dtype)
+        bias = bias.masked_fill(~attended, -torch.inf)
+        return net.continued(ids, places, bias, caches.Behind(prompts))
+
+    return answers
+
+
+def _draw_of(net: SharedPrefix, draw: Callable[..., Any], warp: Warp) -> Callable[..., Any]:
+    def drawn(hidden: Tensor, uniform: Tensor | None) -> Any:
+        return draw(net.logits(hidden), warp, uniform)
+
+    return drawn
+
+
+def _score_of(
+    net: SharedPrefix, warp: Warp, entropy: bool
+) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    def score(hidden: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        return scores.scored(warp(net.logits(hidden), keep=ids), ids, entropy)
+
+    return score
+
+
+@contextmanager
+def symbolic() -> Iterator[None]:
+    """Let sizes that happen to be equal remain sizes of their own, and as many graphs be built as
+    there are policies."""
+    from torch.fx.experimental import _config
+
+    shapes: Any = _config
+    with (
+        shapes.patch(use_duck_shape=False),
+        torch._dynamo.config.patch(recompile_limit=GRAPHS),
+    ):
+        yield

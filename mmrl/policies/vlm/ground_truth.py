@@ -1,0 +1,65 @@
+"""Puts right answers in the place of sampled ones, with log-probs that the policy gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from mmrl.core.types import Prompt, Rollout
+from samplers.batching import chunks
+
+if TYPE_CHECKING:
+    from mmrl.policies.vlm.policy import VLM
+
+
+@torch.no_grad()
+def with_ground_truth(
+    policy: VLM, rollout: Rollout, write: Callable[[Prompt], str | None], last: Tensor, size: int
+) -> Rollout:
+    """Replace the ``last`` answer [P] of every group by the right one, with the log-probs that
+    the policy gives it.
+
+    Where there is none, or it is longer than answers may be, the group keeps what was sampled.
+    """
+    ids = rollout.sample.clone()
+    mask = rollout.mask.clone()
+    written = torch.zeros_like(rollout.group, dtype=torch.bool)
+    for row, prompt in zip(last.tolist(), rollout.prompts, strict=True):
+        tokens = tokens_of(policy, prompt, write(prompt), ids.shape[1])
+        if tokens is not None:
+            ids[row], mask[row], written[row] = policy.inputs.pad, False, True
+            ids[row, : len(tokens)] = torch.tensor(tokens, device=policy.device)
+            mask[row, : len(tokens)] = True
+    corrected = rollout.replace(sample=ids, mask=mask)
+    logprob = rollout.logprob.clone()
+    entropy = None if rollout.entropy is None else rollout.entropy.clone()
+    for part in chunks(len(last), size):  # every process makes equally many passes
+        scored = policy._scored(corrected[last[part]])
+        new = written[last[part], None]
+        logprob[last[part]] = torch.where(new, scored.logprob, logprob[last[part]])
+        if entropy is not None:
+            entropy[last[part]] = torch.where(new, scored.entropies(), entropy[last[part]])
+    # it is that of the replaced sample, and unknown for the ground truth
+    order = rollout.tokens
+    if order.self_certainty is not None:
+        unknown = order.self_certainty.masked_fill(written[:, None], torch.nan)
+        order = order.replace(self_certainty=unknown)
+    provenance = rollout.provenance.replace(is_ground_truth=written)
+    if provenance.sampler_logprob is not None:  # no engine sampled the ground truth either
+        sampler_logprob = torch.where(written[:, None], logprob, provenance.sampler_logprob)
+        provenance = provenance.replace(sampler_logprob=sampler_logprob)
+    return corrected.replace(
+        logprob=logprob, entropy=entropy, trajectory=order, provenance=provenance
+    )
+
+
+def tokens_of(policy: VLM, prompt: Prompt, text: str | None, most: int) -> list[int] | None:
+    """Return the tokens of an answer that somebody wrote; None where there is none of at most
+    ``most`` tokens."""
+    if text is None:
+        return None
+    tokens = policy.inputs.tokens(text.removeprefix(prompt.get("prefill", "")))
+    return None if tokens is None or len(tokens) > most else tokens
