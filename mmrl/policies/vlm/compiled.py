@@ -87,7 +87,8 @@ class Compiled:
 
     def scores_answers(self, prefix: Prefix, ids: Tensor) -> bool:
         """Tell whether a pass over answers ids [B, T] behind prompts has the sizes of a graph."""
-        return bool(min(*ids.shape, prefix.mask.shape[1]) > 1)
+        sizes: list[int] = [*ids.shape, prefix.mask.shape[1]]
+        return min(sizes) > 1
 
     def score_answers(self, prefix: Prefix, rows: Tensor, ids: Tensor) -> Tensor:
         """Return hidden states [B, T, H] of the tokens ids [B, T] behind the prompts of ``rows``
