@@ -314,9 +314,9 @@ def unreusable(train: TrainOptions, objective: Any, policy: Any) -> Iterator[str
     behavior = getattr(objective, "behavior_policy", "live")
     if behavior != "live":
         yield f"the weights {behavior!r} sample, not those that are trained: leave it out"
-    if getattr(policy, "tree", None) is not None:
+    if can is not None and policy.tree is not None:
         yield "samples of a tree share passes: leave it out, or the policy's tree"
-    if getattr(policy, "sampling_memory_gib", None) is not None:
+    if can is not None and policy.sampling_memory_gib is not None:
         yield "policy.sampling_memory_gib counts passes without graphs: leave out one of the two"
     for key in EXCHANGING:
         if getattr(train, key):

@@ -12,6 +12,7 @@ from annotated_types import Ge, Gt
 from torch import Tensor
 
 from mmrl.config.options import Count
+from mmrl.config.unfit import capabilities_of
 from mmrl.core.errors import UserError
 from mmrl.core.metrics import observe
 from mmrl.core.registry import LATER, OBJECTIVES, POLICIES
@@ -85,7 +86,7 @@ class DistributionMatching(Objective):
 
     def unfit(self, policy: Any) -> Iterator[tuple[str, str]]:
         yield from few_step.unfit(policy)
-        if getattr(policy, "tree", None) is not None:
+        if capabilities_of(policy) is not None and policy.tree is not None:
             yield "teacher", "the student's samples are single paths: leave out policy option tree"
 
     def meet(self, policy: Policy) -> None:

@@ -26,14 +26,14 @@ def unfit(policy: Any) -> Iterator[tuple[str, str]]:
     can = capabilities_of(policy)
     if can is None or can.decisions != "gaussian":
         return
-    process = getattr(policy, "process", None)
+    process = policy.process
     if isinstance(process, Diffusion) and not isinstance(process, Consistent):
         yield (
             "teacher",
             "this policy's network predicts noise and jumps to no data: set the policy's option "
             "scheduler to lcm",
         )
-    if getattr(policy, "guidance_scale", ONE) not in (None, ONE):
+    if policy.guidance_scale not in (None, ONE):
         yield (
             "guidance_scale",
             "the student learns the teacher's guidance: set the policy's guidance_scale to 1, and "
@@ -91,7 +91,7 @@ class FrozenTeacher:
 
 def process_of(policy: Policy) -> Process:
     """Return a flow or diffusion model's process. Raises UserError for models of tokens."""
-    process: Process | None = getattr(policy, "process", None)
+    process: Process | None = policy.process
     if process is None:
         raise UserError(VELOCITIES)
     return process

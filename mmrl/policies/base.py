@@ -141,6 +141,9 @@ class Policy(ABC):
     # act: sampling, and scoring what was sampled
 
     guidance_scale: float | None = None  # of classifier-free guidance; None: it has none
+    process: Any = None  # of samplers.processes, that its states follow; None: it has none
+    tree: Any = None  # how its samples branch; None: they are single
+    sampling_memory_gib: float | None = None  # that a pass of sampling may allocate
     # whether log-probs are those of guided samples; "conditional" leaves guidance out
     logprob_guidance: LogprobGuidance = "guided"
     media_size: tuple[int, int] | None = None  # [height, width] of the pictures it makes

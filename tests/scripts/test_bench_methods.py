@@ -37,10 +37,11 @@ def test_every_objective_of_flow_models_is_compared():
     used = {next(iter(yaml.safe_load(file.read_text())["objective"])) for file in files}
     # group losses are for every kind of model and are compared by ``mmrl compare``; supervised
     # fine-tuning and distillation follow no reward
+    distills = ("distill", "consistency", "dmd")
     alone = {
         name: entry
         for name, entry in OBJECTIVES.items()
-        if not issubclass(entry, GroupLoss) and not entry.supervised and name != "distill"
+        if not issubclass(entry, GroupLoss) and not entry.supervised and name not in distills
     }
     flow = {name for name, entry in alone.items() if entry.needs in ("", "gaussian")}
     assert used == flow and POLICIES["sd3"].capabilities.decisions == "gaussian"
