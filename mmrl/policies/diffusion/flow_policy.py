@@ -322,10 +322,11 @@ class FlowPolicy(Policy):
         """Sample in passes of ``rows`` rows, which ``graphs`` keeps; a tree as a whole."""
         if plan.spans[0] > 1:
             return [self._sample(group, row, cond, rng, plan._replace(rows=rows), path)]
-        return [
-            self._sample(group[p], row[p], cond, rng, plan._replace(graphs=keeper), path[p])
-            for p, keeper in recording(graphs, len(row), rows)
-        ]
+        blocks = []
+        for p, keeper in recording(graphs, len(row), rows):
+            limited = plan._replace(graphs=keeper)
+            blocks.append(self._sample(group[p], row[p], cond, rng, limited, path[p]))
+        return blocks
 
     @torch.no_grad()
     def demonstrate(
