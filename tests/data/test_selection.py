@@ -192,8 +192,8 @@ def test_vas_scores_all_prompts_anew_by_extra_answers(family, monkeypatch):
     samples = []
     plain = trainer.sample
 
-    def recorded(prompts, rng, copies):
-        drawn = plain(prompts, rng, copies)
+    def recorded(prompts, rng, copies, *graphs):
+        drawn = plain(prompts, rng, copies, *graphs)
         samples.append((prompts, copies, drawn))
         return drawn
 

@@ -37,7 +37,8 @@ def test_every_configuration_of_the_repository_can_be_looked_at_without_weights(
     if "world:" not in path.read_text():  # small, and not published
         monkeypatch.setattr(published, "on_meta", no_networks)
     monkeypatch.setattr(dryrun, "sizes_of", sizes_counted_once)
-    size = 2 if "preferences:" in path.read_text() else 16  # of a group: two answers, or samples
+    text = path.read_text()  # of a group: one picture, two answers, or samples
+    size = 1 if "consistency:" in text else 2 if "preferences:" in text else 16
     found = dry_run(
         path,
         [
@@ -56,15 +57,15 @@ def test_every_configuration_of_the_repository_can_be_looked_at_without_weights(
         once = found.counted
         rows = 2 if found.guided else 1
         if "tree" not in path.read_text():
-            assert once.sampling == (0 if size == 2 else 128 * found.steps * rows)
+            assert once.sampling == (0 if size < 16 else 128 * found.steps * rows)
         assert once.training is None or once.training > 0
-        assert 0 < once.decisions <= 128 * found.noisy or not found.noisy
+        assert 0 < once.decisions <= 128 * found.noisy or not found.noisy or size == 1
         assert found.peak > found.memory["network"] > 0 and found.memory["activations"] > 0
         assert name.startswith("world:") or (
             name in published.table()["models"] and not found.unknown
         )
     else:
-        assert found.counted.sampling == (0 if size == 2 else 128) and "forwards" in text
+        assert found.counted.sampling == (0 if size < 16 else 128) and "forwards" in text
 
 
 COUNTED = {}

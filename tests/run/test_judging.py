@@ -96,9 +96,11 @@ def test_what_rewards_remember_is_there_when_a_run_is_evaluated(tmp_path, monkey
         end=[0.0, 1.0],
         iterations=4,
     )
+    weights = SimpleNamespace(load=lambda arrays, name="live": None)
     session = SimpleNamespace(
         scorer=Scorer({"scheduled": schedule}),
-        policy=SimpleNamespace(weights=SimpleNamespace(load=lambda arrays, name="live": None)),
+        policy=SimpleNamespace(weights=weights, fixed_batch_rows=8),
+        options=TrainOptions(2, 4, 8, 1),
     )
     meta = {"rewards": {"scheduled": {"iteration": 4}}}
     monkeypatch.setattr(build.checkpoint, "choose", lambda folder: (tmp_path, []))

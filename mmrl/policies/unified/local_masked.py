@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from mmrl.config.options import Count, Steps
-from mmrl.core.host import on_host
+from mmrl.core.host import on_host, sent
 from mmrl.core.registry import POLICIES, locate
 from mmrl.core.types import Copies, Media, Point, Prompt, Rollout, TokenOrder
 from mmrl.policies import local_code
@@ -300,10 +300,10 @@ class UnifiedMasked(TokenPolicy):
 
     def dist(self, point: Point) -> Words:
         where = somewhere(point.mask)
-        draws = point.cond["draws"][point.group]
+        draws = on_host(point.cond["draws"][point.group])
         parts = []
         for draws_it, view in ((False, self.text), (True, self.image)):
-            rows = (on_host(draws) == draws_it).nonzero()[:, 0].to(where.device)
+            rows = sent((draws == draws_it).nonzero()[:, 0], where.device)
             if not len(rows):
                 continue
             narrow = self._columns(draws_it)
