@@ -320,7 +320,10 @@ def unreusable(train: TrainOptions, objective: Any, policy: Any) -> Iterator[str
         yield "policy.sampling_memory_gib counts passes without graphs: leave out one of the two"
     for key in EXCHANGING:
         if getattr(train, key):
-            yield f"train.{key}: rows or passes of the update are not those that sampled"
+            yield (
+                f"train.{key}: rows or passes of the update are not those that sampled: leave out "
+                f"one of the two"
+            )
 
 
 WIDTHS = ("fixed_batch_rows", "sampling_memory_gib")

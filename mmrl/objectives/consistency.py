@@ -47,6 +47,7 @@ class Consistency(SFT):
     """
 
     needs: ClassVar[str] = "gaussian"
+    place: ClassVar[str] = "objective.consistency"
     not_options: Collection[str] = (
         "template",
         "thought_dropout",
@@ -67,13 +68,13 @@ class Consistency(SFT):
     num_noise_draws: Draws = 1
 
     def __post_init__(self) -> None:
-        place = "objective.consistency.teacher"
+        place = f"{self.place}.teacher"
         self.frozen = few_step.FrozenTeacher(self.teacher, self.guidance_scale, place)
         self.snapshots = ("old",) if self.teacher is not None else ("old", "ref")
         try:
             self.grid = self.timestep_schedule(self.teacher_steps)  # [N + 1] from 1 to 0
         except (TypeError, ValueError) as error:
-            raise UserError(f"objective.consistency.timestep_schedule: {error}") from error
+            raise UserError(f"{self.place}.timestep_schedule: {error}") from error
 
     def unfit(self, policy: Any) -> Iterator[tuple[str, str]]:
         yield from super().unfit(policy)

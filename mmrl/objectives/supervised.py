@@ -74,6 +74,8 @@ class SFT(Supervised):
     trained: all, those of the thought with its tags, or those behind it.
     """
 
+    place: ClassVar[str] = "objective.sft"  # its options, in messages
+
     field: str = "answer"
     template: str | None = None
     thought_dropout: Annotated[float, Ge(0), Le(1)] = 0.0
@@ -143,7 +145,7 @@ class SFT(Supervised):
                 known = ", ".join(key for key in prompt if key != "origin")
                 return (
                     f"no {name!r}, which holds the answer; it has {known}; add it, or name "
-                    f"another with objective.sft.field"
+                    f"another with {self.place}.field"
                 )
         if medium == "text":
             return self._text_problem(prompt)
@@ -153,7 +155,7 @@ class SFT(Supervised):
         if not isinstance(prompt.get(self.field, ""), (str, int, float)):
             return (
                 f"{self.field!r} is {type(prompt[self.field]).__name__}, expected text; name the "
-                f"field that holds the whole answer with objective.sft.field, or write a template"
+                f"field that holds the whole answer with {self.place}.field, or write a template"
             )
         thinks = self.thought_dropout > 0 or self.train_on != "all"
         if thinks and not all(tag in self.text(prompt) for tag in THOUGHT):

@@ -15,6 +15,7 @@ from mmrl.objectives.distribution_matching import FAKE, DistributionMatching, No
 from mmrl.policies.diffusion import few_step as sampling
 from mmrl.policies.diffusion.flow_policy import FlowPolicy
 from mmrl.scoring import Scorer
+from mmrl.train.device import Device
 from mmrl.train.optimizers import adamw
 from mmrl.train.trainer import Trainer
 from samplers.noise import Rng
@@ -360,3 +361,14 @@ def test_a_teacher_of_another_latent_space_is_refused():
     objective = DistributionMatching(teacher=partial(toys.make, "video"))
     with pytest.raises(UserError, match="objective.dmd.teacher: .*latent space"):
         objective.meet(toys.make("flow"))
+
+
+def test_a_row_without_a_picture_names_the_objectives_own_option():
+    with pytest.raises(UserError, match="no 'answer'.* another with objective.consistency.field"):
+        Consistency().check(toys.make("flow"), [{"text": "a red cat"}])
+
+
+def test_a_scaled_loss_is_refused_since_the_fake_models_is_not(monkeypatch):
+    monkeypatch.setattr(Device, "scales_loss", True)
+    with pytest.raises(UserError, match="precision fp16: the snapshot fake learns .* use bf16"):
+        trainer_of(DistributionMatching(teacher=single()), 2, 4)

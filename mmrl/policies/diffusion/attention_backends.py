@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from mmrl.core import distributed
 from mmrl.core.errors import UserError
+from mmrl.policies.compiling import check_backend
 from mmrl.utils.machine import version
 
 Attention = Literal["auto", "xformers", "sdpa", "flash"]
@@ -256,10 +257,7 @@ def compile_blocks(net: nn.Module, backend: str = "inductor") -> int:
     ``_repeated_blocks`` of diffusers names their classes; where a class has none, the modules of
     its longest list are taken.
     """
-    if backend not in (known := torch._dynamo.list_backends(exclude_tags=())):
-        raise UserError(
-            f"policy option compile: no backend {backend!r}; there are {', '.join(sorted(known))}"
-        )
+    check_backend(backend)
     roots = [net] if hasattr(net, "_repeated_blocks") else list(net.children())
     count = 0
     for root in roots:

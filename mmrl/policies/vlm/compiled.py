@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmrl.core.errors import UserError
 from mmrl.policies import scores
+from mmrl.policies.compiling import check_backend
 from mmrl.policies.vlm import caches
 from mmrl.policies.vlm.caches import KV
 from mmrl.policies.vlm.cascade import Cascade, Layout
@@ -38,12 +38,7 @@ class Compiled:
     def __init__(self, net: SharedPrefix, backend: str = "inductor"):
         """Raises UserError where torch has no such backend, or the network's layers attend in a
         way that the passes here do not know."""
-        known = torch._dynamo.list_backends(exclude_tags=())
-        if backend not in known:
-            raise UserError(
-                f"policy option compile: no backend {backend!r}; there are "
-                f"{', '.join(sorted(known))}"
-            )
+        check_backend(backend)
         # it says that it looks past a cache of the warp's constants, which is right
         warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")
         self.compile = partial(torch.compile, fullgraph=True, dynamic=True, backend=backend)
