@@ -11,44 +11,44 @@ import ssl
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, ClassVar
 
+from annotated_types import Ge, Gt, Le
 from fastapi import Request, Response
 from starlette.requests import ClientDisconnect
 
 from mmrl.core.errors import UserError
 from mmrl.remote.memory import Memory, NoRoom, Share
 from rewards.tokens import Tokens
-from rewards.wire import BadInput
+from rewards.wire import BadInput, check_token
 
 LONGEST = 2000  # characters of what a model or a reward says of a request
 log = logging.getLogger(__name__)
 
 
-class Listening(Protocol):
-    """Names the options that all servers have."""
+@dataclass(frozen=True, kw_only=True)
+class Listening:
+    """Holds the options of ``serve:`` that all servers have."""
 
-    @property
-    def host(self) -> str: ...
-    @property
-    def port(self) -> int: ...
-    @property
-    def certificate(self) -> Path | None: ...
-    @property
-    def private_key(self) -> Path | None: ...
-    @property
-    def max_request_mib(self) -> float: ...
-    @property
-    def max_memory_mib(self) -> float: ...
-    @property
-    def max_connections(self) -> int: ...
-    @property
-    def max_waiting(self) -> int: ...
-    @property
-    def header_timeout(self) -> float: ...
-    @property
-    def read_timeout(self) -> float: ...
+    host: str = "127.0.0.1"  # 0.0.0.0 listens on all networks of the machine and needs a token
+    port: Annotated[int, Ge(0), Le(65535)] = 8123  # 0: any free port, which is printed
+    token: str | None = None  # null: the value of the server's environment variable
+    token_file: Path | None = None  # a valid token on every line; read again when it changes
+    certificate: Path | None = None  # of the server, for https; with it
+    private_key: Path | None = None
+    max_request_mib: Annotated[float, Gt(0)] = 88.0  # size of a request's body
+    max_memory_mib: Annotated[float, Gt(0)] = 4096.0  # half of it: requests that have arrived
+    max_connections: Annotated[int, Ge(1)] = 1024  # at once; further ones are closed
+    max_waiting: Annotated[int, Ge(1)] = 64  # requests at once; further ones get 503
+    header_timeout: Annotated[float, Gt(0)] = 10.0  # seconds for the headers of a request to arrive
+    read_timeout: Annotated[float, Gt(0)] = 60.0  # seconds for the body to arrive
+    timeout: Annotated[float, Gt(0)] = 600.0  # seconds for the answer
+
+    def __post_init__(self) -> None:
+        check_token(self.token)
+        check_https(self.certificate, self.private_key)
 
 
 def check_https(certificate: Path | None, private_key: Path | None) -> None:
@@ -102,6 +102,8 @@ def shortened(text: str) -> str:
 class Doorkeeper(ABC):
     """Answers requests with ``handle``, after they have shown a token and there is room."""
 
+    kind: ClassVar[str]  # in the names of its counters
+
     def __init__(self, options: Listening, tokens: Tokens):
         self.limits_of_requests = options
         self.tokens = tokens
@@ -112,6 +114,28 @@ class Doorkeeper(ABC):
     @abstractmethod
     async def handle(self, request: Request) -> Response:
         """Answer an admitted request. Raises Refusal and BadInput."""
+
+    @abstractmethod
+    def problem(self) -> str:
+        """Return why it can answer no more requests; nothing while it can."""
+
+    @abstractmethod
+    def info(self) -> dict[str, Any]:
+        """Return what a client should know."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End its threads."""
+
+    def metrics(self) -> list[str]:
+        """Return the lines of its counters in Prometheus's text format."""
+        counted = f"mmrl_{self.kind}_requests"
+        return [
+            f"# TYPE {counted}_total counter",
+            *(f'{counted}_total{{status="{s}"}} {n}' for s, n in sorted(self.requests.items())),
+            f"# TYPE {counted}_inside gauge",
+            f"{counted}_inside {self.inside}",
+        ]
 
     def authenticate(self, request: Request) -> None:
         header = request.headers.get("authorization", "").encode("utf-8", "replace")
@@ -141,7 +165,7 @@ class Doorkeeper(ABC):
         if self.inside >= self.limits_of_requests.max_waiting:
             raise Refusal(
                 503,
-                f"{self.inside} requests are being scored already",
+                f"{self.inside} requests are being answered already",
                 headers={"Retry-After": "1"},
             )
         self.inside += 1

@@ -7,18 +7,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Gt
 from fastapi import FastAPI, Request, Response
-from starlette.concurrency import run_in_threadpool
-from starlette.exceptions import HTTPException
 from torch import Tensor
 
 from mmrl import __version__
@@ -26,48 +22,36 @@ from mmrl.config import Weighted
 from mmrl.core.errors import UserError, suggest
 from mmrl.core.registry import describe
 from mmrl.core.types import Prompt
+from mmrl.remote.application import application
 from mmrl.remote.body import parts_of
 from mmrl.remote.lanes import Answer, Lane
 from mmrl.remote.memory import Memory, Share
-from mmrl.remote.requests import Doorkeeper, Refusal, check_https, reply, shortened
+from mmrl.remote.requests import Doorkeeper, Listening, Refusal, reply, shortened
 from mmrl.scoring import Handled
 from rewards.card import PICTURES, card_of
 from rewards.tokens import Tokens
-from rewards.wire import BYTES_A_PIXEL, BadInput, Limits, check_token, unpack
+from rewards.wire import BYTES_A_PIXEL, BadInput, Limits, unpack
 
 
-@dataclass(frozen=True)
-class ServeOptions:
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions(Listening):
     """Holds ``serve:`` of a configuration for ``mmrl serve-reward``."""
 
-    host: str = "127.0.0.1"  # 0.0.0.0 listens on all networks of the machine and needs a token
-    port: Annotated[int, Ge(0), Le(65535)] = 8123  # 0: any free port, which is printed
-    token: str | None = None  # null: the value of MMRL_REWARD_TOKEN
-    token_file: Path | None = None  # a valid token on every line; read again when it changes
-    certificate: Path | None = None  # of the server, for https; with it
-    private_key: Path | None = None
-    max_request_mib: Annotated[float, Gt(0)] = 88.0  # size of a request's body
     max_samples: Annotated[int, Ge(1)] = 1024  # samples in one request
     max_megapixels: Annotated[float, Gt(0)] = 64.0  # decoded pictures of one request
     max_values: Annotated[int, Ge(1)] = 2_000_000  # commas and brackets of one request
     # all requests together: half for what has arrived, half for what is decoded of it
     max_memory_mib: Annotated[float, Gt(0)] = 4096.0
     max_decoding: Annotated[int, Ge(1)] = 2  # requests that are decoded at once
-    max_connections: Annotated[int, Ge(1)] = 1024  # at once; further ones are closed
-    header_timeout: Annotated[float, Gt(0)] = 10.0  # seconds for the headers of a request to arrive
     max_batch: Annotated[int, Ge(1)] = 64  # samples a reward sees at once
     # milliseconds that a request waits for others to share its batch
     wait_ms: Annotated[float, Ge(0)] = 4.0
-    max_waiting: Annotated[int, Ge(1)] = 64  # requests at once; further ones get 503
-    read_timeout: Annotated[float, Gt(0)] = 60.0  # seconds for the body to arrive
-    timeout: Annotated[float, Gt(0)] = 600.0  # seconds for the scores
     formats: list[Literal["png", "webp", "tensor"]] = field(
         default_factory=lambda: ["png", "webp", "tensor"]
     )
 
     def __post_init__(self) -> None:
-        check_token(self.token)
-        check_https(self.certificate, self.private_key)
+        super().__post_init__()
         largest = max(self.max_request_mib, self.max_megapixels * 1e6 * BYTES_A_PIXEL / 2**20)
         if 2 * largest > self.max_memory_mib:
             raise UserError(
@@ -84,6 +68,8 @@ class ServeOptions:
 
 class Service(Doorkeeper):
     """Holds the rewards, their lanes, and what has been counted."""
+
+    kind = "reward"
 
     def __init__(self, rewards: Mapping[str, Weighted], options: ServeOptions):
         super().__init__(options, Tokens(options.token, options.token_file))
@@ -200,17 +186,12 @@ class Service(Doorkeeper):
             "limits": limits,
         }
 
-    def metrics(self) -> str:
-        """Return the counters in Prometheus's text format."""
-        lines = ["# TYPE mmrl_reward_requests_total counter"]
-        lines += [
-            f'mmrl_reward_requests_total{{status="{status}"}} {n}'
-            for status, n in sorted(self.requests.items())
-        ]
-        lines += [
-            "# TYPE mmrl_reward_requests_inside gauge",
-            f"mmrl_reward_requests_inside {self.inside}",
-        ]
+    def problem(self) -> str:
+        stuck = [name for name, lane in self.lanes.items() if not lane.alive]
+        return f"no longer scored: {', '.join(stuck)}" if stuck else ""
+
+    def metrics(self) -> list[str]:
+        lines = super().metrics()
         for what in ("samples", "failures", "batches", "seconds"):
             lines.append(f"# TYPE mmrl_reward_{what}_total counter")
             for name, lane in self.lanes.items():
@@ -224,7 +205,7 @@ class Service(Doorkeeper):
                     f'mmrl_reward_{what}_total{{reward="{label}"}} '
                     f"{lane.seconds if value is None else value}"
                 )
-        return "\n".join(lines) + "\n"
+        return lines
 
 
 def card_in_short(reward: Any) -> dict[str, Any]:
@@ -246,47 +227,4 @@ def describe_reward(reward: Any) -> str:
 
 def make_app(rewards: Mapping[str, Weighted], options: ServeOptions | None = None) -> FastAPI:
     """Return the ASGI application that serves these rewards."""
-    service = Service(rewards, options or ServeOptions())
-
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        yield
-        await run_in_threadpool(service.close)
-
-    app = FastAPI(
-        title="mmrl rewards", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan
-    )
-    app.state.service = service
-
-    @app.post("/score")
-    async def score(request: Request) -> Response:
-        return await service.respond(request)
-
-    @app.get("/health")
-    async def health() -> Response:
-        stuck = [name for name, lane in service.lanes.items() if not lane.alive]
-        return (
-            reply({"status": f"no longer scored: {', '.join(stuck)}"}, 503)
-            if stuck
-            else reply({"status": "ok"})
-        )
-
-    @app.get("/info")
-    async def info(request: Request) -> Response:
-        service.authenticate(request)
-        return reply(service.info())
-
-    @app.get("/metrics")
-    async def metrics(request: Request) -> Response:
-        service.authenticate(request)
-        return Response(service.metrics(), media_type="text/plain; version=0.0.4")
-
-    @app.exception_handler(Refusal)
-    async def refused(request: Request, error: Refusal) -> Response:
-        return error.reply()
-
-    @app.exception_handler(HTTPException)
-    async def unknown(request: Request, error: HTTPException) -> Response:
-        return Refusal(error.status_code, str(error.detail), headers=error.headers).reply()
-
-    return app
+    return application(Service(rewards, options or ServeOptions()), "mmrl rewards", "/score")

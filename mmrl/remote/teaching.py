@@ -1,4 +1,5 @@
-"""Serves a policy as a teacher over HTTP: ``POST /teach``, ``GET /health`` and ``/info``.
+"""Serves a policy as a teacher over HTTP: ``POST /teach``, ``GET /health``, ``/info`` and
+``/metrics``.
 
 A question and its answer are messages of ``mmrl.core.messages``; ``mmrl.policies.teaching`` says
 what is in them. One question is answered at a time, with exactly its rows in one pass, so that the
@@ -9,11 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -25,37 +24,28 @@ from mmrl.core.errors import UserError
 from mmrl.core.messages import BadMessage, pack, unpack
 from mmrl.policies.base import Policy
 from mmrl.policies.teaching import BadQuestion, answer, signature
-from mmrl.remote.requests import Doorkeeper, Refusal, check_https, reply, shortened
+from mmrl.remote.application import application
+from mmrl.remote.requests import Doorkeeper, Listening, Refusal, shortened
 from rewards.tokens import Tokens
-from rewards.wire import BadInput, check_token
+from rewards.wire import BadInput
 
 TEACHER_VARIABLE = "MMRL_TEACHER_TOKEN"
 LIMITS = ("max_request_mib", "max_answer_mib")
 log = logging.getLogger("mmrl.remote.requests")
 
 
-@dataclass(frozen=True)
-class TeachOptions:
+@dataclass(frozen=True, kw_only=True)
+class TeachOptions(Listening):
     """Holds ``serve:`` of a configuration for ``mmrl serve-teacher``."""
 
-    host: str = "127.0.0.1"  # 0.0.0.0 listens on all networks of the machine and needs a token
     port: Annotated[int, Ge(0), Le(65535)] = 8124  # 0: any free port, which is printed
-    token: str | None = None  # null: the value of MMRL_TEACHER_TOKEN
-    token_file: Path | None = None  # a valid token on every line; read again when it changes
-    certificate: Path | None = None  # of the server, for https; with it
-    private_key: Path | None = None
     max_request_mib: Annotated[float, Gt(0)] = 1024.0  # a question
     max_answer_mib: Annotated[float, Gt(0)] = 4096.0  # log-probs of all tokens of its rows
     max_memory_mib: Annotated[float, Gt(0)] = 8192.0  # half of it: questions that wait together
-    max_connections: Annotated[int, Ge(1)] = 1024  # at once; further ones are closed
-    max_waiting: Annotated[int, Ge(1)] = 64  # questions at once; further ones get 503
-    header_timeout: Annotated[float, Gt(0)] = 10.0  # seconds for the headers of a request to arrive
     read_timeout: Annotated[float, Gt(0)] = 600.0  # seconds for a question to arrive
-    timeout: Annotated[float, Gt(0)] = 600.0  # seconds for its answer
 
     def __post_init__(self) -> None:
-        check_token(self.token)
-        check_https(self.certificate, self.private_key)
+        super().__post_init__()
         if 2 * self.max_request_mib > self.max_memory_mib:
             raise UserError(
                 f"serve.max_memory_mib {self.max_memory_mib:g} is less than twice "
@@ -66,11 +56,15 @@ class TeachOptions:
 class TeachingService(Doorkeeper):
     """Holds the teacher and answers questions one after another."""
 
+    kind = "teacher"
+
     def __init__(self, policy: Policy, options: TeachOptions):
         super().__init__(options, Tokens(options.token, options.token_file, TEACHER_VARIABLE))
         self.options = options
         self.policy = policy
         self.broken = ""  # why the device answers nothing any more
+        self.rows = 0
+        self.seconds = 0.0
         self.thread = ThreadPoolExecutor(1, "teacher")
 
     def close(self) -> None:
@@ -79,7 +73,7 @@ class TeachingService(Doorkeeper):
     async def handle(self, request: Request) -> Response:
         """Read a question, ask the policy. Raises Refusal and BadInput."""
         if self.broken:
-            raise Refusal(503, f"the device has failed, start the server again: {self.broken}")
+            raise Refusal(503, self.problem())
         with self.bodies.share() as share:
             body = await self.body(request, share)
             job = self.thread.submit(self.answer, body)
@@ -96,7 +90,9 @@ class TeachingService(Doorkeeper):
         try:
             message = unpack(body)
             body.clear()
+            began = time.perf_counter()
             shown = answer(self.policy, message)
+            self.seconds += time.perf_counter() - began
         except BadMessage as error:
             raise BadInput("body", str(error)) from error
         except BadQuestion as error:
@@ -117,7 +113,18 @@ class TeachingService(Doorkeeper):
                 f"the answer has {size / 2**20:.0f} MiB, more than max_answer_mib "
                 f"{self.options.max_answer_mib:g}; ask for fewer rows at once",
             )
+        self.rows += len(next(iter(shown.values())))
         return pack(shown)
+
+    def problem(self) -> str:
+        return f"the device has failed, start the server again: {self.broken}" * bool(self.broken)
+
+    def metrics(self) -> list[str]:
+        lines = super().metrics()
+        for what, value in (("rows", self.rows), ("seconds", self.seconds)):
+            lines += [f"# TYPE mmrl_teacher_{what}_total counter"]
+            lines += [f"mmrl_teacher_{what}_total {value}"]
+        return lines
 
     def info(self) -> dict[str, Any]:
         options = asdict(self.options)
@@ -130,33 +137,4 @@ class TeachingService(Doorkeeper):
 
 def make_teacher_app(policy: Policy, options: TeachOptions | None = None) -> FastAPI:
     """Return the ASGI application that serves this policy as a teacher."""
-    service = TeachingService(policy, options or TeachOptions())
-
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        yield
-        await asyncio.to_thread(service.close)
-
-    app = FastAPI(
-        title="mmrl teacher", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan
-    )
-    app.state.service = service
-
-    @app.post("/teach")
-    async def teach(request: Request) -> Response:
-        return await service.respond(request)
-
-    @app.get("/health")
-    async def health() -> Response:
-        return reply({"status": "ok"}) if not service.broken else reply({"status": "broken"}, 503)
-
-    @app.get("/info")
-    async def info(request: Request) -> Response:
-        service.authenticate(request)
-        return reply(service.info())
-
-    @app.exception_handler(Refusal)
-    async def refused(request: Request, error: Refusal) -> Response:
-        return error.reply()
-
-    return app
+    return application(TeachingService(policy, options or TeachOptions()), "mmrl teacher", "/teach")
