@@ -34,6 +34,16 @@ RunOrConfig = Annotated[
         autocompletion=completion.of_runs_and_configs,
     ),
 ]
+Served = Annotated[
+    Path,
+    typer.Argument(
+        help="A .yaml file with what is served and perhaps `serve:`, or a name.",
+        autocompletion=completion.of_configs,
+    ),
+]
+ServeOverrides = Annotated[
+    list[str] | None, typer.Argument(help="Changes such as serve.port=8200.")
+]
 At = Annotated[
     str | None,
     typer.Option("--checkpoint", help="Name such as iteration-000050; default: the newest."),
@@ -461,16 +471,8 @@ def build(
 
 @app.command(name="serve-reward")
 def serve_reward(
-    config: Annotated[
-        Path,
-        typer.Argument(
-            help="A .yaml file with `reward:` and perhaps `serve:`, or a name.",
-            autocompletion=completion.of_configs,
-        ),
-    ],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="Changes such as serve.port=8200.")
-    ] = None,
+    config: Served,
+    overrides: ServeOverrides = None,
 ) -> None:
     """Serve the rewards of a configuration to other machines over HTTP."""
     from mmrl.remote.server import serve
@@ -481,16 +483,8 @@ def serve_reward(
 
 @app.command(name="serve-teacher")
 def serve_teacher(
-    config: Annotated[
-        Path,
-        typer.Argument(
-            help="A .yaml file with `policy:` and perhaps `serve:`, or a name.",
-            autocompletion=completion.of_configs,
-        ),
-    ],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="Changes such as serve.port=8200.")
-    ] = None,
+    config: Served,
+    overrides: ServeOverrides = None,
 ) -> None:
     """Serve the policy of a configuration as a teacher for distillation on other machines."""
     from mmrl.remote import server

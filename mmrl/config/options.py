@@ -110,6 +110,23 @@ class AdaptiveRounds:
 
 
 @dataclass(frozen=True)
+class TemporalContrast:
+    """Gives right answers about a video a bonus where its order of frames matters: T-GRPO.
+
+    ``reward``: the one that says whether an answer is right. ``share``: answers with shuffled
+    frames, of ``train.group_size``. ``ratio``: a group gets the bonus if its mean reward is at
+    least so many times that of the shuffled answers. ``bonus``: is added to the reward.
+    ``threshold``: an answer whose reward is above it is right.
+    """
+
+    reward: str
+    share: Annotated[float, Gt(0)] = 0.5
+    ratio: Annotated[float, Ge(0)] = 0.8
+    bonus: float = 0.3
+    threshold: float = 0.1
+
+
+@dataclass(frozen=True)
 class ResponseReuse:
     """Puts answers of earlier iterations to a prompt in its group: AR3PO, RePO, RLEP, ReMix.
 
@@ -422,6 +439,8 @@ class TrainOptions:
     max_new_tokens_schedule: tuple[tuple[Natural, Count], ...] = ()
     # sample prompts again until their rewards are a signal; null: every prompt once
     adaptive_sampling: AdaptiveRounds | None = None
+    # a bonus where the order of a video's frames matters; null: none
+    temporal_contrast: TemporalContrast | None = None
     # rounds in which groups of equal rewards are replaced by groups of other prompts
     dynamic_sampling_rounds: Natural = 0
     # std of a group's rewards up to which they count as equal

@@ -118,6 +118,7 @@ IDLE_IN_SFT = (
     "response_reuse",
     "ground_truth_rollout",
     "mask_truncated_completions",
+    "temporal_contrast",
 )
 
 
@@ -263,6 +264,7 @@ BESIDE_PARTS = (
     "replay_buffer",
     "response_reuse",
     "speculative",
+    "temporal_contrast",
 )
 
 
@@ -296,6 +298,7 @@ EXCHANGING = (
     "response_reuse",
     "speculative",
     "context_parallel",
+    "temporal_contrast",
 )
 
 

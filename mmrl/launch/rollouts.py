@@ -61,6 +61,7 @@ LOOKING = (
     "refinement",
     "replay_buffer",
     "response_reuse",
+    "temporal_contrast",
 )
 
 

@@ -19,7 +19,7 @@ from mmrl.core import distributed
 from mmrl.core.errors import UserError
 from mmrl.core.registry import STAGES
 from mmrl.core.types import Prompt, Rewards
-from mmrl.rollout.collect import appended, media_of, together
+from mmrl.rollout.collect import appended, evenly, media_of, together
 from mmrl.rollout.stages import Drawn, Sample, Setup, Stage, group_sizes, moments, outline
 from samplers.noise import Rng
 
@@ -64,25 +64,20 @@ class AdaptiveSampling(Stage):
             )
         sizes = torch.tensor(group_sizes(drawn.rollout))
         pool = drawn
-        rank, _ = distributed.world()
         device = drawn.rollout.group.device
         samples = 0
         rounds = 0
         for number in range(self.options.rounds):
             active = self.active(pool, sizes)
-            counts = distributed.all_gather_rows(torch.tensor([len(active)], device=device))
-            most = int(counts.max())
-            if not most:
+            share = evenly(len(active), device)
+            if not share.total:
                 break
             rng = Rng.of(self.seed, iteration, "adaptive", number)
-            # all processes draw equally many, as sharded models need
-            round_groups = [*active, *[0] * (most - len(active))]
+            round_groups = [*active, *[0] * share.idle]
             prompts = [self.origins[id(drawn.rollout.prompts[g])][1] for g in round_groups]
-            further = sample(
-                prompts, replace(rng, offset=int(counts[:rank].sum())), self.round_size
-            )
+            further = sample(prompts, replace(rng, offset=share.offset), self.round_size)
             pool = together_with(pool, further, active)
-            samples += int(counts.sum()) * self.round_size
+            samples += share.total * self.round_size
             rounds += 1
         left = torch.tensor(len(self.active(pool, sizes)), device=device)
         return chosen(drawn, pool, self.labels(pool), sizes), {

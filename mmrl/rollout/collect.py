@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -42,6 +42,24 @@ class GroupScorer(Protocol):
     ) -> Rewards: ...
 
     def stream(self, rows: int) -> RewardStream: ...
+
+
+class Share(NamedTuple):
+    """Says how many prompts all processes sample once more, and where this one's begin among
+    them; ``idle``: those that it samples besides, since all must draw equally many, as sharded
+    models need."""
+
+    total: int
+    offset: int
+    idle: int
+
+
+def evenly(count: int, device: torch.device) -> Share:
+    """Share out what is sampled once more, of which this process has ``count`` prompts; a
+    collective call."""
+    counts = distributed.all_gather_rows(torch.tensor([count], device=device)).tolist()
+    rank, _ = distributed.world()
+    return Share(sum(counts), sum(counts[:rank]), max(counts) - count)
 
 
 def draw(

@@ -11,12 +11,11 @@ import torch
 
 from mmrl.advantages.groups import measured
 from mmrl.config.options import Refinement
-from mmrl.core import distributed
 from mmrl.core.errors import UserError
 from mmrl.core.registry import STAGES
 from mmrl.core.types import Prompt, Rewards, Rollout
 from mmrl.data.answers import Answer
-from mmrl.rollout.collect import rescored
+from mmrl.rollout.collect import evenly, rescored
 from mmrl.rollout.insertion import demonstrated
 from mmrl.rollout.past import Remembered, inserted, with_marks
 from mmrl.rollout.stages import Drawn, KnowsPrompts, Sample, Setup
@@ -85,15 +84,12 @@ class Refined(KnowsPrompts):
     ) -> tuple[Drawn | None, int]:
         """Sample an answer to each question, and tell how many there are on all processes, which
         draw equally many, as sharded models need; None where there are none."""
-        device = drawn.rollout.group.device
-        counts = distributed.all_gather_rows(torch.tensor([len(questions)], device=device)).tolist()
-        if not max(counts):
+        share = evenly(len(questions), drawn.rollout.group.device)
+        if not share.total:
             return None, 0
-        rank, _ = distributed.world()
-        idle = [drawn.rollout.prompts[0]] * (max(counts) - len(questions))
+        idle = [drawn.rollout.prompts[0]] * share.idle
         rng = Rng.of(self.setup.options.seed, iteration, "refine")
-        rng = replace(rng, offset=sum(counts[:rank]))
-        return sample([*questions, *idle], rng, 1), sum(counts)
+        return sample([*questions, *idle], replace(rng, offset=share.offset), 1), share.total
 
     # the best answer, improved
 

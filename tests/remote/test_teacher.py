@@ -198,13 +198,37 @@ def spoilt(nest, draw):
     return changed
 
 
+def asked(app):
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://teacher")
+
+
+def test_answered_requests_rows_and_seconds_are_counted():
+    policy = toys.make("flow")
+    question = question_of(policy)
+    rows = len(next(iter(wire.answer(policy, unpack(pack(question))).values())))
+
+    async def texts(app):
+        async with asked(app) as client:
+            for content in (pack(question), pack(question), b""):
+                await client.post("/teach", content=content)
+            wrong = await client.get("/nowhere")
+            return (await client.get("/metrics")).text.splitlines(), wrong
+
+    lines, wrong = asyncio.run(texts(make_teacher_app(policy)))
+    numbers = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    assert numbers['mmrl_teacher_requests_total{status="200"}'] == "2"
+    assert numbers['mmrl_teacher_requests_total{status="400"}'] == "1"
+    assert int(numbers["mmrl_teacher_rows_total"]) == 2 * rows
+    assert float(numbers["mmrl_teacher_seconds_total"]) > 0
+    assert (wrong.status_code, wrong.json()["error"]) == (404, "Not Found")
+
+
 def test_no_message_that_anyone_may_send_is_a_500():
     draw = random.Random(0)
     sent = 150
 
     async def ask(app, contents):
-        transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://teacher") as client:
+        async with asked(app) as client:
             return [(await client.post("/teach", content=c)).status_code for c in contents]
 
     for family in ("flow", "causal"):

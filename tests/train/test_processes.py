@@ -3,8 +3,11 @@ one does."""
 
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -64,6 +67,22 @@ def same(one, two, where, apart=1e-10):
         )
 
 
+def once_more_after_a_crash(start, folder, words):
+    """The process of a whole run; where native code aborted it, that of a second run.
+
+    One in some hundred runs of two processes has ended inside of torch ("double free or
+    corruption", docs/lab-notes.md), which no line here can cause. A warning shows where.
+    """
+    for crashes in range(2):
+        folder.mkdir()
+        done = start(["-m", "tests.fixtures.process_worker", folder, *words])
+        if crashes or done.returncode not in (-signal.SIGABRT, -signal.SIGSEGV):
+            break
+        warnings.warn(f"native code crashed: {done.stderr[-6000:]}", stacklevel=2)
+        shutil.rmtree(folder)
+    return done
+
+
 @pytest.mark.slow
 def test_two_processes_equal_one(tmp_path):
     """Samples, rewards, advantages, log-probs, metrics, evaluation, weights, snapshots and
@@ -77,10 +96,8 @@ def test_two_processes_equal_one(tmp_path):
         "halves": (warm.ranks, ["--start", tmp_path / "one", "--sharded"]),
     }
     for kind, (start, words) in kinds.items():
-        folder = tmp_path / kind
-        folder.mkdir()
-        done = start(["-m", "tests.fixtures.process_worker", folder, *words])
-        assert done.returncode == 0, f"{kind}: {done.stderr[:6000]}"
+        done = once_more_after_a_crash(start, tmp_path / kind, words)
+        assert done.returncode == 0, f"{kind}: {done.stderr[-6000:]}"
     for kind, cases in (("copies", worker.CASES), ("halves", worker.SHARDED)):
         for case in cases:
             single, double = (

@@ -102,6 +102,15 @@ def noisy(pixels: np.ndarray, prompt: Prompt, name: str) -> np.ndarray:
     return shown
 
 
+def shown_video(video: Video, prompt: Prompt, name: str) -> Video:
+    """Return a video as its model is to see it: with the noise, and in the order of frames, that
+    the prompt asks for (``train.temporal_contrast``); ``name``: of the video in the prompt."""
+    frames = noisy(video.frames, prompt, name)
+    if (key := prompt.get("frame_order")) is not None:
+        frames = frames[Rng.of("frames", key, name).permutation(len(frames)).numpy()]
+    return replace(video, frames=frames)
+
+
 def shown_image(source: Any, prompt: Prompt, number: int = 0, max_pixels: int | None = None) -> Any:
     """Open image ``number`` of a prompt as its model, which uses ``max_pixels`` of it, is to see
     it."""

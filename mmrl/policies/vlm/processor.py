@@ -9,7 +9,6 @@ are joined along their first dimension.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,9 +28,9 @@ from mmrl.policies.vlm.media import (
     Video,
     image_at,
     images_of,
-    noisy,
     open_video,
     shown_image,
+    shown_video,
     video_at,
     where,
 )
@@ -278,12 +277,10 @@ class Inputs:
         most = self.budgets.max_pixels
         images = [shown_image(each, prompt, n, most) for n, each in enumerate(sources["image"])]
         videos = [
-            open_video(source, prompt.get("fps"), self.budgets, prompt)
-            for source in sources["video"]
-        ]
-        videos = [
-            replace(video, frames=noisy(video.frames, prompt, f"video {n}"))
-            for n, video in enumerate(videos)
+            shown_video(
+                open_video(source, prompt.get("fps"), self.budgets, prompt), prompt, f"video {n}"
+            )
+            for n, source in enumerate(sources["video"])
         ]
         sounds = iter(sources["audio"])
         plain = [

@@ -1,0 +1,142 @@
+"""Rewards answers that need the order of a video's frames: T-GRPO, of Video-R1 (Feng et al.
+2025)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from mmrl.config.options import TemporalContrast
+from mmrl.core import distributed
+from mmrl.core.errors import UserError
+from mmrl.core.registry import STAGES
+from mmrl.core.types import Prompt, Rewards
+from mmrl.rollout.collect import evenly
+from mmrl.rollout.stages import Drawn, KnowsPrompts, Sample, Setup
+from samplers.noise import Rng
+
+VIDEOS = ("video", "videos")
+
+
+@STAGES.register("temporal_contrast")
+class Contrasted(KnowsPrompts):
+    """Gives right answers about videos a bonus where the order of frames matters
+    (``train.temporal_contrast``).
+
+    The policy also answers with the frames shuffled; these answers are scored and not trained on.
+    If the mean reward of a group is at least ``ratio`` times that of its shuffled answers, its
+    right ones get the bonus.
+    """
+
+    def __init__(self, options: TemporalContrast, setup: Setup):
+        self.options = options
+        self.seed = setup.options.seed
+        self.copies = max(1, round(options.share * setup.options.group_size))
+        self.origins: dict[int, Prompt] = {}
+
+    @classmethod
+    def build(cls, setup: Setup) -> Contrasted | None:
+        options = setup.options.temporal_contrast
+        if options is None:
+            return None
+        if options.reward not in setup.rewards:
+            known = ", ".join(setup.rewards)
+            raise UserError(
+                f"train.temporal_contrast.reward: {options.reward!r} is no reward of this run that "
+                f"is trained on; name the one that says whether an answer is right: {known}"
+            )
+        if not any(has_video(prompt) for prompt in setup.prompts):
+            raise UserError(
+                "train.temporal_contrast: no prompt of the data has a video, so there are no "
+                "frames to shuffle: leave it out"
+            )
+        return cls(options, setup)
+
+    def groups(
+        self, drawn: Drawn, iteration: int, sample: Sample
+    ) -> tuple[Drawn, dict[str, float]]:
+        places = [
+            place
+            for place, prompt in enumerate(drawn.rollout.prompts)
+            if has_video(self.origins.get(id(prompt), {}))
+        ]
+        shuffled = self._shuffled(drawn, places, iteration, sample)
+        if shuffled is None:
+            return drawn, {"temporal/groups": 0.0}
+        means = self._means(drawn, len(drawn.rollout.prompts))
+        # of the rows that fill up a pass, those of places that do not exist are left out
+        contrast = torch.full_like(means, torch.nan)
+        contrast[places] = self._means(shuffled, len(shuffled.rollout.prompts))[: len(places)]
+        ordered = means >= self.options.ratio * contrast  # False where either has no reward
+        value = drawn.rewards[self.options.reward]
+        chosen = ordered.to(value.device)[drawn.rollout.group]
+        right = value > self.options.threshold
+        if value.ndim == 2:
+            chosen = chosen[:, None]
+        bonus = self.options.bonus * (chosen & right)
+        values = {**drawn.rewards, self.options.reward: value + bonus}
+        rewards = Rewards(values, drawn.rewards.weights)
+        return replace(drawn, rewards=rewards), self._counts(places, ordered, means, contrast)
+
+    def _shuffled(
+        self, drawn: Drawn, places: list[int], iteration: int, sample: Sample
+    ) -> Drawn | None:
+        """Sample answers to these groups' prompts with their frames shuffled, of which the first
+        are theirs; None where no process has a video. All processes draw equally many, as sharded
+        models need."""
+        share = evenly(len(places), drawn.rollout.group.device)
+        if not share.total:
+            return None
+        rng = Rng.of(self.seed, iteration, "shuffled frames")
+        prompts = []
+        for place in [*places, *[0] * share.idle]:
+            prompt = self.origins[id(drawn.rollout.prompts[place])]
+            question = prompt.get("text") or prompt.get("messages")
+            prompts.append({**prompt, "frame_order": f"{iteration} {question}"})
+        return sample(prompts, replace(rng, offset=share.offset), self.copies)
+
+    def _means(self, drawn: Drawn, count: int) -> Tensor:
+        """Return the mean of the reward over every group, [P]; NaN where none could be scored."""
+        value = drawn.rewards.per_row()[self.options.reward]
+        whole = drawn.rollout.group
+        sums, counts = (
+            torch.zeros(count, dtype=torch.float64, device=whole.device).index_add_(0, whole, x)
+            for x in (value.nan_to_num(0.0).double(), (~value.isnan()).double())
+        )
+        return sums / counts
+
+    def _counts(
+        self, places: list[int], ordered: Tensor, means: Tensor, contrast: Tensor
+    ) -> dict[str, float]:
+        """Count over all processes the groups with a video and those that got the bonus, and take
+        the means of both kinds of answers."""
+        known = ~(means + contrast).isnan()
+        numbers = torch.stack(
+            [
+                torch.tensor(float(len(places)), device=means.device, dtype=torch.float64),
+                ordered.sum().double(),
+                known.sum().double(),
+                means[known].sum(),
+                contrast[known].sum(),
+            ]
+        )
+        groups, ordered_groups, scored, right, shuffled = distributed.all_sum(numbers).tolist()
+        if not scored:
+            return {"temporal/groups": groups}
+        return {
+            "temporal/groups": groups,
+            "temporal/ordered": ordered_groups / scored,
+            "temporal/mean": right / scored,
+            "temporal/shuffled_mean": shuffled / scored,
+        }
+
+
+def has_video(prompt: Prompt) -> bool:
+    """Tell whether a prompt shows a video, also as a part of its messages."""
+    if any(prompt.get(name) is not None for name in VIDEOS):
+        return True
+    parts = [m.get("content") for m in prompt.get("messages") or () if isinstance(m, dict)]
+    lists = [content for content in parts if isinstance(content, list)]
+    return any(part.get("type") == "video" for content in lists for part in content)
