@@ -5,7 +5,7 @@ or card, and writes a table of what each would take.
         [--seconds N]
 
 Writes STEM.json and STEM.md (docs/results/rehearsal). What is already in STEM.json from the same
-devices is taken from there, so an interrupted run goes on; --again forgets it. Passes that two
+devices is taken from there, so an interrupted run goes on; --again forgets what is rehearsed anew. Passes that two
 configurations share are measured once. Configurations whose prompts do not divide among the cards
 take the next number that does, and the table says so.
 """
@@ -178,11 +178,14 @@ def main(words: list[str] | None = None) -> int:
     cards = devices(args.devices)
     file = args.out.with_suffix(".json")
     report: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
-    if args.again or report.get("devices") != str(cards):
+    if report.get("devices") != str(cards):
         report = {"devices": str(cards), "configurations": {}}
     known: Known = {}
     start = time.perf_counter()
-    for path in configurations(args.only):
+    chosen = configurations(args.only)
+    for path in chosen if args.again else []:
+        report["configurations"].pop(name_of(path), None)
+    for path in chosen:
         name = name_of(path)
         if name in report["configurations"] or time.perf_counter() - start > args.seconds:
             continue
