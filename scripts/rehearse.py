@@ -5,9 +5,9 @@ or card, and writes a table of what each would take.
         [--seconds N]
 
 Writes STEM.json and STEM.md (docs/results/rehearsal). What is already in STEM.json from the same
-devices is taken from there, so an interrupted run goes on; --again forgets what is rehearsed anew. Passes that two
-configurations share are measured once. Configurations whose prompts do not divide among the cards
-take the next number that does, and the table says so.
+devices is taken from there, so an interrupted run goes on; --again forgets what is rehearsed anew.
+Passes that two configurations share are measured once. Configurations whose prompts do not divide
+among the cards take the next number that does, and the table says so.
 """
 
 import argparse
