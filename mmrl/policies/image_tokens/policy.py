@@ -34,6 +34,7 @@ from mmrl.policies.drafts import FREE, SHARDED
 from mmrl.policies.image_tokens.attention import Kernel, available
 from mmrl.policies.image_tokens.network import ImageNet, Inputs, beside, spans, stacked
 from mmrl.policies.image_tokens.speculation import speculate
+from mmrl.policies.products import kept_layout, quicken
 from mmrl.policies.scores import recorded
 from mmrl.policies.tokens import AnswerTokens, TokenPolicy, somewhere
 from mmrl.policies.vlm.prefix_sharing import sharded
@@ -84,6 +85,7 @@ class ImageTokenPolicy(TokenPolicy):
         self.logprob_guidance = logprob_guidance
         net.stopgrad = logprob_guidance == "guided_stopgrad_uncond"
         net.kernel = available(attention)
+        quicken(net)
         if compile:
             net.compile_token()
         warn_of_mismatch(logprob_guidance, guidance_scale)
@@ -110,6 +112,12 @@ class ImageTokenPolicy(TokenPolicy):
 
     def rollout(
         self, prompts: list[Prompt], copies: Copies, rng: Rng, context: RolloutContext = NO_CONTEXT
+    ) -> Rollout:
+        with kept_layout(self.net):
+            return self._rollout(prompts, copies, rng, context)
+
+    def _rollout(
+        self, prompts: list[Prompt], copies: Copies, rng: Rng, context: RolloutContext
     ) -> Rollout:
         row, group = rows_and_groups(prompts, copies, rng, self.device)
         if self.anneal is not None:
