@@ -86,14 +86,14 @@ def serves(x: Tensor, weight: Tensor) -> bool:
     """Tell whether oneDNN computes this product: not within torch.compile or a mode that counts or
     replaces operations, which knows torch's own, nor of sharded weights or under autocast."""
     return (
-        x.dtype == weight.dtype == torch.float32
+        not torch.compiler.is_compiling()
+        and x.dtype == weight.dtype == torch.float32
         and x.device.type == weight.device.type == "cpu"
         and faster()
         and weight.numel() >= LEAST
         and x.numel() > 0
         and type(weight) in (nn.Parameter, Tensor)
         and not torch.is_autocast_enabled("cpu")
-        and not torch.compiler.is_compiling()
         and _get_current_dispatch_mode() is None
     )
 
@@ -114,10 +114,10 @@ class _Product(torch.autograd.Function):
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         by_x, by_weight, by_bias, _ = ctx.needs_input_grad
-        rows = gradient.flatten(0, -2)
+        rows = gradient.reshape(-1, gradient.shape[-1])
         return (
             linear(gradient, weight.t(), None) if by_x else None,
-            linear(rows.t(), x.flatten(0, -2).t(), None) if by_weight else None,
+            linear(rows.t(), x.reshape(-1, x.shape[-1]).t(), None) if by_weight else None,
             rows.sum(0) if by_bias else None,
             None,
         )

@@ -27,8 +27,9 @@ class Rooms:
         """Allocate ``size`` tokens, the first of which are those ``read`` of the prompts of
         ``rows`` [B]."""
         length = read[0][0].shape[2]
-        # a token's product with all keys reads whole columns then; measured on CPUs in float32
-        columns = read[0][0].device.type == "cpu" and read[0][0].dtype == torch.float32
+        # on CPUs a token's product with all keys then reads memory in order
+        exact = read[0][0].dtype in (torch.float32, torch.float64)
+        columns = exact and read[0][0].device.type == "cpu"
         return cls([(_wide(k, rows, size, columns), _wide(v, rows, size)) for k, v in read], length)
 
     @property
