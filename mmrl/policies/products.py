@@ -7,7 +7,7 @@ precision, layers compute as they always did.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -54,7 +54,7 @@ def kept_layout(net: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.keeps = False
-            layer.kept = None
+            layer.kept = layer.joint = None
 
 
 class Linear(nn.Linear):
@@ -62,11 +62,28 @@ class Linear(nn.Linear):
 
     keeps = False
     kept: Tensor | None = None  # the weights in oneDNN's layout
+    joint: Tensor | None = None  # with those of others, as ``together`` takes them
 
     def forward(self, x: Tensor) -> Tensor:
         if self.keeps and self.kept is None and serves(x, self.weight):
             self.kept = _laid_out(self.weight, None)
         return linear(x, self.weight, self.bias, self.kept)
+
+
+def together(x: Tensor, layers: Sequence[nn.Module]) -> Sequence[Tensor]:
+    """Return what linear layers make of one input, by one product where all keep their layout;
+    the first of them is always with the same others."""
+    first = layers[0]
+    if torch.is_grad_enabled() or not (
+        isinstance(first, Linear) and first.keeps and serves(x, first.weight)
+    ):
+        return [layer(x) for layer in layers]
+    alike = [layer for layer in layers if isinstance(layer, Linear) and layer.bias is None]
+    if len(alike) < len(layers):
+        return [layer(x) for layer in layers]
+    if first.joint is None:
+        first.joint = _laid_out(torch.cat([layer.weight for layer in alike]), None)
+    return _product(x, first.joint, None).split([layer.out_features for layer in alike], -1)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, kept: Tensor | None = None) -> Tensor:

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from mmrl.policies import products
 from mmrl.policies.image_tokens.models.janus import Janus
 from mmrl.policies.masked.amused import Amused
-from mmrl.policies.products import Linear, kept_layout, linear, quicken
+from mmrl.policies.products import Linear, kept_layout, linear, quicken, together
 from samplers.noise import Rng
 from tests.fixtures import tiny_diffusers
 from tests.fixtures.image_tokens import tiny_janus
@@ -34,6 +34,13 @@ def everywhere(monkeypatch):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tiny_janus(tmp_path_factory.mktemp("janus"), 32)
+
+
+def small():
+    """Two layers, of one input, are without bias."""
+    return nn.Sequential(
+        nn.Linear(40, 24, False), nn.ReLU(), nn.Linear(24, 40), nn.Linear(40, 16, False)
+    )
 
 
 def normal(name, *shape):
@@ -70,9 +77,9 @@ def test_products_and_their_gradients_are_torchs(shape, with_bias, everywhere):
 
 def test_a_kept_layout_ends_with_its_block(everywhere):
     """An update between two rollouts is seen by the second, also behind one that failed."""
-    net = nn.Sequential(nn.Linear(40, 24), nn.ReLU(), nn.Linear(24, 8))
+    net = small()
     names = list(net.state_dict())
-    plain = nn.Sequential(nn.Linear(40, 24), nn.ReLU(), nn.Linear(24, 8))
+    plain = small()
     quicken(net)
     assert type(net[0]) is Linear and list(net.state_dict()) == names
     x = normal("x", 3, 40)
@@ -84,10 +91,14 @@ def test_a_kept_layout_ends_with_its_block(everywhere):
         with pytest.raises(KeyError), kept_layout(net), kept_layout(net):
             for _ in range(2):
                 found = net(x)
-                torch.testing.assert_close(found, plain(x), atol=1e-5, rtol=0)
-            assert net[0].kept is not None
+                torch.testing.assert_close(found, plain(x), atol=1e-5, rtol=1e-5)
+                with torch.no_grad():
+                    joint = together(x, (net[3], net[0]))
+                for part, layer in zip(joint, (plain[3], plain[0]), strict=True):
+                    torch.testing.assert_close(part, layer(x), atol=1e-5, rtol=1e-5)
+            assert net[0].kept is not None and net[3].joint is not None
             raise KeyError
-        assert net[0].kept is None
+        assert net[0].kept is None and net[3].joint is None
 
 
 def test_what_knows_torchs_operations_sees_them(everywhere):

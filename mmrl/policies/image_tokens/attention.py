@@ -72,10 +72,11 @@ def attend(
 def _by_column(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
     """Attend with one query a row, by two products: SDPA's kernel on CPUs is made for many."""
     queries = q.unflatten(1, (k.shape[1], -1)).flatten(2, 3)  # [B, heads of keys, n, D]
-    scores = queries @ k.transpose(2, 3) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    scores = torch.matmul(queries * factor, k.transpose(2, 3))
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
-    return (scores.softmax(-1) @ v).view(q.shape)
+    return torch.matmul(scores.softmax(-1), v).view(q.shape)
 
 
 def _by_xformers(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor:
