@@ -77,13 +77,20 @@ def together(x: Tensor, layers: Sequence[nn.Module]) -> Sequence[Tensor]:
     if torch.is_grad_enabled() or not (
         isinstance(first, Linear) and first.keeps and serves(x, first.weight)
     ):
-        return [layer(x) for layer in layers]
+        return each(x, layers)
     alike = [layer for layer in layers if isinstance(layer, Linear) and layer.bias is None]
     if len(alike) < len(layers):
-        return [layer(x) for layer in layers]
+        return each(x, layers)
     if first.joint is None:
         first.joint = _laid_out(torch.cat([layer.weight for layer in alike]), None)
-    return _product(x, first.joint, None).split([layer.out_features for layer in alike], -1)
+    sizes = [layer.out_features for layer in alike]
+    return torch.split(_product(x, first.joint, None), sizes, -1)
+
+
+def each(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
+    """Call every layer with x."""
+    outputs: list[Tensor] = [layer(x) for layer in layers]
+    return outputs
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, kept: Tensor | None = None) -> Tensor:
@@ -126,7 +133,7 @@ class _Product(torch.autograd.Function):
         return _product(x, weight if kept is None else kept, bias)
 
     @staticmethod
-    def backward(  # type: ignore[override]
+    def backward(
         ctx: Any, gradient: Tensor
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
