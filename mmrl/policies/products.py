@@ -54,20 +54,20 @@ def kept_layout(net: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.keeps = False
-            layer.kept = layer.joint = None
+            layer.layout = layer.joint_layout = None
 
 
 class Linear(nn.Linear):
     """Computes a linear layer by oneDNN."""
 
     keeps = False
-    kept: Tensor | None = None  # the weights in oneDNN's layout
-    joint: Tensor | None = None  # with those of others, as ``together`` takes them
+    layout: Tensor | None = None  # the weights in oneDNN's layout
+    joint_layout: Tensor | None = None  # with those of others, as ``together`` takes them
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.keeps and self.kept is None and serves(x, self.weight):
-            self.kept = _laid_out(self.weight, None)
-        return linear(x, self.weight, self.bias, self.kept)
+        if self.keeps and self.layout is None and serves(x, self.weight):
+            self.layout = _laid_out(self.weight, None)
+        return linear(x, self.weight, self.bias, self.layout)
 
 
 def together(x: Tensor, layers: Sequence[nn.Module]) -> Sequence[Tensor]:
@@ -78,13 +78,13 @@ def together(x: Tensor, layers: Sequence[nn.Module]) -> Sequence[Tensor]:
         isinstance(first, Linear) and first.keeps and serves(x, first.weight)
     ):
         return each(x, layers)
-    alike = [layer for layer in layers if isinstance(layer, Linear) and layer.bias is None]
-    if len(alike) < len(layers):
+    ours = [layer for layer in layers if isinstance(layer, Linear)]
+    if len(ours) < len(layers) or any(layer.bias is not None for layer in ours):
         return each(x, layers)
-    if first.joint is None:
-        first.joint = _laid_out(torch.cat([layer.weight for layer in alike]), None)
-    sizes = [layer.out_features for layer in alike]
-    return torch.split(_product(x, first.joint, None), sizes, -1)
+    if first.joint_layout is None:
+        first.joint_layout = _laid_out(torch.cat([layer.weight for layer in ours]), None)
+    sizes = [layer.out_features for layer in ours]
+    return torch.split(_product(x, first.joint_layout, None), sizes, -1)
 
 
 def each(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
@@ -93,16 +93,16 @@ def each(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
     return outputs
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, kept: Tensor | None = None) -> Tensor:
-    """Return x [*, K] times weight [N, K] transposed, plus bias [N]; ``kept``: the weight in
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, layout: Tensor | None = None) -> Tensor:
+    """Return x [*, K] times weight [N, K] transposed, plus bias [N]; ``layout``: the weight in
     oneDNN's layout."""
     if not serves(x, weight):
         return F.linear(x, weight, bias)
-    if kept is None and x.numel() >= MANY * x.shape[-1]:
-        kept = _laid_out(weight, x.numel() // x.shape[-1])
+    if layout is None and x.numel() >= MANY * x.shape[-1]:
+        layout = _laid_out(weight, x.numel() // x.shape[-1])
     if not torch.is_grad_enabled():
-        return _product(x, weight if kept is None else kept, bias)
-    product: Tensor = _Product.apply(x, weight, bias, kept)
+        return _product(x, weight if layout is None else layout, bias)
+    product: Tensor = _Product.apply(x, weight, bias, layout)
     return product
 
 
@@ -127,10 +127,10 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, kept: Tensor | None
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layout: Tensor | None
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return _product(x, weight if kept is None else kept, bias)
+        return _product(x, weight if layout is None else layout, bias)
 
     @staticmethod
     def backward(

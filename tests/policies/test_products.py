@@ -96,9 +96,9 @@ def test_a_kept_layout_ends_with_its_block(everywhere):
                     joint = together(x, (net[3], net[0]))
                 for part, layer in zip(joint, (plain[3], plain[0]), strict=True):
                     torch.testing.assert_close(part, layer(x), atol=1e-5, rtol=1e-5)
-            assert net[0].kept is not None and net[3].joint is not None
+            assert net[0].layout is not None and net[3].joint_layout is not None
             raise KeyError
-        assert net[0].kept is None and net[3].joint is None
+        assert net[0].layout is None and net[3].joint_layout is None
 
 
 def test_what_knows_torchs_operations_sees_them(everywhere):
