@@ -35,11 +35,13 @@ import measuring  # noqa: E402
 import plain_tokens  # noqa: E402
 import torch  # noqa: E402
 
+from mmrl.policies import products  # noqa: E402
 from mmrl.utils.machine import machine  # noqa: E402
 from samplers import unmask  # noqa: E402
 from samplers.noise import Rng  # noqa: E402
 
-TARGET = 1.3
+TARGET = 2.0  # of those that a library has
+PUBLISHED = "janus", "amused"
 STREAM = Rng.of("bench")
 PROMPT = {
     "text": "a red seven",
@@ -384,16 +386,21 @@ def measure(size: Size, args: argparse.Namespace) -> dict[str, Any]:
     with built(size, args, getattr(torch, args.dtype)) as pair:
         for fn in (pair.ours, pair.theirs) if args.warm else ():
             fn()
-        runs: dict[str, list[dict[str, float]]] = {"mmrl": [], "library": []}
+        runs: dict[str, list[dict[str, float]]] = {"mmrl": [], "torch": [], "library": []}
         for _ in range(args.repeats):
             runs["mmrl"].append(timed(pair.ours))
+            with mock.patch.object(products, "faster", lambda: False):
+                runs["torch"].append(timed(pair.ours))
             runs["library"].append(timed(pair.theirs))
-        products = statistics.median(measuring.floor(pair.ours) for _ in range(args.repeats))
+        floor = statistics.median(measuring.floor(pair.ours) for _ in range(args.repeats))
     by = "wall" if args.device == "cuda" else "cpu"
-    ratios = {
-        kind: [b[kind] / a[kind] for a, b in zip(runs["mmrl"], runs["library"], strict=True)]
-        for kind in ("wall", "cpu")
-    }
+    ratios, by_torch = (
+        {
+            kind: [b[kind] / a[kind] for a, b in zip(runs[ours], runs["library"], strict=True)]
+            for kind in ("wall", "cpu")
+        }
+        for ours in ("mmrl", "torch")
+    )
     seconds = {name: statistics.median(run[by] for run in times) for name, times in runs.items()}
     return {
         "size": asdict(size) | {"tokens": size.tokens},
@@ -403,8 +410,10 @@ def measure(size: Size, args: argparse.Namespace) -> dict[str, Any]:
         "ratios": ratios,
         "seconds": seconds,
         "by": by,
-        "products": products,
+        "products": floor,
         "factor": statistics.median(ratios[by]),
+        "factor_by_torch": statistics.median(by_torch[by]),
+        "onednn": products.faster() and args.device == "cpu" and args.dtype == "float32",
         "images_per_second": args.copies / seconds["mmrl"],
     }
 
@@ -432,8 +441,8 @@ def page(report: dict[str, Any]) -> str:
         "without decoding, aMUSEd with text encoder and decoder.",
         "",
         "| model | width, layers | tokens | of the prompt | mmrl, s | library, s | times "
-        "as fast | by the clock | products, s | at most |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "as fast | by the clock | with torch's products | products, s | at most |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, case in report["cases"].items():
         size = case["size"]
@@ -445,7 +454,8 @@ def page(report: dict[str, Any]) -> str:
             f"| {case['seconds']['mmrl']:.2f} | {case['seconds']['library']:.2f} | "
             f"{case['factor']:.2f} "
             f"| {statistics.median(wall):.2f} ({min(wall):.2f} - {max(wall):.2f}) "
-            f"| {case['products']:.2f} | {case['seconds']['library'] / case['products']:.2f} |"
+            f"| {case['factor_by_torch']:.2f} | {case['products']:.2f} "
+            f"| {case['seconds']['library'] / case['products']:.2f} |"
         )
     runs = [
         run for case in report["cases"].values() for side in case["runs"].values() for run in side
@@ -474,6 +484,12 @@ which all images of a group are hidden, is one image; keys and values of the tex
 all images; logits are made of hidden tokens only, and once for the mixture. LlamaGen, VAR: as
 Janus. All: a token is drawn with one uniform number, whose place is looked up in running sums over
 blocks of the codebook.
+
+On CPUs with AVX-512 that are not Intel's, products in float32 are oneDNN's, whose weights are
+brought into its layout once a rollout, queries, keys and values (and both halves of a gated layer)
+side by side: MKL, which torch takes and the libraries with it, keeps to AVX2 there. "With torch's
+products" is mmrl without that, as on Intel's CPUs. Keys lie by column on CPUs, where one query
+attends to them.
 
 What remains is the transformer itself, at the same number of rows, so the factor falls as it grows.
 "Products" is what mmrl's own products with weights, convolutions and attention take, in place: with
@@ -512,13 +528,20 @@ def main(words: list[str] | None = None) -> dict[str, Any]:
     cases = {}
     for name in args.cases:
         cases[name] = measure(CASES[name], args)
-        print(f"{name}: {cases[name]['factor']:.2f} times as fast", flush=True)
+        factor, by_torch = cases[name]["factor"], cases[name]["factor_by_torch"]
+        print(
+            f"{name}: {factor:.2f} times as fast, {by_torch:.2f} with torch's products", flush=True
+        )
     options = {key: value for key, value in vars(args).items() if key not in ("out", "cases")}
     report = {"cases": cases, "options": options, "machine": machine()}
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
     args.out.with_suffix(".md").write_text(page(report))
-    slow = [name for name, case in cases.items() if case["factor"] < TARGET]
+    slow = [
+        name
+        for name, case in cases.items()
+        if case["size"]["family"] in PUBLISHED and case["factor"] < TARGET
+    ]
     print(
         f"{'NOT reached by ' + ', '.join(slow) if slow else 'reached'}: {TARGET} times as "
         f"fast; see {args.out}.md"

@@ -14,6 +14,7 @@ from mmrl.core.divergences import Divergence
 from mmrl.core.errors import UserError
 from mmrl.core.host import selected
 from mmrl.policies import scores
+from mmrl.policies.compiling import check_backend
 from mmrl.policies.image_tokens.attention import Kernel
 from mmrl.policies.scores import Scored
 from mmrl.policies.tokens import places
@@ -43,15 +44,22 @@ class ImageNet(nn.Module, ABC):
         """Call the method named ``work``: wrappers (DDP, FSDP2) see calls of the module only."""
         return getattr(self, work)(*arguments)
 
-    def compile_token(self) -> None:
+    def compile_token(self, backend: str = "inductor") -> None:
         """Compile one token's pass to one graph, on CUDA replayed without the host, for fixed
-        shapes."""
+        shapes. Raises UserError where there is no such pass or backend."""
         if self.token is None:
             raise UserError(
                 "policy option compile: this model draws many tokens in a pass; leave it false"
             )
-        mode = "reduce-overhead" if torch.cuda.is_available() else None
-        self.token = torch.compile(self.token, fullgraph=True, dynamic=False, mode=mode)
+        check_backend(backend)
+        replayed = torch.cuda.is_available() and backend == "inductor"
+        self.token = torch.compile(
+            self.token,
+            fullgraph=True,
+            dynamic=False,
+            backend=backend,
+            mode="reduce-overhead" if replayed else None,
+        )
         self.fixed = True
 
     @abstractmethod

@@ -34,6 +34,7 @@ from mmrl.policies.drafts import FREE, SHARDED
 from mmrl.policies.image_tokens.attention import Kernel, available
 from mmrl.policies.image_tokens.network import ImageNet, Inputs, beside, spans, stacked
 from mmrl.policies.image_tokens.speculation import speculate
+from mmrl.policies.products import kept_layout, quicken
 from mmrl.policies.scores import recorded
 from mmrl.policies.tokens import AnswerTokens, TokenPolicy, somewhere
 from mmrl.policies.vlm.prefix_sharing import sharded
@@ -53,7 +54,8 @@ class ImageTokenPolicy(TokenPolicy):
     is scored; "guided" is what was sampled, "guided_stopgrad_uncond" the same without gradient
     through the unconditional logits, "conditional" leaves guidance out of the score (a mismatch
     most codes publish). attention: the kernel; auto is torch's own choice. compile: the pass for
-    one token as one graph (torch.compile), whose shapes never change: for GPUs.
+    one token as one graph (torch.compile), whose shapes never change: for GPUs; a text is the name
+    of its backend.
     """
 
     capabilities = replace(
@@ -74,7 +76,7 @@ class ImageTokenPolicy(TokenPolicy):
         guidance_scale: float = 5.0,
         logprob_guidance: LogprobGuidance = "guided",
         attention: Kernel = "auto",
-        compile: bool = False,
+        compile: bool | str = False,
         **options: Any,
     ):
         super().__init__(net, **options)
@@ -84,8 +86,10 @@ class ImageTokenPolicy(TokenPolicy):
         self.logprob_guidance = logprob_guidance
         net.stopgrad = logprob_guidance == "guided_stopgrad_uncond"
         net.kernel = available(attention)
+        quicken(net)
         if compile:
-            net.compile_token()
+            net.compile_token("inductor" if compile is True else compile)
+            self.compiled = True
         warn_of_mismatch(logprob_guidance, guidance_scale)
 
     @abstractmethod
@@ -110,6 +114,17 @@ class ImageTokenPolicy(TokenPolicy):
 
     def rollout(
         self, prompts: list[Prompt], copies: Copies, rng: Rng, context: RolloutContext = NO_CONTEXT
+    ) -> Rollout:
+        if self.compiled and sharded(self.net):
+            raise UserError(
+                "policy option compile: weights that processes share are gathered layer by layer, "
+                "which a graph of all layers does not do; leave it out, or the sharding"
+            )
+        with kept_layout(self.net):
+            return self._rollout(prompts, copies, rng, context)
+
+    def _rollout(
+        self, prompts: list[Prompt], copies: Copies, rng: Rng, context: RolloutContext
     ) -> Rollout:
         row, group = rows_and_groups(prompts, copies, rng, self.device)
         if self.anneal is not None:

@@ -48,6 +48,7 @@ from mmrl.policies.base import (
     without_empty,
 )
 from mmrl.policies.diffusion.flow_policy import stacked
+from mmrl.policies.products import kept_layout, quicken
 from mmrl.policies.scores import recorded
 from mmrl.policies.tokens import LogitsPolicy, somewhere
 from samplers import unmask
@@ -145,6 +146,7 @@ class MaskedDiffusion(LogitsPolicy):
         """Divide the sample into ``blocks`` equal parts, finished one after the other, with ``steps
         / blocks`` passes each."""
         super().__init__(net, length, mask_id, **options)
+        quicken(net)
         self.passes = steps
         self.turns = steps // blocks  # T passes a block
         self.block = length // blocks  # tokens
@@ -172,7 +174,8 @@ class MaskedDiffusion(LogitsPolicy):
     ) -> Rollout:
         if self.anneal is not None:
             self.heats = self.anneal.temperatures(self.passes, context.iteration)
-        return super().rollout(prompts, copies, rng, context)
+        with kept_layout(self.net):
+            return super().rollout(prompts, copies, rng, context)
 
     def _sample(self, group: Tensor, row: Tensor, cond: dict[str, Any], rng: Rng) -> Rollout:
         ids = torch.full((len(row), self.length), self.mask_id, device=row.device)

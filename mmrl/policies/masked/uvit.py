@@ -10,11 +10,11 @@ from functools import cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmrl.core.host import selected
 from mmrl.policies.image_tokens.attention import Kernel, attend
+from mmrl.policies.products import linear
 
 
 class SharedText:
@@ -93,7 +93,7 @@ def _response() -> type[nn.Module]:
 
 def _pointwise(conv: nn.Conv2d, x: Tensor) -> Tensor:
     """Apply a convolution of one pixel to [N, C]."""
-    return F.linear(x, conv.weight[:, :, 0, 0], conv.bias)
+    return linear(x, conv.weight[:, :, 0, 0], conv.bias)
 
 
 def quicken(net: Any, kernel: Kernel) -> None:

@@ -215,6 +215,16 @@ def test_a_compiled_token_is_the_same(make, monkeypatch):
     assert_compiles(make(guidance_scale=3.0), PROMPTS, monkeypatch)
 
 
+def test_what_cannot_be_compiled_is_refused(make, folder, monkeypatch):
+    with pytest.raises(UserError, match="no backend 'fastest'"):
+        Janus(folder, compile="fastest")
+    policy = make(compile="eager")
+    policy.rollout(PROMPTS, 1, Rng.of("compiled"))
+    monkeypatch.setattr("mmrl.policies.image_tokens.policy.sharded", lambda net: True)
+    with pytest.raises(UserError, match="leave it out, or the sharding"):
+        policy.rollout(PROMPTS, 1, Rng.of("compiled"))
+
+
 def test_kernels_that_cannot_run_are_refused(folder):
     for kernel in ("xformers", "flash"):
         with pytest.raises(UserError, match="needs a CUDA device"):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mmrl.policies.image_tokens.attention import Kernel, attend
 from mmrl.policies.image_tokens.kv_cache import KV, Place, Rooms, put
+from mmrl.policies.products import together
 
 # cosines and sines, [B or 1, 1, n, D] each, sines negative in the first half
 Rope = tuple[Tensor, Tensor]
@@ -54,14 +55,16 @@ def _layer(
     attention = layer.self_attn
     h = layer.input_layernorm(x)
     q, k, v = (
-        p(h).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
-        for p in (attention.q_proj, attention.k_proj, attention.v_proj)
+        part.unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
+        for part in together(h, (attention.q_proj, attention.k_proj, attention.v_proj))
     )
     q, k = _turned(torch.cat([q, k], 1), rope).split([q.shape[1], k.shape[1]], 1)
     k, v = put(room, k, v, place)
     attended = attend(q, k, v, mask, scale=attention.scaling, kernel=kernel)
     x = x + attention.o_proj(attended.transpose(1, 2).flatten(2))
-    change: Tensor = layer.mlp(layer.post_attention_layernorm(x))
+    mlp = layer.mlp
+    gate, up = together(layer.post_attention_layernorm(x), (mlp.gate_proj, mlp.up_proj))
+    change: Tensor = mlp.down_proj(mlp.act_fn(gate) * up)
     return x + change
 
 

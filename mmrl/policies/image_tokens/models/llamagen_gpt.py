@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from mmrl.policies.image_tokens.attention import Kernel, attend
 from mmrl.policies.image_tokens.kv_cache import KV, Place, Rooms, put
 from mmrl.policies.image_tokens.network import ImageNet, Inputs, widened
+from mmrl.policies.products import together
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,8 @@ class FeedForward(nn.Module):
         self.w2 = nn.Linear(shape.width(), shape.dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.w2(F.silu(self.w1(x)) * self.w3(x))
+        gate, up = together(x, (self.w1, self.w3))
+        output: Tensor = self.w2(F.silu(gate) * up)
         return output
 
 
