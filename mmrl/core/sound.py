@@ -34,7 +34,7 @@ class SoundVideos(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():  # type: ignore[no-untyped-call]
+        with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
             if func in JOINING:
                 return _joined(result, *args, **(kwargs or {}))
