@@ -60,7 +60,7 @@ class AnyPipeline(FlowPolicy):
     (``mmrl list policies``) is faster where there is one.
     """
 
-    capabilities = replace(FlowPolicy.capabilities, demonstrations=True)
+    capabilities = replace(FlowPolicy.capabilities, demonstrations=True, sound=True)
     encoder: MediaEncoder | None = None  # made for the first demonstrations
     attention = (
         *FlowPolicy.attention,
@@ -173,7 +173,8 @@ class AnyPipeline(FlowPolicy):
         )
         self.process = process_of(self.replay.scheduler)
         makes: Medium = "video" if any(name in known for name in FRAMES) else "image"
-        self.capabilities = replace(type(self).capabilities, makes=makes)
+        sound = self.replay.states.count > 1
+        self.capabilities = replace(type(self).capabilities, makes=makes, sound=sound)
         self.media_size, self.media_frames = self.arguments.sizes()
         self.known_passes: dict[Any, tuple[str, ...]] = {}
 
