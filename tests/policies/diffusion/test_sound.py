@@ -3,14 +3,22 @@ diffusers' own LTX2Pipeline."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import diffusers
 import pytest
 import torch
 from torch.distributions import Normal
 
+from mmrl import advantages
+from mmrl.config.options import TrainOptions
 from mmrl.core.errors import UserError
-from mmrl.core.sound import SoundVideos
+from mmrl.core.sound import SoundVideos, sound_of
+from mmrl.objectives import PolicyGradient
 from mmrl.policies.diffusion.replay_check import check_replay
+from mmrl.scoring import Scorer
+from mmrl.train.optimizers import adamw
+from mmrl.train.trainer import Trainer
 from samplers.kernels import flow_sde
 from samplers.noise import Rng
 from tests.fixtures.replay_cases import PROMPT_GUIDED
@@ -246,3 +254,42 @@ def test_what_is_known_of_a_prompt_has_no_noise_in_it(policy):
     read = ("encoder_hidden_states", "audio_encoder_hidden_states", "video_coords", "audio_coords")
     states = policy.prompt_states(PROMPTS[:1])
     assert states.shape == (1, sum(inputs[name].shape[-1] for name in read))
+
+
+def test_guidance_costs_the_passes_that_the_page_says(policy):
+    """And none without guidance, though the pipeline's own call begins with three."""
+    rollout = sampled(policy)
+    x = rollout.sample
+    for each, count in ((policy, 1), (ltx2(GUIDED, guidance_scale=3.0), 3)):
+        part = each._asks(each.times[:1].float().expand(2))[0]
+        names = each._passes(part, x, each.encode(PROMPTS), each.guidance_scale)
+        assert names == ("transformer",) * count
+
+
+def loudness(media, prompts):
+    sound, _ = sound_of(media, "loudness")
+    return sound.square().mean((1, 2)).sqrt()
+
+
+def test_it_learns_to_be_louder():
+    """A reward of the sound alone, by the gradient of both decisions."""
+    policy = ltx2()
+    sizes = {"prompts_per_iteration": 2, "group_size": 4, "train_batch_size": 8, "iterations": 2}
+    trainer = Trainer(
+        policy,
+        PROMPTS,
+        Scorer({"loudness": loudness}),
+        advantages.flow_grpo,
+        PolicyGradient(clip_range=1e-2),
+        partial(adamw, lr=2e-2),
+        TrainOptions(**sizes),
+    )
+    means = []
+    for iterations in (2, 0):
+        with torch.no_grad():
+            values = loudness(policy.decode(policy.rollout(PROMPTS, 6, RNG)), PROMPTS)
+        means.append(values.mean())
+        for _ in range(iterations):
+            trainer.iterate()
+    error = values.std() / len(values) ** 0.5
+    assert means[1] > means[0] + 5 * error, (means, error)
