@@ -91,17 +91,18 @@ class Clap:
                 ]
             )
         cosines = (sounds.unflatten(0, (-1, count)) * texts[:, None]).sum(-1).mean(1)
-        return (self.scale * cosines).cpu().masked_fill(broken, torch.nan)
+        scores: Tensor = self.scale * cosines
+        return scores.cpu().masked_fill(broken, torch.nan)
 
     def pieces(self, waves: Any, rate: int) -> Any:
         """Resample waves [B, samples] to the model's rate, and cut what is too long for it into
         equally long pieces that overlap as little as can be: [B, pieces, samples]."""
         from scipy.signal import resample_poly
 
-        wanted = int(self.extractor.sampling_rate)
-        if rate != wanted:
-            step = gcd(rate, wanted)
-            waves = resample_poly(waves, wanted // step, rate // step, axis=1)
+        target = int(self.extractor.sampling_rate)
+        if rate != target:
+            step = gcd(rate, target)
+            waves = resample_poly(waves, target // step, rate // step, axis=1)
         length = waves.shape[1]
         most = int(self.extractor.nb_max_samples)
         count = -(-length // most)

@@ -35,19 +35,19 @@ class SoundVideos(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **(kwargs or {}))
+            output = func(*args, **(kwargs or {}))
             if func in JOINING:
-                return _joined(result, *args, **(kwargs or {}))
+                return _joined(output, *args, **(kwargs or {}))
             videos = args[0] if args and isinstance(args[0], SoundVideos) else None
-            if videos is None or isinstance(result, SoundVideos) or not isinstance(result, Tensor):
-                return result
+            if videos is None or isinstance(output, SoundVideos) or not isinstance(output, Tensor):
+                return output
             if func is Tensor.__getitem__:
                 rows = args[1][0] if isinstance(args[1], tuple) and len(args[1]) == 1 else args[1]
                 whole = videos.ndim == 5 and not isinstance(rows, tuple) and rows is not None
-                return with_sound(result, videos.sound[rows], videos) if whole else result
+                return with_sound(output, videos.sound[rows], videos) if whole else output
             if func in CONVERTING:
-                return with_sound(result, CONVERTING[func](videos.sound, result), videos)
-            return result
+                return with_sound(output, CONVERTING[func](videos.sound, output), videos)
+            return output
 
 
 def with_sound(videos: Tensor, sound: Tensor, rate: int | SoundVideos) -> SoundVideos:
@@ -81,17 +81,17 @@ def write_wav(path: Path, sound: Tensor, sampling_rate: int) -> Path:
     return path
 
 
-def _moved(sound: Tensor, result: Tensor) -> Tensor:
-    return sound.to(result.device)
+def _moved(sound: Tensor, output: Tensor) -> Tensor:
+    return sound.to(output.device)
 
 
-def _joined(result: Tensor, parts: Any, dim: int = 0, **_: Any) -> Tensor:
+def _joined(output: Tensor, parts: Any, dim: int = 0, **_: Any) -> Tensor:
     """Join the sounds of videos that were joined, if all have one of the same kind."""
     if dim != 0 or not all(isinstance(part, SoundVideos) for part in parts):
-        return result
+        return output
     if len({(part.sampling_rate, part.sound.shape[1:]) for part in parts}) > 1:
-        return result
-    return with_sound(result, torch.cat([part.sound for part in parts]), parts[0])
+        return output
+    return with_sound(output, torch.cat([part.sound for part in parts]), parts[0])
 
 
 JOINING = (torch.cat, torch.concat)

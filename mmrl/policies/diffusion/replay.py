@@ -234,7 +234,7 @@ class Replay:
         """Put the asked timestep in its place of the times that the scheduler has just set."""
         run = self._running()
         table = run.tables[scheduler.number] = timetable(scheduler)
-        if not all(torch.equal(table.times, other.times) for other in run.tables.values()):
+        if not all(torch.equal(table.times, times) for times, _ in run.tables.values()):
             raise Unreplayable(
                 f"{self.name} cannot be replayed: it steps its several latents at different times"
             )

@@ -127,9 +127,9 @@ def _check_path(policy: Any, prompts: list[Prompt]) -> None:
     if isinstance(plain, SoundVideos) and isinstance(ours, SoundVideos):
         apart = max(apart, float((plain.sound - ours.sound).abs().max()))
     if not apart <= _tolerance(policy):
-        made = "pictures or a sound" if isinstance(plain, SoundVideos) else "pictures"
+        media = "pictures or a sound" if isinstance(plain, SoundVideos) else "pictures"
         raise UserError(
-            f"{policy.pipeline} cannot be replayed: without noise its own loop gives {made} that "
+            f"{policy.pipeline} cannot be replayed: without noise its own loop gives {media} that "
             f"differ by {apart:.2g} from the replay's, so a step depends on more than the latents "
             "(or the folder's steps do not divide its training steps)"
         )

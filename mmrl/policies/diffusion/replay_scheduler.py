@@ -55,10 +55,9 @@ def drive(scheduler: Any, replay: Any, number: int = 0) -> Any:
 
     def copied(memo: Any) -> Any:
         twin = drive(form, replay, replay.copied())
-        own = {
-            name: value for name, value in form.__dict__.items() if name not in (*driven, "number")
-        }
-        twin.__dict__ |= deepcopy(own, memo)
+        left_out = (*driven, "number")
+        settings = {name: value for name, value in form.__dict__.items() if name not in left_out}
+        twin.__dict__ |= deepcopy(settings, memo)
         return twin
 
     # of the object, as pipelines ask whether its class is FlowMatchEulerDiscreteScheduler itself
