@@ -32,7 +32,8 @@ def merged(rewards: Sequence[Reward], of: Of | None = None) -> Card:
         raise UserError("rewards of steps and rewards of groups cannot be put together")
     kind: Of = next(iter(kinds), "sample")
     needs = tuple(dict.fromkeys(field for card in cards for field in card.needs))
-    return Card(media=media, needs=needs, pictures=pictures_of(rewards), of=of or kind)
+    sound = any(card.sound for card in cards)
+    return Card(media=media, needs=needs, pictures=pictures_of(rewards), of=of or kind, sound=sound)
 
 
 def refuse_memory(rewards: Sequence[Reward]) -> None:

@@ -24,7 +24,8 @@ class Card:
     and returns [B]. ``low``, ``high``: the range, None is open. ``needs``: fields that every prompt
     must have. ``pictures``: fields that hold a picture or the name of its file: ``remote`` sends
     them along, and a server takes no names. ``named``: option -> the one of them that it names
-    anew. ``source``: of the weights or the definition. ``scaling``: in words, where several are in
+    anew. ``sound``: it judges the sound of videos, ``mmrl.core.sound``. ``source``: of the weights
+    or the definition. ``scaling``: in words, where several are in
     use."""
 
     media: tuple[Medium, ...] = ("image", "video", "text")
@@ -35,6 +36,7 @@ class Card:
     high: float | None = None
     of: Of = "sample"
     differentiable: bool = False
+    sound: bool = False
     source: str = ""
     licence: str = ""
     scaling: str = ""

@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from mmrl.core.sound import SoundVideos, write_wav
 from mmrl.core.types import Media, Prompt
 from mmrl.monitoring.report.pictures import PACE, Film, data_uri
 
@@ -20,15 +21,20 @@ SIDE = 128  # pixels of a picture that a notebook draws
 
 
 class Video(list[Image.Image]):
-    """Holds the frames of a video, PIL images of one size; a notebook plays it."""
+    """Holds the frames of a video, PIL images of one size; a notebook plays it. ``sound``:
+    [channels, samples] in -1..1 and the samples of a second, where it has one."""
 
-    def __init__(self, frames: Iterable[Image.Image] = ()):
+    def __init__(self, frames: Iterable[Image.Image] = (), sound: tuple[Tensor, int] | None = None):
         super().__init__(frames)
+        self.sound = sound
 
     def save(self, path: str | Path, milliseconds: int = PACE) -> None:
-        """Write it as an animated .png, .webp or .gif, each frame shown so long, for ever."""
+        """Write it as an animated .png, .webp or .gif, each frame shown so long, for ever; its
+        sound as .wav beside it."""
         first, *later_frames = self
         first.save(path, save_all=True, append_images=later_frames, duration=milliseconds, loop=0)
+        if self.sound is not None:
+            write_wav(Path(path).with_suffix(".wav"), *self.sound)
 
     def _repr_html_(self) -> str:
         return _picture(self)
@@ -110,7 +116,8 @@ def shown_sample(item: Any) -> Sample:
     if not isinstance(item, Tensor):
         return item if isinstance(item, (str, Image.Image)) else str(item)
     if item.ndim == 4:
-        return Video(_image(frame) for frame in item)
+        sound = (item.sound, item.sampling_rate) if isinstance(item, SoundVideos) else None
+        return Video((_image(frame) for frame in item), sound)
     return _image(item) if item.ndim == 3 else str(item.tolist())
 
 

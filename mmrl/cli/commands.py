@@ -18,6 +18,7 @@ from mmrl.config import import_plugins, load, load_stages
 from mmrl.core import distributed
 from mmrl.core.errors import UserError
 from mmrl.core.registry import ARTIFACTS, REWARDS, load_built_in, locate
+from mmrl.core.sound import SoundVideos, write_wav
 from mmrl.core.types import Prompt
 from mmrl.run import build, checkpoint, convert, evaluation
 from mmrl.run.build import Session
@@ -359,8 +360,8 @@ def in_force(session: Session, snapshot: str) -> Iterator[None]:
 
 
 def write_sample(item: Any, path: Path) -> Path:
-    """Write an image [3, H, W] as PNG, a video [F, 3, H, W] as animated PNG, anything else as
-    text."""
+    """Write an image [3, H, W] as PNG, a video [F, 3, H, W] as animated PNG with its sound, if it
+    has one, as .wav beside it, anything else as text."""
     if not isinstance(item, torch.Tensor) or item.ndim < 3:
         path = path.with_suffix(".txt")
         path.write_text(item if isinstance(item, str) else json.dumps(item.tolist()))
@@ -372,6 +373,8 @@ def write_sample(item: Any, path: Path) -> Path:
     first, *later_frames = [Image.fromarray(frame) for frame in pixels]
     path = path.with_suffix(".png")
     first.save(path, save_all=bool(later_frames), append_images=later_frames, duration=80, loop=0)
+    if isinstance(item, SoundVideos):
+        write_wav(path.with_suffix(".wav"), item.sound, item.sampling_rate)
     return path
 
 

@@ -22,6 +22,8 @@ def wrong_media(rewards: Mapping[str, Plugin], policy: object) -> Iterator[tuple
     makes = None if can is None else can.makes
     for name, reward in rewards.items():
         media = card_of(reward).media
+        if card_of(reward).sound and can is not None and not can.sound:
+            yield name, "it judges the sound of videos, and this policy makes none; leave it out"
         if makes is not None and makes not in media:
             yield (
                 name,

@@ -18,6 +18,7 @@ class Capabilities:
     decisions: Decisions
     # what ``decode`` returns; None: unknown, then no reward is refused for it
     makes: Medium | None = None
+    sound: bool = False  # its videos may have one, ``mmrl.core.sound``
     one_pass: bool = True  # one forward pass scores all tokens of an answer
     remaskable: bool = False  # ``at`` hides any of a finished sample's tokens again
     replay: bool = False  # ``recall`` shows it answers of earlier iterations

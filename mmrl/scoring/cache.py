@@ -23,6 +23,7 @@ from cachetools import LRUCache
 from torch import Tensor
 
 from mmrl.core.errors import UserError
+from mmrl.core.sound import SoundVideos
 from mmrl.core.types import Media, Prompt
 from mmrl.utils.paths import cache_dir
 from rewards.files import PATH, of_a_request
@@ -180,6 +181,8 @@ def feed(digest: Any, value: Any) -> None:
             f"tensor {tensor.dtype} {list(tensor.shape)}",
             tensor.flatten().view(torch.uint8).numpy().data,
         )
+        if isinstance(value, SoundVideos):
+            feed(digest, [value.sound, value.sampling_rate])
     elif isinstance(value, np.ndarray) and value.dtype != object:
         _tagged(
             digest, f"array {value.dtype.str} {value.shape}", np.ascontiguousarray(value).tobytes()

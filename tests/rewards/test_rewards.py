@@ -21,6 +21,7 @@ from rewards.card import card_of
 from tests.fixtures.reward_servers import eighth, serving
 from tests.fixtures.tiny_image_rewards import TINY_OPTIONS
 from tests.fixtures.tiny_rewards import TINY, asked, pictures, save_head, save_tiny_clip
+from tests.fixtures.tiny_sounds import save_clap, sounding
 
 OTHERS_NAN = (
     "rewards.by_task",
@@ -125,6 +126,9 @@ def reward(request, tiny_clip, tiny_head, tiny_reader, reward_server, tmp_path_f
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
         try:
+            if request.param == "clap":
+                folder = tmp_path_factory.mktemp("clap")
+                small["clap"] = {"model": save_clap(folder), "device": "cpu"}
             if request.param in TINY_OPTIONS:
                 small[request.param] = TINY_OPTIONS[request.param](
                     tmp_path_factory.mktemp(request.param)
@@ -135,7 +139,9 @@ def reward(request, tiny_clip, tiny_head, tiny_reader, reward_server, tmp_path_f
 
 
 def media_for(reward) -> torch.Tensor:
-    """Pictures, or videos of 4 frames for a reward that judges only those."""
+    """Pictures, or videos of 4 frames for a reward that judges only those, or their sound."""
+    if card_of(reward).sound:
+        return sounding()
     if "image" in card_of(reward).media:
         return pictures(5)
     return torch.stack([pictures(5, seed=seed) for seed in range(4)], dim=1)
@@ -207,7 +213,7 @@ def test_a_broken_sample_is_nan_and_spoils_no_other(reward, bad):
         pytest.skip("says so by itself")
     media = media_for(reward)
     good = reward(media, asked())
-    media[2].flatten()[5] = bad
+    (media.sound if card_of(reward).sound else media)[2].flatten()[5] = bad
     values = reward(media, asked())
     assert values.isnan().tolist() == [False, False, True, False, False]
     torch.testing.assert_close(values[[0, 1, 3, 4]], good[[0, 1, 3, 4]], rtol=1e-5, atol=1e-5)

@@ -24,7 +24,7 @@ from mmrl.policies.diffusion.attention_backends import Attention, AttentionChoic
 from mmrl.policies.diffusion.flow_policy import FlowPolicy, Grid, Storage
 from mmrl.policies.diffusion.frozen_cache import EncoderCache, Placement
 from mmrl.policies.diffusion.modular_folder import guidance_of
-from mmrl.policies.diffusion.replay import Replay, state_cast
+from mmrl.policies.diffusion.replay import FURTHER, Replay, state_cast
 from mmrl.policies.diffusion.replay_check import check_replay
 from mmrl.policies.diffusion.replay_encoding import MediaEncoder
 from mmrl.policies.diffusion.replay_passes import Ask, Networks, asks, in_step
@@ -38,6 +38,7 @@ from samplers.noise import Rng
 from samplers.processes import Flow
 
 LAYERS = ("attn", "attn1", "attn2", "attention")
+SOUND_LAYERS = ("audio_attn1", "audio_attn2", "audio_to_video_attn", "video_to_audio_attn")
 PROJECTIONS = ("to_q", "to_k", "to_v", "to_out.0")
 FAILURES = (
     ValueError,
@@ -59,11 +60,11 @@ class AnyPipeline(FlowPolicy):
     (``mmrl list policies``) is faster where there is one.
     """
 
-    capabilities = replace(FlowPolicy.capabilities, demonstrations=True)
+    capabilities = replace(FlowPolicy.capabilities, demonstrations=True, sound=True)
     encoder: MediaEncoder | None = None  # made for the first demonstrations
     attention = (
         *FlowPolicy.attention,
-        *(f"{layer}.{name}" for layer in LAYERS for name in PROJECTIONS),
+        *(f"{layer}.{name}" for layer in LAYERS + SOUND_LAYERS for name in PROJECTIONS),
     )
 
     def __init__(
@@ -172,7 +173,8 @@ class AnyPipeline(FlowPolicy):
         )
         self.process = process_of(self.replay.scheduler)
         makes: Medium = "video" if any(name in known for name in FRAMES) else "image"
-        self.capabilities = replace(type(self).capabilities, makes=makes)
+        sound = self.replay.states.count > 1
+        self.capabilities = replace(type(self).capabilities, makes=makes, sound=sound)
         self.media_size, self.media_frames = self.arguments.sizes()
         self.known_passes: dict[Any, tuple[str, ...]] = {}
 
@@ -240,11 +242,11 @@ class AnyPipeline(FlowPolicy):
         for prompt in prompts:
             call = self.arguments.of(self.arguments.numbers([prompt]).tolist(), None)
             inputs = self.replay.conditions(call, self.asked_steps[0]).inputs
-            latents = next(iter(inputs))
+            latents = (next(iter(inputs)), *FURTHER)
             tensors = {
                 name: value
                 for name, value in inputs.items()
-                if isinstance(value, Tensor) and value.ndim > 1 and name != latents
+                if isinstance(value, Tensor) and value.ndim > 1 and name not in latents
             }
             states.append(pooled(tensors))
         return torch.cat(states)
@@ -392,7 +394,7 @@ class AnyPipeline(FlowPolicy):
 
     def decode(self, rollout: Rollout) -> Tensor:
         """Decode by the pipeline's own code: images [B, 3, H, W] or videos [B, F, 3, H, W] in
-        0..1."""
+        0..1, which carry their sound where the pipeline makes one (mmrl.core.sound)."""
         cond = rows_of(rollout.cond, rollout.group)
         rows = len(rollout)
         steps = self.asked_steps[0]
@@ -411,6 +413,11 @@ class AnyPipeline(FlowPolicy):
     @torch.no_grad()
     def encode_media(self, media: Tensor) -> Tensor:
         """Encode to the autoencoder's most likely latents, in the pipeline's own layout."""
+        if self.replay.states.count > 1:
+            raise UserError(
+                f"{self.pipeline} takes no videos of others: it makes a sound with each, and how "
+                "theirs is encoded is not known"
+            )
         if self.encoder is None:
             call = self.arguments.example()
             latents = PROBE.normal(torch.arange(1, device=self.device), self.shape, 0, self.dtype)

@@ -86,8 +86,9 @@ def _classic(place: str, path: str, dtype: torch.dtype) -> Any:
 
 
 def _dtypes(index: dict[str, Any], dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Say in which type each part is loaded: autoencoders in float32."""
-    return {"default": dtype} | {part: torch.float32 for part in index if "vae" in part}
+    """Say in which type each part is loaded: what decodes, pictures or sounds, in float32."""
+    decoders = [part for part in index if "vae" in part or part == "vocoder"]
+    return {"default": dtype} | dict.fromkeys(decoders, torch.float32)
 
 
 def take_any_type(autoencoder: Any) -> None:

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -25,9 +25,11 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 
 from mmrl.core.errors import UserError
 from mmrl.policies.diffusion.replay_scheduler import Timetable, drive, timetable
+from mmrl.policies.diffusion.replay_states import States, heard
 
 Goal = Literal["conditions", "begin", "output", "passes", "finish", "plain"]
 STATES = ("hidden_states", "sample", "x")  # what networks call their noisy input
+FURTHER = ("audio_hidden_states",)  # what they call the noisy input of a second state
 
 
 class Reached(BaseException):
@@ -60,8 +62,12 @@ class Run:
     place: int | None = None  # the step that is asked about; None: none
     timestep: Tensor | None = None  # its timestep, where it is not the pipeline's own
     position: int = 0  # steps of the loop that are behind
-    first: Tensor | None = None  # [B, *] latents that the pipeline prepared
-    table: Timetable | None = None
+    # by the number of the state, such as a video and its sound:
+    first: dict[int, Tensor] = field(default_factory=dict)  # [B, *] latents that were prepared
+    tables: dict[int, Timetable] = field(default_factory=dict)
+    outputs: dict[int, Tensor] = field(default_factory=dict)  # [B, *] at the step asked about
+    stepped: int = 0  # steps of all states
+    copies: int = 0  # of the scheduler
     passes: tuple[str, ...] = ()  # networks asked at the step, in order
 
 
@@ -74,25 +80,25 @@ class Conditions(NamedTuple):
 
 
 class Draws(TorchFunctionMode):
-    """Answers the first draw of as many normal numbers as ``noise`` holds with these numbers."""
+    """Answers the first draw of as many normal numbers as ``noise`` holds with these numbers; of
+    several noises each is drawn once."""
 
-    def __init__(self, noise: Tensor | None):
+    def __init__(self, noise: Tensor | Sequence[Tensor]):
         super().__init__()
-        self.noise = noise
+        self.noises = [noise] if isinstance(noise, Tensor) else list(noise)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is not torch.randn or self.noise is None:
+        if func is not torch.randn or not self.noises:
             return func(*args, **kwargs)
         shape = kwargs.get("size", args[0] if len(args) == 1 else args)
         drawn = torch.Size([shape] if isinstance(shape, int) else shape)
-        if drawn.numel() != self.noise.numel():
-            return func(*args, **kwargs)
-        noise = self.noise.reshape(drawn)
-        self.noise = None
-        return noise
+        for place, noise in enumerate(self.noises):
+            if drawn.numel() == noise.numel():
+                return self.noises.pop(place).reshape(drawn)
+        return func(*args, **kwargs)
 
 
 class Quiet(logging.Filter):
@@ -160,12 +166,10 @@ class Replay:
         pipe.__dict__["scheduler"] = self.scheduler
         for name in parts:
             pipe.__dict__[name] = Denoiser(getattr(pipe, name), self._answer(name))
-        self.prepares = hasattr(pipe, "prepare_latents")
-        if self.prepares:
-            prepare = pipe.prepare_latents
-            pipe.__dict__["prepare_latents"] = lambda *args, **kwargs: self._prepared(
-                prepare(*args, **kwargs)
-            )
+        self.states = States(pipe)
+        self.prepares = bool(self.states.methods)
+        for number, name in enumerate(self.states.methods):
+            pipe.__dict__[name] = self._preparing(number, getattr(pipe, name))
         pipe.__class__ = type(type(pipe).__name__, (type(pipe),), {"_execution_device": place_of})
         pipe.__dict__["_replay_device"] = device
         pipe.set_progress_bar_config(disable=True)
@@ -215,10 +219,25 @@ class Replay:
     # ----------------------------------------------------------------------------------------------
     # what the pipeline's parts ask while it runs
 
+    def copied(self) -> int:
+        """Number the next copy of the scheduler, which steps another state."""
+        run = self._running()
+        run.copies += 1
+        if run.copies >= self.states.count:
+            raise Unreplayable(
+                f"{self.name} cannot be replayed: it steps with a copy of its scheduler, so it has "
+                "more than one state, and it does not say how the others are prepared"
+            )
+        return run.copies
+
     def timetabled(self, scheduler: Any) -> None:
         """Put the asked timestep in its place of the times that the scheduler has just set."""
         run = self._running()
-        run.table = timetable(scheduler)
+        table = run.tables[scheduler.number] = timetable(scheduler)
+        if not all(torch.equal(table.times, times) for times, _ in run.tables.values()):
+            raise Unreplayable(
+                f"{self.name} cannot be replayed: it steps its several latents at different times"
+            )
         if run.timestep is None or run.place is None:
             return
         steps = scheduler.timesteps.clone()
@@ -227,35 +246,55 @@ class Replay:
             steps = steps[:, None].repeat(1, len(timestep))
         steps[run.place] = timestep
         scheduler.timesteps = steps
+        if scheduler.is_flow and not timestep.ndim:  # guidance may compute with it
+            scheduler.sigmas = torch.as_tensor(scheduler.sigmas).clone()
+            scheduler.sigmas[run.place] = timestep / scheduler.config.num_train_timesteps
 
-    def stepped(self, output: Tensor, sample: Tensor) -> Tensor | None:
-        """Take what the pipeline computed in a step; return the next state, None: the scheduler
-        shall compute it."""
+    def stepped(self, output: Tensor, sample: Tensor, number: int = 0) -> Tensor | None:
+        """Take what the pipeline computed in a step of its state of this number; return the next
+        state, None: the scheduler shall compute it."""
         run = self._running()
+        run.stepped += 1
         if run.goal == "plain":
-            run.position += 1
+            run.position = run.stepped // self.states.count
             return None
         assert run.state is not None
-        if run.state.shape != sample.shape:
+        state = self.states.split(run.state)[number]
+        if state.shape != sample.shape:
             raise Unreplayable(
                 f"{self.name} cannot be replayed: it steps latents of shape {tuple(sample.shape)} "
-                f"where it prepared {tuple(run.state.shape)}"
+                f"where it prepared {tuple(state.shape)}"
             )
         if run.position == run.place:
-            raise Reached(run.passes if run.goal == "passes" else output)
-        run.position += 1
-        return run.state
+            self._reached(run, output, number)
+        run.position = run.stepped // self.states.count
+        return state
 
-    def _prepared(self, latents: Any) -> Any:
-        """Put the asked state in the place of the latents that the pipeline prepared."""
-        run = self._running()
-        several = isinstance(latents, (tuple, list))
-        run.first = latents[0] if several else latents
-        if run.goal == "begin":
-            raise Reached(run.first)
-        if run.state is None:
-            return latents
-        return (run.state, *latents[1:]) if several else run.state
+    def _reached(self, run: Run, output: Tensor, number: int) -> None:
+        """End the run if all states have been stepped at the step that it is for."""
+        if number in run.outputs:
+            raise Unreplayable(f"{self.name} cannot be replayed: it steps only some of its latents")
+        run.outputs[number] = output
+        if len(run.outputs) == self.states.count:
+            raise Reached(run.passes if run.goal == "passes" else self.states.join(run.outputs))
+
+    def _preparing(self, number: int, prepare: Callable[..., Any]) -> Callable[..., Any]:
+        """Put the asked state in the place of the latents that the pipeline prepares."""
+
+        def prepared(*args: Any, **kwargs: Any) -> Any:
+            latents = prepare(*args, **kwargs)
+            run = self._running()
+            several = isinstance(latents, (tuple, list))
+            run.first[number] = latents[0] if several else latents
+            self.states.learn(number, run.first[number])
+            if run.goal == "begin" and len(run.first) == self.states.count:
+                raise Reached(self.states.join(run.first))
+            if run.state is None:
+                return latents
+            state = self.states.split(run.state)[number]
+            return (state, *latents[1:]) if several else state
+
+        return prepared
 
     def _answer(self, name: str) -> Callable[..., Any]:
         def answer(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -263,7 +302,8 @@ class Replay:
             if run is None:
                 return self.forward(name, args, kwargs)
             if run.goal == "conditions":
-                raise Reached(Conditions(run.first, run.table, _named(args, kwargs)))
+                first = self.states.join(run.first) if run.first else None
+                raise Reached(Conditions(first, run.tables.get(0), _named(args, kwargs)))
             at_step = run.place == run.position
             run.passes += (name,) if at_step else ()
             is_answer = run.goal == "plain" or (run.goal == "output" and at_step)
@@ -295,11 +335,14 @@ class Replay:
             chosen.setdefault("output_type", "pt")
         drawn = run.noise if run.noise is not None else None if self.prepares else run.state
         # no mode without need: it would see every operation of the network
-        with self._started(run), nullcontext() if drawn is None else Draws(drawn):
+        draws = nullcontext() if drawn is None else Draws(self.states.split(drawn))
+        with self._started(run), draws:
             try:
                 media = self.function(self.pipe, **chosen)
             except Reached as reached:
                 return reached.value
+        if self.states.count > 1:
+            return heard(self.pipe, media)
         return media[0] if isinstance(media, tuple) else media
 
     @contextmanager
@@ -347,8 +390,8 @@ def state_cast(
 
     if args:
         return (convert(args[0]), *args[1:]), kwargs
-    name = _state_name(args, kwargs)
-    return args, kwargs if name is None else kwargs | {name: convert(kwargs[name])}
+    names = [_state_name(args, kwargs), *(name for name in FURTHER if name in kwargs)]
+    return args, kwargs | {name: convert(kwargs[name]) for name in names if name is not None}
 
 
 def _rows(state: Any) -> int:

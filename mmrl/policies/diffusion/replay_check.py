@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mmrl.core import distributed
 from mmrl.core.errors import UserError
+from mmrl.core.sound import SoundVideos
 from mmrl.core.types import Prompt
 from mmrl.policies.diffusion import pipeline_folder
 from samplers.noise import Rng
@@ -123,9 +124,12 @@ def _check_path(policy: Any, prompts: list[Prompt]) -> None:
             f"replay {tuple(ours.shape)}"
         )
     apart = float((plain - ours).abs().max())
+    if isinstance(plain, SoundVideos) and isinstance(ours, SoundVideos):
+        apart = max(apart, float((plain.sound - ours.sound).abs().max()))
     if not apart <= _tolerance(policy):
+        media = "pictures or a sound" if isinstance(plain, SoundVideos) else "pictures"
         raise UserError(
-            f"{policy.pipeline} cannot be replayed: without noise its own loop gives pictures that "
+            f"{policy.pipeline} cannot be replayed: without noise its own loop gives {media} that "
             f"differ by {apart:.2g} from the replay's, so a step depends on more than the latents "
             "(or the folder's steps do not divide its training steps)"
         )

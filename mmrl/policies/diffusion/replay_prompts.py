@@ -17,6 +17,15 @@ OURS = ("num_inference_steps", "latents", "generator", "output_type", "return_di
 EDITORS = ("Edit", "Kontext", "ImageToVideo", "Img2Img")  # pipelines that see a picture
 PICTURES = ("image", "images", "control_image")
 FRAMES = ("num_frames", "frames")  # what calls name the length of a video
+# guidances besides that of the prompt, with which calls for videos with sound begin: none unless
+# they are asked for, and the sound's scales follow the video's
+UNGUIDED = {
+    "stg_scale": 0.0,
+    "modality_scale": 1.0,
+    "audio_guidance_scale": None,
+    "audio_stg_scale": None,
+    "audio_modality_scale": None,
+}
 
 
 class PromptArguments:
@@ -92,7 +101,8 @@ class PromptArguments:
         return self._written([{name: self._blank(name) for name in self.inputs}], None)
 
     def _written(self, rows: list[dict[str, Any]], scale: float | None) -> dict[str, Any]:
-        arguments = dict(self.call)
+        sounds = "audio_guidance_scale" in self.known
+        arguments = {n: v for n, v in UNGUIDED.items() if sounds and n in self.known} | self.call
         for name in self.inputs:
             values = [row[name] for row in rows]
             # not every pipeline takes lists; classes come in them

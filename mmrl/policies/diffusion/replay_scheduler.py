@@ -3,8 +3,9 @@ replay."""
 
 from __future__ import annotations
 
+from copy import deepcopy
 from functools import wraps
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,10 +24,10 @@ class Timetable(NamedTuple):
     timesteps: Tensor  # [K]
 
 
-def drive(scheduler: Any, replay: Any) -> Any:
+def drive(scheduler: Any, replay: Any, number: int = 0) -> Any:
     """Return a scheduler with the times of ``scheduler`` whose steps are those of ``replay``:
     ``replay.timetabled(scheduler)`` is called when times are set, ``replay.stepped(output,
-    sample)`` for every step.
+    sample, number)`` for every step. A copy of it steps another state, ``replay.copied()``.
 
     Solvers with a history are replaced by the deterministic one-step form of the same schedule:
     Euler for flows, DDIM for models of noise, v or the sample. UserError for schedules without one.
@@ -46,20 +47,23 @@ def drive(scheduler: Any, replay: Any) -> Any:
     def step(
         model_output: Tensor, timestep: Any, sample: Tensor, *args: Any, **kwargs: Any
     ) -> SchedulerOutput | tuple[Tensor, ...]:
-        state = replay.stepped(model_output, sample)
+        state = replay.stepped(model_output, sample, number)
         if state is None:
             state = _deterministic(form, base, model_output, timestep, sample)
         form.step_number += 1
         return SchedulerOutput(state) if kwargs.get("return_dict", True) else (state,)
 
-    def copied(memo: Any) -> NoReturn:
-        raise UserError(
-            f"{replay.name} cannot be replayed: it steps with a copy of its scheduler, so it has "
-            "more than one state (sound beside pictures, say)"
-        )
+    def copied(memo: Any) -> Any:
+        twin = drive(form, replay, replay.copied())
+        left_out = (*driven, "number")
+        settings = {name: value for name, value in form.__dict__.items() if name not in left_out}
+        twin.__dict__ |= deepcopy(settings, memo)
+        return twin
 
     # of the object, as pipelines ask whether its class is FlowMatchEulerDiscreteScheduler itself
-    form.__dict__ |= {"set_timesteps": set_timesteps, "step": step, "__deepcopy__": copied}
+    driven = {"set_timesteps": set_timesteps, "step": step, "__deepcopy__": copied}
+    form.__dict__ |= driven
+    form.number = number
     form.inverted = bool(form.config.get("invert_sigmas"))
     form.is_flow = is_flow
     form.step_number = 0

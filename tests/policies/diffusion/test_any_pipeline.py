@@ -135,7 +135,7 @@ def plain_pictures(name, policy, guidance, noise):
     if "image" in policy.arguments.inputs:
         call["image"] = RED
     seeded = torch.Generator().manual_seed(0)
-    with Draws(noise):
+    with Draws(policy.replay.states.split(noise)):
         return pipe(
             prompt=PROMPTS[0]["text"],
             num_inference_steps=policy.steps,

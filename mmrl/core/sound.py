@@ -1,0 +1,116 @@
+"""Carries the sound of videos along with them, from the policy to rewards and files.
+
+Videos with sound are a tensor as any other, [B, F, 3, H, W] in 0..1, to all who do not ask for the
+sound: taking rows, joining, moving and converting keep it with its videos, whatever else is
+computed of them has none.
+"""
+
+from __future__ import annotations
+
+import wave
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmrl.core.errors import UserError
+
+WHOLE = 32767  # the loudest number of 16 bits
+
+
+class SoundVideos(Tensor):
+    """Holds videos [B, F, 3, H, W], or one of them [F, 3, H, W], with ``sound`` in -1..1,
+    [B, channels, samples] or [channels, samples], of ``sampling_rate`` samples a second."""
+
+    sound: Tensor
+    sampling_rate: int
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (self[row] for row in range(len(self)))
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            output = func(*args, **(kwargs or {}))
+            if func in JOINING:
+                return _joined(output, *args, **(kwargs or {}))
+            videos = args[0] if args and isinstance(args[0], SoundVideos) else None
+            if videos is None or isinstance(output, SoundVideos) or not isinstance(output, Tensor):
+                return output
+            if func is Tensor.__getitem__:
+                rows = args[1][0] if isinstance(args[1], tuple) and len(args[1]) == 1 else args[1]
+                whole = videos.ndim == 5 and not isinstance(rows, tuple) and rows is not None
+                return with_sound(output, videos.sound[rows], videos) if whole else output
+            if func in CONVERTING:
+                return with_sound(output, CONVERTING[func](videos.sound, output), videos)
+            return output
+
+
+def with_sound(videos: Tensor, sound: Tensor, rate: int | SoundVideos) -> SoundVideos:
+    """Give videos their sound, of the sampling rate ``rate`` or that of other videos."""
+    carrier: SoundVideos = videos.as_subclass(SoundVideos)
+    carrier.sound = sound
+    carrier.sampling_rate = rate.sampling_rate if isinstance(rate, SoundVideos) else int(rate)
+    return carrier
+
+
+def sound_of(media: Any, reward: str) -> tuple[Tensor, int]:
+    """Return the sound [B, channels, samples] of videos and its sampling rate. UserError where they
+    have none, which names the reward that wants it."""
+    if isinstance(media, SoundVideos):
+        return media.sound, media.sampling_rate
+    raise UserError(
+        f"reward {reward!r} wants videos with their sound, and these samples have none: it is for "
+        "policies whose pipeline makes both, such as pipeline with LTX2Pipeline, and is computed "
+        "in the process that trains or by workers of Ray, not by a reward server"
+    )
+
+
+def write_wav(path: Path, sound: Tensor, sampling_rate: int) -> Path:
+    """Write a sound [channels, samples] in -1..1 as 16-bit PCM; louder numbers are cut off."""
+    samples = (sound.detach().float().cpu().nan_to_num(0.0).clamp(-1, 1) * WHOLE).round()
+    with wave.open(str(path), "wb") as file:
+        file.setnchannels(len(sound))
+        file.setsampwidth(2)
+        file.setframerate(sampling_rate)
+        file.writeframes(samples.to(torch.int16).T.contiguous().numpy().astype("<i2").tobytes())
+    return path
+
+
+def _moved(sound: Tensor, output: Tensor) -> Tensor:
+    return sound.to(output.device)
+
+
+def _joined(output: Tensor, parts: Any, dim: int = 0, **_: Any) -> Tensor:
+    """Join the sounds of videos that were joined, if all have one of the same kind."""
+    if dim != 0 or not all(isinstance(part, SoundVideos) for part in parts):
+        return output
+    if len({(part.sampling_rate, part.sound.shape[1:]) for part in parts}) > 1:
+        return output
+    return with_sound(output, torch.cat([part.sound for part in parts]), parts[0])
+
+
+JOINING = (torch.cat, torch.concat)
+# what keeps the videos as they are -> what becomes of their sound
+CONVERTING: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
+    **dict.fromkeys(
+        (
+            Tensor.to,
+            Tensor.cpu,
+            Tensor.cuda,
+            Tensor.float,
+            Tensor.half,
+            Tensor.bfloat16,
+            Tensor.double,
+            Tensor.contiguous,
+            Tensor.clamp,
+        ),
+        _moved,
+    ),
+    Tensor.detach: lambda sound, _: sound.detach(),
+    Tensor.clone: lambda sound, _: sound.clone(),
+}

@@ -1,0 +1,105 @@
+"""Videos that carry their sound: mmrl/core/sound.py, and what writes and remembers them."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import wave
+
+import numpy as np
+import pytest
+import torch
+
+from mmrl.api.media import Samples, shown
+from mmrl.cli.commands import write_sample
+from mmrl.core.errors import UserError
+from mmrl.core.sound import SoundVideos, sound_of, with_sound
+from mmrl.scoring.cache import feed
+
+ROWS = torch.tensor([2, 0])
+
+
+def videos(rows=3):
+    generator = torch.Generator().manual_seed(0)
+    frames = torch.rand(rows, 2, 3, 4, 4, generator=generator)
+    return with_sound(frames, torch.rand(rows, 2, 7, generator=generator) - 0.5, 16000)
+
+
+def joined(x):
+    return torch.cat([x[:1], x[1:]])
+
+
+@pytest.mark.parametrize(
+    ("change", "rows"),
+    [
+        (lambda x: x[ROWS], ROWS),
+        (lambda x: x[1:], slice(1, None)),
+        (lambda x: x[[1]], [1]),
+        (lambda x: x[2], 2),
+        (lambda x: list(x)[1], 1),
+        (joined, slice(None)),
+        (lambda x: x.detach().cpu().clone(), slice(None)),
+        (lambda x: x.to(torch.float64).float().clamp(0, 1), slice(None)),
+        (lambda x: pickle.loads(pickle.dumps(x)), slice(None)),
+    ],
+)
+def test_rows_keep_their_own_sound(change, rows):
+    media = videos()
+    result = change(media)
+    assert isinstance(result, SoundVideos) and result.sampling_rate == 16000
+    assert torch.equal(result.sound, media.sound[rows])
+    assert torch.equal(result.as_subclass(torch.Tensor), media.as_subclass(torch.Tensor)[rows])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x * 2,
+        lambda x: x[:, 0],
+        lambda x: x[0][0],
+        lambda x: x.flatten(0, 1),
+        lambda x: torch.cat([x, x], 1),
+        lambda x: torch.cat([x, torch.zeros(1, 2, 3, 4, 4)]),
+        lambda x: torch.cat([x, with_sound(x, x.sound, 8000)]),
+    ],
+)
+def test_what_is_no_video_of_them_has_no_sound(change):
+    result = change(videos())
+    assert type(result) is torch.Tensor
+    with pytest.raises(UserError, match="reward 'clap' wants videos with their sound"):
+        sound_of(result, "clap")
+
+
+def test_the_sound_keeps_its_gradient():
+    sound = torch.rand(3, 2, 7, requires_grad=True)
+    with_sound(torch.rand(3, 2, 3, 4, 4), sound, 16000)[ROWS].sound.sum().backward()
+    assert sound.grad.sum((1, 2)).tolist() == [14, 0, 14]
+
+
+def read(path):
+    with wave.open(str(path)) as file:
+        assert (file.getnchannels(), file.getsampwidth(), file.getframerate()) == (2, 2, 16000)
+        return np.frombuffer(file.readframes(file.getnframes()), "<i2").reshape(-1, 2).T / 32767
+
+
+def test_files_have_the_sound_beside_the_video(tmp_path):
+    media = videos()
+    media.sound[1, 0, 0] = 3.0  # too loud
+    path = write_sample(media[1], tmp_path / "000-a-dog")
+    assert path.name == "000-a-dog.png"
+    expected = media.sound[1].clamp(-1, 1).numpy()
+    np.testing.assert_allclose(read(tmp_path / "000-a-dog.wav"), expected, atol=1 / 32767)
+    samples = Samples(shown(media))
+    samples.save(tmp_path / "more")
+    np.testing.assert_allclose(read(tmp_path / "more" / "001.wav"), expected, atol=1 / 32767)
+    write_sample(media[1].as_subclass(torch.Tensor) * 1, tmp_path / "silent")
+    assert not (tmp_path / "silent.wav").exists()
+
+
+def test_equal_videos_of_other_sounds_are_others_to_a_cache():
+    digests = set()
+    for sound in (videos().sound, videos().sound + 0.1):
+        digest = hashlib.sha256()
+        feed(digest, with_sound(videos().as_subclass(torch.Tensor), sound, 16000)[0])
+        digests.add(digest.hexdigest())
+    assert len(digests) == 2

@@ -1,0 +1,295 @@
+"""LTX-2 by the policy ``pipeline``: a video and its sound are one decision, and both are those of
+diffusers' own LTX2Pipeline."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import diffusers
+import pytest
+import torch
+from torch.distributions import Normal
+
+from mmrl import advantages
+from mmrl.config.options import TrainOptions
+from mmrl.core.errors import UserError
+from mmrl.core.sound import SoundVideos, sound_of
+from mmrl.objectives import PolicyGradient
+from mmrl.policies.diffusion.replay_check import check_replay
+from mmrl.scoring import Scorer
+from mmrl.train.optimizers import adamw
+from mmrl.train.trainer import Trainer
+from samplers.kernels import flow_sde
+from samplers.noise import Rng
+from tests.fixtures.replay_cases import PROMPT_GUIDED
+from tests.fixtures.replay_cases import SOUND as SIZE
+from tests.policies.diffusion.test_any_pipeline import PROMPTS, make, place_of, trainer_of
+from tests.run.test_resume import resumes
+
+RNG = Rng.of("same")
+TEXTS = [prompt["text"] for prompt in PROMPTS]
+VIDEO = (32, 8)  # tokens and channels of the tiny latents
+SOUND = (9, 16)
+# the guidances of LTX-2.3 together: of the prompt, of skipped attention, of the other modality
+GUIDED = {"stg_scale": 0.7, "spatio_temporal_guidance_blocks": [0], "modality_scale": 2.0}
+SEPARATE = GUIDED | {"audio_guidance_scale": 4.0, "audio_stg_scale": 0.4, "guidance_rescale": 0.5}
+
+
+def ltx2(call=None, **options):
+    chosen = {"steps": 2, "fixed_batch_rows": None}
+    return make("ltx2", call=SIZE | (call or {}), **(chosen | options))
+
+
+@pytest.fixture(scope="module")
+def plain():
+    pipe = diffusers.DiffusionPipeline.from_pretrained(place_of("ltx2"))
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return ltx2()
+
+
+def parts(state):
+    """A video's and a sound's latents, written apart from the policy's own way."""
+    return state[:, :256].reshape(-1, *VIDEO), state[:, 256:].reshape(-1, *SOUND)
+
+
+def first_state(pipe):
+    """The rows' own noise, drawn for latents that the pipeline has not packed yet."""
+    noise = RNG.normal(torch.arange(2), (400,), 0, torch.float32)
+    video = pipe._pack_latents(noise[:, :256].reshape(2, 8, 2, 4, 4))
+    sound = pipe._pack_audio_latents(noise[:, 256:].reshape(2, 8, 9, 2))
+    return torch.cat([video.flatten(1), sound.flatten(1)], 1)
+
+
+def called(pipe, state, texts=TEXTS, steps=2, **call):
+    """What diffusers' pipeline makes of these latents."""
+    video, sound = parts(state)
+    # the pipeline standardises sounds that it is given, and no videos
+    statistics = pipe.audio_vae
+    return pipe(
+        prompt=texts,
+        latents=video,
+        audio_latents=sound * statistics.latents_std + statistics.latents_mean,
+        num_inference_steps=steps,
+        output_type="pt",
+        return_dict=False,
+        **(SIZE | PROMPT_GUIDED | call),
+    )
+
+
+def sampled(policy, copies=1):
+    with torch.no_grad():
+        return policy.rollout(PROMPTS, copies, RNG)
+
+
+@pytest.mark.parametrize(("scale", "call"), [(1.0, {}), (2.5, {}), (3.0, GUIDED), (1.0, SEPARATE)])
+def test_without_noise_video_and_sound_are_diffusers_own(scale, call, plain):
+    policy = ltx2(call, guidance_scale=scale)
+    with policy.evaluating(), torch.no_grad():
+        media = policy.decode(sampled(policy))
+    video, sound = called(plain, first_state(plain), guidance_scale=scale, **call)
+    torch.testing.assert_close(media.as_subclass(torch.Tensor), video, atol=1e-4, rtol=0)
+    torch.testing.assert_close(media.sound, sound, atol=1e-4, rtol=0)
+    assert video.std() > 0.01 and sound.std() > 0.01
+    assert media.sampling_rate == plain.vocoder.config.output_sampling_rate
+
+
+@pytest.mark.parametrize(("scale", "reduction"), [(1.0, "sum"), (2.5, "mean")])
+def test_the_log_prob_is_that_of_both_latents(scale, reduction, plain, monkeypatch):
+    """What diffusers' pipeline hands to its two schedulers, put into the SDE's Gaussian."""
+    policy = ltx2(guidance_scale=scale, logprob_reduction=reduction)
+    rollout = sampled(policy)
+    point = next(iter(policy.path(rollout)))
+    velocities = []
+    step = diffusers.FlowMatchEulerDiscreteScheduler.step
+    monkeypatch.setattr(
+        diffusers.FlowMatchEulerDiscreteScheduler,
+        "step",
+        lambda self, output, *rest, **more: (
+            velocities.append(output) or step(self, output, *rest, **more)
+        ),
+    )
+    called(plain, point.state, guidance_scale=scale)
+    logprob = torch.zeros(2)
+    for state, v, target in zip(
+        parts(point.state), velocities[:2], parts(point.target), strict=True
+    ):
+        times = [point.time, point.transition.next_time, point.transition.noise_level]
+        mean, std = flow_sde(state, v, *times)
+        logprob += Normal(mean, std).log_prob(target).flatten(1).sum(1)
+    logprob /= 400 if reduction == "mean" else 1
+    torch.testing.assert_close(rollout.logprob[:, 0], logprob, atol=1e-3, rtol=1e-5)
+
+
+def test_the_first_step_is_on_policy_and_both_are_learned():
+    policy = ltx2(guidance_scale=2.5, check=True)
+    before = {name: value.clone() for name, value in policy.net.named_parameters()}
+    metrics = trainer_of(policy).iterate()
+    assert metrics["ratio/max_deviation"] == 0.0 and metrics["grad_norm"] > 0
+    for name in ("proj_out.weight", "audio_proj_out.weight"):
+        assert not torch.equal(before[name], policy.net.get_parameter(name)), name
+
+
+def test_each_latent_has_its_gradient(policy):
+    """Of the last layers, which make nothing but their own output."""
+    rollout = sampled(policy)
+    point = next(iter(policy.path(rollout)))
+    v, _ = policy._velocities(point, guided=False)
+    layers = [policy.net.proj_out.weight, policy.net.audio_proj_out.weight]
+    sums = [part.square().sum() for part in parts(v)]
+    gradients = [
+        torch.autograd.grad(part, layers, retain_graph=True, allow_unused=True) for part in sums
+    ]
+    reached = [[g is not None and bool(g.abs().max() > 0) for g in pair] for pair in gradients]
+    assert reached == [[True, False], [False, True]]
+
+
+def test_a_row_is_the_same_alone_and_among_others(policy):
+    rollout = sampled(policy, 2)
+    with torch.no_grad():
+        alone = policy.rollout(PROMPTS[1:], 2, RNG.after(2, 1))
+        media, media_alone = policy.decode(rollout), policy.decode(alone)
+    torch.testing.assert_close(alone.sample, rollout.sample[2:], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(media_alone.sound, media[2:].sound, atol=1e-5, rtol=1e-4)
+    for part in parts(rollout.sample):  # and no two rows have the same noise
+        assert (part[0] - part[1]).abs().max() > 0.1
+
+
+def test_a_state_between_the_pipelines_times_is_guided_at_its_own():
+    """Rescaled guidance computes with the scheduler's sigma, which has to be that of the state."""
+    call = SEPARATE | {"guidance_rescale": 0.7}
+    policies = [ltx2(call, guidance_scale=2.5, steps=steps) for steps in (3, 2)]
+    x = RNG.normal(torch.arange(2), (400,), 0, torch.float32)
+    t = policies[0].times[1:2].float().expand(2)
+    assert not torch.isin(t[0].double(), policies[1].times)
+    with torch.no_grad():
+        own, other = (p.velocity(x, t, p.encode(PROMPTS)) for p in policies)
+    torch.testing.assert_close(other, own, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("lora", [2, None])
+def test_an_export_gives_diffusers_our_video_and_sound(lora, tmp_path):
+    policy = ltx2(lora=lora)
+    untrained = policy.decode(evaluated(policy))
+    trainer_of(policy).iterate()
+    policy.export(tmp_path)
+    pipe = diffusers.DiffusionPipeline.from_pretrained(place_of("ltx2") if lora else tmp_path)
+    if lora:
+        adapted = {name.split(".lora_")[0].split(".")[2] for name in policy.weights.full()}
+        assert {"attn1", "audio_attn1", "audio_to_video_attn", "video_to_audio_attn"} <= adapted
+        pipe.load_lora_weights(tmp_path)
+    pipe.set_progress_bar_config(disable=True)
+    video, sound = called(pipe, first_state(pipe), guidance_scale=1.0)
+    media = policy.decode(evaluated(policy))
+    torch.testing.assert_close(media.as_subclass(torch.Tensor), video, atol=1e-4, rtol=0)
+    torch.testing.assert_close(media.sound, sound, atol=1e-4, rtol=0)
+    for before, after in ((untrained, media), (untrained.sound, media.sound)):
+        assert (before - after).abs().max() > 1e-3  # the training is seen and heard
+
+
+def evaluated(policy):
+    with policy.evaluating():
+        return sampled(policy)
+
+
+def test_a_checkpoint_resumes_to_the_bit(tmp_path):
+    resumes(lambda: trainer_of(ltx2(lora=2, fixed_batch_rows=4)), tmp_path)
+
+
+def test_half_precision_scores_as_it_sampled():
+    policy = ltx2(dtype="bfloat16", lora=2, check=True)
+    metrics = trainer_of(policy).iterate()
+    assert metrics["ratio/max_deviation"] == 0.0 and metrics["grad_norm"] > 0
+
+
+def test_the_check_hears_a_sound_that_is_not_the_pipelines():
+    policy = ltx2()
+    finish = policy.replay.finish
+
+    def louder(*args):
+        media = finish(*args)
+        media.sound = media.sound + 0.01
+        return media
+
+    policy.replay.finish = louder
+    with pytest.raises(UserError, match="its own loop gives pictures or a sound that differ"):
+        check_replay(policy, PROMPTS)
+
+
+def test_rewards_get_each_video_with_its_own_sound(policy):
+    """Also when parts are decoded and joined, and where one row is asked for after the other."""
+    rollout = sampled(policy, 2)
+    with torch.no_grad():
+        media = policy.decode(rollout)
+        policy.fixed_batch_rows = 3
+        again = policy.decode(rollout)
+        policy.fixed_batch_rows = None
+    assert isinstance(again, SoundVideos) and again.sound.shape[:2] == (4, 2)
+    torch.testing.assert_close(again.sound, media.sound, atol=1e-5, rtol=1e-4)
+    assert torch.equal(again[torch.tensor([2, 0])].sound, again.sound[[2, 0]])
+
+
+def test_what_is_no_one_decision_is_refused(policy):
+    with pytest.raises(UserError, match="set num_frames, height and width in policy option call"):
+        policy.replay.states.learn(1, torch.zeros(1, 3, 16))
+    with pytest.raises(UserError, match="takes no videos of others: it makes a sound"):
+        policy.encode_media(torch.zeros(1, 9, 3, 32, 32))
+    prepare = policy.replay.pipe.__dict__.pop("prepare_audio_latents")
+    policy.replay.states.count = 1
+    try:
+        with pytest.raises(UserError, match="it does not say how the others are prepared"):
+            policy.replay.conditions(policy.arguments.example(), 2)
+    finally:
+        policy.replay.pipe.__dict__["prepare_audio_latents"] = prepare
+        policy.replay.states.count = 2
+
+
+def test_what_is_known_of_a_prompt_has_no_noise_in_it(policy):
+    inputs = policy.replay.conditions(policy.arguments.example(), 2).inputs
+    assert {"hidden_states", "audio_hidden_states"} <= set(inputs)
+    read = ("encoder_hidden_states", "audio_encoder_hidden_states", "video_coords", "audio_coords")
+    states = policy.prompt_states(PROMPTS[:1])
+    assert states.shape == (1, sum(inputs[name].shape[-1] for name in read))
+
+
+def test_guidance_costs_the_passes_that_the_page_says(policy):
+    """And none without guidance, though the pipeline's own call begins with three."""
+    rollout = sampled(policy)
+    x = rollout.sample
+    for each, count in ((policy, 1), (ltx2(GUIDED, guidance_scale=3.0), 3)):
+        part = each._asks(each.times[:1].float().expand(2))[0]
+        names = each._passes(part, x, each.encode(PROMPTS), each.guidance_scale)
+        assert names == ("transformer",) * count
+
+
+def loudness(media, prompts):
+    sound, _ = sound_of(media, "loudness")
+    return sound.square().mean((1, 2)).sqrt()
+
+
+def test_it_learns_to_be_louder():
+    """A reward of the sound alone, by the gradient of both decisions."""
+    policy = ltx2()
+    sizes = {"prompts_per_iteration": 2, "group_size": 4, "train_batch_size": 8, "iterations": 2}
+    trainer = Trainer(
+        policy,
+        PROMPTS,
+        Scorer({"loudness": loudness}),
+        advantages.flow_grpo,
+        PolicyGradient(clip_range=1e-2),
+        partial(adamw, lr=2e-2),
+        TrainOptions(**sizes),
+    )
+    means = []
+    for iterations in (2, 0):
+        with torch.no_grad():
+            values = loudness(policy.decode(policy.rollout(PROMPTS, 6, RNG)), PROMPTS)
+        means.append(values.mean())
+        for _ in range(iterations):
+            trainer.iterate()
+    error = values.std() / len(values) ** 0.5
+    assert means[1] > means[0] + 5 * error, (means, error)
