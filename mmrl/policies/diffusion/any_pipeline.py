@@ -19,13 +19,14 @@ from mmrl.core.sharding import shards
 from mmrl.core.types import Kernel, Prompt, Query, Rollout
 from mmrl.policies.base import NO_CONTEXT, RolloutContext, rows_of, without_empty
 from mmrl.policies.capabilities import Medium
-from mmrl.policies.diffusion import attention_backends, pipeline_folder
+from mmrl.policies.diffusion import attention_backends, pipeline_folder, replay_consistency
 from mmrl.policies.diffusion.attention_backends import Attention, AttentionChoice
 from mmrl.policies.diffusion.flow_policy import FlowPolicy, Grid, Storage
 from mmrl.policies.diffusion.frozen_cache import EncoderCache, Placement
 from mmrl.policies.diffusion.modular_folder import guidance_of
 from mmrl.policies.diffusion.replay import Replay, state_cast
 from mmrl.policies.diffusion.replay_check import check_replay
+from mmrl.policies.diffusion.replay_consistency import Sampler
 from mmrl.policies.diffusion.replay_encoding import MediaEncoder
 from mmrl.policies.diffusion.replay_passes import Ask, Networks, asks, in_step
 from mmrl.policies.diffusion.replay_prompts import FRAMES, PromptArguments
@@ -88,6 +89,7 @@ class AnyPipeline(FlowPolicy):
         compile: bool | str = False,
         quantization: Quantization | None = None,
         skip_blocks: Sequence[str] = (),
+        scheduler: Sampler = "own",
         **options: Any,
     ):
         """Load a model folder. path: folder, hub id or world:NAME of any pipeline. call: further
@@ -105,12 +107,17 @@ class AnyPipeline(FlowPolicy):
         compile: the networks' repeated blocks, by torch.compile; a text is the name of its backend.
         quantization: the frozen weights of the networks in 4 bits (nf4, fp4) or 8 (8bit),
         under adapters. skip_blocks: of a modular pipeline, blocks to leave out with the parts that
-        only they need, such as prompt_upsampler."""
+        only they need, such as prompt_upsampler. scheduler: lcm samples in few steps as diffusers'
+        LCMScheduler and FlowMatchLCMScheduler, by predicting the data and adding fresh noise,
+        whatever sde_type, noise_level, noise_window and solver say; export writes that
+        scheduler."""
         check_quantization(quantization, options.get("lora") is not None)
         attention_backends.check(attention)
         self._refuse(options)
         self.compute = getattr(torch, dtype)
         pipe = self._load(path, quantization, skip_blocks)
+        replay_consistency.by_lcm(pipe, self.place, scheduler)
+        self.sampler = scheduler
         pipeline_folder.decode_in_parts(pipe, tiling=vae_tiling, slicing=vae_slicing)
         self._freeze(pipe, text_encoder_placement, text_cache)
         self._drive(pipe, call, inputs, guidance_argument)
@@ -119,12 +126,16 @@ class AnyPipeline(FlowPolicy):
         self.asked_steps = (steps, evaluation_steps or steps)
         self.shape = self._latent_shape(steps)
         flow = isinstance(self.process, Flow)
+        options |= {"sde_type": sde_type, "noise_level": noise_level}
+        if self.renews:
+            options = replay_consistency.options(steps, options, self.replay.scheduler, scheduler)
+        else:
+            options["sde_type"] = sde_type or (flow_sde if flow else ddim)
+            options["noise_level"] = (0.7 if flow else 1.0) if noise_level is None else noise_level
         super().__init__(
             self.net,
             steps=steps,
             evaluation_steps=evaluation_steps,
-            sde_type=sde_type or (flow_sde if flow else ddim),
-            noise_level=(0.7 if flow else 1.0) if noise_level is None else noise_level,
             timestep_schedule=timestep_schedule or self._own_times,
             **options,
         )
@@ -171,6 +182,7 @@ class AnyPipeline(FlowPolicy):
             self.pipeline, known, call or {}, inputs, guidance_argument or guidance_of(pipe)
         )
         self.process = process_of(self.replay.scheduler)
+        self.renews = self.replay.scheduler.renews
         makes: Medium = "video" if any(name in known for name in FRAMES) else "image"
         self.capabilities = replace(type(self).capabilities, makes=makes)
         self.media_size, self.media_frames = self.arguments.sizes()
@@ -221,9 +233,12 @@ class AnyPipeline(FlowPolicy):
             )
         return tables[steps]
 
+    def _steps_asked(self) -> int:
+        return self.asked_steps[0 if self.exploring and not self.plain else 1]
+
     def _asks(self, t: Tensor) -> list[Ask]:
         """Cut a pass of rows at times t [B] into calls of the pipeline."""
-        steps = self.asked_steps[0 if self.exploring else 1]
+        steps = self._steps_asked()
         grid = self._timetable(steps).times[:-1].to(t.dtype)
         of_time = partial(timestep_of, self.replay.scheduler)
         return asks(t.detach().cpu(), grid, steps, of_time, self.together is False)
@@ -261,7 +276,7 @@ class AnyPipeline(FlowPolicy):
         return super().rollout(prompts, copies, rng, context)
 
     def begin(self, noise: Tensor, cond: dict[str, Any]) -> Tensor:
-        steps = self.asked_steps[0 if self.exploring else 1]
+        steps = self._steps_asked()
 
         def ask(rows: list[int]) -> Tensor:
             return self.replay.begin(self._call(cond, rows, None), steps, noise[rows])
@@ -426,6 +441,7 @@ class AnyPipeline(FlowPolicy):
         several = len(self.parts) > 1
         nets = {name: getattr(self.net, name) if several else self.net for name in self.parts}
         pipeline_folder.export(self.pipeline, self.place, nets, folder)
+        replay_consistency.save(self.replay.scheduler, self.place, folder, self.sampler)
 
 
 def _reason(error: Exception) -> str:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 
 from mmrl.core.errors import UserError
+from mmrl.policies.diffusion.replay_consistency import settings
 from mmrl.policies.diffusion.replay_scheduler import Timetable, drive, timetable
 
 Goal = Literal["conditions", "begin", "output", "passes", "finish", "plain"]
@@ -63,6 +64,7 @@ class Run:
     first: Tensor | None = None  # [B, *] latents that the pipeline prepared
     table: Timetable | None = None
     passes: tuple[str, ...] = ()  # networks asked at the step, in order
+    renewed: Callable[[int], Tensor] | None = None  # noise [B, *] of a step, where it adds some
 
 
 class Conditions(NamedTuple):
@@ -160,6 +162,7 @@ class Replay:
         pipe.__dict__["scheduler"] = self.scheduler
         for name in parts:
             pipe.__dict__[name] = Denoiser(getattr(pipe, name), self._answer(name))
+        self.scale = self.scheduler.prepared_scale  # the pipeline multiplies by it before its loop
         self.prepares = hasattr(pipe, "prepare_latents")
         if self.prepares:
             prepare = pipe.prepare_latents
@@ -184,7 +187,7 @@ class Replay:
         if not self.prepares:
             return noise
         latents: Tensor = self._call(call, steps, Run("begin", noise=noise))
-        return latents.to(noise.dtype)
+        return latents.to(noise.dtype) * self.scale
 
     def output(self, call: dict[str, Any], visit: Visit, state: Tensor) -> Tensor:
         """Compute what the pipeline hands to its scheduler for latents [B, *] at a step, as the
@@ -204,9 +207,16 @@ class Replay:
         """Decode final latents [B, *] as the pipeline does."""
         return self._call(call, steps, Run("finish", state=state))
 
-    def plain(self, call: dict[str, Any], steps: int, noise: Tensor) -> Any:
-        """Let the pipeline sample by itself from noise [B, *], with deterministic steps."""
-        return self._call(call, steps, Run("plain", noise=noise))
+    def plain(
+        self,
+        call: dict[str, Any],
+        steps: int,
+        noise: Tensor,
+        renewed: Callable[[int], Tensor] | None = None,
+    ) -> Any:
+        """Let the pipeline sample by itself from noise [B, *], with deterministic steps, or with
+        the noise ``renewed(step)`` that its sampler adds."""
+        return self._call(call, steps, Run("plain", noise=noise, renewed=renewed))
 
     @property
     def name(self) -> str:
@@ -246,6 +256,11 @@ class Replay:
         run.position += 1
         return run.state
 
+    def fresh(self, step: int) -> AbstractContextManager[Any]:
+        """Let what the scheduler draws in a step be the noise of this run."""
+        renewed = self._running().renewed
+        return nullcontext() if renewed is None else Draws(renewed(step))
+
     def _prepared(self, latents: Any) -> Any:
         """Put the asked state in the place of the latents that the pipeline prepared."""
         run = self._running()
@@ -255,7 +270,8 @@ class Replay:
             raise Reached(run.first)
         if run.state is None:
             return latents
-        return (run.state, *latents[1:]) if several else run.state
+        state = run.state / self.scale if self.scale != 1 else run.state
+        return (state, *latents[1:]) if several else state
 
     def _answer(self, name: str) -> Callable[..., Any]:
         def answer(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -287,6 +303,7 @@ class Replay:
         chosen = dict(call)
         if "num_inference_steps" in self.arguments:
             chosen["num_inference_steps"] = steps
+        chosen |= settings(self.arguments, steps)
         if "generator" in self.arguments:  # the same draws in every run, none from the global one
             chosen["generator"] = torch.Generator().manual_seed(0)
         if "return_dict" in self.arguments:
