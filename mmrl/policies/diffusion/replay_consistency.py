@@ -108,17 +108,20 @@ def by_lcm(pipe: Any, place: str, sampler: Sampler) -> None:
             "leave it own"
         )
     flow = isinstance(own, diffusers.FlowMatchEulerDiscreteScheduler)
-    discrete = hasattr(own, "alphas_cumprod") and own.config.get("prediction_type") in (
-        "epsilon",
-        "sample",
-        "v_prediction",
-    )
-    if not flow and not discrete:
+    few = few_step.made(own.config, FLOW if flow else DISCRETE)
+    if flow and own.config.get("invert_sigmas"):
+        raise UserError(
+            f"policy option scheduler: diffusers' {FLOW} adds its noise at the wrong end where a "
+            f"folder inverts its times, as {place!r} does (invert_sigmas); leave it own"
+        )
+    alphas = getattr(own, "alphas_cumprod", None)
+    if not flow and (alphas is None or not torch.allclose(alphas.float(), few.alphas_cumprod)):
         raise UserError(
             f"policy option scheduler: lcm is for flows with a FlowMatchEulerDiscreteScheduler and "
-            f"for discrete diffusions, and {place!r} has {name}; leave it own"
+            f"for discrete diffusions whose betas {DISCRETE} knows, and {place!r} has {name}; "
+            "leave it own"
         )
-    pipe.scheduler = getattr(diffusers, FLOW if flow else DISCRETE).from_config(own.config)
+    pipe.scheduler = few
 
 
 def options(steps: int, chosen: dict[str, Any], scheduler: Any, sampler: Sampler) -> dict[str, Any]:

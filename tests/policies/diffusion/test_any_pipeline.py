@@ -7,7 +7,7 @@ import inspect
 import json
 import runpy
 import shutil
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -119,9 +119,16 @@ def rows(cond, group):
     return {name: value[group] for name, value in cond.items() if name != "uncond"}
 
 
-def plain_pictures(name, policy, guidance, noise):
-    """The folder's pictures by diffusers alone: its scheduler, or DDIM where that has a history."""
-    pipe = tiny_diffusers.pipeline(name)
+def noises(policy, row):
+    """The noise of the first latents, and what a consistency model's sampler adds after each step."""
+    steps = range(policy.steps + 1 if policy.renews else 1)
+    return [Rng.of("same").normal(row, policy.shape, step, torch.float32) for step in steps]
+
+
+def plain_pictures(name, policy, guidance, drawn, pipe=None):
+    """The folder's pictures by diffusers alone, whose draws are ``drawn``: its scheduler, or DDIM
+    where that has a history."""
+    pipe = pipe or tiny_diffusers.pipeline(name)
     pipe.set_progress_bar_config(disable=True)
     if "pndm" in name:
         pipe.scheduler = diffusers.DDIMScheduler.from_config(pipe.scheduler.config)
@@ -135,7 +142,9 @@ def plain_pictures(name, policy, guidance, noise):
     if "image" in policy.arguments.inputs:
         call["image"] = RED
     seeded = torch.Generator().manual_seed(0)
-    with Draws(noise):
+    with ExitStack() as stack:
+        for noise in reversed(drawn):  # the innermost answers first
+            stack.enter_context(Draws(noise))
         return pipe(
             prompt=PROMPTS[0]["text"],
             num_inference_steps=policy.steps,
@@ -171,8 +180,7 @@ def test_a_pipeline_without_noise_is_diffusers_own(name):
         torch.testing.assert_close(again, rollout.sample, atol=1e-5, rtol=1e-5)
     if name == "wan-unipc":
         return  # diffusers' UniPC has a history; the check compared Euler's steps on its sigmas
-    noise = Rng.of("same").normal(rollout.row_id, policy.shape, 0, torch.float32)
-    theirs = plain_pictures(name, policy, guidance, noise)
+    theirs = plain_pictures(name, policy, guidance, noises(policy, rollout.row_id))
     theirs = media_of(theirs, case.pipeline)
     torch.testing.assert_close(ours, theirs.float(), atol=2e-4, rtol=0)
 
@@ -207,7 +215,7 @@ def trainer_of(policy, **options):
     )
 
 
-TRAINED = ["sd", "flux", "wan-two", "lumina2", "wan_i2v", "z_image"]
+TRAINED = ["sd", "flux", "wan-two", "lumina2", "wan_i2v", "z_image", "lcm", "sana_sprint"]
 
 
 @pytest.mark.parametrize("name", TRAINED)
