@@ -190,8 +190,8 @@ class TrigFlow:
     the network gives the derivative of the state by the angle.
 
     Lu and Song 2024, "Simplifying, stabilizing and scaling continuous-time consistency models",
-    section 3. ``deviation`` is that of the data; ``end``, where a path begins, is that of diffusers'
-    SCMScheduler, 4e-6 beyond a right angle.
+    section 3. ``deviation`` is that of the data; ``end``, where a path begins, is that of
+    SCMScheduler in diffusers, 4e-6 beyond a right angle.
     """
 
     deviation: float = 0.5

@@ -29,6 +29,7 @@ from mmrl.policies.diffusion.replay_scheduler import Timetable, drive, timetable
 
 Goal = Literal["conditions", "begin", "output", "passes", "finish", "plain"]
 STATES = ("hidden_states", "sample", "x")  # what networks call their noisy input
+TYPED_AS_STATES = ("timestep_cond",)  # conditions that pipelines make in the type of the latents
 
 
 class Reached(BaseException):
@@ -162,7 +163,9 @@ class Replay:
         pipe.__dict__["scheduler"] = self.scheduler
         for name in parts:
             pipe.__dict__[name] = Denoiser(getattr(pipe, name), self._answer(name))
-        self.scale = self.scheduler.prepared_scale  # the pipeline multiplies by it before its loop
+        self.scale: float = (
+            self.scheduler.prepared_scale
+        )  # the pipeline multiplies by it before its loop
         self.prepares = hasattr(pipe, "prepare_latents")
         if self.prepares:
             prepare = pipe.prepare_latents
@@ -187,7 +190,7 @@ class Replay:
         if not self.prepares:
             return noise
         latents: Tensor = self._call(call, steps, Run("begin", noise=noise))
-        return latents.to(noise.dtype) * self.scale
+        return torch.mul(latents.to(noise.dtype), self.scale)
 
     def output(self, call: dict[str, Any], visit: Visit, state: Tensor) -> Tensor:
         """Compute what the pipeline hands to its scheduler for latents [B, *] at a step, as the
@@ -362,6 +365,7 @@ def state_cast(
     def convert(value: Any) -> Any:
         return tree_map_only(Tensor, lambda x: cast(x) if x.is_floating_point() else x, value)
 
+    kwargs = {k: convert(v) if k in TYPED_AS_STATES else v for k, v in kwargs.items()}
     if args:
         return (convert(args[0]), *args[1:]), kwargs
     name = _state_name(args, kwargs)

@@ -1,9 +1,9 @@
 """Gives a replay the samplers of consistency models, whose step is to predict the data and to add
 fresh noise: LCMScheduler, FlowMatchLCMScheduler and SCMScheduler of diffusers.
 
-Such a step is a Gaussian with a known mean and standard deviation, ``samplers.kernels.consistency``
-at noise level 1, so a path is scored as the library samples it, without noise of ours. The last step
-has none, and is no decision.
+Such a step is a Gaussian of known mean and deviation, ``samplers.kernels.consistency`` at noise
+level 1, so a path is scored as the library samples it, without noise of ours. The last step has
+none, and is no decision.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def angles(scheduler: Any) -> Tensor | None:
     times = scheduler.timesteps.double().cpu() / TrigFlow().end
     if times[0] > 1 + 1e-6:
         raise UserError(
-            f"policy option call: max_timesteps must be at most {TrigFlow().end}, the angle of pure "
-            f"noise, not {float(scheduler.timesteps[0]):.5g}"
+            f"policy option call: max_timesteps must be at most {TrigFlow().end}, the angle of "
+            f"pure noise, not {float(scheduler.timesteps[0]):.5g}"
         )
     return torch.where(times > 1 - 1e-6, times.new_ones(()), times)  # rounded by float32
 
@@ -101,25 +101,25 @@ def by_lcm(pipe: Any, place: str, sampler: Sampler) -> None:
 
     if sampler == "own" or type(pipe.scheduler).__name__ in (DISCRETE, FLOW):
         return
-    own, name = pipe.scheduler, type(pipe.scheduler).__name__
+    current = pipe.scheduler
     if is_modular(place):
         raise UserError(
             f"policy option scheduler: lcm cannot be written into the modular folder {place!r}; "
             "leave it own"
         )
-    flow = isinstance(own, diffusers.FlowMatchEulerDiscreteScheduler)
-    few = few_step.made(own.config, FLOW if flow else DISCRETE)
-    if flow and own.config.get("invert_sigmas"):
+    flow = isinstance(current, diffusers.FlowMatchEulerDiscreteScheduler)
+    few = few_step.made(current.config, FLOW if flow else DISCRETE)
+    if flow and current.config.get("invert_sigmas"):
         raise UserError(
             f"policy option scheduler: diffusers' {FLOW} adds its noise at the wrong end where a "
             f"folder inverts its times, as {place!r} does (invert_sigmas); leave it own"
         )
-    alphas = getattr(own, "alphas_cumprod", None)
+    alphas = getattr(current, "alphas_cumprod", None)
     if not flow and (alphas is None or not torch.allclose(alphas.float(), few.alphas_cumprod)):
         raise UserError(
             f"policy option scheduler: lcm is for flows with a FlowMatchEulerDiscreteScheduler and "
-            f"for discrete diffusions whose betas {DISCRETE} knows, and {place!r} has {name}; "
-            "leave it own"
+            f"for discrete diffusions whose betas {DISCRETE} knows, and {place!r} has "
+            f"{type(current).__name__}; leave it own"
         )
     pipe.scheduler = few
 

@@ -16,6 +16,7 @@ from mmrl.policies.diffusion.replay_scheduler import one_step_form
 from mmrl.train.minibatches import passes
 from samplers.noise import Rng
 from tests.fixtures import tiny_diffusers
+from tests.fixtures.replay_cases import CASES
 from tests.policies.diffusion.test_any_pipeline import (
     PROMPTS,
     make,
@@ -116,14 +117,23 @@ def test_an_export_gives_plain_diffusers_our_pictures(name, tmp_path):
 
 
 def test_another_number_of_steps_in_evaluation_has_its_own_times():
-    """The time in the middle that Sana Sprint has by default belongs to two steps."""
-    policy = make("sana_sprint", steps=2, evaluation_steps=4, check=True)
+    """The time in the middle that Sana Sprint has by default belongs to two steps. The check
+    compares pictures, of a path that does not begin with pure noise."""
+    call = CASES["sana_sprint"].call | {"max_timesteps": 1.4}
+    policy = make("sana_sprint", call, steps=2, evaluation_steps=4, check=True)
     policy.prepare(PROMPTS)
-    assert policy.times[1] == pytest.approx(1.3 / 1.5708)
-    torch.testing.assert_close(policy.evaluation_times, torch.linspace(1, 0, 5).double())
+    assert policy.times.tolist() == pytest.approx([1.4 / 1.5708, 1.3 / 1.5708, 0])
+    expected = torch.linspace(1.4 / 1.5708, 0, 5).double()
+    torch.testing.assert_close(policy.evaluation_times, expected, atol=1e-6, rtol=0)
     with policy.evaluating(), torch.no_grad():
         rollout = policy.rollout(PROMPTS[:1], 1, Rng.of("same"))
     assert rollout.latents.time.shape[1] == 5
+
+
+@pytest.mark.parametrize("name", ["lcm", "sana_sprint"])
+def test_half_precision_is_on_policy(name):
+    policy = make(name, dtype="bfloat16", lora=2, check=True, steps=2)
+    assert trainer_of(policy).iterate()["ratio/max_deviation"] == 0.0
 
 
 def test_a_student_of_few_steps_resumes_to_the_bit(tmp_path):
