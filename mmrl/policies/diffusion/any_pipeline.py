@@ -29,7 +29,7 @@ from mmrl.policies.diffusion.replay_check import check_replay
 from mmrl.policies.diffusion.replay_consistency import Sampler
 from mmrl.policies.diffusion.replay_encoding import MediaEncoder
 from mmrl.policies.diffusion.replay_passes import Ask, Networks, asks, in_step
-from mmrl.policies.diffusion.replay_prompts import FRAMES, PromptArguments
+from mmrl.policies.diffusion.replay_prompts import PromptArguments
 from mmrl.policies.diffusion.replay_scheduler import process_of, timestep_of
 from mmrl.policies.prompt_states import pooled
 from mmrl.policies.quantization import Quantization, check_quantization, quantize
@@ -90,12 +90,13 @@ class AnyPipeline(FlowPolicy):
         quantization: Quantization | None = None,
         skip_blocks: Sequence[str] = (),
         scheduler: Sampler = "own",
+        video_frames: int | None = None,
         **options: Any,
     ):
         """Load a model folder. path: folder, hub id or world:NAME of any pipeline. call: further
         arguments of the pipeline's call, plain values: height, width, num_frames ... inputs:
         arguments of the call that differ by prompt, and the fields they are read from; null is
-        {prompt: text}, and {image: image} where the call needs one. guidance_argument: the argument
+        {prompt: text}, and {image: image} or {video: video} where the call needs one. guidance_argument: the argument
         that guidance_scale is the value of; null: true_cfg_scale, or guidance_scale where the call
         knows negative prompts. sde_type, noise_level: null is flow_sde at 0.7 for flows, ddim at 1
         for models of noise, v or the sample. timestep_schedule: null is the pipeline's own. dtype:
@@ -110,7 +111,8 @@ class AnyPipeline(FlowPolicy):
         only they need, such as prompt_upsampler. scheduler: lcm samples in few steps as diffusers'
         LCMScheduler and FlowMatchLCMScheduler, by predicting the data and adding fresh noise,
         whatever sde_type, noise_level, noise_window and solver say; export writes that
-        scheduler."""
+        scheduler. video_frames: taken of each prompt's video, evenly spread, where the pipeline
+        changes one."""
         check_quantization(quantization, options.get("lora") is not None)
         attention_backends.check(attention)
         self._refuse(options)
@@ -120,7 +122,7 @@ class AnyPipeline(FlowPolicy):
         self.sampler = scheduler
         pipeline_folder.decode_in_parts(pipe, tiling=vae_tiling, slicing=vae_slicing)
         self._freeze(pipe, text_encoder_placement, text_cache)
-        self._drive(pipe, call, inputs, guidance_argument)
+        self._drive(pipe, call, inputs, guidance_argument, video_frames)
         self.together = together
         self.check = check
         self.asked_steps = (steps, evaluation_steps or steps)
@@ -174,16 +176,18 @@ class AnyPipeline(FlowPolicy):
         call: dict[str, Any] | None,
         inputs: dict[str, str] | None,
         guidance_argument: str | None,
+        video_frames: int | None,
     ) -> None:
         """Take over the pipeline's scheduler and its networks, and read what its call takes."""
         self.replay = Replay(pipe, self.parts, self._forward, partial(device_of, self.net))
         known = self.replay.arguments
+        guidance = guidance_argument or guidance_of(pipe)
         self.arguments = PromptArguments(
-            self.pipeline, known, call or {}, inputs, guidance_argument or guidance_of(pipe)
+            self.pipeline, known, call or {}, inputs, guidance, video_frames
         )
         self.process = process_of(self.replay.scheduler)
         self.renews = self.replay.scheduler.renews
-        makes: Medium = "video" if any(name in known for name in FRAMES) else "image"
+        makes: Medium = "video" if self.arguments.makes_video else "image"
         self.capabilities = replace(type(self).capabilities, makes=makes)
         self.media_size, self.media_frames = self.arguments.sizes()
         self.known_passes: dict[Any, tuple[str, ...]] = {}

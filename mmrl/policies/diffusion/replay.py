@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 from mmrl.core.errors import UserError
 from mmrl.policies.diffusion.replay_consistency import settings
 from mmrl.policies.diffusion.replay_scheduler import Timetable, drive, timetable
+from mmrl.policies.diffusion.replay_starts import in_posterior, later, observe
 
 Goal = Literal["conditions", "begin", "output", "passes", "finish", "plain"]
 STATES = ("hidden_states", "sample", "x")  # what networks call their noisy input
@@ -77,7 +78,8 @@ class Conditions(NamedTuple):
 
 
 class Draws(TorchFunctionMode):
-    """Answers the first draw of as many normal numbers as ``noise`` holds with these numbers."""
+    """Answers the first draw of as many normal numbers as ``noise`` holds with these numbers, but
+    none of an autoencoder that encodes a picture."""
 
     def __init__(self, noise: Tensor | None):
         super().__init__()
@@ -91,7 +93,7 @@ class Draws(TorchFunctionMode):
             return func(*args, **kwargs)
         shape = kwargs.get("size", args[0] if len(args) == 1 else args)
         drawn = torch.Size([shape] if isinstance(shape, int) else shape)
-        if drawn.numel() != self.noise.numel():
+        if drawn.numel() != self.noise.numel() or in_posterior():
             return func(*args, **kwargs)
         noise = self.noise.reshape(drawn)
         self.noise = None
@@ -156,6 +158,7 @@ class Replay:
         self.device = device
         self.run: Run | None = None
         self.shapes: dict[Any, Shapes] = {}  # of the networks' outputs, by their inputs
+        self.skipped: dict[int, int] = {}  # steps that a call leaves out, of so many
         # without the decorator that turns gradients off
         self.function = inspect.unwrap(type(pipe).__call__)
         self.arguments = inspect.signature(self.function).parameters
@@ -163,6 +166,7 @@ class Replay:
         pipe.__dict__["scheduler"] = self.scheduler
         for name in parts:
             pipe.__dict__[name] = Denoiser(getattr(pipe, name), self._answer(name))
+        observe(pipe, self.begins)
         self.scale: float = (
             self.scheduler.prepared_scale
         )  # the pipeline multiplies by it before its loop
@@ -238,8 +242,15 @@ class Replay:
         timestep = run.timestep.to(steps)
         if timestep.ndim:
             steps = steps[:, None].repeat(1, len(timestep))
-        steps[run.place] = timestep
+        steps[run.place + self.skipped.get(len(steps), 0)] = timestep
         scheduler.timesteps = steps
+
+    def begins(self, steps: int) -> None:
+        """Learn that the pipeline takes only the last ``steps`` steps of its times."""
+        run = self._running()
+        whole = len(self.scheduler.timesteps)
+        self.skipped[whole] = self.scheduler.step_number = whole - steps
+        run.table = later(run.table, whole - steps) if run.table else None
 
     def stepped(self, output: Tensor, sample: Tensor) -> Tensor | None:
         """Take what the pipeline computed in a step; return the next state, None: the scheduler
@@ -259,10 +270,10 @@ class Replay:
         run.position += 1
         return run.state
 
-    def fresh(self, step: int) -> AbstractContextManager[Any]:
-        """Let what the scheduler draws in a step be the noise of this run."""
-        renewed = self._running().renewed
-        return nullcontext() if renewed is None else Draws(renewed(step))
+    def fresh(self) -> AbstractContextManager[Any]:
+        """Let what the scheduler draws in the step that is taken be the noise of this run."""
+        run = self._running()
+        return nullcontext() if run.renewed is None else Draws(run.renewed(run.position - 1))
 
     def _prepared(self, latents: Any) -> Any:
         """Put the asked state in the place of the latents that the pipeline prepared."""

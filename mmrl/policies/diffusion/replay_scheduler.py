@@ -31,7 +31,7 @@ def drive(scheduler: Any, replay: Any) -> Any:
 
     Solvers with a history are replaced by the deterministic one-step form of the same schedule:
     Euler for flows, DDIM for models of noise, v or the sample. Samplers of consistency models keep
-    theirs, with the noise that ``replay.fresh(step)`` gives. UserError for schedules without one.
+    theirs, with the noise that ``replay.fresh()`` gives. UserError for schedules without one.
     """
     from diffusers.schedulers.scheduling_utils import SchedulerOutput
 
@@ -50,7 +50,7 @@ def drive(scheduler: Any, replay: Any) -> Any:
     ) -> SchedulerOutput | tuple[Tensor, ...]:
         state = replay.stepped(model_output, sample)
         if state is None:
-            with replay.fresh(form.step_number):
+            with replay.fresh():
                 state = _own_step(form, base, model_output, timestep, sample)
         form.step_number += 1
         # schedulers of consistency models return the predicted data too, which is the last state

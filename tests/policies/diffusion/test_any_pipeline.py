@@ -37,7 +37,8 @@ from tests.run.test_resume import resumes
 
 load_built_in()
 RED = Image.new("RGB", (16, 16), "red")
-PROMPTS = [{"text": text, "image": RED} for text in ("a red seven", "a blue two")]
+FILM = [Image.new("RGB", (16, 16), colour) for colour in ("red", "blue", "green", "red", "grey")]
+PROMPTS = [{"text": text, "image": RED, "video": FILM} for text in ("a red seven", "a blue two")]
 # name -> the family's options, the pipeline's, and what turns its states into the family's
 FAMILIES = {
     "sd3": (
@@ -141,13 +142,15 @@ def plain_pictures(name, policy, guidance, drawn, pipe=None):
         call["negative_prompt"] = ""
     if "image" in policy.arguments.inputs:
         call["image"] = RED
+    if "video" in policy.arguments.inputs:
+        call["video"] = FILM
     seeded = torch.Generator().manual_seed(0)
     with ExitStack() as stack:
         for noise in reversed(drawn):  # the innermost answers first
             stack.enter_context(Draws(noise))
         return pipe(
             prompt=PROMPTS[0]["text"],
-            num_inference_steps=policy.steps,
+            num_inference_steps=policy.asked_steps[0],
             output_type="pt",
             generator=seeded,
             return_dict=False,

@@ -1,0 +1,44 @@
+"""Follows how a pipeline begins that changes a picture or a video: it encodes it, mixes it with
+noise, and skips the first steps, by its argument ``strength``."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from mmrl.policies.diffusion.replay_scheduler import Timetable
+
+POSTERIOR = "DiagonalGaussianDistribution"  # what autoencoders of diffusers encode to
+NEAR = 8  # frames of a call's stack
+
+
+def observe(pipe: Any, begins: Callable[[int], None]) -> None:
+    """Let ``begins(steps)`` be called with the number of steps that a call of the pipeline takes,
+    where the pipeline says it (``get_timesteps``)."""
+    plain = getattr(pipe, "get_timesteps", None)
+    if plain is None:
+        return
+
+    def observed(*args: Any, **kwargs: Any) -> Any:
+        outcome = plain(*args, **kwargs)
+        begins(len(outcome[-2]))  # beside their number
+        return outcome
+
+    pipe.__dict__["get_timesteps"] = observed
+
+
+def later(table: Timetable, skipped: int) -> Timetable:
+    """Leave the first steps out of a timetable."""
+    return Timetable(table.times[skipped:], table.timesteps[skipped:])
+
+
+def in_posterior() -> bool:
+    """Tell whether numbers are drawn for an autoencoder's latents of what it encodes: they are as
+    many as the noise that these are mixed with, and are drawn before it."""
+    frame = inspect.currentframe()
+    for _ in range(NEAR):
+        frame = frame.f_back if frame is not None else None
+        if frame is not None and type(frame.f_locals.get("self")).__name__ == POSTERIOR:
+            return True
+    return False
