@@ -96,9 +96,9 @@ class AnyPipeline(FlowPolicy):
         """Load a model folder. path: folder, hub id or world:NAME of any pipeline. call: further
         arguments of the pipeline's call, plain values: height, width, num_frames ... inputs:
         arguments of the call that differ by prompt, and the fields they are read from; null is
-        {prompt: text}, and {image: image} or {video: video} where the call needs one. guidance_argument: the argument
-        that guidance_scale is the value of; null: true_cfg_scale, or guidance_scale where the call
-        knows negative prompts. sde_type, noise_level: null is flow_sde at 0.7 for flows, ddim at 1
+        {prompt: text}, and {image: image} or {video: video} where the call needs one.
+        guidance_argument: the argument that guidance_scale is the value of; null: true_cfg_scale,
+        or guidance_scale where the call knows negative prompts. sde_type, noise_level: null is flow_sde at 0.7 for flows, ddim at 1
         for models of noise, v or the sample. timestep_schedule: null is the pipeline's own. dtype:
         of the frozen weights. text_encoder_placement: where they go after use. text_cache: encoded
         prompts. together: prompts share calls of the pipeline; null: where the check finds that

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 from mmrl.core.errors import UserError
 from mmrl.policies.diffusion.replay_consistency import settings
 from mmrl.policies.diffusion.replay_scheduler import Timetable, drive, timetable
-from mmrl.policies.diffusion.replay_starts import in_posterior, later, observe
+from mmrl.policies.diffusion.replay_starts import in_posterior, later, observe, once
 
 Goal = Literal["conditions", "begin", "output", "passes", "finish", "plain"]
 STATES = ("hidden_states", "sample", "x")  # what networks call their noisy input
@@ -166,13 +166,15 @@ class Replay:
         pipe.__dict__["scheduler"] = self.scheduler
         for name in parts:
             pipe.__dict__[name] = Denoiser(getattr(pipe, name), self._answer(name))
-        observe(pipe, self.begins)
+        partial_way = observe(pipe, self.begins)
         self.scale: float = (
             self.scheduler.prepared_scale
         )  # the pipeline multiplies by it before its loop
         self.prepares = hasattr(pipe, "prepare_latents")
         if self.prepares:
             prepare = pipe.prepare_latents
+            # a picture to change is encoded there, which a state in its place has no need of
+            prepare = once(prepare, lambda: self._running().state) if partial_way else prepare
             pipe.__dict__["prepare_latents"] = lambda *args, **kwargs: self._prepared(
                 prepare(*args, **kwargs)
             )

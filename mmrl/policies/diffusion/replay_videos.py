@@ -21,8 +21,11 @@ def frames_of(source: Any, prompt: Prompt, count: int) -> list[Any]:
     from PIL import Image
 
     if isinstance(source, (list, tuple)):
-        source = np.stack([np.asarray(frame) for frame in source]) if source else np.empty(0)
-    video = open_video(source, None, Budgets(frames=count, fps=FASTEST), prompt)
+        source = [np.asarray(frame) for frame in source]
+    try:
+        video = open_video(source, None, Budgets(frames=count, fps=FASTEST), prompt)
+    except UserError as error:
+        raise UserError(f"{error}; give the path of a video file, or a list of frames") from error
     if len(video.frames) != count:
         raise UserError(
             f"{where(prompt)}: a video of {len(video.frames)} frames, and policy option "
