@@ -92,7 +92,9 @@ def test_videos_are_files_or_frames(tmp_path):
     assert [frame.getpixel((0, 0)) for frame in shown(FILM)] == [f.getpixel((0, 0)) for f in FILM]
     (tmp_path / "bad.mp4").write_text("no video")
     says = {
-        str(tmp_path / "bad.mp4"): "prompts.jsonl:7: cannot read the video .*bad.mp4.*give the path",
+        str(
+            tmp_path / "bad.mp4"
+        ): "prompts.jsonl:7: cannot read the video .*bad.mp4.*give the path",
         str(tmp_path / "none.mp4"): "prompts.jsonl:7: cannot read .*none.mp4.*give the path",
         written(tmp_path / "short.mp4", 3): "prompts.jsonl:7: a video of 3 frames, and .* for 5",
     }
