@@ -99,16 +99,17 @@ class AnyPipeline(FlowPolicy):
         {prompt: text}, and {image: image} or {video: video} where the call needs one.
         guidance_argument: the argument that guidance_scale is the value of; null: true_cfg_scale,
         or guidance_scale where the call knows negative prompts. sde_type, noise_level: null is
-        flow_sde at 0.7 for flows, ddim at 1 for models of noise, v or the sample.
-        timestep_schedule: null is the pipeline's own. dtype: of the frozen weights.
-        text_encoder_placement: where they go after use. text_cache: encoded prompts. together:
-        prompts share calls of the pipeline; null: where the check finds that their rows do not
-        depend on each other. check: try the replay before training. vae_tiling, vae_slicing: the
-        autoencoder works on tiles of a sample, and on one sample after another. attention: its
-        backend; auto is xformers on CUDA where it is no slower, else SDPA. compile: the networks'
-        repeated blocks, by torch.compile; a text is the name of its backend. quantization: the
-        frozen weights of the networks in 4 bits (nf4, fp4) or 8 (8bit), under adapters.
-        skip_blocks: of a modular pipeline, blocks to leave out with the parts that only they need,
+        flow_sde at 0.7 for flows, ddim at 1 for models of noise, v or the sample, and the sampler's
+        own steps for consistency models (LCM, SCM). timestep_schedule: null is the pipeline's own.
+        dtype: of the frozen weights. text_encoder_placement: where they go after use. text_cache:
+        encoded prompts. together: prompts share calls of the pipeline; null: where the check finds
+        that their rows do not depend on each other. check: try the replay before training.
+        vae_tiling, vae_slicing: the autoencoder works on tiles of a sample, and on one sample after
+        another. attention: its backend; auto is xformers on CUDA where it is no slower, else SDPA.
+        compile: the networks' repeated blocks, by torch.compile; a text is the name of its backend.
+        quantization: the frozen weights of the networks in 4 bits (nf4, fp4) or 8 (8bit), under
+        adapters. skip_blocks: of a modular pipeline, blocks to leave out with the parts that only
+        they need,
         such as prompt_upsampler. scheduler: lcm samples in few steps as diffusers' LCMScheduler and
         FlowMatchLCMScheduler, by predicting the data and adding fresh noise, whatever sde_type,
         noise_level, noise_window and solver say; export writes that scheduler. video_frames: taken
