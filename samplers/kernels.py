@@ -18,7 +18,7 @@ import math
 import torch
 from torch import Tensor
 
-from samplers.processes import Diffusion, Flow, Number, Process, per_row
+from samplers.processes import Diffusion, Flow, Number, Process, TrigFlow, per_row
 
 
 def flow_sde(x: Tensor, v: Tensor, t: Number, s: Number, eta: Number) -> tuple[Tensor, Tensor]:
@@ -127,7 +127,7 @@ def consistency(
 
 # the processes a kernel is for; those without this are for flows
 vars(ddim)["process"] = Diffusion
-vars(consistency)["process"] = (Flow, Diffusion)
+vars(consistency)["process"] = (Flow, Diffusion, TrigFlow)
 
 
 def _towards(x: Tensor, v: Tensor, t: Tensor, s: Tensor, noise_scale: Tensor) -> Tensor:

@@ -182,3 +182,43 @@ class Consistent(Diffusion):
     def _boundary(self, t: Number, like: Tensor) -> tuple[Tensor, Tensor]:
         tau = per_row(self.scaling * self.timestep(t), like)
         return 0.25 / (tau**2 + 0.25), tau / (tau**2 + 0.25).sqrt()
+
+
+@dataclass(frozen=True)
+class TrigFlow:
+    """Implements TrigFlow: alpha = cos(angle), sigma = ``deviation`` sin(angle), angle = ``end`` t;
+    the network gives the derivative of the state by the angle.
+
+    Lu and Song 2024, "Simplifying, stabilizing and scaling continuous-time consistency models",
+    section 3. ``deviation`` is that of the data; ``end``, where a path begins, is that of
+    SCMScheduler in diffusers, 4e-6 beyond a right angle.
+    """
+
+    deviation: float = 0.5
+    end: float = 1.5708
+
+    def scales(self, t: Number, like: Tensor) -> tuple[Tensor, Tensor]:
+        cosine, sine = self._rotation(t, like)
+        return cosine, self.deviation * sine
+
+    def clean(self, x: Tensor, output: Tensor, t: Number) -> Tensor:
+        cosine, sine = self._rotation(t, x)
+        return cosine * x - sine * output
+
+    def noise(self, x: Tensor, output: Tensor, t: Number) -> Tensor:
+        cosine, sine = self._rotation(t, x)
+        return (sine * x + cosine * output) / self.deviation
+
+    def target(self, clean: Tensor, noise: Tensor, t: Number) -> Tensor:
+        cosine, sine = self._rotation(t, clean)
+        return cosine * self.deviation * noise - sine * clean
+
+    def snap(self, t: Tensor) -> Tensor:
+        return t
+
+    def gain(self, t: Number, like: Tensor) -> Tensor:
+        return self._rotation(t, like)[1]
+
+    def _rotation(self, t: Number, like: Tensor) -> tuple[Tensor, Tensor]:
+        angle = self.end * per_row(t, like)
+        return angle.cos(), angle.sin()

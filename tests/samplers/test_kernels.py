@@ -20,7 +20,7 @@ from samplers.kernels import (
     ode,
     wan_sde,
 )
-from samplers.processes import Consistent, Diffusion, Flow, noised
+from samplers.processes import Consistent, Diffusion, Flow, TrigFlow, noised
 from samplers.solvers import ddim as ddim_solver
 from samplers.solvers import dpm
 
@@ -535,3 +535,27 @@ def test_a_consistency_model_is_itself_at_the_first_timestep(prediction, scaling
         moved = process.clean(x, output + 1, t) - process.clean(x, output, t)
         torch.testing.assert_close(moved.abs(), process.gain(t, x).expand_as(moved))
     assert Consistent().scaling == 10.0
+
+
+def test_trigflow_takes_the_steps_of_diffusers_scheduler(monkeypatch):
+    """And its target is what a perfect network says of noised data."""
+    from diffusers import SCMScheduler
+    from diffusers.schedulers import scheduling_scm
+
+    x, output, noise = X.double(), V.double(), V.double().flip(0)
+    process = TrigFlow()
+    scheduler = SCMScheduler()
+    scheduler.set_timesteps(2, intermediate_timesteps=1.3)
+    monkeypatch.setattr(scheduling_scm, "randn_tensor", lambda *_, **__: noise)
+    t, s = 1.0, 1.3 / 1.5708
+    scheduler.timesteps = scheduler.timesteps.double()
+    scheduler.timesteps[:2] = torch.tensor([1.5708, 1.3])
+    theirs, clean = scheduler.step(output, scheduler.timesteps[0], x, return_dict=False)
+    mean, std = consistency(x, output, t, s, 1.0, process)
+    torch.testing.assert_close(mean + std * noise, theirs, atol=1e-7, rtol=0)
+    torch.testing.assert_close(process.clean(x, output, t), clean, atol=1e-7, rtol=0)
+    state, target = noised(process, x, noise, s), process.target(x, noise, s)
+    torch.testing.assert_close(process.clean(state, target, s), x, atol=1e-12, rtol=0)
+    torch.testing.assert_close(process.noise(state, target, s), noise, atol=1e-12, rtol=0)
+    moved = process.clean(state, target + 1, s) - x
+    torch.testing.assert_close(moved.abs(), process.gain(s, x).expand_as(moved))

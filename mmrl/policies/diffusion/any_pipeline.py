@@ -19,16 +19,17 @@ from mmrl.core.sharding import shards
 from mmrl.core.types import Kernel, Prompt, Query, Rollout
 from mmrl.policies.base import NO_CONTEXT, RolloutContext, rows_of, without_empty
 from mmrl.policies.capabilities import Medium
-from mmrl.policies.diffusion import attention_backends, pipeline_folder
+from mmrl.policies.diffusion import attention_backends, pipeline_folder, replay_consistency
 from mmrl.policies.diffusion.attention_backends import Attention, AttentionChoice
 from mmrl.policies.diffusion.flow_policy import FlowPolicy, Grid, Storage
 from mmrl.policies.diffusion.frozen_cache import EncoderCache, Placement
 from mmrl.policies.diffusion.modular_folder import guidance_of
 from mmrl.policies.diffusion.replay import FURTHER, Replay, state_cast
 from mmrl.policies.diffusion.replay_check import check_replay
+from mmrl.policies.diffusion.replay_consistency import Sampler
 from mmrl.policies.diffusion.replay_encoding import MediaEncoder
 from mmrl.policies.diffusion.replay_passes import Ask, Networks, asks, in_step
-from mmrl.policies.diffusion.replay_prompts import FRAMES, PromptArguments
+from mmrl.policies.diffusion.replay_prompts import PromptArguments
 from mmrl.policies.diffusion.replay_scheduler import process_of, timestep_of
 from mmrl.policies.prompt_states import pooled
 from mmrl.policies.quantization import Quantization, check_quantization, quantize
@@ -89,43 +90,56 @@ class AnyPipeline(FlowPolicy):
         compile: bool | str = False,
         quantization: Quantization | None = None,
         skip_blocks: Sequence[str] = (),
+        scheduler: Sampler = "own",
+        video_frames: int | None = None,
         **options: Any,
     ):
         """Load a model folder. path: folder, hub id or world:NAME of any pipeline. call: further
         arguments of the pipeline's call, plain values: height, width, num_frames ... inputs:
         arguments of the call that differ by prompt, and the fields they are read from; null is
-        {prompt: text}, and {image: image} where the call needs one. guidance_argument: the argument
-        that guidance_scale is the value of; null: true_cfg_scale, or guidance_scale where the call
-        knows negative prompts. sde_type, noise_level: null is flow_sde at 0.7 for flows, ddim at 1
-        for models of noise, v or the sample. timestep_schedule: null is the pipeline's own. dtype:
-        of the frozen weights. text_encoder_placement: where they go after use. text_cache: encoded
-        prompts. together: prompts share calls of the pipeline; null: where the check finds that
-        their rows do not depend on each other. check: try the replay before training.
+        {prompt: text}, and {image: image} or {video: video} where the call needs one.
+        guidance_argument: the argument that guidance_scale is the value of; null: true_cfg_scale,
+        or guidance_scale where the call knows negative prompts. sde_type, noise_level: null is
+        flow_sde at 0.7 for flows, ddim at 1 for models of noise, v or the sample, and the sampler's
+        own steps for consistency models (LCM, SCM). timestep_schedule: null is the pipeline's own.
+        dtype: of the frozen weights. text_encoder_placement: where they go after use. text_cache:
+        encoded prompts. together: prompts share calls of the pipeline; null: where the check finds
+        that their rows do not depend on each other. check: try the replay before training.
         vae_tiling, vae_slicing: the autoencoder works on tiles of a sample, and on one sample after
         another. attention: its backend; auto is xformers on CUDA where it is no slower, else SDPA.
         compile: the networks' repeated blocks, by torch.compile; a text is the name of its backend.
-        quantization: the frozen weights of the networks in 4 bits (nf4, fp4) or 8 (8bit),
-        under adapters. skip_blocks: of a modular pipeline, blocks to leave out with the parts that
-        only they need, such as prompt_upsampler."""
+        quantization: the frozen weights of the networks in 4 bits (nf4, fp4) or 8 (8bit), under
+        adapters. skip_blocks: of a modular pipeline, blocks to leave out with the parts that only
+        they need, such as prompt_upsampler. scheduler: lcm samples in few steps as diffusers'
+        LCMScheduler and FlowMatchLCMScheduler, by predicting the data and adding fresh noise,
+        whatever sde_type, noise_level, noise_window and solver say; export writes that scheduler.
+        video_frames: taken of each prompt's video, evenly spread, where the pipeline changes
+        one."""
         check_quantization(quantization, options.get("lora") is not None)
         attention_backends.check(attention)
         self._refuse(options)
         self.compute = getattr(torch, dtype)
         pipe = self._load(path, quantization, skip_blocks)
+        replay_consistency.by_lcm(pipe, self.place, scheduler)
+        self.sampler = scheduler
         pipeline_folder.decode_in_parts(pipe, tiling=vae_tiling, slicing=vae_slicing)
         self._freeze(pipe, text_encoder_placement, text_cache)
-        self._drive(pipe, call, inputs, guidance_argument)
+        self._drive(pipe, call, inputs, guidance_argument, video_frames)
         self.together = together
         self.check = check
         self.asked_steps = (steps, evaluation_steps or steps)
         self.shape = self._latent_shape(steps)
         flow = isinstance(self.process, Flow)
+        options |= {"sde_type": sde_type, "noise_level": noise_level}
+        if self.renews:
+            options = replay_consistency.options(steps, options, self.replay.scheduler, scheduler)
+        else:
+            options["sde_type"] = sde_type or (flow_sde if flow else ddim)
+            options["noise_level"] = (0.7 if flow else 1.0) if noise_level is None else noise_level
         super().__init__(
             self.net,
             steps=steps,
             evaluation_steps=evaluation_steps,
-            sde_type=sde_type or (flow_sde if flow else ddim),
-            noise_level=(0.7 if flow else 1.0) if noise_level is None else noise_level,
             timestep_schedule=timestep_schedule or self._own_times,
             **options,
         )
@@ -164,15 +178,18 @@ class AnyPipeline(FlowPolicy):
         call: dict[str, Any] | None,
         inputs: dict[str, str] | None,
         guidance_argument: str | None,
+        video_frames: int | None,
     ) -> None:
         """Take over the pipeline's scheduler and its networks, and read what its call takes."""
         self.replay = Replay(pipe, self.parts, self._forward, partial(device_of, self.net))
         known = self.replay.arguments
+        guidance = guidance_argument or guidance_of(pipe)
         self.arguments = PromptArguments(
-            self.pipeline, known, call or {}, inputs, guidance_argument or guidance_of(pipe)
+            self.pipeline, known, call or {}, inputs, guidance, video_frames
         )
         self.process = process_of(self.replay.scheduler)
-        makes: Medium = "video" if any(name in known for name in FRAMES) else "image"
+        self.renews = self.replay.scheduler.renews
+        makes: Medium = "video" if self.arguments.makes_video else "image"
         sound = self.replay.states.count > 1
         self.capabilities = replace(type(self).capabilities, makes=makes, sound=sound)
         self.media_size, self.media_frames = self.arguments.sizes()
@@ -223,9 +240,12 @@ class AnyPipeline(FlowPolicy):
             )
         return tables[steps]
 
+    def _steps_asked(self) -> int:
+        return self.asked_steps[0 if self.exploring and not self.plain else 1]
+
     def _asks(self, t: Tensor) -> list[Ask]:
         """Cut a pass of rows at times t [B] into calls of the pipeline."""
-        steps = self.asked_steps[0 if self.exploring else 1]
+        steps = self._steps_asked()
         grid = self._timetable(steps).times[:-1].to(t.dtype)
         of_time = partial(timestep_of, self.replay.scheduler)
         return asks(t.detach().cpu(), grid, steps, of_time, self.together is False)
@@ -263,7 +283,7 @@ class AnyPipeline(FlowPolicy):
         return super().rollout(prompts, copies, rng, context)
 
     def begin(self, noise: Tensor, cond: dict[str, Any]) -> Tensor:
-        steps = self.asked_steps[0 if self.exploring else 1]
+        steps = self._steps_asked()
 
         def ask(rows: list[int]) -> Tensor:
             return self.replay.begin(self._call(cond, rows, None), steps, noise[rows])
@@ -433,6 +453,7 @@ class AnyPipeline(FlowPolicy):
         several = len(self.parts) > 1
         nets = {name: getattr(self.net, name) if several else self.net for name in self.parts}
         pipeline_folder.export(self.pipeline, self.place, nets, folder)
+        replay_consistency.save(self.replay.scheduler, self.place, folder, self.sampler)
 
 
 def _reason(error: Exception) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,17 +43,21 @@ def check(place: str, scheduler: str) -> None:
 
 def save(place: str, scheduler: str, folder: Path) -> None:
     """Write the scheduler beside what was exported; into a whole pipeline in place of its own."""
-    import diffusers
-
-    kind = getattr(diffusers, scheduler)
-    known = inspect.signature(kind).parameters
-    config = {name: value for name, value in _config(place).items() if name in known}
-    kind(**config).save_pretrained(folder / "scheduler")
+    made(_config(place), scheduler).save_pretrained(folder / "scheduler")
     index = folder / "model_index.json"
     if index.is_file():
         parts = json.loads(index.read_text())
         parts["scheduler"] = ["diffusers", scheduler]
         index.write_text(json.dumps(parts, indent=2) + "\n")
+
+
+def made(config: Mapping[str, Any], scheduler: str) -> Any:
+    """Make a scheduler of diffusers by what it knows of another one's configuration."""
+    import diffusers
+
+    kind = getattr(diffusers, scheduler)
+    known = inspect.signature(kind).parameters
+    return kind(**{name: value for name, value in config.items() if name in known})
 
 
 def _config(place: str) -> dict[str, Any]:

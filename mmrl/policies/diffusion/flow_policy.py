@@ -61,7 +61,7 @@ from mmrl.policies.rollout_graphs import RolloutGraphs, recording
 from samplers.batching import at_width
 from samplers.kernels import flow_sde
 from samplers.noise import Rng
-from samplers.processes import Flow, Process, noised
+from samplers.processes import Flow, Process, TrigFlow, noised
 from samplers.schedules import compressed, linear
 from samplers.solvers import Step
 from samplers.windows import FIXED, all_steps
@@ -367,7 +367,8 @@ class FlowPolicy(Policy):
         return math.prod(self.shape) if self.logprob_reduction == "sum" else 1
 
     def spaces(self) -> dict[str, Any]:
-        kind = "flow" if isinstance(self.process, Flow) else "diffusion"
+        kinds = {Flow: "flow", TrigFlow: "trigflow"}
+        kind = kinds.get(type(self.process), "diffusion")
         return {"latents": {"shape": list(self.shape), "process": kind}}
 
     def noise(self, stream: Tensor, row: Tensor, step: int) -> Tensor:

@@ -215,7 +215,10 @@ def _called(pipe: Any, arguments: dict[str, Any]) -> Any:
     state = PipelineState()
     chosen = dict(arguments)
     if guidance_of(pipe) and GUIDANCE in chosen:
-        guider_of(pipe).guidance_scale = chosen.pop(GUIDANCE)
+        guider = guider_of(pipe)
+        guider.guidance_scale = chosen.pop(GUIDANCE)
+        if guider.guidance_scale != 1:
+            guider.enable()  # Z-Image's blocks turn it off, whatever its scale
     for entry in pipe._blocks.inputs:
         if entry.name:
             state.set(entry.name, chosen.pop(entry.name, entry.default), entry.kwargs_type)

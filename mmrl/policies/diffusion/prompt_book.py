@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from typing import Any, ClassVar
 from weakref import WeakSet
 
 from cachetools import LRUCache
 
 from mmrl.core.types import Prompt
+from mmrl.policies.diffusion.replay_videos import frames_of
 from mmrl.policies.vlm.media import shown_image
 
 PROMPTS = 1 << 14  # that a book remembers: more than an iteration has
@@ -27,9 +29,17 @@ class PromptBook:
 
     living: ClassVar[WeakSet[PromptBook]] = WeakSet()
 
-    def __init__(self, pictures: tuple[str, ...], limit: int = PROMPTS, opened: int = OPENED):
-        """``pictures``: the arguments that are pictures, or lists of them."""
-        self.pictures = pictures
+    def __init__(
+        self,
+        pictures: tuple[str, ...],
+        limit: int = PROMPTS,
+        opened: int = OPENED,
+        videos: Mapping[str, int] | None = None,
+    ):
+        """``pictures``: the arguments that are pictures, or lists of them; ``videos``: those that
+        are videos, and the frames that are taken of each."""
+        self.videos = videos or {}
+        self.pictures = (*pictures, *self.videos)
         self.prompts: LRUCache[int, tuple[dict[str, str], Prompt]] = LRUCache(limit)
         self.opened: LRUCache[tuple[int, str], Any] = LRUCache(opened, getsizeof=_bytes)
         self.living.add(self)
@@ -81,6 +91,8 @@ class PromptBook:
         value = prompt[fields[name]]
         if name not in self.pictures:
             return value
+        if name in self.videos:
+            return frames_of(value, prompt, self.videos[name])
         if isinstance(value, (list, tuple)):
             return [shown_image(source, prompt, i) for i, source in enumerate(value)]
         return shown_image(value, prompt)

@@ -14,8 +14,9 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -24,12 +25,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 
 from mmrl.core.errors import UserError
+from mmrl.policies.diffusion.replay_consistency import settings
 from mmrl.policies.diffusion.replay_scheduler import Timetable, drive, timetable
+from mmrl.policies.diffusion.replay_starts import in_posterior, later, observe, once
 from mmrl.policies.diffusion.replay_states import States, heard
 
 Goal = Literal["conditions", "begin", "output", "passes", "finish", "plain"]
 STATES = ("hidden_states", "sample", "x")  # what networks call their noisy input
 FURTHER = ("audio_hidden_states",)  # what they call the noisy input of a second state
+TYPED_AS_STATES = ("timestep_cond",)  # conditions that pipelines make in the type of the latents
 
 
 class Reached(BaseException):
@@ -69,6 +73,7 @@ class Run:
     stepped: int = 0  # steps of all states
     copies: int = 0  # of the scheduler
     passes: tuple[str, ...] = ()  # networks asked at the step, in order
+    renewed: Callable[[int], Tensor] | None = None  # noise [B, *] of a step, where it adds some
 
 
 class Conditions(NamedTuple):
@@ -81,7 +86,7 @@ class Conditions(NamedTuple):
 
 class Draws(TorchFunctionMode):
     """Answers the first draw of as many normal numbers as ``noise`` holds with these numbers; of
-    several noises each is drawn once."""
+    several noises each is drawn once, and none by an autoencoder that encodes a picture."""
 
     def __init__(self, noise: Tensor | Sequence[Tensor]):
         super().__init__()
@@ -96,7 +101,7 @@ class Draws(TorchFunctionMode):
         shape = kwargs.get("size", args[0] if len(args) == 1 else args)
         drawn = torch.Size([shape] if isinstance(shape, int) else shape)
         for place, noise in enumerate(self.noises):
-            if drawn.numel() == noise.numel():
+            if drawn.numel() == noise.numel() and not in_posterior():
                 return self.noises.pop(place).reshape(drawn)
         return func(*args, **kwargs)
 
@@ -159,6 +164,7 @@ class Replay:
         self.device = device
         self.run: Run | None = None
         self.shapes: dict[Any, Shapes] = {}  # of the networks' outputs, by their inputs
+        self.skipped: dict[int, int] = {}  # steps that a call leaves out, of so many
         # without the decorator that turns gradients off
         self.function = inspect.unwrap(type(pipe).__call__)
         self.arguments = inspect.signature(self.function).parameters
@@ -166,10 +172,17 @@ class Replay:
         pipe.__dict__["scheduler"] = self.scheduler
         for name in parts:
             pipe.__dict__[name] = Denoiser(getattr(pipe, name), self._answer(name))
+        partial_way = observe(pipe, self.begins)
+        # the pipeline multiplies by it before its loop
+        self.scale: float = self.scheduler.prepared_scale
         self.states = States(pipe)
         self.prepares = bool(self.states.methods)
         for number, name in enumerate(self.states.methods):
-            pipe.__dict__[name] = self._preparing(number, getattr(pipe, name))
+            prepare = getattr(pipe, name)
+            if partial_way:
+                # a picture to change is encoded there, which a state in its place has no need of
+                prepare = once(prepare, partial(self._asked_state, number))
+            pipe.__dict__[name] = self._preparing(number, prepare)
         pipe.__class__ = type(type(pipe).__name__, (type(pipe),), {"_execution_device": place_of})
         pipe.__dict__["_replay_device"] = device
         pipe.set_progress_bar_config(disable=True)
@@ -188,7 +201,7 @@ class Replay:
         if not self.prepares:
             return noise
         latents: Tensor = self._call(call, steps, Run("begin", noise=noise))
-        return latents.to(noise.dtype)
+        return torch.mul(latents.to(noise.dtype), self.scale)
 
     def output(self, call: dict[str, Any], visit: Visit, state: Tensor) -> Tensor:
         """Compute what the pipeline hands to its scheduler for latents [B, *] at a step, as the
@@ -208,9 +221,16 @@ class Replay:
         """Decode final latents [B, *] as the pipeline does."""
         return self._call(call, steps, Run("finish", state=state))
 
-    def plain(self, call: dict[str, Any], steps: int, noise: Tensor) -> Any:
-        """Let the pipeline sample by itself from noise [B, *], with deterministic steps."""
-        return self._call(call, steps, Run("plain", noise=noise))
+    def plain(
+        self,
+        call: dict[str, Any],
+        steps: int,
+        noise: Tensor,
+        renewed: Callable[[int], Tensor] | None = None,
+    ) -> Any:
+        """Let the pipeline sample by itself from noise [B, *], with deterministic steps, or with
+        the noise ``renewed(step)`` that its sampler adds."""
+        return self._call(call, steps, Run("plain", noise=noise, renewed=renewed))
 
     @property
     def name(self) -> str:
@@ -244,11 +264,19 @@ class Replay:
         timestep = run.timestep.to(steps)
         if timestep.ndim:
             steps = steps[:, None].repeat(1, len(timestep))
-        steps[run.place] = timestep
+        steps[run.place + self.skipped.get(len(steps), 0)] = timestep
         scheduler.timesteps = steps
         if scheduler.is_flow and not timestep.ndim:  # guidance may compute with it
             scheduler.sigmas = torch.as_tensor(scheduler.sigmas).clone()
-            scheduler.sigmas[run.place] = timestep / scheduler.config.num_train_timesteps
+            place = run.place + self.skipped.get(len(steps), 0)
+            scheduler.sigmas[place] = timestep / scheduler.config.num_train_timesteps
+
+    def begins(self, steps: int) -> None:
+        """Learn that the pipeline takes only the last ``steps`` steps of its times."""
+        run = self._running()
+        whole = len(self.scheduler.timesteps)
+        self.skipped[whole] = self.scheduler.step_number = whole - steps
+        run.tables = {number: later(table, whole - steps) for number, table in run.tables.items()}
 
     def stepped(self, output: Tensor, sample: Tensor, number: int = 0) -> Tensor | None:
         """Take what the pipeline computed in a step of its state of this number; return the next
@@ -269,6 +297,16 @@ class Replay:
             self._reached(run, output, number)
         run.position = run.stepped // self.states.count
         return state
+
+    def fresh(self) -> AbstractContextManager[Any]:
+        """Let what the scheduler draws in the step that is taken be the noise of this run."""
+        run = self._running()
+        return nullcontext() if run.renewed is None else Draws(run.renewed(run.position - 1))
+
+    def _asked_state(self, number: int) -> Tensor | None:
+        """Return the asked state of this number; None where none is asked."""
+        run = self._running()
+        return None if run.state is None else self.states.split(run.state)[number]
 
     def _reached(self, run: Run, output: Tensor, number: int) -> None:
         """End the run if all states have been stepped at the step that it is for."""
@@ -292,6 +330,7 @@ class Replay:
             if run.state is None:
                 return latents
             state = self.states.split(run.state)[number]
+            state = state / self.scale if self.scale != 1 else state
             return (state, *latents[1:]) if several else state
 
         return prepared
@@ -327,6 +366,7 @@ class Replay:
         chosen = dict(call)
         if "num_inference_steps" in self.arguments:
             chosen["num_inference_steps"] = steps
+        chosen |= settings(self.arguments, steps)
         if "generator" in self.arguments:  # the same draws in every run, none from the global one
             chosen["generator"] = torch.Generator().manual_seed(0)
         if "return_dict" in self.arguments:
@@ -388,6 +428,7 @@ def state_cast(
     def convert(value: Any) -> Any:
         return tree_map_only(Tensor, lambda x: cast(x) if x.is_floating_point() else x, value)
 
+    kwargs = {k: convert(v) if k in TYPED_AS_STATES else v for k, v in kwargs.items()}
     if args:
         return (convert(args[0]), *args[1:]), kwargs
     names = [_state_name(args, kwargs), *(name for name in FURTHER if name in kwargs)]

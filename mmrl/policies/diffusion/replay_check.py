@@ -106,14 +106,20 @@ def _first_output(policy: Any, pair: list[Prompt]) -> Tensor | None:
 
 
 def _check_path(policy: Any, prompts: list[Prompt]) -> None:
-    """Compare the noiseless path with the pipeline's own loop."""
+    """Compare the noiseless path, of consistency models that with their sampler's noise, with the
+    pipeline's own loop."""
     with policy.evaluating():
         rollout = policy.rollout(prompts, 1, RNG)
         ours = policy.decode(rollout)
     noise = RNG.normal(rollout.row_id, policy.shape, 0, policy.dtype)
+
+    def renewed(step: int) -> Tensor:
+        """Draw what a consistency model's sampler adds after a step."""
+        return RNG.normal(rollout.row_id, policy.shape, step + 1, policy.dtype)
+
     call = policy.arguments.of(rollout.cond["prompt"][:, 0].tolist(), policy.guidance_scale)
     plain = pipeline_folder.media_of(
-        policy.replay.plain(call, policy.asked_steps[1], noise), policy.pipeline
+        policy.replay.plain(call, policy.asked_steps[1], noise, renewed), policy.pipeline
     )
     own_times = len(policy.evaluation_times) == len(policy._timetable(policy.asked_steps[1]).times)
     if not own_times:

@@ -12,6 +12,7 @@ from torch import Tensor
 from mmrl.core.errors import UserError
 from mmrl.core.types import Prompt
 from mmrl.policies.diffusion.prompt_book import PromptBook
+from mmrl.policies.diffusion.replay_videos import CHANGERS, VIDEOS
 
 OURS = ("num_inference_steps", "latents", "generator", "output_type", "return_dict")
 EDITORS = ("Edit", "Kontext", "ImageToVideo", "Img2Img")  # pipelines that see a picture
@@ -41,13 +42,15 @@ class PromptArguments:
         call: dict[str, Any],
         inputs: dict[str, str] | None,
         guidance_argument: str | None,
+        video_frames: int | None = None,
     ):
         self.pipeline = pipeline
         self.known = known
         self.call = call
         self.inputs = _inputs(pipeline, known) if inputs is None else inputs
         self.guidance = guidance_argument or _guidance(known)
-        self.book = PromptBook(PICTURES)
+        self.videos = self._videos(video_frames)
+        self.book = PromptBook(PICTURES, videos=self.videos)
         for name in (*call, *self.inputs, *([self.guidance] if self.guidance else [])):
             if name not in known or name in OURS or name == "self":
                 free = ", ".join(n for n in known if n not in (*OURS, "self"))
@@ -59,8 +62,27 @@ class PromptArguments:
     def sizes(self) -> tuple[tuple[int, int] | None, int | None]:
         """Return [height, width] and the frames that the call asks for; None where it does not."""
         height, width = self.call.get("height"), self.call.get("width")
-        frames = next((self.call[name] for name in FRAMES if name in self.call), None)
+        lengths = [self.call[name] for name in FRAMES if name in self.call]
+        frames = next(iter([*lengths, *self.videos.values()]), None)
         return (height, width) if height and width else None, frames
+
+    @property
+    def makes_video(self) -> bool:
+        """Tell whether the call makes a video: it says of how many frames, or changes one."""
+        return any(name in self.known for name in FRAMES) or bool(self.videos)
+
+    def _videos(self, frames: int | None) -> dict[str, int]:
+        """Say of how many frames each argument is that is a video."""
+        names = [name for name in self.inputs if name in VIDEOS]
+        if names and frames is None:
+            raise UserError(
+                f"policy option video_frames: say how many frames of a prompt's video "
+                f"{self.pipeline} takes; all prompts have as many"
+            )
+        if frames is not None and (not names or frames < 1):
+            why = f"must be at least 1, not {frames}" if names else "is for calls with a video"
+            raise UserError(f"policy option video_frames: {why} ({self.pipeline})")
+        return {name: frames for name in names if frames is not None}
 
     def check_guidance(self, scale: float) -> None:
         """Refuse guidance where the pipeline has no argument for it."""
@@ -130,16 +152,18 @@ class PromptArguments:
         return self.book.number(self.inputs, prompt)
 
     def _blank(self, name: str) -> Any:
-        if name not in PICTURES:
+        if name not in (*PICTURES, *self.videos):
             return "a" if "prompt" in name else 0
         from PIL import Image
 
+        if name in self.videos:
+            return [self._blank(PICTURES[0])] * self.videos[name]
         return Image.new("RGB", (self.call.get("width", 512), self.call.get("height", 512)), "grey")
 
 
 def _inputs(pipeline: str, known: Mapping[str, Parameter]) -> dict[str, str]:
     """Choose the arguments that differ by prompt: its text, a class where the model takes one, and
-    a picture that must be there."""
+    a picture or a video that must be there."""
     chosen = {"prompt": "text"} if "prompt" in known else {}
     if not chosen and "class_labels" in known:
         chosen = {"class_labels": "label"}
@@ -147,7 +171,8 @@ def _inputs(pipeline: str, known: Mapping[str, Parameter]) -> dict[str, str]:
     edits = image is not None and (
         image.default is Parameter.empty or any(word in pipeline for word in EDITORS)
     )
-    return chosen | ({"image": "image"} if edits else {})
+    changed = [n for n in VIDEOS if n in known and any(word in pipeline for word in CHANGERS)]
+    return chosen | ({"image": "image"} if edits else {}) | {name: name for name in changed}
 
 
 def _guidance(known: Mapping[str, Parameter]) -> str | None:

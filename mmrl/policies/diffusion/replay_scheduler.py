@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from mmrl.core.errors import UserError
+from mmrl.policies.diffusion import replay_consistency
 from samplers.processes import Diffusion, Flow, Process
 
-CONSISTENCY = ("LCMScheduler", "TCDScheduler", "SCMScheduler", "CMStochasticIterativeScheduler")
+CONSISTENCY = ("TCDScheduler", "CMStochasticIterativeScheduler")
 PREDICTIONS = ("epsilon", "v_prediction", "sample")
 
 
@@ -30,7 +31,8 @@ def drive(scheduler: Any, replay: Any, number: int = 0) -> Any:
     sample, number)`` for every step. A copy of it steps another state, ``replay.copied()``.
 
     Solvers with a history are replaced by the deterministic one-step form of the same schedule:
-    Euler for flows, DDIM for models of noise, v or the sample. UserError for schedules without one.
+    Euler for flows, DDIM for models of noise, v or the sample. Samplers of consistency models keep
+    theirs, with the noise that ``replay.fresh()`` gives. UserError for schedules without one.
     """
     from diffusers.schedulers.scheduling_utils import SchedulerOutput
 
@@ -49,9 +51,12 @@ def drive(scheduler: Any, replay: Any, number: int = 0) -> Any:
     ) -> SchedulerOutput | tuple[Tensor, ...]:
         state = replay.stepped(model_output, sample, number)
         if state is None:
-            state = _deterministic(form, base, model_output, timestep, sample)
+            with replay.fresh():
+                state = _own_step(form, base, model_output, timestep, sample)
         form.step_number += 1
-        return SchedulerOutput(state) if kwargs.get("return_dict", True) else (state,)
+        # schedulers of consistency models return the predicted data too, which is the last state
+        states = (state, state) if form.renews else (state,)
+        return SchedulerOutput(state) if kwargs.get("return_dict", True) else states
 
     def copied(memo: Any) -> Any:
         twin = drive(form, replay, replay.copied())
@@ -65,6 +70,8 @@ def drive(scheduler: Any, replay: Any, number: int = 0) -> Any:
     form.__dict__ |= driven
     form.number = number
     form.inverted = bool(form.config.get("invert_sigmas"))
+    form.renews = replay_consistency.renews(form)
+    form.prepared_scale = replay_consistency.scale(form)
     form.is_flow = is_flow
     form.step_number = 0
     return form
@@ -77,9 +84,11 @@ def one_step_form(scheduler: Any) -> Any:
     name, config = type(scheduler).__name__, scheduler.config
     if name in CONSISTENCY:
         raise UserError(
-            f"{name} is a sampler of consistency models, whose first step to data is no step of a "
-            "flow or a diffusion; the policy lcm trains such models"
+            f"{name} is a sampler of consistency models whose steps are no step of a flow or a "
+            "diffusion; LCMScheduler and SCMScheduler are such samplers that can be trained"
         )
+    if replay_consistency.renews(scheduler):
+        return replay_consistency.form(scheduler)
     if isinstance(scheduler, diffusers.FlowMatchEulerDiscreteScheduler):
         return type(scheduler).from_config(config)
     if name.startswith("FlowMatch"):
@@ -107,6 +116,8 @@ def one_step_form(scheduler: Any) -> Any:
 
 def process_of(scheduler: Any) -> Process:
     """Return the process whose steps the one-step form takes."""
+    if (known := replay_consistency.process(scheduler)) is not None:
+        return known
     if not hasattr(scheduler, "final_alpha_cumprod"):
         return Flow()
     final = float(scheduler.final_alpha_cumprod)
@@ -120,6 +131,8 @@ def timetable(scheduler: Any) -> Timetable:
     where an SDE has far too much noise. Discrete diffusions: (timestep + 1) / T, then 0.
     """
     steps = scheduler.timesteps
+    if (angles := replay_consistency.angles(scheduler)) is not None:
+        return Timetable(angles, steps)
     if not scheduler.is_flow:
         times = (steps.double().cpu() + 1) / len(scheduler.alphas_cumprod)
         return Timetable(torch.cat([times, times.new_zeros(1)]), steps)
@@ -132,20 +145,21 @@ def timetable(scheduler: Any) -> Timetable:
 
 def timestep_of(scheduler: Any, time: Tensor) -> Tensor:
     """Return what the network is told at a time [*] that is none of the pipeline's own."""
+    if (angle := replay_consistency.angle(scheduler, time)) is not None:
+        return angle
     if not scheduler.is_flow:
         return (time.double() * len(scheduler.alphas_cumprod)).round().long() - 1
     count = int(scheduler.config.num_train_timesteps)
     return (1 - time if scheduler.inverted else time) * count
 
 
-def _deterministic(
-    scheduler: Any, base: Any, output: Tensor, timestep: Any, sample: Tensor
-) -> Tensor:
-    """Take the deterministic step: the scheduler's own where it is one of one step, Euler's on its
-    sigmas where it is a solver with a history."""
+def _own_step(scheduler: Any, base: Any, output: Tensor, timestep: Any, sample: Tensor) -> Tensor:
+    """Take the scheduler's own step where it is one of one step, Euler's on its sigmas where it is
+    a solver with a history."""
     from diffusers import FlowMatchEulerDiscreteScheduler
 
-    if not scheduler.is_flow or issubclass(base, FlowMatchEulerDiscreteScheduler):
+    euler = issubclass(base, FlowMatchEulerDiscreteScheduler)
+    if not scheduler.is_flow or scheduler.renews or euler:
         state: Tensor = base.step(scheduler, output, timestep, sample, return_dict=False)[0]
         return state
     times = timetable(scheduler).times.to(sample)

@@ -7,7 +7,7 @@ import inspect
 import json
 import runpy
 import shutil
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -37,7 +37,8 @@ from tests.run.test_resume import resumes
 
 load_built_in()
 RED = Image.new("RGB", (16, 16), "red")
-PROMPTS = [{"text": text, "image": RED} for text in ("a red seven", "a blue two")]
+FILM = [Image.new("RGB", (16, 16), colour) for colour in ("red", "blue", "green", "red", "grey")]
+PROMPTS = [{"text": text, "image": RED, "video": FILM} for text in ("a red seven", "a blue two")]
 # name -> the family's options, the pipeline's, and what turns its states into the family's
 FAMILIES = {
     "sd3": (
@@ -119,9 +120,16 @@ def rows(cond, group):
     return {name: value[group] for name, value in cond.items() if name != "uncond"}
 
 
-def plain_pictures(name, policy, guidance, noise):
-    """The folder's pictures by diffusers alone: its scheduler, or DDIM where that has a history."""
-    pipe = tiny_diffusers.pipeline(name)
+def noises(policy, row):
+    """The noise of the first latents, and what a consistency model's sampler adds later."""
+    steps = range(policy.steps + 1 if policy.renews else 1)
+    return [Rng.of("same").normal(row, policy.shape, step, torch.float32) for step in steps]
+
+
+def plain_pictures(name, policy, guidance, drawn, pipe=None):
+    """The folder's pictures by diffusers alone, whose draws are ``drawn``: its scheduler, or DDIM
+    where that has a history."""
+    pipe = pipe or tiny_diffusers.pipeline(name)
     pipe.set_progress_bar_config(disable=True)
     if "pndm" in name:
         pipe.scheduler = diffusers.DDIMScheduler.from_config(pipe.scheduler.config)
@@ -134,11 +142,17 @@ def plain_pictures(name, policy, guidance, noise):
         call["negative_prompt"] = ""
     if "image" in policy.arguments.inputs:
         call["image"] = RED
+    if "video" in policy.arguments.inputs:
+        call["video"] = FILM
     seeded = torch.Generator().manual_seed(0)
-    with Draws(policy.replay.states.split(noise)):
+    # the innermost answers first; of the first noise each state has its own
+    answers = [*drawn[:0:-1], policy.replay.states.split(drawn[0])]
+    with ExitStack() as stack:
+        for noise in answers:
+            stack.enter_context(Draws(noise))
         return pipe(
             prompt=PROMPTS[0]["text"],
-            num_inference_steps=policy.steps,
+            num_inference_steps=policy.asked_steps[0],
             output_type="pt",
             generator=seeded,
             return_dict=False,
@@ -171,8 +185,7 @@ def test_a_pipeline_without_noise_is_diffusers_own(name):
         torch.testing.assert_close(again, rollout.sample, atol=1e-5, rtol=1e-5)
     if name == "wan-unipc":
         return  # diffusers' UniPC has a history; the check compared Euler's steps on its sigmas
-    noise = Rng.of("same").normal(rollout.row_id, policy.shape, 0, torch.float32)
-    theirs = plain_pictures(name, policy, guidance, noise)
+    theirs = plain_pictures(name, policy, guidance, noises(policy, rollout.row_id))
     theirs = media_of(theirs, case.pipeline)
     torch.testing.assert_close(ours, theirs.float(), atol=2e-4, rtol=0)
 

@@ -1,0 +1,112 @@
+"""Replayed pipelines that change a picture or a video: they begin on the way, and prompts have
+videos."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from mmrl.core.errors import UserError
+from mmrl.core.registry import load_built_in
+from samplers.noise import Rng
+from tests.policies.diffusion.test_any_pipeline import FILM, PROMPTS, make, noises, trainer_of
+
+load_built_in()
+SIZE = {"height": 16, "width": 16}
+WAN = {"steps": 5, "video_frames": 5, "fixed_batch_rows": None}
+
+
+@pytest.fixture(scope="module")
+def half():
+    """A pipeline that begins in the middle of its way."""
+    return make("z_image-from", SIZE | {"strength": 0.5}, steps=4, evaluation_steps=6)
+
+
+def test_a_pipeline_begins_where_its_strength_says(half):
+    """And is told the time of a state between its own times, wherever it begins."""
+    assert half.times.tolist() == pytest.approx([0.75, 0.5, 0])  # of 4 steps at shift 3: 1, 0.9 ...
+    assert len(half.evaluation_times) == 4
+    whole = make("z_image-from", SIZE | {"strength": 1.0}, steps=4)
+    x = Rng.of("state").normal(torch.arange(2), half.shape, 0, torch.float32)
+    t = torch.tensor([0.6, 0.95])
+    with torch.no_grad():
+        seen = [policy.velocity(x, t, policy.encode(PROMPTS)) for policy in (half, whole)]
+    torch.testing.assert_close(*seen, atol=1e-6, rtol=1e-5)
+
+
+def test_noise_is_not_what_an_autoencoder_draws_for_the_picture(half):
+    """Both are as many numbers, and the autoencoder's are drawn first."""
+    rows = torch.arange(2)
+    noise = Rng.of("noise").normal(rows, half.shape, 0, torch.float32)
+    with torch.no_grad():
+        cond = half.encode(PROMPTS[:1])
+        first = torch.cat([half.begin(noise[i : i + 1], cond) for i in rows])
+    torch.testing.assert_close(first[1] - first[0], 0.75 * (noise[1] - noise[0]))
+
+
+def test_a_video_of_a_prompt_is_changed_on_policy():
+    policy = make("wan_v2v", SIZE | {"strength": 0.6}, check=True, **WAN)
+    vae = policy.replay.pipe.vae
+    encode, encoded = vae.encode, []
+    vae.__dict__["encode"] = lambda *args: encoded.append(1) or encode(*args)
+    assert (policy.capabilities.makes, policy.media_frames) == ("video", 5)
+    assert trainer_of(policy).iterate()["ratio/max_deviation"] == 0.0
+    assert policy.steps == 3  # of five
+    encoded.clear()
+    with torch.no_grad():
+        policy.rollout(PROMPTS, 2, Rng.of("same"))
+    assert len(encoded) == 4  # once a sample, whatever the steps
+    call = policy.arguments.of(policy.arguments.numbers(PROMPTS).tolist(), None)
+    assert [len(video) for video in call["video"]] == [5, 5]
+    with torch.no_grad():  # less strength, nearer to the video
+        starts = []
+        for other in (FILM, FILM[::-1]):
+            cond = policy.encode([PROMPTS[0] | {"video": other}])
+            starts.append(policy.begin(noises(policy, torch.arange(1))[0], cond))
+    assert (starts[0] - starts[1]).abs().max() > 1e-3
+
+
+def written(path, frames):
+    import av
+
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=8)
+        stream.width = stream.height = 16
+        for k in range(frames):
+            pixels = np.full((16, 16, 3), 20 * k, np.uint8)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        container.mux(stream.encode())
+    return str(path)
+
+
+def test_videos_are_files_or_frames(tmp_path):
+    arguments = make("wan_v2v", SIZE, **WAN).arguments
+    file = written(tmp_path / "clip.mp4", 9)
+
+    def shown(video):
+        prompt = {"text": "a", "video": video, "origin": "prompts.jsonl:7"}
+        return arguments.of(arguments.numbers([prompt]).tolist(), None)["video"]
+
+    colours = [frame.getpixel((8, 8))[0] for frame in shown(file)]
+    assert colours == pytest.approx([0, 40, 80, 120, 160], abs=6)  # of nine, evenly spread
+    assert [frame.getpixel((0, 0)) for frame in shown(FILM)] == [f.getpixel((0, 0)) for f in FILM]
+    (tmp_path / "bad.mp4").write_text("no video")
+    says = {
+        str(
+            tmp_path / "bad.mp4"
+        ): "prompts.jsonl:7: cannot read the video .*bad.mp4.*give the path",
+        str(tmp_path / "none.mp4"): "prompts.jsonl:7: cannot read .*none.mp4.*give the path",
+        written(tmp_path / "short.mp4", 3): "prompts.jsonl:7: a video of 3 frames, and .* for 5",
+    }
+    for video, sentence in says.items():
+        with pytest.raises(UserError, match=sentence):
+            shown(video)
+    with pytest.raises(UserError, match="prompts.jsonl:7: .*give the path of a video file, or a"):
+        shown([Image.new("L", (4, 4))] * 5)
+
+
+def test_the_frames_of_videos_must_be_chosen():
+    with pytest.raises(UserError, match="video_frames: say how many frames .*VideoToVideoPipeline"):
+        make("wan_v2v", SIZE)
+    with pytest.raises(UserError, match=r"video_frames: is for calls with a video \(ZImage"):
+        make("z_image", video_frames=5)
