@@ -31,6 +31,7 @@ from mmrl.policies.vlm.processor import Inputs
 from mmrl.policies.vlm.recent import Recent
 from mmrl.policies.vlm.refill import Lengths, Refill, Slots
 from mmrl.policies.vlm.routing import of_prompts, padded
+from mmrl.policies.vlm.sights import PICTURES
 from mmrl.policies.vlm.speculation import speculate
 from mmrl.policies.vlm.trees import Growth, TextTree
 from samplers.batching import chunks
@@ -135,8 +136,11 @@ class Passes(TokenPolicy):
         if many and heard:  # an extra picture would change how Phi-4 hears
             raise UserError(f"{self.inputs.family.name}: prompts with audio need a single process")
         needed = (many or torch.is_grad_enabled() and self.sees) and not heard
-        if needed and not any(is_pixels(name) for prompt in encoded for name in prompt):
+        blind = needed and not any(is_pixels(name) for prompt in encoded for name in prompt)
+        if blind:
             self.witness = self.witness or self._placed(self.inputs.encode(blank_image()))
+        by_row = self.inputs.family.by_row  # then a picture cannot be beside texts
+        if blind and not by_row:
             encoded = [*encoded, self.witness]
         image_features = self._image_features(encoded)
         if not image_features:
@@ -157,6 +161,8 @@ class Passes(TokenPolicy):
         known = padded([prompt.get("routes") for prompt in encoded], length, position_ids)
         if known is not None:
             batch = batch | {"routes": known}
+        if blind and by_row:
+            batch = batch | {"witness": {n: x for n, x in self.witness.items() if n in PICTURES}}
         return batch | {"position_ids": position_ids[0] if len(position_ids) == 1 else position_ids}
 
     def _image_features(self, encoded: list[Encoded]) -> dict[str, Any]:
