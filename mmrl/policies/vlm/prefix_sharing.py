@@ -454,7 +454,7 @@ class SharedPrefix(nn.Module):
         hidden = hidden[:, hidden.shape[1] - ids.shape[1] :]
         return hidden[:-1] + 0 * hidden[-1:] if witnesses else hidden
 
-    def _base(self, witness: dict[str, Tensor] | None = None, **inputs: Any) -> Tensor:
+    def _base(self, witness: Any = None, **inputs: Any) -> Tensor:
         """Read tokens ``inputs``; ``witness``: a picture that none of them looks at, where the
         layers for pictures have to take part."""
         base = self.hf.base_model
