@@ -226,8 +226,11 @@ def _engine(work: Work) -> dict[str, Any]:
 
 def _reload(generation: Any) -> None:
     """Hand vLLM the weights of TRL's model, in the place of ``VLLMGeneration.sync_weights``."""
+    from mmrl.policies.vlm.engines.vllm_local import repack_tied
+
     named = generation._iter_named_params()
     generation.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named})
+    repack_tied(generation.llm)
     generation.llm.reset_prefix_cache()
 
 
