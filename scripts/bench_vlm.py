@@ -19,7 +19,7 @@ Against TRL with vLLM on a CPU, by the environment of scripts/vllm_env:
 
 vLLM keeps weights of linear layers packed for the CPU and drops the originals, so that TRL's way to
 hand it new weights (``load_weights``, one by one) fails there. That one method of TRL is replaced:
-all weights go through vLLM's own ``reload_weights``, which takes the same names and packs them anew.
+all weights go through vLLM's own ``reload_weights``, which takes the same names and packs them.
 """
 
 from __future__ import annotations

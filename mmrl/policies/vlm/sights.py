@@ -97,9 +97,9 @@ def looking(memory: Sequence[Any], crossed: Tensor | None) -> list[Any]:
 def looked_at(cached: Any, length: int) -> dict[str, Tensor]:
     """Return what a pass of answers of ``length`` tokens behind a cache takes besides: what they
     look at, [B, length, images, tiles]."""
-    for kept in getattr(cached, "layers", ()):  # caches of compiled graphs have none
-        if isinstance(kept, Seen) and kept.mask is not None:
-            return {"cross_attention_mask": kept.mask[:, None].expand(-1, length, -1, -1)}
+    for layer in getattr(cached, "layers", ()):  # caches of compiled graphs have none
+        if isinstance(layer, Seen) and layer.mask is not None:
+            return {"cross_attention_mask": layer.mask[:, None].expand(-1, length, -1, -1)}
     return {}
 
 
