@@ -18,7 +18,8 @@ Against TRL with vLLM on a CPU, by the environment of scripts/vllm_env:
         --trl-env /tmp/mmrl-trl-vllm --out docs/results/vlm_speed_vllm
 
 vLLM keeps weights of linear layers packed for the CPU and drops the originals, so that TRL's way to
-hand it new weights fails there; for this comparison it hands over none, which takes no time.
+hand it new weights (``load_weights``, one by one) fails there. That one method of TRL is replaced:
+all weights go through vLLM's own ``reload_weights``, which takes the same names and packs them.
 """
 
 from __future__ import annotations
@@ -209,18 +210,28 @@ def _endless_generation(work: Work) -> dict[str, Any]:
 
 
 def _engine(work: Work) -> dict[str, Any]:
-    """Return the options of TRL's engine: vLLM in the same process, which gets no new weights."""
+    """Return the options of TRL's engine: vLLM in the same process."""
     if work.engine != "vllm":
         return {}
     from trl.generation.vllm_generation import VLLMGeneration
 
-    VLLMGeneration.sync_weights = lambda self: self.llm.reset_prefix_cache()
+    VLLMGeneration.sync_weights = _reload
     return {
         "use_vllm": True,
         "vllm_mode": "colocate",
         "vllm_gpu_memory_utilization": 0.05,
         "vllm_max_model_length": 1024,
     }
+
+
+def _reload(generation: Any) -> None:
+    """Hand vLLM the weights of TRL's model, in the place of ``VLLMGeneration.sync_weights``."""
+    from mmrl.policies.vlm.engines.vllm_local import repack_tied
+
+    named = generation._iter_named_params()
+    generation.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named})
+    repack_tied(generation.llm)
+    generation.llm.reset_prefix_cache()
 
 
 def interleaved(folder: Path, work: Work, repeats: int) -> dict[str, Any]:
@@ -423,9 +434,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                 _told(name, interleaved(folder, point, args.repeats)) for point in points
             ]
         if not args.only or "memory" in args.only:
-            rows = replace(
-                work, micro_batch_size=work.micro_batch or 8, prompts_per_iteration=4, tokens=16
-            )
+            rows = replace(work, micro_batch=work.micro_batch or 8, prompts=4, tokens=16)
             report["memory"] = memory(folder, rows, [8, 16, 32])
     if args.only and args.out.with_suffix(".json").exists():
         report["earlier"] = _earlier(json.loads(args.out.with_suffix(".json").read_text()), report)

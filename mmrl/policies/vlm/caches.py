@@ -1,5 +1,6 @@
 """Builds caches for transformers' layers in which many rows continue one prompt: keys and values of
-attention, and the states (``states.py``) of layers that keep one."""
+attention, the states (``states.py``) of layers that keep one, and the pictures (``sights.py``) of
+layers that attend to these alone."""
 
 from __future__ import annotations
 
@@ -12,11 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mmrl.policies.vlm import states
-from mmrl.policies.vlm.states import State
+from mmrl.policies.vlm import sights, states
+from mmrl.policies.vlm.sights import Seen, Sight
+from mmrl.policies.vlm.states import Kept, State
 
 KV = tuple[Tensor, Tensor]  # keys and values of one layer, [B, heads, S, D] each
-Memory = KV | State  # what one layer keeps
+Memory = KV | State | Sight  # what one layer keeps
 ROOM = 32  # steps a growing cache reserves at once
 
 
@@ -145,13 +147,15 @@ def recorded(layers: int) -> Any:
 def remembered(config: Any) -> Any:
     """Make an empty cache that keeps what a prompt's pass through a text model of this
     configuration computes, whatever each of its layers keeps."""
-    layer = _layer(Recorded)
-    return _of(
-        [
-            states.layer(states.RecordedState) if states.keeps_state(kind) else layer()
-            for kind in _kinds(config)
-        ]
-    )
+    attends = _layer(Recorded)
+    pictures = sights.layers_of(config)
+
+    def layer(number: int, kind: type) -> Any:
+        if number in pictures:
+            return sights.layer()
+        return states.layer(states.RecordedState) if states.keeps_state(kind) else attends()
+
+    return _of([layer(number, kind) for number, kind in enumerate(_kinds(config))])
 
 
 def continued(memories: Sequence[Memory], rows: Tensor) -> Any:
@@ -173,6 +177,8 @@ def reserved(grown: Any) -> list[KV]:
 def _continuing(attention: type, recurrent: type, memory: Memory, rows: Tensor) -> Any:
     if isinstance(memory, State):
         return states.layer(recurrent, memory.rows(rows))
+    if isinstance(memory, Sight):
+        return sights.layer(memory.rows(rows))
     return _layer(attention)(*(x.index_select(0, rows) for x in memory))
 
 
@@ -189,7 +195,7 @@ def shortened(grown: Any, rows: slice | Tensor, length: int) -> Any:
 def select(grown: Any, rows: Tensor) -> None:
     """Keep only ``rows`` [B'] of a growing cache."""
     for layer in grown.layers:
-        if isinstance(layer, states.Kept):
+        if isinstance(layer, (Kept, Seen)):
             layer.state = layer.state.rows(rows)
             continue
         layer.keys, layer.values = (
@@ -201,7 +207,7 @@ def refill(grown: Any, left: Tensor, memories: Sequence[Memory], rows: Tensor, w
     """Keep ``left`` [B'] of a growing cache and add the prompts of ``rows`` [B''], all at the end
     of ``width`` columns; what is cut off or added on the left is masked."""
     for layer, prompt in zip(grown.layers, memories, strict=True):
-        if isinstance(prompt, State):
+        if isinstance(prompt, (State, Sight)):
             layer.state = layer.state.rows(left).beside(prompt.rows(rows))
             continue
         layer.keys, layer.values = (
@@ -224,7 +230,7 @@ def _at_end(x: Tensor, width: int) -> Tensor:
 def memories(filled: Any) -> list[Memory]:
     """Return what every layer of a cache keeps."""
     return [
-        layer.state if isinstance(layer, states.Kept) else pair
+        layer.state if isinstance(layer, (Kept, Seen)) else pair
         for layer, pair in zip(filled.layers, key_values(filled), strict=True)
     ]
 
@@ -243,14 +249,14 @@ def key_values(filled: Any) -> list[KV]:
 
 
 def plain(config: Any) -> bool:
-    """Tell whether a text model of this configuration keeps keys and values only, one pair a
-    layer."""
-    return all(_attends(kind) for kind in _kinds(config))
+    """Tell whether a text model of this configuration keeps keys and values of tokens only, one
+    pair a layer."""
+    return not sights.layers_of(config) and all(_attends(kind) for kind in _kinds(config))
 
 
 def continuable(config: Any) -> bool:
     """Tell whether all that a text model of this configuration keeps of a prompt can be continued
-    by many rows: keys and values, one pair a layer, or a state."""
+    by many rows: keys and values, one pair a layer, a state or pictures."""
     return all(_attends(kind) or states.keeps_state(kind) for kind in _kinds(config))
 
 

@@ -82,7 +82,7 @@ CAUSAL = (*DIRECT, "idefics3", "smolvlm", "janus", "phi4_multimodal", "chameleon
 OWN_DTYPE = ("llama4", "kimi_k25", "chameleon")
 # those whose log-probs and gradients were compared with separate passes
 # (tests/policies/vlm/test_vlm_policy.py, test_vlm_families.py)
-VERIFIED = (*CAUSAL, "gemma3", "paligemma", "gemma4", "molmo2")
+VERIFIED = (*CAUSAL, "gemma3", "paligemma", "gemma4", "molmo2", "mllama")
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,8 @@ def pack_batches(
         raise UserError(
             "policy option remove_padding needs attention sdpa or xformers, prompts that are "
             "shared (not share: none), and "
-            "a family that can share them, none of whose layers keeps a state; this is "
+            "a family that can share them, none of whose layers keeps a state or attends to "
+            "pictures alone; this is "
             f"attention {attention} and {net.config.model_type}"
         )
     net.fused = attention == "xformers"

@@ -22,7 +22,7 @@ from mmrl.core.host import on_host, remember, selected
 from mmrl.core.sharding import shards
 from mmrl.policies import scores
 from mmrl.policies.tokens import places
-from mmrl.policies.vlm import caches, features, packing
+from mmrl.policies.vlm import caches, features, packing, sights
 from mmrl.policies.vlm.caches import KV, Memory
 from mmrl.policies.vlm.cascade import Cascade, attending, fits
 from mmrl.policies.vlm.compiled import Compiled, symbolic
@@ -30,13 +30,13 @@ from mmrl.policies.vlm.engines import transformers
 from mmrl.policies.vlm.families import CAUSAL, DIRECT
 from mmrl.policies.vlm.positions import following, rotary3
 from mmrl.policies.vlm.routing import Routing
+from mmrl.policies.vlm.sights import Sight
 from mmrl.policies.vlm.states import State
 from samplers.warp import Warp
 
 # share of a pass that is padding behind answers from which on it is packed by itself; packing costs
 # an index of what attention reads in every layer
 SPARSE = 0.25
-CROSS_ATTENTION = ("mllama",)  # every layer attends to its image, outside the cache of tokens
 
 
 @dataclass(frozen=True)
@@ -46,14 +46,14 @@ class Prefix:
     hidden: Tensor  # [P, H] at the last token, from which the first answer token comes
     mask: Tensor  # [P, S] bool, False is padding (on the left)
     following: Tensor  # [P] long: position of the first answer token
-    memory: Sequence[Memory]  # keys and values of every layer, or its state
+    memory: Sequence[Memory]  # keys and values of every layer, its state or its pictures
 
     @property
     def key_values(self) -> list[KV]:
-        """Return the keys and values of every layer, where no layer keeps a state."""
-        pairs = [layer for layer in self.memory if not isinstance(layer, State)]
+        """Return the keys and values of every layer, where all attend to tokens."""
+        pairs = [layer for layer in self.memory if not isinstance(layer, (State, Sight))]
         if len(pairs) < len(self.memory):
-            raise ValueError("a layer that keeps a state has no keys and values")
+            raise ValueError("a layer that keeps a state or pictures has no keys of tokens")
         return pairs
 
 
@@ -72,6 +72,7 @@ class SharedPrefix(nn.Module):
 
         self.compiled: Compiled | None = None  # passes as graphs
         self.branches = False  # answers may begin alike, and packed ones are then read once
+        sights.pass_texts_by(hf)
         # accelerate wraps these one by one
         self._no_split_modules = getattr(hf, "_no_split_modules", None)
 
@@ -117,7 +118,7 @@ class SharedPrefix(nn.Module):
             hidden[:, -1],
             inputs["attention_mask"].bool(),
             following(inputs),
-            caches.memories(cache),
+            sights.looking(caches.memories(cache), inputs.get("cross_attention_mask")),
         )
 
     def state(self, inputs: dict[str, Tensor]) -> Tensor:
@@ -265,9 +266,15 @@ class SharedPrefix(nn.Module):
 
     def generate(self, inputs: dict[str, Tensor], recorder: Any, synced: bool) -> None:
         """Sample by transformers' own ``generate``; ``recorder`` draws the tokens."""
-        transformers.run(
-            self.hf, {k: v for k, v in inputs.items() if k != "position_ids"}, recorder, synced
-        )
+        if "witness" in inputs and sharded(self):
+            raise UserError(
+                f"{self.config.model_type}: transformers' own generate passes prompts without "
+                "pictures by some layers, whose weights other processes then wait for: leave out "
+                "engine and prefix_sharing, or give every prompt a picture"
+            )
+        left_out = ("position_ids", "witness")
+        taken = {name: x for name, x in inputs.items() if name not in left_out}
+        transformers.run(self.hf, taken, recorder, synced)
 
     def enable_gradient_checkpointing(self) -> None:
         """Let layers be computed again in the backward pass; with caches that is safe, since ours
@@ -409,6 +416,7 @@ class SharedPrefix(nn.Module):
             past_key_values=cache,
             use_cache=True,
             return_dict=True,
+            **sights.looked_at(cache, ids.shape[1]),
             **options,
         ).last_hidden_state
         return hidden
@@ -446,8 +454,12 @@ class SharedPrefix(nn.Module):
         hidden = hidden[:, hidden.shape[1] - ids.shape[1] :]
         return hidden[:-1] + 0 * hidden[-1:] if witnesses else hidden
 
-    def _base(self, **inputs: Any) -> Tensor:
+    def _base(self, witness: Any = None, **inputs: Any) -> Tensor:
+        """Read tokens ``inputs``; ``witness``: a picture that none of them looks at, where the
+        layers for pictures have to take part."""
         base = self.hf.base_model
+        if witness is not None:
+            inputs |= sights.unseen(self.hf, witness, len(inputs["input_ids"]))
         if base is not self.hf:
             hidden: Tensor = base(**inputs, return_dict=True).last_hidden_state
             return hidden
@@ -474,9 +486,8 @@ def sharded(net: nn.Module) -> bool:
 
 def shareable(hf: Any) -> bool:
     """Tell whether what the family keeps of a prompt can be continued by many answers: keys and
-    values, one pair a layer, or a state."""
-    known = hf.config.model_type not in CROSS_ATTENTION
-    return known and caches.continuable(hf.config.get_text_config())
+    values, one pair a layer, a state or pictures."""
+    return caches.continuable(hf.config.get_text_config())
 
 
 def divisible(hf: Any) -> bool:

@@ -31,6 +31,7 @@ from mmrl.policies.vlm.processor import Inputs
 from mmrl.policies.vlm.recent import Recent
 from mmrl.policies.vlm.refill import Lengths, Refill, Slots
 from mmrl.policies.vlm.routing import of_prompts, padded
+from mmrl.policies.vlm.sights import PICTURES
 from mmrl.policies.vlm.speculation import speculate
 from mmrl.policies.vlm.trees import Growth, TextTree
 from samplers.batching import chunks
@@ -135,9 +136,14 @@ class Passes(TokenPolicy):
         if many and heard:  # an extra picture would change how Phi-4 hears
             raise UserError(f"{self.inputs.family.name}: prompts with audio need a single process")
         needed = (many or torch.is_grad_enabled() and self.sees) and not heard
+        unseen: dict[str, Any] = {}
         if needed and not any(is_pixels(name) for prompt in encoded for name in prompt):
             self.witness = self.witness or self._placed(self.inputs.encode(blank_image()))
-            encoded = [*encoded, self.witness]
+            if self.inputs.family.by_row:  # a picture cannot be in one batch with texts
+                picture = {name: x for name, x in self.witness.items() if name in PICTURES}
+                unseen = {"witness": picture}
+            else:
+                encoded = [*encoded, self.witness]
         image_features = self._image_features(encoded)
         if not image_features:
             self.towered += sum(images_in(prompt) for prompt in encoded)
@@ -157,7 +163,8 @@ class Passes(TokenPolicy):
         known = padded([prompt.get("routes") for prompt in encoded], length, position_ids)
         if known is not None:
             batch = batch | {"routes": known}
-        return batch | {"position_ids": position_ids[0] if len(position_ids) == 1 else position_ids}
+        one_axis = len(position_ids) == 1
+        return batch | unseen | {"position_ids": position_ids[0] if one_axis else position_ids}
 
     def _image_features(self, encoded: list[Encoded]) -> dict[str, Any]:
         """Return features in the place of the images of these prompts, where tower and projector

@@ -21,14 +21,15 @@ SMALL = {"enforce_eager": True, "max_model_len": 1024, "gpu_memory_utilization":
 NEAR = 2e-5  # largest seen: 2e-6 of whole weights, 6e-5 of adapters that are as large as weights
 
 
-def policy_of(sync="weights", **options):
+def policy_of(sync="weights", name="wide_qwen2_5_vl", **options):
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return VLM(
-            str(vllm_models.folder()),
+            str(vllm_models.folder(name)),
             engine="vllm",
-            vllm=VLLMOptions(sync=sync, **SMALL),
-            **{"max_new_tokens": 8, "coordinate_space": "original", "temperature": 0.8} | options,
+            **{"vllm": VLLMOptions(sync=sync, **SMALL), "max_new_tokens": 8}
+            | {"coordinate_space": "original", "temperature": 0.8}
+            | options,
         )
 
 
@@ -75,6 +76,17 @@ def test_texts_and_images_have_the_policys_log_probs_before_and_after_an_update(
     assert torch.equal(torch.get_rng_state(), state), "torch's generator is not drawn from"
     assert torch.get_num_threads() == threads
     assert torch.set_num_threads.__module__ != "vllm.v1.worker.cpu_worker"
+
+
+def test_a_head_tied_to_the_embeddings_follows_them():
+    # its share of the memory counts what this process, with other policies, has already
+    vllm = VLLMOptions(**SMALL | {"gpu_memory_utilization": 0.2})
+    policy = policy_of(name="tied_qwen2_5_vl", vllm=vllm)
+    hf = policy.net.hf
+    assert hf.get_output_embeddings().weight is hf.get_input_embeddings().weight
+    for _ in range(2):
+        assert gap(rolled(policy, copies=2)) < NEAR
+        shake(policy)
 
 
 def test_an_answer_ends_where_the_policy_ends_it(policy):

@@ -47,13 +47,8 @@ def policy(name: str) -> VLM:
 
 
 def prompts(name: str) -> list[dict]:
-    """Unlike ones; for Mllama as many images in each as its networks allow."""
-    rows = mixed(name)
-    return (
-        rows[:1] + [{"text": "where?", "images": [tiny_vlms.image(50, 90, 7)]}]
-        if name == "mllama"
-        else rows
-    )
+    """Unlike ones: one image, none, two, a video."""
+    return mixed(name)
 
 
 def sampled(one: VLM, name: str, asked: list[dict]) -> Rollout:

@@ -175,7 +175,10 @@ def test_greedy_answers_are_those_of_generate(family):
         assert ids[mask].tolist() == wanted.tolist()
 
 
-def test_a_family_that_cannot_share_says_so_and_samples_the_same_way():
+def test_a_family_that_cannot_share_says_so_and_samples_the_same_way(monkeypatch):
+    from mmrl.policies.vlm import scoring
+
+    monkeypatch.setattr(scoring, "shareable", lambda hf: False)
     policy = policy_of("mllama")
     with pytest.warns(UserWarning, match="read once for every answer"):
         rollout = rolled(policy, prompts("mllama"), copies=2)
@@ -215,14 +218,49 @@ def test_prompts_of_unlike_numbers_of_images_are_read_apart_where_the_family_nee
     given = [*prompts("mllama")[:1], pair, *prompts("mllama")[1:]]
     policy = policy_of("mllama")
     fresh = policy_of("mllama")
-    with pytest.warns(UserWarning, match="read once for every answer"):
-        rollout = rolled(policy, given, copies=2)
+    rollout = rolled(policy, given, copies=2)
     torch.testing.assert_close(rollout.logprob, native(policy, rollout), atol=1e-5, rtol=1e-5)
-    with pytest.warns(UserWarning, match="read once for every answer"):
-        scored = logprobs(fresh, rollout)
+    scored = logprobs(fresh, rollout)
     torch.testing.assert_close(scored.detach(), rollout.logprob, atol=1e-5, rtol=1e-5)
     policy.fixed_batch_rows = 3
     assert torch.equal(rolled(policy, given, copies=2).sample, rollout.sample)
+
+
+def test_pictures_past_the_cache_are_read_once_for_all_answers(monkeypatch):
+    """Samples, log-probs and gradients of uneven groups, with pictures and without, are those of a
+    pass for every answer; also where rows make room for others."""
+    from transformers.models.mllama.modeling_mllama import MllamaTextRMSNorm
+
+    monkeypatch.setattr(MllamaTextRMSNorm, "forward", tiny_vlms.exact_norm)
+    image = tiny_vlms.image
+    given = [
+        {"text": "what?", "images": [image(60, 50, 0)]},
+        {"text": "hello"},
+        {"text": "these?", "images": [image(120, 50, 1), image(56, 56, 2)]},
+        {"text": "and this, say?", "images": [image(56, 180, 3)]},
+        {"text": "no picture here"},
+    ]
+    shared = policy_of("mllama")
+    apart = policy_of("mllama", prefix_sharing="none")
+    for policy in (shared, apart):
+        policy.net.double()
+        policy.ending = replace(policy.ending, stops=tuple(range(0, 256, 8)))
+    rollout = rolled(shared, given, copies=[3, 2, 4, 2, 1])
+    assert len(set(rollout.mask.sum(1).tolist())) > 2
+    assert torch.equal(rolled(apart, given, copies=[3, 2, 4, 2, 1]).sample, rollout.sample)
+    scores, alone = (logprobs(policy, rollout).detach() for policy in (shared, apart))
+    for other in (alone, rollout.logprob):
+        torch.testing.assert_close(scores[rollout.mask], other[rollout.mask], atol=1e-12, rtol=0)
+    # answers to texts have a gradient of zero in the tower, on which other processes wait
+    for rows in (slice(None), slice(3, 5)):
+        expected = gradient(apart, rollout[rows], share=False)
+        assert_near(gradient(shared, rollout[rows]), expected, 1e-12)
+        assert len(expected) == len(list(shared.net.parameters()))
+    shared.refill = "longest"
+    shared.fixed_batch_rows = 3
+    again = rolled(shared, given, copies=[3, 2, 4, 2, 1])
+    assert torch.equal(again.sample, rollout.sample)
+    torch.testing.assert_close(again.logprob, rollout.logprob, atol=1e-12, rtol=0)
 
 
 def test_another_engine_is_measured_against_the_policys_own_passes(policy):

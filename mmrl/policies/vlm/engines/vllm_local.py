@@ -83,6 +83,7 @@ class VLLM:
             else:
                 named = vllm_weights.on_device(vllm_weights.checkpoint_weights(hf))
                 self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named})
+                repack_tied(self.llm)
         # what the previous weights computed: keys and values, and features of images, of which the
         # scheduler and the worker each keep account
         self.llm.reset_prefix_cache()
@@ -192,6 +193,16 @@ def _reason(error: Exception) -> str:
     else:
         text = f"{type(error).__name__}: {error}"
     return shorten(text, WORDS, placeholder=" ...")
+
+
+def repack_tied(llm: Any) -> None:
+    """Let a head that is tied to the embeddings follow them after vLLM has reloaded its weights: on
+    a CPU it multiplies by a packed copy, which ``reload_weights`` of vLLM 0.32 does not renew."""
+    for model in llm.collective_rpc("get_model"):
+        for module in model.modules():
+            embeds = type(module).__name__ in ("ParallelLMHead", "VocabParallelEmbedding")
+            if embeds and hasattr(module, "cpu_linear"):
+                module.quant_method.process_weights_after_loading(module)
 
 
 @contextmanager
