@@ -34,8 +34,8 @@ class Sight:
 
     def beside(self, other: Sight) -> Sight:
         """Put other rows behind these, of as many pictures each."""
-        others = iter(x for x in (other.keys, other.values, other.mask) if x is not None)
-        return self._map(lambda x: torch.cat([x, next(others)]))
+        columns = iter(x for x in (other.keys, other.values, other.mask) if x is not None)
+        return self._map(lambda x: torch.cat([x, next(columns)]))
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Sight:
         columns = (self.keys, self.values, self.mask)
