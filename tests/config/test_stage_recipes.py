@@ -67,9 +67,10 @@ def test_every_stage_can_follow_the_one_before(name):
 
 def rows_at(file, picture):
     answer = {"answer": TABLE} if file.stem == "tables" else {}
-    lines = [
-        {"text": f"question {i}?", "image": str(picture), **THOUGHT, **answer} for i in range(6)
-    ]
+    shown = [{"image": str(picture)}] * 6
+    if file.stem.startswith("video"):
+        shown[1::2] = [{"video": str(ROOT / "vlm/starter.mp4")}] * 3
+    lines = [{"text": f"question {i}?", **shown[i], **THOUGHT, **answer} for i in range(6)]
     file.write_text("\n".join(map(json.dumps, lines)))
 
 
