@@ -78,17 +78,6 @@ def test_texts_and_images_have_the_policys_log_probs_before_and_after_an_update(
     assert torch.set_num_threads.__module__ != "vllm.v1.worker.cpu_worker"
 
 
-def test_a_head_tied_to_the_embeddings_follows_them():
-    # its share of the memory counts what this process, with other policies, has already
-    vllm = VLLMOptions(**SMALL | {"gpu_memory_utilization": 0.2})
-    policy = policy_of(name="tied_qwen2_5_vl", vllm=vllm)
-    hf = policy.net.hf
-    assert hf.get_output_embeddings().weight is hf.get_input_embeddings().weight
-    for _ in range(2):
-        assert gap(rolled(policy, copies=2)) < NEAR
-        shake(policy)
-
-
 def test_an_answer_ends_where_the_policy_ends_it(policy):
     rollout = rolled(policy, copies=4)
     for text, tokens in zip(policy.decode(rollout), rollout.mask.sum(1).tolist(), strict=True):
@@ -215,3 +204,15 @@ def test_a_run_with_vllm_raises_its_reward():
     assert rows[-1]["reward/share/mean"] > rows[0]["reward/share/mean"] + 0.2
     assert max(row["engine/gap"] for row in rows) < NEAR
     assert max(row["ratio/max_deviation"] for row in rows) < 1e-4
+
+
+def test_a_head_tied_to_the_embeddings_follows_them():
+    # the last test: vLLM has one engine's groups a process, and they end with this one;
+    # its share of the memory counts what this process, with other policies, has already
+    vllm = VLLMOptions(**SMALL | {"gpu_memory_utilization": 0.2})
+    policy = policy_of(name="tied_qwen2_5_vl", vllm=vllm)
+    hf = policy.net.hf
+    assert hf.get_output_embeddings().weight is hf.get_input_embeddings().weight
+    for _ in range(2):
+        assert gap(rolled(policy, copies=2)) < NEAR
+        shake(policy)
