@@ -51,7 +51,7 @@ def unsuited(plug_in: Plugin, policy: Any, kind: str = "objective") -> str | Non
 
 
 def _unfit_additions(train: TrainOptions, policy: Any, name: str) -> Iterator[str]:
-    """List sentences about rewritten answers and the value model."""
+    """List sentences about rewritten answers, shuffled frames and the value model."""
     can: Any = capabilities_of(policy)
     if train.refinement is not None and can.makes != "text":
         yield (
@@ -63,6 +63,11 @@ def _unfit_additions(train: TrainOptions, policy: Any, name: str) -> Iterator[st
         yield (
             f"train.refinement.corrections: {name} cannot go on with an answer; set continued to "
             f"0, or take a policy that writes token by token"
+        )
+    if train.temporal_contrast is not None and can.makes != "text":
+        yield (
+            f"train.temporal_contrast: {name} sees no order of frames; it is for policies that "
+            f"write texts about videos: leave it out"
         )
     value = train.prompt_value
     if value is not None and value.base == "trained" and not getattr(policy, "reads_prompts", True):

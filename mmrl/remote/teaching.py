@@ -117,7 +117,9 @@ class TeachingService(Doorkeeper):
         return pack(shown)
 
     def problem(self) -> str:
-        return f"the device has failed, start the server again: {self.broken}" * bool(self.broken)
+        if not self.broken:
+            return ""
+        return f"the device has failed, start the server again: {self.broken}"
 
     def metrics(self) -> list[str]:
         lines = super().metrics()

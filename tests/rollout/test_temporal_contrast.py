@@ -10,6 +10,7 @@ import torch
 
 from mmrl.advantages import grpo
 from mmrl.config.options import TemporalContrast, TrainOptions
+from mmrl.config.unfit import unsupported_options
 from mmrl.core.errors import UserError
 from mmrl.core.types import Rewards, per_prompt
 from mmrl.objectives import PolicyGradient
@@ -28,13 +29,19 @@ SIZE = 4
 CLIP = torch.zeros(2, 2, 2, 3, dtype=torch.uint8).numpy()
 
 
+class Answers(toys.ToyCausal):
+    """A policy that says of itself that it answers in words."""
+
+    capabilities = replace(toys.ToyCausal.capabilities, makes="text")
+
+
 def options_of(reward, **options):
     return TrainOptions(1, SIZE, SIZE, 1, temporal_contrast=TemporalContrast(reward, **options))
 
 
 def stage(**options):
     train = options_of("right", **options)
-    setup = Setup(train, toys.make("causal"), asked(0.5), {"right": None, "format": None})
+    setup = Setup(train, Answers(), asked(0.5), {"right": None, "format": None})
     return Contrasted.build(setup)
 
 
@@ -136,12 +143,17 @@ def test_nothing_is_sampled_without_videos():
 
 def test_wrong_options_are_named():
     train = options_of("accuracy")
-    setup = Setup(train, toys.make("causal"), asked(0.5), {"right": None})
+    setup = Setup(train, Answers(), asked(0.5), {"right": None})
     with pytest.raises(UserError, match="'accuracy' is no reward .* is right: right"):
         Contrasted.build(setup)
-    still = Setup(train, toys.make("causal"), [{"text": "a"}], {"accuracy": None})
+    still = Setup(train, Answers(), [{"text": "a"}], {"accuracy": None})
     with pytest.raises(UserError, match="no prompt of the data has a video"):
         Contrasted.build(still)
+    pictures = Setup(train, toys.ToyFlow(), asked(0.5), {"accuracy": None})
+    with pytest.raises(UserError, match="ToyFlow sees no order of frames"):
+        Contrasted.build(pictures)
+    assert any("ToyFlow sees no order" in line for line in unsupported_options(train, toys.ToyFlow))
+    assert not [*unsupported_options(train, Answers)]
 
 
 def test_the_model_sees_the_same_frames_in_another_order():

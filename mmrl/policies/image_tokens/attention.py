@@ -75,7 +75,9 @@ def _by_column(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: floa
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     scores = torch.matmul(queries * factor, k.transpose(2, 3))
     if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf)
+        scores = (
+            scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+        )
     return torch.matmul(scores.softmax(-1), v).view(q.shape)
 
 
