@@ -172,13 +172,17 @@ class Janus:
     """Draws by ``ours`` and ``theirs`` the tokens of a group of images of one prompt."""
 
     def __init__(self, folder: Path, args: argparse.Namespace, size: Size, dtype: torch.dtype):
+        from transformers import JanusForConditionalGeneration
+
         from mmrl.policies.image_tokens.models.janus import Janus as Policy
 
         self.copies = args.copies
         self.policy = Policy(str(folder), guidance_scale=args.guidance, compile=args.compile)
         self.prompt_tokens = self.policy.encode([PROMPT])[0]["ids"].shape[1]
         self.policy.net.to(args.device, dtype)
-        self.hf = self.policy.net.hf
+        # of its own: the layers of the policy's network compute by ``products``
+        self.hf = JanusForConditionalGeneration.from_pretrained(folder, dtype=dtype)
+        self.hf.to(args.device).eval()
         generation = self.hf.generation_config
         generation.bos_token_id = self.policy.bos
         generation.pad_token_id = self.policy.pad
@@ -317,7 +321,8 @@ class Plain:
 
     def theirs(self) -> torch.Tensor:
         net, scale = self.policy.net, self.policy.guidance_scale
-        return self.loop(net, PROMPT["label"], self.copies, scale)
+        with mock.patch.object(products, "faster", lambda: False):  # by torch's own layers
+            return self.loop(net, PROMPT["label"], self.copies, scale)
 
     def agreement(self) -> str:
         """Say what was compared; SystemExit if it differs."""
