@@ -30,9 +30,9 @@ from mmrl.config.unfit import KINDS  # noqa: E402
 from mmrl.config.values import show  # noqa: E402
 from mmrl.config.yamltext import read  # noqa: E402
 from mmrl.core.registry import ALL, Plugin, describe, load_built_in, options  # noqa: E402
+from mmrl.objectives.entropy import Entropy  # noqa: E402
 from mmrl.objectives.importance_sampling import Importance  # noqa: E402
 from mmrl.objectives.kl import KL  # noqa: E402
-from mmrl.objectives.policy_gradient import Entropy  # noqa: E402
 
 FOLDER = ROOT / "docs" / "methods"
 ANY = "every kind of model"

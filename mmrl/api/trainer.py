@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -281,5 +281,5 @@ def digest(prompts: Sequence[Prompt]) -> str:
 def new_folder(root: Path = Path("runs"), name: str = "trainer") -> Path:
     """Name a run folder that does not exist yet by the time."""
     stem = f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
-    names: Callable[[int], str] = lambda number: stem if number == 1 else f"{stem}-{number}"  # noqa: E731
-    return next(root / names(i) for i in range(1, 1000) if not (root / names(i)).exists())
+    names = (stem, *(f"{stem}-{number}" for number in range(2, 1000)))
+    return next(root / name for name in names if not (root / name).exists())

@@ -105,7 +105,8 @@ class _Same(Loader):
 
     def get_code(self, name: str) -> CodeType | None:
         """Return the code to run for ``python -m``."""
-        code: CodeType | None = self.known_as.loader.get_code(self.known_as.name)  # type: ignore[union-attr]
+        loader: Any = self.known_as.loader
+        code: CodeType | None = loader.get_code(self.known_as.name)
         return code
 
 

@@ -20,12 +20,9 @@ from mmrl.core.distributed import all_gather_rows
 from mmrl.core.metrics import observe
 from mmrl.core.registry import OBJECTIVES
 from mmrl.core.types import Fields, Point, Rollout
-from mmrl.objectives.policy_gradient import (
-    OF_STEPS,
-    PolicyGradient,
-    TokenWeights,
-    without_slope,
-)
+from mmrl.objectives.decisions import OF_STEPS, TokenWeights
+from mmrl.objectives.policy_gradient import PolicyGradient
+from mmrl.objectives.surrogates import without_slope
 from mmrl.policies.base import Policy
 from samplers.noise import Rng
 

@@ -12,7 +12,8 @@ from mmrl.core.metrics import observe
 from mmrl.core.registry import OBJECTIVES
 from mmrl.core.types import Point
 from mmrl.objectives.base import frozen
-from mmrl.objectives.policy_gradient import OF_TOKENS, PolicyGradient
+from mmrl.objectives.decisions import OF_TOKENS
+from mmrl.objectives.policy_gradient import PolicyGradient
 from mmrl.objectives.surrogates import Width, outside, summed
 from mmrl.policies.base import Policy
 

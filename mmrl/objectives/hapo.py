@@ -12,7 +12,8 @@ from torch import Tensor
 from mmrl.core.decisions import entropy_scale
 from mmrl.core.registry import OBJECTIVES
 from mmrl.core.types import Point, Rewards, Rollout
-from mmrl.objectives.policy_gradient import OF_STEPS, PolicyGradient
+from mmrl.objectives.decisions import OF_STEPS
+from mmrl.objectives.policy_gradient import PolicyGradient
 from mmrl.objectives.surrogates import summed
 from mmrl.policies.base import Policy
 from samplers.warp import EntropyScale

@@ -12,12 +12,13 @@ from annotated_types import Ge, Gt, Le, Lt
 from torch import Tensor
 
 from mmrl.config.options import Count
-from mmrl.core.distributed import all_sum
+from mmrl.core.distributed import all_sum, largest
 from mmrl.core.distributions import TINY, Dist, Gaussian
 from mmrl.core.errors import UserError
-from mmrl.core.types import Point
+from mmrl.core.types import Point, Rewards, Rollout
 from mmrl.core.weights import Weights
 from mmrl.objectives.base import Objective, frozen
+from mmrl.objectives.surrogates import row_sum
 from mmrl.policies.base import Policy
 from samplers.noise import Rng
 
@@ -345,6 +346,35 @@ class KLTerm:
         """Return the reference's distribution at a point, without gradient."""
         scale = self.options.ref_guidance
         return frozen(policy, self.name, point if scale is None else point.replace(guidance=scale))
+
+    def in_reward(self, policy: Policy, rollout: Rollout, rewards: Rewards) -> Rewards:
+        """Return the rewards, less the KL of every sampled sequence. Raises UserError where
+        ``uncertainty`` names none of them."""
+        divergence, factor = self.options.penalty(self._of_sequences(policy, rollout))
+        doubt = self.options.uncertainty
+        if doubt is not None:
+            if doubt not in rewards:
+                raise UserError(
+                    f"kl: uncertainty names no reward of this run: {doubt!r}; there are "
+                    f"{', '.join(rewards)}"
+                )
+            divergence = divergence * rewards[doubt].to(divergence)
+        weight = -factor * self.weight()
+        return Rewards({**rewards, "kl": divergence}, {**rewards.weights, "kl": weight})
+
+    def _of_sequences(self, policy: Policy, rollout: Rollout) -> Tensor:
+        """Return [N]: the log-ratio to the reference of every sample, summed over its decisions."""
+        divergence = rollout.logprob.new_zeros(len(rollout))
+        rollout = rollout.replace(mask=rollout.path_mask())  # of a tree, of every whole sample
+        size = policy.fixed_batch_rows or len(rollout)
+        count = largest(-(-len(rollout) // size), divergence.device)  # groups may have grown
+        for first in range(0, count * size, size):
+            rows = rollout[first : first + size] if first < len(rollout) else rollout[:size]
+            for point in policy.path(rows):
+                gap = point.recorded - self.reference_at(policy, point).log_prob(point.target)
+                if first < len(rollout):
+                    divergence[first : first + size] += row_sum(gap, point.mask)[:, 0]
+        return divergence
 
     def weight(self) -> float:
         """Return the weight in force."""

@@ -18,7 +18,8 @@ from mmrl.core.errors import UserError
 from mmrl.core.metrics import observe
 from mmrl.core.registry import OBJECTIVES
 from mmrl.core.types import Point, Rewards, Rollout
-from mmrl.objectives.policy_gradient import OF_STEPS, PolicyGradient
+from mmrl.objectives.decisions import OF_STEPS
+from mmrl.objectives.policy_gradient import PolicyGradient
 from mmrl.policies.base import Policy
 
 

@@ -14,9 +14,11 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import ESTIMATORS, OBJECTIVES, SURROGATES
 from mmrl.core.types import Point, Rollout, Surrogate
 from mmrl.objectives.base import frozen
+from mmrl.objectives.decisions import WHOLE
+from mmrl.objectives.entropy import Entropy
 from mmrl.objectives.kl import KL
 from mmrl.objectives.mask_estimators import Estimator, several_passes, trajectory
-from mmrl.objectives.policy_gradient import WHOLE, Entropy, PolicyGradient
+from mmrl.objectives.policy_gradient import PolicyGradient
 from mmrl.objectives.surrogates import ppo
 from mmrl.policies.base import Policy
 from samplers.noise import Rng

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -14,24 +13,39 @@ from annotated_types import Ge, Gt, Le
 from torch import Tensor
 
 from mmrl.config.unfit import capabilities_of, unsuited
-from mmrl.core.distributed import all_gather_rows, all_sum, largest
+from mmrl.core.distributed import all_sum
 from mmrl.core.distributions import Dist, Gaussian
 from mmrl.core.errors import UserError
 from mmrl.core.metrics import observe
-from mmrl.core.registry import OBJECTIVES, SURROGATES, options
-from mmrl.core.types import Fields, Point, Renoised, Rewards, Rollout, Surrogate, Transition
+from mmrl.core.registry import OBJECTIVES, SURROGATES
+from mmrl.core.types import Point, Renoised, Rewards, Rollout, Surrogate, Transition
 from mmrl.objectives.base import Tangent, frozen
+from mmrl.objectives.chord import Supervision
+from mmrl.objectives.decisions import (
+    OF_BOTH,
+    OF_STEPS,
+    OF_TOKENS,
+    WHOLE,
+    RowTable,
+    TokenWeights,
+    of_high_entropy,
+    one_pass,
+    subset,
+    written_by_others,
+)
+from mmrl.objectives.entropy import Entropy
 from mmrl.objectives.forward_process.base import mean_square, noised, positive, velocity
 from mmrl.objectives.importance_sampling import Importance, off_policy
 from mmrl.objectives.kl import KL, KLTerm, Regularised
 from mmrl.objectives.surrogates import (
     Width,
-    both_sides,
+    bounds_of,
+    clipped,
     outside,
     ppo,
-    row_sum,
     sees_whole_rows,
     summed,
+    without_slope,
 )
 from mmrl.objectives.timestep_samplers import uniform
 from mmrl.policies.base import Policy
@@ -39,87 +53,6 @@ from samplers.noise import Rng
 
 Positive = Annotated[float, Gt(0)]
 Share = Annotated[float, Gt(0), Le(1)]
-# options that say nothing about the other kind of decisions, and what to do instead
-OF_TOKENS = {
-    "entropy": "the noise of a step is not trained, nor is its entropy: leave it out",
-    "off_policy": "it compares answers of models that write tokens: use clip_range",
-    "top_entropy": "the entropy of a step is that of its noise: use timestep_fraction",
-    "shaping": "the steps that lead to somebody else's picture are not known: leave it out",
-}
-OF_STEPS = {
-    "timestep_fraction": "tokens have no time: use top_entropy",
-    "timestep_selection": "tokens have no time: use top_entropy",
-    "timestep_weighting": "noise is for flow and diffusion models: use top_entropy",
-}
-OF_BOTH = "a sample of this policy has tokens and steps of a picture: leave it out"
-WHOLE = (
-    "compares whole samples, which are scored in several passes here: choose the surrogate ppo, "
-    "cispo, sapo, spo or reinforce"
-)
-
-
-@dataclass(frozen=True)
-class Entropy:
-    """Chooses an entropy bonus: the loss minus weight times the entropy of the token's
-    distribution.
-
-    With ``target`` (nats a token) the weight adapts (He et al. 2025, Skywork-OR1, section 4): after
-    every iteration it rises by ``step`` if the mean entropy was below the target and falls by it
-    otherwise, within [low, high]; and it is 0 for as long as the entropy is above the target.
-    """
-
-    weight: Annotated[float, Ge(0)] = 0.0
-    target: Positive | None = None
-    step: Positive = 5e-3
-    low: Annotated[float, Ge(0)] = 0.0
-    high: Positive = 1.0
-
-
-@dataclass(frozen=True)
-class Supervision:
-    """Adds the supervised loss of answers that somebody else wrote: (1 - mu) L_RL + mu L_SFT, each
-    a mean over its own decisions (with ``train.loss_agg_mode: token_mean``).
-
-    Zhang et al. 2025, "On-policy RL meets off-policy experts: Harmonizing supervised fine-tuning
-    and reinforcement learning via dynamic weighting" (CHORD). mu rises in ``warmup_iterations``
-    iterations from 0 to ``peak`` and falls in ``decay_iterations`` on a half cosine to ``valley``;
-    a step of the paper is an iteration, one batch of samples, as in the authors' code. phi: every
-    token's loss is weighed by p (1 - p), p the policy's own probability of it, without its gradient
-    (CHORD-phi, with mu constant: valley as peak).
-
-    Of flow and diffusion models nobody knows the steps to somebody else's picture: their supervised
-    loss is that of objective ``sft``, the mean square of the output less its target at fresh noise,
-    one even draw of a time a picture.
-    """
-
-    peak: Annotated[float, Ge(0), Le(1)] = 0.9
-    valley: Annotated[float, Ge(0), Le(1)] = 0.05
-    warmup_iterations: Annotated[int, Ge(0)] = 0
-    decay_iterations: Annotated[int, Ge(0)] = 200
-    phi: bool = False
-
-    def mu(self, iteration: int) -> float:
-        """Return the weight of the supervised loss in an iteration, counted from 0."""
-        if iteration < self.warmup_iterations:
-            return self.peak * iteration / self.warmup_iterations
-        if iteration >= self.warmup_iterations + self.decay_iterations:
-            return self.valley
-        share = (iteration - self.warmup_iterations) / self.decay_iterations
-        return self.valley + (self.peak - self.valley) * (1 + math.cos(math.pi * share)) / 2
-
-    def loss(self, logp: Tensor) -> Tensor:
-        """Return [B, L]: -log p, or with ``phi`` weighed."""
-        if not self.phi:
-            return -logp
-        p = logp.detach().exp()
-        return -p * (1 - p) * logp
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenWeights(Fields):
-    """Holds how much every token's policy gradient counts."""
-
-    weight: Tensor  # [B, L]
 
 
 @OBJECTIVES.register("policy_gradient")
@@ -331,12 +264,12 @@ class PolicyGradient(Regularised):
         observe(
             "kl_behavior",
             (logp - old).expm1() - (logp - old),
-            point.mask & ~_expert(point)[:, None],
+            point.mask & ~written_by_others(point)[:, None],
         )
         if self.shaping is not None:
             share = torch.sigmoid(logp - old - math.log(self.shaping))  # rho / (rho + gamma)
             guided = -self._bounded(point.advantage) * share
-            loss = torch.where(_expert(point)[:, None], guided, loss)
+            loss = torch.where(written_by_others(point)[:, None], guided, loss)
         self._watch((logp - old).exp(), stopped.double(), point)
         return loss * point.coupling.weight if isinstance(point.coupling, TokenWeights) else loss
 
@@ -389,7 +322,7 @@ class PolicyGradient(Regularised):
 
     def couple(self, point: Point, measured: Tensor) -> Point:
         if self.top_entropy < 1:
-            return self._of_high_entropy(point, measured)
+            return of_high_entropy(point, measured, self.top_entropy)
         if self.sft is not None:
             return self._with_shares(point)
         logp, old, weight = measured.chunk(3, 1)
@@ -405,21 +338,10 @@ class PolicyGradient(Regularised):
         slope = torch.where(weight > 0, rows.collect(slope) / weight, 0.0)
         return point.replace(coupling=Tangent(value=rows.collect(loss.detach()), slope=slope))
 
-    def _of_high_entropy(self, point: Point, measured: Tensor) -> Point:
-        """Keep the tokens of highest entropy of the whole step, on all processes."""
-        every = all_gather_rows(measured[point.mask]).double().sort().values
-        if not len(every):
-            return point
-        rank = (1 - self.top_entropy) * (len(every) - 1)  # the quantile by linear interpolation
-        below = every[int(rank)]
-        above = every[min(int(rank) + 1, len(every) - 1)]
-        chosen = measured >= torch.lerp(below, above, rank % 1)
-        return point.replace(coupling=TokenWeights(weight=chosen.to(measured)))
-
     def _with_shares(self, point: Point) -> Point:
         """Say how much a decision counts, so that the supervised loss and the other are means over
         their own decisions, those of all processes."""
-        expert = _expert(point)[:, None]
+        expert = written_by_others(point)[:, None]
         counts = torch.stack([(point.mask & ~expert).sum(), (point.mask & expert).sum()])
         counts = all_sum(counts).to(point.recorded)
         scale = counts.sum() / counts.clamp_min(1)
@@ -432,7 +354,7 @@ class PolicyGradient(Regularised):
         mu = sft.mu(self.term.iteration)
         if isinstance(point.step, Transition):
             return self.scales[0] * (1 - mu) * loss
-        expert = _expert(point)[:, None]
+        expert = written_by_others(point)[:, None]
         imitation = sft.loss(logp)
         observe("sft/loss", imitation, point.mask & expert)
         if isinstance(point.coupling, TokenWeights):
@@ -446,27 +368,7 @@ class PolicyGradient(Regularised):
         """Return the rewards, less the KL of every sampled sequence if that is where it goes."""
         if not self.term.active or self.kl.where != "reward":
             return rewards
-        divergence = rollout.logprob.new_zeros(len(rollout))
-        rollout = rollout.replace(mask=rollout.path_mask())  # of a tree, of every whole sample
-        size = policy.fixed_batch_rows or len(rollout)
-        count = largest(-(-len(rollout) // size), divergence.device)  # groups may have grown
-        for first in range(0, count * size, size):
-            rows = rollout[first : first + size] if first < len(rollout) else rollout[:size]
-            for point in policy.path(rows):
-                reference = self.term.reference_at(policy, point)
-                gap = point.recorded - reference.log_prob(point.target)
-                if first < len(rollout):
-                    divergence[first : first + size] += row_sum(gap, point.mask)[:, 0]
-        divergence, factor = self.kl.penalty(divergence)
-        if self.kl.uncertainty is not None:
-            if self.kl.uncertainty not in rewards:
-                raise UserError(
-                    f"kl: uncertainty names no reward of this run: {self.kl.uncertainty!r}; there "
-                    f"are {', '.join(rewards)}"
-                )
-            divergence = divergence * rewards[self.kl.uncertainty].to(divergence)
-        weight = -factor * self.term.weight()
-        return Rewards({**rewards, "kl": divergence}, {**rewards.weights, "kl": weight})
+        return self.term.in_reward(policy, rollout, rewards)
 
     def adapt(self, iteration: int, metrics: dict[str, float]) -> None:
         """Adapt the weight of the KL and the entropy controller after an iteration."""
@@ -592,92 +494,3 @@ class PolicyGradient(Regularised):
         observe("clip_fraction", beyond, point.sampled_mask())
         observe("clip/high", stopped * (advantage > 0), point.sampled_mask())
         observe("clip/low", stopped * (advantage < 0), point.sampled_mask())
-
-
-def _expert(point: Point) -> Tensor:
-    """Tell which rows somebody else wrote, [B] bool."""
-    rows = point.provenance.is_ground_truth
-    return torch.zeros_like(point.row_id, dtype=torch.bool) if rows is None else rows
-
-
-class RowTable:
-    """Lays all points of a step out row by row, so that a row's decisions stand side by side."""
-
-    def __init__(self, row_id: Tensor):
-        _, self.row = row_id.unique(return_inverse=True)
-        count = self.row.bincount()
-        order = self.row.argsort(stable=True)
-        place = torch.arange(len(order), device=order.device)
-        self.visit = torch.empty_like(order)
-        self.visit[order] = place - (count.cumsum(0) - count)[self.row[order]]
-        self.shape = (len(count), int(count.max()))
-
-    def spread(self, x: Tensor) -> Tensor:
-        """Lay x [B, L, *] out by rows, [R, V L, *]: V visits a row, zeros where a row has fewer."""
-        table = x.new_zeros(*self.shape, *x.shape[1:])
-        table[self.row, self.visit] = x
-        return table.flatten(1, 2)
-
-    def collect(self, table: Tensor) -> Tensor:
-        """Collect points [B, L] back from rows [R, V L]."""
-        visits: Tensor = table.unflatten(1, (self.shape[1], -1))
-        return visits[self.row, self.visit]
-
-
-def clipped(surrogate: Surrogate, clip_range: float | tuple[float, float]) -> Surrogate:
-    """Return the surrogate with this range of its ratio. UserError where it has one, or takes
-    none."""
-    sides = dict(zip(("clip_low", "clip_high"), both_sides(clip_range), strict=True))
-    if min(sides.values()) <= 0:
-        raise UserError(f"clip_range must be greater than 0, it is {clip_range}")
-    plain = getattr(surrogate, "func", surrogate)
-    if not set(sides) <= set(options(plain)):
-        raise UserError(f"the surrogate {plain.__name__} clips no ratio: leave out clip_range")
-    if set(sides) & set(getattr(surrogate, "keywords", {})):
-        raise UserError(
-            f"clip_range and clip_low, clip_high of the surrogate {plain.__name__} are the same: "
-            "keep one of them"
-        )
-    return partial(surrogate, **sides)
-
-
-def bounds_of(surrogate: Surrogate) -> tuple[float, float]:
-    """(low, high): how far a surrogate lets the ratio leave 1; infinite where it says nothing."""
-    plain = getattr(surrogate, "func", surrogate)
-    chosen = {name: p.default for name, p in options(plain).items()}
-    chosen |= getattr(surrogate, "keywords", {})
-    low, high = chosen.get("clip_low"), chosen.get("clip_high")
-    low = torch.inf if low is None else low
-    return low, low if high is None else high
-
-
-def one_pass(point: Point) -> bool:
-    """Tell whether the point holds all decisions of its rows."""
-    return not (point.mask.sum(1) != point.num_decisions).any()
-
-
-def without_slope(
-    surrogate: Surrogate, logp: Tensor, old: Tensor, credit: Tensor, mask: Tensor
-) -> Tensor:
-    """Return [B, L] bool: decisions that are clipped, whose loss does not change with their
-    log-prob although A, or a part of it, is not 0."""
-    with torch.enable_grad():
-        leaf = logp.detach().requires_grad_()
-        loss = row_sum(summed(surrogate, leaf, old.detach(), credit, mask), mask)
-        (slope,) = torch.autograd.grad(loss.sum(), leaf)
-    moves = (credit != 0).flatten(2).any(2) if credit.ndim > 2 else credit != 0
-    return (slope == 0) & moves.expand_as(logp)
-
-
-def subset(mask: Tensor, fraction: float, rng: Rng | None, row: Tensor) -> Tensor:
-    """Return [B, K] bool: int(n * fraction), at least one, of the n decisions of each row, the
-    first or (with rng) random."""
-    order = torch.arange(mask.shape[1], device=mask.device).expand(mask.shape)
-    if rng is not None:
-        order = rng.uniform(row, (mask.shape[1],))
-    # [B, K] place among the row's own
-    rank = torch.where(mask, order.double(), torch.inf).argsort(1).argsort(1)
-    count = mask.sum(1, keepdim=True)
-    # int(n * fraction), despite 0.3 * 10 < 3
-    keep = (count.double() * fraction + 1e-9).floor().clamp_min(1)
-    return mask & (rank < keep)

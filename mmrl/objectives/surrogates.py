@@ -9,6 +9,7 @@ decisions of a row: causal models, one pass a row.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, TypeVar
 
 import torch
@@ -16,7 +17,7 @@ from annotated_types import Gt, Le
 from torch import Tensor
 
 from mmrl.core.errors import UserError
-from mmrl.core.registry import SURROGATES
+from mmrl.core.registry import SURROGATES, options
 from mmrl.core.types import Surrogate
 
 WIDEST = 1e30  # of a clip: what lies beyond it no ratio of 32 bits could say
@@ -290,3 +291,43 @@ def reinforce(logp: Tensor, old: Tensor, advantage: Tensor, mask: Tensor) -> Ten
     """Take -A log p, no ratio and no clip (REINFORCE, Williams 1992; GPG with the advantage
     gpg)."""
     return -advantage * logp
+
+
+def clipped(surrogate: Surrogate, clip_range: float | tuple[float, float]) -> Surrogate:
+    """Return the surrogate with this range of its ratio. UserError where it has one, or takes
+    none."""
+    sides = dict(zip(("clip_low", "clip_high"), both_sides(clip_range), strict=True))
+    if min(sides.values()) <= 0:
+        raise UserError(f"clip_range must be greater than 0, it is {clip_range}")
+    plain = getattr(surrogate, "func", surrogate)
+    if not set(sides) <= set(options(plain)):
+        raise UserError(f"the surrogate {plain.__name__} clips no ratio: leave out clip_range")
+    if set(sides) & set(getattr(surrogate, "keywords", {})):
+        raise UserError(
+            f"clip_range and clip_low, clip_high of the surrogate {plain.__name__} are the same: "
+            "keep one of them"
+        )
+    return partial(surrogate, **sides)
+
+
+def bounds_of(surrogate: Surrogate) -> tuple[float, float]:
+    """(low, high): how far a surrogate lets the ratio leave 1; infinite where it says nothing."""
+    plain = getattr(surrogate, "func", surrogate)
+    chosen = {name: p.default for name, p in options(plain).items()}
+    chosen |= getattr(surrogate, "keywords", {})
+    low, high = chosen.get("clip_low"), chosen.get("clip_high")
+    low = torch.inf if low is None else low
+    return low, low if high is None else high
+
+
+def without_slope(
+    surrogate: Surrogate, logp: Tensor, old: Tensor, credit: Tensor, mask: Tensor
+) -> Tensor:
+    """Return [B, L] bool: decisions that are clipped, whose loss does not change with their
+    log-prob although A, or a part of it, is not 0."""
+    with torch.enable_grad():
+        leaf = logp.detach().requires_grad_()
+        loss = row_sum(summed(surrogate, leaf, old.detach(), credit, mask), mask)
+        (slope,) = torch.autograd.grad(loss.sum(), leaf)
+    moves = (credit != 0).flatten(2).any(2) if credit.ndim > 2 else credit != 0
+    return (slope == 0) & moves.expand_as(logp)

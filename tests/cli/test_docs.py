@@ -47,9 +47,10 @@ from mmrl.core.registry import (
 from mmrl.monitoring.alarms import AlarmOptions
 from mmrl.monitoring.log import LogOptions
 from mmrl.monitoring.report.runs import read_run
+from mmrl.objectives.chord import Supervision
+from mmrl.objectives.entropy import Entropy
 from mmrl.objectives.importance_sampling import Importance
 from mmrl.objectives.kl import KL
-from mmrl.objectives.policy_gradient import Entropy, Supervision
 from mmrl.policies.diffusion.trees import Tree
 from mmrl.policies.lora import Lora
 from mmrl.policies.vlm.engines.vllm_options import VLLMOptions

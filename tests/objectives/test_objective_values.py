@@ -31,12 +31,13 @@ from mmrl.objectives import (
     SePPO,
 )
 from mmrl.objectives.covariance import Drawing, HeldBack
+from mmrl.objectives.decisions import TokenWeights, subset
+from mmrl.objectives.entropy import Entropy
 from mmrl.objectives.forward_process.awm import SCORES
 from mmrl.objectives.group_loss import Groups, Samples
 from mmrl.objectives.grpo_guard import normalised
 from mmrl.objectives.importance_sampling import Importance, off_policy
 from mmrl.objectives.kl import KL, estimate
-from mmrl.objectives.policy_gradient import Entropy, TokenWeights, subset
 from mmrl.objectives.reward_gradient import DIVERGENCES
 from mmrl.objectives.surrogates import gmpo, gspo, row_mean, sapo, vespo
 from mmrl.objectives.trust_region import gated

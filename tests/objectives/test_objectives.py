@@ -5,8 +5,8 @@ from mmrl.core.distributions import Gaussian
 from mmrl.core.errors import UserError
 from mmrl.core.metrics import Meter
 from mmrl.objectives import PolicyGradient
+from mmrl.objectives.decisions import subset
 from mmrl.objectives.kl import KL
-from mmrl.objectives.policy_gradient import subset
 from mmrl.objectives.surrogates import clip
 from samplers.kernels import flow_sde
 from samplers.noise import Rng

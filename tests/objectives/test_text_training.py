@@ -17,7 +17,7 @@ from mmrl.core.metrics import Meter
 from mmrl.core.registry import OBJECTIVES, SURROGATES
 from mmrl.core.types import Completion, Provenance, Rewards
 from mmrl.objectives import GVPO, REAL, KLCov, PolicyGradient, RegGRPO
-from mmrl.objectives.policy_gradient import Entropy
+from mmrl.objectives.entropy import Entropy
 from mmrl.policies.base import NO_CONTEXT
 from mmrl.rollout import dynamic_sampling
 from mmrl.rollout.dynamic_sampling import flat_groups

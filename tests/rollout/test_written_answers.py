@@ -18,8 +18,8 @@ from mmrl.core.registry import load_built_in
 from mmrl.core.types import Point, Provenance, Renoised, Rewards, TokenOrder
 from mmrl.data.answers import of_field, of_file
 from mmrl.objectives import DPO, IPO, PolicyGradient
+from mmrl.objectives.chord import Supervision
 from mmrl.objectives.group_loss import Groups, Samples
-from mmrl.objectives.policy_gradient import Supervision
 from mmrl.objectives.preference import DiffusionDPO
 from mmrl.rollout.stages import Drawn, Setup, set_apart
 from mmrl.rollout.written_answers import Demonstrated

@@ -1,0 +1,99 @@
+"""Chooses and arranges decisions: a share of every row's, all of a row side by side, one weight
+each; and says which options belong to which kind of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mmrl.core.distributed import all_gather_rows
+from mmrl.core.types import Fields, Point
+from samplers.noise import Rng
+
+# options that say nothing about the other kind of decisions, and what to do instead
+OF_TOKENS = {
+    "entropy": "the noise of a step is not trained, nor is its entropy: leave it out",
+    "off_policy": "it compares answers of models that write tokens: use clip_range",
+    "top_entropy": "the entropy of a step is that of its noise: use timestep_fraction",
+    "shaping": "the steps that lead to somebody else's picture are not known: leave it out",
+}
+OF_STEPS = {
+    "timestep_fraction": "tokens have no time: use top_entropy",
+    "timestep_selection": "tokens have no time: use top_entropy",
+    "timestep_weighting": "noise is for flow and diffusion models: use top_entropy",
+}
+OF_BOTH = "a sample of this policy has tokens and steps of a picture: leave it out"
+WHOLE = (
+    "compares whole samples, which are scored in several passes here: choose the surrogate ppo, "
+    "cispo, sapo, spo or reinforce"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenWeights(Fields):
+    """Holds how much every token's policy gradient counts."""
+
+    weight: Tensor  # [B, L]
+
+
+class RowTable:
+    """Lays all points of a step out row by row, so that a row's decisions stand side by side."""
+
+    def __init__(self, row_id: Tensor):
+        _, self.row = row_id.unique(return_inverse=True)
+        count = self.row.bincount()
+        order = self.row.argsort(stable=True)
+        place = torch.arange(len(order), device=order.device)
+        self.visit = torch.empty_like(order)
+        self.visit[order] = place - (count.cumsum(0) - count)[self.row[order]]
+        self.shape = (len(count), int(count.max()))
+
+    def spread(self, x: Tensor) -> Tensor:
+        """Lay x [B, L, *] out by rows, [R, V L, *]: V visits a row, zeros where a row has fewer."""
+        table = x.new_zeros(*self.shape, *x.shape[1:])
+        table[self.row, self.visit] = x
+        return table.flatten(1, 2)
+
+    def collect(self, table: Tensor) -> Tensor:
+        """Collect points [B, L] back from rows [R, V L]."""
+        visits: Tensor = table.unflatten(1, (self.shape[1], -1))
+        return visits[self.row, self.visit]
+
+
+def one_pass(point: Point) -> bool:
+    """Tell whether the point holds all decisions of its rows."""
+    return not (point.mask.sum(1) != point.num_decisions).any()
+
+
+def subset(mask: Tensor, fraction: float, rng: Rng | None, row: Tensor) -> Tensor:
+    """Return [B, K] bool: int(n * fraction), at least one, of the n decisions of each row, the
+    first or (with rng) random."""
+    order = torch.arange(mask.shape[1], device=mask.device).expand(mask.shape)
+    if rng is not None:
+        order = rng.uniform(row, (mask.shape[1],))
+    # [B, K] place among the row's own
+    rank = torch.where(mask, order.double(), torch.inf).argsort(1).argsort(1)
+    count = mask.sum(1, keepdim=True)
+    # int(n * fraction), despite 0.3 * 10 < 3
+    keep = (count.double() * fraction + 1e-9).floor().clamp_min(1)
+    return mask & (rank < keep)
+
+
+def of_high_entropy(point: Point, entropy: Tensor, share: float) -> Point:
+    """Keep the share of tokens of highest entropy [B, L] of the whole step, on all processes."""
+    every = all_gather_rows(entropy[point.mask]).double().sort().values
+    if not len(every):
+        return point
+    rank = (1 - share) * (len(every) - 1)  # the quantile by linear interpolation
+    below = every[int(rank)]
+    above = every[min(int(rank) + 1, len(every) - 1)]
+    chosen = entropy >= torch.lerp(below, above, rank % 1)
+    return point.replace(coupling=TokenWeights(weight=chosen.to(entropy)))
+
+
+def written_by_others(point: Point) -> Tensor:
+    """Tell which rows somebody else wrote, [B] bool."""
+    rows = point.provenance.is_ground_truth
+    return torch.zeros_like(point.row_id, dtype=torch.bool) if rows is None else rows
