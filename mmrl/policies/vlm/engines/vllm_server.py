@@ -20,6 +20,7 @@ from mmrl.policies.vlm.engines import vllm_weights
 from mmrl.policies.vlm.engines.external import EngineAnswer, EnginePrompt
 from mmrl.policies.vlm.engines.vllm_options import Setup, check_version, sampling
 from mmrl.policies.vlm.engines.vllm_transfer import transfer_for
+from mmrl.policies.vlm.engines.vllm_worker import EXTENSION, METHOD
 from mmrl.policies.vlm.generate import Ending
 from mmrl.policies.vlm.media import Video
 from samplers.warp import Warp
@@ -99,6 +100,7 @@ class VLLMServer:
         self.setup = setup
         self.server = Server(setup)
         self.lora = setup.options.sync == "lora"
+        self.packs = self.repacks = False  # a tied head: is it packed there, and packed anew?
         self.notes = tuple(self._checked())
         self.transfer = transfer_for(self.server, setup)
         self.model: str = self._name()
@@ -106,11 +108,18 @@ class VLLMServer:
     def suits(self, hf: nn.Module) -> None:
         if self.lora:
             vllm_weights.check_adapters(hf)
+        if self.packs and not self.repacks and vllm_weights.has_tied_head(hf):
+            raise self.server.mistake(
+                "it runs on a CPU, where vLLM keeps the old weights in a head that is tied to the "
+                f"embeddings, as this model's is; start it with --worker-extension-cls {EXTENSION}"
+            )
 
     @torch.no_grad()
     def refresh(self, hf: nn.Module) -> None:
         vllm_weights.check_whole(hf, "vllm-server")
         self.model = self.transfer.send(hf) or self.model
+        if self.repacks:
+            self.server.post("/collective_rpc", {"method": METHOD})
         for cache in ("prefix", "mm", "encoder"):  # of what the previous weights computed
             self.server.post(f"/reset_{cache}_cache")
 
@@ -155,6 +164,8 @@ class VLLMServer:
                 f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, --enable-lora and --max-lora-rank "
                 f"{self.setup.room}"
             )
+        self.packs = settings["device_config"]["device"] == "cpu"
+        self.repacks = settings["parallel_config"]["worker_extension_cls"] == EXTENSION
         dtype = settings["model_config"]["dtype"].removeprefix("torch.")
         if self.setup.dtype not in (dtype, "auto"):
             yield (

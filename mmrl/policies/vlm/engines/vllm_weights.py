@@ -44,6 +44,12 @@ def check_whole(hf: nn.Module, engine: str) -> None:
         )
 
 
+def has_tied_head(hf: Any) -> bool:
+    """Tell whether the head multiplies by the embeddings' own weights."""
+    head, embeddings = hf.get_output_embeddings(), hf.get_input_embeddings()
+    return getattr(head, "weight", None) is getattr(embeddings, "weight", embeddings)
+
+
 def check_adapters(hf: nn.Module) -> None:
     """Raise UserError unless all that is trained are adapters in the language model, which are
     those that vLLM takes."""
