@@ -57,6 +57,7 @@ from mmrl.policies.capabilities import Capabilities
 from mmrl.policies.demonstrations import encoded, placed_rows, sourced
 from mmrl.policies.diffusion import trials
 from mmrl.policies.diffusion.trees import Tree
+from mmrl.policies.products import quicken
 from mmrl.policies.rollout_graphs import RolloutGraphs, recording
 from samplers.batching import at_width
 from samplers.kernels import flow_sde
@@ -154,6 +155,7 @@ class FlowPolicy(Policy):
         **options: Any,
     ):
         super().__init__(net, **options)
+        quicken(net)
         if (
             min(steps, steps if evaluation_steps is None else evaluation_steps) < 1
             or noise_level < 0

@@ -136,7 +136,9 @@ def test_an_export_is_the_networks_state(tmp_path):
     x = torch.randn(2, 3, 4, 4)
     t = torch.rand(2)
     label = torch.tensor([1, 3])
-    assert torch.equal(fresh(x, t, label), found.policy.net(x, t, label))
+    torch.testing.assert_close(fresh(x, t, label), found.policy.net(x, t, label))
+    for name, value in found.policy.net.state_dict().items():
+        assert torch.equal(fresh.state_dict()[name], value), name
 
 
 def test_mistakes_are_one_sentence(tmp_path):
