@@ -3,7 +3,7 @@ pipeline."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmrl.worlds.flow_matching import descend, draw
 from mmrl.worlds.progress import Progress, quiet_libraries
 from mmrl.worlds.recipes import FlowRecipe
 from mmrl.worlds.render import render
@@ -37,7 +38,8 @@ def build_sd3(folder: Path, parts: Path, recipe: FlowRecipe, progress: Progress)
     with quiet_libraries():
         models = load_parts(parts)
     transformer = new_transformer(models, recipe)
-    teach_flow(transformer, prepare(models, recipe), recipe, progress)
+    loss = partial(flow_loss, transformer, prepare(models, recipe))
+    descend(transformer, loss, recipe, Rng.of(recipe.seed, "flow"), progress, "flow transformer")
     scheduler = FlowMatchEulerDiscreteScheduler(shift=1.0)
     with quiet_libraries():
         StableDiffusion3Pipeline(
@@ -103,46 +105,14 @@ def prepare(models: dict[str, Any], recipe: FlowRecipe) -> Lessons:
     )
 
 
-def teach_flow(transformer: Any, lessons: Lessons, recipe: FlowRecipe, progress: Progress) -> None:
-    """Train by AdamW with one cycle of the learning rate."""
-    rng = Rng.of(recipe.seed, "flow")
-    optimizer = torch.optim.AdamW(
-        transformer.parameters(), recipe.lr, betas=(0.9, 0.98), weight_decay=0.01
-    )
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, recipe.lr, total_steps=recipe.steps, pct_start=0.1
-    )
-    for step in progress.steps("flow transformer", recipe.steps):
-        wrong = recipe.wrong_captions if step >= recipe.true_first * recipe.steps else 0.0
-        loss = flow_loss(
-            transformer, lessons, replace(recipe, wrong_captions=wrong), rng.fold(step)
-        )
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(transformer.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-    transformer.eval().requires_grad_(False)
-
-
 def flow_loss(transformer: Any, lessons: Lessons, recipe: FlowRecipe, rng: Rng) -> Tensor:
-    """Return the squared error of the velocity ``noise - x`` at ``x + t (noise - x)``, t
-    logit-normal (Esser 2024, eq. 19)."""
-    names = torch.arange(recipe.batch)
-    # [B, 4]: picture, another's caption, whether that is taken, whether none is
-    u = rng.fold("u").uniform(names, (4,))
-    row, wrong_row = (u[:, :2] * len(lessons.latents)).long().unbind(1)
-    caption = lessons.caption[torch.where(u[:, 2] < recipe.wrong_captions, wrong_row, row)]
-    caption = torch.where(u[:, 3] < recipe.no_caption, len(lessons.tokens) - 1, caption)
-    x = lessons.latents[row]
-    draw = rng.fold("noise").normal(names, (x[0].numel() + 1,))
-    noise = draw[:, 1:].view_as(x)
-    t = draw[:, 0].sigmoid()
+    """Return the squared error of the velocity ``noise - x`` at ``x + t (noise - x)``."""
+    drawn = draw(lessons.latents, lessons.caption, len(lessons.tokens) - 1, recipe, rng)
     velocity = transformer(
-        hidden_states=x.lerp(noise, t.view(-1, 1, 1, 1)),
-        timestep=1000 * t,
+        hidden_states=drawn.state(),
+        timestep=1000 * drawn.t,
         return_dict=False,
-        encoder_hidden_states=lessons.tokens[caption],
-        pooled_projections=lessons.pooled[caption],
+        encoder_hidden_states=lessons.tokens[drawn.caption],
+        pooled_projections=lessons.pooled[drawn.caption],
     )[0]
-    return F.mse_loss(velocity, noise - x)
+    return F.mse_loss(velocity, drawn.noise - drawn.x)

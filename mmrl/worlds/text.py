@@ -50,22 +50,21 @@ def clip_tokenizer() -> Any:
 
     core = Tokenizer(models.BPE(end_of_word_suffix="</w>", unk_token="<|endoftext|>"))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    last = [f"{letter}</w>" for letter in letters]
     trainer = trainers.BpeTrainer(
         vocab_size=2000,
         end_of_word_suffix="</w>",
         show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=[],
+        initial_alphabet=letters,
+        # merges that are equally frequent go by the numbers of their pieces, and those of last
+        # letters would be given in the order of a hash table, another one in every process
+        special_tokens=last,
     )
     words = [word for word in dict.fromkeys(_WORDS) if word.isalpha()]
     core.train_from_iterator((word for word in words for _ in range(3)), trainer)
     merges = [tuple(pair) for pair in _merges(core)]
-    letters = pre_tokenizers.ByteLevel.alphabet()
-    pieces = (
-        sorted(letters)
-        + [f"{letter}</w>" for letter in sorted(letters)]
-        + ["".join(pair) for pair in merges]
-    )
+    pieces = [*letters, *last, *("".join(pair) for pair in merges)]
     pieces += ["<|startoftext|>", "<|endoftext|>"]  # the end last: pooling looks for the largest id
     vocabulary = {piece: i for i, piece in enumerate(dict.fromkeys(pieces))}
     return CLIPTokenizer(vocab=vocabulary, merges=merges, model_max_length=LENGTH)

@@ -10,6 +10,7 @@ from mmrl.core.registry import ARTIFACTS, load_built_in, locate
 from mmrl.worlds import cache
 from mmrl.worlds.render import render
 from mmrl.worlds.scenes import captions, is_held_out
+from mmrl.worlds.text import clip_tokenizer
 from samplers.noise import Rng
 
 
@@ -111,6 +112,11 @@ def test_every_word_is_one_token_and_every_caption_fits(pipe):
         == "three digits"
     )
     assert clip.eos_token_id == pipe.text_encoder.config.eos_token_id == len(clip) - 1
+
+
+def test_every_build_gives_words_the_same_numbers():
+    first, *others = (clip_tokenizer().get_vocab() for _ in range(4))
+    assert all(other == first for other in others)
 
 
 def test_latents_have_mean_zero_and_deviation_one(pipe):
