@@ -31,7 +31,7 @@ LEAST = 128  # pixels a side that RAFT's pyramid needs
 SHARPEST = 0.05  # share of a frame whose motion VBench counts
 
 
-class _Moved:
+class MotionReward:
     """Computes what the two rewards share: the flow between neighbouring frames.
 
     Args:
@@ -68,7 +68,7 @@ class _Moved:
     scaling="mean motion; fastest: of the fastest 5 % of a frame, as VBench's dynamic degree",
 )
 @REWARDS.register("motion_amount")
-class MotionAmount(_Moved):
+class MotionAmount(MotionReward):
     """Measure the optical flow from frame to frame, in shares of the shorter side: 0 is a still.
 
     Args:
@@ -107,7 +107,7 @@ class MotionAmount(_Moved):
     media="video", high=0, source=SOURCE, licence="Apache-2.0 (OpenCV), BSD-3-Clause (torchvision)"
 )
 @REWARDS.register("motion_smoothness")
-class MotionSmoothness(_Moved):
+class MotionSmoothness(MotionReward):
     """Negate the mean change of the optical flow between pairs of frames, in shares of the shorter
     side.
 
