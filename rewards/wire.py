@@ -26,6 +26,7 @@ from mmrl.core.types import Media, Prompt
 from rewards._media import frames, to_uint8
 from rewards._wire_prompts import headers as prompt_headers
 from rewards._wire_prompts import marked_texts, marks_of, opened
+from rewards._wire_sound import BYTES_A_SAMPLE, sound_fields, sounded
 
 Format = Literal["png", "webp", "tensor"]
 FORMATS: tuple[Format, ...] = ("png", "webp", "tensor")
@@ -72,6 +73,8 @@ class Parts:
     rewards: Any = None
     marks: Any = None  # what texts know of themselves: null or {tokens, finished, logprob} for each
     ids: Any = None  # names of the samples
+    sound: Any = None  # of videos, the bytes of a safetensors file
+    sampling_rate: Any = None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -103,7 +106,8 @@ def pack(
     elif kind == "tensor":
         from safetensors.torch import save
 
-        body["tensor"] = to_base64(save({"media": media.detach().cpu().contiguous()}))
+        plain = media.detach().cpu().contiguous().as_subclass(Tensor)
+        body["tensor"] = to_base64(save({"media": plain}))
     else:
         stack = to_uint8(frames(media, "remote"))  # [B, F, 3, H, W]
         videos = [[to_base64(picture_bytes(p, kind)) for p in video] for video in stack]
@@ -111,6 +115,7 @@ def pack(
             body["images"] = [video[0] for video in videos]
         else:
             body["videos"] = videos
+    body |= sound_fields(media)
     return json.dumps(body, allow_nan=False).encode()
 
 
@@ -210,6 +215,11 @@ def unpack(
     media = _media(parts, limits)
     if len(media) != len(prompts):
         raise BadInput("prompts", f"{len(prompts)} of them for {len(media)} samples")
+    if parts.sound is not None:
+        try:
+            media = sounded(media, parts.sound, parts.sampling_rate, limits.pixels)
+        except ValueError as error:
+            raise BadInput("sound", str(error)) from error
     try:
         return media, opened(prompts, limits.pixels, limits.pictures)
     except ValueError as error:
@@ -272,10 +282,8 @@ def decoded_size(parts: Parts, limits: Limits) -> int:
     Raises:
         BadInput: more pixels than ``limits`` allow, or no header.
     """
-    if parts.kind == "tensor":
-        size = 3 * len(parts.media) if isinstance(parts.media, bytes) else 0
-    else:
-        size = 0
+    size = 3 * len(parts.media) if isinstance(parts.media, bytes) else 0  # of a tensor
+    size += BYTES_A_SAMPLE * len(parts.sound) // 2 if isinstance(parts.sound, bytes) else 0
     left = limits.pixels
     pictures = _named(parts) if parts.kind in ("images", "videos") else ()
     for name, content in (*pictures, *prompt_headers(parts.prompts, limits.pictures)):

@@ -65,9 +65,15 @@ def sound_of(media: Any, reward: str) -> tuple[Tensor, int]:
         return media.sound, media.sampling_rate
     raise UserError(
         f"reward {reward!r} wants videos with their sound, and these samples have none: it is for "
-        "policies whose pipeline makes both, such as pipeline with LTX2Pipeline, and is computed "
-        "in the process that trains or by workers of Ray, not by a reward server"
+        "policies whose pipeline makes both, such as pipeline with LTX2Pipeline"
     )
+
+
+def sound_kind(videos: Any) -> tuple[Any, ...]:
+    """Return what sounds must share to be joined: rate, channels and length; () of none."""
+    if not isinstance(videos, SoundVideos):
+        return ()
+    return videos.sampling_rate, videos.sound.shape[1:]
 
 
 def write_wav(path: Path, sound: Tensor, sampling_rate: int) -> Path:
@@ -89,7 +95,7 @@ def _joined(output: Tensor, parts: Any, dim: int = 0, **_: Any) -> Tensor:
     """Join the sounds of videos that were joined, if all have one of the same kind."""
     if dim != 0 or not all(isinstance(part, SoundVideos) for part in parts):
         return output
-    if len({(part.sampling_rate, part.sound.shape[1:]) for part in parts}) > 1:
+    if len(set(map(sound_kind, parts))) > 1:
         return output
     return with_sound(output, torch.cat([part.sound for part in parts]), parts[0])
 

@@ -41,6 +41,8 @@ def parts_of(media_type: str, body: bytearray, values: float) -> Parts:
         fields.get("rewards"),
         fields.get("marks"),
         fields.get("ids"),
+        from_base64(fields["sound"], "sound") if "sound" in fields else None,
+        fields.get("sampling_rate"),
     )
 
 

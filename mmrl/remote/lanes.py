@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mmrl.core.sound import sound_kind
 from mmrl.core.types import Media, Prompt, Reward
 from mmrl.scoring import Scorer
 from mmrl.scoring.scorer import together
@@ -42,9 +43,12 @@ class Job:
         self.prompts = []
 
     def like(self, job: Job) -> bool:
-        """Tell whether the two can be one batch: pictures of one size, or texts."""
+        """Tell whether the two can be one batch: pictures of one size and sounds of one length, or
+        texts."""
         if not isinstance(self.media, Tensor) or not isinstance(job.media, Tensor):
             return not isinstance(self.media, Tensor) and not isinstance(job.media, Tensor)
+        if sound_kind(self.media) != sound_kind(job.media):
+            return False
         return self.media.shape[1:] == job.media.shape[1:] and self.media.dtype == job.media.dtype
 
 

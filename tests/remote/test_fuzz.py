@@ -35,7 +35,10 @@ LEAVES = [
     "x" * 3000,
     b64(PNG),
 ]
-FIELDS = ["images", "videos", "texts", "tensor", "prompts", "rewards", "ids", "marks", "more", ""]
+FIELDS = [
+    *("images", "videos", "texts", "tensor", "prompts", "rewards", "ids", "marks", "more", ""),
+    *("sound", "sampling_rate"),
+]
 
 
 def anything(draw: random.Random, depth: int = 0):
