@@ -4,14 +4,17 @@ texts."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from fractions import Fraction
 from html import escape
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 
+from mmrl.core.movie import frame_rate, write_mp4
 from mmrl.core.sound import SoundVideos, write_wav
 from mmrl.core.types import Media, Prompt
 from mmrl.monitoring.report.pictures import PACE, Film, data_uri
@@ -29,12 +32,22 @@ class Video(list[Image.Image]):
         self.sound = sound
 
     def save(self, path: str | Path, milliseconds: int = PACE) -> None:
-        """Write it as an animated .png, .webp or .gif, each frame shown so long, for ever; its
-        sound as .wav beside it."""
+        """Write it as an animated .png, .webp or .gif, each frame shown so long, for ever, and its
+        sound as .wav beside it; or as an .mp4 with both, whose frames last as long as the sound."""
+        if Path(path).suffix == ".mp4":
+            return self._save_mp4(Path(path), milliseconds)
         first, *later_frames = self
         first.save(path, save_all=True, append_images=later_frames, duration=milliseconds, loop=0)
         if self.sound is not None:
             write_wav(Path(path).with_suffix(".wav"), *self.sound)
+
+    def _save_mp4(self, path: Path, milliseconds: int) -> None:
+        frames = torch.stack([torch.from_numpy(np.array(frame.convert("RGB"))) for frame in self])
+        if self.sound is None:
+            write_mp4(path, frames, Fraction(1000, milliseconds))
+            return
+        sound, rate = self.sound
+        write_mp4(path, frames, frame_rate(len(self), sound.shape[-1], rate), sound, rate)
 
     def _repr_html_(self) -> str:
         return _picture(self)

@@ -17,6 +17,7 @@ import torch
 from mmrl.config import import_plugins, load, load_stages
 from mmrl.core import distributed
 from mmrl.core.errors import UserError
+from mmrl.core.movie import frame_rate, write_mp4
 from mmrl.core.registry import ARTIFACTS, REWARDS, load_built_in, locate
 from mmrl.core.sound import SoundVideos, write_wav
 from mmrl.core.types import Prompt
@@ -360,8 +361,8 @@ def in_force(session: Session, snapshot: str) -> Iterator[None]:
 
 
 def write_sample(item: Any, path: Path) -> Path:
-    """Write an image [3, H, W] as PNG, a video [F, 3, H, W] as animated PNG with its sound, if it
-    has one, as .wav beside it, anything else as text."""
+    """Write an image [3, H, W] as PNG, a video [F, 3, H, W] as animated PNG, its sound, if it has
+    one, as .wav beside it and both together as .mp4, anything else as text."""
     if not isinstance(item, torch.Tensor) or item.ndim < 3:
         path = path.with_suffix(".txt")
         path.write_text(item if isinstance(item, str) else json.dumps(item.tolist()))
@@ -369,12 +370,15 @@ def write_sample(item: Any, path: Path) -> Path:
     from PIL import Image
 
     frames = (item if item.ndim == 4 else item[None]).float().cpu()
-    pixels = (frames * 255).round().clamp(0, 255).byte().permute(0, 2, 3, 1).numpy()
-    first, *later_frames = [Image.fromarray(frame) for frame in pixels]
+    pixels = (frames * 255).round().clamp(0, 255).byte().permute(0, 2, 3, 1)
+    first, *later_frames = [Image.fromarray(frame) for frame in pixels.numpy()]
     path = path.with_suffix(".png")
     first.save(path, save_all=bool(later_frames), append_images=later_frames, duration=80, loop=0)
     if isinstance(item, SoundVideos):
-        write_wav(path.with_suffix(".wav"), item.sound, item.sampling_rate)
+        sound, rate = item.sound, item.sampling_rate
+        write_wav(path.with_suffix(".wav"), sound, rate)
+        fps = frame_rate(len(pixels), sound.shape[-1], rate)
+        write_mp4(path.with_suffix(".mp4"), pixels, fps, sound, rate)
     return path
 
 
