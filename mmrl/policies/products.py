@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from mmrl.utils.threads import is_intel
 
-LEAST = 2**14  # weights of a layer; below that the call costs more than the product
-MANY = 1024  # rows from which on bringing the weights into oneDNN's layout pays for one product
+LEAST = 2**12  # weights of a layer that is worth a look
+WORK = 2**20  # multiplications of a product; with fewer the call costs more than it saves
 OPS = "_linear_pointwise", "_reorder_linear_weight"
 
 
@@ -65,8 +65,11 @@ class Linear(nn.Linear):
     joint_layout: Tensor | None = None  # with those of others, as ``together`` takes them
 
     def forward(self, x: Tensor) -> Tensor:
+        # first, since small layers are called often, and a graph should not depend on the rows
+        if torch.compiler.is_compiling() or x.numel() * self.out_features < WORK:
+            return F.linear(x, self.weight, self.bias)
         if self.keeps and self.layout is None and serves(x, self.weight):
-            self.layout = _laid_out(self.weight, None)
+            self.layout = _laid_out(self.weight)
         return linear(x, self.weight, self.bias, self.layout)
 
 
@@ -74,16 +77,16 @@ def together(x: Tensor, layers: Sequence[nn.Module]) -> Sequence[Tensor]:
     """Return what linear layers make of one input, by one product where all keep their layout;
     the first of them is always with the same others."""
     first = layers[0]
-    if torch.is_grad_enabled() or not (
-        isinstance(first, Linear) and first.keeps and serves(x, first.weight)
-    ):
+    if torch.is_grad_enabled() or not (isinstance(first, Linear) and first.keeps):
         return each(x, layers)
     ours = [layer for layer in layers if isinstance(layer, Linear)]
+    sizes = [layer.out_features for layer in ours]
     if len(ours) < len(layers) or any(layer.bias is not None for layer in ours):
         return each(x, layers)
+    if not serves(x, first.weight, sum(sizes)):
+        return each(x, layers)
     if first.joint_layout is None:
-        first.joint_layout = _laid_out(torch.cat([layer.weight for layer in ours]), None)
-    sizes = [layer.out_features for layer in ours]
+        first.joint_layout = _laid_out(torch.cat([layer.weight for layer in ours]))
     return torch.split(_product(x, first.joint_layout, None), sizes, -1)
 
 
@@ -98,24 +101,22 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, layout: Tensor | None
     oneDNN's layout."""
     if not serves(x, weight):
         return F.linear(x, weight, bias)
-    if layout is None and x.numel() >= MANY * x.shape[-1]:
-        layout = _laid_out(weight, x.numel() // x.shape[-1])
     if not torch.is_grad_enabled():
         return _product(x, weight if layout is None else layout, bias)
     product: Tensor = _Product.apply(x, weight, bias, layout)
     return product
 
 
-def serves(x: Tensor, weight: Tensor) -> bool:
-    """Tell whether oneDNN computes this product: not within torch.compile or a mode that counts or
-    replaces operations, which knows torch's own, nor of sharded weights or under autocast."""
+def serves(x: Tensor, weight: Tensor, outputs: int | None = None) -> bool:
+    """Tell whether oneDNN computes this product, of so many ``outputs`` (the weights' own): not
+    within torch.compile or a mode that counts or replaces operations, which knows torch's own, nor
+    of sharded weights or under autocast."""
     return (
         not torch.compiler.is_compiling()
+        and x.numel() * (outputs or weight.shape[0]) >= WORK
         and x.dtype == weight.dtype == torch.float32
         and x.device.type == weight.device.type == "cpu"
         and faster()
-        and weight.numel() >= LEAST
-        and x.numel() > 0
         and type(weight) in (nn.Parameter, Tensor)
         and not torch.is_autocast_enabled("cpu")
         and _get_current_dispatch_mode() is None
@@ -152,6 +153,6 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return product
 
 
-def _laid_out(weight: Tensor, rows: int | None) -> Tensor:
-    laid_out: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), rows)
+def _laid_out(weight: Tensor) -> Tensor:
+    laid_out: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
     return laid_out

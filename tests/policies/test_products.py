@@ -29,6 +29,7 @@ def everywhere(monkeypatch):
     plain = products._product
     monkeypatch.setattr(products, "faster", lambda: True)
     monkeypatch.setattr(products, "LEAST", 1)
+    monkeypatch.setattr(products, "WORK", 1)
     monkeypatch.setattr(products, "_product", lambda *args: calls.append(1) or plain(*args))
     return calls
 

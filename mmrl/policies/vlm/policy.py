@@ -38,6 +38,7 @@ from mmrl.policies.base import (
 from mmrl.policies.demonstrations import sourced
 from mmrl.policies.drafts import SHARDED, resized
 from mmrl.policies.lora import Lora, merged
+from mmrl.policies.products import kept_layout, quicken
 from mmrl.policies.quantization import Quantization, check_quantization
 from mmrl.policies.vlm.budgets import admit
 from mmrl.policies.vlm.engines.choice import started
@@ -181,6 +182,7 @@ class VLM(Passes):
         pack_batches(self, net, attention, remove_padding, tree is not None)
         refuse_tree(self, net)
         super().__init__(net, lora=lora, **options)
+        quicken(net)
         self.ending = self._ending(max_new_tokens, stop)
         if replay_routing:
             replay_experts(self, net)
@@ -237,7 +239,8 @@ class VLM(Passes):
                 prompts=tuple(shown)
             )
         if self.outside is None:
-            answers = self._answers(cond, group, row, rng, size)
+            with kept_layout(self.net):
+                answers = self._answers(cond, group, row, rng, size)
             if self.refill == "plan":
                 self.lengths.learn(self.device)
         else:
