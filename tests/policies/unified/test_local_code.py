@@ -19,7 +19,6 @@ from mmrl.objectives.kl import KL
 from mmrl.objectives.surrogates import gspo
 from mmrl.policies.masked.masked_lm import MaskedLM
 from mmrl.policies.unified.local_flow import UnifiedFlow
-from mmrl.policies.unified.local_masked import Picture, UnifiedMasked
 from mmrl.rollout.past import packed, remembered, unpacked
 from mmrl.rollout.stages import Drawn
 from mmrl.train.minibatches import passes
@@ -30,22 +29,11 @@ from tests.fixtures.command import mmrl, refused
 
 PROMPTS = local_code.PROMPTS
 BOTH = "flow", "masked"
-WORDS = 19  # of the tokenizer; codes come behind them
+WORDS = local_code.WORDS
 
 
-def flow(**options):
-    chosen = {"think": 4, "answer": 3, "steps": 3, "remote_code": True} | options
-    return UnifiedFlow(f"{local_code.folder()}/my_bagel.py:build", **chosen)
-
-
-def masked(path=None, **options):
-    code = f"{local_code.folder()}/my_mmada.py"
-    picture = Picture(f"{code}:codec", first=WORDS, codes=8, side=2, steps=3)
-    chosen = {"max_new_tokens": 4, "block": 2, "steps": 4, "code": f"{code}:build"}
-    path = path or local_code.folder() / "tokenizer"
-    return UnifiedMasked(str(path), picture, **{"remote_code": True, **chosen, **options})
-
-
+flow = local_code.flow
+masked = local_code.masked
 MAKE = {"flow": flow, "masked": masked}
 
 
