@@ -182,7 +182,7 @@ class UnifiedFlow(FlowPolicy):
         known = of_pictures if len(places) else self.drawn_after(cond, group[first], text[first])
         number = torch.arange(len(first), device=row.device)
         pictures = self.paths(number, row[first], known, rng, context)
-        every = _placed(pictures, first, len(row))
+        every = _placed(pictures, places, len(row))
         steps = every.mask & draws[:, None]
         words = (text != NONE) & self.exploring
         return Rollout(
@@ -361,16 +361,12 @@ def _placed(pictures: Rollout, places: Tensor, rows: int) -> Rollout:
 
     def spread(tensor: Tensor) -> Tensor:
         blank = tensor.new_zeros(rows, *tensor.shape[1:])
-        return blank.index_copy(0, places.to(tensor.device), tensor)
+        return blank.index_copy(0, places.to(tensor.device), tensor[: len(places)])
 
     latents: LatentPath = pictures.latents.map(spread)
     every = pictures.map(spread).replace(trajectory=latents)
     # all rows have the times of the sampler, and its key
-    times = {"time": latents.time, "noise_level": latents.noise_level}
-    first = int(places[0])
-    same = {name: value[first].expand(rows, -1) for name, value in times.items()}
-    if latents.visit is not None:
-        same["visit"] = latents.visit[first].expand(rows, -1)
-    if latents.stream is not None:
-        same["stream"] = latents.stream[first].expand(rows, -1)
+    names = ("time", "noise_level", "visit", "stream")
+    known = {name: getattr(pictures.latents, name) for name in names}
+    same = {n: value[0].expand(rows, -1) for n, value in known.items() if value is not None}
     return every.replace(trajectory=latents.replace(**same))
