@@ -18,7 +18,7 @@ from mmrl.objectives import PolicyGradient
 from mmrl.objectives.kl import KL
 from mmrl.objectives.surrogates import gspo
 from mmrl.policies.masked.masked_lm import MaskedLM
-from mmrl.policies.unified import tasks
+from mmrl.policies.unified import local_flow, tasks
 from mmrl.policies.unified.local_flow import UnifiedFlow
 from mmrl.rollout.past import packed, remembered, unpacked
 from mmrl.rollout.stages import Drawn
@@ -294,7 +294,15 @@ def test_shards_refuse_what_processes_could_not_pass_alike(monkeypatch):
     for policy, prompts in ((flow(), PROMPTS), (flow(), PROMPTS[:1])):
         with pytest.raises(UserError, match=says):
             policy.rollout(prompts, 2, Rng.of("shards"))
-    assert len(flow().rollout(PROMPTS[1:], 2, Rng.of("shards"))) == 2
+    # one that is done makes the passes of those that still write
+    monkeypatch.setattr(local_flow, "sharded", lambda net: True)
+    monkeypatch.setattr(local_flow.distributed, "any_of", lambda flag: True)
+    policy = flow()
+    policy.model.stops = tuple(range(29))  # all end at once
+    passes_made = []
+    policy.net.register_forward_hook(lambda *_: passes_made.append(1))
+    rollout = policy.rollout(PROMPTS[1:], 2, Rng.of("shards"))
+    assert rollout.mask.sum(1).tolist() == [1, 1] and len(passes_made) == 4 + 3
     assert len(flow(think=None).rollout(PROMPTS[:1], 2, Rng.of("shards"))) == 2
     # what another process has counts too
     monkeypatch.setattr(tasks.distributed, "all_max", torch.ones_like)
