@@ -37,7 +37,10 @@ class MaskedLM(MaskedDiffusion):
     capabilities = replace(MaskedDiffusion.capabilities, makes="text")
     net: Any  # of transformers
     not_options = (*MaskedDiffusion.not_options, "loaded")
-    attention = ("q_proj", "k_proj", "v_proj", "o_proj", "attn_out", "query", "key", "value")
+    attention = (
+        *("q_proj", "k_proj", "v_proj", "o_proj", "attn_out", "query", "key", "value"),
+        *("query_key_value", "attention.dense"),  # LLaDA2
+    )
 
     def __init__(
         self,
