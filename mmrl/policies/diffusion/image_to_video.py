@@ -7,6 +7,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -89,7 +90,8 @@ class FirstFrame(VideoFolderPolicy):
 
     def _of_clip(self, prompt: Prompt) -> Prompt:
         clip = prompt.get("answer")
-        if images_of(prompt) or clip is None or self.unreadable(prompt, clip):
+        is_media = isinstance(clip, (str, Path, Tensor, np.ndarray))  # a right answer is none
+        if images_of(prompt) or not is_media or self.unreadable(prompt, clip):
             return prompt
         return self._beginning(prompt, self.open_answer(prompt, clip))
 

@@ -320,8 +320,9 @@ def test_a_clip_teaches_what_follows_its_own_first_frame(name, tmp_path):
     torch.testing.assert_close(cond["condition"], rollout.cond["condition"][:1])
     stretched = policy.encode([rows[1]])["condition"]  # an image of its own as diffusers takes it
     assert (stretched - cond["condition"]).abs().max() > 0.01
-    with pytest.raises(UserError, match="under 'answer' it may be left out"):
-        policy.encode([{"text": "a red seven", "answer": "7"}])
+    for answer in ("7", 7, [7]):
+        with pytest.raises(UserError, match="under 'answer' it may be left out"):
+            policy.encode([{"text": "a red seven", "answer": answer}])
 
 
 def test_clips_are_learnt_in_a_stage_and_go_on_to_the_bit(tmp_path, monkeypatch):
