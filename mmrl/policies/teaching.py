@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mmrl.core.distributions import Sendable
 from mmrl.core.messages import halved
+from mmrl.core.top_tokens import shortened
 from mmrl.core.types import (
     MaskChoice,
     MaskPass,
@@ -26,7 +27,6 @@ from mmrl.core.types import (
     tree_map,
 )
 from mmrl.policies.base import Policy, without_empty
-from mmrl.policies.top_tokens import shortened
 
 STEPS: dict[str, type[SamplerState | MaskPass]] = {
     kind.__name__: kind for kind in (SamplerState, Transition, Renoised, MaskPass, MaskChoice)

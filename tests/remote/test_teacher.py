@@ -12,13 +12,13 @@ import pytest
 import torch
 import yaml
 
+from mmrl.core import top_tokens
 from mmrl.core.distributions import Categorical
 from mmrl.core.divergences import Divergence
 from mmrl.core.errors import UserError
 from mmrl.core.messages import BadMessage, pack, unpack
 from mmrl.objectives.distillation import Distill, RemoteOptions, Teacher
 from mmrl.policies import teaching as wire
-from mmrl.policies import top_tokens
 from mmrl.remote.server import load_teacher
 from mmrl.remote.teaching import make_teacher_app
 from tests.core.test_contract import made

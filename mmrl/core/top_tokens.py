@@ -41,14 +41,14 @@ def shortened(
     return short
 
 
-def completed(answer: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Make log-probs [*, V] of a shortened answer; ``own``: what the student's distribution shows
-    there. KeyError or ValueError where the two do not fit."""
-    whole = {name: tensor for name, tensor in answer.items() if name in own}
-    for name in own.keys() - whole.keys():
+def completed(answer: Mapping[str, Tensor], student: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Make log-probs [*, V] of a shortened answer; ``student``: what its distribution shows there.
+    KeyError or ValueError where the two do not fit."""
+    whole = {name: tensor for name, tensor in answer.items() if name in student}
+    for name in student.keys() - whole.keys():
         ids = answer[f"{name}.{TOKENS}"].long()
         width = int(answer[f"{name}.{WIDTH}"].reshape(-1)[0])
-        logprob = _log_softmax(own[name][..., :width])
+        logprob = _log_softmax(student[name][..., :width])
         if (
             ids.shape[:-1] != logprob.shape[:-1]
             or not 0 <= int(ids.min()) <= int(ids.max()) < width
@@ -59,8 +59,8 @@ def completed(answer: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[s
         # tokens that the student never writes have no shares of its own
         even = torch.full_like(mass, width - ids.shape[-1]).log()
         shares = torch.where(mass.isneginf(), -even, rest - mass)
-        others = answer[f"{name}.{OTHERS}"].to(logprob)[..., None]
-        whole[name] = (shares + others).scatter(-1, ids, answer[f"{name}.{SCORES}"].to(logprob))
+        rest_mass = answer[f"{name}.{OTHERS}"].to(logprob)[..., None]
+        whole[name] = (shares + rest_mass).scatter(-1, ids, answer[f"{name}.{SCORES}"].to(logprob))
     return whole
 
 
