@@ -21,9 +21,10 @@ from mmrl.data.sources.media import content_of, medium
 from mmrl.data.sources.reader import Part, Request
 from mmrl.data.sources.selection import renamed
 
-# names of a row's file in use
-FILES = ("answer", "file_name", "image", "video", "file", "path", "img", "jpg", "png", "webp")
+# names of a row's file in use; of a row with both, the image is where the video begins
+FILES = ("answer", "file_name", "video", "image", "file", "path", "img", "jpg", "png", "webp")
 TEXTS = ("text", "caption", "prompt")
+SHOWN = ("image", "video")  # beside the answer: what a prompt shows
 
 
 class Captioned(Intake):
@@ -54,7 +55,8 @@ class Captions:
     caption, or with a ``metadata.jsonl`` (.csv, .parquet) of rows {file_name, text}, as data sets
     of the Hub have them; a file of such rows, whose paths start at the file, or that holds the
     pictures (parquet, arrow, WebDataset's .tar); or the id of a data set, owner/name. Other values
-    of a row stay, such as ``label`` for models of classes and ``plan`` for janus_unified. Prompts
+    of a row stay, such as ``label`` for models of classes, ``plan`` for janus_unified, and
+    ``image``, the first frame of a clip: a path that starts there too. Prompts
     hold the file under ``answer``, which ``objective: sft`` learns from. held_out: a second file, a
     split, or the share of the captions to hold out; by default 5 %. columns: what values are
     called, {text: prompt_en}. filters: which rows are taken, {width: {min: 512}}. limit: rows that
@@ -101,6 +103,9 @@ class Captions:
         text = _first(named, TEXTS, (str,))
         rest = {key: value for key, value in named.items() if key not in (file, text)}
         folder = self._beside(place)
+        for key in SHOWN:  # of editing, and of a video that begins with a picture
+            if isinstance(rest.get(key), str) and rest[key].strip():
+                rest[key] = medium(rest[key], folder)
         return rest | {"text": named[text].strip(), "answer": medium(named[file], folder)}
 
     def _pictures(self, prompt: Prompt) -> list[Any]:

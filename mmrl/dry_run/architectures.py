@@ -3,7 +3,7 @@
 Sizes: Chen et al. 2025 (Janus-Pro, table 1), Nie et al. 2025 (LLaDA, table 1), Yang et al. 2025
 (MMaDA), Patil et al. 2024 (aMUSEd), Sun et al. 2024 (LlamaGen, table 1), Tian et al. 2024 (VAR),
 Zhu et al. 2025 (InternVL3), the defaults that transformers' configurations name a checkpoint for,
-and the config files beside their weights.
+and the config files beside their weights (LLaDA2.0: in its authors' repository dFactory).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 def _janus(width: int, layers: int, heads: int, feed: int) -> nn.Module:
@@ -55,6 +55,52 @@ def _llada(vocab: int) -> nn.Module:
             vocab_size=vocab,
         )
     )
+    return net
+
+
+def _fuse(attention: Any) -> None:
+    """Let one layer compute queries, keys and values, as LLaDA2's code does."""
+    names = ("q_proj", "k_proj", "v_proj")
+    sizes = [getattr(attention, name).out_features for name in names]
+    width = attention.q_proj.in_features
+    attention.query_key_value = nn.Linear(width, sum(sizes), bias=False)
+    waiting: list[Tensor] = []
+
+    def query(x: Tensor) -> Tensor:
+        first: Tensor
+        first, *waiting[:] = attention.query_key_value(x).split(sizes, -1)
+        return first
+
+    for name in names:
+        delattr(attention, name)
+    attention.q_proj = query
+    attention.k_proj = attention.v_proj = lambda _: waiting.pop(0)
+
+
+def _llada2(layers: int, width: int, heads: int, feed: int, expert: int) -> nn.Module:
+    """Make LLaDA2's layers: those of a GLM-4.5, whose experts are chosen in the same way, but for
+    the fused projections."""
+    from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
+
+    config = Glm4MoeConfig(
+        vocab_size=157184,
+        hidden_size=width,
+        intermediate_size=feed,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=4,
+        head_dim=128,
+        use_qk_norm=True,
+        moe_intermediate_size=expert,
+        n_routed_experts=256,
+        num_experts_per_tok=8,
+        n_group=8,
+        topk_group=4,
+        first_k_dense_replace=1,
+    )
+    net: nn.Module = Glm4MoeForCausalLM(config)
+    for layer in net.get_submodule("model.layers").children():
+        _fuse(layer.self_attn)
     return net
 
 
@@ -110,6 +156,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "deepseek-community/Janus-Pro-7B": partial(_janus, 4096, 30, 32, 11008),
     "GSAI-ML/LLaDA-8B-Instruct": partial(_llada, 126464),
     "GSAI-ML/LLaDA-8B-Base": partial(_llada, 126464),
+    "inclusionAI/LLaDA2.0-mini": partial(_llada2, 20, 2048, 16, 5120, 512),
     "Gen-Verse/MMaDA-8B-Base": partial(_llada, 134656),
     "OpenGVLab/InternVL3-8B-hf": _internvl,
     "Qwen/Qwen3.5-35B-A3B": _qwen3_5_moe,

@@ -50,6 +50,8 @@ class Report:
     guided: bool = False  # two rows of the network for one sample
     counted: Counted | None = None  # forwards of an iteration
     model: costs.Model | None = None
+    # optimizer steps of a snapshot that learns, before each of the policy's; 0: none learns
+    critic_steps: int = 0
     stored: int | None = None  # bytes of the visited latents of one process
     offload: bool = False
     memory: dict[str, float | None] = field(default_factory=dict)
@@ -125,8 +127,10 @@ def _of_folder(
         blocks,
     )
     tokens = None if unet else costs.tokens_of(policy)
-    reads = configuration.build("objective", OBJECTIVES).reads
-    states = len(policy._plan(report.train.group_size, FIXED, RolloutContext(reads=reads)).stored)
+    objective = configuration.build("objective", OBJECTIVES)
+    context = RolloutContext(reads=objective.reads)
+    states = len(policy._plan(report.train.group_size, FIXED, context).stored)
+    critic = objective.critic()
     stored = (
         report.plan.rows_per_process * states * math.prod(shape) * policy.trajectory_dtype.itemsize
     )
@@ -140,20 +144,27 @@ def _of_folder(
         model=model,
         stored=stored,
         offload=policy.offload_trajectory,
+        critic_steps=0 if critic is None else critic.steps,
         unknown=unknown,
         counted=counted(policy, configuration, report.train),
     )
 
 
-def optimizer_bytes(configuration: configs.Config) -> float:
-    """Measure the bytes that the optimizer keeps for a trained number, on a small real matrix."""
+def optimizer_bytes(configuration: configs.Config, report: Report) -> float:
+    """Measure the bytes that the optimizer keeps for a trained number, on a small real matrix;
+    what learns beside the policy keeps as many of its own."""
     weight = nn.Parameter(torch.zeros(256, 256))
     optimizer = configuration.build("optimizer", OPTIMIZERS)([weight])
     weight.grad = torch.zeros_like(weight)
     optimizer.step()
     states = [x for state in optimizer.state.values() for x in state.values()]
     tensors = (x for x in states if isinstance(x, torch.Tensor) and x.ndim)
-    return sum(x.nbytes for x in tensors) / weight.numel()
+    return learners(report) * sum(x.nbytes for x in tensors) / weight.numel()
+
+
+def learners(report: Report) -> int:
+    """Count the optimizers of a run: the policy's, and that of a snapshot that learns."""
+    return 2 if report.critic_steps else 1
 
 
 def _why(path: str) -> str:
@@ -280,7 +291,7 @@ def _with_memory(report: Report, configuration: configs.Config, processes: int) 
         rows,
         len(iteration.snapshots),
         report.stored or 0,
-        optimizer_bytes(configuration),
+        optimizer_bytes(configuration, report),
         report.offload,
         passes,
     )

@@ -15,7 +15,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES
 from mmrl.dry_run import rehearsal
 from mmrl.dry_run.costs import BYTES
-from mmrl.dry_run.dryrun import Report, dry_run, optimizer_bytes, recorded_passes
+from mmrl.dry_run.dryrun import Report, dry_run, learners, optimizer_bytes, recorded_passes
 from mmrl.dry_run.rehearsal import Rehearsed, rehearse
 from mmrl.dry_run.stand_in import folder_at, stand_in
 from mmrl.policies.diffusion.pipeline_policy import FolderPolicy
@@ -102,7 +102,7 @@ def measure(path: Any, overrides: Any, processes: int, known: Known | None = Non
     return Run(
         report,
         measured,
-        optimizer_bytes(configuration),
+        optimizer_bytes(configuration, report),
         report.train.gradient_checkpointing,
         0 if at_once or masked else length,
         int(options["steps"]) if masked else 1,
@@ -284,6 +284,8 @@ def _passes(run: Run, processes: int) -> dict[str, float]:
             "frozen": references * trained,
         }
     trained = counted.decisions * report.train.epochs / rows
+    if report.critic_steps:  # a state of each row's path, and as many of each of its steps
+        trained = report.plan.rows * report.train.epochs * (1 + report.critic_steps) / rows
     every = (counted.training or counted.sampling) / guided / rows
     if every < trained or not trained:  # denoising losses look at re-noised samples
         trained = every / (1 + len(counted.snapshots))
@@ -310,7 +312,7 @@ def _travel(
     iteration."""
     share = (processes - 1) / processes
     work = run.measured
-    steps = run.report.plan.steps * run.report.train.epochs
+    steps = run.report.plan.steps * run.report.train.epochs * (1 + run.report.critic_steps)
     if not sharded:  # a ring sends every gradient twice: to be summed, and summed
         return 0.0, 2 * share * work.bytes_trained * steps
     sampled = counts["sampling"] * max(run.passes_to_sample, run.answer_tokens, 1)
@@ -374,7 +376,7 @@ def _reliefs(run: Run) -> Iterator[tuple[tuple[str, ...], Lighten]]:
         yield words, partial(_lightened, **changes)
     if run.adamw is not None:
         words = (*words, f"optimizer={{adamw_8bit: {run.adamw}}}")
-        yield words, partial(_lightened, **changes, optimizer=BYTES_8BIT)
+        yield words, partial(_lightened, **changes, optimizer=learners(report) * BYTES_8BIT)
 
 
 def _lightened(

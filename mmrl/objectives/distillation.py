@@ -12,6 +12,7 @@ import torch
 from annotated_types import Ge, Gt
 from torch import Tensor
 
+from mmrl.config.options import Count
 from mmrl.core.distributions import Dist, Gaussian
 from mmrl.core.divergences import REVERSE, Divergence
 from mmrl.core.errors import UserError
@@ -36,7 +37,9 @@ class RemoteOptions:
     timeout: seconds for one answer. retries: further tries of a question, elsewhere if possible.
     backoff: seconds before a second try at the same server, doubled each time, with jitter.
     max_rows: rows of one question; null: those of a pass. max_answer_mib: the longest answer that
-    is read. precision: of the answers on the way; bfloat16 halves them.
+    is read. precision: of the answers on the way; bfloat16 halves them. top_k: of every token's
+    distribution an answer holds the teacher's so many likeliest tokens, and the mass of all others
+    together: the divergence of these categories, which is at most that over all tokens; null: all.
     """
 
     url: str | list[str]
@@ -48,6 +51,7 @@ class RemoteOptions:
     max_rows: Annotated[int, Ge(1)] | None = None
     max_answer_mib: Annotated[float, Gt(0)] = 4096.0
     precision: Literal["exact", "bfloat16"] = "exact"
+    top_k: Count | None = None
 
 
 @dataclass(frozen=True)
@@ -114,6 +118,12 @@ class Distill(PolicyGradient):
             return
         self.loaded = [_ready(teacher, i) for i, teacher in enumerate(self.teachers)]
         for i, teacher in enumerate(self.loaded):
+            remote = self.teachers[i].remote
+            if remote and remote.top_k and policy.capabilities.decisions != "categorical":
+                raise UserError(
+                    f"{_place(self.teachers[i], i)}.top_k: it is for policies whose decisions are "
+                    f"tokens, and {type(policy).__name__} decides numbers; leave it out"
+                )
             described = signature(teacher) if isinstance(teacher, Policy) else teacher.signature()
             for why in misfits(policy, described):
                 raise UserError(f"{_place(self.teachers[i], i)}: {why}")

@@ -14,6 +14,7 @@ import torch
 from mmrl.core.distributions import Dist, Sendable
 from mmrl.core.errors import UserError
 from mmrl.core.messages import BadMessage, pack, unpack
+from mmrl.core.top_tokens import completed
 from mmrl.core.types import Point
 from mmrl.objectives.distillation import RemoteOptions
 from mmrl.policies.teaching import question
@@ -66,19 +67,25 @@ class RemoteTeacher:
         """Return the teacher's distribution at a point, as far as the divergence of the policy's,
         ``dist``, reads it. Raises KeyError or ValueError where it is of another kind."""
         sendable = cast(Sendable, dist)
+        student = sendable.shown(sendable.asks()) if self.options.top_k else {}
+        widths = {name: tensor.shape[-1] for name, tensor in student.items()}
         parts: dict[str, list[torch.Tensor]] = {}
         for rows in point.split(self.options.max_rows or len(point)):
-            for name, tensor in self._asked(rows, sendable).items():
+            for name, tensor in self._asked(rows, sendable, widths).items():
                 parts.setdefault(name, []).append(tensor)
-        reference: Dist = sendable.reference(
-            {name: torch.cat(tensors) for name, tensors in parts.items()}
-        )
+        shown = {name: torch.cat(tensors) for name, tensors in parts.items()}
+        reference: Dist = sendable.reference(completed(shown, student) if student else shown)
         return reference
 
-    def _asked(self, point: Point, dist: Sendable) -> dict[str, torch.Tensor]:
-        """Ask one question."""
+    def _asked(
+        self, point: Point, dist: Sendable, widths: dict[str, int]
+    ) -> dict[str, torch.Tensor]:
+        """Ask one question. ``widths``: of the student's vocabularies, where an answer is short."""
+        message = question(point, dist, self.options.precision != "exact")
+        if self.options.top_k is not None:
+            message |= {"top_k": self.options.top_k, "widths": widths}
         try:
-            content = pack(question(point, dist, self.options.precision != "exact"))
+            content = pack(message)
         except TypeError as error:
             raise UserError(
                 f"{self.place}: the policy's states hold a {error}, which cannot travel; use a "

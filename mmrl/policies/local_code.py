@@ -66,10 +66,15 @@ def note(files: dict[str, str]) -> tuple[str, ...]:
     return (f"remote_code: this run executes code of the model's author: {names}",)
 
 
+_files: dict[str, Path | None] = {}  # by what modules say: a program has thousands of them
+
+
 def _file(module: ModuleType) -> Path | None:
-    try:
-        name = inspect.getsourcefile(module)
-    except TypeError:  # built into Python
+    name = getattr(module, "__file__", None)
+    if not isinstance(name, str):  # built into Python
         return None
-    path = None if name is None else Path(name).resolve()
-    return path if path is not None and path.is_file() else None
+    if name not in _files:
+        source = inspect.getsourcefile(module)
+        path = None if source is None else Path(source).resolve()
+        _files[name] = path if path is not None and path.is_file() else None
+    return _files[name]

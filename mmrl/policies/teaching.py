@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mmrl.core.distributions import Sendable
 from mmrl.core.messages import halved
+from mmrl.core.top_tokens import shortened
 from mmrl.core.types import (
     MaskChoice,
     MaskPass,
@@ -121,7 +122,19 @@ def answer(policy: Policy, asked: Any) -> dict[str, Tensor]:
         shown = dist.shown(asks)
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise BadQuestion(f"asks: {error}") from error
+    if "top_k" in asked:
+        shown = _shortened(shown, asked["top_k"], asked.get("widths"))
     return halved(shown) if half else shown
+
+
+def _shortened(shown: dict[str, Tensor], top_k: Any, widths: Any) -> dict[str, Tensor]:
+    """Keep the likeliest tokens, where a question asks for no more."""
+    numbers = [top_k, *widths.values()] if isinstance(widths, dict) else [None]
+    if not all(type(number) is int and number > 0 for number in numbers):
+        raise BadQuestion("top_k: expected a number above 0; widths: a number for each name")
+    if not set(shown) <= set(widths):
+        raise BadQuestion("widths: expected those of " + ", ".join(shown))
+    return shortened(shown, top_k, widths)
 
 
 def _point(asked: Any, device: torch.device) -> tuple[Point, list[Any], bool]:

@@ -44,6 +44,20 @@ def test_a_table_of_files_and_captions_keeps_other_values(tmp_path, name):
     assert first["origin"] == f"{table}:1" and second["answer"].endswith("b.png")
 
 
+def test_a_clip_s_first_frame_is_looked_for_beside_its_table(tmp_path):
+    folder_of(tmp_path)
+    (tmp_path / "a.mp4").write_bytes(b"")
+    table = tmp_path / "rows.jsonl"
+    row = {"video": "a.mp4", "image": "a.png", "text": "one"}
+    table.write_text(json.dumps(row))
+    (prompt,) = Captions(table, held_out=0).train
+    paths = [str(tmp_path.resolve() / name) for name in ("a.mp4", "a.png")]
+    assert [prompt["answer"], prompt["image"]] == paths
+    table.write_text(json.dumps(row | {"image": "none.png"}))
+    with pytest.raises(UserError, match="rows.jsonl:1: no file .*none.png"):
+        Captions(table)
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [

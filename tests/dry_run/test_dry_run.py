@@ -18,9 +18,11 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES, load_built_in
 from mmrl.dry_run import costs, dryrun, published, weightless
 from mmrl.dry_run.dryrun import dry_run
+from mmrl.dry_run.estimate import _passes, measure
 from mmrl.dry_run.page import lines
+from mmrl.dry_run.tracked import tracked
 from mmrl.dry_run.weightless import folder_of, parameters_in
-from mmrl.run import build
+from mmrl.run import build, state
 from samplers.batching import peak_bytes
 from samplers.noise import Rng
 from tests.fixtures import tiny_diffusers
@@ -185,6 +187,34 @@ def test_counted_forwards_are_those_of_the_run(case, options, tmp_path):
     assert found.shape == one.policy.shape and found.counted.snapshots == trainer.snapshots()
     trained = sum(p.numel() for p in one.policy.net.parameters() if p.requires_grad)
     assert found.model.trained == trained and found.memory["optimizer"] == 8 * trained
+
+
+def test_what_learns_beside_the_policy_is_counted(tmp_path):
+    """Weights and optimizer state of distribution matching's fake model, as a tracked run holds
+    them; its passes too."""
+    student = {"scheduler": "lcm", "guidance_scale": 1.0, "steps": 2}
+    path = tiny("flux", tmp_path, "dmd: {guidance_scale: 2.0, fake_steps: 3}", **student)
+    sizes = ["group_size=1", "train_batch_size=1", "micro_batch_size=1", "epochs=1"]
+    chosen = [f"train.{size}" for size in sizes]
+    found = dry_run(path, chosen)
+    session = build.Session.of(build.read(path, chosen))
+    trainer = session.trainer()
+    measured = tracked(trainer.iterate, [session.policy.net]).memory
+    arrays, _ = state.capture(trainer)
+    held = {name: sum(x.nbytes for x in tensors.values()) for name, tensors in arrays.items()}
+    assert held["optimizer-critic"] == held["optimizer"] > 0
+    assert found.memory["snapshots"] == held["snapshot-fake"] + held["snapshot-ref"]
+    assert found.memory["optimizer"] == pytest.approx(measured["optimizer"], rel=0.01)
+    # both optimizers step the same tensors, so there is one set of gradients
+    updates = trainer.update, trainer.update.critic.inner
+    own, of_fake = ({id(p) for g in u.optimizer.param_groups for p in g["params"]} for u in updates)
+    assert own == of_fake and found.memory["gradients"] == held["weights"]
+    guess = measure(path, chosen, 1)
+    assert guess.optimizer_bytes * guess.measured.trained == found.memory["optimizer"]
+    # of every row: a pass with a gradient by the student, and one in each of three steps
+    counts = _passes(guess, 1)
+    assert counts["trained"] == 2 * (1 + 3)
+    assert sum(counts.values()) == trainer.policy.forwards
 
 
 def test_activations_are_within_a_factor_of_two_of_what_is_counted():

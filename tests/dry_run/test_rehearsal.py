@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 from typer.testing import CliRunner
 
@@ -147,6 +148,37 @@ def test_the_tracker_counts_what_torch_allocates():
     kept = tracked(forward, [policy.net]).memory
     sums.clear()
     assert kept["activations"] == pytest.approx(peak_bytes(forward), rel=0.1)
+
+
+def test_products_of_experts_are_counted_as_one_by_one():
+    """On the way there and back; torch's own table has no row for them."""
+    with FakeTensorMode():
+        x, w = torch.zeros(12, 32).bfloat16(), torch.zeros(3, 32, 16).bfloat16()
+        ends = torch.tensor([4, 8, 12], dtype=torch.int32)
+        x.requires_grad_()
+        w.requires_grad_()
+        there = tracked(lambda: torch._grouped_mm(x, w, ends)).flops
+        upstream = torch.ones(12, 16).bfloat16()
+        whole = tracked(lambda: torch._grouped_mm(x, w, ends).backward(upstream)).flops
+    assert there == 2 * 12 * 32 * 16 and whole == 3 * there
+
+
+def test_a_mixture_of_experts_is_passed_through_by_few_of_them():
+    """LLaDA2.0-mini: 16 billion numbers, of which a token meets a few; adapters on attention."""
+    options = {"lora": 64, "dtype": "bfloat16", "max_new_tokens": 4}
+    entry, place = POLICIES["masked_lm"], "inclusionAI/LLaDA2.0-mini"
+    stage = rehearsal.tokens(place, entry, options, PLAIN, 2, 2)
+    numbers = [p.numel() for p in stage.net.parameters()]
+    trained = sum(p.numel() for p in stage.net.parameters() if p.requires_grad)
+    assert trained == 64 * 20 * (2048 + 3072 + 2048 + 2048)
+    assert sum(numbers) - trained == 16_255_638_528
+    attention = 20 * 2048 * (3072 + 2048)
+    experts = 19 * (256 * 2048 + 9 * 3 * 2048 * 512)  # the router, eight and one that all share
+    met = attention + experts + 3 * 2048 * 5120 + 157184 * 2048  # a dense layer, and the head
+    with torch.no_grad():
+        flops = tracked(stage.score, [stage.net], spare=True).flops
+    tokens = 2 * (4 + rehearsal.TEXT_TOKENS)
+    assert flops / (2 * tokens * (met + trained)) == pytest.approx(1.0, abs=0.01)
 
 
 def test_cards_are_read_and_others_named():

@@ -124,7 +124,8 @@ def by_arithmetic(run: Run, net, score) -> tuple[dict[str, float], float, float]
 
 
 def steps_of_one():
-    return SimpleNamespace(plan=SimpleNamespace(steps=1), train=SimpleNamespace(epochs=1))
+    plan, train = SimpleNamespace(steps=1), SimpleNamespace(epochs=1)
+    return SimpleNamespace(plan=plan, train=train, critic_steps=0)
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")

@@ -12,6 +12,8 @@ import pytest
 import torch
 import yaml
 
+from mmrl.core import top_tokens
+from mmrl.core.distributions import Categorical
 from mmrl.core.divergences import Divergence
 from mmrl.core.errors import UserError
 from mmrl.core.messages import BadMessage, pack, unpack
@@ -69,6 +71,66 @@ def test_questions_of_fewer_rows_and_halved_answers_change_little(family):
     torch.testing.assert_close(there[1], here[1], rtol=1e-4, atol=1e-6)
     here, there = by_both(policy, teacher, toys.prompts(3), precision="bfloat16")
     assert there[0] == pytest.approx(here[0], rel=0.1) and there[0] != here[0]
+
+
+@pytest.mark.parametrize("name", ["vlm", "causal"])
+def test_the_likeliest_tokens_bound_the_divergence_from_below(name):
+    """All of them are the whole, to the bit; fewer are less."""
+    make = partial(toys.make, name) if name == "causal" else MAKERS[name]
+    policy, teacher = make(), moved(make())
+    prompts = toys.prompts(2) if name == "causal" else prompts_for(policy)[:2]
+    if name == "causal":
+        here, there = by_both(policy, teacher, prompts, top_k=10**6)
+        assert there[0] == here[0] and torch.equal(there[1], here[1])
+    here, bound = by_both(policy, teacher, prompts, top_k=2, max_rows=1)
+    assert 0 < bound[0] < here[0] and bound[1].isfinite().all() and bound[1].abs().max() > 0
+
+
+@pytest.mark.parametrize("kind", ["reverse", "forward", "jensen_shannon"])
+def test_categories_are_compared_as_a_loop_does(kind):
+    """In value and in gradient; also where the student never writes a token, and where the
+    teacher has tokens that it has not."""
+    logits = torch.randn(3, 7, dtype=torch.float64).requires_grad_()
+    logits.data[0, 2:] = -torch.inf  # of these no more than two are likeliest
+    theirs = torch.randn(3, 9, dtype=torch.float64)
+    theirs[0, :2] += 10
+    by = Divergence(kind)
+    short = top_tokens.shortened({"logits": theirs}, 2, {"logits": 7})
+    assert sum(x.numel() for x in short.values()) == 3 * (2 + 2 + 1) + 1
+    whole = top_tokens.completed(short, {"logits": logits.detach()})["logits"]
+    torch.testing.assert_close(whole.exp().sum(-1), torch.ones(3).double())
+    torch.testing.assert_close(whole[0, :2], theirs[0, :7].log_softmax(-1)[:2])
+    values = Categorical(logits[1:]).kl(Categorical(whole[1:]), by)
+    expected = []
+    for p, q in zip(logits[1:].softmax(-1), theirs[1:, :7].softmax(-1)):
+        top = q.argsort(descending=True)[:2]
+        cells = [torch.cat([x[top], 1 - x[top].sum()[None]]) for x in (p, q)]
+        expected.append(Categorical(cells[0].log()).kl(Categorical(cells[1].log()), by))
+    expected = torch.stack(expected)
+    torch.testing.assert_close(values, expected, atol=1e-12, rtol=0)
+    assert (values < Categorical(logits[1:]).kl(Categorical(theirs[1:, :7]), by)).all()
+    gradients = [
+        torch.autograd.grad(x.sum(), logits, retain_graph=True)[0] for x in (values, expected)
+    ]
+    torch.testing.assert_close(*gradients, atol=1e-12, rtol=0)
+    with pytest.raises(ValueError, match="likeliest tokens"):
+        top_tokens.completed(short | {"logits.ids": short["logits.ids"] + 7}, {"logits": logits})
+
+
+def test_likeliest_tokens_are_refused_where_there_are_none():
+    with teaching(toys.make("flow")) as url:
+        says = r"teachers\[0\].remote.top_k: it is for policies whose decisions are tokens"
+        with pytest.raises(UserError, match=says):
+            Distill([remote(url, top_k=4)]).meet(toys.make("flow"))
+    causal = toys.make("causal")
+    objective = Distill([Teacher(lambda: causal)])
+    (point,) = points_of(causal, objective, toys.prompts(2))[:1]
+    asked = wire.question(point, causal.dist(point))
+    for wrong in (0, True, "3", None):
+        with pytest.raises(wire.BadQuestion, match="top_k: expected a number above 0"):
+            wire.answer(causal, asked | {"top_k": wrong, "widths": {"logits": 5}})
+    with pytest.raises(wire.BadQuestion, match="widths: expected those of"):
+        wire.answer(causal, asked | {"top_k": 2, "widths": {}})
 
 
 def test_a_longer_table_of_the_same_tokens_is_cut():

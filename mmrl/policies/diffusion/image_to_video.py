@@ -4,18 +4,23 @@ beside its text."""
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mmrl.core.errors import UserError
 from mmrl.core.types import Prompt, Rollout
+from mmrl.policies.demonstrations import framed
 from mmrl.policies.diffusion.text_encoding import PromptCache
 from mmrl.policies.diffusion.video_pipeline import VideoFolderPolicy
 from mmrl.policies.vlm.media import images_of, shown_image, where
+from samplers.noise import Rng
 from samplers.processes import per_row
 
 
@@ -40,8 +45,8 @@ def pictures_of(prompts: list[Prompt]) -> list[Picture]:
         if len(images_of(prompt)) != 1:
             raise UserError(
                 f"prompt {i} ({where(prompt)}) has {len(images_of(prompt))} images; this "
-                f"model animates one, under "
-                "'image': a path or a PIL image"
+                "model animates one, under 'image': a path or a PIL image; with the video that it "
+                "begins under 'answer' it may be left out"
             )
     return [Picture.of(shown_image(images_of(prompt)[0], prompt)) for prompt in prompts]
 
@@ -71,12 +76,44 @@ class FirstFrame(VideoFolderPolicy):
         """Encode images to a nest of tensors [n, *], by the text pipeline and the autoencoder."""
 
     def encode(self, prompts: list[Prompt]) -> dict[str, Any]:
-        return super().encode(prompts) | self.pictures(pictures_of(prompts), self.device)
+        return super().encode(prompts) | self.pictures(self.shown(prompts), self.device)
 
     def prepare(self, prompts: list[Prompt]) -> None:
         super().prepare(prompts)
         if self.texts.placement == "release":
-            self.pictures(list(dict.fromkeys(pictures_of(prompts))), self.device)
+            self.pictures(list(dict.fromkeys(self.shown(prompts))), self.device)
+
+    def shown(self, prompts: list[Prompt]) -> list[Picture]:
+        """Read the image of every prompt; of one that has none the first frame of the video under
+        ``answer``, where the data are clips with captions."""
+        return pictures_of([self._of_clip(prompt) for prompt in prompts])
+
+    def _of_clip(self, prompt: Prompt) -> Prompt:
+        clip = prompt.get("answer")
+        is_media = isinstance(clip, (str, Path, Tensor, np.ndarray))  # a right answer is none
+        if images_of(prompt) or not is_media or self.unreadable(prompt, clip):
+            return prompt
+        return self._beginning(prompt, self.open_answer(prompt, clip))
+
+    def demonstrate(
+        self, prompts: list[Prompt], answers: Sequence[Any], rng: Rng, *, score: bool = True
+    ) -> Rollout:
+        """Learn videos of others, whose image is cut and scaled as the video is: stretched, as
+        sampling does with images of other proportions, it would not be where the video begins."""
+        rows = zip(prompts, answers, strict=True)
+        shown = [self._beginning(prompt, answer) for prompt, answer in rows]
+        return super().demonstrate(shown, answers, rng, score=score)
+
+    def _beginning(self, prompt: Prompt, answer: Any) -> Prompt:
+        """Show the prompt with the image that its answer, a video [F, 3, H, W], begins with."""
+        if answer is None:
+            return prompt
+        if not images_of(prompt):
+            return prompt | {"image": pictured(framed(answer[0], self.size))}
+        (picture,) = pictures_of([prompt])
+        pixels = torch.from_numpy(np.array(picture.image)).permute(2, 0, 1) / 255
+        rest = {key: value for key, value in prompt.items() if key not in ("images", "pixel_noise")}
+        return rest | {"image": pictured(framed(pixels, self.size))}
 
     def toward_image(self, v: Tensor, x: Tensor, t: Tensor, cond: dict[str, Any]) -> Tensor:
         """Return the velocity ``v`` of the network; where the image holds, with its first frame's
@@ -101,6 +138,14 @@ class FirstFrame(VideoFolderPolicy):
 
     def _pipeline(self) -> Any:
         return self.texts.pipeline or self.load_texts()
+
+
+def pictured(pixels: Tensor) -> Any:
+    """Return pixels [3, H, W] in 0..1 as a PIL image."""
+    from PIL import Image
+
+    rounded = (pixels * 255).round().byte().permute(1, 2, 0)
+    return Image.fromarray(rounded.cpu().numpy())
 
 
 def held(v: Tensor, x: Tensor, t: Tensor, frame: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmrl.config.options import Count, Steps
 from mmrl.core.errors import UserError
@@ -37,7 +37,10 @@ class MaskedLM(MaskedDiffusion):
     capabilities = replace(MaskedDiffusion.capabilities, makes="text")
     net: Any  # of transformers
     not_options = (*MaskedDiffusion.not_options, "loaded")
-    attention = ("q_proj", "k_proj", "v_proj", "o_proj", "attn_out", "query", "key", "value")
+    attention = (
+        *("q_proj", "k_proj", "v_proj", "o_proj", "attn_out", "query", "key", "value"),
+        *("query_key_value", "attention.dense"),  # LLaDA2
+    )
 
     def __init__(
         self,
@@ -254,6 +257,7 @@ def load(
     """Load tokenizer and model by transformers' auto classes, or by a user's ``code``."""
     if code is not None:
         tokenizer, net = local_code.build(code, remote_code, place)
+        net.register_forward_hook(_in_the_open)
         return tokenizer, net.to(dtype)
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
@@ -270,3 +274,12 @@ def load(
             f"code of its own needs policy "
             "option remote_code: true, which runs that code"
         ) from error
+
+
+def _in_the_open(net: nn.Module, inputs: Any, output: Any) -> Any:
+    """Give logits that a user's code returns in an object of its own a place where DDP and FSDP2
+    find them: they take weights that lead to no tensor they see for unused."""
+    from transformers.modeling_outputs import MaskedLMOutput
+
+    known = isinstance(output, (Tensor, tuple, dict))
+    return output if known else MaskedLMOutput(logits=output.logits)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +14,7 @@ from annotated_types import Ge, Gt, Le
 from torch import Tensor
 
 from mmrl.config.options import Count
+from mmrl.core import distributed
 from mmrl.core.distributions import Categorical, Gaussian
 from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES
@@ -35,7 +37,9 @@ from mmrl.policies.lora import ATTENTION
 from mmrl.policies.unified.contract import Passes, check_prompts, checked
 from mmrl.policies.unified.draw import NONE
 from mmrl.policies.unified.prompts import task_of
+from mmrl.policies.unified.tasks import check_shards, columns, drawing, in_order
 from mmrl.policies.unified.writing import answer_logits, read, write
+from mmrl.policies.vlm.prefix_sharing import sharded
 from samplers.batching import at_width, chunks
 from samplers.noise import Rng
 from samplers.processes import Flow
@@ -121,7 +125,7 @@ class UnifiedFlow(FlowPolicy):
     def encode(self, prompts: list[Prompt]) -> dict[str, Any]:
         """Encode prompts to ``ids`` and ``mask`` [P, S], what the code adds, and which of them are
         drawn, ``draws`` [P]; under ``uncond`` the empty prompt."""
-        draws = [task_of(prompt) == "generate" for prompt in prompts]
+        draws = drawing(prompts)
         if self.answer is None and not all(draws):
             raise UserError(
                 f"prompt {draws.index(False)}: a prompt to understand; say with the policy's "
@@ -178,7 +182,7 @@ class UnifiedFlow(FlowPolicy):
         known = of_pictures if len(places) else self.drawn_after(cond, group[first], text[first])
         number = torch.arange(len(first), device=row.device)
         pictures = self.paths(number, row[first], known, rng, context)
-        every = _placed(pictures, first, len(row))
+        every = _placed(pictures, places, len(row))
         steps = every.mask & draws[:, None]
         words = (text != NONE) & self.exploring
         return Rollout(
@@ -200,17 +204,19 @@ class UnifiedFlow(FlowPolicy):
         text = torch.full((len(row), self.width), NONE, device=row.device)
         score = torch.zeros(len(row), self.width, dtype=self.dtype, device=row.device)
         limit = torch.where(draws, self.think or 0, self.answer or 0)
+        check_shards(self.net, bool((limit > 0).any()), bool(draws.any()), self.device)
         greedy = not self.exploring and self.greedy
         warp = Warp(0.0, suppressed=self.texts_warp.suppressed) if greedy else self.texts_warp
         stops = torch.tensor(self.model.stops, dtype=torch.long, device=row.device)
         places = (limit > 0).nonzero()[:, 0]
         size = min(self.fixed_batch_rows or len(row), self.most or len(row))
+        busy = distributed.any_of if sharded(self.net) else None
         for part in chunks(len(places), size):
             at = places[part]
             shown = rows_of(without_empty(cond), group[at])
             shown.pop("draws")
             uniform = rng.uniform(row[at], (self.width,))
-            text[at], logprob = write(self.net, shown, uniform, warp, stops, limit[at])
+            text[at], logprob = write(self.net, shown, uniform, warp, stops, limit[at], busy)
             score[at] = logprob.to(score)
             self.forwards += int((text[at] != NONE).sum())
         return text, score
@@ -240,7 +246,7 @@ class UnifiedFlow(FlowPolicy):
     def _words(self, rollout: Rollout, words: Tensor) -> Point:
         """Make the point of all tokens, scored by one pass."""
         text = rollout.text_and_path.text
-        credit = _columns(rollout.advantages(), slice(0, self.width))
+        credit = columns(rollout.advantages(), slice(0, self.width))
         return Point(
             group=rollout.group,
             cond=rollout.cond,
@@ -250,7 +256,7 @@ class UnifiedFlow(FlowPolicy):
             mask=words,
             logprob=rollout.logprob[:, : self.width],
             advantage=credit,
-            advantage_parts=rollout.parts(lambda x: _columns(x, slice(0, self.width))),
+            advantage_parts=rollout.parts(lambda x: columns(x, slice(0, self.width))),
             num_decisions=rollout.mask.sum(1),
             provenance=rollout.provenance.columns(slice(0, self.width)),
             modality=torch.zeros_like(text),
@@ -270,8 +276,8 @@ class UnifiedFlow(FlowPolicy):
             cond=self.drawn_after(rollout.cond, part.group, known.text),
             logprob=part.logprob[:, behind],
             mask=part.mask[:, behind],
-            advantage=_columns(part.advantages(), behind),
-            advantage_parts=part.parts(lambda x: _columns(x, behind)),
+            advantage=columns(part.advantages(), behind),
+            advantage_parts=part.parts(lambda x: columns(x, behind)),
             provenance=part.provenance.columns(behind),
         )
         for point in points(pictures):
@@ -329,11 +335,8 @@ class UnifiedFlow(FlowPolicy):
         ]
         if self.answer is None:
             return torch.cat(images)
-        pictures = iter(image for part in images for image in part)
-        return [
-            next(pictures) if drawn else self._completion(rollout, i)
-            for i, drawn in enumerate(draws.tolist())
-        ]
+        pictures = (image for part in images for image in part)
+        return in_order(draws.tolist(), pictures, partial(self._completion, rollout))
 
     def texts(self, rollout: Rollout) -> list[str]:
         """Return the thought or answer of every row, for people to read."""
@@ -352,27 +355,18 @@ class UnifiedFlow(FlowPolicy):
         local_code.save(self.model, folder)
 
 
-def _columns(x: Tensor, part: slice) -> Tensor:
-    """Take these decisions of x, [B, 1 or K, *]."""
-    return x if x.shape[1] == 1 else x[:, part]
-
-
 def _placed(pictures: Rollout, places: Tensor, rows: int) -> Rollout:
     """Spread rows to their ``places`` among so many; the others have empty paths, without
     decisions."""
 
     def spread(tensor: Tensor) -> Tensor:
         blank = tensor.new_zeros(rows, *tensor.shape[1:])
-        return blank.index_copy(0, places.to(tensor.device), tensor)
+        return blank.index_copy(0, places.to(tensor.device), tensor[: len(places)])
 
     latents: LatentPath = pictures.latents.map(spread)
     every = pictures.map(spread).replace(trajectory=latents)
     # all rows have the times of the sampler, and its key
-    times = {"time": latents.time, "noise_level": latents.noise_level}
-    first = int(places[0])
-    same = {name: value[first].expand(rows, -1) for name, value in times.items()}
-    if latents.visit is not None:
-        same["visit"] = latents.visit[first].expand(rows, -1)
-    if latents.stream is not None:
-        same["stream"] = latents.stream[first].expand(rows, -1)
+    names = ("time", "noise_level", "visit", "stream")
+    known = {name: getattr(pictures.latents, name) for name in names}
+    same = {n: value[0].expand(rows, -1) for n, value in known.items() if value is not None}
     return every.replace(trajectory=latents.replace(**same))

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from mmrl.config.options import Count, Steps
+from mmrl.core import distributed
 from mmrl.core.host import on_host, sent
 from mmrl.core.registry import POLICIES, locate
 from mmrl.core.types import Copies, Media, Point, Prompt, Rollout, TokenOrder
@@ -29,6 +30,8 @@ from mmrl.policies.masked.policy import Hidden
 from mmrl.policies.tokens import TokenPolicy, somewhere
 from mmrl.policies.unified.draw import NONE
 from mmrl.policies.unified.prompts import task_of
+from mmrl.policies.unified.tasks import columns, drawing
+from mmrl.policies.vlm.prefix_sharing import sharded
 from samplers.batching import chunks
 from samplers.noise import Rng
 
@@ -129,8 +132,9 @@ class UnifiedMasked(TokenPolicy):
             temperature=temperature,
             loaded=loaded,
         )
-        self.views: tuple[View, View] = (self.text, self.image)
-        for view in self.views:
+        # whether it draws, and what samples and scores such rows
+        self.kinds: tuple[tuple[bool, View], ...] = ((False, self.text), (True, self.image))
+        for _, view in self.kinds:
             view.owner = self
         self.width = max_new_tokens  # W
         self.media_size = self.image.media_size
@@ -146,11 +150,10 @@ class UnifiedMasked(TokenPolicy):
 
     def encode(self, prompts: list[Prompt]) -> dict[str, Any]:
         """Encode every prompt for both tasks, and say which it is, ``draws`` [P]."""
-        draws = [task_of(prompt) == "generate" for prompt in prompts]
         return {
             "text": self.text.encode(prompts),
             "image": self.image.encode(prompts),
-            "draws": torch.tensor(draws, device=self.device),
+            "draws": torch.tensor(drawing(prompts), device=self.device),
         }
 
     # Sampling.
@@ -165,16 +168,23 @@ class UnifiedMasked(TokenPolicy):
         size = min(self.fixed_batch_rows or len(row), self.most or len(row))
         samples = []
         places = []
-        for draws_it, view in ((False, self.text), (True, self.image)):
+        for draws_it, view in self.kinds:
             of_kind = (draws == draws_it).nonzero()[:, 0]
-            for part in chunks(len(of_kind), size):
-                at = of_kind[part]
+            parts = [of_kind[part] for part in chunks(len(of_kind), size)]
+            idle = self._fewer(len(parts)) * [torch.zeros_like(group[:1])]
+            for number, at in enumerate(parts + idle):
                 with self._counted(view):
                     rows = view._sample(group[at], row[at], self._known(cond, view), rng)
-                samples.append(self._widened(rows, draws_it).replace(cond=cond))
-                places.append(at)
+                if number < len(parts):
+                    samples.append(self._widened(rows, draws_it).replace(cond=cond))
+                    places.append(at)
         rows = Rollout.cat(samples)[torch.cat(places).argsort()]
         return rows.replace(prompts=tuple(prompts))
+
+    def _fewer(self, passes: int) -> int:
+        """Count the passes that another process makes more than this one, where all must make
+        equally many; a collective call then."""
+        return distributed.largest(passes, self.device) - passes if sharded(self.net) else 0
 
     def _known(self, cond: dict[str, Any], view: View) -> dict[str, Any]:
         known: dict[str, Any] = cond["image" if view is self.image else "text"]
@@ -215,7 +225,7 @@ class UnifiedMasked(TokenPolicy):
         present = torch.zeros_like(cond["draws"])
         samples = []
         places = []
-        for draws_it, view in ((False, self.text), (True, self.image)):
+        for draws_it, view in self.kinds:
             at = (cond["draws"] == draws_it).nonzero()[:, 0]
             if not len(at):
                 continue
@@ -243,16 +253,20 @@ class UnifiedMasked(TokenPolicy):
     def scored(self, rollout: Rollout) -> Rollout:
         logprob = torch.zeros_like(rollout.logprob)
         size = self.fixed_batch_rows or len(rollout)
+        passes = 0
         for part in chunks(len(rollout), size):
             for point in self.path(rollout[part]):  # of the rows of one kind
                 at = (point.row_id[:, None] == rollout.row_id).long().argmax(1)
                 scores = self.dist(point).log_prob(point.target).to(logprob)
                 logprob.index_add_(0, at, torch.where(point.mask, scores, 0.0))
+                passes += 1
+        for _ in range(self._fewer(passes)):
+            self.dist(point[:1])
         return rollout.replace(logprob=logprob)
 
     def path(self, rollout: Rollout) -> Iterator[Point]:
         draws = rollout.cond["draws"][rollout.group]
-        for draws_it, view in ((False, self.text), (True, self.image)):
+        for draws_it, view in self.kinds:
             rows = rollout[(draws == draws_it).nonzero()[:, 0]]
             if not len(rows):
                 continue
@@ -262,8 +276,8 @@ class UnifiedMasked(TokenPolicy):
                 sample=rows.sample[:, narrow],
                 logprob=rows.logprob[:, narrow],
                 mask=rows.mask[:, narrow],
-                advantage=_part(rows.advantages(), narrow),
-                advantage_parts=rows.parts(partial(_part, columns=narrow)),
+                advantage=columns(rows.advantages(), narrow),
+                advantage_parts=rows.parts(partial(columns, part=narrow)),
                 trajectory=TokenOrder(commit_step=rows.tokens.commit_step[:, narrow]),
                 provenance=rows.provenance.columns(narrow),
             )
@@ -299,23 +313,35 @@ class UnifiedMasked(TokenPolicy):
         )
 
     def dist(self, point: Point) -> Words:
+        """Compute the distributions of rows of both kinds. Shards are gathered for a pass of each
+        kind on every process: one without such rows passes its first, which counts for nothing."""
         where = somewhere(point.mask)
         draws = on_host(point.cond["draws"][point.group])
         parts = []
-        for draws_it, view in ((False, self.text), (True, self.image)):
+        for draws_it, view in self.kinds:
             rows = sent((draws == draws_it).nonzero()[:, 0], where.device)
-            if not len(rows):
+            counts = bool(len(rows))
+            if not counts and not sharded(self.net):
                 continue
             narrow = self._columns(draws_it)
-            part = point[rows].replace(
+            part = point[rows] if counts else self._hidden(point[:1], view)
+            part = part.replace(
                 cond=self._known(point.cond, view),
-                state=point.state[rows][:, narrow],
-                target=point.target[rows][:, narrow],
-                mask=where[rows][:, narrow],
+                state=part.state[:, narrow],
+                target=part.target[:, narrow],
+                mask=where[rows][:, narrow] if counts else part.mask[:, narrow],
             )
             with self._counted(view):
                 parts.append(Part(view.dist(part), rows, narrow))
         return Words(parts, where.shape)
+
+    def _hidden(self, point: Point, view: View) -> Point:
+        """Hide all that a row has, so that a view can read it as one of its kind."""
+        return point.replace(
+            state=torch.full_like(point.state, view.mask_id),
+            target=torch.zeros_like(point.target),
+            mask=torch.ones_like(point.mask),
+        )
 
     @contextmanager
     def evaluating(self, guidance: float | None = None) -> Iterator[None]:
@@ -326,7 +352,7 @@ class UnifiedMasked(TokenPolicy):
     @contextmanager
     def untempered(self) -> Iterator[None]:
         with ExitStack() as stack:
-            for view in self.views:
+            for _, view in self.kinds:
                 stack.enter_context(view.untempered())
             yield
 
@@ -337,7 +363,7 @@ class UnifiedMasked(TokenPolicy):
         """Decode to a list of images [3, H, W] and texts."""
         draws = rollout.cond["draws"][rollout.group]
         answers: list[Any] = [None] * len(rollout)
-        for draws_it, view in ((False, self.text), (True, self.image)):
+        for draws_it, view in self.kinds:
             at = (draws == draws_it).nonzero()[:, 0]
             if len(at):
                 rows = rollout[at]
@@ -358,11 +384,15 @@ class UnifiedMasked(TokenPolicy):
 
 @dataclass(frozen=True)
 class Part:
-    """Holds the distributions of the rows of one kind."""
+    """Holds the distributions of the rows of one kind; of no rows those of one that is idle."""
 
     dist: Hidden
     rows: Tensor  # [b] long
     columns: slice
+
+    def ids(self, ids: Tensor) -> Tensor:
+        """Take the tokens of these rows."""
+        return ids[self.rows] if len(self.rows) else torch.zeros_like(ids[:1])
 
 
 @dataclass(frozen=True)
@@ -374,7 +404,7 @@ class Words:
     shape: torch.Size
 
     def log_prob(self, ids: Tensor) -> Tensor:
-        return self._joined([p.dist.log_prob(ids[p.rows][:, p.columns]) for p in self.parts])
+        return self._joined([p.dist.log_prob(p.ids(ids)[:, p.columns]) for p in self.parts])
 
     def entropy(self) -> Tensor:
         return self._joined([part.dist.entropy() for part in self.parts])
@@ -388,10 +418,8 @@ class Words:
         for part, value in zip(self.parts, values, strict=True):
             start, stop, _ = part.columns.indices(self.shape[1])
             wide = pad(value, (start, self.shape[1] - stop))
-            every = every.index_add(0, part.rows, wide.to(every))
+            if len(part.rows):
+                every = every.index_add(0, part.rows, wide.to(every))
+            else:  # gradients are reduced where a pass leads to the loss
+                every = every + 0.0 * value.sum()
         return every
-
-
-def _part(x: Tensor, columns: slice) -> Tensor:
-    """Take these decisions of x, [B, 1 or K, *]."""
-    return x if x.shape[1] == 1 else x[:, columns]

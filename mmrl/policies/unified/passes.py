@@ -23,6 +23,7 @@ from mmrl.policies.unified.draw import NONE, paint, write
 from mmrl.policies.unified.net import State, UnifiedNet, together
 from mmrl.policies.unified.prompts import Answer, Plan, drawn, task_of
 from mmrl.policies.unified.sequences import Cond
+from mmrl.policies.unified.tasks import check_shards, drawing
 from mmrl.policies.unified.tokens import Head
 from mmrl.policies.vlm.media import where
 from mmrl.policies.vlm.prefix_sharing import sharded
@@ -75,11 +76,7 @@ class Passes(Janus):
                 )
         row, group = rows_and_groups(prompts, copies, rng, self.device)
         answers = torch.tensor(["answers" in prompt for prompt in cond], device=self.device)[group]
-        if sharded(self.net) and answers.any() and not answers.all():
-            raise UserError(
-                "prompts to understand and to generate need whole weights on every "
-                "process, not shards"
-            )
+        check_shards(self.net, bool(answers.any()), not bool(answers.all()), self.device)
         samples = []
         places = []
         for rows_of_task, sample, unit in (
@@ -210,7 +207,7 @@ class Passes(Janus):
         texts for prompts to understand."""
         pairs = [self._encoded(prompt) for prompt in prompts]
         row, group = rows_and_groups(prompts, 1, rng, self.device)
-        draws = [task_of(prompt) == "generate" for prompt in prompts]
+        draws = drawing(prompts)
         texts = [
             self._answer_tokens("plan", prompt.get("plan"))
             if is_drawn

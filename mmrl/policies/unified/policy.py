@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any
 
 import torch
@@ -20,6 +21,7 @@ from mmrl.policies.unified import sequences, weighing
 from mmrl.policies.unified.net import Ask, Part
 from mmrl.policies.unified.passes import Passes
 from mmrl.policies.unified.prompts import Answer, Plan, task_of
+from mmrl.policies.unified.tasks import in_order
 from mmrl.policies.unified.tokens import Head, SegmentTokens
 from mmrl.policies.unified.weighing import Weigh
 from mmrl.policies.vlm.families import family_of
@@ -140,11 +142,8 @@ class JanusUnified(Passes):
         images = self.images_of(ids, len(rollout))
         if self.answer is None:
             return torch.cat(images)
-        pictures = iter(image for part in images for image in part)
-        return [
-            next(pictures) if drawn else self._text(rollout, i)
-            for i, drawn in enumerate(draws.tolist())
-        ]
+        pictures = (image for part in images for image in part)
+        return in_order(draws.tolist(), pictures, partial(self._text, rollout))
 
     def texts(self, rollout: Rollout) -> list[str]:
         """Return the plan or answer of every row, for people to read: nothing is scored by it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -36,9 +36,11 @@ def write(
     warp: Warp,
     stops: Tensor,
     limit: Tensor,
+    busy: Callable[[bool], bool] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Sample texts [b, W], ``NONE`` behind a stop token and behind ``limit`` [b] tokens, with
-    log-probs [b, W], by inversion at ``uniform`` [b, W]; on the model's cache, where it has one."""
+    log-probs [b, W], by inversion at ``uniform`` [b, W]; on the model's cache, where it has one.
+    ``busy`` as of ``draw.write``."""
     rest = dict(shown)
     ids, mask = rest.pop("ids"), rest.pop("mask")
     text = torch.full(uniform.shape, NONE, device=uniform.device)
@@ -58,6 +60,7 @@ def write(
         score[:, k] = torch.where(going, drawn.logprob.to(score), 0.0)
         ids, mask = read(ids, mask, text[:, k : k + 1])
         going = going & ~torch.isin(drawn.token, stops) & (k + 1 < limit)
-        if not going.any():
+        left = bool(going.any())
+        if not (busy(left) if busy else left):
             break
     return text, score

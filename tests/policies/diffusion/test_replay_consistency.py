@@ -7,12 +7,15 @@ import pytest
 import torch
 from torch.distributions import Normal
 
+from mmrl.config.options import EvaluateOptions
 from mmrl.core.errors import UserError
 from mmrl.core.registry import load_built_in
 from mmrl.objectives import PolicyGradient
 from mmrl.policies.diffusion import replay_consistency
 from mmrl.policies.diffusion.pipeline_folder import media_of
 from mmrl.policies.diffusion.replay_scheduler import one_step_form
+from mmrl.run.evaluation import evaluate
+from mmrl.scoring import Scorer
 from mmrl.train.minibatches import passes
 from samplers.noise import Rng
 from tests.fixtures import tiny_diffusers
@@ -134,6 +137,52 @@ def test_another_number_of_steps_in_evaluation_has_its_own_times():
 def test_half_precision_is_on_policy(name):
     policy = make(name, dtype="bfloat16", lora=2, check=True, steps=2)
     assert trainer_of(policy).iterate()["ratio/max_deviation"] == 0.0
+
+
+def test_under_autocast_scores_are_near_those_of_float32():
+    options = {"steps": 2, "scheduler": "lcm"}
+    trainer = trainer_of(make("flux", **options), precision="bf16")
+    update = trainer.update.run
+    batches = []
+    trainer.update.run = lambda batch: batches.append(batch) or update(batch)
+    assert trainer.iterate()["ratio/max_deviation"] == 0.0
+    point = next(iter((exact := make("flux", **options)).path(batches[0].rollout)))
+    with torch.no_grad():
+        apart = (exact.dist(point).log_prob(point.target) - point.recorded).abs().max()
+    assert point.mask.all() and 1e-6 < apart < 0.02
+
+
+def test_rows_of_uneven_groups_are_those_of_even_ones():
+    policy = make("flux", steps=2, scheduler="lcm")
+    with torch.no_grad():
+        even, uneven = (policy.rollout(PROMPTS, n, Rng.of("same")) for n in (2, (2, 1)))
+        policy.fixed_batch_rows = 1
+        single = policy.rollout(PROMPTS, (2, 1), Rng.of("same"))
+    assert uneven.group.tolist() == [0, 0, 1]
+    for rollout in (uneven, single):
+        torch.testing.assert_close(rollout.sample, even.sample[:3], atol=1e-5, rtol=0)
+        torch.testing.assert_close(rollout.logprob, even.logprob[:3], atol=1e-5, rtol=0)
+
+
+def redness(media, prompts):
+    return media[:, 0].flatten(1).mean(1) - media[:, 1:].flatten(1).mean(1)
+
+
+def test_a_few_steps_of_training_raise_a_held_out_reward():
+    """Of prompts that were not trained on, by more than both intervals."""
+    policy = make("flux", steps=2, fixed_batch_rows=None, scheduler="lcm")
+    sizes = {"group_size": 8, "train_batch_size": 16, "micro_batch_size": 16}
+    trainer = trainer_of(policy, **sizes, max_grad_norm=None)
+    trainer.scorer = Scorer({"redness": redness})
+    held_out = [{"text": text} for text in ("a green two", "a red nine on top", "two digits")]
+    measured = []
+    for iterations in (3, 0):
+        options = EvaluateOptions(num_samples=4)
+        measured.append(evaluate(policy, held_out, trainer.scorer, options)["redness"])
+        for _ in range(iterations):
+            trainer.iterate()
+    before, after = measured
+    assert after.low > before.high + 0.01, measured
 
 
 def test_a_student_of_few_steps_resumes_to_the_bit(tmp_path):

@@ -4,10 +4,12 @@ code of its own."""
 import pytest
 import torch
 from diffusers import BlockRefinementScheduler, LLaDA2Pipeline
+from torch import nn
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import ESTIMATORS
 from mmrl.objectives import Masked
+from mmrl.policies.lora import Lora, add_lora
 from mmrl.policies.masked import policy as masked
 from mmrl.policies.masked.masked_lm import MaskedLM
 from samplers.noise import Rng
@@ -212,3 +214,13 @@ def test_only_the_sampler_own_states_are_scored():
         assert exact.loss(policy, point)[point.mask].isfinite().all()
     with pytest.raises(UserError, match="block_causal: .* estimator: trajectory"):
         list(Masked(estimator=ESTIMATORS["d1"]).points(policy, rollout, Rng.of(1)))
+
+
+def test_adapters_lie_on_the_attention_of_llada2():
+    """Whose code computes queries, keys and values by one layer."""
+    attention = {"query_key_value": nn.Linear(4, 6), "dense": nn.Linear(4, 4)}
+    parts = {"attention": nn.ModuleDict(attention), "dense": nn.Linear(4, 4)}
+    net = nn.ModuleDict({"layer": nn.ModuleDict(parts)})
+    add_lora(net, Lora(2), MaskedLM.attention)
+    trained = [name for name, p in net.named_parameters() if p.requires_grad]
+    assert len(trained) == 4 and all(name.startswith("layer.attention.") for name in trained)

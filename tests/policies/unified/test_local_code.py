@@ -18,8 +18,8 @@ from mmrl.objectives import PolicyGradient
 from mmrl.objectives.kl import KL
 from mmrl.objectives.surrogates import gspo
 from mmrl.policies.masked.masked_lm import MaskedLM
+from mmrl.policies.unified import local_flow, tasks
 from mmrl.policies.unified.local_flow import UnifiedFlow
-from mmrl.policies.unified.local_masked import Picture, UnifiedMasked
 from mmrl.rollout.past import packed, remembered, unpacked
 from mmrl.rollout.stages import Drawn
 from mmrl.train.minibatches import passes
@@ -30,22 +30,11 @@ from tests.fixtures.command import mmrl, refused
 
 PROMPTS = local_code.PROMPTS
 BOTH = "flow", "masked"
-WORDS = 19  # of the tokenizer; codes come behind them
+WORDS = local_code.WORDS
 
 
-def flow(**options):
-    chosen = {"think": 4, "answer": 3, "steps": 3, "remote_code": True} | options
-    return UnifiedFlow(f"{local_code.folder()}/my_bagel.py:build", **chosen)
-
-
-def masked(path=None, **options):
-    code = f"{local_code.folder()}/my_mmada.py"
-    picture = Picture(f"{code}:codec", first=WORDS, codes=8, side=2, steps=3)
-    chosen = {"max_new_tokens": 4, "block": 2, "steps": 4, "code": f"{code}:build"}
-    path = path or local_code.folder() / "tokenizer"
-    return UnifiedMasked(str(path), picture, **{"remote_code": True, **chosen, **options})
-
-
+flow = local_code.flow
+masked = local_code.masked
 MAKE = {"flow": flow, "masked": masked}
 
 
@@ -56,7 +45,7 @@ def rolled(policy, copies=3):
     return rollout.replace(advantage=signs[:, None])
 
 
-def trainer(policy):
+def trainer(policy, **chosen):
     def scorer(media, prompts):
         values = [
             item.mean() if isinstance(item, torch.Tensor) else torch.tensor(float(len(item)))
@@ -71,6 +60,7 @@ def trainer(policy):
         micro_batch_size=3,
         iterations=2,
         max_grad_norm=None,
+        **chosen,
     )
     return Trainer(
         policy,
@@ -239,6 +229,91 @@ def test_an_export_is_loaded_again(kind, tmp_path):
         code = f"{local_code.folder()}/my_mmada.py:build"
         alone = MaskedLM(str(tmp_path), max_new_tokens=4, code=code, remote_code=True)
         assert torch.equal(alone.net.head.weight, again.net.head.weight)
+
+
+@pytest.mark.parametrize(("kind", "weights"), [("flow", torch.bfloat16), ("masked", torch.float32)])
+def test_half_precision_is_on_policy_and_near_float32(kind, weights):
+    """Autocast over float32 weights, and adapters on weights in bfloat16."""
+    policy = MAKE[kind](lora=2 if weights == torch.bfloat16 else None)
+    for p in policy.net.parameters():
+        p.data = p.data if p.requires_grad else p.data.to(weights)
+    before = {name: value.clone() for name, value in policy.weights.full().items()}
+    runner = trainer(policy, precision="bf16")
+    batches = []
+    update = runner.update.run
+    runner.update.run = lambda batch: batches.append(batch) or update(batch)
+    metrics = runner.iterate()
+    assert metrics["ratio/max_deviation"] == 0.0 and metrics["grad_norm"] > 0
+    assert all(value.isfinite().all() for value in policy.weights.full().values())
+    rollout = batches[0].rollout
+    assert rollout.logprob.dtype == rollout.advantage.dtype == torch.float32
+    exact = MAKE[kind](lora=2 if weights == torch.bfloat16 else None)
+    for name, p in exact.weights.parameters().items():
+        p.data = before[name]
+    worst = 0.0
+    for point in exact.path(rollout):
+        with torch.no_grad():
+            logp = exact.dist(point).log_prob(point.target)
+        worst = max(worst, float((logp - point.logprob)[point.mask].abs().max()))
+    assert 1e-6 < worst < 0.05  # bfloat16 has three digits
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_neither_uneven_groups_nor_the_size_of_passes_changes_a_row(kind):
+    policy = MAKE[kind]()
+    policy.net.double()
+    prompts = [*PROMPTS, PROMPTS[0]]
+    rows = torch.arange(6)
+    with torch.no_grad():
+        whole = policy.rollout(prompts, (1, 3, 2), Rng.of("local"))
+        policy.fixed_batch_rows = 2
+        cut = policy.rollout(prompts, (1, 3, 2), Rng.of("local"))
+    assert whole.group.tolist() == [0, 1, 1, 1, 2, 2] and torch.equal(whole.row_id, rows)
+    for name in ("sample", "logprob", "mask"):
+        torch.testing.assert_close(getattr(cut, name), getattr(whole, name), atol=1e-12, rtol=0)
+    gradients = []
+    credit = torch.tensor([1.0, -1.0, 0.5, torch.nan, 2.0, -0.5]).double()[:, None]
+    alive = credit.isfinite()[:, 0]  # the reward of a row of the second group has failed
+    rollout = whole.replace(advantage=credit.nan_to_num(), mask=whole.mask & alive[:, None])
+    for size in (1, 4):
+        policy.net.zero_grad()
+        for point in passes(policy.path(rollout), size, policy.adjacent):
+            loss = PolicyGradient().loss(policy, point)
+            (loss * point.mask).sum().backward()
+        grads = [p.grad.flatten() for p in policy.net.parameters() if p.grad is not None]
+        gradients.append(torch.cat(grads))
+    torch.testing.assert_close(*gradients, atol=1e-12, rtol=0)
+    assert gradients[0].isfinite().all() and gradients[0].abs().max() > 0
+
+
+def test_shards_refuse_what_processes_could_not_pass_alike(monkeypatch):
+    """In one sentence, before the first pass; answers alone, or pictures without a thought, go."""
+    monkeypatch.setattr(tasks, "sharded", lambda net: True)
+    says = "needs whole weights on every process, not shards: launch copies"
+    for policy, prompts in ((flow(), PROMPTS), (flow(), PROMPTS[:1])):
+        with pytest.raises(UserError, match=says):
+            policy.rollout(prompts, 2, Rng.of("shards"))
+    # one that is done makes the passes of those that still write
+    monkeypatch.setattr(local_flow, "sharded", lambda net: True)
+    monkeypatch.setattr(local_flow.distributed, "any_of", lambda flag: True)
+    policy = flow()
+    policy.model.stops = tuple(range(29))  # all end at once
+    passes_made = []
+    policy.net.register_forward_hook(lambda *_: passes_made.append(1))
+    rollout = policy.rollout(PROMPTS[1:], 2, Rng.of("shards"))
+    assert rollout.mask.sum(1).tolist() == [1, 1] and len(passes_made) == 4 + 3
+    assert len(flow(think=None).rollout(PROMPTS[:1], 2, Rng.of("shards"))) == 2
+    # what another process has counts too
+    monkeypatch.setattr(tasks.distributed, "all_max", torch.ones_like)
+    with pytest.raises(UserError, match=says):
+        tasks.check_shards(torch.nn.Identity(), True, False, torch.device("cpu"))
+
+
+def test_a_batch_of_answers_holds_no_picture():
+    """Whatever row a process has first: what it records does not tell how many there are."""
+    rollout = flow().rollout(PROMPTS[1:], 2, Rng.of("local"))
+    assert not rollout.sample.any() and not rollout.logprob[:, 4:].any()
+    assert rollout.mask[:, 0].all() and not rollout.mask[:, 4:].any()
 
 
 @pytest.mark.parametrize("kind", BOTH)

@@ -13,7 +13,7 @@ from torch import Tensor
 from mmrl.core.registry import POLICIES
 from mmrl.core.types import Prompt
 from mmrl.policies.diffusion.flow_policy import Grid
-from mmrl.policies.diffusion.image_to_video import FirstFrame, Picture, pictures_of
+from mmrl.policies.diffusion.image_to_video import FirstFrame, Picture
 from mmrl.policies.diffusion.pipeline_policy import stepwise_grid
 from mmrl.policies.diffusion.text_encoding import texts_of
 from mmrl.policies.diffusion.video_pipeline import VideoFolderPolicy
@@ -123,7 +123,7 @@ class HunyuanI2V(FirstFrame, HunyuanVideo):
         return Picture.of(Image.new("RGB", (width, height)))
 
     def encode(self, prompts: list[Prompt]) -> dict[str, Any]:
-        pictures = pictures_of(prompts)
+        pictures = self.shown(prompts)
         cond = self.texts(list(zip(texts_of(prompts), pictures)), self.device)
         return (
             cond
@@ -133,7 +133,7 @@ class HunyuanI2V(FirstFrame, HunyuanVideo):
 
     def prepare(self, prompts: list[Prompt]) -> None:
         if self.texts.placement == "release":
-            pictures = pictures_of(prompts)
+            pictures = self.shown(prompts)
             self.texts(
                 list(dict.fromkeys([("", self.black), *zip(texts_of(prompts), pictures)])),
                 self.device,
