@@ -103,8 +103,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, layout: Tensor | None
         return F.linear(x, weight, bias)
     if not torch.is_grad_enabled():
         return _product(x, weight if layout is None else layout, bias)
-    product: Tensor = _Product.apply(x, weight, bias, layout)
-    return product
+    # of rows, since what comes out of a function as a view may not be changed in place
+    rows: Tensor = _Product.apply(x.reshape(-1, x.shape[-1]), weight, bias, layout)
+    return rows.view(*x.shape[:-1], weight.shape[0])
 
 
 def serves(x: Tensor, weight: Tensor, outputs: int | None = None) -> bool:
@@ -139,11 +140,10 @@ class _Product(torch.autograd.Function):
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         by_x, by_weight, by_bias, _ = ctx.needs_input_grad
-        rows = gradient.reshape(-1, gradient.shape[-1])
         return (
             linear(gradient, weight.t(), None) if by_x else None,
-            linear(rows.t(), x.reshape(-1, x.shape[-1]).t(), None) if by_weight else None,
-            rows.sum(0) if by_bias else None,
+            linear(gradient.t(), x.t(), None) if by_weight else None,
+            gradient.sum(0) if by_bias else None,
             None,
         )
 

@@ -78,6 +78,18 @@ def test_products_and_their_gradients_are_torchs(shape, with_bias, everywhere):
     )
 
 
+def test_a_product_may_be_changed_in_place(everywhere):
+    layer = nn.Linear(40, 24)
+    x = normal("x", 2, 5, 40)
+    expected = layer(x).mul(2).square().sum()
+    quicken(layer)
+    product = layer(x)
+    assert everywhere and product.shape == (2, 5, 24)
+    (gradient,) = torch.autograd.grad(product.mul_(2).square().sum(), layer.weight)
+    (wanted,) = torch.autograd.grad(expected, layer.weight)
+    torch.testing.assert_close(gradient, wanted, atol=1e-3, rtol=1e-4)
+
+
 def test_a_kept_layout_ends_with_its_block(everywhere):
     """An update between two rollouts is seen by the second, also behind one that failed."""
     net = small()
