@@ -43,6 +43,25 @@ SIZES: dict[str, dict[str, Any]] = {
         },
         "rope": [4, 6, 6],
     },
+    # where products outweigh what surrounds them
+    "small": {
+        "text": {
+            "hidden_size": 512,
+            "intermediate_size": 1408,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "vocab_size": 4096,
+        },
+        "vision": {
+            "depth": 2,
+            "hidden_size": 64,
+            "num_heads": 4,
+            "intermediate_size": 128,
+            "fullatt_block_indexes": [1],
+        },
+        "rope": [8, 12, 12],
+    },
     "3b": {
         "text": {
             "hidden_size": 2048,
