@@ -3,6 +3,7 @@ UserError."""
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -112,9 +113,13 @@ def save_lora(pipeline: Any, net: Any, folder: Path, part: str = "transformer") 
         name: tensor.detach().cpu().contiguous()
         for name, tensor in get_peft_model_state_dict(net, state_dict=adapters).items()
     }
-    config = next(iter(net.peft_config.values()))
-    named = {f"{part}_lora_layers": layers, f"{part}_lora_adapter_metadata": config.to_dict()}
-    pipeline.save_lora_weights(folder, **named)
+    config = next(iter(net.peft_config.values())).to_dict()
+    if f"{part}_lora_layers" in inspect.signature(pipeline.save_lora_weights).parameters:
+        named = {f"{part}_lora_layers": layers, f"{part}_lora_adapter_metadata": config}
+        pipeline.save_lora_weights(folder, **named)
+        return
+    # Anima's pipeline reads such files, and has no method that writes them
+    pipeline._save_lora_weights(folder, {part: layers}, {part: config})
 
 
 def save_full(

@@ -30,11 +30,13 @@ FLUX3 = {
     },
     "skip_blocks": ["prompt_upsampler"],
 }
+ANIMA = {"call": {"height": 16, "width": 16, "max_sequence_length": 32}}
+ALONE = {"flux3": FLUX3, "anima": ANIMA}  # models without another form
 
 
 def make(name, place=None, **options):
     torch.manual_seed(0)  # of adapters
-    chosen = FLUX3 if name == "flux3" else {"call": CASES[name].call}
+    chosen = ALONE.get(name) or {"call": CASES[name].call}
     place = place or str(tiny_modular.folder(name))
     sizes = {"path": place, "steps": 3, "fixed_batch_rows": 4}
     return POLICIES.build("pipeline", **(sizes | chosen | options))
@@ -67,34 +69,49 @@ def test_samples_and_gradients_are_those_of_the_other_form(name, guidance):
     assert gradient.abs().max() > 0
 
 
-def by_diffusers(place, guidance, noise):
-    """FLUX.3's pictures by diffusers alone."""
-    blocks = diffusers.Flux3AutoBlocks()
-    blocks.sub_blocks.pop("prompt_upsampler")
-    pipe = diffusers.Flux3ModularPipeline(blocks=blocks, pretrained_model_name_or_path=place)
-    pipe.load_components()
+def loaded(name, place, **options):
+    """The modular pipeline by diffusers alone."""
+    kind = {"flux3": "Flux3", "anima": "Anima"}[name]
+    blocks = getattr(diffusers, f"{kind}AutoBlocks")()
+    for block in ALONE[name].get("skip_blocks", ()):
+        blocks.sub_blocks.pop(block)
+    pipeline = getattr(diffusers, f"{kind}ModularPipeline")
+    pipe = pipeline(blocks=blocks, pretrained_model_name_or_path=place)
+    pipe.load_components(**options)
+    return pipe
+
+
+def by_diffusers(name, place, guidance, noise):
+    """Its pictures."""
+    pipe = loaded(name, place)
     pipe.guider.guidance_scale = guidance
     seeded = torch.Generator().manual_seed(0)
-    call = FLUX3["call"] | {"generator": seeded, "output_type": "pt", "num_inference_steps": 3}
+    call = ALONE[name]["call"] | {
+        "generator": seeded,
+        "output_type": "pt",
+        "num_inference_steps": 3,
+    }
     with Draws(noise):
         return pipe(prompt=PROMPTS[0]["text"], output="images", **call)
 
 
 @pytest.mark.parametrize("guidance", [1.0, 2.5])
-def test_flux3_without_noise_is_what_its_own_blocks_give(guidance):
-    policy = make("flux3", fixed_batch_rows=None, guidance_scale=guidance)
+@pytest.mark.parametrize("name", list(ALONE))
+def test_pictures_without_noise_are_what_its_own_blocks_give(name, guidance):
+    policy = make(name, fixed_batch_rows=None, guidance_scale=guidance)
     policy.prepare(PROMPTS)
     with torch.no_grad(), policy.evaluating():
         rollout = policy.rollout(PROMPTS[:1], 1, Rng.of("same"))
         ours = policy.decode(rollout)
     noise = Rng.of("same").normal(rollout.row_id, policy.shape, 0, torch.float32)
-    theirs = by_diffusers(str(tiny_modular.folder("flux3")), guidance, noise)
+    theirs = by_diffusers(name, str(tiny_modular.folder(name)), guidance, noise)
     torch.testing.assert_close(ours, theirs.float(), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("options", [{}, {"lora": 2}], ids=["whole", "lora"])
-def test_flux3_trains_on_policy_and_its_export_gives_our_pictures(options, tmp_path):
-    policy = make("flux3", fixed_batch_rows=None, guidance_scale=2.5, **options)
+@pytest.mark.parametrize("name", list(ALONE))
+def test_it_trains_on_policy_and_its_export_gives_our_pictures(name, options, tmp_path):
+    policy = make(name, fixed_batch_rows=None, guidance_scale=2.5, **options)
     metrics = trainer_of(policy).iterate()
     assert metrics["ratio/max_deviation"] == 0.0 and metrics["grad_norm"] > 0
     with torch.no_grad(), policy.evaluating():
@@ -102,11 +119,10 @@ def test_flux3_trains_on_policy_and_its_export_gives_our_pictures(options, tmp_p
         ours = policy.decode(rollout)
     noise = Rng.of("same").normal(rollout.row_id, policy.shape, 0, torch.float32)
     policy.export(tmp_path / "export")
-    place = str(tiny_modular.folder("flux3"))
-    before = by_diffusers(place, 2.5, noise)
+    place = str(tiny_modular.folder(name))
+    before = by_diffusers(name, place, 2.5, noise)
     if options:
-        pipe = diffusers.Flux3ModularPipeline(pretrained_model_name_or_path=place)
-        pipe.load_components(names=["transformer"])
+        pipe = loaded(name, place, names=["transformer"])
         pipe.load_lora_weights(tmp_path / "export")
         pipe.transformer.fuse_lora()
         pipe.transformer.unload_lora()
@@ -114,7 +130,7 @@ def test_flux3_trains_on_policy_and_its_export_gives_our_pictures(options, tmp_p
         pipe.transformer.save_pretrained(tmp_path / "fused" / "transformer")
     else:  # and it may lie elsewhere than where it was written
         shutil.move(tmp_path / "export", tmp_path / "fused")
-    theirs = by_diffusers(str(tmp_path / "fused"), 2.5, noise)
+    theirs = by_diffusers(name, str(tmp_path / "fused"), 2.5, noise)
     torch.testing.assert_close(ours, theirs.float(), atol=1e-5, rtol=0)
     assert (theirs - before).abs().max() > 1e-4  # the training is seen
 
