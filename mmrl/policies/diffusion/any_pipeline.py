@@ -197,6 +197,9 @@ class AnyPipeline(FlowPolicy):
 
     def _latent_shape(self, steps: int) -> tuple[int, ...]:
         latents = self._first_conditions(steps).latents
+        if latents is not None and "image" in self.replay.arguments:
+            self.replay.find_parts(self.arguments.example(), steps)
+            latents = self._first_conditions(steps).latents
         if latents is None:
             raise UserError(
                 f"{self.pipeline} cannot be replayed: it has no prepare_latents, where the state "
@@ -437,6 +440,11 @@ class AnyPipeline(FlowPolicy):
             raise UserError(
                 f"{self.pipeline} takes no videos of others: it makes a sound with each, and how "
                 "theirs is encoded is not known"
+            )
+        if self.replay.states.parts:
+            raise UserError(
+                f"{self.pipeline} takes no videos of others: it holds a part of its latents as the "
+                "prompt's picture says, and theirs would have to begin with the same one"
             )
         if self.encoder is None:
             call = self.arguments.example()

@@ -28,9 +28,9 @@ from mmrl.core.errors import UserError
 from mmrl.policies.diffusion.replay_consistency import settings
 from mmrl.policies.diffusion.replay_scheduler import Timetable, drive, timetable
 from mmrl.policies.diffusion.replay_starts import in_posterior, later, observe, once
-from mmrl.policies.diffusion.replay_states import States, heard
+from mmrl.policies.diffusion.replay_states import States, heard, numbered
 
-Goal = Literal["conditions", "begin", "output", "passes", "finish", "plain"]
+Goal = Literal["conditions", "parts", "begin", "output", "passes", "finish", "plain"]
 STATES = ("hidden_states", "sample", "x")  # what networks call their noisy input
 FURTHER = ("audio_hidden_states",)  # what they call the noisy input of a second state
 TYPED_AS_STATES = ("timestep_cond",)  # conditions that pipelines make in the type of the latents
@@ -63,6 +63,8 @@ class Run:
     goal: Goal
     state: Tensor | None = None  # [B, *] latents at the step, or the final ones
     noise: Tensor | None = None  # [B, *] that the first latents are made of
+    draws: list[Tensor] | None = None  # what is drawn in its place
+    start: Tensor | None = None  # [B, *] first latents in place of those that are prepared
     place: int | None = None  # the step that is asked about; None: none
     timestep: Tensor | None = None  # its timestep, where it is not the pipeline's own
     position: int = 0  # steps of the loop that are behind
@@ -196,11 +198,32 @@ class Replay:
             )
         return reached
 
+    def find_parts(self, call: dict[str, Any], steps: int) -> None:
+        """Look which of the latents it steps: a pipeline that begins with a picture may hold those
+        of the first frame. It takes one pass of the network."""
+        run = Run("parts")
+        with torch.no_grad():
+            self._call(call, steps, run)
+        for number, sample in run.outputs.items():
+            if sample.shape != run.first[number].shape:
+                self.states.find(number, run.first[number].shape[1:], sample)
+
     def begin(self, call: dict[str, Any], steps: int, noise: Tensor) -> Tensor:
         """Make the first latents [B, *] from noise [B, *] of any shape of as many numbers."""
         if not self.prepares:
             return noise
-        latents: Tensor = self._call(call, steps, Run("begin", noise=noise))
+        latents: Tensor
+        if self.states.parts:
+            # where in what it draws the part lies is not known, but that it mixes number by number
+            zero, one = (
+                self._call(call, steps, Run("begin", draws=self.states.constants(noise, value))).to(
+                    noise.dtype
+                )
+                for value in (0.0, 1.0)
+            )
+            latents = zero + (one - zero) * noise.view_as(zero)
+        else:
+            latents = self._call(call, steps, Run("begin", noise=noise))
         return torch.mul(latents.to(noise.dtype), self.scale)
 
     def output(self, call: dict[str, Any], visit: Visit, state: Tensor) -> Tensor:
@@ -230,7 +253,10 @@ class Replay:
     ) -> Any:
         """Let the pipeline sample by itself from noise [B, *], with deterministic steps, or with
         the noise ``renewed(step)`` that its sampler adds."""
-        return self._call(call, steps, Run("plain", noise=noise, renewed=renewed))
+        run = Run("plain", noise=noise, renewed=renewed)
+        if self.states.parts:
+            run.start = self.begin(call, steps, noise)
+        return self._call(call, steps, run)
 
     @property
     def name(self) -> str:
@@ -286,6 +312,11 @@ class Replay:
         if run.goal == "plain":
             run.position = run.stepped // self.states.count
             return None
+        if run.goal == "parts":
+            run.outputs[number] = sample
+            if len(run.outputs) == self.states.count:
+                raise Reached(None)
+            return sample
         assert run.state is not None
         state = self.states.split(run.state)[number]
         if state.shape != sample.shape:
@@ -323,14 +354,20 @@ class Replay:
             latents = prepare(*args, **kwargs)
             run = self._running()
             several = isinstance(latents, (tuple, list))
-            run.first[number] = latents[0] if several else latents
+            whole = latents[0] if several else latents
+            run.first[number] = self.states.narrow(number, whole)
             self.states.learn(number, run.first[number])
             if run.goal == "begin" and len(run.first) == self.states.count:
                 raise Reached(self.states.join(run.first))
-            if run.state is None:
+            given = run.start if run.goal == "plain" else run.state
+            if run.goal == "parts":
+                state = numbered(whole)
+            elif given is None:
                 return latents
-            state = self.states.split(run.state)[number]
-            state = state / self.scale if self.scale != 1 else state
+            else:
+                state = self.states.split(given)[number]
+                state = state / self.scale if self.scale != 1 else state
+                state = self.states.widen(number, state, whole)
             return (state, *latents[1:]) if several else state
 
         return prepared
@@ -345,7 +382,7 @@ class Replay:
                 raise Reached(Conditions(first, run.tables.get(0), _named(args, kwargs)))
             at_step = run.place == run.position
             run.passes += (name,) if at_step else ()
-            is_answer = run.goal == "plain" or (run.goal == "output" and at_step)
+            is_answer = run.goal in ("plain", "parts") or (run.goal == "output" and at_step)
             key = (name, _settings(args, kwargs))
             rows = _rows(_state(args, kwargs))
             if key in self.shapes and not is_answer:
@@ -375,7 +412,8 @@ class Replay:
             chosen.setdefault("output_type", "pt")
         drawn = run.noise if run.noise is not None else None if self.prepares else run.state
         # no mode without need: it would see every operation of the network
-        draws = nullcontext() if drawn is None else Draws(self.states.split(drawn))
+        noises = run.draws or (None if drawn is None else self.states.split(drawn))
+        draws = nullcontext() if noises is None else Draws(noises)
         with self._started(run), draws:
             try:
                 media = self.function(self.pipe, **chosen)

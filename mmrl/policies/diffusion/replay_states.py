@@ -1,15 +1,17 @@
 """Joins the states of a pipeline that steps several latents, such as a video and its sound, into
-one, so that a step of both is one decision.
+one, so that a step of both is one decision, and leaves out what a pipeline holds as it is, such as
+the latents of a video's first frame.
 
 Pipelines step the sound by a copy of their scheduler. One state stays the tensor that it is;
-several become one flat vector a row, in the order of ``PREPARING``.
+several become one flat vector a row, in the order of ``PREPARING``. Where a pipeline steps a part
+of the latents that it prepared, that part, as it hands it to its scheduler, is the state.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +20,20 @@ from mmrl.core.errors import UserError
 from mmrl.core.sound import with_sound
 
 PREPARING = ("prepare_latents", "prepare_audio_latents")  # methods that make a state each
+
+
+class Part(NamedTuple):
+    """Says which of the latents of a row are stepped."""
+
+    places: Tensor  # long, into the flat prepared latents
+    prepared: torch.Size  # shape of those
+    shape: torch.Size  # of the part
+
+
+def numbered(latents: Tensor) -> Tensor:
+    """Return latents of this shape [B, *] whose values are their places in a row."""
+    places = torch.arange(latents[0].numel(), dtype=latents.dtype, device=latents.device)
+    return places.view(1, *latents.shape[1:]).expand_as(latents).clone()
 
 
 class States:
@@ -29,10 +45,11 @@ class States:
         self.methods = tuple(name for name in PREPARING if hasattr(pipe, name))
         self.count = max(1, len(self.methods))
         self.shapes: dict[int, torch.Size] = {}  # number of a state -> shape of a row's
+        self.parts: dict[int, Part] = {}  # of states that are stepped in part
 
     def learn(self, number: int, latents: Any) -> None:
         """Remember the shape of the latents [B, *] of a state. UserError where it was another."""
-        if self.count == 1 or not isinstance(latents, Tensor):
+        if (self.count == 1 and not self.parts) or not isinstance(latents, Tensor):
             return
         shape = self.shapes.setdefault(number, latents.shape[1:])
         if shape != latents.shape[1:]:
@@ -41,6 +58,41 @@ class States:
                 f"before and prepares {tuple(latents.shape[1:])} now; set num_frames, height and "
                 "width in policy option call, so that all prompts have one size"
             )
+
+    def find(self, number: int, prepared: torch.Size, sample: Tensor) -> None:
+        """Learn which numbers of the latents that were prepared, of this shape of a row's, are
+        stepped, from what the pipeline handed to its scheduler where these were ``numbered``."""
+        places = sample[0].round().long().flatten()
+        known = bool((places >= 0).all()) and bool((places < math.prod(prepared)).all())
+        alike = torch.equal(sample, sample[:1].expand_as(sample).to(sample))
+        if known and alike and len(places.unique()) == len(places):
+            self.parts[number] = Part(places, prepared, sample.shape[1:])
+            self.shapes.pop(number, None)  # that of all of it
+
+    def narrow(self, number: int, latents: Tensor) -> Tensor:
+        """Take the part that is stepped out of prepared latents [B, *]."""
+        part = self.parts.get(number)
+        if part is None:
+            return latents
+        return latents.flatten(1)[:, part.places.to(latents.device)].view(-1, *part.shape)
+
+    def widen(self, number: int, state: Tensor, latents: Tensor) -> Tensor:
+        """Put a state [B, *] into prepared latents, in the place of the part that is stepped."""
+        part = self.parts.get(number)
+        if part is None:
+            return state
+        whole = latents.to(state.dtype).flatten(1).clone()
+        whole[:, part.places.to(whole.device)] = state.flatten(1)
+        return whole.view(latents.shape)
+
+    def constants(self, state: Tensor, value: float) -> list[Tensor]:
+        """Return what a pipeline shall draw so that all it draws for the latents of these states
+        [B, *] is one value."""
+        shapes = [
+            self.parts[number].prepared if number in self.parts else split.shape[1:]
+            for number, split in enumerate(self.split(state))
+        ]
+        return [state.new_full((len(state), *shape), value) for shape in shapes]
 
     def join(self, parts: Mapping[int, Tensor]) -> Tensor:
         """Join what there is of every state, each [B, *], to one state [B, *]."""

@@ -146,7 +146,10 @@ def plain_pictures(name, policy, guidance, drawn, pipe=None):
         call["video"] = FILM
     seeded = torch.Generator().manual_seed(0)
     # the innermost answers first; of the first noise each state has its own
-    answers = [*drawn[:0:-1], policy.replay.states.split(drawn[0])]
+    first = policy.replay.states.split(drawn[0])
+    if name == "hunyuan_i2v":  # the first frame's is drawn too, and not used
+        first = [torch.nn.functional.pad(drawn[0], (0, 0, 0, 0, 1, 0), value=7.0)]
+    answers = [*drawn[:0:-1], first]
     with ExitStack() as stack:
         for noise in answers:
             stack.enter_context(Draws(noise))

@@ -15,12 +15,14 @@ from mmrl.config.options import TrainOptions
 from mmrl.core.errors import UserError
 from mmrl.core.sound import SoundVideos, sound_of
 from mmrl.objectives import PolicyGradient
+from mmrl.policies.diffusion.replay import Draws
 from mmrl.policies.diffusion.replay_check import check_replay
 from mmrl.scoring import Scorer
 from mmrl.train.optimizers import adamw
 from mmrl.train.trainer import Trainer
 from samplers.kernels import flow_sde
 from samplers.noise import Rng
+from tests.fixtures import tiny_diffusers
 from tests.fixtures.replay_cases import PROMPT_GUIDED
 from tests.fixtures.replay_cases import SOUND as SIZE
 from tests.policies.diffusion.test_any_pipeline import PROMPTS, make, place_of, trainer_of
@@ -293,3 +295,35 @@ def test_it_learns_to_be_louder():
             trainer.iterate()
     error = values.std() / len(values) ** 0.5
     assert means[1] > means[0] + 5 * error, (means, error)
+
+
+@pytest.mark.parametrize(("scale", "call"), [(1.0, {}), (2.5, GUIDED)])
+def test_from_a_picture_only_what_is_stepped_is_the_decision(scale, call):
+    """The first frame's latents are the picture's, and no numbers of the log-prob."""
+    call = {"image_crf": 0} | call
+    policy = make("ltx2_i2v", call=SIZE | call, steps=2, fixed_batch_rows=None)
+    policy.guidance_scale = scale
+    assert policy.shape == (8 * 1 * 4 * 4 + 144,)
+    with policy.evaluating(), torch.no_grad():
+        media = policy.decode(policy.rollout(PROMPTS[:1], 1, RNG))
+    pipe = tiny_diffusers.pipeline("ltx2_i2v")
+    pipe.set_progress_bar_config(disable=True)
+    noise = RNG.normal(torch.arange(1), policy.shape, 0, torch.float32)
+    stepped = noise[:, :128].view(1, 8, 1, 4, 4)
+    sound = noise[:, 128:].view(1, 9, 8, 2).transpose(1, 2).contiguous()  # packed later
+    # what is drawn for the first frame is not used
+    drawn = torch.cat([torch.full_like(stepped, 7.0), stepped], 2)
+    with Draws([drawn, sound]):
+        video, heard = pipe(
+            image=PROMPTS[0]["image"],
+            prompt=TEXTS[0],
+            num_inference_steps=2,
+            output_type="pt",
+            return_dict=False,
+            guidance_scale=scale,
+            generator=torch.Generator().manual_seed(0),
+            **(SIZE | PROMPT_GUIDED | call),
+        )
+    torch.testing.assert_close(media.as_subclass(torch.Tensor), video, atol=1e-4, rtol=0)
+    torch.testing.assert_close(media.sound, heard, atol=1e-4, rtol=0)
+    assert trainer_of(policy).iterate()["ratio/max_deviation"] == 0.0
