@@ -24,10 +24,11 @@ from mmrl.policies.diffusion.attention_backends import Attention, AttentionChoic
 from mmrl.policies.diffusion.flow_policy import FlowPolicy, Grid, Storage
 from mmrl.policies.diffusion.frozen_cache import EncoderCache, Placement
 from mmrl.policies.diffusion.modular_folder import guidance_of
-from mmrl.policies.diffusion.replay import FURTHER, Replay, state_cast
+from mmrl.policies.diffusion.replay import Replay
 from mmrl.policies.diffusion.replay_check import check_replay
 from mmrl.policies.diffusion.replay_consistency import Sampler
 from mmrl.policies.diffusion.replay_encoding import MediaEncoder
+from mmrl.policies.diffusion.replay_inputs import FURTHER, state_cast
 from mmrl.policies.diffusion.replay_passes import Ask, Networks, asks, in_step
 from mmrl.policies.diffusion.replay_prompts import PromptArguments
 from mmrl.policies.diffusion.replay_scheduler import process_of, timestep_of

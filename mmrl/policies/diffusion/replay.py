@@ -22,18 +22,21 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 
 from mmrl.core.errors import UserError
 from mmrl.policies.diffusion.replay_consistency import settings
+from mmrl.policies.diffusion.replay_inputs import (
+    Shapes,
+    named,
+    noisy_input,
+    plain_settings,
+    row_count,
+)
 from mmrl.policies.diffusion.replay_scheduler import Timetable, drive, timetable
 from mmrl.policies.diffusion.replay_starts import in_posterior, later, observe, once
 from mmrl.policies.diffusion.replay_states import States, heard, numbered
 
 Goal = Literal["conditions", "parts", "begin", "output", "passes", "finish", "plain"]
-STATES = ("hidden_states", "sample", "x")  # what networks call their noisy input
-FURTHER = ("audio_hidden_states",)  # what they call the noisy input of a second state
-TYPED_AS_STATES = ("timestep_cond",)  # conditions that pipelines make in the type of the latents
 
 
 class Reached(BaseException):
@@ -200,10 +203,13 @@ class Replay:
 
     def find_parts(self, call: dict[str, Any], steps: int) -> None:
         """Look which of the latents it steps: a pipeline that begins with a picture may hold those
-        of the first frame. It takes one pass of the network."""
+        of the first frame. No network is asked: zeros are what it returns."""
         run = Run("parts")
-        with torch.no_grad():
-            self._call(call, steps, run)
+        try:
+            with torch.no_grad():
+                self._call(call, steps, run)
+        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError):
+            return  # zeros of that shape mean nothing to it: it steps all, or is refused later
         for number, sample in run.outputs.items():
             if sample.shape != run.first[number].shape:
                 self.states.find(number, run.first[number].shape[1:], sample)
@@ -215,13 +221,13 @@ class Replay:
         latents: Tensor
         if self.states.parts:
             # where in what it draws the part lies is not known, but that it mixes number by number
-            zero, one = (
+            low, high = (
                 self._call(call, steps, Run("begin", draws=self.states.constants(noise, value))).to(
                     noise.dtype
                 )
                 for value in (0.0, 1.0)
             )
-            latents = zero + (one - zero) * noise.view_as(zero)
+            latents = low + (high - low) * noise.view_as(low)
         else:
             latents = self._call(call, steps, Run("begin", noise=noise))
         return torch.mul(latents.to(noise.dtype), self.scale)
@@ -359,13 +365,13 @@ class Replay:
             self.states.learn(number, run.first[number])
             if run.goal == "begin" and len(run.first) == self.states.count:
                 raise Reached(self.states.join(run.first))
-            given = run.start if run.goal == "plain" else run.state
+            state = run.start if run.goal == "plain" else run.state
             if run.goal == "parts":
                 state = numbered(whole)
-            elif given is None:
+            elif state is None:
                 return latents
             else:
-                state = self.states.split(given)[number]
+                state = self.states.split(state)[number]
                 state = state / self.scale if self.scale != 1 else state
                 state = self.states.widen(number, state, whole)
             return (state, *latents[1:]) if several else state
@@ -379,12 +385,15 @@ class Replay:
                 return self.forward(name, args, kwargs)
             if run.goal == "conditions":
                 first = self.states.join(run.first) if run.first else None
-                raise Reached(Conditions(first, run.tables.get(0), _named(args, kwargs)))
+                raise Reached(Conditions(first, run.tables.get(0), named(args, kwargs)))
+            if run.goal == "parts":
+                rows = row_count(noisy_input(args, kwargs)) or 1
+                return tuple(x.new_zeros(rows, *x.shape[1:]) for x in run.first.values())
             at_step = run.place == run.position
             run.passes += (name,) if at_step else ()
-            is_answer = run.goal in ("plain", "parts") or (run.goal == "output" and at_step)
-            key = (name, _settings(args, kwargs))
-            rows = _rows(_state(args, kwargs))
+            is_answer = run.goal == "plain" or (run.goal == "output" and at_step)
+            key = (name, plain_settings(args, kwargs))
+            rows = row_count(noisy_input(args, kwargs))
             if key in self.shapes and not is_answer:
                 return self.shapes[key].zeros(rows)
             with torch.set_grad_enabled(torch.is_grad_enabled() and is_answer):
@@ -440,85 +449,3 @@ def place_of(pipe: Any) -> torch.device:
     """Return the device of the trained network, wherever other parts wait."""
     device: torch.device = pipe.__dict__["_replay_device"]()
     return device
-
-
-def _named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {str(i): value for i, value in enumerate(args)} | kwargs
-
-
-def _state_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """Name the network's noisy input; None where it is the first argument, or unknown."""
-    return None if args else next((name for name in STATES if name in kwargs), None)
-
-
-def _state(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the network's noisy input, a tensor or a list of them; None: unknown."""
-    name = _state_name(args, kwargs)
-    return args[0] if args else kwargs[name] if name else None
-
-
-def state_cast(
-    args: tuple[Any, ...], kwargs: dict[str, Any], cast: Callable[[Tensor], Tensor]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Convert the network's noisy input with ``cast``: conditions come in the type that the
-    pipeline gives them, and times stay in full precision."""
-
-    def convert(value: Any) -> Any:
-        return tree_map_only(Tensor, lambda x: cast(x) if x.is_floating_point() else x, value)
-
-    kwargs = {k: convert(v) if k in TYPED_AS_STATES else v for k, v in kwargs.items()}
-    if args:
-        return (convert(args[0]), *args[1:]), kwargs
-    names = [_state_name(args, kwargs), *(name for name in FURTHER if name in kwargs)]
-    return args, kwargs | {name: convert(kwargs[name]) for name in names if name is not None}
-
-
-def _rows(state: Any) -> int:
-    return len(state) if isinstance(state, (Tensor, list)) else 0
-
-
-def _settings(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Describe what the shapes of a network's outputs depend on besides the number of rows: its
-    noisy input and plain settings, but no texts, whose lengths differ by prompt."""
-    state = _state(args, kwargs)
-    if isinstance(state, Tensor):
-        sizes: Any = state.shape[1:]
-    elif isinstance(state, list):
-        sizes = [x.shape for x in tree_flatten(state[:1])[0] if isinstance(x, Tensor)]
-    else:
-        sizes = [x.shape for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
-    plain = (bool, int, str, type(None))
-    settings = [(k, v) for k, v in _named(args, kwargs).items() if isinstance(v, plain)]
-    return str((sizes, settings))
-
-
-class Shapes(NamedTuple):
-    """Describes what a network returns, for any number of rows."""
-
-    output: Any  # a nest of tensors on no device
-    device: torch.device | None
-    rows: int
-
-    @classmethod
-    def of(cls, output: Any, rows: int) -> Shapes:
-        """Describe an output for so many rows."""
-        tensors = [x for x in tree_flatten(output)[0] if isinstance(x, Tensor)]
-        described = tree_map_only(Tensor, lambda x: torch.empty_like(x, device="meta"), output)
-        return cls(described, tensors[0].device if tensors else None, rows)
-
-    def zeros(self, rows: int) -> Any:
-        """Make such an output for another number of rows, of zeros."""
-
-        def blank(leaf: Any) -> Any:
-            if isinstance(leaf, list):  # a tensor for every row
-                return [blank(leaf[0][None])[0] for _ in range(rows)]
-            if not isinstance(leaf, Tensor):
-                return leaf
-            many = leaf.ndim and len(leaf) == self.rows
-            shape = (rows, *leaf.shape[1:]) if many else leaf.shape
-            return torch.zeros(shape, dtype=leaf.dtype, device=self.device)
-
-        def by_row(nest: Any) -> bool:
-            return isinstance(nest, list) and len(nest) == self.rows > 0
-
-        return tree_map(blank, self.output, is_leaf=by_row)
