@@ -14,6 +14,7 @@ from torch import Tensor
 from mmrl.core.registry import REWARDS
 from mmrl.core.sound import sound_of
 from mmrl.core.types import Prompt
+from rewards._media import frames
 from rewards.card import card
 from rewards.motion import SOURCE, Flow, MotionReward
 
@@ -77,6 +78,7 @@ class AVAlign(MotionReward):
     def __call__(self, media: Tensor, prompts: list[Prompt]) -> Tensor:
         """Score videos [B, F, 3, H, W] with their sound -> [B] float32 on the CPU; NaN for one with
         a number that is not finite."""
+        frames(media, "av_align")
         sound, rate = sound_of(media, "av_align")
         flows, broken = self.flows(media, "av_align", LEAST)
         waves = sound.detach().double().cpu().mean(1)
