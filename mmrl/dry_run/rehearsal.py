@@ -37,6 +37,7 @@ from mmrl.policies.vlm.loading import text_adapters
 from mmrl.policies.vlm.parts import everything, set_trainable
 from mmrl.policies.vlm.policy import VLM
 from mmrl.policies.vlm.prefix_sharing import SharedPrefix
+from mmrl.train.shard_units import shard_classes
 from samplers.warp import Warp
 
 PROMPT_TOKENS = 1024  # of a question with its picture, where budgets.prompt_tokens says nothing
@@ -467,13 +468,9 @@ def _bytes(parameters: Any) -> int:
 
 
 def units_of(net: nn.Module) -> list[nn.Module]:
-    """Return the modules that FSDP2 gathers one by one, none inside another: those which the class
-    names as whole. A class that names none is gathered whole."""
-    names: set[str] = set()
-    for module in net.modules():
-        names |= set(getattr(module, "_no_split_modules", None) or ())
-        names |= set(getattr(module, "_repeated_blocks", None) or ())
-    return _outermost(net, names)
+    """Return the modules that FSDP2 gathers one by one, none inside another. A network without any
+    is gathered whole."""
+    return _outermost(net, set(shard_classes(net)))
 
 
 def _outermost(net: nn.Module, names: set[str]) -> list[nn.Module]:

@@ -16,6 +16,7 @@ from mmrl.config.options import TrainOptions
 from mmrl.core import distributed
 from mmrl.core.errors import UserError
 from mmrl.policies.base import ParameterGroup
+from mmrl.train.shard_units import shard_classes
 
 MakeOptimizer = Callable[..., torch.optim.Optimizer]  # of parameters, or of groups of them
 ACCELERATE_PRECISION = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
@@ -171,6 +172,7 @@ class Device:
             self.accelerator.ddp_handler = DistributedDataParallelKwargs(
                 find_unused_parameters=True
             )
+        self._name_units(policy.net)
         prepared: torch.optim.Optimizer
         policy.trained, prepared = self.accelerator.prepare(policy.net, _built(optimizer, groups))
         return prepared
@@ -178,6 +180,12 @@ class Device:
     def optimizer_of(self, policy: Any, optimizer: MakeOptimizer) -> torch.optim.Optimizer:
         """Return a further optimizer of a prepared policy's parameters, for a snapshot of them."""
         return _built(optimizer, [group for group in policy.parameter_groups() if group.parameters])
+
+    def _name_units(self, net: nn.Module) -> None:
+        """Tell accelerate what to gather one by one (FSDP2), unless its user has."""
+        if self.sharded and not self.accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap:
+            plugin = self.accelerator.state.fsdp_plugin
+            plugin.transformer_cls_names_to_wrap = shard_classes(net) or None
 
     def _neighbours(self) -> int:
         """Count the processes that hold the same rows."""
@@ -200,6 +208,7 @@ class Device:
         ``train.precision`` as in training, everything else (encoders, decoders, rewards) stays as
         it was loaded."""
         self._split(policy)
+        self._name_units(policy.net)
         policy.trained = self.accelerator.prepare_model(policy.net, evaluation_mode=True)
 
     def no_sync(self, trained: nn.Module) -> AbstractContextManager[None]:

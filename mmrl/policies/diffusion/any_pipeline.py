@@ -24,7 +24,7 @@ from mmrl.policies.diffusion.attention_backends import Attention, AttentionChoic
 from mmrl.policies.diffusion.flow_policy import FlowPolicy, Grid, Storage
 from mmrl.policies.diffusion.frozen_cache import EncoderCache, Placement
 from mmrl.policies.diffusion.modular_folder import guidance_of
-from mmrl.policies.diffusion.replay import Replay
+from mmrl.policies.diffusion.replay import Replay, Visit
 from mmrl.policies.diffusion.replay_check import check_replay
 from mmrl.policies.diffusion.replay_consistency import Sampler
 from mmrl.policies.diffusion.replay_encoding import MediaEncoder
@@ -325,7 +325,7 @@ class AnyPipeline(FlowPolicy):
             # a step's rows at the full width again, as sampling had them
             fill = len(x) - len(part.rows) if len(parts) < 3 and self.together is not False else 0
             rows = (part.rows + part.rows[:1] * fill) or [0]
-            output = self.replay.output(self._call(cond, rows, scale), part.visit, x[rows])
+            output = self._output(cond, rows, scale, part.visit, x)
             outputs.append(output[: len(part.rows)])
             if not part.rows:
                 zero_sum = zero_sum + 0 * output.sum()
@@ -334,6 +334,22 @@ class AnyPipeline(FlowPolicy):
         joined = joined + zero_sum if any(not part.rows for part in parts) else joined
         # copies wait for the gradients of all networks, whichever this pass has used
         return self.active()("", joined) if self._announces() else joined
+
+    def _output(
+        self, cond: dict[str, Any], rows: list[int], scale: float, visit: Visit, x: Tensor
+    ) -> Tensor:
+        """Ask the pipeline at a step. UserError where it answers for each prompt and not for all
+        together, which the check would have found."""
+
+        def ask(rows: list[int]) -> Tensor:
+            return self.replay.output(self._call(cond, rows, scale), visit, x[rows])
+
+        try:
+            return ask(rows)
+        except FAILURES as error:
+            if self.together is not None or len(rows) < 2:
+                raise
+            raise self._failure(ask, cond, error) from error
 
     def _announces(self) -> bool:
         """Tell whether this pass goes by a wrapper that has to learn of it as a whole."""

@@ -1,0 +1,48 @@
+"""Chooses the modules that FSDP2 gathers one by one, where a network's class names them wrongly or
+not at all."""
+
+from __future__ import annotations
+
+from torch import nn
+
+SHARE = 0.1  # of a network's weights that a list of modules holds, to be worth gathering in parts
+
+
+def shard_classes(net: nn.Module) -> list[str]:
+    """Name the classes of the modules that are gathered one by one, in alphabetical order: those
+    of the network's ``_no_split_modules`` that it has.
+
+    Where it lacks one of them, or its class names none, the classes in its large lists of modules
+    are added. accelerate refuses a list with a class that is not there, and many have one:
+    HunyuanVideo of diffusers names the blocks of both its forms, LLaVA of transformers the text
+    embeddings of a CLIP of which it has the eyes.
+    """
+    present = {type(module).__name__ for module in net.modules()}
+    named = set(getattr(net, "_no_split_modules", None) or ())
+    if not named:  # a wrapper around networks that say it
+        inside = (getattr(module, "_no_split_modules", None) or () for module in net.modules())
+        named = {name for names in inside for name in names}
+    classes = named & present
+    if classes == named and named:
+        return sorted(classes)
+    least = SHARE * sum(p.numel() for p in net.parameters())
+    return sorted(classes | _listed(net, classes, least))
+
+
+def _listed(module: nn.Module, classes: set[str], least: float) -> set[str]:
+    """Return the classes of the modules in the outermost lists of at least so many weights, without
+    those inside of ``classes``."""
+    listed: set[str] = set()
+    for child in module.children():
+        if type(child).__name__ in classes or sum(p.numel() for p in child.parameters()) < least:
+            continue
+        if isinstance(child, nn.ModuleList) and not isinstance(child[0], nn.ModuleList):
+            listed |= {type(block).__name__ for block in child if _is_block(block)} - classes
+        else:
+            listed |= _listed(child, classes, least)
+    return listed
+
+
+def _is_block(module: nn.Module) -> bool:
+    """Tell whether a module is of a class of the model's own: one of torch's is everywhere."""
+    return not type(module).__module__.startswith("torch.")

@@ -1,0 +1,83 @@
+"""What FSDP2 gathers one by one: blocks that are there, and that hold most of the weights."""
+
+import pytest
+from torch import nn
+
+from mmrl.policies.vlm.policy import VLM
+from mmrl.train.shard_units import shard_classes
+from tests.fixtures import tiny_diffusers, tiny_vlms
+
+
+def shares(net):
+    """Which classes are chosen, that all of them are there, and the share of weights in them."""
+    classes = shard_classes(net)
+    inside = {
+        id(p)
+        for module in net.modules()
+        if type(module).__name__ in classes
+        for p in module.parameters()
+    }
+    assert set(classes) <= {type(module).__name__ for module in net.modules()}
+    assert not {name for name in classes if hasattr(nn, name)}
+    sizes = {id(p): p.numel() for p in net.parameters()}
+    return classes, sum(sizes[key] for key in inside) / sum(sizes.values())
+
+
+# those whose class names blocks that these models lack, or none; LTX's tiny form is mostly tables
+DIFFUSION = {
+    "hunyuan_video": ("HunyuanVideoTransformerBlock", 0.7),
+    "hunyuan_i2v": ("HunyuanVideoTokenReplaceTransformerBlock", 0.7),
+    "ltx": ("LTXVideoTransformerBlock", 0.3),
+    "ltx2": ("LTX2VideoTransformerBlock", 0.2),
+    "kandinsky5": ("Kandinsky5TransformerDecoderBlock", 0.7),
+    "amused": ("BasicTransformerBlock", 0.7),
+    "flux": ("FluxTransformerBlock", 0.5),
+}
+
+
+@pytest.mark.parametrize("name", DIFFUSION)
+def test_a_network_is_gathered_by_its_own_blocks(name):
+    block, share = DIFFUSION[name]
+    net = tiny_diffusers.pipeline(name).transformer
+    classes, held = shares(net)
+    assert block in classes and held > share
+
+
+@pytest.mark.parametrize(
+    ("name", "block"),
+    [
+        ("llava", "LlamaDecoderLayer"),
+        ("gemma3", "Gemma3DecoderLayer"),
+        ("chameleon", "ChameleonDecoderLayer"),
+        ("minicpmv4_7", "Qwen3_5DecoderLayer"),
+        ("qwen2_5_vl", "Qwen2_5_VLDecoderLayer"),  # mostly tables of words
+    ],
+)
+def test_a_vision_language_model_is_gathered_by_its_layers(name, block):
+    classes, held = shares(VLM(str(tiny_vlms.folder(name)), max_new_tokens=2).net)
+    assert block in classes and held > (0.3 if name == "qwen2_5_vl" else 0.5)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.steps = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.nested = nn.ModuleList([nn.ModuleList([Block(), Block()]), nn.ModuleList([Block()])])
+        self.plain = nn.ModuleList([nn.Linear(8, 64), nn.Linear(8, 64)])
+        self.few = nn.ModuleList([nn.LayerNorm(2)])
+
+
+def test_lists_in_lists_are_looked_into_and_torchs_own_layers_are_no_blocks():
+    net = Net()
+    assert shard_classes(net) == ["Block"]
+    net._no_split_modules = ["Block"]
+    assert shard_classes(net) == ["Block"]
+    net._no_split_modules = ["Linear", "Gone"]  # what the class says, if it is there
+    assert shard_classes(net) == ["Block", "Linear"]
+    assert shard_classes(nn.Linear(2, 2)) == []
