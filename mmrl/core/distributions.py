@@ -56,12 +56,13 @@ class Gaussian:
 
     ``reduction`` "mean" divides log-prob, KL and entropy by the number of dimensions, as every
     published implementation does (their clip ranges of 1e-6 to 1e-3 come from it); "sum" gives the
-    density itself.
+    density itself. ``weight`` makes the mean a weighted one, such as of a video and its sound.
     """
 
     mean: Tensor  # [B, *]
     std: Tensor  # [B, 1, ...]
     reduction: str = "mean"
+    weight: Tensor | None = None  # of each dimension [*], 1 on average
 
     def sample(self, noise: Tensor) -> Tensor:
         """Return a sample, [B, *], from standard normal noise [B, *]."""
@@ -76,7 +77,7 @@ class Gaussian:
     def log_prob(self, x: Tensor) -> Tensor:
         """Return the log-probs, [B, 1]."""
         std = self.std.clamp_min(TINY)
-        return self._reduce(
+        return self.reduce(
             -0.5 * ((x - self.mean) / std) ** 2 - std.log() - 0.5 * math.log(2 * math.pi)
         )
 
@@ -89,13 +90,13 @@ class Gaussian:
             spread = torch.where(
                 p == q, torch.zeros_like(p), (q / p).log() + 0.5 * ((p / q) ** 2 - 1)
             )
-            return self._reduce(spread + 0.5 * ((self.mean - reference.mean) / q) ** 2)
-        return self._reduce(by.of_gaussians((self.mean - reference.mean) ** 2, p, q))
+            return self.reduce(spread + 0.5 * ((self.mean - reference.mean) / q) ** 2)
+        return self.reduce(by.of_gaussians((self.mean - reference.mean) ** 2, p, q))
 
     def entropy(self) -> Tensor:
         """Return the entropies, [B, 1]."""
         each = self.std.clamp_min(TINY).log() + 0.5 * math.log(2 * math.pi * math.e)
-        return self._reduce(each.expand_as(self.mean))
+        return self.reduce(each.expand_as(self.mean))
 
     def asks(self) -> list[Any]:
         return []
@@ -108,8 +109,11 @@ class Gaussian:
         check_shape(shown["std"], self.std.shape)
         return replace(self, mean=shown["mean"], std=shown["std"])
 
-    def _reduce(self, x: Tensor) -> Tensor:
+    def reduce(self, x: Tensor) -> Tensor:
+        """Average or sum up what each dimension adds, x [B, *], to [B, 1]."""
         flat = x.flatten(1)
+        if self.weight is not None:
+            flat = flat * self.weight.flatten().to(flat)
         return flat.mean(1, keepdim=True) if self.reduction == "mean" else flat.sum(1, keepdim=True)
 
 
@@ -120,7 +124,7 @@ class Score(Gaussian):
 
     def log_prob(self, x: Tensor) -> Tensor:
         """Return the scores, [B, 1]."""
-        return self._reduce(-((x - self.mean) ** 2))
+        return self.reduce(-((x - self.mean) ** 2))
 
 
 def check_shape(received: Tensor, shape: Sequence[int]) -> None:

@@ -254,8 +254,7 @@ def _renyi(dist: Dist, reference: Dist, order: float) -> Tensor:
     spread = (q / p).log() + (q**2 / mixed).log() / (2 * (order - 1))
     spread = torch.where(p == q, torch.zeros_like(p), spread)
     each = spread + order * (dist.mean - reference.mean) ** 2 / (2 * mixed)
-    flat = torch.where(finite, each, torch.inf).flatten(1)
-    return flat.mean(1, keepdim=True) if dist.reduction == "mean" else flat.sum(1, keepdim=True)
+    return dist.reduce(torch.where(finite, each, torch.inf))
 
 
 def _over_vocabulary(dist: Any, reference: Any, of_logprobs: Any) -> Tensor:

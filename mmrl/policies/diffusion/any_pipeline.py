@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
+from annotated_types import Gt, Lt
 from torch import Tensor, nn
 
 from mmrl.core.distributed import process
+from mmrl.core.distributions import Gaussian
 from mmrl.core.errors import UserError
 from mmrl.core.registry import GRIDS, KERNELS, POLICIES
 from mmrl.core.sharding import shards
@@ -93,6 +95,7 @@ class AnyPipeline(FlowPolicy):
         skip_blocks: Sequence[str] = (),
         scheduler: Sampler = "own",
         video_frames: int | None = None,
+        sound_share: Annotated[float, Gt(0), Lt(1)] | None = None,
         **options: Any,
     ):
         """Load a model folder. path: folder, hub id or world:NAME of any pipeline. call: further
@@ -115,7 +118,8 @@ class AnyPipeline(FlowPolicy):
         LCMScheduler and FlowMatchLCMScheduler, by predicting the data and adding fresh noise,
         whatever sde_type, noise_level, noise_window and solver say; export writes that scheduler.
         video_frames: taken of each prompt's video, evenly spread, where the pipeline changes
-        one."""
+        one. sound_share: what the sound of a video counts in the mean that logprob_reduction takes,
+        for log-prob, KL and entropy; null: as many numbers as it has, a few in a hundred."""
         check_quantization(quantization, options.get("lora") is not None)
         attention_backends.check(attention)
         self._refuse(options)
@@ -144,6 +148,7 @@ class AnyPipeline(FlowPolicy):
             timestep_schedule=timestep_schedule or self._own_times,
             **options,
         )
+        self.logprob_weight = self._weight(sound_share)
         self.arguments.check_guidance(self.guidance_scale)
         self.attending = AttentionChoice(self.net, attention)
         self.compiled = bool(compile)
@@ -215,6 +220,22 @@ class AnyPipeline(FlowPolicy):
                 "policy option logprob_guidance: guidance is the pipeline's own code here, which "
                 "is scored as it samples; leave it guided, or use a family of its own"
             )
+
+    def _weight(self, share: float | None) -> Tensor | None:
+        """Weigh the numbers of a video and its sound. UserError where there are not two."""
+        if share is None:
+            return None
+        if self.replay.states.count < 2:
+            raise UserError(
+                f"policy option sound_share: {self.pipeline} makes no sound beside its video; "
+                "leave it out"
+            )
+        if self.logprob_reduction == "sum":
+            raise UserError(
+                "policy option sound_share: the log-prob of logprob_reduction sum is a density, in "
+                "which nothing is weighed; set logprob_reduction to mean, or leave it out"
+            )
+        return self.replay.states.weights([1 - share, share])
 
     # ----------------------------------------------------------------------------------------------
     # times
@@ -414,6 +435,11 @@ class AnyPipeline(FlowPolicy):
     def combine(self, v: Tensor, empty: Tensor, scale: float | Tensor) -> Tensor:
         """Leave guidance to the pipeline, whose output has it."""
         return v
+
+    def _transition(self, point: Query, v: Tensor) -> Gaussian:
+        if self.logprob_weight is not None:
+            self.logprob_weight = self.logprob_weight.to(v)  # where the network is, once
+        return super()._transition(point, v)
 
     def _forward(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a pass of a network, in the type it computes in."""

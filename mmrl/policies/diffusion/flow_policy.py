@@ -126,6 +126,9 @@ class FlowPolicy(Policy):
     shape: tuple[int, ...]  # of one sample's latents
     process: Process = Flow()
     guidance_scale: float
+    logprob_weight: Tensor | None = (
+        None  # [*] of each number in the mean over dimensions; 1 on average
+    )
     exploring = True  # False while evaluating: only the initial noise is drawn
     # its sampler adds fresh noise between steps, in evaluation too (consistency models)
     renews = False
@@ -612,9 +615,9 @@ class FlowPolicy(Policy):
         step = point.step
         if not isinstance(step, Transition):
             half = v.new_full((len(v), *[1] * len(self.shape)), 0.5**0.5)
-            return Gaussian(v, half, self.logprob_reduction)
+            return Gaussian(v, half, self.logprob_reduction, self.logprob_weight)
         mean, std = self.sde_type(point.state, v, step.time, step.next_time, step.noise_level)
-        return self.dist_type(mean, std, self.logprob_reduction)
+        return self.dist_type(mean, std, self.logprob_reduction, self.logprob_weight)
 
     def _velocities(self, point: Query, guided: bool) -> tuple[Tensor, Tensor]:
         """Compute conditional and unconditional velocity [B, *], both in one forward pass unless

@@ -10,7 +10,7 @@ of the latents that it prepared, that part, as it hands it to its scheduler, is 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -99,6 +99,16 @@ class States:
         if self.count == 1:
             return parts[0]
         return torch.cat([parts[number].flatten(1) for number in range(self.count)], 1)
+
+    def weights(self, shares: Sequence[float]) -> Tensor:
+        """Return the weight [D] of each number of a joined state, 1 on average, by which the states
+        have these shares of a mean over all."""
+        counts = [math.prod(self.shapes[number]) for number in range(self.count)]
+        parts = [
+            torch.full((count,), share * sum(counts) / count, dtype=torch.float64)
+            for share, count in zip(shares, counts, strict=True)
+        ]
+        return torch.cat(parts)
 
     def split(self, state: Tensor) -> list[Tensor]:
         """Split what ``join`` has joined."""

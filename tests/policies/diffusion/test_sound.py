@@ -3,6 +3,7 @@ diffusers' own LTX2Pipeline."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import diffusers
@@ -125,6 +126,34 @@ def test_the_log_prob_is_that_of_both_latents(scale, reduction, plain, monkeypat
         logprob += Normal(mean, std).log_prob(target).flatten(1).sum(1)
     logprob /= 400 if reduction == "mean" else 1
     torch.testing.assert_close(rollout.logprob[:, 0], logprob, atol=1e-3, rtol=1e-5)
+
+
+def test_the_sound_has_its_share_of_the_log_prob():
+    """The mean of the video's numbers and that of the sound's, weighed, also in the divergence."""
+    policy, plain = ltx2(sound_share=0.4, check=True), ltx2()
+    rollout = sampled(policy)
+    point = next(iter(policy.path(rollout)))
+    dist, bare = policy.dist(point), plain.dist(point)
+    each = Normal(bare.mean, bare.std).log_prob(point.target)
+    moved = replace(bare, mean=bare.mean + torch.arange(400.0) / 400)
+    apart = (moved.mean - bare.mean).square() / (2 * bare.std**2)
+
+    def weighed(x):
+        video, sound = parts(x)
+        return 0.6 * video.flatten(1).mean(1) + 0.4 * sound.flatten(1).mean(1)
+
+    torch.testing.assert_close(rollout.logprob[:, 0], weighed(each))
+    torch.testing.assert_close(
+        replace(moved, weight=dist.weight).kl(dist)[:, 0], weighed(apart), rtol=1e-4, atol=1e-5
+    )
+    assert not torch.allclose(bare.log_prob(point.target), dist.log_prob(point.target))
+    own = ltx2(sound_share=144 / 400).dist(point)  # as many as it has
+    torch.testing.assert_close(own.log_prob(point.target), bare.log_prob(point.target))
+    assert trainer_of(policy).iterate()["ratio/max_deviation"] == 0.0
+    with pytest.raises(UserError, match="sound_share: the log-prob of logprob_reduction sum"):
+        ltx2(sound_share=0.4, logprob_reduction="sum")
+    with pytest.raises(UserError, match="sound_share: FluxPipeline makes no sound"):
+        make("flux", sound_share=0.4)
 
 
 def test_the_first_step_is_on_policy_and_both_are_learned():
