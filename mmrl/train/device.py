@@ -183,8 +183,8 @@ class Device:
 
     def _name_units(self, net: nn.Module) -> None:
         """Tell accelerate what to gather one by one (FSDP2), unless its user has."""
-        if self.sharded and not self.accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap:
-            plugin = self.accelerator.state.fsdp_plugin
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        if plugin is not None and self.sharded and not plugin.transformer_cls_names_to_wrap:
             plugin.transformer_cls_names_to_wrap = shard_classes(net) or None
 
     def _neighbours(self) -> int:
