@@ -25,7 +25,7 @@ from mmrl.dry_run.conditions import conditions
 from mmrl.dry_run.fakes import Fakes
 from mmrl.dry_run.pictures import looker
 from mmrl.dry_run.tracked import Tracker, Work, extended, passed, tracked
-from mmrl.policies.base import without_empty
+from mmrl.policies.base import checkpointed, without_empty
 from mmrl.policies.diffusion import diffusers_folder
 from mmrl.policies.diffusion.pipeline_policy import FolderPolicy
 from mmrl.policies.image_tokens.models.janus import UNDERSTANDING
@@ -209,7 +209,7 @@ def tokens(
         codec.to = partial(_stay, codec)
     net.eval()
     if train.gradient_checkpointing:
-        _checkpointed(net)
+        any(checkpointed(module) for module in (net, getattr(net, "hf", None)))
     wrapped = _autocast(net, train)
     prompts = max(1, -(-rows // group_size))
     question = _question(entry, options)
@@ -285,14 +285,6 @@ def _freeze_unused(net: Any) -> None:
 def _stay(net: nn.Module, *_: Any, **__: Any) -> nn.Module:
     """Leave a module where it is: fake tensors are on every device."""
     return net
-
-
-def _checkpointed(net: Any) -> None:
-    for module in (net, getattr(net, "hf", None)):
-        for name in ("enable_gradient_checkpointing", "gradient_checkpointing_enable"):
-            if hasattr(module, name):
-                getattr(module, name)()
-                return
 
 
 def _question(entry: Any, options: dict[str, Any]) -> int:

@@ -346,11 +346,8 @@ class Policy(ABC):
         return [ParameterGroup([p for p in self.net.parameters() if p.requires_grad])]
 
     def enable_gradient_checkpointing(self) -> None:
-        for name in ("enable_gradient_checkpointing", "gradient_checkpointing_enable"):
-            if hasattr(self.net, name):
-                getattr(self.net, name)()
-                return
-        raise ValueError(f"{type(self.net).__name__} offers no gradient checkpointing")
+        if not checkpointed(self.net):
+            raise ValueError(f"{type(self.net).__name__} offers no gradient checkpointing")
 
     def enable_context_parallel(self, ulysses_degree: int, ring_degree: int) -> None:
         """Split the sequences of the network over groups of neighbouring processes; a collective
@@ -457,6 +454,20 @@ def rows_and_groups(
 def rows_of(cond: Any, group: Tensor) -> Any:
     """Gather the condition of every row [B, *] out of the condition of every prompt [P, *]."""
     return tree_map(lambda tensor: tensor[group], cond)
+
+
+def checkpointed(net: Any) -> bool:
+    """Let a network compute its activations again for the gradient, by what diffusers' models,
+    transformers' and those of older versions offer; False: it offers nothing."""
+    for name in (
+        "enable_gradient_checkpointing",
+        "activation_checkpointing_enable",
+        "gradient_checkpointing_enable",
+    ):
+        if hasattr(net, name):
+            getattr(net, name)()
+            return True
+    return False
 
 
 def without_empty(cond: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import import_name
-from mmrl.policies.lora import merged
+from mmrl.policies.lora import merged, save_model
 
 LIBRARIES = ("mmrl", "transformers", "diffusers", "torch")  # whose code pip knows already
 
@@ -49,7 +49,7 @@ def save(net: Any, folder: Path) -> None:
     """Write weights as the model's own ``save_pretrained`` does; without one the state dict of what
     the code builds, adapters added to its weights, as ``model.safetensors``."""
     if hasattr(net, "save_pretrained"):
-        net.save_pretrained(folder)
+        save_model(net, folder)
         return
     from safetensors.torch import save_file
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 
 from mmrl.core.errors import UserError
 
+ADAPTER = "default"  # peft's name of the adapter
+ADAPTER_FILE = "adapter_model.safetensors"
 # Attention projections of diffusers' transformers; a family may offer its own list.
 # where it is installed peft and diffusers load it, and it complains of a kernel that nobody needs
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
@@ -63,15 +66,45 @@ def add_lora(net: nn.Module, lora: Lora, attention: Sequence[str] = ATTENTION) -
             p.data = p.data.float()
 
 
-def inject(net: nn.Module, config: Any) -> None:
-    """Add an adapter; diffusers and transformers record it themselves, which export needs."""
-    from peft import inject_adapter_in_model
+def inject(net: Any, config: Any) -> None:
+    """Add an adapter, and record it where diffusers and transformers look for it.
 
-    add = getattr(net, "add_adapter", None)
-    if add is None:
-        inject_adapter_in_model(config, net)
+    Models of transformers are given it by peft itself: transformers 5.24 refuses a peft older than
+    0.22, and both go together.
+    """
+    from peft import inject_adapter_in_model
+    from transformers.integrations.peft import PeftAdapterMixin
+
+    if isinstance(net, PeftAdapterMixin):
+        config.base_model_name_or_path = net.__dict__.get("name_or_path")
+        net._hf_peft_config_loaded = True
+    elif hasattr(net, "add_adapter"):
+        net.add_adapter(config)
+        return
+    inject_adapter_in_model(config, net)
+
+
+def save_adapter(net: Any, folder: Path) -> None:
+    """Save the adapter as peft does: adapter_config.json and adapter_model.safetensors."""
+    from peft import get_peft_model_state_dict
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    state = get_peft_model_state_dict(net, adapter_name=ADAPTER)
+    named = {f"base_model.model.{n}": t.detach().cpu().contiguous() for n, t in state.items()}
+    save_file(named, folder / ADAPTER_FILE, metadata={"format": "pt"})
+    net.peft_config[ADAPTER].save_pretrained(folder)
+
+
+def save_model(net: Any, folder: Path) -> None:
+    """Save a model by its own ``save_pretrained``; of a model of transformers with an adapter, the
+    adapter alone."""
+    from transformers.integrations.peft import PeftAdapterMixin
+
+    if isinstance(net, PeftAdapterMixin) and getattr(net, "peft_config", None):
+        save_adapter(net, folder)
     else:
-        add(config)
+        net.save_pretrained(folder)
 
 
 @torch.no_grad()

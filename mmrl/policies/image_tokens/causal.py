@@ -80,8 +80,7 @@ def read(decoder: nn.Module, inputs: Inputs, rows: Tensor, layers: int) -> tuple
         input_ids=inputs["ids"],
         attention_mask=inputs["mask"],
         position_ids=places,
-        past_key_values=cache,
-        use_cache=True,
+        **caches.passed(cache),
     ).last_hidden_state[:, -1:]
     mask = None if bool(inputs["mask"].all()) else inputs["mask"][rows]
     return hidden[rows], State(
@@ -111,8 +110,7 @@ def advance(
         input_ids=ids,
         attention_mask=state.mask,
         position_ids=places,
-        past_key_values=state.cache,
-        use_cache=True,
+        **caches.passed(state.cache),
     ).last_hidden_state
     state.place = state.place if given_places else state.place + length
     return hidden if every else hidden[:, -1:]

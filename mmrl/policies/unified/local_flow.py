@@ -30,7 +30,14 @@ from mmrl.core.types import (
     TextAndPath,
 )
 from mmrl.policies import local_code
-from mmrl.policies.base import NO_CONTEXT, RolloutContext, rows_and_groups, rows_of, without_empty
+from mmrl.policies.base import (
+    NO_CONTEXT,
+    RolloutContext,
+    checkpointed,
+    rows_and_groups,
+    rows_of,
+    without_empty,
+)
 from mmrl.policies.capabilities import Capabilities, Medium
 from mmrl.policies.diffusion.flow_policy import FlowPolicy
 from mmrl.policies.lora import ATTENTION
@@ -110,11 +117,8 @@ class UnifiedFlow(FlowPolicy):
         return self.frozen
 
     def enable_gradient_checkpointing(self) -> None:
-        for name in ("gradient_checkpointing_enable", "enable_gradient_checkpointing"):
-            if hasattr(self.model, name):
-                getattr(self.model, name)()
-                return
-        raise ValueError(f"{type(self.model).__name__} offers no gradient checkpointing")
+        if not checkpointed(self.model):
+            raise ValueError(f"{type(self.model).__name__} offers no gradient checkpointing")
 
     # Prompts, and what is written after them.
 

@@ -76,8 +76,7 @@ class UnifiedNet(JanusNet):
             inputs_embeds=self._embeddings(inputs),
             attention_mask=mask,
             position_ids=places,
-            past_key_values=cache,
-            use_cache=True,
+            **caches.passed(cache),
         ).last_hidden_state[:, -1]
         mask = mask[rows].bool()
         cache = caches.growing(caches.key_values(cache), rows)
@@ -200,8 +199,7 @@ class UnifiedNet(JanusNet):
             inputs_embeds=embeddings,
             attention_mask=mask,
             position_ids=state.place[:, None],
-            past_key_values=state.cache,
-            use_cache=True,
+            **caches.passed(state.cache),
         ).last_hidden_state[:, -1]
         state.place = state.place + live
         return hidden

@@ -6,10 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache, partial
+from importlib.metadata import version
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from packaging.version import Version
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -19,7 +21,14 @@ from mmrl.policies.vlm.states import Kept, State
 
 KV = tuple[Tensor, Tensor]  # keys and values of one layer, [B, heads, S, D] each
 Memory = KV | State | Sight  # what one layer keeps
+# what a forward calls its cache: transformers renamed it
+NAME = "cache" if Version(version("transformers")) >= Version("5.24") else "past_key_values"
 ROOM = 32  # steps a growing cache reserves at once
+
+
+def passed(cached: Any) -> dict[str, Any]:
+    """Name a cache as transformers' models do, which are to use it."""
+    return {NAME: cached, "use_cache": True}
 
 
 class Recorded:

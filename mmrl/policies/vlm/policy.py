@@ -37,7 +37,7 @@ from mmrl.policies.base import (
 )
 from mmrl.policies.demonstrations import sourced
 from mmrl.policies.drafts import SHARDED, resized
-from mmrl.policies.lora import Lora, merged
+from mmrl.policies.lora import Lora, merged, save_model
 from mmrl.policies.products import kept_layout, quicken
 from mmrl.policies.quantization import Quantization, check_quantization
 from mmrl.policies.vlm.budgets import admit
@@ -451,7 +451,7 @@ class VLM(Passes):
             whole = type(hf).from_pretrained(self.place, dtype=hf.dtype)
             whole.load_state_dict(merged(hf))
             hf = whole
-        hf.save_pretrained(folder)
+        save_model(hf, folder)
         self.inputs.save(folder)
 
     def path(self, rollout: Rollout) -> Iterator[Point]:

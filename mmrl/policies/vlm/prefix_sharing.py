@@ -21,6 +21,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.host import on_host, remember, selected
 from mmrl.core.sharding import shards
 from mmrl.policies import scores
+from mmrl.policies.lora import inject
 from mmrl.policies.tokens import places
 from mmrl.policies.vlm import caches, features, packing, sights
 from mmrl.policies.vlm.caches import KV, Memory
@@ -73,6 +74,8 @@ class SharedPrefix(nn.Module):
         self.compiled: Compiled | None = None  # passes as graphs
         self.branches = False  # answers may begin alike, and packed ones are then read once
         sights.pass_texts_by(hf)
+        if hf.config.model_type == "llama4":
+            hf.language_model.register_forward_hook(_without_images)
         # accelerate wraps these one by one
         self._no_split_modules = getattr(hf, "_no_split_modules", None)
 
@@ -113,7 +116,7 @@ class SharedPrefix(nn.Module):
             )
         cache = caches.remembered(self.text_config)
         with self._routed(routes):
-            hidden = self._base(**inputs, past_key_values=cache, use_cache=True)
+            hidden = self._base(**inputs, **caches.passed(cache))
         return Prefix(
             hidden[:, -1],
             inputs["attention_mask"].bool(),
@@ -303,7 +306,7 @@ class SharedPrefix(nn.Module):
         caches.recompute(self.hf)
 
     def add_adapter(self, config: Any) -> None:
-        self.hf.add_adapter(config)
+        inject(self.hf, config)
 
     @contextmanager
     def _routed(self, routes: Tensor | None) -> Iterator[None]:
@@ -380,7 +383,7 @@ class SharedPrefix(nn.Module):
         packed, lengths = packing.pack(inputs)
         cache = caches.remembered(self.text_config)
         layout = packing.Layout(lengths, lengths, xformers=self.fused)
-        hidden = self._laid(layout, self._base, past_key_values=cache, use_cache=True, **packed)[0]
+        hidden = self._laid(layout, self._base, **caches.passed(cache), **packed)[0]
         return packing.Read(
             hidden[lengths.cumsum(0) - 1], lengths, following(inputs), caches.key_values(cache)
         )
@@ -413,8 +416,7 @@ class SharedPrefix(nn.Module):
             input_ids=ids,
             attention_mask=attention_mask,
             position_ids=places,
-            past_key_values=cache,
-            use_cache=True,
+            **caches.passed(cache),
             return_dict=True,
             **sights.looked_at(cache, ids.shape[1]),
             **options,
@@ -472,6 +474,14 @@ class SharedPrefix(nn.Module):
             hook.remove()
         hidden = outputs[0].last_hidden_state
         return hidden
+
+
+def _without_images(*call: Any) -> None:
+    """Give what Llama 4's language model returns the name that its caller reads of it: in
+    transformers 5.24.0 the model fails without."""
+    output = call[-1]
+    if not hasattr(output, "image_outputs"):
+        output.image_outputs = None
 
 
 def language_model(hf: Any) -> Any:

@@ -4,11 +4,14 @@ said where an engine cannot be used. The real vLLM: test_vllm_local.py, test_vll
 import importlib.metadata
 import importlib.util
 import socket
+import warnings
 
 import pytest
 import torch
 
 from mmrl.core.errors import UserError
+from mmrl.policies.base import checkpointed
+from mmrl.policies.lora import save_adapter
 from mmrl.policies.vlm.engines import vllm_local, vllm_options, vllm_weights
 from mmrl.policies.vlm.engines.vllm_options import VLLMOptions
 from mmrl.policies.vlm.parts import Parts
@@ -128,7 +131,7 @@ def test_an_adapter_is_saved_as_peft_loads_it(tmp_path):
         for p in policy.net.parameters():
             if p.requires_grad:
                 p.normal_(generator=torch.Generator().manual_seed(0))
-    vllm_weights.save_adapter(policy.net.hf, tmp_path / "adapter")
+    save_adapter(policy.net.hf, tmp_path / "adapter")
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"]) == (2, 4)
     base = AutoModelForImageTextToText.from_pretrained(policy.place)
@@ -136,3 +139,30 @@ def test_an_adapter_is_saved_as_peft_loads_it(tmp_path):
     whole = vllm_weights.checkpoint_weights(policy.net.hf)
     for name, value in vllm_weights.checkpoint_weights(loaded).items():
         torch.testing.assert_close(value, whole[name], atol=1e-6, rtol=1e-6)
+
+
+def test_transformers_and_peft_need_not_be_of_one_day(tmp_path, monkeypatch):
+    """transformers refuses a peft older than the one it was written beside, which may be none that
+    there is; adapters are added and saved by peft itself."""
+    from transformers.integrations import peft as integration
+
+    monkeypatch.setattr(integration, "MIN_PEFT_VERSION", "99.0")
+    policy = policy_of(lora=2)
+    with pytest.raises(ValueError, match="99.0"):
+        policy.net.hf.active_adapters()
+    policy.export(tmp_path / "export")
+    assert {path.name for path in (tmp_path / "export").iterdir()} >= {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+
+
+def test_nothing_is_called_by_a_name_that_transformers_gives_up():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        policy = policy_of()
+        policy.enable_gradient_checkpointing()
+        rollout = rolled(policy)
+        (point,) = policy.path(rollout)
+        policy.dist(point).log_prob(point.target).sum().backward()
+        assert checkpointed(policy.net.hf)

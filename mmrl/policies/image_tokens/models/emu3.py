@@ -25,7 +25,7 @@ from mmrl.policies.image_tokens import causal
 from mmrl.policies.image_tokens.attention import Kernel, available, of_transformers
 from mmrl.policies.image_tokens.network import Inputs
 from mmrl.policies.image_tokens.policy import ImageTokenPolicy
-from mmrl.policies.lora import Lora, ending_like
+from mmrl.policies.lora import Lora, ending_like, inject, save_model
 
 Storage = Literal["float32", "bfloat16", "float16"]
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -97,7 +97,7 @@ class Emu3Net(causal.CausalImageNet):
         )
 
     def add_adapter(self, config: Any) -> None:
-        self.hf.add_adapter(config)
+        inject(self.hf, config)
 
 
 @POLICIES.register("emu3")
@@ -204,7 +204,7 @@ class Emu3(ImageTokenPolicy):
 
     def export(self, folder: Path) -> None:
         """Save the whole model, or its adapter, with the processor, as transformers reads it."""
-        self.net.hf.save_pretrained(folder)
+        save_model(self.net.hf, folder)
         self.processor.save_pretrained(folder)
 
     def _ids(self, text: str) -> Any:

@@ -28,7 +28,7 @@ from mmrl.policies.image_tokens import causal
 from mmrl.policies.image_tokens.attention import Kernel, available, of_transformers
 from mmrl.policies.image_tokens.network import Inputs
 from mmrl.policies.image_tokens.policy import ImageTokenPolicy
-from mmrl.policies.lora import Lora, ending_like
+from mmrl.policies.lora import Lora, ending_like, inject, save_model
 from samplers.batching import chunks
 from samplers.noise import Rng
 
@@ -89,7 +89,7 @@ class GlmNet(causal.CausalImageNet):
         return F.linear(hidden, self.hf.lm_head.weight[: self.vocab])
 
     def add_adapter(self, config: Any) -> None:
-        self.hf.add_adapter(config)
+        inject(self.hf, config)
 
 
 @POLICIES.register("glm_image")
@@ -191,7 +191,7 @@ class GlmImage(ImageTokenPolicy):
     def export(self, folder: Path) -> None:
         """Save the language model, or its adapter, as the folder's ``vision_language_encoder``,
         with the processor."""
-        self.net.hf.save_pretrained(folder / "vision_language_encoder")
+        save_model(self.net.hf, folder / "vision_language_encoder")
         self.processor.save_pretrained(folder / "processor")
 
     def _encoded(self, text: str) -> Any:

@@ -19,6 +19,7 @@ from mmrl.core.types import Prompt
 from mmrl.policies.image_tokens import causal
 from mmrl.policies.image_tokens.network import Inputs
 from mmrl.policies.image_tokens.policy import ImageTokenPolicy
+from mmrl.policies.lora import save_model
 
 Storage = Literal["float32", "bfloat16", "float16"]
 
@@ -108,7 +109,7 @@ class ImageGPT(ImageTokenPolicy):
     def export(self, folder: Path) -> None:
         """Save the whole model, or its adapter, with the image processor, as transformers reads
         it."""
-        self.net.hf.save_pretrained(folder)
+        save_model(self.net.hf, folder)
         self.processor.save_pretrained(folder)
 
 

@@ -22,7 +22,7 @@ from mmrl.policies.image_tokens.kv_cache import Rooms
 from mmrl.policies.image_tokens.models import llama
 from mmrl.policies.image_tokens.network import ImageNet, Inputs, widened
 from mmrl.policies.image_tokens.policy import ImageTokenPolicy
-from mmrl.policies.lora import Lora, ending_like
+from mmrl.policies.lora import Lora, ending_like, inject, save_model
 from mmrl.policies.vlm import caches
 from mmrl.policies.vlm.families import modules_of
 
@@ -74,8 +74,7 @@ class JanusNet(ImageNet):
             input_ids=inputs["ids"],
             attention_mask=mask,
             position_ids=places,
-            past_key_values=cache,
-            use_cache=True,
+            **caches.passed(cache),
         ).last_hidden_state[:, -1:]
         extra = len(self.turns) - 1
         rooms = Rooms.after(caches.key_values(cache), rows, mask.shape[1] + extra)
@@ -154,7 +153,7 @@ class JanusNet(ImageNet):
         caches.recompute(self.hf.model.language_model)
 
     def add_adapter(self, config: Any) -> None:
-        self.hf.add_adapter(config)
+        inject(self.hf, config)
 
 
 @POLICIES.register("janus")
@@ -245,7 +244,7 @@ class Janus(ImageTokenPolicy):
 
     def export(self, folder: Path) -> None:
         """Save the whole model, or its adapter, with the processor, as transformers reads it."""
-        self.net.hf.save_pretrained(folder)
+        save_model(self.net.hf, folder)
         self.processor.save_pretrained(folder)
 
 

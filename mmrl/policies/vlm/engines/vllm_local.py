@@ -18,6 +18,7 @@ from torch import nn
 
 from mmrl.core import distributed
 from mmrl.core.errors import UserError
+from mmrl.policies.lora import save_adapter
 from mmrl.policies.vlm.engines import vllm_weights
 from mmrl.policies.vlm.engines.external import EngineAnswer, EnginePrompt
 from mmrl.policies.vlm.engines.vllm_options import Setup, check_version, sampling
@@ -147,7 +148,7 @@ class VLLM:
         before = self.adapter
         number = 1 if before is None else before.lora_int_id + 1
         folder = self.folder / str(number)
-        vllm_weights.save_adapter(hf, folder)
+        save_adapter(hf, folder)
         self.adapter = LoRARequest(f"policy-{number}", number, str(folder))
         if before is not None:
             self.llm.llm_engine.remove_lora(before.lora_int_id)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mmrl.core import distributed
 from mmrl.core.errors import UserError
+from mmrl.policies.lora import save_adapter
 from mmrl.policies.vlm.engines import vllm_weights
 from mmrl.policies.vlm.engines.vllm_options import Setup
 
@@ -78,7 +79,7 @@ class ThroughFolder:
         if not self.lora or not self.number:
             self._send_weights(partial(vllm_weights.save_weights, hf, adapters=not self.lora))
         if self.lora:
-            self._send_adapter(partial(vllm_weights.save_adapter, hf))
+            self._send_adapter(partial(save_adapter, hf))
 
     def _send_weights(self, save: Callable[[Path], None]) -> None:
         with self._written(save) as place:

@@ -16,8 +16,6 @@ from mmrl.policies.lora import merged
 from mmrl.policies.vlm.families import part_of
 
 WEIGHTS = "model.safetensors"
-ADAPTER = "default"  # peft's name of the adapter that is trained
-ADAPTER_FILE = "adapter_model.safetensors"
 
 
 @torch.no_grad()
@@ -60,16 +58,6 @@ def check_adapters(hf: nn.Module) -> None:
             f"policy option vllm.sync = lora: {foreign} is trained too, and vLLM takes adapters of "
             "the language model only; use sync: weights"
         )
-
-
-def save_adapter(hf: Any, folder: Path) -> None:
-    """Save the adapter as peft does: adapter_config.json and adapter_model.safetensors."""
-    from peft import get_peft_model_state_dict
-
-    folder.mkdir(parents=True)
-    state = get_peft_model_state_dict(hf, adapter_name=ADAPTER)
-    _save({f"base_model.model.{n}": t for n, t in state.items()}, folder / ADAPTER_FILE)
-    hf.peft_config[ADAPTER].save_pretrained(folder)
 
 
 def save_weights(hf: Any, folder: Path, adapters: bool = True) -> None:
