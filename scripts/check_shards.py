@@ -56,12 +56,16 @@ def apart(case: str, folder: Path, kind: str) -> tuple[float, float]:
     single.pop("idle"), double.pop("idle")
     if single.keys() != double.keys():
         raise SystemExit(f"{case}: {kind} wrote other tensors")
-    far = [
-        float((value.double() - double[name].double()).abs().nan_to_num(0.0).max())
-        for name, value in single.items()
-        if value.numel()
-    ]
+    far = [farthest(value, double[name]) for name, value in single.items() if value.numel()]
     return max(far), float(single["1/metrics"][NUMBERS.index("grad_norm")])
+
+
+def farthest(single: Any, double: Any) -> float:
+    """Return the largest difference of two tensors of one shape; what is nan in one only is
+    infinitely far."""
+    difference = (single.double() - double.double()).abs()
+    difference[single.isnan() & double.isnan()] = 0.0
+    return float(difference.nan_to_num(float("inf")).max())
 
 
 def compare(case: str) -> dict[str, Any]:

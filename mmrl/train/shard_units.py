@@ -36,7 +36,9 @@ def _listed(module: nn.Module, classes: set[str], least: float) -> set[str]:
     for child in module.children():
         if type(child).__name__ in classes or sum(p.numel() for p in child.parameters()) < least:
             continue
-        if isinstance(child, nn.ModuleList) and not isinstance(child[0], nn.ModuleList):
+        if isinstance(child, nn.ModuleList) and not any(
+            isinstance(x, nn.ModuleList) for x in child
+        ):
             listed |= {type(block).__name__ for block in child if _is_block(block)} - classes
         else:
             listed |= _listed(child, classes, least)
@@ -44,5 +46,6 @@ def _listed(module: nn.Module, classes: set[str], least: float) -> set[str]:
 
 
 def _is_block(module: nn.Module) -> bool:
-    """Tell whether a module is of a class of the model's own: one of torch's is everywhere."""
-    return not type(module).__module__.startswith("torch.")
+    """Tell whether a module is of a class of the model's own: one of torch's, or of an adapter by
+    the same name, is everywhere."""
+    return not hasattr(nn, type(module).__name__)

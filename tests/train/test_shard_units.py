@@ -1,9 +1,12 @@
 """What FSDP2 gathers one by one: blocks that are there, and that hold most of the weights."""
 
+from types import SimpleNamespace
+
 import pytest
 from torch import nn
 
 from mmrl.policies.vlm.policy import VLM
+from mmrl.train.device import Device
 from mmrl.train.shard_units import shard_classes
 from tests.fixtures import tiny_diffusers, tiny_vlms
 
@@ -71,6 +74,32 @@ class Net(nn.Module):
         self.nested = nn.ModuleList([nn.ModuleList([Block(), Block()]), nn.ModuleList([Block()])])
         self.plain = nn.ModuleList([nn.Linear(8, 64), nn.Linear(8, 64)])
         self.few = nn.ModuleList([nn.LayerNorm(2)])
+
+
+@pytest.mark.parametrize(
+    ("plugin", "sharded", "named"),
+    [
+        (SimpleNamespace(transformer_cls_names_to_wrap=None), True, ["Block"]),
+        (SimpleNamespace(transformer_cls_names_to_wrap=["Mine"]), True, ["Mine"]),
+        (SimpleNamespace(transformer_cls_names_to_wrap=None), False, None),
+        (None, True, None),
+    ],
+)
+def test_what_a_user_names_at_launch_rules(plugin, sharded, named):
+    state = SimpleNamespace(fsdp_plugin=plugin)
+    device = SimpleNamespace(accelerator=SimpleNamespace(state=state), sharded=sharded)
+    Device._name_units(device, Net())
+    assert getattr(plugin, "transformer_cls_names_to_wrap", None) == named
+
+
+class Linear(Block):
+    """An adapter by the name of what it adapts."""
+
+
+def test_an_adapter_by_the_name_of_a_layer_is_no_block():
+    net = Net()
+    net.plain = nn.ModuleList([Linear(), Linear()])
+    assert shard_classes(net) == ["Block"]
 
 
 def test_lists_in_lists_are_looked_into_and_torchs_own_layers_are_no_blocks():
