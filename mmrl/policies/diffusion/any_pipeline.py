@@ -168,7 +168,7 @@ class AnyPipeline(FlowPolicy):
         for net in nets.values():
             quantize(net, quantization)
         self.net = Networks(nets) if len(nets) > 1 else nets[self.parts[0]]
-        self.find_unused_parameters = len(nets) > 1
+        self.find_unused_parameters = True  # some leave the end of a block unused
         return pipe
 
     def _freeze(self, pipe: Any, placement: Placement, limit: int) -> None:
