@@ -196,3 +196,18 @@ def test_compiled_blocks_sample_and_train_as_plain_ones():
 def test_attention_that_this_machine_cannot_run_is_refused_before_loading():
     with pytest.raises(UserError, match="policy option attention = (flash|xformers)"):
         make("flux", path="/nowhere", attention="flash", quantization=None)
+
+
+def test_a_decoder_that_fails_on_several_videos_gets_each_alone():
+    policy = make("hunyuan15", steps=2)
+    rollout = policy.rollout(PROMPTS[:1], [2], Rng.of("decode"))
+    media = policy.decode(rollout)
+    assert len(media) == 2 and not torch.equal(media[0], media[1])
+    torch.testing.assert_close(media[1:], policy.decode(rollout[slice(1, 2)]))
+
+
+def test_copies_look_for_weights_that_reach_no_output():
+    """DDP ends in the second step where it is not told to; check_shards.py runs it."""
+    policy = make("qwen_image", steps=2)
+    trained = {name for name, p in policy.net.named_parameters() if p.requires_grad}
+    assert trained - gradient(policy).keys() and policy.find_unused_parameters
