@@ -111,7 +111,7 @@ def page(results: list[dict[str, Any]]) -> str:
             "with random weights, two iterations on gloo; the largest difference of samples,",
             "rewards, log-probs, advantages, metrics and weights from those of one process. A",
             "gradient of 0: all rewards were equal, so only sampling and scoring were compared;",
-            "nan: nothing to learn from, by what the metrics say (rewards that all failed).",
+            "nan: no step was taken, since rewards failed or the gradient was not finite.",
             "",
             f"{ran} of {len(results)} ran.",
             "",
