@@ -101,13 +101,16 @@ def page(results: list[dict[str, Any]]) -> str:
     from mmrl.utils.machine import machine
 
     about = machine()
+    libraries = ", ".join(
+        f"{name} {about['versions'][name]}" for name in ("torch", "transformers", "diffusers")
+    )
     ran = sum("failed" not in result for result in results)
     return "\n".join(
         [
             "# Two processes beside one, by family",
             "",
             f"Written by `{about['command']}` on {about['time']}, commit {about['commit']}: "
-            f"{about['cpu']}, torch {about['versions']['torch']}. Tiny models of the real classes",
+            f"{about['cpu']}, {libraries}. Tiny models of the real classes",
             "with random weights, two iterations on gloo; the largest difference of samples,",
             "rewards, log-probs, advantages, metrics and weights from those of one process. A",
             "gradient of 0: all rewards were equal, so only sampling and scoring were compared;",

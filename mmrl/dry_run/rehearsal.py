@@ -25,7 +25,7 @@ from mmrl.dry_run.conditions import conditions
 from mmrl.dry_run.fakes import Fakes
 from mmrl.dry_run.pictures import looker
 from mmrl.dry_run.tracked import Tracker, Work, extended, passed, tracked
-from mmrl.policies.base import checkpointed, without_empty
+from mmrl.policies.base import turn_on_checkpointing, without_empty
 from mmrl.policies.diffusion import diffusers_folder
 from mmrl.policies.diffusion.pipeline_policy import FolderPolicy
 from mmrl.policies.image_tokens.models.janus import UNDERSTANDING
@@ -208,8 +208,8 @@ def tokens(
         fakes.fill(codec)
         codec.to = partial(_stay, codec)
     net.eval()
-    if train.gradient_checkpointing:
-        any(checkpointed(module) for module in (net, getattr(net, "hf", None)))
+    if train.gradient_checkpointing and not turn_on_checkpointing(net):
+        turn_on_checkpointing(getattr(net, "hf", None))
     wrapped = _autocast(net, train)
     prompts = max(1, -(-rows // group_size))
     question = _question(entry, options)

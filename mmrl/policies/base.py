@@ -346,7 +346,7 @@ class Policy(ABC):
         return [ParameterGroup([p for p in self.net.parameters() if p.requires_grad])]
 
     def enable_gradient_checkpointing(self) -> None:
-        if not checkpointed(self.net):
+        if not turn_on_checkpointing(self.net):
             raise ValueError(f"{type(self.net).__name__} offers no gradient checkpointing")
 
     def enable_context_parallel(self, ulysses_degree: int, ring_degree: int) -> None:
@@ -456,9 +456,9 @@ def rows_of(cond: Any, group: Tensor) -> Any:
     return tree_map(lambda tensor: tensor[group], cond)
 
 
-def checkpointed(net: Any) -> bool:
-    """Let a network compute its activations again for the gradient, by what diffusers' models,
-    transformers' and those of older versions offer; False: it offers nothing."""
+def turn_on_checkpointing(net: Any) -> bool:
+    """Turn on gradient checkpointing by the method that a network has: of diffusers' models and
+    ours, of transformers' from 5.23 on, of older ones; False: it has none."""
     for name in (
         "enable_gradient_checkpointing",
         "activation_checkpointing_enable",

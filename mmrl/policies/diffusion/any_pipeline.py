@@ -67,6 +67,9 @@ class AnyPipeline(FlowPolicy):
     """
 
     capabilities = replace(FlowPolicy.capabilities, demonstrations=True, sound=True)
+    # experts that no token chose, layers for pictures that a prompt lacks, text layers that reach
+    # no output: any network may leave some of its weights out of a pass
+    find_unused_parameters = True
     encoder: MediaEncoder | None = None  # made for the first demonstrations
     attention = (
         *FlowPolicy.attention,
@@ -170,7 +173,6 @@ class AnyPipeline(FlowPolicy):
         for net in nets.values():
             quantize(net, quantization)
         self.net = Networks(nets) if len(nets) > 1 else nets[self.parts[0]]
-        self.find_unused_parameters = True  # some leave the end of a block unused
         return pipe
 
     def _freeze(self, pipe: Any, placement: Placement, limit: int) -> None:

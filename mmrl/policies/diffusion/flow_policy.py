@@ -432,7 +432,14 @@ class FlowPolicy(Policy):
             "sample": (),
         }[context.reads]
         eta = self.noise_level * torch.linspace(1, self.noise_anneal, steps, dtype=torch.float64)
-        return Plan(times, eta * noisy * self.exploring, spans, stored=tuple(stored))
+        eta = eta * noisy * self.exploring
+        if context.reads == "decisions" and self.exploring and not eta.any():
+            raise UserError(
+                f"policy option steps: none of the {steps} draws noise, so there is nothing to "
+                "train; take more steps (of a pipeline with a strength, raise that), or another "
+                "noise_level or noise_window"
+            )
+        return Plan(times, eta, spans, stored=tuple(stored))
 
     def _trial(self, group: Tensor, row: Tensor, cond: dict[str, Any]) -> None:
         """Make one pass of the largest kind, to measure what it allocates."""

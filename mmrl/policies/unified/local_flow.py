@@ -33,9 +33,9 @@ from mmrl.policies import local_code
 from mmrl.policies.base import (
     NO_CONTEXT,
     RolloutContext,
-    checkpointed,
     rows_and_groups,
     rows_of,
+    turn_on_checkpointing,
     without_empty,
 )
 from mmrl.policies.capabilities import Capabilities, Medium
@@ -117,7 +117,7 @@ class UnifiedFlow(FlowPolicy):
         return self.frozen
 
     def enable_gradient_checkpointing(self) -> None:
-        if not checkpointed(self.model):
+        if not turn_on_checkpointing(self.model):
             raise ValueError(f"{type(self.model).__name__} offers no gradient checkpointing")
 
     # Prompts, and what is written after them.

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from packaging.version import Version
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -22,7 +21,8 @@ from mmrl.policies.vlm.states import Kept, State
 KV = tuple[Tensor, Tensor]  # keys and values of one layer, [B, heads, S, D] each
 Memory = KV | State | Sight  # what one layer keeps
 # what a forward calls its cache: transformers renamed it
-NAME = "cache" if Version(version("transformers")) >= Version("5.24") else "past_key_values"
+RENAMED = tuple(map(int, version("transformers").split(".")[:2])) >= (5, 24)
+NAME = "cache" if RENAMED else "past_key_values"
 ROOM = 32  # steps a growing cache reserves at once
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mmrl.core.errors import UserError
-from mmrl.policies.base import checkpointed
+from mmrl.policies.base import turn_on_checkpointing
 from mmrl.policies.lora import save_adapter
 from mmrl.policies.vlm.engines import vllm_local, vllm_options, vllm_weights
 from mmrl.policies.vlm.engines.vllm_options import VLLMOptions
@@ -165,4 +165,4 @@ def test_nothing_is_called_by_a_name_that_transformers_gives_up():
         rollout = rolled(policy)
         (point,) = policy.path(rollout)
         policy.dist(point).log_prob(point.target).sum().backward()
-        assert checkpointed(policy.net.hf)
+        assert turn_on_checkpointing(policy.net.hf)
