@@ -95,7 +95,7 @@ def page(report: Report) -> str:
         "",
         f"Written by `{about['command']}` on {about['time']}, commit {about['commit']}.",
         "",
-        f"{', '.join(about['gpus'])}; {about['cpu']}, {about['cores']} cores; {versions}.",
+        f"{', '.join(about['gpus']) or 'no GPU'}; {about['cpu']}, {about['cores']} cores; {versions}.",
     ]
     for name, part in report["parts"].items():
         lines += ["", f"## {name} ({part['part_seconds']} s)", "", described(name), ""]
