@@ -18,6 +18,7 @@ from mmrl.config.plan import impossible
 from mmrl.config.presets import unsuited_preset
 from mmrl.config.schema import BAD, Resolved, construct, convert, resolve, resolve_call
 from mmrl.config.unfit import (
+    NOISELESS,
     blocked,
     not_to_be_skipped,
     pathless,
@@ -189,14 +190,7 @@ def _unsuited(entries: Mapping[str, Resolved], built: Any) -> Iterator[str]:
             isinstance(kernel, Resolved) and kernel.entry.__name__ == "ode"
         )
         if getattr(built or objective.entry, "visits", False) and still:
-            yield objective.place.say(
-                f"the objective {objective.entry.__name__} looks at steps with noise, of "
-                f"which this policy has none: "
-                "give it a stochastic sde_type and a noise_level above 0 (sde_type: "
-                "flow_sde, noise_level: "
-                "0.7), or take an objective of "
-                "finished samples: dgpo, nft, awm, fpo, crd, rwr, diffusion_dpo"
-            )
+            yield objective.place.say(f"the objective {objective.entry.__name__} {NOISELESS}")
 
 
 def _blocked(objective: Resolved, policy: Resolved) -> Iterator[str]:

@@ -294,6 +294,11 @@ class Policy(ABC):
             self.fitting = -int(distributed.all_max(torch.tensor(-fitting)))
         return min(self.fitting, rows, self.most or rows)
 
+    def idle(self, row: Rollout) -> Rollout:
+        """Prepare a sampled row [1] to be passed through the network by a process without rows
+        of its own: it must have a decision of every kind that the policy has."""
+        return row
+
     def attempts(self, size: int, least: int = 1) -> Iterator[Attempt]:
         """Yield attempts at work in passes of at most ``size`` rows; after an out-of-memory error,
         with half as many. From then on no pass is larger, and all are filled up to that width,

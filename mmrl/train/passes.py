@@ -14,13 +14,15 @@ from mmrl.config.plan import Plan
 from mmrl.core import distributed
 from mmrl.core.errors import UserError
 from mmrl.core.host import sent
-from mmrl.core.types import Point, Rollout
+from mmrl.core.types import Point, Rollout, Transition
 from mmrl.objectives.base import Objective
 from mmrl.policies.base import Policy
 from mmrl.train import minibatches
 from mmrl.train.batch import Batch
 from mmrl.train.minibatches import Points
 from samplers.noise import Rng
+
+KINDS = (type(None), Transition)
 
 
 class Passes:
@@ -80,15 +82,43 @@ class Passes:
         ``couple``: a coupled objective sees them all before the first is returned.
         """
         device = batch.idle_row.group.device
-        needed = points.passes(rows)
-        # without a row that teaches there is still a gradient, of zeros
-        count = max(1, distributed.largest(needed, device))
-        idle = [self.idle(batch, rng) for _ in range(count - needed)]
         trained: Iterable[Point] = minibatches.passes(points, rows, self.policy.adjacent)
-        if couple and self.coupled:
-            trained = self.couple(batch, list(trained), idle)
-        passes = chain(trained, idle)
+        if self.policy.capabilities.decisions == "mixed":
+            count, passes = self._of_kinds(batch, points, rows, rng, trained)
+        else:
+            needed = points.passes(rows)
+            # without a row that teaches there is still a gradient, of zeros
+            count = max(1, distributed.largest(needed, device))
+            idle = [self.idle(batch, rng) for _ in range(count - needed)]
+            if couple and self.coupled:
+                trained = self.couple(batch, list(trained), idle)
+            passes = chain(trained, idle)
         return count, (point.map(lambda tensor: sent(tensor, device)) for point in passes)
+
+    def _of_kinds(
+        self, batch: Batch, points: Points, rows: int, rng: Rng, trained: Iterable[Point]
+    ) -> tuple[int, Iterator[Point]]:
+        """Count the passes that every process makes, and order them: equally many of each kind,
+        since those of texts and of pictures go through other layers. A collective call."""
+        device = batch.idle_row.group.device
+        needed = [-(-points.rows.get(kind, 0) // rows) for kind in KINDS]
+        most = distributed.all_max(torch.tensor(needed, device=device)).tolist()
+        if not any(most):
+            return 1, iter([self.idle(batch, rng)])
+        kinds = [kind for kind, count in zip(KINDS, most, strict=True) for _ in range(count)]
+        return len(kinds), self._filled(batch, rng, iter(trained), kinds)
+
+    def _filled(
+        self, batch: Batch, rng: Rng, trained: Iterator[Point], kinds: list[type]
+    ) -> Iterator[Point]:
+        """Yield a pass of each of ``kinds``, an idle one where ``trained`` has none."""
+        waiting = next(trained, None)
+        for kind in kinds:
+            if waiting is not None and type(waiting.step) is kind:
+                yield waiting
+                waiting = next(trained, None)
+            else:
+                yield self.idle(batch, rng, kind)
 
     @torch.no_grad()
     def couple(self, batch: Batch, passes: list[Point], idle: list[Point]) -> list[Point]:
@@ -106,9 +136,10 @@ class Passes:
             minibatches.tell(coupled, parts)
         return parts
 
-    def idle(self, batch: Batch, rng: Rng) -> Point:
-        """Make a pass of one row that trains nothing."""
+    def idle(self, batch: Batch, rng: Rng, kind: type = object) -> Point:
+        """Make a pass of one row that trains nothing, of a step of this kind."""
         advantage = torch.zeros_like(batch.idle_row.logprob[:, :1])
-        row = batch.idle_row.replace(advantage=advantage)
-        point = next(iter(self.objective.points(self.policy, row, rng)))[:1]
+        row = self.policy.idle(batch.idle_row.replace(advantage=advantage))
+        points = self.objective.points(self.policy, row, rng)
+        point = next(point for point in points if isinstance(point.step, kind))[:1]
         return point.replace(mask=torch.zeros_like(point.mask))

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import samplers
 from mmrl.config.options import Steps
+from mmrl.config.unfit import NOISELESS
 from mmrl.core.distributions import Gaussian, Score
 from mmrl.core.errors import UserError
 from mmrl.core.host import sent
@@ -433,13 +434,19 @@ class FlowPolicy(Policy):
         }[context.reads]
         eta = self.noise_level * torch.linspace(1, self.noise_anneal, steps, dtype=torch.float64)
         eta = eta * noisy * self.exploring
-        if context.reads == "decisions" and self.exploring and not eta.any():
-            raise UserError(
-                f"policy option steps: none of the {steps} draws noise, so there is nothing to "
-                "train; take more steps (of a pipeline with a strength, raise that), or another "
-                "noise_level or noise_window"
-            )
-        return Plan(times, eta, spans, stored=tuple(stored))
+        plan = Plan(times, eta, spans, stored=tuple(stored))
+        if context.reads == "decisions" and self.exploring and not self._decides(plan):
+            raise UserError(f"policy options steps and noise_level: the objective {NOISELESS}")
+        return plan
+
+    def _decides(self, plan: Plan) -> bool:
+        """Tell whether any step draws noise: some have none whatever their noise level, such as
+        DDIM's to the data."""
+        steps = len(plan.eta)
+        blank = torch.ones(steps, *[1] * len(self.shape), dtype=torch.float64)
+        times = plan.times.to(blank)
+        _, std = self.sde_type(blank, blank, times[:-1], times[1:], plan.eta)
+        return bool((std > 0).any())
 
     def _trial(self, group: Tensor, row: Tensor, cond: dict[str, Any]) -> None:
         """Make one pass of the largest kind, to measure what it allocates."""

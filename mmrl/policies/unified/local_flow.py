@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import torch
 from annotated_types import Ge, Gt, Le
 from torch import Tensor
+from torch.nn.functional import pad
 
 from mmrl.config.options import Count
 from mmrl.core import distributed
@@ -44,7 +45,7 @@ from mmrl.policies.lora import ATTENTION
 from mmrl.policies.unified.contract import Passes, check_prompts, checked
 from mmrl.policies.unified.draw import NONE
 from mmrl.policies.unified.prompts import task_of
-from mmrl.policies.unified.tasks import check_shards, columns, drawing, in_order
+from mmrl.policies.unified.tasks import columns, drawing, fewer, in_order
 from mmrl.policies.unified.writing import answer_logits, read, write
 from mmrl.policies.vlm.prefix_sharing import sharded
 from samplers.batching import at_width, chunks
@@ -180,10 +181,10 @@ class UnifiedFlow(FlowPolicy):
         draws = cond["draws"][group]
         text, score = self._texts(cond, group, row, draws, rng.fold("text"))
         places = draws.nonzero()[:, 0]
-        of_pictures = self.drawn_after(cond, group[places], text[places])
-        # without a picture here there still is a path, of nothing
-        first = places if len(places) else torch.zeros_like(row[:1])
-        known = of_pictures if len(places) else self.drawn_after(cond, group[first], text[first])
+        # without a picture here there still is a path, of nothing; in shards as many as anywhere
+        count = len(places) + fewer(self.net, len(places), self.device)
+        first = pad(places, (0, max(1, count) - len(places)))
+        known = self.drawn_after(cond, group[first], text[first])
         number = torch.arange(len(first), device=row.device)
         pictures = self.paths(number, row[first], known, rng, context)
         every = _placed(pictures, places, len(row))
@@ -208,21 +209,24 @@ class UnifiedFlow(FlowPolicy):
         text = torch.full((len(row), self.width), NONE, device=row.device)
         score = torch.zeros(len(row), self.width, dtype=self.dtype, device=row.device)
         limit = torch.where(draws, self.think or 0, self.answer or 0)
-        check_shards(self.net, bool((limit > 0).any()), bool(draws.any()), self.device)
         greedy = not self.exploring and self.greedy
         warp = Warp(0.0, suppressed=self.texts_warp.suppressed) if greedy else self.texts_warp
         stops = torch.tensor(self.model.stops, dtype=torch.long, device=row.device)
         places = (limit > 0).nonzero()[:, 0]
         size = min(self.fixed_batch_rows or len(row), self.most or len(row))
         busy = distributed.any_of if sharded(self.net) else None
-        for part in chunks(len(places), size):
-            at = places[part]
+        parts = [places[part] for part in chunks(len(places), size)]
+        idle = fewer(self.net, len(parts), self.device) * [torch.zeros_like(row[:1])]
+        for number, at in enumerate(parts + idle):
             shown = rows_of(without_empty(cond), group[at])
             shown.pop("draws")
             uniform = rng.uniform(row[at], (self.width,))
-            text[at], logprob = write(self.net, shown, uniform, warp, stops, limit[at], busy)
-            score[at] = logprob.to(score)
-            self.forwards += int((text[at] != NONE).sum())
+            room = limit[at] if number < len(parts) else torch.zeros_like(at)
+            written, logprob = write(self.net, shown, uniform, warp, stops, room, busy)
+            if number < len(parts):
+                text[at] = written
+                score[at] = logprob.to(score)
+            self.forwards += int((written != NONE).sum())
         return text, score
 
     def demonstrate(
@@ -231,6 +235,14 @@ class UnifiedFlow(FlowPolicy):
         raise self._cannot("takes no answers of others: nobody knows the steps to their pictures")
 
     # Scoring.
+
+    def idle(self, row: Rollout) -> Rollout:
+        """Let a row have a text and a picture, whichever it has: its path a place for each."""
+        words = row.mask.new_ones(1, self.width)
+        return row.replace(
+            cond=row.cond | {"draws": torch.ones_like(row.cond["draws"])},
+            mask=torch.cat([words, row.latents.noise_level > 0], 1),
+        )
 
     def path(self, rollout: Rollout) -> Iterator[Point]:
         words = rollout.mask[:, : self.width]
@@ -333,10 +345,11 @@ class UnifiedFlow(FlowPolicy):
         draws = rollout.cond["draws"][rollout.group]
         latents = rollout.sample[draws]
         size = self.fixed_batch_rows or max(len(latents), 1)
-        images = [
-            self.model.images(latents[part]).float().clamp(0, 1)
-            for part in chunks(len(latents), size)
-        ]
+        parts = [latents[part] for part in chunks(len(latents), size)]
+        idle = fewer(self.net, len(parts), self.device) * [torch.zeros_like(rollout.sample[:1])]
+        # shards are gathered for a pass of the whole network only
+        decoder = partial(self.net, "images") if sharded(self.net) else self.model.images
+        images = [decoder(part).float().clamp(0, 1) for part in parts + idle][: len(parts)]
         if self.answer is None:
             return torch.cat(images)
         pictures = (image for part in images for image in part)

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from mmrl.config.options import Count, Steps
-from mmrl.core import distributed
 from mmrl.core.host import on_host, sent
 from mmrl.core.registry import POLICIES, locate
 from mmrl.core.types import Copies, Media, Point, Prompt, Rollout, TokenOrder
@@ -30,7 +29,7 @@ from mmrl.policies.masked.policy import Hidden
 from mmrl.policies.tokens import TokenPolicy, somewhere
 from mmrl.policies.unified.draw import NONE
 from mmrl.policies.unified.prompts import task_of
-from mmrl.policies.unified.tasks import columns, drawing
+from mmrl.policies.unified.tasks import columns, drawing, fewer
 from mmrl.policies.vlm.prefix_sharing import sharded
 from samplers.batching import chunks
 from samplers.noise import Rng
@@ -171,7 +170,7 @@ class UnifiedMasked(TokenPolicy):
         for draws_it, view in self.kinds:
             of_kind = (draws == draws_it).nonzero()[:, 0]
             parts = [of_kind[part] for part in chunks(len(of_kind), size)]
-            idle = self._fewer(len(parts)) * [torch.zeros_like(group[:1])]
+            idle = fewer(self.net, len(parts), self.device) * [torch.zeros_like(group[:1])]
             for number, at in enumerate(parts + idle):
                 with self._counted(view):
                     rows = view._sample(group[at], row[at], self._known(cond, view), rng)
@@ -180,11 +179,6 @@ class UnifiedMasked(TokenPolicy):
                     places.append(at)
         rows = Rollout.cat(samples)[torch.cat(places).argsort()]
         return rows.replace(prompts=tuple(prompts))
-
-    def _fewer(self, passes: int) -> int:
-        """Count the passes that another process makes more than this one, where all must make
-        equally many; a collective call then."""
-        return distributed.largest(passes, self.device) - passes if sharded(self.net) else 0
 
     def _known(self, cond: dict[str, Any], view: View) -> dict[str, Any]:
         known: dict[str, Any] = cond["image" if view is self.image else "text"]
@@ -260,7 +254,7 @@ class UnifiedMasked(TokenPolicy):
                 scores = self.dist(point).log_prob(point.target).to(logprob)
                 logprob.index_add_(0, at, torch.where(point.mask, scores, 0.0))
                 passes += 1
-        for _ in range(self._fewer(passes)):
+        for _ in range(fewer(self.net, passes, self.device)):
             self.dist(point[:1])
         return rollout.replace(logprob=logprob)
 

@@ -34,6 +34,12 @@ def in_order(
     return [next(pictures) if drawn else text(i) for i, drawn in enumerate(draws)]
 
 
+def fewer(net: nn.Module, passes: int, device: torch.device) -> int:
+    """Count the passes that another process makes more than this one, where all must make
+    equally many; a collective call then."""
+    return distributed.largest(passes, device) - passes if sharded(net) else 0
+
+
 def check_shards(net: nn.Module, writes: bool, draws: bool, device: torch.device) -> None:
     """Raise UserError where a batch with both kinds of passes meets sharded weights: processes
     would make unlike passes, and wait for each other forever. A collective call then."""

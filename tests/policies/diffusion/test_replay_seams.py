@@ -18,6 +18,7 @@ from mmrl.run.build import Session, read
 from mmrl.run.evaluation import evaluate
 from mmrl.utils.paths import find_config
 from samplers.noise import Rng
+from tests.fixtures.replay_cases import CASES
 from tests.policies.diffusion.test_any_pipeline import PROMPTS, both, make, trainer_of
 
 load_built_in()
@@ -211,3 +212,19 @@ def test_copies_look_for_weights_that_reach_no_output():
     policy = make("qwen_image", steps=2)
     trained = {name for name, p in policy.net.named_parameters() if p.requires_grad}
     assert trained - gradient(policy).keys() and policy.find_unused_parameters
+
+
+@pytest.mark.parametrize("name", ["hunyuan15", "hunyuan15_i2v"])
+def test_hunyuan_video_15_reads_its_prompt_and_its_gradient_is_finite(name):
+    """Of a template as long as what the pipeline cuts off: without a token of the prompt left the
+    network divides 0 by 0, which reaches no output and every gradient."""
+    policy = make(name, steps=2, together=CASES[name].together)
+    masks = []
+    policy.net.register_forward_hook(
+        lambda net, args, kwargs, output: masks.append(kwargs["encoder_attention_mask"]),
+        with_kwargs=True,
+    )
+    gradients = gradient(policy)
+    assert gradients and all(value.isfinite().all() for value in gradients.values())
+    assert gradients["context_embedder.proj_in.weight"].abs().max() > 0
+    assert masks and all((mask.sum(1) > 0).all() for mask in masks)

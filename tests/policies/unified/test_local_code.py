@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from safetensors.torch import load_file
 from mmrl.advantages import flow_grpo
 from mmrl.config.options import TrainOptions
 from mmrl.config.unfit import unsuited
+from mmrl.core import distributed
 from mmrl.core.errors import UserError
 from mmrl.core.registry import OBJECTIVES
 from mmrl.core.types import Rewards
@@ -286,27 +288,63 @@ def test_neither_uneven_groups_nor_the_size_of_passes_changes_a_row(kind):
     assert gradients[0].isfinite().all() and gradients[0].abs().max() > 0
 
 
-def test_shards_refuse_what_processes_could_not_pass_alike(monkeypatch):
-    """In one sentence, before the first pass; answers alone, or pictures without a thought, go."""
-    monkeypatch.setattr(tasks, "sharded", lambda net: True)
-    says = "needs whole weights on every process, not shards: launch copies"
-    for policy, prompts in ((flow(), PROMPTS), (flow(), PROMPTS[:1])):
-        with pytest.raises(UserError, match=says):
-            policy.rollout(prompts, 2, Rng.of("shards"))
-    # one that is done makes the passes of those that still write
-    monkeypatch.setattr(local_flow, "sharded", lambda net: True)
+def test_in_shards_every_process_makes_the_passes_of_the_busiest(monkeypatch):
+    """In sampling, by kind, and while another process still writes; test_processes.py has two."""
+    for module in (tasks, local_flow):
+        monkeypatch.setattr(module, "sharded", lambda net: True)
     monkeypatch.setattr(local_flow.distributed, "any_of", lambda flag: True)
-    policy = flow()
+    policy = flow(fixed_batch_rows=2)
     policy.model.stops = tuple(range(29))  # all end at once
     passes_made = []
-    policy.net.register_forward_hook(lambda *_: passes_made.append(1))
-    rollout = policy.rollout(PROMPTS[1:], 2, Rng.of("shards"))
-    assert rollout.mask.sum(1).tolist() == [1, 1] and len(passes_made) == 4 + 3
-    assert len(flow(think=None).rollout(PROMPTS[:1], 2, Rng.of("shards"))) == 2
-    # what another process has counts too
-    monkeypatch.setattr(tasks.distributed, "all_max", torch.ones_like)
-    with pytest.raises(UserError, match=says):
-        tasks.check_shards(torch.nn.Identity(), True, False, torch.device("cpu"))
+    policy.net.register_forward_hook(lambda net, args, output: passes_made.append(args[0]))
+
+    def made(prompts, most):
+        """Passes of writing and of drawing where another process has ``most(number)`` of them."""
+        monkeypatch.setattr(tasks.distributed, "largest", lambda number, device: most(number))
+        passes_made.clear()
+        rollout = policy.rollout(prompts, 2, Rng.of("shards"))
+        counts = [passes_made.count(kind) for kind in ("text_logits", "velocity")]
+        return rollout, counts
+
+    for prompts in (PROMPTS[:1], PROMPTS[1:]):
+        alone, few = made(prompts, lambda number: number)
+        beside, many = made(prompts, lambda number: number + 2)
+        assert few == [4, 3]  # of W places, whoever writes, and of as many steps
+        assert many == [3 * 4, 3 * (2 if prompts[0]["task"] == "generate" else 1)]
+        for name in ("sample", "logprob", "mask"):
+            assert torch.equal(getattr(beside, name), getattr(alone, name)), name
+        passes_made.clear()
+        media = policy.decode(beside)
+        assert len(media) == 2 and passes_made.count("images") >= 2
+
+
+def test_in_training_every_process_makes_equally_many_passes_of_each_kind(monkeypatch):
+    policy = flow()
+    runner = trainer(policy)
+    batches = []
+    update = runner.update.run
+    runner.update.run = lambda batch: batches.append(batch) or update(batch)
+    runner.iterate()
+    cut = runner.update.passes
+    for task in (False, True):  # answers alone here, pictures with their thoughts alone
+        rows = (batches[0].rollout.cond["draws"][batches[0].rollout.group] == task).nonzero()[:, 0]
+        part = batches[0].rollout[rows]
+        batch = replace(batches[0], rollout=part, idle_row=part[:1])
+        points = cut.points(part, Rng.of("cut"), True)
+        monkeypatch.setattr(distributed, "all_max", lambda counts: torch.tensor([3, 7]))
+        count, made = cut.cut(batch, points, 3, Rng.of("cut"))
+        made = list(made)
+        assert [point.step is None for point in made] == [True] * 3 + [False] * 7
+        assert count == 10 and sum(int(point.mask.sum()) for point in made) == part.mask.sum()
+        for point in made:
+            loss = runner.objective.loss(policy, point)
+            assert loss.isfinite().all() and loss.requires_grad
+
+
+def test_janus_still_refuses_a_batch_of_both_tasks_in_shards(monkeypatch):
+    monkeypatch.setattr(tasks, "sharded", lambda net: True)
+    with pytest.raises(UserError, match="needs whole weights on every process, not shards: launc"):
+        tasks.check_shards(torch.nn.Identity(), True, True, torch.device("cpu"))
 
 
 def test_a_batch_of_answers_holds_no_picture():
