@@ -266,6 +266,11 @@ class AnyPipeline(FlowPolicy):
     def _own_times(self, steps: int) -> Tensor:
         """Return the pipeline's own times, as its call sets them."""
         times: Tensor = self._timetable(steps).times
+        if len(times) < 2:
+            raise UserError(
+                f"policy option steps: the last step of {self.pipeline} has no length, so {steps} "
+                "would be none; use at least 2"
+            )
         return times
 
     def _timetable(self, steps: int) -> Any:

@@ -18,7 +18,6 @@ from samplers.noise import Rng
 RNG = Rng.of("replay check")
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}  # of pixels in 0..1
 ROUGH = 0.1  # of pixels, in half precision
-BYTE = 1 / 255  # what a pipeline may move a pixel by that rounds them to 8 bits
 FAILURES = (
     RuntimeError,
     ValueError,
@@ -71,13 +70,6 @@ def _different(prompts: list[Prompt]) -> list[Prompt]:
 
 def _tolerance(policy: Any) -> float:
     return TOLERANCE.get(policy.compute, ROUGH)
-
-
-def _in_bytes(media: Tensor) -> bool:
-    """Tell whether a pipeline has rounded its pixels to 8 bits, as Cosmos does for its
-    guardrail."""
-    levels = media * 255
-    return bool((levels - levels.round()).abs().max() < 1e-3)
 
 
 def _rows_independent(policy: Any, pair: list[Prompt]) -> bool:
@@ -140,7 +132,7 @@ def _check_path(policy: Any, prompts: list[Prompt]) -> None:
     apart = float((plain - ours).abs().max())
     if isinstance(plain, SoundVideos) and isinstance(ours, SoundVideos):
         apart = max(apart, float((plain.sound - ours.sound).abs().max()))
-    if not apart <= _tolerance(policy) + (BYTE if _in_bytes(plain) else 0):
+    if not apart <= _tolerance(policy) + pipeline_folder.rounding(plain):
         media = "pictures or a sound" if isinstance(plain, SoundVideos) else "pictures"
         raise UserError(
             f"{policy.pipeline} cannot be replayed: without noise its own loop gives {media} that "
