@@ -101,6 +101,7 @@ class AnyPipeline(FlowPolicy):
         scheduler: Sampler = "own",
         video_frames: int | None = None,
         sound_share: Annotated[float, Gt(0), Lt(1)] | None = None,
+        guardrail: bool = True,
         **options: Any,
     ):
         """Load a model folder. path: folder, hub id or world:NAME of any pipeline. call: further
@@ -124,12 +125,14 @@ class AnyPipeline(FlowPolicy):
         whatever sde_type, noise_level, noise_window and solver say; export writes that scheduler.
         video_frames: taken of each prompt's video, evenly spread, where the pipeline changes
         one. sound_share: what the sound of a video counts in the mean that logprob_reduction takes,
-        for log-prob, KL and entropy; null: as many numbers as it has, a few in a hundred."""
+        for log-prob, KL and entropy; null: as many numbers as it has, a few in a hundred.
+        guardrail: Cosmos checks prompts and pictures by the package cosmos_guardrail; false runs it
+        without, which is the user's decision and duty."""
         check_quantization(quantization, options.get("lora") is not None)
         attention_backends.check(attention)
         self._refuse(options)
         self.compute = getattr(torch, dtype)
-        pipe = self._load(path, quantization, skip_blocks)
+        pipe = self._load(path, quantization, skip_blocks, guardrail)
         replay_consistency.by_lcm(pipe, self.place, scheduler)
         self.sampler = scheduler
         pipeline_folder.decode_in_parts(pipe, tiling=vae_tiling, slicing=vae_slicing)
@@ -164,10 +167,16 @@ class AnyPipeline(FlowPolicy):
     # loading
 
     def _load(
-        self, path: str, quantization: Quantization | None, skip_blocks: Sequence[str]
+        self,
+        path: str,
+        quantization: Quantization | None,
+        skip_blocks: Sequence[str],
+        guardrail: bool,
     ) -> Any:
         """Load the pipeline, and find the networks that are trained."""
-        self.place, pipe, self.parts = pipeline_folder.load(path, self.compute, skip_blocks)
+        self.place, pipe, self.parts = pipeline_folder.load(
+            path, self.compute, skip_blocks, guardrail
+        )
         self.pipeline = type(pipe).__name__
         nets = {name: getattr(pipe, name) for name in self.parts}
         for net in nets.values():
@@ -257,6 +266,11 @@ class AnyPipeline(FlowPolicy):
     def _own_times(self, steps: int) -> Tensor:
         """Return the pipeline's own times, as its call sets them."""
         times: Tensor = self._timetable(steps).times
+        if len(times) < 2:
+            raise UserError(
+                f"policy option steps: the last step of {self.pipeline} has no length, so {steps} "
+                "would be none; use at least 2"
+            )
         return times
 
     def _timetable(self, steps: int) -> Any:

@@ -23,8 +23,14 @@ from mmrl.policies.diffusion import diffusers_folder
 
 INDEX = "modular_model_index.json"
 MEDIA = ("images", "videos")  # what blocks call what they decode
+SOUND = "audio"
 GUIDANCE = "guidance_scale"
-PREPARED = "latents_are_prepared"  # of a call's state
+# what else a guider of videos with sound can be told; its sound has a guider of its own
+FURTHER = ("stg_scale", "modality_scale", "guidance_rescale")
+STG_BLOCKS = "spatio_temporal_guidance_blocks"
+# the states that blocks make before their loop, and the methods that pipelines of the other form
+# make them by
+STATES = {"latents": "prepare_latents", "audio_latents": "prepare_audio_latents"}
 
 
 def is_modular(place: str) -> bool:
@@ -74,7 +80,8 @@ def check_index(index: dict[str, Any], path: str, libraries: tuple[str, ...]) ->
         if part.startswith("_") or not (isinstance(entry, list) and len(entry) == 3):
             continue
         library = (entry[2].get("type_hint") or entry)[0] if isinstance(entry[2], dict) else None
-        if str(library).partition(".")[0] not in (*libraries, "None"):
+        name = str(library).partition(".")[0]
+        if name not in (*libraries, "None") and not hasattr(diffusers.pipelines, name):
             raise UserError(
                 f"policy path {path!r}: {part} is of {library!r}, which is no part of diffusers or "
                 "transformers; code of a folder is not run"
@@ -142,11 +149,12 @@ def adapted(pipe: Any) -> Any:
         _let_gradients_through(block)
         if hasattr(block, "set_progress_bar_config"):
             block.set_progress_bar_config(disable=True)
-    preparing = [block for block in before_loops(pipe._blocks) if "latents" in written(block)]
-    if preparing:
-        pipe.__dict__["prepare_latents"] = lambda latents: latents
-    for block in preparing:  # of each workflow; what comes after its loop writes latents too
-        _prepare_by_the_pipeline(block)
+    for state, method in STATES.items():
+        preparing = [block for block in before_loops(pipe._blocks) if state in written(block)]
+        if preparing:
+            pipe.__dict__[method] = lambda latents: latents
+        for block in preparing:  # of each workflow; what comes after its loop writes latents too
+            _prepare_by_the_pipeline(block, state, method)
 
     def call(pipe: Any, **arguments: Any) -> Any:
         return _called(pipe, arguments)
@@ -190,6 +198,9 @@ def _signature(pipe: Any) -> inspect.Signature:
             parameters.append(Parameter(entry.name, only, default=default))
     if guidance_of(pipe):
         parameters.append(Parameter(GUIDANCE, only, default=guider_of(pipe).guidance_scale))
+    if sound_guider_of(pipe) is not None:
+        names = [*FURTHER, STG_BLOCKS, *(f"audio_{name}" for name in (GUIDANCE, *FURTHER))]
+        parameters += [Parameter(name, only, default=None) for name in names]
     return inspect.Signature(parameters)
 
 
@@ -197,6 +208,12 @@ def guider_of(pipe: Any) -> Any:
     """Return the component that mixes outputs by a scale; None where there is none."""
     guider = getattr(pipe, "guider", None) if hasattr(pipe, "_blocks") else None
     return guider if hasattr(guider, GUIDANCE) else None
+
+
+def sound_guider_of(pipe: Any) -> Any:
+    """Return the component that guides the sound of a video; None where there is none."""
+    guider = getattr(pipe, "audio_guider", None) if hasattr(pipe, "_blocks") else None
+    return guider if all(hasattr(guider, name) for name in (GUIDANCE, *FURTHER)) else None
 
 
 def guidance_of(pipe: Any) -> str | None:
@@ -214,17 +231,39 @@ def _called(pipe: Any, arguments: dict[str, Any]) -> Any:
 
     state = PipelineState()
     chosen = dict(arguments)
-    if guidance_of(pipe) and GUIDANCE in chosen:
-        guider = guider_of(pipe)
-        guider.guidance_scale = chosen.pop(GUIDANCE)
-        if guider.guidance_scale != 1:
-            guider.enable()  # Z-Image's blocks turn it off, whatever its scale
+    _guide(pipe, chosen)
     for entry in pipe._blocks.inputs:
         if entry.name:
             state.set(entry.name, chosen.pop(entry.name, entry.default), entry.kwargs_type)
     _, state = pipe._blocks(pipe, state)
     decoded = [state.get(name) for name in MEDIA if state.get(name) is not None]
-    return (decoded[0] if decoded else state.get("latents"),)
+    media = decoded[0] if decoded else state.get("latents")
+    sound = state.get(SOUND)
+    return (media,) if sound is None else (media, sound)
+
+
+def _guide(pipe: Any, chosen: dict[str, Any]) -> None:
+    """Tell the guiders what a call says of guidance, which is taken out of ``chosen``. A sound is
+    guided as its video where nothing else is said."""
+    sound = sound_guider_of(pipe)
+    guiders = [("", guider_of(pipe)), ("audio_", sound)] if sound is not None else []
+    if sound is not None and chosen.get(STG_BLOCKS) is not None:
+        setattr(guiders[0][1], STG_BLOCKS, chosen[STG_BLOCKS])
+    for name in FURTHER:
+        values = [chosen.pop(prefix + name, None) for prefix, _ in guiders]
+        for value, (_, guider) in zip(values, guiders, strict=True):
+            value = values[0] if value is None else value
+            setattr(guider, name, guider.config[name] if value is None else value)
+    chosen.pop(STG_BLOCKS, None)
+    scales = [chosen.pop(GUIDANCE, None)] if guidance_of(pipe) else []
+    scales += [chosen.pop(f"audio_{GUIDANCE}", None)] if sound is not None else []
+    for scale, guider in zip(scales, (guider_of(pipe), sound), strict=False):
+        scale = scales[0] if scale is None else scale
+        if scale is None:
+            continue
+        guider.guidance_scale = scale
+        if scale != 1:
+            guider.enable()  # Z-Image's blocks turn it off, whatever its scale
 
 
 def _let_gradients_through(block: Any) -> None:
@@ -234,16 +273,17 @@ def _let_gradients_through(block: Any) -> None:
     block.__class__ = type(cls.__name__, (cls,), {"__call__": plain})
 
 
-def _prepare_by_the_pipeline(block: Any) -> None:
-    """Let the pipeline's ``prepare_latents`` see, and replace, the first latents of a call."""
+def _prepare_by_the_pipeline(block: Any, name: str, method: str) -> None:
+    """Let a method of the pipeline see, and replace, the first latents of this name in a call."""
     cls = type(block)
+    is_prepared = f"{name}_are_prepared"  # of a call's state
 
     def call(block: Any, pipe: Any, state: Any) -> Any:
         pipe, state = cls.__call__(block, pipe, state)
-        if not state.get(PREPARED):
-            state.set(PREPARED, True)
-            latents: Tensor = pipe.prepare_latents(state.get("latents"))
-            state.set("latents", latents)
+        if not state.get(is_prepared):
+            state.set(is_prepared, True)
+            latents: Tensor = getattr(pipe, method)(state.get(name))
+            state.set(name, latents)
         return pipe, state
 
     block.__class__ = type(cls.__name__, (cls,), {"__call__": call})

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import locate
-from mmrl.policies.diffusion import diffusers_folder, modular_folder
+from mmrl.policies.diffusion import diffusers_folder, guardrails, modular_folder
 from mmrl.policies.diffusion.modular_folder import is_modular
 
 LIBRARIES = ("diffusers", "transformers")
@@ -21,11 +21,11 @@ DENOISERS = ("transformer", "unet")  # what pipelines call the network of their 
 
 
 def load(
-    path: str, dtype: torch.dtype, skip_blocks: Sequence[str] = ()
+    path: str, dtype: torch.dtype, skip_blocks: Sequence[str] = (), guardrail: bool = True
 ) -> tuple[str, Any, tuple[str, ...]]:
     """Load a pipeline: its folder, itself, and the names of the networks of its loop; of a modular
-    one, without the blocks of these names. UserError for what is no pipeline of the installed
-    libraries."""
+    one, without the blocks of these names; of Cosmos, with its guardrail or without. UserError for
+    what is no pipeline of the installed libraries."""
     place = locate(path)
     local = Path(place).exists() or place.startswith((".", "/", "~"))
     indices = ("model_index.json", modular_folder.INDEX)
@@ -34,6 +34,8 @@ def load(
             f"policy path {path!r}: no model_index.json in {place}; a diffusers folder has one"
         )
     if is_modular(place):
+        if not guardrail:
+            raise guardrails.no_guardrail(f"the modular pipeline {path!r}")
         pipe = _modular(place, path, dtype, skip_blocks)
     elif skip_blocks:
         raise UserError(
@@ -41,7 +43,7 @@ def load(
             "it out"
         )
     else:
-        pipe = _classic(place, path, dtype)
+        pipe = _classic(place, path, dtype, guardrail)
     modules = _modules(pipe)
     for module in modules.values():
         module.requires_grad_(False).eval()
@@ -63,26 +65,24 @@ def _modular(place: str, path: str, dtype: torch.dtype, skip_blocks: Sequence[st
     return modular_folder.load(place, path, index, _dtypes(index, dtype), skip_blocks)
 
 
-def _classic(place: str, path: str, dtype: torch.dtype) -> Any:
+def _classic(place: str, path: str, dtype: torch.dtype, guardrail: bool) -> Any:
     import diffusers
 
     index = diffusers_folder.index(place)
     check_index(index, path)
     cls = getattr(diffusers, index["_class_name"])
-    left_out = {"safety_checker": None} if "safety_checker" in index else {}
+    replaced = guardrails.loaded_with(cls, index, guardrail)
     try:
-        return diffusers_folder.explained(
+        pipe = diffusers_folder.explained(
             lambda: cls.from_pretrained(
-                place, dtype=_dtypes(index, dtype), use_safetensors=True, **left_out
+                place, dtype=_dtypes(index, dtype), use_safetensors=True, **replaced
             ),
             place,
             "pipeline",
         )
     except ImportError as error:  # such as a package that checks prompts
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(
-            f"policy path {path!r}: {cls.__name__} cannot be loaded: {reason}"
-        ) from error
+        raise guardrails.missing(cls, path, error) from error
+    return guardrails.remembered(pipe)
 
 
 def _dtypes(index: dict[str, Any], dtype: torch.dtype) -> dict[str, torch.dtype]:
@@ -185,6 +185,13 @@ def media_of(output: Any, pipeline: str) -> Tensor:
     return media.float().clamp(0, 1)
 
 
+def rounding(media: Tensor) -> float:
+    """Return how far a pipeline may have moved each pixel of media in 0..1 by rounding them to 8
+    bits, as Cosmos does for its guardrail; 0: it has not."""
+    levels = media * 255
+    return 1 / 255 if bool((levels - levels.round()).abs().max() < 1e-3) else 0.0
+
+
 def export(pipeline: str, place: str, nets: dict[str, Any], folder: Path) -> None:
     """Write adapters, in a folder for each of several networks, or the whole pipeline."""
     import diffusers
@@ -192,6 +199,7 @@ def export(pipeline: str, place: str, nets: dict[str, Any], folder: Path) -> Non
     cls = getattr(diffusers, pipeline)
     if not any(getattr(net, "peft_config", None) for net in nets.values()):
         save = modular_folder.save if is_modular(place) else diffusers_folder.save_parts
+        save = guardrails.save_without if guardrails.builds_guardrail(cls) else save
         return save(cls, place, nets, folder)
     for name, net in nets.items():
         target = folder if len(nets) == 1 else folder / name
@@ -204,4 +212,6 @@ def export(pipeline: str, place: str, nets: dict[str, Any], folder: Path) -> Non
 
 
 def _modules(pipe: Any) -> dict[str, nn.Module]:
-    return {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
+    """List the parts that are networks; a guardrail, which says that it is one, works alone."""
+    parts = pipe.components.items()
+    return {name: part for name, part in parts if issubclass(type(part), nn.Module)}

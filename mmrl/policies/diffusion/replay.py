@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from mmrl.core.errors import UserError
+from mmrl.policies.diffusion import replay_exploding
 from mmrl.policies.diffusion.replay_consistency import settings
 from mmrl.policies.diffusion.replay_inputs import (
     Shapes,
@@ -178,7 +179,7 @@ class Replay:
         for name in parts:
             pipe.__dict__[name] = Denoiser(getattr(pipe, name), self._answer(name))
         partial_way = observe(pipe, self.begins)
-        # the pipeline multiplies by it before its loop
+        # from what the pipeline prepares to a first state
         self.scale: float = self.scheduler.prepared_scale
         self.states = States(pipe)
         self.prepares = bool(self.states.methods)
@@ -331,9 +332,9 @@ class Replay:
                 f"where it prepared {tuple(state.shape)}"
             )
         if run.position == run.place:
-            self._reached(run, output, number)
+            self._reached(run, self._velocity(run, output, sample), number)
         run.position = run.stepped // self.states.count
-        return state
+        return self._own_size(run, state)
 
     def fresh(self) -> AbstractContextManager[Any]:
         """Let what the scheduler draws in the step that is taken be the noise of this run."""
@@ -344,6 +345,24 @@ class Replay:
         """Return the asked state of this number; None where none is asked."""
         run = self._running()
         return None if run.state is None else self.states.split(run.state)[number]
+
+    def _own_size(self, run: Run, state: Tensor) -> Tensor:
+        """Give a state the size that the pipeline's own has at the step asked about, at the first
+        where it samples by itself, or at the end."""
+        if not self.scheduler.explodes:
+            return state
+        return state * self._growth(run).to(state)
+
+    def _velocity(self, run: Run, output: Tensor, sample: Tensor) -> Tensor:
+        if not self.scheduler.explodes:
+            return output
+        return replay_exploding.velocity(output, sample, self._growth(run))
+
+    def _growth(self, run: Run) -> Tensor:
+        last = 0 if run.goal == "plain" else -1
+        skipped = self.skipped.get(len(self.scheduler.timesteps), 0)
+        place = last if run.place is None else run.place + skipped
+        return replay_exploding.growth(self.scheduler, place)
 
     def _reached(self, run: Run, output: Tensor, number: int) -> None:
         """End the run if all states have been stepped at the step that it is for."""
@@ -372,7 +391,10 @@ class Replay:
                 return latents
             else:
                 state = self.states.split(state)[number]
-                state = state / self.scale if self.scale != 1 else state
+                if self.scheduler.explodes:
+                    state = self._own_size(run, state)
+                elif self.scale != 1:
+                    state = state / self.scale
                 state = self.states.widen(number, state, whole)
             return (state, *latents[1:]) if several else state
 

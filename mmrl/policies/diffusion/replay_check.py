@@ -132,7 +132,7 @@ def _check_path(policy: Any, prompts: list[Prompt]) -> None:
     apart = float((plain - ours).abs().max())
     if isinstance(plain, SoundVideos) and isinstance(ours, SoundVideos):
         apart = max(apart, float((plain.sound - ours.sound).abs().max()))
-    if not apart <= _tolerance(policy):
+    if not apart <= _tolerance(policy) + pipeline_folder.rounding(plain):
         media = "pictures or a sound" if isinstance(plain, SoundVideos) else "pictures"
         raise UserError(
             f"{policy.pipeline} cannot be replayed: without noise its own loop gives {media} that "

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mmrl.core.errors import UserError
-from mmrl.policies.diffusion import few_step
+from mmrl.policies.diffusion import few_step, replay_exploding
 from mmrl.policies.diffusion.modular_folder import is_modular
 from samplers.processes import Consistent, Process, TrigFlow
 
@@ -113,6 +113,11 @@ def by_lcm(pipe: Any, place: str, sampler: Sampler) -> None:
         raise UserError(
             f"policy option scheduler: diffusers' {FLOW} adds its noise at the wrong end where a "
             f"folder inverts its times, as {place!r} does (invert_sigmas); leave it own"
+        )
+    if replay_exploding.explodes(current):
+        raise UserError(
+            f"policy option scheduler: lcm is for flows, and the states of {place!r} grow with "
+            "their noise; leave it own"
         )
     alphas = getattr(current, "alphas_cumprod", None)
     if not flow and (alphas is None or not torch.allclose(alphas.float(), few.alphas_cumprod)):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mmrl.core.errors import UserError
-from mmrl.policies.diffusion import replay_consistency
+from mmrl.policies.diffusion import replay_consistency, replay_exploding
 from samplers.processes import Diffusion, Flow, Process
 
 CONSISTENCY = ("TCDScheduler", "CMStochasticIterativeScheduler")
@@ -71,7 +71,10 @@ def drive(scheduler: Any, replay: Any, number: int = 0) -> Any:
     form.number = number
     form.inverted = bool(form.config.get("invert_sigmas"))
     form.renews = replay_consistency.renews(form)
-    form.prepared_scale = replay_consistency.scale(form)
+    form.explodes = replay_exploding.explodes(form)
+    form.prepared_scale = (
+        replay_exploding.first_scale(form) if form.explodes else replay_consistency.scale(form)
+    )
     form.is_flow = is_flow
     form.step_number = 0
     return form
@@ -133,6 +136,8 @@ def timetable(scheduler: Any) -> Timetable:
     steps = scheduler.timesteps
     if (angles := replay_consistency.angles(scheduler)) is not None:
         return Timetable(angles, steps)
+    if scheduler.explodes:
+        return Timetable(*replay_exploding.times(scheduler))
     if not scheduler.is_flow:
         times = (steps.double().cpu() + 1) / len(scheduler.alphas_cumprod)
         return Timetable(torch.cat([times, times.new_zeros(1)]), steps)
@@ -147,6 +152,8 @@ def timestep_of(scheduler: Any, time: Tensor) -> Tensor:
     """Return what the network is told at a time [*] that is none of the pipeline's own."""
     if (angle := replay_consistency.angle(scheduler, time)) is not None:
         return angle
+    if scheduler.explodes:
+        return replay_exploding.timestep(scheduler, time)
     if not scheduler.is_flow:
         return (time.double() * len(scheduler.alphas_cumprod)).round().long() - 1
     count = int(scheduler.config.num_train_timesteps)

@@ -22,7 +22,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES, load_built_in
 from mmrl.objectives import PolicyGradient
 from mmrl.policies.diffusion.models.flux import pack, unpack
-from mmrl.policies.diffusion.pipeline_folder import media_of
+from mmrl.policies.diffusion.pipeline_folder import media_of, rounding
 from mmrl.policies.diffusion.replay import Draws
 from mmrl.policies.diffusion.replay_check import check_replay
 from mmrl.policies.diffusion.replay_prompts import PromptArguments
@@ -32,7 +32,7 @@ from mmrl.train.optimizers import adamw
 from mmrl.train.trainer import Trainer
 from samplers.noise import Rng
 from tests.fixtures import tiny_diffusers
-from tests.fixtures.replay_cases import CASES
+from tests.fixtures.replay_cases import CASES, UNGUARDED
 from tests.run.test_resume import resumes
 
 load_built_in()
@@ -60,6 +60,7 @@ def make(name, call=None, **options):
     torch.manual_seed(0)
     call = CASES[name].call if call is None else call
     chosen = {"path": place_of(name), "steps": 4, "fixed_batch_rows": 4, "check": False}
+    chosen |= UNGUARDED if "cosmos" in name else {}
     return POLICIES.build("pipeline", call=call, **(chosen | options))
 
 
@@ -186,11 +187,11 @@ def test_a_pipeline_without_noise_is_diffusers_own(name):
         layout = policy.encoder.layout
         again = layout.latents(layout.codes(rollout.sample), rollout.sample.shape)
         torch.testing.assert_close(again, rollout.sample, atol=1e-5, rtol=1e-5)
-    if name == "wan-unipc":
+    if name in ("wan-unipc", "cosmos25"):
         return  # diffusers' UniPC has a history; the check compared Euler's steps on its sigmas
     theirs = plain_pictures(name, policy, guidance, noises(policy, rollout.row_id))
     theirs = media_of(theirs, case.pipeline)
-    torch.testing.assert_close(ours, theirs.float(), atol=2e-4, rtol=0)
+    torch.testing.assert_close(ours, theirs.float(), atol=2e-4 + rounding(ours), rtol=0)
 
 
 @pytest.mark.parametrize("name", [name for name, case in SUITE.items() if case.refused])

@@ -1,0 +1,61 @@
+"""Sees pipelines whose states grow with their noise, x = x_0 + sigma e, as flows (Cosmos 2; Karras
+et al. 2022, "Elucidating the design space of diffusion-based generative models").
+
+With t = sigma / (1 + sigma) the state y = x / (1 + sigma) = (1 - t) x_0 + t e is that of a flow,
+and what the network itself is shown; a step of Euler by sigma is one of the flow by t. Such a
+pipeline hands e to its scheduler, so that the velocity is e - x_0 = (1 + sigma) e - x.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def explodes(scheduler: Any) -> bool:
+    """Tell whether the sigmas of a scheduler are noise beside data of one size, not shares of
+    noise: only such may be above 1."""
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    largest = scheduler.config.get("sigma_max")
+    euler = isinstance(scheduler, FlowMatchEulerDiscreteScheduler)
+    return euler and largest is not None and largest > 1
+
+
+def times(scheduler: Any) -> tuple[Tensor, Tensor]:
+    """Return the times [K + 1] and the timesteps [K] that the scheduler has set. A pipeline that
+    ends at its smallest sigma takes a last step of no length, which is none here."""
+    sigmas = torch.as_tensor(scheduler.sigmas).double().cpu()
+    own = sigmas / (1 + sigmas)
+    if scheduler.config.get("final_sigmas_type") == "sigma_min":
+        return own[:-1], scheduler.timesteps[:-1]
+    return own, scheduler.timesteps
+
+
+def timestep(scheduler: Any, time: Tensor) -> Tensor:
+    """Return the timestep of a time [*], within the sigmas that the network knows."""
+    config = scheduler.config
+    lowest, highest = (config.get(name) or other for name, other in BOUNDS.items())
+    time = time.double().clamp(lowest / (1 + lowest), highest / (1 + highest))
+    return time / (1 - time) * config.num_train_timesteps
+
+
+BOUNDS = {"sigma_min": 0.002, "sigma_max": 80.0}  # of a configuration that does not say them
+
+
+def growth(scheduler: Any, place: int) -> Tensor:
+    """Return 1 + sigma of a place of the scheduler's sigmas, [] float32."""
+    return 1 + torch.as_tensor(scheduler.sigmas)[place]
+
+
+def first_scale(scheduler: Any) -> float:
+    """Return by what the first latents of the pipeline are multiplied to be a flow's."""
+    return 1 / (1 + float(scheduler.config.sigma_max))
+
+
+def velocity(noise: Tensor, state: Tensor, growth: Tensor) -> Tensor:
+    """Compute the flow's velocity [B, *] of the noise that a pipeline predicts in its own state x,
+    both [B, *]."""
+    return growth.to(state) * noise - state

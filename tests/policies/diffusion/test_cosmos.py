@@ -1,0 +1,261 @@
+"""Cosmos 2 and 2.5 by the policy ``pipeline``: its states, which grow with their noise, are those
+of a flow, and its guardrail is left out only where a user says so."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from torch.distributions import Normal
+
+from mmrl.core.errors import UserError
+from mmrl.core.registry import POLICIES
+from mmrl.policies.diffusion import guardrails
+from mmrl.policies.diffusion.guardrails import Passing, Remembering
+from mmrl.policies.diffusion.pipeline_folder import rounding
+from mmrl.policies.diffusion.replay import Draws
+from mmrl.policies.diffusion.replay_check import check_replay
+from samplers.kernels import flow_sde
+from samplers.noise import Rng
+from tests.fixtures import tiny_diffusers
+from tests.fixtures.replay_cases import CASES
+from tests.policies.diffusion.test_any_pipeline import PROMPTS, RED, make, place_of, trainer_of
+from tests.run.test_resume import resumes
+
+RNG = Rng.of("same")
+SMALLEST = 0.002  # sigma at which Cosmos 2 ends
+WORLDS = ["cosmos2", "cosmos2-video"]
+
+
+def loaded(name, place=None):
+    """The folder by diffusers alone, whose class is given a guardrail that passes everything."""
+    cls = getattr(diffusers, CASES[name].pipeline)
+    pipe = cls.from_pretrained(place or place_of(name), safety_checker=Passing())
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def called(name, pipe, noise, guidance, steps=4, output_type="latent"):
+    call = CASES[name].call | ({"image": RED} if name == "cosmos2-video" else {})
+    with Draws(noise):
+        media = pipe(
+            prompt=PROMPTS[0]["text"],
+            num_inference_steps=steps,
+            guidance_scale=guidance,
+            output_type=output_type,
+            return_dict=False,
+            generator=torch.Generator().manual_seed(0),
+            **call,
+        )[0]
+    return media.float()
+
+
+def evaluated(policy):
+    with policy.evaluating(), torch.no_grad():
+        rollout = policy.rollout(PROMPTS[:1], 1, RNG)
+        return rollout, policy.decode(rollout)
+
+
+def first_noise(policy):
+    return RNG.normal(torch.arange(1), policy.shape, 0, torch.float32)
+
+
+@pytest.mark.parametrize("guidance", [1.0, 2.5])
+@pytest.mark.parametrize("name", [*WORLDS, "cosmos25"])
+def test_latents_and_pictures_are_those_of_its_own_pipeline(name, guidance):
+    policy = make(name, guidance_scale=guidance, fixed_batch_rows=None)
+    rollout, ours = evaluated(policy)
+    pipe = loaded(name)
+    grown = 1 + SMALLEST
+    if name == "cosmos25":  # whose own solver has a history
+        grown = 1.0
+        euler = {"solver_order": 1, "disable_corrector": list(range(9))}
+        pipe.scheduler = diffusers.UniPCMultistepScheduler.from_config(
+            pipe.scheduler.config, **euler
+        )
+    latents = called(name, pipe, first_noise(policy), guidance)
+    sample = rollout.sample[:, :, 0] if name == "cosmos2" else rollout.sample
+    torch.testing.assert_close(sample * grown, latents, atol=1e-4, rtol=0)
+    theirs = called(name, pipe, first_noise(policy), guidance, output_type="pt")
+    torch.testing.assert_close(ours, theirs, atol=1e-4 + rounding(theirs), rtol=0)
+    other = called(name, pipe, first_noise(policy), 7.0)
+    assert (other - latents).abs().max() > 1e-3  # the prompt and its guidance are seen
+
+
+def test_the_times_are_the_sigmas_and_the_empty_last_step_is_none():
+    policy = make("cosmos2", steps=5)
+    edges = [rho ** (1 / 7) for rho in (80.0, SMALLEST)]
+    sigmas = [(edges[0] + k / 4 * (edges[1] - edges[0])) ** 7 for k in range(5)]
+    assert policy.times.tolist() == pytest.approx([s / (1 + s) for s in sigmas], rel=1e-5)
+    assert policy.steps == 4
+    with pytest.raises(UserError, match="steps: the last step of Cosmos2.* has no length, so 1"):
+        make("cosmos2", steps=1)
+
+
+@pytest.mark.parametrize("guidance", [1.0, 2.5])
+def test_the_log_prob_is_that_of_a_flow_of_what_its_scheduler_is_handed(guidance, monkeypatch):
+    policy = make("cosmos2", guidance_scale=guidance, logprob_reduction="sum", fixed_batch_rows=None)
+    with torch.no_grad():
+        rollout = policy.rollout(PROMPTS[:1], 1, RNG)
+    handed = []
+    step = diffusers.FlowMatchEulerDiscreteScheduler.step
+
+    def listening(self, output, t, sample, **more):
+        handed.append((output, sample, self.sigmas[len(handed)]))
+        return step(self, output, t, sample, **more)
+
+    monkeypatch.setattr(diffusers.FlowMatchEulerDiscreteScheduler, "step", listening)
+    point = next(iter(policy.path(rollout)))
+    sigma = point.time / (1 - point.time)
+    called("cosmos2", loaded("cosmos2"), point.state * (1 + sigma) / 80, guidance)
+    noise, state, first = handed[0]
+    torch.testing.assert_close(first[None], sigma, atol=1e-3, rtol=1e-5)
+    velocity = noise - (state - first * noise)  # e - x_0
+    times = [point.time, point.transition.next_time, point.transition.noise_level]
+    mean, std = flow_sde(point.state, velocity, *times)
+    logprob = Normal(mean, std).log_prob(point.target).flatten(1).sum(1)
+    torch.testing.assert_close(rollout.logprob[:, 0], logprob, atol=2e-3, rtol=1e-5)
+
+
+def test_a_state_between_its_times_is_seen_at_its_own():
+    """Re-noised states; at one time two calls, of other numbers of steps, say the same."""
+    policies = [make("cosmos2", steps=steps, guidance_scale=2.5) for steps in (5, 3)]
+    x = RNG.normal(torch.arange(2), policies[0].shape, 0, torch.float32)
+    t = policies[0].times[1:2].float().expand(2)
+    assert (policies[1].times - t[0]).abs().min() > 1e-3
+    with torch.no_grad():
+        own, other = (p.velocity(x, t, p.encode(PROMPTS)) for p in policies)
+        ends = policies[0].velocity(x, torch.tensor([1.0, 0.0]), policies[0].encode(PROMPTS))
+    torch.testing.assert_close(other, own, atol=1e-4, rtol=1e-4)
+    assert ends.isfinite().all()  # told as the largest and the smallest sigma
+
+
+@pytest.mark.parametrize("name", [*WORLDS, "cosmos25"])
+def test_the_first_step_is_exactly_on_policy(name):
+    options = {"lora": 2, "guidance_scale": 2.5} if name == "cosmos2" else {}
+    metrics = trainer_of(make(name, check=True, **options)).iterate()
+    assert metrics["ratio/max_deviation"] == 0.0 and metrics["grad_norm"] > 0
+
+
+def test_a_checkpoint_resumes_to_the_bit(tmp_path):
+    resumes(lambda: trainer_of(make("cosmos2", lora=2, guidance_scale=2.5, steps=3)), tmp_path)
+
+
+@pytest.mark.parametrize("lora", [2, None], ids=["lora", "whole"])
+def test_an_export_gives_diffusers_our_pictures_and_names_no_guardrail(lora, tmp_path):
+    policy = make("cosmos2", lora=lora, fixed_batch_rows=None)
+    before, _ = evaluated(policy)
+    trainer_of(policy).iterate()
+    rollout, _ = evaluated(policy)
+    policy.export(tmp_path)
+    if lora:
+        pipe = loaded("cosmos2")
+        pipe.transformer.load_lora_adapter(str(tmp_path), prefix=None, use_safetensors=True)
+    else:
+        own = json.loads((tiny_diffusers.folder("cosmos2") / "model_index.json").read_text())
+        exported = json.loads((tmp_path / "model_index.json").read_text())
+        assert exported["safety_checker"] == own["safety_checker"] == [None, None]
+        pipe = loaded("cosmos2", tmp_path)
+    latents = called("cosmos2", pipe, first_noise(policy), 1.0)
+    torch.testing.assert_close(rollout.sample[:, :, 0] * 1.002, latents, atol=1e-4, rtol=0)
+    assert (before.sample - rollout.sample).abs().max() > 1e-3  # the training is seen
+
+
+# --------------------------------------------------------------------------------------------------
+# the guardrail
+
+
+class Checker(torch.nn.Module):
+    """The package's interface: rejects a word, darkens what it sees, counts its work."""
+
+    def __init__(self):
+        super().__init__()
+        self.read = []
+        self.places = []
+
+    def to(self, device=None, dtype=None):
+        self.places.append(str(device))
+
+    def check_text_safety(self, prompt):
+        self.read.append(prompt)
+        return "forbidden" not in prompt
+
+    def check_video_safety(self, frames):
+        return None if frames.mean() < 1 else frames // 2
+
+
+@pytest.fixture
+def guarded(monkeypatch):
+    """The package as if it were installed."""
+    from diffusers.pipelines.cosmos import pipeline_cosmos2_text2image as module
+
+    made = []
+
+    def build():
+        made.append(Checker())
+        return made[-1]
+
+    monkeypatch.setattr(module, "CosmosSafetyChecker", build)
+    policy = make("cosmos2", guardrail=True, fixed_batch_rows=None)
+    return SimpleNamespace(policy=policy, checker=made[0])
+
+
+def test_without_the_package_it_is_one_sentence_that_names_both_remedies():
+    with pytest.raises(UserError, match="pip install cosmos_guardrail.* guardrail to false") as said:
+        POLICIES.build("pipeline", path=place_of("cosmos2"))
+    assert "\n" not in str(said.value)
+    with pytest.raises(UserError, match="option guardrail: FluxPipeline has no guardrail"):
+        make("flux", guardrail=False)
+
+
+def test_where_the_package_is_installed_it_is_used_by_default(guarded):
+    policy, checker = guarded.policy, guarded.checker
+    _, ours = evaluated(policy)
+    _, plain = evaluated(make("cosmos2", fixed_batch_rows=None))
+    torch.testing.assert_close(ours, (plain * 255).round() // 2 / 255)
+    # a prompt is read once, though the pipeline is called for every step, and work is on the device
+    assert sorted(checker.read) == sorted({"a", PROMPTS[0]["text"]})
+    assert checker.places == ["cpu"] * len(checker.places)
+    assert isinstance(policy.replay.pipe.safety_checker, Checker)
+
+
+def test_a_prompt_that_it_rejects_is_one_sentence(guarded):
+    prompts = [*PROMPTS, {"text": "a forbidden seven"}]
+    with pytest.raises(UserError, match="the prompt 'a forbidden seven': Cosmos Guardrail") as said:
+        guarded.policy.rollout(prompts, 1, RNG)
+    assert "\n" not in str(said.value)
+    with pytest.raises(UserError, match="Cosmos Guardrail detected unsafe"):
+        check_replay(guarded.policy, prompts[2:])
+
+
+def test_a_picture_that_it_blocks_is_black(guarded):
+    dark = np.zeros((1, 4, 4, 3), np.uint8)
+    shown = guarded.policy.replay.pipe.safety_checker.check_video_safety(dark)
+    assert shown.shape == dark.shape and not shown.any()
+
+
+def test_it_works_on_the_network_device_and_waits_on_the_cpu():
+    checker = Checker()
+    wrapped = Remembering(checker)
+    wrapped.to("cuda:3")
+    wrapped.to("cpu")
+    assert wrapped.check_text_safety("a seven") and wrapped.check_text_safety("a seven")
+    assert checker.places == ["cuda:3", "cpu"] and checker.read == ["a seven"]
+
+
+def test_an_export_of_a_guarded_run_names_no_class_of_the_package(guarded, tmp_path):
+    guarded.policy.export(tmp_path)
+    index = json.loads((tmp_path / "model_index.json").read_text())
+    assert index["safety_checker"] == [None, None]
+
+
+def test_every_class_that_builds_one_is_known():
+    """By what its module says, so that tomorrow's Cosmos is too."""
+    known = [n for n in dir(diffusers) if n.startswith("Cosmos") and n.endswith("Pipeline")]
+    assert {"Cosmos2TextToImagePipeline", "Cosmos2_5_PredictBasePipeline"} <= set(known)
+    assert all(guardrails.builds_guardrail(getattr(diffusers, name)) for name in known)
+    assert not guardrails.builds_guardrail(diffusers.FluxPipeline)
