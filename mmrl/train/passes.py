@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 
 import torch
 from torch import Tensor
@@ -80,6 +80,8 @@ class Passes:
         ``couple``: a coupled objective sees them all before the first is returned.
         """
         device = batch.idle_row.group.device
+        if self.objective.sums_kinds:
+            return self._cut_by_kind(batch, points, rows, rng)
         needed = points.passes(rows)
         # without a row that teaches there is still a gradient, of zeros
         count = max(1, distributed.largest(needed, device))
@@ -89,6 +91,26 @@ class Passes:
             trained = self.couple(batch, list(trained), idle)
         passes = chain(trained, idle)
         return count, (point.map(lambda tensor: sent(tensor, device)) for point in passes)
+
+    def _cut_by_kind(
+        self, batch: Batch, points: Points, rows: int, rng: Rng
+    ) -> tuple[int, Iterator[Point]]:
+        """Cut points as ``cut`` does, equally many passes of every kind, in one order: those of
+        another kind go through other weights, which shards would gather at another time."""
+        device = batch.idle_row.group.device
+        idle = {type(point.step): point for point in self._idle_points(batch, rng)}
+        counts = [
+            max(1, distributed.largest(points.passes_of(kind, rows), device)) for kind in idle
+        ]
+        trained = iter(minibatches.passes(points, rows, self.policy.adjacent))
+
+        def passes() -> Iterator[Point]:
+            for (kind, filling), count in zip(idle.items(), counts, strict=True):
+                needed = points.passes_of(kind, rows)
+                yield from islice(trained, needed)
+                yield from [filling] * (count - needed)
+
+        return sum(counts), (point.map(lambda tensor: sent(tensor, device)) for point in passes())
 
     @torch.no_grad()
     def couple(self, batch: Batch, passes: list[Point], idle: list[Point]) -> list[Point]:
@@ -108,7 +130,12 @@ class Passes:
 
     def idle(self, batch: Batch, rng: Rng) -> Point:
         """Make a pass of one row that trains nothing."""
+        return next(self._idle_points(batch, rng))
+
+    def _idle_points(self, batch: Batch, rng: Rng) -> Iterator[Point]:
+        """Make all points of a row, without anything to train on."""
         advantage = torch.zeros_like(batch.idle_row.logprob[:, :1])
         row = batch.idle_row.replace(advantage=advantage)
-        point = next(iter(self.objective.points(self.policy, row, rng)))[:1]
-        return point.replace(mask=torch.zeros_like(point.mask))
+        for point in self.objective.points(self.policy, row, rng):
+            first = point[:1]
+            yield first.replace(mask=torch.zeros_like(first.mask))
