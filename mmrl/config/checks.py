@@ -97,7 +97,8 @@ def check(
     if (preset := config.plain.get("preset")) and "policy" in entries:
         why = unsuited_preset(preset, entries["policy"].entry)
         problems += [config.place(("preset",)).say(why)] if why else []
-    named = {section: resolved.entry for section, resolved in entries.items()}
+    named: dict[str, Any] = {section: resolved.entry for section, resolved in entries.items()}
+    named |= {} if objective is None else {"objective": objective}
     trained = _rewards(config, or_empty(config.plain.get("reward")), ("reward",), problems, named)
     sections: dict[str, Any] = {}
     for section, cls in _present(config, dataclasses or plain_sections(), before):

@@ -150,6 +150,11 @@ def unfit_for_data(train: TrainOptions, objective: Any, policy: Any) -> Iterator
     or from preferences, or where answers take several iterations; ``policy``: an object or a
     class."""
     yield from unfit_for_parts(train, objective)
+    if getattr(objective, "sums_kinds", False) and train.loss_agg_mode != "token_mean":
+        yield (
+            f"train.loss_agg_mode: {train.loss_agg_mode}, but the objective sums two losses, each "
+            f"a mean over its own points: leave it token_mean"
+        )
     if getattr(objective, "supervised", False):
         yield from unfit_for_sft(train)
         if train.preferences is not None:

@@ -52,6 +52,7 @@ class Report:
     model: costs.Model | None = None
     # optimizer steps of a snapshot that learns, before each of the policy's; 0: none learns
     critic_steps: int = 0
+    critic_beside: bool = False  # decisions are trained on as well
     stored: int | None = None  # bytes of the visited latents of one process
     offload: bool = False
     memory: dict[str, float | None] = field(default_factory=dict)
@@ -145,6 +146,7 @@ def _of_folder(
         stored=stored,
         offload=policy.offload_trajectory,
         critic_steps=0 if critic is None else critic.steps,
+        critic_beside=critic is not None and objective.sums_kinds,
         unknown=unknown,
         counted=counted(policy, configuration, report.train),
     )

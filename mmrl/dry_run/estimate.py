@@ -285,7 +285,8 @@ def _passes(run: Run, processes: int) -> dict[str, float]:
         }
     trained = counted.decisions * report.train.epochs / rows
     if report.critic_steps:  # a state of each row's path, and as many of each of its steps
-        trained = report.plan.rows * report.train.epochs * (1 + report.critic_steps) / rows
+        states = report.plan.rows * report.train.epochs * (1 + report.critic_steps) / rows
+        trained = states + (trained if report.critic_beside else 0.0)
     every = (counted.training or counted.sampling) / guided / rows
     if every < trained or not trained:  # denoising losses look at re-noised samples
         trained = every / (1 + len(counted.snapshots))

@@ -46,9 +46,6 @@ class Objective(ABC):
     # learns from compared answers that others made (``train.preferences``), and from single ones
     offline: ClassVar[bool] = False
     unpaired: ClassVar[bool] = False
-    # follows the gradient of the rewards, which ``attach`` hands over
-    differentiates: ClassVar[bool] = False
-
     # the loss of a row of advantage 0 has no gradient but that of terms which an instance may add
     proportional: ClassVar[bool] = False
 
@@ -57,6 +54,10 @@ class Objective(ABC):
 
     # What an instance uses.
     compares: bool = True  # looks at advantages; else the rewards are only measured
+    # follows the gradient of the rewards, which ``attach`` hands over
+    differentiates: bool = False
+    # has points of several kinds: its loss is the sum of their means, and their passes are unlike
+    sums_kinds: bool = False
     single_paths: bool = False  # samples must not share steps of their paths, as those of trees do
     behavior_policy: str = "live"  # the weights that sample: the live ones or a snapshot
     snapshots: tuple[str, ...] = ()  # those to keep

@@ -16,7 +16,9 @@ from mmrl.core.metrics import observe
 from mmrl.core.registry import GRIDS, LATER, OBJECTIVES, POLICIES
 from mmrl.core.types import Point, Rollout
 from mmrl.objectives import few_step
+from mmrl.objectives.base import Differentiable
 from mmrl.objectives.forward_process.base import mean_square, noised
+from mmrl.objectives.reward_gradient import rewarded
 from mmrl.objectives.supervised import SFT
 from mmrl.policies.base import Policy
 from samplers.noise import Rng
@@ -44,6 +46,10 @@ class Consistency(SFT):
     0: the student itself, as it was when the iteration began. distance: pseudo-Huber of every
     dimension with ``huber_c``, as LCM's scripts, or square. field: of the data's row, that holds
     the picture or video. num_noise_draws: times and noises a row.
+
+    reward_weight: beta of -beta r(decode(x0)) beside the distance, x0 what the student predicts of
+    the data at t (Li et al. 2024, "Reward guided latent consistency distillation", RG-LCD);
+    every reward with a weight must then be differentiable.
     """
 
     needs: ClassVar[str] = "gaussian"
@@ -66,10 +72,13 @@ class Consistency(SFT):
     distance: Literal["huber", "square"] = "huber"
     huber_c: Annotated[float, Gt(0)] = 1e-3
     num_noise_draws: Draws = 1
+    reward_weight: Annotated[float, Ge(0)] = 0.0
 
     def __post_init__(self) -> None:
         place = f"{self.place}.teacher"
         self.frozen = few_step.FrozenTeacher(self.teacher, self.guidance_scale, place)
+        self.reward: Differentiable | None = None
+        self.differentiates = self.reward_weight > 0
         self.snapshots = ("old",) if self.teacher is not None else ("old", "ref")
         try:
             self.grid = self.timestep_schedule(self.teacher_steps)  # [N + 1] from 1 to 0
@@ -82,6 +91,15 @@ class Consistency(SFT):
 
     def meet(self, policy: Policy) -> None:
         self.frozen.meet(policy)
+
+    def stand_in(self, policy: Policy) -> None:
+        # what counts passes through the network has no reward whose gradient could be followed
+        self.reward_weight = 0.0
+        self.differentiates = False
+
+    def attach(self, reward: Differentiable) -> None:
+        """Take the trainer's rewards, with gradient."""
+        self.reward = reward
 
     def old_decay(self, step: int) -> float:
         return self.target_decay
@@ -96,7 +114,8 @@ class Consistency(SFT):
             # timesteps are found by rounding up
             return self.grid.to(place.device)[place] - below
 
-        return noised(policy, rollout, rng, times, self.num_noise_draws)
+        points = noised(policy, rollout, rng, times, self.num_noise_draws)
+        return (point.replace(prompts=rollout.prompts) for point in points)
 
     def loss(self, policy: Policy, point: Point) -> Tensor:
         goal = self.goal(policy, point)
@@ -108,7 +127,11 @@ class Consistency(SFT):
             each = ((predicted - goal).square() + c * c).sqrt() - c
             loss = each.flatten(1).mean(1, keepdim=True)
         observe("consistency_error", mean_square(predicted - goal), point.mask)
-        return loss
+        if not self.reward_weight:
+            return loss
+        reward = rewarded(self.reward, policy, point, predicted)
+        observe("reward/differentiated", reward, point.mask)
+        return loss - self.reward_weight * reward
 
     @torch.no_grad()
     def goal(self, policy: Policy, point: Point) -> Tensor:

@@ -3,9 +3,9 @@ distribution, as the difference of two scores says."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from annotated_types import Ge, Gt
@@ -13,14 +13,17 @@ from torch import Tensor
 
 from mmrl.config.options import Count
 from mmrl.config.unfit import capabilities_of
+from mmrl.core.distributed import all_sum
 from mmrl.core.errors import UserError
 from mmrl.core.metrics import observe
 from mmrl.core.registry import LATER, OBJECTIVES, POLICIES
-from mmrl.core.types import Fields, Point, Rollout, SamplerState
+from mmrl.core.types import Fields, Point, Rollout, SamplerState, Transition
 from mmrl.core.weights import LIVE
 from mmrl.objectives import few_step
 from mmrl.objectives.base import Critic, Objective
+from mmrl.objectives.decisions import OF_TOKENS, WHOLE
 from mmrl.objectives.forward_process.base import mean_square, velocity
+from mmrl.objectives.policy_gradient import PolicyGradient
 from mmrl.policies.base import Policy, Reads
 from samplers.noise import Rng
 from samplers.processes import noised
@@ -40,8 +43,7 @@ Range = tuple[float, float]
 
 
 @OBJECTIVES.register("dmd")
-@dataclass
-class DistributionMatching(Objective):
+class DistributionMatching(PolicyGradient):
     """Match a many-step teacher's distribution by a student of few steps (DMD, as DMD2 has it).
 
     Yin et al. 2024, "One-step diffusion with distribution matching distillation", eq. 7 and 8, and
@@ -56,30 +58,54 @@ class DistributionMatching(Objective):
     teacher: a policy with the student's latents and conditions; null: the weights the run begins
     with. guidance_scale: of the teacher. fake_lr: the learning rate of the fake model; null: that
     of the optimizer. time_range: between which times the scores are compared, 1 being noise.
-    Rewards say how far it has come.
+
+    Rewards say how far it has come; they are trained on only with ``reward_weight``, the weight of
+    their policy gradient beside the matching (Jiang et al. 2025, "Distribution matching
+    distillation meets reinforcement learning"), at the steps of the same samples that drew noise.
+    Its options are those of policy_gradient. Each of the two losses is a mean over its own points.
     """
 
-    needs: ClassVar[str] = "gaussian"
+    needs = "gaussian"
     reads: ClassVar[Reads] = "path"
-    single_paths = True
-    compares = False
+    visits = False
+    follows_path = False
+    proportional = False
+    mixes = False
+    not_options = ("behavior_policy", "importance_sampling", "sft", *OF_TOKENS)
 
-    teacher: Annotated[Callable[[], Policy], POLICIES, LATER] | None = None
-    guidance_scale: Annotated[float, Ge(0)] = 1.0
-    fake_steps: Count = 5
-    fake_lr: Annotated[float, Gt(0)] | None = None
-    time_range: Range = (0.02, 0.98)
-
-    def __post_init__(self) -> None:
-        low, high = self.time_range
+    def __init__(
+        self,
+        teacher: Annotated[Callable[[], Policy], POLICIES, LATER] | None = None,
+        guidance_scale: Annotated[float, Ge(0)] = 1.0,
+        fake_steps: Count = 5,
+        fake_lr: Annotated[float, Gt(0)] | None = None,
+        time_range: Range = (0.02, 0.98),
+        reward_weight: Annotated[float, Ge(0)] = 0.0,
+        **options: Any,
+    ):
+        super().__init__(**options)
+        if options and not reward_weight:
+            raise UserError(
+                f"objective.dmd.{min(options)}: it is an option of the rewards' policy gradient, "
+                "which has no weight: set reward_weight, or leave it out"
+            )
+        low, high = time_range
         if not 0 <= low < high <= 1:
             raise UserError(
                 f"objective.dmd.time_range: expected two times from 0 to 1, the first the smaller, "
                 f"not {low:g} and {high:g}"
             )
-        place = "objective.dmd.teacher"
-        self.frozen = few_step.FrozenTeacher(self.teacher, self.guidance_scale, place)
-        self.snapshots = (FAKE,) if self.teacher is not None else (FAKE, "ref")
+        if self.single_paths:
+            raise UserError(f"objective.dmd.surrogate: it {WHOLE}")
+        self.fake_steps = fake_steps
+        self.fake_lr = fake_lr
+        self.time_range = time_range
+        self.reward_weight = reward_weight
+        self.frozen = few_step.FrozenTeacher(teacher, guidance_scale, "objective.dmd.teacher")
+        self.shares = (1.0, 1.0)  # of the matching and of the policy gradient, in this step
+        self.single_paths = True
+        self.visits = self.compares = self.sums_kinds = reward_weight > 0
+        self.snapshots = (FAKE, *(() if teacher is not None else ("ref",)), *self.snapshots)
 
     def extra_terms(self) -> str:
         return "teacher"
@@ -88,6 +114,7 @@ class DistributionMatching(Objective):
         yield from few_step.unfit(policy)
         if capabilities_of(policy) is not None and policy.tree is not None:
             yield "teacher", "the student's samples are single paths: leave out policy option tree"
+        yield from super().unfit(policy)
 
     def meet(self, policy: Policy) -> None:
         self.frozen.meet(policy)
@@ -95,15 +122,53 @@ class DistributionMatching(Objective):
     def critic(self) -> Critic:
         return Critic(FAKE, FakeScore(self.time_range), self.fake_steps, self.fake_lr)
 
+    def couples(self, policy: Policy) -> Literal["", "rows", "groups"]:
+        return ""  # its surrogates are of single decisions
+
+    def _in_parts(self, policy: Any) -> bool:
+        return False
+
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
-        return [visited(policy, rollout, rng, self.time_range)]
+        yield visited(policy, rollout, rng, self.time_range)
+        if self.reward_weight:
+            if rollout.latents.stream is None:
+                raise UserError(
+                    "objective.dmd.reward_weight: none of the sampler's steps draws noise, so that "
+                    "no decision is there to be rewarded: set the policy's option scheduler to "
+                    "lcm, with 2 steps or more, or leave it out"
+                )
+            yield from policy.path(self.trained_share(rollout, rng.fold("decisions")))
+
+    def weigh(self, masks: Sequence[tuple[Tensor, bool]]) -> None:
+        """Scale states that are matched and decisions to means over their own numbers, of all
+        processes."""
+        if not self.reward_weight:
+            return
+        device = masks[0][0].device if masks else None
+        counts = torch.zeros(2, dtype=torch.float64, device=device)
+        for number, (mask, _) in enumerate(masks):
+            counts[min(number, 1)] += mask.sum()  # the states come first
+        states, decisions = all_sum(counts).tolist()
+        total = states + decisions
+        self.shares = (total / max(states, 1), total / max(decisions, 1))
 
     def loss(self, policy: Policy, point: Point) -> Tensor:
+        if isinstance(point.step, Transition):
+            rewards = self.loss_at(policy, point, policy.dist(point))
+            return self.shares[1] * self.reward_weight * rewards
         predicted = few_step.clean(policy, point)
         direction = self.direction(policy, point, predicted.detach())
         observe("dmd/direction", mean_square(direction), point.mask)
         # its gradient by the prediction is the direction, over the number of dimensions
-        return mean_square(predicted - (predicted - direction).detach()) / 2
+        matching = mean_square(predicted - (predicted - direction).detach()) / 2
+        return self.shares[0] * matching if self.reward_weight else matching
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() if self.reward_weight else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state:
+            super().load_state_dict(state)
 
     @torch.no_grad()
     def direction(self, policy: Policy, point: Point, predicted: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from annotated_types import Ge, Gt, Le
@@ -48,7 +48,7 @@ from mmrl.objectives.surrogates import (
     without_slope,
 )
 from mmrl.objectives.timestep_samplers import uniform
-from mmrl.policies.base import Policy
+from mmrl.policies.base import Policy, Reads
 from samplers.noise import Rng
 
 Positive = Annotated[float, Gt(0)]
@@ -84,7 +84,7 @@ class PolicyGradient(Regularised):
 
     # looks at decisions on the path: a sampler without noise has none
     visits = True
-    reads = "decisions"
+    reads: ClassVar[Reads] = "decisions"
     follows_path = True
     proportional = True
     mixes = True
@@ -204,16 +204,20 @@ class PolicyGradient(Regularised):
                 "this surrogate compares whole samples, which share the steps of a tree: leave out "
                 "the policy's option tree, or choose ppo, cispo, sapo, spo or reinforce"
             )
-        if self.timestep_fraction < 1:
-            by_chance = rng if self.timestep_selection == "random" else None
-            chosen = subset(rollout.mask, self.timestep_fraction, by_chance, rollout.row_id)
-            rollout = rollout.replace(mask=chosen)
-        for point in policy.path(rollout):
+        for point in policy.path(self.trained_share(rollout, rng)):
             if self.single_paths and self.couples(policy) != "rows" and not one_pass(point):
                 raise UserError(f"this surrogate {WHOLE}")
             yield point
         if self._imitates(policy):
             yield from self._imitated(policy, rollout, rng)
+
+    def trained_share(self, rollout: Rollout, rng: Rng) -> Rollout:
+        """Leave only decisions that are trained on, ``timestep_fraction`` of every row's."""
+        if self.timestep_fraction == 1:
+            return rollout
+        by_chance = rng if self.timestep_selection == "random" else None
+        mask = subset(rollout.mask, self.timestep_fraction, by_chance, rollout.row_id)
+        return rollout.replace(mask=mask)
 
     def _imitated(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterator[Point]:
         """Return re-noised states of pictures that somebody else made."""

@@ -44,7 +44,7 @@ class Draft(Objective):
     """
 
     needs: ClassVar[str] = "gaussian"
-    differentiates: ClassVar[bool] = True
+    differentiates = True
     single_paths = True  # whose noise it draws again
     last: Count | None = 1
     kl: Annotated[float, Ge(0)] = 0.0
@@ -116,7 +116,7 @@ class AdjointMatching(Objective):
 
     needs: ClassVar[str] = "gaussian"
     visits = True
-    differentiates: ClassVar[bool] = True
+    differentiates = True
     strength: Annotated[float, Ge(0)] = 1.0
 
     def __post_init__(self) -> None:

@@ -288,10 +288,9 @@ def supervised(configuration: Config) -> bool:
 
 
 def compares(configuration: Config) -> bool:
-    """Tell whether the samples of a prompt are compared, as far as the objective's class says."""
-    spec = configuration["objective"]
-    name = spec if isinstance(spec, str) else next(iter(spec), "")
-    return not supervised(configuration) and getattr(OBJECTIVES.find(name), "compares", True)
+    """Tell whether the samples of a prompt are compared."""
+    objective = configuration.build("objective", OBJECTIVES)
+    return not supervised(configuration) and getattr(objective, "compares", True)
 
 
 def short_names(names: Iterable[str]) -> dict[str, str]:

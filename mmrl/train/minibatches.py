@@ -117,7 +117,11 @@ class Points:
 
     def passes(self, size: int) -> int:
         """Count the passes of ``size`` rows that they take."""
-        return sum(-(-rows // size) for rows in self.rows.values())
+        return sum(self.passes_of(kind, size) for kind in self.rows)
+
+    def passes_of(self, kind: type, size: int) -> int:
+        """Count the passes of ``size`` rows that points of a kind take."""
+        return -(-self.rows.get(kind, 0) // size)
 
     def __iter__(self) -> Iterator[Point]:
         return iter(self.make())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 
 import torch
 from torch import Tensor
@@ -14,15 +14,13 @@ from mmrl.config.plan import Plan
 from mmrl.core import distributed
 from mmrl.core.errors import UserError
 from mmrl.core.host import sent
-from mmrl.core.types import Point, Rollout, Transition
+from mmrl.core.types import Point, Rollout
 from mmrl.objectives.base import Objective
 from mmrl.policies.base import Policy
 from mmrl.train import minibatches
 from mmrl.train.batch import Batch
 from mmrl.train.minibatches import Points
 from samplers.noise import Rng
-
-KINDS = (type(None), Transition)
 
 
 class Passes:
@@ -83,8 +81,8 @@ class Passes:
         """
         device = batch.idle_row.group.device
         trained: Iterable[Point] = minibatches.passes(points, rows, self.policy.adjacent)
-        if self.policy.capabilities.decisions == "mixed":
-            count, passes = self._of_kinds(batch, points, rows, rng, trained)
+        if self.objective.sums_kinds or self.policy.capabilities.decisions == "mixed":
+            count, passes = self._by_kind(batch, points, rows, rng, iter(trained))
         else:
             needed = points.passes(rows)
             # without a row that teaches there is still a gradient, of zeros
@@ -95,30 +93,27 @@ class Passes:
             passes = chain(trained, idle)
         return count, (point.map(lambda tensor: sent(tensor, device)) for point in passes)
 
-    def _of_kinds(
-        self, batch: Batch, points: Points, rows: int, rng: Rng, trained: Iterable[Point]
+    def _by_kind(
+        self, batch: Batch, points: Points, rows: int, rng: Rng, trained: Iterator[Point]
     ) -> tuple[int, Iterator[Point]]:
-        """Count the passes that every process makes, and order them: equally many of each kind,
-        since those of texts and of pictures go through other layers. A collective call."""
-        device = batch.idle_row.group.device
-        needed = [-(-points.rows.get(kind, 0) // rows) for kind in KINDS]
-        most = distributed.all_max(torch.tensor(needed, device=device)).tolist()
-        if not any(most):
-            return 1, iter([self.idle(batch, rng)])
-        kinds = [kind for kind, count in zip(KINDS, most, strict=True) for _ in range(count)]
-        return len(kinds), self._filled(batch, rng, iter(trained), kinds)
+        """Count the passes that every process makes, and add idle ones: equally many of every
+        kind, in one order, since another kind goes through other weights, which shards would gather
+        at another time. A collective call."""
+        idle: dict[type, Point] = {}
+        for point in self._idle_points(batch, rng):
+            idle.setdefault(type(point.step), point)
+        needed = torch.tensor([points.passes_of(kind, rows) for kind in idle])
+        counts = distributed.all_max(needed.to(batch.idle_row.group.device)).tolist()
+        if not any(counts):
+            counts[0] = 1  # of zeros, as above
 
-    def _filled(
-        self, batch: Batch, rng: Rng, trained: Iterator[Point], kinds: list[type]
-    ) -> Iterator[Point]:
-        """Yield a pass of each of ``kinds``, an idle one where ``trained`` has none."""
-        waiting = next(trained, None)
-        for kind in kinds:
-            if waiting is not None and type(waiting.step) is kind:
-                yield waiting
-                waiting = next(trained, None)
-            else:
-                yield self.idle(batch, rng, kind)
+        def passes() -> Iterator[Point]:
+            for (kind, point), count in zip(idle.items(), counts, strict=True):
+                ours = points.passes_of(kind, rows)
+                yield from islice(trained, ours)
+                yield from [point] * (count - ours)
+
+        return sum(counts), passes()
 
     @torch.no_grad()
     def couple(self, batch: Batch, passes: list[Point], idle: list[Point]) -> list[Point]:
@@ -136,10 +131,14 @@ class Passes:
             minibatches.tell(coupled, parts)
         return parts
 
-    def idle(self, batch: Batch, rng: Rng, kind: type = object) -> Point:
-        """Make a pass of one row that trains nothing, of a step of this kind."""
+    def idle(self, batch: Batch, rng: Rng) -> Point:
+        """Make a pass of one row that trains nothing."""
+        return next(self._idle_points(batch, rng))
+
+    def _idle_points(self, batch: Batch, rng: Rng) -> Iterator[Point]:
+        """Make all points of a row, without anything to train on."""
         advantage = torch.zeros_like(batch.idle_row.logprob[:, :1])
         row = self.policy.idle(batch.idle_row.replace(advantage=advantage))
-        points = self.objective.points(self.policy, row, rng)
-        point = next(point for point in points if isinstance(point.step, kind))[:1]
-        return point.replace(mask=torch.zeros_like(point.mask))
+        for point in self.objective.points(self.policy, row, rng):
+            first = point[:1]
+            yield first.replace(mask=torch.zeros_like(first.mask))
