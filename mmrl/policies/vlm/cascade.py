@@ -18,8 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmrl.core.host import on_host, sent
-from mmrl.policies.vlm import caches
+from mmrl.policies.vlm import caches, cpu_attention
 from mmrl.policies.vlm.caches import KV
+from mmrl.policies.vlm.cpu_attention import Direct
 
 NAME = "mmrl_cascade"  # transformers' name of the attention below
 # weights that are not rounded before their exponential, as kernels for half precision need not
@@ -114,6 +115,7 @@ class Cascade:
         self.empty = [(k[:, :, :0], v[:, :, :0]) for k, v in prompts]
         self.cache = caches.growing(self.empty, rows)
         self.missing: Tensor | None = None  # [B, 1, 1, n] where a row has no token in a column
+        self._direct = direct(prompts, mask, rows)
         self._place(rows)
 
     def select(self, rows: Tensor) -> None:
@@ -137,6 +139,12 @@ class Cascade:
         """Attend with queries [B, H, 1, D] to a layer's prompts and to keys and values [B, heads,
         n, D] of the answers; returns [B, 1, H, D]."""
         return self.layout.attend(layer, query, (key, value), self.missing, scale)
+
+    def laid_out(self) -> Layout | Direct:
+        """Return what the rows attend to, in the form that graphs take."""
+        if self._direct is not None:
+            return self._direct._replace(rows=self.rows)
+        return self.layout.explicit(len(self.rows))
 
     def _place(self, rows: Tensor) -> None:
         """Give every row a slot among those of its prompt; prompts without rows leave."""
@@ -185,6 +193,20 @@ def _part(
     return output, top, weights.sum(-1, keepdim=True)
 
 
+def direct(prompts: Sequence[KV], mask: Tensor, rows: Tensor) -> Direct | None:
+    """Describe rows [B] that continue P prompts, keys and values [P, heads, S, D], mask [P, S], for
+    attention on this CPU; None: it does not serve."""
+    keys, values = prompts[0]
+    sizes = keys.shape[-1], values.shape[-1]
+    if sizes[0] != sizes[1] or not cpu_attention.serves(sizes[0], keys):
+        return None
+    start = mask.shape[1] - mask.sum(1)
+    columns = torch.arange(mask.shape[1], device=mask.device)
+    if not torch.equal(mask, columns >= start[:, None]):
+        return None  # padding that is not on the left
+    return Direct(prompts, rows, start)
+
+
 def fits(hidden: Tensor, rows: int) -> bool:
     """Tell whether so many rows share prompts, whose hidden states [P, H] have a precision that the
     two parts keep."""
@@ -212,15 +234,18 @@ def _attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    cascade: Cascade | Layout | None = None,
+    cascade: Cascade | Layout | Direct | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attend with transformers' interface: [B, heads, 1, D] -> [B, 1, heads, D]. A layout comes
-    with the mask of its answers, from a compiled graph."""
+    """Attend with transformers' interface: [B, heads, 1, D] -> [B, 1, heads, D]. What is neither
+    None nor a cascade comes from a compiled graph, with the mask of its answers."""
     assert cascade is not None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer: Any = module.layer_idx
     if isinstance(cascade, Cascade):
         return cascade.attend(layer, query, key, value, scale), None
+    if isinstance(cascade, Direct):
+        assert attention_mask is not None
+        return cascade.attend(layer, query, (key, value), attention_mask, scale), None
     on_cpu = query.device.type == "cpu"
     return cascade.attend(layer, query, (key, value), attention_mask, scale, on_cpu), None

@@ -20,9 +20,10 @@ from torch import Tensor
 
 from mmrl.policies import scores
 from mmrl.policies.compiling import check_backend
-from mmrl.policies.vlm import caches
+from mmrl.policies.vlm import caches, packing
 from mmrl.policies.vlm.caches import KV
-from mmrl.policies.vlm.cascade import Cascade, Layout
+from mmrl.policies.vlm.cascade import Cascade, Layout, attending, direct
+from mmrl.policies.vlm.cpu_attention import Direct
 from samplers.warp import Warp
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class Compiled:
         self.net = net
         self.token = self.compile(_token_of(net))
         self.answers = self.compile(_answers_of(net))
+        self.answers_directly = self.compile(_direct_answers_of(net))
         self.draws: dict[tuple[Warp, bool], Callable[..., Any]] = {}
         self.scores: dict[tuple[Warp, bool], Callable[..., Any]] = {}
 
@@ -60,7 +62,7 @@ class Compiled:
         """Return hidden states [B, 1, H] of tokens ids [B, 1] at ``places`` [B, 1] behind the
         columns ``mask`` [B, S] of the cache, or of a cascade's answers."""
         attended = F.pad(mask, (0, 1), value=True)[:, None, None]
-        layout = None if cascade is None else cascade.layout.explicit(len(ids))
+        layout = None if cascade is None else cascade.laid_out()
         hidden: Tensor = self.token(ids, places, caches.reserved(cache), attended, layout)
         return hidden
 
@@ -90,12 +92,17 @@ class Compiled:
         [B]."""
         length = ids.shape[1]
         places = prefix.following[rows][:, None] + torch.arange(length, device=ids.device)
+        behind = direct(prefix.key_values, prefix.mask, rows)
+        if behind is not None:
+            with symbolic(), attending(self.net.text_config):
+                hidden: Tensor = self.answers_directly(ids, places, behind)
+            return hidden
         causal = torch.ones(length, length, dtype=torch.bool, device=ids.device).tril()
         before = prefix.mask[rows][:, None].expand(-1, length, -1)
         attended = torch.cat([before, causal.expand(len(ids), -1, -1)], 2)[:, None]
         prompts = [(k.index_select(0, rows), v.index_select(0, rows)) for k, v in prefix.key_values]
         with symbolic():
-            hidden: Tensor = self.answers(ids, places, prompts, attended)
+            hidden = self.answers(ids, places, prompts, attended)
         return hidden
 
     def chunk_of(self, warp: Warp, entropy: bool) -> scores.ScoreChunk | None:
@@ -130,12 +137,14 @@ def _token_of(net: SharedPrefix) -> Callable[..., Tensor]:
         places: Tensor,
         columns: Sequence[KV],
         attended: Tensor,
-        layout: Layout | None,
+        layout: Layout | Direct | None,
     ) -> Tensor:
         """``attended`` [B, 1, 1, n] says which columns are real."""
         cache = caches.Reserved(columns)
         if layout is None:
             return net.continued(ids, places, attended, cache)
+        if isinstance(layout, Direct):
+            return net.continued(ids, places, attended, cache, cascade=layout)
         return net.continued(ids, places, ~attended, cache, cascade=layout)
 
     return token
@@ -150,6 +159,16 @@ def _answers_of(net: SharedPrefix) -> Callable[..., Tensor]:
         bias = torch.zeros_like(attended, dtype=prompts[0][0].dtype)
         bias = bias.masked_fill(~attended, -torch.inf)
         return net.continued(ids, places, bias, caches.Behind(prompts))
+
+    return answers
+
+
+def _direct_answers_of(net: SharedPrefix) -> Callable[..., Tensor]:
+    """Make the pass of ``_answers_of`` with attention that reads prompts itself."""
+
+    def answers(ids: Tensor, places: Tensor, behind: Direct) -> Tensor:
+        cache = caches.Answers(behind.prompts)
+        return net.continued(ids, places, packing.anything(), cache, cascade=behind)
 
     return answers
 
