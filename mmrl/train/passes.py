@@ -98,12 +98,12 @@ class Passes:
     ) -> tuple[int, Iterator[Point]]:
         """Count the passes that every process makes, and add idle ones: equally many of every
         kind, in one order, since another kind goes through other weights, which shards would gather
-        at another time. A collective call."""
+        at another time. Collective calls."""
         idle: dict[type, Point] = {}
         for point in self._idle_points(batch, rng):
             idle.setdefault(type(point.step), point)
-        needed = torch.tensor([points.passes_of(kind, rows) for kind in idle])
-        counts = distributed.all_max(needed.to(batch.idle_row.group.device)).tolist()
+        device = batch.idle_row.group.device
+        counts = [distributed.largest(points.passes_of(kind, rows), device) for kind in idle]
         if not any(counts):
             counts[0] = 1  # of zeros, as above
 
@@ -138,7 +138,7 @@ class Passes:
     def _idle_points(self, batch: Batch, rng: Rng) -> Iterator[Point]:
         """Make all points of a row, without anything to train on."""
         advantage = torch.zeros_like(batch.idle_row.logprob[:, :1])
-        row = self.policy.idle(batch.idle_row.replace(advantage=advantage))
+        row = self.policy.with_every_kind(batch.idle_row.replace(advantage=advantage))
         for point in self.objective.points(self.policy, row, rng):
             first = point[:1]
             yield first.replace(mask=torch.zeros_like(first.mask))
