@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from typing import Any, Literal
 
 from torch import nn
 
 from mmrl.core.errors import UserError
 
+# Kimi K2.5's clips of several frames, whose features earlier versions of the library cannot tell
+# apart
+CUTS_CLIPS = tuple(map(int, version("transformers").split(".")[:2])) >= (5, 24)
 Coords = Literal["original", "resized", "rel1000", "rel1"]
 PARTS = ("language", "projector", "vision")
 TYPE_IDS = ("mm_token_type_ids", "token_type_ids")
@@ -94,7 +98,8 @@ class Family:
     images are a row of slots a prompt, so that only prompts of equally many images make a batch.
     ``video``: it takes videos; ``apart``: not in one batch with images. ``video_tokens``: how many
     tokens of a prompt stand for a video: as many as its grid has features (``grid``), those of an
-    image (``image``), or what its processor keeps (``mask``). ``joins``: how vision tensors of
+    image (``image``), those of a frame for each of its clips (``frame``), or what its processor
+    keeps (``mask``). ``joins``: how vision tensors of
     several prompts become those of one batch (``collation.py``). ``hears``: it takes sounds, in
     one batch with pictures (``beside``) or not (``apart``). ``note``: where this is known from."""
 
@@ -105,7 +110,7 @@ class Family:
     by_row: bool = False
     video: bool = False
     apart: bool = False
-    video_tokens: Literal["grid", "image", "mask"] = "grid"
+    video_tokens: Literal["grid", "image", "frame", "mask"] = "grid"
     joins: Literal["rows", "last", "tiles", "indices"] = "rows"
     hears: Literal["", "beside", "apart"] = ""
     note: str = ""
@@ -203,8 +208,13 @@ FAMILIES = {
             note="no statement found",
         ),
         Family("phi4_multimodal", hears="apart", note="no statement found"),
-        # transformers 5.23 cannot cut the features of a clip of several frames into clips again
-        Family("kimi_k25", resize="grid", note="no statement found"),
+        Family(
+            "kimi_k25",
+            resize="grid",
+            video=CUTS_CLIPS,
+            video_tokens="frame",
+            note="no statement found",
+        ),
         Family("perception_lm", video=True, joins="tiles", note="no statement found"),
         Family("cohere2_vision", note="no statement found"),
         Family(

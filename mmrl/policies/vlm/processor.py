@@ -8,7 +8,7 @@ are joined along their first dimension.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -122,7 +122,7 @@ class Inputs:
         effect."""
         if self.family.resize != "grid" or not images:
             return 1.0
-        pixels = sum(width * height for width, height in self._resized(encoded, len(images), 0))
+        pixels = sum(width * height for width, height in self._resized(encoded, len(images), ()))
         offered: float = sum(image.size[0] * image.size[1] for image in images)
         return min(1.0, pixels / offered)
 
@@ -195,7 +195,7 @@ class Inputs:
             "coords": self.family.coords,
             "sizes": [list(full_size(image)) for image in images]
             + [list(video.size) for video in videos],
-            "resized": self._resized(encoded, len(images), len(videos)),
+            "resized": self._resized(encoded, len(images), videos),
             "frames": sum(len(video.indices) for video in videos),
             "duration": videos[0].duration if videos else None,
         }
@@ -382,7 +382,9 @@ class Inputs:
             return 0
         if kind == "video" and self.family.video_tokens == "mask":
             return int(encoded["video_compression_mask"].sum())
-        return int(grid.prod(1).sum()) // self._merge(kind) ** 2
+        pooled = kind == "video" and self.family.video_tokens == "frame"
+        patches = grid[:, 1:] if pooled else grid
+        return int(patches.prod(1).sum()) // self._merge(kind) ** 2
 
     def mismatch(self, prompt: Prompt, kind: str, expected: int, actual: int) -> UserError:
         """Return the UserError for a prompt whose placeholders are not as many as its features."""
@@ -393,19 +395,30 @@ class Inputs:
             f"({self.tokenizer.convert_ids_to_tokens(self._id(kind))}), nor be cut"
         )
 
-    def _resized(self, encoded: dict[str, Tensor], images: int, videos: int) -> ViewSizes:
+    def _resized(
+        self, encoded: dict[str, Tensor], images: int, videos: Sequence[Video]
+    ) -> ViewSizes:
         sizes: ViewSizes = []
         for kind, key, pixels in (
             ("image", "image_grid_thw", images),
-            ("video", "video_grid_thw", videos),
+            ("video", "video_grid_thw", len(videos)),
         ):
             if key in encoded:
+                grids = encoded[key]
+                if kind == "video" and self.family.video_tokens == "frame":
+                    grids = grids[self._first_clips(videos)]
                 patch = getattr(self.processor, f"{kind}_processor").patch_size
-                sizes += [[w * patch, h * patch] for _, h, w in encoded[key].tolist()]
+                sizes += [[w * patch, h * patch] for _, h, w in grids.tolist()]
             elif pixels:
                 shape = self._pixels(kind, encoded).shape
                 sizes += [[shape[-1], shape[-2]]] * pixels
         return sizes
+
+    def _first_clips(self, videos: Sequence[Video]) -> list[int]:
+        """Return where the grids of the first clip of every video are, among those of all."""
+        frames = self.processor.video_processor.temporal_patch_size
+        clips = [-(-len(video.indices) // frames) for video in videos]
+        return [sum(clips[:n]) for n in range(len(clips))]
 
     def _pixels(self, kind: str, encoded: dict[str, Tensor]) -> Tensor:
         """Return the pixels of all images or videos of a prompt."""

@@ -7,6 +7,7 @@ The oracle is the plain model on one prompt and one answer, nothing shared, padd
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -404,3 +405,21 @@ def test_the_class_that_a_model_card_names_loads_the_family(kind, tmp_path):
     (tmp_path / "config.json").write_text(f'{{"model_type": "{kind}"}}')
     name = auto_class(str(tmp_path))
     assert transformers.CONFIG_MAPPING[kind] in getattr(transformers, name)._model_mapping
+
+
+def test_kimi_s_clips_are_one_video_each_to_whoever_rewards():
+    """Its processor cuts a video into clips of four frames, each with a grid of its own and as many
+    tokens as a frame; transformers before 5.24 cannot tell their features apart."""
+    vlm = policy("kimi_k25")
+    films = [tiny_vlms.video(5, seed=1), tiny_vlms.video(3, seed=2)[:, :28]]
+    question = {"text": "which?", "videos": films, "fps": 2.0, "origin": "d.jsonl:2"}
+    encoded, view = vlm.inputs.take(question)
+    grids = encoded["video_grid_thw"].tolist()
+    assert [frames for frames, _, _ in grids] == [4, 1, 3]
+    assert view["resized"] == [[14 * w, 14 * h] for _, h, w in (grids[0], grids[2])]
+    assert vlm.inputs.placeholders(encoded) == sum(h * w // 4 for _, h, w in grids)
+    early = replace(vlm.inputs.family, video=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vlm.inputs, "family", early)
+        with pytest.raises(UserError, match="d.jsonl:2: kimi_k25 takes no videos; give frames"):
+            vlm.inputs.take(question)
