@@ -22,7 +22,7 @@ from mmrl.train.batch import Batch
 from mmrl.train.minibatches import Points
 from samplers.noise import Rng
 
-KINDS = (type(None), Transition)
+KINDS: tuple[type, ...] = (type(None), Transition)
 
 
 class Passes:
@@ -139,7 +139,7 @@ class Passes:
     def idle(self, batch: Batch, rng: Rng, kind: type = object) -> Point:
         """Make a pass of one row that trains nothing, of a step of this kind."""
         advantage = torch.zeros_like(batch.idle_row.logprob[:, :1])
-        row = self.policy.idle(batch.idle_row.replace(advantage=advantage))
+        row = self.policy.idle_row(batch.idle_row.replace(advantage=advantage))
         points = self.objective.points(self.policy, row, rng)
         point = next(point for point in points if isinstance(point.step, kind))[:1]
         return point.replace(mask=torch.zeros_like(point.mask))
