@@ -221,15 +221,8 @@ class ChatServer:
     def _request(
         self, server: Server, question: Question, messages: list[Message], given_up: threading.Event
     ) -> Choice:
-        try:
-            choice = self._complete(server, question, messages, given_up)
-        except Failed:
-            raise
-        except BaseException:
-            self._pool.gave_up(server)
-            raise
-        self._pool.answered(server)
-        return choice
+        with self._pool.asked(server):
+            return self._complete(server, question, messages, given_up)
 
     def _complete(
         self, server: Server, question: Question, messages: list[Message], given_up: threading.Event

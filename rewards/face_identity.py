@@ -18,19 +18,13 @@ from rewards._detect import Detection, Detector
 from rewards._frames import BatchSize, FrameReward
 from rewards._hf import Precision, missing, place_of
 from rewards._prompt import picture_of
-from rewards.card import card, card_with
-from rewards.similarity import embed_each
+from rewards.card import card_with
+from rewards.similarity import beside_reference, embed_each
 
 FACES = ("human face",)  # what an open detector is asked for
 
 
-@card(
-    media="image video",
-    needs="reference",
-    pictures="reference",
-    named={"field": "reference"},
-    low=-1,
-    high=1,
+@beside_reference(
     source="a face recognition model of timm (CosFace, ArcFace), a detector of transformers",
     licence="of the model; MS1MV3, which it was trained on, is for research only",
     scaling="cosine of the two faces; a picture without a face scores `missing`",

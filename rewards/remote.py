@@ -249,17 +249,11 @@ class Remote:
     def _request(
         self, server: Server, content: bytes, ids: list[str], media: Media, prompts: list[Prompt]
     ) -> Tensor:
-        try:
+        with self._pool.asked(server):
             values = self._exchange(server, content, ids)
             if self._jitter.random() < self.recheck:
                 self._check_order(server, media, prompts, values)
-        except Failed:
-            raise
-        except BaseException:
-            self._pool.gave_up(server)
-            raise
-        self._pool.answered(server)
-        return values
+            return values
 
     def _exchange(self, server: Server, content: bytes, ids: list[str]) -> Tensor:
         answer = post(self._client, server.url, content, len(ids), self.timeout)

@@ -6,12 +6,12 @@ import logging
 import ssl
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import httpx
@@ -52,6 +52,22 @@ class Server:
     answered: float = 0.0  # when it last gave an answer
     cause: str = ""
     warned: str = ""  # the cause that has been logged
+
+
+class Words(NamedTuple):
+    """Says what is asked of a kind of server, and what mends a refusal."""
+
+    request: str  # what it may refuse
+    token: str  # what mends a token
+    size: str  # what is too large, and what mends it
+    retried: tuple[int, ...] = RETRIED  # status codes that say "later" or "broken"
+
+
+WORDS = Words(
+    "a request",
+    "set `token` or MMRL_REWARD_TOKEN",
+    "a request too large; lower `batch_size`",
+)
 
 
 class Servers:
@@ -133,6 +149,19 @@ class Servers:
         """Record that the request was refused, which is no fault of the server's."""
         with self._lock:
             server.outstanding -= 1
+
+    @contextmanager
+    def asked(self, server: Server) -> Iterator[None]:
+        """Record how a request to a server, which ``take`` has chosen, ends; of one that raises
+        ``Failed`` whoever asks tells ``failed``."""
+        try:
+            yield
+        except Failed:
+            raise
+        except BaseException:
+            self.gave_up(server)
+            raise
+        self.answered(server)
 
     def causes(self) -> str:
         return "; ".join(f"{server.url}: {server.cause}" for server in self.all if server.cause)
@@ -252,17 +281,23 @@ def post(client: BoundedClient, url: str, content: bytes, count: int, timeout: f
         timeout=timeout,
         extensions={"longest": longest},
     )
+    return body(response, f"reward server {url}", WORDS)
+
+
+def body(response: httpx.Response, who: str, words: Words) -> bytes:
+    """Return the body of a 200 answer of the server ``who``.
+
+    Raises:
+        Failed: an answer that says "later" or "broken".
+        UserError: one that says the request, the token or the address is wrong.
+    """
     if response.status_code == 200:
         return response.content
     message = f"{response.status_code}, {message_of(response.content)}"
-    if response.status_code in RETRIED:
+    if response.status_code in words.retried:
         raise Failed(message)
     if response.status_code in (401, 403):
-        raise UserError(
-            f"reward server {url} refused the token; set `token` or MMRL_REWARD_TOKEN ({message})"
-        )
+        raise UserError(f"{who} refused the token; {words.token} ({message})")
     if response.status_code == 413:
-        raise UserError(
-            f"reward server {url} finds a request too large; lower `batch_size` ({message})"
-        )
-    raise UserError(f"reward server {url} refused a request: {message}")
+        raise UserError(f"{who} finds {words.size} ({message})")
+    raise UserError(f"{who} refused {words.request}: {message}")

@@ -17,9 +17,23 @@ from rewards._clip import load_clip
 from rewards._frames import BatchSize, FrameReward
 from rewards._hf import Eyes, Precision, Preprocess, load_model
 from rewards._prompt import picture_of, texts_of
-from rewards.card import card, card_with
+from rewards.card import Entry, card, card_with
 
 STILL = 1e-3  # a difference of unit embeddings below this is rounding, not an edit
+
+
+def beside_reference(**fields: Any) -> Callable[[Entry], Entry]:
+    """Decorate a reward with the card of one that compares a picture with its prompt's reference by
+    cosine; ``fields``: the others of ``card``."""
+    return card(
+        media="image video",
+        needs="reference",
+        pictures="reference",
+        named={"field": "reference"},
+        low=-1,
+        high=1,
+        **fields,
+    )
 
 
 class ReferenceReward(FrameReward):
@@ -40,13 +54,7 @@ class ReferenceReward(FrameReward):
         """Embed [N, 3, H, W] in 0..1 -> [N, E] unit vectors."""
 
 
-@card(
-    media="image video",
-    needs="reference",
-    pictures="reference",
-    named={"field": "reference"},
-    low=-1,
-    high=1,
+@beside_reference(
     source="facebook/dinov2-base or any vision model of transformers",
     licence="Apache-2.0 (DINOv2)",
 )
@@ -92,13 +100,7 @@ class DinoSimilarity(ReferenceReward):
         return nnf.normalize(hidden[:, 0] if self.pool == "cls" else hidden[:, 1:].mean(1), dim=-1)
 
 
-@card(
-    media="image video",
-    needs="reference",
-    pictures="reference",
-    named={"field": "reference"},
-    low=-1,
-    high=1,
+@beside_reference(
     source="any open_clip model",
     licence="MIT (OpenAI's)",
 )

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mmrl.audit import Line, Offence, Subject, clips
-from mmrl.audit.texts import where
+from mmrl.audit.texts import in_range, where
 from mmrl.core.errors import UserError
 from mmrl.core.types import Prompt
 from mmrl.scoring.attempt import as_values, describe
@@ -71,7 +71,7 @@ def audit(subject: Subject) -> list[Line]:
         )
     lines.append(_twins(subject, media, prompts, best))
     lines.append(_jpeg(subject, media, prompts, best, tried["blank"]))
-    return [*lines, _range(subject, [line.scores for line in lines])]
+    return [*lines, in_range(subject, [line.scores for line in lines])]
 
 
 def real(prompts: Sequence[Prompt], seed: int) -> Tensor:
@@ -256,13 +256,3 @@ def _rows(
         Offence(where(prompts[i]), what, scores[i], note)
         for i, note in zip(bad, notes, strict=True)
     ]
-
-
-def _range(subject: Subject, tried: Sequence[Sequence[float]]) -> Line:
-    about = card_of(subject.reward)
-    scores = [s for some in tried for s in some]
-    low = -math.inf if about.low is None else about.low
-    high = math.inf if about.high is None else about.high
-    bad = [s for s in scores if s < low - 1e-6 or s > high + 1e-6 or math.isinf(s)]
-    offences = [Offence("a probe above", "", s, f"the card says {low:g} to {high:g}") for s in bad]
-    return Line("all of them", "in the declared range", scores, offences)

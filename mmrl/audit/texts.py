@@ -45,7 +45,7 @@ def audit(subject: Subject) -> list[Line]:
         lines.append(_below(probe, rule, answered, wrong, scores, [best[i] for i in written]))
         tried.append(scores)
     lines += [_spaces(subject, prompts, best)]
-    return [line for line in [*lines, _range(subject, tried)] if line.applies]
+    return [line for line in [*lines, in_range(subject, tried)] if line.applies]
 
 
 def score(subject: Subject, texts: Sequence[str], prompts: Sequence[Prompt]) -> list[float]:
@@ -278,7 +278,8 @@ def _sizes(prompt: Prompt) -> dict[str, Any]:
     )
 
 
-def _range(subject: Subject, tried: list[list[float]]) -> Line:
+def in_range(subject: Subject, tried: Sequence[Sequence[float]]) -> Line:
+    """Probe whether all that was scored is in the range that the reward's card declares."""
     about = card_of(subject.reward)
     scores = [s for scores in tried for s in scores]
     low = -math.inf if about.low is None else about.low

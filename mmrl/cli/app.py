@@ -10,7 +10,58 @@ from typing import Annotated
 
 import typer
 
-from mmrl.cli import completion
+from mmrl.cli.arguments import (
+    AcceptChanges,
+    Adapters,
+    AdapterWeights,
+    ArtifactNames,
+    AsMarkdown,
+    At,
+    AuditedConfig,
+    BaseModel,
+    Benchmark,
+    BestOf,
+    Budget,
+    By,
+    ClipFeatures,
+    ComparedBy,
+    ComparedConfigs,
+    Devices,
+    DryRun,
+    FileForm,
+    Fit,
+    Guidance,
+    HeldOut,
+    HiddenWidths,
+    License,
+    ListWords,
+    LoraFile,
+    LoraForm,
+    Margin,
+    MergedFolder,
+    Overrides,
+    Processes,
+    PromptImages,
+    PromptTexts,
+    PromptVideos,
+    PushFolder,
+    Rated,
+    RatingsFile,
+    Resume,
+    RunFolder,
+    RunOrConfig,
+    ScoresFile,
+    SearchWord,
+    Served,
+    ServeOverrides,
+    ShownPrompts,
+    Swept,
+    TrainConfig,
+    TrainEngine,
+    Varied,
+    ViewedRuns,
+    VisionFeatures,
+)
 
 app = typer.Typer(
     help="Reinforcement fine-tuning for vision-language models and image and video generators.\n\n"
@@ -20,43 +71,6 @@ app = typer.Typer(
 )
 # what a file system refuses: that is the user's to mend, and no bug of ours
 OF_THE_DISK = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR)
-Overrides = Annotated[
-    list[str] | None, typer.Argument(help="Changes such as train.iterations=20 policy.sd3.lora=16.")
-]
-RunFolder = Annotated[
-    Path,
-    typer.Argument(help="Folder that `mmrl train` named.", autocompletion=completion.of_runs),
-]
-RunOrConfig = Annotated[
-    Path,
-    typer.Argument(
-        help="A run folder (trained model) or a configuration (base model).",
-        autocompletion=completion.of_runs_and_configs,
-    ),
-]
-Served = Annotated[
-    Path,
-    typer.Argument(
-        help="A .yaml file with what is served and perhaps `serve:`, or a name.",
-        autocompletion=completion.of_configs,
-    ),
-]
-ServeOverrides = Annotated[
-    list[str] | None, typer.Argument(help="Changes such as serve.port=8200.")
-]
-At = Annotated[
-    str | None,
-    typer.Option("--checkpoint", help="Name such as iteration-000050; default: the newest."),
-]
-
-BestOf = Annotated[
-    int | None,
-    typer.Option("--best-of", min=1, help="Every sample is the best of so many, by --by."),
-]
-By = Annotated[
-    str | None,
-    typer.Option("--by", help="The reward or vote that chooses it, such as majority_vote."),
-]
 
 
 def _print_version(version: bool) -> None:
@@ -96,41 +110,15 @@ def options(
 
 @app.command()
 def train(
-    config: Annotated[
-        Path,
-        typer.Argument(
-            help="A .yaml file, a shipped name such as digits/flow_grpo, or a run.",
-            autocompletion=completion.of_runs_and_configs,
-        ),
-    ],
+    config: TrainConfig,
     overrides: Overrides = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the run folder given as CONFIG.")
-    ] = False,
-    accept_changes: Annotated[
-        bool,
-        typer.Option(
-            "--accept-changes",
-            help="With --resume: go on although seed, data, objective or the like have changed.",
-        ),
-    ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check and estimate only; no weights are needed.")
-    ] = False,
-    processes: Annotated[
-        int, typer.Option(min=1, help="With --dry-run: how many share the work.")
-    ] = 1,
-    devices: Annotated[
-        str | None,
-        typer.Option(help="With --dry-run: rehearse at true size for cards such as 8xH100."),
-    ] = None,
-    fit: Annotated[
-        bool, typer.Option("--fit", help="With --devices: propose overrides that fit the cards.")
-    ] = False,
-    engine: Annotated[
-        str | None,
-        typer.Option(help="ray: trainers and workers on a Ray cluster; default: this process."),
-    ] = None,
+    resume: Resume = False,
+    accept_changes: AcceptChanges = False,
+    dry_run: DryRun = False,
+    processes: Processes = 1,
+    devices: Devices = None,
+    fit: Fit = False,
+    engine: TrainEngine = None,
 ) -> None:
     """Train a configuration, or go on with a run.
 
@@ -184,16 +172,8 @@ def evaluate(
     checkpoint: At = None,
     best_of: BestOf = None,
     by: By = None,
-    scores: Annotated[
-        Path | None, typer.Option(help="Also write what every prompt scored to this JSON file.")
-    ] = None,
-    benchmark: Annotated[
-        str | None,
-        typer.Option(
-            help="geneval, ocr, dpg, refcoco ... of a run, a configuration, or a folder of samples "
-            "as PATH; its options are benchmark.KEY=VALUE (mmrl list benchmarks)."
-        ),
-    ] = None,
+    scores: ScoresFile = None,
+    benchmark: Benchmark = None,
 ) -> None:
     """Measure rewards on held-out prompts with 95 % confidence intervals: base model and trained
     model. Or score a benchmark of the field."""
@@ -215,28 +195,16 @@ def evaluate(
 def sample(
     path: RunOrConfig,
     overrides: Overrides = None,
-    prompt: Annotated[
-        list[str] | None, typer.Option("--prompt", "-p", help="May be given several times.")
-    ] = None,
+    prompt: PromptTexts = None,
     prompts: Annotated[Path | None, typer.Option(help="A .txt or .jsonl file of prompts.")] = None,
-    image: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--image",
-            help="A picture of the prompt; repeatable: several of one prompt, or one of each.",
-        ),
-    ] = None,
-    video: Annotated[
-        list[Path] | None, typer.Option("--video", help="A video of the prompt; repeatable.")
-    ] = None,
+    image: PromptImages = None,
+    video: PromptVideos = None,
     checkpoint: At = None,
     folder: Annotated[Path, typer.Option("--out", help="Folder for the files.")] = Path("samples"),
     num_samples: Annotated[int, typer.Option(min=1, max=10**6, help="Samples a prompt.")] = 4,
     copies: Annotated[int | None, typer.Option(hidden=True)] = None,
     seed: Annotated[int, typer.Option(min=0)] = 0,
-    guidance: Annotated[
-        float | None, typer.Option(help="Guidance scale; default: as configured.")
-    ] = None,
+    guidance: Guidance = None,
     best_of: BestOf = None,
     by: By = None,
 ) -> None:
@@ -266,12 +234,8 @@ def label(
         "pairs.jsonl"
     ),
     num_samples: Annotated[int, typer.Option(min=2, max=10**4, help="Samples a prompt.")] = 8,
-    by: Annotated[
-        str, typer.Option("--by", help="The reward that compares; default: the weighted sum.")
-    ] = "",
-    margin: Annotated[
-        float, typer.Option(min=0, help="Least difference of the two rewards.")
-    ] = 0.0,
+    by: ComparedBy = "",
+    margin: Margin = 0.0,
     split: Annotated[str, typer.Option(help="train or held_out: prompts of the data.")] = "train",
     limit: Annotated[int | None, typer.Option(min=1, help="Prompts; default: all.")] = None,
     checkpoint: At = None,
@@ -287,28 +251,12 @@ def label(
 
 @app.command(name="fit-head")
 def fit_head(
-    data: Annotated[
-        Path,
-        typer.Argument(
-            help="A .csv or .jsonl file of picture and score, or pairs of `mmrl view --rate` or "
-            "`mmrl label`."
-        ),
-    ],
+    data: Rated,
     folder: Annotated[Path, typer.Option("--out", "-o", help="New folder.")] = Path("head"),
-    clip: Annotated[
-        str | None, typer.Option(help="Features of open_clip: NAME/TAG, hf-hub:ID or a folder.")
-    ] = None,
-    vision: Annotated[
-        str | None,
-        typer.Option(help="Features of a vision model of transformers (DINO, SigLIP, CLIP)."),
-    ] = None,
-    hidden: Annotated[
-        list[int] | None,
-        typer.Option(min=1, help="Width of a hidden layer, repeatable; default: a linear head."),
-    ] = None,
-    held_out: Annotated[
-        float, typer.Option(min=0.05, max=0.5, help="Share that the head is measured on.")
-    ] = 0.2,
+    clip: ClipFeatures = None,
+    vision: VisionFeatures = None,
+    hidden: HiddenWidths = None,
+    held_out: HeldOut = 0.2,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda:0 ...")] = "auto",
     seed: Annotated[int, typer.Option(min=0)] = 0,
 ) -> None:
@@ -324,10 +272,7 @@ def export(
     run: RunFolder,
     folder: Annotated[Path, typer.Option("--out", "-o", help="New folder.")] = Path("export"),
     checkpoint: At = None,
-    form: Annotated[
-        str,
-        typer.Option("--format", help="Of LoRA weights: diffusers, comfyui or kohya."),
-    ] = "diffusers",
+    form: LoraForm = "diffusers",
 ) -> None:
     """Write the trained weights for the model's own library (diffusers, peft)."""
     from mmrl.cli import commands
@@ -337,26 +282,12 @@ def export(
 
 @app.command()
 def convert(
-    adapters: Annotated[
-        list[Path],
-        typer.Argument(metavar="ADAPTER...", help="LoRA files, or folders as `export` writes."),
-    ],
-    base: Annotated[
-        str | None,
-        typer.Option(help="Folder or hub id of the model they are for; peft's name it themselves."),
-    ] = None,
-    form: Annotated[
-        str | None, typer.Option("--format", help="diffusers, comfyui or kohya: of one file.")
-    ] = None,
-    file: Annotated[
-        Path | None, typer.Option("--out", "-o", help="New .safetensors file of --format.")
-    ] = None,
-    into: Annotated[
-        Path | None, typer.Option(help="Merge all adapters into their model: a new folder.")
-    ] = None,
-    weight: Annotated[
-        list[float] | None, typer.Option(help="With --into: of each adapter; default: 1.")
-    ] = None,
+    adapters: Adapters,
+    base: BaseModel = None,
+    form: FileForm = None,
+    file: LoraFile = None,
+    into: MergedFolder = None,
+    weight: AdapterWeights = None,
 ) -> None:
     """Convert a LoRA file to another form, or merge adapters into the model they are for."""
     from mmrl.cli.converting import converted
@@ -368,14 +299,9 @@ def convert(
 def push(
     run: RunFolder,
     repository: Annotated[str, typer.Argument(metavar="ORG/NAME", help="Made if it is missing.")],
-    dry_run: Annotated[
-        Path | None,
-        typer.Option("--dry-run", help="Write what would be uploaded to this new folder instead."),
-    ] = None,
+    dry_run: PushFolder = None,
     checkpoint: At = None,
-    license: Annotated[
-        str | None, typer.Option(help="The hub's name of one; default: the base model's, if known.")
-    ] = None,
+    license: License = None,
     private: Annotated[bool, typer.Option("--private", help="Make a private repository.")] = False,
     message: Annotated[str, typer.Option(help="Of the commit.")] = "Trained with mmrl",
 ) -> None:
@@ -401,27 +327,11 @@ def report(run: RunFolder) -> None:
 
 @app.command()
 def compare(
-    configs: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="CONFIG... [KEY=VALUE...]",
-            help="Configurations, each perhaps with changes, digits/flow_grpo+train.epochs=2; "
-            "the first is the baseline. KEY=VALUE changes all.",
-        ),
-    ],
-    vary: Annotated[
-        list[str] | None,
-        typer.Option(help="Compare the one configuration with this change of it; repeatable."),
-    ] = None,
-    sweep: Annotated[
-        list[str] | None,
-        typer.Option(help="KEY=V1,V2: try each, choose on development prompts; repeatable."),
-    ] = None,
+    configs: ComparedConfigs,
+    vary: Varied = None,
+    sweep: Swept = None,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each, with seeds 0, 1, ...")] = 3,
-    budget: Annotated[
-        list[str] | None,
-        typer.Option(help="Of a run: cpu_seconds=, iterations=, samples= or forwards=N."),
-    ] = None,
+    budget: Budget = None,
     jobs: Annotated[int, typer.Option(min=1, help="Runs at a time, one thread each.")] = 1,
     folder: Annotated[Path, typer.Option("--out", help="Folder for runs, page and JSON.")] = Path(
         "comparison"
@@ -441,13 +351,8 @@ def compare(
 
 @app.command()
 def view(
-    runs: Annotated[
-        list[Path], typer.Argument(metavar="RUNS...", help="Run folders, or folders with runs.")
-    ],
-    rate: Annotated[
-        Path | None,
-        typer.Option(help="Let a person rate pairs of samples; a .jsonl file for the ratings."),
-    ] = None,
+    runs: ViewedRuns,
+    rate: RatingsFile = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 7007,
 ) -> None:
@@ -459,9 +364,7 @@ def view(
 
 @app.command()
 def build(
-    names: Annotated[
-        list[str] | None, typer.Argument(help="Such as digits/sd3; default: quickstart's.")
-    ] = None,
+    names: ArtifactNames = None,
 ) -> None:
     """Build parts of the embedded world ahead of time. They are cached."""
     from mmrl.cli import commands
@@ -495,13 +398,7 @@ def serve_teacher(
 
 @app.command(name="check-reward")
 def check_reward(
-    config: Annotated[
-        Path,
-        typer.Argument(
-            help="A .yaml file with `data:` and `reward:`, or a shipped name.",
-            autocompletion=completion.of_configs,
-        ),
-    ],
+    config: AuditedConfig,
     overrides: Overrides = None,
     samples: Annotated[int, typer.Option(min=1, help="Prompts to look at.")] = 200,
     seed: Annotated[int, typer.Option(min=0, help="Which of them.")] = 0,
@@ -521,9 +418,7 @@ def data(
     config: Annotated[Path, typer.Argument(help="A .yaml file with `data:`, or a shipped name.")],
     overrides: Overrides = None,
     page: Annotated[Path, typer.Option("--out", help="The HTML page.")] = Path("data.html"),
-    count: Annotated[
-        int, typer.Option("--samples", min=0, help="Prompts of each side that are shown.")
-    ] = 24,
+    count: ShownPrompts = 24,
 ) -> None:
     """Show what will be trained on: counts, lengths, samples, what is left out and why."""
     from mmrl.cli import commands
@@ -533,21 +428,9 @@ def data(
 
 @app.command(name="list")
 def list_(
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[KIND] [NAME]",
-            help="rewards, policies, presets, configs ..., or a name such as policy_gradient.",
-            autocompletion=completion.of_list,
-        ),
-    ] = None,
-    search: Annotated[
-        str | None,
-        typer.Option("--search", "-s", help="Names and first lines that have this word."),
-    ] = None,
-    markdown: Annotated[
-        bool, typer.Option("--markdown", help="Rewards only, with all their cards say.")
-    ] = False,
+    words: ListWords = None,
+    search: SearchWord = None,
+    markdown: AsMarkdown = False,
 ) -> None:
     """List what can be named in a configuration: the kinds, a kind's names, or a name's options."""
     if markdown:

@@ -109,14 +109,8 @@ def check(
         sections[section] = built
         if isinstance(built, TrainOptions):
             problems += _unfit_sizes(config, built, entries, objective, processes)
-            unfit = [*unweighable(built, trained, named.get("objective"))]
-            unfit += renamed_rows(built, named.get("objective"))
-            why = not_to_be_skipped(built, objective)
-            unfit += [why] if why else []
             problems += _missing_of_training(entries, built)
-            unfit += unsuited_to_trees(built) if _grown(entries.get("policy")) else []
-            unfit += unmeasurable(built, _set(entries.get("policy")))
-            unfit += unsuited_to_refill(built) if _refills(entries.get("policy")) else []
+            unfit = _unfit_training(built, trained, named.get("objective"), objective, entries)
             problems += [f"{config.where(line.partition(':')[0])}: {line}" for line in unfit]
         if isinstance(built, EvaluateOptions) and built.reward:
             _rewards(config, built.reward, (section, "reward"), problems, named)
@@ -124,6 +118,27 @@ def check(
     for name in ("run", "start"):
         convert(config.plain.get(name), str | None, config.place((name,)), problems)
     raise_all(problems)
+
+
+def _unfit_training(
+    options: TrainOptions,
+    trained: int,
+    named: Any,
+    objective: Any,
+    entries: Mapping[str, Resolved],
+) -> Iterator[str]:
+    """List sentences about options of ``train`` that do not go with so many ``trained`` rewards,
+    with the objective, by its class (``named``) and built, or with the policy."""
+    policy = entries.get("policy")
+    yield from unweighable(options, trained, named)
+    yield from renamed_rows(options, named)
+    if why := not_to_be_skipped(options, objective):
+        yield why
+    if _grown(policy):
+        yield from unsuited_to_trees(options)
+    yield from unmeasurable(options, _set(policy))
+    if _refills(policy):
+        yield from unsuited_to_refill(options)
 
 
 def _present(

@@ -25,6 +25,7 @@ from mmrl.dry_run.stand_in import folder_at, stand_in
 from mmrl.dry_run.weightless import folder_of, sizes_of
 from mmrl.policies.base import RolloutContext
 from mmrl.policies.diffusion.any_pipeline import AnyPipeline
+from mmrl.policies.diffusion.flow_plan import planned
 from mmrl.policies.diffusion.pipeline_policy import FolderPolicy
 from mmrl.policies.lora import Lora
 from mmrl.policies.quantization import Blocks, blocks_of
@@ -103,7 +104,7 @@ def _of_folder(
         policy = hollow(entry, place, options)
     except (UserError, ValueError) as error:
         raise UserError(resolved.place.say(str(error))) from error
-    plan = policy._plan(report.train.group_size, FIXED)
+    plan = planned(policy, report.train.group_size, FIXED)
     layers = costs.layers_of(policy)
     shape = policy.shape
     unet = hasattr(policy.config, "block_out_channels")
@@ -130,7 +131,7 @@ def _of_folder(
     tokens = None if unet else costs.tokens_of(policy)
     objective = configuration.build("objective", OBJECTIVES)
     context = RolloutContext(reads=objective.reads)
-    states = len(policy._plan(report.train.group_size, FIXED, context).stored)
+    states = len(planned(policy, report.train.group_size, FIXED, context).stored)
     critic = objective.critic()
     stored = (
         report.plan.rows_per_process * states * math.prod(shape) * policy.trajectory_dtype.itemsize

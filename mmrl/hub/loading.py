@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mmrl.monitoring.report.runs import Run
+from mmrl.utils.files import json_object
 
 Kind = Literal["diffusers_lora", "diffusers", "peft", "transformers", "other"]
 LIBRARIES = {
@@ -54,7 +54,7 @@ def describe(
     """Look at the files of an export. ``pipeline``, ``auto_class``: the policy's classes in
     diffusers and transformers, if it has such."""
     kind = kind_of(folder)
-    index = _json(folder / "model_index.json")
+    index = json_object(folder / "model_index.json")
     pipeline = str(index.get("_class_name") or pipeline)
     options = policy_options(run)
     base = str(options.get("path") or "")
@@ -76,7 +76,7 @@ def kind_of(folder: Path) -> Kind:
     for name, kind in marks:
         if (folder / name).is_file():
             return kind
-    return "transformers" if "model_type" in _json(folder / "config.json") else "other"
+    return "transformers" if "model_type" in json_object(folder / "config.json") else "other"
 
 
 def policy_options(run: Run) -> dict[str, Any]:
@@ -211,11 +211,3 @@ transformers nor ComfyUI loads them by themselves.
 hf download {repository} --local-dir model
 ```
 """
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}

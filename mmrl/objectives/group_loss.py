@@ -26,8 +26,8 @@ from mmrl.core.errors import UserError
 from mmrl.core.metrics import observe
 from mmrl.core.registry import TIMES
 from mmrl.core.types import Point, Rollout
-from mmrl.core.weights import Weights
-from mmrl.objectives.base import Objective, Tangent, frozen
+from mmrl.objectives.base import Tangent, frozen
+from mmrl.objectives.following import Following
 from mmrl.objectives.forward_process.base import error, noised
 from mmrl.objectives.kl import Reference, Refresh
 from mmrl.objectives.surrogates import row_sum
@@ -91,7 +91,7 @@ class Samples:
     groups: Groups
 
 
-class GroupLoss(Objective):
+class GroupLoss(Following):
     """``of_group``: [R] whose mean over the rows is the loss."""
 
     offline = True
@@ -197,18 +197,6 @@ class GroupLoss(Objective):
         # times the decisions by which the mean over a row divides: R is a sum
         slope = tangent.slope * point.num_decisions[:, None]
         return tangent.value + slope * (logp - logp.detach())
-
-    def revisit(self, weights: Weights, iteration: int, rng: Rng) -> None:
-        self.reference.follow(weights, iteration)
-
-    def restarts(self, iteration: int) -> bool:
-        return self.reference.restarts(iteration)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.reference.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.reference.load_state_dict(state)
 
     def _log_prob(self, dist: Dist, point: Point) -> Tensor:
         """Return [B, L]: log-probs, or minus denoising errors; 0 where nothing is trained on."""

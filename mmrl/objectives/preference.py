@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from annotated_types import Ge, Le
@@ -19,6 +19,7 @@ from mmrl.core.registry import OBJECTIVES, TIMES
 from mmrl.core.types import Point, Rollout
 from mmrl.core.weights import Weights
 from mmrl.objectives.base import Linearised, Objective, frozen, slope_of
+from mmrl.objectives.following import Following
 from mmrl.objectives.forward_process.base import comparisons, error, noised, positive, summed
 from mmrl.objectives.kl import Reference, Refresh
 from mmrl.objectives.timestep_samplers import TimeSampler, logit_normal
@@ -26,7 +27,7 @@ from mmrl.policies.base import Policy, Reads
 from samplers.noise import Rng
 
 
-class _Following(Objective):
+class _Following(Following):
     """Holds the reference that pairs are relative to, which may follow the policy."""
 
     refresh: Refresh | None
@@ -35,18 +36,6 @@ class _Following(Objective):
         """Choose the snapshot."""
         self.reference = Reference(self.refresh)
         self.snapshots = (self.reference.name,)
-
-    def revisit(self, weights: Weights, iteration: int, rng: Rng) -> None:
-        self.reference.follow(weights, iteration)
-
-    def restarts(self, iteration: int) -> bool:
-        return self.reference.restarts(iteration)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.reference.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.reference.load_state_dict(state)
 
 
 @OBJECTIVES.register("diffusion_dpo")

@@ -18,11 +18,18 @@ from mmrl.core.top_tokens import completed
 from mmrl.core.types import Point
 from mmrl.objectives.distillation import RemoteOptions
 from mmrl.policies.teaching import question
-from rewards.servers import RETRIED, BoundedClient, Failed, Server, Servers
+from rewards.servers import RETRIED, BoundedClient, Failed, Server, Servers, Words, body
 from rewards.tokens import Tokens
-from rewards.wire import message_of
 
 VARIABLE = "MMRL_TEACHER_TOKEN"
+
+
+WORDS = Words(
+    "a question",
+    f"set {VARIABLE} or token_file",
+    "a question or its answer too large; lower max_rows of remote, or raise the server's limits",
+    tuple(status for status in RETRIED if status != 500),
+)
 
 
 class RemoteTeacher:
@@ -46,7 +53,7 @@ class RemoteTeacher:
 
         def ask(server: Server) -> Any:
             response = self.client.get(f"{server.url}/info", extensions={"longest": 2**20})
-            return self._signature(server, _checked(server, response))
+            return self._signature(server, _body(server, response))
 
         described: dict[str, Any] = self._tried(ask)
         return described
@@ -100,7 +107,7 @@ class RemoteTeacher:
                 timeout=self.options.timeout,
                 extensions={"longest": self.longest},
             )
-            return self._shown(_checked(server, response), point.state.device)
+            return self._shown(_body(server, response), point.state.device)
 
         shown: dict[str, torch.Tensor] = self._tried(ask)
         return shown
@@ -131,16 +138,11 @@ class RemoteTeacher:
                 time.sleep(wait * self._jitter.uniform(0.5, 1))
             started = time.monotonic()
             try:
-                answer = ask(server)
+                with self.servers.asked(server):
+                    return ask(server)
             except Failed as error:
                 self.servers.failed(server, error, started)
                 tried.append(server)
-            except BaseException:
-                self.servers.gave_up(server)
-                raise
-            else:
-                self.servers.answered(server)
-                return answer
         raise UserError(
             f"{self.place}.url: no teacher answers ({self.servers.causes()}); start it with "
             f"`mmrl serve-teacher`, then `mmrl train --resume`"
@@ -155,20 +157,6 @@ class RemoteTeacher:
         return revived
 
 
-def _checked(server: Server, response: httpx.Response) -> bytes:
+def _body(server: Server, response: httpx.Response) -> bytes:
     """Return the body of an answer. Raises Failed where trying again may help, else UserError."""
-    if response.status_code == 200:
-        return response.content
-    message = f"{response.status_code}, {message_of(response.content)}"
-    if response.status_code in RETRIED and response.status_code != 500:
-        raise Failed(message)
-    if response.status_code in (401, 403):
-        raise UserError(
-            f"teacher {server.url} refused the token; set {VARIABLE} or token_file ({message})"
-        )
-    if response.status_code == 413:
-        raise UserError(
-            f"teacher {server.url} finds a question or its answer too large; lower max_rows of "
-            f"remote, or raise the server's limits ({message})"
-        )
-    raise UserError(f"teacher {server.url} refused a question: {message}")
+    return body(response, f"teacher {server.url}", WORDS)

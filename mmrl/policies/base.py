@@ -294,7 +294,7 @@ class Policy(ABC):
             self.fitting = -int(distributed.all_max(torch.tensor(-fitting)))
         return min(self.fitting, rows, self.most or rows)
 
-    def with_every_kind(self, row: Rollout) -> Rollout:
+    def idle_row(self, row: Rollout) -> Rollout:
         """Prepare a sampled row [1] to be passed through the network by a process without rows
         of its own: it must have a decision of every kind that the policy has."""
         return row

@@ -3,7 +3,6 @@ or what differs: versions, device, threads, and the first metric that is not the
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from mmrl.monitoring.log import EVENTS, METRICS, parse_line
 from mmrl.run import checkpoint
 from mmrl.run.build import config_of
 from mmrl.run.lifecycle import COSTS, is_finished, trained
-from mmrl.utils.files import sha256, write_json
+from mmrl.utils.files import json_object, sha256, write_json
 
 # metrics that say how long something took, not what came of it
 MEASURED = ("time/", "seconds", "cpu_seconds", "memory/", "throughput/", "share/")
@@ -179,7 +178,7 @@ def _gap(tensors: Any, again: Any) -> str:
 
 def _surroundings(first: Path, second: Path) -> Iterator[str]:
     """List what differs between the machines: versions, processor, devices, threads."""
-    old, new = (_json(run / "machine.json") for run in (first, second))
+    old, new = (json_object(run / "machine.json") for run in (first, second))
     for key in SURROUNDINGS:
         if old.get(key) != new.get(key) and key in old:
             yield f"{key}: {old.get(key)}, now {new.get(key)}"
@@ -200,11 +199,3 @@ def _past(run: Path) -> Iterator[str]:
 def _lines(path: Path) -> list[dict[str, Any]]:
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     return [line for line in map(parse_line, text.splitlines()) if line is not None]
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}

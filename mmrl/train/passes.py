@@ -138,7 +138,7 @@ class Passes:
     def _idle_points(self, batch: Batch, rng: Rng) -> Iterator[Point]:
         """Make all points of a row, without anything to train on."""
         advantage = torch.zeros_like(batch.idle_row.logprob[:, :1])
-        row = self.policy.with_every_kind(batch.idle_row.replace(advantage=advantage))
+        row = self.policy.idle_row(batch.idle_row.replace(advantage=advantage))
         for point in self.objective.points(self.policy, row, rng):
             first = point[:1]
             yield first.replace(mask=torch.zeros_like(first.mask))

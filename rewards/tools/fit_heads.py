@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from mmrl.core.errors import UserError
 from rewards._prompt import from_pil, read_picture
 from rewards.embedding import Activation, Encoder, Head
+from rewards.tools.lines import json_lines
 
 Loss = Callable[[Head, Tensor], Tensor]
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -111,17 +112,7 @@ def accuracy(heads: Sequence[Head], chosen: Tensor, rejected: Tensor) -> float:
 def read(path: Path) -> list[dict[str, Any]]:
     """Read the rows of a .jsonl file. Raises UserError with the line of a mistake."""
     rows = []
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise UserError(f"{path}:{number} is not JSON: {error}") from error
+    for number, row in json_lines(path):
         pair = isinstance(row, dict) and {"chosen", "rejected"} <= set(row)
         rated = isinstance(row, dict) and {"sample", "ratings"} <= set(row)
         if not pair and not rated:

@@ -26,6 +26,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.types import Prompt
 from rewards._ask import Asker, Question, Unreadable
 from rewards.judged import prompt_pictures
+from rewards.tools.lines import json_lines
 from rewards.vision.answers import final
 from rewards.votes import leading, vote
 
@@ -316,19 +317,10 @@ def written(text: str) -> str:
 def read(path: Path) -> list[Prompt]:
     """Read a .jsonl file; pictures are found from where the file lies."""
     rows = []
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise UserError(f"{path}:{number} is not JSON: {error}") from error
-            if not isinstance(row, dict):
-                raise UserError(f"{path}:{number} is not an object")
-            rows.append(located(row, path.parent))
+    for number, row in json_lines(path):
+        if not isinstance(row, dict):
+            raise UserError(f"{path}:{number} is not an object")
+        rows.append(located(row, path.parent))
     return rows
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -17,7 +17,8 @@ from torch import Tensor
 from mmrl.core.errors import UserError
 from mmrl.core.types import Prompt
 from rewards.card import card_of
-from rewards.vision.answers import Status, worst
+from rewards.vision.answers import Parsed, Status, worst
+from rewards.vision.boxes import assign
 from rewards.vision.coords import Unscorable, answer_space, convert, extent, scale, truth_space
 from rewards.vision.shapes import Shape
 
@@ -176,6 +177,26 @@ def in_answer(values: Iterable[float], prompt: Prompt) -> list[float]:
 
 def count_status(status: Status, predicted: int, expected: int) -> Status:
     return status if predicted == expected else worst(status, "wrong_count")
+
+
+def matched(
+    parsed: Parsed[Any],
+    prompt: Prompt,
+    right: int,
+    scores: Callable[[np.ndarray], np.ndarray],
+) -> Verdict:
+    """Judge the shapes of an answer by pairing them with the ``right`` ones so that the sum of the
+    pairs is largest: that sum over the larger of both numbers. ``scores``: of shapes [N, 2 or 4] in
+    the space of the ground truths -> [N, right]."""
+    if parsed.value is None:
+        return Verdict(0.0, parsed.status)
+    rows, states = in_truth(parsed.value, prompt)
+    status = count_status(worst(parsed.status, *states), len(rows), right)
+    if not len(rows) or not right:
+        return Verdict(float(len(rows) == right), status)
+    table = scores(rows)
+    total = sum(table[pair] for pair in assign(table))
+    return Verdict(float(total) / max(table.shape), status)
 
 
 def tagged(answer: str) -> str:

@@ -19,9 +19,9 @@ from rewards.vision.answers import final, worst
 from rewards.vision.base import (
     Verdict,
     Verifiable,
-    count_status,
     in_answer,
     in_truth,
+    matched,
     tagged,
     true_boxes,
 )
@@ -101,18 +101,12 @@ class Grounding(Verifiable):
 
     def judge(self, text: str, prompt: Prompt) -> Verdict:
         right = true_boxes(prompt)
-        parsed = boxes(text)
-        if parsed.value is None:
-            return Verdict(0.0, parsed.status)
-        rows, states = in_truth(parsed.value, prompt)
-        status = count_status(worst(parsed.status, *states), len(rows), len(right))
-        if not len(rows) or not len(right):
-            return Verdict(float(len(rows) == len(right)), status)
-        scores = self.overlap(rows, right) * (geometry.areas(rows) > 0)[:, None]
-        if self.threshold is not None:
-            scores = (scores >= self.threshold).astype(float)
-        total = sum(scores[pair] for pair in geometry.assign(scores))
-        return Verdict(float(total) / max(scores.shape), status)
+
+        def scores(rows: np.ndarray) -> np.ndarray:
+            values: np.ndarray = self.overlap(rows, right) * (geometry.areas(rows) > 0)[:, None]
+            return values if self.threshold is None else (values >= self.threshold).astype(float)
+
+        return matched(boxes(text), prompt, len(right), scores)
 
     def ground_truth(self, prompt: Prompt) -> str:
         return write_boxes(true_boxes(prompt), prompt)

@@ -13,15 +13,14 @@ from annotated_types import Ge, Gt, Le
 from mmrl.core.registry import REWARDS
 from mmrl.core.types import Prompt
 from rewards.card import card
-from rewards.vision import boxes as geometry
 from rewards.vision.answers import NUMBER, Status, fenced, final, loose_json, normal, worst
 from rewards.vision.base import (
     Verdict,
     Verifiable,
-    count_status,
     finite,
     in_answer,
     in_truth,
+    matched,
     need,
     tagged,
     true_boxes,
@@ -149,18 +148,8 @@ class Point(Verifiable):
         self.pointing = Pointing(form, radius, spread)
 
     def judge(self, text: str, prompt: Prompt) -> Verdict:
-        boxes = targets(prompt)
-        parsed = points(text)
-        if parsed.value is None:
-            return Verdict(0.0, parsed.status)
-        predicted, states = in_truth(parsed.value, prompt)
-        status = count_status(worst(parsed.status, *states), len(predicted), len(boxes))
-        if not len(predicted) or not len(boxes):
-            return Verdict(float(len(predicted) == len(boxes)), status)
-        scores = self.pointing.scores(predicted, prompt)
-        return Verdict(
-            float(sum(scores[pair] for pair in geometry.assign(scores)) / max(scores.shape)), status
-        )
+        right = len(targets(prompt))
+        return matched(points(text), prompt, right, lambda rows: self.pointing.scores(rows, prompt))
 
     def ground_truth(self, prompt: Prompt) -> str:
         return tagged(json.dumps([{"point_2d": in_answer(box, prompt)} for box in targets(prompt)]))

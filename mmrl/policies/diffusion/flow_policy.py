@@ -7,20 +7,17 @@ noise and chunks are here, once. Sampling and scoring go through the same ``_tra
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import torch
 from annotated_types import Ge
 from torch import Tensor, nn
 
-import samplers
 from mmrl.config.options import Steps
-from mmrl.config.unfit import NOISELESS
 from mmrl.core.distributions import Gaussian, Score
 from mmrl.core.errors import UserError
 from mmrl.core.host import sent
@@ -38,12 +35,10 @@ from mmrl.core.types import (
     SamplerState,
     Transition,
     per_prompt,
-    tree_map,
 )
 from mmrl.policies.base import (
     NO_CONTEXT,
     LogprobGuidance,
-    Policy,
     Reads,
     RolloutContext,
     Trial,
@@ -57,14 +52,16 @@ from mmrl.policies.base import (
 from mmrl.policies.capabilities import Capabilities
 from mmrl.policies.demonstrations import encoded, placed_rows, sourced
 from mmrl.policies.diffusion import trials
+from mmrl.policies.diffusion.flow_passes import FlowPasses
+from mmrl.policies.diffusion.flow_plan import Plan, planned
+from mmrl.policies.diffusion.path_points import decision
 from mmrl.policies.diffusion.trees import Tree
 from mmrl.policies.products import quicken
 from mmrl.policies.rollout_graphs import RolloutGraphs, recording
-from samplers.batching import at_width
 from samplers.kernels import flow_sde
 from samplers.noise import Rng
 from samplers.processes import Flow, Process, TrigFlow, noised
-from samplers.schedules import compressed, linear
+from samplers.schedules import linear
 from samplers.solvers import Step
 from samplers.windows import FIXED, all_steps
 
@@ -73,36 +70,9 @@ Grid = Callable[[int], Tensor]  # steps -> times [K + 1], from 1 to 0
 Window = Callable[[int, int, Rng], Tensor]
 Solver = Callable[[Process], Step]
 Storage = Literal["float32", "bfloat16", "float16"]
-BUILT_IN = frozenset(samplers.KERNELS.values())
-FEW = 8  # rows; a matmul of fewer rounds in another way (docs/lab-notes.md)
 
 
-class Plan(NamedTuple):
-    """Lists what the sampler does in one iteration: times, noise levels, which states are
-    stored."""
-
-    times: Tensor  # [K + 1]
-    eta: Tensor  # [K]; 0 is a deterministic step
-    spans: list[int]  # K + 1: how many adjacent rows share a state
-    rows: int | None = None  # at most so many in a pass; None: all that are alive
-    stored: tuple[int, ...] = ()  # the S steps after which the state is kept for training
-    graphs: RolloutGraphs | None = None  # where passes of decisions are kept with their graphs
-
-    def places(self) -> Tensor:
-        """Index the states on the path, [K + 1] long: where the state after k steps is stored; -1:
-        nowhere."""
-        places = torch.full((len(self.times),), -1)
-        places[list(self.stored)] = torch.arange(len(self.stored))
-        return places
-
-    def edges(self, row: Tensor) -> Tensor | None:
-        """Name the edge of every decision of rows named ``row``, [B, K]; None without a tree."""
-        if self.spans[0] == 1:
-            return None
-        return torch.stack([row - row % span for span in self.spans[1:]], 1)
-
-
-class FlowPolicy(Policy):
+class FlowPolicy(FlowPasses):
     """Samples and scores paths of a flow or diffusion model, whose decisions are Gaussian steps.
 
     steps: forward passes per sample. evaluation_steps: those of a sample in evaluation, which has
@@ -124,12 +94,6 @@ class FlowPolicy(Policy):
     pass.
     """
 
-    shape: tuple[int, ...]  # of one sample's latents
-    process: Process = Flow()
-    guidance_scale: float
-    logprob_weight: Tensor | None = (
-        None  # [*] of each number in the mean over dimensions; 1 on average
-    )
     exploring = True  # False while evaluating: only the initial noise is drawn
     # its sampler adds fresh noise between steps, in evaluation too (consistency models)
     renews = False
@@ -192,7 +156,7 @@ class FlowPolicy(Policy):
         self.trajectory_dtype = getattr(torch, trajectory_dtype)
         self.logprob_reduction = logprob_reduction
         # raises for impossible schedules and windows
-        self._plan(copies=tree.factor ** len(tree.at(self.steps)) if tree else 1, rng=FIXED)
+        planned(self, copies=tree.factor ** len(tree.at(self.steps)) if tree else 1, rng=FIXED)
 
     @abstractmethod
     def encode(self, prompts: list[Prompt]) -> dict[str, Any]:
@@ -200,38 +164,11 @@ class FlowPolicy(Policy):
         [1, *], if there is guidance."""
 
     @abstractmethod
-    def velocity(self, x: Tensor, t: Tensor, cond: dict[str, Any]) -> Tensor:
-        """Compute the network's output [B, *] for latents x [B, *] at times t [B] under conditions
-        [B, *]."""
-
-    @abstractmethod
     def decode(self, rollout: Rollout) -> Media: ...
-
-    def unconditional(self, row_cond: dict[str, Any], cond: dict[str, Any]) -> dict[str, Any]:
-        """Return the conditions [B, *] for the pass without the prompt, from the rows' conditions
-        ``row_cond`` and those of the rollout.
-
-        They are those of the empty prompt; what ``uncond`` leaves out, such as an image to edit, is
-        the row's own.
-        """
-        if "uncond" not in cond:
-            raise UserError(
-                "guidance needs the policy's option empty, the value of field for no prompt"
-            )
-        rows = len(next(leaf for leaf in row_cond.values() if isinstance(leaf, Tensor)))
-        empty: dict[str, Any] = tree_map(
-            lambda tensor: tensor.expand(rows, *tensor.shape[1:]), cond["uncond"]
-        )
-        return row_cond | empty
 
     def begin(self, noise: Tensor, cond: dict[str, Any]) -> Tensor:
         """Make the first states of paths [B, *] from noise and the rows' conditions."""
         return noise
-
-    def combine(self, v: Tensor, empty: Tensor, scale: float | Tensor) -> Tensor:
-        """Apply classifier-free guidance (Ho and Salimans 2022), [B, *]; a family may normalise it
-        as its pipeline does."""
-        return empty + scale * (v - empty)
 
     @contextmanager
     def evaluating(self, guidance: float | None = None) -> Iterator[None]:
@@ -244,25 +181,6 @@ class FlowPolicy(Policy):
                 yield
         finally:
             self.exploring, self.plain = before
-
-    def _for_process(self, kernel: Any) -> Kernel:
-        """Bind the process to a kernel that takes one; UserError if the kernel is for another
-        process."""
-        plain = getattr(kernel, "func", kernel)
-        process_type = getattr(plain, "process", Flow if plain in BUILT_IN else None)
-        if process_type is not None and not isinstance(self.process, process_type):
-            known = ", ".join(
-                n
-                for n, k in KERNELS.items()
-                if isinstance(self.process, getattr(k, "process", Flow))
-            )
-            raise UserError(
-                f"policy option sde_type: {plain.__name__} is not for this kind of "
-                f"model; for it: {known}"
-            )
-        takes_process = hasattr(plain, "process")
-        bound: Kernel = partial(kernel, process=self.process) if takes_process else kernel
-        return bound
 
     def rollout(
         self, prompts: list[Prompt], copies: Copies, rng: Rng, context: RolloutContext = NO_CONTEXT
@@ -288,7 +206,7 @@ class FlowPolicy(Policy):
         """Sample the rows named ``row`` [B] under the conditions ``cond`` [P, *], into which
         ``group`` [B] leads, with the paths to them."""
         graphs = context.graphs
-        plan = self._plan(copies, rng, context)
+        plan = planned(self, copies, rng, context)
         size = self.chunk(len(row), lambda n: self._trial(group[:n], row[:n], cond))
         path = self._room(plan, len(row))
 
@@ -344,7 +262,7 @@ class FlowPolicy(Policy):
         samples, present = encoded(self, answers)
         blank = torch.zeros(len(row), *self.shape, dtype=self.dtype, device=self.device)
         sample = placed_rows(samples, present, blank)
-        plan = self._plan(1, rng)
+        plan = planned(self, 1, rng)
         time, noise_level = (self._on_rows(steps, len(row)) for steps in (plan.times, plan.eta))
         unknown = torch.zeros_like(noise_level)
         stream = torch.tensor([rng.key], device=self.device).expand(len(row), -1)
@@ -368,10 +286,6 @@ class FlowPolicy(Policy):
         )
         return sourced(rollout, present)
 
-    @property
-    def summed_dimensions(self) -> int:
-        return math.prod(self.shape) if self.logprob_reduction == "sum" else 1
-
     def spaces(self) -> dict[str, Any]:
         kinds = {Flow: "flow", TrigFlow: "trigflow"}
         kind = kinds.get(type(self.process), "diffusion")
@@ -387,7 +301,7 @@ class FlowPolicy(Policy):
         return Rng((stream[:, :1], stream[:, 1:])).normal(row, self.shape, step + 1, self.dtype)
 
     def trial(self, prompts: list[Prompt], copies: Copies, reads: Reads) -> Trial:
-        plan = self._plan(copies, FIXED)
+        plan = planned(self, copies, FIXED)
         rows = sum(per_prompt(copies, len(prompts)))
         noisy = (plan.eta > 0).nonzero()[:, 0].tolist()
         decisions = sum(rows // plan.spans[k + 1] for k in noisy)
@@ -404,49 +318,6 @@ class FlowPolicy(Policy):
         place = "cpu" if self.offload_trajectory else self.device
         stored = self.dtype if self.trajectory_dtype == torch.float32 else self.trajectory_dtype
         return torch.empty(rows, len(plan.stored), *self.shape, dtype=stored, device=place)
-
-    def _plan(self, copies: Copies, rng: Rng, context: RolloutContext = NO_CONTEXT) -> Plan:
-        """Plan what the sampler does in this iteration: times, noise levels, branching."""
-        try:
-            times = self.evaluation_times if self.plain else self.times
-            # [K] bool
-            noisy = self.noise_window(len(times) - 1, context.iteration, rng.fold("window"))
-            tree = self.tree if self.exploring else None
-            if tree is not None:
-                splits = torch.tensor(tree.at(len(times) - 1))
-                noisy = noisy | torch.isin(torch.arange(len(times) - 1), splits)
-            if not self.exploring:
-                times = self.evaluation_times
-                noisy = torch.zeros(len(times) - 1, dtype=torch.bool)
-            if self.exploring and self.flash_step_ratio is not None:
-                after = int(noisy.nonzero().max()) + 1
-                times = compressed(times, after, self.flash_step_ratio)
-                noisy = torch.cat([noisy[:after], noisy.new_zeros(len(times) - 1 - after)])
-        except ValueError as error:
-            raise UserError(f"policy option noise_window or flash_step_ratio: {error}") from error
-        steps = len(times) - 1
-        spans = [1] * (steps + 1) if tree is None else tree.spans(steps, copies)
-        decisions = (noisy & self.exploring).nonzero()[:, 0].tolist()
-        stored = {
-            "path": range(len(times)),
-            "decisions": sorted({k + side for k in decisions for side in (0, 1)}),
-            "sample": (),
-        }[context.reads]
-        eta = self.noise_level * torch.linspace(1, self.noise_anneal, steps, dtype=torch.float64)
-        eta = eta * noisy * self.exploring
-        plan = Plan(times, eta, spans, stored=tuple(stored))
-        if context.reads == "decisions" and self.exploring and not self._decides(plan):
-            raise UserError(f"policy options steps and noise_level: the objective {NOISELESS}")
-        return plan
-
-    def _decides(self, plan: Plan) -> bool:
-        """Tell whether any step draws noise: some have none whatever their noise level, such as
-        DDIM's to the data."""
-        steps = len(plan.eta)
-        blank = torch.ones(steps, *[1] * len(self.shape), dtype=torch.float64)
-        times = plan.times.to(blank)
-        _, std = self.sde_type(blank, blank, times[:-1], times[1:], plan.eta)
-        return bool((std > 0).any())
 
     def _trial(self, group: Tensor, row: Tensor, cond: dict[str, Any]) -> None:
         """Make one pass of the largest kind, to measure what it allocates."""
@@ -552,7 +423,7 @@ class FlowPolicy(Policy):
         for k, decides in enumerate(rollout.mask.cpu().unbind(1)):  # one wait, not one a decision
             rows = decides.nonzero()[:, 0]
             if len(rows):
-                yield _step(rollout, length, sent(rows, length.device), k)
+                yield decision(rollout, length, sent(rows, length.device), k)
 
     def renoise(
         self, rollout: Rollout, rng: Rng, time: Tensor | None = None, shared: bool = False
@@ -581,98 +452,6 @@ class FlowPolicy(Policy):
             provenance=rollout.provenance.replace(sampler_logprob=None),
         )
 
-    def dist(self, point: Query) -> Gaussian:
-        """Compute the transition to ``next_time`` on the path. At a re-noised state return a
-        Gaussian of variance 1/2 around the velocity, whose log-prob is minus the denoising error,
-        up to a constant."""
-        scale = self._scale(point)
-        conditional = scale == 1 or (
-            self.logprob_guidance == "conditional" and point.guidance is None
-        )
-        known = self.graphs.outputs_at(self, point) if self.graphs is not None else None
-        v, empty = known or self._velocities(point, guided=not conditional)
-        return self._transition(
-            point, v if conditional else self.combine(v, empty, self.strength(point, scale))
-        )
-
-    def _both(
-        self, point: Query, rows: int | None, graphs: RolloutGraphs | None
-    ) -> tuple[Gaussian, Gaussian, Tensor]:
-        """Compute the distribution that samples, the one whose log-prob is recorded (the same
-        unless ``logprob_guidance`` differs), and the network's output behind the first, in passes
-        of at most ``rows``, which ``graphs`` keeps."""
-        scale = self._scale(point)
-        each = []
-        for part in point.split(rows or len(point)):
-            work = partial(self._velocities, part, guided=scale != 1)
-            each.append(work() if graphs is None else graphs.record(self, part, work))
-        v = torch.cat([part for part, _ in each])
-        guided = v
-        if scale != 1:
-            empty = torch.cat([part for _, part in each])
-            guided = self.combine(v, empty, self.strength(point, scale))
-        sampled = self._transition(point, guided)
-        mismatch = scale != 1 and self.logprob_guidance == "conditional"
-        return sampled, self._transition(point, v) if mismatch else sampled, guided
-
-    def strength(self, point: Query, scale: float) -> float | Tensor:
-        """Return the guidance scale: ``scale``, or one for every row, shaped for [B, *], where a
-        family has several."""
-        return scale
-
-    def _scale(self, point: Query) -> float:
-        if point.guidance is not None:
-            return point.guidance
-        return self.guidance_scale if isinstance(point.step, Transition) else 1.0
-
-    def _transition(self, point: Query, v: Tensor) -> Gaussian:
-        step = point.step
-        if not isinstance(step, Transition):
-            half = v.new_full((len(v), *[1] * len(self.shape)), 0.5**0.5)
-            return Gaussian(v, half, self.logprob_reduction, self.logprob_weight)
-        mean, std = self.sde_type(point.state, v, step.time, step.next_time, step.noise_level)
-        return self.dist_type(mean, std, self.logprob_reduction, self.logprob_weight)
-
-    def _velocities(self, point: Query, guided: bool) -> tuple[Tensor, Tensor]:
-        """Compute conditional and unconditional velocity [B, *], both in one forward pass unless
-        one needs no gradient; not ``guided``: the first in place of both."""
-        x = point.state
-        t = point.time
-        self.forwards += 2 * len(x) if guided else len(x)
-        cond = rows_of(without_empty(point.cond), point.group)
-        if not guided:
-            v = self._pass(x, t, cond)
-            return v, v
-        empty = self.unconditional(cond, point.cond)
-        if self.logprob_guidance == "guided_stopgrad_uncond":
-            with torch.no_grad():
-                v_empty = self._pass(x, t, empty)
-            return self._pass(x, t, cond), v_empty
-        stacked_cond = stacked(cond, empty)
-        v, v_empty = self._pass(torch.cat([x, x]), torch.cat([t, t]), stacked_cond, passes=2).chunk(
-            2
-        )
-        return v, v_empty
-
-    def _pass(self, x: Tensor, t: Tensor, cond: dict[str, Any], passes: int = 1) -> Tensor:
-        v: Tensor = at_width(
-            self.velocity, max(self._filled(len(x) // passes) * passes, len(x)), x, t, cond
-        )
-        if v.shape != x.shape:
-            name = type(self).__name__
-            raise UserError(
-                f"{name}.velocity gave shape {tuple(v.shape)} for latents of shape {tuple(x.shape)}"
-            )
-        return v.to(self.dtype)
-
-    def _filled(self, rows: int) -> int:
-        """Return the number of rows a pass is filled up to. Few states are alive near the root of a
-        tree: filled up to the constant width they would cost as much as all leaves, so a pass of a
-        tree goes to the next power of two."""
-        if self.tree is None:
-            return self.padded()
-        return min(self.padded(), max(FEW, 1 << (rows - 1).bit_length()))
-
     def _store(self, x: Tensor) -> Tensor:
         return (
             x
@@ -688,48 +467,3 @@ class FlowPolicy(Policy):
 
     def _on_rows(self, schedule: Tensor, rows: int) -> Tensor:
         return sent(schedule.to(self.dtype), self.device).expand(rows, -1)
-
-
-def _step(rollout: Rollout, length: Tensor, rows: Tensor, k: int) -> Point:
-    """Make the point of decision k of the given rows."""
-    latents = rollout.latents
-    states = latents.states
-    state_rows = rows.to(states.device)
-    before, after = _places(latents, rows, k)
-
-    def at_decision(x: Tensor) -> Tensor:
-        return x[rows, min(k, x.shape[1] - 1), None]
-
-    return Point(
-        group=rollout.group[rows],
-        cond=rollout.cond,
-        row_id=rollout.row_id[rows],
-        num_decisions=length[rows],
-        state=states[state_rows, before].to(rollout.sample.dtype),
-        target=states[state_rows, after].to(rollout.sample.dtype),
-        step=Transition(
-            time=latents.time[rows, k],
-            next_time=latents.time[rows, k + 1],
-            noise_level=latents.noise_level[rows, k],
-        ),
-        logprob=rollout.logprob[rows, k, None],
-        mask=rollout.mask[rows, k, None],
-        advantage=at_decision(rollout.advantages()),
-        advantage_parts=rollout.parts(at_decision),
-        provenance=rollout.provenance.columns(slice(k, k + 1)).map(lambda x: x[rows]),
-    )
-
-
-def _places(latents: LatentPath, rows: Tensor, k: int) -> tuple[Any, Any]:
-    """Find where the states before and after decision k of the given rows are in their paths."""
-    if latents.visit is None:
-        return k, k + 1
-    at = latents.visit[rows].to(latents.states.device)
-    return at[:, k], at[:, k + 1]
-
-
-def stacked(first: Any, second: Any) -> Any:
-    """Stack two nests of tensors [B, *] into one, [2B, *]."""
-    if isinstance(first, Tensor):
-        return torch.cat([first, second.to(first)])
-    return {key: stacked(value, second[key]) for key, value in first.items()}

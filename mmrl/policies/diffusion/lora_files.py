@@ -8,8 +8,7 @@ diffusers before it is handed over, and must be the same change of the same weig
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from mmrl.core.errors import UserError
 from mmrl.core.registry import locate
 from mmrl.policies.diffusion import diffusers_folder
+from mmrl.policies.diffusion.attention_backends import quiet
 from mmrl.policies.diffusion.lora_names import FAMILIES, Format, Names, Place
 
 PROBES = 4
@@ -143,19 +143,6 @@ def _load(base: Base, net: Any, file: Path) -> None:
             raise UserError(
                 f"{file}: diffusers' {base.pipeline.__name__} cannot read this LoRA: {reason[:200]}"
             ) from error
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Silence what diffusers says of parts that are left out on purpose."""
-    from diffusers.utils import logging
-
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
 
 
 def _keys(file: Path) -> list[str]:

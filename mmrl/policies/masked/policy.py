@@ -47,7 +47,7 @@ from mmrl.policies.base import (
     warn_of_mismatch,
     without_empty,
 )
-from mmrl.policies.diffusion.flow_policy import stacked
+from mmrl.policies.diffusion.flow_passes import stacked
 from mmrl.policies.products import kept_layout, quicken
 from mmrl.policies.scores import recorded
 from mmrl.policies.tokens import LogitsPolicy, somewhere

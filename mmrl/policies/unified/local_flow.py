@@ -236,7 +236,7 @@ class UnifiedFlow(FlowPolicy):
 
     # Scoring.
 
-    def with_every_kind(self, row: Rollout) -> Rollout:
+    def idle_row(self, row: Rollout) -> Rollout:
         """Let a row have a text and a picture, whichever it has: its path a place for each."""
         words = row.mask.new_ones(1, self.width)
         return row.replace(

@@ -29,7 +29,7 @@ from mmrl.policies.masked.policy import Hidden
 from mmrl.policies.tokens import TokenPolicy, somewhere
 from mmrl.policies.unified.draw import NONE
 from mmrl.policies.unified.prompts import task_of
-from mmrl.policies.unified.tasks import columns, drawing, fewer
+from mmrl.policies.unified.tasks import columns, drawing, fewer, in_places
 from mmrl.policies.vlm.prefix_sharing import sharded
 from samplers.batching import chunks
 from samplers.noise import Rng
@@ -177,7 +177,7 @@ class UnifiedMasked(TokenPolicy):
                 if number < len(parts):
                     samples.append(self._widened(rows, draws_it).replace(cond=cond))
                     places.append(at)
-        rows = Rollout.cat(samples)[torch.cat(places).argsort()]
+        rows = in_places(samples, places)
         return rows.replace(prompts=tuple(prompts))
 
     def _known(self, cond: dict[str, Any], view: View) -> dict[str, Any]:
@@ -237,7 +237,7 @@ class UnifiedMasked(TokenPolicy):
             samples.append(self._widened(rows, draws_it))
             places.append(at)
             present[at] = usable
-        rollout = Rollout.cat(samples)[torch.cat(places).argsort()]
+        rollout = in_places(samples, places)
         rollout = sourced(rollout.replace(prompts=tuple(prompts)), present)
         return self.scored(rollout) if score else rollout
 

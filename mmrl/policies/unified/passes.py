@@ -23,7 +23,7 @@ from mmrl.policies.unified.draw import NONE, paint, write
 from mmrl.policies.unified.net import State, UnifiedNet, together
 from mmrl.policies.unified.prompts import Answer, Plan, drawn, task_of
 from mmrl.policies.unified.sequences import Cond
-from mmrl.policies.unified.tasks import check_shards, drawing
+from mmrl.policies.unified.tasks import check_shards, drawing, in_places
 from mmrl.policies.unified.tokens import Head
 from mmrl.policies.vlm.media import where
 from mmrl.policies.vlm.prefix_sharing import sharded
@@ -88,7 +88,7 @@ class Passes(Janus):
             ):
                 samples.append(sample(cond, group[part], row[part], rng))
                 places.append(part)
-        rows = Rollout.cat(samples)[torch.cat(places).argsort()]
+        rows = in_places(samples, places)
         return rows.replace(prompts=tuple(prompt for _, prompt in encoded_prompts))
 
     def _chunks(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from mmrl.core import distributed
 from mmrl.core.errors import UserError
-from mmrl.core.types import Prompt
+from mmrl.core.types import Prompt, Rollout
 from mmrl.policies.unified.prompts import task_of
 from mmrl.policies.vlm.prefix_sharing import sharded
 
@@ -32,6 +32,11 @@ def in_order(
     for the others."""
     pictures = iter(images)
     return [next(pictures) if drawn else text(i) for i, drawn in enumerate(draws)]
+
+
+def in_places(samples: Sequence[Rollout], places: Sequence[Tensor]) -> Rollout:
+    """Join samples of the two kinds to one rollout, each row in its place."""
+    return Rollout.cat(list(samples))[torch.cat(list(places)).argsort()]
 
 
 def fewer(net: nn.Module, passes: int, device: torch.device) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from mmrl.core.errors import UserError
+from mmrl.policies.drafts import SHARDED
 from mmrl.policies.vlm.compiled import Compiled
 from mmrl.policies.vlm.engines.choice import EXTERNAL
 from mmrl.policies.vlm.families import VERIFIED
@@ -51,6 +52,25 @@ def refuse_together(policy: VLM, replays_routing: bool, both_trained: bool) -> N
             "policy option tree: leave out anneal, refill and replay_routing, which go by the "
             "places of tokens in answers that are written in one piece"
         )
+
+
+def refuse_drafts(policy: VLM) -> None:
+    """Raise UserError where answers cannot go on from the beginnings of others."""
+    if policy.plainly or policy.outside is not None or not divisible(policy.net.hf):
+        raise UserError(
+            "train.speculative and train.partial_rollout: only the policy's own sampler goes "
+            "on from a draft; set "
+            "policy.vlm.engine: own, for a family whose prompts can be shared and whose layers "
+            "keep keys and values"
+        )
+    if policy.net.routing is not None:
+        raise UserError(
+            "train.speculative and train.partial_rollout: experts are replayed of tokens that "
+            "are drawn, not of those "
+            "that are kept: leave out policy.vlm.replay_routing"
+        )
+    if sharded(policy.net):
+        raise UserError(SHARDED)
 
 
 def replay_experts(policy: VLM, net: SharedPrefix) -> None:

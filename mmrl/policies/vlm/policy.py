@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,11 +14,9 @@ from annotated_types import Ge, Gt, Le, Lt
 from torch import Tensor
 
 from mmrl.config.options import Count
-from mmrl.core.errors import UserError
 from mmrl.core.host import sent
 from mmrl.core.registry import POLICIES, locate
 from mmrl.core.types import (
-    Completion,
     Copies,
     Media,
     Point,
@@ -36,11 +33,12 @@ from mmrl.policies.base import (
     rows_and_groups,
 )
 from mmrl.policies.demonstrations import sourced
-from mmrl.policies.drafts import SHARDED, resized
+from mmrl.policies.drafts import resized
 from mmrl.policies.lora import Lora, merged, save_model
 from mmrl.policies.products import kept_layout, quicken
 from mmrl.policies.quantization import Quantization, check_quantization
 from mmrl.policies.vlm.budgets import admit
+from mmrl.policies.vlm.completions import completions
 from mmrl.policies.vlm.engines.choice import started
 from mmrl.policies.vlm.engines.external import ask
 from mmrl.policies.vlm.engines.vllm_options import Setup, VLLMOptions
@@ -57,6 +55,7 @@ from mmrl.policies.vlm.media import Budgets
 from mmrl.policies.vlm.options import (
     compile_passes,
     pack_batches,
+    refuse_drafts,
     refuse_shards,
     refuse_together,
     refuse_tree,
@@ -72,7 +71,7 @@ from mmrl.policies.vlm.parts import (
     set_trainable,
     summary,
 )
-from mmrl.policies.vlm.prefix_sharing import SharedPrefix, divisible, sharded
+from mmrl.policies.vlm.prefix_sharing import SharedPrefix
 from mmrl.policies.vlm.processor import Inputs
 from mmrl.policies.vlm.refill import Refill
 from mmrl.policies.vlm.scoring import Encoded, Passes, images_in
@@ -84,12 +83,43 @@ from samplers.noise import Rng
 from samplers.warp import Anneal, Warp
 
 Storage = Literal["float32", "bfloat16", "float16", "auto"]
+Engine = Literal["own", "hf", "continuous", "vllm", "vllm-server"]
 
 
 @POLICIES.register("vlm")
 class VLM(Passes):
     """Trains vision-language models, which answer images, videos or text in text; any folder or hub
-    id."""
+    id.
+
+    path: folder, hub id or world:NAME. max_new_tokens: the most tokens of an answer. temperature,
+    top_k, top_p: of sampling and of scoring. anneal: what the temperature is multiplied by, falling
+    from token to token (EAD). adaptive_temperature: the most that it rises for tokens of high
+    entropy, and falls for those of low entropy, as a share (HAPO). stop: strings after which an
+    answer ends. greedy_evaluation: evaluation takes the likeliest token. budgets: what images,
+    videos and prompts may cost. coordinate_space: the space of the model's coordinates, where its
+    family's is unknown. prefix_sharing: "prefix" reads a prompt once for its whole group, "none"
+    once for every answer; "auto" is prefix where its log-probs were compared with those of separate
+    passes, or can be, and agree. dtype: of the weights. engine: what samples: "own"; "hf",
+    transformers' generate; "continuous", its continuous batching (texts only); "vllm", in this
+    process; or "vllm-server", one that runs elsewhere. For all but "own" the engine's log-probs are
+    kept beside those of the policy's own passes. vllm: how vLLM is started and gets the weights.
+    attention: transformers' implementation; xformers: on CUDA, where rows and images are packed,
+    with sdpa elsewhere. remove_padding: prompts and answers are read without padding, one row after
+    another; by default with xformers, where answers branch, and in scoring passes that would be a
+    quarter padding. tree: the answers of a group share their beginnings, which are written and read
+    once; null: each by itself. lora: adapters in the language model. record_question_gain: record
+    how much likelier the question makes each token of an answer, by one more pass, for the reward
+    self_aligned. self_score: a token that answers do not need, whose log-prob behind an answer is
+    the model's own verdict, recorded by one more pass for the reward last_token. replay_routing: of
+    models with experts, send tokens in training to those they went to in sampling. refill: an
+    answer that ends makes room for the next, of all prompts that one pass reads: as they stand
+    (rows); those first whose prompt's answers were longest or shortest so far; or by a plan (FPTAS)
+    for lengths that are predicted from prompt and tokens so far, by what ended answers taught.
+    train: instead, how language model, projector and vision tower are each trained; by default all
+    fully. quantization: the frozen weights of all blocks in 4 bits (nf4, fp4) or 8 (8bit), under
+    adapters. compile: the passes of sampling and scoring, by torch.compile; a text is the name of
+    its backend.
+    """
 
     capabilities = replace(
         Passes.capabilities,
@@ -116,7 +146,7 @@ class VLM(Passes):
         coordinate_space: Coords | None = None,
         prefix_sharing: Literal["auto", "prefix", "none"] = "auto",
         dtype: Storage = "float32",
-        engine: Literal["own", "hf", "continuous", "vllm", "vllm-server"] = "own",
+        engine: Engine = "own",
         vllm: VLLMOptions | None = None,
         attention: Literal["sdpa", "eager", "flash_attention_2", "xformers"] = "sdpa",
         remove_padding: bool | None = None,
@@ -131,41 +161,9 @@ class VLM(Passes):
         compile: bool | str = False,
         **options: Any,
     ):
-        """Load the model. path: folder, hub id or world:NAME. max_new_tokens: the most tokens of an
-        answer. temperature, top_k, top_p: of sampling and of scoring. anneal: what the temperature
-        is multiplied by, falling from token to token (EAD). adaptive_temperature: the most that it
-        rises for tokens of high entropy, and falls for those of low entropy, as a share (HAPO).
-        stop: strings after which an answer ends. greedy_evaluation: evaluation takes the likeliest
-        token. budgets: what images, videos and prompts may cost. coordinate_space: the space of the
-        model's coordinates, where its family's is unknown. prefix_sharing: "prefix" reads a prompt
-        once for its whole group, "none" once for every answer; "auto" is prefix where its log-probs
-        were compared with those of separate passes, or can be, and agree. dtype: of the weights.
-        engine: what samples: "own"; "hf", transformers' generate; "continuous", its continuous
-        batching (texts only); "vllm", in this process; or "vllm-server", one that runs elsewhere.
-        For all but "own" the engine's log-probs are kept beside those of the policy's own passes.
-        vllm: how vLLM is started and gets the weights. attention: transformers' implementation;
-        xformers: on CUDA, where rows and images are packed, with sdpa elsewhere. remove_padding:
-        prompts and answers are read without padding, one row after another; by default with
-        xformers, where answers branch, and in scoring passes that would be a quarter padding.
-        tree: the answers of a group share their beginnings, which are written and read once; null:
-        each by itself. lora: adapters in the language model.
-        record_question_gain: record how much likelier the question makes each token of an answer,
-        by one more pass, for the reward self_aligned. self_score: a token that answers do not need,
-        whose log-prob behind an answer is the model's own verdict, recorded by one more pass for
-        the reward last_token. replay_routing: of models with experts, send tokens in training to
-        those they went to in sampling. refill: an answer that ends makes room for the next, of all
-        prompts that one pass reads: as they stand (rows); those first whose prompt's answers were
-        longest or shortest so far; or by a plan (FPTAS) for lengths that are predicted from prompt
-        and tokens so far, by what ended answers taught. train: instead, how language model,
-        projector and vision tower are each trained; by default all fully. quantization: the frozen
-        weights of all blocks in 4 bits (nf4, fp4) or 8 (8bit), under adapters. compile: the passes
-        of sampling and scoring, by torch.compile; a text is the name of its backend."""
+        """Load the model."""
         check_quantization(quantization, adapters_only(lora, train))
-        self.place = locate(path)
-        rank = lora.rank if isinstance(lora, Lora) else lora or 0
-        # first, since an engine that cannot run should say so before the model is loaded
-        self.outside = started(engine, Setup(self.place, dtype, vllm or VLLMOptions(), rank))
-        self.auto_class = auto_class(self.place)
+        self._find(path, engine, dtype, vllm or VLLMOptions(), lora)
         hf = load_model(self.place, dtype, attention, quantization)
         self._read(hf, budgets or Budgets(), coordinate_space)
         suppressed = self.inputs.suppressed
@@ -178,19 +176,37 @@ class VLM(Passes):
         self.refill = refill
         refuse_together(self, replay_routing, lora is not None and train is not None)
         lora = text_adapters(hf, lora)
-        net = SharedPrefix(hf, share=prefix_sharing != "none")
-        pack_batches(self, net, attention, remove_padding, tree is not None)
-        refuse_tree(self, net)
-        super().__init__(net, lora=lora, **options)
-        quicken(net)
+        super().__init__(self._network(hf, attention, remove_padding), lora=lora, **options)
+        self._prepare(replay_routing, compile)
         self.ending = self._ending(max_new_tokens, stop)
-        if replay_routing:
-            replay_experts(self, net)
-        compile_passes(self, net, compile)
         self.record_question_gain = record_question_gain
         self.self_score_id = None if self_score is None else token_id(self, self_score)
         self._train(hf, train, lora is None)
         self.notes = (*self.inputs.family.unverified(), summary(self.net), *warnings_of(self, hf))
+
+    def _find(
+        self, path: str, engine: Engine, dtype: Storage, vllm: VLLMOptions, lora: Lora | int | None
+    ) -> None:
+        """Find the model's folder and class, and start what else samples: first, since an engine
+        that cannot run should say so before the model is loaded."""
+        self.place = locate(path)
+        rank = lora.rank if isinstance(lora, Lora) else lora or 0
+        self.outside = started(engine, Setup(self.place, dtype, vllm, rank))
+        self.auto_class = auto_class(self.place)
+
+    def _network(self, hf: Any, attention: str, remove_padding: bool | None) -> SharedPrefix:
+        """Wrap the model so that prompts are shared as the options say."""
+        net = SharedPrefix(hf, share=self.sharing != "none")
+        pack_batches(self, net, attention, remove_padding, self.tree is not None)
+        refuse_tree(self, net)
+        return net
+
+    def _prepare(self, replay_routing: bool, compile: bool | str) -> None:
+        """Choose how the network computes its passes."""
+        quicken(self.net)
+        if replay_routing:
+            replay_experts(self, self.net)
+        compile_passes(self, self.net, compile)
 
     def _read(self, hf: Any, budgets: Budgets, coords: Coords | None) -> None:
         """Load the processor and set how prompts of the model's family are read."""
@@ -298,21 +314,7 @@ class VLM(Passes):
         size: int,
     ) -> Rollout:
         """Answer from the beginnings of earlier answers that the weights of now accept."""
-        if self.plainly or self.outside is not None or not divisible(self.net.hf):
-            raise UserError(
-                "train.speculative and train.partial_rollout: only the policy's own sampler goes "
-                "on from a draft; set "
-                "policy.vlm.engine: own, for a family whose prompts can be shared and whose layers "
-                "keep keys and values"
-            )
-        if self.net.routing is not None:
-            raise UserError(
-                "train.speculative and train.partial_rollout: experts are replayed of tokens that "
-                "are drawn, not of those "
-                "that are kept: leave out policy.vlm.replay_routing"
-            )
-        if sharded(self.net):
-            raise UserError(SHARDED)
+        refuse_drafts(self)
         drafts = resized(drafts, self.ending.tokens)
         answers = self._answers(cond, group, row, rng, size, drafts)
         assert answers.num_accepted is not None
@@ -403,30 +405,7 @@ class VLM(Passes):
         self.ending = replace(self.ending, tokens=tokens)
 
     def decode(self, rollout: Rollout) -> Media:
-        mask = rollout.path_mask()
-        lengths = mask.sum(1)
-        order = rollout.tokens
-        by_name = {
-            "logprob": rollout.logprob,
-            "self_certainty": order.self_certainty,
-            "question_gain": order.question_gain,
-        }
-        columns = {
-            name: (values * mask).sum(1) / lengths.clamp_min(1)
-            for name, values in by_name.items()
-            if values is not None
-        }
-        if order.last_logprob is not None:
-            columns["last_logprob"] = order.last_logprob
-        names = list(columns)
-        means = torch.stack([columns[name] for name in names], 1)
-        begun = [prompt.get("prefill", "") for prompt in rollout.prompt_per_row()]
-        rows = zip(rollout.sample.tolist(), lengths.tolist(), means.tolist(), begun, strict=True)
-        limit = rollout.sample.shape[1]
-        return [
-            self._completion(ids[:n], dict(zip(names, mean, strict=True)), start, limit)
-            for ids, n, mean, start in rows
-        ]
+        return completions(self.inputs, self.ending, rollout)
 
     def sample_in_evaluation(self) -> None:
         self.greedy_evaluation = False
@@ -479,28 +458,3 @@ class VLM(Passes):
         entropy = dist.entropy().to(rollout.logprob) if self.record_entropy else None
         logprob = dist.log_prob(point.target).to(rollout.logprob)
         return rollout.replace(logprob=logprob, entropy=entropy)
-
-    def _completion(
-        self, ids: list[int], means: dict[str, float], begun: str, limit: int
-    ) -> Completion:
-        """Return the whole answer: the start ``begun`` that the prompt gave, and what was written
-        after it."""
-        text = self.inputs.decode(ids)
-        ending = self.ending
-        stopped = bool(ids) and ids[-1] in ending.stops or any(s in text for s in ending.strings)
-        spell = partial(self._spelled, ids, begun)
-        completion = Completion(
-            begun + text,
-            len(ids),
-            stopped,
-            means["logprob"],
-            means.get("self_certainty"),
-            limit,
-            spell,
-        )
-        completion.question_gain = means.get("question_gain")
-        completion.last_logprob = means.get("last_logprob")
-        return completion
-
-    def _spelled(self, ids: list[int], begun: str) -> list[str]:
-        return [begun + self.inputs.decode(ids[: n + 1]) for n in range(len(ids))]

@@ -1,0 +1,192 @@
+"""Computes what a flow's network says of states on a path, and the distributions of steps from
+them; sampling and scoring go through the same."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+import samplers
+from mmrl.core.distributions import Gaussian
+from mmrl.core.errors import UserError
+from mmrl.core.registry import KERNELS
+from mmrl.core.types import Kernel, Query, Transition, tree_map
+from mmrl.policies.base import LogprobGuidance, Policy, rows_of, without_empty
+from mmrl.policies.diffusion.trees import Tree
+from mmrl.policies.rollout_graphs import RolloutGraphs
+from samplers.batching import at_width
+from samplers.processes import Flow, Process
+
+BUILT_IN = frozenset(samplers.KERNELS.values())
+FEW = 8  # rows; a matmul of fewer rounds in another way (docs/lab-notes.md)
+
+
+class FlowPasses(Policy):
+    """Runs the network of a flow at states of its paths, with guidance, and makes Gaussian steps of
+    what it gives."""
+
+    shape: tuple[int, ...]  # of one sample's latents
+    process: Process = Flow()
+    guidance_scale: float
+    logprob_guidance: LogprobGuidance
+    logprob_reduction: Literal["mean", "sum"]
+    logprob_weight: Tensor | None = (
+        None  # [*] of each number in the mean over dimensions; 1 on average
+    )
+    sde_type: Kernel
+    dist_type: type[Gaussian]
+    tree: Tree | None
+
+    @abstractmethod
+    def velocity(self, x: Tensor, t: Tensor, cond: dict[str, Any]) -> Tensor:
+        """Compute the network's output [B, *] for latents x [B, *] at times t [B] under conditions
+        [B, *]."""
+
+    def unconditional(self, row_cond: dict[str, Any], cond: dict[str, Any]) -> dict[str, Any]:
+        """Return the conditions [B, *] for the pass without the prompt, from the rows' conditions
+        ``row_cond`` and those of the rollout.
+
+        They are those of the empty prompt; what ``uncond`` leaves out, such as an image to edit, is
+        the row's own.
+        """
+        if "uncond" not in cond:
+            raise UserError(
+                "guidance needs the policy's option empty, the value of field for no prompt"
+            )
+        rows = len(next(leaf for leaf in row_cond.values() if isinstance(leaf, Tensor)))
+        empty: dict[str, Any] = tree_map(
+            lambda tensor: tensor.expand(rows, *tensor.shape[1:]), cond["uncond"]
+        )
+        return row_cond | empty
+
+    def combine(self, v: Tensor, empty: Tensor, scale: float | Tensor) -> Tensor:
+        """Apply classifier-free guidance (Ho and Salimans 2022), [B, *]; a family may normalise it
+        as its pipeline does."""
+        return empty + scale * (v - empty)
+
+    def _for_process(self, kernel: Any) -> Kernel:
+        """Bind the process to a kernel that takes one; UserError if the kernel is for another
+        process."""
+        plain = getattr(kernel, "func", kernel)
+        process_type = getattr(plain, "process", Flow if plain in BUILT_IN else None)
+        if process_type is not None and not isinstance(self.process, process_type):
+            known = ", ".join(
+                n
+                for n, k in KERNELS.items()
+                if isinstance(self.process, getattr(k, "process", Flow))
+            )
+            raise UserError(
+                f"policy option sde_type: {plain.__name__} is not for this kind of "
+                f"model; for it: {known}"
+            )
+        takes_process = hasattr(plain, "process")
+        bound: Kernel = partial(kernel, process=self.process) if takes_process else kernel
+        return bound
+
+    @property
+    def summed_dimensions(self) -> int:
+        return math.prod(self.shape) if self.logprob_reduction == "sum" else 1
+
+    def dist(self, point: Query) -> Gaussian:
+        """Compute the transition to ``next_time`` on the path. At a re-noised state return a
+        Gaussian of variance 1/2 around the velocity, whose log-prob is minus the denoising error,
+        up to a constant."""
+        scale = self._scale(point)
+        conditional = scale == 1 or (
+            self.logprob_guidance == "conditional" and point.guidance is None
+        )
+        known = self.graphs.outputs_at(self, point) if self.graphs is not None else None
+        v, empty = known or self._velocities(point, guided=not conditional)
+        return self._transition(
+            point, v if conditional else self.combine(v, empty, self.strength(point, scale))
+        )
+
+    def _both(
+        self, point: Query, rows: int | None, graphs: RolloutGraphs | None
+    ) -> tuple[Gaussian, Gaussian, Tensor]:
+        """Compute the distribution that samples, the one whose log-prob is recorded (the same
+        unless ``logprob_guidance`` differs), and the network's output behind the first, in passes
+        of at most ``rows``, which ``graphs`` keeps."""
+        scale = self._scale(point)
+        each = []
+        for part in point.split(rows or len(point)):
+            work = partial(self._velocities, part, guided=scale != 1)
+            each.append(work() if graphs is None else graphs.record(self, part, work))
+        v = torch.cat([part for part, _ in each])
+        guided = v
+        if scale != 1:
+            empty = torch.cat([part for _, part in each])
+            guided = self.combine(v, empty, self.strength(point, scale))
+        sampled = self._transition(point, guided)
+        mismatch = scale != 1 and self.logprob_guidance == "conditional"
+        return sampled, self._transition(point, v) if mismatch else sampled, guided
+
+    def strength(self, point: Query, scale: float) -> float | Tensor:
+        """Return the guidance scale: ``scale``, or one for every row, shaped for [B, *], where a
+        family has several."""
+        return scale
+
+    def _scale(self, point: Query) -> float:
+        if point.guidance is not None:
+            return point.guidance
+        return self.guidance_scale if isinstance(point.step, Transition) else 1.0
+
+    def _transition(self, point: Query, v: Tensor) -> Gaussian:
+        step = point.step
+        if not isinstance(step, Transition):
+            half = v.new_full((len(v), *[1] * len(self.shape)), 0.5**0.5)
+            return Gaussian(v, half, self.logprob_reduction, self.logprob_weight)
+        mean, std = self.sde_type(point.state, v, step.time, step.next_time, step.noise_level)
+        return self.dist_type(mean, std, self.logprob_reduction, self.logprob_weight)
+
+    def _velocities(self, point: Query, guided: bool) -> tuple[Tensor, Tensor]:
+        """Compute conditional and unconditional velocity [B, *], both in one forward pass unless
+        one needs no gradient; not ``guided``: the first in place of both."""
+        x = point.state
+        t = point.time
+        self.forwards += 2 * len(x) if guided else len(x)
+        cond = rows_of(without_empty(point.cond), point.group)
+        if not guided:
+            v = self._pass(x, t, cond)
+            return v, v
+        empty = self.unconditional(cond, point.cond)
+        if self.logprob_guidance == "guided_stopgrad_uncond":
+            with torch.no_grad():
+                v_empty = self._pass(x, t, empty)
+            return self._pass(x, t, cond), v_empty
+        stacked_cond = stacked(cond, empty)
+        v, v_empty = self._pass(torch.cat([x, x]), torch.cat([t, t]), stacked_cond, passes=2).chunk(
+            2
+        )
+        return v, v_empty
+
+    def _pass(self, x: Tensor, t: Tensor, cond: dict[str, Any], passes: int = 1) -> Tensor:
+        v: Tensor = at_width(
+            self.velocity, max(self._filled(len(x) // passes) * passes, len(x)), x, t, cond
+        )
+        if v.shape != x.shape:
+            name = type(self).__name__
+            raise UserError(
+                f"{name}.velocity gave shape {tuple(v.shape)} for latents of shape {tuple(x.shape)}"
+            )
+        return v.to(self.dtype)
+
+    def _filled(self, rows: int) -> int:
+        """Return the number of rows a pass is filled up to. Few states are alive near the root of a
+        tree: filled up to the constant width they would cost as much as all leaves, so a pass of a
+        tree goes to the next power of two."""
+        if self.tree is None:
+            return self.padded()
+        return min(self.padded(), max(FEW, 1 << (rows - 1).bit_length()))
+
+
+def stacked(first: Any, second: Any) -> Any:
+    """Stack two nests of tensors [B, *] into one, [2B, *]."""
+    if isinstance(first, Tensor):
+        return torch.cat([first, second.to(first)])
+    return {key: stacked(value, second[key]) for key, value in first.items()}

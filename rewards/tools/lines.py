@@ -1,0 +1,27 @@
+"""Reads files of one JSON value a line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mmrl.core.errors import UserError
+
+
+def json_lines(path: Path) -> Iterator[tuple[int, Any]]:
+    """Yield the number of every line that is not empty, from 1, and what it holds. Raises UserError
+    with the line of a mistake."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise UserError(f"{path}:{number} is not JSON: {error}") from error
+        yield number, row
