@@ -484,10 +484,9 @@ class AnyPipeline(FlowPolicy):
         steps = self.asked_steps[0]
 
         def finish(part: list[int]) -> Tensor:
-            return pipeline_folder.media_of(
-                self.replay.finish(self._call(cond, part, None), steps, rollout.sample[part]),
-                self.pipeline,
-            )
+            call, row = self._call(cond, part, None), rollout.row_id[part]
+            media = self.replay.finish(call, steps, rollout.sample[part], row)
+            return pipeline_folder.media_of(media, self.pipeline)
 
         most = min(self.fixed_batch_rows or rows, rows)
         if type(getattr(self.replay.pipe, "vae", None)).__name__ in ALONE:

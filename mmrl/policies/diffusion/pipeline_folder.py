@@ -56,6 +56,11 @@ def load(
             f"policy path {path!r}: {type(pipe).__name__} has no network called transformer or "
             f"unet to train; its parts: {', '.join(modules)}"
         )
+    if getattr(pipe, "scheduler", None) is None:
+        raise UserError(
+            f"policy path {path!r}: {type(pipe).__name__} cannot be replayed: it has no scheduler, "
+            "so it steps its latents by itself"
+        )
     return place, pipe, parts
 
 

@@ -36,7 +36,9 @@ from mmrl.policies.diffusion.replay_inputs import (
 from mmrl.policies.diffusion.replay_scheduler import Timetable, drive, timetable
 from mmrl.policies.diffusion.replay_starts import in_posterior, later, observe, once
 from mmrl.policies.diffusion.replay_states import States, heard, numbered
+from samplers.noise import Rng
 
+DECODING = Rng.of("noise of decoders")
 Goal = Literal["conditions", "parts", "begin", "output", "passes", "finish", "plain"]
 
 
@@ -80,6 +82,7 @@ class Run:
     copies: int = 0  # of the scheduler
     passes: tuple[str, ...] = ()  # networks asked at the step, in order
     renewed: Callable[[int], Tensor] | None = None  # noise [B, *] of a step, where it adds some
+    row: Tensor | None = None  # [B] of what is decoded
 
 
 class Conditions(NamedTuple):
@@ -110,6 +113,33 @@ class Draws(TorchFunctionMode):
             if drawn.numel() == noise.numel() and not in_posterior():
                 return self.noises.pop(place).reshape(drawn)
         return func(*args, **kwargs)
+
+
+class LateDraws(TorchFunctionMode):
+    """Answers draws of normal numbers for a batch of rows, once ``begun()``, with noise of the
+    rows' own: decoders that denoise, or see noisy latents, are then the same for a row wherever it
+    is decoded."""
+
+    def __init__(self, row: Tensor, begun: Callable[[], bool]):
+        super().__init__()
+        self.row = row
+        self.begun = begun
+        self.count = 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is not torch.randn or not self.begun():
+            return func(*args, **kwargs)
+        shape = kwargs.get("size", args[0] if len(args) == 1 else args)
+        drawn = torch.Size([shape] if isinstance(shape, int) else shape)
+        if len(drawn) < 2 or drawn[0] != len(self.row):
+            return func(*args, **kwargs)
+        noise = DECODING.normal(self.row, tuple(drawn[1:]), self.count, torch.float32)
+        self.count += 1
+        dtype = kwargs.get("dtype") or torch.get_default_dtype()
+        return noise.to(device=kwargs.get("device"), dtype=dtype)
 
 
 class Quiet(logging.Filter):
@@ -247,9 +277,12 @@ class Replay:
         names: tuple[str, ...] = self._call(call, visit.steps, run)
         return names
 
-    def finish(self, call: dict[str, Any], steps: int, state: Tensor) -> Any:
-        """Decode final latents [B, *] as the pipeline does."""
-        return self._call(call, steps, Run("finish", state=state))
+    def finish(
+        self, call: dict[str, Any], steps: int, state: Tensor, row: Tensor | None = None
+    ) -> Any:
+        """Decode final latents [B, *] of rows named ``row`` [B] as the pipeline does."""
+        row = torch.arange(len(state)) if row is None else row
+        return self._call(call, steps, Run("finish", state=state, row=row))
 
     def plain(
         self,
@@ -257,10 +290,12 @@ class Replay:
         steps: int,
         noise: Tensor,
         renewed: Callable[[int], Tensor] | None = None,
+        row: Tensor | None = None,
     ) -> Any:
-        """Let the pipeline sample by itself from noise [B, *], with deterministic steps, or with
-        the noise ``renewed(step)`` that its sampler adds."""
-        run = Run("plain", noise=noise, renewed=renewed)
+        """Let the pipeline sample rows named ``row`` [B] by itself from noise [B, *], with
+        deterministic steps, or with the noise ``renewed(step)`` that its sampler adds."""
+        row = torch.arange(len(noise)) if row is None else row
+        run = Run("plain", noise=noise, renewed=renewed, row=row)
         if self.states.parts:
             run.start = self.begin(call, steps, noise)
         return self._call(call, steps, run)
@@ -425,6 +460,12 @@ class Replay:
 
         return answer
 
+    def _has_stepped(self) -> bool:
+        """Tell whether the pipeline's loop is behind."""
+        steps = self.scheduler.timesteps
+        whole = len(steps) - self.skipped.get(len(steps), 0)
+        return self._running().stepped >= whole * self.states.count
+
     def _running(self) -> Run:
         if self.run is None:
             raise RuntimeError("the pipeline's parts are used outside a replay")
@@ -445,7 +486,8 @@ class Replay:
         # no mode without need: it would see every operation of the network
         noises = run.draws or (None if drawn is None else self.states.split(drawn))
         draws = nullcontext() if noises is None else Draws(noises)
-        with self._started(run), draws:
+        ends = nullcontext() if run.row is None else LateDraws(run.row, self._has_stepped)
+        with self._started(run), draws, ends:
             try:
                 media = self.function(self.pipe, **chosen)
             except Reached as reached:
