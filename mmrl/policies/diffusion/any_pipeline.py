@@ -43,6 +43,7 @@ from samplers.processes import Flow
 
 LAYERS = ("attn", "attn1", "attn2", "attention")
 SOUND_LAYERS = ("audio_attn1", "audio_attn2", "audio_to_video_attn", "video_to_audio_attn")
+LISTED_LAYERS = tuple(f"attentions.{i}" for i in range(4))  # of a block of Kandinsky 2.2's UNet
 PROJECTIONS = ("to_q", "to_k", "to_v", "to_out.0")
 FAILURES = (
     ValueError,
@@ -73,7 +74,7 @@ class AnyPipeline(FlowPolicy):
     encoder: MediaEncoder | None = None  # made for the first demonstrations
     attention = (
         *FlowPolicy.attention,
-        *(f"{layer}.{name}" for layer in LAYERS + SOUND_LAYERS for name in PROJECTIONS),
+        *(f"{layer}.{name}" for layer in LAYERS + SOUND_LAYERS + LISTED_LAYERS for name in PROJECTIONS),
     )
 
     def __init__(
