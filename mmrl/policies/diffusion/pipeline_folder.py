@@ -216,8 +216,9 @@ def export(pipeline: str, place: str, nets: dict[str, Any], folder: Path) -> Non
 
     cls = getattr(diffusers, pipeline)
     if not any(getattr(net, "peft_config", None) for net in nets.values()):
+        if guardrails.builds_guardrail(cls):
+            return guardrails.save_without(cls, place, nets, folder)
         save = modular_folder.save if is_modular(place) else diffusers_folder.save_parts
-        save = guardrails.save_without if guardrails.builds_guardrail(cls) else save
         return save(cls, place, nets, folder)
     for name, net in nets.items():
         target = folder if len(nets) == 1 else folder / name

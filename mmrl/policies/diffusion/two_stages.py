@@ -103,8 +103,8 @@ def _listed(texts: str | list[str] | None) -> list[Any]:
 def _signature(plain: Any) -> inspect.Signature:
     only = Parameter.KEYWORD_ONLY
     taken = inspect.signature(plain).parameters.values()
-    kept = [p for p in taken if p.name not in EMBEDDINGS and p.kind is not Parameter.VAR_KEYWORD]
+    passed = [p for p in taken if p.name not in EMBEDDINGS and p.kind is not Parameter.VAR_KEYWORD]
     first = [Parameter(name, only, default=None) for name in TEXTS]
     last = [Parameter(name, only, default=value) for name, value in SETTINGS.items()]
-    head, rest = kept[0], [p.replace(kind=only) for p in kept[1:]]
+    head, rest = passed[0], [p.replace(kind=only) for p in passed[1:]]
     return inspect.Signature([head, *first, *rest, *last])

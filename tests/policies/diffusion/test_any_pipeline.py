@@ -23,8 +23,8 @@ from mmrl.core.registry import POLICIES, load_built_in
 from mmrl.objectives import PolicyGradient
 from mmrl.policies.diffusion.models.flux import pack, unpack
 from mmrl.policies.diffusion.pipeline_folder import media_of, rounding
-from mmrl.policies.diffusion.replay import Draws
 from mmrl.policies.diffusion.replay_check import check_replay
+from mmrl.policies.diffusion.replay_draws import Draws
 from mmrl.policies.diffusion.replay_prompts import PromptArguments
 from mmrl.scoring import Scorer
 from mmrl.train.minibatches import passes

@@ -17,8 +17,8 @@ from mmrl.core.registry import POLICIES
 from mmrl.policies.diffusion import guardrails
 from mmrl.policies.diffusion.guardrails import Passing, Remembering
 from mmrl.policies.diffusion.pipeline_folder import rounding
-from mmrl.policies.diffusion.replay import Draws
 from mmrl.policies.diffusion.replay_check import check_replay
+from mmrl.policies.diffusion.replay_draws import Draws
 from samplers.kernels import flow_sde
 from samplers.noise import Rng
 from tests.fixtures import tiny_diffusers
@@ -98,7 +98,9 @@ def test_the_times_are_the_sigmas_and_the_empty_last_step_is_none():
 
 @pytest.mark.parametrize("guidance", [1.0, 2.5])
 def test_the_log_prob_is_that_of_a_flow_of_what_its_scheduler_is_handed(guidance, monkeypatch):
-    policy = make("cosmos2", guidance_scale=guidance, logprob_reduction="sum", fixed_batch_rows=None)
+    policy = make(
+        "cosmos2", guidance_scale=guidance, logprob_reduction="sum", fixed_batch_rows=None
+    )
     with torch.no_grad():
         rollout = policy.rollout(PROMPTS[:1], 1, RNG)
     handed = []
@@ -205,7 +207,9 @@ def guarded(monkeypatch):
 
 
 def test_without_the_package_it_is_one_sentence_that_names_both_remedies():
-    with pytest.raises(UserError, match="pip install cosmos_guardrail.* guardrail to false") as said:
+    with pytest.raises(
+        UserError, match="pip install cosmos_guardrail.* guardrail to false"
+    ) as said:
         POLICIES.build("pipeline", path=place_of("cosmos2"))
     assert "\n" not in str(said.value)
     with pytest.raises(UserError, match="option guardrail: FluxPipeline has no guardrail"):

@@ -13,7 +13,7 @@ from torch.distributions import Normal
 
 from mmrl.core.errors import UserError
 from mmrl.objectives import PolicyGradient
-from mmrl.policies.diffusion.replay import DECODING, Draws
+from mmrl.policies.diffusion.replay_draws import DECODING, Draws
 from mmrl.train.minibatches import passes
 from samplers.kernels import flow_sde
 from tests.fixtures import tiny_modular

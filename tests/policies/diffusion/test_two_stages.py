@@ -83,7 +83,9 @@ def test_pictures_are_those_of_both_stages(guidance, call):
 def test_a_prompt_has_one_embedding_wherever_it_stands():
     policy = make(BOTH, fixed_batch_rows=None)
     inputs = [
-        policy.replay.conditions(policy.arguments.of(policy.arguments.numbers(asked).tolist(), 1.0), 4)
+        policy.replay.conditions(
+            policy.arguments.of(policy.arguments.numbers(asked).tolist(), 1.0), 4
+        )
         for asked in (PROMPTS, PROMPTS[1:])
     ]
     both, alone = (each.inputs["added_cond_kwargs"]["image_embeds"] for each in inputs)
@@ -140,5 +142,7 @@ def test_a_stage_alone_is_refused_with_the_remedy():
     with pytest.raises(UserError, match="AutoPipelineForText2Image.from_pretrained") as said:
         make("kandinsky22")
     assert "\n" not in str(said.value)
-    with pytest.raises(UserError, match="StableCascadeCombinedPipeline cannot be replayed: it calls"):
+    with pytest.raises(
+        UserError, match="StableCascadeCombinedPipeline cannot be replayed: it calls"
+    ):
         make("cascade")
