@@ -274,7 +274,10 @@ class AnyPipeline(ReplayedPolicy):
 
         def finish(part: list[int]) -> Tensor:
             call, row = self._call(cond, part, None), rollout.row_id[part]
-            media = self.replay.finish(call, steps, rollout.sample[part], row)
+            try:
+                media = self.replay.finish(call, steps, rollout.sample[part], row)
+            except RuntimeError as error:
+                raise self._cut_off(error) from error
             return pipeline_folder.media_of(media, self.pipeline)
 
         most = min(self.fixed_batch_rows or rows, rows)
@@ -284,6 +287,15 @@ class AnyPipeline(ReplayedPolicy):
             with attempt as size:
                 media = [self._by_prompt(finish, range(rows)[part]) for part in chunks(rows, size)]
         return torch.cat(media)
+
+    def _cut_off(self, error: RuntimeError) -> Exception:
+        """Say where a gradient of the media was asked for that the pipeline cuts off."""
+        if "numpy() on Tensor that requires grad" not in str(error):
+            return error
+        return UserError(
+            f"{self.pipeline} gives pictures through which no gradient goes, as it rounds them for "
+            "its guardrail; use an objective that follows no reward's gradient"
+        )
 
     @torch.no_grad()
     def encode_media(self, media: Tensor) -> Tensor:

@@ -136,6 +136,32 @@ def test_a_state_between_its_times_is_seen_at_its_own():
     assert ends.isfinite().all()  # told as the largest and the smallest sigma
 
 
+def test_a_video_goes_on_from_the_frames_of_a_prompt():
+    """Of as many frames as are asked for; with more or fewer of them it is another video."""
+    call = CASES["cosmos2-video"].call | {"num_frames": 9}
+    inputs = {"prompt": "text", "video": "video"}
+    media = []
+    for frames in (5, 1):
+        policy = make("cosmos2-video", call=call, inputs=inputs, video_frames=frames, check=True)
+        policy.prepare(PROMPTS)
+        media.append(evaluated(policy)[1])
+    assert media[0].shape == (1, 9, 3, 16, 16)
+    assert (media[0] - media[1]).abs().max() > 1e-2
+
+
+def test_what_cosmos_cannot_do_is_told_in_a_sentence():
+    from_picture = make("cosmos25", inputs={"prompt": "text", "image": "image"})
+    with pytest.raises(UserError, match="a step depends on more than the latents"):
+        check_replay(from_picture, PROMPTS)
+    with pytest.raises(UserError, match="option scheduler: lcm is for flows, and the states of"):
+        make("cosmos2", scheduler="lcm")
+    policy = make("cosmos2")
+    rollout, _ = evaluated(policy)
+    leaf = rollout.sample.clone().requires_grad_()
+    with pytest.raises(UserError, match="pictures through which no gradient goes"):
+        policy.decode(rollout.replace(sample=leaf))
+
+
 @pytest.mark.parametrize("name", [*WORLDS, "cosmos25"])
 def test_the_first_step_is_exactly_on_policy(name):
     options = {"lora": 2, "guidance_scale": 2.5} if name == "cosmos2" else {}
