@@ -18,14 +18,15 @@ PAGE = ROOT / "docs" / "models.md"
 BEGIN = "<!-- replayed: written by scripts/replay_table.py -->"
 END = "<!-- end of replayed -->"
 sys.path.insert(0, str(ROOT))
-from tests.fixtures.replay_cases import CASES, Case  # noqa: E402
+from tests.fixtures.replay_cases import CASES, UNGUARDED, Case  # noqa: E402
 
 
 def row(case: Case) -> str:
     """Write a row of the table."""
     result = f"refused: {case.refused}" if case.refused else "yes"
     rows = "" if case.refused else "together" if case.together else "one by one"
-    options = ", ".join(f"`{name}: {str(value).lower()}`" for name, value in case.options.items())
+    needed = {name: value for name, value in case.options.items() if name not in UNGUARDED}
+    options = ", ".join(f"`{name}: {str(value).lower()}`" for name, value in needed.items())
     notes = "; ".join(note for note in (case.note, options and f"needs {options}") if note)
     media = "" if case.refused else "yes" if case.demonstrations else "no"
     return f"| {case.pipeline} | {result} | {rows} | {media} | {notes} |"

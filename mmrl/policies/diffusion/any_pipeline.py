@@ -11,54 +11,42 @@ from typing import Annotated, Any
 
 import torch
 from annotated_types import Gt, Lt
-from torch import Tensor, nn
+from torch import Tensor
 
-from mmrl.core.distributed import process
-from mmrl.core.distributions import Gaussian
 from mmrl.core.errors import UserError
 from mmrl.core.registry import GRIDS, KERNELS, POLICIES
-from mmrl.core.sharding import shards
-from mmrl.core.types import Kernel, Prompt, Query, Rollout
-from mmrl.policies.base import NO_CONTEXT, RolloutContext, rows_of, without_empty
+from mmrl.core.types import Kernel, Rollout
+from mmrl.policies.base import rows_of
 from mmrl.policies.capabilities import Medium
 from mmrl.policies.diffusion import attention_backends, pipeline_folder, replay_consistency
 from mmrl.policies.diffusion.attention_backends import Attention, AttentionChoice
 from mmrl.policies.diffusion.flow_policy import FlowPolicy, Grid, Storage
 from mmrl.policies.diffusion.frozen_cache import EncoderCache, Placement
 from mmrl.policies.diffusion.modular_folder import guidance_of
-from mmrl.policies.diffusion.replay import Replay, Visit
-from mmrl.policies.diffusion.replay_check import check_replay
+from mmrl.policies.diffusion.replay import Replay
 from mmrl.policies.diffusion.replay_consistency import Sampler
 from mmrl.policies.diffusion.replay_encoding import MediaEncoder
-from mmrl.policies.diffusion.replay_inputs import FURTHER, state_cast
-from mmrl.policies.diffusion.replay_passes import Ask, Networks, asks, in_step
+from mmrl.policies.diffusion.replay_passes import Networks
 from mmrl.policies.diffusion.replay_prompts import PromptArguments
-from mmrl.policies.diffusion.replay_scheduler import process_of, timestep_of
-from mmrl.policies.prompt_states import pooled
+from mmrl.policies.diffusion.replay_scheduler import process_of
+from mmrl.policies.diffusion.replayed_policy import ReplayedPolicy, device_of
 from mmrl.policies.quantization import Quantization, check_quantization, quantize
-from samplers.batching import at_width, attempts, chunks
+from samplers.batching import attempts, chunks
 from samplers.kernels import ddim, flow_sde
 from samplers.noise import Rng
 from samplers.processes import Flow
 
 LAYERS = ("attn", "attn1", "attn2", "attention")
 SOUND_LAYERS = ("audio_attn1", "audio_attn2", "audio_to_video_attn", "video_to_audio_attn")
+LISTED_LAYERS = tuple(f"attentions.{i}" for i in range(4))  # of a block of Kandinsky 2.2's UNet
 PROJECTIONS = ("to_q", "to_k", "to_v", "to_out.0")
-FAILURES = (
-    ValueError,
-    TypeError,
-    IndexError,
-    AttributeError,
-    KeyError,
-    NameError,
-)  # of a pipeline's call
 PROBE = Rng.of("latents to try an encoder with")
 # decoders that fail on several videos: diffusers 0.42 masks the attention of one only
 ALONE = frozenset({"AutoencoderKLHunyuanVideo15"})
 
 
 @POLICIES.register("pipeline")
-class AnyPipeline(FlowPolicy):
+class AnyPipeline(ReplayedPolicy):
     """Trains any image or video pipeline of the installed diffusers by running its own code.
 
     What the pipeline hands to its scheduler is the velocity (or the prediction): its encoding of
@@ -73,7 +61,11 @@ class AnyPipeline(FlowPolicy):
     encoder: MediaEncoder | None = None  # made for the first demonstrations
     attention = (
         *FlowPolicy.attention,
-        *(f"{layer}.{name}" for layer in LAYERS + SOUND_LAYERS for name in PROJECTIONS),
+        *(
+            f"{layer}.{name}"
+            for layer in LAYERS + SOUND_LAYERS + LISTED_LAYERS
+            for name in PROJECTIONS
+        ),
     )
 
     def __init__(
@@ -128,13 +120,10 @@ class AnyPipeline(FlowPolicy):
         for log-prob, KL and entropy; null: as many numbers as it has, a few in a hundred.
         guardrail: Cosmos checks prompts and pictures by the package cosmos_guardrail; false runs it
         without, which is the user's decision and duty."""
-        check_quantization(quantization, options.get("lora") is not None)
-        attention_backends.check(attention)
-        self._refuse(options)
+        self._refuse(options, quantization, attention)
         self.compute = getattr(torch, dtype)
         pipe = self._load(path, quantization, skip_blocks, guardrail)
-        replay_consistency.by_lcm(pipe, self.place, scheduler)
-        self.sampler = scheduler
+        self._sample_by(pipe, scheduler)
         pipeline_folder.decode_in_parts(pipe, tiling=vae_tiling, slicing=vae_slicing)
         self._freeze(pipe, text_encoder_placement, text_cache)
         self._drive(pipe, call, inputs, guidance_argument, video_frames)
@@ -142,26 +131,16 @@ class AnyPipeline(FlowPolicy):
         self.check = check
         self.asked_steps = (steps, evaluation_steps or steps)
         self.shape = self._latent_shape(steps)
-        flow = isinstance(self.process, Flow)
-        options |= {"sde_type": sde_type, "noise_level": noise_level}
-        if self.renews:
-            options = replay_consistency.options(steps, options, self.replay.scheduler, scheduler)
-        else:
-            options["sde_type"] = sde_type or (flow_sde if flow else ddim)
-            options["noise_level"] = (0.7 if flow else 1.0) if noise_level is None else noise_level
         super().__init__(
             self.net,
             steps=steps,
             evaluation_steps=evaluation_steps,
             timestep_schedule=timestep_schedule or self._own_times,
-            **options,
+            **self._noise(steps, sde_type, noise_level, options),
         )
         self.logprob_weight = self._weight(sound_share)
         self.arguments.check_guidance(self.guidance_scale)
-        self.attending = AttentionChoice(self.net, attention)
-        self.compiled = bool(compile)
-        if compile:
-            attention_backends.compile_blocks(self.net, "inductor" if compile is True else compile)
+        self._speed_up(attention, compile)
 
     # ----------------------------------------------------------------------------------------------
     # loading
@@ -184,12 +163,17 @@ class AnyPipeline(FlowPolicy):
         self.net = Networks(nets) if len(nets) > 1 else nets[self.parts[0]]
         return pipe
 
+    def _sample_by(self, pipe: Any, sampler: Sampler) -> None:
+        """Put the sampler that is asked for in the pipeline."""
+        replay_consistency.by_lcm(pipe, self.place, sampler)
+        self.sampler = sampler
+
     def _freeze(self, pipe: Any, placement: Placement, limit: int) -> None:
         """Let the encoders remember what they encode, and list what else is frozen."""
         self.encoders = pipeline_folder.encoders(pipe, self.parts)
         for module in self.encoders:
             EncoderCache(module, partial(device_of, self.net), placement, max(1, limit))
-        self.others = pipeline_folder.others(pipe, self.parts, self.encoders)
+        self.frozen_parts = pipeline_folder.others(pipe, self.parts, self.encoders)
 
     def _drive(
         self,
@@ -226,13 +210,41 @@ class AnyPipeline(FlowPolicy):
             )
         return tuple(latents.shape[1:])
 
-    def _refuse(self, options: dict[str, Any]) -> None:
-        """Say which options of other families mean nothing here."""
+    def _refuse(
+        self, options: dict[str, Any], quantization: Quantization | None, attention: Attention
+    ) -> None:
+        """Say which options mean nothing here, or not together."""
+        check_quantization(quantization, options.get("lora") is not None)
+        attention_backends.check(attention)
         if options.get("logprob_guidance", "guided") != "guided":
             raise UserError(
                 "policy option logprob_guidance: guidance is the pipeline's own code here, which "
                 "is scored as it samples; leave it guided, or use a family of its own"
             )
+
+    def _noise(
+        self,
+        steps: int,
+        sde_type: Kernel | None,
+        noise_level: float | None,
+        options: dict[str, Any],
+    ) -> dict[str, Any]:
+        """Complete the options of the flow policy by the steps of the pipeline's kind of model."""
+        chosen = options | {"sde_type": sde_type, "noise_level": noise_level}
+        if self.renews:
+            return replay_consistency.options(steps, chosen, self.replay.scheduler, self.sampler)
+        flow = isinstance(self.process, Flow)
+        usual = 0.7 if flow else 1.0
+        chosen["sde_type"] = sde_type or (flow_sde if flow else ddim)
+        chosen["noise_level"] = usual if noise_level is None else noise_level
+        return chosen
+
+    def _speed_up(self, attention: Attention, compile: bool | str) -> None:
+        """Choose the attention's backend, and compile the networks' blocks where asked."""
+        self.attending = AttentionChoice(self.net, attention)
+        self.compiled = bool(compile)
+        if compile:
+            attention_backends.compile_blocks(self.net, "inductor" if compile is True else compile)
 
     def _weight(self, share: float | None) -> Tensor | None:
         """Weigh the numbers of a video and its sound. UserError where there are not two."""
@@ -251,229 +263,6 @@ class AnyPipeline(FlowPolicy):
         return self.replay.states.weights([1 - share, share])
 
     # ----------------------------------------------------------------------------------------------
-    # times
-
-    def _first_conditions(self, steps: int) -> Any:
-        self._settle()
-        try:
-            return self.replay.conditions(self.arguments.example(), steps)
-        except FAILURES as error:
-            raise UserError(
-                f"{self.pipeline} cannot be called with policy option call = "
-                f"{self.arguments.call}: {_reason(error)}"
-            ) from error
-
-    def _own_times(self, steps: int) -> Tensor:
-        """Return the pipeline's own times, as its call sets them."""
-        times: Tensor = self._timetable(steps).times
-        if len(times) < 2:
-            raise UserError(
-                f"policy option steps: the last step of {self.pipeline} has no length, so {steps} "
-                "would be none; use at least 2"
-            )
-        return times
-
-    def _timetable(self, steps: int) -> Any:
-        tables = self.__dict__.setdefault("_tables", {})
-        if steps not in tables:
-            tables[steps] = self._first_conditions(steps).table
-        if tables[steps] is None:
-            raise UserError(
-                f"{self.pipeline} cannot be replayed: it calls its network before it sets its times"
-            )
-        return tables[steps]
-
-    def _steps_asked(self) -> int:
-        return self.asked_steps[0 if self.exploring and not self.plain else 1]
-
-    def _asks(self, t: Tensor) -> list[Ask]:
-        """Cut a pass of rows at times t [B] into calls of the pipeline."""
-        steps = self._steps_asked()
-        grid = self._timetable(steps).times[:-1].to(t.dtype)
-        of_time = partial(timestep_of, self.replay.scheduler)
-        return asks(t.detach().cpu(), grid, steps, of_time, self.together is False)
-
-    # ----------------------------------------------------------------------------------------------
-    # passes
-
-    def encode(self, prompts: list[Prompt]) -> dict[str, Any]:
-        """Number the prompts: the pipeline encodes them itself, wherever it is run."""
-        return {"prompt": self.arguments.numbers(prompts)[:, None].to(self.device)}
-
-    def prompt_states(self, prompts: list[Prompt]) -> Tensor:
-        states = []
-        for prompt in prompts:
-            call = self.arguments.of(self.arguments.numbers([prompt]).tolist(), None)
-            inputs = self.replay.conditions(call, self.asked_steps[0]).inputs
-            latents = (next(iter(inputs)), *FURTHER)
-            tensors = {
-                name: value
-                for name, value in inputs.items()
-                if isinstance(value, Tensor) and value.ndim > 1 and name not in latents
-            }
-            states.append(pooled(tensors))
-        return torch.cat(states)
-
-    def prepare(self, prompts: list[Prompt]) -> None:
-        if self.check and prompts:
-            self.check = False
-            check_replay(self, prompts)
-
-    def rollout(
-        self, prompts: list[Prompt], copies: Any, rng: Rng, context: RolloutContext = NO_CONTEXT
-    ) -> Rollout:
-        self.prepare(prompts)
-        return super().rollout(prompts, copies, rng, context)
-
-    def begin(self, noise: Tensor, cond: dict[str, Any]) -> Tensor:
-        steps = self._steps_asked()
-
-        def ask(rows: list[int]) -> Tensor:
-            return self.replay.begin(self._call(cond, rows, None), steps, noise[rows])
-
-        try:
-            return self._by_prompt(ask, range(len(noise)))
-        except FAILURES as error:
-            raise self._failure(ask, cond, error) from error
-
-    def _failure(self, ask: Any, cond: dict[str, Any], error: Exception) -> UserError:
-        """Say for which prompt the pipeline's call fails."""
-        for row, number in enumerate(cond["prompt"][:, 0].tolist()):
-            try:
-                ask([row])
-            except FAILURES as alone:
-                text = self.arguments.shown(number)
-                return UserError(f"{self.pipeline} cannot be called for {text}: {_reason(alone)}")
-        return UserError(
-            f"{self.pipeline} cannot be called for several prompts at once: {_reason(error)}; "
-            "set policy option together to false"
-        )
-
-    def velocity(self, x: Tensor, t: Tensor, cond: dict[str, Any]) -> Tensor:
-        return self._guided(x, t, cond, self.guidance_scale)
-
-    def _guided(self, x: Tensor, t: Tensor, cond: dict[str, Any], scale: float) -> Tensor:
-        """Compute what the pipeline hands to its scheduler, [B, *], at times t [B]."""
-        x = x.contiguous()  # pipelines turn what they prepare, and kernels round by strides
-        parts = self._asks(t)
-        if self._waits():
-            parts = in_step(parts, [self._passes(part, x, cond, scale) for part in parts])
-        outputs = []
-        zero_sum = x.new_zeros(())
-        for part in parts:
-            # a step's rows at the full width again, as sampling had them
-            fill = len(x) - len(part.rows) if len(parts) < 3 and self.together is not False else 0
-            rows = (part.rows + part.rows[:1] * fill) or [0]
-            output = self._output(cond, rows, scale, part.visit, x)
-            outputs.append(output[: len(part.rows)])
-            if not part.rows:
-                zero_sum = zero_sum + 0 * output.sum()
-        order = torch.tensor([row for part in parts for row in part.rows]).argsort()
-        joined = torch.cat(outputs)[order.to(x.device)] if len(outputs) > 1 else outputs[0]
-        joined = joined + zero_sum if any(not part.rows for part in parts) else joined
-        # copies wait for the gradients of all networks, whichever this pass has used
-        return self.active()("", joined) if self._announces() else joined
-
-    def _output(
-        self, cond: dict[str, Any], rows: list[int], scale: float, visit: Visit, x: Tensor
-    ) -> Tensor:
-        """Ask the pipeline at a step. UserError where it answers for each prompt and not for all
-        together, which the check would have found."""
-
-        def ask(rows: list[int]) -> Tensor:
-            return self.replay.output(self._call(cond, rows, scale), visit, x[rows])
-
-        try:
-            return ask(rows)
-        except FAILURES as error:
-            if self.together is not None or len(rows) < 2:
-                raise
-            raise self._failure(ask, cond, error) from error
-
-    def _announces(self) -> bool:
-        """Tell whether this pass goes by a wrapper that has to learn of it as a whole."""
-        copies = len(self.parts) > 1 and not shards(self.net) and hasattr(self, "trained")
-        return copies and self.active() is not self.net
-
-    def _waits(self) -> bool:
-        """Tell whether processes wait for each other in every pass of a network."""
-        if process()[1] == 1 or self._announces():
-            return False
-        return shards(self.net) or self.active() is not self.net
-
-    def _passes(self, part: Ask, x: Tensor, cond: dict[str, Any], scale: float) -> tuple[str, ...]:
-        """Name the networks that a call of the pipeline passes at its step, in order."""
-        steps, place, timestep = part.visit
-        key = (steps, place, scale)
-        if timestep is None and key in self.known_passes:
-            return self.known_passes[key]
-        call = self._call(cond, part.rows, scale)
-        names = self.replay.passes(call, part.visit, x[part.rows])
-        if timestep is None:
-            self.known_passes[key] = names
-        return names
-
-    def _by_prompt(self, ask: Any, rows: Any) -> Tensor:
-        """Ask for all rows together, or for one after the other where they would depend on each
-        other."""
-        if self.together is not False:
-            outputs: Tensor = ask(list(rows))
-            return outputs
-        return torch.cat([ask([row]) for row in rows])
-
-    def _call(self, cond: dict[str, Any], rows: list[int], scale: float | None) -> dict[str, Any]:
-        self._settle()
-        numbers = cond["prompt"][:, 0].tolist()
-        return self.arguments.of([numbers[row] for row in rows], scale)
-
-    def _settle(self) -> None:
-        """Move what is not trained to the network's device."""
-        place = device_of(self.net)
-        for module in self.others:
-            if next(iter(module.parameters())).device != place:
-                module.to(place)
-
-    def _velocities(self, point: Query, guided: bool) -> tuple[Tensor, Tensor]:
-        cond = rows_of(without_empty(point.cond), point.group)
-        scale = self._scale(point) if guided else 1.0
-        # rows that are asked for one by one are as wide as they will ever be
-        width = max(0 if self.together is False else self._filled(len(point)), len(point))
-        guided_pass = partial(self._guided, scale=scale)
-        v = attention_backends.computed(
-            self, lambda: at_width(guided_pass, width, point.state, point.time, cond)
-        )
-        if v.shape != point.state.shape:
-            raise UserError(
-                f"{self.pipeline} cannot be replayed: it gives its scheduler "
-                f"{tuple(v.shape)} for latents of shape {tuple(point.state.shape)}"
-            )
-        v = v.to(self.dtype)
-        return v, v
-
-    def combine(self, v: Tensor, empty: Tensor, scale: float | Tensor) -> Tensor:
-        """Leave guidance to the pipeline, whose output has it."""
-        return v
-
-    def _transition(self, point: Query, v: Tensor) -> Gaussian:
-        if self.logprob_weight is not None:
-            self.logprob_weight = self.logprob_weight.to(v)  # where the network is, once
-        return super()._transition(point, v)
-
-    def _forward(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make a pass of a network, in the type it computes in."""
-        args, kwargs = state_cast(args, kwargs, self.cast)
-        first = next((x for x in (*args, *kwargs.values()) if isinstance(x, (Tensor, list))), [])
-        self.forwards += len(first)
-        if len(self.parts) > 1:
-            return self.net(name, *args, **kwargs)
-        net = self.active() if hasattr(self, "trained") else self.net
-        return net(*args, **kwargs)
-
-    def cast(self, tensor: Tensor) -> Tensor:
-        """Convert to the type the network computes in."""
-        return tensor.to(self.dtype if self.dtype == torch.float64 else self.compute)
-
-    # ----------------------------------------------------------------------------------------------
     # media and export
 
     def decode(self, rollout: Rollout) -> Tensor:
@@ -484,10 +273,12 @@ class AnyPipeline(FlowPolicy):
         steps = self.asked_steps[0]
 
         def finish(part: list[int]) -> Tensor:
-            return pipeline_folder.media_of(
-                self.replay.finish(self._call(cond, part, None), steps, rollout.sample[part]),
-                self.pipeline,
-            )
+            call, row = self._call(cond, part, None), rollout.row_id[part]
+            try:
+                media = self.replay.finish(call, steps, rollout.sample[part], row)
+            except RuntimeError as error:
+                raise self._cut_off(error) from error
+            return pipeline_folder.media_of(media, self.pipeline)
 
         most = min(self.fixed_batch_rows or rows, rows)
         if type(getattr(self.replay.pipe, "vae", None)).__name__ in ALONE:
@@ -496,6 +287,15 @@ class AnyPipeline(FlowPolicy):
             with attempt as size:
                 media = [self._by_prompt(finish, range(rows)[part]) for part in chunks(rows, size)]
         return torch.cat(media)
+
+    def _cut_off(self, error: RuntimeError) -> Exception:
+        """Say where a gradient of the media was asked for that the pipeline cuts off."""
+        if "numpy() on Tensor that requires grad" not in str(error):
+            return error
+        return UserError(
+            f"{self.pipeline} gives pictures through which no gradient goes, as it rounds them for "
+            "its guardrail; use an objective that follows no reward's gradient"
+        )
 
     @torch.no_grad()
     def encode_media(self, media: Tensor) -> Tensor:
@@ -526,13 +326,3 @@ class AnyPipeline(FlowPolicy):
         nets = {name: getattr(self.net, name) if several else self.net for name in self.parts}
         pipeline_folder.export(self.pipeline, self.place, nets, folder)
         replay_consistency.save(self.replay.scheduler, self.place, folder, self.sampler)
-
-
-def _reason(error: Exception) -> str:
-    """Return the first line of what an error says."""
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-
-
-def device_of(net: nn.Module) -> torch.device:
-    """Return where a network is."""
-    return next(net.parameters()).device

@@ -13,7 +13,9 @@ import numpy as np
 from mmrl.core.errors import UserError
 from mmrl.policies.diffusion import diffusers_folder
 
-CHECKER = "CosmosSafetyChecker"  # the class of the package, or what stands for it where it is absent
+CHECKER = (
+    "CosmosSafetyChecker"  # the class of the package, or what stands for it where it is absent
+)
 PART = "safety_checker"  # what pipelines call it
 REMEMBERED = 1 << 16  # texts
 

@@ -26,7 +26,8 @@ MEDIA = ("images", "videos")  # what blocks call what they decode
 SOUND = "audio"
 GUIDANCE = "guidance_scale"
 # what else a guider of videos with sound can be told; its sound has a guider of its own
-FURTHER = ("stg_scale", "modality_scale", "guidance_rescale")
+RESCALE = "guidance_rescale"
+FURTHER = ("stg_scale", "modality_scale", RESCALE)
 STG_BLOCKS = "spatio_temporal_guidance_blocks"
 # the states that blocks make before their loop, and the methods that pipelines of the other form
 # make them by
@@ -244,7 +245,8 @@ def _called(pipe: Any, arguments: dict[str, Any]) -> Any:
 
 def _guide(pipe: Any, chosen: dict[str, Any]) -> None:
     """Tell the guiders what a call says of guidance, which is taken out of ``chosen``. A sound is
-    guided as its video where nothing else is said."""
+    guided as its video where nothing else is said, but rescaled as its own guider says, both as in
+    LTX2Pipeline."""
     sound = sound_guider_of(pipe)
     guiders = [("", guider_of(pipe)), ("audio_", sound)] if sound is not None else []
     if sound is not None and chosen.get(STG_BLOCKS) is not None:
@@ -252,7 +254,7 @@ def _guide(pipe: Any, chosen: dict[str, Any]) -> None:
     for name in FURTHER:
         values = [chosen.pop(prefix + name, None) for prefix, _ in guiders]
         for value, (_, guider) in zip(values, guiders, strict=True):
-            value = values[0] if value is None else value
+            value = values[0] if value is None and name != RESCALE else value
             setattr(guider, name, guider.config[name] if value is None else value)
     chosen.pop(STG_BLOCKS, None)
     scales = [chosen.pop(GUIDANCE, None)] if guidance_of(pipe) else []

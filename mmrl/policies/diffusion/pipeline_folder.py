@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import locate
-from mmrl.policies.diffusion import diffusers_folder, guardrails, modular_folder
+from mmrl.policies.diffusion import diffusers_folder, guardrails, modular_folder, two_stages
 from mmrl.policies.diffusion.modular_folder import is_modular
 
 LIBRARIES = ("diffusers", "transformers")
@@ -48,13 +48,18 @@ def load(
     for module in modules.values():
         module.requires_grad_(False).eval()
     for name, module in modules.items():
-        if "vae" in name:
+        if _decodes(name):
             take_any_type(module)
     parts = tuple(name for name in modules if name.startswith(DENOISERS))
     if not parts:
         raise UserError(
             f"policy path {path!r}: {type(pipe).__name__} has no network called transformer or "
             f"unet to train; its parts: {', '.join(modules)}"
+        )
+    if getattr(pipe, "scheduler", None) is None:
+        raise UserError(
+            f"policy path {path!r}: {type(pipe).__name__} cannot be replayed: it has no scheduler, "
+            "so it steps its latents by itself"
         )
     return place, pipe, parts
 
@@ -82,13 +87,20 @@ def _classic(place: str, path: str, dtype: torch.dtype, guardrail: bool) -> Any:
         )
     except ImportError as error:  # such as a package that checks prompts
         raise guardrails.missing(cls, path, error) from error
+    if two_stages.is_combined(pipe):
+        return two_stages.decoder_with_prior(pipe)
     return guardrails.remembered(pipe)
 
 
 def _dtypes(index: dict[str, Any], dtype: torch.dtype) -> dict[str, torch.dtype]:
     """Say in which type each part is loaded: what decodes, pictures or sounds, in float32."""
-    decoders = [part for part in index if "vae" in part or part == "vocoder"]
+    decoders = [part for part in index if _decodes(part) or part == "vocoder"]
     return {"default": dtype} | dict.fromkeys(decoders, torch.float32)
+
+
+def _decodes(part: str) -> bool:
+    """Tell by its name whether a part of a pipeline is an autoencoder."""
+    return "vae" in part or part == "movq"
 
 
 def take_any_type(autoencoder: Any) -> None:
@@ -119,11 +131,17 @@ def check_index(index: dict[str, Any], path: str) -> None:
             f"policy path {path!r}: diffusers {diffusers.__version__} has no pipeline "
             f"{name or 'without a name'}; install a version that has it"
         )
-    if getattr(cls, "_load_connected_pipes", False):
+    if getattr(cls, "_load_connected_pipes", False) and name not in two_stages.COMBINED:
         raise UserError(
             f"policy path {path!r}: {name} cannot be replayed: it calls several pipelines one "
-            "after the other, with gradients off, and the networks of the last are told what the "
-            "first made of a prompt, not the prompt"
+            "after the other, and which of their networks could be trained beside frozen others is "
+            f"known of {', '.join(two_stages.COMBINED)} alone"
+        )
+    if name in two_stages.DECODERS:
+        raise UserError(
+            f"policy path {path!r}: {name} makes pictures of the embeddings of a prior, not of "
+            "prompts; put both into one folder, and use that: diffusers.AutoPipelineForText2Image."
+            "from_pretrained(...).save_pretrained(folder)"
         )
     for part, entry in index.items():
         if part.startswith("_") or not (isinstance(entry, list) and len(entry) == 2):
@@ -198,8 +216,9 @@ def export(pipeline: str, place: str, nets: dict[str, Any], folder: Path) -> Non
 
     cls = getattr(diffusers, pipeline)
     if not any(getattr(net, "peft_config", None) for net in nets.values()):
+        if guardrails.builds_guardrail(cls):
+            return guardrails.save_without(cls, place, nets, folder)
         save = modular_folder.save if is_modular(place) else diffusers_folder.save_parts
-        save = guardrails.save_without if guardrails.builds_guardrail(cls) else save
         return save(cls, place, nets, folder)
     for name, net in nets.items():
         target = folder if len(nets) == 1 else folder / name

@@ -12,8 +12,7 @@ remembers more of them cannot be replayed, which ``replay_check`` finds.
 from __future__ import annotations
 
 import inspect
-import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,11 +20,11 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from mmrl.core.errors import UserError
 from mmrl.policies.diffusion import replay_exploding
 from mmrl.policies.diffusion.replay_consistency import settings
+from mmrl.policies.diffusion.replay_draws import QUIET, Draws, LateDraws
 from mmrl.policies.diffusion.replay_inputs import (
     Shapes,
     named,
@@ -34,7 +33,7 @@ from mmrl.policies.diffusion.replay_inputs import (
     row_count,
 )
 from mmrl.policies.diffusion.replay_scheduler import Timetable, drive, timetable
-from mmrl.policies.diffusion.replay_starts import in_posterior, later, observe, once
+from mmrl.policies.diffusion.replay_starts import later, observe, once
 from mmrl.policies.diffusion.replay_states import States, heard, numbered
 
 Goal = Literal["conditions", "parts", "begin", "output", "passes", "finish", "plain"]
@@ -80,6 +79,7 @@ class Run:
     copies: int = 0  # of the scheduler
     passes: tuple[str, ...] = ()  # networks asked at the step, in order
     renewed: Callable[[int], Tensor] | None = None  # noise [B, *] of a step, where it adds some
+    row: Tensor | None = None  # [B] of what is decoded
 
 
 class Conditions(NamedTuple):
@@ -88,49 +88,6 @@ class Conditions(NamedTuple):
     latents: Tensor | None  # [B, *] that it prepared; None: it has no ``prepare_latents``
     table: Timetable | None
     inputs: dict[str, Any]  # arguments of the network
-
-
-class Draws(TorchFunctionMode):
-    """Answers the first draw of as many normal numbers as ``noise`` holds with these numbers; of
-    several noises each is drawn once, and none by an autoencoder that encodes a picture."""
-
-    def __init__(self, noise: Tensor | Sequence[Tensor]):
-        super().__init__()
-        self.noises = [noise] if isinstance(noise, Tensor) else list(noise)
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is not torch.randn or not self.noises:
-            return func(*args, **kwargs)
-        shape = kwargs.get("size", args[0] if len(args) == 1 else args)
-        drawn = torch.Size([shape] if isinstance(shape, int) else shape)
-        for place, noise in enumerate(self.noises):
-            if drawn.numel() == noise.numel() and not in_posterior():
-                return self.noises.pop(place).reshape(drawn)
-        return func(*args, **kwargs)
-
-
-class Quiet(logging.Filter):
-    """Keeps the library quiet in a block: what it says of a prompt it would say again in every
-    step. A level would be slower to set, as it is asked of every logger anew."""
-
-    depth = 0
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return not self.depth or record.levelno >= logging.ERROR
-
-    def __enter__(self) -> None:
-        self.depth += 1
-        for handler in logging.getLogger("diffusers").handlers:
-            handler.addFilter(self)  # once, however often
-
-    def __exit__(self, *_: Any) -> None:
-        self.depth -= 1
-
-
-QUIET = Quiet()
 
 
 class Denoiser:
@@ -247,9 +204,12 @@ class Replay:
         names: tuple[str, ...] = self._call(call, visit.steps, run)
         return names
 
-    def finish(self, call: dict[str, Any], steps: int, state: Tensor) -> Any:
-        """Decode final latents [B, *] as the pipeline does."""
-        return self._call(call, steps, Run("finish", state=state))
+    def finish(
+        self, call: dict[str, Any], steps: int, state: Tensor, row: Tensor | None = None
+    ) -> Any:
+        """Decode final latents [B, *] of rows named ``row`` [B] as the pipeline does."""
+        row = torch.arange(len(state)) if row is None else row
+        return self._call(call, steps, Run("finish", state=state, row=row))
 
     def plain(
         self,
@@ -257,10 +217,12 @@ class Replay:
         steps: int,
         noise: Tensor,
         renewed: Callable[[int], Tensor] | None = None,
+        row: Tensor | None = None,
     ) -> Any:
-        """Let the pipeline sample by itself from noise [B, *], with deterministic steps, or with
-        the noise ``renewed(step)`` that its sampler adds."""
-        run = Run("plain", noise=noise, renewed=renewed)
+        """Let the pipeline sample rows named ``row`` [B] by itself from noise [B, *], with
+        deterministic steps, or with the noise ``renewed(step)`` that its sampler adds."""
+        row = torch.arange(len(noise)) if row is None else row
+        run = Run("plain", noise=noise, renewed=renewed, row=row)
         if self.states.parts:
             run.start = self.begin(call, steps, noise)
         return self._call(call, steps, run)
@@ -425,6 +387,12 @@ class Replay:
 
         return answer
 
+    def _has_stepped(self) -> bool:
+        """Tell whether the pipeline's loop is behind."""
+        steps = self.scheduler.timesteps
+        whole = len(steps) - self.skipped.get(len(steps), 0)
+        return self._running().stepped >= whole * self.states.count
+
     def _running(self) -> Run:
         if self.run is None:
             raise RuntimeError("the pipeline's parts are used outside a replay")
@@ -445,7 +413,8 @@ class Replay:
         # no mode without need: it would see every operation of the network
         noises = run.draws or (None if drawn is None else self.states.split(drawn))
         draws = nullcontext() if noises is None else Draws(noises)
-        with self._started(run), draws:
+        ends = nullcontext() if run.row is None else LateDraws(run.row, self._has_stepped)
+        with self._started(run), draws, ends:
             try:
                 media = self.function(self.pipe, **chosen)
             except Reached as reached:

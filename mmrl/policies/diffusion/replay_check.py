@@ -119,7 +119,8 @@ def _check_path(policy: Any, prompts: list[Prompt]) -> None:
 
     call = policy.arguments.of(rollout.cond["prompt"][:, 0].tolist(), policy.guidance_scale)
     plain = pipeline_folder.media_of(
-        policy.replay.plain(call, policy.asked_steps[1], noise, renewed), policy.pipeline
+        policy.replay.plain(call, policy.asked_steps[1], noise, renewed, rollout.row_id),
+        policy.pipeline,
     )
     own_times = len(policy.evaluation_times) == len(policy._timetable(policy.asked_steps[1]).times)
     if not own_times:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+BOUNDS = {"sigma_min": 0.002, "sigma_max": 80.0}  # of a configuration that does not say them
+
 
 def explodes(scheduler: Any) -> bool:
     """Tell whether the sigmas of a scheduler are noise beside data of one size, not shares of
@@ -28,21 +30,19 @@ def times(scheduler: Any) -> tuple[Tensor, Tensor]:
     """Return the times [K + 1] and the timesteps [K] that the scheduler has set. A pipeline that
     ends at its smallest sigma takes a last step of no length, which is none here."""
     sigmas = torch.as_tensor(scheduler.sigmas).double().cpu()
-    own = sigmas / (1 + sigmas)
+    shares = sigmas / (1 + sigmas)
     if scheduler.config.get("final_sigmas_type") == "sigma_min":
-        return own[:-1], scheduler.timesteps[:-1]
-    return own, scheduler.timesteps
+        return shares[:-1], scheduler.timesteps[:-1]
+    return shares, scheduler.timesteps
 
 
 def timestep(scheduler: Any, time: Tensor) -> Tensor:
     """Return the timestep of a time [*], within the sigmas that the network knows."""
     config = scheduler.config
-    lowest, highest = (config.get(name) or other for name, other in BOUNDS.items())
+    lowest, highest = (config.get(name) or usual for name, usual in BOUNDS.items())
     time = time.double().clamp(lowest / (1 + lowest), highest / (1 + highest))
-    return time / (1 - time) * config.num_train_timesteps
-
-
-BOUNDS = {"sigma_min": 0.002, "sigma_max": 80.0}  # of a configuration that does not say them
+    timesteps: Tensor = time / (1 - time) * config.num_train_timesteps
+    return timesteps
 
 
 def growth(scheduler: Any, place: int) -> Tensor:

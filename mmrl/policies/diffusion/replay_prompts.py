@@ -14,7 +14,14 @@ from mmrl.core.types import Prompt
 from mmrl.policies.diffusion.prompt_book import PromptBook
 from mmrl.policies.diffusion.replay_videos import CHANGERS, VIDEOS
 
-OURS = ("num_inference_steps", "latents", "audio_latents", "generator", "output_type", "return_dict")
+OURS = (
+    "num_inference_steps",
+    "latents",
+    "audio_latents",
+    "generator",
+    "output_type",
+    "return_dict",
+)
 EDITORS = ("Edit", "Kontext", "ImageToVideo", "Img2Img", "VideoToWorld")  # that see a picture
 PICTURES = ("image", "images", "control_image")
 FRAMES = ("num_frames", "frames")  # what calls name the length of a video

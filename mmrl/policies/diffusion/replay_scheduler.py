@@ -49,6 +49,8 @@ def drive(scheduler: Any, replay: Any, number: int = 0) -> Any:
     def step(
         model_output: Tensor, timestep: Any, sample: Tensor, *args: Any, **kwargs: Any
     ) -> SchedulerOutput | tuple[Tensor, ...]:
+        if str(form.config.get("variance_type")).startswith("learned"):
+            model_output = model_output[:, : sample.shape[1]]  # the variance follows
         state = replay.stepped(model_output, sample, number)
         if state is None:
             with replay.fresh():

@@ -23,8 +23,8 @@ from mmrl.core.registry import POLICIES, load_built_in
 from mmrl.objectives import PolicyGradient
 from mmrl.policies.diffusion.models.flux import pack, unpack
 from mmrl.policies.diffusion.pipeline_folder import media_of, rounding
-from mmrl.policies.diffusion.replay import Draws
 from mmrl.policies.diffusion.replay_check import check_replay
+from mmrl.policies.diffusion.replay_draws import Draws
 from mmrl.policies.diffusion.replay_prompts import PromptArguments
 from mmrl.scoring import Scorer
 from mmrl.train.minibatches import passes
@@ -189,6 +189,8 @@ def test_a_pipeline_without_noise_is_diffusers_own(name):
         torch.testing.assert_close(again, rollout.sample, atol=1e-5, rtol=1e-5)
     if name in ("wan-unipc", "cosmos25"):
         return  # diffusers' UniPC has a history; the check compared Euler's steps on its sigmas
+    if name == "kandinsky22-combined":
+        return  # whose prior draws other numbers; see test_two_stages.py
     theirs = plain_pictures(name, policy, guidance, noises(policy, rollout.row_id))
     theirs = media_of(theirs, case.pipeline)
     torch.testing.assert_close(ours, theirs.float(), atol=2e-4 + rounding(ours), rtol=0)

@@ -17,8 +17,8 @@ from mmrl.core.registry import POLICIES
 from mmrl.policies.diffusion import guardrails
 from mmrl.policies.diffusion.guardrails import Passing, Remembering
 from mmrl.policies.diffusion.pipeline_folder import rounding
-from mmrl.policies.diffusion.replay import Draws
 from mmrl.policies.diffusion.replay_check import check_replay
+from mmrl.policies.diffusion.replay_draws import Draws
 from samplers.kernels import flow_sde
 from samplers.noise import Rng
 from tests.fixtures import tiny_diffusers
@@ -98,7 +98,9 @@ def test_the_times_are_the_sigmas_and_the_empty_last_step_is_none():
 
 @pytest.mark.parametrize("guidance", [1.0, 2.5])
 def test_the_log_prob_is_that_of_a_flow_of_what_its_scheduler_is_handed(guidance, monkeypatch):
-    policy = make("cosmos2", guidance_scale=guidance, logprob_reduction="sum", fixed_batch_rows=None)
+    policy = make(
+        "cosmos2", guidance_scale=guidance, logprob_reduction="sum", fixed_batch_rows=None
+    )
     with torch.no_grad():
         rollout = policy.rollout(PROMPTS[:1], 1, RNG)
     handed = []
@@ -132,6 +134,32 @@ def test_a_state_between_its_times_is_seen_at_its_own():
         ends = policies[0].velocity(x, torch.tensor([1.0, 0.0]), policies[0].encode(PROMPTS))
     torch.testing.assert_close(other, own, atol=1e-4, rtol=1e-4)
     assert ends.isfinite().all()  # told as the largest and the smallest sigma
+
+
+def test_a_video_goes_on_from_the_frames_of_a_prompt():
+    """Of as many frames as are asked for; with more or fewer of them it is another video."""
+    call = CASES["cosmos2-video"].call | {"num_frames": 9}
+    inputs = {"prompt": "text", "video": "video"}
+    media = []
+    for frames in (5, 1):
+        policy = make("cosmos2-video", call=call, inputs=inputs, video_frames=frames, check=True)
+        policy.prepare(PROMPTS)
+        media.append(evaluated(policy)[1])
+    assert media[0].shape == (1, 9, 3, 16, 16)
+    assert (media[0] - media[1]).abs().max() > 1e-2
+
+
+def test_what_cosmos_cannot_do_is_told_in_a_sentence():
+    from_picture = make("cosmos25", inputs={"prompt": "text", "image": "image"})
+    with pytest.raises(UserError, match="a step depends on more than the latents"):
+        check_replay(from_picture, PROMPTS)
+    with pytest.raises(UserError, match="option scheduler: lcm is for flows, and the states of"):
+        make("cosmos2", scheduler="lcm")
+    policy = make("cosmos2")
+    rollout, _ = evaluated(policy)
+    leaf = rollout.sample.clone().requires_grad_()
+    with pytest.raises(UserError, match="pictures through which no gradient goes"):
+        policy.decode(rollout.replace(sample=leaf))
 
 
 @pytest.mark.parametrize("name", [*WORLDS, "cosmos25"])
@@ -205,7 +233,9 @@ def guarded(monkeypatch):
 
 
 def test_without_the_package_it_is_one_sentence_that_names_both_remedies():
-    with pytest.raises(UserError, match="pip install cosmos_guardrail.* guardrail to false") as said:
+    with pytest.raises(
+        UserError, match="pip install cosmos_guardrail.* guardrail to false"
+    ) as said:
         POLICIES.build("pipeline", path=place_of("cosmos2"))
     assert "\n" not in str(said.value)
     with pytest.raises(UserError, match="option guardrail: FluxPipeline has no guardrail"):

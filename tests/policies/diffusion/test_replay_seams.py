@@ -18,6 +18,7 @@ from mmrl.run.build import Session, read
 from mmrl.run.evaluation import evaluate
 from mmrl.utils.paths import find_config
 from samplers.noise import Rng
+from tests.fixtures import tiny_diffusers
 from tests.fixtures.replay_cases import CASES
 from tests.policies.diffusion.test_any_pipeline import PROMPTS, both, make, trainer_of
 
@@ -205,6 +206,24 @@ def test_a_decoder_that_fails_on_several_videos_gets_each_alone():
     media = policy.decode(rollout)
     assert len(media) == 2 and not torch.equal(media[0], media[1])
     torch.testing.assert_close(media[1:], policy.decode(rollout[slice(1, 2)]))
+
+
+def test_noise_before_decoding_is_the_rows_own(tmp_path):
+    """LTX-Video's later decoders see latents with noise in them."""
+    pipe = tiny_diffusers.pipeline("ltx")
+    options = {name: value for name, value in pipe.vae.config.items() if name[0] != "_"}
+    vae = type(pipe.vae)(**(options | {"timestep_conditioning": True}))
+    type(pipe)(**(pipe.components | {"vae": vae})).save_pretrained(tmp_path)
+    call = CASES["ltx"].call | {"decode_timestep": 0.5}
+    policy = make("ltx", call, path=str(tmp_path), check=True, fixed_batch_rows=None)
+    rollout = sampled(policy)  # the check compares with the pipeline's own loop
+    with torch.no_grad():
+        media = policy.decode(rollout)
+        alone = policy.decode(rollout[torch.tensor([2])])
+        alike = rollout.replace(sample=rollout.sample[:1].expand_as(rollout.sample).clone())
+        others = policy.decode(alike)
+    torch.testing.assert_close(alone[0], media[2], atol=1e-5, rtol=0)
+    assert (others[1] - others[0]).abs().max() > 1e-3
 
 
 def test_copies_look_for_weights_that_reach_no_output():

@@ -16,8 +16,8 @@ from mmrl.config.options import TrainOptions
 from mmrl.core.errors import UserError
 from mmrl.core.sound import SoundVideos, sound_of
 from mmrl.objectives import PolicyGradient
-from mmrl.policies.diffusion.replay import Draws
 from mmrl.policies.diffusion.replay_check import check_replay
+from mmrl.policies.diffusion.replay_draws import Draws
 from mmrl.scoring import Scorer
 from mmrl.train.optimizers import adamw
 from mmrl.train.trainer import Trainer

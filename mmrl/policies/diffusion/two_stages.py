@@ -1,0 +1,110 @@
+"""Gives Kandinsky 2.2, whose prior makes an embedding of a prompt and whose decoder makes a picture
+of the embedding, the form of the other pipelines: a call that takes prompts.
+
+The decoder is trained. The prior is frozen, and samples one embedding for each prompt, with numbers
+that belong to the prompt: it then is an encoder, whatever else is in a batch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from functools import lru_cache
+from inspect import Parameter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+COMBINED = ("KandinskyV22CombinedPipeline",)
+DECODERS = ("KandinskyV22Pipeline",)  # the second stages alone
+REMEMBERED = 1 << 14  # prompts
+EMBEDDINGS = ("image_embeds", "negative_image_embeds")  # what the decoder takes of the prior
+# of the combined pipeline's call, for the prior; the default of its guidance is the library's
+SETTINGS = {"prior_guidance_scale": 4.0, "prior_num_inference_steps": 25}
+TEXTS = ("prompt", "negative_prompt")
+
+
+class Prior:
+    """Samples the embedding of a prompt, once."""
+
+    def __init__(self, pipe: Any):
+        self.pipe = pipe
+        self.pipe.set_progress_bar_config(disable=True)
+        for part in pipe.components.values():
+            if isinstance(part, torch.nn.Module):
+                part.requires_grad_(False).eval()
+        self.embedding = lru_cache(REMEMBERED)(self._embedding)
+
+    def embeddings(
+        self, prompts: list[str], negatives: list[str | None], scale: float, steps: int, place: Any
+    ) -> list[Tensor]:
+        """Return the embeddings [B, D] of prompts and of what the pictures shall not be like."""
+        pairs = zip(prompts, negatives, strict=True)
+        rows = [self.embedding(text, negative, scale, steps, place) for text, negative in pairs]
+        if self.pipe.device.type != "cpu":
+            self.pipe.to("cpu")
+        return [torch.cat(column) for column in zip(*rows, strict=True)]
+
+    @torch.no_grad()
+    def _embedding(
+        self, text: str, negative: str | None, scale: float, steps: int, place: torch.device
+    ) -> tuple[Tensor, ...]:
+        if self.pipe.device != place:
+            self.pipe.to(place)
+        embeddings = self.pipe(
+            prompt=text,
+            negative_prompt=negative,
+            guidance_scale=scale,
+            num_inference_steps=steps,
+            generator=generator_of(text),
+            return_dict=False,
+        )
+        return tuple(embedding.to(place) for embedding in embeddings)
+
+
+def generator_of(text: str) -> torch.Generator:
+    """Make the generator of the numbers that belong to a prompt."""
+    digest = hashlib.sha256(text.encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+
+
+def is_combined(pipe: Any) -> bool:
+    """Tell whether a pipeline calls two others that are known here."""
+    return type(pipe).__name__ in COMBINED
+
+
+def decoder_with_prior(pipe: Any) -> Any:
+    """Return the decoder of a combined pipeline, whose call takes prompts and asks the prior."""
+    prior, decoder = Prior(pipe.prior_pipe), pipe.decoder_pipe
+    plain = inspect.unwrap(type(decoder).__call__)  # without the decorator that stops gradients
+
+    def call(decoder: Any, **arguments: Any) -> Any:
+        texts = [_listed(arguments.pop(name, None)) for name in TEXTS]
+        scale, steps = (arguments.pop(name, value) for name, value in SETTINGS.items())
+        place = decoder._execution_device
+        negatives = texts[1] or [None] * len(texts[0])
+        embeddings = prior.embeddings(texts[0], negatives, scale, steps, place)
+        dtype = decoder.unet.dtype
+        arguments |= {n: e.to(dtype) for n, e in zip(EMBEDDINGS, embeddings, strict=True)}
+        image, *_ = plain(decoder, **arguments)
+        # the decoder scales pictures to 0..1 for PIL and numpy, not for torch
+        return (image / 2 + 0.5 if arguments.get("output_type") == "pt" else image,)
+
+    call.__signature__ = _signature(plain)  # type: ignore[attr-defined]
+    decoder.__class__ = type(type(pipe).__name__, (type(decoder),), {"__call__": call})
+    return decoder
+
+
+def _listed(texts: str | list[str] | None) -> list[Any]:
+    return [texts] if isinstance(texts, str) else list(texts or [])
+
+
+def _signature(plain: Any) -> inspect.Signature:
+    only = Parameter.KEYWORD_ONLY
+    taken = inspect.signature(plain).parameters.values()
+    passed = [p for p in taken if p.name not in EMBEDDINGS and p.kind is not Parameter.VAR_KEYWORD]
+    first = [Parameter(name, only, default=None) for name in TEXTS]
+    last = [Parameter(name, only, default=value) for name, value in SETTINGS.items()]
+    head, rest = passed[0], [p.replace(kind=only) for p in passed[1:]]
+    return inspect.Signature([head, *first, *rest, *last])

@@ -1,0 +1,218 @@
+"""Modular pipelines of videos with sound by the policy ``pipeline``: LTX-2's blocks give what
+LTX2Pipeline gives, those of LTX-2.5, which have no other form, what they give by themselves."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import diffusers
+import pytest
+import torch
+from torch.distributions import Normal
+
+from mmrl.core.errors import UserError
+from mmrl.objectives import PolicyGradient
+from mmrl.policies.diffusion.replay_draws import DECODING, Draws
+from mmrl.train.minibatches import passes
+from samplers.kernels import flow_sde
+from tests.fixtures import tiny_modular
+from tests.policies.diffusion.test_any_pipeline import PROMPTS, make, trainer_of
+from tests.policies.diffusion.test_sound import (
+    GUIDED,
+    RNG,
+    SEPARATE,
+    SIZE,
+    TEXTS,
+    evaluated,
+    ltx2,
+    parts,
+    sampled,
+)
+from tests.run.test_resume import resumes
+
+LATE = (3, 9, 32, 32)  # of a row, what the decoder of LTX-2.5 draws
+
+
+def modular(name, call=None, **options):
+    options = {"path": str(tiny_modular.folder(name))} | options
+    return ltx2(call, **options)
+
+
+def own_blocks(place=None):
+    """LTX-2.5 by diffusers alone."""
+    place = place or tiny_modular.folder("ltx25")
+    blocks = diffusers.LTX25AutoBlocks()
+    pipe = diffusers.LTX25ModularPipeline(blocks=blocks, pretrained_model_name_or_path=str(place))
+    pipe.load_components()
+    return pipe
+
+
+def called(pipe, scale, noise, **call):
+    """The video and the sound of its blocks, guided as LTX2Pipeline's arguments say."""
+    for prefix, guider in (("", pipe.guider), ("audio_", pipe.audio_guider)):
+        guider.guidance_scale = call.get(f"{prefix}guidance_scale", scale)
+        guider.stg_scale = call.get(f"{prefix}stg_scale", call.get("stg_scale", 0.0))
+        guider.modality_scale = call.get("modality_scale", 1.0)
+        guider.guidance_rescale = call.get(f"{prefix}guidance_rescale", 0.7)
+    pipe.guider.spatio_temporal_guidance_blocks = call.get("spatio_temporal_guidance_blocks", [28])
+    late = DECODING.normal(torch.arange(2), LATE, 0, torch.float32)
+    with Draws([noise[:, :256], noise[:, 256:], late]):
+        media = pipe(
+            prompt=TEXTS,
+            num_inference_steps=2,
+            output_type="pt",
+            output=["videos", "audio"],
+            **SIZE,
+        )
+    return media["videos"], media["audio"]
+
+
+def first_noise():
+    return RNG.normal(torch.arange(2), (400,), 0, torch.float32)
+
+
+@pytest.mark.parametrize(("scale", "call"), [(1.0, {}), (2.5, {}), (3.0, GUIDED), (1.0, SEPARATE)])
+def test_ltx2_blocks_sample_and_learn_as_ltx2_pipeline(scale, call):
+    """Which batches the passes of guidance; blocks make one after the other."""
+    outcomes = []
+    for policy in (modular("ltx2", call, guidance_scale=scale), ltx2(call, guidance_scale=scale)):
+        rollout = sampled(policy)
+        signs = torch.tensor([1.0, -0.5])[:, None]
+        for point in passes(policy.path(rollout.replace(advantage=signs)), 4):
+            (PolicyGradient().loss(policy, point) * point.mask).sum().backward()
+        gradients = [p.grad for p in policy.net.parameters() if p.grad is not None]
+        gradient = torch.cat([g.flatten() for g in gradients])
+        outcomes.append((rollout, policy.decode(rollout), gradient / gradient.abs().max()))
+    (ours, media, gradient), (theirs, other, expected) = outcomes
+    torch.testing.assert_close(ours.sample, theirs.sample, atol=1e-4, rtol=0)
+    torch.testing.assert_close(ours.logprob, theirs.logprob, atol=1e-4, rtol=0)
+    torch.testing.assert_close(media.as_subclass(torch.Tensor), other.as_subclass(torch.Tensor))
+    torch.testing.assert_close(media.sound, other.sound, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(gradient, expected, atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize(("scale", "call"), [(1.0, {}), (2.5, {}), (3.0, GUIDED), (1.0, SEPARATE)])
+def test_ltx25_without_noise_is_what_its_own_blocks_give(scale, call):
+    policy = modular("ltx25", call, guidance_scale=scale, check=True)
+    policy.prepare(PROMPTS)
+    with torch.no_grad():
+        media = policy.decode(evaluated(policy))
+    video, sound = called(own_blocks(), scale, first_noise(), **call)
+    torch.testing.assert_close(media.as_subclass(torch.Tensor), video, atol=1e-4, rtol=0)
+    torch.testing.assert_close(media.sound, sound, atol=1e-4, rtol=0)
+    assert video.std() > 0.01 and sound.std() > 0.001
+    assert policy.capabilities.sound and policy.capabilities.makes == "video"
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.5])
+def test_the_log_prob_is_that_of_what_both_schedulers_are_handed(scale, monkeypatch):
+    policy = modular("ltx25", guidance_scale=scale, logprob_reduction="sum")
+    rollout = sampled(policy)
+    point = next(iter(policy.path(rollout)))
+    velocities = []
+    step = diffusers.FlowMatchEulerDiscreteScheduler.step
+
+    def listening(self, output, *rest, **more):
+        velocities.append(output)
+        return step(self, output, *rest, **more)
+
+    monkeypatch.setattr(diffusers.FlowMatchEulerDiscreteScheduler, "step", listening)
+    called(own_blocks(), scale, first_noise())
+    logprob = torch.zeros(2)
+    pieces = zip(parts(point.state), velocities[:2], parts(point.target), strict=True)
+    for state, v, target in pieces:
+        times = [point.time, point.transition.next_time, point.transition.noise_level]
+        mean, std = flow_sde(state, v, *times)
+        logprob += Normal(mean, std).log_prob(target).flatten(1).sum(1)
+    torch.testing.assert_close(rollout.logprob[:, 0], logprob, atol=1e-3, rtol=1e-5)
+
+
+@pytest.mark.parametrize("lora", [2, None], ids=["lora", "whole"])
+def test_it_trains_on_policy_and_its_export_gives_its_blocks_our_video_and_sound(lora, tmp_path):
+    policy = modular("ltx25", guidance_scale=2.5, lora=lora)
+    with torch.no_grad():
+        before = policy.decode(evaluated(policy))
+    metrics = trainer_of(policy).iterate()
+    assert metrics["ratio/max_deviation"] == 0.0 and metrics["grad_norm"] > 0
+    policy.export(tmp_path / "export")
+    if lora:
+        pipe = own_blocks()
+        pipe.load_lora_weights(tmp_path / "export")
+    else:
+        shutil.move(tmp_path / "export", tmp_path / "elsewhere")
+        pipe = own_blocks(tmp_path / "elsewhere")
+    with torch.no_grad():
+        media = policy.decode(evaluated(policy))
+    video, sound = called(pipe, 2.5, first_noise())
+    torch.testing.assert_close(media.as_subclass(torch.Tensor), video, atol=1e-4, rtol=0)
+    torch.testing.assert_close(media.sound, sound, atol=1e-4, rtol=0)
+    assert (media.sound - before.sound).abs().max() > 1e-4  # the training is heard
+
+
+def test_a_checkpoint_resumes_to_the_bit(tmp_path):
+    resumes(lambda: trainer_of(modular("ltx25", lora=2, fixed_batch_rows=4)), tmp_path)
+
+
+def test_a_row_is_decoded_alike_alone_and_among_others():
+    """Though its decoder draws numbers, which are those of the row's own."""
+    policy = modular("ltx25")
+    rollout = sampled(policy, 2)
+    with torch.no_grad():
+        media = policy.decode(rollout)
+        alone = policy.decode(rollout[torch.tensor([2])])
+        same = rollout.replace(sample=rollout.sample[:1].expand_as(rollout.sample).clone())
+        others = policy.decode(same)
+    torch.testing.assert_close(alone[0], media[2], atol=1e-5, rtol=0)
+    assert (others[1] - others[0]).abs().max() > 1e-3  # no two rows have the same noise
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.5])
+def test_ltx2_blocks_from_a_picture_are_the_other_form(scale):
+    """Which step the frames after the first: no other numbers are decisions."""
+    call = SIZE | {"image_crf": 0}
+    inputs = {"prompt": "text", "image": "image"}
+    sizes = {"steps": 2, "fixed_batch_rows": None, "guidance_scale": scale}
+    classic = make("ltx2_i2v", call=call, **sizes)
+    policy = modular("ltx2", call, inputs=inputs, guidance_scale=scale)
+    assert policy.shape == classic.shape == (8 * 1 * 4 * 4 + 144,)
+    outcomes = []
+    for each in (policy, classic):
+        with torch.no_grad():
+            rollout = each.rollout(PROMPTS[:1], 2, RNG)
+            outcomes.append((rollout, each.decode(rollout)))
+    (ours, media), (theirs, other) = outcomes
+    torch.testing.assert_close(ours.sample, theirs.sample, atol=1e-4, rtol=0)
+    torch.testing.assert_close(ours.logprob, theirs.logprob, atol=1e-4, rtol=0)
+    torch.testing.assert_close(media.sound, other.sound, atol=1e-5, rtol=1e-4)
+
+
+def test_mistakes_are_told_in_a_sentence():
+    with pytest.raises(UserError, match="audio_latents is set by the policy"):
+        modular("ltx25", {"audio_latents": 0})
+    with pytest.raises(UserError, match="stg_strength does not exist in a call of LTX25"):
+        modular("ltx25", {"stg_strength": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("echo", "EchoModularPipeline cannot be replayed: it has no scheduler, so it steps its"),
+        ("minimax_h3", "MiniMaxH3Scheduler has no one-step form that is known here"),
+    ],
+)
+def test_models_that_step_in_other_ways_are_refused_in_a_sentence(name, says):
+    with pytest.raises(UserError, match=says) as said:
+        modular(name)
+    assert "\n" not in str(said.value)
+
+
+def test_only_libraries_that_are_installed_are_loaded(tmp_path):
+    """A part may be of a folder of diffusers' pipelines, such as ``ltx2``, and of no other."""
+    shutil.copytree(tiny_modular.folder("ltx25"), tmp_path / "model")
+    file = tmp_path / "model" / "modular_model_index.json"
+    index = json.loads(file.read_text())
+    index["connectors"][2]["type_hint"][0] = "ltx3"
+    file.write_text(json.dumps(index))
+    with pytest.raises(UserError, match="connectors is of 'ltx3'"):
+        modular("ltx25", path=str(tmp_path / "model"))

@@ -1,0 +1,148 @@
+"""Kandinsky 2.2 by the policy ``pipeline``: its decoder is trained on the embedding that its prior
+samples for each prompt, by the prompt's own numbers."""
+
+from __future__ import annotations
+
+import json
+
+import diffusers
+import pytest
+import torch
+
+from mmrl.core.errors import UserError
+from mmrl.policies.diffusion.two_stages import generator_of
+from samplers.noise import Rng
+from tests.fixtures import tiny_diffusers
+from tests.policies.diffusion.test_any_pipeline import PROMPTS, make, place_of, trainer_of
+from tests.run.test_resume import resumes
+
+RNG = Rng.of("same")
+TEXTS = [prompt["text"] for prompt in PROMPTS]
+BOTH = "kandinsky22-combined"
+
+
+def combined(place=None):
+    pipe = diffusers.KandinskyV22CombinedPipeline.from_pretrained(place or place_of(BOTH))
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def called(pipe, text, noise, guidance, prior_guidance=4.0, negative=None):
+    """The two stages by diffusers alone, from this noise of the decoder."""
+    embeddings, zeros = pipe.prior_pipe(
+        text,
+        negative_prompt=negative,
+        num_inference_steps=3,
+        guidance_scale=prior_guidance,
+        generator=generator_of(text),
+        return_dict=False,
+    )
+    pictures = pipe.decoder_pipe(
+        image_embeds=embeddings,
+        negative_image_embeds=zeros,
+        height=16,
+        width=16,
+        num_inference_steps=4,
+        guidance_scale=guidance,
+        latents=noise,
+        output_type="np",
+        return_dict=False,
+    )[0]
+    return torch.from_numpy(pictures).permute(0, 3, 1, 2)
+
+
+def evaluated(policy, prompts=PROMPTS):
+    with policy.evaluating(), torch.no_grad():
+        return policy.decode(policy.rollout(prompts, 1, RNG))
+
+
+def noise_of(policy, row):
+    return RNG.normal(torch.tensor([row]), policy.shape, 0, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("guidance", "call"),
+    [(1.0, {}), (2.5, {}), (4.0, {"prior_guidance_scale": 1.0, "negative_prompt": "a blue"})],
+)
+def test_pictures_are_those_of_both_stages(guidance, call):
+    policy = make(BOTH, check=True, guidance_scale=guidance, fixed_batch_rows=None)
+    if call:
+        policy.arguments.call = policy.arguments.call | call
+    policy.prepare(PROMPTS)
+    ours = evaluated(policy)
+    pipe = combined()
+    for row, text in enumerate(TEXTS):
+        options = {"prior_guidance": call.get("prior_guidance_scale", 4.0)}
+        options["negative"] = call.get("negative_prompt")
+        theirs = called(pipe, text, noise_of(policy, row), guidance, **options)
+        torch.testing.assert_close(ours[row], theirs[0], atol=1e-4, rtol=0)
+    other = called(pipe, TEXTS[0], noise_of(policy, 1), guidance)
+    assert (other[0] - ours[1]).abs().max() > 1e-4  # the embedding is seen
+
+
+def test_a_prompt_has_one_embedding_wherever_it_stands():
+    policy = make(BOTH, fixed_batch_rows=None)
+    inputs = [
+        policy.replay.conditions(
+            policy.arguments.of(policy.arguments.numbers(asked).tolist(), 1.0), 4
+        )
+        for asked in (PROMPTS, PROMPTS[1:])
+    ]
+    both, alone = (each.inputs["added_cond_kwargs"]["image_embeds"] for each in inputs)
+    assert torch.equal(both[1:], alone) and (both[0] - both[1]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("options", [{"lora": 2, "guidance_scale": 2.5}, {}], ids=["lora", "whole"])
+def test_it_trains_on_policy_and_its_export_gives_diffusers_our_pictures(options, tmp_path):
+    policy = make(BOTH, fixed_batch_rows=None, **options)
+    before = evaluated(policy)
+    metrics = trainer_of(policy).iterate()
+    assert metrics["ratio/max_deviation"] == 0.0 and metrics["grad_norm"] > 0
+    policy.export(tmp_path)
+    pipe = combined(None if options else tmp_path)
+    if options:
+        pipe.unet.load_lora_adapter(str(tmp_path), prefix=None, use_safetensors=True)
+    ours = evaluated(policy)
+    guidance = options.get("guidance_scale", 1.0)
+    theirs = called(pipe, TEXTS[0], noise_of(policy, 0), guidance)
+    torch.testing.assert_close(ours[:1], theirs, atol=1e-4, rtol=0)
+    assert (ours - before).abs().max() > 1e-4  # the training is seen
+
+
+def test_a_checkpoint_resumes_to_the_bit(tmp_path):
+    resumes(lambda: trainer_of(make(BOTH, lora=2, guidance_scale=2.5, steps=2)), tmp_path)
+
+
+def test_half_precision_scores_as_it_sampled():
+    policy = make(BOTH, dtype="bfloat16", lora=2, check=True)
+    metrics = trainer_of(policy).iterate()
+    assert metrics["ratio/max_deviation"] == 0.0 and metrics["grad_norm"] > 0
+
+
+def test_a_variance_that_the_network_learned_is_left_out(tmp_path):
+    """Folders of the hub may have DDPM with variances that are learned; the mean is as without."""
+    tiny_diffusers.pipeline(BOTH).save_pretrained(tmp_path)
+    file = tmp_path / "scheduler" / "scheduler_config.json"
+    config = json.loads(file.read_text()) | {"variance_type": "learned_range"}
+    file.write_text(json.dumps(config | {"_class_name": "DDPMScheduler"}))
+    policy = make(BOTH, path=str(tmp_path), check=True, fixed_batch_rows=None)
+    policy.prepare(PROMPTS)
+    ours, plain = evaluated(policy), evaluated(make(BOTH, fixed_batch_rows=None))
+    torch.testing.assert_close(ours, plain, atol=1e-5, rtol=0)
+
+
+def test_only_the_decoder_is_trained():
+    policy = make(BOTH)
+    trained = {p for p in policy.net.parameters() if p.requires_grad}
+    prior = policy.replay.pipe  # its stages share no weights with it
+    assert trained == set(prior.__dict__["unet"].parameters())
+
+
+def test_a_stage_alone_is_refused_with_the_remedy():
+    with pytest.raises(UserError, match="AutoPipelineForText2Image.from_pretrained") as said:
+        make("kandinsky22")
+    assert "\n" not in str(said.value)
+    with pytest.raises(
+        UserError, match="StableCascadeCombinedPipeline cannot be replayed: it calls"
+    ):
+        make("cascade")
