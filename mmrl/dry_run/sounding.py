@@ -26,7 +26,8 @@ class LTX2(LTX):
         config = self.config
         per_second = config.audio_sampling_rate / config.audio_hop_length
         seconds = self.frames / self.fps
-        return round(seconds * per_second / config.audio_scale_factor)
+        tokens: int = round(seconds * per_second / config.audio_scale_factor)
+        return tokens
 
     def velocity(self, x: Tensor, t: Tensor, cond: dict[str, Any]) -> Tensor:
         frames, height, width = x.shape[2:]

@@ -19,10 +19,10 @@ from mmrl.core.registry import POLICIES, load_built_in
 from mmrl.dry_run import costs, dryrun, published, weightless
 from mmrl.dry_run.dryrun import dry_run
 from mmrl.dry_run.estimate import _passes, measure
-from mmrl.dry_run.page import lines
-from mmrl.dry_run.tracked import tracked
 from mmrl.dry_run.hollow import hollow
+from mmrl.dry_run.page import lines
 from mmrl.dry_run.sounding import LTX2
+from mmrl.dry_run.tracked import tracked
 from mmrl.dry_run.weightless import folder_of, parameters_in
 from mmrl.run import build, state
 from samplers.batching import peak_bytes

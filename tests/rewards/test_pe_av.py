@@ -29,8 +29,12 @@ def build(folder, **options):
 
 def original(folder, media, prompts, pair):
     """Products of the library's own outputs, video by video, whose logits they are."""
-    from transformers import AutoFeatureExtractor, AutoTokenizer, AutoVideoProcessor
-    from transformers import PeAudioVideoModel
+    from transformers import (
+        AutoFeatureExtractor,
+        AutoTokenizer,
+        AutoVideoProcessor,
+        PeAudioVideoModel,
+    )
 
     network = PeAudioVideoModel.from_pretrained(folder).eval()
     extractor = AutoFeatureExtractor.from_pretrained(folder)
