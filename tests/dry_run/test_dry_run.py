@@ -19,7 +19,9 @@ from mmrl.core.registry import POLICIES, load_built_in
 from mmrl.dry_run import costs, dryrun, published, weightless
 from mmrl.dry_run.dryrun import dry_run
 from mmrl.dry_run.estimate import _passes, measure
+from mmrl.dry_run.hollow import hollow
 from mmrl.dry_run.page import lines
+from mmrl.dry_run.sounding import LTX2
 from mmrl.dry_run.tracked import tracked
 from mmrl.dry_run.weightless import folder_of, parameters_in
 from mmrl.run import build, state
@@ -120,6 +122,7 @@ def test_published_counts_are_those_that_are_known():
         "hunyuanvideo-community/HunyuanVideo": 13,
         "zai-org/CogVideoX-5b": 5.5,
         "Lightricks/LTX-Video": 1.9,
+        "Lightricks/LTX-2": 19,
         "Efficient-Large-Model/Sana_1600M_1024px_diffusers": 1.6,
         "black-forest-labs/FLUX.2-klein-4B": 4,
         "Wan-AI/Wan2.2-T2V-A14B-Diffusers": 14.3,
@@ -384,3 +387,29 @@ def test_other_folders_are_counted_by_the_headers_of_their_files(tmp_path):
     (tmp_path / "gpt.safetensors").write_bytes(b"\x05\0\0")
     with pytest.raises(UserError, match="is not a file of safetensors, or torn"):
         dry_run(config, [f"policy.llamagen.path={tmp_path}"])
+
+
+def test_ltx2_is_looked_at_by_networks_and_sizes_of_its_pipeline(tmp_path):
+    """Which no family has: the latents of both states are those that the replayed one prepares."""
+    place = Path(tiny_diffusers.folder("ltx2"))
+    call = {"height": 32, "width": 32, "num_frames": 9}
+    (tmp_path / "p.txt").write_text("a red seven\na blue two\n")
+    (tmp_path / "c.yaml").write_text(
+        write(
+            {
+                "policy": {"pipeline": {"path": str(place), "call": call, "steps": 2}},
+                "data": {"prompts": {"path": str(tmp_path / "p.txt")}},
+            }
+        )
+        + "reward: {jpeg_compressibility: 1.0}\nadvantage: dance_grpo\n"
+        + "objective: policy_gradient\n"
+        + "train: {prompts_per_iteration: 2, group_size: 2, train_batch_size: 4, iterations: 1}\n"
+    )
+    found = dry_run(tmp_path / "c.yaml")
+    assert found.stand_in == "ltx2 (of the dry run)" and found.shape == (8, 2, 4, 4)
+    policy = hollow(LTX2, place, {"size": [32, 32], "frames": 9, "steps": 2})
+    assert policy.sound_tokens() == 9  # tests/policies/diffusion/test_sound.py: SOUND
+    once = found.counted
+    assert once.sampling == once.training == once.decisions == 8
+    run = measure(tmp_path / "c.yaml", [], 1)
+    assert run.measured.update.flops > run.measured.sampling.flops > 0

@@ -21,7 +21,7 @@ from rewards.card import card_of
 from tests.fixtures.reward_servers import eighth, serving
 from tests.fixtures.tiny_image_rewards import TINY_OPTIONS
 from tests.fixtures.tiny_rewards import TINY, asked, pictures, save_head, save_tiny_clip
-from tests.fixtures.tiny_sounds import save_clap, sounding
+from tests.fixtures.tiny_sounds import save_clap, save_pe_av, sounding
 
 OTHERS_NAN = (
     "rewards.by_task",
@@ -129,6 +129,10 @@ def reward(request, tiny_clip, tiny_head, tiny_reader, reward_server, tmp_path_f
             if request.param == "clap":
                 folder = tmp_path_factory.mktemp("clap")
                 small["clap"] = {"model": save_clap(folder), "device": "cpu"}
+            if request.param == "pe_av":
+                pytest.importorskip("timm")
+                folder = tmp_path_factory.mktemp("pe_av")
+                small["pe_av"] = {"model": save_pe_av(folder), "device": "cpu"}
             if request.param in TINY_OPTIONS:
                 small[request.param] = TINY_OPTIONS[request.param](
                     tmp_path_factory.mktemp(request.param)

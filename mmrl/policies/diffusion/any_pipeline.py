@@ -302,8 +302,9 @@ class AnyPipeline(ReplayedPolicy):
         """Encode to the autoencoder's most likely latents, in the pipeline's own layout."""
         if self.replay.states.count > 1:
             raise UserError(
-                f"{self.pipeline} takes no videos of others: it makes a sound with each, and how "
-                "theirs is encoded is not known"
+                f"{self.pipeline} takes no videos of others: it makes a sound with each, and "
+                "diffusers has nothing that makes the spectrum of a waveform which the autoencoder "
+                "of sounds would encode"
             )
         if self.replay.states.parts:
             raise UserError(
