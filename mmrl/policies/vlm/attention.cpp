@@ -16,6 +16,7 @@ namespace {
 constexpr long D = HEAD;
 constexpr long V = HEAD / 16;  // vectors of a head
 constexpr long Q = 8;          // queries of a block
+constexpr long AHEAD = 32;     // columns that are fetched ahead
 constexpr float LOWEST = -3e38f;
 using Vec = __m512;
 
@@ -297,9 +298,8 @@ void attend_backward(const Pass* pass, const float* out, const float* lse, const
 
 namespace {
 
-// One token a row: queries [B, H, D]; columns of the prompts' keys and of the answers' lie beside
-// each other in memory, k_element apart by element; ``seen`` [B, n] says which of an answer's n
-// columns are real. out [B, H, D].
+// One token a row: queries [B, H, D]; ``seen`` [B, n] says which of an answer's n columns are real.
+// Keys and values have their elements beside each other. out [B, H, D].
 struct Step {
   long B, P, S, H, G, n;
   const int64_t *rows, *start;
@@ -307,34 +307,50 @@ struct Step {
   float scale;
   const float *q, *k, *v, *pk, *pv;
   long seen_row, q_row, q_head;
-  long k_row, k_head, k_element, v_row, v_head, v_token;
-  long pk_row, pk_head, pk_element, pv_row, pv_head, pv_token;
+  long k_row, k_head, k_token, v_row, v_head, v_token;
+  long pk_row, pk_head, pk_token, pv_row, pv_head, pv_token;
 };
 
-template <int R>
-inline void step_exponents(const float* q, const float* k, long element, long n, float* s,
-                           long size) {
-  long j = 0;
-  for (; j + 64 <= n; j += 64) {
-    Vec sums[R][4];
-    for (auto& row : sums)
-      for (auto& x : row) x = _mm512_setzero_ps();
-    for (long d = 0; d < D; d++)
-      for (long c = 0; c < 4; c++) {
-        const Vec column = _mm512_loadu_ps(k + d * element + j + 16 * c);
-        for (long i = 0; i < R; i++)
-          sums[i][c] = _mm512_fmadd_ps(_mm512_set1_ps(q[i * D + d]), column, sums[i][c]);
-      }
-    for (long i = 0; i < R; i++)
-      for (long c = 0; c < 4; c++) _mm512_storeu_ps(s + i * size + j + 16 * c, sums[i][c]);
+// Turns 16 columns of 16 elements into 16 elements of 16 columns, in two passes of four.
+inline void turn(Vec x[16]) {
+  Vec y[16];
+  for (int i = 0; i < 16; i += 4) {
+    const Vec a = _mm512_unpacklo_ps(x[i], x[i + 1]), b = _mm512_unpackhi_ps(x[i], x[i + 1]);
+    const Vec c = _mm512_unpacklo_ps(x[i + 2], x[i + 3]), d = _mm512_unpackhi_ps(x[i + 2], x[i + 3]);
+    y[i] = _mm512_shuffle_ps(a, c, 0x44);
+    y[i + 1] = _mm512_shuffle_ps(a, c, 0xee);
+    y[i + 2] = _mm512_shuffle_ps(b, d, 0x44);
+    y[i + 3] = _mm512_shuffle_ps(b, d, 0xee);
   }
-  for (; j < n; j += 16) {
+  for (int i = 0; i < 4; i++) {
+    const Vec a = _mm512_shuffle_f32x4(y[i], y[i + 4], 0x88);
+    const Vec b = _mm512_shuffle_f32x4(y[i], y[i + 4], 0xdd);
+    const Vec c = _mm512_shuffle_f32x4(y[i + 8], y[i + 12], 0x88);
+    const Vec d = _mm512_shuffle_f32x4(y[i + 8], y[i + 12], 0xdd);
+    x[i] = _mm512_shuffle_f32x4(a, c, 0x88);
+    x[i + 8] = _mm512_shuffle_f32x4(a, c, 0xdd);
+    x[i + 4] = _mm512_shuffle_f32x4(b, d, 0x88);
+    x[i + 12] = _mm512_shuffle_f32x4(b, d, 0xdd);
+  }
+}
+
+template <int R>
+inline void step_exponents(const float* q, const float* k, long token, long n, float* s,
+                           long size) {
+  for (long j = 0; j < n; j += 16) {
     Vec sums[R];
     for (auto& x : sums) x = _mm512_setzero_ps();
-    for (long d = 0; d < D; d++) {
-      const Vec column = _mm512_maskz_loadu_ps(below(n - j), k + d * element + j);
-      for (long i = 0; i < R; i++)
-        sums[i] = _mm512_fmadd_ps(_mm512_set1_ps(q[i * D + d]), column, sums[i]);
+    for (long d = 0; d < D; d += 16) {
+      Vec x[16];
+      for (long c = 0; c < 16; c++) {  // behind the last column once more the last
+        const float* at = k + std::min(j + c, n - 1) * token + d;
+        _mm_prefetch(reinterpret_cast<const char*>(at + AHEAD * token), _MM_HINT_T0);
+        x[c] = _mm512_loadu_ps(at);
+      }
+      turn(x);
+      for (long e = 0; e < 16; e++)
+        for (long i = 0; i < R; i++)
+          sums[i] = _mm512_fmadd_ps(_mm512_set1_ps(q[i * D + d + e]), x[e], sums[i]);
     }
     for (long i = 0; i < R; i++) _mm512_storeu_ps(s + i * size + j, sums[i]);
   }
@@ -350,7 +366,9 @@ inline void step_weighed(const float* w, const float* v, long token, long n, lon
     long j = 0;
     for (; j + 4 <= n; j += 4)
       for (long c = 0; c < 4; c++) {
-        const Vec value = _mm512_loadu_ps(v + (j + c) * token + 16 * d);
+        const float* at = v + (j + c) * token + 16 * d;
+        _mm_prefetch(reinterpret_cast<const char*>(at + AHEAD * token), _MM_HINT_T0);
+        const Vec value = _mm512_loadu_ps(at);
         for (long i = 0; i < R; i++)
           parts[i][c] = _mm512_fmadd_ps(_mm512_set1_ps(w[i * size + j + c]), value, parts[i][c]);
       }
@@ -376,12 +394,12 @@ inline void step_heads(const Step& p, long row, long g, long head, float* s, lon
   for (long i = 0; i < R; i++)
     for (long d = 0; d < D; d++)
       q[i * D + d] = p.q[row * p.q_row + (head + i) * p.q_head + d] * p.scale;
-  const float* pk = p.pk + prompt * p.pk_row + g * p.pk_head + start;
+  const float* pk = p.pk + prompt * p.pk_row + g * p.pk_head + start * p.pk_token;
   const float* pv = p.pv + prompt * p.pv_row + g * p.pv_head + start * p.pv_token;
   const float *k = p.k + row * p.k_row + g * p.k_head, *v = p.v + row * p.v_row + g * p.v_head;
   const bool* seen = p.seen + row * p.seen_row;
-  step_exponents<R>(q, pk, p.pk_element, before, s, size);
-  step_exponents<R>(q, k, p.k_element, p.n, s + room, size);
+  step_exponents<R>(q, pk, p.pk_token, before, s, size);
+  step_exponents<R>(q, k, p.k_token, p.n, s + room, size);
   Vec sums[R][V];
   float totals[R];
   for (long i = 0; i < R; i++) {

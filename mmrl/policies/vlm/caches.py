@@ -69,6 +69,8 @@ class Continued:
 class Growing(Continued):
     """Grows with sampled answers: written in place, with room for steps to come."""
 
+    by_column = True  # the keys' columns lie beside each other in memory
+
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> KV:
         return _written(self.reserve(key_states.shape[-2]), key_states, value_states)
 
@@ -77,12 +79,13 @@ class Growing(Continued):
         end = self.length + tokens
         if end > self.keys.shape[-2]:
             room = end + max(ROOM, end // 4)
-            # the keys' columns lie beside each other in memory: a product with one query is then
-            # a sum of whole columns
-            turned = self.keys.transpose(-1, -2)
-            wide = turned.new_empty(*turned.shape[:-1], room)
-            wide[..., : self.length] = turned[..., : self.length]
-            self.keys = wide.transpose(-1, -2)
+            if self.by_column:  # a product with one query is then a sum of whole columns
+                turned = self.keys.transpose(-1, -2)
+                wide = turned.new_empty(*turned.shape[:-1], room)
+                wide[..., : self.length] = turned[..., : self.length]
+                self.keys = wide.transpose(-1, -2)
+            else:
+                self.keys = _roomy(self.keys, self.length, room)
             self.values = _roomy(self.values, self.length, room)
         self.length = end
         return self.keys[:, :, :end], self.values[:, :, :end]
@@ -181,9 +184,13 @@ def continued(memories: Sequence[Memory], rows: Tensor) -> Any:
     return _of([_continuing(Continued, states.ContinuedState, x, rows) for x in memories])
 
 
-def growing(memories: Sequence[Memory], rows: Tensor) -> Any:
-    """Make a cache of the prompts of ``rows`` [B], for answers that are sampled token by token."""
-    return _of([_continuing(Growing, states.GrowingState, x, rows) for x in memories])
+def growing(memories: Sequence[Memory], rows: Tensor, by_column: bool = True) -> Any:
+    """Make a cache of the prompts of ``rows`` [B], for answers that are sampled token by token, its
+    keys laid out ``by_column`` or, as values are, by token."""
+    layers = [_continuing(Growing, states.GrowingState, x, rows) for x in memories]
+    for layer in layers:
+        layer.by_column = by_column
+    return _of(layers)
 
 
 def reserved(grown: Any) -> list[KV]:

@@ -106,16 +106,18 @@ class Layout(NamedTuple):
 class Cascade:
     """Holds P prompts and, of B rows that continue them, the keys and values of answers only."""
 
-    def __init__(self, prompts: Sequence[KV], mask: Tensor, rows: Tensor):
+    def __init__(
+        self, prompts: Sequence[KV], mask: Tensor, rows: Tensor, compiled: bool = False
+    ):
         """Take keys and values [P, heads, S, D] of all layers, their mask [P, S] and the prompt of
-        every row [B]."""
+        every row [B]. ``compiled``: most steps are made by graphs."""
         # laid out as chosen prompts are: a compiled graph is of one layout
         self.everything = [(k.contiguous(), v.contiguous()) for k, v in prompts]
         self.padding = ~mask
         self.empty = [(k[:, :, :0], v[:, :, :0]) for k, v in prompts]
-        self.cache = caches.growing(self.empty, rows)
+        self._direct = direct(self.everything, mask, rows) if compiled else None
+        self.cache = caches.growing(self.empty, rows, self._direct is None)
         self.missing: Tensor | None = None  # [B, 1, 1, n] where a row has no token in a column
-        self._direct = direct(prompts, mask, rows)
         self._place(rows)
 
     def select(self, rows: Tensor) -> None:

@@ -9,14 +9,14 @@ they stand. What is computed is what the other passes compute, rounded in other 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmrl.policies import scores
 from mmrl.policies.compiling import check_backend
@@ -42,13 +42,33 @@ class Compiled:
         check_backend(backend)
         # it says that it looks past a cache of the warp's constants, which is right
         warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")
-        self.compile = partial(torch.compile, fullgraph=True, dynamic=True, backend=backend)
+        self.backend = backend
         self.net = net
-        self.token = self.compile(_token_of(net))
         self.answers = self.compile(_answers_of(net))
         self.answers_directly = self.compile(_direct_answers_of(net))
-        self.draws: dict[tuple[Warp, bool], Callable[..., Any]] = {}
+        self.state: Hashable = None  # of the network while answers are sampled
+        self.tokens: dict[Hashable, Callable[..., Tensor]] = {}
+        self.draws: dict[Hashable, Callable[..., Any]] = {}
         self.scores: dict[tuple[Warp, bool], Callable[..., Any]] = {}
+
+    def compile(self, work: Callable[..., Any], trusts: bool = False) -> Callable[..., Any]:
+        """Compile a function whose graphs are its own; ``trusts``: calls do not look at the
+        network, which is in the state that it was compiled in."""
+        options = {"guard_filter_fn": _of_arguments} if trusts else None
+        compiled: Callable[..., Any] = torch.compile(
+            _apart(work), fullgraph=True, dynamic=True, backend=self.backend, options=options
+        )
+        return compiled
+
+    @contextmanager
+    def sampling(self) -> Iterator[None]:
+        """Take the network to stay in its state within the block: each call of a graph would look
+        at some hundred attributes, which takes longer than a small product."""
+        self.state = state_of(self.net)
+        try:
+            yield
+        finally:
+            self.state = None
 
     def samples(self, ids: Tensor, mask: Tensor, cascade: Cascade | None) -> bool:
         """Tell whether a step of tokens ids [B, L] behind columns ``mask`` [B, S] has the sizes of
@@ -63,7 +83,12 @@ class Compiled:
         columns ``mask`` [B, S] of the cache, or of a cascade's answers."""
         attended = F.pad(mask, (0, 1), value=True)[:, None, None]
         layout = None if cascade is None else cascade.laid_out()
-        hidden: Tensor = self.token(ids, places, caches.reserved(cache), attended, layout)
+        config = self.net.text_config
+        key = (self.state or state_of(self.net), config._attn_implementation, type(layout))
+        if key not in self.tokens:
+            self.tokens[key] = self.compile(_token_of(self.net), trusts=True)
+        columns = caches.reserved(cache)
+        hidden: Tensor = self.tokens[key](ids, places, columns, attended, layout)
         return hidden
 
     def draw(
@@ -77,9 +102,9 @@ class Compiled:
         """Return what ``draw`` returns of logits at hidden states [B, H]."""
         if len(hidden) < 2 or changes(warp):
             return draw(self.net.logits(hidden), warp, uniform, place)
-        key = (warp, uniform is None)
+        key = (self.state or state_of(self.net), warp, uniform is None)
         if key not in self.draws:
-            self.draws[key] = self.compile(_draw_of(self.net, draw, warp))
+            self.draws[key] = self.compile(_draw_of(self.net, draw, warp), trusts=True)
         return self.draws[key](hidden, uniform)
 
     def scores_answers(self, prefix: Prefix, ids: Tensor) -> bool:
@@ -122,6 +147,37 @@ class Compiled:
             return scored
 
         return score
+
+
+def state_of(net: nn.Module) -> Hashable:
+    """Return all that a graph of sampling may depend on but weights: the kinds of modules and
+    tensors, and every plain attribute (modes, switches of adapters)."""
+    parts: list[Hashable] = []
+    for name, part in net.named_modules():
+        plain = [(key, x) for key, x in vars(part).items() if _is_plain(x)]
+        tensors = [*part._parameters.values(), *part._buffers.values()]
+        kinds = [None if x is None else (type(x), x.dtype, x.device, x.shape) for x in tensors]
+        parts.append((name, type(part), repr(plain), tuple(kinds), len(part._forward_hooks)))
+    return hash(tuple(parts))
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(_is_plain(x) for x in value)
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _apart(work: Callable[..., Any]) -> Callable[..., Any]:
+    """Copy a function with code of its own: graphs are listed by code, and every call of one
+    policy would search those of all."""
+    assert isinstance(work, FunctionType)
+    code = work.__code__.replace(co_name=work.__name__)
+    return FunctionType(code, work.__globals__, work.__name__, None, work.__closure__)
+
+
+def _of_arguments(guards: Sequence[Any]) -> list[bool]:
+    """Choose of a graph's guards those that do not look at the network."""
+    return [not guard.name.startswith(("net.", "L['net'].")) for guard in guards]
 
 
 def changes(warp: Warp) -> bool:

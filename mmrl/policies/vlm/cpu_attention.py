@@ -46,8 +46,8 @@ class _Step(ctypes.Structure):
         + [(name, _LONGS) for name in ("seen_row", "q_row", "q_head")]
         + [
             (f"{name}_{axis}", _LONGS)
-            for name, last in (("k", "element"), ("v", "token"), ("pk", "element"), ("pv", "token"))
-            for axis in ("row", "head", last)
+            for name in ("k", "v", "pk", "pv")
+            for axis in ("row", "head", "token")
         ]
     )
 
@@ -119,11 +119,6 @@ def _elements(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _columns(keys: Tensor) -> Tensor:
-    """Return keys [*, S, D] with their columns beside each other."""
-    return keys if keys.stride(-2) == 1 else keys.mT.contiguous().mT
-
-
 def _pass(
     q: Tensor, k: Tensor, v: Tensor, pk: Tensor, pv: Tensor, rows: Tensor, start: Tensor, scale: float
 ) -> tuple[_Pass, list[Tensor]]:
@@ -177,15 +172,13 @@ def _attend_step(
 ) -> Tensor:
     batch, heads, _, size = q.shape
     out = q.new_empty(batch, 1, heads, size)
-    q, v, pv, seen = (_elements(x) for x in (q, v, pv, seen))
-    k, pk = (_columns(x) for x in (k, pk))
+    q, k, v, pk, pv, seen = (_elements(x) for x in (q, k, v, pk, pv, seen))
     step = _Step(
         batch, pk.shape[0], pk.shape[2], heads, k.shape[1], k.shape[2],
         rows.data_ptr(), start.data_ptr(), seen.data_ptr(), scale,
         q.data_ptr(), k.data_ptr(), v.data_ptr(), pk.data_ptr(), pv.data_ptr(),
         seen.stride(0), q.stride(0), q.stride(1),
-        *(k.stride(axis) for axis in (0, 1, 3)), *v.stride()[:3],
-        *(pk.stride(axis) for axis in (0, 1, 3)), *pv.stride()[:3],
+        *(x.stride(axis) for x in (k, v, pk, pv) for axis in range(3)),
     )
     _built(size).attend_step(ctypes.byref(step), _at(out), _LONGS(torch.get_num_threads()))
     return out

@@ -136,13 +136,15 @@ class SharedPrefix(nn.Module):
                 stack.enter_context(attending(self.text_config))
             if self.compiled is not None:
                 stack.enter_context(symbolic())
+                stack.enter_context(self.compiled.sampling())
             yield
 
     def cascade(self, prefix: Prefix, rows: Tensor) -> Cascade | None:
         """Begin answers to the prompts of ``rows`` [B] that are sampled token by token, where a
         prompt's keys are read once for all its rows; None: each row has a copy of them."""
         able = self.plain and fits(prefix.hidden, len(rows))
-        return Cascade(prefix.key_values, prefix.mask, rows) if able else None
+        compiled = self.compiled is not None
+        return Cascade(prefix.key_values, prefix.mask, rows, compiled) if able else None
 
     def step(
         self,
