@@ -332,7 +332,7 @@ def test_in_training_every_process_makes_equally_many_passes_of_each_kind(monkey
         batch = replace(batches[0], rollout=part, idle_row=part[:1])
         points = cut.points(part, Rng.of("cut"), True)
         most = iter([3, 7])  # of texts and of pictures, on some process
-        monkeypatch.setattr(distributed, "largest", lambda *_: next(most))
+        monkeypatch.setattr(distributed, "largest", lambda *_, counts=most: next(counts))
         count, made = cut.cut(batch, points, 3, Rng.of("cut"))
         made = list(made)
         assert [point.step is None for point in made] == [True] * 3 + [False] * 7
