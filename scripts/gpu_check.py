@@ -90,12 +90,13 @@ def _part(name: str, setting: Setting, worker: Worker, left: float, here: bool) 
 def page(report: Report) -> str:
     about = report["machine"]
     versions = ", ".join(f"{name} {number}" for name, number in about["versions"].items() if number)
+    gpus = ", ".join(about["gpus"]) or "no GPU"
     lines = [
         "# What a GPU machine said",
         "",
         f"Written by `{about['command']}` on {about['time']}, commit {about['commit']}.",
         "",
-        f"{', '.join(about['gpus']) or 'no GPU'}; {about['cpu']}, {about['cores']} cores; {versions}.",
+        f"{gpus}; {about['cpu']}, {about['cores']} cores; {versions}.",
     ]
     for name, part in report["parts"].items():
         lines += ["", f"## {name} ({part['part_seconds']} s)", "", described(name), ""]
