@@ -130,7 +130,7 @@ def _of_folder(
     )
     tokens = None if unet else costs.tokens_of(policy)
     objective = configuration.build("objective", OBJECTIVES)
-    context = RolloutContext(reads=objective.reads)
+    context = RolloutContext(reads=objective.states_read())
     states = len(planned(policy, report.train.group_size, FIXED, context).stored)
     critic = objective.critic()
     stored = (

@@ -217,7 +217,7 @@ class RolloutWorkers:
             trainer.prompts, options.prompts_per_iteration, later, options.seed
         )
         rng = Rng(Rng.of(options.seed, later, "rollout").key).after(options.group_size, first)
-        context = RolloutContext(later, trainer.objective.reads)
+        context = RolloutContext(later, trainer.objective.states_read())
         prompts = every[first : first + plan.prompts_per_process]
         return self._begin(now, prompts, options.group_size, rng, context)
 

@@ -69,6 +69,11 @@ class Objective(ABC):
         super().__init_subclass__(**options)
         keep_constructor(cls)
 
+    def states_read(self) -> Reads:
+        """Return which states of paths are looked at, of one that is built: without steps with
+        noise, as ``visits`` says, the finished one alone."""
+        return "sample" if self.reads == "decisions" and not self.visits else self.reads
+
     @abstractmethod
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
         """Return the states to evaluate for these rows, a function of these arguments: they may be

@@ -156,7 +156,7 @@ class Trainer:
         """Choose the size of all passes from now on by how fast a few sizes are; a collective
         call."""
         prompts = list(self.prompts[: self.plan.prompts_per_process])
-        trial = self.policy.trial(prompts, self.options.group_size, self.objective.reads)
+        trial = self.policy.trial(prompts, self.options.group_size, self.objective.states_read())
         if self.objective.supervised or self.options.preferences is not None:
             trial = replace(trial, sampled=())
         with self.clock.time("measure_passes"):
@@ -266,7 +266,7 @@ class Trainer:
     ) -> Drawn:
         """Sample answers to the prompts with the behaviour weights, and score them; ``graphs``
         keeps passes for the first optimizer step."""
-        context = RolloutContext(self.iteration, self.objective.reads, graphs=graphs)
+        context = RolloutContext(self.iteration, self.objective.states_read(), graphs=graphs)
         for stage in self.stages:
             context = stage.context(context)
         with self.clock.time("rollout"), self._behavior():

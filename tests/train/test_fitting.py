@@ -28,6 +28,7 @@ from mmrl.objectives import (
     RewardWeightedRegression,
 )
 from mmrl.policies.base import RolloutContext
+from mmrl.policies.diffusion.flow_plan import planned
 from mmrl.policies.diffusion.flow_policy import FlowPolicy
 from mmrl.rollout.collect import joined
 from mmrl.run.evaluation import sample
@@ -180,7 +181,7 @@ def test_paths_are_kept_off_the_device_and_come_back_for_a_pass():
     assert torch.equal(ours.latents.states, theirs.latents.states) and torch.equal(
         ours.sample, theirs.sample
     )
-    plan = plain._plan(2, Rng.of(1))
+    plan = planned(plain, 2, Rng.of(1))
     for policy, place in ((plain, "meta"), (kept, "cpu")):
         policy.__class__ = type("Elsewhere", (toys.ToyFlow,), {"device": torch.device("meta")})
         assert policy._room(plan, 2).device.type == place

@@ -13,6 +13,7 @@ from mmrl.config.plan import arithmetic
 from mmrl.config.unfit import unmeasurable, unsupported_options
 from mmrl.core.errors import UserError
 from mmrl.policies.base import Trial
+from mmrl.policies.diffusion.flow_plan import planned
 from mmrl.policies.diffusion.trees import Tree
 from mmrl.policies.vlm.policy import VLM
 from mmrl.run import rerun, state
@@ -138,7 +139,7 @@ def test_what_of_a_tree_passes_through_the_network():
     """Samples of a tree share their beginnings."""
     policy = toys.make("flow", tree=Tree(factor=2, splits=(1,)))
     trial = policy.trial(toys.prompts(2), 4, "decisions")
-    spans = policy._plan(4, FIXED).spans
+    spans = planned(policy, 4, FIXED).spans
     assert trial.sampled == tuple(8 // span for span in spans[:-1])
     assert trial.trained == sum(8 // span for span in spans[1:])
     finished = toys.make("flow", noise_level=0.0).trial(toys.prompts(2), 4, "sample")

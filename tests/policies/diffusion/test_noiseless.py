@@ -13,6 +13,7 @@ import yaml
 from mmrl.config.unfit import NOISELESS
 from mmrl.core.errors import UserError
 from mmrl.core.registry import load_built_in
+from mmrl.objectives import DPO
 from mmrl.policies.base import RolloutContext
 from samplers.kernels import flow_ddim
 from samplers.noise import Rng
@@ -75,6 +76,16 @@ def test_a_window_that_holds_a_step_with_noise_is_trained(options):
         context = RolloutContext(iteration, reads="decisions")
         rollout = flow(**options).rollout(toys.prompts(2), 2, Rng.of("x", iteration), context)
         assert rollout.mask.any(1).all()
+
+
+def test_a_loss_of_groups_by_denoising_errors_reads_finished_samples():
+    """Its class looks at decisions; built with draws of its own noise it looks at none."""
+    by_errors, by_path = DPO(num_noise_draws=2), DPO()
+    assert (by_errors.states_read(), by_path.states_read()) == ("sample", "decisions")
+    policy = flow(noise_level=0.0)
+    context = RolloutContext(reads=by_errors.states_read())
+    rollout = policy.rollout(toys.prompts(2), 2, Rng.of("same"), context)
+    assert rollout.latents.states.shape[1] == 0 and rollout.sample.isfinite().all()
 
 
 @pytest.fixture

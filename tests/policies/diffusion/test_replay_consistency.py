@@ -12,6 +12,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import load_built_in
 from mmrl.objectives import PolicyGradient
 from mmrl.policies.diffusion import replay_consistency
+from mmrl.policies.diffusion.flow_plan import planned
 from mmrl.policies.diffusion.pipeline_folder import media_of
 from mmrl.policies.diffusion.replay_scheduler import one_step_form
 from mmrl.run.evaluation import evaluate
@@ -197,7 +198,7 @@ def test_a_folder_that_has_the_few_step_sampler_is_sampled_by_it(tmp_path):
         index.read_text().replace("FlowMatchEulerDiscreteScheduler", "FlowMatchLCMScheduler")
     )
     policy = make("z_image", path=str(tmp_path / "student"), steps=3)
-    assert policy.renews and policy._plan(1, Rng.of("same")).eta.tolist() == [1, 1, 0]
+    assert policy.renews and planned(policy, 1, Rng.of("same")).eta.tolist() == [1, 1, 0]
 
 
 @pytest.mark.parametrize(
