@@ -208,6 +208,8 @@ class AnyPipeline(ReplayedPolicy):
                 f"{self.pipeline} cannot be replayed: it has no prepare_latents, where the state "
                 "could be put in"
             )
+        for count in sorted(set(self.asked_steps)):
+            self._check_steps(count)
         return tuple(latents.shape[1:])
 
     def _refuse(

@@ -298,10 +298,14 @@ class Replay:
         run.position = run.stepped // self.states.count
         return self._own_size(run, state)
 
-    def fresh(self) -> AbstractContextManager[Any]:
-        """Let what the scheduler draws in the step that is taken be the noise of this run."""
+    def fresh(self, number: int) -> AbstractContextManager[Any]:
+        """Let what the scheduler of a state of this number draws in the step that is taken be the
+        noise of this run."""
         run = self._running()
-        return nullcontext() if run.renewed is None else Draws(run.renewed(run.position - 1))
+        if run.renewed is None:
+            return nullcontext()
+        noise = run.renewed((run.stepped - 1) // self.states.count)
+        return Draws(self.states.split(noise)[number])
 
     def _asked_state(self, number: int) -> Tensor | None:
         """Return the asked state of this number; None where none is asked."""

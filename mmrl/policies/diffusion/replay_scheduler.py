@@ -32,7 +32,7 @@ def drive(scheduler: Any, replay: Any, number: int = 0) -> Any:
 
     Solvers with a history are replaced by the deterministic one-step form of the same schedule:
     Euler for flows, DDIM for models of noise, v or the sample. Samplers of consistency models keep
-    theirs, with the noise that ``replay.fresh()`` gives. UserError for schedules without one.
+    theirs, with the noise that ``replay.fresh(number)`` gives. UserError for schedules without one.
     """
     from diffusers.schedulers.scheduling_utils import SchedulerOutput
 
@@ -53,7 +53,7 @@ def drive(scheduler: Any, replay: Any, number: int = 0) -> Any:
             model_output = model_output[:, : sample.shape[1]]  # the variance follows
         state = replay.stepped(model_output, sample, number)
         if state is None:
-            with replay.fresh():
+            with replay.fresh(number):
                 state = _own_step(form, base, model_output, timestep, sample)
         form.step_number += 1
         # schedulers of consistency models return the predicted data too, which is the last state

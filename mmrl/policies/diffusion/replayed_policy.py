@@ -69,12 +69,21 @@ class ReplayedPolicy(FlowPolicy):
     def _own_times(self, steps: int) -> Tensor:
         """Return the pipeline's own times, as its call sets them."""
         times: Tensor = self._timetable(steps).times
-        if len(times) < 2:
+        return times
+
+    def _check_steps(self, steps: int) -> None:
+        """Refuse a number of steps that the pipeline's call does not make."""
+        taken = len(self._timetable(steps).times) - 1
+        if taken < 1:
             raise UserError(
                 f"policy option steps: the last step of {self.pipeline} has no length, so {steps} "
                 "would be none; use at least 2"
             )
-        return times
+        if "num_inference_steps" not in self.replay.arguments and taken != steps:
+            raise UserError(
+                f"policy option steps: {self.pipeline} takes {taken} steps, not {steps}, as its "
+                "call has no number of them; set steps to that, or its sigmas in call"
+            )
 
     def _timetable(self, steps: int) -> Any:
         tables = self.__dict__.setdefault("_tables", {})
