@@ -99,8 +99,8 @@ def _dtypes(index: dict[str, Any], dtype: torch.dtype) -> dict[str, torch.dtype]
 
 
 def _decodes(part: str) -> bool:
-    """Tell by its name whether a part of a pipeline is an autoencoder."""
-    return "vae" in part or part == "movq"
+    """Tell by its name whether a part of a pipeline decodes pictures or sounds."""
+    return "vae" in part or part in ("movq", "diffusion_decoder")
 
 
 def take_any_type(autoencoder: Any) -> None:

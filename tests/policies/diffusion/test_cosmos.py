@@ -24,6 +24,7 @@ from samplers.noise import Rng
 from tests.fixtures import tiny_diffusers
 from tests.fixtures.replay_cases import CASES
 from tests.policies.diffusion.test_any_pipeline import PROMPTS, RED, make, place_of, trainer_of
+from tests.policies.diffusion.test_replay_seams import gradient
 from tests.run.test_resume import resumes
 
 RNG = Rng.of("same")
@@ -167,6 +168,25 @@ def test_the_first_step_is_exactly_on_policy(name):
     options = {"lora": 2, "guidance_scale": 2.5} if name == "cosmos2" else {}
     metrics = trainer_of(make(name, check=True, **options)).iterate()
     assert metrics["ratio/max_deviation"] == 0.0 and metrics["grad_norm"] > 0
+
+
+@pytest.mark.parametrize("name", [*WORLDS, "cosmos25"])
+def test_half_precision_scores_as_it_sampled(name):
+    metrics = trainer_of(make(name, dtype="bfloat16", lora=2, check=True)).iterate()
+    assert metrics["ratio/max_deviation"] == 0.0 and metrics["grad_norm"] > 0
+
+
+def test_gradient_checkpointing_changes_no_gradient():
+    gradients = []
+    for checkpointing in (False, True):
+        policy = make("cosmos2")
+        if checkpointing:
+            policy.net.enable_gradient_checkpointing()
+            policy.net.train()
+        gradients.append(gradient(policy))
+    assert max(g.abs().max() for g in gradients[0].values()) > 0
+    for name, expected in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], expected, atol=1e-6, rtol=1e-5)
 
 
 def test_a_checkpoint_resumes_to_the_bit(tmp_path):

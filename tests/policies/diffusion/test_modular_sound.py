@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 from contextlib import ExitStack
+from functools import partial
 
 import diffusers
 import pytest
@@ -284,6 +285,13 @@ def test_echo_trains_on_policy_and_its_export_gives_its_blocks_our_video(lora, t
 
 def test_a_checkpoint_of_echo_resumes_to_the_bit(tmp_path):
     resumes(lambda: trainer_of(echo(lora=2, fixed_batch_rows=4)), tmp_path)
+
+
+@pytest.mark.parametrize("make_policy", [echo, partial(modular, "ltx25")], ids=["echo", "ltx25"])
+def test_half_precision_scores_as_it_sampled(make_policy):
+    policy = make_policy(dtype="bfloat16", lora=2, check=True, fixed_batch_rows=4)
+    metrics = trainer_of(policy).iterate()
+    assert metrics["ratio/max_deviation"] == 0.0 and metrics["grad_norm"] > 0
 
 
 def test_echo_takes_the_steps_that_its_sigmas_say():
