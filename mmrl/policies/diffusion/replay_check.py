@@ -117,7 +117,8 @@ def _check_path(policy: Any, prompts: list[Prompt]) -> None:
         """Draw what a consistency model's sampler adds after a step."""
         return RNG.normal(rollout.row_id, policy.shape, step + 1, policy.dtype)
 
-    call = policy.arguments.of(rollout.cond["prompt"][:, 0].tolist(), policy.guidance_scale)
+    cond = policy._of_rows(rollout.cond, rollout.row_id)  # of a row each
+    call = policy._call(cond, list(range(len(rollout))), policy.guidance_scale)
     plain = pipeline_folder.media_of(
         policy.replay.plain(call, policy.asked_steps[1], noise, renewed, rollout.row_id),
         policy.pipeline,
