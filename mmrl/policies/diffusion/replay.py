@@ -25,6 +25,7 @@ from mmrl.core.errors import UserError
 from mmrl.policies.diffusion import replay_exploding
 from mmrl.policies.diffusion.replay_consistency import settings
 from mmrl.policies.diffusion.replay_draws import QUIET, Draws, LateDraws
+from mmrl.policies.diffusion.replay_exploding import sigma_of
 from mmrl.policies.diffusion.replay_inputs import (
     Shapes,
     named,
@@ -264,7 +265,7 @@ class Replay:
         if scheduler.is_flow and not timestep.ndim:  # guidance may compute with it
             scheduler.sigmas = torch.as_tensor(scheduler.sigmas).clone()
             place = run.place + self.skipped.get(len(steps), 0)
-            scheduler.sigmas[place] = timestep / scheduler.config.num_train_timesteps
+            scheduler.sigmas[place] = sigma_of(scheduler, timestep)
 
     def begins(self, steps: int) -> None:
         """Learn that the pipeline takes only the last ``steps`` steps of its times."""

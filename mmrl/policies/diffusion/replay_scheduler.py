@@ -39,6 +39,7 @@ def drive(scheduler: Any, replay: Any, number: int = 0) -> Any:
     form = one_step_form(scheduler)
     base = type(form)
     is_flow = isinstance(process_of(form), Flow)
+    edm = replay_exploding.is_edm(form)
 
     @wraps(form.set_timesteps)
     def set_timesteps(*args: Any, **kwargs: Any) -> None:
@@ -51,6 +52,8 @@ def drive(scheduler: Any, replay: Any, number: int = 0) -> Any:
     ) -> SchedulerOutput | tuple[Tensor, ...]:
         if str(form.config.get("variance_type")).startswith("learned"):
             model_output = model_output[:, : sample.shape[1]]  # the variance follows
+        if edm:
+            model_output = replay_exploding.noise_of(form, model_output, sample)
         state = replay.stepped(model_output, sample, number)
         if state is None:
             with replay.fresh(number):
@@ -69,6 +72,8 @@ def drive(scheduler: Any, replay: Any, number: int = 0) -> Any:
 
     # of the object, as pipelines ask whether its class is FlowMatchEulerDiscreteScheduler itself
     driven = {"set_timesteps": set_timesteps, "step": step, "__deepcopy__": copied}
+    if edm:
+        driven["scale_model_input"] = lambda state, _: replay_exploding.shown(form, state)
     form.__dict__ |= driven
     form.number = number
     form.inverted = bool(form.config.get("invert_sigmas"))
@@ -100,6 +105,8 @@ def one_step_form(scheduler: Any) -> Any:
         return diffusers.FlowMatchEulerDiscreteScheduler.from_config(config)
     if config.get("prediction_type") == "flow_prediction" or config.get("use_flow_sigmas"):
         return type(scheduler).from_config(config)
+    if replay_exploding.is_edm(scheduler) and (edm := replay_exploding.edm_form(scheduler)):
+        return edm
     discrete = hasattr(scheduler, "alphas_cumprod") and hasattr(scheduler, "timesteps")
     if not discrete or config.get("prediction_type", "epsilon") not in PREDICTIONS:
         raise UserError(
@@ -167,6 +174,8 @@ def _own_step(scheduler: Any, base: Any, output: Tensor, timestep: Any, sample: 
     a solver with a history."""
     from diffusers import FlowMatchEulerDiscreteScheduler
 
+    if replay_exploding.is_edm(scheduler):
+        return replay_exploding.euler(scheduler, output, sample)
     euler = issubclass(base, FlowMatchEulerDiscreteScheduler)
     if not scheduler.is_flow or scheduler.renews or euler:
         state: Tensor = base.step(scheduler, output, timestep, sample, return_dict=False)[0]

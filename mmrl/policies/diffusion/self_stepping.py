@@ -56,10 +56,10 @@ def _with_times(cls: Any) -> Any:
 
 def _step(block: Any, pipe: Any, block_state: Any, i: int, sigma: float) -> Any:
     """Step the latents by the schedulers; what the first frame holds stays."""
-    for name, data, scheduler_name in STATES:
+    for name, predicted, scheduler_name in STATES:
         latents: Tensor = getattr(block_state, name)
         scheduler = getattr(pipe, scheduler_name)
-        velocity = (latents - getattr(block_state, data)) / sigma
+        velocity = (latents - getattr(block_state, predicted)) / sigma
         stepped = scheduler.step(velocity, scheduler.timesteps[i], latents, return_dict=False)[0]
         setattr(block_state, name, stepped)
     if block_state.first_frame_tokens is not None:

@@ -38,11 +38,11 @@ class Prior:
         self.embedding = lru_cache(REMEMBERED)(self._embedding)
 
     def embeddings(
-        self, asked: list[tuple[str, str | None, int]], scale: float, steps: int, place: Any
+        self, prompts: list[tuple[str, str | None, int]], scale: float, steps: int, place: Any
     ) -> list[Tensor]:
         """Return the embeddings [B, D] of prompts and of what the pictures shall not be like, of
         (prompt, negative prompt, row) each."""
-        rows = [self.embedding(*of_row, scale, steps, place) for of_row in asked]
+        rows = [self.embedding(*of_row, scale, steps, place) for of_row in prompts]
         if self.pipe.device.type != "cpu":
             self.pipe.to("cpu")
         return [torch.cat(column) for column in zip(*rows, strict=True)]
@@ -92,8 +92,8 @@ def decoder_with_prior(pipe: Any) -> Any:
         place = decoder._execution_device
         negatives = texts[1] or [None] * len(texts[0])
         rows = arguments.pop(ROWS, None) or [0] * len(texts[0])
-        asked = list(zip(texts[0], negatives, rows, strict=True))
-        embeddings = prior.embeddings(asked, scale, steps, place)
+        prompts = list(zip(texts[0], negatives, rows, strict=True))
+        embeddings = prior.embeddings(prompts, scale, steps, place)
         dtype = decoder.unet.dtype
         arguments |= {n: e.to(dtype) for n, e in zip(EMBEDDINGS, embeddings, strict=True)}
         image, *_ = plain(decoder, **arguments)
@@ -101,8 +101,8 @@ def decoder_with_prior(pipe: Any) -> Any:
         return (image / 2 + 0.5 if arguments.get("output_type") == "pt" else image,)
 
     call.__signature__ = _signature(plain)  # type: ignore[attr-defined]
-    made = {"__call__": call, ROWS: True}
-    decoder.__class__ = type(type(pipe).__name__, (type(decoder),), made)
+    methods = {"__call__": call, ROWS: True}
+    decoder.__class__ = type(type(pipe).__name__, (type(decoder),), methods)
     return decoder
 
 

@@ -98,6 +98,42 @@ def test_the_times_are_the_sigmas_and_the_empty_last_step_is_none():
 
 
 @pytest.mark.parametrize("guidance", [1.0, 2.5])
+def test_a_folder_with_edms_euler_is_scored_by_the_data_that_it_predicts(guidance, monkeypatch):
+    """Of Stable Diffusion: x_0 as the scheduler's own step says, put into a flow's Gaussian."""
+    policy = make("sd-edm", guidance_scale=guidance, logprob_reduction="sum", fixed_batch_rows=None)
+    with torch.no_grad():
+        rollout = policy.rollout(PROMPTS[:1], 1, RNG)
+    point = next(iter(policy.path(rollout)))
+    pipe = tiny_diffusers.pipeline("sd-edm")
+    pipe.set_progress_bar_config(disable=True)
+    predicted = []
+    step = diffusers.EDMEulerScheduler.step
+
+    def listening(self, output, t, sample, **more):
+        predicted.append(step(self, output, t, sample, return_dict=False)[1])
+        self._step_index -= 1
+        return step(self, output, t, sample, **more)
+
+    monkeypatch.setattr(diffusers.EDMEulerScheduler, "step", listening)
+    first = point.state * (1 + 80.0) / pipe.scheduler.init_noise_sigma
+    pipe(
+        prompt=PROMPTS[0]["text"],
+        latents=first,
+        num_inference_steps=4,
+        guidance_scale=guidance,
+        **CASES["sd-edm"].call,
+    )
+    time = point.time[:, None, None, None]
+    velocity = (point.state - predicted[0]) / time  # y = (1 - t) x_0 + t e, so e - x_0
+    times = [point.time, point.transition.next_time, point.transition.noise_level]
+    mean, std = flow_sde(point.state, velocity, *times)
+    logprob = Normal(mean, std).log_prob(point.target).flatten(1).sum(1)
+    torch.testing.assert_close(rollout.logprob[:, 0], logprob, atol=5e-3, rtol=1e-5)
+    metrics = trainer_of(make("sd-edm", lora=2, guidance_scale=guidance, check=True)).iterate()
+    assert metrics["ratio/max_deviation"] == 0.0 and metrics["grad_norm"] > 0
+
+
+@pytest.mark.parametrize("guidance", [1.0, 2.5])
 def test_the_log_prob_is_that_of_a_flow_of_what_its_scheduler_is_handed(guidance, monkeypatch):
     policy = make(
         "cosmos2", guidance_scale=guidance, logprob_reduction="sum", fixed_batch_rows=None
