@@ -81,7 +81,8 @@ def noise_of(scheduler: Any, output: Tensor, state: Tensor) -> Tensor:
     """Compute the noise [B, *] that an output of EDM's network predicts in a state [B, *]."""
     sigma = scheduler.sigmas[scheduler.step_number].to(state)
     clean: Tensor = scheduler.precondition_outputs(state, output, sigma)
-    return (state - clean) / sigma
+    noise: Tensor = (state - clean) / sigma
+    return noise
 
 
 def euler(scheduler: Any, noise: Tensor, state: Tensor) -> Tensor:

@@ -4,6 +4,8 @@ of a flow, and its guardrail is left out only where a user says so."""
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import diffusers
@@ -296,6 +298,30 @@ def test_without_the_package_it_is_one_sentence_that_names_both_remedies():
     assert "\n" not in str(said.value)
     with pytest.raises(UserError, match="option guardrail: FluxPipeline has no guardrail"):
         make("flux", guardrail=False)
+
+
+def test_a_package_that_cannot_be_imported_is_one_sentence(tmp_path):
+    """Such as one that was installed without what it needs; in a process of its own."""
+    (tmp_path / "cosmos_guardrail.py").write_text("raise ImportError('no cv2 here')")
+    info = tmp_path / "cosmos_guardrail-0.3.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: cosmos-guardrail\nVersion: 0.3.2\n"
+    )
+    words = f"""
+import sys
+sys.path.insert(0, {str(tmp_path)!r})
+from mmrl.core.registry import POLICIES, load_built_in
+load_built_in()
+try:
+    POLICIES.build("pipeline", path={place_of("cosmos2")!r})
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+    done = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, check=True)
+    expected = "cannot be imported: no cv2 here; install what is missing"
+    assert done.stdout.startswith("UserError") and expected in done.stdout
+    assert done.stdout.count("\n") == 1
 
 
 def test_where_the_package_is_installed_it_is_used_by_default(guarded):
