@@ -77,12 +77,24 @@ def shown(scheduler: Any, state: Tensor) -> Tensor:
     return scaled
 
 
-def noise_of(scheduler: Any, output: Tensor, state: Tensor) -> Tensor:
-    """Compute the noise [B, *] that an output of EDM's network predicts in a state [B, *]."""
+def clean_of(scheduler: Any, output: Tensor, state: Tensor) -> Tensor:
+    """Compute the data [B, *] that an output of EDM's network predicts of a state [B, *]."""
     sigma = scheduler.sigmas[scheduler.step_number].to(state)
     clean: Tensor = scheduler.precondition_outputs(state, output, sigma)
-    noise: Tensor = (state - clean) / sigma
-    return noise
+    return clean
+
+
+def noise_of(scheduler: Any, clean: Tensor, state: Tensor) -> Tensor:
+    """Compute the noise [B, *] in a state [B, *] of such data."""
+    sigma: Tensor = scheduler.sigmas[scheduler.step_number].to(state)
+    return (state - clean) / sigma
+
+
+def asks_for_data(call: Any) -> bool:
+    """Tell whether a pipeline's call asks its scheduler for the predicted data, guides these, and
+    hands them back for the step, as that of Cosmos 1 does."""
+    arguments = [names for names in call.__code__.co_consts if isinstance(names, tuple)]
+    return any("pred_original_sample" in names for names in arguments)
 
 
 def euler(scheduler: Any, noise: Tensor, state: Tensor) -> Tensor:

@@ -40,6 +40,7 @@ def drive(scheduler: Any, replay: Any, number: int = 0) -> Any:
     base = type(form)
     is_flow = isinstance(process_of(form), Flow)
     edm = replay_exploding.is_edm(form)
+    asks_first = replay_exploding.asks_for_data(replay.function)
 
     @wraps(form.set_timesteps)
     def set_timesteps(*args: Any, **kwargs: Any) -> None:
@@ -53,7 +54,13 @@ def drive(scheduler: Any, replay: Any, number: int = 0) -> Any:
         if str(form.config.get("variance_type")).startswith("learned"):
             model_output = model_output[:, : sample.shape[1]]  # the variance follows
         if edm:
-            model_output = replay_exploding.noise_of(form, model_output, sample)
+            clean = kwargs.get("pred_original_sample")
+            if clean is None:
+                clean = replay_exploding.clean_of(form, model_output, sample)
+                if asks_first:
+                    form._step_index = 1  # which the pipeline counts down
+                    return sample, clean
+            model_output = replay_exploding.noise_of(form, clean, sample)
         state = replay.stepped(model_output, sample, number)
         if state is None:
             with replay.fresh(number):

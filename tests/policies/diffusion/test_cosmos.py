@@ -68,7 +68,7 @@ def first_noise(policy):
 
 
 @pytest.mark.parametrize("guidance", [1.0, 2.5])
-@pytest.mark.parametrize("name", [*WORLDS, "cosmos25"])
+@pytest.mark.parametrize("name", [*WORLDS, "cosmos1", "cosmos25"])
 def test_latents_and_pictures_are_those_of_its_own_pipeline(name, guidance):
     policy = make(name, guidance_scale=guidance, fixed_batch_rows=None)
     rollout, ours = evaluated(policy)
@@ -201,7 +201,7 @@ def test_what_cosmos_cannot_do_is_told_in_a_sentence():
         policy.decode(rollout.replace(sample=leaf))
 
 
-@pytest.mark.parametrize("name", [*WORLDS, "cosmos25"])
+@pytest.mark.parametrize("name", [*WORLDS, "cosmos1", "cosmos25"])
 def test_the_first_step_is_exactly_on_policy(name):
     options = {"lora": 2, "guidance_scale": 2.5} if name == "cosmos2" else {}
     metrics = trainer_of(make(name, check=True, **options)).iterate()
