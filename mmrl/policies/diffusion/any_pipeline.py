@@ -30,6 +30,7 @@ from mmrl.policies.diffusion.replay_passes import Networks
 from mmrl.policies.diffusion.replay_prompts import PromptArguments
 from mmrl.policies.diffusion.replay_scheduler import process_of
 from mmrl.policies.diffusion.replayed_policy import ReplayedPolicy, device_of
+from mmrl.policies.diffusion.two_stages import ROWS
 from mmrl.policies.quantization import Quantization, check_quantization, quantize
 from samplers.batching import attempts, chunks
 from samplers.kernels import ddim, flow_sde
@@ -141,6 +142,7 @@ class AnyPipeline(ReplayedPolicy):
         self.logprob_weight = self._weight(sound_share)
         self.arguments.check_guidance(self.guidance_scale)
         self._speed_up(attention, compile)
+        self._refuse_trees()
 
     # ----------------------------------------------------------------------------------------------
     # loading
@@ -208,6 +210,8 @@ class AnyPipeline(ReplayedPolicy):
                 f"{self.pipeline} cannot be replayed: it has no prepare_latents, where the state "
                 "could be put in"
             )
+        for count in sorted(set(self.asked_steps)):
+            self._check_steps(count)
         return tuple(latents.shape[1:])
 
     def _refuse(
@@ -220,6 +224,14 @@ class AnyPipeline(ReplayedPolicy):
             raise UserError(
                 "policy option logprob_guidance: guidance is the pipeline's own code here, which "
                 "is scored as it samples; leave it guided, or use a family of its own"
+            )
+
+    def _refuse_trees(self) -> None:
+        """Refuse samples that share steps where an earlier stage draws for each sample."""
+        if self.tree is not None and hasattr(type(self.replay.pipe), ROWS):
+            raise UserError(
+                f"policy option tree: samples of {self.pipeline} have an embedding each of an "
+                "earlier stage, so they share no steps; leave it null"
             )
 
     def _noise(
@@ -268,7 +280,7 @@ class AnyPipeline(ReplayedPolicy):
     def decode(self, rollout: Rollout) -> Tensor:
         """Decode by the pipeline's own code: images [B, 3, H, W] or videos [B, F, 3, H, W] in
         0..1, which carry their sound where the pipeline makes one (mmrl.core.sound)."""
-        cond = rows_of(rollout.cond, rollout.group)
+        cond = self._of_rows(rows_of(rollout.cond, rollout.group), rollout.row_id)
         rows = len(rollout)
         steps = self.asked_steps[0]
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from mmrl.core.errors import UserError
 from mmrl.policies.diffusion import diffusers_folder
+from mmrl.policies.diffusion.self_stepping import by_scheduler
 
 INDEX = "modular_model_index.json"
 MEDIA = ("images", "videos")  # what blocks call what they decode
@@ -150,6 +151,7 @@ def adapted(pipe: Any) -> Any:
         _let_gradients_through(block)
         if hasattr(block, "set_progress_bar_config"):
             block.set_progress_bar_config(disable=True)
+    by_scheduler(pipe, list(tree(pipe._blocks)))
     for state, method in STATES.items():
         preparing = [block for block in before_loops(pipe._blocks) if state in written(block)]
         if preparing:

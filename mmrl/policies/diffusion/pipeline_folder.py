@@ -99,8 +99,8 @@ def _dtypes(index: dict[str, Any], dtype: torch.dtype) -> dict[str, torch.dtype]
 
 
 def _decodes(part: str) -> bool:
-    """Tell by its name whether a part of a pipeline is an autoencoder."""
-    return "vae" in part or part == "movq"
+    """Tell by its name whether a part of a pipeline decodes pictures or sounds."""
+    return "vae" in part or part in ("movq", "diffusion_decoder")
 
 
 def take_any_type(autoencoder: Any) -> None:
@@ -125,7 +125,13 @@ def check_index(index: dict[str, Any], path: str) -> None:
     import diffusers
 
     name = str(index.get("_class_name", ""))
-    cls = getattr(diffusers, name, None) if name.isidentifier() else None
+    try:
+        cls = getattr(diffusers, name, None) if name.isidentifier() else None
+    except RuntimeError as error:  # a package that it needs is there, and fails
+        reason = str(error).strip().splitlines()[-1]
+        raise UserError(
+            f"policy path {path!r}: {name} cannot be imported: {reason}; install what is missing"
+        ) from error
     if not (isinstance(cls, type) and issubclass(cls, diffusers.DiffusionPipeline)):
         raise UserError(
             f"policy path {path!r}: diffusers {diffusers.__version__} has no pipeline "

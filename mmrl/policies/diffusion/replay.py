@@ -25,6 +25,7 @@ from mmrl.core.errors import UserError
 from mmrl.policies.diffusion import replay_exploding
 from mmrl.policies.diffusion.replay_consistency import settings
 from mmrl.policies.diffusion.replay_draws import QUIET, Draws, LateDraws
+from mmrl.policies.diffusion.replay_exploding import sigma_of
 from mmrl.policies.diffusion.replay_inputs import (
     Shapes,
     named,
@@ -264,7 +265,7 @@ class Replay:
         if scheduler.is_flow and not timestep.ndim:  # guidance may compute with it
             scheduler.sigmas = torch.as_tensor(scheduler.sigmas).clone()
             place = run.place + self.skipped.get(len(steps), 0)
-            scheduler.sigmas[place] = timestep / scheduler.config.num_train_timesteps
+            scheduler.sigmas[place] = sigma_of(scheduler, timestep)
 
     def begins(self, steps: int) -> None:
         """Learn that the pipeline takes only the last ``steps`` steps of its times."""
@@ -298,10 +299,14 @@ class Replay:
         run.position = run.stepped // self.states.count
         return self._own_size(run, state)
 
-    def fresh(self) -> AbstractContextManager[Any]:
-        """Let what the scheduler draws in the step that is taken be the noise of this run."""
+    def fresh(self, number: int) -> AbstractContextManager[Any]:
+        """Let what the scheduler of a state of this number draws in the step that is taken be the
+        noise of this run."""
         run = self._running()
-        return nullcontext() if run.renewed is None else Draws(run.renewed(run.position - 1))
+        if run.renewed is None:
+            return nullcontext()
+        noise = run.renewed((run.stepped - 1) // self.states.count)
+        return Draws(self.states.split(noise)[number])
 
     def _asked_state(self, number: int) -> Tensor | None:
         """Return the asked state of this number; None where none is asked."""

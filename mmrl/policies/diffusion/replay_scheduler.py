@@ -32,13 +32,15 @@ def drive(scheduler: Any, replay: Any, number: int = 0) -> Any:
 
     Solvers with a history are replaced by the deterministic one-step form of the same schedule:
     Euler for flows, DDIM for models of noise, v or the sample. Samplers of consistency models keep
-    theirs, with the noise that ``replay.fresh()`` gives. UserError for schedules without one.
+    theirs, with the noise that ``replay.fresh(number)`` gives. UserError for schedules without one.
     """
     from diffusers.schedulers.scheduling_utils import SchedulerOutput
 
     form = one_step_form(scheduler)
     base = type(form)
     is_flow = isinstance(process_of(form), Flow)
+    edm = replay_exploding.is_edm(form)
+    asks_first = replay_exploding.asks_for_data(replay.function)
 
     @wraps(form.set_timesteps)
     def set_timesteps(*args: Any, **kwargs: Any) -> None:
@@ -51,9 +53,17 @@ def drive(scheduler: Any, replay: Any, number: int = 0) -> Any:
     ) -> SchedulerOutput | tuple[Tensor, ...]:
         if str(form.config.get("variance_type")).startswith("learned"):
             model_output = model_output[:, : sample.shape[1]]  # the variance follows
+        if edm:
+            clean = kwargs.get("pred_original_sample")
+            if clean is None:
+                clean = replay_exploding.clean_of(form, model_output, sample)
+                if asks_first:
+                    form._step_index = 1  # which the pipeline counts down
+                    return sample, clean
+            model_output = replay_exploding.noise_of(form, clean, sample)
         state = replay.stepped(model_output, sample, number)
         if state is None:
-            with replay.fresh():
+            with replay.fresh(number):
                 state = _own_step(form, base, model_output, timestep, sample)
         form.step_number += 1
         # schedulers of consistency models return the predicted data too, which is the last state
@@ -69,6 +79,8 @@ def drive(scheduler: Any, replay: Any, number: int = 0) -> Any:
 
     # of the object, as pipelines ask whether its class is FlowMatchEulerDiscreteScheduler itself
     driven = {"set_timesteps": set_timesteps, "step": step, "__deepcopy__": copied}
+    if edm:
+        driven["scale_model_input"] = lambda state, _: replay_exploding.shown(form, state)
     form.__dict__ |= driven
     form.number = number
     form.inverted = bool(form.config.get("invert_sigmas"))
@@ -100,6 +112,8 @@ def one_step_form(scheduler: Any) -> Any:
         return diffusers.FlowMatchEulerDiscreteScheduler.from_config(config)
     if config.get("prediction_type") == "flow_prediction" or config.get("use_flow_sigmas"):
         return type(scheduler).from_config(config)
+    if replay_exploding.is_edm(scheduler) and (edm := replay_exploding.edm_form(scheduler)):
+        return edm
     discrete = hasattr(scheduler, "alphas_cumprod") and hasattr(scheduler, "timesteps")
     if not discrete or config.get("prediction_type", "epsilon") not in PREDICTIONS:
         raise UserError(
@@ -167,6 +181,8 @@ def _own_step(scheduler: Any, base: Any, output: Tensor, timestep: Any, sample: 
     a solver with a history."""
     from diffusers import FlowMatchEulerDiscreteScheduler
 
+    if replay_exploding.is_edm(scheduler):
+        return replay_exploding.euler(scheduler, output, sample)
     euler = issubclass(base, FlowMatchEulerDiscreteScheduler)
     if not scheduler.is_flow or scheduler.renews or euler:
         state: Tensor = base.step(scheduler, output, timestep, sample, return_dict=False)[0]

@@ -23,6 +23,7 @@ from mmrl.policies.diffusion.replay_inputs import FURTHER, state_cast
 from mmrl.policies.diffusion.replay_passes import Ask, asks, in_step
 from mmrl.policies.diffusion.replay_prompts import PromptArguments
 from mmrl.policies.diffusion.replay_scheduler import timestep_of
+from mmrl.policies.diffusion.two_stages import ROWS
 from mmrl.policies.prompt_states import pooled
 from samplers.batching import at_width
 from samplers.noise import Rng
@@ -69,12 +70,21 @@ class ReplayedPolicy(FlowPolicy):
     def _own_times(self, steps: int) -> Tensor:
         """Return the pipeline's own times, as its call sets them."""
         times: Tensor = self._timetable(steps).times
-        if len(times) < 2:
+        return times
+
+    def _check_steps(self, steps: int) -> None:
+        """Refuse a number of steps that the pipeline's call does not make."""
+        taken = len(self._timetable(steps).times) - 1
+        if taken < 1:
             raise UserError(
                 f"policy option steps: the last step of {self.pipeline} has no length, so {steps} "
                 "would be none; use at least 2"
             )
-        return times
+        if "num_inference_steps" not in self.replay.arguments and taken != steps:
+            raise UserError(
+                f"policy option steps: {self.pipeline} takes {taken} steps, not {steps}, as its "
+                "call has no number of them; set steps to that, or its sigmas in call"
+            )
 
     def _timetable(self, steps: int) -> Any:
         tables = self.__dict__.setdefault("_tables", {})
@@ -227,7 +237,14 @@ class ReplayedPolicy(FlowPolicy):
     def _call(self, cond: dict[str, Any], rows: list[int], scale: float | None) -> dict[str, Any]:
         self._settle()
         numbers = cond["prompt"][:, 0].tolist()
-        return self.arguments.of([numbers[row] for row in rows], scale)
+        call = self.arguments.of([numbers[row] for row in rows], scale)
+        return call | ({ROWS: cond[ROWS][rows, 0].tolist()} if ROWS in cond else {})
+
+    def _of_rows(self, cond: dict[str, Any], row: Tensor) -> dict[str, Any]:
+        """Add the names [B] of rows to their conditions where the pipeline's call asks for them, as
+        an earlier stage draws numbers for each."""
+        asks_for_rows = hasattr(type(self.replay.pipe), ROWS)
+        return cond | ({ROWS: row[:, None]} if asks_for_rows else {})
 
     def _settle(self) -> None:
         """Move what is not trained to the network's device."""
@@ -237,7 +254,7 @@ class ReplayedPolicy(FlowPolicy):
                 module.to(place)
 
     def _velocities(self, point: Query, guided: bool) -> tuple[Tensor, Tensor]:
-        cond = rows_of(without_empty(point.cond), point.group)
+        cond = self._of_rows(rows_of(without_empty(point.cond), point.group), point.row_id)
         scale = self._scale(point) if guided else 1.0
         # rows that are asked for one by one are as wide as they will ever be
         width = max(0 if self.together is False else self._filled(len(point)), len(point))

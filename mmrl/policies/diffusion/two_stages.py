@@ -1,8 +1,8 @@
 """Gives Kandinsky 2.2, whose prior makes an embedding of a prompt and whose decoder makes a picture
 of the embedding, the form of the other pipelines: a call that takes prompts.
 
-The decoder is trained. The prior is frozen, and samples one embedding for each prompt, with numbers
-that belong to the prompt: it then is an encoder, whatever else is in a batch.
+The decoder is trained. The prior is frozen, and samples one embedding for each row, with numbers
+that belong to the prompt and the row: it then is an encoder, whatever else is in a batch.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from torch import Tensor
 
 COMBINED = ("KandinskyV22CombinedPipeline",)
 DECODERS = ("KandinskyV22Pipeline",)  # the second stages alone
-REMEMBERED = 1 << 14  # prompts
+REMEMBERED = 1 << 14  # rows of prompts
 EMBEDDINGS = ("image_embeds", "negative_image_embeds")  # what the decoder takes of the prior
 # of the combined pipeline's call, for the prior; the default of its guidance is the library's
 SETTINGS = {"prior_guidance_scale": 4.0, "prior_num_inference_steps": 25}
+ROWS = "row_names"  # argument of a call that says which rows it is for
 TEXTS = ("prompt", "negative_prompt")
 
 
@@ -37,18 +38,24 @@ class Prior:
         self.embedding = lru_cache(REMEMBERED)(self._embedding)
 
     def embeddings(
-        self, prompts: list[str], negatives: list[str | None], scale: float, steps: int, place: Any
+        self, prompts: list[tuple[str, str | None, int]], scale: float, steps: int, place: Any
     ) -> list[Tensor]:
-        """Return the embeddings [B, D] of prompts and of what the pictures shall not be like."""
-        pairs = zip(prompts, negatives, strict=True)
-        rows = [self.embedding(text, negative, scale, steps, place) for text, negative in pairs]
+        """Return the embeddings [B, D] of prompts and of what the pictures shall not be like, of
+        (prompt, negative prompt, row) each."""
+        rows = [self.embedding(*of_row, scale, steps, place) for of_row in prompts]
         if self.pipe.device.type != "cpu":
             self.pipe.to("cpu")
         return [torch.cat(column) for column in zip(*rows, strict=True)]
 
     @torch.no_grad()
     def _embedding(
-        self, text: str, negative: str | None, scale: float, steps: int, place: torch.device
+        self,
+        text: str,
+        negative: str | None,
+        row: int,
+        scale: float,
+        steps: int,
+        place: torch.device,
     ) -> tuple[Tensor, ...]:
         if self.pipe.device != place:
             self.pipe.to(place)
@@ -57,15 +64,15 @@ class Prior:
             negative_prompt=negative,
             guidance_scale=scale,
             num_inference_steps=steps,
-            generator=generator_of(text),
+            generator=generator_of(text, row),
             return_dict=False,
         )
         return tuple(embedding.to(place) for embedding in embeddings)
 
 
-def generator_of(text: str) -> torch.Generator:
-    """Make the generator of the numbers that belong to a prompt."""
-    digest = hashlib.sha256(text.encode()).digest()
+def generator_of(text: str, row: int) -> torch.Generator:
+    """Make the generator of the numbers that belong to a row of a prompt."""
+    digest = hashlib.sha256(f"{row} {text}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
 
@@ -84,7 +91,9 @@ def decoder_with_prior(pipe: Any) -> Any:
         scale, steps = (arguments.pop(name, value) for name, value in SETTINGS.items())
         place = decoder._execution_device
         negatives = texts[1] or [None] * len(texts[0])
-        embeddings = prior.embeddings(texts[0], negatives, scale, steps, place)
+        rows = arguments.pop(ROWS, None) or [0] * len(texts[0])
+        prompts = list(zip(texts[0], negatives, rows, strict=True))
+        embeddings = prior.embeddings(prompts, scale, steps, place)
         dtype = decoder.unet.dtype
         arguments |= {n: e.to(dtype) for n, e in zip(EMBEDDINGS, embeddings, strict=True)}
         image, *_ = plain(decoder, **arguments)
@@ -92,7 +101,8 @@ def decoder_with_prior(pipe: Any) -> Any:
         return (image / 2 + 0.5 if arguments.get("output_type") == "pt" else image,)
 
     call.__signature__ = _signature(plain)  # type: ignore[attr-defined]
-    decoder.__class__ = type(type(pipe).__name__, (type(decoder),), {"__call__": call})
+    methods = {"__call__": call, ROWS: True}
+    decoder.__class__ = type(type(pipe).__name__, (type(decoder),), methods)
     return decoder
 
 

@@ -4,6 +4,8 @@ of a flow, and its guardrail is left out only where a user says so."""
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import diffusers
@@ -24,6 +26,7 @@ from samplers.noise import Rng
 from tests.fixtures import tiny_diffusers
 from tests.fixtures.replay_cases import CASES
 from tests.policies.diffusion.test_any_pipeline import PROMPTS, RED, make, place_of, trainer_of
+from tests.policies.diffusion.test_replay_seams import gradient
 from tests.run.test_resume import resumes
 
 RNG = Rng.of("same")
@@ -65,7 +68,7 @@ def first_noise(policy):
 
 
 @pytest.mark.parametrize("guidance", [1.0, 2.5])
-@pytest.mark.parametrize("name", [*WORLDS, "cosmos25"])
+@pytest.mark.parametrize("name", [*WORLDS, "cosmos1", "cosmos25"])
 def test_latents_and_pictures_are_those_of_its_own_pipeline(name, guidance):
     policy = make(name, guidance_scale=guidance, fixed_batch_rows=None)
     rollout, ours = evaluated(policy)
@@ -94,6 +97,42 @@ def test_the_times_are_the_sigmas_and_the_empty_last_step_is_none():
     assert policy.steps == 4
     with pytest.raises(UserError, match="steps: the last step of Cosmos2.* has no length, so 1"):
         make("cosmos2", steps=1)
+
+
+@pytest.mark.parametrize("guidance", [1.0, 2.5])
+def test_a_folder_with_edms_euler_is_scored_by_the_data_that_it_predicts(guidance, monkeypatch):
+    """Of Stable Diffusion: x_0 as the scheduler's own step says, put into a flow's Gaussian."""
+    policy = make("sd-edm", guidance_scale=guidance, logprob_reduction="sum", fixed_batch_rows=None)
+    with torch.no_grad():
+        rollout = policy.rollout(PROMPTS[:1], 1, RNG)
+    point = next(iter(policy.path(rollout)))
+    pipe = tiny_diffusers.pipeline("sd-edm")
+    pipe.set_progress_bar_config(disable=True)
+    predicted = []
+    step = diffusers.EDMEulerScheduler.step
+
+    def listening(self, output, t, sample, **more):
+        predicted.append(step(self, output, t, sample, return_dict=False)[1])
+        self._step_index -= 1
+        return step(self, output, t, sample, **more)
+
+    monkeypatch.setattr(diffusers.EDMEulerScheduler, "step", listening)
+    first = point.state * (1 + 80.0) / pipe.scheduler.init_noise_sigma
+    pipe(
+        prompt=PROMPTS[0]["text"],
+        latents=first,
+        num_inference_steps=4,
+        guidance_scale=guidance,
+        **CASES["sd-edm"].call,
+    )
+    time = point.time[:, None, None, None]
+    velocity = (point.state - predicted[0]) / time  # y = (1 - t) x_0 + t e, so e - x_0
+    times = [point.time, point.transition.next_time, point.transition.noise_level]
+    mean, std = flow_sde(point.state, velocity, *times)
+    logprob = Normal(mean, std).log_prob(point.target).flatten(1).sum(1)
+    torch.testing.assert_close(rollout.logprob[:, 0], logprob, atol=5e-3, rtol=1e-5)
+    metrics = trainer_of(make("sd-edm", lora=2, guidance_scale=guidance, check=True)).iterate()
+    assert metrics["ratio/max_deviation"] == 0.0 and metrics["grad_norm"] > 0
 
 
 @pytest.mark.parametrize("guidance", [1.0, 2.5])
@@ -162,11 +201,30 @@ def test_what_cosmos_cannot_do_is_told_in_a_sentence():
         policy.decode(rollout.replace(sample=leaf))
 
 
-@pytest.mark.parametrize("name", [*WORLDS, "cosmos25"])
+@pytest.mark.parametrize("name", [*WORLDS, "cosmos1", "cosmos25"])
 def test_the_first_step_is_exactly_on_policy(name):
     options = {"lora": 2, "guidance_scale": 2.5} if name == "cosmos2" else {}
     metrics = trainer_of(make(name, check=True, **options)).iterate()
     assert metrics["ratio/max_deviation"] == 0.0 and metrics["grad_norm"] > 0
+
+
+@pytest.mark.parametrize("name", [*WORLDS, "cosmos25"])
+def test_half_precision_scores_as_it_sampled(name):
+    metrics = trainer_of(make(name, dtype="bfloat16", lora=2, check=True)).iterate()
+    assert metrics["ratio/max_deviation"] == 0.0 and metrics["grad_norm"] > 0
+
+
+def test_gradient_checkpointing_changes_no_gradient():
+    gradients = []
+    for checkpointing in (False, True):
+        policy = make("cosmos2")
+        if checkpointing:
+            policy.net.enable_gradient_checkpointing()
+            policy.net.train()
+        gradients.append(gradient(policy))
+    assert max(g.abs().max() for g in gradients[0].values()) > 0
+    for name, expected in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], expected, atol=1e-6, rtol=1e-5)
 
 
 def test_a_checkpoint_resumes_to_the_bit(tmp_path):
@@ -240,6 +298,30 @@ def test_without_the_package_it_is_one_sentence_that_names_both_remedies():
     assert "\n" not in str(said.value)
     with pytest.raises(UserError, match="option guardrail: FluxPipeline has no guardrail"):
         make("flux", guardrail=False)
+
+
+def test_a_package_that_cannot_be_imported_is_one_sentence(tmp_path):
+    """Such as one that was installed without what it needs; in a process of its own."""
+    (tmp_path / "cosmos_guardrail.py").write_text("raise ImportError('no cv2 here')")
+    info = tmp_path / "cosmos_guardrail-0.3.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: cosmos-guardrail\nVersion: 0.3.2\n"
+    )
+    words = f"""
+import sys
+sys.path.insert(0, {str(tmp_path)!r})
+from mmrl.core.registry import POLICIES, load_built_in
+load_built_in()
+try:
+    POLICIES.build("pipeline", path={place_of("cosmos2")!r})
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+    done = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, check=True)
+    expected = "cannot be imported: no cv2 here; install what is missing"
+    assert done.stdout.startswith("UserError") and expected in done.stdout
+    assert done.stdout.count("\n") == 1
 
 
 def test_where_the_package_is_installed_it_is_used_by_default(guarded):

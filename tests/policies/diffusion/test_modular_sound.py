@@ -5,14 +5,18 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import ExitStack
+from functools import partial
 
 import diffusers
 import pytest
 import torch
+from diffusers.modular_pipelines.echo.denoise import EchoLoopAfterDenoiser
 from torch.distributions import Normal
 
 from mmrl.core.errors import UserError
 from mmrl.objectives import PolicyGradient
+from mmrl.policies.diffusion import self_stepping
 from mmrl.policies.diffusion.replay_draws import DECODING, Draws
 from mmrl.train.minibatches import passes
 from samplers.kernels import flow_sde
@@ -187,6 +191,127 @@ def test_ltx2_blocks_from_a_picture_are_the_other_form(scale):
     torch.testing.assert_close(media.sound, other.sound, atol=1e-5, rtol=1e-4)
 
 
+# --------------------------------------------------------------------------------------------------
+# Echo, whose blocks step their latents by themselves, with fresh noise
+
+
+SIGMAS = [1.0, 0.75, 0.4, 0.0]
+ECHO = {"sigmas": SIGMAS}
+
+
+def echo(**options):
+    return modular("echo", ECHO, **({"steps": 3} | options))
+
+
+def echo_alone(noises, place=None, sigmas=SIGMAS):
+    """The video and the sound of its own blocks, which draw these numbers [B, 400] in turn."""
+    place = str(place or tiny_modular.folder("echo"))
+    blocks = diffusers.EchoBlocks()
+    pipe = diffusers.EchoModularPipeline(blocks=blocks, pretrained_model_name_or_path=place)
+    pipe.load_components()
+    return echo_called(pipe, noises, sigmas)
+
+
+def echo_called(pipe, noises, sigmas=SIGMAS):
+    with ExitStack() as stack:
+        for noise in noises[::-1]:  # the innermost answers first
+            stack.enter_context(Draws([noise[:, :256], noise[:, 256:]]))
+        media = pipe(
+            prompt=TEXTS, sigmas=sigmas, output_type="pt", output=["videos", "audio"], **SIZE
+        )
+    return media["videos"], media["audio"]
+
+
+def echo_noises():
+    return [RNG.normal(torch.arange(2), (400,), step, torch.float32) for step in range(3)]
+
+
+def test_echo_is_what_its_own_blocks_give_with_the_same_noise():
+    policy = echo(check=True)
+    assert policy.renews and policy.times.tolist() == pytest.approx(SIGMAS)
+    policy.prepare(PROMPTS)
+    with torch.no_grad():
+        media = policy.decode(evaluated(policy))
+    video, sound = echo_alone(echo_noises())
+    torch.testing.assert_close(media.as_subclass(torch.Tensor), video, atol=1e-4, rtol=0)
+    torch.testing.assert_close(media.sound, sound, atol=1e-4, rtol=0)
+    assert video.std() > 0.01 and sound.std() > 0.001
+
+
+def test_echos_log_prob_is_that_of_both_latents_around_its_predicted_data(monkeypatch):
+    policy = echo(logprob_reduction="sum")
+    rollout = sampled(policy)
+    assert rollout.mask.tolist() == [[True, True, False]] * 2  # the last step adds no noise
+    points = list(policy.path(rollout))
+    step = EchoLoopAfterDenoiser.__call__
+    predicted = []
+
+    def listening(self, pipe, state, **more):
+        data = (state.predicted_video_x0, state.predicted_audio_x0)
+        predicted.append(torch.cat([part.flatten(1) for part in data], 1))
+        return step(self, pipe, state, **more)
+
+    monkeypatch.setattr(EchoLoopAfterDenoiser, "__call__", listening)
+    for k, point in enumerate(points):
+        predicted.clear()
+        echo_alone([point.state, point.state], sigmas=[SIGMAS[k], SIGMAS[k + 1], 0.0])
+        later = SIGMAS[k + 1]
+        expected = Normal((1 - later) * predicted[0], later).log_prob(point.target).sum(1)
+        torch.testing.assert_close(rollout.logprob[:, k], expected, atol=1e-3, rtol=1e-5)
+
+
+@pytest.mark.parametrize("lora", [2, None], ids=["lora", "whole"])
+def test_echo_trains_on_policy_and_its_export_gives_its_blocks_our_video(lora, tmp_path):
+    policy = echo(lora=lora)
+    with torch.no_grad():
+        before = policy.decode(evaluated(policy))
+    metrics = trainer_of(policy).iterate()
+    assert metrics["ratio/max_deviation"] == 0.0 and metrics["grad_norm"] > 0
+    policy.export(tmp_path)
+    with torch.no_grad():
+        media = policy.decode(evaluated(policy))
+    if lora:
+        blocks, place = diffusers.EchoBlocks(), str(tiny_modular.folder("echo"))
+        pipe = diffusers.EchoModularPipeline(blocks=blocks, pretrained_model_name_or_path=place)
+        pipe.load_components()
+        pipe.load_lora_weights(tmp_path)
+        video, sound = echo_called(pipe, echo_noises())
+    else:
+        video, sound = echo_alone(echo_noises(), tmp_path)
+    torch.testing.assert_close(media.as_subclass(torch.Tensor), video, atol=1e-4, rtol=0)
+    torch.testing.assert_close(media.sound, sound, atol=1e-4, rtol=0)
+    assert (media.sound - before.sound).abs().max() > 1e-4  # the training is heard
+
+
+def test_a_checkpoint_of_echo_resumes_to_the_bit(tmp_path):
+    resumes(lambda: trainer_of(echo(lora=2, fixed_batch_rows=4)), tmp_path)
+
+
+@pytest.mark.parametrize("make_policy", [echo, partial(modular, "ltx25")], ids=["echo", "ltx25"])
+def test_half_precision_scores_as_it_sampled(make_policy):
+    policy = make_policy(dtype="bfloat16", lora=2, check=True, fixed_batch_rows=4)
+    metrics = trainer_of(policy).iterate()
+    assert metrics["ratio/max_deviation"] == 0.0 and metrics["grad_norm"] > 0
+
+
+def test_echo_takes_the_steps_that_its_sigmas_say():
+    with pytest.raises(
+        UserError, match="^policy option steps: Echo.* takes 3 steps, not 4, as its"
+    ):
+        echo(steps=4)
+    with pytest.raises(UserError, match="takes 8 steps, not 2"):
+        modular("echo")
+
+
+def test_a_state_of_echo_between_its_times_is_seen_at_its_own():
+    policies = [echo(), modular("echo", {"sigmas": [1.0, 0.6, 0.0]}, steps=2)]
+    x = RNG.normal(torch.arange(2), (400,), 0, torch.float32)
+    t = torch.full((2,), 0.75)
+    with torch.no_grad():
+        own, other = (p.velocity(x, t, p.encode(PROMPTS)) for p in policies)
+    torch.testing.assert_close(other, own, atol=1e-5, rtol=1e-5)
+
+
 def test_mistakes_are_told_in_a_sentence():
     with pytest.raises(UserError, match="audio_latents is set by the policy"):
         modular("ltx25", {"audio_latents": 0})
@@ -201,7 +326,8 @@ def test_mistakes_are_told_in_a_sentence():
         ("minimax_h3", "MiniMaxH3Scheduler has no one-step form that is known here"),
     ],
 )
-def test_models_that_step_in_other_ways_are_refused_in_a_sentence(name, says):
+def test_models_that_step_in_other_ways_are_refused_in_a_sentence(name, says, monkeypatch):
+    monkeypatch.setattr(self_stepping, "LOOP", "")  # were Echo not known
     with pytest.raises(UserError, match=says) as said:
         modular(name)
     assert "\n" not in str(said.value)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from mmrl.core.errors import UserError
+from mmrl.policies.diffusion.trees import Tree
 from mmrl.policies.diffusion.two_stages import generator_of
 from samplers.noise import Rng
 from tests.fixtures import tiny_diffusers
@@ -27,14 +28,14 @@ def combined(place=None):
     return pipe
 
 
-def called(pipe, text, noise, guidance, prior_guidance=4.0, negative=None):
+def called(pipe, text, noise, guidance, prior_guidance=4.0, negative=None, row=0):
     """The two stages by diffusers alone, from this noise of the decoder."""
     embeddings, zeros = pipe.prior_pipe(
         text,
         negative_prompt=negative,
         num_inference_steps=3,
         guidance_scale=prior_guidance,
-        generator=generator_of(text),
+        generator=generator_of(text, row),
         return_dict=False,
     )
     pictures = pipe.decoder_pipe(
@@ -73,23 +74,30 @@ def test_pictures_are_those_of_both_stages(guidance, call):
     pipe = combined()
     for row, text in enumerate(TEXTS):
         options = {"prior_guidance": call.get("prior_guidance_scale", 4.0)}
-        options["negative"] = call.get("negative_prompt")
+        options |= {"negative": call.get("negative_prompt"), "row": row}
         theirs = called(pipe, text, noise_of(policy, row), guidance, **options)
         torch.testing.assert_close(ours[row], theirs[0], atol=1e-4, rtol=0)
     other = called(pipe, TEXTS[0], noise_of(policy, 1), guidance)
     assert (other[0] - ours[1]).abs().max() > 1e-4  # the embedding is seen
 
 
-def test_a_prompt_has_one_embedding_wherever_it_stands():
+def test_a_row_has_one_embedding_of_its_own_wherever_it_stands():
     policy = make(BOTH, fixed_batch_rows=None)
-    inputs = [
-        policy.replay.conditions(
-            policy.arguments.of(policy.arguments.numbers(asked).tolist(), 1.0), 4
-        )
-        for asked in (PROMPTS, PROMPTS[1:])
-    ]
-    both, alone = (each.inputs["added_cond_kwargs"]["image_embeds"] for each in inputs)
-    assert torch.equal(both[1:], alone) and (both[0] - both[1]).abs().max() > 1e-3
+    with torch.no_grad():
+        rollout = policy.rollout(PROMPTS, 2, RNG)
+        again = policy.rollout(PROMPTS[1:], 2, RNG.after(2, 1))
+    torch.testing.assert_close(again.sample, rollout.sample[2:], atol=1e-5, rtol=1e-5)
+    x, t = torch.zeros(3, *policy.shape), torch.full((3,), float(policy.times[0]))
+    cond = {"prompt": rollout.cond["prompt"][[0, 0, 0]]}
+    with torch.no_grad():
+        outputs = policy.velocity(x, t, policy._of_rows(cond, torch.tensor([5, 6, 5])))
+    torch.testing.assert_close(outputs[2], outputs[0])
+    assert (outputs[1] - outputs[0]).abs().max() > 1e-4  # samples of a prompt differ by it
+
+
+def test_samples_that_share_steps_are_refused():
+    with pytest.raises(UserError, match="option tree: samples of KandinskyV22.* an embedding each"):
+        make(BOTH, tree=Tree(splits=[0, 1]))
 
 
 @pytest.mark.parametrize("options", [{"lora": 2, "guidance_scale": 2.5}, {}], ids=["lora", "whole"])

@@ -1,0 +1,68 @@
+"""Gives modular pipelines that step their latents by themselves a scheduler that does it, so that a
+replay can take its place.
+
+Echo's blocks predict the data and add fresh noise in each step, as a flow's consistency model does:
+what FlowMatchLCMScheduler computes of the velocity (x - x_0) / sigma.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+from torch import Tensor, cat
+
+LOOP = "EchoDenoiseLoopStep"  # sets the sigmas
+STEP = "EchoLoopAfterDenoiser"  # makes the next latents of the predicted data
+SOUND_SCHEDULER = "audio_scheduler"
+# latents, the data that are predicted of them, the scheduler that steps them
+STATES = (
+    ("latents", "predicted_video_x0", "scheduler"),
+    ("audio_latents", "predicted_audio_x0", SOUND_SCHEDULER),
+)
+
+
+def by_scheduler(pipe: Any, blocks: list[Any]) -> None:
+    """Let the blocks of a pipeline without a scheduler ask one, where they are known here."""
+    from diffusers import FlowMatchLCMScheduler
+
+    by_name = {type(block).__name__: block for block in blocks}
+    if getattr(pipe, "scheduler", None) is not None or not {LOOP, STEP} <= set(by_name):
+        return
+    pipe.__dict__["scheduler"] = FlowMatchLCMScheduler()
+    _replace(by_name[LOOP], _with_times(type(by_name[LOOP])))
+    _replace(by_name[STEP], _step)
+
+
+def _replace(block: Any, call: Any) -> None:
+    cls = type(block)
+    block.__class__ = type(cls.__name__, (cls,), {"__call__": call})
+
+
+def _with_times(cls: Any) -> Any:
+    """Make the call of a loop that sets the times of the schedulers, and takes its own of them."""
+
+    def call(block: Any, pipe: Any, state: Any) -> Any:
+        sigmas = [float(sigma) for sigma in block.get_block_state(state).sigmas]
+        place = state.get("latents").device
+        pipe.__dict__[SOUND_SCHEDULER] = deepcopy(pipe.scheduler)
+        for _, _, name in STATES:
+            getattr(pipe, name).set_timesteps(sigmas=sigmas[:-1], device=place)
+        state.set("sigmas", pipe.scheduler.sigmas.tolist())
+        return cls.__call__(block, pipe, state)
+
+    return call
+
+
+def _step(block: Any, pipe: Any, block_state: Any, i: int, sigma: float) -> Any:
+    """Step the latents by the schedulers; what the first frame holds stays."""
+    for name, predicted, scheduler_name in STATES:
+        latents: Tensor = getattr(block_state, name)
+        scheduler = getattr(pipe, scheduler_name)
+        velocity = (latents - getattr(block_state, predicted)) / sigma
+        stepped = scheduler.step(velocity, scheduler.timesteps[i], latents, return_dict=False)[0]
+        setattr(block_state, name, stepped)
+    if block_state.first_frame_tokens is not None:
+        later = block_state.latents[:, block_state.first_frame_token_count :]
+        block_state.latents = cat([block_state.first_frame_tokens, later], 1)
+    return pipe, block_state
