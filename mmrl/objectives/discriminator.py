@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from mmrl.core.errors import UserError
 from mmrl.core.types import Prompt, Rollout
 from mmrl.policies.base import Policy
-from mmrl.policies.demonstrations import encoded
+from samplers.noise import Rng
 
 PLACE = "objective.dmd.gan"
 HELD = 4096  # encoded pictures that are remembered
@@ -94,8 +94,8 @@ def reading(net: nn.Module, rows: int) -> Iterator[Callable[[], Tensor]]:
     caught: list[Tensor] = []
 
     def catch(_: nn.Module, __: Any, output: Any) -> None:
-        given = output if isinstance(output, (list, tuple)) else (output,)
-        tensors = [x for x in given if isinstance(x, Tensor)]
+        parts = output if isinstance(output, (list, tuple)) else (output,)
+        tensors = [x for x in parts if isinstance(x, Tensor)]
         if tensors:
             caught.append(max(tensors, key=Tensor.numel))
 
@@ -151,9 +151,9 @@ class Pictures:
             )
         known = self.known.get(id(value))
         if known is None:
-            latents, _ = encoded(policy, [policy.open_answer(prompt, value)])
-            assert latents is not None
-            known = (value, latents[0].cpu())
+            picture = policy.open_answer(prompt, value)
+            encoded = policy.demonstrate([prompt], [picture], Rng.of("pictures"), score=False)
+            known = (value, encoded.sample[0].cpu())
             self.known[id(value)] = known
         self.known.move_to_end(id(value))
         while len(self.known) > HELD:

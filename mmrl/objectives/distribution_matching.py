@@ -234,12 +234,12 @@ class FakeScore(Objective):
         process = few_step.many_step(few_step.process_of(policy))
         target = process.target(predicted, point.coupled(Noising).noise, again.time)
         if self.judge is None:
-            output, told = velocity(policy.dist(again)), None
+            output, judgement = velocity(policy.dist(again)), None
         else:
-            output, told = self.judge.told_apart(policy, point, again)
+            output, judgement = self.judge.told_apart(policy, point, again)
         error = mean_square(output - target)
         observe("error", error, point.mask)
-        return error if told is None else error + told
+        return error if judgement is None else error + judgement
 
 
 class Judge(Head):
@@ -264,13 +264,13 @@ class Judge(Head):
         drawn = point.coupled(Judged)
         process = few_step.many_step(few_step.process_of(policy))
         state = noised(process, drawn.real, drawn.real_noise, drawn.time)
-        both = type(again).cat([again, few_step.at(point, state, drawn.time)])
-        with reading(policy.net, len(both)) as hidden:
-            output = velocity(policy.dist(both))[: len(point)]
-            made, real = self.module(hidden()).to(output).chunk(2)
-        loss = softplus(made) + softplus(-real)
+        pairs = type(again).cat([again, few_step.at(point, state, drawn.time)])
+        with reading(policy.net, len(pairs)) as hidden:
+            output = velocity(policy.dist(pairs))[: len(point)]
+            fake, real = self.module(hidden()).to(output).chunk(2)
+        loss = softplus(fake) + softplus(-real)
         observe("gan", loss.detach(), point.mask)
-        observe("gan_right", ((made < 0).double() + (real > 0).double()) / 2, point.mask)
+        observe("gan_right", ((fake < 0).double() + (real > 0).double()) / 2, point.mask)
         return output, self.options.critic_weight * loss
 
     def fooled(self, policy: Policy, point: Point, predicted: Tensor) -> Tensor:

@@ -153,9 +153,9 @@ class HeadedUpdate(Update):
         self.head.restore(self.policy, weights)
         self._make()
         assert self.of_head is not None
-        kept = {k.removeprefix("state/"): tensors[k] for k in tensors if k[:6] == "state/"}
+        slots = {k.removeprefix("state/"): tensors[k] for k in tensors if k[:6] == "state/"}
         state: dict[int, dict[str, Any]] = {}
-        for key, value in {**kept, **plain["values"]}.items():
+        for key, value in {**slots, **plain["values"]}.items():
             number, _, slot = key.partition("/")
             state.setdefault(int(number), {})[slot] = value
         self.of_head.load_state_dict({"state": state, "param_groups": plain["groups"]})
