@@ -275,7 +275,10 @@ class Judge(Head):
 
     def fooled(self, policy: Policy, point: Point, predicted: Tensor) -> Tensor:
         """Return the student's weighted loss [B, 1] at its predictions [B, *]: its gradient goes
-        through the fake model, whose weights and the head's it leaves alone."""
+        through the fake model, whose weights and the head's it leaves alone. 0 before the
+        discriminator has begun to learn."""
+        if not self.module.grown:
+            return torch.zeros_like(point.mask, dtype=predicted.dtype)
         with policy.weights.using(FAKE), unwrapped(policy), torch.enable_grad():
             leaf = predicted.detach().requires_grad_()
             with reading(policy.net, len(point)) as hidden:

@@ -157,8 +157,13 @@ def test_the_students_loss_and_gradient_by_hand():
 
 
 def test_without_it_nothing_is_changed():
+    """Nor before it has weights, as where gradients of rewards are compared first."""
     policy = Points(steps=3)
     plain = DistributionMatching(teacher=teacher)
+    early = DistributionMatching(teacher=teacher, gan=Gan(weight=1.0))
+    (first,) = points_of(policy, early, rows(6))
+    plain.meet(policy)
+    assert torch.equal(plain.loss(policy, first), early.loss(policy, first))
     assert plain.critic().head is None and plain.judge is None
     (point,) = points_of(policy, plain, rows(6))
     (fake,) = FakeScore().points(policy, policy.rollout(rows(6), 1, Rng.of("a")), Rng.of("b"))
