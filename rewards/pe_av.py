@@ -117,10 +117,9 @@ class PeAv:
     def cosines(self, pictures: Tensor, fps: float, waves: Tensor, texts: list[str]) -> Tensor:
         """Compare videos [N, F, 3, H, W] in 0..1 of so many frames a second, waves [N, samples] at
         the model's rate and N texts, or none -> [N] float32 on the CPU."""
-        one, other = EMBEDDINGS[self.pair]
         known = self.network(**self.inputs(pictures, fps, waves, texts))
-        values = torch.cosine_similarity(known[one].float(), known[other].float(), dim=-1)
-        return values.cpu()
+        left, right = (known[name].float() for name in EMBEDDINGS[self.pair])
+        return torch.cosine_similarity(left, right, dim=-1).cpu()
 
     def inputs(
         self, pictures: Tensor, fps: float, waves: Tensor, texts: list[str]
@@ -128,27 +127,27 @@ class PeAv:
         """Make the model's inputs by its own processors."""
         count = pictures.shape[1]
         metadata = {"fps": fps, "total_num_frames": count, "duration": count / fps}
-        seen = self.videos(
+        pixels = self.videos(
             list(to_uint8(pictures)),
             video_metadata=[dict(metadata) for _ in pictures],
             return_tensors="pt",
         )
-        heard = self.extractor(
+        samples = self.extractor(
             list(waves.float().numpy()),
             sampling_rate=self.extractor.sampling_rate,
             return_tensors="pt",
         )
-        made = {"pixel_values_videos": seen["pixel_values_videos"], **heard}
+        inputs = {"pixel_values_videos": pixels["pixel_values_videos"], **samples}
         if texts:
             assert self.tokenizer is not None
-            made |= self.tokenizer(
+            inputs |= self.tokenizer(
                 texts, padding=True, truncation=True, max_length=LONGEST, return_tensors="pt"
             )
-            made.pop("token_type_ids", None)
+            inputs.pop("token_type_ids", None)
         device, dtype = self.network.device, self.network.dtype
         return {
             name: value.to(device, dtype if value.is_floating_point() else value.dtype)
-            for name, value in made.items()
+            for name, value in inputs.items()
         }
 
 

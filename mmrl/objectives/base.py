@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -188,6 +188,22 @@ class Critic:
     objective: Objective
     steps: int = 1
     lr: float | None = None  # None: that of the policy's optimizer
+    # learns with the snapshot, by weights of its own, which it has after ``measure``
+    head: Head | None = None
+
+
+class Head(ABC):
+    """Is what learns beside a snapshot: a module, and how it gets its weights."""
+
+    module: Any  # torch.nn.Module
+
+    @abstractmethod
+    def measure(self, policy: Policy, point: Point) -> None:
+        """Make the weights, by a pass at a point of the critic's objective."""
+
+    @abstractmethod
+    def restore(self, policy: Policy, tensors: Mapping[str, Tensor]) -> None:
+        """Make the weights as they were saved."""
 
 
 @dataclass(frozen=True, kw_only=True)

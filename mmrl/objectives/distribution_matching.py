@@ -3,13 +3,14 @@ distribution, as the difference of two scores says."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from annotated_types import Ge, Gt
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from mmrl.config.options import Count
 from mmrl.config.unfit import capabilities_of
@@ -20,8 +21,16 @@ from mmrl.core.registry import LATER, OBJECTIVES, POLICIES
 from mmrl.core.types import Fields, Point, Rollout, SamplerState, Transition
 from mmrl.core.weights import LIVE
 from mmrl.objectives import few_step
-from mmrl.objectives.base import Critic, Objective
+from mmrl.objectives.base import Critic, Head, Objective
 from mmrl.objectives.decisions import OF_TOKENS, WHOLE
+from mmrl.objectives.discriminator import (
+    Discriminator,
+    Gan,
+    Pictures,
+    by_token,
+    reading,
+    unwrapped,
+)
 from mmrl.objectives.forward_process.base import mean_square, velocity
 from mmrl.objectives.policy_gradient import PolicyGradient
 from mmrl.policies.base import Policy, Reads
@@ -39,6 +48,14 @@ class Noising(Fields):
     noise: Tensor  # [B, *]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Judged(Noising):
+    """Holds a real picture beside it, and its noise at the same time."""
+
+    real: Tensor  # [B, *]
+    real_noise: Tensor  # [B, *]
+
+
 Range = tuple[float, float]
 
 
@@ -47,7 +64,7 @@ class DistributionMatching(PolicyGradient):
     """Match a many-step teacher's distribution by a student of few steps (DMD, as DMD2 has it).
 
     Yin et al. 2024, "One-step diffusion with distribution matching distillation", eq. 7 and 8, and
-    "Improved distribution matching distillation", without regression and GAN: the student samples
+    "Improved distribution matching distillation", without regression: the student samples
     by its own steps; at a random one it predicts the data, which gets fresh noise; there the
     teacher ("real") and a model of the student's own samples ("fake") say what the data are, and
     the student's prediction moves by their difference, over the mean distance of prediction and
@@ -58,6 +75,8 @@ class DistributionMatching(PolicyGradient):
     teacher: a policy with the student's latents and conditions; null: the weights the run begins
     with. guidance_scale: of the teacher. fake_lr: the learning rate of the fake model; null: that
     of the optimizer. time_range: between which times the scores are compared, 1 being noise.
+    gan: a discriminator on the hidden states of the fake model's middle block, which learns in its
+    steps to tell real pictures of the data from the student's predictions, both noised; null: none.
 
     Rewards say how far it has come; they are trained on only with ``reward_weight``, the weight of
     their policy gradient beside the matching (Jiang et al. 2025, "Distribution matching
@@ -81,6 +100,7 @@ class DistributionMatching(PolicyGradient):
         fake_lr: Annotated[float, Gt(0)] | None = None,
         time_range: Range = (0.02, 0.98),
         reward_weight: Annotated[float, Ge(0)] = 0.0,
+        gan: Gan | None = None,
         **options: Any,
     ):
         super().__init__(**options)
@@ -101,6 +121,7 @@ class DistributionMatching(PolicyGradient):
         self.fake_lr = fake_lr
         self.time_range = time_range
         self.reward_weight = reward_weight
+        self.judge = None if gan is None else Judge(gan)
         self.frozen = few_step.FrozenTeacher(teacher, guidance_scale, "objective.dmd.teacher")
         self.shares = (1.0, 1.0)  # of the matching and of the policy gradient, in this step
         self.single_paths = True
@@ -114,13 +135,20 @@ class DistributionMatching(PolicyGradient):
         yield from few_step.unfit(policy)
         if capabilities_of(policy) is not None and policy.tree is not None:
             yield "teacher", "the student's samples are single paths: leave out policy option tree"
+        can = capabilities_of(policy)
+        if self.judge is not None and can is not None and not can.demonstrations:
+            yield "gan", "this policy takes no pictures of others, which would be the real ones"
         yield from super().unfit(policy)
 
     def meet(self, policy: Policy) -> None:
         self.frozen.meet(policy)
 
     def critic(self) -> Critic:
-        return Critic(FAKE, FakeScore(self.time_range), self.fake_steps, self.fake_lr)
+        score = FakeScore(self.time_range, self.judge)
+        return Critic(FAKE, score, self.fake_steps, self.fake_lr, self.judge)
+
+    def stand_in(self, policy: Policy) -> None:
+        self.judge = None  # what counts passes has no pictures
 
     def couples(self, policy: Policy) -> Literal["", "rows", "groups"]:
         return ""  # its surrogates are of single decisions
@@ -161,6 +189,8 @@ class DistributionMatching(PolicyGradient):
         observe("dmd/direction", mean_square(direction), point.mask)
         # its gradient by the prediction is the direction, over the number of dimensions
         matching = mean_square(predicted - (predicted - direction).detach()) / 2
+        if self.judge is not None:
+            matching = matching + self.judge.fooled(policy, point, predicted)
         return self.shares[0] * matching if self.reward_weight else matching
 
     def state_dict(self) -> dict[str, Any]:
@@ -190,9 +220,11 @@ class FakeScore(Objective):
 
     needs: ClassVar[str] = "gaussian"
     time_range: Range = (0.02, 0.98)
+    judge: Judge | None = None
 
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
-        return [visited(policy, rollout, rng, self.time_range)]
+        point = visited(policy, rollout, rng, self.time_range)
+        return [point if self.judge is None else self.judge.shown(policy, rollout, point, rng)]
 
     def loss(self, policy: Policy, point: Point) -> Tensor:
         """Compute the loss under the fake weights, which are in force."""
@@ -201,9 +233,72 @@ class FakeScore(Objective):
         again = renoised(policy, point, predicted)
         process = few_step.many_step(few_step.process_of(policy))
         target = process.target(predicted, point.coupled(Noising).noise, again.time)
-        error = mean_square(velocity(policy.dist(again)) - target)
+        if self.judge is None:
+            output, judgement = velocity(policy.dist(again)), None
+        else:
+            output, judgement = self.judge.told_apart(policy, point, again)
+        error = mean_square(output - target)
         observe("error", error, point.mask)
-        return error
+        return error if judgement is None else error + judgement
+
+
+class Judge(Head):
+    """Is the discriminator of real pictures and the student's predictions, both noised."""
+
+    def __init__(self, options: Gan):
+        self.options = options
+        self.module = Discriminator()
+        self.pictures = Pictures(options.field)
+
+    def shown(self, policy: Policy, rollout: Rollout, point: Point, rng: Rng) -> Point:
+        """Put the real picture of each row's prompt beside a point."""
+        drawn = point.coupled(Noising)
+        real = self.pictures.latents(policy, rollout)
+        noise = rng.fold("real").normal(rollout.row_id, real.shape[1:], 0, real.dtype)
+        judged = Judged(time=drawn.time, noise=drawn.noise, real=real, real_noise=noise)
+        return point.replace(coupling=judged)
+
+    def told_apart(self, policy: Policy, point: Point, again: Point) -> tuple[Tensor, Tensor]:
+        """Pass noised predictions and noised pictures through the fake model at once. Returns its
+        output at the first [B, *], and the weighted loss [B, 1] of telling them apart."""
+        drawn = point.coupled(Judged)
+        process = few_step.many_step(few_step.process_of(policy))
+        state = noised(process, drawn.real, drawn.real_noise, drawn.time)
+        pairs = type(again).cat([again, few_step.at(point, state, drawn.time)])
+        with reading(policy.net, len(pairs)) as hidden:
+            output = velocity(policy.dist(pairs))[: len(point)]
+            fake, real = self.module(hidden()).to(output).chunk(2)
+        loss = softplus(fake) + softplus(-real)
+        observe("gan", loss.detach(), point.mask)
+        observe("gan_right", ((fake < 0).double() + (real > 0).double()) / 2, point.mask)
+        return output, self.options.critic_weight * loss
+
+    def fooled(self, policy: Policy, point: Point, predicted: Tensor) -> Tensor:
+        """Return the student's weighted loss [B, 1] at its predictions [B, *]: its gradient goes
+        through the fake model, whose weights and the head's it leaves alone. 0 before the
+        discriminator has begun to learn."""
+        if not self.module.grown:
+            return torch.zeros_like(point.mask, dtype=predicted.dtype)
+        with policy.weights.using(FAKE), unwrapped(policy), torch.enable_grad():
+            leaf = predicted.detach().requires_grad_()
+            with reading(policy.net, len(point)) as hidden:
+                policy.dist(renoised(policy, point, leaf))
+                verdict = self.module(hidden()).to(leaf)
+            loss = softplus(-verdict)
+            (slope,) = torch.autograd.grad(loss.sum(), leaf)
+        observe("dmd/gan", loss.detach(), point.mask)
+        along = (slope * (predicted - predicted.detach())).flatten(1).sum(1, keepdim=True)
+        return self.options.weight * (loss.detach() + along)
+
+    def measure(self, policy: Policy, point: Point) -> None:
+        with torch.no_grad(), reading(policy.net, len(point)) as hidden:
+            policy.dist(few_step.at(point, point.state, point.time))
+            width = by_token(hidden()).shape[-1]
+        self.module.grow(width, policy.dtype, policy.device)
+
+    def restore(self, policy: Policy, tensors: Mapping[str, Tensor]) -> None:
+        self.module.grow(tensors["layers.0.weight"].shape[0], policy.dtype, policy.device)
+        self.module.load_state_dict({name: tensors[name] for name in self.module.state_dict()})
 
 
 def visited(policy: Policy, rollout: Rollout, rng: Rng, time_range: Range) -> Point:

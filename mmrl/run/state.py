@@ -43,6 +43,8 @@ def capture(trainer: Trainer) -> tuple[Arrays, dict[str, Any]]:
     if (critic := trainer.update.critic) is not None:
         arrays["optimizer-critic"], states = _flatten(_optimizer_state(trainer, critic.inner))
         meta["critic"] = {"optimizer": states, "step": critic.inner.step}
+        if critic.critic.head is not None:
+            arrays["head-critic"], meta["critic"]["head"] = critic.head_state()
     if hasattr(trainer.scorer, "state_dict"):
         meta["rewards"] = trainer.scorer.state_dict()
     meta["objective"] = trainer.objective.state_dict()
@@ -102,6 +104,8 @@ def _restore_critic(trainer: Trainer, arrays: Arrays, meta: dict[str, Any] | Non
     tensors = _optimizer_tensors(trainer, arrays["optimizer-critic"])
     _load_optimizer(trainer, critic.inner, _unflatten(tensors, meta["optimizer"]))
     critic.inner.step = meta["step"]
+    if critic.critic.head is not None and "head-critic" in arrays:
+        critic.load_head_state(arrays["head-critic"], meta["head"])
 
 
 def _restore_pass_size(trainer: Trainer, meta: dict[str, Any]) -> None:

@@ -192,6 +192,20 @@ def test_counted_forwards_are_those_of_the_run(case, options, tmp_path):
     assert found.model.trained == trained and found.memory["optimizer"] == 8 * trained
 
 
+def test_decisions_beside_distribution_matching_are_counted(tmp_path):
+    """Passes of states and of decisions, as the run makes them."""
+    student = {"scheduler": "lcm", "guidance_scale": 1.0, "steps": 3}
+    objective = "dmd: {guidance_scale: 2.0, fake_steps: 3, reward_weight: 0.5}"
+    path = tiny("flux", tmp_path, objective, **student)
+    found = dry_run(path)
+    metrics = build.Session.of(build.read(path, [])).trainer().iterate()
+    assert found.counted.sampling + found.counted.training == metrics["forwards"]
+    assert found.counted.decisions == metrics["decisions"] == 16  # of two steps with noise
+    counts = _passes(measure(path, [], 1), 1)
+    # in two epochs a pass of the student's for each state, decision, and state of the fake model
+    assert counts["trained"] == 2 * (8 * (1 + 3) + 16) / 2
+
+
 def test_what_learns_beside_the_policy_is_counted(tmp_path):
     """Weights and optimizer state of distribution matching's fake model, as a tracked run holds
     them; its passes too."""

@@ -1,0 +1,161 @@
+"""The GAN of distribution matching distillation: a small head on the fake model's hidden states
+tells noised pictures of the data from noised samples of the student (DMD2)."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import torch
+from annotated_types import Ge, Gt
+from torch import Tensor, nn
+
+from mmrl.core.errors import UserError
+from mmrl.core.types import Prompt, Rollout
+from mmrl.policies.base import Policy
+from samplers.noise import Rng
+
+PLACE = "objective.dmd.gan"
+HELD = 4096  # encoded pictures that are remembered
+
+
+@dataclass(frozen=True)
+class Gan:
+    """Says how the discriminator counts.
+
+    weight: of the student's non-saturating loss, log(1 + exp(-D)) at its noised predictions; the
+    published code has 3e-3 and 5e-3. critic_weight: of the discriminator's own loss beside the fake
+    model's. field: of the data's row, that holds a real picture or video.
+    """
+
+    weight: Annotated[float, Gt(0)] = 3e-3
+    critic_weight: Annotated[float, Ge(0)] = 1e-2
+    field: str = "answer"
+
+
+class Discriminator(nn.Module):
+    """Judges hidden states, token by token: the mean of what a small network says of each.
+
+    It has no weights before ``grow`` knows how wide the states are.
+    """
+
+    layers: nn.Sequential
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential()
+
+    def grow(self, width: int, dtype: torch.dtype, device: torch.device | str) -> None:
+        """Make the weights, the same whoever makes them."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            layers = nn.Sequential(
+                nn.LayerNorm(width), nn.Linear(width, width), nn.SiLU(), nn.Linear(width, 1)
+            )
+        self.layers = layers.to(device, dtype)
+
+    @property
+    def grown(self) -> bool:
+        return len(self.layers) > 0
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Judge hidden states [B, tokens, width], [B, width] or [B, width, H, W] -> [B, 1]."""
+        weight = next(self.layers.parameters())
+        verdicts: Tensor = self.layers(by_token(hidden).to(weight.dtype))
+        return verdicts.flatten(1).mean(1, keepdim=True)
+
+
+def by_token(hidden: Tensor) -> Tensor:
+    """Put the channels of hidden states last: those of a UNet come before height and width."""
+    return hidden.flatten(2).transpose(1, 2) if hidden.ndim > 3 else hidden
+
+
+def middle_block(net: nn.Module) -> nn.Module:
+    """Return the middle block of a network: a UNet's own, or of its longest row of blocks. Raises
+    UserError where there is none."""
+    middle = getattr(net, "mid_block", None)
+    if isinstance(middle, nn.Module):
+        return middle
+    rows = [m for m in net.modules() if isinstance(m, (nn.ModuleList, nn.Sequential))]
+    longest = max(rows, key=len, default=nn.ModuleList())
+    if len(longest) < 2:
+        raise UserError(f"{PLACE}: the network has no row of blocks whose middle could be read")
+    return longest[len(longest) // 2]
+
+
+@contextmanager
+def reading(net: nn.Module, rows: int) -> Iterator[Callable[[], Tensor]]:
+    """Catch what the middle block gives in the next pass of ``rows`` rows through a network; the
+    block's tensor that has the most numbers, where it gives several. What is yielded returns it,
+    [rows, ...]: what fills a pass up comes behind them."""
+    caught: list[Tensor] = []
+
+    def catch(_: nn.Module, __: Any, output: Any) -> None:
+        parts = output if isinstance(output, (list, tuple)) else (output,)
+        tensors = [x for x in parts if isinstance(x, Tensor)]
+        if tensors:
+            caught.append(max(tensors, key=Tensor.numel))
+
+    def hidden() -> Tensor:
+        if sum(map(len, caught)) < rows:
+            raise UserError(
+                f"{PLACE}: nothing came out of the network's middle block, {type(block).__name__}; "
+                "it is for one network whose blocks are called in every pass"
+            )
+        return torch.cat(caught)[:rows] if len(caught) > 1 else caught[0][:rows]
+
+    block = middle_block(net)
+    handle = block.register_forward_hook(catch)
+    try:
+        yield hidden
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def unwrapped(policy: Policy) -> Iterator[None]:
+    """Let passes with gradients go through the bare network: what wraps it for many processes
+    would wait for a backward pass to the weights."""
+    trained = policy.trained
+    policy.trained = policy.net
+    try:
+        yield
+    finally:
+        policy.trained = trained
+
+
+class Pictures:
+    """Encodes the real pictures of prompts, and remembers the last of them, on the CPU."""
+
+    def __init__(self, field: str):
+        self.field = field
+        # by identity; the value is held, so that no other gets its identity
+        self.known: OrderedDict[int, tuple[Any, Tensor]] = OrderedDict()
+
+    def latents(self, policy: Policy, rollout: Rollout) -> Tensor:
+        """Return the latents [B, *] of the picture that each row's prompt holds."""
+        places, index = rollout.group.unique(return_inverse=True)
+        each = [self._encoded(policy, rollout.prompts[place]) for place in places.tolist()]
+        return torch.stack(each).to(rollout.sample)[index]
+
+    def _encoded(self, policy: Policy, prompt: Prompt) -> Tensor:
+        value = prompt.get(self.field)
+        if value is None:
+            place = prompt.get("origin") or repr(str(prompt.get("text", ""))[:60])
+            raise UserError(
+                f"{place}: no {self.field!r}, which holds a real picture for the discriminator; "
+                f"add it, or name another field with {PLACE}.field"
+            )
+        known = self.known.get(id(value))
+        if known is None:
+            picture = policy.open_answer(prompt, value)
+            encoded = policy.demonstrate([prompt], [picture], Rng.of("pictures"), score=False)
+            known = (value, encoded.sample[0].cpu())
+            self.known[id(value)] = known
+        self.known.move_to_end(id(value))
+        while len(self.known) > HELD:
+            self.known.popitem(last=False)
+        return known[1]

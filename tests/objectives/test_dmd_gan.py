@@ -1,0 +1,304 @@
+"""The discriminator of distribution matching: losses and gradients by hand, learning, what it
+needs."""
+
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import softplus
+
+from mmrl.config.options import TrainOptions
+from mmrl.core.errors import UserError
+from mmrl.core.registry import ADVANTAGES
+from mmrl.objectives.base import Critic
+from mmrl.objectives.discriminator import Discriminator, Gan, middle_block, reading
+from mmrl.objectives.distribution_matching import (
+    FAKE,
+    DistributionMatching,
+    FakeScore,
+    Judged,
+    Noising,
+)
+from mmrl.scoring import Scorer
+from mmrl.train.critic import SnapshotUpdate
+from mmrl.train.optimizers import adamw
+from mmrl.train.trainer import Trainer
+from samplers.noise import Rng
+from samplers.processes import Flow, noised
+from tests.fixtures import toys
+from tests.objectives.test_few_step import MEANS, Exact, Points, points_of, rows, spread
+from tests.run.test_resume import resumes
+
+
+def teacher():
+    return Exact(0.5)
+
+
+class Shifted(Exact):
+    """A teacher that is wrong: everything lies ``by`` further to the right."""
+
+    by = 1.0
+
+    def velocity(self, x, t, cond):
+        shift = torch.tensor([self.by, 0.0], dtype=x.dtype)
+        return super().velocity(x, t, {"mean": cond["mean"] + shift})
+
+
+def trainer_of(objective, steps=2, count=32, **options):
+    sizes = {"prompts_per_iteration": count, "group_size": 1, "train_batch_size": count}
+    return Trainer(
+        Points(steps=steps),
+        rows(64),
+        Scorer({"any": toys.reward}),
+        ADVANTAGES["dance_grpo"],
+        objective,
+        partial(adamw, lr=3e-3),
+        TrainOptions(**sizes | {"iterations": 1, "max_grad_norm": 1.0, "seed": 3} | options),
+    )
+
+
+def judged(policy, objective, count=6):
+    """A point of the fake model, and the head with its weights."""
+    for name in objective.snapshots:
+        policy.weights.keep(name)
+    with torch.no_grad():
+        rollout = policy.rollout(rows(count), 1, Rng.of("a"))
+    (point,) = objective.critic().objective.points(policy, rollout, Rng.of("b"))
+    objective.judge.measure(policy, point)
+    with torch.no_grad():
+        for parameter in objective.judge.module.parameters():
+            parameter.add_(0.05 * torch.arange(parameter.numel()).view(parameter.shape).sin())
+    return rollout, point
+
+
+def features(net, state, time, mean):
+    """What comes out of the middle block of the toy's row of layers."""
+    hidden = torch.cat([state, time[:, None], mean], 1)
+    middle = len(net) // 2
+    for layer in list(net)[: middle + 1]:
+        hidden = layer(hidden)
+    return hidden
+
+
+def test_the_critics_loss_and_gradients_by_hand():
+    policy = Points(steps=3)
+    objective = DistributionMatching(teacher=teacher, gan=Gan(critic_weight=0.3))
+    _, point = judged(policy, objective)
+    head = objective.judge.module
+    drawn = point.coupled(Judged)
+    places = [i % 2 for i in range(len(point))]
+    real = torch.stack([row["answer"] for row in rows(6)])
+    assert torch.equal(drawn.real, real)
+    assert (drawn.noise != drawn.real_noise).all()
+    with policy.weights.using(FAKE):
+        loss = objective.critic().objective.loss(policy, point)
+        loss.sum().backward()
+    slopes = [p.grad.clone() for p in (*policy.net.parameters(), *head.parameters())]
+    policy.net.zero_grad()
+    head.zero_grad()
+
+    mean = MEANS[places]
+    net = policy.net
+    with torch.no_grad():
+        state = torch.cat([point.state, point.time[:, None], mean], 1)
+        jump = point.state - point.time[:, None] * net(state)
+    tau = drawn.time
+    made = noised(Flow(), jump, drawn.noise, tau)
+    shown = noised(Flow(), real, drawn.real_noise, tau)
+    output = net(torch.cat([made, tau[:, None], mean], 1))
+    error = (output - (drawn.noise - jump)).square().mean(1)
+    told = softplus(head.layers(features(net, made, tau, mean)))[:, 0]
+    told = told + softplus(-head.layers(features(net, shown, tau, mean)))[:, 0]
+    torch.testing.assert_close(loss[:, 0], error + 0.3 * told)
+    (error + 0.3 * told).sum().backward()
+    for slope, parameter in zip(slopes, (*net.parameters(), *head.parameters())):
+        torch.testing.assert_close(slope, parameter.grad)
+        assert slope.abs().max() > 0
+
+
+def test_the_students_loss_and_gradient_by_hand():
+    """Its gradient goes through the fake model, whose weights it leaves alone."""
+    policy = Points(steps=3)
+    plain = DistributionMatching(teacher=teacher)
+    plain.meet(policy)
+    objective = DistributionMatching(teacher=teacher, gan=Gan(weight=0.7))
+    objective.meet(policy)
+    rollout, _ = judged(policy, objective)
+    fake = toys.mlp(5, 2).double()
+    with torch.no_grad():
+        for mine in policy.net.parameters():
+            mine.add_(0.1)  # the fake model stays behind
+    (point,) = objective.points(policy, rollout, Rng.of("c"))
+    alone = plain.loss(policy, point)
+    alone.sum().backward()
+    by_matching = [p.grad.clone() for p in policy.net.parameters()]
+    policy.net.zero_grad()
+    both = objective.loss(policy, point)
+    both.sum().backward()
+    slopes = [p.grad.clone() for p in policy.net.parameters()]
+    assert all(p.grad is None for p in objective.judge.module.parameters())
+    policy.net.zero_grad()
+
+    drawn = point.coupled(Noising)
+    mean = MEANS[[i % 2 for i in range(len(point))]]
+    net = policy.net
+    state = torch.cat([point.state, point.time[:, None], mean], 1)
+    jump = point.state - point.time[:, None] * net(state)
+    again = noised(Flow(), jump, drawn.noise, drawn.time)
+    verdict = objective.judge.module.layers(features(fake, again, drawn.time, mean))
+    fooled = 0.7 * softplus(-verdict)
+    torch.testing.assert_close(both, alone + fooled)
+    fooled.sum().backward()
+    for whole, part, parameter in zip(slopes, by_matching, net.parameters()):
+        torch.testing.assert_close(whole, part + parameter.grad)
+        assert parameter.grad.abs().max() > 0
+
+
+def test_without_it_nothing_is_changed():
+    """Nor before it has weights, as where gradients of rewards are compared first."""
+    policy = Points(steps=3)
+    plain = DistributionMatching(teacher=teacher)
+    early = DistributionMatching(teacher=teacher, gan=Gan(weight=1.0))
+    (first,) = points_of(policy, early, rows(6))
+    plain.meet(policy)
+    assert torch.equal(plain.loss(policy, first), early.loss(policy, first))
+    assert plain.critic().head is None and plain.judge is None
+    (point,) = points_of(policy, plain, rows(6))
+    (fake,) = FakeScore().points(policy, policy.rollout(rows(6), 1, Rng.of("a")), Rng.of("b"))
+    assert type(point.coupling) is Noising is type(fake.coupling)
+
+
+def test_the_data_correct_a_teacher_that_is_wrong():
+    def off(gan):
+        objective = DistributionMatching(
+            teacher=partial(Shifted, 0.5), fake_steps=3, fake_lr=1e-2, gan=gan
+        )
+        one = trainer_of(objective)
+        for _ in range(80):
+            metrics = one.iterate()
+        return *spread(one.policy, 2), metrics
+
+    without, _, plain = off(None)
+    distance, width, metrics = off(Gan(weight=1.0, critic_weight=1.0))
+    assert without > 0.8, without  # where the teacher is
+    assert distance < 0.6 * without and 0.2 < width < 0.9, (distance, width)
+    assert {"dmd/gan", "fake/gan", "fake/gan_right"} <= set(metrics)
+    assert not {"dmd/gan", "fake/gan"} & set(plain)
+
+
+def test_a_run_resumes_to_the_bit(tmp_path):
+    def fresh():
+        objective = DistributionMatching(teacher=teacher, gan=Gan(weight=0.5), reward_weight=0.3)
+        return trainer_of(
+            objective,
+            count=4,
+            group_size=2,
+            train_batch_size=8,
+            micro_batch_size=3,
+            ema=0.9,
+            precision="bf16",
+        )
+
+    resumes(fresh, tmp_path)
+
+
+@pytest.mark.parametrize("micro", [1, 3])
+def test_passes_change_nothing(micro):
+    def weights(size):
+        objective = DistributionMatching(teacher=teacher, gan=Gan(weight=0.5, critic_weight=0.5))
+        one = trainer_of(objective, count=4, micro_batch_size=size)
+        one.iterate()
+        head = objective.judge.module
+        return torch.cat([p.flatten() for p in (*one.policy.net.parameters(), *head.parameters())])
+
+    torch.testing.assert_close(weights(micro), weights(4), rtol=0, atol=1e-6)
+
+
+# --------------------------------------------------------------------------------------------------
+# networks
+
+
+def test_hidden_states_of_the_middle_of_diffusers_networks():
+    import diffusers
+
+    unet = diffusers.UNet2DModel(
+        sample_size=8,
+        block_out_channels=(8, 16),
+        norm_num_groups=4,
+        layers_per_block=1,
+        down_block_types=("DownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "UpBlock2D"),
+    )
+    assert middle_block(unet) is unet.mid_block
+    head = Discriminator()
+    with reading(unet, 3) as hidden:
+        unet(torch.randn(3, 3, 8, 8), 1)
+    assert hidden().shape[:2] == (3, 16)
+    head.grow(16, torch.float32, "cpu")
+    assert head(hidden()).shape == (3, 1)
+    before = [p.clone() for p in head.parameters()]
+    head.grow(16, torch.float32, "cpu")
+    assert all(torch.equal(x, y) for x, y in zip(before, head.parameters()))
+
+    net = diffusers.SD3Transformer2DModel(
+        sample_size=4,
+        patch_size=1,
+        in_channels=4,
+        out_channels=4,
+        num_layers=3,
+        attention_head_dim=8,
+        num_attention_heads=2,
+        caption_projection_dim=16,
+        joint_attention_dim=8,
+        pooled_projection_dim=8,
+        pos_embed_max_size=4,
+    )
+    assert middle_block(net) is net.transformer_blocks[1]
+    with reading(net, 2) as hidden:
+        net(
+            torch.randn(2, 4, 4, 4),
+            encoder_hidden_states=torch.randn(2, 5, 8),
+            pooled_projections=torch.randn(2, 8),
+            timestep=torch.tensor([1.0, 2.0]),
+        )
+    assert hidden().shape == (2, 16, 16)  # the picture's tokens, of which there are more
+
+
+@pytest.mark.parametrize(
+    ("net", "says"),
+    [
+        (nn.Linear(2, 2), "the network has no row of blocks"),
+        (nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]), "nothing came out of .* middle block"),
+    ],
+)
+def test_networks_that_cannot_be_read_are_refused(net, says):
+    with pytest.raises(UserError, match=says), reading(net, 1) as hidden:
+        hidden()
+
+
+# --------------------------------------------------------------------------------------------------
+# what does not fit
+
+
+def test_a_prompt_without_a_picture_is_named():
+    objective = DistributionMatching(teacher=teacher, gan=Gan(field="photo"))
+    with pytest.raises(UserError, match="'0': no 'photo', which holds a real picture"):
+        judged(Points(steps=2), objective)
+
+
+def test_a_policy_without_demonstrations_is_refused():
+    objective = DistributionMatching(gan=Gan())
+    reasons = dict(objective.unfit(toys.make("flow")))
+    assert "takes no pictures of others" in reasons["gan"]
+    assert "gan" not in dict(DistributionMatching().unfit(toys.make("flow")))
+
+
+def test_shards_are_refused():
+    device = SimpleNamespace(scales_loss=False, sharded=True, optimizer_of=lambda *_: None)
+    objective = DistributionMatching(teacher=teacher, gan=Gan())
+    options = TrainOptions(prompts_per_iteration=4, group_size=1, train_batch_size=4, iterations=1)
+    with pytest.raises(UserError, match="objective.dmd.gan: .* FSDP2 gathers and frees"):
+        SnapshotUpdate(objective.critic(), Points(steps=2), adamw, options, device)
+    assert isinstance(objective.critic(), Critic)
