@@ -162,9 +162,11 @@ def state_of(net: nn.Module) -> Hashable:
 
 
 def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        value = list(value.values())
     if isinstance(value, (list, tuple)):
-        return all(_is_plain(x) for x in value)
-    return value is None or isinstance(value, (bool, int, float, str))
+        return bool(value) and all(_is_plain(x) for x in value)
+    return isinstance(value, (bool, int, float, str))
 
 
 def _apart(work: Callable[..., Any]) -> Callable[..., Any]:

@@ -9,15 +9,15 @@ compiler builds once for each size of heads.
 from __future__ import annotations
 
 import ctypes
-import sys
-import warnings
 from collections.abc import Callable, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from mmrl.policies import native
+from mmrl.policies.native import at, threads
 
 SOURCE = Path(__file__).with_name("attention.cpp")
 VECTOR = 16  # numbers of a register
@@ -59,28 +59,14 @@ def serves(size: int, keys: Tensor) -> bool:
         and keys.dtype == torch.float32
         and size % VECTOR == 0
         and size <= LARGEST
-        and sys.platform == "linux"
-        and torch.backends.cpu.get_cpu_capability() == "AVX512"
+        and native.able()
         and _library(size) is not None
     )
 
 
-@cache
 def _library(size: int) -> ctypes.CDLL | None:
-    """Build the code for heads of this size; None, with a warning: it cannot be built here."""
-    from torch._inductor.codecache import CppCodeCache
-
-    try:
-        library: ctypes.CDLL = CppCodeCache.load(f"#define HEAD {size}\n{SOURCE.read_text()}")
-        for name in ("attend", "attend_backward", "attend_step"):
-            getattr(library, name).restype = None
-    except Exception as error:  # a compiler's, of any kind: torch's own attention serves too
-        warnings.warn(
-            f"policy option compile: {SOURCE.name} is not built, torch attends ({error})",
-            stacklevel=2,
-        )
-        return None
-    return library
+    """Return the code for heads of this size, which is built when it is first asked for."""
+    return native.library(SOURCE, f"#define HEAD {size}")
 
 
 def _built(size: int) -> ctypes.CDLL:
@@ -144,7 +130,7 @@ def _attend(
     lse = q.new_empty(batch, heads, tokens)
     described, _kept = _pass(q, k, v, pk, pv, rows, start, scale)
     _built(size).attend(
-        ctypes.byref(described), _at(out), _at(lse), _LONGS(torch.get_num_threads())
+        ctypes.byref(described), at(out), at(lse), threads()
     )
     return out, lse
 
@@ -160,8 +146,8 @@ def _attend_backward(
         *(x.new_zeros(x.shape) for x in (pk, pv)),
     )
     _built(q.shape[-1]).attend_backward(
-        ctypes.byref(described), *map(_at, (out, lse, gradient, *gradients)),
-        _LONGS(torch.get_num_threads()),
+        ctypes.byref(described), *map(at, (out, lse, gradient, *gradients)),
+        threads(),
     )
     return gradients
 
@@ -180,14 +166,8 @@ def _attend_step(
         seen.stride(0), q.stride(0), q.stride(1),
         *(x.stride(axis) for x in (k, v, pk, pv) for axis in range(3)),
     )
-    _built(size).attend_step(ctypes.byref(step), _at(out), _LONGS(torch.get_num_threads()))
+    _built(size).attend_step(ctypes.byref(step), at(out), threads())
     return out
-
-
-def _at(x: Tensor) -> ctypes.c_void_p:
-    if x.dtype != torch.float32:
-        raise TypeError(f"attention in float32, not {x.dtype}")
-    return _POINTER(x.data_ptr())
 
 
 def _fake_attend(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
