@@ -219,6 +219,7 @@ class Update:
     ) -> None:
         """Pass forward and backward over all points, ``rows`` at a time; ``graphs``: forward passes
         that sampling made already, through which the gradient goes back at the end."""
+        rows = self.policy.rows_of_pass(rows)
         count, passes = self.passes.cut(batch, points, rows, rng, couple=True)
         of_rows = points.passes(rows)  # the others are idle
         mode = self.options.loss_agg_mode

@@ -159,9 +159,9 @@ inline void queries(const Pass& p, long row, long head, long first, float* q) {
     }
 }
 
-// Turns exponents s [columns] of n columns into weights that sum to 1, 0 behind them up to
-// ``used``; returns the logarithm of their sum before.
-inline float normalised(float* s, long n, long used) {
+// Turns exponents s [columns] of n columns into weights relative to the largest, 0 behind them up to
+// ``used``; returns the largest exponent and, in ``total``, the sum of weights.
+inline float weights(float* s, long n, long used, float* total) {
   Vec top = _mm512_set1_ps(LOWEST);
   for (long j = 0; j < n; j += 16)
     top = _mm512_mask_max_ps(top, below(n - j), top, _mm512_loadu_ps(s + j));
@@ -173,11 +173,8 @@ inline float normalised(float* s, long n, long used) {
     sum = _mm512_add_ps(sum, x);
     _mm512_storeu_ps(s + j, x);
   }
-  const float total = _mm512_reduce_add_ps(sum);
-  const Vec factor = _mm512_set1_ps(1.0f / total);
-  for (long j = 0; j < n; j += 16)
-    _mm512_storeu_ps(s + j, _mm512_mul_ps(_mm512_loadu_ps(s + j), factor));
-  return highest + std::log(total);
+  *total = _mm512_reduce_add_ps(sum);
+  return highest;
 }
 
 // Gradients of one block of queries: of its exponents, by which those of keys and queries go.
@@ -243,19 +240,20 @@ void attend(const Pass* pass, float* out, float* lse, long threads) {
       c.read(p, row, g, false);
       for (long head = g * each; head < (g + 1) * each; head++)
         for (long first = 0; first < p.T; first += Q) {
-          float q[Q * D], sums[Q * D];
+          float q[Q * D], sums[Q * D], totals[Q];
           const long last = std::min(first + Q, p.T), used = padded(c.before + last);
           queries(p, row, head, first, q);
           exponents(q, c.kt.data(), c.size, used, s.data());
           for (long i = 0; i < Q; i++) {
             const long t = std::min(first + i, last - 1);
-            const float total = normalised(s.data() + i * c.size, c.before + t + 1, used);
-            if (first + i < last) lse[(row * p.H + head) * p.T + t] = total;
+            const float top = weights(s.data() + i * c.size, c.before + t + 1, used, totals + i);
+            if (first + i < last) lse[(row * p.H + head) * p.T + t] = top + std::log(totals[i]);
           }
           weighed(s.data(), c.v.data(), c.size, c.before + last, sums);
           for (long t = first; t < last; t++)
-            std::memcpy(out + ((row * p.T + t) * p.H + head) * D, sums + (t - first) * D,
-                        D * sizeof(float));
+            for (long d = 0; d < D; d++)
+              out[((row * p.T + t) * p.H + head) * D + d] =
+                  sums[(t - first) * D + d] / totals[t - first];
         }
     }
   }

@@ -106,9 +106,7 @@ class Layout(NamedTuple):
 class Cascade:
     """Holds P prompts and, of B rows that continue them, the keys and values of answers only."""
 
-    def __init__(
-        self, prompts: Sequence[KV], mask: Tensor, rows: Tensor, compiled: bool = False
-    ):
+    def __init__(self, prompts: Sequence[KV], mask: Tensor, rows: Tensor, compiled: bool = False):
         """Take keys and values [P, heads, S, D] of all layers, their mask [P, S] and the prompt of
         every row [B]. ``compiled``: most steps are made by graphs."""
         # laid out as chosen prompts are: a compiled graph is of one layout

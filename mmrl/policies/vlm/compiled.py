@@ -8,9 +8,11 @@ they stand. What is computed is what the other passes compute, rounded in other 
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -54,9 +56,10 @@ class Compiled:
     def compile(self, work: Callable[..., Any], trusts: bool = False) -> Callable[..., Any]:
         """Compile a function whose graphs are its own; ``trusts``: calls do not look at the
         network, which is in the state that it was compiled in."""
-        options = {"guard_filter_fn": _of_arguments} if trusts else None
+        work = _apart(work)
+        options = {"guard_filter_fn": partial(_of_arguments, work)} if trusts else None
         compiled: Callable[..., Any] = torch.compile(
-            _apart(work), fullgraph=True, dynamic=True, backend=self.backend, options=options
+            work, fullgraph=True, dynamic=True, backend=self.backend, options=options
         )
         return compiled
 
@@ -162,12 +165,14 @@ def state_of(net: nn.Module) -> Hashable:
 
 
 def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        value = list(value.values())
     if isinstance(value, (list, tuple)):
-        return all(_is_plain(x) for x in value)
-    return value is None or isinstance(value, (bool, int, float, str))
+        return bool(value) and all(_is_plain(x) for x in value)
+    return isinstance(value, (bool, int, float, str))
 
 
-def _apart(work: Callable[..., Any]) -> Callable[..., Any]:
+def _apart(work: Callable[..., Any]) -> FunctionType:
     """Copy a function with code of its own: graphs are listed by code, and every call of one
     policy would search those of all."""
     assert isinstance(work, FunctionType)
@@ -175,9 +180,13 @@ def _apart(work: Callable[..., Any]) -> Callable[..., Any]:
     return FunctionType(code, work.__globals__, work.__name__, None, work.__closure__)
 
 
-def _of_arguments(guards: Sequence[Any]) -> list[bool]:
-    """Choose of a graph's guards those that do not look at the network."""
-    return [not guard.name.startswith(("net.", "L['net'].")) for guard in guards]
+def _of_arguments(work: FunctionType, guards: Sequence[Any]) -> list[bool]:
+    """Choose of the guards of a function's graphs those that look at its arguments, or at torch's
+    modes; the others look at what it closes over and at modules."""
+    code = work.__code__
+    arguments = set(code.co_varnames[: code.co_argcount])
+    roots = [re.match(r"(?:L\[')?(\w+)", guard.name) for guard in guards]
+    return [root is None or root[1] in arguments for root in roots]
 
 
 def changes(warp: Warp) -> bool:

@@ -1,23 +1,22 @@
-"""Attends in float32 on CPUs with AVX-512 where passes are compiled: answers to their prompts, which
-many rows read from one copy, and to themselves.
+"""Attends in float32 on CPUs with AVX-512 where passes are compiled: answers to their prompts,
+which many rows read from one copy, and to themselves.
 
-torch's kernels want a copy of the prompt for every row and compute what lies ahead of a token too;
-with small heads they reach a third of the speed. The code is ``attention.cpp``, which the inductor's
-compiler builds once for each size of heads.
+torch's kernels want a copy of the prompt for every row and compute what lies ahead of a token too.
+The code is ``attention.cpp``, which the inductor's compiler builds once for each size of heads.
 """
 
 from __future__ import annotations
 
 import ctypes
-import sys
-import warnings
 from collections.abc import Callable, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from mmrl.policies import native
+from mmrl.policies.native import at, threads
 
 SOURCE = Path(__file__).with_name("attention.cpp")
 VECTOR = 16  # numbers of a register
@@ -59,28 +58,14 @@ def serves(size: int, keys: Tensor) -> bool:
         and keys.dtype == torch.float32
         and size % VECTOR == 0
         and size <= LARGEST
-        and sys.platform == "linux"
-        and torch.backends.cpu.get_cpu_capability() == "AVX512"
+        and native.able()
         and _library(size) is not None
     )
 
 
-@cache
 def _library(size: int) -> ctypes.CDLL | None:
-    """Build the code for heads of this size; None, with a warning: it cannot be built here."""
-    from torch._inductor.codecache import CppCodeCache
-
-    try:
-        library: ctypes.CDLL = CppCodeCache.load(f"#define HEAD {size}\n{SOURCE.read_text()}")
-        for name in ("attend", "attend_backward", "attend_step"):
-            getattr(library, name).restype = None
-    except Exception as error:  # a compiler's, of any kind: torch's own attention serves too
-        warnings.warn(
-            f"policy option compile: {SOURCE.name} is not built, torch attends ({error})",
-            stacklevel=2,
-        )
-        return None
-    return library
+    """Return the code for heads of this size, which is built when it is first asked for."""
+    return native.library(SOURCE, f"#define HEAD {size}")
 
 
 def _built(size: int) -> ctypes.CDLL:
@@ -120,7 +105,14 @@ def _elements(x: Tensor) -> Tensor:
 
 
 def _pass(
-    q: Tensor, k: Tensor, v: Tensor, pk: Tensor, pv: Tensor, rows: Tensor, start: Tensor, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pk: Tensor,
+    pv: Tensor,
+    rows: Tensor,
+    start: Tensor,
+    scale: float,
 ) -> tuple[_Pass, list[Tensor]]:
     """Describe a pass; the tensors must live as long as it."""
     q, k, v = (_elements(x) for x in (q, k, v))
@@ -128,8 +120,14 @@ def _pass(
     rows, start = (x.contiguous() for x in (rows, start))
     tensors = [rows, start, q, k, v, pk, pv]
     described = _Pass(
-        q.shape[0], q.shape[2], pk.shape[0], pk.shape[2], q.shape[1], k.shape[1],
-        *(x.data_ptr() for x in (rows, start)), scale,
+        q.shape[0],
+        q.shape[2],
+        pk.shape[0],
+        pk.shape[2],
+        q.shape[1],
+        k.shape[1],
+        *(x.data_ptr() for x in (rows, start)),
+        scale,
         *(x.data_ptr() for x in (q, k, v, pk, pv)),
         *(x.stride(axis) for x in (q, k, v) for axis in range(3)),
     )
@@ -137,21 +135,35 @@ def _pass(
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, pk: Tensor, pv: Tensor, rows: Tensor, start: Tensor, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pk: Tensor,
+    pv: Tensor,
+    rows: Tensor,
+    start: Tensor,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
     batch, heads, tokens, size = q.shape
     out = q.new_empty(batch, tokens, heads, size)
     lse = q.new_empty(batch, heads, tokens)
     described, _kept = _pass(q, k, v, pk, pv, rows, start, scale)
-    _built(size).attend(
-        ctypes.byref(described), _at(out), _at(lse), _LONGS(torch.get_num_threads())
-    )
+    _built(size).attend(ctypes.byref(described), at(out), at(lse), threads())
     return out, lse
 
 
 def _attend_backward(
-    q: Tensor, k: Tensor, v: Tensor, pk: Tensor, pv: Tensor, rows: Tensor, start: Tensor,
-    out: Tensor, lse: Tensor, gradient: Tensor, scale: float,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pk: Tensor,
+    pv: Tensor,
+    rows: Tensor,
+    start: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    gradient: Tensor,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     described, _kept = _pass(q, k, v, pk, pv, rows, start, scale)
     gradient, out, lse = (x.contiguous() for x in (gradient, out, lse))
@@ -160,34 +172,50 @@ def _attend_backward(
         *(x.new_zeros(x.shape) for x in (pk, pv)),
     )
     _built(q.shape[-1]).attend_backward(
-        ctypes.byref(described), *map(_at, (out, lse, gradient, *gradients)),
-        _LONGS(torch.get_num_threads()),
+        ctypes.byref(described),
+        *map(at, (out, lse, gradient, *gradients)),
+        threads(),
     )
     return gradients
 
 
 def _attend_step(
-    q: Tensor, k: Tensor, v: Tensor, pk: Tensor, pv: Tensor, rows: Tensor, start: Tensor,
-    seen: Tensor, scale: float,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pk: Tensor,
+    pv: Tensor,
+    rows: Tensor,
+    start: Tensor,
+    seen: Tensor,
+    scale: float,
 ) -> Tensor:
     batch, heads, _, size = q.shape
     out = q.new_empty(batch, 1, heads, size)
     q, k, v, pk, pv, seen = (_elements(x) for x in (q, k, v, pk, pv, seen))
     step = _Step(
-        batch, pk.shape[0], pk.shape[2], heads, k.shape[1], k.shape[2],
-        rows.data_ptr(), start.data_ptr(), seen.data_ptr(), scale,
-        q.data_ptr(), k.data_ptr(), v.data_ptr(), pk.data_ptr(), pv.data_ptr(),
-        seen.stride(0), q.stride(0), q.stride(1),
+        batch,
+        pk.shape[0],
+        pk.shape[2],
+        heads,
+        k.shape[1],
+        k.shape[2],
+        rows.data_ptr(),
+        start.data_ptr(),
+        seen.data_ptr(),
+        scale,
+        q.data_ptr(),
+        k.data_ptr(),
+        v.data_ptr(),
+        pk.data_ptr(),
+        pv.data_ptr(),
+        seen.stride(0),
+        q.stride(0),
+        q.stride(1),
         *(x.stride(axis) for x in (k, v, pk, pv) for axis in range(3)),
     )
-    _built(size).attend_step(ctypes.byref(step), _at(out), _LONGS(torch.get_num_threads()))
+    _built(size).attend_step(ctypes.byref(step), at(out), threads())
     return out
-
-
-def _at(x: Tensor) -> ctypes.c_void_p:
-    if x.dtype != torch.float32:
-        raise TypeError(f"attention in float32, not {x.dtype}")
-    return _POINTER(x.data_ptr())
 
 
 def _fake_attend(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:

@@ -39,6 +39,10 @@ from samplers.noise import Rng
 from samplers.warp import Warp
 
 Encoded = dict[str, Tensor]
+# answer tokens of a pass of the update on a CPU, whose activations stay in its cache and in memory
+# that the process has already; and the fewest rows, which share prompts
+TOKENS = 2**13
+ROWS = 8
 KEPT = 2**28  # bytes of encoded prompts that are kept from one iteration to the next
 
 
@@ -81,6 +85,11 @@ class Passes(TokenPolicy):
             self.active(), point.cond, point.group, point.target, where, point.routes
         )
         return AnswerTokens(self, point, where, hidden, scored)
+
+    def rows_of_pass(self, rows: int) -> int:
+        if self.device.type != "cpu" or distributed.world()[1] > 1:
+            return rows
+        return min(rows, max(ROWS, TOKENS // self.ending.tokens))
 
     def prompt_states(self, prompts: list[Prompt]) -> Tensor:
         """Return the network's own hidden state [P, H] at the last token of every prompt, its
