@@ -126,6 +126,9 @@ class Objective(ABC):
         """Look at the policy before the first iteration; load what is needed beside it. Raises
         UserError where something does not fit it."""
 
+    def check(self, policy: Policy, prompts: Sequence[Prompt]) -> None:
+        """Raise UserError, with file and line, if a row lacks what the objective reads of it."""
+
     def stand_in(self, policy: Policy) -> None:
         """Take the policy for what ``meet`` would load, as a dry run does, which only counts."""
 

@@ -26,9 +26,9 @@ HELD = 4096  # encoded pictures that are remembered
 class Gan:
     """Says how the discriminator counts.
 
-    weight: of the student's non-saturating loss, log(1 + exp(-D)) at its noised predictions; the
-    published code has 3e-3 and 5e-3. critic_weight: of the discriminator's own loss beside the fake
-    model's. field: of the data's row, that holds a real picture or video.
+    weight: of the student's non-saturating loss, log(1 + exp(-D)) at its noised predictions.
+    critic_weight: of the discriminator's own loss beside the fake model's. Both defaults are those
+    of the published code. field: of the data's row, that holds a real picture or video.
     """
 
     weight: Annotated[float, Gt(0)] = 3e-3
@@ -141,14 +141,21 @@ class Pictures:
         each = [self._encoded(policy, rollout.prompts[place]) for place in places.tolist()]
         return torch.stack(each).to(rollout.sample)[index]
 
-    def _encoded(self, policy: Policy, prompt: Prompt) -> Tensor:
+    def check(self, policy: Policy, prompt: Prompt) -> None:
+        """Raise UserError, with file and line, if a row has no picture that can be opened."""
         value = prompt.get(self.field)
+        place = prompt.get("origin") or repr(str(prompt.get("text", ""))[:60])
         if value is None:
-            place = prompt.get("origin") or repr(str(prompt.get("text", ""))[:60])
             raise UserError(
                 f"{place}: no {self.field!r}, which holds a real picture for the discriminator; "
                 f"add it, or name another field with {PLACE}.field"
             )
+        if why := policy.unreadable(prompt, value):
+            raise UserError(f"{place}: {why}")
+
+    def _encoded(self, policy: Policy, prompt: Prompt) -> Tensor:
+        self.check(policy, prompt)
+        value = prompt[self.field]
         known = self.known.get(id(value))
         if known is None:
             picture = policy.open_answer(prompt, value)

@@ -18,7 +18,7 @@ from mmrl.core.distributed import all_sum
 from mmrl.core.errors import UserError
 from mmrl.core.metrics import observe
 from mmrl.core.registry import LATER, OBJECTIVES, POLICIES
-from mmrl.core.types import Fields, Point, Rollout, SamplerState, Transition
+from mmrl.core.types import Fields, Point, Prompt, Rollout, SamplerState, Transition
 from mmrl.core.weights import LIVE
 from mmrl.objectives import few_step
 from mmrl.objectives.base import Critic, Head, Objective
@@ -142,6 +142,11 @@ class DistributionMatching(PolicyGradient):
 
     def meet(self, policy: Policy) -> None:
         self.frozen.meet(policy)
+
+    def check(self, policy: Policy, prompts: Sequence[Prompt]) -> None:
+        if self.judge is not None:
+            for prompt in prompts:
+                self.judge.pictures.check(policy, prompt)
 
     def critic(self) -> Critic:
         score = FakeScore(self.time_range, self.judge)

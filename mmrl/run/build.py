@@ -134,8 +134,10 @@ class Session:
     def trainer(self) -> Trainer:
         objective = self.config.build("objective", OBJECTIVES)
         train = self.source.train
+        rows = self.source.train
         if objective.supervised:
-            objective.check(self.policy, [*self.source.train, *self.source.held_out])
+            rows = [*rows, *self.source.held_out]
+        objective.check(self.policy, rows)
         if self.options.preferences is not None:
             train = self._compared(self.options.preferences)
         return Trainer(

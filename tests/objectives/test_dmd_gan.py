@@ -286,6 +286,12 @@ def test_a_prompt_without_a_picture_is_named():
     objective = DistributionMatching(teacher=teacher, gan=Gan(field="photo"))
     with pytest.raises(UserError, match="'0': no 'photo', which holds a real picture"):
         judged(Points(steps=2), objective)
+    with pytest.raises(UserError, match="'0': no 'photo', which holds a real picture"):
+        objective.check(Points(steps=2), rows(3))
+    lost = [{"text": "a cat", "photo": "nowhere.png", "origin": "rows.jsonl:7"}]
+    with pytest.raises(UserError, match="rows.jsonl:7: .*nowhere.png"):
+        objective.check(Points(steps=2), lost)
+    DistributionMatching(teacher=teacher).check(Points(steps=2), lost)
 
 
 def test_a_policy_without_demonstrations_is_refused():
