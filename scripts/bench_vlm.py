@@ -437,9 +437,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             rows = replace(work, micro_batch=work.micro_batch or 8, prompts=4, tokens=16)
             report["memory"] = memory(folder, rows, [8, 16, 32])
     if args.only and args.out.with_suffix(".json").exists():
-        earlier = _earlier(json.loads(args.out.with_suffix(".json").read_text()), report)
-        if earlier["curves"] or earlier.get("memory"):
-            report["earlier"] = earlier
+        report["earlier"] = _earlier(json.loads(args.out.with_suffix(".json").read_text()), report)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
     args.out.with_suffix(".md").write_text(measuring.vlm_page(report))

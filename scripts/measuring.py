@@ -183,7 +183,8 @@ def vlm_page(report: dict[str, Any]) -> str:
         "most: others used the machine, which slows down both.",
     ]
     lines += [*_vlm_curves(report["curves"]), *_vlm_memory(report.get("memory", []))]
-    if earlier := report.get("earlier"):
+    earlier = report.get("earlier")
+    if earlier and (earlier["curves"] or earlier.get("memory")):
         before = earlier["machine"]
         lines += [
             "",

@@ -70,4 +70,9 @@ def test_answers_that_end_by_themselves_are_shown_by_their_mean_length():
     page = measuring.vlm_page(report)
     assert page.count("## ends") == 1 == page.count("## group size")
     assert "on then, commit 0, 2 threads" in page and "| 8 | 2.0 |" in page
+    report["earlier"] = load("bench_vlm")._earlier(before | {"curves": {"ends": [case]}}, report)
+    report["memory"] = before["memory"]
+    assert "Not measured again" in measuring.vlm_page(report)  # its memory is
+    report["earlier"].pop("memory")
+    assert "Not measured again" not in measuring.vlm_page(report)
     assert "250 and 260 on average, at most 512 | 2.00 (1.50 - 2.50) |" in page

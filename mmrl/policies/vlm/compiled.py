@@ -57,7 +57,9 @@ class Compiled:
         """Compile a function whose graphs are its own; ``trusts``: calls do not look at the
         network, which is in the state that it was compiled in."""
         work = _apart(work)
-        options = {"guard_filter_fn": partial(_of_arguments, work)} if trusts else None
+        options: dict[str, Any] | None = (
+            {"guard_filter_fn": partial(_of_arguments, work)} if trusts else None
+        )
         compiled: Callable[..., Any] = torch.compile(
             work, fullgraph=True, dynamic=True, backend=self.backend, options=options
         )

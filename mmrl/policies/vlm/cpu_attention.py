@@ -22,33 +22,38 @@ SOURCE = Path(__file__).with_name("attention.cpp")
 VECTOR = 16  # numbers of a register
 LARGEST = 256  # head
 
-_COUNTS = ("B", "T", "P", "S", "H", "G")
-_LONGS = ctypes.c_long
-_POINTER = ctypes.c_void_p
+
+def _pointers(*names: str) -> list[tuple[str, Any]]:
+    return [(name, ctypes.c_void_p) for name in names]
+
+
+def _longs(*names: str) -> list[tuple[str, Any]]:
+    return [(name, ctypes.c_long) for name in names]
+
+
+def _strides(*names: str) -> list[tuple[str, Any]]:
+    return _longs(*(f"{name}_{axis}" for name in names for axis in ("row", "head", "token")))
 
 
 class _Pass(ctypes.Structure):
-    _fields_ = (
-        [(name, _LONGS) for name in _COUNTS]
-        + [("rows", _POINTER), ("start", _POINTER), ("scale", ctypes.c_float)]
-        + [(name, _POINTER) for name in ("q", "k", "v", "pk", "pv")]
-        + [(f"{name}_{axis}", _LONGS) for name in "qkv" for axis in ("row", "head", "token")]
-    )
+    _fields_ = [
+        *_longs("B", "T", "P", "S", "H", "G"),
+        *_pointers("rows", "start"),
+        ("scale", ctypes.c_float),
+        *_pointers("q", "k", "v", "pk", "pv"),
+        *_strides("q", "k", "v"),
+    ]
 
 
 class _Step(ctypes.Structure):
-    _fields_ = (
-        [(name, _LONGS) for name in ("B", "P", "S", "H", "G", "n")]
-        + [(name, _POINTER) for name in ("rows", "start", "seen")]
-        + [("scale", ctypes.c_float)]
-        + [(name, _POINTER) for name in ("q", "k", "v", "pk", "pv")]
-        + [(name, _LONGS) for name in ("seen_row", "q_row", "q_head")]
-        + [
-            (f"{name}_{axis}", _LONGS)
-            for name in ("k", "v", "pk", "pv")
-            for axis in ("row", "head", "token")
-        ]
-    )
+    _fields_ = [
+        *_longs("B", "P", "S", "H", "G", "n"),
+        *_pointers("rows", "start", "seen"),
+        ("scale", ctypes.c_float),
+        *_pointers("q", "k", "v", "pk", "pv"),
+        *_longs("seen_row", "q_row", "q_head"),
+        *_strides("k", "v", "pk", "pv"),
+    ]
 
 
 def serves(size: int, keys: Tensor) -> bool:
@@ -82,21 +87,20 @@ class Direct(NamedTuple):
     start: Tensor  # [P] long: the first column of each prompt that is no padding
 
     def attend(
-        self, layer: int, query: Tensor, answers: tuple[Tensor, Tensor], seen: Tensor, scale: float
+        self, layer: int, query: Tensor, answers: tuple[Tensor, Tensor], real: Tensor, scale: float
     ) -> Tensor:
         """Attend with queries [B, H, T, D] to a layer's prompts and to keys and values [B, G, n, D]
-        of the answers; returns [B, T, H, D]. One token, T = 1: to the columns ``seen`` [B, 1, 1,
-        n]; several: each token to those up to itself, n = T."""
-        keys, values = self.prompts[layer]
+        of the answers; returns [B, T, H, D]. One token, T = 1: to the columns that are ``real`` [B,
+        1, 1, n]; several: each token to those up to itself, n = T."""
+        columns = [*answers, *self.prompts[layer]]
+        attended: Tensor
         if query.shape[2] == 1:
-            out: Tensor = torch.ops.mmrl_vlm.attend_step(
-                query, *answers, keys, values, self.rows, self.start, seen, scale
+            attended = torch.ops.mmrl_vlm.attend_step(
+                query, columns, self.rows, self.start, real, scale
             )
-            return out
-        out, _ = torch.ops.mmrl_vlm.attend(
-            query, *answers, keys, values, self.rows, self.start, scale
-        )
-        return out
+        else:
+            attended, _ = torch.ops.mmrl_vlm.attend(query, *columns, self.rows, self.start, scale)
+        return attended
 
 
 def _elements(x: Tensor) -> Tensor:
@@ -104,118 +108,66 @@ def _elements(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _pass(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pk: Tensor,
-    pv: Tensor,
-    rows: Tensor,
-    start: Tensor,
-    scale: float,
-) -> tuple[_Pass, list[Tensor]]:
-    """Describe a pass; the tensors must live as long as it."""
-    q, k, v = (_elements(x) for x in (q, k, v))
-    pk, pv = (x.contiguous() for x in (pk, pv))
-    rows, start = (x.contiguous() for x in (rows, start))
-    tensors = [rows, start, q, k, v, pk, pv]
+def _pass(tensors: Sequence[Tensor], scale: float) -> tuple[_Pass, list[Tensor]]:
+    """Describe a pass of q, k, v, pk, pv, rows and start; the tensors that are returned too must
+    live as long as it."""
+    q, k, v = (_elements(x) for x in tensors[:3])
+    pk, pv, rows, start = (x.contiguous() for x in tensors[3:])
+    sizes = q.shape[0], q.shape[2], pk.shape[0], pk.shape[2], q.shape[1], k.shape[1]
     described = _Pass(
-        q.shape[0],
-        q.shape[2],
-        pk.shape[0],
-        pk.shape[2],
-        q.shape[1],
-        k.shape[1],
-        *(x.data_ptr() for x in (rows, start)),
+        *sizes,
+        rows.data_ptr(),
+        start.data_ptr(),
         scale,
-        *(x.data_ptr() for x in (q, k, v, pk, pv)),
+        *map(at, (q, k, v, pk, pv)),
         *(x.stride(axis) for x in (q, k, v) for axis in range(3)),
     )
-    return described, tensors
+    return described, [rows, start, q, k, v, pk, pv]
 
 
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pk: Tensor,
-    pv: Tensor,
-    rows: Tensor,
-    start: Tensor,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    batch, heads, tokens, size = q.shape
-    out = q.new_empty(batch, tokens, heads, size)
-    lse = q.new_empty(batch, heads, tokens)
-    described, _kept = _pass(q, k, v, pk, pv, rows, start, scale)
-    _built(size).attend(ctypes.byref(described), at(out), at(lse), threads())
-    return out, lse
+def _attend(*inputs: Any) -> tuple[Tensor, Tensor]:
+    """Attend with q, k, v, pk, pv, rows, start and a scale; returns [B, T, H, D] and the logarithms
+    of sums of weights [B, H, T]."""
+    attended, lse = _fake_attend(*inputs)
+    described, _alive = _pass(inputs[:7], inputs[7])
+    _built(attended.shape[-1]).attend(ctypes.byref(described), at(attended), at(lse), threads())
+    return attended, lse
 
 
 def _attend_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pk: Tensor,
-    pv: Tensor,
-    rows: Tensor,
-    start: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    gradient: Tensor,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    described, _kept = _pass(q, k, v, pk, pv, rows, start, scale)
-    gradient, out, lse = (x.contiguous() for x in (gradient, out, lse))
+    inputs: Sequence[Tensor], results: Sequence[Tensor], scale: float
+) -> tuple[Tensor, ...]:
+    """Return the gradients of q, k, v, pk and pv for what ``_attend`` took and returned, and the
+    gradient of the latter."""
+    described, _alive = _pass(inputs, scale)
+    contiguous = [x.contiguous() for x in results]
     gradients = (
-        *(x.new_empty(x.shape) for x in (q, k, v)),
-        *(x.new_zeros(x.shape) for x in (pk, pv)),
+        *(x.new_empty(x.shape) for x in inputs[:3]),
+        *(x.new_zeros(x.shape) for x in inputs[3:5]),
     )
-    _built(q.shape[-1]).attend_backward(
-        ctypes.byref(described),
-        *map(at, (out, lse, gradient, *gradients)),
-        threads(),
-    )
+    addresses = map(at, (*contiguous, *gradients))
+    code = _built(inputs[0].shape[-1])
+    code.attend_backward(ctypes.byref(described), *addresses, threads())
     return gradients
 
 
 def _attend_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pk: Tensor,
-    pv: Tensor,
-    rows: Tensor,
-    start: Tensor,
-    seen: Tensor,
-    scale: float,
+    q: Tensor, columns: Sequence[Tensor], rows: Tensor, start: Tensor, real: Tensor, scale: float
 ) -> Tensor:
+    """Attend with queries [B, H, 1, D] to ``columns``: k, v [B, G, n, D], pk and pv."""
+    attended = _fake_step(q)
     batch, heads, _, size = q.shape
-    out = q.new_empty(batch, 1, heads, size)
-    q, k, v, pk, pv, seen = (_elements(x) for x in (q, k, v, pk, pv, seen))
+    q, k, v, pk, pv, real = (_elements(x) for x in (q, *columns, real))
     step = _Step(
-        batch,
-        pk.shape[0],
-        pk.shape[2],
-        heads,
-        k.shape[1],
-        k.shape[2],
-        rows.data_ptr(),
-        start.data_ptr(),
-        seen.data_ptr(),
+        *(batch, pk.shape[0], pk.shape[2], heads, k.shape[1], k.shape[2]),
+        *(x.data_ptr() for x in (rows, start, real)),
         scale,
-        q.data_ptr(),
-        k.data_ptr(),
-        v.data_ptr(),
-        pk.data_ptr(),
-        pv.data_ptr(),
-        seen.stride(0),
-        q.stride(0),
-        q.stride(1),
+        *map(at, (q, k, v, pk, pv)),
+        *(real.stride(0), q.stride(0), q.stride(1)),
         *(x.stride(axis) for x in (k, v, pk, pv) for axis in range(3)),
     )
-    _built(size).attend_step(ctypes.byref(step), at(out), threads())
-    return out
+    _built(size).attend_step(ctypes.byref(step), at(attended), threads())
+    return attended
 
 
 def _fake_attend(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -223,8 +175,8 @@ def _fake_attend(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(batch, tokens, heads, size), q.new_empty(batch, heads, tokens)
 
 
-def _fake_backward(q: Tensor, k: Tensor, v: Tensor, pk: Tensor, pv: Tensor, *_: Any) -> Any:
-    return tuple(x.new_empty(x.shape) for x in (q, k, v, pk, pv))
+def _fake_backward(inputs: Sequence[Tensor], *_: Any) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in inputs[:5])
 
 
 def _fake_step(q: Tensor, *_: Any) -> Tensor:
@@ -238,21 +190,30 @@ def _keep(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _gradients(ctx: Any, gradient: Tensor, _: Any) -> Any:
-    saved = ctx.saved_tensors
-    gradients = torch.ops.mmrl_vlm.attend_backward(*saved, gradient, ctx.scale)
+    inputs, results = list(ctx.saved_tensors[:7]), list(ctx.saved_tensors[7:])
+    gradients = torch.ops.mmrl_vlm.attend_backward(inputs, [*results, gradient], ctx.scale)
     return (*gradients, None, None, None)
 
 
-_TENSORS = "Tensor q, Tensor k, Tensor v, Tensor pk, Tensor pv, Tensor rows, Tensor start"
 _OPS: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
-    "attend": (f"({_TENSORS}, float scale) -> (Tensor, Tensor)", _attend, _fake_attend),
+    "attend": (
+        "(Tensor q, Tensor k, Tensor v, Tensor pk, Tensor pv, Tensor rows, Tensor start, "
+        "float scale) -> (Tensor, Tensor)",
+        _attend,
+        _fake_attend,
+    ),
     "attend_backward": (
-        f"({_TENSORS}, Tensor out, Tensor lse, Tensor gradient, float scale) -> "
+        "(Tensor[] inputs, Tensor[] results, float scale) -> "
         "(Tensor, Tensor, Tensor, Tensor, Tensor)",
         _attend_backward,
         _fake_backward,
     ),
-    "attend_step": (f"({_TENSORS}, Tensor seen, float scale) -> Tensor", _attend_step, _fake_step),
+    "attend_step": (
+        "(Tensor q, Tensor[] columns, Tensor rows, Tensor start, Tensor real, float scale) "
+        "-> Tensor",
+        _attend_step,
+        _fake_step,
+    ),
 }
 _ops = torch.library.Library("mmrl_vlm", "DEF")
 for _name, (_schema, _work, _fake) in _OPS.items():

@@ -90,16 +90,8 @@ def test_a_step_is_torchs(shape, threads):
         room[:, :, : k.shape[2]] = columns
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    attended = ops.attend_step(
-        query,
-        *(room[:, :, : k.shape[2]] for room in roomy),
-        pk,
-        pv,
-        rows,
-        start,
-        seen[:, None, None],
-        0.3,
-    )
+    columns = [*(room[:, :, : k.shape[2]] for room in roomy), pk, pv]
+    attended = ops.attend_step(query, columns, rows, start, seen[:, None, None], 0.3)
     torch.set_num_threads(before)
     expected = by_torch([query, k, v, pk, pv], rows, start, seen[:, None, None], 0.3)
     torch.testing.assert_close(attended.double(), expected, atol=5e-6, rtol=0)
