@@ -300,6 +300,7 @@ def test_without_the_package_it_is_one_sentence_that_names_both_remedies():
         make("flux", guardrail=False)
 
 
+@pytest.mark.slow
 def test_a_package_that_cannot_be_imported_is_one_sentence(tmp_path):
     """Such as one that was installed without what it needs; in a process of its own."""
     (tmp_path / "cosmos_guardrail.py").write_text("raise ImportError('no cv2 here')")
