@@ -20,7 +20,11 @@ from torch._guards import active_fake_mode
 from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
 from torch.nn.modules import module as modules_of_torch
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import (
+    flop_registry,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+)
 
 from mmrl.dry_run.blocks import sparing
 from mmrl.dry_run.timeline import Event, Operation, Sizes, Timeline
@@ -238,7 +242,25 @@ def _grouped(a: Tensor, b: Tensor, *_: Any, out_val: Tensor, **__: Any) -> int:
     return 2 * out_val.numel() * a.shape[-1]
 
 
-UNCOUNTED = {"_grouped_mm": _grouped}  # by torch's own table
+def _attended(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    """Count the arithmetic of attention on a CPU as torch counts that of other kernels."""
+    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
+
+
+def _attended_backward(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
+) -> int:
+    """Count the arithmetic of its gradient, likewise."""
+    return int(sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape))
+
+
+# what torch's own table lacks; that of 2.14 has no attention on a CPU
+CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+UNCOUNTED: dict[str, Callable[..., int]] = {
+    "_grouped_mm": _grouped,
+    CPU_ATTENTION: _attended,
+    f"{CPU_ATTENTION}_backward": _attended_backward,
+}
 
 
 def _operation(
