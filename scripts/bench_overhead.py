@@ -5,9 +5,9 @@ neither in the network's forward and backward passes nor in the optimizer.
     python scripts/bench_overhead.py --cases vlm --width 256
 
 A forward pass is the time in the outermost call of any module of the library's model (diffusers,
-transformers). What mmrl computes of a network's weights without calling a module (attention of
-image tokens against its own cache, for example) counts as overhead, so the share is at most too
-high. A backward pass is that of the loss, whose own part is in it. Rewards cost nothing here.
+transformers), in a product with its weights by oneDNN, or in the attention of image tokens. What
+else mmrl computes of a network without calling a module counts as overhead, so the share is at most
+too high. A backward pass is that of the loss, whose own part is in it. Rewards cost nothing here.
 """
 
 from __future__ import annotations
@@ -35,7 +35,11 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch  # noqa: E402
 
-LIBRARY = ("transformers.", "diffusers.", "torch.nn.")
+from mmrl.policies import products  # noqa: E402
+from mmrl.policies.image_tokens.models import llama  # noqa: E402
+
+# the last: linear layers of the library's that compute by oneDNN
+LIBRARY = ("transformers.", "diffusers.", "torch.nn.", "mmrl.policies.products")
 PROMPTS = [{"text": "a red seven"}, {"text": "two green circles"}]
 
 
@@ -137,10 +141,24 @@ class Spent:
 
         def call(*arguments: Any, **options: Any) -> Any:
             start = time.process_time()
+            self.depth += 1  # passes inside are part of it
             try:
                 return work(*arguments, **options)
             finally:
+                self.depth -= 1
                 self.seconds[name] += time.process_time() - start
+
+        return call
+
+    def passed(self, work: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``work`` counted as a part of a forward pass."""
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            self.enter()
+            try:
+                return work(*arguments, **options)
+            finally:
+                self.leave()
 
         return call
 
@@ -156,9 +174,13 @@ def watched(trainer: Any) -> Iterator[Counter[str]]:
                 hooks.append(module.register_forward_pre_hook(spent.enter))
                 hooks.append(module.register_forward_hook(spent.leave, always_call=True))
     update = trainer.update
+    product = spent.passed(products._product)
+    attend = spent.passed(llama.attend)
     backward = spent.clocked("backward", update.device.backward)
     descend = spent.clocked("optimizer", update._descend)
     with (
+        mock.patch.object(products, "_product", product),
+        mock.patch.object(llama, "attend", attend),
         mock.patch.object(update.device, "backward", backward),
         mock.patch.object(update, "_descend", descend),
     ):
