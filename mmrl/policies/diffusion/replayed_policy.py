@@ -18,7 +18,7 @@ from mmrl.policies.base import NO_CONTEXT, RolloutContext, rows_of, without_empt
 from mmrl.policies.diffusion import attention_backends
 from mmrl.policies.diffusion.flow_policy import FlowPolicy
 from mmrl.policies.diffusion.replay import Replay, Visit
-from mmrl.policies.diffusion.replay_check import check_replay
+from mmrl.policies.diffusion.replay_check import CALL_FAILURES, check_replay
 from mmrl.policies.diffusion.replay_inputs import FURTHER, state_cast
 from mmrl.policies.diffusion.replay_passes import Ask, asks, in_step
 from mmrl.policies.diffusion.replay_prompts import PromptArguments
@@ -27,15 +27,6 @@ from mmrl.policies.diffusion.two_stages import ROWS
 from mmrl.policies.prompt_states import pooled
 from samplers.batching import at_width
 from samplers.noise import Rng
-
-FAILURES = (
-    ValueError,
-    TypeError,
-    IndexError,
-    AttributeError,
-    KeyError,
-    NameError,
-)  # of a pipeline's call
 
 
 class ReplayedPolicy(FlowPolicy):
@@ -61,7 +52,7 @@ class ReplayedPolicy(FlowPolicy):
         self._settle()
         try:
             return self.replay.conditions(self.arguments.example(), steps)
-        except FAILURES as error:
+        except CALL_FAILURES as error:
             raise UserError(
                 f"{self.pipeline} cannot be called with policy option call = "
                 f"{self.arguments.call}: {_reason(error)}"
@@ -146,7 +137,7 @@ class ReplayedPolicy(FlowPolicy):
 
         try:
             return self._by_prompt(ask, range(len(noise)))
-        except FAILURES as error:
+        except CALL_FAILURES as error:
             raise self._failure(ask, cond, error) from error
 
     def _failure(self, ask: Any, cond: dict[str, Any], error: Exception) -> UserError:
@@ -154,7 +145,7 @@ class ReplayedPolicy(FlowPolicy):
         for row, number in enumerate(cond["prompt"][:, 0].tolist()):
             try:
                 ask([row])
-            except FAILURES as alone:
+            except CALL_FAILURES as alone:
                 text = self.arguments.shown(number)
                 return UserError(f"{self.pipeline} cannot be called for {text}: {_reason(alone)}")
         return UserError(
@@ -198,7 +189,7 @@ class ReplayedPolicy(FlowPolicy):
 
         try:
             return ask(rows)
-        except FAILURES as error:
+        except CALL_FAILURES as error:
             if self.together is not None or len(rows) < 2:
                 raise
             raise self._failure(ask, cond, error) from error
