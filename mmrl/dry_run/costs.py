@@ -45,6 +45,7 @@ class Model:
     placement: str = "offload"  # of the encoders, after use
     quantization: Quantization | None = None  # of the blocks' frozen weights
     blocks: Blocks = Blocks()
+    tracked: int | None = None  # bytes of a pass's activations, where they were measured
 
 
 def layers_of(policy: Any) -> tuple[Layers, ...]:
@@ -108,6 +109,8 @@ def activations(
 ) -> int:
     """Estimate what the layers keep of ``passes`` passes with gradients; with checkpointing the
     entry of each and one whole layer."""
+    if model.tracked is not None:
+        return int(passes * model.tracked)
     size = 1 if half else 2
     whole = [KEPT * size * layers.tokens * layers.width * rows for layers in model.layers]
     if not checkpointing:
@@ -146,7 +149,7 @@ def memory(
         "snapshots": _bytes(model.trained, 4 * snapshots if model.adapters else frozen * snapshots),
         "gradients": _bytes(model.trained, 4 if model.adapters else frozen),
         "optimizer": _bytes(model.trained, optimizer),
-        "half-precision copies": _bytes(whole, 2) if copied else 0.0,
+        "half-precision copies": _bytes(whole, 2) if copied and model.tracked is None else 0.0,
         "activations": float(
             activations(model, rows, half or frozen == 2, train.gradient_checkpointing, passes)
         ),
@@ -154,7 +157,7 @@ def memory(
         "autoencoder": _bytes(model.decoder, 4),
         "encoders": _bytes(model.encoders, frozen) if model.placement == "keep" else 0.0,
     }
-    if not model.layers:
+    if not model.layers and model.tracked is None:
         sizes["activations"] = None
     if model.quantization is not None:
         sizes["network in few bits"] = float(bytes_of(few, model.quantization))

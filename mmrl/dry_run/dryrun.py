@@ -19,13 +19,15 @@ from mmrl.config.schema import Resolved, construct, resolve
 from mmrl.core.errors import UserError
 from mmrl.core.registry import OBJECTIVES, OPTIMIZERS, POLICIES
 from mmrl.core.registry import options as options_of
-from mmrl.dry_run import costs, published
+from mmrl.dry_run import costs, published, replays
 from mmrl.dry_run.hollow import Counted, Hollow, counted, hollow
+from mmrl.dry_run.rehearsal import Rehearsed, Stage, rehearse
 from mmrl.dry_run.stand_in import folder_at, stand_in
 from mmrl.dry_run.weightless import folder_of, sizes_of
 from mmrl.policies.base import RolloutContext
 from mmrl.policies.diffusion.any_pipeline import AnyPipeline
 from mmrl.policies.diffusion.flow_plan import planned
+from mmrl.policies.diffusion.flow_policy import FlowPolicy
 from mmrl.policies.diffusion.pipeline_policy import FolderPolicy
 from mmrl.policies.lora import Lora
 from mmrl.policies.quantization import Blocks, blocks_of
@@ -48,7 +50,7 @@ class Report:
     tokens: tuple[int, int] | None = None
     steps: int | None = None  # of the sampler
     noisy: int | None = None  # of them, those with noise in the first iteration
-    guided: bool = False  # two rows of the network for one sample
+    network_rows: float = 1  # rows of the network for one sample; guidance mostly takes two
     counted: Counted | None = None  # forwards of an iteration
     model: costs.Model | None = None
     # optimizer steps of a snapshot that learns, before each of the policy's; 0: none learns
@@ -63,6 +65,8 @@ class Report:
     unknown: tuple[str, ...] = ()
     account: tuple[str, ...] = ()  # what was read of the data
     stand_in: str = ""  # the family that is looked at in place of a replayed pipeline
+    stage: Stage | None = None  # of a replayed pipeline without a family: its passes
+    rehearsed: Rehearsed | None = None  # what they take
 
 
 def dry_run(path: Path, overrides: Sequence[str] = (), processes: int = 1) -> Report:
@@ -87,6 +91,8 @@ def dry_run(path: Path, overrides: Sequence[str] = (), processes: int = 1) -> Re
     entry = policy.entry
     if isinstance(entry, type) and issubclass(entry, FolderPolicy):
         report = _of_folder(report, entry, policy, configuration)
+    elif entry is AnyPipeline and folder_at(report.path) is not None:
+        report = _of_replay(report, policy, configuration)
     else:
         report = _of_others(report, policy, configuration)
     return _with_memory(report, configuration, processes)
@@ -104,9 +110,7 @@ def _of_folder(
         policy = hollow(entry, place, options)
     except (UserError, ValueError) as error:
         raise UserError(resolved.place.say(str(error))) from error
-    plan = planned(policy, report.train.group_size, FIXED)
     layers = costs.layers_of(policy)
-    shape = policy.shape
     unet = hasattr(policy.config, "block_out_channels")
     known, decoder, encoders, blocks = _parameters(report.path, policy, entry)
     lora = options.get("lora")
@@ -128,7 +132,16 @@ def _of_folder(
         options.get("quantization"),
         blocks,
     )
-    tokens = None if unet else costs.tokens_of(policy)
+    report = replace(report, tokens=None if unet else costs.tokens_of(policy), unknown=unknown)
+    report = replace(report, network_rows=2 if policy.guidance_scale != 1 else 1, model=model)
+    report = _sampled(report, policy, configuration)
+    return replace(report, counted=counted(policy, configuration, report.train))
+
+
+def _sampled(report: Report, policy: FlowPolicy, configuration: configs.Config) -> Report:
+    """Report what a sampler does in an iteration, and what of its paths is kept."""
+    plan = planned(policy, report.train.group_size, FIXED)
+    shape = policy.shape
     objective = configuration.build("objective", OBJECTIVES)
     context = RolloutContext(reads=objective.states_read())
     states = len(planned(policy, report.train.group_size, FIXED, context).stored)
@@ -139,18 +152,50 @@ def _of_folder(
     return replace(
         report,
         shape=shape,
-        tokens=tokens,
         steps=len(plan.times) - 1,
         noisy=int((plan.eta > 0).sum()),
-        guided=policy.guidance_scale != 1,
-        model=model,
         stored=stored,
         offload=policy.offload_trajectory,
         critic_steps=0 if critic is None else critic.steps,
         critic_beside=critic is not None and objective.sums_kinds,
-        unknown=unknown,
-        counted=counted(policy, configuration, report.train),
     )
+
+
+def _of_replay(report: Report, resolved: Resolved, configuration: configs.Config) -> Report:
+    """Report on a pipeline that no family is written for, by a pass of its own code on fake
+    weights."""
+    place = folder_at(report.path)
+    options = construct(resolved.options)
+    train = report.train
+    try:
+        stage = replays.replayed(place, options, train, report.plan.micro_batch)
+        rehearsed = rehearse(stage, decode=False)
+    except (UserError, ValueError) as error:
+        raise UserError(resolved.place.say(str(error))) from error
+    policy = stage.policy
+    activations = rehearsed.update.memory
+    model = costs.Model(
+        rehearsed.parameters,
+        rehearsed.trained,
+        (),
+        rehearsed.bytes_decoder // 4,
+        policy.sizes.encoders,
+        options.get("dtype", "float32"),
+        options.get("lora") is not None,
+        options.get("text_encoder_placement", "offload"),
+        options.get("quantization"),
+        policy.sizes.blocks,
+        tracked=activations["activations"] + activations["temporary"] + activations["other"],
+    )
+    report = _sampled(replace(report, model=model), policy, configuration)
+    rows = stage.network_rows
+    once = counted(policy, configuration, train)
+    once = replace(
+        once,
+        sampling=round(once.sampling * rows),
+        training=None if once.training is None else round(once.training * rows),
+    )
+    return replace(report, network_rows=rows, counted=once, stage=stage, rehearsed=rehearsed)
 
 
 def optimizer_bytes(configuration: configs.Config, report: Report) -> float:
@@ -286,7 +331,7 @@ def _with_memory(report: Report, configuration: configs.Config, processes: int) 
     iteration = report.counted
     if model is None or iteration is None:
         return report
-    rows = report.plan.micro_batch * (2 if report.guided else 1)
+    rows = report.plan.micro_batch * (2 if report.network_rows > 1 else 1)
     passes = recorded_passes(report)
     parts = costs.memory(
         model,

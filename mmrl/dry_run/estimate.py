@@ -16,7 +16,7 @@ from mmrl.core.registry import POLICIES
 from mmrl.dry_run import rehearsal
 from mmrl.dry_run.costs import BYTES
 from mmrl.dry_run.dryrun import Report, dry_run, learners, optimizer_bytes, recorded_passes
-from mmrl.dry_run.rehearsal import Rehearsed, rehearse
+from mmrl.dry_run.rehearsal import Rehearsed, decoding, rehearse
 from mmrl.dry_run.stand_in import folder_at, stand_in
 from mmrl.policies.diffusion.pipeline_policy import FolderPolicy
 from mmrl.policies.image_tokens.network import ImageNet
@@ -93,6 +93,8 @@ def measure(path: Any, overrides: Any, processes: int, known: Known | None = Non
     options = construct(resolved.options)
     known = {} if known is None else known
     key = _decides(report, options)
+    if key not in known and report.stage is not None and report.rehearsed is not None:
+        known[key] = (replace(report.rehearsed, decoding=decoding(report.stage)), 0, True)
     if key not in known:
         stage = _stage(report, resolved, options)
         length, at_once = (0, True) if report.shape else _written(stage.net, options)
@@ -163,11 +165,6 @@ def _stage(report: Report, resolved: Resolved, options: dict[str, Any]) -> rehea
         stage = rehearsal.tokens(report.path, entry, options, train, rows, train.group_size)
         if stage is not None:
             return stage
-    if report.policy == "pipeline":
-        raise UserError(
-            "--devices: policy pipeline runs diffusers' own code, which is rehearsed by the family "
-            "of the same pipeline (mmrl list policies), and this one has none; leave --devices out"
-        )
     raise UserError(
         f"--devices: the architecture of {report.path or report.policy} is not known here; "
         "give policy.path a local folder with its config files, or leave --devices out"
@@ -271,7 +268,7 @@ def _passes(run: Run, processes: int) -> dict[str, float]:
     report = run.report
     counted = report.counted
     rows = processes * run.measured.rows
-    guided = 2 if report.guided else 1
+    guided = report.network_rows
     if counted is None:
         return {"sampling": 0.0, "trained": 0.0, "frozen": 0.0}
     if not report.shape:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_any, tree_map_only
 
 
 class Fakes:
@@ -50,14 +51,20 @@ class Fakes:
             tables: tuple[Any, ...] = (module._parameters, module._buffers, vars(module))
             for table in tables:
                 for name, value in list(table.items()):
-                    if isinstance(value, Tensor) and not isinstance(value, FakeTensor):
+                    if _is_plain(value):
                         table[name] = fake(value)
+                    elif isinstance(value, (list, tuple)) and tree_any(_is_plain, value):
+                        table[name] = tree_map_only(Tensor, fake, value)
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Let code index fake tensors by real masks, and ask a fake tensor whether it holds."""
         with _Answers():
             yield
+
+
+def _is_plain(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor)
 
 
 class _Answers(TorchFunctionMode):

@@ -22,11 +22,13 @@ from torch import Tensor, nn
 from mmrl.config import Config
 from mmrl.config.options import TrainOptions
 from mmrl.core.registry import ADVANTAGES, OBJECTIVES
-from mmrl.core.types import Media, Prompt, Rollout
+from mmrl.core.types import Media, Prompt, Query, Rollout
+from mmrl.core.weights import Weights
 from mmrl.dry_run.published import on_meta
 from mmrl.policies.diffusion import diffusers_folder
 from mmrl.policies.diffusion.flow_policy import FlowPolicy
 from mmrl.policies.diffusion.pipeline_policy import FolderPolicy
+from mmrl.policies.diffusion.replayed_policy import ReplayedPolicy
 from mmrl.policies.quantization import check_frozen
 from mmrl.scoring import Scorer
 from mmrl.train.batch import Batch
@@ -87,6 +89,20 @@ class _Counting(FlowPolicy):
 
     def decode(self, rollout: Rollout) -> Media:
         return rollout.sample
+
+
+class _CountingReplay(_Counting):
+    """Makes a replayed pipeline compute nothing: its rows are counted as those of any flow, one of
+    the network each."""
+
+    def prepare(self, prompts: list[Prompt]) -> None:
+        return None
+
+    def rollout(self, *args: Any, **kwargs: Any) -> Rollout:
+        return FlowPolicy.rollout(self, *args, **kwargs)
+
+    def _velocities(self, point: Query, guided: bool) -> tuple[Tensor, Tensor]:
+        return FlowPolicy._velocities(self, point, guided=False)
 
 
 def hollow(entry: type[FolderPolicy], place: Path, options: dict[str, Any]) -> FolderPolicy:
@@ -158,7 +174,14 @@ def counted(policy: FlowPolicy, configuration: Config, options: TrainOptions) ->
 
 def _shrink(policy: FlowPolicy) -> None:
     """Give a policy latents of one element, and have it count its forwards."""
-    policy.__class__ = type(type(policy).__name__, (_Counting, type(policy)), {})
+    is_replayed = isinstance(policy, ReplayedPolicy)
+    if is_replayed:
+        policy.net = policy.trained = nn.Linear(1, 1, bias=False)
+        policy.weights = Weights(policy.net)
+        policy.forwards = 0
+        policy.logprob_weight = None
+    counting = _CountingReplay if is_replayed else _Counting
+    policy.__class__ = type(type(policy).__name__, (counting, type(policy)), {})
     policy.shape = (1,) * len(policy.shape)
     policy.fixed_batch_rows = None
     policy.sampling_memory_gib = None

@@ -55,10 +55,12 @@ def _sample(report: Report) -> Iterator[str]:
             if report.tokens is None
             else (f", {report.tokens[0]} tokens and {report.tokens[1]} of text")
         )
-        guided = ", guided (two rows of the network each)" if report.guided else ""
+        rows = {1: "", 2: ", guided (two rows of the network each)"}.get(
+            report.network_rows, f", {report.network_rows:g} rows of the network each"
+        )
         yield (
             f"sample      latents {shape}{tokens}; {report.steps} steps, {report.noisy} of "
-            f"them with noise{guided}"
+            f"them with noise{rows}"
         )
     elif report.tokens:
         yield f"sample      up to {report.tokens[0]} tokens"
@@ -66,7 +68,7 @@ def _sample(report: Report) -> Iterator[str]:
 
 def _forwards(report: Report) -> Iterator[str]:
     counts = report.counted
-    if counts is None or (report.policy == "pipeline" and not report.stand_in):
+    if counts is None or (report.policy == "pipeline" and not report.shape):
         return
     kind = "rows of the network" if report.shape else "answers"
     training = "an unknown number" if counts.training is None else f"{counts.training:,}"

@@ -61,11 +61,11 @@ def encoders(name: str) -> int | None:
     )
 
 
-def on_meta(name: str, config: dict[str, Any]) -> nn.Module:
-    """Make a part of a diffusers model by its class's name, without memory for its weights."""
+def on_meta(name: str | type, config: dict[str, Any]) -> nn.Module:
+    """Make a part of a diffusers model by its class or its name, without memory for its weights."""
     import diffusers
 
-    cls = getattr(diffusers, name)
+    cls: Any = getattr(diffusers, name) if isinstance(name, str) else name
     with torch.device("meta"):
         net: nn.Module = cls.from_config(
             {key: value for key, value in config.items() if key != "_class_name"}

@@ -62,6 +62,8 @@ class Stage:
     checkpointing: bool = False
     # bytes of the conditions of a prompt, and of the empty one that all share
     conditions: tuple[int, int] = (0, 0)
+    policy: Any = None  # that makes the passes, where more than its network is to be looked at
+    network_rows: float = 1  # rows of the network for one of the pass
 
 
 @dataclass
@@ -100,7 +102,7 @@ def flow(
     if train.gradient_checkpointing:
         policy.enable_gradient_checkpointing()
     point = _point(policy, rows, fakes)
-    wrapped = _autocast(policy.net, train)
+    wrapped = autocast(policy.net, train)
     policy.trained = policy.net
 
     def score() -> Tensor:
@@ -150,10 +152,10 @@ class _OnMeta(FolderPolicy):
         net = published.on_meta(
             name, dict(diffusers_folder.load_config(cls, self.place, subfolder))
         )
-        return _cast(net, dtype or torch.float32)
+        return cast(net, dtype or torch.float32)
 
 
-def _cast(net: nn.Module, dtype: torch.dtype) -> nn.Module:
+def cast(net: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Convert to a type what a file of weights holds, as loading does: parameters, and buffers that
     are saved, such as Stable Diffusion 3's table of places; not the layers that the class keeps in
     float32."""
@@ -187,7 +189,7 @@ def _point(policy: FolderPolicy, rows: int, fakes: Fakes) -> Point:
     )
 
 
-def _autocast(net: nn.Module, train: TrainOptions) -> Callable[[], AbstractContextManager[Any]]:
+def autocast(net: nn.Module, train: TrainOptions) -> Callable[[], AbstractContextManager[Any]]:
     """Return what accelerate wraps passes in for ``train.precision``."""
     half = HALF.get(train.precision)
     if half is None:
@@ -210,7 +212,7 @@ def tokens(
     net.eval()
     if train.gradient_checkpointing and not turn_on_checkpointing(net):
         turn_on_checkpointing(getattr(net, "hf", None))
-    wrapped = _autocast(net, train)
+    wrapped = autocast(net, train)
     prompts = max(1, -(-rows // group_size))
     question = _question(entry, options)
     score = _scorer(net, entry, options, rows, prompts, question)
@@ -245,7 +247,7 @@ def token_network(path: str, entry: Any, options: Mapping[str, Any]) -> nn.Modul
     if net is None:
         return None
     name = options.get("dtype") or "float32"
-    _cast(net, torch.float32 if name == "auto" else getattr(torch, name))
+    cast(net, torch.float32 if name == "auto" else getattr(torch, name))
     quantize(net, options.get("quantization"))
     lora = options.get("lora")
     with torch.device("meta"):
@@ -375,14 +377,14 @@ def _amused(net: Any, rows: int) -> Callable[[], Tensor]:
     return score
 
 
-def rehearse(stage: Stage, spare: bool = True) -> Rehearsed:
+def rehearse(stage: Stage, spare: bool = True, decode: bool = True) -> Rehearsed:
     """Measure a stage: a pass with gradients, decoding one sample, and looking at pictures.
 
-    spare: pass through a few of the blocks that are equal, and count them for all.
+    spare: pass through a few of the blocks that are equal, and count them for all. decode: measure
+    decoding too.
     """
     net = stage.net
     trained = [p for p in net.parameters() if p.requires_grad]
-    decoding = _decoding(stage)
     looking = _looking(stage, spare)
 
     def score(tracker: Tracker) -> None:
@@ -405,7 +407,7 @@ def rehearse(stage: Stage, spare: bool = True) -> Rehearsed:
         _bytes(net.parameters()) - sum(units),
         update,
         forward,
-        decoding,
+        decoding(stage) if decode else None,
         looking,
         stage.prompts,
         stage.conditions,
@@ -415,7 +417,7 @@ def rehearse(stage: Stage, spare: bool = True) -> Rehearsed:
 SHORT = (3, 5)  # latent frames from which longer videos are extended on a line
 
 
-def _decoding(stage: Stage) -> Work | None:
+def decoding(stage: Stage) -> Work | None:
     """Measure what decoding one sample takes. Autoencoders of videos go frame by frame, minutes on
     fakes: of long ones two short pieces are measured, and the rest is more of the same."""
     decode = stage.decode

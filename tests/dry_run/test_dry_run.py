@@ -59,7 +59,7 @@ def test_every_configuration_of_the_repository_can_be_looked_at_without_weights(
     assert "is not built yet" not in text  # what is not built is known by its recipe
     if found.shape:
         once = found.counted
-        rows = 2 if found.guided else 1
+        rows = found.network_rows
         if "tree" not in path.read_text():
             assert once.sampling == (0 if size < 16 else 128 * found.steps * rows)
         assert once.training is None or once.training > 0

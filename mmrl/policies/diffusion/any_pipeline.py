@@ -155,15 +155,18 @@ class AnyPipeline(ReplayedPolicy):
         guardrail: bool,
     ) -> Any:
         """Load the pipeline, and find the networks that are trained."""
-        self.place, pipe, self.parts = pipeline_folder.load(
-            path, self.compute, skip_blocks, guardrail
-        )
+        self.place, pipe, self.parts = self._open(path, skip_blocks, guardrail)
         self.pipeline = type(pipe).__name__
         nets = {name: getattr(pipe, name) for name in self.parts}
         for net in nets.values():
             quantize(net, quantization)
         self.net = Networks(nets) if len(nets) > 1 else nets[self.parts[0]]
         return pipe
+
+    def _open(
+        self, path: str, skip_blocks: Sequence[str], guardrail: bool
+    ) -> tuple[str, Any, tuple[str, ...]]:
+        return pipeline_folder.load(path, self.compute, skip_blocks, guardrail)
 
     def _sample_by(self, pipe: Any, sampler: Sampler) -> None:
         """Put the sampler that is asked for in the pipeline."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmrl.core.errors import UserError
 from mmrl.policies.diffusion import diffusers_folder
@@ -96,9 +96,11 @@ def load(
     index: dict[str, Any],
     dtypes: dict[str, torch.dtype],
     skip_blocks: Sequence[str],
+    make: Any = None,
 ) -> Any:
     """Load a modular pipeline in the form that a replay takes, without the blocks of these names
-    and what only they need."""
+    and what only they need; with ``make`` (``pipeline_folder.Make``) parts that have weights are
+    made by it."""
     import diffusers
 
     cls = getattr(diffusers, index["_class_name"])
@@ -117,7 +119,10 @@ def load(
 
     def loaded() -> Any:
         pipe = cls(blocks=tree_of_blocks, pretrained_model_name_or_path=place)
-        pipe.load_components(dtype=dtypes, use_safetensors=True)
+        made = {} if make is None else _made(pipe, dtypes, make)
+        names = [name for name in pipe.pretrained_component_names if name not in made]
+        pipe.load_components(names=names, dtype=dtypes, use_safetensors=True)
+        pipe.update_components(**made)
         return pipe
 
     pipe = diffusers_folder.explained(loaded, place, "modular pipeline")
@@ -134,6 +139,19 @@ def load(
             f"skip_blocks, of: {', '.join(tree_of_blocks.sub_blocks)}"
         )
     return adapted(pipe)
+
+
+def _made(pipe: Any, dtypes: dict[str, torch.dtype], make: Any) -> dict[str, Any]:
+    """Make the parts that have weights."""
+    made = {}
+    for name in pipe.pretrained_component_names:
+        spec = pipe.get_component_spec(name)
+        place = spec.pretrained_model_name_or_path
+        is_network = isinstance(spec.type_hint, type) and issubclass(spec.type_hint, nn.Module)
+        if is_network and place:
+            dtype = dtypes.get(name, dtypes["default"])
+            made[name] = make(spec.type_hint, place, spec.subfolder or "", dtype)
+    return made
 
 
 def save(pipeline: Any, place: str, parts: dict[str, Any], folder: Path) -> None:

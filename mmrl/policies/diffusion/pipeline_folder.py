@@ -3,9 +3,11 @@ libraries, only safetensors."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from functools import wraps
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
@@ -17,15 +19,23 @@ from mmrl.policies.diffusion import diffusers_folder, guardrails, modular_folder
 from mmrl.policies.diffusion.modular_folder import is_modular
 
 LIBRARIES = ("diffusers", "transformers")
+# makes a part from its config file without loading its weights: (class, folder, subfolder, type)
+Make = Callable[[type, str, str, torch.dtype], nn.Module]
+SILENT = ("moe_infer",)  # methods of networks that turn gradients off
 DENOISERS = ("transformer", "unet")  # what pipelines call the network of their loop
 
 
 def load(
-    path: str, dtype: torch.dtype, skip_blocks: Sequence[str] = (), guardrail: bool = True
+    path: str,
+    dtype: torch.dtype,
+    skip_blocks: Sequence[str] = (),
+    guardrail: bool = True,
+    make: Make | None = None,
 ) -> tuple[str, Any, tuple[str, ...]]:
     """Load a pipeline: its folder, itself, and the names of the networks of its loop; of a modular
-    one, without the blocks of these names; of Cosmos, with its guardrail or without. UserError for
-    what is no pipeline of the installed libraries."""
+    one, without the blocks of these names; of Cosmos, with its guardrail or without; with ``make``,
+    parts that have weights are made by it. UserError for what is no pipeline of the installed
+    libraries."""
     place = locate(path)
     local = Path(place).exists() or place.startswith((".", "/", "~"))
     indices = ("model_index.json", modular_folder.INDEX)
@@ -36,21 +46,23 @@ def load(
     if is_modular(place):
         if not guardrail:
             raise guardrails.no_guardrail(f"the modular pipeline {path!r}")
-        pipe = _modular(place, path, dtype, skip_blocks)
+        pipe = _modular(place, path, dtype, skip_blocks, make)
     elif skip_blocks:
         raise UserError(
             f"policy option skip_blocks: {path!r} is no modular pipeline, and has no blocks; leave "
             "it out"
         )
     else:
-        pipe = _classic(place, path, dtype, guardrail)
+        pipe = _classic(place, path, dtype, guardrail, make)
     modules = _modules(pipe)
     for module in modules.values():
         module.requires_grad_(False).eval()
     for name, module in modules.items():
-        if _decodes(name):
+        if decodes(name):
             take_any_type(module)
     parts = tuple(name for name in modules if name.startswith(DENOISERS))
+    for name in parts:
+        let_gradients_through(modules[name])
     if not parts:
         raise UserError(
             f"policy path {path!r}: {type(pipe).__name__} has no network called transformer or "
@@ -64,23 +76,27 @@ def load(
     return place, pipe, parts
 
 
-def _modular(place: str, path: str, dtype: torch.dtype, skip_blocks: Sequence[str]) -> Any:
+def _modular(
+    place: str, path: str, dtype: torch.dtype, skip_blocks: Sequence[str], make: Make | None
+) -> Any:
     index = modular_folder.read_index(place)
     modular_folder.check_index(index, path, LIBRARIES)
-    return modular_folder.load(place, path, index, _dtypes(index, dtype), skip_blocks)
+    return modular_folder.load(place, path, index, _dtypes(index, dtype), skip_blocks, make)
 
 
-def _classic(place: str, path: str, dtype: torch.dtype, guardrail: bool) -> Any:
+def _classic(place: str, path: str, dtype: torch.dtype, guardrail: bool, make: Make | None) -> Any:
     import diffusers
 
     index = diffusers_folder.index(place)
     check_index(index, path)
     cls = getattr(diffusers, index["_class_name"])
-    replaced = guardrails.loaded_with(cls, index, guardrail)
+    dtypes = _dtypes(index, dtype)
+    replaced = {} if make is None else _made(index, place, dtypes, make)
+    replaced |= guardrails.loaded_with(cls, index, guardrail)
     try:
         pipe = diffusers_folder.explained(
             lambda: cls.from_pretrained(
-                place, dtype=_dtypes(index, dtype), use_safetensors=True, **replaced
+                place, dtype=dtypes, use_safetensors=True, **replaced
             ),
             place,
             "pipeline",
@@ -94,11 +110,36 @@ def _classic(place: str, path: str, dtype: torch.dtype, guardrail: bool) -> Any:
 
 def _dtypes(index: dict[str, Any], dtype: torch.dtype) -> dict[str, torch.dtype]:
     """Say in which type each part is loaded: what decodes, pictures or sounds, in float32."""
-    decoders = [part for part in index if _decodes(part) or part == "vocoder"]
+    decoders = [part for part in index if decodes(part) or part == "vocoder"]
     return {"default": dtype} | dict.fromkeys(decoders, torch.float32)
 
 
-def _decodes(part: str) -> bool:
+def _made(
+    index: dict[str, Any], place: str, dtypes: dict[str, torch.dtype], make: Make
+) -> dict[str, Any]:
+    """Make the parts of a folder that have weights."""
+    classes = {part: class_of(entry) for part, entry in index.items() if isinstance(entry, list)}
+    return {
+        part: make(cls, place, part, dtypes.get(part, dtypes["default"]))
+        for part, cls in classes.items()
+        if cls is not None and issubclass(cls, nn.Module)
+    }
+
+
+def class_of(entry: Sequence[Any]) -> type | None:
+    """Find the class of a part by its entry in an index, (library, class); None: it has none."""
+    import diffusers
+    import transformers
+
+    library, name = entry[:2]
+    if library is None or name is None:
+        return None
+    known = {"diffusers": diffusers, "transformers": transformers}
+    found = getattr(known.get(library) or getattr(diffusers.pipelines, library), name, None)
+    return found if isinstance(found, type) else None
+
+
+def decodes(part: str) -> bool:
     """Tell by its name whether a part of a pipeline decodes pictures or sounds."""
     return "vae" in part or part in ("movq", "diffusion_decoder")
 
@@ -117,6 +158,16 @@ def take_any_type(autoencoder: Any) -> None:
     for name in ("encode", "decode"):
         if hasattr(autoencoder, name):
             autoencoder.__dict__[name] = converted(getattr(autoencoder, name))
+
+
+def let_gradients_through(net: nn.Module) -> None:
+    """Let gradients through the experts of a network: HiDream's, outside of training mode, which
+    nothing is ever in here, are asked by a method that turns gradients off."""
+    for part in net.modules():
+        for name in SILENT:
+            method = getattr(type(part), name, None)
+            if method is not None:
+                part.__dict__[name] = MethodType(inspect.unwrap(method), part)
 
 
 def check_index(index: dict[str, Any], path: str) -> None:

@@ -129,6 +129,11 @@ class PromptArguments:
         """Write arguments for a prompt that says nothing, to learn shapes and times."""
         return self._written([{name: self._blank(name) for name in self.inputs}], None)
 
+    def blank(self, words: int) -> Prompt:
+        """Make a prompt that says nothing, in so many words."""
+        blanks = {field: self._blank(name) for name, field in self.inputs.items()}
+        return {f: " ".join([v] * words) if isinstance(v, str) else v for f, v in blanks.items()}
+
     def _written(self, rows: list[dict[str, Any]], scale: float | None) -> dict[str, Any]:
         sounds = "audio_guidance_scale" in self.known
         arguments = {n: v for n, v in UNGUIDED.items() if sounds and n in self.known} | self.call
