@@ -179,7 +179,7 @@ def _of_replay(report: Report, resolved: Resolved, configuration: configs.Config
         rehearsed.trained,
         (),
         rehearsed.bytes_decoder // 4,
-        policy.sizes.encoders,
+        published.encoders(report.path) or policy.sizes.encoders,
         options.get("dtype", "float32"),
         options.get("lora") is not None,
         options.get("text_encoder_placement", "offload"),

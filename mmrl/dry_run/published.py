@@ -2,11 +2,15 @@
 
 ``published.json`` holds, for every hub id in ``configs/``, the values by which a model differs from
 its class's defaults, the classes of its text encoders, and parameters counted from these on the
-meta device.
+meta device. ``encodings`` of a model without a family say what its pipeline's methods that encode
+prompts return: a list for a tuple, {"shape": [...]} for a tensor of a row in the type of the
+weights, {"plain": [...]} for one of all rows, {"mask": [...]} for one of ones (long), {"lengths": n} for the bounds of rows of n tokens,
+{"rows": ...} for a list with an entry for each row, other tables for tables, null for None.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import tempfile
 from collections.abc import Sequence
@@ -18,6 +22,7 @@ import torch
 from torch import nn
 
 FILE = Path(__file__).with_name("published.json")
+ENCODINGS = "encodings.json"  # of a folder: what the pipeline's methods make of a prompt
 
 
 @cache
@@ -46,9 +51,32 @@ def folder(name: str) -> Path | None:
         (place / part).mkdir(parents=True, exist_ok=True)
         (place / part / file).write_text(json.dumps(config))
     index = {"_class_name": known["pipeline"], **known.get("index", {})}
-    index |= {part: ["diffusers", config["_class_name"]] for part, config in known["parts"].items()}
+    index |= {part: _entry(config["_class_name"]) for part, config in known["parts"].items()}
+    if "encodings" in known:  # in place of text encoders and tokenizers, which are no part of it
+        (place / ENCODINGS).write_text(json.dumps(known["encodings"]))
+        index = dict.fromkeys(_parts_of(known["pipeline"]), [None, None]) | index
     (place / "model_index.json").write_text(json.dumps(index))
     return place
+
+
+def _entry(class_name: str) -> list[str]:
+    """Write the entry of a part in an index: (library, class); a dot separates them where the
+    library is a pipeline's own module."""
+    library, _, name = class_name.rpartition(".")
+    return [library or "diffusers", name]
+
+
+def _parts_of(pipeline: str) -> list[str]:
+    """Name the parts of a pipeline's class."""
+    import diffusers
+
+    cls = getattr(diffusers, pipeline)
+    return [name for name in inspect.signature(cls.__init__).parameters if name in _taken(cls)]
+
+
+def _taken(cls: Any) -> set[str]:
+    parts, _ = cls._get_signature_keys(cls)
+    return set(parts)
 
 
 def encoders(name: str) -> int | None:

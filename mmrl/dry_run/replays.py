@@ -8,6 +8,7 @@ through it.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -50,7 +51,7 @@ class OnFakes(AnyPipeline):
 
     def _refuse(self, options: dict[str, Any], *further: Any) -> None:
         super()._refuse(options, *further)
-        self.adapters = options.pop("lora", None)  # added to fake weights, once they are there
+        self.adapters = options.pop("lora", None)  # added before the weights are fake
 
     def _open(
         self, path: str, skip_blocks: Sequence[str], guardrail: bool
@@ -61,20 +62,23 @@ class OnFakes(AnyPipeline):
         blocks = [blocks_of(getattr(pipe, name)) for name in parts]
         most = Blocks(sum(b.weights for b in blocks), max(b.largest for b in blocks))
         self.sizes = Sizes(sum(map(published.parameters, encoders)), most)
+        encode_in_zeros(pipe, Path(place), self.compute)
         return place, pipe, parts
 
     def _load(self, *options: Any) -> Any:
         pipe = super()._load(*options)
+        if self.adapters is not None:
+            rank = self.adapters
+            with torch.device("meta"):
+                add_lora(self.net, Lora(rank) if isinstance(rank, int) else rank, self.attention)
         self.fakes.fill(self.net)
         route_evenly(self.net)
         return pipe
 
-    def adapt(self) -> None:
-        """Add the adapters that are asked for, as fakes."""
-        if self.adapters is not None:
-            rank = self.adapters
-            with self.fakes.mode:
-                add_lora(self.net, Lora(rank) if isinstance(rank, int) else rank, self.attention)
+    def freeze_adapted(self) -> None:
+        """Leave to be trained what the adapters hold, if there are any."""
+        for name, parameter in self.net.named_parameters():
+            parameter.requires_grad_(self.adapters is None or "lora_" in name)
 
     def choose_calls(self, prompts: list[Prompt], rows: int) -> None:
         """Ask for row after row where the pipeline's call takes no several prompts. Whether rows
@@ -103,6 +107,41 @@ def made(fakes: Fakes, cls: Any, place: str, part: str, dtype: torch.dtype) -> n
         fakes.fill(net)
         answer_in_zeros(net)
     return net
+
+
+def encode_in_zeros(pipe: Any, place: Path, dtype: torch.dtype) -> None:
+    """Let methods of a pipeline return what the table of published models says, where its folder
+    has no text encoders."""
+    file = place / published.ENCODINGS
+    if not file.is_file():
+        return
+
+    def encoded(returned: Any, prompt: Any = None, *_: Any, **__: Any) -> Any:
+        return encoding(returned, len(prompt) if isinstance(prompt, list) else 1, dtype)
+
+    for method, returned in json.loads(file.read_text()).items():
+        pipe.__dict__[method] = partial(encoded, returned)
+
+
+def encoding(returned: Any, rows: int, dtype: torch.dtype) -> Any:
+    """Make what ``mmrl.dry_run.published`` says a method returns for so many rows."""
+    again = partial(encoding, rows=rows, dtype=dtype)
+    match returned:
+        case {"shape": shape}:
+            return torch.zeros(rows, *shape, dtype=dtype)
+        case {"mask": shape}:
+            return torch.ones(rows, *shape, dtype=torch.long)
+        case {"plain": shape}:
+            return torch.zeros(*shape, dtype=dtype)
+        case {"lengths": length}:
+            return torch.arange(rows + 1, dtype=torch.int32) * length
+        case {"rows": row}:
+            return [encoding(row, 1, dtype)[0] for _ in range(rows)]
+        case dict():
+            return {name: again(value) for name, value in returned.items()}
+        case list():
+            return tuple(map(again, returned))
+    return returned
 
 
 def route_evenly(net: nn.Module) -> None:
@@ -148,7 +187,7 @@ def replayed(place: Path, options: dict[str, Any], train: TrainOptions, rows: in
     chosen = {k: v for k, v in options.items() if k not in ("path", "compile", "attention")}
     with fakes.running():
         policy: OnFakes = cls(path=str(place), **chosen)
-        policy.adapt()
+        policy.freeze_adapted()
         if train.gradient_checkpointing:
             policy.enable_gradient_checkpointing()
         prompts = [policy.arguments.blank(WORDS)]

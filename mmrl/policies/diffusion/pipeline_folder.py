@@ -3,11 +3,9 @@ libraries, only safetensors."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from functools import wraps
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 import torch
@@ -15,13 +13,12 @@ from torch import Tensor, nn
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import locate
-from mmrl.policies.diffusion import diffusers_folder, guardrails, modular_folder, two_stages
+from mmrl.policies.diffusion import diffusers_folder, experts, guardrails, modular_folder, two_stages
 from mmrl.policies.diffusion.modular_folder import is_modular
 
 LIBRARIES = ("diffusers", "transformers")
 # makes a part from its config file without loading its weights: (class, folder, subfolder, type)
 Make = Callable[[type, str, str, torch.dtype], nn.Module]
-SILENT = ("moe_infer",)  # methods of networks that turn gradients off
 DENOISERS = ("transformer", "unet")  # what pipelines call the network of their loop
 
 
@@ -62,7 +59,7 @@ def load(
             take_any_type(module)
     parts = tuple(name for name in modules if name.startswith(DENOISERS))
     for name in parts:
-        let_gradients_through(modules[name])
+        experts.let_gradients_through(modules[name])
     if not parts:
         raise UserError(
             f"policy path {path!r}: {type(pipe).__name__} has no network called transformer or "
@@ -117,9 +114,10 @@ def _dtypes(index: dict[str, Any], dtype: torch.dtype) -> dict[str, torch.dtype]
 def _made(
     index: dict[str, Any], place: str, dtypes: dict[str, torch.dtype], make: Make
 ) -> dict[str, Any]:
-    """Make the parts of a folder that have weights."""
-    classes = {part: class_of(entry) for part, entry in index.items() if isinstance(entry, list)}
-    return {
+    """Make the parts of a folder that have weights; those that its index leaves empty are None."""
+    entries = {part: entry for part, entry in index.items() if isinstance(entry, list)}
+    classes = {part: class_of(entry) for part, entry in entries.items()}
+    return {part: None for part, entry in entries.items() if entry[0] is None} | {
         part: make(cls, place, part, dtypes.get(part, dtypes["default"]))
         for part, cls in classes.items()
         if cls is not None and issubclass(cls, nn.Module)
@@ -158,16 +156,6 @@ def take_any_type(autoencoder: Any) -> None:
     for name in ("encode", "decode"):
         if hasattr(autoencoder, name):
             autoencoder.__dict__[name] = converted(getattr(autoencoder, name))
-
-
-def let_gradients_through(net: nn.Module) -> None:
-    """Let gradients through the experts of a network: HiDream's, outside of training mode, which
-    nothing is ever in here, are asked by a method that turns gradients off."""
-    for part in net.modules():
-        for name in SILENT:
-            method = getattr(type(part), name, None)
-            if method is not None:
-                part.__dict__[name] = MethodType(inspect.unwrap(method), part)
 
 
 def check_index(index: dict[str, Any], path: str) -> None:

@@ -24,6 +24,7 @@ OURS = (
 )
 EDITORS = ("Edit", "Kontext", "ImageToVideo", "Img2Img", "VideoToWorld")  # that see a picture
 PICTURES = ("image", "images", "control_image")
+SHOWN = 80  # characters of a prompt in a sentence
 FRAMES = ("num_frames", "frames")  # what calls name the length of a video
 # guidances besides that of the prompt, with which calls for videos with sound begin: none unless
 # they are asked for, and the sound's scales follow the video's
@@ -122,7 +123,8 @@ class PromptArguments:
     def shown(self, number: int) -> str:
         """Describe a prompt for a sentence."""
         values = self.book.values(number)
-        texts = [repr(value) for value in values.values() if isinstance(value, (str, int))]
+        known = [value for value in values.values() if isinstance(value, (str, int))]
+        texts = [repr(x if len(str(x)) <= SHOWN else f"{str(x)[:SHOWN]} ...") for x in known]
         return f"the prompt {', '.join(texts)}" if texts else f"a prompt of {', '.join(values)}"
 
     def example(self) -> dict[str, Any]:
