@@ -54,7 +54,7 @@ def folder(name: str) -> Path | None:
     index |= {part: _entry(config["_class_name"]) for part, config in known["parts"].items()}
     if "encodings" in known:  # in place of text encoders and tokenizers, which are no part of it
         (place / ENCODINGS).write_text(json.dumps(known["encodings"]))
-        index = dict.fromkeys(_parts_of(known["pipeline"]), [None, None]) | index
+        index = dict.fromkeys(parts_of(known["pipeline"]), [None, None]) | index
     (place / "model_index.json").write_text(json.dumps(index))
     return place
 
@@ -66,7 +66,7 @@ def _entry(class_name: str) -> list[str]:
     return [library or "diffusers", name]
 
 
-def _parts_of(pipeline: str) -> list[str]:
+def parts_of(pipeline: str) -> list[str]:
     """Name the parts of a pipeline's class."""
     import diffusers
 

@@ -97,17 +97,6 @@ def test_a_replayed_pipeline_is_looked_at_by_its_family(name):
     assert f"looked at as policy {name}" in next(iter(lines(run.report)))
 
 
-def test_of_a_pipeline_without_a_family_only_weights_are_known(tmp_path):
-    shutil.copytree(tiny_diffusers.folder("flux"), tmp_path / "new")
-    index = tmp_path / "new" / "model_index.json"
-    index.write_text(index.read_text().replace('"FluxPipeline"', '"FluxControlPipeline"'))
-    changes = [f"policy.pipeline.path={tmp_path / 'new'}", *SMALL]
-    text = "\n".join(lines(dry_run(ROOT / "digits" / "pipeline.yaml", changes)))
-    assert "no family of mmrl has this pipeline" in text and "forwards" not in text
-    with pytest.raises(UserError, match="and this one has none; leave --devices out"):
-        measure(ROOT / "digits" / "pipeline.yaml", changes, 1)
-
-
 @pytest.mark.parametrize(("case", "kind"), [("sd3", "bfloat16"), ("wan", "float32")])
 def test_buffers_have_the_type_they_are_loaded_in(case, kind):
     """Those that a file of weights holds are converted, as Stable Diffusion 3's table of places,
