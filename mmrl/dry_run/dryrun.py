@@ -23,7 +23,7 @@ from mmrl.dry_run import costs, published, replays
 from mmrl.dry_run.hollow import Counted, Hollow, counted, hollow
 from mmrl.dry_run.rehearsal import Rehearsed, Stage, rehearse
 from mmrl.dry_run.stand_in import folder_at, stand_in
-from mmrl.dry_run.weightless import folder_of, sizes_of
+from mmrl.dry_run.weightless import Sizes, folder_of, sizes_of
 from mmrl.policies.base import RolloutContext
 from mmrl.policies.diffusion.any_pipeline import AnyPipeline
 from mmrl.policies.diffusion.flow_plan import planned
@@ -91,8 +91,8 @@ def dry_run(path: Path, overrides: Sequence[str] = (), processes: int = 1) -> Re
     entry = policy.entry
     if isinstance(entry, type) and issubclass(entry, FolderPolicy):
         report = _of_folder(report, entry, policy, configuration)
-    elif entry is AnyPipeline and folder_at(report.path) is not None:
-        report = _of_replay(report, policy, configuration)
+    elif entry is AnyPipeline and (place := folder_at(report.path)) is not None:
+        report = _of_pipeline(report, place, policy, configuration)
     else:
         report = _of_others(report, policy, configuration)
     return _with_memory(report, configuration, processes)
@@ -161,10 +161,27 @@ def _sampled(report: Report, policy: FlowPolicy, configuration: configs.Config) 
     )
 
 
-def _of_replay(report: Report, resolved: Resolved, configuration: configs.Config) -> Report:
+def _of_pipeline(
+    report: Report, place: Path, resolved: Resolved, configuration: configs.Config
+) -> Report:
+    """Report on a pipeline that no family is written for; where its code cannot do without numbers,
+    on its weights alone."""
+    try:
+        return _of_replay(report, place, resolved, configuration)
+    except UserError:
+        raise
+    except Exception as error:  # its code may look at numbers in any way, and fail with anything
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        why = f"passes of the network and what activations take: on fake weights {lines[0]}"
+        report = _of_others(report, resolved, configuration)
+        return replace(report, unknown=(*report.unknown, why))
+
+
+def _of_replay(
+    report: Report, place: Path, resolved: Resolved, configuration: configs.Config
+) -> Report:
     """Report on a pipeline that no family is written for, by a pass of its own code on fake
     weights."""
-    place = folder_at(report.path)
     options = construct(resolved.options)
     train = report.train
     try:
@@ -287,22 +304,22 @@ def _of_others(report: Report, resolved: Resolved, configuration: configs.Config
         blocks=sizes.blocks,
     )
     unknown = [] if sizes.trained is not None else ["how many parameters the adapters have (lora)"]
-    if resolved.entry is AnyPipeline:
-        unknown.append(
-            "passes of the network and what activations take: no family of mmrl has this pipeline, "
-            "whose own code decides it"
-        )
-    elif not sizes.layers:
-        unknown.append("the layers of this network: what activations take")
-    elif prompt:
-        unknown.append("tokens of prompts: the most that budgets.prompt_tokens allows are counted")
-    else:
-        unknown.append(
-            "tokens of prompts and images: activations are those of the answers (with the policy's "
-            "option budgets.prompt_tokens those of the longest prompts too)"
-        )
+    if resolved.entry is not AnyPipeline:
+        unknown.append(_about_tokens(sizes, prompt))
     return replace(
         report, model=model, counted=once, tokens=tokens, stored=0, unknown=tuple(unknown)
+    )
+
+
+def _about_tokens(sizes: Sizes, prompt: int) -> str:
+    """Say what of a model's tokens is not counted."""
+    if not sizes.layers:
+        return "the layers of this network: what activations take"
+    if prompt:
+        return "tokens of prompts: the most that budgets.prompt_tokens allows are counted"
+    return (
+        "tokens of prompts and images: activations are those of the answers (with the policy's "
+        "option budgets.prompt_tokens those of the longest prompts too)"
     )
 
 

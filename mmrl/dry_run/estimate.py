@@ -165,6 +165,8 @@ def _stage(report: Report, resolved: Resolved, options: dict[str, Any]) -> rehea
         stage = rehearsal.tokens(report.path, entry, options, train, rows, train.group_size)
         if stage is not None:
             return stage
+    if report.model is not None and report.unknown:  # of a pipeline that cannot do without numbers
+        raise UserError(f"--devices: unknown are {report.unknown[-1]}; leave --devices out")
     raise UserError(
         f"--devices: the architecture of {report.path or report.policy} is not known here; "
         "give policy.path a local folder with its config files, or leave --devices out"

@@ -55,9 +55,10 @@ def _sample(report: Report) -> Iterator[str]:
             if report.tokens is None
             else (f", {report.tokens[0]} tokens and {report.tokens[1]} of text")
         )
-        rows = {1: "", 2: ", guided (two rows of the network each)"}.get(
-            report.network_rows, f", {report.network_rows:g} rows of the network each"
-        )
+        rows = f", {report.network_rows:g} rows of the network each"
+        if report.network_rows in (1, 2):
+            guided = report.network_rows == 2
+            rows = ", guided (two rows of the network each)" if guided else ""
         yield (
             f"sample      latents {shape}{tokens}; {report.steps} steps, {report.noisy} of "
             f"them with noise{rows}"

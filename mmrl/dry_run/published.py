@@ -4,8 +4,9 @@
 its class's defaults, the classes of its text encoders, and parameters counted from these on the
 meta device. ``encodings`` of a model without a family say what its pipeline's methods that encode
 prompts return: a list for a tuple, {"shape": [...]} for a tensor of a row in the type of the
-weights, {"plain": [...]} for one of all rows, {"mask": [...]} for one of ones (long), {"lengths": n} for the bounds of rows of n tokens,
-{"rows": ...} for a list with an entry for each row, other tables for tables, null for None.
+weights, {"plain": [...]} for one of all rows, {"mask": [...]} for one of ones (long),
+{"lengths": n} for the bounds of rows of n tokens, {"rows": ...} for a list with an entry for each
+row, other tables for tables, null for None.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from mmrl.config.options import TrainOptions
 from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES, load_built_in, locate
 from mmrl.dry_run import architectures, rehearsal
-from mmrl.dry_run.dryrun import dry_run
 from mmrl.dry_run.estimate import Run, estimate, fit, measure
 from mmrl.dry_run.page import lines
 from mmrl.dry_run.tracked import tracked

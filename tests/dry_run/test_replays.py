@@ -63,7 +63,9 @@ def real(place, options):
     with torch.no_grad():
         policy.dist(point)  # texts are encoded once
     before = policy.forwards
-    taken = tracked(lambda: policy.dist(point).log_prob(point.target).sum().backward(), [policy.net])
+    taken = tracked(
+        lambda: policy.dist(point).log_prob(point.target).sum().backward(), [policy.net]
+    )
     return policy, taken, policy.forwards - before
 
 
@@ -185,3 +187,15 @@ def test_no_weights_are_read(tmp_path):
     whole = dry_run(CONFIG, changes("cogview4"))
     assert found.model == whole.model and found.counted == whole.counted
     assert "forwards" in "\n".join(lines(found)) and hasattr(diffusers, "CogView4Pipeline")
+
+
+def test_a_pipeline_that_needs_numbers_is_told_in_a_sentence(monkeypatch):
+    def stopped(*_):
+        raise RuntimeError("aten.bincount needs numbers\nand more")
+
+    monkeypatch.setattr(replays, "replayed", stopped)
+    text = "\n".join(lines(dry_run(CONFIG, changes("cogview4"))))
+    assert "million parameters" in text and "forwards" not in text
+    assert "unknown     passes of the network and what activations take: on fake weights" in text
+    with pytest.raises(UserError, match="--devices: unknown are .*bincount needs numbers; leave"):
+        measure(CONFIG, changes("cogview4"), 1)

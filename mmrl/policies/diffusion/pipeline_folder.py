@@ -13,7 +13,13 @@ from torch import Tensor, nn
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import locate
-from mmrl.policies.diffusion import diffusers_folder, experts, guardrails, modular_folder, two_stages
+from mmrl.policies.diffusion import (
+    diffusers_folder,
+    experts,
+    guardrails,
+    modular_folder,
+    two_stages,
+)
 from mmrl.policies.diffusion.modular_folder import is_modular
 
 LIBRARIES = ("diffusers", "transformers")
@@ -51,6 +57,12 @@ def load(
         )
     else:
         pipe = _classic(place, path, dtype, guardrail, make)
+    return place, pipe, _frozen(pipe, path)
+
+
+def _frozen(pipe: Any, path: str) -> tuple[str, ...]:
+    """Freeze the networks of a pipeline, and name those of its loop. UserError where it has none,
+    or no scheduler."""
     modules = _modules(pipe)
     for module in modules.values():
         module.requires_grad_(False).eval()
@@ -70,7 +82,7 @@ def load(
             f"policy path {path!r}: {type(pipe).__name__} cannot be replayed: it has no scheduler, "
             "so it steps its latents by itself"
         )
-    return place, pipe, parts
+    return parts
 
 
 def _modular(
@@ -92,9 +104,7 @@ def _classic(place: str, path: str, dtype: torch.dtype, guardrail: bool, make: M
     replaced |= guardrails.loaded_with(cls, index, guardrail)
     try:
         pipe = diffusers_folder.explained(
-            lambda: cls.from_pretrained(
-                place, dtype=dtypes, use_safetensors=True, **replaced
-            ),
+            lambda: cls.from_pretrained(place, dtype=dtypes, use_safetensors=True, **replaced),
             place,
             "pipeline",
         )
