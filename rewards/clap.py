@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import gcd
 from typing import Annotated, Any
 
 import numpy as np
@@ -12,11 +11,11 @@ from annotated_types import Ge
 from torch import Tensor
 
 from mmrl.core.registry import REWARDS
-from mmrl.core.sound import sound_of
 from mmrl.core.types import Prompt
 from rewards._hf import Precision, load_model, load_processor
 from rewards._media import frames
 from rewards._prompt import texts_of
+from rewards._sound import resampled, waves_of
 from rewards.card import card, card_with
 from rewards.precision import own_precision
 
@@ -77,37 +76,27 @@ class Clap:
         """Score videos [B, F, 3, H, W] with their sound -> [B] float32 on the CPU; NaN for a sound
         with a number that is not finite."""
         frames(media, "clap")
-        sound, rate = sound_of(media, "clap")
-        waves = sound.detach().double().cpu().mean(1)
-        broken = ~waves.isfinite().all(1)
-        heard = self.pieces(waves.nan_to_num(0.0, 0.0, 0.0).numpy(), rate)  # [B, pieces, samples]
+        waves, rate, broken = waves_of(media, "clap")
+        heard = self.pieces(waves, rate)  # [B, pieces, samples]
         with own_precision(self.network.device.type):
             texts = self.embed_texts(texts_of(prompts, "clap", self.field))
             count = heard.shape[1]
             sounds = torch.cat(
-                [
-                    self.embed_sounds(part)
-                    for part in torch.from_numpy(heard).flatten(0, 1).split(self.batch_size)
-                ]
+                [self.embed_sounds(part) for part in heard.flatten(0, 1).split(self.batch_size)]
             )
         cosines = (sounds.unflatten(0, (-1, count)) * texts[:, None]).sum(-1).mean(1)
         scores: Tensor = self.scale * cosines
         return scores.cpu().masked_fill(broken, torch.nan)
 
-    def pieces(self, waves: Any, rate: int) -> Any:
+    def pieces(self, waves: Tensor, rate: int) -> Tensor:
         """Resample waves [B, samples] to the model's rate, and cut what is too long for it into
         equally long pieces that overlap as little as can be: [B, pieces, samples]."""
-        from scipy.signal import resample_poly
-
-        target = int(self.extractor.sampling_rate)
-        if rate != target:
-            step = gcd(rate, target)
-            waves = resample_poly(waves, target // step, rate // step, axis=1)
+        waves = resampled(waves, rate, int(self.extractor.sampling_rate))
         length = waves.shape[1]
         most = int(self.extractor.nb_max_samples)
         count = -(-length // most)
         starts = np.linspace(0, max(length - most, 0), count).round().astype(int)
-        return np.stack([waves[:, start : start + most] for start in starts], 1)
+        return torch.stack([waves[:, start : start + most] for start in starts], 1)
 
     def embed_sounds(self, waves: Tensor) -> Tensor:
         """Embed waves [N, samples] -> [N, E] unit vectors."""

@@ -4,7 +4,6 @@ the Frontier of Audiovisual Perception with Large-Scale Multimodal Correspondenc
 from __future__ import annotations
 
 from dataclasses import replace
-from math import gcd
 from typing import Annotated, Any, Literal
 
 import torch
@@ -13,11 +12,11 @@ from torch import Tensor
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
-from mmrl.core.sound import sound_of
 from mmrl.core.types import Prompt
 from rewards._hf import Precision, load_model, load_processor
 from rewards._media import frames, to_uint8
 from rewards._prompt import texts_of
+from rewards._sound import resampled, waves_of
 from rewards.card import card, card_of
 from rewards.precision import own_precision
 
@@ -93,13 +92,12 @@ class PeAv:
         """Score videos [B, F, 3, H, W] with their sound -> [B] float32 on the CPU; NaN for a sound
         or a picture with a number that is not finite."""
         frames(media, "pe_av")
-        sound, rate = sound_of(media, "pe_av")
+        waves, rate, broken = waves_of(media, "pe_av")
         pictures = media.detach()
-        waves = sound.detach().double().cpu().mean(1)
-        broken = ~(waves.isfinite().all(1) & pictures.flatten(1).isfinite().all(1).cpu())
-        waves = resampled(waves.nan_to_num(0.0, 0.0, 0.0), rate, int(self.extractor.sampling_rate))
+        broken |= ~pictures.flatten(1).isfinite().all(1).cpu()
+        fps = media.shape[1] / (waves.shape[1] / rate)
+        waves = resampled(waves, rate, int(self.extractor.sampling_rate))
         texts = texts_of(prompts, "pe_av", self.field) if self.reads_text else []
-        fps = media.shape[1] / (sound.shape[2] / rate)
         with own_precision(self.network.device.type):
             cosines = torch.cat(
                 [
@@ -149,13 +147,3 @@ class PeAv:
             name: value.to(device, dtype if value.is_floating_point() else value.dtype)
             for name, value in inputs.items()
         }
-
-
-def resampled(waves: Tensor, rate: int, target: int) -> Tensor:
-    """Resample waves [B, samples] to another rate."""
-    from scipy.signal import resample_poly
-
-    if rate == target:
-        return waves
-    step = gcd(rate, target)
-    return torch.from_numpy(resample_poly(waves.numpy(), target // step, rate // step, axis=1))

@@ -1,6 +1,7 @@
 """Every test: one thread (``MMRL_TEST_THREADS``), no network, one cache of built artifacts for all
 workers."""
 
+import atexit
 import gc
 import logging
 import os
@@ -13,8 +14,11 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 from mmrl.utils import threads
 
 # Imports and collection make millions of objects that stay: the collector would walk through all of
-# them again and again. They are set aside once they are there (pytest_collection_finish).
+# them again and again. They are set aside once they are there (pytest_collection_finish), until
+# Python takes itself apart: or libraries would complain of what was not. Not before: pytest walks
+# through what there is when it ends.
 gc.disable()
+atexit.register(gc.unfreeze)
 
 # A shell starts a background job with these ignored, and its children with it.
 for number in (signal.SIGINT, signal.SIGQUIT):
@@ -65,10 +69,6 @@ def pytest_collection_finish():
             logger.propagate = True
     gc.freeze()
     gc.enable()
-
-
-def pytest_unconfigure():
-    gc.unfreeze()  # or libraries complain at the end of what was not taken apart
 
 
 @pytest.fixture(scope="session")

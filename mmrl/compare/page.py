@@ -23,7 +23,7 @@ from mmrl.monitoring.report.charts import Chart, Series, number
 from mmrl.monitoring.report.curves import spread_out
 from mmrl.monitoring.report.pictures import Tile, compare, data_uri, save_picture
 from mmrl.monitoring.report.runs import Run, read_run
-from mmrl.run.lifecycle import COSTS
+from mmrl.run.loop import COSTS
 from mmrl.utils.files import write_json
 from mmrl.utils.machine import machine
 

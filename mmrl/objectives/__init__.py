@@ -15,19 +15,19 @@ from mmrl.objectives.forward_process.nft import NFT as NFT
 from mmrl.objectives.forward_process.reward_weighted import (
     RewardWeightedRegression as RewardWeightedRegression,
 )
+from mmrl.objectives.group_contrast import DRPO as DRPO
+from mmrl.objectives.group_contrast import PACS as PACS
+from mmrl.objectives.group_contrast import REAL as REAL
+from mmrl.objectives.group_contrast import DisCO as DisCO
+from mmrl.objectives.group_contrast import MultiPreference as MultiPreference
 from mmrl.objectives.group_loss import GroupLoss as GroupLoss
 from mmrl.objectives.group_preference import DPO as DPO
-from mmrl.objectives.group_preference import DRPO as DRPO
 from mmrl.objectives.group_preference import IPO as IPO
 from mmrl.objectives.group_preference import KTO as KTO
 from mmrl.objectives.group_preference import ORPO as ORPO
 from mmrl.objectives.group_preference import P3O as P3O
-from mmrl.objectives.group_preference import PACS as PACS
-from mmrl.objectives.group_preference import REAL as REAL
 from mmrl.objectives.group_preference import REBEL as REBEL
 from mmrl.objectives.group_preference import CoPG as CoPG
-from mmrl.objectives.group_preference import DisCO as DisCO
-from mmrl.objectives.group_preference import MultiPreference as MultiPreference
 from mmrl.objectives.group_preference import SimPO as SimPO
 from mmrl.objectives.group_regression import GVPO as GVPO
 from mmrl.objectives.group_regression import OPMD as OPMD

@@ -3,11 +3,10 @@ model."""
 
 from __future__ import annotations
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,52 +18,26 @@ from mmrl.core import distributed
 from mmrl.core.distributions import Dist
 from mmrl.core.errors import UserError
 from mmrl.core.host import sent
-from mmrl.core.types import Copies, Fields, Media, Point, Prompt, Rollout, tree_map
+from mmrl.core.types import Copies, Media, Point, Prompt, Rollout, tree_map
 from mmrl.core.weights import Weights
 from mmrl.policies.answers import media_problem, opened
 from mmrl.policies.capabilities import Capabilities, Medium
+from mmrl.policies.guidance import LogprobGuidance as LogprobGuidance
+from mmrl.policies.guidance import at_guidance as at_guidance
+from mmrl.policies.guidance import warn_of_mismatch as warn_of_mismatch
+from mmrl.policies.guidance import without_empty as without_empty
 from mmrl.policies.lora import ATTENTION, Lora, add_lora
 from mmrl.policies.prompt_states import pooled
+from mmrl.policies.rollout_context import NO_CONTEXT as NO_CONTEXT
+from mmrl.policies.rollout_context import Drafts as Drafts
+from mmrl.policies.rollout_context import Reads as Reads
+from mmrl.policies.rollout_context import RolloutContext as RolloutContext
 from mmrl.policies.rollout_graphs import RolloutGraphs
 from samplers.batching import Attempt, attempts, rows_that_fit
 from samplers.noise import Rng
 from samplers.warp import Warp
 
 Precision = Literal["float32", "bfloat16", "float16", "float64"]
-Reads = Literal["path", "decisions", "sample"]
-LogprobGuidance = Literal["guided", "guided_stopgrad_uncond", "conditional"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Drafts(Fields):
-    """Holds earlier answers, one to every row of a rollout, that it may begin with."""
-
-    ids: Tensor  # [B, T] long
-    mask: Tensor  # [B, T] bool: tokens of the answer; a row without any has no draft
-    logprob: Tensor  # [B, T] under the weights that sampled them
-    # [B, T, V] of all tokens, where rejected ones are to be replaced exactly
-    full: Tensor | None = None
-    lenience: Tensor  # [B] a token is kept with probability min(1, lenience p / q)
-    # what was kept: [B, 2] tokens that rows kept and had, of every rollout
-    accepted: list[Tensor] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class RolloutContext:
-    """Says what a rollout is for; the default is an ordinary iteration."""
-
-    iteration: int = 0  # of the run: windows of stochastic steps move with it
-    # states of paths that will be read: all, those beside decisions, or the sample alone
-    reads: Reads = "path"
-    # writes the ground truth to a prompt, which takes the place of one of its group
-    ground_truth: Callable[[Prompt], str | None] | None = None
-    # earlier answers to so many samples of each prompt, to begin from; None: nothing is known
-    drafts: Callable[[Sequence[Prompt], Copies], Drafts | None] | None = None
-    # keeps passes with their graphs, for the first optimizer step; None: no graph is recorded
-    graphs: RolloutGraphs | None = None
-
-
-NO_CONTEXT = RolloutContext()
 
 
 @dataclass(frozen=True)
@@ -480,11 +453,6 @@ def turn_on_checkpointing(net: Any) -> bool:
     return False
 
 
-def without_empty(cond: dict[str, Any]) -> dict[str, Any]:
-    """Drop the condition of the empty prompt, which all rows share."""
-    return {key: value for key, value in cond.items() if key != "uncond"}
-
-
 def first_of_group(rollout: Rollout) -> Tensor:
     """Return the lowest row id of each row's group, [B] long: its key draws the noise that a group
     shares."""
@@ -492,26 +460,3 @@ def first_of_group(rollout: Rollout) -> Tensor:
     count = len(rollout.prompts) or int(rollout.group.max()) + 1
     first = torch.full((count,), torch.iinfo(torch.long).max, device=rollout.row_id.device)
     return first.scatter_reduce(0, rollout.group, rollout.row_id, "amin")[rollout.group]
-
-
-@contextmanager
-def at_guidance(policy: Any, guidance: float | None) -> Iterator[None]:
-    """Set another classifier-free guidance scale within the block; None: the policy's own."""
-    before = policy.guidance_scale
-    policy.guidance_scale = before if guidance is None else guidance
-    try:
-        yield
-    finally:
-        policy.guidance_scale = before
-
-
-def warn_of_mismatch(logp_dist: str, guidance: float) -> None:
-    """Warn where scores leave out the guidance that samples are drawn with: they then belong to
-    another distribution."""
-    if logp_dist == "conditional" and guidance != 1:
-        warnings.warn(
-            f"logprob_guidance conditional: samples are drawn with guidance {guidance:g} and "
-            f"scored without it, so the "
-            "gradient is not that of the sampled distribution; guided matches",
-            stacklevel=3,
-        )

@@ -15,7 +15,8 @@ from mmrl.core.errors import UserError
 from mmrl.monitoring.log import EVENTS, METRICS, parse_line
 from mmrl.run import checkpoint
 from mmrl.run.build import config_of
-from mmrl.run.lifecycle import COSTS, is_finished, trained
+from mmrl.run.lifecycle import is_finished, trained
+from mmrl.run.loop import COSTS
 from mmrl.utils.files import json_object, sha256, write_json
 
 # metrics that say how long something took, not what came of it

@@ -12,7 +12,7 @@ from mmrl.core.errors import UserError
 from mmrl.run import checkpoint
 
 if TYPE_CHECKING:
-    from mmrl.run.lifecycle import Run
+    from mmrl.run.loop import Run
 
 
 @contextmanager

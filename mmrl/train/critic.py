@@ -3,8 +3,9 @@ the model of the student's samples in distribution matching."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from mmrl.config.options import TrainOptions
 from mmrl.core.errors import UserError
 from mmrl.core.metrics import Meter, Stopwatch
 from mmrl.core.types import Rollout
-from mmrl.objectives.base import Critic, Head, Objective
+from mmrl.objectives.base import Critic, Head
 from mmrl.policies.base import Policy
 from mmrl.train.batch import Batch
 from mmrl.train.device import Device, MakeOptimizer
@@ -46,17 +47,15 @@ class SnapshotUpdate:
                 group["lr"] = critic.lr
         # it keeps no average; a schedule over the policy's steps would end too early
         alike = replace(options, ema=None, lr_schedule="constant")
-        if critic.head is None:
-            self.inner = Update(policy, critic.objective, optimizer, alike, device, Stopwatch())
-            return
-        if device.sharded:
+        if critic.head is not None and device.sharded:
             raise UserError(
                 "objective.dmd.gan: the discriminator reads hidden states between layers whose "
                 "weights FSDP2 gathers and frees; launch copies, or leave it out"
             )
-        self.inner = HeadedUpdate(
-            policy, critic.objective, optimizer, alike, device, Stopwatch(), critic.head, make
-        )
+        kind: Callable[..., Update] = Update
+        if critic.head is not None:
+            kind = partial(HeadedUpdate, head=critic.head, make=make)
+        self.inner = kind(policy, critic.objective, optimizer, alike, device, Stopwatch())
 
     def improve(self, batch: Batch, rollout: Rollout, rng: Rng, meter: Meter) -> None:
         """Take its steps on the rows of one step of the policy."""
@@ -87,18 +86,8 @@ class HeadedUpdate(Update):
     """Takes the optimizer steps of a snapshot and of the head that learns with it, which has an
     optimizer of its own, with the snapshot's learning rate."""
 
-    def __init__(
-        self,
-        policy: Policy,
-        objective: Objective,
-        optimizer: torch.optim.Optimizer,
-        options: TrainOptions,
-        device: Device,
-        clock: Stopwatch,
-        head: Head,
-        make: MakeOptimizer,
-    ):
-        super().__init__(policy, objective, optimizer, options, device, clock)
+    def __init__(self, *of_update: Any, head: Head, make: MakeOptimizer):
+        super().__init__(*of_update)
         self.head = head
         self.make = make
         self.of_head: torch.optim.Optimizer | None = None  # made with the head's weights

@@ -1,7 +1,5 @@
 """Values that can never work, and code of others: one sentence when the configuration is read."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ from mmrl.core import registry
 from mmrl.core.errors import UserError
 from mmrl.dry_run.dryrun import dry_run
 from scripts.soak_parts import killing
+from tests.fixtures import warm
 
 ROOT = Path(__file__).parents[2]
 IMPOSSIBLE = {
@@ -106,8 +105,7 @@ def test_safe_runs_no_code_of_others(tmp_path, monkeypatch, change, words):
 
 
 def test_safe_is_an_option_of_the_command(file):
-    words = [sys.executable, "-m", "mmrl", "--safe", "train", str(file), "--dry-run"]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = warm.run(["-m", "mmrl", "--safe", "train", file, "--dry-run"])
     assert done.returncode == 2 and "which --safe refuses" in done.stderr
 
 

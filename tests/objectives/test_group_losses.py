@@ -12,7 +12,7 @@ from mmrl.config.options import TrainOptions
 from mmrl.core.errors import UserError
 from mmrl.core.registry import OBJECTIVES
 from mmrl.core.types import Point
-from mmrl.objectives import GroupLoss, group_preference
+from mmrl.objectives import GroupLoss, group_contrast, group_preference
 from mmrl.objectives.group_loss import Groups, Samples
 from mmrl.policies.diffusion.trees import Tree
 from mmrl.run.build import read
@@ -326,7 +326,7 @@ def test_the_penalty_of_disco_bounds_the_kl_of_all_processes(monkeypatch):
         samples.ratio - 1, samples.logp, samples.advantage * 0, samples.length, samples.groups
     )
     elsewhere = torch.tensor([7.0, 40.0, 5.0]).double()
-    monkeypatch.setattr(group_preference, "all_sum", lambda x: x + elsewhere)
+    monkeypatch.setattr(group_contrast, "all_sum", lambda x: x + elsewhere)
     leaf = flat.ratio.clone().requires_grad_()
     value = objective.of_group(Samples(leaf, flat.logp, flat.advantage, flat.length, flat.groups))
     (slope,) = torch.autograd.grad(value.sum(), leaf)

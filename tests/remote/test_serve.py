@@ -22,7 +22,7 @@ from mmrl.core.errors import UserError
 from mmrl.remote.lanes import Lane
 from mmrl.remote.server import load
 from rewards import Remote, jpeg_compressibility
-from tests.fixtures import waiting
+from tests.fixtures import waiting, warm
 from tests.fixtures.reward_servers import (
     b64,
     eighth,
@@ -368,15 +368,9 @@ def test_the_command_serves_until_it_is_told_to_stop():
         media = eighth(pictures(3))
         values = Remote(address, token="t", name="jpeg_compressibility")(media, asked(3))
         assert torch.equal(values, jpeg_compressibility(media, asked(3), scale=0.002))
-        taken = subprocess.run(
-            [*command[:-1], f"serve.port={address.rpartition(':')[2]}"],
-            cwd=ROOT,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=600,
-            check=False,
-        )
+        port = address.rpartition(":")[2]
+        words = [*command[1:-1], f"serve.port={port}"]
+        taken = warm.run(words, MMRL_REWARD_TOKEN="t")
         assert (
             taken.returncode == 2
             and ("another one: serve.port") in taken.stderr

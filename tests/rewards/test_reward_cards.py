@@ -3,7 +3,6 @@ that do not fit."""
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -60,17 +59,6 @@ def test_the_command_prints_the_table_with_plug_ins():
     assert shown.startswith("| name | what it says |") and all(
         f"\n| `{name}` |" in shown for name in OWN
     )
-
-
-def test_names_are_callables_in_a_fresh_interpreter():
-    code = (
-        "from rewards import clip_score, jpeg_compressibility, remote; "
-        "print(clip_score.__name__, remote.__name__)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.split() == ["ClipScore", "Remote"]
 
 
 def test_cards_of_classes_functions_partials_and_objects():

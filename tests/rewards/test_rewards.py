@@ -338,7 +338,8 @@ def test_every_registered_reward_is_documented():
     assert [name for name in REWARDS if f"`{name}`" not in text] == []
 
 
-def test_importing_the_rewards_loads_no_model_library():
+def test_importing_the_rewards_loads_no_model_library_and_names_are_callables():
+    """In a fresh interpreter, where no other test has imported their modules."""
     heavy = [
         "open_clip",
         "diffusers",
@@ -349,9 +350,13 @@ def test_importing_the_rewards_loads_no_model_library():
         "PIL",
         "mmrl.train.trainer",
     ]
-    code = f"import rewards, sys; print([m for m in {heavy} if m in sys.modules])"
+    code = (
+        f"import rewards, sys; print([m for m in {heavy} if m in sys.modules]); "
+        "from rewards import clip_score, jpeg_compressibility, remote; "
+        "print(clip_score.__name__, remote.__name__)"
+    )
     root = Path(rewards.__file__).parents[1]
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True
     )
-    assert done.stdout.strip() == "[]"
+    assert done.stdout.splitlines() == ["[]", "ClipScore Remote"]

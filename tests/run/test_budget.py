@@ -8,7 +8,7 @@ import pytest
 
 from mmrl.config.options import Budget
 from mmrl.monitoring.log import LogOptions, RunLog
-from mmrl.run import lifecycle
+from mmrl.run import loop
 from tests.train.test_trainer import make_trainer
 
 
@@ -21,7 +21,7 @@ def run_of(folder, budget, resume=False):
     session = SimpleNamespace(options=trainer.options, policy=trainer.policy, scorer=scorer)
     options = LogOptions(tensorboard=False)
     log = RunLog(folder, resume, start=start + 1, options=options)
-    run = lifecycle.Run(session, trainer, log, folder)
+    run = loop.Run(session, trainer, log, folder)
     run.recount(log.past)
     return run
 
@@ -34,7 +34,7 @@ def lines(folder):
 def test_a_run_ends_with_the_iteration_that_exceeds_its_budget(name, tmp_path):
     first = run_of(tmp_path / "first", None)
     first.loop()
-    (each, *_) = (line[lifecycle.COSTS[name]] for line in lines(tmp_path / "first"))
+    (each, *_) = (line[loop.COSTS[name]] for line in lines(tmp_path / "first"))
     assert first.trainer.iteration == 6 and not first.finished
     limited = run_of(tmp_path / "limited", Budget(**{name: int(2 * each + 1)}))
     limited.loop()
@@ -46,7 +46,7 @@ def test_a_run_ends_with_the_iteration_that_exceeds_its_budget(name, tmp_path):
 
 def test_processor_time_is_that_of_iterations_and_counts_on_after_a_resume(tmp_path, monkeypatch):
     clock = iter(range(0, 1000, 10))  # an iteration takes ten seconds, and so does what is between
-    monkeypatch.setattr(lifecycle.time, "process_time", lambda: float(next(clock)))
+    monkeypatch.setattr(loop.time, "process_time", lambda: float(next(clock)))
     run = run_of(tmp_path, Budget(cpu_seconds=15.0))
     run.loop()
     assert run.trainer.iteration == 2 and run.spent["cpu_seconds"] == 20
@@ -58,8 +58,8 @@ def test_processor_time_is_that_of_iterations_and_counts_on_after_a_resume(tmp_p
 
 
 def test_only_the_end_of_iterations_or_budget_counts_as_finished(tmp_path, monkeypatch):
-    monkeypatch.setattr(lifecycle.Run, "save", lambda run: "checkpoint")
-    monkeypatch.setattr(lifecycle.Run, "preview", lambda run, name: None)
+    monkeypatch.setattr(loop.Run, "save", lambda run: "checkpoint")
+    monkeypatch.setattr(loop.Run, "preview", lambda run, name: None)
     for stop, kind in (("", "finished"), ("interrupted by SIGTERM", "stopped")):
         run = run_of(tmp_path / kind, None)
         run.stop = stop

@@ -13,7 +13,7 @@ import torch
 from mmrl.config.options import EvaluateOptions
 from mmrl.core.errors import UserError
 from mmrl.monitoring.log import LogOptions, RunLog
-from mmrl.run import checkpoint, lifecycle, state
+from mmrl.run import checkpoint, loop, state
 from mmrl.run.build import read
 from mmrl.scoring import Scorer
 from rewards import hypervolume
@@ -50,13 +50,13 @@ def run_of(family, folder, resumed=None):
     points = []
     kept = volume.validated
     volume.validated = lambda: (points.append(volume.latest), kept())[1]
-    return lifecycle.Run(session, trainer, log, folder), volume, points
+    return loop.Run(session, trainer, log, folder), volume, points
 
 
 def finish(run):
     """What follows an iteration: measure, then save."""
     run._measured(run.trainer.iteration)
-    if lifecycle.due(run.trainer.iteration, run.session.options.save_every):
+    if loop.due(run.trainer.iteration, run.session.options.save_every):
         arrays, meta = state.capture(run.trainer)
         checkpoint.save(run.folder / "checkpoints", run.trainer.iteration, arrays, meta, 3)
 

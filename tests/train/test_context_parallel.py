@@ -61,7 +61,7 @@ def test_sequences_split_over_two_processes_equal_one(tmp_path):
 @pytest.mark.slow
 def test_four_processes_as_groups_equal_one(tmp_path):
     """Two groups that split their sequences; two copies of two shards each."""
-    cases = ["--cases", "flux"]
+    cases = ["--cases", "flux", "--prompts", "4"]
     one = start(warm.run, tmp_path / "one", *cases)
     four = partial(warm.ranks, count=4)
     equal(one, start(four, tmp_path / "split", "--split", "2", *cases), ["flux"])

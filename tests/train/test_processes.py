@@ -3,6 +3,7 @@ one does."""
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -178,7 +179,11 @@ def test_the_command_on_two_processes(tmp_path, monkeypatch):
     lifecycle.train(Path("two"), ["train.iterations=3"], resume=True)
 
     many = ["--resume", "one", "train.iterations=5", "train.evaluate_every=0"]
-    done = run([*LAUNCH, ROOT / "scripts" / "train.py", *many], tmp_path, BROKEN_RANK="1")
+    python = tmp_path / "python"  # what the launcher starts in place of sys.executable: given -u
+    python.write_text(f'#!/bin/sh\nshift\nexec {shlex.join(warm.command())} "$@"\n')
+    python.chmod(0o755)
+    words = [*LAUNCH, ROOT / "scripts" / "train.py", *many]
+    done = run(words, tmp_path, BROKEN_RANK="1", PYTHON_EXEC=str(python))
     assert done.returncode != 0 and "the judge has left" in done.stderr
     assert (
         "could not score 3 of 4 samples"

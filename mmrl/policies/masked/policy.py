@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -22,10 +22,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
 from mmrl.config.options import Steps
-from mmrl.core.distributions import Categorical, check_shape, drawn
-from mmrl.core.divergences import REVERSE, Divergence
+from mmrl.core.distributions import drawn
 from mmrl.core.errors import UserError
-from mmrl.core.host import indices, on_host, remember, selected, spread
+from mmrl.core.host import indices, on_host, remember, selected
 from mmrl.core.sharding import shards
 from mmrl.core.types import (
     Copies,
@@ -48,6 +47,8 @@ from mmrl.policies.base import (
     without_empty,
 )
 from mmrl.policies.diffusion.flow_passes import stacked
+from mmrl.policies.masked.hidden_tokens import Hidden as Hidden
+from mmrl.policies.masked.hidden_tokens import chosen
 from mmrl.policies.products import kept_layout, quicken
 from mmrl.policies.scores import recorded
 from mmrl.policies.tokens import LogitsPolicy, somewhere
@@ -56,54 +57,6 @@ from samplers.noise import Rng
 from samplers.warp import Anneal
 
 SCHEDULES = {"cosine": unmask.cosine, "linear": unmask.linear}
-
-
-@dataclass(frozen=True)
-class Hidden:
-    """Scores draws of the tokens at the N positions that ``where`` [B, L] holds. All results are
-    [B, L], 0 elsewhere.
-
-    ``noise`` [B, 1] is the temperature of the Gumbel noise on the confidence by which some were
-    chosen to stay (MaskGIT, Chang et al. 2022). Then a decision is [B, L, 2]: token, and rank in
-    the choice as ``samplers.unmask.ranked`` numbers them; without a choice (the last pass keeps
-    all) every rank is L or more. KL and entropy are those of the tokens: the choice's have no
-    closed form.
-    """
-
-    logits: Tensor  # [N, V]
-    where: Tensor
-    noise: Tensor | None = None
-
-    def log_prob(self, decision: Tensor) -> Tensor:
-        """Return the log-probs of token ids [B, L], or of tokens and their ranks [B, L, 2]."""
-        ids = decision if self.noise is None else decision[..., 0]
-        token = self._spread(Categorical(self.logits).log_prob(selected(ids, self.where)))
-        return token if self.noise is None else chosen(token, self.noise, decision[..., 1])
-
-    def kl(self, reference: Hidden, by: Divergence = REVERSE) -> Tensor:
-        """Compute KL(self || other), or another divergence."""
-        return self._spread(Categorical(self.logits).kl(Categorical(reference.logits), by))
-
-    def entropy(self) -> Tensor:
-        return self._spread(Categorical(self.logits).entropy())
-
-    def asks(self) -> list[Any]:
-        return []
-
-    def shown(self, asks: list[Any]) -> dict[str, Tensor]:
-        return {"logits": self.logits}
-
-    def reference(self, shown: dict[str, Tensor]) -> Hidden:
-        check_shape(shown["logits"], self.logits.shape)
-        return replace(self, logits=shown["logits"])
-
-    def _spread(self, values: Tensor) -> Tensor:
-        return spread(values, self.where)
-
-
-def chosen(token: Tensor, noise: Tensor, rank: Tensor) -> Tensor:
-    """Add the log-probs of ranks to those of tokens, [B, L]."""
-    return token + unmask.plackett_luce(token / noise, rank)
 
 
 class MaskedDiffusion(LogitsPolicy):
