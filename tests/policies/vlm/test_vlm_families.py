@@ -93,7 +93,8 @@ def assert_alike(gradient: dict[str, Tensor], expected: dict[str, Tensor]) -> No
     assert gradient.keys() == expected.keys()
     size = torch.stack([g.norm() for g in expected.values()]).norm()
     apart = torch.stack([(gradient[key] - g).norm() for key, g in expected.items()]).norm()
-    assert apart < 2e-5 * size
+    # Gemma's norms are of float32 whatever the weights: 2.7e-5 apart on Intel's CPUs, also in float64
+    assert apart < 5e-5 * size
 
 
 def oracle(name: str, net: torch.nn.Module, rollout: Rollout, i: int) -> Tensor:
