@@ -93,7 +93,7 @@ def assert_alike(gradient: dict[str, Tensor], expected: dict[str, Tensor]) -> No
     assert gradient.keys() == expected.keys()
     size = torch.stack([g.norm() for g in expected.values()]).norm()
     apart = torch.stack([(gradient[key] - g).norm() for key, g in expected.items()]).norm()
-    # Gemma's norms are of float32 whatever the weights: 2.7e-5 apart on Intel's CPUs, also in float64
+    # Gemma's norms are of float32 whatever the weights: 2.7e-5 on Intel's CPUs, also in float64
     assert apart < 5e-5 * size
 
 
