@@ -491,10 +491,11 @@ Janus. All: a token is drawn with one uniform number, whose place is looked up i
 blocks of the codebook.
 
 On CPUs with AVX-512 that are not Intel's, products in float32 are oneDNN's, whose weights are
-brought into its layout once a rollout, queries, keys and values (and both halves of a gated layer)
-side by side: MKL, which torch takes and the libraries with it, keeps to AVX2 there. "With torch's
-products" is mmrl without that, as on Intel's CPUs. Keys lie by column on CPUs, where one query
-attends to them.
+brought into its layout once a rollout: MKL, which torch takes and the libraries with it, keeps to
+AVX2 there. On Intel's they are MKL's, of weights that are packed once a rollout for the number of
+rows of a token's passes (with up to 64 rows packing is a third of a product and more). Queries,
+keys and values (and both halves of a gated layer) lie side by side. "With torch's products" is mmrl
+without that. Keys lie by column on CPUs, where one query attends to them.
 
 What remains is the transformer itself, at the same number of rows, so the factor falls as it grows.
 "Products" is what mmrl's own products with weights, convolutions and attention take, in place: with
