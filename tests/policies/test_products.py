@@ -1,5 +1,5 @@
-"""Products by oneDNN, and by MKL with packed weights: those of torch, forwards and backwards, of the
-weights as they are now."""
+"""Products by oneDNN, and by MKL with packed weights: those of torch, forwards and backwards, of
+the weights as they are now."""
 
 import pytest
 import torch
