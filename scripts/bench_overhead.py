@@ -5,9 +5,12 @@ neither in the network's forward and backward passes nor in the optimizer.
     python scripts/bench_overhead.py --cases vlm --width 256
 
 A forward pass is the time in the outermost call of any module of the library's model (diffusers,
-transformers), in a product with its weights by oneDNN, or in the attention of image tokens. What
-else mmrl computes of a network without calling a module counts as overhead, so the share is at most
-too high. A backward pass is that of the loss, whose own part is in it. Rewards cost nothing here.
+transformers), in a product with its weights laid out, or in the attention of image tokens. A token
+of an image passes through the library's layers by a loop of mmrl's (``llama.token``) in the place
+of the library's: what it computes between modules (rotations, sums, writes of keys and values) is
+shown by itself. Laying weights out is overhead, and so is what else mmrl computes of a network
+without calling a module, so that the share is at most too high. A backward pass is that of the
+loss, whose own part is in it. Rewards cost nothing here.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -125,6 +128,7 @@ class Spent:
         self.seconds: Counter[str] = Counter()
         self.depth = 0
         self.begun = 0.0
+        self.apart_seconds = 0.0  # of what is inside passes and no part of them
 
     def enter(self, *_: Any) -> None:
         if self.depth == 0:
@@ -150,6 +154,33 @@ class Spent:
 
         return call
 
+    def apart(self, work: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``work``, which is no part of the pass that it is called in."""
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            start = time.process_time()
+            try:
+                return work(*arguments, **options)
+            finally:
+                taken = time.process_time() - start
+                self.apart_seconds += taken
+                self.begun += taken
+
+        return call
+
+    def between(self, work: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``work`` with its seconds outside of modules added as "between"."""
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            start = time.process_time()
+            known = self.seconds["forward"] + self.apart_seconds
+            output = work(*arguments, **options)
+            known -= self.seconds["forward"] + self.apart_seconds
+            self.seconds["between"] += time.process_time() - start + known
+            return output
+
+        return call
+
     def passed(self, work: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``work`` counted as a part of a forward pass."""
 
@@ -165,7 +196,7 @@ class Spent:
 
 @contextmanager
 def watched(trainer: Any) -> Iterator[Counter[str]]:
-    """Measure the seconds in ``forward``, ``backward`` and ``optimizer``."""
+    """Measure the seconds in ``forward``, ``between``, ``backward`` and ``optimizer``."""
     spent = Spent()
     hooks = []
     for part in (trainer.policy.net, getattr(trainer.policy, "vae", None)):
@@ -178,12 +209,18 @@ def watched(trainer: Any) -> Iterator[Counter[str]]:
     attend = spent.passed(llama.attend)
     backward = spent.clocked("backward", update.device.backward)
     descend = spent.clocked("optimizer", update._descend)
-    with (
-        mock.patch.object(products, "_product", product),
-        mock.patch.object(llama, "attend", attend),
-        mock.patch.object(update.device, "backward", backward),
-        mock.patch.object(update, "_descend", descend),
-    ):
+    net = trainer.policy.net
+    with ExitStack() as patches:
+        for place, name, work in (
+            (products, "_product", product),
+            (products, "_layout", spent.apart(products._layout)),
+            (llama, "attend", attend),
+            (update.device, "backward", backward),
+            (update, "_descend", descend),
+        ):
+            patches.enter_context(mock.patch.object(place, name, work))
+        if getattr(net, "token", None) is not None:
+            patches.enter_context(mock.patch.object(net, "token", spent.between(net.token)))
         yield spent.seconds
     for hook in hooks:
         hook.remove()
@@ -221,17 +258,20 @@ def page(report: dict[str, Any]) -> str:
         f"{about['cpu']}, one thread; torch {about['versions']['torch']}. Shares of the process's "
         f"own CPU time in an iteration of GRPO with random weights in float32, medians of "
         f"{report['repeats']} iterations. Forward: outermost calls of the library's modules, in "
-        "sampling, scoring and decoding; the rest, with whatever mmrl computes of weights "
-        "without calling a module, is overhead. Optimizer: clipping and AdamW.",
+        "sampling, scoring and decoding. Between: what mmrl's loop over the library's layers, "
+        "which passes a token of an image, computes between their modules (rotations, sums, keys "
+        "and values written); until 2026-11-25 it was counted as everything else. The rest, with "
+        "layouts of weights and whatever else mmrl computes of weights without calling a module, "
+        "is overhead. Optimizer: clipping and AdamW.",
         "",
-        "| family | parameters, M | forward | backward | optimizer | everything else "
+        "| family | parameters, M | forward | between | backward | optimizer | everything else "
         "| (least - most) |",
-        "|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for name, case in report["cases"].items():
         parts = " | ".join(
             f"{100 * case['shares'].get(part, 0):.1f} %"
-            for part in ("forward", "backward", "optimizer")
+            for part in ("forward", "between", "backward", "optimizer")
         )
         low, high = min(case["overheads"]), max(case["overheads"])
         lines.append(

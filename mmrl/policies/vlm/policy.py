@@ -255,7 +255,7 @@ class VLM(Passes):
                 prompts=tuple(shown)
             )
         if self.outside is None:
-            with kept_layout(self.net):
+            with kept_layout(self.net, self.ending.tokens):
                 answers = self._answers(cond, group, row, rng, size)
             if self.refill == "plan":
                 self.lengths.learn(self.device)
