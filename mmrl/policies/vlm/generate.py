@@ -113,14 +113,21 @@ class Answers:
         drawn: Drawn,
         ending: Ending,
         count: bool = True,
+        all_go: bool = False,
     ) -> tuple[Tensor, int | None]:
         """Add the token at ``step`` [B'] to those of the rows ``at`` [B'] that are ``going``, and
-        return which still are, and, if they are counted, how many."""
+        return which still are, and, if they are counted, how many; ``all_go``: all are known to
+        be."""
         place = (at, step)
         logprob = drawn.logprob.to(self.logprob)
-        self.ids[place] = torch.where(going, drawn.token, self.ids[place])
-        self.logprob[place] = torch.where(going, logprob, self.logprob[place])
-        self.mask[place] |= going
+        if all_go:
+            self.ids[place] = drawn.token
+            self.logprob[place] = logprob
+            self.mask[place] = True
+        else:
+            self.ids[place] = torch.where(going, drawn.token, self.ids[place])
+            self.logprob[place] = torch.where(going, logprob, self.logprob[place])
+            self.mask[place] |= going
         if ending.quantities:
             values = recorded(ending.quantities, drawn.logits, drawn.warped).to(self.values)
             self.values[place] = torch.where(going[:, None], values, self.values[place])
@@ -257,6 +264,7 @@ class Work:
         self.at = first  # [B'] which row of the result each one is
         self.step = self._start(first)  # [B'] long: tokens it has
         self.going = torch.ones_like(first, dtype=torch.bool)
+        self.left: int | None = len(first)  # that are going; None: they were not counted
         self.place = prefix.following[rows]
         self.hidden = prefix.hidden[rows]
         # [B', S] of what the cache holds: prompt and answer, or of a cascade the answer alone
@@ -295,8 +303,10 @@ class Work:
         counted."""
         self.token = drawn.token
         ending = self.task.ending
-        self.going, left = done.write(self.at, self.step, self.going, drawn, ending, count)
-        return left
+        all_go = self.left == len(self.at)
+        rows = (self.at, self.step, self.going, drawn, ending, count, all_go)
+        self.going, self.left = done.write(*rows)
+        return self.left
 
     def advance(self, done: Answers, left: int | None, compacts: bool) -> None:
         """Make one pass: update the hidden states by the last tokens, for the ``left`` unfinished
@@ -344,6 +354,7 @@ class Work:
             ("uniform", uniform),
         ):
             setattr(self, name, torch.cat([getattr(self, name)[left], fresh]))
+        self.left = len(self.at)
 
     def _compact(self) -> None:
         left = self.going.nonzero()[:, 0]
