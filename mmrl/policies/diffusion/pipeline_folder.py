@@ -13,7 +13,13 @@ from torch import Tensor, nn
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import locate
-from mmrl.policies.diffusion import diffusers_folder, guardrails, modular_folder, two_stages
+from mmrl.policies.diffusion import (
+    diffusers_folder,
+    guardrails,
+    minimax_h3,
+    modular_folder,
+    two_stages,
+)
 from mmrl.policies.diffusion.modular_folder import is_modular
 
 LIBRARIES = ("diffusers", "transformers")
@@ -163,20 +169,26 @@ def check_index(index: dict[str, Any], path: str) -> None:
 
 def encoders(pipe: Any, parts: tuple[str, ...]) -> list[nn.Module]:
     """List the frozen networks of transformers, which read texts and pictures."""
-    return [
+    read = [
         module
         for name, module in _modules(pipe).items()
-        if name not in parts and type(module).__module__.startswith("transformers.")
+        if name not in parts and _reads(module)
     ]
+    return [minimax_h3.reader(m) for m in read] if minimax_h3.is_h3(pipe.scheduler) else read
 
 
-def others(pipe: Any, parts: tuple[str, ...], read: list[nn.Module]) -> list[nn.Module]:
+def others(pipe: Any, parts: tuple[str, ...]) -> list[nn.Module]:
     """List the frozen networks that are neither trained nor encoders: autoencoders, connectors."""
     return [
         module
         for name, module in _modules(pipe).items()
-        if name not in parts and module not in read and any(True for _ in module.parameters())
+        if name not in parts and not _reads(module) and any(True for _ in module.parameters())
     ]
+
+
+def _reads(module: nn.Module) -> bool:
+    """Tell whether a network is one of transformers, which read texts and pictures."""
+    return type(module).__module__.startswith("transformers.")
 
 
 def decode_in_parts(pipe: Any, **enabled: bool) -> None:

@@ -33,9 +33,16 @@ from mmrl.policies.diffusion.replay_inputs import (
     plain_settings,
     row_count,
 )
-from mmrl.policies.diffusion.replay_scheduler import Timetable, drive, timetable
+from mmrl.policies.diffusion.replay_scheduler import (
+    Timetable,
+    drive,
+    time_of,
+    timestep_of,
+    timetable,
+)
 from mmrl.policies.diffusion.replay_starts import later, observe, once
 from mmrl.policies.diffusion.replay_states import States, heard, numbered
+from mmrl.policies.diffusion.self_stepping import SOUND_SCHEDULER
 
 Goal = Literal["conditions", "parts", "begin", "output", "passes", "finish", "plain"]
 
@@ -132,14 +139,16 @@ class Replay:
         # without the decorator that turns gradients off
         self.function = inspect.unwrap(type(pipe).__call__)
         self.arguments = inspect.signature(self.function).parameters
+        self.states = States(pipe)
         self.scheduler = drive(pipe.scheduler, self)
         pipe.__dict__["scheduler"] = self.scheduler
+        if getattr(pipe, SOUND_SCHEDULER, None) is not None:
+            pipe.__dict__[SOUND_SCHEDULER] = drive(getattr(pipe, SOUND_SCHEDULER), self, 1)
         for name in parts:
             pipe.__dict__[name] = Denoiser(getattr(pipe, name), self._answer(name))
         partial_way = observe(pipe, self.begins)
         # from what the pipeline prepares to a first state
         self.scale: float = self.scheduler.prepared_scale
-        self.states = States(pipe)
         self.prepares = bool(self.states.methods)
         for number, name in enumerate(self.states.methods):
             prepare = getattr(pipe, name)
@@ -250,14 +259,12 @@ class Replay:
         """Put the asked timestep in its place of the times that the scheduler has just set."""
         run = self._running()
         table = run.tables[scheduler.number] = timetable(scheduler)
-        if not all(torch.equal(table.times, times) for times, _ in run.tables.values()):
-            raise Unreplayable(
-                f"{self.name} cannot be replayed: it steps its several latents at different times"
-            )
+        if scheduler.number:
+            self.states.relate(scheduler.number, run.tables[0].times, table.times)
         if run.timestep is None or run.place is None:
             return
         steps = scheduler.timesteps.clone()
-        timestep = run.timestep.to(steps)
+        timestep = self._own_timestep(run.timestep, scheduler).to(steps)
         if timestep.ndim:
             steps = steps[:, None].repeat(1, len(timestep))
         steps[run.place + self.skipped.get(len(steps), 0)] = timestep
@@ -266,6 +273,13 @@ class Replay:
             scheduler.sigmas = torch.as_tensor(scheduler.sigmas).clone()
             place = run.place + self.skipped.get(len(steps), 0)
             scheduler.sigmas[place] = sigma_of(scheduler, timestep)
+
+    def _own_timestep(self, timestep: Tensor, scheduler: Any) -> Tensor:
+        """Return the timestep of the state of this scheduler where the first is at ``timestep``."""
+        if self.states.ratio(scheduler.number) == 1:
+            return timestep
+        time = self.states.time(scheduler.number, time_of(scheduler, timestep))
+        return timestep_of(scheduler, time)
 
     def begins(self, steps: int) -> None:
         """Learn that the pipeline takes only the last ``steps`` steps of its times."""
