@@ -35,6 +35,8 @@ class Draws(TorchFunctionMode):
         drawn = torch.Size([shape] if isinstance(shape, int) else shape)
         for place, noise in enumerate(self.noises):
             if drawn.numel() == noise.numel() and not in_posterior():
+                if kwargs.get("generator") is not None:
+                    func(*args, **kwargs)  # so that what it draws later is the same
                 return self.noises.pop(place).reshape(drawn)
         return func(*args, **kwargs)
 
