@@ -94,8 +94,7 @@ def test_latents_and_pictures_are_those_of_its_own_pipeline(name, guidance):
     assert (other - latents).abs().max() > 1e-3  # the prompt and its guidance are seen
 
 
-@pytest.mark.parametrize("guidance", [1.0, 2.5])
-@pytest.mark.parametrize("kind", ["image", "video"])
+@pytest.mark.parametrize(("kind", "guidance"), [("image", 2.5), ("video", 1.0)])
 def test_cosmos25_goes_on_from_the_frames_that_it_holds(kind, guidance):
     """Whose velocity is that from its first noise, which a replay begins in any step without."""
     call = CASES["cosmos25"].call | {"num_frames": 9}
@@ -108,8 +107,6 @@ def test_cosmos25_goes_on_from_the_frames_that_it_holds(kind, guidance):
     given = {kind: PROMPTS[0][kind], "num_frames": 9}
     latents = called("cosmos25", pipe, first_noise(policy), guidance, **given)
     torch.testing.assert_close(rollout.sample, latents, atol=1e-4, rtol=0)
-    _, other = evaluated(make("cosmos25", call, guidance_scale=guidance))
-    assert (ours - other).abs().max() > 1e-2  # the frames are seen
     with torch.no_grad():  # though noise of the last step lies on them, they are shown as they are
         noisy = policy.decode(policy.rollout(PROMPTS[:1], 2, RNG))
     torch.testing.assert_close(noisy[:, 0], ours[:, 0].expand_as(noisy[:, 0]), atol=1e-4, rtol=0)
@@ -230,8 +227,10 @@ def test_what_cosmos_cannot_do_is_told_in_a_sentence():
 @pytest.mark.parametrize("name", [*WORLDS, "cosmos1", "cosmos1-video", "cosmos25"])
 def test_the_first_step_is_exactly_on_policy(name):
     options = {"lora": 2, "guidance_scale": 2.5} if name == "cosmos2" else {}
-    metrics = trainer_of(make(name, check=True, **options)).iterate()
+    policy = make(name, check=True, **options)
+    metrics = trainer_of(policy).iterate()
     assert metrics["ratio/max_deviation"] == 0.0 and metrics["grad_norm"] > 0
+    assert policy.together == CASES[name].together  # Cosmos 1 draws in its steps, by a row's place
 
 
 @pytest.mark.parametrize("name", [*WORLDS, "cosmos25"])

@@ -267,11 +267,7 @@ def test_echo_from_a_picture_is_what_its_own_blocks_give_and_holds_the_first_fra
         )
     torch.testing.assert_close(media.as_subclass(torch.Tensor), own["videos"], atol=1e-4, rtol=0)
     torch.testing.assert_close(media.sound, own["audio"], atol=1e-4, rtol=0)
-    with torch.no_grad():
-        plain = echo()
-        unseen = plain.decode(evaluated(plain))[:1]
-    assert (media - unseen).abs().max() > 1e-2
-    metrics = trainer_of(echo(inputs=inputs, lora=2, together=policy.together)).iterate()
+    metrics = trainer_of(policy).iterate()
     assert metrics["ratio/max_deviation"] == 0.0 and metrics["grad_norm"] > 0
 
 
