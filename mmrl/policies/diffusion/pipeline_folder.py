@@ -209,9 +209,8 @@ def media_of(output: Any, pipeline: str) -> Tensor:
     media = output if isinstance(output, Tensor) else None
     if isinstance(output, (list, tuple)) and output and isinstance(output[0], Tensor):
         media = torch.stack(list(output))
-    if media is not None and media.ndim in (4, 5) and media.shape[-3] == 4:
-        colours, opacity = media.split([3, 1], -3)
-        media = colours * opacity + (1 - opacity)  # on white, as people see it
+    if media is not None and media.ndim in (4, 5):
+        media = on_white(media)
     if media is None or media.ndim not in (4, 5) or media.shape[-3] != 3:
         shape = tuple(media.shape) if media is not None else type(output).__name__
         raise UserError(
@@ -219,6 +218,14 @@ def media_of(output: Any, pipeline: str) -> Tensor:
             "tensors"
         )
     return media.float().clamp(0, 1)
+
+
+def on_white(media: Tensor) -> Tensor:
+    """Lay media [*, 4, H, W] in 0..1 with an opacity on white, as people see them; others stay."""
+    if media.shape[-3] != 4:
+        return media
+    colours, opacity = media.split([3, 1], -3)
+    return colours * opacity + (1 - opacity)
 
 
 def rounding(media: Tensor) -> float:
