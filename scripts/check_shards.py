@@ -33,8 +33,6 @@ class Row(NamedTuple):
     run: str  # when, of which commit, where
 
 
-
-
 def names() -> list[str]:
     """List the cases: vision-language families, replayed pipelines and modular ones."""
     from tests.fixtures.replay_cases import CASES, MODULAR

@@ -34,12 +34,12 @@ def keep_one_layer(pipe: Any) -> None:
 
     def forward(**inputs: Any) -> Any:
         states = plain(**inputs).hidden_states
-        return BaseModelOutput(hidden_states={layer: states[layer]})  # type: ignore[arg-type]
+        return BaseModelOutput(hidden_states={layer: states[layer]})
 
     model.forward = forward
 
 
 def reader(text_encoder: nn.Module) -> nn.Module:
     """Return the part of the text encoder that the blocks call."""
-    model: nn.Module = text_encoder.model  # type: ignore[assignment]
+    model: nn.Module = text_encoder.model
     return model

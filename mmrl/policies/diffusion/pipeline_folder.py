@@ -170,9 +170,7 @@ def check_index(index: dict[str, Any], path: str) -> None:
 def encoders(pipe: Any, parts: tuple[str, ...]) -> list[nn.Module]:
     """List the frozen networks of transformers, which read texts and pictures."""
     read = [
-        module
-        for name, module in _modules(pipe).items()
-        if name not in parts and _reads(module)
+        module for name, module in _modules(pipe).items() if name not in parts and _reads(module)
     ]
     return [minimax_h3.reader(m) for m in read] if minimax_h3.is_h3(pipe.scheduler) else read
 
@@ -224,8 +222,8 @@ def on_white(media: Tensor) -> Tensor:
     """Lay media [*, 4, H, W] in 0..1 with an opacity on white, as people see them; others stay."""
     if media.shape[-3] != 4:
         return media
-    colours, opacity = media.split([3, 1], -3)
-    return colours * opacity + (1 - opacity)
+    opacity = media[..., 3:, :, :]
+    return media[..., :3, :, :] * opacity + (1 - opacity)
 
 
 def rounding(media: Tensor) -> float:

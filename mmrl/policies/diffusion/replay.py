@@ -272,7 +272,7 @@ class Replay:
     def timetabled(self, scheduler: Any) -> None:
         """Put the asked timestep in its place of the times that the scheduler has just set."""
         run = self._running()
-        table = run.tables[scheduler.number] = timetable(scheduler)
+        run.tables[scheduler.number] = timetable(scheduler)
         if 0 in run.tables:
             for number, (times, _) in run.tables.items():
                 self.states.relate(number, run.tables[0].times, times)

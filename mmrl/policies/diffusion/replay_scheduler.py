@@ -62,11 +62,7 @@ def drive(scheduler: Any, replay: Any, number: int = 0) -> Any:
                     form._step_index = 1  # which the pipeline counts down
                     return sample, clean
             model_output = replay_exploding.noise_of(form, clean, sample)
-        if form.packed:  # a sample is the whole of the rows
-            state = replay.stepped(model_output[None], sample[None], number)
-            state = None if state is None else state[0]
-        else:
-            state = replay.stepped(model_output, sample, number)
+        state = _stepped(replay, form, model_output, sample)
         if state is None:
             with replay.fresh(number):
                 state = _own_step(form, base, model_output, timestep, sample)
@@ -112,9 +108,7 @@ def one_step_form(scheduler: Any) -> Any:
         )
     if replay_consistency.renews(scheduler):
         return replay_consistency.form(scheduler)
-    if isinstance(scheduler, diffusers.FlowMatchEulerDiscreteScheduler):
-        return type(scheduler).from_config(config)
-    if is_h3(scheduler):
+    if isinstance(scheduler, diffusers.FlowMatchEulerDiscreteScheduler) or is_h3(scheduler):
         return type(scheduler).from_config(config)
     if name.startswith("FlowMatch"):
         return diffusers.FlowMatchEulerDiscreteScheduler.from_config(config)
@@ -191,6 +185,16 @@ def time_of(scheduler: Any, timestep: Tensor) -> Tensor:
 
 def _count(scheduler: Any) -> int:
     return int(scheduler.config.get("num_train_timesteps", 1))
+
+
+def _stepped(replay: Any, scheduler: Any, output: Tensor, sample: Tensor) -> Tensor | None:
+    """Leave a step to a replay, whose states have a row for each sample."""
+    number = scheduler.number
+    if not scheduler.packed:
+        state: Tensor | None = replay.stepped(output, sample, number)
+        return state
+    rows = replay.stepped(output[None], sample[None], number)  # all of them are one sample
+    return None if rows is None else rows[0]
 
 
 def _own_step(scheduler: Any, base: Any, output: Tensor, timestep: Any, sample: Tensor) -> Tensor:

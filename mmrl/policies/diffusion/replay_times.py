@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -57,9 +57,7 @@ class ByState:
     def kernel(self, kernel: Kernel) -> Kernel:
         """Return the step of joined states: mean [B, D] and deviation [B, D]."""
 
-        def step(
-            x: Tensor, v: Tensor, t: Number, s: Number, eta: Number
-        ) -> tuple[Tensor, Tensor]:
+        def step(x: Tensor, v: Tensor, t: Tensor, s: Tensor, eta: Tensor) -> tuple[Tensor, Tensor]:
             if x.shape[1:] != (sum(self.sizes),):
                 return kernel(x, v, t, s, eta)  # of the times alone
             parts = [
@@ -99,11 +97,27 @@ class SeveralTimes(Flow):
 
     pipeline: str = ""
 
-    def _refuse(self, *_: Any) -> NoReturn:
+    def _refuse(self) -> NoReturn:
         raise UserError(
             f"{self.pipeline} has video and sound at different times, and this objective looks at "
             "samples of a single one; use an objective that looks at steps, such as "
             "policy_gradient"
         )
 
-    scales = clean = noise = target = snap = gain = _refuse
+    def scales(self, t: Number, like: Tensor) -> tuple[Tensor, Tensor]:
+        self._refuse()
+
+    def clean(self, x: Tensor, output: Tensor, t: Number) -> Tensor:
+        self._refuse()
+
+    def noise(self, x: Tensor, output: Tensor, t: Number) -> Tensor:
+        self._refuse()
+
+    def target(self, clean: Tensor, noise: Tensor, t: Number) -> Tensor:
+        self._refuse()
+
+    def snap(self, t: Tensor) -> Tensor:
+        self._refuse()
+
+    def gain(self, t: Number, like: Tensor) -> Tensor:
+        self._refuse()

@@ -4,6 +4,7 @@ decision, and what its own blocks give."""
 from __future__ import annotations
 
 import shutil
+from types import SimpleNamespace
 
 import diffusers
 import pytest
@@ -15,6 +16,7 @@ from mmrl.core.registry import POLICIES, load_built_in
 from mmrl.objectives import PolicyGradient
 from mmrl.policies.diffusion.replay_check import check_replay
 from mmrl.policies.diffusion.replay_draws import Draws
+from mmrl.policies.diffusion.replay_states import States
 from mmrl.policies.diffusion.replay_times import odds_ratio, shifted
 from samplers.kernels import flow_sde
 from samplers.solvers import ddim as ddim_solver
@@ -232,3 +234,11 @@ def test_odds_of_times():
     torch.testing.assert_close(shifted(first, ratio), other)
     assert odds_ratio(first, first) == 1.0
     assert odds_ratio(first, first**2) is None and odds_ratio(first, first[1:]) is None
+    states = States(SimpleNamespace(prepare_latents=None, prepare_audio_latents=None))
+    states.relate(1, first[[0, -1]], first[[0, -1]])  # of a single step, which says nothing
+    states.relate(1, first, other)
+    assert states.ratio(1) == ratio
+    with pytest.raises(UserError, match="at different times that no shift makes of each other"):
+        states.relate(1, first, first**2)
+    with pytest.raises(UserError, match="that no shift makes"):
+        states.relate(1, first, first)  # another shift than before
