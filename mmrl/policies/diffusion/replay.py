@@ -217,8 +217,9 @@ class Replay:
     def _visiting(self, goal: Goal, visit: Visit, state: Tensor) -> Run:
         run = Run(goal, state=state, place=visit.place, timestep=visit.timestep)
         if held_frames.remembers_noise(self.pipe):
-            own = self.times[visit.steps][visit.place]
-            run.time = own if run.timestep is None else time_of(self.scheduler, run.timestep)
+            run.time = self.times[visit.steps][visit.place]
+            if run.timestep is not None:
+                run.time = time_of(self.scheduler, run.timestep)
         return run
 
     def passes(self, call: dict[str, Any], visit: Visit, state: Tensor) -> tuple[str, ...]:

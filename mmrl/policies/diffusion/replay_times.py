@@ -78,8 +78,8 @@ class ByState:
             def step(x: Tensor, output: Tensor, t: Tensor, s: Tensor) -> Tensor:
                 each = zip(steps, *self._cut(x, output), self.ratios, strict=True)
                 parts = [
-                    one_step(xs, out, shifted(t, ratio), shifted(s, ratio))
-                    for one_step, xs, out, ratio in each
+                    one_step(xs, velocity, shifted(t, ratio), shifted(s, ratio))
+                    for one_step, xs, velocity, ratio in each
                 ]
                 return torch.cat(parts, 1)
 
