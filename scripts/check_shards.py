@@ -1,8 +1,9 @@
 """Compares two processes with one for every family: copies (DDP) and shards (FSDP2).
 
     python scripts/check_shards.py                         # all, into docs/results/shards.md
-    python scripts/check_shards.py --only vlm-llava pipeline-flux --out FOLDER
+    python scripts/check_shards.py --only vlm-llava modular-echo --out FOLDER
 
+Rows of the page that are not run again stay as they are, with the run that they come from.
 Tiny models of the real classes with random weights train for two iterations, on gloo: samples,
 rewards, log-probs, advantages, metrics and all weights. In float64; in float32 where a network
 mixes in numbers of its own type. The suite has some of them (tests/train/test_processes.py).
@@ -11,23 +12,34 @@ mixes in numbers of its own type. The suite has some of them (tests/train/test_p
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 KINDS = {"one": (), "copies": (), "shards": ("--sharded",)}
+RUN = re.compile(r"\| (\d+) \| (\d{4}-.*) \|")
+CASE = re.compile(r"\| ((?:vlm|pipeline|modular)-\S+) \| (.*) \| (\d+) \|")
+
+
+class Row(NamedTuple):
+    """Holds what the page says of a case."""
+
+    cells: str  # after its name
+    run: str  # when, of which commit, where
 
 
 def names() -> list[str]:
-    """List the cases: vision-language families and replayed pipelines."""
-    from tests.fixtures.replay_cases import CASES
+    """List the cases: vision-language families, replayed pipelines and modular ones."""
+    from tests.fixtures.replay_cases import CASES, MODULAR
     from tests.policies.vlm.test_vlm_families import NAMES
 
     pipelines = [f"pipeline-{name}" for name, case in CASES.items() if not case.refused]
-    return [f"vlm-{name}" for name in NAMES] + pipelines
+    return [f"vlm-{name}" for name in NAMES] + pipelines + [f"modular-{name}" for name in MODULAR]
 
 
 def run(case: str, folder: Path, single: bool) -> dict[str, str]:
@@ -86,41 +98,59 @@ def compare(case: str) -> dict[str, Any]:
     raise AssertionError("both were tried")
 
 
-def row(result: dict[str, Any]) -> str:
-    """Write a row of the table."""
+def cells(result: dict[str, Any]) -> str:
+    """Write what a row says of a result."""
     if "failed" in result:
         ((kind, why),) = result["failed"].items()
-        return f"| {result['case']} | {result['type']} | failed as {kind}: {why} | | |"
+        return f"{result['type']} | failed as {kind}: {why.replace('|', '/')} | | "
     numbers = [f"{result[name]:.1e}" for name in ("copies", "shards")]
-    learnt = f"{result['gradient']:.2g}"
-    return f"| {result['case']} | {result['type']} | {' | '.join(numbers)} | {learnt} |"
+    return f"{result['type']} | {' | '.join(numbers)} | {result['gradient']:.2g}"
 
 
-def page(results: list[dict[str, Any]]) -> str:
-    """Write the page."""
+def described() -> str:
+    """Write when, of which commit and where this runs."""
     from mmrl.utils.machine import machine
 
     about = machine()
-    libraries = ", ".join(
-        f"{name} {about['versions'][name]}" for name in ("torch", "transformers", "diffusers")
-    )
-    ran = sum("failed" not in result for result in results)
+    names = ("torch", "transformers", "diffusers")
+    libraries = ", ".join(f"{name} {about['versions'][name]}" for name in names)
+    return f"{about['time']} | {about['commit']} | {about['cpu']} | {libraries}"
+
+
+def read(page: str) -> dict[str, Row]:
+    """Read the rows of a page."""
+    lines = page.splitlines()
+    runs = {match[1]: match[2] for match in map(RUN.fullmatch, lines) if match}
+    found = [match for match in map(CASE.fullmatch, lines) if match]
+    return {match[1]: Row(match[2], runs[match[3]]) for match in found}
+
+
+def page(rows: Mapping[str, Row], known: list[str]) -> str:
+    """Write the page of the rows of known cases, in their order."""
+    rows = {case: rows[case] for case in known if case in rows}
+    runs = {run: str(i + 1) for i, run in enumerate(sorted({row.run for row in rows.values()}))}
+    ran = sum(" failed as " not in row.cells for row in rows.values())
+    lacking = [case for case in known if case not in rows]
     return "\n".join(
         [
             "# Two processes beside one, by family",
             "",
-            f"Written by `{about['command']}` on {about['time']}, commit {about['commit']}: "
-            f"{about['cpu']}, {libraries}. Tiny models of the real classes",
-            "with random weights, two iterations on gloo; the largest difference of samples,",
-            "rewards, log-probs, advantages, metrics and weights from those of one process. A",
-            "gradient of 0: all rewards were equal, so only sampling and scoring were compared;",
-            "nan: no step was taken, since rewards failed or the gradient was not finite.",
+            "Written by `scripts/check_shards.py`. Tiny models of the real classes with random",
+            "weights, two iterations on gloo; the largest difference of samples, rewards,",
+            "log-probs, advantages, metrics and weights from those of one process. A gradient of",
+            "0: all rewards were equal, so only sampling and scoring were compared; nan: no step",
+            "was taken, since rewards failed or the gradient was not finite.",
             "",
-            f"{ran} of {len(results)} ran.",
+            f"{ran} of {len(rows)} ran."
+            + (f" Not measured: {', '.join(lacking)}." if lacking else ""),
             "",
-            "| case | in | copies (DDP) | shards (FSDP2) | norm of the gradient |",
+            "| run | on | commit | machine | libraries |",
             "|---|---|---|---|---|",
-            *map(row, results),
+            *(f"| {number} | {run} |" for run, number in runs.items()),
+            "",
+            "| case | in | copies (DDP) | shards (FSDP2) | norm of the gradient | run |",
+            "|---|---|---|---|---|---|",
+            *(f"| {case} | {row.cells} | {runs[row.run]} |" for case, row in rows.items()),
             "",
         ]
     )
@@ -137,12 +167,14 @@ def main() -> int:
     strangers = sorted(set(arguments.only or ()) - set(known))
     if strangers:
         parser.error(f"--only: {', '.join(strangers)}: choose from {', '.join(known)}")
-    results = []
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    file = arguments.out / "shards.md"
+    rows = read(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    run_now = described()
     for case in arguments.only or known:
-        results.append(compare(case))
-        print(row(results[-1]), flush=True)
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        (arguments.out / "shards.md").write_text(page(results), encoding="utf-8")
+        rows[case] = Row(cells(compare(case)), run_now)
+        print(f"| {case} | {rows[case].cells} |", flush=True)
+        file.write_text(page(rows, known), encoding="utf-8")
     return 0
 
 

@@ -60,9 +60,20 @@ class Gaussian:
     """
 
     mean: Tensor  # [B, *]
-    std: Tensor  # [B, 1, ...]
+    std: Tensor  # [B, 1, ...], or [B, *] where states of a row have times of their own
     reduction: str = "mean"
     weight: Tensor | None = None  # of each dimension [*], 1 on average
+
+    def row_std(self, purpose: str, remedy: str) -> Tensor:
+        """Return the standard deviation of each row, [B, 1]. UserError where its states have
+        several, with what the objective wants it for and what to do."""
+        std = self.std.flatten(1)
+        if std.shape[1] > 1:
+            raise UserError(
+                f"this objective {purpose}, of which a video and its sound at times of their own "
+                f"have two; {remedy}"
+            )
+        return std
 
     def sample(self, noise: Tensor) -> Tensor:
         """Return a sample, [B, *], from standard normal noise [B, *]."""

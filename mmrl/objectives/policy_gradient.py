@@ -442,7 +442,7 @@ class PolicyGradient(Regularised):
         if self.timestep_weighting == "noise":
             if not isinstance(dist, Gaussian):
                 raise UserError(f"timestep_weighting {OF_STEPS['timestep_weighting']}")
-            weight = dist.std.flatten(1)[:, :1]
+            weight = dist.row_std("weighs by a step's noise", "leave timestep_weighting out")
         if self.off_policy:
             weight = off_policy(logp, point, self.off_policy)
         if self.importance_sampling:

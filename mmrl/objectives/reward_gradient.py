@@ -90,7 +90,8 @@ class Draft(Objective):
     def _distance(self, policy: Policy, step: Point, dist: Gaussian) -> Tensor:
         """Return [B, 1]: divergence of a transition from the reference's. A step without noise
         counts as if the clean prediction had variance 1/2, as at re-noised states."""
-        length = (step.time - step.transition.next_time).view(dist.std.shape)
+        rows = (-1, *[1] * (dist.std.ndim - 1))
+        length = (step.time - step.transition.next_time).view(rows)
         scale = torch.where(dist.std > 0, dist.std, length * math.sqrt(0.5))
         reference = as_gaussian(frozen(policy, "ref", step), STEPS)
         off = (dist.mean - reference.mean) / scale

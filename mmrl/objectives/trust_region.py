@@ -67,8 +67,9 @@ class FlowDPPO(Objective):
         if self.std == "one":
             return torch.ones_like(point.recorded)
         if self.std == "exact":
-            std = as_gaussian(dist, "divides by a step's variance").std
-            return std.flatten(1).clamp_min(TINY) ** 2
+            purpose = "divides by a step's variance"
+            std = as_gaussian(dist, purpose).row_std(purpose, "set std to published or one")
+            return std.clamp_min(TINY) ** 2
         t = point.time
         step = point.transition
         length = t - step.next_time

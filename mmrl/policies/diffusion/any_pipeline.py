@@ -29,6 +29,7 @@ from mmrl.policies.diffusion.replay_encoding import MediaEncoder
 from mmrl.policies.diffusion.replay_passes import Networks
 from mmrl.policies.diffusion.replay_prompts import PromptArguments
 from mmrl.policies.diffusion.replay_scheduler import process_of
+from mmrl.policies.diffusion.replay_times import SeveralTimes
 from mmrl.policies.diffusion.replayed_policy import ReplayedPolicy, device_of
 from mmrl.policies.diffusion.two_stages import ROWS
 from mmrl.policies.quantization import Quantization, check_quantization, quantize
@@ -139,6 +140,7 @@ class AnyPipeline(ReplayedPolicy):
             timestep_schedule=timestep_schedule or self._own_times,
             **self._noise(steps, sde_type, noise_level, options),
         )
+        self._step_by_state()
         self.logprob_weight = self._weight(sound_share)
         self.arguments.check_guidance(self.guidance_scale)
         self._speed_up(attention, compile)
@@ -178,7 +180,7 @@ class AnyPipeline(ReplayedPolicy):
         self.encoders = pipeline_folder.encoders(pipe, self.parts)
         for module in self.encoders:
             EncoderCache(module, partial(device_of, self.net), placement, max(1, limit))
-        self.frozen_parts = pipeline_folder.others(pipe, self.parts, self.encoders)
+        self.frozen_parts = pipeline_folder.others(pipe, self.parts)
 
     def _drive(
         self,
@@ -253,6 +255,15 @@ class AnyPipeline(ReplayedPolicy):
         chosen["sde_type"] = sde_type or (flow_sde if flow else ddim)
         chosen["noise_level"] = usual if noise_level is None else noise_level
         return chosen
+
+    def _step_by_state(self) -> None:
+        """Step a video and its sound by times of their own, where the pipeline does."""
+        by_state = self.replay.states.by_state()
+        if by_state is None:
+            return
+        self.sde_type = by_state.kernel(self.sde_type)
+        self.solver = by_state.solver(self.solver) if self.solver else None
+        self.process = SeveralTimes(self.pipeline)
 
     def _speed_up(self, attention: Attention, compile: bool | str) -> None:
         """Choose the attention's backend, and compile the networks' blocks where asked."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from mmrl.core.errors import UserError
-from mmrl.policies.diffusion import diffusers_folder
+from mmrl.policies.diffusion import diffusers_folder, minimax_h3
 from mmrl.policies.diffusion.self_stepping import by_scheduler
 
 INDEX = "modular_model_index.json"
@@ -109,6 +109,7 @@ def load(
     tree_of_blocks = blocks() if blocks.block_classes else None
     tree_of_blocks = tree_of_blocks or getattr(diffusers, cls.default_blocks_name)()
     tree_of_blocks = deepcopy(tree_of_blocks)  # the inner ones belong to the library's module
+    minimax_h3.without_references(list(tree(tree_of_blocks)))
     for name in skip_blocks:
         if name not in tree_of_blocks.sub_blocks:
             raise UserError(
@@ -170,6 +171,8 @@ def adapted(pipe: Any) -> Any:
         if hasattr(block, "set_progress_bar_config"):
             block.set_progress_bar_config(disable=True)
     by_scheduler(pipe, list(tree(pipe._blocks)))
+    if minimax_h3.is_h3(getattr(pipe, "scheduler", None)):
+        minimax_h3.keep_one_layer(pipe)
     for state, method in STATES.items():
         preparing = [block for block in before_loops(pipe._blocks) if state in written(block)]
         if preparing:
@@ -300,12 +303,19 @@ def _prepare_by_the_pipeline(block: Any, name: str, method: str) -> None:
     cls = type(block)
     is_prepared = f"{name}_are_prepared"  # of a call's state
 
+    def prepared(pipe: Any, latents: Tensor) -> Tensor:
+        if not minimax_h3.is_h3(getattr(pipe, "scheduler", None)):
+            state: Tensor = getattr(pipe, method)(latents)
+            return state
+        # of rows that are no samples, into which its loop writes
+        rows: Tensor = getattr(pipe, method)(latents[None])[0].clone()
+        return rows
+
     def call(block: Any, pipe: Any, state: Any) -> Any:
         pipe, state = cls.__call__(block, pipe, state)
         if not state.get(is_prepared):
             state.set(is_prepared, True)
-            latents: Tensor = getattr(pipe, method)(state.get(name))
-            state.set(name, latents)
+            state.set(name, prepared(pipe, state.get(name)))
         return pipe, state
 
     block.__class__ = type(cls.__name__, (cls,), {"__call__": call})

@@ -17,6 +17,7 @@ from mmrl.policies.diffusion import (
     diffusers_folder,
     experts,
     guardrails,
+    minimax_h3,
     modular_folder,
     two_stages,
 )
@@ -212,20 +213,24 @@ def check_index(index: dict[str, Any], path: str) -> None:
 
 def encoders(pipe: Any, parts: tuple[str, ...]) -> list[nn.Module]:
     """List the frozen networks of transformers, which read texts and pictures."""
-    return [
-        module
-        for name, module in _modules(pipe).items()
-        if name not in parts and type(module).__module__.startswith("transformers.")
+    read = [
+        module for name, module in _modules(pipe).items() if name not in parts and _reads(module)
     ]
+    return [minimax_h3.reader(m) for m in read] if minimax_h3.is_h3(pipe.scheduler) else read
 
 
-def others(pipe: Any, parts: tuple[str, ...], read: list[nn.Module]) -> list[nn.Module]:
+def others(pipe: Any, parts: tuple[str, ...]) -> list[nn.Module]:
     """List the frozen networks that are neither trained nor encoders: autoencoders, connectors."""
     return [
         module
         for name, module in _modules(pipe).items()
-        if name not in parts and module not in read and any(True for _ in module.parameters())
+        if name not in parts and not _reads(module) and any(True for _ in module.parameters())
     ]
+
+
+def _reads(module: nn.Module) -> bool:
+    """Tell whether a network is one of transformers, which read texts and pictures."""
+    return type(module).__module__.startswith("transformers.")
 
 
 def decode_in_parts(pipe: Any, **enabled: bool) -> None:
@@ -246,9 +251,8 @@ def media_of(output: Any, pipeline: str) -> Tensor:
     media = output if isinstance(output, Tensor) else None
     if isinstance(output, (list, tuple)) and output and isinstance(output[0], Tensor):
         media = torch.stack(list(output))
-    if media is not None and media.ndim in (4, 5) and media.shape[-3] == 4:
-        colours, opacity = media.split([3, 1], -3)
-        media = colours * opacity + (1 - opacity)  # on white, as people see it
+    if media is not None and media.ndim in (4, 5):
+        media = on_white(media)
     if media is None or media.ndim not in (4, 5) or media.shape[-3] != 3:
         shape = tuple(media.shape) if media is not None else type(output).__name__
         raise UserError(
@@ -256,6 +260,14 @@ def media_of(output: Any, pipeline: str) -> Tensor:
             "tensors"
         )
     return media.float().clamp(0, 1)
+
+
+def on_white(media: Tensor) -> Tensor:
+    """Lay media [*, 4, H, W] in 0..1 with an opacity on white, as people see them; others stay."""
+    if media.shape[-3] != 4:
+        return media
+    opacity = media[..., 3:, :, :]
+    return media[..., :3, :, :] * opacity + (1 - opacity)
 
 
 def rounding(media: Tensor) -> float:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from mmrl.core.errors import UserError
-from mmrl.policies.diffusion import replay_exploding
+from mmrl.policies.diffusion import held_frames, replay_exploding
 from mmrl.policies.diffusion.replay_consistency import settings
 from mmrl.policies.diffusion.replay_draws import QUIET, Draws, LateDraws
 from mmrl.policies.diffusion.replay_exploding import sigma_of
@@ -33,9 +33,16 @@ from mmrl.policies.diffusion.replay_inputs import (
     plain_settings,
     row_count,
 )
-from mmrl.policies.diffusion.replay_scheduler import Timetable, drive, timetable
+from mmrl.policies.diffusion.replay_scheduler import (
+    Timetable,
+    drive,
+    time_of,
+    timestep_of,
+    timetable,
+)
 from mmrl.policies.diffusion.replay_starts import later, observe, once
 from mmrl.policies.diffusion.replay_states import States, heard, numbered
+from mmrl.policies.diffusion.self_stepping import SOUND_SCHEDULER
 
 Goal = Literal["conditions", "parts", "begin", "output", "passes", "finish", "plain"]
 
@@ -70,6 +77,7 @@ class Run:
     draws: list[Tensor] | None = None  # what is drawn in its place
     start: Tensor | None = None  # [B, *] first latents in place of those that are prepared
     place: int | None = None  # the step that is asked about; None: none
+    time: Tensor | None = None  # [] of that step
     timestep: Tensor | None = None  # its timestep, where it is not the pipeline's own
     position: int = 0  # steps of the loop that are behind
     # by the number of the state, such as a video and its sound:
@@ -81,6 +89,8 @@ class Run:
     passes: tuple[str, ...] = ()  # networks asked at the step, in order
     renewed: Callable[[int], Tensor] | None = None  # noise [B, *] of a step, where it adds some
     row: Tensor | None = None  # [B] of what is decoded
+    generator: torch.Generator | None = None  # of what the pipeline draws itself
+    drawn: Tensor | None = None  # its state once the latents were prepared
 
 
 class Conditions(NamedTuple):
@@ -128,18 +138,22 @@ class Replay:
         self.device = device
         self.run: Run | None = None
         self.shapes: dict[Any, Shapes] = {}  # of the networks' outputs, by their inputs
+        self.times: dict[int, Tensor] = {}  # of a call of so many steps, [K + 1]
+        self.draws = False  # whether it draws numbers in its steps, of a row's place in the call
         self.skipped: dict[int, int] = {}  # steps that a call leaves out, of so many
         # without the decorator that turns gradients off
         self.function = inspect.unwrap(type(pipe).__call__)
         self.arguments = inspect.signature(self.function).parameters
+        self.states = States(pipe)
         self.scheduler = drive(pipe.scheduler, self)
         pipe.__dict__["scheduler"] = self.scheduler
+        if getattr(pipe, SOUND_SCHEDULER, None) is not None:
+            pipe.__dict__[SOUND_SCHEDULER] = drive(getattr(pipe, SOUND_SCHEDULER), self, 1)
         for name in parts:
             pipe.__dict__[name] = Denoiser(getattr(pipe, name), self._answer(name))
         partial_way = observe(pipe, self.begins)
         # from what the pipeline prepares to a first state
         self.scale: float = self.scheduler.prepared_scale
-        self.states = States(pipe)
         self.prepares = bool(self.states.methods)
         for number, name in enumerate(self.states.methods):
             prepare = getattr(pipe, name)
@@ -158,6 +172,8 @@ class Replay:
             raise Unreplayable(
                 f"{self.name} cannot be replayed: it ends without a pass of its network"
             )
+        if reached.table is not None:
+            self.times[steps] = reached.table.times
         return reached
 
     def find_parts(self, call: dict[str, Any], steps: int) -> None:
@@ -194,14 +210,22 @@ class Replay:
     def output(self, call: dict[str, Any], visit: Visit, state: Tensor) -> Tensor:
         """Compute what the pipeline hands to its scheduler for latents [B, *] at a step, as the
         velocity or the prediction [B, *] of samplers.processes."""
-        run = Run("output", state=state, place=visit.place, timestep=visit.timestep)
+        run = self._visiting("output", visit, state)
         output: Tensor = self._call(call, visit.steps, run)
         return -output if self.scheduler.inverted else output
+
+    def _visiting(self, goal: Goal, visit: Visit, state: Tensor) -> Run:
+        run = Run(goal, state=state, place=visit.place, timestep=visit.timestep)
+        if held_frames.remembers_noise(self.pipe):
+            run.time = self.times[visit.steps][visit.place]
+            if run.timestep is not None:
+                run.time = time_of(self.scheduler, run.timestep)
+        return run
 
     def passes(self, call: dict[str, Any], visit: Visit, state: Tensor) -> tuple[str, ...]:
         """Name the networks, in order, that ``output`` would pass, without a pass of any whose
         outputs have been seen."""
-        run = Run("passes", state=state, place=visit.place, timestep=visit.timestep)
+        run = self._visiting("passes", visit, state)
         names: tuple[str, ...] = self._call(call, visit.steps, run)
         return names
 
@@ -249,15 +273,14 @@ class Replay:
     def timetabled(self, scheduler: Any) -> None:
         """Put the asked timestep in its place of the times that the scheduler has just set."""
         run = self._running()
-        table = run.tables[scheduler.number] = timetable(scheduler)
-        if not all(torch.equal(table.times, times) for times, _ in run.tables.values()):
-            raise Unreplayable(
-                f"{self.name} cannot be replayed: it steps its several latents at different times"
-            )
+        run.tables[scheduler.number] = timetable(scheduler)
+        if 0 in run.tables:
+            for number, (times, _) in run.tables.items():
+                self.states.relate(number, run.tables[0].times, times)
         if run.timestep is None or run.place is None:
             return
         steps = scheduler.timesteps.clone()
-        timestep = run.timestep.to(steps)
+        timestep = self._own_timestep(run.timestep, scheduler).to(steps)
         if timestep.ndim:
             steps = steps[:, None].repeat(1, len(timestep))
         steps[run.place + self.skipped.get(len(steps), 0)] = timestep
@@ -266,6 +289,13 @@ class Replay:
             scheduler.sigmas = torch.as_tensor(scheduler.sigmas).clone()
             place = run.place + self.skipped.get(len(steps), 0)
             scheduler.sigmas[place] = sigma_of(scheduler, timestep)
+
+    def _own_timestep(self, timestep: Tensor, scheduler: Any) -> Tensor:
+        """Return the timestep of the state of this scheduler where the first is at ``timestep``."""
+        if self.states.ratio(scheduler.number) == 1:
+            return timestep
+        time = self.states.time(scheduler.number, time_of(scheduler, timestep))
+        return timestep_of(scheduler, time)
 
     def begins(self, steps: int) -> None:
         """Learn that the pipeline takes only the last ``steps`` steps of its times."""
@@ -345,6 +375,7 @@ class Replay:
         def prepared(*args: Any, **kwargs: Any) -> Any:
             latents = prepare(*args, **kwargs)
             run = self._running()
+            run.drawn = run.generator.get_state() if run.generator else None
             several = isinstance(latents, (tuple, list))
             whole = latents[0] if several else latents
             run.first[number] = self.states.narrow(number, whole)
@@ -363,6 +394,10 @@ class Replay:
                 elif self.scale != 1:
                     state = state / self.scale
                 state = self.states.widen(number, state, whole)
+                if run.time is not None:
+                    state = held_frames.first_noise(state, latents, run.time)
+                elif run.goal == "finish" and held_frames.remembers_noise(self.pipe):
+                    run.state = held_frames.put_back(state, latents)
             return (state, *latents[1:]) if several else state
 
         return prepared
@@ -379,6 +414,8 @@ class Replay:
                 rows = row_count(noisy_input(args, kwargs)) or 1
                 return tuple(x.new_zeros(rows, *x.shape[1:]) for x in run.first.values())
             at_step = run.place == run.position
+            if at_step and run.generator and run.drawn is not None:
+                self.draws |= not torch.equal(run.generator.get_state(), run.drawn)
             run.passes += (name,) if at_step else ()
             is_answer = run.goal == "plain" or (run.goal == "output" and at_step)
             key = (name, plain_settings(args, kwargs))
@@ -409,7 +446,7 @@ class Replay:
             chosen["num_inference_steps"] = steps
         chosen |= settings(self.arguments, steps)
         if "generator" in self.arguments:  # the same draws in every run, none from the global one
-            chosen["generator"] = torch.Generator().manual_seed(0)
+            chosen["generator"] = run.generator = torch.Generator().manual_seed(0)
         if "return_dict" in self.arguments:
             chosen["return_dict"] = False
         if "output_type" in self.arguments:

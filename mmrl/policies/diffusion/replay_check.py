@@ -82,8 +82,8 @@ def _rows_independent(policy: Any, pair: list[Prompt]) -> bool:
         outputs.append(_first_output(policy, pair))
     policy.together = None
     joined, alone = outputs
-    if joined is None or alone is None:
-        independent = joined is not None
+    if joined is None or alone is None or policy.replay.draws:
+        independent = joined is not None and not policy.replay.draws
     else:
         scale = float(alone.abs().max().clamp(min=1e-6))
         precise = 1e-5 if policy.compute in TOLERANCE else 0.05

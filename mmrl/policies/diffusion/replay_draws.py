@@ -35,6 +35,9 @@ class Draws(TorchFunctionMode):
         drawn = torch.Size([shape] if isinstance(shape, int) else shape)
         for place, noise in enumerate(self.noises):
             if drawn.numel() == noise.numel() and not in_posterior():
+                if kwargs.get("generator") is not None:  # what it draws later shall be the same
+                    like = {name: kwargs.get(name) for name in ("dtype", "device")}
+                    torch.empty(drawn, **like).normal_(generator=kwargs["generator"])
                 return self.noises.pop(place).reshape(drawn)
         return func(*args, **kwargs)
 

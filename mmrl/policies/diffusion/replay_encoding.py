@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mmrl.core.errors import UserError
-from mmrl.policies.diffusion.pipeline_folder import media_of, rounding
+from mmrl.policies.diffusion.pipeline_folder import media_of, on_white, rounding
 from mmrl.policies.diffusion.replay import Reached
 
 DIGIT = 1 << 10  # numbers that a probe may hold, exact in half precision
@@ -47,7 +47,10 @@ class MediaEncoder:
 
     def __init__(self, pipe: Any, finish: Finish, latents: Tensor):
         self.name = type(pipe).__name__
-        self.vae: Any = getattr(pipe, "vae", None)
+        self.vae: Any = getattr(pipe, "vae", None) or getattr(pipe, "movq", None)
+        self.settings: dict[str, Any] = {}  # with which the pipeline asks it to decode
+        self.by_frame = False  # whether it takes the frames of a video as pictures
+        self.opacity = False  # whether its pictures have one
         if not (hasattr(self.vae, "encode") and hasattr(self.vae, "decode")):
             raise self._unknown("it has no autoencoder called vae")
         self.finish = finish
@@ -58,11 +61,18 @@ class MediaEncoder:
     def encode(self, media: Tensor) -> Tensor:
         """Encode media [1, *] in 0..1 to the autoencoder's most likely latents [1, *]."""
         pixels = (2 * media - 1).to(next(self.vae.parameters()).dtype)
-        if len(self.layout.shape) == 5:  # an autoencoder of videos sees a picture as one frame
+        if self.opacity:
+            pixels = torch.cat([pixels, torch.ones_like(pixels[..., :1, :, :])], -3)
+        if self.by_frame:
+            pixels = pixels[0]
+        elif len(self.layout.shape) == 5:  # an autoencoder of videos sees a picture as one frame
             pixels = pixels.transpose(1, 2) if media.ndim == 5 else pixels[:, :, None]
         encoded = self.vae.encode(pixels)
         spread = getattr(encoded, "latent_dist", None)
-        codes = encoded.latent if spread is None else spread.mode()
+        if spread is None:
+            codes = encoded.latent if hasattr(encoded, "latent") else encoded.latents
+        else:
+            codes = spread.mode()
         if codes.shape != self.layout.shape:
             raise self._unknown(
                 f"its autoencoder encodes {tuple(media.shape[1:])} to {tuple(codes.shape[1:])}, "
@@ -100,22 +110,26 @@ class MediaEncoder:
         scale = float(codes.abs().max().clamp(min=1))
         if not float((codes - ours).abs().max()) <= APART * scale:
             raise self._unknown("it does more with latents than to move and to scale them")
-        pixels = self.vae.decode(codes.to(next(self.vae.parameters()).dtype), return_dict=False)[0]
-        pixels = pixels.transpose(1, 2) if pixels.ndim == 5 else pixels
+        codes = codes.to(next(self.vae.parameters()).dtype)
+        pixels = self.vae.decode(codes, **(self.settings | {"return_dict": False}))[0]
         media = media_of(self.finish(latents), self.name)
-        pixels = pixels[:, 0] if pixels.ndim == 5 and media.ndim == 4 else pixels
-        ours = (pixels / 2 + 0.5).clamp(0, 1)
         near = APART + rounding(media)
-        if media.shape != ours.shape or not float((media - ours).abs().max()) <= near:
-            raise self._unknown("it does more with what is decoded than to bring it to 0..1")
+        for arranged in _arranged(pixels, media.ndim):
+            ours = on_white((arranged / 2 + 0.5).clamp(0, 1))
+            if media.shape == ours.shape and float((media - ours).abs().max()) <= near:
+                self.by_frame = pixels.ndim < media.ndim
+                self.opacity = arranged.shape[-3] == 4
+                return
+        raise self._unknown("it does more with what is decoded than to bring it to 0..1")
 
     def _codes_of(self, latents: Tensor) -> Tensor:
         """Return what the pipeline gives its autoencoder to decode."""
 
         decoded: list[Tensor] = []
 
-        def decode(codes: Tensor, *_: Any, **__: Any) -> Any:
+        def decode(codes: Tensor, *_: Any, **settings: Any) -> Any:
             decoded.append(codes.detach().float())
+            self.settings = settings
             raise Reached(None)
 
         plain = self.vae.__dict__["decode"]  # of pipeline_folder
@@ -133,3 +147,12 @@ class MediaEncoder:
             f"{self.name} takes no pictures or videos of others, since the way from them to its "
             f"latents is not known: {why}"
         )
+
+
+def _arranged(pixels: Tensor, ndim: int) -> list[Tensor]:
+    """Return the ways in which what an autoencoder decodes may be pictures [1, C, H, W] or videos
+    [1, F, C, H, W] of so many axes: videos come as [1, C, F, H, W], as they are, or as pictures."""
+    if pixels.ndim == 4:
+        return [pixels if ndim == 4 else pixels[None]]
+    ways = [pixels.transpose(1, 2), pixels]
+    return [way[:, 0] for way in ways] if ndim == 4 else ways

@@ -68,6 +68,8 @@ def sigma_of(scheduler: Any, timestep: Tensor) -> Tensor:
     """Return the sigma that belongs to a timestep."""
     if is_edm(scheduler):
         return (4 * timestep).exp()
+    if scheduler.packed:
+        return 1 - timestep
     return timestep / float(scheduler.config.num_train_timesteps)
 
 

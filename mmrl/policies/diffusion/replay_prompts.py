@@ -25,7 +25,7 @@ OURS = (
 EDITORS = ("Edit", "Kontext", "ImageToVideo", "Img2Img", "VideoToWorld")  # that see a picture
 PICTURES = ("image", "images", "control_image")
 SHOWN = 80  # characters of a prompt in a sentence
-FRAMES = ("num_frames", "frames")  # what calls name the length of a video
+FRAMES = ("num_frames", "frames", "video_length")  # what calls name the length of a video
 # guidances besides that of the prompt, with which calls for videos with sound begin: none unless
 # they are asked for, and the sound's scales follow the video's
 UNGUIDED = {

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mmrl.core.errors import UserError
 from mmrl.policies.diffusion import replay_consistency, replay_exploding
+from mmrl.policies.diffusion.minimax_h3 import is_h3
 from samplers.processes import Diffusion, Flow, Process
 
 CONSISTENCY = ("TCDScheduler", "CMStochasticIterativeScheduler")
@@ -61,7 +62,7 @@ def drive(scheduler: Any, replay: Any, number: int = 0) -> Any:
                     form._step_index = 1  # which the pipeline counts down
                     return sample, clean
             model_output = replay_exploding.noise_of(form, clean, sample)
-        state = replay.stepped(model_output, sample, number)
+        state = _stepped(replay, form, model_output, sample)
         if state is None:
             with replay.fresh(number):
                 state = _own_step(form, base, model_output, timestep, sample)
@@ -83,7 +84,8 @@ def drive(scheduler: Any, replay: Any, number: int = 0) -> Any:
         driven["scale_model_input"] = lambda state, _: replay_exploding.shown(form, state)
     form.__dict__ |= driven
     form.number = number
-    form.inverted = bool(form.config.get("invert_sigmas"))
+    form.packed = is_h3(form)
+    form.inverted = form.packed or bool(form.config.get("invert_sigmas"))
     form.renews = replay_consistency.renews(form)
     form.explodes = replay_exploding.explodes(form)
     form.prepared_scale = (
@@ -106,7 +108,7 @@ def one_step_form(scheduler: Any) -> Any:
         )
     if replay_consistency.renews(scheduler):
         return replay_consistency.form(scheduler)
-    if isinstance(scheduler, diffusers.FlowMatchEulerDiscreteScheduler):
+    if isinstance(scheduler, diffusers.FlowMatchEulerDiscreteScheduler) or is_h3(scheduler):
         return type(scheduler).from_config(config)
     if name.startswith("FlowMatch"):
         return diffusers.FlowMatchEulerDiscreteScheduler.from_config(config)
@@ -158,7 +160,7 @@ def timetable(scheduler: Any) -> Timetable:
         times = (steps.double().cpu() + 1) / len(scheduler.alphas_cumprod)
         return Timetable(torch.cat([times, times.new_zeros(1)]), steps)
     times = torch.as_tensor(scheduler.sigmas).double().cpu()
-    times = 1 - times if scheduler.inverted else times
+    times = 1 - times if scheduler.inverted and not scheduler.packed else times
     if times[0] > 0.99:
         times = torch.cat([times.new_ones(1), times[1:]])
     return Timetable(times, steps)
@@ -172,8 +174,27 @@ def timestep_of(scheduler: Any, time: Tensor) -> Tensor:
         return replay_exploding.timestep(scheduler, time)
     if not scheduler.is_flow:
         return (time.double() * len(scheduler.alphas_cumprod)).round().long() - 1
-    count = int(scheduler.config.num_train_timesteps)
-    return (1 - time if scheduler.inverted else time) * count
+    return (1 - time if scheduler.inverted else time) * _count(scheduler)
+
+
+def time_of(scheduler: Any, timestep: Tensor) -> Tensor:
+    """Return the time [*] of what a flow's network is told, the inverse of ``timestep_of``."""
+    time = timestep / _count(scheduler)
+    return 1 - time if scheduler.inverted else time
+
+
+def _count(scheduler: Any) -> int:
+    return int(scheduler.config.get("num_train_timesteps", 1))
+
+
+def _stepped(replay: Any, scheduler: Any, output: Tensor, sample: Tensor) -> Tensor | None:
+    """Leave a step to a replay, whose states have a row for each sample."""
+    number = scheduler.number
+    if not scheduler.packed:
+        state: Tensor | None = replay.stepped(output, sample, number)
+        return state
+    rows = replay.stepped(output[None], sample[None], number)  # all of them are one sample
+    return None if rows is None else rows[0]
 
 
 def _own_step(scheduler: Any, base: Any, output: Tensor, timestep: Any, sample: Tensor) -> Tensor:
@@ -183,7 +204,7 @@ def _own_step(scheduler: Any, base: Any, output: Tensor, timestep: Any, sample: 
 
     if replay_exploding.is_edm(scheduler):
         return replay_exploding.euler(scheduler, output, sample)
-    euler = issubclass(base, FlowMatchEulerDiscreteScheduler)
+    euler = issubclass(base, FlowMatchEulerDiscreteScheduler) or scheduler.packed
     if not scheduler.is_flow or scheduler.renews or euler:
         state: Tensor = base.step(scheduler, output, timestep, sample, return_dict=False)[0]
         return state

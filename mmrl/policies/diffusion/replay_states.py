@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mmrl.core.errors import UserError
 from mmrl.core.sound import with_sound
+from mmrl.policies.diffusion.replay_times import SAME, ByState, odds_ratio, shifted
 
 PREPARING = ("prepare_latents", "prepare_audio_latents")  # methods that make a state each
 
@@ -46,6 +47,7 @@ class States:
         self.count = max(1, len(self.methods))
         self.shapes: dict[int, torch.Size] = {}  # number of a state -> shape of a row's
         self.parts: dict[int, Part] = {}  # of states that are stepped in part
+        self.ratios: dict[int, float] = {}  # number of a state -> of its odds to the first one's
 
     def learn(self, number: int, latents: Any) -> None:
         """Remember the shape of the latents [B, *] of a state. UserError where it was another."""
@@ -58,6 +60,36 @@ class States:
                 f"before and prepares {tuple(latents.shape[1:])} now; set num_frames, height and "
                 "width in policy option call, so that all prompts have one size"
             )
+
+    def relate(self, number: int, first: Tensor, times: Tensor) -> None:
+        """Learn how the times [K + 1] of a state belong to those of the first. UserError where no
+        shift makes the ones of the others."""
+        if not ((first > 0) & (first < 1)).any() and torch.equal(first, times):
+            return  # a single step says nothing
+        ratio = odds_ratio(first, times)
+        known = self.ratios.get(number, ratio)
+        if ratio is None or known is None or abs(ratio / known - 1) > SAME:
+            raise UserError(
+                f"{self.pipeline} cannot be replayed: it steps its several latents at different "
+                "times that no shift makes of each other"
+            )
+        self.ratios[number] = known
+
+    def ratio(self, number: int) -> float:
+        """Return the ratio of the odds of a state's time to those of the first."""
+        return self.ratios.get(number, 1.0)
+
+    def time(self, number: int, time: Tensor) -> Tensor:
+        """Return the time [*] of a state where the first is at ``time`` [*]."""
+        return shifted(time, self.ratio(number))
+
+    def by_state(self) -> ByState | None:
+        """Return what takes steps of states at several times; None where they have one."""
+        ratios = [self.ratio(number) for number in range(self.count)]
+        if all(ratio == 1 for ratio in ratios):
+            return None
+        sizes = [math.prod(self.shapes[number]) for number in range(self.count)]
+        return ByState(sizes, ratios)
 
     def find(self, number: int, prepared: torch.Size, sample: Tensor) -> None:
         """Learn which numbers of the latents that were prepared, of this shape of a row's, are
@@ -130,7 +162,8 @@ def heard(pipe: Any, output: Any) -> Any:
     if not isinstance(videos, Tensor) or not isinstance(sound, Tensor):
         return videos
     config = getattr(getattr(pipe, "vocoder", None), "config", {})
-    rate = config.get("output_sampling_rate")
+    # MiniMax H3 has no vocoder: the autoencoder of sounds gives waveforms
+    rate = config.get("output_sampling_rate") or getattr(pipe, "audio_sampling_rate", None)
     if rate is None or sound.ndim != 3:
         raise UserError(
             f"{type(pipe).__name__} cannot be replayed: it gives a sound of shape "

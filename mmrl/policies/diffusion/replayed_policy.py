@@ -281,7 +281,9 @@ class ReplayedPolicy(FlowPolicy):
         return net(*args, **kwargs)
 
     def cast(self, tensor: Tensor) -> Tensor:
-        """Convert to the type the network computes in."""
+        """Convert to the type the network computes in, where it does not convert by itself."""
+        if self.replay.scheduler.packed:
+            return tensor.clone()  # its loop writes into the latents that it has shown
         return tensor.to(self.dtype if self.dtype == torch.float64 else self.compute)
 
 

@@ -55,14 +55,13 @@ def _with_times(cls: Any) -> Any:
 
 
 def _step(block: Any, pipe: Any, block_state: Any, i: int, sigma: float) -> Any:
-    """Step the latents by the schedulers; what the first frame holds stays."""
+    """Step the latents by the schedulers, but for those of a first frame, which is held."""
     for name, predicted, scheduler_name in STATES:
+        held = block_state.first_frame_token_count if name == "latents" else 0
         latents: Tensor = getattr(block_state, name)
+        later = latents[:, held:]
+        velocity = (later - getattr(block_state, predicted)[:, held:]) / sigma
         scheduler = getattr(pipe, scheduler_name)
-        velocity = (latents - getattr(block_state, predicted)) / sigma
-        stepped = scheduler.step(velocity, scheduler.timesteps[i], latents, return_dict=False)[0]
-        setattr(block_state, name, stepped)
-    if block_state.first_frame_tokens is not None:
-        later = block_state.latents[:, block_state.first_frame_token_count :]
-        block_state.latents = cat([block_state.first_frame_tokens, later], 1)
+        stepped = scheduler.step(velocity, scheduler.timesteps[i], later, return_dict=False)[0]
+        setattr(block_state, name, cat([latents[:, :held], stepped], 1))
     return pipe, block_state

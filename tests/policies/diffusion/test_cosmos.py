@@ -40,8 +40,16 @@ def loaded(name, place=None):
     return pipe
 
 
-def called(name, pipe, noise, guidance, steps=4, output_type="latent"):
-    call = CASES[name].call | ({"image": RED} if name == "cosmos2-video" else {})
+def euler_of(pipe):
+    """UniPC without its history."""
+    euler = {"solver_order": 1, "disable_corrector": list(range(9))}
+    unipc = diffusers.UniPCMultistepScheduler
+    pipe.scheduler = unipc.from_config(pipe.scheduler.config, **euler)
+    return pipe
+
+
+def called(name, pipe, noise, guidance, steps=4, output_type="latent", **more):
+    call = CASES[name].call | ({"image": RED} if name.endswith("-video") else {}) | more
     with Draws(noise):
         media = pipe(
             prompt=PROMPTS[0]["text"],
@@ -66,7 +74,7 @@ def first_noise(policy):
 
 
 @pytest.mark.parametrize("guidance", [1.0, 2.5])
-@pytest.mark.parametrize("name", [*WORLDS, "cosmos1", "cosmos25"])
+@pytest.mark.parametrize("name", [*WORLDS, "cosmos1", "cosmos1-video", "cosmos25"])
 def test_latents_and_pictures_are_those_of_its_own_pipeline(name, guidance):
     policy = make(name, guidance_scale=guidance, fixed_batch_rows=None)
     rollout, ours = evaluated(policy)
@@ -74,10 +82,7 @@ def test_latents_and_pictures_are_those_of_its_own_pipeline(name, guidance):
     grown = 1 + SMALLEST
     if name == "cosmos25":  # whose own solver has a history
         grown = 1.0
-        euler = {"solver_order": 1, "disable_corrector": list(range(9))}
-        pipe.scheduler = diffusers.UniPCMultistepScheduler.from_config(
-            pipe.scheduler.config, **euler
-        )
+        pipe = euler_of(pipe)
     latents = called(name, pipe, first_noise(policy), guidance)
     sample = rollout.sample[:, :, 0] if name == "cosmos2" else rollout.sample
     torch.testing.assert_close(sample * grown, latents, atol=1e-4, rtol=0)
@@ -85,6 +90,27 @@ def test_latents_and_pictures_are_those_of_its_own_pipeline(name, guidance):
     torch.testing.assert_close(ours, theirs, atol=1e-4 + rounding(theirs), rtol=0)
     other = called(name, pipe, first_noise(policy), 7.0)
     assert (other - latents).abs().max() > 1e-3  # the prompt and its guidance are seen
+
+
+@pytest.mark.parametrize(("kind", "guidance"), [("image", 2.5), ("video", 1.0)])
+def test_cosmos25_goes_on_from_the_frames_that_it_holds(kind, guidance):
+    """Whose velocity is that from its first noise, which a replay begins in any step without."""
+    call = CASES["cosmos25"].call | {"num_frames": 9}
+    frames = {"video_frames": 5} if kind == "video" else {}
+    inputs = {"prompt": "text", kind: kind}
+    policy = make("cosmos25", call, guidance_scale=guidance, inputs=inputs, check=True, **frames)
+    policy.prepare(PROMPTS[:1])
+    rollout, ours = evaluated(policy)
+    pipe = euler_of(loaded("cosmos25"))
+    given = {kind: PROMPTS[0][kind], "num_frames": 9}
+    latents = called("cosmos25", pipe, first_noise(policy), guidance, **given)
+    torch.testing.assert_close(rollout.sample, latents, atol=1e-4, rtol=0)
+    with torch.no_grad():  # though noise of the last step lies on them, they are shown as they are
+        noisy = policy.decode(policy.rollout(PROMPTS[:1], 2, RNG))
+    torch.testing.assert_close(noisy[:, 0], ours[:, 0].expand_as(noisy[:, 0]), atol=1e-4, rtol=0)
+    assert (noisy[0, -1] - noisy[1, -1]).abs().max() > 1e-2
+    metrics = trainer_of(policy).iterate()
+    assert metrics["ratio/max_deviation"] == 0.0 and metrics["grad_norm"] > 0
 
 
 def test_the_times_are_the_sigmas_and_the_empty_last_step_is_none():
@@ -187,9 +213,6 @@ def test_a_video_goes_on_from_the_frames_of_a_prompt():
 
 
 def test_what_cosmos_cannot_do_is_told_in_a_sentence():
-    from_picture = make("cosmos25", inputs={"prompt": "text", "image": "image"})
-    with pytest.raises(UserError, match="a step depends on more than the latents"):
-        check_replay(from_picture, PROMPTS)
     with pytest.raises(UserError, match="option scheduler: lcm is for flows, and the states of"):
         make("cosmos2", scheduler="lcm")
     policy = make("cosmos2")
@@ -199,11 +222,13 @@ def test_what_cosmos_cannot_do_is_told_in_a_sentence():
         policy.decode(rollout.replace(sample=leaf))
 
 
-@pytest.mark.parametrize("name", [*WORLDS, "cosmos1", "cosmos25"])
+@pytest.mark.parametrize("name", [*WORLDS, "cosmos1", "cosmos1-video", "cosmos25"])
 def test_the_first_step_is_exactly_on_policy(name):
     options = {"lora": 2, "guidance_scale": 2.5} if name == "cosmos2" else {}
-    metrics = trainer_of(make(name, check=True, **options)).iterate()
+    policy = make(name, check=True, **options)
+    metrics = trainer_of(policy).iterate()
     assert metrics["ratio/max_deviation"] == 0.0 and metrics["grad_norm"] > 0
+    assert policy.together == CASES[name].together  # Cosmos 1 draws in its steps, by a row's place
 
 
 @pytest.mark.parametrize("name", [*WORLDS, "cosmos25"])

@@ -8,7 +8,7 @@ import torch
 from mmrl.core.registry import POLICIES, load_built_in
 from mmrl.policies.diffusion.pipeline_policy import FolderPolicy
 from samplers.noise import Rng
-from tests.fixtures import tiny_diffusers, tiny_vlms
+from tests.fixtures import replay_cases, tiny_diffusers, tiny_vlms
 
 load_built_in()
 VIDEO = {"size": 16, "frames": 5, "text_length": 16}
@@ -108,3 +108,32 @@ def test_a_family_that_begins_with_a_picture_learns_what_comes_of_it(family, tin
     (point,) = policy.renoise(rollout, Rng.of("noise"))
     with torch.no_grad():
         assert policy.dist(point).mean.isfinite().all()
+
+
+def opaque(vae, pixels):
+    """A picture is one frame, without holes."""
+    return vae.encode(torch.cat([pixels, torch.ones(1, 1, 64, 64)], 1)[:, :, None])
+
+
+# pipeline -> its call, and what its autoencoder is asked for media in -1..1, by hand
+ENCODERS = {
+    "latte": ({"video_length": 3}, lambda vae, film: vae.encode(film[0])),
+    "qwen_image21": ({}, opaque),
+}
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_replayed_pipelines_encode_as_their_autoencoders_do(name):
+    """Those whose media the encoder has to arrange in another way than most."""
+    case, (more, encode) = replay_cases.CASES[name], ENCODERS[name]
+    place = str(tiny_diffusers.folder(name))
+    options = {"steps": 2, "check": False, "together": case.together} | case.options
+    policy = POLICIES.build("pipeline", path=place, call=case.call | more, **options)
+    sample = Rng.of("made").normal(torch.arange(1), policy.shape, 0, policy.dtype)
+    prompts = [{"text": "a red seven", "image": tiny_vlms.image(16, 16, 0)}]
+    with torch.no_grad():
+        media = policy.decode(policy.rollout(prompts, 1, Rng.of("any")).replace(sample=sample))
+        latents = policy.encode_media(media)
+        codes = encode(policy.replay.pipe.vae, 2 * media - 1).latent_dist.mode()
+    torch.testing.assert_close(policy.encoder.layout.codes(latents), codes, atol=1e-5, rtol=1e-5)
+    assert latents.shape == sample.shape and codes.std() > 1e-3

@@ -203,13 +203,18 @@ def echo(**options):
     return modular("echo", ECHO, **({"steps": 3} | options))
 
 
-def echo_alone(noises, place=None, sigmas=SIGMAS):
-    """The video and the sound of its own blocks, which draw these numbers [B, 400] in turn."""
+def echo_blocks(place=None):
+    """Echo by diffusers alone."""
     place = str(place or tiny_modular.folder("echo"))
     blocks = diffusers.EchoBlocks()
     pipe = diffusers.EchoModularPipeline(blocks=blocks, pretrained_model_name_or_path=place)
     pipe.load_components()
-    return echo_called(pipe, noises, sigmas)
+    return pipe
+
+
+def echo_alone(noises, place=None, sigmas=SIGMAS):
+    """The video and the sound of its own blocks, which draw these numbers [B, 400] in turn."""
+    return echo_called(echo_blocks(place), noises, sigmas)
 
 
 def echo_called(pipe, noises, sigmas=SIGMAS):
@@ -236,6 +241,34 @@ def test_echo_is_what_its_own_blocks_give_with_the_same_noise():
     torch.testing.assert_close(media.as_subclass(torch.Tensor), video, atol=1e-4, rtol=0)
     torch.testing.assert_close(media.sound, sound, atol=1e-4, rtol=0)
     assert video.std() > 0.01 and sound.std() > 0.001
+
+
+def test_echo_from_a_picture_is_what_its_own_blocks_give_and_holds_the_first_frame():
+    """The decision is what comes after the first frame, as with LTX-2."""
+    inputs = {"prompt": "text", "image": "image"}
+    policy = echo(inputs=inputs, check=True)
+    policy.prepare(PROMPTS[:1])
+    assert policy.shape == (16 * 8 + 144,) and not policy.replay.draws
+    with policy.evaluating(), torch.no_grad():
+        media = policy.decode(policy.rollout(PROMPTS[:1], 1, RNG))
+    unused = torch.full((1, 128), 7.0)  # what is drawn for the first frame
+    each = [RNG.normal(torch.arange(1), (272,), k, torch.float32) for k in range(3)]
+    drawn = [[torch.cat([unused, noise[:, :128]], 1), noise[:, 128:]] for noise in each]
+    with ExitStack() as stack:
+        for noises in drawn[::-1]:
+            stack.enter_context(Draws(noises))
+        own = echo_blocks()(
+            prompt=TEXTS[0],
+            image=PROMPTS[0]["image"],
+            sigmas=SIGMAS,
+            output_type="pt",
+            output=["videos", "audio"],
+            **SIZE,
+        )
+    torch.testing.assert_close(media.as_subclass(torch.Tensor), own["videos"], atol=1e-4, rtol=0)
+    torch.testing.assert_close(media.sound, own["audio"], atol=1e-4, rtol=0)
+    metrics = trainer_of(policy).iterate()
+    assert metrics["ratio/max_deviation"] == 0.0 and metrics["grad_norm"] > 0
 
 
 def test_echos_log_prob_is_that_of_both_latents_around_its_predicted_data(monkeypatch):
@@ -271,9 +304,7 @@ def test_echo_trains_on_policy_and_its_export_gives_its_blocks_our_video(lora, t
     with torch.no_grad():
         media = policy.decode(evaluated(policy))
     if lora:
-        blocks, place = diffusers.EchoBlocks(), str(tiny_modular.folder("echo"))
-        pipe = diffusers.EchoModularPipeline(blocks=blocks, pretrained_model_name_or_path=place)
-        pipe.load_components()
+        pipe = echo_blocks()
         pipe.load_lora_weights(tmp_path)
         video, sound = echo_called(pipe, echo_noises())
     else:
@@ -323,7 +354,6 @@ def test_mistakes_are_told_in_a_sentence():
     ("name", "says"),
     [
         ("echo", "EchoModularPipeline cannot be replayed: it has no scheduler, so it steps its"),
-        ("minimax_h3", "MiniMaxH3Scheduler has no one-step form that is known here"),
     ],
 )
 def test_models_that_step_in_other_ways_are_refused_in_a_sentence(name, says, monkeypatch):

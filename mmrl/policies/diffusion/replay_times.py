@@ -1,0 +1,123 @@
+"""Takes one step of several states that are at different times, such as the video and the sound of
+MiniMax H3, as one decision.
+
+The times of flows that differ by a shift alone have odds t / (1 - t) in one ratio r, at every step.
+So the time of each state is a function of that of the first, r t / (1 + (r - 1) t), and the time of
+a decision is that of the first state. Mean and deviation of each state are those of its own times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from mmrl.core.errors import UserError
+from mmrl.core.types import Kernel
+from samplers.processes import Flow, Number, Process
+from samplers.solvers import Step
+
+SAME = 1e-3  # relative; odds near pure noise are of float32
+
+
+def odds_ratio(first: Tensor, other: Tensor) -> float | None:
+    """Return the ratio of the odds of two lists of times [K + 1] of flows; 1 where they are the
+    same, None where no such number is known."""
+    if torch.equal(first, other):
+        return 1.0
+    if first.shape != other.shape:
+        return None
+    inner = (first > 0) & (first < 1) & (other > 0) & (other < 1)
+    if not inner.any() or not torch.equal(first[~inner], other[~inner]):
+        return None
+    odds = [times[inner] / (1 - times[inner]) for times in (first, other)]
+    ratios = odds[1] / odds[0]
+    last = float(ratios[-1])  # of the smallest times, whose odds are rounded least
+    return last if bool((ratios / last - 1).abs().max() < SAME) else None
+
+
+def shifted(time: Number, ratio: float) -> Tensor:
+    """Return the time [*] of the state whose odds are ``ratio`` times those of a time [*]."""
+    time = torch.as_tensor(time)
+    if ratio == 1:
+        return time
+    return torch.where(time < 1, ratio * time / (1 + (ratio - 1) * time), time)
+
+
+@dataclass(frozen=True)
+class ByState:
+    """Cuts joined states [B, D] into those of these sizes, each of which is at its own time."""
+
+    sizes: Sequence[int]
+    ratios: Sequence[float]  # of the odds of each state's time to those of the first
+
+    def kernel(self, kernel: Kernel) -> Kernel:
+        """Return the step of joined states: mean [B, D] and deviation [B, D]."""
+
+        def step(x: Tensor, v: Tensor, t: Tensor, s: Tensor, eta: Tensor) -> tuple[Tensor, Tensor]:
+            if x.shape[1:] != (sum(self.sizes),):
+                return kernel(x, v, t, s, eta)  # of the times alone
+            parts = [
+                kernel(xs, vs, shifted(t, ratio), shifted(s, ratio), eta)
+                for xs, vs, ratio in zip(*self._cut(x, v), self.ratios, strict=True)
+            ]
+            means = [mean for mean, _ in parts]
+            return torch.cat(means, 1), torch.cat([std.expand_as(m) for m, std in parts], 1)
+
+        return step
+
+    def solver(self, solver: Callable[[Process], Step]) -> Callable[[Process], Step]:
+        """Return the solver of joined states, which remembers each state apart."""
+
+        def of_process(process: Process) -> Step:
+            steps = [solver(Flow()) for _ in self.sizes]
+
+            def step(x: Tensor, output: Tensor, t: Tensor, s: Tensor) -> Tensor:
+                each = zip(steps, *self._cut(x, output), self.ratios, strict=True)
+                parts = [
+                    one_step(xs, velocity, shifted(t, ratio), shifted(s, ratio))
+                    for one_step, xs, velocity, ratio in each
+                ]
+                return torch.cat(parts, 1)
+
+            return step
+
+        return of_process
+
+    def _cut(self, *joined: Tensor) -> list[tuple[Tensor, ...]]:
+        return [tensor.split(list(self.sizes), 1) for tensor in joined]
+
+
+@dataclass(frozen=True)
+class SeveralTimes(Flow):
+    """Is a flow whose states have a time each, so that no single one says how noisy a sample is."""
+
+    pipeline: str = ""
+
+    def _refuse(self) -> NoReturn:
+        raise UserError(
+            f"{self.pipeline} has video and sound at different times, and this objective looks at "
+            "samples of a single one; use an objective that looks at steps, such as "
+            "policy_gradient"
+        )
+
+    def scales(self, t: Number, like: Tensor) -> tuple[Tensor, Tensor]:
+        self._refuse()
+
+    def clean(self, x: Tensor, output: Tensor, t: Number) -> Tensor:
+        self._refuse()
+
+    def noise(self, x: Tensor, output: Tensor, t: Number) -> Tensor:
+        self._refuse()
+
+    def target(self, clean: Tensor, noise: Tensor, t: Number) -> Tensor:
+        self._refuse()
+
+    def snap(self, t: Tensor) -> Tensor:
+        self._refuse()
+
+    def gain(self, t: Number, like: Tensor) -> Tensor:
+        self._refuse()
