@@ -128,7 +128,8 @@ def encoding(returned: Any, rows: int, dtype: torch.dtype) -> Any:
     again = partial(encoding, rows=rows, dtype=dtype)
     match returned:
         case {"shape": shape}:
-            return torch.zeros(rows, *shape, dtype=dtype)
+            sizes = shape if "rows" in shape else ["rows", *shape]
+            return torch.zeros([rows if n == "rows" else n for n in sizes], dtype=dtype)
         case {"mask": shape}:
             return torch.ones(rows, *shape, dtype=torch.long)
         case {"plain": shape}:
