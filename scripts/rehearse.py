@@ -55,7 +55,12 @@ PIPELINES: dict[str, tuple[dict[str, int], int, dict[str, Any]]] = {
     "Efficient-Large-Model/Sana_Sprint_1.6B_1024px_diffusers": (
         SQUARE,
         1,
-        {"steps": 2, "noise_window": None},
+        {
+            "steps": 2,
+            "sde_type": "consistency",
+            "noise_level": 1.0,
+            "noise_window": "between_steps",
+        },
     ),
     "nvidia/Cosmos-Predict2-2B-Text2Image": (
         {"height": 768, "width": 1360},

@@ -29,6 +29,7 @@ from mmrl.policies.diffusion import pipeline_folder
 from mmrl.policies.diffusion.any_pipeline import AnyPipeline
 from mmrl.policies.diffusion.replay import Reached
 from mmrl.policies.diffusion.replay_check import CALL_FAILURES
+from mmrl.policies.diffusion.replay_draws import QUIET
 from mmrl.policies.lora import Lora, add_lora
 from mmrl.policies.quantization import Blocks, blocks_of
 
@@ -57,7 +58,10 @@ class OnFakes(AnyPipeline):
         self, path: str, skip_blocks: Sequence[str], guardrail: bool
     ) -> tuple[str, Any, tuple[str, ...]]:
         make = partial(made, self.fakes)
-        place, pipe, parts = pipeline_folder.load(path, self.compute, skip_blocks, guardrail, make)
+        with QUIET:  # the library doubts parts that it did not load
+            place, pipe, parts = pipeline_folder.load(
+                path, self.compute, skip_blocks, guardrail, make
+            )
         encoders = pipeline_folder.encoders(pipe, parts)
         blocks = [blocks_of(getattr(pipe, name)) for name in parts]
         most = Blocks(sum(b.weights for b in blocks), max(b.largest for b in blocks))

@@ -211,7 +211,9 @@ class AnyPipeline(ReplayedPolicy):
 
     def _latent_shape(self, steps: int) -> tuple[int, ...]:
         latents = self._first_conditions(steps).latents
-        if latents is not None and "image" in self.replay.arguments:
+        # Kandinsky 5 prepares a picture's channels also where there is no picture
+        pictured = any(getattr(net, "visual_cond", False) for net in self.net.modules())
+        if latents is not None and ("image" in self.replay.arguments or pictured):
             self.replay.find_parts(self.arguments.example(), steps)
             latents = self._first_conditions(steps).latents
         if latents is None:
