@@ -59,7 +59,7 @@ PIPELINES: dict[str, tuple[dict[str, int], int, dict[str, Any]]] = {
             "steps": 2,
             "sde_type": "consistency",
             "noise_level": 1.0,
-            "noise_window": "between_steps",
+            "noise_window": "all_but_last",
         },
     ),
     "nvidia/Cosmos-Predict2-2B-Text2Image": (
