@@ -24,6 +24,7 @@ from mmrl.core.types import Point, Prompt, Transition
 from mmrl.dry_run import published
 from mmrl.dry_run.fakes import Fakes
 from mmrl.dry_run.rehearsal import Stage, autocast, cast
+from mmrl.dry_run.tracked import tracked
 from mmrl.policies.base import rows_of
 from mmrl.policies.diffusion import pipeline_folder
 from mmrl.policies.diffusion.any_pipeline import AnyPipeline
@@ -206,11 +207,7 @@ def replayed(place: Path, options: dict[str, Any], train: TrainOptions, rows: in
             logprob: Tensor = policy.dist(point).log_prob(point.target)
         return logprob
 
-    before = policy.forwards
-    with torch.no_grad(), fakes.running():
-        # what the networks return at the steps before is known from here on
-        policy.dist(point_of(policy, prompts, rows, 0))
-    network_rows = (policy.forwards - before) / rows
+    rows_passed = first_rows(policy, point_of(policy, prompts, rows, 0), fakes)
     decoder, latents = decoded(policy, point, fakes)
 
     def decode(count: int) -> Any:
@@ -229,8 +226,23 @@ def replayed(place: Path, options: dict[str, Any], train: TrainOptions, rows: in
         latents.shape[2] if latents is not None and latents.ndim == 5 else 1,
         checkpointing=train.gradient_checkpointing,
         policy=policy,
-        network_rows=network_rows,
+        network_rows=rows_passed / rows,
     )
+
+
+def first_rows(policy: AnyPipeline, point: Point, fakes: Fakes) -> int:
+    """Count the rows of the network that a first step takes. What networks return at the steps
+    before another is known from here on."""
+    before = 0
+
+    def first() -> None:
+        nonlocal before
+        before = policy.forwards
+        with fakes.running(), torch.no_grad():
+            policy.dist(point)
+
+    tracked(first, [policy.net], spare=True)  # equal blocks are passed through by few of them
+    return policy.forwards - before
 
 
 def point_of(policy: AnyPipeline, prompts: list[Prompt], rows: int, k: int) -> Point:

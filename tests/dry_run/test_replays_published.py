@@ -159,7 +159,7 @@ def test_a_published_pipeline_is_looked_at_offline():
         "train.micro_batch_size=1",
     ]
     found = dry_run(PIPELINE, words)
-    assert found.shape == (16, 2, 56, 112) and found.network_rows == 1 and not found.unknown
+    assert found.shape == (16, 2, 60, 104) and found.network_rows == 1 and not found.unknown
     known = MODELS[found.path]
     assert found.model.parameters == known["parameters"]["transformer"]
     assert found.model.trained == 4 * known["lora"]
