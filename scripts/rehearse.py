@@ -75,7 +75,7 @@ PIPELINES: dict[str, tuple[dict[str, int], int, dict[str, Any]]] = {
     "kandinskylab/Kandinsky-5.0-T2V-Lite-sft-5s-Diffusers": (
         {"height": 512, "width": 768, "num_frames": 121},
         4,
-        {},
+        {"vae_tiling": True},
     ),
     "Efficient-Large-Model/SANA-Video_2B_480p_diffusers": (
         {"height": 480, "width": 832, "frames": 81},
