@@ -11,11 +11,13 @@ from pathlib import Path
 import diffusers
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from mmrl.config.options import TrainOptions
 from mmrl.core.registry import POLICIES, load_built_in
 from mmrl.dry_run import published, rehearsal, replays
 from mmrl.dry_run.dryrun import dry_run
+from mmrl.dry_run.fakes import Fakes
 from mmrl.dry_run.page import lines
 from mmrl.policies.diffusion.any_pipeline import AnyPipeline
 from mmrl.policies.diffusion.pipeline_folder import class_of
@@ -118,6 +120,15 @@ def test_encodings_are_of_as_many_rows_as_prompts():
     assert made({"lengths": 5}).tolist() == [0, 5, 10, 15]
     (texts,) = made([{"rows": [{"rows": {"shape": [5, 2]}}]}])
     assert [[text.shape for text in row] for row in texts] == [[(5, 2)]] * 3
+
+
+def test_a_mask_of_every_token_by_every_other_takes_no_memory():
+    """HunyuanVideo 1.5 repeats one of its texts so, in each of its 54 blocks."""
+    small, large = (torch.ones(1, 1, 1, n, dtype=torch.bool) for n in (1_000, 50_000))
+    with Fakes().running():
+        assert not isinstance(small.repeat(1, 1, 1_000, 1), FakeTensor)
+        repeated = large.repeat(1, 1, 50_000, 1)
+    assert isinstance(repeated, FakeTensor) and repeated.shape == (1, 1, 50_000, 50_000)
 
 
 def test_a_replay_on_fakes_takes_what_the_family_of_the_same_pipeline_takes(tmp_path):
