@@ -9,7 +9,8 @@ through it.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -207,7 +208,7 @@ def replayed(place: Path, options: dict[str, Any], train: TrainOptions, rows: in
             logprob: Tensor = policy.dist(point).log_prob(point.target)
         return logprob
 
-    rows_passed = first_rows(policy, point_of(policy, prompts, rows, 0), fakes)
+    rows_passed = first_rows(policy, point_of(policy, prompts, rows, 0), fakes, wrapped)
     decoder, latents = decoded(policy, point, fakes)
 
     def decode(count: int) -> Any:
@@ -230,15 +231,20 @@ def replayed(place: Path, options: dict[str, Any], train: TrainOptions, rows: in
     )
 
 
-def first_rows(policy: AnyPipeline, point: Point, fakes: Fakes) -> int:
-    """Count the rows of the network that a first step takes. What networks return at the steps
-    before another is known from here on."""
+def first_rows(
+    policy: AnyPipeline,
+    point: Point,
+    fakes: Fakes,
+    wrapped: Callable[[], AbstractContextManager[Any]],
+) -> int:
+    """Count the rows of the network that a first step takes, in passes wrapped as training's. What
+    networks return at the steps before another is known from here on."""
     before = 0
 
     def first() -> None:
         nonlocal before
         before = policy.forwards
-        with fakes.running(), torch.no_grad():
+        with fakes.running(), wrapped(), torch.no_grad():
             policy.dist(point)
 
     tracked(first, [policy.net], spare=True)  # equal blocks are passed through by few of them
