@@ -292,8 +292,8 @@ def decoded(policy: OnFakes, point: Point, fakes: Fakes) -> tuple[Any, Tensor | 
     call = policy._call(rows_of(point.cond, point.group), [0], None)
     try:
         with fakes.running(), torch.no_grad():
-            found = policy.replay.finish(call, policy.asked_steps[0], point.state[:1])
+            reached = policy.replay.finish(call, policy.asked_steps[0], point.state[:1])
     finally:
         for part in decoders:
             part.__dict__["decode"] = plain[id(part)]
-    return found if isinstance(found, tuple) else (None, None)
+    return reached if isinstance(reached, tuple) else (None, None)
