@@ -7,6 +7,7 @@ computed (masks, times, ids) stays real, so that the code under rehearsal may re
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_any, tree_map_only
+
+LARGE = 2**27  # elements of a real tensor that code under rehearsal may make of a small one
 
 
 class Fakes:
@@ -59,7 +62,7 @@ class Fakes:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Let code index fake tensors by real masks, and ask a fake tensor whether it holds."""
-        with _Answers():
+        with _Answers(self):
             yield
 
 
@@ -71,8 +74,12 @@ class _Answers(TorchFunctionMode):
     """Answers what the values of a tensor would decide.
 
     A mask that is real is read; one that is fake holds everywhere, which is the most that it can
-    cost.
+    cost. What would be repeated to a mask of every token by every other is fake from there on.
     """
+
+    def __init__(self, fakes: Fakes):
+        super().__init__()
+        self.fakes = fakes
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -82,6 +89,10 @@ class _Answers(TorchFunctionMode):
         elif func in (Tensor.__bool__, Tensor.all, Tensor.any) and isinstance(args[0], FakeTensor):
             if func is Tensor.__bool__:
                 return True
+        elif func is Tensor.repeat and _is_plain(args[0]):
+            times = args[1] if isinstance(args[1], (tuple, list)) else args[1:]
+            if args[0].numel() * math.prod(times) > LARGE:
+                args = (self.fakes.like(args[0]), *args[1:])
         elif func is Tensor.item and isinstance(args[0], FakeTensor):
             return True if args[0].dtype == torch.bool else 1
         return func(*args, **(kwargs or {}))

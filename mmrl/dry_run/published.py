@@ -4,9 +4,10 @@
 its class's defaults, the classes of its text encoders, and parameters counted from these on the
 meta device. ``encodings`` of a model without a family say what its pipeline's methods that encode
 prompts return: a list for a tuple, {"shape": [...]} for a tensor of a row in the type of the
-weights, {"plain": [...]} for one of all rows, {"mask": [...]} for one of ones (long),
-{"lengths": n} for the bounds of rows of n tokens, {"rows": ...} for a list with an entry for each
-row, other tables for tables, null for None.
+weights ("rows" among its sizes says where rows are counted, else they come first), {"plain": [...]}
+for one of all rows, {"mask": [...]} for one of ones (long), {"lengths": n} for the bounds of rows
+of n tokens, {"rows": ...} for a list with an entry for each row, other tables for tables, null for
+None. Texts are as long as a pipeline pads them to; where it pads to the longest, 256 tokens.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def folder(name: str) -> Path | None:
         return None
     place = Path(_made().name) / name.replace("/", "--")
     for part, config in known["parts"].items():
-        file = "scheduler_config.json" if part == "scheduler" else "config.json"
+        file = f"{part}_config.json" if part in ("scheduler", "guider") else "config.json"
         (place / part).mkdir(parents=True, exist_ok=True)
         (place / part / file).write_text(json.dumps(config))
     index = {"_class_name": known["pipeline"], **known.get("index", {})}

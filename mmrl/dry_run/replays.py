@@ -9,7 +9,8 @@ through it.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,11 +25,13 @@ from mmrl.core.types import Point, Prompt, Transition
 from mmrl.dry_run import published
 from mmrl.dry_run.fakes import Fakes
 from mmrl.dry_run.rehearsal import Stage, autocast, cast
+from mmrl.dry_run.tracked import tracked
 from mmrl.policies.base import rows_of
 from mmrl.policies.diffusion import pipeline_folder
 from mmrl.policies.diffusion.any_pipeline import AnyPipeline
 from mmrl.policies.diffusion.replay import Reached
 from mmrl.policies.diffusion.replay_check import CALL_FAILURES
+from mmrl.policies.diffusion.replay_draws import QUIET
 from mmrl.policies.lora import Lora, add_lora
 from mmrl.policies.quantization import Blocks, blocks_of
 
@@ -57,7 +60,10 @@ class OnFakes(AnyPipeline):
         self, path: str, skip_blocks: Sequence[str], guardrail: bool
     ) -> tuple[str, Any, tuple[str, ...]]:
         make = partial(made, self.fakes)
-        place, pipe, parts = pipeline_folder.load(path, self.compute, skip_blocks, guardrail, make)
+        with QUIET:  # the library doubts parts that it did not load
+            place, pipe, parts = pipeline_folder.load(
+                path, self.compute, skip_blocks, guardrail, make
+            )
         encoders = pipeline_folder.encoders(pipe, parts)
         blocks = [blocks_of(getattr(pipe, name)) for name in parts]
         most = Blocks(sum(b.weights for b in blocks), max(b.largest for b in blocks))
@@ -128,7 +134,8 @@ def encoding(returned: Any, rows: int, dtype: torch.dtype) -> Any:
     again = partial(encoding, rows=rows, dtype=dtype)
     match returned:
         case {"shape": shape}:
-            return torch.zeros(rows, *shape, dtype=dtype)
+            sizes = shape if "rows" in shape else ["rows", *shape]
+            return torch.zeros([rows if n == "rows" else n for n in sizes], dtype=dtype)
         case {"mask": shape}:
             return torch.ones(rows, *shape, dtype=torch.long)
         case {"plain": shape}:
@@ -201,11 +208,7 @@ def replayed(place: Path, options: dict[str, Any], train: TrainOptions, rows: in
             logprob: Tensor = policy.dist(point).log_prob(point.target)
         return logprob
 
-    before = policy.forwards
-    with torch.no_grad(), fakes.running():
-        # what the networks return at the steps before is known from here on
-        policy.dist(point_of(policy, prompts, rows, 0))
-    network_rows = (policy.forwards - before) / rows
+    rows_passed = first_rows(policy, point_of(policy, prompts, rows, 0), fakes, wrapped)
     decoder, latents = decoded(policy, point, fakes)
 
     def decode(count: int) -> Any:
@@ -224,8 +227,28 @@ def replayed(place: Path, options: dict[str, Any], train: TrainOptions, rows: in
         latents.shape[2] if latents is not None and latents.ndim == 5 else 1,
         checkpointing=train.gradient_checkpointing,
         policy=policy,
-        network_rows=network_rows,
+        network_rows=rows_passed / rows,
     )
+
+
+def first_rows(
+    policy: AnyPipeline,
+    point: Point,
+    fakes: Fakes,
+    wrapped: Callable[[], AbstractContextManager[Any]],
+) -> int:
+    """Count the rows of the network that a first step takes, in passes wrapped as training's. What
+    networks return at the steps before another is known from here on."""
+    before = 0
+
+    def first() -> None:
+        nonlocal before
+        before = policy.forwards
+        with fakes.running(), wrapped(), torch.no_grad():
+            policy.dist(point)
+
+    tracked(first, [policy.net], spare=True)  # equal blocks are passed through by few of them
+    return policy.forwards - before
 
 
 def point_of(policy: AnyPipeline, prompts: list[Prompt], rows: int, k: int) -> Point:
@@ -269,8 +292,8 @@ def decoded(policy: OnFakes, point: Point, fakes: Fakes) -> tuple[Any, Tensor | 
     call = policy._call(rows_of(point.cond, point.group), [0], None)
     try:
         with fakes.running(), torch.no_grad():
-            found = policy.replay.finish(call, policy.asked_steps[0], point.state[:1])
+            reached = policy.replay.finish(call, policy.asked_steps[0], point.state[:1])
     finally:
         for part in decoders:
             part.__dict__["decode"] = plain[id(part)]
-    return found if isinstance(found, tuple) else (None, None)
+    return reached if isinstance(reached, tuple) else (None, None)

@@ -12,7 +12,6 @@ from mmrl.config.schema import Resolved
 from mmrl.core.registry import POLICIES
 from mmrl.core.registry import options as options_of
 from mmrl.dry_run import published, untrained, weightless
-from mmrl.dry_run.sounding import LTX2
 from mmrl.policies.diffusion.any_pipeline import AnyPipeline
 from mmrl.policies.diffusion.pipeline_policy import FolderPolicy
 
@@ -30,8 +29,8 @@ def stand_in(resolved: Resolved) -> tuple[str, Resolved]:
     if resolved.entry is not AnyPipeline:
         return "", resolved
     class_name = _class_of(str(resolved.options.get("path", "")))
-    families = {name: POLICIES[name] for name in POLICIES} | {"ltx2 (of the dry run)": LTX2}
-    for name, family in families.items():
+    for name in POLICIES:
+        family = POLICIES[name]
         if not (isinstance(family, type) and issubclass(family, FolderPolicy)):
             continue
         if family.pipeline == class_name:

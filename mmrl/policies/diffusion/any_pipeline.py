@@ -42,6 +42,11 @@ LAYERS = ("attn", "attn1", "attn2", "attention")
 SOUND_LAYERS = ("audio_attn1", "audio_attn2", "audio_to_video_attn", "video_to_audio_attn")
 LISTED_LAYERS = tuple(f"attentions.{i}" for i in range(4))  # of a block of Kandinsky 2.2's UNet
 PROJECTIONS = ("to_q", "to_k", "to_v", "to_out.0")
+KANDINSKY_LAYERS = tuple(  # of a block of Kandinsky 5
+    f"{layer}.{name}"
+    for layer in ("self_attention", "cross_attention")
+    for name in ("to_query", "to_key", "to_value", "out_layer")
+)
 PROBE = Rng.of("latents to try an encoder with")
 # decoders that fail on several videos: diffusers 0.42 masks the attention of one only
 ALONE = frozenset({"AutoencoderKLHunyuanVideo15"})
@@ -68,6 +73,7 @@ class AnyPipeline(ReplayedPolicy):
             for layer in LAYERS + SOUND_LAYERS + LISTED_LAYERS
             for name in PROJECTIONS
         ),
+        *KANDINSKY_LAYERS,
     )
 
     def __init__(
@@ -207,7 +213,9 @@ class AnyPipeline(ReplayedPolicy):
 
     def _latent_shape(self, steps: int) -> tuple[int, ...]:
         latents = self._first_conditions(steps).latents
-        if latents is not None and "image" in self.replay.arguments:
+        # Kandinsky 5 prepares a picture's channels also where there is no picture
+        pictured = any(getattr(net, "visual_cond", False) for net in self.net.modules())
+        if latents is not None and ("image" in self.replay.arguments or pictured):
             self.replay.find_parts(self.arguments.example(), steps)
             latents = self._first_conditions(steps).latents
         if latents is None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -412,7 +413,8 @@ class Replay:
                 raise Reached(Conditions(first, run.tables.get(0), named(args, kwargs)))
             if run.goal == "parts":
                 rows = row_count(noisy_input(args, kwargs)) or 1
-                return tuple(x.new_zeros(rows, *x.shape[1:]) for x in run.first.values())
+                zeros = tuple(x.new_zeros(rows, *x.shape[1:]) for x in run.first.values())
+                return SimpleNamespace(sample=zeros[0]) if kwargs.get("return_dict") else zeros
             at_step = run.place == run.position
             if at_step and run.generator and run.drawn is not None:
                 self.draws |= not torch.equal(run.generator.get_state(), run.drawn)

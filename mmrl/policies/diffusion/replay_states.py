@@ -32,8 +32,10 @@ class Part(NamedTuple):
 
 
 def numbered(latents: Tensor) -> Tensor:
-    """Return latents of this shape [B, *] whose values are their places in a row."""
-    places = torch.arange(latents[0].numel(), dtype=latents.dtype, device=latents.device)
+    """Return latents of this shape [B, *] whose values are their places in a row, which half
+    precision has no numbers for."""
+    dtype = torch.promote_types(latents.dtype, torch.float32)
+    places = torch.arange(latents[0].numel(), dtype=dtype, device=latents.device)
     return places.view(1, *latents.shape[1:]).expand_as(latents).clone()
 
 
@@ -119,11 +121,9 @@ class States:
 
     def constants(self, state: Tensor, value: float) -> list[Tensor]:
         """Return what a pipeline shall draw so that all it draws for the latents of these states
-        [B, *] is one value."""
-        shapes = [
-            self.parts[number].prepared if number in self.parts else split.shape[1:]
-            for number, split in enumerate(self.split(state))
-        ]
+        [B, *] is one value: it draws what it prepares, or the part of it that is stepped."""
+        shapes = [split.shape[1:] for split in self.split(state)]
+        shapes += [part.prepared for part in self.parts.values()]
         return [state.new_full((len(state), *shape), value) for shape in shapes]
 
     def join(self, parts: Mapping[int, Tensor]) -> Tensor:
