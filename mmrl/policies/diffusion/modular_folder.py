@@ -120,10 +120,10 @@ def load(
 
     def loaded() -> Any:
         pipe = cls(blocks=tree_of_blocks, pretrained_model_name_or_path=place)
-        made = {} if make is None else _made(pipe, dtypes, make)
-        names = [name for name in pipe.pretrained_component_names if name not in made]
+        networks = {} if make is None else _made(pipe, dtypes, make)
+        names = [name for name in pipe.pretrained_component_names if name not in networks]
         pipe.load_components(names=names, dtype=dtypes, use_safetensors=True)
-        pipe.update_components(**made)
+        pipe.update_components(**networks)
         return pipe
 
     pipe = diffusers_folder.explained(loaded, place, "modular pipeline")
@@ -144,15 +144,15 @@ def load(
 
 def _made(pipe: Any, dtypes: dict[str, torch.dtype], make: Any) -> dict[str, Any]:
     """Make the parts that have weights."""
-    made = {}
+    networks = {}
     for name in pipe.pretrained_component_names:
         spec = pipe.get_component_spec(name)
         place = spec.pretrained_model_name_or_path
         is_network = isinstance(spec.type_hint, type) and issubclass(spec.type_hint, nn.Module)
         if is_network and place:
             dtype = dtypes.get(name, dtypes["default"])
-            made[name] = make(spec.type_hint, place, spec.subfolder or "", dtype)
-    return made
+            networks[name] = make(spec.type_hint, place, spec.subfolder or "", dtype)
+    return networks
 
 
 def save(pipeline: Any, place: str, parts: dict[str, Any], folder: Path) -> None:

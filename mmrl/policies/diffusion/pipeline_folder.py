@@ -144,8 +144,8 @@ def class_of(entry: Sequence[Any]) -> type | None:
     if library is None or name is None:
         return None
     known = {"diffusers": diffusers, "transformers": transformers}
-    found = getattr(known.get(library) or getattr(diffusers.pipelines, library), name, None)
-    return found if isinstance(found, type) else None
+    cls = getattr(known.get(library) or getattr(diffusers.pipelines, library), name, None)
+    return cls if isinstance(cls, type) else None
 
 
 def decodes(part: str) -> bool:
