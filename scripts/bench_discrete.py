@@ -321,7 +321,7 @@ class Plain:
 
     def theirs(self) -> torch.Tensor:
         net, scale = self.policy.net, self.policy.guidance_scale
-        with mock.patch.object(products, "library", lambda: None):  # by torch's own layers
+        with mock.patch.object(products, "faster", lambda: False):  # by torch's own layers
             return self.loop(net, PROMPT["label"], self.copies, scale)
 
     def agreement(self) -> str:
@@ -394,7 +394,7 @@ def measure(size: Size, args: argparse.Namespace) -> dict[str, Any]:
         runs: dict[str, list[dict[str, float]]] = {"mmrl": [], "torch": [], "library": []}
         for _ in range(args.repeats):
             runs["mmrl"].append(timed(pair.ours))
-            with mock.patch.object(products, "library", lambda: None):
+            with mock.patch.object(products, "faster", lambda: False):
                 runs["torch"].append(timed(pair.ours))
             runs["library"].append(timed(pair.theirs))
         floor = statistics.median(measuring.floor(pair.ours) for _ in range(args.repeats))
@@ -418,7 +418,7 @@ def measure(size: Size, args: argparse.Namespace) -> dict[str, Any]:
         "products": floor,
         "factor": statistics.median(ratios[by]),
         "factor_by_torch": statistics.median(by_torch[by]),
-        "library": products.library() if (args.device, args.dtype) == ("cpu", "float32") else None,
+        "onednn": products.faster() and args.device == "cpu" and args.dtype == "float32",
         "images_per_second": args.copies / seconds["mmrl"],
     }
 
@@ -491,11 +491,10 @@ Janus. All: a token is drawn with one uniform number, whose place is looked up i
 blocks of the codebook.
 
 On CPUs with AVX-512 that are not Intel's, products in float32 are oneDNN's, whose weights are
-brought into its layout once a rollout: MKL, which torch takes and the libraries with it, keeps to
-AVX2 there. On Intel's they are MKL's, of weights that are packed once a rollout for the number of
-rows of a token's passes (with up to 64 rows packing is a third of a product and more). Queries,
-keys and values (and both halves of a gated layer) lie side by side. "With torch's products" is mmrl
-without that. Keys lie by column on CPUs, where one query attends to them.
+brought into its layout once a rollout, queries, keys and values (and both halves of a gated layer)
+side by side: MKL, which torch takes and the libraries with it, keeps to AVX2 there. "With torch's
+products" is mmrl without that, as on Intel's CPUs. Keys lie by column on CPUs, where one query
+attends to them.
 
 What remains is the transformer itself, at the same number of rows, so the factor falls as it grows.
 "Products" is what mmrl's own products with weights, convolutions and attention take, in place: with

@@ -213,7 +213,7 @@ def watched(trainer: Any) -> Iterator[Counter[str]]:
     with ExitStack() as patches:
         for place, name, work in (
             (products, "_product", product),
-            (products, "_layout", spent.apart(products._layout)),
+            (products, "_laid_out", spent.apart(products._laid_out)),
             (llama, "attend", attend),
             (update.device, "backward", backward),
             (update, "_descend", descend),

@@ -4,7 +4,7 @@
 
 The network is diffusers' SD3 transformer with random weights, of three sizes: a forward pass as in
 sampling, and forward and back as in the update. Where oneDNN is not faster than what torch takes
-(mmrl.policies.products.library) both are the same. Writes ``docs/results/products.md`` and
+(mmrl.policies.products.faster) both are the same. Writes ``docs/results/products.md`` and
 ``.json``.
 """
 
@@ -25,7 +25,7 @@ import measuring  # noqa: E402
 import torch  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
-from mmrl.policies.products import library, quicken  # noqa: E402
+from mmrl.policies.products import faster, quicken  # noqa: E402
 
 TEXT = 16  # tokens of the prompt
 # heads of 64, layers, latents a side, images
@@ -150,7 +150,7 @@ def main(words: list[str] | None = None) -> None:
         "machine": machine(),
         "threads": args.threads,
         "repeats": args.repeats,
-        "faster": library() == "onednn",
+        "faster": faster(),
         "sizes": {name: measure(*SIZES[name], args.repeats) for name in args.sizes},
     }
     args.out.parent.mkdir(parents=True, exist_ok=True)

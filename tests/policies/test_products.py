@@ -1,5 +1,4 @@
-"""Products by oneDNN, and by MKL with packed weights: those of torch, forwards and backwards, of
-the weights as they are now."""
+"""Products by oneDNN: those of torch, forwards and backwards, of the weights as they are now."""
 
 import pytest
 import torch
@@ -23,24 +22,17 @@ pytestmark = pytest.mark.skipif(
 PROMPTS = [{"text": "a red seven"}, {"text": "a blue two left of a green nine"}]
 
 
-@pytest.fixture(autouse=True, params=["onednn", "mkl"])
-def everywhere(monkeypatch, request):
-    """On any CPU, and for layers of any size. The list of what was laid out for each product."""
-    by_mkl = request.param == "mkl"
-    if by_mkl and not (torch.backends.mkl.is_available() and hasattr(torch.ops.mkl, "_mkl_linear")):
-        pytest.skip("torch was built without MKL")
+@pytest.fixture(autouse=True)
+def everywhere(monkeypatch):
+    """On any CPU, and for layers of any size."""
     calls = []
     plain = products._product
-    monkeypatch.setattr(products, "library", lambda: request.param)
-    for name in ("LEAST", "WORK", "PASSES"):
-        monkeypatch.setattr(products, name, 1)
-    monkeypatch.setattr(products, "ROWS", 2**20)
-    monkeypatch.setattr(products, "_product", lambda *args: calls.append(args[3]) or plain(*args))
+    monkeypatch.setattr(products, "faster", lambda: True)
+    monkeypatch.setattr(products, "LEAST", 1)
+    monkeypatch.setattr(products, "WORK", 1)
+    monkeypatch.setattr(products, "PASSES", 1)
+    monkeypatch.setattr(products, "_product", lambda *args: calls.append(1) or plain(*args))
     return calls
-
-
-def by_mkl():
-    return products.library() == "mkl"
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +70,7 @@ def test_products_and_their_gradients_are_torchs(shape, with_bias, everywhere):
         return linear(x, weight, bias)
 
     found = gradients(ours, x, *weights)
-    assert bool(everywhere) != by_mkl()  # MKL's, recorded, are torch's own
+    assert everywhere
     for a, b in zip(found, gradients(F.linear, x, *weights), strict=True):
         torch.testing.assert_close(a, b, atol=1e-4 * b.abs().max().item(), rtol=0)
     turned = x.expand(2, *x.shape).transpose(0, -2)  # not contiguous
@@ -93,7 +85,7 @@ def test_a_product_may_be_changed_in_place(everywhere):
     expected = layer(x).mul(2).square().sum()
     quicken(layer)
     product = layer(x)
-    assert product.shape == (2, 5, 24)
+    assert everywhere and product.shape == (2, 5, 24)
     (gradient,) = torch.autograd.grad(product.mul_(2).square().sum(), layer.weight)
     (wanted,) = torch.autograd.grad(expected, layer.weight)
     torch.testing.assert_close(gradient, wanted, atol=1e-3, rtol=1e-4)
@@ -114,16 +106,26 @@ def test_a_kept_layout_ends_with_its_block(everywhere):
         plain.load_state_dict(net.state_dict())
         with pytest.raises(KeyError), kept_layout(net), kept_layout(net):
             for _ in range(2):
-                with torch.set_grad_enabled(not by_mkl()):
-                    found = net(x)
+                found = net(x)
                 torch.testing.assert_close(found, plain(x), atol=1e-5, rtol=1e-5)
                 with torch.no_grad():
                     joint = together(x, (net[3], net[0]))
                 for part, layer in zip(joint, (plain[3], plain[0]), strict=True):
                     torch.testing.assert_close(part, layer(x), atol=1e-5, rtol=1e-5)
-            assert len(net[0].layouts) == len(net[3].joint_layouts) == 1
+            assert net[0].layout is not None and net[3].joint_layout is not None
             raise KeyError
-        assert net[0].layouts is None and net[3].joint_layouts is None
+        assert net[0].layout is None and net[3].joint_layout is None
+
+
+@torch.no_grad()
+def test_a_few_passes_keep_no_layout(monkeypatch):
+    monkeypatch.setattr(products, "PASSES", 3)
+    net = small()
+    quicken(net)
+    for passes in (2, 3):
+        with kept_layout(net, passes):
+            net(normal("x", 3, 40))
+            assert (net[0].layout is not None) == (passes == 3)
 
 
 def test_what_knows_torchs_operations_sees_them(everywhere):
@@ -139,28 +141,6 @@ def test_what_knows_torchs_operations_sees_them(everywhere):
     assert torch.compile(layer.float(), backend="eager", fullgraph=True)(x).shape == (3, 24)
     assert layer(x[:0]).shape == (0, 24)
     assert not everywhere
-
-
-@torch.no_grad()
-def test_weights_are_laid_out_where_that_pays(everywhere, monkeypatch):
-    """Not for a few passes; by MKL for a few numbers of few rows, by oneDNN once."""
-    net = small()
-    quicken(net)
-    monkeypatch.setattr(products, "PASSES", 3)
-    monkeypatch.setattr(products, "ROWS", 64)
-    with kept_layout(net, 2):
-        net(normal("x", 3, 40))
-    assert all(layout is None for layout in everywhere)
-    everywhere.clear()
-    counts = (200, 3, 5, 3, 7)
-    with kept_layout(net[0], 3):
-        for rows in counts:
-            x = normal("x", rows, 40)
-            torch.testing.assert_close(
-                net[0](x), F.linear(x, net[0].weight, None), atol=1e-5, rtol=1e-5
-            )
-    laid_out = [layout is not None for layout in everywhere]
-    assert laid_out == ([False, True, True, True, False] if by_mkl() else [True] * 5)
 
 
 def rolled(policy):
@@ -193,10 +173,9 @@ def test_policies_sample_score_and_learn_alike(kind, folder, everywhere, monkeyp
                 p.data.mul_(1.1)
         everywhere.clear()
         tokens, scores, found = rolled(policy)
-        # a flow keeps no layout, and passes of aMUSEd record gradients here: MKL's are torch's own
-        assert bool(everywhere) != (by_mkl() and kind in ("flow", "amused"))
+        assert everywhere
         with monkeypatch.context() as patch:
-            patch.setattr(products, "library", lambda: None)
+            patch.setattr(products, "faster", lambda: False)
             plain_tokens, plain_scores, expected = rolled(policy)
         torch.testing.assert_close(tokens, plain_tokens, atol=1e-4, rtol=0)  # ids, or latents
         torch.testing.assert_close(scores, plain_scores, atol=1e-4, rtol=0)
