@@ -20,8 +20,8 @@ from mmrl.utils import threads
 gc.disable()
 atexit.register(gc.unfreeze)
 
-# A shell starts a background job with these ignored, and its children with it.
-for number in (signal.SIGINT, signal.SIGQUIT):
+# A shell starts a background job with these ignored, nohup the last one, and their children too.
+for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, signal.SIG_DFL)
 if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:

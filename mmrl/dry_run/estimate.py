@@ -18,6 +18,7 @@ from mmrl.dry_run.costs import BYTES
 from mmrl.dry_run.dryrun import Report, dry_run, learners, optimizer_bytes, recorded_passes
 from mmrl.dry_run.rehearsal import Rehearsed, decoding, rehearse
 from mmrl.dry_run.stand_in import folder_at, stand_in
+from mmrl.policies.diffusion.any_pipeline import AnyPipeline
 from mmrl.policies.diffusion.pipeline_policy import FolderPolicy
 from mmrl.policies.image_tokens.network import ImageNet
 from mmrl.run.build import read
@@ -165,7 +166,8 @@ def _stage(report: Report, resolved: Resolved, options: dict[str, Any]) -> rehea
         stage = rehearsal.tokens(report.path, entry, options, train, rows, train.group_size)
         if stage is not None:
             return stage
-    if report.model is not None and report.unknown:  # of a pipeline that cannot do without numbers
+    # a pipeline's code that cannot do without numbers
+    if entry is AnyPipeline and folder_at(report.path) is not None and report.unknown:
         raise UserError(f"--devices: unknown are {report.unknown[-1]}; leave --devices out")
     raise UserError(
         f"--devices: the architecture of {report.path or report.policy} is not known here; "
