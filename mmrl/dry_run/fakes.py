@@ -8,7 +8,7 @@ computed (masks, times, ids) stays real, so that the code under rehearsal may re
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -66,6 +66,14 @@ class Fakes:
             yield
 
 
+def faked_where_large(mode: FakeTensorMode, tensor: Tensor, times: Sequence[int]) -> Tensor:
+    """Return a tensor that is to be repeated so many times, as a fake where that would be large."""
+    if isinstance(tensor, FakeTensor) or tensor.numel() * math.prod(times) <= LARGE:
+        return tensor
+    with mode:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+
+
 def _is_plain(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor)
 
@@ -91,8 +99,7 @@ class _Answers(TorchFunctionMode):
                 return True
         elif func is Tensor.repeat and _is_plain(args[0]):
             times = args[1] if isinstance(args[1], (tuple, list)) else args[1:]
-            if args[0].numel() * math.prod(times) > LARGE:
-                args = (self.fakes.like(args[0]), *args[1:])
+            args = (faked_where_large(self.fakes.mode, args[0], times), *args[1:])
         elif func is Tensor.item and isinstance(args[0], FakeTensor):
             return True if args[0].dtype == torch.bool else 1
         return func(*args, **(kwargs or {}))

@@ -17,6 +17,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from torch._guards import active_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
 from torch.nn.modules import module as modules_of_torch
 from torch.utils._pytree import tree_leaves
@@ -27,6 +28,7 @@ from torch.utils.flop_counter import (
 )
 
 from mmrl.dry_run.blocks import sparing
+from mmrl.dry_run.fakes import faked_where_large
 from mmrl.dry_run.timeline import Event, Operation, Sizes, Timeline
 from mmrl.utils.cards import MATMUL_SHARE, MEMORY_SHARE, Card
 
@@ -58,6 +60,7 @@ class Tracker(MemTracker):
     def __init__(self, checkpointing: bool = False) -> None:
         super().__init__()
         self.timeline = Timeline(self._now, checkpointing)
+        self.fake_mode: FakeTensorMode | None = None  # of the weights, where they are fake
         self._mod_tracker = _Calls()  # type: ignore[assignment]  # fewer hooks, the same calls
 
     @classmethod
@@ -68,6 +71,8 @@ class Tracker(MemTracker):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is torch.ops.aten.repeat.default and self.fake_mode is not None:
+            args = (faked_where_large(self.fake_mode, *args), *args[1:])
         produced = func(*args, **kwargs)
         if func is torch.ops.prim.device.default or produced is NotImplemented:
             return produced  # two of three calls: fake tensors are asked for their device
@@ -308,6 +313,7 @@ def passed(
     fell_back = ""
     if spare:
         tracker = Tracker(checkpointing)
+        tracker.fake_mode = _fake_mode(modules)
         tracker.track_external(*modules, *others)
         try:
             with sparing(modules, tracker.timeline), tracker:
@@ -318,11 +324,17 @@ def passed(
             fell_back = f"{type(error).__name__}: {error}"
             _forget(modules)
     tracker = Tracker()
+    tracker.fake_mode = _fake_mode(modules)
     tracker.track_external(*modules, *others)
     with tracker:
         work(tracker)
     whole, forward = tracker.work()
     return replace(whole, fell_back=fell_back), replace(forward, fell_back=fell_back)
+
+
+def _fake_mode(modules: Sequence[nn.Module]) -> FakeTensorMode | None:
+    weights = (weight for module in modules for weight in module.parameters())
+    return next((w.fake_mode for w in weights if isinstance(w, FakeTensor)), None)
 
 
 def _forget(modules: Sequence[nn.Module]) -> None:

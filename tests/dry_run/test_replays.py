@@ -12,6 +12,8 @@ import diffusers
 import pytest
 import torch
 from diffusers.models.transformers.transformer_hidream_image import MOEFeedForwardSwiGLU
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.checkpoint import checkpoint
 from typer.testing import CliRunner
 
 from mmrl.cli.app import app
@@ -24,7 +26,7 @@ from mmrl.dry_run.estimate import _passes, measure
 from mmrl.dry_run.fakes import Fakes
 from mmrl.dry_run.page import lines
 from mmrl.dry_run.rehearsal import flow, rehearse
-from mmrl.dry_run.tracked import tracked
+from mmrl.dry_run.tracked import passed, tracked
 from mmrl.run import build
 from tests.fixtures import tiny_diffusers, tiny_modular
 from tests.fixtures.replay_cases import CASES
@@ -199,3 +201,22 @@ def test_a_pipeline_that_needs_numbers_is_told_in_a_sentence(monkeypatch):
     assert "unknown     passes of the network and what activations take: on fake weights" in text
     with pytest.raises(UserError, match="--devices: unknown are .*bincount needs numbers; leave"):
         measure(CONFIG, changes("cogview4"), 1)
+
+
+def test_large_masks_are_fake_on_the_way_back_too():
+    """Where activations are computed again, as HunyuanVideo 1.5 makes masks in every block."""
+    fakes = Fakes()
+    with torch.device("meta"):
+        net = torch.nn.Linear(4, 4)
+    fakes.fill(net)
+    seen = []
+
+    def block(x):
+        seen.append(torch.ones(1, 2**14, dtype=torch.bool).repeat(2**14, 1))
+        return net(x)
+
+    def work(tracker):
+        checkpoint(block, fakes.empty(3, 4), use_reentrant=False).sum().backward()
+
+    passed(work, [net])
+    assert len(seen) == 2 and all(isinstance(mask, FakeTensor) for mask in seen)
