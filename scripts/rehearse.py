@@ -92,9 +92,13 @@ PIPELINES: dict[str, tuple[dict[str, int], int, dict[str, Any]]] = {
     "hunyuanvideo-community/HunyuanVideo-1.5-480p_t2v": (
         {"height": 480, "width": 832, "num_frames": 121},
         1,
-        {},
+        {"vae_tiling": True},
     ),
-    "hunyuanvideo-community/HunyuanVideo-1.5-480p_i2v": ({"num_frames": 121}, 1, {}),
+    "hunyuanvideo-community/HunyuanVideo-1.5-480p_i2v": (
+        {"num_frames": 121},
+        1,
+        {"vae_tiling": True},
+    ),
     "Lightricks/LTX-2": ({"height": 512, "width": 768, "num_frames": 121}, 4, {}),
 }
 
