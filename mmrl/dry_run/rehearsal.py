@@ -27,6 +27,7 @@ from mmrl.dry_run.pictures import looker
 from mmrl.dry_run.tracked import Tracker, Work, extended, passed, tracked
 from mmrl.policies.base import turn_on_checkpointing, without_empty
 from mmrl.policies.diffusion import diffusers_folder
+from mmrl.policies.diffusion.flow_policy import FlowPolicy
 from mmrl.policies.diffusion.pipeline_policy import FolderPolicy
 from mmrl.policies.image_tokens.models.janus import UNDERSTANDING
 from mmrl.policies.image_tokens.network import ImageNet
@@ -101,7 +102,8 @@ def flow(
     policy.net.eval()
     if train.gradient_checkpointing:
         policy.enable_gradient_checkpointing()
-    point = _point(policy, rows, fakes)
+    k = policy.steps // 2  # in the middle of the sampler's way
+    point = decision(policy, rows, k, conditions(policy, 1, fakes), fakes.empty)
     wrapped = autocast(policy.net, train)
     policy.trained = policy.net
 
@@ -167,23 +169,25 @@ def cast(net: nn.Module, dtype: torch.dtype) -> nn.Module:
     return net
 
 
-def _point(policy: FolderPolicy, rows: int, fakes: Fakes) -> Point:
-    """Make one decision of every row, in the middle of the sampler's way."""
-    k = policy.steps // 2
+def decision(
+    policy: FlowPolicy, rows: int, k: int, cond: dict[str, Any], empty: Callable[..., Tensor]
+) -> Point:
+    """Make the decision of every row at step k of the sampler's way, under the conditions of one
+    prompt; ``empty(*shape)`` makes its tensors."""
     times = policy.times.float()
     return Point(
         group=torch.zeros(rows, dtype=torch.long),
-        cond=conditions(policy, 1, fakes),
+        cond=cond,
         row_id=torch.arange(rows),
         num_decisions=torch.ones(rows, dtype=torch.long),
-        state=fakes.empty(rows, *policy.shape),
-        target=fakes.empty(rows, *policy.shape),
+        state=empty(rows, *policy.shape),
+        target=empty(rows, *policy.shape),
         step=Transition(
             time=times[k].expand(rows),
             next_time=times[k + 1].expand(rows),
             noise_level=torch.full((rows,), max(policy.noise_level, 0.1)),
         ),
-        logprob=fakes.empty(rows, 1),
+        logprob=empty(rows, 1),
         mask=torch.ones(rows, 1, dtype=torch.bool),
         advantage=torch.ones(rows, 1),
     )

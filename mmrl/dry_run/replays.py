@@ -21,10 +21,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map_only
 
 from mmrl.config.options import TrainOptions
-from mmrl.core.types import Point, Prompt, Transition
+from mmrl.core.types import Point, Prompt
 from mmrl.dry_run import published
 from mmrl.dry_run.fakes import Fakes
-from mmrl.dry_run.rehearsal import Stage, autocast, cast
+from mmrl.dry_run.rehearsal import Stage, autocast, cast, decision
 from mmrl.dry_run.tracked import tracked
 from mmrl.policies.base import rows_of
 from mmrl.policies.diffusion import pipeline_folder
@@ -253,24 +253,7 @@ def first_rows(
 
 def point_of(policy: AnyPipeline, prompts: list[Prompt], rows: int, k: int) -> Point:
     """Make the decision of every row at step k of the sampler's way."""
-    times = policy.times.float()
-    state = torch.zeros(rows, *policy.shape)
-    return Point(
-        group=torch.zeros(rows, dtype=torch.long),
-        cond=policy.encode(prompts),
-        row_id=torch.arange(rows),
-        num_decisions=torch.ones(rows, dtype=torch.long),
-        state=state,
-        target=state,
-        step=Transition(
-            time=times[k].expand(rows),
-            next_time=times[k + 1].expand(rows),
-            noise_level=torch.full((rows,), max(policy.noise_level, 0.1)),
-        ),
-        logprob=torch.zeros(rows, 1),
-        mask=torch.ones(rows, 1, dtype=torch.bool),
-        advantage=torch.ones(rows, 1),
-    )
+    return decision(policy, rows, k, policy.encode(prompts), torch.zeros)
 
 
 def decoded(policy: OnFakes, point: Point, fakes: Fakes) -> tuple[Any, Tensor | None]:
