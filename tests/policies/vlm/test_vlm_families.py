@@ -7,8 +7,11 @@ The oracle is the plain model on one prompt and one answer, nothing shared, padd
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
+from unittest import mock
 
 import pytest
 import torch
@@ -93,8 +96,23 @@ def assert_alike(gradient: dict[str, Tensor], expected: dict[str, Tensor]) -> No
     assert gradient.keys() == expected.keys()
     size = torch.stack([g.norm() for g in expected.values()]).norm()
     apart = torch.stack([(gradient[key] - g).norm() for key, g in expected.items()]).norm()
-    # Gemma's norms are of float32 whatever the weights: 2.7e-5 on Intel's CPUs, also in float64
-    assert apart < 5e-5 * size
+    assert apart < 2e-5 * size
+
+
+@contextmanager
+def precisely(one: VLM) -> Iterator[None]:
+    """Compute in float64 throughout, also where the library and the oracle call ``float``."""
+    plain = Tensor.float
+
+    def kept(tensor: Tensor, *args, **kwargs) -> Tensor:
+        return tensor if tensor.dtype == torch.float64 else plain(tensor, *args, **kwargs)
+
+    one.net.double()
+    try:
+        with mock.patch.object(Tensor, "float", kept):
+            yield
+    finally:
+        one.net.float()
 
 
 def oracle(name: str, net: torch.nn.Module, rollout: Rollout, i: int) -> Tensor:
@@ -124,6 +142,12 @@ def test_groups_in_a_padded_batch_are_each_answer_alone(name):
     """Log-probs, those that were sampled included, and gradients."""
     vlm = policy(name)
     rollout = rolled(name)
+    # its gradients are small differences of large ones: in float32 2.5e-5 apart on Intel's CPUs
+    with precisely(vlm) if name == "paligemma" else nullcontext():
+        compare_with_each_answer_alone(name, vlm, rollout)
+
+
+def compare_with_each_answer_alone(name: str, vlm: VLM, rollout: Rollout) -> None:
     together = log_probs(vlm, rollout)
     # in the chunks of a delta rule one unit of rounding of the weights moves as much
     near = 5e-5 if name.startswith("qwen3_5") else 1e-5
