@@ -17,6 +17,7 @@ constexpr long D = HEAD;
 constexpr long V = HEAD / 16;  // vectors of a head
 constexpr long Q = 8;          // queries of a block
 constexpr long AHEAD = 32;     // columns that are fetched ahead
+constexpr long TILE = 64;      // columns whose gradients stay in the nearest cache
 constexpr float LOWEST = -3e38f;
 using Vec = __m512;
 
@@ -41,8 +42,9 @@ inline Vec exponential(Vec x) {
 
 inline __mmask16 below(long n) { return n >= 16 ? 0xffff : n <= 0 ? 0 : (1 << n) - 1; }
 
-// s [Q, columns] = q [Q, D] times the columns kt [D, columns], a multiple of 32 of them
-inline void exponents(const float* q, const float* kt, long columns, long used, float* s) {
+// s [Q, room] = q [Q, D] times the first ``used`` columns of kt [D, columns], a multiple of 32
+inline void exponents(const float* q, const float* kt, long columns, long used, float* s,
+                      long room) {
   for (long j = 0; j < used; j += 32) {
     Vec sums[Q][2];
     for (auto& row : sums) row[0] = row[1] = _mm512_setzero_ps();
@@ -56,8 +58,8 @@ inline void exponents(const float* q, const float* kt, long columns, long used, 
       }
     }
     for (long i = 0; i < Q; i++) {
-      _mm512_storeu_ps(s + i * columns + j, sums[i][0]);
-      _mm512_storeu_ps(s + i * columns + j + 16, sums[i][1]);
+      _mm512_storeu_ps(s + i * room + j, sums[i][0]);
+      _mm512_storeu_ps(s + i * room + j + 16, sums[i][1]);
     }
   }
 }
@@ -87,12 +89,9 @@ inline void spread(const float* w, const float* x, long columns, long used, floa
     for (long i = 0; i < Q; i++) rows[i] = _mm512_loadu_ps(x + i * D + 16 * d);
     for (long j = 0; j < used; j++) {
       Vec sum = _mm512_loadu_ps(to + j * D + 16 * d);
-      Vec other = _mm512_setzero_ps();
-      for (long i = 0; i < Q; i += 2) {
+      for (long i = 0; i < Q; i++)
         sum = _mm512_fmadd_ps(_mm512_set1_ps(w[i * columns + j]), rows[i], sum);
-        other = _mm512_fmadd_ps(_mm512_set1_ps(w[(i + 1) * columns + j]), rows[i + 1], other);
-      }
-      _mm512_storeu_ps(to + j * D + 16 * d, _mm512_add_ps(sum, other));
+      _mm512_storeu_ps(to + j * D + 16 * d, sum);
     }
   }
 }
@@ -111,6 +110,7 @@ struct Pass {
 // Columns that a row attends to: its prompt's and its own, n in all, and room for 32 at a time.
 struct Columns {
   long before, n, size;
+  long of_prompt = -1, of_head = -1;  // whose columns are here already
   std::vector<float> kt, k, vt, v;
 
   void resize(long most, bool all) {
@@ -132,10 +132,13 @@ struct Columns {
     size = padded(n);
     float *keys = all ? k.data() : nullptr, *turned = all ? vt.data() : nullptr;
     const long base = (prompt * p.G + g) * p.S * D;
-    for (long j = start; j < p.S; j++) {
+    const bool known = prompt == of_prompt && g == of_head;
+    for (long j = start; j < p.S && !known; j++) {
       set(kt.data(), keys, j - start, p.pk + base + j * D);
       set(turned, v.data(), j - start, p.pv + base + j * D);
     }
+    of_prompt = prompt;
+    of_head = g;
     const float* ks = p.k + row * p.k_row + g * p.k_head;
     const float* vs = p.v + row * p.v_row + g * p.v_head;
     for (long t = 0; t < p.T; t++) {
@@ -177,48 +180,82 @@ inline float weights(float* s, long n, long used, float* total) {
   return highest;
 }
 
-// Gradients of one block of queries: of its exponents, by which those of keys and queries go.
+// What a row's queries [heads, padded T, D] of one group bring to the gradients: themselves scaled,
+// the gradients of outputs, how much of these lies along the outputs, and the gradients that they
+// collect; 0 behind the last token.
+struct Asked {
+  long room;
+  std::vector<float> q, dout, along, dq;
+
+  void read(const Pass& p, long row, long g, const float* out, const float* gradient) {
+    const long each = p.H / p.G;
+    room = padded(p.T);
+    for (auto* x : {&q, &dout, &dq}) x->assign(each * room * D, 0.0f);
+    along.assign(each * room, 0.0f);
+    for (long i = 0; i < each; i++)
+      for (long t = 0; t < p.T; t++) {
+        const long head = g * each + i, at = ((row * p.T + t) * p.H + head) * D;
+        const float* from = p.q + row * p.q_row + head * p.q_head + t * p.q_token;
+        Vec sum = _mm512_setzero_ps();
+        for (long d = 0; d < D; d += 16) {
+          const Vec x = _mm512_loadu_ps(gradient + at + d);
+          sum = _mm512_fmadd_ps(x, _mm512_loadu_ps(out + at + d), sum);
+          _mm512_storeu_ps(dout.data() + (i * room + t) * D + d, x);
+          const Vec scaled = _mm512_mul_ps(_mm512_loadu_ps(from + d), _mm512_set1_ps(p.scale));
+          _mm512_storeu_ps(q.data() + (i * room + t) * D + d, scaled);
+        }
+        along[i * room + t] = _mm512_reduce_add_ps(sum);
+      }
+  }
+
+  // Writes the gradients of the queries to dq [B, H, T, D].
+  void write(const Pass& p, long row, long g, float* to) const {
+    const long each = p.H / p.G;
+    for (long i = 0; i < each; i++) {
+      float* rows = to + (row * p.H + g * each + i) * p.T * D;
+      for (long x = 0; x < p.T * D; x++) rows[x] = dq[i * room * D + x] * p.scale;
+    }
+  }
+};
+
+// Gradients of one block of queries and one tile of columns: of its exponents, by which those of
+// keys and queries go.
 struct Gradients {
-  std::vector<float> s, w, dk, dv;
+  float s[Q * TILE], w[Q * TILE];
+  std::vector<float> dk, dv;
 
   void resize(long most) {
-    for (auto* x : {&s, &w}) x->assign(padded(most) * Q, 0.0f);
     for (auto* x : {&dk, &dv}) x->assign(padded(most) * D, 0.0f);
   }
 
-  void block(const Pass& p, const Columns& c, long row, long head, long first, const float* out,
-             const float* lse, const float* dout, float* dq) {
-    float q[Q * D], doq[Q * D] = {}, sums[Q * D], delta[Q] = {};
-    queries(p, row, head, first, q);
-    const long last = std::min(first + Q, p.T), used = padded(c.before + last);
-    for (long t = first; t < last; t++) {
-      const long at = ((row * p.T + t) * p.H + head) * D;
-      for (long d = 0; d < D; d++) {
-        doq[(t - first) * D + d] = dout[at + d];
-        delta[t - first] += dout[at + d] * out[at + d];
-      }
-    }
-    exponents(q, c.kt.data(), c.size, used, w.data());
-    exponents(doq, c.vt.data(), c.size, used, s.data());
-    for (long i = 0; i < Q; i++) {
-      const long t = first + i, n = t < p.T ? c.before + t + 1 : 0;
-      const Vec top = _mm512_set1_ps(t < p.T ? lse[(row * p.H + head) * p.T + t] : 0.0f);
+  // Queries from ``first`` on of the i-th head of a group, and columns from ``tile`` on, those that
+  // the last of the queries sees; lse [T] is the head's.
+  void block(const Pass& p, const Columns& c, Asked& asked, long i, long first, long tile,
+             const float* lse) {
+    const long at = i * asked.room + first, last = std::min(first + Q, p.T);
+    const long seen = std::min(c.before + last - tile, TILE), used = padded(seen);
+    const float *q = asked.q.data() + at * D, *dout = asked.dout.data() + at * D;
+    exponents(q, c.kt.data() + tile, c.size, used, w, TILE);
+    exponents(dout, c.vt.data() + tile, c.size, used, s, TILE);
+    for (long of = 0; of < Q; of++) {
+      const long t = first + of, n = t < p.T ? c.before + t + 1 - tile : 0;
+      const Vec top = _mm512_set1_ps(t < p.T ? lse[t] : 0.0f);
+      const Vec along = _mm512_set1_ps(asked.along[at + of]);
       for (long j = 0; j < used; j += 16) {
-        float *wj = w.data() + i * c.size + j, *sj = s.data() + i * c.size + j;
+        float *wj = w + of * TILE + j, *sj = s + of * TILE + j;
         Vec x = exponential(_mm512_sub_ps(_mm512_loadu_ps(wj), top));
         x = _mm512_maskz_mov_ps(below(n - j), x);
         _mm512_storeu_ps(wj, x);
-        const Vec slope = _mm512_sub_ps(_mm512_loadu_ps(sj), _mm512_set1_ps(delta[i]));
-        _mm512_storeu_ps(sj, _mm512_mul_ps(x, slope));
+        const Vec slope = _mm512_sub_ps(_mm512_loadu_ps(sj), along);
+        _mm512_storeu_ps(sj, _mm512_maskz_mul_ps(below(n - j), x, slope));
       }
     }
-    const long seen = c.before + last;
-    weighed(s.data(), c.k.data(), c.size, seen, sums);
-    spread(s.data(), q, c.size, seen, dk.data());
-    spread(w.data(), doq, c.size, seen, dv.data());
-    for (long t = first; t < last; t++)
-      for (long d = 0; d < D; d++)
-        dq[((row * p.H + head) * p.T + t) * D + d] = sums[(t - first) * D + d] * p.scale;
+    float sums[Q * D];
+    weighed(s, c.k.data() + tile * D, TILE, seen, sums);
+    spread(s, q, TILE, seen, dk.data() + tile * D);
+    spread(w, dout, TILE, seen, dv.data() + tile * D);
+    float* dq = asked.dq.data() + at * D;
+    for (long x = 0; x < Q * D; x++) dq[x] += sums[x];
   }
 };
 
@@ -234,16 +271,16 @@ void attend(const Pass* pass, float* out, float* lse, long threads) {
     Columns c;
     c.resize(p.S + p.T, false);
     std::vector<float> s(padded(p.S + p.T) * Q);
-#pragma omp for schedule(dynamic)
+#pragma omp for schedule(dynamic, 4)
     for (long task = 0; task < p.B * p.G; task++) {
-      const long row = task / p.G, g = task % p.G, each = p.H / p.G;
+      const long row = task % p.B, g = task / p.B, each = p.H / p.G;
       c.read(p, row, g, false);
       for (long head = g * each; head < (g + 1) * each; head++)
         for (long first = 0; first < p.T; first += Q) {
           float q[Q * D], sums[Q * D], totals[Q];
           const long last = std::min(first + Q, p.T), used = padded(c.before + last);
           queries(p, row, head, first, q);
-          exponents(q, c.kt.data(), c.size, used, s.data());
+          exponents(q, c.kt.data(), c.size, used, s.data(), c.size);
           for (long i = 0; i < Q; i++) {
             const long t = std::min(first + i, last - 1);
             const float top = weights(s.data() + i * c.size, c.before + t + 1, used, totals + i);
@@ -267,6 +304,7 @@ void attend_backward(const Pass* pass, const float* out, const float* lse, const
 #pragma omp parallel num_threads(threads)
   {
     Columns c;
+    Asked asked;
     Gradients grads;
     c.resize(p.S + p.T, true);
 #pragma omp for schedule(dynamic)
@@ -275,10 +313,16 @@ void attend_backward(const Pass* pass, const float* out, const float* lse, const
       for (long row = 0; row < p.B; row++) {
         if (p.rows[row] != prompt) continue;
         c.read(p, row, g, true);
+        asked.read(p, row, g, out, dout);
         grads.resize(c.n);
-        for (long head = g * each; head < (g + 1) * each; head++)
-          for (long first = 0; first < p.T; first += Q)
-            grads.block(p, c, row, head, first, out, lse, dout, dq);
+        for (long tile = 0; tile < c.n; tile += TILE) {
+          // the first block of queries of which one sees a column of the tile
+          const long from = std::max(tile - c.before, 0L) / Q * Q;
+          for (long i = 0; i < each; i++)
+            for (long first = from; first < p.T; first += Q)
+              grads.block(p, c, asked, i, first, tile, lse + (row * p.H + g * each + i) * p.T);
+        }
+        asked.write(p, row, g, dq);
         const long own = (row * p.G + g) * p.T * D, bytes = p.T * D * sizeof(float);
         std::memcpy(dk + own, grads.dk.data() + c.before * D, bytes);
         std::memcpy(dv + own, grads.dv.data() + c.before * D, bytes);
@@ -297,7 +341,8 @@ void attend_backward(const Pass* pass, const float* out, const float* lse, const
 namespace {
 
 // One token a row: queries [B, H, D]; ``seen`` [B, n] says which of an answer's n columns are real.
-// Keys and values have their elements beside each other. out [B, H, D].
+// Keys of prompts have their columns beside each other, keys of answers and values their elements.
+// out [B, H, D].
 struct Step {
   long B, P, S, H, G, n;
   const int64_t *rows, *start;
@@ -306,7 +351,7 @@ struct Step {
   const float *q, *k, *v, *pk, *pv;
   long seen_row, q_row, q_head;
   long k_row, k_head, k_token, v_row, v_head, v_token;
-  long pk_row, pk_head, pk_token, pv_row, pv_head, pv_token;
+  long pk_row, pk_head, pk_element, pv_row, pv_head, pv_token;
 };
 
 // Turns 16 columns of 16 elements into 16 elements of 16 columns, in two passes of four.
@@ -354,6 +399,35 @@ inline void step_exponents(const float* q, const float* k, long token, long n, f
   }
 }
 
+// Exponents of W vectors of a prompt's columns, those of the last to which ``last`` points.
+template <int R, int W>
+inline void prompt_columns(const float* q, const float* k, long element, __mmask16 last, float* s,
+                           long size) {
+  Vec sums[R][W];
+  for (auto& row : sums)
+    for (auto& x : row) x = _mm512_setzero_ps();
+  for (long d = 0; d < D; d++) {
+    Vec x[W];
+    for (long c = 0; c < W; c++)
+      x[c] = _mm512_maskz_loadu_ps(c + 1 < W ? 0xffff : last, k + d * element + 16 * c);
+    for (long i = 0; i < R; i++) {
+      const Vec of_query = _mm512_set1_ps(q[i * D + d]);
+      for (long c = 0; c < W; c++) sums[i][c] = _mm512_fmadd_ps(of_query, x[c], sums[i][c]);
+    }
+  }
+  for (long i = 0; i < R; i++)
+    for (long c = 0; c < W; c++) _mm512_storeu_ps(s + i * size + 16 * c, sums[i][c]);
+}
+
+template <int R>
+inline void prompt_exponents(const float* q, const float* k, long element, long n, float* s,
+                             long size) {
+  long j = 0;
+  for (; j + 16 < n; j += 32)
+    prompt_columns<R, 2>(q, k + j, element, below(n - j - 16), s + j, size);
+  if (j < n) prompt_columns<R, 1>(q, k + j, element, below(n - j), s + j, size);
+}
+
 template <int R>
 inline void step_weighed(const float* w, const float* v, long token, long n, long size,
                          Vec sums[R][V]) {
@@ -392,11 +466,11 @@ inline void step_heads(const Step& p, long row, long g, long head, float* s, lon
   for (long i = 0; i < R; i++)
     for (long d = 0; d < D; d++)
       q[i * D + d] = p.q[row * p.q_row + (head + i) * p.q_head + d] * p.scale;
-  const float* pk = p.pk + prompt * p.pk_row + g * p.pk_head + start * p.pk_token;
+  const float* pk = p.pk + prompt * p.pk_row + g * p.pk_head + start;
   const float* pv = p.pv + prompt * p.pv_row + g * p.pv_head + start * p.pv_token;
   const float *k = p.k + row * p.k_row + g * p.k_head, *v = p.v + row * p.v_row + g * p.v_head;
   const bool* seen = p.seen + row * p.seen_row;
-  step_exponents<R>(q, pk, p.pk_token, before, s, size);
+  prompt_exponents<R>(q, pk, p.pk_element, before, s, size);
   step_exponents<R>(q, k, p.k_token, p.n, s + room, size);
   Vec sums[R][V];
   float totals[R];

@@ -114,6 +114,9 @@ class Cascade:
         self.padding = ~mask
         self.empty = [(k[:, :, :0], v[:, :, :0]) for k, v in prompts]
         self._direct = direct(self.everything, mask, rows) if compiled else None
+        if self._direct is not None:
+            turned = [(cpu_attention.by_column(k), v) for k, v in self.everything]
+            self._direct = self._direct._replace(prompts=turned)
         self.cache = caches.growing(self.empty, rows, self._direct is None)
         self.missing: Tensor | None = None  # [B, 1, 1, n] where a row has no token in a column
         self._place(rows)

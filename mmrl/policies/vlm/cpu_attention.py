@@ -52,7 +52,7 @@ class _Step(ctypes.Structure):
         ("scale", ctypes.c_float),
         *_pointers("q", "k", "v", "pk", "pv"),
         *_longs("seen_row", "q_row", "q_head"),
-        *_strides("k", "v", "pk", "pv"),
+        *_strides("k", "v", "pk", "pv"),  # the third of pk is that of its elements
     ]
 
 
@@ -108,6 +108,12 @@ def _elements(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def by_column(keys: Tensor) -> Tensor:
+    """Return keys [..., S, D] with their columns beside each other, as a step reads a prompt's."""
+    beside = keys.stride(-2) == 1 or keys.shape[-2] == 1
+    return keys if beside else keys.mT.contiguous().mT
+
+
 def _pass(tensors: Sequence[Tensor], scale: float) -> tuple[_Pass, list[Tensor]]:
     """Describe a pass of q, k, v, pk, pv, rows and start; the tensors that are returned too must
     live as long as it."""
@@ -157,14 +163,15 @@ def _attend_step(
     """Attend with queries [B, H, 1, D] to ``columns``: k, v [B, G, n, D], pk and pv."""
     attended = _fake_step(q)
     batch, heads, _, size = q.shape
-    q, k, v, pk, pv, real = (_elements(x) for x in (q, *columns, real))
+    q, k, v, pv, real = (_elements(x) for x in (q, *columns[:2], columns[3], real))
+    pk = by_column(columns[2])
     step = _Step(
         *(batch, pk.shape[0], pk.shape[2], heads, k.shape[1], k.shape[2]),
         *(x.data_ptr() for x in (rows, start, real)),
         scale,
         *map(at, (q, k, v, pk, pv)),
         *(real.stride(0), q.stride(0), q.stride(1)),
-        *(x.stride(axis) for x in (k, v, pk, pv) for axis in range(3)),
+        *(x.stride(axis) for x in (k, v, pk.mT, pv) for axis in range(3)),
     )
     _built(size).attend_step(ctypes.byref(step), at(attended), threads())
     return attended
