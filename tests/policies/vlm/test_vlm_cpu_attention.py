@@ -29,6 +29,10 @@ SHAPES = [
     (5, 4, 4, 8, 40, 3, 32),
     (4, 6, 1, 33, 5, 2, 64),
     (3, 7, 1, 2, 3, 2, 80),
+    # several tiles of 64 columns: of answers, of prompts, of both; rows of one prompt in a row
+    (4, 4, 2, 131, 9, 3, 16),
+    (4, 4, 2, 5, 147, 2, 16),
+    (3, 2, 2, 78, 70, 2, 32),
 ]
 ops = torch.ops.mmrl_vlm
 
@@ -73,6 +77,32 @@ def test_whole_answers_and_their_gradients_are_torchs(shape):
     for ours, theirs in zip(computed, wanted, strict=True):
         torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=0)
     assert not computed[3][-1].any()  # of a prompt without answers
+
+
+@pytest.mark.parametrize("shape", SHAPES[-3:], ids=str)
+def test_threads_and_the_order_of_rows_change_nothing(shape):
+    x, rows, start = inputs(*shape)
+
+    def computed(order, threads):
+        leaves = [t[order] for t in x[:3]] + x[3:]
+        leaves = [t.detach().requires_grad_() for t in leaves]
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        attended, _ = ops.attend(*leaves, rows[order], start, 0.3)
+        gradients = torch.autograd.grad(attended.square().sum(), leaves)
+        torch.set_num_threads(before)
+        back = order.argsort()
+        return [t[back].detach() for t in (attended, *gradients[:3])], gradients[3:]
+
+    one = computed(torch.arange(len(rows)), 1)
+    two = computed(torch.arange(len(rows)), 2)
+    turned = computed(rows.argsort(stable=True).flip(0), 1)
+    for ours, theirs in zip(
+        [*one[0], *one[1], *one[0]], [*two[0], *two[1], *turned[0]], strict=True
+    ):
+        assert torch.equal(ours, theirs)
+    for ours, theirs in zip(one[1], turned[1], strict=True):  # sums of rows in another order
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
