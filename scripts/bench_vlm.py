@@ -60,6 +60,7 @@ class Work:
     precision: str = "fp32"
     ends: bool = False  # answers end where the model ends them, at most after ``tokens``
     compile: bool = False  # passes of mmrl
+    reuse: bool = False  # train.reuse_rollout_graph of mmrl
     engine: str = "transformers"  # what samples for TRL: transformers or vllm
 
     @property
@@ -121,6 +122,7 @@ def ours(folder: Path, work: Work, rows: list[dict[str, Any]], share: str = "aut
         micro_batch_size=work.micro_batch,
         iterations=1,
         precision=work.precision,
+        reuse_rollout_graph=work.reuse,
         logprob_tolerance=None if work.precision == "bf16" else "auto",
     )
     scorer = Scorer({"reward": lambda media, asked: torch.tensor(share_of_a(media))})

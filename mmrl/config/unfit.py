@@ -324,8 +324,11 @@ def unreusable(train: TrainOptions, objective: Any, policy: Any) -> Iterator[str
     ``objective`` and ``policy``: objects or classes."""
     name = getattr(objective, "__name__", type(objective).__name__)
     can = capabilities_of(policy)
-    if can is not None and can.decisions != "gaussian":
-        yield "models that write tokens sample with a cache, by other passes: leave it out"
+    if can is not None and can.decisions != "gaussian" and not policy.keeps_prompts:
+        yield (
+            "of models that write tokens only vision-language models have passes to keep, those "
+            "that read prompts: leave it out"
+        )
     if not getattr(objective, "follows_path", False):
         yield (
             f"{name} does not take its gradient at the decisions as they were sampled; it is for "

@@ -221,6 +221,7 @@ class Policy(ABC):
     sampling: bool = False
     # passes of sampling that stand in for those of an update; None: it makes all of them
     graphs: RolloutGraphs | None = None
+    keeps_prompts: bool = False  # such passes of a policy of tokens are those that read prompts
     compiled: bool = False  # the network's passes are, by torch.compile
     # most rows of a pass: what fitted the device's memory, or was fastest; None: no limit
     most: int | None = None
@@ -229,6 +230,11 @@ class Policy(ABC):
     def summed_dimensions(self) -> int:
         """Count the dimensions that a decision's log-prob is summed over."""
         return 1
+
+    def rollout_graphs(self, rows: Tensor) -> RolloutGraphs:
+        """Return what records passes of a rollout for the optimizer step on the rows named ``rows``
+        [n] (``train.reuse_rollout_graph``)."""
+        return RolloutGraphs(rows)
 
     def active(self) -> nn.Module:
         """Choose the module for this pass: ``trained`` where gradients are recorded outside

@@ -40,6 +40,11 @@ class RolloutGraphs:
     ``rows``: the names [n] of the rows of that step, on the CPU.
     """
 
+    remedy = (
+        "take a narrower noise_window, a smaller train_batch_size or "
+        "train.gradient_checkpointing=true"
+    )
+
     def __init__(self, rows: Tensor):
         self.rows = rows
         self.wanted = 0  # how many of the rows that are sampled now
@@ -81,20 +86,15 @@ class RolloutGraphs:
         self.given_up = True
         policy.news.append(
             "out of memory: train.reuse_rollout_graph is off from now on, since the graphs of a "
-            "rollout do not fit; take a narrower noise_window, a smaller train_batch_size or "
-            "train.gradient_checkpointing=true"
+            f"rollout do not fit; {self.remedy}"
         )
 
     def record(
         self, policy: Any, point: Query, work: Callable[[], tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, Tensor]:
         """Make a pass of the plain network with its graph; return its outputs without."""
-        policy.sampling = True
-        try:
-            with torch.enable_grad():
-                outputs = work()
-        finally:
-            policy.sampling = False
+        with sampling_graphs(policy):
+            outputs = work()
         conditional, empty = outputs
         distinct = outputs if empty is not conditional else (conditional,)
         self.recorded.append(Recorded(point.row_id, point.time, distinct))
@@ -104,8 +104,7 @@ class RolloutGraphs:
     @contextmanager
     def answering(self, policy: Any) -> Iterator[None]:
         """Let a policy take the outputs of what was recorded from here, in a first step."""
-        if not self.leaves:
-            self._join()
+        self._join()
         policy.graphs = self
         try:
             yield
@@ -113,17 +112,15 @@ class RolloutGraphs:
             policy.graphs = None
             self.answers = False
 
+    def stands_in(self, policy: Any) -> bool:
+        """Tell whether a pass is one of the step's, with gradient, by the weights that sampled."""
+        return self.answers and torch.is_grad_enabled() and policy.weights.current == LIVE
+
     def outputs_at(self, policy: Any, point: Query) -> tuple[Tensor, Tensor] | None:
         """Return the outputs at a point of the path; None where a pass must be made: without
         gradient, under other weights, with other guidance, or where nothing was recorded."""
-        stands_in = (
-            self.answers
-            and torch.is_grad_enabled()
-            and policy.weights.current == LIVE
-            and point.guidance is None
-            and isinstance(point.step, Transition)
-        )
-        if not stands_in or self.at is None:
+        decides = point.guidance is None and isinstance(point.step, Transition)
+        if not decides or self.at is None or not self.stands_in(policy):
             return None
         row_id, time = self.at
         same = (point.row_id[:, None] == row_id) & (point.time[:, None] == time)
@@ -168,7 +165,7 @@ class RolloutGraphs:
 
     def _join(self) -> None:
         """Make one leaf of every output of all passes."""
-        if not self.recorded:
+        if self.leaves or not self.recorded:
             return
         self.at = (
             torch.cat([each.row_id for each in self.recorded]),
@@ -180,6 +177,17 @@ class RolloutGraphs:
             torch.cat([part.detach() for part in parts]).requires_grad_(parts[0].requires_grad)
             for parts in outputs
         )
+
+
+@contextmanager
+def sampling_graphs(policy: Any) -> Iterator[None]:
+    """Let passes of the plain network that sample be recorded with their graphs."""
+    policy.sampling = True
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        policy.sampling = False
 
 
 def recording(

@@ -255,7 +255,7 @@ class Trainer:
                 "train.reuse_rollout_graph: rollout workers sample in other processes, where "
                 "graphs cannot be kept: leave it out"
             )
-        return RolloutGraphs(self.update.first_rows(sizes, self.iteration))
+        return self.policy.rollout_graphs(self.update.first_rows(sizes, self.iteration))
 
     def sample(
         self,

@@ -177,7 +177,7 @@ def test_a_draft_is_read_in_one_pass_and_sampling_goes_on_from_it(strings, annea
     behind = (lengths - kept[:, 0] - 1 + bool(strings)).max()
     assert {width for _, width in passes[1:]} <= {1} and len(passes) - 1 <= int(behind.clamp(min=0))
     cond, _ = policy.recall(prompts)
-    inputs, rows = policy._collated(cond, fast.group, each=False)
+    inputs, rows = policy.collated(cond, fast.group, each=False)
     known = torch.arange(14) < kept[:, :1]
     forced = torch.where(known, drafts.ids, -1)
     rejected = (kept[:, 0] < kept[:, 1]).nonzero()[:, 0]

@@ -459,7 +459,7 @@ inline void step_weighed(const float* w, const float* v, long token, long n, lon
 
 template <int R>
 inline void step_heads(const Step& p, long row, long g, long head, float* s, long size,
-                       float* out) {
+                       float* out, float* lse) {
   const long prompt = p.rows[row], start = p.start[prompt], before = p.S - start;
   const long room = (before + 15) / 16 * 16, used = room + (p.n + 15) / 16 * 16;
   float q[R * D];
@@ -495,6 +495,7 @@ inline void step_heads(const Step& p, long row, long g, long head, float* s, lon
       _mm512_storeu_ps(w + j, x);
     }
     totals[i] = _mm512_reduce_add_ps(total);
+    lse[row * p.H + head + i] = _mm512_cvtss_f32(highest) + std::log(totals[i]);
     for (auto& x : sums[i]) x = _mm512_setzero_ps();
   }
   step_weighed<R>(s, pv, p.pv_token, before, size, sums);
@@ -507,7 +508,8 @@ inline void step_heads(const Step& p, long row, long g, long head, float* s, lon
 
 }  // namespace
 
-extern "C" void attend_step(const Step* step, float* out, long threads) {
+// out [B, H, D] and lse [B, H].
+extern "C" void attend_step(const Step* step, float* out, float* lse, long threads) {
   const Step& p = *step;
   const long size = (p.S + 15) / 16 * 16 + (p.n + 15) / 16 * 16 + 64;
 #pragma omp parallel num_threads(threads)
@@ -518,9 +520,9 @@ extern "C" void attend_step(const Step* step, float* out, long threads) {
       const long row = task / p.G, g = task % p.G, each = p.H / p.G;
       long head = g * each;
       const long end = head + each;
-      for (; head + 4 <= end; head += 4) step_heads<4>(p, row, g, head, s.data(), size, out);
-      for (; head + 2 <= end; head += 2) step_heads<2>(p, row, g, head, s.data(), size, out);
-      for (; head < end; head++) step_heads<1>(p, row, g, head, s.data(), size, out);
+      for (; head + 4 <= end; head += 4) step_heads<4>(p, row, g, head, s.data(), size, out, lse);
+      for (; head + 2 <= end; head += 2) step_heads<2>(p, row, g, head, s.data(), size, out, lse);
+      for (; head < end; head++) step_heads<1>(p, row, g, head, s.data(), size, out, lse);
     }
   }
 }

@@ -25,7 +25,7 @@ from mmrl.policies.compiling import check_backend
 from mmrl.policies.vlm import caches, packing
 from mmrl.policies.vlm.caches import KV
 from mmrl.policies.vlm.cascade import Cascade, Layout, attending, direct
-from mmrl.policies.vlm.cpu_attention import Direct
+from mmrl.policies.vlm.cpu_attention import Direct, Kept
 from samplers.warp import Warp
 
 if TYPE_CHECKING:
@@ -82,14 +82,23 @@ class Compiled:
         return several and ids.shape[1] == 1 and len(ids) > 1 and mask.shape[1] > 0
 
     def step(
-        self, ids: Tensor, places: Tensor, mask: Tensor, cache: Any, cascade: Cascade | None
+        self,
+        ids: Tensor,
+        places: Tensor,
+        mask: Tensor,
+        cache: Any,
+        cascade: Cascade | None,
+        kept: Kept | None = None,
     ) -> Tensor:
         """Return hidden states [B, 1, H] of tokens ids [B, 1] at ``places`` [B, 1] behind the
-        columns ``mask`` [B, S] of the cache, or of a cascade's answers."""
+        columns ``mask`` [B, S] of the cache, or of a cascade's answers, which attention by code of
+        our own writes into what is ``kept``."""
         attended = F.pad(mask, (0, 1), value=True)[:, None, None]
         layout = None if cascade is None else cascade.laid_out()
-        config = self.net.text_config
-        key = (self.state or state_of(self.net), config._attn_implementation, type(layout))
+        if isinstance(layout, Direct):
+            layout = layout._replace(kept=kept)
+        kind = type(layout), kept is None
+        key = (self.state or state_of(self.net), self.net.text_config._attn_implementation, kind)
         if key not in self.tokens:
             self.tokens[key] = self.compile(_token_of(self.net), trusts=True)
         columns = caches.reserved(cache)
@@ -117,14 +126,17 @@ class Compiled:
         sizes: list[int] = [*ids.shape, prefix.mask.shape[1]]
         return min(sizes) > 1
 
-    def score_answers(self, prefix: Prefix, rows: Tensor, ids: Tensor) -> Tensor:
+    def score_answers(
+        self, prefix: Prefix, rows: Tensor, ids: Tensor, kept: Kept | None = None
+    ) -> Tensor:
         """Return hidden states [B, T, H] of the tokens ids [B, T] behind the prompts of ``rows``
-        [B]."""
+        [B]; ``kept``: what they attended to when they were sampled."""
         length = ids.shape[1]
         places = prefix.following[rows][:, None] + torch.arange(length, device=ids.device)
         behind = direct(prefix.key_values, prefix.mask, rows)
         if behind is not None:
             with symbolic(), attending(self.net.text_config):
+                behind = behind._replace(kept=kept)
                 hidden: Tensor = self.answers_directly(ids, places, behind)
             return hidden
         causal = torch.ones(length, length, dtype=torch.bool, device=ids.device).tril()

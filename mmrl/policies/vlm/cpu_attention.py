@@ -79,12 +79,30 @@ def _built(size: int) -> ctypes.CDLL:
     return library
 
 
+class Kept(NamedTuple):
+    """Holds what attention returned for the tokens of N answers while they were sampled, so that
+    an update need not attend again (``train.reuse_rollout_graph``)."""
+
+    attended: Sequence[Tensor]  # of every layer, [N, T, H, D]
+    lse: Sequence[Tensor]  # logarithms of sums of weights, [N, T, H]; inf where no token was read
+    rows: Tensor  # [B] long: which of the N answers each row is
+    columns: Tensor | None = None  # [B] long: the token of each that a step reads
+
+    def put(self, layer: int, attended: Tensor, lse: Tensor) -> None:
+        """Keep what a step returns, attended [B, H, D] and lse [B, H]."""
+        assert self.columns is not None
+        place = (self.rows, self.columns)
+        self.attended[layer].index_put_(place, attended)
+        self.lse[layer].index_put_(place, lse)
+
+
 class Direct(NamedTuple):
     """Says which prompts B rows continue, for passes of graphs."""
 
     prompts: Sequence[tuple[Tensor, Tensor]]  # keys and values of every layer, [P, G, S, D]
     rows: Tensor  # [B] long: the prompt of each row
     start: Tensor  # [P] long: the first column of each prompt that is no padding
+    kept: Kept | None = None  # where steps keep what they return, and passes take it
 
     def attend(
         self, layer: int, query: Tensor, answers: tuple[Tensor, Tensor], real: Tensor, scale: float
@@ -93,13 +111,17 @@ class Direct(NamedTuple):
         of the answers; returns [B, T, H, D]. One token, T = 1: to the columns that are ``real`` [B,
         1, 1, n]; several: each token to those up to itself, n = T."""
         columns = [*answers, *self.prompts[layer]]
+        ops, kept = torch.ops.mmrl_vlm, self.kept
         attended: Tensor
         if query.shape[2] == 1:
-            attended = torch.ops.mmrl_vlm.attend_step(
-                query, columns, self.rows, self.start, real, scale
-            )
+            attended, lse = ops.attend_step(query, columns, self.rows, self.start, real, scale)
+            if kept is not None:
+                kept.put(layer, attended[:, 0], lse)
+        elif kept is not None:
+            known = (kept.attended[layer], kept.lse[layer], kept.rows)
+            attended, _ = ops.recall(query, *columns, self.rows, self.start, scale, *known)
         else:
-            attended, _ = torch.ops.mmrl_vlm.attend(query, *columns, self.rows, self.start, scale)
+            attended, _ = ops.attend(query, *columns, self.rows, self.start, scale)
         return attended
 
 
@@ -140,6 +162,17 @@ def _attend(*inputs: Any) -> tuple[Tensor, Tensor]:
     return attended, lse
 
 
+def _recall(*inputs: Any) -> tuple[Tensor, Tensor]:
+    """Return what ``_attend`` does, out of what was kept [N, T', H, D] and [N, T', H] of the
+    answers ``rows`` [B], whose first T tokens it takes."""
+    tokens = inputs[0].shape[2]
+    attended, lse, rows = inputs[8:]
+    return (
+        attended[:, :tokens].index_select(0, rows),
+        lse[:, :tokens].index_select(0, rows).transpose(1, 2).contiguous(),
+    )
+
+
 def _attend_backward(
     inputs: Sequence[Tensor], results: Sequence[Tensor], scale: float
 ) -> tuple[Tensor, ...]:
@@ -159,9 +192,10 @@ def _attend_backward(
 
 def _attend_step(
     q: Tensor, columns: Sequence[Tensor], rows: Tensor, start: Tensor, real: Tensor, scale: float
-) -> Tensor:
-    """Attend with queries [B, H, 1, D] to ``columns``: k, v [B, G, n, D], pk and pv."""
-    attended = _fake_step(q)
+) -> tuple[Tensor, Tensor]:
+    """Attend with queries [B, H, 1, D] to ``columns``: k, v [B, G, n, D], pk and pv; returns [B, 1,
+    H, D] and the logarithms of sums of weights [B, H]."""
+    attended, lse = _fake_step(q)
     batch, heads, _, size = q.shape
     q, k, v, pv, real = (_elements(x) for x in (q, *columns[:2], columns[3], real))
     pk = by_column(columns[2])
@@ -173,8 +207,8 @@ def _attend_step(
         *(real.stride(0), q.stride(0), q.stride(1)),
         *(x.stride(axis) for x in (k, v, pk.mT, pv) for axis in range(3)),
     )
-    _built(size).attend_step(ctypes.byref(step), at(attended), threads())
-    return attended
+    _built(size).attend_step(ctypes.byref(step), at(attended), at(lse), threads())
+    return attended, lse
 
 
 def _fake_attend(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -186,8 +220,9 @@ def _fake_backward(inputs: Sequence[Tensor], *_: Any) -> tuple[Tensor, ...]:
     return tuple(x.new_empty(x.shape) for x in inputs[:5])
 
 
-def _fake_step(q: Tensor, *_: Any) -> Tensor:
-    return q.new_empty(q.shape[0], 1, q.shape[1], q.shape[3])
+def _fake_step(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    batch, heads, _one, size = q.shape
+    return q.new_empty(batch, 1, heads, size), q.new_empty(batch, heads)
 
 
 def _keep(ctx: Any, inputs: Any, output: Any) -> None:
@@ -199,7 +234,7 @@ def _keep(ctx: Any, inputs: Any, output: Any) -> None:
 def _gradients(ctx: Any, gradient: Tensor, _: Any) -> Any:
     inputs, results = list(ctx.saved_tensors[:7]), list(ctx.saved_tensors[7:])
     gradients = torch.ops.mmrl_vlm.attend_backward(inputs, [*results, gradient], ctx.scale)
-    return (*gradients, None, None, None)
+    return (*gradients, *(None for _ in ctx.needs_input_grad[5:]))
 
 
 _OPS: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
@@ -207,6 +242,12 @@ _OPS: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
         "(Tensor q, Tensor k, Tensor v, Tensor pk, Tensor pv, Tensor rows, Tensor start, "
         "float scale) -> (Tensor, Tensor)",
         _attend,
+        _fake_attend,
+    ),
+    "recall": (
+        "(Tensor q, Tensor k, Tensor v, Tensor pk, Tensor pv, Tensor rows, Tensor start, "
+        "float scale, Tensor attended, Tensor lse, Tensor answers) -> (Tensor, Tensor)",
+        _recall,
         _fake_attend,
     ),
     "attend_backward": (
@@ -217,7 +258,7 @@ _OPS: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
     ),
     "attend_step": (
         "(Tensor q, Tensor[] columns, Tensor rows, Tensor start, Tensor real, float scale) "
-        "-> Tensor",
+        "-> (Tensor, Tensor)",
         _attend_step,
         _fake_step,
     ),
@@ -227,4 +268,5 @@ for _name, (_schema, _work, _fake) in _OPS.items():
     _ops.define(_name + _schema)
     _ops.impl(_name, _work, "CPU")
     torch.library.register_fake(f"mmrl_vlm::{_name}", _fake, lib=_ops)
-torch.library.register_autograd("mmrl_vlm::attend", _gradients, setup_context=_keep, lib=_ops)
+for _name in ("attend", "recall"):
+    torch.library.register_autograd(f"mmrl_vlm::{_name}", _gradients, setup_context=_keep, lib=_ops)

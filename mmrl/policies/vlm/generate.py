@@ -17,6 +17,7 @@ from mmrl.core.host import sent
 from mmrl.policies.drafts import FREE
 from mmrl.policies.scores import recorded
 from mmrl.policies.vlm import caches
+from mmrl.policies.vlm.cpu_attention import Kept
 from mmrl.policies.vlm.refill import Queue, Slots
 from samplers.noise import Rng
 from samplers.warp import Warp
@@ -196,6 +197,7 @@ class Task:
     # equally many passes
     busy: Callable[[bool], bool] | None = None
     start: Tensor | None = None  # [B] long: tokens of each that the prefix holds; None: none
+    kept: Kept | None = None  # where the rows keep what their tokens attend to
 
     def blank(self) -> Answers:
         """Make room for the answers."""
@@ -315,7 +317,10 @@ class Work:
         if compacts and not self.keeps and fewer:
             self._compact()
         net = self.task.net
-        known = (self.mask, self.cache, self.whole, None, self.cascade)
+        kept = self.task.kept
+        if kept is not None:
+            kept = kept._replace(rows=kept.rows[self.at], columns=self.step)
+        known = (self.mask, self.cache, self.whole, None, self.cascade, kept)
         hidden = net("step", self.token[:, None], self.place, *known)
         self.hidden = hidden[:, -1]
         if net.routing is not None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -255,8 +256,10 @@ class VLM(Passes):
                 prompts=tuple(shown)
             )
         if self.outside is None:
+            again = partial(self._answers, cond, group, row, rng, size, None)
+            graphs = context.graphs
             with kept_layout(self.net, self.ending.tokens):
-                answers = self._answers(cond, group, row, rng, size)
+                answers = again(None) if graphs is None else graphs.tried(self, again)
             if self.refill == "plan":
                 self.lengths.learn(self.device)
         else:

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmrl.core.divergences import Divergence
@@ -27,6 +28,7 @@ from mmrl.policies.vlm import caches, features, packing, sights
 from mmrl.policies.vlm.caches import KV, Memory
 from mmrl.policies.vlm.cascade import Cascade, attending, fits
 from mmrl.policies.vlm.compiled import Compiled, symbolic
+from mmrl.policies.vlm.cpu_attention import Kept
 from mmrl.policies.vlm.engines import transformers
 from mmrl.policies.vlm.families import CAUSAL, DIRECT
 from mmrl.policies.vlm.positions import following, rotary3
@@ -56,6 +58,63 @@ class Prefix:
         if len(pairs) < len(self.memory):
             raise ValueError("a layer that keeps a state or pictures has no keys of tokens")
         return pairs
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Return what gradients go back through."""
+        return [self.hidden, *(tensor for pair in self.key_values for tensor in pair)]
+
+    def detached(self) -> Prefix:
+        """Return the prompts without their graph."""
+        pairs = [(k.detach(), v.detach()) for k, v in self.key_values]
+        return replace(self, hidden=self.hidden.detach(), memory=pairs)
+
+    def leaves(self) -> Prefix:
+        """Return the prompts as leaves of graphs to come, where they have a graph."""
+        leaves = self.detached()
+        for leaf, tensor in zip(leaves.tensors, self.tensors, strict=True):
+            leaf.requires_grad_(tensor.requires_grad)
+        return leaves
+
+    def chosen(self, prompts: list[int], width: int) -> Prefix:
+        """Return some of the prompts, filled up on the left to ``width`` columns."""
+        more = width - self.mask.shape[1]
+        if prompts == list(range(len(self.mask))) and not more:
+            return self
+        at = torch.tensor(prompts, device=self.mask.device)
+        return Prefix(
+            self.hidden.index_select(0, at),
+            F.pad(self.mask[at], (more, 0)),
+            self.following[at],
+            [
+                (F.pad(k.index_select(0, at), wide), F.pad(v.index_select(0, at), wide))
+                for wide in [(0, 0, more, 0)]
+                for k, v in self.key_values
+            ],
+        )
+
+    @staticmethod
+    def joined(parts: Sequence[Prefix]) -> Prefix:
+        """Join prompts of as many columns."""
+        layers = zip(*(part.key_values for part in parts), strict=True)
+        return Prefix(
+            torch.cat([part.hidden for part in parts]),
+            torch.cat([part.mask for part in parts]),
+            torch.cat([part.following for part in parts]),
+            [
+                (torch.cat([k for k, _ in pairs]), torch.cat([v for _, v in pairs]))
+                for pairs in layers
+            ],
+        )
+
+
+@dataclass(frozen=True)
+class Known:
+    """Holds what sampling computed of B answers, for a pass that scores them."""
+
+    prefix: Prefix  # of their prompts
+    rows: Tensor  # [B] long: the prompt of each
+    kept: Kept | None = None  # what they attended to
 
 
 class SharedPrefix(nn.Module):
@@ -155,20 +214,23 @@ class SharedPrefix(nn.Module):
         whole: bool | None = None,
         routes: Tensor | None = None,
         cascade: Cascade | None = None,
+        kept: Kept | None = None,
     ) -> Tensor:
         """Return hidden states [B, L, H] of answer tokens ``ids`` [B, L] that begin at position
         ``place`` [B]; ``mask`` [B, S] covers all tokens before them.
 
         ``whole``: whether the mask is True everywhere; None: unknown, so transformers asks the
         device. ``routes`` [B, L, R]: the experts that the tokens go to. ``cascade``: what the
-        rows attend to, in the place of ``cache``; then the mask is that of answers alone.
+        rows attend to, in the place of ``cache``; then the mask is that of answers alone, and
+        ``kept`` is where it is written down.
         """
         length = ids.shape[1]
         places = place[:, None] + torch.arange(length, device=ids.device)
         if self.compiled is not None and self.compiled.samples(ids, mask, cascade):
-            return self.compiled.step(ids, places, mask, cache, cascade)
+            return self.compiled.step(ids, places, mask, cache, cascade, kept)
         if cascade is not None:
             cascade.hide(None if whole else mask)
+            cascade.kept = kept
             return self.continued(ids, places, packing.anything(), cache, cascade=cascade)
         attended = torch.cat([mask, mask.new_ones(len(ids), length)], 1).long()
         if not self.plain or length > 1 or whole is None:
@@ -204,28 +266,29 @@ class SharedPrefix(nn.Module):
         where: Tensor,
         warp: Warp,
         entropy: bool = False,
+        known: Known | None = None,
     ) -> tuple[Tensor, scores.Scored]:
         """Return hidden states [N, H] and log-probs of the N answer tokens ``where`` [B, T] holds,
         of ids [B, T].
 
-        ``rows`` [B]: the prompt of each row among the collated ``inputs``.
+        ``rows`` [B]: the prompt of each row among the collated ``inputs``, or those that are
+        ``known`` from sampling.
         """
         answer_routes = inputs.get("answer_routes")
         inputs = {name: x for name, x in inputs.items() if name != "answer_routes"}
-        known = on_host(where)
-        length = int(known.any(0).nonzero().max()) + 1
+        on_rows = on_host(where)
+        length = int(on_rows.any(0).nonzero().max()) + 1
         ids = ids[:, :length]
         where = where[:, :length]
-        remember(where, known[:, :length])
-        if self.share and (self.packed or self._sparse(inputs, known[:, :length])):
-            hidden = self._packed(inputs, rows, ids, where)
+        remember(where, on_rows[:, :length])
+        if self.share:
+            of_prompts = inputs["input_ids"] if known is None else known.prefix.mask
+            if self.packed or self._sparse(of_prompts.numel(), on_rows[:, :length]):
+                hidden = self._packed(inputs, rows, ids, where, known)
+            else:
+                hidden = selected(self._shared(inputs, rows, ids, answer_routes, known), where)
         else:
-            hidden = selected(
-                self._shared(inputs, rows, ids, answer_routes)
-                if self.share
-                else self._apart(inputs, rows, ids),
-                where,
-            )
+            hidden = selected(self._apart(inputs, rows, ids), where)
         vocab = self.text_config.vocab_size
         place = places(where) if warp.schedule else None
         compiled = None if self.compiled is None else self.compiled.chunk_of(warp, entropy)
@@ -233,12 +296,12 @@ class SharedPrefix(nn.Module):
             hidden, selected(ids, where), self.logits, warp, vocab, entropy, place, compiled
         )
 
-    def _sparse(self, inputs: dict[str, Tensor], where: Tensor) -> bool:
-        """Tell whether a pass over the prompts ``inputs`` and answers ``where`` [B, T], on the
+    def _sparse(self, of_prompts: int, where: Tensor) -> bool:
+        """Tell whether a pass over so many tokens of prompts and answers ``where`` [B, T], on the
         host, is made without padding since much of it would be that."""
         if not self.packs_sparse or self.routing is not None or sharded(self):
             return False
-        tokens = inputs["input_ids"].numel() + where.numel()
+        tokens = of_prompts + where.numel()
         return where.numel() - int(where.sum()) > SPARSE * tokens
 
     def rescore(
@@ -325,15 +388,17 @@ class SharedPrefix(nn.Module):
         rows: Tensor,
         ids: Tensor,
         routes: Tensor | None = None,
+        known: Known | None = None,
     ) -> Tensor:
         """Return hidden states [B, T, H] at the T decisions of every row."""
-        prefix = self.read(inputs)
+        prefix = self.read(inputs) if known is None else known.prefix
         # a prompt without answers takes part in the backward pass too
         first = prefix.hidden[rows][:, None] + 0 * prefix.hidden[-1]
         if ids.shape[1] == 1:
             return first
         if self.compiled is not None and self.compiled.scores_answers(prefix, ids[:, :-1]):
-            later = self.compiled.score_answers(prefix, rows, ids[:, :-1])
+            kept = None if known is None else known.kept
+            later = self.compiled.score_answers(prefix, rows, ids[:, :-1], kept)
             return torch.cat([first, later], 1)
         cache = caches.continued(prefix.memory, rows)
         routes = None if routes is None else routes[:, : ids.shape[1] - 1]
@@ -343,11 +408,16 @@ class SharedPrefix(nn.Module):
         return torch.cat([first, later], 1)
 
     def _packed(
-        self, inputs: dict[str, Tensor], rows: Tensor, ids: Tensor, where: Tensor
+        self,
+        inputs: dict[str, Tensor],
+        rows: Tensor,
+        ids: Tensor,
+        where: Tensor,
+        known: Known | None = None,
     ) -> Tensor:
         """Return hidden states [N, H] at the decisions ``where`` [B, T], of prompts and answers
         without padding."""
-        prefix = self._read_packed(inputs)
+        prefix = self._read_packed(inputs) if known is None else _without_padding(known.prefix)
         steps = torch.arange(ids.shape[1], device=ids.device)
         answers = (where * steps).amax(1)  # [B] tokens to read: all before the last decision
         each = torch.arange(len(ids), device=ids.device)[:, None]
@@ -375,13 +445,7 @@ class SharedPrefix(nn.Module):
         """Read the prompts of one left-padded batch; those of families that look ahead are read
         with their padding."""
         if self.config.model_type not in CAUSAL:
-            prefix = self.read(inputs)
-            return packing.Read(
-                prefix.hidden,
-                prefix.mask.sum(1),
-                prefix.following,
-                packing.squeeze(prefix.key_values, prefix.mask),
-            )
+            return _without_padding(self.read(inputs))
         packed, lengths = packing.pack(inputs)
         cache = caches.remembered(self.text_config)
         layout = packing.Layout(lengths, lengths, xformers=self.fused)
@@ -476,6 +540,12 @@ class SharedPrefix(nn.Module):
             hook.remove()
         hidden = outputs[0].last_hidden_state
         return hidden
+
+
+def _without_padding(prefix: Prefix) -> packing.Read:
+    """Put the tokens of prompts one after another."""
+    key_values = packing.squeeze(prefix.key_values, prefix.mask)
+    return packing.Read(prefix.hidden, prefix.mask.sum(1), prefix.following, key_values)
 
 
 def _without_images(*call: Any) -> None:

@@ -19,15 +19,18 @@ from mmrl.core.metrics import Stopwatch
 from mmrl.core.types import Point, Prompt, tree_map
 from mmrl.policies.base import Drafts
 from mmrl.policies.scores import Scored
+from mmrl.policies.rollout_graphs import RolloutGraphs
 from mmrl.policies.tokens import AnswerTokens, TokenPolicy, somewhere
-from mmrl.policies.vlm import features
+from mmrl.policies.vlm import caches, features
 from mmrl.policies.vlm.collation import is_pixels
+from mmrl.policies.vlm.cpu_attention import Kept
 from mmrl.policies.vlm.engines.transformers import generate_plainly
 from mmrl.policies.vlm.families import OWN_DTYPE, VERIFIED
 from mmrl.policies.vlm.generate import Answers, Ending, Task, generate
 from mmrl.policies.vlm.positions import positions
 from mmrl.policies.vlm.prefix_sharing import Prefix, SharedPrefix, sharded, shareable
 from mmrl.policies.vlm.processor import Inputs
+from mmrl.policies.vlm.prompt_graphs import PromptGraphs, Room
 from mmrl.policies.vlm.recent import Recent
 from mmrl.policies.vlm.refill import Lengths, Refill, Slots
 from mmrl.policies.vlm.routing import of_prompts, padded
@@ -62,11 +65,13 @@ class Passes(TokenPolicy):
     refill: Refill = "none"  # which row takes the place of one that has ended
 
     reads_prompts = True
+    keeps_prompts = True
 
     def __init__(self, net: nn.Module, **options: Any):
         super().__init__(net, **options)
         self.recent = Recent(KEPT)
         self.features = Recent(KEPT)
+        self.room = Room()
         # images used, and images passed through the tower, since the last measures()
         self.images = 0
         self.towered = 0
@@ -81,10 +86,36 @@ class Passes(TokenPolicy):
         self._check_sharing(point.cond)
         where = somewhere(point.mask)
         self.forwards += len(where)
-        hidden, scored = self._score(
-            self.active(), point.cond, point.group, point.target, where, point.routes
-        )
+        graphs = self.graphs
+        known = graphs.known(self, point) if isinstance(graphs, PromptGraphs) else None
+        if known is not None:
+            scored_rows = (known.rows, point.target, where, self.warp, self.entropies, known)
+            hidden, scored = self.active()("score", {}, *scored_rows)
+        else:
+            hidden, scored = self._score(
+                self.active(), point.cond, point.group, point.target, where, point.routes
+            )
         return AnswerTokens(self, point, where, hidden, scored)
+
+    def rollout_graphs(self, rows: Tensor) -> RolloutGraphs:
+        """Raises UserError where a rollout's prompts cannot stand in for those of an update."""
+        self._check_graphs()
+        return PromptGraphs(rows, self.room)
+
+    def _check_graphs(self) -> None:
+        kind = self.net.config.model_type
+        why = None
+        if self.plainly or self.engine != "own":
+            why = "needs the policy's own sampler and shared prompts: leave out engine and"
+            why = f"{why} prefix_sharing"
+        elif self.net.routing is not None:
+            why = "and policy option replay_routing exclude each other"
+        elif not caches.plain(self.net.text_config):
+            why = f"{kind} keeps states or pictures of a prompt, not keys and values: leave it out"
+        elif self.inputs.family.splits and distributed.world()[1] > 1:
+            why = f"{kind} reads some prompts in passes of their own, so it needs a single process"
+        if why is not None:
+            raise UserError(f"train.reuse_rollout_graph: {why}")
 
     def rows_of_pass(self, rows: int) -> int:
         if self.device.type != "cpu" or distributed.world()[1] > 1:
@@ -99,7 +130,7 @@ class Passes(TokenPolicy):
         parts = []
         kinds = self._kinds(cond, group)
         for at in [*kinds, *self._idle_kinds(kinds)]:
-            inputs, rows = self._collated(cond, group[at], False)
+            inputs, rows = self.collated(cond, group[at], False)
             parts.append(self.active()("state", inputs)[rows])
         states = torch.cat(parts[: len(kinds)])[torch.cat(kinds).argsort()]
         for filler in parts[len(kinds) :]:
@@ -210,7 +241,7 @@ class Passes(TokenPolicy):
             self.recent.put(prompt, entry, sum(tensor.nbytes for tensor in entry[0].values()))
         return entry
 
-    def _collated(self, cond: list[Encoded], group: Tensor, each: bool) -> tuple[Encoded, Tensor]:
+    def collated(self, cond: list[Encoded], group: Tensor, each: bool) -> tuple[Encoded, Tensor]:
         """Join the prompts of ``group`` [B] to one batch, each once or (``each``) once a row, and
         return the place of every row's."""
         unique, rows = on_host(group).unique(return_inverse=True)
@@ -245,7 +276,7 @@ class Passes(TokenPolicy):
         each = not self.net.share
 
         def of_rows(at: Tensor, where: Tensor) -> tuple[Tensor, Scored]:
-            inputs, rows = self._collated(cond, group[at], each)
+            inputs, rows = self.collated(cond, group[at], each)
             if routes is not None:
                 inputs = inputs | {"answer_routes": routes[at]}
             scored_rows: tuple[Tensor, Scored] = net(
@@ -332,8 +363,10 @@ class Passes(TokenPolicy):
         rng: Rng,
         size: int,
         drafts: Drafts | None = None,
+        graphs: PromptGraphs | None = None,
     ) -> Answers:
-        """Answer the prompts of ``group`` [B], ``size`` rows at a time, in the order of the rows.
+        """Answer the prompts of ``group`` [B], ``size`` rows at a time, in the order of the rows;
+        ``graphs`` keeps what is computed of prompts.
 
         Prompts of similar length are read together, which leaves little padding."""
         answers_by_part: list[Answers] = []
@@ -341,7 +374,7 @@ class Passes(TokenPolicy):
         blocks = self._blocks(cond, group, size)
         idle = self._fillers(blocks) if sharded(self.net) else []
         for rows_at in blocks:
-            for part, answers in self._block(cond, group, row, rng, rows_at, size, drafts):
+            for part, answers in self._block(cond, group, row, rng, rows_at, size, drafts, graphs):
                 places.append(part)
                 answers_by_part.append(answers)
         for rows_at in idle:
@@ -352,6 +385,8 @@ class Passes(TokenPolicy):
             parts = [getattr(part_answers, name) for part_answers in answers_by_part]
             if parts[0] is not None:
                 columns[name] = torch.cat(parts)[order]
+        if graphs is not None:
+            graphs.wrote(row, columns["ids"])
         return Answers(**columns)
 
     def _blocks(self, cond: list[Encoded], group: Tensor, size: int) -> list[Tensor]:
@@ -378,6 +413,7 @@ class Passes(TokenPolicy):
         rows_at: Tensor,
         size: int,
         drafts: Drafts | None,
+        graphs: PromptGraphs | None = None,
     ) -> Iterator[tuple[Tensor, Answers]]:
         """Answer the prompts of the rows ``rows_at``, which are read once; yields rows and
         answers."""
@@ -385,7 +421,7 @@ class Passes(TokenPolicy):
         if self.plainly:
             parts, idle = self._parts(rows_at, size)
             for number, part in enumerate([*parts, *idle]):
-                inputs, _ = self._collated(cond, group[part], each=True)
+                inputs, _ = self.collated(cond, group[part], each=True)
                 names = row[part]
                 written = generate_plainly(
                     self.net, inputs, names, rng, self.warp, self.ending, busy
@@ -393,8 +429,13 @@ class Passes(TokenPolicy):
                 if number < len(parts):
                     yield part, written
             return
-        inputs, rows = self._collated(cond, group[rows_at], each=False)
-        prefix: Prefix = self.net("read", inputs)
+        kept: Kept | None = None
+        if graphs is None:
+            inputs, rows = self.collated(cond, group[rows_at], each=False)
+            prefix: Prefix = self.net("read", inputs)
+        else:
+            of_rows = group[rows_at], row[rows_at]
+            prefix, rows, kept = graphs.read(self, cond, *of_rows, len(row))
         if self.net.routing is not None:
             taken = of_prompts(self.net.routing.last(), inputs["attention_mask"])
             numbers = on_host(group[rows_at]).unique().tolist()
@@ -403,12 +444,16 @@ class Passes(TokenPolicy):
         if tree is not None:  # whole trees
             size = max(tree.leaves, size // tree.leaves * tree.leaves)
         task = Task(self.net, prefix, rows, row[rows_at], rng, self.warp, self.ending, busy)
+        task = replace(task, kept=kept)
         if self.refills and drafts is None and tree is None:
             yield rows_at, generate(task, Slots(size, self.refill, self.lengths))
             return
         parts, idle = self._parts(rows_at, size)
         for part, prompt_rows in zip(parts, rows.split(size), strict=True):
             few = replace(task, rows=prompt_rows, names=row[part])
+            if kept is not None:
+                few = replace(few, kept=kept._replace(rows=kept.rows[:size]))
+                kept = kept._replace(rows=kept.rows[size:])
             if drafts is not None:
                 yield part, speculate(few, _rows_of(drafts, part))
             else:
@@ -436,7 +481,7 @@ class Passes(TokenPolicy):
     def _try(self, cond: list[Encoded], group: Tensor) -> None:
         """Sample these rows at the largest cost: no answer ends early."""
         group = group[self._kinds(cond, group)[0]]
-        inputs, rows = self._collated(cond, group, each=self.plainly)
+        inputs, rows = self.collated(cond, group, each=self.plainly)
         endless = replace(self.ending, stops=(), strings=())
         if self.plainly:
             generate_plainly(self.net, inputs, rows, Rng.of("try"), self.warp, endless)

@@ -93,7 +93,7 @@ def test_a_process_that_is_done_makes_the_passes_of_the_others(plain, waits):
     policy = ending(policy_of(refill="rows"))
     cond, _ = policy.recall(prompts())
     group = torch.arange(3).repeat_interleave(6)
-    inputs, rows = policy._collated(cond, group, each=False)
+    inputs, rows = policy.collated(cond, group, each=False)
     further = [waits]
 
     def busy(working):

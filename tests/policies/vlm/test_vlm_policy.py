@@ -429,7 +429,7 @@ def test_log_prob_entropy_and_kl_are_those_of_the_whole_distribution(policy, mon
     rollout = rolled(policy)
     point = point_of(policy, rollout)
     policy.weights.keep("before")
-    inputs, rows = policy._collated(rollout.cond, rollout.group, each=False)
+    inputs, rows = policy.collated(rollout.cond, rollout.group, each=False)
     plain = copy.deepcopy(policy.net)
     with torch.no_grad():
         for p in policy.net.parameters():
