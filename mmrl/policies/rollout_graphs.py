@@ -65,9 +65,7 @@ class RolloutGraphs:
         self.wanted = int(in_step.sum())
         return None if self.wanted in (0, len(row)) else torch.argsort(~in_step, stable=True)
 
-    def tried(
-        self, policy: Any, sample: Callable[[RolloutGraphs | None], list[Sampled]]
-    ) -> list[Sampled]:
+    def tried(self, policy: Any, sample: Callable[[Any], Sampled]) -> Sampled:
         """Sample with graphs, or, where a process alone runs out of memory, without them."""
         before = len(self.recorded)
         if not self.given_up:

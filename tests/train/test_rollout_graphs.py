@@ -18,6 +18,7 @@ from mmrl.objectives import AWM, GVPO, NFT, FlowDPPO, Guard, PolicyGradient
 from mmrl.policies.diffusion.models.sd3 import SD3
 from mmrl.policies.diffusion.trees import Tree
 from mmrl.policies.rollout_graphs import RolloutGraphs
+from mmrl.policies.vlm.policy import VLM
 from mmrl.scoring import Scorer
 from mmrl.train.trainer import Trainer
 from samplers.windows import random_steps, random_window
@@ -254,7 +255,8 @@ def test_what_would_not_be_exact_is_refused(objective, policy, options, why):
 def test_tokens_and_other_samplers_are_refused():
     options = TrainOptions(**SIZES)
     (line, *_) = unreusable(options, PolicyGradient, toys.ToyCausal)
-    assert "models that write tokens sample with a cache" in line
+    assert "of models that write tokens only vision-language models" in line
+    assert not [*unreusable(options, PolicyGradient, VLM)]
     assert not [*unreusable(options, PolicyGradient, toys.ToyFlow)]
     run = trainer(reuse_rollout_graph=True)
     run.draw = lambda *call: None

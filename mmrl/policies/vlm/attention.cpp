@@ -354,6 +354,16 @@ struct Step {
   long pk_row, pk_head, pk_element, pv_row, pv_head, pv_token;
 };
 
+// Where a step's results are kept for the gradient, as [tokens, N, H, D] and [tokens, N, H]: at one
+// token of one of N answers for each row; null: they are not.
+struct Store {
+  float *attended, *lse;
+  const int64_t *answers, *tokens;
+  long N;
+
+  long place(long row) const { return tokens[row] * N + answers[row]; }
+};
+
 // Turns 16 columns of 16 elements into 16 elements of 16 columns, in two passes of four.
 inline void turn(Vec x[16]) {
   Vec y[16];
@@ -458,8 +468,8 @@ inline void step_weighed(const float* w, const float* v, long token, long n, lon
 }
 
 template <int R>
-inline void step_heads(const Step& p, long row, long g, long head, float* s, long size,
-                       float* out, float* lse) {
+inline void step_heads(const Step& p, const Store& to, long row, long g, long head, float* s,
+                       long size, float* out) {
   const long prompt = p.rows[row], start = p.start[prompt], before = p.S - start;
   const long room = (before + 15) / 16 * 16, used = room + (p.n + 15) / 16 * 16;
   float q[R * D];
@@ -495,21 +505,25 @@ inline void step_heads(const Step& p, long row, long g, long head, float* s, lon
       _mm512_storeu_ps(w + j, x);
     }
     totals[i] = _mm512_reduce_add_ps(total);
-    lse[row * p.H + head + i] = _mm512_cvtss_f32(highest) + std::log(totals[i]);
+    if (to.lse)
+      to.lse[to.place(row) * p.H + head + i] = _mm512_cvtss_f32(highest) + std::log(totals[i]);
     for (auto& x : sums[i]) x = _mm512_setzero_ps();
   }
   step_weighed<R>(s, pv, p.pv_token, before, size, sums);
   step_weighed<R>(s + room, v, p.v_token, p.n, size, sums);
   for (long i = 0; i < R; i++)
-    for (long d = 0; d < V; d++)
-      _mm512_storeu_ps(out + (row * p.H + head + i) * D + 16 * d,
-                       _mm512_mul_ps(sums[i][d], _mm512_set1_ps(1.0f / totals[i])));
+    for (long d = 0; d < V; d++) {
+      const Vec x = _mm512_mul_ps(sums[i][d], _mm512_set1_ps(1.0f / totals[i]));
+      _mm512_storeu_ps(out + (row * p.H + head + i) * D + 16 * d, x);
+      if (to.attended)
+        _mm512_stream_ps(to.attended + (to.place(row) * p.H + head + i) * D + 16 * d, x);
+    }
 }
 
 }  // namespace
 
-// out [B, H, D] and lse [B, H].
-extern "C" void attend_step(const Step* step, float* out, float* lse, long threads) {
+// out [B, H, D]
+extern "C" void attend_step(const Step* step, const Store* store, float* out, long threads) {
   const Step& p = *step;
   const long size = (p.S + 15) / 16 * 16 + (p.n + 15) / 16 * 16 + 64;
 #pragma omp parallel num_threads(threads)
@@ -520,9 +534,10 @@ extern "C" void attend_step(const Step* step, float* out, float* lse, long threa
       const long row = task / p.G, g = task % p.G, each = p.H / p.G;
       long head = g * each;
       const long end = head + each;
-      for (; head + 4 <= end; head += 4) step_heads<4>(p, row, g, head, s.data(), size, out, lse);
-      for (; head + 2 <= end; head += 2) step_heads<2>(p, row, g, head, s.data(), size, out, lse);
-      for (; head < end; head++) step_heads<1>(p, row, g, head, s.data(), size, out, lse);
+      for (; head + 4 <= end; head += 4) step_heads<4>(p, *store, row, g, head, s.data(), size, out);
+      for (; head + 2 <= end; head += 2) step_heads<2>(p, *store, row, g, head, s.data(), size, out);
+      for (; head < end; head++) step_heads<1>(p, *store, row, g, head, s.data(), size, out);
     }
+    _mm_sfence();  // what is kept was written past the caches
   }
 }

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmrl.core.errors import UserError
+from mmrl.core.types import Prompt
 from mmrl.policies.vlm.families import Family
 
 Encoded = dict[str, Tensor]
@@ -116,3 +117,19 @@ def same_shape(parts: list[Tensor]) -> list[Tensor]:
         ]
         padded.append(F.pad(part, pad))
     return padded
+
+
+def blank_image() -> Prompt:
+    from PIL import Image
+
+    return {"text": "", "images": [Image.new("RGB", (64, 64))]}
+
+
+def images_in(encoded: Encoded) -> int:
+    """Count the images, tiles or videos that a prompt brings to the tower."""
+    grids = [encoded[name] for name in ("image_grid_thw", "video_grid_thw") if name in encoded]
+    return (
+        sum(map(len, grids))
+        if grids
+        else sum(len(x) for name, x in encoded.items() if is_pixels(name))
+    )

@@ -29,7 +29,8 @@ from mmrl.policies.vlm.cpu_attention import Direct, Kept
 from samplers.warp import Warp
 
 if TYPE_CHECKING:
-    from mmrl.policies.vlm.prefix_sharing import Prefix, SharedPrefix
+    from mmrl.policies.vlm.prefix_sharing import SharedPrefix
+    from mmrl.policies.vlm.prefixes import Prefix
 
 # graphs of one function in a process, whose policies have some each
 GRAPHS = 64

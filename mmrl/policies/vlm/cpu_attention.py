@@ -56,6 +56,10 @@ class _Step(ctypes.Structure):
     ]
 
 
+class _Store(ctypes.Structure):
+    _fields_ = [*_pointers("attended", "lse", "answers", "tokens"), *_longs("longest")]
+
+
 def serves(size: int, keys: Tensor) -> bool:
     """Tell whether heads of this size and precision are attended to by the code here."""
     return (
@@ -83,17 +87,16 @@ class Kept(NamedTuple):
     """Holds what attention returned for the tokens of N answers while they were sampled, so that
     an update need not attend again (``train.reuse_rollout_graph``)."""
 
-    attended: Sequence[Tensor]  # of every layer, [N, T, H, D]
-    lse: Sequence[Tensor]  # logarithms of sums of weights, [N, T, H]; inf where no token was read
+    attended: Tensor  # [layers, T, N, H, D]
+    lse: Tensor  # [layers, T, N, H] logarithms of sums of weights; inf where no token was read
     rows: Tensor  # [B] long: which of the N answers each row is
     columns: Tensor | None = None  # [B] long: the token of each that a step reads
 
     def put(self, layer: int, attended: Tensor, lse: Tensor) -> None:
         """Keep what a step returns, attended [B, H, D] and lse [B, H]."""
         assert self.columns is not None
-        place = (self.rows, self.columns)
-        self.attended[layer].index_put_(place, attended)
-        self.lse[layer].index_put_(place, lse)
+        self.attended[layer, self.columns, self.rows] = attended
+        self.lse[layer, self.columns, self.rows] = lse
 
 
 class Direct(NamedTuple):
@@ -114,9 +117,10 @@ class Direct(NamedTuple):
         ops, kept = torch.ops.mmrl_vlm, self.kept
         attended: Tensor
         if query.shape[2] == 1:
-            attended, lse = ops.attend_step(query, columns, self.rows, self.start, real, scale)
-            if kept is not None:
-                kept.put(layer, attended[:, 0], lse)
+            step = query, columns, self.rows, self.start, real, scale
+            attended = (
+                ops.attend_step(*step) if kept is None else ops.keep_step(*step, *kept, layer)
+            )
         elif kept is not None:
             known = (kept.attended[layer], kept.lse[layer], kept.rows)
             attended, _ = ops.recall(query, *columns, self.rows, self.start, scale, *known)
@@ -163,13 +167,13 @@ def _attend(*inputs: Any) -> tuple[Tensor, Tensor]:
 
 
 def _recall(*inputs: Any) -> tuple[Tensor, Tensor]:
-    """Return what ``_attend`` does, out of what was kept [N, T', H, D] and [N, T', H] of the
+    """Return what ``_attend`` does, out of what was kept [T', N, H, D] and [T', N, H] of the
     answers ``rows`` [B], whose first T tokens it takes."""
     tokens = inputs[0].shape[2]
     attended, lse, rows = inputs[8:]
     return (
-        attended[:, :tokens].index_select(0, rows),
-        lse[:, :tokens].index_select(0, rows).transpose(1, 2).contiguous(),
+        attended[:tokens].transpose(0, 1).index_select(0, rows),
+        lse[:tokens].index_select(1, rows).permute(1, 2, 0).contiguous(),
     )
 
 
@@ -192,10 +196,28 @@ def _attend_backward(
 
 def _attend_step(
     q: Tensor, columns: Sequence[Tensor], rows: Tensor, start: Tensor, real: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     """Attend with queries [B, H, 1, D] to ``columns``: k, v [B, G, n, D], pk and pv; returns [B, 1,
-    H, D] and the logarithms of sums of weights [B, H]."""
-    attended, lse = _fake_step(q)
+    H, D]."""
+    return _keep_step(q, columns, rows, start, real, scale)
+
+
+def _keep_step(
+    q: Tensor,
+    columns: Sequence[Tensor],
+    rows: Tensor,
+    start: Tensor,
+    real: Tensor,
+    scale: float,
+    kept: Tensor | None = None,
+    lse: Tensor | None = None,
+    answers: Tensor | None = None,
+    tokens: Tensor | None = None,
+    layer: int = 0,
+) -> Tensor:
+    """Attend as ``_attend_step``, and write what is returned, and the logarithms of sums of
+    weights, into ``kept`` and ``lse`` of a ``Kept`` at the ``tokens`` [B] of ``answers`` [B]."""
+    attended = _fake_step(q)
     batch, heads, _, size = q.shape
     q, k, v, pv, real = (_elements(x) for x in (q, *columns[:2], columns[3], real))
     pk = by_column(columns[2])
@@ -207,8 +229,14 @@ def _attend_step(
         *(real.stride(0), q.stride(0), q.stride(1)),
         *(x.stride(axis) for x in (k, v, pk.mT, pv) for axis in range(3)),
     )
-    _built(size).attend_step(ctypes.byref(step), at(attended), at(lse), threads())
-    return attended, lse
+    store = _Store()
+    if kept is not None and lse is not None:
+        assert answers is not None and tokens is not None
+        parts = kept[layer], lse[layer], answers, tokens
+        store = _Store(*(x.data_ptr() for x in parts), kept.shape[2])
+    code = _built(size)
+    code.attend_step(ctypes.byref(step), ctypes.byref(store), at(attended), threads())
+    return attended
 
 
 def _fake_attend(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -220,9 +248,8 @@ def _fake_backward(inputs: Sequence[Tensor], *_: Any) -> tuple[Tensor, ...]:
     return tuple(x.new_empty(x.shape) for x in inputs[:5])
 
 
-def _fake_step(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    batch, heads, _one, size = q.shape
-    return q.new_empty(batch, 1, heads, size), q.new_empty(batch, heads)
+def _fake_step(q: Tensor, *_: Any) -> Tensor:
+    return q.new_empty(q.shape[0], 1, q.shape[1], q.shape[3])
 
 
 def _keep(ctx: Any, inputs: Any, output: Any) -> None:
@@ -258,8 +285,14 @@ _OPS: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
     ),
     "attend_step": (
         "(Tensor q, Tensor[] columns, Tensor rows, Tensor start, Tensor real, float scale) "
-        "-> (Tensor, Tensor)",
+        "-> Tensor",
         _attend_step,
+        _fake_step,
+    ),
+    "keep_step": (
+        "(Tensor q, Tensor[] columns, Tensor rows, Tensor start, Tensor real, float scale, "
+        "Tensor(a!) kept, Tensor(b!) lse, Tensor answers, Tensor tokens, int layer) -> Tensor",
+        _keep_step,
         _fake_step,
     ),
 }

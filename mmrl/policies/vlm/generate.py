@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -23,7 +23,8 @@ from samplers.noise import Rng
 from samplers.warp import Warp
 
 if TYPE_CHECKING:
-    from mmrl.policies.vlm.prefix_sharing import Prefix, SharedPrefix
+    from mmrl.policies.vlm.prefix_sharing import SharedPrefix
+    from mmrl.policies.vlm.prefixes import Prefix
 
 COMPACT = 0.75  # rows leave the batch when at most this share of it is still at work
 # tokens between two looks at how many rows are still at work, on devices that compute beside the
@@ -198,6 +199,11 @@ class Task:
     busy: Callable[[bool], bool] | None = None
     start: Tensor | None = None  # [B] long: tokens of each that the prefix holds; None: none
     kept: Kept | None = None  # where the rows keep what their tokens attend to
+
+    def of(self, rows: slice) -> Task:
+        """Return the task of some of the rows."""
+        kept = self.kept and self.kept._replace(rows=self.kept.rows[rows])
+        return replace(self, rows=self.rows[rows], names=self.names[rows], kept=kept)
 
     def blank(self) -> Answers:
         """Make room for the answers."""

@@ -39,6 +39,7 @@ from mmrl.policies.lora import Lora, merged, save_model
 from mmrl.policies.products import kept_layout, quicken
 from mmrl.policies.quantization import Quantization, check_quantization
 from mmrl.policies.vlm.budgets import admit
+from mmrl.policies.vlm.collation import images_in
 from mmrl.policies.vlm.completions import completions
 from mmrl.policies.vlm.engines.choice import started
 from mmrl.policies.vlm.engines.external import ask
@@ -75,7 +76,7 @@ from mmrl.policies.vlm.parts import (
 from mmrl.policies.vlm.prefix_sharing import SharedPrefix
 from mmrl.policies.vlm.processor import Inputs
 from mmrl.policies.vlm.refill import Refill
-from mmrl.policies.vlm.scoring import Encoded, Passes, images_in
+from mmrl.policies.vlm.scoring import Encoded, Passes
 from mmrl.policies.vlm.self_scores import token_id, with_self_scores
 from mmrl.policies.vlm.special import digest_of
 from mmrl.policies.vlm.trees import TextTree

@@ -8,13 +8,11 @@ and values into the prompt's one pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmrl.core.divergences import Divergence
@@ -25,96 +23,19 @@ from mmrl.policies import scores
 from mmrl.policies.lora import inject
 from mmrl.policies.tokens import places
 from mmrl.policies.vlm import caches, features, packing, sights
-from mmrl.policies.vlm.caches import KV, Memory
 from mmrl.policies.vlm.cascade import Cascade, attending, fits
 from mmrl.policies.vlm.compiled import Compiled, symbolic
 from mmrl.policies.vlm.cpu_attention import Kept
 from mmrl.policies.vlm.engines import transformers
 from mmrl.policies.vlm.families import CAUSAL, DIRECT
 from mmrl.policies.vlm.positions import following, rotary3
+from mmrl.policies.vlm.prefixes import Known, Prefix
 from mmrl.policies.vlm.routing import Routing
-from mmrl.policies.vlm.sights import Sight
-from mmrl.policies.vlm.states import State
 from samplers.warp import Warp
 
 # share of a pass that is padding behind answers from which on it is packed by itself; packing costs
 # an index of what attention reads in every layer
 SPARSE = 0.25
-
-
-@dataclass(frozen=True)
-class Prefix:
-    """Holds P prompts that have been read: all that is needed to continue them."""
-
-    hidden: Tensor  # [P, H] at the last token, from which the first answer token comes
-    mask: Tensor  # [P, S] bool, False is padding (on the left)
-    following: Tensor  # [P] long: position of the first answer token
-    memory: Sequence[Memory]  # keys and values of every layer, its state or its pictures
-
-    @property
-    def key_values(self) -> list[KV]:
-        """Return the keys and values of every layer, where all attend to tokens."""
-        pairs = [layer for layer in self.memory if not isinstance(layer, (State, Sight))]
-        if len(pairs) < len(self.memory):
-            raise ValueError("a layer that keeps a state or pictures has no keys of tokens")
-        return pairs
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """Return what gradients go back through."""
-        return [self.hidden, *(tensor for pair in self.key_values for tensor in pair)]
-
-    def detached(self) -> Prefix:
-        """Return the prompts without their graph."""
-        pairs = [(k.detach(), v.detach()) for k, v in self.key_values]
-        return replace(self, hidden=self.hidden.detach(), memory=pairs)
-
-    def leaves(self) -> Prefix:
-        """Return the prompts as leaves of graphs to come, where they have a graph."""
-        leaves = self.detached()
-        for leaf, tensor in zip(leaves.tensors, self.tensors, strict=True):
-            leaf.requires_grad_(tensor.requires_grad)
-        return leaves
-
-    def chosen(self, prompts: list[int], width: int) -> Prefix:
-        """Return some of the prompts, filled up on the left to ``width`` columns."""
-        more = width - self.mask.shape[1]
-        if prompts == list(range(len(self.mask))) and not more:
-            return self
-        at = torch.tensor(prompts, device=self.mask.device)
-        return Prefix(
-            self.hidden.index_select(0, at),
-            F.pad(self.mask[at], (more, 0)),
-            self.following[at],
-            [
-                (F.pad(k.index_select(0, at), wide), F.pad(v.index_select(0, at), wide))
-                for wide in [(0, 0, more, 0)]
-                for k, v in self.key_values
-            ],
-        )
-
-    @staticmethod
-    def joined(parts: Sequence[Prefix]) -> Prefix:
-        """Join prompts of as many columns."""
-        layers = zip(*(part.key_values for part in parts), strict=True)
-        return Prefix(
-            torch.cat([part.hidden for part in parts]),
-            torch.cat([part.mask for part in parts]),
-            torch.cat([part.following for part in parts]),
-            [
-                (torch.cat([k for k, _ in pairs]), torch.cat([v for _, v in pairs]))
-                for pairs in layers
-            ],
-        )
-
-
-@dataclass(frozen=True)
-class Known:
-    """Holds what sampling computed of B answers, for a pass that scores them."""
-
-    prefix: Prefix  # of their prompts
-    rows: Tensor  # [B] long: the prompt of each
-    kept: Kept | None = None  # what they attended to
 
 
 class SharedPrefix(nn.Module):
@@ -417,7 +338,7 @@ class SharedPrefix(nn.Module):
     ) -> Tensor:
         """Return hidden states [N, H] at the decisions ``where`` [B, T], of prompts and answers
         without padding."""
-        prefix = self._read_packed(inputs) if known is None else _without_padding(known.prefix)
+        prefix = self._read_packed(inputs) if known is None else known.prefix.packed()
         steps = torch.arange(ids.shape[1], device=ids.device)
         answers = (where * steps).amax(1)  # [B] tokens to read: all before the last decision
         each = torch.arange(len(ids), device=ids.device)[:, None]
@@ -445,7 +366,7 @@ class SharedPrefix(nn.Module):
         """Read the prompts of one left-padded batch; those of families that look ahead are read
         with their padding."""
         if self.config.model_type not in CAUSAL:
-            return _without_padding(self.read(inputs))
+            return self.read(inputs).packed()
         packed, lengths = packing.pack(inputs)
         cache = caches.remembered(self.text_config)
         layout = packing.Layout(lengths, lengths, xformers=self.fused)
@@ -540,12 +461,6 @@ class SharedPrefix(nn.Module):
             hook.remove()
         hidden = outputs[0].last_hidden_state
         return hidden
-
-
-def _without_padding(prefix: Prefix) -> packing.Read:
-    """Put the tokens of prompts one after another."""
-    key_values = packing.squeeze(prefix.key_values, prefix.mask)
-    return packing.Read(prefix.hidden, prefix.mask.sum(1), prefix.following, key_values)
 
 
 def _without_images(*call: Any) -> None:

@@ -11,18 +11,21 @@ attends by code of our own, attention is not.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from mmrl.core import distributed
+from mmrl.core.errors import UserError
 from mmrl.core.host import on_host, sent
 from mmrl.policies.rollout_graphs import RolloutGraphs, sampling_graphs
+from mmrl.policies.vlm import caches
 from mmrl.policies.vlm.cascade import direct, fits
 from mmrl.policies.vlm.cpu_attention import Kept
-from mmrl.policies.vlm.prefix_sharing import Known, Prefix, SharedPrefix
+from mmrl.policies.vlm.prefix_sharing import SharedPrefix
+from mmrl.policies.vlm.prefixes import Known, Prefix
 
 Encoded = dict[str, Tensor]
 
@@ -42,29 +45,22 @@ class Room:
     take longer than what is written into them."""
 
     def __init__(self) -> None:
-        self.tensors: list[tuple[Tensor, Tensor]] = []
+        self.attended: Tensor | None = None
+        self.lse: Tensor | None = None
 
     def take(self, rows: int, tokens: int, prefix: Prefix, heads: int) -> Kept:
         """Return room for so many answers of at most ``tokens`` tokens behind these prompts."""
-        keys = [k for k, _ in prefix.key_values]
-        shape = tokens, heads, keys[0].shape[-1]
-        fits = len(self.tensors) == len(keys) and all(
-            len(x) >= rows and x.shape[1:] == shape and x.dtype == keys[0].dtype
-            for x, _ in self.tensors
-        )
-        if not fits:
-            self.tensors = [
-                (k.new_zeros(rows, *shape), k.new_empty(rows, *shape[:2])) for k in keys
-            ]
-        for _, lse in self.tensors:
-            lse.fill_(torch.inf)
-        kept = [(attended[:rows], lse[:rows]) for attended, lse in self.tensors]
-        numbers = torch.arange(rows, device=keys[0].device)
-        return Kept([a for a, _ in kept], [lse for _, lse in kept], numbers)
+        keys = prefix.key_values[0][0]
+        shape = (len(prefix.key_values), tokens, rows, heads, keys.shape[-1])
+        if self.attended is None or self.attended.shape != shape or self.lse is None:
+            self.attended = keys.new_zeros(shape)
+            self.lse = keys.new_empty(shape[:-1])
+        self.lse.fill_(torch.inf)
+        return Kept(self.attended, self.lse, torch.arange(rows, device=keys.device))
 
     def clear(self) -> None:
         """Free the memory."""
-        self.tensors = []
+        self.attended = self.lse = None
 
 
 class PromptGraphs(RolloutGraphs):
@@ -85,15 +81,18 @@ class PromptGraphs(RolloutGraphs):
     def read(
         self, policy: Any, cond: Sequence[Encoded], group: Tensor, names: Tensor, total: int
     ) -> tuple[Prefix, Tensor, Kept | None]:
-        """Read the prompts of rows named ``names`` [B], ``group`` [B] of ``cond``, with the graph if
-        the step has some of them. Returns prompts without graph, the prompt of every row and where
-        its tokens keep what they attend to; ``total``: rows of the whole rollout."""
+        """Read the prompts of the rows ``names`` [B], ``group`` [B] of ``cond``, with the graph if
+        the step has some of them.
+
+        Returns prompts without graph, the prompt of every row and where its tokens keep what they
+        attend to. ``total``: rows of the whole rollout.
+        """
+        prefix: Prefix
         if not torch.isin(on_host(names), self.rows).any():
-            inputs, rows = policy.collated(cond, group, each=False)
-            return policy.net("read", inputs), rows, None
+            prefix, rows = policy.read(cond, group)
+            return prefix, rows, None
         with sampling_graphs(policy):
-            inputs, rows = policy.collated(cond, group, each=False)
-            prefix: Prefix = policy.net("read", inputs)
+            prefix, rows = policy.read(cond, group)
         numbers = on_host(group).unique().tolist()
         first = len(self.places)
         for i, (name, prompt) in enumerate(zip(names.tolist(), rows.tolist(), strict=True)):
@@ -130,9 +129,9 @@ class PromptGraphs(RolloutGraphs):
         if not self.stands_in(policy):
             return None
         names = on_host(point.row_id).tolist()
-        places = [self.places.get(name) for name in names]
-        if not places or None in places:
+        if not names or not all(name in self.places for name in names):
             return None
+        places = [self.places[name] for name in names]
         for place, number in zip(places, on_host(point.group).tolist(), strict=True):
             read, prompt, _ = place
             if not same(point.cond[number], self.recorded[read].cond[prompt]):
@@ -197,3 +196,27 @@ class PromptGraphs(RolloutGraphs):
 def same(one: Encoded, other: Encoded) -> bool:
     """Tell whether two prompts are one: of the same tensors."""
     return one is other or (one.keys() == other.keys() and all(one[k] is other[k] for k in one))
+
+
+def prompt_graphs(policy: Any, rows: Tensor) -> PromptGraphs:
+    """Return what records the prompts of a rollout for the optimizer step on ``rows`` [n].
+
+    Raises UserError where what the policy samples behind is not what its update would read.
+    """
+    net = policy.net
+    kind = net.config.model_type
+    why = None
+    if policy.plainly or policy.engine != "own":
+        why = (
+            "needs the policy's own sampler and prompts that are shared: leave out engine and "
+            "prefix_sharing"
+        )
+    elif net.routing is not None:
+        why = "and policy option replay_routing exclude each other: leave out one of the two"
+    elif not caches.plain(net.text_config):
+        why = f"{kind} keeps more of a prompt than keys and values: leave it out"
+    elif policy.inputs.family.splits and distributed.world()[1] > 1:
+        why = f"{kind} reads some prompts in passes of their own: it needs a single process"
+    if why is not None:
+        raise UserError(f"train.reuse_rollout_graph: {why}")
+    return PromptGraphs(rows, policy.room)

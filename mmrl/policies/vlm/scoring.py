@@ -18,19 +18,20 @@ from mmrl.core.host import on_host, sent
 from mmrl.core.metrics import Stopwatch
 from mmrl.core.types import Point, Prompt, tree_map
 from mmrl.policies.base import Drafts
-from mmrl.policies.scores import Scored
 from mmrl.policies.rollout_graphs import RolloutGraphs
+from mmrl.policies.scores import Scored
 from mmrl.policies.tokens import AnswerTokens, TokenPolicy, somewhere
-from mmrl.policies.vlm import caches, features
-from mmrl.policies.vlm.collation import is_pixels
+from mmrl.policies.vlm import features
+from mmrl.policies.vlm.collation import blank_image, images_in, is_pixels
 from mmrl.policies.vlm.cpu_attention import Kept
 from mmrl.policies.vlm.engines.transformers import generate_plainly
 from mmrl.policies.vlm.families import OWN_DTYPE, VERIFIED
 from mmrl.policies.vlm.generate import Answers, Ending, Task, generate
 from mmrl.policies.vlm.positions import positions
-from mmrl.policies.vlm.prefix_sharing import Prefix, SharedPrefix, sharded, shareable
+from mmrl.policies.vlm.prefix_sharing import SharedPrefix, sharded, shareable
+from mmrl.policies.vlm.prefixes import Prefix
 from mmrl.policies.vlm.processor import Inputs
-from mmrl.policies.vlm.prompt_graphs import PromptGraphs, Room
+from mmrl.policies.vlm.prompt_graphs import PromptGraphs, Room, prompt_graphs
 from mmrl.policies.vlm.recent import Recent
 from mmrl.policies.vlm.refill import Lengths, Refill, Slots
 from mmrl.policies.vlm.routing import of_prompts, padded
@@ -98,24 +99,7 @@ class Passes(TokenPolicy):
         return AnswerTokens(self, point, where, hidden, scored)
 
     def rollout_graphs(self, rows: Tensor) -> RolloutGraphs:
-        """Raises UserError where a rollout's prompts cannot stand in for those of an update."""
-        self._check_graphs()
-        return PromptGraphs(rows, self.room)
-
-    def _check_graphs(self) -> None:
-        kind = self.net.config.model_type
-        why = None
-        if self.plainly or self.engine != "own":
-            why = "needs the policy's own sampler and shared prompts: leave out engine and"
-            why = f"{why} prefix_sharing"
-        elif self.net.routing is not None:
-            why = "and policy option replay_routing exclude each other"
-        elif not caches.plain(self.net.text_config):
-            why = f"{kind} keeps states or pictures of a prompt, not keys and values: leave it out"
-        elif self.inputs.family.splits and distributed.world()[1] > 1:
-            why = f"{kind} reads some prompts in passes of their own, so it needs a single process"
-        if why is not None:
-            raise UserError(f"train.reuse_rollout_graph: {why}")
+        return prompt_graphs(self, rows)
 
     def rows_of_pass(self, rows: int) -> int:
         if self.device.type != "cpu" or distributed.world()[1] > 1:
@@ -431,36 +415,50 @@ class Passes(TokenPolicy):
             return
         kept: Kept | None = None
         if graphs is None:
-            inputs, rows = self.collated(cond, group[rows_at], each=False)
-            prefix: Prefix = self.net("read", inputs)
+            prefix, rows = self.read(cond, group[rows_at])
         else:
             of_rows = group[rows_at], row[rows_at]
             prefix, rows, kept = graphs.read(self, cond, *of_rows, len(row))
-        if self.net.routing is not None:
-            taken = of_prompts(self.net.routing.last(), inputs["attention_mask"])
-            numbers = on_host(group[rows_at]).unique().tolist()
-            self.prompt_routes |= dict(zip(numbers, taken, strict=False))
         tree = self.tree if self.growing else None
         if tree is not None:  # whole trees
             size = max(tree.leaves, size // tree.leaves * tree.leaves)
-        task = Task(self.net, prefix, rows, row[rows_at], rng, self.warp, self.ending, busy)
-        task = replace(task, kept=kept)
+        task = Task(
+            self.net, prefix, rows, row[rows_at], rng, self.warp, self.ending, busy, kept=kept
+        )
         if self.refills and drafts is None and tree is None:
             yield rows_at, generate(task, Slots(size, self.refill, self.lengths))
             return
+        yield from self._in_parts(task, rows_at, size, drafts, tree)
+
+    def _in_parts(
+        self,
+        task: Task,
+        rows_at: Tensor,
+        size: int,
+        drafts: Drafts | None,
+        tree: TextTree | None,
+    ) -> Iterator[tuple[Tensor, Answers]]:
+        """Answer the rows of a task, which are ``rows_at`` of the rollout, ``size`` at a time."""
         parts, idle = self._parts(rows_at, size)
-        for part, prompt_rows in zip(parts, rows.split(size), strict=True):
-            few = replace(task, rows=prompt_rows, names=row[part])
-            if kept is not None:
-                few = replace(few, kept=kept._replace(rows=kept.rows[:size]))
-                kept = kept._replace(rows=kept.rows[size:])
+        for number, part in enumerate(parts):
+            few = task.of(slice(number * size, (number + 1) * size))
             if drafts is not None:
                 yield part, speculate(few, _rows_of(drafts, part))
             else:
                 yield part, generate(few) if tree is None else Growth(tree, few).grow()
         for part in idle:
-            few = replace(task, rows=rows[: len(part)], names=row[part])
+            few = task.of(slice(len(part)))
             _ = generate(few) if tree is None else Growth(tree, few).grow()
+
+    def read(self, cond: list[Encoded], group: Tensor) -> tuple[Prefix, Tensor]:
+        """Read the prompts of ``group`` [B], and return the place of every row's among them."""
+        inputs, rows = self.collated(cond, group, each=False)
+        prefix: Prefix = self.net("read", inputs)
+        if self.net.routing is not None:
+            taken = of_prompts(self.net.routing.last(), inputs["attention_mask"])
+            numbers = on_host(group).unique().tolist()
+            self.prompt_routes |= dict(zip(numbers, taken, strict=False))
+        return prefix, rows
 
     def _parts(self, rows_at: Tensor, size: int) -> tuple[list[Tensor], list[Tensor]]:
         """Cut rows into passes of at most ``size``, and list those that only keep other processes
@@ -499,19 +497,3 @@ def _beside(scored: tuple[Tensor, Scored], filler: tuple[Tensor, Scored]) -> tup
 
 def _rows_of(drafts: Drafts, rows: Tensor) -> Drafts:
     return drafts.map(lambda x: x[rows])
-
-
-def blank_image() -> Prompt:
-    from PIL import Image
-
-    return {"text": "", "images": [Image.new("RGB", (64, 64))]}
-
-
-def images_in(encoded: Encoded) -> int:
-    """Count the images, tiles or videos that a prompt brings to the tower."""
-    grids = [encoded[name] for name in ("image_grid_thw", "video_grid_thw") if name in encoded]
-    return (
-        sum(map(len, grids))
-        if grids
-        else sum(len(x) for name, x in encoded.items() if is_pixels(name))
-    )

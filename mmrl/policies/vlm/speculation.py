@@ -14,7 +14,7 @@ from mmrl.policies.scores import BYTES, recorded
 from mmrl.policies.vlm import caches
 from mmrl.policies.vlm.caches import KV
 from mmrl.policies.vlm.generate import Answers, Task, generate
-from mmrl.policies.vlm.prefix_sharing import Prefix
+from mmrl.policies.vlm.prefixes import Prefix
 from mmrl.policies.vlm.trees import Source, gathered
 from samplers.batching import chunks
 

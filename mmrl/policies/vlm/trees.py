@@ -17,7 +17,7 @@ from mmrl.core.types import Copies
 from mmrl.policies.vlm import caches
 from mmrl.policies.vlm.caches import KV
 from mmrl.policies.vlm.generate import Answers, Task, Work, blank, write
-from mmrl.policies.vlm.prefix_sharing import Prefix
+from mmrl.policies.vlm.prefixes import Prefix
 
 Place = tuple[int, int]  # an answer, and how many of its tokens a new one shares
 

@@ -163,15 +163,7 @@ def test_what_it_does_not_serve_is_left_to_torch(monkeypatch):
 @pytest.fixture(scope="module")
 def vlm(quiet, tmp_path_factory):  # noqa: F811
     """Heads of 16, in float32, graphs that run as they are traced."""
-    import sys
-    from pathlib import Path
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(Path(__file__).resolve().parents[3] / "scripts"))
-        from vlm_models import build
-
-        folder = build("tiny", tmp_path_factory.mktemp("vlm"))
-        sys.modules.pop("vlm_models")
+    folder = tiny_vlms.with_heads_of_16(tmp_path_factory.mktemp("vlm"))
     policy = VLM(str(folder), max_new_tokens=14, compile="eager")
     policy.net.packs_sparse = False  # those passes are not compiled
     policy.ending = replace(policy.ending, stops=tuple(range(0, 256, 8)))
@@ -211,7 +203,7 @@ def test_compiled_policies_sample_score_and_learn_alike(vlm, monkeypatch):
         for name, g in wanted.items():
             torch.testing.assert_close(computed[name], g, atol=1e-5 * scale, rtol=0, msg=name)
     assert described and None not in described
-    assert {key[2] for key in vlm.net.compiled.tokens} == {cpu_attention.Direct}
+    assert {key[2] for key in vlm.net.compiled.tokens} == {(cpu_attention.Direct, True)}
     assert len(vlm.net.compiled.tokens) == 1
 
 
