@@ -317,3 +317,17 @@ def recompute(net: nn.Module) -> None:
             layer._gradient_checkpointing_func = again
             # for the layer alone, as checkpointing requires; its children stay in eval mode
             layer.training = True
+
+
+def shareable(hf: Any) -> bool:
+    """Tell whether what the family keeps of a prompt can be continued by many answers: keys and
+    values, one pair a layer, a state or pictures."""
+    return continuable(hf.config.get_text_config())
+
+
+def divisible(hf: Any) -> bool:
+    """Tell whether a prompt's memory can be packed and cut back to any token: keys and values and
+    no state, attended to all or in a window; where chunks (Llama 4) begin, packing hides."""
+    config = hf.config.get_text_config()
+    chunks = "chunked_attention" in (getattr(config, "layer_types", None) or ())
+    return shareable(hf) and plain(config) and not chunks

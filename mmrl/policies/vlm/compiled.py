@@ -50,7 +50,7 @@ class Compiled:
         self.answers = self.compile(_answers_of(net))
         self.answers_directly = self.compile(_direct_answers_of(net))
         self.state: Hashable = None  # of the network while answers are sampled
-        self.tokens: dict[Hashable, Callable[..., Tensor]] = {}
+        self.tokens: dict[Hashable, Callable[..., tuple[Tensor, Any]]] = {}
         self.draws: dict[Hashable, Callable[..., Any]] = {}
         self.scores: dict[tuple[Warp, bool], Callable[..., Any]] = {}
 
@@ -90,21 +90,25 @@ class Compiled:
         cache: Any,
         cascade: Cascade | None,
         kept: Kept | None = None,
-    ) -> Tensor:
+        then: tuple[Callable[..., Any], Warp, Tensor | None] | None = None,
+    ) -> tuple[Tensor, Any]:
         """Return hidden states [B, 1, H] of tokens ids [B, 1] at ``places`` [B, 1] behind the
         columns ``mask`` [B, S] of the cache, or of a cascade's answers, which attention by code of
-        our own writes into what is ``kept``."""
+        our own writes into what is ``kept``; and, if ``then`` they draw, what is drawn."""
         attended = F.pad(mask, (0, 1), value=True)[:, None, None]
         layout = None if cascade is None else cascade.laid_out()
         if isinstance(layout, Direct):
             layout = layout._replace(kept=kept)
-        kind = type(layout), kept is None
+        draw, warp, uniform = then or (None, None, None)
+        kind = type(layout), kept is None, warp, uniform is None
         key = (self.state or state_of(self.net), self.net.text_config._attn_implementation, kind)
         if key not in self.tokens:
-            self.tokens[key] = self.compile(_token_of(self.net), trusts=True)
+            self.tokens[key] = self.compile(_token_of(self.net, draw, warp), trusts=True)
         columns = caches.reserved(cache)
-        hidden: Tensor = self.tokens[key](ids, places, columns, attended, layout)
-        return hidden
+        stepped: tuple[Tensor, Any] = self.tokens[key](
+            ids, places, columns, attended, layout, uniform
+        )
+        return stepped
 
     def draw(
         self,
@@ -209,8 +213,10 @@ def changes(warp: Warp) -> bool:
     return bool(warp.schedule or warp.adaptive)
 
 
-def _token_of(net: SharedPrefix) -> Callable[..., Tensor]:
-    """Make the pass of one token a row."""
+def _token_of(
+    net: SharedPrefix, draw: Callable[..., Any] | None, warp: Warp | None
+) -> Callable[..., tuple[Tensor, Any]]:
+    """Make the pass of one token a row, which also draws the next one if it is told how."""
 
     def token(
         ids: Tensor,
@@ -218,14 +224,16 @@ def _token_of(net: SharedPrefix) -> Callable[..., Tensor]:
         columns: Sequence[KV],
         attended: Tensor,
         layout: Layout | Direct | None,
-    ) -> Tensor:
+        uniform: Tensor | None,
+    ) -> tuple[Tensor, Any]:
         """``attended`` [B, 1, 1, n] says which columns are real."""
         cache = caches.Reserved(columns)
         if layout is None:
-            return net.continued(ids, places, attended, cache)
-        if isinstance(layout, Direct):
-            return net.continued(ids, places, attended, cache, cascade=layout)
-        return net.continued(ids, places, ~attended, cache, cascade=layout)
+            hidden = net.continued(ids, places, attended, cache)
+        else:
+            mask = attended if isinstance(layout, Direct) else ~attended
+            hidden = net.continued(ids, places, mask, cache, cascade=layout)
+        return hidden, None if draw is None else draw(net.logits(hidden[:, -1]), warp, uniform)
 
     return token
 

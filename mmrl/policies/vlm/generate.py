@@ -238,7 +238,7 @@ def write(work: Work, done: Answers, queue: Queue | None = None) -> Answers:
             if not (busy(active) if busy else active):
                 break
             if left != 0 or busy is not None:
-                work.advance(done, left, compacts=not waits)
+                work.advance(done, left, compacts=not waits, draws=queue is None)
             if queue is not None:
                 queue.note(work.at, work.step, work.hidden)
                 if waits and left is not None and left < len(work.at):
@@ -288,15 +288,13 @@ class Work:
         # the most tokens that a row has, and the random numbers of so many and more
         self.longest = 0 if task.start is None else int(task.start.max())
         self.uniform = self._uniform(first, self._ahead())
+        self.drawn: Drawn | None = None  # by the pass that made the hidden states
 
     def draw(self) -> Drawn:
         task = self.task
-        uniform = None
-        if task.warp.temperature:
-            if self.longest >= self.uniform.shape[1]:
-                self.uniform = self._uniform(self.at, self._ahead())
-            uniform = self.uniform.gather(1, self.step[:, None])[:, 0]
-        drawn: Drawn = task.net("draw", draw, self.hidden, task.warp, uniform, self.step)
+        drawn, self.drawn = self.drawn, None
+        if drawn is None:
+            drawn = task.net("draw", draw, self.hidden, task.warp, self._random(), self.step)
         if task.ending.forced is None:
             return drawn
         return drawn.forced(task.ending.forced[self.at, self.step], task.warp, self.step)
@@ -316,9 +314,10 @@ class Work:
         self.going, self.left = done.write(*rows)
         return self.left
 
-    def advance(self, done: Answers, left: int | None, compacts: bool) -> None:
+    def advance(self, done: Answers, left: int | None, compacts: bool, draws: bool = False) -> None:
         """Make one pass: update the hidden states by the last tokens, for the ``left`` unfinished
-        rows, where they are counted, and some finished ones."""
+        rows, where they are counted, and some finished ones. ``draws``: the next tokens are those
+        of the same rows, and may be drawn with it."""
         fewer = left is not None and left <= COMPACT * len(self.at)
         if compacts and not self.keeps and fewer:
             self._compact()
@@ -327,16 +326,22 @@ class Work:
         if kept is not None:
             kept = kept._replace(rows=kept.rows[self.at], columns=self.step)
         known = (self.mask, self.cache, self.whole, None, self.cascade, kept)
-        hidden = net("step", self.token[:, None], self.place, *known)
+        before = self.step
+        self.longest = min(self.longest + 1, self.task.ending.tokens - 1)
+        self.step = (self.step + 1).clamp_max(self.longest)
+        token = self.token[:, None], self.place
+        if draws and net.compiled is not None:
+            then = draw, self.task.warp, self._random()
+            hidden, self.drawn = net("step_and_draw", then, *token, *known)
+        else:
+            hidden = net("step", *token, *known)
         self.hidden = hidden[:, -1]
         if net.routing is not None:
-            place = (self.at, self.step)
+            place = (self.at, before)
             routes = net.routing.last()
             done.routes[place] = torch.where(self.going[:, None], routes, done.routes[place])
         self.mask = F.pad(self.mask, (0, 1), value=True)
         self.place = self.place + 1
-        self.longest = min(self.longest + 1, self.task.ending.tokens - 1)
-        self.step = (self.step + 1).clamp_max(self.longest)
 
     def enter(self, new: Sequence[int]) -> None:
         """Drop the rows that have ended, and begin ``new`` ones."""
@@ -388,6 +393,14 @@ class Work:
     def _ahead(self) -> int:
         """Return for how many tokens random numbers are drawn at once."""
         return min(2 * self.longest + AHEAD, self.task.ending.tokens)
+
+    def _random(self) -> Tensor | None:
+        """Return the random number [B'] of each row's next token; None: the likeliest is taken."""
+        if not self.task.warp.temperature:
+            return None
+        if self.longest >= self.uniform.shape[1]:
+            self.uniform = self._uniform(self.at, self._ahead())
+        return self.uniform.gather(1, self.step[:, None])[:, 0]
 
     def _uniform(self, at: Tensor, count: int) -> Tensor:
         return self.task.rng.uniform(self.task.names[at], (count,))

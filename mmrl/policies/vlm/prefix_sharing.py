@@ -24,7 +24,7 @@ from mmrl.policies.lora import inject
 from mmrl.policies.tokens import places
 from mmrl.policies.vlm import caches, features, packing, sights
 from mmrl.policies.vlm.cascade import Cascade, attending, fits
-from mmrl.policies.vlm.compiled import Compiled, symbolic
+from mmrl.policies.vlm.compiled import Compiled, changes, symbolic
 from mmrl.policies.vlm.cpu_attention import Kept
 from mmrl.policies.vlm.engines import transformers
 from mmrl.policies.vlm.families import CAUSAL, DIRECT
@@ -148,7 +148,7 @@ class SharedPrefix(nn.Module):
         length = ids.shape[1]
         places = place[:, None] + torch.arange(length, device=ids.device)
         if self.compiled is not None and self.compiled.samples(ids, mask, cascade):
-            return self.compiled.step(ids, places, mask, cache, cascade, kept)
+            return self.compiled.step(ids, places, mask, cache, cascade, kept)[0]
         if cascade is not None:
             cascade.hide(None if whole else mask)
             cascade.kept = kept
@@ -159,6 +159,25 @@ class SharedPrefix(nn.Module):
                 return self.continued(ids, places, attended, cache)
         # the mask transformers would build after reading its values on the host
         return self.continued(ids, places, None if whole else attended.bool()[:, None, None], cache)
+
+    def step_and_draw(
+        self,
+        then: tuple[Callable[..., Any], Warp, Tensor | None],
+        ids: Tensor,
+        place: Tensor,
+        mask: Tensor,
+        cache: Any,
+        whole: bool | None,
+        routes: Tensor | None,
+        cascade: Cascade | None,
+        kept: Kept | None,
+    ) -> tuple[Tensor, Any]:
+        """Return what ``step`` returns of one token a row and, if that is compiled, what is drawn
+        of it: ``then``, a function of logits, the warp and random numbers [B]."""
+        able = self.compiled is not None and self.compiled.samples(ids, mask, cascade)
+        if self.compiled is None or not able or changes(then[1]):
+            return self.step(ids, place, mask, cache, whole, routes, cascade, kept), None
+        return self.compiled.step(ids, place[:, None], mask, cache, cascade, kept, then)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [*, V] of hidden states [*, H]."""
@@ -479,17 +498,3 @@ def language_model(hf: Any) -> Any:
 def sharded(net: nn.Module) -> bool:
     """Tell whether passes are collective calls."""
     return any(shards(module) for module in net.modules())
-
-
-def shareable(hf: Any) -> bool:
-    """Tell whether what the family keeps of a prompt can be continued by many answers: keys and
-    values, one pair a layer, a state or pictures."""
-    return caches.continuable(hf.config.get_text_config())
-
-
-def divisible(hf: Any) -> bool:
-    """Tell whether a prompt's memory can be packed and cut back to any token: keys and values and
-    no state, attended to all or in a window; where chunks (Llama 4) begin, packing hides."""
-    config = hf.config.get_text_config()
-    chunks = "chunked_attention" in (getattr(config, "layer_types", None) or ())
-    return shareable(hf) and caches.plain(config) and not chunks

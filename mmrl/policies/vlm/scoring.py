@@ -22,13 +22,14 @@ from mmrl.policies.rollout_graphs import RolloutGraphs
 from mmrl.policies.scores import Scored
 from mmrl.policies.tokens import AnswerTokens, TokenPolicy, somewhere
 from mmrl.policies.vlm import features
+from mmrl.policies.vlm.caches import shareable
 from mmrl.policies.vlm.collation import blank_image, images_in, is_pixels
 from mmrl.policies.vlm.cpu_attention import Kept
 from mmrl.policies.vlm.engines.transformers import generate_plainly
 from mmrl.policies.vlm.families import OWN_DTYPE, VERIFIED
 from mmrl.policies.vlm.generate import Answers, Ending, Task, generate
 from mmrl.policies.vlm.positions import positions
-from mmrl.policies.vlm.prefix_sharing import SharedPrefix, sharded, shareable
+from mmrl.policies.vlm.prefix_sharing import SharedPrefix, sharded
 from mmrl.policies.vlm.prefixes import Prefix
 from mmrl.policies.vlm.processor import Inputs
 from mmrl.policies.vlm.prompt_graphs import PromptGraphs, Room, prompt_graphs

@@ -203,8 +203,8 @@ def test_compiled_policies_sample_score_and_learn_alike(vlm, monkeypatch):
         for name, g in wanted.items():
             torch.testing.assert_close(computed[name], g, atol=1e-5 * scale, rtol=0, msg=name)
     assert described and None not in described
-    assert {key[2] for key in vlm.net.compiled.tokens} == {(cpu_attention.Direct, True)}
-    assert len(vlm.net.compiled.tokens) == 1
+    assert {key[2][0] for key in vlm.net.compiled.tokens} == {cpu_attention.Direct}
+    assert len(vlm.net.compiled.tokens) == 2  # with the draw and, of refilled rows, without
 
 
 def test_graphs_of_sampling_are_of_one_state(vlm):
