@@ -98,7 +98,8 @@ class PromptGraphs(RolloutGraphs):
         for i, (name, prompt) in enumerate(zip(names.tolist(), rows.tolist(), strict=True)):
             self.places[name] = len(self.recorded), prompt, first + i
         prompts = [cond[i] for i in numbers]
-        plain = prefix.detached()
+        # without a picture that is there for its gradient alone
+        plain = prefix.detached().chosen([*range(len(prompts))], prefix.mask.shape[1])
         self.recorded.append(Read(on_host(names), prompts, prefix, prefix.leaves()))
         return plain, rows, self._room(policy.net, plain, rows, policy.ending.tokens, first, total)
 
@@ -142,7 +143,7 @@ class PromptGraphs(RolloutGraphs):
         return Known(
             self._joined(unique),
             sent(rows, policy.device),
-            self._kept([place[2] for place in places], point.target),
+            self._kept([place[2] for place in places], point),
         )
 
     def _joined(self, places: Sequence[tuple[int, int]]) -> Prefix:
@@ -156,12 +157,17 @@ class PromptGraphs(RolloutGraphs):
             parts.append(leaves.chosen(chosen, width))
         return parts[0] if len(parts) == 1 else Prefix.joined(parts)
 
-    def _kept(self, rows: list[int], ids: Tensor) -> Kept | None:
-        """Return what these answers attended to, if they are the tokens ids [B, T]."""
+    def _kept(self, rows: list[int], point: Any) -> Kept | None:
+        """Return what these answers attended to, if they are the tokens of the point and all that
+        lies before a decision was kept: a row that was sampled alone attended by other code."""
         if self.kept is None or self.ids is None:
             return None
+        ids: Tensor = point.target
         numbers = torch.tensor(rows, device=ids.device)
-        if not torch.equal(self.ids[numbers, : ids.shape[1]], ids):
+        tokens = torch.arange(ids.shape[1], device=ids.device)
+        needed = tokens < (point.mask * tokens).amax(1, keepdim=True)  # [B, T]
+        kept = self.kept.lse[:, : len(tokens), numbers, 0].isfinite().all(0).T
+        if not torch.equal(self.ids[numbers, : len(tokens)], ids) or bool((needed & ~kept).any()):
             return None
         return self.kept._replace(rows=numbers)
 

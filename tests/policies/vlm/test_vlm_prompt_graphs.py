@@ -256,8 +256,11 @@ def test_a_token_that_was_not_read_has_no_gradient():
 
 
 @own_attention
-def test_a_compiled_update_attends_to_nothing_anew(monkeypatch, wide):
-    """Rows end early, leave, are filled again, and the last one alone is not compiled."""
+@pytest.mark.parametrize(
+    "rows", [{"refill": "rows", "fixed_batch_rows": 5}, {"fixed_batch_rows": 2}], ids=str
+)
+def test_a_compiled_update_attends_to_nothing_anew(rows, monkeypatch, wide):
+    """Rows end early, leave, are filled again; answers to a prompt are written in two parts."""
     seen = []
     score_answers = compiled.Compiled.score_answers
 
@@ -270,9 +273,9 @@ def test_a_compiled_update_attends_to_nothing_anew(monkeypatch, wide):
     def prepare(policy):
         policy.net.packs_sparse = False  # those passes are not compiled
 
-    asked = {"compile": "eager", "refill": "rows", "fixed_batch_rows": 5}
-    make = partial(trainer, wide, asked, double=False, prepare=prepare)
-    compare(make, iterations=1, atol=2e-5, epochs=2)
+    make = partial(trainer, wide, {"compile": "eager"} | rows, double=False, prepare=prepare)
+    sizes = {"epochs": 2} if "refill" in rows else {"group_size": 4, "train_batch_size": 16}
+    compare(make, iterations=1, atol=2e-5, **sizes)
     assert any(seen) and not all(seen)
 
 
@@ -285,6 +288,10 @@ def test_other_tokens_are_attended_anew_and_memory_is_kept(wide):
     graphs.answers = True
     known = graphs.known(policy, point)
     assert known.kept.rows.tolist() == list(range(12))
+    policy.room.lse[1, 0, 7] = torch.inf  # as of a row that was sampled by other code
+    assert graphs.known(policy, point).kept is None
+    policy.room.lse[1, 0, 7] = 0.0
+    assert graphs.known(policy, point).kept is not None
     changed = point.target.clone()
     changed[3, 0] += 1
     assert graphs.known(policy, point.replace(target=changed)).kept is None
@@ -294,5 +301,7 @@ def test_other_tokens_are_attended_anew_and_memory_is_kept(wide):
     assert bool((finite >= lengths - 1).all())
     room = policy.room.attended.data_ptr()
     run.update.run(batch)
+    policy.room.lse.zero_()
     run.iterate()
     assert policy.room.attended.data_ptr() == room
+    assert (policy.room.lse[:, -1] == torch.inf).all()  # nobody reads the last token
