@@ -120,7 +120,7 @@ class ImageTokenPolicy(TokenPolicy):
                 "policy option compile: weights that processes share are gathered layer by layer, "
                 "which a graph of all layers does not do; leave it out, or the sharding"
             )
-        with kept_layout(self.net, len(self.net.turns)):
+        with kept_layout(self.net, len(self.net.turns)), self.net.laid_out():
             return self._rollout(prompts, copies, rng, context)
 
     def _rollout(
