@@ -132,9 +132,17 @@ def _response() -> type[nn.Module]:
             multiplication and addition."""
             length = _length(x)
             share = length / (length.mean(-1, keepdim=True) + 1e-6)
-            return torch.addcmul(self.beta, x, self.gamma * share + 1)
+            return _shifted(self.beta, x, self.gamma * share + 1)
 
     return Response
+
+
+def _shifted(shift: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """Return shift + x weight, in the memory of x, which nobody else reads, where nothing needs it
+    for a gradient."""
+    if torch.is_grad_enabled() or not _exact(x):
+        return torch.addcmul(shift, x, weight)
+    return torch.addcmul(shift, x, weight, out=x)
 
 
 def _length(x: Tensor) -> Tensor:
@@ -153,7 +161,7 @@ class _Length(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         # image by image, so that squares stay in the cache
-        sums = [image.square().sum((0, 1), keepdim=True) for image in x]
+        sums = [(image * image).sum((0, 1), keepdim=True) for image in x]
         length = torch.stack(sums).sqrt()
         ctx.save_for_backward(x, length)
         return length
@@ -211,7 +219,8 @@ def _norm() -> type[nn.Module]:
             if not _rooted(self, hidden_states):
                 normed: Tensor = super().forward(hidden_states)
                 return normed
-            return hidden_states * _root(hidden_states, self.eps) * self.weight
+            normed = hidden_states * _root(hidden_states, self.eps)
+            return normed * self.weight if torch.is_grad_enabled() else normed.mul_(self.weight)
 
     return Norm
 
@@ -228,7 +237,7 @@ def _adaptive_norm() -> type[nn.Module]:
                 return normed
             scale, shift = self.linear(self.silu(conditioning_embedding)).chunk(2, 1)
             weight = self.norm.weight * (1 + scale)[:, None]
-            return torch.addcmul(shift[:, None], x * _root(x, self.norm.eps), weight)
+            return _shifted(shift[:, None], x * _root(x, self.norm.eps), weight)
 
     return Adaptive
 

@@ -213,8 +213,7 @@ class LlamaGenGPT(ImageNet):
         first = state.rooms.length
         rope = self._rope(first, first + 1, x)
         if state.decoder is not None:
-            cos, sin = rope.repeat_interleave(2, 1).unbind(-1)
-            return state.decoder.token(x, cos, _turning(sin), state.rooms)
+            return state.decoder.token(x, *parts(rope), state.rooms)
         place = state.rooms.next(1, self.fixed)
         mask = state.rooms.attention_mask(place, state.padding)
         return self.token(self, x, rope, mask, place, state.rooms.layers)
@@ -325,11 +324,11 @@ def rotated(x: Tensor, rope: Tensor) -> Tensor:
     return torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2).to(x.dtype)
 
 
-def _turning(sin: Tensor) -> Tensor:
-    """Give sines [n, D] the signs by which a number's neighbour counts."""
-    sign = sin.new_ones(sin.shape[-1])
-    sign[::2] = -1
-    return sin * sign
+def parts(rope: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how often each number of a head counts [n, D], and how often its neighbour does, of
+    cosines and sines [n, D / 2, 2]."""
+    cos, sin = rope.unbind(-1)
+    return cos.repeat_interleave(2, -1), torch.stack([-sin, sin], -1).flatten(-2)
 
 
 def causal(mask: Tensor, length: int) -> Tensor:
