@@ -145,8 +145,8 @@ class Weights:
             _buffer(matrices),
             [starts[i : i + 4] for i in range(0, len(matrices), 4)],
             [*norms, llama.norm.detach().contiguous()],
-            *matrices[1].shape[:1],
-            matrices[3].shape[1],
+            width=len(matrices[1]),
+            feed=matrices[3].shape[1],
         )
 
     def following(self, rooms: Rooms, padding: Tensor | None) -> Decoder | None:
@@ -176,8 +176,8 @@ class Decoder:
 
     def token(self, x: Tensor, cos: Tensor, sin: Tensor, rooms: Rooms) -> Tensor:
         """Return hidden states [B, 1, H] for the head, of inputs x [B, 1, H]; writes keys and
-        values into the next column of ``rooms``. Each number of a head counts ``cos`` times and its partner
-        ``sin`` times, [B or 1, D] each."""
+        values into the next column of ``rooms``. Each number of a head counts ``cos`` times and its
+        partner ``sin`` times, [B or 1, D] each."""
         weights, llama = self.weights, self.weights.llama
         rows = len(x)
         place = rooms.length
@@ -226,7 +226,8 @@ def weight_of(layer: nn.Module, biased: bool = False) -> Tensor | None:
     plain = type(weight) in (nn.Parameter, Tensor)
     if not plain or weight.dtype != torch.float32 or weight.device.type != "cpu":
         return None
-    return weight.detach()
+    bare: Tensor = weight.detach()
+    return bare
 
 
 def _adapted(layer: Any) -> Tensor | None:
@@ -256,7 +257,6 @@ def _serves(llama: Llama) -> bool:
         and llama.heads % llama.groups == 0
         and llama.norm.dtype == torch.float32
         and llama.norm.device.type == "cpu"
-        and native.able()
         and _library(llama.size) is not None
     )
 

@@ -17,7 +17,8 @@ from mmrl.core.host import selected
 from mmrl.policies import scores
 from mmrl.policies.compiling import check_backend
 from mmrl.policies.image_tokens.attention import Kernel
-from mmrl.policies.image_tokens.decoder import Llama, Matrix, Weights
+from mmrl.policies.image_tokens.decoder import Decoder, Llama, Matrix, Weights
+from mmrl.policies.image_tokens.kv_cache import Rooms
 from mmrl.policies.scores import Scored
 from mmrl.policies.tokens import places
 from samplers.warp import Warp
@@ -72,7 +73,7 @@ class ImageNet(nn.Module, ABC):
     @contextmanager
     def laid_out(self) -> Iterator[None]:
         """Lay weights out for code of ours within the block, in which they must not change."""
-        if self.native and self.weights is None and self.last is None:
+        if self.native and not torch.is_autocast_enabled("cpu"):
             self.weights = Weights.of(self.llama())
             layer = self.last_layer()
             self.last = None if layer is None else Matrix.of(layer)
@@ -81,6 +82,10 @@ class ImageNet(nn.Module, ABC):
         finally:
             self.weights = None
             self.last = None
+
+    def decoder(self, rooms: Rooms, padding: Tensor | None) -> Decoder | None:
+        """Return what passes tokens behind these columns by code of ours; None: the layers do."""
+        return None if self.weights is None else self.weights.following(rooms, padding)
 
     def llama(self) -> Llama | None:
         """Describe the layers that ``token`` passes through, if they are a Llama's."""
@@ -139,9 +144,9 @@ class ImageNet(nn.Module, ABC):
         """
         dtype = next(self.parameters()).dtype
         if features.shape[-1] == self.hidden:
-            if self.last is not None:
-                return self.last(self.lift(features.to(dtype)))
-            return self.vocabulary(features.to(dtype))
+            if self.last is None or torch.is_grad_enabled():
+                return self.vocabulary(features.to(dtype))
+            return self.last(self.lift(features.to(dtype)))
         cond, empty, scale = torch.split(features, [self.hidden, self.hidden, 1], -1)
         if self.stopgrad or self.affine is None:
             z = self.vocabulary(cond.to(dtype)).to(scale)
@@ -151,7 +156,9 @@ class ImageNet(nn.Module, ABC):
         h = self.lift(cond.to(dtype)).to(scale)
         h_empty = self.lift(empty.to(dtype)).to(scale)
         mixed = (h_empty + scale * (h - h_empty)).to(dtype)
-        return self.affine(mixed) if self.last is None else self.last(mixed)
+        if self.last is None or torch.is_grad_enabled():
+            return self.affine(mixed)
+        return self.last(mixed)
 
     def score(
         self,

@@ -66,7 +66,8 @@ class SharedText:
             v = v[rows]
         q, k, v = (_by_head(x, heads) for x in (q, k, v))
         output = attend(q, k, v, mask, kernel=self.kernel).transpose(1, 2)
-        return output.reshape(batch, -1, heads * q.shape[-1])
+        joined: Tensor = output.reshape(batch, -1, heads * q.shape[-1])
+        return joined
 
 
 def _by_head(x: Tensor, heads: int) -> Tensor:
@@ -88,11 +89,8 @@ def _even(k: Tensor, v: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
 def _exact(x: Tensor) -> bool:
     """Tell whether x is computed with on a CPU in full precision, where passes over wide
     activations and small blocks are what costs."""
-    return (
-        x.device.type == "cpu"
-        and x.dtype in (torch.float32, torch.float64)
-        and not torch.is_autocast_enabled("cpu")
-    )
+    exact = x.dtype in (torch.float32, torch.float64)
+    return exact and x.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
 
 
 @cache
@@ -169,8 +167,8 @@ class _Length(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         x, length = ctx.saved_tensors
-        share: Tensor = gradient / length
-        return x * share.masked_fill(length == 0, 0.0)
+        slope: Tensor = x * (gradient / length).masked_fill(length == 0, 0.0)
+        return slope
 
 
 class _Gelu(nn.GELU):

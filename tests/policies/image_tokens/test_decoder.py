@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from mmrl.policies import native
+from mmrl.policies.base import NO_CONTEXT, Drafts
 from mmrl.policies.image_tokens import checkpoints, decoder
 from mmrl.policies.image_tokens.kv_cache import Rooms
 from mmrl.policies.image_tokens.models import llama, llamagen_gpt
@@ -185,6 +186,36 @@ def test_compiled_rollouts_are_those_that_are_not(make, options, tmp_path, count
         assert_alike(compiled.rollout(PROMPTS, 3, rng), policy.rollout(PROMPTS, 3, rng))
     assert counted["token"] == 2 * 3 and counted["matrix"] == 2 * 4
     assert compiled.net.weights is None and compiled.net.last is None
+
+
+@pytest.mark.parametrize("make", [janus, texts])
+@torch.no_grad()
+def test_drafts_are_drawn_on_by_it(make, tmp_path, counted):
+    """Rows that keep 0, 1, 2 ... tokens of their drafts."""
+    policy, compiled = (make(tmp_path, guidance_scale=2.0, compile=on) for on in (False, True))
+    old = policy.rollout(PROMPTS, 4, Rng.of("old"))
+    wanted = torch.arange(4) < (torch.arange(8) % 5)[:, None]
+    rollouts = []
+    for each in (policy, compiled):
+        drafts = Drafts(
+            ids=old.sample,
+            mask=old.mask,
+            logprob=torch.where(wanted, -1e3, 1e3),  # certain to be kept, or not
+            lenience=torch.ones(8),
+        )
+        context = NO_CONTEXT.__class__(drafts=lambda *_, drafts=drafts: drafts)
+        rollouts.append(each.rollout(PROMPTS, 4, Rng.of("new"), context))
+    assert_alike(*rollouts[::-1])
+    assert counted["token"] > 0
+
+
+@torch.no_grad()
+def test_autocast_leaves_it_out(tmp_path, counted):
+    policy = classes(tmp_path, compile="eager")
+    policy.net.native = True
+    with torch.autocast("cpu", torch.bfloat16):
+        policy.rollout(PROMPTS, 2, Rng.of("autocast"))
+    assert counted == {"token": 0, "matrix": 0}
 
 
 @torch.no_grad()

@@ -82,7 +82,7 @@ class JanusNet(ImageNet):
         rooms = Rooms.after(caches.key_values(cache), rows, mask.shape[1] + extra)
         padding = None if bool(mask.all()) else mask[rows].bool()
         rope = llama.rotations(model, hidden, places[rows, -1] + 1, extra)
-        decoder = self.weights and self.weights.following(rooms, padding)
+        decoder = self.decoder(rooms, padding)
         return hidden[rows], _State(rooms, padding, rope, decoder=decoder)
 
     def step(self, ids: Tensor, state: _State) -> Tensor:

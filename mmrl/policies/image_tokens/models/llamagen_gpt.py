@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +22,6 @@ from mmrl.policies.image_tokens.decoder import Decoder, Llama, LlamaLayer
 from mmrl.policies.image_tokens.kv_cache import KV, Place, Rooms, put
 from mmrl.policies.image_tokens.network import ImageNet, Inputs, widened
 from mmrl.policies.products import together
-
 
 EPSILON = 1e-5  # of norms
 
@@ -59,7 +59,9 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = x.to(torch.promote_types(x.dtype, torch.float32))
-        return (h * torch.rsqrt(h.square().mean(-1, keepdim=True) + EPSILON)).to(x.dtype) * self.weight
+        return (h * torch.rsqrt(h.square().mean(-1, keepdim=True) + EPSILON)).to(
+            x.dtype
+        ) * self.weight
 
 
 class Attention(nn.Module):
@@ -205,7 +207,7 @@ class LlamaGenGPT(ImageNet):
             read.append(key_values)
         rooms = Rooms.after(read, rows, length + len(self.turns) - 1)
         padding = None if mask is None else mask[rows]
-        decoder = self.weights and self.weights.following(rooms, padding)
+        decoder = self.decoder(rooms, padding)
         return self.norm(x[:, -1:])[rows], _State(rooms, padding, decoder)
 
     def step(self, ids: Tensor, state: _State) -> Tensor:
@@ -219,6 +221,7 @@ class LlamaGenGPT(ImageNet):
         return self.token(self, x, rope, mask, place, state.rooms.layers)
 
     def llama(self) -> Llama | None:
+        blocks: Any = self.layers
         layers = [
             LlamaLayer(
                 block.attention_norm.weight,
@@ -227,7 +230,7 @@ class LlamaGenGPT(ImageNet):
                 block.ffn_norm.weight,
                 *(getattr(block.feed_forward, name) for name in ("w1", "w3", "w2")),
             )
-            for block in self.layers
+            for block in blocks
         ]
         shape = self.shape
         size = shape.dim // shape.heads
