@@ -52,16 +52,14 @@ class SharedText:
     ) -> Tensor:
         """Attend with queries [B, n, C] to the texts [U, S, C] of ``rows`` [B]."""
         batch, texts = len(q), len(k)
-        if mask is None and _exact(q):
+        exact = _exact(q)
+        if mask is None and exact:
             mask, k, v = _even(k, v)
-            each = batch // texts
-            if texts * each == batch and torch.equal(
-                rows, torch.arange(texts).repeat_interleave(each)
-            ):
-                # rows of one text are queries of one text, which kernels take in larger blocks
-                q = q.reshape(texts, -1, q.shape[-1])
-                rows = rows[::each]
-        if len(rows) != texts or len(q) != texts:
+        each = torch.arange(texts).repeat_interleave(batch // texts)
+        if exact and torch.equal(rows, each):
+            # rows of one text are queries of one text, which kernels take in larger blocks
+            q = q.reshape(texts, -1, q.shape[-1])
+        else:
             k = k[rows]
             v = v[rows]
         q, k, v = (_by_head(x, heads) for x in (q, k, v))
@@ -71,7 +69,8 @@ class SharedText:
 
 
 def _by_head(x: Tensor, heads: int) -> Tensor:
-    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+    parts: Tensor = x.unflatten(-1, (heads, -1)).transpose(1, 2)
+    return parts
 
 
 def _even(k: Tensor, v: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:

@@ -251,7 +251,7 @@ def test_gradients_of_the_quickened_network_are_those_of_diffusers(dtype):
         torch.testing.assert_close(ours[name], gradient, atol=2e-4 * size, rtol=0)
 
 
-@pytest.mark.parametrize("order", [[0, 0, 1, 1], [1, 0, 0, 1]])
+@pytest.mark.parametrize("order", [[0, 0, 1, 1], [1, 0, 0, 1], [2, 0, 3, 1], [0, 0, 0, 0]])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @torch.no_grad()
 def test_the_quickened_network_is_that_of_diffusers(dtype, order):
@@ -278,11 +278,11 @@ def test_the_quickened_network_is_that_of_diffusers(dtype, order):
         .repeat(2, 1, 1)
     )
     text = Rng.of("text").normal(
-        torch.arange(2), (5, plain.config.encoder_hidden_size), dtype=dtype
+        torch.arange(max(order) + 1), (5, plain.config.encoder_hidden_size), dtype=dtype
     )
-    pooled = Rng.of("pool").normal(torch.arange(2), (plain.config.cond_embed_dim,), dtype=dtype)[
-        rows
-    ]
+    pooled = Rng.of("pool").normal(
+        torch.arange(max(order) + 1), (plain.config.cond_embed_dim,), dtype=dtype
+    )[rows]
     micro = torch.tensor([[16, 16, 0, 0, 6.0]], dtype=dtype).expand(4, -1)
     wanted = plain(ids, text[rows], pooled, micro)
     torch.testing.assert_close(policy(ids, text[rows], pooled, micro), wanted, atol=1e-5, rtol=1e-6)
