@@ -197,19 +197,27 @@ inline float weights(float* s, long n) {
   return 1.0f / _mm512_reduce_add_ps(total);
 }
 
+// to [D] = the sum of n values v by weights w, times ``by``.
 inline void weighed(const float* w, const float* v, long token, long n, float by, float* to) {
-  Vec sums[V][2];
-  for (auto& x : sums) x[0] = x[1] = _mm512_setzero_ps();
-  for (long j = 0; j < n; j++) {
+  Vec even[V], odd[V];
+  for (long d = 0; d < V; d++) even[d] = odd[d] = _mm512_setzero_ps();
+  const auto add = [&](long j, Vec* sums) {
     const Vec weight = _mm512_set1_ps(w[j]);
     for (long d = 0; d < V; d++) {
-      fetch_first(v + (j + 16) * token + 16 * d);
-      sums[d][j & 1] = _mm512_fmadd_ps(weight, _mm512_loadu_ps(v + j * token + 16 * d), sums[d][j & 1]);
+      const float* at = v + j * token + 16 * d;
+      fetch_first(at + 16 * token);
+      sums[d] = _mm512_fmadd_ps(weight, _mm512_loadu_ps(at), sums[d]);
     }
+  };
+  long j = 0;
+  for (; j + 2 <= n; j += 2) {
+    add(j, even);
+    add(j + 1, odd);
   }
+  if (j < n) add(j, even);
+  const Vec factor = _mm512_set1_ps(by);
   for (long d = 0; d < V; d++)
-    _mm512_storeu_ps(to + 16 * d,
-                     _mm512_mul_ps(_mm512_add_ps(sums[d][0], sums[d][1]), _mm512_set1_ps(by)));
+    _mm512_storeu_ps(to + 16 * d, _mm512_mul_ps(_mm512_add_ps(even[d], odd[d]), factor));
 }
 
 // Writes the key and value of one group of a row, of qkv [heads + 2 groups, D], and attends.
@@ -232,8 +240,8 @@ inline void attend(const Token& p, const Layer& layer, const float* qkv, long ro
 
 }  // namespace
 
-// x [B, width] becomes the hidden states, normed; ``room`` has B (width + 2 (heads + groups) D + feed)
-// numbers, and place + 17 for every thread.
+// x [B, width] becomes the hidden states, normed; ``room`` has B (width + 2 (heads + groups) D +
+// feed) numbers, and place + 17 for every thread.
 extern "C" void token(const Token* described, float* x, float* room, long threads) {
   const Token& p = *described;
   const long W = p.width, N = (p.heads + 2 * p.groups) * D, A = p.heads * D;
@@ -253,11 +261,7 @@ extern "C" void token(const Token* described, float* x, float* room, long thread
 #pragma omp for
     for (long task = 0; task < p.B * p.groups; task++) {
       const long row = task / p.groups;
-#ifdef _OPENMP
       float* s = scores + omp_get_thread_num() * (p.place + 17);
-#else
-      float* s = scores;
-#endif
       attend(p, layer, qkv + row * N, row, task % p.groups, s, attended + row * A);
     }
     const auto add = [&](long panel, long row, Vec a, Vec b) {
