@@ -36,7 +36,7 @@ class LlamaLayer(NamedTuple):
 
     norm: Tensor
     qkv: Parts
-    out: nn.Module
+    output: nn.Module
     second_norm: Tensor
     gate: nn.Module
     up: nn.Module
@@ -59,7 +59,7 @@ class Llama(NamedTuple):
 class _Layer(ctypes.Structure):
     _fields_ = [
         (name, ctypes.c_void_p)
-        for name in ("norm", "qkv", "out", "second_norm", "gated", "down", "k", "v")
+        for name in ("norm", "qkv", "output", "second_norm", "gated", "down", "k", "v")
     ]
 
 
@@ -97,11 +97,11 @@ class Matrix:
         """Return what the layer makes of x [*, inputs] in float32."""
         outputs, inputs = self.shape
         x = x.contiguous()
-        out = x.new_empty(*x.shape[:-1], outputs)
+        product = x.new_empty(*x.shape[:-1], outputs)
         sizes = (ctypes.c_long(n) for n in (x.numel() // inputs, inputs, outputs))
         bias = None if self.bias is None else at(self.bias)
-        _built(ANY_HEAD).linear(at(x), at(self.panels), bias, *sizes, at(out), threads())
-        return out
+        _built(ANY_HEAD).linear(at(x), at(self.panels), bias, *sizes, at(product), threads())
+        return product
 
 
 @dataclass
@@ -123,16 +123,16 @@ class Weights:
             return None
         matrices: list[Tensor] = []
         for layer in llama.layers:
-            parts = [*layer.qkv, layer.out, layer.gate, layer.up, layer.down]
+            parts = [*layer.qkv, layer.output, layer.gate, layer.up, layer.down]
             weights = [weight for weight in map(weight_of, parts) if weight is not None]
             if len(weights) < len(parts):
                 return None
-            *qkv, out, gate, up, down = weights
-            if out.shape[0] % VECTOR or gate.shape[0] % VECTOR:
+            *qkv, output, gate, up, down = weights
+            if output.shape[0] % VECTOR or gate.shape[0] % VECTOR:
                 return None
             # 16 outputs of the gate, then the 16 that they weigh
             gated = torch.stack([gate.unflatten(0, (-1, VECTOR)), up.unflatten(0, (-1, VECTOR))], 1)
-            matrices += [torch.cat(qkv), out, gated.flatten(0, 2), down]
+            matrices += [torch.cat(qkv), output, gated.flatten(0, 2), down]
         sizes = [_padded(len(matrix)) * matrix.shape[1] for matrix in matrices]
         starts = [0, *torch.tensor(sizes).cumsum(0).tolist()]
         norms = [
@@ -204,9 +204,11 @@ class Decoder:
         base = weights.panels.data_ptr()
         layers = []
         for i, (k, v) in enumerate(rooms.layers):
-            qkv, out, gated, down = (base + 4 * first for first in weights.first[i])
+            qkv, output, gated, down = (base + 4 * first for first in weights.first[i])
             norm, second = (x.data_ptr() for x in weights.norms[2 * i : 2 * i + 2])
-            layers.append(_Layer(norm, qkv, out, second, gated, down, k.data_ptr(), v.data_ptr()))
+            layers.append(
+                _Layer(norm, qkv, output, second, gated, down, k.data_ptr(), v.data_ptr())
+            )
         return layers
 
 
