@@ -41,6 +41,7 @@ from samplers import unmask  # noqa: E402
 from samplers.noise import Rng  # noqa: E402
 
 TARGET = 2.0  # of those that a library has
+COMPILED = "janus", "llamagen"  # those that --compile compiles
 PUBLISHED = "janus", "amused"
 STREAM = Rng.of("bench")
 PROMPT = {
@@ -386,9 +387,25 @@ def timed(fn: Callable[[], Any]) -> dict[str, float]:
 def measure(size: Size, args: argparse.Namespace) -> dict[str, Any]:
     """Measure both in turns; the factor is the median of the ratios of neighbours."""
     small = replace(size, side=min(size.side, args.check_side), layers=min(size.layers, 8))
-    with built(small, args, torch.float64) as pair:
+    plain = argparse.Namespace(**vars(args) | {"compile": False})
+    with built(small, plain, torch.float64) as pair:
         shown = f"{pair.agreement()} ({small.side} x {small.side} tokens, {small.layers} layers)"
-    with built(size, args, getattr(torch, args.dtype)) as pair:
+    compiled = args.compile and size.family in COMPILED
+    tokens = floor = None
+    if compiled:  # their products are within one operation
+        with built(size, plain, getattr(torch, args.dtype)) as pair:
+            tokens = pair.ours()
+            floor = statistics.median(measuring.floor(pair.ours) for _ in range(args.repeats))
+    first = None
+    with built(size, args if compiled else plain, getattr(torch, args.dtype)) as pair:
+        if tokens is not None:
+            start = time.perf_counter()
+            different = int((pair.ours() != tokens).sum())
+            first = time.perf_counter() - start
+            shown += (
+                f"; compiled in {args.dtype}, {different} of {tokens.numel()} tokens are others "
+                "than not compiled"
+            )
         for fn in (pair.ours, pair.theirs) if args.warm else ():
             fn()
         runs: dict[str, list[dict[str, float]]] = {"mmrl": [], "torch": [], "library": []}
@@ -397,7 +414,8 @@ def measure(size: Size, args: argparse.Namespace) -> dict[str, Any]:
             with mock.patch.object(products, "faster", lambda: False):
                 runs["torch"].append(timed(pair.ours))
             runs["library"].append(timed(pair.theirs))
-        floor = statistics.median(measuring.floor(pair.ours) for _ in range(args.repeats))
+        if floor is None:
+            floor = statistics.median(measuring.floor(pair.ours) for _ in range(args.repeats))
     by = "wall" if args.device == "cuda" else "cpu"
     ratios, by_torch = (
         {
@@ -416,11 +434,19 @@ def measure(size: Size, args: argparse.Namespace) -> dict[str, Any]:
         "seconds": seconds,
         "by": by,
         "products": floor,
+        "first": first,
         "factor": statistics.median(ratios[by]),
         "factor_by_torch": statistics.median(by_torch[by]),
         "onednn": products.faster() and args.device == "cpu" and args.dtype == "float32",
         "images_per_second": args.copies / seconds["mmrl"],
     }
+
+
+def bound(case: dict[str, Any]) -> str:
+    """Say how many times as fast products alone would be; compiled, ours are others than those."""
+    if case.get("first") is not None:
+        return "-"
+    return f"{case['seconds']['library'] / case['products']:.2f}"
 
 
 def page(report: dict[str, Any]) -> str:
@@ -460,7 +486,7 @@ def page(report: dict[str, Any]) -> str:
             f"{case['factor']:.2f} "
             f"| {statistics.median(wall):.2f} ({min(wall):.2f} - {max(wall):.2f}) "
             f"| {case['factor_by_torch']:.2f} | {case['products']:.2f} "
-            f"| {case['seconds']['library'] / case['products']:.2f} |"
+            f"| {bound(case)} |"
         )
     runs = [
         run for case in report["cases"].values() for side in case["runs"].values() for run in side
@@ -472,10 +498,24 @@ def page(report: dict[str, Any]) -> str:
             f"The machine was busy with other work: the clock ran {busy:.0f} times as "
             f"long as the process.",
         ]
+    first = [
+        f"{name} {case['first']:.1f} s"
+        for name, case in report["cases"].items()
+        if case.get("first") is not None
+    ]
+    if first:
+        lines += ["", BY_COMPILE.format(first=", ".join(first))]
     lines += ["", "Equal outputs, in float64:", ""]
     lines += [f"* {name}: {case['equal']}" for name, case in report["cases"].items()]
     return "\n".join([*lines, "", WHY, ""])
 
+
+BY_COMPILE = """\
+mmrl's side of Janus and LlamaGen is compiled (`policy.compile: true`, which on a CPU is code of
+ours for a whole token): their first rollouts, in which code is built or found in the inductor's
+cache, are not counted and took {first}. Their "products" are those of rollouts that are not
+compiled. The library's side is not compiled: transformers' `generate` does not do so for pictures,
+and `torch.compile` of its language model by hand gave nothing (see docs/lab-notes.md)."""
 
 WHY = """\
 Janus and aMUSEd are compared with the libraries. LlamaGen and VAR are in none; the other side is a
@@ -486,9 +526,10 @@ not at all places of a static cache; the embedding's layers run once for conditi
 unconditional rows, and the product with the codebook once for their mixture, since the weights of
 guidance add up to 1; no masks and caches are made anew for a token. aMUSEd: the first pass, in
 which all images of a group are hidden, is one image; keys and values of the text are made once for
-all images; logits are made of hidden tokens only, and once for the mixture. LlamaGen, VAR: as
-Janus. All: a token is drawn with one uniform number, whose place is looked up in running sums over
-blocks of the codebook.
+all images, and all images of a text are queries to it together; logits are made of hidden tokens
+only, and once for the mixture; norms and gates pass over wide activations less often. LlamaGen,
+VAR: as Janus. All: a token is drawn with one uniform number, whose place is looked up in running
+sums over blocks of the codebook, on CPUs a few rows at a time.
 
 On CPUs with AVX-512 that are not Intel's, products in float32 are oneDNN's, whose weights are
 brought into its layout once a rollout, queries, keys and values (and both halves of a gated layer)
@@ -511,7 +552,9 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--compile", action="store_true", help="one graph for a token (Janus)")
+    parser.add_argument(
+        "--compile", action="store_true", help="policy.compile of Janus and LlamaGen"
+    )
     parser.add_argument(
         "--check-side", type=int, default=6, help="tokens a side where equality is shown"
     )

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from mmrl.policies import native
+
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
 
@@ -131,6 +133,14 @@ def test_sampled_tokens_equal_those_of_the_libraries(monkeypatch, tmp_path):
     }
     page = (tmp_path / "speed.md").read_text()
     assert page.count("from equal random numbers") == 4 and "| janus | 64, 1 | 4 |" in page
+    if native.able():  # elsewhere the inductor would compile for a while
+        discrete.main(
+            ["--compile", *words[:1], *words[3:4], *words[5:], str(tmp_path / "compiled")]
+        )
+        page = (tmp_path / "compiled.md").read_text()
+        assert page.count(" 0 of 12 tokens are others than not compiled") == 1
+        assert "first rollouts" in page
+        torch.set_num_threads(threads)
     monkeypatch.setattr(
         discrete.Janus, "ours", lambda self, *_: torch.zeros(3, 4, dtype=torch.long)
     )

@@ -54,8 +54,8 @@ class ImageTokenPolicy(TokenPolicy):
     is scored; "guided" is what was sampled, "guided_stopgrad_uncond" the same without gradient
     through the unconditional logits, "conditional" leaves guidance out of the score (a mismatch
     most codes publish). attention: the kernel; auto is torch's own choice. compile: the pass for
-    one token as one graph (torch.compile), whose shapes never change: for GPUs; a text is the name
-    of its backend.
+    one token as one graph (torch.compile), whose shapes never change, for GPUs; in float32 on CPUs
+    with AVX-512 code of ours; a text is the name of its backend.
     """
 
     capabilities = replace(
@@ -120,7 +120,7 @@ class ImageTokenPolicy(TokenPolicy):
                 "policy option compile: weights that processes share are gathered layer by layer, "
                 "which a graph of all layers does not do; leave it out, or the sharding"
             )
-        with kept_layout(self.net, len(self.net.turns)):
+        with kept_layout(self.net, len(self.net.turns)), self.net.laid_out():
             return self._rollout(prompts, copies, rng, context)
 
     def _rollout(

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
 from mmrl.config.options import Steps
-from mmrl.core.distributions import drawn
+from mmrl.core.distributions import cached_rows, drawn
 from mmrl.core.errors import UserError
 from mmrl.core.host import indices, on_host, remember, selected
 from mmrl.core.sharding import shards
@@ -207,8 +207,10 @@ class MaskedDiffusion(LogitsPolicy):
             results.append(
                 every.view(*distinct.mask.shape, copies).transpose(1, 2).reshape(uniform.shape)
             )
-        plain = logits * self.temperature * self._heat(distinct)
-        values = recorded(self.quantities, plain, logits)
+        values = logits.new_zeros(len(logits), 0)
+        if self.quantities:
+            plain = logits * self.temperature * self._heat(distinct)
+            values = recorded(self.quantities, plain, logits)
         at_places = values.new_zeros(distinct.mask.numel(), values.shape[-1]).index_copy(
             0, indices(distinct.mask), values
         )
@@ -488,4 +490,8 @@ def _columns(x: Tensor, part: slice) -> Tensor:
 
 def _gathered(logits: Tensor, token: Tensor) -> Tensor:
     """Gather log-probs of tokens [N, n] under logits [N, V]."""
-    return logits.log_softmax(-1).gather(-1, token)
+    rows = None if torch.is_grad_enabled() else cached_rows(logits)
+    if rows is None:
+        return logits.log_softmax(-1).gather(-1, token)
+    parts = zip(logits.split(rows), token.split(rows), strict=True)
+    return torch.cat([part.log_softmax(-1).gather(-1, ids) for part, ids in parts])

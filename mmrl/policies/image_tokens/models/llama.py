@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mmrl.policies.image_tokens.attention import Kernel, attend
+from mmrl.policies.image_tokens.decoder import Llama, LlamaLayer
 from mmrl.policies.image_tokens.kv_cache import KV, Place, Rooms, put
 from mmrl.policies.products import together
 
@@ -24,6 +25,31 @@ def rotations(model: Any, like: Tensor, first: Tensor, count: int) -> Rope:
     cos, sin = model.rotary_emb(like, position_ids=places)
     a, b = sin[:, None].chunk(2, -1)
     return cos[:, None], torch.cat([-a, b], -1)
+
+
+def described(model: Any) -> Llama | None:
+    """Describe the layers for code of ours; None where they are not those of transformers' Llama
+    with gates by SiLU."""
+    from transformers.models.llama import modeling_llama as hf
+
+    layers = []
+    for layer in model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        norms = layer.input_layernorm, layer.post_attention_layernorm, model.norm
+        known = [type(x) is hf.LlamaRMSNorm for x in norms]
+        known += [type(layer) is hf.LlamaDecoderLayer, type(attention) is hf.LlamaAttention]
+        known += [type(mlp) is hf.LlamaMLP, model.config.hidden_act == "silu"]
+        if not all(known) or len({norm.variance_epsilon for norm in norms}) > 1:
+            return None
+        qkv = attention.q_proj, attention.k_proj, attention.v_proj
+        first, second = (norm.weight for norm in norms[:2])
+        feed = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+        layers.append(LlamaLayer(first, qkv, attention.o_proj, second, *feed))
+    config = model.config
+    heads, groups = config.num_attention_heads, config.num_key_value_heads
+    norm, scale = model.norm, attention.scaling
+    epsilon = norm.variance_epsilon
+    return Llama(layers, norm.weight, epsilon, heads, groups, attention.head_dim, scale, False)
 
 
 def token(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,9 +18,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mmrl.policies.image_tokens.attention import Kernel, attend
+from mmrl.policies.image_tokens.decoder import Decoder, Llama, LlamaLayer
 from mmrl.policies.image_tokens.kv_cache import KV, Place, Rooms, put
 from mmrl.policies.image_tokens.network import ImageNet, Inputs, widened
 from mmrl.policies.products import together
+
+EPSILON = 1e-5  # of norms
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,7 @@ class Shape:
 class _State:
     rooms: Rooms
     padding: Tensor | None  # [B, condition] bool
+    decoder: Decoder | None = None
 
 
 class RMSNorm(nn.Module):
@@ -54,7 +59,9 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = x.to(torch.promote_types(x.dtype, torch.float32))
-        return (h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-5)).to(x.dtype) * self.weight
+        return (h * torch.rsqrt(h.square().mean(-1, keepdim=True) + EPSILON)).to(
+            x.dtype
+        ) * self.weight
 
 
 class Attention(nn.Module):
@@ -199,14 +206,39 @@ class LlamaGenGPT(ImageNet):
             x, key_values = layer(x, rope, attention_mask, self.kernel)
             read.append(key_values)
         rooms = Rooms.after(read, rows, length + len(self.turns) - 1)
-        return self.norm(x[:, -1:])[rows], _State(rooms, None if mask is None else mask[rows])
+        padding = None if mask is None else mask[rows]
+        decoder = self.decoder(rooms, padding)
+        return self.norm(x[:, -1:])[rows], _State(rooms, padding, decoder)
 
     def step(self, ids: Tensor, state: _State) -> Tensor:
         x = widened(self.tok_embeddings(ids), state.rooms.rows)
         first = state.rooms.length
+        rope = self._rope(first, first + 1, x)
+        if state.decoder is not None:
+            return state.decoder.token(x, *parts(rope), state.rooms)
         place = state.rooms.next(1, self.fixed)
         mask = state.rooms.attention_mask(place, state.padding)
-        return self.token(self, x, self._rope(first, first + 1, x), mask, place, state.rooms.layers)
+        return self.token(self, x, rope, mask, place, state.rooms.layers)
+
+    def llama(self) -> Llama | None:
+        blocks: Any = self.layers
+        layers = [
+            LlamaLayer(
+                block.attention_norm.weight,
+                (block.attention.wqkv,),
+                block.attention.wo,
+                block.ffn_norm.weight,
+                *(getattr(block.feed_forward, name) for name in ("w1", "w3", "w2")),
+            )
+            for block in blocks
+        ]
+        shape = self.shape
+        size = shape.dim // shape.heads
+        sizes = shape.heads, shape.heads, size
+        return Llama(layers, self.norm.weight, EPSILON, *sizes, size**-0.5, True)
+
+    def last_layer(self) -> nn.Module:
+        return self.output
 
     def extend(self, ids: Tensor, state: _State) -> Tensor:
         x = self.tok_embeddings(ids[:, :-1])
@@ -219,7 +251,8 @@ class LlamaGenGPT(ImageNet):
     def back(self, state: _State, rows: slice | Tensor, count: int, ids: Tensor) -> _State:
         length = state.rooms.length - (len(self.turns) - 1 - count)
         padding = None if state.padding is None else state.padding[rows]
-        return _State(state.rooms.back(rows, length), padding)
+        decoder = state.decoder and state.decoder.of_rows(rows)
+        return _State(state.rooms.back(rows, length), padding, decoder)
 
     def teach(self, inputs: Inputs, ids: Tensor) -> Tensor:
         condition = self.cls_embedding(inputs)
@@ -292,6 +325,13 @@ def rotated(x: Tensor, rope: Tensor) -> Tensor:
     a, b = x.to(rope).unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = rope.unbind(-1)
     return torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2).to(x.dtype)
+
+
+def parts(rope: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how often each number of a head counts [n, D], and how often its neighbour does, of
+    cosines and sines [n, D / 2, 2]."""
+    cos, sin = rope.unbind(-1)
+    return cos.repeat_interleave(2, -1), torch.stack([-sin, sin], -1).flatten(-2)
 
 
 def causal(mask: Tensor, length: int) -> Tensor:
