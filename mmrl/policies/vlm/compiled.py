@@ -102,12 +102,11 @@ class Compiled:
         draw, warp, uniform = then or (None, None, None)
         kind = type(layout), kept is None, warp, uniform is None
         key = (self.state or state_of(self.net), self.net.text_config._attn_implementation, kind)
+        columns = caches.reserved(cache)
         if key not in self.tokens:
             self.tokens[key] = self.compile(_token_of(self.net, draw, warp), trusts=True)
-        columns = caches.reserved(cache)
-        stepped: tuple[Tensor, Any] = self.tokens[key](
-            ids, places, columns, attended, layout, uniform
-        )
+            _fix_heads(columns, layout)
+        stepped: tuple[Tensor, Any] = self.tokens[key](ids, places, columns, attended, layout, uniform)
         return stepped
 
     def draw(
@@ -181,6 +180,19 @@ def state_of(net: nn.Module) -> Hashable:
         kinds = [None if x is None else (type(x), x.dtype, x.device, x.shape) for x in tensors]
         parts.append((name, type(part), repr(plain), tuple(kinds), len(part._forward_hooks)))
     return hash(tuple(parts))
+
+
+def _fix_heads(columns: Sequence[KV], layout: Layout | Direct | None) -> None:
+    """Let the numbers of heads and their sizes, which never change, be no symbols of a graph that
+    is built next: each is an argument of every call."""
+    prompts = [] if layout is None else layout.prompts
+    for pair in (*columns, *prompts):
+        for tensor in pair:
+            torch._dynamo.mark_static(tensor, [1, 3])
+    kept = layout.kept if isinstance(layout, Direct) else None
+    if kept is not None:
+        torch._dynamo.mark_static(kept.attended, [0, 3, 4])
+        torch._dynamo.mark_static(kept.lse, [0, 3])
 
 
 def _is_plain(value: Any) -> bool:
@@ -286,6 +298,7 @@ def symbolic() -> Iterator[None]:
     shapes: Any = _config
     with (
         shapes.patch(use_duck_shape=False),
-        torch._dynamo.config.patch(recompile_limit=GRAPHS),
+        # numbers such as a norm's epsilon, which are tensors of every call otherwise
+        torch._dynamo.config.patch(recompile_limit=GRAPHS, specialize_float=True),
     ):
         yield

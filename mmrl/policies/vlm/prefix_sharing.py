@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -74,7 +75,7 @@ class SharedPrefix(nn.Module):
         latent = getattr(config, "kv_lora_rank", None) is not None
         return full and self.config.model_type in DIRECT and by_sdpa and not latent
 
-    @property
+    @cached_property
     def text_config(self) -> Any:
         return self.hf.config.get_text_config()
 
