@@ -106,7 +106,9 @@ class Compiled:
         if key not in self.tokens:
             self.tokens[key] = self.compile(_token_of(self.net, draw, warp), trusts=True)
             _fix_heads(columns, layout)
-        stepped: tuple[Tensor, Any] = self.tokens[key](ids, places, columns, attended, layout, uniform)
+        stepped: tuple[Tensor, Any] = self.tokens[key](
+            ids, places, columns, attended, layout, uniform
+        )
         return stepped
 
     def draw(
