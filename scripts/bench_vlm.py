@@ -339,7 +339,7 @@ def curves(work: Work, engine: str = "transformers") -> dict[str, list[Work]]:
         "answer tokens": [replace(work, tokens=n) for n in (4, 64, 256)],
         "answer tokens, long prompt": [replace(long, tokens=n) for n in (64, 256)],
         "compiled, answer tokens": [replace(shape, compile=True) for shape in answers],
-        "compiled, passes of sampling reused": [
+        "compiled, with train.reuse_rollout_graph": [
             replace(shape, compile=True, reuse=True) for shape in answers
         ],
         "answers that end by themselves": [
