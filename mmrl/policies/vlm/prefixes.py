@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mmrl.core.host import sent
 from mmrl.policies.vlm import packing
 from mmrl.policies.vlm.caches import KV, Memory
 from mmrl.policies.vlm.cpu_attention import Kept
@@ -60,7 +61,7 @@ class Prefix:
         more = width - self.mask.shape[1]
         if prompts == list(range(len(self.mask))) and not more:
             return self
-        at = torch.tensor(prompts, device=self.mask.device)
+        at = sent(torch.tensor(prompts), self.mask.device)
         return Prefix(
             self.hidden.index_select(0, at),
             F.pad(self.mask[at], (more, 0)),
