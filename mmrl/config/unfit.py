@@ -324,7 +324,7 @@ def unreusable(train: TrainOptions, objective: Any, policy: Any) -> Iterator[str
     ``objective`` and ``policy``: objects or classes."""
     name = getattr(objective, "__name__", type(objective).__name__)
     can = capabilities_of(policy)
-    if can is not None and can.decisions != "gaussian" and not policy.keeps_prompts:
+    if can is not None and can.decisions != "gaussian" and not can.prompt_graphs:
         yield (
             "of models that write tokens only vision-language models have passes to keep, those "
             "that read prompts: leave it out"

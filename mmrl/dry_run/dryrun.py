@@ -335,9 +335,9 @@ REUSES = "forwards that train.reuse_rollout_graph saves"
 
 def recorded_passes(report: Report) -> float:
     """Count the passes whose activations a device keeps at once: one, or with
-    ``train.reuse_rollout_graph`` those of all decisions of the first optimizer step. Of tokens
-    it keeps no pass of a decision."""
-    if report.counted is None or report.tokens or not report.train.reuse_rollout_graph:
+    ``train.reuse_rollout_graph`` those of all decisions of the first optimizer step. Decisions of
+    a model that writes tokens are not counted, and it keeps no pass of one."""
+    if report.counted is None or not report.train.reuse_rollout_graph:
         return 1.0
     plan = report.plan
     decisions = report.counted.decisions / plan.steps / plan.processes
@@ -364,7 +364,7 @@ def _with_memory(report: Report, configuration: configs.Config, processes: int) 
     unknown = report.unknown
     if passes > 1:
         unknown = (*unknown, f"{REUSES}: activations are those of {passes:.3g} passes")
-    if report.tokens and report.train.reuse_rollout_graph:
+    if report.train.reuse_rollout_graph and not iteration.decisions:
         unknown = (*unknown, f"{REUSES}, and the activations of all prompts, which it keeps")
     peak = costs.peak(parts, model)
     return replace(

@@ -221,7 +221,6 @@ class Policy(ABC):
     sampling: bool = False
     # passes of sampling that stand in for those of an update; None: it makes all of them
     graphs: RolloutGraphs | None = None
-    keeps_prompts: bool = False  # such passes of a policy of tokens are those that read prompts
     compiled: bool = False  # the network's passes are, by torch.compile
     # most rows of a pass: what fitted the device's memory, or was fastest; None: no limit
     most: int | None = None

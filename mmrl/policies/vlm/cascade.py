@@ -48,11 +48,11 @@ class Layout(NamedTuple):
         missing: Tensor | None,
         scale: float,
         by_element: bool = False,
-        kept: Kept | None = None,
+        store: Kept | None = None,
     ) -> Tensor:
         """Attend with queries [B, H, 1, D] to a layer's prompts and to keys and values [B, heads,
         n, D] of the answers, but where they are ``missing`` [B, 1, 1, n]; returns [B, 1, H, D],
-        which is ``kept`` too.
+        which is ``store`` too.
 
         ``by_element``: the products with answers are sums of elements, for compilers that join
         them with what is around them.
@@ -69,8 +69,8 @@ class Layout(NamedTuple):
         joined = output * factor[0] + of_answer[0] * factor[1]
         total = total * factor[0] + of_answer[2] * factor[1]
         joined = (joined / total).reshape(len(query), 1, -1, query.shape[-1])
-        if kept is not None:
-            kept.put(layer, joined[:, 0], (highest + total.log()).reshape(len(query), -1))
+        if store is not None:
+            store.put(layer, joined[:, 0], (highest + total.log()).reshape(len(query), -1))
         return joined
 
     def explicit(self, rows: int) -> Layout:
@@ -124,7 +124,7 @@ class Cascade:
             self._direct = self._direct._replace(prompts=turned)
         self.cache = caches.growing(self.empty, rows, self._direct is None)
         self.missing: Tensor | None = None  # [B, 1, 1, n] where a row has no token in a column
-        self.kept: Kept | None = None  # where steps that are not compiled keep what they return
+        self.store: Kept | None = None  # where steps that are not compiled keep what they return
         self._place(rows)
 
     def select(self, rows: Tensor) -> None:
@@ -147,7 +147,7 @@ class Cascade:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Attend with queries [B, H, 1, D] to a layer's prompts and to keys and values [B, heads,
         n, D] of the answers; returns [B, 1, H, D]."""
-        return self.layout.attend(layer, query, (key, value), self.missing, scale, kept=self.kept)
+        return self.layout.attend(layer, query, (key, value), self.missing, scale, store=self.store)
 
     def laid_out(self) -> Layout | Direct:
         """Return what the rows attend to, in the form that graphs take."""

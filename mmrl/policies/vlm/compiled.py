@@ -89,18 +89,18 @@ class Compiled:
         mask: Tensor,
         cache: Any,
         cascade: Cascade | None,
-        kept: Kept | None = None,
+        store: Kept | None = None,
         then: tuple[Callable[..., Any], Warp, Tensor | None] | None = None,
     ) -> tuple[Tensor, Any]:
         """Return hidden states [B, 1, H] of tokens ids [B, 1] at ``places`` [B, 1] behind the
         columns ``mask`` [B, S] of the cache, or of a cascade's answers, which attention by code of
-        our own writes into what is ``kept``; and, if ``then`` they draw, what is drawn."""
+        our own writes into what is ``store``; and, if ``then`` they draw, what is drawn."""
         attended = F.pad(mask, (0, 1), value=True)[:, None, None]
         layout = None if cascade is None else cascade.laid_out()
         if isinstance(layout, Direct):
-            layout = layout._replace(kept=kept)
+            layout = layout._replace(store=store)
         draw, warp, uniform = then or (None, None, None)
-        kind = type(layout), kept is None, warp, uniform is None
+        kind = type(layout), store is None, warp, uniform is None
         key = (self.state or state_of(self.net), self.net.text_config._attn_implementation, kind)
         columns = caches.reserved(cache)
         if key not in self.tokens:
@@ -133,16 +133,16 @@ class Compiled:
         return min(sizes) > 1
 
     def score_answers(
-        self, prefix: Prefix, rows: Tensor, ids: Tensor, kept: Kept | None = None
+        self, prefix: Prefix, rows: Tensor, ids: Tensor, store: Kept | None = None
     ) -> Tensor:
         """Return hidden states [B, T, H] of the tokens ids [B, T] behind the prompts of ``rows``
-        [B]; ``kept``: what they attended to when they were sampled."""
+        [B]; ``store``: what they attended to when they were sampled."""
         length = ids.shape[1]
         places = prefix.following[rows][:, None] + torch.arange(length, device=ids.device)
         behind = direct(prefix.key_values, prefix.mask, rows)
         if behind is not None:
             with symbolic(), attending(self.net.text_config):
-                behind = behind._replace(kept=kept)
+                behind = behind._replace(store=store)
                 hidden: Tensor = self.answers_directly(ids, places, behind)
             return hidden
         causal = torch.ones(length, length, dtype=torch.bool, device=ids.device).tril()
@@ -191,10 +191,10 @@ def _fix_heads(columns: Sequence[KV], layout: Layout | Direct | None) -> None:
     for pair in (*columns, *prompts):
         for tensor in pair:
             torch._dynamo.mark_static(tensor, [1, 3])
-    kept = layout.kept if isinstance(layout, Direct) else None
-    if kept is not None:
-        torch._dynamo.mark_static(kept.attended, [0, 3, 4])
-        torch._dynamo.mark_static(kept.lse, [0, 3])
+    store = layout.store if isinstance(layout, Direct) else None
+    if store is not None:
+        torch._dynamo.mark_static(store.attended, [0, 3, 4])
+        torch._dynamo.mark_static(store.lse, [0, 3])
 
 
 def _is_plain(value: Any) -> bool:

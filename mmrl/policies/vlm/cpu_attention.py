@@ -105,7 +105,7 @@ class Direct(NamedTuple):
     prompts: Sequence[tuple[Tensor, Tensor]]  # keys and values of every layer, [P, G, S, D]
     rows: Tensor  # [B] long: the prompt of each row
     start: Tensor  # [P] long: the first column of each prompt that is no padding
-    kept: Kept | None = None  # where steps keep what they return, and passes take it
+    store: Kept | None = None  # where steps keep what they return, and passes take it
 
     def attend(
         self, layer: int, query: Tensor, answers: tuple[Tensor, Tensor], real: Tensor, scale: float
@@ -114,15 +114,15 @@ class Direct(NamedTuple):
         of the answers; returns [B, T, H, D]. One token, T = 1: to the columns that are ``real`` [B,
         1, 1, n]; several: each token to those up to itself, n = T."""
         columns = [*answers, *self.prompts[layer]]
-        ops, kept = torch.ops.mmrl_vlm, self.kept
+        ops, store = torch.ops.mmrl_vlm, self.store
         attended: Tensor
         if query.shape[2] == 1:
             step = query, columns, self.rows, self.start, real, scale
             attended = (
-                ops.attend_step(*step) if kept is None else ops.keep_step(*step, *kept, layer)
+                ops.attend_step(*step) if store is None else ops.keep_step(*step, *store, layer)
             )
-        elif kept is not None:
-            known = (kept.attended[layer], kept.lse[layer], kept.rows)
+        elif store is not None:
+            known = (store.attended[layer], store.lse[layer], store.rows)
             attended, _ = ops.recall(query, *columns, self.rows, self.start, scale, *known)
         else:
             attended, _ = ops.attend(query, *columns, self.rows, self.start, scale)
@@ -209,14 +209,10 @@ def _keep_step(
     start: Tensor,
     real: Tensor,
     scale: float,
-    kept: Tensor | None = None,
-    lse: Tensor | None = None,
-    answers: Tensor | None = None,
-    tokens: Tensor | None = None,
-    layer: int = 0,
+    *store: Any,
 ) -> Tensor:
     """Attend as ``_attend_step``, and write what is returned, and the logarithms of sums of
-    weights, into ``kept`` and ``lse`` of a ``Kept`` at the ``tokens`` [B] of ``answers`` [B]."""
+    weights, into a layer of a ``Kept``, if its fields and the layer's number are given."""
     attended = _fake_step(q)
     batch, heads, _, size = q.shape
     q, k, v, pv, real = (_elements(x) for x in (q, *columns[:2], columns[3], real))
@@ -229,13 +225,13 @@ def _keep_step(
         *(real.stride(0), q.stride(0), q.stride(1)),
         *(x.stride(axis) for x in (k, v, pk.mT, pv) for axis in range(3)),
     )
-    store = _Store()
-    if kept is not None and lse is not None:
-        assert answers is not None and tokens is not None
-        parts = kept[layer], lse[layer], answers, tokens
-        store = _Store(*(x.data_ptr() for x in parts), kept.shape[2])
+    place = _Store()
+    if store:
+        results, lse, answers, tokens, layer = store
+        parts = results[layer], lse[layer], answers, tokens
+        place = _Store(*(x.data_ptr() for x in parts), results.shape[2])
     code = _built(size)
-    code.attend_step(ctypes.byref(step), ctypes.byref(store), at(attended), threads())
+    code.attend_step(ctypes.byref(step), ctypes.byref(place), at(attended), threads())
     return attended
 
 

@@ -198,12 +198,12 @@ class Task:
     # equally many passes
     busy: Callable[[bool], bool] | None = None
     start: Tensor | None = None  # [B] long: tokens of each that the prefix holds; None: none
-    kept: Kept | None = None  # where the rows keep what their tokens attend to
+    store: Kept | None = None  # where the rows keep what their tokens attend to
 
     def of(self, rows: slice) -> Task:
         """Return the task of some of the rows."""
-        kept = self.kept and self.kept._replace(rows=self.kept.rows[rows])
-        return replace(self, rows=self.rows[rows], names=self.names[rows], kept=kept)
+        store = self.store and self.store._replace(rows=self.store.rows[rows])
+        return replace(self, rows=self.rows[rows], names=self.names[rows], store=store)
 
     def blank(self) -> Answers:
         """Make room for the answers."""
@@ -322,10 +322,10 @@ class Work:
         if compacts and not self.keeps and fewer:
             self._compact()
         net = self.task.net
-        kept = self.task.kept
-        if kept is not None:
-            kept = kept._replace(rows=kept.rows[self.at], columns=self.step)
-        known = (self.mask, self.cache, self.whole, None, self.cascade, kept)
+        store = self.task.store
+        if store is not None:
+            store = store._replace(rows=store.rows[self.at], columns=self.step)
+        known = (self.mask, self.cache, self.whole, None, self.cascade, store)
         before = self.step
         self.longest = min(self.longest + 1, self.task.ending.tokens - 1)
         self.step = (self.step + 1).clamp_max(self.longest)

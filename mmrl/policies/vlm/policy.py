@@ -130,6 +130,7 @@ class VLM(Passes):
         demonstrations=True,
         drafts=True,
         max_new_tokens=True,
+        prompt_graphs=True,
     )
     adjacent = True
 

@@ -136,7 +136,7 @@ class SharedPrefix(nn.Module):
         whole: bool | None = None,
         routes: Tensor | None = None,
         cascade: Cascade | None = None,
-        kept: Kept | None = None,
+        store: Kept | None = None,
     ) -> Tensor:
         """Return hidden states [B, L, H] of answer tokens ``ids`` [B, L] that begin at position
         ``place`` [B]; ``mask`` [B, S] covers all tokens before them.
@@ -144,15 +144,15 @@ class SharedPrefix(nn.Module):
         ``whole``: whether the mask is True everywhere; None: unknown, so transformers asks the
         device. ``routes`` [B, L, R]: the experts that the tokens go to. ``cascade``: what the
         rows attend to, in the place of ``cache``; then the mask is that of answers alone, and
-        ``kept`` is where it is written down.
+        ``store`` is where it is written down.
         """
         length = ids.shape[1]
         places = place[:, None] + torch.arange(length, device=ids.device)
         if self.compiled is not None and self.compiled.samples(ids, mask, cascade):
-            return self.compiled.step(ids, places, mask, cache, cascade, kept)[0]
+            return self.compiled.step(ids, places, mask, cache, cascade, store)[0]
         if cascade is not None:
             cascade.hide(None if whole else mask)
-            cascade.kept = kept
+            cascade.store = store
             return self.continued(ids, places, packing.anything(), cache, cascade=cascade)
         attended = torch.cat([mask, mask.new_ones(len(ids), length)], 1).long()
         if not self.plain or length > 1 or whole is None:
@@ -164,21 +164,16 @@ class SharedPrefix(nn.Module):
     def step_and_draw(
         self,
         then: tuple[Callable[..., Any], Warp, Tensor | None],
-        ids: Tensor,
-        place: Tensor,
-        mask: Tensor,
-        cache: Any,
-        whole: bool | None,
-        routes: Tensor | None,
-        cascade: Cascade | None,
-        kept: Kept | None,
+        *step: Any,
     ) -> tuple[Tensor, Any]:
-        """Return what ``step`` returns of one token a row and, if that is compiled, what is drawn
-        of it: ``then``, a function of logits, the warp and random numbers [B]."""
+        """Return what ``step`` returns of one token a row, with all of its arguments, and, if that
+        is compiled, what is drawn of it: ``then``, a function of logits, the warp and random
+        numbers [B]."""
+        ids, place, mask, cache, _whole, _routes, cascade, store = step
         able = self.compiled is not None and self.compiled.samples(ids, mask, cascade)
         if self.compiled is None or not able or changes(then[1]):
-            return self.step(ids, place, mask, cache, whole, routes, cascade, kept), None
-        return self.compiled.step(ids, place[:, None], mask, cache, cascade, kept, then)
+            return self.step(*step), None
+        return self.compiled.step(ids, place[:, None], mask, cache, cascade, store, then)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [*, V] of hidden states [*, H]."""
@@ -338,8 +333,8 @@ class SharedPrefix(nn.Module):
         if ids.shape[1] == 1:
             return first
         if self.compiled is not None and self.compiled.scores_answers(prefix, ids[:, :-1]):
-            kept = None if known is None else known.kept
-            later = self.compiled.score_answers(prefix, rows, ids[:, :-1], kept)
+            store = None if known is None else known.store
+            later = self.compiled.score_answers(prefix, rows, ids[:, :-1], store)
             return torch.cat([first, later], 1)
         cache = caches.continued(prefix.memory, rows)
         routes = None if routes is None else routes[:, : ids.shape[1] - 1]

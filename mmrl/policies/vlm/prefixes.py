@@ -58,17 +58,17 @@ class Prefix:
 
     def chosen(self, prompts: list[int], width: int) -> Prefix:
         """Return some of the prompts, filled up on the left to ``width`` columns."""
-        more = width - self.mask.shape[1]
-        if prompts == list(range(len(self.mask))) and not more:
+        padding = width - self.mask.shape[1]
+        if prompts == list(range(len(self.mask))) and not padding:
             return self
         at = sent(torch.tensor(prompts), self.mask.device)
         return Prefix(
             self.hidden.index_select(0, at),
-            F.pad(self.mask[at], (more, 0)),
+            F.pad(self.mask[at], (padding, 0)),
             self.following[at],
             [
                 (F.pad(k.index_select(0, at), wide), F.pad(v.index_select(0, at), wide))
-                for wide in [(0, 0, more, 0)]
+                for wide in [(0, 0, padding, 0)]
                 for k, v in self.key_values
             ],
         )
@@ -94,4 +94,4 @@ class Known:
 
     prefix: Prefix  # of their prompts
     rows: Tensor  # [B] long: the prompt of each
-    kept: Kept | None = None  # what they attended to
+    store: Kept | None = None  # what they attended to

@@ -73,7 +73,7 @@ class PromptGraphs(RolloutGraphs):
     def __init__(self, rows: Tensor, room: Room):
         super().__init__(rows)
         self.room = room
-        self.kept: Kept | None = None  # what all answers of the rollout attended to
+        self.store: Kept | None = None  # what all answers of the rollout attended to
         self.ids: Tensor | None = None  # [N, T] of these answers
         # pass and prompt in it of every row that was sampled, and its number among the answers
         self.places: dict[int, tuple[int, int, int]] = {}
@@ -111,11 +111,11 @@ class PromptGraphs(RolloutGraphs):
         able = net.compiled is not None and net.plain and fits(prefix.hidden, len(rows))
         if not able or direct(prefix.key_values, prefix.mask, rows) is None:
             return None
-        if self.kept is None:
+        if self.store is None:
             heads = net.text_config.num_attention_heads
-            self.kept = self.room.take(total, tokens, prefix, heads)
+            self.store = self.room.take(total, tokens, prefix, heads)
             self.ids = rows.new_zeros(total, tokens)
-        return self.kept._replace(rows=torch.arange(first, first + len(rows), device=rows.device))
+        return self.store._replace(rows=torch.arange(first, first + len(rows), device=rows.device))
 
     def wrote(self, names: Tensor, ids: Tensor) -> None:
         """Remember the tokens ids [B, T] of the answers named ``names`` [B]."""
@@ -143,7 +143,7 @@ class PromptGraphs(RolloutGraphs):
         return Known(
             self._joined(unique),
             sent(rows, policy.device),
-            self._kept([place[2] for place in places], point),
+            self._store_of([place[2] for place in places], point),
         )
 
     def _joined(self, places: Sequence[tuple[int, int]]) -> Prefix:
@@ -157,19 +157,19 @@ class PromptGraphs(RolloutGraphs):
             parts.append(leaves.chosen(chosen, width))
         return parts[0] if len(parts) == 1 else Prefix.joined(parts)
 
-    def _kept(self, rows: list[int], point: Any) -> Kept | None:
+    def _store_of(self, rows: list[int], point: Any) -> Kept | None:
         """Return what these answers attended to, if they are the tokens of the point and all that
         lies before a decision was kept: a row that was sampled alone attended by other code."""
-        if self.kept is None or self.ids is None:
+        if self.store is None or self.ids is None:
             return None
         ids: Tensor = point.target
         numbers = torch.tensor(rows, device=ids.device)
         tokens = torch.arange(ids.shape[1], device=ids.device)
         needed = tokens < (point.mask * tokens).amax(1, keepdim=True)  # [B, T]
-        kept = self.kept.lse[:, : len(tokens), numbers, 0].isfinite().all(0).T
-        if not torch.equal(self.ids[numbers, : len(tokens)], ids) or bool((needed & ~kept).any()):
+        store = self.store.lse[:, : len(tokens), numbers, 0].isfinite().all(0).T
+        if not torch.equal(self.ids[numbers, : len(tokens)], ids) or bool((needed & ~store).any()):
             return None
-        return self.kept._replace(rows=numbers)
+        return self.store._replace(rows=numbers)
 
     def backward(self) -> None:
         """Go back through the passes that read the prompts, with what the losses have put on
@@ -192,7 +192,7 @@ class PromptGraphs(RolloutGraphs):
 
     def forget(self) -> None:
         super().forget()
-        self.kept = self.ids = None
+        self.store = self.ids = None
         self.places = {}
 
     def _join(self) -> None:

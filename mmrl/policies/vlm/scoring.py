@@ -67,7 +67,6 @@ class Passes(TokenPolicy):
     refill: Refill = "none"  # which row takes the place of one that has ended
 
     reads_prompts = True
-    keeps_prompts = True
 
     def __init__(self, net: nn.Module, **options: Any):
         super().__init__(net, **options)
@@ -414,17 +413,17 @@ class Passes(TokenPolicy):
                 if number < len(parts):
                     yield part, written
             return
-        kept: Kept | None = None
+        store: Kept | None = None
         if graphs is None:
             prefix, rows = self.read(cond, group[rows_at])
         else:
             of_rows = group[rows_at], row[rows_at]
-            prefix, rows, kept = graphs.read(self, cond, *of_rows, len(row))
+            prefix, rows, store = graphs.read(self, cond, *of_rows, len(row))
         tree = self.tree if self.growing else None
         if tree is not None:  # whole trees
             size = max(tree.leaves, size // tree.leaves * tree.leaves)
         task = Task(
-            self.net, prefix, rows, row[rows_at], rng, self.warp, self.ending, busy, kept=kept
+            self.net, prefix, rows, row[rows_at], rng, self.warp, self.ending, busy, store=store
         )
         if self.refills and drafts is None and tree is None:
             yield rows_at, generate(task, Slots(size, self.refill, self.lengths))

@@ -21,11 +21,12 @@ from torch import Tensor
 from mmrl.core.errors import UserError
 from mmrl.core.types import Point, Rollout
 from mmrl.policies.vlm import packing, parts
+from mmrl.policies.vlm.caches import divisible
 from mmrl.policies.vlm.families import OWN_DTYPE, modules_of
 from mmrl.policies.vlm.loading import auto_class
 from mmrl.policies.vlm.options import pack_batches
 from mmrl.policies.vlm.policy import VLM
-from mmrl.policies.vlm.prefix_sharing import divisible, language_model
+from mmrl.policies.vlm.prefix_sharing import language_model
 from mmrl.policies.vlm.recent import Recent
 from mmrl.policies.vlm.routing import Routing
 from samplers.noise import Rng

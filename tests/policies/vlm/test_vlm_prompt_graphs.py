@@ -141,7 +141,7 @@ def test_other_prompts_and_passes_are_computed(quiet):  # noqa: F811
         assert graphs.known(policy, point) is None  # an idle pass
         graphs.answers = True
         known = graphs.known(policy, point)
-        assert known is not None and known.kept is None  # nothing is compiled
+        assert known is not None and known.store is None  # nothing is compiled
         other = [{name: x.clone() for name, x in cond.items()} for cond in point.cond]
         assert graphs.known(policy, point.replace(cond=other)) is None
         copied = [dict(cond) for cond in point.cond]
@@ -264,9 +264,9 @@ def test_a_compiled_update_attends_to_nothing_anew(rows, monkeypatch, wide):
     seen = []
     score_answers = compiled.Compiled.score_answers
 
-    def scored(self, prefix, rows, ids, kept=None):
-        seen.append(kept is not None)
-        return score_answers(self, prefix, rows, ids, kept)
+    def scored(self, prefix, rows, ids, store=None):
+        seen.append(store is not None)
+        return score_answers(self, prefix, rows, ids, store)
 
     monkeypatch.setattr(compiled.Compiled, "score_answers", scored)
 
@@ -287,17 +287,17 @@ def test_other_tokens_are_attended_anew_and_memory_is_kept(wide):
     point = point_of(policy, batch.rollout)
     graphs.answers = True
     known = graphs.known(policy, point)
-    assert known.kept.rows.tolist() == list(range(12))
+    assert known.store.rows.tolist() == list(range(12))
     policy.room.lse[1, 0, 7] = torch.inf  # as of a row that was sampled by other code
-    assert graphs.known(policy, point).kept is None
+    assert graphs.known(policy, point).store is None
     policy.room.lse[1, 0, 7] = 0.0
-    assert graphs.known(policy, point).kept is not None
+    assert graphs.known(policy, point).store is not None
     changed = point.target.clone()
     changed[3, 0] += 1
-    assert graphs.known(policy, point.replace(target=changed)).kept is None
+    assert graphs.known(policy, point.replace(target=changed)).store is None
     # what lies behind an answer counts for nothing
     lengths = batch.rollout.mask.sum(1)
-    finite = known.kept.lse[:, :, :, 0].isfinite().sum(1)
+    finite = known.store.lse[:, :, :, 0].isfinite().sum(1)
     assert bool((finite >= lengths - 1).all())
     room = policy.room.attended.data_ptr()
     run.update.run(batch)
