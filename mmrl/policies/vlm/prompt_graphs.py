@@ -166,8 +166,10 @@ class PromptGraphs(RolloutGraphs):
         numbers = torch.tensor(rows, device=ids.device)
         tokens = torch.arange(ids.shape[1], device=ids.device)
         needed = tokens < (point.mask * tokens).amax(1, keepdim=True)  # [B, T]
-        store = self.store.lse[:, : len(tokens), numbers, 0].isfinite().all(0).T
-        if not torch.equal(self.ids[numbers, : len(tokens)], ids) or bool((needed & ~store).any()):
+        written = self.store.lse[:, : len(tokens), numbers, 0].isfinite().all(0).T
+        if not torch.equal(self.ids[numbers, : len(tokens)], ids) or bool(
+            (needed & ~written).any()
+        ):
             return None
         return self.store._replace(rows=numbers)
 
