@@ -12,6 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+SHARED = Path(__file__).with_name("vectors.h")
+
 
 def able() -> bool:
     """Tell whether code of ours can run here, if it can be built."""
@@ -20,12 +22,14 @@ def able() -> bool:
 
 @cache
 def library(source: Path, definition: str = "") -> ctypes.CDLL | None:
-    """Build a source behind a line of definition; None, with a warning: it cannot be built
-    here."""
+    """Build a source behind what all share and a line of definition; None, with a warning: it
+    cannot be built here."""
     from torch._inductor.codecache import CppCodeCache
 
     try:
-        built: ctypes.CDLL = CppCodeCache.load(f"{definition}\n{source.read_text()}")
+        built: ctypes.CDLL = CppCodeCache.load(
+            f"{SHARED.read_text()}\n{definition}\n{source.read_text()}"
+        )
     except Exception as error:  # a compiler's, of any kind
         warnings.warn(
             f"policy option compile: {source.name} is not built, torch's own kernels are taken "

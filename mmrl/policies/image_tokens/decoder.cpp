@@ -5,7 +5,6 @@
 // lie in the order in which they are read: panels of 32 outputs, of which each has for every input
 // the 32 weights beside each other, all matrices of all layers one behind the other. While a panel
 // is multiplied the next one is fetched.
-#include <immintrin.h>
 #include <omp.h>
 
 #include <algorithm>
@@ -20,9 +19,8 @@ constexpr long PANEL = 32;     // outputs of a panel
 constexpr long ROWS = 8;       // rows that are multiplied together
 constexpr long RUN = 8;        // vectors of columns whose exponents are made together
 constexpr float LOWEST = -3e38f;
-using Vec = __m512;
-
-inline __mmask16 below(long n) { return n >= 16 ? 0xffff : n <= 0 ? 0 : (1 << n) - 1; }
+using vectors::below;
+using vectors::Vec;
 
 inline void fetch(const float* at) {
   _mm_prefetch(reinterpret_cast<const char*>(at), _MM_HINT_T1);
@@ -35,17 +33,7 @@ inline void fetch_first(const float* at) {
 // e^x within 2 units in the last place, for x between -87 and 88, to which others are moved
 inline Vec exponential(Vec x) {
   x = _mm512_min_ps(_mm512_max_ps(x, _mm512_set1_ps(-87.0f)), _mm512_set1_ps(88.0f));
-  const Vec n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 8);
-  Vec r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
-  r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
-  Vec y = _mm512_set1_ps(1.9875691500e-4f);
-  y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.3981999507e-3f));
-  y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(8.3334519073e-3f));
-  y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(4.1665795894e-2f));
-  y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.6666665459e-1f));
-  y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(0.5f));
-  y = _mm512_fmadd_ps(_mm512_mul_ps(r, r), y, _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
-  return _mm512_scalef_ps(y, n);
+  return vectors::power(x);
 }
 
 // x / (1 + e^-x)

@@ -3,7 +3,6 @@
 // A row (an answer) attends to the columns of its prompt, which many rows share, and to its own.
 // Columns lie beside each other for exponents (one product of a query's element with 16 columns),
 // elements for sums of values. A group is the queries of heads with the same keys and values.
-#include <immintrin.h>
 
 #include <algorithm>
 #include <cmath>
@@ -19,7 +18,8 @@ constexpr long Q = 8;          // queries of a block
 constexpr long AHEAD = 32;     // columns that are fetched ahead
 constexpr long TILE = 64;      // columns whose gradients stay in the nearest cache
 constexpr float LOWEST = -3e38f;
-using Vec = __m512;
+using vectors::below;
+using vectors::Vec;
 
 inline long padded(long n) { return (n + 31) / 32 * 32; }
 
@@ -27,20 +27,8 @@ inline long padded(long n) { return (n + 31) / 32 * 32; }
 inline Vec exponential(Vec x) {
   const __mmask16 counts = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_GT_OQ);
   x = _mm512_max_ps(x, _mm512_set1_ps(-87.0f));
-  const Vec n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 8);
-  Vec r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
-  r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
-  Vec y = _mm512_set1_ps(1.9875691500e-4f);
-  y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.3981999507e-3f));
-  y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(8.3334519073e-3f));
-  y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(4.1665795894e-2f));
-  y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.6666665459e-1f));
-  y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(0.5f));
-  y = _mm512_fmadd_ps(_mm512_mul_ps(r, r), y, _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
-  return _mm512_maskz_mov_ps(counts, _mm512_scalef_ps(y, n));
+  return _mm512_maskz_mov_ps(counts, vectors::power(x));
 }
-
-inline __mmask16 below(long n) { return n >= 16 ? 0xffff : n <= 0 ? 0 : (1 << n) - 1; }
 
 // s [Q, room] = q [Q, D] times the first ``used`` columns of kt [D, columns], a multiple of 32
 inline void exponents(const float* q, const float* kt, long columns, long used, float* s,
