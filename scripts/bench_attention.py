@@ -13,7 +13,6 @@ attention.cpp. Writes ``docs/results/vlm_attention.md`` and ``.json``.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Callable, Iterator
@@ -176,10 +175,7 @@ def main(words: list[str] | None = None) -> None:
             n: measure(n, args.tokens, args.repeats, args.before) for n in args.prompt_tokens
         },
     }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
-    args.out.with_suffix(".md").write_text(page(report))
-    print(args.out.with_suffix(".md").read_text())
+    measuring.publish(args.out, report, page(report))
 
 
 if __name__ == "__main__":

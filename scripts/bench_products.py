@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import statistics
 import sys
 from collections.abc import Callable
@@ -153,10 +152,7 @@ def main(words: list[str] | None = None) -> None:
         "faster": faster(),
         "sizes": {name: measure(*SIZES[name], args.repeats) for name in args.sizes},
     }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
-    args.out.with_suffix(".md").write_text(page(report))
-    print(args.out.with_suffix(".md").read_text())
+    measuring.publish(args.out, report, page(report))
 
 
 if __name__ == "__main__":

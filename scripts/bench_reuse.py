@@ -10,7 +10,6 @@ both are run in float64 and have to come to the same weights.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -163,9 +162,7 @@ def main(words: list[str] | None = None) -> None:
         "threads": args.threads,
         "machine": machine(),
     }
-    args.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
-    args.out.with_suffix(".md").write_text(page(report))
-    print(page(report))
+    measuring.publish(args.out, report, page(report))
 
 
 if __name__ == "__main__":

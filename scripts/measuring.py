@@ -3,10 +3,12 @@ scripts."""
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -18,6 +20,15 @@ from mmrl.policies import products
 from samplers.batching import peak_bytes
 
 PRODUCT = products._product
+
+
+def publish(out: Path, report: dict[str, Any], page: str) -> None:
+    """Write a report and its page beside each other, ``out`` with .json and .md, and print the
+    page."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+    out.with_suffix(".md").write_text(page)
+    print(page)
 
 
 @contextmanager
