@@ -365,6 +365,7 @@ def reusable(objective: Objective, policy: Policy, stages: Sequence[Stage], devi
         why = f"{name} exchanges rows after they were sampled: leave out one of the two"
     if why is not None:
         raise UserError(f"train.reuse_rollout_graph: {why}")
+    policy.rollout_graphs(torch.zeros(0, dtype=torch.long))  # which may refuse it too
 
 
 def whole_questions(prompts: Sequence[Prompt], prompts_per_process: int) -> None:

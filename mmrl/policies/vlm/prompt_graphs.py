@@ -95,12 +95,13 @@ class PromptGraphs(RolloutGraphs):
             prefix, rows = policy.read(cond, group)
         numbers = on_host(group).unique().tolist()
         first = len(self.places)
-        for i, (name, prompt) in enumerate(zip(names.tolist(), rows.tolist(), strict=True)):
+        pairs = zip(on_host(names).tolist(), on_host(rows).tolist(), strict=True)
+        for i, (name, prompt) in enumerate(pairs):
             self.places[name] = len(self.recorded), prompt, first + i
         prompts = [cond[i] for i in numbers]
         # without a picture that is there for its gradient alone
         plain = prefix.detached().chosen([*range(len(prompts))], prefix.mask.shape[1])
-        self.recorded.append(Read(on_host(names), prompts, prefix, prefix.leaves()))
+        self.recorded.append(Read(names, prompts, prefix, prefix.leaves()))
         return plain, rows, self._room(policy.net, plain, rows, policy.ending.tokens, first, total)
 
     def _room(
@@ -209,12 +210,13 @@ def same(one: Encoded, other: Encoded) -> bool:
 def prompt_graphs(policy: Any, rows: Tensor) -> PromptGraphs:
     """Return what records the prompts of a rollout for the optimizer step on ``rows`` [n].
 
-    Raises UserError where what the policy samples behind is not what its update would read.
+    Raises UserError where, by its options, what the policy samples behind is not what its update
+    would read. A family whose prompts turn out not to be shareable has nothing recorded.
     """
     net = policy.net
     kind = net.config.model_type
     why = None
-    if policy.plainly or policy.engine != "own":
+    if policy.sharing == "none" or policy.engine != "own":
         why = (
             "needs the policy's own sampler and prompts that are shared: leave out engine and "
             "prefix_sharing"
