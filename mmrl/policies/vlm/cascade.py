@@ -52,7 +52,7 @@ class Layout(NamedTuple):
     ) -> Tensor:
         """Attend with queries [B, H, 1, D] to a layer's prompts and to keys and values [B, heads,
         n, D] of the answers, but where they are ``missing`` [B, 1, 1, n]; returns [B, 1, H, D],
-        which is ``store`` too.
+        which is kept in ``store`` too.
 
         ``by_element``: the products with answers are sums of elements, for compilers that join
         them with what is around them.

@@ -120,6 +120,7 @@ def same_shape(parts: list[Tensor]) -> list[Tensor]:
 
 
 def blank_image() -> Prompt:
+    """Make a prompt that is a picture and no words."""
     from PIL import Image
 
     return {"text": "", "images": [Image.new("RGB", (64, 64))]}

@@ -93,8 +93,9 @@ class Compiled:
         then: tuple[Callable[..., Any], Warp, Tensor | None] | None = None,
     ) -> tuple[Tensor, Any]:
         """Return hidden states [B, 1, H] of tokens ids [B, 1] at ``places`` [B, 1] behind the
-        columns ``mask`` [B, S] of the cache, or of a cascade's answers, which attention by code of
-        our own writes into what is ``store``; and, if ``then`` they draw, what is drawn."""
+        columns ``mask`` [B, S] of the cache, or of a cascade's answers, of which attention by
+        code of our own keeps a record in ``store``; and what is drawn of them, if ``then`` says
+        how: a function of logits, the warp and random numbers [B]."""
         attended = F.pad(mask, (0, 1), value=True)[:, None, None]
         layout = None if cascade is None else cascade.laid_out()
         if isinstance(layout, Direct):
@@ -136,7 +137,7 @@ class Compiled:
         self, prefix: Prefix, rows: Tensor, ids: Tensor, store: Kept | None = None
     ) -> Tensor:
         """Return hidden states [B, T, H] of the tokens ids [B, T] behind the prompts of ``rows``
-        [B]; ``store``: what they attended to when they were sampled."""
+        [B]; ``store``: what attention returned when they were sampled."""
         length = ids.shape[1]
         places = prefix.following[rows][:, None] + torch.arange(length, device=ids.device)
         behind = direct(prefix.key_values, prefix.mask, rows)

@@ -57,7 +57,7 @@ class _Step(ctypes.Structure):
 
 
 class _Store(ctypes.Structure):
-    _fields_ = [*_pointers("attended", "lse", "answers", "tokens"), *_longs("longest")]
+    _fields_ = [*_pointers("attended", "lse", "answers", "tokens"), *_longs("N")]
 
 
 def serves(size: int, keys: Tensor) -> bool:

@@ -144,7 +144,7 @@ class SharedPrefix(nn.Module):
         ``whole``: whether the mask is True everywhere; None: unknown, so transformers asks the
         device. ``routes`` [B, L, R]: the experts that the tokens go to. ``cascade``: what the
         rows attend to, in the place of ``cache``; then the mask is that of answers alone, and
-        ``store`` is where it is written down.
+        what attention returns is kept in ``store``.
         """
         length = ids.shape[1]
         places = place[:, None] + torch.arange(length, device=ids.device)
@@ -167,7 +167,7 @@ class SharedPrefix(nn.Module):
         *step: Any,
     ) -> tuple[Tensor, Any]:
         """Return what ``step`` returns of one token a row, with all of its arguments, and, if that
-        is compiled, what is drawn of it: ``then``, a function of logits, the warp and random
+        is compiled, what is drawn of it; ``then``: a function of logits, the warp and random
         numbers [B]."""
         ids, place, mask, cache, _whole, _routes, cascade, store = step
         able = self.compiled is not None and self.compiled.samples(ids, mask, cascade)
