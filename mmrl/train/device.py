@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mmrl.config.options import TrainOptions
-from mmrl.core import distributed
+from mmrl.core import distributed, heap
 from mmrl.core.errors import UserError
 from mmrl.policies.base import ParameterGroup
 from mmrl.train.shard_units import shard_classes
@@ -137,6 +137,8 @@ class Device:
             kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=options.timeout))],
         )
         self.options = options
+        if self.accelerator.device.type == "cpu":
+            heap.keep()
         self.all_processes: int = self.accelerator.num_processes
         check_mesh(options, self.all_processes)
         distributed.share_rows(self._neighbours())
