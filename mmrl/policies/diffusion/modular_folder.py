@@ -33,6 +33,8 @@ STG_BLOCKS = "spatio_temporal_guidance_blocks"
 # the states that blocks make before their loop, and the methods that pipelines of the other form
 # make them by
 STATES = {"latents": "prepare_latents", "audio_latents": "prepare_audio_latents"}
+# what a block says of itself, which diffusers puts together anew in every call
+DECLARED = ("inputs", "required_inputs", "intermediate_outputs")
 
 
 def is_modular(place: str) -> bool:
@@ -183,6 +185,7 @@ def adapted(pipe: Any) -> Any:
     def call(pipe: Any, **arguments: Any) -> Any:
         return _called(pipe, arguments)
 
+    _declare_once(list(tree(pipe._blocks)))
     call.__signature__ = _signature(pipe)  # type: ignore[attr-defined]
     pipe.__class__ = type(type(pipe).__name__, (type(pipe),), {"__call__": call})
     return pipe
@@ -296,6 +299,16 @@ def _let_gradients_through(block: Any) -> None:
     cls = type(block)
     plain = inspect.unwrap(cls.__call__)
     block.__class__ = type(cls.__name__, (cls,), {"__call__": plain})
+
+
+def _declare_once(blocks: list[Any]) -> None:
+    """Keep what blocks say of their inputs and outputs, which a replay would ask for in every step,
+    each block of all blocks inside it. Nothing is added to the tree or taken out any more."""
+    # all before any is kept: a block changes what the ones inside it have said
+    declared = [{name: getattr(block, name) for name in DECLARED} for block in blocks]
+    for block, values in zip(blocks, declared, strict=True):
+        cls = type(block)
+        block.__class__ = type(cls.__name__, (cls,), values)
 
 
 def _prepare_by_the_pipeline(block: Any, name: str, method: str) -> None:
