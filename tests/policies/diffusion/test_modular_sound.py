@@ -13,6 +13,7 @@ import pytest
 import torch
 from diffusers.modular_pipelines.echo.denoise import EchoLoopAfterDenoiser
 from torch.distributions import Normal
+from torch.nn.attention import flex_attention
 
 from mmrl.core.errors import UserError
 from mmrl.objectives import PolicyGradient
@@ -36,6 +37,13 @@ from tests.policies.diffusion.test_sound import (
 from tests.run.test_resume import resumes
 
 LATE = (3, 9, 32, 32)  # of a row, what the decoder of LTX-2.5 draws
+
+
+@pytest.fixture(autouse=True)
+def plain_flex_attention(monkeypatch):
+    """The decoder's attention is computed as it is written, not traced first: it has no gradient
+    here, and torch's tracing took a fifth of these tests."""
+    monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
 
 
 def modular(name, call=None, **options):
