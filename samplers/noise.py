@@ -2,9 +2,8 @@
 sample.
 
 Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), a counter-based
-generator, in plain integer arithmetic: the same numbers on every device, any row alone or among
-others, nothing to save or restore. torch computes them, but few of them on a CPU numpy does, whose
-calls cost a fifth of torch's.
+generator, in plain torch integer arithmetic: the same numbers on every device, any row alone or
+among others, nothing to save or restore.
 """
 
 from __future__ import annotations
@@ -13,16 +12,13 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
-import numpy as np
 import torch
 from torch import Tensor
 
 _LOW = 0xFFFFFFFF
 _MULTIPLY = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
-_FEW = 1 << 14  # blocks of four words; more of them are shared between torch's threads
 
 
 def philox(
@@ -43,35 +39,6 @@ def philox(
         k0 = (k0 + _WEYL[0]) & _LOW
         k1 = (k1 + _WEYL[1]) & _LOW
     return c0, c1, c2, c3
-
-
-@lru_cache(maxsize=64)
-def _keys(key: tuple[int, int]) -> np.ndarray:
-    """List the keys of the ten rounds, [10, 2, 1, 1]."""
-    rounds = [[(k + i * w) & _LOW for k, w in zip(key, _WEYL)] for i in range(10)]
-    return np.array(rounds, np.uint64)[..., None, None]
-
-
-def _few_words(rows: Tensor, blocks: int, step: int, key: tuple[int, int]) -> Tensor:
-    """Compute the words [B, 4 blocks] that ``philox`` gives for these rows, by numpy: a round takes
-    the two multiplied words of the counter, and the two others, side by side."""
-    row = rows.long().numpy().view(np.uint64)[:, None]
-    low, half = np.uint64(_LOW), np.uint64(32)
-    multiplied = np.empty((2, len(rows), blocks), np.uint64)
-    others = np.empty_like(multiplied)
-    multiplied[0] = np.arange(blocks, dtype=np.uint64)
-    multiplied[1] = row >> half
-    others[0] = row & low
-    others[1] = step % (1 << 64)
-    by = np.array(_MULTIPLY, np.uint64)[:, None, None]
-    for round_key in _keys(key):
-        product = multiplied * by
-        multiplied = (product >> half)[::-1] ^ others ^ round_key
-        others = (product & low)[::-1]
-    words = np.empty((len(rows), blocks, 4), np.uint64)
-    words[..., 0::2] = np.moveaxis(multiplied, 0, -1)
-    words[..., 1::2] = np.moveaxis(others, 0, -1)
-    return torch.from_numpy(words.view(np.int64)).flatten(1)
 
 
 @dataclass(frozen=True)
@@ -108,12 +75,6 @@ class Rng:
     def bits(self, rows: Tensor, count: int, step: int = 0) -> Tensor:
         """Draw [B, count] int64 holding 32 random bits each, keyed by row and step."""
         blocks = -(-count // 4)
-        key = self.key
-        few = rows.device.type == "cpu" and len(rows) * blocks <= _FEW
-        # no fake tensors, no several streams, no graph that is being compiled
-        plain = type(rows) is Tensor and not torch.compiler.is_compiling()
-        if few and plain and isinstance(key[0], int) and isinstance(key[1], int):
-            return _few_words(rows, blocks, step, (key[0], key[1]))[:, :count]
         block = torch.arange(blocks, device=rows.device)
         c0, row = torch.broadcast_tensors(block[None, :], rows.long()[:, None])
         words = philox((c0, row & _LOW, row >> 32 & _LOW, torch.full_like(c0, step)), self.key)

@@ -83,8 +83,9 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-def build(size: str, folder: Path) -> Path:
-    """Build and save a Qwen2.5-VL of random weights with a tokenizer of one token a byte."""
+def build(size: str, folder: Path, **text: Any) -> Path:
+    """Build and save a Qwen2.5-VL of random weights with a tokenizer of one token a byte; ``text``
+    changes options of its language model."""
     import torch
     import transformers as hf
 
@@ -101,6 +102,7 @@ def build(size: str, folder: Path) -> Path:
     }
     config = hf.Qwen2_5_VLConfig(
         text_config=chosen["text"]
+        | text
         | {"rope_parameters": rope, "tie_word_embeddings": True}
         | special,
         vision_config=chosen["vision"]

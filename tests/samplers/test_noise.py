@@ -6,7 +6,6 @@ import math
 import pytest
 import torch
 
-from samplers import noise
 from samplers.noise import Rng, philox
 
 ONES = 0xFFFFFFFF
@@ -48,20 +47,6 @@ def test_philox_equals_its_definition():
     words = torch.stack(philox(tuple(drawn), key))
     for i in range(50):
         assert tuple(words[:, i].tolist()) == philox_by_hand(drawn[:, i].tolist(), key)
-
-
-@pytest.mark.parametrize("count", [1, 4, 11])
-@pytest.mark.parametrize("step", [0, 3, -1])
-def test_few_words_are_those_of_many(count, step, monkeypatch):
-    """Which numpy computes, and torch."""
-    rng = Rng.of("few")
-    rows = torch.tensor([0, 7, 2**32, 2**40 + 5, -1])
-    few = rng.bits(rows, count, step)
-    monkeypatch.setattr(noise, "_FEW", -1)
-    monkeypatch.setattr(noise, "_few_words", None)
-    many = rng.bits(rows, count, step)
-    assert few.dtype == many.dtype and torch.equal(few, many)
-    assert few.shape == (5, count)
 
 
 @pytest.mark.parametrize("draw", ["normal", "uniform"])
