@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import statistics
 import subprocess
@@ -236,20 +237,57 @@ def _reload(generation: Any) -> None:
     generation.llm.reset_prefix_cache()
 
 
+def serve(asked: Any, folder: Path, work: Work, rows: list[dict[str, Any]], threads: int) -> None:
+    """Make an iteration of mmrl whenever the other end of ``asked`` wants one, and answer with its
+    seconds and metrics; at last with the lengths of prompts and answers."""
+    import measuring
+    import torch
+
+    torch.set_num_threads(threads)
+    trainer = ours(folder, work, rows)
+    while asked.recv() == "iterate":
+        clock = measuring.Clock()
+        metrics = trainer.iterate()
+        asked.send((clock.seconds(), metrics))
+    lengths = trainer.collect().rollout.mask.sum(1).tolist()
+    asked.send((_prompt_tokens(trainer, rows[0]), lengths))
+
+
+class Ours:
+    """Holds mmrl in a process of its own, as users run it: what it sets there, such as how memory
+    is kept, is no gift to TRL."""
+
+    def __init__(self, folder: Path, work: Work, rows: list[dict[str, Any]]):
+        import torch
+
+        spawn = multiprocessing.get_context("spawn")
+        self.pipe, end = spawn.Pipe()
+        known = (end, folder, work, rows, torch.get_num_threads())
+        self.process = spawn.Process(target=serve, args=known, daemon=True)
+        self.process.start()
+        end.close()
+
+    def ask(self, what: str) -> Any:
+        """Return what ``serve`` answers. Raises EOFError where it has failed."""
+        self.pipe.send(what)
+        return self.pipe.recv()
+
+
 def interleaved(folder: Path, work: Work, repeats: int) -> dict[str, Any]:
-    """Time whole iterations of both, in turns; the first of each only warms up."""
+    """Time whole iterations of both, each in its process, in turns; the first of each only warms
+    up."""
     import measuring
     from transformers import TrainerCallback
 
     rows = prompts(work, repeats + 1)
-    trainer = ours(folder, work, rows)
+    mmrl = Ours(folder, work, rows)
     times: dict[str, list[float]] = {"mmrl": [], "trl": []}
     parts: list[dict[str, float]] = []
 
     class Turns(TrainerCallback):
         def on_step_begin(self, *_: Any, **__: Any) -> None:
-            metrics: dict[str, float] = {}
-            times["mmrl"].append(measuring.seconds(lambda: metrics.update(trainer.iterate())))
+            seconds, metrics = mmrl.ask("iterate")
+            times["mmrl"].append(seconds)
             clock = {k: v for k, v in metrics.items() if k.startswith("time/")}
             parts.append({name.removeprefix("time/"): value for name, value in clock.items()})
             self.clock = measuring.Clock()
@@ -262,14 +300,14 @@ def interleaved(folder: Path, work: Work, repeats: int) -> dict[str, Any]:
         generated: list[int] = []
         _watch(trl_trainer, generated)
         trl_trainer.train()
-    lengths = trainer.collect().rollout.mask.sum(1).tolist()
+    length, lengths = mmrl.ask("lengths")
+    mmrl.process.join()
     if not work.ends:
         assert set(lengths) == {work.tokens} == set(generated), "answers of equal length"
     # of neighbours: what else the machine does slows down both
     pairs = zip(times["trl"][1:], times["mmrl"][1:], strict=True)
     factors = [slow / quick for slow, quick in pairs]
     medians = {name: statistics.median(each[1:]) for name, each in times.items()}
-    length = _prompt_tokens(trainer, rows[0])
     return {
         "work": asdict(work),
         "prompt_tokens": length,

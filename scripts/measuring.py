@@ -188,7 +188,8 @@ def vlm_page(report: dict[str, Any]) -> str:
         f"{about['versions']['transformers']}, TRL {report['trl']}. "
         f"Ran on {report['device']}. A {report['model']} Qwen2.5-VL with random weights, "
         f"images, one optimizer step an "
-        f"iteration; {report['repeats']} iterations each, in turns, the same work for both. "
+        f"iteration; {report['repeats']} iterations each, in turns, each in a process of "
+        f"its own, the same work for both. "
         "Seconds of a first iteration, in which passes are compiled, are not counted. "
         "Factors are medians of the ratios of neighbouring iterations, with the least and the "
         "most: others used the machine, which slows down both.",
