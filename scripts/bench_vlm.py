@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import statistics
 import subprocess
@@ -237,40 +236,10 @@ def _reload(generation: Any) -> None:
     generation.llm.reset_prefix_cache()
 
 
-def serve(asked: Any, folder: Path, work: Work, rows: list[dict[str, Any]], threads: int) -> None:
-    """Make an iteration of mmrl whenever the other end of ``asked`` wants one, and answer with its
-    seconds and metrics; at last with the lengths of prompts and answers."""
-    import measuring
-    import torch
-
-    torch.set_num_threads(threads)
-    trainer = ours(folder, work, rows)
-    while asked.recv() == "iterate":
-        clock = measuring.Clock()
-        metrics = trainer.iterate()
-        asked.send((clock.seconds(), metrics))
-    lengths = trainer.collect().rollout.mask.sum(1).tolist()
-    asked.send((_prompt_tokens(trainer, rows[0]), lengths))
-
-
-class Ours:
-    """Holds mmrl in a process of its own, as users run it: what it sets there, such as how memory
-    is kept, is no gift to TRL."""
-
-    def __init__(self, folder: Path, work: Work, rows: list[dict[str, Any]]):
-        import torch
-
-        spawn = multiprocessing.get_context("spawn")
-        self.pipe, end = spawn.Pipe()
-        known = (end, folder, work, rows, torch.get_num_threads())
-        self.process = spawn.Process(target=serve, args=known, daemon=True)
-        self.process.start()
-        end.close()
-
-    def ask(self, what: str) -> Any:
-        """Return what ``serve`` answers. Raises EOFError where it has failed."""
-        self.pipe.send(what)
-        return self.pipe.recv()
+def lengths_of(trainer: Any, prompt: dict[str, Any]) -> tuple[int, list[int]]:
+    """Return how many tokens a prompt has, and the answers of one more rollout."""
+    tokens = trainer.policy.inputs.encode(prompt)["input_ids"].shape[1]
+    return tokens, trainer.collect().rollout.mask.sum(1).tolist()
 
 
 def interleaved(folder: Path, work: Work, repeats: int) -> dict[str, Any]:
@@ -280,13 +249,13 @@ def interleaved(folder: Path, work: Work, repeats: int) -> dict[str, Any]:
     from transformers import TrainerCallback
 
     rows = prompts(work, repeats + 1)
-    mmrl = Ours(folder, work, rows)
+    mmrl = measuring.Apart(ours, folder, work, rows)
     times: dict[str, list[float]] = {"mmrl": [], "trl": []}
     parts: list[dict[str, float]] = []
 
     class Turns(TrainerCallback):
         def on_step_begin(self, *_: Any, **__: Any) -> None:
-            seconds, metrics = mmrl.ask("iterate")
+            seconds, metrics = mmrl.ask(measuring.iteration)
             times["mmrl"].append(seconds)
             clock = {k: v for k, v in metrics.items() if k.startswith("time/")}
             parts.append({name.removeprefix("time/"): value for name, value in clock.items()})
@@ -300,8 +269,8 @@ def interleaved(folder: Path, work: Work, repeats: int) -> dict[str, Any]:
         generated: list[int] = []
         _watch(trl_trainer, generated)
         trl_trainer.train()
-    length, lengths = mmrl.ask("lengths")
-    mmrl.process.join()
+    length, lengths = mmrl.ask(partial(lengths_of, prompt=rows[0]))
+    mmrl.end()
     if not work.ends:
         assert set(lengths) == {work.tokens} == set(generated), "answers of equal length"
     # of neighbours: what else the machine does slows down both
@@ -331,10 +300,6 @@ def _watch(trainer: Any, lengths: list[int]) -> None:
         return batch
 
     trainer._generate_and_score_completions = watched
-
-
-def _prompt_tokens(trainer: Any, prompt: dict[str, Any]) -> int:
-    return trainer.policy.inputs.encode(prompt)["input_ids"].shape[1]
 
 
 def memory(folder: Path, work: Work, groups: list[int]) -> list[dict[str, Any]]:

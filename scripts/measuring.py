@@ -4,6 +4,7 @@ scripts."""
 from __future__ import annotations
 
 import json
+import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -97,6 +98,44 @@ def floor(fn: Callable[[], Any]) -> float:
     with Products() as counted, mock.patch.object(products, "_product", counted.timed):
         fn()
     return counted.seconds
+
+
+class Apart:
+    """Holds a trainer in a process of its own, as users run it, so that two can take turns and
+    what one sets in its process (how memory is kept) is no gift to the other."""
+
+    def __init__(self, make: Callable[..., Any], *arguments: Any):
+        """Begin a process in which ``make`` builds the trainer; both are defined in a module."""
+        spawn = multiprocessing.get_context("spawn")
+        self._pipe, end = spawn.Pipe()
+        known = (end, torch.get_num_threads(), make, arguments)
+        self._process = spawn.Process(target=_serve, args=known, daemon=True)
+        self._process.start()
+        end.close()
+
+    def ask(self, work: Callable[[Any], Any]) -> Any:
+        """Return what ``work`` returns of the trainer. Raises EOFError where it fails there, which
+        prints why."""
+        self._pipe.send(work)
+        return self._pipe.recv()
+
+    def end(self) -> None:
+        self._pipe.send(None)
+        self._process.join()
+
+
+def _serve(pipe: Any, threads: int, make: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(threads)
+    trainer = make(*arguments)
+    while (work := pipe.recv()) is not None:
+        pipe.send(work(trainer))
+
+
+def iteration(trainer: Any) -> tuple[float, dict[str, float]]:
+    """Make one iteration; return its seconds and metrics."""
+    clock = Clock()
+    metrics = trainer.iterate()
+    return clock.seconds(), metrics
 
 
 class Clock:
