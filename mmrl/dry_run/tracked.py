@@ -63,6 +63,11 @@ class Tracker(MemTracker):
         self.fake_mode: FakeTensorMode | None = None  # of the weights, where they are fake
         self._mod_tracker = _Calls()  # type: ignore[assignment]  # fewer hooks, the same calls
 
+    def __enter__(self) -> Self:
+        self._entered_under = active_fake_mode()  # torch's own tracker keeps it from 2.12 on only
+        super().__enter__()
+        return self
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # nothing is compiled here, and each call would pay for it
@@ -77,7 +82,7 @@ class Tracker(MemTracker):
         if func is torch.ops.prim.device.default or produced is NotImplemented:
             return produced  # two of three calls: fake tensors are asked for their device
         tensors = [x for x in tree_leaves(produced) if isinstance(x, Tensor)]
-        if active_fake_mode() is self._fake_mode_on_entry:
+        if active_fake_mode() is self._entered_under:
             kind = self._kind()
             for tensor in tensors:
                 self._track(kind, tensor)

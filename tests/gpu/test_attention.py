@@ -30,7 +30,7 @@ def on_the_device(policy):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_first_step_is_on_policy_on_every_backend(case, backend):
     trainer = trainer_of(
-        made(case, backend, guidance=2.0, lora=2, dtype="bfloat16"), precision="bf16"
+        made(case, backend, guidance_scale=2.0, lora=2, dtype="bfloat16"), precision="bf16"
     )
     try:
         metrics = trainer.iterate()

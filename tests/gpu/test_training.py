@@ -88,13 +88,13 @@ def assert_on_policy(trainer):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("family", toys.POLICIES)
 def test_the_first_step_of_a_toy_is_exactly_on_policy(family, precision):
-    assert_on_policy(of_toy(family, precision=precision, batch_size=24))
+    assert_on_policy(of_toy(family, precision=precision, train_batch_size=24))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("case", SD3_CASES)
 def test_the_first_step_of_sd3_is_exactly_on_policy(case, precision):
-    assert_on_policy(of_sd3(case, precision=precision, batch_size=24))
+    assert_on_policy(of_sd3(case, precision=precision, train_batch_size=24))
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
