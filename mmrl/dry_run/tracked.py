@@ -63,11 +63,6 @@ class Tracker(MemTracker):
         self.fake_mode: FakeTensorMode | None = None  # of the weights, where they are fake
         self._mod_tracker = _Calls()  # type: ignore[assignment]  # fewer hooks, the same calls
 
-    def __enter__(self) -> Self:
-        self._entered_under = active_fake_mode()  # torch's own tracker keeps it from 2.12 on only
-        super().__enter__()
-        return self
-
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # nothing is compiled here, and each call would pay for it
@@ -161,6 +156,7 @@ class Tracker(MemTracker):
         return Work(_by_part(peak), operations), Work(_by_part(held), of_forward)
 
     def __enter__(self) -> Self:
+        self._entered_under = active_fake_mode()  # torch 2.11's own tracker does not keep it
         super().__enter__()
         self._begin = self._now()
         return self
