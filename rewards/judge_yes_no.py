@@ -15,7 +15,7 @@ from rewards._ask import Question
 from rewards._judge_templates import REQUEST, Template, find
 from rewards.card import card
 from rewards.judged import Frames, Judged, Model, OnFailure, kind_of, shown_of
-from rewards.vision.answers import WORDS
+from rewards.reading.numbers import WORDS
 
 SHOWS = Template(
     "shows",

@@ -20,7 +20,7 @@ from mmrl.core.registry import REWARDS
 from mmrl.core.types import Prompt
 from rewards.card import card
 from rewards.groups import groups_of
-from rewards.vision.answers import normal
+from rewards.reading import normal
 from rewards.vision.words import short
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from rewards.vision.answers import boxed, final, normal, number
+from rewards.reading import boxed, final, normal, number
 
 THRESHOLD = 0.5  # of ANLS: answers at this normalised distance, or beyond, earn nothing
 TOLERANCE = 0.05  # of relaxed accuracy

@@ -26,8 +26,8 @@ from mmrl.core.errors import UserError
 from mmrl.core.types import Prompt
 from rewards._ask import Asker, Question, Unreadable
 from rewards.judged import prompt_pictures
+from rewards.reading import final
 from rewards.tools.lines import json_lines
-from rewards.vision.answers import final
 from rewards.votes import leading, vote
 
 FORBIDDEN = ("image", "images", "graph", "picture", "pictures", "file", "map", "draw", "plot")

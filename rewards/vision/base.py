@@ -17,7 +17,7 @@ from torch import Tensor
 from mmrl.core.errors import UserError
 from mmrl.core.types import Prompt
 from rewards.card import card_of
-from rewards.vision.answers import Parsed, Status, worst
+from rewards.reading import Parsed, Status, worst
 from rewards.vision.boxes import assign
 from rewards.vision.coords import Unscorable, answer_space, convert, extent, scale, truth_space
 from rewards.vision.shapes import Shape

@@ -13,8 +13,8 @@ from annotated_types import Gt, Le
 from mmrl.core.registry import REWARDS
 from mmrl.core.types import Prompt
 from rewards.card import card
+from rewards.reading import Status, normal, worst
 from rewards.vision import boxes as geometry
-from rewards.vision.answers import Status, normal, worst
 from rewards.vision.base import (
     Verdict,
     Verifiable,

@@ -14,8 +14,8 @@ from annotated_types import Ge, Le
 from mmrl.core.registry import REWARDS
 from mmrl.core.types import Prompt
 from rewards.card import card
+from rewards.reading import final, worst
 from rewards.vision import boxes as geometry
-from rewards.vision.answers import final, worst
 from rewards.vision.base import (
     Verdict,
     Verifiable,

@@ -14,7 +14,7 @@ from mmrl.core.registry import REWARDS
 from mmrl.core.types import Prompt
 from rewards.card import card
 from rewards.files import NoPath, of_a_request, open_picture
-from rewards.vision.answers import UNPARSEABLE, Parsed, fenced, final, loose_json, reals, worst
+from rewards.reading import UNPARSEABLE, Parsed, fenced, final, loose_json, reals, worst
 from rewards.vision.base import Verdict, Verifiable, need, tagged
 from rewards.vision.coords import Unscorable, answer_space, convert, extent, scale, truth_space
 from rewards.vision.shapes import boxes

@@ -14,7 +14,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
 from mmrl.core.types import Prompt
 from rewards.card import card, card_of
-from rewards.vision.answers import final
+from rewards.reading import final
 from rewards.vision.base import Verdict, Verifiable, need
 from rewards.vision.coords import Unscorable
 

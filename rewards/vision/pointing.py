@@ -13,7 +13,7 @@ from annotated_types import Ge, Gt, Le
 from mmrl.core.registry import REWARDS
 from mmrl.core.types import Prompt
 from rewards.card import card
-from rewards.vision.answers import NUMBER, Status, fenced, final, loose_json, normal, worst
+from rewards.reading import NUMBER, Status, fenced, final, loose_json, normal, worst
 from rewards.vision.base import (
     Verdict,
     Verifiable,

@@ -16,7 +16,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
 from mmrl.core.types import Prompt
 from rewards.card import card
-from rewards.vision.answers import final, normal, real, strict_json
+from rewards.reading import final, normal, real, strict_json
 from rewards.vision.base import Verdict, Verifiable, need, tagged
 from rewards.vision.coords import Unscorable
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from rewards.vision.answers import (
+from rewards.reading import (
     NOTHING,
     NUMBER,
     UNPARSEABLE,

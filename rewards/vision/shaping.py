@@ -14,7 +14,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
 from mmrl.core.types import Prompt, Reward
 from rewards.card import card
-from rewards.vision.answers import final, strict_json
+from rewards.reading import final, strict_json
 from rewards.vision.base import Verdict, Verifiable
 
 Whole = Annotated[int, Ge(1)]

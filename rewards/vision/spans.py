@@ -13,8 +13,7 @@ import numpy as np
 from mmrl.core.registry import REWARDS
 from mmrl.core.types import Prompt
 from rewards.card import card
-from rewards.vision import boxes as geometry
-from rewards.vision.answers import (
+from rewards.reading import (
     LONGEST,
     NOTHING,
     NUMBER,
@@ -31,6 +30,7 @@ from rewards.vision.answers import (
     strict_json,
     worst,
 )
+from rewards.vision import boxes as geometry
 from rewards.vision.base import (
     Verdict,
     Verifiable,

@@ -19,7 +19,7 @@ from mmrl.core.registry import REWARDS
 from mmrl.core.types import Prompt, Reward
 from rewards._compose import refuse_memory
 from rewards.card import card, card_of, pictures_of
-from rewards.vision.answers import normal, worst
+from rewards.reading import normal, worst
 from rewards.vision.base import Verdict, Verifiable, need, tagged
 from rewards.vision.coords import Unscorable
 from rewards.vision.spans import Temporal, true_spans

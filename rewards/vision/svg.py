@@ -17,7 +17,7 @@ from mmrl.core.types import Prompt, Reward
 from rewards._sandbox import Broken, Sandbox
 from rewards.card import card
 from rewards.files import open_picture
-from rewards.vision.answers import Status, final
+from rewards.reading import Status, final
 from rewards.vision.base import Verdict, Verifiable, tagged
 from rewards.vision.coords import Unscorable
 

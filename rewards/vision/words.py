@@ -12,7 +12,7 @@ from annotated_types import Ge, Gt
 from mmrl.core.registry import REWARDS
 from mmrl.core.types import Prompt
 from rewards.card import card
-from rewards.vision.answers import Status, boxed, fenced, final, items, normal, number, real, worst
+from rewards.reading import Status, boxed, fenced, final, items, normal, number, real, worst
 from rewards.vision.base import Verdict, Verifiable, need, tagged
 from rewards.vision.coords import Unscorable
 

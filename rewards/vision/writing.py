@@ -17,7 +17,7 @@ from mmrl.core.registry import REWARDS
 from mmrl.core.types import Prompt
 from rewards._sandbox import Broken, Sandbox
 from rewards.card import card
-from rewards.vision.answers import fenced, final, worst
+from rewards.reading import fenced, final, worst
 from rewards.vision.base import Verdict, Verifiable, need, tagged
 from rewards.vision.coords import Unscorable
 

@@ -13,8 +13,8 @@ from PIL import Image
 from mmrl.core.registry import REWARDS, load_built_in
 from rewards import Grounding, Table
 from rewards._sandbox import Broken, Sandbox
-from rewards.vision import answers, maths, svg, writing
-from rewards.vision.answers import LONGEST, loose_json
+from rewards.reading import LONGEST, loose_json, objects
+from rewards.vision import maths, svg, writing
 from rewards.vision.base import Verifiable
 from tests.fixtures.text_rewards import SMALLEST, prompts_of
 
@@ -127,7 +127,7 @@ def without_processes(monkeypatch):
     def nothing(*question):
         raise Broken
 
-    for worker in (answers.REPAIRER, maths.WORKER, svg.WORKER, writing.WORKER):
+    for worker in (objects.REPAIRER, maths.WORKER, svg.WORKER, writing.WORKER):
         monkeypatch.setattr(worker, "ask", nothing)
     yield
     maths._equal.cache_clear()  # "no answer" is remembered of answers
@@ -194,7 +194,7 @@ def test_such_growth_would_be_seen():
 def test_a_broken_value_that_takes_too_long_to_repair_is_given_up(monkeypatch):
     """json_repair takes time with the square of these objects."""
     worker = Sandbox("repaired", seconds=0.2)
-    monkeypatch.setattr(answers, "REPAIRER", worker)
+    monkeypatch.setattr(objects, "REPAIRER", worker)
     assert loose_json("[" + "{1}" * 2000).status == "unparseable"
     assert worker.kills == 1
     assert loose_json("[{'a': 1}, {'a': 2").value == [{"a": 1}, {"a": 2}]

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from rewards import Format, Maths, Svg
 from rewards._sandbox import Broken, Sandbox
-from rewards.vision import answers, maths, svg
-from rewards.vision.answers import RUN, calm, last_inside, loose_json
+from rewards.reading import RUN, calm, last_inside, loose_json, objects
+from rewards.vision import maths, svg
 from rewards.vision.spans import spans
 from rewards.vision.svg import aspect, find_svg, render
 
@@ -137,9 +137,9 @@ def test_only_the_beginning_of_a_broken_value_is_repaired(monkeypatch):
         lengths.append(len(text))
         return [1]
 
-    monkeypatch.setattr(answers.REPAIRER, "ask", repair)
+    monkeypatch.setattr(objects.REPAIRER, "ask", repair)
     assert loose_json("[" + '="' * 9_000).status == "repaired"
-    assert lengths == [answers.REPAIRED]
+    assert lengths == [objects.REPAIRED]
 
 
 def test_a_clock_has_so_many_hours_and_long_answers_are_cut():

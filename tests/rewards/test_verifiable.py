@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
 from rewards.card import card_of
-from rewards.vision.answers import SEVERITY, final, items, number
+from rewards.reading import SEVERITY, final, items, number
 from rewards.vision.shapes import boxes, points
 from rewards.vision.words import letters
 from tests.fixtures.text_rewards import SMALLEST, prompts_of

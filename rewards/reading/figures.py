@@ -1,0 +1,40 @@
+"""Reads figures: numbers as programs write them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+# blanks and digits in a row that are looked at: patterns that begin with them take time with the
+# square of the rest
+RUN = 40
+NUMBER = r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{1,4})?"
+
+
+def calm(text: str) -> str:
+    """Cut runs of blanks and of digits to a length that no number or answer needs."""
+    blanks = re.sub(rf"(\s{{{RUN}}})\s+", r"\1", text)
+    return re.sub(rf"(\d{{{RUN}}})\d+", r"\1", blanks)
+
+
+def real(value: Any) -> float | None:
+    """Convert a number, or a string that is one, to a float; None for anything else. Infinite and
+    NaN stay what they are."""
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, str) and not re.fullmatch(NUMBER, value.strip()):
+        return None
+    if not isinstance(value, (int, float, str)):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def reals(values: Sequence[Any]) -> tuple[float, ...] | None:
+    """Convert numbers as ``real`` does; None if one of them is none."""
+    numbers = tuple(number for value in values if (number := real(value)) is not None)
+    return numbers if len(numbers) == len(values) else None
