@@ -96,7 +96,8 @@ class Family:
     patches it reports), ``stretch`` (to one size), None (crops, pads or tiles, so coordinates of
     the resized image mean nothing). ``needs``: inputs it computes wrongly without. ``by_row``: its
     images are a row of slots a prompt, so that only prompts of equally many images make a batch.
-    ``video``: it takes videos; ``apart``: not in one batch with images. ``video_tokens``: how many
+    ``video``: it takes videos; ``apart``: not in one batch with images; ``either``: not in one
+    prompt with images, of which its processor keeps one kind. ``video_tokens``: how many
     tokens of a prompt stand for a video: as many as its grid has features (``grid``), those of an
     image (``image``), those of a frame for each of its clips (``frame``), or what its processor
     keeps (``mask``). ``joins``: how vision tensors of
@@ -110,6 +111,7 @@ class Family:
     by_row: bool = False
     video: bool = False
     apart: bool = False
+    either: bool = False
     video_tokens: Literal["grid", "image", "frame", "mask"] = "grid"
     joins: Literal["rows", "last", "tiles", "indices"] = "rows"
     hears: Literal["", "beside", "apart"] = ""
@@ -179,7 +181,7 @@ FAMILIES = {
         Family("llava_next", note="taught 0-1; its processor pads and tiles"),
         Family("llava_onevision", video=True, note="no statement found"),
         Family("idefics3", note="no statement found"),
-        Family("smolvlm", video=True, note="no statement found"),
+        Family("smolvlm", video=True, either=True, note="no statement found"),
         Family("gemma3", resize="stretch", needs=("token_type_ids",), note="no statement found"),
         Family(
             "paligemma",

@@ -122,6 +122,11 @@ def compile_passes(policy: VLM, net: SharedPrefix, compile: bool | str) -> None:
             "every layer attends to all tokens before, by attention sdpa, and has no experts; "
             "leave it out"
         )
+    if not net.head.plain:
+        raise UserError(
+            f"policy option compile: {net.config.model_type} changes its logits behind its head, "
+            "by a function that graphs do not take in; leave it out"
+        )
     if policy.engine != "own" or not net.share or net.packed or policy.tree is not None:
         raise UserError(
             "policy option compile needs engine own, prompts that are shared (not prefix_sharing: "

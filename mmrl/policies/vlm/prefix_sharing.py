@@ -29,7 +29,8 @@ from mmrl.policies.vlm.compiled import Compiled, changes, symbolic
 from mmrl.policies.vlm.cpu_attention import Kept
 from mmrl.policies.vlm.engines import transformers
 from mmrl.policies.vlm.families import CAUSAL, DIRECT
-from mmrl.policies.vlm.positions import following, rotary3
+from mmrl.policies.vlm.heads import Head
+from mmrl.policies.vlm.positions import axes, following
 from mmrl.policies.vlm.prefixes import Known, Prefix
 from mmrl.policies.vlm.routing import Routing
 from samplers.warp import Warp
@@ -46,6 +47,7 @@ class SharedPrefix(nn.Module):
     def __init__(self, hf: Any, share: bool = True):
         super().__init__()
         self.hf = hf
+        self.head = Head(hf)
         self.share = share
         # packed: batches without padding; fused: xformers attends to them
         self.packed = self.fused = False
@@ -177,9 +179,7 @@ class SharedPrefix(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [*, V] of hidden states [*, H]."""
-        logits: Tensor = self.hf.get_output_embeddings()(hidden)
-        cap = getattr(self.text_config, "final_logit_softcapping", None)
-        return logits if cap is None else cap * torch.tanh(logits / cap)
+        return self.head(hidden)
 
     def draw(
         self,
@@ -225,11 +225,17 @@ class SharedPrefix(nn.Module):
                 hidden = selected(self._shared(inputs, rows, ids, answer_routes, known), where)
         else:
             hidden = selected(self._apart(inputs, rows, ids), where)
-        vocab = self.text_config.vocab_size
         place = places(where) if warp.schedule else None
         compiled = None if self.compiled is None else self.compiled.chunk_of(warp, entropy)
         return hidden, scores.score(
-            hidden, selected(ids, where), self.logits, warp, vocab, entropy, place, compiled
+            hidden,
+            selected(ids, where),
+            self.logits,
+            warp,
+            self.head.vocabulary,
+            entropy,
+            place,
+            compiled,
         )
 
     def _sparse(self, of_prompts: int, where: Tensor) -> bool:
@@ -245,13 +251,11 @@ class SharedPrefix(nn.Module):
     ) -> scores.Scored:
         """Score other tokens ``ids`` [N], or return their entropy, at hidden states [N, H] that
         ``score`` returned."""
-        return scores.score(
-            hidden, ids, self.logits, warp, self.text_config.vocab_size, entropy, place
-        )
+        return scores.score(hidden, ids, self.logits, warp, self.head.vocabulary, entropy, place)
 
     def full(self, hidden: Tensor, warp: Warp, place: Tensor | None = None) -> Tensor:
         """Return the log-probs of all tokens, [N, V]."""
-        return scores.full(hidden, self.logits, warp, self.text_config.vocab_size, place)
+        return scores.full(hidden, self.logits, warp, self.head.vocabulary, place)
 
     def kl(
         self,
@@ -410,8 +414,8 @@ class SharedPrefix(nn.Module):
     ) -> Tensor:
         """Return hidden states [B, L, H] after the tokens ids [B, L] at ``places`` [B, L], behind
         what the cache holds."""
-        if rotary3(self.hf):
-            places = places.expand(3, -1, -1)
+        if count := axes(self.hf):
+            places = places.expand(count, -1, -1)
         direct = self.config.model_type in DIRECT
         base = language_model(self.hf) if direct else self.hf.base_model
         hidden: Tensor = base(

@@ -152,7 +152,7 @@ class Inputs:
             raise UserError(
                 f"{where(prompt)}: {self.family.name} takes no videos; give frames of it as images"
             )
-        if images and videos and self.family.apart:
+        if images and videos and (self.family.apart or self.family.either):
             raise UserError(
                 f"{where(prompt)}: {self.family.name} takes images or a video in a prompt, not "
                 f"both; leave out one of them"

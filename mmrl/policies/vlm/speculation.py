@@ -55,7 +55,7 @@ class Reading:
         """Return the quantities [N, R] of the N tokens that ``kept_mask`` [B, T] holds."""
         task = self.task
         row, place = kept_mask.nonzero(as_tuple=True)
-        size = max(1, BYTES // (4 * task.net.text_config.vocab_size))
+        size = max(1, BYTES // (4 * task.net.head.vocabulary))
         parts = []
         for part in chunks(len(row), size):
             logits = task.net("logits", self.hidden[row[part], place[part]])

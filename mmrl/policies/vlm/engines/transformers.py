@@ -3,6 +3,7 @@ comparison."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mmrl.policies.vlm.generate import Answers, Ending, blank, draw
+from mmrl.policies.vlm.positions import following_the_prompt
 from samplers.noise import Rng
 from samplers.warp import Warp
 
@@ -74,7 +76,12 @@ class _Recorder:
 
 def run(hf: Any, inputs: dict[str, Tensor], recorder: _Recorder, synced: bool) -> None:
     """Call ``generate`` once, with none of the checkpoint's own sampling options."""
-    from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+    from transformers import (
+        GenerationConfig,
+        GenerationMixin,
+        LogitsProcessorList,
+        StoppingCriteriaList,
+    )
 
     config = GenerationConfig(
         max_new_tokens=recorder.ending.tokens,
@@ -82,8 +89,13 @@ def run(hf: Any, inputs: dict[str, Tensor], recorder: _Recorder, synced: bool) -
         pad_token_id=recorder.ending.pad,
         use_cache=True,
     )
-    with _without_own_options(hf, config):
-        hf.generate(
+    # a class's own may take a logits processor by name and drop it (Janus)
+    own = type(hf).generate
+    by_name = "logits_processor" in inspect.signature(own).parameters
+    generate = GenerationMixin.generate if by_name else own
+    with _without_own_options(hf, config), following_the_prompt(hf):
+        generate(
+            hf,
             **inputs,
             generation_config=config,
             logits_processor=LogitsProcessorList([recorder]),

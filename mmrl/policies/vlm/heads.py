@@ -1,0 +1,116 @@
+"""Computes logits as a model's own class does: by its head and by whatever stands behind it.
+
+Classes divide logits by a number, cap them, cut the vocabulary (Granite, HyperCLOVA X, Cohere,
+Inkling), and an outer class may leave out what its text model alone would do. None of that is
+written again here: the class's own forward pass is called, with hidden states in the place of what
+its network would compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmrl.core.errors import UserError
+
+# sizes of the hidden states that are tried: a cap shows at the largest, an offset at the smallest
+SIZES = (1.0, 30.0, 1000.0)
+
+
+class Head:
+    """Returns the logits of hidden states. ``plain``: the head is all that the class applies;
+    ``vocabulary``: how many logits there are."""
+
+    def __init__(self, hf: Any):
+        """Raises UserError where a model has no head, or its class does not take hidden states."""
+        self.hf = hf
+        if hf.get_output_embeddings() is None:
+            raise UserError(
+                f"policy.vlm.path: {hf.config.model_type} has no head over a vocabulary, so it "
+                "writes no text; use a model that answers"
+            )
+        self.plain = True
+        weight = hf.get_output_embeddings().weight
+        self.vocabulary = int(hf.config.get_text_config().vocab_size)
+        if weight.is_meta:  # a rehearsal without weights
+            return
+        hidden = _tried(hf, weight)
+        with torch.no_grad():
+            alone = hf.get_output_embeddings()(hidden).float()
+            try:
+                whole = self._called(hidden).float()
+            except (ValueError, TypeError, RuntimeError, AttributeError, KeyError) as error:
+                raise UserError(
+                    f"policy.vlm.path: what {hf.config.model_type} does behind its head cannot be "
+                    f"called ({type(error).__name__}: {error}); use a family that docs/vlm.md names"
+                ) from error
+        self.vocabulary = whole.shape[-1]
+        self.plain = torch.equal(alone, whole)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Return logits [*, V] of hidden states [*, H]."""
+        logits: Tensor = (
+            self.hf.get_output_embeddings()(hidden) if self.plain else self._called(hidden)
+        )
+        return logits
+
+    def _called(self, hidden: Tensor) -> Tensor:
+        flat = hidden.reshape(-1, 1, hidden.shape[-1])
+        with _having_read(self.hf, flat) as owner:
+            logits: Tensor = owner.forward(
+                input_ids=None, inputs_embeds=flat, use_cache=False, return_dict=True
+            ).logits
+        return logits.reshape(*hidden.shape[:-1], -1)
+
+
+class _Read:
+    """Stands for what a network returns that has computed ``hidden`` [N, 1, H], and for the network
+    itself; all else is that of the network, or None of its output."""
+
+    def __init__(self, network: Any, hidden: Tensor):
+        self._network = network
+        self._hidden = hidden
+
+    def __call__(self, *_: Any, **__: Any) -> _Output:
+        return _Output(self._hidden)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._network, name)
+
+
+class _Output:
+    def __init__(self, hidden: Tensor):
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, key: Any) -> Any:
+        return (self.last_hidden_state,)[key]
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+@contextmanager
+def _having_read(hf: Any, hidden: Tensor) -> Iterator[Any]:
+    """Yield the module that holds the head, whose network has computed ``hidden`` within the
+    block."""
+    inside = hf.base_model is hf  # the head of Llama 4 is inside its language model
+    owner, name = (hf.language_model, "model") if inside else (hf, hf.base_model_prefix)
+    # an attribute comes before the submodule of that name
+    owner.__dict__[name] = _Read(getattr(owner, name), hidden)
+    try:
+        yield owner
+    finally:
+        del owner.__dict__[name]
+
+
+def _tried(hf: Any, weight: Tensor) -> Tensor:
+    """Return hidden states [n, H] of several sizes, the same for every call."""
+    width = hf.get_output_embeddings().in_features
+    dtype = weight.dtype if weight.is_floating_point() else hf.dtype
+    steps = torch.arange(width, dtype=torch.float64).mul(1.7).sin()
+    return torch.outer(torch.tensor(SIZES, dtype=torch.float64), steps).to(weight.device, dtype)
