@@ -50,13 +50,11 @@ hypothesis.settings.load_profile("mmrl")
 
 
 def pytest_collection_modifyitems(config, items):
-    """Tests below tests/gpu, and those marked gpu, need a device. Rooms with long tests come first,
+    """Tests marked gpu need a CUDA device. Rooms with long tests come first,
     so that a worker without tests of its own still finds some to take over from the other."""
     items.sort(key=lambda item: item.path.parent.name not in ("train", "scripts", "notebooks"))
     skip = pytest.mark.skip(reason="no CUDA device")
     for item in items:
-        if "gpu" in item.path.relative_to(ROOT / "tests").parts[:-1]:
-            item.add_marker(pytest.mark.gpu)
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(skip)
 

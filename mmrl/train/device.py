@@ -16,6 +16,7 @@ from mmrl.config.options import TrainOptions
 from mmrl.core import distributed, heap
 from mmrl.core.errors import UserError
 from mmrl.policies.base import ParameterGroup
+from mmrl.policies.lora import keep_input_dtype
 from mmrl.train.shard_units import shard_classes
 
 MakeOptimizer = Callable[..., torch.optim.Optimizer]  # of parameters, or of groups of them
@@ -139,6 +140,9 @@ class Device:
         self.options = options
         if self.accelerator.device.type == "cpu":
             heap.keep()
+        # cuDNN's backward pass returns NaN for some lengths (pytorch#196678; seen here with FLUX),
+        # and it builds a plan for each new length: 0.7 s a token on an H100
+        torch.backends.cuda.enable_cudnn_sdp(False)
         self.all_processes: int = self.accelerator.num_processes
         check_mesh(options, self.all_processes)
         distributed.share_rows(self._neighbours())
@@ -174,6 +178,8 @@ class Device:
             self.accelerator.ddp_handler = DistributedDataParallelKwargs(
                 find_unused_parameters=True
             )
+        if self.accelerator.mixed_precision != "no":
+            keep_input_dtype(policy.net)
         self._name_units(policy.net)
         prepared: torch.optim.Optimizer
         policy.trained, prepared = self.accelerator.prepare(policy.net, _built(optimizer, groups))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import bench_iteration as bench
 import measuring
@@ -18,51 +19,69 @@ from mmrl.core.types import Rollout
 from mmrl.policies.diffusion import attention_backends
 from mmrl.policies.diffusion.flow_policy import FlowPolicy
 from mmrl.train.minibatches import passes
-from mmrl.utils.machine import version
 from samplers.noise import Rng
 
 CANNOT = (UserError, RuntimeError, ValueError, TypeError)  # what a backend that does not run raises
 
 
-def attention(setting: Setting) -> Report:
-    """Measure milliseconds of forward and backward at SD3.5 medium's size, for each kernel that
-    runs."""
+KERNELS = {
+    "torch's choice": None,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "memory-efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+
+
+def attention(setting: Setting) -> Iterator[Report]:
+    """Ask every kernel of SDPA, at the sizes of Stable Diffusion 3.5 medium, of a VLM's update and
+    of its next token: milliseconds; whether an output's bits depend on a gradient to come, or on
+    the rows beside it; NaN in gradients; and milliseconds of the first call of a new length."""
     scale = setting.scale
-    shape = (8, scale.sd3_heads, scale.tokens + (scale.size // 16) ** 2, 64)
-    q = torch.randn(shape, device=models.device(), dtype=torch.bfloat16, requires_grad=True)
-    chosen = {
-        "torch's choice": None,
-        "flash": SDPBackend.FLASH_ATTENTION,
-        "cudnn": SDPBackend.CUDNN_ATTENTION,
-        "memory-efficient": SDPBackend.EFFICIENT_ATTENTION,
-        "math": SDPBackend.MATH,
+    many, few = (3, 2) if setting.small else (28, 4)
+    shapes = {
+        "image": (scale.sd3_heads, scale.tokens + (scale.size // 16) ** 2, scale.sd3_heads, None),
+        "update": (many, 64 if setting.small else 1024, few, None),
+        "next token": (many, 1, few, 96 if setting.small else 1024),
     }
-    milliseconds: Report = {}
-    for name, kernel in chosen.items():
-        with nullcontext() if kernel is None else sdpa_kernel(kernel):
-            milliseconds[name] = _milliseconds(
-                lambda: torch.nn.functional.scaled_dot_product_attention(q, q, q), q
-            )
-    if version("xformers") and q.is_cuda:
-        from xformers.ops import memory_efficient_attention
+    report: Report = {}
+    for name, (heads, queries, key_heads, keys) in shapes.items():
+        drawn = partial(torch.randn, device=models.device(), dtype=torch.bfloat16)
+        grouped = heads // key_heads * key_heads
+        q = drawn(8, grouped, queries, 64 if name == "image" else 128)
+        k, v = (drawn(8, key_heads, keys or queries, q.shape[-1]) for _ in range(2))
+        report[name] = {}
+        for kernel, backend in KERNELS.items():
+            with nullcontext() if backend is None else sdpa_kernel(backend):
+                report[name][kernel] = _kernel(q, k, v, causal=name == "update")
+            yield report
 
-        rows = q.detach().transpose(1, 2).contiguous().requires_grad_()
-        milliseconds["xformers"] = _milliseconds(
-            lambda: memory_efficient_attention(rows, rows, rows), rows
+
+def _kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Report | str:
+    def attend(*tensors: Tensor) -> Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(
+            *tensors, is_causal=causal, enable_gqa=True
         )
-    return {"shape": list(shape), "milliseconds": milliseconds}
 
+    def forward_and_backward() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(attend(*leaves).float().square().sum(), leaves)
 
-def _milliseconds(attend: Callable[[], Tensor], q: Tensor) -> float | str:
-    def forward_and_backward() -> None:
-        attend().sum().backward()
-        q.grad = None
-
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    order = torch.randperm(len(q), device=q.device)
     try:
-        forward_and_backward()
+        plain = attend(q, k, v)
+        gradients = forward_and_backward()
     except RuntimeError as error:
         return f"does not run: {first_line(error)}"
-    return 1000 * sorted(measuring.seconds(forward_and_backward) for _ in range(9))[4]
+    longer = [torch.cat([x, x[:, :, :3]], 2) for x in (k, v)]
+    return {
+        "forward": 1000 * min(measuring.seconds(lambda: attend(q, k, v)) for _ in range(9)),
+        "forward and backward": 1000 * min(map(measuring.seconds, [forward_and_backward] * 9)),
+        "first call of a new length": 1000 * measuring.seconds(lambda: attend(q, *longer)),
+        "bits with a gradient": torch.equal(attend(*leaves).detach(), plain),
+        "bits in another order": torch.equal(attend(*(x[order] for x in (q, k, v))), plain[order]),
+        "gradients are finite": all(bool(x.isfinite().all()) for x in gradients),
+    }
 
 
 def backends(setting: Setting) -> Report:

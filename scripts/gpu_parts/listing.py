@@ -3,24 +3,28 @@ take on an H100."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gpu_parts import engines, iterations, kernels, prediction, savings, worlds
+from gpu_parts import answers, engines, iterations, kernels, prediction, savings, worlds
 from gpu_parts.setting import NotInstalled, Report, Setting, free
 
 
 @dataclass(frozen=True)
 class Part:
-    """Describes a part. alone: its process is no good for others afterwards."""
+    """Describes a part. run: returns what it found, or yields what it has found so far each time
+    there is more. alone: its process is no good for others afterwards."""
 
-    run: Callable[[Setting], Report]
+    run: Callable[[Setting], Report | Iterator[Report]]
     seconds: int
     alone: bool = False
 
 
 PARTS = {
+    "gap": Part(iterations.gap, 120),
+    "attention": Part(kernels.attention, 60),
+    "answers": Part(answers.answers, 120),
     "world_of_one": Part(worlds.world_of_one, 120),
     "image": Part(iterations.image, 90),
     "mfu": Part(prediction.mfu, 60),
@@ -29,8 +33,6 @@ PARTS = {
     "sleep": Part(savings.sleep, 40),
     "context_parallel": Part(worlds.context_parallel, 60),
     "tests": Part(iterations.tests, 150),
-    "gap": Part(iterations.gap, 40),
-    "attention": Part(kernels.attention, 20),
     "backends": Part(kernels.backends, 40),
     "adamw_8bit": Part(savings.optimizer_8bit, 40),
     "vllm": Part(engines.vllm, 120, alone=True),
@@ -41,14 +43,17 @@ PARTS = {
 }
 
 
-def run(name: str, seconds: float, setting: Setting) -> Report:
-    """Run a part that may take so many seconds; a package that is not there is no failure."""
+def run(name: str, seconds: float, setting: Setting) -> Iterator[Report]:
+    """Run a part that may take ``seconds``, and yield what it has found so far; a package that is
+    not installed is no failure."""
     free()
+    alone = {"alone": True} if PARTS[name].alone else {}
     try:
-        report = PARTS[name].run(replace(setting, seconds=seconds))
+        found = PARTS[name].run(replace(setting, seconds=seconds))
+        for report in [found] if isinstance(found, dict) else found:
+            yield report | alone
     except NotInstalled as missing:
-        report = {"not installed": str(missing)}
-    return report | ({"alone": True} if PARTS[name].alone else {})
+        yield {"not installed": str(missing)} | alone
 
 
 def described(name: str) -> Any:

@@ -7,11 +7,14 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-Run = Callable[..., dict[str, Any]]  # of a part's name and its seconds
+Report = dict[str, Any]
+# of a part's name and its seconds: what it has found so far, again and again; the last is all
+Run = Callable[..., Iterator[Report]]
 
 
 def serve(connection: Any, run: Run, words: tuple[Any, ...]) -> None:
@@ -21,15 +24,25 @@ def serve(connection: Any, run: Run, words: tuple[Any, ...]) -> None:
         name, seconds = connection.recv()
         if name is None:
             return
-        connection.send(recorded(lambda: run(name, seconds, *words)))  # noqa: B023 - called at once
+        report = recorded(
+            lambda: run(name, seconds, *words),  # noqa: B023 - called at once
+            lambda found: connection.send((False, found)),
+        )
+        connection.send((True, report))
 
 
-def recorded(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Run a part; a failure is what it reports, so that the next one runs."""
+def recorded(
+    run: Callable[[], Iterator[Report]], note: Callable[[Report], Any] = lambda found: None
+) -> Report:
+    """Run a part and ``note`` what it has found so far; a failure is added to that, so that the
+    next part runs."""
+    report: Report = {}
     try:
-        return run()
+        for report in run():
+            note(report)
+        return report
     except (Exception, SystemExit) as error:  # a command line that is refused exits
-        return {
+        return report | {
             "failed": f"{type(error).__name__}: {error}",
             "where": traceback.format_exc().splitlines()[-6:],
         }
@@ -48,27 +61,30 @@ class Worker:
         self.process: Any = None
         self.connection: Any = None
 
-    def ask(self, name: str, seconds: float) -> dict[str, Any]:
-        """Run a part for at most so many seconds, the start of a process included."""
+    def ask(self, name: str, seconds: float) -> Report:
+        """Run a part for at most ``seconds``, the start of a process included. One that is ended
+        reports what it had found."""
+        end = time.monotonic() + seconds
         if self.process is None:
             context = multiprocessing.get_context("spawn")
             self.connection, other = context.Pipe()
             self.process = context.Process(target=serve, args=(other, self.run, self.words))
             self.process.start()
             other.close()
-        answer: dict[str, Any]
+        done, answer = False, {}
         try:
             self.connection.send((name, seconds))
-            if not self.connection.poll(seconds):
-                self.kill()
-                words = f"it was not over after {seconds:.0f} s, and was ended"
-                return {"failed": words, "hung": True}
-            answer = self.connection.recv()
+            while not done:
+                if not self.connection.poll(max(0.0, end - time.monotonic())):
+                    self.kill()
+                    words = f"it was not over after {seconds:.0f} s, and was ended"
+                    return answer | {"failed": words, "hung": True}
+                done, answer = self.connection.recv()
         except (EOFError, BrokenPipeError, ConnectionResetError):
             self.process.join(10)
             status = self.process.exitcode
             self.kill()
-            return {"failed": f"its process ended with status {status}"}
+            return answer | {"failed": f"its process ended with status {status}"}
         if "failed" in answer or answer.pop("alone", False):
             self.end()
         return answer

@@ -32,7 +32,7 @@ SHARDS = {  # what `accelerate launch --use_fsdp --fsdp_version 2` says to its p
 PRECISIONS = ("fp32", "bf16")
 
 
-def world_of_one(setting: Setting) -> Report:
+def world_of_one(setting: Setting) -> Iterator[Report]:
     """Run an iteration alone, as the one copy of DDP and as the one shard of FSDP2, in each
     precision: largest difference of the trained weights from those of the run alone, as a share of
     how far these moved, the first ratio, seconds, memory. In bf16 FSDP2 gathers adapters rounded to
@@ -42,11 +42,12 @@ def world_of_one(setting: Setting) -> Report:
     for precision in PRECISIONS:
         alone, expected = _iterated(setting, make, precision)
         report[f"alone, {precision}"] = alone
+        yield report
         for name, environment in (("DDP", {}), ("FSDP2", SHARDS)):
             with distributed_world(**environment), _sharded_anywhere(name == "FSDP2"):
                 measured, change = _iterated(setting, make, precision)
             report[f"{name}, {precision}"] = measured | {"apart": _apart(change, expected)}
-    return report
+            yield report
 
 
 def context_parallel(setting: Setting) -> Report:

@@ -7,6 +7,7 @@ import torch
 from mmrl.core.errors import UserError
 from mmrl.policies.diffusion import attention_backends
 from samplers.noise import Rng
+from tests.gpu import DEVICE
 from tests.policies.diffusion.test_folder_families import trainer_of
 from tests.train.test_fitting import PROMPTS, make
 
@@ -22,7 +23,7 @@ def made(case, backend, **options):
 
 
 def on_the_device(policy):
-    policy.net.to("cuda")
+    policy.net.to(DEVICE)
     return policy
 
 
@@ -53,6 +54,7 @@ def test_backends_agree_with_sdpa(case):
     torch.testing.assert_close(samples["xformers"], samples["sdpa"], atol=2e-3, rtol=2e-3)
 
 
+@pytest.mark.gpu  # a compiler's minute; on a CPU in tests/policies/diffusion
 @pytest.mark.parametrize(
     "options", [{"guidance_scale": 2.0}, {"lora": 2}], ids=["full guided", "lora"]
 )
@@ -62,6 +64,7 @@ def test_compiled_blocks_are_on_policy(options):
     assert metrics["ratio/max_deviation"] == 0.0 and metrics["grad_norm"] > 0
 
 
+@pytest.mark.gpu
 def test_paths_on_the_cpu_change_nothing():
     runs = []
     for offload in (False, True):
@@ -76,6 +79,7 @@ def test_paths_on_the_cpu_change_nothing():
         torch.testing.assert_close(runs[1][name], value, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.gpu
 def test_a_pass_that_does_not_fit_is_halved():
     trainer = trainer_of(make("flux", guidance_scale=2.0))
     # rows of the network, guided ones twice
@@ -84,7 +88,7 @@ def test_a_pass_that_does_not_fit_is_halved():
 
     def velocity(x, t, cond):
         if len(x) > limit:
-            torch.empty(2**45, dtype=torch.uint8, device="cuda")  # 32 TiB
+            torch.empty(2**45, dtype=torch.uint8, device=DEVICE)  # 32 TiB
         return plain(x, t, cond)
 
     trainer.policy.velocity = velocity

@@ -3,17 +3,20 @@
 import pytest
 import torch
 
+from mmrl.policies.vlm.loading import xformers_runs
 from mmrl.policies.vlm.packing import Layout, continued
 from mmrl.policies.vlm.vision import by_length, by_xformers
+from tests.gpu import DEVICE
+
+pytestmark = pytest.mark.skipif(not xformers_runs(), reason="xformers' kernels do not run here")
 
 
 @pytest.mark.parametrize("lengths", [[64, 64], [16, 100, 16, 4, 100]])
 def test_xformers_packs_images_of_all_sizes(lengths):
-    pytest.importorskip("xformers.ops")
     torch.manual_seed(0)
     shape = (sum(lengths), 4, 32)
     tensors = [
-        torch.randn(*shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        torch.randn(*shape, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
         for _ in range(3)
     ]
     fused, expected = (attend(*tensors, lengths, 0.2) for attend in (by_xformers, by_length))
@@ -27,17 +30,16 @@ def test_xformers_packs_images_of_all_sizes(lengths):
 
 @pytest.mark.parametrize("which", ["prompts", "answers"])
 def test_xformers_attends_inside_packed_rows_as_sdpa_does(which):
-    pytest.importorskip("xformers.ops")
     torch.manual_seed(0)
-    lengths = torch.tensor([30, 70], device="cuda")
-    rows, answers = (torch.tensor(x, device="cuda") for x in ([0, 0, 1, 1], [20, 0, 64, 1]))
+    lengths = torch.tensor([30, 70], device=DEVICE)
+    rows, answers = (torch.tensor(x, device=DEVICE) for x in ([0, 0, 1, 1], [20, 0, 64, 1]))
     if which == "prompts":
         layouts = [Layout(lengths, lengths, xformers=fused) for fused in (True, False)]
     else:
         layouts = [continued(lengths, rows, answers, fused) for fused in (True, False)]
     queries = int(layouts[0].queries.sum())
     keys = queries if which == "prompts" else queries + 100
-    shape = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}
+    shape = {"device": DEVICE, "dtype": torch.bfloat16, "requires_grad": True}
     tensors = [torch.randn(4, size, 32, **shape) for size in (queries, keys, keys)]
     by_xformers_kernel, expected = (layout.attend(*tensors, 0.2, None) for layout in layouts)
     torch.testing.assert_close(by_xformers_kernel, expected, atol=2e-2, rtol=2e-2)

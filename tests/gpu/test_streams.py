@@ -5,6 +5,7 @@ import torch
 
 from samplers.batching import peak_bytes, rows_that_fit
 from samplers.noise import Rng
+from tests.gpu import DEVICE
 
 MIB = 2**20
 
@@ -16,22 +17,22 @@ def test_a_stream_is_the_same_integers_on_every_device(step):
     for draw in ("bits", "uniform"):
         shape = 1001 if draw == "bits" else (7, 11, 13)
         on_cpu, on_gpu = (
-            getattr(rng, draw)(rows.to(device), shape, step) for device in ("cpu", "cuda")
+            getattr(rng, draw)(rows.to(device), shape, step) for device in ("cpu", DEVICE)
         )
-        assert on_gpu.is_cuda and torch.equal(on_cpu, on_gpu.cpu())
+        assert on_gpu.device.type == DEVICE and torch.equal(on_cpu, on_gpu.cpu())
 
 
 def test_normals_agree_to_one_unit_in_the_last_place():
     rng = Rng.of(1)
     rows = torch.arange(64)
-    on_cpu, on_gpu = (rng.normal(rows.to(device), (3, 32, 32)).cpu() for device in ("cpu", "cuda"))
+    on_cpu, on_gpu = (rng.normal(rows.to(device), (3, 32, 32)).cpu() for device in ("cpu", DEVICE))
     apart = (on_cpu.view(torch.int32).long() - on_gpu.view(torch.int32).long()).abs()
     assert int(apart.max()) <= 1 and float((apart > 0).double().mean()) < 1e-3
 
 
 def test_a_row_on_the_device_is_the_same_alone_and_among_others():
     rng = Rng.of(2)
-    rows = torch.arange(100, device="cuda")
+    rows = torch.arange(100, device=DEVICE)
     whole = rng.normal(rows, (4, 8, 8), step=3)
     assert torch.equal(
         torch.cat([rng.normal(part, (4, 8, 8), step=3) for part in rows.split(7)]), whole
@@ -39,21 +40,21 @@ def test_a_row_on_the_device_is_the_same_alone_and_among_others():
 
 
 def test_peak_bytes_is_the_most_that_was_alive_at_once():
-    before = torch.empty(8 * MIB, dtype=torch.uint8, device="cuda")  # there before, not counted
+    before = torch.empty(8 * MIB, dtype=torch.uint8, device=DEVICE)  # there before, not counted
 
     def work():
-        first = torch.empty(4 * MIB, dtype=torch.uint8, device="cuda")
+        first = torch.empty(4 * MIB, dtype=torch.uint8, device=DEVICE)
         del first
-        return torch.empty(3 * MIB, dtype=torch.uint8, device="cuda"), torch.empty(
-            MIB, dtype=torch.uint8, device="cuda"
+        return torch.empty(3 * MIB, dtype=torch.uint8, device=DEVICE), torch.empty(
+            MIB, dtype=torch.uint8, device=DEVICE
         )
 
-    assert peak_bytes(work, "cuda") == 4 * MIB and before.is_cuda
+    assert peak_bytes(work, DEVICE) == 4 * MIB and before.device.type == DEVICE
 
 
 def test_rows_that_fit_a_budget_on_the_device():
     def forward(rows):
-        return torch.empty(rows, MIB, dtype=torch.uint8, device="cuda").sum()
+        return torch.empty(rows, MIB // 4, dtype=torch.float32, device=DEVICE).sum()
 
-    assert rows_that_fit(forward, 10 * MIB + MIB // 2, 100, "cuda") in (9, 10)
-    assert rows_that_fit(forward, 1000 * MIB, 6, "cuda") == 6
+    assert rows_that_fit(forward, 10 * MIB + MIB // 2, 100, DEVICE) in (9, 10)
+    assert rows_that_fit(forward, 1000 * MIB, 6, DEVICE) == 6

@@ -20,6 +20,7 @@ from mmrl.train.trainer import Trainer
 from samplers.kernels import dance_sde
 from samplers.noise import Rng
 from tests.fixtures import toys
+from tests.gpu import DEVICE
 
 TEXTS = [{"text": text} for text in ("a red seven", "a blue two", "a green zero")]
 SD3_CASES = {
@@ -80,7 +81,7 @@ def of_sd3(case="plain", **options):
 
 def assert_on_policy(trainer):
     metrics = trainer.iterate()
-    assert trainer.policy.device.type == "cuda"
+    assert trainer.policy.device.type == DEVICE
     assert metrics["ratio/max_deviation"] == 0.0
     assert metrics["clip_fraction"] == 0.0 and metrics["kl"] == 0.0 and metrics["grad_norm"] > 0
 
@@ -97,7 +98,9 @@ def test_the_first_step_of_sd3_is_exactly_on_policy(case, precision):
     assert_on_policy(of_sd3(case, precision=precision, train_batch_size=24))
 
 
-@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize(
+    "precision", [*(pytest.param(p, marks=pytest.mark.gpu) for p in ("fp16", "bf16")), "fp32"]
+)
 def test_sd3_trains_in_every_precision(precision):
     trainer = of_sd3("guided", precision=precision, gradient_checkpointing=True, ema=0.9)
     before = trainer.policy.weights.full()
@@ -110,7 +113,7 @@ def test_sd3_trains_in_every_precision(precision):
 @pytest.mark.parametrize("family", toys.POLICIES)
 def test_the_device_takes_the_decisions_of_the_cpu(family):
     rollouts = []
-    for device in ("cpu", "cuda"):
+    for device in ("cpu", DEVICE):
         policy = toy(family, double=True)
         policy.net.to(device)
         with torch.no_grad():
@@ -119,6 +122,7 @@ def test_the_device_takes_the_decisions_of_the_cpu(family):
     torch.testing.assert_close(rollouts[0].logprob, rollouts[1].logprob, atol=1e-9, rtol=0)
 
 
+@pytest.mark.gpu  # on a CPU in tests/train
 def test_micro_batches_change_no_gradient_on_the_device():
     runs = []
     for micro in (1, 5, 12):
@@ -147,7 +151,7 @@ def deterministic():
 
 
 @pytest.mark.filterwarnings("ignore:.*deterministic")
-@pytest.mark.parametrize("kind", [*toys.POLICIES, "sd3"])
+@pytest.mark.parametrize("kind", [*toys.POLICIES, pytest.param("sd3", marks=pytest.mark.gpu)])
 def test_2n_iterations_equal_n_stop_resume_n_to_the_bit(kind, tmp_path, deterministic):
     make = partial(of_sd3, "guided") if kind == "sd3" else partial(of_toy, kind)
     whole = make(ema=0.9)

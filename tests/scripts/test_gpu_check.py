@@ -6,7 +6,10 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
+import runpy
 import sys
+import zipfile
 from functools import partial
 from pathlib import Path
 
@@ -89,9 +92,11 @@ def test_a_part_that_hangs_or_dies_takes_no_other_with_it(check):
     try:
         first, second = (worker.ask("works", 60)["process"] for _ in range(2))
         assert first == second != os.getpid()
-        assert "status 7" in worker.ask("dies", 60)["failed"]
+        dies = worker.ask("dies", 60)
+        assert "status 7" in dies["failed"] and dies["begun"] == "dies"
+        assert worker.ask("works", 60)["process"] != first
         hangs = worker.ask("hangs", 0.3)
-        assert hangs["hung"] and "not over" in hangs["failed"]
+        assert hangs["hung"] and "not over" in hangs["failed"] and hangs["begun"] == "hangs"
         failing = worker.ask("fails", 60)["process"]
         assert worker.ask("works", 60)["process"] not in (first, failing)
     finally:
@@ -105,3 +110,46 @@ def test_the_straightforward_loop_for_wan_does_the_same_work(check):
         check.models.PlainWan,
     )
     assert agreement["weights"] < 1e-10 and agreement["weights_moved"] > 1e-6
+
+
+def test_a_part_notes_what_it_finds_before_it_fails(check):
+    def part():
+        yield {"safe": 1}
+        raise RuntimeError("out of memory")
+
+    noted = []
+    report = check.recorded(part, noted.append)
+    assert noted == [{"safe": 1}] and report["safe"] == 1
+    assert report["failed"] == "RuntimeError: out of memory"
+
+
+def test_the_calls_of_a_gpu_machine_name_parts_that_there_are(check):
+    """Each call of scripts/dev/gpu is a list of parts; all in small take minutes, one is tried."""
+    calls = re.findall(r"^    (\w+)\) parts=\((.*)\)", (SCRIPTS / "dev/gpu/call").read_text(), re.M)
+    assert [name for name, _ in calls] == ["exact", "speed", "memory"]
+    assert not {part for _, parts in calls for part in parts.split()} - set(check.PARTS)
+
+
+@pytest.mark.slow
+def test_answers_and_kernels_run_in_small(check, tmp_path):
+    words = ["--small", "--here", "--out", str(tmp_path), "--only", "attention", "answers"]
+    assert check.main(words) == 0
+    parts = json.loads((tmp_path / "gpu.json").read_text())["parts"]
+    for kernels in ("image", "update", "next token"):
+        chosen = parts["attention"][kernels]["torch's choice"]
+        assert chosen["gradients are finite"] and chosen["forward"] > 0
+    assert parts["answers"]["second iteration"]["grad_norm"] > 0
+
+
+def test_a_cut_wheel_keeps_what_matches(tmp_path):
+    cut = runpy.run_path(str(SCRIPTS / "dev/gpu/cut_wheel.py"))["cut"]
+    wheel = tmp_path / "a-1-py3-none-any.whl"
+    names = ["a/x.so", "a/y.so", "a/z.py"]
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name in names:
+            archive.writestr(name, name)
+        archive.writestr("a-1.dist-info/RECORD", "".join(f"{name},sha256=,1\n" for name in names))
+    cut(wheel, "x\\.so")
+    with zipfile.ZipFile(wheel) as archive:
+        assert archive.namelist() == ["a/x.so", "a/z.py", "a-1.dist-info/RECORD"]
+        assert b"y.so" not in archive.read("a-1.dist-info/RECORD")

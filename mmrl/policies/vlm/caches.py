@@ -69,7 +69,7 @@ class Continued:
 class Growing(Continued):
     """Grows with sampled answers: written in place, with room for steps to come."""
 
-    by_column = True  # the keys' columns lie beside each other in memory
+    by_column = True  # on a CPU in full precision, the keys' columns lie beside each other
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> KV:
         return _written(self.reserve(key_states.shape[-2]), key_states, value_states)
@@ -79,7 +79,7 @@ class Growing(Continued):
         end = self.length + tokens
         if end > self.keys.shape[-2]:
             room = end + max(ROOM, end // 4)
-            if self.by_column:  # a product with one query is then a sum of whole columns
+            if self.by_column and _summed_by_column(self.keys):
                 turned = self.keys.transpose(-1, -2)
                 wide = turned.new_empty(*turned.shape[:-1], room)
                 wide[..., : self.length] = turned[..., : self.length]
@@ -92,6 +92,12 @@ class Growing(Continued):
 
     def kv(self) -> KV:
         return self.keys, self.values
+
+
+def _summed_by_column(keys: Tensor) -> bool:
+    """Tell whether a product of one query with all keys is a sum of whole columns: on CPUs. Fused
+    attention of accelerators takes no keys that are laid out so."""
+    return keys.device.type == "cpu" and keys.dtype in (torch.float32, torch.float64)
 
 
 class Reserved:

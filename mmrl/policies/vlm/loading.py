@@ -3,7 +3,6 @@ what cannot be loaded."""
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -108,10 +107,22 @@ def _plain(attention: str) -> str:
     is chosen and cannot run."""
     if attention != "xformers":
         return attention
-    if not torch.cuda.is_available() or find_spec("xformers") is None:
+    if not xformers_runs():
         raise UserError(
-            "policy option attention = xformers needs a CUDA device and the package "
-            "xformers (pip install xformers); "
-            "use sdpa"
+            "policy option attention = xformers needs a CUDA device and the package xformers, "
+            "built for this torch and CUDA (pip install xformers; python -m xformers.info shows "
+            "which kernels load); use sdpa"
         )
     return "sdpa"
+
+
+def xformers_runs() -> bool:
+    """Tell whether xformers' attention runs here: a build for another CUDA imports without it."""
+    try:
+        from xformers.ops import memory_efficient_attention
+
+        x = torch.zeros(1, 8, 1, 32, device="cuda", dtype=torch.bfloat16)
+        memory_efficient_attention(x, x, x)
+    except (ImportError, NotImplementedError, RuntimeError, AssertionError):
+        return False  # torch without CUDA raises an AssertionError
+    return True
