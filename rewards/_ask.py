@@ -13,6 +13,15 @@ if TYPE_CHECKING:
     from PIL import Image
     from pydantic import BaseModel
 
+# how models mark where their thoughts begin and end
+THOUGHTS = {
+    "<think>": "</think>",
+    "<thinking>": "</thinking>",
+    "[THINK]": "[/THINK]",
+    "<|begin_of_thought|>": "<|end_of_thought|>",
+    "\u25c1think\u25b7": "\u25c1/think\u25b7",
+}
+SHARE = re.compile(r"(-?\d+(?:\.\d+)?)\s*(?:/|out of)\s*(\d+(?:\.\d+)?)", re.IGNORECASE)
 AGAIN = (
     "That answer cannot be used: {problem}. Give the whole answer again, in the form that "
     "was asked for."
@@ -74,9 +83,11 @@ class Usage:
     asked_again: int = 0  # answers that could not be read, asked for anew
     unreadable: int = 0  # questions given up for that reason
     refused: int = 0  # questions the server refused by themselves
+    bytes_sent: int = 0  # bodies of requests, pictures included
     tokens_in: int = 0
     tokens_out: int = 0
     cost: float = 0.0  # in the currency of the prices that were given
+    cause: str = ""  # why the last question without a value has none
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def add(self, **numbers: float) -> None:
@@ -86,11 +97,14 @@ class Usage:
 
     def numbers(self) -> dict[str, float]:
         with self._lock:
-            return {
+            counts = {
                 field.name: getattr(self, field.name)
                 for field in fields(self)
-                if field.name != "_lock"
+                if field.name not in ("_lock", "cause")
             }
+        if counts["bytes_sent"]:  # a judge in this process sends none
+            counts["bytes_per_request"] = counts["bytes_sent"] / counts["requests"]
+        return counts
 
 
 class Asker(Protocol):
@@ -107,9 +121,22 @@ class Asker(Protocol):
 # reading answers
 
 
+def thought_apart(text: str) -> str:
+    """Return what follows the thoughts of a model that thinks aloud. Raises Unreadable where they
+    do not end: a draft among them is no judgement."""
+    begun, ended = max(map(text.rfind, THOUGHTS)), 0
+    for mark in THOUGHTS.values():
+        if (place := text.rfind(mark)) >= 0:
+            ended = max(ended, place + len(mark))
+    if begun >= ended and begun >= 0:
+        raise Unreadable("it ends before its reasons do; raise `tokens` of the reward")
+    return text[ended:]
+
+
 def answer_of(text: str) -> str:
-    """Return what follows the reasoning of a model that thinks aloud, out of its answer tags."""
-    text = text.rpartition("</think>")[2]
+    """Return what follows the reasoning of a model that thinks aloud, out of its answer tags.
+    Raises Unreadable where the reasoning was cut off."""
+    text = thought_apart(text)
     tagged = re.search(r"<answer>(.*?)(?:</answer>|\Z)", text, re.S)
     return (tagged[1] if tagged else text).strip()
 
@@ -118,10 +145,7 @@ def conclusion_of(text: str) -> str:
     """Return what stands in the only <answer> after the reasons: not what they say on the way, nor
     what they quote of a prompt. Raises Unreadable where the reasons were cut off, or two answers
     contradict each other."""
-    _, closed, rest = text.rpartition("</think>")
-    if not closed and "<think>" in text:
-        raise Unreadable("it ends before its reasons do")
-    tagged: list[str] = re.findall(r"<answer>(.*?)</answer>", rest, re.S)
+    tagged: list[str] = re.findall(r"<answer>(.*?)</answer>", thought_apart(text), re.S)
     answers = {part.strip() for part in tagged}
     if len(answers) != 1:
         raise Unreadable(f"{len(answers) or 'no'} answers stand after its reasons")
@@ -165,7 +189,7 @@ def _plain(word: str) -> str:
 
 def read_json(text: str, schema: type[BaseModel]) -> BaseModel:
     """Read the JSON object in a text, fenced or among words, and check it against the model;
-    nothing is repaired."""
+    nothing is repaired, and a reason may be missing."""
     from pydantic import ValidationError
 
     start = text.find("{")
@@ -178,3 +202,23 @@ def read_json(text: str, schema: type[BaseModel]) -> BaseModel:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise Unreadable(f"{where + ': ' if where else ''}{first['msg']}") from error
+
+
+def asked_schema(schema: type[BaseModel]) -> dict[str, Any]:
+    """Return the JSON schema that an answer is asked for by: of what may be missing when it is
+    read, nothing may be left out."""
+    asked = schema.model_json_schema()
+    for entry in asked["properties"].values():
+        entry.pop("default", None)
+    return asked | {"required": list(asked["properties"]), "additionalProperties": False}
+
+
+def score_out_of(value: Any, high: float) -> Any:
+    """Return the number of "8/10" or "8 out of 10" as a judge writes it on a scale that ends at
+    ``high``; everything else as it is."""
+    said = SHARE.fullmatch(value.strip()) if isinstance(value, str) else None
+    if said is None:
+        return value
+    if float(said[2]) != high:
+        raise ValueError(f"{value!r} is not on the scale that ends at {high:g}")
+    return float(said[1])

@@ -9,31 +9,22 @@ import math
 import os
 import threading
 import time
-from email.utils import parsedate_to_datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from mmrl.core.errors import UserError
-from rewards._ask import Question, token_choices
-from rewards.servers import Failed
+from rewards._ask import Question, Unreadable, token_choices
 from rewards.wire import check_token
 
 if TYPE_CHECKING:
     from openai.types.chat.chat_completion import Choice
 
 KEY = "MMRL_JUDGE_KEY"
+QUALITY = 95  # of JPEG and WebP
+Encoding = Literal["jpeg", "webp", "png"]
 
 
 class Refused(Exception):
     """Signals that the server will not answer this one question; asking again would not help."""
-
-
-class Busy(Failed):
-    """Signals that the request should be sent later: after ``wait`` seconds if the server said
-    so."""
-
-    def __init__(self, cause: str, wait: float | None):
-        super().__init__(cause)
-        self.wait = wait
 
 
 class Pace:
@@ -75,10 +66,34 @@ def key_from(variable: str) -> str | None:
 
 def read_choice(choice: Choice, question: Question) -> Any:
     """Return the value of an answer: probabilities from its log-probabilities if there are any,
-    else from its text."""
+    else from its text. Raises Unreadable."""
     if question.choices and (shares := _first_choice(choice, question)):
         return shares
+    if choice.message.content is None and (reasons := reasoning_of(choice)):
+        return _among_reasons(choice, reasons, question)
     return question.value(choice.message.content or "")
+
+
+def reasoning_of(choice: Choice) -> str:
+    """Return what a server's reasoning parser took out of the answer (``reasoning`` since vLLM
+    0.12)."""
+    extra = choice.message.model_extra or {}
+    reasons = extra.get("reasoning_content") or extra.get("reasoning")
+    return reasons if isinstance(reasons, str) else ""
+
+
+def _among_reasons(choice: Choice, reasons: str, question: Question) -> Any:
+    """Read an answer that the server took for reasoning as a whole: JSON or a choice and nothing
+    beside it. Raises Unreadable, since an answer among reasons is a draft."""
+    bare = reasons.strip().removeprefix("```json").strip("`").strip()
+    whole = bare.startswith("{") and bare.endswith("}") if question.schema else bare
+    if choice.finish_reason != "length" and whole and (question.schema or bare in question.choices):
+        return question.value(bare)
+    cut = "; it was cut off at its most tokens" if choice.finish_reason == "length" else ""
+    raise Unreadable(
+        f"its content is null and everything is in reasoning_content{cut}: the server lacks the "
+        "--reasoning-parser of its model, or `tokens` of the reward is too small for its reasons"
+    )
 
 
 def _first_choice(choice: Choice, question: Question) -> dict[str, float] | None:
@@ -98,26 +113,19 @@ def _first_choice(choice: Choice, question: Question) -> dict[str, float] | None
     return None
 
 
-def data_url(picture: Any, max_side: int | None = None) -> str:
-    """Encode a picture as ``data:image/png;base64,...``."""
+def data_url(picture: Any, max_side: int | None = None, encoding: Encoding = "jpeg") -> str:
+    """Encode a picture as ``data:image/jpeg;base64,...``."""
     picture = picture.convert("RGB")
     if max_side and max(picture.size) > max_side:
         from PIL import Image
 
         picture = picture.copy()
         picture.thumbnail((max_side, max_side), Image.Resampling.BICUBIC)
+    options: dict[str, Any] = {
+        "jpeg": {"quality": QUALITY},
+        "webp": {"quality": QUALITY},
+        "png": {"compress_level": 1},
+    }
     buffer = io.BytesIO()
-    picture.save(buffer, format="PNG", compress_level=1)
-    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
-
-
-def retry_after(value: str) -> float | None:
-    """Return the seconds of a Retry-After header: a number, or the difference to its date."""
-    try:
-        seconds = float(value)
-    except ValueError:
-        try:
-            seconds = parsedate_to_datetime(value).timestamp() - time.time()
-        except (ValueError, TypeError, OverflowError):
-            return None
-    return max(0.0, seconds) if math.isfinite(seconds) else None
+    picture.save(buffer, format=encoding.upper(), **options[encoding])
+    return f"data:image/{encoding};base64," + base64.b64encode(buffer.getvalue()).decode()

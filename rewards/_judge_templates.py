@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmrl.core.errors import UserError, suggest
-from rewards._ask import Unreadable
+from rewards._ask import Unreadable, score_out_of
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # never the prompt's fields of these names
 OURS = ("media", "kind", "answer", "first", "second", "question", "prompt")
 MARK = "\x00{}\x00"  # where pictures go; no prompt may hold it
-NUMBER = r"[*_\s]*(-?\d+(?:\.\d+)?)"
+NUMBER = r"[*_\s\[(]*(-?\d+(?:\.\d+)?(?:\s*/\s*\d+)?)"
 
 
 @dataclass(frozen=True)
@@ -91,9 +91,9 @@ class Template:
 
     def checked(self, score: float | str) -> float:
         try:
-            number = float(score)
+            number = float(score_out_of(score, self.high))
         except ValueError:
-            raise Unreadable(f"{score!r} is not a number") from None
+            raise Unreadable(f"{score!r} is not a number on this scale") from None
         if not self.low <= number <= self.high:
             raise Unreadable(f"{number:g} is not between {self.low:g} and {self.high:g}")
         return number

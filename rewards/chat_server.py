@@ -3,8 +3,8 @@ pictures."""
 
 from __future__ import annotations
 
+import json
 import logging
-import random
 import threading
 import time
 from collections.abc import Sequence
@@ -15,18 +15,18 @@ from annotated_types import Ge, Gt
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import JUDGES
-from rewards._ask import AGAIN, Question, Unreadable, Usage
+from rewards._ask import AGAIN, Question, Unreadable, Usage, asked_schema
 from rewards._chat import (
     KEY,
-    Busy,
+    Encoding,
     Pace,
     Refused,
     data_url,
     key_from,
     read_choice,
-    retry_after,
+    reasoning_of,
 )
-from rewards.servers import BoundedClient, Failed, Server, Servers
+from rewards.servers import BoundedClient, Failed, RetrySeconds, Server, Servers, Tries, later
 from rewards.wire import message_of
 
 if TYPE_CHECKING:
@@ -60,6 +60,8 @@ class ChatServer:
         key_env: environment variable with the API key. A key is never part of a configuration.
         timeout: seconds for one request, answer included.
         retries: repetitions of a request that failed.
+        retry_seconds: how long servers that are full or not there are waited for; then samples have
+            no value, until one answers again.
         asked_again: how often an answer that cannot be read is asked for anew.
         concurrency: requests at once for each server.
         rate: most requests a minute; None: as many as there is concurrency for.
@@ -67,6 +69,8 @@ class ChatServer:
         longest_wait: most seconds that a Retry-After or a growing wait can take.
         cooldown: seconds that a dead server is left alone while another lives.
         max_side: pictures are made smaller to at most so many pixels a side; None: as they are.
+        format: how pictures are sent: ``jpeg`` or ``webp`` of quality 95, or ``png``, without loss
+            and about four times as large.
         extra: more fields of the request's body, such as ``{seed: 0}``; null takes a field out.
         price_in, price_out: for a million tokens, for the counter ``cost``.
 
@@ -90,15 +94,17 @@ class ChatServer:
         backoff: Annotated[float, Ge(0)] = 0.5,
         longest_wait: Annotated[float, Ge(0)] = 60.0,
         cooldown: Annotated[float, Ge(0)] = 30.0,
-        max_side: Annotated[int, Ge(16)] | None = None,
+        max_side: Annotated[int, Ge(16)] | None = 1024,
         extra: dict[str, Any] | None = None,
         price_in: Annotated[float, Ge(0)] = 0.0,
         price_out: Annotated[float, Ge(0)] = 0.0,
+        retry_seconds: RetrySeconds = 120.0,
+        format: Encoding = "jpeg",
     ):
         urls = [url] if isinstance(url, str) else list(url)
         if not urls:
             raise UserError("a judge needs the address of at least one server in `url`")
-        self._pool = Servers(urls, cooldown, "judge server")
+        self._pool = Servers(urls, cooldown, "judge server", retry_seconds)
         self._key = key_from(key_env)
         self.model = model
         self.timeout = timeout
@@ -108,12 +114,12 @@ class ChatServer:
         self.backoff = backoff
         self.longest_wait = longest_wait
         self.max_side = max_side
+        self.format: Encoding = format
         self.extra = dict(extra or {})
         self.prices = price_in / 1e6, price_out / 1e6
         self.usage = Usage()
         self.supported = dict.fromkeys(OPTIONAL, True)  # until a server says otherwise
         self._pace = Pace(rate)
-        self._jitter = random.Random()  # not the global one, which belongs to the run
         self._http = BoundedClient(lambda: self._key, concurrency * len(urls), timeout)
         self._lock = threading.Lock()
         self._logged: set[str] = set()
@@ -131,7 +137,7 @@ class ChatServer:
         try:
             self._know_model()
         except Failed as error:
-            self._tell("model", f"judge server {self.servers[0].url}: {self._clean(str(error))}")
+            self.usage.cause = self._clean(str(error))
             self.usage.add(unanswered=len(questions))
             return [None] * len(questions)
         given_up = threading.Event()
@@ -150,6 +156,8 @@ class ChatServer:
         if questions and len(refusals) == len(questions):
             raise UserError(f"the judge refuses every question: {refusals[0]}")
         unanswered = sum(value is None for value in values)
+        if unanswered and not self._pool.alive():
+            self.usage.cause = self._clean(self._pool.causes())
         self.usage.add(answers=len(values) - unanswered, unanswered=unanswered)
         return values
 
@@ -167,7 +175,10 @@ class ChatServer:
                     if turn < self.asked_again:
                         self.usage.add(asked_again=1)
                         messages += [
-                            {"role": "assistant", "content": choice.message.content or ""},
+                            {
+                                "role": "assistant",
+                                "content": choice.message.content or reasoning_of(choice),
+                            },
                             {"role": "user", "content": AGAIN.format(problem=problem)},
                         ]
             self.usage.add(unreadable=1)
@@ -184,36 +195,19 @@ class ChatServer:
     ) -> Choice | None:
         """Return the choice of a whole answer; None when nobody gives one. Raises Refused,
         UserError."""
-        tried: list[Server] = []
-        while len(tried) <= self.retries:
-            server = None if given_up.is_set() else self._pool.take(tried)
-            if server is None:
-                break
+        tries = Tries(self._pool, self.retries, self.backoff, given_up, self.longest_wait)
+        for server in tries:
             started = time.monotonic()
             try:
                 return self._request(server, question, messages, given_up)
             except Failed as error:
-                self._pool.failed(server, error, started)
-                tried.append(server)
-                self._rest(error, tried, given_up)
+                if error.wait is not None:  # for all requests
+                    self._pace.hold(min(error.wait, self.longest_wait))
+                if tries.failed(server, error, started):
+                    self.usage.add(retries=1)
         if not self._pool.alive():
             given_up.set()
         return None
-
-    def _rest(self, error: Failed, tried: Sequence[Server], given_up: threading.Event) -> None:
-        """Hold all requests as long as the server asked; else wait ever longer once each server was
-        tried."""
-        if len(tried) > self.retries:
-            return
-        self.usage.add(retries=1)
-        wait = error.wait if isinstance(error, Busy) else None
-        if wait is not None:
-            self._pace.hold(min(wait, self.longest_wait))
-        elif len(tried) >= len(self.servers):
-            grown = (
-                self.backoff * 2 ** (len(tried) - len(self.servers)) * self._jitter.uniform(0.5, 1)
-            )
-            given_up.wait(min(grown, self.longest_wait))
 
     # ----------------------------------------------------------------------------------------------
     # a request
@@ -234,6 +228,7 @@ class ChatServer:
         self._pace.wait(given_up)
         self.usage.add(requests=1)
         body = self._body(question, messages)
+        self.usage.add(bytes_sent=len(json.dumps(body)))
         try:
             completion = self._client(server).post(
                 "/chat/completions", body=body, cast_to=ChatCompletion
@@ -259,7 +254,7 @@ class ChatServer:
         status = error.status_code
         cause = self._cause(error)
         if status in RETRIED or status >= 500:
-            return Busy(cause, retry_after(error.response.headers["Retry-After"]))
+            return later(error.response, cause)
         if status in (401, 403):
             return UserError(
                 f"the judge refused the key in the environment variable of `key_env` ({cause})"
@@ -282,7 +277,7 @@ class ChatServer:
         if question.schema is not None and self.supported["response_format"]:
             schema = {
                 "name": "answer",
-                "schema": question.schema.model_json_schema(),
+                "schema": asked_schema(question.schema),
                 "strict": True,
             }
             body["response_format"] = {"type": "json_schema", "json_schema": schema}
@@ -308,29 +303,46 @@ class ChatServer:
         shown: list[dict[str, Any]] = [
             {"type": "text", "text": part}
             if isinstance(part, str)
-            else {"type": "image_url", "image_url": {"url": data_url(part, self.max_side)}}
+            else {
+                "type": "image_url",
+                "image_url": {"url": data_url(part, self.max_side, self.format)},
+            }
             for part in parts
         ]
         return [part for part in shown if part.get("text") != ""]
 
     def _know_model(self) -> None:
+        """Find the name of the servers' only model. Raises Failed, UserError."""
         if self.model is not None:
             return
+        tries = Tries(self._pool, self.retries, self.backoff, threading.Event(), self.longest_wait)
+        for server in tries:
+            started = time.monotonic()
+            try:
+                with self._pool.asked(server):
+                    self.model = self._only_model(server)
+                return
+            except Failed as error:
+                tries.failed(server, error, started)
+        raise Failed(self._pool.causes())
+
+    def _only_model(self, server: Server) -> str:
         import openai
 
         try:
-            names = [model.id for model in self._client(self.servers[0]).models.list()]
-        except (openai.APIStatusError, *MALFORMED) as error:
-            cause = self._cause(error) if isinstance(error, openai.APIStatusError) else error
-            raise UserError(
-                f"the judge's server does not list its models; name one in `model` ({cause})"
-            ) from error
+            names = [model.id for model in self._client(server).models.list()]
+        except openai.APIStatusError as error:
+            if isinstance(failure := self._failure(error), Failed):
+                raise failure from error
+            raise unlisted(self._cause(error)) from error
+        except MALFORMED as error:
+            raise unlisted(error) from error
         if len(names) != 1:
             raise UserError(
                 f"the judge's server has {len(names)} models; name one in `model`: "
                 f"{', '.join(names)}"
             )
-        self.model = names[0]
+        return names[0]
 
     def _client(self, server: Server) -> openai.OpenAI:
         """Return the client of one server. It repeats nothing itself: retries go to other servers
@@ -355,8 +367,14 @@ class ChatServer:
 
     def _tell(self, kind: str, message: str) -> None:
         """Log once for every kind."""
+        self.usage.cause = message
         with self._lock:
             news = kind not in self._logged
             self._logged.add(kind)
         if news:
             log.warning("%s (shown once)", message)
+
+
+def unlisted(cause: object) -> UserError:
+    """Return what is wrong with a server that does not list its models."""
+    return UserError(f"the judge's server does not list its models; name one in `model` ({cause})")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from mmrl.core.errors import UserError, suggest
 from mmrl.core.registry import REWARDS
 from mmrl.core.types import Media, Prompt
-from rewards._ask import Question
+from rewards._ask import Question, score_out_of
 from rewards._judge_templates import BUILT_IN, Template, find
 from rewards.card import card
 from rewards.judged import Frames, Judged, Model, OnFailure, kind_of, shown_of
@@ -128,11 +128,11 @@ def chosen_aspects(aspects: Sequence[str] | None, template: Template) -> list[st
 @lru_cache(maxsize=64)
 def score_schema(low: float, high: float) -> Any:
     """Return the schema of ``{"reason": text, "score": number from low to high}``."""
-    from pydantic import ConfigDict, Field, create_model
+    from pydantic import BeforeValidator, Field, create_model
 
+    number = Annotated[float, BeforeValidator(partial(score_out_of, high=high))]
     return create_model(
         "Answer",
-        __config__=ConfigDict(extra="forbid"),
-        reason=(str, Field(description="one sentence")),
-        score=(float, Field(ge=low, le=high, description=f"a number from {low:g} to {high:g}")),
+        reason=(str, Field("", description="one sentence")),
+        score=(number, Field(ge=low, le=high, description=f"a number from {low:g} to {high:g}")),
     )

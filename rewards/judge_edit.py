@@ -3,8 +3,8 @@ rest left alone, and does it look right."""
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, partial
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
 from mmrl.core.types import Media, Prompt
-from rewards._ask import Question
+from rewards._ask import Question, score_out_of
 from rewards._judge_templates import Template, find
 from rewards.card import card
 from rewards.judged import Frames, Judged, Model, OnFailure, kind_of, prompt_pictures, shown_of
@@ -116,14 +116,14 @@ class EditJudge(Judged):
 @lru_cache(maxsize=2)
 def schema_of(follows: bool) -> Any:
     """Return the schema of a reason and the two scores of a question."""
-    from pydantic import ConfigDict, Field, create_model
+    from pydantic import BeforeValidator, Field, create_model
 
-    score = (float, Field(ge=0, le=BEST, description=f"a number from 0 to {BEST:g}"))
+    number = Annotated[float, BeforeValidator(partial(score_out_of, high=BEST))]
+    score = (number, Field(ge=0, le=BEST, description=f"a number from 0 to {BEST:g}"))
     names = ("success", "preserved") if follows else ("naturalness", "artifacts")
     scores: dict[str, Any] = dict.fromkeys(names, score)
     return create_model(
         "Answer",
-        __config__=ConfigDict(extra="forbid"),
-        reason=(str, Field(description="one sentence")),
+        reason=(str, Field("", description="one sentence")),
         **scores,
     )

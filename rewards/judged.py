@@ -122,6 +122,10 @@ class Judged:
     def counters(self) -> dict[str, float]:
         return self.model.usage.numbers()
 
+    def causes(self) -> str:
+        """Return why samples have no value, as far as the judge can say."""
+        return self.model.usage.cause
+
     def needing(self, template: Template) -> Card:
         """Return the card of this object: the fields that its template mentions, and pictures."""
         return replace(card_of(type(self)), needs=template.needs(), pictures=PICTURES)

@@ -34,8 +34,8 @@ class LocalVlm:
         device: ``auto`` is CUDA if there is one.
         batch_size: questions in one forward pass.
         asked_again: how often an answer that cannot be read is asked for anew.
-        max_side: pictures are made smaller to at most so many pixels a side; None: as the processor
-            does it.
+        max_side: pictures are made smaller to at most so many pixels a side, as behind a server;
+            None: only as the processor does it.
 
     Attributes:
         usage: counters since the start; ``requests`` are forward passes or generations.
@@ -51,7 +51,7 @@ class LocalVlm:
         device: str = "auto",
         batch_size: Annotated[int, Ge(1)] = 8,
         asked_again: Annotated[int, Ge(0)] = 1,
-        max_side: Annotated[int, Ge(16)] | None = None,
+        max_side: Annotated[int, Ge(16)] | None = 1024,
     ):
         device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
         dtype = ("float32" if device == "cpu" else "bfloat16") if dtype == "auto" else dtype
@@ -125,6 +125,7 @@ class LocalVlm:
                 try:
                     values[i] = questions[i].value(answer)
                 except Unreadable as problem:
+                    self.usage.cause = f"an answer of the judge cannot be read: {problem}"
                     again.append(i)
                     talks[i] = [
                         *talks[i],

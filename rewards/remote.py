@@ -4,6 +4,7 @@ machine."""
 from __future__ import annotations
 
 import logging
+import math
 import random
 import secrets
 import threading
@@ -11,7 +12,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from annotated_types import Ge, Gt, Le
@@ -22,11 +23,44 @@ from mmrl.core.registry import REWARDS
 from mmrl.core.types import Media, Prompt
 from rewards._wire_prompts import enclosed, has_pictures
 from rewards.card import PICTURES, card
-from rewards.servers import BoundedClient, Failed, Server, Servers, post
+from rewards.servers import BoundedClient, Failed, RetrySeconds, Server, Servers, Tries, post
 from rewards.tokens import Tokens
 from rewards.wire import Format, check_texts, pack, read_answer
 
 log = logging.getLogger(__name__)
+INFO_SECONDS = 5.0  # that a server may take to say what it takes
+
+
+@dataclass(frozen=True)
+class Info:
+    """Holds what a server says of itself: the fields that a requested reward takes for pictures,
+    and what one request may hold."""
+
+    pictures: frozenset[str] = frozenset()
+    max_samples: float = math.inf
+    max_megapixels: float = math.inf  # of pictures and videos
+    max_bytes: float = math.inf
+
+    @classmethod
+    def read(cls, info: Any, names: list[str] | None) -> Info:
+        """Read ``GET /info``. Raises KeyError, TypeError, ValueError or AttributeError for another
+        form."""
+        rewards = info["rewards"]
+        fields = [rewards[name]["pictures"] for name in names or rewards]
+        limits = {key: float(value) for key, value in info.get("limits", {}).items()}
+        return cls(
+            frozenset(str(field) for listed in fields for field in listed),
+            limits.get("max_samples", math.inf),
+            limits.get("max_megapixels", math.inf),
+            limits.get("max_request_mib", math.inf) * 2**20,
+        )
+
+    def fitting(self, media: Media, most: int) -> int:
+        """Return how many samples fit into one request, at least 1: the server refuses in a
+        sentence a sample that alone is too large."""
+        pixels = media[0].numel() / 3 / 1e6 if isinstance(media, Tensor) and len(media) else 0
+        fits = self.max_megapixels / pixels if pixels else math.inf
+        return max(1, int(min(most, self.max_samples, fits)))
 
 
 @dataclass
@@ -34,6 +68,7 @@ class Call:
     """Tracks one batch; ``given_up`` is set when no server is left, so that its other requests stop
     early."""
 
+    info: Info
     given_up: threading.Event = field(default_factory=threading.Event)
 
 
@@ -65,7 +100,9 @@ class Remote:
         format: ``png``, ``webp`` (lossless) or ``tensor`` (safetensors).
         timeout: seconds for one request.
         retries: further tries of a request.
-        batch_size: samples in one request.
+        retry_seconds: how long servers that are full or not there are waited for; then samples have
+            no value, until one answers again.
+        batch_size: most samples in one request; less where a server takes less.
         concurrency: requests at once for each server.
         backoff: seconds before the first repetition, doubled for each further one, with jitter.
         cooldown: seconds that a dead server is left alone while another lives.
@@ -105,11 +142,12 @@ class Remote:
         largest: Annotated[float, Gt(0)] = 1e6,
         on_failure: Literal["nan", "stop"] = "nan",
         recheck: Annotated[float, Ge(0), Le(1)] = 0.0,
+        retry_seconds: RetrySeconds = 120.0,
     ):
         urls = [url] if isinstance(url, str) else list(url)
         if not urls:
             raise UserError("reward 'remote' needs the address of at least one server in `url`")
-        self._pool = Servers(urls, cooldown)
+        self._pool = Servers(urls, cooldown, retry_seconds=retry_seconds)
         self.tokens = Tokens(token, token_file)
         self.largest = largest
         self.names = None if name is None else [name]
@@ -124,7 +162,7 @@ class Remote:
         self.recheck = recheck
         self._unsteady = False  # it was said that values differ
         self._jitter = random.Random()  # not the global one, which belongs to the run
-        self._pictures: frozenset[str] | None = None  # not known yet
+        self._info: Info | None = None  # not known yet
         connections = concurrency * len(urls)
         self._client = BoundedClient(self.tokens.current, connections, timeout, certificate)
 
@@ -138,12 +176,13 @@ class Remote:
         rows = sendable(media, self.format)
         values = torch.full((len(prompts),), torch.nan)  # [B]
         self._pool.wake()
-        prompts = self._prompts(prompts)
-        chunks = [rows[i : i + self.batch_size] for i in range(0, len(rows), self.batch_size)]
+        call = Call(self._know())
+        prompts = self._prompts(prompts, call.info.pictures)
+        size = call.info.fitting(media, self.batch_size)
+        chunks = [rows[i : i + size] for i in range(0, len(rows), size)]
         pool = ThreadPoolExecutor(
             min(len(chunks), self.concurrency * len(self.servers)) or 1, "remote reward"
         )
-        call = Call()
         try:
             sent = [
                 pool.submit(self._ask, call, take(media, chunk), [prompts[i] for i in chunk])
@@ -157,7 +196,7 @@ class Remote:
         self._check(values, rows)
         return values
 
-    def _prompts(self, prompts: list[Prompt]) -> list[Prompt]:
+    def _prompts(self, prompts: list[Prompt], pictures: frozenset[str]) -> list[Prompt]:
         """Return what is sent of prompts: ``fields``, or all; pictures only to rewards that look at
         them, as PNG."""
         if self.fields is not None:
@@ -166,7 +205,7 @@ class Remote:
             ]
         if not any(map(has_pictures, prompts)):
             return prompts
-        fields = self._picture_fields() | set(PICTURES if self.fields is not None else ())
+        fields = pictures | set(PICTURES if self.fields is not None else ())
         try:
             return [enclosed(prompt, fields) for prompt in prompts]
         except (OSError, ValueError) as error:
@@ -174,19 +213,25 @@ class Remote:
                 f"reward 'remote' cannot read a picture of a prompt: {error}"
             ) from error
 
-    def _picture_fields(self) -> frozenset[str]:
-        """Return the fields that a requested reward takes for pictures, by what the first server
-        that answers says."""
-        for server in self.servers if self._pictures is None else ():
+    def _know(self) -> Info:
+        """Return what the first server that answers says of itself; nothing if none does."""
+        for server in self.servers if self._info is None else ():
             try:
-                response = self._client.get(f"{server.url}/info", extensions={"longest": 2**20})
-                rewards = response.json()["rewards"] if response.status_code == 200 else {}
-                fields = [rewards[name]["pictures"] for name in self.names or rewards]
-                self._pictures = frozenset(str(field) for listed in fields for field in listed)
-                break
+                response = self._client.get(
+                    f"{server.url}/info",
+                    timeout=min(self.timeout, INFO_SECONDS),
+                    extensions={"longest": 2**20},
+                )
+                if response.status_code == 200:
+                    self._info = Info.read(response.json(), self.names)
+                    break
             except (Failed, ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 continue  # the requests themselves will report the failure
-        return self._pictures or frozenset()
+        return self._info or Info()
+
+    def causes(self) -> str:
+        """Return why samples have no value, as far as servers are to blame."""
+        return self._pool.causes()
 
     def _check(self, values: Tensor, rows: list[int]) -> None:
         """Apply ``on_failure``: null from a server and no answer at all are the same, a sample
@@ -205,19 +250,17 @@ class Remote:
             return nothing
         ids = fresh_ids(len(prompts))
         content = pack(media, prompts, self.format, self.names, ids)
-        tried: list[Server] = []
-        for attempt in range(self.retries + 1):
-            server = None if call.given_up.is_set() else self._pool.take(tried)
-            if server is None:
-                break
-            if server in tried:  # an untried server is asked without waiting
-                call.given_up.wait(self.backoff * 2 ** (attempt - 1) * self._jitter.uniform(0.5, 1))
+        if len(content) > call.info.max_bytes and len(prompts) > 1:
+            halves = range(len(prompts) // 2), range(len(prompts) // 2, len(prompts))
+            parts = [(take(media, [*half]), [prompts[i] for i in half]) for half in halves]
+            return torch.cat([self._ask(call, *part) for part in parts])
+        tries = Tries(self._pool, self.retries, self.backoff, call.given_up)
+        for server in tries:
             started = time.monotonic()
             try:
                 return self._request(server, content, ids, media, prompts)
             except Failed as error:
-                self._pool.failed(server, error, started)
-            tried.append(server)
+                tries.failed(server, error, started)
         if not self._pool.alive():
             call.given_up.set()
         return nothing

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import logging
+import math
+import random
+import re
 import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 from urllib.parse import urlsplit
 
 import httpx
+from annotated_types import Ge
 
 from mmrl.core.errors import UserError
 from rewards._transport import deadline, transport
@@ -22,19 +27,35 @@ from rewards.wire import message_of
 
 log = logging.getLogger(__name__)
 RETRIED = (408, 429, 500, 502, 503, 504)
+AWAY = (429, 502, 503, 504)  # full, or what stands before it finds nobody there
+LONGEST_PAUSE = 5.0  # seconds between two looks whether a server is back
+RetrySeconds = Annotated[float, Ge(0)]
 ANSWER = (2**20, 4096)  # most bytes of an answer: so many, and so many for each sample
+JITTER = random.Random()  # not the global one, which belongs to the run
 LONGEST = 4 * 2**20  # bytes of any other answer
 HEADERS = {"accept", "accept-encoding", "connection", "content-length", "content-type", "host"}
 
 
 class Failed(Exception):
-    """Signals a request that another server, or a later try, may answer. ``silent``: it cost a
-    whole time-out."""
+    """Signals a request that another server, or a later try, may answer.
 
-    def __init__(self, cause: str, dead: bool = False, silent: bool = False):
+    ``dead``: nothing came back; ``silent``: it cost a whole time-out; ``away``: the server is full
+    or not there, and may be in a while, after ``wait`` seconds if it said so.
+    """
+
+    def __init__(
+        self,
+        cause: str,
+        dead: bool = False,
+        silent: bool = False,
+        away: bool = False,
+        wait: float | None = None,
+    ):
         super().__init__(cause)
         self.dead = dead
         self.silent = silent
+        self.away = away
+        self.wait = wait
 
 
 @dataclass
@@ -72,12 +93,21 @@ WORDS = Words(
 
 class Servers:
     """Chooses the server with the fewest outstanding requests; a dead server is left alone for
-    ``cooldown`` seconds while others live."""
+    ``cooldown`` seconds while others live. Where nobody is there, ``retry_seconds`` pass since the
+    last answer before a request is given up."""
 
-    def __init__(self, urls: Sequence[str], cooldown: float = 30.0, kind: str = "reward server"):
+    def __init__(
+        self,
+        urls: Sequence[str],
+        cooldown: float = 30.0,
+        kind: str = "reward server",
+        retry_seconds: float = 0.0,
+    ):
         self.all = [Server(check_url(url, kind)) for url in urls]
         self.cooldown = cooldown
         self.kind = kind
+        self.retry_seconds = retry_seconds
+        self._away: float | None = None  # since when nobody is there
         self._lock = threading.Lock()
 
     def wake(self) -> None:
@@ -115,13 +145,14 @@ class Servers:
         with self._lock:
             server.outstanding -= 1
             server.answered = time.monotonic()
+            self._away = None
             recovered = server.dead
             if recovered:
                 server.dead = False
                 server.silent = False
                 server.warned = ""
         if recovered:
-            log.info("%s %s answers again", self.kind, server.url)
+            log.warning("%s %s answers again", self.kind, server.url)
 
     def failed(self, server: Server, error: Failed, started: float) -> None:
         """Record the failure of a request sent at ``started``; the first of a kind is logged with
@@ -134,6 +165,8 @@ class Servers:
             server.outstanding -= 1
             server.failures += 1
             server.cause = str(error)
+            if error.away and self._away is None:
+                self._away = time.monotonic()
             if error.dead and server.answered < started:
                 server.since = server.since if server.dead else time.monotonic()
                 server.dead = True
@@ -143,7 +176,14 @@ class Servers:
             living = [each.url for each in self.all if not each.dead and each is not server]
         if news:
             goes = f"its share goes to {', '.join(living)}" if living else "no other server is left"
+            if not living and error.away and (seconds := self.patience()) > 0:
+                goes = f"waiting for it, up to {seconds:.0f} s (`retry_seconds`)"
             log.warning("%s %s failed: %s; %s", self.kind, server.url, error, goes)
+
+    def patience(self) -> float:
+        """Return how many seconds more servers that are not there are waited for."""
+        since = self._away
+        return 0.0 if since is None else since + self.retry_seconds - time.monotonic()
 
     def gave_up(self, server: Server) -> None:
         """Record that the request was refused, which is no fault of the server's."""
@@ -165,6 +205,53 @@ class Servers:
 
     def causes(self) -> str:
         return "; ".join(f"{server.url}: {server.cause}" for server in self.all if server.cause)
+
+
+class Tries:
+    """Yields the servers that one request is sent to, until ``retries`` repetitions are used up.
+
+    A server that is full or not there uses up none while the pool's patience lasts. Waits grow
+    from ``backoff`` seconds, with jitter, once each server was tried.
+    """
+
+    def __init__(
+        self,
+        pool: Servers,
+        retries: int,
+        backoff: float,
+        given_up: threading.Event,
+        longest: float = LONGEST_PAUSE,
+    ):
+        self.pool = pool
+        self.left = retries
+        self.backoff = backoff
+        self.given_up = given_up
+        self.longest = longest
+        self.tried: list[Server] = []
+
+    def __iter__(self) -> Iterator[Server]:
+        while self.left >= 0 and not self.given_up.is_set():
+            server = self.pool.take(self.tried)
+            if server is None:
+                return
+            yield server
+
+    def failed(self, server: Server, error: Failed, started: float) -> bool:
+        """Record a failure of a request sent at ``started``; wait, and tell whether it is sent
+        again."""
+        self.pool.failed(server, error, started)
+        self.tried.append(server)
+        waits = error.away and self.pool.patience() > 0
+        self.left -= not waits
+        if self.left < 0:
+            return False
+        rounds = len(self.tried) - len(self.pool.all)
+        if error.wait is not None:
+            self.given_up.wait(min(error.wait, self.longest))
+        elif rounds >= 0:
+            grown = self.backoff * 2 ** min(rounds, 16) * JITTER.uniform(0.5, 1)
+            self.given_up.wait(min(grown, LONGEST_PAUSE if waits else self.longest))
+        return True
 
 
 def check_url(url: str, kind: str = "reward server") -> str:
@@ -243,7 +330,8 @@ class BoundedClient(httpx.Client):
         except httpx.TimeoutException as error:
             raise Failed(f"no answer within {timeout:g} s", dead=True, silent=True) from error
         except httpx.HTTPError as error:
-            raise Failed(f"{type(error).__name__}: {error}", dead=True) from error
+            away = isinstance(error, httpx.ConnectError) and "SSL" not in str(error)
+            raise Failed(unreachable(error), dead=True, away=away) from error
         headers = {
             "Content-Type": "application/json",
             "Retry-After": response.headers.get("Retry-After", ""),
@@ -284,6 +372,30 @@ def post(client: BoundedClient, url: str, content: bytes, count: int, timeout: f
     return body(response, f"reward server {url}", WORDS)
 
 
+def later(response: httpx.Response, message: str) -> Failed:
+    """Return what an answer that says "later" or "broken" means for the next try."""
+    away = response.status_code in AWAY
+    return Failed(message, away=away, wait=retry_after(response.headers.get("Retry-After", "")))
+
+
+def unreachable(error: httpx.HTTPError) -> str:
+    """Return why there is no answer: in the words of the system, without its number."""
+    words = re.sub(r"^\[Errno -?\d+\] ", "", str(error))
+    return f"{type(error).__name__}: {words[:1].lower() + words[1:]}"
+
+
+def retry_after(value: str) -> float | None:
+    """Return the seconds of a Retry-After header: a number, or the difference to its date."""
+    try:
+        seconds = float(value)
+    except ValueError:
+        try:
+            seconds = parsedate_to_datetime(value).timestamp() - time.time()
+        except (ValueError, TypeError, OverflowError):
+            return None
+    return max(0.0, seconds) if math.isfinite(seconds) else None
+
+
 def body(response: httpx.Response, who: str, words: Words) -> bytes:
     """Return the body of a 200 answer of the server ``who``.
 
@@ -295,7 +407,7 @@ def body(response: httpx.Response, who: str, words: Words) -> bytes:
         return response.content
     message = f"{response.status_code}, {message_of(response.content)}"
     if response.status_code in words.retried:
-        raise Failed(message)
+        raise later(response, message)
     if response.status_code in (401, 403):
         raise UserError(f"{who} refused the token; {words.token} ({message})")
     if response.status_code == 413:

@@ -36,6 +36,7 @@ class RemoteOptions:
     certificate: a file of certificates that https is checked by; null: those of the machine.
     timeout: seconds for one answer. retries: further tries of a question, elsewhere if possible.
     backoff: seconds before a second try at the same server, doubled each time, with jitter.
+    retry_seconds: how long servers that are full or not there are waited for.
     max_rows: rows of one question; null: those of a pass. max_answer_mib: the longest answer that
     is read. precision: of the answers on the way; bfloat16 halves them. top_k: of every token's
     distribution an answer holds the teacher's so many likeliest tokens, and the mass of all others
@@ -48,6 +49,7 @@ class RemoteOptions:
     timeout: Annotated[float, Gt(0)] = 600.0
     retries: Annotated[int, Ge(0)] = 4
     backoff: Annotated[float, Ge(0)] = 1.0
+    retry_seconds: Annotated[float, Ge(0)] = 120.0
     max_rows: Annotated[int, Ge(1)] | None = None
     max_answer_mib: Annotated[float, Gt(0)] = 4096.0
     precision: Literal["exact", "bfloat16"] = "exact"

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-import random
+import threading
 import time
 from typing import Any, cast
 
@@ -18,7 +18,16 @@ from mmrl.core.top_tokens import completed
 from mmrl.core.types import Point
 from mmrl.objectives.distillation import RemoteOptions
 from mmrl.policies.teaching import question
-from rewards.servers import RETRIED, BoundedClient, Failed, Server, Servers, Words, body
+from rewards.servers import (
+    RETRIED,
+    BoundedClient,
+    Failed,
+    Server,
+    Servers,
+    Tries,
+    Words,
+    body,
+)
 from rewards.tokens import Tokens
 
 VARIABLE = "MMRL_TEACHER_TOKEN"
@@ -42,11 +51,10 @@ class RemoteTeacher:
             raise UserError(f"{place}.url: name the address of at least one server")
         self.options = options
         self.place = place
-        self.servers = Servers(urls, kind="teacher")
+        self.servers = Servers(urls, kind="teacher", retry_seconds=options.retry_seconds)
         tokens = Tokens(None, options.token_file, VARIABLE)
         self.client = BoundedClient(tokens.current, len(urls), options.timeout, options.certificate)
         self.longest = int(options.max_answer_mib * 2**20)
-        self._jitter = random.Random()  # not the global one, which belongs to the run
 
     def signature(self) -> dict[str, Any]:
         """Return what the teacher has to share with the policy, as the server describes it."""
@@ -130,19 +138,15 @@ class RemoteTeacher:
     def _tried(self, ask: Any) -> Any:
         """Ask one server after another, until one answers. Raises UserError if none does."""
         self.servers.wake()
-        tried: list[Server] = []
-        for attempt in range(self.options.retries + 1):
-            server: Server = self.servers.take(tried) or self._revived()
-            if server in tried:
-                wait = self.options.backoff * 2 ** (attempt - 1)
-                time.sleep(wait * self._jitter.uniform(0.5, 1))
+        tries = Tries(self.servers, self.options.retries, self.options.backoff, threading.Event())
+        while tries.left >= 0:
+            server: Server = self.servers.take(tries.tried) or self._revived()
             started = time.monotonic()
             try:
                 with self.servers.asked(server):
                     return ask(server)
             except Failed as error:
-                self.servers.failed(server, error, started)
-                tried.append(server)
+                tries.failed(server, error, started)
         raise UserError(
             f"{self.place}.url: no teacher answers ({self.servers.causes()}); start it with "
             f"`mmrl serve-teacher`, then `mmrl train --resume`"

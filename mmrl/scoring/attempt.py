@@ -93,8 +93,15 @@ class Attempt:
                 value = (
                     self.values[row].flatten()[0].item() if self.values[row].numel() else "nothing"
                 )
-                self.fail(row, Cause(kind=f"returned {value}", text=f"it returned {value} twice"))
+                text = f"it returned {value} twice{self.why()}"
+                self.fail(row, Cause(kind=f"returned {value}", text=text))
         return self.values
+
+    def why(self) -> str:
+        """Return what the reward itself says of values that are missing, such as which server is
+        not there."""
+        says = getattr(self.reward, "causes", None)
+        return f" ({cause})" if callable(says) and (cause := str(says())) else ""
 
     def missing(self, row: int) -> bool:
         """Tell whether a row has no value: NaN may stand for some decisions of a step reward, not

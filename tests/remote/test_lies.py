@@ -54,8 +54,8 @@ def changing(change):
 
 def test_values_that_are_other_samples_are_caught_by_asking_again(caplog):
     with answering(changing(lambda values: values[::-1])) as liar:
-        assert Remote(liar, name="r")(pictures(3), asked(3)).tolist() == [3, 2, 1]
-        remote = Remote(liar, name="r", retries=0, recheck=1.0)
+        assert Remote(liar, retry_seconds=0, name="r")(pictures(3), asked(3)).tolist() == [3, 2, 1]
+        remote = Remote(liar, retry_seconds=0, name="r", retries=0, recheck=1.0)
         assert remote(pictures(3), asked(3)).isnan().all()
         assert "mixes samples up" in remote.servers[0].cause and not remote.servers[0].outstanding
     assert caplog.text.count("mixes samples up") == 1
@@ -84,7 +84,7 @@ def test_asking_again_finds_nothing_in_an_honest_server(caplog):
 def test_a_lie_is_named_and_gives_no_value(lie, caplog):
     change, says = LIES[lie]
     with answering(spoiling(change)) as liar:
-        remote = Remote(liar, name="r", retries=0)
+        remote = Remote(liar, retry_seconds=0, name="r", retries=0)
         assert remote(pictures(3), asked(3)).isnan().all()
         assert says in remote.servers[0].cause and len(remote.servers[0].cause) < 200
         assert caplog.text.count(says) == 1 and "Traceback" not in caplog.text
@@ -100,7 +100,7 @@ def test_an_answer_of_before_is_noticed():
         return answers[0]
 
     with answering(spoiling(replay)) as liar:
-        remote = Remote(liar, name="r", retries=0)
+        remote = Remote(liar, retry_seconds=0, name="r", retries=0)
         assert remote(pictures(2), asked(2)).tolist() == [1, 2]
         assert remote(pictures(2), asked(2)).isnan().all()
         assert "an earlier request's" in remote.servers[0].cause
@@ -108,13 +108,16 @@ def test_an_answer_of_before_is_noticed():
 
 def test_a_weighted_sum_is_bounded_too():
     with answering(spoiling(lambda a: a | {"weights": {"r": 1e30}})) as liar:
-        remote = Remote(liar, retries=0)
+        remote = Remote(liar, retry_seconds=0, retries=0)
         assert remote(pictures(2), asked(2)).isnan().all()
         assert "`largest`" in remote.servers[0].cause
     with serving({"numbers": numbers}) as address:
         many = [{"n": 2_000_000}, {"n": 1}]
         assert Remote(address)(pictures(2), many).isnan().all()
-        assert Remote(address, largest=1e7)(pictures(2), many).tolist() == [2_000_000, 1]
+        assert Remote(address, retry_seconds=0, largest=1e7)(pictures(2), many).tolist() == [
+            2_000_000,
+            1,
+        ]
 
 
 @pytest.mark.parametrize(
@@ -135,7 +138,7 @@ def test_a_compressed_answer_is_not_opened(coding):
     bomb = gzip.compress(gzip.compress(bytes(2**26)))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with answering(replying(bomb, b"Content-Encoding: " + coding.encode() + b"\r\n")) as liar:
-        remote = Remote(liar, retries=0)
+        remote = Remote(liar, retry_seconds=0, retries=0)
         assert remote(pictures(1), asked(1)).isnan().all()
         assert "which was not asked for" in remote.servers[0].cause
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 40_000  # KiB
@@ -148,7 +151,7 @@ def test_nothing_compressed_is_asked_for():
         heads.append(connection.recv(65536).partition(b"\r\n\r\n")[0].lower())
 
     with answering(reply) as address:
-        Remote(address, retries=0)(pictures(1), asked(1))
+        Remote(address, retry_seconds=0, retries=0)(pictures(1), asked(1))
     assert b"accept-encoding: identity" in heads[0]
 
 
@@ -161,7 +164,7 @@ ENDLESS = {
 @pytest.mark.parametrize("reply", ENDLESS)
 def test_headers_that_never_end_cost_one_time_out(reply):
     with answering(trickling(*ENDLESS[reply])) as liar:
-        remote = Remote(liar, timeout=0.4, retries=2)
+        remote = Remote(liar, retry_seconds=0, timeout=0.4, retries=2)
         assert remote(pictures(1), asked(1)).isnan().all()
         assert "no answer within 0.4 s" in remote.servers[0].cause
         assert remote.servers[0].silent and remote.servers[0].requests == 1
@@ -177,7 +180,7 @@ def test_a_token_is_changed_without_a_restart(tmp_path):
     mine = tmp_path / "mine"
     mine.write_text("old")
     with serving({"mean": mean}, token_file=file) as address:
-        remote = Remote(address, token_file=mine)
+        remote = Remote(address, retry_seconds=0, token_file=mine)
         ask = lambda: remote(pictures(2), asked(2)).isfinite().all()  # noqa: E731
         assert ask()
         file.write_text("new\nold\n")  # both are valid for a while
@@ -190,7 +193,7 @@ def test_a_token_is_changed_without_a_restart(tmp_path):
         file.write_text("new\n")
         assert ask()
         with pytest.raises(UserError, match="refused the token"):
-            Remote(address, token="old")(pictures(2), asked(2))
+            Remote(address, retry_seconds=0, token="old")(pictures(2), asked(2))
         os.unlink(file)  # between two versions of it
         assert ask()
         file.write_text("\n\n")
@@ -243,15 +246,21 @@ def test_https_is_checked_and_scores_the_same(certificate, caplog):
     media = (pictures(4) * 255).round() / 255
     with serving({"mean": mean}, **options) as plain:
         address = plain.replace("http://", "https://")
-        remote = Remote(address, token="s3cret", certificate=certificate / "server.pem")
+        remote = Remote(
+            address, retry_seconds=0, token="s3cret", certificate=certificate / "server.pem"
+        )
         with ThreadPoolExecutor(4) as pool:
             for values in pool.map(lambda _: remote(media, asked(4)), range(8)):
                 assert values.tolist() == mean(media, None).tolist()
         for wrong in (None, certificate / "other.pem"):
-            stranger = Remote(address, token="s3cret", certificate=wrong, retries=0)
+            stranger = Remote(
+                address, retry_seconds=0, token="s3cret", certificate=wrong, retries=0
+            )
             assert stranger(media, asked(4)).isnan().all()
             assert "CERTIFICATE_VERIFY_FAILED" in stranger.servers[0].cause
-        nobody = Remote(plain, token="s3cret", retries=0)  # the token is not sent in the clear
+        nobody = Remote(
+            plain, retry_seconds=0, token="s3cret", retries=0
+        )  # the token is not sent in the clear
         assert nobody(media, asked(4)).isnan().all()
 
 

@@ -28,7 +28,7 @@ from tests.fixtures.teachers import teaching
 from tests.objectives.test_distillation import gradients, moved, points_of, written
 from tests.policies.test_contract_policies import prompts_for
 
-QUICK = {"retries": 2, "backoff": 0.01, "timeout": 20.0}
+QUICK = {"retries": 2, "backoff": 0.01, "timeout": 20.0, "retry_seconds": 0.0}
 
 
 def remote(url, **options):

@@ -39,7 +39,8 @@ def url():
 
 
 def server(url, **options):
-    return ChatServer(url, **{"timeout": waiting.HANG, "backoff": 0.02} | options)
+    quick = {"timeout": waiting.HANG, "backoff": 0.02, "retry_seconds": 0.0, "format": "png"}
+    return ChatServer(url, **quick | options)
 
 
 def greys(levels=LEVELS):

@@ -88,6 +88,7 @@ def asking(url, **options):
     defaults = {
         "timeout": waiting.HANG,
         "retries": 0,
+        "retry_seconds": 0,
         "batch_size": 2,
         "concurrency": 2,
         "backoff": 0.0,
