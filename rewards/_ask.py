@@ -216,9 +216,9 @@ def asked_schema(schema: type[BaseModel]) -> dict[str, Any]:
 def score_out_of(value: Any, high: float) -> Any:
     """Return the number of "8/10" or "8 out of 10" as a judge writes it on a scale that ends at
     ``high``; everything else as it is."""
-    said = SHARE.fullmatch(value.strip()) if isinstance(value, str) else None
-    if said is None:
+    share = SHARE.fullmatch(value.strip()) if isinstance(value, str) else None
+    if share is None:
         return value
-    if float(said[2]) != high:
+    if float(share[2]) != high:
         raise ValueError(f"{value!r} is not on the scale that ends at {high:g}")
-    return float(said[1])
+    return float(share[1])

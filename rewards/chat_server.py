@@ -26,7 +26,8 @@ from rewards._chat import (
     read_choice,
     reasoning_of,
 )
-from rewards.servers import BoundedClient, Failed, RetrySeconds, Server, Servers, Tries, later
+from rewards.tries import RetrySeconds, Tries
+from rewards.servers import BoundedClient, Failed, Server, Servers, later
 from rewards.wire import message_of
 
 if TYPE_CHECKING:
@@ -299,17 +300,13 @@ class ChatServer:
         return False
 
     def _content(self, question: Question) -> list[dict[str, Any]]:
-        parts = [*question.parts, question.wording()]
-        shown: list[dict[str, Any]] = [
-            {"type": "text", "text": part}
-            if isinstance(part, str)
-            else {
-                "type": "image_url",
-                "image_url": {"url": data_url(part, self.max_side, self.format)},
-            }
-            for part in parts
-        ]
-        return [part for part in shown if part.get("text") != ""]
+        return [self._part(part) for part in (*question.parts, question.wording()) if part != ""]
+
+    def _part(self, part: Any) -> dict[str, Any]:
+        if isinstance(part, str):
+            return {"type": "text", "text": part}
+        url = data_url(part, self.max_side, self.format)
+        return {"type": "image_url", "image_url": {"url": url}}
 
     def _know_model(self) -> None:
         """Find the name of the servers' only model. Raises Failed, UserError."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import random
 import re
 import ssl
 import threading
@@ -15,11 +14,10 @@ from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import httpx
-from annotated_types import Ge
 
 from mmrl.core.errors import UserError
 from rewards._transport import deadline, transport
@@ -28,10 +26,7 @@ from rewards.wire import message_of
 log = logging.getLogger(__name__)
 RETRIED = (408, 429, 500, 502, 503, 504)
 AWAY = (429, 502, 503, 504)  # full, or what stands before it finds nobody there
-LONGEST_PAUSE = 5.0  # seconds between two looks whether a server is back
-RetrySeconds = Annotated[float, Ge(0)]
 ANSWER = (2**20, 4096)  # most bytes of an answer: so many, and so many for each sample
-JITTER = random.Random()  # not the global one, which belongs to the run
 LONGEST = 4 * 2**20  # bytes of any other answer
 HEADERS = {"accept", "accept-encoding", "connection", "content-length", "content-type", "host"}
 
@@ -205,53 +200,6 @@ class Servers:
 
     def causes(self) -> str:
         return "; ".join(f"{server.url}: {server.cause}" for server in self.all if server.cause)
-
-
-class Tries:
-    """Yields the servers that one request is sent to, until ``retries`` repetitions are used up.
-
-    A server that is full or not there uses up none while the pool's patience lasts. Waits grow
-    from ``backoff`` seconds, with jitter, once each server was tried.
-    """
-
-    def __init__(
-        self,
-        pool: Servers,
-        retries: int,
-        backoff: float,
-        given_up: threading.Event,
-        longest: float = LONGEST_PAUSE,
-    ):
-        self.pool = pool
-        self.left = retries
-        self.backoff = backoff
-        self.given_up = given_up
-        self.longest = longest
-        self.tried: list[Server] = []
-
-    def __iter__(self) -> Iterator[Server]:
-        while self.left >= 0 and not self.given_up.is_set():
-            server = self.pool.take(self.tried)
-            if server is None:
-                return
-            yield server
-
-    def failed(self, server: Server, error: Failed, started: float) -> bool:
-        """Record a failure of a request sent at ``started``; wait, and tell whether it is sent
-        again."""
-        self.pool.failed(server, error, started)
-        self.tried.append(server)
-        waits = error.away and self.pool.patience() > 0
-        self.left -= not waits
-        if self.left < 0:
-            return False
-        rounds = len(self.tried) - len(self.pool.all)
-        if error.wait is not None:
-            self.given_up.wait(min(error.wait, self.longest))
-        elif rounds >= 0:
-            grown = self.backoff * 2 ** min(rounds, 16) * JITTER.uniform(0.5, 1)
-            self.given_up.wait(min(grown, LONGEST_PAUSE if waits else self.longest))
-        return True
 
 
 def check_url(url: str, kind: str = "reward server") -> str:

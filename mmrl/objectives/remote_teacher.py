@@ -18,13 +18,13 @@ from mmrl.core.top_tokens import completed
 from mmrl.core.types import Point
 from mmrl.objectives.distillation import RemoteOptions
 from mmrl.policies.teaching import question
+from rewards.tries import Tries
 from rewards.servers import (
     RETRIED,
     BoundedClient,
     Failed,
     Server,
     Servers,
-    Tries,
     Words,
     body,
 )

@@ -6,6 +6,7 @@ import importlib
 import json
 import logging
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,6 @@ from tests.fixtures.reward_servers import (
     dripping,
     eighth,
     free_port,
-    hanging_up,
     mean,
     numbers,
     ones,
@@ -395,9 +395,8 @@ def test_one_of_two_dies_in_the_middle():
             if not body:
                 return  # it was asked what it takes
             if not left.acquire(blocking=False):
-                hanging_up(connection)
                 died.set()
-                return
+                return  # it hangs up
             kind = {"content-type": headers[b"content-type"].decode()}
             send_ok(connection, waiting.post(f"{real}/score", content=body, headers=kind).content)
 
@@ -411,6 +410,52 @@ def test_one_of_two_dies_in_the_middle():
                 and remote.servers[0].failures >= 1
                 and remote.servers[1].failures == 0
             )
+
+
+def test_a_server_that_restarts_is_waited_for_and_one_that_stays_away_is_named(caplog):
+    """What is asked while nobody is there has its values once the server is back; without patience
+    it has none, and the scorer's sentence says why."""
+    port = free_port()
+    address = f"http://127.0.0.1:{port}"
+    patient = Remote(address, name="numbers", batch_size=2, backoff=0.01, retry_seconds=1e6)
+    asked_ones = [{"n": i} for i in range(6)]
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(patient, pictures(6), asked_ones)
+        waiting.until(lambda: patient.servers[0].failures > 3 * (1 + patient.retries))
+        with serving({"numbers": numbers}, port=port):
+            assert done.result(waiting.HANG).tolist() == list(range(6))
+    assert f"{address} failed: ConnectError: connection refused; waiting for it" in caplog.text
+    assert f"{address} answers again" in caplog.text
+    hasty = Remote(address, name="numbers", backoff=0.01, retry_seconds=0.2)
+    with pytest.raises(UserError, match=r"it returned nan twice \(http.*connection refused\)"):
+        Scorer({"remote": hasty})(pictures(6), asked_ones)
+    requests = hasty.servers[0].requests
+    assert hasty(pictures(6), asked_ones).isnan().all()
+    assert hasty.servers[0].requests <= requests + 1 + hasty.retries, "it has waited already"
+
+
+def test_a_full_server_is_waited_for():
+    """Five requests at once of which the server takes one at a time: all have their values, though
+    none may be repeated after a failure."""
+    with serving({"numbers": numbers}, max_waiting=1) as address:
+        remote = Remote(address, name="numbers", batch_size=1, concurrency=5, retries=0, backoff=0)
+        count = 10
+        asked_ones = [{"n": i} for i in range(count)]
+        assert remote(pictures(count), asked_ones).tolist() == list(range(count))
+
+
+@pytest.mark.parametrize(
+    "limits", [{"max_samples": 3}, {"max_megapixels": 0.002}, {"max_request_mib": 0.004}]
+)
+def test_batches_are_cut_by_what_the_server_takes(limits):
+    """10 noisy pictures of 24 x 24: a server that takes fewer in one request gets them in parts."""
+    torch.manual_seed(0)
+    media = torch.rand(10, 3, 24, 24)
+    asked_ones = [{"n": i} for i in range(10)]
+    with serving({"numbers": numbers}, **limits) as address:
+        remote = Remote(address, name="numbers")
+        assert remote(media, asked_ones).tolist() == list(range(10))
+        assert remote.servers[0].requests >= 3
 
 
 LIES = {

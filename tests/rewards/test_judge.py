@@ -8,6 +8,7 @@ import os
 from types import SimpleNamespace
 
 import httpx
+import numpy as np
 import pytest
 import torch
 
@@ -16,15 +17,17 @@ from mmrl.core.errors import UserError
 from mmrl.core.types import Rollout
 from mmrl.scoring import Scorer
 from rewards import _chat, servers
-from rewards._ask import Question, Unreadable
+from rewards._ask import Question, Unreadable, asked_schema
 from rewards._judge_templates import BUILT_IN
+from rewards._media import to_uint8
 from rewards.chat_server import ChatServer
-from rewards.judge import Judge
+from rewards.judge import JsonScores, Judge, score_schema
 from rewards.judge_checklist import Checklist
 from rewards.judge_edit import EditJudge
 from rewards.judge_listener import Listener, reasoning
 from rewards.judge_pairwise import Pairwise, pairings, strengths, win_rates, with_pivot
 from rewards.judge_yes_no import YesNo
+from rewards.judged import to_pil
 from rewards.servers import BoundedClient
 from tests.fixtures import waiting
 from tests.fixtures.fake_chat import fake_chat, stats
@@ -53,6 +56,78 @@ def prompts(count=4, text="a grey square"):
 
 # ----------------------------------------------------------------------------------------------
 # what is read back
+
+
+REASONS = '{"reason": "x", "score": 8}'
+
+
+@pytest.mark.parametrize(
+    ("message", "want"),
+    [
+        ({"content": REASONS}, 0.8),
+        ({"content": '{"score": 8}'}, 0.8),
+        ({"content": '{"reason": "x", "score": "8/10", "confidence": 1}'}, 0.8),
+        ({"content": '{"reason": "x", "score": "8 out of 10"}'}, 0.8),
+        ({"content": '{"reason": "x", "score": "8/100"}'}, "not on the scale that ends at 10"),
+        ({"content": f"<think>first {REASONS[:-2]}3}}, or </think>{REASONS}"}, 0.8),
+        ({"content": f"perhaps 3 </think>{REASONS}"}, 0.8),
+        ({"content": f"<think>perhaps {REASONS}, or"}, "ends before its reasons do"),
+        ({"content": f"<think>a</think> <thinking>{REASONS}, or"}, "ends before its reasons do"),
+        ({"content": None, "reasoning_content": REASONS}, 0.8),
+        ({"content": None, "reasoning": f"```json\n{REASONS}\n```"}, 0.8),
+        ({"content": None, "reasoning_content": f"perhaps {REASONS} or"}, "--reasoning-parser"),
+        ({"content": None}, "it holds no JSON object"),
+    ],
+)
+def test_forms_of_a_judgement(message, want):
+    from openai.types.chat.chat_completion import Choice
+
+    choice = Choice(
+        finish_reason="stop", index=0, message={"role": "assistant", **message}, logprobs=None
+    )
+    question = JsonScores(("?",), schema=score_schema(0.0, 10.0))
+    if isinstance(want, float):
+        assert _chat.read_choice(choice, question)["score"] / 10 == pytest.approx(want)
+        return
+    with pytest.raises(Unreadable, match=want):
+        _chat.read_choice(choice, question)
+
+
+def test_a_reason_may_be_missing_and_is_asked_for_all_the_same():
+    asked = asked_schema(score_schema(0.0, 10.0))
+    assert asked["required"] == ["reason", "score"] and asked["additionalProperties"] is False
+    assert "default" not in asked["properties"]["reason"]
+    template = BUILT_IN["unified_reward"]
+    assert template.scores("Final Score: [4]") == template.scores("**Final Score:** 4/5")
+    with pytest.raises(Unreadable, match="not a number on this scale"):
+        template.scores("Final Score: 4/10")
+
+
+def test_pictures_go_as_jpeg_of_at_most_1024_pixels_and_their_bytes_are_counted(url):
+    import base64
+    import io
+
+    from PIL import Image
+
+    torch.manual_seed(0)
+    clouds = torch.nn.functional.interpolate(torch.rand(1, 3, 16, 12), (1200, 900), mode="bicubic")
+    photo = to_pil(to_uint8((clouds + 0.02 * torch.randn(1, 3, 1200, 900)).clamp(0, 1))[0])
+    sizes = {}
+    for encoding in ("jpeg", "webp", "png"):
+        model = ChatServer(url, format=encoding)
+        kind, content = model._part(photo)["image_url"]["url"].split(",")
+        picture = Image.open(io.BytesIO(base64.b64decode(content)))
+        assert kind == f"data:image/{encoding};base64" and picture.size == (768, 1024)
+        want = photo.resize((768, 1024), Image.Resampling.BICUBIC)
+        error = np.abs(np.asarray(picture, float) - np.asarray(want, float)).mean()
+        assert error < (0.5 if encoding == "png" else 4)
+        sizes[encoding] = len(content)
+    assert 2 * max(sizes["jpeg"], sizes["webp"]) < sizes["png"]
+    judge = Judge(server(url))
+    judge(greys(), prompts())
+    counted = judge.counters()
+    assert counted["bytes_sent"] > 4 * 100 and counted["requests"] == 4
+    assert counted["bytes_per_request"] == counted["bytes_sent"] / 4
 
 
 def test_every_template_gives_the_score_that_the_server_saw(url):
