@@ -207,10 +207,10 @@ def read_json(text: str, schema: type[BaseModel]) -> BaseModel:
 def asked_schema(schema: type[BaseModel]) -> dict[str, Any]:
     """Return the JSON schema that an answer is asked for by: of what may be missing when it is
     read, nothing may be left out."""
-    asked = schema.model_json_schema()
-    for entry in asked["properties"].values():
+    strict = schema.model_json_schema()
+    for entry in strict["properties"].values():
         entry.pop("default", None)
-    return asked | {"required": list(asked["properties"]), "additionalProperties": False}
+    return strict | {"required": list(strict["properties"]), "additionalProperties": False}
 
 
 def score_out_of(value: Any, high: float) -> Any:

@@ -26,8 +26,8 @@ from rewards._chat import (
     read_choice,
     reasoning_of,
 )
-from rewards.tries import RetrySeconds, Tries
 from rewards.servers import BoundedClient, Failed, Server, Servers, later
+from rewards.tries import RetrySeconds, Tries
 from rewards.wire import message_of
 
 if TYPE_CHECKING:

@@ -21,11 +21,11 @@ from torch import Tensor
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
 from mmrl.core.types import Media, Prompt
-from rewards.tries import RetrySeconds, Tries
 from rewards._wire_prompts import enclosed, has_pictures
 from rewards.card import PICTURES, card
 from rewards.servers import BoundedClient, Failed, Server, Servers, post
 from rewards.tokens import Tokens
+from rewards.tries import RetrySeconds, Tries
 from rewards.wire import Format, check_texts, pack, read_answer
 
 log = logging.getLogger(__name__)

@@ -18,7 +18,6 @@ from mmrl.core.top_tokens import completed
 from mmrl.core.types import Point
 from mmrl.objectives.distillation import RemoteOptions
 from mmrl.policies.teaching import question
-from rewards.tries import Tries
 from rewards.servers import (
     RETRIED,
     BoundedClient,
@@ -29,6 +28,7 @@ from rewards.servers import (
     body,
 )
 from rewards.tokens import Tokens
+from rewards.tries import Tries
 
 VARIABLE = "MMRL_TEACHER_TOKEN"
 
