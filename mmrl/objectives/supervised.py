@@ -32,6 +32,7 @@ FIELD = re.compile(r"\{(\w+)\}")
 THOUGHT = ("<think>", "</think>")
 EMPTY = "\n\n"  # what a dropped thought leaves between its tags (TON)
 SHOWN = 5  # broken rows in a message
+LEAST = 1e-3  # smallest share of hidden tokens under the bound, LLaDA's: the weight is at most 1000
 
 
 class Supervised(Objective):
@@ -59,8 +60,9 @@ class SFT(Supervised):
 
     Tokens: -log p(answer | prompt), at temperature 1, without guidance and with nothing cut off.
     Masked models: -log p of hidden tokens at a random share t of them; ``masking`` elbo draws t
-    evenly and weighs by 1 / t (LLaDA, Nie et al. 2025), maskgit draws t = cos(pi u / 2) and weighs
-    all alike (Chang et al. 2022); auto is elbo for texts and maskgit for images. Flows and
+    evenly between 1e-3 and 1, hides each token with probability t and weighs by 1 / t (LLaDA, Nie
+    et al. 2025), maskgit draws t = cos(pi u / 2), hides at least one token and weighs all alike
+    (Chang et al. 2022); auto is elbo for texts and maskgit for images. Flows and
     diffusion: the mean square of the network's output less its target at fresh noise,
     ``num_noise_draws`` times a row at times of ``timestep_sampler``; ``weighting`` min_snr weighs
     the predicted clean sample's error by min(SNR, gamma) (Hang et al. 2023, eq. 8), plain by what
@@ -196,14 +198,19 @@ class SFT(Supervised):
         """Hide a random share of the tokens. ``estimator_weight`` is each token's in the loss."""
         u = rng.uniform(rollout.row_id, (1,), step=0)  # [B, 1]
         draw = rng.uniform(rollout.row_id, rollout.sample.shape[1:], step=1)
-        elbo = self._elbo(policy)
-        share = u if elbo else torch.cos(u * torch.pi / 2)
         read = rollout.mask
-        first = draw.masked_fill(~read, torch.inf)
-        hide = read & ((draw < share) | (first == first.amin(1, keepdim=True)))
-        # the bound's mean is over all tokens of an answer, hidden or not
-        point = policy.at(rollout, hide, read if elbo else None)
-        weight = hide / share if elbo else hide.to(share)
+        if self._elbo(policy):
+            share = LEAST + (1 - LEAST) * u
+            hide = read & (draw < share)
+            # the bound's mean is over all tokens of an answer: one with none hidden counts, as 0
+            point = policy.at(rollout, hide, read)
+            weight = hide / share
+        else:
+            first = draw.masked_fill(~read, torch.inf)
+            forced = first == first.amin(1, keepdim=True)  # MaskGIT rounds their number up
+            hide = read & ((draw < torch.cos(u * torch.pi / 2)) | forced)
+            point = policy.at(rollout, hide)
+            weight = hide.to(u)
         return point.replace(guidance=1.0, estimator_weight=weight.to(rollout.logprob))
 
     def _elbo(self, policy: Policy) -> bool:

@@ -13,6 +13,7 @@ from mmrl.objectives import SFT
 from mmrl.objectives.supervised import thought_tokens, without_thought
 from mmrl.objectives.timestep_samplers import logit_normal
 from mmrl.policies.image_tokens.models.janus import Janus
+from mmrl.policies.masked.masked_lm import MaskedLM
 from mmrl.policies.unified.policy import JanusUnified
 from mmrl.policies.unified.prompts import Answer, Plan
 from mmrl.scoring import Scorer
@@ -23,6 +24,7 @@ from samplers.noise import Rng
 from tests.fixtures import tiny_vlms, toys
 from tests.fixtures.demonstrations import FAMILIES, make, picture, pictured, sd
 from tests.fixtures.image_tokens import tiny_janus
+from tests.objectives.test_masked_objectives import Hides, finished
 from tests.policies.vlm.test_vlm_policy import native, policy_of
 from tests.run.test_resume import resumes
 
@@ -122,11 +124,10 @@ def test_the_masked_loss_is_the_bound_of_llada():
     total, count = 0.0, 0
     for b in range(len(rows)):
         name = rollout.row_id[b : b + 1]
-        share = float(rng.uniform(name, (1,), 0))
+        share = 1e-3 + (1 - 1e-3) * float(rng.uniform(name, (1,), 0))
         draw = rng.uniform(name, (policy.length,), 1)[0].tolist()
         read = [i for i in range(policy.length) if bool(rollout.mask[b, i])]
-        least = min(draw[i] for i in read)
-        hide = [i for i in read if draw[i] < share or draw[i] == least]
+        hide = [i for i in read if draw[i] < share]
         state = rollout.sample[b].clone()
         for i in hide:
             state[i] = policy.mask_id
@@ -140,6 +141,21 @@ def test_the_masked_loss_is_the_bound_of_llada():
     found, metrics = gradient(policy, rows)
     assert abs(metrics["loss"] - total.item() / count) < 1e-8
     assert_equal(found, expected, 1e-8)
+
+
+@pytest.mark.parametrize("length", [4, 64, 256])
+def test_a_token_of_the_bound_weighs_1_on_average(length):
+    policy = Hides()
+    policy.capabilities = MaskedLM.capabilities
+    point = SFT()._hidden(policy, finished(20_000, length), RNG)
+    weight = point.estimator_weight.mean(1)
+    error = weight.std() / len(weight) ** 0.5
+    assert abs(weight.mean() - 1) < 3 * error
+    assert point.mask.all() and point.estimator_weight.max() <= 1000
+    nothing = ~point.state.any(1)  # nothing is hidden by force: these count, as 0
+    rates = torch.linspace(1e-3, 1, 100_001, dtype=torch.float64)
+    expected = torch.trapezoid((1 - rates) ** length, rates) / (1 - 1e-3)
+    assert abs(nothing.double().mean() - expected) < 4 * (expected / 20_000) ** 0.5
 
 
 def test_masked_images_have_cross_entropy_at_hidden_tokens_alone():
