@@ -179,8 +179,10 @@ class Policy(ABC):
 
     @contextmanager
     def untempered(self) -> Iterator[None]:
-        """Score by the model's own distribution: at temperature 1, no token taken away."""
-        yield
+        """Score by the model's own distribution: at temperature 1, no token taken away, without
+        guidance."""
+        with at_guidance(self, None if self.guidance_scale is None else 1.0):
+            yield
 
     @contextmanager
     def evaluating(self, guidance: float | None = None) -> Iterator[None]:

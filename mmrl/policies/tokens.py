@@ -141,7 +141,8 @@ class TokenPolicy(Policy):
         if before is not None:  # a family may sample without one
             self.warp = Warp(suppressed=before.suppressed)
         try:
-            yield
+            with super().untempered():
+                yield
         finally:
             self.warp = before
 

@@ -14,12 +14,15 @@ from mmrl.config.preferences import Preferences
 from mmrl.core.errors import UserError
 from mmrl.data.pairs import Pairs, PreferencePairs, answer_of, pairs_of_file
 from mmrl.objectives import DPO, KTO, DiffusionDPO, SimPO
+from mmrl.policies.unified.policy import JanusUnified
+from mmrl.policies.unified.prompts import Plan
 from mmrl.rollout.preferences import Compared
 from mmrl.scoring import Scorer
 from mmrl.train.optimizers import adamw
 from mmrl.train.trainer import Trainer
 from samplers.noise import Rng
-from tests.fixtures.demonstrations import make, picture
+from tests.fixtures.demonstrations import make, picture, pictured
+from tests.fixtures.image_tokens import tiny_janus
 from tests.policies.vlm.test_vlm_policy import policy_of
 from tests.run.test_resume import resumes
 
@@ -90,7 +93,8 @@ def log_probs(policy, rows, side):
         rollout = policy.demonstrate(rows, answers, Rng.of("by hand"))
         total = torch.zeros(len(rows), dtype=torch.float64)
         for point in policy.path(rollout):
-            logp = torch.where(point.mask, policy.dist(point).log_prob(point.target), 0.0)
+            dist = policy.dist(point.replace(guidance=1.0))
+            logp = torch.where(point.mask, dist.log_prob(point.target), 0.0)
             total = total.index_add(0, point.row_id - rollout.row_id[0], logp.sum(1).double())
     return total
 
@@ -112,6 +116,36 @@ def test_dpo_begins_at_log_2_with_its_known_gradient(family):
     assert metrics["group/log_ratio"] == pytest.approx(0, abs=1e-6)
     for name, change in found.items():
         torch.testing.assert_close(change, expected[name], atol=1e-6, rtol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("family", ["amused", "janus_unified", "llamagen"])
+def test_guidance_of_sampling_is_left_out_of_preferences(family, tmp_path):
+    """Scores and reference are those of the policy without guidance."""
+    if family == "janus_unified":
+        plan = Plan(max_new_tokens=4, instruction="{prompt}")
+        policy = JanusUnified(
+            tiny_janus(tmp_path, 2, embeddings=0.2), plan=plan, guidance_scale=4.0
+        )
+        rows = [{**row, "plan": "red one"} for row in pictured(2)]
+    else:
+        policy, rows = make(family)
+        policy.guidance_scale = 4.0
+    if family == "amused":
+        policy.sampler, policy.chooses = "emerge", False
+    rows = [
+        {**row, "chosen": row["answer"], "rejected": picture(9 + i)} for i, row in enumerate(rows)
+    ]
+    trainer = trainer_of(policy, rows[:2], SimPO())
+    with trainer._likelihoods(), torch.no_grad():
+        rollout, _, _ = trainer.draw(policy, rows[:2], 2, Rng.of("guided"))
+    for point in policy.path(rollout):
+        with policy.untempered(), torch.no_grad():
+            own = policy.dist(point.replace(guidance=1.0)).log_prob(point.target)
+            guided = policy.dist(point.replace(guidance=4.0)).log_prob(point.target)
+        recorded = point.recorded[point.mask]
+        torch.testing.assert_close(recorded, own[point.mask], atol=1e-4, rtol=0)
+        assert not point.mask.any() or (guided[point.mask] - recorded).abs().max() > 1e-3
+    assert policy.guidance_scale == 4.0
 
 
 @pytest.mark.parametrize("family", TOKENS + FLOWS)

@@ -345,7 +345,8 @@ class MaskedDiffusion(LogitsPolicy):
         before = self.temperature
         self.temperature = 1.0
         try:
-            yield
+            with super().untempered():
+                yield
         finally:
             self.temperature = before
 

@@ -329,7 +329,8 @@ class UnifiedFlow(FlowPolicy):
         before = self.texts_warp
         self.texts_warp = Warp(suppressed=before.suppressed)
         try:
-            yield
+            with super().untempered():
+                yield
         finally:
             self.texts_warp = before
 

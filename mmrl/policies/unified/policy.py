@@ -129,7 +129,8 @@ class JanusUnified(Passes):
         for name, warp in before.items():
             self.heads[name].warp = Warp(suppressed=warp.suppressed)
         try:
-            yield
+            with super().untempered():
+                yield
         finally:
             for name, warp in before.items():
                 self.heads[name].warp = warp
