@@ -121,6 +121,8 @@ class Provenance(Fields):
 
     # [B, K] log-prob another engine sampled with, where it is not the policy's own
     sampler_logprob: Tensor | None = None
+    # [B] log p / p_sampler of the whole sample, or its mean a decision; None: not asked for
+    sample_log_ratio: Tensor | None = None
     # [B] bool: ground truths that were put in the place of samples; None: none
     is_ground_truth: Tensor | None = None
     # [B] bool: sampled in an earlier iteration, by other weights; None: none

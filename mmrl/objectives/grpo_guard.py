@@ -29,7 +29,7 @@ class Guard(PolicyGradient):
     """
 
     needs = "gaussian"
-    not_options = ("surrogate", "timestep_weighting", "importance_sampling", *OF_TOKENS)
+    not_options = ("surrogate", "timestep_weighting", "importance_sampling", "sft", *OF_TOKENS)
 
     def __init__(
         self,
@@ -48,7 +48,8 @@ class Guard(PolicyGradient):
         log_ratio = normalised(dist, old, point.target)
         ratio = log_ratio.exp()
         # what the gate looks at
-        observe("log_ratio", dist.log_prob(point.target) - point.recorded, point.mask)
+        logp, recorded = self._log_probs(policy, point, dist)
+        observe("log_ratio", logp - recorded, point.mask)
         observe("ratio", ratio, point.mask)
         observe("clip_fraction", outside(ratio, *self.clip_bounds).double(), point.mask)
         zero = torch.zeros_like(log_ratio)
@@ -56,7 +57,7 @@ class Guard(PolicyGradient):
         if self.balance:
             loss = loss / (point.time - point.transition.next_time)[:, None]
         if self.term.in_force() and self.kl.where == "loss":
-            penalty = self._kl(policy, point, dist, log_ratio, zero)
+            penalty = self._kl(policy, point, dist, logp, point.old(logp, recorded))
             loss = loss + self.term.weight() * penalty
         return loss
 

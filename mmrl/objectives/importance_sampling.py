@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mmrl.core.errors import UserError
 from mmrl.core.metrics import observe
-from mmrl.core.types import Point
+from mmrl.core.types import Point, Rollout
 from mmrl.objectives.surrogates import row_mean, row_sum
 
 
@@ -20,7 +20,7 @@ from mmrl.objectives.surrogates import row_mean, row_sum
 class Importance:
     """Truncated importance correction: the loss times w = p_policy / p_sampler of what was sampled.
 
-    level: token; sequence, the product over the row (TRL); or geometric, the mean of the
+    level: token; sequence, the product over the whole sample (TRL); or geometric, the mean of the
     logarithms, which ms-swift calls sequence (it is far closer to 1: at 0.01 a token, 500 tokens
     make e^5 of a product). mode: what happens to w above ``cap`` or below ``floor``: it is
     truncated, or its decisions leave the loss (mask). Yao et al. 2025, "Your efficient RL framework
@@ -38,6 +38,16 @@ class Importance:
     floor: Annotated[float, Ge(0)] = 0.0
     clip_mode: Literal["multiplicative", "additive"] = "multiplicative"
 
+    def of_samples(self, rollout: Rollout) -> Rollout:
+        """Add what ``weight`` has to know of whole samples, whose decisions may be scored in
+        several passes."""
+        sampler_logprob = rollout.provenance.sampler_logprob
+        if self.level == "token" or sampler_logprob is None:
+            return rollout
+        over_row = row_sum if self.level == "sequence" else row_mean
+        gap = over_row(rollout.logprob - sampler_logprob, rollout.mask)[:, 0]
+        return rollout.replace(provenance=rollout.provenance.replace(sample_log_ratio=gap))
+
     def weight(self, point: Point) -> Tensor:
         """Return [B, L]: 1 where the policy sampled by itself."""
         sampler_logprob = point.provenance.sampler_logprob
@@ -45,9 +55,9 @@ class Importance:
             return torch.ones_like(point.recorded)
         gap = point.recorded - sampler_logprob
         if self.level != "token":
-            gap = (row_sum if self.level == "sequence" else row_mean)(gap, point.mask).expand_as(
-                gap
-            )
+            whole = point.provenance.sample_log_ratio
+            assert whole is not None  # ``of_samples`` went before
+            gap = whole[:, None].expand_as(gap)
         weight = gap.clamp(max=60.0).exp()
         observe("importance", weight, point.mask)
         if self.mode == "truncate":

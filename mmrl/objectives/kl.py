@@ -56,10 +56,11 @@ class KL:
 
     weight: of the term. form: estimator from the sampled decision, with u = log ref - log p: k1 =
     -u, k2 = u^2 / 2, k3 = e^u - u - 1 (Schulman 2020), abs = |u|; a + has the value of its
-    estimator and k2's gradient, which is that of the KL (verl); exact is the KL of the two
-    distributions, over the vocabulary or of two Gaussians; flow_grpo is that of Gaussians times the
-    step length, as Flow-GRPO publishes it; null: exact for steps, k3 for tokens. corrected: times
-    the ratio to the sampling policy, which makes the gradient of k3 unbiased. bounded: verl's
+    estimator and k2's gradient, which is that of the KL at the first step (verl); exact is the KL
+    of the two distributions, over the vocabulary or of two Gaussians; flow_grpo is that of
+    Gaussians times the step length, as Flow-GRPO publishes it; null: exact for steps, k3 for
+    tokens. corrected: times the ratio to the sampling policy, which makes value and gradient of k1
+    and k3 those of the KL, at later steps too; k2, abs and + are not for it. bounded: verl's
     bounds on u (20) and k3 (10). where: "loss", or "reward": k1 of the sampled sequence is taken
     off its reward (RLOO, REINFORCE++), and the form is k1; with divergence: chi2 it is that of
     whole samples.
@@ -127,6 +128,19 @@ class KL:
                 "root is of the chi2 of whole samples: set divergence: chi2 and where: reward",
             ),
             (self.divergence == "renyi" and self.order == 1, "order 1 is divergence: reverse"),
+            (
+                self.corrected and self.form in ("k1+", "k3+"),
+                f"the form {self.form} has the KL's whole gradient already: leave out corrected",
+            ),
+            (
+                self.corrected and self.form in ("k2", "abs"),
+                f"the form {self.form} times the ratio has another gradient than the KL: use k1 or "
+                "k3, or leave out corrected",
+            ),
+            (
+                self.corrected and self.where == "reward",
+                "what is taken off the reward is not weighed: leave out corrected",
+            ),
             (
                 self.reweigh is not None and (self.divergence, self.form) != ("forward", None),
                 "reweigh is for divergence: forward without a form",

@@ -129,7 +129,9 @@ class PolicyGradient(Regularised):
         self.snapshots = (self.term.name,) if self.term.active else ()
         if self.term.active and self.kl.previous:
             self.snapshots = (self.term.name, "old")
-        self.single_paths = sees_whole_rows(surrogate)
+        self.of_rows = sees_whole_rows(surrogate)
+        weighs_rows = importance_sampling is not None and importance_sampling.level != "token"
+        self.single_paths = self.of_rows or weighs_rows or off_policy is not None
         bound = 1.0 if advantage_clip is None else advantage_clip
         positive("policy gradient", advantage_clip=bound)
         if not 0 < timestep_fraction <= 1:
@@ -174,13 +176,23 @@ class PolicyGradient(Regularised):
             yield "sft", "phi weighs tokens by their probability: leave phi out"
         if self.sft is not None and (self._in_parts(policy) or self.top_entropy < 1):
             yield "sft", "it needs a loss of single decisions: choose ppo without top_entropy"
-        if self.shaping is not None and self.single_paths:
-            yield "shaping", "it is of single decisions: choose ppo or another that is"
-        mixed = decisions == "mixed" and self.single_paths
-        if mixed or (self._in_parts(policy) and self.couples(policy) != "rows"):
-            yield "surrogate", f"it {WHOLE}"
         if decisions == "mixed" and (self.kl.form == "flow_grpo" or self.kl.whole()):
             yield "kl", "its form and divergence are of one kind of decisions: use reverse"
+        yield from self._unfit_of_rows(policy, decisions)
+
+    def _unfit_of_rows(self, policy: Any, decisions: str) -> Iterator[tuple[str, str]]:
+        """Yield what does not go with whole samples, or with samples scored in several passes."""
+        if self.shaping is not None and self.of_rows:
+            yield "shaping", "it is of single decisions: choose ppo or another that is"
+        if self.off_policy is not None and decisions == "categorical" and not _in_one(policy):
+            yield (
+                "off_policy",
+                "it compares whole answers, which are scored in several passes here: leave it out, "
+                "or use importance_sampling with mode: mask",
+            )
+        mixed = decisions == "mixed" and self.of_rows
+        if mixed or (self._in_parts(policy) and self.couples(policy) != "rows"):
+            yield "surrogate", f"it {WHOLE}"
 
     def clips_as_ppo(self) -> bool:
         """Tell whether the clip is PPO's, which may be as wide as the decision's weight says."""
@@ -198,14 +210,16 @@ class PolicyGradient(Regularised):
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
         if why := unsuited(type(self), policy):
             raise UserError(why)
-        in_parts = self._in_parts(policy)
-        if in_parts and rollout.edge_id is not None:
+        if self.single_paths and rollout.edge_id is not None:
             raise UserError(
-                "this surrogate compares whole samples, which share the steps of a tree: leave out "
-                "the policy's option tree, or choose ppo, cispo, sapo, spo or reinforce"
+                "the objective looks at whole samples, which share the steps of a tree: leave out "
+                "the policy's option tree, or choose ppo, cispo, sapo, spo or reinforce, without "
+                "off_policy and with importance_sampling of level token"
             )
+        if self.importance_sampling is not None:
+            rollout = self.importance_sampling.of_samples(rollout)
         for point in policy.path(self.trained_share(rollout, rng)):
-            if self.single_paths and self.couples(policy) != "rows" and not one_pass(point):
+            if self.of_rows and self.couples(policy) != "rows" and not one_pass(point):
                 raise UserError(f"this surrogate {WHOLE}")
             yield point
         if self._imitates(policy):
@@ -306,9 +320,7 @@ class PolicyGradient(Regularised):
     def _in_parts(self, policy: Any) -> bool:
         """Tell whether the surrogate needs whole rows, which this policy scores in several
         passes."""
-        can = capabilities_of(policy)
-        several = can is not None and (can.decisions == "gaussian" or not can.one_pass)
-        return self.single_paths and several
+        return self.of_rows and not _in_one(policy)
 
     def measure(self, policy: Policy, point: Point) -> Tensor:
         """Return [B, L]: entropies; or [B, 3 L] log-probs, old ones, and weights in the mean of the
@@ -498,3 +510,9 @@ class PolicyGradient(Regularised):
         observe("clip_fraction", beyond, point.sampled_mask())
         observe("clip/high", stopped * (advantage > 0), point.sampled_mask())
         observe("clip/low", stopped * (advantage < 0), point.sampled_mask())
+
+
+def _in_one(policy: Any) -> bool:
+    """Tell whether one pass scores all decisions of a sample, as far as the policy says."""
+    can = capabilities_of(policy)
+    return can is None or (can.decisions != "gaussian" and can.one_pass)

@@ -58,9 +58,10 @@ def _stratified(sizes: Sequence[int], steps: int, rng: Rng) -> Tensor:
 
 
 def _steps(order: Tensor, steps: int) -> Tensor:
-    """Cut rows in their ``order`` into equally large steps; return the step of every row."""
+    """Cut rows in their ``order`` into steps that differ by one row at most; return the step of
+    every row."""
     step = torch.empty_like(order)
-    step[order] = torch.arange(len(order)) // -(-len(order) // steps)
+    step[order] = torch.arange(len(order)) * steps // len(order)
     return step
 
 

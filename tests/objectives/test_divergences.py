@@ -2,6 +2,7 @@
 estimate, the weight in force, and a reference that is refreshed."""
 
 import math
+import re
 from functools import partial
 from types import SimpleNamespace
 
@@ -10,8 +11,10 @@ import torch
 
 from mmrl import advantages, config
 from mmrl.config.options import TrainOptions
+from mmrl.config.unfit import unsuited
 from mmrl.core.distributions import Categorical, Gaussian
 from mmrl.core.errors import UserError
+from mmrl.core.metrics import Meter
 from mmrl.core.registry import OBJECTIVES
 from mmrl.core.types import Rewards
 from mmrl.objectives import PolicyGradient, frozen
@@ -24,7 +27,8 @@ from mmrl.train.optimizers import adamw, sgd
 from mmrl.train.trainer import Trainer
 from samplers.noise import Rng
 from tests.fixtures import toys
-from tests.objectives.test_objective_pairs import WHOLE
+from tests.fixtures.records import make_point
+from tests.objectives.test_objective_pairs import WHOLE, ToyHidden
 
 LOGITS = torch.tensor([[[0.3, -1.0, 0.8], [1.5, 0.0, -0.2]]]).double()
 REF = torch.tensor([[[0.0, 0.4, 0.1], [-0.3, 0.9, 0.2]]]).double()
@@ -73,6 +77,138 @@ def test_tokens_impossible_in_both_add_nothing(divergence, order):
     torch.testing.assert_close(wide, kl.of(Categorical(LOGITS), Categorical(REF), None, None))
     (slope,) = torch.autograd.grad(wide.sum(), logits)
     assert slope.isfinite().all()
+
+
+V = 7
+FORMS = ("k1", "k2", "k3", "abs", "k1+", "k3+", "exact")
+REFUSED = ("k2", "abs", "k1+", "k3+")
+ADMITTED = [
+    (form, divergence, corrected)
+    for divergence in ("reverse", "forward", "chi2")
+    for form in (FORMS if divergence == "reverse" else (None, "exact"))
+    for corrected in (False, True)
+    if not (corrected and form in REFUSED)
+]
+
+
+def enumerated(kl, logits, old, reference):
+    """Value and gradient of the KL term, every token once, weighed by how often it is sampled."""
+    leaf = logits.clone().requires_grad_()
+    ids = torch.arange(V)[:, None]
+    objective = PolicyGradient(kl=kl)
+    objective.term.reference_at = lambda policy, point: Categorical(reference.expand(V, 1, V))
+    dist, sampler = (Categorical(each.expand(V, 1, V)) for each in (leaf, old))
+    recorded = sampler.log_prob(ids)
+    point = make_point(
+        group=torch.zeros(V).long(),
+        row_id=torch.arange(V),
+        state=ids,
+        mask=torch.ones(V, 1).bool(),
+        logprob=recorded,
+    )
+    each = objective._kl(None, point, dist, dist.log_prob(ids), recorded)
+    total = (recorded.exp() * each).sum()
+    return total.detach(), torch.autograd.grad(total, leaf)[0]
+
+
+def defined(divergence, logits, reference):
+    """Value and gradient of the divergence by its definition."""
+    leaf = logits.clone().requires_grad_()
+    p, q = leaf.log_softmax(0), reference.log_softmax(0)
+    total = {
+        "reverse": p.exp() * (p - q),
+        "forward": q.exp() * (q - p),
+        "chi2": (2 * p - q).exp() - q.exp(),
+    }[divergence].sum()
+    return total.detach(), torch.autograd.grad(total, leaf)[0]
+
+
+@pytest.mark.parametrize(("form", "divergence", "corrected"), ADMITTED)
+@pytest.mark.parametrize("on_policy", [True, False])
+def test_the_kl_term_is_on_average_what_it_says(form, divergence, corrected, on_policy):
+    """Corrected and exact ones are the divergence under any sampler, the others under the policy
+    itself; of k1 the gradient alone is 0, of k3 the other KL's, k2 and abs have their own value."""
+    logits, reference, other = torch.randn(
+        3, V, generator=torch.Generator().manual_seed(0)
+    ).double()
+    kl = KL(weight=1.0, form=form, divergence=divergence, corrected=corrected)
+    found = enumerated(kl, logits, logits if on_policy else other, reference)
+    value, gradient = defined(divergence, logits, reference)
+    if not corrected and form != "exact":
+        leaf = logits.clone().requires_grad_()
+        p = leaf.log_softmax(0)
+        u = reference.log_softmax(0) - p
+        share = (logits if on_policy else other).softmax(0)
+        values = {"k2": u**2 / 2, "abs": u.abs(), "k3": u.exp() - u - 1, "k1+": -u, "k1": -u}
+        if divergence == "reverse":
+            written = (share * values.get(form, values["k3"])).sum()
+            value = written.detach()
+            slope = (share * values["k2"]).sum() if form in ("k1+", "k3+") else written
+            (apart,) = torch.autograd.grad(slope, leaf)
+            if on_policy and form in ("k2", "k1+", "k3+"):
+                torch.testing.assert_close(apart, gradient)  # the KL's
+            if on_policy and form == "k1":
+                torch.testing.assert_close(apart, torch.zeros_like(apart))
+            if on_policy and form == "k3":
+                torch.testing.assert_close(apart, defined("forward", logits, reference)[1])
+            gradient = apart
+        elif not on_policy:
+            return  # estimated under the policy itself only
+    torch.testing.assert_close(found, (value, gradient))
+
+
+@pytest.mark.parametrize("form", REFUSED)
+def test_forms_that_the_ratio_would_spoil_refuse_it(form):
+    with pytest.raises(UserError, match=re.escape(f"the form {form} ")):
+        KL(weight=1.0, form=form, corrected=True)
+    with pytest.raises(UserError, match="leave out corrected"):
+        KL(weight=1.0, where="reward", corrected=True)
+
+
+KL_FORMS = (None, *FORMS, "flow_grpo")
+
+
+def with_kl():
+    """Objectives whose KL is of decisions, each with a toy that it is for."""
+    kinds = toys.POLICIES | {"hidden": ToyHidden}
+    for name, entry in OBJECTIVES.items():
+        if not (isinstance(entry, type) and issubclass(entry, PolicyGradient)):
+            continue
+        if name in ("laser", "distill", "dmd"):  # no token that judges, no teacher
+            continue
+        for kind in ("flow", "diffusion", "causal", "masked", "hidden"):
+            if not unsuited(entry, kinds[kind]):
+                yield name, kind
+
+
+@pytest.mark.parametrize(("name", "kind"), list(with_kl()))
+def test_the_kl_to_itself_is_0_and_so_is_its_gradient(name, kind):
+    """Whatever ratio an objective puts in the place of the policy's own."""
+    tokens = kind in ("causal", "masked", "hidden")
+    policy = (toys.POLICIES | {"hidden": ToyHidden})[kind]()
+    policy.net.double()
+    for snapshot in ("ref", "old"):
+        policy.weights.keep(snapshot)
+    with torch.no_grad():
+        rollout = policy.rollout(toys.prompts(2), 4, Rng.of("itself"))
+    rollout = rollout.replace(advantage=torch.zeros(8, 1, dtype=torch.float64))
+    for form in KL_FORMS:
+        if form == "flow_grpo" and tokens:
+            continue
+        for corrected in (False, True):
+            if corrected and form in REFUSED:
+                continue
+            kl = KL(weight=1.0, form=form, corrected=corrected)
+            objective = OBJECTIVES[name](kl=kl)
+            policy.net.zero_grad()
+            with Meter().listening() as meter:
+                for point in objective.points(policy, rollout, Rng.of("points")):
+                    (objective.loss(policy, point) * point.mask).sum().backward()
+            assert abs(meter.means()["kl"]) < 1e-9, (form, corrected)
+            if form == "k1":
+                continue  # of single decisions it is not 0, but on average
+            for parameter in policy.net.parameters():
+                assert parameter.grad is None or parameter.grad.abs().max() < 1e-8, form
 
 
 @pytest.mark.parametrize(("divergence", "order"), CASES)

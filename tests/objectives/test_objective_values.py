@@ -181,12 +181,10 @@ def test_importance_at_and_beyond_its_bounds(beyond):
 def test_importance_of_rows():
     """The product of a row, or its mean's, over what is trained on."""
     point = answers([[math.log(2.0), math.log(3.0), 5.0]], mask=[[1, 1, 0]])
-    assert Importance(level="sequence", cap=9.0).weight(point)[0, :2].tolist() == pytest.approx(
-        [6.0, 6.0]
-    )
-    assert Importance(level="geometric").weight(point)[0, :2].tolist() == pytest.approx(
-        [math.sqrt(6.0)] * 2
-    )
+    for level, expected in (("sequence", 6.0), ("geometric", math.sqrt(6.0))):
+        sampling = Importance(level=level, cap=9.0)
+        weight = sampling.weight(sampling.of_samples(point))
+        assert weight[0, :2].tolist() == pytest.approx([expected] * 2)
     alone = Importance().weight(point.replace(provenance=Provenance()))
     assert torch.equal(alone, torch.ones(1, 3, dtype=torch.float64))
 
@@ -744,6 +742,13 @@ def test_real_group_by_group():
     assert computed.tolist() == pytest.approx([good + bad] * 3 + [0.0] * 4, abs=1e-7)
 
 
+def blank():
+    """A rollout that nobody reads, of single samples."""
+    name = torch.arange(2)
+    zero = torch.zeros(2, 2)
+    return make_rollout(group=name, row_id=name, sample=zero, logprob=zero, mask=zero == 0)
+
+
 class Parts:
     """A policy whose one row of two is scored in two passes."""
 
@@ -757,7 +762,7 @@ class Parts:
 def test_whole_answers_are_wanted_of_every_row():
     """Of a policy that says it scores a row in one pass."""
     with pytest.raises(UserError, match="whole samples"):
-        list(PolicyGradient(surrogate=gspo).points(Parts(), None, Rng.of(0)))
+        list(PolicyGradient(surrogate=gspo).points(Parts(), blank(), Rng.of(0)))
 
 
 def test_what_preferences_and_nft_tell_the_log():
@@ -908,7 +913,7 @@ def test_tokens_of_high_entropy_lie_above_the_quantile(top):
 
 
 def test_surrogates_of_tokens_take_rows_in_parts():
-    assert len(list(PolicyGradient().points(Parts(), None, Rng.of(0)))) == 1
+    assert len(list(PolicyGradient().points(Parts(), blank(), Rng.of(0)))) == 1
 
 
 def test_kl_cov_pays_for_the_log_ratio_of_the_tokens_it_holds():

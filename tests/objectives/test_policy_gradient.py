@@ -13,6 +13,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import ESTIMATORS, SURROGATES
 from mmrl.core.types import Point
 from mmrl.objectives import ClipCov, Masked, PolicyGradient
+from mmrl.objectives.importance_sampling import Importance
 from mmrl.objectives.surrogates import sees_whole_rows
 from mmrl.policies.diffusion.trees import Tree
 from mmrl.run.build import read
@@ -266,6 +267,7 @@ REFUSED = [  # policy, reward, options of the objective, what is said
     ("vlm", "count", "{timestep_selection: random}", "timestep_selection: .* use top_entropy"),
     ("vlm", "count", "{timestep_weighting: noise}", "timestep_weighting: .* use top_entropy"),
     ("vlm", "count", "{kl: {weight: 1, form: flow_grpo}}", "kl: .* use k3 or exact"),
+    ("masked_lm", "count", "{off_policy: 0.1}", "off_policy: .* scored in several passes"),
     ("masked_lm", "count", "{surrogate: gspo, top_entropy: 0.2}", "surrogate: .* choose .* ppo"),
     ("vlm", "count", "{surrogate: sapo, clip_range: 0.1}", "sapo clips no ratio: leave out"),
     ("vlm", "count", "{surrogate: {ppo: {clip_low: 1}}, clip_range: 1}", "are the same: keep one"),
@@ -290,13 +292,38 @@ def test_whole_samples_of_a_tree_are_refused(tmp_path):
     tree = "policy.sd3.tree={splits: 2}"
     read(tmp_path / "run.yaml", [tree, "objective.surrogate=cispo"])
     read(tmp_path / "run.yaml", ["objective.surrogate=gspo"])
-    with pytest.raises(UserError, match="follows single paths: remove .* tree"):
-        read(tmp_path / "run.yaml", [tree, "objective.surrogate=gspo"])
+    sampling = "objective.importance_sampling={level: %s}"
+    read(tmp_path / "run.yaml", [tree, sampling % "token"])
+    for whole in ("objective.surrogate=gspo", sampling % "sequence", sampling % "geometric"):
+        with pytest.raises(UserError, match="follows single paths: remove .* tree"):
+            read(tmp_path / "run.yaml", [tree, whole])
     policy = toys.ToyFlow(tree=Tree(splits=(1,)))
     rollout = policy.rollout(toys.prompts(2), 2, Rng.of(0))
     objective = PolicyGradient(surrogate=SURROGATES["gspo"])
     with pytest.raises(UserError, match="share the steps of a tree"):
         list(objective.points(policy, rollout, Rng.of(0)))
+
+
+@pytest.mark.parametrize("level", ["sequence", "geometric"])
+@pytest.mark.parametrize("kind", ["flow", "diffusion", "masked", "causal"])
+def test_importance_weights_are_of_whole_samples_however_many_passes_score_them(kind, level):
+    """What another sampler says of every decision, by a loop over the rollout."""
+    policy = toys.make(kind)
+    rollout = policy.rollout(toys.prompts(2), 3, Rng.of("whole"))
+    gap = 0.2 * torch.randn(rollout.logprob.shape, generator=torch.Generator().manual_seed(0))
+    source = rollout.provenance.replace(sampler_logprob=rollout.logprob - gap)
+    rollout = rollout.replace(provenance=source)
+    sampling = Importance(level=level, cap=1e9)
+    seen = 0
+    for point in PolicyGradient(importance_sampling=sampling).points(policy, rollout, Rng.of(0)):
+        weight = sampling.weight(point)
+        for row, name in enumerate(point.row_id.tolist()):
+            gaps = gap[name][rollout.mask[name]].tolist()
+            total = sum(gaps) / (1 if level == "sequence" else len(gaps))
+            own = weight[row][point.mask[row]].tolist()
+            assert own == pytest.approx([math.exp(total)] * len(own), rel=1e-4)
+            seen += len(own)
+    assert seen == int(rollout.mask.sum())
 
 
 def test_whole_samples_in_parts_are_refused_where_tokens_are_compared():

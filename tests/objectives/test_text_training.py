@@ -428,14 +428,18 @@ def test_importance_weights(level, expected):
     point = make_point(
         group=row, row_id=row, state=zero, mask=mask, logprob=gap, sampler_logprob=zero
     )
-    weight = Importance(level=level, cap=1e3).weight(point)
+
+    def weight_of(point, **options):
+        sampling = Importance(level=level, **options)
+        return sampling.weight(sampling.of_samples(point))
+
+    weight = weight_of(point, cap=1e3)
     torch.testing.assert_close(weight[mask], torch.tensor(expected)[mask].float())
-    cut = Importance(level=level, cap=1.5).weight(point)
-    assert cut[mask].max() <= 1.5
-    assert (Importance(level=level, mode="mask", cap=1.5).weight(point)[mask] <= 1.5).all()
+    assert weight_of(point, cap=1.5)[mask].max() <= 1.5
+    assert (weight_of(point, mode="mask", cap=1.5)[mask] <= 1.5).all()
     long = point.replace(mask=torch.ones(1, 3, dtype=torch.bool), logprob=torch.full((1, 3), 0.1))
     whole = {"token": 0.1, "sequence": 0.3, "geometric": 0.1}[level]
-    assert Importance(level=level).weight(long).unique().item() == pytest.approx(math.exp(whole))
+    assert weight_of(long).unique().item() == pytest.approx(math.exp(whole))
 
 
 def test_answers_that_went_out_of_favour_leave_the_loss():

@@ -76,6 +76,15 @@ def test_groups_of_different_sizes_are_spread_over_the_steps():
             assert all(abs(c - n / 3) < 2 for c, n in zip(counts.tolist(), sizes, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("sizes", "steps"), [([9] + [8] * 7, 16), ([9] * 2 + [8] * 6, 16), ([5, 4, 4, 4, 4], 8)]
+)
+def test_rows_appended_to_groups_leave_no_step_empty(sizes, steps):
+    parts = [len(part) for part in batches(uneven(sizes), sizes, steps, Rng.of("more"))]
+    assert sum(parts) == sum(sizes) and len(parts) == steps
+    assert max(parts) - min(parts) == 1 and min(parts) == sum(sizes) // steps
+
+
 def test_whole_groups_of_different_sizes_fill_the_steps_evenly():
     sizes = [6, 2, 2, 2, 4, 8]
     parts = list(batches(uneven(sizes), sizes, 2, Rng.of(0), whole_groups=True))
