@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 import yaml
@@ -89,7 +89,7 @@ class Card:
             )
 
     def _title(self) -> str:
-        base = f"`{self.export.base or 'a base model'}`"
+        base = f"`{without_folders(self.export.base) or 'a base model'}`"
         linked = f"[{self.export.base_id}](https://huggingface.co/{self.export.base_id})"
         rewards = ", ".join(f"`{name}`" for name in self.run.optimised()) or "no reward"
         method = _first_name(self.run.config.get("objective")) or "reinforcement"
@@ -165,7 +165,7 @@ class Card:
         )
 
     def _limits(self) -> str:
-        base = self.export.base_id or self.export.base or "the base model"
+        base = self.export.base_id or without_folders(self.export.base) or "the base model"
         kind = {"other": f"The licence of `{base}` applies."}.get(self.license, f"{self.license}.")
         goal = ", ".join(self.run.optimised()) or "its data"
         return (
@@ -176,21 +176,39 @@ class Card:
 
 
 def configuration(run: Run) -> str:
-    """Return the configuration as YAML, without secrets and names of this machine's folders."""
-    return yaml.safe_dump(scrubbed(run.config), sort_keys=False, allow_unicode=True)
+    """Return the configuration as YAML, without secrets and names of this machine's folders.
+
+    Without the run folder too: where somebody repeats the run, mmrl names a new one.
+    """
+    plain = {key: value for key, value in run.config.items() if key != "run"}
+    return yaml.safe_dump(scrubbed(plain), sort_keys=False, allow_unicode=True)
 
 
 def scrubbed(value: Any) -> Any:
-    """Replace what a key calls a secret, and the home folder in paths."""
+    """Replace what a key calls a secret, and the folders of absolute paths, in keys too (a reward
+    may be named by its file)."""
     if isinstance(value, dict):
         return {
-            key: HIDDEN if SECRET.search(str(key)) and _is_secret(inner) else scrubbed(inner)
+            without_folders(str(key)) if isinstance(key, str) else key: HIDDEN
+            if SECRET.search(str(key)) and _is_secret(inner)
+            else scrubbed(inner)
             for key, inner in value.items()
         }
     if isinstance(value, list):
         return [scrubbed(inner) for inner in value]
+    return without_folders(value) if isinstance(value, str) else value
+
+
+def without_folders(text: str) -> str:
+    """Write the home folder as ``~``; of a text that is an absolute path elsewhere, return the last
+    part. A word such as ``/no_think`` is no path."""
     home = str(Path.home())
-    return value.replace(home, "~") if isinstance(value, str) and len(home) > 1 else value
+    text = text.replace(home, "~") if len(home) > 1 else text
+    for kind in (PurePosixPath, PureWindowsPath):
+        path = kind(text)
+        if "\n" not in text and path.is_absolute() and len(path.parts) > 2:
+            return path.name
+    return text
 
 
 def license_of(base: str, chosen: str | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -10,16 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mmrl.core.errors import UserError
-from mmrl.hub.card import Card, configuration, license_of
+from mmrl.hub.card import Card, configuration, license_of, without_folders
 from mmrl.hub.loading import describe
 from mmrl.hub.plots import plot_curves
 from mmrl.monitoring.report.evidence import read_evaluation
 from mmrl.monitoring.report.page import before_after_picture
 from mmrl.monitoring.report.runs import read_run
 from mmrl.run import build
-from mmrl.utils.files import whole_folder
+from mmrl.utils.files import json_object, whole_folder
 
 COPIED = ("metrics.jsonl", "evaluation.json")
+# under which peft, transformers and diffusers write where the base model was read from
+ORIGINS = ("base_model_name_or_path", "_name_or_path", "name_or_path")
 LOGIN = "log in with `hf auth login`, or set HF_TOKEN to a token that may write"
 
 
@@ -74,6 +77,7 @@ def write(run: Path, request: Request, folder: Path) -> Path:
             has_pictures=_pictures(run, draft),
         )
         _keep_apart(draft)
+        _hide_origins(draft, export.base_id)
         (draft / "config.yaml").write_text(configuration(history), encoding="utf-8")
         (draft / "README.md").write_text(card.text(), encoding="utf-8")
     return folder
@@ -111,6 +115,20 @@ def _keep_apart(draft: Path) -> None:
         (draft / "README.md").unlink()
 
 
+def _hide_origins(draft: Path, base_id: str) -> None:
+    """Replace paths on this machine in the files of an export by the base's name on the hub, or by
+    the path's last part."""
+    for path in draft.rglob("*.json"):
+        content = json_object(path)
+        local = {
+            key: base_id or without_folders(value)
+            for key in ORIGINS
+            if isinstance(value := content.get(key), str) and without_folders(value) != value
+        }
+        if local:
+            path.write_text(json.dumps(content | local, indent=2), encoding="utf-8")
+
+
 def _check_login() -> None:
     from huggingface_hub import constants, get_token
 
@@ -129,6 +147,13 @@ def _upload(folder: Path, request: Request) -> str:
     api = HfApi(library_name="mmrl")
     with _explained(api.endpoint, folder, request.repository):
         api.create_repo(request.repository, private=request.private, exist_ok=True)
+        # the hub ignores `private` where the repository exists
+        if request.private and not api.model_info(request.repository).private:
+            raise UserError(
+                f"{request.repository} exists and is public, so --private would upload in the "
+                f"open; nothing was uploaded. Make it private in its settings on {api.endpoint}, "
+                f"name another repository, or leave out --private"
+            )
         api.upload_folder(
             repo_id=request.repository, folder_path=folder, commit_message=request.message
         )
@@ -143,6 +168,8 @@ def _explained(endpoint: str, folder: Path, repository: str) -> Iterator[None]:
     later = f"what was to be uploaded is in {folder}; later: hf upload {repository} {folder}"
     try:
         yield
+    except UserError as error:
+        raise UserError(f"{error}; what was to be uploaded is in {folder}") from error
     except HfHubHTTPError as error:
         status = error.response.status_code if error.response is not None else 0
         if status in (401, 403):

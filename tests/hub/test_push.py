@@ -75,7 +75,9 @@ def run(tmp_path_factory):
 class Hub:
     """A hub on this machine: takes repositories and commits, and keeps their files."""
 
-    def __init__(self, status=200):
+    def __init__(self, status=200, existing_private=None):
+        """``existing_private``: the repository exists already, and this is its visibility."""
+        self.existing_private = existing_private
         self.files: dict[str, bytes] = {}
         self.repositories: list[dict] = []
         self.tokens: set[str | None] = set()
@@ -95,6 +97,8 @@ class Hub:
             return Response('{"error": "no"}', self.status)
         if path == "api/repos/create":
             self.repositories.append(json.loads(body))
+            if self.existing_private is not None:
+                return Response('{"url": "/me/model"}', 409)
             return {"url": f"{self.address}/me/model"}
         if path.endswith("preupload/main"):
             names = [file["path"] for file in json.loads(body)["files"]]
@@ -103,6 +107,12 @@ class Hub:
                     {"path": name, "uploadMode": "regular", "shouldIgnore": False} for name in names
                 ]
             }
+        if path == "api/models/me/model":
+            private = self.existing_private
+            if private is None:
+                private = self.repositories[-1].get("visibility") == "private"
+                private = self.repositories[-1].get("private", private)
+            return {"id": "me/model", "private": private}
         if path == "api/validate-yaml":
             return {"errors": [], "warnings": []}
         if path.endswith("commit/main"):
@@ -199,6 +209,22 @@ def test_an_upload_arrives(run, online, tmp_path):
     assert "Bearer hf_test" in hub.tokens and not list(tmp_path.glob("mmrl-push-*"))
 
 
+def test_nothing_private_goes_into_a_repository_that_is_public(run, online, tmp_path):
+    with Hub(existing_private=False) as hub:
+        online(hub.address)
+        with pytest.raises(UserError, match="me/model exists and is public.*nothing was uploaded"):
+            command.push(run, Push("me/model", private=True))
+        assert not hub.files
+        (kept,) = tmp_path.glob("mmrl-push-*/model")
+        assert (kept / "README.md").is_file()
+        command.push(run, Push("me/model"))
+        assert "README.md" in hub.files
+    with Hub(existing_private=True) as hub:
+        online(hub.address)
+        command.push(run, Push("me/model", private=True))
+        assert "README.md" in hub.files
+
+
 @pytest.mark.parametrize("status", [401, 403, 500])
 def test_a_refused_upload_keeps_what_was_written(run, online, tmp_path, status):
     with Hub(status) as hub:
@@ -253,6 +279,47 @@ def test_secrets_and_folders_stay_at_home(monkeypatch, tmp_path):
         "data": {"path": "~/prompts.txt"},
         "list": [{"password": "..."}],
     }
+
+
+def test_folders_elsewhere_stay_here_too(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    plain = {
+        "data": {"path": "/mnt/acme/prompts.txt", "prefix": "/no_think", "url": "http://a/b/c"},
+        "reward": {"/mnt/acme/blue.py:blueness": 1.0},
+        "windows": "D:\\acme\\prompts.txt",
+        "text": "/a/list\nof /lines",
+    }
+    assert scrubbed(plain) == {
+        "data": {"path": "prompts.txt", "prefix": "/no_think", "url": "http://a/b/c"},
+        "reward": {"blue.py:blueness": 1.0},
+        "windows": "prompts.txt",
+        "text": "/a/list\nof /lines",
+    }
+
+
+def test_no_published_file_names_a_folder_of_this_machine(tmp_path, monkeypatch):
+    base, run = "/mnt/acme/base", tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text(
+        yaml.safe_dump({"policy": {"vlm": {"path": base}}, "reward": {"exact": 1}, "run": str(run)})
+    )
+    (run / "metrics.jsonl").write_text('{"iteration": 1, "reward/mean": 0.5}\n')
+
+    def export(folder):
+        (folder / "adapter_config.json").write_text(
+            json.dumps({"base_model_name_or_path": base, "r": 4})
+        )
+
+    policy = SimpleNamespace(
+        export=export, capabilities=SimpleNamespace(makes="text"), pipeline="", auto_class=""
+    )
+    monkeypatch.setattr(command.build, "trained", lambda *_, **__: SimpleNamespace(policy=policy))
+    folder = command.write(run, Push("me/vlm"), tmp_path / "new")
+    for name in ("README.md", "config.yaml", "adapter_config.json"):
+        text = (folder / name).read_text()
+        assert "/mnt" not in text and str(tmp_path) not in text, name
+    adapter = json.loads((folder / "adapter_config.json").read_text())
+    assert adapter == {"base_model_name_or_path": "base", "r": 4}
 
 
 def test_the_card_of_a_run_of_texts(tmp_path, monkeypatch):
