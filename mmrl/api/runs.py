@@ -182,6 +182,7 @@ def train(
 def _trained(known: Config, watcher: Watching) -> Ended:
     """Train a configuration that is no file."""
     configurations.check(known, build.SECTIONS, {"optimizer": ("parameters",)})
+    build.check_trackers(known)
     folder = lifecycle.run_folder(known, Path("python/train"))
     with lifecycle.ending_by_errors():
         return lifecycle.train_session(

@@ -23,7 +23,7 @@ from mmrl.core.types import Prompt
 from mmrl.data.prompts import SPLIT, split
 from mmrl.policies.base import Policy as Model
 from mmrl.run import lifecycle
-from mmrl.run.build import SECTIONS, Session
+from mmrl.run.build import SECTIONS, Session, check_trackers
 
 # sections of the policy's configuration that are of the training it was written for
 NOT_INHERITED = ("run", "start", "stages", "stage")
@@ -108,6 +108,7 @@ class Trainer:
         with isolated(self.live):
             self.config = config.from_mapping(sections, words, file="mmrl.Trainer")
             config.check(self.config, SECTIONS, {"optimizer": ("parameters",)})
+            check_trackers(self.config)
 
     def train(
         self, *, resume: bool = False, accept_changes: bool = False, progress: bool = True

@@ -31,7 +31,7 @@ from mmrl.policies.diffusion.flow_policy import FlowPolicy
 from mmrl.policies.diffusion.pipeline_policy import FolderPolicy
 from mmrl.policies.lora import Lora
 from mmrl.policies.quantization import Blocks, blocks_of
-from mmrl.run.build import compares, read, read_data, supervised
+from mmrl.run.build import check_trackers, compares, read, read_data, supervised
 from mmrl.train.trainer import kept_snapshots
 from samplers.windows import FIXED
 
@@ -72,6 +72,7 @@ class Report:
 def dry_run(path: Path, overrides: Sequence[str] = (), processes: int = 1) -> Report:
     """Check a configuration and report what its run needs. Raises UserError as training would."""
     configuration = read(path, overrides, processes)
+    check_trackers(configuration)
     train = configuration.section("train", TrainOptions)
     problems: list[str] = []
     policy = resolve(configuration["policy"], POLICIES, configuration.place(("policy",)), problems)

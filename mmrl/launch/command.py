@@ -22,7 +22,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
 from mmrl.launch.ranks import Control, Job, Outcome, TrainerRank
 from mmrl.launch.rollouts import misfits
-from mmrl.run.build import CONFIG, SECTIONS, config_of, read
+from mmrl.run.build import CONFIG, SECTIONS, check_trackers, config_of, read
 from mmrl.run.lifecycle import run_folder
 from mmrl.run.stopping import INTERRUPTED, RESUMABLE, Signals
 
@@ -71,6 +71,7 @@ def configured(name: Path, overrides: Sequence[str], resume: bool) -> Config:
     _, stages = config.load_stages(file, overrides)
     chosen = [*overrides, f"stage={stages[0]}"] if stages else list(overrides)
     configuration = read(file, chosen)
+    check_trackers(configuration)
     processes = configuration.section("ray", RayOptions).trainers
     if processes > 1:
         config.check(configuration, SECTIONS, {"optimizer": ("parameters",)}, processes)

@@ -195,17 +195,12 @@ class RunLog:
                 mirror.table(iteration, "tables/answers", table)
 
     def _start_trackers(self, config: Mapping[str, Any], purge: int | None) -> None:
-        """Start the trackers that the options name; UserError, and none is left, if one cannot."""
+        """Start the trackers that the options name, beside the training."""
         options = self.options
-        try:
-            for name in options.trackers():
-                kwargs = options.init_kwargs.get(name, {})
-                place = Place(self.folder, options.project, config, kwargs, purge)
-                self.mirrors.append(start_tracker(name, place, self._tracker_failed))
-        except UserError:
-            for mirror in self.mirrors:
-                mirror.close()
-            raise
+        for name in options.trackers():
+            kwargs = options.init_kwargs.get(name, {})
+            place = Place(self.folder, options.project, config, kwargs, purge)
+            self.mirrors.append(start_tracker(name, place, self._tracker_failed))
 
     def _tracker_failed(self, message: str) -> None:
         """Record what went wrong with a tracker; called from its thread."""

@@ -14,10 +14,12 @@ import os
 import queue
 import sys
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -30,7 +32,9 @@ Name = Literal["tensorboard", "wandb", "trackio", "mlflow", "swanlab"]
 Cell = Any  # of a table: a text, a number, None, or a PIL picture
 IDS = "trackers.json"  # in the run folder: by which a resume goes on with the same pages
 WAITING = 256  # calls that wait for a slow tracker; further ones are left out
+START = 20.0  # seconds after which one that has not started is reported
 PATIENCE = 60.0  # seconds that the end of a run waits for a tracker
+REMEMBERING = threading.Lock()  # of the file IDS, as trackers start beside each other
 MOST_FAILURES = 5  # in a row, after which a tracker is switched off
 LOGIN = {
     "wandb": "log in (wandb login), or write to the disk only (WANDB_MODE=offline)",
@@ -82,38 +86,33 @@ class Place:
 
     def remember_id(self, name: str, number: str) -> None:
         path = self.folder / IDS
-        try:
-            known = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            known = {}
-        path.write_text(json.dumps({**known, name: number}, indent=1), encoding="utf-8")
+        with REMEMBERING:
+            try:
+                known = json.loads(path.read_text(encoding="utf-8"))
+            except (OSError, ValueError):
+                known = {}
+            path.write_text(json.dumps({**known, name: number}, indent=1), encoding="utf-8")
+
+
+def check_installed(names: Sequence[str]) -> None:
+    """Raise UserError where a tracker's package is missing, before a run makes its folder."""
+    for name in names:
+        if find_spec(name) is None:
+            raise UserError(
+                f"log.report_to: {name} is not installed; run: pip install "
+                f"'multimodal-rl[{name}]', or take it out"
+            )
 
 
 def start_tracker(name: str, place: Place, report: Callable[[str], None]) -> Mirror:
-    """Start a tracker in a thread of its own. ``report`` hears, in a sentence, what fails later.
-
-    Raises UserError if it is not installed, or does not start: not logged in, no server.
-    """
-    try:
-        return Lane(name, lambda: TRACKERS[name](place), report)
-    except ModuleNotFoundError as error:
-        needed = f"pip install 'multimodal-rl[{name}]'"
-        if error.name == name:
-            raise UserError(
-                f"log.report_to: {name} is not installed; run: {needed}, or take it out"
-            ) from error
-        raise UserError(
-            f"log.report_to: {name} needs {error.name}, which is not installed; run: {needed}"
-        ) from error
-    except Exception as error:
-        why = " ".join(str(error).split())[:300] or type(error).__name__
-        raise UserError(
-            f"log.report_to: {name} did not start ({why}); {LOGIN[name]}, or take it out"
-        ) from error
+    """Start a tracker in a thread of its own, beside the training. ``report`` hears, in a sentence,
+    what fails: a package, a login, a server that does not answer."""
+    return Lane(name, lambda: TRACKERS[name](place), report)
 
 
 class Lane:
-    """Runs a mirror in a thread of its own: calls return at once and never raise.
+    """Runs a mirror in a thread of its own: calls return at once and never raise, also while it
+    still starts.
 
     What fails is reported once for every kind of error; after five failures in a row the tracker
     is left alone. Several trackers (MLflow, trackio) know "the current run" by thread, so that it
@@ -124,15 +123,18 @@ class Lane:
         self.name = name
         self.report = report
         self.calls: queue.Queue[tuple[str, tuple[Any, ...]] | None] = queue.Queue(WAITING)
-        self.started: queue.Queue[BaseException | None] = queue.Queue()
+        self.started = threading.Event()
+        self.latest = time.monotonic() + START
+        self.is_on = True
         self.reported: set[str] = set()
         self.failures = 0  # in a row
         self.thread = threading.Thread(
             target=self._work, args=(build,), name=f"tracker-{name}", daemon=True
         )
+        self.watch = threading.Timer(START, self._late)
+        self.watch.daemon = True
         self.thread.start()
-        if (error := self.started.get()) is not None:
-            raise error
+        self.watch.start()
 
     def scalars(self, iteration: int, values: Mapping[str, float]) -> None:
         self._put("scalars", iteration, dict(values))
@@ -144,16 +146,25 @@ class Lane:
         self._put("table", iteration, name, table)
 
     def close(self) -> None:
-        """Wait for the calls that were made, a minute at most, then let the tracker go."""
-        with suppress(queue.Full):
-            self.calls.put(None, timeout=PATIENCE)
-        self.thread.join(PATIENCE)
-        if self.thread.is_alive():
-            self._say(f"did not finish in {PATIENCE:.0f} s and is left behind")
+        """Wait for the start, 20 s from its begin at most, and for the calls that were made, a
+        minute at most, then let the tracker go."""
+        self.started.wait(max(0.0, self.latest - time.monotonic()))
+        self.watch.cancel()
+        if not self.started.is_set():
+            self._late()
+        elif self.is_on:
+            until = time.monotonic() + PATIENCE
+            with suppress(queue.Full):
+                self.calls.put(None, timeout=PATIENCE)
+            self.thread.join(max(0.0, until - time.monotonic()))
+            if self.thread.is_alive():
+                self._say(f"did not finish in {PATIENCE:.0f} s and is left behind")
+        self.is_on = False
 
     def _put(self, method: str, *arguments: Any) -> None:
         try:
-            self.calls.put_nowait((method, arguments))
+            if self.is_on:
+                self.calls.put_nowait((method, arguments))
         except queue.Full:
             self._say("does not keep up; some points are left out")
 
@@ -161,14 +172,24 @@ class Lane:
         try:
             mirror = build()
         except BaseException as error:  # also SystemExit, as some libraries leave
-            self.started.put(error if isinstance(error, Exception) else RuntimeError(str(error)))
+            self._say(f"did not start ({_cause(error)}); {LOGIN[self.name]}")
+            self.is_on = False
             return
-        self.started.put(None)
+        finally:
+            self.watch.cancel()
+            self.started.set()
+        if not self.is_on:  # the run has ended meanwhile
+            with suppress(Exception, SystemExit):
+                mirror.close()
+            return
         while (call := self.calls.get()) is not None:
             method, arguments = call
             if self.failures < MOST_FAILURES:
                 self._try(getattr(mirror, method), *arguments)
         self._try(mirror.close)
+
+    def _late(self) -> None:
+        self._say(f"has not started in {START:.0f} s and is not waited for; {LOGIN[self.name]}")
 
     def _try(self, method: Callable[..., None], *arguments: Any) -> None:
         try:
@@ -182,10 +203,17 @@ class Lane:
                 self._say(f"failed {MOST_FAILURES} times in a row and is switched off for this run")
 
     def _say(self, what: str, kind: str = "") -> None:
-        if (kind or what) in self.reported:
+        if not self.is_on or (kind or what) in self.reported:
             return
         self.reported.add(kind or what)
         self.report(f"{self.name} {what}; training goes on, and metrics.jsonl has every number")
+
+
+def _cause(error: BaseException) -> str:
+    """Return what kept a tracker from starting, in a line."""
+    if isinstance(error, ModuleNotFoundError):
+        return f"it needs {error.name}, which is not installed"
+    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 class TensorBoard:

@@ -38,6 +38,7 @@ from mmrl.data.pairs import Pairs
 from mmrl.data.prompts import Curriculum, development_and_test
 from mmrl.monitoring.alarms import AlarmOptions
 from mmrl.monitoring.log import LogOptions
+from mmrl.monitoring.trackers import check_installed
 from mmrl.policies.diffusion.context_parallel import unsupported
 from mmrl.rollout.preferences import Compared
 from mmrl.run import checkpoint
@@ -71,6 +72,15 @@ def read(
     supplied = {"optimizer": ("parameters",)}
     config.check(configuration, SECTIONS, supplied, processes, problems)
     return configuration
+
+
+def check_trackers(configuration: Config) -> None:
+    """Raise UserError where a tracker that training would start is not installed. What only reads
+    a run needs none."""
+    try:
+        check_installed(configuration.section("log", LogOptions).trackers())
+    except UserError as error:
+        raise UserError(configuration.place(("log",)).say(str(error))) from error
 
 
 @dataclass

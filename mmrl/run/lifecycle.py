@@ -17,7 +17,7 @@ from mmrl.core import distributed
 from mmrl.core.errors import UserError
 from mmrl.monitoring.log import FINISHED, METRICS, LogOptions, RunLog, parse_line
 from mmrl.run import changes, checkpoint, state
-from mmrl.run.build import CONFIG, SECTIONS, Session, config_of, read
+from mmrl.run.build import CONFIG, SECTIONS, Session, check_trackers, config_of, read
 from mmrl.run.lock import FolderLock
 from mmrl.run.loop import Run
 from mmrl.run.rescue import rescued
@@ -79,6 +79,8 @@ def _train(
             f"mmrl train --resume {name}/1-{stages[0]} {overrides[0]}"
         )
     checked = {stage: read(file, [*overrides, f"stage={stage}"]) for stage in stages}
+    for configuration in checked.values():
+        check_trackers(configuration)
     if problems := list(misfits({stage: known.plain for stage, known in checked.items()})):
         raise UserError("\n".join(f"{file}: {problem}" for problem in problems))
     folder = name if resume else run_folder(checked[stages[0]], name)
@@ -144,6 +146,7 @@ def train_one(
     """Train a configuration without stages, or one of its stages; ``added``: sections that code
     gives. ``accept``: a resume may change what makes it another run."""
     configuration = read(config_of(name) if resume else name, overrides, added=added)
+    check_trackers(configuration)
     folder = name if resume else run_folder(configuration, name)
     with distributed.together():
         check_writable(folder)  # before a large model is built in vain
