@@ -22,6 +22,7 @@ from typing import Any
 
 from torch import Tensor
 
+from mmrl import __version__
 from mmrl.core import distributed
 from mmrl.core.errors import UserError
 from mmrl.core.sharding import is_sharded
@@ -63,7 +64,8 @@ def save(folder: Path, iteration: int, arrays: Arrays, meta: dict[str, Any], kee
     with distributed.together(), on_disk(folder):  # the others go on when it is there
         if main:
             listed = {name: files[name] for name in names}
-            state = {"format": FORMAT, "iteration": iteration, "files": listed, "meta": meta}
+            made_by = {"format": FORMAT, "mmrl": __version__}
+            state = made_by | {"iteration": iteration, "files": listed, "meta": meta}
             (work / "state.json").write_text(json.dumps(state, indent=1))
             for path in [*work.rglob("*"), work]:
                 sync(path)
@@ -180,15 +182,26 @@ def _read(path: Path) -> dict[str, Any]:
             f"checkpoint {path} is damaged: state.json cannot be read ({error})"
         ) from error
     if not isinstance(state, dict) or state.get("format") not in READABLE:
-        raise UserError(
-            f"{path} is not an mmrl checkpoint of format {FORMAT}; it was written by something else"
-        )
+        raise UserError(f"{path} {_foreign(state)}")
     if not _is_whole(state):
         raise UserError(f"checkpoint {path} is damaged: state.json lacks its files or its state")
     for name in state["files"]:
         if not (path / name).is_file():
             raise UserError(f"checkpoint {path} is torn: {name} is missing")
     return state
+
+
+def _foreign(state: Any) -> str:
+    """Say who has written a checkpoint that this version does not read."""
+    state = state if isinstance(state, dict) else {}
+    name, _, number = str(state.get("format")).rpartition("-")
+    if name == FORMAT.rpartition("-")[0] and number.isdecimal():
+        return (
+            f"was written by a newer mmrl ({state.get('mmrl') or 'version unknown'}), in format "
+            f"{number}; mmrl {__version__} reads formats up to {FORMAT.rpartition('-')[2]}: "
+            f"update it (pip install -U multimodal-rl)"
+        )
+    return f"is not an mmrl checkpoint of format {FORMAT}; it was written by something else"
 
 
 def _is_whole(state: Mapping[str, Any]) -> bool:

@@ -12,6 +12,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from mmrl import __version__
+
 try:
     import resource
 except ImportError:  # Windows has none
@@ -43,7 +45,10 @@ def peak_memory_gib() -> float | None:
 
 
 def version(package: str) -> str | None:
-    """Return the installed version by its metadata, without an import; None if not installed."""
+    """Return the installed version by its metadata, without an import; None if not installed. Of
+    mmrl it is that of the code that runs: its distribution has another name."""
+    if package == "mmrl":
+        return __version__
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
+from mmrl import __version__
 from mmrl.core.errors import UserError
 from mmrl.monitoring import progress
 from mmrl.monitoring.log import LogOptions, RunLog, read_captions
@@ -163,3 +164,5 @@ def test_clock_time():
 def test_the_machine_describes_itself_in_json():
     facts = json.loads(json.dumps(machine()))
     assert facts["cores"] >= 1 and facts["cpu"] and facts["versions"]["torch"] and facts["command"]
+    # its distribution is multimodal-rl: "mmrl" on the index is another project
+    assert facts["versions"]["mmrl"] == __version__

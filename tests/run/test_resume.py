@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from mmrl import __version__
 from mmrl.advantages import DDPO, MaxMin, Running, dr_grpo, grpo, memory
 from mmrl.core import tensor_files
 from mmrl.core.errors import UserError
@@ -328,8 +329,10 @@ def test_a_checkpoint_of_the_first_format_is_read(tmp_path):
     state.restore(second, *checkpoint.load(path))
     same(state.capture(second)[0], arrays)
     assert "old" not in second.policy.weights.saved
-    (path / "state.json").write_text(json.dumps(written | {"format": "mmrl-checkpoint-3"}))
-    with pytest.raises(UserError, match="not an mmrl checkpoint of format mmrl-checkpoint-2"):
+    assert written["mmrl"] == __version__
+    later = written | {"format": "mmrl-checkpoint-3", "mmrl": "7.1"}
+    (path / "state.json").write_text(json.dumps(later))
+    with pytest.raises(UserError, match=r"by a newer mmrl \(7.1\), in format 3; .*pip install -U"):
         checkpoint.load(path)
 
 

@@ -96,10 +96,12 @@ def looking(memory: Sequence[Any], crossed: Tensor | None) -> list[Any]:
 
 def looked_at(cached: Any, length: int) -> dict[str, Tensor]:
     """Return what a pass of answers of ``length`` tokens behind a cache takes besides: what they
-    look at, [B, length, images, tiles]."""
+    look at, [B, S + length, images, tiles], with a row for each of the S tokens in the cache too,
+    which transformers 5.17 asks for and later releases cut off."""
     for layer in getattr(cached, "layers", ()):  # caches of compiled graphs have none
         if isinstance(layer, Seen) and layer.mask is not None:
-            return {"cross_attention_mask": layer.mask[:, None].expand(-1, length, -1, -1)}
+            whole = int(cached.get_seq_length()) + length
+            return {"cross_attention_mask": layer.mask[:, None].expand(-1, whole, -1, -1)}
     return {}
 
 
