@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mmrl.advantages.groups import Groups, finished, measured, named
 from mmrl.advantages.normalise import whiten
+from mmrl.core.contract import called, returned
 from mmrl.core.errors import UserError
 from mmrl.core.registry import ADVANTAGES
 from mmrl.core.types import Advantage, Rewards, Rollout
@@ -44,7 +45,16 @@ def parts_of(advantage: Advantage, rewards: Rewards, rollout: Rollout) -> Tensor
     """Return [B, 1 or K, N]: the advantages whose losses are summed, those that the method
     ``parts`` of an advantage gives, or the advantage alone."""
     parts: Callable[..., Tensor] | None = getattr(advantage, "parts", None)
-    return advantage(rewards, rollout)[..., None] if parts is None else parts(rewards, rollout)
+    if parts is not None:
+        return parts(rewards, rollout)
+    rows, decisions = rollout.mask.shape
+    compared = returned(
+        advantage(rewards, rollout),
+        f"the advantage {called(advantage)}",
+        B_1=(rows, 1),
+        B_K=(rows, decisions),
+    )
+    return compared[..., None]
 
 
 def has_steps(rewards: Rewards) -> bool:

@@ -72,6 +72,8 @@ class _Weightless(FolderPolicy):
 class _Counting(FlowPolicy):
     """Makes any flow policy encode, compute and decode nothing."""
 
+    unseen = False
+
     def encode(self, prompts: list[Prompt]) -> dict[str, Any]:
         return {"rows": torch.zeros(len(prompts), 1), "uncond": {"rows": torch.zeros(1, 1)}}
 

@@ -276,8 +276,8 @@ class PolicyGradient(Regularised):
             loss = point.coupling.value + point.coupling.slope * (logp - logp.detach())
         else:
             credit = self._credit(point)
-            stopped = without_slope(surrogate, logp, old, credit, point.mask)
             loss = summed(surrogate, logp, old, credit, point.mask)
+            stopped = without_slope(surrogate, logp, old, credit, point.mask)
         # KL of the weights that sampled to those of now, by (rho - 1) - log rho
         observe(
             "kl_behavior",

@@ -16,6 +16,7 @@ import torch
 from annotated_types import Gt, Le
 from torch import Tensor
 
+from mmrl.core.contract import called, returned
 from mmrl.core.errors import UserError
 from mmrl.core.registry import SURROGATES, options
 from mmrl.core.types import Surrogate
@@ -51,10 +52,12 @@ def row_mean(x: Tensor, mask: Tensor) -> Tensor:
 def summed(surrogate: Surrogate, logp: Tensor, old: Tensor, credit: Tensor, mask: Tensor) -> Tensor:
     """Return [B, L]: the surrogate of an advantage [B, 1 or L], or the sum of its losses over the
     parts of one, [B, 1 or L, N]."""
-    if credit.ndim == 2:
-        return surrogate(logp, old, credit, mask)
-    losses = [surrogate(logp, old, part, mask) for part in credit.unbind(-1)]
-    return torch.stack(losses).sum(0)
+    parts = (credit,) if credit.ndim == 2 else credit.unbind(-1)
+    by = f"the surrogate {called(surrogate)}"
+    losses = [
+        returned(surrogate(logp, old, part, mask), by, B_L=tuple(logp.shape)) for part in parts
+    ]
+    return losses[0] if len(losses) == 1 else torch.stack(losses).sum(0)
 
 
 def both_sides(clip_range: float | tuple[float, float]) -> tuple[float, float]:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from mmrl.config.options import TrainOptions
 from mmrl.config.plan import arithmetic
 from mmrl.core import distributed
+from mmrl.core.contract import called, returned
 from mmrl.core.metrics import Meter, Stopwatch, observe
 from mmrl.core.types import Rollout
 from mmrl.objectives.base import Objective
@@ -231,7 +232,11 @@ class Update:
                 if graphs is not None:
                     graphs.answers = i < of_rows
                 with nullcontext() if is_last else self.device.no_sync(self.policy.trained):
-                    loss = self.objective.loss(self.policy, point)
+                    loss = returned(
+                        self.objective.loss(self.policy, point),
+                        f"{called(self.objective)}.loss",
+                        B_L=tuple(weight.shape),
+                    )
                     summed = (loss * weight).sum()
                     meter.put("loss", summed, torch.zeros_like(summed))
                     self.device.backward(summed / total)

@@ -89,6 +89,12 @@ class Hub:
         self.server = uvicorn.Server(uvicorn.Config(server, log_level="error"))
         self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [listener]})
 
+    def is_private(self):
+        if self.existing_private is not None:
+            return self.existing_private
+        made = self.repositories[-1]
+        return made.get("private", made.get("visibility") == "private")
+
     async def answer(self, path: str, request: Request):
         body = await request.body()
         if request.method == "POST":
@@ -97,9 +103,12 @@ class Hub:
             return Response('{"error": "no"}', self.status)
         if path == "api/repos/create":
             self.repositories.append(json.loads(body))
-            if self.existing_private is not None:
-                return Response('{"url": "/me/model"}', 409)
-            return {"url": f"{self.address}/me/model"}
+            exists = self.existing_private is not None
+            return (
+                Response('{"url": "/me/model"}', 409)
+                if exists
+                else {"url": f"{self.address}/me/model"}
+            )
         if path.endswith("preupload/main"):
             names = [file["path"] for file in json.loads(body)["files"]]
             return {
@@ -108,11 +117,7 @@ class Hub:
                 ]
             }
         if path == "api/models/me/model":
-            private = self.existing_private
-            if private is None:
-                private = self.repositories[-1].get("visibility") == "private"
-                private = self.repositories[-1].get("private", private)
-            return {"id": "me/model", "private": private}
+            return {"id": "me/model", "private": self.is_private()}
         if path == "api/validate-yaml":
             return {"errors": [], "warnings": []}
         if path.endswith("commit/main"):

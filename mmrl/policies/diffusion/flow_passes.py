@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import samplers
+from mmrl.core.contract import called, returned
 from mmrl.core.distributions import Gaussian
 from mmrl.core.errors import UserError
 from mmrl.core.registry import KERNELS
@@ -56,7 +57,9 @@ class FlowPasses(Policy):
         """
         if "uncond" not in cond:
             raise UserError(
-                "guidance needs the policy's option empty, the value of field for no prompt"
+                f"classifier-free guidance (guidance_scale) needs an unconditional input: return "
+                f'"uncond" from {type(self).__name__}.encode, one row, or set the option empty of '
+                f"the policy module"
             )
         rows = len(next(leaf for leaf in row_cond.values() if isinstance(leaf, Tensor)))
         empty: dict[str, Any] = tree_map(
@@ -142,6 +145,10 @@ class FlowPasses(Policy):
             half = v.new_full((len(v), *[1] * len(self.shape)), 0.5**0.5)
             return Gaussian(v, half, self.logprob_reduction, self.logprob_weight)
         mean, std = self.sde_type(point.state, v, step.time, step.next_time, step.noise_level)
+        rows, *rest = v.shape
+        by = f"the SDE type {called(self.sde_type)}"
+        returned(mean, f"{by} (mean)", B_latents=(rows, *rest))
+        returned(std, f"{by} (std)", B_ones=(rows, *[1] * len(rest)))
         return self.dist_type(mean, std, self.logprob_reduction, self.logprob_weight)
 
     def _velocities(self, point: Query, guided: bool) -> tuple[Tensor, Tensor]:

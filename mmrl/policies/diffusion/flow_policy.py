@@ -52,6 +52,7 @@ from mmrl.policies.base import (
 from mmrl.policies.capabilities import Capabilities
 from mmrl.policies.demonstrations import encoded, placed_rows, sourced
 from mmrl.policies.diffusion import trials
+from mmrl.policies.diffusion.first_look import check_conditions, check_independence
 from mmrl.policies.diffusion.flow_passes import FlowPasses
 from mmrl.policies.diffusion.flow_plan import Plan, planned
 from mmrl.policies.diffusion.path_points import decision
@@ -97,6 +98,7 @@ class FlowPolicy(FlowPasses):
     exploring = True  # False while evaluating: only the initial noise is drawn
     # its sampler adds fresh noise between steps, in evaluation too (consistency models)
     renews = False
+    unseen = True  # until its conditions and rows were looked at, before it first samples
     plain = False  # True while such a model is evaluated: noise, but no decision
     capabilities = Capabilities("gaussian", replay=True)
 
@@ -190,7 +192,12 @@ class FlowPolicy(FlowPasses):
         order = graphs.order(rng.rows(len(prompts), copies)) if graphs else None
         if order is not None:
             row, group = row[sent(order, row.device)], group[sent(order, row.device)]
-        paths = self.paths(group, row, self.encode(prompts), rng, context, copies)
+        cond = self.encode(prompts)
+        if self.unseen:
+            self.unseen = False
+            check_conditions(self, cond, len(prompts))
+            check_independence(self, cond, len(prompts))
+        paths = self.paths(group, row, cond, rng, context, copies)
         paths = paths.replace(prompts=tuple(prompts))
         return paths if order is None else paths[sent(order.argsort(), row.device)]
 

@@ -33,6 +33,7 @@ class ReplayedPolicy(FlowPolicy):
     """Samples and scores by calls of a pipeline, whose output at a step is the velocity or the
     prediction; a subclass loads it."""
 
+    unseen = False  # ``check_replay`` looks at its rows
     net: Any
     pipeline: str  # its class
     parts: tuple[str, ...]  # names of its networks that are trained

@@ -1,0 +1,69 @@
+"""Looks once, before a flow samples for the first time, whether it keeps what sampling and scoring
+rely on: a row of conditions for each prompt, and rows that do not see each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from mmrl.core.contract import returned
+from mmrl.core.distributed import StopAll, all_max
+from mmrl.policies.base import rows_of, without_empty
+from samplers.noise import Rng
+
+if TYPE_CHECKING:
+    from mmrl.policies.diffusion.flow_policy import FlowPolicy
+
+RNG = Rng.of("first look")
+# of the velocity's size: passes of one width give a row the same number, others a rounded one
+ALLOWED = 1e-3
+OTHER_WIDTH = 0.05
+
+
+def check_conditions(policy: FlowPolicy, cond: Mapping[str, Any], prompts: int) -> None:
+    """Raise UserError where ``encode`` gave other than a row for each prompt, and one for none."""
+    for name, value in without_empty(dict(cond)).items():
+        _check_rows(policy, name, value, prompts)
+    _check_rows(policy, "uncond", cond.get("uncond"), 1)
+
+
+def _check_rows(policy: FlowPolicy, name: str, value: Any, rows: int) -> None:
+    if isinstance(value, Mapping):
+        for inner, part in value.items():
+            _check_rows(policy, f"{name}.{inner}", part, rows)
+    if isinstance(value, Tensor):
+        shape = (rows, *value.shape[1:])
+        returned(value, f"{type(policy).__name__}.encode ({name})", P_features=shape)
+
+
+@torch.no_grad()
+def check_independence(policy: FlowPolicy, cond: Mapping[str, Any], prompts: int) -> None:
+    """Compare the velocity of a row beside another with that of the row alone; a collective call of
+    sharded networks. Raises UserError where they differ: log-probs would depend on which rows share
+    a pass.
+
+    Nothing is to be seen where passes hold one row.
+    """
+    if policy.padded() == 1:
+        return
+    two = torch.arange(2, device=policy.device)
+    rows = rows_of(without_empty(dict(cond)), two * (prompts - 1))
+    x = policy.begin(RNG.normal(two, policy.shape, 0, policy.dtype), rows)
+    t = policy.times[:1].to(policy.dtype).to(policy.device).expand(2)
+    beside = policy._pass(x, t, rows)[0]
+    alone, again = (policy._pass(x[:1], t[:1], rows_of(rows, two[:1]))[0] for _ in range(2))
+    size = alone.abs().max().clamp(min=1e-6)
+    far = torch.stack([(other - alone).abs().max() / size for other in (beside, again)])
+    apart, random = all_max(far).tolist()
+    allowed = ALLOWED if policy.padded() else OTHER_WIDTH
+    if apart > allowed >= random:  # of a random network the gate of the log-probs speaks
+        name = type(policy).__name__
+        raise StopAll(
+            f"{name}.velocity must treat rows independently; a row beside another comes out "
+            f"{apart:.1%} different from the row alone, so log-probs would depend on which rows "
+            f"share a pass. Remove what looks along the first dimension, such as a mean over the "
+            f"batch or batch normalisation, or pass single rows (train.micro_batch_size: 1)"
+        )
