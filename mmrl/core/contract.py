@@ -16,10 +16,10 @@ def returned(value: object, by: str, **shapes: tuple[int, ...]) -> Tensor:
     if isinstance(value, Tensor) and value.shape in shapes.values():
         return value
     gave = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-    wanted = " or ".join(
+    contract = " or ".join(
         f"[{name.replace('_', ', ')}] = {list(shape)}" for name, shape in shapes.items()
     )
-    raise UserError(f"{by} must return a tensor {wanted}; it returned {gave}")
+    raise UserError(f"{by} must return a tensor {contract}; it returned {gave}")
 
 
 def called(function: object) -> str:

@@ -1,5 +1,5 @@
-"""What a plug-in returns in another shape than its contract says is one sentence, with the function,
-the shape it gave and the shape it must give: in torch most of them broadcast in silence."""
+"""What a plug-in returns in another shape than its contract says is one sentence, with the
+function, the shape it gave and the shape it must give: most of them broadcast in silence."""
 
 import pytest
 

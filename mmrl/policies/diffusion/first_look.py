@@ -56,7 +56,7 @@ def check_independence(policy: FlowPolicy, cond: Mapping[str, Any], prompts: int
     beside = policy._pass(x, t, rows)[0]
     alone, again = (policy._pass(x[:1], t[:1], rows_of(rows, two[:1]))[0] for _ in range(2))
     size = alone.abs().max().clamp(min=1e-6)
-    far = torch.stack([(other - alone).abs().max() / size for other in (beside, again)])
+    far = torch.stack([(v - alone).abs().max() / size for v in (beside, again)])
     apart, random = all_max(far).tolist()
     allowed = ALLOWED if policy.padded() else OTHER_WIDTH
     if apart > allowed >= random:  # of a random network the gate of the log-probs speaks
