@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mmrl.core.errors import UserError, suggest
 from mmrl.core.hub import check_repository
+from mmrl.core.pretrained import load_open_clip
 from mmrl.core.registry import locate
 from rewards._media import normalize, resize_and_crop, to_uint8
 from rewards.precision import is_lowered, own_precision
@@ -127,7 +128,6 @@ def load_clip(model: str, pretrained: str, device: str | torch.device = "auto") 
         UserError: an unknown name or tag, a folder without model or configuration, weights that are
             not on this machine and cannot be downloaded.
     """
-    import open_clip
 
     where = pick_device(device)
     name, tag = resolve(model, pretrained)
@@ -138,15 +138,7 @@ def load_clip(model: str, pretrained: str, device: str | torch.device = "auto") 
             check_repository(repository)
         quick = tag is not None and uses_quick_gelu(name, tag)
         try:
-            with torch.random.fork_rng(devices=[]):  # the weights are drawn before they are loaded
-                network = open_clip.create_model(
-                    name,
-                    tag,
-                    force_quick_gelu=quick,
-                    require_pretrained=True,
-                    weights_only=True,
-                )
-                clip = Clip(network, open_clip.get_tokenizer(name), where)
+            clip = Clip(*load_open_clip(name, tag, quick), where)
         # open_clip and the hub raise a dozen types here, all meaning "no such model"
         except Exception as error:
             raise UserError(missing_message(name, tag, error)) from error

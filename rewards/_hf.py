@@ -8,6 +8,7 @@ were computed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 from weakref import WeakValueDictionary
@@ -15,6 +16,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from mmrl.core import pretrained
 from mmrl.core.errors import UserError
 from mmrl.core.hub import check_repository
 from mmrl.core.registry import locate
@@ -23,25 +25,34 @@ from rewards._media import to_uint8
 
 Precision = Literal["float32", "bfloat16", "float16"]
 Preprocess = Literal["tensor", "pil"]
+POOLER = ("pooler.",)  # a layer that many encoders are published without
 _shared: WeakValueDictionary[tuple[Any, ...], torch.nn.Module] = WeakValueDictionary()
 
 
 def load_model(
-    kind: str, path: str, device: str | torch.device = "auto", dtype: Precision = "float32"
+    kind: str,
+    path: str,
+    device: str | torch.device = "auto",
+    dtype: Precision = "float32",
+    unread: Sequence[str] = (),
 ) -> Any:
     """Load ``transformers.<kind>.from_pretrained(path)``, frozen; the global random numbers are
-    left alone.
+    left alone. ``unread``: parts of names of weights that the reward does not use.
 
     Raises:
         UserError: no such folder, no network, a folder of another kind of model.
     """
     import transformers
 
-    return load_class(getattr(transformers, kind), path, device, dtype)
+    return load_class(getattr(transformers, kind), path, device, dtype, unread)
 
 
 def load_class(
-    entry: Any, path: str, device: str | torch.device = "auto", dtype: Precision = "float32"
+    entry: Any,
+    path: str,
+    device: str | torch.device = "auto",
+    dtype: Precision = "float32",
+    unread: Sequence[str] = (),
 ) -> Any:
     """Load as ``load_model``, for a class with ``from_pretrained``."""
     place = place_of(path)
@@ -51,9 +62,10 @@ def load_class(
     if model is None:
         try:
             with torch.random.fork_rng(devices=[]):  # missing weights are drawn
-                model = entry.from_pretrained(place, dtype=getattr(torch, dtype))
-        # the hub, safetensors and transformers have a dozen types for "no such model"
-        except Exception as error:
+                model = pretrained.load_model(
+                    entry, place, dtype=getattr(torch, dtype), unread=unread
+                )
+        except UserError as error:
             raise UserError(missing(entry.__name__, place, error)) from error
         model = model.eval().requires_grad_(False).to(where)
         _shared[key] = model
@@ -67,8 +79,8 @@ def load_processor(kind: str, path: str, **options: Any) -> Any:
 
     place = place_of(path)
     try:
-        return getattr(transformers, kind).from_pretrained(place, **options)
-    except Exception as error:
+        return pretrained.load_processor(getattr(transformers, kind), place, **options)
+    except UserError as error:
         raise UserError(missing(kind, place, error)) from error
 
 

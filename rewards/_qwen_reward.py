@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmrl.core import pretrained
 from mmrl.core.errors import UserError
 from rewards._clip import pick_device
 from rewards._hf import Precision, load_processor
@@ -111,15 +112,9 @@ def load_backbone(tensors: dict[str, Tensor], base: str, dtype: Precision) -> nn
     config = load_processor("Qwen2VLConfig", base)
     config.text_config.vocab_size = tensors["language_model.embed_tokens.weight"].shape[0]
     model: nn.Module
-    model, info = Qwen2VLModel.from_pretrained(
-        None,
-        config=config,
-        state_dict=tensors,
-        dtype=getattr(torch, dtype),
-        output_loading_info=True,
-    )
-    if lacking := sorted(info["missing_keys"]):
-        raise KeyError(lacking[0])
+    model, loading = pretrained.from_tensors(Qwen2VLModel, config, tensors, getattr(torch, dtype))
+    if not loading.is_whole:
+        raise KeyError((*loading.missing, *loading.misshapen)[0])
     return model
 
 

@@ -5,9 +5,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
 from mmrl.core.errors import UserError
 from mmrl.core.hub import check_repository
 
@@ -39,28 +36,3 @@ def fetch(where: str, what: str) -> Path:
             f"network and copy HF_HOME, or "
             "give the path of the file"
         ) from error
-
-
-def read_tensors(file: Path) -> dict[str, Tensor]:
-    """Read tensors by name; one level of ``state_dict``, ``model`` or ``module`` around them is
-    taken off."""
-    try:
-        if file.suffix == ".safetensors":
-            from safetensors.torch import load_file
-
-            return load_file(file)
-        content = torch.load(file, map_location="cpu", weights_only=True)
-    # zip, pickle and safetensors each have their own types for "not my format"
-    except Exception as error:
-        first = (str(error) or "no message").splitlines()[0]
-        raise UserError(
-            f"cannot read {file} as tensors: {type(error).__name__}: {first}; a file that "
-            f"holds a whole pickled module "
-            "is not read: save its state_dict() where you trust it"
-        ) from error
-    for key in ("state_dict", "model", "module"):
-        if isinstance(content, dict) and isinstance(content.get(key), dict):
-            content = content[key]
-    if not isinstance(content, dict):
-        raise UserError(f"{file} holds a {type(content).__name__}, not tensors by name")
-    return {name: value for name, value in content.items() if isinstance(value, Tensor)}

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
 from mmrl.core.types import Prompt
+from mmrl.core.weight_files import read_tensors
 from rewards._clip import Clip, load_clip
 from rewards._media import frame_mean, frames
-from rewards._tensors import read_tensors
 from rewards.card import card
 from rewards.precision import own_precision
 

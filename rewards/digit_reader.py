@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmrl.core.errors import UserError
+from mmrl.core.weight_files import read_tensors
 
 
 class Detections(NamedTuple):
@@ -104,8 +105,6 @@ class Reader(nn.Module):
     @classmethod
     def load(cls, folder: str | Path) -> Reader:
         """Load a reader; raises UserError if the folder is not one that ``save`` wrote."""
-        from safetensors.torch import load_file
-
         folder = Path(folder)
         for name in ("config.json", "model.safetensors"):
             if not (folder / name).is_file():
@@ -114,7 +113,7 @@ class Reader(nn.Module):
                 )
         try:
             reader = cls(json.loads((folder / "config.json").read_text()))
-            reader.load_state_dict(load_file(folder / "model.safetensors"))
+            reader.load_state_dict(read_tensors(folder / "model.safetensors"))
         except (KeyError, ValueError, RuntimeError) as error:
             raise UserError(f"{folder} is not a digit reader: {error}") from error
         return reader.eval().requires_grad_(False)

@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from mmrl.core.errors import UserError, suggest
 from mmrl.core.registry import REWARDS
 from mmrl.core.types import Media, Prompt
+from mmrl.core.weight_files import metadata, read_tensors
 from rewards._clip import load_clip
-from rewards._hf import load_model, load_processor
+from rewards._hf import POOLER, load_model, load_processor
 from rewards._media import frames
 from rewards._prompt import texts_of
-from rewards._tensors import fetch, read_tensors
+from rewards._tensors import fetch
 from rewards.aesthetic import split_name
 from rewards.card import Card, card
 from rewards.precision import own_precision
@@ -107,10 +108,7 @@ def _activation_in(file: Path) -> Activation:
     """Return the activation that a file of ours names; none for another's."""
     if file.suffix != ".safetensors":
         return "none"
-    from safetensors import safe_open
-
-    with safe_open(file, "pt") as content:
-        name = (content.metadata() or {}).get("activation", "none")
+    name = metadata(file).get("activation", "none")
     if name not in ACTIVATIONS:
         raise UserError(f"{file} names the activation {name!r}; {suggest(name, ACTIVATIONS)}")
     known: dict[str, Activation] = {"none": "none", "relu": "relu", "gelu": "gelu", "silu": "silu"}
@@ -147,7 +145,7 @@ class Encoder:
         self.clip = None if clip is None else load_clip(*split_name(clip), device)
         self.network: nn.Module | None = None
         if text_model is not None:
-            self.network = load_model("AutoModel", text_model, device)
+            self.network = load_model("AutoModel", text_model, device, unread=POOLER)
             self.tokenizer = load_processor("AutoTokenizer", text_model)
 
     def __call__(self, media: Media, prompts: list[Prompt]) -> Tensor:

@@ -10,6 +10,7 @@ import torch.nn.functional as nnf
 from annotated_types import Ge, Interval
 from torch import Tensor, nn
 
+from mmrl.core import pretrained
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
 from mmrl.core.types import Prompt
@@ -161,13 +162,10 @@ def check_finds_faces(detector: Detector, model: str) -> None:
 
 def load_timm(path: str, device: str | torch.device, dtype: Precision) -> nn.Module:
     """Load a frozen model of timm from a folder or the hub. Raises UserError for what is none."""
-    import timm
-
     place = place_of(path)
     source = "local-dir" if Path(place).is_dir() else "hf-hub"
     try:
-        with torch.random.fork_rng(devices=[]):  # heads that the weights lack are drawn
-            model = timm.create_model(f"{source}:{place}", pretrained=True)
+        model = pretrained.load_timm(f"{source}:{place}")
     except Exception as error:  # timm, the hub and safetensors have a dozen types for it
         raise UserError(missing("model of timm", place, error)) from error
     module: nn.Module = model.eval().requires_grad_(False)

@@ -9,11 +9,12 @@ from annotated_types import Ge
 from torch import Tensor
 
 from mmrl.core.registry import REWARDS
+from mmrl.core.weight_files import read_tensors
 from rewards._frames import BatchSize, PromptReward
 from rewards._hf import Precision, Preprocess, to_pil
 from rewards._qwen_reward import chats, load_network, load_tools, read_instruction
 from rewards._scale import factor, raw, scaling
-from rewards._tensors import fetch, read_tensors
+from rewards._tensors import fetch
 from rewards.card import card
 
 TOKEN = "<|Reward|>"

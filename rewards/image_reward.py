@@ -16,11 +16,12 @@ from torch import Tensor, nn
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
+from mmrl.core.weight_files import read_tensors
 from rewards._frames import PromptReward
 from rewards._hf import Preprocess, load_processor, to_pil
 from rewards._media import normalize, resize_and_crop
 from rewards._scale import raw, scaling
-from rewards._tensors import fetch, read_tensors
+from rewards._tensors import fetch
 from rewards.card import card
 
 # of the raw score on the training set, from the published code

@@ -11,6 +11,7 @@ import torch
 from annotated_types import Ge
 from torch import Tensor
 
+from mmrl.core import pretrained
 from mmrl.core.errors import UserError
 from mmrl.core.hub import check_model
 from mmrl.core.registry import JUDGES
@@ -246,12 +247,12 @@ def load(path: str, dtype: str, device: str) -> tuple[Any, Any]:
 
     check_model(path)
     try:
-        processor = AutoProcessor.from_pretrained(path)
-        model = AutoModelForImageTextToText.from_pretrained(path, dtype=getattr(torch, dtype))
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise UserError(
-            f"cannot load the judge {path!r}: {str(error).strip().partition(chr(10))[0]}"
-        ) from error
+        processor = pretrained.load_processor(AutoProcessor, path)
+        model = pretrained.load_model(
+            AutoModelForImageTextToText, path, dtype=getattr(torch, dtype)
+        )
+    except UserError as error:
+        raise UserError(f"cannot load the judge {path!r}: {error}") from error
     if not getattr(processor, "chat_template", None):
         raise UserError(f"the judge {path!r} has no chat template, so it cannot be asked anything")
     if processor.tokenizer.pad_token_id is None:

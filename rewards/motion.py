@@ -18,9 +18,10 @@ from torch import Tensor
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
 from mmrl.core.types import Prompt
+from mmrl.core.weight_files import read_tensors
 from rewards._clip import pick_device
 from rewards._media import to_uint8
-from rewards._tensors import fetch, read_tensors
+from rewards._tensors import fetch
 from rewards.card import card
 from rewards.consistency import moving
 from rewards.precision import own_precision

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
+from mmrl.core.weight_files import read_tensors
 from rewards._frames import PromptReward
 from rewards._hf import Eyes, Preprocess, load_processor
 from rewards._scale import factor, raw, scaling
-from rewards._tensors import fetch, read_tensors
+from rewards._tensors import fetch
 from rewards.card import card
 
 CLIP = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"

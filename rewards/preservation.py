@@ -13,7 +13,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
 from mmrl.core.types import Prompt
 from rewards._frames import FrameReward
-from rewards._hf import Eyes, Precision, Preprocess, load_model
+from rewards._hf import POOLER, Eyes, Precision, Preprocess, load_model
 from rewards._prompt import picture_of
 from rewards.card import card, card_with
 
@@ -72,7 +72,7 @@ class Preservation(FrameReward):
         self.patches = patches
         self.network: Any = None
         if model is not None:
-            self.network = load_model("AutoModel", model, self.device, dtype)
+            self.network = load_model("AutoModel", model, self.device, dtype, POOLER)
             self.eyes = Eyes(model, preprocess)
         self.card = card_with(type(self), {"field": field, "mask": mask})
 

@@ -15,7 +15,7 @@ from mmrl.core.registry import REWARDS
 from mmrl.core.types import Prompt
 from rewards._clip import load_clip
 from rewards._frames import BatchSize, FrameReward
-from rewards._hf import Eyes, Precision, Preprocess, load_model
+from rewards._hf import POOLER, Eyes, Precision, Preprocess, load_model
 from rewards._prompt import picture_of, texts_of
 from rewards.card import Entry, card, card_with
 
@@ -87,7 +87,7 @@ class DinoSimilarity(ReferenceReward):
         **options: Any,
     ):
         super().__init__(**options)
-        self.network = load_model("AutoModel", model, self.device, dtype)
+        self.network = load_model("AutoModel", model, self.device, dtype, POOLER)
         self.eyes = Eyes(model, preprocess)
         self.field = field
         self.pool = pool

@@ -14,11 +14,11 @@ from torch import Tensor
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
 from mmrl.core.types import Prompt
+from mmrl.core.weight_files import read_tensors
 from rewards._hf import Precision
 from rewards._media import frames, to_uint8
 from rewards._prompt import texts_of
 from rewards._qwen_reward import chats, load_network, load_tools, read_instruction
-from rewards._tensors import read_tensors
 from rewards.card import card
 from rewards.precision import own_precision
 

@@ -437,8 +437,10 @@ def load_built_in() -> None:
 
 
 def locate(path: str) -> str:
-    """Return a model path that the loaders accept: ``world:digits/sd3`` is built and cached,
-    anything else passes through."""
+    """Return a model path that the loaders accept: ``world:digits/sd3`` is built and cached, ``~``
+    is the home folder, anything else passes through."""
+    if str(path).startswith("~"):
+        return str(Path(path).expanduser())
     if not str(path).startswith("world:"):
         return str(path)
     load_built_in()

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmrl.core import pretrained
+
 
 def _janus(width: int, layers: int, heads: int, feed: int) -> nn.Module:
     from transformers import JanusConfig, JanusForConditionalGeneration
@@ -194,9 +196,10 @@ def of_folder(path: str, entry: Any) -> nn.Module | None:
     if not (is_janus or is_vlm) or not isfile(folder / "config.json"):
         return None
     try:
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = pretrained.load_processor(transformers.AutoConfig, folder, local_files_only=True)
+        auto = transformers.AutoModelForImageTextToText
         with torch.device("meta"):
-            net: nn.Module = transformers.AutoModelForImageTextToText.from_config(config)
+            net: nn.Module = pretrained.from_config(auto, config)
     except (OSError, ValueError, KeyError, AttributeError):
         return None
     return entry.wrapper(net) if is_janus else net

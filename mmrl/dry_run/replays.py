@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map_only
 
 from mmrl.config.options import TrainOptions
+from mmrl.core import pretrained
 from mmrl.core.types import Point, Prompt
 from mmrl.dry_run import published
 from mmrl.dry_run.fakes import Fakes
@@ -102,10 +103,10 @@ def made(fakes: Fakes, cls: Any, place: str, part: str, dtype: torch.dtype) -> n
     """Make a part of a pipeline, of a class of diffusers or transformers, without its weights: a
     network that is trained on the meta device, a frozen one on fakes, answering in zeros."""
     if hasattr(cls, "from_config"):
-        config = dict(cls.load_config(place, subfolder=part))
+        config = pretrained.load_config(cls, place, part)
         net = published.on_meta(cls, config)
     else:
-        config = cls.config_class.from_pretrained(place, subfolder=part)
+        config = pretrained.load_processor(cls.config_class, place, subfolder=part)
         with torch.device("meta"):
             net = cls(config)
     cast(net, dtype)

@@ -24,6 +24,7 @@ from mmrl.core import distributed
 from mmrl.core.errors import UserError
 from mmrl.core.registry import STAGES
 from mmrl.core.types import Prompt, Rollout
+from mmrl.core.weight_files import read_tensors
 from mmrl.policies.base import Policy
 from mmrl.rollout.collect import rescored
 from mmrl.rollout.past import (
@@ -265,8 +266,6 @@ def stratified(levels: Mapping[int, float], shares: Sequence[float]) -> dict[int
 
 def stored(path: Path, prompts: Sequence[Prompt]) -> list[Remembered]:
     """Read the answers that a run, or one of its checkpoints, remembered; they never age."""
-    from safetensors.torch import load_file
-
     folders = [
         path,
         *sorted(path.glob("iteration-*")),
@@ -279,5 +278,5 @@ def stored(path: Path, prompts: Sequence[Prompt]) -> list[Remembered]:
             f"the folder of a run that was trained with train.response_reuse"
         )
     plain = json.loads((known[-1] / "state.json").read_text())["meta"]["response_reuse"]["entries"]
-    entries = unpacked(load_file(known[-1] / "response_reuse.safetensors"), plain, len(prompts))
+    entries = unpacked(read_tensors(known[-1] / "response_reuse.safetensors"), plain, len(prompts))
     return [replace(entry, iteration=-1) for entry in entries]

@@ -12,6 +12,7 @@ from typing import Any, get_args
 
 import torch
 
+from mmrl.core import pretrained
 from mmrl.core.errors import UserError, suggest
 from mmrl.core.hub import check_model
 from mmrl.core.registry import locate
@@ -150,7 +151,8 @@ def _merge_peft(pairs: list[tuple[Path, float]], base: str | None, folder: Path)
         if not (adapter / PEFT_WEIGHTS).is_file():
             raise UserError(f"{adapter}: no {PEFT_WEIGHTS}; other forms of weights are not read")
     source = Path(place) if Path(place).is_dir() else _downloaded(place)
-    net = _transformers_class(source).from_pretrained(source, dtype="auto", use_safetensors=True)
+    cls = _transformers_class(source)
+    net = pretrained.load_model(cls, source, dtype="auto", use_safetensors=True)
     for adapter, scale in pairs:
         net.load_state_dict(_with_adapter(net, source, adapter, scale))
     with on_disk(folder), whole_folder(folder) as draft:
@@ -164,7 +166,7 @@ def _with_adapter(net: Any, source: Path, adapter: Path, scale: float) -> dict[s
     """Return the weights of ``net`` with an adapter added, times ``scale``."""
     from peft.tuners.lora import LoraLayer
 
-    adapted = type(net).from_pretrained(source, dtype=net.dtype, use_safetensors=True)
+    adapted = pretrained.load_model(type(net), source, dtype=net.dtype, use_safetensors=True)
     adapted.load_state_dict(net.state_dict())
     try:
         adapted.load_adapter(str(adapter), adapter_name="default")

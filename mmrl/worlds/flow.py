@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmrl.policies.diffusion.diffusers_folder import load_part
 from mmrl.worlds.flow_matching import descend, draw
 from mmrl.worlds.progress import Progress, quiet_libraries
 from mmrl.worlds.recipes import FlowRecipe
@@ -60,7 +61,7 @@ def load_parts(folder: Path) -> dict[str, Any]:
         "text_encoder_3": T5EncoderModel,
         "vae": AutoencoderKL,
     }
-    models = {name: cls.from_pretrained(folder / name) for name, cls in classes.items()}
+    models = {name: load_part(cls, str(folder), name) for name, cls in classes.items()}
     # a path of this machine would be saved with the pipeline
     models["vae"].register_to_config(_name_or_path="")
     return models

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mmrl.policies.diffusion.diffusers_folder import load_part
 from mmrl.worlds.flow_matching import descend, draw
 from mmrl.worlds.moving import film, trained_on
 from mmrl.worlds.progress import Progress, quiet_libraries
@@ -52,7 +53,7 @@ def load_parts(folder: Path) -> dict[str, Any]:
     from transformers import T5Tokenizer, UMT5EncoderModel
 
     classes = {"tokenizer": T5Tokenizer, "text_encoder": UMT5EncoderModel, "vae": AutoencoderKLWan}
-    return {name: cls.from_pretrained(folder / name) for name, cls in classes.items()}
+    return {name: load_part(cls, str(folder), name) for name, cls in classes.items()}
 
 
 def new_transformer(models: dict[str, Any], recipe: WanRecipe) -> Any:

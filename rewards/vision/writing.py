@@ -12,9 +12,11 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from annotated_types import Ge, Lt
 
+from mmrl.core import pretrained
 from mmrl.core.hub import check_model
 from mmrl.core.registry import REWARDS
 from mmrl.core.types import Prompt
+from rewards._hf import POOLER
 from rewards._sandbox import Broken, Sandbox
 from rewards.card import card
 from rewards.reading import fenced, final, worst
@@ -334,8 +336,9 @@ class _Encoder:
         from transformers import AutoModel, AutoTokenizer
 
         check_model(path)
-        self.tokenizer = AutoTokenizer.from_pretrained(path)
-        self.model = AutoModel.from_pretrained(path, use_safetensors=True).to(device).eval()
+        self.tokenizer = pretrained.load_processor(AutoTokenizer, path)
+        model = pretrained.load_model(AutoModel, path, unread=POOLER, use_safetensors=True)
+        self.model = model.to(device).eval()
         self.device = device
 
     def compare(self, predicted: str, right: str) -> float:

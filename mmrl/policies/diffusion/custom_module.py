@@ -12,6 +12,7 @@ import torch
 from annotated_types import Ge
 from torch import Tensor, nn
 
+from mmrl.core import pretrained
 from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES, import_name
 from mmrl.core.types import Media, Prompt, Rollout
@@ -166,11 +167,9 @@ def _latents(vae: Any, pixels: Tensor) -> Tensor:
 def _autoencoder(place: str) -> Any:
     from diffusers import AutoModel
 
-    sub = "vae" if (Path(place) / "model_index.json").is_file() else None
+    sub = "vae" if (Path(place) / "model_index.json").is_file() else ""
     try:
-        return AutoModel.from_pretrained(place, subfolder=sub).requires_grad_(False).eval()
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(
-            f"policy option vae: cannot load an autoencoder from {place!r}: {reason}"
-        ) from error
+        vae = pretrained.load_model(AutoModel, place, subfolder=sub)
+    except UserError as error:
+        raise UserError(f"policy option vae: {error}") from error
+    return vae.requires_grad_(False).eval()

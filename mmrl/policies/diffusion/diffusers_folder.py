@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from mmrl.core import pretrained
 from mmrl.core.errors import UserError
+from mmrl.core.model_folders import is_network
 from mmrl.core.registry import locate
 
 
@@ -41,27 +43,21 @@ def index(place: str) -> dict[str, Any]:
     """Read ``model_index.json`` of a folder or hub id."""
     from diffusers import DiffusionPipeline
 
-    parts: dict[str, Any] = explained(
-        lambda: DiffusionPipeline.load_config(place), place, "model_index.json"
-    )
-    return parts
+    return pretrained.load_config(DiffusionPipeline, place)
 
 
 def load_part(cls: Any, place: str, subfolder: str, dtype: torch.dtype | None = None) -> Any:
     """Load one part (transformer, vae, scheduler) of a pipeline, in float32 unless ``dtype`` says
     otherwise."""
-    options = {} if dtype is None else {"dtype": dtype}
-    return explained(
-        lambda: cls.from_pretrained(place, subfolder=subfolder, **options), place, subfolder
-    )
+    options: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
+    if not is_network(cls):
+        return pretrained.load_processor(cls, place, subfolder=subfolder)
+    return pretrained.load_model(cls, place, subfolder=subfolder, **options)
 
 
 def load_config(cls: Any, place: str, subfolder: str) -> dict[str, Any]:
     """Read the config file of one part."""
-    config: dict[str, Any] = explained(
-        lambda: cls.load_config(place, subfolder=subfolder), place, subfolder
-    )
-    return config
+    return pretrained.load_config(cls, place, subfolder)
 
 
 def load_text_pipeline(
@@ -74,33 +70,13 @@ def load_text_pipeline(
 
 def load_without(cls: Any, place: str, dtype: torch.dtype, absent: Sequence[str]) -> Any:
     """Load the pipeline without the parts named ``absent``."""
-    parts = dict.fromkeys(absent)
-    return explained(
-        lambda: cls.from_pretrained(place, **parts, dtype=dtype), place, "text encoders"
-    )
+    return pretrained.load_pipeline(cls, place, dtype, dict.fromkeys(absent))
 
 
 def holds(place: str, part: str) -> bool:
     """Tell whether a local folder has that part; a hub id is taken to be complete."""
     index = Path(place) / "model_index.json"
     return not index.is_file() or (json.loads(index.read_text()).get(part) or [None])[0] is not None
-
-
-def explained(load: Callable[[], Any], place: str, what: str) -> Any:
-    from diffusers.utils import logging as diffusers_logging
-    from transformers.utils import logging as transformers_logging
-
-    diffusers_logging.disable_progress_bar()  # a bar for every part of a model would bury ours
-    transformers_logging.disable_progress_bar()
-    try:
-        return load()
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(
-            f"cannot load the {what} of {place!r}: {reason}; give a local diffusers "
-            f"folder, or a hub id that this "
-            "machine can download (log in with `hf auth login` for gated models)"
-        ) from error
 
 
 def save_lora(pipeline: Any, net: Any, folder: Path, part: str = "transformer") -> None:
@@ -131,6 +107,4 @@ def save_full(
 
 def save_parts(pipeline: Any, place: str, parts: dict[str, nn.Module], folder: Path) -> None:
     """Write a complete diffusers folder with these parts in place of its own."""
-    explained(lambda: pipeline.from_pretrained(place, **parts), place, "pipeline").save_pretrained(
-        folder
-    )
+    pretrained.load_pipeline(pipeline, place, parts=parts).save_pretrained(folder)

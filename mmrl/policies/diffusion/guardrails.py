@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from mmrl.core import pretrained
 from mmrl.core.errors import UserError
-from mmrl.policies.diffusion import diffusers_folder
 
 CHECKER = (
     "CosmosSafetyChecker"  # the class of the package, or what stands for it where it is absent
@@ -67,9 +67,7 @@ def remembered(pipe: Any) -> Any:
 def save_without(cls: Any, place: str, parts: dict[str, Any], folder: Path) -> None:
     """Write a complete folder with these parts in place of its own. It names no guardrail, as any
     folder of Cosmos does: diffusers builds one when it loads it."""
-    pipe = diffusers_folder.explained(
-        lambda: cls.from_pretrained(place, **parts, **{PART: Passing()}), place, "pipeline"
-    )
+    pipe = pretrained.load_pipeline(cls, place, parts={**parts, PART: Passing()})
     pipe.register_modules(**{PART: None})
     pipe.save_pretrained(folder)
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmrl.core import weight_files
 from mmrl.core.errors import UserError
 from mmrl.core.registry import locate
 from mmrl.policies.diffusion import diffusers_folder
@@ -147,15 +148,9 @@ def _load(base: Base, net: Any, file: Path) -> None:
 
 def _keys(file: Path) -> list[str]:
     """Return the names of the tensors in a file. UserError where it is no safetensors file."""
-    from safetensors import SafetensorError, safe_open
-
     if not file.is_file() or file.suffix != ".safetensors":
         raise UserError(f"{file}: give a .safetensors file; other forms of weights are not read")
-    try:
-        with safe_open(file, framework="pt") as content:
-            names = list(content.keys())
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{file}: no safetensors file: {error}") from error
+    names = weight_files.names(file)
     if not names:
         raise UserError(f"{file}: holds no tensors")
     return names
@@ -309,22 +304,10 @@ def _completed(
 
 def stored_dtype(place: str, part: str) -> torch.dtype:
     """Return the type that most weights of a local folder's part are stored in."""
-    from safetensors import safe_open
-
-    counts: dict[torch.dtype, int] = {}
-    for file in sorted((Path(place) / part).glob("*.safetensors")):
-        with safe_open(file, framework="pt") as content:
-            names = list(content.keys())
-            for name in names:
-                tensor = content.get_slice(name)
-                kind = _TYPES.get(tensor.get_dtype(), torch.float32)
-                counts[kind] = counts.get(kind, 0) + 1
-    if not counts:
+    types = weight_files.types_in(Path(place) / part)
+    if not types:
         raise UserError(f"{place}: no safetensors files in {part}; other forms are not read")
-    return max(counts, key=lambda kind: counts[kind])
-
-
-_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+    return weight_files.commonest(types)
 
 
 @torch.no_grad()

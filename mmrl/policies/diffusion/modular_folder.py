@@ -18,8 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmrl.core import pretrained
 from mmrl.core.errors import UserError
-from mmrl.policies.diffusion import diffusers_folder, minimax_h3
+from mmrl.core.model_folders import check_libraries
+from mmrl.policies.diffusion import minimax_h3
 from mmrl.policies.diffusion.self_stepping import by_scheduler
 
 INDEX = "modular_model_index.json"
@@ -58,13 +60,10 @@ def read_index(place: str) -> dict[str, Any]:
     """Read the index of a modular pipeline."""
     import diffusers
 
-    index: dict[str, Any] = diffusers_folder.explained(
-        lambda: diffusers.ModularPipeline.load_config(place), place, INDEX
-    )
-    return index
+    return pretrained.load_config(diffusers.ModularPipeline, place)
 
 
-def check_index(index: dict[str, Any], path: str, libraries: tuple[str, ...]) -> None:
+def check_index(index: dict[str, Any], path: str) -> None:
     """Refuse a folder whose pipeline, blocks or parts are not of the installed libraries."""
     import diffusers
 
@@ -80,16 +79,7 @@ def check_index(index: dict[str, Any], path: str, libraries: tuple[str, ...]) ->
                 f"policy path {path!r}: diffusers {diffusers.__version__} has no modular pipeline "
                 f"{name or 'without a name'} ({key} in {INDEX}); install a version that has it"
             )
-    for part, entry in index.items():
-        if part.startswith("_") or not (isinstance(entry, list) and len(entry) == 3):
-            continue
-        library = (entry[2].get("type_hint") or entry)[0] if isinstance(entry[2], dict) else None
-        name = str(library).partition(".")[0]
-        if name not in (*libraries, "None") and not hasattr(diffusers.pipelines, name):
-            raise UserError(
-                f"policy path {path!r}: {part} is of {library!r}, which is no part of diffusers or "
-                "transformers; code of a folder is not run"
-            )
+    check_libraries(index, path)
 
 
 def load(
@@ -120,15 +110,18 @@ def load(
             )
         tree_of_blocks.sub_blocks.pop(name)
 
-    def loaded() -> Any:
-        pipe = cls(blocks=tree_of_blocks, pretrained_model_name_or_path=place)
-        networks = {} if make is None else _made(pipe, dtypes, make)
-        names = [name for name in pipe.pretrained_component_names if name not in networks]
-        pipe.load_components(names=names, dtype=dtypes, use_safetensors=True)
-        pipe.update_components(**networks)
-        return pipe
-
-    pipe = diffusers_folder.explained(loaded, place, "modular pipeline")
+    pipe = cls(blocks=tree_of_blocks, pretrained_model_name_or_path=place)
+    networks = {} if make is None else _made(pipe, dtypes, make)
+    names = [name for name in pipe.pretrained_component_names if name not in networks]
+    skip = (
+        f"leave out blocks that you do not need by the policy option skip_blocks, of: "
+        f"{', '.join(tree_of_blocks.sub_blocks)}"
+    )
+    try:
+        pretrained.load_components(pipe, names, dtypes)
+    except UserError as error:
+        raise UserError(f"policy path {path!r}: {error}; {skip}") from error
+    pipe.update_components(**networks)
     absent = [
         name
         for name in pipe.pretrained_component_names
@@ -138,8 +131,7 @@ def load(
     if absent:
         raise UserError(
             f"policy path {path!r}: {', '.join(absent)} of {cls.__name__} cannot be loaded from "
-            "where its index says; leave out blocks that you do not need by the policy option "
-            f"skip_blocks, of: {', '.join(tree_of_blocks.sub_blocks)}"
+            f"where its index says; {skip}"
         )
     return adapted(pipe)
 
@@ -160,7 +152,8 @@ def _made(pipe: Any, dtypes: dict[str, torch.dtype], make: Any) -> dict[str, Any
 def save(pipeline: Any, place: str, parts: dict[str, Any], folder: Path) -> None:
     """Write a complete modular folder with these parts in place of its own."""
     pipe = pipeline(pretrained_model_name_or_path=place)
-    pipe.load_components(names=[n for n in pipe.pretrained_component_names if n not in parts])
+    names = [name for name in pipe.pretrained_component_names if name not in parts]
+    pretrained.load_components(pipe, names)
     pipe.update_components(**parts)
     pipe.save_pretrained(str(folder), overwrite_modular_index=True)
 

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmrl.core import pretrained
 from mmrl.core.errors import UserError
+from mmrl.core.model_folders import check_libraries, class_of
 from mmrl.core.registry import locate
 from mmrl.policies.diffusion import (
     diffusers_folder,
@@ -23,7 +25,6 @@ from mmrl.policies.diffusion import (
 )
 from mmrl.policies.diffusion.modular_folder import is_modular
 
-LIBRARIES = ("diffusers", "transformers")
 # makes a part from its config file without loading its weights: (class, folder, subfolder, type)
 Make = Callable[[type, str, str, torch.dtype], nn.Module]
 DENOISERS = ("transformer", "unet")  # what pipelines call the network of their loop
@@ -90,7 +91,7 @@ def _modular(
     place: str, path: str, dtype: torch.dtype, skip_blocks: Sequence[str], make: Make | None
 ) -> Any:
     index = modular_folder.read_index(place)
-    modular_folder.check_index(index, path, LIBRARIES)
+    modular_folder.check_index(index, path)
     return modular_folder.load(place, path, index, _dtypes(index, dtype), skip_blocks, make)
 
 
@@ -104,11 +105,7 @@ def _classic(place: str, path: str, dtype: torch.dtype, guardrail: bool, make: M
     replaced = {} if make is None else _made(index, place, dtypes, make)
     replaced |= guardrails.loaded_with(cls, index, guardrail)
     try:
-        pipe = diffusers_folder.explained(
-            lambda: cls.from_pretrained(place, dtype=dtypes, use_safetensors=True, **replaced),
-            place,
-            "pipeline",
-        )
+        pipe = pretrained.load_pipeline(cls, place, dtypes, replaced, use_safetensors=True)
     except ImportError as error:  # such as a package that checks prompts
         raise guardrails.missing(cls, path, error) from error
     if two_stages.is_combined(pipe):
@@ -133,19 +130,6 @@ def _made(
         for part, cls in classes.items()
         if cls is not None and issubclass(cls, nn.Module)
     }
-
-
-def class_of(entry: Sequence[Any]) -> type | None:
-    """Find the class of a part by its entry in an index, (library, class); None: it has none."""
-    import diffusers
-    import transformers
-
-    library, name = entry[:2]
-    if library is None or name is None:
-        return None
-    known = {"diffusers": diffusers, "transformers": transformers}
-    cls = getattr(known.get(library) or getattr(diffusers.pipelines, library), name, None)
-    return cls if isinstance(cls, type) else None
 
 
 def decodes(part: str) -> bool:
@@ -199,16 +183,7 @@ def check_index(index: dict[str, Any], path: str) -> None:
             "prompts; put both into one folder, and use that: diffusers.AutoPipelineForText2Image."
             "from_pretrained(...).save_pretrained(folder)"
         )
-    for part, entry in index.items():
-        if part.startswith("_") or not (isinstance(entry, list) and len(entry) == 2):
-            continue
-        library = entry[0]
-        if library is None or library in LIBRARIES or hasattr(diffusers.pipelines, str(library)):
-            continue
-        raise UserError(
-            f"policy path {path!r}: {part} is of {library!r}, which is no part of diffusers or "
-            "transformers; code of a folder is not run"
-        )
+    check_libraries(index, path)
 
 
 def encoders(pipe: Any, parts: tuple[str, ...]) -> list[nn.Module]:

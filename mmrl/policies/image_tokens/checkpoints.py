@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import torch
 from torch import Tensor, nn
 
+from mmrl.core import weight_files
 from mmrl.core.errors import UserError
 from mmrl.core.registry import locate
 
@@ -45,24 +45,8 @@ def read(file: str | Path, drop: Sequence[str] = ()) -> Published:
         raise UserError(
             f"no file {file}; download the published checkpoint there, or write hub:owner/name/file"
         )
-    try:
-        if file.suffix == ".safetensors":
-            from safetensors.torch import load_file
-
-            weights: dict[str, Any] = load_file(file)
-        else:
-            weights = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # a reader of files can raise anything
-        raise UserError(
-            f"{file} cannot be read as weights: {str(error).splitlines()[0]}"
-        ) from error
-    for name in ("model", "module", "state_dict"):
-        weights = weights[name] if isinstance(weights.get(name), dict) else weights
-    return {
-        name: tensor
-        for name, tensor in weights.items()
-        if isinstance(tensor, Tensor) and name not in drop
-    }
+    weights = weight_files.read_tensors(file)
+    return {name: tensor for name, tensor in weights.items() if name not in drop}
 
 
 def load(module: Network, weights: Published, file: str | Path) -> Network:

@@ -13,6 +13,7 @@ from annotated_types import Ge
 from torch import Tensor
 
 from mmrl.config.options import Count, Steps
+from mmrl.core import pretrained
 from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES, import_name, locate
 from mmrl.core.types import Media, Prompt, Query, Rollout
@@ -159,10 +160,7 @@ def _decoder(name: str) -> Decoder:
     from diffusers import VQModel
 
     try:
-        vae = VQModel.from_pretrained(locate(name)).requires_grad_(False).eval()
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"policy.masked_image_lm.decoder {name}: cannot be loaded as a VQModel: {error}"
-        ) from error
-
-    return Codec(vae)
+        vae = pretrained.load_model(VQModel, locate(name))
+    except UserError as error:
+        raise UserError(f"policy.masked_image_lm.decoder: {error}") from error
+    return Codec(vae.requires_grad_(False).eval())

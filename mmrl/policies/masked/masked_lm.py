@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mmrl.config.options import Count, Steps
+from mmrl.core import pretrained
 from mmrl.core.errors import UserError
 from mmrl.core.host import sent
 from mmrl.core.registry import POLICIES, locate
@@ -261,19 +262,11 @@ def load(
         return tokenizer, net.to(dtype)
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
-    try:
-        config = AutoConfig.from_pretrained(place, trust_remote_code=remote_code)
-        auto_map = getattr(config, "auto_map", None) or {}
-        auto = AutoModelForCausalLM if "AutoModelForCausalLM" in auto_map else AutoModelForMaskedLM
-        net = auto.from_pretrained(place, config=config, dtype=dtype, trust_remote_code=remote_code)
-        return AutoTokenizer.from_pretrained(place, trust_remote_code=remote_code), net
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(
-            f"cannot load a masked language model from {place!r}: {reason}; a model with "
-            f"code of its own needs policy "
-            "option remote_code: true, which runs that code"
-        ) from error
+    config = pretrained.load_processor(AutoConfig, place, remote_code=remote_code)
+    auto_map = getattr(config, "auto_map", None) or {}
+    auto = AutoModelForCausalLM if "AutoModelForCausalLM" in auto_map else AutoModelForMaskedLM
+    net = pretrained.load_model(auto, place, remote_code=remote_code, config=config, dtype=dtype)
+    return pretrained.load_processor(AutoTokenizer, place, remote_code=remote_code), net
 
 
 def _in_the_open(net: nn.Module, inputs: Any, output: Any) -> Any:

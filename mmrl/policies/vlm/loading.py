@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mmrl.core import pretrained
 from mmrl.core.errors import UserError
 from mmrl.policies.lora import Lora
 from mmrl.policies.quantization import Quantization, quantize
@@ -29,7 +30,7 @@ def load_model(place: str, dtype: str, attention: str, quantization: Quantizatio
 
     Raises UserError for a model of a kind that cannot be trained here, and what cannot be loaded.
     """
-    hf = _loaded(
+    hf = pretrained.load_model(
         _kind_of(place),
         place,
         dtype=dtype if dtype == "auto" else getattr(torch, dtype),
@@ -58,7 +59,7 @@ def load_processor(place: str) -> Any:
     """Load the processor at ``place``, with its tokenizer and chat template."""
     from transformers import AutoProcessor
 
-    return _loaded(AutoProcessor, place)
+    return pretrained.load_processor(AutoProcessor, place)
 
 
 def text_adapters(hf: nn.Module, lora: Lora | int | None) -> Lora | None:
@@ -91,15 +92,6 @@ def _kind_of(place: str) -> Any:
     from transformers import AutoModelForMultimodalLM
 
     return AutoModelForMultimodalLM
-
-
-def _loaded(auto: Any, place: str, **options: Any) -> Any:
-    try:
-        return auto.from_pretrained(place, **options)
-    except (OSError, ValueError, ImportError) as error:  # the last: PerceptionLM without timm
-        raise UserError(
-            f"policy.vlm.path {place}: {auto.__name__} cannot load it: {error}"
-        ) from error
 
 
 def _plain(attention: str) -> str:

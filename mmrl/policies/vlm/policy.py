@@ -15,6 +15,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from torch import Tensor
 
 from mmrl.config.options import Count
+from mmrl.core import pretrained
 from mmrl.core.host import sent
 from mmrl.core.registry import POLICIES, locate
 from mmrl.core.types import (
@@ -432,7 +433,7 @@ class VLM(Passes):
         template."""
         hf = self.net.hf
         if beside_adapters(hf):  # transformers saves a model with adapters as these alone
-            whole = type(hf).from_pretrained(self.place, dtype=hf.dtype)
+            whole = pretrained.load_model(type(hf), self.place, dtype=hf.dtype)
             whole.load_state_dict(merged(hf))
             hf = whole
         save_model(hf, folder)

@@ -151,7 +151,7 @@ def test_mistakes_are_one_sentence(tmp_path):
     with pytest.raises(UserError, match="must return an nn.Module, not list"):
         (tmp_path / "mine.py").write_text("build = list")
         make(net=f"{tmp_path}/mine.py:build")
-    with pytest.raises(UserError, match="cannot load an autoencoder"):
+    with pytest.raises(UserError, match="policy option vae: .* cannot load it"):
         make(vae=str(tmp_path))
     with pytest.raises(
         UserError,

@@ -108,7 +108,7 @@ def test_the_first_ratio_is_one_in_training_and_layers_may_be_recomputed(make):
 
 
 def test_mistakes_are_named(folder, tmp_path):
-    with pytest.raises(UserError, match="cannot be loaded as a GlmImagePipeline"):
+    with pytest.raises(UserError, match="cannot load it"):
         GlmImage(str(tmp_path))
     with pytest.raises(UserError, match="multiples of 32"):
         GlmImage(folder, size=(64, 40))

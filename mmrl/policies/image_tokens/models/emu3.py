@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmrl.config.options import Count
+from mmrl.core import pretrained
 from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES, locate
 from mmrl.core.types import Prompt
@@ -231,12 +232,7 @@ def _targets(hf: nn.Module, ends: Sequence[str]) -> list[str]:
 def _loaded(place: str, dtype: torch.dtype, attention: str) -> tuple[Any, Any]:
     from transformers import AutoProcessor, Emu3ForConditionalGeneration
 
-    try:
-        hf = Emu3ForConditionalGeneration.from_pretrained(
-            place, dtype=dtype, attn_implementation=attention
-        )
-        return hf, AutoProcessor.from_pretrained(place)
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"policy.emu3.path {place}: cannot be loaded as an Emu3 model: {error}"
-        ) from error
+    hf = pretrained.load_model(
+        Emu3ForConditionalGeneration, place, dtype=dtype, attn_implementation=attention
+    )
+    return hf, pretrained.load_processor(AutoProcessor, place)

@@ -20,6 +20,7 @@ from annotated_types import Ge
 from torch import Tensor, nn
 
 from mmrl.config.options import Count
+from mmrl.core import pretrained
 from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES, locate
 from mmrl.core.types import Media, Prompt, Rollout
@@ -220,17 +221,15 @@ def _loaded(place: str, dtype: torch.dtype, attention: str) -> tuple[Any, Any, A
     from diffusers import GlmImagePipeline
     from transformers import AutoProcessor, GlmImageForConditionalGeneration
 
-    try:
-        hf = GlmImageForConditionalGeneration.from_pretrained(
-            place, subfolder="vision_language_encoder", dtype=dtype, attn_implementation=attention
-        )
-        processor = AutoProcessor.from_pretrained(place, subfolder="processor")
-        pipeline = GlmImagePipeline.from_pretrained(
-            place, vision_language_encoder=None, processor=None, dtype=dtype
-        )
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"policy.glm_image.path {place}: cannot be loaded as a GlmImagePipeline: {error}"
-        ) from error
+    hf = pretrained.load_model(
+        GlmImageForConditionalGeneration,
+        place,
+        subfolder="vision_language_encoder",
+        dtype=dtype,
+        attn_implementation=attention,
+    )
+    processor = pretrained.load_processor(AutoProcessor, place, subfolder="processor")
+    absent = {"vision_language_encoder": None, "processor": None}
+    pipeline = pretrained.load_pipeline(GlmImagePipeline, place, dtype, absent)
     pipeline.set_progress_bar_config(disable=True)
     return hf, processor, pipeline

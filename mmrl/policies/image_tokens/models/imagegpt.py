@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from mmrl.core import pretrained
 from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES, locate
 from mmrl.core.types import Prompt
@@ -116,11 +117,5 @@ class ImageGPT(ImageTokenPolicy):
 def _loaded(place: str, dtype: torch.dtype) -> tuple[Any, Any]:
     from transformers import AutoImageProcessor, ImageGPTForCausalImageModeling
 
-    try:
-        return ImageGPTForCausalImageModeling.from_pretrained(
-            place, dtype=dtype
-        ), AutoImageProcessor.from_pretrained(place)
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"policy.imagegpt.path {place}: cannot be loaded as an ImageGPT: {error}"
-        ) from error
+    hf = pretrained.load_model(ImageGPTForCausalImageModeling, place, dtype=dtype)
+    return hf, pretrained.load_processor(AutoImageProcessor, place)

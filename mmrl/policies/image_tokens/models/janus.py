@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmrl.core import pretrained
 from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES, locate
 from mmrl.core.types import Prompt
@@ -270,12 +271,7 @@ def _targets(hf: nn.Module, ends: Sequence[str] | None) -> list[str]:
 def _loaded(place: str, dtype: torch.dtype, attention: str) -> tuple[Any, Any]:
     from transformers import AutoProcessor, JanusForConditionalGeneration
 
-    try:
-        hf = JanusForConditionalGeneration.from_pretrained(
-            place, dtype=dtype, attn_implementation=attention
-        )
-        return hf, AutoProcessor.from_pretrained(place)
-    except (OSError, ValueError, ImportError) as error:
-        raise UserError(
-            f"policy.janus.path {place}: cannot be loaded as a Janus model: {error}"
-        ) from error
+    hf = pretrained.load_model(
+        JanusForConditionalGeneration, place, dtype=dtype, attn_implementation=attention
+    )
+    return hf, pretrained.load_processor(AutoProcessor, place)

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from mmrl.core import pretrained
 from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES, locate
 from mmrl.core.types import Prompt
@@ -131,12 +132,10 @@ class _T5:
         from transformers import AutoTokenizer, T5EncoderModel
 
         try:
-            self.tokenizer = AutoTokenizer.from_pretrained(locate(place))
-            self.model = T5EncoderModel.from_pretrained(locate(place), dtype=torch.float32).eval()
-        except (OSError, ValueError) as error:
-            raise UserError(
-                f"policy.llamagen.text_encoder {place}: cannot be loaded as a T5: {error}"
-            ) from error
+            self.tokenizer = pretrained.load_processor(AutoTokenizer, locate(place))
+            self.model = pretrained.load_model(T5EncoderModel, locate(place), dtype=torch.float32)
+        except UserError as error:
+            raise UserError(f"policy.llamagen.text_encoder: {error}") from error
 
     def to(self, device: Any) -> None:
         self.model.to(device)

@@ -1,0 +1,76 @@
+"""Keeps Python code that lies in a model's folder from running, and libraries from asking at the
+terminal whether it should.
+
+transformers asks where a folder has code and nobody said whether it may run; diffusers and others
+take ``trust_remote_code`` from files of the folder. While a model is loaded by
+``mmrl.core.pretrained``, both go through the check below.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import wraps
+from typing import Any
+
+from mmrl.core.errors import UserError
+from mmrl.core.registry import is_safe
+
+# where libraries import the code of a folder, all of it by one function of this name
+IMPORTERS = ("transformers.dynamic_module_utils", "diffusers.utils.dynamic_modules_utils")
+IMPORT = "get_class_in_module"
+# what libraries say where a folder has code that may not run
+COMPLAINTS = ("custom code", "trust_remote_code", "remote code")
+_refused: ContextVar[bool] = ContextVar("foreign_code_refused", default=False)
+
+
+class ForeignCode(UserError):
+    """Says that a folder's own Python code was not run."""
+
+
+@contextmanager
+def guarded(trusted: bool = False) -> Iterator[None]:
+    """Refuse code of a folder while a model is loaded, unless it is ``trusted``; under ``--safe``
+    it never is. Threads and callers outside are left alone."""
+    if trusted and is_safe():
+        raise ForeignCode(
+            "remote_code: true runs Python code of the model's folder, which --safe refuses; read "
+            "that code, then run without --safe (and MMRL_SAFE), or take a model without code"
+        )
+    _guard_libraries()
+    before = _refused.set(not trusted)
+    try:
+        yield
+    finally:
+        _refused.reset(before)
+
+
+def is_about_code(error: BaseException) -> bool:
+    """Tell whether a library complains that a folder's code may not run."""
+    return isinstance(error, ForeignCode) or any(words in str(error) for words in COMPLAINTS)
+
+
+def _guard_libraries() -> None:
+    """Put the check before what imports the code of folders, once."""
+    for name in IMPORTERS:
+        module = sys.modules.get(name)
+        if module is None:  # a library that is not loaded runs nothing
+            continue
+        importer = getattr(module, IMPORT)
+        if not hasattr(importer, "__wrapped__"):
+            setattr(module, IMPORT, _checked(importer))
+        if hasattr(module, "TIME_OUT_REMOTE_CODE"):
+            # seconds that transformers waits for an answer at the terminal: it does not ask
+            module.__dict__["TIME_OUT_REMOTE_CODE"] = 0
+
+
+def _checked(importer: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(importer)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if _refused.get():
+            raise ForeignCode("it needs custom code of its folder, which is not run")
+        return importer(*args, **kwargs)
+
+    return call

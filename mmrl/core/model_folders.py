@@ -1,0 +1,122 @@
+"""Knows folders of models as transformers, diffusers and peft write them: where they lie, what they
+hold, and whose classes they name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from torch import nn
+
+from mmrl.core.errors import UserError
+
+ADAPTER = "adapter_config.json"  # of peft
+LIBRARIES = ("diffusers", "transformers")
+CONFIGS = ("config.json", "model_index.json", "preprocessor_config.json", ADAPTER)
+
+
+def folder_of(place: str, subfolder: str = "") -> Path | None:
+    """Return the local folder of a model or of one of its parts; of a hub id where its cache lies;
+    None where there is none yet."""
+    local = Path(place)
+    if local.exists():
+        return local / subfolder if (local / subfolder).is_dir() else None
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    prefix = f"{subfolder}/" if subfolder else ""
+    for name in CONFIGS:
+        try:
+            file = try_to_load_from_cache(place, prefix + name)
+        except HFValidationError:  # a path that is not there
+            return None
+        if isinstance(file, str):
+            return Path(file).parent
+    return None
+
+
+def adapted_base(folder: Path) -> str | None:
+    """Name the base model of an adapter of peft ("" where it names none); None for other
+    folders."""
+    if not (folder / ADAPTER).is_file():
+        return None
+    try:
+        content = json.loads((folder / ADAPTER).read_text(encoding="utf-8"))
+        return str(content.get("base_model_name_or_path") or "")
+    except (ValueError, AttributeError) as error:
+        raise UserError(f"{folder / ADAPTER} is no readable JSON object: {error}") from error
+
+
+def refuse_adapter(place: str, folder: Path | None) -> None:
+    """Raise UserError for a folder that holds an adapter of peft: libraries would load it onto the
+    base that it names, and say nothing."""
+    base = None if folder is None else adapted_base(folder)
+    if base is not None:
+        raise UserError(
+            f"{place} holds a LoRA adapter on {base or 'a base model'}, not a model: give "
+            f"path: {base or 'the base model'}, and the adapter by `start: {place}` with the lora "
+            f"options it was trained with, or merge both by `mmrl convert {place} --into FOLDER`"
+        )
+
+
+def is_entry(entry: Any) -> bool:
+    """Tell whether a value of an index names a part: (library, class), in modular ones with where
+    it lies."""
+    if not isinstance(entry, (list, tuple)) or len(entry) not in (2, 3):
+        return False
+    return len(entry) == 2 or isinstance(entry[2], dict)
+
+
+def check_libraries(index: Mapping[str, Any], place: str) -> None:
+    """Raise UserError for a pipeline with classes that are of no installed library: they would be
+    code of its folder."""
+    import diffusers
+
+    name = index.get("_class_name", "")
+    if not isinstance(name, str):
+        raise UserError(
+            f"{place}: its pipeline is Python code of the folder (_class_name is {name}), which is "
+            f"not run; take a folder whose classes diffusers has"
+        )
+    for part, entry in index.items():
+        if part.startswith("_") or not is_entry(entry):
+            continue
+        library = (entry[2].get("type_hint") or entry)[0] if len(entry) == 3 else entry[0]
+        top = str(library).partition(".")[0]
+        if top not in (*LIBRARIES, "None") and not hasattr(diffusers.pipelines, top):
+            raise UserError(
+                f"{place}: {part} is of {library!r}, which is no part of diffusers or "
+                "transformers; code of a folder is not run"
+            )
+
+
+def class_of(entry: Sequence[Any]) -> type | None:
+    """Find the class of a part by its entry in an index, (library, class); None: it has none."""
+    import diffusers
+    import transformers
+
+    library, name = entry[:2]
+    if library is None or name is None:
+        return None
+    known = {"diffusers": diffusers, "transformers": transformers}
+    cls = getattr(known.get(library) or getattr(diffusers.pipelines, library), name, None)
+    return cls if isinstance(cls, type) else None
+
+
+def networks_of(index: Mapping[str, Any], place: str) -> dict[str, type]:
+    """List the classes of the parts of a pipeline that are networks and have a folder."""
+    entries = {name: entry for name, entry in index.items() if not name.startswith("_")}
+    classes = {name: class_of(entry) for name, entry in entries.items() if is_entry(entry)}
+    return {name: cls for name, cls in classes.items() if is_network(cls) and has_part(place, name)}
+
+
+def is_network(entry: Any) -> TypeGuard[type[nn.Module]]:
+    """Tell whether a value is a class of networks."""
+    return isinstance(entry, type) and issubclass(entry, nn.Module)
+
+
+def has_part(place: str, name: str) -> bool:
+    """Tell whether a folder has a folder for a part; a hub id is taken to be complete."""
+    return not Path(place).exists() or (Path(place) / name).is_dir()

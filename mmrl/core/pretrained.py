@@ -1,0 +1,339 @@
+"""The one door through which models of other libraries come in: networks, tokenizers, processors,
+schedulers, pipelines, configs. Nothing else in mmrl and rewards calls ``from_pretrained`` and its
+kin (``tests/core/test_pretrained.py``).
+
+What is checked: no Python code of a folder runs unless the caller says ``remote_code``, and nothing
+asks at the terminal (``foreign_code.py``); every weight that a model has was in its files, finite
+and with its shape (``complete_weights.py``); a folder that holds an adapter alone is no model
+(``model_folders.py``); a broken file is named (``weight_files.py``). Names that FSDP, DeepSpeed or
+torch.compile put around a model are taken off, with a warning.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmrl.core import complete_weights, weight_files
+from mmrl.core.complete_weights import Loading
+from mmrl.core.errors import UserError
+from mmrl.core.foreign_code import guarded, is_about_code
+from mmrl.core.model_folders import (
+    check_libraries,
+    folder_of,
+    has_part,
+    is_network,
+    networks_of,
+    refuse_adapter,
+)
+
+# what these write while they load is said here in one sentence
+NOISY = ("transformers.modeling_utils", "diffusers.models.modeling_utils")
+ROOT = "model."  # under which trainers hold the model
+OUR_OWN = ("builtins", "mmrl", "rewards")  # whose other errors are no fault of a folder
+
+
+def load_model(
+    entry: Any,
+    path: str | Path,
+    *,
+    subfolder: str = "",
+    remote_code: bool = False,
+    unread: Sequence[str] = (),
+    **options: Any,
+) -> Any:
+    """Load a network by ``entry.from_pretrained``.
+
+    Args:
+        entry: class of transformers or diffusers, or an auto class.
+        path: folder or hub id.
+        subfolder: of the folder, for one part of a pipeline.
+        remote_code: run code of the folder, as the user has said.
+        unread: parts of names of weights that the caller does not use, and that may be missing.
+        options: ``dtype`` and others of ``from_pretrained``.
+
+    Raises:
+        UserError: it cannot be loaded, or not whole.
+    """
+    place = _expanded(path)
+    folder = folder_of(place, subfolder)
+    refuse_adapter(place, folder)
+    if folder is not None and (variant := weight_files.variant_of(folder)):
+        options.setdefault("variant", variant)
+    what = f"{place}/{subfolder}" if subfolder else place
+    if str(entry.__name__).startswith("Auto") or remote_code:
+        options["trust_remote_code"] = remote_code
+    if subfolder:
+        options["subfolder"] = subfolder
+    with _explained(entry, what, folder, remote_code), guarded(remote_code), _quiet():
+        net, info = entry.from_pretrained(
+            place, output_loading_info=True, ignore_mismatched_sizes=True, **options
+        )
+    loading = Loading.of(info, unread)
+    if folder is not None and not loading.is_whole:
+        net, loading = _without_wrappers(net, loading, folder, what)
+    if complaint := complete_weights.complaint(net, loading, what):
+        raise UserError((folder and weight_files.fault_in(folder)) or complaint)
+    _check_finite(net, what, folder)
+    if loading.unexpected:
+        warnings.warn(
+            f"{what}: {type(net).__name__} does not use {len(loading.unexpected)} tensors of its "
+            f"files, such as {complete_weights.listed(loading.unexpected)}",
+            stacklevel=2,
+        )
+    return net
+
+
+def load_processor(
+    entry: Any, path: str | Path, *, subfolder: str = "", remote_code: bool = False, **options: Any
+) -> Any:
+    """Load what has no weights by ``entry.from_pretrained``: a tokenizer, a processor, a config, a
+    scheduler. UserError where it cannot be loaded."""
+    place = _expanded(path)
+    what = f"{place}/{subfolder}" if subfolder else place
+    if not _is_of_diffusers(entry):
+        options["trust_remote_code"] = remote_code
+    if subfolder:
+        options["subfolder"] = subfolder
+    folder = folder_of(place, subfolder)
+    with _explained(entry, what, folder, remote_code), guarded(remote_code), _quiet():
+        return entry.from_pretrained(place, **options)
+
+
+def load_pipeline(
+    cls: Any,
+    path: str | Path,
+    dtype: torch.dtype | dict[str, torch.dtype] | None = None,
+    parts: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Any:
+    """Load a pipeline of diffusers, each of its networks by itself and whole.
+
+    Args:
+        cls: the class of the pipeline.
+        path: folder or hub id.
+        dtype: of its networks, or by their names, with a ``default``.
+        parts: what takes the place of its own parts; None: nothing does.
+        options: of ``from_pretrained``.
+    """
+    place = _expanded(path)
+    index = load_config(cls, place)
+    check_libraries(index, place)
+    loaded = dict(parts or {})
+    common = {key: options[key] for key in ("use_safetensors",) if key in options}
+    for name, network in networks_of(index, place).items():
+        if name not in loaded:
+            loaded[name] = load_model(
+                network, place, subfolder=name, **_typed(dtype, name), **common
+            )
+    if dtype is not None:
+        options["dtype"] = dtype
+    with _explained(cls, place, folder_of(place)), guarded(), _quiet():
+        return cls.from_pretrained(place, **loaded, **options)
+
+
+def load_components(
+    pipe: Any, names: Sequence[str], dtypes: dict[str, torch.dtype] | None = None
+) -> None:
+    """Load parts of a modular pipeline of diffusers, its networks whole."""
+    networks = {}
+    for name in names:
+        spec = pipe.get_component_spec(name)
+        place, subfolder = spec.pretrained_model_name_or_path, spec.subfolder or ""
+        if place and is_network(spec.type_hint) and has_part(place, subfolder):
+            networks[name] = load_model(
+                spec.type_hint, place, subfolder=subfolder, **_typed(dtypes, name)
+            )
+    others = [name for name in names if name not in networks]
+    options = {} if dtypes is None else {"dtype": dtypes}
+    with guarded(), _quiet():
+        pipe.load_components(names=others, use_safetensors=True, **options)
+    pipe.update_components(**networks)
+
+
+def load_config(entry: Any, path: str | Path, subfolder: str = "") -> dict[str, Any]:
+    """Read the config file of a part or pipeline of diffusers."""
+    place = _expanded(path)
+    options = {"subfolder": subfolder} if subfolder else {}
+    with _explained(entry, place, folder_of(place, subfolder)), guarded(), _quiet():
+        config: dict[str, Any] = entry.load_config(place, **options)
+        return config
+
+
+def from_config(entry: Any, config: Any, **options: Any) -> Any:
+    """Make an object by its config, without weights."""
+    with guarded():
+        return entry.from_config(config, **options)
+
+
+def from_tensors(
+    entry: Any, config: Any, tensors: Mapping[str, Tensor], dtype: torch.dtype
+) -> tuple[Any, Loading]:
+    """Make a model of transformers or diffusers of tensors by name, and say which of its weights
+    were among them."""
+    if _is_of_diffusers(entry):
+        net = from_config(entry, config).to(dtype).eval()
+        shapes = {name: value.shape for name, value in net.state_dict().items()}
+        fitting = {n: t for n, t in tensors.items() if shapes.get(n) == t.shape}
+        missing = net.load_state_dict(fitting, strict=False).missing_keys
+        return net, Loading(tuple(missing), tuple(sorted(set(tensors) - set(fitting))))
+    with guarded(), _quiet():
+        net, info = entry.from_pretrained(
+            None,
+            config=config,
+            state_dict=dict(tensors),
+            dtype=dtype,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+    return net, Loading.of(info)
+
+
+def load_open_clip(name: str, tag: str | None, quick_gelu: bool) -> tuple[nn.Module, Any]:
+    """Load a model of open_clip and its tokenizer by the names of ``open_clip.create_model``."""
+    import open_clip
+
+    with guarded(), _quiet(), torch.random.fork_rng(devices=[]):  # weights are drawn, then loaded
+        net: nn.Module = open_clip.create_model(
+            name, tag, force_quick_gelu=quick_gelu, require_pretrained=True, weights_only=True
+        )
+        tokenizer = open_clip.get_tokenizer(name)
+    _check_finite(net, name, None)
+    return net, tokenizer
+
+
+def load_timm(name: str) -> nn.Module:
+    """Load a model of timm with its weights."""
+    import timm
+
+    with guarded(), _quiet(), torch.random.fork_rng(devices=[]):  # weights are drawn, then loaded
+        net: nn.Module = timm.create_model(name, pretrained=True)
+    _check_finite(net, name, None)
+    return net
+
+
+def _expanded(path: str | Path) -> str:
+    text = str(path)
+    return str(Path(text).expanduser()) if text.startswith("~") else text
+
+
+def _typed(dtype: torch.dtype | dict[str, torch.dtype] | None, part: str) -> dict[str, Any]:
+    """Return the option for the type in which a part is loaded."""
+    if isinstance(dtype, dict):
+        dtype = dtype.get(part, dtype.get("default"))
+    return {} if dtype is None else {"dtype": dtype}
+
+
+def _is_of_diffusers(entry: Any) -> bool:
+    return str(entry.__module__).startswith("diffusers.") and not _is_of_transformers(entry)
+
+
+def _is_of_transformers(entry: Any) -> bool:
+    from transformers import PreTrainedModel
+
+    return isinstance(entry, type) and issubclass(entry, PreTrainedModel)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence the tables and bars of the libraries while a model is loaded."""
+    from transformers.utils import logging as of_transformers
+
+    of_transformers.disable_progress_bar()  # a bar for every part of a model would bury ours
+    loggers = [logging.getLogger(name) for name in NOISY]
+    for logger in loggers:  # by a filter: libraries do more where a level is set
+        logger.addFilter(_is_error)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(_is_error)
+
+
+def _is_error(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR
+
+
+@contextmanager
+def _explained(
+    entry: Any, what: str, folder: Path | None, remote_code: bool = False
+) -> Iterator[None]:
+    """Turn what libraries raise where a folder is broken, absent or needs its own code into one
+    sentence."""
+    try:
+        yield
+    except Exception as error:  # the hub, safetensors and tokenizers have types of their own
+        if is_about_code(error) and not remote_code:
+            raise UserError(_about_code(entry, what)) from error
+        if isinstance(error, (UserError, NotImplementedError, AssertionError)):
+            raise
+        if folder is not None and (broken := weight_files.fault_in(folder)):
+            raise UserError(broken) from error
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        raise UserError(
+            f"{what}: {entry.__name__} cannot load it: {reason}; give a local folder, or a hub id "
+            f"that this machine can download (log in with `hf auth login` for gated models)"
+        ) from error
+
+
+def _about_code(entry: Any, what: str) -> str:
+    return (
+        f"{what}: {entry.__name__} would run Python code of this folder, which is not done: take a "
+        f"folder whose classes transformers or diffusers have; a policy that has the option "
+        f"remote_code runs it where that is true (read the code first)"
+    )
+
+
+def _without_wrappers(net: Any, loading: Loading, folder: Path, what: str) -> tuple[Any, Loading]:
+    """Load again without the names that trainers put around a model's, where that makes the model
+    whole; else return what there is."""
+    files = weight_files.files_of(folder, weight_files.variant_of(folder))
+    stored = {
+        name: tensor
+        for file in files
+        if file.is_file()
+        for name, tensor in weight_files.read_tensors(file).items()
+    }
+    plain = {name: complete_weights.unwrapped(name) for name in stored}
+    rootless = {name: text.removeprefix(ROOT) for name, text in plain.items()}
+    dtype = next(net.parameters()).dtype
+    for renamed in (plain, rootless):
+        changed = [name for name, text in renamed.items() if name != text]
+        if not changed:
+            continue
+        tensors = {renamed[name]: tensor for name, tensor in stored.items()}
+        again, retried = from_tensors(type(net), net.config, tensors, dtype)
+        if retried.is_whole:
+            warnings.warn(
+                f"{what} was saved with a wrapper around the model: {changed[0]} and "
+                f"{len(changed) - 1} others were read as {renamed[changed[0]]} and so on",
+                stacklevel=3,
+            )
+            if _is_of_transformers(type(net)):
+                again.config.name_or_path = again.name_or_path = net.config.name_or_path
+                again.generation_config = getattr(net, "generation_config", None)
+            return again, retried
+    return net, loading
+
+
+def _check_finite(net: nn.Module, what: str, folder: Path | None) -> None:
+    """Raise UserError where a weight is NaN or infinite, naming file and tensor."""
+    broken = list(weight_files.not_finite(net.state_dict()))
+    if not broken:
+        return
+    place = None
+    if folder is not None:
+        place = weight_files.first_not_finite(folder, weight_files.variant_of(folder))
+    others = f", as do {len(broken) - 1} other tensors" if len(broken) > 1 else ""
+    raise UserError(
+        f"{place or f'{what}: {broken[0]}'} holds NaN or infinity{others}: the weights diverged "
+        f"before they were saved, or the file is damaged; take an earlier checkpoint, or download "
+        f"it again"
+    )

@@ -1,0 +1,388 @@
+"""The door through which models come in: nothing of a folder runs, nothing is asked, every weight
+was in a file."""
+
+import ast
+import io
+import json
+import shutil
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mmrl.core import pretrained
+from mmrl.core.errors import UserError
+from tests.core.test_imports import FILES, ROOT
+from tests.fixtures import sources, tiny_diffusers, tiny_vlms, vllm_models
+
+DOOR = {"pretrained.py", "weight_files.py", "tensor_files.py"}
+CALLS = set(
+    "from_pretrained from_single_file load_components create_model create_model_and_transforms "
+    "safe_open load_file load_checkpoint get_class_from_dynamic_module load_state_dict_from_url "
+    "load_custom_pretrained".split()
+)
+QWEN = "qwen2_5_vl"
+
+
+def loads(node: ast.AST) -> bool:
+    """Tell whether a call loads a model or tensors by a library."""
+    if not isinstance(node, ast.Call):
+        return False
+    text = ast.unparse(node.func)
+    owner, _, name = text.rpartition(".")
+    if owner == "pretrained" or (name == "create_model" and not owner):
+        return False  # the door itself; pydantic's
+    if name == "from_config":
+        return owner.rpartition(".")[2].startswith("Auto")
+    return name in CALLS or text == "torch.load"
+
+
+def test_what_loads_is_noticed():
+    source = "AutoModel.from_pretrained(x); torch.load(f); load_file(f); AutoModel.from_config(c)"
+    assert sum(map(loads, ast.walk(ast.parse(source)))) == 4
+    assert not any(map(loads, ast.walk(ast.parse("policy.load_state_dict(x); json.load(f)"))))
+
+
+def test_nothing_but_the_door_loads_models_or_tensors():
+    beside = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in FILES
+        if path.parent != ROOT / "mmrl" / "core" or path.name not in DOOR
+        for node in sources.nodes(path)
+        if loads(node)
+    ]
+    assert not beside, "load by mmrl/core/pretrained.py or weight_files.py"
+
+
+CODE = """
+from pathlib import Path
+Path({mark!r}).write_text("ran")
+class Own:
+    pass
+"""
+
+
+def poison(folder: Path, file: str, entries: dict[str, str], **changes: str) -> Path:
+    """Let a config file of a folder name classes of a Python file beside it; returns the file that
+    this code would write."""
+    mark = folder.parent / f"{folder.name}-ran"
+    (folder / "own.py").write_text(CODE.format(mark=str(mark)))
+    config = folder / file
+    content = json.loads(config.read_text()) if config.is_file() else {}
+    entries = {auto: f"own.{name}" for auto, name in entries.items()}
+    config.write_text(json.dumps(content | {"auto_map": entries} | changes))
+    return mark
+
+
+@pytest.fixture
+def yes(monkeypatch):
+    """Answer every question at the terminal with yes; collects what is asked."""
+    asked = []
+    monkeypatch.setattr("builtins.input", lambda text="": asked.append(text) or "y")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 9))
+    return asked
+
+
+def cases():
+    """(file, its auto_map, changes, class of transformers): a folder of transformers in which this
+    file names code."""
+    model = {"AutoConfig": "Own", "AutoModel": "Own", "AutoModelForImageTextToText": "Own"}
+    own = {"model_type": "of_nobody"}
+    yield "config.json", model, own, "AutoModelForImageTextToText"
+    yield "config.json", model, own, "AutoConfig"
+    yield "config.json", model, own, "AutoTokenizer"
+    yield (
+        "processor_config.json",
+        {"AutoProcessor": "Own"},
+        {"processor_class": "Own"},
+        "AutoProcessor",
+    )
+    tokenizer = {"tokenizer_class": "OwnTokenizer"}
+    yield "tokenizer_config.json", {"AutoTokenizer": ["Own", "Own"]}, tokenizer, "AutoTokenizer"
+    images = {"image_processor_type": "Own"}
+    yield "preprocessor_config.json", {"AutoImageProcessor": "Own"}, images, "AutoImageProcessor"
+    yield "preprocessor_config.json", {"AutoProcessor": "Own"}, {}, "AutoProcessor"
+    yield "video_preprocessor_config.json", {"AutoVideoProcessor": "Own"}, {}, "AutoVideoProcessor"
+
+
+@pytest.mark.parametrize(("file", "entries", "changes", "kind"), list(cases()))
+def test_no_code_of_a_folder_runs_and_nothing_is_asked(file, entries, changes, kind, tmp_path, yes):
+    import transformers
+
+    folder = Path(shutil.copytree(tiny_vlms.folder(QWEN), tmp_path / "model"))
+    entries = {auto: name if isinstance(name, str) else "own.Own" for auto, name in entries.items()}
+    mark = poison(folder, file, entries, **changes)
+    if kind == "AutoTokenizer" and file == "tokenizer_config.json":
+        content = json.loads((folder / file).read_text())
+        content["auto_map"] = {"AutoTokenizer": ["own.Own", "own.Own"]}
+        (folder / file).write_text(json.dumps(content))
+    load = pretrained.load_model if "Model" in kind else pretrained.load_processor
+    try:
+        load(getattr(transformers, kind), folder)
+    except UserError as error:
+        assert "would run Python code of this folder" in str(error)
+    # without an error the library has a class of its own for it, which is what was loaded
+    assert not mark.exists() and not yes
+
+
+def test_a_pipeline_whose_index_names_files_of_the_folder_is_refused(tmp_path, yes):
+    from diffusers import StableDiffusionPipeline
+
+    folder = Path(shutil.copytree(tiny_diffusers.folder("sd"), tmp_path / "sd"))
+    index = json.loads((folder / "model_index.json").read_text())
+    mark = tmp_path / "ran"
+    code = CODE.format(mark=str(mark))
+    for place in ("pipeline.py", "unet/own.py"):
+        (folder / place).write_text(code)
+    for changes in ({"_class_name": ["pipeline", "Own"]}, {"unet": ["own", "Own"]}):
+        (folder / "model_index.json").write_text(json.dumps(index | changes))
+        with pytest.raises(UserError, match="code of (a|the) folder"):
+            pretrained.load_pipeline(StableDiffusionPipeline, folder)
+    (folder / "model_index.json").write_text(json.dumps(index))
+    pretrained.load_pipeline(StableDiffusionPipeline, folder)
+    shutil.copy(folder / "pipeline.py", folder / "None.py")  # which diffusers 0.42 looks for
+    with pytest.raises(UserError, match="would run Python code"):
+        pretrained.load_pipeline(StableDiffusionPipeline, folder)
+    config = json.loads((folder / "vae" / "config.json").read_text())
+    shutil.copy(folder / "pipeline.py", folder / "vae" / "own.py")
+    config["auto_map"] = {"AutoModel": "own.Own"}
+    (folder / "vae" / "config.json").write_text(json.dumps(config))
+    from diffusers import AutoModel
+
+    with pytest.raises(UserError, match="would run Python code"):
+        pretrained.load_model(AutoModel, folder / "vae")
+    assert not mark.exists() and not yes
+
+
+def test_a_tokenizer_that_a_folder_of_open_clip_trusts_runs_nothing(tmp_path, yes):
+    """Its config may hand options to transformers, ``trust_remote_code`` among them."""
+    import open_clip
+    from transformers import AutoTokenizer
+
+    folder = Path(shutil.copytree(tiny_vlms.folder(QWEN), tmp_path / "model"))
+    mark = poison(folder, "tokenizer_config.json", {}, tokenizer_class="OwnTokenizer")
+    content = json.loads((folder / "tokenizer_config.json").read_text())
+    content["auto_map"] = {"AutoTokenizer": ["own.Own", "own.Own"]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(content))
+    from mmrl.core.foreign_code import ForeignCode, guarded
+
+    with pytest.raises(ForeignCode), guarded():
+        open_clip.tokenizer.HFTokenizer(str(folder), trust_remote_code=True)
+    with pytest.raises(Exception, match="save_pretrained|attribute|encode|has no|type object"):
+        AutoTokenizer.from_pretrained(folder, trust_remote_code=True)  # a user's own program may
+    assert mark.exists() and not yes
+
+
+def test_trusted_code_runs_but_never_under_safe(tmp_path, monkeypatch):
+    from transformers import AutoConfig
+
+    folder = Path(shutil.copytree(tiny_vlms.folder(QWEN), tmp_path / "model"))
+    mark = poison(folder, "config.json", {"AutoConfig": "Own"}, model_type="of_nobody")
+    monkeypatch.setenv("MMRL_SAFE", "1")
+    with pytest.raises(UserError, match="--safe refuses"):
+        pretrained.load_processor(AutoConfig, folder, remote_code=True)
+    assert not mark.exists()
+    monkeypatch.setenv("MMRL_SAFE", "0")
+    with pytest.raises(UserError, match="cannot load it"):  # the class is an empty one
+        pretrained.load_processor(AutoConfig, folder, remote_code=True)
+    assert mark.exists()
+
+
+def changed(tmp_path, change, part=".", source=None):
+    """Copy a folder with its weights changed."""
+    folder = Path(shutil.copytree(source or tiny_vlms.folder(QWEN), tmp_path / "model"))
+    file = next((folder / part).glob("*.safetensors"))
+    save_file(change(load_file(file)), file, {"format": "pt"})
+    return folder
+
+
+def vlm(folder):
+    from transformers import AutoModelForImageTextToText
+
+    return pretrained.load_model(AutoModelForImageTextToText, folder, dtype=torch.float32)
+
+
+def without(part):
+    return lambda weights: {name: value for name, value in weights.items() if part not in name}
+
+
+def prefixed(name: str) -> str:
+    return "_fsdp_wrapped_module." + name.replace(".mlp.", "._checkpoint_wrapped_module.mlp.")
+
+
+@pytest.mark.parametrize(
+    "rename",
+    [
+        lambda name: f"module.{name}",
+        lambda name: f"_orig_mod.{name}",
+        lambda name: f"module.model.{name}",
+        prefixed,
+    ],
+)
+def test_names_of_wrappers_are_taken_off_and_that_is_said(rename, tmp_path):
+    folder = changed(tmp_path, lambda weights: {rename(n): v for n, v in weights.items()})
+    with pytest.warns(UserWarning, match="saved with a wrapper around the model"):
+        net = vlm(folder)
+    plain = vlm(tiny_vlms.folder(QWEN)).state_dict()
+    assert plain.keys() == net.state_dict().keys()
+    assert all(torch.equal(value, plain[name]) for name, value in net.state_dict().items())
+    assert str(net.config.name_or_path) == str(folder)
+
+
+def test_names_of_wrappers_in_a_network_of_diffusers(tmp_path):
+    from diffusers import UNet2DConditionModel
+
+    change = lambda weights: {f"module.{name}": value for name, value in weights.items()}  # noqa: E731
+    folder = changed(tmp_path, change, "unet", tiny_diffusers.folder("sd"))
+    with pytest.warns(UserWarning, match="wrapper"):
+        net = pretrained.load_model(UNet2DConditionModel, folder, subfolder="unet")
+    plain = UNet2DConditionModel.from_pretrained(tiny_diffusers.folder("sd"), subfolder="unet")
+    assert all(torch.equal(net.state_dict()[n], v) for n, v in plain.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (without("layers.1.mlp"), "3 of the .* missing, such as .*mlp.*; download the folder"),
+        (without("visual.blocks"), "are missing, such as .*visual"),
+        (without("lm_head"), "1 of the .* missing, such as lm_head.weight"),
+        (lambda w: {n.replace("self_attn", "attention"): v for n, v in w.items()}, "names that"),
+        (lambda w: {n: v[:2].clone() for n, v in w.items()}, "have another shape"),
+        (lambda w: w | {"model.layers.0.mlp.up_proj.bias": torch.zeros(3)}, "do not use, so it"),
+        (lambda w: w | {n: v / 0 for n, v in w.items() if "norm" in n}, "norm.* NaN or infinity"),
+    ],
+)
+def test_a_model_that_is_not_whole_is_refused(change, sentence, tmp_path):
+    with pytest.raises(UserError, match=sentence):
+        vlm(changed(tmp_path, change))
+
+
+def test_a_head_that_the_model_has_not_is_mentioned(tmp_path):
+    folder = changed(tmp_path, lambda weights: weights | {"v_head.weight": torch.zeros(1)})
+    with pytest.warns(UserWarning, match="does not use 1 tensors of its files, such as v_head"):
+        vlm(folder)
+
+
+def test_tied_weights_may_be_absent(tmp_path):
+    from transformers import AutoModelForImageTextToText
+
+    with warnings.catch_warnings(action="error"):
+        pretrained.load_model(AutoModelForImageTextToText, vllm_models.folder("tied_qwen2_5_vl"))
+
+
+@pytest.mark.parametrize("part", ["unet", "vae", "text_encoder"])
+def test_every_network_of_a_pipeline_must_be_whole(part, tmp_path):
+    from diffusers import StableDiffusionPipeline
+
+    gone = "q_proj" if part == "text_encoder" else "conv_in"
+    folder = changed(tmp_path, without(gone), part, tiny_diffusers.folder("sd"))
+    with pytest.raises(UserError, match=f"{part}: .* missing, such as .*{gone}"):
+        pretrained.load_pipeline(StableDiffusionPipeline, folder)
+
+
+def test_a_network_saved_with_its_lora_is_named_so(tmp_path):
+    from diffusers import UNet2DConditionModel
+    from peft import LoraConfig
+
+    net = UNet2DConditionModel.from_pretrained(tiny_diffusers.folder("sd"), subfolder="unet")
+    net.add_adapter(LoraConfig(r=2, target_modules=["to_q"]))
+    net.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="saved with a LoRA loaded"):
+        pretrained.load_model(UNet2DConditionModel, tmp_path)
+
+
+def cut(file):
+    file.write_bytes(file.read_bytes()[:-1000])
+
+
+def pointer(file):
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 123\n")
+
+
+@pytest.mark.parametrize(
+    ("breaks", "sentence"),
+    [
+        (cut, r"model.safetensors is cut short: it has [\d,]+ bytes of [\d,]+"),
+        (pointer, "model.safetensors is a Git LFS pointer"),
+        (lambda file: file.write_bytes(b""), "model.safetensors is empty"),
+        (lambda file: save_file({}, file, {"format": "pt"}), "holds no tensors"),
+        (lambda file: file.write_bytes(b"\xff" * 99), "cut short, or no safetensors file"),
+        (lambda file: file.unlink(), "no file named model.safetensors"),
+    ],
+)
+def test_a_broken_file_is_named(breaks, sentence, tmp_path):
+    folder = Path(shutil.copytree(tiny_vlms.folder(QWEN), tmp_path / "model"))
+    breaks(folder / "model.safetensors")
+    with pytest.raises(UserError, match=sentence):
+        vlm(folder)
+
+
+@pytest.mark.parametrize("breaks", [cut, pointer])
+def test_a_broken_file_of_torch_is_named(breaks, tmp_path):
+    folder = Path(shutil.copytree(tiny_vlms.folder(QWEN), tmp_path / "model"))
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    breaks(folder / "pytorch_model.bin")
+    with pytest.raises(UserError, match="pytorch_model.bin is (cut short|a Git LFS pointer)"):
+        vlm(folder)
+
+
+def test_an_absent_and_an_empty_shard_are_named(tmp_path):
+    folder = Path(shutil.copytree(tiny_vlms.folder(QWEN), tmp_path / "model"))
+    net = vlm(folder)
+    (folder / "model.safetensors").unlink()
+    net.save_pretrained(folder, max_shard_size="50KB")
+    shards = sorted(folder.glob("model-*.safetensors"))
+    shards[0].rename(folder / "elsewhere")
+    with pytest.raises(UserError, match=f"lacks 1 of its {len(shards)} files.*{shards[0].name}"):
+        vlm(folder)
+    shards[0].write_bytes(b"")
+    with pytest.raises(UserError, match=f"{shards[0].name} is empty"):
+        vlm(folder)
+
+
+def test_a_tokenizer_that_is_a_pointer_is_named(tmp_path):
+    from transformers import AutoTokenizer
+
+    folder = Path(shutil.copytree(tiny_vlms.folder(QWEN), tmp_path / "model"))
+    pointer(folder / "tokenizer.json")
+    with pytest.raises(UserError, match="tokenizer.json is a Git LFS pointer"):
+        pretrained.load_processor(AutoTokenizer, folder)
+
+
+def test_an_adapter_is_no_model(tmp_path):
+    base = {"base_model_name_or_path": "somebody/base"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(base))
+    with pytest.raises(UserError, match=r"adapter on somebody/base.*path: somebody/base.*`start: "):
+        vlm(tmp_path)
+
+
+def test_the_only_variant_of_a_folder_is_read(tmp_path):
+    from diffusers import UNet2DConditionModel
+
+    source = Path(shutil.copytree(tiny_diffusers.folder("sd"), tmp_path / "sd")) / "unet"
+    file = next(source.glob("*.safetensors"))
+    half = {name: value.half() for name, value in load_file(file).items()}
+    save_file(half, file.with_name(f"{file.stem}.fp16.safetensors"), {"format": "pt"})
+    file.unlink()
+    net = pretrained.load_model(UNet2DConditionModel, source, dtype=torch.float16)
+    assert all(torch.equal(net.state_dict()[name], value) for name, value in half.items())
+
+
+def test_the_home_folder_is_understood(tmp_path, monkeypatch):
+    shutil.copytree(tiny_vlms.folder(QWEN), tmp_path / "model")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert vlm("~/model") is not None
+
+
+def test_pickled_objects_are_not_read(tmp_path):
+    from mmrl.core.weight_files import read_tensors
+
+    torch.save(torch.nn.Linear(1, 1), tmp_path / "module.pt")
+    with pytest.raises(UserError, match="could run code"):
+        read_tensors(tmp_path / "module.pt")
+    torch.save({"state_dict": {"a": torch.ones(1), "epoch": 3}}, tmp_path / "state.pt")
+    assert read_tensors(tmp_path / "state.pt") == {"a": torch.ones(1)}
