@@ -16,9 +16,10 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from mmrl.core import pretrained
 from mmrl.core.errors import UserError
 from mmrl.core.hub import check_repository
+from mmrl.core.pretrained import load_model as load_network
+from mmrl.core.pretrained import load_processor as load_without_weights
 from mmrl.core.registry import locate
 from rewards._clip import pick_device
 from rewards._media import to_uint8
@@ -62,9 +63,7 @@ def load_class(
     if model is None:
         try:
             with torch.random.fork_rng(devices=[]):  # missing weights are drawn
-                model = pretrained.load_model(
-                    entry, place, dtype=getattr(torch, dtype), unread=unread
-                )
+                model = load_network(entry, place, dtype=getattr(torch, dtype), unread=unread)
         except UserError as error:
             raise UserError(missing(entry.__name__, place, error)) from error
         model = model.eval().requires_grad_(False).to(where)
@@ -79,7 +78,7 @@ def load_processor(kind: str, path: str, **options: Any) -> Any:
 
     place = place_of(path)
     try:
-        return pretrained.load_processor(getattr(transformers, kind), place, **options)
+        return load_without_weights(getattr(transformers, kind), place, **options)
     except UserError as error:
         raise UserError(missing(kind, place, error)) from error
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmrl.core import pretrained
 from mmrl.core.errors import UserError
+from mmrl.core.pretrained import from_tensors
 from rewards._clip import pick_device
 from rewards._hf import Precision, load_processor
 
@@ -112,7 +112,7 @@ def load_backbone(tensors: dict[str, Tensor], base: str, dtype: Precision) -> nn
     config = load_processor("Qwen2VLConfig", base)
     config.text_config.vocab_size = tensors["language_model.embed_tokens.weight"].shape[0]
     model: nn.Module
-    model, loading = pretrained.from_tensors(Qwen2VLModel, config, tensors, getattr(torch, dtype))
+    model, loading = from_tensors(Qwen2VLModel, config, tensors, getattr(torch, dtype))
     if not loading.is_whole:
         raise KeyError((*loading.missing, *loading.misshapen)[0])
     return model

@@ -10,8 +10,8 @@ import torch.nn.functional as nnf
 from annotated_types import Ge, Interval
 from torch import Tensor, nn
 
-from mmrl.core import pretrained
 from mmrl.core.errors import UserError
+from mmrl.core.pretrained import load_timm as load_timm_model
 from mmrl.core.registry import REWARDS
 from mmrl.core.types import Prompt
 from rewards._clip import pick_device
@@ -165,7 +165,7 @@ def load_timm(path: str, device: str | torch.device, dtype: Precision) -> nn.Mod
     place = place_of(path)
     source = "local-dir" if Path(place).is_dir() else "hf-hub"
     try:
-        model = pretrained.load_timm(f"{source}:{place}")
+        model = load_timm_model(f"{source}:{place}")
     except Exception as error:  # timm, the hub and safetensors have a dozen types for it
         raise UserError(missing("model of timm", place, error)) from error
     module: nn.Module = model.eval().requires_grad_(False)

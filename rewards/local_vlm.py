@@ -11,9 +11,9 @@ import torch
 from annotated_types import Ge
 from torch import Tensor
 
-from mmrl.core import pretrained
 from mmrl.core.errors import UserError
 from mmrl.core.hub import check_model
+from mmrl.core.pretrained import load_model, load_processor
 from mmrl.core.registry import JUDGES
 from rewards._ask import AGAIN, Question, Unreadable, Usage, _plain
 from rewards._locks import lock_of
@@ -247,10 +247,8 @@ def load(path: str, dtype: str, device: str) -> tuple[Any, Any]:
 
     check_model(path)
     try:
-        processor = pretrained.load_processor(AutoProcessor, path)
-        model = pretrained.load_model(
-            AutoModelForImageTextToText, path, dtype=getattr(torch, dtype)
-        )
+        processor = load_processor(AutoProcessor, path)
+        model = load_model(AutoModelForImageTextToText, path, dtype=getattr(torch, dtype))
     except UserError as error:
         raise UserError(f"cannot load the judge {path!r}: {error}") from error
     if not getattr(processor, "chat_template", None):

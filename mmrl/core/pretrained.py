@@ -151,10 +151,10 @@ def load_components(
             networks[name] = load_model(
                 spec.type_hint, place, subfolder=subfolder, **_typed(dtypes, name)
             )
-    others = [name for name in names if name not in networks]
+    rest = [name for name in names if name not in networks]
     options = {} if dtypes is None else {"dtype": dtypes}
     with guarded(), _quiet():
-        pipe.load_components(names=others, use_safetensors=True, **options)
+        pipe.load_components(names=rest, use_safetensors=True, **options)
     pipe.update_components(**networks)
 
 
@@ -331,9 +331,9 @@ def _check_finite(net: nn.Module, what: str, folder: Path | None) -> None:
     place = None
     if folder is not None:
         place = weight_files.first_not_finite(folder, weight_files.variant_of(folder))
-    others = f", as do {len(broken) - 1} other tensors" if len(broken) > 1 else ""
+    further = f", as do {len(broken) - 1} other tensors" if len(broken) > 1 else ""
     raise UserError(
-        f"{place or f'{what}: {broken[0]}'} holds NaN or infinity{others}: the weights diverged "
+        f"{place or f'{what}: {broken[0]}'} holds NaN or infinity{further}: the weights diverged "
         f"before they were saved, or the file is damaged; take an earlier checkpoint, or download "
         f"it again"
     )

@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from annotated_types import Ge, Lt
 
-from mmrl.core import pretrained
 from mmrl.core.hub import check_model
+from mmrl.core.pretrained import load_model, load_processor
 from mmrl.core.registry import REWARDS
 from mmrl.core.types import Prompt
 from rewards._hf import POOLER
@@ -336,8 +336,8 @@ class _Encoder:
         from transformers import AutoModel, AutoTokenizer
 
         check_model(path)
-        self.tokenizer = pretrained.load_processor(AutoTokenizer, path)
-        model = pretrained.load_model(AutoModel, path, unread=POOLER, use_safetensors=True)
+        self.tokenizer = load_processor(AutoTokenizer, path)
+        model = load_model(AutoModel, path, unread=POOLER, use_safetensors=True)
         self.model = model.to(device).eval()
         self.device = device
 
