@@ -21,14 +21,19 @@ from torch import Tensor
 from samplers.processes import Diffusion, Flow, Number, Process, TrigFlow, per_row
 
 
-def flow_sde(x: Tensor, v: Tensor, t: Number, s: Number, eta: Number) -> tuple[Tensor, Tensor]:
+def flow_sde(
+    x: Tensor, v: Tensor, t: Number, s: Number, eta: Number, second: Number | None = None
+) -> tuple[Tensor, Tensor]:
     """Adds Flow-GRPO's noise, eta sqrt(t / (1 - t)): less of it the closer to the data.
 
-    Liu et al. 2025, "Flow-GRPO", eq. 9. The noise is infinite at t = 1; there t / (1 - s) stands
-    in, as published, which makes the injected std of a first step exactly eta.
+    Liu et al. 2025, "Flow-GRPO", eq. 9. The noise is infinite at t = 1; in the first step t / (1 -
+    s) stands in, as published, which makes the injected std of a step from 1 exactly eta. The first
+    step begins above ``second``, the grid's second time, be it at 1 or by rounding or a shift just
+    below; None: at 1.
     """
     x, v, t, s, eta = _align(x, v, t, s, eta)
-    variance = eta**2 * t / (1 - torch.where(t < 1, t, s))
+    first = t >= 1 if second is None else t > per_row(second, x)
+    variance = eta**2 * t / (1 - torch.where(first, s, t))
     return _euler_maruyama(x, v, t, s, variance)
 
 
@@ -47,14 +52,16 @@ def wan_sde(x: Tensor, v: Tensor, t: Number, s: Number, eta: Number) -> tuple[Te
     return _euler_maruyama(x, v, t, s, (eta * t) ** 2)
 
 
-def memoryless(x: Tensor, v: Tensor, t: Number, s: Number, eta: Number) -> tuple[Tensor, Tensor]:
+def memoryless(
+    x: Tensor, v: Tensor, t: Number, s: Number, eta: Number, second: Number | None = None
+) -> tuple[Tensor, Tensor]:
     """Adds noise eta sqrt(2 t / (1 - t)): at eta = 1 the end of a path forgets its beginning.
 
     Domingo-Enrich et al. 2025, "Adjoint Matching", section 4.3: only so does fine-tuning tilt the
-    model's distribution by the reward without a bias from the initial noise. At t = 1 as in
-    ``flow_sde``.
+    model's distribution by the reward without a bias from the initial noise. The first step is as
+    in ``flow_sde``.
     """
-    return flow_sde(x, v, t, s, torch.as_tensor(eta) * math.sqrt(2))
+    return flow_sde(x, v, t, s, torch.as_tensor(eta) * math.sqrt(2), second)
 
 
 def cps(x: Tensor, v: Tensor, t: Number, s: Number, eta: Number) -> tuple[Tensor, Tensor]:
@@ -125,6 +132,9 @@ def consistency(
     return alpha_s * clean + sigma_s * (1 - eta**2).clamp_min(0).sqrt() * noise, sigma_s * eta
 
 
+# whose first step depends on the grid's second time
+for _kernel in (flow_sde, memoryless):
+    vars(_kernel)["first_step"] = True
 # the processes a kernel is for; those without this are for flows
 vars(ddim)["process"] = Diffusion
 vars(consistency)["process"] = (Flow, Diffusion, TrigFlow)

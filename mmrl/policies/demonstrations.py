@@ -18,14 +18,22 @@ def framed(picture: Tensor, size: tuple[int, int] | None) -> Tensor:
     it to that; None leaves it alone."""
     if size is None or tuple(picture.shape[-2:]) == tuple(size):
         return picture
-    height, width = picture.shape[-2:]
-    scale = max(size[0] / height, size[1] / width)
-    cut = [min(side, round(want / scale)) for side, want in zip((height, width), size, strict=True)]
-    top, left = (height - cut[0]) // 2, (width - cut[1]) // 2
+    (top, left), cut, _ = middle_of(picture, size)
     middle = picture[..., top : top + cut[0], left : left + cut[1]]
     frames = middle.reshape(-1, *middle.shape[-3:])
     scaled = F.interpolate(frames, size=tuple(size), mode="bicubic", antialias=True)
     return scaled.clamp(0, 1).view(*picture.shape[:-2], *size)
+
+
+def middle_of(
+    picture: Tensor, size: tuple[int, int]
+) -> tuple[tuple[int, int], tuple[int, int], float]:
+    """Return what ``framed`` cuts out of a picture [..., H, W]: corner (top, left) and (height,
+    width), and by how much that is enlarged."""
+    sides = picture.shape[-2:]
+    scale = max(want / side for side, want in zip(sides, size, strict=True))
+    height, width = (min(s, round(want / scale)) for s, want in zip(sides, size, strict=True))
+    return ((sides[0] - height) // 2, (sides[1] - width) // 2), (height, width), scale
 
 
 def timed(video: Tensor, frames: int | None) -> Tensor:

@@ -2,6 +2,7 @@
 dtypes."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from samplers.kernels import (
     wan_sde,
 )
 from samplers.processes import Consistent, Diffusion, Flow, TrigFlow, noised
+from samplers.schedules import shift_time
 from samplers.solvers import ddim as ddim_solver
 from samplers.solvers import dpm
 
@@ -559,3 +561,41 @@ def test_trigflow_takes_the_steps_of_diffusers_scheduler(monkeypatch):
     torch.testing.assert_close(process.noise(state, target, s), noise, atol=1e-12, rtol=0)
     moved = process.clean(state, target + 1, s) - x
     torch.testing.assert_close(moved.abs(), process.gain(s, x).expand_as(moved))
+
+
+def ends(first):
+    """Grids of 4 and 20 steps whose first time is this one, evenly and shifted."""
+    for steps, shift in ((4, 1.0), (4, 12.0), (20, 3.0)):
+        times = shift_time(torch.linspace(1, 0, steps + 1, dtype=torch.float64), shift)
+        times[0] = first
+        yield times
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("first", [1.0, 0.9999999, 0.99999, 0.99967])
+@pytest.mark.parametrize("name", FLOWS)
+def test_a_path_keeps_its_size_in_its_first_and_last_step(name, first, dtype):
+    """Data and noise are standard normal, so that states of a flow are sqrt(t^2 + (1 - t)^2)
+    large, between 0.7 and 1, and the perfect velocity is known."""
+    for times in ends(first):
+        kernel = KERNELS[name]
+        if hasattr(kernel, "first_step"):
+            kernel = partial(kernel, second=times[1])
+        # one coarse step of Euler to the data is less exact, whatever the sampler
+        for (t, s), (low, high) in ((times[:2], (0.7, 1.2)), (times[-2:], (0.2, 2.5))):
+            size = (t**2 + (1 - t) ** 2).sqrt()
+            x = size.to(dtype).view(1, 1)
+            v = (x * (t - (1 - t)) / size**2).to(dtype)
+            mean, std = kernel(x, v, t, s, 0.7)
+            after = (mean**2 + std**2).sqrt()
+            assert low < float(after) < high, (float(t), after)
+
+
+def test_the_first_step_of_a_grid_is_the_published_one_however_it_begins():
+    for first in (1.0, 0.9997):
+        _, std = flow_sde(X, V, first, 0.75, 0.7, 0.75)
+        near(std, [0.7 * math.sqrt(first / 0.25 * (first - 0.75))] * 2)
+    # no step behind it is another
+    for kernel in (flow_sde, memoryless):
+        for mine, bare in zip(kernel(X, V, 0.75, 0.5, 0.7, 0.75), kernel(X, V, 0.75, 0.5, 0.7)):
+            assert torch.equal(mine, bare)

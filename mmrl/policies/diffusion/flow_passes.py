@@ -91,6 +91,15 @@ class FlowPasses(Policy):
         bound: Kernel = partial(kernel, process=self.process) if takes_process else kernel
         return bound
 
+    def _on_grid(self, kernel: Kernel, times: Tensor) -> Kernel:
+        """Bind the second of the times [K + 1] to a kernel whose first step depends on it."""
+        plain = getattr(kernel, "func", kernel)
+        if not hasattr(plain, "first_step"):
+            return kernel
+        first = {"second": float(times[1].to(self.dtype))}
+        bound: Kernel = partial(kernel, **first)
+        return bound
+
     @property
     def summed_dimensions(self) -> int:
         return math.prod(self.shape) if self.logprob_reduction == "sum" else 1

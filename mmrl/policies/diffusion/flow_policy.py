@@ -151,7 +151,7 @@ class FlowPolicy(FlowPasses):
         self.offload_trajectory = offload_trajectory
         self.dist_type = Score if logprob_type == "square" else Gaussian
         warn_of_mismatch(logprob_guidance, guidance_scale)
-        self.sde_type = self._for_process(sde_type)
+        self.sde_type = self._on_grid(self._for_process(sde_type), self.times)
         self.guidance_scale = guidance_scale
         self.logprob_guidance = logprob_guidance
         self.same_initial_noise = same_initial_noise

@@ -24,6 +24,7 @@ from mmrl.policies.diffusion import (
     context_parallel,
     diffusers_folder,
     few_step,
+    schedulers,
 )
 from mmrl.policies.diffusion.attention_backends import Attention, AttentionChoice
 from mmrl.policies.diffusion.flow_policy import FlowPolicy, Grid, Storage
@@ -31,7 +32,6 @@ from mmrl.policies.diffusion.text_encoding import Placement, PromptCache, texts_
 from mmrl.policies.quantization import Quantization, check_quantization, quantize
 from samplers.batching import attempts, chunks
 from samplers.processes import Flow, Process
-from samplers.schedules import dynamic, flow_match_euler, shifted
 
 
 class FolderPolicy(FlowPolicy):
@@ -90,6 +90,11 @@ class FolderPolicy(FlowPolicy):
             net.config,
             self.load_part(self.autoencoder, "vae").requires_grad_(False).eval(),
         )
+        if self.vae.config.get("scaling_factor", 1) is None:
+            raise UserError(
+                f"{self.place}/vae/config.json: scaling_factor is null, so latents have no scale; "
+                "write the number that the network was trained with"
+            )
         self.decode_in_parts(vae_tiling, vae_slicing)
         self.size = (size, size) if isinstance(size, int) else (size[0], size[1])
         self.media_size = self.size
@@ -97,7 +102,9 @@ class FolderPolicy(FlowPolicy):
         self.texts = PromptCache(
             self.load_texts, self.encode_texts, text_encoder_placement, text_cache
         )
-        super().__init__(net, timestep_schedule=timestep_schedule or self.own_grid(), **options)
+        folder_grid = self.own_grid()  # read, and refused, whatever times are asked for
+        super().__init__(net, timestep_schedule=timestep_schedule or folder_grid, **options)
+        self.notes = schedulers.notes(self.place, self.process)
         self.quicken(attention, compile)
 
     def quicken(self, attention: Attention = "auto", compile: bool | str = False) -> None:
@@ -156,8 +163,13 @@ class FolderPolicy(FlowPolicy):
         return Flow()
 
     def own_grid(self) -> Grid:
-        """Return the time grid of the folder's scheduler."""
-        return scheduler_grid(self.place, self.tokens())
+        """Return the time grid that the folder's pipeline sets."""
+        few = self.scheduler_class in few_step.BY_CLASS.values()
+        return schedulers.flow_grid(schedulers.flow(self.place, few), self.handed)
+
+    def handed(self, steps: int, config: Any) -> dict[str, Any]:
+        """Return what the pipeline hands to ``set_timesteps`` of the scheduler of a flow."""
+        return {"num_inference_steps": steps}
 
     def tokens(self) -> int:
         """Count the tokens the network sees of one sample, by which a scheduler may shift its
@@ -270,39 +282,6 @@ class FolderPolicy(FlowPolicy):
 def vae_factor(vae: Any) -> int:
     """Return the pixels along a side for one latent of AutoencoderKL."""
     return 1 << (len(vae.config.block_out_channels) - 1)
-
-
-def scheduler_grid(place: str, tokens: int, smallest: float | None = None) -> Grid:
-    """Return the time grid of a FlowMatchEulerDiscreteScheduler: a fixed shift, or one that depends
-    on the number of tokens.
-
-    ``smallest``: the last time above 0 before the shift, where the pipeline sets it, to 1 / steps;
-    None: the scheduler's own 1 / train steps, which a fixed shift shifts twice.
-    """
-    from diffusers import FlowMatchEulerDiscreteScheduler
-
-    config = diffusers_folder.load_part(FlowMatchEulerDiscreteScheduler, place, "scheduler").config
-    if not config.use_dynamic_shifting and smallest is not None:
-        return partial(shifted, shift=config.shift)
-    if not config.use_dynamic_shifting:
-        return partial(flow_match_euler, shift=config.shift, train_steps=config.num_train_timesteps)
-    names = {"base_tokens": "base_image_seq_len", "max_tokens": "max_image_seq_len"}
-    ends = {ours: config[theirs] for ours, theirs in names.items()}
-    shifts = {
-        "base_shift": config.base_shift,
-        "max_shift": config.max_shift,
-        "time_shift": config.time_shift_type,
-    }
-    smallest = 1 / config.num_train_timesteps if smallest is None else smallest
-    return partial(
-        dynamic, tokens=tokens, smallest=smallest, terminal=config.shift_terminal, **ends, **shifts
-    )
-
-
-def stepwise_grid(place: str, tokens: int) -> Grid:
-    """Return the time grid of pipelines which pass the times 1 ... 1 / steps to the scheduler:
-    FLUX, Qwen-Image, Z-Image, LTX."""
-    return lambda steps: scheduler_grid(place, tokens, smallest=1 / steps)(steps)
 
 
 def padded(text: Tensor, mask: Tensor | None, length: int) -> dict[str, Tensor]:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -47,6 +48,15 @@ def shifted(time: Number, ratio: float) -> Tensor:
     return torch.where(time < 1, ratio * time / (1 + (ratio - 1) * time), time)
 
 
+def on_times(kernel: Kernel, ratio: float) -> Kernel:
+    """Return a kernel that is bound to a grid's second time for the times of a state."""
+    bound: dict[str, Any] = getattr(kernel, "keywords", {})
+    if "second" not in bound:
+        return kernel
+    shifted_kernel: Kernel = partial(kernel, second=shifted(bound["second"], ratio))  # type: ignore[call-arg]
+    return shifted_kernel
+
+
 @dataclass(frozen=True)
 class ByState:
     """Cuts joined states [B, D] into those of these sizes, each of which is at its own time."""
@@ -61,7 +71,7 @@ class ByState:
             if x.shape[1:] != (sum(self.sizes),):
                 return kernel(x, v, t, s, eta)  # of the times alone
             parts = [
-                kernel(xs, vs, shifted(t, ratio), shifted(s, ratio), eta)
+                on_times(kernel, ratio)(xs, vs, shifted(t, ratio), shifted(s, ratio), eta)
                 for xs, vs, ratio in zip(*self._cut(x, v), self.ratios, strict=True)
             ]
             means = [mean for mean, _ in parts]

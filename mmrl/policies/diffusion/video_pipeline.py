@@ -12,7 +12,6 @@ from torch import Tensor
 
 from mmrl.core.errors import UserError
 from mmrl.core.types import Rollout
-from mmrl.policies.diffusion.flow_policy import Grid
 from mmrl.policies.diffusion.pipeline_policy import FolderPolicy
 
 
@@ -52,22 +51,6 @@ class VideoFolderPolicy(FolderPolicy):
     def decode(self, rollout: Rollout) -> Tensor:
         """Decode to videos [B, F, 3, H, W] in 0..1."""
         return super().decode(rollout).transpose(1, 2)
-
-
-def own_sigmas(scheduler: Any) -> Grid:
-    """Return the flow times of any of diffusers' schedulers that keeps them as ``sigmas``: UniPC,
-    DPM-Solver, Euler.
-
-    They begin at exactly 1: solvers in log(alpha / sigma) begin a little below, where ``flow_sde``
-    has far too much noise.
-    """
-
-    def grid(steps: int) -> Tensor:
-        scheduler.set_timesteps(steps)
-        times = torch.as_tensor(scheduler.sigmas, dtype=torch.float64)
-        return torch.cat([times.new_ones(1), times[1:-1], times.new_zeros(1)])
-
-    return grid
 
 
 def standardised(vae: Any, latents: Tensor) -> tuple[Tensor, Tensor]:

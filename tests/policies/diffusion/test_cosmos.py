@@ -152,7 +152,7 @@ def test_a_folder_with_edms_euler_is_scored_by_the_data_that_it_predicts(guidanc
     time = point.time[:, None, None, None]
     velocity = (point.state - predicted[0]) / time  # y = (1 - t) x_0 + t e, so e - x_0
     times = [point.time, point.transition.next_time, point.transition.noise_level]
-    mean, std = flow_sde(point.state, velocity, *times)
+    mean, std = flow_sde(point.state, velocity, *times, second=times[1])  # the first step
     logprob = Normal(mean, std).log_prob(point.target).flatten(1).sum(1)
     torch.testing.assert_close(rollout.logprob[:, 0], logprob, atol=5e-3, rtol=1e-5)
     metrics = trainer_of(make("sd-edm", lora=2, guidance_scale=guidance, check=True)).iterate()
@@ -181,7 +181,7 @@ def test_the_log_prob_is_that_of_a_flow_of_what_its_scheduler_is_handed(guidance
     torch.testing.assert_close(first[None], sigma, atol=1e-3, rtol=1e-5)
     velocity = noise - (state - first * noise)  # e - x_0
     times = [point.time, point.transition.next_time, point.transition.noise_level]
-    mean, std = flow_sde(point.state, velocity, *times)
+    mean, std = flow_sde(point.state, velocity, *times, second=times[1])  # the first step
     logprob = Normal(mean, std).log_prob(point.target).flatten(1).sum(1)
     torch.testing.assert_close(rollout.logprob[:, 0], logprob, atol=2e-3, rtol=1e-5)
 

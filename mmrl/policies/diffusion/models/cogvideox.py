@@ -12,9 +12,8 @@ from torch import Tensor
 from mmrl.core.host import sent
 from mmrl.core.registry import KERNELS, POLICIES
 from mmrl.core.types import Kernel
-from mmrl.policies.diffusion import diffusers_folder
+from mmrl.policies.diffusion import schedulers
 from mmrl.policies.diffusion.flow_policy import Grid
-from mmrl.policies.diffusion.models.stable_diffusion import discrete_grid, discrete_process
 from mmrl.policies.diffusion.pipeline_policy import vae_factor
 from mmrl.policies.diffusion.video_pipeline import VideoFolderPolicy
 from samplers.kernels import ddim
@@ -78,13 +77,11 @@ class CogVideoX(VideoFolderPolicy):
         return rotary
 
     def trained_process(self) -> Diffusion:
-        from diffusers import CogVideoXDDIMScheduler
-
-        self.scheduler = diffusers_folder.load_part(CogVideoXDDIMScheduler, self.place, "scheduler")
-        return discrete_process(self.scheduler)
+        self.scheduler = schedulers.discrete(self.place, "CogVideoXDDIMScheduler")
+        return schedulers.discrete_process(self.scheduler)
 
     def own_grid(self) -> Grid:
-        return discrete_grid(self.scheduler)
+        return schedulers.discrete_grid(self.scheduler)
 
     def velocity(self, x: Tensor, t: Tensor, cond: dict[str, Any]) -> Tensor:
         rotary = self.rotary and tuple(sent(part, x.device) for part in self.rotary)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from mmrl.core.host import sent
 from mmrl.core.registry import POLICIES
-from mmrl.policies.diffusion.flow_policy import Grid
-from mmrl.policies.diffusion.pipeline_policy import FolderPolicy, stepwise_grid, vae_factor
+from mmrl.policies.diffusion.pipeline_policy import FolderPolicy, vae_factor
+from mmrl.policies.diffusion.schedulers import own_spacing, shift_of, stepwise
 
 
 @POLICIES.register("flux")
@@ -45,8 +45,9 @@ class Flux(FolderPolicy):
     def tokens(self) -> int:
         return self.shape[-2] * self.shape[-1] // 4
 
-    def own_grid(self) -> Grid:
-        return stepwise_grid(self.place, self.tokens())
+    def handed(self, steps: int, config: Any) -> dict[str, Any]:
+        arguments = stepwise(steps, mu=shift_of(self.tokens(), config))
+        return arguments if not config.get("use_flow_sigmas") else own_spacing(steps, arguments)
 
     def velocity(self, x: Tensor, t: Tensor, cond: dict[str, Any]) -> Tensor:
         text, (tokens, positions) = cond["text"], self.network_inputs(x, cond)

@@ -12,10 +12,8 @@ from torch import Tensor
 
 from mmrl.core.host import sent
 from mmrl.core.registry import POLICIES
-from mmrl.policies.diffusion import diffusers_folder
-from mmrl.policies.diffusion.flow_policy import Grid
 from mmrl.policies.diffusion.pipeline_policy import FolderPolicy, vae_factor
-from samplers.schedules import dynamic, shifted
+from mmrl.policies.diffusion.schedulers import own_spacing, stepwise
 
 
 @POLICIES.register("flux2")
@@ -62,21 +60,9 @@ class Flux2(FolderPolicy):
     def tokens(self) -> int:
         return self.shape[-2] * self.shape[-1]
 
-    def own_grid(self) -> Grid:
-        from diffusers import FlowMatchEulerDiscreteScheduler
-
-        config = diffusers_folder.load_part(
-            FlowMatchEulerDiscreteScheduler, self.place, "scheduler"
-        ).config
-
-        def grid(steps: int) -> Tensor:
-            if not config.use_dynamic_shifting:
-                return shifted(steps, shift=config.shift)
-            mu = empirical_mu(self.tokens(), steps)
-            how = config.time_shift_type
-            return dynamic(steps, mu=mu, time_shift=how, terminal=config.shift_terminal)
-
-        return grid
+    def handed(self, steps: int, config: Any) -> dict[str, Any]:
+        arguments = stepwise(steps, mu=empirical_mu(self.tokens(), steps))
+        return arguments if not config.get("use_flow_sigmas") else own_spacing(steps, arguments)
 
     def velocity(self, x: Tensor, t: Tensor, cond: dict[str, Any]) -> Tensor:
         text = self.cast(cond["text"])

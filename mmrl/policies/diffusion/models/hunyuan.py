@@ -12,9 +12,8 @@ from torch import Tensor
 
 from mmrl.core.registry import POLICIES
 from mmrl.core.types import Prompt
-from mmrl.policies.diffusion.flow_policy import Grid
 from mmrl.policies.diffusion.image_to_video import FirstFrame, Picture
-from mmrl.policies.diffusion.pipeline_policy import stepwise_grid
+from mmrl.policies.diffusion.schedulers import stepwise
 from mmrl.policies.diffusion.text_encoding import texts_of
 from mmrl.policies.diffusion.video_pipeline import VideoFolderPolicy
 
@@ -56,8 +55,8 @@ class HunyuanVideo(VideoFolderPolicy):
             *sides,
         )
 
-    def own_grid(self) -> Grid:
-        return stepwise_grid(self.place, self.tokens())
+    def handed(self, steps: int, config: Any) -> dict[str, Any]:
+        return stepwise(steps)
 
     def velocity(self, x: Tensor, t: Tensor, cond: dict[str, Any]) -> Tensor:
         guidance = (

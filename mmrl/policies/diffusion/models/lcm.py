@@ -3,13 +3,10 @@ guidance included."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
-import torch
 from annotated_types import Ge
-from torch import Tensor
 
-from mmrl.core.host import sent
 from mmrl.core.registry import KERNELS, POLICIES, WINDOWS
 from mmrl.core.types import Kernel
 from mmrl.policies.diffusion.flow_policy import Window
@@ -30,6 +27,7 @@ class LCM(SD):
     pipeline = "LatentConsistencyModelPipeline"
     scheduler_class = "LCMScheduler"
     renews = True
+    mended: ClassVar[dict[str, Any]] = {}
 
     def __init__(
         self,
@@ -42,15 +40,11 @@ class LCM(SD):
     ):
         """Extend the options of ``SD``. embedded_guidance: the guidance scale that the network
         takes as an input (``guidance_scale`` is on top of it)."""
-        self.embedded_guidance = embedded_guidance
-        super().__init__(path, steps=steps, sde_type=sde_type, noise_window=noise_window, **options)
-
-    def time_condition(self, x: Tensor) -> Tensor:
-        """Embed the guidance scale, [B, C] sines and cosines, by the pipeline's own function: the
-        angles are large."""
-        from diffusers import LatentConsistencyModelPipeline
-
-        scale = torch.tensor([self.embedded_guidance - 1])
-        wide = self.config.time_cond_proj_dim
-        embedding = LatentConsistencyModelPipeline.get_guidance_scale_embedding(self, scale, wide)
-        return self.cast(sent(embedding, x.device)).expand(len(x), -1)
+        super().__init__(
+            path,
+            steps=steps,
+            sde_type=sde_type,
+            noise_window=noise_window,
+            embedded_guidance=embedded_guidance,
+            **options,
+        )

@@ -10,9 +10,8 @@ from annotated_types import Ge, Gt, Le
 from torch import Tensor
 
 from mmrl.core.registry import POLICIES
-from mmrl.policies.diffusion.flow_policy import Grid
 from mmrl.policies.diffusion.models.wan import Wan
-from mmrl.policies.diffusion.pipeline_policy import stepwise_grid
+from mmrl.policies.diffusion.schedulers import shift_of, stepwise
 from mmrl.policies.diffusion.video_pipeline import VideoFolderPolicy
 
 
@@ -54,8 +53,8 @@ class LTX(VideoFolderPolicy):
         _, frames, height, width = self.shape
         return frames * height * width
 
-    def own_grid(self) -> Grid:
-        return stepwise_grid(self.place, self.tokens())
+    def handed(self, steps: int, config: Any) -> dict[str, Any]:
+        return stepwise(steps, mu=shift_of(self.tokens(), config))
 
     def velocity(self, x: Tensor, t: Tensor, cond: dict[str, Any]) -> Tensor:
         frames, height, width = x.shape[2:]

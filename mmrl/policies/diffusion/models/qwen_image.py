@@ -12,9 +12,9 @@ from annotated_types import Ge
 from torch import Tensor, nn
 
 from mmrl.core.registry import POLICIES
-from mmrl.policies.diffusion.flow_policy import Grid
 from mmrl.policies.diffusion.models.flux import pack, unpack
-from mmrl.policies.diffusion.pipeline_policy import FolderPolicy, padded, stepwise_grid
+from mmrl.policies.diffusion.pipeline_policy import FolderPolicy, padded
+from mmrl.policies.diffusion.schedulers import shift_of, stepwise
 from mmrl.policies.diffusion.video_pipeline import standardised
 
 
@@ -47,8 +47,8 @@ class QwenImage(FolderPolicy):
     def tokens(self) -> int:
         return self.shape[-2] * self.shape[-1] // 4
 
-    def own_grid(self) -> Grid:
-        return stepwise_grid(self.place, self.tokens())
+    def handed(self, steps: int, config: Any) -> dict[str, Any]:
+        return stepwise(steps, mu=shift_of(self.tokens(), config))
 
     def velocity(self, x: Tensor, t: Tensor, cond: dict[str, Any]) -> Tensor:
         tokens, pictures = self.network_inputs(x, cond)

@@ -4,7 +4,6 @@ autoencoder."""
 from __future__ import annotations
 
 import inspect
-from functools import partial
 from typing import Annotated, Any
 
 import torch
@@ -12,10 +11,7 @@ from annotated_types import Ge
 from torch import Tensor
 
 from mmrl.core.registry import POLICIES
-from mmrl.policies.diffusion import diffusers_folder
-from mmrl.policies.diffusion.flow_policy import Grid
-from mmrl.policies.diffusion.pipeline_policy import FolderPolicy, scheduler_grid
-from samplers.schedules import shifted
+from mmrl.policies.diffusion.pipeline_policy import FolderPolicy
 
 
 @POLICIES.register("sana")
@@ -50,18 +46,6 @@ class Sana(FolderPolicy):
             self.latent_side(side, factor * self.config.patch_size, factor) for side in self.size
         )
         return (self.config.in_channels, *sides)
-
-    def own_grid(self) -> Grid:
-        """Return the times of a flow-matching scheduler; folders with a DPM solver keep their
-        shift, from time 1."""
-        from diffusers import DPMSolverMultistepScheduler
-
-        config = diffusers_folder.load_part(
-            DPMSolverMultistepScheduler, self.place, "scheduler"
-        ).config
-        if config.use_flow_sigmas:
-            return partial(shifted, shift=config.flow_shift)
-        return scheduler_grid(self.place, self.tokens())
 
     def velocity(self, x: Tensor, t: Tensor, cond: dict[str, Any]) -> Tensor:
         output: Tensor = self.active()(

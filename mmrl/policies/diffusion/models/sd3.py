@@ -11,6 +11,7 @@ from torch import Tensor
 from mmrl.core.registry import POLICIES
 from mmrl.policies.diffusion import diffusers_folder
 from mmrl.policies.diffusion.pipeline_policy import FolderPolicy, vae_factor
+from mmrl.policies.diffusion.schedulers import shift_of
 
 
 @POLICIES.register("sd3")
@@ -46,6 +47,12 @@ class SD3(FolderPolicy):
             )[0]
         )
         return output
+
+    def handed(self, steps: int, config: Any) -> dict[str, Any]:
+        dynamic = (
+            {"mu": shift_of(self.tokens(), config)} if config.get("use_dynamic_shifting") else {}
+        )
+        return super().handed(steps, config) | dynamic
 
     def without(self) -> tuple[str, ...]:
         return () if self.t5 else ("text_encoder_3", "tokenizer_3")

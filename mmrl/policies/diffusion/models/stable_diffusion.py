@@ -3,17 +3,23 @@ and XL."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar
 
 import torch
+from annotated_types import Ge
 from torch import Tensor
 
 from mmrl.core.errors import UserError
+from mmrl.core.host import sent
 from mmrl.core.registry import KERNELS, POLICIES
-from mmrl.core.types import Kernel
+from mmrl.core.types import Kernel, Prompt, Rollout
+from mmrl.policies.demonstrations import middle_of
+from mmrl.policies.diffusion import schedulers
 from mmrl.policies.diffusion.flow_policy import Grid
 from mmrl.policies.diffusion.pipeline_policy import FolderPolicy, vae_factor
 from samplers.kernels import ddim
+from samplers.noise import Rng
 from samplers.processes import Consistent, Diffusion
 
 
@@ -24,6 +30,7 @@ class UNetPolicy(FolderPolicy):
     network = "UNet2DConditionModel"
     part = "unet"
     scheduler_class = "DDIMScheduler"
+    mended: ClassVar[dict[str, Any]] = {}  # settings of the scheduler that the pipeline changes
     process: Diffusion
     attention = tuple(
         f"{layer}.{name}"
@@ -36,11 +43,25 @@ class UNetPolicy(FolderPolicy):
         path: str,
         sde_type: Annotated[Kernel, KERNELS] = ddim,
         noise_level: float = 1.0,
+        embedded_guidance: Annotated[float, Ge(1)] | None = None,
         **options: Any,
     ):
         """Extend the options of ``FolderPolicy``. noise_level: 1 is ancestral sampling (DDPO), 0
-        DDIM without noise."""
+        DDIM without noise. embedded_guidance: the guidance scale that a distilled network takes as
+        an input (LCM-SDXL), which is the pipeline's guidance_scale; ``guidance_scale`` is on top of
+        it. None: 1, and for networks that take none."""
+        self.embedded_guidance = 1.0 if embedded_guidance is None else embedded_guidance
         super().__init__(path, sde_type=sde_type, noise_level=noise_level, **options)
+        if self.config.time_cond_proj_dim is not None and embedded_guidance is None:
+            self.notes += (
+                "the network takes its guidance scale as an input, which is 1; policy option "
+                "embedded_guidance sets it",
+            )
+        if self.config.time_cond_proj_dim is None and embedded_guidance is not None:
+            raise UserError(
+                f"policy option embedded_guidance: the network of {self.place!r} takes no guidance "
+                "scale (its time_cond_proj_dim is null); leave it out"
+            )
 
     def latent_shape(self) -> tuple[int, ...]:
         factor = vae_factor(self.vae)
@@ -52,22 +73,16 @@ class UNetPolicy(FolderPolicy):
     def trained_process(self) -> Diffusion:
         """Return the process of the folder's scheduler, whose timesteps are taken too, with its
         spacing and offset."""
-        self.scheduler = self.load_part(self.scheduler_class, "scheduler")
-        config = self.scheduler.config
-        if config.clip_sample or config.thresholding:
-            raise UserError(
-                f"the scheduler of {self.place!r} clips samples; set clip_sample and "
-                f"thresholding to false"
-            )
-        known = discrete_process(self.scheduler)
+        self.scheduler = schedulers.discrete(self.place, self.scheduler_class, **self.mended)
+        known = schedulers.discrete_process(self.scheduler)
         if self.scheduler_class != "LCMScheduler":
             return known
         # its last step ends at the data, whatever alpha is there
-        scaling = config.timestep_scaling
+        scaling = self.scheduler.config.timestep_scaling
         return Consistent(known.prediction, known.alphas, scaling=scaling)
 
     def own_grid(self) -> Grid:
-        return discrete_grid(self.scheduler)
+        return schedulers.discrete_grid(self.scheduler)
 
     def velocity(self, x: Tensor, t: Tensor, cond: dict[str, Any]) -> Tensor:
         added = {
@@ -84,25 +99,32 @@ class UNetPolicy(FolderPolicy):
         return output
 
     def time_condition(self, x: Tensor) -> Tensor | None:
-        """Return what the network takes beside the time, [B, C]."""
-        return None
+        """Return what a distilled network takes beside the time: its guidance scale as [B, C] sines
+        and cosines, by the pipeline's own function, as the angles are large."""
+        from diffusers import LatentConsistencyModelPipeline
 
+        wide = self.config.time_cond_proj_dim
+        if wide is None:
+            return None
+        scale = torch.tensor([self.embedded_guidance - 1])
+        embedding = LatentConsistencyModelPipeline.get_guidance_scale_embedding(self, scale, wide)
+        return self.cast(sent(embedding, x.device)).expand(len(x), -1)
 
-def discrete_process(scheduler: Any) -> Diffusion:
-    """Return the process of one of diffusers' DDIM schedulers."""
-    final = float(scheduler.final_alpha_cumprod)
-    return Diffusion(scheduler.config.prediction_type, scheduler.alphas_cumprod.double(), final)
+    def moments(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (mean, std) that latents are standardised by before they are scaled, [1, C, 1, 1];
+        the pipeline reads no shift."""
+        return like.new_zeros(()), like.new_ones(())
 
+    def pixels(self, vae: Any, latents: Tensor) -> Tensor:
+        mean, std = self.moments(latents)
+        pixels: Tensor = vae.decode(latents * std / vae.config.scaling_factor + mean).sample
+        return pixels
 
-def discrete_grid(scheduler: Any) -> Grid:
-    """Return the scheduler's own timesteps as a time grid."""
-
-    def grid(steps: int) -> Tensor:
-        scheduler.set_timesteps(steps)
-        times = (scheduler.timesteps.double() + 1) / len(scheduler.alphas_cumprod)
-        return torch.cat([times, times.new_zeros(1)])
-
-    return grid
+    def latents_of(self, vae: Any, pixels: Tensor) -> Tensor:
+        mode: Tensor = vae.encode(pixels).latent_dist.mode()
+        mean, std = self.moments(mode)
+        latents: Tensor = (mode - mean) * vae.config.scaling_factor / std
+        return latents
 
 
 @POLICIES.register("sd")
@@ -111,6 +133,7 @@ class SD(UNetPolicy):
     StableDiffusionPipeline."""
 
     pipeline = "StableDiffusionPipeline"
+    mended: ClassVar[dict[str, Any]] = {"steps_offset": 1, "clip_sample": False}
 
     def encode_texts(self, pipe: Any, texts: list[str], device: torch.device) -> dict[str, Tensor]:
         text, _ = pipe.encode_prompt(
@@ -141,6 +164,33 @@ class SDXL(UNetPolicy):
         # original size, crop corner, size
         sizes = torch.tensor([[*self.size, 0, 0, *self.size]], dtype=text.dtype)
         return {"text": text, "text_embeds": pooled, "time_ids": sizes.repeat(len(texts), 1)}
+
+    def moments(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        config = self.vae.config
+        mean, std = config.get("latents_mean"), config.get("latents_std")
+        if mean is None or std is None:
+            return super().moments(like)
+        return like.new_tensor(mean).view(1, -1, 1, 1), like.new_tensor(std).view(1, -1, 1, 1)
+
+    def demonstrate(
+        self, prompts: list[Prompt], answers: Sequence[Any], rng: Rng, *, score: bool = True
+    ) -> Rollout:
+        """Learn pictures of others, whose own size and cut the network is given, as in its
+        training."""
+        rollout = super().demonstrate(prompts, answers, rng, score=score)
+        conditions: Tensor = rollout.cond["time_ids"]
+        rows = [
+            row if picture is None else row.new_tensor([*self._origin(picture), *self.size])
+            for row, picture in zip(conditions, answers, strict=True)
+        ]
+        return rollout.replace(cond={**rollout.cond, "time_ids": torch.stack(rows)})
+
+    def _origin(self, picture: Any) -> tuple[int, int, int, int]:
+        """Return height and width of a picture [3, H, W] as it came, and the corner at which it is
+        cut once it has its new scale (diffusers' training scripts)."""
+        pixels = torch.as_tensor(picture)
+        (top, left), _, scale = middle_of(pixels, self.size)
+        return pixels.shape[-2], pixels.shape[-1], round(top * scale), round(left * scale)
 
     def without(self) -> tuple[str, ...]:
         return ("feature_extractor", "image_encoder")

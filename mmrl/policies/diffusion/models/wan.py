@@ -18,8 +18,7 @@ from mmrl.core.registry import POLICIES
 from mmrl.core.sharding import shards
 from mmrl.core.types import Query
 from mmrl.policies.diffusion import diffusers_folder
-from mmrl.policies.diffusion.flow_policy import Grid
-from mmrl.policies.diffusion.video_pipeline import VideoFolderPolicy, own_sigmas, standardised
+from mmrl.policies.diffusion.video_pipeline import VideoFolderPolicy, standardised
 
 
 class Experts(nn.Module):
@@ -146,16 +145,12 @@ class Wan(VideoFolderPolicy):
     def load_network(self) -> Any:
         """Load the network; both experts of a folder that has two."""
         index = diffusers_folder.index(self.place)
-        self.own_scheduler = index["scheduler"][1]
         high = super().load_network()
         self.expand = bool(index.get("expand_timesteps"))
         if index.get("boundary_ratio") is None:
             return high
         low = self.load_part(self.network, "transformer_2", self.compute)
         return Experts(high, low, 1000 * index["boundary_ratio"])
-
-    def own_grid(self) -> Grid:
-        return own_sigmas(self.load_part(self.own_scheduler, "scheduler"))
 
     def velocity(self, x: Tensor, t: Tensor, cond: dict[str, Any]) -> Tensor:
         conditions = {name: self.cast(value) for name, value in self.conditions(cond).items()}

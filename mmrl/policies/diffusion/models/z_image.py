@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from mmrl.core.registry import POLICIES
-from mmrl.policies.diffusion.flow_policy import Grid
-from mmrl.policies.diffusion.pipeline_policy import FolderPolicy, padded, stepwise_grid, vae_factor
+from mmrl.policies.diffusion.pipeline_policy import FolderPolicy, padded, vae_factor
+from mmrl.policies.diffusion.schedulers import shift_of, stepwise
 
 
 @POLICIES.register("z_image")
@@ -47,8 +47,8 @@ class ZImage(FolderPolicy):
     def tokens(self) -> int:
         return self.shape[-2] * self.shape[-1] // 4
 
-    def own_grid(self) -> Grid:
-        return stepwise_grid(self.place, self.tokens())
+    def handed(self, steps: int, config: Any) -> dict[str, Any]:
+        return stepwise(steps, mu=shift_of(self.tokens(), config))
 
     def velocity(self, x: Tensor, t: Tensor, cond: dict[str, Any]) -> Tensor:
         """Compute the velocity by a network that takes lists and the time from noise (0) to data
