@@ -2,13 +2,14 @@
 
 ``rewards._sandbox`` starts this file with ``python -P``, so it imports nothing of ours: a line of
 JSON asks, [name of a function, arguments], a line answers, {"value": ...} or {"error": ...}. It
-ends with its input, and the kernel ends it when a call takes too much of a processor's time, also
-inside C code.
+ends with its input. A call that takes too much of a processor's time is interrupted; inside C code,
+where that is not heard, the kernel ends the process after twice that time.
 """
 
 import base64
 import json
 import logging
+import math
 import os
 import resource
 import signal
@@ -33,12 +34,38 @@ def readable(text: str) -> bool:
     return bool(parsed(text))
 
 
+DIGITS = 4000  # of a power or factorial that is computed
+
+
+def explodes(expression: Any) -> bool:
+    """Tell whether a tree that math-verify has read, and not computed, holds a power or factorial
+    of numbers with more digits than that."""
+    import sympy
+
+    if not isinstance(expression, sympy.Basic) or isinstance(expression, sympy.Atom):
+        return False
+    if any(explodes(part) for part in expression.args):
+        return True
+    if not isinstance(expression, (sympy.Pow, sympy.factorial)) or expression.free_symbols:
+        return False
+    sizes = [abs(complex(part)) for part in expression.args]
+    base = max(sizes[0], 1 / sizes[0]) if sizes[0] else 1.0
+    count = sizes[1] if isinstance(expression, sympy.Pow) else sizes[0]
+    return not count * math.log10(max(base, 1.0)) <= DIGITS
+
+
 def equal(right: str, answer: str) -> bool | None:
-    """Tell whether two formulas are equal as mathematics; None if the second cannot be read."""
+    """Tell whether two formulas are equal as mathematics; None if the second cannot be read, or has
+    powers that explode."""
     from math_verify import verify
 
     expressions = parsed(answer)
     if not expressions:
+        return None
+    try:
+        if any(explodes(expression) for expression in expressions):
+            return None
+    except (OverflowError, TypeError, ValueError):  # what is too large to be a float
         return None
     return bool(verify(list(parsed(right)), list(expressions), timeout_seconds=None))
 
@@ -120,21 +147,38 @@ def main(warm: str, seconds: float, memory: int) -> None:
     with os.fdopen(answers, "w", encoding="ascii") as stream:
         stream.write(json.dumps(asked([warm, WARM_UP[warm]])) + "\n")
         stream.flush()
+        signal.signal(signal.SIGVTALRM, interrupted)
         for line in sys.stdin:
-            signal.setitimer(signal.ITIMER_PROF, seconds)  # SIGPROF ends the process
-            reply = asked(json.loads(line))
+            signal.setitimer(signal.ITIMER_PROF, 2 * seconds)  # SIGPROF ends the process
+            reply = asked(json.loads(line), seconds)
             signal.setitimer(signal.ITIMER_PROF, 0)
             stream.write(json.dumps(reply) + "\n")
             stream.flush()
 
 
-def asked(question: list[Any]) -> dict[str, Any]:
-    """Call a function; whatever it raises is an error, not the end."""
+class TooLong(BaseException):
+    """Interrupts a call; no library catches it by the way."""
+
+
+def interrupted(signal_number: int, frame: Any) -> None:
+    raise TooLong
+
+
+def asked(question: list[Any], seconds: float = 0.0) -> dict[str, Any]:
+    """Call a function, for so many seconds of processor time (0: any); whatever it raises is an
+    error, not the end."""
     name, arguments = question
     try:
-        return {"value": FUNCTIONS[name](*arguments)}
+        signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+        value = FUNCTIONS[name](*arguments)
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        return {"value": value}
+    except TooLong:
+        return {"error": "TooLong"}
     except Exception as error:  # a library may raise anything on an answer
         return {"error": type(error).__name__}
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,10 @@ MEMORY = 3 * 2**30  # bytes of address space
 
 class Broken(Exception):
     """Signals that a question had no answer: it took too long, too much memory, or raised."""
+
+
+class TooSlow(Broken):
+    """Signals that a question took too long, or too much memory."""
 
 
 class Sandbox:
@@ -40,7 +47,7 @@ class Sandbox:
         self.process: subprocess.Popen[bytes] | None = None
         self.owner = 0  # the process that started it: after a fork there is none
         self.lock = threading.Lock()
-        self.kills = 0
+        self.given_up = 0  # questions that took too long, or ended the process
 
     def ask(self, name: str, *arguments: Any) -> Any:
         """Return the value of a function of ``rewards._foreign``. Raises Broken."""
@@ -54,8 +61,11 @@ class Sandbox:
                 reply = _line(process, PATIENCE * self.seconds)
             except (Broken, OSError) as error:
                 self._end()
-                self.kills += 1
-                raise Broken(str(error)) from error
+                self.given_up += 1
+                raise TooSlow(str(error)) from error
+        if reply.get("error") == "TooLong":
+            self.given_up += 1
+            raise TooSlow(f"more than {self.seconds:g} s")
         if "error" in reply:
             raise Broken(str(reply["error"]))
         return reply["value"]
@@ -100,6 +110,45 @@ class Sandbox:
             if stream is not None:
                 with contextlib.suppress(OSError):  # what was not sent to a dead process
                     stream.close()
+
+
+class Sandboxes:
+    """Keeps several processes that answer one kind of question, each the next when it is free."""
+
+    def __init__(self, function: str, seconds: float, memory: int = MEMORY, most: int = 4):
+        count = min(most, os.cpu_count() or 1)
+        self.workers = [Sandbox(function, seconds, memory) for _ in range(count)]
+
+    def patience(self, seconds: float) -> None:
+        """Give every question so many seconds, in processes that start from now on."""
+        for worker in self.workers:
+            worker.seconds = seconds
+
+    def ask_all(self, questions: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Answer questions, [name, arguments ...] each: the value, or the Broken that came
+        instead."""
+        answers: list[Any] = [None] * len(questions)
+        waiting = deque(enumerate(questions))
+
+        def work(worker: Sandbox) -> None:
+            while True:
+                try:
+                    place, question = waiting.popleft()
+                except IndexError:
+                    return
+                try:
+                    answers[place] = worker.ask(*question)
+                except Broken as error:
+                    answers[place] = error
+
+        helpers = self.workers[1 : len(questions)]
+        if not helpers:
+            work(self.workers[0])
+            return answers
+        with ThreadPoolExecutor(len(helpers) + 1) as pool:
+            for done in [pool.submit(work, worker) for worker in (self.workers[0], *helpers)]:
+                done.result()
+        return answers
 
 
 def _line(process: subprocess.Popen[bytes], seconds: float) -> dict[str, Any]:

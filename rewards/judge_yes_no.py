@@ -15,7 +15,7 @@ from rewards._ask import Question
 from rewards._judge_templates import REQUEST, Template, find
 from rewards.card import card
 from rewards.judged import Frames, Judged, Model, OnFailure, kind_of, shown_of
-from rewards.reading.numbers import WORDS
+from rewards.reading.spelled import UNITS
 
 SHOWS = Template(
     "shows",
@@ -144,4 +144,4 @@ def choice_of(right: object) -> str:
     word = str(right).strip().lower()
     if word in ("yes", "no"):
         return word.capitalize()
-    return word if word in DIGITS else str(WORDS[word]) if WORDS.get(word, 10) < 10 else ""
+    return word if word in DIGITS else str(UNITS.index(word)) if word in UNITS[:10] else ""

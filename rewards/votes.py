@@ -20,8 +20,7 @@ from mmrl.core.registry import REWARDS
 from mmrl.core.types import Prompt
 from rewards.card import card
 from rewards.groups import groups_of
-from rewards.reading import normal
-from rewards.vision.words import short
+from rewards.reading import normal, quantity_in, stated
 
 
 @REWARDS.register("majority_vote")
@@ -267,11 +266,15 @@ def votes_of(media: Sequence[str], reward: str) -> list[str | None]:
 
 
 def vote(text: str) -> str | None:
-    answer = normal(short(text)[0])
-    try:
-        return f"{float(answer.replace(',', '')):.12g}"  # 7, 7.0 and 7e0 are one vote
-    except ValueError:
-        return answer or None
+    answer = stated(text).value
+    parsed = quantity_in(answer)
+    value = parsed.value
+    if parsed.status == "ok" and value is not None and not value.noun:
+        unit = value.unit
+        if unit is None:
+            return f"{value.value:.12g}"  # 7, 7.0 and seven are one vote
+        return f"{value.value * unit.factor:.12g} {unit.kind}"
+    return normal(answer) or None
 
 
 def leading(votes: Sequence[str | None]) -> tuple[str | None, int]:

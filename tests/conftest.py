@@ -42,7 +42,7 @@ ROOT = Path(__file__).resolve().parents[1]
 os.environ.setdefault("MMRL_CACHE", str(cache_dir()))
 torch.set_num_threads(int(os.environ.get("MMRL_TEST_THREADS", "1")))
 # A busy machine is slow at anything: no test may fail of that.
-maths.SECONDS = 120  # math-verify's limit for one formula
+maths.WORKERS.patience(120)  # math-verify's limit for one formula
 hypothesis.settings.register_profile(
     "mmrl", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )

@@ -1,16 +1,19 @@
 """Reads what a model wrote, once, for all rewards; it never raises and always says how well it
 went.
 
-A text is parted into thought and final answer (``parts``), whose value is then read as a number,
-a name, a list or JSON. Rewards compare values and take no characters off on their own.
+A text is parted into thought and final answer (``final``), of which ``stated`` finds the span that
+says it; ``quantity``, ``options``, ``items`` and the readers of JSON make a typed value of that.
+Rewards compare values and take no characters off on their own.
 """
 
 from rewards.reading.figures import NUMBER, RUN, calm, real, reals
-from rewards.reading.names import NOTHING, items, normal
-from rewards.reading.numbers import number
+from rewards.reading.names import NOTHING, items, normal, same_name
+from rewards.reading.numbers import Quantity, number, quantity, quantity_in
 from rewards.reading.objects import loose_json, strict_json
 from rewards.reading.parsed import SEVERITY, UNPARSEABLE, Parsed, Status, worst
 from rewards.reading.parts import LONGEST, Final, boxed, fenced, final, last_inside
+from rewards.reading.plain import plain
+from rewards.reading.stated import stated
 
 __all__ = [
     "LONGEST",
@@ -21,6 +24,7 @@ __all__ = [
     "UNPARSEABLE",
     "Final",
     "Parsed",
+    "Quantity",
     "Status",
     "boxed",
     "calm",
@@ -31,8 +35,13 @@ __all__ = [
     "loose_json",
     "normal",
     "number",
+    "plain",
+    "quantity",
+    "quantity_in",
     "real",
     "reals",
+    "same_name",
+    "stated",
     "strict_json",
     "worst",
 ]

@@ -1,41 +1,119 @@
-"""Reads names and lists of names."""
+"""Reads names and lists of names, and says when two names are one."""
 
 from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Collection
 
+from rewards.reading.numbers import quantity_in
 from rewards.reading.objects import loose_json
 from rewards.reading.parsed import UNPARSEABLE, Parsed, worst
 from rewards.reading.parts import fenced, final
+from rewards.reading.plain import bare, plain
+from rewards.reading.stated import announced
 
 NOTHING = {"none", "null", "nothing", "no object", "no objects", "no box", "no boxes", "n/a"}
-
-
-def items(text: str) -> Parsed[list[str]]:
-    """Read a list of names: a JSON list of strings, or names separated by commas, semicolons or
-    lines."""
-    answer = final(text)
-    body = fenced(answer.value)
-    if body.casefold().strip(".") in NOTHING or body == "[]":
-        return Parsed([], answer.status)
-    if body.startswith("["):
-        parsed = loose_json(body)
-        names = parsed.value if isinstance(parsed.value, list) else []
-        if names and all(isinstance(name, (str, int, float)) for name in names):
-            return Parsed(
-                [str(name).strip() for name in names], worst(answer.status, parsed.status)
-            )
-        return UNPARSEABLE
-    names = [
-        re.sub(r"^\s*(?:[-*•]|\d+[.)])\s+", "", part).strip() for part in re.split(r"[,;\n]", body)
-    ]
-    names = [name for name in names if normal(name)]
-    return Parsed(names, answer.status) if names else UNPARSEABLE
+# A hyphen or underscore joins words of two letters or more; x-1 and A_1 keep theirs.
+JOINT = re.compile(
+    r"(?<=[^\W\d_]{2})[-_]+(?=\w)|(?<=[^\W_])[-_]+(?=[^\W\d_]{2})|(?<=\d\d)[-_]+(?=[^\W\d_])|"
+    r"_+(?=[^\W_]{2})"
+)
+EXCLAIMED = re.compile(r"(?<=[^\W\d_]{3})!+$")
+ARTICLE = re.compile(r"(?:the|an?)\s+(?=\S)")
+SUBJECT = re.compile(
+    r"^(?:(?:so|thus|hence|therefore|well|okay|ok)[, ]+)?(?:(?:i (?:think|believe|guess) "
+    r")?(?:it|this|that|he|she) (?:is|looks like)|"
+    r"(?:it|this|that|he|she)'s|there (?:is|are)|these are|those are|they are|they're|i (?:can "
+    r")?see|the (?:image|picture|photo|video) shows)\s+",
+    re.I,
+)
 
 
 def normal(text: object) -> str:
-    """Normalise a name for comparing: Unicode NFKC, case folded, blanks, underscores, hyphens and
-    final full stops evened out."""
-    folded = unicodedata.normalize("NFKC", str(text)).casefold()
-    return " ".join(re.sub(r"[\s_\-]+", " ", folded).strip().strip("\"'`*.!").split())
+    """Normalise a name for comparing: Unicode NFKC, case, blanks, quotes, Markdown, hyphens between
+    words and one final full stop evened out; no sign, operator, grade's note or factorial is."""
+    return _normal(str(text))
+
+
+def _normal(text: str) -> str:
+    folded = bare(plain(text))
+    if not folded.isascii():
+        folded = unicodedata.normalize("NFC", folded)
+    folded = JOINT.sub(" ", folded.casefold())
+    return " ".join(EXCLAIMED.sub("", folded).split())
+
+
+def names_of(span: str) -> list[str]:
+    """Return the ways to take a short answer for a name, normalised: as it stands, and without "it
+    is", "there is" before it."""
+    whole = normal(span)
+    rest = SUBJECT.sub("", whole)
+    return [whole] if rest == whole else [whole, rest]
+
+
+def without_article(name: str) -> str:
+    """Take the article off a name in normal form."""
+    return ARTICLE.sub("", name, count=1) if ARTICLE.match(name) else name
+
+
+def same_name(span: str, right: str) -> bool:
+    """Tell whether a short answer is a name: equal in normal form, but for an article that the
+    right name does not have."""
+    target = normal(right)
+    if not target:
+        return False
+    for name in names_of(span):
+        if name == target:
+            return True
+        article = ARTICLE.match(name)
+        if article and not ARTICLE.match(target) and name[article.end() :] == target:
+            return len(target) > 1
+    return False
+
+
+def items(text: str, known: Collection[str] = ()) -> Parsed[list[str]]:
+    """Read a list of names: a JSON list of strings, or names separated by commas, semicolons, lines
+    or "and". ``known``: names that hold one of these, which stay whole."""
+    answer = final(text)
+    announcement = announced(answer.value)
+    body = fenced(answer.value if announcement is None else announcement)
+    if body.casefold().strip(". ") in NOTHING or body == "[]":
+        return Parsed([], answer.status)
+    if body.startswith(("[", "{")):
+        parsed = loose_json(body)
+        value = parsed.value
+        if isinstance(value, dict) and len(value) == 1:
+            value = next(iter(value.values()))
+        names = value if isinstance(value, list) else []
+        if isinstance(value, list) and (
+            value == [] or all(isinstance(n, (str, int, float)) for n in names)
+        ):
+            return Parsed([str(n).strip() for n in names], worst(answer.status, parsed.status))
+        return UNPARSEABLE
+    whole = {normal(name) for name in known}
+    listed = [
+        re.sub(r"^\s*(?:[-*\u2022]\s+|\d+[.)]\s+)", "", part).strip()
+        for part in _parts(body, whole)
+    ]
+    names = [name for name in listed if normal(name)]
+    return Parsed(names, answer.status) if names else UNPARSEABLE
+
+
+def _parts(body: str, whole: Collection[str]) -> list[str]:
+    """Cut a text at its separators, but not inside names that are known to hold one."""
+    if normal(body) in whole:
+        return [body]
+    rough = re.split(r"[,;\n\u3001\uff0c\uff1b]", body)
+    if (
+        len(rough) > 1
+        and re.fullmatch(r"\s*-?[\d.]+(?:,\d{3})+(?:\.\d+)?\s*", body)
+        and quantity_in(body).status == "ok"
+    ):
+        return [body]
+    parts: list[str] = []
+    for part in rough:
+        part = re.sub(r"^\s*(?:and|or|&)\s+", "", part)
+        pair = re.split(r"\s+(?:and|&|und|et|y|e)\s+", part)
+        parts += [part] if len(pair) == 1 or normal(part) in whole else pair
+    return parts

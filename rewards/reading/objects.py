@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from typing import Any
 
@@ -33,6 +34,12 @@ def strict_json(text: str) -> Parsed[Any]:
     return UNPARSEABLE
 
 
+def python_value(text: str) -> Parsed[Any]:
+    """Read a Python dict or list as it is printed, {'a': 1}, in a fence or not ("repaired")."""
+    value = literal(fenced(text))
+    return Parsed(value, "repaired") if isinstance(value, (dict, list)) else UNPARSEABLE
+
+
 def loose_json(text: str) -> Parsed[Any]:
     """Read as ``strict_json``, and what json_repair makes of the first 4,000 characters of a
     truncated or single-quoted value ("repaired")."""
@@ -55,3 +62,17 @@ def nesting(text: str) -> int:
         depth += (letter in "[{") - (letter in "]}")
         deepest = max(deepest, depth)
     return deepest
+
+
+def literal(text: str) -> Any:
+    """Read JSON or a Python literal of at most 4,000 characters; None where it is neither."""
+    if len(text) > 4000 or max(text.count("["), text.count("{"), text.count("(")) > 200:
+        return None
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        pass
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
+        return None

@@ -99,7 +99,11 @@ class Verifiable(ABC):
                 need(prompt, field)
             return self.judge(text, prompt)
         except Unscorable as error:
-            return Verdict(math.nan, "ok", str(error)[:LONGEST])
+            return self._unscorable(error)
+
+    @staticmethod
+    def _unscorable(error: Unscorable) -> Verdict:
+        return Verdict(math.nan, "ok", str(error)[:LONGEST])
 
     def _name(self) -> str:
         return f"reward {type(self).__name__}"

@@ -2,30 +2,40 @@
 
 from __future__ import annotations
 
-import math
+import logging
 import re
-from contextlib import suppress
-from functools import lru_cache
-from typing import Annotated
+from collections.abc import Sequence
+from typing import Annotated, NamedTuple
 
 from annotated_types import Ge
+from cachetools import LRUCache
 
 from mmrl.core.registry import REWARDS
 from mmrl.core.types import Prompt
-from rewards._sandbox import Broken, Sandbox
+from rewards._sandbox import Broken, Sandboxes, TooSlow
 from rewards.card import card
-from rewards.reading import items, normal, number, worst
+from rewards.reading import Status, items, normal, plain, quantity_in, same_name, stated, worst
+from rewards.reading.formulas import differ, explodes, tree_of
+from rewards.reading.numbers import near
+from rewards.reading.plain import bare, latex
 from rewards.vision.base import Verdict, Verifiable, need, tagged
 from rewards.vision.coords import Unscorable
-from rewards.vision.words import short
 from rewards.vision.writing import true_text
 
+log = logging.getLogger(__name__)
 LONGEST = 400  # characters of a formula; longer ones are no answer
-MONSTERS = re.compile(
-    r"\^[^+\-=,]*\^|\*\*.*\*\*|\d{40}|(?:\^|\*\*)\s*\{?\s*\(?\s*\d{4}|\d{4}\s*!|!\s*!|!\s*\)\s*!"
-)
-SECONDS = 3.0  # of processor time to read an answer and compare it
-WORKER = Sandbox("equal", SECONDS)  # one for all rewards of this process
+SECONDS = 1.0  # of processor time to read an answer and compare it
+WORKERS = Sandboxes("equal", SECONDS)  # for all rewards of this process
+NAMED = re.compile(r"\s*[A-Za-z\u0370-\u03ff\\]{1,12}(?:_\{?\w+\}?)?'?\s*(?:\(\s*\w\s*\))?\s*")
+EQUALS = re.compile(r"(?<![<>!:=\\])=(?!=)|\\equiv(?![A-Za-z])")
+
+
+class Question(NamedTuple):
+    """Holds what math-verify is asked: whether all ``parts`` of an answer equal the right one."""
+
+    right: str
+    parts: tuple[str, ...]
+    status: Status
 
 
 @REWARDS.register("maths")
@@ -42,19 +52,76 @@ class Maths(Verifiable):
     intervals.
 
     The final answer (what stands in the last ``\boxed`` if there is one) is compared, not the
-    reasoning before it. Formulas of more than 400 characters, and powers of powers or factorials
-    that nobody could compute, are no answer. math-verify runs in a process beside this one, which
-    is killed and replaced where an answer takes more than 3 s of a processor or 3 GiB: it is none.
+    reasoning before it. Numbers are compared by value and unit, as by ``answer``: 5 m is not 5 cm,
+    5 % not 5. Every side of an equation must be right, ``x =`` apart. Formulas with other values at
+    points are wrong without math-verify being asked; formulas of more than 400 characters, and
+    powers and factorials that nobody could compute, are no answer. math-verify runs in several
+    processes beside this one; an answer that takes more than 1 s of a processor, or 3 GiB, is none,
+    and the log says how many did. Equal answers are asked once.
     """
 
+    def __init__(self) -> None:
+        self.slow = 0  # answers that took too long
+
+    def verdicts(self, texts: Sequence[str], prompts: Sequence[Prompt]) -> list[Verdict]:
+        """Judge a batch: what is decided here at once, then the rest by math-verify, each question
+        once."""
+        self._check(texts, prompts)
+        first = [self._first(text, prompt) for text, prompt in zip(texts, prompts)]
+        questions = {
+            (question.right, part)
+            for question in first
+            if isinstance(question, Question)
+            for part in question.parts
+        }
+        same = dict(zip(sorted(questions), self._equal(sorted(questions))))
+        return [
+            self._judged(question, same) if isinstance(question, Question) else question
+            for question in first
+        ]
+
     def judge(self, text: str, prompt: Prompt) -> Verdict:
-        right = true_text(prompt)
-        if not _readable(right):
-            raise Unscorable(f'"answer" is {prompt["answer"]!r}, which math-verify cannot read')
-        body, status = short(text)
-        sane = status != "unparseable" and len(body) <= LONGEST and not MONSTERS.search(body)
-        same = _equal(right, body) if sane else None
-        return Verdict(0.0, "unparseable") if same is None else Verdict(float(same), status)
+        (verdict,) = self.verdicts([text], [prompt])
+        if verdict.note and verdict.score != verdict.score:
+            raise Unscorable(verdict.note)
+        return verdict
+
+    def _first(self, text: str, prompt: Prompt) -> Verdict | Question:
+        try:
+            right = true_text(prompt)
+            if not _readable(right):
+                raise Unscorable(f'"answer" is {prompt["answer"]!r}, which math-verify cannot read')
+        except Unscorable as error:
+            return self._unscorable(error)
+        return decided(right, *stated(text))
+
+    def _judged(
+        self, question: Question, same: dict[tuple[str, str], bool | Broken | None]
+    ) -> Verdict:
+        answers = [same[question.right, part] for part in question.parts]
+        if any(isinstance(answer, TooSlow) for answer in answers):
+            return Verdict(0.0, "unparseable", f"it took more than {SECONDS:g} s")
+        if any(answer is None or isinstance(answer, Broken) for answer in answers):
+            return Verdict(0.0, "unparseable")
+        return Verdict(float(all(answers)), question.status)
+
+    def _equal(self, pairs: Sequence[tuple[str, str]]) -> list[bool | Broken | None]:
+        """Ask which answers are right; None where one cannot be read. What took too long is
+        counted, and said at the first, tenth, hundredth ..."""
+        new = [pair for pair in pairs if pair not in EQUAL]
+        for pair, answer in zip(new, WORKERS.ask_all([("equal", *pair) for pair in new])):
+            EQUAL[pair] = answer
+            if isinstance(answer, TooSlow):
+                self.slow += 1
+                if set(str(self.slow)[1:]) <= {"0"} and str(self.slow)[0] == "1":
+                    log.warning(
+                        "reward maths: %d answers took more than %g s to compare and earn nothing, "
+                        "such as %.60r",
+                        self.slow,
+                        SECONDS,
+                        pair[1],
+                    )
+        return [EQUAL[pair] for pair in pairs]
 
     def ground_truth(self, prompt: Prompt) -> str:
         return tagged(rf"\boxed{{{true_text(prompt)}}}")
@@ -64,30 +131,58 @@ class Maths(Verifiable):
         return {"plus one": tagged(rf"\boxed{{{right} + 1}}"), "empty answer": tagged(r"\boxed{}")}
 
 
+EQUAL: LRUCache[tuple[str, str], bool | Broken | None] = LRUCache(maxsize=8192)
+READABLE: LRUCache[str, bool] = LRUCache(maxsize=8192)
+
+
+def decided(right: str, body: str, status: Status) -> Verdict | Question:
+    """Judge an answer where that needs no library; else return what to ask."""
+    if not normal(body):
+        return Verdict(0.0, "unparseable")
+    if plain(body) == plain(right) or bare(plain(body)) == bare(plain(right)):
+        return Verdict(1.0, status)
+    true = quantity_in(right)
+    if true.status == "ok" and true.value is not None:
+        answered = quantity_in(body)
+        if answered.value is not None:
+            score = float(answered.value.equals(true.value))
+            rounded = near(answered.value.value, true.value.value, 1e-5) and not isinstance(
+                answered.value.value, int
+            )
+            if score or not rounded or answered.value.unit != true.value.unit:
+                return Verdict(score, worst(status, answered.status))
+    answer, target = latex(body), latex(right)
+    if len(answer) > LONGEST or explodes(answer):
+        return Verdict(0.0, "unparseable")
+    parts = sides(answer) if len(EQUALS.split(target)) == 1 else (answer,)
+    if not parts:
+        return Verdict(0.0, "unparseable")
+    if any(explodes(part) for part in parts):
+        return Verdict(0.0, "unparseable")
+    apart = [differ(target, part) for part in parts]
+    if any(apart):
+        return Verdict(0.0, status)
+    return Question(target, parts, status)
+
+
+def sides(formula: str) -> tuple[str, ...]:
+    """Return the sides of an equation that state a value: all but the name of what is computed."""
+    parts = [part for part in EQUALS.split(formula) if part.strip()]
+    stating = [part for part in parts[:-1] if not NAMED.fullmatch(part)]
+    return (*stating, parts[-1]) if parts else ()
+
+
 def _readable(text: str) -> bool:
-    """Tell whether math-verify can read a ground truth. Where its process ends, on a machine that
+    """Tell whether a ground truth can be read. Where math-verify's process ends, on a machine that
     is too busy say, it is asked once more, and again for the next answer: one bad moment must not
     cost the prompt the whole run."""
-    for _ in range(2):
-        with suppress(Broken):
-            return _read(text)
-    return False
-
-
-@lru_cache(maxsize=4096)
-def _read(text: str) -> bool:
-    """Ask whether math-verify can read a formula. Raises Broken, which is not remembered."""
-    return bool(WORKER.ask("readable", text))
-
-
-@lru_cache(maxsize=4096)
-def _equal(right: str, answer: str) -> bool | None:
-    """Tell whether an answer is right; None where it cannot be read, or not in time."""
-    try:
-        same: bool | None = WORKER.ask("equal", right, answer)
-    except Broken:
-        return None
-    return same
+    known = quantity_in(text).status == "ok" or tree_of(latex(text)) is not None
+    for _ in range(0 if known or text in READABLE else 2):
+        (answer,) = WORKERS.ask_all([("readable", latex(text))])
+        if not isinstance(answer, Broken):
+            READABLE[text] = bool(answer)
+            break
+    return known or READABLE.get(text, False)
 
 
 @REWARDS.register("chart")
@@ -101,8 +196,9 @@ def _equal(right: str, answer: str) -> bool | None:
 class Chart(Verifiable):
     """Compare values read from a chart (relaxed accuracy): numbers within 5 %, names by equality.
 
-    A ground truth that is a list is compared element by element, in order; a list of another length
-    is wrong.
+    As in the published evaluation 12 % is 0.12; unlike there, numbers may have separators, units
+    and words around them. A ground truth that is a list is compared element by element, in order;
+    a list of another length is wrong.
 
     Args:
         tolerance: relative to the right number; a right 0 must be met exactly.
@@ -116,11 +212,13 @@ class Chart(Verifiable):
     def judge(self, text: str, prompt: Prompt) -> Verdict:
         right = need(prompt, "answer")
         if not isinstance(right, list):
-            body, status = short(text)
-            return Verdict(float(self._near(body, true_text(prompt))), status)
+            answer = stated(text)
+            if not normal(answer.value):
+                return Verdict(0.0, "unparseable")
+            return Verdict(float(self._near(answer.value, true_text(prompt))), answer.status)
         if not right:
             raise Unscorable('"answer" is an empty list')
-        parsed = items(text)
+        parsed = items(text, [str(entry) for entry in right])
         if parsed.value is None:
             return Verdict(0.0, parsed.status)
         hits = sum(self._near(a, str(b)) for a, b in zip(parsed.value, right))
@@ -132,13 +230,11 @@ class Chart(Verifiable):
         )
 
     def _near(self, predicted: str, right: str) -> bool:
-        target = number(right)
-        value = number(predicted)
+        target = quantity_in(right)
         if target.status != "ok" or target.value is None:
-            return bool(normal(predicted)) and normal(predicted) == normal(right)
-        if value.status != "ok" or value.value is None or not math.isfinite(value.value):
-            return False
-        return abs(value.value - target.value) <= self.tolerance * abs(target.value)
+            return same_name(predicted, right)
+        value = quantity_in(predicted).value
+        return value is not None and value.equals(target.value, self.tolerance)
 
     def ground_truth(self, prompt: Prompt) -> str:
         right = need(prompt, "answer")

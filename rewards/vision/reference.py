@@ -17,6 +17,7 @@ from mmrl.core.registry import REWARDS
 from mmrl.core.types import Prompt
 from rewards.card import card
 from rewards.reading import final, normal, real, strict_json
+from rewards.reading.objects import python_value
 from rewards.vision.base import Verdict, Verifiable, need, tagged
 from rewards.vision.coords import Unscorable
 
@@ -133,7 +134,8 @@ LAYERS = ("validity", "format", "integrity", "content")
 class Structured(Verifiable):
     """Score JSON in layers: valid, nothing besides, right keys, right values (RL-Struct).
 
-    R = sum_k w_k s_k / sum_k w_k. validity: 1 where the answer holds a JSON value, else R = 0;
+    R = sum_k w_k s_k / sum_k w_k. validity: 1 where the answer holds a JSON value, or a Python one
+    such as {'a': 1}, which is short of the format, else R = 0;
     format: 1 where nothing stands besides it but a code fence; integrity: of all places of leaves
     with their types in the right value or the answer, the share that is in both; content: the share
     of the right leaves with the right value, names compared in normal form. RL-Struct (Hu and Wu
@@ -167,7 +169,9 @@ class Structured(Verifiable):
         right = self._right(prompt)
         answer = final(text)
         parsed = strict_json(answer.value)
-        if parsed.status != "ok" or not isinstance(parsed.value, (dict, list)):
+        if parsed.status != "ok":
+            parsed = python_value(answer.value)
+        if not isinstance(parsed.value, (dict, list)):
             return Verdict(0.0, "unparseable")
         shares = {
             "validity": 1.0,

@@ -19,11 +19,14 @@ from mmrl.core.registry import REWARDS
 from mmrl.core.types import Prompt, Reward
 from rewards._compose import refuse_memory
 from rewards.card import card, card_of, pictures_of
-from rewards.reading import normal, worst
+from rewards.reading import normal, plain, stated, worst
+from rewards.reading.parts import ANSWER
+from rewards.reading.plain import bare
+from rewards.reading.published import agreement, vqa_key
 from rewards.vision.base import Verdict, Verifiable, need, tagged
 from rewards.vision.coords import Unscorable
 from rewards.vision.spans import Temporal, true_spans
-from rewards.vision.words import Answer, Choice, short
+from rewards.vision.words import Answer, Choice
 
 Share = Annotated[float, Ge(0), Le(1)]
 
@@ -68,7 +71,8 @@ def steps_found(text: str, steps: Sequence[Sequence[str]], ordered: bool) -> int
 
 def thinking(text: str) -> str:
     """Return what comes before the final answer, or all."""
-    return str(text).rpartition("<answer>")[0] if "<answer>" in text else str(text)
+    tags = [tag.start() for tag in ANSWER.finditer(str(text)) if not tag[1]]
+    return str(text)[: tags[-1]] if tags else str(text)
 
 
 def whole(part: str, text: str) -> bool:
@@ -225,39 +229,38 @@ class KeySteps(Verifiable):
 class Vqa(Verifiable):
     """Compute VQA accuracy: of ``answers`` three must agree, averaged over leaving each person out.
 
-    With fewer than three people one agreement is enough. Names are compared as in ``answer``.
+    With fewer than three people one agreement is enough. Answers are evened out as in the published
+    evaluation (punctuation, articles, number words to ten, apostrophes), which however loses the
+    sign of -5, the factorial of 2! and the note of A-: those must be the same here.
+
+    Args:
+        form: vqa_v2, or textvqa, whose evaluation also drops commas and question marks first.
     """
 
+    def __init__(self, form: Literal["vqa_v2", "textvqa"] = "vqa_v2"):
+        self.textvqa = form == "textvqa"
+
     def judge(self, text: str, prompt: Prompt) -> Verdict:
-        people = self._people(prompt)
-        body, status = short(text)
-        if status == "unparseable":
-            return Verdict(0.0, status)
-        answered = normal(body)
-        return Verdict(agreement(answered, people), status)
+        people = [vqa_key(answer, self.textvqa) for answer in self._people(prompt)]
+        body, status = stated(text)
+        if not normal(body):
+            return Verdict(0.0, "unparseable")
+        return Verdict(agreement(vqa_key(bare(plain(body)), self.textvqa), people), status)
 
     def _people(self, prompt: Prompt) -> list[str]:
         value = need(prompt, "answers")
-        answers = [normal(answer) for answer in value] if isinstance(value, (list, tuple)) else []
-        if not any(answers):
+        answers = [str(answer) for answer in value] if isinstance(value, (list, tuple)) else []
+        if not any(answer.strip() for answer in answers):
             raise Unscorable(f'"answers" is {value!r}; expected a list of texts')
         return answers
 
     def ground_truth(self, prompt: Prompt) -> str:
-        return tagged(
-            Counter(answer for answer in self._people(prompt) if answer).most_common(1)[0][0]
-        )
+        people = [answer for answer in self._people(prompt) if answer.strip()]
+        most = Counter(vqa_key(answer, self.textvqa) for answer in people).most_common(1)[0][0]
+        return tagged(next(a for a in people if vqa_key(a, self.textvqa) == most))
 
     def wrong_answers(self, prompt: Prompt) -> dict[str, str]:
         return {"all answers": tagged(" or ".join([*dict.fromkeys(self._people(prompt)), "no"]))}
-
-
-def agreement(answered: str, people: Sequence[str]) -> float:
-    """Average over the people left out of min(1, others who said the same / 3)."""
-    if len(people) < 4:
-        return float(answered in people)
-    same = [person == answered for person in people]
-    return sum(min(1.0, (sum(same) - left_out) / 3) for left_out in same) / len(people)
 
 
 @REWARDS.register("video_qa")

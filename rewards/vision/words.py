@@ -4,33 +4,38 @@ read."""
 from __future__ import annotations
 
 import math
-import re
-from typing import Annotated, Any, Literal
+from collections.abc import Set
+from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt
 
 from mmrl.core.registry import REWARDS
 from mmrl.core.types import Prompt
 from rewards.card import card
-from rewards.reading import Status, boxed, fenced, final, items, normal, number, real, worst
+from rewards.reading import (
+    items,
+    normal,
+    number,
+    quantity_in,
+    real,
+    same_name,
+    stated,
+    worst,
+)
+from rewards.reading.names import names_of
+from rewards.reading.options import LETTERS, Options, options_named, options_of
 from rewards.vision.base import Verdict, Verifiable, need, tagged
 from rewards.vision.coords import Unscorable
 
 Tolerance = Annotated[float, Ge(0)]
 
 
-def short(text: str) -> tuple[str, Status]:
-    r"""Return the final answer as one line: what stands in ``\boxed``, in a fence, or all of it."""
-    answer = final(text)
-    body = (boxed(answer.value) or fenced(answer.value)).strip()
-    return body, answer.status if normal(body) else "unparseable"
-
-
 def true_number(prompt: Prompt, field: str = "answer") -> float:
     value = need(prompt, field)
     target = real(value)
     if target is None and isinstance(value, str):
-        target = number(value).value
+        read = quantity_in(value).value
+        target = None if read is None else float(read.value)
     if target is None or not math.isfinite(target):
         raise Unscorable(f'"{field}" is {value!r}; expected a number')
     return target
@@ -53,10 +58,11 @@ def accepted(prompt: Prompt) -> list[str]:
 @REWARDS.register("answer")
 @card(media="text", needs="answer", low=0, high=1)
 class Answer(Verifiable):
-    """Check the final answer: numbers by value, names by normalised equality.
+    """Check the final answer: numbers by value and unit, names by normalised equality.
 
-    Two names are equal after NFKC, case folding, and evening out blanks, hyphens, underscores and a
-    final full stop; parts of a name never count. ``7``, ``7.0`` and ``seven`` are one number. A
+    ``7``, ``7.0`` and ``seven`` are one number, 12 % is 0.12, a unit that one of the two lacks is
+    the other's. Two names are equal but for case, Unicode form, blanks, Markdown, hyphens between
+    words, a final full stop and an article that the right one lacks; parts of a name never count. A
     prompt may have further ground truths in ``aliases``.
 
     Args:
@@ -68,25 +74,25 @@ class Answer(Verifiable):
 
     def judge(self, text: str, prompt: Prompt) -> Verdict:
         targets = accepted(prompt)
-        body, status = short(text)
-        if status == "unparseable":
-            return Verdict(0.0, status)
-        if any(normal(body) == normal(target) for target in targets):
+        body, status = stated(text)
+        if not normal(body):
+            return Verdict(0.0, "unparseable")
+        numeric = {target: quantity_in(target) for target in targets}
+        if any(
+            normal(body) == normal(target)
+            or numeric[target].status != "ok"
+            and same_name(body, target)
+            for target in targets
+        ):
             return Verdict(1.0, status)
-        numeric = [number(target) for target in targets]
-        right = [
-            target.value for target in numeric if target.status == "ok" and target.value is not None
-        ]
-        parsed = number(text)
+        right = [read.value for read in numeric.values() if read.status == "ok" and read.value]
         if not right:
             return Verdict(0.0, status)
-        if parsed.value is None:
-            return Verdict(0.0, parsed.status)
-        near = any(
-            math.isclose(parsed.value, v, rel_tol=max(self.tolerance, 1e-9), abs_tol=1e-9)
-            for v in right
-        )
-        return Verdict(float(near), parsed.status)
+        answered = quantity_in(body)
+        if answered.value is None:
+            return Verdict(0.0, answered.status)
+        good = any(answered.value.equals(value, self.tolerance) for value in right)
+        return Verdict(float(good), worst(status, answered.status))
 
     def ground_truth(self, prompt: Prompt) -> str:
         return tagged(accepted(prompt)[0])
@@ -117,10 +123,15 @@ class Classification(Answer):
         super().__init__()
 
     def judge(self, text: str, prompt: Prompt) -> Verdict:
-        body, status = short(text)
-        squeezed = normal(body).replace(" ", "")
-        right = {normal(name).replace(" ", "") for name in accepted(prompt)}
-        return Verdict(float(bool(squeezed) and squeezed in right), status)
+        body, status = stated(text)
+        if not normal(body):
+            return Verdict(0.0, "unparseable")
+        answered = {name.replace(" ", "") for name in names_of(body)}
+        right = accepted(prompt)
+        good = any(
+            normal(name).replace(" ", "") in answered or same_name(body, name) for name in right
+        )
+        return Verdict(float(good), status)
 
     def wrong_answers(self, prompt: Prompt) -> dict[str, str]:
         right = accepted(prompt)[0]
@@ -185,8 +196,10 @@ class Count(Verifiable):
 class Choice(Verifiable):
     """Check the option or options chosen in a multiple choice question.
 
-    The answer is letters (``B``, ``(B) a cat``, ``A, C``), or an option's whole text if the prompt
-    has ``choices``. The right one is in ``answer``: a letter, letters, an option's text or a list.
+    The answer is letters (``B``, ``(B) a cat``, ``A, C``), an option's number, or its text if the
+    prompt has ``choices``: a list of texts, with their letters or without, or letter -> text. The
+    letter wins over a text; who contradicts himself names nothing. The right one is in ``answer``:
+    a letter, letters, an option's text or a list.
 
     Args:
         partial: "none": all or nothing; "subset": the share that was found, if nothing wrong was
@@ -198,8 +211,8 @@ class Choice(Verifiable):
 
     def judge(self, text: str, prompt: Prompt) -> Verdict:
         right = self._right(prompt)
-        body, status = short(text)
-        chosen = letters(body, prompt.get("choices"))
+        body, status = stated(text)
+        chosen = options_named(body, options_of(prompt.get("choices")))
         if not chosen:
             return Verdict(0.0, "unparseable")
         return Verdict(
@@ -207,73 +220,62 @@ class Choice(Verifiable):
             status if len(chosen) == len(right) else worst(status, "wrong_count"),
         )
 
-    def _right(self, prompt: Prompt) -> set[str]:
+    def _right(self, prompt: Prompt) -> frozenset[str]:
         value = need(prompt, "answer")
+        choices = options_of(prompt.get("choices"))
         right: set[str] = set()
         for entry in value if isinstance(value, list) else [value]:
-            right |= letters(str(entry), prompt.get("choices"))
+            named = options_named(str(entry), choices)
+            by_place = (
+                str(entry).strip().isdigit() and choices.texts and not names_text(entry, choices)
+            )
+            if by_place and str(entry).strip() not in choices.labels:
+                raise Unscorable(
+                    f'"answer" is {value!r}, a place that counts from 0 or from 1; write the '
+                    "letter or the text of the choice"
+                )
+            right |= named
         if not right:
             raise Unscorable(
                 f'"answer" is {value!r}; expected a letter or the text of one of the choices'
             )
-        return right
+        return frozenset(right)
 
     def ground_truth(self, prompt: Prompt) -> str:
         return tagged(", ".join(sorted(self._right(prompt))))
 
     def wrong_answers(self, prompt: Prompt) -> dict[str, str]:
-        count = max(len(prompt.get("choices") or "ABCD"), ord(max(self._right(prompt))) - 64)
-        names = [chr(65 + i) for i in range(count)]
-        wrong = [name for name in names if name not in self._right(prompt)]
+        right = self._right(prompt)
+        names = options_of(prompt.get("choices")).labels or default_labels(right)
+        wrong = [name for name in names if name not in right]
         answers = {"empty answer": tagged("")}
         if wrong:
             answers |= {"all options": tagged(", ".join(names)), "a wrong option": tagged(wrong[0])}
         return answers
 
 
-def letters(text: str, choices: Any = None) -> set[str]:
-    """Return the options that a short answer names, as capital letters; empty if it names none
-    clearly."""
-    body = re.sub(
-        r"^\s*(?:the\s+)?(?:correct\s+)?(?:final\s+)?(?:answers?|options?|choices?)"
-        r"\s*(?:is|are|:)*\s*",
-        "",
-        text.strip(),
-        flags=re.I,
-    )
-    names = [normal(letter) for letter in choices or []]
-    if normal(body) in names:
-        return {chr(65 + names.index(normal(body)))}
-    several = re.fullmatch(
-        r"[\[(\"']*[A-Za-z][\])\"']*"
-        r"(?:(?:\s*[,;/&]\s*|\s+and\s+|\s+or\s+|\s*)[\[(\"']*[A-Z][\])\"'.]*)*\.?",
-        body,
-    )
-    if several:
-        chosen = set(
-            re.findall(
-                r"(?<![A-Za-z])[A-Za-z](?![a-z])|(?<=[A-Z])[A-Z](?![a-z])",
-                re.sub(r"\b(?:and|or)\b", ",", body),
-            )
-        )
-        chosen = {letter.upper() for letter in chosen}
-    else:
-        first = re.match(r"[\[(]?([A-Z])(?:[\]).:](?!\w)|\s*[-–—]\s)\s*(.+)", body, flags=re.S)
-        if not first or re.search(r"(?<!\w)[(\[]?[A-Z][)\].:](?:\s|$)", first[2]):
-            return set()
-        chosen = {first[1]}
-    return chosen if not names or all(ord(letter) - 65 < len(names) for letter in chosen) else set()
+def names_text(entry: object, choices: Options) -> bool:
+    """Tell whether a ground truth is the text of an option."""
+    return any(normal(text) == normal(entry) for text in choices.texts)
 
 
-def _all_or_nothing(chosen: set[str], right: set[str]) -> float:
+def default_labels(right: frozenset[str]) -> tuple[str, ...]:
+    """Return the labels that a question without its options may have: four, or up to the last."""
+    last = max(right)
+    if last.isdigit():
+        return tuple(str(i + 1) for i in range(max(4, int(last))))
+    return tuple(LETTERS[: max(4, LETTERS.index(last) + 1)])
+
+
+def _all_or_nothing(chosen: Set[str], right: Set[str]) -> float:
     return float(chosen == right)
 
 
-def _subset(chosen: set[str], right: set[str]) -> float:
+def _subset(chosen: Set[str], right: Set[str]) -> float:
     return len(chosen) / len(right) if chosen <= right else 0.0
 
 
-def jaccard(chosen: set[str], right: set[str]) -> float:
+def jaccard(chosen: Set[str], right: Set[str]) -> float:
     """Compute intersection over union of two sets; 1 of two empty ones."""
     return len(chosen & right) / len(chosen | right) if chosen | right else 1.0
 
@@ -290,13 +292,14 @@ class LabelSet(Verifiable):
     """Compare the labels of the answer with the right ones (``labels``) by Jaccard index; both
     empty: 1.
 
-    The answer is a JSON list or names separated by commas, semicolons or lines; an empty set is
-    ``none`` or ``[]``. Duplicates count once; names are compared as in ``answer``.
+    The answer is a JSON list or names separated by commas, semicolons, lines or "and" (which a
+    label that is asked for may hold); an empty set is ``none`` or ``[]``. Duplicates count once;
+    names are compared as in ``answer``.
     """
 
     def judge(self, text: str, prompt: Prompt) -> Verdict:
         right = {normal(label) for label in self._labels(prompt)}
-        parsed = items(text)
+        parsed = items(text, self._labels(prompt))
         if parsed.value is None:
             return Verdict(0.0, parsed.status)
         names = {normal(label) for label in parsed.value}

@@ -34,8 +34,9 @@ def test_anls_takes_the_nearest_answer_and_a_threshold():
     assert rules.anls("Hello World", ["hello world"]) == 1.0
     # one letter of five: 1 - 1/5
     assert rules.anls("hallo", ["hello", "something else"]) == pytest.approx(0.8)
-    # two of four is a distance of exactly 0.5: nothing
-    assert rules.anls("abxx", ["abcd"]) == 0.0
+    # two of four is a similarity of exactly 0.5, which the published code keeps
+    assert rules.anls("abxx", ["abcd"]) == 0.5
+    assert rules.anls("axxx", ["abcd"]) == 0.0
     assert rules.anls("abcx", ["abcd"]) == pytest.approx(0.75)
     assert rules.anls("  the   end ", ["The end"]) == 1.0
     assert rules.anls("", ["abc"]) == 0.0

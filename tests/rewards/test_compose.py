@@ -288,20 +288,20 @@ TWO = [{"text": "a", "group": 0}] * 3 + [{"text": "b", "group": 1}] * 3
 
 def test_the_majority_is_right():
     prompts = [{"text": "a"}] * B
-    assert majority_vote(TEXTS, prompts).tolist() == [1, 1, 0, 0, 1, 0]
-    assert majority_vote(TEXTS, TWO).tolist() == [1, 1, 0, 1, 0, 0]
-    assert majority_vote(TEXTS, prompts, share=0.6).isnan().all()
+    assert majority_vote(TEXTS, prompts).tolist() == [1, 1, 1, 0, 1, 0]
+    assert majority_vote(TEXTS, TWO).tolist() == [1, 1, 1, 1, 0, 0]
+    assert majority_vote(TEXTS, prompts, share=0.7).isnan().all()
     assert majority_vote(["", " "], prompts[:2]).tolist() == [0, 0]
 
 
 def test_frequencies_and_entropy():
     prompts = [{"text": "a"}] * B
     torch.testing.assert_close(
-        answer_frequency(TEXTS, prompts), torch.tensor([3, 3, 1, 1, 3, 0]) / 6
+        answer_frequency(TEXTS, prompts), torch.tensor([4, 4, 4, 1, 4, 0]) / 6
     )
-    spread = -(0.6 * math.log(0.6) + 2 * 0.2 * math.log(0.2))
+    spread = -(0.8 * math.log(0.8) + 0.2 * math.log(0.2))
     rewards = answer_frequency(TEXTS, prompts, entropy=0.5)
-    torch.testing.assert_close(rewards, torch.tensor([3, 3, 1, 1, 3, 0]) / 6 - 0.5 * spread)
+    torch.testing.assert_close(rewards, torch.tensor([4, 4, 4, 1, 4, 0]) / 6 - 0.5 * spread)
 
 
 @quick

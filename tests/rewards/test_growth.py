@@ -127,10 +127,10 @@ def without_processes(monkeypatch):
     def nothing(*question):
         raise Broken
 
-    for worker in (objects.REPAIRER, maths.WORKER, svg.WORKER, writing.WORKER):
+    for worker in (objects.REPAIRER, *maths.WORKERS.workers, svg.WORKER, writing.WORKER):
         monkeypatch.setattr(worker, "ask", nothing)
     yield
-    maths._equal.cache_clear()  # "no answer" is remembered of answers
+    maths.EQUAL.clear()  # "no answer" is remembered of answers
 
 
 def guilty(name: str, wrap: str, pieces=PIECES, **options: str) -> list[str]:
@@ -196,7 +196,7 @@ def test_a_broken_value_that_takes_too_long_to_repair_is_given_up(monkeypatch):
     worker = Sandbox("repaired", seconds=0.2)
     monkeypatch.setattr(objects, "REPAIRER", worker)
     assert loose_json("[" + "{1}" * 2000).status == "unparseable"
-    assert worker.kills == 1
+    assert worker.given_up == 1
     assert loose_json("[{'a': 1}, {'a': 2").value == [{"a": 1}, {"a": 2}]
     assert loose_json("[[1, 2], [3").value == [[1, 2], [3]]
 
@@ -209,5 +209,5 @@ def test_a_table_that_takes_too_long_to_compare_scores_nothing(monkeypatch):
     reward = Table()
     texts = [right.replace(">a<", ">b<"), "<table><tr><td>1</td></tr></table>"]
     slow, quick = reward.verdicts(texts, [{"answer": right}, {"answer": "| 1 |"}])
-    assert (slow.score, slow.status) == (0.0, "unparseable") and worker.kills == 1
+    assert (slow.score, slow.status) == (0.0, "unparseable") and worker.given_up == 1
     assert quick.score == 1.0

@@ -15,8 +15,8 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
 from rewards.card import card_of
 from rewards.reading import SEVERITY, final, items, number
+from rewards.reading.options import options as letters
 from rewards.vision.shapes import boxes, points
-from rewards.vision.words import letters
 from tests.fixtures.text_rewards import SMALLEST, prompts_of
 
 
@@ -190,7 +190,7 @@ def test_points_in_every_notation(text, found):
         ("seven", "ok", 7),
         ("<answer>-7.50</answer>", "ok", -7.5),
         ("1,234,567", "ok", 1234567),
-        ("12 %", "ok", 12),
+        ("12 %", "ok", 0.12),
         ("$3.2", "ok", 3.2),
         (r"so \boxed{7}", "ok", 7),
         ("I see 7 dogs.", "repaired", 7),

@@ -321,7 +321,7 @@ def test_fuzzy_counting_falls_with_the_error_and_zero_is_special():
 
 def test_the_published_classification_exploits_are_closed():
     prompt = {"answer": "Boeing 737"}
-    texts = ["", "a", "boeing 737-800", "boeing_737", "Boeing-737.", "it is a Boeing 737"]
+    texts = ["", "a", "boeing 737-800", "boeing_737", "Boeing-737.", "not a Boeing 737"]
     assert Classification()(texts, [prompt] * 6).tolist() == [0, 0, 0, 1, 1, 0]
 
 

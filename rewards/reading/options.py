@@ -1,0 +1,330 @@
+"""Reads which options of a multiple choice an answer names: by letter, by number, by text, or by
+letter and text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from rewards.reading.names import names_of, normal, without_article
+from rewards.reading.numbers import quantity_in
+from rewards.reading.objects import literal
+from rewards.reading.plain import bare, plain
+from rewards.reading.stated import stated
+
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+# "A. a cat", "(B) a dog", "C: a bird": options that are given with their letters
+LABELLED = re.compile(r"^\s*[(\[]?([A-Za-z]|\d{1,2})\s*[)\].:\u3001-]\s*(.*)$", re.S)
+LEAD = re.compile(
+    r"^(?:so|thus|hence|therefore|then|okay|ok|well|finally|in conclusion|"
+    r"\u6240\u4ee5|\u56e0\u6b64|\u6545)?[,: \uff0c]*"
+    r"(?:(?:i(?:'d| would| will|'ll)? (?:choose|select|pick|go with|say|answer|think)(?: "
+    r"that)?(?: it(?:'s| is))?|"
+    r"my (?:choice|pick|guess) (?:is|:)|it(?:'s| is| must be| should be)|that(?:'s| is| would "
+    r"be)|this is|"
+    r"(?:the )?(?:best |correct |right |final |most \w+ )*(?:options?|choices?|letters?|"
+    r"ones?)\b(?: (?:here|above))?(?: is| are| would be|:)?|"
+    r"(?:the )?(?:best |correct |right |final )*answers?\b(?: is| are|:)?|"
+    r"\u6545?(?:\u9009\u62e9|\u9009\u9879|\u9009|\u5e94\u9009)(?:\u662f|\u4e3a|:)?|"
+    r"opci[o\u00f3]n|option|opzione|op\u00e7\u00e3o|"
+    r"\u0432\u0430\u0440\u0438\u0430\u043d\u0442|\uc120\ud0dd\uc9c0|\u9078\u629e\u80a2)[: ]*)+",
+    re.I,
+)
+# what Chinese, Japanese and Korean put behind a letter without a blank
+SUFFIX = re.compile(
+    r"(?<![A-Za-z])([A-Z][)\]]?)(?:\u9879|\u9009\u9879|\u3067\u3059|\u3067\u3042\u308b|\u3060|"
+    r"\uc785\ub2c8\ub2e4|"
+    r"\uc774\ub2e4|\u756a|\ubc88)(?=\W*$)"
+)
+# what behind a letter, in a language's usual words, only says that it is the answer
+TAIL = re.compile(
+    r"^(?:is|would be|looks|seems|must be|should be)?\s*(?:the |my )?(?:(?:best|most \w+|"
+    r"correct|right|true|final|only)\s*)*"
+    r"(?:answer|option|choice|one|correct|right)?(?:\s*(?:here|indeed|of course))?$|"
+    r"^(?:\u9879|\u9009\u9879|\u662f\u6b63\u786e\u7684|\u6b63\u786e|\u3067\u3059|"
+    r"\uc785\ub2c8\ub2e4|\u0939\u0948)$",
+    re.I,
+)
+REFUSED = re.compile(
+    r"^\W*(?:(?:is|was|are|seems?|looks?|would be|can be|could be)\s+)?(?:not|n't|no\b|never|"
+    r"wrong|incorrect|false|isn't|isnt|"
+    r"cannot|can't|doesn't|eliminated|ruled out|excluded|impossible|unlikely|neither|nope)\b",
+    re.I,
+)
+DENIED = re.compile(
+    r"\b(?:not|neither|never|nor|except|isn't|wrong|incorrect|unlike|eliminate|rule out|"
+    r"exclude)\b|n't\b",
+    re.I,
+)
+WORDS_LIKE_RUNS = {
+    *"be ad ah eh bad bed beg ace aced chi act ago am an as at ab cd ac/dc deg dim els hi no "
+    "ox".split()
+} - {"ab", "cd"}
+JOIN = r"(?:\s*(?:[,;/&+\u3001\uff0c\u548c\u4e0e\u53ca]|and|or|und|oder|et|ou|y|o|e)\s*)+"
+
+
+@dataclass(frozen=True)
+class Options:
+    """Holds the options of a question: their labels, capital letters by place unless they are given
+    with others, and their texts, which may be unknown."""
+
+    labels: tuple[str, ...] = ()
+    texts: tuple[str, ...] = ()
+
+    @property
+    def any(self) -> bool:
+        return bool(self.texts)
+
+
+def options_of(choices: Any) -> Options:
+    """Understand the options of a prompt: a list of texts, with their letters or without, a mapping
+    of letters to texts, or lines."""
+    if isinstance(choices, str):
+        value = literal(choices.strip()) if choices.strip()[:1] in ("[", "{") else None
+        choices = (
+            value
+            if isinstance(value, (list, dict))
+            else [line for line in choices.split("\n") if line.strip()]
+        )
+    if isinstance(choices, Mapping):
+        return _options(tuple((str(k).strip(), str(v)) for k, v in choices.items()), True)
+    return _options(tuple(("", str(v)) for v in choices or ()), False)
+
+
+@lru_cache(maxsize=1024)
+def _options(pairs: tuple[tuple[str, str], ...], mapped: bool) -> Options:
+    texts = [text for _, text in pairs]
+    if mapped:
+        labels = [bare(label).upper().strip("().") for label, _ in pairs]
+        return Options(tuple(labels), tuple(texts))
+    labels = list(LETTERS[: len(texts)])
+    match = [LABELLED.match(text) for text in texts]
+    if len(texts) > 1 and all(match):
+        text_of = [match[1].upper() for match in match if match]
+        if text_of in (labels, [str(i + 1) for i in range(len(texts))]):
+            texts = [match[2] for match in match if match]
+    return Options(tuple(labels), tuple(texts))
+
+
+def options_named(span: str, options: Options = Options()) -> frozenset[str]:
+    """Return the labels that a short answer names; empty where it names none clearly.
+
+    The letter wins over an option's text. An answer that contradicts itself (B with the text of A;
+    "B is wrong, C") names none.
+    """
+    return _named(span, options)
+
+
+@lru_cache(maxsize=8192)
+def _named(span: str, options: Options) -> frozenset[str]:
+    body = SUFFIX.sub(r"\1", re.sub(r"^\$(?=[A-Za-z])", "", bare(plain(span))))
+    value = literal(body) if body[:1] in ("[", "{") else None
+    if isinstance(value, list) and value and all(isinstance(v, (str, int)) for v in value):
+        several = [_single(bare(plain(str(v))), options) for v in value]
+        return frozenset().union(*several) if all(several) else frozenset()
+    return _single(body, options)
+
+
+def _single(body: str, options: Options) -> frozenset[str]:
+    if not body or len(body) > 2000:
+        return frozenset()
+    if label := _label(body, options):
+        return frozenset({label})
+    by_text = _by_text(body, options)
+    if by_text:
+        return frozenset({by_text})
+    rest = bare(LEAD.sub("", body, count=1))
+    if rest != body and rest:
+        if label := _label(rest, options):
+            return frozenset({label})
+        if by_text := _by_text(rest, options):
+            return frozenset({by_text})
+    for part in dict.fromkeys((rest, body)):
+        for read in (_several, _with_text):
+            if named := read(part, options):
+                return named
+    return _marked(body, options)
+
+
+def _label(text: str, options: Options) -> str:
+    """Return the label that a text is and nothing else: B, (b), [B], <B>, B), B., 2."""
+    inner = re.fullmatch(r"[(\[{<]?\s*([A-Za-z]|\d{1,2})\s*[)\]}>.:]*", text)
+    return _known(inner[1], options) if inner else ""
+
+
+def _known(name: str, options: Options) -> str:
+    """Return the label of this name: of those the question has; a number names an option by its
+    place where no option is itself a number."""
+    label = name.upper()
+    if label in options.labels:
+        return label
+    if name.isdigit():
+        if not options.any:
+            return label
+        numeric = any(quantity_in(text).value is not None for text in options.texts)
+        return (
+            ""
+            if numeric or not 0 < int(name) <= len(options.labels)
+            else options.labels[int(name) - 1]
+        )
+    return "" if options.any or not name.isalpha() else label
+
+
+def _by_text(text: str, options: Options) -> str:
+    """Return the label of the only option with this text; numbers are equal by value."""
+    names = [
+        label
+        for label, text_of in zip(options.labels, options.texts)
+        if normal(text_of) == normal(text)
+    ]
+    if not names:
+        said_names = {without_article(name) for name in names_of(text)} - {""}
+        names = [
+            label
+            for label, text_of in zip(options.labels, options.texts)
+            if without_article(normal(text_of)) in said_names
+        ]
+    if not names and options.any:
+        answered = quantity_in(text)
+        if answered.value is not None:
+            truths = [
+                (label, quantity_in(text_of))
+                for label, text_of in zip(options.labels, options.texts)
+            ]
+            names = [
+                label
+                for label, text_of in truths
+                if text_of.status == "ok"
+                and text_of.value is not None
+                and answered.value.equals(text_of.value)
+            ]
+    return names[0] if len(names) == 1 else ""
+
+
+def _several(text: str, options: Options) -> frozenset[str]:
+    """Read a list of labels: A, C; A and C; (A)(C); AC; ac."""
+    pattern = r"[(\[]?([A-Za-z])[)\].]*"
+    if re.fullmatch(rf"{pattern}(?:{JOIN}{pattern})+", text):
+        match = re.findall(
+            r"(?<![A-Za-z])([A-Za-z])(?![A-Za-z])",
+            re.sub(r"\b(?:and|or|und|oder|et|ou)\b", ",", text),
+        )
+    elif re.fullmatch(r"[A-Z]{2,}|(?:[(\[][A-Za-z][)\]]\s*){2,}|[A-Z](?: [A-Z])+", text) or (
+        re.fullmatch(r"[a-j]{2,6}", text)
+        and text not in WORDS_LIKE_RUNS
+        and list(text) == sorted(set(text))
+    ):
+        match = re.findall(r"[A-Za-z]", text)
+    else:
+        return frozenset()
+    labels = [_known(name, options) for name in match]
+    return frozenset(labels) if all(labels) else frozenset()
+
+
+def _with_text(text: str, options: Options) -> frozenset[str]:
+    """Read a label with words behind it: B. a dog; B a dog; B is correct; (B) because ..."""
+    first = re.match(
+        r"[(\[<]?([A-Za-z]|\d{1,2})(?:\s*[)\]>.:,]+|\s*\n|\s+-+\s|\s*-+\s|\s)\s*(?=\S)", text
+    ) or (re.match(r"([A-Z])[.):](?=[^\W\d_])", text))
+    if not first:
+        return frozenset()
+    label = _known(first[1], options)
+    rest = bare(text[first.end() :])
+    marked = not re.fullmatch(r"[(\[<]?[A-Za-z\d]+\s+", first[0]) or "\n" in first[0]
+    weak = not marked and not first[1].isupper()  # "a dog", "2 dogs"
+    if not label or weak and not (options.any and _by_text(rest, options) == label):
+        return frozenset()
+    if not rest or TAIL.match(rest):
+        return frozenset({label})
+    if REFUSED.match(rest):
+        return frozenset()
+    if options.any:
+        return _agreeing(label, rest, marked, options)
+    if not marked and not re.match(r"(?:because|since|as|,|-)", rest, re.I):
+        return frozenset()
+    return frozenset() if _mentions(rest, options) else frozenset({label})
+
+
+def _agreeing(label: str, rest: str, marked: bool, options: Options) -> frozenset[str]:
+    """Hold the words behind a letter against the options: they may be its text, or say why, but not
+    be another's or name another."""
+    same = _by_text(rest, options)
+    if same:
+        return frozenset({label} if same == label else ())
+    text_of = normal(options.texts[options.labels.index(label)])
+    words = f" {normal(rest)} "
+    if text_of and words.startswith(f" {text_of}"):
+        behind = words[len(text_of) + 1 :]
+        return frozenset() if _mentions(behind, options) else frozenset({label})
+    if not marked and not re.match(r"(?:because|since|as|,|-)", rest, re.I):
+        return frozenset()
+    if _mentions(rest, options):
+        return frozenset()
+    if text_of and f" {text_of} " in words.replace(",", " ").replace(".", " "):
+        return frozenset({label})
+    names = {normal(text) for text in options.texts} - {text_of, ""}
+    return frozenset() if any(f" {name} " in words for name in names) else frozenset({label})
+
+
+def _mentions(text: str, options: Options) -> bool:
+    """Tell whether a text names an option by its letter: (A), A), "option A", "answer A", a capital
+    by itself that is no article or pronoun."""
+    for match in re.finditer(r"(?<![\w'])[(\[]?([A-Z])(?![\w'])", text):
+        name, end = match[1], match.end()
+        if not _known(name, options):
+            continue
+        pronoun = name in "AI" and re.match(r"\s+[a-z]", text[end:]) is not None
+        if not pronoun or match[0][0] in "([":
+            return True
+    return (
+        re.search(r"\b(?:answer|option|choice)\s*(?:is|:)?\s*[(\[]?[a-z](?![\w'])", text, re.I)
+        is not None
+    )
+
+
+MARKED = re.compile(
+    r"[(\[]\s*([A-Za-z])\s*[)\]]|\b(?:option|choice|letter)\s+[(\[]?([A-Z])(?![\w'])"
+)
+SENTENCES = re.compile(r"(?<=[.!?\n])\s+(?=\S)")
+
+
+def _marked(text: str, options: Options) -> frozenset[str]:
+    """Read the one label that sentences mark, (B) or "option B", or that the last line is."""
+    lines = [line for line in text.split("\n") if line.strip()]
+    if len(lines) > 1:
+        last = bare(lines[-1])
+        if label := _label(last, options):
+            return frozenset({label})
+    labels = set()
+    for match in MARKED.finditer(text):
+        name = match[1] or match[2]
+        clause = re.split(r"[.;!?\n,]", text[max(0, match.start() - 80) : match.start()])[-1]
+        if DENIED.search(clause) or REFUSED.match(text[match.end() : match.end() + 40].lstrip("*")):
+            return frozenset()
+        if name.isupper() or options.any:
+            labels.add(_known(name, options))
+    labels.discard("")
+    if len(labels) != 1:
+        return _predicate(text, options)
+    return frozenset(labels)
+
+
+def _predicate(text: str, options: Options) -> frozenset[str]:
+    """Read "B is correct", and an option's text at the end of "The animal is a dog.\""""
+    match = re.findall(r"(?<![\w'])([A-Z]) is (?:the )?(?:correct|right|best|answer)", text)
+    labels = {_known(name, options) for name in match} - {""}
+    if (
+        len(labels) == 1
+        and not DENIED.search(text)
+        and not _mentions(re.sub(rf"(?<!\w){match[0]}(?!\w)", "", text), options)
+    ):
+        return frozenset(labels)
+    return frozenset()
+
+
+def options(text: str, choices: Any = None) -> frozenset[str]:
+    """Return the labels that the final answer of a text names."""
+    return options_named(stated(text).value, options_of(choices))

@@ -1,0 +1,108 @@
+"""Finds the words of an answer that say it: in a box, in JSON, in a fence, or behind "the answer
+is"."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from rewards.reading.objects import literal
+from rewards.reading.parts import Final, fenced, final, last_box
+from rewards.reading.plain import evened, without_markdown
+
+# keys under which models put an answer in JSON
+KEYS = (
+    "answer final_answer finalanswer final choice option letter result value number count total "
+    "prediction label class category text output response"
+).split()
+# "the answer is" in the languages of the models' makers and users
+NOUN = (
+    r"answers?(?: to (?:the|this) question)?|solution|correct (?:option|choice|letter)|"
+    r"\u7b54\u6848|"
+    r"\u6b63\u786e\u9009\u9879|r[e\u00e9]ponse|antwort|respuesta|resposta|risposta|"
+    r"\u043e\u0442\u0432\u0435\u0442|\uc815\ub2f5|\ub2f5|\u7b54\u3048|\u6b63\u89e3|"
+    r"\u0627\u0644\u0625\u062c\u0627\u0628\u0629|\u0627\u0644\u062c\u0648\u0627\u0628|"
+    r"\u0909\u0924\u094d\u0924\u0930|\u0111\u00e1p \u00e1n|cevap|odpowied\u017a|jawaban(?:nya)?"
+)
+AFTER = (
+    r"(?: choice| option| letter| correcta?| correcte| correta| corretta| exacte| richtige"
+    r"| final[e]?| \u0627\u0644\u0635\u062d\u064a\u062d\u0629| \u0111\u00fang)?"
+)
+IS = (
+    r"(?:\s*[:=]|\s+(?:is|are|would be|should be|must be|will be|has to be|es|est|ist|lautet|"
+    r"\u00e9|"
+    r"\u00e8|\u0647\u064a|\u0647\u0648|\u0939\u0948|l\u00e0|adalah|to|brzmi)\b|\s*(?:\u662f|"
+    r"\u4e3a|"
+    r"\u5e94\u4e3a|\u5e94\u8be5\u662f|\u9009|\u306f|\uc740|\ub294))\s*[:=]?"
+)
+SAYS = re.compile(rf"(?<![A-Za-z])(?:{NOUN}){AFTER}{IS}(?!\s*not\b)", re.I)
+HEAD = re.compile(rf"(?:\w+ ){{0,2}}(?:{NOUN}){AFTER}\s*$", re.I)
+DENIED = re.compile(r"\b(?:not|never|wrong|incorrect|false|if|whether|unless|cannot)\b|n't\b", re.I)
+CLAUSE = re.compile(r"[.;!?\n,]")
+# no sentence ends behind an initial or a short title: B. a dog, Mt. Everest
+SENTENCE = re.compile(
+    r"(?<=[\w)\]}$%\"'*][\w)\]}$%\"'*][\w)\]}$%\"'*][.!?])\s+(?=[^\W\d_a-z])|"
+    r"(?<=\d[.!?])\s+(?=[^\W\d_a-z])|(?<=\u3002)"
+)
+
+
+def stated(text: str) -> Final:
+    r"""Return the span of a text that says the answer, without tags.
+
+    Of what ``final`` returns: what stands in the last ``\boxed`` (nested: the innermost) or between
+    GLM's box tokens, else under "answer" in JSON, else in the last code fence; and what follows the
+    last "the answer is", where that comes behind the box. "repaired" where a box or an ``<answer>``
+    is not closed.
+    """
+    answer = final(text)
+    body, status = answer.value, answer.status
+    box = last_box(body)
+    announcement = announced(body[box.end :] if box else body)
+    if box and (not announcement or not announcement.strip("*_`$ .")):
+        return Final(box.inside, status if box.closed else "repaired")
+    if announcement is not None:
+        inner = last_box(announcement)
+        return Final(inner.inside if inner else announcement, status)
+    inside = fenced(body).strip()
+    return Final(_of_json(inside) if inside[:1] in ("{", "[") else inside, status)
+
+
+def announced(text: str) -> str | None:
+    """Return what follows the last "the answer is" up to the end of its line, or below a heading
+    "Answer"; None where nothing is announced, or the clause before denies it."""
+    if len(text) < 4:
+        return None
+    text = evened(without_markdown(text))
+    place_of = None
+    for place in SAYS.finditer(text):
+        before = CLAUSE.split(text[max(0, place.start() - 80) : place.start()])[-1]
+        if not DENIED.search(before):
+            place_of = place
+    if place_of is not None:
+        lines = text[place_of.end() :].strip("*_ \t\n").split("\n")
+        line = next((line.strip() for line in lines if line.strip("*_ \t")), "")
+        return SENTENCE.split(line, maxsplit=1)[0].strip()
+    lines = [line for line in text.split("\n") if line.strip()]
+    for head, line in zip(lines[-2::-1], lines[:0:-1]):
+        if len(head) < 60 and HEAD.fullmatch(head.strip(" :*_#")):
+            return line.strip()
+    return None
+
+
+def _of_json(text: str) -> str:
+    """Return what a JSON object, or a Python dict, has under "answer", or as its only value; a list
+    of one value is that value. Anything else stays as it is."""
+    value = literal(text)
+    if isinstance(value, dict):
+        low = {str(key).casefold().replace(" ", "_"): inner for key, inner in value.items()}
+        named = [low[key] for key in KEYS if key in low]
+        value = named[0] if named else next(iter(low.values())) if len(low) == 1 else value
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    if not isinstance(value, (dict, list, str, int, float)):
+        return text
+    if isinstance(value, (str, int, float)) and not isinstance(value, bool):
+        return str(value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return text if isinstance(value, dict) else json.dumps(value, ensure_ascii=False)
