@@ -30,6 +30,9 @@ OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {  # section -> old name -> new
     },
     "evaluate": {"copies": ("num_samples",)},
     "policy": {
+        "r": ("rank",),  # peft's names, within ``lora``
+        "lora_alpha": ("alpha",),
+        "target_modules": ("targets",),
         "sde": ("noise_window",),
         "kernel": ("sde_type",),
         "grid": ("timestep_schedule",),

@@ -31,7 +31,7 @@ from mmrl.policies.diffusion.flow_policy import FlowPolicy
 from mmrl.policies.diffusion.pipeline_policy import FolderPolicy
 from mmrl.policies.image_tokens.models.janus import UNDERSTANDING
 from mmrl.policies.image_tokens.network import ImageNet
-from mmrl.policies.lora import Lora, add_lora
+from mmrl.policies.lora import Lora, add_lora, ending_like
 from mmrl.policies.quantization import parameters, quantize
 from mmrl.policies.vlm.families import part_of
 from mmrl.policies.vlm.loading import text_adapters
@@ -276,8 +276,8 @@ def token_network(path: str, entry: Any, options: Mapping[str, Any]) -> nn.Modul
 def _language(net: Any, ends: Any) -> list[str]:
     """Name the linear layers of Janus' language model that end so."""
     layers = [name for name, module in net.named_modules() if isinstance(module, nn.Linear)]
-    chosen = [n for n in layers if "language_model" in n and n.endswith(tuple(ends))]
-    return [name.removeprefix("hf.") for name in chosen]
+    inner = [name.removeprefix("hf.") for name in layers if "language_model" in name]
+    return ending_like(inner, ends, "language model")
 
 
 def _freeze_unused(net: Any) -> None:

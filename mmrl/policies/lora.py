@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from mmrl.core.errors import UserError
 
+ALL_LINEAR = "all-linear"  # peft's word for every linear layer but the head
 ADAPTER = "default"  # peft's name of the adapter
 ADAPTER_FILE = "adapter_model.safetensors"
 # Attention projections of diffusers' transformers; a family may offer its own list.
@@ -33,11 +35,11 @@ ATTENTION = (
 @dataclass(frozen=True)
 class Lora:
     """Holds the adapter options. ``alpha`` None is twice the rank; ``targets`` are module-name
-    suffixes, None: attention."""
+    suffixes, ``all-linear``, or a regular expression of whole names; None: attention."""
 
     rank: int
     alpha: float | None = None
-    targets: Sequence[str] | None = None
+    targets: Sequence[str] | str | None = None
 
 
 def add_lora(net: nn.Module, lora: Lora, attention: Sequence[str] = ATTENTION) -> None:
@@ -48,9 +50,12 @@ def add_lora(net: nn.Module, lora: Lora, attention: Sequence[str] = ATTENTION) -
     """
     from peft import LoraConfig
 
-    targets = list(lora.targets) if lora.targets else _present(net, attention)
+    linears = [name for name, module in net.named_modules() if isinstance(module, nn.Linear)]
+    if isinstance(lora.targets, str):
+        targets = ending_like(linears, lora.targets, type(net).__name__)
+    else:
+        targets = list(lora.targets) if lora.targets else _present(net, attention)
     if not targets or not _present(net, targets):
-        linears = [name for name, module in net.named_modules() if isinstance(module, nn.Linear)]
         raise UserError(
             f"lora.targets match no module of {type(net).__name__}; its linear "
             f"layers: {linears[:8]} ..."
@@ -132,14 +137,26 @@ def merged(net: nn.Module, adapters: bool = True) -> dict[str, Tensor]:
     return {name.replace(".base_layer.", "."): value for name, value in state.items()}
 
 
-def ending_like(names: Sequence[str], ends: Sequence[str] | None, part: str) -> list[str]:
-    """Pick the linear layers ``names`` of a part that end like one of ``ends`` (None: all).
-    UserError where none does."""
-    matches = [
-        name
-        for name in names
-        if ends is None or any(f".{name}".endswith(f".{end}") for end in ends)
-    ]
+def ending_like(names: Sequence[str], ends: Sequence[str] | str | None, part: str) -> list[str]:
+    """Pick the linear layers ``names`` of a part that end like one of ``ends`` (None: all), as
+    peft does ``all-linear`` (all but the head) or a regular expression of the whole name. UserError
+    where there is none."""
+    if ends == ALL_LINEAR:
+        matches = [name for name in names if name.rpartition(".")[2] != "lm_head"]
+    elif isinstance(ends, str):
+        try:
+            matches = [name for name in names if re.fullmatch(ends, name)]
+        except re.error as error:
+            raise UserError(
+                f"lora.targets {ends!r} is no regular expression ({error}); give one, all-linear, "
+                f"or a list of the ends of names"
+            ) from error
+    else:
+        matches = [
+            name
+            for name in names
+            if ends is None or any(f".{name}".endswith(f".{end}") for end in ends)
+        ]
     if not matches:
         raise UserError(
             f"lora.targets match no module of the {part}; its linear layers: {list(names[:8])} ..."

@@ -39,6 +39,7 @@ from mmrl.data.prompts import Curriculum, development_and_test
 from mmrl.monitoring.alarms import AlarmOptions
 from mmrl.monitoring.log import LogOptions
 from mmrl.monitoring.trackers import check_installed
+from mmrl.policies import adapter_files
 from mmrl.policies.diffusion.context_parallel import unsupported
 from mmrl.rollout.preferences import Compared
 from mmrl.run import checkpoint
@@ -235,12 +236,25 @@ def _entry(configuration: Config, section: str, registry: Any) -> Any:
 
 
 def begin_with(policy: Any, configuration: Config, start: Path) -> None:
-    """Give a policy the weights of another run (``start``): the moving average, if there is one."""
+    """Give a policy the weights of another run (``start``), the moving average if there is one, or
+    of an adapter's folder."""
+    start = start.expanduser()
     beside = Path(configuration.file).parent / start
-    run = beside if (beside / CONFIG).is_file() else start
+    run = beside if (beside / CONFIG).is_file() or adapter_files.is_adapter(beside) else start
     place = configuration.place(("start",))
+    if adapter_files.is_adapter(run):
+        names = policy.weights.parameters()
+        try:
+            policy.weights.load(adapter_files.read(run, policy.net, names))
+        except ValueError as error:  # UserError is one
+            raise UserError(place.say(str(error))) from error
+        return
     if not (run / CONFIG).is_file():
-        raise UserError(place.say(f"{start} is no run whose weights could be taken up"))
+        raise UserError(
+            place.say(
+                f"{start} is no run whose weights could be taken up, nor the folder of an adapter"
+            )
+        )
     arrays, _ = checkpoint.load(checkpoint.choose(run / "checkpoints")[0], checked=True)
     try:
         policy.weights.load(arrays.get("snapshot-ema", arrays["weights"]))

@@ -96,6 +96,34 @@ def adamw_8bit(
     return built
 
 
+@OPTIMIZERS.register("paged_adamw_8bit")
+@requires("bitsandbytes")
+def paged_adamw_8bit(
+    parameters: Iterable[nn.Parameter],
+    *,
+    lr: NotNegative = 1e-4,
+    weight_decay: NotNegative = 1e-4,
+    betas: tuple[Decay, Decay] = (0.9, 0.999),
+    eps: NotNegative = 1e-8,
+    min_8bit_size: Annotated[int, Ge(0)] = 4096,
+) -> torch.optim.Optimizer:
+    """Build ``adamw_8bit`` whose moments may leave a CUDA device for the host's memory when it is
+    short of it (Dettmers et al. 2023, QLoRA)."""
+    from mmrl.train.adamw_8bit import WholeAdamW8bit
+
+    make: Any = WholeAdamW8bit  # bitsandbytes has no types
+    built: torch.optim.Optimizer = make(
+        parameters,
+        lr=lr,
+        betas=betas,
+        eps=eps,
+        weight_decay=weight_decay,
+        min_8bit_size=min_8bit_size,
+        is_paged=torch.cuda.is_available(),  # on a CPU there is nothing to leave
+    )
+    return built
+
+
 @OPTIMIZERS.register("adafactor")
 def adafactor(
     parameters: Iterable[nn.Parameter],

@@ -10,7 +10,7 @@ from torch import nn
 
 from mmrl.core import pretrained
 from mmrl.core.errors import UserError
-from mmrl.policies.lora import Lora
+from mmrl.policies.lora import ALL_LINEAR, Lora, ending_like
 from mmrl.policies.quantization import Quantization, quantize
 from mmrl.policies.vlm.families import modules_of
 from mmrl.policies.vlm.vision import quicken
@@ -64,14 +64,17 @@ def load_processor(place: str) -> Any:
 
 def text_adapters(hf: nn.Module, lora: Lora | int | None) -> Lora | None:
     """Return the adapter options, with the linear layers of the language model where no targets are
-    named."""
+    named or all of them are, and those that a regular expression means."""
     if isinstance(lora, int):
         lora = Lora(lora)
-    if lora is None or lora.targets is not None:
+    if lora is None or not (lora.targets is None or isinstance(lora.targets, str)):
         return lora
-    return Lora(
-        lora.rank, lora.alpha, [n for n in modules_of(hf, "language") if not n.endswith("lm_head")]
-    )
+    language = modules_of(hf, "language")
+    if lora.targets in (None, ALL_LINEAR):
+        return Lora(lora.rank, lora.alpha, ending_like(language, ALL_LINEAR, "language model"))
+    linears = [name for name, module in hf.named_modules() if isinstance(module, nn.Linear)]
+    targets = ending_like(linears, lora.targets, type(hf).__name__)
+    return Lora(lora.rank, lora.alpha, targets)
 
 
 def _kind_of(place: str) -> Any:

@@ -13,7 +13,7 @@ from torch import nn
 
 from mmrl.core.errors import UserError
 from mmrl.policies.base import ParameterGroup
-from mmrl.policies.lora import inject
+from mmrl.policies.lora import ending_like, inject
 from mmrl.policies.vlm.families import PARTS, modules_of, part_of
 
 How = Literal["full", "lora", "frozen"]
@@ -46,7 +46,7 @@ class Part:
     factor: Positive = 1.0
     rank: Annotated[int, Ge(1)] = 16
     alpha: Positive | None = None
-    targets: Sequence[str] | None = None
+    targets: Sequence[str] | str | None = None
 
     def __post_init__(self) -> None:
         if self.lr is not None and self.factor != 1.0:
@@ -221,15 +221,7 @@ def _add_adapters(net: nn.Module, chosen: dict[str, Part]) -> None:
 def _targets(net: nn.Module, name: str, part: Part) -> list[str]:
     unused = {key.rpartition(".")[0] for key in idle(net)}
     linear = [m for m in modules_of(net, name) if not m.endswith(HEADS) and m not in unused]
-    matches = [
-        m
-        for m in linear
-        if part.targets is None or any(f".{m}".endswith(f".{t}") for t in part.targets)
-    ]
-    if not matches:
-        raise UserError(
-            f"policy option train.{name}: no linear layer of that part is named "
-            f"{list(part.targets or ())}; "
-            f"there are {linear[:6]} ..."
-        )
-    return matches
+    try:
+        return ending_like(linear, part.targets, name)
+    except UserError as error:
+        raise UserError(f"policy option train.{name}: {error}") from error

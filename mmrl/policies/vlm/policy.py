@@ -152,7 +152,9 @@ class VLM(Passes):
         dtype: Storage = "float32",
         engine: Engine = "own",
         vllm: VLLMOptions | None = None,
-        attention: Literal["sdpa", "eager", "flash_attention_2", "xformers"] = "sdpa",
+        attention: Literal[
+            "sdpa", "eager", "flash_attention_2", "flash_attention_3", "xformers"
+        ] = "sdpa",
         remove_padding: bool | None = None,
         tree: TextTree | None = None,
         lora: Lora | int | None = None,

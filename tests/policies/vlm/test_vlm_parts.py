@@ -83,7 +83,7 @@ def test_adapters_have_their_parts_ranks():
 def test_mistakes_are_told():
     net = fresh("llava")
     with pytest.raises(
-        UserError, match="train.vision: no linear layer of that part is named .*there are .*q_proj"
+        UserError, match="train.vision: lora.targets match no module of the vision; .*q_proj"
     ):
         set_trainable(net, Parts("full", "full", Part("lora", targets=["nope"])))
     with pytest.raises(UserError, match="train.vision: Linear has no such part"):
