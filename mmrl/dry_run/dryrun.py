@@ -22,7 +22,7 @@ from mmrl.core.registry import options as options_of
 from mmrl.dry_run import costs, published, replays
 from mmrl.dry_run.hollow import Counted, Hollow, counted, hollow
 from mmrl.dry_run.rehearsal import Rehearsed, Stage, rehearse
-from mmrl.dry_run.stand_in import folder_at, stand_in
+from mmrl.dry_run.stand_in import call_defaults, folder_at, stand_in
 from mmrl.dry_run.weightless import Sizes, folder_of, sizes_of
 from mmrl.policies.base import RolloutContext
 from mmrl.policies.diffusion.any_pipeline import AnyPipeline
@@ -64,6 +64,7 @@ class Report:
     sharded: float | None = None
     unknown: tuple[str, ...] = ()
     account: tuple[str, ...] = ()  # what was read of the data
+    call_defaults: str = ""  # what a replayed pipeline's call says without having been asked
     stand_in: str = ""  # the family that is looked at in place of a replayed pipeline
     stage: Stage | None = None  # of a replayed pipeline without a family: its passes
     rehearsed: Rehearsed | None = None  # what they take
@@ -87,6 +88,7 @@ def dry_run(path: Path, overrides: Sequence[str] = (), processes: int = 1) -> Re
     accounts = tuple(line for summary in summaries for line in summary.lines())
     report = Report(name, str(policy.options.get("path", "")), plan, train, account=accounts)
     if policy.entry is AnyPipeline:
+        report = replace(report, call_defaults=call_defaults(policy))
         family, policy = stand_in(policy)
         report = replace(report, stand_in=family)
     entry = policy.entry

@@ -19,6 +19,8 @@ def lines(report: Report) -> Iterator[str]:
     train = report.train
     reckoned = f", looked at as policy {report.stand_in}" if report.stand_in else ""
     yield f"policy      {report.policy}: {report.path}{reckoned}"
+    if report.call_defaults:
+        yield f"call        not set, so taken as they are: {report.call_defaults}"
     for line in report.account:
         yield f"data        {line}"
     yield from _sample(report)

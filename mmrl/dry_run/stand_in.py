@@ -3,6 +3,7 @@ are the same, and the family needs no text to be encoded and no pipeline to be c
 
 from __future__ import annotations
 
+import inspect
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from mmrl.core.registry import options as options_of
 from mmrl.dry_run import published, untrained, weightless
 from mmrl.policies.diffusion.any_pipeline import AnyPipeline
 from mmrl.policies.diffusion.pipeline_policy import FolderPolicy
+from mmrl.policies.diffusion.replay_prompts import BINNING, unset
 
 # arguments of a pipeline's call, and what families call them
 OPTIONS = {
@@ -26,8 +28,8 @@ OPTIONS = {
 def stand_in(resolved: Resolved) -> tuple[str, Resolved]:
     """Return (its name, the family that has the networks of a replayed pipeline, with the options
     that both have); ("", the same) for other policies and where there is no family."""
-    if resolved.entry is not AnyPipeline:
-        return "", resolved
+    if resolved.entry is not AnyPipeline or (resolved.options.get("call") or {}).get(BINNING):
+        return "", resolved  # with binning, the pipeline alone knows what size it samples
     class_name = _class_of(str(resolved.options.get("path", "")))
     for name in POLICIES:
         family = POLICIES[name]
@@ -36,6 +38,18 @@ def stand_in(resolved: Resolved) -> tuple[str, Resolved]:
         if family.pipeline == class_name:
             return name, replace(resolved, entry=family, options=_shared(resolved, family))
     return "", resolved
+
+
+def call_defaults(resolved: Resolved) -> str:
+    """List what a replayed pipeline's call says without having been asked."""
+    import diffusers
+
+    cls = getattr(diffusers, _class_of(str(resolved.options.get("path", ""))) or "-", None)
+    if resolved.entry is not AnyPipeline or cls is None:
+        return ""
+    known = inspect.signature(inspect.unwrap(cls.__call__)).parameters
+    inputs = resolved.options.get("inputs") or {}
+    return unset(known, resolved.options.get("call") or {}, list(inputs))
 
 
 def folder_at(path: str) -> Path | None:

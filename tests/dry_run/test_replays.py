@@ -220,3 +220,16 @@ def test_large_masks_are_fake_on_the_way_back_too():
 
     passed(work, [net])
     assert len(seen) == 2 and all(isinstance(mask, FakeTensor) for mask in seen)
+
+
+def test_the_size_that_binning_would_sample_is_refused_and_defaults_are_listed():
+    """With binning the pipeline itself is looked at, not the family of the same pipeline."""
+    asked = {"height": 32, "width": 32}
+    chosen_size = "policy.pipeline.call=" + json.dumps(asked)
+    words = [*changes("sana"), chosen_size]
+    shown = "\n".join(lines(dry_run(CONFIG, words)))
+    assert "use_resolution_binning False" in shown and "clean_caption False" in shown
+    assert "looked at as policy sana" in shown
+    binned = "policy.pipeline.call=" + json.dumps(asked | {"use_resolution_binning": True})
+    with pytest.raises(UserError, match="samples 1024 x 1024"):
+        dry_run(CONFIG, [*changes("sana"), binned])

@@ -27,8 +27,9 @@ from mmrl.policies.diffusion.replay import Replay
 from mmrl.policies.diffusion.replay_consistency import Sampler
 from mmrl.policies.diffusion.replay_encoding import MediaEncoder
 from mmrl.policies.diffusion.replay_passes import Networks
-from mmrl.policies.diffusion.replay_prompts import PromptArguments
+from mmrl.policies.diffusion.replay_prompts import PromptArguments, unset
 from mmrl.policies.diffusion.replay_scheduler import process_of
+from mmrl.policies.diffusion.replay_sizes import check_size
 from mmrl.policies.diffusion.replay_times import SeveralTimes
 from mmrl.policies.diffusion.replayed_policy import ReplayedPolicy, device_of
 from mmrl.policies.diffusion.two_stages import ROWS
@@ -151,6 +152,8 @@ class AnyPipeline(ReplayedPolicy):
         self.arguments.check_guidance(self.guidance_scale)
         self._speed_up(attention, compile)
         self._refuse_trees()
+        if defaults := unset(self.replay.arguments, call or {}, list(self.arguments.inputs)):
+            self.notes += (f"not set in policy option call, so taken as they are: {defaults}",)
 
     # ----------------------------------------------------------------------------------------------
     # loading
@@ -225,6 +228,8 @@ class AnyPipeline(ReplayedPolicy):
             )
         for count in sorted(set(self.asked_steps)):
             self._check_steps(count)
+        if self.media_size is not None and self.replay.states.count == 1:
+            check_size(self.replay.pipe, tuple(latents.shape[1:]), self.media_size)
         return tuple(latents.shape[1:])
 
     def _refuse(

@@ -24,6 +24,9 @@ OURS = (
 )
 EDITORS = ("Edit", "Kontext", "ImageToVideo", "Img2Img", "VideoToWorld")  # that see a picture
 PICTURES = ("image", "images", "control_image")
+BINNING = "use_resolution_binning"  # samples another size than the one asked for
+# defaults of a call that change what is sampled, beside its size, length and guidance
+CHANGING = ("clean_caption", "negative_prompt", "max_sequence_length", "cfg_normalization")
 SHOWN = 80  # characters of a prompt in a sentence
 FRAMES = ("num_frames", "frames", "video_length")  # what calls name the length of a video
 # guidances besides that of the prompt, with which calls for videos with sound begin: none unless
@@ -35,6 +38,17 @@ UNGUIDED = {
     "audio_stg_scale": None,
     "audio_modality_scale": None,
 }
+
+
+def unset(known: Mapping[str, Parameter], call: Mapping[str, Any], inputs: Sequence[str]) -> str:
+    """List what a call, of these parameters, says of how samples are made without having been
+    asked; empty where that is nothing."""
+    names = [n for n in CHANGING if n in known and n not in call and n not in inputs]
+    values = {name: known[name].default for name in names}
+    if "negative_prompt" in values:
+        values["negative_prompt"] = values["negative_prompt"] or ""
+    values |= {BINNING: False} if BINNING in known and BINNING not in call else {}
+    return ", ".join(f"{name} {value!r}" for name, value in values.items())
 
 
 class PromptArguments:
@@ -138,7 +152,9 @@ class PromptArguments:
 
     def _written(self, rows: list[dict[str, Any]], scale: float | None) -> dict[str, Any]:
         sounds = "audio_guidance_scale" in self.known
-        arguments = {n: v for n, v in UNGUIDED.items() if sounds and n in self.known} | self.call
+        arguments = {n: v for n, v in UNGUIDED.items() if sounds and n in self.known}
+        arguments |= {BINNING: False} if BINNING in self.known else {}
+        arguments |= self.call
         for name in self.inputs:
             values = [row[name] for row in rows]
             # not every pipeline takes lists; classes come in them

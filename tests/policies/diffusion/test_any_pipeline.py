@@ -387,3 +387,13 @@ def test_guidance_is_refused_where_there_is_none():
     arguments.check_guidance(1.0)
     with pytest.raises(UserError, match="no classifier-free guidance"):
         arguments.check_guidance(2.0)
+
+
+def test_sana_samples_the_size_that_it_is_asked_for():
+    """Its call would bin 32 x 32 to 1024 x 1024, and shrink the picture."""
+    asked = {"height": 32, "width": 32}
+    policy = make("sana", call=asked)
+    assert policy.shape[-2:] == make("sana").shape[-2:]
+    assert "use_resolution_binning False" in policy.notes[0]
+    with pytest.raises(UserError, match="asked for 32 x 32 pixels and samples 1024 x 1024"):
+        make("sana", call=asked | {"use_resolution_binning": True})
