@@ -1,16 +1,44 @@
-"""Tells whether FSDP2 holds a module or tensor. Nothing is imported for it, which would take a
-second: before FSDP2 is imported, it holds nothing."""
+"""Tells whether FSDP2 holds a module or tensor, and keeps the processes that share its weights in
+step. FSDP2 is not imported for it, which would take a second: before it is imported, it holds
+nothing."""
 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any, TypeGuard
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
+import torch
 from torch import Tensor, nn
+
+from mmrl.core import distributed
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
+
+T = TypeVar("T")
+
+
+def sharded(net: nn.Module) -> bool:
+    """Tell whether passes of the network are collective calls."""
+    return any(shards(module) for module in net.modules())
+
+
+def in_step(
+    parts: Iterable[T], idle: T, device: torch.device | str, waits: bool = True
+) -> Iterator[tuple[T, bool]]:
+    """Yield the parts of this process's work, each of which makes the same passes of a network,
+    and whether they count: all do, and where processes wait for each other in every pass ``idle``
+    follows, as often as another process has more parts.
+
+    The one place that decides how many there are; a collective call before the first, if it
+    ``waits``.
+    """
+    own = list(parts)
+    most = distributed.largest(len(own), device) if waits else len(own)
+    yield from ((part, True) for part in own)
+    yield from ((idle, False) for _ in range(most - len(own)))
 
 
 def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:

@@ -12,7 +12,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from torch import Tensor
 
 from mmrl.config.options import Count
-from mmrl.core.distributed import all_sum, largest
+from mmrl.core.distributed import all_sum
 from mmrl.core.distributions import TINY, Dist, Gaussian
 from mmrl.core.errors import UserError
 from mmrl.core.types import Point, Rewards, Rollout
@@ -380,13 +380,10 @@ class KLTerm:
         divergence = rollout.logprob.new_zeros(len(rollout))
         rollout = rollout.replace(mask=rollout.path_mask())  # of a tree, of every whole sample
         size = policy.fixed_batch_rows or len(rollout)
-        count = largest(-(-len(rollout) // size), divergence.device)  # groups may have grown
-        for first in range(0, count * size, size):
-            rows = rollout[first : first + size] if first < len(rollout) else rollout[:size]
-            for point in policy.path(rows):
+        for part, counts in policy.row_chunks(len(rollout), size):
+            for point in policy.path(rollout[part]):
                 gap = point.recorded - self.reference_at(policy, point).log_prob(point.target)
-                if first < len(rollout):
-                    divergence[first : first + size] += row_sum(gap, point.mask)[:, 0]
+                divergence[part] += row_sum(gap, point.mask & counts)[:, 0]
         return divergence
 
     def weight(self) -> float:

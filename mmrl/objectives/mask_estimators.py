@@ -19,6 +19,7 @@ from torch import Tensor
 from mmrl.config.options import Count, Draws
 from mmrl.core.errors import UserError
 from mmrl.core.registry import ESTIMATORS
+from mmrl.core.sharding import sharded
 from mmrl.core.types import Point, Rollout
 from mmrl.policies.base import Policy
 from samplers.noise import Rng
@@ -261,6 +262,11 @@ def sepo(policy: Policy, rollout: Rollout, rng: Rng, epoch: int | None = None) -
     neighbours and x itself that is sum_i w_i grad log q_i with w_i = (1 / q_i) / (1 + sum_j (1 /
     q_j - 1)): no neighbour need be sampled.
     """
+    if sharded(policy.net):
+        raise UserError(
+            "the estimator sepo makes as many passes as a process has rows, and processes that "
+            "share weights must make the same: launch copies, or use another estimator"
+        )
     commit_step = rollout.tokens.commit_step
     length = commit_step.shape[1]
     points = [

@@ -18,6 +18,7 @@ from mmrl.core import distributed
 from mmrl.core.distributions import Dist
 from mmrl.core.errors import UserError
 from mmrl.core.host import sent
+from mmrl.core.sharding import in_step, sharded
 from mmrl.core.types import Copies, Media, Point, Prompt, Rollout, tree_map
 from mmrl.core.weights import Weights
 from mmrl.policies.answers import media_problem, opened
@@ -33,7 +34,7 @@ from mmrl.policies.rollout_context import Drafts as Drafts
 from mmrl.policies.rollout_context import Reads as Reads
 from mmrl.policies.rollout_context import RolloutContext as RolloutContext
 from mmrl.policies.rollout_graphs import RolloutGraphs
-from samplers.batching import Attempt, attempts, rows_that_fit
+from samplers.batching import Attempt, attempts, chunks, rows_that_fit
 from samplers.noise import Rng
 from samplers.warp import Warp
 
@@ -252,6 +253,12 @@ class Policy(ABC):
         in."""
         return torch.promote_types(next(self.net.parameters()).dtype, torch.float32)
 
+    @property
+    def unsharded(self) -> Sequence[nn.Module]:
+        """List the frozen modules of ``net`` that every process keeps whole where its weights are
+        sharded: those that are called outside its passes, or only for some rows."""
+        return ()
+
     def unused(self, net: nn.Module) -> Iterable[nn.Parameter]:
         """Name the parameters that no output of a pass depends on."""
         return ()
@@ -262,9 +269,10 @@ class Policy(ABC):
         if self.sampling_memory_gib is None:
             return min(self.fixed_batch_rows or rows, self.most or rows)
         if not self.fitting:
+            most = distributed.largest(rows, self.device)  # all make the same passes to measure
             try:
                 fitting = rows_that_fit(
-                    forward, int(self.sampling_memory_gib * 2**30), rows, self.device
+                    forward, int(self.sampling_memory_gib * 2**30), most, self.device
                 )
             except ValueError as error:
                 raise UserError(
@@ -273,6 +281,12 @@ class Policy(ABC):
             # one number of passes on all processes
             self.fitting = -int(distributed.all_max(torch.tensor(-fitting)))
         return min(self.fitting, rows, self.most or rows)
+
+    def row_chunks(self, rows: int, size: int) -> Iterator[tuple[slice, bool]]:
+        """Cut rows into chunks of at most ``size``, for passes of the network, and tell which
+        count: where processes share its weights, one with fewer chunks passes its first row again
+        for nothing. A collective call there."""
+        return in_step(chunks(rows, size), slice(0, 1), self.device, sharded(self.net))
 
     def idle_row(self, row: Rollout) -> Rollout:
         """Prepare a sampled row [1] to be passed through the network by a process without rows

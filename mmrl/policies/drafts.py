@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from mmrl.core.distributions import Categorical
+from mmrl.core.errors import UserError
+from mmrl.core.sharding import sharded
 from mmrl.core.types import Fields, Rollout, TokenOrder
 from mmrl.policies.base import Drafts
 from samplers.batching import chunks
@@ -59,6 +61,8 @@ def verified(policy: Any, rows: Rollout, drafts: Drafts, rng: Rng, size: int) ->
     every token is one of p (Leviathan et al. 2023); else what follows is sampled from p, as SPEC-RL
     publishes it. ``rows``: a rollout whose samples are the drafts.
     """
+    if sharded(policy.net):
+        raise UserError(SHARDED)
     parts = [
         _verified(policy, rows[part], _part(drafts, part), rng) for part in chunks(len(rows), size)
     ]

@@ -19,6 +19,7 @@ from mmrl.core import distributed
 from mmrl.core.distributions import Categorical, check_shape
 from mmrl.core.divergences import REVERSE, Divergence
 from mmrl.core.host import indices, on_host, selected, sent, spread
+from mmrl.core.sharding import sharded
 from mmrl.core.types import Copies, Media, Point, Prompt, Rollout, TokenOrder
 from mmrl.policies.base import (
     NO_CONTEXT,
@@ -93,6 +94,12 @@ class TokenPolicy(Policy):
             )
         spread = torch.zeros_like(rollout.logprob)
         group = on_host(rollout.group)
+        if sharded(self.net):
+            raise self._cannot(
+                "compares distributions by as many passes as groups have rows, and processes that "
+                "share weights must make the same: launch copies, or leave out its option "
+                "record_divergence"
+            )
         for g in group.unique().tolist():
             rows = sent((group == g).nonzero()[:, 0], spread.device)
             points = [next(iter(self.path(rollout[rows[p]]))) for p in chunks(len(rows), size)]
@@ -152,13 +159,15 @@ class TokenPolicy(Policy):
         entropies of their distributions, if recorded."""
         logprob = torch.zeros_like(rollout.logprob)
         entropy = None if rollout.entropy is None else torch.zeros_like(rollout.entropy)
-        for part in chunks(len(rollout), min(self.fixed_batch_rows or len(rollout), len(rollout))):
+        size = min(self.fixed_batch_rows or len(rollout), len(rollout))
+        for part, counts in self.row_chunks(len(rollout), size):
             for point in self.path(rollout[part]):
                 dist = self.dist(point)
+                where = point.mask & counts
                 scores = dist.log_prob(point.target).to(logprob)
-                logprob[part] += torch.where(point.mask, scores, 0.0)
+                logprob[part] += torch.where(where, scores, 0.0)
                 if entropy is not None:
-                    entropy[part] += torch.where(point.mask, dist.entropy().to(entropy), 0.0)
+                    entropy[part] += torch.where(where, dist.entropy().to(entropy), 0.0)
         return rollout.replace(logprob=logprob, entropy=entropy)
 
     def scored_guidance(self, point: Point) -> float:
@@ -247,9 +256,12 @@ class LogitsPolicy(TokenPolicy):
         cond = self.encode(prompts)
         hidden = torch.full((len(row), self.length), self.mask_id, device=self.device)
         size = self.chunk(len(row), lambda n: self._trial(hidden[:n], cond, group[:n]))
-        parts = [self._sample(group[p], row[p], cond, rng) for p in chunks(len(row), size)]
-        rollout = Rollout.cat(parts).replace(prompts=tuple(prompts))
-        return self.with_divergence(rollout, size)
+        parts = [
+            (self._sample(group[p], row[p], cond, rng), counts)
+            for p, counts in self.row_chunks(len(row), size)
+        ]
+        rollout = Rollout.cat([part for part, counts in parts if counts])
+        return self.with_divergence(rollout.replace(prompts=tuple(prompts)), size)
 
     @abstractmethod
     def _sample(self, group: Tensor, row: Tensor, cond: dict[str, Any], rng: Rng) -> Rollout:

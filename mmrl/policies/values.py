@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from mmrl.config.options import PromptValue
 from mmrl.core import distributed
 from mmrl.core.errors import UserError
-from mmrl.core.sharding import is_sharded, like
+from mmrl.core.sharding import in_step, is_sharded, like
 from mmrl.core.types import Prompt
 from mmrl.core.weights import block, local
 from mmrl.policies.base import Policy
+from samplers.batching import chunks
 from samplers.noise import Rng
 
 SNAPSHOT = "value"  # the weights of the value model's network
@@ -149,11 +150,10 @@ class ValueNetwork:
         """Yield the prompts of each pass and how many of them count; every process makes equally
         many."""
         rows = self.policy.fixed_batch_rows or ROWS
-        number = distributed.largest(-(-len(prompts) // rows), self.policy.device)
-        for first in range(0, number * rows, rows):
-            part = prompts[first : first + rows]
-            filler = prompts[0] if idle is None else idle
-            yield (part, len(part)) if part else ([filler], 0)
+        parts = (prompts[part] for part in chunks(len(prompts), rows))
+        filler = prompts[:1] if idle is None else [idle]
+        for part, counts in in_step(parts, filler, self.policy.device):
+            yield part, len(part) if counts else 0
 
     def _values(self, prompts: Sequence[Prompt]) -> Tensor:
         """Predict the rewards [n] of prompts under the weights in force."""

@@ -16,8 +16,10 @@ from torch import Tensor
 
 from mmrl.core import distributed
 from mmrl.core.errors import UserError
+from mmrl.core.sharding import in_step, sharded
 from mmrl.core.types import Copies, LatentPath, Media, Prompt, Rewards, Rollout, per_prompt
 from mmrl.policies.base import NO_CONTEXT, Policy, RolloutContext
+from samplers.batching import chunks
 from samplers.noise import Rng
 
 EMPTY = "uncond"  # the condition of the empty prompt: one for all
@@ -165,14 +167,13 @@ def rescored(policy: Policy, rollout: Rollout, rows: Tensor) -> Tensor:
     places = torch.arange(len(logprob), device=logprob.device).double()
     chosen = rollout.replace(logprob=places.view_as(rollout.logprob))[rows]
     size = policy.fixed_batch_rows or max(len(rollout), 1)
-    count = distributed.largest(-(-len(chosen) // size), rollout.group.device)
     idle = rollout[:1].replace(logprob=places[: rollout.logprob.shape[1]][None])
     idle = idle.replace(mask=torch.zeros_like(idle.mask) if policy.adjacent else idle.mask)
-    for first in range(0, count * size, size):
-        part = chosen[first : first + size]
-        for point in policy.path(part if len(part) else idle):
+    parts = (chosen[part] for part in chunks(len(chosen), size))
+    for part, counts in in_step(parts, idle, policy.device, sharded(policy.net)):
+        for point in policy.path(part):
             scores = policy.dist(point).log_prob(point.target).to(logprob)
-            where = point.mask & bool(len(part))
+            where = point.mask & counts
             logprob[point.recorded[where].long()] = scores[where]
     return logprob.view_as(rollout.logprob)
 

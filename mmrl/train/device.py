@@ -17,7 +17,7 @@ from mmrl.core import distributed, heap
 from mmrl.core.errors import UserError
 from mmrl.policies.base import ParameterGroup
 from mmrl.policies.lora import keep_input_dtype
-from mmrl.train.shard_units import shard_classes
+from mmrl.train.shard_units import shard_classes, ties_kept
 
 MakeOptimizer = Callable[..., torch.optim.Optimizer]  # of parameters, or of groups of them
 ACCELERATE_PRECISION = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
@@ -180,20 +180,31 @@ class Device:
             )
         if self.accelerator.mixed_precision != "no":
             keep_input_dtype(policy.net)
-        self._name_units(policy.net)
+        self._name_units(policy)
         prepared: torch.optim.Optimizer
-        policy.trained, prepared = self.accelerator.prepare(policy.net, _built(optimizer, groups))
+        with ties_kept(policy.net):
+            policy.trained, prepared = self.accelerator.prepare(
+                policy.net, _built(optimizer, groups)
+            )
         return prepared
 
     def optimizer_of(self, policy: Any, optimizer: MakeOptimizer) -> torch.optim.Optimizer:
         """Return a further optimizer of a prepared policy's parameters, for a snapshot of them."""
         return _built(optimizer, [group for group in policy.parameter_groups() if group.parameters])
 
-    def _name_units(self, net: nn.Module) -> None:
-        """Tell accelerate what to gather one by one (FSDP2), unless its user has."""
+    def _name_units(self, policy: Any) -> None:
+        """Tell accelerate what to gather one by one (FSDP2), unless its user has, and what to keep
+        whole."""
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
-        if plugin is not None and self.sharded and not plugin.transformer_cls_names_to_wrap:
-            plugin.transformer_cls_names_to_wrap = shard_classes(net) or None
+        if plugin is None or not self.sharded:
+            return
+        if not plugin.transformer_cls_names_to_wrap:
+            plugin.transformer_cls_names_to_wrap = (
+                shard_classes(policy.net, policy.unsharded) or None
+            )
+        plugin.ignored_modules = list(policy.unsharded) or None
+        for module in policy.unsharded:
+            module.to(self.accelerator.device)
 
     def _neighbours(self) -> int:
         """Count the processes that hold the same rows."""
@@ -216,8 +227,9 @@ class Device:
         ``train.precision`` as in training, everything else (encoders, decoders, rewards) stays as
         it was loaded."""
         self._split(policy)
-        self._name_units(policy.net)
-        policy.trained = self.accelerator.prepare_model(policy.net, evaluation_mode=True)
+        self._name_units(policy)
+        with ties_kept(policy.net):
+            policy.trained = self.accelerator.prepare_model(policy.net, evaluation_mode=True)
 
     def no_sync(self, trained: nn.Module) -> AbstractContextManager[None]:
         """Keep the gradients of a pass on this process unless it is the last of its step (DDP),

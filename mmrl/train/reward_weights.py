@@ -13,7 +13,7 @@ from torch import Tensor
 from mmrl.advantages import memory
 from mmrl.config.options import RewardGradients
 from mmrl.core.errors import UserError
-from mmrl.core.sharding import shards
+from mmrl.core.sharding import sharded
 from mmrl.core.types import Advantage, Rewards, Rollout
 from mmrl.objectives.base import Objective
 from mmrl.policies.base import Policy
@@ -38,11 +38,10 @@ class RewardWeights:
 
     def suits(self, objective: Objective, policy: Policy, scales_loss: bool) -> None:
         """Raise UserError where gradients of single rewards cannot be had."""
-        sharded = any(shards(module) for module in policy.net.modules())
         for applies, reason in (
             (objective.differentiates, "the objective follows the gradient of the rewards itself"),
             (scales_loss, "fp16 scales the loss: use train.precision bf16"),
-            (sharded, "parameters are sharded, and their gradients with them"),
+            (sharded(policy.net), "parameters are sharded, and their gradients with them"),
         ):
             if applies:
                 raise UserError(f"train.reward_gradients: {reason}; leave it out")

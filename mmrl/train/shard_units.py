@@ -3,14 +3,18 @@ not at all."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
 from torch import nn
 
 SHARE = 0.1  # of a network's weights that a list of modules holds, to be worth gathering in parts
 
 
-def shard_classes(net: nn.Module) -> list[str]:
+def shard_classes(net: nn.Module, whole: Sequence[nn.Module] = ()) -> list[str]:
     """Name the classes of the modules that are gathered one by one, in alphabetical order: those
-    of the network's ``_no_split_modules`` that it has.
+    of the network's ``_no_split_modules`` that it has, but for those inside of ``whole`` modules,
+    which are not sharded.
 
     Where it lacks one of them, or its class names none, the classes in its large lists of modules
     are added. accelerate refuses a list with a class that is not there, and many have one:
@@ -22,11 +26,53 @@ def shard_classes(net: nn.Module) -> list[str]:
     if not named:  # a wrapper around networks that say it
         inside = (getattr(module, "_no_split_modules", None) or () for module in net.modules())
         named = {name for names in inside for name in names}
+    out = _around_embedding(net)
+    out |= {type(module).__name__ for part in whole for module in part.modules()}
+    named -= out
     classes = named & present
     if classes == named and named:
         return sorted(classes)
     least = SHARE * sum(p.numel() for p in net.parameters())
-    return sorted(classes | _listed(net, classes, least))
+    return sorted(classes | _listed(net, classes, least) - out)
+
+
+@contextmanager
+def ties_kept(net: nn.Module) -> Iterator[None]:
+    """Let accelerate gather the embedding of words and the head with the rest of a network in this
+    block, where a weight of theirs is also elsewhere in it, as the head's bias of BERT is: torch
+    takes no weight in two units, and accelerate makes one of these two."""
+    ends = _ends(net)
+    weights = {id(p) for end in ends for p in end.parameters()}
+    others = (module for module in net.modules() if not any(module is end for end in ends))
+    own = (p for module in others for p in module.parameters(recurse=False))
+    if not any(id(p) in weights for p in own):
+        yield
+        return
+    names = ("get_input_embeddings", "get_output_embeddings")
+    for name in names:
+        setattr(net, name, lambda: None)
+    try:
+        yield
+    finally:
+        for name in names:
+            delattr(net, name)
+
+
+def _ends(net: nn.Module) -> list[nn.Module]:
+    """List a network's embedding of words and its head, as far as its class tells of them."""
+    told = (getattr(net, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output"))
+    return [end for end in told if end is not None]
+
+
+def _around_embedding(net: nn.Module) -> set[str]:
+    """Name the classes of the modules that hold a weight of the embedding of words or of the head,
+    which is mostly tied to it: accelerate gathers these two itself."""
+    weights = {id(p) for end in _ends(net) for p in end.parameters()}
+    return {
+        type(module).__name__
+        for module in net.modules()
+        if any(id(p) in weights for p in module.parameters())
+    }
 
 
 def _listed(module: nn.Module, classes: set[str], least: float) -> set[str]:

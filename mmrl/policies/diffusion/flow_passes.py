@@ -16,6 +16,7 @@ from mmrl.core.contract import called, returned
 from mmrl.core.distributions import Gaussian
 from mmrl.core.errors import UserError
 from mmrl.core.registry import KERNELS
+from mmrl.core.sharding import in_step, sharded
 from mmrl.core.types import Kernel, Query, Transition, tree_map
 from mmrl.policies.base import LogprobGuidance, Policy, rows_of, without_empty
 from mmrl.policies.diffusion.trees import Tree
@@ -126,9 +127,11 @@ class FlowPasses(Policy):
         of at most ``rows``, which ``graphs`` keeps."""
         scale = self._scale(point)
         each = []
-        for part in point.split(rows or len(point)):
+        waits = rows is not None and sharded(self.net)
+        for part, counts in in_step(point.split(rows or len(point)), point[:1], self.device, waits):
             work = partial(self._velocities, part, guided=scale != 1)
-            each.append(work() if graphs is None else graphs.record(self, part, work))
+            output = work() if graphs is None else graphs.record(self, part, work)
+            each += [output] if counts else []
         v = torch.cat([part for part, _ in each])
         guided = v
         if scale != 1:

@@ -22,6 +22,7 @@ from mmrl.core.distributions import Gaussian, Score
 from mmrl.core.errors import UserError
 from mmrl.core.host import sent
 from mmrl.core.registry import GRIDS, KERNELS, SOLVERS, WINDOWS
+from mmrl.core.sharding import in_step, sharded
 from mmrl.core.types import (
     Copies,
     Kernel,
@@ -254,9 +255,13 @@ class FlowPolicy(FlowPasses):
         if plan.spans[0] > 1:
             return [self._sample(group, row, cond, rng, plan._replace(rows=rows), path)]
         blocks = []
-        for p, keeper in recording(graphs, len(row), rows):
+        parts = recording(graphs, len(row), rows)
+        first: tuple[slice, RolloutGraphs | None] = (slice(0, 1), None)
+        for (p, keeper), counts in in_step(parts, first, self.device, sharded(self.net)):
             limited = plan._replace(graphs=keeper)
-            blocks.append(self._sample(group[p], row[p], cond, rng, limited, path[p]))
+            room = path[p] if counts else torch.empty_like(path[p])
+            block = self._sample(group[p], row[p], cond, rng, limited, room)
+            blocks += [block] if counts else []
         return blocks
 
     @torch.no_grad()

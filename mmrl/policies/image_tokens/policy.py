@@ -21,6 +21,7 @@ from mmrl.config.options import Count
 from mmrl.core.distributions import Dist, drawn
 from mmrl.core.errors import UserError
 from mmrl.core.host import on_host, sent
+from mmrl.core.sharding import sharded
 from mmrl.core.types import Copies, Media, Point, Prompt, Rollout, TokenOrder
 from mmrl.policies.base import (
     NO_CONTEXT,
@@ -37,7 +38,6 @@ from mmrl.policies.image_tokens.speculation import speculate
 from mmrl.policies.products import kept_layout, quicken
 from mmrl.policies.scores import recorded
 from mmrl.policies.tokens import AnswerTokens, TokenPolicy, somewhere
-from mmrl.policies.vlm.prefix_sharing import sharded
 from samplers.batching import at_width, chunks
 from samplers.noise import Rng
 from samplers.warp import Anneal, Warp
@@ -139,8 +139,13 @@ class ImageTokenPolicy(TokenPolicy):
         )
         drafts = context.drafts(prompts, copies) if context.drafts else None
         if drafts is None:
-            parts = [self._draw(cond, group[p], row[p], rng) for p in chunks(len(row), size)]
-            rollout = Rollout.cat(parts).replace(prompts=tuple(prompts))
+            parts = [
+                (self._draw(cond, group[p], row[p], rng), counts)
+                for p, counts in self.row_chunks(len(row), size)
+            ]
+            rollout = Rollout.cat([part for part, counts in parts if counts]).replace(
+                prompts=tuple(prompts)
+            )
             return self.with_divergence(rollout, size)
         if sharded(self.net):
             raise UserError(SHARDED)

@@ -25,7 +25,7 @@ from mmrl.config.options import Steps
 from mmrl.core.distributions import cached_rows, drawn
 from mmrl.core.errors import UserError
 from mmrl.core.host import indices, on_host, remember, selected
-from mmrl.core.sharding import shards
+from mmrl.core.sharding import sharded
 from mmrl.core.types import (
     Copies,
     MaskChoice,
@@ -178,7 +178,7 @@ class MaskedDiffusion(LogitsPolicy):
         if self.sampler != "threshold":
             return False
         working = bool(hidden.any())
-        if any(shards(module) for module in self.net.modules()):
+        if sharded(self.net):
             working = self.any_process(working)
         return not working
 

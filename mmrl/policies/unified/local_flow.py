@@ -12,13 +12,13 @@ from typing import Annotated, Any
 import torch
 from annotated_types import Ge, Gt, Le
 from torch import Tensor
-from torch.nn.functional import pad
 
 from mmrl.config.options import Count
 from mmrl.core import distributed
 from mmrl.core.distributions import Categorical, Gaussian
 from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES
+from mmrl.core.sharding import in_step, sharded
 from mmrl.core.types import (
     Completion,
     Copies,
@@ -45,9 +45,8 @@ from mmrl.policies.lora import ATTENTION
 from mmrl.policies.unified.contract import Passes, check_prompts, checked
 from mmrl.policies.unified.draw import NONE
 from mmrl.policies.unified.prompts import task_of
-from mmrl.policies.unified.tasks import columns, drawing, fewer, in_order
+from mmrl.policies.unified.tasks import columns, drawing, in_order
 from mmrl.policies.unified.writing import answer_logits, read, write
-from mmrl.policies.vlm.prefix_sharing import sharded
 from samplers.batching import at_width, chunks
 from samplers.noise import Rng
 from samplers.processes import Flow
@@ -181,9 +180,8 @@ class UnifiedFlow(FlowPolicy):
         draws = cond["draws"][group]
         text, score = self._texts(cond, group, row, draws, rng.fold("text"))
         places = draws.nonzero()[:, 0]
-        # without a picture here there still is a path, of nothing; in shards as many as anywhere
-        count = len(places) + fewer(self.net, len(places), self.device)
-        first = pad(places, (0, max(1, count) - len(places)))
+        # without a picture here there still is a path, of nothing
+        first = places if len(places) else places.new_zeros(1)
         known = self.drawn_after(cond, group[first], text[first])
         number = torch.arange(len(first), device=row.device)
         pictures = self.paths(number, row[first], known, rng, context)
@@ -215,15 +213,14 @@ class UnifiedFlow(FlowPolicy):
         places = (limit > 0).nonzero()[:, 0]
         size = min(self.fixed_batch_rows or len(row), self.most or len(row))
         busy = distributed.any_of if sharded(self.net) else None
-        parts = [places[part] for part in chunks(len(places), size)]
-        idle = fewer(self.net, len(parts), self.device) * [torch.zeros_like(row[:1])]
-        for number, at in enumerate(parts + idle):
+        parts = (places[part] for part in chunks(len(places), size))
+        for at, counts in in_step(parts, places.new_zeros(1), self.device, sharded(self.net)):
             shown = rows_of(without_empty(cond), group[at])
             shown.pop("draws")
             uniform = rng.uniform(row[at], (self.width,))
-            room = limit[at] if number < len(parts) else torch.zeros_like(at)
+            room = limit[at] if counts else torch.zeros_like(at)
             written, logprob = write(self.net, shown, uniform, warp, stops, room, busy)
-            if number < len(parts):
+            if counts:
                 text[at] = written
                 score[at] = logprob.to(score)
             self.forwards += int((written != NONE).sum())
@@ -346,11 +343,15 @@ class UnifiedFlow(FlowPolicy):
         draws = rollout.cond["draws"][rollout.group]
         latents = rollout.sample[draws]
         size = self.fixed_batch_rows or max(len(latents), 1)
-        parts = [latents[part] for part in chunks(len(latents), size)]
-        idle = fewer(self.net, len(parts), self.device) * [torch.zeros_like(rollout.sample[:1])]
+        parts = (latents[part] for part in chunks(len(latents), size))
         # shards are gathered for a pass of the whole network only
         decoder = partial(self.net, "images") if sharded(self.net) else self.model.images
-        images = [decoder(part).float().clamp(0, 1) for part in parts + idle][: len(parts)]
+        blank = torch.zeros_like(rollout.sample[:1])
+        images = [
+            (decoder(part).float().clamp(0, 1), counts)
+            for part, counts in in_step(parts, blank, self.device, sharded(self.net))
+        ]
+        images = [image for image, counts in images if counts]
         if self.answer is None:
             return torch.cat(images)
         pictures = (image for part in images for image in part)

@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 from mmrl.config.options import Count, Steps
 from mmrl.core.host import on_host, sent
 from mmrl.core.registry import POLICIES, locate
+from mmrl.core.sharding import in_step, sharded
 from mmrl.core.types import Copies, Media, Point, Prompt, Rollout, TokenOrder
 from mmrl.policies import local_code
 from mmrl.policies.base import NO_CONTEXT, Precision, RolloutContext, rows_and_groups
@@ -29,8 +30,7 @@ from mmrl.policies.masked.policy import Hidden
 from mmrl.policies.tokens import TokenPolicy, somewhere
 from mmrl.policies.unified.draw import NONE
 from mmrl.policies.unified.prompts import task_of
-from mmrl.policies.unified.tasks import columns, drawing, fewer, in_places
-from mmrl.policies.vlm.prefix_sharing import sharded
+from mmrl.policies.unified.tasks import columns, drawing, in_places
 from samplers.batching import chunks
 from samplers.noise import Rng
 
@@ -169,12 +169,12 @@ class UnifiedMasked(TokenPolicy):
         places = []
         for draws_it, view in self.kinds:
             of_kind = (draws == draws_it).nonzero()[:, 0]
-            parts = [of_kind[part] for part in chunks(len(of_kind), size)]
-            idle = fewer(self.net, len(parts), self.device) * [torch.zeros_like(group[:1])]
-            for number, at in enumerate(parts + idle):
+            parts = (of_kind[part] for part in chunks(len(of_kind), size))
+            waits = sharded(self.net)
+            for at, counts in in_step(parts, of_kind.new_zeros(1), self.device, waits):
                 with self._counted(view):
                     rows = view._sample(group[at], row[at], self._known(cond, view), rng)
-                if number < len(parts):
+                if counts:
                     samples.append(self._widened(rows, draws_it).replace(cond=cond))
                     places.append(at)
         rows = in_places(samples, places)
@@ -247,15 +247,12 @@ class UnifiedMasked(TokenPolicy):
     def scored(self, rollout: Rollout) -> Rollout:
         logprob = torch.zeros_like(rollout.logprob)
         size = self.fixed_batch_rows or len(rollout)
-        passes = 0
-        for part in chunks(len(rollout), size):
-            for point in self.path(rollout[part]):  # of the rows of one kind
-                at = (point.row_id[:, None] == rollout.row_id).long().argmax(1)
-                scores = self.dist(point).log_prob(point.target).to(logprob)
-                logprob.index_add_(0, at, torch.where(point.mask, scores, 0.0))
-                passes += 1
-        for _ in range(fewer(self.net, passes, self.device)):
-            self.dist(point[:1])
+        # of the rows of one kind
+        points = [p for part in chunks(len(rollout), size) for p in self.path(rollout[part])]
+        for point, counts in in_step(points, points[0][:1], self.device, sharded(self.net)):
+            at = (point.row_id[:, None] == rollout.row_id).long().argmax(1)
+            scores = self.dist(point).log_prob(point.target).to(logprob)
+            logprob.index_add_(0, at, torch.where(point.mask & counts, scores, 0.0))
         return rollout.replace(logprob=logprob)
 
     def path(self, rollout: Rollout) -> Iterator[Point]:

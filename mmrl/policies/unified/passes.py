@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mmrl.core.errors import UserError
 from mmrl.core.host import sent
+from mmrl.core.sharding import in_step, sharded
 from mmrl.core.types import Copies, Prompt, Rollout, TokenOrder, per_prompt
 from mmrl.policies.base import NO_CONTEXT, RolloutContext, rows_and_groups
 from mmrl.policies.demonstrations import encoded, placed_rows, sourced
@@ -26,7 +27,6 @@ from mmrl.policies.unified.sequences import Cond
 from mmrl.policies.unified.tasks import check_shards, drawing, in_places
 from mmrl.policies.unified.tokens import Head
 from mmrl.policies.vlm.media import where
-from mmrl.policies.vlm.prefix_sharing import sharded
 from mmrl.policies.vlm.processor import Inputs as Reader
 from samplers.batching import chunks
 from samplers.noise import Rng
@@ -83,13 +83,17 @@ class Passes(Janus):
             (~answers, self._paint, least),
             (answers, self._answer, 1),
         ):
-            for part in self._chunks(
-                rows_of_task.nonzero()[:, 0], unit, partial(sample, cond), group, row
-            ):
-                samples.append(sample(cond, group[part], row[part], rng))
-                places.append(part)
-        rows = in_places(samples, places)
-        return rows.replace(prompts=tuple(prompt for _, prompt in encoded_prompts))
+            rows = rows_of_task.nonzero()[:, 0]
+            own = self._chunks(rows, unit, partial(sample, cond), group, row)
+            # of one kind alone, see ``check_shards``
+            waits = sharded(self.net) and bool(rows_of_task.any())
+            for part, counts in in_step(own, torch.arange(unit), self.device, waits):
+                rows_of_part = sample(cond, group[part], row[part], rng)
+                if counts:
+                    samples.append(rows_of_part)
+                    places.append(part)
+        rollout = in_places(samples, places)
+        return rollout.replace(prompts=tuple(prompt for _, prompt in encoded_prompts))
 
     def _chunks(
         self,

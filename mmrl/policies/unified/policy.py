@@ -11,10 +11,11 @@ from typing import Annotated, Any
 
 import torch
 from annotated_types import Ge, Le
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmrl.core.host import on_host, placed, sent
 from mmrl.core.registry import POLICIES
+from mmrl.core.sharding import sharded
 from mmrl.core.types import Completion, Media, Point, Prompt, Rollout
 from mmrl.policies.capabilities import Medium
 from mmrl.policies.unified import sequences, weighing
@@ -82,6 +83,11 @@ class JanusUnified(Passes):
             self.heads["plan"] = Head(
                 self, "text_", Warp(plan.temperature, plan.top_k, plan.top_p, banned)
             )
+
+    @property
+    def unsharded(self) -> list[nn.Module]:
+        model = self.net.hf.model  # of whose pictures only some prompts have any
+        return [model.vqmodel, model.vision_model, model.aligner]
 
     def measures(self) -> dict[str, float]:
         lengths = self.lengths
@@ -182,6 +188,8 @@ class JanusUnified(Passes):
         device = point.target.device
         passes = []
         same = self.plan is not None and self.plan.turn == "same"
+        if self.plan and not same and sharded(self.net) and not plans.any():
+            plans = draws & (draws.cumsum(0) == 1)  # as other processes score plans
         alone = (~draws if same else ~draws | plans).nonzero()[:, 0]
         drawn = draws.nonzero()[:, 0]
         if len(alone):

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from mmrl.core import distributed
 from mmrl.core.errors import UserError
+from mmrl.core.sharding import sharded
 from mmrl.core.types import Prompt, Rollout
 from mmrl.policies.unified.prompts import task_of
-from mmrl.policies.vlm.prefix_sharing import sharded
 
 
 def drawing(prompts: list[Prompt]) -> list[bool]:
@@ -37,12 +37,6 @@ def in_order(
 def in_places(samples: Sequence[Rollout], places: Sequence[Tensor]) -> Rollout:
     """Join samples of the two kinds to one rollout, each row in its place."""
     return Rollout.cat(list(samples))[torch.cat(list(places)).argsort()]
-
-
-def fewer(net: nn.Module, passes: int, device: torch.device) -> int:
-    """Count the passes that another process makes more than this one, where all must make
-    equally many; a collective call then."""
-    return distributed.largest(passes, device) - passes if sharded(net) else 0
 
 
 def check_shards(net: nn.Module, writes: bool, draws: bool, device: torch.device) -> None:

@@ -60,8 +60,8 @@ class SegmentTokens:
         """Compute the exact KL over each head's whole vocabulary, at the temperature of
         sampling."""
         pairs = zip(self.parts, reference.parts, strict=True)
-        # a head may have no decision in these rows
-        divergences = [part.kl(two, by) for part, two in pairs if len(part.hidden) and two]
+        # a head without decisions in these rows is asked too, as processes that share weights ask
+        divergences = [part.kl(two, by) for part, two in pairs if two]
         return sum(divergences, torch.zeros(()))
 
     def asks(self) -> list[Any]:

@@ -3,6 +3,7 @@ together as the family's network reads them."""
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -124,6 +125,12 @@ def blank_image() -> Prompt:
     from PIL import Image
 
     return {"text": "", "images": [Image.new("RGB", (64, 64))]}
+
+
+def blank_clip() -> Prompt:
+    """Make a prompt that is a clip and no words."""
+    frames = np.zeros((4, 64, 64, 3), np.uint8)
+    return {"text": "", "video": frames, "fps": 2.0}
 
 
 def images_in(encoded: Encoded) -> int:

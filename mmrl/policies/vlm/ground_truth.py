@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from mmrl.core.types import Prompt, Rollout
-from samplers.batching import chunks
 
 if TYPE_CHECKING:
     from mmrl.policies.vlm.policy import VLM
@@ -36,9 +35,9 @@ def with_ground_truth(
     corrected = rollout.replace(sample=ids, mask=mask)
     logprob = rollout.logprob.clone()
     entropy = None if rollout.entropy is None else rollout.entropy.clone()
-    for part in chunks(len(last), size):  # every process makes equally many passes
+    for part, counts in policy.row_chunks(len(last), size):
         scored = policy._scored(corrected[last[part]])
-        new = written[last[part], None]
+        new = written[last[part], None] & counts
         logprob[last[part]] = torch.where(new, scored.logprob, logprob[last[part]])
         if entropy is not None:
             entropy[last[part]] = torch.where(new, scored.entropies(), entropy[last[part]])

@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from mmrl.core.errors import UserError
+from mmrl.core.sharding import sharded
 from mmrl.policies.drafts import SHARDED
 from mmrl.policies.vlm.caches import divisible, shareable
 from mmrl.policies.vlm.compiled import Compiled
 from mmrl.policies.vlm.engines.choice import EXTERNAL
 from mmrl.policies.vlm.families import VERIFIED
 from mmrl.policies.vlm.packing import enable
-from mmrl.policies.vlm.prefix_sharing import SharedPrefix, sharded
+from mmrl.policies.vlm.prefix_sharing import SharedPrefix
 from mmrl.policies.vlm.routing import Routing
 
 if TYPE_CHECKING:

@@ -81,7 +81,6 @@ from mmrl.policies.vlm.scoring import Encoded, Passes
 from mmrl.policies.vlm.self_scores import token_id, with_self_scores
 from mmrl.policies.vlm.special import digest_of
 from mmrl.policies.vlm.trees import TextTree
-from samplers.batching import chunks
 from samplers.noise import Rng
 from samplers.warp import Anneal, Warp
 
@@ -449,8 +448,11 @@ class VLM(Passes):
     def _rescored(self, rollout: Rollout, size: int) -> Rollout:
         """Score by the policy's own passes what another engine sampled; the engine's log-probs stay
         as ``sampler_logprob``."""
-        parts = [rollout[part] for part in chunks(len(rollout), size)]
-        scored = [self._scored(part) for part in parts]
+        every = [
+            (self._scored(rollout[part]), counts)
+            for part, counts in self.row_chunks(len(rollout), size)
+        ]
+        scored = [part for part, counts in every if counts]
         logprob = torch.cat([part.logprob for part in scored])
         self.gaps.append(float((logprob - rollout.logprob)[rollout.mask].abs().mean()))
         provenance = rollout.provenance.replace(sampler_logprob=rollout.logprob)

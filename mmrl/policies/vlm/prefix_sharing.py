@@ -14,12 +14,13 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmrl.core.divergences import Divergence
 from mmrl.core.errors import UserError
 from mmrl.core.host import on_host, remember, selected
-from mmrl.core.sharding import shards
+from mmrl.core.sharding import sharded
 from mmrl.policies import scores
 from mmrl.policies.lora import inject
 from mmrl.policies.tokens import places
@@ -214,6 +215,11 @@ class SharedPrefix(nn.Module):
         inputs = {name: x for name, x in inputs.items() if name != "answer_routes"}
         on_rows = on_host(where)
         length = int(on_rows.any(0).nonzero().max()) + 1
+        if self.share and sharded(self):  # gathered for prompts, then for answers of any length
+            length = max(length, 2)
+            ids, where, on_rows = (
+                F.pad(x, (0, max(0, length - x.shape[1]))) for x in (ids, where, on_rows)
+            )
         ids = ids[:, :length]
         where = where[:, :length]
         remember(where, on_rows[:, :length])
@@ -333,7 +339,7 @@ class SharedPrefix(nn.Module):
         """Return hidden states [B, T, H] at the T decisions of every row."""
         prefix = self.read(inputs) if known is None else known.prefix
         # a prompt without answers takes part in the backward pass too
-        first = prefix.hidden[rows][:, None] + 0 * prefix.hidden[-1]
+        first = prefix.hidden[rows][:, None] + 0 * prefix.hidden.sum(0)
         if ids.shape[1] == 1:
             return first
         if self.compiled is not None and self.compiled.scores_answers(prefix, ids[:, :-1]):
@@ -345,7 +351,8 @@ class SharedPrefix(nn.Module):
         later = self.step(
             ids[:, :-1], prefix.following[rows], prefix.mask[rows], cache, None, routes
         )
-        return torch.cat([first, later], 1)
+        # as does a pass of answers none of which has a decision there
+        return torch.cat([first + 0 * later[:, :1], later], 1)
 
     def _packed(
         self,
@@ -360,13 +367,15 @@ class SharedPrefix(nn.Module):
         prefix = self._read_packed(inputs) if known is None else known.prefix.packed()
         steps = torch.arange(ids.shape[1], device=ids.device)
         answers = (where * steps).amax(1)  # [B] tokens to read: all before the last decision
+        if sharded(self) and not on_host(where)[:, 1:].any():
+            answers[0] = 1
         each = torch.arange(len(ids), device=ids.device)[:, None]
         owner = packing.owners(rows, ids, answers) if self.branches else each.expand_as(ids)
         to_read = (steps < answers[:, None]) & (owner == each)
         numbers = (to_read.flatten().cumsum(0) - 1).view_as(to_read)
         token = numbers[owner, steps]  # [B, T] which of the tokens that are read each one is
         # a prompt without answers takes part in the backward pass too
-        hidden = prefix.hidden + 0 * prefix.hidden[-1]
+        hidden = prefix.hidden + 0 * prefix.hidden.sum(0)
         if to_read.any():
             places = (prefix.following[rows][:, None] + steps)[to_read][None]
             layout = packing.continued(
@@ -376,7 +385,7 @@ class SharedPrefix(nn.Module):
             later = self._laid(
                 layout, self.continued, ids=ids[to_read][None], places=places, cache=cache
             )
-            hidden = torch.cat([hidden, later[0]])
+            hidden = torch.cat([hidden + 0 * later[0, :1], later[0]])
         at = len(prefix.hidden) + token.roll(1, 1)
         at[:, 0] = rows
         return hidden[at[where]]
@@ -431,13 +440,14 @@ class SharedPrefix(nn.Module):
 
     def _apart(self, inputs: dict[str, Tensor], rows: Tensor, ids: Tensor) -> Tensor:
         """Return what ``_shared`` does by one pass of prompt and answer for each row; ``inputs``
-        hold the rows' prompts in order, and optionally one without an answer."""
-        witnesses = len(inputs["input_ids"]) - len(ids)
-        if witnesses not in (0, 1):
+        hold the rows' prompts in order, and behind them those without an answer."""
+        answered = len(ids)
+        witnesses = len(inputs["input_ids"]) - answered
+        if witnesses < 0:
             raise ValueError(
                 f"{len(ids)} rows need as many prompts, not {len(inputs['input_ids'])}"
             )
-        ids = torch.cat([ids, ids[:witnesses]])
+        ids = torch.cat([ids, ids[:1].expand(witnesses, -1)])
         answer = ids[:, :-1]
         fills = {"attention_mask": 1, "token_type_ids": 0, "mm_token_type_ids": 0}
         if self.config.model_type == "paligemma":
@@ -460,7 +470,7 @@ class SharedPrefix(nn.Module):
         longer["position_ids"] = torch.cat([places, more_places], -1)
         hidden = self._base(**inputs | longer, use_cache=False)
         hidden = hidden[:, hidden.shape[1] - ids.shape[1] :]
-        return hidden[:-1] + 0 * hidden[-1:] if witnesses else hidden
+        return hidden[:answered] + 0 * hidden[answered:].sum(0) if witnesses else hidden
 
     def _base(self, witness: Any = None, **inputs: Any) -> Tensor:
         """Read tokens ``inputs``; ``witness``: a picture that none of them looks at, where the
@@ -493,8 +503,3 @@ def _without_images(*call: Any) -> None:
 def language_model(hf: Any) -> Any:
     """Return the language model without its head, of a family of ``DIRECT``."""
     return hf.language_model.model if hf.base_model is hf else hf.base_model.language_model
-
-
-def sharded(net: nn.Module) -> bool:
-    """Tell whether passes are collective calls."""
-    return any(shards(module) for module in net.modules())

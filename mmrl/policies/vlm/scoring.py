@@ -4,7 +4,7 @@ scores."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from mmrl.core import distributed
 from mmrl.core.errors import UserError
 from mmrl.core.host import on_host, sent
 from mmrl.core.metrics import Stopwatch
+from mmrl.core.sharding import in_step, sharded
 from mmrl.core.types import Point, Prompt, tree_map
 from mmrl.policies.base import Drafts
 from mmrl.policies.rollout_graphs import RolloutGraphs
@@ -23,13 +24,13 @@ from mmrl.policies.scores import Scored
 from mmrl.policies.tokens import AnswerTokens, TokenPolicy, somewhere
 from mmrl.policies.vlm import features
 from mmrl.policies.vlm.caches import shareable
-from mmrl.policies.vlm.collation import blank_image, images_in, is_pixels
+from mmrl.policies.vlm.collation import blank_clip, blank_image, images_in, is_pixels
 from mmrl.policies.vlm.cpu_attention import Kept
 from mmrl.policies.vlm.engines.transformers import generate_plainly
 from mmrl.policies.vlm.families import OWN_DTYPE, VERIFIED
 from mmrl.policies.vlm.generate import Answers, Ending, Task, generate
 from mmrl.policies.vlm.positions import positions
-from mmrl.policies.vlm.prefix_sharing import SharedPrefix, sharded
+from mmrl.policies.vlm.prefix_sharing import SharedPrefix
 from mmrl.policies.vlm.prefixes import Prefix
 from mmrl.policies.vlm.processor import Inputs
 from mmrl.policies.vlm.prompt_graphs import PromptGraphs, Room, prompt_graphs
@@ -44,6 +45,7 @@ from samplers.noise import Rng
 from samplers.warp import Warp
 
 Encoded = dict[str, Tensor]
+Blank = Callable[[], Prompt]
 # answer tokens of a pass of the update on a CPU, whose activations stay in its cache and in memory
 # that the process has already; and the fewest rows, which share prompts
 TOKENS = 2**13
@@ -63,7 +65,6 @@ class Passes(TokenPolicy):
     tree: TextTree | None  # how answers of a group branch
     growing: bool = True  # whether they do: not in evaluation
     sees: bool  # gradients reach the vision tower or its projector
-    witness: Encoded | None = None  # a prompt with an image
     refill: Refill = "none"  # which row takes the place of one that has ended
 
     reads_prompts = True
@@ -77,6 +78,7 @@ class Passes(TokenPolicy):
         self.images = 0
         self.towered = 0
         self.lengths = Lengths()  # of answers, learnt for a plan of refilled rows
+        self.witnesses: dict[Blank, Encoded] = {}  # prompts with an image or a clip
         self.tried = False  # whether an unverified family has made a pass
         # experts that the tokens of each prompt of the rollout went to
         self.prompt_routes: dict[int, Tensor] = {}
@@ -111,28 +113,24 @@ class Passes(TokenPolicy):
         pictures seen."""
         cond = [self._encoded(prompt)[0] for prompt in prompts]
         group = torch.arange(len(prompts), device=self.device)
-        parts = []
         kinds = self._kinds(cond, group)
-        for at in [*kinds, *self._idle_kinds(kinds)]:
+        parts = []
+        nothing: Tensor | float = 0.0
+        for at, counts in self._calls(kinds):
             inputs, rows = self.collated(cond, group[at], False)
-            parts.append(self.active()("state", inputs)[rows])
-        states = torch.cat(parts[: len(kinds)])[torch.cat(kinds).argsort()]
-        for filler in parts[len(kinds) :]:
-            states = states + 0 * filler.sum()
-        return states
+            state = self.active()("state", inputs)[rows]
+            if counts:
+                parts.append(state)
+            else:
+                nothing = nothing + 0 * state.sum()
+        return torch.cat(parts)[torch.cat(kinds).argsort()] + nothing
 
-    def _idle_kinds(self, kinds: list[Tensor]) -> list[Tensor]:
-        """Return a row for each call of the network that other processes make for a pass and this
-        one does not, whose prompts are of fewer kinds: wrappers would wait for ever."""
-        if not self.inputs.family.splits:
-            return []
-        return [rows[:1] for rows in self._fillers(kinds)]
-
-    def _fillers(self, parts: list[Tensor]) -> list[Tensor]:
-        """Repeat the first part as often as this process has fewer parts than another; a collective
-        call."""
-        most = distributed.largest(len(parts), self.device)
-        return [parts[0]] * (most - len(parts))
+    def _calls(self, kinds: list[Tensor]) -> Iterator[tuple[Tensor, bool]]:
+        """Yield the rows of each call of the network that a pass makes, one for each kind of
+        prompts, and whether it counts: wrappers wait for those of other processes, whose prompts
+        may be of more kinds. A collective call then."""
+        waits = self.inputs.family.splits or sharded(self.net)
+        return in_step(kinds, kinds[0][:1], self.device, waits)
 
     def _placed(self, encoded: Encoded) -> Encoded:
         """Move a prompt to the device, with its positions as ``places`` [1, S, axes]: they cost
@@ -161,13 +159,15 @@ class Passes(TokenPolicy):
             raise UserError(f"{self.inputs.family.name}: prompts with audio need a single process")
         needed = (many or torch.is_grad_enabled() and self.sees) and not heard
         unseen: dict[str, Any] = {}
-        if needed and not any(is_pixels(name) for prompt in encoded for name in prompt):
-            self.witness = self.witness or self._placed(self.inputs.encode(blank_image()))
+        for blank in self._lacking(encoded) if needed else ():
+            if blank not in self.witnesses:
+                self.witnesses[blank] = self._placed(self.inputs.encode(blank()))
+            witness = self.witnesses[blank]
             if self.inputs.family.by_row:  # a picture cannot be in one batch with texts
-                picture = {name: x for name, x in self.witness.items() if name in PICTURES}
+                picture = {name: x for name, x in witness.items() if name in PICTURES}
                 unseen = {"witness": picture}
             else:
-                encoded = [*encoded, self.witness]
+                encoded = [*encoded, witness]
         image_features = self._image_features(encoded)
         if not image_features:
             self.towered += sum(images_in(prompt) for prompt in encoded)
@@ -189,6 +189,22 @@ class Passes(TokenPolicy):
             batch = batch | {"routes": known}
         one_axis = len(position_ids) == 1
         return batch | unseen | {"position_ids": position_ids[0] if one_axis else position_ids}
+
+    def _lacking(self, encoded: list[Encoded]) -> list[Blank]:
+        """Say what these prompts lack for the tower to make the passes that it makes on other
+        processes: one for pictures, one for clips, where shards wait for each; else at least one.
+        A collective call then."""
+        names = {name for prompt in encoded for name in prompt if is_pixels(name)}
+        clips = any("videos" in name for name in names)
+        own = torch.tensor([len(names) > clips, clips], dtype=torch.float32)
+        family = self.inputs.family
+        wanted = own
+        if family.video and not family.apart and sharded(self.net):
+            wanted = distributed.all_max(own)
+        pictures, films = (wanted > own).tolist()
+        if not wanted.any():
+            pictures = True
+        return [blank_image] * pictures + [blank_clip] * films
 
     def _image_features(self, encoded: list[Encoded]) -> dict[str, Any]:
         """Return features in the place of the images of these prompts, where tower and projector
@@ -271,12 +287,14 @@ class Passes(TokenPolicy):
         kinds = self._kinds(cond, group)
         if len(kinds) > 1:
             kinds = [at for at in kinds if where[at].any()]
-        fillers = self._idle_kinds(kinds)
-        scored = [of_rows(at, where[at]) for at in kinds]
-        for at in fillers:
-            first = torch.zeros_like(where[at])
-            first[:, 0] = True
-            scored[0] = _beside(scored[0], of_rows(at, first))
+        scored: list[tuple[Tensor, Scored]] = []
+        for at, counts in self._calls(kinds):
+            if counts:
+                scored.append(of_rows(at, where[at]))
+            else:
+                first = torch.zeros_like(where[at])
+                first[:, 0] = True
+                scored[0] = _beside(scored[0], of_rows(at, first))
         if len(scored) == 1:
             return scored[0]
         number = where.flatten().cumsum(0).view_as(where) - 1
@@ -308,7 +326,8 @@ class Passes(TokenPolicy):
                         1
                     ].logprob
                 )
-            apart = float((logprobs[0] - logprobs[1]).abs().max())
+            # all processes share prompts, or none
+            apart = float(distributed.all_max((logprobs[0] - logprobs[1]).abs().max()))
             self.net.share = apart < (1e-3 if self.net.hf.dtype == torch.float32 else 0.1)
         if not self.net.share:
             warnings.warn(
@@ -356,13 +375,11 @@ class Passes(TokenPolicy):
         answers_by_part: list[Answers] = []
         places: list[Tensor] = []
         blocks = self._blocks(cond, group, size)
-        idle = self._fillers(blocks) if sharded(self.net) else []
-        for rows_at in blocks:
+        for rows_at, counts in in_step(blocks, blocks[0], self.device, sharded(self.net)):
             for part, answers in self._block(cond, group, row, rng, rows_at, size, drafts, graphs):
-                places.append(part)
-                answers_by_part.append(answers)
-        for rows_at in idle:
-            list(self._block(cond, group, row, rng, rows_at, size, None))
+                if counts:
+                    places.append(part)
+                    answers_by_part.append(answers)
         order = torch.cat(places).argsort()
         columns = {}
         for name in ("ids", "mask", "logprob", "values", "routes", "num_accepted", "edge_id"):
@@ -403,14 +420,13 @@ class Passes(TokenPolicy):
         answers."""
         busy = self.any_process if sharded(self.net) else None
         if self.plainly:
-            parts, idle = self._parts(rows_at, size)
-            for number, part in enumerate([*parts, *idle]):
+            for rows_of_pass, counts in self.row_chunks(len(rows_at), size):
+                part = rows_at[rows_of_pass]
                 inputs, _ = self.collated(cond, group[part], each=True)
-                names = row[part]
                 written = generate_plainly(
-                    self.net, inputs, names, rng, self.warp, self.ending, busy
+                    self.net, inputs, row[part], rng, self.warp, self.ending, busy
                 )
-                if number < len(parts):
+                if counts:
                     yield part, written
             return
         store: Kept | None = None
@@ -439,16 +455,17 @@ class Passes(TokenPolicy):
         tree: TextTree | None,
     ) -> Iterator[tuple[Tensor, Answers]]:
         """Answer the rows of a task, which are ``rows_at`` of the rollout, ``size`` at a time."""
-        parts, idle = self._parts(rows_at, size)
-        for number, part in enumerate(parts):
-            few = task.of(slice(number * size, (number + 1) * size))
+        first = slice(0, 1 if tree is None else tree.leaves)
+        parts = chunks(len(rows_at), size)
+        for rows, counts in in_step(parts, first, self.device, sharded(self.net)):
+            few = task.of(rows)
+            part = rows_at[rows]
             if drafts is not None:
-                yield part, speculate(few, _rows_of(drafts, part))
+                answers = speculate(few, _rows_of(drafts, part))
             else:
-                yield part, generate(few) if tree is None else Growth(tree, few).grow()
-        for part in idle:
-            few = task.of(slice(len(part)))
-            _ = generate(few) if tree is None else Growth(tree, few).grow()
+                answers = generate(few) if tree is None else Growth(tree, few).grow()
+            if counts:
+                yield part, answers
 
     def read(self, cond: list[Encoded], group: Tensor) -> tuple[Prefix, Tensor]:
         """Read the prompts of ``group`` [B], and return the place of every row's among them."""
@@ -459,12 +476,6 @@ class Passes(TokenPolicy):
             numbers = on_host(group).unique().tolist()
             self.prompt_routes |= dict(zip(numbers, taken, strict=False))
         return prefix, rows
-
-    def _parts(self, rows_at: Tensor, size: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Cut rows into passes of at most ``size``, and list those that only keep other processes
-        company."""
-        parts = list(rows_at.split(size))
-        return parts, self._fillers(parts) if sharded(self.net) else []
 
     @property
     def refills(self) -> bool:

@@ -13,7 +13,6 @@ from torch import Tensor
 from mmrl.core.decisions import behind, judged
 from mmrl.core.errors import UserError
 from mmrl.core.types import Rollout
-from samplers.batching import chunks
 from samplers.warp import Warp
 
 if TYPE_CHECKING:
@@ -29,11 +28,12 @@ def question_gain(policy: VLM, rollout: Rollout, size: int) -> Tensor:
     as_sampled = policy.warp == plain and rollout.provenance.sampler_logprob is None
     gains = []
     with _warped(policy, plain):
-        for part in chunks(len(rollout), size):
+        for part, counts in policy.row_chunks(len(rollout), size):
             rows = rollout[part]
             with_question = rows.logprob if as_sampled else policy._scored(rows).logprob
             alone = rows.replace(cond=[empty], group=torch.zeros_like(rows.group))
-            gains.append(with_question - policy._scored(alone).logprob)
+            gain = with_question - policy._scored(alone).logprob
+            gains += [gain] if counts else []
     return torch.where(rollout.mask, torch.cat(gains), 0.0)
 
 
@@ -41,11 +41,11 @@ def question_gain(policy: VLM, rollout: Rollout, size: int) -> Tensor:
 def last_logprob(policy: VLM, rollout: Rollout, size: int) -> Tensor:
     """Compute the log-prob [B] of the token ``self_score_id`` behind every answer, nats."""
     scores = []
-    for part in chunks(len(rollout), size):
+    for part, counts in policy.row_chunks(len(rollout), size):
         (point,) = policy.path(rollout[part])
         longer = judged(point, policy.self_score_id or 0)
         logprob = policy.dist(longer).log_prob(longer.target)
-        scores.append(behind(point.mask, logprob))
+        scores += [behind(point.mask, logprob)] if counts else []
     return torch.cat(scores).to(rollout.logprob)
 
 

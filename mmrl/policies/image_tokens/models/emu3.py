@@ -182,6 +182,10 @@ class Emu3(ImageTokenPolicy):
             for name in negative
         }
 
+    @property
+    def unsharded(self) -> list[nn.Module]:
+        return [self.net.hf.model.vqmodel]
+
     def pixels(self, ids: Tensor) -> Tensor:
         vq = self.net.hf.model.vqmodel
         image_processor = self.processor.image_processor

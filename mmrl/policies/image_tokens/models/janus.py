@@ -57,11 +57,8 @@ class JanusNet(ImageNet):
         self.turns = (1,) * (quantizer.quant_state_dims[0] * quantizer.quant_state_dims[1])
         self.vocab = hf.config.vq_config.num_embeddings
         self.hidden = hf.config.text_config.hidden_size
-        alone = (
-            getattr(hf, "_no_split_modules", None) or []
-        )  # accelerate wraps these one by one; of the codec some parts
-        # are read without being called
-        self._no_split_modules = [name for name in alone if "VQVAE" not in name]
+        # accelerate wraps these one by one
+        self._no_split_modules = getattr(hf, "_no_split_modules", None)
         self.token = llama.token
 
     @property
@@ -148,15 +145,9 @@ class JanusNet(ImageNet):
     def vocabulary(self, hidden: Tensor) -> Tensor:
         return self.affine(self.lift(hidden))
 
-    def picture(self, ids: Tensor) -> Tensor:
-        """Decode ids [B, T] to images [B, 3, H, W] in -1..1, by a pass of the network, since
-        sharded weights are gathered for one."""
-        images: Tensor = self.hf.model.vqmodel.decode(ids)
-        return images
-
     def codes(self, pixels: Tensor) -> Tensor:
-        """Encode pixels [B, 3, H, W] in -1..1 to ids [B, T], by a pass of the network: the entry
-        of the codebook that points most nearly where the latent does, as the model was trained."""
+        """Encode pixels [B, 3, H, W] in -1..1 to ids [B, T]: the entry of the codebook that points
+        most nearly where the latent does, as the model was trained."""
         vq = self.hf.model.vqmodel
         z = vq.quant_conv(vq.encoder(pixels.to(vq.quant_conv.weight.dtype)))
         flat = F.normalize(z.permute(0, 2, 3, 1).flatten(0, 2).float(), dim=-1)
@@ -248,13 +239,16 @@ class Janus(ImageTokenPolicy):
         ids = inputs["ids"]
         return inputs | {"ids": torch.where((ids == self.bos) | (ids == self.start), ids, self.pad)}
 
+    @property
+    def unsharded(self) -> list[nn.Module]:
+        return [self.net.hf.model.vqmodel]
+
     def pixels(self, ids: Tensor) -> Tensor:
-        images: Tensor = self.net("picture", ids)
+        images: Tensor = self.net.hf.model.vqmodel.decode(ids)
         return images
 
     def ids_of(self, pixels: Tensor) -> Tensor:
-        ids: Tensor = self.net("codes", pixels)
-        return ids
+        return self.net.codes(pixels)
 
     def export(self, folder: Path) -> None:
         """Save the whole model, or its adapter, with the processor, as transformers reads it."""

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mmrl.policies.vlm.generate import Answers, Ending, blank, draw
@@ -56,22 +57,24 @@ class _Recorder:
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Draw a token as the logits processor: scores [B, V] -> the same with everything but that
-        token impossible."""
+        token impossible. Prompts without an answer follow behind the rows."""
         uniform = (
             None
             if self.warp.temperature == 0
             else self.rng.uniform(self.names, (self.step + 1,))[:, -1]
         )
-        drawn = draw(scores, self.warp, uniform, self.step)
-        at = torch.arange(len(self.names), device=self.going.device)
+        rows = len(self.names)
+        drawn = draw(scores[:rows], self.warp, uniform, self.step)
+        at = torch.arange(rows, device=self.going.device)
         step = torch.full_like(at, self.step)
         self.going, _ = self.done.write(at, step, self.going, drawn, self.ending)
         self.step += 1
-        return torch.full_like(scores, -torch.inf).scatter_(-1, drawn.token[:, None], 0.0)
+        token = F.pad(drawn.token, (0, len(scores) - rows), value=self.ending.pad)
+        return torch.full_like(scores, -torch.inf).scatter_(-1, token[:, None], 0.0)
 
     def ended(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
         """Tell which rows have ended, [B] bool, as the stopping criterion."""
-        return ~self.going
+        return F.pad(~self.going, (0, len(input_ids) - len(self.going)), value=True)
 
 
 def run(hf: Any, inputs: dict[str, Tensor], recorder: _Recorder, synced: bool) -> None:
