@@ -35,10 +35,10 @@ def in_step(
     The one place that decides how many there are; a collective call before the first, if it
     ``waits``.
     """
-    own = list(parts)
-    most = distributed.largest(len(own), device) if waits else len(own)
-    yield from ((part, True) for part in own)
-    yield from ((idle, False) for _ in range(most - len(own)))
+    work = list(parts)
+    most = distributed.largest(len(work), device) if waits else len(work)
+    yield from ((part, True) for part in work)
+    yield from ((idle, False) for _ in range(most - len(work)))
 
 
 def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:

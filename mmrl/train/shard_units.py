@@ -26,14 +26,14 @@ def shard_classes(net: nn.Module, whole: Sequence[nn.Module] = ()) -> list[str]:
     if not named:  # a wrapper around networks that say it
         inside = (getattr(module, "_no_split_modules", None) or () for module in net.modules())
         named = {name for names in inside for name in names}
-    out = _around_embedding(net)
-    out |= {type(module).__name__ for part in whole for module in part.modules()}
-    named -= out
+    excluded = _around_embedding(net)
+    excluded |= {type(module).__name__ for part in whole for module in part.modules()}
+    named -= excluded
     classes = named & present
     if classes == named and named:
         return sorted(classes)
     least = SHARE * sum(p.numel() for p in net.parameters())
-    return sorted(classes | _listed(net, classes, least) - out)
+    return sorted(classes | _listed(net, classes, least) - excluded)
 
 
 @contextmanager
@@ -44,8 +44,8 @@ def ties_kept(net: nn.Module) -> Iterator[None]:
     ends = _ends(net)
     weights = {id(p) for end in ends for p in end.parameters()}
     others = (module for module in net.modules() if not any(module is end for end in ends))
-    own = (p for module in others for p in module.parameters(recurse=False))
-    if not any(id(p) in weights for p in own):
+    held = (p for module in others for p in module.parameters(recurse=False))
+    if not any(id(p) in weights for p in held):
         yield
         return
     names = ("get_input_embeddings", "get_output_embeddings")
@@ -60,8 +60,8 @@ def ties_kept(net: nn.Module) -> Iterator[None]:
 
 def _ends(net: nn.Module) -> list[nn.Module]:
     """List a network's embedding of words and its head, as far as its class tells of them."""
-    told = (getattr(net, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output"))
-    return [end for end in told if end is not None]
+    known = (getattr(net, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output"))
+    return [end for end in known if end is not None]
 
 
 def _around_embedding(net: nn.Module) -> set[str]:

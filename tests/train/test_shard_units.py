@@ -3,12 +3,14 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 from torch import nn
 
+from mmrl.policies.masked.masked_lm import MaskedLM
 from mmrl.policies.vlm.policy import VLM
 from mmrl.train.device import Device
-from mmrl.train.shard_units import shard_classes
-from tests.fixtures import tiny_diffusers, tiny_vlms
+from mmrl.train.shard_units import shard_classes, ties_kept
+from tests.fixtures import tiny_diffusers, tiny_masked_lm, tiny_vlms
 
 
 def shares(net):
@@ -87,9 +89,27 @@ class Net(nn.Module):
 )
 def test_what_a_user_names_at_launch_rules(plugin, sharded, named):
     state = SimpleNamespace(fsdp_plugin=plugin)
-    device = SimpleNamespace(accelerator=SimpleNamespace(state=state), sharded=sharded)
-    Device._name_units(device, Net())
+    accelerator = SimpleNamespace(state=state, device=torch.device("cpu"))
+    device = SimpleNamespace(accelerator=accelerator, sharded=sharded)
+    net = Net()
+    Device._name_units(device, SimpleNamespace(net=net, unsharded=[net.few]))
+    if named == ["Block"]:
+        assert plugin.ignored_modules == [net.few]
     assert getattr(plugin, "transformer_cls_names_to_wrap", None) == named
+
+
+def test_what_holds_the_embedding_or_stays_whole_is_not_gathered_by_itself():
+    """BERT's class names the module around its embedding, whose weight and bias the head shares."""
+    net = MaskedLM(str(tiny_masked_lm.folder()), max_new_tokens=2, steps=1).net
+    assert "BertEmbeddings" in net._no_split_modules and shard_classes(net) == ["BertLayer"]
+    assert shard_classes(net, whole=[net.bert.encoder]) == []
+    head = net.get_output_embeddings()
+    with ties_kept(net):  # its bias is registered beside it once more
+        assert net.get_input_embeddings() is net.get_output_embeddings() is None
+    assert net.get_output_embeddings() is head
+    net.cls.predictions.bias = None
+    with ties_kept(net):
+        assert net.get_output_embeddings() is head
 
 
 class Linear(Block):

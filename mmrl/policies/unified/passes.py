@@ -84,10 +84,10 @@ class Passes(Janus):
             (answers, self._answer, 1),
         ):
             rows = rows_of_task.nonzero()[:, 0]
-            own = self._chunks(rows, unit, partial(sample, cond), group, row)
+            parts = self._chunks(rows, unit, partial(sample, cond), group, row)
             # of one kind alone, see ``check_shards``
             waits = sharded(self.net) and bool(rows_of_task.any())
-            for part, counts in in_step(own, torch.arange(unit), self.device, waits):
+            for part, counts in in_step(parts, torch.arange(unit), self.device, waits):
                 rows_of_part = sample(cond, group[part], row[part], rng)
                 if counts:
                     samples.append(rows_of_part)

@@ -196,13 +196,13 @@ class Passes(TokenPolicy):
         A collective call then."""
         names = {name for prompt in encoded for name in prompt if is_pixels(name)}
         clips = any("videos" in name for name in names)
-        own = torch.tensor([len(names) > clips, clips], dtype=torch.float32)
+        brought = torch.tensor([len(names) > clips, clips], dtype=torch.float32)
         family = self.inputs.family
-        wanted = own
+        needed = brought
         if family.video and not family.apart and sharded(self.net):
-            wanted = distributed.all_max(own)
-        pictures, films = (wanted > own).tolist()
-        if not wanted.any():
+            needed = distributed.all_max(brought)
+        pictures, films = (needed > brought).tolist()
+        if not needed.any():
             pictures = True
         return [blank_image] * pictures + [blank_clip] * films
 

@@ -19,6 +19,7 @@ from mmrl.core.types import Rewards
 from mmrl.objectives import PolicyGradient
 from mmrl.objectives.kl import KL
 from mmrl.objectives.surrogates import gspo
+from mmrl.policies.diffusion import flow_policy
 from mmrl.policies.masked.masked_lm import MaskedLM
 from mmrl.policies.unified import local_flow, tasks
 from mmrl.policies.unified.local_flow import UnifiedFlow
@@ -290,7 +291,7 @@ def test_neither_uneven_groups_nor_the_size_of_passes_changes_a_row(kind):
 
 def test_in_shards_every_process_makes_the_passes_of_the_busiest(monkeypatch):
     """In sampling, by kind, and while another process still writes; test_processes.py has two."""
-    for module in (tasks, local_flow):
+    for module in (local_flow, flow_policy):
         monkeypatch.setattr(module, "sharded", lambda net: True)
     monkeypatch.setattr(local_flow.distributed, "any_of", lambda flag: True)
     policy = flow(fixed_batch_rows=2)
@@ -300,7 +301,7 @@ def test_in_shards_every_process_makes_the_passes_of_the_busiest(monkeypatch):
 
     def made(prompts, most):
         """Passes of writing and of drawing where another process has ``most(number)`` of them."""
-        monkeypatch.setattr(tasks.distributed, "largest", lambda number, device: most(number))
+        monkeypatch.setattr(distributed, "largest", lambda number, device: most(number))
         passes_made.clear()
         rollout = policy.rollout(prompts, 2, Rng.of("shards"))
         counts = [passes_made.count(kind) for kind in ("text_logits", "velocity")]
@@ -310,7 +311,7 @@ def test_in_shards_every_process_makes_the_passes_of_the_busiest(monkeypatch):
         alone, few = made(prompts, lambda number: number)
         beside, many = made(prompts, lambda number: number + 2)
         assert few == [4, 3]  # of W places, whoever writes, and of as many steps
-        assert many == [3 * 4, 3 * (2 if prompts[0]["task"] == "generate" else 1)]
+        assert many == [3 * 4, 3 * 3]
         for name in ("sample", "logprob", "mask"):
             assert torch.equal(getattr(beside, name), getattr(alone, name)), name
         passes_made.clear()
