@@ -458,10 +458,12 @@ def main() -> None:
 
     prepare()  # before anything imports torch
     from mmrl.core.errors import UserError
+    from mmrl.utils import slurm
     from mmrl.utils.output import lasting_output
 
     with lasting_output():
         try:
+            slurm.join()
             app()
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)

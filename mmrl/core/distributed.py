@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mmrl.core import peers
 from mmrl.core.errors import UserError
 
 
@@ -52,10 +53,20 @@ def share_rows(width: int) -> None:
     _layout.append(_layouts[key])
 
 
+_lone: list[bool] = []  # whether the others are gone
+
+
+def be_alone() -> None:
+    """Let this process be the only one from now on, where another is gone and no collective call
+    is possible any more."""
+    _layout.clear()
+    _lone.append(True)
+
+
 def process() -> tuple[int, int]:
     """Return (rank, number) of processes, whatever rows they hold; (0, 1) without
     torch.distributed."""
-    if not (dist.is_available() and dist.is_initialized()):
+    if _lone or not (dist.is_available() and dist.is_initialized()):
         return 0, 1
     return dist.get_rank(), dist.get_world_size()
 
@@ -77,7 +88,8 @@ def leave() -> None:
     """Destroy the process group at the end of a run. Whatever still refers to it is collected
     first: otherwise the interpreter's exit, which takes gloo's threads down, now and then aborts,
     and the launcher takes a finished run for a failed one."""
-    if process()[1] > 1:
+    spoken = peers.leave()
+    if process()[1] > 1 and spoken:
         _layout.clear()
         _layouts.clear()
         gc.collect()

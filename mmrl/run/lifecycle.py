@@ -13,7 +13,7 @@ from typing import Any
 from mmrl import config
 from mmrl.config.stages import OF_ALL, misfits
 from mmrl.config.yamltext import read as parsed
-from mmrl.core import distributed
+from mmrl.core import distributed, peers
 from mmrl.core.errors import UserError
 from mmrl.monitoring.log import FINISHED, METRICS, LogOptions, RunLog, parse_line
 from mmrl.run import changes, checkpoint, state
@@ -47,7 +47,7 @@ def trained(
     watcher: Watcher | None = None,
 ) -> Ended:
     """Do the same, and tell how it ended. ``watcher`` is told what happens."""
-    with ending_by_errors():
+    with ending_by_errors(), peers.watched():
         return _train(name, overrides, resume, accept, watcher)
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
-from mmrl.core import distributed
+from mmrl.core import distributed, peers
 from mmrl.core.errors import UserError
+from mmrl.core.peers import Peers
 from mmrl.run import checkpoint
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ def rescued(run: Run) -> Iterator[None]:
     except distributed.StopAll as error:
         _rescue_together(run, error, start)
     except Exception as error:  # of a policy, a reward, the data or ourselves
+        if watch := peers.gone(error):
+            _rescue_survivor(run, watch, error, start)
         _rescue_alone(run, error, start)
         raise
 
@@ -48,18 +51,39 @@ def _rescue_together(run: Run, error: distributed.StopAll, start: int) -> None:
     raise UserError(f"{error}\nsaved {path}; when this is mended, go on with: {again}") from error
 
 
+def _rescue_survivor(run: Run, watch: Peers, error: Exception, start: int) -> NoReturn:
+    """Save the last whole iteration where another process is gone, on the first that is left and
+    if that holds all weights; raise UserError with the way to go on."""
+    assert watch.gone is not None
+    distributed.be_alone()
+    with suppress(Exception):
+        run.log.event("error", watch.sentence())
+    first = watch.rank == (1 if watch.gone[0] == 0 else 0)
+    path = None
+    if first and not run.trainer.device.sharded and _is_whole(run, start):
+        with suppress(Exception):  # what happened first is what is told
+            path = run.save()
+    path = path or checkpoint.latest(run.folder / "checkpoints")
+    kept = f"saved {path}; go on" if path else "nothing was saved; begin again"
+    raise UserError(f"{watch.sentence()}\n{kept} with: mmrl train --resume {run.folder}") from error
+
+
+def _is_whole(run: Run, start: int) -> bool:
+    """Tell whether the state is that of an iteration of this training, and not in the middle of an
+    update, whose weights belong to none."""
+    trainer = run.trainer
+    return trainer.iteration > start and run.whole == (trainer.iteration, trainer.update.step)
+
+
 def _rescue_alone(run: Run, error: Exception, start: int) -> None:
     """Save the last whole iteration, and note in the error how to go on.
 
-    Not where other processes would have to take part, and not in the middle of an update, whose
-    weights belong to no iteration.
+    Not where other processes would have to take part.
     """
-    trainer = run.trainer
     kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
     with suppress(Exception):
         run.log.event("error", f"{kind}{error}")
-    is_whole = run.whole == (trainer.iteration, trainer.update.step)
-    if distributed.process()[1] > 1 or trainer.iteration == start or not is_whole:
+    if distributed.process()[1] > 1 or not _is_whole(run, start):
         return
     with suppress(Exception):  # what happened first is what is told
         again = f"saved {run.save()}; when this is mended, go on with: mmrl train --resume"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mmrl.config.options import TrainOptions
-from mmrl.core import distributed, heap
+from mmrl.core import distributed, heap, peers
 from mmrl.core.errors import UserError
 from mmrl.policies.base import ParameterGroup
 from mmrl.policies.lora import keep_input_dtype
@@ -127,6 +127,7 @@ class Device:
 
         check_precision(options)
         check_launcher()
+        peers.meet()
         AcceleratorState._reset_state()  # a second trainer in one program may use another precision
         self.accelerator = Accelerator(
             mixed_precision=ACCELERATE_PRECISION[options.precision],

@@ -1,0 +1,71 @@
+"""Reads what SLURM tells each task of ``srun -n N mmrl train``, and says it in the variables of
+torchrun, by which everything else finds its place."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+
+from mmrl.core.errors import UserError
+
+PORTS = (15000, 15000)  # the first, and how many: below those that systems give out
+
+
+def join() -> None:
+    """Take the place among the tasks of srun, if this is one of several and no launcher has given
+    another."""
+    os.environ.update(place(os.environ))
+
+
+def place(env: Mapping[str, str]) -> dict[str, str]:
+    """Return torchrun's variables for a task of srun; {} where it is the only one, where this is no
+    task of srun (a batch script has variables of the whole job, but no step), or where RANK says
+    the place already."""
+    size = int(env.get("SLURM_STEP_NUM_TASKS") or env.get("SLURM_NTASKS") or 1)
+    if size == 1 or "SLURM_STEP_ID" not in env or "RANK" in env or "WORLD_SIZE" in env:
+        return {}
+    nodes = int(env.get("SLURM_STEP_NUM_NODES") or env.get("SLURM_NNODES") or 1)
+    job, step = (int(env.get(name) or 0) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    first, many = PORTS
+    # with srun's --gpus-per-task each task sees its own card alone, which is then number 0
+    sees_one = re.fullmatch(r"[^,]+", env.get("CUDA_VISIBLE_DEVICES", "")) is not None
+    return {
+        "RANK": env["SLURM_PROCID"],
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": "0" if sees_one else env["SLURM_LOCALID"],
+        "LOCAL_WORLD_SIZE": str(_neighbours(env, size, nodes)),
+        "MASTER_ADDR": env.get("MASTER_ADDR") or _first_node(env, nodes),
+        "MASTER_PORT": env.get("MASTER_PORT") or str(first + (7 * job + step) % many),
+    }
+
+
+def _neighbours(env: Mapping[str, str], size: int, nodes: int) -> int:
+    """Count the tasks on this node, as "4(x2),3" has them: four on each of two nodes, three on the
+    next."""
+    listed = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or ""
+    counts: list[int] = []
+    for tasks, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", listed):
+        counts += [int(tasks)] * int(times or 1)
+    node = int(env.get("SLURM_NODEID") or 0)
+    return counts[node] if node < len(counts) else -(-size // nodes)
+
+
+def _first_node(env: Mapping[str, str], nodes: int) -> str:
+    """Return the address of the first node, which has task 0; UserError where no list names it."""
+    if nodes == 1:
+        return "127.0.0.1"
+    listed = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or ""
+    if not listed:
+        raise UserError(
+            "srun: neither SLURM_STEP_NODELIST nor SLURM_JOB_NODELIST names the nodes; set "
+            "MASTER_ADDR to the name of the first"
+        )
+    return first_host(listed)
+
+
+def first_host(nodes: str) -> str:
+    """Return the first name of a list as SLURM shortens it: of "gpu[03-07,9],cpu1" gpu03."""
+    name = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
+    assert name is not None  # it matches nothing too
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", name[0])

@@ -1,0 +1,78 @@
+"""Processes of a run that die, never come, or find their port in use: one sentence on each that is
+left, and none waits."""
+
+import signal
+import socket
+
+from tests.fixtures import warm
+
+# one of two processes of a run; the second leaves in the middle as WAY says
+PROGRAM = """
+import os, signal, sys, torch
+import torch.distributed as dist
+from mmrl.core import distributed, peers
+from mmrl.core.errors import UserError
+
+try:
+    with peers.watched(float(os.environ.get("LIMIT", 100))):
+        dist.init_process_group("gloo")
+        for step in range(3):
+            distributed.all_sum(torch.ones(1))
+            if step == 1 and os.environ["RANK"] == "1" and os.environ["WAY"] != "stays":
+                if os.environ["WAY"] == "killed":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                raise UserError("my picture is broken")
+    print("done")
+    distributed.leave()
+except UserError as error:
+    print(f"error: {error}")
+    sys.exit(2)
+"""
+
+
+def free_port():
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+def started(ranks=(0, 1), port=None, **env):
+    common = {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port or free_port()),
+    }
+    every = [warm.start(["-c", PROGRAM], **common, **env, RANK=str(rank)) for rank in ranks]
+    return [(process.wait(), process.stdout, process.stderr) for process in every]
+
+
+def test_all_end_well():
+    assert [(status, out) for status, out, _ in started(WAY="stays")] == [(0, "done\n")] * 2
+
+
+def test_who_dies_is_named_by_the_others():
+    (status, said, _), (killed, _, _) = started(WAY="killed")
+    assert killed == -signal.SIGKILL and status == 2
+    assert said.startswith("error: process 1 of 2 has died") and said.count("\n") == 1
+
+
+def test_an_error_of_one_ends_the_others():
+    (status, said, _), (failed, own, _) = started(WAY="fails")
+    assert failed == status == 2 and own == "error: my picture is broken\n"
+    assert said.startswith("error: process 1 of 2 has ended with an error, which it has printed")
+
+
+def test_a_process_that_never_comes_is_named():
+    ((status, said, _),) = started(ranks=[0], WAY="stays", LIMIT="3")
+    assert status == 2 and said.startswith("error: of 2 processes, 1 did not come within 3 s")
+    ((status, said, _),) = started(ranks=[1], WAY="stays", LIMIT="3")
+    assert status == 2 and "process 1 of 2 found no process 0 at 127.0.0.1" in said
+
+
+def test_a_port_in_use_is_said():
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        (first, said, _), (second, other, _) = started(port=port, WAY="stays", LIMIT="5")
+    assert first == second == 2 and said.startswith(f"error: port {port}")
+    assert "is in use" in said and f"MASTER_PORT={port + 1}" in said
+    assert f"found no process 0 at 127.0.0.1:{port}" in other
