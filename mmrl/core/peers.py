@@ -18,6 +18,7 @@ from mmrl.core.errors import UserError
 START = 300.0  # seconds in which all processes come
 LAST = 25.0  # seconds after which a process that waits for one that is gone is ended
 NEWS = 3.0  # seconds in which the news arrives of what has ended a collective call
+AGENT = "TORCHELASTIC_USE_AGENT_STORE"  # by which torch takes a store for one that is served
 DIGITS = 8  # of a rank, as a process names itself
 FAILED, LEFT = b"failed\n", b"left\n"
 WORDS = {
@@ -37,7 +38,8 @@ class Peers:
         self.handled = threading.Event()  # the main thread ends the process by itself
         self.connections: dict[socket.socket, int] = {}  # to the rank at the other end
         self.server: socket.socket | None = None  # of rank 0, until all have connected
-        self.store: Any = None  # in which processes find each other; rank 0 may serve it
+        self.store: Any = None  # in which processes find each other
+        self.serves = False  # whether rank 0 does, not a launcher
 
     def sentence(self) -> str:
         """Say who is gone."""
@@ -104,6 +106,7 @@ class Peers:
 
 
 _met: list[Peers] = []
+_past: list[Peers] = []  # whose store others may still look into
 
 
 def meet(limit: float = START) -> None:
@@ -125,21 +128,29 @@ def meet(limit: float = START) -> None:
         near = os.environ["MASTER_ADDR"] in ("127.0.0.1", "localhost")
         peers.server = socket.create_server(("127.0.0.1" if near else "", 0), backlog=size)
         peers.store.set(f"{prefix}/port", str(peers.server.getsockname()[1]))
-    peers.store.set(f"{prefix}/{peers.rank}", "here")
-    keys = [f"{prefix}/{rank}" for rank in range(size)]
-    try:
-        peers.store.wait(keys, timedelta(seconds=limit))
-    except RuntimeError as error:
-        missing = [str(rank) for rank, key in enumerate(keys) if not peers.store.check([key])]
-        raise UserError(
-            f"of {size} processes, {', '.join(missing)} did not come within {limit:g} s; look at "
-            f"what they have printed, and start all of them again"
-        ) from error
+    _gather(peers, [f"{prefix}/{rank}" for rank in range(size)], limit)
     _met.append(peers)
     with suppress(OSError):  # without connections all works, but a dead process is found later
         if peers.rank:
             _connect(peers, int(peers.store.get(f"{prefix}/port")))
         threading.Thread(target=peers.listen, daemon=True).start()
+
+
+def _gather(peers: Peers, keys: list[str], limit: float) -> None:
+    """Say in the store that this process is here, and wait until every one has said so."""
+    missing = ["0"]  # which serves the store, where that does not answer
+    try:
+        peers.store.set(keys[peers.rank], "here")
+        try:
+            peers.store.wait(keys, timedelta(seconds=limit))
+        except RuntimeError:
+            missing = [str(rank) for rank, key in enumerate(keys) if not peers.store.check([key])]
+            raise
+    except RuntimeError as error:
+        raise UserError(
+            f"of {peers.size} processes, {', '.join(missing)} did not come within {limit:g} s; "
+            f"look at what they have printed, and start all of them again"
+        ) from error
 
 
 def _store(peers: Peers, limit: float) -> Any:
@@ -148,11 +159,13 @@ def _store(peers: Peers, limit: float) -> Any:
     from torch import distributed as dist
 
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    served = os.environ.get(AGENT) == "True"
     serves = peers.rank == 0 and not served
     wait = timedelta(seconds=limit)
     try:
-        store = dist.TCPStore(host, port, None, serves, wait, wait_for_workers=False)
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            host, port, None, serves, wait, wait_for_workers=False
+        )
     except (RuntimeError, OSError, ValueError) as error:
         if serves:
             why = "is in use" if "EADDRINUSE" in str(error) else f"cannot be opened ({error})"
@@ -164,7 +177,8 @@ def _store(peers: Peers, limit: float) -> Any:
             f"process {peers.rank} of {peers.size} found no process 0 at {host}:{port} within "
             f"{limit:g} s; look at what that one has printed, and at MASTER_ADDR and MASTER_PORT"
         ) from error
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    peers.serves = not served
+    os.environ[AGENT] = "True"
     os.environ.setdefault("TORCHELASTIC_RESTART_COUNT", "0")
     return store
 
@@ -220,4 +234,8 @@ def leave() -> bool:
     for peers in _met:
         peers.handled.set()
         peers.tell(LEFT)
-    return not any(peers.gone for peers in _met)
+        if peers.serves:  # a second run in this program meets again
+            del os.environ[AGENT]
+    _past.extend(_met)
+    _met.clear()
+    return not any(peers.gone for peers in _past)
