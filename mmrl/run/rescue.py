@@ -64,8 +64,10 @@ def _rescue_survivor(run: Run, watch: Peers, error: Exception, start: int) -> No
         with suppress(Exception):  # what happened first is what is told
             path = run.save()
     path = path or checkpoint.latest(run.folder / "checkpoints")
-    kept = f"saved {path}; go on" if path else "nothing was saved; begin again"
-    raise UserError(f"{watch.sentence()}\n{kept} with: mmrl train --resume {run.folder}") from error
+    advice = f"saved {path}; go on" if path else "nothing was saved; begin again"
+    raise UserError(
+        f"{watch.sentence()}\n{advice} with: mmrl train --resume {run.folder}"
+    ) from error
 
 
 def _is_whole(run: Run, start: int) -> bool:

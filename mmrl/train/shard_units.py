@@ -43,8 +43,8 @@ def ties_kept(net: nn.Module) -> Iterator[None]:
     takes no weight in two units, and accelerate makes one of these two."""
     ends = _ends(net)
     weights = {id(p) for end in ends for p in end.parameters()}
-    others = (module for module in net.modules() if not any(module is end for end in ends))
-    held = (p for module in others for p in module.parameters(recurse=False))
+    around = (module for module in net.modules() if not any(module is end for end in ends))
+    held = (p for module in around for p in module.parameters(recurse=False))
     if not any(id(p) in weights for p in held):
         yield
         return
