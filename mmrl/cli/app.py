@@ -457,6 +457,7 @@ def main() -> None:
     from mmrl.utils.threads import prepare
 
     prepare()  # before anything imports torch
+    from mmrl.core import peers
     from mmrl.core.errors import UserError
     from mmrl.utils import slurm
     from mmrl.utils.output import lasting_output
@@ -467,6 +468,11 @@ def main() -> None:
             app()
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
+            sys.exit(2)
+        except RuntimeError as error:  # what a collective call makes of a process that is gone
+            if (watch := peers.gone(error)) is None:
+                raise
+            print(f"error: {watch.sentence()}", file=sys.stderr)
             sys.exit(2)
         except OSError as error:
             if error.errno not in OF_THE_DISK or not error.filename:
