@@ -156,16 +156,11 @@ def _gather(peers: Peers, keys: list[str], limit: float) -> None:
 def _store(peers: Peers, limit: float) -> Any:
     """Open the store of all processes, as torchrun does or as rank 0 then serves it, in which torch
     finds the others too."""
-    from torch import distributed as dist
-
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    served = os.environ.get(AGENT) == "True"
-    serves = peers.rank == 0 and not served
-    wait = timedelta(seconds=limit)
+    peers.serves = os.environ.get(AGENT) != "True"
+    serves = peers.rank == 0 and peers.serves
     try:
-        store = dist.TCPStore(  # type: ignore[attr-defined]
-            host, port, None, serves, wait, wait_for_workers=False
-        )
+        store = _opened(host, port, serves, limit)
     except (RuntimeError, OSError, ValueError) as error:
         if serves:
             why = "is in use" if "EADDRINUSE" in str(error) else f"cannot be opened ({error})"
@@ -177,10 +172,33 @@ def _store(peers: Peers, limit: float) -> Any:
             f"process {peers.rank} of {peers.size} found no process 0 at {host}:{port} within "
             f"{limit:g} s; look at what that one has printed, and at MASTER_ADDR and MASTER_PORT"
         ) from error
-    peers.serves = not served
     os.environ[AGENT] = "True"
     os.environ.setdefault("TORCHELASTIC_RESTART_COUNT", "0")
     return store
+
+
+def _opened(host: str, port: int, serves: bool, limit: float) -> Any:
+    """Open a store within ``limit`` seconds: torch itself waits for ever where something else
+    listens at the port and says nothing. Raises RuntimeError or OSError."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    wait = timedelta(seconds=limit)
+    outcome: list[Any] = []
+
+    def open_it() -> None:
+        try:
+            outcome.append(TCPStore(host, port, None, serves, wait, wait_for_workers=False))
+        except (RuntimeError, ValueError) as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=open_it, daemon=True)
+    thread.start()
+    thread.join(limit + NEWS)
+    if not outcome:
+        raise TimeoutError("no answer")
+    if isinstance(outcome[0], Exception):
+        raise outcome[0]
+    return outcome[0]
 
 
 def _connect(peers: Peers, port: int) -> None:
