@@ -12,8 +12,8 @@ import torch
 from bench_vlm_learning import STYLE
 from markupsafe import escape
 
+from mmrl.core.statistics import interval
 from mmrl.monitoring.report.charts import Chart, Series
-from mmrl.run.evaluation import Z95
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
@@ -104,7 +104,13 @@ def gain(runs: Runs, name: str) -> tuple[float, float]:
     """Return the mean of after - before on the same captions and noise, and the half-width of its
     95 % interval over captions."""
     change = per_prompt(runs, "after", name) - per_prompt(runs, "before", name)
-    return float(change.mean()), Z95 * float(change.std()) / len(change) ** 0.5
+    return halved(change)
+
+
+def halved(change: torch.Tensor) -> tuple[float, float]:
+    """Return the mean of differences [P] and the half-width of its 95 % interval over captions."""
+    found = interval(change[None].numpy())
+    return found.mean, found.high - found.mean
 
 
 def mean(runs: Iterable[dict[str, Any]], name: str) -> float:
@@ -329,8 +335,8 @@ def equal_iterations(runs_of_method: dict[str, Runs]) -> list[str]:
     apart = per_prompt(runs_of_method["BranchGRPO"], "after", "digits") - per_prompt(
         runs_of_method["DanceGRPO"], "after", "digits"
     )
-    half = Z95 * float(apart.std()) / len(apart) ** 0.5
-    difference = f"{float(apart.mean()):+.3f} ± {half:.3f} over captions"
+    mean_apart, half = halved(apart)
+    difference = f"{mean_apart:+.3f} ± {half:.3f} over captions"
     return [
         f"After equally many iterations BranchGRPO's reward minus DanceGRPO's is "
         f"{difference}. {ETA}"

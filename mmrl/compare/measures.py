@@ -12,7 +12,7 @@ import numpy as np
 from mmrl.compare.plan import Plan, Setting
 from mmrl.compare.runs import Job
 from mmrl.core.errors import UserError
-from mmrl.core.statistics import Interval, Table, holm, paired
+from mmrl.core.statistics import Interval, Table, holm, is_binary, paired
 
 TOTAL = "reward"  # the weighted sum that is trained on
 DIVERSITY = "diversity"
@@ -23,12 +23,13 @@ ALPHA = 0.05
 @dataclass(frozen=True)
 class Measured:
     """Holds the scores of one setting on one half of the held-out prompts: measure -> [S, P], the
-    mean over a prompt's samples."""
+    mean over a prompt's samples. ``binary``: measures whose samples score 0 or 1."""
 
     trained: dict[str, Table]
     base: dict[str, Table]
     prompts: list[str]
     held_out: bool
+    binary: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -66,25 +67,46 @@ def read_scores(jobs: Sequence[Job], split: str) -> dict[str, Measured]:
                 f"{label} was evaluated on other prompts than {next(iter(files))}: a model may "
                 "have left some out as too long; give both the same held-out prompts"
             )
-    return {
-        label: Measured(
-            _tables(runs, "trained"), _tables(runs, "base"), first["prompts"], first["held_out"]
-        )
-        for label, runs in files.items()
-    }
+    return {label: _measured(runs) for label, runs in files.items()}
 
 
-def _tables(runs: Sequence[Mapping[str, Any]], model: str) -> dict[str, Table]:
+def _measured(runs: Sequence[Mapping[str, Any]]) -> Measured:
     """Stack the scores of the seeds."""
-    rows = [next(row for row in run["models"] if row["model"] == model) for run in runs]
+    trained, base = (_samples(runs, model) for model in ("trained", "base"))
+    known = [name for name in trained if name in base]
+    shares = [n for n in known if is_binary(_known(trained[n]), None)]
+    binary = frozenset(n for n in shares if is_binary(_known(base[n]), None))
+    tables = (_tables(runs, "trained", trained), _tables(runs, "base", base))
+    return Measured(*tables, runs[0]["prompts"], runs[0]["held_out"], binary)
+
+
+def _known(samples: Table) -> Table:
+    return samples[np.isfinite(samples)]
+
+
+def _rows(runs: Sequence[Mapping[str, Any]], model: str) -> list[Mapping[str, Any]]:
+    return [next(row for row in run["models"] if row["model"] == model) for run in runs]
+
+
+def _samples(runs: Sequence[Mapping[str, Any]], model: str) -> dict[str, Table]:
+    """Return what every sample scored, name -> [S, P, copies], their weighted sum first."""
+    rows = _rows(runs, model)
     samples = {
-        name: np.array([row["rewards"][name] for row in rows], dtype=np.float64)  # [S, P, copies]
+        name: np.array([row["rewards"][name] for row in rows], dtype=np.float64)
         for name in rows[0]["rewards"]
     }
     weights = {name: weight for name, weight in runs[0]["weights"].items() if weight}
     total = sum((weight * samples[name] for name, weight in weights.items()), np.zeros(1))
-    tables = {name: _means(values) for name, values in {TOTAL: total, **samples}.items()}
-    diversity = np.stack([np.array(row["diversity"], dtype=np.float64) for row in rows])
+    return {TOTAL: total, **samples}
+
+
+def _tables(
+    runs: Sequence[Mapping[str, Any]], model: str, samples: Mapping[str, Table]
+) -> dict[str, Table]:
+    tables = {name: _means(values) for name, values in samples.items()}
+    diversity = np.stack(
+        [np.array(row["diversity"], dtype=np.float64) for row in _rows(runs, model)]
+    )
     if np.isfinite(diversity).any():
         tables[DIVERSITY] = diversity
     return tables
@@ -145,7 +167,11 @@ def compare(
     comparisons = []
     for measure in measures:
         differences = [
-            paired(measured[baseline].trained[measure], measured[candidate].trained[measure])
+            paired(
+                measured[baseline].trained[measure],
+                measured[candidate].trained[measure],
+                all(measure in measured[label].binary for label in (baseline, candidate)),
+            )
             for candidate, baseline in between
         ]
         adjusted = holm([difference.p for difference in differences])
@@ -196,8 +222,6 @@ def sentence(comparison: Comparison, count: int) -> str:
         )
     if not np.isfinite(difference.high - difference.low):
         return f"{start}: too little was measured for an interval."
-    if difference.low == difference.high:
-        return f"{start}: every score is the same."
     return (
         f"{start}: {comparison.candidate} may be up to {max(difference.high, 0):.4g} better or "
         f"{max(-difference.low, 0):.4g} worse."

@@ -17,7 +17,7 @@ from mmrl.compare.measures import Comparison, Measured, kind_of, plural
 from mmrl.compare.plan import Plan, Setting
 from mmrl.compare.runs import Job, events
 from mmrl.core.errors import UserError
-from mmrl.core.statistics import Interval, interval, paired
+from mmrl.core.statistics import interval, paired
 from mmrl.monitoring.log import FINISHED
 from mmrl.monitoring.report.charts import Chart, Series, number
 from mmrl.monitoring.report.curves import spread_out
@@ -116,19 +116,17 @@ def means(measured: Mapping[str, Measured], measures: Sequence[str]) -> dict[str
     return {
         label: {
             name: {
-                "trained": asdict(_interval(scores.trained[name])),
-                "base": asdict(_interval(scores.base[name])),
-                "gain": asdict(paired(scores.base[name], scores.trained[name])),
+                "trained": asdict(interval(scores.trained[name], name in scores.binary)),
+                "base": asdict(interval(scores.base[name], name in scores.binary)),
+                "gain": asdict(
+                    paired(scores.base[name], scores.trained[name], name in scores.binary)
+                ),
             }
             for name in measures
             if name in scores.base
         }
         for label, scores in measured.items()
     }
-
-
-def _interval(table: Any) -> Interval:
-    return paired(np.zeros_like(table), table) if not np.isfinite(table).all() else interval(table)
 
 
 def costs(runs: Sequence[Run]) -> dict[str, Any]:

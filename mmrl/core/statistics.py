@@ -1,4 +1,5 @@
-"""Estimates paired differences over prompts and seeds, and corrects for several comparisons.
+"""Estimates means and paired differences over prompts and seeds, and corrects for several
+comparisons: the one rule of evaluations, reports and comparisons.
 
 Scores are a table [S, P], seeds down and prompts across, each cell the mean over the samples of a
 prompt. Both seeds and prompts are drawn from many: another run and another prompt would differ. The
@@ -13,6 +14,14 @@ can be far too small by chance. So three intervals of Student's t are made, by t
 M_seed / (S P) and by M_prompt / (S P), what seeds or prompts alone would give, and the widest
 counts: in simulations it covers 94 % and more whichever of them varies, where the first alone
 covers down to 87 %.
+
+What few prompts did not show is not taken for absent. Scores of 0 and 1, whose spread is unknown
+where all are equal, have the interval of Gaffke (2005; Learned-Miller and Thomas 2019, "A new
+confidence interval for the mean of a bounded random variable") over prompts: means of the scores
+and of one more, as low or as high as a score can be, all weighed at random. For one sample a prompt
+that is Clopper and Pearson's interval, and the p-value of a difference the exact sign test's. Other
+scores whose differences are all equal have the interval that they would have if nothing of their
+spread cancelled: the sum of those of the two means.
 """
 
 from __future__ import annotations
@@ -26,6 +35,8 @@ from scipy import stats
 
 Table = NDArray[np.float64]
 LEVEL = 0.95
+DRAWS = 20_000  # of the random weights
+NOTHING = 1e-12  # a spread that is rounding, as a share of the largest score
 
 
 @dataclass(frozen=True)
@@ -42,19 +53,103 @@ class Interval:
     prompts: int
 
 
-def interval(table: Table) -> Interval:
-    """Estimate the mean of a table [S, P] over seeds and prompts. With one seed it holds for that
-    seed only, with one prompt for that prompt; of a single cell nothing is known."""
+@dataclass(frozen=True)
+class Student:
+    """Holds the widest of several intervals by Student's t, of these standard errors and degrees
+    of freedom; none: nothing varies."""
+
+    errors: tuple[tuple[float, float], ...] = ()
+
+    def half(self) -> tuple[float, float]:
+        """Return its half-width and degrees of freedom; 0 where nothing varies."""
+        return max(((_quantile(f) * error, f) for error, f in self.errors), default=(0.0, 0.0))
+
+    def p(self, mean: float) -> float:
+        """Return the largest p-value of "it is zero"."""
+        return max((2 * float(stats.t.sf(abs(mean) / e, f)) for e, f in self.errors), default=1.0)
+
+
+def _quantile(freedom: float) -> float:
+    return float(stats.t.ppf((1 + LEVEL) / 2, freedom))
+
+
+def interval(table: Table, binary: bool | None = None) -> Interval:
+    """Estimate the mean of a table [S, P] over seeds and prompts; prompts with a NaN are left out.
+    With one seed it holds for that seed only, with one prompt for that prompt; of a single cell
+    nothing is known. ``binary``: the scores behind it are 0 or 1; None: if those of the table
+    are."""
+    table = table[:, np.isfinite(table).all(0)]
+    return _of(table, (0.0, 1.0) if is_binary(table, binary) else None)
+
+
+def paired(first: Table, second: Table, binary: bool | None = None) -> Interval:
+    """Estimate the mean of ``second - first``, paired by seed and prompt. Prompts with a NaN in
+    either are left out. ``binary``: as of ``interval``."""
+    whole = np.isfinite(first + second).all(0)
+    first = first[:, whole]
+    second = second[:, whole]
+    difference = second - first
+    if is_binary(np.stack([first, second]), binary):
+        return _of(difference, (-1.0, 1.0))
+    if difference.size > 1 and not _student(difference, max_of(first, second)).errors:
+        halves = [_student(table).half() for table in (first, second)]
+        half, freedom = sum(half for half, _ in halves), halves[0][1]
+        error = ((half / _quantile(freedom), freedom),) if half else ()
+        return _by_student(difference, Student(error))
+    return _of(difference)
+
+
+def is_binary(table: Table, said: bool | None) -> bool:
+    """Tell whether scores are 0 or 1: as is said, else as the table has them."""
+    return bool(np.isin(table, (0.0, 1.0)).all()) if said is None else said
+
+
+def max_of(*tables: Table) -> float:
+    return max((float(np.abs(table).max(initial=0.0)) for table in tables), default=0.0)
+
+
+def _of(table: Table, bounds: tuple[float, float] | None = None) -> Interval:
+    """Estimate the mean of a table without NaN; ``bounds``: of its cells, where they are made of
+    scores of 0 and 1."""
+    seeds, prompts = table.shape
+    if not table.size:
+        return Interval(np.nan, -np.inf, np.inf, 1.0, 0.0, seeds, 0)
+    by_student = _by_student(table, _student(table))
+    if bounds is None or prompts == 1:
+        return by_student
+    low, high, p = bounded(table.mean(0), *bounds)
+    if seeds > 1 and np.isfinite(by_student.low):  # seeds vary too
+        low, high, p = min(low, by_student.low), max(high, by_student.high), max(p, by_student.p)
+    return Interval(float(table.mean()), low, high, p, prompts - 1.0, seeds, prompts)
+
+
+def _student(table: Table, scale: float = 0.0) -> Student:
+    """Find the standard errors that a table shows; ``scale``: of the scores behind it."""
+    least = NOTHING * max(max_of(table), scale)
+    errors = [(float(np.sqrt(variance)), freedom) for variance, freedom in spread(table)]
+    return Student(tuple((error, freedom) for error, freedom in errors if error > least))
+
+
+def _by_student(table: Table, width: Student) -> Interval:
     seeds, prompts = table.shape
     mean = float(table.mean())
-    estimates = [(float(np.sqrt(v)), freedom) for v, freedom in spread(table)]
-    widths = [float(stats.t.ppf((1 + LEVEL) / 2, f)) * error for error, f in estimates]
-    widest = max(widths, default=0.0)
-    if not estimates or (not widest and mean):  # how much others would vary is not seen
+    half, freedom = width.half()
+    if not half:  # how much others would vary is not seen
         return Interval(mean, -np.inf, np.inf, 1.0, 0.0, seeds, prompts)
-    p = max(2 * stats.t.sf(abs(mean) / e, f) for e, f in estimates if e) if widest else 1.0
-    freedom = estimates[widths.index(widest)][1]
-    return Interval(mean, mean - widest, mean + widest, float(p), freedom, seeds, prompts)
+    return Interval(mean, mean - half, mean + half, width.p(mean), freedom, seeds, prompts)
+
+
+def bounded(values: Table, least: float, most: float) -> tuple[float, float, float]:
+    """Return Gaffke's interval of the mean of what ``values`` [P] between ``least`` and ``most``
+    are drawn from, and the p-value of "it is zero"."""
+    atoms, counts = np.unique(values, return_counts=True)
+    weight = np.random.default_rng(17).standard_gamma([*counts, 1], (DRAWS, len(atoms) + 1))
+    weight /= weight.sum(1, keepdims=True)
+    below, above = (weight @ np.append(atoms, bound) for bound in (least, most))
+    tails = (int((below <= 0).sum()), int((above >= 0).sum()))
+    p = min(1.0, 2 * (min(tails) + 1) / (DRAWS + 1))
+    share = (1 - LEVEL) / 2
+    return float(np.quantile(below, share)), float(np.quantile(above, 1 - share)), p
 
 
 def spread(table: Table) -> list[tuple[float, float]]:
@@ -82,16 +177,6 @@ def spread(table: Table) -> list[tuple[float, float]]:
         summed = sum(m**2 / f for m, f in zip(squares, freedoms, strict=True))
         estimates.append((crossed / cells, max(crossed**2 / summed, float(min(freedoms[:2])))))
     return estimates
-
-
-def paired(first: Table, second: Table) -> Interval:
-    """Estimate the mean of ``second - first``, paired by seed and prompt. Prompts with a NaN in
-    either are left out."""
-    difference = second - first
-    whole = difference[:, np.isfinite(difference).all(0)]
-    if not whole.size:
-        return Interval(np.nan, -np.inf, np.inf, 1.0, 0.0, len(difference), 0)
-    return interval(whole)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

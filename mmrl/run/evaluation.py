@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mmrl.config.options import EvaluateOptions
 from mmrl.core import distributed
-from mmrl.core.statistics import Interval, paired
+from mmrl.core.statistics import interval, is_binary, paired
 from mmrl.core.types import Media, Prompt, Rewards
 from mmrl.monitoring.diversity import diversity_of_prompts
 from mmrl.policies.base import Policy, RolloutContext
@@ -23,7 +23,6 @@ from samplers.noise import Rng
 
 MOST_CANDIDATES = 64  # samples held at once while the best of several are chosen
 MOST_PROMPTS = 4096  # of which evaluation.json has every mean
-Z95 = 1.959964  # two-sided 95 % quantile of the normal distribution
 
 
 @dataclass(frozen=True)
@@ -194,13 +193,17 @@ def estimates(measured: Scores) -> dict[str, Estimate]:
 def estimate(values: Tensor) -> Estimate:
     """Estimate a mean from rewards [P, copies], NaN where a sample could not be scored. Prompts are
     clusters: their means vary."""
-    present = ~values.isnan()
-    means = values.double().nanmean(1)[present.any(1)]  # [P']
-    if not len(means):
+    means = prompt_means(values)
+    if not means.isfinite().any():
         return Estimate(float("nan"), float("nan"), float("nan"), 0)
-    mean = float(means.mean())
-    spread = float(means.std() / len(means) ** 0.5) if len(means) > 1 else float("inf")
-    return Estimate(mean, mean - Z95 * spread, mean + Z95 * spread, int(present.sum()))
+    of_prompts = interval(means[None].cpu().numpy(), _binary(values))
+    count = int((~values.isnan()).sum())
+    return Estimate(of_prompts.mean, of_prompts.low, of_prompts.high, count)
+
+
+def _binary(*scores: Tensor) -> bool:
+    """Tell whether rewards [P, copies] are 0 or 1, where a sample could be scored."""
+    return all(is_binary(each[~each.isnan()].cpu().numpy(), None) for each in scores)
 
 
 def row(
@@ -235,7 +238,7 @@ def difference(before: Tensor, after: Tensor) -> dict[str, Any]:
     """Estimate by how much the mean over prompts differs, with its 95 % interval and p-value, from
     rewards [P, copies] of the same prompts and noise: what prompts have in common cancels."""
     tables = (prompt_means(values)[None].cpu().numpy() for values in (before, after))
-    change: Interval = paired(*tables)
+    change = paired(*tables, binary=_binary(before, after))
     numbers = {"mean": change.mean, "low": change.low, "high": change.high, "p": change.p}
     return finite(numbers) | {"prompts": change.prompts}
 

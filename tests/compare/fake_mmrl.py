@@ -55,7 +55,12 @@ def evaluate(run):
 
     def scores(worth):
         return [
-            [worth + p + 0.01 * (p % 3) * fake["seed"] + 0.1 * c for c in (0, 1)] for p in range(6)
+            # what a model is worth differs a little between prompts
+            [
+                worth * (0.99 + 0.02 * (p % 2)) + p + 0.01 * (p % 3) * fake["seed"] + 0.1 * c
+                for c in (0, 1)
+            ]
+            for p in range(6)
         ]
 
     models = []

@@ -227,7 +227,6 @@ def test_a_verdict_never_says_more_than_the_interval():
     assert "may be up to 0.3 better or 0.1 worse" in said(-0.1, 0.3)
     assert "among 4 comparisons that is not enough" in said(0.1, 0.3, holm=0.2, count=4)
     assert "too little was measured" in said(-np.inf, np.inf)
-    assert "every score is the same" in said(0.0, 0.0, holm=1.0)
     for low, high in ((-0.1, 0.3), (0.0, 0.2)):
         assert said(low, high).startswith("No difference in held-out reward is shown")
 
@@ -248,9 +247,22 @@ def test_samples_without_a_score_are_left_out_of_their_prompt():
     rows = [
         {"model": "trained", "rewards": {"r": [[1.0, None], [None, None]]}, "diversity": [None] * 2}
     ]
-    tables = measures._tables([{"models": rows, "weights": {"r": 2.0}}], "trained")
+    runs = [{"models": rows, "weights": {"r": 2.0}}]
+    tables = measures._tables(runs, "trained", measures._samples(runs, "trained"))
     assert tables["reward"][0, 0] == 2 and np.isnan(tables["reward"][0, 1])
     assert tables["r"][0, 0] == 1 and "diversity" not in tables
+
+
+def test_of_samples_that_score_0_or_1_what_was_not_seen_is_in_the_interval():
+    """Two copies a prompt: of their means alone nobody could tell."""
+    rows = {"rewards": {"r": [[1.0, 0.0], [1.0, None], [0.0, 0.0]]}, "diversity": [None] * 3}
+    models = [{"model": model, **rows} for model in ("trained", "base")]
+    run = {"models": models, "weights": {"r": 0.5}, "prompts": ["a"] * 3, "held_out": True}
+    measured = measures._measured([run])
+    assert measured.binary == {"r"}
+    (same,) = measures.compare({"a": measured, "b": measured}, ["r"], [("b", "a")])
+    unseen = 1 - 0.025 ** (1 / 3)
+    assert same.difference.high == pytest.approx(unseen, abs=0.01) and not same.shown
 
 
 def test_the_one_that_decides_is_listed_first_and_the_sum_of_one_reward_once():

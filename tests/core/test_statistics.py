@@ -83,9 +83,80 @@ def test_differences_are_paired_and_unscored_prompts_left_out():
 def test_where_nothing_varies_nothing_is_claimed():
     same = interval(np.full((3, 4), 0.25))
     assert same.low == -np.inf and same.p == 1  # how much other prompts would vary is not seen
-    zero = interval(np.zeros((3, 4)))
-    assert (zero.low, zero.high, zero.p) == (0, 0, 1)
     assert interval(np.array([[0.7]])).high == np.inf
+    assert interval(np.array([[1.0]])).low == -np.inf
+    level = paired(np.full((1, 5), 0.25), np.full((1, 5), 0.25))
+    assert level.low == -np.inf and level.p == 1
+
+
+def test_of_scores_0_and_1_the_interval_is_exact():
+    """Of means Clopper and Pearson's, of differences the sign test's p-value."""
+    for right, prompts in ((0, 5), (5, 5), (3, 12), (29, 30)):
+        scores = np.zeros((1, prompts))
+        scores[0, :right] = 1
+        exact = stats.binomtest(right, prompts).proportion_ci(0.95)
+        found = interval(scores)
+        assert (found.low, found.high) == pytest.approx((exact.low, exact.high), abs=0.01)
+    for better, worse in ((9, 1), (3, 1), (0, 0)):
+        first, second = np.zeros((2, 1, 20))
+        second[0, :better] = 1
+        first[0, better : better + worse] = 1
+        exact = stats.binomtest(better, better + worse).pvalue if better else 1.0
+        found = paired(first, second)
+        assert found.p == pytest.approx(exact, abs=0.02)
+        assert (found.p < 0.05) == (found.low > 0 or found.high < 0)
+
+
+def test_equal_differences_are_as_sure_as_the_two_means():
+    first = np.random.default_rng(0).normal(size=(1, 8))
+    found = paired(first, first + 0.1)
+    half = 2 * (interval(first).high - first.mean())
+    assert (found.low, found.high) == pytest.approx((0.1 - half, 0.1 + half)) and found.p > 0.05
+    assert paired(first, first).high == pytest.approx(half)
+    far = paired(first, first + 2 * half)
+    assert far.low > 0 and far.p < 0.05
+
+
+@pytest.mark.parametrize("prompts", [2, 3, 5, 10])
+def test_the_interval_of_a_mean_covers_it_with_few_prompts(prompts):
+    rng = np.random.default_rng(prompts)
+    found = [interval(rng.normal(0.5, 0.2, size=(1, prompts))) for _ in range(2000)]
+    assert np.mean([each.low <= 0.5 <= each.high for each in found]) > 0.93
+
+
+@pytest.mark.parametrize("prompts", [5, 10, 20, 30])
+@pytest.mark.parametrize("copies", [1, 4])
+def test_a_small_gain_of_a_reward_of_0_and_1_is_covered(prompts, copies):
+    """+0.05, of which few prompts often show nothing."""
+    rng = np.random.default_rng(prompts)
+    covered = 0
+    for _ in range(300):
+        base = rng.random((prompts, copies)) < 0.5
+        better = base | (rng.random((prompts, copies)) < 0.1)
+        found = paired(base.mean(1)[None], better.mean(1)[None], binary=True)
+        covered += found.low <= 0.05 <= found.high
+    assert covered / 300 > 0.93
+
+
+@pytest.mark.parametrize("kind", ["normal", "binary", "opposite", "shifted"])
+def test_means_whose_intervals_are_apart_never_go_with_a_difference_that_is_not_shown(kind):
+    rng = np.random.default_rng(4)
+    apart = 0
+    for trial in range(400):
+        prompts = int(rng.integers(2, 25))
+        first = rng.normal(size=(1, prompts))
+        second = rng.normal(size=(1, prompts)) + 2 * rng.random()
+        if kind in ("binary", "opposite"):
+            first, second = (each > 0.5 + trial % 2 for each in (first, second))
+            second = ~first if kind == "opposite" else second
+            first, second = first.astype(float), second.astype(float)
+        if kind == "shifted":
+            second = first + 3 * rng.random()
+        one, other, difference = interval(first), interval(second), paired(first, second)
+        if one.high < other.low or other.high < one.low:
+            apart += 1
+            assert difference.low > 0 or difference.high < 0
+    assert apart > 10
 
 
 @pytest.mark.parametrize("seeds", [2, 3])

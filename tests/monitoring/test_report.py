@@ -257,7 +257,7 @@ def test_an_unproven_gain_is_called_so(tmp_path):
     [
         (0.01, 0.07, "0.37 [0.34, 0.40] after; +0.04 [+0.01, +0.07], paired over 60 prompts."),
         (-0.01, 0.09, "paired over 60 prompts. That interval holds 0: no change is shown."),
-        (None, None, "after (+0.04). One prompt does not say how sure that is."),
+        (None, None, "after (+0.04). Scores that are all equal do not say how sure that is."),
     ],
 )
 def test_the_paired_interval_decides_though_those_of_the_means_overlap(

@@ -214,7 +214,8 @@ def _sentence(name: str, before: Estimate, after: Estimate, evaluation: Evaluati
                 "measures the difference prompt by prompt."
             )
     elif not math.isfinite(paired.low):
-        text += f" ({paired.mean:+.3g}). One prompt does not say how sure that is."
+        few = "One prompt does" if paired.n == 1 else "Scores that are all equal do"
+        text += f" ({paired.mean:+.3g}). {few} not say how sure that is."
     else:
         text += f"; {_signed(paired)}, paired over {paired.n} prompts."
         if paired.low <= 0 <= paired.high:
