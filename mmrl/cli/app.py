@@ -273,11 +273,15 @@ def export(
     folder: Annotated[Path, typer.Option("--out", "-o", help="New folder.")] = Path("export"),
     checkpoint: At = None,
     form: LoraForm = "diffusers",
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="float32, bfloat16 or float16 of what is stored; default: the base's."),
+    ] = None,
 ) -> None:
     """Write the trained weights for the model's own library (diffusers, peft)."""
     from mmrl.cli import commands
 
-    print(commands.export(run, folder, checkpoint, form))
+    print(commands.export(run, folder, checkpoint, form, dtype))
 
 
 @app.command()

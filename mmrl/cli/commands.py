@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from mmrl.config import import_plugins, load, load_stages
-from mmrl.core import distributed
-from mmrl.core.errors import UserError
+from mmrl.core import distributed, whole_export
+from mmrl.core.errors import UserError, suggest
 from mmrl.core.movie import frame_rate, write_mp4
 from mmrl.core.registry import ARTIFACTS, REWARDS, load_built_in, locate
 from mmrl.core.sound import SoundVideos, write_wav
@@ -205,11 +205,20 @@ def _tell_without_pictures(session: Session, requests: Sequence[Prompt]) -> None
         )
 
 
-def export(run: Path, folder: Path, at: str | None = None, form: str = "diffusers") -> Path:
+def export(
+    run: Path,
+    folder: Path,
+    at: str | None = None,
+    form: str = "diffusers",
+    dtype: str | None = None,
+) -> Path:
     """Write trained weights in the format of the model's own library, or LoRA weights in the form
-    of ComfyUI or kohya's sd-scripts. Returns the folder, which is there once all of it is
-    written."""
+    of ComfyUI or kohya's sd-scripts. Full weights are stored in the base's types, or in ``dtype``.
+    Returns the folder, which is there once all of it is written."""
     chosen = convert.form_of(form)
+    kinds = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if dtype is not None and dtype not in kinds:
+        raise UserError(f"--dtype {dtype}: {suggest(dtype, kinds)}")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists and is not empty; name a new folder")
     check_writable(folder)
@@ -221,6 +230,8 @@ def export(run: Path, folder: Path, at: str | None = None, form: str = "diffuser
         session.policy.export(draft)
         if chosen != "diffusers":
             convert.rewrite_export(draft, session.policy.place, chosen)
+        if dtype is not None:
+            whole_export.cast(draft, kinds[dtype])
     return folder
 
 

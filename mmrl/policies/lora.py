@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmrl.core import whole_export
 from mmrl.core.errors import UserError
 
 ALL_LINEAR = "all-linear"  # peft's word for every linear layer but the head
@@ -119,8 +120,10 @@ def save_model(net: Any, folder: Path) -> None:
 
     if isinstance(net, PeftAdapterMixin) and getattr(net, "peft_config", None):
         save_adapter(net, folder)
-    else:
-        net.save_pretrained(folder)
+        return
+    net.save_pretrained(folder)
+    if isinstance(net, PeftAdapterMixin):
+        whole_export.complete(folder, str(net.config.name_or_path))
 
 
 @torch.no_grad()

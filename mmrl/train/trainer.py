@@ -55,6 +55,7 @@ from mmrl.train import supervised
 from mmrl.train.batch import Batch, RolloutGraphs
 from mmrl.train.critic import SnapshotUpdate
 from mmrl.train.device import Device, MakeOptimizer
+from mmrl.train.divergence import Divergence
 from mmrl.train.pass_size import fastest
 from mmrl.train.preferences import held_out_preferences, without_rewards
 from mmrl.train.reward_weights import RewardWeights, forgetting
@@ -98,6 +99,7 @@ class Trainer:
                 self.advantage = labelled
         self.clock = Stopwatch()
         self.iteration = 0  # iterations finished
+        self.divergence = Divergence(policy.weights)
         prepared = self.device.prepare(policy, optimizer)
         self.reuses = options.reuse_rollout_graph
         self.pass_rows: int | None = None  # of every pass, where that was measured
@@ -134,7 +136,8 @@ class Trainer:
             self.measure_passes()
         forwards = self.policy.forwards
         self.policy.measures()  # forget what was counted outside iterations
-        with self._likelihoods():
+        self.divergence.look(self.iteration)
+        with self._likelihoods(), self.divergence.explained():
             batch = self.collect()
             metrics = self.update.run(batch)
             if batch.graphs is not None and batch.graphs.given_up:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from mmrl.core import pretrained
+from mmrl.core import pretrained, whole_export
 from mmrl.core.errors import UserError
 from mmrl.core.model_folders import is_network
 from mmrl.core.registry import locate
+from mmrl.core.weight_files import variant_of
 
 
 def resolve(path: str, expected: str, *also: str) -> str:
@@ -106,5 +108,20 @@ def save_full(
 
 
 def save_parts(pipeline: Any, place: str, parts: dict[str, nn.Module], folder: Path) -> None:
-    """Write a complete diffusers folder with these parts in place of its own."""
-    pretrained.load_pipeline(pipeline, place, parts=parts).save_pretrained(folder)
+    """Write a complete diffusers folder with these parts in place of its own, in the types of its
+    files; everything else is copied to the byte."""
+    source = Path(place)
+    if not source.is_dir():
+        source = Path(pipeline.download(place, use_safetensors=True))
+
+    def left_out(at: str, names: list[str]) -> set[str]:
+        if Path(at) != source:
+            return set()
+        weights = {name for name in names if name.endswith(whole_export.WEIGHTS)}
+        return {*parts, *whole_export.SKIPPED, *weights}
+
+    shutil.copytree(source, folder, dirs_exist_ok=True, ignore=left_out)
+    for name, net in parts.items():
+        saved: Any = net
+        saved.save_pretrained(folder / name, variant=variant_of(source / name))
+        whole_export.restore_types(folder / name, source / name)

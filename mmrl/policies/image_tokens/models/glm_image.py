@@ -22,8 +22,10 @@ from torch import Tensor, nn
 from mmrl.config.options import Count
 from mmrl.core import pretrained
 from mmrl.core.errors import UserError
+from mmrl.core.model_folders import folder_of
 from mmrl.core.registry import POLICIES, locate
 from mmrl.core.types import Media, Prompt, Rollout
+from mmrl.core.whole_export import restore_types
 from mmrl.policies.diffusion.text_encoding import texts_of
 from mmrl.policies.image_tokens import causal
 from mmrl.policies.image_tokens.attention import Kernel, available, of_transformers
@@ -192,7 +194,10 @@ class GlmImage(ImageTokenPolicy):
     def export(self, folder: Path) -> None:
         """Save the language model, or its adapter, as the folder's ``vision_language_encoder``,
         with the processor."""
-        save_model(self.net.hf, folder / "vision_language_encoder")
+        part = "vision_language_encoder"
+        save_model(self.net.hf, folder / part)
+        if (base := folder_of(self.place, part)) is not None:
+            restore_types(folder / part, base)
         self.processor.save_pretrained(folder / "processor")
 
     def _encoded(self, text: str) -> Any:
