@@ -61,8 +61,8 @@ def read(folder: Path, net: nn.Module, names: Iterable[str]) -> dict[str, Tensor
     for name in names:
         plain_name = name.replace(f".{ADAPTER}.", ".")
         ends = (plain_name.split(".", cut)[-1] for cut in range(3))
-        if (key := next((end for end in ends if end in stored), None)) is not None:
-            weights[name] = stored.pop(key)
+        if (stored_name := next((end for end in ends if end in stored), None)) is not None:
+            weights[name] = stored.pop(stored_name)
     absent = sorted(set(names) - set(weights))
     if absent or stored:
         raise UserError(

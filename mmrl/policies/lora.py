@@ -98,7 +98,7 @@ def keep_input_dtype(net: nn.Module) -> None:
     """
     for layer in net.modules():
         if "cast_input_dtype_enabled" in vars(layer):  # peft's, which is slow to import
-            layer.cast_input_dtype_enabled = False
+            vars(layer)["cast_input_dtype_enabled"] = False
 
 
 def save_adapter(net: Any, folder: Path) -> None:
