@@ -129,15 +129,32 @@ def save_model(net: Any, folder: Path) -> None:
 @torch.no_grad()
 def merged(net: nn.Module, adapters: bool = True) -> dict[str, Tensor]:
     """Merge the adapters into the weights, under the names of a model without adapters, or leave
-    them out."""
+    them out. UserError where a layer with an adapter shares its weight with another layer, which
+    the merged weight would change too."""
     state = {name: value for name, value in net.state_dict().items() if "lora_" not in name}
     for name, module in net.named_modules() if adapters else ():
         if hasattr(module, "get_delta_weight"):
+            _check_alone(net, name)
             weight = state[f"{name}.base_layer.weight"]
             state[f"{name}.base_layer.weight"] = (weight + module.get_delta_weight("default")).to(
                 weight.dtype
             )
     return {name.replace(".base_layer.", "."): value for name, value in state.items()}
+
+
+def _check_alone(net: nn.Module, name: str) -> None:
+    weight = net.get_submodule(f"{name}.base_layer").weight
+    shared = [
+        other.removesuffix(".weight").removesuffix(".base_layer")
+        for other, parameter in net.named_parameters(remove_duplicate=False)
+        if parameter is weight and other != f"{name}.base_layer.weight"
+    ]
+    if shared:
+        raise UserError(
+            f"the adapter of {name} cannot be merged: its weight is also that of {shared[0]} (tied "
+            f"embeddings), which would change too; keep the adapter beside its base, or train one "
+            f"without {name.rpartition('.')[2]} among lora.targets"
+        )
 
 
 def ending_like(names: Sequence[str], ends: Sequence[str] | str | None, part: str) -> list[str]:

@@ -12,9 +12,9 @@ from transformers import AutoModelForImageTextToText
 from mmrl.core.errors import UserError
 from mmrl.policies import adapter_files
 from mmrl.policies.image_tokens.models.janus import Janus
-from mmrl.policies.lora import Lora, add_lora, ending_like
+from mmrl.policies.lora import Lora, add_lora, ending_like, merged
 from mmrl.policies.vlm.policy import VLM
-from tests.fixtures import tiny_vlms
+from tests.fixtures import tiny_vlms, vllm_models
 from tests.fixtures.image_tokens import tiny_janus
 
 QWEN = "qwen2_5_vl"
@@ -118,3 +118,14 @@ def test_all_linear_of_a_vision_language_model_is_its_language_model():
         set(policy(Lora(2, None, targets)).weights.parameters()) for targets in ("all-linear", None)
     ]
     assert chosen[0] == chosen[1]
+
+
+@pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
+def test_adapters_of_tied_weights_are_not_merged(target):
+    net = AutoModelForImageTextToText.from_pretrained(vllm_models.folder("tied_qwen2_5_vl"))
+    add_lora(net, Lora(2, None, ["q_proj", target]))
+    with pytest.raises(UserError, match=f"{target} cannot be merged: its weight is also that of"):
+        merged(net)
+    untied = AutoModelForImageTextToText.from_pretrained(tiny_vlms.folder(QWEN))
+    add_lora(untied, Lora(2, None, ["q_proj", target]))
+    assert not any("lora_" in name for name in merged(untied))
