@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from typing import Any
 
 from rewards._sandbox import Broken, Sandbox
@@ -58,9 +59,13 @@ def loose_json(text: str) -> Parsed[Any]:
 def nesting(text: str) -> int:
     """Return how deep brackets are nested, closed or not."""
     depth = deepest = 0
-    for letter in text:
-        depth += (letter in "[{") - (letter in "]}")
-        deepest = max(deepest, depth)
+    for bracket in re.findall(r"[\[\]{}]", text):
+        if bracket in "[{":
+            depth += 1
+            if depth > deepest:
+                deepest = depth
+        else:
+            depth -= 1
     return deepest
 
 

@@ -20,7 +20,7 @@ from rewards.card import card_of
 from rewards.reading import Parsed, Status, worst
 from rewards.vision.boxes import assign
 from rewards.vision.coords import Unscorable, answer_space, convert, extent, scale, truth_space
-from rewards.vision.shapes import Shape
+from rewards.vision.notations import Shape, statuses
 
 log = logging.getLogger(__name__)
 LONGEST = 1000  # characters of what is said of a prompt
@@ -160,14 +160,16 @@ def in_truth(shapes: Sequence[Shape], prompt: Prompt) -> tuple[np.ndarray, list[
     of each."""
     target = truth_space(prompt)
     default_space = answer_space(prompt)
-    rows = []
-    states = []
-    for shape in shapes:
-        space = shape.space or default_space
-        states.append(shape.status(extent(prompt, space)))
-        rows.append(convert(shape.values, scale(prompt, space, target)))
     width = len(shapes[0].values) if shapes else 4
-    table = np.array(rows, dtype=np.float64).reshape(-1, width)
+    said = np.array([shape.values for shape in shapes], dtype=np.float64).reshape(-1, width)
+    spaces = [shape.space or default_space for shape in shapes]
+    table = np.empty_like(said)
+    states: list[Status] = ["ok"] * len(shapes)
+    for space in dict.fromkeys(spaces):
+        rows = [i for i, each in enumerate(spaces) if each == space]
+        table[rows] = said[rows] * np.tile(scale(prompt, space, target), width // 2)
+        for i, state in zip(rows, statuses(said[rows], extent(prompt, space))):
+            states[i] = state
     nowhere = -1.0 if width == 4 else np.inf  # an empty box, a point that is infinitely far
     return np.where((np.abs(table) < 1e12).all(1, keepdims=True), table, nowhere), states
 

@@ -3,10 +3,9 @@ coordinates."""
 
 from __future__ import annotations
 
-import math
+import json
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rewards.reading import (
@@ -14,53 +13,87 @@ from rewards.reading import (
     NUMBER,
     UNPARSEABLE,
     Parsed,
-    Status,
     calm,
     fenced,
     final,
-    loose_json,
     real,
     reals,
     strict_json,
     worst,
 )
+from rewards.reading.objects import DEEPEST, nesting
+from rewards.vision.notations import NOTATIONS, Shape, label_of
 
+# under which keys a record holds a box or a point; the first that is there counts
 KEYS = {
-    4: ("bbox_2d", "bbox", "box", "box_2d", "bounding_box", "position", "coordinates"),
-    2: ("point_2d", "point", "coordinate", "coordinates", "position", "click"),
+    4: (
+        "bbox_2d",
+        "bbox",
+        "box",
+        "box_2d",
+        "bounding_box",
+        "boundingbox",
+        "bounding box",
+        "bboxes",
+        "boxes",
+        "position",
+        "coordinates",
+        "region",
+        "rect",
+        "xyxy",
+    ),
+    2: (
+        "point_2d",
+        "point",
+        "points",
+        "coordinate",
+        "coordinates",
+        "position",
+        "click",
+        "center",
+        "location",
+        "xy",
+    ),
 }
-CORNERS = {4: ("x1", "y1", "x2", "y2"), 2: ("x", "y")}
-LABELS = ("label", "name", "category", "class", "ref", "object")
+CORNERS = {
+    4: (
+        ("x1", "y1", "x2", "y2"),
+        ("x0", "y0", "x1", "y1"),
+        ("xmin", "ymin", "xmax", "ymax"),
+        ("x_min", "y_min", "x_max", "y_max"),
+        ("left", "top", "right", "bottom"),
+    ),
+    2: (("x", "y"),),
+}
+SIDES = (("x", "y", "width", "height"), ("x", "y", "w", "h"), ("left", "top", "width", "height"))
+LABELS = (
+    "label",
+    "name",
+    "category",
+    "category_name",
+    "class",
+    "class_name",
+    "object_name",
+    "ref",
+    "object",
+    "text_content",
+    "phrase",
+    "text",
+    "description",
+    "caption",
+    "entity",
+    "element",
+    "type",
+)
 CONFIDENCES = ("confidence", "conf", "score")
-_PAIR = rf"[\(\[]\s*({NUMBER})\s*,\s*({NUMBER})\s*[\)\]]"
-_REF = r"(?:<\|object_ref_start\|>|<ref>)(?P<label>[^<]*)(?:<\|object_ref_end\|>|</ref>)\s*"
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Holds a box or a point. ``values``: x0, y0, x1, y1 of a box, or x, y of a point, not sorted.
-    ``space``: only of a notation that has its own ("rel1024" of PaliGemma, "rel100" of Molmo,
-    "yx1000" is turned to "rel1000"); None: the model's."""
-
-    values: tuple[float, ...]
-    label: str | None = None
-    confidence: float | None = None
-    space: str | None = None
-
-    def status(self, extent: tuple[float, float] | None) -> Status:
-        """Return how the numbers can be read; ``extent``: width and height of the space, None if
-        not known, with one unit of slack at its border."""
-        if not all(math.isfinite(v) for v in self.values):
-            return "out_of_range"
-        if len(self.values) == 4:
-            x0, y0, x1, y1 = self.values
-            if x1 < x0 or y1 < y0:
-                return "inverted"
-            if x1 == x0 or y1 == y0:
-                return "degenerate"
-        slack = min(1.0, 0.01 * min(extent)) if extent else 0.0
-        high = [extent[i % 2] + slack if extent else math.inf for i in range(len(self.values))]
-        return "ok" if all(-slack <= v <= h for v, h in zip(self.values, high)) else "out_of_range"
+_GAP = r"\s{0,9}[,;\s]\s{0,9}"
+_PAIR = rf"[\(\[]\s{{0,9}}({NUMBER})\s{{0,9}},\s{{0,9}}({NUMBER})\s{{0,9}}[\)\]]"
+_SOME = {size: re.compile(_GAP.join([f"({NUMBER})"] * size)) for size in (4, 2)}
+_ONE = re.compile(rf"({NUMBER})(?!\w)")
+_TEXT = re.compile(r"""["']?([^"'\n{}]{1,200})""")
+_QUOTE = re.compile(r"(?<!\w)'|'(?!\w)")  # of Python, not an apostrophe
+_CUT = re.compile(r"[.,;\n\[\]()]")
+_KEY = re.compile(r"""["']?\b(\w{1,20})\b["']?\s{0,9}[:=]\s{0,9}["']?[\[(]{0,2}""")
 
 
 def boxes(text: str) -> Parsed[list[Shape]]:
@@ -87,72 +120,86 @@ def _shapes(text: str, size: int) -> Parsed[list[Shape]]:
     body = calm(answer.value)
     if fenced(body).casefold().strip(" .") in NOTHING | {"[]", "[[]]", "{}"}:
         return Parsed([], answer.status)
-    for read in (_own_notation, _from_json, _pairs, _bracketed, _from_loose_json, _bare):
+    for notation in NOTATIONS:
+        if listed := notation.shapes(body, size):
+            return Parsed(listed, answer.status)
+        if size == 2 and notation.shapes(body, 4):
+            return UNPARSEABLE  # boxes, whose corners are no points
+    for read in (_from_json, _pairs, _bracketed, _keyed, _bare):
         parsed = read(body, size)
         if parsed.value:
             return Parsed(parsed.value, worst(answer.status, parsed.status))
     return UNPARSEABLE
 
 
-def _own_notation(body: str, size: int) -> Parsed[list[Shape]]:
-    """Read PaliGemma's ``<loc0123>`` (y first, 1024 bins) and Molmo's ``<point x="61.5" y="40.6">``
-    (per cent)."""
-    if size == 4 and "<loc" in body:
-        matches = re.findall(r"((?:<loc\d{4}>){4})\s*([^;<]*)", body)
-        return Parsed([_paligemma(codes, label.strip() or None) for codes, label in matches])
-    if size == 2 and "<point" in body:
-        matches = re.findall(rf'\bx\d*\s*=\s*"({NUMBER})"\s+y\d*\s*=\s*"({NUMBER})"', body)
-        return Parsed([Shape((float(x), float(y)), space="rel100") for x, y in matches])
-    return UNPARSEABLE
-
-
-def _paligemma(codes: str, label: str | None) -> Shape:
-    y0, x0, y1, x1 = (float(code) for code in re.findall(r"\d{4}", codes))
-    return Shape((x0, y0, x1, y1), label, space="rel1024")
-
-
 def _from_json(body: str, size: int) -> Parsed[list[Shape]]:
-    parsed = UNPARSEABLE if "<ref>" in body else strict_json(body)
-    return _listed(parsed, size) if parsed.status == "ok" else UNPARSEABLE
-
-
-def _from_loose_json(body: str, size: int) -> Parsed[list[Shape]]:
-    return _listed(loose_json(body), size)
+    """Read JSON, or a value of Python, whole."""
+    parsed = strict_json(body)
+    if parsed.status == "ok":
+        labelled = numbers_of(parsed.value, size) and re.match(r"[^\[({`<\d]*[^\W\d]", body)
+        return UNPARSEABLE if labelled else _listed(parsed, size)
+    inside = fenced(body)
+    if "'" not in inside or not inside.startswith(("[", "{")) or nesting(inside) > DEEPEST:
+        return UNPARSEABLE
+    try:
+        return _listed(Parsed(json.loads(_QUOTE.sub('"', inside)), "repaired"), size)
+    except (ValueError, RecursionError):
+        return UNPARSEABLE
 
 
 def _pairs(body: str, size: int) -> Parsed[list[Shape]]:
-    """Read ``(x1,y1),(x2,y2)`` with or without Qwen2-VL's special tokens; for a point ``(x,
-    y)``."""
-    if "{" in body or (size == 2 and "<|box_start|>" in body):
+    """Read ``(x1,y1),(x2,y2)``; for a point ``(x, y)``."""
+    if "{" in body:
         return UNPARSEABLE
-    notation = rf"(?:{_REF})?(?:<\|box_start\|>|<point>)?\s*{_PAIR}"
-    notation += rf"\s*,?\s*{_PAIR}" if size == 4 else ""
-    shapes = [
-        Shape(tuple(float(v) for v in match.groups()[1:]), _label(match["label"]))
-        for match in re.finditer(notation, body)
-    ]
-    return Parsed(shapes)
+    notation = _PAIR + (rf"\s{{0,9}},?\s{{0,9}}{_PAIR}" if size == 4 else "")
+    listed = [Shape(tuple(map(float, match.groups()))) for match in re.finditer(notation, body)]
+    return Parsed(listed)
 
 
 def _bracketed(body: str, size: int) -> Parsed[list[Shape]]:
-    """Read ``[x1, y1, x2, y2]`` anywhere, also inside InternVL's ``<ref>a
-    cat</ref><box>[[...]]</box>``."""
-    if "{" in body or (size == 2 and "<|box_start|>" in body):
+    """Read ``[x1, y1, x2, y2]`` anywhere, with the words in front of it as its label."""
+    if "{" in body:
         return UNPARSEABLE
-    numbers = r"\s*,\s*".join([f"({NUMBER})"] * size)
-    label = None
-    shapes = []
-    for match in re.finditer(rf"<ref>(?P<label>[^<]*)</ref>|[\[\(]\s*{numbers}\s*[\]\)]", body):
-        if match["label"] is not None:
-            label = _label(match["label"])
-        else:
-            shapes.append(Shape(tuple(float(v) for v in match.groups()[1:]), label))
-    whole = (
-        "<box>" in body
-        or strict_json(body).status == "ok"
-        or re.fullmatch(rf"\(\s*{numbers}\s*\)", body)
-    )
-    return Parsed(shapes, "ok" if whole else "repaired")
+    numbers = r"\s{0,9},\s{0,9}".join([f"({NUMBER})"] * size)
+    listed = []
+    end = 0
+    for match in re.finditer(rf"[\[\(]\s{{0,9}}{numbers}\s{{0,9}}[\]\)]", body):
+        words = _CUT.split(body[max(end, match.start() - 60) : match.start()])[-1]
+        label = _named(words) if words.strip() else None
+        listed.append(Shape(tuple(map(float, match.groups())), label))
+        end = match.end()
+    whole = strict_json(body).status == "ok" or re.fullmatch(rf"\(\s*{numbers}\s*\)", body)
+    return Parsed(listed, "ok" if whole else "repaired")
+
+
+def _named(words: str) -> str | None:
+    """Return what the words in front of a box call it: those before a colon, else the last of
+    them, without articles."""
+    words = words.strip(" \t-*")
+    if not words.endswith(":"):
+        words = re.split(r"\b(?:is|are|at|and|with|the)\b", words)[-1]
+    name = re.sub(r"^(?:an?|the)\s+", "", words.strip(" \t:*"), flags=re.IGNORECASE)
+    return label_of(name)
+
+
+def _keyed(body: str, size: int) -> Parsed[list[Shape]]:
+    """Read keys with numbers behind them, in JSON that was cut or in none: ``bbox: 1, 2, 3, 4``,
+    ``x1=1, y1=2, ...``. A label is that of the braces in which the box stands."""
+    listed = []
+    for record in body.split("}"):
+        values: dict[str, Any] = {}
+        for match in _KEY.finditer(record):
+            key = match[1].casefold()
+            if key in KEYS[size]:
+                if found := _SOME[size].match(record, match.end()):
+                    values[key] = [float(v) for v in found.groups()]
+            elif key in LABELS:
+                if found := _TEXT.match(record, match.end()):
+                    values[key] = found[1]
+            elif found := _ONE.match(record, match.end()):
+                values[key] = float(found[1])
+        listed += _entry(values, size)
+    return Parsed(listed, "repaired") if listed else UNPARSEABLE
 
 
 def _bare(body: str, size: int) -> Parsed[list[Shape]]:
@@ -191,7 +238,7 @@ def _listed(parsed: Parsed[Any], size: int) -> Parsed[list[Shape]]:
 def _entry(entry: Any, size: int) -> Iterator[Shape]:
     """Read the shapes of one entry: four numbers, a record with a box, or a mapping of names to
     boxes."""
-    values = numbers_of(entry, size)
+    values = None if isinstance(entry, dict) else numbers_of(entry, size)
     if values:
         yield Shape(values)
         return
@@ -212,10 +259,8 @@ def _entry(entry: Any, size: int) -> Iterator[Shape]:
                 for v in _many(low[key], size)
             )
             return
-    if all(key in low for key in CORNERS[size]):
-        yield from (
-            Shape(v, label, confidence) for v in _many([low[key] for key in CORNERS[size]], size)
-        )
+    if values := _cornered(low, size):
+        yield Shape(values, label, confidence)
         return
     for name, value in entry.items():
         yield from (Shape(v, _label(name)) for v in _many(value, size))
@@ -241,12 +286,27 @@ def _many(value: Any, size: int) -> list[tuple[float, ...]]:
     )
 
 
+def _cornered(record: Mapping[Any, Any], size: int) -> tuple[float, ...] | None:
+    """Return the numbers of a record with a key for each: corners, or a corner and two sides."""
+    for keys in CORNERS[size]:
+        if all(key in record for key in keys):
+            return reals([record[key] for key in keys])
+    for keys in SIDES if size == 4 else ():
+        if all(key in record for key in keys):
+            values = reals([record[key] for key in keys])
+            return values and (*values[:2], values[0] + values[2], values[1] + values[3])
+    return None
+
+
 def numbers_of(value: Any, size: int) -> tuple[float, ...] | None:
-    """Return ``size`` numbers, or for a box also two pairs of them."""
+    """Return ``size`` numbers: of a list, a record or a text; for a box also two pairs of them."""
+    if isinstance(value, dict):
+        return _cornered({str(key).casefold(): part for key, part in value.items()}, size)
+    if isinstance(value, str):
+        bare = value.strip(" \t\n[]()")[:200]
+        value = re.split(_GAP, bare) if re.fullmatch(rf"(?:{NUMBER}|[,;\s])+", bare) else None
     if not isinstance(value, (list, tuple)):
         return None
     if size == 4 and len(value) == 2 and all(isinstance(v, list) and len(v) == 2 for v in value):
         value = [*value[0], *value[1]]
-    if len(value) != size:
-        return None
-    return reals(value)
+    return reals(value) if len(value) == size else None
