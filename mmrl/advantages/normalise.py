@@ -40,13 +40,17 @@ def whiten(x: Tensor, groups: Groups, std: Std, ddof: int, eps: float, mode: Eps
     The global std is that of all rewards about their common mean, the differences between prompts
     included.
     """
-    if std == "group":
-        scale = root(groups.variance(x, ddof), eps, mode)[groups.index]
-    elif std == "global":
-        scale = root(moments(x, groups.present, ddof)[1], eps, mode)
-    else:
-        scale = torch.ones_like(x)
+    scale = spread(x, groups, std, ddof, eps, mode)
     return (groups.centred(x) / scale).masked_fill(groups.flat(x)[groups.index], 0.0)
+
+
+def spread(x: Tensor, groups: Groups, std: Std, ddof: int, eps: float, mode: EpsMode) -> Tensor:
+    """Return what ``whiten`` divides by, [B] or a scalar."""
+    if std == "group":
+        return root(groups.variance(x, ddof), eps, mode)[groups.index]
+    if std == "global":
+        return root(moments(x, groups.present, ddof)[1], eps, mode)
+    return torch.ones_like(x)
 
 
 def combined(
@@ -62,7 +66,7 @@ def combined(
 
     sum: of the weighted sum of the rewards. aggregate: the weighted sum of the advantages of each.
     gdpo: that, divided by its own std over the whole batch, so that the scale does not depend on
-    the number of rewards.
+    the number of rewards; a sum that cancels but for the rounding of the rewards is 0.
     """
     if combine == "sum":
         return whiten(rewards.total(), groups, std, ddof, eps, mode)
@@ -73,6 +77,12 @@ def combined(
     added = torch.stack(list(parts)).sum(0)
     if combine == "aggregate":
         return added
+    rounding = [
+        abs(rewards.weights[name]) * x.abs() / spread(x, groups, std, ddof, eps, mode)
+        for name, x in rewards.items()
+    ]
+    noise = 2 * torch.finfo(torch.float32).eps * torch.stack(rounding).sum(0).nan_to_num(0.0)
+    added = added.masked_fill(added.abs() <= noise, 0.0)
     _, variance = moments(added, groups.present, ddof)  # the mean is 0, every group being centred
     # 0 also where all is flat and eps is 0
     return torch.where(added == 0, 0.0, added / root(variance, eps, mode))

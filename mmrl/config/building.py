@@ -22,6 +22,7 @@ from mmrl.core.errors import UserError, a_or_an
 from mmrl.core.registry import REWARDS, Registry, options
 from mmrl.core.types import Reward
 from mmrl.scoring.handling import Handled, Handling
+from mmrl.scoring.signatures import by_signature
 from rewards.card import card_with
 
 
@@ -83,7 +84,7 @@ def _handled(name: str, entry: Chosen) -> Reward:
             return _placed(name, entry, handling)
     except UserError as error:
         raise UserError(entry.handling.place.say(str(error))) from error
-    reward: Reward = construct(entry.reward)
+    reward: Reward = by_signature(construct(entry.reward), name)
     if handling == Handling():
         return reward
     try:

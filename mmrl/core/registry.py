@@ -154,15 +154,17 @@ class Registry(dict[str, Plugin]):
         group: str | None = None,
         takes: Sequence[str] = (),
         has: Sequence[str] = (),
+        least: int | None = None,
     ):
         """``group``: of the entry points under which a third party registers. ``takes``: with what
         a function, or an object of a class, is called. ``has``: what a class must define; then
-        functions do not fit."""
+        functions do not fit. ``least``: so few of ``takes`` are enough for a function."""
         super().__init__(entries)
         self.kind = kind
         self.group = group or f"mmrl.{kind}s"
         self.takes = tuple(takes)
         self.has = tuple(has)
+        self.counts = range(least or len(self.takes), len(self.takes) + 1)
 
     def register(self, name: str) -> Callable[[Registered], Registered]:
         """Register the decorated entry. Two different entries under one name are refused."""
@@ -194,8 +196,8 @@ class Registry(dict[str, Plugin]):
         lacking = [name for name in self.has if not hasattr(entry, name)]
         if lacking:
             return f"{what} is a class with {' and '.join(self.has)}; this has no {lacking[0]}"
-        if self.takes and not _can_take(entry, len(self.takes)):
-            return f"{what} is called with ({', '.join(self.takes)}), which this does not take"
+        if self.takes and not any(_can_take(entry, count) for count in self.counts):
+            return f"its parameters must be ({', '.join(self.takes)}); this takes {_taken(entry)}"
         return ""
 
     def discover(self) -> None:
@@ -253,6 +255,13 @@ def _can_take(entry: Plugin, count: int) -> bool:
     needed = [p for p in places if p.default is p.empty]
     many = any(p.kind is p.VAR_POSITIONAL for p in parameters)
     return len(needed) <= count and (many or len(places) >= count)
+
+
+def _taken(entry: Plugin) -> str:
+    try:
+        return str(inspect.signature(entry))
+    except (TypeError, ValueError):
+        return "no parameters that can be read"
 
 
 def refuse_foreign_code() -> None:
@@ -343,7 +352,7 @@ def look_in(folder: Path) -> None:
 POLICIES = Registry("policy", group="mmrl.policies", has=("rollout", "decode"))
 OBJECTIVES = Registry("objective", has=("reads", "loss"))
 ADVANTAGES = Registry("advantage", takes=("rewards", "rollout"))
-REWARDS = Registry("reward", takes=("media", "prompts"))
+REWARDS = Registry("reward", takes=("media", "prompts"), least=1)
 DATA = Registry("data source", group="mmrl.data")
 OPTIMIZERS = Registry("optimizer", takes=("parameters",))
 KERNELS = Registry("SDE type", group="mmrl.sde_types", takes=("x", "v", "t", "s", "eta"))

@@ -25,6 +25,7 @@ from mmrl.run import changes, checkpoint, state
 from mmrl.run.build import CONFIG, Session
 from mmrl.run.evaluation import evaluate, sample
 from mmrl.run.lock import FolderLock
+from mmrl.run.reward_notes import notes
 from mmrl.run.stopping import (
     BUDGET,
     CALLER,
@@ -144,6 +145,7 @@ class Run:
                 self.recount([metrics])
                 self.alarms.after_update(trainer.iteration, metrics)
                 metrics |= self._measured(trainer.iteration) | self._counted()
+                metrics |= self._sub_scores()
                 with self.writing():
                     self.log.metrics(trainer.iteration, metrics)
                     self._tell(metrics)
@@ -308,7 +310,14 @@ class Run:
                     f"decision to train on",
                 )
             self.reported["steps"] = self.trainer.iteration
-        for name, failures in self.session.scorer.failures.items():
+        scorer = self.session.scorer
+        chunks = self.session.options.reward_overlap_chunks
+        about = notes(metrics, scorer.weights, scorer.seconds, chunks, self.trainer.advantage)
+        for kind, sentence in about.items():
+            if kind not in self.reported:
+                self.reported[kind] = self.trainer.iteration
+                self.say("note", sentence)
+        for name, failures in scorer.failures.items():
             if failures.count > self.reported.get(name, 0):
                 self.reported[name] = failures.count
                 self.log.event(
@@ -323,6 +332,15 @@ class Run:
             self.log.event("alarm", alarm.message, alarm.numbers, about=alarm.kind)
             if self.log.active:
                 print(f"alarm: {alarm.message}", flush=True)
+
+    def _sub_scores(self) -> dict[str, float]:
+        """Average the sub-scores of rewards over all processes, of which some may have none."""
+        sums: dict[str, list[float]] = {}
+        for parts in distributed.all_gather_json([self.session.scorer.sub_scores()]):
+            for name, (total, count) in parts.items():
+                before = sums.setdefault(name, [0.0, 0.0])
+                sums[name] = [before[0] + total, before[1] + count]
+        return {f"reward/{n}/mean": total / count for n, (total, count) in sums.items() if count}
 
     def _counted(self) -> dict[str, float]:
         """Sum what rewards count themselves over all processes."""

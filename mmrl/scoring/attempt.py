@@ -21,6 +21,7 @@ from torch import Tensor
 
 from mmrl.core.errors import UserError
 from mmrl.core.types import Media, Prompt, Reward
+from mmrl.scoring.returned import does_not_apply, with_marks
 from rewards.card import Of, card_of
 
 STDLIB = os.path.dirname(os.__file__)
@@ -107,6 +108,8 @@ class Attempt:
         """Tell whether a row has no value: NaN may stand for some decisions of a step reward, not
         for all; infinity never."""
         values = self.values[row]
+        if values.ndim == 0 and does_not_apply(values):
+            return False
         return bool(values.isinf().any() or values.isnan().all())
 
     def ask(self, units: list[list[int]], tries: int) -> None:
@@ -198,13 +201,14 @@ def as_values(values: object, count: int, name: str, of: Of = "sample") -> Tenso
     Raises:
         UserError: another shape, or something that is not real numbers.
     """
+    values = with_marks(values)
     try:
         scores = values.detach() if isinstance(values, Tensor) else torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError) as error:
         raise UserError(
             f"reward {name!r} returned {type(values).__name__} that is not numbers ({error}); "
             f"expected a tensor, array or list of {count} floats, NaN where a sample "
-            f"cannot be scored"
+            f"cannot be scored, None where the reward does not apply"
         ) from error
     fits = scores.ndim == 2 and len(scores) == count if of == "step" else scores.shape == (count,)
     if not fits or scores.is_complex():

@@ -3,7 +3,8 @@ cache."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,10 +20,12 @@ from mmrl.core.errors import UserError
 from mmrl.core.types import Media, Prompt, Reward
 from mmrl.scoring.attempt import TimedOut, as_values
 from mmrl.scoring.cache import Cache, open_cache
+from mmrl.scoring.returned import SubScores, awaited, parted
 from mmrl.scoring.worker import Worker
 from rewards.card import Card, card_of
 from rewards.precision import lowered
 
+Part = tuple[Media, list[Prompt]]
 DEPTH = 6  # how deep inside a reward's attributes its networks may be
 PLAIN = (str, bytes, int, float, bool, type(None), Tensor, type)
 
@@ -36,6 +39,8 @@ class Handling:
     # precision of autocast; null: float32 without autocast
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     batch_size: Annotated[int, Ge(1)] | None = None  # samples it sees at once; null: all
+    # parts of batch_size samples that a reward which is an async function is asked about at once
+    concurrency: Annotated[int, Ge(1)] = 16
     offload: bool = False  # keep its networks on the CPU while the policy samples and trains
     # seconds that one call may take, else its samples have no value; null: no limit
     timeout: Annotated[float, Gt(0)] | None = None
@@ -63,7 +68,12 @@ class Handling:
 
     def of_worker(self) -> Handling:
         """Return what a worker elsewhere does itself; the rest stays with the caller."""
-        return Handling(device=self.device, dtype=self.dtype, batch_size=self.batch_size)
+        return Handling(
+            device=self.device,
+            dtype=self.dtype,
+            batch_size=self.batch_size,
+            concurrency=self.concurrency,
+        )
 
     def of_caller(self) -> Handling:
         """Return what is left to do for the caller of a worker."""
@@ -85,6 +95,7 @@ class Handled:
         self.reward = reward
         self.handling = handling
         self.name = name
+        self.sub_scores = SubScores()
         self.cache: Cache | None = open_cache(
             handling.cache, handling.cache_entries, identity, name
         )
@@ -116,8 +127,9 @@ class Handled:
 
     def __call__(self, media: Media, prompts: list[Prompt]) -> Any:
         """Return what the reward says; a tensor [B] or [B, K] with a cache or a batch size."""
-        if self.cache is None and self.handling.batch_size is None:
-            return self.ask(media, prompts)
+        size = self.handling.batch_size or (1 if self.is_single() else None)
+        if self.cache is None and size is None:
+            return self.ask([(media, prompts)])[0]
         units = self.units(prompts)
         keys = (
             [None] * len(units)
@@ -127,11 +139,11 @@ class Handled:
         cached = {} if self.cache is None else self.cache.get(keys)
         missing = [i for i, key in enumerate(keys) if key not in cached]
         values: dict[int, Tensor] = {i: cached[key] for i, key in enumerate(keys) if key in cached}
-        for part in packed(missing, units, self.handling.batch_size or len(prompts)):
-            rows = [row for i in part for row in units[i]]
-            answer = as_values(
-                self.ask(*taken(media, prompts, rows)), len(rows), self.name, self.card.of
-            )
+        parts = list(packed(missing, units, size or len(prompts)))
+        row_lists = [[row for i in part for row in units[i]] for part in parts]
+        answers = self.ask([taken(media, prompts, rows) for rows in row_lists])
+        for part, rows, values_of_part in zip(parts, row_lists, answers, strict=True):
+            answer = as_values(values_of_part, len(rows), self.name, self.card.of)
             fresh = dict(zip(part, answer.split([len(units[i]) for i in part]), strict=True))
             values |= fresh
             if self.cache is not None:
@@ -144,22 +156,46 @@ class Handled:
                 )
         return self.ordered(values, units, len(prompts))
 
-    def ask(self, media: Media, prompts: list[Prompt]) -> Any:
-        """Call the reward itself. With ``timeout`` in one thread: a call that hangs is left behind
-        there, and until it ends the reward is busy, so that it is never called twice at once.
+    def is_single(self) -> bool:
+        """Tell whether the reward is an async function of one sample at a time."""
+        return bool(getattr(self.reward, "is_single", False))
+
+    def ask(self, parts: Sequence[Part]) -> list[Any]:
+        """Call the reward itself, for each part of samples and prompts. With ``timeout`` in one
+        thread: a call that hangs is left behind there, and the reward is never called concurrently.
 
         Raises:
             TimedOut: no answer within ``timeout`` seconds.
         """
+        if is_async(self.reward):
+            return self.ask_once(self.together, parts)
+        return [self.ask_once(self.values, *part) for part in parts]
+
+    def ask_once(self, call: Callable[..., Any], *arguments: Any) -> Any:
         if self.clock is None:
-            return self.placed(media, prompts)
-        future = self.clock.submit(self.placed, media, prompts)
+            return call(*arguments)
+        future = self.clock.submit(call, *arguments)
         done, _ = wait([future], self.handling.timeout)
         if not done:
             busy = future.cancel()  # cancelled before it began: the thread is busy
             still = "is busy with an earlier call and has given" if busy else "has given"
             raise TimedOut(f"it {still} no answer within {self.handling.timeout:g} s")
         return future.result()
+
+    def together(self, parts: Sequence[Part]) -> list[Any]:
+        """Await the answers for several parts together."""
+        answers = awaited([self.placed(*part) for part in parts], self.handling.concurrency)
+        return [self.alone(answer) for answer in answers]
+
+    def values(self, media: Media, prompts: list[Prompt]) -> Any:
+        (answer,) = awaited([self.placed(media, prompts)], self.handling.concurrency)
+        return self.alone(answer)
+
+    def alone(self, answer: Any) -> Any:
+        """Return an answer without its sub-scores, which are kept for the log."""
+        values, scores = parted(answer, self.name)
+        self.sub_scores.add(scores)
+        return values
 
     def placed(self, media: Media, prompts: list[Prompt], *extra: Any) -> Any:
         """Call the reward on its device and in its precision, never in the policy's autocast.
@@ -223,6 +259,12 @@ class Handled:
                 module.to("cpu")
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()  # so that the policy may use it now
+
+
+def is_async(reward: Any) -> bool:
+    """Tell whether a reward, a function or an object, answers with something to be awaited."""
+    method = vars(type(reward)).get("__call__")
+    return inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(method)
 
 
 def home(module: nn.Module) -> torch.device:

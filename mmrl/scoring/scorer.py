@@ -4,6 +4,7 @@ come."""
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,7 @@ from mmrl.core.errors import UserError, suggest
 from mmrl.core.types import Media, Prompt, Reward, Rewards
 from mmrl.scoring.attempt import Attempt, Budget, as_values, brief
 from mmrl.scoring.handling import Handled, Handling
+from mmrl.scoring.returned import left_out
 from mmrl.scoring.worker import Worker
 from rewards.card import card_of
 from rewards.groups import alike
@@ -96,12 +98,13 @@ class Scorer:
                     f"batch_size, offload, timeout "
                     "and cache cannot be set for it"
                 )
-            if hasattr(reward.reward, "remember") and reward.handling.cache:
+            if keeps_state(reward.reward) and reward.handling.cache:
                 raise UserError(
-                    f"reward {name!r} remembers earlier iterations, so its values change: leave "
-                    f"its `cache` out"
+                    f"reward {name!r} has a state (state_dict), so its values change: leave its "
+                    f"`cache` out"
                 )
         self.workers = {name: Worker(f"reward {name}") for name in rewards}
+        self._remembered: dict[str, dict[str, list[float]]] = {}
 
     @classmethod
     def nothing(cls) -> Scorer:
@@ -109,6 +112,7 @@ class Scorer:
         scorer = cls.__new__(cls)
         scorer.rewards, scorer.weights, scorer.workers = {}, {}, {}
         scorer.failures, scorer.seconds, scorer.max_failures = {}, {}, 0.0
+        scorer._remembered = {}
         return scorer
 
     def __call__(
@@ -185,6 +189,7 @@ class Scorer:
     def remember(self) -> None:
         """Let rewards with memory keep what they saw in their last call, which was one of
         training."""
+        self._remembered = {name: r.sub_scores.taken() for name, r in self.rewards.items()}
         for reward in self.rewards.values():
             if hasattr(reward, "remember"):
                 reward.remember()
@@ -203,17 +208,35 @@ class Scorer:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what rewards remember, by name, as values that JSON can hold."""
-        return {
-            name: reward.state_dict()
+        """Return the state of every reward that has one, by name, as values that JSON can hold."""
+        states = {
+            name: reward.reward.state_dict()
             for name, reward in self.rewards.items()
-            if hasattr(reward, "remember")
+            if keeps_state(reward.reward)
         }
+        for name, state in states.items():
+            try:
+                json.dumps(state)
+            except (TypeError, ValueError, RecursionError) as error:
+                raise UserError(
+                    f"reward {name!r}: its state_dict() returns what a checkpoint cannot hold "
+                    f"({error}); return numbers, texts, lists and dicts of them"
+                ) from error
+        return states
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for name, reward in self.rewards.items():
-            if hasattr(reward, "remember") and name in state:
-                reward.load_state_dict(state[name])
+            if keeps_state(reward.reward) and name in state:
+                reward.reward.load_state_dict(state[name])
+
+    def sub_scores(self) -> dict[str, list[float]]:
+        """Return sum and count of the sub-scores ``<reward>/<name>`` of the last samples of
+        training."""
+        return {
+            f"{name}/{part}": sums
+            for name, parts in self._remembered.items()
+            for part, sums in parts.items()
+        }
 
     def counters(self) -> dict[str, float]:
         """Return what rewards count themselves (requests, tokens, costs), ``<reward>/<counter>``
@@ -264,7 +287,10 @@ class Stream:
         self.whole: dict[str, list[Part]] = {
             name: [] for name in cards if cards[name].of == "batch"
         }
+        self.groups: list[int] = []
         self._resident = ExitStack()
+        for reward in scorer.rewards.values():
+            reward.sub_scores.taken()  # of another batch
         for reward in scorer.rewards.values():
             self._resident.enter_context(reward.resident())
 
@@ -276,6 +302,7 @@ class Stream:
         if len(media) != len(prompts):
             raise ValueError(f"{len(media)} samples but {len(prompts)} prompts")
         numbers = neighbours(prompts) if groups is None else torch.as_tensor(groups).tolist()
+        self.groups += numbers
         for held in self.whole.values():
             held.append((media, prompts, numbers))
         for name, done in self.parts.items():
@@ -296,8 +323,18 @@ class Stream:
             }
         scores |= whole
         return Rewards(
-            {name: joined(name, scores[name]) for name in self.scorer.rewards}, self.scorer.weights
+            {
+                name: left_out(joined(name, scores[name]), self.groups)
+                for name in self.scorer.rewards
+            },
+            self.scorer.weights,
         )
+
+
+def keeps_state(reward: Any) -> bool:
+    """Tell whether a reward has a state to save; the weights of a network are none."""
+    method = getattr(type(reward), "state_dict", None)
+    return method is not None and method is not torch.nn.Module.state_dict
 
 
 def together(media: Sequence[Media]) -> Media:

@@ -23,7 +23,7 @@ from rewards.vision.coords import Unscorable, answer_space, convert, extent, sca
 from rewards.vision.notations import Shape, statuses
 
 log = logging.getLogger(__name__)
-LONGEST = 1000  # characters of what is said of a prompt
+LONGEST = 1000  # characters of what is predicted of a prompt
 
 
 class Verdict(NamedTuple):
@@ -156,19 +156,19 @@ def true_boxes(prompt: Prompt, field: str = "boxes") -> np.ndarray:
 
 
 def in_truth(shapes: Sequence[Shape], prompt: Prompt) -> tuple[np.ndarray, list[Status]]:
-    """Convert what the model said, [N, 2 or 4], to the space of the ground truths, with the status
+    """Convert what the model predicted, [N, 2 or 4], to the space of the ground truths, with the status
     of each."""
     target = truth_space(prompt)
     default_space = answer_space(prompt)
     width = len(shapes[0].values) if shapes else 4
-    said = np.array([shape.values for shape in shapes], dtype=np.float64).reshape(-1, width)
+    predicted = np.array([shape.values for shape in shapes], dtype=np.float64).reshape(-1, width)
     spaces = [shape.space or default_space for shape in shapes]
-    table = np.empty_like(said)
+    table = np.empty_like(predicted)
     states: list[Status] = ["ok"] * len(shapes)
     for space in dict.fromkeys(spaces):
         rows = [i for i, each in enumerate(spaces) if each == space]
-        table[rows] = said[rows] * np.tile(scale(prompt, space, target), width // 2)
-        for i, state in zip(rows, statuses(said[rows], extent(prompt, space))):
+        table[rows] = predicted[rows] * np.tile(scale(prompt, space, target), width // 2)
+        for i, state in zip(rows, statuses(predicted[rows], extent(prompt, space))):
             states[i] = state
     nowhere = -1.0 if width == 4 else np.inf  # an empty box, a point that is infinitely far
     return np.where((np.abs(table) < 1e12).all(1, keepdims=True), table, nowhere), states

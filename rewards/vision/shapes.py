@@ -191,13 +191,13 @@ def _keyed(body: str, size: int) -> Parsed[list[Shape]]:
         for match in _KEY.finditer(record):
             key = match[1].casefold()
             if key in KEYS[size]:
-                if found := _SOME[size].match(record, match.end()):
-                    values[key] = [float(v) for v in found.groups()]
+                if match_of_value := _SOME[size].match(record, match.end()):
+                    values[key] = [float(v) for v in match_of_value.groups()]
             elif key in LABELS:
-                if found := _TEXT.match(record, match.end()):
-                    values[key] = found[1]
-            elif found := _ONE.match(record, match.end()):
-                values[key] = float(found[1])
+                if match_of_value := _TEXT.match(record, match.end()):
+                    values[key] = match_of_value[1]
+            elif match_of_value := _ONE.match(record, match.end()):
+                values[key] = float(match_of_value[1])
         listed += _entry(values, size)
     return Parsed(listed, "repaired") if listed else UNPARSEABLE
 
