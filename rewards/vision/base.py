@@ -23,7 +23,7 @@ from rewards.vision.coords import Unscorable, answer_space, convert, extent, sca
 from rewards.vision.notations import Shape, statuses
 
 log = logging.getLogger(__name__)
-LONGEST = 1000  # characters of what is predicted of a prompt
+LONGEST = 1000  # characters of what is said of a prompt
 
 
 class Verdict(NamedTuple):
@@ -156,7 +156,7 @@ def true_boxes(prompt: Prompt, field: str = "boxes") -> np.ndarray:
 
 
 def in_truth(shapes: Sequence[Shape], prompt: Prompt) -> tuple[np.ndarray, list[Status]]:
-    """Convert what the model predicted, [N, 2 or 4], to the space of the ground truths, with the status
+    """Convert what the model said, [N, 2 or 4], to the space of the ground truths, with the status
     of each."""
     target = truth_space(prompt)
     default_space = answer_space(prompt)
