@@ -9,18 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Protocol
 
+from mmrl.core.thoughts import outside
+
 if TYPE_CHECKING:
     from PIL import Image
     from pydantic import BaseModel
 
-# how models mark where their thoughts begin and end
-THOUGHTS = {
-    "<think>": "</think>",
-    "<thinking>": "</thinking>",
-    "[THINK]": "[/THINK]",
-    "<|begin_of_thought|>": "<|end_of_thought|>",
-    "\u25c1think\u25b7": "\u25c1/think\u25b7",
-}
 SHARE = re.compile(r"(-?\d+(?:\.\d+)?)\s*(?:/|out of)\s*(\d+(?:\.\d+)?)", re.IGNORECASE)
 AGAIN = (
     "That answer cannot be used: {problem}. Give the whole answer again, in the form that "
@@ -124,13 +118,10 @@ class Asker(Protocol):
 def thought_apart(text: str) -> str:
     """Return what follows the thoughts of a model that thinks aloud. Raises Unreadable where they
     do not end: a draft among them is no judgement."""
-    begun, ended = max(map(text.rfind, THOUGHTS)), 0
-    for mark in THOUGHTS.values():
-        if (place := text.rfind(mark)) >= 0:
-            ended = max(ended, place + len(mark))
-    if begun >= ended and begun >= 0:
+    pieces, ended = outside(text)
+    if not ended:
         raise Unreadable("it ends before its reasons do; raise `tokens` of the reward")
-    return text[ended:]
+    return pieces[-1]
 
 
 def answer_of(text: str) -> str:

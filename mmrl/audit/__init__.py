@@ -69,6 +69,7 @@ class Audit:
 
     reward: str
     lines: list[Line]
+    notes: tuple[str, ...] = ()  # what a reader of the table should know
 
     @property
     def passed(self) -> bool:
@@ -87,7 +88,9 @@ def audit(
     load_built_in()
     configuration = config.load(path, overrides, required=("data", "reward"))
     import_plugins(configuration)
-    rewards = {name: entry.reward for name, entry in configuration.rewards().items()}
+    weighted = configuration.rewards()
+    rewards = {name: entry.reward for name, entry in weighted.items()}
+    weights = {name: entry.weight for name, entry in weighted.items()}
     if (configuration.plain.get("evaluate") or {}).get("reward"):
         rewards |= {
             name: entry.reward
@@ -98,10 +101,15 @@ def audit(
     )
     names = short_names(rewards)
     medium = _made(configuration)
-    return [
+    audits = [
         audit_one(Subject(names[name], reward, prompts, seed), medium)
         for name, reward in rewards.items()
     ]
+    sums = importlib.import_module("mmrl.audit.sums")
+    together = medium in ("text", None) and sums.applies(rewards, weights)
+    if together and (lines := sums.audit(rewards, weights, prompts)):
+        audits.append(Audit("weighted sum", lines))
+    return audits
 
 
 def audit_one(subject: Subject, policy_medium: str | None = None) -> Audit:
@@ -121,7 +129,9 @@ def audit_one(subject: Subject, policy_medium: str | None = None) -> Audit:
             f"reward {subject.name!r} judges {medium}s; check-reward has probes for: "
             f"{', '.join(PROBES)}"
         )
-    return Audit(subject.name, importlib.import_module(PROBES[medium]).audit(subject))
+    probes = importlib.import_module(PROBES[medium])
+    notes = tuple(probes.notes(subject)) if hasattr(probes, "notes") else ()
+    return Audit(subject.name, probes.audit(subject), notes)
 
 
 def some(prompts: list[Prompt], count: int, seed: int) -> list[Prompt]:

@@ -20,6 +20,8 @@ def print_audits(audits: Sequence[Audit]) -> bool:
     console = Console()
     for audit in audits:
         console.print(_table(audit))
+        for note in audit.notes:
+            console.print(Text(f"  {note}"), soft_wrap=True)
         for line in audit.lines:
             for text in _offences(line):
                 console.print(text, soft_wrap=True)

@@ -8,18 +8,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from mmrl.audit import Line, Offence, Subject
+from mmrl.audit import Line, Offence, Subject, faults
 from mmrl.config import renamed
 from mmrl.core.errors import UserError
 from mmrl.core.pictures import PictureError, opened, upright_size
 from mmrl.core.types import Prompt
 from mmrl.data.vision import boxes, points
+from mmrl.scoring import Handled
 from mmrl.scoring.attempt import as_values, describe
 from rewards.card import card_of
 from rewards.vision.base import Verifiable
 from rewards.vision.coords import CoordSpace, Unscorable
 from rewards.vision.grounding import Grounding
-from rewards.vision.words import Classification
+from rewards.vision.words import Answer, Choice, Classification
 
 CLOSE = 1e-4  # a ground truth may lose so much to rounding
 # made up; ratios that differ between x and y
@@ -44,7 +45,7 @@ def audit(subject: Subject) -> list[Line]:
         scores = score(subject, wrong, answered)
         lines.append(_below(probe, rule, answered, wrong, scores, [best[i] for i in written]))
         tried.append(scores)
-    lines += [_spaces(subject, prompts, best)]
+    lines += [_markdown(subject, prompts, right, best), _spaces(subject, prompts, best)]
     return [line for line in [*lines, in_range(subject, tried)] if line.applies]
 
 
@@ -81,10 +82,44 @@ def ground_truths(subject: Subject) -> tuple[dict[int, str], dict[int, str]]:
 
 def _writer(subject: Subject) -> Callable[[Prompt], str]:
     """Return what writes ground truths: the reward, or one of ours by the row's answer or boxes."""
-    write: Callable[[Prompt], str] = getattr(
-        subject.reward, "ground_truth", _like_ours(subject).ground_truth
-    )
-    return write
+    own: Callable[[Prompt], str] | None = getattr(subject.reward, "ground_truth", None)
+    if own is not None:
+        return own
+    ours = _like_ours(subject).ground_truth
+    return (lambda prompt: bare(ours(prompt))) if is_bare(subject) else ours
+
+
+def is_bare(subject: Subject) -> bool:
+    """Tell whether a user's own reward pays answers without ``<answer>`` tags, and not those with
+    them: its ground truths are then written so."""
+    if hasattr(subject.reward, "ground_truth"):
+        return False
+    ours = _like_ours(subject).ground_truth
+    with_tags: list[str] = []
+    rows = []
+    for prompt in subject.prompts[:50]:
+        try:
+            with_tags.append(ours(prompt))
+            rows.append(prompt)
+        except Unscorable:
+            continue
+    plain = score(subject, [bare(text) for text in with_tags], rows)
+    return bool(rows) and _mean(plain) > _mean(score(subject, with_tags, rows)) + CLOSE
+
+
+def bare(text: str) -> str:
+    """Return an answer without its tags."""
+    return text.replace("<answer>", "").replace("</answer>", "")
+
+
+def notes(subject: Subject) -> list[str]:
+    """Return how ground truths were written where that is not the usual way."""
+    if is_bare(subject):
+        return [
+            "ground truths are written without tags: in <answer> tags, as a policy that is asked "
+            "for them would write, this reward pays less"
+        ]
+    return []
 
 
 def _like_ours(subject: Subject) -> Verifiable:
@@ -203,10 +238,45 @@ def _probes(
             )
         )
     wrong = getattr(subject.reward, "wrong_answers", _like_ours(subject).wrong_answers)
-    tricks = [wrong(prompt) for prompt in prompts]
+    plain = is_bare(subject)
+    tricks = [
+        {name: bare(text) if plain else text for name, text in wrong(prompt).items()}
+        for prompt in prompts
+    ]
+    if not shaping:
+        tricks = [
+            trick | faults.faults(prompt, text) | _contradicted(prompt, text)
+            for trick, prompt, text in zip(tricks, prompts, right, strict=True)
+        ]
     for name in dict.fromkeys(name for answers in tricks for name in answers):
         probes.append((name, [answers.get(name) for answers in tricks], "less"))
     return probes
+
+
+def _contradicted(prompt: Prompt, right: str) -> dict[str, str]:
+    text = faults.contradiction(prompt, right)
+    return {} if text is None else {"right letter, another option's text": text}
+
+
+def _markdown(subject: Subject, prompts: list[Prompt], right: list[str], best: list[float]) -> Line:
+    """Write short ground truths in bold: one of our rewards reads what a reader would."""
+    rows = [i for i, prompt in enumerate(prompts) if faults.is_short(prompt, right[i])]
+    reads = isinstance(_inner(subject.reward), (Answer, Choice)) and bool(rows)
+    probe, rule = "ground truth in Markdown", "scores the same"
+    if not reads:
+        return Line(probe, rule, [], [], applies=False)
+    written = [faults.in_markdown(right[i]) for i in rows]
+    scores = score(subject, written, [prompts[i] for i in rows])
+    offences = [
+        Offence(where(prompts[i]), text, s, f"without Markdown {best[i]:g}")
+        for i, text, s in zip(rows, written, scores)
+        if not s >= best[i] - CLOSE
+    ]
+    return Line(probe, rule, scores, offences)
+
+
+def _inner(reward: Any) -> Any:
+    return reward.reward if isinstance(reward, Handled) else reward
 
 
 def _below(

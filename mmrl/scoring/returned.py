@@ -64,7 +64,10 @@ def with_marks(values: Any) -> Any:
     """Return a list with None in it as a tensor [B], float32, whose marked entries do not apply."""
     if not isinstance(values, (list, tuple)) or not any(value is None for value in values):
         return values
-    numbers = torch.tensor([float("nan") if v is None else float(v) for v in values])
+    try:
+        numbers = torch.tensor([float("nan") if v is None else float(v) for v in values])
+    except (TypeError, ValueError):
+        return values  # which is refused as what it is
     bits = numbers.view(torch.int32)
     bits[torch.tensor([value is None for value in values])] = _MARK
     return numbers

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mmrl.core.errors import UserError
 from mmrl.core.types import Media, Prompt
-from rewards._media import to_uint8
 from rewards.card import card_of
 
 # names of a parameter that takes the samples of a whole batch, and of one that takes one sample
@@ -66,7 +66,8 @@ def picture(item: Any) -> Any:
         return item
     if item.ndim == 4:
         return [picture(frame) for frame in item]
-    return Image.fromarray(to_uint8(item.cpu()).permute(1, 2, 0).contiguous().numpy())
+    pixels = (item.detach().cpu().float().nan_to_num(0.0).clamp(0, 1) * 255).round()
+    return Image.fromarray(pixels.to(torch.uint8).permute(1, 2, 0).contiguous().numpy())
 
 
 def batch_reward(

@@ -226,9 +226,10 @@ def test_whole_numbers_and_booleans_are_floats():
         ([0.0] * 7, r"shape \[7\]"),
         (torch.zeros(B, dtype=torch.complex64), "complex64"),
         (None, "NoneType that is not numbers"),
-        ({"score": 1}, "dict that is not numbers"),
+        ({"score": 1}, r"shape \[\]"),
+        ({"a": [0.0] * B, "b": [0.0] * B}, "does not say which is the reward"),
         (["good"] * B, "list that is not numbers"),
-        ([None] * B, "NaN where a sample cannot be scored"),
+        ([None, "good"] * (B // 2), "not numbers"),
         ([[0.0], [0.0, 1.0]], "not numbers"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,12 @@ Make = Callable[[str, Any], Prompt]  # (place, row) -> prompt; raises ValueError
 MISFITS = (ValueError, KeyError, TypeError, AttributeError, OSError)
 Key = Callable[[Prompt], str]
 Split = Callable[[Sequence[Prompt], float], tuple[list[Prompt], list[Prompt]]]
+
+
+# what differs between rows that are broken for one same reason: numbers, quoted names, paths
+NAMED = re.compile(r"""-?\d[\d.]*|'[^']*'|"[^"]*"|\S*/\S*""")
+FEW = 3  # rows that may be broken alike by chance
+ALIKE = 0.1  # share of the rows
 
 
 @dataclass
@@ -102,8 +109,23 @@ class Intake:
                 f"{len(problems)} of {count} rows are broken:\n    {first_of(problems)}\n  "
                 f"mend them{', or leave them out with broken: skip' if whole else ''}"
             )
+        else:
+            self._refuse_alike(problems, count)
         self.summary.dropped += problems
         left_out(problems, count)
+
+    def _refuse_alike(self, problems: list[str], count: int) -> None:
+        """Raise UserError where a large share of the rows is broken for one same reason, numbers
+        and names apart: then it is not the rows that are wrong."""
+        kinds = [NAMED.sub("#", problem.partition(": ")[2]) for problem in problems]
+        kind, alike = Counter(kinds).most_common(1)[0]
+        if alike > max(FEW, ALIKE * count):
+            rows = [problem for problem, each in zip(problems, kinds) if each == kind]
+            raise UserError(
+                f"{alike} of {count} rows are broken for one same reason, which broken: skip does "
+                f"not leave out:\n    {first_of(rows)}\n  find out what they have in common, or "
+                f"take these rows out of the file"
+            )
 
     def divided(
         self, held_out: str | Path | float | None, default: float, split: Split, by: str

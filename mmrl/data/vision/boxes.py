@@ -90,8 +90,8 @@ def said_size(prompt: Prompt) -> Size | None:
 
 def remedy(likely: str) -> str:
     """Say what makes boxes or points of this kind right."""
-    if likely == "yx":
-        return "write [x, y]"
+    if likely.startswith("yx"):
+        return "write [x, y]" if likely == "yx" else "write [x0, y0, x1, y1]"
     return f"set {'box_format' if likely in ('xywh', 'xyxy') else 'space'}: {likely}"
 
 
@@ -199,6 +199,11 @@ def _otherwise(placed: Sequence[Placed], space: str, inverted: int, outside: int
             f"xyxy: {outside} of {count} boxes lie outside as [x, y, width, height], and all lie "
             f"in their pictures as corners"
         )
+    if outside >= max(FEW, INVERTED * count) and all(_fits_swapped(e, space) for e in placed):
+        return (
+            f"yxyx: {outside} of {count} boxes lie outside as [x0, y0, x1, y1], and all inside as "
+            f"[y0, x0, y1, x1]"
+        )
     if outside < max(FEW, OUTSIDE * count):
         return ""
     rest = f"{outside} of {count} boxes lie outside in space {space}, and all"
@@ -222,6 +227,13 @@ def _fits_as_corners(each: Placed, space: str) -> bool:
     x0, y0, x1, y1 = each.box
     corners = (x0, y0, x1 - x0, y1 - y0)
     return extent(each, space) is not None and _ordered(corners) and inside(each, space, corners)
+
+
+def _fits_swapped(each: Placed, space: str) -> bool:
+    """Tell whether a box lies in its picture if y stands first."""
+    y0, x0, y1, x1 = each.box
+    known = space == "original" and each.size is not None
+    return known and x0 < x1 and y0 < y1 and inside(each, space, (x0, y0, x1, y1))
 
 
 def _doubt(placed: Sequence[Placed], space: str) -> str:

@@ -1,0 +1,103 @@
+"""check-reward finds careless readers, by faulty answers made of a row's own ground truth."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from mmrl.audit import Subject, sums, texts
+from mmrl.audit.faults import contradiction, faults
+from rewards.vision.words import Answer, Choice
+from rewards.vision.writing import Transcription
+
+NUMBERS = [{"text": f"{n}?", "answer": str(n)} for n in (-7, 3, 12, 450)]
+LENGTHS = [{"text": f"{n}?", "answer": f"{n} cm"} for n in (2, 5, 9)]
+CHOICES = [{"text": str(i), "choices": ["a cat", "a dog", "a fox"], "answer": a} for i, a in
+           enumerate("ABC")]  # fmt: skip
+WORDS = [{"text": "?", "answer": word} for word in ("red", "blue", "green")]
+
+
+def reading(change):
+    """A user's reward that compares what ``change`` leaves of answer and ground truth."""
+
+    def reward(answers, prompts):
+        inside = [re.sub(r"^.*<answer>|</answer>.*$", "", a, flags=re.S) for a in answers]
+        same = [change(a) == change(str(p["answer"])) for a, p in zip(inside, prompts)]
+        return [float(each) for each in same]
+
+    return reward
+
+
+def broken(reward, rows):
+    return {line.probe for line in texts.audit(Subject("mine", reward, rows)) if line.offences}
+
+
+CARELESS = {
+    "sign flipped": (lambda text: text.lstrip("-"), NUMBERS),
+    "decimal point shifted": (lambda text: text.rstrip("0"), NUMBERS),
+    "neighbouring number": (lambda text: int(text) // 2 if text.lstrip("-").isdigit() else text,
+                            [{"text": "?", "answer": "2"}, {"text": "?", "answer": "9"}]),
+    "another unit": (lambda text: re.sub(r"[^\d-]", "", text), LENGTHS),
+    "answer negated": (lambda text: text.removeprefix("not "), WORDS),
+    "right letter, another option's text": (lambda text: text[:1], CHOICES),
+    "thought cut off": (lambda text: text.replace("<think>It may be ", "").removesuffix(", or"),
+                        WORDS),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", CARELESS)
+def test_a_careless_reader_is_found_by_its_fault(fault):
+    change, rows = CARELESS[fault]
+    assert fault in broken(reading(change), rows)
+
+
+@pytest.mark.parametrize(
+    ("reward", "rows"),
+    [
+        (Answer(), NUMBERS),
+        (Answer(), LENGTHS),
+        (Answer(), WORDS),
+        (Choice(), CHOICES),
+        (Transcription(), WORDS),
+    ],
+)
+def test_careful_readers_pass(reward, rows):
+    assert broken(reward, rows) == set()
+
+
+def test_faults_differ_from_the_ground_truth_and_say_what_they_are():
+    assert faults(NUMBERS[0], "<answer>-7</answer>") == {
+        "answer negated": "<answer>not -7</answer>",
+        "sign flipped": "<answer>7</answer>",
+        "decimal point shifted": "<answer>-70</answer>",
+        "neighbouring number": "<answer>-6</answer>",
+        "thought cut off": "<think>It may be <answer>-7</answer>, or",
+    }
+    assert faults(LENGTHS[1], "5 cm")["another unit"] == "5 m"
+    assert set(faults({"answer": "a\nb"}, "a\nb")) == {"thought cut off"}
+    assert contradiction(CHOICES[1], "<answer>B</answer>") == "<answer>B. a cat</answer>"
+    assert contradiction({"choices": ["B", "A"]}, "<answer>B</answer>") is None
+
+
+def test_an_exact_match_without_tags_is_tried_without_them_and_that_is_said():
+    def exact(answers, prompts):
+        return [float(a.strip() == p["answer"]) for a, p in zip(answers, prompts)]
+
+    subject = Subject("exact", exact, WORDS)
+    assert "written without tags" in texts.notes(subject)[0]
+    assert broken(exact, WORDS) == set()
+    assert texts.notes(Subject("answer", Answer(), WORDS)) == []
+
+
+def test_a_weighted_sum_that_pays_form_above_truth_is_found():
+    from rewards.vision.shaping import Format
+
+    rewards = {"answer": Answer(), "format": Format()}
+    weights = {"answer": 0.1, "format": 5.0}
+    assert sums.applies(rewards, weights)
+    (line,) = sums.audit(rewards, weights, WORDS)
+    assert len(line.offences) == len(WORDS)
+    (line,) = sums.audit(rewards, {"answer": 1.0, "format": 0.2}, WORDS)
+    assert line.scores and not line.offences
+    assert not sums.applies(rewards, {"answer": 1.0, "format": 0.0})
