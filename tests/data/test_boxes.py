@@ -35,6 +35,7 @@ def rows_in(space):
             "rel1": list(share),
             "rel1000": [round(1000 * value) for value in share],
             "xywh": [*pixels[:2], pixels[2] - pixels[0], pixels[3] - pixels[1]],
+            "yxyx": [pixels[i ^ 1] for i in range(4)],
         }[space]
         rows.append(Placed(number, box, (width, height)))
     return rows
@@ -118,6 +119,26 @@ def file_of(folder, space, key="bbox"):
     path = folder / f"{space}.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
     return path
+
+
+def test_boxes_with_y_first_are_recognised_and_never_left_out_as_broken_rows(folder):
+    """Some pictures are wider than high, so that only some of the boxes lie outside."""
+    verdict = judge(rows_in("yxyx"), "original")
+    assert verdict.likely.startswith("yxyx: ") and 0 < len(verdict.rows) < 24
+    for broken in ("error", "skip"):
+        with pytest.raises(UserError, match=r"look like yxyx: .*; write \[x0, y0, x1, y1\]"):
+            Vision(file_of(folder, "yxyx"), broken=broken)
+
+
+def test_many_rows_that_are_broken_alike_are_not_left_out(folder):
+    path = file_of(folder, "original")
+    rows = path.read_text().splitlines()
+    several = [row.replace(".png", "-lost.png") if i < 6 else row for i, row in enumerate(rows)]
+    path.write_text("\n".join(several))
+    with pytest.raises(UserError, match="6 of 24 rows are broken for one same reason"):
+        Vision(path, broken="skip")
+    path.write_text("\n".join([*several[4:], *rows]))
+    assert len(Vision(path, broken="skip", held_out=0.0).train) == 42, "two may be lost by chance"
 
 
 @pytest.mark.parametrize(
