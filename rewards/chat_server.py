@@ -255,7 +255,7 @@ class ChatServer:
         status = error.status_code
         cause = self._cause(error)
         if status in RETRIED or status >= 500:
-            return later(error.response, cause)
+            return later(status, error.response.headers.get("Retry-After"), cause)
         if status in (401, 403):
             return UserError(
                 f"the judge refused the key in the environment variable of `key_env` ({cause})"

@@ -320,10 +320,10 @@ def post(client: BoundedClient, url: str, content: bytes, count: int, timeout: f
     return body(response, f"reward server {url}", WORDS)
 
 
-def later(response: httpx.Response, message: str) -> Failed:
-    """Return what an answer that says "later" or "broken" means for the next try."""
-    away = response.status_code in AWAY
-    return Failed(message, away=away, wait=retry_after(response.headers.get("Retry-After", "")))
+def later(status: int, header: str | None, message: str) -> Failed:
+    """Return what an answer that says "later" or "broken" means for the next try; ``header``: its
+    Retry-After."""
+    return Failed(message, away=status in AWAY, wait=retry_after(header or ""))
 
 
 def unreachable(error: httpx.HTTPError) -> str:
@@ -355,7 +355,7 @@ def body(response: httpx.Response, who: str, words: Words) -> bytes:
         return response.content
     message = f"{response.status_code}, {message_of(response.content)}"
     if response.status_code in words.retried:
-        raise later(response, message)
+        raise later(response.status_code, response.headers.get("Retry-After"), message)
     if response.status_code in (401, 403):
         raise UserError(f"{who} refused the token; {words.token} ({message})")
     if response.status_code == 413:

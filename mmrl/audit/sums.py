@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mmrl.audit import Line, Offence, Subject, texts
-from mmrl.core.types import Prompt, Reward
+from mmrl.core.types import Media, Prompt, Reward
 from mmrl.scoring.attempt import as_values
 from rewards.card import Card, card_of
 
@@ -26,7 +26,7 @@ class Sum:
     weights: Mapping[str, float]
     card: Card
 
-    def __call__(self, answers: list[str], prompts: list[Prompt]) -> Tensor:
+    def __call__(self, answers: Media, prompts: list[Prompt]) -> Tensor:
         total = torch.zeros(len(answers))
         for name, weight in self.weights.items():
             if weight:
@@ -74,7 +74,8 @@ def audit(
 
 def _wrong(reward: Reward, prompt: Prompt) -> str:
     """Return a plain wrong answer, in tags."""
-    made = getattr(reward, "wrong_answers", lambda _: {})(prompt)
+    write = getattr(reward, "wrong_answers", None)
+    made: dict[str, str] = write(prompt) if write else {}
     tagged = [text for text in made.values() if text.startswith("<answer>") and len(text) > 17]
     return next(iter(tagged), "")
 

@@ -168,7 +168,8 @@ class Handled:
             TimedOut: no answer within ``timeout`` seconds.
         """
         if is_async(self.reward):
-            return self.ask_once(self.together, parts)
+            answers: list[Any] = self.ask_once(self.together, parts)
+            return answers
         return [self.ask_once(self.values, *part) for part in parts]
 
     def ask_once(self, call: Callable[..., Any], *arguments: Any) -> Any:

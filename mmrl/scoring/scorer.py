@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -210,7 +210,7 @@ class Scorer:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of every reward that has one, by name, as values that JSON can hold."""
         states = {
-            name: reward.reward.state_dict()
+            name: cast(Any, reward.reward).state_dict()
             for name, reward in self.rewards.items()
             if keeps_state(reward.reward)
         }
@@ -227,7 +227,7 @@ class Scorer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for name, reward in self.rewards.items():
             if keeps_state(reward.reward) and name in state:
-                reward.reward.load_state_dict(state[name])
+                cast(Any, reward.reward).load_state_dict(state[name])
 
     def sub_scores(self) -> dict[str, list[float]]:
         """Return sum and count of the sub-scores ``<reward>/<name>`` of the last samples of

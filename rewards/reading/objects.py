@@ -15,6 +15,8 @@ from rewards.reading.parts import fenced
 DEEPEST = 30
 # characters of a broken JSON value that are repaired, which takes time with their square
 REPAIRED = 4_000
+# strings, cut ones too, and what structures JSON
+MARKS = re.compile(r""""(?:[^"\\]|\\.)*(?:"|\Z)|[\[\]{},]""")
 REPAIRER = Sandbox("repaired", seconds=0.5, memory=2**30)  # one for all rewards of this process
 
 
@@ -42,18 +44,47 @@ def python_value(text: str) -> Parsed[Any]:
 
 
 def loose_json(text: str) -> Parsed[Any]:
-    """Read as ``strict_json``, and what json_repair makes of the first 4,000 characters of a
-    truncated or single-quoted value ("repaired")."""
+    """Read as ``strict_json``, a value of Python, a value that was cut, and what json_repair makes
+    of the first 4,000 characters of any other ("repaired")."""
     parsed = strict_json(text)
     body = fenced(text)
     starts = [i for i in (body.find("["), body.find("{")) if i >= 0]
     if parsed.status == "ok" or not starts or nesting(body) > DEEPEST:
         return parsed
+    quick = literal(body) or completed(body[min(starts) :])
+    if isinstance(quick, (dict, list)):
+        return Parsed(quick, "repaired")
     try:
         value = REPAIRER.ask("repaired", body[min(starts) : min(starts) + REPAIRED])
     except Broken:  # json_repair gives up in its own ways on some inputs, or takes too long
         return UNPARSEABLE
     return Parsed(value, "repaired") if value else UNPARSEABLE
+
+
+def completed(text: str) -> Any:
+    """Read JSON that was cut: with strings and brackets closed, else up to its last whole entry;
+    None for any other text."""
+    open_brackets: list[str] = []
+    end = depth = 0  # of the last whole entry
+    cut_string = ""
+    for mark in MARKS.finditer(text):
+        if mark[0] in "[{":
+            open_brackets.append("]" if mark[0] == "[" else "}")
+        elif mark[0] in "]}":
+            if not open_brackets or open_brackets.pop() != mark[0] or not open_brackets:
+                return None  # another text, or one that goes on behind the value
+            end, depth = mark.end(), len(open_brackets)
+        elif mark[0] == ",":
+            end, depth = mark.start(), len(open_brackets)
+        elif not mark[0].endswith('"') or mark[0] == '"':
+            cut_string = '"'
+    closing = "".join(reversed(open_brackets))
+    for whole in (text + cut_string + closing, text[:end] + closing[len(open_brackets) - depth :]):
+        try:
+            return json.loads(whole)
+        except (ValueError, RecursionError):
+            continue
+    return None
 
 
 def nesting(text: str) -> int:

@@ -25,7 +25,8 @@ from rewards.vision.base import (
     tagged,
     true_boxes,
 )
-from rewards.vision.shapes import Shape, boxes
+from rewards.vision.notations import Shape
+from rewards.vision.shapes import boxes
 
 Threshold = Annotated[float, Ge(0), Le(1)]
 OVERLAPS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {

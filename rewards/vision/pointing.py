@@ -26,7 +26,8 @@ from rewards.vision.base import (
     true_boxes,
 )
 from rewards.vision.coords import Unscorable, scale, truth_space
-from rewards.vision.shapes import Shape, points
+from rewards.vision.notations import Shape
+from rewards.vision.shapes import points
 
 Form = Literal["inside", "gaussian", "distance"]
 CLICKS = {

@@ -185,7 +185,7 @@ def _named(words: str) -> str | None:
 def _keyed(body: str, size: int) -> Parsed[list[Shape]]:
     """Read keys with numbers behind them, in JSON that was cut or in none: ``bbox: 1, 2, 3, 4``,
     ``x1=1, y1=2, ...``. A label is that of the braces in which the box stands."""
-    listed = []
+    listed: list[Shape] = []
     for record in body.split("}"):
         values: dict[str, Any] = {}
         for match in _KEY.finditer(record):

@@ -42,7 +42,8 @@ from rewards.vision.base import (
     tagged,
 )
 from rewards.vision.coords import Unscorable
-from rewards.vision.shapes import Shape, numbers_of
+from rewards.vision.notations import Shape
+from rewards.vision.shapes import numbers_of
 
 Span = tuple[float, float]
 STARTS = ("start_time", "start", "begin", "from")

@@ -200,6 +200,8 @@ def teds(predicted: Node, right: Node, structure: bool = False) -> float:
     Raises:
         Broken: it took more time or memory than a table may.
     """
+    if predicted.plain() == right.plain():
+        return 1.0
     distance = WORKER.ask("tree_distance", predicted.plain(), right.plain(), structure)
     return max(0.0, 1.0 - float(distance) / max(predicted.size(), right.size()))
 
