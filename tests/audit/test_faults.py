@@ -11,8 +11,8 @@ from mmrl.audit.faults import contradiction, faults
 from rewards.vision.words import Answer, Choice
 from rewards.vision.writing import Transcription
 
-NUMBERS = [{"text": f"{n}?", "answer": str(n)} for n in (-7, 3, 12, 450)]
-LENGTHS = [{"text": f"{n}?", "answer": f"{n} cm"} for n in (2, 5, 9)]
+NUMBERS = [{"text": "how many?", "answer": str(n)} for n in (-7, 3, 12, 450)]
+LENGTHS = [{"text": "how long?", "answer": f"{n} cm"} for n in (2, 5, 9)]
 CHOICES = [{"text": str(i), "choices": ["a cat", "a dog", "a fox"], "answer": a} for i, a in
            enumerate("ABC")]  # fmt: skip
 WORDS = [{"text": "?", "answer": word} for word in ("red", "blue", "green")]
