@@ -71,8 +71,8 @@ def contradiction(prompt: Prompt, right: str) -> str | None:
     texts = [str(choice).strip() for choice in choices]
     if place >= len(texts) or any(text.upper() in LETTERS for text in texts):
         return None
-    other = texts[place - 1]
-    return tagged(f"{letter}. {other}") if other != texts[place] else None
+    another_text = texts[place - 1]
+    return tagged(f"{letter}. {another_text}") if another_text != texts[place] else None
 
 
 def in_markdown(right: str) -> str:

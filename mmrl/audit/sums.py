@@ -55,12 +55,12 @@ def audit(
     answers, _ = texts.ground_truths(first)
     rows = [prompts[i] for i in answers]
     wrong = [_wrong(rewards[judges[0]], row) for row in rows]
-    kept = [i for i, text in enumerate(wrong) if text]
-    if not kept:
+    answered = [i for i, text in enumerate(wrong) if text]
+    if not answered:
         return []
-    rows = [rows[i] for i in kept]
-    right = [list(answers.values())[i] for i in kept]
-    formed = [FORM.format(wrong[i]) for i in kept]
+    rows = [rows[i] for i in answered]
+    right = [list(answers.values())[i] for i in answered]
+    formed = [FORM.format(wrong[i]) for i in answered]
     best = texts.score(subject, right, rows)
     scores = texts.score(subject, formed, rows)
     offences = [
@@ -75,8 +75,8 @@ def audit(
 def _wrong(reward: Reward, prompt: Prompt) -> str:
     """Return a plain wrong answer, in tags."""
     write = getattr(reward, "wrong_answers", None)
-    made: dict[str, str] = write(prompt) if write else {}
-    tagged = [text for text in made.values() if text.startswith("<answer>") and len(text) > 17]
+    tricks: dict[str, str] = write(prompt) if write else {}
+    tagged = [text for text in tricks.values() if text.startswith("<answer>") and len(text) > 17]
     return next(iter(tagged), "")
 
 

@@ -82,9 +82,9 @@ def ground_truths(subject: Subject) -> tuple[dict[int, str], dict[int, str]]:
 
 def _writer(subject: Subject) -> Callable[[Prompt], str]:
     """Return what writes ground truths: the reward, or one of ours by the row's answer or boxes."""
-    own: Callable[[Prompt], str] | None = getattr(subject.reward, "ground_truth", None)
-    if own is not None:
-        return own
+    writes: Callable[[Prompt], str] | None = getattr(subject.reward, "ground_truth", None)
+    if writes is not None:
+        return writes
     ours = _like_ours(subject).ground_truth
     return (lambda prompt: bare(ours(prompt))) if is_bare(subject) else ours
 

@@ -115,8 +115,8 @@ def batch_reward(
     reward.__doc__ = inspect.getdoc(function) or f"Is the function {name} of a Python session."
     reward.card = card_of(function.func if isinstance(function, partial) else function)
     reward.is_single = single and inspect.iscoroutinefunction(function)
-    made: Callable[..., Any] = reward
-    return made
+    batched: Callable[..., Any] = reward
+    return batched
 
 
 def _caller(function: Callable[..., Any], roles: Sequence[str]) -> Callable[[Any, Any], Any]:
