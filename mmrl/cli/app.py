@@ -458,8 +458,10 @@ def doctor() -> None:
 
 def main() -> None:
     """Run the command line."""
+    from mmrl.utils.encoding import use_utf8
     from mmrl.utils.threads import prepare
 
+    use_utf8()
     prepare()  # before anything imports torch
     from mmrl.core import peers
     from mmrl.core.errors import UserError
