@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Mapping
 
 from mmrl.core.errors import UserError
@@ -15,7 +16,13 @@ PORTS = (15000, 15000)  # the first, and how many: below those that systems give
 def join() -> None:
     """Take the place among the tasks of srun, if this is one of several and no launcher has given
     another."""
-    os.environ.update(place(os.environ))
+    variables = place(os.environ)
+    os.environ.update(variables)
+    if variables.get("RANK") == "0":
+        where = f"{variables['MASTER_ADDR']}:{variables['MASTER_PORT']}"
+        print(
+            f"srun: {variables['WORLD_SIZE']} tasks, one run; they meet at {where}", file=sys.stderr
+        )
 
 
 def place(env: Mapping[str, str]) -> dict[str, str]:

@@ -85,3 +85,5 @@ def test_two_tasks_work_together():
     ]
     assert [task.wait() for task in tasks] == [0, 0], tasks[0].stderr
     assert [task.stdout for task in tasks] == ["(0, 2) 5\n", "(1, 2) 5\n"]
+    assert "srun: 2 tasks, one run; they meet at 127.0.0.1:" in tasks[0].stderr
+    assert "srun" not in tasks[1].stderr
