@@ -207,8 +207,11 @@ def sample(
     guidance: Guidance = None,
     best_of: BestOf = None,
     by: By = None,
+    animated_png: Annotated[
+        bool, typer.Option("--animated-png", help="Videos as animated PNG in place of .mp4.")
+    ] = False,
 ) -> None:
-    """Sample a trained or a base model into files."""
+    """Sample a trained or a base model into files: pictures as .png, videos as .mp4."""
     from mmrl.cli import commands
     from mmrl.core.errors import UserError
     from mmrl.data.prompts import read
@@ -220,7 +223,12 @@ def sample(
     shown = commands.shown_prompts(texts, image or [], video or [])
     requests = shown + (read(prompts) if prompts else [])
     sampling = commands.Sampling(
-        num_samples, seed, guidance, commands.Selection.of(best_of, by), checkpoint
+        num_samples,
+        seed,
+        guidance,
+        commands.Selection.of(best_of, by),
+        checkpoint,
+        animated_png,
     )
     for file in commands.sample(path, requests, folder, sampling, overrides or []):
         print(file)

@@ -118,13 +118,14 @@ def _models(
 @dataclass(frozen=True)
 class Sampling:
     """Says how ``sample`` samples: with ``best`` every sample is the best of several, ``at`` names
-    a checkpoint, by default the newest."""
+    a checkpoint, by default the newest; ``animated_png``: videos are no .mp4."""
 
     num_samples: int = 4
     seed: int = 0
     guidance: float | None = None
     best: Selection | None = None
     at: str | None = None
+    animated_png: bool = False
 
 
 def sample(
@@ -142,6 +143,10 @@ def sample(
     requests = list(prompts) or session.prompts()[:4]
     _tell_without_pictures(session, requests)
     choice = _prepared(session, best, session.judges()) if best else None
+    known = session.policy.notes
+    session.policy.admit(requests)
+    for line in session.policy.notes[len(known) :]:
+        print(f"note: {line}", file=sys.stderr)
     with in_force(session, "live"):
         media, repeated = evaluation.sample(
             session.policy,
@@ -154,8 +159,9 @@ def sample(
     with on_disk(folder):
         folder.mkdir(parents=True, exist_ok=True)
         texts = [str(prompt.get("text", "")) for prompt in repeated]
+        fps = session.policy.media_fps
         files = [
-            write_sample(item, folder / f"{i:03d}-{_slug(text)}")
+            write_sample(item, folder / f"{i:03d}-{_slug(text)}", fps, sampling.animated_png)
             for i, (item, text) in enumerate(zip(media, texts, strict=True))
         ]
         lines = [{"file": f.name, "prompt": text} for f, text in zip(files, texts, strict=True)]
@@ -371,26 +377,39 @@ def in_force(session: Session, snapshot: str) -> Iterator[None]:
         yield
 
 
-def write_sample(item: Any, path: Path) -> Path:
-    """Write an image [3, H, W] as PNG, a video [F, 3, H, W] as animated PNG, its sound, if it has
-    one, as .wav beside it and both together as .mp4, anything else as text."""
+def write_sample(item: Any, path: Path, fps: float = 16.0, animated: bool = False) -> Path:
+    """Write an image [3, H, W] as PNG; a video [F, 3, H, W] as .mp4 (H.264, yuv420p) of ``fps``
+    frames a second with its sound, which stands as .wav beside it; ``animated``: as animated PNG;
+    anything else as text."""
     if not isinstance(item, torch.Tensor) or item.ndim < 3:
         path = path.with_suffix(".txt")
         path.write_text(item if isinstance(item, str) else json.dumps(item.tolist()))
         return path
-    from PIL import Image
-
     frames = (item if item.ndim == 4 else item[None]).float().cpu()
     pixels = (frames * 255).round().clamp(0, 255).byte().permute(0, 2, 3, 1)
-    first, *later_frames = [Image.fromarray(frame) for frame in pixels.numpy()]
-    path = path.with_suffix(".png")
-    first.save(path, save_all=bool(later_frames), append_images=later_frames, duration=80, loop=0)
     if isinstance(item, SoundVideos):
         sound, rate = item.sound, item.sampling_rate
         write_wav(path.with_suffix(".wav"), sound, rate)
-        fps = frame_rate(len(pixels), sound.shape[-1], rate)
-        write_mp4(path.with_suffix(".mp4"), pixels, fps, sound, rate)
-    return path
+        per_second = frame_rate(len(pixels), sound.shape[-1], rate)
+        movie = write_mp4(path.with_suffix(".mp4"), pixels, per_second, sound, rate)
+        return _animation(pixels, path, float(per_second)) if animated else movie
+    if item.ndim == 4 and len(item) > 1 and not animated:
+        return write_mp4(path.with_suffix(".mp4"), pixels, fps)
+    return _animation(pixels, path, fps)
+
+
+def _animation(pixels: torch.Tensor, path: Path, fps: float) -> Path:
+    """Write pixels [F, H, W, 3] as PNG, animated where there are several frames."""
+    from PIL import Image
+
+    first, *later_frames = [Image.fromarray(frame) for frame in pixels.numpy()]
+    options: dict[str, Any] = {
+        "append_images": later_frames,
+        "duration": round(1000 / fps),
+        "loop": 0,
+    }
+    first.save(path.with_suffix(".png"), save_all=bool(later_frames), **options)
+    return path.with_suffix(".png")
 
 
 def _slug(text: str) -> str:

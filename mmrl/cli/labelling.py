@@ -156,7 +156,8 @@ class _Writer:
         if isinstance(item, str):
             return item
         self.files.mkdir(exist_ok=True)
-        return f"{self.files.name}/{commands.write_sample(item, self.files / name).name}"
+        path = commands.write_sample(item, self.files / name, animated=True)
+        return f"{self.files.name}/{path.name}"
 
     def _own_fields(self, prompt: Prompt, number: int) -> Iterator[tuple[str, Any]]:
         """Yield what JSON can hold of a row; pictures that are no files are written."""

@@ -122,6 +122,7 @@ class Policy(ABC):
     logprob_guidance: LogprobGuidance = "guided"
     media_size: tuple[int, int] | None = None  # [height, width] of the pictures it makes
     media_frames: int | None = None  # of the videos it makes
+    media_fps: float = 16.0  # frames a second of these, by which they are written
     rates: Tensor  # [T + 1] share of tokens hidden before each pass and after the last (remaskable)
 
     @abstractmethod

@@ -20,6 +20,7 @@ from mmrl.config import Config
 from mmrl.config.options import EvaluateOptions, TrainOptions
 from mmrl.config.plan import arithmetic
 from mmrl.config.preferences import Preferences
+from mmrl.config.values import Place
 from mmrl.core.errors import UserError
 from mmrl.core.hub import check_model, check_repository
 from mmrl.core.registry import (
@@ -40,7 +41,10 @@ from mmrl.monitoring.alarms import AlarmOptions
 from mmrl.monitoring.log import LogOptions
 from mmrl.monitoring.trackers import check_installed
 from mmrl.policies import adapter_files
+from mmrl.policies.diffusion import lora_files
 from mmrl.policies.diffusion.context_parallel import unsupported
+from mmrl.policies.diffusion.pipeline_policy import FolderPolicy
+from mmrl.policies.diffusion.replayed_policy import ReplayedPolicy
 from mmrl.rollout.preferences import Compared
 from mmrl.run import checkpoint
 from mmrl.scoring import Scorer
@@ -242,6 +246,8 @@ def begin_with(policy: Any, configuration: Config, start: Path) -> None:
     beside = Path(configuration.file).parent / start
     run = beside if (beside / CONFIG).is_file() or adapter_files.is_adapter(beside) else start
     place = configuration.place(("start",))
+    if file := lora_files.file_at(beside) or lora_files.file_at(start):
+        return begin_with_lora(policy, file, place)
     if adapter_files.is_adapter(run):
         names = policy.weights.parameters()
         try:
@@ -252,7 +258,9 @@ def begin_with(policy: Any, configuration: Config, start: Path) -> None:
     if not (run / CONFIG).is_file():
         raise UserError(
             place.say(
-                f"{start} is no run whose weights could be taken up, nor the folder of an adapter"
+                f"{start} is no run whose weights could be taken up, nor the folder of an adapter "
+                "or a LoRA file (.safetensors); mmrl convert FILE --base MODEL --into FOLDER "
+                "merges others"
             )
         )
     arrays, _ = checkpoint.load(checkpoint.choose(run / "checkpoints")[0], checked=True)
@@ -265,6 +273,17 @@ def begin_with(policy: Any, configuration: Config, start: Path) -> None:
                 f"and train as there, or export that run and give its folder as policy path"
             )
         ) from error
+
+
+def begin_with_lora(policy: Any, file: Path, place: Place) -> None:
+    """Give a policy of a model of diffusers the change of a LoRA file (``start``)."""
+    parts = policy.parts if isinstance(policy, ReplayedPolicy) else [1]
+    if not isinstance(policy, (FolderPolicy, ReplayedPolicy)) or len(parts) > 1:
+        raise UserError(place.say(f"{file} is a LoRA for one network of a model of diffusers"))
+    try:
+        lora_files.begin(lora_files.Base.of(policy.place), policy.net, file)
+    except UserError as error:
+        raise UserError(place.say(str(error))) from error
 
 
 @dataclass(frozen=True)

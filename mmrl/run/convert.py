@@ -115,7 +115,7 @@ def _merge_lora(pairs: list[tuple[Path, float]], base: Base, folder: Path) -> Pa
     import diffusers
 
     read = [
-        (part, lora_files.read(base, file), scale)
+        (part, file, scale)
         for adapter, scale in pairs
         for part, file in _by_part(adapter, base).items()
     ]
@@ -134,9 +134,9 @@ def _merge_lora(pairs: list[tuple[Path, float]], base: Base, folder: Path) -> Pa
         )
         for part in changed:
             net = diffusers_folder.load_part(base.networks[part], place, part, types[part])
-            for of, adapter, scale in read:
+            for of, file, scale in read:
                 if of == part:
-                    lora_files.merge(net, adapter, scale)
+                    lora_files.merge(base, net, file, scale)
             net.save_pretrained(draft / part)
     return folder
 

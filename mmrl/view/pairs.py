@@ -23,7 +23,7 @@ from typing import Any
 
 from mmrl.core.errors import UserError
 from mmrl.monitoring.report.curves import spread_out
-from mmrl.monitoring.report.pictures import Tile, open_picture, save_picture
+from mmrl.monitoring.report.pictures import Film, Tile, open_picture, save_picture
 from mmrl.monitoring.report.runs import Run, read_run
 from mmrl.view.folders import Runs
 
@@ -226,12 +226,24 @@ def _sampled(folder: Path) -> Iterator[Sample]:
             continue
         if not file.is_relative_to(folder.resolve()) or not file.is_file():
             continue
-        load = partial(_read, file) if file.suffix == ".txt" else partial(open_picture, file)
+        load = partial(READERS.get(file.suffix, open_picture), file)
         yield Sample(prompt, f"{folder.name}/{file.name}", load)
 
 
 def _read(file: Path) -> str:
     return file.read_text(encoding="utf-8", errors="replace")
+
+
+def _film(file: Path) -> Film:
+    """Read an .mp4 file."""
+    import av
+
+    with av.open(str(file)) as movie:
+        frames: list[Any] = list(movie.decode(video=0))
+        return Film(tuple(frame.to_image() for frame in frames))
+
+
+READERS: dict[str, Callable[[Path], Any]] = {".txt": _read, ".mp4": _film}
 
 
 def _content(sample: str | Tile) -> str | bytes:

@@ -15,10 +15,15 @@ from torch import Tensor
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import GRIDS, KERNELS, POLICIES
-from mmrl.core.types import Kernel, Rollout
+from mmrl.core.types import Kernel, Prompt, Rollout
 from mmrl.policies.base import rows_of
 from mmrl.policies.capabilities import Medium
-from mmrl.policies.diffusion import attention_backends, pipeline_folder, replay_consistency
+from mmrl.policies.diffusion import (
+    attention_backends,
+    pipeline_folder,
+    prompt_lengths,
+    replay_consistency,
+)
 from mmrl.policies.diffusion.attention_backends import Attention, AttentionChoice
 from mmrl.policies.diffusion.flow_policy import FlowPolicy, Grid, Storage
 from mmrl.policies.diffusion.frozen_cache import EncoderCache, Placement
@@ -212,7 +217,15 @@ class AnyPipeline(ReplayedPolicy):
         sound = self.replay.states.count > 1
         self.capabilities = replace(type(self).capabilities, makes=makes, sound=sound)
         self.media_size, self.media_frames = self.arguments.sizes()
+        self.media_fps = self.arguments.rate() or type(self).media_fps
         self.known_passes: dict[Any, tuple[str, ...]] = {}
+
+    def admit(self, prompts: list[Prompt]) -> list[Prompt]:
+        """Take all prompts, and say what is not read of them."""
+        fields = [str(field) for field in self.arguments.inputs.values()]
+        lines = prompt_lengths.unread(prompts, fields)
+        self.notes += tuple(line for line in lines if line not in self.notes)
+        return super().admit(prompts)
 
     def _latent_shape(self, steps: int) -> tuple[int, ...]:
         latents = self._first_conditions(steps).latents

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -91,13 +93,45 @@ def save_lora(pipeline: Any, net: Any, folder: Path, part: str = "transformer") 
         name: tensor.detach().cpu().contiguous()
         for name, tensor in get_peft_model_state_dict(net, state_dict=adapters).items()
     }
-    config = next(iter(net.peft_config.values())).to_dict()
+    layers, config = unscaled(net, layers)
     if f"{part}_lora_layers" in inspect.signature(pipeline.save_lora_weights).parameters:
         named = {f"{part}_lora_layers": layers, f"{part}_lora_adapter_metadata": config}
         pipeline.save_lora_weights(folder, **named)
         return
     # Anima's pipeline reads such files, and has no method that writes them
     pipeline._save_lora_weights(folder, {part: layers}, {part: config})
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence what diffusers and transformers say of every prompt that they cut: it is said once,
+    before training (``prompt_lengths``)."""
+    loggers = [logging.getLogger(name) for name in ("diffusers", "transformers")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def unscaled(
+    net: Any, layers: dict[str, torch.Tensor]
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Put the scale of an adapter into its tensors, and say so in its configuration: readers that
+    know no metadata take the same change, as a file without alpha counts it as the rank."""
+    scales = {
+        name: module.scaling for name, module in net.named_modules() if hasattr(module, "lora_B")
+    }
+    for key, tensor in layers.items():
+        name, _, rest = key.partition(".lora_B")
+        if rest:
+            layers[key] = next(iter(scales[name].values())) * tensor
+    config = next(iter(net.peft_config.values())).to_dict()
+    ranks = {"lora_alpha": config["r"], "alpha_pattern": config["rank_pattern"]}
+    return layers, config | ranks | {"use_rslora": False}
 
 
 def save_full(

@@ -8,9 +8,14 @@ diffusers before it is handed over, and must be the same change of the same weig
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+import json
+import logging
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -20,11 +25,15 @@ from mmrl.core import weight_files
 from mmrl.core.errors import UserError
 from mmrl.core.registry import locate
 from mmrl.policies.diffusion import diffusers_folder
-from mmrl.policies.diffusion.attention_backends import quiet
 from mmrl.policies.diffusion.lora_names import FAMILIES, Format, Names, Place
+from mmrl.policies.lora import ADAPTER
 
 PROBES = 4
 TOLERANCE = 1e-4  # of what diffusers reads back, relative to the largest output of a module
+LOG = logging.getLogger(__name__)
+METADATA = "lora_adapter_metadata"  # where diffusers keeps an adapter's configuration in a file
+HARMLESS = ("experimental", "safety checker", "No LoRA keys associated to", "Already found")
+PEFT_PREFIX = "base_model.model."  # of the names of an adapter as peft saves it
 OF_TEXT_ENCODERS = ("lora_te", "text_encoder", "te1.", "te2.")
 
 
@@ -107,43 +116,131 @@ class Base:
 
 
 def read(base: Base, file: Path) -> Adapter:
-    """Read a LoRA file of any form that the pipeline itself loads. UserError for others."""
-    named = _keys(file)
-    texts = [key for key in named if key.startswith(OF_TEXT_ENCODERS)]
-    if texts:
+    """Read a LoRA file of any form that the pipeline itself loads, as pairs of matrices. UserError
+    for others, and for changes that are more than such pairs."""
+    norms = [key for key in _keys(file) if "norm" in key and "lora" not in key]
+    if norms and not norms[0].startswith(OF_TEXT_ENCODERS):
         raise UserError(
-            f"{file}: holds adapters of a text encoder, such as {texts[0]!r}; only those of the "
-            f"network are converted"
+            f"{file}: changes norms, such as {norms[0]!r}, which only a merged model has; use mmrl "
+            f"convert {file.name} --base MODEL --into FOLDER"
         )
     net = base.architecture()
-    _load(base, net, file)
+    load(base, net, file)
+    if further := _further(net):
+        raise UserError(
+            f"{file}: changes more than pairs of matrices ({further}), which only a merged model "
+            f"has; use mmrl convert {file.name} --base MODEL --into FOLDER"
+        )
     adapter = dict(_pairs(net))
     if not adapter:
         raise UserError(
             f"{file}: diffusers' {base.pipeline.__name__} finds no LoRA weights for its "
-            f"{base.part} in it, whose first name is {named[0]!r}"
+            f"{base.part} in it, whose first name is {_keys(file)[0]!r}"
         )
     return adapter
 
 
-def _load(base: Base, net: Any, file: Path) -> None:
-    """Let diffusers' pipeline load a LoRA file into a network of its kind."""
+def load(base: Base, net: Any, file: Path) -> None:
+    """Let diffusers' pipeline load a LoRA file into a network of its kind, and warn of all tensors
+    that it leaves out. UserError where it cannot."""
     required = [
         name
         for name, parameter in inspect.signature(base.pipeline.__init__).parameters.items()
         if name != "self" and parameter.default is parameter.empty
     ]
-    with quiet():
+    with TemporaryDirectory(prefix="mmrl-lora-") as folder, overheard() as remarks:
+        source = _of_network(base, file, Path(folder))
         pipe = base.pipeline(**(dict.fromkeys(required) | {base.part: net}))
         try:
             pipe.load_lora_weights(
-                str(file.parent), weight_name=file.name, use_safetensors=True, local_files_only=True
+                str(source.parent),
+                weight_name=source.name,
+                use_safetensors=True,
+                local_files_only=True,
             )
         except Exception as error:  # its readers fail in many ways on a file of another model
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise UserError(
                 f"{file}: diffusers' {base.pipeline.__name__} cannot read this LoRA: {reason[:200]}"
             ) from error
+    for remark in remarks:
+        LOG.warning("%s: diffusers says of this LoRA: %s", file, remark)
+
+
+def _of_network(base: Base, file: Path, folder: Path) -> Path:
+    """Return the file, or a copy as diffusers reads it: without adapters of text encoders, and of
+    the names that peft saves."""
+    from safetensors.torch import save_file
+
+    named = _keys(file)
+    if all(key.startswith(PEFT_PREFIX) for key in named):
+        layers = {
+            f"{base.part}.{key.removeprefix(PEFT_PREFIX)}": value
+            for key, value in weight_files.read_tensors(file).items()
+        }
+        save_file(layers, folder / file.name, metadata={"format": "pt"})
+        return folder / file.name
+    texts = [key for key in named if key.startswith(OF_TEXT_ENCODERS)]
+    if not texts:
+        return file
+    if len(texts) == len(named):
+        raise UserError(
+            f"{file}: holds adapters of a text encoder alone, such as {texts[0]!r}; only those of "
+            f"a network are converted and merged"
+        )
+    rest = {k: v for k, v in weight_files.read_tensors(file).items() if k not in texts}
+    save_file(rest, folder / file.name, metadata=_network_metadata(file))
+    LOG.warning(
+        "%s: leaves out %d tensors of text encoders, such as %r", file, len(texts), texts[0]
+    )
+    return folder / file.name
+
+
+def _network_metadata(file: Path) -> dict[str, str]:
+    metadata = weight_files.metadata(file)
+    config = json.loads(metadata.get(METADATA, "{}"))
+    kept = {k: v for k, v in config.items() if not k.startswith(OF_TEXT_ENCODERS)}
+    return metadata | ({METADATA: json.dumps(kept)} if METADATA in metadata else {})
+
+
+@contextmanager
+def overheard() -> Iterator[list[str]]:
+    """Keep what diffusers and peft warn of from the terminal, and list it."""
+    remarks: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            text = " ".join(record.getMessage().split())
+            if not any(word in text for word in HARMLESS):
+                remarks.append(text[:600])
+
+    loggers = [logging.getLogger(name) for name in ("diffusers", "peft")]
+    before = [(each.handlers, each.propagate, each.level) for each in loggers]
+    for each in loggers:
+        each.handlers, each.propagate = [Listener(logging.WARNING)], False
+        each.setLevel(logging.WARNING)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            yield remarks
+        told = {str(each.message) for each in caught}
+        remarks += sorted(text for text in told if "key" in text and "LoRA" in text)
+    finally:
+        for each, (handlers, propagate, level) in zip(loggers, before, strict=True):
+            each.handlers, each.propagate = handlers, propagate
+            each.setLevel(level)
+
+
+def _further(net: nn.Module) -> str:
+    """Name the changes of a loaded adapter besides pairs of matrices; empty where there are
+    none."""
+    names = []
+    for name, module in net.named_modules():
+        if any(getattr(module, "use_dora", {}).values()):
+            names.append(f"DoRA's magnitude of {name}")
+        if any(getattr(module, "lora_bias", {}).values()):
+            names.append(f"the bias of {name}")
+    return "; ".join([*names[:2], *([f"{len(names) - 2} more"] if len(names) > 2 else [])])
 
 
 def _keys(file: Path) -> list[str]:
@@ -311,9 +408,64 @@ def stored_dtype(place: str, part: str) -> torch.dtype:
 
 
 @torch.no_grad()
-def merge(net: nn.Module, adapter: Adapter, weight: float) -> None:
-    """Add an adapter, times ``weight``, to the weights of a network: W + weight * scale * BA."""
-    modules = dict(net.named_modules())
+def merge(base: Base, net: Any, file: Path, weight: float) -> None:
+    """Add the whole change of a LoRA file, times ``weight``, to a network: matrices, biases, DoRA's
+    magnitudes and norms, as diffusers loads them and peft merges them, in float32."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    known = net.state_dict(keep_vars=True)
+    types = {name: (tensor.dtype, tensor.requires_grad) for name, tensor in known.items()}
+    net.float()
+    load(base, net, file)
+    merged_any = False
+    for module in net.modules():
+        if isinstance(module, BaseTunerLayer):
+            module.scale_layer(weight)
+            module.merge()
+            merged_any = True
+    if not merged_any:
+        raise UserError(
+            f"{file}: diffusers' {base.pipeline.__name__} finds no LoRA weights for its "
+            f"{base.part} in it, whose first name is {_keys(file)[0]!r}"
+        )
+    net.unload_lora()
+    for name, tensor in net.state_dict(keep_vars=True).items():
+        dtype, trained = types[name]
+        tensor.data = tensor.data.to(dtype)
+        tensor.requires_grad_(trained)
+
+
+@torch.no_grad()
+def begin(base: Base, net: Any, file: Path) -> None:
+    """Begin with a LoRA file: as the adapter of a network that has one, whose ranks it fits, else
+    merged into its weights. UserError where it does not fit."""
+    if not getattr(net, "peft_config", None):
+        return merge(base, net, file, 1.0)
+    layers = {name: module for name, module in net.named_modules() if hasattr(module, "lora_A")}
+    adapter = read(base, file)
     for name, pair in adapter.items():
-        target: Any = modules[name].weight
-        target.copy_((target.float() + weight * pair.delta().to(target.device)).to(target.dtype))
+        layer = layers.get(name)
+        rank = 0 if layer is None else layer.r[ADAPTER]
+        if layer is None or rank < pair.rank:
+            have = f"of rank {rank}" if layer is not None else "not there"
+            raise UserError(
+                f"{file}: its adapter of {name} has rank {pair.rank}, and the policy's is {have}; "
+                f"set lora: {{rank: {max(p.rank for p in adapter.values())}, targets: [...]}} to "
+                f"its modules, or merge it first: mmrl convert {file} --base MODEL --into FOLDER"
+            )
+    for name, layer in layers.items():
+        down, up = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
+        up.zero_()
+        if name in adapter:
+            pair = adapter[name]
+            down[: pair.rank] = pair.down.to(down)
+            up[:, : pair.rank] = pair.scale / layer.scaling[ADAPTER] * pair.up.to(up)
+    return None
+
+
+def file_at(path: Path) -> Path | None:
+    """Return the LoRA file that a path is, or that diffusers wrote into it; None: there is none."""
+    inner = path / "pytorch_lora_weights.safetensors"
+    if path.suffix == ".safetensors" and path.is_file():
+        return path
+    return inner if inner.is_file() else None

@@ -24,6 +24,7 @@ from mmrl.policies.diffusion import (
     context_parallel,
     diffusers_folder,
     few_step,
+    prompt_lengths,
     schedulers,
 )
 from mmrl.policies.diffusion.attention_backends import Attention, AttentionChoice
@@ -32,6 +33,8 @@ from mmrl.policies.diffusion.text_encoding import Placement, PromptCache, texts_
 from mmrl.policies.quantization import Quantization, check_quantization, quantize
 from samplers.batching import attempts, chunks
 from samplers.processes import Flow, Process
+
+NEGATIVE = "negative_prompt"  # a column of prompts
 
 
 class FolderPolicy(FlowPolicy):
@@ -62,6 +65,7 @@ class FolderPolicy(FlowPolicy):
         vae_slicing: bool = False,
         quantization: Quantization | None = None,
         scheduler: Literal["own", "lcm"] = "own",
+        negative_prompt: str = "",
         **options: Any,
     ):
         """Load a model folder. path: folder, hub id or world:NAME. size: pixels, one side or
@@ -74,7 +78,11 @@ class FolderPolicy(FlowPolicy):
         network's blocks in 4 bits (nf4, fp4) or 8 (8bit), under adapters. scheduler: lcm samples in
         few steps as diffusers' LCMScheduler and FlowMatchLCMScheduler, by predicting the data and
         adding fresh noise, whatever sde_type, noise_level, noise_window and solver say: for
-        students of the objectives consistency and dmd; export writes that scheduler."""
+        students of the objectives consistency and dmd; export writes that scheduler.
+        negative_prompt: what guidance leads away from, as the pipeline's; a row's own stands before
+        it."""
+        self.negative_prompt = negative_prompt
+        self.row_negatives = False  # whether prompts have negative prompts of their own
         attention_backends.check(attention)
         check_quantization(quantization, options.get("lora") is not None)
         self.place = diffusers_folder.resolve(path, self.pipeline, *self.also)
@@ -179,11 +187,42 @@ class FolderPolicy(FlowPolicy):
 
     def encode(self, prompts: list[Prompt]) -> dict[str, Any]:
         cond = self.texts(texts_of(prompts), self.device)
-        return cond | {"uncond": self.texts([""], self.device)}
+        if self.row_negatives or any(NEGATIVE in prompt for prompt in prompts):
+            cond |= {NEGATIVE: self.negatives(self.negatives_of(prompts))}
+        return cond | {"uncond": self.negatives([self.negative_prompt])}
+
+    def negatives(self, texts: list[str]) -> dict[str, Tensor]:
+        """Encode negative prompts, a nest of tensors [P, *]."""
+        return self.texts(texts, self.device)
+
+    def negatives_of(self, prompts: list[Prompt]) -> list[str]:
+        """Return the negative prompt of every prompt: its own, else the policy's."""
+        return [str(prompt.get(NEGATIVE) or self.negative_prompt) for prompt in prompts]
+
+    def unconditional(self, row_cond: dict[str, Any], cond: dict[str, Any]) -> dict[str, Any]:
+        if NEGATIVE not in row_cond:
+            return super().unconditional(row_cond, cond)
+        own_negatives: dict[str, Any] = row_cond[NEGATIVE]
+        return row_cond | own_negatives
 
     def prepare(self, prompts: list[Prompt]) -> None:
         if self.texts.placement == "release":
-            self.texts(["", *dict.fromkeys(texts_of(prompts))], self.device)
+            self.texts(list(dict.fromkeys(texts_of(prompts))), self.device)
+            self.negatives(list(dict.fromkeys([self.negative_prompt, *self.negatives_of(prompts)])))
+
+    reads: ClassVar[tuple[str, ...]] = (NEGATIVE,)  # settings of a row
+    text_length: int | None = None  # tokens of the text encoders that have no limit of their own
+
+    def admit(self, prompts: list[Prompt]) -> list[Prompt]:
+        """Take all prompts, and say what is not read of them."""
+        self.row_negatives |= any(NEGATIVE in prompt for prompt in prompts)
+        texts = [text for prompt in prompts if isinstance(text := prompt.get("text"), str)]
+        lines = (
+            *prompt_lengths.cut(self.place, texts, self.text_length),
+            *prompt_lengths.unread(prompts, self.reads),
+        )
+        self.notes += tuple(line for line in lines if line not in self.notes)
+        return super().admit(prompts)
 
     def _pass(self, x: Tensor, t: Tensor, cond: dict[str, Any], passes: int = 1) -> Tensor:
         return attention_backends.computed(self, partial(super()._pass, x, t, cond, passes))

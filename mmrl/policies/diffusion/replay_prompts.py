@@ -28,6 +28,7 @@ BINNING = "use_resolution_binning"  # samples another size than the one asked fo
 # defaults of a call that change what is sampled, beside its size, length and guidance
 CHANGING = ("clean_caption", "negative_prompt", "max_sequence_length", "cfg_normalization")
 SHOWN = 80  # characters of a prompt in a sentence
+RATES = ("frame_rate", "fps")
 FRAMES = ("num_frames", "frames", "video_length")  # what calls name the length of a video
 # guidances besides that of the prompt, with which calls for videos with sound begin: none unless
 # they are asked for, and the sound's scales follow the video's
@@ -87,6 +88,13 @@ class PromptArguments:
         lengths = [self.call[name] for name in FRAMES if name in self.call]
         frames = next(iter([*lengths, *self.videos.values()]), None)
         return (height, width) if height and width else None, frames
+
+    def rate(self) -> float | None:
+        """Return the frames a second that the call asks for, or does by itself; None where it has
+        no such argument."""
+        names = [name for name in RATES if name in self.known]
+        rates = [self.call.get(name, self.known[name].default) for name in names]
+        return next((float(rate) for rate in rates if isinstance(rate, (int, float))), None)
 
     @property
     def makes_video(self) -> bool:
@@ -152,7 +160,9 @@ class PromptArguments:
 
     def _written(self, rows: list[dict[str, Any]], scale: float | None) -> dict[str, Any]:
         sounds = "audio_guidance_scale" in self.known
-        arguments = {n: v for n, v in UNGUIDED.items() if sounds and n in self.known}
+        arguments: dict[str, Any] = {
+            n: v for n, v in UNGUIDED.items() if sounds and n in self.known
+        }
         arguments |= {BINNING: False} if BINNING in self.known else {}
         arguments |= self.call
         for name in self.inputs:

@@ -10,6 +10,7 @@ import torch
 
 from mmrl.core.errors import UserError
 from mmrl.core.types import Prompt, tree_map
+from mmrl.policies.diffusion import diffusers_folder
 
 Placement = Literal["offload", "release", "keep", "cpu"]
 Encoding = dict[str, Any]  # nest of tensors [1, *] of one key
@@ -74,7 +75,8 @@ class PromptCache:
         pipeline.to(device)
         for start in range(0, len(texts), self.batch):
             part = texts[start : start + self.batch]
-            encoded = tree_map(lambda tensor: tensor.cpu(), self.encode(pipeline, part, device))
+            with diffusers_folder.quiet():
+                encoded = tree_map(lambda tensor: tensor.cpu(), self.encode(pipeline, part, device))
             for i, text in enumerate(part):
                 # a plain str, without attributes of subclasses
                 key = str(text) if isinstance(text, str) else text

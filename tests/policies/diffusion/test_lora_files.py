@@ -82,7 +82,7 @@ def network(base, place=None):
 def with_adapter(base, file):
     """The family's plain network with the file, as the pipeline loads it."""
     net = network(base)
-    lora_files._load(base, net, file)
+    lora_files.load(base, net, file)
     return net.eval()
 
 
@@ -333,3 +333,151 @@ def test_a_folder_that_is_no_model_is_refused(index, message, tmp_path):
     (tmp_path / "model_index.json").write_text(json.dumps(index))
     with pytest.raises(UserError, match=message):
         Base.of(str(tmp_path))
+
+
+def saved(tmp_path, name, layers, metadata=None):
+    file = tmp_path / f"{name}.safetensors"
+    save_file(layers, file, {"format": "pt"} | (metadata or {}))
+    return file
+
+
+def attention_layers(base, prefix, ends=("to_q", "to_v", "to_out.0"), seed=3):
+    """Layers in diffusers' names, with the modules that they are of."""
+    chosen = [n for n in modules_of(base) if n.endswith(ends) and "attn" in n and "single" not in n]
+    adapter = random_adapter(base, chosen, seed=seed)
+    layers = {}
+    for module, pair in adapter.items():
+        layers[f"{prefix}{module}.lora_A.weight"] = pair.down
+        layers[f"{prefix}{module}.lora_B.weight"] = 0.5 * pair.up
+    return adapter, layers
+
+
+def kinds_of(name, base):
+    """Public layouts, written with their own names: kind -> (tensors, metadata)."""
+    part = base.part
+    adapter, plain = attention_layers(base, f"{part}.")
+    net = network(base)
+    names = {f"{part}.r": 2, f"{part}.lora_alpha": 2, f"{part}.peft_type": "LORA"}
+    names |= {
+        f"{part}.rank_pattern": {module: pair.rank for module, pair in adapter.items()},
+        f"{part}.alpha_pattern": {module: pair.rank for module, pair in adapter.items()},
+        f"{part}.target_modules": sorted({module.rpartition(".")[2] for module in adapter}),
+        f"{part}.use_dora": True,
+    }
+    magnitudes = {
+        f"{part}.{module}.lora_magnitude_vector": 1.5 * net.get_submodule(module).weight.norm(dim=1)
+        for module in adapter
+    }
+    biased = {
+        f"{part}.{m}.lora_B.bias": torch.full((p.up.shape[0],), 0.7) for m, p in adapter.items()
+    }
+    kinds = {
+        "diffusers": (plain, None),
+        "dora": (plain | magnitudes, {"lora_adapter_metadata": json.dumps(names)}),
+    }
+    if name == "flux":
+        norm = {"transformer.transformer_blocks.0.attn.norm_q.weight": torch.full((16,), 1.7)}
+        kinds |= {
+            "bias": (plain | biased, None),
+            "norms": (plain | norm, None),
+            "peft": (
+                {k.replace("transformer.", "base_model.model.", 1): v for k, v in plain.items()},
+                None,
+            ),
+        }
+    if name == "sd":
+        kohya = {}
+        for module, pair in adapter.items():
+            key = "lora_unet_" + module.replace(".", "_")
+            kohya |= {f"{key}.lora_down.weight": pair.down, f"{key}.lora_up.weight": pair.up}
+            kohya[f"{key}.alpha"] = torch.tensor(0.5)
+        kinds["kohya"] = (kohya, None)
+    return kinds
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("sd", k) for k in ("diffusers", "dora", "kohya")]
+    + [("flux", k) for k in ("diffusers", "dora", "bias", "norms", "peft")],
+)
+def test_the_whole_change_of_a_public_layout_is_merged(name, kind, tmp_path):
+    """Beside plain diffusers' load_lora_weights, twice: two files of each layout."""
+    base = Base.of(str(tiny_diffusers.folder(name)))
+    policy, prompts = made(name, ["to_q"] if name == "flux" else None)
+    plain = output(policy, network(base), prompts)
+    tensors, metadata = kinds_of(name, base)[kind]
+    for number, scale in enumerate((1.0, -0.5)):
+        layers = {
+            k: scale * v if "lora_B" in k or "lora_up" in k else v for k, v in tensors.items()
+        }
+        file = saved(
+            tmp_path, f"{kind}{number}", {k: v.contiguous() for k, v in layers.items()}, metadata
+        )
+        pipe = diffusers.DiffusionPipeline.from_pretrained(base.place)
+        if kind == "peft":  # which diffusers itself reads by its own names alone
+            renamed = {k.replace("base_model.model.", "transformer."): v for k, v in layers.items()}
+            pipe.load_lora_weights(str(saved(tmp_path, "renamed", renamed)))
+        else:
+            pipe.load_lora_weights(str(tmp_path), weight_name=file.name)
+        theirs = output(policy, getattr(pipe, base.part).eval(), prompts)
+        place = convert.merge([file], base.place, [], tmp_path / f"merged{number}")
+        ours = output(policy, network(base, place), prompts)
+        torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=2e-5)
+        assert (ours - plain).abs().max() > 1e-3 * plain.abs().max()
+
+
+@pytest.mark.parametrize("kind", ["dora", "bias", "norms"])
+def test_what_no_pair_holds_is_not_converted(kind, tmp_path):
+    base = Base.of(str(tiny_diffusers.folder("flux")))
+    tensors, metadata = kinds_of("flux", base)[kind]
+    file = saved(tmp_path, kind, {k: v.contiguous() for k, v in tensors.items()}, metadata)
+    with pytest.raises(UserError, match="only a merged model has; use mmrl convert"):
+        convert.convert(file, base.place, "diffusers", tmp_path / "out.safetensors")
+
+
+def test_the_network_is_taken_of_a_file_with_text_encoders_and_the_rest_is_named(tmp_path, caplog):
+    base = Base.of(str(tiny_diffusers.folder("sd")))
+    _, layers = attention_layers(base, "unet.")
+    text = {"text_encoder.encoder.layers.0.q_proj.lora_A.weight": torch.ones(1, 2)}
+    file = saved(tmp_path, "both", layers | text)
+    adapter = lora_files.read(base, file)
+    assert set(adapter) == {k.split(".lora")[0].removeprefix("unet.") for k in layers}
+    assert "leaves out 1 tensors of text encoders, such as 'text_encoder" in caplog.text
+
+
+def test_blocks_that_the_base_lacks_are_named(tmp_path, caplog):
+    base = Base.of(str(tiny_diffusers.folder("flux")))
+    _, layers = attention_layers(base, "transformer.")
+    more = {k.replace("blocks.0", "blocks.7"): v.clone() for k, v in layers.items()}
+    lora_files.read(base, saved(tmp_path, "more", layers | more))
+    assert "blocks.7" in caplog.text
+
+
+def test_a_run_begins_with_a_lora_file(tmp_path):
+    policy, prompts = made("flux", ["to_q", "to_k"])
+    plain, base = output(policy, policy.net, prompts), Base.of(policy.place)
+    _, layers = attention_layers(base, "transformer.", ends=("attn.to_q",))
+    file = saved(tmp_path, "some", layers)
+    theirs = output(policy, with_adapter(base, file), prompts)
+    lora_files.begin(base, policy.net, file)  # of rank 2, as the policy's
+    torch.testing.assert_close(output(policy, policy.net, prompts), theirs, atol=2e-5, rtol=2e-5)
+    assert (theirs - plain).abs().max() > 1e-4
+    whole = folders.make("flux", fixed_batch_rows=None)
+    lora_files.begin(base, whole.net, file)
+    torch.testing.assert_close(output(whole, whole.net, prompts), theirs, atol=2e-5, rtol=2e-5)
+    assert all(p.requires_grad for p in whole.net.parameters())
+    _, large = attention_layers(base, "transformer.", ends=("add_q_proj",))
+    with pytest.raises(UserError, match="is not there; set lora: .rank: .* mmrl convert"):
+        lora_files.begin(base, policy.net, saved(tmp_path, "other", large))
+
+
+@pytest.mark.parametrize("name", ["sd", "flux", "wan"])
+def test_readers_that_know_no_metadata_take_the_same_change(name, tmp_path):
+    policy, prompts = made(name, ["to_q"] if name == "flux" else None)
+    policy.export(tmp_path)
+    ours = output(policy, policy.net, prompts)
+    bare = saved(tmp_path, "bare", load_file(tmp_path / convert.LORA))
+    base = Base.of(policy.place)
+    for file in (bare, tmp_path / convert.LORA):
+        theirs = output(policy, with_adapter(base, file), prompts)
+        torch.testing.assert_close(theirs, ours, atol=2e-5, rtol=2e-5)

@@ -33,6 +33,7 @@ class CogVideoX(VideoFolderPolicy):
     network = "CogVideoXTransformer3DModel"
     autoencoder = "AutoencoderKLCogVideoX"
     process: Diffusion
+    media_fps = 8.0
     attention = tuple(f"attn1.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0"))
 
     def __init__(
@@ -47,6 +48,7 @@ class CogVideoX(VideoFolderPolicy):
         without noise. text_length: T5 tokens."""
         self.text_length = text_length
         super().__init__(path, sde_type=sde_type, noise_level=noise_level, **options)
+        self.media_fps = 16.0 if self.config.patch_size_t else 8.0  # version 1.5 makes 16
 
     def latent_shape(self) -> tuple[int, ...]:
         """Return the shape of a sample's latents; version 1.5 joins ``patch_size_t`` frames in a

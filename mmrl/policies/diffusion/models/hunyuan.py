@@ -27,6 +27,7 @@ class HunyuanVideo(VideoFolderPolicy):
 
     pipeline = "HunyuanVideoPipeline"
     network = "HunyuanVideoTransformer3DModel"
+    media_fps = 24.0
     autoencoder = "AutoencoderKLHunyuanVideo"
 
     def __init__(
@@ -100,6 +101,7 @@ class HunyuanI2V(FirstFrame, HunyuanVideo):
     """
 
     pipeline = "HunyuanVideoImageToVideoPipeline"
+    reads = ()
 
     def __init__(self, path: str, **options: Any):
         super().__init__(path, **options)
@@ -127,14 +129,18 @@ class HunyuanI2V(FirstFrame, HunyuanVideo):
         return (
             cond
             | self.pictures(pictures, self.device)
-            | {"uncond": self.texts([("", self.black)], self.device)}
+            | {"uncond": self.texts([(self.negative_prompt, self.black)], self.device)}
         )
 
     def prepare(self, prompts: list[Prompt]) -> None:
         if self.texts.placement == "release":
             pictures = self.shown(prompts)
             self.texts(
-                list(dict.fromkeys([("", self.black), *zip(texts_of(prompts), pictures)])),
+                list(
+                    dict.fromkeys(
+                        [(self.negative_prompt, self.black), *zip(texts_of(prompts), pictures)]
+                    )
+                ),
                 self.device,
             )
             self.pictures(list(dict.fromkeys(pictures)), self.device)

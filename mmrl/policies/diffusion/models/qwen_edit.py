@@ -42,7 +42,9 @@ class QwenEdit(EditPolicy, QwenImage):
         self, prompts: list[Prompt], pictures: list[Any]
     ) -> tuple[list[Request], list[Request]]:
         requests = [Request(text, image) for text, image in zip(texts_of(prompts), pictures)]
-        return requests, [Request("", image) for image in pictures]
+        return requests, [
+            Request(text, image) for text, image in zip(self.negatives_of(prompts), pictures)
+        ]
 
     def prepare(self, prompts: list[Prompt]) -> None:
         if self.texts.placement == "release":

@@ -26,6 +26,8 @@ class QwenImage(FolderPolicy):
     network = "QwenImageTransformer2DModel"
     autoencoder = "AutoencoderKLQwenImage"
 
+    text_length: int
+
     def __init__(self, path: str, text_length: Annotated[int, Ge(1)] = 512, **options: Any):
         """Extend the options of ``FolderPolicy``. text_length: tokens of a prompt; shorter ones are
         padded and masked."""

@@ -39,6 +39,7 @@ class Sana(FolderPolicy):
         self.text_length = text_length
         self.instruct = instruct
         super().__init__(path, **options)
+        self.plain_texts = self.texts.of(self._encode_plain)
 
     def latent_shape(self) -> tuple[int, ...]:
         factor = 2 ** (len(self.vae.config.encoder_block_out_channels) - 1)
@@ -70,6 +71,16 @@ class Sana(FolderPolicy):
             for text in texts
         ]
         text, mask = (torch.cat(part) for part in zip(*parts))
+        return {"text": text, "mask": mask}
+
+    def negatives(self, texts: list[str]) -> dict[str, Tensor]:
+        """Encode without the instruction, as the pipeline does."""
+        return self.plain_texts(texts, self.device)
+
+    def _encode_plain(self, pipe: Any, texts: list[str], device: torch.device) -> dict[str, Tensor]:
+        text, mask = (
+            torch.cat(p) for p in zip(*(self._encode(pipe, t, device, None) for t in texts))
+        )
         return {"text": text, "mask": mask}
 
     def _encode(

@@ -26,6 +26,7 @@ class SD3(FolderPolicy):
         """Extend the options of ``FolderPolicy``. t5: false leaves the largest text encoder out, as
         diffusers does for ``text_encoder_3=None``."""
         self.t5 = t5
+        self.text_length = 256  # tokens of the third encoder
         super().__init__(path, **options)
         self.t5 = t5 and diffusers_folder.holds(self.place, "text_encoder_3")
 

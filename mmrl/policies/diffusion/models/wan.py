@@ -147,6 +147,7 @@ class Wan(VideoFolderPolicy):
         index = diffusers_folder.index(self.place)
         high = super().load_network()
         self.expand = bool(index.get("expand_timesteps"))
+        self.media_fps = 24.0 if self.expand else type(self).media_fps  # TI2V makes 24
         if index.get("boundary_ratio") is None:
             return high
         low = self.load_part(self.network, "transformer_2", self.compute)

@@ -78,4 +78,5 @@ class SkyReelsI2V(WanI2V):
 
     pipeline = "SkyReelsV2ImageToVideoPipeline"
     network = "SkyReelsV2Transformer3DModel"
+    media_fps = 24.0
     also = ()

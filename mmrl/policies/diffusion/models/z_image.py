@@ -23,6 +23,8 @@ class ZImage(FolderPolicy):
     network = "ZImageTransformer2DModel"
     attention = ("attention.to_q", "attention.to_k", "attention.to_v", "attention.to_out.0")
 
+    text_length: int
+
     def __init__(
         self,
         path: str,

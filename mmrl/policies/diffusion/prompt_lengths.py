@@ -1,0 +1,91 @@
+"""Says before training what a model does not read of its prompts: words beyond what a text encoder
+takes, and columns that look like settings of a row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+from mmrl.core import pretrained
+from mmrl.core.types import Prompt
+from mmrl.policies.diffusion import diffusers_folder
+
+TOKENIZERS = ("tokenizer", "tokenizer_2", "tokenizer_3")
+# what other programs read of a row, and pipelines of a call
+SETTINGS = (
+    "negative_prompt",
+    "negative",
+    "seed",
+    "guidance_scale",
+    "guidance",
+    "size",
+    "height",
+    "width",
+)
+SHOWN = 40  # characters of what is cut off
+PART = 4096  # texts at once
+
+
+def cut(place: str, texts: Sequence[str], text_length: int | None) -> tuple[str, ...]:
+    """Return a sentence for each tokenizer of a folder that reads less than some of the texts:
+    CLIP's as many tokens as its position embeddings, others ``text_length``."""
+    if not texts:
+        return ()
+    index = diffusers_folder.index(place)
+    return tuple(
+        sentence
+        for part in TOKENIZERS
+        if (index.get(part) or [None])[0] is not None
+        for sentence in _cut_by(place, part, str(index[part][1]), texts, text_length)
+    )
+
+
+def _cut_by(
+    place: str, part: str, kind: str, texts: Sequence[str], text_length: int | None
+) -> Iterator[str]:
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = pretrained.load_processor(AutoTokenizer, place, subfolder=part)
+    clip = kind.startswith("CLIP")
+    most = int(tokenizer.model_max_length)
+    limit = most if clip or text_length is None else text_length
+    lengths: list[int] = []
+    with diffusers_folder.quiet():
+        for start in range(0, len(texts), PART):
+            rows = tokenizer(list(texts[start : start + PART])).input_ids
+            lengths += [len(row) for row in rows]
+    over = [i for i, length in enumerate(lengths) if length > limit]
+    if not over:
+        return
+    first = texts[over[0]]
+    ids = tokenizer(first).input_ids[limit - 1 :]
+    lost = tokenizer.decode(ids, skip_special_tokens=True).strip()
+    helps = (
+        "write what matters first"
+        if clip or text_length is None
+        else "raise policy option text_length, or write what matters first"
+    )
+    yield (
+        f"{len(over)} of {len(texts)} prompts are longer than the {limit} tokens that the text "
+        f"encoder of {part} ({'CLIP' if clip else kind}) reads and are cut there, the first before "
+        f"{lost[:SHOWN]!r}; {helps}"
+    )
+
+
+def unread(prompts: Sequence[Prompt], read: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return a sentence on columns of prompts that look like settings of a row, and are none
+    besides those that are ``read``."""
+    columns = sorted({key for prompt in prompts for key in prompt if isinstance(key, str)})
+    similar = [
+        key
+        for key in columns
+        if key not in read and (key in SETTINGS or get_close_matches(key, SETTINGS, 1, 0.85))
+    ]
+    if not similar:
+        return ()
+    known = f" (read of a row: {', '.join(read)})" if read else ""
+    return (
+        f"prompts have {', '.join(similar)}, which this policy does not read of a row{known}; one "
+        "value for all rows is an option of the policy or of the command",
+    )
