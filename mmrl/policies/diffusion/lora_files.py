@@ -199,8 +199,8 @@ def _of_network(base: Base, file: Path, folder: Path) -> Path:
 def _network_metadata(file: Path) -> dict[str, str]:
     metadata = weight_files.metadata(file)
     config = json.loads(metadata.get(METADATA, "{}"))
-    kept = {k: v for k, v in config.items() if not k.startswith(OF_TEXT_ENCODERS)}
-    return metadata | ({METADATA: json.dumps(kept)} if METADATA in metadata else {})
+    network_config = {k: v for k, v in config.items() if not k.startswith(OF_TEXT_ENCODERS)}
+    return metadata | ({METADATA: json.dumps(network_config)} if METADATA in metadata else {})
 
 
 @contextmanager
@@ -223,8 +223,8 @@ def overheard() -> Iterator[list[str]]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             yield remarks
-        told = {str(each.message) for each in caught}
-        remarks += sorted(text for text in told if "key" in text and "LoRA" in text)
+        messages = {str(each.message) for each in caught}
+        remarks += sorted(text for text in messages if "key" in text and "LoRA" in text)
     finally:
         for each, (handlers, propagate, level) in zip(loggers, before, strict=True):
             each.handlers, each.propagate = handlers, propagate
