@@ -12,6 +12,7 @@ import math
 import re
 import struct
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,8 @@ class TooLarge(PictureError):
 
 
 def rgb_picture(source: Any, enough: int | None = None) -> Any:
-    """Open a path, bytes or a PIL image as 8-bit RGB, upright; of an animation the first frame.
+    """Open a path, bytes, {bytes, path}, an array or a PIL image as 8-bit RGB, upright; of an
+    animation the first frame.
 
     Grey becomes three equal channels, CMYK is converted by the file's own colour profile if it has
     one, transparency is laid on white, 16 bits are scaled by their range (``eight_bits``).
@@ -64,8 +66,15 @@ def rgb_picture(source: Any, enough: int | None = None) -> Any:
 
 
 def opened(source: Any) -> Any:
-    """Open a path or bytes as a PIL image, its pixels unread. Raises PictureError."""
+    """Open a path, bytes, {bytes, path} as data sets hold pictures, or an array uint8 [H, W, 3] as
+    a PIL image, its pixels unread. Raises PictureError."""
     from PIL import Image
+
+    if isinstance(source, Mapping):
+        content = source.get("bytes")
+        source = source.get("path") if content is None else content
+    if isinstance(source, np.ndarray):
+        return _of_array(source)
 
     _without_bomb_warnings()
     try:
@@ -77,6 +86,19 @@ def opened(source: Any) -> Any:
         raise TooLarge(_too_large(f"a picture {pixels}", limit())) from error
     except BROKEN as error:
         raise PictureError(reason(error)) from error
+
+
+def _of_array(values: np.ndarray) -> Any:
+    """Return an array as a PIL image. Raises PictureError for one whose layout or range would have
+    to be guessed."""
+    from PIL import Image
+
+    channels = values.shape[2] if values.ndim == 3 else 1
+    if values.dtype != np.uint8 or values.ndim not in (2, 3) or channels not in (1, 3, 4):
+        raise PictureError(
+            f"an array of {values.dtype} {list(values.shape)}; expected uint8 [height, width, 3]"
+        )
+    return Image.fromarray(values[..., 0] if values.ndim == 3 and channels == 1 else values)
 
 
 def limit() -> int:

@@ -171,3 +171,21 @@ def test_policies_and_rewards_see_the_same_picture(tmp_path):
     shown = np.asarray(open_image(prompt["images"][0], prompt))
     (judged,) = prompt_pictures(prompt)
     assert np.array_equal(shown, np.asarray(judged)) and 100 < shown.mean() < 150
+
+
+def test_pictures_as_data_sets_hold_them(tmp_path):
+    """{bytes, path} and arrays uint8 [H, W, C] are the picture itself; others would be guessed."""
+    values = np.random.default_rng(0).integers(0, 255, (5, 7, 3), dtype=np.uint8)
+    content = encoded(Image.fromarray(values))
+    (tmp_path / "a.png").write_bytes(content)
+    forms = [
+        values,
+        {"bytes": content, "path": "not there.png"},
+        {"bytes": None, "path": str(tmp_path / "a.png")},
+    ]
+    for form in forms:
+        assert np.array_equal(np.asarray(rgb_picture(form)), values)
+    assert rgb_picture(values[..., :1]).size == (7, 5)
+    for wrong in (values.transpose(2, 0, 1), values / 255, values[None], values[..., :2]):
+        with pytest.raises(PictureError, match=r"expected uint8 .height, width, 3."):
+            rgb_picture(wrong)

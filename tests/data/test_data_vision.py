@@ -135,6 +135,61 @@ def test_conversations_of_all_makes(folder):
     ] == "d"
 
 
+def test_rows_as_other_frameworks_write_them(folder):
+    ask = {"role": "user", "content": "<image>how many?"}
+    image = str(folder / "pics/0.png")
+    rows = [
+        # TRL: the conversation is the prompt, pictures beside it; in parts, or by a mark
+        {
+            "prompt": [
+                {"role": "system", "content": "short"},
+                {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "why?"}]},
+            ],
+            "images": [image],
+            "solution": "so",
+        },
+        # verl: what is judged stands in a column of its own
+        {
+            "data_source": "geo3k",
+            "prompt": [ask],
+            "images": [{"path": image}],
+            "reward_model": {"style": "rule", "ground_truth": "4"},
+        },
+        # ms-swift: the answer is the last turn, pictures and clips beside the turns
+        {"messages": [ask, {"role": "assistant", "content": "2"}], "images": [image]},
+        # LLaMA-Factory: Alpaca's columns
+        {"instruction": "translate", "input": "ja", "output": "yes", "images": [image]},
+        {"instruction": "say yes", "input": "", "output": "yes"},
+        {"prompt": "a question still", "answer": "x"},
+    ]
+    trl, verl, swift, alpaca, short, plain = every(written(folder, "others.jsonl", rows))
+    assert (trl["system"], trl["answer"], trl["images"]) == ("short", "so", [image])
+    assert trl["messages"][-1]["content"][0] == {"type": "image"}
+    assert (verl["text"], verl["answer"], verl["images"]) == ("<image>how many?", "4", [image])
+    assert (swift["text"], swift["answer"]) == ("<image>how many?", "2")
+    assert (alpaca["text"], alpaca["answer"], alpaca["images"]) == ("translate\nja", "yes", [image])
+    assert (short["text"], short["answer"]) == ("say yes", "yes")
+    assert plain["text"] == "a question still" and "messages" not in plain
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (
+            {"text": "where is <ref-object>?", "objects": {"ref": ["dog"], "bbox": [[1, 2, 3, 4]]}},
+            "in whose place ms-swift puts what objects hold",
+        ),
+        (
+            {"instruction": "and?", "output": "x", "history": [["a", "b"]]},
+            "write the turns as messages",
+        ),
+        ({"prompt": [{"role": "judge", "content": "x"}]}, "turn 0 is by 'judge'"),
+    ],
+)
+def test_what_cannot_be_understood_of_other_frameworks_is_said(folder, row, said):
+    assert said in message(every, written(folder, "odd.jsonl", [row]))
+
+
 COCO = {
     "images": [{"id": i, "file_name": f"{i}.png", "width": 40, "height": 30} for i in range(3)],
     "categories": [{"id": 1, "name": "dog"}, {"id": 2, "name": "cat"}],

@@ -30,9 +30,25 @@ DETECT = "Find every object of these kinds and give the box of each: {labels}."
 REFER = "Give the box of {expression}."
 
 
+TURNS = ("messages", "conversations", "prompt")  # names of columns that hold a conversation
+SWIFT = ("<bbox>", "<ref-object>")  # ms-swift's marks for boxes and names in ``objects``
+
+
+def turns_of(row: Mapping[str, Any]) -> str | None:
+    """Name the column that holds a conversation: ``prompt`` does where it is a list of turns (TRL,
+    verl), else it is a question."""
+    known = (name for name in TURNS if name in row)
+    return next((name for name in known if name != "prompt" or _is_talk(row[name])), None)
+
+
+def _is_talk(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], Mapping)
+
+
 def plain(row: Mapping[str, Any], columns: Mapping[str, str]) -> Prompt:
     """Read a row of named values; ``columns`` says which name holds what. Other values stay as they
     are."""
+    row = _checked(row) if columns else _instructed(_checked(row))
     prompt = dict(row)
     for ours in {**ALIASES, **columns}:
         theirs = columns.get(ours)
@@ -51,14 +67,46 @@ def plain(row: Mapping[str, Any], columns: Mapping[str, str]) -> Prompt:
     return prompt
 
 
+def _checked(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row with the answer where verl has it. Raises ValueError for marks of ms-swift, in
+    whose place other values of the row belong."""
+    prompt = dict(row)
+    if "objects" in row and any(mark in str(list(row.values())) for mark in SWIFT):
+        raise ValueError(
+            f"its text has {' or '.join(SWIFT)}, in whose place ms-swift puts what objects hold; "
+            "write names and boxes into the text, and the right boxes as boxes"
+        )
+    judged = row.get("reward_model")
+    answered = any(row.get(name) is not None for name in ALIASES["answer"])
+    if isinstance(judged, Mapping) and not answered and judged.get("ground_truth") is not None:
+        prompt["answer"] = judged["ground_truth"]
+    return prompt
+
+
+def _instructed(prompt: dict[str, Any]) -> dict[str, Any]:
+    """Read Alpaca's columns: what is asked is ``instruction``, and ``input`` below it; the answer
+    is ``output``."""
+    asked = prompt.get("instruction")
+    if not isinstance(asked, str) or "output" not in prompt:
+        return prompt
+    rest = {k: v for k, v in prompt.items() if k not in ("instruction", "input", "output")}
+    if rest.pop("history", None):
+        raise ValueError("it has a history; write the turns as messages of role and content")
+    given = prompt.get("input")
+    text = f"{asked}\n{given}" if given else asked
+    return {"answer": prompt["output"]} | rest | {"text": text}
+
+
 def conversation(row: Mapping[str, Any], columns: Mapping[str, str]) -> Prompt:
     """Read LLaVA (``conversations`` of from and value), ShareGPT and Qwen (``messages`` of role and
-    content, text or parts).
+    content, text or parts), TRL and verl (``prompt`` of the same).
 
     The last turn, if it is the assistant's, is the ground truth (unless the row has one); those
     before it are the prompt.
     """
-    name = next(key for key in ("messages", "conversations") if key in row)
+    name = turns_of(row)
+    if name is None:
+        raise ValueError(f"no messages or conversations; it has {', '.join(row)}")
     rest = plain({key: value for key, value in row.items() if key != name}, columns)
     turns = [_turn(turn, i) for i, turn in enumerate(_list(row[name], name))]
     if not turns:

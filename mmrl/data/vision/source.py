@@ -94,7 +94,8 @@ class Vision:
         if isinstance(row.get("annotations"), list) and isinstance(row.get("images"), list):
             several = [*row["annotations"][:1], *row["images"][:1]]
             return "refcoco" if any(formats.expressions(record) for record in several) else "coco"
-        return "qwen" if "messages" in row else "llava" if "conversations" in row else "plain"
+        talk = formats.turns_of(row)
+        return "plain" if talk is None else "llava" if talk == "conversations" else "qwen"
 
     def prompt(self, row: Any) -> Prompt:
         """Turn a row into a prompt. Raises ValueError for a row that is broken."""
@@ -107,8 +108,6 @@ class Vision:
                 row, self.question, self.columns, are_corners=self.box_format == "xyxy"
             )
         if kind in ("llava", "sharegpt", "qwen"):
-            if not {"messages", "conversations"} & set(row):
-                raise ValueError(f"no messages or conversations; it has {', '.join(row)}")
             return self._boxed(formats.conversation(row, self.columns))
         return self._boxed(formats.plain(row, self.columns))
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mmrl.core.errors import UserError
+from mmrl.core.pictures import opened
 from mmrl.core.types import Prompt
 from mmrl.policies.vlm.media import Budgets, images_of, where
 
@@ -122,9 +123,6 @@ def _largest(prompt: Prompt) -> int:
 def _pixels(source: Any) -> int:
     from PIL import Image
 
-    if hasattr(source, "size"):
-        width, height = source.size
-    else:
-        with Image.open(source) as image:
-            width, height = image.size
+    image = source if isinstance(source, Image.Image) else opened(source)
+    width, height = image.size
     return int(width * height)

@@ -16,8 +16,6 @@ Encoded = dict[str, Tensor]
 SEQUENCES = (
     "input_ids",
     "attention_mask",
-    "mm_token_type_ids",
-    "token_type_ids",
     "cross_attention_mask",
 )
 # indices into the patches of all images of a batch, and where these are
@@ -31,10 +29,16 @@ def is_pixels(name: str) -> bool:
     return "pixel_values" in name
 
 
+def is_sequence(name: str) -> bool:
+    """Tell whether an input of that name has a value for every token; experts are chosen by type
+    ids under a name of their own."""
+    return name in SEQUENCES or name.endswith("token_type_ids")
+
+
 def collated(name: str, encoded: list[Encoded], length: int, family: Family, pad: int) -> Tensor:
     """Join the inputs ``name`` of n prompts: sequences to [n, length], padded on the left; vision
     tensors by the family's rule. Raises UserError where a prompt lacks what its family needs."""
-    if name in SEQUENCES:
+    if is_sequence(name):
         like = next(prompt[name] for prompt in encoded if name in prompt)
         rows = [_row(name, prompt, like, family) for prompt in encoded]
         fill = pad if name == "input_ids" else 0
@@ -56,12 +60,17 @@ def kinds_of(encoded: list[Encoded], family: Family) -> list[list[int]]:
     """Group the positions of prompts that can be in one batch without changing each other; nearly
     always all of them.
 
-    Four properties of networks prevent it: cross-attending Mllama gives tokens before an image
+    Five properties of networks prevent it: cross-attending Mllama gives tokens before an image
     the mean of all slots for images, the empty ones included, LLaVA-OneVision reshapes videos to
     one number of frames, Molmo2 and GLM take images or videos, and what hears reads the silence
-    behind shorter sounds (Phi-4 also projects sounds otherwise beside pictures, of any prompt).
+    behind shorter sounds (Phi-4 also projects sounds otherwise beside pictures, of any prompt), and
+    Phi-4 reads a picture that fills its tiles causally unless another's mask is beside it.
     """
     positions: dict[object, list[int]] = {}
+    if family.alone:  # with its own copies
+        for i, prompt in enumerate(encoded):
+            positions.setdefault(id(prompt["input_ids"]), []).append(i)
+        return list(positions.values())
     for i, prompt in enumerate(encoded):
         positions.setdefault(_shape(prompt, family), []).append(i)
     shapes = [shape for shape in positions if shape is not None]
@@ -77,13 +86,20 @@ def _shape(prompt: Encoded, family: Family) -> object:
         sounds = [prompt[name] for name in SOUNDS if name in prompt]
         lengths = tuple((tuple(x.shape[1:]), tuple(x.sum(-1).tolist())) for x in sounds)
         pictures = family.hears == "apart" and any(map(is_pixels, prompt))
-        return (pictures, lengths) if pictures or sounds else None
+        return (pictures and _full(prompt), lengths) if pictures or sounds else None
     if family.apart:
         return next((name for name in prompt if is_pixels(name)), None)
     if family.joins != "rows":
         return None
     name = "pixel_values" if family.by_row else "pixel_values_videos"
     return prompt[name].shape[1] if name in prompt and prompt[name].dim() >= 5 else None
+
+
+def _full(prompt: Encoded) -> object:
+    """Tell how pictures are masked: ``masked`` somewhere, or nowhere, in tiles of one shape.
+    Phi-4's tower is given a mask only where something is masked; it attends causally without."""
+    mask = prompt.get("image_attention_mask")
+    return tuple(mask.shape[1:]) if mask is not None and bool(mask.all()) else "masked"
 
 
 def _row(name: str, prompt: Encoded, like: Tensor, family: Family) -> Tensor:

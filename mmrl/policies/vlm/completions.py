@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from mmrl.core.types import Completion, Rollout
+from mmrl.core.types import Completion, Prompt, Rollout
 from mmrl.policies.vlm.generate import Ending
 from mmrl.policies.vlm.processor import Inputs
 
@@ -30,13 +30,20 @@ def completions(inputs: Inputs, ending: Ending, rollout: Rollout) -> list[Comple
         columns["last_logprob"] = order.last_logprob
     names = list(columns)
     means = torch.stack([columns[name] for name in names], 1)
-    begun = [prompt.get("prefill", "") for prompt in rollout.prompt_per_row()]
+    begun = [begun_by(prompt) for prompt in rollout.prompt_per_row()]
     rows = zip(rollout.sample.tolist(), lengths.tolist(), means.tolist(), begun, strict=True)
     limit = rollout.sample.shape[1]
     return [
         _completion(inputs, ending, ids[:n], dict(zip(names, mean, strict=True)), start, limit)
         for ids, n, mean, start in rows
     ]
+
+
+def begun_by(prompt: Prompt) -> str:
+    """Return with what a prompt has begun its answer: the mark of a thought that the chat template
+    opens, and its ``prefill``."""
+    begun: str = prompt.get("view", {}).get("begun", prompt.get("prefill", ""))
+    return begun
 
 
 def _completion(

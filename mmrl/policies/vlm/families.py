@@ -84,9 +84,6 @@ DIRECT = (
 CAUSAL = (*DIRECT, "idefics3", "smolvlm", "janus", "phi4_multimodal", "chameleon")
 # those whose towers take pixels in the network's own dtype only; Llama 4's processor rounds them
 OWN_DTYPE = ("llama4", "kimi_k25", "chameleon")
-# those whose log-probs and gradients were compared with separate passes
-# (tests/policies/vlm/test_vlm_policy.py, test_vlm_families.py)
-VERIFIED = (*CAUSAL, "gemma3", "paligemma", "gemma4", "molmo2", "mllama")
 
 
 @dataclass(frozen=True)
@@ -96,7 +93,8 @@ class Family:
     patches it reports), ``stretch`` (to one size), None (crops, pads or tiles, so coordinates of
     the resized image mean nothing). ``needs``: inputs it computes wrongly without. ``by_row``: its
     images are a row of slots a prompt, so that only prompts of equally many images make a batch.
-    ``video``: it takes videos; ``apart``: not in one batch with images; ``either``: not in one
+    ``video``: it takes videos; ``apart``: not in one batch with images; ``alone``: every
+    prompt is a batch of its own; ``either``: not in one
     prompt with images, of which its processor keeps one kind. ``video_tokens``: how many
     tokens of a prompt stand for a video: as many as its grid has features (``grid``), those of an
     image (``image``), those of a frame for each of its clips (``frame``), or what its processor
@@ -111,6 +109,7 @@ class Family:
     by_row: bool = False
     video: bool = False
     apart: bool = False
+    alone: bool = False
     either: bool = False
     video_tokens: Literal["grid", "image", "frame", "mask"] = "grid"
     joins: Literal["rows", "last", "tiles", "indices"] = "rows"
@@ -123,7 +122,11 @@ class Family:
         """Tell whether some prompts of the family cannot be in one batch with others, so that a
         pass over rows may call the network several times."""
         return (
-            self.by_row or self.apart or bool(self.hears) or (self.video and self.resize != "grid")
+            self.alone
+            or self.by_row
+            or self.apart
+            or bool(self.hears)
+            or (self.video and self.resize != "grid")
         )
 
     def unverified(self) -> tuple[str, ...]:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from mmrl.core.types import Prompt, Rollout
+from mmrl.policies.vlm.completions import begun_by
+from mmrl.policies.vlm.template import behind, check_thought
 
 if TYPE_CHECKING:
     from mmrl.policies.vlm.policy import VLM
@@ -60,5 +62,7 @@ def tokens_of(policy: VLM, prompt: Prompt, text: str | None, most: int) -> list[
     ``most`` tokens."""
     if text is None:
         return None
-    tokens = policy.inputs.tokens(text.removeprefix(prompt.get("prefill", "")))
+    begun = begun_by(prompt)
+    check_thought(prompt, begun, text)
+    tokens = policy.inputs.tokens(behind(begun, text))
     return None if tokens is None or len(tokens) > most else tokens

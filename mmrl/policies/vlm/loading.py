@@ -43,6 +43,11 @@ def load_model(place: str, dtype: str, attention: str, quantization: Quantizatio
             "for the answer; vlm is for models that go on with one sequence, such as "
             "Qwen2.5-VL or LLaVA"
         )
+    if not hf.can_generate():
+        raise UserError(
+            f"policy.vlm.path {place}: {hf.config.model_type} writes no text; vlm is for models "
+            "that answer in text, such as Qwen2.5-VL or LLaVA"
+        )
     quantize(hf, quantization)
     if attention in ("sdpa", "xformers"):
         quicken(hf, xformers=attention == "xformers")

@@ -86,7 +86,9 @@ def open_image(source: Any, prompt: Prompt, max_pixels: int | None = None) -> An
     try:
         return rgb_picture(source, max_pixels)
     except PictureError as error:
-        raise UserError(f"{where(prompt)}: cannot read the image {source!r}: {error}") from error
+        raise UserError(
+            f"{where(prompt)}: cannot read the image {source!r:.80}: {error}"
+        ) from error
 
 
 def noisy(pixels: np.ndarray, prompt: Prompt, name: str) -> np.ndarray:

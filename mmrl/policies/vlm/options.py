@@ -12,7 +12,7 @@ from mmrl.policies.drafts import SHARDED
 from mmrl.policies.vlm.caches import divisible, shareable
 from mmrl.policies.vlm.compiled import Compiled
 from mmrl.policies.vlm.engines.choice import EXTERNAL
-from mmrl.policies.vlm.families import VERIFIED
+from mmrl.policies.vlm.families import FAMILIES
 from mmrl.policies.vlm.packing import enable
 from mmrl.policies.vlm.prefix_sharing import SharedPrefix
 from mmrl.policies.vlm.routing import Routing
@@ -103,7 +103,7 @@ def pack_batches(
     able = net.share and divisible(net.hf)
     by_default = net.fused or branches and attention == "sdpa"
     net.packed = packed or packed is None and by_default and able
-    by_itself = packed is None and attention == "sdpa" and net.config.model_type in VERIFIED
+    by_itself = packed is None and attention == "sdpa" and net.config.model_type in FAMILIES
     net.packs_sparse = by_itself and able and policy.engine == "own"
     if net.packed or net.packs_sparse:
         enable(net.hf)

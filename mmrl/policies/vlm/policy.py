@@ -78,6 +78,7 @@ from mmrl.policies.vlm.prefix_sharing import SharedPrefix
 from mmrl.policies.vlm.processor import Inputs
 from mmrl.policies.vlm.refill import Refill
 from mmrl.policies.vlm.scoring import Encoded, Passes
+from mmrl.policies.vlm.self_check import chosen
 from mmrl.policies.vlm.self_scores import token_id, with_self_scores
 from mmrl.policies.vlm.special import digest_of
 from mmrl.policies.vlm.trees import TextTree
@@ -120,7 +121,8 @@ class VLM(Passes):
     train: instead, how language model, projector and vision tower are each trained; by default all
     fully. quantization: the frozen weights of all blocks in 4 bits (nf4, fp4) or 8 (8bit), under
     adapters. compile: the passes of sampling and scoring, by torch.compile; a text is the name of
-    its backend.
+    its backend. chat_template_kwargs: variables of the chat template, such as enable_thinking; a
+    column of that name gives a row its own.
     """
 
     capabilities = replace(
@@ -164,13 +166,14 @@ class VLM(Passes):
         refill: Refill = "none",
         quantization: Quantization | None = None,
         compile: bool | str = False,
+        chat_template_kwargs: dict[str, Any] | None = None,
         **options: Any,
     ):
         """Load the model."""
         check_quantization(quantization, adapters_only(lora, train))
         self._find(path, engine, dtype, vllm or VLLMOptions(), lora)
         hf = load_model(self.place, dtype, attention, quantization)
-        self._read(hf, budgets or Budgets(), coordinate_space)
+        self._read(hf, budgets or Budgets(), coordinate_space, chat_template_kwargs)
         suppressed = self.inputs.suppressed
         self.warp = Warp(temperature, top_k, top_p, suppressed, adaptive=adaptive_temperature)
         self.anneal = anneal
@@ -213,11 +216,13 @@ class VLM(Passes):
             replay_experts(self, self.net)
         compile_passes(self, self.net, compile)
 
-    def _read(self, hf: Any, budgets: Budgets, coords: Coords | None) -> None:
+    def _read(
+        self, hf: Any, budgets: Budgets, coords: Coords | None, template: dict[str, Any] | None
+    ) -> None:
         """Load the processor and set how prompts of the model's family are read."""
         family = family_of(hf.config, coords)
         processor = load_processor(self.place)
-        self.inputs = Inputs(processor, hf.config, budgets, family, hf.generation_config)
+        self.inputs = Inputs(processor, hf.config, budgets, family, hf.generation_config, template)
 
     def _ending(self, max_new_tokens: int, stop: Sequence[str]) -> Ending:
         """Return when an answer ends, and what is recorded of its tokens."""
@@ -249,7 +254,7 @@ class VLM(Passes):
             heats = self.anneal.temperatures(self.ending.tokens, context.iteration)
             self.warp = replace(self.warp, schedule=heats)
         self.images += sum(map(images_in, cond))
-        self._check_sharing(cond)
+        self._check(cond)
         if self.tree is not None and self.growing:
             self.tree.fit(copies)
         row, group = rows_and_groups(prompts, copies, rng, self.device)
@@ -336,11 +341,11 @@ class VLM(Passes):
     ) -> Rollout:
         cond, shown = self.recall(prompts)
         self.images += sum(map(images_in, cond))
-        self._check_sharing(cond)
+        self._check(cond)
         row, group = rows_and_groups(prompts, 1, rng, self.device)
         ids = torch.full((len(row), self.ending.tokens), self.inputs.pad)
         mask = torch.zeros(ids.shape, dtype=torch.bool)
-        for i, (prompt, text) in enumerate(zip(prompts, answers, strict=True)):
+        for i, (prompt, text) in enumerate(zip(shown, answers, strict=True)):
             tokens = tokens_of(self, prompt, text, ids.shape[1])
             if tokens is not None:
                 ids[i, : len(tokens)] = torch.tensor(tokens)
@@ -392,6 +397,7 @@ class VLM(Passes):
     def admit(self, prompts: list[Prompt]) -> list[Prompt]:
         admitted = admit(prompts, self.inputs.budgets, self.inputs.measure)
         self.notes = (*self.notes, *admitted.notes)
+        self.compared = self.compared or chosen(admitted.prompts)
         return admitted.prompts
 
     def enable_gradient_checkpointing(self) -> None:

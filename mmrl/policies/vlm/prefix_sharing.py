@@ -56,6 +56,7 @@ class SharedPrefix(nn.Module):
         self.routing: Routing | None = None  # records and replays the choice of experts
 
         self.compiled: Compiled | None = None  # passes as graphs
+        self.cascades = True  # where layers attend by torch's own attention
         self.branches = False  # answers may begin alike, and packed ones are then read once
         sights.pass_texts_by(hf)
         if hf.config.model_type == "llama4":
@@ -126,7 +127,7 @@ class SharedPrefix(nn.Module):
     def cascade(self, prefix: Prefix, rows: Tensor) -> Cascade | None:
         """Begin answers to the prompts of ``rows`` [B] that are sampled token by token, where a
         prompt's keys are read once for all its rows; None: each row has a copy of them."""
-        able = self.plain and fits(prefix.hidden, len(rows))
+        able = self.cascades and self.plain and fits(prefix.hidden, len(rows))
         compiled = self.compiled is not None
         return Cascade(prefix.key_values, prefix.mask, rows, compiled) if able else None
 
@@ -158,7 +159,7 @@ class SharedPrefix(nn.Module):
             cascade.store = store
             return self.continued(ids, places, packing.anything(), cache, cascade=cascade)
         attended = torch.cat([mask, mask.new_ones(len(ids), length)], 1).long()
-        if not self.plain or length > 1 or whole is None:
+        if not self.cascades or not self.plain or length > 1 or whole is None:
             with self._routed(routes):
                 return self.continued(ids, places, attended, cache)
         # the mask transformers would build after reading its values on the host
@@ -449,28 +450,48 @@ class SharedPrefix(nn.Module):
             )
         ids = torch.cat([ids, ids[:1].expand(witnesses, -1)])
         answer = ids[:, :-1]
-        fills = {"attention_mask": 1, "token_type_ids": 0, "mm_token_type_ids": 0}
-        if self.config.model_type == "paligemma":
-            fills["token_type_ids"] = 1  # suffix: attended causally
-        longer = {
-            name: torch.cat([inputs[name], torch.full_like(answer, value).to(inputs[name])], 1)
-            for name, value in fills.items()
-            if name in inputs
-        }
-        # an answer sees what the prompt's end sees
-        if (crossed := inputs.get("cross_attention_mask")) is not None:
-            last = crossed[:, -1:].expand(-1, answer.shape[1], *crossed.shape[2:])
-            longer["cross_attention_mask"] = torch.cat([crossed, last], 1)
+        longer = self._lengthened(inputs, answer)
         places = inputs["position_ids"]
         start = following(inputs)[:, None]
         more_places = (start + torch.arange(answer.shape[1], device=ids.device)).expand(
             *places.shape[:-1], -1
         )
-        longer["input_ids"] = torch.cat([inputs["input_ids"], answer], 1)
         longer["position_ids"] = torch.cat([places, more_places], -1)
         hidden = self._base(**inputs | longer, use_cache=False)
         hidden = hidden[:, hidden.shape[1] - ids.shape[1] :]
         return hidden[:answered] + 0 * hidden[answered:].sum(0) if witnesses else hidden
+
+    def _lengthened(self, inputs: dict[str, Tensor], answer: Tensor) -> dict[str, Tensor]:
+        """Return the inputs that have a value for every token, with those of answers [B, T]."""
+        types = {name: 0 for name in inputs if name.endswith("token_type_ids")}
+        if self.config.model_type == "paligemma":
+            types["token_type_ids"] = 1  # suffix: attended causally
+        longer = {
+            name: torch.cat([inputs[name], torch.full_like(answer, value).to(inputs[name])], 1)
+            for name, value in {"attention_mask": 1, **types}.items()
+        }
+        # an answer sees what the prompt's end sees
+        if (crossed := inputs.get("cross_attention_mask")) is not None:
+            last = crossed[:, -1:].expand(-1, answer.shape[1], *crossed.shape[2:])
+            longer["cross_attention_mask"] = torch.cat([crossed, last], 1)
+        longer["input_ids"] = torch.cat([inputs["input_ids"], answer], 1)
+        return longer
+
+    def own(self, prompt: dict[str, Tensor], ids: Tensor) -> Tensor:
+        """Return the logits [1, T, V] at an answer ids [1, T] by the class's own pass over one
+        prompt and it, as its processor encoded it, without anything of mmrl."""
+        inputs = {name: x for name, x in prompt.items() if name not in ("places", "routes")}
+        longer = inputs | self._lengthened(inputs, ids)
+        count = ids.shape[1] + 1
+        # logits of all tokens would be large; a class's own logits_to_keep may cut elsewhere
+        hook = self.hf.get_output_embeddings().register_forward_pre_hook(
+            lambda _, given: (given[0][:, -count:], *given[1:])
+        )
+        try:
+            logits: Tensor = self.hf(**longer, use_cache=False, return_dict=True).logits
+        finally:
+            hook.remove()
+        return logits[:, -count:-1]
 
     def _base(self, witness: Any = None, **inputs: Any) -> Tensor:
         """Read tokens ``inputs``; ``witness``: a picture that none of them looks at, where the

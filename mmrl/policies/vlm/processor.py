@@ -8,7 +8,7 @@ are joined along their first dimension.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mmrl.core.errors import UserError
 from mmrl.core.pictures import full_size
+from mmrl.core.thoughts import opened_by
 from mmrl.core.types import Prompt
 from mmrl.policies.vlm.audio import audios_of, open_audio, rate_of, with_audio_mask
 from mmrl.policies.vlm.budgets import Cost, Shrink
@@ -35,6 +36,7 @@ from mmrl.policies.vlm.media import (
     where,
 )
 from mmrl.policies.vlm.special import stop_ids, suppressed_ids
+from mmrl.policies.vlm.template import Template, behind
 
 GEOMETRY = ("boxes", "box", "point", "points", "mask", "tracks")  # answers in coordinates
 UNUSED = ("labels", "num_crops", "num_patches", "offset_mapping")
@@ -43,16 +45,24 @@ ViewSizes = list[list[int]]
 
 class Inputs:
     """Encodes prompts for one model. ``generation``: its generation config, which lists further
-    stop tokens."""
+    stop tokens; ``template``: further variables of its chat template."""
 
     def __init__(
-        self, processor: Any, config: Any, budgets: Budgets, family: Family, generation: Any = None
+        self,
+        processor: Any,
+        config: Any,
+        budgets: Budgets,
+        family: Family,
+        generation: Any = None,
+        template: Mapping[str, Any] | None = None,
     ):
         self.processor = processor
         self.config = config
         self.budgets = budgets
         self.family = family
         self.tokenizer = getattr(processor, "tokenizer", processor)
+        self.flat = False  # whether the processor takes no lists of pictures by prompt
+        self.template = Template(processor, self.tokenizer, family.name, template or {})
         if self.tokenizer.pad_token_id is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
         self.pad = self.tokenizer.pad_token_id
@@ -74,7 +84,8 @@ class Inputs:
         self._check_geometry(prompt)
         messages, images, videos = self._opened(prompt)
         encoded, _ = self._within(prompt, messages, images, videos)
-        return encoded, self._view(encoded, images, videos)
+        begun = self._rendered(prompt, messages)[1]
+        return encoded, self._view(encoded, images, videos) | {"begun": begun}
 
     def engine_prompt(self, prompt: Prompt) -> EnginePrompt:
         """Return a prompt for another engine, whose own processor puts features in the place of
@@ -83,7 +94,7 @@ class Inputs:
         if any(p["type"] == "audio" for m in messages for p in m["content"]):
             raise UserError(f"{where(prompt)}: other engines are given no audio; use engine: own")
         encoded, scale = self._within(prompt, messages, images, videos)
-        text = self._rendered(prompt, messages) + prompt.get("prefill", "")
+        text, _ = self._rendered(prompt, messages)
         plain = bool(self.tokenizer.bos_token and text.startswith(self.tokenizer.bos_token))
         ids = self.tokenizer(text, add_special_tokens=not plain)["input_ids"]
         smaller = [image_at(image, scale, self.budgets) for image in images]
@@ -130,6 +141,11 @@ class Inputs:
         self, prompt: Prompt, messages: list[dict[str, Any]], images: list[Any], videos: list[Video]
     ) -> dict[str, Tensor]:
         processed = self._processed(prompt, messages, images, videos)
+        if missing := {
+            f"return_{name}": True for name in self.family.needs if name not in processed
+        }:
+            # some give type ids only where they are asked for
+            processed = self._processed(prompt, messages, images, videos, **missing)
         encoded = {k: torch.as_tensor(v) for k, v in processed.items() if k not in UNUSED}
         for name in self.family.needs:
             if name not in encoded:
@@ -169,6 +185,8 @@ class Inputs:
             needed = f"equally many {'images' if self.family.by_row else 'frames'} in each"
             if self.family.apart:
                 needed = "images or videos, not both"
+            if self.family.alone:
+                needed = "one prompt in each, with a picture where there are several processes"
             raise UserError(
                 f"{self.family.name} cannot take these prompts in one batch: it needs {needed}"
             )
@@ -184,9 +202,11 @@ class Inputs:
     def view(self, prompt: Prompt, encoded: dict[str, Tensor]) -> dict[str, Any]:
         """Return what a reward must know of what the model saw: ``coords``, the ``sizes`` of the
         files and ``resized`` sizes in pixels [W, H], images before videos, ``frames`` of the video
-        and its ``duration`` in seconds."""
-        _, images, videos = self._opened(prompt)
-        return self._view(encoded, images, videos)
+        and its ``duration`` in seconds; and ``begun``, with what the prompt has begun its
+        answer."""
+        messages, images, videos = self._opened(prompt)
+        begun = self._rendered(prompt, messages)[1]
+        return self._view(encoded, images, videos) | {"begun": begun}
 
     def _view(
         self, encoded: dict[str, Tensor], images: list[Any], videos: list[Video]
@@ -213,16 +233,12 @@ class Inputs:
 
     def _closing(self) -> int:
         """Return the stop token with which the chat template ends an answer."""
-        if getattr(self.processor, "chat_template", None):
-            turns = [
-                {"role": role, "content": [{"type": "text", "text": "x"}]}
-                for role in ("user", "assistant")
-            ]
-            _, _, tail = self.processor.apply_chat_template(turns, tokenize=False).rpartition("x")
-            ids: list[int] = self.tokenizer(tail, add_special_tokens=False)["input_ids"]
-            closing = next((token for token in ids if token in self.stops), None)
-            if closing is not None:
-                return closing
+        ids: list[int] = self.tokenizer(self.template.closes(), add_special_tokens=False)[
+            "input_ids"
+        ]
+        closing = next((token for token in ids if token in self.stops), None)
+        if closing is not None:
+            return closing
         end_token: int = self.tokenizer.eos_token_id
         return end_token if end_token in self.stops else self.stops[0]
 
@@ -297,12 +313,17 @@ class Inputs:
         return [dict(m, content=parts) for m, parts in zip(messages, plain)], images, videos
 
     def _processed(
-        self, prompt: Prompt, messages: list[dict[str, Any]], images: list[Any], videos: list[Video]
+        self,
+        prompt: Prompt,
+        messages: list[dict[str, Any]],
+        images: list[Any],
+        videos: list[Video],
+        **asked: bool,
     ) -> dict[str, Any]:
-        text = self._rendered(prompt, messages) + prompt.get("prefill", "")
-        options: dict[str, Any] = {"return_tensors": "pt"}
+        text, _ = self._rendered(prompt, messages)
+        options: dict[str, Any] = {"return_tensors": "pt", **asked}
         if images:
-            options["images"] = [images]
+            options["images"] = images if self.flat else [images]
         if videos:
             metadata = [video.metadata() for video in videos]
             options |= {"videos": [video.frames for video in videos], "video_metadata": metadata}
@@ -312,13 +333,32 @@ class Inputs:
         if self.tokenizer.bos_token and text.startswith(self.tokenizer.bos_token):
             options["add_special_tokens"] = False
         try:
-            return with_audio_mask(dict(self.processor(text=[text], **options)))
-        except (ValueError, TypeError, IndexError, KeyError, StopIteration) as error:
+            return with_audio_mask(dict(self._called([text], options)))
+        except (
+            ValueError,
+            TypeError,
+            IndexError,
+            KeyError,
+            AttributeError,
+            StopIteration,
+        ) as error:
             raise UserError(
                 f"{where(prompt)}: {type(self.processor).__name__} cannot encode this "
                 f"prompt with {len(images)} images "
                 f"and {len(videos)} videos: {error}"
             ) from error
+
+    def _called(self, text: list[str], options: dict[str, Any]) -> Any:
+        """Call the processor with the pictures as a list of the prompts' lists; one that takes a
+        single list (GOT-OCR 2) with that."""
+        try:
+            return self.processor(text=text, **options)
+        except (ValueError, TypeError) as error:
+            if "ested" not in str(error) or "images" not in options or self.flat:
+                raise
+        whole = self.processor(text=text, **options | {"images": options["images"][0]})
+        self.flat = True
+        return whole
 
     def _sounds(self, prompt: Prompt, messages: list[dict[str, Any]]) -> list[Any]:
         """Open the sounds of a prompt, in the order of their places."""
@@ -328,27 +368,13 @@ class Inputs:
         rate = rate_of(self.processor, self.family, prompt)
         return [open_audio(source, rate, prompt) for source in sources]
 
-    def _rendered(self, prompt: Prompt, messages: list[dict[str, Any]]) -> str:
-        if getattr(self.processor, "chat_template", None):
-            try:
-                rendered: str = self.processor.apply_chat_template(
-                    messages, tokenize=False, add_generation_prompt=True
-                )
-                return rendered
-            except Exception as error:  # a template can raise any error
-                raise UserError(
-                    f"{where(prompt)}: the chat template of {self.family.name} refuses it: {error}"
-                ) from error
-        marks = {
-            "image": getattr(self.processor, "image_token", ""),
-            "video": getattr(self.processor, "video_token", ""),
-            "audio": getattr(self.processor, "audio_token", ""),
-        }
-        return "".join(
-            marks[p["type"]] if p["type"] in marks else p["text"]
-            for m in messages
-            for p in m["content"]
-        )
+    def _rendered(self, prompt: Prompt, messages: list[dict[str, Any]]) -> tuple[str, str]:
+        """Return the text of a prompt, and with what its answer has begun there: the mark of a
+        thought that the template opens, and the row's ``prefill``."""
+        rendered = self.template.render(prompt, messages)
+        opened = opened_by(rendered)
+        prefill = behind(opened, prompt.get("prefill", ""))
+        return rendered + prefill, opened + prefill
 
     def _check_geometry(self, prompt: Prompt) -> None:
         if self.family.coords is None and any(prompt.get(key) is not None for key in GEOMETRY):
@@ -364,6 +390,8 @@ class Inputs:
         """Check the placeholders against the grids' number of features; a text with special tokens
         of its own would have more."""
         features = {kind: self._features(kind, encoded) for kind in ("image", "video")}
+        if not self.family.known:  # its marks may be more than features: ends of lines (HunYuan)
+            return
         if self.family.video_tokens == "image":
             features = {"image": features["image"] + features["video"], "video": 0}
         for kind, expected in features.items():

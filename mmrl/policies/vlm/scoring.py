@@ -3,8 +3,7 @@ scores."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -22,13 +21,14 @@ from mmrl.policies.base import Drafts
 from mmrl.policies.rollout_graphs import RolloutGraphs
 from mmrl.policies.scores import Scored
 from mmrl.policies.tokens import AnswerTokens, TokenPolicy, somewhere
-from mmrl.policies.vlm import features
+from mmrl.policies.vlm import features, media
 from mmrl.policies.vlm.caches import shareable
 from mmrl.policies.vlm.collation import blank_clip, blank_image, images_in, is_pixels
 from mmrl.policies.vlm.cpu_attention import Kept
 from mmrl.policies.vlm.engines.transformers import generate_plainly
-from mmrl.policies.vlm.families import OWN_DTYPE, VERIFIED
+from mmrl.policies.vlm.families import OWN_DTYPE
 from mmrl.policies.vlm.generate import Answers, Ending, Task, generate
+from mmrl.policies.vlm.lengths import Limits
 from mmrl.policies.vlm.positions import positions
 from mmrl.policies.vlm.prefix_sharing import SharedPrefix
 from mmrl.policies.vlm.prefixes import Prefix
@@ -37,6 +37,7 @@ from mmrl.policies.vlm.prompt_graphs import PromptGraphs, Room, prompt_graphs
 from mmrl.policies.vlm.recent import Recent
 from mmrl.policies.vlm.refill import Lengths, Refill, Slots
 from mmrl.policies.vlm.routing import of_prompts, padded
+from mmrl.policies.vlm.self_check import fewest, settle
 from mmrl.policies.vlm.sights import PICTURES
 from mmrl.policies.vlm.speculation import speculate
 from mmrl.policies.vlm.trees import Growth, TextTree
@@ -61,7 +62,7 @@ class Passes(TokenPolicy):
     warp: Warp
     ending: Ending
     engine: str
-    sharing: str  # the option; "checked" once the choice is made
+    sharing: str  # the option
     tree: TextTree | None  # how answers of a group branch
     growing: bool = True  # whether they do: not in evaluation
     sees: bool  # gradients reach the vision tower or its projector
@@ -79,14 +80,16 @@ class Passes(TokenPolicy):
         self.towered = 0
         self.lengths = Lengths()  # of answers, learnt for a plan of refilled rows
         self.witnesses: dict[Blank, Encoded] = {}  # prompts with an image or a clip
-        self.tried = False  # whether an unverified family has made a pass
+        self.limits = Limits.of(self.net.text_config)
+        self.checked = False  # whether passes were compared with the model's own
+        self.compared: list[Prompt] = []  # the run's prompts for that, the same on all processes
         # experts that the tokens of each prompt of the rollout went to
         self.prompt_routes: dict[int, Tensor] = {}
         self.gaps: list[float] = []  # mean distances to the log-probs of another engine
         self.clock = Stopwatch()  # in which weights travel to that engine
 
     def dist(self, point: Point) -> AnswerTokens:
-        self._check_sharing(point.cond)
+        self._check(point.cond)
         where = somewhere(point.mask)
         self.forwards += len(where)
         graphs = self.graphs
@@ -129,7 +132,8 @@ class Passes(TokenPolicy):
         """Yield the rows of each call of the network that a pass makes, one for each kind of
         prompts, and whether it counts: wrappers wait for those of other processes, whose prompts
         may be of more kinds. A collective call then."""
-        waits = self.inputs.family.splits or sharded(self.net)
+        splits = self.inputs.family.splits or self.limits.some
+        waits = splits or sharded(self.net)
         return in_step(kinds, kinds[0][:1], self.device, waits)
 
     def _placed(self, encoded: Encoded) -> Encoded:
@@ -157,7 +161,8 @@ class Passes(TokenPolicy):
         heard = any("audio_input_features" in prompt for prompt in encoded)
         if many and heard:  # an extra picture would change how Phi-4 hears
             raise UserError(f"{self.inputs.family.name}: prompts with audio need a single process")
-        needed = (many or torch.is_grad_enabled() and self.sees) and not heard
+        trains = torch.is_grad_enabled() and self.sees and not self.inputs.family.alone
+        needed = (many or trains) and not heard
         unseen: dict[str, Any] = {}
         for blank in self._lacking(encoded) if needed else ():
             if blank not in self.witnesses:
@@ -238,6 +243,14 @@ class Passes(TokenPolicy):
         if entry is None:
             encoded, view = self.inputs.take(prompt)
             entry = self._placed(encoded), view
+            name, answer = media.where(prompt), self.ending.tokens
+            self.limits.check(entry[0], answer, name, self.net.config.model_type)
+            if self.refill != "none" and self.limits.pads(entry[0], answer):
+                raise UserError(
+                    f"{name}: with an answer it is longer than {self.limits.columns} tokens, from "
+                    f"which padding counts in {self.net.config.model_type}, and refilled rows are "
+                    "padded; set policy.vlm.refill: none"
+                )
             self.recent.put(prompt, entry, sum(tensor.nbytes for tensor in entry[0].values()))
         return entry
 
@@ -255,12 +268,22 @@ class Passes(TokenPolicy):
         all rows."""
         known = on_host(group)
         unique = known.unique()
-        kinds = self.inputs.groups([cond[i] for i in unique.tolist()])
+        prompts = [cond[i] for i in unique.tolist()]
+        kinds = self.inputs.groups(prompts)
+        if self.limits.some:
+            kinds = [part for kind in kinds for part in self._by_length(prompts, kind)]
         if len(kinds) == 1:
             return [torch.arange(len(group), device=group.device)]
         return [
             sent(torch.isin(known, unique[kind]).nonzero()[:, 0], group.device) for kind in kinds
         ]
+
+    def _by_length(self, prompts: list[Encoded], kind: list[int]) -> list[list[int]]:
+        """Part prompts that can be one batch by the thresholds of the network."""
+        parts: dict[Hashable, list[int]] = {}
+        for i in kind:
+            parts.setdefault(self.limits.kind(prompts[i], self.ending.tokens), []).append(i)
+        return list(parts.values())
 
     def _score(
         self,
@@ -305,58 +328,18 @@ class Passes(TokenPolicy):
         entropies = [s.entropy for _, s in scored if s.entropy is not None]
         return hidden, Scored(logprob, torch.cat(entropies)[order] if entropies else None)
 
-    @torch.no_grad()
-    def _check_sharing(self, cond: list[Encoded]) -> None:
-        """Check for an unverified family whether a shared prompt gives the log-probs of separate
-        passes."""
-        if not self.inputs.family.known and not self.tried:
-            self._first(cond[0])
-        if self.sharing != "auto":
+    def _check(self, cond: list[Encoded]) -> None:
+        """Compare, once, the passes with the model's own forward pass, on prompts of the run where
+        they are known."""
+        if self.checked:
             return
-        self.sharing = "checked"
-        if not shareable(self.net.hf):
-            self.net.share = False
-        elif self.net.config.model_type not in VERIFIED:
-            group = torch.zeros(2, dtype=torch.long, device=self.device)
-            ids = cond[0]["input_ids"][:, -5:].expand(2, -1)
-            logprobs = []
-            for self.net.share in (False, True):
-                logprobs.append(
-                    self._score(self.net, cond, group, ids, torch.ones_like(ids, dtype=torch.bool))[
-                        1
-                    ].logprob
-                )
-            # all processes share prompts, or none
-            apart = float(distributed.all_max((logprobs[0] - logprobs[1]).abs().max()))
-            self.net.share = apart < (1e-3 if self.net.hf.dtype == torch.float32 else 0.1)
-        if not self.net.share:
-            warnings.warn(
-                f"{self.net.config.model_type}: prompts are read once for every answer, "
-                f"since sharing them is not "
-                "exact in this family; set prefix_sharing: none to say so yourself",
-                stacklevel=2,
-            )
-
-    def _first(self, encoded: Encoded) -> None:
-        """Make the first pass of an unverified family. Raises UserError where its network does not
-        take what its processor made of the prompt, or returns something else."""
-        self.tried = True
-        group = torch.zeros(1, dtype=torch.long, device=self.device)
-        ids = encoded["input_ids"][:, -2:]
-        before = self.net.share
-        self.net.share = False
-        try:
-            self._score(self.net, [encoded], group, ids, torch.ones_like(ids, dtype=torch.bool))
-        except (ValueError, TypeError, RuntimeError, AttributeError, KeyError, IndexError) as error:
-            raise UserError(
-                f"{self.net.config.model_type} is not in mmrl's table of families, and "
-                f"the general rules do not fit it "
-                f"({type(error).__name__}: {error}); compare the processor files with the "
-                f"checkpoint, or use a family "
-                "that docs/vlm.md names"
-            ) from error
-        finally:
-            self.net.share = before
+        self.checked = True
+        if self.compared:
+            cond = [self._encoded(prompt)[0] for prompt in self.compared]
+        elif sharded(self.net):  # prompts of this process alone: others would wait
+            self.net.share = self.net.share and shareable(self.net.hf)
+            return
+        settle(self, fewest(cond))
 
     def _answers(
         self,

@@ -155,7 +155,9 @@ def test_type_ids_that_a_family_needs_are_never_missing_in_silence(name, monkeyp
     assert f"without {needed}" in message(reader.collate, [encoded, without])
     original = reader._processed
     monkeypatch.setattr(
-        reader, "_processed", lambda *a: {k: v for k, v in original(*a).items() if k != needed}
+        reader,
+        "_processed",
+        lambda *a, **o: {k: v for k, v in original(*a, **o).items() if k != needed},
     )
     complaint = message(reader.encode, {"text": "why?", "origin": "d.jsonl:3"})
     assert complaint.startswith("d.jsonl:3: ") and needed in complaint

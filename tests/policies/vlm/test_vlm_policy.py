@@ -176,9 +176,9 @@ def test_greedy_answers_are_those_of_generate(family):
 
 
 def test_a_family_that_cannot_share_says_so_and_samples_the_same_way(monkeypatch):
-    from mmrl.policies.vlm import scoring
+    from mmrl.policies.vlm import self_check
 
-    monkeypatch.setattr(scoring, "shareable", lambda hf: False)
+    monkeypatch.setattr(self_check, "shareable", lambda hf: False)
     policy = policy_of("mllama")
     with pytest.warns(UserWarning, match="read once for every answer"):
         rollout = rolled(policy, prompts("mllama"), copies=2)
@@ -188,10 +188,7 @@ def test_a_family_that_cannot_share_says_so_and_samples_the_same_way(monkeypatch
     torch.testing.assert_close(rollout.logprob, native(policy, rollout), atol=1e-5, rtol=1e-5)
 
 
-def test_an_unknown_family_is_compared_before_it_shares(policy, monkeypatch):
-    from mmrl.policies.vlm import scoring
-
-    monkeypatch.setattr(scoring, "VERIFIED", ())
+def test_a_family_is_compared_before_it_shares(monkeypatch):
     one = policy_of()
     rolled(one, copies=1)
     assert one.net.share

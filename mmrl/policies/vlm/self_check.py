@@ -1,0 +1,305 @@
+"""Compares, before anything is trained, the passes of a policy with its model's own forward pass.
+
+Some of the run's own prompts are answered with a few tokens, together and padded as in training,
+and what was recorded and what is scored again are held against one unpadded pass of the class over
+each prompt and answer. Where they differ, plainer ways are tried, then the model is refused.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from mmrl.core import distributed
+from mmrl.core.errors import UserError
+from mmrl.core.sharding import sharded
+from mmrl.core.types import Prompt
+from mmrl.policies.vlm.audio import audios_of
+from mmrl.policies.vlm.caches import shareable
+from mmrl.policies.vlm.chat import videos_of
+from mmrl.policies.vlm.engines.choice import EXTERNAL
+from mmrl.policies.vlm.media import images_of
+from mmrl.policies.vlm.prefix_sharing import SharedPrefix
+from samplers.noise import Rng
+from samplers.warp import Warp
+
+if TYPE_CHECKING:
+    from mmrl.policies.vlm.scoring import Encoded, Passes
+
+PROMPTS = 3
+LOOKED_AT = 256  # prompts of the data among which these are chosen
+TOKENS = 3  # of an answer: the first from the prompt, the last two by a pass of several tokens
+# nats that a log-prob may be from the model's own: in float32, and in what rounds
+EXACT = 1e-3
+ROUNDED = 0.25
+FAILS = (ValueError, TypeError, RuntimeError, AttributeError, KeyError, IndexError, AssertionError)
+
+
+@dataclass(frozen=True)
+class Way:
+    """Says how passes are made: prompts ``shared`` by their answers, some ``together`` in a batch,
+    their keys read by a ``cascade`` while answers are sampled."""
+
+    shared: bool = True
+    together: bool = True
+    cascade: bool = True
+
+    def set(self, policy: Passes) -> None:
+        policy.net.share = self.shared
+        policy.net.cascades = self.cascade
+        policy.inputs.family = replace(policy.inputs.family, alone=not self.together)
+
+    def means(self, sharing: str) -> str:
+        """Return what the log should say of it, where the option is ``sharing``."""
+        said = []
+        if not self.together:
+            said.append(
+                "every prompt is a batch of its own, since padding or other prompts beside it "
+                "change what this class computes"
+            )
+        if not self.shared and sharing != "none":
+            said.append(
+                "prompts are read once for every answer, since sharing them is not exact with "
+                "this class; set prefix_sharing: none to say so yourself"
+            )
+        return "; ".join(said)
+
+
+USUAL = Way()
+PLAINER = (
+    Way(cascade=False),
+    Way(together=False),
+    Way(shared=False),
+    Way(shared=False, together=False),
+)
+
+
+@dataclass(frozen=True)
+class Gaps:
+    """Holds the largest distances to the model's own log-probs, in nats, or why there are none."""
+
+    scored: float = torch.inf
+    recorded: float = torch.inf
+    error: str = ""
+
+    def within(self, bound: float) -> bool:
+        return self.scored <= bound and self.recorded <= bound
+
+    def __str__(self) -> str:
+        if self.error:
+            return self.error
+        return f"log-probs scored {self.scored:.2g} nats from it, sampled {self.recorded:.2g}"
+
+
+def chosen(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """Choose prompts to compare with: with pictures or clips where there are any, of unlike
+    lengths; the same of the same data."""
+    known = list(prompts[:LOOKED_AT])
+    shown = [p for p in known if _media(p)] or known
+    ordered = sorted(shown, key=lambda p: len(str(p.get("messages") or p.get("text", ""))))
+    places = {0, len(ordered) // 2, len(ordered) - 1}
+    picked = [ordered[i] for i in sorted(places)]
+    texts = [p for p in known if not _media(p)]
+    if len(picked) == PROMPTS and texts and len(shown) < len(known):
+        picked[1] = texts[0]  # a question without a picture among them
+    return picked[:PROMPTS]
+
+
+def fewest(cond: list[Encoded]) -> list[Encoded]:
+    """Choose among encoded prompts: the shortest, the longest, and one between."""
+    ordered = sorted(cond, key=lambda encoded: encoded["input_ids"].shape[1])
+    return [ordered[i] for i in sorted({0, len(ordered) // 2, len(ordered) - 1})]
+
+
+def _media(prompt: Prompt) -> int:
+    return len(images_of(prompt)) + len(videos_of(prompt)) + len(audios_of(prompt))
+
+
+@torch.no_grad()
+def settle(policy: Passes, cond: list[Encoded]) -> None:
+    """Choose how the passes of a policy are made, by comparing them on encoded prompts. Raises
+    UserError where no way gives the model's own log-probs."""
+    net = policy.net
+    sharing = policy.sharing
+    bound = _bound(net)
+    with _apart(policy), _exactly(policy):
+        found: dict[Way, Gaps] = {}
+        for way in _ways(policy, sharing):
+            way.set(policy)
+            found[way] = _compared(policy, cond)
+            if distributed.largest(int(not found[way].within(bound)), policy.device) == 0:
+                _pack(policy, cond, bound)
+                if means := way.means(sharing):
+                    warnings.warn(f"{net.config.model_type}: {means}", stacklevel=3)
+                return
+        looks_ahead = _looks_ahead(policy, cond, bound)
+    raise UserError(_refusal(policy, sharing, found, bound, looks_ahead))
+
+
+def _looks_ahead(policy: Passes, cond: list[Encoded], bound: float) -> bool:
+    """Tell whether the class's own pass gives a token another log-prob by what follows it: no two
+    passes of different lengths agree then (sparse attention that chooses among all columns)."""
+    for prompt in cond:
+        ids = prompt["input_ids"][0, -2 * TOKENS :]
+        whole = _own(policy, prompt, ids)
+        for length in range(1, len(ids)):
+            fewer = _own(policy, prompt, ids[:length])
+            if float((whole[:length] - fewer).abs().max()) > bound:
+                return True
+    return False
+
+
+def _ways(policy: Passes, sharing: str) -> list[Way]:
+    """List the ways that the options allow, the usual one first."""
+    net = policy.net
+    fixed = net.packed or policy.tree is not None or policy.refill != "none"
+    fixed = fixed or net.compiled is not None or net.routing is not None
+    ways = [USUAL, *PLAINER]
+    if sharing == "none" or sharing == "auto" and not shareable(net.hf):
+        return [way for way in ways if not way.shared]
+    if sharing == "prefix" or fixed:
+        return [way for way in ways if way.shared]
+    return ways
+
+
+@contextmanager
+def _apart(policy: Passes) -> Iterator[None]:
+    """Leave a policy's counters as they are within the block, and draw from the model's own
+    distribution, without what the options add."""
+    changed = ("warp", "ending", "growing", "refill", "images", "towered", "prompt_routes")
+    before = {name: getattr(policy, name) for name in changed}
+    compiled = policy.net.compiled
+    policy.warp = Warp(suppressed=policy.warp.suppressed)
+    policy.ending = replace(policy.ending, tokens=TOKENS, stops=(), strings=(), quantities=())
+    policy.growing = False
+    policy.refill = "none"
+    policy.prompt_routes = {}
+    policy.net.compiled = None
+    try:
+        yield
+    finally:
+        policy.net.compiled = compiled
+        for name, value in before.items():
+            setattr(policy, name, value)
+
+
+def _compared(policy: Passes, cond: list[Encoded]) -> Gaps:
+    """Answer prompts, the first twice, and compare."""
+    group = torch.tensor([0, *range(len(cond))], device=policy.device)
+    names = torch.arange(len(group), device=policy.device)
+    try:
+        answers = policy._answers(cond, group, names, Rng.of("self-check"), len(group))
+        where = torch.ones_like(answers.ids, dtype=torch.bool)
+        routed = None if policy.net.routing is None else answers.routes
+        if routed is not None:
+            cond = [{**c, "routes": policy.prompt_routes[p]} for p, c in enumerate(cond)]
+        scored = policy._score(policy.net, cond, group, answers.ids, where, routed)[1].logprob
+    except torch.OutOfMemoryError:
+        raise
+    except FAILS as error:
+        return Gaps(error=f"{type(error).__name__}: {error}")
+    own = torch.stack(
+        [_own(policy, cond[p], ids) for p, ids in zip(group.tolist(), answers.ids, strict=True)]
+    )
+    apart = float((scored.view_as(own) - own).abs().max())
+    if policy.engine in EXTERNAL or policy.engine == "hf":  # scored again whatever it recorded
+        return Gaps(apart, 0.0 if answers.mask.any() else torch.inf)
+    recorded = float((answers.logprob - own).abs().max()) if answers.mask.all() else torch.inf
+    return Gaps(_number(apart), _number(recorded))
+
+
+def _number(gap: float) -> float:
+    return torch.inf if gap != gap else gap
+
+
+def _own(policy: Passes, prompt: Encoded, ids: Tensor) -> Tensor:
+    """Return the log-probs [T] of an answer ids [T] by one pass of the model's class over prompt
+    and answer."""
+    try:
+        logits: Tensor = policy.net("own", prompt, ids[None])[0]
+    except torch.OutOfMemoryError:
+        raise
+    except FAILS as error:
+        family = policy.inputs.family
+        listed = "" if family.known else " is not in mmrl's table of families, and"
+        raise UserError(
+            f"{policy.net.config.model_type}{listed} does not take what its processor made of a "
+            f"prompt ({type(error).__name__}: {error}); compare the processor files with the "
+            "checkpoint, or use a family that docs/vlm.md names"
+        ) from error
+    warped = policy.warp(logits, keep=ids)
+    return warped.log_softmax(-1).gather(-1, ids[:, None])[:, 0]
+
+
+def _pack(policy: Passes, cond: list[Encoded], bound: float) -> None:
+    """Let scoring passes be packed by themselves only where that gives the same."""
+    net = policy.net
+    if not net.packs_sparse:
+        return
+    if not net.share:
+        net.packs_sparse = False
+        return
+    net.packed = True
+    same = _compared(policy, cond).within(bound)
+    net.packed = False
+    net.packs_sparse = distributed.largest(int(not same), policy.device) == 0
+
+
+def _bound(net: SharedPrefix) -> float:
+    """Return how far from the model's own log-probs those of other passes may be."""
+    hf = net.hf
+    exact = all(p.dtype in (torch.float32, torch.float64) for p in hf.parameters())
+    tf32 = hf.device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
+    wrapped = sharded(net) and "forward" in vars(net)
+    return EXACT if exact and not tf32 and not wrapped else ROUNDED
+
+
+@contextmanager
+def _exactly(policy: Passes) -> Iterator[None]:
+    """Compute in the precision of the weights within the block: accelerate puts a forward that
+    rounds in the place of a network's own. What shards call goes through it all the same."""
+    known = vars(policy.net)
+    rounding = None if sharded(policy.net) else known.pop("forward", None)
+    try:
+        with torch.autocast(policy.device.type, enabled=False):
+            yield
+    finally:
+        if rounding is not None:
+            known["forward"] = rounding
+
+
+def _refusal(
+    policy: Passes, sharing: str, found: dict[Way, Gaps], bound: float, looks_ahead: bool
+) -> str:
+    """Word which part of the passes is not the model's own."""
+    plainest, gaps = list(found.items())[-1]
+    name = policy.net.config.model_type
+    kind = policy.net.text_config.model_type
+    if looks_ahead:
+        return (
+            f"policy.vlm.path: {name} ({kind}) gives a token another log-prob when tokens follow "
+            "it (attention that chooses among all columns, later ones included), so its answers "
+            "have no log-prob of their own; use a family that docs/vlm.md names"
+        )
+    if sharing == "prefix":
+        part = "prompts that are shared by their answers"
+        remedy = "set prefix_sharing: auto"
+    elif plainest.together:
+        part = "prompts that are padded to one batch"
+        remedy = "leave out the options that need shared prompts"
+    elif gaps.scored <= bound:
+        part = "sampling, token by token"
+        remedy = "use a family that docs/vlm.md names"
+    else:
+        part = "what a prompt's tokens are given (positions, masks), one prompt at a time,"
+        remedy = "use a family that docs/vlm.md names"
+    return (
+        f"policy.vlm.path: {part} of {name} ({kind}) differ from the "
+        f"model's own forward pass over prompt and answer: {gaps}; {remedy}"
+    )
