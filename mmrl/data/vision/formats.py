@@ -86,14 +86,14 @@ def _checked(row: Mapping[str, Any]) -> dict[str, Any]:
 def _instructed(prompt: dict[str, Any]) -> dict[str, Any]:
     """Read Alpaca's columns: what is asked is ``instruction``, and ``input`` below it; the answer
     is ``output``."""
-    asked = prompt.get("instruction")
-    if not isinstance(asked, str) or "output" not in prompt:
+    instruction = prompt.get("instruction")
+    if not isinstance(instruction, str) or "output" not in prompt:
         return prompt
     rest = {k: v for k, v in prompt.items() if k not in ("instruction", "input", "output")}
     if rest.pop("history", None):
         raise ValueError("it has a history; write the turns as messages of role and content")
-    given = prompt.get("input")
-    text = f"{asked}\n{given}" if given else asked
+    below = prompt.get("input")
+    text = f"{instruction}\n{below}" if below else instruction
     return {"answer": prompt["output"]} | rest | {"text": text}
 
 

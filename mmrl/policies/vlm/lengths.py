@@ -35,12 +35,12 @@ class Limits:
         original = getattr(config, "original_max_position_embeddings", None) or whole
 
         def first(kind: str, known: int | None) -> int | None:
-            found = [
+            thresholds = [
                 rope.get("original_max_position_embeddings") or known
                 for rope in ropes
                 if rope.get("rope_type") == kind
             ]
-            return min((each for each in found if each), default=None)
+            return min((each for each in thresholds if each), default=None)
 
         tuned = getattr(config, "attn_temperature_tuning", False)
         # of those that count columns; others (Ministral) scale by positions

@@ -57,18 +57,18 @@ class Way:
 
     def means(self, sharing: str) -> str:
         """Return what the log should say of it, where the option is ``sharing``."""
-        said = []
+        sentences = []
         if not self.together:
-            said.append(
+            sentences.append(
                 "every prompt is a batch of its own, since padding or other prompts beside it "
                 "change what this class computes"
             )
         if not self.shared and sharing != "none":
-            said.append(
+            sentences.append(
                 "prompts are read once for every answer, since sharing them is not exact with "
                 "this class; set prefix_sharing: none to say so yourself"
             )
-        return "; ".join(said)
+        return "; ".join(sentences)
 
 
 USUAL = Way()
@@ -129,17 +129,17 @@ def settle(policy: Passes, cond: list[Encoded]) -> None:
     sharing = policy.sharing
     bound = _bound(net)
     with _apart(policy), _exactly(policy):
-        found: dict[Way, Gaps] = {}
+        tried: dict[Way, Gaps] = {}
         for way in _ways(policy, sharing):
             way.set(policy)
-            found[way] = _compared(policy, cond)
-            if distributed.largest(int(not found[way].within(bound)), policy.device) == 0:
+            tried[way] = _compared(policy, cond)
+            if distributed.largest(int(not tried[way].within(bound)), policy.device) == 0:
                 _pack(policy, cond, bound)
                 if means := way.means(sharing):
                     warnings.warn(f"{net.config.model_type}: {means}", stacklevel=3)
                 return
         looks_ahead = _looks_ahead(policy, cond, bound)
-    raise UserError(_refusal(policy, sharing, found, bound, looks_ahead))
+    raise UserError(_refusal(policy, sharing, tried, bound, looks_ahead))
 
 
 def _looks_ahead(policy: Passes, cond: list[Encoded], bound: float) -> bool:
@@ -204,13 +204,13 @@ def _compared(policy: Passes, cond: list[Encoded]) -> Gaps:
         raise
     except FAILS as error:
         return Gaps(error=f"{type(error).__name__}: {error}")
-    own = torch.stack(
+    wanted = torch.stack(
         [_own(policy, cond[p], ids) for p, ids in zip(group.tolist(), answers.ids, strict=True)]
     )
-    apart = float((scored.view_as(own) - own).abs().max())
+    apart = float((scored.view_as(wanted) - wanted).abs().max())
     if policy.engine in EXTERNAL or policy.engine == "hf":  # scored again whatever it recorded
         return Gaps(apart, 0.0 if answers.mask.any() else torch.inf)
-    recorded = float((answers.logprob - own).abs().max()) if answers.mask.all() else torch.inf
+    recorded = float((answers.logprob - wanted).abs().max()) if answers.mask.all() else torch.inf
     return Gaps(_number(apart), _number(recorded))
 
 
@@ -275,10 +275,10 @@ def _exactly(policy: Passes) -> Iterator[None]:
 
 
 def _refusal(
-    policy: Passes, sharing: str, found: dict[Way, Gaps], bound: float, looks_ahead: bool
+    policy: Passes, sharing: str, tried: dict[Way, Gaps], bound: float, looks_ahead: bool
 ) -> str:
     """Word which part of the passes is not the model's own."""
-    plainest, gaps = list(found.items())[-1]
+    plainest, gaps = list(tried.items())[-1]
     name = policy.net.config.model_type
     kind = policy.net.text_config.model_type
     if looks_ahead:

@@ -65,18 +65,18 @@ class Template:
     def _of_row(self, prompt: Prompt) -> dict[str, Any]:
         """Return the ``chat_template_kwargs`` of a row, a mapping or its JSON; columns of files
         fill absent keys with None."""
-        given = prompt.get("chat_template_kwargs")
-        if isinstance(given, str):
+        variables = prompt.get("chat_template_kwargs")
+        if isinstance(variables, str):
             with suppress(ValueError):  # refused below
-                given = json.loads(given)
-        if given is None:
+                variables = json.loads(variables)
+        if variables is None:
             return {}
-        if not isinstance(given, Mapping):
+        if not isinstance(variables, Mapping):
             raise UserError(
-                f"{where(prompt)}: chat_template_kwargs is {type(given).__name__}, expected names "
+                f"{where(prompt)}: chat_template_kwargs is {type(variables).__name__}, expected names "
                 "and values, such as {enable_thinking: false}"
             )
-        options = {name: value for name, value in given.items() if value is not None}
+        options = {name: value for name, value in variables.items() if value is not None}
         self._check(where(prompt), options)
         return options
 

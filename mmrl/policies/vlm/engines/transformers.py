@@ -93,9 +93,9 @@ def run(hf: Any, inputs: dict[str, Tensor], recorder: _Recorder, synced: bool) -
         use_cache=True,
     )
     # a class's own may take a logits processor by name and drop it (Janus)
-    own = type(hf).generate
-    by_name = "logits_processor" in inspect.signature(own).parameters
-    generate = GenerationMixin.generate if by_name else own
+    of_class = type(hf).generate
+    by_name = "logits_processor" in inspect.signature(of_class).parameters
+    generate = GenerationMixin.generate if by_name else of_class
     with _without_own_options(hf, config), following_the_prompt(hf):
         generate(
             hf,
