@@ -73,8 +73,8 @@ class Template:
             return {}
         if not isinstance(variables, Mapping):
             raise UserError(
-                f"{where(prompt)}: chat_template_kwargs is {type(variables).__name__}, expected names "
-                "and values, such as {enable_thinking: false}"
+                f"{where(prompt)}: chat_template_kwargs is {type(variables).__name__}, expected "
+                "names and values, such as {enable_thinking: false}"
             )
         options = {name: value for name, value in variables.items() if value is not None}
         self._check(where(prompt), options)
