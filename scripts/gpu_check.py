@@ -23,8 +23,8 @@ themselves work; --here runs them in this process, without limits.
 
 Beside torch, torchvision, transformers, accelerate, peft, safetensors, einops, timm, scikit-learn,
 rich, jinja2 and pytest the machine needs diffusers (with importlib_metadata), pydantic
-(pydantic_core, annotated_types, typing_inspection), open_clip_torch (ftfy, wcwidth), cachetools
-and rapidfuzz;
+(pydantic_core, annotated_types, typing_inspection), open_clip_torch (ftfy, wcwidth), cachetools,
+rapidfuzz and text2num;
 bitsandbytes, vllm, xformers and flash-attn are looked at where they are installed.
 """
 

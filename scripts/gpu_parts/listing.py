@@ -24,7 +24,7 @@ class Part:
 PARTS = {
     "gap": Part(iterations.gap, 120),
     "attention": Part(kernels.attention, 60),
-    "answers": Part(answers.answers, 120),
+    "answers": Part(answers.answers, 180),
     "world_of_one": Part(worlds.world_of_one, 120),
     "image": Part(iterations.image, 90),
     "mfu": Part(prediction.mfu, 60),
