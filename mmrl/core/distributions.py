@@ -250,3 +250,20 @@ class Categorical:
     def _log_softmax(self) -> Tensor:
         at_least_float32 = torch.promote_types(self.logits.dtype, torch.float32)
         return self.logits.to(at_least_float32).log_softmax(-1)
+
+
+@dataclass(frozen=True)
+class Truncated(Categorical):
+    """Holds distributions that are sampled with top-k or top-p. Closed forms over the vocabulary
+    are of the whole ``logits``, without: where two supports differ they would be infinite."""
+
+    kept: Tensor  # [B, L, V] logits of what is sampled, -inf outside the support
+
+    def sample(self, uniform: Tensor) -> Tensor:
+        return Categorical(self.kept).sample(uniform)
+
+    def log_prob(self, ids: Tensor) -> Tensor:
+        return Categorical(self.kept).log_prob(ids)
+
+    def entropy(self) -> Tensor:
+        return Categorical(self.kept).entropy()

@@ -24,6 +24,7 @@ STUCK = "nothing_to_learn"  # kind of the alarm of a run that cannot learn
 IN_A_ROW = "alarms/nothing_to_learn"  # metric: iterations in a row without anything to learn from
 LOOKED_AT = 8  # answers of an iteration and process of which is asked whether they can be read
 SHORT = 10  # iterations whose median stands for a moment of the run
+NEAR = 0.1  # share of a reward's range: what is nearer to its best is near its bound
 
 
 @dataclass(frozen=True)
@@ -203,7 +204,8 @@ class Alarms:
     def _note(self, metrics: Mapping[str, object]) -> None:
         watched = ["reward/mean", "samples/diversity", "samples/clipped", "samples/contrast"]
         watched += [f"samples/{name}" for name in DRIFTS]
-        values = {name: metrics.get(name) for name in [*watched, *map(curve, self.monitors)]}
+        judged = map(curve, [*self.monitors, *self.rewards])
+        values = {name: metrics.get(name) for name in [*watched, *judged]}
         for name, value in values.items():
             number = float(value) if isinstance(value, (int, float)) else math.nan
             self.columns.setdefault(name, []).append(number)
@@ -235,11 +237,33 @@ class Alarms:
                 "diversity",
                 f"samples of one prompt become alike: their mean distance fell from "
                 f"{first:.3g} to {now:.3g}. "
-                "Soon there is nothing left to compare. Raise objective.kl or the noise "
-                "(policy.noise_level, temperature), "
+                f"{self._near_bound() or 'Soon there is nothing left to compare.'} "
+                "Raise objective.kl or the noise (policy.noise_level, temperature), "
                 "lower the learning rate, or reward diversity",
                 {"first": first, "now": now},
             )
+
+    def _near_bound(self) -> str:
+        """Say that the rewards are near the most that they give, empty: one is not. Then samples
+        that are all right may be alike for that reason alone."""
+        from rewards.card import card_of
+
+        shown = []
+        for name, reward in self.rewards.items():
+            card = card_of(reward)
+            _, now = ends(self.columns.get(curve(name), []))
+            if card.high is None or card.low is None:
+                return ""
+            if not now >= card.high - NEAR * (card.high - card.low):
+                return ""
+            shown.append(f"{name} is at {now:.3g} of at most {card.high:g}")
+        return (
+            f"{' and '.join(shown)}, so little is left to learn from these prompts and right "
+            "samples may be alike for that reason: stop here or take harder prompts, and if they "
+            "should differ:"
+            if shown
+            else ""
+        )
 
     def _saturated(self) -> Iterator[Alarm]:
         first, now = ends(self.columns.get("samples/clipped", []))

@@ -140,7 +140,7 @@ def full(hidden: Tensor, head: Head, warp: Warp, vocab: int, place: Tensor | Non
     """Compute log-probs of all tokens [N, V], for an exact KL; unlike ``score`` this holds them all
     in memory."""
     places = place_of(hidden, place)
-    parts = chunks(len(hidden), max(1, BYTES // (4 * vocab)))
+    parts = _parts(hidden, vocab)
     return torch.cat(
         [warp(head(hidden[part]), place=places[part]).log_softmax(-1) for part in parts]
     )
@@ -174,10 +174,16 @@ def kl(
         never = p.isneginf() | q.isneginf()  # the same tokens, those suppressed
         return (p.exp() * (p.masked_fill(never, 0) - q.masked_fill(never, 0))).sum(-1)
 
-    parts = chunks(len(hidden), max(1, BYTES // (4 * reference.shape[-1])))
+    parts = _parts(hidden, reference.shape[-1])
     return torch.cat(
         [_again(kl_chunk, hidden[part], reference[part], places[part]) for part in parts]
     )
+
+
+def _parts(hidden: Tensor, vocab: int) -> list[slice]:
+    """Cut N decisions into chunks whose logits fit; one of none where there are none, as processes
+    that share weights all ask the head."""
+    return [*chunks(len(hidden), max(1, BYTES // (4 * vocab)))] or [slice(0, 0)]
 
 
 def place_of(hidden: Tensor, place: Tensor | None) -> Tensor:

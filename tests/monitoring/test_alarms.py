@@ -21,6 +21,7 @@ from mmrl.monitoring.report.page import render
 from mmrl.monitoring.report.runs import read_run
 from mmrl.run.lifecycle import train
 from mmrl.scoring import Scorer
+from rewards.card import card
 from tests.fixtures.tiny_rewards import pictures
 
 
@@ -100,6 +101,25 @@ def test_an_alarm_is_not_repeated_after_a_resume(tmp_path):
         alarms = Alarms(AlarmOptions(), ["taste"])
         alarms.recall(log.past, log.past_alarms)
         assert list(logged(log, alarms, range(61, 91))) == [80]
+
+
+@card(media="image", low=0.0, high=1.0)
+def bounded(media, prompts):
+    return media.flatten(1).mean(1)
+
+
+@pytest.mark.parametrize(("level", "near"), [(0.95, True), (0.5, False)])
+def test_samples_become_alike_near_the_bound_of_the_reward_too(level, near):
+    """As NFT's do at 0.95: the alarm comes, and says that little is left to learn."""
+    alarms = Alarms(AlarmOptions(), rewards={"good": bounded})
+    raised = []
+    for i in range(60):
+        metrics = {"reward/mean": level, "reward/good/mean": level if i > 20 else 0.3}
+        metrics["samples/diversity"] = 0.2 if i < 30 else 0.05
+        raised += alarms.judge(i, metrics)
+    assert [alarm.kind for alarm in raised] == ["diversity"]
+    assert ("good is at 0.95 of at most 1" in raised[0].message) == near
+    assert ("Soon there is nothing left to compare." in raised[0].message) != near
 
 
 @pytest.mark.parametrize(

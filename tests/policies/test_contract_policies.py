@@ -11,8 +11,9 @@ import torch
 from PIL import Image
 from torch import nn
 
-from mmrl.core.registry import POLICIES
+from mmrl.core.registry import POLICIES, options
 from mmrl.core.types import LatentPath, Rollout, Transition
+from mmrl.objectives.base import frozen
 from mmrl.policies.base import Policy
 from mmrl.policies.diffusion.flow_policy import FlowPolicy
 from mmrl.run import evaluation
@@ -289,3 +290,31 @@ def test_the_best_of_several_is_that_of_a_loop(policy):
     assert all(len(row.unique()) > 1 for row in values)
     torch.testing.assert_close(size(chosen, asked).view(2, 2), values.view(2, 2, 2).amax(2))
     assert [prompt["text"] for prompt in shown] == [p["text"] for p in asked for _ in range(2)]
+
+
+TRUNCATED = {"top_k": 2, "top_p": 0.9}
+OF_PLANS = {"janus_unified": {"plan": {"max_new_tokens": 4, **TRUNCATED}}}
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, entry in POLICIES.items() if set(TRUNCATED) <= set(options(entry))]
+)
+def test_truncation_never_reaches_a_closed_form(name):
+    """A KL over the vocabulary is that of the policy without top-k and top-p, and finite."""
+    sampler, whole = (
+        made("policies", name, extra=extra)
+        for extra in (TRUNCATED | OF_PLANS.get(name, {}), {"top_k": None, "top_p": 1.0})
+    )
+    rollout = roll(sampler)
+    distances = []
+    for policy in (sampler, whole):
+        policy.weights.keep("before")
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in policy.weights.parameters().values():
+                parameter += 0.3 * torch.randn(parameter.shape, generator=generator).to(parameter)
+            points = [p for p in policy.path(rollout) if not isinstance(p.step, Transition)]
+            kl = [policy.dist(p).kl(frozen(policy, "before", p))[p.mask] for p in points]
+        distances.append(torch.cat(kl))
+    assert distances[0].isfinite().all() and (distances[0] > 0).any()
+    torch.testing.assert_close(*distances, atol=1e-4, rtol=1e-3)

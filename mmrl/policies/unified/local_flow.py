@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mmrl.config.options import Count
 from mmrl.core import distributed
-from mmrl.core.distributions import Categorical, Gaussian
+from mmrl.core.distributions import Categorical, Gaussian, Truncated
 from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES
 from mmrl.core.sharding import in_step, sharded
@@ -314,7 +314,11 @@ class UnifiedFlow(FlowPolicy):
             return answer_logits(self.active(), known, text)
 
         raw = at_width(logits, max(self.padded(), len(point)), point.state, shown)
-        return Categorical(self.texts_warp(raw, keep=point.target))
+        warp = self.texts_warp
+        whole = warp.untruncated(raw)
+        if not warp.truncates:
+            return Categorical(whole)
+        return Truncated(whole, warp(raw, keep=point.target))
 
     def velocity(self, x: Tensor, t: Tensor, cond: dict[str, Any]) -> Tensor:
         dtype = next(self.net.parameters()).dtype
