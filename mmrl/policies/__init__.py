@@ -20,7 +20,6 @@ from mmrl.policies.diffusion.models import wan_i2v as wan_i2v
 from mmrl.policies.diffusion.models import z_image as z_image
 from mmrl.policies.image_tokens.models import emu3 as emu3
 from mmrl.policies.image_tokens.models import glm_image as glm_image
-from mmrl.policies.image_tokens.models import imagegpt as imagegpt
 from mmrl.policies.image_tokens.models import janus as janus
 from mmrl.policies.image_tokens.models import llamagen as llamagen
 from mmrl.policies.image_tokens.models import var as var

@@ -251,7 +251,6 @@ DOCUMENTED = {
     "policy: unified_flow": POLICIES["unified_flow"],
     "policy: unified_masked": POLICIES["unified_masked"],
     "policy: emu3": POLICIES["emu3"],
-    "policy: imagegpt": POLICIES["imagegpt"],
     "policy: glm_image": POLICIES["glm_image"],
     "policy: llamagen": POLICIES["llamagen"],
     "policy: var": POLICIES["var"],

@@ -168,7 +168,6 @@ SMALLEST: dict[tuple[str, str], dict[str, Any]] = {
     },
     ("policies", "emu3"): {"path": "{tiny:emu3}", "size": 24},
     ("policies", "glm_image"): {"path": "{tiny:glm_image}", "size": 64, "steps": 2},
-    ("policies", "imagegpt"): {"path": "{tiny:imagegpt}"},
     ("policies", "var"): {"path": "{tiny:var}"},
     ("policies", "llamagen"): {"path": "{tiny:llamagen}", "text_encoder": "{tiny:llamagen}/t5"},
     ("policies", "wan_i2v"): VIDEO | {"path": "{tiny:wan_i2v}", "frames": 5},

@@ -236,7 +236,7 @@ def test_the_held_out_loss_falls(family):
     assert all(loss == loss for loss in losses) and trainer.update.step == 5
 
 
-@pytest.mark.parametrize("family", ["imagegpt", "llamagen", "vlm"])
+@pytest.mark.parametrize("family", ["llamagen", "vlm"])
 def test_what_was_learnt_is_what_is_sampled(family):
     """No answer before, all of them afterwards."""
     policy, rows = make(family)
@@ -282,7 +282,7 @@ def test_an_answer_that_is_missing_is_not_trained_on(family):
     assert policy.capabilities.decisions != "gaussian" or not whole.mask.any()
 
 
-@pytest.mark.parametrize("family", ["causal", "imagegpt", "llamagen", "masked_lm", "var", "vlm"])
+@pytest.mark.parametrize("family", ["causal", "llamagen", "masked_lm", "var", "vlm"])
 def test_recorded_log_probs_are_those_of_a_score(family):
     policy, rows = make(family)
     rollout = policy.demonstrate(rows, SFT().answers(policy, rows, RNG), RNG)
@@ -301,14 +301,6 @@ def test_maskgit_has_no_log_probs_of_answers_of_others():
     policy.demonstrate(rows, answers, RNG, score=False)
     with pytest.raises(UserError, match="use emerge"):
         policy.demonstrate(rows, answers, RNG)
-
-
-def test_a_picture_of_tokens_is_encoded_to_what_it_was_decoded_from():
-    for family in ("imagegpt",):
-        policy, _ = make(family)
-        ids = torch.tensor([[3, 1, 2, 0], [5, 5, 7, 9]])
-        media = policy.pixels(ids) / 2 + 0.5
-        assert torch.equal(policy.encode_media(media), ids)
 
 
 def test_packed_answers_have_the_same_gradient():

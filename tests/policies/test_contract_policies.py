@@ -46,7 +46,6 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"guidance_scale": 1.0, "top_p": 0.9},
         {"lora": 2, "ratio": "2:1", "logprob_guidance": "guided_stopgrad_uncond"},
     ],
-    "imagegpt": [{"temperature": 0.8}],
     "glm_image": [{"lora": 2, "top_k": 5}],
     "janus_unified": [
         {"plan": {"max_new_tokens": 4, "images": 2, "turn": "new"}, "weigh": "segment", "lora": 2}

@@ -30,7 +30,7 @@ OTHERS = {
     "causal": lambda i: torch.tensor([1, i % 3, 0, 2, 1, 3]),
     "vlm": lambda i: ("no", "a bird", "a cat")[i % 3],
 }
-TOKENS = ["causal", "emu3", "imagegpt", "llamagen", "masked_lm", "var", "vlm"]
+TOKENS = ["causal", "emu3", "llamagen", "masked_lm", "var", "vlm"]
 FLOWS = ["module", "sd"]
 BETA = 0.3
 

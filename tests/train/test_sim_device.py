@@ -22,7 +22,6 @@ STEP = 1  # stops between two passes of a rollout, at most on average
 STEPS = {
     "policy:masked_lm": 2,
     "policy:masked_image_lm": 2,
-    "policy:imagegpt": 2,
     "policy:z_image": 4,  # diffusers' own network indexes by masks
     # every pass is a run of diffusers' own code, which makes times, sizes and guidance anew
     "policy:pipeline": 20,
@@ -35,7 +34,6 @@ LIBRARY = 2
 PASS = {  # where it is otherwise; many decide by values what to compute
     **dict.fromkeys([f"policy:{name}" for name in ("sd3", "sd", "amused", "llamagen", "var")], 0),
     "policy:emu3": 4,
-    "policy:imagegpt": 3,
     "policy:z_image": 8,
     "policy:vlm": 12,
     "distill:vlm": 12,

@@ -6,7 +6,6 @@ import torch
 from mmrl.policies.base import NO_CONTEXT, Drafts
 from mmrl.policies.image_tokens.models.emu3 import Emu3
 from mmrl.policies.image_tokens.models.glm_image import GlmImage
-from mmrl.policies.image_tokens.models.imagegpt import ImageGPT
 from mmrl.policies.image_tokens.models.janus import Janus
 from mmrl.policies.image_tokens.models.llamagen import LlamaGen
 from mmrl.policies.image_tokens.models.var import VAR
@@ -45,7 +44,6 @@ KINDS = {
     "var, plain": (of(VAR, "var"), CONDITIONAL),
     "janus": (janus, GUIDED),
     "emu3": (of(Emu3, "emu3"), {"size": 16, "negative": "ugly", **GUIDED}),
-    "imagegpt": (of(ImageGPT, "imagegpt"), {}),
     "glm_image": (of(GlmImage, "glm_image"), {"size": 64, "steps": 2}),
 }
 

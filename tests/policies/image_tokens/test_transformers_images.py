@@ -1,5 +1,5 @@
-"""Emu3 and ImageGPT: exact by enumeration on tiny instances of transformers' own classes, and equal
-to its sampling."""
+"""Emu3: exact by enumeration on tiny instances of transformers' own class, and equal to its
+sampling."""
 
 import warnings
 
@@ -8,7 +8,6 @@ import torch
 
 from mmrl.core.errors import UserError
 from mmrl.policies.image_tokens.models.emu3 import Emu3
-from mmrl.policies.image_tokens.models.imagegpt import ImageGPT
 from samplers.noise import Rng
 from samplers.warp import Warp
 from tests.fixtures.image_tokens import (
@@ -19,7 +18,7 @@ from tests.fixtures.image_tokens import (
     flat_grad,
     logp,
 )
-from tests.fixtures.tiny_transformers_images import tiny_emu3, tiny_imagegpt
+from tests.fixtures.tiny_transformers_images import tiny_emu3
 
 PROMPT = {"text": "a red seven"}
 PROMPTS = [{"text": "a red seven"}, {"text": "two"}]
@@ -31,7 +30,7 @@ EMU = {"size": 16, "negative": "ugly, blurred"}
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     base = tmp_path_factory.mktemp("images")
-    return {Emu3: str(tiny_emu3(base / "emu3")), ImageGPT: str(tiny_imagegpt(base / "imagegpt"))}
+    return {Emu3: str(tiny_emu3(base / "emu3"))}
 
 
 @pytest.fixture
@@ -39,7 +38,7 @@ def make(folders):
     def make(kind, double=True, **options):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            policy = kind(folders[kind], **(EMU if kind is Emu3 else {}) | options)
+            policy = kind(folders[kind], **EMU | options)
         policy.net.to(torch.float64 if double else torch.float32)
         return policy
 
@@ -50,8 +49,6 @@ MODES = [
     (Emu3, {"guidance_scale": 1.0}),
     (Emu3, {"guidance_scale": 3.0, "temperature": 0.7}),
     (Emu3, {"guidance_scale": 2.0, "top_k": 2}),
-    (ImageGPT, {}),
-    (ImageGPT, {"temperature": 1.4}),
 ]
 
 
@@ -71,7 +68,7 @@ def test_probabilities_of_all_images_sum_to_1_and_the_gradient_is_the_true_one(m
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"), [MODES[0], (Emu3, {"guidance_scale": 4.0, "size": 24}), MODES[3]], ids=str
+    ("kind", "options"), [MODES[0], (Emu3, {"guidance_scale": 4.0, "size": 24})], ids=str
 )
 def test_token_by_token_is_all_at_once_with_ragged_prompts(make, kind, options):
     """Of Emu3 also with a negative prompt that is longer than one of the prompts, and rows of
@@ -123,24 +120,9 @@ def test_greedy_emu3_is_that_of_transformers(make, guidance):
     assert images.shape == (1, 3, 6, 6)
 
 
-def test_greedy_imagegpt_is_that_of_transformers(make):
-    policy = make(ImageGPT, double=False)
-    policy.warp = Warp(temperature=0.0)
-    ours = policy.rollout([PROMPT], 1, Rng.of("greedy"))
-    theirs = policy.net.hf.generate(
-        torch.tensor([[3]]), max_new_tokens=4, do_sample=False, eos_token_id=-1, pad_token_id=0
-    )
-    assert torch.equal(ours.sample, theirs[:, 1:])
-    colours = (
-        torch.as_tensor(policy.processor.clusters)[ours.sample[0]].view(2, 2, 3).permute(2, 0, 1)
-    )
-    torch.testing.assert_close(policy.decode(ours)[0], colours / 2 + 0.5)
-
-
-@pytest.mark.parametrize("kind", [Emu3, ImageGPT])
-def test_recomputed_layers_give_the_same_gradient(make, kind):
-    plain = make(kind)
-    again = make(kind)
+def test_recomputed_layers_give_the_same_gradient(make):
+    plain = make(Emu3)
+    again = make(Emu3)
     again.enable_gradient_checkpointing()
     first, second = (flat_grad(p, logp(p, IDS[:9], PROMPT).sum()) for p in (plain, again))
     torch.testing.assert_close(first, second, atol=1e-12, rtol=1e-9)
@@ -148,22 +130,18 @@ def test_recomputed_layers_give_the_same_gradient(make, kind):
 
 def test_the_first_ratio_is_one_in_training(make):
     assert_trains(make(Emu3, double=False), PROMPTS)
-    assert_trains(make(ImageGPT, double=False), PROMPTS)
 
 
 def test_exports_load_again(make, folders, tmp_path):
-    for kind in (Emu3, ImageGPT):
-        policy = make(kind, double=False)
-        policy.export(tmp_path / kind.__name__)
-        again = kind(str(tmp_path / kind.__name__), **EMU if kind is Emu3 else {})
-        for key, value in again.net.state_dict().items():
-            assert torch.equal(value, policy.net.state_dict()[key]), key
+    policy = make(Emu3, double=False)
+    policy.export(tmp_path / "again")
+    again = Emu3(str(tmp_path / "again"), **EMU)
+    for key, value in again.net.state_dict().items():
+        assert torch.equal(value, policy.net.state_dict()[key]), key
 
 
 def test_mistakes_are_named(folders, tmp_path):
     with pytest.raises(UserError, match="cannot load it"):
         Emu3(str(tmp_path))
-    with pytest.raises(UserError, match="cannot load it"):
-        ImageGPT(str(tmp_path))
     with pytest.raises(UserError, match="width:height"):
         Emu3(folders[Emu3], ratio="wide")
