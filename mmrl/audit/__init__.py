@@ -39,6 +39,7 @@ class Subject:
     reward: Reward
     prompts: list[Prompt]
     seed: int = 0
+    bare: bool = False  # its answers are written without <answer> tags
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ class Line:
     scores: list[float]  # NaN: could not be scored
     offences: list[Offence]
     applies: bool = True  # False: it does not apply here, ``rule`` says why
+    note: str = ""  # what a reader of the table should know
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,6 @@ class Audit:
 
     reward: str
     lines: list[Line]
-    notes: tuple[str, ...] = ()  # what a reader of the table should know
 
     @property
     def passed(self) -> bool:
@@ -129,9 +130,7 @@ def audit_one(subject: Subject, policy_medium: str | None = None) -> Audit:
             f"reward {subject.name!r} judges {medium}s; check-reward has probes for: "
             f"{', '.join(PROBES)}"
         )
-    probes = importlib.import_module(PROBES[medium])
-    notes = tuple(probes.notes(subject)) if hasattr(probes, "notes") else ()
-    return Audit(subject.name, probes.audit(subject), notes)
+    return Audit(subject.name, importlib.import_module(PROBES[medium]).audit(subject))
 
 
 def some(prompts: list[Prompt], count: int, seed: int) -> list[Prompt]:

@@ -11,9 +11,10 @@ from mmrl.core.types import Prompt
 from rewards.reading import real
 from rewards.vision.base import tagged
 
-FEW = 15  # a number up to this differs from its neighbour by more than any usual tolerance
+FEW = 5  # a number up to this differs from its neighbour by more than any usual tolerance
 UNITS = {"cm": "m", "m": "cm", "mm": "m", "km": "m", "kg": "g", "g": "kg", "s": "h", "min": "h"}
 UNITS |= {"%": "", "ml": "l", "l": "ml", "inches": "feet", "feet": "inches", "h": "s"}
+MARKUP = re.compile(r"[\n<|\[{\\]")  # of tables, lists, formulas
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
@@ -21,7 +22,8 @@ def faults(prompt: Prompt, right: str) -> dict[str, str]:
     """Return wrong answers by the name of the fault. ``right``: the ground truth as it is written;
     answers of other rows than those with one short ``answer`` have none but the cut thought."""
     faulty = dict(_of_answer(prompt, right))
-    faulty["thought cut off"] = f"<think>It may be {right}, or"
+    if right.startswith("<answer>") or is_short(prompt, right):
+        faulty["thought cut off"] = f"<think>It may be {right}, or"
     return faulty
 
 
@@ -57,7 +59,7 @@ def _answer(prompt: Prompt) -> str | None:
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
         return None
     text = str(value).strip()
-    return text if 0 < len(text) <= 100 and "\n" not in text else None
+    return text if 0 < len(text) <= 100 and not MARKUP.search(text) else None
 
 
 def contradiction(prompt: Prompt, right: str) -> str | None:

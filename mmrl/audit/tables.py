@@ -20,7 +20,7 @@ def print_audits(audits: Sequence[Audit]) -> bool:
     console = Console()
     for audit in audits:
         console.print(_table(audit))
-        for note in audit.notes:
+        for note in filter(None, (line.note for line in audit.lines)):
             console.print(Text(f"  {note}"), soft_wrap=True)
         for line in audit.lines:
             for text in _offences(line):

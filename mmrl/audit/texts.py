@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -36,6 +37,9 @@ def audit(subject: Subject) -> list[Line]:
     prompts = [subject.prompts[i] for i in answers]
     right = list(answers.values())
     best = score(subject, right, prompts)
+    if plain := without_tags(subject, right, best):
+        note = "ground truths are written without tags: in <answer> tags this reward pays nothing"
+        return [Line("ground truths", "written without tags", [], [], note=note), *audit(plain)]
     lines += [_maximum(subject, prompts, right, best), _twice(subject, prompts, right, best)]
     tried = [best]
     for probe, texts, rule in _probes(subject, prompts, right):
@@ -86,25 +90,7 @@ def _writer(subject: Subject) -> Callable[[Prompt], str]:
     if writes is not None:
         return writes
     ours = _like_ours(subject).ground_truth
-    return (lambda prompt: bare(ours(prompt))) if is_bare(subject) else ours
-
-
-def is_bare(subject: Subject) -> bool:
-    """Tell whether a user's own reward pays answers without ``<answer>`` tags, and not those with
-    them: its ground truths are then written so."""
-    if hasattr(subject.reward, "ground_truth"):
-        return False
-    ours = _like_ours(subject).ground_truth
-    with_tags: list[str] = []
-    rows = []
-    for prompt in subject.prompts[:50]:
-        try:
-            with_tags.append(ours(prompt))
-            rows.append(prompt)
-        except Unscorable:
-            continue
-    plain = score(subject, [bare(text) for text in with_tags], rows)
-    return bool(rows) and _mean(plain) > _mean(score(subject, with_tags, rows)) + CLOSE
+    return (lambda prompt: bare(ours(prompt))) if subject.bare else ours
 
 
 def bare(text: str) -> str:
@@ -112,14 +98,22 @@ def bare(text: str) -> str:
     return text.replace("<answer>", "").replace("</answer>", "")
 
 
-def notes(subject: Subject) -> list[str]:
-    """Return how ground truths were written where that is not the usual way."""
-    if is_bare(subject):
-        return [
-            "ground truths are written without tags: in <answer> tags, as a policy that is asked "
-            "for them would write, this reward pays less"
-        ]
-    return []
+def without_tags(subject: Subject, right: list[str], best: list[float]) -> Subject | None:
+    """Return the subject whose answers are written without ``<answer>`` tags, where a user's own
+    reward pays none of its ground truths in tags, and those without; else None."""
+    if hasattr(subject.reward, "ground_truth") or any(s > 0 for s in best):
+        return None
+    prompts = [prompt for prompt in subject.prompts if _writes(subject, prompt)]
+    plain = score(subject, [bare(text) for text in right], prompts)
+    return replace(subject, bare=True) if _mean(plain) > _mean(best) + CLOSE else None
+
+
+def _writes(subject: Subject, prompt: Prompt) -> bool:
+    try:
+        _writer(subject)(prompt)
+    except Unscorable:
+        return False
+    return True
 
 
 def _like_ours(subject: Subject) -> Verifiable:
@@ -238,9 +232,8 @@ def _probes(
             )
         )
     wrong = getattr(subject.reward, "wrong_answers", _like_ours(subject).wrong_answers)
-    plain = is_bare(subject)
     tricks = [
-        {name: bare(text) if plain else text for name, text in wrong(prompt).items()}
+        {name: bare(text) if subject.bare else text for name, text in wrong(prompt).items()}
         for prompt in prompts
     ]
     if not shaping:

@@ -67,12 +67,12 @@ def test_careful_readers_pass(reward, rows):
 
 
 def test_faults_differ_from_the_ground_truth_and_say_what_they_are():
-    assert faults(NUMBERS[0], "<answer>-7</answer>") == {
-        "answer negated": "<answer>not -7</answer>",
-        "sign flipped": "<answer>7</answer>",
-        "decimal point shifted": "<answer>-70</answer>",
-        "neighbouring number": "<answer>-6</answer>",
-        "thought cut off": "<think>It may be <answer>-7</answer>, or",
+    assert faults({"answer": "-3"}, "<answer>-3</answer>") == {
+        "answer negated": "<answer>not -3</answer>",
+        "sign flipped": "<answer>3</answer>",
+        "decimal point shifted": "<answer>-30</answer>",
+        "neighbouring number": "<answer>-2</answer>",
+        "thought cut off": "<think>It may be <answer>-3</answer>, or",
     }
     assert faults(LENGTHS[1], "5 cm")["another unit"] == "5 m"
     assert set(faults({"answer": "a\nb"}, "a\nb")) == {"thought cut off"}
@@ -84,10 +84,10 @@ def test_an_exact_match_without_tags_is_tried_without_them_and_that_is_said():
     def exact(answers, prompts):
         return [float(a.strip() == p["answer"]) for a, p in zip(answers, prompts)]
 
-    subject = Subject("exact", exact, WORDS)
-    assert "written without tags" in texts.notes(subject)[0]
+    lines = texts.audit(Subject("exact", exact, WORDS))
+    assert "written without tags" in lines[0].note
     assert broken(exact, WORDS) == set()
-    assert texts.notes(Subject("answer", Answer(), WORDS)) == []
+    assert not any(line.note for line in texts.audit(Subject("answer", Answer(), WORDS)))
 
 
 def test_a_weighted_sum_that_pays_form_above_truth_is_found():
