@@ -44,9 +44,10 @@ def cut(place: str, texts: Sequence[str], text_length: int | None) -> tuple[str,
 def _cut_by(
     place: str, part: str, kind: str, texts: Sequence[str], text_length: int | None
 ) -> Iterator[str]:
-    from transformers import AutoTokenizer
+    import transformers
 
-    tokenizer: Any = pretrained.load_processor(AutoTokenizer, place, subfolder=part)
+    cls = getattr(transformers, kind, transformers.AutoTokenizer)
+    tokenizer: Any = pretrained.load_processor(cls, place, subfolder=part)
     clip = kind.startswith("CLIP")
     most = int(tokenizer.model_max_length)
     limit = most if clip or text_length is None else text_length
