@@ -141,8 +141,8 @@ def load_policy(
 
     source: a configuration (``"digits/flow_grpo"`` or a file), a run (folder or ``mmrl.Run``), or
     the policy alone, ``{"sd3": {"path": "stabilityai/stable-diffusion-3.5-medium"}}``. overrides:
-    as ``{"policy.guidance_scale": 3}``. checkpoint: of a run, such as ``"iteration-000050"``; by
-    default the newest whole one, and of it the moving average if there is one. Raises UserError
+    as ``{"policy.guidance_scale": 3}``. checkpoint: of a run, ``"iteration-000050"`` or
+    ``"best"``; by default the newest whole one, and of it the moving average if there is one. Raises UserError
     with the same sentence as the command line.
     """
     with isolated():
@@ -189,7 +189,7 @@ def load_weights(model: Model, folder: Path, name: str | None = None) -> dict[st
     """Give a model the weights of a run: the moving average of the newest whole checkpoint, if
     there is one, or of the one that is named. Returns what else the checkpoint says, plain data."""
     checkpoints = folder / "checkpoints"
-    path = checkpoints / name if name else checkpoint.choose(checkpoints)[0]
+    path = checkpoint.named(checkpoints, name) if name else checkpoint.choose(checkpoints)[0]
     arrays, meta = checkpoint.load(path, checked=not name)
     try:
         model.weights.load(arrays.get("snapshot-ema", arrays["weights"]))

@@ -70,7 +70,8 @@ def policy_of(path: Path, overrides: Sequence[str], at: str | None) -> tuple[Any
     about = {"model": str(path), "policy": configuration.plain["policy"], "checkpoint": None}
     about["system"] = system
     if run:
-        chosen = run / "checkpoints" / at if at else checkpoint.choose(run / "checkpoints")[0]
+        checkpoints = run / "checkpoints"
+        chosen = checkpoint.named(checkpoints, at) if at else checkpoint.choose(checkpoints)[0]
         arrays, meta = checkpoint.load(chosen, checked=not at)
         try:
             policy.weights.load(arrays.get("snapshot-ema", arrays["weights"]))

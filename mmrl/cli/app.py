@@ -474,9 +474,10 @@ def main() -> None:
     from mmrl.core import peers
     from mmrl.core.errors import UserError
     from mmrl.utils import slurm
+    from mmrl.utils.at_once import ending_at_once
     from mmrl.utils.output import lasting_output
 
-    with lasting_output():
+    with lasting_output(), ending_at_once():
         try:
             slurm.join()
             app()

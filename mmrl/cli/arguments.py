@@ -37,7 +37,10 @@ ServeOverrides = Annotated[
 ]
 At = Annotated[
     str | None,
-    typer.Option("--checkpoint", help="Name such as iteration-000050; default: the newest."),
+    typer.Option(
+        "--checkpoint",
+        help="Name such as iteration-000050, or best (train.save_best); default: the newest.",
+    ),
 ]
 
 BestOf = Annotated[

@@ -471,7 +471,10 @@ class TrainOptions:
     # compute a rollout's log-probs once more before training on it
     recompute_old_logprob: bool | Literal["auto"] = "auto"
     save_every: Natural = 50  # iterations between checkpoints; 0: only at the end
+    save_minutes: Positive | None = None  # minutes after which it is saved as well; null: never
     save_total_limit: Count = 3  # number of newest checkpoints to keep on disk
+    # save and keep, besides, the checkpoint whose held-out score is the best so far
+    save_best: bool = False
     evaluate_every: Natural = 0  # iterations between evaluations; 0: never during training
     sample_every: Natural = 0  # iterations between sample grids; 0: never
     # the run stops if a larger share of samples has no reward

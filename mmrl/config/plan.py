@@ -86,6 +86,11 @@ def impossible(train: TrainOptions, processes: int = 1) -> Iterator[str]:
         return
     if problem := _indivisible(train, processes):
         yield problem
+    if train.save_best and not train.evaluate_every:
+        yield (
+            "train.save_best keeps the checkpoint with the best held-out score, and nothing is "
+            "evaluated: set train.evaluate_every too"
+        )
 
 
 def _indivisible(train: TrainOptions, processes: int) -> str | None:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import shutil
 import sys
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
+
+from mmrl.utils.output import redraws
+
+NARROW = 64  # columns of a terminal, below which a bar has no room
 
 
 class Progress(Protocol):
@@ -25,7 +31,7 @@ def progress_for(title: str, active: bool = True) -> Progress:
         return _Silent()
     if in_notebook():
         return _Cell(title)
-    return _Bar(title) if sys.stdout.isatty() else _Lines(title)
+    return _Bar(title) if redraws(sys.stdout) else _Lines(title)
 
 
 class _Silent:
@@ -44,18 +50,23 @@ class _Bar:
 
     def __init__(self, title: str):
         from rich import progress as p
+        from rich.console import Console
 
-        columns = (
-            p.TextColumn("[bold]{task.description}"),
-            p.BarColumn(bar_width=None),
+        console = Console()
+        columns: list[p.ProgressColumn] = [
             p.MofNCompleteColumn(),
             p.TextColumn("{task.fields[text]}"),
-            p.TimeElapsedColumn(),
             p.TextColumn("left"),
             p.TimeRemainingColumn(),
-        )
+        ]
+        if console.width >= NARROW:
+            columns[:0] = [
+                p.TextColumn("[bold]{task.description}"),
+                p.BarColumn(bar_width=None),
+            ]
+            columns.insert(-2, p.TimeElapsedColumn())
         self.title = title
-        self.bar = p.Progress(*columns, speed_estimate_period=120)
+        self.bar = p.Progress(*columns, console=console, speed_estimate_period=120)
 
     def begin(self, total: int, start: int) -> None:
         self.bar.start()
@@ -138,10 +149,18 @@ class _Lines:
             clock_time(spent),
             left,
         ]
-        print("  ".join(part for part in parts if part), flush=True)
+        print(_fitting([part for part in parts if part]), flush=True)
 
     def end(self) -> None:
         pass
+
+
+def _fitting(parts: list[str]) -> str:
+    """Join the parts of a line, without the last ones that a narrow terminal has no room for."""
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else math.inf
+    while len(line := "  ".join(parts)) > width and len(parts) > 1:
+        parts = parts[:-1]
+    return line
 
 
 def clock_time(seconds: float) -> str:

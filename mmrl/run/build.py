@@ -419,7 +419,8 @@ def trained(
     """Open a finished or stopped run: live weights trained (the moving average, if there is one),
     the base as snapshot ``ref``. ``at`` names a checkpoint; by default the newest whole one is
     taken."""
-    path = run / "checkpoints" / at if at else checkpoint.choose(run / "checkpoints")[0]
+    checkpoints = run / "checkpoints"
+    path = checkpoint.named(checkpoints, at) if at else checkpoint.choose(checkpoints)[0]
     arrays, meta = checkpoint.load(path, checked=not at)
     session = base(config_of(run), overrides, judged)
     session.scorer.load_state_dict(meta.get("rewards", {}))  # such as weights of a schedule

@@ -27,20 +27,28 @@ from mmrl.core import distributed
 from mmrl.core.errors import UserError
 from mmrl.core.sharding import is_sharded
 from mmrl.core.tensor_files import Part
-from mmrl.utils.files import on_disk, sha256, sync
+from mmrl.utils.files import json_object, on_disk, sha256, sync
 
 FORMAT = "mmrl-checkpoint-2"
 READABLE = (FORMAT, "mmrl-checkpoint-1")  # the first had whole tensors only
 PREFIX = "iteration-"
+BEST = "best.json"  # beside the checkpoints: which of them had the best held-out score
 NAME = re.compile(rf"{PREFIX}(\d{{6,}})")
 
 Tensors = Mapping[str, Tensor]
 Arrays = Mapping[str, Tensors]  # part -> name -> tensor
 
 
-def save(folder: Path, iteration: int, arrays: Arrays, meta: dict[str, Any], keep: int = 3) -> Path:
-    """Write ``folder/iteration-NNNNNN`` atomically, then delete all but the newest ``keep``.
-    Returns the path.
+def save(
+    folder: Path,
+    iteration: int,
+    arrays: Arrays,
+    meta: dict[str, Any],
+    keep: int = 3,
+    best: int | None = None,
+) -> Path:
+    """Write ``folder/iteration-NNNNNN`` atomically, then delete all but the newest ``keep`` and
+    that of iteration ``best``. Returns the path.
 
     A collective call: each process writes its shards, the main one everything else.
     """
@@ -72,7 +80,7 @@ def save(folder: Path, iteration: int, arrays: Arrays, meta: dict[str, Any], kee
             shutil.rmtree(final, ignore_errors=True)
             os.rename(work, final)
             sync(folder)
-            prune(folder, keep, iteration)
+            prune(folder, keep, iteration, best)
     return final
 
 
@@ -133,6 +141,21 @@ def latest(folder: Path) -> Path | None:
     return next(iter(every(folder)), None)
 
 
+def named(folder: Path, name: str) -> Path:
+    """Return the checkpoint of that name, or the ``best`` by ``train.save_best``.
+
+    Raises UserError where no evaluation has chosen one."""
+    if name != "best" or (folder / name).is_dir():
+        return folder / name
+    iteration = json_object(folder / BEST).get("iteration")
+    if not isinstance(iteration, int):
+        raise UserError(
+            f"{folder} has no best checkpoint: train with train.save_best=true and "
+            f"train.evaluate_every, or name one, such as {PREFIX}000050"
+        )
+    return path_of(folder, iteration)
+
+
 def choose(folder: Path) -> tuple[Path, list[str]]:
     """Choose the newest whole checkpoint, and say what was wrong with newer ones. UserError if none
     is whole.
@@ -147,25 +170,21 @@ def choose(folder: Path) -> tuple[Path, list[str]]:
             return path, problems
         except UserError as error:
             problems.append(str(error))
-    raise UserError(
-        "\n".join(
-            [
-                f"no usable checkpoint in {folder}",
-                *problems,
-                "mmrl train makes one; nothing can be resumed, evaluated or exported without",
-            ]
-        )
-    )
+    if not problems:
+        raise UserError(f"{folder}: there is no checkpoint yet; mmrl train writes one")
+    raise UserError("\n".join([f"no usable checkpoint in {folder}", *problems]))
 
 
-def prune(folder: Path, keep: int, newest: int) -> None:
-    """Delete all but the newest ``keep`` checkpoints up to iteration ``newest``, and what crashed
-    writers left behind. Those of later iterations are damaged, or the run would have gone on from
-    them; they are replaced when it comes by."""
+def prune(folder: Path, keep: int, newest: int, best: int | None = None) -> None:
+    """Delete all but the newest ``keep`` checkpoints up to iteration ``newest`` and the ``best``,
+    and what crashed writers left behind. Those of later iterations are damaged, or the run would
+    have gone on from them; they are replaced when it comes by."""
     limit = path_of(folder, newest)
     known = every(folder)
+    stays = None if best is None else path_of(folder, best)
     for path in known[known.index(limit) :][keep or None :]:
-        shutil.rmtree(path)
+        if path != stays:
+            shutil.rmtree(path)
     for path in folder.glob(f".{PREFIX}*"):
         if path.is_dir():
             shutil.rmtree(path)

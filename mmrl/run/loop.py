@@ -26,6 +26,7 @@ from mmrl.run.build import CONFIG, Session
 from mmrl.run.evaluation import evaluate, sample
 from mmrl.run.lock import FolderLock
 from mmrl.run.reward_notes import notes
+from mmrl.run.saving import Saving
 from mmrl.run.stopping import (
     BUDGET,
     CALLER,
@@ -74,6 +75,8 @@ class Run:
     whole: tuple[int, int] = (-1, -1)
 
     def __post_init__(self) -> None:
+        options, weights = self.session.options, self.session.scorer.weights
+        self.saving = Saving(options, self.folder / "checkpoints", weights)
         self.signals = Signals(self._promise)
 
     def recall(self, warnings: Sequence[str], note: str = "") -> None:
@@ -88,6 +91,7 @@ class Run:
         self.alarms = Alarms(options, watched, rewards, alone)
         self.alarms.recall(self.log.past, self.log.past_alarms)
         self.recount(self.log.past)
+        self.saving.recall(self.trainer.iteration)
         for summary in session.summaries:
             for line in summary.lines():
                 self.say("data", line)
@@ -152,8 +156,12 @@ class Run:
                     self._sound_alarms()
                 bar.update(trainer.iteration, metrics.get("reward/mean"), self._note(metrics))
                 self.caller_ends = self.watcher.iterated(trainer.iteration, metrics)
-                if due(trainer.iteration, options.save_every):
+                best = self.saving.improved(trainer.iteration, metrics)
+                if due(trainer.iteration, options.save_every) or best or self.saving.by_clock():
                     self.save()
+                if best:
+                    with self.writing():
+                        self.saving.note_best(self.log.active)
 
     def _show(self, gallery: Gallery, sampled: Sampled) -> dict[str, float]:
         """Let the gallery see an iteration, as a monitor; a collective call."""
@@ -199,8 +207,11 @@ class Run:
         keep = self.session.options.save_total_limit
         arrays, meta = state.capture(self.trainer)
         meta["config"] = changes.text_of(self.session.config)
-        path = checkpoint.save(self.folder / "checkpoints", iteration, arrays, meta, keep)
+        path = checkpoint.save(
+            self.folder / "checkpoints", iteration, arrays, meta, keep, self.saving.best
+        )
         self.saved = iteration
+        self.saving.since = time.monotonic()
         with self.writing():
             self.log.event("checkpoint", f"iteration {iteration}")
         return path
@@ -295,7 +306,10 @@ class Run:
     def _promise(self) -> None:
         """Say what a first signal does."""
         if self.log.active:
-            print("\nfinishing this iteration, then saving; press Ctrl-C again to stop without")
+            print(
+                "\nfinishing this iteration, then saving; press Ctrl-C again to stop now, without "
+                "saving"
+            )
 
     def _tell(self, metrics: dict[str, float]) -> None:
         """Report samples that could not be scored and an iteration that taught nothing, once for

@@ -8,7 +8,7 @@ status    after ``mmrl train``
 3         stopped by ``alarms.stop``: there was nothing to learn from; saved
 75        stopped by SIGTERM, SIGHUP, SIGQUIT or ``train.time_limit``, saved, to be resumed
           (EX_TEMPFAIL of sysexits.h, which schedulers know as "try again")
-130       stopped by Ctrl-C, saved unless it was typed twice
+130       stopped by Ctrl-C, saved unless it was typed twice, or SIGTERM came after it
 ========  =================================================================================
 """
 
@@ -23,10 +23,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from mmrl.utils.at_once import INTERRUPTED, asks_again
+
 NOTHING_TO_LEARN = 3
 RESUMABLE = 75
-INTERRUPTED = 130
-SAME_INSTANT = 1.0  # seconds
 NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")  # Windows has the first two
 SAVING = [getattr(signal, name) for name in NAMES if hasattr(signal, name)]
 # what a process says to the others: the larger counts
@@ -46,17 +46,17 @@ class Ended:
 
 @dataclass
 class Signals:
-    """Remembers the first signal that asks for an end. A second Ctrl-C ends the process at once;
-    other repeated signals, which schedulers and closed terminals send, change nothing."""
+    """Remembers the first signal that asks for an end. A second Ctrl-C ends the process at once,
+    as SIGTERM after a Ctrl-C does; other repeated signals, which schedulers and closed terminals
+    send, change nothing."""
 
     on_first: Callable[[], None]
     number: int = 0
     instant: float = -math.inf
 
     def handle(self, number: int, _: object) -> None:
-        # a launcher hands on the Ctrl-C that the terminal has also sent: the same instant is one
         if self.number:
-            if number == signal.SIGINT and time.monotonic() - self.instant > SAME_INSTANT:
+            if asks_again(self.number, number, time.monotonic() - self.instant):
                 raise KeyboardInterrupt
             return
         self.number = number

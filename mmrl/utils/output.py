@@ -3,6 +3,7 @@ is no reason to stop a training."""
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Iterator
@@ -54,16 +55,37 @@ class Lasting:
 @contextmanager
 def lasting_output() -> Iterator[None]:
     """Let ``print`` and the like never fail inside the block."""
+    _occupy()
     streams = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (_lasting(stream) for stream in streams)
     try:
         yield
     finally:
         for stream in (sys.stdout, sys.stderr):
-            if stream is not None:
-                stream.flush()
+            stream.flush()
         sys.stdout, sys.stderr = streams
 
 
 def _lasting(stream: Any) -> Any:
-    return stream if stream is None or isinstance(stream, Lasting) else Lasting(stream)
+    """Wrap a stream; in the place of one that was closed before the command began (``>&-``), one
+    that leads nowhere."""
+    if stream is None:
+        nowhere = Lasting(io.StringIO())
+        nowhere.broken = True
+        return nowhere
+    return stream if isinstance(stream, Lasting) else Lasting(stream)
+
+
+def _occupy() -> None:
+    """Give the numbers of closed standard streams to nowhere: a file that is opened later would get
+    one, and what libraries print would be written into it."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
+
+
+def redraws(stream: Any) -> bool:
+    """Tell whether a line can be drawn again on a stream: a terminal that moves its cursor."""
+    return stream.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")

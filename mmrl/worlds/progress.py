@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from mmrl.utils.output import redraws
+
 SOON = 3.0  # seconds after which somebody wonders what is going on
 OFTEN = 20.0  # seconds between lines
 
@@ -27,7 +29,7 @@ class Progress:
     def steps(self, what: str, total: int) -> Iterator[int]:
         if self.quiet:
             yield from range(total)
-        elif sys.stderr.isatty():
+        elif redraws(sys.stderr):
             yield from self._bar(what, total)
         else:
             yield from self._lines(what, total)

@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "advantages": {"core", "data", "samplers"},
     "scoring": {"core", "utils", "rewards"},
     "rollout": MODELS | {"data", "policies", "advantages", "rewards"},
-    "monitoring": {"core", "data", "rewards", "advantages"},
+    "monitoring": {"core", "data", "rewards", "advantages", "utils"},
     "train": TRAINING | {"monitoring"},
     "run": TRAINING | {"cluster", "monitoring", "rewards"},
     "launch": TRAINING | {"cluster", "monitoring", "run"},

@@ -1,7 +1,9 @@
 """The run folder's record: whole after crashes, never double, never a flood."""
 
+import io
 import json
 import math
+import re
 import sys
 
 import pytest
@@ -150,6 +152,35 @@ def test_a_bar_on_a_terminal(monkeypatch):
     (task,) = bar.bar.tasks
     assert (task.completed, task.total) == (3, 4) and "reward 0.250" in task.fields["text"]
     bar.end()
+
+
+class Screen(io.StringIO):
+    """A terminal."""
+
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("term", ["dumb", "xterm"])
+def test_a_terminal_of_any_kind_and_width_shows_every_stretch(monkeypatch, term):
+    """Where the cursor does not move back, lines; nothing is wider than the terminal."""
+    for name, value in (("TERM", term), ("COLUMNS", "40"), ("LINES", "20")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "stdout", Screen())
+    bar = progress.progress_for("training")
+    bar.begin(200, 0)
+    for i in (1, 200):
+        bar.update(i, 0.25)
+    if term == "xterm":
+        bar.bar.refresh()
+    bar.end()
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", sys.stdout.getvalue())
+    lines = [line.rstrip() for line in re.split(r"[\r\n]+", shown) if line.strip()]
+    assert all(len(line) <= 40 for line in lines) and "200/200" in lines[-1]
+    assert all("reward 0.250" in line for line in lines if "/200" in line and "0/200" not in line)
+    assert isinstance(bar, progress._Lines) == (term == "dumb")
+    if term == "dumb":
+        assert lines[0].startswith("training 1/200")
 
 
 def test_clock_time():

@@ -1,6 +1,8 @@
 """What ends a run, what it leaves, and what the command's exit status says."""
 
 import json
+import os
+import subprocess
 import sys
 
 import pytest
@@ -108,6 +110,29 @@ def test_whatever_becomes_of_stdout_printing_goes_on(error):
     print("text", file=stream)
     stream.flush()
     assert stream.broken
+
+
+def test_a_stdout_that_was_closed_before_is_nowhere(monkeypatch):
+    """``mmrl train ... >&-``: Python then has no sys.stdout."""
+    monkeypatch.setattr(sys, "stdout", None)
+    with lasting_output():
+        print("text", flush=True)
+        assert sys.stdout.isatty() is False
+    assert sys.stdout is None
+
+
+def test_no_file_takes_the_place_of_a_closed_stdout(tmp_path):
+    """Or what libraries print would be written into it, a checkpoint say."""
+    code = (
+        "import os, sys\nfrom mmrl.utils.output import lasting_output\n"
+        "with lasting_output():\n"
+        "    number = os.open(sys.argv[1], os.O_CREAT | os.O_WRONLY)\n"
+        "    os.write(number, b'%d' % number)"
+    )
+    command = 'exec "$0" -c "$1" "$2" <&- >&- 2>&-'
+    arguments = [sys.executable, code, str(tmp_path / "file")]
+    subprocess.run(["sh", "-c", command, *arguments], check=True)
+    assert int((tmp_path / "file").read_text()) > 2
 
 
 def test_what_a_terminal_cannot_show_is_replaced(monkeypatch):
