@@ -142,8 +142,8 @@ def load_policy(
     source: a configuration (``"digits/flow_grpo"`` or a file), a run (folder or ``mmrl.Run``), or
     the policy alone, ``{"sd3": {"path": "stabilityai/stable-diffusion-3.5-medium"}}``. overrides:
     as ``{"policy.guidance_scale": 3}``. checkpoint: of a run, ``"iteration-000050"`` or
-    ``"best"``; by default the newest whole one, and of it the moving average if there is one. Raises UserError
-    with the same sentence as the command line.
+    ``"best"``; by default the newest whole one, and of it the moving average if there is one.
+    Raises UserError with the same sentence as the command line.
     """
     with isolated():
         configuration, folder = opened(source, overrides)

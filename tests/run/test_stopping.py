@@ -1,7 +1,6 @@
 """What ends a run, what it leaves, and what the command's exit status says."""
 
 import json
-import os
 import subprocess
 import sys
 
