@@ -281,8 +281,8 @@ def dry_run(
         for line in lines(look(file, [*overrides, *chosen], count)):
             print(line)
         if cards is not None:
-            for line in of_devices(file, [*overrides, *chosen], cards, propose):
-                print(line)
+            for line in of_devices(file, [*overrides, *chosen], cards, propose, config):
+                print(line, flush=True)
 
 
 def build_artifacts(names: Sequence[str]) -> None:
@@ -367,7 +367,7 @@ def _check_checkpoint(path: Path, at: str) -> None:
     if not path.is_dir():
         raise UserError(f"--checkpoint {at}: {path} is a configuration; only a run has checkpoints")
     names = [place.name for place in reversed(checkpoint.every(path / "checkpoints"))]
-    if at not in names:
+    if checkpoint.named(path / "checkpoints", at).name not in names:
         raise UserError(f"--checkpoint {at}: {path} has {', '.join(names) or 'none'}")
 
 

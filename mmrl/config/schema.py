@@ -123,6 +123,13 @@ def _names_of(registry: Registry, name: str) -> list[str]:
     return list(options(registry[name])) if name in registry else []
 
 
+def _elsewhere(place: Place, key: Any, value: Any) -> str:
+    """Say how a file of prompts is read, where a data source that makes its own is given one."""
+    if key != "path" or place.path[:1] != ("data",):
+        return ""
+    return f"; prompts of a file: data={{prompts: {{path: {value}}}}}"
+
+
 def resolve_call(
     entry: Plugin,
     chosen: Any,
@@ -154,6 +161,7 @@ def resolve_call(
         elif key not in known:
             close = suggest(str(key), known, renamed.former_options(place.path, known))
             hint = f"; {close}{short}" if close.startswith("did") else takes
+            hint += _elsewhere(place, key, value)
             problems.append((place / key).say(f"unknown option{hint}"))
         # the default None may always be written out
         elif value is not None or known[key].default is not None:

@@ -25,8 +25,8 @@ def show(
     with collecting(lenient=True) as summaries:
         source = configuration.build("data", DATA)
     problems = [
-        f"training stops at {len(summary.dropped)} broken rows of {summary.name}: mend them, or "
-        f"leave them out with broken: skip"
+        f"training stops at {len(summary.dropped)} broken rows of {summary.name}: fix "
+        f"these rows, or leave them out with broken: skip"
         for summary in summaries
         if summary.stops
     ]

@@ -81,9 +81,17 @@ def report(summary: Summary) -> None:
 
 
 def first_of(problems: list[str]) -> str:
-    """Name the first few of many problems, a line each."""
-    rest = f"\n    and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
-    return "\n    ".join(problems[:SHOWN]) + rest
+    """Name the first few of many problems, a line each; what is wrong with many rows alike is said
+    once, with the first of them and their number."""
+    alike: dict[str, list[str]] = {}
+    for problem in problems:
+        alike.setdefault(problem.partition(": ")[2], []).append(problem)
+    told = [
+        f"{each[0]} (and {len(each) - 1} more rows like it)" if len(each) > 1 else each[0]
+        for each in alike.values()
+    ]
+    rest = f"\n    and {len(told) - SHOWN} more" if len(told) > SHOWN else ""
+    return "\n    ".join(told[:SHOWN]) + rest
 
 
 def left_out(problems: list[str], count: int) -> None:

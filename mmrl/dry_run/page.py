@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from mmrl.dry_run.dryrun import Report
@@ -17,7 +19,11 @@ def lines(report: Report) -> Iterator[str]:
     """Return the report's lines, each a name and its numbers."""
     plan = report.plan
     train = report.train
-    reckoned = f", looked at as policy {report.stand_in}" if report.stand_in else ""
+    reckoned = (
+        f" (estimated as if it were the built-in family {report.stand_in})"
+        if report.stand_in
+        else ""
+    )
     yield f"policy      {report.policy}: {report.path}{reckoned}"
     if report.call_defaults:
         yield f"call        not set, so taken as they are: {report.call_defaults}"
@@ -81,8 +87,8 @@ def _forwards(report: Report) -> Iterator[str]:
     )
     if report.shape:
         yield (
-            f"decisions   {counts.decisions:,} with a density in the first iteration; "
-            f"{counts.steps} optimizer steps"
+            f"decisions   {counts.decisions:,} sampling steps have a log-probability in the first "
+            f"iteration; {counts.steps} optimizer steps"
         )
 
 
@@ -117,12 +123,12 @@ def _memory(report: Report) -> Iterator[str]:
         )
     if report.peak is not None:
         yield (
-            f"peak        about {report.peak / GIB:.0f} GiB a device, without rewards and the "
+            f"peak        about {_size(report.peak)} a device, without rewards and the "
             f"decoder's activations"
         )
     if report.sharded is not None:
         yield (
-            f"            about {report.sharded / GIB:.0f} GiB with the weights shared out "
+            f"            about {_size(report.sharded)} with the weights shared out "
             f"over all processes (FSDP)"
         )
 
@@ -141,8 +147,9 @@ def _seconds(value: float) -> str:
     return f"{value:,.1f} s" if value >= 0.1 or not value else f"{1000 * value:.2g} ms"
 
 
-def device_lines(run: Run, guess: Estimate) -> Iterator[str]:
-    """Return the lines of ``--devices``: one iteration of a run on named cards."""
+def device_lines(run: Run, guess: Estimate, iterations: int, proposed: bool) -> Iterator[str]:
+    """Return the lines of ``--devices``: an iteration of a run on named cards, and all of them.
+    ``proposed``: what fits follows."""
     kind = "shards (FSDP2)" if guess.sharded else "copies (DDP)"
     devices = guess.devices
     card = devices.card
@@ -151,18 +158,19 @@ def device_lines(run: Run, guess: Estimate) -> Iterator[str]:
         f"{run.measured.rows} rows"
     )
     if reason := run.measured.update.fell_back:
-        yield f"  blocks    all were passed through, equal ones could not be spared: {reason}"
+        yield f"  blocks    all blocks were measured one by one, because {reason}"
     parts = ", ".join(f"{n} {_size(size)}" for n, size in guess.memory.items() if size)
     yield f"  memory    a device in an update, tracked: {parts}"
     moments = ", ".join(f"{name} {_size(size)}" for name, size in guess.moments.items())
-    yield f"  moments   {moments}"
-    room = "fits" if guess.fits else "does not fit: see --fit"
+    yield f"  phases    peak by phase: {moments}"
+    room = "fits" if guess.fits else "does not fit"
+    room += ": see --fit" if not (guess.fits or proposed) else ""
     yield (
         f"  peak      {_size(guess.peak)} of {card.memory / GIB:.0f} GiB ({guess.fullest}): {room}"
     )
     yield (
-        f"  travels   {_size(guess.gathered)} of weights and {_size(guess.reduced)} "
-        "of gradients a device and iteration"
+        f"  network   communication: {_size(guess.gathered)} of weights gathered, "
+        f"{_size(guess.reduced)} of gradients reduced, a device and iteration"
     )
     yield f"  compute   {guess.flops / 1e15:,.3g} PFLOP an iteration, all devices"
     seconds = ", ".join(f"{name} {_seconds(value)}" for name, value in guess.seconds.items())
@@ -171,6 +179,14 @@ def device_lines(run: Run, guess: Estimate) -> Iterator[str]:
         f"{guess.samples_per_second / devices.count:.3g} samples a second and device, "
         f"MFU {guess.mfu:.0%}"
     )
+    yield f"  whole run {_whole_run(guess.whole * iterations, devices.count)}, without rewards"
+
+
+def _whole_run(seconds: float, devices: int) -> str:
+    """Write what a run takes: days or hours, and hours of its devices."""
+    days, hours = seconds / 86400, seconds / 3600
+    long = f"{days:,.1f} days" if days >= 1 else f"{hours:,.2g} hours"
+    return f"about {long}, {hours * devices:,.3g} GPU hours"
 
 
 def fit_lines(path: object, fits: list[Fit], devices: Devices) -> Iterator[str]:
@@ -195,13 +211,25 @@ def fit_lines(path: object, fits: list[Fit], devices: Devices) -> Iterator[str]:
 
 
 def of_devices(
-    path: Path, overrides: Sequence[str], devices: Devices, propose: bool
+    path: Path, overrides: Sequence[str], devices: Devices, propose: bool, name: object
 ) -> Iterator[str]:
-    """Return the lines of a configuration on named cards, with proposals if they are asked for."""
+    """Return the lines of a configuration on named cards, with proposals if they are asked for.
+    ``name``: of the configuration, as it was typed."""
+    iterate = partial(device_lines, proposed=propose)
+    yield "measuring one pass at true size ..."
     run = measure(path, overrides, devices.count)
-    plain = estimate(run, devices, sharded=False)
-    yield from device_lines(run, plain)
+    iterations = run.report.train.iterations
+    guesses = [estimate(run, devices, sharded=False)]
+    yield from iterate(run, guesses[0], iterations)
     if devices.count > 1:
-        yield from device_lines(run, estimate(run, devices, sharded=True))
+        guesses.append(estimate(run, devices, sharded=True))
+        yield from iterate(run, guesses[1], iterations)
     if propose:
-        yield from fit_lines(path, list(fit(path, overrides, devices)), devices)
+        yield "looking for what fits, by a few more passes ..."
+        best = min((guess.whole for guess in guesses if guess.fits), default=math.inf)
+        proposals = list(fit(path, overrides, devices))
+        faster = [each for each in proposals if each.estimate.whole < best]
+        if proposals and not faster:
+            yield "fit         as it is, it is the fastest that fits"
+        else:
+            yield from fit_lines(name, faster, devices)

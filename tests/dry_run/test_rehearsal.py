@@ -92,7 +92,7 @@ def test_a_replayed_pipeline_is_looked_at_by_its_family(name):
     assert run.measured.trained == sum(
         p.numel() for p in policy.net.parameters() if p.requires_grad
     )
-    assert f"looked at as policy {name}" in next(iter(lines(run.report)))
+    assert f"estimated as if it were the built-in family {name}" in next(iter(lines(run.report)))
 
 
 @pytest.mark.parametrize(("case", "kind"), [("sd3", "bfloat16"), ("wan", "float32")])

@@ -152,7 +152,7 @@ def test_the_command_says_all_of_it():
     assert done.exit_code == 0, done.output
     for words in ("latents 4 x 8 x 8; 4 steps", "rows of the network to sample", "peak", "fits"):
         assert words in text, words
-    assert "looked at as" not in text and "unknown" not in text
+    assert "estimated as if" not in text and "unknown" not in text
 
 
 def test_what_training_refuses_is_refused(tmp_path):

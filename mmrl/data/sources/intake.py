@@ -107,7 +107,7 @@ class Intake:
         elif self.broken == "error" or (not whole and len(reasons) == 1):
             raise UserError(
                 f"{len(problems)} of {count} rows are broken:\n    {first_of(problems)}\n  "
-                f"mend them{', or leave them out with broken: skip' if whole else ''}"
+                f"fix these rows{', or leave them out with broken: skip' if whole else ''}"
             )
         else:
             self._refuse_alike(problems, count)
