@@ -65,7 +65,8 @@ from mmrl.cli.arguments import (
 
 app = typer.Typer(
     help="Reinforcement fine-tuning for vision-language models and image and video generators.\n\n"
-    "`mmrl --safe COMMAND` runs no code that a configuration brings.",
+    "`mmrl --safe COMMAND` runs no code that a configuration brings. `mmrl docs` has the "
+    "documentation: `mmrl docs start` is the first hour.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
@@ -453,6 +454,16 @@ def list_(
     from mmrl.cli.listing import show_list
 
     show_list(words or [], search)
+
+
+@app.command()
+def docs(
+    page: Annotated[str | None, typer.Argument(help="Such as start; default: a list.")] = None,
+) -> None:
+    """Show a page of the documentation, which comes with the package, or list the pages."""
+    from mmrl.cli.pages import show_page
+
+    show_page(page)
 
 
 @app.command()

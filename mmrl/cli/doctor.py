@@ -79,6 +79,7 @@ def print_report() -> bool:
     console.print(
         Text(f"missing: {', '.join(missing)}" if missing else f"ready; {warned} warning(s)")
     )
+    console.print(Text("documentation: mmrl docs; the first hour: mmrl docs start"))
     return not missing
 
 

@@ -86,12 +86,12 @@ def first_of(problems: list[str]) -> str:
     alike: dict[str, list[str]] = {}
     for problem in problems:
         alike.setdefault(problem.partition(": ")[2], []).append(problem)
-    told = [
+    lines = [
         f"{each[0]} (and {len(each) - 1} more rows like it)" if len(each) > 1 else each[0]
         for each in alike.values()
     ]
-    rest = f"\n    and {len(told) - SHOWN} more" if len(told) > SHOWN else ""
-    return "\n    ".join(told[:SHOWN]) + rest
+    rest = f"\n    and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
+    return "\n    ".join(lines[:SHOWN]) + rest
 
 
 def left_out(problems: list[str], count: int) -> None:

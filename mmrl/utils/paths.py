@@ -1,4 +1,5 @@
-"""Finds files: configurations shipped with the package, the cache of what worlds build."""
+"""Finds files: configurations and pages shipped with the package, the cache of what worlds
+build."""
 
 from __future__ import annotations
 
@@ -26,6 +27,12 @@ def shipped_configs() -> Path:
     install."""
     installed = PACKAGE / "configs"
     return installed if installed.is_dir() else PACKAGE.parent / "configs"
+
+
+def shipped_pages() -> Path:
+    """Return the ``docs`` folder of an installed package, or of the repository."""
+    installed = PACKAGE / "docs"
+    return installed if installed.is_dir() else PACKAGE.parent / "docs"
 
 
 def config_names() -> list[str]:

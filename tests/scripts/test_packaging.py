@@ -1,6 +1,7 @@
 """What ``pip install .`` gives: one package with all its parts, the command, the licence."""
 
 import configparser
+import importlib.util
 import json
 import os
 import re
@@ -59,6 +60,30 @@ def test_the_wheel_holds_every_module_config_and_template(wheel):
         f"a name of ours at the top of site-packages would break a user's: {sorted(rest)}"
     )
     assert any(name.endswith("licenses/LICENSE") for name in rest)
+
+
+def test_the_wheel_brings_the_pages_and_no_dead_link(wheel):
+    archive = zipfile.ZipFile(wheel)
+    pages = {f"mmrl/{path.relative_to(ROOT)}" for path in (ROOT / "docs").rglob("*.md")}
+    held = {name for name in archive.namelist() if name.startswith("mmrl/docs/")}
+    assert pages == held
+    (name,) = [name for name in archive.namelist() if name.endswith("METADATA")]
+    shown = archive.read(name).decode()
+    assert "Project-URL: " in shown and "text/markdown" in shown
+    assert not re.findall(r"\]\((?!https?:|#|mailto:)[^)]*\)", shown)
+    assert "the first hour" in shown  # the text of a link stays
+
+
+def test_links_follow_the_address_of_the_source():
+    spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    text = "![a](docs/a.png)\n[b](docs/b.md#c), [d](https://d.org) and [e](#e)"
+    assert module.description(text, "") == "b, [d](https://d.org) and [e](#e)"
+    assert module.description(text, "https://s.org/main/") == (
+        "![a](https://s.org/main/docs/a.png)\n[b](https://s.org/main/docs/b.md#c), "
+        "[d](https://d.org) and [e](#e)"
+    )
 
 
 def test_the_command_is_installed(wheel):
