@@ -15,6 +15,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import DATA, POLICIES, options
 from mmrl.core.types import Prompt
 from mmrl.data.prompts import read
+from mmrl.data.vision.formats import ALIASES
 
 Overrides = Mapping[str, Any] | Sequence[str] | None
 TEXTS = ("text", "prompt")  # columns that hold the text of a prompt
@@ -25,11 +26,11 @@ def needed(module: str, what: str, extra: str = "notebook") -> Any:
     it."""
     try:
         return importlib.import_module(module)
-    except ImportError as error:
+    except ImportError:
         raise UserError(
             f"{what} needs {module}, which is not installed; run: "
             f'pip install "multimodal-rl[{extra}]"'
-        ) from error
+        ) from None
 
 
 def words_of(overrides: Overrides) -> list[str]:
@@ -107,6 +108,7 @@ def _prompt(row: Any, number: int) -> Prompt:
         row = {"text": row}
     if not isinstance(row, Mapping):
         raise UserError(f"prompts, row {number}: expected a text or a dict, got {row!r}")
+    row = _with_known_names(row)
     name = next((key for key in TEXTS if row.get(key) is not None), None)
     if name is None and "messages" not in row:
         has = ", ".join(map(str, row)) or "nothing"
@@ -120,6 +122,19 @@ def _prompt(row: Any, number: int) -> Prompt:
             f"prompts, row {number}: {name!r} must be text that is not empty, got {text!r}"
         )
     return {**row, "text": text.strip()}
+
+
+def _with_known_names(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Give a row the names of mmrl for what other formats call otherwise, as files are read."""
+    known = dict(row)
+    for name in ("text", "boxes", "answer"):
+        ours = TEXTS if name == "text" else (name,)
+        present = [alias for alias in ALIASES[name] if row.get(alias) is not None]
+        if present and not any(row.get(key) is not None for key in ours):
+            known[name] = row[present[0]]
+    if "boxes" not in known and row.get("bbox") is not None:
+        known["boxes"] = [row["bbox"]]
+    return known
 
 
 def reader_of(sections: Mapping[str, Any]) -> str:

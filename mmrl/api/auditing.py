@@ -11,8 +11,12 @@ from mmrl.api.arguments import Overrides, prompts_of, words_of
 from mmrl.api.isolation import isolated
 from mmrl.api.rewards import batch_reward
 from mmrl.audit import Audit, Subject, audit, audit_one, some
+from mmrl.audit.tables import described
+from mmrl.config import build_rewards
 from mmrl.core.errors import UserError
+from mmrl.core.registry import load_built_in
 from mmrl.utils.paths import find_config
+from rewards.card import card_of
 
 
 class Audits(list[Audit]):
@@ -32,8 +36,7 @@ class Audits(list[Audit]):
             lines.append(f"{each.reward}: {'passed' if each.passed else 'FAILED'}")
             for line in each.lines:
                 lines += [
-                    f"  {line.probe}: {offence.where}: {offence.answer!r} "
-                    f"scores {offence.score:.4g}"
+                    f"  {line.probe}: {offence.where}: {described(offence)}"
                     for offence in line.offences[:5]
                 ]
         return "\n".join(lines)
@@ -65,24 +68,35 @@ def check_reward(
     """Audit rewards before any model is trained, as ``mmrl check-reward`` does: ground truths must
     win, tricks must not pay.
 
-    reward: a configuration (its rewards on its own data, with ``overrides``), or a function as
-    ``mmrl.Trainer`` takes it, with the ``prompts`` it is tried on and the ``media`` it judges (not
-    needed where its card says so). samples: prompts to look at; seed: which of them. Raises
-    UserError where nothing can be audited.
+    reward: a configuration (its rewards on its own data, with ``overrides``), or a function or the
+    name of a reward as ``mmrl.Trainer`` takes it, with the ``prompts`` it is tried on and the
+    ``media`` it judges (not needed where its card says so). samples: prompts to look at; seed:
+    which of them. Raises UserError where nothing can be audited.
     """
     with isolated():
-        if not callable(reward):
+        named = isinstance(reward, str) and prompts is not None
+        if not (callable(reward) or named):
             return Audits(audit(find_config(reward), words_of(overrides), samples, seed))
         if prompts is None:
             raise UserError("check_reward(function): give the prompts to try it on, prompts=[...]")
-        name = getattr(reward, "__name__", type(reward).__name__).replace("<lambda>", "reward")
-        wrapped = batch_reward(reward, name)
+        name, judge = _registered(reward) if isinstance(reward, str) else _wrapped(reward)
         rows = prompts_of(prompts)
         placed = [{"where": f"prompt {i}", **row} for i, row in enumerate(rows)]
-        judged = list(wrapped.card.media)  # type: ignore[attr-defined]
+        judged = list(card_of(judge).media)
         if media is None and len(judged) > 1:
             raise UserError(
                 f"reward {name!r}: say what it judges, media='image', 'video' or 'text'"
             )
-        subject = Subject(name, wrapped, some(placed, samples, seed), seed)
+        subject = Subject(name, judge, some(placed, samples, seed), seed)
         return Audits([audit_one(subject, media)])
+
+
+def _registered(name: str) -> tuple[str, Any]:
+    """Build the reward of that name, as ``mmrl.Trainer`` takes it."""
+    load_built_in()
+    return name, build_rewards(name)[name].reward
+
+
+def _wrapped(function: Any) -> tuple[str, Any]:
+    name = getattr(function, "__name__", type(function).__name__).replace("<lambda>", "reward")
+    return name, batch_reward(function, name)

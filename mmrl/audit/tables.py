@@ -49,14 +49,15 @@ def _table(audit: Audit) -> Table:
 
 def _offences(line: Line) -> list[Text]:
     lines = [
-        Text(f"  {offence.where}: {line.probe}: {_described(offence)}")
+        Text(f"  {offence.where}: {line.probe}: {described(offence)}")
         for offence in line.offences[:SHOWN]
     ]
     hidden = len(line.offences) - SHOWN
     return lines + ([Text(f"  ... and {hidden} more rows: {line.probe}")] if hidden > 0 else [])
 
 
-def _described(offence: Offence, width: int = 100) -> str:
+def described(offence: Offence, width: int = 100) -> str:
+    """Write an answer, cut, with its score."""
     if math.isnan(offence.score) and not offence.answer:
         return offence.note
     answer = offence.answer if len(offence.answer) <= width else offence.answer[: width - 3] + "..."

@@ -76,6 +76,14 @@ def ground_truths(subject: Subject) -> tuple[dict[int, str], dict[int, str]]:
     write = _writer(subject)
     answers: dict[int, str] = {}
     unwritten: dict[int, str] = {}
+    fields = ("answer", "boxes", "ground_truth")
+    if not hasattr(subject.reward, "ground_truth") and not any(
+        name in prompt for prompt in subject.prompts for name in fields
+    ):
+        raise UserError(
+            f"reward {subject.name!r}: the prompts hold no ground truth to try it on; give each "
+            f"an `answer`, `boxes` or `ground_truth`, or the reward a method ground_truth(prompt)"
+        )
     for i, prompt in enumerate(subject.prompts):
         try:
             answers[i] = write(prompt)

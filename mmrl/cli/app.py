@@ -189,7 +189,10 @@ def evaluate(
     evaluation_table(rows)
     for sentence in change_sentences(rows):
         print(f"trained against base, {sentence}")
+    print(f"base: {commands.base_of(path)}")
     print(f"written to {target}")
+    if path.is_dir():
+        print(f"next: mmrl report {path} | mmrl export {path} --out FOLDER")
 
 
 @app.command()
@@ -430,7 +433,9 @@ def check_reward(
 def data(
     config: Annotated[Path, typer.Argument(help="A .yaml file with `data:`, or a shipped name.")],
     overrides: Overrides = None,
-    page: Annotated[Path, typer.Option("--out", help="The HTML page.")] = Path("data.html"),
+    page: Annotated[
+        Path | None, typer.Option("--out", help="The HTML page; default: none is written.")
+    ] = None,
     count: ShownPrompts = 24,
 ) -> None:
     """Show what will be trained on: counts, lengths, samples, what is left out and why."""

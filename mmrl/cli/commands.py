@@ -6,9 +6,10 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -238,11 +239,27 @@ def export(
             convert.rewrite_export(draft, session.policy.place, chosen)
         if dtype is not None:
             whole_export.cast(draft, kinds[dtype])
+    if chosen == "diffusers":
+        _show_loading(run, folder, session)
     return folder
 
 
-def show_data(config: Path, overrides: Sequence[str], page: Path, count: int) -> list[str]:
-    """Write a page about what a configuration trains on. Returns lines for the terminal."""
+def _show_loading(run: Path, folder: Path, session: Session) -> None:
+    """Print the lines of diffusers or transformers that load an export."""
+    from mmrl.hub.loading import code, describe
+    from mmrl.monitoring.report.runs import read_run
+
+    policy = session.policy
+    makes = policy.capabilities.makes
+    about = describe(folder, read_run(run), policy.pipeline, makes, policy.auto_class)
+    base = about.base_id or locate(about.base)
+    if lines := code(replace(about, base_id=base), str(folder)):
+        print(f"to load it:\n{textwrap.indent(lines, '    ')}", file=sys.stderr)
+
+
+def show_data(config: Path, overrides: Sequence[str], page: Path | None, count: int) -> list[str]:
+    """Look at what a configuration trains on, and write a page about it if one is named. Returns
+    lines for the terminal."""
     from mmrl.data.command import show
 
     load_built_in()
@@ -341,6 +358,18 @@ def last_run(path: Path) -> Path | None:
     """Return the run folder that a path means, of one with stages the last; None: it is no folder,
     but a configuration."""
     return build.last_stage(path) if path.is_dir() else None
+
+
+def base_of(path: Path) -> str:
+    """Say which weights an evaluation calls the base: those that a run began with."""
+    run = last_run(path)
+    configuration = load(build.config_of(run) if run else find_config(path), [])
+    if start := configuration.plain.get("start"):
+        return f"the weights that {run or path} began with, those of {start}"
+    options = configuration.plain.get("policy")
+    inner = next(iter(options.values()), None) if isinstance(options, dict) else None
+    model = inner.get("path") if isinstance(inner, dict) else None
+    return f"the model {model or options}, as it was before any training"
 
 
 def opened(

@@ -40,7 +40,7 @@ ABOUT = {
     "noise_windows": ("which steps have noise", "policy.NAME.noise_window"),
     "solvers": ("deterministic steps", "policy.NAME.solver"),
     "surrogates": ("losses of ratio and advantage", "objective.policy_gradient.surrogate"),
-    "timestep_samplers": ("where a finished sample is looked at", "objective.NAME"),
+    "timestep_samplers": ("which timesteps are drawn to re-noise a sample", "objective.NAME"),
     "estimators": ("which masked states are looked at", "objective.masked"),
     "stages": ("what changes an iteration's rows", "options of train"),
     "monitors": ("metrics of every iteration's samples", "always on"),

@@ -195,8 +195,8 @@ def verdict(plan: Plan, comparisons: Sequence[Comparison]) -> list[str]:
                 sentences.append(_aside(plan, comparison, aside))
     if len(plan.seeds) == 1:
         sentences.append(
-            "One seed: the intervals cover other prompts, not another run. Say nothing of the "
-            "methods before there are three."
+            "One seed: the intervals do not include variation between runs: use at least three "
+            "seeds before you draw conclusions."
         )
     return [*sentences, plan.note] if plan.note else sentences
 

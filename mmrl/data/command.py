@@ -15,9 +15,10 @@ from mmrl.utils.files import write_text
 
 
 def show(
-    configuration: Config, needs: Callable[[Any], None], path: Path, count: int = 24
+    configuration: Config, needs: Callable[[Any], None], path: Path | None, count: int = 24
 ) -> list[str]:
-    """Read the data of a configuration, write a page about it, and return lines for the terminal.
+    """Read the data of a configuration, write a page about it if ``path`` names one, and return
+    lines for the terminal.
 
     ``needs`` raises UserError where rewards need what the prompts do not have. Broken rows are
     listed, also where training would stop at them.
@@ -35,5 +36,7 @@ def show(
     except UserError as error:
         problems.append(str(error))
     looked = view.view_of(source, summaries, problems, count)
+    if path is None:
+        return [*looked.lines(), "with pictures: the same with --out data.html"]
     write_text(path, view.render(looked, configuration.file))
     return [*looked.lines(), f"written to {path}"]

@@ -100,6 +100,12 @@ def instructions(export: Export, repository: str) -> str:
     return writers[export.kind](export, repository)
 
 
+def code(export: Export, place: str) -> str:
+    """Return the Python lines that load an export from ``place``; "" where there are none."""
+    text = instructions(export, place)
+    return text.partition("```python\n")[2].partition("\n```")[0]
+
+
 def _call(export: Export) -> str:
     options = export.options
     arguments = ['"a prompt"']

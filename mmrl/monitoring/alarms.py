@@ -150,7 +150,7 @@ class Alarms:
             self.last_alarm[STUCK] = iteration
             cause = likely_cause(metrics, self.unread, self.rewards)
             times = "this iteration" if self.stuck == 1 else f"the last {self.stuck} iterations"
-            head = "the rewards teach little" if learns else "nothing to learn from"
+            head = "almost no learning signal" if learns else "nothing to learn from"
             numbers = {name: metrics[name] for name in EVIDENCE if name in metrics}
             numbers |= {"iterations": self.stuck}
             self.news.append(Alarm(STUCK, f"{head} in {times}: {why}. {cause}", numbers))

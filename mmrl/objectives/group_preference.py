@@ -48,7 +48,7 @@ class _Pairwise(GroupLoss):
         one's advantage is larger."""
 
     def scores(self, samples: Samples) -> Tensor:
-        """Return [R]: the number of a sample that pairs compare."""
+        """Return [R]: one score for each sample, compared in pairs."""
         return samples.ratio
 
     def of_group(self, samples: Samples) -> Tensor:

@@ -54,7 +54,7 @@ class ParameterGroup:
 
 @dataclass(frozen=True)
 class Trial:
-    """Offers passes whose speed can be measured, for ``train.micro_batch_size: auto``."""
+    """Forward and backward passes to time for ``train.micro_batch_size: auto``."""
 
     # a pass of n rows as in sampling, and as in training: [n, D] outputs, with their gradient
     sample: Callable[[int], Tensor]

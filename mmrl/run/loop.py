@@ -196,6 +196,18 @@ class Run:
                 self.log.event(FINISHED, self.finished or iterations, self.spent)
                 if self.log.active:
                     print(f"finished: {self.folder}")
+                    print(f"next: {' | '.join(self._next())}")
+
+    def _next(self) -> list[str]:
+        """List the commands that look at what was trained."""
+        judged = bool(self.session.scorer.rewards)
+        measure = [f"mmrl evaluate {self.folder}"] if judged else []
+        best = " --checkpoint best" if self.saving.best is not None else ""
+        return [
+            *measure,
+            f"mmrl report {self.folder}",
+            f"mmrl export {self.folder}{best} --out FOLDER",
+        ]
 
     def save(self) -> Path:
         """Save a checkpoint, after everything that was logged until now has reached the disk."""

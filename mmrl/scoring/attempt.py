@@ -94,7 +94,8 @@ class Attempt:
                 value = (
                     self.values[row].flatten()[0].item() if self.values[row].numel() else "nothing"
                 )
-                text = f"it returned {value} twice{self.why()}"
+                shown = str(value).replace("nan", "NaN")
+                text = f"it returned {shown}, also when called again{self.why()}"
                 self.fail(row, Cause(kind=f"returned {value}", text=text))
         return self.values
 

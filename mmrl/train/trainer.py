@@ -90,8 +90,8 @@ class Trainer:
         self.objective = objective
         self.options = options
         self.device = device or Device(options)
-        lone = objective.supervised or not objective.compares
-        self.plan = arithmetic(options, self.device.processes, lone)
+        group_size_may_be_one = objective.supervised or not objective.compares
+        self.plan = arithmetic(options, self.device.processes, group_size_may_be_one)
         self.draw: Any = collect.draw  # workers of a cluster may sample in its place
         if options.preferences is not None:
             self.draw = Compared(Pairs(options.preferences))
@@ -214,7 +214,7 @@ class Trainer:
         )
         weighted = self._weighted(batch, drawn_shaped, rewards)
         trained = self._compare(drawn_shaped, weighted)
-        # what is not trained on was not shaped: if there is any, ``sampled`` has no shaped rewards
+        # rows replaced by a stage have no shaped rewards, so ``sampled`` then keeps the plain ones
         plain_only = drawn.gave_way or drawn.unused
         whole = drawn if plain_only else replace(drawn, rewards=rewards)
         sampled = whole.sampled()

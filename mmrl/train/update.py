@@ -177,7 +177,7 @@ class Update:
             return batch
         rollout = batch.rollout
         places = torch.arange(rollout.logprob.numel(), device=rollout.logprob.device).double()
-        # leads from a point to its decisions
+        # index of each point's log-probs in the rollout
         placed = rollout.replace(logprob=places.view_as(rollout.logprob))
         mark = meter.mark()
         behavior = self.policy.weights.using(self.objective.behavior_policy)

@@ -296,5 +296,6 @@ def _changed(folder: Path) -> float:
 def _no_folder(place: Path) -> str:
     if place.exists():
         return f"{place} is a file; give the folder of a run, or one with runs in it"
-    around = [p.name for p in place.parent.iterdir()] if place.parent.is_dir() else []
+    near = place.parent
+    around = [p.name for p in near.iterdir() if is_run(p)] if near.is_dir() else []
     return f"no run folder {place}; {suggest(place.name, around)}"

@@ -49,7 +49,7 @@ def config(folder, more="", reward="grounding", path="q.jsonl"):
 
 
 def shown(file, *words):
-    done = CliRunner().invoke(app, ["data", str(file), *words])
+    done = CliRunner().invoke(app, ["data", str(file), "--out", "data.html", *words])
     assert done.exit_code == 0, done.exception
     return done.output, (file.parent / "data.html").read_text()
 

@@ -227,7 +227,10 @@ def test_through_the_scorer_of_training(url):
     assert (
         rewards.total().isnan().tolist() == [False, True, False, False] and rewards.total()[0] == 2
     )
-    assert scorer.failures["remote"].count == 1 and "nan twice" in scorer.failures["remote"].cause
+    assert (
+        scorer.failures["remote"].count == 1
+        and "NaN, also when called again" in scorer.failures["remote"].cause
+    )
 
 
 CONFIG = """
@@ -427,7 +430,7 @@ def test_a_server_that_restarts_is_waited_for_and_one_that_stays_away_is_named(c
     assert f"{address} failed: ConnectError: connection refused; waiting for it" in caplog.text
     assert f"{address} answers again" in caplog.text
     hasty = Remote(address, name="numbers", backoff=0.01, retry_seconds=0.2)
-    with pytest.raises(UserError, match=r"it returned nan twice \(http.*connection refused\)"):
+    with pytest.raises(UserError, match=r"it returned NaN, also when called again \(http.*connection refused\)"):
         Scorer({"remote": hasty})(pictures(6), asked_ones)
     requests = hasty.servers[0].requests
     assert hasty(pictures(6), asked_ones).isnan().all()

@@ -68,7 +68,9 @@ def test_a_reward_that_cannot_score_a_sample_says_null(url):
         "mean": 0.5,
         "picky": 0.0,
     }
-    assert first["failures"] == {"picky": {"count": 1, "cause": "it returned nan twice"}}
+    assert first["failures"] == {
+        "picky": {"count": 1, "cause": "it returned NaN, also when called again"}
+    }
     video = {"videos": [[b64(png())] * 3] * 2, "prompts": body["prompts"], "rewards": ["jpeg"]}
     still = waiting.post(f"{url}/score", json={**body, "rewards": ["jpeg"]}).json()["rewards"][
         "jpeg"

@@ -155,7 +155,7 @@ def test_too_many_failures_stop_with_reward_count_cause_place_and_remedy():
         "train.max_reward_failure_rate",
     ):
         assert part in str(caught.value)
-    with pytest.raises(UserError, match="1 of 8 samples.*it returned nan twice"):
+    with pytest.raises(UserError, match="1 of 8 samples.*it returned NaN, also when called again"):
         score(Flaky(guilty=[6], nan=True), max_failures=0.0)
 
 
