@@ -4,6 +4,7 @@ rule."""
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -13,11 +14,13 @@ from rich.text import Text
 from mmrl.audit import Audit, Line, Offence
 
 SHOWN = 5  # offending rows of a probe
+WIDE = 160  # columns where the output is no terminal
 
 
 def print_audits(audits: Sequence[Audit]) -> bool:
     """Print all audits; return False if a rule was broken."""
-    console = Console()
+    # a file or pipe has no width that a table would have to fit
+    console = Console(width=None if sys.stdout.isatty() else WIDE)
     for audit in audits:
         console.print(_table(audit))
         for note in filter(None, (line.note for line in audit.lines)):

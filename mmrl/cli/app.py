@@ -69,9 +69,19 @@ app = typer.Typer(
     "documentation: `mmrl docs start` is the first hour.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",  # which flows the lines of docstrings anew
 )
 # what a file system refuses: that is the user's to mend, and no bug of ours
 OF_THE_DISK = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR)
+
+
+def _named(path: Path) -> None:
+    """Raise UserError for a name that is neither a folder nor a configuration, before torch and the
+    libraries of models are loaded, which takes seconds."""
+    from mmrl.utils.paths import find_config
+
+    if not path.is_dir():
+        find_config(path)
 
 
 def _print_version(version: bool) -> None:
@@ -127,6 +137,7 @@ def train(
     resumed; 130 stopped by Ctrl-C; 3 stopped by alarms.stop, with nothing to learn from; 2 an
     error.
     """
+    _named(config)
     from mmrl.core.errors import UserError
     from mmrl.run.lifecycle import trained
     from mmrl.utils.paths import find_config
@@ -178,6 +189,7 @@ def evaluate(
 ) -> None:
     """Measure rewards on held-out prompts with 95 % confidence intervals: base model and trained
     model. Or score a benchmark of the field."""
+    _named(path)
     from mmrl.cli import commands
     from mmrl.cli.tables import change_sentences, evaluation_table
 
@@ -216,6 +228,7 @@ def sample(
     ] = False,
 ) -> None:
     """Sample a trained or a base model into files: pictures as .png, videos as .mp4."""
+    _named(path)
     from mmrl.cli import commands
     from mmrl.core.errors import UserError
     from mmrl.data.prompts import read
@@ -254,6 +267,7 @@ def label(
     seed: Annotated[int, typer.Option(min=0)] = 0,
 ) -> None:
     """Make preference pairs: the best and the worst of several samples of a prompt, by rewards."""
+    _named(path)
     from mmrl.cli.labelling import Labelling, label
 
     how = Labelling(num_samples, by, margin, split, limit, seed, checkpoint)
@@ -421,6 +435,7 @@ def check_reward(
 ) -> None:
     """Audit the rewards of a configuration on its own data: ground truths must win, tricks must not
     pay."""
+    _named(config)
     from mmrl.audit import audit
     from mmrl.audit.tables import print_audits
     from mmrl.utils.paths import find_config
@@ -439,6 +454,7 @@ def data(
     count: ShownPrompts = 24,
 ) -> None:
     """Show what will be trained on: counts, lengths, samples, what is left out and why."""
+    _named(config)
     from mmrl.cli import commands
 
     print("\n".join(commands.show_data(config, overrides or [], page, count)))

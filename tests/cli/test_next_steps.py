@@ -1,6 +1,8 @@
 """What a newcomer reads after a command, or after a mistake: the next command, as it is typed."""
 
 import math
+import subprocess
+import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -83,3 +85,21 @@ def test_view_suggests_runs_alone(tmp_path):
     (tmp_path / "sources").mkdir()
     with pytest.raises(UserError, match="known: none"):
         CliRunner().invoke(app, ["view", str(tmp_path / "nothere")], catch_exceptions=False)
+
+
+def test_a_wrong_name_is_said_before_torch_is_loaded():
+    code = (
+        "import sys\nfrom mmrl.cli.app import main\n"
+        "sys.argv = ['mmrl', 'train', 'digits/flow_gpro']\n"
+        "try:\n    main()\nfinally:\n    print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stdout == "False\n"
+    assert "did you mean 'digits/flow_grpo'" in done.stderr
+
+
+def test_help_flows_over_the_lines_of_docstrings(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 200, raising=False)
+    text = CliRunner().invoke(app, ["evaluate", "--help"]).output
+    assert "base model and trained model. Or score a benchmark" in text
