@@ -7,6 +7,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from mmrl.monitoring.report.evidence import alike
+
 
 def evaluation_table(rows: list[dict[str, Any]]) -> None:
     """Print a table of models down and rewards across: mean and half the 95 % interval."""
@@ -49,4 +51,6 @@ def _change(change: dict[str, Any]) -> str:
     if change["low"] is None:
         return f"{mean}, {prompts}: too few to say how sure that is"
     verdict = ": no change is shown" if change["low"] <= 0 <= change["high"] else ""
-    return f"{mean} [{change['low']:+.3g}, {change['high']:+.3g}], {prompts}{verdict}"
+    numbers = alike((change["mean"], change["low"], change["high"]), "+")
+    mean, low, high = (number.replace("−", "-") for number in numbers)
+    return f"{mean} [{low}, {high}], {prompts}{verdict}"

@@ -17,7 +17,7 @@ from mmrl.core.errors import UserError
 from mmrl.monitoring.log import LogOptions, RunLog
 from mmrl.monitoring.report import charts
 from mmrl.monitoring.report.charts import Chart, Series
-from mmrl.monitoring.report.evidence import read_evaluation, verdict
+from mmrl.monitoring.report.evidence import Estimate, alike, read_evaluation, verdict
 from mmrl.monitoring.report.page import before_after_picture, write_report
 from mmrl.monitoring.report.runs import read_run
 from mmrl.utils.machine import machine
@@ -284,7 +284,19 @@ def test_estimates_without_an_interval(tmp_path):
     rows = [{"model": model, "guidance": None, "rewards": odd} for model in ("base", "trained")]
     (run / "evaluation.json").write_text(json.dumps({"rows": rows}))
     text = Page(write_report(run).read_text(encoding="utf-8")).text
-    assert "0.50 [–, –]" in text and "nan" not in text.partition("How it was made")[0].lower()
+    assert (
+        "0.50 (no interval)" in text
+        and "– [" not in text
+        and "nan" not in text.partition("How it was made")[0].lower()
+    )
+
+
+def test_the_numbers_of_a_line_have_equally_many_decimals():
+    assert str(Estimate(0.11, 0.0946, 0.12)) == "0.11 [0.09, 0.12]"
+    assert alike((0.0224, -0.0132, 0.058), "+") == ["+0.0224", "−0.0132", "+0.0580"]
+    assert alike((0.04, 0.01, 0.07), "+") == ["+0.04", "+0.01", "+0.07"]
+    assert alike((51.25, 40.0, 62.5)) == ["51.2", "40.0", "62.5"]
+    assert alike((1e-5, 0.0, 2e-5)) == ["1e−5", "0", "2e−5"]
 
 
 def test_no_run_is_a_readable_message(tmp_path):

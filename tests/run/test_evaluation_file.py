@@ -41,7 +41,7 @@ def test_a_row_is_json_for_every_reader_and_has_the_paired_difference(tmp_path):
     # the intervals of the two means overlap all the same: prompts differ more than the models
     assert line["rewards"]["taste"]["low"] < base["rewards"]["taste"]["high"]
     (sentence,) = change_sentences([base, line])
-    assert sentence == "taste: +0.133 [+0.0616, +0.205], paired over 3 prompts"
+    assert sentence == "taste: +0.133 [+0.062, +0.205], paired over 3 prompts"
 
 
 def test_what_is_unknown_is_null_and_said():

@@ -26,7 +26,12 @@ class Estimate:
     n: int | None = None
 
     def __str__(self) -> str:
-        return f"{score(self.mean)} [{score(self.low)}, {score(self.high)}]"
+        mean, *interval = alike((self.mean, self.low, self.high))
+        return f"{mean} [{', '.join(interval)}]" if self.bounded else f"{mean} (no interval)"
+
+    @property
+    def bounded(self) -> bool:
+        return math.isfinite(self.low) and math.isfinite(self.high)
 
 
 @dataclass(frozen=True)
@@ -92,6 +97,24 @@ def score(value: float) -> str:
     return f"{value:.2f}".replace("-", "−") if 0.1 <= abs(value) < 10 else number(value)
 
 
+def alike(values: Sequence[float], sign: str = "") -> list[str]:
+    """Write the numbers of one line with equally many decimals, those of three significant digits
+    of the largest (two between 0.1 and 10). ``sign`` "+": of differences, also before what is
+    positive, without zeros at the end of all."""
+    largest = max((abs(value) for value in values if math.isfinite(value)), default=0.0)
+    if not 1e-3 <= largest < 1e6:
+        return [score(value) for value in values]
+    decimals = max(0, 2 - math.floor(math.log10(largest)))
+    decimals = 2 if 0.1 <= largest < 10 and not sign else decimals
+    known = [value for value in values if math.isfinite(value)]
+    while sign and decimals and all(f"{value:.{decimals}f}".endswith("0") for value in known):
+        decimals -= 1
+    return [
+        f"{value:{sign},.{decimals}f}".replace("-", "−") if math.isfinite(value) else "–"
+        for value in values
+    ]
+
+
 def read_evaluation(run: Run) -> Evaluation:
     """Read the rows of evaluation.json; a row that is not understood is noted and left out."""
     rows = []
@@ -154,11 +177,11 @@ def _cell(
 ) -> dict[str, Any] | None:
     if estimate is None:
         return None
-    interval = f"[{score(estimate.low)}, {score(estimate.high)}]"
+    mean, _, interval = str(estimate).partition(" ")
     return {
-        "mean": score(estimate.mean),
+        "mean": mean,
         "interval": interval,
-        "mark": _mark(estimate, scale, trained),
+        "mark": _mark(estimate, scale, trained) if estimate.bounded else "",
     }
 
 
@@ -232,10 +255,7 @@ def _sentence(name: str, before: Estimate, after: Estimate, evaluation: Evaluati
 
 def _signed(change: Estimate) -> str:
     """Write a difference with its interval, plus or minus before each number."""
-    numbers = (
-        f"{value:+.3g}".replace("-", "−") for value in (change.mean, change.low, change.high)
-    )
-    return "{} [{}, {}]".format(*numbers)
+    return "{} [{}, {}]".format(*alike((change.mean, change.low, change.high), "+"))
 
 
 def stuck(run: Run) -> str:
