@@ -174,7 +174,9 @@ def test_a_network_whose_blocks_cannot_be_spared_is_passed_through_and_says_why(
     run = SimpleNamespace(measured=fast)
     guess = SimpleNamespace(sharded=False, devices=devices("H100"))
     line = list(islice(device_lines(run, guess, 1, False), 2))[1]
-    assert "all blocks were measured one by one" in line and line.endswith("AttributeError: no such output")
+    assert "all blocks were measured one by one" in line and line.endswith(
+        "AttributeError: no such output"
+    )
 
 
 def test_the_tracker_sees_the_peak_that_torchs_own_sees():

@@ -430,7 +430,9 @@ def test_a_server_that_restarts_is_waited_for_and_one_that_stays_away_is_named(c
     assert f"{address} failed: ConnectError: connection refused; waiting for it" in caplog.text
     assert f"{address} answers again" in caplog.text
     hasty = Remote(address, name="numbers", backoff=0.01, retry_seconds=0.2)
-    with pytest.raises(UserError, match=r"it returned NaN, also when called again \(http.*connection refused\)"):
+    with pytest.raises(
+        UserError, match=r"it returned NaN, also when called again \(http.*connection refused\)"
+    ):
         Scorer({"remote": hasty})(pictures(6), asked_ones)
     requests = hasty.servers[0].requests
     assert hasty(pictures(6), asked_ones).isnan().all()

@@ -103,7 +103,7 @@ def test_values_that_are_not_finite_are_asked_for_once_more_alone():
     values, scorer = score(always)
     same(values, without(1, 4))
     assert always.calls == [list(range(B)), [1, 4]]
-    assert scorer.failures["mine"].count == 2 and "returned nan" in scorer.failures["mine"].cause
+    assert scorer.failures["mine"].count == 2 and "returned NaN" in scorer.failures["mine"].cause
 
 
 def test_infinity_is_excluded_too_and_never_reaches_a_sum():
