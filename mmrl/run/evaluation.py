@@ -237,8 +237,8 @@ def row(
 def difference(before: Tensor, after: Tensor) -> dict[str, Any]:
     """Estimate by how much the mean over prompts differs, with its 95 % interval and p-value, from
     rewards [P, copies] of the same prompts and noise: what prompts have in common cancels."""
-    tables = (prompt_means(values)[None].cpu().numpy() for values in (before, after))
-    change = paired(*tables, binary=_binary(before, after))
+    first, second = (prompt_means(values)[None].cpu().numpy() for values in (before, after))
+    change = paired(first, second, _binary(before, after))
     numbers = {"mean": change.mean, "low": change.low, "high": change.high, "p": change.p}
     return finite(numbers) | {"prompts": change.prompts}
 

@@ -90,11 +90,14 @@ def reg_grpo(r, logp, a, length):
     return sum((a[i] - 0.7 * (r[i] - sum(r) / n)) ** 2 for i in range(n)) / n
 
 
-def reg_grpo_own_std(r, logp, a, length):
-    n = len(r)
-    mean = sum(r) / n
-    std = max(math.sqrt(sum((x - mean) ** 2 for x in r) / n), 0.05)
-    return sum((a[i] - (r[i] - mean) / std) ** 2 for i in range(n)) / n
+def reg_grpo_own_std(least):
+    def loss(r, logp, a, length):
+        n = len(r)
+        mean = sum(r) / n
+        std = max(math.sqrt(sum((x - mean) ** 2 for x in r) / n), least)
+        return sum((a[i] - (r[i] - mean) / std) ** 2 for i in range(n)) / n
+
+    return loss
 
 
 def opmd(r, logp, a, length):
@@ -173,7 +176,8 @@ def log_odds(logp):
 FORMULAS = [  # objective, options, formula; the KL of disco has a test of its own
     ("gvpo", {"beta": 0.3}, gvpo),
     ("reg_grpo", {"beta": 0.7}, reg_grpo),
-    ("reg_grpo", {"own_std": True, "least_std": 0.05}, reg_grpo_own_std),
+    ("reg_grpo", {"own_std": True, "least_std": 0.05}, reg_grpo_own_std(0.05)),
+    ("reg_grpo", {"own_std": True, "least_std": 5.0}, reg_grpo_own_std(5.0)),  # the floor
     ("opmd", {"tau": 0.4}, opmd),
     ("a_lol", {"clip_range": 0.5}, a_lol),
     (
