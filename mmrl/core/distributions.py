@@ -257,13 +257,13 @@ class Truncated(Categorical):
     """Holds distributions that are sampled with top-k or top-p. Closed forms over the vocabulary
     are of the whole ``logits``, without: where two supports differ they would be infinite."""
 
-    kept: Tensor  # [B, L, V] logits of what is sampled, -inf outside the support
+    sampling_logits: Tensor  # [B, L, V] of what is sampled, -inf outside the support
 
     def sample(self, uniform: Tensor) -> Tensor:
-        return Categorical(self.kept).sample(uniform)
+        return Categorical(self.sampling_logits).sample(uniform)
 
     def log_prob(self, ids: Tensor) -> Tensor:
-        return Categorical(self.kept).log_prob(ids)
+        return Categorical(self.sampling_logits).log_prob(ids)
 
     def entropy(self) -> Tensor:
-        return Categorical(self.kept).entropy()
+        return Categorical(self.sampling_logits).entropy()
