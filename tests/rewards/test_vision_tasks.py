@@ -166,6 +166,12 @@ def test_actions(text, value):
     assert one(Gui(), text, {"action": "click", "boxes": [[10, 10, 30, 20]]}) == value
 
 
+@pytest.mark.parametrize(("x", "value"), [(639.5, 1), (640.5, 0.5)])
+def test_a_click_counts_within_the_published_140_pixels_of_a_point(x, value):
+    prompt = {"action": "click", "point": [500, 500]}
+    assert one(Gui(), f'{{"action": "click", "point": [{x}, 500]}}', prompt) == value
+
+
 def test_typed_texts_count_by_similarity_above_a_threshold():
     prompt = {"action": {"type": "type", "text": "hello"}}
     texts = [
