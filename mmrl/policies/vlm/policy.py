@@ -101,8 +101,8 @@ class VLM(Passes):
     answer ends. greedy_evaluation: evaluation takes the likeliest token. budgets: what images,
     videos and prompts may cost. coordinate_space: the space of the model's coordinates, where its
     family's is unknown. prefix_sharing: "prefix" reads a prompt once for its whole group, "none"
-    once for every answer; "auto" is prefix where its log-probs were compared with those of separate
-    passes, or can be, and agree. dtype: of the weights. engine: what samples: "own"; "hf",
+    once for every answer; "auto" is prefix, unless a comparison with the model's own pass shows
+    that it is not exact. dtype: of the weights. engine: what samples: "own"; "hf",
     transformers' generate; "continuous", its continuous batching (texts only); "vllm", in this
     process; or "vllm-server", one that runs elsewhere. For all but "own" the engine's log-probs are
     kept beside those of the policy's own passes. vllm: how vLLM is started and gets the weights.
