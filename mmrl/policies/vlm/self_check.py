@@ -204,13 +204,13 @@ def _compared(policy: Passes, cond: list[Encoded]) -> Gaps:
         raise
     except FAILS as error:
         return Gaps(error=f"{type(error).__name__}: {error}")
-    wanted = torch.stack(
+    expected = torch.stack(
         [_own(policy, cond[p], ids) for p, ids in zip(group.tolist(), answers.ids, strict=True)]
     )
-    apart = float((scored.view_as(wanted) - wanted).abs().max())
+    apart = float((scored.view_as(expected) - expected).abs().max())
     if policy.engine in EXTERNAL or policy.engine == "hf":  # scored again whatever it recorded
         return Gaps(apart, 0.0 if answers.mask.any() else torch.inf)
-    recorded = float((answers.logprob - wanted).abs().max()) if answers.mask.all() else torch.inf
+    recorded = float((answers.logprob - expected).abs().max()) if answers.mask.all() else torch.inf
     return Gaps(_number(apart), _number(recorded))
 
 
