@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Collection
+from functools import lru_cache
 
 from rewards.reading.numbers import quantity_in
 from rewards.reading.objects import loose_json
 from rewards.reading.parsed import UNPARSEABLE, Parsed, worst
 from rewards.reading.parts import fenced, final
-from rewards.reading.plain import bare, plain
+from rewards.reading.plain import SHORT, bare, plain
 from rewards.reading.stated import announced
 
 NOTHING = {"none", "null", "nothing", "no object", "no objects", "no box", "no boxes", "n/a"}
@@ -36,8 +37,13 @@ def normal(text: object) -> str:
     return _normal(str(text))
 
 
+@lru_cache(maxsize=8192)
 def _normal(text: str) -> str:
+    if text.isascii() and text.replace(" ", "").isalnum():
+        return " ".join(text.casefold().split())
     folded = bare(plain(text))
+    if len(folded) > SHORT:
+        return " ".join(folded.casefold().split())
     if not folded.isascii():
         folded = unicodedata.normalize("NFC", folded)
     folded = JOINT.sub(" ", folded.casefold())
@@ -115,5 +121,15 @@ def _parts(body: str, whole: Collection[str]) -> list[str]:
     for part in rough:
         part = re.sub(r"^\s*(?:and|or|&)\s+", "", part)
         pair = re.split(r"\s+(?:and|&|und|et|y|e)\s+", part)
-        parts += [part] if len(pair) == 1 or normal(part) in whole else pair
+        parts += [part] if normal(part) in whole else _joined(pair, part, whole)
     return parts
+
+
+def _joined(pieces: list[str], part: str, whole: Collection[str]) -> list[str]:
+    """Put pieces together again that make a known name: oil and [salt and pepper]."""
+    for i in range(len(pieces) - 1):
+        start = part.find(pieces[i])
+        end = part.find(pieces[i + 1], start + len(pieces[i])) + len(pieces[i + 1])
+        if normal(part[start:end]) in whole:
+            return [*pieces[:i], part[start:end], *_joined(pieces[i + 2 :], part[end:], whole)]
+    return pieces

@@ -11,16 +11,16 @@ from functools import lru_cache
 
 from rewards.reading.figures import calm
 from rewards.reading.parsed import UNPARSEABLE, Parsed, worst
-from rewards.reading.plain import bare, plain
+from rewards.reading.plain import SHORT, bare, plain
 from rewards.reading.spelled import ALL, FIRST, GROUPS, SCALES, spelled, whole_words
 from rewards.reading.stated import stated
 from rewards.reading.tokens import Token, tokens_of, value_of
 from rewards.reading.units import CURRENCIES, UNITS, Unit, unit_named
 
 Real = int | float
-MOST = 600  # tokens of an answer that are looked at: nobody needs as many to say a number
+MOST = 300  # tokens of an answer that are looked at: nobody needs as many to say a number
 NEGATIVE = {"minus": -1, "negative": -1, "plus": 1, "positive": 1}
-SHORT = {
+SYMBOLS = {
     "k": 10**3,
     "K": 10**3,
     "M": 10**6,
@@ -30,7 +30,7 @@ SHORT = {
     "bn": 10**9,
     "T": 10**12,
 }
-SHORT |= {"\u4e07": 10**4, "\u4ebf": 10**8, "\u5341": 10, "\u767e": 100, "\u5343": 1000}
+SYMBOLS |= {"\u4e07": 10**4, "\u4ebf": 10**8, "\u5341": 10, "\u767e": 100, "\u5343": 1000}
 RAISED = {
     **{
         letter: str(unicodedata.digit(letter))
@@ -194,6 +194,8 @@ def quantity(text: str) -> Parsed[Quantity]:
 @lru_cache(maxsize=4096)
 def quantity_in(span: str) -> Parsed[Quantity]:
     """Read the one number of a short text that is nothing but the answer."""
+    if len(span) > SHORT:
+        return UNPARSEABLE
     body = bare(calm(plain(span)))
     words = whole_words(body.casefold())
     if words is not None:
@@ -607,7 +609,7 @@ def _scaled(tokens: Sequence[Token], value: Real, at: int, money: bool) -> tuple
         if scale is None and (
             token.glued or token.text in ("mn", "mio", "bn", "\u4e07", "\u4ebf", "k")
         ):
-            scale = SHORT.get(token.text)
+            scale = SYMBOLS.get(token.text)
         if scale is None and money and token.glued:
             scale = {"m": 10**6, "b": 10**9}.get(token.text)
         if scale is None or at and tokens[at - 1].text == "and":

@@ -12,7 +12,7 @@ from typing import Any
 from rewards.reading.names import names_of, normal, without_article
 from rewards.reading.numbers import quantity_in
 from rewards.reading.objects import literal
-from rewards.reading.plain import bare, plain
+from rewards.reading.plain import SHORT, bare, plain
 from rewards.reading.stated import stated
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -120,6 +120,8 @@ def options_named(span: str, options: Options = Options()) -> frozenset[str]:
 
 @lru_cache(maxsize=8192)
 def _named(span: str, options: Options) -> frozenset[str]:
+    if len(span) > SHORT:
+        span = span[-SHORT:].partition("\n")[2]  # the last lines may still say it
     body = SUFFIX.sub(r"\1", re.sub(r"^\$(?=[A-Za-z])", "", bare(plain(span))))
     value = literal(body) if body[:1] in ("[", "{") else None
     if isinstance(value, list) and value and all(isinstance(v, (str, int)) for v in value):
@@ -129,7 +131,7 @@ def _named(span: str, options: Options) -> frozenset[str]:
 
 
 def _single(body: str, options: Options) -> frozenset[str]:
-    if not body or len(body) > 2000:
+    if not body:
         return frozenset()
     if label := _label(body, options):
         return frozenset({label})
@@ -189,7 +191,7 @@ def _by_text(text: str, options: Options) -> str:
         ]
     if not names and options.any:
         answered = quantity_in(text)
-        if answered.value is not None:
+        if answered.status == "ok" and answered.value is not None:
             truths = [
                 (label, quantity_in(text_of))
                 for label, text_of in zip(options.labels, options.texts)

@@ -38,6 +38,7 @@ SIGNS = {
         "\u2033": '"',
     }.items()
 } | DASHES
+SHORT = 1_500  # characters of an answer that is short
 # kept as they are: category No (superscripts, vulgar fractions), the degree of a temperature
 KEPT = frozenset("\u2103\u2109\u2126\u00b5\u207a\u207b")
 
@@ -46,7 +47,15 @@ def evened(text: str) -> str:
     """Even out Unicode forms: full width, dashes, quotes, blanks, digits of other scripts."""
     if text.isascii():
         return text
-    return "".join(map(_letter, text.translate(SIGNS)))
+    return text.translate(LETTERS)
+
+
+class _Letters(dict[int, str]):
+    """Works out what becomes of a letter when it is first met."""
+
+    def __missing__(self, code: int) -> str:
+        self[code] = _letter(chr(code))
+        return self[code]
 
 
 def _letter(letter: str) -> str:
@@ -58,6 +67,9 @@ def _letter(letter: str) -> str:
     if kind == "No" and not unicodedata.name(letter, "").startswith("CIRCLED"):
         return letter
     return " " if kind == "Zs" else unicodedata.normalize("NFKC", letter)
+
+
+LETTERS = _Letters(SIGNS)
 
 
 # ------------------------------------------------------------------------------------------ LaTeX
@@ -150,7 +162,7 @@ def _repeated(pattern: re.Pattern[str], by: str, text: str) -> str:
 # --------------------------------------------------------------------------------------- Markdown
 
 EMPHASIS = re.compile(
-    r"(?<![\w*\\])(\*{1,3}|__?|~~|``?)(?=[^\s*_`~])([^*`\n]{0,400}?[^\s*_`~\\]|"
+    r"(?<![\w*\\])(\*{1,3}|__?|~~|``?)(?=[^\s*_`~])([^*`\n]{0,160}?[^\s*_`~\\]|"
     r"[^\s*_`~])\1(?![\w*])"
 )
 HEADING = re.compile(r"(?m)^[ \t]{0,3}#{1,6}[ \t]+([^\n#]*?)[ \t]*#*[ \t]*$")
@@ -167,8 +179,10 @@ def without_markdown(text: str) -> str:
 
 
 def plain(text: str) -> str:
-    """Take Markdown, LaTeX and Unicode's variety off a short answer; blanks become single, lines
-    stay."""
+    """Take Markdown, LaTeX and Unicode's variety off a short answer, of at most 1,500 characters;
+    blanks become single, lines stay."""
+    if len(text) > SHORT:
+        return re.sub(r"[ \t]+", " ", evened(text)).strip()
     text = without_latex(evened(without_markdown(text)))
     return re.sub(r"[ \t]+", " ", text).strip()
 

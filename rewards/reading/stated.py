@@ -67,12 +67,15 @@ def stated(text: str) -> Final:
     return Final(_of_json(inside) if inside[:1] in ("{", "[") else inside, status)
 
 
+LAST = 3_000  # characters at the end of an answer in which it is announced
+
+
 def announced(text: str) -> str | None:
     """Return what follows the last "the answer is" up to the end of its line, or below a heading
     "Answer"; None where nothing is announced, or the clause before denies it."""
     if len(text) < 4:
         return None
-    text = evened(without_markdown(text))
+    text = evened(without_markdown(text[-LAST:]))
     place_of = None
     for place in SAYS.finditer(text):
         before = CLAUSE.split(text[max(0, place.start() - 80) : place.start()])[-1]
