@@ -119,6 +119,9 @@ def _parts(body: str, whole: Collection[str]) -> list[str]:
         return [body]
     parts: list[str] = []
     for part in rough:
+        if " " not in part.strip():
+            parts.append(part)
+            continue
         part = re.sub(r"^\s*(?:and|or|&)\s+", "", part)
         pair = re.split(r"\s+(?:and|&|und|et|y|e)\s+", part)
         parts += [part] if normal(part) in whole else _joined(pair, part, whole)

@@ -137,7 +137,7 @@ READABLE: LRUCache[str, bool] = LRUCache(maxsize=8192)
 
 def decided(right: str, body: str, status: Status) -> Verdict | Question:
     """Judge an answer where that needs no library; else return what to ask."""
-    if not normal(body):
+    if len(body) > 5 * LONGEST or not normal(body):
         return Verdict(0.0, "unparseable")
     if plain(body) == plain(right) or bare(plain(body)) == bare(plain(right)):
         return Verdict(1.0, status)

@@ -1,0 +1,94 @@
+"""Measures how long rewards take to read an answer: the median of usual ones, and the worst of
+10,000 characters of nonsense. `python scripts/bench_reading.py [REWARD ...]`"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+from mmrl.core.registry import REWARDS, load_built_in
+from rewards.reading import names, numbers, options, published, spelled
+
+PROMPTS = {
+    "answer": {"answer": "12.5"},
+    "classification": {"answer": "grey wolf"},
+    "count": {"answer": 3},
+    "choice": {"answer": "B", "choices": ["a cat", "a dog", "a bird"]},
+    "chart": {"answer": "12.5"},
+    "label_set": {"labels": ["cat", "dog"]},
+    "vqa": {"answers": ["2"] * 10},
+    "structured": {"answer": {"a": 1, "b": "x"}},
+    "maths": {"answer": "12"},
+}
+USUAL = (
+    "<answer>12.5</answer>",
+    "The answer is **B. a dog**.",
+    "There are three apples on the table.",
+    "<think>hm</think>\\boxed{\\frac{1}{2}}",
+    '{"answer": "cat"}',
+    "cat and dog",
+    "5 million",
+    "I think it is B, because the animal barks.",
+    "grey wolf",
+    '{"a": 1, "b": "x"}',
+)
+PIECES = (
+    *("1", "1 ", "1,", "1.", "0,", "-", "*", "**a", "_a ", "`x`", "#", "# a\n", "~", "x-", "'s "),
+    *("$1", "\\frac{1}{2}", "\\text{", "\\boxed{", "{", "(", "[1,", "^2", "10^", "=", "1=", "|a|"),
+    *(
+        "the answer is ",
+        "A, ",
+        "B. ",
+        "(B) ",
+        "one ",
+        "and ",
+        "half a ",
+        "twenty-",
+        "5 cm ",
+        "not ",
+    ),
+    *("\u00bd", "\u00bd ", "\u221a", "\u00e9", "%", "\\", "\n", "<think>"),
+)
+LENGTH = 10_000
+
+
+def forget() -> None:
+    """Empty the caches: every answer is read as if it were new."""
+    for remembered in (
+        *(numbers.quantity_in, options._named, published.vqa_key, names._normal),
+        *(spelled.spelled, spelled.whole_words),
+    ):
+        remembered.cache_clear()
+
+
+def milliseconds(judge: Callable[[str], object], text: str, times: int) -> float:
+    """Return the least of some measurements of processor time."""
+    least = float("inf")
+    for _ in range(times):
+        forget()
+        begin = time.process_time()
+        judge(text)
+        least = min(least, 1e3 * (time.process_time() - begin))
+    return least
+
+
+def main(rewards: Sequence[str]) -> None:
+    load_built_in()
+    for name in rewards or PROMPTS:
+        reward = REWARDS.build(name)
+        prompt = {"text": "", **PROMPTS[name]}
+
+        def judge(text: str, reward: object = reward, prompt: object = prompt) -> object:
+            return reward([text], [prompt])  # type: ignore[operator]
+
+        judge(USUAL[0])
+        median = statistics.median(milliseconds(judge, text, 5) for text in USUAL)
+        texts = {piece: (piece * LENGTH)[:LENGTH] for piece in PIECES}
+        worst, piece = max((milliseconds(judge, text, 3), piece) for piece, text in texts.items())
+        print(f"{name:15} median {median:6.3f} ms, worst {worst:6.1f} ms ({piece!r} repeated)")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
