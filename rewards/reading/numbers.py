@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -191,12 +192,17 @@ def quantity(text: str) -> Parsed[Quantity]:
     return Parsed(parsed.value, worst(answer.status, parsed.status))
 
 
+# one thousand, one hundred
+SCALE_COMMA = re.compile(r"\b(hundred|thousand|[mbt]r?illion), (?=[a-z])", re.I)
+
+
 @lru_cache(maxsize=4096)
 def quantity_in(span: str) -> Parsed[Quantity]:
     """Read the one number of a short text that is nothing but the answer."""
     if len(span) > SHORT:
         return UNPARSEABLE
     body = bare(calm(plain(span)))
+    body = SCALE_COMMA.sub(r"\1 ", body)
     words = whole_words(body.casefold())
     if words is not None:
         return Parsed(Quantity(words))

@@ -123,6 +123,8 @@ def _named(span: str, options: Options) -> frozenset[str]:
     if len(span) > SHORT:
         span = span[-SHORT:].partition("\n")[2]  # the last lines may still say it
     body = SUFFIX.sub(r"\1", re.sub(r"^\$(?=[A-Za-z])", "", bare(plain(span))))
+    if re.fullmatch(r"\([^()]*\)", body):
+        body = bare(body[1:-1])
     value = literal(body) if body[:1] in ("[", "{") else None
     if isinstance(value, list) and value and all(isinstance(v, (str, int)) for v in value):
         several = [_single(bare(plain(str(v))), options) for v in value]

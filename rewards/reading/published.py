@@ -84,7 +84,7 @@ def textvqa_words(text: str) -> str:
 # note on a grade.
 MEANT = re.compile(
     r"(?<![\w)])-(?=\s?\.?\d)|(?<=\d)!|(?<=\d)\s*[-+/=<>]\s*(?=[\d.])|"
-    r"(?<![^\W_])(?<=[A-Za-z])[-+]+(?!\w)|"
+    r"(?<![^\W_][A-Za-z])(?<=[A-Za-z])[-+]+(?!\w)|"
     r"\b[A-Za-z]\s*[-+/=<>]\s*(?=\d+\b|[A-Za-z]\b)|(?<=\d)\s*[-+/=<>]\s*(?=[A-Za-z]\b)|"
     r"(?<![\w])[<>](?=\s?\d)"
 )

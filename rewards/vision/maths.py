@@ -109,7 +109,8 @@ class Maths(Verifiable):
         """Ask which answers are right; None where one cannot be read. What took too long is
         counted, and said at the first, tenth, hundredth ..."""
         new = [pair for pair in pairs if pair not in EQUAL]
-        for pair, answer in zip(new, WORKERS.ask_all([("equal", *pair) for pair in new])):
+        answers = WORKERS.ask_all([("equal", *pair) for pair in new]) if new else []
+        for pair, answer in zip(new, answers):
             EQUAL[pair] = answer
             if isinstance(answer, TooSlow):
                 self.slow += 1
