@@ -30,8 +30,7 @@ def completions(inputs: Inputs, ending: Ending, rollout: Rollout) -> list[Comple
         columns["last_logprob"] = order.last_logprob
     names = list(columns)
     means = torch.stack([columns[name] for name in names], 1)
-    # what the template wrote of a thought belongs to it: rewards would take it for the answer
-    begun = [inputs.opened + begun_by(prompt) for prompt in rollout.prompt_per_row()]
+    begun = [begun_by(prompt) for prompt in rollout.prompt_per_row()]
     rows = zip(rollout.sample.tolist(), lengths.tolist(), means.tolist(), begun, strict=True)
     limit = rollout.sample.shape[1]
     return [
@@ -55,8 +54,8 @@ def _completion(
     begun: str,
     limit: int,
 ) -> Completion:
-    """Return the whole answer: the start ``begun`` that template and prompt gave, and what was
-    written after it."""
+    """Return the whole answer: the start ``begun`` that the prompt gave, and what was written
+    after it."""
     text = inputs.decode(ids)
     stopped = bool(ids) and ids[-1] in ending.stops or any(s in text for s in ending.strings)
     completion = Completion(

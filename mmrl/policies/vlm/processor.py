@@ -9,7 +9,6 @@ are joined along their first dimension.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -242,15 +241,6 @@ class Inputs:
             return closing
         end_token: int = self.tokenizer.eos_token_id
         return end_token if end_token in self.stops else self.stops[0]
-
-    @cached_property
-    def opened(self) -> str:
-        """The mark of a thought with which the chat template begins every answer; empty if none."""
-        question = [{"role": "user", "content": [{"type": "text", "text": "x"}]}]
-        try:
-            return opened_by(self._rendered({"text": "x"}, question))
-        except UserError:  # a template that wants more than a question: its prompts will say so
-            return ""
 
     def decode(self, ids: Iterable[int]) -> str:
         text: str = self.tokenizer.decode(list(ids), skip_special_tokens=True)

@@ -388,15 +388,3 @@ def test_without_budgets_of_tokens_nothing_is_read():
     assert admit(prompts, Budgets(max_pixels=5000), measure).notes == (
         "budgets: 1 of 2 prompts have images that are scaled down: d.jsonl:2",
     )
-
-
-def test_a_thought_that_the_template_opens_is_known():
-    """Rewards would take what is thought for the answer: Qwen3-VL-Thinking's template ends so."""
-    from copy import copy
-
-    reader = inputs("qwen2_vl")
-    assert reader.opened == ""
-    thinking = inputs("qwen2_vl")
-    thinking.processor = copy(thinking.processor)
-    thinking.processor.chat_template += "{% if add_generation_prompt %}<think>\n{% endif %}"
-    assert thinking.opened == "<think>\n"
