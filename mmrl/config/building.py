@@ -73,10 +73,13 @@ def build_rewards(
     problems: list[str] = []
     entries = resolve_rewards(spec, registry, Place.of(where), problems)
     raise_all(problems)
-    return {name: Weighted(_handled(name, entry), entry.weight) for name, entry in entries.items()}
+    return {
+        name: Weighted(_handled(name, entry, registry), entry.weight)
+        for name, entry in entries.items()
+    }
 
 
-def _handled(name: str, entry: Chosen) -> Reward:
+def _handled(name: str, entry: Chosen, registry: Registry = REWARDS) -> Reward:
     """Wrap the reward with its ``Handling`` if any of those options is set."""
     try:
         handling = construct(entry.handling)
@@ -84,7 +87,9 @@ def _handled(name: str, entry: Chosen) -> Reward:
             return _placed(name, entry, handling)
     except UserError as error:
         raise UserError(entry.handling.place.say(str(error))) from error
-    reward: Reward = by_signature(construct(entry.reward), name)
+    reward: Reward = construct(entry.reward)
+    if entry.reward.entry not in registry.values():  # a user's own
+        reward = by_signature(reward, name)
     if handling == Handling():
         return reward
     try:
