@@ -97,7 +97,7 @@ class FlowPasses(Policy):
         plain = getattr(kernel, "func", kernel)
         if not hasattr(plain, "first_step"):
             return kernel
-        first = {"second": float(times[1].to(self.dtype))}
+        first = {"second": float(times[1])}
         bound: Kernel = partial(kernel, **first)
         return bound
 
