@@ -22,7 +22,7 @@ from samplers.processes import Diffusion, Flow, Number, Process, TrigFlow, per_r
 
 
 def flow_sde(
-    x: Tensor, v: Tensor, t: Number, s: Number, eta: Number, second: Number | None = None
+    x: Tensor, v: Tensor, t: Number, s: Number, eta: Number, second: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """Adds Flow-GRPO's noise, eta sqrt(t / (1 - t)): less of it the closer to the data.
 
@@ -32,7 +32,7 @@ def flow_sde(
     below; None: at 1.
     """
     x, v, t, s, eta = _align(x, v, t, s, eta)
-    first = t >= 1 if second is None else t > per_row(second, x)
+    first = t >= 1 if second is None else t > second  # rounded to the type of t, as the grid is
     variance = eta**2 * t / (1 - torch.where(first, s, t))
     return _euler_maruyama(x, v, t, s, variance)
 
@@ -53,7 +53,7 @@ def wan_sde(x: Tensor, v: Tensor, t: Number, s: Number, eta: Number) -> tuple[Te
 
 
 def memoryless(
-    x: Tensor, v: Tensor, t: Number, s: Number, eta: Number, second: Number | None = None
+    x: Tensor, v: Tensor, t: Number, s: Number, eta: Number, second: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """Adds noise eta sqrt(2 t / (1 - t)): at eta = 1 the end of a path forgets its beginning.
 

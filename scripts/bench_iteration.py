@@ -269,6 +269,7 @@ def mmrl_trainer(policy: FlowPolicy, work: Work, reward: Callable) -> Trainer:
         clip_range=CLIP, advantage_clip=ADVANTAGE_CLIP, timestep_fraction=work.fraction
     )
     scorer = Scorer({"reward": reward})
+    policy.unseen = False  # its look at a new network's rows is made once a run
     return Trainer(
         policy,
         PROMPTS,

@@ -57,7 +57,7 @@ def _words(policy: Any) -> int:
     clip = _longest(policy, "tokenizer", CLIP_WORDS)
     if policy.pipeline == "StableDiffusion3Pipeline":
         return clip + (_longest(policy, "tokenizer_3", T5_WORDS) if policy.t5 else T5_WORDS)
-    if not hasattr(policy, "text_length"):
+    if policy.text_length is None:
         return clip
     words: int = policy.text_length
     if policy.pipeline == "HunyuanVideoImageToVideoPipeline":

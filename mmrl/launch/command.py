@@ -24,7 +24,8 @@ from mmrl.launch.ranks import Control, Job, Outcome, TrainerRank
 from mmrl.launch.rollouts import misfits
 from mmrl.run.build import CONFIG, SECTIONS, check_trackers, config_of, read
 from mmrl.run.lifecycle import run_folder
-from mmrl.run.stopping import INTERRUPTED, RESUMABLE, Signals
+from mmrl.run.stopping import RESUMABLE, Signals
+from mmrl.utils.at_once import INTERRUPTED
 
 ENGINES = ("ray",)
 # what `accelerate launch --use_fsdp --fsdp_version 2 ...` sets

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,18 @@ def keep_input_dtype(net: nn.Module) -> None:
     for layer in net.modules():
         if "cast_input_dtype_enabled" in vars(layer):  # peft's, which is slow to import
             vars(layer)["cast_input_dtype_enabled"] = False
+
+
+@contextmanager
+def casting_inputs(net: nn.Module) -> Iterator[None]:
+    """Let adapters cast their inputs within the block, as passes outside autocast need."""
+    layers = [x for x in net.modules() if vars(x).get("cast_input_dtype_enabled") is False]
+    for layer in layers:
+        layer.cast_input_dtype_enabled = True
+    try:
+        yield
+    finally:
+        keep_input_dtype(net)
 
 
 def save_adapter(net: Any, folder: Path) -> None:

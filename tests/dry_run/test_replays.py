@@ -229,7 +229,7 @@ def test_the_size_that_binning_would_sample_is_refused_and_defaults_are_listed()
     words = [*changes("sana"), chosen_size]
     shown = "\n".join(lines(dry_run(CONFIG, words)))
     assert "use_resolution_binning False" in shown and "clean_caption False" in shown
-    assert "looked at as policy sana" in shown
+    assert "as if it were the built-in family sana" in shown
     binned = "policy.pipeline.call=" + json.dumps(asked | {"use_resolution_binning": True})
     with pytest.raises(UserError, match="samples 1024 x 1024"):
         dry_run(CONFIG, [*changes("sana"), binned])

@@ -43,6 +43,7 @@ from mmrl.objectives.surrogates import gmpo, gspo, row_mean, sapo, vespo
 from mmrl.objectives.trust_region import gated
 from mmrl.policies.capabilities import Capabilities
 from mmrl.policies.tokens import TokenPolicy
+from samplers.batching import chunks
 from samplers.kernels import flow_sde, memoryless, ode
 from samplers.noise import Rng
 from samplers.windows import all_but_last, all_steps
@@ -801,6 +802,9 @@ class Spoken(Swapping):
 
     def dist(self, point):
         return Categorical(self.logits[self.name][point.row_id])
+
+    def row_chunks(self, rows, size):
+        return ((part, True) for part in chunks(rows, size))
 
     path = TokenPolicy.path
 

@@ -40,7 +40,7 @@ def test_differences_are_paired_by_seed_and_prompt():
     }
     text = "\n".join(bench._learning("sd3", runs))
     assert "of 3 iterations, 2 seeds" in text and "| 8bit" not in text
-    assert "| nf4 | 0.000 | 0.275 | 0.200, 0.350 | -0.100 [-0.100, -0.100] | 0.500 | 2 |" in text
+    assert "| nf4 | 0.000 | 0.275 | 0.200, 0.350 | -0.100 [-3.277, +3.077] | 0.500 | 2 |" in text
 
 
 def test_samples_are_compared_by_pixels_or_by_texts():

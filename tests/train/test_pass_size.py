@@ -36,6 +36,7 @@ def seen_by(run):
         return plain(x, t, cond)
 
     run.policy.velocity = velocity
+    run.policy.unseen = False  # no passes but those of the run
     return seen
 
 

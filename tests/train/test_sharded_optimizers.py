@@ -21,7 +21,7 @@ from tests.fixtures import warm
 load_built_in()
 # adamw_8bit computes in float32, where gradients of two processes are rounded otherwise, and a
 # number at the border of two 8-bit values falls on the other side: a hundredth of a step of 1e-3
-APART = {"adamw_8bit": 1e-5}
+APART = dict.fromkeys(worker.SINGLE, 1e-5)
 
 
 @pytest.mark.slow

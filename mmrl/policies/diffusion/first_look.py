@@ -1,4 +1,4 @@
-"""Looks once, before a flow samples for the first time, whether it keeps what sampling and scoring
+"""Looks once, when a flow samples for the first time, whether it keeps what sampling and scoring
 rely on: a row of conditions for each prompt, and rows that do not see each other."""
 
 from __future__ import annotations

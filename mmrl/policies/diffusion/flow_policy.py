@@ -195,10 +195,11 @@ class FlowPolicy(FlowPasses):
             row, group = row[sent(order, row.device)], group[sent(order, row.device)]
         cond = self.encode(prompts)
         if self.unseen:
-            self.unseen = False
             check_conditions(self, cond, len(prompts))
-            check_independence(self, cond, len(prompts))
         paths = self.paths(group, row, cond, rng, context, copies)
+        if self.unseen:  # behind the first sampling, which has found out what fits into a pass
+            self.unseen = False
+            check_independence(self, cond, len(prompts))
         paths = paths.replace(prompts=tuple(prompts))
         return paths if order is None else paths[sent(order.argsort(), row.device)]
 

@@ -106,8 +106,11 @@ def _classic(place: str, path: str, dtype: torch.dtype, guardrail: bool, make: M
     replaced |= guardrails.loaded_with(cls, index, guardrail)
     try:
         pipe = pretrained.load_pipeline(cls, place, dtypes, replaced, use_safetensors=True)
-    except ImportError as error:  # such as a package that checks prompts
-        raise guardrails.missing(cls, path, error) from error
+    except UserError as error:
+        if not isinstance(error.__cause__, ImportError):
+            raise
+        # such as a package that checks prompts
+        raise guardrails.missing(cls, path, error.__cause__) from error
     if two_stages.is_combined(pipe):
         return two_stages.decoder_with_prior(pipe)
     return guardrails.remembered(pipe)

@@ -53,7 +53,7 @@ def on_times(kernel: Kernel, ratio: float) -> Kernel:
     bound: dict[str, Any] = getattr(kernel, "keywords", {})
     if "second" not in bound:
         return kernel
-    shifted_kernel: Kernel = partial(kernel, second=shifted(bound["second"], ratio))  # type: ignore[call-arg]
+    shifted_kernel: Kernel = partial(kernel, second=float(shifted(bound["second"], ratio)))  # type: ignore[call-arg]
     return shifted_kernel
 
 

@@ -351,11 +351,11 @@ class UnifiedFlow(FlowPolicy):
         # shards are gathered for a pass of the whole network only
         decoder = partial(self.net, "images") if sharded(self.net) else self.model.images
         blank = torch.zeros_like(rollout.sample[:1])
-        images = [
+        decoded = [
             (decoder(part).float().clamp(0, 1), counts)
             for part, counts in in_step(parts, blank, self.device, sharded(self.net))
         ]
-        images = [image for image, counts in images if counts]
+        images = [image for image, counts in decoded if counts]
         if self.answer is None:
             return torch.cat(images)
         pictures = (image for part in images for image in part)

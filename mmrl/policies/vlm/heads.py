@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from mmrl.core.errors import UserError
 
@@ -36,7 +37,7 @@ class Head:
         self.plain = True
         weight = hf.get_output_embeddings().weight
         self.vocabulary = int(hf.config.get_text_config().vocab_size)
-        if weight.is_meta:  # a rehearsal without weights
+        if weight.is_meta or isinstance(weight.data, FakeTensor):  # a rehearsal without weights
             return
         hidden = _tried(hf, weight)
         with torch.no_grad():
@@ -112,5 +113,6 @@ def _tried(hf: Any, weight: Tensor) -> Tensor:
     """Return hidden states [n, H] of several sizes, the same for every call."""
     width = hf.get_output_embeddings().in_features
     dtype = weight.dtype if weight.is_floating_point() else hf.dtype
-    steps = torch.arange(width, dtype=torch.float64).mul(1.7).sin()
-    return torch.outer(torch.tensor(SIZES, dtype=torch.float64), steps).to(weight.device, dtype)
+    exact = {"dtype": torch.float64, "device": weight.device}  # whatever the default device is
+    steps = torch.arange(width, **exact).mul(1.7).sin()
+    return torch.outer(torch.tensor(SIZES, **exact), steps).to(dtype)

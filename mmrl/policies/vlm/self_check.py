@@ -20,6 +20,7 @@ from mmrl.core import distributed
 from mmrl.core.errors import UserError
 from mmrl.core.sharding import sharded
 from mmrl.core.types import Prompt
+from mmrl.policies.lora import casting_inputs
 from mmrl.policies.vlm.audio import audios_of
 from mmrl.policies.vlm.caches import shareable
 from mmrl.policies.vlm.chat import videos_of
@@ -267,7 +268,7 @@ def _exactly(policy: Passes) -> Iterator[None]:
     known = vars(policy.net)
     rounding = None if sharded(policy.net) else known.pop("forward", None)
     try:
-        with torch.autocast(policy.device.type, enabled=False):
+        with torch.autocast(policy.device.type, enabled=False), casting_inputs(policy.net):
             yield
     finally:
         if rounding is not None:
