@@ -105,13 +105,14 @@ def keep_input_dtype(net: nn.Module) -> None:
 @contextmanager
 def casting_inputs(net: nn.Module) -> Iterator[None]:
     """Let adapters cast their inputs within the block, as passes outside autocast need."""
-    layers = [x for x in net.modules() if vars(x).get("cast_input_dtype_enabled") is False]
+    layers = [vars(x) for x in net.modules() if vars(x).get("cast_input_dtype_enabled") is False]
     for layer in layers:
-        layer.cast_input_dtype_enabled = True
+        layer["cast_input_dtype_enabled"] = True
     try:
         yield
     finally:
-        keep_input_dtype(net)
+        for layer in layers:
+            layer["cast_input_dtype_enabled"] = False
 
 
 def save_adapter(net: Any, folder: Path) -> None:

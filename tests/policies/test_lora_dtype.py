@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from mmrl.policies.lora import Lora, add_lora, keep_input_dtype
+from mmrl.policies.lora import Lora, add_lora, casting_inputs, keep_input_dtype
 
 
 def outputs_and_gradients(net, x):
@@ -30,3 +30,17 @@ def test_outputs_and_gradients_are_those_of_inputs_cast_to_float32(dtype):
     assert not any(layer.cast_input_dtype_enabled for layer in (kept[0], kept[2]))
     for mine, plain in zip(outputs_and_gradients(kept, x), outputs_and_gradients(net, x)):
         assert torch.equal(mine, plain)
+
+
+def test_passes_outside_autocast_cast_within_the_block_only():
+    net = nn.Sequential(nn.Linear(16, 16)).to(torch.bfloat16)
+    add_lora(net, Lora(4, targets=["0"]))
+    x = torch.randn(5, 16, dtype=torch.bfloat16)
+    wanted = net(x)
+    with casting_inputs(net):  # of a run in full precision, which casts anyway
+        pass
+    assert torch.equal(net(x), wanted)
+    keep_input_dtype(net)
+    with casting_inputs(net):
+        assert torch.equal(net(x), wanted)
+    assert not net[0].cast_input_dtype_enabled

@@ -113,6 +113,7 @@ def _tried(hf: Any, weight: Tensor) -> Tensor:
     """Return hidden states [n, H] of several sizes, the same for every call."""
     width = hf.get_output_embeddings().in_features
     dtype = weight.dtype if weight.is_floating_point() else hf.dtype
-    exact = {"dtype": torch.float64, "device": weight.device}  # whatever the default device is
-    steps = torch.arange(width, **exact).mul(1.7).sin()
-    return torch.outer(torch.tensor(SIZES, **exact), steps).to(dtype)
+    place = weight.device  # whatever the default device is
+    steps = torch.arange(width, dtype=torch.float64, device=place).mul(1.7).sin()
+    sizes = torch.tensor(SIZES, dtype=torch.float64, device=place)
+    return torch.outer(sizes, steps).to(dtype)
