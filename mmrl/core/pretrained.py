@@ -12,6 +12,7 @@ torch.compile put around a model are taken off, with a warning.
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -247,6 +248,10 @@ def _quiet() -> Iterator[None]:
     from transformers.utils import logging as of_transformers
 
     of_transformers.disable_progress_bar()  # a bar for every part of a model would bury ours
+    if "diffusers" in sys.modules:
+        from diffusers.utils import logging as of_diffusers
+
+        of_diffusers.disable_progress_bar()
     loggers = [logging.getLogger(name) for name in NOISY]
     for logger in loggers:  # by a filter: libraries do more where a level is set
         logger.addFilter(_is_error)

@@ -159,9 +159,9 @@ def merged(net: nn.Module, adapters: bool = True) -> dict[str, Tensor]:
 def _check_alone(net: nn.Module, name: str) -> None:
     weight = net.get_submodule(f"{name}.base_layer").weight
     shared = [
-        other.removesuffix(".weight").removesuffix(".base_layer")
-        for other, parameter in net.named_parameters(remove_duplicate=False)
-        if parameter is weight and other != f"{name}.base_layer.weight"
+        key.removesuffix(".weight").removesuffix(".base_layer")
+        for key, parameter in net.named_parameters(remove_duplicate=False)
+        if parameter is weight and key != f"{name}.base_layer.weight"
     ]
     if shared:
         raise UserError(

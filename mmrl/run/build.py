@@ -277,7 +277,8 @@ def begin_with(policy: Any, configuration: Config, start: Path) -> None:
 
 def begin_with_lora(policy: Any, file: Path, place: Place) -> None:
     """Give a policy of a model of diffusers the change of a LoRA file (``start``)."""
-    parts = policy.parts if isinstance(policy, ReplayedPolicy) else [1]
+    replayed = policy if isinstance(policy, ReplayedPolicy) else None
+    parts = [1] if replayed is None else replayed.parts
     if not isinstance(policy, (FolderPolicy, ReplayedPolicy)) or len(parts) > 1:
         raise UserError(place.say(f"{file} is a LoRA for one network of a model of diffusers"))
     try:

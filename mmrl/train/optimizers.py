@@ -107,8 +107,10 @@ def paged_adamw_8bit(
     eps: NotNegative = 1e-8,
     min_8bit_size: Annotated[int, Ge(0)] = 4096,
 ) -> torch.optim.Optimizer:
-    """Build ``adamw_8bit`` whose moments may leave a CUDA device for the host's memory when it is
-    short of it (Dettmers et al. 2023, QLoRA)."""
+    """Build ``adamw_8bit`` with moments that a CUDA device short of memory moves to the host.
+
+    Dettmers et al. 2023, "QLoRA".
+    """
     from mmrl.train.adamw_8bit import WholeAdamW8bit
 
     make: Any = WholeAdamW8bit  # bitsandbytes has no types

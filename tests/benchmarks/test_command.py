@@ -167,7 +167,7 @@ def test_the_page_escapes_what_a_model_wrote(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (["x", "--benchmark", "orc"], "unknown benchmark 'orc'; did you mean 'ocr'"),
+        (["a", "--benchmark", "orc"], "unknown benchmark 'orc'; did you mean 'ocr'"),
         (["a", "--benchmark", "ocr"], "add benchmark.path=FILE_OR_FOLDER"),
         (["a", "--benchmark", "ocr", "benchmark.path=no.txt"], "benchmark.path=no.txt: no such"),
         (["a", "--benchmark", "ocr", "benchmark.sied=1"], "did you mean 'side'"),

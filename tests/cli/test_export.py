@@ -31,6 +31,7 @@ def opened(monkeypatch):
     def open_run(policy):
         session = SimpleNamespace(policy=policy)
         monkeypatch.setattr(commands.build, "trained", lambda run, at: session)
+        monkeypatch.setattr(commands, "_show_loading", lambda *_: None)
 
     return open_run
 

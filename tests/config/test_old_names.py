@@ -61,6 +61,7 @@ CURRENT = {  # word -> page -> what else is called so today
         "rewards.md": REWARDS,
         "configuration.md": "a value of text_encoder_placement",
     },
+    "coords": {"verifiable-rewards.md": "an attribute of Molmo's points"},
     "fields": dict.fromkeys(("remote-rewards.md", "rewards.md"), "an option of remote"),
     "overlap": {"rewards.md": REWARDS},
     "prompts": {
@@ -70,10 +71,15 @@ CURRENT = {  # word -> page -> what else is called so today
         "configuration.md": "an option of evaluate and a data source",
         "extending.md": "an argument of rewards",
         "rewards.md": "an argument of rewards",
+        "start.md": "a data source",
     },
     "schedule": {"configuration.md": "an option of masked policies"}
     | dict.fromkeys(("flow_objectives.md", "text_objectives.md"), "an option of kl"),
-    "score": {"judge.md": "a field of a judge's answer", "text_objectives.md": GROUP_LOSSES},
+    "score": {
+        "judge.md": "a field of a judge's answer",
+        "rewards.md": "a field of what a reward returns",
+        "text_objectives.md": GROUP_LOSSES,
+    },
     "share": {
         "awm.md": LOOK,
         "configuration.md": "an option of replay_buffer and of data sources",
@@ -91,6 +97,7 @@ CURRENT = {  # word -> page -> what else is called so today
             "configuration.md",
             "data.md",
             "extending.md",
+            "models.md",
             "rewards.md",
             "vlm-data.md",
             "world.md",
@@ -111,6 +118,7 @@ CURRENT = {  # word -> page -> what else is called so today
     "width": {
         "configuration.md": "an option of the advantage copo",
         "text_objectives.md": "an option of the surrogate spo",
+        "verifiable-rewards.md": "a key of a box",
     },
 }
 

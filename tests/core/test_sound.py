@@ -86,7 +86,7 @@ def test_files_have_the_sound_beside_the_video(tmp_path):
     media = videos()
     media.sound[1, 0, 0] = 3.0  # too loud
     path = write_sample(media[1], tmp_path / "000-a-dog")
-    assert path.name == "000-a-dog.png"
+    assert path.name == "000-a-dog.mp4"
     expected = media.sound[1].clamp(-1, 1).numpy()
     np.testing.assert_allclose(read(tmp_path / "000-a-dog.wav"), expected, atol=1 / 32767)
     samples = Samples(shown(media))

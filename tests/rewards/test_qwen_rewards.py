@@ -205,7 +205,7 @@ def test_what_is_missing_is_named(hpsv3, video_align, tmp_path):
 
 
 def test_loading_leaves_no_parameter_without_values(hpsv3):
-    from rewards._tensors import read_tensors
+    from mmrl.core.weight_files import read_tensors
 
     network = load_network(
         read_tensors(Path(hpsv3["weights"])), hpsv3["base"], [0], "float32", "cpu"

@@ -241,7 +241,7 @@ def _own(policy: Passes, prompt: Encoded, ids: Tensor) -> Tensor:
 def _pack(policy: Passes, cond: list[Encoded], bound: float) -> None:
     """Let scoring passes be packed by themselves only where that gives the same."""
     net = policy.net
-    if not net.packs_sparse:
+    if net.packed or not net.packs_sparse:  # packed passes were those that were compared
         return
     if not net.share:
         net.packs_sparse = False

@@ -33,6 +33,7 @@ def sampled(refill="none", width=None, copies=6, family="qwen2_5_vl", strings=()
         return step(ids, *inputs)
 
     policy.net.step = counted
+    policy.checked = True  # the comparison with the class would be counted too
     return policy, rolled(ending(policy, strings=strings), copies=copies, rng=Rng.of("refill"))
 
 

@@ -31,6 +31,7 @@ def anew(policy):
 def test_kept_features_are_those_of_every_pass(family):
     vlm = policy_of(family, train=FROZEN)
     anew_each_pass = anew(policy_of(family, train=FROZEN))
+    vlm.checked = anew_each_pass.checked = True  # the comparison with the class looks at them too
     questions = prompts(family)
     rollout = rolled(vlm, questions)
     expected = rolled(anew_each_pass, questions)

@@ -54,6 +54,7 @@ def test_passes_of_much_padding_are_packed_by_themselves(monkeypatch):
     for policy in (plain, choosing):
         policy.net.double()
         policy.net.enable_gradient_checkpointing()  # layers computed again know the layout too
+        policy.checked = True  # the comparison with the class packs too
     packed = []
     pack = SharedPrefix._packed
     monkeypatch.setattr(SharedPrefix, "_packed", lambda *a: packed.append(1) or pack(*a))

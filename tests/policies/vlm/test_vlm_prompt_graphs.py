@@ -12,7 +12,7 @@ from mmrl.advantages import flow_grpo
 from mmrl.config.options import TrainOptions
 from mmrl.core.errors import UserError
 from mmrl.objectives import PolicyGradient
-from mmrl.policies.vlm import compiled, cpu_attention, scoring
+from mmrl.policies.vlm import compiled, cpu_attention, self_check
 from mmrl.policies.vlm.parts import Parts
 from mmrl.policies.vlm.policy import VLM
 from mmrl.scoring import Scorer
@@ -204,7 +204,7 @@ def test_what_is_sampled_otherwise_is_refused(family, policy, why, quiet):  # no
 
 
 def test_prompts_that_turn_out_not_to_be_shareable_are_read_anew(monkeypatch, quiet):  # noqa: F811
-    monkeypatch.setattr(scoring, "shareable", lambda hf: False)
+    monkeypatch.setattr(self_check, "shareable", lambda hf: False)
     run = trainer(double=False, reuse_rollout_graph=True)
     with pytest.warns(UserWarning, match="read once for every answer"):
         run.iterate()
