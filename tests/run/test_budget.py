@@ -17,7 +17,9 @@ def run_of(folder, budget, resume=False):
     trainer.options = replace(trainer.options, iterations=6, budget=budget)
     start = len((folder / "metrics.jsonl").read_text().splitlines()) if resume else 0
     trainer.iteration = start
-    scorer = SimpleNamespace(failures={}, counters=dict, weights={}, seconds={})
+    scorer = SimpleNamespace(
+        failures={}, counters=dict, weights={}, seconds={}, sub_scores=dict, rewards={}
+    )
     session = SimpleNamespace(options=trainer.options, policy=trainer.policy, scorer=scorer)
     options = LogOptions(tensorboard=False)
     log = RunLog(folder, resume, start=start + 1, options=options)
