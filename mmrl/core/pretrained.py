@@ -69,6 +69,7 @@ def load_model(
     if folder is not None and (variant := weight_files.variant_of(folder)):
         options.setdefault("variant", variant)
     what = f"{place}/{subfolder}" if subfolder else place
+    entry = _class_in(entry, place, subfolder)
     if str(entry.__name__).startswith("Auto") or remote_code:
         options["trust_remote_code"] = remote_code
     if subfolder:
@@ -230,6 +231,20 @@ def _typed(dtype: torch.dtype | dict[str, torch.dtype] | None, part: str) -> dic
     if isinstance(dtype, dict):
         dtype = dtype.get(part, dtype.get("default"))
     return {} if dtype is None else {"dtype": dtype}
+
+
+def _class_in(entry: Any, place: str, subfolder: str) -> Any:
+    """Return the class that a config names where ``entry`` is diffusers' AutoModel, which gives no
+    loading info; else ``entry``."""
+    if entry.__name__ != "AutoModel" or not _is_of_diffusers(entry):
+        return entry
+    import diffusers
+
+    name = load_config(entry, place, subfolder).get("_class_name")
+    found = getattr(diffusers, str(name), None)
+    if found is None:
+        raise UserError(f"{place}: its config.json names no class of diffusers ({name!r})")
+    return found
 
 
 def _is_of_diffusers(entry: Any) -> bool:
