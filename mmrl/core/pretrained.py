@@ -240,11 +240,14 @@ def _class_in(entry: Any, place: str, subfolder: str) -> Any:
         return entry
     import diffusers
 
-    name = load_config(entry, place, subfolder).get("_class_name")
-    found = getattr(diffusers, str(name), None)
-    if found is None:
+    config = load_config(entry, place, subfolder)
+    if "auto_map" in config:
+        raise UserError(_about_code(entry, place))
+    name = config.get("_class_name")
+    cls = getattr(diffusers, str(name), None)
+    if cls is None:
         raise UserError(f"{place}: its config.json names no class of diffusers ({name!r})")
-    return found
+    return cls
 
 
 def _is_of_diffusers(entry: Any) -> bool:
