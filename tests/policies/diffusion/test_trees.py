@@ -91,6 +91,7 @@ def test_few_states_do_not_cost_a_whole_pass():
     seen = []
     velocity = policy.velocity
     policy.velocity = lambda x, t, cond: seen.append(len(x)) or velocity(x, t, cond)
+    policy.unseen = False  # no passes but those of the trees
     with torch.no_grad():
         rollout = policy.rollout(toys.prompts(3), 16, Rng.of("tree"))
     assert seen == [8, 8, 16, 32, 32, 16, 32, 16] and policy.forwards == 3 * (
