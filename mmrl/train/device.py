@@ -141,7 +141,7 @@ class Device:
         self.options = options
         if self.accelerator.device.type == "cpu":
             heap.keep()
-        # cuDNN's backward pass returns NaN for some lengths (pytorch#196678; seen here with FLUX),
+        # cuDNN's backward pass returns NaN for some lengths (pytorch#196678; docs/results/gpu.md),
         # and it builds a plan for each new length: 0.7 s a token on an H100
         torch.backends.cuda.enable_cudnn_sdp(False)
         self.all_processes: int = self.accelerator.num_processes
