@@ -160,7 +160,8 @@ class FlowPasses(Policy):
         rows, *rest = v.shape
         by = f"the SDE type {called(self.sde_type)}"
         returned(mean, f"{by} (mean)", B_latents=(rows, *rest))
-        returned(std, f"{by} (std)", B_ones=(rows, *[1] * len(rest)))
+        # packed states of several clocks (sound beside video) have a std for each number
+        returned(std, f"{by} (std)", B_ones=(rows, *[1] * len(rest)), B_latents=(rows, *rest))
         return self.dist_type(mean, std, self.logprob_reduction, self.logprob_weight)
 
     def _velocities(self, point: Query, guided: bool) -> tuple[Tensor, Tensor]:
