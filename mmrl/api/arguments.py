@@ -121,7 +121,7 @@ def _prompt(row: Any, number: int) -> Prompt:
         raise UserError(
             f"prompts, row {number}: {name!r} must be text that is not empty, got {text!r}"
         )
-    return {**row, "text": text.strip()}
+    return {**row, "text": text}
 
 
 def _with_known_names(row: Mapping[str, Any]) -> dict[str, Any]:

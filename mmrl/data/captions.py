@@ -106,7 +106,7 @@ class Captions:
         for key in SHOWN:  # of editing, and of a video that begins with a picture
             if isinstance(rest.get(key), str) and rest[key].strip():
                 rest[key] = medium(rest[key], folder)
-        return rest | {"text": named[text].strip(), "answer": medium(named[file], folder)}
+        return rest | {"text": named[text], "answer": medium(named[file], folder)}
 
     def _pictures(self, prompt: Prompt) -> list[Any]:
         """Return what a scan opens of a row: videos are left to the run."""

@@ -175,7 +175,7 @@ class PreferencePairs(Captions):
         if same(*sides.values()):
             raise ValueError("chosen and rejected are equal: nothing is preferred")
         rest = {key: value for key, value in named.items() if key not in (name, *SIDES)}
-        return rest | {"text": str(answer_of(named[name])).strip()} | sides
+        return rest | {"text": str(answer_of(named[name]))} | sides
 
     def _pictures(self, prompt: Prompt) -> list[Any]:
         sides = [prompt[side] for side in SIDES]

@@ -308,7 +308,7 @@ def _json_row(value: Any, key: str | None) -> Prompt:
     if not isinstance(value[name], str) or not value[name].strip():
         shown = json.dumps(value[name], default=str)[:60]
         raise ValueError(f"{name!r} must be text that is not empty, got {shown}")
-    return {**value, "text": value[name].strip()}
+    return {**value, "text": value[name]}
 
 
 def decoded(path: Path, content_name: str = "prompts") -> str:

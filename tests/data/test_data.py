@@ -32,7 +32,7 @@ def test_text_files_skip_blank_lines(tmp_path):
 def test_json_lines_keep_their_other_keys(tmp_path):
     lines = ['{"text": "a", "tag": 1}', '{"prompt": " b ", "include": [{"count": 2}]}', '"c"', ""]
     prompts = read(written(tmp_path, "p.jsonl", "\n".join(lines)))
-    assert texts(prompts) == ["a", "b", "c"]
+    assert texts(prompts) == ["a", " b ", "c"]
     assert prompts[0]["tag"] == 1 and prompts[1]["include"] == [{"count": 2}]
     assert texts(
         read(written(tmp_path, "q.jsonl", '{"caption": "d", "text": "no"}'), "caption")

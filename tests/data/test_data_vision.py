@@ -49,7 +49,7 @@ def test_plain_rows_under_the_names_in_use(folder):
         {"prompt": "why?"},
     ]
     prompts = every(written(folder, "q.jsonl", rows), space="rel1000", system="be brief")
-    assert [p["text"] for p in prompts] == ["what?", "where?", "when?", "why?"]
+    assert [p["text"] for p in prompts] == [" what? ", "where?", "when?", "why?"]
     assert (
         prompts[0]["images"] == [str(folder / "pics/0.png")]
         and prompts[0]["answer"] == 3

@@ -221,8 +221,8 @@ def test_a_csv_knows_types_and_says_what_is_broken(tmp_path):
     path = tmp_path / "t.csv"
     path.write_text('text,a,b,c,d\n"two\nlines",1,1.5,true,007\nx,,-2e3,False,8\n')
     first, second = (row for _, row in rows_of(path))
-    assert first == {"text": "two\nlines", "a": 1, "b": 1.5, "c": True, "d": "007"}
-    assert second == {"text": "x", "a": None, "b": -2000.0, "c": False, "d": "8"}
+    assert first == {"text": "two\nlines", "a": 1, "b": "1.5", "c": True, "d": "007"}
+    assert second == {"text": "x", "a": None, "b": "-2e3", "c": False, "d": "8"}
     path.write_text("text,a\nx,1\ny,2,3\n")
     assert "t.csv:3: 3 cells, and the header has 2 columns" in message(Prompts, str(path))
     with pytest.warns(UserWarning, match="1 of 2 rows are broken"):
@@ -235,6 +235,27 @@ def test_a_csv_knows_types_and_says_what_is_broken(tmp_path):
     assert "broken csv" in message(Prompts, str(path))
     path.write_text("")
     assert "is empty; expected a header" in message(Prompts, str(path))
+
+
+CELLS = "007 1.0 1e5 00501 +1 1_000 0x10 inf nan None NA yes 2024-01-02 1/2 -0 3.10 .5 5. 12 -3"
+
+
+@pytest.mark.parametrize("cell", [*CELLS.split(), "9" * 30, "1" + "0" * 17 + ".5", " 5", "7 "])
+def test_what_a_csv_holds_is_written_back_as_it_stands(tmp_path, cell):
+    path = tmp_path / "t.csv"
+    path.write_text(f"text,answer,more\nq,{cell},{cell}\nr,{cell},12\n")
+    for row in (row for _, row in rows_of(path)):
+        assert str(row["answer"]) == cell and str(row["more"]) in (cell, "12")
+
+
+def test_spaces_around_a_text_stay(folder):
+    text = "  two\n spaces "
+    rows = [{"prompt": text, "image": "pics/0.png"}, {"prompt": "other", "image": "pics/1.png"}]
+    paths = [separated(folder / "spaces.csv", ",", rows), folder / "spaces.jsonl"]
+    paths[1].write_bytes(lines(rows))
+    for path in paths:
+        for source in (Prompts, Captions, Vision):
+            assert source(str(path), held_out=0.0).train[0]["text"] == text
 
 
 @pytest.mark.parametrize("name", ["d.jsonl", "d.json"])

@@ -21,8 +21,8 @@ PACKED = (".gz", ".zst", ".zstd")
 SMALL = 2**30  # bytes that any packed file may unpack to
 RATIO = 200  # a larger file may grow that often: text packs 3 to 20 times, a bomb 1000 times
 LONGEST = 2**28  # bytes of a line
-WHOLE_NUMBER = re.compile(r"-?(0|[1-9]\d{0,17})")
-NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?")
+WHOLE_NUMBER = re.compile(r"0|-?[1-9]\d{0,17}")
+DECIMAL = re.compile(r"-?\d+\.\d+")
 TRUTH = {"true": True, "false": False}
 
 
@@ -221,9 +221,10 @@ def _skip(text: str, at: int) -> int:
 def separated(path: Path) -> Iterator[Row]:
     """Yield the rows of a csv or tsv file with a header.
 
-    A column whose cells are all whole numbers, numbers, or true and false, is of that type; a cell
-    that begins with ``[`` or ``{`` is read as JSON if it is any; an empty cell is no value. A csv
-    may be separated by semicolons or tabs where its header has no comma.
+    A column whose cells are all numbers as Python writes them (5, 0.25; not 3.10, 1e5 or 007), or
+    all true and false, is of that type; any other is text, spaces included. A cell that begins with
+    ``[`` or ``{`` is read as JSON if it is any; an empty cell is no value. A csv may be separated
+    by semicolons or tabs where its header has no comma.
     """
     csv.field_size_limit(LONGEST)
     with unpacked(path) as stream:
@@ -273,21 +274,24 @@ def _table(path: Path, rows: list[tuple[int, list[str]]]) -> Iterator[Row]:
 
 
 def _kind(cells: list[str]) -> str:
-    """Name the type of a column by its cells that are not empty."""
+    """Name the type of a column by its cells that are not empty; numbers that would not be written
+    back as they stand are text, such as the answer 3.10."""
     if not cells:
         return "text"
-    if all(WHOLE_NUMBER.fullmatch(cell) for cell in cells):
-        return "whole"
-    if all(NUMBER.fullmatch(cell) for cell in cells):
+    if all(WHOLE_NUMBER.fullmatch(cell) or _is_decimal(cell) for cell in cells):
         return "number"
     return "truth" if all(cell.lower() in TRUTH for cell in cells) else "text"
+
+
+def _is_decimal(cell: str) -> bool:
+    return DECIMAL.fullmatch(cell) is not None and repr(float(cell)) == cell
 
 
 def _cell(cell: str, kind: str) -> Any:
     if not cell.strip():
         return None
-    if kind in ("whole", "number"):
-        return int(cell) if kind == "whole" else float(cell)
+    if kind == "number":
+        return int(cell) if WHOLE_NUMBER.fullmatch(cell) else float(cell)
     if kind == "truth":
         return TRUTH[cell.lower()]
     if cell[:1] in "[{":

@@ -127,7 +127,7 @@ class Vision:
                 f"no text (the question); it has {', '.join(prompt)}; name it with "
                 f"columns: {{text: ...}}"
             )
-        prompt = {**prompt, "text": prompt["text"].strip()}
+        prompt = dict(prompt)
         for key, locate in (("images", medium), ("video", video)):
             if prompt.get(key) is not None:
                 several = prompt[key] if isinstance(prompt[key], list) else [prompt[key]]
