@@ -12,7 +12,7 @@ from rewards.reading.objects import loose_json
 from rewards.reading.parsed import UNPARSEABLE, Parsed, worst
 from rewards.reading.parts import fenced, final
 from rewards.reading.plain import SHORT, bare, plain
-from rewards.reading.stated import announced
+from rewards.reading.stated import announced, emphasised
 
 NOTHING = {"none", "null", "nothing", "no object", "no objects", "no box", "no boxes", "n/a"}
 # A hyphen or underscore joins words of two letters or more; x-1 and A_1 keep theirs.
@@ -26,9 +26,15 @@ SUBJECT = re.compile(
     r"^(?:(?:so|thus|hence|therefore|well|okay|ok)[, ]+)?(?:(?:i (?:think|believe|guess) "
     r")?(?:it|this|that|he|she) (?:is|looks like)|"
     r"(?:it|this|that|he|she)'s|there (?:is|are)|these are|those are|they are|they're|i (?:can "
-    r")?see|the (?:image|picture|photo|video) shows)\s+",
+    r")?see|(?:the|this) (?:image|picture|photo|video) (?:shows|contains|depicts))\s+",
     re.I,
 )
+# yes or no with a sentence behind it, which may not say the other
+YES_NO = re.compile(r"(yes|no)\s*[,.;:!\n-]\s*(?=\w)")
+OTHER = {"yes": r"\b(?:no|not|none|never|but)\b|n't\b", "no": r"\b(?:yes|but)\b"}
+NOON = re.compile(r"(?<=\d)\s?([ap])\.?\s?m\b\.?")  # p.m., PM
+# words in front of a list, up to their colon
+INTRODUCED = re.compile(r"\s*[^\n:,;\[\]{}]{2,80}[^\W\d]:(?=\s)\s*(?=\S)")
 
 
 def normal(text: object) -> str:
@@ -46,16 +52,22 @@ def _normal(text: str) -> str:
         return " ".join(folded.casefold().split())
     if not folded.isascii():
         folded = unicodedata.normalize("NFC", folded)
-    folded = JOINT.sub(" ", folded.casefold())
+    folded = NOON.sub(r" \1m", JOINT.sub(" ", folded.casefold()))
     return " ".join(EXCLAIMED.sub("", folded).split())
 
 
 def names_of(span: str) -> list[str]:
-    """Return the ways to take a short answer for a name, normalised: as it stands, and without "it
-    is", "there is" before it."""
+    """Return the ways to take a short answer for a name, normalised: as it stands, without "it is",
+    "there is" before it, the only words in bold, and the yes or no that it begins with."""
     whole = normal(span)
-    rest = SUBJECT.sub("", whole)
-    return [whole] if rest == whole else [whole, rest]
+    names = [whole, SUBJECT.sub("", whole)]
+    if bold := emphasised(span):
+        names.append(normal(bold))
+    if (verdict := YES_NO.match(whole)) and not re.search(
+        OTHER[verdict[1]], whole[verdict.end() :]
+    ):
+        names.append(verdict[1])
+    return list(dict.fromkeys(names))
 
 
 def without_article(name: str) -> str:
@@ -98,6 +110,11 @@ def items(text: str, known: Collection[str] = ()) -> Parsed[list[str]]:
             return Parsed([str(n).strip() for n in names], worst(answer.status, parsed.status))
         return UNPARSEABLE
     whole = {normal(name) for name in known}
+    introduced = INTRODUCED.match(body)
+    if introduced and normal(body) not in whole and ":" not in "".join(known):
+        body = body[introduced.end() :]
+    elif normal(body) not in whole:
+        body = SUBJECT.sub("", body, count=1)
     listed = [
         re.sub(r"^\s*(?:[-*\u2022]\s+|\d+[.)]\s+)", "", part).strip()
         for part in _parts(body, whole)

@@ -110,6 +110,8 @@ SEES = {
     *"are is were was has have had see sees contains contain shows show holds be with find "
     "count visible".split()
 }
+COPULAS = {*"is was are were equals =".split()}
+TOTALS = {"total", "totals", "altogether", "overall"}
 NOT_NOTHING = {
     *"one more less fewer longer idea answer way doubt wait problem number matter need of the "
     "above".split()
@@ -234,6 +236,9 @@ def _equation(sides: list[list[Token]]) -> Parsed[Quantity]:
     for side in sides[:-1]:
         matches = _scan(side)
         value = _arithmetic(side)
+        if value is None and (stating := _behind_copula(side)):
+            matches, value = None, _arithmetic(stating)
+            side = stating
         if (
             value is None
             and any(token.kind in ("figure", "junk", "vulgar") for token in side)
@@ -244,6 +249,12 @@ def _equation(sides: list[list[Token]]) -> Parsed[Quantity]:
         if value is not None and not near(value, last.value.value):
             return Parsed(None, "wrong_count")
     return Parsed(last.value, "repaired" if any(sides[0]) else last.status)
+
+
+def _behind_copula(side: Sequence[Token]) -> Sequence[Token]:
+    """Return what a sentence says that its subject is: 3 + 4 of "the sum is 3 + 4"."""
+    at = [i for i, token in enumerate(side) if token.text.casefold() in COPULAS]
+    return side[at[-1] + 1 :] if at else ()
 
 
 def _arithmetic(tokens: Sequence[Token]) -> Real | None:
@@ -285,14 +296,36 @@ def _among(tokens: Sequence[Token]) -> Parsed[Quantity]:
         return UNPARSEABLE
     if not matches:
         return _nothing(tokens)
-    quantities = {(f.quantity.value, f.quantity.percent) for f in matches}
-    if len(quantities) > 1:
+    if len(matches) > 1:
+        matches = _meant(tokens, matches)
+    if len({(f.quantity.value, f.quantity.percent) for f in matches}) > 1:
         return Parsed(None, "wrong_count")
     if not all(_clear(tokens, match) for match in matches):
         return UNPARSEABLE
     first = matches[0]
     alone = first.start == 0 and first.end == len(tokens)
     return Parsed(first.quantity, "ok" if alone else "repaired")
+
+
+def _meant(tokens: Sequence[Token], matches: list[Found]) -> list[Found]:
+    """Choose among several numbers: "5, not 6", "7 cats: 3 black and 4 white", "3 + 4, 7 in total",
+    "the value for 2015 is 12"; all of them where none of that is said."""
+    affirmed = [f for f in matches if not _is(tokens, f.start - 1, "not")] or matches
+    if affirmed != matches and len(affirmed) == 1:
+        return affirmed
+    values = [f.quantity.value for f in matches]
+    between = [t.text.casefold() for t in tokens[matches[0].end : matches[1].start]]
+    if len(values) > 2 and values[0] == sum(values[1:]) and {"(", ":"} & {*between}:
+        return matches[:1]
+    last = matches[-1]
+    around = {t.text.casefold() for t in tokens[matches[-2].end :]}
+    if len(values) > 2 and values[-1] == sum(values[:-1]) and around & TOTALS:
+        return matches[-1:]
+    states = last.start and tokens[last.start - 1].text.casefold() in COPULAS
+    subject = matches[0].start > 0 and tokens[0].kind == "word"
+    if states and subject and last.end == len(tokens):
+        return matches[-1:]
+    return matches
 
 
 def _nothing(tokens: Sequence[Token]) -> Parsed[Quantity]:

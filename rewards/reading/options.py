@@ -13,7 +13,7 @@ from rewards.reading.names import names_of, normal, without_article
 from rewards.reading.numbers import quantity_in
 from rewards.reading.objects import literal
 from rewards.reading.plain import SHORT, bare, plain
-from rewards.reading.stated import stated
+from rewards.reading.stated import emphasised, stated
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 # "A. a cat", "(B) a dog", "C: a bird": options that are given with their letters
@@ -29,6 +29,7 @@ LEAD = re.compile(
     r"ones?)\b(?: (?:here|above))?(?: is| are| would be|:)?|"
     r"(?:the )?(?:best |correct |right |final )*answers?\b(?: is| are|:)?|"
     r"\u6545?(?:\u9009\u62e9|\u9009\u9879|\u9009|\u5e94\u9009)(?:\u662f|\u4e3a|:)?|"
+    r"(?:la|el|le|die|il|l')\s*(?=(?:opci[o\u00f3]n |option |opzione )?[(\[]?[A-Z][)\]]?\W*$)|"
     r"opci[o\u00f3]n|option|opzione|op\u00e7\u00e3o|"
     r"\u0432\u0430\u0440\u0438\u0430\u043d\u0442|\uc120\ud0dd\uc9c0|\u9078\u629e\u80a2)[: ]*)+",
     re.I,
@@ -122,6 +123,12 @@ def options_named(span: str, options: Options = Options()) -> frozenset[str]:
 def _named(span: str, options: Options) -> frozenset[str]:
     if len(span) > SHORT:
         span = span[-SHORT:].partition("\n")[2]  # the last lines may still say it
+    span = _ticked(span) or _led(span, options) or span
+    labels = _said(span, options)
+    return labels or (_said(bold, options) if (bold := emphasised(span)) else labels)
+
+
+def _said(span: str, options: Options) -> frozenset[str]:
     body = SUFFIX.sub(r"\1", re.sub(r"^\$(?=[A-Za-z])", "", bare(plain(span))))
     if re.fullmatch(r"\([^()]*\)", body):
         body = bare(body[1:-1])
@@ -130,6 +137,33 @@ def _named(span: str, options: Options) -> frozenset[str]:
         several = [_single(bare(plain(str(v))), options) for v in value]
         return frozenset().union(*several) if all(several) else frozenset()
     return _single(body, options)
+
+
+TICK = re.compile(r"[\u2705\u2713\u2714\u2611]\ufe0f?")
+
+
+def _ticked(span: str) -> str:
+    """Return, without its tick, the only line that has one of a list of options, or of a text of
+    one line; empty for any other text."""
+    if not TICK.search(span):
+        return ""
+    lines = [line for line in span.split("\n") if line.strip()]
+    ticked = [line for line in lines if TICK.search(line)]
+    listed = all(LABELLED.match(TICK.sub("", line)) for line in lines)
+    return TICK.sub("", ticked[0]).strip() if len(ticked) == 1 and (listed or not lines[1:]) else ""
+
+
+def _led(span: str, options: Options) -> str:
+    """Return the label that is the whole first line, where a blank line or "Explanation" follows
+    and no other line is a label; empty for any other text."""
+    first, _, rest = span.strip().partition("\n")
+    if len(first) > 12 or not re.match(
+        r"\s*\n|\W*(?:explanation|reason|because|since)", rest, re.I
+    ):
+        return ""
+    lines = (bare(plain(line)) for line in (first, *rest.split("\n")))
+    labels = [label for line in lines if len(line) < 12 and (label := _label(line, options))]
+    return labels[0] if len(labels) == 1 and _label(bare(plain(first)), options) else ""
 
 
 def _single(body: str, options: Options) -> frozenset[str]:

@@ -8,7 +8,7 @@ import re
 
 from rewards.reading.objects import literal
 from rewards.reading.parts import Final, fenced, final, last_box
-from rewards.reading.plain import evened, without_markdown
+from rewards.reading.plain import SHORT, evened, without_markdown
 
 # keys under which models put an answer in JSON
 KEYS = (
@@ -65,6 +65,24 @@ def stated(text: str) -> Final:
         return Final(inner.inside if inner else announcement, status)
     inside = fenced(body).strip()
     return Final(_of_json(inside) if inside[:1] in ("{", "[") else inside, status)
+
+
+HEDGED = re.compile(r"\b(?:or|maybe|perhaps|might|could|either|possibly)\b", re.I)
+BOLD = re.compile(r"(?<![\w*\\])\*\*(?=[^\s*])([^*\n]{1,160})\*\*(?![\w*])")
+
+
+def emphasised(span: str) -> str | None:
+    """Return the only words in bold of an answer, where nothing in it is denied or left open: "The
+    capital is **Paris**."; None where there are none, or all of it is bold."""
+    if "**" not in span or len(span) > SHORT:
+        return None
+    bold = BOLD.findall(span)
+    if len(bold) != 1 or bold[0].endswith(":") or re.search(r"\*\*\s*:", span):
+        return None
+    rest = BOLD.sub(" ", span)
+    if not re.search(r"\w", rest) or DENIED.search(rest) or HEDGED.search(rest):
+        return None
+    return str(bold[0])
 
 
 LAST = 3_000  # characters at the end of an answer in which it is announced

@@ -18,6 +18,7 @@ from rewards.reading import Status, items, normal, plain, quantity_in, same_name
 from rewards.reading.formulas import differ, explodes, tree_of
 from rewards.reading.numbers import near
 from rewards.reading.plain import bare, latex
+from rewards.reading.units import unit_named
 from rewards.vision.base import Verdict, Verifiable, need, tagged
 from rewards.vision.coords import Unscorable
 from rewards.vision.writing import true_text
@@ -27,6 +28,11 @@ LONGEST = 400  # characters of a formula; longer ones are no answer
 SECONDS = 1.0  # of processor time to read an answer and compare it
 WORKERS = Sandboxes("equal", SECONDS)  # for all rewards of this process
 NAMED = re.compile(r"\s*[A-Za-z\u0370-\u03ff\\]{1,12}(?:_\{?\w+\}?)?'?\s*(?:\(\s*\w\s*\))?\s*")
+ALTERNATIVES = re.compile(r"\s*,?\s*(?:\\(?:text|mathrm)\s*\{\s*(?:or|and)\s*\}|\b(?:or|and)\b)\s*")
+UNIT = re.compile(
+    r"(?<=[\w})])\s*(?:\\[,;: ]|~)?\s*(?:\\(?:text|mathrm)\s*\{\s*([^{}]{1,20}?)\s*\}|"
+    r"(?<![A-Za-z\\])([A-Za-z]{2,12}))(?:\^\{?\d\}?)?$"
+)
 EQUALS = re.compile(r"(?<![<>!:=\\])=(?!=)|\\equiv(?![A-Za-z])")
 
 
@@ -152,10 +158,12 @@ def decided(right: str, body: str, status: Status) -> Verdict | Question:
             )
             if score or not rounded or answered.value.unit != true.value.unit:
                 return Verdict(score, worst(status, answered.status))
-    answer, target = latex(body), latex(right)
+    answer, target = ALTERNATIVES.sub(", ", latex(body)), latex(right)
     if len(answer) > LONGEST or explodes(answer):
         return Verdict(0.0, "unparseable")
-    parts = sides(answer) if len(EQUALS.split(target)) == 1 else (answer,)
+    answer = without_unit(answer) if without_unit(target) == target else answer
+    listed = "," in answer and len(EQUALS.split(answer)) > 2  # x = 2, x = -2
+    parts = (answer,) if listed or len(EQUALS.split(target)) > 1 else sides(answer)
     if not parts:
         return Verdict(0.0, "unparseable")
     if any(explodes(part) for part in parts):
@@ -164,6 +172,13 @@ def decided(right: str, body: str, status: Status) -> Verdict | Question:
     if any(apart):
         return Verdict(0.0, status)
     return Question(target, parts, status)
+
+
+def without_unit(formula: str) -> str:
+    """Take the unit of measure off the end of a formula that is none by itself: 2\\pi cm."""
+    match = UNIT.search(formula)
+    known = match and unit_named(match[1] or match[2])
+    return formula[: match.start()] if known and match else formula
 
 
 def sides(formula: str) -> tuple[str, ...]:

@@ -107,7 +107,11 @@ def _tagged(match: re.Match[str], size: int) -> Iterator[Shape]:
     values = numbers_in(match["inside"])
     if size == 2 and len(values) % 4 == 0 and match["inside"].count("(") != len(values) // 2:
         return  # boxes
-    if size == 2 and match["tag"] in ("box", "|det|", "|box_start|") and len(values) % 4 == 0:
+    if (
+        size == 2
+        and match["tag"] in ("bbox", "box", "|det|", "|box_start|")
+        and len(values) % 4 == 0
+    ):
         return
     for part in cut(values, size):
         yield Shape(part, label)
@@ -171,8 +175,13 @@ def _several(match: re.Match[str], size: int) -> Iterator[Shape]:
             yield Shape(values, before(match))
 
 
-_TAGS = r"(?P<tag>box|point|\|det\||\|box_start\||\|begin_of_box\|)"
-_ENDS = r"(?:</(?:box|point)>|<\|/det\|>|<\|box_end\|>|<\|end_of_box\|>|$)"
+def _corners(match: re.Match[str], size: int) -> Iterator[Shape]:
+    yield Shape(tuple(map(float, match.groups())))
+
+
+_XY = rf"[\s:=a-z*_-]{{0,30}}[(\[]\s{{0,4}}({NUMBER})\s{{0,4}},\s{{0,4}}({NUMBER})\s{{0,4}}[)\]]"
+_TAGS = r"(?P<tag>bbox|box|point|\|det\||\|box_start\||\|begin_of_box\|)"
+_ENDS = r"(?:</(?:bbox|box|point)>|<\|/det\|>|<\|box_end\|>|<\|end_of_box\|>|$)"
 _TAGGED = re.compile(rf"{_REF}<{_TAGS}>(?P<inside>[^<]{{0,400}}){_ENDS}")
 
 NOTATIONS = (
@@ -207,6 +216,18 @@ NOTATIONS = (
         "<box>",
         _TAGGED,
         _tagged,
+    ),
+    Notation("SmartPath-R1", "<bbox>[100, 200, 300, 400]</bbox>", "", "<bbox>", _TAGGED, _tagged),
+    Notation(
+        "any, in words",
+        "top-left corner (100, 200), bottom-right corner (300, 400)",
+        "",
+        "ight",
+        re.compile(
+            rf"(?:top|upper)[-_ ]?left{_XY}[^()\[\]]{{0,40}}(?:bottom|lower)[-_ ]?right{_XY}", re.I
+        ),
+        _corners,
+        sizes=(4,),
     ),
     Notation(
         "UI-TARS 1.5, OS-Atlas, Ovis",

@@ -41,7 +41,10 @@ CLICKS = {
     "select",
     "hover",
 }
-TYPING = {"type", "input", "input text", "write", "enter text", "open app", "answer"}
+# names of agents' calls for the same action
+SAME = {"left click": "click", "tap": "click"} | dict.fromkeys(
+    ("write", "typewrite", "input", "input text", "enter text"), "type"
+)
 WORDS = ("text", "value", "content", "input", "direction", "app", "key")
 
 
@@ -259,12 +262,11 @@ class Gui(Verifiable):
 
 
 def kind(action: dict[str, Any]) -> str:
-    """Return the type of an action, ``left_click`` as ``left click``."""
-    return normal(
-        next(
-            (action[key] for key in ("action", "action_type", "type", "name") if key in action), ""
-        )
-    )
+    """Return the type of an action, ``left_click`` and ``tap`` as ``click``, ``write`` as
+    ``type``."""
+    keys = ("action", "action_type", "type", "name")
+    name = normal(next((action[key] for key in keys if key in action), ""))
+    return SAME.get(name, name)
 
 
 def said_words(action: dict[str, Any]) -> str | None:
@@ -300,7 +302,8 @@ def said_action(text: str) -> tuple[dict[str, Any] | None, Status]:
             {str(k).casefold(): v for k, v in value.items()},
             worst(answer.status, parsed.status),
         )
-    call = re.fullmatch(r"(?:pyautogui\.)?([A-Za-z_]+)\s*(?:\((.*)\))?", body.strip(), flags=re.S)
+    body = re.split(r"\baction\s*:", body, flags=re.I)[-1].strip()
+    call = re.fullmatch(r"(?:pyautogui\.)?([A-Za-z_]+)\s*(?:\((.*)\))?", body, flags=re.S)
     if not call:
         return None, "unparseable"
     inside = (call[2] or "").strip()
@@ -309,6 +312,8 @@ def said_action(text: str) -> tuple[dict[str, Any] | None, Status]:
     )
     if numbers:
         return {"action": call[1], "point": [float(numbers[1]), float(numbers[2])]}, answer.status
+    if inside and kind({"action": call[1]}) in CLICKS:
+        return {"action": call[1], "point": inside}, answer.status
     words = re.sub(r"^\w+\s*=\s*", "", inside).strip("\"' ")
     return {"action": call[1]} | ({"text": words} if words else {}), answer.status
 

@@ -48,7 +48,13 @@ from rewards.vision.shapes import numbers_of
 Span = tuple[float, float]
 STARTS = ("start_time", "start", "begin", "from")
 ENDS = ("end_time", "end", "stop", "to")
-CLOCK = r"(?:(\d{1,6}):)?(\d{1,2}):(\d{2}(?:\.\d+)?)"
+CLOCK = r"(?:(\d{1,6}):)?(\d{1,2}):(\d{2}(?:\.\d+|,\d{3}(?!\d))?)"
+# what stands between a start and an end
+TO = (
+    r"(?:--?>|\u2192|-|\u2013|\u2014|to|until|till|and|,|"
+    r"[,;.]?\s*(?:and\s+|the\s+|it\s+|event\s+){0,3}"
+    r"(?:ends?|ending|stops?|finish(?:es)?)(?:[ _]time)?\s*(?:at|is|:|=)?)"
+)
 
 
 def seconds(text: str) -> str:
@@ -56,7 +62,7 @@ def seconds(text: str) -> str:
 
     def replacement(clock: re.Match[str]) -> str:
         hours, minutes, rest = clock.groups()
-        return str(int(hours or 0) * 3600 + int(minutes) * 60 + float(rest))
+        return str(int(hours or 0) * 3600 + int(minutes) * 60 + float(rest.replace(",", ".")))
 
     return re.sub(CLOCK, replacement, text)
 
@@ -75,9 +81,9 @@ def spans(text: str) -> Parsed[list[Span]]:
         if listed:
             return Parsed(listed, worst(answer.status, parsed.status))
     number = rf"({NUMBER})\s*(?:s|sec|seconds)?"
-    pair = rf"{number}\s*(?:-|–|—|to|until|and|,)\s*{number}"
-    listed = [(float(a), float(b)) for a, b in re.findall(pair, body)]
-    plain = re.fullmatch(rf"[\[(]?\s*{pair}\s*[\])]?", body.strip())
+    pair = rf"{number}\s*{TO}\s*{number}"
+    listed = [(float(a), float(b)) for a, b in re.findall(pair, body, re.I)]
+    plain = re.fullmatch(rf"[\[(]?\s*{pair}\s*[\])]?", body.strip(), re.I)
     return (
         Parsed(listed, worst(answer.status, "ok" if plain else "repaired"))
         if listed

@@ -22,7 +22,7 @@ from rewards.reading import (
     stated,
     worst,
 )
-from rewards.reading.names import names_of
+from rewards.reading.names import names_of, without_article
 from rewards.reading.options import LETTERS, Options, options_named, options_of
 from rewards.vision.base import Verdict, Verifiable, need, tagged
 from rewards.vision.coords import Unscorable
@@ -302,7 +302,8 @@ class LabelSet(Verifiable):
         parsed = items(text, self._labels(prompt))
         if parsed.value is None:
             return Verdict(0.0, parsed.status)
-        names = {normal(label) for label in parsed.value}
+        read = (normal(label) for label in parsed.value)
+        names = {name if name in right else without_article(name) for name in read}
         status = parsed.status if len(names) == len(right) else worst(parsed.status, "wrong_count")
         return Verdict(jaccard(names, right), status)
 
