@@ -26,6 +26,7 @@ from mmrl.worlds.recipes import (
     WanPartsRecipe,
     WanRecipe,
 )
+from mmrl.worlds.unfinished import Unfinished
 
 # What a build depends on besides its recipe: parts of the code, each with its number in
 # recipes.VERSIONS.
@@ -47,7 +48,12 @@ _WAN = (*_WAN_PARTS, "wan")
 
 def _fetch(name: str, constants: tuple[Any, ...], code: tuple[str, ...], build: Any) -> Path:
     recipe = cache.recipe_hash(constants, [recipes.VERSIONS[part] for part in code])
-    return cache.fetch(name, recipe, partial(build, progress=Progress(name)))
+    unfinished = Unfinished(cache.root() / f".unfinished/{name}-{recipe}")
+    folder = cache.fetch(
+        name, recipe, partial(build, progress=Progress(name, unfinished=unfinished))
+    )
+    unfinished.remove()
+    return folder
 
 
 def reader(name: str, recipe: ReaderRecipe) -> Path:

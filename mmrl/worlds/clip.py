@@ -50,7 +50,7 @@ def train_clip(folder: Path, recipe: ClipRecipe, progress: Progress) -> None:
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, recipe.lr, total_steps=recipe.steps, pct_start=0.15
     )
-    for step in progress.steps("CLIP", recipe.steps):
+    for step in progress.steps("CLIP", recipe.steps, optimizer, schedule):
         rows = (
             rng.fold("rows").uniform(torch.arange(recipe.batch), (), step) * recipe.scenes
         ).long()

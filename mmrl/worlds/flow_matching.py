@@ -59,7 +59,7 @@ def descend(
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, recipe.lr, total_steps=recipe.steps, pct_start=0.1
     )
-    for step in steps.steps(what, recipe.steps):
+    for step in steps.steps(what, recipe.steps, optimizer, schedule):
         wrong = recipe.wrong_captions if step >= recipe.true_first * recipe.steps else 0.0
         loss = loss_of(replace(recipe, wrong_captions=wrong), rng.fold(step))
         optimizer.zero_grad()

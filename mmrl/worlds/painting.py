@@ -61,7 +61,7 @@ def teach(
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, recipe.lr, total_steps=recipe.steps, pct_start=0.1
     )
-    for step in progress.steps("painter", recipe.steps):
+    for step in progress.steps("painter", recipe.steps, optimizer, schedule):
         wrong = recipe.wrong_captions if step >= recipe.true_first * recipe.steps else 0.0
         # picture, another's caption, whether that is taken, whether none is
         u = rng.uniform(torch.arange(recipe.batch), (4,), step)

@@ -41,7 +41,7 @@ def train_reader(folder: Path, recipe: ReaderRecipe, progress: Progress) -> None
     truth = targets(scenes)
     optimizer = torch.optim.AdamW(reader.parameters(), recipe.lr, weight_decay=0.02)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.lr, total_steps=recipe.steps)
-    for step in progress.steps(f"{recipe.split}'s eyes", recipe.steps):
+    for step in progress.steps(f"{recipe.split}'s eyes", recipe.steps, optimizer, schedule):
         rows = (
             rng.fold("rows").uniform(torch.arange(recipe.batch), (), step) * recipe.scenes
         ).long()

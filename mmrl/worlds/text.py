@@ -170,7 +170,7 @@ def teach_text(models: dict[str, Any], recipe: TextRecipe, progress: Progress) -
     weights = [*encoders.parameters(), *heads.parameters()]
     optimizer = torch.optim.AdamW(weights, recipe.lr, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.lr, total_steps=recipe.steps)
-    for step in progress.steps("text encoders", recipe.steps):
+    for step in progress.steps("text encoders", recipe.steps, optimizer, schedule):
         rows = (
             Rng.of(recipe.seed, "text").uniform(torch.arange(recipe.batch), (), step) * len(prompts)
         ).long()

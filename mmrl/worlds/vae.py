@@ -78,7 +78,7 @@ def teach_vae(vae: Any, recipe: VaeRecipe, progress: Progress) -> None:
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, recipe.lr, total_steps=recipe.steps, pct_start=0.1
     )
-    for step in progress.steps("autoencoder", recipe.steps):
+    for step in progress.steps("autoencoder", recipe.steps, optimizer, schedule):
         rows = (rng.fold("rows").uniform(torch.arange(recipe.batch), (), step) * len(images)).long()
         loss = vae_loss(vae, images[rows], recipe, rng.fold("noise", step))
         optimizer.zero_grad()

@@ -233,7 +233,7 @@ def descend(
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, lr, total_steps=steps + 1, pct_start=0.1
     )
-    for step in progress.steps(what, steps):
+    for step in progress.steps(what, steps, optimizer, schedule):
         rows = (Rng.of("vq", what).uniform(torch.arange(batch), (), step) * count).long()
         optimizer.zero_grad()
         loss(rows, step).backward()

@@ -90,7 +90,7 @@ def teach_umt5(encoder: Any, tokenizer: Any, recipe: WanTextRecipe, progress: Pr
     weights = [*encoder.parameters(), *head.parameters()]
     optimizer = torch.optim.AdamW(weights, recipe.lr, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.lr, total_steps=recipe.steps)
-    for step in progress.steps("text encoder", recipe.steps):
+    for step in progress.steps("text encoder", recipe.steps, optimizer, schedule):
         rows = (
             Rng.of(recipe.seed, "umt5").uniform(torch.arange(recipe.batch), (), step) * len(prompts)
         ).long()

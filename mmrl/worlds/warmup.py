@@ -61,7 +61,7 @@ def teach_eyes(model: Any, processor: Any, recipe: VLMRecipe, progress: Progress
         optimizer, recipe.eyes_lr, total_steps=recipe.eyes_steps
     )
     grid = torch.tensor([[1, SHEET, SHEET]]).expand(recipe.eyes_batch, 3)
-    for step in progress.steps("vision tower", recipe.eyes_steps):
+    for step in progress.steps("vision tower", recipe.eyes_steps, optimizer, schedule):
         rows = (
             rng.fold("rows").uniform(torch.arange(recipe.eyes_batch), (), step) * len(patches)
         ).long()
@@ -134,7 +134,7 @@ def teach_answers(model: Any, processor: Any, recipe: VLMRecipe, progress: Progr
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, recipe.lr, total_steps=recipe.steps, pct_start=0.1
     )
-    for step in progress.steps("answers", recipe.steps):
+    for step in progress.steps("answers", recipe.steps, optimizer, schedule):
         chosen = lessons[recipe.order[step % len(recipe.order)]]
         rows = (
             rng.fold("rows").uniform(torch.arange(recipe.batch), (), step) * len(chosen.ids)
