@@ -18,6 +18,7 @@ from mmrl.core.pictures import PictureError, check_size, opened, rgb_picture
 from mmrl.core.types import Prompt
 from mmrl.data.prompts import decoded
 from mmrl.data.sources.folders import VIDEOS
+from mmrl.data.sources.media import folder_of
 
 PICTURES = {".png", ".jpg", ".jpeg", ".webp", ".bmp"}
 EXPECTED = (
@@ -61,7 +62,7 @@ def of_field(field: str) -> Known:
         if value is None:
             return ()
         listed = value if isinstance(value, (list, tuple)) else [value]
-        return [_answer(each, Path()) for each in listed]
+        return [_answer(each, folder_of(str(prompt.get("origin", "")), Path())) for each in listed]
 
     return known
 

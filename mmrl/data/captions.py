@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any
 
 from annotated_types import Ge, Lt
@@ -17,7 +16,7 @@ from mmrl.data.prompts import SPLIT
 from mmrl.data.prompts import split as by_text
 from mmrl.data.sources.folders import VIDEOS
 from mmrl.data.sources.intake import Broken, Intake
-from mmrl.data.sources.media import content_of, medium
+from mmrl.data.sources.media import content_of, folder_of, medium
 from mmrl.data.sources.reader import Part, Request
 from mmrl.data.sources.selection import renamed
 
@@ -102,7 +101,7 @@ class Captions:
         file = _first(named, FILES, (str, bytes, Mapping))
         text = _first(named, TEXTS, (str,))
         rest = {key: value for key, value in named.items() if key not in (file, text)}
-        folder = self._beside(place)
+        folder = folder_of(place, self.folder)
         for key in SHOWN:  # of editing, and of a video that begins with a picture
             if isinstance(rest.get(key), str) and rest[key].strip():
                 rest[key] = medium(rest[key], folder)
@@ -113,11 +112,6 @@ class Captions:
         answer = prompt["answer"]
         video = isinstance(answer, str) and answer.lower().endswith(VIDEOS)
         return [] if video else [content_of(answer)]
-
-    def _beside(self, place: str) -> Path:
-        """Return the folder that the paths of a row start in: its table's, where it has one."""
-        table = Path(place.rpartition(":")[0])
-        return table.parent if table.is_file() else self.folder
 
 
 def _expected(path: str) -> str:

@@ -18,7 +18,7 @@ from mmrl.data.captions import Captions
 from mmrl.data.prompts import decoded
 from mmrl.data.sources.folders import PICTURES, VIDEOS
 from mmrl.data.sources.intake import Intake
-from mmrl.data.sources.media import content_of, medium
+from mmrl.data.sources.media import content_of, folder_of, medium
 from mmrl.data.sources.selection import renamed
 from samplers.noise import Rng
 
@@ -170,7 +170,7 @@ class PreferencePairs(Captions):
                 raise ValueError(
                     f"no {side!r}; this row has {', '.join(map(str, row))}; columns names it"
                 )
-        folder = self._beside(place)
+        folder = folder_of(place, self.folder)
         sides = {side: _placed(answer_of(named[side]), folder) for side in SIDES}
         if same(*sides.values()):
             raise ValueError("chosen and rejected are equal: nothing is preferred")

@@ -21,7 +21,7 @@ from mmrl.core.pictures import MOST_PIXELS
 from mmrl.core.registry import DATA
 from mmrl.core.types import Copies, Prompt
 from mmrl.data.sources.intake import Broken, Intake
-from mmrl.data.sources.media import inline_picture
+from mmrl.data.sources.media import folder_of, inline_picture, placed
 from mmrl.data.sources.reader import Request, rows_of
 from mmrl.data.sources.selection import renamed
 from samplers.noise import Rng
@@ -274,7 +274,7 @@ def read(path: Path, key: str | None = None) -> list[Prompt]:
     prompts = []
     for place, row in rows_of(path):
         try:
-            prompts.append(_json_row(row, key))
+            prompts.append(placed(_json_row(row, key), folder_of(place, path.parent)))
         except (ValueError, RecursionError) as error:
             shown = getattr(error, "shown", "") or _begun(row)
             raise UserError(f"{place}: {error}\n    {shown}") from error

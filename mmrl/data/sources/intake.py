@@ -14,6 +14,7 @@ from mmrl.core.pictures import MOST_PIXELS, raise_limit
 from mmrl.core.types import Prompt
 from mmrl.data.ledger import Summary, first_of, is_lenient, left_out, report
 from mmrl.data.scan import scan
+from mmrl.data.sources.media import folder_of, placed
 from mmrl.data.sources.reader import Expand, Part, Request
 
 Broken = Literal["error", "skip"]
@@ -61,7 +62,8 @@ class Intake:
             try:
                 if isinstance(row, ValueError):
                     raise row
-                prompts[number] = self.make(place, row) | {"origin": place}
+                made = self.make(place, row) | {"origin": place}
+                prompts[number] = placed(made, folder_of(place, self.request.folder))
             except MISFITS as error:
                 problems[number] = f"{place}: {_why(error)}"
         for number, why in self._look(prompts).items():

@@ -6,35 +6,44 @@ import base64
 import binascii
 import os
 from collections.abc import Mapping
+from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
 from mmrl.core.pictures import check_size, opened
+from mmrl.core.types import Prompt
+from mmrl.data.sources.folders import PICTURES, VIDEOS
 from mmrl.utils.paths import cache_dir
 
+SOUNDS = (".wav", ".mp3", ".flac", ".ogg", ".m4a", ".opus")
+FILES = (*PICTURES, *VIDEOS, *SOUNDS)
+# values of a row that policies open as files, whatever their names end with
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+ADDRESSES = ("http://", "https://", "data:")
 SIGNATURES = (b"\x89PNG", b"\xff\xd8\xff", b"RIFF", b"GIF8", b"BM", b"II*\x00", b"MM\x00*")
 
 
-def video(source: Any, folder: Path) -> Any:
+def video(source: Any, folder: Path, *others: Path) -> Any:
     """Return the whole path of a video, or its frames; one whose bytes a row holds is written into
     the cache, where it keeps its place between runs. Raises ValueError for other bytes."""
     content = source.get("bytes") if isinstance(source, Mapping) else source
     if isinstance(content, bytes) and not _kind_of_video(content):
         raise ValueError("not a video that can be read; expected MP4, MOV, WebM, Matroska or AVI")
-    return medium(source, folder)
+    return medium(source, folder, *others)
 
 
-def medium(source: Any, folder: Path) -> Any:
+def medium(source: Any, folder: Path, *others: Path) -> Any:
     """Return the whole path of a picture or video, or what the row itself holds of a picture: the
-    bytes of its file, as parquet data sets have them, {bytes, path}, or a data: address.
+    bytes of its file, as parquet data sets have them, {bytes, path}, or a data: address. A relative
+    path starts in ``folder``, or in one of the ``others`` where only there is such a file.
 
-    Raises ValueError for a file that is not there, and for addresses of the network.
+    Raises FileNotFoundError for a file that is not there, ValueError for addresses of the network.
     """
     if isinstance(source, Mapping):
         content = source.get("bytes")
-        return medium(source["path"] if content is None else content, folder)
+        return medium(source["path"] if content is None else content, folder, *others)
     if isinstance(source, bytes):
         kind = _kind_of_video(source)
         return _stored(source, kind) if kind else opened(source)
@@ -45,10 +54,48 @@ def medium(source: Any, folder: Path) -> Any:
         return opened(_embedded(name))
     if name.startswith(("http://", "https://")):
         raise ValueError(f"{name[:60]} is not a file; download it first")
-    path = folder / name  # a whole path stays
-    if not path.is_file():
-        raise ValueError(f"no file {path}; the option images names the folder that paths start in")
+    places = [each / name for each in (folder, *others)]  # a whole path stays
+    path = next((place for place in places if place.is_file()), None)
+    if path is None:
+        where = "" if os.path.isabs(name) else "; relative paths start at the file that names them"
+        raise FileNotFoundError(f"no file {places[0]}{where}")
     return str(path.resolve())
+
+
+def placed(prompt: Prompt, folder: Path) -> Prompt:
+    """Return a prompt whose files have whole paths: relative ones start in ``folder``, that of the
+    file which names them. Any value may be the path of a file that is there, such as a reward's
+    picture; what policies open is one in any case."""
+    whole = {
+        key: _placed(value, folder, key in MEDIA) for key, value in prompt.items() if key != "text"
+    }
+    changed = {key: value for key, value in whole.items() if value is not prompt[key]}
+    return {**prompt, **changed} if changed else prompt
+
+
+def _placed(value: Any, folder: Path, is_opened: bool) -> Any:
+    if isinstance(value, list) and is_opened:
+        return [_placed(each, folder, True) for each in value]
+    if not isinstance(value, str) or not (is_opened or value[-5:].lower().endswith(FILES)):
+        return value
+    name = value.removeprefix("file://")
+    if os.path.isabs(name) or name.startswith(ADDRESSES):
+        return value
+    path = os.path.realpath(os.path.join(folder, name))
+    is_file = os.path.isfile(path) or (is_opened and name.lower().endswith(FILES))
+    return path if is_file else value
+
+
+def folder_of(place: str, otherwise: Path) -> Path:
+    """Return the folder that the paths of a row start in: that of the file it stands in, by its
+    ``place`` (file:line, file: row 3); ``otherwise`` where that is no file."""
+    return _folder_of_file(place.rpartition(":")[0]) or otherwise
+
+
+@lru_cache(maxsize=256)
+def _folder_of_file(table: str) -> Path | None:
+    path = Path(table)
+    return path.parent if path.is_file() else None
 
 
 def inline_picture(value: Any, max_pixels: int) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,7 +17,7 @@ from mmrl.core.types import Prompt
 from mmrl.data.prompts import SPLIT
 from mmrl.data.prompts import split as split_by
 from mmrl.data.sources.intake import Broken, Intake
-from mmrl.data.sources.media import content_of, medium, video
+from mmrl.data.sources.media import content_of, folder_of, medium, placed, video
 from mmrl.data.sources.reader import Request
 from mmrl.data.sources.text_files import Row
 from mmrl.data.vision import boxes, formats, points
@@ -79,7 +79,8 @@ class Vision:
         self.question = question
         self.box_format = box_format
         request = Request(str(path), split, subset, revision, streaming, {}, filters or {}, limit)
-        self.images = Path(images) if images is not None else request.folder
+        self.images = None if images is None else Path(images)
+        self.folder = request.folder
         intake = _Annotated(self, request, broken, media_of if scan else None, max_pixels)
         self.train, self.held_out = intake.divided(
             held_out, SPLIT, partial(split_by, key=picture_of), "the picture"
@@ -128,30 +129,39 @@ class Vision:
                 f"columns: {{text: ...}}"
             )
         prompt = dict(prompt)
+        folders = self._folders(place)
         for key, locate in (("images", medium), ("video", video)):
             if prompt.get(key) is not None:
                 several = prompt[key] if isinstance(prompt[key], list) else [prompt[key]]
-                prompt[key] = [locate(source, self.images) for source in several]
+                prompt[key] = [locate(source, *folders) for source in several]
         if isinstance(prompt.get("video"), list) and len(prompt["video"]) == 1:
             prompt["video"] = prompt["video"][0]
         if isinstance(prompt.get("mask"), str):
-            prompt["mask"] = medium(prompt["mask"], self.images)
+            prompt["mask"] = medium(prompt["mask"], *folders)
         prompt = points.read(prompt)
         if "messages" in prompt:
-            prompt["messages"] = [self._turn(turn) for turn in prompt["messages"]]
+            prompt["messages"] = [_turn(turn, folders) for turn in prompt["messages"]]
         formats.check(prompt)
-        return {**self.added, **prompt, "origin": place}
+        return placed({**self.added, **prompt, "origin": place}, folders[0])
 
-    def _turn(self, turn: dict[str, Any]) -> dict[str, Any]:
-        if isinstance(turn["content"], str):
-            return turn
-        media = ("image", "video", "path", "url")
-        return turn | {
-            "content": [
-                {k: medium(v, self.images) if k in media else v for k, v in part.items()}
-                for part in turn["content"]
-            ]
-        }
+    def _folders(self, place: str) -> tuple[Path, ...]:
+        """Return where paths of a row start: in ``images``, else at the row's own file, or in the
+        folder that ``path`` names, as data sets of the Hub have it."""
+        own = (folder_of(place, self.folder), self.folder)
+        return own if self.images is None else (self.images,)
+
+
+def _turn(turn: dict[str, Any], folders: Sequence[Path]) -> dict[str, Any]:
+    """Complete the paths in the parts of a turn."""
+    if isinstance(turn["content"], str):
+        return turn
+    media = ("image", "video", "path", "url")
+    return turn | {
+        "content": [
+            {k: medium(v, *folders) if k in media else v for k, v in part.items()}
+            for part in turn["content"]
+        ]
+    }
 
 
 class _Annotated(Intake):
@@ -186,7 +196,13 @@ class _Annotated(Intake):
 
     def _made(self, place: str, row: Any) -> Prompt:
         prompt = row() if callable(row) else self.source.prompt(row)
-        return self.source.finished(place, prompt)
+        try:
+            return self.source.finished(place, prompt)
+        except FileNotFoundError as error:
+            missing = str(error).partition(";")[0]
+            raise ValueError(
+                f"{missing}; the option images names the folder that paths start in"
+            ) from error
 
     def _places(self, prompts: list[Prompt], sizes: list[list[Size]]) -> Mapping[int, str]:
         """Return what is wrong with boxes and points, by prompt. Raises UserError where all of the

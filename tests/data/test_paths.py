@@ -1,0 +1,87 @@
+"""Relative paths in rows start at the file that names them, wherever a command runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mmrl.core.errors import UserError
+from mmrl.data.answers import of_field
+from mmrl.data.captions import Captions
+from mmrl.data.pairs import PreferencePairs
+from mmrl.data.prompts import Prompts, read
+from mmrl.data.vision import Vision
+from tests.fixtures import tiny_vlms
+
+SOURCES = {
+    "prompts": (Prompts, {}),
+    "vision": (Vision, {}),
+    "captions": (Captions, {"file_name": "a.png"}),
+    "preferences": (PreferencePairs, {"chosen": "yes", "rejected": "no"}),
+}
+
+
+@pytest.fixture()
+def folder(tmp_path, monkeypatch):
+    """Two folders with pictures of one name, and the working folder in neither."""
+    for name in ("one", "two", "elsewhere"):
+        (tmp_path / name).mkdir()
+    for name in ("one", "two"):
+        tiny_vlms.image(40, 30).save(tmp_path / name / "a.png")
+        tiny_vlms.image(30, 40).save(tmp_path / name / "target.png")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    return tmp_path
+
+
+def written(folder: Path, **values) -> str:
+    (folder / "rows.jsonl").write_text(json.dumps({"text": f"a text of {folder.name}", **values}))
+    return str(folder / "rows.jsonl")
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_paths_of_every_source_start_at_their_file(folder, kind):
+    cls, more = SOURCES[kind]
+    row = {"image": "a.png", "reference": "target.png", "note": "later.png", **more}
+    paths = [written(folder / name, **row) for name in ("one", "two")]
+    source = cls(paths[0], held_out=paths[1])
+    for prompt, place in ((source.train[0], folder / "one"), (source.held_out[0], folder / "two")):
+        shown = prompt["images"][0] if kind == "vision" else prompt["image"]
+        assert shown == str(place / "a.png")
+        assert prompt["reference"] == str(place / "target.png")  # of a reward
+        assert prompt["note"] == "later.png"  # no file, no path
+
+
+def test_what_policies_open_is_a_path_also_where_no_file_is(folder):
+    path = Path(written(folder / "one", images=["gone.png", "a.png"], video="gone.mp4"))
+    for prompt in (Prompts(str(path), held_out=0).train[0], read(path)[0]):
+        assert prompt["images"] == [str(folder / "one" / name) for name in ("gone.png", "a.png")]
+        assert prompt["video"] == str(folder / "one" / "gone.mp4")
+        assert prompt["text"] == "a text of one"
+
+
+def test_answers_in_a_field_start_at_their_file(folder):
+    path = written(folder / "one", gold="target.png", image="a.png")
+    row = Prompts(path, held_out=0).train[0]
+    assert [str(each.content) for each in of_field("gold")(row)] == [
+        str(folder / "one" / "target.png")
+    ]
+
+
+def test_a_table_below_the_folder_of_a_data_set_may_name_its_pictures(folder):
+    (folder / "one" / "data").mkdir()
+    written(folder / "one" / "data", image="a.png")
+    assert Vision(str(folder / "one"), held_out=0).train[0]["images"] == [
+        str(folder / "one" / "a.png")
+    ]
+
+
+@pytest.mark.parametrize("kind, hint", [("captions", "at the file"), ("vision", "option images")])
+def test_a_missing_file_is_said_with_the_remedy_of_its_source(folder, kind, hint):
+    path = written(folder / "one", image="gone.png")
+    with pytest.raises(UserError) as error:
+        SOURCES[kind][0](path, held_out=0)
+    assert f"rows.jsonl:1: no file {folder / 'one' / 'gone.png'}" in str(error.value)
+    assert hint in str(error.value)
+    assert ("option images" in str(error.value)) == (kind == "vision")
