@@ -94,11 +94,12 @@ class Policy(ABC):
         sampling_memory_gib: GiB that a pass of sampling may allocate, which then chooses its own
         chunks. record_entropy: record the entropy of the distribution that each decision is drawn
         from, nats, for advantages that look at it."""
+        frozen = [p for p in net.parameters() if not p.requires_grad]  # by who made the network
         net.requires_grad_(lora is None)
         if lora is not None:
             add_lora(net, Lora(lora) if isinstance(lora, int) else lora, self.attention)
         # a parameter without a gradient stops DDP, and has no optimizer state
-        for parameter in self.unused(net):
+        for parameter in (*frozen, *self.unused(net)):
             parameter.requires_grad_(False)
         self.net = net.eval()
         self.trained = net

@@ -21,6 +21,7 @@ from mmrl.config.options import TrainOptions
 from mmrl.config.plan import arithmetic
 from mmrl.core import distributed
 from mmrl.core.contract import called, returned
+from mmrl.core.distributed import StopAll
 from mmrl.core.metrics import Meter, Stopwatch, observe
 from mmrl.core.types import Rollout
 from mmrl.objectives.base import Objective
@@ -238,6 +239,12 @@ class Update:
                         B_L=tuple(weight.shape),
                     )
                     summed = (loss * weight).sum()
+                    if not summed.requires_grad:
+                        raise StopAll(
+                            f"no gradient leads from {called(self.objective)}.loss to a trained "
+                            f"weight: the network's output, or what the loss makes of it, was cut "
+                            f"off (detach, torch.no_grad, NumPy), or no layer on the way is trained"
+                        )
                     meter.put("loss", summed, torch.zeros_like(summed))
                     self.device.backward(summed / total)
         if graphs is not None:

@@ -3,6 +3,7 @@ field of the prompt that it sees."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from annotated_types import Ge
 from torch import Tensor, nn
 
 from mmrl.core import pretrained
+from mmrl.core.contract import check_memory, returned, unpacked
 from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES, import_name
 from mmrl.core.types import Media, Prompt, Rollout
@@ -31,7 +33,8 @@ class Module(FlowPolicy):
     field.
 
     It is called as ``net(x, t, cond)`` with x [B, *shape], t [B] in 0..1 (1 is noise) and the
-    values of ``field`` [B] or [B, C], or as ``net(x, t)`` without a field, and returns [B, *shape].
+    values of ``field`` [B] or [B, C], or as ``net(x, t)`` without a field, and returns [B, *shape],
+    alone or as diffusers' networks do. What it gets are copies. Layers that are frozen stay so.
     If it has an attribute ``process``, a ``samplers.processes.Process``, that says what its output
     is; otherwise the velocity of a rectified flow.
     """
@@ -61,6 +64,11 @@ class Module(FlowPolicy):
             raise UserError(
                 f"policy option net {net!r} must return an nn.Module, not {type(network).__name__}"
             )
+        check_memory(network, f"policy option net {net!r}")
+        _check_call(network, net, field)
+        # where wrappers such as DDP's look for tensors, too
+        network.register_forward_hook(lambda _, inputs, output: unpacked(output))
+        self.by = f"the network of policy option net ({net!r})"
         self.shape = tuple(shape)
         self.field = field
         self.empty = empty
@@ -107,8 +115,9 @@ class Module(FlowPolicy):
         condition = (
             () if label is None else (label.to(dtype) if label.is_floating_point() else label,)
         )
-        output: Tensor = self.active()(x.to(dtype), t, *condition)
-        return output
+        # copies: a network may work in place
+        output = self.active()(x.to(dtype, copy=True), t.clone(), *condition)
+        return returned(output, self.by, B_shape=tuple(x.shape))
 
     @torch.no_grad()
     def decode(self, rollout: Rollout) -> Media:
@@ -145,6 +154,17 @@ class Module(FlowPolicy):
             name: tensor.detach().cpu().contiguous() for name, tensor in merged(self.net).items()
         }
         save_file(state, folder / "net.safetensors")
+
+
+def _check_call(network: nn.Module, net: str, field: str | None) -> None:
+    call = ("x", "t") if field is None else ("x", "t", "cond")
+    try:
+        inspect.signature(network.forward).bind(*call)
+    except TypeError as error:
+        raise UserError(
+            f"policy option net {net!r} is called as net({', '.join(call)}), which its forward "
+            f"does not take ({error}); cond is left out by field: null"
+        ) from error
 
 
 def _pixels(vae: Any, latents: Tensor) -> Tensor:

@@ -43,12 +43,8 @@ def _check_rows(policy: FlowPolicy, name: str, value: Any, rows: int) -> None:
 def check_independence(policy: FlowPolicy, cond: Mapping[str, Any], prompts: int) -> None:
     """Compare the velocity of a row beside another with that of the row alone; a collective call of
     sharded networks. Raises UserError where they differ: log-probs would depend on which rows share
-    a pass.
-
-    Nothing is to be seen where passes hold one row.
+    a pass; and where one is not finite, before a reward is blamed.
     """
-    if policy.padded() == 1:
-        return
     two = torch.arange(2, device=policy.device)
     rows = rows_of(without_empty(dict(cond)), two * (prompts - 1))
     x = policy.begin(RNG.normal(two, policy.shape, 0, policy.dtype), rows)
@@ -56,10 +52,19 @@ def check_independence(policy: FlowPolicy, cond: Mapping[str, Any], prompts: int
     beside = policy._pass(x, t, rows)[0]
     alone, again = (policy._pass(x[:1], t[:1], rows_of(rows, two[:1]))[0] for _ in range(2))
     size = alone.abs().max().clamp(min=1e-6)
-    far = torch.stack([(v - alone).abs().max() / size for v in (beside, again)])
-    apart, random = all_max(far).tolist()
+    far = [(v - alone).abs().max() / size for v in (beside, again)]
+    broken = (~alone.isfinite()).any().to(size)
+    apart, random, broken = all_max(torch.stack([*far, broken])).tolist()
+    if broken:
+        raise StopAll(
+            f"{type(policy).__name__}.velocity gave NaN or infinity in the first pass, at time "
+            f"{float(t[0]):g}: its weights, its arithmetic (train.precision, policy option dtype), "
+            f"or what its code divides by or takes the logarithm of are at fault"
+        )
     allowed = ALLOWED if policy.padded() else OTHER_WIDTH
-    if apart > allowed >= random:  # of a random network the gate of the log-probs speaks
+    together = policy.padded() != 1  # rows share passes
+    # of a random network the gate of the log-probs speaks
+    if together and apart > allowed >= random:
         name = type(policy).__name__
         raise StopAll(
             f"{name}.velocity must treat rows independently; a row beside another comes out "

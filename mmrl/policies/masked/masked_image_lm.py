@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mmrl.config.options import Count, Steps
 from mmrl.core import pretrained
+from mmrl.core.contract import Pictures, returned
 from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES, import_name, locate
 from mmrl.core.types import Media, Prompt, Query, Rollout
@@ -25,7 +26,7 @@ from mmrl.policies.masked.masked_lm import MaskedLM
 from mmrl.policies.masked.policy import MaskedDiffusion
 from samplers.batching import chunks
 
-Decoder = Callable[[Tensor], Tensor]  # codes [B, h, w] -> images [B, 3, H, W] in 0..1
+Decoder = Callable[[Tensor], Tensor]  # codes [B, h, w] -> images [B, 3, H, W] in 0..1, or bytes
 
 
 @POLICIES.register("masked_image_lm")
@@ -83,6 +84,8 @@ class MaskedImageLM(MaskedLM):
         self.prompt = prompt
         self.suffix = self.tokenizer(after, add_special_tokens=False).input_ids if after else []
         self.codec = _decoder(decoder)
+        known = isinstance(self.codec, Codec)
+        self.pictures = Pictures(f"policy option decoder {decoder!r}", known)
         if isinstance(self.codec, Codec):
             self.media_size = (side * self.codec.factor, side * self.codec.factor)
 
@@ -122,17 +125,21 @@ class MaskedImageLM(MaskedLM):
                 "policy option decoder: to learn from pictures it must have a method encode, "
                 "images [B, 3, H, W] in 0..1 to codes [B, L]; a VQModel of diffusers has it"
             )
-        codes: Tensor = encode(media)
-        return codes.flatten(1)
+        codes: Tensor = encode(media.clone()).flatten(1)
+        returned(codes, "the decoder's encode", B_L=(len(media), self.length))
+        if int(codes.max()) >= self.codes or int(codes.min()) < 0:
+            raise UserError(
+                f"the decoder's encode gave codes {int(codes.min())} to {int(codes.max())}; policy "
+                f"option codes says that there are {self.codes}, from 0 on"
+            )
+        return codes
 
     @torch.no_grad()
     def decode(self, rollout: Rollout) -> Media:
         """Decode to images [B, 3, H, W] in 0..1."""
         ids = rollout.sample.unflatten(1, (self.side, self.side))
-        images = [
-            self.codec(ids[part]) for part in chunks(len(ids), self.fixed_batch_rows or len(ids))
-        ]
-        return torch.cat(images).float().clamp(0, 1)
+        parts = chunks(len(ids), self.fixed_batch_rows or len(ids))
+        return torch.cat([self.pictures(self.codec, ids[part]) for part in parts])
 
 
 class Codec:

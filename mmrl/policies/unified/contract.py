@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from mmrl.core.contract import check_memory, returned, unpacked
 from mmrl.core.errors import UserError
 from mmrl.core.types import Prompt
 
@@ -41,7 +42,7 @@ class TextAndFlow(Protocol):
         follow the prompt and what was written after it."""
 
     def images(self, latents: Tensor) -> Tensor:
-        """Decode to pictures [B, 3, H, W] in 0..1."""
+        """Decode to pictures [B, 3, H, W] in 0..1, or bytes."""
 
     def text(self, ids: list[int]) -> str:
         """Decode a text."""
@@ -49,14 +50,25 @@ class TextAndFlow(Protocol):
 
 class Passes(nn.Module):
     """Wraps the model so that one ``forward`` reaches both of its passes: data-parallel wrappers
-    know no other."""
+    know no other. The model gets copies of tensors, in which it may work in place."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
         self.model = model
 
     def forward(self, work: str, *arguments: Any, **shown: Any) -> Any:
-        return getattr(self.model, work)(*arguments, **shown)
+        copies = [x.clone() if isinstance(x, Tensor) else x for x in arguments]
+        known = {name: x.clone() if isinstance(x, Tensor) else x for name, x in shown.items()}
+        output = getattr(self.model, work)(*copies, **known)
+        if work == "text_logits":
+            logits = unpacked(output, "logits")
+            places = tuple(arguments[2].shape)
+            classes = tuple(logits.shape[2:]) if isinstance(logits, Tensor) else ()
+            return returned(logits, "the method text_logits", B_n_V=(*places, *classes[:1]))
+        if work == "velocity":
+            shape = tuple(arguments[0].shape)
+            return returned(unpacked(output), "the method velocity", B_latents=shape)
+        return output
 
 
 def checked(model: Any, name: str) -> nn.Module:
@@ -71,6 +83,7 @@ def checked(model: Any, name: str) -> nn.Module:
             f"policy option code: the model of {name!r} has no {', '.join(missing)}; "
             f"docs/unified.md lists what unified_flow needs of it"
         )
+    check_memory(model, f"policy option code: {name!r}")
     return model
 
 
@@ -78,6 +91,12 @@ def check_prompts(encoded: dict[str, Tensor], prompts: int) -> None:
     """Refuse what ``encode`` returned where it is not one row a prompt, padded on the left."""
     if not {"ids", "mask"} <= set(encoded):
         raise UserError("policy option code: encode must return ids and mask, both [P, S]")
+    plain = [name for name, value in encoded.items() if not isinstance(value, Tensor)]
+    if plain:
+        raise UserError(
+            f"policy option code: encode must return tensors; {plain[0]} is of type "
+            f"{type(encoded[plain[0]]).__name__}"
+        )
     odd = [name for name, tensor in encoded.items() if len(tensor) != prompts]
     if odd:
         raise UserError(

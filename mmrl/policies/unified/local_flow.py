@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mmrl.config.options import Count
 from mmrl.core import distributed
+from mmrl.core.contract import Pictures
 from mmrl.core.distributions import Categorical, Gaussian, Truncated
 from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES
@@ -40,6 +41,7 @@ from mmrl.policies.base import (
     without_empty,
 )
 from mmrl.policies.capabilities import Capabilities, Medium
+from mmrl.policies.diffusion.first_look import check_independence
 from mmrl.policies.diffusion.flow_policy import FlowPolicy
 from mmrl.policies.lora import ATTENTION
 from mmrl.policies.unified.contract import Passes, check_prompts, checked
@@ -97,7 +99,6 @@ class UnifiedFlow(FlowPolicy):
         where = () if path is None else (path,)
         model: Any = checked(local_code.build(code, remote_code, *where), code)
         self.model = model
-        self.frozen = [p for p in model.parameters() if not p.requires_grad]
         self.shape = tuple(model.latent_shape)
         self.process = getattr(model, "process", Flow())
         self.think = think
@@ -109,12 +110,10 @@ class UnifiedFlow(FlowPolicy):
         self.picture_weight = picture_weight
         self.picture_clip = picture_clip
         self.greedy = True  # of texts in evaluation
+        self.pictures = Pictures("the method images")
         self.code = local_code.files_of(model)
         self.notes = local_code.note(self.code)
         super().__init__(Passes(model), **options)
-
-    def unused(self, net: torch.nn.Module) -> list[torch.nn.Parameter]:
-        return self.frozen
 
     def enable_gradient_checkpointing(self) -> None:
         if not turn_on_checkpointing(self.model):
@@ -185,6 +184,9 @@ class UnifiedFlow(FlowPolicy):
         known = self.drawn_after(cond, group[first], text[first])
         number = torch.arange(len(first), device=row.device)
         pictures = self.paths(number, row[first], known, rng, context)
+        if self.unseen:
+            self.unseen = False
+            check_independence(self, known, len(first))
         every = _placed(pictures, places, len(row))
         steps = every.mask & draws[:, None]
         words = (text != NONE) & self.exploring
@@ -349,10 +351,10 @@ class UnifiedFlow(FlowPolicy):
         size = self.fixed_batch_rows or max(len(latents), 1)
         parts = (latents[part] for part in chunks(len(latents), size))
         # shards are gathered for a pass of the whole network only
-        decoder = partial(self.net, "images") if sharded(self.net) else self.model.images
+        decoder = partial(self.net, "images")
         blank = torch.zeros_like(rollout.sample[:1])
         decoded = [
-            (decoder(part).float().clamp(0, 1), counts)
+            (self.pictures(decoder, part), counts)
             for part, counts in in_step(parts, blank, self.device, sharded(self.net))
         ]
         images = [image for image, counts in decoded if counts]
