@@ -62,8 +62,9 @@ def evaluate(
     models = []
     base: evaluation.Scores | None = None
     for model, snapshot, guidance in _models(session, policy_scale, run is not None):
+        scale = None if guidance == policy_scale else guidance  # else those of rows hold
         with in_force(session, snapshot):
-            measured = evaluation.scores(session.policy, prompts, judges, options, guidance, choice)
+            measured = evaluation.scores(session.policy, prompts, judges, options, scale, choice)
         rows.append(evaluation.row(model, guidance, measured, base))
         models.append({"model": model, "guidance": guidance, **measured.plain()})
         base = base or measured

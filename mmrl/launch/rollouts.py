@@ -33,6 +33,7 @@ from mmrl.config.options import TrainOptions
 from mmrl.core.errors import UserError
 from mmrl.core.registry import OBJECTIVES, POLICIES
 from mmrl.core.types import Copies, Media, Prompt, Rollout
+from mmrl.data.by_size import BySize
 from mmrl.data.prompts import Curriculum
 from mmrl.data.prompts import batch as batch_of_prompts
 from mmrl.launch.samplers import Draw, RolloutWorker, Samples
@@ -114,6 +115,10 @@ def sampling_policy(configuration: Config) -> Policy:
     if start := configuration.plain.get("start"):
         build.begin_with(policy, configuration, Path(start))
     source = build.admitted(policy, build.read_data(configuration)[0])
+    if isinstance(source.train, BySize):
+        raise UserError(
+            "rows of several sizes are for runs without --engine ray, whose trainers do not sample"
+        )
     Device(options).place(policy)
     policy.prepare([*source.train, *source.held_out])
     return policy

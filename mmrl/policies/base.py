@@ -116,6 +116,7 @@ class Policy(ABC):
     # act: sampling, and scoring what was sampled
 
     guidance_scale: float | None = None  # of classifier-free guidance; None: it has none
+    rows_guide: bool = True  # the scale of a row that has one holds; not while another is asked for
     process: Any = None  # of samplers.processes, that its states follow; None: it has none
     tree: Any = None  # how its samples branch; None: they are single
     sampling_memory_gib: float | None = None  # that a pass of sampling may allocate
@@ -158,6 +159,18 @@ class Policy(ABC):
     def decode(self, rollout: Rollout) -> Media:
         """Turn samples into what rewards look at: B images [B, 3, H, W], videos [B, F, 3, H, W]
         (both in 0..1) or texts."""
+
+    def size_of(self, prompt: Prompt) -> tuple[int, int] | None:
+        """Say how large the pictures for a prompt are, [height, width], which rows of a family may
+        ask for; the prompts of a rollout have one size."""
+        return self.media_size
+
+    def by_size(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        """List the places of the prompts of each size, in the order of their first ones."""
+        groups: dict[tuple[int, int] | None, list[int]] = {}
+        for i, prompt in enumerate(prompts):
+            groups.setdefault(self.size_of(prompt), []).append(i)
+        return list(groups.values())
 
     def encode_media(self, media: Tensor) -> Tensor:
         """Encode pictures [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1, of the sizes that

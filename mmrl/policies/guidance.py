@@ -17,13 +17,15 @@ def without_empty(cond: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def at_guidance(policy: Any, guidance: float | None) -> Iterator[None]:
-    """Set another classifier-free guidance scale within the block; None: the policy's own."""
-    before = policy.guidance_scale
-    policy.guidance_scale = before if guidance is None else guidance
+    """Set another classifier-free guidance scale within the block, also for rows that have one of
+    their own; None: the policy's own."""
+    before = policy.guidance_scale, policy.rows_guide
+    if guidance is not None:
+        policy.guidance_scale, policy.rows_guide = guidance, False
     try:
         yield
     finally:
-        policy.guidance_scale = before
+        policy.guidance_scale, policy.rows_guide = before
 
 
 def warn_of_mismatch(logp_dist: str, guidance: float) -> None:

@@ -34,6 +34,7 @@ from mmrl.core.registry import (
     load_built_in,
 )
 from mmrl.core.types import Prompt
+from mmrl.data.by_size import BySize
 from mmrl.data.ledger import Summary, collecting
 from mmrl.data.pairs import Pairs
 from mmrl.data.prompts import Curriculum, development_and_test
@@ -304,11 +305,27 @@ def admitted(policy: Any, source: Any) -> Any:
         fitting = Admitted(source.train.over(fitting.train), fitting.held_out)
     if not fitting.train:
         raise UserError(f"every prompt was left out: {'; '.join(policy.notes)}")
+    if sized := _by_size(policy, fitting.train):
+        return Admitted(sized, fitting.held_out)
     unchanged = (len(fitting.train), len(fitting.held_out)) == (
         len(source.train),
         len(source.held_out),
     )
     return source if unchanged else fitting
+
+
+def _by_size(policy: Any, prompts: Sequence[Prompt]) -> BySize | None:
+    """Draw iterations of one size where rows have several. Raises UserError where something else
+    chooses the prompts of an iteration."""
+    sizes = {policy.size_of(prompt) for prompt in prompts}
+    if len(sizes) == 1:
+        return None
+    if isinstance(prompts, Curriculum):
+        raise UserError(
+            f"the rows of data have {len(sizes)} sizes, and an iteration has one: use data whose "
+            "order is random (prompts, captions, preferences), or rows of one size"
+        )
+    return BySize(prompts, policy.size_of)
 
 
 def scorer(configuration: Config, section: tuple[str, ...], options: TrainOptions) -> Scorer:

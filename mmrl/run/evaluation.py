@@ -100,6 +100,15 @@ def sample(
     Every process samples equally many, as sharded models need; what fills up the last ones is
     thrown away.
     """
+    groups = policy.by_size(prompts)
+    if len(groups) > 1:
+        return _sizes_apart(
+            [
+                sample(policy, [prompts[i] for i in places], copies, seed, guidance, best)
+                for places in groups
+            ],
+            prompts,
+        )
     drawn = copies * (best.count if best else 1)
     rank, size = distributed.world()
     share = -(-len(prompts) // size)
@@ -127,11 +136,23 @@ def sample(
     return joined(parts), rows
 
 
+def _sizes_apart(
+    parts: Sequence[tuple[Media, list[Prompt]]], prompts: Sequence[Prompt]
+) -> tuple[Media, list[Prompt]]:
+    """Join samples of several sizes in the order of their prompts, a list of pictures."""
+    order = {id(prompt): i for i, prompt in enumerate(prompts)}
+    items = [item for media, _ in parts for item in media]
+    rows = [row for _, rows in parts for row in rows]
+    places = sorted(range(len(rows)), key=lambda i: order[id(rows[i])])
+    return [items[i] for i in places], [rows[i] for i in places]
+
+
 def joined(parts: Sequence[Media]) -> Media:
     """Join media of the same kind, in their order."""
     if len(parts) == 1:
         return parts[0]
-    if all(isinstance(part, Tensor) for part in parts):
+    shapes = {part.shape[1:] for part in parts if isinstance(part, Tensor)}
+    if all(isinstance(part, Tensor) for part in parts) and len(shapes) == 1:
         return torch.cat([part for part in parts if isinstance(part, Tensor)])
     return [item for part in parts for item in part]
 
@@ -160,6 +181,15 @@ def scores(
     Of answers with boxes also mAP, on one process: a number of the whole set.
     """
     chosen = list(prompts[: options.prompts])
+    groups = policy.by_size(chosen)
+    if len(groups) > 1:
+        return _joined_scores(
+            [
+                scores(policy, [chosen[i] for i in places], scorer, options, guidance, best)
+                for places in groups
+            ],
+            groups,
+        )
     copies = options.num_samples
     media, row_prompts = sample(policy, chosen, copies, options.seed, guidance, best)
     with distributed.together():
@@ -171,6 +201,17 @@ def scores(
         distributed.all_gather_rows(diversity_of_prompts(media, copies)),
         _of_the_set(media, row_prompts),
     )
+
+
+def _joined_scores(parts: Sequence[Scores], groups: Sequence[Sequence[int]]) -> Scores:
+    """Join the scores of groups of prompts, whose places are ``groups``."""
+    order = torch.tensor([i for places in groups for i in places]).argsort()
+
+    def placed(values: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(values))[order.to(values[0].device)]
+
+    rewards = {name: placed([part.rewards[name] for part in parts]) for name in parts[0].rewards}
+    return Scores(rewards, placed([part.diversity for part in parts]), {})
 
 
 def _of_the_set(media: Media, prompts: Sequence[Prompt]) -> dict[str, float]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -231,7 +232,10 @@ class Run:
     def preview(self, name: str) -> None:
         """Write a grid of held-out prompts with the noise that is always the same. Only pictures
         and videos have one."""
-        prompts = self.session.prompts()[:PREVIEW]
+        prompts = self.session.prompts()
+        size = self.trainer.policy.size_of(prompts[0])  # a grid has one
+        alike = (p for p in prompts if self.trainer.policy.size_of(p) == size)
+        prompts = list(islice(alike, PREVIEW))
         with self._best_weights():
             media, _ = sample(self.trainer.policy, prompts, 1, self.session.evaluation.seed)
         if isinstance(media, torch.Tensor) and media.ndim in (4, 5):

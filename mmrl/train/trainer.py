@@ -31,6 +31,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.metrics import Stopwatch
 from mmrl.core.registry import MONITORS
 from mmrl.core.types import Advantage, Copies, Media, Prompt, Rewards, Rollout, per_prompt
+from mmrl.data.by_size import BySize
 from mmrl.data.pairs import Pairs
 from mmrl.data.prompts import Curriculum
 from mmrl.data.prompts import batch as batch_of_prompts
@@ -109,6 +110,7 @@ class Trainer:
         suits(objective, policy, options)
         objective.meet(policy)
         whole_questions(prompts, self.plan.prompts_per_process)
+        one_size(prompts, options)
         if objective.differentiates and hasattr(scorer, "differentiable"):
             objective.attach(scorer.differentiable)
         rewards = getattr(scorer, "rewards", {})
@@ -158,7 +160,7 @@ class Trainer:
     def measure_passes(self) -> None:
         """Choose the size of all passes from now on by how fast a few sizes are; a collective
         call."""
-        prompts = list(self.prompts[: self.plan.prompts_per_process])
+        prompts = self.next_prompts()[0][: self.plan.prompts_per_process]
         trial = self.policy.trial(prompts, self.options.group_size, self.objective.states_read())
         if self.objective.supervised or self.options.preferences is not None:
             trial = replace(trial, sampled=())
@@ -231,6 +233,14 @@ class Trainer:
     def held_out(self, prompts: Sequence[Prompt], seed: int) -> dict[str, float]:
         """Measure the loss on held-out answers under the present weights, where the objective
         learns from answers or preferences; a collective call."""
+        groups = self.policy.by_size(prompts)
+        if len(groups) > 1:  # a group's rows are as many decisions
+            parts = [self.held_out([prompts[i] for i in places], seed) for places in groups]
+            weights = [len(places) / len(prompts) for places in groups]
+            return {
+                name: sum(w * part[name] for w, part in zip(weights, parts, strict=True))
+                for name in parts[0]
+            }
         passes = self.update.passes
         if isinstance(self.draw, Compared):
             with self._likelihoods():
@@ -380,6 +390,19 @@ def whole_questions(prompts: Sequence[Prompt], prompts_per_process: int) -> None
             f"process, and a process has {prompts_per_process} prompts of an iteration; make that "
             f"a multiple of {together}"
         )
+
+
+def one_size(prompts: Sequence[Prompt], options: TrainOptions) -> None:
+    """Raise UserError if answers of other iterations, whose pictures may have another size, would
+    be put beside those of an iteration."""
+    returning = {"replay_buffer": options.replay_buffer, "response_reuse": options.response_reuse}
+    for name, chosen in returning.items():
+        if isinstance(prompts, BySize) and chosen is not None:
+            raise UserError(
+                f"train.{name}: the rows of data have {len(prompts.buckets)} sizes, and remembered "
+                "samples of one size do not fit beside those of another; leave it out, or give "
+                "rows of one size"
+            )
 
 
 def suits(objective: Objective, policy: Policy, options: TrainOptions) -> None:

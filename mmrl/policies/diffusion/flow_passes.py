@@ -19,6 +19,7 @@ from mmrl.core.registry import KERNELS
 from mmrl.core.sharding import in_step, sharded
 from mmrl.core.types import Kernel, Query, Transition, tree_map
 from mmrl.policies.base import LogprobGuidance, Policy, rows_of, without_empty
+from mmrl.policies.diffusion.row_settings import GUIDANCE
 from mmrl.policies.diffusion.trees import Tree
 from mmrl.policies.rollout_graphs import RolloutGraphs
 from samplers.batching import at_width
@@ -35,6 +36,9 @@ class FlowPasses(Policy):
     shape: tuple[int, ...]  # of one sample's latents
     process: Process = Flow()
     guidance_scale: float
+    # the argument of the pipeline's call that is the scale of classifier-free guidance, by which
+    # rows and their conditions have one of their own
+    guided_by: str = GUIDANCE
     logprob_guidance: LogprobGuidance
     logprob_reduction: Literal["mean", "sum"]
     logprob_weight: Tensor | None = (
@@ -109,8 +113,8 @@ class FlowPasses(Policy):
         """Compute the transition to ``next_time`` on the path. At a re-noised state return a
         Gaussian of variance 1/2 around the velocity, whose log-prob is minus the denoising error,
         up to a constant."""
-        scale = self._scale(point)
-        conditional = scale == 1 or (
+        scale = self._scales(point)
+        conditional = unguided(scale) or (
             self.logprob_guidance == "conditional" and point.guidance is None
         )
         known = self.graphs.outputs_at(self, point) if self.graphs is not None else None
@@ -125,26 +129,31 @@ class FlowPasses(Policy):
         """Compute the distribution that samples, the one whose log-prob is recorded (the same
         unless ``logprob_guidance`` differs), and the network's output behind the first, in passes
         of at most ``rows``, which ``graphs`` keeps."""
-        scale = self._scale(point)
+        scale = self._scales(point)
         each = []
         waits = rows is not None and sharded(self.net)
         for part, counts in in_step(point.split(rows or len(point)), point[:1], self.device, waits):
-            work = partial(self._velocities, part, guided=scale != 1)
+            work = partial(self._velocities, part, guided=not unguided(scale))
             output = work() if graphs is None else graphs.record(self, part, work)
             each += [output] if counts else []
         v = torch.cat([part for part, _ in each])
         guided = v
-        if scale != 1:
+        if not unguided(scale):
             empty = torch.cat([part for _, part in each])
             guided = self.combine(v, empty, self.strength(point, scale))
         sampled = self._transition(point, guided)
-        mismatch = scale != 1 and self.logprob_guidance == "conditional"
+        mismatch = not unguided(scale) and self.logprob_guidance == "conditional"
         return sampled, self._transition(point, v) if mismatch else sampled, guided
 
-    def strength(self, point: Query, scale: float) -> float | Tensor:
+    def strength(self, point: Query, scale: float | Tensor) -> float | Tensor:
         """Return the guidance scale: ``scale``, or one for every row, shaped for [B, *], where a
         family has several."""
         return scale
+
+    def _scales(self, point: Query) -> float | Tensor:
+        """Return the guidance scale, or that of every row, shaped for [B, *], where rows have their
+        own."""
+        return self._scale(point)
 
     def _scale(self, point: Query) -> float:
         if point.guidance is not None:
@@ -203,6 +212,11 @@ class FlowPasses(Policy):
         if self.tree is None:
             return self.padded()
         return min(self.padded(), max(FEW, 1 << (rows - 1).bit_length()))
+
+
+def unguided(scale: float | Tensor) -> bool:
+    """Tell whether a pass needs no guidance."""
+    return isinstance(scale, (int, float)) and scale == 1
 
 
 def stacked(first: Any, second: Any) -> Any:

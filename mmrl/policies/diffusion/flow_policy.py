@@ -135,14 +135,10 @@ class FlowPolicy(FlowPasses):
                 f"steps and evaluation_steps must be at least 1 and noise_level at least 0, not "
                 f"{steps}, {evaluation_steps} and {noise_level}"
             )
-        try:
-            self.times = timestep_schedule(steps)
-        except (TypeError, ValueError) as error:
-            raise UserError(f"policy option timestep_schedule: {error}") from error
-        self.steps = len(self.times) - 1
-        self.evaluation_times = (
-            self.times if evaluation_steps is None else timestep_schedule(evaluation_steps)
-        )
+        self.timestep_schedule = timestep_schedule
+        self.step_counts = steps, evaluation_steps
+        self.kernel = self._for_process(sde_type)
+        self.take_times()
         self.noise_level = noise_level
         self.noise_anneal = noise_anneal
         self.noise_window = noise_window
@@ -152,7 +148,6 @@ class FlowPolicy(FlowPasses):
         self.offload_trajectory = offload_trajectory
         self.dist_type = Score if logprob_type == "square" else Gaussian
         warn_of_mismatch(logprob_guidance, guidance_scale)
-        self.sde_type = self._on_grid(self._for_process(sde_type), self.times)
         self.guidance_scale = guidance_scale
         self.logprob_guidance = logprob_guidance
         self.same_initial_noise = same_initial_noise
@@ -160,6 +155,19 @@ class FlowPolicy(FlowPasses):
         self.logprob_reduction = logprob_reduction
         # raises for impossible schedules and windows
         planned(self, copies=tree.factor ** len(tree.at(self.steps)) if tree else 1, rng=FIXED)
+
+    def take_times(self) -> None:
+        """Take the times of the schedule, which may depend on the shape of a sample."""
+        steps, evaluation_steps = self.step_counts
+        try:
+            self.times = self.timestep_schedule(steps)
+        except (TypeError, ValueError) as error:
+            raise UserError(f"policy option timestep_schedule: {error}") from error
+        self.steps = len(self.times) - 1
+        self.evaluation_times = (
+            self.times if evaluation_steps is None else self.timestep_schedule(evaluation_steps)
+        )
+        self.sde_type = self._on_grid(self.kernel, self.times)
 
     @abstractmethod
     def encode(self, prompts: list[Prompt]) -> dict[str, Any]:
@@ -272,6 +280,7 @@ class FlowPolicy(FlowPasses):
         """Make a rollout of pictures that somebody made. No step of a path is known of them:
         what looks at re-noised samples can train on them."""
         row, group = rows_and_groups(prompts, 1, rng, self.device)
+        cond = self.encode(prompts)
         samples, present = encoded(self, answers)
         blank = torch.zeros(len(row), *self.shape, dtype=self.dtype, device=self.device)
         sample = placed_rows(samples, present, blank)
@@ -289,7 +298,7 @@ class FlowPolicy(FlowPasses):
         )
         rollout = Rollout(
             group=group,
-            cond=self.encode(prompts),
+            cond=cond,
             row_id=row,
             sample=sample,
             logprob=unknown,
@@ -341,7 +350,7 @@ class FlowPolicy(FlowPasses):
             Query(
                 group=group, cond=cond, row_id=row, state=x, mask=none, step=SamplerState(time=t)
             ),
-            guided=self.guidance_scale != 1,
+            guided=self.guidance_scale != 1 or self.guided_by in cond,
         )
 
     def _sample(

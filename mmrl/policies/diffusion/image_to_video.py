@@ -17,6 +17,7 @@ from torch import Tensor
 from mmrl.core.errors import UserError
 from mmrl.core.types import Prompt, Rollout
 from mmrl.policies.demonstrations import framed
+from mmrl.policies.diffusion.row_settings import GUIDANCE, NEGATIVE, SEED
 from mmrl.policies.diffusion.text_encoding import PromptCache
 from mmrl.policies.diffusion.video_pipeline import VideoFolderPolicy
 from mmrl.policies.vlm.media import images_of, shown_image, where
@@ -56,6 +57,8 @@ class FirstFrame(VideoFolderPolicy):
 
     The pass without the prompt sees the same image.
     """
+
+    reads = (NEGATIVE, GUIDANCE, SEED)  # images are encoded for one size
 
     @property
     @abstractmethod

@@ -18,23 +18,33 @@ from torch import Tensor, nn
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import GRIDS
-from mmrl.core.types import Prompt, Rollout
+from mmrl.core.types import Copies, Prompt, Query, Rollout, Transition
+from mmrl.policies.base import NO_CONTEXT, RolloutContext
 from mmrl.policies.diffusion import (
     attention_backends,
     context_parallel,
     diffusers_folder,
     few_step,
     prompt_lengths,
+    row_settings,
     schedulers,
 )
 from mmrl.policies.diffusion.attention_backends import Attention, AttentionChoice
 from mmrl.policies.diffusion.flow_policy import FlowPolicy, Grid, Storage
+from mmrl.policies.diffusion.row_settings import (
+    GUIDANCE,
+    NEGATIVE,
+    SEED,
+    SIZE,
+    TRUE_CFG,
+    Seeded,
+)
 from mmrl.policies.diffusion.text_encoding import Placement, PromptCache, texts_of
 from mmrl.policies.quantization import Quantization, check_quantization, quantize
+from mmrl.policies.vlm.media import where
 from samplers.batching import attempts, chunks
+from samplers.noise import Rng
 from samplers.processes import Flow, Process
-
-NEGATIVE = "negative_prompt"  # a column of prompts
 
 
 class FolderPolicy(FlowPolicy):
@@ -83,6 +93,7 @@ class FolderPolicy(FlowPolicy):
         it."""
         self.negative_prompt = negative_prompt
         self.row_negatives = False  # whether prompts have negative prompts of their own
+        self.row_scales: tuple[str, ...] = ()  # guidance scales that prompts have of their own
         attention_backends.check(attention)
         check_quantization(quantization, options.get("lora") is not None)
         self.place = diffusers_folder.resolve(path, self.pipeline, *self.also)
@@ -104,8 +115,8 @@ class FolderPolicy(FlowPolicy):
                 "write the number that the network was trained with"
             )
         self.decode_in_parts(vae_tiling, vae_slicing)
-        self.size = (size, size) if isinstance(size, int) else (size[0], size[1])
-        self.media_size = self.size
+        self.usual_size = (size, size) if isinstance(size, int) else (size[0], size[1])
+        self.size = self.media_size = self.usual_size
         self.shape, self.process = self.latent_shape(), self.trained_process()
         self.texts = PromptCache(
             self.load_texts, self.encode_texts, text_encoder_placement, text_cache
@@ -185,11 +196,86 @@ class FolderPolicy(FlowPolicy):
         patch: int = self.config.patch_size
         return self.shape[-2] * self.shape[-1] // patch**2
 
+    def rollout(
+        self, prompts: list[Prompt], copies: Copies, rng: Rng, context: RolloutContext = NO_CONTEXT
+    ) -> Rollout:
+        if SEED in self.reads:
+            shared = self.same_initial_noise and self.exploring
+            rng = Seeded.of_prompts(rng, prompts, copies, shared)
+        return super().rollout(prompts, copies, rng, context)
+
     def encode(self, prompts: list[Prompt]) -> dict[str, Any]:
-        cond = self.texts(texts_of(prompts), self.device)
+        cond = self.row_settings(prompts) | self.texts(texts_of(prompts), self.device)
         if self.row_negatives or any(NEGATIVE in prompt for prompt in prompts):
             cond |= {NEGATIVE: self.negatives(self.negatives_of(prompts))}
         return cond | {"uncond": self.negatives([self.negative_prompt])}
+
+    def row_settings(self, prompts: list[Prompt]) -> dict[str, Any]:
+        """Take the size of prompts from now on, which is one, and return the guidance scales [P]
+        that they have of their own."""
+        sizes = {self.size_of(prompt) for prompt in prompts}
+        if len(sizes) > 1:
+            shown = ", ".join(f"{height} x {width}" for height, width in sorted(sizes))
+            raise UserError(f"prompts of one pass have several sizes: {shown}")
+        self.resize(*sizes)
+        return {
+            name: torch.tensor(
+                [row_settings.scale_of(prompt, name) for prompt in prompts],
+                dtype=self.dtype,
+                device=self.device,
+            )
+            for name in self.scales_in(prompts)
+        }
+
+    def scales_in(self, prompts: list[Prompt]) -> tuple[str, ...]:
+        """Name the guidance scales that some of these prompts, or of those before, have of their
+        own."""
+        self.row_scales = tuple(
+            name
+            for name in (GUIDANCE, TRUE_CFG)
+            if name in self.reads and (name in self.row_scales or row_settings.has(prompts, name))
+        )
+        return self.row_scales
+
+    def size_of(self, prompt: Prompt) -> tuple[int, int]:
+        size = row_settings.size_of(prompt) if SIZE in self.reads else None
+        return size or self.usual_size
+
+    def resize(self, size: tuple[int, int]) -> None:
+        """Make samples of [height, width] pixels from now on. UserError where there are none."""
+        if size == self.size:
+            return
+        before, self.size = self.size, size
+        try:
+            self.shape = self.latent_shape()
+        except UserError:
+            self.size = before
+            self.shape = self.latent_shape()
+            raise
+        self.media_size = size
+        self.decoding, self.fitting = None, 0  # samples of another size fit
+        self.take_times()
+
+    def _scales(self, point: Query) -> float | Tensor:
+        scale = self._scale(point)
+        by_prompt = point.cond.get(self.guided_by) if self.rows_guide else None
+        sampled = point.guidance is None and isinstance(point.step, Transition)
+        if by_prompt is None or not sampled:
+            return scale
+        rows = by_prompt[point.group]
+        scales = torch.where(rows < 0, rows.new_tensor(scale), self.scale_of(rows))
+        return scales.view(-1, *[1] * len(self.shape))
+
+    def scale_of(self, guidance: Tensor) -> Tensor:
+        """Return the scale w of classifier-free guidance for the argument of the pipeline's call,
+        which guides where that is above 1."""
+        return guidance.clamp_min(1)
+
+    def embedded(self, cond: dict[str, Any], usual: float) -> Tensor | float:
+        """Return the guidance scale that the network takes as an input, [B] where rows have their
+        own, else ``usual``."""
+        rows = cond.get(GUIDANCE)
+        return usual if rows is None else torch.where(rows < 0, rows.new_tensor(usual), rows)
 
     def negatives(self, texts: list[str]) -> dict[str, Tensor]:
         """Encode negative prompts, a nest of tensors [P, *]."""
@@ -210,11 +296,12 @@ class FolderPolicy(FlowPolicy):
             self.texts(list(dict.fromkeys(texts_of(prompts))), self.device)
             self.negatives(list(dict.fromkeys([self.negative_prompt, *self.negatives_of(prompts)])))
 
-    reads: ClassVar[tuple[str, ...]] = (NEGATIVE,)  # settings of a row
+    reads: tuple[str, ...] = (NEGATIVE, GUIDANCE, SEED, SIZE)  # settings of a row
     text_length: int | None = None  # tokens of the text encoders that have no limit of their own
 
     def admit(self, prompts: list[Prompt]) -> list[Prompt]:
         """Take all prompts, and say what is not read of them."""
+        self._check_settings(prompts)
         self.row_negatives |= any(NEGATIVE in prompt for prompt in prompts)
         texts = [text for prompt in prompts if isinstance(text := prompt.get("text"), str)]
         lines = (
@@ -223,6 +310,23 @@ class FolderPolicy(FlowPolicy):
         )
         self.notes += tuple(line for line in lines if line not in self.notes)
         return super().admit(prompts)
+
+    def _check_settings(self, prompts: list[Prompt]) -> None:
+        """Raise UserError for settings of rows that cannot be meant."""
+        sizes: dict[tuple[int, int], Prompt] = {}
+        for prompt in prompts:
+            sizes.setdefault(self.size_of(prompt), prompt)
+            if SEED in self.reads:
+                row_settings.seed_of(prompt)
+            for name in self.scales_in([prompt]):
+                row_settings.scale_of(prompt, name)
+        for size, prompt in sizes.items():
+            try:
+                self.resize(size)
+            except UserError as error:
+                text = str(error).replace("policy option size", "its size")
+                raise UserError(f"{where(prompt)}: {text}") from error
+        self.resize(self.usual_size)
 
     def _pass(self, x: Tensor, t: Tensor, cond: dict[str, Any], passes: int = 1) -> Tensor:
         return attention_backends.computed(self, partial(super()._pass, x, t, cond, passes))

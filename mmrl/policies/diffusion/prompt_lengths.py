@@ -19,6 +19,7 @@ SETTINGS = (
     "seed",
     "guidance_scale",
     "guidance",
+    "true_cfg_scale",
     "size",
     "height",
     "width",

@@ -7,12 +7,16 @@ import diffusers
 import pytest
 import torch
 
+from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES, load_built_in
+from mmrl.data.by_size import BySize
 from mmrl.policies.diffusion import prompt_lengths
+from mmrl.run import evaluation
 from samplers.noise import Rng
 from tests.fixtures import tiny_diffusers
 from tests.policies.diffusion import test_folder_families as folders
 from tests.policies.diffusion import test_image_families as images
+from tests.policies.diffusion import test_video_families as videos
 
 load_built_in()
 
@@ -64,6 +68,111 @@ def test_a_negative_prompt_is_the_pipelines(name):
     torch.testing.assert_close(by_row[0], theirs[0], atol=1e-4, rtol=0)
     torch.testing.assert_close(by_row[1], without[1], atol=1e-4, rtol=0)
     assert not torch.equal(by_row[0], without[0])
+
+
+# settings of a row by the names of the pipeline's call, beside one without any
+OWN = {"text": TEXTS[0], "seed": 7, "negative_prompt": NEGATIVE}
+
+
+def case_of(name):
+    """Options of a policy, arguments of its pipeline."""
+    if name in folders.CASES:
+        return folders.CASES[name][1::2]
+    case = (images.CASES if name in images.CASES else videos.CASES)[name]
+    return case.own, case.call
+
+
+@pytest.mark.parametrize(
+    ("name", "scales"),
+    [
+        ("sd", {"guidance_scale": 3.5}),
+        ("sdxl", {"guidance_scale": 3.5}),
+        ("z_image", {"guidance_scale": 3.5}),
+        ("flux", {"guidance_scale": 6.0, "true_cfg_scale": 2.0}),
+        ("qwen_image", {"true_cfg_scale": 2.0}),
+        ("wan-two", {"guidance_scale": 3.5}),
+        ("hunyuan_video", {"guidance_scale": 4.0, "true_cfg_scale": 2.0}),
+    ],
+)
+def test_a_rows_own_settings_are_those_of_the_pipelines_call(name, scales):
+    """Seed, guidance, negative prompt and size of one row; the other keeps the policy's."""
+    own, call = case_of(name)
+    policy = POLICIES.build(
+        name.partition("-")[0],
+        path=str(tiny_diffusers.folder(name)),
+        steps=2,
+        fixed_batch_rows=None,
+        **own,
+    )
+    size = [16, 48]
+    rows = [OWN | scales | {"size": size}, {"text": TEXTS[1]}]
+    policy.admit(rows)
+    assert not policy.notes or "not read" not in " ".join(policy.notes)
+    media, _ = evaluation.sample(policy, rows, 1, seed=3)
+    pipe = getattr(diffusers, policy.pipeline).from_pretrained(policy.place)
+    pipe.set_progress_bar_config(disable=True)
+    theirs = pipe(
+        TEXTS[0],
+        negative_prompt=NEGATIVE,
+        generator=torch.Generator().manual_seed(7),
+        num_inference_steps=2,
+        height=size[0],
+        width=size[1],
+        output_type="pt",
+        **scales,
+        **call,
+    )[0]
+    torch.testing.assert_close(media[0], theirs[0], atol=1e-4, rtol=0)
+    plain, _ = evaluation.sample(policy, [{"text": TEXTS[1]}], 1, seed=3)
+    torch.testing.assert_close(media[1], plain[0], atol=1e-5, rtol=0)
+
+
+def test_copies_take_further_draws_of_a_seed_and_a_scale_that_is_asked_for_holds():
+    policy = folders.make("sd", fixed_batch_rows=None)
+    rows = [{"text": TEXTS[0], "seed": 7, "guidance_scale": 3.0}]
+    with policy.evaluating(), torch.no_grad():
+        first = policy.rollout(rows, 2, Rng.of("any")).latents.states[:, 0]
+        after = policy.rollout(rows * 2, 2, Rng.of("other")).latents.states[:, 0]
+    generator = torch.Generator().manual_seed(7)
+    drawn = torch.randn(2, *policy.shape, generator=generator)
+    torch.testing.assert_close(first, drawn, atol=0, rtol=0)
+    torch.testing.assert_close(after, torch.cat([drawn, drawn]), atol=0, rtol=0)
+    asked, _ = evaluation.sample(policy, rows, 1, 0, guidance=1.0)
+    plain, _ = evaluation.sample(policy, [{"text": TEXTS[0], "seed": 7}], 1, 0)
+    own, _ = evaluation.sample(policy, rows, 1, 0)
+    torch.testing.assert_close(asked, plain)
+    assert not torch.allclose(own, plain)
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ({"size": [16, 17]}, "'a': its size 17 is not a multiple of 2"),
+        ({"size": "512x512"}, "'a': its size is '512x512', expected pixels of a side"),
+        ({"seed": -1}, "its seed is '-1', expected a whole number"),
+        ({"guidance_scale": "high"}, "its guidance_scale is 'high', expected a number"),
+    ],
+)
+def test_settings_that_cannot_be_meant_are_refused_with_their_row(setting, words):
+    with pytest.raises(UserError) as caught:
+        folders.make("sd").admit([{"text": "a"} | setting])
+    assert words in str(caught.value)
+
+
+def test_training_takes_iterations_of_one_size():
+    """Each epoch has every row, scores what it sampled to the bit, and mixes no sizes."""
+    policy = folders.make("sd", lora=2, guidance_scale=2.0)
+    rows = [{"text": text, "size": size} for text in TEXTS for size in (16, [16, 32], [32, 16])]
+    policy.admit(rows)
+    trainer = folders.trainer_of(policy, iterations=3)
+    trainer.prompts = BySize(rows, policy.size_of)
+    shapes, seen = set(), []
+    for _ in range(3):
+        seen += trainer.next_prompts()[0]
+        metrics = trainer.iterate()
+        shapes.add(policy.shape)
+        assert metrics["ratio/max_deviation"] == 0.0 and metrics["grad_norm"] > 0
+    assert len(shapes) == 3 and sorted(map(id, seen)) == sorted(map(id, rows))
 
 
 LONG = " ".join(["a red blue green seven two"] * 10) + " zero"

@@ -11,6 +11,7 @@ from torch import Tensor
 from mmrl.core.host import sent
 from mmrl.core.registry import POLICIES
 from mmrl.policies.diffusion.pipeline_policy import FolderPolicy, vae_factor
+from mmrl.policies.diffusion.row_settings import GUIDANCE, NEGATIVE, SEED, SIZE, TRUE_CFG
 from mmrl.policies.diffusion.schedulers import own_spacing, shift_of, stepwise
 
 
@@ -20,6 +21,8 @@ class Flux(FolderPolicy):
 
     pipeline = "FluxPipeline"
     network = "FluxTransformer2DModel"
+    guided_by = TRUE_CFG
+    reads: tuple[str, ...] = (NEGATIVE, GUIDANCE, TRUE_CFG, SEED, SIZE)
 
     def __init__(
         self,
@@ -34,6 +37,8 @@ class Flux(FolderPolicy):
         self.embedded_guidance = embedded_guidance
         self.text_length = text_length
         super().__init__(path, **options)
+        if not self.config.guidance_embeds:
+            self.reads = tuple(name for name in self.reads if name != GUIDANCE)
 
     def latent_shape(self) -> tuple[int, ...]:
         factor = vae_factor(self.vae)
@@ -51,9 +56,9 @@ class Flux(FolderPolicy):
 
     def velocity(self, x: Tensor, t: Tensor, cond: dict[str, Any]) -> Tensor:
         text, (tokens, positions) = cond["text"], self.network_inputs(x, cond)
-        guidance = (
-            torch.full_like(t, self.embedded_guidance) if self.config.guidance_embeds else None
-        )
+        guidance = None
+        if self.config.guidance_embeds:
+            guidance = torch.ones_like(t) * self.embedded(cond, self.embedded_guidance)
         output = self.active()(
             hidden_states=self.cast(tokens),
             timestep=t,

@@ -13,6 +13,7 @@ from torch import Tensor
 from mmrl.core.registry import POLICIES
 from mmrl.core.types import Prompt
 from mmrl.policies.diffusion.image_to_video import FirstFrame, Picture
+from mmrl.policies.diffusion.row_settings import GUIDANCE, NEGATIVE, SEED, SIZE, TRUE_CFG
 from mmrl.policies.diffusion.schedulers import stepwise
 from mmrl.policies.diffusion.text_encoding import texts_of
 from mmrl.policies.diffusion.video_pipeline import VideoFolderPolicy
@@ -29,6 +30,8 @@ class HunyuanVideo(VideoFolderPolicy):
     network = "HunyuanVideoTransformer3DModel"
     media_fps = 24.0
     autoencoder = "AutoencoderKLHunyuanVideo"
+    guided_by = TRUE_CFG
+    reads: tuple[str, ...] = (NEGATIVE, GUIDANCE, TRUE_CFG, SEED, SIZE)
 
     def __init__(
         self,
@@ -60,11 +63,9 @@ class HunyuanVideo(VideoFolderPolicy):
         return stepwise(steps)
 
     def velocity(self, x: Tensor, t: Tensor, cond: dict[str, Any]) -> Tensor:
-        guidance = (
-            torch.full_like(t, 1000 * self.embedded_guidance)
-            if self.config.guidance_embeds
-            else None
-        )
+        guidance = None
+        if self.config.guidance_embeds:
+            guidance = torch.ones_like(t) * self.embedded(cond, self.embedded_guidance) * 1000
         output: Tensor = self.active()(
             hidden_states=self.cast(self.network_inputs(x, cond)),
             timestep=1000 * t,
@@ -101,7 +102,7 @@ class HunyuanI2V(FirstFrame, HunyuanVideo):
     """
 
     pipeline = "HunyuanVideoImageToVideoPipeline"
-    reads = ()
+    reads = (GUIDANCE, TRUE_CFG, SEED)
 
     def __init__(self, path: str, **options: Any):
         super().__init__(path, **options)
@@ -127,7 +128,8 @@ class HunyuanI2V(FirstFrame, HunyuanVideo):
         pictures = self.shown(prompts)
         cond = self.texts(list(zip(texts_of(prompts), pictures)), self.device)
         return (
-            cond
+            self.row_settings(prompts)
+            | cond
             | self.pictures(pictures, self.device)
             | {"uncond": self.texts([(self.negative_prompt, self.black)], self.device)}
         )

@@ -33,9 +33,12 @@ class QwenEdit(EditPolicy, QwenImage):
 
     def encode(self, prompts: list[Prompt]) -> dict[str, Any]:
         """Encode texts with their images; ``negative`` is the empty prompt with each image."""
+        settings = self.row_settings(prompts)
         pictures = self.pictures(prompts)
         requests, empty = self._requests(prompts, pictures)
-        cond = self.texts(requests, self.device) | {"image": self.picture_latents(pictures)}
+        cond = (
+            settings | self.texts(requests, self.device) | {"image": self.picture_latents(pictures)}
+        )
         return cond | {"negative": self.texts(empty, self.device)}
 
     def _requests(

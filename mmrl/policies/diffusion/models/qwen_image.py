@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from mmrl.core.registry import POLICIES
 from mmrl.policies.diffusion.models.flux import pack, unpack
 from mmrl.policies.diffusion.pipeline_policy import FolderPolicy, padded
+from mmrl.policies.diffusion.row_settings import NEGATIVE, SEED, SIZE, TRUE_CFG
 from mmrl.policies.diffusion.schedulers import shift_of, stepwise
 from mmrl.policies.diffusion.video_pipeline import standardised
 
@@ -25,6 +26,8 @@ class QwenImage(FolderPolicy):
     pipeline = "QwenImagePipeline"
     network = "QwenImageTransformer2DModel"
     autoencoder = "AutoencoderKLQwenImage"
+    guided_by = TRUE_CFG
+    reads = (NEGATIVE, TRUE_CFG, SEED, SIZE)
 
     text_length: int
 

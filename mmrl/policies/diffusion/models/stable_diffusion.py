@@ -52,6 +52,8 @@ class UNetPolicy(FolderPolicy):
         it. None: 1, and for networks that take none."""
         self.embedded_guidance = 1.0 if embedded_guidance is None else embedded_guidance
         super().__init__(path, sde_type=sde_type, noise_level=noise_level, **options)
+        if self.config.time_cond_proj_dim is not None:
+            self.guided_by = ""  # the pipeline has no guidance besides
         if self.config.time_cond_proj_dim is not None and embedded_guidance is None:
             self.notes += (
                 "the network takes its guidance scale as an input, which is 1; policy option "
@@ -93,12 +95,12 @@ class UNetPolicy(FolderPolicy):
             self.process.timestep(t),
             encoder_hidden_states=self.cast(cond["text"]),
             added_cond_kwargs=added or None,
-            timestep_cond=self.time_condition(x),
+            timestep_cond=self.time_condition(x, cond),
             return_dict=False,
         )[0]
         return output
 
-    def time_condition(self, x: Tensor) -> Tensor | None:
+    def time_condition(self, x: Tensor, cond: dict[str, Any]) -> Tensor | None:
         """Return what a distilled network takes beside the time: its guidance scale as [B, C] sines
         and cosines, by the pipeline's own function, as the angles are large."""
         from diffusers import LatentConsistencyModelPipeline
@@ -106,9 +108,11 @@ class UNetPolicy(FolderPolicy):
         wide = self.config.time_cond_proj_dim
         if wide is None:
             return None
-        scale = torch.tensor([self.embedded_guidance - 1])
-        embedding = LatentConsistencyModelPipeline.get_guidance_scale_embedding(self, scale, wide)
-        return self.cast(sent(embedding, x.device)).expand(len(x), -1)
+        scales = (
+            torch.as_tensor(self.embedded(cond, self.embedded_guidance)).float().cpu().reshape(-1)
+        )
+        embed = LatentConsistencyModelPipeline.get_guidance_scale_embedding
+        return self.cast(sent(embed(self, scales - 1, wide), x.device)).expand(len(x), -1)
 
     def moments(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return (mean, std) that latents are standardised by before they are scaled, [1, C, 1, 1];
@@ -161,9 +165,13 @@ class SDXL(UNetPolicy):
             empty = torch.tensor([not text for text in texts], device=text.device)
             text = text.masked_fill(empty[:, None, None], 0)
             pooled = pooled.masked_fill(empty[:, None], 0)
+        return {"text": text, "text_embeds": pooled}
+
+    def encode(self, prompts: list[Prompt]) -> dict[str, Any]:
+        cond = super().encode(prompts)
         # original size, crop corner, size
-        sizes = torch.tensor([[*self.size, 0, 0, *self.size]], dtype=text.dtype)
-        return {"text": text, "text_embeds": pooled, "time_ids": sizes.repeat(len(texts), 1)}
+        sizes = cond["text_embeds"].new_tensor([[*self.size, 0, 0, *self.size]])
+        return cond | {"time_ids": sizes.repeat(len(prompts), 1)}
 
     def moments(self, like: Tensor) -> tuple[Tensor, Tensor]:
         config = self.vae.config

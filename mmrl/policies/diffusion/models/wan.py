@@ -116,14 +116,13 @@ class Wan(VideoFolderPolicy):
                 f"policy option guidance_scale_2: {self.place} has one network only; leave it out"
             )
 
-    def strength(self, point: Query, scale: float) -> float | Tensor:
+    def strength(self, point: Query, scale: float | Tensor) -> float | Tensor:
         """Return the guidance scale of each row's expert, unless one scale is set for both."""
         if self.guidance_scale_2 is None or point.guidance is not None:
             return scale
-        high, low = point.state.new_tensor([scale, self.guidance_scale_2])
-        return torch.where(1000 * point.time >= self.net.boundary, high, low).view(
-            -1, *[1] * len(self.shape)
-        )
+        high, low = (torch.as_tensor(w).to(point.state) for w in (scale, self.guidance_scale_2))
+        is_high = (1000 * point.time >= self.net.boundary).view(-1, *[1] * len(self.shape))
+        return torch.where(is_high, high, low)
 
     @contextmanager
     def evaluating(self, guidance: float | None = None) -> Iterator[None]:

@@ -61,6 +61,9 @@ class ZImage(FolderPolicy):
         )[0]
         return -torch.stack(list(outputs))[:, :, 0]
 
+    def scale_of(self, guidance: Tensor) -> Tensor:
+        return 1 + guidance
+
     def combine(self, v: Tensor, empty: Tensor, scale: float | Tensor) -> Tensor:
         guided = empty + scale * (v - empty)
         if not self.normalise:
