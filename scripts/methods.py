@@ -25,7 +25,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 import measured  # noqa: E402
 import yaml  # noqa: E402
 
-from mmrl.config.presets import PRESETS  # noqa: E402
+from mmrl.config.presets import presets  # noqa: E402
 from mmrl.config.unfit import KINDS  # noqa: E402
 from mmrl.config.values import show  # noqa: E402
 from mmrl.config.yamltext import read  # noqa: E402
@@ -258,11 +258,11 @@ def page(family: Family) -> str:
     if any(compared(family.key, name) for name in entries(family)):
         parts.append(f"![what was measured]({family.slug}.svg)\n\n{FIGURE}\n")
     for name, entry in entries(family).items():
-        presets = [p for p in PRESETS if name in _named(PRESETS[p], family.key)]
+        filling = [p for p in presets() if name in _named(presets()[p], family.key)]
         shipped = [c for c, plain in shipped_configs().items() if name in _named(plain, family.key)]
         facts = [
             f"- for: {KINDS.get(getattr(entry, 'needs', ''), family.models)}",
-            *_listed("presets", presets),
+            *_listed("presets", filling),
             *_listed("configurations", shipped),
             f"- in a configuration: `{family.line.format(name=name)}`",
             *(f"- measured: {row.line()}" for row in compared(family.key, name)),
@@ -278,9 +278,9 @@ def regularisers() -> str:
         "surrogate, options of `policy_gradient`; other objectives that have them say so.\n"
     ]
     for key, section in SECTIONS.items():
-        presets = [p for p in PRESETS if list(_values(PRESETS[p], key))]
+        filling = [p for p in presets() if list(_values(presets()[p], key))]
         facts = [
-            *_listed("presets", presets),
+            *_listed("presets", filling),
             f"- in a configuration: `objective: {{policy_gradient: {{{key}: {{...}}}}}}`",
         ]
         parts.append(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-from mmrl.config.presets import PRESETS
+from mmrl.config.presets import presets
 from mmrl.core.errors import UserError, suggest
 from mmrl.core.registry import ALL, describe, load_built_in
 from mmrl.utils.paths import config_names
@@ -32,7 +32,7 @@ def list_names(kind: str | None = None) -> Names:
     """
     load_built_in()
     tables = {name: {n: describe(entry) for n, entry in ALL[name].items()} for name in ALL}
-    tables["presets"] = dict.fromkeys(PRESETS, "")
+    tables["presets"] = dict.fromkeys(presets(), "")
     tables["configs"] = dict.fromkeys(config_names(), "")
     if kind is None:
         return Names({name: f"{len(table)} names" for name, table in tables.items()})

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mmrl.config import renamed
-from mmrl.config.presets import PRESETS, described
+from mmrl.config.presets import described, presets
 from mmrl.config.schema import kind_of
 from mmrl.config.values import expected, show
 from mmrl.core.errors import UserError, suggest
@@ -94,7 +94,7 @@ def names_of(kind: str) -> list[str]:
     """List the names of a kind, sorted."""
     if kind == CONFIGS:
         return config_names()
-    return sorted(PRESETS if kind == PRESET else ALL[kind])
+    return sorted(presets() if kind == PRESET else ALL[kind])
 
 
 def _line(kind: str, name: str) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,6 @@ from mmrl.core.errors import UserError, suggest
 Sections = dict[str, Any]
 
 
-PRESETS: dict[str, Sections] = read(
-    Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"), "presets.yaml"
-)[0]
 SECTIONS = ("policy", "advantage", "objective", "train")
 KINDS = {
     "categorical": "models that write tokens",
@@ -36,10 +34,18 @@ KINDS = {
 SURROGATE_TAKERS = ("policy_gradient", "masked", "unified", "clip_cov")
 
 
+@cache
+def presets() -> dict[str, Sections]:
+    """Read the table, when a preset is named: every command would wait for it."""
+    file = Path(__file__).with_suffix(".yaml")
+    table: dict[str, Sections] = read(file.read_text(encoding="utf-8"), file.name)[0]
+    return table
+
+
 def unreached(plain: Mapping[Any, Any], name: str) -> str | None:
     """Say why the preset ``name`` leaves the objective that the configuration has as it was; None
     if it does not."""
-    (preset_objective,) = PRESETS[name]["objective"]
+    (preset_objective,) = presets()[name]["objective"]
     written = plain.get("objective")
     objective = next(iter(written), None) if isinstance(written, Mapping) else written
     if (
@@ -62,7 +68,7 @@ def unreached(plain: Mapping[Any, Any], name: str) -> str | None:
 
 def described(name: str) -> tuple[str, str]:
     """Return (for which models, what it sets) of a preset, to show in tables."""
-    preset = PRESETS[name]
+    preset = presets()[name]
     sections = (f"{key}: {_inline(preset[key])}" for key in SECTIONS if key in preset)
     return KINDS[preset["decisions"]], "\n".join(sections)
 
@@ -77,13 +83,13 @@ def _inline(value: Any) -> str:
 def unsuited_preset(name: str, policy: Any) -> str | None:
     """Say why a preset is not for this policy, an object or a class; None if it is."""
     can = capabilities_of(policy)
-    wants = PRESETS[name]["decisions"]
+    wants = presets()[name]["decisions"]
     if can is None:
         return None
     kinds = (*(["masked"] if can.remaskable else []), can.decisions)
     if wants in (*kinds, "any"):
         return None
-    fit = [preset for preset, entry in PRESETS.items() if entry["decisions"] == kinds[0]]
+    fit = [preset for preset, entry in presets().items() if entry["decisions"] == kinds[0]]
     return (
         f"{name} is for {KINDS[wants]}, which the policy is not: remove it, or take another, "
         f"such as {', '.join(fit[:3])}"
@@ -97,9 +103,9 @@ def _takes(objective: str, preset_objective: str) -> bool:
 def filled(plain: Mapping[Any, Any], name: Any) -> dict[Any, Any]:
     """Return the configuration with what the preset ``name`` adds; whatever is written already
     stays."""
-    if not isinstance(name, str) or name not in PRESETS:
-        raise UserError(f"unknown preset {name!r}; {suggest(str(name), PRESETS)}")
-    preset = copy.deepcopy(PRESETS[name])
+    if not isinstance(name, str) or name not in presets():
+        raise UserError(f"unknown preset {name!r}; {suggest(str(name), presets())}")
+    preset = copy.deepcopy(presets()[name])
     sections = dict(plain)
     for section in ("advantage", "objective"):
         sections[section] = _merged(preset[section], plain.get(section))

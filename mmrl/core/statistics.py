@@ -31,7 +31,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import stats
+from scipy.special import stdtr, stdtrit  # scipy.stats takes a second to import
 
 Table = NDArray[np.float64]
 LEVEL = 0.95
@@ -66,11 +66,11 @@ class Student:
 
     def p(self, mean: float) -> float:
         """Return the largest p-value of "it is zero"."""
-        return max((2 * float(stats.t.sf(abs(mean) / e, f)) for e, f in self.errors), default=1.0)
+        return max((2 * float(stdtr(f, -abs(mean) / e)) for e, f in self.errors), default=1.0)
 
 
 def _quantile(freedom: float) -> float:
-    return float(stats.t.ppf((1 + LEVEL) / 2, freedom))
+    return float(stdtrit(freedom, (1 + LEVEL) / 2))
 
 
 def interval(table: Table, binary: bool | None = None) -> Interval:

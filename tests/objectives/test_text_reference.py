@@ -17,7 +17,7 @@ from torch import nn
 from mmrl import config
 from mmrl.cli.listing import show_list
 from mmrl.config.options import TrainOptions
-from mmrl.config.presets import PRESETS, described, filled
+from mmrl.config.presets import described, filled, presets
 from mmrl.core.distributions import Categorical
 from mmrl.core.errors import UserError
 from mmrl.core.metrics import Meter
@@ -231,7 +231,7 @@ ADVANTAGE_ROWS = {
 @pytest.mark.parametrize("row", ADVANTAGE_ROWS)
 def test_advantages_are_those_of_the_published_code(row):
     spec, published = ADVANTAGE_ROWS[row]
-    spec = PRESETS[spec]["advantage"] if spec in PRESETS_OF_VERL else spec
+    spec = presets()[spec]["advantage"] if spec in PRESETS_OF_VERL else spec
     rollout = Recorded().rollout([{"text": "a question"}], 4, None)
     advantage = config.build(spec, ADVANTAGES)(torch.tensor(REWARDS, dtype=torch.float64), rollout)
     torch.testing.assert_close(
@@ -239,7 +239,7 @@ def test_advantages_are_those_of_the_published_code(row):
     )
 
 
-PRESETS_OF_VERL = [name for name in PRESETS if name.startswith("verl/")]
+PRESETS_OF_VERL = [name for name in presets() if name.startswith("verl/")]
 
 
 @pytest.mark.parametrize(
@@ -321,7 +321,7 @@ train: {prompts_per_iteration: 2, group_size: 4, train_batch_size: 8, iterations
 """
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", presets())
 def test_every_preset_builds(name):
     sections = filled(
         {
@@ -335,7 +335,7 @@ def test_every_preset_builds(name):
         name,
     )
     config.build(sections["advantage"], ADVANTAGES)
-    decisions = PRESETS[name]["decisions"]
+    decisions = presets()[name]["decisions"]
     needs = config.build(sections["objective"], OBJECTIVES).needs
     assert needs in ("", "one pass" if decisions == "categorical" else decisions, decisions)
     assert TrainOptions(**sections["train"]).group_size == 4
@@ -344,7 +344,7 @@ def test_every_preset_builds(name):
 def test_presets_are_listed_with_what_they_set_and_for_whom(capsys):
     show_list(["presets"])
     printed = capsys.readouterr().out
-    assert all(name in printed for name in PRESETS) and "flow and" in printed
+    assert all(name in printed for name in presets()) and "flow and" in printed
     models, sections = described("paper/dance_grpo")
     assert models == "flow and diffusion models" and sections.splitlines() == [
         "advantage: dance_grpo",
@@ -435,7 +435,9 @@ def test_a_preset_says_how_a_flow_model_samples(tmp_path):
         "path": "world:digits/sd3-test",
         "noise_level": 0.5,
         **{
-            k: v for k, v in PRESETS["paper/mix_grpo_flash"]["policy"].items() if k != "noise_level"
+            k: v
+            for k, v in presets()["paper/mix_grpo_flash"]["policy"].items()
+            if k != "noise_level"
         },
     }
     assert loaded.where("policy.sd3.solver") == "preset paper/mix_grpo_flash"
