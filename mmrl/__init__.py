@@ -2,8 +2,8 @@
 
     import mmrl
 
-    run = mmrl.train("digits/flow_grpo", {"train.iterations": 20})
-    run.metrics, run.samples, run.policy.sample(["a red seven"], num_samples=4)
+    result = mmrl.train("digits/flow_grpo", {"train.iterations": 20})
+    result.metrics, result.samples, result.policy.sample(["a red seven"], num_samples=4)
 
 Everything of ``__all__`` is loaded when it is first used, so that importing mmrl stays light.
 docs/api.md describes it.

@@ -17,7 +17,7 @@ class Callback:
     """Calls functions while a run goes on; each may be None. Subclass it, or pass functions.
 
     on_iteration(iteration, metrics): after every iteration, counted from 1; metrics is a dict of
-    numbers as in ``run.metrics``. If it returns True the run is saved and ends, to be resumed.
+    numbers as in ``result.metrics``. If it returns True the run is saved and ends, to be resumed.
     on_rollout(iteration, samples): what the policy has made, before it is trained on it, as
     ``Samples`` with ``prompts`` and ``rewards``. on_evaluation(iteration, estimates): after an
     evaluation on held-out prompts, reward -> ``Estimate`` with mean, low and high.

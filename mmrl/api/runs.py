@@ -48,7 +48,7 @@ class Run:
     @property
     def metrics(self) -> pandas.DataFrame:
         """Return the metrics of every iteration as a pandas frame, a row an iteration."""
-        pandas = needed("pandas", "run.metrics")
+        pandas = needed("pandas", "result.metrics")
         rows = self._history().metrics
         return pandas.DataFrame(rows).set_index("iteration") if rows else pandas.DataFrame()
 
@@ -101,7 +101,7 @@ class Run:
         progress: bool = True,
     ) -> Run:
         """Go on with the run, as ``mmrl train --resume`` does: after a stop, or with more
-        iterations, ``run.resume({"train.iterations": 40})``."""
+        iterations, ``result.resume({"train.iterations": 40})``."""
         return resumed(self, overrides, accept_changes, callbacks, progress)
 
     def report(self) -> Path:
