@@ -29,7 +29,7 @@ from mmrl.config.building import (
     weighed,
 )
 from mmrl.config.checks import check, import_plugins, or_empty
-from mmrl.config.needs import missing_values, wrong_media
+from mmrl.config.needs import missing_values, refusals, wrong_media
 from mmrl.config.overrides import SECTIONS, override_with, split_keys
 from mmrl.config.presets import filled, unreached
 from mmrl.config.values import Place, exists, is_pattern, lies_beside, show
@@ -53,6 +53,7 @@ __all__ = [
     "missing_values",
     "of_plain",
     "raise_all",
+    "refusals",
     "resolve_rewards",
     "wrong_media",
 ]

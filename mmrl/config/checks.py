@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mmrl.config.building import raise_all, resolve_rewards, unplaceable
-from mmrl.config.needs import missing_fields, without_gradient, without_memory, wrong_media
+from mmrl.config.needs import (
+    missing_fields,
+    refusals,
+    without_gradient,
+    without_memory,
+    wrong_media,
+)
 from mmrl.config.options import EvaluateOptions, TrainOptions
 from mmrl.config.overrides import PLUGGED
 from mmrl.config.plan import impossible
@@ -330,9 +336,7 @@ def _rewards(
             if entry.weight and not _holds(entry.reward.options)
         }
         unfit += without_gradient({name: chosen[name] for name in plain})
-    problems += [
-        (place / name).say(f"reward {name!r} cannot be used: {why}") for name, why in unfit
-    ]
+    problems += refusals(place, unfit)
     return sum(bool(entry.weight) for entry in weighted.values())
 
 

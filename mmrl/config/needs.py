@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from mmrl.config.unfit import capabilities_of
+from mmrl.config.values import Place
 from mmrl.core.registry import Plugin
 from rewards.card import card_of
 
@@ -58,6 +59,15 @@ def without_gradient(rewards: Mapping[str, Plugin]) -> Iterator[tuple[str, str]]
     )
 
 
+def refusals(place: Place, unfit: Iterable[tuple[str, str]]) -> list[str]:
+    """Say which rewards of a section cannot be used, why, and how the command line takes others."""
+    others = f"{place}={'{}' if len(place.path) > 1 else '{my_reward.py:score: 1}'}"
+    return [
+        (place / name).say(f"reward {name!r} cannot be used: {why}; without it: {others}")
+        for name, why in unfit
+    ]
+
+
 def without_memory(rewards: Mapping[str, Plugin]) -> Iterator[tuple[str, str]]:
     """List (reward, sentence) for rewards that remember training, where nothing tells them."""
     why = (
@@ -91,5 +101,5 @@ def _sentence(field: str, lack: str, fields: Collection[str]) -> str:
     return (
         f"it needs the field {field!r} of every prompt, but {lack} (fields there: "
         f"{known}); add it to the data, "
-        f'in a .jsonl file: {{"text": "...", "{field}": ...}}, or leave this reward out'
+        f'in a .jsonl file: {{"text": "...", "{field}": ...}}'
     )

@@ -398,10 +398,7 @@ def check_needs(
     problems = []
     for path, chosen in sections.items():
         unfit = [*config.missing_values(chosen, prompts), *config.wrong_media(chosen, policy)]
-        place = configuration.place(path)
-        problems += [
-            (place / name).say(f"reward {name!r} cannot be used: {why}") for name, why in unfit
-        ]
+        problems += config.refusals(configuration.place(path), unfit)
     config.raise_all(problems)
 
 
