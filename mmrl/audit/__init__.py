@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -103,14 +103,25 @@ def audit(
     names = short_names(rewards)
     medium = _made(configuration)
     audits = [
-        audit_one(Subject(names[name], reward, prompts, seed), medium)
+        audit_one(subject, medium)
         for name, reward in rewards.items()
+        for subject in _subjects(Subject(names[name], reward, prompts, seed))
     ]
     sums = importlib.import_module("mmrl.audit.sums")
     together = medium in ("text", None) and sums.applies(rewards, weights)
     if together and (lines := sums.audit(rewards, weights, prompts)):
         audits.append(Audit("weighted sum", lines))
     return audits
+
+
+def _subjects(subject: Subject) -> list[Subject]:
+    """Split a reward that sends each task to a reward of its own into these."""
+    if not hasattr(subject.reward, "tasks"):
+        return [subject]
+    return [
+        replace(subject, name=f"{subject.name}, task {task}", reward=reward, prompts=prompts)
+        for task, (reward, prompts) in subject.reward.tasks(subject.prompts).items()
+    ]
 
 
 def audit_one(subject: Subject, policy_medium: str | None = None) -> Audit:

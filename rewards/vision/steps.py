@@ -393,6 +393,18 @@ class Routed(Verifiable):
             )
         return route
 
+    def tasks(self, prompts: Sequence[Prompt]) -> dict[str, tuple[Reward, list[Prompt]]]:
+        """Group prompts by task, each with the reward that judges it: this one where none does."""
+        tasks: dict[str, tuple[Reward, list[Prompt]]] = {}
+        for prompt in prompts:
+            try:
+                route = self._route(prompt)
+            except Unscorable:
+                route = self
+            task = str(prompt.get(self.by, "default"))
+            tasks.setdefault(task, (route, []))[1].append(prompt)
+        return tasks
+
     def ground_truth(self, prompt: Prompt) -> str:
         answer: str = self._own(prompt).ground_truth(prompt)
         return answer

@@ -231,3 +231,17 @@ def test_a_reward_of_ones_own_with_the_old_method_is_told_its_new_name(folder):
     message = "reward 'Older'.*its method right_answer is now called ground_truth"
     with pytest.raises(UserError, match=message):
         check('"mine.py:Older": 1')
+
+
+def test_each_task_of_a_mixture_has_a_table_of_its_own(folder):
+    rows = [
+        {"text": "9 times 9?", "answer": "81", "task": "sum"},
+        {"text": "Which animal?", "answer": "fox", "task": "animal"},
+        {"text": "Which one?", "answer": "hare", "task": "unheard"},
+    ]
+    (folder / "mixed.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    routes = "routed: {routes: {sum: maths, animal: classification}}"
+    status, printed = check(routes, "mixed.jsonl")
+    assert status == 1
+    assert all(f"reward routed, task {task} " in printed for task in ("sum", "animal", "unheard"))
+    assert printed.rstrip().endswith("failed: routed, task unheard")
