@@ -10,6 +10,7 @@ from typing import Any, TypeGuard
 
 from torch import nn
 
+from mmrl.core import weight_files
 from mmrl.core.errors import UserError
 
 ADAPTER = "adapter_config.json"  # of peft
@@ -59,6 +60,45 @@ def refuse_adapter(place: str, folder: Path | None) -> None:
             f"path: {base or 'the base model'}, and the adapter by `start: {place}` with the lora "
             f"options it was trained with, or merge both by `mmrl convert {place} --into FOLDER`"
         )
+
+
+def refuse_file(place: str) -> None:
+    """Raise UserError for a path that is a file where a folder is meant: a model in one file."""
+    file = Path(place)
+    if not file.is_file():
+        return
+    if file.suffix == ".gguf":
+        raise UserError(_gguf(file))
+    if file.suffix in weight_files.PICKLED:
+        raise UserError(
+            f"{file} is a pickle, which could run code: take the .safetensors file of the same "
+            "weights, or the model's folder"
+        )
+    raise UserError(
+        f"{file} is a file, and a model is a folder with its configuration: for weights of a model "
+        f"of diffusers, mmrl convert {file} --base FOLDER --into NEW makes one, where FOLDER is of "
+        "the same architecture"
+    )
+
+
+def refuse_gguf(folder: Path) -> None:
+    """Raise UserError for a folder whose only weights are quantised in GGUF."""
+    files = sorted(folder.glob("*.gguf"))
+    if files and not any(file.suffix in weight_files.WEIGHTS for file in folder.iterdir()):
+        raise UserError(_gguf(files[0]))
+
+
+def _gguf(file: Path) -> str:
+    return (
+        f"{file} is GGUF, weights quantised for inference: take the model's original folder "
+        "(safetensors); policy option quantization keeps its frozen weights in 4 or 8 bits"
+    )
+
+
+def refuse_eight_bits(folder: Path) -> None:
+    """Raise UserError for weights in floats of 8 bits."""
+    for file in sorted(folder.glob("*.safetensors")):
+        weight_files.refuse_eight_bits(file)
 
 
 def is_entry(entry: Any) -> bool:

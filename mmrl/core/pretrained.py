@@ -33,6 +33,9 @@ from mmrl.core.model_folders import (
     is_network,
     networks_of,
     refuse_adapter,
+    refuse_eight_bits,
+    refuse_file,
+    refuse_gguf,
 )
 
 # what these write while they load is said here in one sentence
@@ -66,6 +69,10 @@ def load_model(
     place = _expanded(path)
     folder = folder_of(place, subfolder)
     refuse_adapter(place, folder)
+    if folder is not None:
+        refuse_gguf(folder)
+        if _is_of_diffusers(entry):
+            refuse_eight_bits(folder)
     if folder is not None and (variant := weight_files.variant_of(folder)):
         options.setdefault("variant", variant)
     what = f"{place}/{subfolder}" if subfolder else place
@@ -139,6 +146,60 @@ def load_pipeline(
         options["dtype"] = dtype
     with _explained(cls, place, folder_of(place)), guarded(), _quiet():
         return cls.from_pretrained(place, **loaded, **options)
+
+
+def load_single_file(
+    entry: Any,
+    file: Path,
+    place: str,
+    subfolder: str,
+    dtype: torch.dtype,
+    parts: Sequence[str] = (),
+    **options: Any,
+) -> Any:
+    """Load a network, or the ``parts`` of a pipeline, of one safetensors file by
+    ``entry.from_single_file`` of diffusers.
+
+    Args:
+        entry: class of diffusers.
+        file: with the original names of the tensors, or diffusers'.
+        place: local folder of diffusers, whose configurations hold; nothing is downloaded.
+        subfolder: of a network; "" for a pipeline.
+        dtype: of the weights.
+        parts: networks of a pipeline that must be whole.
+        options: further parts of a pipeline, which the file lacks.
+
+    Raises:
+        UserError: the class reads no such file, or it is not whole.
+    """
+    if not hasattr(entry, "from_single_file"):
+        raise UserError(
+            f"{file}: diffusers' {entry.__name__} reads no single files; take the model's folder "
+            "in diffusers' format"
+        )
+    if subfolder:
+        options["subfolder"] = subfolder
+    try:
+        with guarded(), _quiet():
+            loaded = entry.from_single_file(
+                str(file), config=place, local_files_only=True, dtype=dtype, **options
+            )
+    except Exception as error:  # each converter of diffusers has errors of its own
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        raise UserError(
+            weight_files.fault(file)
+            or f"{file} does not fit {place}: diffusers' {entry.__name__} cannot load it: "
+            f"{reason}; give by --base a folder of the same architecture"
+        ) from error
+    for net in [getattr(loaded, part) for part in parts] or [loaded]:
+        empty = [name for name, tensor in net.state_dict().items() if tensor.is_meta]
+        if empty:
+            raise UserError(
+                f"{file} does not fit {place}: {type(net).__name__} has {len(empty)} weights that "
+                f"the file lacks, such as {empty[0]}"
+            )
+        _check_finite(net, str(file), None)
+    return loaded
 
 
 def load_components(
@@ -223,7 +284,9 @@ def load_timm(name: str) -> nn.Module:
 
 def _expanded(path: str | Path) -> str:
     text = str(path)
-    return str(Path(text).expanduser()) if text.startswith("~") else text
+    text = str(Path(text).expanduser()) if text.startswith("~") else text
+    refuse_file(text)
+    return text
 
 
 def _typed(dtype: torch.dtype | dict[str, torch.dtype] | None, part: str) -> dict[str, Any]:

@@ -202,6 +202,28 @@ def first_not_finite(folder: Path, variant: str | None = None) -> str | None:
     return None
 
 
+def types_of(file: Path) -> dict[str, torch.dtype]:
+    """Return the types in which a safetensors file stores its tensors."""
+    refuse_eight_bits(file)
+    content = _opened(file)
+    return {
+        name: TYPES.get(content.get_slice(name).get_dtype(), torch.float32)
+        for name in list(content.keys())
+    }
+
+
+def refuse_eight_bits(file: Path) -> None:
+    """Raise UserError where a safetensors file holds floats of 8 bits."""
+    content = _opened(file)
+    for name in list(content.keys()):
+        if str(content.get_slice(name).get_dtype()).startswith("F8"):
+            raise UserError(
+                f"{file}: {name} and others are floats of 8 bits (fp8), from which no training "
+                "starts: take the same model in bfloat16 or float16; policy option quantization: "
+                "8bit, with lora, needs as little memory"
+            )
+
+
 def types_in(folder: Path) -> dict[str, torch.dtype]:
     """Return the types in which a folder's safetensors files store their tensors."""
     kinds = {}

@@ -42,7 +42,7 @@ from mmrl.monitoring.alarms import AlarmOptions
 from mmrl.monitoring.log import LogOptions
 from mmrl.monitoring.trackers import check_installed
 from mmrl.policies import adapter_files
-from mmrl.policies.diffusion import lora_files
+from mmrl.policies.diffusion import lora_files, single_file
 from mmrl.policies.diffusion.context_parallel import unsupported
 from mmrl.policies.diffusion.pipeline_policy import FolderPolicy
 from mmrl.policies.diffusion.replayed_policy import ReplayedPolicy
@@ -282,6 +282,13 @@ def begin_with_lora(policy: Any, file: Path, place: Place) -> None:
     parts = [1] if replayed is None else replayed.parts
     if not isinstance(policy, (FolderPolicy, ReplayedPolicy)) or len(parts) > 1:
         raise UserError(place.say(f"{file} is a LoRA for one network of a model of diffusers"))
+    if single_file.is_checkpoint(file):
+        raise UserError(
+            place.say(
+                f"{file} holds a model, no adapter: mmrl convert {file} --base {policy.place} "
+                "--into FOLDER makes a folder of it, which is the policy's path"
+            )
+        )
     try:
         lora_files.begin(lora_files.Base.of(policy.place), policy.net, file)
     except UserError as error:

@@ -16,7 +16,7 @@ from mmrl.core import pretrained
 from mmrl.core.errors import UserError, suggest
 from mmrl.core.hub import check_model
 from mmrl.core.registry import locate
-from mmrl.policies.diffusion import diffusers_folder, lora_files
+from mmrl.policies.diffusion import diffusers_folder, lora_files, single_file
 from mmrl.policies.diffusion.lora_files import Base
 from mmrl.policies.diffusion.lora_names import Format
 from mmrl.policies.lora import merged
@@ -84,7 +84,8 @@ def merge(
     adapters: Sequence[Path], base: str | None, weights: Sequence[float], folder: Path
 ) -> Path:
     """Add adapters, each times its weight (default 1), to the weights of their base model and write
-    it as a new folder that its own library loads: W + weight * scale * BA, in the base's type.
+    it as a new folder that its own library loads: W + weight * scale * BA, in the base's type. One
+    file of a whole model becomes such a folder.
 
     Raises UserError before anything is written if files, weights and base do not fit.
     """
@@ -108,7 +109,16 @@ def merge(
     pairs = list(zip(adapters, scales, strict=True))
     if kinds == {True}:
         return _merge_peft(pairs, base, folder)
+    if len(adapters) == 1 and single_file.is_checkpoint(adapters[0]):
+        return single_file.write(
+            adapters[0], _base_of(adapters[0], base or _around(adapters[0])), folder
+        )
     return _merge_lora(pairs, _base_of(adapters[0], base), folder)
+
+
+def _around(file: Path) -> str | None:
+    """Return the folder of diffusers that a file lies in, if it does."""
+    return str(file.parent) if (file.parent / "model_index.json").is_file() else None
 
 
 def _merge_lora(pairs: list[tuple[Path, float]], base: Base, folder: Path) -> Path:

@@ -17,7 +17,7 @@ from torch import nn
 
 from mmrl.core import pretrained, whole_export
 from mmrl.core.errors import UserError
-from mmrl.core.model_folders import is_network
+from mmrl.core.model_folders import is_network, refuse_file
 from mmrl.core.registry import locate
 from mmrl.core.weight_files import variant_of
 
@@ -26,6 +26,7 @@ def resolve(path: str, expected: str, *also: str) -> str:
     """Return the local folder or hub id of a pipeline of class ``expected`` or ``also``; UserError
     if a folder is not."""
     place = locate(path)
+    refuse_file(place)
     index = Path(place) / "model_index.json"
     if Path(place).exists() or place.startswith((".", "/", "~")):
         if not index.is_file():

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mmrl.core import pretrained
 from mmrl.core.errors import UserError
-from mmrl.core.model_folders import check_libraries, class_of
+from mmrl.core.model_folders import check_libraries, class_of, refuse_file
 from mmrl.core.registry import locate
 from mmrl.policies.diffusion import (
     diffusers_folder,
@@ -42,6 +42,7 @@ def load(
     parts that have weights are made by it. UserError for what is no pipeline of the installed
     libraries."""
     place = locate(path)
+    refuse_file(place)
     local = Path(place).exists() or place.startswith((".", "/", "~"))
     indices = ("model_index.json", modular_folder.INDEX)
     if local and not any((Path(place) / index).is_file() for index in indices):
