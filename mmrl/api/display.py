@@ -50,4 +50,4 @@ def gallery_of(history: History) -> dict[str, Samples]:
 
 
 def _shown(tile: Tile) -> Image.Image | Video:
-    return Video(tile.frames) if isinstance(tile, Film) else tile
+    return Video(tile.frames, pace=tile.pace) if isinstance(tile, Film) else tile

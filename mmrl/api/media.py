@@ -25,26 +25,37 @@ SIDE = 128  # pixels of a picture that a notebook draws
 
 class Video(list[Image.Image]):
     """Holds the frames of a video, PIL images of one size; a notebook plays it. ``sound``:
-    [channels, samples] in -1..1 and the samples of a second, where it has one."""
+    [channels, samples] in -1..1 and the samples of a second, where it has one. ``pace``:
+    milliseconds a frame is shown."""
 
-    def __init__(self, frames: Iterable[Image.Image] = (), sound: tuple[Tensor, int] | None = None):
+    def __init__(
+        self,
+        frames: Iterable[Image.Image] = (),
+        sound: tuple[Tensor, int] | None = None,
+        pace: float = PACE,
+    ):
         super().__init__(frames)
         self.sound = sound
+        self.pace = pace
 
-    def save(self, path: str | Path, milliseconds: int = PACE) -> None:
-        """Write it as an animated .png, .webp or .gif, each frame shown so long, for ever, and its
-        sound as .wav beside it; or as an .mp4 with both, whose frames last as long as the sound."""
+    def save(self, path: str | Path, milliseconds: float | None = None) -> None:
+        """Write it as an animated .png, .webp or .gif, each frame shown so long (``pace``), for
+        ever, and its sound as .wav beside it; or as an .mp4 with both, whose frames last as long as
+        the sound."""
+        milliseconds = milliseconds or self.pace
         if Path(path).suffix == ".mp4":
             return self._save_mp4(Path(path), milliseconds)
         first, *later_frames = self
-        first.save(path, save_all=True, append_images=later_frames, duration=milliseconds, loop=0)
+        first.save(
+            path, save_all=True, append_images=later_frames, duration=round(milliseconds), loop=0
+        )
         if self.sound is not None:
             write_wav(Path(path).with_suffix(".wav"), *self.sound)
 
-    def _save_mp4(self, path: Path, milliseconds: int) -> None:
+    def _save_mp4(self, path: Path, milliseconds: float) -> None:
         frames = torch.stack([torch.from_numpy(np.array(frame.convert("RGB"))) for frame in self])
         if self.sound is None:
-            write_mp4(path, frames, Fraction(1000, milliseconds))
+            write_mp4(path, frames, 1000 / Fraction(milliseconds).limit_denominator(1000))
             return
         sound, rate = self.sound
         write_mp4(path, frames, frame_rate(len(self), sound.shape[-1], rate), sound, rate)
@@ -72,13 +83,14 @@ class Samples(list[Any]):
         self.rewards = {name: list(values) for name, values in rewards.items()}
 
     def save(self, folder: str | Path) -> list[Path]:
-        """Write every sample into a folder: pictures as .png, videos as animated .png, texts as
-        .txt. Returns the paths."""
+        """Write every sample into a folder: pictures as .png, videos as .mp4, texts as .txt.
+        Returns the paths."""
         place = Path(folder)
         place.mkdir(parents=True, exist_ok=True)
         paths = []
         for number, item in enumerate(self):
-            path = place / f"{number:03d}.{'txt' if isinstance(item, str) else 'png'}"
+            ending = "mp4" if isinstance(item, Video) and len(item) > 1 else "png"
+            path = place / f"{number:03d}.{'txt' if isinstance(item, str) else ending}"
             if isinstance(item, str):
                 path.write_text(item, encoding="utf-8")
             else:
@@ -110,7 +122,7 @@ def _text(text: str) -> str:
 
 
 def _picture(item: Image.Image | Video) -> str:
-    source = data_uri(Film(tuple(item)) if isinstance(item, Video) else item)
+    source = data_uri(Film(tuple(item), round(item.pace)) if isinstance(item, Video) else item)
     first = item[0] if isinstance(item, Video) else item
     style = f"width:{SIDE}px"
     if first.width <= SIDE:  # few pixels stay squares
@@ -118,19 +130,20 @@ def _picture(item: Image.Image | Video) -> str:
     return f'<img src="{source}" style="{style}">'
 
 
-def shown(media: Media) -> list[Sample]:
-    """Turn images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 into PIL images or ``Video``s;
-    texts stay what they are, and tensors without a picture become their numbers as text."""
-    return [shown_sample(item) for item in media]
+def shown(media: Media, fps: float = 1000 / PACE) -> list[Sample]:
+    """Turn images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1, of ``fps`` frames a second, into
+    PIL images or ``Video``s; texts stay what they are, and tensors without a picture become their
+    numbers as text."""
+    return [shown_sample(item, fps) for item in media]
 
 
-def shown_sample(item: Any) -> Sample:
+def shown_sample(item: Any, fps: float = 1000 / PACE) -> Sample:
     """Turn one image [3, H, W], one video [F, 3, H, W] or one text into what Python shows."""
     if not isinstance(item, Tensor):
         return item if isinstance(item, (str, Image.Image)) else str(item)
     if item.ndim == 4:
         sound = (item.sound, item.sampling_rate) if isinstance(item, SoundVideos) else None
-        return Video((_image(frame) for frame in item), sound)
+        return Video((_image(frame) for frame in item), sound, 1000 / fps)
     return _image(item) if item.ndim == 3 else str(item.tolist())
 
 

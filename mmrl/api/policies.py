@@ -80,7 +80,7 @@ class Policy:
                     f"policy.prompts[:4]"
                 ) from error
             media, repeated = whole(media, repeated, rows, num_samples)
-        return Samples(shown(media), repeated)
+        return Samples(shown(media, self.model.media_fps), repeated)
 
     @property
     def prompts(self) -> list[Prompt]:

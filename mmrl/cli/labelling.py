@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mmrl.cli import commands
 from mmrl.core.errors import UserError
+from mmrl.core.sample_files import write_sample
 from mmrl.core.types import Media, Prompt
 from mmrl.run import build, evaluation
 from mmrl.run.build import Session
@@ -65,7 +66,7 @@ def label(path: Path, file: Path, how: Labelling, overrides: Sequence[str] = ())
             for first in range(0, len(prompts), size):
                 some = prompts[first : first + size]
                 media, totals = _drawn(session, some, how, scorer, first)
-                writer = _Writer(lines, pictures, first, media)
+                writer = _Writer(lines, pictures, first, media, session.policy.media_fps)
                 pairs += sum(
                     writer.pair(place, prompt, totals[place], how.margin)
                     for place, prompt in enumerate(some)
@@ -127,6 +128,7 @@ class _Writer:
     files: Path
     first: int
     media: Media
+    fps: float  # of videos
 
     def pair(self, place: int, prompt: Prompt, totals: Tensor, margin: float) -> bool:
         """Write the best and the worst sample of a prompt, unless they are as good as equal."""
@@ -156,7 +158,7 @@ class _Writer:
         if isinstance(item, str):
             return item
         self.files.mkdir(exist_ok=True)
-        path = commands.write_sample(item, self.files / name, animated=True)
+        path = write_sample(item, self.files / name, self.fps)
         return f"{self.files.name}/{path.name}"
 
     def _own_fields(self, prompt: Prompt, number: int) -> Iterator[tuple[str, Any]]:

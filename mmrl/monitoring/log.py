@@ -17,7 +17,7 @@ from annotated_types import Ge
 
 from mmrl.core.errors import UserError
 from mmrl.monitoring.progress import Progress, progress_for
-from mmrl.monitoring.report.pictures import film_sheet, save_picture, sheet, still, tiles
+from mmrl.monitoring.report.pictures import PACE, film_sheet, save_picture, sheet, still, tiles
 from mmrl.monitoring.trackers import (
     Mirror,
     Name,
@@ -36,6 +36,7 @@ EVENTS = "events.jsonl"
 ROLLOUTS = "rollouts.jsonl"
 # the kind of the event that iterations or budget are spent
 FINISHED = "finished"
+MOST_CLIPS = 4  # of a sheet of videos that are files of their own
 # kinds of events that come again when iterations are done again
 REPEATED = ("alarm", "checkpoint", "excluded", "note")
 
@@ -152,15 +153,24 @@ class RunLog:
             _sync(self.folder)
 
     def images(
-        self, name: str, images: Tensor, captions: Sequence[str] = (), columns: int | None = None
+        self,
+        name: str,
+        images: Tensor,
+        captions: Sequence[str] = (),
+        columns: int | None = None,
+        fps: float | None = None,
     ) -> None:
-        """Write images [N, 3, H, W] in 0..1, or videos [N, F, 3, H, W], as samples/<name>.png,
-        which is animated for videos, and their layout to samples/captions.json."""
+        """Write images [N, 3, H, W] in 0..1 as samples/<name>.png, and their layout to
+        samples/captions.json. Of videos [N, F, 3, H, W], of ``fps`` frames a second, that picture
+        is small and moves; the first few are written as .mp4 into samples/<name> too."""
         if not self.active:
             return
         if not re.fullmatch(r"[\w.-]+", name):
             raise ValueError(f"{name!r} cannot be a file name")
-        picture, layout = (film_sheet if images.ndim == 5 else sheet)(images, columns)
+        if images.ndim == 5:
+            self._clips(name, images, fps or 1000 / PACE)
+        drawn = film_sheet(images, columns, fps) if images.ndim == 5 else sheet(images, columns)
+        picture, layout = drawn
         _replace(self.folder / "samples" / f"{name}.png", lambda path: save_picture(picture, path))
         known = read_captions(self.folder)
         sheets = known.get("sheets", {}) | {
@@ -184,6 +194,15 @@ class RunLog:
             mirror.image(iteration, tag, still(picture))
             if rows:
                 mirror.table(iteration, f"tables/{tag}", Table(("prompt", "picture"), rows))
+
+    def _clips(self, name: str, videos: Tensor, fps: float) -> None:
+        """Write the first videos as files that any player plays, with their sound."""
+        from mmrl.core.sample_files import write_sample
+
+        folder = self.folder / "samples" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        for i, video in enumerate(videos[:MOST_CLIPS]):
+            write_sample(video, folder / f"{i:03d}", fps)
 
     def answers(self, iteration: int, groups: Sequence[Mapping[str, Any]]) -> None:
         """Show the answers of an iteration in the trackers, as a table with their pictures.

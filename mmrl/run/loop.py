@@ -239,10 +239,12 @@ class Run:
         with self._best_weights():
             media, _ = sample(self.trainer.policy, prompts, 1, self.session.evaluation.seed)
         if isinstance(media, torch.Tensor) and media.ndim in (4, 5):
-            shown = distributed.all_gather_rows(media)
+            alone = distributed.world()[1] == 1  # what is gathered has no sound
+            shown = media if alone else distributed.all_gather_rows(media)
             with self.writing():
                 texts = [str(p.get("text", "")) for p in prompts]
-                self.log.images(name, shown.float().cpu(), texts)
+                fps = self.trainer.policy.media_fps
+                self.log.images(name, shown.float().cpu(), texts, fps=fps)
 
     def say(self, kind: str, message: str) -> None:
         self.log.event(kind, message)

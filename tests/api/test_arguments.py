@@ -3,6 +3,7 @@
 import math
 from pathlib import Path
 
+import av
 import numpy as np
 import pytest
 import torch
@@ -133,13 +134,14 @@ def test_several_rewards_and_weights():
 def test_media_become_pictures_videos_and_texts(tmp_path):
     first, second = shown(PICTURES)
     assert isinstance(first, Image.Image) and second.getpixel((0, 0)) == (255, 255, 255)
-    (video,) = shown(PICTURES[None])
+    (video,) = shown(PICTURES[None], fps=24)
     assert isinstance(video, Video) and len(video) == 2 and "data:image" in video._repr_html_()
     samples = Samples([first, video, "<b>"], [{"text": "<i>"}] * 3, {"r": [1.0, 2.0, 3.0]})
     page = samples._repr_html_()
     assert "&lt;b&gt;" in page and "&lt;i&gt;" in page and "r 2" in page and "<i>" not in page
-    assert [path.name for path in samples.save(tmp_path / "x")] == ["000.png", "001.png", "002.txt"]
-    assert Image.open(tmp_path / "x" / "001.png").n_frames == 2
+    assert [path.name for path in samples.save(tmp_path / "x")] == ["000.png", "001.mp4", "002.txt"]
+    with av.open(str(tmp_path / "x" / "001.mp4")) as file:
+        assert file.streams.video[0].average_rate == 24 and file.streams.video[0].frames == 2
 
 
 def test_a_model_that_looks_at_pictures_reads_files_as_such():

@@ -9,8 +9,8 @@ import torch
 from PIL import Image
 
 import mmrl
-from mmrl.cli.commands import write_sample
 from mmrl.core.movie import frame_rate, write_mp4
+from mmrl.core.sample_files import write_sample
 from mmrl.core.sound import with_sound
 
 SIDES = 33, 40

@@ -6,13 +6,14 @@ import hashlib
 import pickle
 import wave
 
+import av
 import numpy as np
 import pytest
 import torch
 
 from mmrl.api.media import Samples, shown
-from mmrl.cli.commands import write_sample
 from mmrl.core.errors import UserError
+from mmrl.core.sample_files import write_sample
 from mmrl.core.sound import SoundVideos, sound_of, with_sound
 from mmrl.scoring.cache import feed
 
@@ -91,7 +92,8 @@ def test_files_have_the_sound_beside_the_video(tmp_path):
     np.testing.assert_allclose(read(tmp_path / "000-a-dog.wav"), expected, atol=1 / 32767)
     samples = Samples(shown(media))
     samples.save(tmp_path / "more")
-    np.testing.assert_allclose(read(tmp_path / "more" / "001.wav"), expected, atol=1 / 32767)
+    with av.open(str(tmp_path / "more" / "001.mp4")) as file:
+        assert file.streams.audio[0].rate == 16000
     write_sample(media[1].as_subclass(torch.Tensor) * 1, tmp_path / "silent")
     assert not (tmp_path / "silent.wav").exists()
 

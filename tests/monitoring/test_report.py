@@ -7,6 +7,7 @@ import re
 from html.parser import HTMLParser
 from xml.etree import ElementTree
 
+import av
 import pytest
 import torch
 from hypothesis import given
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from mmrl.core.errors import UserError
+from mmrl.core.sound import with_sound
 from mmrl.monitoring.log import LogOptions, RunLog
 from mmrl.monitoring.report import charts
 from mmrl.monitoring.report.charts import Chart, Series
@@ -402,6 +404,26 @@ def test_videos_move_on_the_page(tmp_path):
         picture = Image.open(io.BytesIO(base64.b64decode(source.partition("base64,")[2])))
         assert picture.n_frames == 5 and picture.info["loop"] == 0
     assert Image.open(tmp_path / "before_after.png").n_frames == 5
+
+
+def test_videos_of_a_run_are_files_at_their_own_rate_with_their_sound(tmp_path):
+    """Moving pictures that leave frames out take as long as the clips; four clips are whole."""
+    videos = torch.rand(5, 33, 3, 16, 18, generator=torch.Generator().manual_seed(0))
+    heard = with_sound(videos, torch.zeros(5, 1, 33 * 500), 8000)
+    with RunLog(tmp_path, options=LogOptions(tensorboard=False)) as log:
+        log.images("before", videos, fps=24.0)
+        log.images("after", heard, fps=16.0)
+    assert Image.open(tmp_path / "samples" / "before.png").info["duration"] == 125  # 3 frames at 24
+    assert read_run(tmp_path).sample_tiles("before")[0].pace == 125
+    files = sorted(path.name for path in (tmp_path / "samples" / "before").iterdir())
+    assert files == ["000.mp4", "001.mp4", "002.mp4", "003.mp4"]
+    for name, sounds in (("before", 0), ("after", 1)):
+        with av.open(str(tmp_path / "samples" / name / "003.mp4")) as file:
+            stream = file.streams.video[0]
+            assert (stream.width, stream.height, stream.pix_fmt) == (18, 16, "yuv420p")
+            assert sum(1 for _ in file.decode(video=0)) == 33
+            assert stream.average_rate == (24 if name == "before" else 16)
+            assert len(file.streams.audio) == sounds
 
 
 def test_long_and_large_videos_are_shrunk():

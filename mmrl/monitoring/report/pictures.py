@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 GAP = 2  # pixels between tiles
-PACE = 120  # milliseconds a frame is shown
+PACE = 120  # milliseconds a frame is shown where nothing says otherwise
 # of videos on a sheet; longer ones leave frames out, larger ones are shrunk
 MOST_FRAMES = 16
 MOST_SIDE = 192
@@ -57,6 +57,7 @@ class Film:
     """Holds the frames of a video, all of one size."""
 
     frames: tuple[Image.Image, ...]
+    pace: int = PACE  # milliseconds a frame is shown
 
     @property
     def width(self) -> int:
@@ -85,8 +86,11 @@ def sheet(images: Tensor, columns: int | None = None) -> tuple[Image.Image, Layo
     return picture, layout
 
 
-def film_sheet(videos: Tensor, columns: int | None = None) -> tuple[Film, Layout]:
-    """Put videos [N, F, 3, H, W] in 0..1 side by side, at most 16 frames of at most 192 pixels."""
+def film_sheet(
+    videos: Tensor, columns: int | None = None, fps: float | None = None
+) -> tuple[Film, Layout]:
+    """Put videos [N, F, 3, H, W] in 0..1, of ``fps`` frames a second, side by side, at most 16
+    frames of at most 192 pixels, which take as long as the videos."""
     count, (height, width) = videos.shape[1], videos.shape[-2:]
     stride = -(-count // MOST_FRAMES)
     block = -(-max(height, width) // MOST_SIDE)
@@ -100,18 +104,17 @@ def film_sheet(videos: Tensor, columns: int | None = None) -> tuple[Film, Layout
             for moment in cut
         ]
     drawn = [sheet(moment, columns) for moment in moments]
-    return Film(tuple(picture for picture, _ in drawn)), drawn[0][1]
+    pace = PACE if fps is None else round(1000 * stride / fps)
+    return Film(tuple(picture for picture, _ in drawn), pace), drawn[0][1]
 
 
 def save_picture(picture: Tile, target: Path | io.BytesIO, kind: str = "PNG") -> None:
     """Save a picture as PNG or WebP; a film as an animated one that plays for ever."""
-    first, *later_frames = picture.frames if isinstance(picture, Film) else (picture,)
-    animated = (
-        {"save_all": True, "append_images": later_frames, "duration": PACE, "loop": 0}
-        if later_frames
-        else {}
-    )
-    first.save(target, format=kind, **animated)
+    if not isinstance(picture, Film):
+        return picture.save(target, format=kind)
+    first, *later_frames = picture.frames
+    timing = {"duration": picture.pace, "loop": 0}
+    return first.save(target, kind, save_all=True, append_images=later_frames, **timing)
 
 
 def open_picture(path: Path) -> Tile:
@@ -121,7 +124,8 @@ def open_picture(path: Path) -> Tile:
         for i in range(getattr(picture, "n_frames", 1)):
             picture.seek(i)
             frames.append(picture.convert("RGB"))
-    return Film(tuple(frames)) if len(frames) > 1 else frames[0]
+        pace = round(picture.info.get("duration") or PACE)
+    return Film(tuple(frames), pace) if len(frames) > 1 else frames[0]
 
 
 def still(picture: Tile) -> Image.Image:
@@ -135,7 +139,7 @@ def tiles(picture: Tile, layout: Layout) -> list[Tile]:
         raise ValueError(f"the sheet measures {picture.size}, its layout says {layout.size()}")
     if isinstance(picture, Film):
         cut = zip(*(tiles(frame, layout) for frame in picture.frames), strict=True)
-        return [Film(tuple(frames)) for frames in cut]
+        return [Film(tuple(frames), picture.pace) for frames in cut]
     return [picture.crop(layout.box(i)) for i in range(layout.count)]
 
 
@@ -152,16 +156,14 @@ def enlarge(picture: Image.Image, side: int) -> Image.Image:
 def compare(rows: Mapping[str, Sequence[Tile]], captions: list[str], side: int = 120) -> Tile:
     """Draw labelled rows of tiles above their captions, on white: the before-and-after picture,
     animated for videos."""
-    length = max(
-        (len(tile.frames) for row in rows.values() for tile in row if isinstance(tile, Film)),
-        default=0,
-    )
+    films = [tile for row in rows.values() for tile in row if isinstance(tile, Film)]
+    length = max((len(film.frames) for film in films), default=0)
     moments = [
         {label: [_at(tile, i) for tile in row] for label, row in rows.items()}
         for i in range(length or 1)
     ]
     drawn = tuple(_compare(moment, captions, side) for moment in moments)
-    return Film(drawn) if length else drawn[0]
+    return Film(drawn, films[0].pace) if length else drawn[0]
 
 
 def _at(tile: Tile, moment: int) -> Image.Image:
