@@ -21,8 +21,10 @@ from mmrl.core.hub import check_repository
 from mmrl.core.pretrained import load_open_clip
 from mmrl.core.registry import locate
 from rewards._media import normalize, resize_and_crop, to_uint8
+from rewards._reads import of_open_clip
 from rewards.precision import is_lowered, own_precision
 
+CONTEXT = 77  # tokens of CLIP's text encoders
 CACHED_TEXTS = 16_384  # embeddings kept, the oldest go first: 50 MB at width 768
 _shared: WeakValueDictionary[tuple[Any, ...], Clip] = WeakValueDictionary()
 
@@ -34,6 +36,8 @@ class Clip:
     def __init__(self, model: Any, tokenizer: Any, device: torch.device):
         self.model = model.eval().requires_grad_(False).to(device)
         self.tokenizer = tokenizer
+        limit = int(getattr(tokenizer, "context_length", None) or CONTEXT)
+        self.beginning = of_open_clip("a reward's CLIP model", tokenizer, limit)
         self.device = device
         self.preprocess_cfg = dict(model.visual.preprocess_cfg)
         size = self.preprocess_cfg["size"]
@@ -95,6 +99,7 @@ class Clip:
                 else {text: self.texts[text] for text in texts if text in self.texts}
             )
         fresh = [text for text in dict.fromkeys(texts) if text not in known]
+        self.beginning.look(fresh)
         with own_precision(self.device.type):
             for start in range(0, len(fresh), batch_size):
                 part = fresh[start : start + batch_size]

@@ -15,6 +15,7 @@ from mmrl.core.types import Prompt
 from rewards._hf import Precision, load_model, load_processor
 from rewards._media import frames
 from rewards._prompt import texts_of
+from rewards._reads import of_transformers
 from rewards._sound import resampled, waves_of
 from rewards.card import card, card_with
 from rewards.precision import own_precision
@@ -65,6 +66,7 @@ class Clap:
     ):
         self.network = load_model("ClapModel", model, device, dtype)
         self.tokenizer = load_processor("AutoTokenizer", model)
+        self.beginning = of_transformers("clap", self.tokenizer, LONGEST)
         self.extractor: Any = load_processor("AutoFeatureExtractor", model)
         self.field = field
         self.scale = scale
@@ -113,6 +115,7 @@ class Clap:
 
     def embed_texts(self, texts: list[str]) -> Tensor:
         """Embed N texts -> [N, E] unit vectors; of longer texts the first 77 tokens."""
+        self.beginning.look(texts)
         tokens = self.tokenizer(
             texts, padding=True, truncation=True, max_length=LONGEST, return_tensors="pt"
         )

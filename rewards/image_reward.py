@@ -20,6 +20,7 @@ from mmrl.core.weight_files import read_tensors
 from rewards._frames import PromptReward
 from rewards._hf import Preprocess, load_processor, to_pil
 from rewards._media import normalize, resize_and_crop
+from rewards._reads import of_transformers
 from rewards._scale import raw, scaling
 from rewards._tensors import fetch
 from rewards.card import card
@@ -84,10 +85,12 @@ class ImageReward(PromptReward):
         super().__init__(**options)
         self.network = load_network(fetch(weights, "ImageReward")).to(self.device)
         self.tokenizer = load_processor("BertTokenizer", tokenizer)
+        self.beginning = of_transformers("image_reward", self.tokenizer, TOKENS)
         self.scale = scaling(scale, SCALES, "image_reward")
         self.exact = preprocess == "pil"
 
     def score(self, pictures: Tensor, texts: list[str]) -> Tensor:
+        self.beginning.look(texts)
         tokens = self.tokenizer(
             texts, padding="max_length", truncation=True, max_length=TOKENS, return_tensors="pt"
         ).to(self.network.device)

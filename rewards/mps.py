@@ -17,6 +17,7 @@ from mmrl.core.registry import REWARDS
 from mmrl.core.weight_files import read_tensors
 from rewards._frames import PromptReward
 from rewards._hf import Eyes, Preprocess, load_processor
+from rewards._reads import of_transformers
 from rewards._scale import factor, raw, scaling
 from rewards._tensors import fetch
 from rewards.card import card
@@ -75,6 +76,7 @@ class MPS(PromptReward):
         super().__init__(**options)
         self.network = load_network(weights, clip).to(self.device)
         self.tokenizer = load_processor("AutoTokenizer", clip)
+        self.beginning = of_transformers("mps", self.tokenizer, 77)
         self.eyes = Eyes(clip, preprocess)
         self.condition = condition
         self.threshold = threshold
@@ -89,6 +91,7 @@ class MPS(PromptReward):
 
     def tokens(self, texts: list[str]) -> Tensor:
         """Tokenize N texts -> [N, 77] ids."""
+        self.beginning.look(texts)
         ids: Tensor = self.tokenizer(
             texts, padding="max_length", truncation=True, max_length=77, return_tensors="pt"
         ).input_ids

@@ -11,6 +11,7 @@ from torch import Tensor
 from mmrl.core.registry import REWARDS
 from rewards._frames import PromptReward
 from rewards._hf import Eyes, Precision, Preprocess, load_model, load_processor
+from rewards._reads import of_transformers
 from rewards._scale import factor, raw, scaling
 from rewards.card import card
 
@@ -60,6 +61,7 @@ class PickScore(PromptReward):
         self.model = load_model("CLIPModel", model, self.device, dtype)
         self.eyes = Eyes(processor or model, preprocess)
         self.tokenizer = load_processor("AutoTokenizer", processor or model)
+        self.beginning = of_transformers("pickscore", self.tokenizer, 77)
         temperature = float(self.model.logit_scale.exp())
         known = {
             "logit": raw,
@@ -81,6 +83,7 @@ class PickScore(PromptReward):
 
     def embed_texts(self, texts: list[str]) -> Tensor:
         """Embed N texts -> [N, E] unit vectors, each text padded or cut to 77 tokens."""
+        self.beginning.look(texts)
         tokens = self.tokenizer(
             texts, padding="max_length", truncation=True, max_length=77, return_tensors="pt"
         )

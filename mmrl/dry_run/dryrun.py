@@ -22,10 +22,11 @@ from mmrl.core.registry import options as options_of
 from mmrl.dry_run import costs, published, replays
 from mmrl.dry_run.hollow import Counted, Hollow, counted, hollow
 from mmrl.dry_run.rehearsal import Rehearsed, Stage, rehearse
-from mmrl.dry_run.stand_in import call_defaults, folder_at, stand_in
+from mmrl.dry_run.stand_in import call_defaults, call_of, folder_at, stand_in
 from mmrl.dry_run.weightless import Sizes, folder_of, sizes_of
 from mmrl.policies.base import RolloutContext
-from mmrl.policies.diffusion.any_pipeline import AnyPipeline
+from mmrl.policies.diffusion import prompt_lengths
+from mmrl.policies.diffusion.any_pipeline import LENGTH, AnyPipeline
 from mmrl.policies.diffusion.flow_plan import planned
 from mmrl.policies.diffusion.flow_policy import FlowPolicy
 from mmrl.policies.diffusion.pipeline_policy import FolderPolicy
@@ -64,6 +65,7 @@ class Report:
     sharded: float | None = None
     unknown: tuple[str, ...] = ()
     account: tuple[str, ...] = ()  # what was read of the data
+    cut_prompts: tuple[str, ...] = ()  # what text encoders do not read of the prompts
     call_defaults: str = ""  # what a replayed pipeline's call says without having been asked
     stand_in: str = ""  # the family that is looked at in place of a replayed pipeline
     stage: Stage | None = None  # of a replayed pipeline without a family: its passes
@@ -84,9 +86,10 @@ def dry_run(path: Path, overrides: Sequence[str] = (), processes: int = 1) -> Re
         else next(iter(configuration["policy"]))
     )
     plan = arithmetic(train, processes, not compares(configuration))
-    _, summaries = read_data(configuration)
+    source, summaries = read_data(configuration)
     accounts = tuple(line for summary in summaries for line in summary.lines())
     report = Report(name, str(policy.options.get("path", "")), plan, train, account=accounts)
+    report = replace(report, cut_prompts=_cut_prompts(policy, source))
     if policy.entry is AnyPipeline:
         report = replace(report, call_defaults=call_defaults(policy))
         family, policy = stand_in(policy)
@@ -99,6 +102,25 @@ def dry_run(path: Path, overrides: Sequence[str] = (), processes: int = 1) -> Re
     else:
         report = _of_others(report, policy, configuration)
     return _with_memory(report, configuration, processes)
+
+
+def _cut_prompts(resolved: Resolved, source: Any) -> tuple[str, ...]:
+    """Say what the text encoders of a local folder do not read of the data's prompts."""
+    place = folder_of(str(resolved.options.get("path", "")))
+    of_diffusers = resolved.entry is AnyPipeline or (
+        isinstance(resolved.entry, type) and issubclass(resolved.entry, FolderPolicy)
+    )
+    if place is None or not of_diffusers or not (place / "model_index.json").is_file():
+        return ()
+    texts = [str(p["text"]) for p in (*source.train, *source.held_out) if p.get("text")]
+    if resolved.entry is not AnyPipeline:
+        known = options_of(resolved.entry)
+        default = known["text_length"].default if "text_length" in known else None
+        length = resolved.options.get("text_length", default)
+        return prompt_lengths.cut(str(place), texts, length)
+    call = resolved.options.get("call") or {}
+    limit = prompt_lengths.limit_of(call, call_of(resolved))
+    return prompt_lengths.cut(str(place), texts, limit, LENGTH)
 
 
 def _of_folder(

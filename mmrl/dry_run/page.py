@@ -29,6 +29,8 @@ def lines(report: Report) -> Iterator[str]:
         yield f"call        not set, so taken as they are: {report.call_defaults}"
     for line in report.account:
         yield f"data        {line}"
+    for line in report.cut_prompts:
+        yield f"prompts     {line}"
     yield from _sample(report)
     yield (
         f"batches     {train.prompts_per_iteration} prompts x {train.group_size} copies = "

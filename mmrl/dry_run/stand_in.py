@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,14 +43,18 @@ def stand_in(resolved: Resolved) -> tuple[str, Resolved]:
 
 def call_defaults(resolved: Resolved) -> str:
     """List what a replayed pipeline's call says without having been asked."""
+    inputs = resolved.options.get("inputs") or {}
+    return unset(call_of(resolved), resolved.options.get("call") or {}, list(inputs))
+
+
+def call_of(resolved: Resolved) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a replayed pipeline's call; none where its class is not known."""
     import diffusers
 
     cls = getattr(diffusers, _class_of(str(resolved.options.get("path", ""))) or "-", None)
     if resolved.entry is not AnyPipeline or cls is None:
-        return ""
-    known = inspect.signature(inspect.unwrap(cls.__call__)).parameters
-    inputs = resolved.options.get("inputs") or {}
-    return unset(known, resolved.options.get("call") or {}, list(inputs))
+        return {}
+    return inspect.signature(inspect.unwrap(cls.__call__)).parameters
 
 
 def folder_at(path: str) -> Path | None:

@@ -27,7 +27,7 @@ from mmrl.policies.diffusion import (
 from mmrl.policies.diffusion.attention_backends import Attention, AttentionChoice
 from mmrl.policies.diffusion.flow_policy import FlowPolicy, Grid, Storage
 from mmrl.policies.diffusion.frozen_cache import EncoderCache, Placement
-from mmrl.policies.diffusion.modular_folder import guidance_of
+from mmrl.policies.diffusion.modular_folder import guidance_of, is_modular
 from mmrl.policies.diffusion.replay import Replay
 from mmrl.policies.diffusion.replay_consistency import Sampler
 from mmrl.policies.diffusion.replay_encoding import MediaEncoder
@@ -53,6 +53,7 @@ KANDINSKY_LAYERS = tuple(  # of a block of Kandinsky 5
     for layer in ("self_attention", "cross_attention")
     for name in ("to_query", "to_key", "to_value", "out_layer")
 )
+LENGTH = "call: {max_sequence_length: ...}"  # what sets the tokens of a prompt
 PROBE = Rng.of("latents to try an encoder with")
 # decoders that fail on several videos: diffusers 0.42 masks the attention of one only
 ALONE = frozenset({"AutoencoderKLHunyuanVideo15"})
@@ -223,7 +224,17 @@ class AnyPipeline(ReplayedPolicy):
     def admit(self, prompts: list[Prompt]) -> list[Prompt]:
         """Take all prompts, and say what is not read of them."""
         fields = [str(field) for field in self.arguments.inputs.values()]
-        lines = prompt_lengths.unread(prompts, fields)
+        field = self.arguments.inputs.get("prompt", "")
+        texts = [text for prompt in prompts if isinstance(text := prompt.get(field), str)]
+        limit = prompt_lengths.limit_of(self.arguments.call, self.replay.arguments)
+        lines = (
+            *(
+                ()
+                if is_modular(self.place)
+                else prompt_lengths.cut(self.place, texts, limit, LENGTH)
+            ),
+            *prompt_lengths.unread(prompts, fields),
+        )
         self.notes += tuple(line for line in lines if line not in self.notes)
         return super().admit(prompts)
 

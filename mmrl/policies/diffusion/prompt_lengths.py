@@ -3,8 +3,9 @@ takes, and columns that look like settings of a row."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from inspect import Parameter
 from typing import Any
 
 from mmrl.core import pretrained
@@ -28,9 +29,15 @@ SHOWN = 40  # characters of what is cut off
 PART = 4096  # texts at once
 
 
-def cut(place: str, texts: Sequence[str], text_length: int | None) -> tuple[str, ...]:
+def cut(
+    place: str,
+    texts: Sequence[str],
+    text_length: int | None,
+    option: str = "policy option text_length",
+) -> tuple[str, ...]:
     """Return a sentence for each tokenizer of a folder that reads less than some of the texts:
-    CLIP's as many tokens as its position embeddings, others ``text_length``."""
+    CLIP's as many tokens as its position embeddings, others ``text_length``, which ``option``
+    sets."""
     if not texts:
         return ()
     index = diffusers_folder.index(place)
@@ -38,12 +45,19 @@ def cut(place: str, texts: Sequence[str], text_length: int | None) -> tuple[str,
         sentence
         for part in TOKENIZERS
         if (index.get(part) or [None])[0] is not None
-        for sentence in _cut_by(place, part, str(index[part][1]), texts, text_length)
+        for sentence in _cut_by(place, part, str(index[part][1]), texts, text_length, option)
     )
 
 
+def limit_of(call: Mapping[str, Any], known: Mapping[str, Parameter]) -> int | None:
+    """Return the tokens that a pipeline's call reads of a prompt; None: what its tokenizer says."""
+    default = known["max_sequence_length"].default if "max_sequence_length" in known else None
+    length = call.get("max_sequence_length", default)
+    return length if isinstance(length, int) else None
+
+
 def _cut_by(
-    place: str, part: str, kind: str, texts: Sequence[str], text_length: int | None
+    place: str, part: str, kind: str, texts: Sequence[str], text_length: int | None, option: str
 ) -> Iterator[str]:
     import transformers
 
@@ -66,7 +80,7 @@ def _cut_by(
     helps = (
         "write what matters first"
         if clip or text_length is None
-        else "raise policy option text_length, or write what matters first"
+        else f"raise {option}, or write what matters first"
     )
     yield (
         f"{len(over)} of {len(texts)} prompts are longer than the {limit} tokens that the text "

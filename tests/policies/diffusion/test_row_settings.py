@@ -10,6 +10,8 @@ import torch
 from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES, load_built_in
 from mmrl.data.by_size import BySize
+from mmrl.dry_run import page
+from mmrl.dry_run.dryrun import dry_run
 from mmrl.policies.diffusion import prompt_lengths
 from mmrl.run import evaluation
 from samplers.noise import Rng
@@ -200,6 +202,27 @@ def test_prompts_that_are_cut_are_counted_once_and_the_libraries_are_silent(name
     short = folders.make(name)
     short.admit([{"text": "a red seven"}])
     assert not short.notes
+
+
+def test_a_pipelines_prompts_and_those_of_the_dry_run_are_counted_too(tmp_path):
+    place = tiny_diffusers.folder("flux")
+    call = {"height": 16, "width": 16, "max_sequence_length": 16}
+    policy = POLICIES.build("pipeline", path=str(place), call=call, steps=1, check=False)
+    policy.admit([{"text": LONG}, {"text": "a red seven"}])
+    lines = [line for line in policy.notes if "longer than" in line]
+    assert len(lines) == 2 and "the 16 tokens" in lines[1] and "max_sequence_length" in lines[1]
+    (tmp_path / "p.txt").write_text(f"{LONG}\na red seven\n")
+    for options in (
+        f"flux: {{path: {place}, size: 16, text_length: 16}}",
+        f"pipeline: {{path: {place}, call: {call}}}",
+    ):
+        (tmp_path / "c.yaml").write_text(
+            f"policy: {{{options}}}\ndata: {{prompts: {{path: {tmp_path}/p.txt, held_out: 0}}}}\n"
+            "reward: {aesthetic: 1.0}\nobjective: policy_gradient\n"
+            "train: {prompts_per_iteration: 2, group_size: 2, train_batch_size: 4, iterations: 1}"
+        )
+        shown = list(page.lines(dry_run(tmp_path / "c.yaml")))
+        assert sum(line.startswith("prompts     1 of 2 prompts are longer") for line in shown) == 2
 
 
 def test_columns_that_look_like_settings_are_mentioned():
