@@ -3,7 +3,8 @@ terminal whether it should.
 
 transformers asks where a folder has code and nobody said whether it may run; diffusers and others
 take ``trust_remote_code`` from files of the folder. While a model is loaded by
-``mmrl.core.pretrained``, both go through the check below.
+``mmrl.core.pretrained``, both go through the check below. Classes that may run and were written for
+transformers 4 are finished here as transformers 5 needs it.
 """
 
 from __future__ import annotations
@@ -71,6 +72,26 @@ def _checked(importer: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         if _refused.get():
             raise ForeignCode("it needs custom code of its folder, which is not run")
-        return importer(*args, **kwargs)
+        return _finished(importer(*args, **kwargs))
 
     return call
+
+
+def _finished(cls: Any) -> Any:
+    """Let a model's class that never calls ``post_init`` do so when it was made, which transformers
+    before 5 did not need (LLaDA's, MMaDA's and others of their time)."""
+    from transformers import PreTrainedModel
+
+    if not issubclass(cls, PreTrainedModel) or "__init__" not in vars(cls):
+        return cls
+    make = cls.__init__
+
+    @wraps(make)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        if type(self) is cls and "all_tied_weights_keys" not in vars(self):
+            self.post_init()
+
+    if not hasattr(make, "__wrapped__"):
+        cls.__init__ = init
+    return cls

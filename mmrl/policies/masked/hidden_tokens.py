@@ -28,12 +28,19 @@ class Hidden:
     logits: Tensor  # [N, V]
     where: Tensor
     noise: Tensor | None = None
+    heat: Tensor | float = 1.0  # that logits are times where confidences are read, [N, 1]
 
     def log_prob(self, decision: Tensor) -> Tensor:
         """Return the log-probs of token ids [B, L], or of tokens and their ranks [B, L, 2]."""
         ids = decision if self.noise is None else decision[..., 0]
         token = self._spread(Categorical(self.logits).log_prob(selected(ids, self.where)))
-        return token if self.noise is None else chosen(token, self.noise, decision[..., 1])
+        if self.noise is None:
+            return token
+        confidence = token
+        if isinstance(self.heat, Tensor) or self.heat != 1:
+            plain = Categorical(self.logits * self.heat)
+            confidence = self._spread(plain.log_prob(selected(ids, self.where)))
+        return chosen(token, confidence, self.noise, decision[..., 1])
 
     def kl(self, reference: Hidden, by: Divergence = REVERSE) -> Tensor:
         """Compute KL(self || other), or another divergence."""
@@ -56,6 +63,6 @@ class Hidden:
         return spread(values, self.where)
 
 
-def chosen(token: Tensor, noise: Tensor, rank: Tensor) -> Tensor:
-    """Add the log-probs of ranks to those of tokens, [B, L]."""
-    return token + unmask.plackett_luce(token / noise, rank)
+def chosen(token: Tensor, confidence: Tensor, noise: Tensor, rank: Tensor) -> Tensor:
+    """Add the log-probs of ranks, by the log of the confidence, to those of tokens, [B, L]."""
+    return token + unmask.plackett_luce(confidence / noise, rank)

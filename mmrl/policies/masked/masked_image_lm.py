@@ -3,7 +3,8 @@ generators."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,10 +23,11 @@ from mmrl.policies.base import Precision
 from mmrl.policies.demonstrations import encoded, placed_rows
 from mmrl.policies.diffusion.text_encoding import texts_of
 from mmrl.policies.masked.amused import codes_of
-from mmrl.policies.masked.masked_lm import MaskedLM
+from mmrl.policies.masked.masked_lm import MaskedLM, sizes_of
 from mmrl.policies.masked.policy import MaskedDiffusion
 from samplers.batching import chunks
 
+SPECIAL = re.compile(r"<\|[^<>|\s]+\|>|</?[A-Za-z_]\w*>")
 Decoder = Callable[[Tensor], Tensor]  # codes [B, h, w] -> images [B, 3, H, W] in 0..1, or bytes
 
 
@@ -51,6 +53,7 @@ class MaskedImageLM(MaskedLM):
         side: Count = 32,
         prompt: str = "{text}",
         after: str | None = None,
+        special_tokens: Mapping[str, int] | None = None,
         steps: Steps = 12,
         mask: int | None = None,
         dtype: Precision = "float32",
@@ -59,7 +62,8 @@ class MaskedImageLM(MaskedLM):
     ):
         """Load the model. first: id of code 0. codes: how many. side: tokens. prompt: the input
         before an image, {text} in it, and after: the input behind it, in the tokenizer's own
-        special tokens. steps: passes. mask: id of the mask token; None: the tokenizer's.
+        special tokens and those of special_tokens: ids by names that it does not know. steps:
+        passes. mask: id of the mask token; None: the tokenizer's.
         remote_code: run the Python code of the model's own repository."""
         if "{text}" not in prompt:
             raise UserError(
@@ -76,13 +80,27 @@ class MaskedImageLM(MaskedLM):
             **options,
         )
         # states hold codes, and one more number for hidden ones
+        vocabulary = sizes_of(self.net)[1]
+        if first + codes > vocabulary:
+            raise UserError(
+                f"policy options first and codes: the model has the ids 0 to {vocabulary - 1}, and "
+                f"codes would be {first} to {first + codes - 1}"
+            )
         self.mask_id = codes
         self.end = None
         self.first = first
         self.codes = codes
         self.side = side
         self.prompt = prompt
-        self.suffix = self.tokenizer(after, add_special_tokens=False).input_ids if after else []
+        self.special_tokens = dict(special_tokens or {})
+        _check_special(f"{prompt} {after or ''}", self.special_tokens, self.tokenizer)
+        beyond = [name for name, i in self.special_tokens.items() if not 0 <= i < vocabulary]
+        if beyond:
+            raise UserError(
+                f"policy option special_tokens: {beyond[0]} has the id "
+                f"{self.special_tokens[beyond[0]]}; the model has the ids 0 to {vocabulary - 1}"
+            )
+        self.suffix = self._tokens(after, add_special_tokens=False) if after else []
         self.codec = _decoder(decoder)
         known = isinstance(self.codec, Codec)
         self.pictures = Pictures(f"policy option decoder {decoder!r}", known)
@@ -96,7 +114,21 @@ class MaskedImageLM(MaskedLM):
         return {key: value[:-1] for key, value in rows.items()} | {"uncond": last}
 
     def _ids(self, text: str) -> list[int]:
-        ids: list[int] = self.tokenizer(self.prompt.replace("{text}", text)).input_ids
+        return self._tokens(self.prompt.replace("{text}", text))
+
+    def _tokens(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return the ids of a text; where names have ids of their own, these and nothing else than
+        what stands there."""
+        named = self.special_tokens
+        if not named:
+            ids: list[int] = self.tokenizer(text, add_special_tokens=add_special_tokens).input_ids
+            return ids
+        pieces = re.split(f"({'|'.join(map(re.escape, named))})", text)
+        known = ([named[piece]] if piece in named else self._plain(piece) for piece in pieces)
+        return [token for ids in known for token in ids]
+
+    def _plain(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False).input_ids if text else []
         return ids
 
     def empty(self, point: Query) -> Any:
@@ -140,6 +172,18 @@ class MaskedImageLM(MaskedLM):
         ids = rollout.sample.unflatten(1, (self.side, self.side))
         parts = chunks(len(ids), self.fixed_batch_rows or len(ids))
         return torch.cat([self.pictures(self.codec, ids[part]) for part in parts])
+
+
+def _check_special(text: str, named: Mapping[str, int], tokenizer: Any) -> None:
+    """Raise UserError where a text holds a special token, such as <|soi|>, that has no id."""
+    known = tokenizer.get_vocab()
+    for name in SPECIAL.findall(text.replace("{text}", " ")):
+        if name not in named and name not in known:
+            raise UserError(
+                f"policy options prompt and after: the tokenizer has no token {name!r}, and would "
+                f"read it as plain text; give its id by special_tokens: {{{name!r}: ID}}, as the "
+                f"model's own code has it"
+            )
 
 
 class Codec:

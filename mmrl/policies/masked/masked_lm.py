@@ -3,6 +3,7 @@ BERT-like models of transformers."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from mmrl.core.types import Completion, Media, Point, Prompt, Query, Rollout
 from mmrl.policies import local_code
 from mmrl.policies.base import Precision
 from mmrl.policies.diffusion.text_encoding import texts_of
+from mmrl.policies.masked import published
 from mmrl.policies.masked.policy import MaskedDiffusion
 from samplers.noise import Rng
 
@@ -28,7 +30,8 @@ from samplers.noise import Rng
 class MaskedLM(MaskedDiffusion):
     """Trains masked language models, which write text block after block (semi-autoregressive).
 
-    The protocol: transformers' auto classes load a model and a tokenizer from the folder or hub id,
+    LLaDA, MMaDA and Dream are read as published, without their code (``published.py``). The
+    protocol for others: transformers' auto classes load a model and a tokenizer of the folder,
     and ``model(input_ids [B, L], attention_mask=[B, L]).logits`` [B, L, V] looks both ways,
     position i for token i. With ``block_causal`` (LLaDA2, diffusers' LLaDA2Pipeline) blocks are
     counted from the prompt's first token, the model is given ``position_ids`` [B, L] too, and a
@@ -86,6 +89,12 @@ class MaskedLM(MaskedDiffusion):
             raise UserError(
                 f"the tokenizer of {path!r} knows no mask token: give its id as policy option mask"
             )
+        self.context_length, vocabulary = sizes_of(net)
+        if mask_id >= vocabulary:
+            raise UserError(
+                f"policy option mask: the model of {path!r} has the ids 0 to {vocabulary - 1}, not "
+                f"{mask_id}"
+            )
         self.end = self.tokenizer.eos_token_id
         self.hole = mask_id  # what the network reads in the place of a hidden token
         self.suffix: list[int] = []  # tokens behind every answer
@@ -94,16 +103,33 @@ class MaskedLM(MaskedDiffusion):
         if block_causal:  # the prompt ends inside a block, so an answer may touch one more
             self.passes += self.turns
 
+    def admit(self, prompts: list[Prompt]) -> list[Prompt]:
+        """Refuse prompts that are longer than the model's places hold."""
+        for prompt in prompts if self.context_length else ():
+            self._admitted(self._ids(texts_of([prompt])[0]))
+        return super().admit(prompts)
+
     def encode(self, prompts: list[Prompt]) -> dict[str, Any]:
         """Return the prompts padded on the right [P, L] and their lengths [P]."""
         return self.padded_ids([self._ids(text) for text in texts_of(prompts)])
 
+    def _admitted(self, ids: list[int]) -> list[int]:
+        """Return the ids of a prompt; UserError where they and an answer are too many."""
+        needed = len(ids) + self.length + len(self.suffix)
+        if self.context_length and needed > self.context_length:
+            raise UserError(
+                f"prompt {self.tokenizer.decode(ids)[:60]!r}: its {len(ids)} tokens and the "
+                f"{needed - len(ids)} behind it are more than the model's {self.context_length} "
+                f"places; shorten it, or let answers be shorter"
+            )
+        return ids
+
     def padded_ids(self, ids: list[list[int]]) -> dict[str, Tensor]:
         """Return ``ids`` [P, L] and ``size`` [P]."""
-        width = max(len(row) for row in ids)
-        rows = torch.tensor(
-            [row + [self.hole] * (width - len(row)) for row in ids], device=self.device
-        )
+        width = max(len(self._admitted(row)) for row in ids)
+        padded = [row + [self.hole] * (width - len(row)) for row in ids]
+        # without a token there is no number to tell the type by
+        rows = torch.tensor(padded, dtype=torch.long, device=self.device)
         return {"ids": rows, "size": torch.tensor([len(row) for row in ids], device=self.device)}
 
     def _ids(self, text: str) -> list[int]:
@@ -249,6 +275,7 @@ class MaskedLM(MaskedDiffusion):
         """Save the adapter, or the whole model, and the tokenizer, as transformers loads them; of a
         model that is none of transformers', ``model.safetensors``."""
         local_code.save(self.net, folder)
+        published.keep_config(self.net, folder)
         self.tokenizer.save_pretrained(folder)
 
 
@@ -260,13 +287,29 @@ def load(
         tokenizer, net = local_code.build(code, remote_code, place)
         net.register_forward_hook(_in_the_open)
         return tokenizer, net.to(dtype)
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
 
+    published.register()
     config = pretrained.load_processor(AutoConfig, place, remote_code=remote_code)
     auto_map = getattr(config, "auto_map", None) or {}
-    auto = AutoModelForCausalLM if "AutoModelForCausalLM" in auto_map else AutoModelForMaskedLM
+    autos = (AutoModelForMaskedLM, AutoModelForCausalLM, AutoModel)
+    offered = [auto for auto in autos if auto.__name__ in auto_map]
+    auto = offered[0] if offered and not published.is_known(config) else AutoModelForMaskedLM
     net = pretrained.load_model(auto, place, remote_code=remote_code, config=config, dtype=dtype)
-    return pretrained.load_processor(AutoTokenizer, place, remote_code=remote_code), net
+    return published.load_tokenizer(place, remote_code), net
+
+
+def sizes_of(net: nn.Module) -> tuple[int | None, float]:
+    """Return how many places and how many ids a model has, as far as it says: None, infinity."""
+    from transformers import PreTrainedModel
+
+    if not isinstance(net, PreTrainedModel):
+        return None, math.inf
+    try:
+        ids = net.get_input_embeddings().num_embeddings
+    except NotImplementedError:  # a folder's own code need not say
+        ids = math.inf
+    return getattr(net.config, "max_position_embeddings", None), ids
 
 
 def _in_the_open(net: nn.Module, inputs: Any, output: Any) -> Any:

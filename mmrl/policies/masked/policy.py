@@ -67,8 +67,10 @@ class MaskedDiffusion(LogitsPolicy):
     tokens in every pass. schedule: share of tokens hidden over the
     passes. guidance_scale: scale w of classifier-free guidance on the logits, z_u + w (z_c - z_u).
     logprob_guidance: what is scored, see FlowPolicy. temperature: of the tokens. choice: of the
-    Gumbel noise of maskgit's choice, at the first and at the last pass. anneal: what the
-    temperature is multiplied by, falling from pass to pass (EAD).
+    Gumbel noise of maskgit's choice, at the first and at the last pass. confidence: by which
+    maskgit and threshold choose, the probability under which a token was drawn (tempered) or that
+    at temperature 1 (untempered). anneal: what the temperature is multiplied by, falling from pass
+    to pass (EAD).
     """
 
     # the rows of a group see different tokens in a pass
@@ -91,6 +93,7 @@ class MaskedDiffusion(LogitsPolicy):
         logprob_guidance: LogprobGuidance = "guided",
         temperature: Annotated[float, Gt(0)] = 1.0,
         choice: tuple[float, float] = (2.0, 0.0),
+        confidence: Literal["tempered", "untempered"] = "tempered",
         anneal: Anneal | None = None,
         threshold: Annotated[float, Gt(0), Le(1)] = 0.95,
         blocks: int = 1,
@@ -119,6 +122,7 @@ class MaskedDiffusion(LogitsPolicy):
         self.guidance_scale = guidance_scale
         self.logprob_guidance = logprob_guidance
         self.temperature = temperature
+        self.untempered_choice = confidence == "untempered"
         self.anneal = anneal
         self.heats: tuple[float, ...] = ()  # of every pass; (): 1
 
@@ -150,13 +154,11 @@ class MaskedDiffusion(LogitsPolicy):
                 step=self._heated(step, len(row)),
             )
             uniform = rng.uniform(row, (self.length,), 2 * step)
-            draw, sampled, scored, values = self._drawn(point, uniform, 1 if step else copies)
-            rank = self._reveal(
-                step, sampled, hidden, rng.uniform(row, (self.length,), 2 * step + 1)
-            )
+            draw, scored, sure, choice, values = self._drawn(point, uniform, 1 if step else copies)
+            rank = self._reveal(step, sure, hidden, rng.uniform(row, (self.length,), 2 * step + 1))
             new = hidden & ((rank < self.length) | ((step + 1) % self.turns == 0))
             if self.noisy:
-                scored = chosen(scored, self._noise(step, len(row)).to(scored), rank)
+                scored = chosen(scored, choice, self._noise(step, len(row)).to(scored), rank)
             steps.append((torch.stack([draw, rank], -1), scored, hidden, new, values))
             ids = torch.where(new, draw, ids)
             order = torch.where(new, step, order)
@@ -184,11 +186,11 @@ class MaskedDiffusion(LogitsPolicy):
 
     def _drawn(
         self, point: Query, uniform: Tensor, copies: int
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Draw tokens [B, L] where the point's mask is, with their log-probs and those recorded
-        (the same unless ``logprob_guidance`` is conditional), and the ``quantities`` [B, L, R] of
-        the distributions drawn from. ``copies`` adjacent rows share one
-        state, which the network sees once."""
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Draw tokens [B, L] where the point's mask is, with the log-probs recorded, the logs of
+        their confidences in sampling and as recorded (the same unless ``logprob_guidance`` is
+        conditional), and the ``quantities`` [B, L, R] of the distributions drawn from. ``copies``
+        adjacent rows share one state, which the network sees once."""
         distinct = point if copies == 1 else point[::copies]
         remember(distinct.group, on_host(point.group)[::copies])
         each = selected(
@@ -196,11 +198,14 @@ class MaskedDiffusion(LogitsPolicy):
         )  # [N, copies]
         logits = self._logits(distinct, self.guidance_scale)
         token, _ = drawn(logits, each)
-        sampled = scored = _gathered(logits, token)  # computed as scores are, to the bit
+        scored = _gathered(logits, token)  # computed as scores are, to the bit
+        choice = sure = self._confidence(distinct, logits, token, scored)
         if self.logprob_guidance == "conditional" and self.guidance_scale != 1:
-            scored = _gathered(self._logits(distinct, 1.0), token)
+            plain = self._logits(distinct, 1.0)
+            scored = _gathered(plain, token)
+            choice = self._confidence(distinct, plain, token, scored)
         results = []
-        for values in (token, sampled, scored):
+        for values in (token, scored, sure, choice):
             every = values.new_zeros(distinct.mask.numel(), copies).index_copy(
                 0, indices(distinct.mask), values
             )
@@ -215,7 +220,18 @@ class MaskedDiffusion(LogitsPolicy):
             0, indices(distinct.mask), values
         )
         every = at_places.view(*distinct.mask.shape, -1).repeat_interleave(copies, 0)
-        return results[0], results[1], results[2], every
+        return results[0], results[1], results[2], results[3], every
+
+    def _confidence(self, point: Query, logits: Tensor, token: Tensor, scored: Tensor) -> Tensor:
+        """Return the logs of confidences [N, n] in tokens, ``scored`` under ``logits`` [N, V]."""
+        heat = self._confidence_heat(point)
+        if not isinstance(heat, Tensor) and heat == 1:
+            return scored
+        return _gathered(logits * heat, token)
+
+    def _confidence_heat(self, point: Query) -> Tensor | float:
+        """Return what tempered logits are times where confidences are read, [N, 1] or 1."""
+        return self.temperature * self._heat(point) if self.untempered_choice else 1.0
 
     def _reveal(self, step: int, confidence: Tensor, hidden: Tensor, uniform: Tensor) -> Tensor:
         """Rank what becomes final in this pass, [B, L], numbered as in
@@ -371,9 +387,10 @@ class MaskedDiffusion(LogitsPolicy):
         where = somewhere(point.mask)
         logits = self._logits(point.replace(mask=where), self.scored_guidance(point))
         choice = point.step
-        return Hidden(
-            logits, where, choice.temperature[:, None] if isinstance(choice, MaskChoice) else None
-        )
+        if not isinstance(choice, MaskChoice):
+            return Hidden(logits, where)
+        heat = self._confidence_heat(point.replace(mask=where))
+        return Hidden(logits, where, choice.temperature[:, None], heat)
 
     def _heated(self, step: int, rows: int) -> MaskPass:
         """Describe a pass by what the temperature is multiplied by there."""

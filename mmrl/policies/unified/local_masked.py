@@ -3,7 +3,7 @@ Lumina-DiMOO): answers and pictures in one batch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -47,6 +47,7 @@ class Picture:
     side: Count = 32
     prompt: str = "{text}"
     after: str | None = None
+    special_tokens: Mapping[str, int] | None = None
     steps: Steps = 12
     schedule: Literal["cosine", "linear"] = "cosine"
     guidance_scale: Annotated[float, Ge(0)] = 1.0
@@ -146,6 +147,11 @@ class UnifiedMasked(TokenPolicy):
 
     def medium_of(self, prompt: Prompt) -> Medium:
         return "image" if task_of(prompt) == "generate" else "text"
+
+    def admit(self, prompts: list[Prompt]) -> list[Prompt]:
+        for prompt, drawn in zip(prompts, drawing(prompts), strict=True):
+            (self.image if drawn else self.text).admit([prompt])
+        return super().admit(prompts)
 
     def encode(self, prompts: list[Prompt]) -> dict[str, Any]:
         """Encode every prompt for both tasks, and say which it is, ``draws`` [P]."""

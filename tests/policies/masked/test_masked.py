@@ -435,6 +435,7 @@ CASES = [
     ("emerge", {"guidance_scale": 2.5, "temperature": 0.7, "steps": 3}),
     ("maskgit", {"choice": (1.5, 0.0)}),
     ("maskgit", {"guidance_scale": 2.5, "choice": (0.4, 0.0)}),
+    ("maskgit", {"temperature": 0.5, "choice": (1.5, 0.0), "confidence": "untempered"}),
     ("threshold", {"threshold": 0.5}),
     ("threshold", {"guidance_scale": 2.5, "threshold": 0.6}),
 ]

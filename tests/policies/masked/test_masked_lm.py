@@ -144,6 +144,44 @@ def test_the_network_sees_codes_between_their_marks():
         torch.testing.assert_close(policy.logits(ids, row), expected, atol=1e-5, rtol=0)
 
 
+def test_ids_of_special_tokens_that_the_tokenizer_lacks_stand_where_their_names_do():
+    named = {"<|t2i|>": 3, "<|soi|>": 4}
+    policy = pictured(
+        prompt="<|t2i|><eos>{text}<eos><|soi|>", after="<|soi|>", special_tokens=named
+    )
+    ids = policy.encode([{"text": "a red seven"}])["ids"][0].tolist()
+    assert ids == [3, policy.tokenizer.eos_token_id, *policy.tokenizer("a red seven").input_ids] + [
+        policy.tokenizer.eos_token_id,
+        4,
+    ]
+    assert policy.suffix == [4]
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"first": 8}, "the model has the ids 0 to 18, and codes would be 8 to 19"),
+        ({"first": 190}, "codes would be 190 to 201"),
+        ({"prompt": "<|t2i|>{text}"}, "has no token '<|t2i|>'.*special_tokens"),
+        ({"after": "</i>"}, "has no token '</i>'"),
+        ({"special_tokens": {"<i>": 19}}, "special_tokens: <i> has the id 19"),
+        ({"mask": 19}, "policy option mask: .* ids 0 to 18, not 19"),
+    ],
+)
+def test_ids_that_the_model_or_the_tokenizer_lacks_are_refused(options, sentence):
+    with pytest.raises(UserError, match=sentence):
+        pictured(**options)
+
+
+def test_prompts_may_be_empty_but_not_longer_than_the_places():
+    policy = made()
+    assert len(rolled(policy, [{"text": ""}])) == 3
+    longest = {"text": "red " * 58}
+    assert policy.admit([longest]) == [longest]
+    with pytest.raises(UserError, match="its 59 tokens and the 6 .* the model's 64 places"):
+        policy.admit([{"text": "red"}, {"text": "red " * 59}])
+
+
 @pytest.mark.parametrize("sampler", ["emerge", "maskgit"])
 def test_images_are_scored_as_sampled_and_decoded_by_the_codec(sampler):
     from diffusers import VQModel
