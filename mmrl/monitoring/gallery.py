@@ -8,9 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from mmrl.core.clips import is_frames
 from mmrl.core.pictures import PictureError, rgb_picture
 from mmrl.core.types import Prompt, Reward, Rewards, Rollout
 from mmrl.data.vision.source import in_messages
@@ -154,13 +156,11 @@ def _shares(rows: list[list[float]], prompt: Prompt) -> list[list[float]]:
 def _images(prompt: Prompt) -> list[Any]:
     """Open the pictures of a prompt as PIL images; of a video four frames; files that cannot be
     opened are left out."""
-    from PIL import Image
-
     if (video := prompt.get("video")) is not None:
-        if isinstance(video, (str, Path)):
-            return []
-        return [Image.fromarray(video[round(i)]) for i in _spread(len(video), 4)]
-    sources = prompt.get("images") or prompt.get("image") or in_messages(prompt)
+        listed = is_frames(video) or isinstance(video, np.ndarray)
+        sources = [video[round(i)] for i in _spread(len(video), 4)] if listed else []
+    else:
+        sources = prompt.get("images") or prompt.get("image") or in_messages(prompt)
     opened = []
     for item in sources if isinstance(sources, (list, tuple)) else [sources]:
         try:

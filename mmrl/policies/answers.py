@@ -10,19 +10,29 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mmrl.core.clips import HELD, NO_RATE, USUAL_RATE, ClipError, stored_seconds, too_short
 from mmrl.core.types import Prompt
 from mmrl.policies.capabilities import Medium
-from mmrl.policies.vlm.media import Budgets, open_image, open_video
+from mmrl.policies.vlm.media import clip_at_rate, open_image
 
 
-def opened(value: Any, medium: Medium | None, frames: int | None, prompt: Prompt) -> Tensor:
+def opened(
+    value: Any,
+    medium: Medium | None,
+    frames: int | None,
+    prompt: Prompt,
+    rate: float = USUAL_RATE,
+) -> Tensor:
     """Open a picture [3, H, W] or a video [F, 3, H, W] in 0..1: a file, what PIL or numpy hold, or
-    the tensor itself. Where the medium is not known, numbers are the sample itself."""
+    the tensor itself. Where the medium is not known, numbers are the sample itself.
+
+    Of a clip these are its first ``frames`` (None: all) by time at ``rate`` a second, so that the
+    same motion is as fast whatever the clip's own rate and length are.
+    """
     if isinstance(value, Tensor):
         return value
     if medium == "video":
-        budgets = Budgets(frames=frames or 10**6, fps=1e6)
-        taken = open_video(value, None, budgets, prompt).frames
+        taken = clip_at_rate(value, prompt, frames, rate)
         return torch.from_numpy(taken.copy()).permute(0, 3, 1, 2).float() / 255
     if medium is None and not isinstance(value, (str, Path)) and not hasattr(value, "convert"):
         return torch.tensor(value)
@@ -30,14 +40,24 @@ def opened(value: Any, medium: Medium | None, frames: int | None, prompt: Prompt
     return torch.from_numpy(pixels).permute(2, 0, 1).float() / 255
 
 
-def media_problem(value: Any, medium: Medium | None) -> str | None:
-    """Say what is wrong with the picture or video of an answer, by the head of its file."""
+def clips_are_read(frames: int | None, rate: float) -> str:
+    """Say how clips of the data are read."""
+    part = "all" if frames is None else f"the first {frames / rate:.3g} s ({frames} frames)"
+    return f"clips are read by time at {rate:g} frames a second, the model's: {part} of each"
+
+
+def media_problem(
+    value: Any, medium: Medium | None, frames: int | None, prompt: Prompt, rate: float
+) -> str | None:
+    """Say what is wrong with the picture or video of an answer, by the head of its file; a video
+    is ``opened`` as ``frames`` at ``rate`` a second."""
     if not isinstance(value, (str, Path)):
-        return None
+        is_clip = medium == "video" and isinstance(value, (list, np.ndarray))
+        return NO_RATE if is_clip and prompt.get("fps") is None else None
     if not isfile(value):
         return f"no file {value}; paths start at {Path.cwd()}, those of data: captions at its file"
     if medium == "video":
-        return None if _is_video(Path(value)) else f"{value} is no video that can be read"
+        return _clip_problem(Path(value), frames, rate)
     from PIL import Image, UnidentifiedImageError
 
     try:
@@ -47,11 +67,11 @@ def media_problem(value: Any, medium: Medium | None) -> str | None:
         return f"{value} is no picture: {error}; give a PNG, JPEG or WebP"
 
 
-def _is_video(path: Path) -> bool:
-    import av
-
+def _clip_problem(path: Path, frames: int | None, rate: float) -> str | None:
     try:
-        with av.open(str(path)) as container:
-            return bool(container.streams.video)
-    except (OSError, ValueError):
-        return False
+        seconds = stored_seconds(path)
+    except ClipError as error:
+        return f"{path} is no video that can be read: {error}"
+    if seconds is None or frames is None or seconds * rate >= frames - 1 - HELD:
+        return None
+    return f"{path}: {too_short(seconds, frames, rate)}"

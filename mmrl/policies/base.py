@@ -15,13 +15,14 @@ from annotated_types import Gt
 from torch import Tensor, nn
 
 from mmrl.core import distributed
+from mmrl.core.clips import USUAL_RATE
 from mmrl.core.distributions import Dist
 from mmrl.core.errors import UserError
 from mmrl.core.host import sent
 from mmrl.core.sharding import in_step, sharded
 from mmrl.core.types import Copies, Media, Point, Prompt, Rollout, tree_map
 from mmrl.core.weights import Weights
-from mmrl.policies.answers import media_problem, opened
+from mmrl.policies.answers import clips_are_read, media_problem, opened
 from mmrl.policies.capabilities import Capabilities, Medium
 from mmrl.policies.guidance import LogprobGuidance as LogprobGuidance
 from mmrl.policies.guidance import at_guidance as at_guidance
@@ -124,7 +125,8 @@ class Policy(ABC):
     logprob_guidance: LogprobGuidance = "guided"
     media_size: tuple[int, int] | None = None  # [height, width] of the pictures it makes
     media_frames: int | None = None  # of the videos it makes
-    media_fps: float = 16.0  # frames a second of these, by which they are written
+    media_fps: float = USUAL_RATE  # of these, by which they are written and clips are read
+    reads_clips: bool = False  # of the data, as answers
     rates: Tensor  # [T + 1] share of tokens hidden before each pass and after the last (remaskable)
 
     @abstractmethod
@@ -182,12 +184,18 @@ class Policy(ABC):
         return self.capabilities.makes
 
     def open_answer(self, prompt: Prompt, value: Any) -> Tensor:
-        """Open the picture or video, mostly a file, that answers a prompt, for ``demonstrate``."""
-        return opened(value, self.medium_of(prompt), self.media_frames, prompt)
+        """Open the picture or video, mostly a file, that answers a prompt, for ``demonstrate``. The
+        first clip says once how clips are read."""
+        medium = self.medium_of(prompt)
+        if medium == "video" and not isinstance(value, Tensor) and not self.reads_clips:
+            self.reads_clips = True
+            self.news.append(clips_are_read(self.media_frames, self.media_fps))
+        return opened(value, medium, self.media_frames, prompt, self.media_fps)
 
     def unreadable(self, prompt: Prompt, value: Any) -> str | None:
         """Say why that picture or video cannot be opened, by the head of its file; None: it can."""
-        return media_problem(value, self.medium_of(prompt))
+        medium = self.medium_of(prompt)
+        return media_problem(value, medium, self.media_frames, prompt, self.media_fps)
 
     def text_of(self, ids: list[int]) -> str:
         """Return the text of the first tokens of an answer."""

@@ -67,6 +67,23 @@ def test_plain_rows_under_the_names_in_use(folder):
     }
 
 
+def test_lists_of_pictures_are_clips_whose_rate_the_row_says(folder):
+    two = ["pics/0.png", "pics/1.png"]
+    whole = [str(folder / name) for name in two]
+    part = [{"type": "video", "video": two, "sample_fps": 2.0}, {"type": "text", "text": "what?"}]
+    rows = [
+        {"text": "what?", "video": two, "fps": 2},
+        {"text": "what?", "videos": [two, "clip.mp4"], "fps": 2},
+        {"messages": [{"role": "user", "content": part}]},
+    ]
+    first, second, third = every(written(folder, "q.jsonl", rows))
+    assert first["video"] == whole and second["video"] == [whole, str(folder / "clip.mp4")]
+    assert third["messages"][0]["content"][0]["video"] == whole
+    del rows[0]["fps"], part[0]["sample_fps"]
+    said = message(every, written(folder, "q.jsonl", rows))
+    assert "q.jsonl:1: its video: it is given as frames" in said and "1 more rows like it" in said
+
+
 def test_fields_say_what_is_called_how(folder):
     path = written(
         folder, "q.jsonl", [{"q": "what?", "pic": "0.png", "gold": "a", "classes": ["dog"]}]

@@ -26,8 +26,11 @@ SIGNATURES = (b"\x89PNG", b"\xff\xd8\xff", b"RIFF", b"GIF8", b"BM", b"II*\x00", 
 
 
 def video(source: Any, folder: Path, *others: Path) -> Any:
-    """Return the whole path of a video, or its frames; one whose bytes a row holds is written into
-    the cache, where it keeps its place between runs. Raises ValueError for other bytes."""
+    """Return the whole path of a video, or the frames that are listed in its place; one whose bytes
+    a row holds is written into the cache, where it keeps its place between runs. Raises ValueError
+    for other bytes."""
+    if isinstance(source, list):
+        return [medium(frame, folder, *others) for frame in source]
     content = source.get("bytes") if isinstance(source, Mapping) else source
     if isinstance(content, bytes) and not _kind_of_video(content):
         raise ValueError("not a video that can be read; expected MP4, MOV, WebM, Matroska or AVI")

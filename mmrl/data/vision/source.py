@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Le, Lt
 
 from mmrl.config.values import Location
+from mmrl.core.clips import NO_RATE, is_frames
 from mmrl.core.errors import UserError
 from mmrl.core.pictures import MOST_PIXELS
 from mmrl.core.registry import DATA
@@ -130,17 +131,17 @@ class Vision:
             )
         prompt = dict(prompt)
         folders = self._folders(place)
-        for key, locate in (("images", medium), ("video", video)):
-            if prompt.get(key) is not None:
-                several = prompt[key] if isinstance(prompt[key], list) else [prompt[key]]
-                prompt[key] = [locate(source, *folders) for source in several]
-        if isinstance(prompt.get("video"), list) and len(prompt["video"]) == 1:
-            prompt["video"] = prompt["video"][0]
+        if prompt.get("images") is not None:
+            several = prompt["images"] if isinstance(prompt["images"], list) else [prompt["images"]]
+            prompt["images"] = [medium(source, *folders) for source in several]
+        if prompt.get("video") is not None:
+            prompt["video"] = _clips(prompt["video"], folders, prompt.get("fps"))
         if isinstance(prompt.get("mask"), str):
             prompt["mask"] = medium(prompt["mask"], *folders)
         prompt = points.read(prompt)
         if "messages" in prompt:
-            prompt["messages"] = [_turn(turn, folders) for turn in prompt["messages"]]
+            rate = prompt.get("fps")
+            prompt["messages"] = [_turn(turn, folders, rate) for turn in prompt["messages"]]
         formats.check(prompt)
         return placed({**self.added, **prompt, "origin": place}, folders[0])
 
@@ -151,17 +152,30 @@ class Vision:
         return own if self.images is None else (self.images,)
 
 
-def _turn(turn: dict[str, Any], folders: Sequence[Path]) -> dict[str, Any]:
+def _clips(value: Any, folders: Sequence[Path], rate: Any) -> Any:
+    """Complete the paths of a row's video, or of a list of them; a list of pictures is one, whose
+    ``rate`` the row says."""
+    several = value if isinstance(value, list) and not is_frames(value) else [value]
+    clips = [video(clip, *folders) for clip in several]
+    if rate is None and any(isinstance(clip, list) for clip in clips):
+        raise ValueError(f"its video: {NO_RATE}")
+    return clips[0] if len(clips) == 1 else clips
+
+
+def _turn(turn: dict[str, Any], folders: Sequence[Path], rate: Any) -> dict[str, Any]:
     """Complete the paths in the parts of a turn."""
     if isinstance(turn["content"], str):
         return turn
-    media = ("image", "video", "path", "url")
-    return turn | {
-        "content": [
-            {k: medium(v, *folders) if k in media else v for k, v in part.items()}
-            for part in turn["content"]
-        ]
-    }
+    return turn | {"content": [_part(part, folders, rate) for part in turn["content"]]}
+
+
+def _part(part: dict[str, Any], folders: Sequence[Path], rate: Any) -> dict[str, Any]:
+    media = ("image", "path", "url")
+    part = {k: medium(v, *folders) if k in media else v for k, v in part.items()}
+    if "video" in part:
+        rate = part.get("sample_fps", part.get("fps", rate))
+        part["video"] = _clips(part["video"], folders, rate)
+    return part
 
 
 class _Annotated(Intake):

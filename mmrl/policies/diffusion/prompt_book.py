@@ -9,6 +9,7 @@ from weakref import WeakSet
 
 from cachetools import LRUCache
 
+from mmrl.core.clips import USUAL_RATE
 from mmrl.core.types import Prompt
 from mmrl.policies.diffusion.replay_videos import frames_of
 from mmrl.policies.vlm.media import shown_image
@@ -35,10 +36,12 @@ class PromptBook:
         limit: int = PROMPTS,
         opened: int = OPENED,
         videos: Mapping[str, int] | None = None,
+        rate: float = USUAL_RATE,
     ):
         """``pictures``: the arguments that are pictures, or lists of them; ``videos``: those that
-        are videos, and the frames that are taken of each."""
+        are videos, and the frames that are taken of each, at ``rate`` a second."""
         self.videos = videos or {}
+        self.rate = rate
         self.pictures = (*pictures, *self.videos)
         self.prompts: LRUCache[int, tuple[dict[str, str], Prompt]] = LRUCache(limit)
         self.opened: LRUCache[tuple[int, str], Any] = LRUCache(opened, getsizeof=_bytes)
@@ -92,7 +95,7 @@ class PromptBook:
         if name not in self.pictures:
             return value
         if name in self.videos:
-            return frames_of(value, prompt, self.videos[name])
+            return frames_of(value, prompt, self.videos[name], self.rate)
         if isinstance(value, (list, tuple)):
             return [shown_image(source, prompt, i) for i, source in enumerate(value)]
         return shown_image(value, prompt)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmrl.core.clips import USUAL_RATE
 from mmrl.core.errors import UserError
 from mmrl.core.types import Prompt
 from mmrl.policies.diffusion.prompt_book import PromptBook
@@ -73,7 +74,7 @@ class PromptArguments:
         self.inputs = _inputs(pipeline, known) if inputs is None else inputs
         self.guidance = guidance_argument or _guidance(known)
         self.videos = self._videos(video_frames)
-        self.book = PromptBook(PICTURES, videos=self.videos)
+        self.book = PromptBook(PICTURES, videos=self.videos, rate=self.rate() or USUAL_RATE)
         for name in (*call, *self.inputs, *([self.guidance] if self.guidance else [])):
             if name not in known or name in OURS or name == "self":
                 free = ", ".join(n for n in known if n not in (*OURS, "self"))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from mmrl.core.clips import is_frames
 from mmrl.core.errors import UserError
 from mmrl.core.types import Prompt
 from mmrl.policies.vlm.media import where
@@ -39,10 +40,30 @@ def parts_of(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def videos_of(prompt: Prompt) -> list[Any]:
-    """Return a prompt's videos; ``video`` and ``videos`` mean the same."""
+    """Return a prompt's videos; ``video`` and ``videos`` mean the same, and a list of pictures is
+    one video."""
     video = prompt.get("video")
     if video is None:
         video = prompt.get("videos")
     if video is None:
         return []
-    return list(video) if isinstance(video, (list, tuple)) else [video]
+    several = isinstance(video, (list, tuple)) and not is_frames(video)
+    return list(video) if several else [video]
+
+
+def rates_of(prompt: Prompt, count: int) -> list[float | None]:
+    """Return the frames a second of each of a prompt's ``count`` videos that are given as frames:
+    ``fps``, a number or one for each. Raises UserError for another number of them."""
+    rates = prompt.get("fps")
+    if not isinstance(rates, (list, tuple)):
+        return [rates] * count
+    if len(rates) != count:
+        raise UserError(f"{where(prompt)}: {len(rates)} fps for {count} videos; give one for each")
+    return list(rates)
+
+
+def rate_of_part(part: dict[str, Any], prompt: Prompt) -> float | None:
+    """Return the frames a second of a message's video that is given as frames: its ``sample_fps``
+    or ``fps``, as Qwen writes it, else the row's."""
+    known = (part.get("sample_fps"), part.get("fps"), prompt.get("fps"))
+    return next((rate for rate in known if rate is not None), None)

@@ -12,11 +12,13 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from annotated_types import Ge, Gt
 
+from mmrl.core.clips import ClipError, Timeline, open_clip
 from mmrl.core.errors import UserError
 from mmrl.core.pictures import PictureError, rgb_picture
 from mmrl.core.types import Prompt
 from samplers.noise import Rng
 
+TICKS = 1000.0  # a second, to which stamps of a varying rate are rounded
 Positive = Annotated[int, Ge(1)]
 
 
@@ -40,18 +42,15 @@ class Budgets:
 @dataclass(frozen=True)
 class Video:
     """Holds ``frames`` uint8 [F, H, W, 3], which are numbers ``indices`` of ``total`` at ``fps``
-    frames a second."""
+    frames a second; where the rate varies, of ticks at ``TICKS`` a second. ``duration``: seconds
+    until the last frame of the clip ends."""
 
     frames: np.ndarray
     indices: list[int]
     total: int
     fps: float
     size: tuple[int, int]  # W, H of the file
-
-    @property
-    def duration(self) -> float:
-        """Return the duration in seconds."""
-        return self.total / self.fps
+    duration: float
 
     def metadata(self) -> dict[str, Any]:
         """Return the metadata that transformers' video processors take."""
@@ -153,63 +152,52 @@ def video_at(video: Video, scale: float) -> Video:
 
 
 def open_video(source: Any, fps: float | None, budgets: Budgets, prompt: Prompt) -> Video:
-    """Open a video file, or frames uint8 [F, H, W, 3] at ``fps`` (None: taken at the budget's),
-    within the budget."""
+    """Open a video file, or frames at ``fps`` (``mmrl.core.clips``), within the budget. Raises
+    UserError naming the prompt."""
     try:
-        if isinstance(source, (str, Path)):
-            return _decoded(Path(source), budgets)
-        frames = np.asarray(source)
-    except (OSError, ValueError, IndexError) as error:
-        raise UserError(f"{where(prompt)}: cannot read the video {source!r}: {error}") from error
-    if frames.ndim != 4 or frames.shape[-1] != 3 or frames.dtype != np.uint8 or not len(frames):
-        raise UserError(
-            f"{where(prompt)}: a video is a file or frames uint8 [F, H, W, 3], got "
-            f"{frames.dtype} {list(frames.shape)}"
-        )
-    rate = float(fps or budgets.fps)
-    indices = sampled(len(frames), rate, budgets)
-    return _video(frames[indices], indices, len(frames), rate, budgets)
+        clip = open_clip(source, fps)
+        numbers = sampled(clip.timeline, budgets)
+        frames = clip.read(numbers)
+    except ClipError as error:
+        raise unreadable(source, prompt, error) from error
+    return _video(frames, clip.timeline, numbers, budgets)
 
 
-def sampled(total: int, fps: float, budgets: Budgets) -> list[int]:
-    """Number the frames to take of ``total`` at ``fps``: at the budget's rate, at most its frames,
-    evenly spread."""
-    count = min(budgets.frames, max(1, math.ceil(total / fps * budgets.fps - 1e-9)), total)
-    return (
-        np.linspace(0, total - 1, count).round().astype(int).tolist() if count > 1 else [total // 2]
-    )
+def clip_at_rate(source: Any, prompt: Prompt, count: int | None, rate: float) -> np.ndarray:
+    """Open the first ``count`` frames of a clip (None: all) at ``rate`` a second, by time, uint8
+    [F, H, W, 3]. Frames have the rate that their prompt says, ``fps``. Raises UserError."""
+    try:
+        clip = open_clip(source, prompt.get("fps"))
+        line = clip.timeline
+        return clip.read(line.at_rate(count or max(1, round(line.length * rate)), rate))
+    except ClipError as error:
+        raise unreadable(source, prompt, error) from error
 
 
-def _decoded(path: Path, budgets: Budgets) -> Video:
-    import av
+def unreadable(source: Any, prompt: Prompt, error: ClipError) -> UserError:
+    """Return the UserError for a clip of a prompt that cannot be read."""
+    name = f" {str(source)!r}" if isinstance(source, (str, Path)) else ""
+    return UserError(f"{where(prompt)}: cannot read the video{name}: {error}")
 
-    with av.open(str(path)) as container:
-        stream = container.streams.video[0]
-        stream.thread_type = "AUTO"
-        rate = float(stream.average_rate or stream.guessed_rate or 0)
-        total = stream.frames or sum(1 for _ in container.decode(stream))
-        if not total or not rate:
-            raise ValueError("it holds no frames or no frame rate")
-        container.seek(0, stream=stream)
-        indices = sampled(total, rate, budgets)
-        frames: list[np.ndarray] = []
-        for number, frame in enumerate(container.decode(stream)):
-            if number == indices[len(frames)]:
-                frames.append(frame.to_ndarray(format="rgb24"))
-                if len(frames) == len(indices):
-                    break
-    if len(frames) < len(indices):  # a header that promised more than the file holds
-        indices, total = indices[: len(frames)], indices[len(frames) - 1] + 1 if frames else 0
-    if not frames:
-        raise ValueError("no frame of it could be decoded")
-    return _video(np.stack(frames), indices, total, rate, budgets)
+
+def sampled(timeline: Timeline, budgets: Budgets) -> list[int]:
+    """Number the frames to take of a clip: at the budget's rate, at most its frames, evenly spread
+    in time."""
+    needed = math.ceil(timeline.length * budgets.fps - 1e-9)
+    return timeline.spread(min(budgets.frames, max(1, needed), len(timeline.times)))
 
 
 def _video(
-    frames: np.ndarray, indices: Sequence[int], total: int, fps: float, budgets: Budgets
+    frames: np.ndarray, timeline: Timeline, numbers: Sequence[int], budgets: Budgets
 ) -> Video:
+    first, rate = timeline.times[0], timeline.rate
+    if rate is None or abs(first * rate - round(first * rate)) > 0.01:
+        rate = TICKS  # the processors divide numbers by a rate, and have no other times
+    indices = [round(timeline.times[number] * rate) for number in numbers]
     size = (frames.shape[2], frames.shape[1])
-    return Video(_frames_at(frames, budgets.frame_pixels), list(indices), total, fps, size)
+    total = max(1, round(timeline.length * rate))
+    frames = _frames_at(frames, budgets.frame_pixels)
+    return Video(frames, indices, total, rate, size, timeline.duration)
 
 
 def _frames_at(frames: np.ndarray, most: int | None) -> np.ndarray:

@@ -20,7 +20,13 @@ from mmrl.core.thoughts import opened_by
 from mmrl.core.types import Prompt
 from mmrl.policies.vlm.audio import audios_of, open_audio, rate_of, with_audio_mask
 from mmrl.policies.vlm.budgets import Cost, Shrink
-from mmrl.policies.vlm.chat import messages_of, parts_of, videos_of
+from mmrl.policies.vlm.chat import (
+    messages_of,
+    parts_of,
+    rate_of_part,
+    rates_of,
+    videos_of,
+)
 from mmrl.policies.vlm.collation import collated, is_pixels, kinds_of
 from mmrl.policies.vlm.engines.external import EnginePrompt
 from mmrl.policies.vlm.families import Family
@@ -271,6 +277,7 @@ class Inputs:
                 first = next((m for m in messages if m["role"] == "user"), messages[-1])
                 first["content"] = [{"type": kind}] * counts[kind] + first["content"]
         sources: dict[str, list[Any]] = {"image": [], "video": [], "audio": []}
+        listed_rates, rates = rates_of(prompt, counts["video"]), []
         for part in (p for m in messages for p in m["content"] if p["type"] in sources):
             kind = part["type"]
             path = next(
@@ -282,6 +289,8 @@ class Inputs:
                     f"prompt has {kind}s "
                     f"({marked[kind]} and {counts[kind]}); remove some, or give the missing {kind}s"
                 )
+            if kind == "video":
+                rates.append(listed_rates.pop(0) if path is None else rate_of_part(part, prompt))
             sources[kind].append(path if path is not None else waiting[kind].pop(0))
         for kind, rest in waiting.items():
             if rest:
@@ -293,10 +302,8 @@ class Inputs:
         most = self.budgets.max_pixels
         images = [shown_image(each, prompt, n, most) for n, each in enumerate(sources["image"])]
         videos = [
-            shown_video(
-                open_video(source, prompt.get("fps"), self.budgets, prompt), prompt, f"video {n}"
-            )
-            for n, source in enumerate(sources["video"])
+            shown_video(open_video(source, rate, self.budgets, prompt), prompt, f"video {n}")
+            for n, (source, rate) in enumerate(zip(sources["video"], rates, strict=True))
         ]
         sounds = iter(sources["audio"])
         plain = [

@@ -38,7 +38,9 @@ from tests.run.test_resume import resumes
 load_built_in()
 RED = Image.new("RGB", (16, 16), "red")
 FILM = [Image.new("RGB", (16, 16), colour) for colour in ("red", "blue", "green", "red", "grey")]
-PROMPTS = [{"text": text, "image": RED, "video": FILM} for text in ("a red seven", "a blue two")]
+PROMPTS = [
+    {"text": text, "image": RED, "video": FILM, "fps": 16} for text in ("a red seven", "a blue two")
+]
 # name -> the family's options, the pipeline's, and what turns its states into the family's
 FAMILIES = {
     "sd3": (

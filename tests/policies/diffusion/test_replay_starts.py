@@ -4,7 +4,6 @@ videos."""
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import load_built_in
@@ -83,26 +82,26 @@ def test_videos_are_files_or_frames(tmp_path):
     arguments = make("wan_v2v", SIZE, **WAN).arguments
     file = written(tmp_path / "clip.mp4", 9)
 
-    def shown(video):
-        prompt = {"text": "a", "video": video, "origin": "prompts.jsonl:7"}
+    def shown(video, **more):
+        prompt = {"text": "a", "video": video, "origin": "prompts.jsonl:7"} | more
         return arguments.of(arguments.numbers([prompt]).tolist(), None)["video"]
 
     colours = [frame.getpixel((8, 8))[0] for frame in shown(file)]
-    assert colours == pytest.approx([0, 40, 80, 120, 160], abs=6)  # of nine, evenly spread
-    assert [frame.getpixel((0, 0)) for frame in shown(FILM)] == [f.getpixel((0, 0)) for f in FILM]
+    # at 8 a second, and the pipeline's are 16
+    assert colours == pytest.approx([0, 0, 20, 20, 40], abs=6)
+    frames = [frame.getpixel((0, 0)) for frame in shown(FILM, fps=16)]
+    assert frames == [frame.getpixel((0, 0)) for frame in FILM]
     (tmp_path / "bad.mp4").write_text("no video")
     says = {
-        str(
-            tmp_path / "bad.mp4"
-        ): "prompts.jsonl:7: cannot read the video .*bad.mp4.*give the path",
-        str(tmp_path / "none.mp4"): "prompts.jsonl:7: cannot read .*none.mp4.*give the path",
-        written(tmp_path / "short.mp4", 3): "prompts.jsonl:7: a video of 3 frames, and .* for 5",
+        str(tmp_path / "bad.mp4"): "prompts.jsonl:7: cannot read the video .*bad.mp4.*no video",
+        str(tmp_path / "none.mp4"): "prompts.jsonl:7: cannot read .*none.mp4.*no such file",
+        written(tmp_path / "short.mp4", 1): "prompts.jsonl:7: .*short.mp4.*it lasts 0.12 s, and 5 ",
     }
     for video, sentence in says.items():
         with pytest.raises(UserError, match=sentence):
             shown(video)
-    with pytest.raises(UserError, match="prompts.jsonl:7: .*give the path of a video file, or a"):
-        shown([Image.new("L", (4, 4))] * 5)
+    with pytest.raises(UserError, match="prompts.jsonl:7: .*which have no times"):
+        shown(FILM)
 
 
 def test_the_frames_of_videos_must_be_chosen():

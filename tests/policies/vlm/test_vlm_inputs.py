@@ -3,17 +3,20 @@ mistakes named."""
 
 from __future__ import annotations
 
+import re
 from functools import cache
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
+from mmrl.core.clips import Timeline
 from mmrl.policies.vlm.budgets import admit
 from mmrl.policies.vlm.families import FAMILIES, family_of, part_of
-from mmrl.policies.vlm.media import Budgets, sampled
+from mmrl.policies.vlm.media import Budgets, open_video, sampled
 from mmrl.policies.vlm.processor import Inputs
-from tests.fixtures import tiny_vlms, tiny_vlms_2026
+from tests.fixtures import clips, tiny_vlms, tiny_vlms_2026
 from tests.fixtures.mistakes import message
 
 NAMES = list(tiny_vlms.BUILDERS)
@@ -221,8 +224,8 @@ def test_unknown_families_get_general_rules():
             "cannot read the image '/nowhere/gone.png'",
         ),
         (
-            {"text": "when?", "video": np.zeros((4, 8, 8), np.uint8)},
-            "a video is a file or frames uint8",
+            {"text": "when?", "video": np.zeros((4, 8, 8), np.uint8), "fps": 2.0},
+            "a video is a file, pictures, or frames uint8",
         ),
         ({"text": "when?", "video": "/nowhere/gone.mp4"}, "cannot read the video"),
     ],
@@ -273,7 +276,7 @@ def test_pixels_are_limited_and_proportions_kept():
     ],
 )
 def test_frames_are_taken_evenly_at_the_rate_asked_for(total, fps, budget, wanted):
-    assert sampled(total, fps, budget) == wanted
+    assert sampled(Timeline.steady(total, fps), budget) == wanted
 
 
 def test_a_video_file_is_its_frames(tmp_path):
@@ -297,6 +300,46 @@ def test_a_video_file_is_its_frames(tmp_path):
     assert torch.equal(encoded["input_ids"], same["input_ids"])  # timestamps included
     # but for compression
     assert (encoded["pixel_values_videos"] - same["pixel_values_videos"]).abs().mean() < 0.3
+
+
+def test_the_seconds_of_a_varying_rate_are_those_of_the_frames_shown(tmp_path):
+    path = str(clips.write(tmp_path / "a.mkv", [3000 + stamp for stamp in clips.UNEVEN]))
+    times = np.array(clips.UNEVEN) / 1000
+    reader = inputs("video_llama_3", Budgets(frames=12, fps=1.0))
+    video = open_video(path, None, reader.budgets, {"text": "when?"})
+    numbers = clips.numbers_in(video.frames)
+    moments = np.linspace(0, times[-1], 12) + 1e-6  # a picture stays until the next
+    assert numbers == [int((times <= moment).sum()) - 1 for moment in moments]
+    encoded, view = reader.take({"text": "when?", "video": path})
+    told = re.findall(r"Time (\d+\.\d)s:", reader.tokenizer.decode(encoded["input_ids"][0]))
+    assert told == [f"{times[number]:.1f}" for number in numbers]
+    assert 12.05 <= view["duration"] <= 12.15
+
+
+def test_frames_are_a_video_at_the_rate_of_their_row(tmp_path):
+    reader = inputs("qwen3_vl")
+    frames = tiny_vlms.video(4)
+    files = [str(tmp_path / f"{i}.png") for i in range(4)]
+    for frame, file in zip(frames, files):
+        Image.fromarray(frame).save(file)
+    wanted = reader.encode({"text": "when?", "video": frames, "fps": 1.0})
+    part = {"type": "video", "video": files, "sample_fps": 1.0}
+    turn = {"role": "user", "content": [part, {"type": "text", "text": "when?"}]}
+    for row in (
+        {"text": "when?", "video": files, "fps": 1},
+        {"text": "when?", "videos": [files], "fps": [1.0]},
+        {"messages": [turn]},
+    ):
+        encoded = reader.encode(row)
+        assert all(torch.equal(encoded[key], wanted[key]) for key in wanted)
+    two = {"text": "when?", "videos": [frames, files], "origin": "d.jsonl:3"}
+    assert "d.jsonl:3: 1 fps for 2 videos" in message(reader.encode, two | {"fps": [1.0]})
+    seconds = "<0.5 seconds>", "<2.5 seconds>"  # of pairs of frames at 1 a second
+    text = reader.tokenizer.decode(wanted["input_ids"][0])
+    assert all(second in text for second in seconds)
+    for given in (frames, files, list(frames)):
+        said = message(reader.encode, {"text": "when?", "video": given, "origin": "d.jsonl:3"})
+        assert said.startswith("d.jsonl:3: cannot read the video: ") and "into the row: fps" in said
 
 
 @pytest.mark.parametrize(

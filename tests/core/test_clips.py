@@ -1,0 +1,183 @@
+"""Clips are read by the stamps of their frames and upright: held to FFmpeg's own times and filters,
+and to the definition of a display matrix."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import av
+import numpy as np
+import pytest
+from PIL import Image
+
+from mmrl.core.clips import ClipError, Timeline, is_frames, open_clip
+from tests.fixtures.clips import UNEVEN, numbers_in, write
+
+
+@pytest.mark.parametrize("begins", [0, 7000])
+@pytest.mark.parametrize(
+    "name, codec",
+    [("a.mp4", "libx264"), ("a.mov", "mpeg4"), ("a.mkv", "libx264"), ("a.webm", "libvpx")],
+)
+def test_frames_are_at_their_stamps_whatever_the_file_and_its_start(name, codec, begins, tmp_path):
+    if codec not in av.codecs_available:
+        pytest.skip(f"this FFmpeg has no {codec}")
+    path = write(tmp_path / name, [begins + stamp for stamp in UNEVEN], codec)
+    clip = open_clip(path)
+    wanted = np.array(UNEVEN) / 1000
+    assert clip.timeline.rate is None
+    np.testing.assert_allclose(clip.timeline.times, wanted, atol=1e-3)
+    assert 12.05 <= clip.timeline.duration <= 12.15
+    moments = [0.0, 0.5, 3.99, 4.0, 11.9, 12.02, 20.0]
+    on_screen = [max(i for i, t in enumerate(wanted) if t <= m + 1e-6) for m in moments]
+    assert clip.timeline.shown(moments) == on_screen
+    assert numbers_in(clip.read(on_screen)) == on_screen
+
+
+@pytest.mark.parametrize(
+    "name, rate", [("a.mp4", 30), ("a.mkv", Fraction(30000, 1001)), ("a.avi", 24)]
+)
+def test_a_steady_rate_is_known_through_rounded_stamps_and_reordered_frames(name, rate, tmp_path):
+    path = tmp_path / name  # AVI has no stamps of frames, and H.264 stores them in another order
+    write(path, range(60), "libx264", 1 / Fraction(rate))
+    clip = open_clip(path)
+    assert clip.timeline.rate == pytest.approx(float(rate))
+    assert clip.timeline.duration == pytest.approx(60 / rate)
+    assert numbers_in(clip.read([0, 7, 8, 59])) == [0, 7, 8, 59]
+
+
+def test_an_edit_list_leaves_frames_out(tmp_path):
+    """The list that the writer made is moved to begin two seconds into the file."""
+    path = write(tmp_path / "a.mp4", range(60), "libx264", Fraction(1, 12))
+    content = bytearray(path.read_bytes())
+    place = content.index(b"elst") + 4
+    assert int.from_bytes(content[place + 4 : place + 8], "big") == 1  # entry: length, begin, speed
+    unit = int.from_bytes(content[(scale := content.index(b"mdhd") + 16) : scale + 4], "big")
+    begin = int.from_bytes(content[place + 12 : place + 16], "big")
+    length = int.from_bytes(content[place + 8 : place + 12], "big") - 2 * int.from_bytes(
+        content[(scale := content.index(b"mvhd") + 16) : scale + 4], "big"
+    )
+    content[place + 8 : place + 12] = length.to_bytes(4, "big")
+    content[place + 12 : place + 16] = (begin + 2 * unit).to_bytes(4, "big")
+    path.write_bytes(content)
+    with av.open(str(path)) as container:
+        played = list(container.decode(video=0))
+    clip = open_clip(path)
+    assert numbers_in(clip.read([0, 1])) == [24, 25]
+    assert len(played) == len(clip.timeline.times) == 36
+    since = [frame.time - played[0].time for frame in played]
+    np.testing.assert_allclose(clip.timeline.times, since, atol=1e-3)
+
+
+TURNS = [(1, 0, 0, 1), (0, 1, -1, 0), (-1, 0, 0, -1), (0, -1, 1, 0)]
+MIRRORED = [(-1, 0, 0, 1), (1, 0, 0, -1), (0, 1, 1, 0), (0, -1, -1, 0)]
+
+
+@pytest.mark.parametrize("turn", [*TURNS, *MIRRORED])
+def test_the_header_turns_and_mirrors_the_picture(turn, tmp_path):
+    """A pixel (x, y) comes to stand at (a x + c y, b x + d y)."""
+    a, b, c, d = turn
+    shown = np.zeros((32, 48, 3), np.uint8)
+    shown[:16, :24], shown[:16, 24:], shown[16:, :24] = (250, 0, 0), (0, 250, 0), (0, 0, 250)
+    matrix = [65536 * number for number in (a, b, 0, c, d, 0, 0, 0)]
+    path = write(
+        tmp_path / "a.mp4", range(4), base=Fraction(1, 8), matrix=(*matrix, 1 << 30), pixels=shown
+    )
+    seen = open_clip(path).read([2])[0].astype(int)
+    places = {(a * x + c * y, b * x + d * y): (y, x) for y in range(32) for x in range(48)}
+    columns, lines = (sorted({place[k] for place in places}) for k in (0, 1))
+    wanted = np.array([[shown[places[column, line]] for column in columns] for line in lines])
+    assert seen.shape == wanted.shape
+    assert np.abs(seen - wanted).mean() < 12
+
+
+def of_ffmpeg(path, rate, count):
+    """The first frames that FFmpeg's filter ``fps`` gives."""
+    graph = av.filter.Graph()
+    with av.open(str(path)) as container:
+        source, sink = (
+            graph.add_buffer(template=container.streams.video[0]),
+            graph.add("buffersink"),
+        )
+        chosen = graph.add("fps", f"fps={rate}")
+        source.link_to(chosen)
+        chosen.link_to(sink)
+        graph.configure()
+        for frame in container.decode(video=0):
+            graph.push(frame)
+        graph.push(None)
+        return np.stack([graph.pull().to_ndarray(format="rgb24") for _ in range(count)])
+
+
+@pytest.mark.parametrize("own", [8, 23, 24, 30, 60])
+def test_a_clip_is_brought_to_a_rate_as_ffmpegs_filter_does_it(own, tmp_path):
+    path = write(tmp_path / "a.mkv", range(2 * own), base=Fraction(1, own))
+    assert open_clip(path).timeline.at_rate(40, 24.0) == numbers_in(of_ffmpeg(path, 24, 40))
+
+
+def test_an_uneven_clip_is_brought_to_a_rate_by_time():
+    line = Timeline([0.0, 0.1, 1.0, 3.0], 4.0, None)
+    assert line.at_rate(4, 1.0) == [1, 2, 2, 3]
+    assert line.at_rate(9, 2.0) == [1, 1, 2, 2, 2, 2, 3, 3, 3]
+    with pytest.raises(ClipError, match="lasts 4.00 s, and 6 frames at 1 a second take 6.00 s"):
+        line.at_rate(6, 1.0)
+
+
+def test_frames_are_a_clip_at_the_rate_that_is_said(tmp_path):
+    frames = np.random.default_rng(0).integers(0, 255, (5, 8, 12, 3), dtype=np.uint8)
+    pictures = [Image.fromarray(frame) for frame in frames]
+    files = [str(tmp_path / f"{i}.png") for i in range(5)]
+    for picture, file in zip(pictures, files):
+        picture.save(file)
+    for given in (frames, list(frames), pictures, files):
+        clip = open_clip(given, 2.0)
+        assert clip.timeline == Timeline([0.0, 0.5, 1.0, 1.5, 2.0], 2.5, 2.0)
+        assert np.array_equal(clip.read([0, 4]), frames[[0, 4]])
+    assert is_frames(files) and is_frames(pictures) and is_frames(list(frames))
+    assert not any(
+        map(is_frames, (["a.mp4", "b.mp4"], [frames, frames], [files, files], [], "a.png"))
+    )
+
+
+def remuxed(path, place):
+    """Write a file again with what it says of its frames in front of them."""
+    with (
+        av.open(str(path)) as old,
+        av.open(str(place), "w", options={"movflags": "faststart"}) as new,
+    ):
+        stream = new.add_stream_from_template(old.streams.video[0])
+        for packet in old.demux(video=0):
+            if packet.dts is not None:
+                packet.stream = stream
+                new.mux(packet)
+    return place
+
+
+def test_what_cannot_be_read_is_one_sentence(tmp_path):
+    frames = np.zeros((2, 8, 12, 3), np.uint8)
+    whole = write(tmp_path / "a.mkv", range(0, 6000, 40)).read_bytes()
+    write(tmp_path / "a.mp4", range(0, 6000, 40))
+    front = remuxed(tmp_path / "a.mp4", tmp_path / "b.mp4").read_bytes()
+    (tmp_path / "cut.mkv").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "cut.mp4").write_bytes(front[: len(front) * 2 // 3])
+    (tmp_path / "text.mp4").write_text("no video")
+    (tmp_path / "empty.mp4").write_bytes(b"")
+    Image.new("RGB", (4, 4)).save(tmp_path / "small.png")
+    Image.new("RGB", (6, 4)).save(tmp_path / "large.png")
+    says = [
+        (tmp_path / "gone.mp4", None, "no such file"),
+        (tmp_path / "cut.mkv", None, r"it is cut short: 2.\d of 6.0 s are there"),
+        (tmp_path / "cut.mp4", None, r"it is cut short: 2.\d of 6.0 s are there"),
+        (tmp_path / "text.mp4", None, "it is cut short, or no video"),
+        (tmp_path / "empty.mp4", None, "it is cut short, or no video"),
+        (frames, None, "which have no times; write their frames a second into the row: fps"),
+        (frames, 0, "fps is 0, expected a number"),
+        (frames, "2", "fps is '2', expected a number"),
+        (frames.astype(float), 2, r"uint8 \[F, H, W, 3\], got float64 \[2, 8, 12, 3\]"),
+        ([tmp_path / "small.png", tmp_path / "large.png"], 2, "several sizes, 4 x 4, 6 x 4"),
+        ([tmp_path / "small.png", tmp_path / "gone.png"], 2, r"its frame 1 \(.*gone.png\): "),
+        ([7, 8], 2, "its frame 0: "),
+    ]
+    for source, rate, sentence in says:
+        with pytest.raises(ClipError, match=sentence):
+            open_clip(source, rate)
