@@ -452,12 +452,15 @@ def data(
         Path | None, typer.Option("--out", help="The HTML page; default: none is written.")
     ] = None,
     count: ShownPrompts = 24,
+    check: Annotated[
+        bool, typer.Option("--check", help="Decode every picture and clip whole.")
+    ] = False,
 ) -> None:
     """Show what will be trained on: counts, lengths, samples, what is left out and why."""
     _named(config)
     from mmrl.cli import commands
 
-    print("\n".join(commands.show_data(config, overrides or [], page, count)))
+    print("\n".join(commands.show_data(config, overrides or [], page, count, check)))
 
 
 @app.command(name="list")

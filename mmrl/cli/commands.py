@@ -8,7 +8,7 @@ import json
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from mmrl.run.build import Session
 from mmrl.scoring import Scorer
 from mmrl.utils.files import check_writable, on_disk, whole_folder, write_json
 from mmrl.utils.paths import find_config
+from mmrl.utils.scan import decoding
 
 PICTURED = {"image", "images", "video", "videos", "messages"}  # fields of a prompt with pictures
 QUICKSTART = ("digits/sd3", "digits/reader", "digits/judge", "digits/clip")
@@ -257,9 +258,11 @@ def _show_loading(run: Path, folder: Path, session: Session) -> None:
         print(f"to load it:\n{textwrap.indent(lines, '    ')}", file=sys.stderr)
 
 
-def show_data(config: Path, overrides: Sequence[str], page: Path | None, count: int) -> list[str]:
+def show_data(
+    config: Path, overrides: Sequence[str], page: Path | None, count: int, check: bool = False
+) -> list[str]:
     """Look at what a configuration trains on, and write a page about it if one is named. Returns
-    lines for the terminal."""
+    lines for the terminal. ``check``: files are decoded whole."""
     from mmrl.data.command import show
 
     load_built_in()
@@ -270,7 +273,8 @@ def show_data(config: Path, overrides: Sequence[str], page: Path | None, count: 
         if configuration.plain.get("reward"):
             build.check_needs(configuration, source, {})
 
-    return show(configuration, needs, page, count)
+    with decoding() if check else nullcontext():
+        return show(configuration, needs, page, count)
 
 
 def dry_run(

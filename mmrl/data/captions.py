@@ -14,7 +14,6 @@ from mmrl.core.registry import DATA
 from mmrl.core.types import Prompt
 from mmrl.data.prompts import SPLIT
 from mmrl.data.prompts import split as by_text
-from mmrl.data.sources.folders import VIDEOS
 from mmrl.data.sources.intake import Broken, Intake
 from mmrl.data.sources.media import content_of, folder_of, medium
 from mmrl.data.sources.reader import Part, Request
@@ -60,7 +59,7 @@ class Captions:
     split, or the share of the captions to hold out; by default 5 %. columns: what values are
     called, {text: prompt_en}. filters: which rows are taken, {width: {min: 512}}. limit: rows that
     are read. split, subset, revision: of a data set. streaming: read it as it is loaded, up to
-    limit. broken: what happens if rows are. scan: open every picture before training.
+    limit. broken: what happens if rows are. scan: look at every file before training.
     max_pixels: of a picture; a larger one is broken.
     """
 
@@ -108,10 +107,9 @@ class Captions:
         return rest | {"text": named[text], "answer": medium(named[file], folder)}
 
     def _pictures(self, prompt: Prompt) -> list[Any]:
-        """Return what a scan opens of a row: videos are left to the run."""
-        answer = prompt["answer"]
-        video = isinstance(answer, str) and answer.lower().endswith(VIDEOS)
-        return [] if video else [content_of(answer)]
+        """Return what a scan opens of a row: the file, and what the prompt shows beside it."""
+        shown = [prompt[key] for key in SHOWN if isinstance(prompt.get(key), str)]
+        return [content_of(prompt["answer"]), *(file for file in shown if file.strip())]
 
 
 def _expected(path: str) -> str:

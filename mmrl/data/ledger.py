@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
+from mmrl.core.broken_rows import first_of
+
 SHOWN = 5  # rows in a message
 
 
@@ -30,6 +32,7 @@ class Summary:
     split: str = ""  # how the held-out ones were chosen
     repeated: int = 0  # rows that are equal to another one
     stops: bool = False  # training would stop at the broken rows
+    skips: bool = False  # broken rows are left out
     notes: Counter[str] = field(default_factory=Counter)  # what was done to pictures -> how many
 
     def lines(self) -> list[str]:
@@ -78,20 +81,6 @@ def report(summary: Summary) -> None:
     summaries = _collected.get()
     if summaries is not None:
         summaries.append(summary)
-
-
-def first_of(problems: list[str]) -> str:
-    """Name the first few of many problems, a line each; what is wrong with many rows alike is said
-    once, with the first of them and their number."""
-    alike: dict[str, list[str]] = {}
-    for problem in problems:
-        alike.setdefault(problem.partition(": ")[2], []).append(problem)
-    lines = [
-        f"{each[0]} (and {len(each) - 1} more rows like it)" if len(each) > 1 else each[0]
-        for each in alike.values()
-    ]
-    rest = f"\n    and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
-    return "\n    ".join(lines[:SHOWN]) + rest
 
 
 def left_out(problems: list[str], count: int) -> None:

@@ -14,7 +14,7 @@ from mmrl.config.preferences import Preferences
 from mmrl.core.errors import UserError
 from mmrl.core.registry import DATA
 from mmrl.core.types import Prompt
-from mmrl.data.captions import Captions
+from mmrl.data.captions import SHOWN, Captions
 from mmrl.data.prompts import decoded
 from mmrl.data.sources.folders import PICTURES, VIDEOS
 from mmrl.data.sources.intake import Intake
@@ -150,7 +150,7 @@ class PreferencePairs(Captions):
     split, or the share of the prompts to hold out; by default 5 %. columns: what values are called,
     {chosen: image_good}. filters: which rows are taken. limit: rows that are read. split, subset,
     revision: of a data set. streaming: read it as it is loaded, up to limit. broken: what happens
-    if rows are. scan: open every picture before training. max_pixels: of a picture; a larger one is
+    if rows are. scan: look at every file before training. max_pixels: of a picture; a larger one is
     broken.
     """
 
@@ -178,8 +178,9 @@ class PreferencePairs(Captions):
         return rest | {"text": str(answer_of(named[name]))} | sides
 
     def _pictures(self, prompt: Prompt) -> list[Any]:
-        sides = [prompt[side] for side in SIDES]
-        shown = [each for each in sides if isinstance(each, Image) or _ends(each, PICTURES)]
+        sides = [prompt.get(key) for key in (*SIDES, *SHOWN)]
+        media = (*PICTURES, *VIDEOS)
+        shown = [each for each in sides if isinstance(each, Image) or _ends(each, media)]
         return [content_of(each) for each in shown]
 
 

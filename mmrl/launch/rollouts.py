@@ -114,7 +114,8 @@ def sampling_policy(configuration: Config) -> Policy:
     policy: Policy = configuration.build("policy", POLICIES)
     if start := configuration.plain.get("start"):
         build.begin_with(policy, configuration, Path(start))
-    source = build.admitted(policy, build.read_data(configuration)[0])
+    source, summaries = build.read_data(configuration)
+    source = build.admitted(policy, source, summaries)
     if isinstance(source.train, BySize):
         raise UserError(
             "rows of several sizes are for runs without --engine ray, whose trainers do not sample"

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmrl.core.broken_rows import first_of
 from mmrl.core.errors import UserError
 from mmrl.core.types import Copies, Media, Prompt, Rewards, Rollout
-from mmrl.data.ledger import first_of
 from mmrl.data.pairs import Judged, Pairs
 from mmrl.policies.base import NO_CONTEXT, Policy, RolloutContext
 from mmrl.rollout.collect import Score

@@ -21,6 +21,7 @@ from mmrl.config.options import EvaluateOptions, TrainOptions
 from mmrl.config.plan import arithmetic
 from mmrl.config.preferences import Preferences
 from mmrl.config.values import Place
+from mmrl.core.broken_rows import BrokenRows, first_of, refuse
 from mmrl.core.errors import UserError
 from mmrl.core.hub import check_model, check_repository
 from mmrl.core.registry import (
@@ -120,7 +121,7 @@ class Session:
         policy = policy or configuration.build("policy", POLICIES)
         if start := configuration.plain.get("start"):
             begin_with(policy, configuration, Path(start))
-        source = admitted(policy, source)
+        source = admitted(policy, source, summaries)
         evaluation = configuration.section("evaluate", EvaluateOptions)
         session = cls(
             configuration,
@@ -303,11 +304,18 @@ class Admitted:
     held_out: list[Prompt]
 
 
-def admitted(policy: Any, source: Any) -> Any:
-    """Leave out prompts that are too long for the policy. Raises UserError if none is left."""
-    fitting = Admitted(
-        *(policy.admit(list(prompts)) for prompts in (source.train, source.held_out))
-    )
+def admitted(policy: Any, source: Any, summaries: Sequence[Summary] = ()) -> Any:
+    """Leave out prompts that are too long for the policy, and those that it cannot take if all
+    sources leave broken rows out. Raises UserError with all of these else, and if none is left."""
+    problems: list[str] = []
+    parts = [_taken(policy, list(part), problems) for part in (source.train, source.held_out)]
+    fitting = Admitted(*parts)
+    if problems:
+        count = len(source.train) + len(source.held_out)
+        skips = bool(summaries) and all(summary.skips for summary in summaries)
+        refuse(problems, count, skips)
+        line = f"{len(problems)} of {count} rows are left out: {first_of(problems)}"
+        policy.notes = (*policy.notes, line)
     if isinstance(source.train, Curriculum) and fitting.train:
         fitting = Admitted(source.train.over(fitting.train), fitting.held_out)
     if not fitting.train:
@@ -333,6 +341,17 @@ def _by_size(policy: Any, prompts: Sequence[Prompt]) -> BySize | None:
             "order is random (prompts, captions, preferences), or rows of one size"
         )
     return BySize(prompts, policy.size_of)
+
+
+def _taken(policy: Any, prompts: list[Prompt], problems: list[str]) -> list[Prompt]:
+    """Return the prompts that a policy takes, and add what is wrong with others to ``problems``."""
+    try:
+        taken: list[Prompt] = policy.admit(prompts)
+        return taken
+    except BrokenRows as error:
+        problems += error.problems.values()
+        left = [prompt for place, prompt in enumerate(prompts) if place not in error.problems]
+        return _taken(policy, left, problems)
 
 
 def scorer(configuration: Config, section: tuple[str, ...], options: TrainOptions) -> Scorer:

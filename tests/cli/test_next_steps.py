@@ -13,8 +13,8 @@ from mmrl.api.auditing import Audits
 from mmrl.audit import Audit, Line, Offence
 from mmrl.cli import commands
 from mmrl.cli.app import app
+from mmrl.core.broken_rows import first_of
 from mmrl.core.errors import UserError
-from mmrl.data.ledger import first_of
 from mmrl.dry_run.page import _whole_run
 from mmrl.run import build
 from tests.core.test_imports import ROOT
@@ -27,9 +27,10 @@ def test_what_is_wrong_with_many_rows_alike_is_said_once():
     text = first_of(["p.csv:1: empty", *alike])
     assert text.splitlines() == [
         "p.csv:1: empty",
-        "    p.csv:2: no text (and 29 more rows like it)",
+        "    p.csv:2: no text (and 29 more rows like it: "
+        "3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14 ...)",
     ]
-    assert first_of([f"a:{i}: reason {i}" for i in range(9)]).count("\n") == 5
+    assert first_of([f"a:{i}: reason {i}" for i in range(24)]).count("\n") == 20
 
 
 def test_prompts_of_a_file_for_data_that_makes_its_own():

@@ -12,6 +12,7 @@ from mmrl.core.registry import DATA
 from mmrl.data.vision import Vision
 from mmrl.data.vision.source import in_messages
 from tests.fixtures import tiny_vlms
+from tests.fixtures.films import film
 from tests.fixtures.mistakes import message
 
 
@@ -20,7 +21,7 @@ def folder(tmp_path) -> Path:
     (tmp_path / "pics").mkdir()
     for i in range(6):
         tiny_vlms.image(40, 30, i).save(tmp_path / "pics" / f"{i}.png")
-    (tmp_path / "clip.mp4").write_bytes(b"not looked into")
+    film(tmp_path / "clip.mp4")
     return tmp_path
 
 
@@ -262,15 +263,20 @@ def test_all_broken_rows_are_counted_and_the_first_named(folder):
         {"text": "c", "boxes": [[1, 2, 3]]},
         {"text": "d", "boxes": [[0, 0, 1, 1]], "labels": ["x", "y"]},
         ["e"],
+        {"text": "<image> f"},
+        {"text": "g", "images": ["pics/0.png", None]},
+        {"text": "h", "images": [["pics/0.png"]]},
+        {"text": "i", "video": "pics.mp4"},
     ]
     path = written(folder, "q.jsonl", rows)
     path.write_text(path.read_text() + "\n{broken\n")
+    (folder / "pics.mp4").write_bytes((folder / "clip.mp4").read_bytes()[:500])
     complaint = message(every, path)
-    assert (
-        complaint.startswith("7 of 8 rows are broken:")
-        and "and 2 more" in complaint
-        and "broken: skip" in complaint
-    )
+    assert complaint.startswith("11 of 12 rows are broken:") and "broken: skip" in complaint
+    reasons = ("no text", "gone.png", "box", "box", "labels", "list", "<image>", "null", "a list")
+    for number, why in enumerate((*reasons, "pics.mp4", "JSON"), start=2):
+        (line,) = (each for each in complaint.splitlines() if f"q.jsonl:{number}: " in each)
+        assert why in line
     for number, why in (
         (2, "no text (the question)"),
         (3, f"no file {folder / 'gone.png'}; the option images names"),
@@ -279,7 +285,7 @@ def test_all_broken_rows_are_counted_and_the_first_named(folder):
         (6, "2 labels for 1 boxes"),
     ):
         assert f"{path}:{number}: " in complaint and why in complaint
-    with pytest.warns(UserWarning, match="7 of 8 rows are broken"):
+    with pytest.warns(UserWarning, match="11 of 12 rows are broken"):
         assert [p["text"] for p in every(path, broken="skip")] == ["fine"]
 
 

@@ -8,12 +8,12 @@ import pytest
 from PIL import Image
 
 from mmrl.core.errors import UserError
-from mmrl.data import scan as scanning
 from mmrl.data.captions import Captions
 from mmrl.data.ledger import collecting
 from mmrl.data.prompts import Prompts
-from mmrl.data.scan import Finding, scan
 from mmrl.data.vision import Vision
+from mmrl.utils import scan as scanning
+from mmrl.utils.scan import Finding, scan
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def test_every_picture_is_looked_at_once(folder, monkeypatch):
     assert [finding.size for finding in findings] == [(60, 40), (0, 0), (60, 40), (60, 40)]
     assert "truncated" in findings[1].problem and "scaled by their range" in findings[2].note
     looked = []
-    monkeypatch.setattr(scanning, "look_at", lambda source, _: looked.append(source) or Finding())
+    monkeypatch.setattr(scanning, "look_at", lambda source, **_: looked.append(source) or Finding())
     assert scan(names) == findings and not looked, "it is remembered"
     (folder / "whole.png").write_bytes((folder / "more.jpg").read_bytes())
     scan(names)
@@ -91,10 +91,34 @@ def test_of_several_processes_one_looks_at_a_time(folder, monkeypatch):
     assert (folder.parent / "cache" / "pictures.lock").exists()
 
 
+def test_files_are_decoded_only_where_their_end_does_not_tell_or_the_user_asks(folder, monkeypatch):
+    """A file whose middle is damaged ends as it should; only a decoder notices."""
+    from tests.fixtures.films import film
+
+    content = (folder / "whole.png").read_bytes()
+    middle = len(content) // 2
+    (folder / "hurt.png").write_bytes(content[:middle] + b"\0" * 40 + content[middle + 40 :])
+    (folder / "more.jpg").write_bytes((folder / "more.jpg").read_bytes() + b"\0\0")  # after its end
+    Image.new("RGB", (6, 4)).save(folder / "a.webp")
+    Image.new("RGB", (6, 4)).save(folder / "a.bmp")
+    film(folder / "a.mp4", 4)
+    names = ["whole.png", "hurt.png", "more.jpg", "a.webp", "a.bmp", "a.mp4"]
+    loaded = []
+    load = Image.Image.load
+    monkeypatch.setattr(Image.Image, "load", lambda self: loaded.append(self.format) or load(self))
+    findings = scan([str(folder / name) for name in names])
+    assert [each.problem for each in findings] == [""] * 6 and findings[5].seconds == 0.5
+    assert {"PNG", "WEBP"}.isdisjoint(loaded)
+    with scanning.decoding():
+        whole = scan([str(folder / name) for name in names])
+    assert [bool(each.problem) for each in whole] == [False, True, False, False, False, False]
+    assert scan([str(folder / "hurt.png")])[0].problem, "a later start knows it"
+
+
 def test_many_pictures_are_announced(folder, monkeypatch, capsys):
     monkeypatch.setattr(scanning, "ANNOUNCED", 2)
     scan([str(folder / "whole.png"), str(folder / "more.jpg")])
-    assert "looking at 2 pictures, once" in capsys.readouterr().err
+    assert "looking at 2 files, once" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["cut.png", "cut.jpg", "text.png"])

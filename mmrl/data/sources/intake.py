@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from mmrl.core.broken_rows import refuse
 from mmrl.core.errors import UserError
 from mmrl.core.pictures import MOST_PIXELS, raise_limit
 from mmrl.core.types import Prompt
-from mmrl.data.ledger import Summary, first_of, is_lenient, left_out, report
-from mmrl.data.scan import scan
+from mmrl.data.ledger import Summary, is_lenient, left_out, report
 from mmrl.data.sources.media import folder_of, placed
 from mmrl.data.sources.reader import Expand, Part, Request
+from mmrl.utils.scan import is_clip, scan
 
 Broken = Literal["error", "skip"]
 Make = Callable[[str, Any], Prompt]  # (place, row) -> prompt; raises ValueError
@@ -23,12 +23,6 @@ Make = Callable[[str, Any], Prompt]  # (place, row) -> prompt; raises ValueError
 MISFITS = (ValueError, KeyError, TypeError, AttributeError, OSError)
 Key = Callable[[Prompt], str]
 Split = Callable[[Sequence[Prompt], float], tuple[list[Prompt], list[Prompt]]]
-
-
-# what differs between rows that are broken for one same reason: numbers, quoted names, paths
-NAMED = re.compile(r"""-?\d[\d.]*|'[^']*'|"[^"]*"|\S*/\S*""")
-FEW = 3  # rows that may be broken alike by chance
-ALIKE = 0.1  # share of the rows
 
 
 @dataclass
@@ -48,7 +42,7 @@ class Intake:
     summary: Summary = field(init=False)
 
     def __post_init__(self) -> None:
-        self.summary = Summary(self.request.path)
+        self.summary = Summary(self.request.path, skips=self.broken == "skip")
         raise_limit(self.max_pixels)
 
     def prompts(self, part: Part) -> list[Prompt]:
@@ -62,8 +56,8 @@ class Intake:
             try:
                 if isinstance(row, ValueError):
                     raise row
-                made = self.make(place, row) | {"origin": place}
-                prompts[number] = placed(made, folder_of(place, self.request.folder))
+                prompt = self.make(place, row) | {"origin": place}
+                prompts[number] = placed(prompt, folder_of(place, self.request.folder))
             except MISFITS as error:
                 problems[number] = f"{place}: {_why(error)}"
         for number, why in self._look(prompts).items():
@@ -77,7 +71,8 @@ class Intake:
         return list(prompts.values())
 
     def _look(self, prompts: Mapping[int, Prompt]) -> dict[int, str]:
-        """Look at the pictures of all prompts. Returns what is wrong, by the number of the row."""
+        """Look at the pictures and clips of all prompts. Returns what is wrong, by the number of
+        the row."""
         looks = self.pictures or (lambda prompt: [])
         sources = {number: looks(prompt) for number, prompt in prompts.items()}
         listed = [source for several in sources.values() for source in several]
@@ -86,7 +81,7 @@ class Intake:
         wrong: dict[int, str] = {}
         for number, several in sources.items():
             looked = [(next(findings), source) for source in several]
-            sizes[number] = [finding.size for finding, _ in looked]
+            sizes[number] = [finding.size for finding, source in looked if not is_clip(source)]
             self.summary.notes.update(finding.note for finding, _ in looked if finding.note)
             named = [f"{_named(source)}{each.problem}" for each, source in looked if each.problem]
             if named:
@@ -103,31 +98,12 @@ class Intake:
         if not problems:
             return
         count = whole + len(problems)
-        reasons = {problem.partition(": ")[2] for problem in problems}
         if is_lenient() and whole:
             self.summary.stops |= self.broken == "error"
-        elif self.broken == "error" or (not whole and len(reasons) == 1):
-            raise UserError(
-                f"{len(problems)} of {count} rows are broken:\n    {first_of(problems)}\n  "
-                f"fix these rows{', or leave them out with broken: skip' if whole else ''}"
-            )
         else:
-            self._refuse_alike(problems, count)
+            refuse(problems, count, self.broken == "skip")
         self.summary.dropped += problems
         left_out(problems, count)
-
-    def _refuse_alike(self, problems: list[str], count: int) -> None:
-        """Raise UserError where a large share of the rows is broken for one same reason, numbers
-        and names apart: then it is not the rows that are wrong."""
-        kinds = [NAMED.sub("#", problem.partition(": ")[2]) for problem in problems]
-        kind, alike = Counter(kinds).most_common(1)[0]
-        if alike > max(FEW, ALIKE * count):
-            rows = [problem for problem, each in zip(problems, kinds) if each == kind]
-            raise UserError(
-                f"{alike} of {count} rows are broken for one same reason, which broken: skip does "
-                f"not leave out:\n    {first_of(rows)}\n  find out what they have in common, or "
-                f"take these rows out of the file"
-            )
 
     def divided(
         self, held_out: str | Path | float | None, default: float, split: Split, by: str

@@ -13,6 +13,7 @@ from mmrl.config.values import Location
 from mmrl.core.clips import NO_RATE, is_frames
 from mmrl.core.errors import UserError
 from mmrl.core.pictures import MOST_PIXELS
+from mmrl.core.placeholders import misfit
 from mmrl.core.registry import DATA
 from mmrl.core.types import Prompt
 from mmrl.data.prompts import SPLIT
@@ -23,6 +24,7 @@ from mmrl.data.sources.reader import Request
 from mmrl.data.sources.text_files import Row
 from mmrl.data.vision import boxes, formats, points
 from mmrl.data.vision.inversion import inverted
+from mmrl.utils.scan import is_clip
 
 Format = Literal["auto", "plain", "llava", "sharegpt", "qwen", "coco", "refcoco"]
 Size = tuple[int, int]
@@ -45,7 +47,7 @@ class Vision:
     multiple-choice questions to train on that are turned around, so that several options are right
     (TW-GRPO). filters: which rows are taken, {difficulty: {max: 3}}. limit: rows that are read.
     split, subset, revision: of a data set. streaming: read it as it is loaded, up to limit. scan:
-    open every picture before training. max_pixels: of a picture; a larger one is broken.
+    look at every file before training. max_pixels: of a picture; a larger one is broken.
     """
 
     train: list[Prompt]
@@ -143,13 +145,16 @@ class Vision:
             rate = prompt.get("fps")
             prompt["messages"] = [_turn(turn, folders, rate) for turn in prompt["messages"]]
         formats.check(prompt)
+        if why := misfit(prompt):
+            raise ValueError(why)
         return placed({**self.added, **prompt, "origin": place}, folders[0])
 
     def _folders(self, place: str) -> tuple[Path, ...]:
         """Return where paths of a row start: in ``images``, else at the row's own file, or in the
         folder that ``path`` names, as data sets of the Hub have it."""
-        own = (folder_of(place, self.folder), self.folder)
-        return own if self.images is None else (self.images,)
+        if self.images is not None:
+            return (self.images,)
+        return folder_of(place, self.folder), self.folder
 
 
 def _clips(value: Any, folders: Sequence[Path], rate: Any) -> Any:
@@ -244,11 +249,14 @@ class _Annotated(Intake):
 
 
 def media_of(prompt: Prompt) -> list[Any]:
-    """List the pictures of a prompt, to be looked at before training; of videos none."""
+    """List the pictures and clips of a prompt, to be looked at before training."""
     images = prompt.get("images")
     several = images if isinstance(images, list) else [] if images is None else [images]
+    video = prompt.get("video")
+    clips = video if isinstance(video, list) else [video]
+    clips = [*clips, *in_messages(prompt, ("video",))]
     pictures = [*several, *in_messages(prompt, ("image",))]
-    return [content_of(picture) for picture in pictures]
+    return [*map(content_of, pictures), *(clip for clip in clips if is_clip(clip))]
 
 
 def picture_of(prompt: Prompt) -> str:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mmrl.core.errors import UserError
 from mmrl.core.types import Prompt
+from mmrl.policies.broken_pictures import refuse_broken
 from mmrl.policies.diffusion.pipeline_policy import FolderPolicy
 from mmrl.policies.vlm.media import images_of, shown_image, where
 
@@ -32,16 +33,24 @@ class EditPolicy(FolderPolicy):
         for side in self.image_size:
             self.latent_side(side, 2 * factor, factor, "image_size")
 
+    def admit(self, prompts: list[Prompt]) -> list[Prompt]:
+        refuse_broken(prompts, self.unfit)
+        return super().admit(prompts)
+
+    def unfit(self, prompt: Prompt) -> str | None:
+        """Say why a prompt cannot be edited; None: it can."""
+        count = len(images_of(prompt))
+        if count != 1:
+            return f"this model edits the one image under 'image', and got {count}"
+        return None
+
     def pictures(self, prompts: list[Prompt]) -> list[Any]:
         """Return the image of every prompt at ``image_size``. UserError names a prompt that has
         none, or several."""
         sources = [images_of(prompt) for prompt in prompts]
-        for prompt, images in zip(prompts, sources):
-            if len(images) != 1:
-                raise UserError(
-                    f"{where(prompt)}: this model edits the one image under 'image', "
-                    f"and got {len(images)}"
-                )
+        for prompt in prompts:
+            if why := self.unfit(prompt):
+                raise UserError(f"{where(prompt)}: {why}")
         opened = [shown_image(images[0], prompt) for images, prompt in zip(sources, prompts)]
         resized: list[Any] = self.processor().resize(opened, *self.image_size)
         return resized

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mmrl.core.errors import UserError
 from mmrl.core.types import Prompt, Rollout
+from mmrl.policies.broken_pictures import refuse_broken
 from mmrl.policies.demonstrations import framed
 from mmrl.policies.diffusion.row_settings import GUIDANCE, NEGATIVE, SEED
 from mmrl.policies.diffusion.text_encoding import PromptCache
@@ -43,13 +44,20 @@ def pictures_of(prompts: list[Prompt]) -> list[Picture]:
     """Read the ``image`` of every prompt, PIL or a path. UserError names the first prompt that has
     not exactly one."""
     for i, prompt in enumerate(prompts):
-        if len(images_of(prompt)) != 1:
-            raise UserError(
-                f"prompt {i} ({where(prompt)}) has {len(images_of(prompt))} images; this "
-                "model animates one, under 'image': a path or a PIL image; with the video that it "
-                "begins under 'answer' it may be left out"
-            )
+        if why := _miscounted(prompt):
+            raise UserError(f"prompt {i} ({where(prompt)}) {why}")
     return [Picture.of(shown_image(images_of(prompt)[0], prompt)) for prompt in prompts]
+
+
+def _miscounted(prompt: Prompt) -> str | None:
+    """Say why a prompt has not exactly one image; None: it has."""
+    count = len(images_of(prompt))
+    if count == 1:
+        return None
+    return (
+        f"has {count} images; this model animates one, under 'image': a path or a PIL image; with "
+        "the video that it begins under 'answer' it may be left out"
+    )
 
 
 class FirstFrame(VideoFolderPolicy):
@@ -71,6 +79,14 @@ class FirstFrame(VideoFolderPolicy):
         self.pictures = PromptCache(
             self._pipeline, self.encode_pictures, cache.placement, cache.limit, batch=1
         )
+
+    def admit(self, prompts: list[Prompt]) -> list[Prompt]:
+        refuse_broken(prompts, self._unfit)
+        return super().admit(prompts)
+
+    def _unfit(self, prompt: Prompt) -> str | None:
+        """Say why a prompt has no first frame; one that an answer begins with is seen later."""
+        return None if not images_of(prompt) and "answer" in prompt else _miscounted(prompt)
 
     @abstractmethod
     def encode_pictures(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mmrl.core.broken_rows import first_of
 from mmrl.core.errors import UserError
 from mmrl.core.pictures import opened
 from mmrl.core.types import Prompt
@@ -71,26 +72,26 @@ def admit(
     """Return the prompts that fit, or fit with smaller images. Reads images and videos only if a
     budget of tokens is set.
 
-    Raises TooLong for the first that does not fit where ``budgets.overlong`` is "error".
+    Raises TooLong for those that do not fit where ``budgets.overlong`` is "error".
     """
     fitting = []
     shrunk = []
-    dropped = []
+    dropped: dict[int, str] = {}
     counted = budgets.image_tokens is not None or budgets.prompt_tokens is not None
-    for prompt in prompts:
+    for place, prompt in enumerate(prompts):
         scale = 1.0
         if counted:
             try:
                 scale = measure(prompt)[1]
             except TooLong as error:
-                if budgets.overlong == "error":
-                    raise
-                dropped.append(str(error))
+                dropped[place] = str(error)
                 continue
         fitting.append(prompt)
         if scale < 1 or budgets.max_pixels is not None and _largest(prompt) > budgets.max_pixels:
             shrunk.append(where(prompt))
-    return Admitted(fitting, tuple(_notes(len(prompts), shrunk, dropped)))
+    if dropped and budgets.overlong == "error":
+        raise TooLong(first_of([*dropped.values()]))
+    return Admitted(fitting, tuple(_notes(len(prompts), shrunk, [*dropped.values()])))
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mmrl.config.options import Count
 from mmrl.core import pretrained
+from mmrl.core.broken_rows import BrokenRows
 from mmrl.core.host import sent
 from mmrl.core.registry import POLICIES, locate
 from mmrl.core.types import (
@@ -46,6 +47,7 @@ from mmrl.policies.vlm.engines.choice import started
 from mmrl.policies.vlm.engines.external import ask
 from mmrl.policies.vlm.engines.vllm_options import Setup, VLLMOptions
 from mmrl.policies.vlm.families import Coords, family_of, part_of
+from mmrl.policies.vlm.first_look import misfits
 from mmrl.policies.vlm.generate import Answers, Ending
 from mmrl.policies.vlm.ground_truth import tokens_of, with_ground_truth
 from mmrl.policies.vlm.loading import (
@@ -395,6 +397,8 @@ class VLM(Passes):
         return groups_of(self.net, self.parts)
 
     def admit(self, prompts: list[Prompt]) -> list[Prompt]:
+        if problems := misfits(prompts, self.inputs):
+            raise BrokenRows(problems, len(prompts))
         admitted = admit(prompts, self.inputs.budgets, self.inputs.measure)
         self.notes = (*self.notes, *admitted.notes)
         self.compared = self.compared or chosen(admitted.prompts)

@@ -228,7 +228,7 @@ class Inputs:
 
     def placeholders(self, encoded: dict[str, Tensor]) -> int:
         """Count the positions of a prompt that stand for image or video features."""
-        ids = [i for i in (self._id("image"), self._id("video")) if i is not None]
+        ids = [i for i in (self.placeholder("image"), self.placeholder("video")) if i is not None]
         return int(torch.isin(encoded["input_ids"], torch.tensor(ids)).sum())
 
     def tokens(self, answer: str) -> list[int] | None:
@@ -402,7 +402,7 @@ class Inputs:
         if self.family.video_tokens == "image":
             features = {"image": features["image"] + features["video"], "video": 0}
         for kind, expected in features.items():
-            placeholder = self._id(kind)
+            placeholder = self.placeholder(kind)
             gridless = f"{kind}_grid_thw" not in encoded
             if placeholder is None or gridless and any(map(is_pixels, encoded)):
                 continue
@@ -427,7 +427,7 @@ class Inputs:
             f"{where(prompt)}: {actual} {kind} placeholder tokens for {expected} {kind} "
             f"features; its text must not "
             f"hold the model's own {kind} token "
-            f"({self.tokenizer.convert_ids_to_tokens(self._id(kind))}), nor be cut"
+            f"({self.tokenizer.convert_ids_to_tokens(self.placeholder(kind))}), nor be cut"
         )
 
     def _resized(
@@ -461,7 +461,7 @@ class Inputs:
         of_videos = [name for name in names if "video" in name]
         return encoded[(of_videos if kind == "video" else names)[:1][0] if of_videos else names[0]]
 
-    def _id(self, kind: str) -> int | None:
+    def placeholder(self, kind: str) -> int | None:
         """Return the token that stands for one feature; a processor's own may stand for a whole
         image (Gemma 3)."""
         named = (

@@ -133,7 +133,7 @@ def test_what_stands_for_images_cannot_be_sampled_and_what_ends_can(name):
     reader = inputs(name)
     encoded = reader.encode(mixed(name)[0])
     assert (
-        reader._id("image") in reader.suppressed
+        reader.placeholder("image") in reader.suppressed
         and reader.stops
         and not set(reader.stops) & set(reader.suppressed)
     )

@@ -1,0 +1,59 @@
+"""Compares the places for pictures, clips and sounds in a prompt's text with those it brings."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from mmrl.core.types import Prompt
+
+MARKS = re.compile(r"(<image>|<video>|<audio>)")
+# what a prompt brings of each kind, by the names that mean the same
+KINDS = {"image": ("images", "image"), "video": ("video", "videos"), "audio": ("audio", "audios")}
+
+
+def misfit(prompt: Prompt) -> str | None:
+    """Say what is wrong with the media of a prompt as far as nothing has to be opened; None:
+    nothing. Without any place in the text media stand before it."""
+    for kind, names in KINDS.items():
+        key = next((name for name in names if prompt.get(name) is not None), None)
+        value = prompt[key] if key is not None else []
+        several = list(value) if isinstance(value, (list, tuple)) else [value]
+        for place, each in enumerate(several):
+            if each is None or (kind == "image" and isinstance(each, (list, tuple))):
+                shown = "null" if each is None else "a list"
+                return f"{key}[{place}] is {shown}; list every {kind} of the row by itself"
+        if why := _miscounted(kind, len(several), list(_places(prompt, kind))):
+            return why
+    return None
+
+
+def _miscounted(kind: str, count: int, places: list[bool]) -> str | None:
+    """Compare ``count`` media with the places for them, True where one brings its own."""
+    marked, waiting = len(places), len(places) - sum(places)
+    if waiting > count:
+        return (
+            f"its text has more <{kind}> placeholders than the prompt has {kind}s ({marked} and "
+            f"{count}); remove some, or give the missing {kind}s"
+        )
+    if places and waiting < count:
+        return (
+            f"its text has {marked} <{kind}> placeholders for {count} {kind}s; write one for every "
+            f"{kind}, or none at all"
+        )
+    return None
+
+
+def _places(prompt: Prompt, kind: str) -> Iterator[bool]:
+    """Yield for every place of a kind whether it brings its medium itself."""
+    messages = prompt.get("messages")
+    contents = [prompt.get("text")] if messages is None else [m["content"] for m in messages]
+    for content in contents:
+        parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+        for part in parts:
+            if part.get("type") == "text":
+                text = part.get("text")
+                marks = MARKS.findall(text) if isinstance(text, str) and "<" in text else []
+                yield from (False for mark in marks if mark[1:-1] == kind)
+            elif part.get("type") == kind:
+                yield any(part.get(key) is not None for key in (kind, "path", "url"))

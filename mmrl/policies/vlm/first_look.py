@@ -1,0 +1,158 @@
+"""Looks at all prompts before the first one is sampled, so that a row that a model cannot take does
+not end a night.
+
+Every row's places are counted and its text searched for the model's own tokens; of files headers
+are read (``mmrl.utils.scan``). A row is encoded as in training only where it is the first of its
+kind: its roles and media, and any picture of unusual sides, which processors refuse.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mmrl.core.errors import UserError
+from mmrl.core.placeholders import MARKS, misfit
+from mmrl.core.types import Prompt
+from mmrl.policies.vlm.audio import audios_of
+from mmrl.policies.vlm.budgets import TooLong
+from mmrl.policies.vlm.chat import messages_of, videos_of
+from mmrl.policies.vlm.media import images_of, where
+from mmrl.utils.scan import Finding, is_clip, scan
+
+if TYPE_CHECKING:
+    from mmrl.policies.vlm.processor import Inputs
+
+SHORT = 56  # pixels of a side, below which a processor may refuse a picture
+SLIM = 16  # times the shorter side
+FRAMES = 8  # of a clip at the budget's rate, below which it may
+ALIKE = 20  # rows of one kind that are encoded in vain before the others are taken for such
+GEOMETRY = ("boxes", "box", "point", "points", "mask", "tracks")
+OPTIONS = ("chat_template_kwargs", "prefill", "fps")  # of a row, that its encoding reads
+# what processors call tokens that stand for media
+MEDIA_TOKENS = ("image_token", "video_token", "audio_token", "boi_token", "eoi_token")
+
+
+def misfits(prompts: Sequence[Prompt], inputs: Inputs) -> dict[int, str]:
+    """Say what is wrong with prompts, "file:line: why" by their place in the list."""
+    files = [list(_files(prompt)) for prompt in prompts]
+    findings = iter(scan([source for several in files for source in several]))
+    look = FirstLook(inputs)
+    problems = {}
+    for place, (prompt, several) in enumerate(zip(prompts, files)):
+        looked = [(next(findings), source) for source in several]
+        broken = [f"{_name(source)}{each.problem}" for each, source in looked if each.problem]
+        if why := next(iter(broken), None) or look.problem(prompt, [each for each, _ in looked]):
+            problems[place] = f"{where(prompt)}: {why}"
+    return problems
+
+
+class FirstLook:
+    """Tells of prompts, one after the other, what is wrong with them."""
+
+    def __init__(self, inputs: Inputs):
+        self.inputs = inputs
+        tokens = sorted(own_tokens(inputs), key=len, reverse=True)
+        self.tokens = re.compile("|".join(map(re.escape, tokens))) if tokens else None
+        self.fine: set[Hashable] = set()  # kinds and sizes that were encoded
+        self.refused: Counter[Hashable] = Counter()
+
+    def problem(self, prompt: Prompt, findings: Sequence[Finding]) -> str | None:
+        """Say what is wrong with a prompt whose pictures and clips are these; None: nothing."""
+        if why := misfit(prompt) or self._token(prompt):
+            return why
+        kind = _kind(prompt)
+        kinds = {kind, *filter(None, map(self._unusual, findings))}
+        if kinds <= self.fine:
+            return None
+        if self.refused[kind] >= ALIKE and kind not in self.fine:
+            return f"as {ALIKE} other rows with the same roles and media, it cannot be encoded"
+        try:
+            self.inputs.encode(prompt)
+        except TooLong:  # whether that stops the run says its budget
+            pass
+        except UserError as error:
+            self.refused[kind] += 1
+            return str(error).removeprefix(f"{where(prompt)}: ")
+        self.fine |= kinds
+        return None
+
+    def _unusual(self, finding: Finding) -> Hashable:
+        """Name the size of a picture, or the length of a clip, that a processor may refuse; None:
+        it is usual."""
+        frames = round(finding.seconds * self.inputs.budgets.fps)
+        low, high = sorted(finding.size)
+        if finding.seconds and frames < FRAMES:
+            return frames
+        return finding.size if low > 0 and (low < SHORT or high > SLIM * low) else None
+
+    def _token(self, prompt: Prompt) -> str | None:
+        if self.tokens is None:
+            return None
+        for text in _texts(prompt):
+            if match := self.tokens.search(text):
+                return (
+                    f"its text holds the model's own token {match[0]}, which would not be read as "
+                    f"text; take it out (a picture's place is written <image>)"
+                )
+        return None
+
+
+def own_tokens(inputs: Inputs) -> set[str]:
+    """List the tokens that a text must not hold: those that stand for media, and those with which
+    the template writes turns."""
+    tokenizer = inputs.tokenizer
+    ids = [inputs.placeholder(kind) for kind in ("image", "video", "audio")]
+    named = [getattr(inputs.processor, name, None) for name in MEDIA_TOKENS]
+    named += [tokenizer.convert_ids_to_tokens(i) for i in ids if i is not None]
+    texts = {str(getattr(token, "content", token)) for token in named if token is not None}
+    question = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
+    try:
+        rendered = inputs.template.render({"text": "a"}, question)
+    except UserError:  # said of the first prompt
+        rendered = ""
+    texts |= {token for token in tokenizer.all_special_tokens if token in rendered}
+    known = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
+    return {text for text in texts & known if not MARKS.fullmatch(text)}
+
+
+def _texts(prompt: Prompt) -> Iterator[str]:
+    for message in messages_of(prompt):
+        content = message["content"]
+        parts = content if isinstance(content, list) else [{"text": content}]
+        yield from (part["text"] for part in parts if isinstance(part.get("text"), str))
+
+
+def _files(prompt: Prompt) -> Iterator[Any]:
+    """Yield the pictures and clips of a prompt whose headers are read."""
+    parts: list[Any] = []
+    for message in prompt.get("messages") or ():
+        parts += message["content"] if isinstance(message["content"], list) else []
+    images = [part.get("image") for part in parts] + images_of(prompt)
+    videos = [part.get("video") for part in parts] + videos_of(prompt)
+    yield from (image for image in images if isinstance(image, (str, bytes)) or _is_opened(image))
+    yield from (video for video in videos if is_clip(video))
+
+
+def _is_opened(image: Any) -> bool:
+    return hasattr(image, "getexif")
+
+
+def _kind(prompt: Prompt) -> Hashable:
+    """Return what rows have in common that are encoded alike."""
+    turns = tuple((m["role"], _part_kinds(m["content"])) for m in messages_of(prompt))
+    media = tuple(len(of(prompt)) for of in (images_of, videos_of, audios_of))
+    read = tuple(name for name in (*GEOMETRY, *OPTIONS) if prompt.get(name) is not None)
+    return turns, media, read
+
+
+def _part_kinds(content: Any) -> tuple[Any, ...]:
+    if isinstance(content, list):
+        return tuple(part.get("type") for part in content)
+    return tuple(MARKS.findall(content)) if "<" in content else ()
+
+
+def _name(source: Any) -> str:
+    return f"{source}: " if isinstance(source, str) else "a picture: "

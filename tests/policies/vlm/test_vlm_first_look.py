@@ -1,0 +1,126 @@
+"""Rows that a model cannot take are found before the first is sampled, all in one list."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from mmrl.core.broken_rows import BrokenRows
+from mmrl.core.errors import UserError
+from mmrl.data.ledger import Summary
+from mmrl.policies.vlm import first_look
+from mmrl.policies.vlm.first_look import misfits
+from mmrl.policies.vlm.media import Budgets
+from mmrl.run.build import admitted
+from tests.fixtures import tiny_vlms
+from tests.fixtures.films import film
+from tests.policies.vlm.test_vlm_inputs import inputs
+
+
+@pytest.fixture()
+def rows(tmp_path, monkeypatch):
+    """Sixty rows of which one in ten is broken, each in its own way; the reason of each."""
+    monkeypatch.setenv("MMRL_CACHE", str(tmp_path / "cache"))
+    tiny_vlms.image(70, 60).save(tmp_path / "a.png")
+    tiny_vlms.image(900, 4).save(tmp_path / "thin.png")
+    film(tmp_path / "clip.mp4", 20)
+    film(tmp_path / "short.mp4", 1)
+    (tmp_path / "cut.mp4").write_bytes((tmp_path / "clip.mp4").read_bytes()[:700])
+    whole = (tmp_path / "a.png").read_bytes()
+    (tmp_path / "cut.png").write_bytes(whole[: len(whole) // 2])
+    picture, clip = str(tmp_path / "a.png"), str(tmp_path / "clip.mp4")
+    broken = {
+        "1 <image> placeholders for 2 images": {"text": "<image> q", "images": [picture, picture]},
+        "more <image> placeholders": {"text": "<image> q"},
+        "images[1] is null": {"images": [picture, None]},
+        "images[0] is a list": {"images": [[picture]]},
+        "own token <|image_pad|>": {"text": "q <|image_pad|>", "image": picture},
+        "own token <|im_end|>": {"text": "q<|im_end|>", "image": picture},
+        "aspect ratio must be smaller": {"image": str(tmp_path / "thin.png")},
+        "no such file": {"image": str(tmp_path / "gone.png")},
+        "truncated": {"image": str(tmp_path / "cut.png")},
+        "cut short": {"video": str(tmp_path / "cut.mp4")},
+        "temporal_factor": {"video": str(tmp_path / "short.mp4")},
+    }
+    prompts = [{"text": f"q {i}", "image": picture} for i in range(10 * len(broken))]
+    prompts += [{"text": "<video> q", "video": clip}, {"text": "q"}]
+    for i, row in enumerate(broken.values()):
+        prompts[10 * i + 9] = {"text": "q"} | row
+    for i, prompt in enumerate(prompts):
+        prompt["origin"] = f"q.jsonl:{i + 1}"
+    return prompts, {10 * i + 9: why for i, why in enumerate(broken)}
+
+
+def test_every_broken_row_is_named_with_its_reason(rows):
+    prompts, reasons = rows
+    problems = misfits(prompts, inputs("qwen3_vl"))
+    assert problems.keys() == reasons.keys()
+    for place, why in reasons.items():
+        assert problems[place].startswith(f"q.jsonl:{place + 1}: ") and why in problems[place]
+
+
+def test_only_rows_of_new_kinds_are_encoded(rows, monkeypatch):
+    prompts, _ = rows
+    reader = inputs("qwen3_vl")
+    encoded = []
+    encode = reader.encode
+    monkeypatch.setattr(reader, "encode", lambda p: encoded.append(p["origin"]) or encode(p))
+    misfits([p for i, p in enumerate(prompts) if i % 10 != 9], reader)
+    assert len(encoded) == 3  # a picture, a clip, none
+
+
+def test_what_all_rows_of_a_kind_have_is_not_tried_for_each(rows, monkeypatch):
+    prompts, _ = rows
+    reader = inputs("qwen3_vl")
+    tries = []
+
+    def refuse(prompt):
+        tries.append(prompt)
+        raise UserError(f"{prompt['origin']}: no such role")
+
+    monkeypatch.setattr(reader, "encode", refuse)
+    texts = [{"text": f"{i}", "origin": f"q.jsonl:{i}"} for i in range(50)]
+    assert len(misfits(texts, reader)) == 50
+    assert len(tries) == first_look.ALIKE
+
+
+class Policy:
+    """Takes what the first look lets through."""
+
+    notes = ()
+
+    def __init__(self, reader):
+        self.reader = reader
+
+    def admit(self, prompts):
+        if problems := misfits(prompts, self.reader):
+            raise BrokenRows(problems, len(prompts))
+        return prompts
+
+    def size_of(self, prompt):
+        return None
+
+
+def test_broken_rows_of_all_parts_stop_a_run_or_are_left_out(rows):
+    prompts, reasons = rows
+    source = SimpleNamespace(train=prompts[:60], held_out=prompts[60:])
+    policy = Policy(inputs("qwen3_vl"))
+    with pytest.raises(UserError, match=f"{len(reasons)} of {len(prompts)} rows are broken") as e:
+        admitted(policy, source, [Summary("q.jsonl")])
+    assert all(why in str(e.value) for why in reasons.values())
+    fitting = admitted(policy, source, [Summary("q.jsonl", skips=True)])
+    assert [*fitting.train, *fitting.held_out] == [
+        p for i, p in enumerate(prompts) if i not in reasons
+    ]
+    assert f"{len(reasons)} of {len(prompts)} rows are left out" in policy.notes[0]
+
+
+def test_overlong_prompts_that_stop_a_run_are_named_together():
+    from mmrl.policies.vlm.budgets import TooLong, admit
+
+    reader = inputs("qwen3_vl", Budgets(prompt_tokens=30, overlong="error"))
+    texts = [{"text": "q" * n, "origin": f"q.jsonl:{n}"} for n in (1, 90, 2, 91)]
+    with pytest.raises(TooLong) as error:
+        admit(texts, reader.budgets, reader.measure)
+    assert "q.jsonl:90: " in str(error.value) and "q.jsonl:91: " in str(error.value)
