@@ -52,7 +52,7 @@ class Estimate:
     gathered: float  # bytes of weights that arrive
     reduced: float  # bytes of gradients that are sent
     flops: float  # of all devices, without what checkpointing computes again
-    seconds: dict[str, float]  # rollout, update, travel that nothing hides
+    seconds: dict[str, float]  # rollout, update, communication that nothing hides
     samples_per_second: float
 
     @property
@@ -194,7 +194,7 @@ def estimate(run: Run, devices: Devices, sharded: bool) -> Estimate:
     travel = (gathered + reduced) / devices.link
     # of shards the next layer's weights arrive while this one computes; copies reduce at the end
     waits = max(0.0, travel - update - rollout) if sharded else travel
-    seconds = {"rollout": rollout, "update": update, "travel": waits}
+    seconds = {"rollout": rollout, "update": update, "communication": waits}
     extra = work.sampling.flops if run.checkpointing else 0.0
     flops = devices.count * (
         (counts["sampling"] * run.passes_to_sample + counts["frozen"]) * work.sampling.flops
