@@ -91,45 +91,14 @@ def repaired(text: str) -> Any:
     return value if isinstance(value, (dict, list)) else None
 
 
-class Node:
-    """Holds a node of a table's tree, [tag, spans, text, children] as it was sent."""
-
-    def __init__(self, tag: str, spans: list[int], text: str, children: list[Any]):
-        self.tag = tag
-        self.spans = spans
-        self.text = text
-        self.children = [Node(*child) for child in children]
-
-
-def tree_distance(first: list[Any], second: list[Any], structure: bool) -> float:
-    """Compute the edit distance of two tables; with ``structure`` their texts cost nothing."""
-    from apted import APTED, Config
-    from rapidfuzz.distance import Levenshtein
-
-    class Costs(Config):
-        def rename(self, a: Node, b: Node) -> float:
-            if a.tag != b.tag or a.spans != b.spans:
-                return 1.0
-            same = structure or a.tag != "td" or a.text == b.text
-            return 0.0 if same else float(Levenshtein.normalized_distance(a.text, b.text))
-
-        def children(self, node: Node) -> list[Node]:
-            return node.children
-
-    return float(APTED(Node(*first), Node(*second), Costs()).compute_edit_distance())
-
-
-LEAF = ["table", [1, 1], "", []]
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "readable": readable,
     "equal": equal,
     "png": png,
     "repaired": repaired,
-    "tree_distance": tree_distance,
 }
 WARM_UP: dict[str, tuple[Any, ...]] = {
     "repaired": ("[1",),
-    "tree_distance": (LEAF, LEAF, False),
     "equal": ("x^2", "x^2"),
     "readable": ("x^2",),
     "png": ('<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1 1"></svg>', 16),

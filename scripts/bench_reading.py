@@ -20,6 +20,18 @@ PROMPTS = {
     "label_set": {"labels": ["cat", "dog"]},
     "vqa": {"answers": ["2"] * 10},
     "structured": {"answer": {"a": 1, "b": "x"}},
+    "grounding": {"boxes": [[100, 200, 300, 400]]},
+    "detection": {"boxes": [[100, 200, 300, 400]], "labels": ["dog"]},
+    "point": {"boxes": [[100, 200, 300, 400]]},
+    "gui": {"action": "click", "boxes": [[100, 200, 300, 400]]},
+    "temporal": {"spans": [[10, 20]]},
+    "tracking": {"tracks": [[1, 2, 3, 4], [2, 3, 4, 5]]},
+    "table": {"answer": "| a | b |\n|---|---|\n| 1 | 2 |"},
+    "transcription": {"answer": "a cat and a dog"},
+    "text_similarity": {"answer": "a cat and a dog"},
+    "bleu": {"answer": "a cat and a dog"},
+    "key_steps": {"answer": "12", "key_steps": ["a cat", "a dog"]},
+    "format": {},
     "maths": {"answer": "12"},
 }
 USUAL = (
@@ -33,6 +45,10 @@ USUAL = (
     "I think it is B, because the animal barks.",
     "grey wolf",
     '{"a": 1, "b": "x"}',
+    '```json\n[{"bbox_2d": [100, 200, 300, 400], "label": "dog"}]\n```',
+    "The dog is at (200, 300), and the box is [100, 200, 300, 400].",
+    "from 0:10 to 0:20",
+    "| a | b |\n|---|---|\n| 1 | 3 |",
 )
 PIECES = (
     *("1", "1 ", "1,", "1.", "0,", "-", "*", "**a", "_a ", "`x`", "#", "# a\n", "~", "x-", "'s "),
@@ -50,6 +66,26 @@ PIECES = (
         "not ",
     ),
     *("\u00bd", "\u00bd ", "\u221a", "\u00e9", "%", "\\", "\n", "<think>"),
+    *("[1, 2, 3, 4], ", "(1,2),", "(1, 2, 3, 4)", '{"bbox_2d": [1, 2, 3, 4]}, ', "{'a': [1, 2]}, "),
+    *(
+        "<box>[[1,2,3,4]]</box>",
+        "<ref>a",
+        "<loc_1>",
+        "bbox: 1, 2, 3, 4 ",
+        "x1=1, y1=2, ",
+        "click(1, 2) ",
+    ),
+    *(
+        "1:02 to ",
+        "1s - 2s ",
+        "start 1 ",
+        "| a | b |\n",
+        "<tr><td>a</td>",
+        "<table>",
+        "```\n",
+        '"a": ',
+        "dog: ",
+    ),
 )
 LENGTH = 10_000
 
@@ -86,7 +122,7 @@ def main(rewards: Sequence[str]) -> None:
         judge(USUAL[0])
         median = statistics.median(milliseconds(judge, text, 5) for text in USUAL)
         texts = {piece: (piece * LENGTH)[:LENGTH] for piece in PIECES}
-        worst, piece = max((milliseconds(judge, text, 3), piece) for piece, text in texts.items())
+        worst, piece = max((milliseconds(judge, text, 5), piece) for piece, text in texts.items())
         print(f"{name:15} median {median:6.3f} ms, worst {worst:6.1f} ms ({piece!r} repeated)")
 
 

@@ -32,6 +32,9 @@ SUBJECT = re.compile(
 # yes or no with a sentence behind it, which may not say the other
 YES_NO = re.compile(r"(yes|no)\s*[,.;:!\n-]\s*(?=\w)")
 OTHER = {"yes": r"\b(?:no|not|none|never|but)\b|n't\b", "no": r"\b(?:yes|but)\b"}
+SEPARATOR = re.compile(r"[,;\n\u3001\uff0c\uff1b]")
+BULLET = re.compile(r"^\s*(?:[-*\u2022]\s+|\d+[.)]\s+)")
+MOST = 500  # names of a list
 NOON = re.compile(r"(?<=\d)\s?([ap])\.?\s?m\b\.?")  # p.m., PM
 # words in front of a list, up to their colon
 INTRODUCED = re.compile(r"\s*[^\n:,;\[\]{}]{2,80}[^\W\d]:(?=\s)\s*(?=\S)")
@@ -115,10 +118,7 @@ def items(text: str, known: Collection[str] = ()) -> Parsed[list[str]]:
         body = body[introduced.end() :]
     elif normal(body) not in whole:
         body = SUBJECT.sub("", body, count=1)
-    listed = [
-        re.sub(r"^\s*(?:[-*\u2022]\s+|\d+[.)]\s+)", "", part).strip()
-        for part in _parts(body, whole)
-    ]
+    listed = [BULLET.sub("", part).strip() for part in _parts(body, whole)]
     names = [name for name in listed if normal(name)]
     return Parsed(names, answer.status) if names else UNPARSEABLE
 
@@ -127,7 +127,9 @@ def _parts(body: str, whole: Collection[str]) -> list[str]:
     """Cut a text at its separators, but not inside names that are known to hold one."""
     if normal(body) in whole:
         return [body]
-    rough = re.split(r"[,;\n\u3001\uff0c\uff1b]", body)
+    rough = SEPARATOR.split(body)
+    if len(rough) > MOST:
+        return []
     if (
         len(rough) > 1
         and re.fullmatch(r"\s*-?[\d.]+(?:,\d{3})+(?:\.\d+)?\s*", body)

@@ -14,7 +14,11 @@ from rewards.reading.parts import fenced
 # brackets in brackets: nobody answers so, and repairing them takes time with their square
 DEEPEST = 30
 # characters of a broken JSON value that are repaired, which takes time with their square
-REPAIRED = 4_000
+REPAIRED = 2_000
+# what JSON begins with, well written or not: "{1}" and "[a" are something else
+BEGINS = re.compile(r"""\[\s*[\w"'\[{\].-]|\{\s*(?:["'}]|\w+\s*:)""", re.I)
+DECODER = json.JSONDecoder()
+QUOTE = re.compile(r"(?<!\w)'|'(?!\w)")  # of Python, not an apostrophe
 # strings, cut ones too, and what structures JSON
 MARKS = re.compile(r""""(?:[^"\\]|\\.)*(?:"|\Z)|[\[\]{},]""")
 REPAIRER = Sandbox("repaired", seconds=0.5, memory=2**30)  # one for all rewards of this process
@@ -44,21 +48,41 @@ def python_value(text: str) -> Parsed[Any]:
 
 
 def loose_json(text: str) -> Parsed[Any]:
-    """Read as ``strict_json``, a value of Python, a value that was cut, and what json_repair makes
-    of the first 4,000 characters of any other ("repaired")."""
+    """Read as ``strict_json``, a value of Python, several values one behind the other, a value that
+    was cut, and what json_repair makes of the first 2,000 characters of any other ("repaired")."""
     parsed = strict_json(text)
     body = fenced(text)
-    starts = [i for i in (body.find("["), body.find("{")) if i >= 0]
-    if parsed.status == "ok" or not starts or nesting(body) > DEEPEST:
+    start = BEGINS.search(body)
+    if parsed.status == "ok" or not start or nesting(body) > DEEPEST:
         return parsed
-    quick = literal(body) or completed(body[min(starts) :])
+    body = body[start.start() :]
+    quick = several(body) or literal(body)
+    if quick is None and "'" in body:
+        body = QUOTE.sub('"', body)
+        quick = several(body)
+    quick = quick or completed(body)
     if isinstance(quick, (dict, list)):
         return Parsed(quick, "repaired")
     try:
-        value = REPAIRER.ask("repaired", body[min(starts) : min(starts) + REPAIRED])
+        value = REPAIRER.ask("repaired", body[:REPAIRED])
     except Broken:  # json_repair gives up in its own ways on some inputs, or takes too long
         return UNPARSEABLE
     return Parsed(value, "repaired") if value else UNPARSEABLE
+
+
+def several(text: str) -> Any:
+    """Read the JSON values of a text, among whatever words: the value if there is one, a list of
+    them if there are more; None where one of them cannot be read."""
+    values = []
+    mark = BEGINS.search(text)
+    while mark:
+        try:
+            value, end = DECODER.raw_decode(text, mark.start())
+        except (ValueError, RecursionError):
+            return None
+        values.append(value)
+        mark = BEGINS.search(text, end)
+    return values[0] if len(values) == 1 else values or None
 
 
 def completed(text: str) -> Any:

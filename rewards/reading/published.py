@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from functools import lru_cache
 
-from rewards.reading.plain import evened
+from rewards.reading.plain import SHORT, evened
 
 THRESHOLD = 0.5  # of ANLS: less similar answers earn nothing
 TOLERANCE = 0.05  # of relaxed accuracy
@@ -93,7 +93,10 @@ MEANT = re.compile(
 @lru_cache(maxsize=8192)
 def vqa_key(text: str, textvqa: bool = False) -> tuple[str, str]:
     """Return by what two answers of VQA are equal: the published words, and the signs that those
-    lose. What is nothing but an article stays itself."""
+    lose. What is nothing but an article stays itself, and so does a text that is too long to be an
+    answer."""
+    if len(text) > SHORT:
+        return text, ""
     plain = evened(text).strip()
     plain = re.sub(r"(?<!\w)(?:minus|negative)\s+(?=\d)", "-", plain, flags=re.I)
     words = (textvqa_words if textvqa else vqa_words)(plain)

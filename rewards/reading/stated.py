@@ -36,6 +36,7 @@ IS = (
     r"\u5e94\u4e3a|\u5e94\u8be5\u662f|\u9009|\u306f|\uc740|\ub294))\s*[:=]?"
 )
 SAYS = re.compile(rf"(?<![A-Za-z])(?:{NOUN}){AFTER}{IS}(?!\s*not\b)", re.I)
+SPOKEN = re.compile(NOUN, re.I)
 HEAD = re.compile(rf"(?:\w+ ){{0,2}}(?:{NOUN}){AFTER}\s*$", re.I)
 DENIED = re.compile(r"\b(?:not|never|wrong|incorrect|false|if|whether|unless|cannot)\b|n't\b", re.I)
 CLAUSE = re.compile(r"[.;!?\n,]")
@@ -93,16 +94,16 @@ def announced(text: str) -> str | None:
     "Answer"; None where nothing is announced, or the clause before denies it."""
     if len(text) < 4:
         return None
-    text = evened(without_markdown(text[-LAST:]))
-    place_of = None
-    for place in SAYS.finditer(text):
+    text = evened(text[-LAST:])
+    if not SPOKEN.search(text):
+        return None
+    text = without_markdown(text)
+    for place in reversed(list(SAYS.finditer(text))):
         before = CLAUSE.split(text[max(0, place.start() - 80) : place.start()])[-1]
         if not DENIED.search(before):
-            place_of = place
-    if place_of is not None:
-        lines = text[place_of.end() :].strip("*_ \t\n").split("\n")
-        line = next((line.strip() for line in lines if line.strip("*_ \t")), "")
-        return SENTENCE.split(line, maxsplit=1)[0].strip()
+            lines = text[place.end() :].strip("*_ \t\n").split("\n")
+            line = next((line.strip() for line in lines if line.strip("*_ \t")), "")
+            return SENTENCE.split(line, maxsplit=1)[0].strip()
     lines = [line for line in text.split("\n") if line.strip()]
     for head, line in zip(lines[-2::-1], lines[:0:-1]):
         if len(head) < 60 and HEAD.fullmatch(head.strip(" :*_#")):

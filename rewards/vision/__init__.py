@@ -15,8 +15,9 @@ from rewards.vision.shaping import CosineLength, Format, Length, Overlong, Repet
 from rewards.vision.spans import Temporal, Tracking
 from rewards.vision.steps import KeySteps, Routed, VideoQa, Vqa
 from rewards.vision.svg import Svg
+from rewards.vision.tables import Table
 from rewards.vision.words import Answer, Choice, Classification, Count, LabelSet
-from rewards.vision.writing import Table, TextSimilarity, Transcription
+from rewards.vision.writing import TextSimilarity, Transcription
 
 __all__ = [
     "Answer",

@@ -8,6 +8,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import chain, groupby
 from typing import Annotated, Any
 
 from annotated_types import Ge, Le
@@ -24,7 +25,8 @@ from rewards.vision.coords import Unscorable
 LONGEST = 20_000  # words of a text that are counted
 ENTITIES = {"&quot;": '"', "&lt;": "<", "&gt;": ">", "&amp;": "&"}
 # mteval-v13a: what is set apart from its neighbours
-MARKS = re.compile(r"([{-~\[-` -&(-+:-@/])")
+MARKS = re.compile(r"[{-~\[-` -&(-+:-@/]")
+APART = {code: f" {chr(code)} " for code in range(128) if MARKS.match(chr(code))}
 POINT_AFTER = re.compile(r"([^0-9])([.,])")
 POINT_BEFORE = re.compile(r"([.,])([^0-9])")
 DASH = re.compile(r"([0-9])(-)")
@@ -35,14 +37,15 @@ def words_13a(text: str) -> list[str]:
     line = text.replace("<skipped>", "").replace("-\n", "").replace("\n", " ")
     for entity, letter in ENTITIES.items():
         line = line.replace(entity, letter)
-    line = MARKS.sub(r" \1 ", f" {line} ")
+    line = f" {line} ".translate(APART)
     line = POINT_AFTER.sub(r"\1 \2 ", line)
     line = POINT_BEFORE.sub(r" \1 \2", line)
     return DASH.sub(r"\1 \2 ", line).split()[:LONGEST]
 
 
 def ngrams(words: Sequence[str], order: int) -> Counter[tuple[str, ...]]:
-    return Counter(tuple(words[i : i + order]) for i in range(len(words) - order + 1))
+    """Count the n-grams of a list of words."""
+    return Counter(zip(*(words[i:] for i in range(order))))
 
 
 def bleu(text: str, references: Sequence[str], order: int = 4, smooth: bool = True) -> float:
@@ -56,14 +59,17 @@ def bleu(text: str, references: Sequence[str], order: int = 4, smooth: bool = Tr
     right = [words_13a(reference) for reference in references]
     if not words:
         return 0.0
+    known = {word for reference in right for word in reference}
+    runs = [[*run] for shared, run in groupby(words, known.__contains__) if shared]
     total = 0.0
     for n in range(1, order + 1):
-        counts = ngrams(words, n)
+        runs = [run for run in runs if len(run) >= n]
+        counts = Counter(chain.from_iterable(zip(*(run[i:] for i in range(n))) for run in runs))
         most: Counter[tuple[str, ...]] = Counter()
         for reference in right:
             most |= ngrams(reference, n)
-        matches = sum((counts & most).values()) + smooth
-        possible = sum(counts.values()) + smooth
+        matches = sum(min(counts[gram], count) for gram, count in most.items()) + smooth
+        possible = max(len(words) - n + 1, 0) + smooth
         if not matches:
             return 0.0
         total += math.log(matches / possible)

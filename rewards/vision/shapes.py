@@ -3,7 +3,6 @@ coordinates."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -21,7 +20,7 @@ from rewards.reading import (
     strict_json,
     worst,
 )
-from rewards.reading.objects import DEEPEST, nesting
+from rewards.reading.objects import DEEPEST, QUOTE, nesting, several
 from rewards.vision.notations import NOTATIONS, Shape, label_of
 
 # under which keys a record holds a box or a point; the first that is there counts
@@ -86,28 +85,34 @@ LABELS = (
     "type",
 )
 CONFIDENCES = ("confidence", "conf", "score")
+MOST = 500  # shapes of an answer
 _GAP = r"\s{0,9}[,;\s]\s{0,9}"
 _PAIR = rf"[\(\[]\s{{0,9}}({NUMBER})\s{{0,9}},\s{{0,9}}({NUMBER})\s{{0,9}}[\)\]]"
 _SOME = {size: re.compile(_GAP.join([f"({NUMBER})"] * size)) for size in (4, 2)}
 _ONE = re.compile(rf"({NUMBER})(?!\w)")
 _TEXT = re.compile(r"""["']?([^"'\n{}]{1,200})""")
-_QUOTE = re.compile(r"(?<!\w)'|'(?!\w)")  # of Python, not an apostrophe
 _CUT = re.compile(r"[.,;\n\[\]()]")
-_KEY = re.compile(r"""["']?\b(\w{1,20})\b["']?\s{0,9}[:=]\s{0,9}["']?[\[(]{0,2}""")
+_KEY = re.compile(r"""\b([^\W\d]\w{0,19})["']?\s{0,9}[:=]\s{0,9}["']?[\[(]{0,2}""")
+_NUMBERED = {key for size in (4, 2) for keys in (*CORNERS[size], *SIDES) for key in keys}
+_PAIRS = {2: re.compile(_PAIR), 4: re.compile(rf"{_PAIR}\s{{0,9}},?\s{{0,9}}{_PAIR}")}
+_LISTED = {size: r"\s{0,9},\s{0,9}".join([f"({NUMBER})"] * size) for size in (4, 2)}
+_IN_BRACKETS = {
+    size: re.compile(rf"[\[\(]\s{{0,9}}{numbers}\s{{0,9}}[\]\)]")
+    for size, numbers in _LISTED.items()
+}
+_NO_NUMBER = re.compile(r"[^\s\d.,;eE+-]")
 
 
 def boxes(text: str) -> Parsed[list[Shape]]:
     """Read all boxes of the final answer: an empty list where it says that there are none."""
-    return _shapes(text, 4)
+    return _shapes(text, (4,))
 
 
 def points(text: str) -> Parsed[list[Shape]]:
     """Read all points of the final answer; where it gives boxes, their centres."""
-    parsed = _shapes(text, 2)
-    if parsed.status != "unparseable":
-        return parsed
-    parsed = _shapes(text, 4)
-    return Parsed([_centre(box) for box in parsed.value], parsed.status) if parsed.value else parsed
+    parsed = _shapes(text, (2, 4))
+    centres = [s if len(s.values) == 2 else _centre(s) for s in parsed.value or ()]
+    return parsed if parsed.value is None else Parsed(centres, parsed.status)
 
 
 def _centre(box: Shape) -> Shape:
@@ -115,20 +120,23 @@ def _centre(box: Shape) -> Shape:
     return Shape(((x0 + x1) / 2, (y0 + y1) / 2), box.label, box.confidence, box.space)
 
 
-def _shapes(text: str, size: int) -> Parsed[list[Shape]]:
+def _shapes(text: str, sizes: tuple[int, ...]) -> Parsed[list[Shape]]:
+    """Read the shapes of an answer: points before boxes where ``sizes`` has both."""
     answer = final(text)
     body = calm(answer.value)
     if fenced(body).casefold().strip(" .") in NOTHING | {"[]", "[[]]", "{}"}:
         return Parsed([], answer.status)
     for notation in NOTATIONS:
-        if listed := notation.shapes(body, size):
-            return Parsed(listed, answer.status)
-        if size == 2 and notation.shapes(body, 4):
-            return UNPARSEABLE  # boxes, whose corners are no points
-    for read in (_from_json, _pairs, _bracketed, _keyed, _bare):
-        parsed = read(body, size)
-        if parsed.value:
-            return Parsed(parsed.value, worst(answer.status, parsed.status))
+        for size in sizes:
+            if listed := notation.shapes(body, size):
+                return Parsed(listed, answer.status)
+    for size in sizes:
+        for read in (_from_json, _pairs, _bracketed, _keyed, _bare):
+            parsed = read(body, size)
+            if parsed.value and len(parsed.value) > MOST:
+                return UNPARSEABLE
+            if parsed.value:
+                return Parsed(parsed.value, worst(answer.status, parsed.status))
     return UNPARSEABLE
 
 
@@ -139,20 +147,18 @@ def _from_json(body: str, size: int) -> Parsed[list[Shape]]:
         labelled = numbers_of(parsed.value, size) and re.match(r"[^\[({`<\d]*[^\W\d]", body)
         return UNPARSEABLE if labelled else _listed(parsed, size)
     inside = fenced(body)
-    if "'" not in inside or not inside.startswith(("[", "{")) or nesting(inside) > DEEPEST:
+    if not inside.startswith(("[", "{")) or nesting(inside) > DEEPEST:
         return UNPARSEABLE
-    try:
-        return _listed(Parsed(json.loads(_QUOTE.sub('"', inside)), "repaired"), size)
-    except (ValueError, RecursionError):
-        return UNPARSEABLE
+    value = several(QUOTE.sub('"', inside) if "'" in inside else inside)
+    return UNPARSEABLE if value is None else _listed(Parsed(value, "repaired"), size)
 
 
 def _pairs(body: str, size: int) -> Parsed[list[Shape]]:
     """Read ``(x1,y1),(x2,y2)``; for a point ``(x, y)``."""
     if "{" in body:
         return UNPARSEABLE
-    notation = _PAIR + (rf"\s{{0,9}},?\s{{0,9}}{_PAIR}" if size == 4 else "")
-    listed = [Shape(tuple(map(float, match.groups()))) for match in re.finditer(notation, body)]
+    matches = _PAIRS[size].finditer(body)
+    listed = [Shape(tuple(map(float, match.groups()))) for match in matches]
     return Parsed(listed)
 
 
@@ -160,15 +166,15 @@ def _bracketed(body: str, size: int) -> Parsed[list[Shape]]:
     """Read ``[x1, y1, x2, y2]`` anywhere, with the words in front of it as its label."""
     if "{" in body:
         return UNPARSEABLE
-    numbers = r"\s{0,9},\s{0,9}".join([f"({NUMBER})"] * size)
     listed = []
     end = 0
-    for match in re.finditer(rf"[\[\(]\s{{0,9}}{numbers}\s{{0,9}}[\]\)]", body):
-        words = _CUT.split(body[max(end, match.start() - 60) : match.start()])[-1]
-        label = _named(words) if words.strip() else None
+    for match in _IN_BRACKETS[size].finditer(body):
+        words = body[max(end, match.start() - 60) : match.start()].strip(" \t\n,;")
+        words = _CUT.split(words)[-1] if words else ""
+        label = _named(words) if words else None
         listed.append(Shape(tuple(map(float, match.groups())), label))
         end = match.end()
-    whole = strict_json(body).status == "ok" or re.fullmatch(rf"\(\s*{numbers}\s*\)", body)
+    whole = strict_json(body).status == "ok" or re.fullmatch(rf"\(\s*{_LISTED[size]}\s*\)", body)
     return Parsed(listed, "ok" if whole else "repaired")
 
 
@@ -196,19 +202,23 @@ def _keyed(body: str, size: int) -> Parsed[list[Shape]]:
             elif key in LABELS:
                 if match_of_value := _TEXT.match(record, match.end()):
                     values[key] = match_of_value[1]
-            elif match_of_value := _ONE.match(record, match.end()):
+            elif (key in _NUMBERED or key in CONFIDENCES) and (
+                match_of_value := _ONE.match(record, match.end())
+            ):
                 values[key] = float(match_of_value[1])
-        listed += _entry(values, size)
+        if values:
+            listed += _entry(values, size)
     return Parsed(listed, "repaired") if listed else UNPARSEABLE
 
 
 def _bare(body: str, size: int) -> Parsed[list[Shape]]:
     """Read nothing but numbers: ``12 30 40 50``."""
-    numbers = re.findall(NUMBER, body)
-    if not numbers or len(numbers) % size or re.search(r"[^\s,;]", re.sub(NUMBER, "", body)):
+    parts = [] if _NO_NUMBER.search(body) else re.split(r"[\s,;]+", body.strip(" \t\n,;"))
+    even = 0 < len(parts) <= MOST * size and len(parts) % size == 0
+    values = reals(parts) if even else None
+    if values is None:
         return UNPARSEABLE
-    values = [float(v) for v in numbers]
-    return Parsed([Shape(tuple(values[i : i + size])) for i in range(0, len(values), size)])
+    return Parsed([Shape(values[i : i + size]) for i in range(0, len(values), size)])
 
 
 def _label(text: Any) -> str | None:

@@ -55,6 +55,10 @@ TO = (
     r"[,;.]?\s*(?:and\s+|the\s+|it\s+|event\s+){0,3}"
     r"(?:ends?|ending|stops?|finish(?:es)?)(?:[ _]time)?\s*(?:at|is|:|=)?)"
 )
+# nothing is given back that has been matched (?>), so that time grows with the length only
+TIMED = rf"(?>({NUMBER})(?:\s*(?:seconds|secs?|s)\b)?)"
+PAIR = re.compile(rf"(?<![\d.]){TIMED}\s*{TO}\s*{TIMED}", re.I)
+WHOLE = re.compile(rf"[\[(]?\s*{PAIR.pattern}\s*[\])]?", re.I)
 
 
 def seconds(text: str) -> str:
@@ -80,10 +84,8 @@ def spans(text: str) -> Parsed[list[Span]]:
         listed = _spans(parsed.value) if parsed.value is not None else []
         if listed:
             return Parsed(listed, worst(answer.status, parsed.status))
-    number = rf"({NUMBER})\s*(?:s|sec|seconds)?"
-    pair = rf"{number}\s*{TO}\s*{number}"
-    listed = [(float(a), float(b)) for a, b in re.findall(pair, body, re.I)]
-    plain = re.fullmatch(rf"[\[(]?\s*{pair}\s*[\])]?", body.strip(), re.I)
+    listed = [(float(a), float(b)) for a, b in PAIR.findall(body)]
+    plain = WHOLE.fullmatch(body.strip())
     return (
         Parsed(listed, worst(answer.status, "ok" if plain else "repaired"))
         if listed
@@ -147,15 +149,18 @@ def true_spans(prompt: Prompt) -> list[Span]:
 def union(predicted: list[Span], right: list[Span]) -> float:
     """Compute length in both / length in either, of two sets of spans; spans that overlap count
     once."""
-    cuts = sorted({t for span in [*predicted, *right] for t in span})
-    intersection = either = 0.0
-    for a, b in zip(cuts, cuts[1:]):
-        in_predicted, in_right = (
-            any(s <= a and b <= e for s, e in spans) for spans in (predicted, right)
-        )
-        intersection += (b - a) * (in_predicted and in_right)
-        either += (b - a) * (in_predicted or in_right)
-    return intersection / either if either else 0.0
+    either = covered([*predicted, *right])
+    return (covered(predicted) + covered(right) - either) / either if either else 0.0
+
+
+def covered(spans: list[Span]) -> float:
+    """Return the length of what spans cover; where they overlap it counts once."""
+    total, end = 0.0, -math.inf
+    for start, stop in sorted(spans):
+        if stop > end:
+            total += stop - max(start, end)
+            end = stop
+    return total
 
 
 def hull(predicted: list[Span], right: list[Span]) -> float:

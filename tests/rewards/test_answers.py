@@ -15,7 +15,7 @@ from num2words import num2words
 
 from mmrl.core.registry import REWARDS, load_built_in
 from rewards._sandbox import TooSlow
-from rewards.reading import Quantity, formulas, quantity
+from rewards.reading import Quantity, formulas, loose_json, objects, quantity
 from rewards.reading.options import options
 from rewards.reading.published import textvqa_words, vqa_key, vqa_words
 from rewards.reading.units import UNITS
@@ -276,3 +276,16 @@ def test_answers_that_take_too_long_are_counted_and_said(monkeypatch, caplog):
 )
 def test_powers_that_explode_are_seen_in_the_tree(text, explosive):
     assert formulas.explodes(text) is explosive
+
+
+def test_values_one_behind_the_other_are_read_without_repair(monkeypatch):
+    def never(*_: object) -> None:
+        raise AssertionError("asked json_repair")
+
+    monkeypatch.setattr(objects.REPAIRER, "ask", never)
+    assert loose_json('{"a": 1}, {"a": 2}').value == [{"a": 1}, {"a": 2}]
+    assert loose_json("First {'a': [1, 2]} and then {'a': [3]}").value == [
+        {"a": [1, 2]},
+        {"a": [3]},
+    ]
+    assert loose_json(r"\frac{1}{2}" * 900).status == "unparseable"

@@ -11,10 +11,10 @@ import pytest
 from PIL import Image
 
 from mmrl.core.registry import REWARDS, load_built_in
-from rewards import Grounding, Table
+from rewards import Grounding
 from rewards._sandbox import Broken, Sandbox
 from rewards.reading import LONGEST, loose_json, objects
-from rewards.vision import maths, svg, writing
+from rewards.vision import maths, svg
 from rewards.vision.base import Verifiable
 from tests.fixtures.text_rewards import SMALLEST, prompts_of
 
@@ -127,7 +127,7 @@ def without_processes(monkeypatch):
     def nothing(*question):
         raise Broken
 
-    for worker in (objects.REPAIRER, *maths.WORKERS.workers, svg.WORKER, writing.WORKER):
+    for worker in (objects.REPAIRER, *maths.WORKERS.workers, svg.WORKER):
         monkeypatch.setattr(worker, "ask", nothing)
     yield
     maths.EQUAL.clear()  # "no answer" is remembered of answers
@@ -199,15 +199,3 @@ def test_a_broken_value_that_takes_too_long_to_repair_is_given_up(monkeypatch):
     assert worker.given_up == 1
     assert loose_json("[{'a': 1}, {'a': 2").value == [{"a": 1}, {"a": 2}]
     assert loose_json("[[1, 2], [3").value == [[1, 2], [3]]
-
-
-def test_a_table_that_takes_too_long_to_compare_scores_nothing(monkeypatch):
-    rows = "".join(f"<tr>{'<td>a</td>' * 19}</tr>" for _ in range(19))
-    right = f"<table>{rows}</table>"
-    worker = Sandbox("tree_distance", seconds=0.05)
-    monkeypatch.setattr(writing, "WORKER", worker)
-    reward = Table()
-    texts = [right.replace(">a<", ">b<"), "<table><tr><td>1</td></tr></table>"]
-    slow, quick = reward.verdicts(texts, [{"answer": right}, {"answer": "| 1 |"}])
-    assert (slow.score, slow.status) == (0.0, "unparseable") and worker.given_up == 1
-    assert quick.score == 1.0

@@ -37,7 +37,8 @@ from rewards import (
     Vqa,
 )
 from rewards.vision.svg import find_svg, render, ssim
-from rewards.vision.writing import Node, bidirectional, read_table, teds
+from rewards.vision.tables import Node, read_table, teds
+from rewards.vision.writing import bidirectional
 
 
 def one(reward, text, prompt) -> float:
@@ -529,3 +530,13 @@ def test_ssim_by_loops():
             (2 * mp * mq + 1e-4) * (2 * both + 9e-4) / ((mp**2 + mq**2 + 1e-4) * (vp + vq + 9e-4))
         )
     assert ssim(a, b) == pytest.approx(max(0.0, float(np.mean(found))), abs=1e-6)
+
+
+def test_a_large_table_is_compared_in_this_process():
+    """400 cells against 400 others: with cells of one letter, every cell is renamed."""
+    rows = [Node("tr", children=[Node("td", text="a") for _ in range(20)]) for _ in range(20)]
+    other = [Node("tr", children=[Node("td", text="b") for _ in range(20)]) for _ in range(20)]
+    tables = Node("table", children=rows), Node("table", children=other)
+    assert teds(*tables) == pytest.approx(1 - 400 / 421) and teds(*tables, structure=True) == 1
+    less = Node("table", children=[*rows[:7], *rows[8:], Node("tr", children=rows[0].children[:3])])
+    assert teds(tables[0], less) == pytest.approx(1 - 17 / 421)
