@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import json
 import pickle
+from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
@@ -26,19 +27,29 @@ TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F6
 SMALL = 1 << 10  # bytes: no LFS pointer is larger
 
 
-def read_tensors(file: Path) -> dict[str, Tensor]:
-    """Read tensors by name; ``state_dict``, ``model`` or ``module`` around them is taken off.
+def read_tensors(file: Path, within: Sequence[str] = ()) -> dict[str, Tensor]:
+    """Read tensors by name; ``state_dict``, ``model`` or ``module`` around them is taken off, and
+    the keys ``within``, one in the other.
 
     Raises:
         UserError: no file, a broken one, one that holds something else than tensors.
     """
     content: Any = _content(file)
-    for key in WRAPPED:
+    for key in (*WRAPPED, *within):
         if isinstance(content, dict) and isinstance(content.get(key), dict):
             content = content[key]
     if not isinstance(content, dict):
         raise UserError(f"{file} holds a {type(content).__name__}, not tensors by name")
     return {name: value for name, value in content.items() if isinstance(value, Tensor)}
+
+
+def settings(file: Path) -> dict[str, Any]:
+    """Return the settings that a training script saved beside the weights as ``args``; {}: none."""
+    content: Any = _content(file) if file.suffix in PICKLED else {}
+    options = content.get("args") if isinstance(content, dict) else None
+    if isinstance(options, Namespace):
+        return vars(options)
+    return options if isinstance(options, dict) else {}
 
 
 def _content(file: Path) -> Any:
@@ -49,7 +60,9 @@ def _content(file: Path) -> Any:
             from safetensors.torch import load_file
 
             return load_file(file)
-        return torch.load(file, map_location="cpu", weights_only=True)
+        # the options of a training script, which hold plain values
+        with torch.serialization.safe_globals([Namespace]):
+            return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         if broken := fault(file):
             raise UserError(broken) from error

@@ -66,6 +66,24 @@ def _cut_by(
     clip = kind.startswith("CLIP")
     most = int(tokenizer.model_max_length)
     limit = most if clip or text_length is None else text_length
+    helps = (
+        "write what matters first"
+        if clip or text_length is None
+        else f"raise {option}, or write what matters first"
+    )
+    by = f"{limit} tokens that the text encoder of {part} ({'CLIP' if clip else kind}) reads"
+    yield from cut_by(tokenizer, texts, limit, by, helps)
+
+
+def cut_by(
+    tokenizer: Any,
+    texts: Sequence[str],
+    limit: int,
+    by: str,
+    helps: str = "write what matters first",
+) -> Iterator[str]:
+    """Yield a sentence where a tokenizer makes more than ``limit`` tokens, ``by`` in words, of some
+    of the texts."""
     lengths: list[int] = []
     with diffusers_folder.quiet():
         for start in range(0, len(texts), PART):
@@ -77,15 +95,9 @@ def _cut_by(
     first = texts[over[0]]
     ids = tokenizer(first).input_ids[limit - 1 :]
     lost = tokenizer.decode(ids, skip_special_tokens=True).strip()
-    helps = (
-        "write what matters first"
-        if clip or text_length is None
-        else f"raise {option}, or write what matters first"
-    )
     yield (
-        f"{len(over)} of {len(texts)} prompts are longer than the {limit} tokens that the text "
-        f"encoder of {part} ({'CLIP' if clip else kind}) reads and are cut there, the first before "
-        f"{lost[:SHOWN]!r}; {helps}"
+        f"{len(over)} of {len(texts)} prompts are longer than the {by} and are cut there, the "
+        f"first before {lost[:SHOWN]!r}; {helps}"
     )
 
 

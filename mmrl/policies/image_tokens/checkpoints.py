@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 
-from mmrl.core import weight_files
+from mmrl.core import complete_weights, weight_files
 from mmrl.core.errors import UserError
 from mmrl.core.registry import locate
 
@@ -37,16 +37,17 @@ def find(path: str) -> Path:
         ) from error
 
 
-def read(file: str | Path, drop: Sequence[str] = ()) -> Published:
-    """Read a ``.safetensors``, ``.pt`` or ``.pth`` file as name -> tensor, without the names in
-    ``drop``."""
+def read(file: str | Path, within: Sequence[str] = ()) -> Published:
+    """Read a ``.safetensors``, ``.pt`` or ``.pth`` file as name -> tensor; of a training script's
+    checkpoint what is ``within`` these keys. Names that wrappers put around a model's are taken
+    off."""
     file = Path(file)
     if not file.is_file():
         raise UserError(
             f"no file {file}; download the published checkpoint there, or write hub:owner/name/file"
         )
-    weights = weight_files.read_tensors(file)
-    return {name: tensor for name, tensor in weights.items() if name not in drop}
+    weights = weight_files.read_tensors(file, within)
+    return {complete_weights.unwrapped(name): tensor for name, tensor in weights.items()}
 
 
 def load(module: Network, weights: Published, file: str | Path) -> Network:

@@ -19,7 +19,7 @@ from mmrl.core.registry import POLICIES
 from mmrl.core.types import Media, Prompt, Rollout
 from mmrl.policies.base import Precision
 from mmrl.policies.demonstrations import encoded, placed_rows
-from mmrl.policies.diffusion import diffusers_folder
+from mmrl.policies.diffusion import diffusers_folder, prompt_lengths
 from mmrl.policies.diffusion.text_encoding import Placement, PromptCache, texts_of
 from mmrl.policies.image_tokens.attention import Kernel, available
 from mmrl.policies.masked import uvit
@@ -94,15 +94,30 @@ class Amused(MaskedDiffusion):
             AmusedPipeline, self.place, self.compute, ["transformer", "vqvae"]
         )
 
+    def admit(self, prompts: list[Prompt]) -> list[Prompt]:
+        """Take all prompts, and say which texts CLIP does not read to their end."""
+        lines = prompt_lengths.cut(self.place, texts_of(prompts), None)
+        self.says_cuts = self.says_cuts and not lines
+        self.notes += tuple(line for line in lines if line not in self.notes)
+        return super().admit(prompts)
+
+    says_cuts = True  # of texts, once
+
     def encode_texts(self, pipe: Any, texts: list[str], device: torch.device) -> dict[str, Tensor]:
         """Return penultimate hidden states and the projected pooled state, as AmusedPipeline takes
         them."""
+        limit = pipe.tokenizer.model_max_length
+        if self.says_cuts:
+            by = f"{limit} tokens that CLIP reads"
+            lines = list(prompt_lengths.cut_by(pipe.tokenizer, texts, limit, by))
+            self.news += lines
+            self.says_cuts = not lines
         ids = pipe.tokenizer(
             texts,
             return_tensors="pt",
             padding="max_length",
             truncation=True,
-            max_length=pipe.tokenizer.model_max_length,
+            max_length=limit,
         ).input_ids.to(device)
         encoding = pipe.text_encoder(ids, return_dict=True, output_hidden_states=True)
         return {"text": encoding.hidden_states[-2], "pooled": encoding.text_embeds}

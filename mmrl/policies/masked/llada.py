@@ -118,8 +118,8 @@ class Block(nn.Module):
         )
         x = x + self.attn_out(y.transpose(1, 2).flatten(2))
         z = self.ff_norm(x)
-        result: Tensor = x + self.ff_out(functional.silu(self.ff_proj(z)) * self.up_proj(z))
-        return result
+        added: Tensor = x + self.ff_out(functional.silu(self.ff_proj(z)) * self.up_proj(z))
+        return added
 
 
 def turned(x: Tensor, angle: Tensor) -> Tensor:

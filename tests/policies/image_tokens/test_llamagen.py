@@ -1,17 +1,18 @@
 """LlamaGen: published names and shapes at full size, exact by enumeration, the published traps."""
 
 import warnings
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import torch
 
 from mmrl.core.errors import UserError
-from mmrl.policies.image_tokens.models.llamagen import LlamaGen
+from mmrl.policies.image_tokens.models.llamagen import _T5, LlamaGen
 from mmrl.policies.image_tokens.models.llamagen_gpt import LlamaGenGPT, Shape, rotations
 from mmrl.policies.image_tokens.models.llamagen_vq import LlamaGenVQ
 from samplers.noise import Rng
-from tests.fixtures import published_vq
+from tests.fixtures import image_tokens, published_vq
 from tests.fixtures.image_tokens import (
     assert_adapters_are_exported,
     assert_checkpointing_changes_nothing,
@@ -21,6 +22,7 @@ from tests.fixtures.image_tokens import (
     assert_importance_weights_are_unbiased,
     assert_only_the_matched_gradient_is_true,
     assert_trains,
+    at,
     every,
     logp,
     support,
@@ -310,3 +312,105 @@ def test_a_compiled_token_is_the_same(make, kind, monkeypatch):
 
 def test_shapes_are_told_by_width():
     assert Shape(1280, 36, 20).width() == 3584
+
+
+# --------------------------------------------------------------------------------------------------
+# checkpoints as people have them
+
+
+@pytest.fixture(scope="module")
+def given():
+    """The transformer's tensors and the tokenizer's file of the class-conditional model."""
+    from safetensors.torch import load_file
+
+    folder = image_tokens.folder("llamagen-classes")
+    return load_file(folder / "gpt.safetensors"), str(folder / "vq.safetensors")
+
+
+def saved(place, name, gpt, **beside):
+    torch.save({"model": gpt, **beside}, place / name)
+    return str(place / name)
+
+
+@pytest.mark.parametrize(
+    ("name", "beside", "grid"),
+    [
+        ("c2i_L_384.pt", {}, 192),
+        ("t2i_XL_stage2_512.pt", {}, 256),
+        ("0050000.pt", {"args": Namespace(image_size=96, downsample_size=16)}, 6),
+        ("c2i_L_384.pt", {"positions": 5}, 5),
+    ],
+)
+def test_pictures_have_the_size_of_the_checkpoint(name, beside, grid, given, tmp_path):
+    """The tokenizer of these tests makes two by two pixels of a token."""
+    gpt, vq = given
+    cells = beside.pop("positions", None)
+    table = {} if cells is None else {"freqs_cis": torch.zeros(1 + cells**2, 4, 2)}
+    policy = LlamaGen(saved(tmp_path, name, gpt | table, **beside), vq=vq, heads=2)
+    assert policy.size == 2 * grid and policy.net.shape.grid == grid and not policy.notes
+
+
+def test_a_size_that_nothing_tells_or_another_one_is_said(given, tmp_path):
+    gpt, vq = given
+    unknown = LlamaGen(saved(tmp_path, "gpt.pt", gpt), vq=vq, heads=2)
+    assert unknown.size == 256 and "neither gpt.pt nor its name says" in unknown.notes[0]
+    other = LlamaGen(saved(tmp_path, "c2i_L_384.pt", gpt), vq=vq, heads=2, size=4)
+    assert other.size == 4 and "was trained at 384 pixels" in other.notes[0]
+
+
+def test_a_checkpoint_of_the_published_training_is_read_without_other_pickles(given, tmp_path):
+    gpt, vq = given
+    wrapped = {f"_orig_mod.{name}": value for name, value in gpt.items()}
+    file = saved(tmp_path, "0050000.pt", wrapped, optimizer={}, steps=1, args=Namespace(lr=1))
+    policy = LlamaGen(file, vq=vq, heads=2, size=4)
+    for name, value in gpt.items():
+        assert torch.equal(policy.net.state_dict()[name], value)
+    file = saved(tmp_path, "other.pt", gpt, args=Path("anything"))
+    with pytest.raises(UserError, match="cannot read .*other.pt as tensors"):
+        LlamaGen(file, vq=vq, heads=2, size=4)
+
+
+def test_guidance_ends_where_the_published_loop_ends_it(make):
+    """It draws the first token, then counts from 0: token j + 1 is guided up to j = interval."""
+    sample = IDS[::7]
+    policies = {
+        name: make(guidance_scale=scale, cfg_interval=interval)
+        for name, scale, interval in (("part", 3.0, 0), ("all", 3.0, None), ("none", 1.0, None))
+    }
+    score = {name: each(policy, sample) for name, policy in policies.items()}
+    torch.testing.assert_close(score["part"][:, :2], score["all"][:, :2])
+    torch.testing.assert_close(score["part"][:, 2:], score["none"][:, 2:], atol=1e-9, rtol=0)
+    assert (score["all"] - score["none"]).abs().max() > 0.01
+
+
+def each(policy, ids):
+    """Log-probs of every token."""
+    with torch.no_grad():
+        return policy.dist(at(policy, ids, PROMPT)).log_prob(ids)
+
+
+def test_texts_that_are_cut_are_said_once(make):
+    policy = make("text")
+    prompts = [PROMPT, {"text": "red " * 50 + "seven"}]
+    policy.admit(prompts)
+    assert "1 of 2 prompts are longer than the 40 tokens" in policy.notes[-1]
+    with torch.no_grad():
+        policy.encode(prompts)
+    assert not policy.news
+    unseen = make("text")
+    unseen.encode(prompts), unseen.encode([{"text": "blue " * 60}])
+    assert len(unseen.news) == 1 and "40 tokens" in unseen.news[0]
+
+
+def test_what_does_not_fit_is_one_sentence(make, given, tmp_path):
+    gpt, vq = given
+    with pytest.raises(UserError, match="heads 3: the width 16"):
+        LlamaGen(saved(tmp_path, "gpt_256.pt", gpt), vq=vq, heads=3)
+    (tmp_path / "config.json").write_text('{"hidden_size": 16}')
+    with pytest.raises(UserError, match="has no size and no heads"):
+        LlamaGen(str(tmp_path), vq=vq)
+    policy = make("text")
+    with pytest.raises(
+        UserError, match="its features have 12 numbers, and the checkpoint reads 16"
+    ):
+        _T5(policy.text_encoder, 16)

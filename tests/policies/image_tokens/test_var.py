@@ -161,6 +161,22 @@ def test_checkpoints_as_published_are_read(make, tmp_path):
 # the quantiser
 
 
+def test_a_checkpoint_of_the_published_training_holds_both(tmp_path):
+    from safetensors.torch import load_file
+
+    folder = tiny_var(tmp_path / "var", SIDES, VOCAB)
+    var, vae = (load_file(folder / f"{name}.safetensors") for name in ("var", "vae"))
+    both = {"config": {}, "var_wo_ddp": var, "vae_local": vae, "var_opt": {}}
+    file = tmp_path / "ar-ckpt-best.pth"
+    torch.save({"epoch": 1, "iter": 0, "trainer": both, "args": {"depth": 16}}, file)
+    policy = VAR(str(file), vae=str(file))
+    for net, published_state in ((policy.net, var), (policy.vae, vae)):
+        for name, value in published_state.items():
+            if name == "quantize.ema_vocab_hit_SV":  # counts of training, of its scales
+                continue
+            torch.testing.assert_close(net.state_dict()[name], value, atol=0, rtol=0)
+
+
 def test_the_shared_convolutions_of_ten_scales_are_those_of_float64():
     """In float32 ties fall elsewhere and images degrade silently, in VAR's published quantiser
     (Tian et al. 2024)."""

@@ -672,3 +672,15 @@ def test_a_choice_ignores_visible_positions():
         :, :3
     ].sum().backward()
     assert (logits.grad[:, :3] != 0).any() and (logits.grad[:, 3:] == 0).all()
+
+
+def test_texts_that_clip_cuts_are_said_once():
+    policy = Amused(str(tiny_diffusers.folder("amused")), steps=2)
+    prompts = [{"text": "red " * 100 + "seven"}, {"text": "a two"}]
+    policy.admit(prompts)
+    assert "1 of 2 prompts are longer than" in policy.notes[-1]
+    policy.encode(prompts)
+    assert not policy.news
+    unseen = Amused(str(tiny_diffusers.folder("amused")), steps=2)
+    unseen.encode(prompts), unseen.encode([{"text": "blue " * 100}])
+    assert len(unseen.news) == 1 and "tokens that CLIP reads" in unseen.news[0]

@@ -4,16 +4,21 @@ VQ tokens."""
 from __future__ import annotations
 
 import json
+import math
+import re
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
+from annotated_types import Ge
 from torch import Tensor
 
-from mmrl.core import pretrained
+from mmrl.core import pretrained, weight_files
 from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES, locate
 from mmrl.core.types import Prompt
+from mmrl.policies.diffusion import prompt_lengths
 from mmrl.policies.diffusion.text_encoding import Placement, PromptCache, texts_of
 from mmrl.policies.image_tokens import checkpoints
 from mmrl.policies.image_tokens.models.llamagen_gpt import ClassEmbedding, LlamaGenGPT, Shape
@@ -23,6 +28,7 @@ from mmrl.policies.image_tokens.policy import ImageTokenPolicy
 from mmrl.policies.lora import merged
 
 HEADS = {3200: 32, 4096: 32}  # published widths whose heads are not of 64 numbers
+PUBLISHED = 256  # pixels a side of checkpoints that do not say theirs
 Storage = Literal["float32", "bfloat16", "float16"]
 
 
@@ -44,13 +50,15 @@ class LlamaGen(ImageTokenPolicy):
         text_encoder_placement: Placement = "offload",
         dtype: Storage = "float32",
         guidance_scale: float = 4.0,
+        cfg_interval: Annotated[int, Ge(0)] | None = None,
         **options: Any,
     ):
-        """Load the transformer and its tokenizer. path: the transformer's checkpoint, or a folder
-        as exported. vq: the tokenizer's checkpoint. size: pixels a side, 256 unless the folder says
-        otherwise. heads: None is the published number for its width. text_encoder: T5, for a
-        text-conditional one. text_encoder_placement: where it goes after use. dtype: of the
-        transformer."""
+        """Load the transformer and its tokenizer. path: the transformer's checkpoint, one of the
+        published training, or a folder as exported. vq: the tokenizer's checkpoint. size: pixels a
+        side; None: what the checkpoint, its name or the folder says. cfg_interval: as the published
+        option: guidance ends behind that many tokens and two; None: never. heads: None is the
+        published number for its width. text_encoder: T5, for a text-conditional one.
+        text_encoder_placement: where it goes after use. dtype: of the transformer."""
         place = checkpoints.find(path)
         if place.is_dir():
             vq = vq or str(place / "vq.safetensors")
@@ -60,7 +68,6 @@ class LlamaGen(ImageTokenPolicy):
             heads = heads or known["heads"]
         else:
             file = place
-            size = size or 256
         if vq is None:
             raise UserError(
                 "policy.llamagen.vq is missing: the tokenizer, vq_ds16_c2i.pt or vq_ds16_t2i.pt"
@@ -69,17 +76,48 @@ class LlamaGen(ImageTokenPolicy):
         self.vq = checkpoints.load(LlamaGenVQ.like(tokenizer, vq), tokenizer, vq).requires_grad_(
             False
         )
-        if size % self.vq.factor:
-            raise UserError(f"policy.llamagen.size {size} is not a multiple of {self.vq.factor}")
-        self.size = size
-        self.media_size = (size, size)
-        published = checkpoints.read(file, drop=("freqs_cis",))
-        net = LlamaGenGPT(shape_of(published, str(file), size // self.vq.factor, heads))
+        published = checkpoints.read(file)
+        positions = published.pop("freqs_cis", None)
+        shape = shape_of(published, str(file), 0, heads)
+        stated = None if place.is_dir() else _trained_at(file, positions, shape, self.vq.factor)
+        self.size = size or stated or PUBLISHED
+        self.media_size = (self.size, self.size)
+        if self.size % self.vq.factor:
+            raise UserError(
+                f"policy.llamagen.size {self.size} is not a multiple of {self.vq.factor}"
+            )
+        self.notes = () if place.is_dir() else _about_size(file, size, stated)
+        net = LlamaGenGPT(replace(shape, grid=self.size // self.vq.factor))
         checkpoints.load(net, published, file).to(getattr(torch, dtype))
+        self.text_encoder = text_encoder
+        self.says_cuts = True  # of texts, once
+        self.cfg_interval = cfg_interval
         self.texts = PromptCache(
-            lambda: _T5(text_encoder), self._encode_texts, text_encoder_placement, 20000
+            lambda: _T5(text_encoder, shape.caption),
+            self._encode_texts,
+            text_encoder_placement,
+            20000,
         )
         super().__init__(net, guidance_scale=guidance_scale, **options)
+
+    def scales(self, guidance: float) -> Tensor:
+        scales = super().scales(guidance)
+        if self.cfg_interval is not None:  # the published loop counts from the second token
+            scales[self.cfg_interval + 2 :] = 1.0
+        return scales
+
+    def admit(self, prompts: list[Prompt]) -> list[Prompt]:
+        """Take all prompts, and say which texts T5 does not read to their end."""
+        if not self.net.shape.classes:
+            self.notes += self._cut(_tokenizer(self.text_encoder), texts_of(prompts))
+        return super().admit(prompts)
+
+    def _cut(self, tokenizer: Any, texts: list[str]) -> tuple[str, ...]:
+        length = self.net.shape.condition
+        by = f"{length} tokens that this checkpoint reads of T5"
+        lines = tuple(prompt_lengths.cut_by(tokenizer, texts, length, by))
+        self.says_cuts = self.says_cuts and not lines
+        return lines
 
     def encode(self, prompts: list[Prompt]) -> list[Inputs]:
         if self.net.shape.classes:
@@ -113,6 +151,8 @@ class LlamaGen(ImageTokenPolicy):
         return vq.encode(pixels.to(vq.quant_conv.weight.dtype))
 
     def _encode_texts(self, t5: _T5, texts: list[str], device: torch.device) -> dict[str, Tensor]:
+        if self.says_cuts:
+            self.news += self._cut(t5.tokenizer, texts)
         return t5.encode(texts, self.net.shape.condition, device)
 
     def export(self, folder: Path) -> None:
@@ -128,14 +168,21 @@ class LlamaGen(ImageTokenPolicy):
 class _T5:
     """Encodes texts to features as LlamaGen was trained on them, moved behind their padding."""
 
-    def __init__(self, place: str):
-        from transformers import AutoTokenizer, T5EncoderModel
+    def __init__(self, place: str, width: int):
+        """width: of the features that the checkpoint was trained on."""
+        from transformers import T5EncoderModel
 
+        self.tokenizer = _tokenizer(place)
         try:
-            self.tokenizer = pretrained.load_processor(AutoTokenizer, locate(place))
             self.model = pretrained.load_model(T5EncoderModel, locate(place), dtype=torch.float32)
         except UserError as error:
             raise UserError(f"policy.llamagen.text_encoder: {error}") from error
+        if self.model.config.d_model != width:
+            raise UserError(
+                f"policy.llamagen.text_encoder {place}: its features have "
+                f"{self.model.config.d_model} numbers, and the checkpoint reads {width}; take the "
+                f"T5 that it was trained with (google/flan-t5-xl has 2048)"
+            )
 
     def to(self, device: Any) -> None:
         self.model.to(device)
@@ -161,12 +208,55 @@ class _T5:
         }
 
 
+def _tokenizer(place: str) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return pretrained.load_processor(AutoTokenizer, locate(place))
+    except UserError as error:
+        raise UserError(f"policy.llamagen.text_encoder: {error}") from error
+
+
+def _trained_at(file: Path, positions: Tensor | None, shape: Shape, factor: int) -> int | None:
+    """Return the pixels a side at which a checkpoint was trained: by its table of positions, its
+    published name, or the options that its training saved; None: nothing says it."""
+    if positions is not None:
+        return math.isqrt(len(positions) - shape.condition) * factor
+    named = re.findall(r"(?<!\d)(?:256|384|512)(?!\d)", file.stem)
+    if named:
+        return int(named[-1])
+    options = weight_files.settings(file)
+    if isinstance(options.get("image_size"), int):
+        pixels = int(options["image_size"])
+        return pixels // int(options.get("downsample_size", factor)) * factor
+    return None
+
+
+def _about_size(file: Path, chosen: int | None, stated: int | None) -> tuple[str, ...]:
+    if chosen is None and stated is None:
+        return (
+            f"policy.llamagen.size: neither {file.name} nor its name says at how many pixels it "
+            f"was trained; {PUBLISHED} is taken",
+        )
+    if chosen is not None and stated is not None and chosen != stated:
+        return (
+            f"policy.llamagen.size: {file.name} was trained at {stated} pixels, and pictures of "
+            f"{chosen} are drawn",
+        )
+    return ()
+
+
 def shape_of(published: checkpoints.Published, file: str, grid: int, heads: int | None) -> Shape:
     """Infer the architecture of a checkpoint from its shapes; the heads from its width."""
     vocab, dim = checkpoints.need(published, "tok_embeddings.weight", file).shape
     feed = checkpoints.need(published, "layers.0.feed_forward.w1.weight", file).shape[0]
     layers = checkpoints.count(published, "layers.{}.")
     heads = heads or HEADS.get(dim, max(dim // 64, 1))
+    if dim % (4 * heads):
+        raise UserError(
+            f"policy.llamagen.heads {heads}: the width {dim} of {file} must be a multiple of 4 "
+            f"times as many"
+        )
     if "cls_embedding.embedding_table.weight" in published:
         classes = published["cls_embedding.embedding_table.weight"].shape[0] - 1
         return Shape(dim, layers, heads, vocab, classes, grid=grid, feed=feed)
@@ -194,4 +284,10 @@ def _config(folder: Path) -> dict[str, int]:
             f"file, or an export"
         )
     known: dict[str, int] = json.loads(file.read_text())
+    absent = [key for key in ("size", "heads") if not isinstance(known.get(key), int)]
+    if absent:
+        raise UserError(
+            f"{file} has no {' and no '.join(absent)}: it is not that of an export of this policy; "
+            f"give the checkpoint's file as path, and options size and heads"
+        )
     return known

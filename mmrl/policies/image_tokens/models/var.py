@@ -47,9 +47,10 @@ class VAR(ImageTokenPolicy):
         guidance_scale: float = 2.5,
         **options: Any,
     ):
-        """Load the transformer and its VQ-VAE. path: the transformer's checkpoint, or a folder as
-        exported. vae: the VQ-VAE's checkpoint. scale_alpha: each token's loss weighs (h w)^-alpha
-        of its scale. branch_at: the first so many scales are drawn once for ``branches`` samples
+        """Load the transformer and its VQ-VAE. path: the transformer's checkpoint, one of the
+        published training (ar-ckpt-best.pth), or a folder as exported. vae: the VQ-VAE's
+        checkpoint. scale_alpha: each token's loss weighs (h w)^-alpha of its scale. branch_at:
+        the first so many scales are drawn once for ``branches`` samples
         (None: every sample by itself). dtype: of the transformer. guidance_scale: at the last
         scale, growing from 1 at the first; it is 1 + the published cfg."""
         place = checkpoints.find(path)
@@ -59,8 +60,9 @@ class VAR(ImageTokenPolicy):
             raise UserError(
                 "policy.var.vae is missing: the VQ-VAE's checkpoint, vae_ch160v4096z32.pth"
             )
-        published = checkpoints.read(file)
-        images = checkpoints.read(checkpoints.find(vae))
+        # what the published training script saves holds both
+        published = checkpoints.read(file, ("trainer", "var_wo_ddp"))
+        images = checkpoints.read(checkpoints.find(vae), ("trainer", "vae_local"))
         shape = shape_of(published, str(file))
         self.vae = VARVQ.like(images, shape.sides, vae)
         # of other scales at 512 pixels
