@@ -282,7 +282,7 @@ def page(
         "",
         *summary(runs),
         "",
-        "Clear: the gain is more than 1.96 of its standard errors, before and after "
+        "Clear: the gain is more than its 95 % interval is wide to one side, before and after "
         "taken as independent. An iteration",
         f"is {first_run['samples']} pictures. The learning rate of the masked runs falls to 0, "
         f"that of the others stays.",

@@ -27,7 +27,7 @@ spread cancelled: the sum of those of the two means.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -97,6 +97,25 @@ def paired(first: Table, second: Table, binary: bool | None = None) -> Interval:
         error = ((half / _quantile(freedom), freedom),) if half else ()
         return _by_student(difference, Student(error))
     return _of(difference)
+
+
+def clustered(groups: Sequence[Sequence[float]], binary: bool | None = None) -> Interval:
+    """Estimate the mean of all values of groups, such as the samples of prompts, of which groups
+    are the independent units. ``binary``: the values are 0 or 1, or between; None: if they are.
+
+    Where groups differ in size, Student's t is of what each adds to the mean (the linearised ratio
+    of sums, Cochran 1977).
+    """
+    sizes = np.array([len(group) for group in groups], dtype=np.float64)
+    sums = np.array([np.sum(group) for group in groups], dtype=np.float64)
+    mean = float(sums.sum() / sizes.sum())
+    bits = is_binary(np.concatenate([np.asarray(group) for group in groups]), binary)
+    shares = sums / sizes
+    if not bits:
+        shares = mean + (sums - mean * sizes) / sizes.mean()
+    estimate = interval(shares[None], bits)
+    low, high = min(estimate.low, mean), max(estimate.high, mean)
+    return replace(estimate, mean=mean, low=low, high=high)
 
 
 def is_binary(table: Table, said: bool | None) -> bool:

@@ -232,38 +232,29 @@ class Alarms:
 
     def _alike(self) -> Iterator[Alarm]:
         first, now = ends(self.columns.get("samples/diversity", []))
-        if now < self.options.diversity * first:
+        if now < self.options.diversity * first and not self._near_bound():
             yield Alarm(
                 "diversity",
                 f"samples of one prompt become alike: their mean distance fell from "
-                f"{first:.3g} to {now:.3g}. "
-                f"{self._near_bound() or 'Soon there is nothing left to compare.'} "
+                f"{first:.3g} to {now:.3g}. Soon there is nothing left to compare. "
                 "Raise objective.kl or the noise (policy.noise_level, temperature), "
                 "lower the learning rate, or reward diversity",
                 {"first": first, "now": now},
             )
 
-    def _near_bound(self) -> str:
-        """Say that the rewards are near the most that they give, empty: one is not. Then samples
-        that are all right may be alike for that reason alone."""
+    def _near_bound(self) -> bool:
+        """Tell whether all rewards are near the most that they give: samples that are all right may
+        be alike for that reason alone."""
         from rewards.card import card_of
 
-        shown = []
+        near = []
         for name, reward in self.rewards.items():
             card = card_of(reward)
             _, now = ends(self.columns.get(curve(name), []))
             if card.high is None or card.low is None:
-                return ""
-            if not now >= card.high - NEAR * (card.high - card.low):
-                return ""
-            shown.append(f"{name} is at {now:.3g} of at most {card.high:g}")
-        return (
-            f"{' and '.join(shown)}, so little is left to learn from these prompts and right "
-            "samples may be alike for that reason: stop here or take harder prompts, and if they "
-            "should differ:"
-            if shown
-            else ""
-        )
+                return False
+            near.append(now >= card.high - NEAR * (card.high - card.low))
+        return bool(near) and all(near)
 
     def _saturated(self) -> Iterator[Alarm]:
         first, now = ends(self.columns.get("samples/clipped", []))

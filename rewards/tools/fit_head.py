@@ -20,6 +20,7 @@ from scipy import stats
 from torch import Tensor, nn
 
 from mmrl.core.errors import UserError
+from mmrl.core.statistics import clustered
 from rewards.embedding import Head
 from rewards.fitted_head import ABOUT, WEIGHTS, PictureFeatures
 from rewards.tools.fit_heads import Recipe, fit_preferences, fit_ratings
@@ -194,7 +195,7 @@ def best_penalty(rows: Tensor, targets: Tensor, groups: Tensor, solve: Fit, seed
 @torch.no_grad()
 def measure(ratings: Ratings, head: Head, embedded: Tensor, test: Tensor, seed: int) -> Measured:
     """Measure a head on held-out rows, with an interval in which a group counts as one trial:
-    Wilson's, or by resampling groups. Ties count for no accuracy."""
+    by the rule of ``mmrl.core.statistics``, or by resampling groups. Ties count for no accuracy."""
     groups = ratings.groups[test]
     scores = head(embedded[test].float()).squeeze(-1).double()  # [n, 1 or 2]
     targets = ratings.targets[test]
@@ -203,8 +204,11 @@ def measure(ratings: Ratings, head: Head, embedded: Tensor, test: Tensor, seed: 
         gaps = (scores[:, 0] - scores[:, 1])[decided]
         right = (gaps > 0).double() + 0.5 * (gaps == 0).double()
         value = float(right.mean()) if len(right) else math.nan
-        count = len(groups[decided].unique())
-        return Measured("accuracy", value, *wilson(value, count), len(right), count)
+        apart = [right[groups[decided] == name].tolist() for name in groups[decided].unique()]
+        if not apart:
+            return Measured("accuracy", value, math.nan, math.nan, 0, 0)
+        known = clustered(apart, binary=True)
+        return Measured("accuracy", value, known.low, known.high, len(right), len(apart))
 
     def figure(rows: Tensor) -> float:
         return spearman(scores[rows, 0], targets[rows])
@@ -212,16 +216,6 @@ def measure(ratings: Ratings, head: Head, embedded: Tensor, test: Tensor, seed: 
     ends = resampled(groups, figure, seed)
     value = figure(torch.arange(len(groups)))
     return Measured("Spearman's correlation", value, *ends, len(groups), len(groups.unique()))
-
-
-def wilson(share: float, count: int) -> tuple[float, float]:
-    """Return Wilson's 95 % interval of a share of ``count`` independent trials; NaN of none."""
-    if not count:
-        return math.nan, math.nan
-    z = float(stats.norm.ppf(0.975))
-    centre = (share + z**2 / 2 / count) / (1 + z**2 / count)
-    half = z / (1 + z**2 / count) * math.sqrt(share * (1 - share) / count + (z / 2 / count) ** 2)
-    return centre - half, centre + half
 
 
 def spearman(scores: Tensor, targets: Tensor) -> float:

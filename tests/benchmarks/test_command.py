@@ -145,7 +145,7 @@ def test_answers_of_a_file_are_totalled_by_category(tmp_path, monkeypatch):
     text = evaluate("answers.jsonl", "--benchmark", "chartqa", "benchmark.path=test")
     content = json.loads((tmp_path / "benchmark-chartqa.json").read_text())
     assert content["categories"]["augmented"]["mean"] == 0.75
-    assert content["categories"]["augmented"]["interval"] == "Wilson"
+    assert content["categories"]["augmented"]["interval"] == "Gaffke"
     assert content["total"]["samples"] == 39 and "1 of 40 prompts have no sample" in text
     page = (tmp_path / "benchmark-chartqa.html").read_text()
     assert "relaxed accuracy" in page and "<script" not in page

@@ -6,32 +6,37 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from mmrl.benchmarks.estimates import mean_of_categories, total, wilson
+from mmrl.benchmarks.estimates import mean_of_categories, total
+from mmrl.core.statistics import interval
 
 
-def test_wilsons_interval_is_scipys():
-    for right, count in [(0, 10), (8, 10), (10, 10), (553, 600), (1, 2)]:
-        interval = stats.binomtest(right, count).proportion_ci(method="wilson")
-        assert wilson(right / count, count) == pytest.approx(
-            (interval.low, interval.high), abs=1e-6
-        )
-    assert wilson(0.0, 10)[0] == 0 and wilson(1.0, 10)[1] == 1
+def test_shares_of_single_samples_have_clopper_and_pearsons_interval():
+    for right, count in [(0, 10), (8, 10), (10, 10), (553, 600)]:
+        estimate = total([[1.0]] * right + [[0.0]] * (count - right))
+        exact = stats.binomtest(right, count).proportion_ci(method="exact")
+        assert (estimate.low, estimate.high) == pytest.approx((exact.low, exact.high), abs=0.02)
+        assert (estimate.mean, estimate.interval) == (right / count, "Gaffke")
 
 
-def test_shares_of_single_samples_have_wilsons_interval_and_groups_a_bootstrap():
-    single = total([[1.0]] * 8 + [[0.0]] * 2)
-    assert (single.mean, single.interval, single.prompts) == (0.8, "Wilson", 10)
-    assert (single.low, single.high) == pytest.approx(wilson(0.8, 10))
-    # four samples of a prompt that agree are worth one: wider than Wilson over 40 samples
+def test_the_rule_is_that_of_evaluations():
+    chance = np.random.default_rng(0)
+    table = chance.random((1, 12))
+    estimate, rule = total([[float(v)] for v in table[0]]), interval(table)
+    assert (estimate.low, estimate.high, estimate.mean) == pytest.approx(
+        (rule.low, rule.high, rule.mean)
+    )
+
+
+def test_samples_of_a_prompt_that_agree_are_worth_one():
     grouped = total([[1.0] * 4] * 8 + [[0.0] * 4] * 2)
-    assert (grouped.mean, grouped.interval, grouped.samples) == (0.8, "bootstrap", 40)
-    low, high = wilson(0.8, 40)
-    assert grouped.low < low and grouped.high > high
+    single = total([[1.0]] * 8 + [[0.0]] * 2)
+    assert (grouped.mean, grouped.samples, grouped.prompts) == (0.8, 40, 10)
+    assert (grouped.low, grouped.high) == (single.low, single.high)
 
 
 def test_what_is_always_right_may_still_be_wrong_elsewhere():
     perfect = total([[1.0, 1.0]] * 5)
-    assert perfect.high == 1.0 and 0.5 < perfect.low < 0.6 and perfect.interval == "Wilson"
+    assert perfect.high == 1.0 and 0.45 < perfect.low < 0.6
     assert mean_of_categories([[[1.0, 1.0]] * 5, [[1.0, 1.0]] * 5]).low > perfect.low
 
 
@@ -52,12 +57,24 @@ def test_the_mean_of_categories_weighs_them_alike():
     assert estimate == mean_of_categories([few, many])
 
 
-def test_the_bootstrap_covers():
-    """Of graded scores of 40 prompts, about 19 of 20 intervals hold the true mean."""
+@pytest.mark.parametrize("sizes", [(1,), (1, 2, 5)])
+def test_intervals_cover_with_few_prompts_of_other_sizes(sizes):
+    """Of graded scores of 6 prompts, 19 of 20 intervals hold the true mean."""
     chance = np.random.default_rng(0)
-    covered = 0
-    for _ in range(100):
-        values = chance.beta(2, 3, 40)
-        estimate = total([[float(v)] for v in values])
-        covered += estimate.low <= 0.4 <= estimate.high
-    assert covered >= 88
+    covered = []
+    for _ in range(400):
+        level = chance.beta(2, 3, 6)
+        groups = [[float(v)] * sizes[i % len(sizes)] for i, v in enumerate(level)]
+        estimate = total(groups)
+        covered.append(estimate.low <= 0.4 <= estimate.high)
+    assert np.mean(covered) >= (0.93 if sizes == (1,) else 0.88)
+
+
+def test_a_mean_of_categories_covers():
+    chance = np.random.default_rng(1)
+    covered = []
+    for _ in range(200):
+        parts = [chance.random(n) < share for n, share in ((8, 0.9), (20, 0.5), (5, 0.3))]
+        estimate = mean_of_categories([[[float(v)] for v in part] for part in parts])
+        covered.append(estimate.low <= (0.9 + 0.5 + 0.3) / 3 <= estimate.high)
+    assert np.mean(covered) >= 0.93

@@ -108,18 +108,16 @@ def bounded(media, prompts):
     return media.flatten(1).mean(1)
 
 
-@pytest.mark.parametrize(("level", "near"), [(0.95, True), (0.5, False)])
-def test_samples_become_alike_near_the_bound_of_the_reward_too(level, near):
-    """As NFT's do at 0.95: the alarm comes, and says that little is left to learn."""
+@pytest.mark.parametrize(("level", "raised"), [(0.95, False), (0.91, False), (0.85, True)])
+def test_samples_may_become_alike_near_the_bound_of_the_reward(level, raised):
+    """As NFT's do at 0.95: samples that are all right are alike."""
     alarms = Alarms(AlarmOptions(), rewards={"good": bounded})
-    raised = []
+    kinds = []
     for i in range(60):
         metrics = {"reward/mean": level, "reward/good/mean": level if i > 20 else 0.3}
         metrics["samples/diversity"] = 0.2 if i < 30 else 0.05
-        raised += alarms.judge(i, metrics)
-    assert [alarm.kind for alarm in raised] == ["diversity"]
-    assert ("good is at 0.95 of at most 1" in raised[0].message) == near
-    assert ("Soon there is nothing left to compare." in raised[0].message) != near
+        kinds += [alarm.kind for alarm in alarms.judge(i, metrics)]
+    assert kinds == ["diversity"] * raised
 
 
 @pytest.mark.parametrize(
