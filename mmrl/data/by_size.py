@@ -12,7 +12,7 @@ class BySize(Curriculum):
     """Draws every iteration from the prompts of one size: an epoch goes through those of each size
     in a random order, in as many iterations as they fill, and the sizes take turns at random.
 
-    What an epoch's last iteration of a size lacks is drawn from its next epoch.
+    What an epoch's last iteration of a size lacks are the epoch's first prompts of that size.
     """
 
     def __init__(self, prompts: Sequence[Prompt], size_of: Callable[[Prompt], Hashable]):
@@ -31,11 +31,10 @@ class BySize(Curriculum):
         ]
         size, turn = turns[place(iteration, len(turns), seed, "sizes")]
         self.drawn = self.buckets[size]
-        epoch = iteration // len(turns)
-        whole = count * -(-len(self.drawn) // count)  # of an epoch
-        first = epoch * whole + turn * count
-        positions = range(first, first + count)
-        return [self.drawn[place(p, len(self.drawn), seed, str(size))] for p in positions]
+        number = len(self.drawn)
+        epoch = iteration // len(turns) * number
+        positions = (epoch + slot % number for slot in range(turn * count, (turn + 1) * count))
+        return [self.drawn[place(position, number, seed, str(size))] for position in positions]
 
     def pick(self, u: float, iteration: int) -> Prompt:
         return self.drawn[int(u * len(self.drawn))]

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
-from annotated_types import Ge, Lt
+from annotated_types import Ge, Lt, MinLen
 
 from mmrl.config.values import Location
 from mmrl.core.errors import UserError
+from mmrl.core.framing import nearest
 from mmrl.core.pictures import MOST_PIXELS
 from mmrl.core.registry import DATA
 from mmrl.core.types import Prompt
+from mmrl.data import kohya
 from mmrl.data.prompts import SPLIT
 from mmrl.data.prompts import split as by_text
 from mmrl.data.sources.intake import Broken, Intake
 from mmrl.data.sources.media import content_of, folder_of, medium
 from mmrl.data.sources.reader import Part, Request
 from mmrl.data.sources.selection import renamed
+from mmrl.data.sources.text_files import Row
 
 # names of a row's file in use; of a row with both, the image is where the video begins
 FILES = ("answer", "file_name", "video", "image", "file", "path", "img", "jpg", "png", "webp")
 TEXTS = ("text", "caption", "prompt")
+Side = Annotated[int, Ge(1)]
+Buckets = Annotated[list[tuple[Side, Side]], MinLen(1)]
 SHOWN = ("image", "video")  # beside the answer: what a prompt shows
 
 
@@ -60,7 +65,12 @@ class Captions:
     called, {text: prompt_en}. filters: which rows are taken, {width: {min: 512}}. limit: rows that
     are read. split, subset, revision: of a data set. streaming: read it as it is loaded, up to
     limit. broken: what happens if rows are. scan: look at every file before training.
-    max_pixels: of a picture; a larger one is broken.
+    max_pixels: of a picture; a larger one is broken. buckets: sizes [height, width] that pictures
+    are trained at, each at that of the nearest proportions, which stands in the row as ``size``;
+    without them all are cut to the policy's size.
+
+    A list of captions makes a row of each; kohya's meta_cap.json is read too, tags after the
+    caption.
     """
 
     fields: tuple[str, ...] = ("text", "answer")
@@ -83,15 +93,54 @@ class Captions:
         broken: Broken = "error",
         scan: bool = True,
         max_pixels: Annotated[int, Ge(1)] = MOST_PIXELS,
+        buckets: Buckets | None = None,
     ):
         request = Request(
             str(path), split, subset, revision, streaming, columns or {}, filters or {}, limit, True
         )
+        if buckets is not None and not scan:
+            raise UserError("buckets: they need the sizes of all pictures: leave scan true")
         self.columns = request.columns
         self.folder = request.folder
+        self.buckets = [(height, width) for height, width in buckets or []]
         pictures = self._pictures if scan else None
-        intake = self.intake(request, self._prompt, broken, pictures, max_pixels=max_pixels)
-        self.train, self.held_out = intake.divided(held_out, SPLIT, by_text, self.divided_by)
+        intake = self.intake(
+            request,
+            self._prompt,
+            broken,
+            pictures,
+            self._sized if buckets else None,
+            self._expanded,
+            max_pixels,
+        )
+        self.summary = intake.summary  # of which rows take note
+        self.train, self.held_out = intake.divided(held_out, SPLIT, by_picture, self.divided_by)
+
+    def _expanded(self, place: str, row: Any) -> Iterator[Row]:
+        """Make rows of one that stands for several: kohya's object of all pictures, and captions in
+        a list."""
+        names = (self.columns.get("text"), *TEXTS, "captions")
+        for inner in kohya.rows(row, folder_of(place, self.folder)):
+            known = inner if isinstance(inner, Mapping) else {}
+            name = next((name for name in names if isinstance(known.get(name), list)), None)
+            if name is None:
+                yield place, inner
+                continue
+            captions = [text for text in known[name] if isinstance(text, str) and text.strip()]
+            self.summary.notes["have several captions, each of which is a row"] += 1
+            column = "text" if name == "captions" else name
+            for text in captions:
+                yield place, {**known, column: text, "captions": captions}
+
+    def _sized(
+        self, prompts: list[Prompt], sizes: list[list[tuple[int, int]]]
+    ) -> Mapping[int, str]:
+        """Give prompts the size of the nearest proportions."""
+        for prompt, several in zip(prompts, sizes, strict=True):
+            if several and min(several[0]):
+                width, height = several[0]
+                prompt["size"] = list(nearest((height, width), self.buckets))
+        return {}
 
     def _prompt(self, place: str, row: Any) -> Prompt:
         if not isinstance(row, Mapping):
@@ -101,6 +150,11 @@ class Captions:
         text = _first(named, TEXTS, (str,))
         rest = {key: value for key, value in named.items() if key not in (file, text)}
         folder = folder_of(place, self.folder)
+        if (times := kohya.repeats(named[file])) > 1:
+            self.summary.notes[
+                f"lie in folders that repeat them in kohya's trainer ({times} times and the like), "
+                "which is not read: all are drawn equally often; data mixture has weights"
+            ] += 1
         for key in SHOWN:  # of editing, and of a video that begins with a picture
             if isinstance(rest.get(key), str) and rest[key].strip():
                 rest[key] = medium(rest[key], folder)
@@ -110,6 +164,13 @@ class Captions:
         """Return what a scan opens of a row: the file, and what the prompt shows beside it."""
         shown = [prompt[key] for key in SHOWN if isinstance(prompt.get(key), str)]
         return [content_of(prompt["answer"]), *(file for file in shown if file.strip())]
+
+
+def by_picture(prompts: Sequence[Prompt], share: float) -> tuple[list[Prompt], list[Prompt]]:
+    """Split by a hash of the caption; all captions of a picture stay on one side."""
+    return by_text(
+        prompts, share, lambda prompt: str((prompt.get("captions") or [prompt["text"]])[0])
+    )
 
 
 def _expected(path: str) -> str:

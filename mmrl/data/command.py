@@ -2,16 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from mmrl.config import Config
+from mmrl.core import framing
 from mmrl.core.errors import UserError
-from mmrl.core.registry import DATA
+from mmrl.core.registry import DATA, POLICIES
+from mmrl.core.registry import options as options_of
 from mmrl.data import view
 from mmrl.data.ledger import collecting
 from mmrl.utils.files import write_text
+
+
+def _size_of(configuration: Config) -> framing.Size | None:
+    """Return the size of the pictures that the configuration's policy makes; None: it says none."""
+    spec: Any = configuration.plain.get("policy") or ""
+    name, chosen = next(iter(spec.items())) if isinstance(spec, dict) else (str(spec), None)
+    known = options_of(POLICIES[name]) if name in POLICIES else {}
+    default = known["size"].default if "size" in known else None
+    return row_size({"size": (chosen or {}).get("size", default)})
+
+
+def row_size(prompt: Mapping[str, Any]) -> framing.Size | None:
+    """Return the size that a row asks for; None: it asks for none that is understood."""
+    size = prompt.get("size")
+    sides = [size, size] if isinstance(size, int) else size
+    if not isinstance(sides, (list, tuple)) or len(sides) != 2:
+        return None
+    return (
+        (sides[0], sides[1]) if all(isinstance(side, int) and side > 0 for side in sides) else None
+    )
 
 
 def show(
@@ -36,6 +59,11 @@ def show(
     except UserError as error:
         problems.append(str(error))
     looked = view.view_of(source, summaries, problems, count)
+    target = _size_of(configuration)
+    prompts = [*source.train, *source.held_out]
+    targets = [row_size(prompt) or target for prompt in prompts]
+    if cut := framing.sentence(framing.framed(prompts, targets)):
+        looked = replace(looked, framed=cut)
     if path is None:
         return [*looked.lines(), "with pictures: the same with --out data.html"]
     write_text(path, view.render(looked, configuration.file))

@@ -26,6 +26,7 @@ class Summary:
     read: int = 0
     dropped: list[str] = field(default_factory=list)  # "place: why", of broken rows
     filtered: Counter[str] = field(default_factory=Counter)  # condition -> rows
+    undecided: Counter[str] = field(default_factory=Counter)  # why no pair -> pairs
     limited: bool = False  # not all rows were read
     train: int = 0
     held_out: int = 0
@@ -42,6 +43,7 @@ class Summary:
             counts.append(f"{len(self.dropped)} broken and left out")
         if self.filtered:
             counts.append(f"{sum(self.filtered.values())} left out by filters")
+        counts += [f"{count} {why}" for why, count in self.undecided.items()]
         how = f" ({self.split})" if self.split else ""
         counts.append(f"{self.train} to train on")
         counts.append(f"{self.held_out} held out{how}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,14 @@ from mmrl.config.preferences import Preferences
 from mmrl.core.errors import UserError
 from mmrl.core.registry import DATA
 from mmrl.core.types import Prompt
+from mmrl.data import published
 from mmrl.data.captions import SHOWN, Captions
 from mmrl.data.prompts import decoded
 from mmrl.data.sources.folders import PICTURES, VIDEOS
 from mmrl.data.sources.intake import Intake
 from mmrl.data.sources.media import content_of, folder_of, medium
 from mmrl.data.sources.selection import renamed
+from mmrl.data.sources.text_files import Row
 from samplers.noise import Rng
 
 EXPECTED = 'expected {"prompt": "...", "chosen": "...", "rejected": "..."}, texts or paths of files'
@@ -146,17 +148,32 @@ class PreferencePairs(Captions):
     path: a table of rows (.jsonl, .csv, .parquet and the like), a folder, or the id of a data set,
     owner/name. A row has ``prompt`` or ``text``, ``chosen`` and ``rejected``: texts, conversations
     (of which the last turn is the answer), or pictures and videos, whose paths start at the file or
-    which the row holds. Train on them with ``train.preferences: {}``. held_out: a second file, a
+    which the row holds. Rows of Pick-a-Pic, HPD v2 and v3, ImageReward and Rapidata are read as
+    they are published: of a ranking every pair is a row, ties are left out and counted. Train on
+    them with ``train.preferences: {}``. held_out: a second file, a
     split, or the share of the prompts to hold out; by default 5 %. columns: what values are called,
     {chosen: image_good}. filters: which rows are taken. limit: rows that are read. split, subset,
     revision: of a data set. streaming: read it as it is loaded, up to limit. broken: what happens
     if rows are. scan: look at every file before training. max_pixels: of a picture; a larger one is
-    broken.
+    broken. buckets: sizes [height, width] that pictures are trained at, each pair at that of the
+    proportions nearest to its better picture; without them all are cut to the policy's size.
     """
 
     fields = ("text", *SIDES)
     intake = Intake
     divided_by = "the prompt"
+
+    def _expanded(self, place: str, row: Any) -> Iterator[Row]:
+        """Make the pairs of a row as data sets publish them, unless ``columns`` names the sides."""
+        named = set(SIDES) & set(self.columns)
+        try:
+            pairs = None
+            if isinstance(row, Mapping) and not named:
+                pairs = published.pairs_in(row, self.summary.undecided)
+        except (ValueError, TypeError) as error:
+            yield place, ValueError(str(error))
+            return
+        yield from ((place, pair) for pair in ([row] if pairs is None else pairs))
 
     def _prompt(self, place: str, row: Any) -> Prompt:
         if not isinstance(row, Mapping):

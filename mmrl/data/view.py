@@ -88,6 +88,7 @@ class View:
     sides: tuple[Side, ...]
     problems: Sequence[str] = ()
     shares: Mapping[str, float] = field(default_factory=dict)
+    framed: str = ""  # what pictures lose to the policy's size
 
     def lines(self) -> list[str]:
         """Say it on a terminal."""
@@ -95,6 +96,7 @@ class View:
         for summary in self.summaries:
             lines += [f"    filter {name}: {count}" for name, count in summary.filtered.items()]
         lines += [f"problem: {problem}" for problem in self.problems]
+        lines += [self.framed] if self.framed else []
         for side in self.sides:
             counts = f"{side.name}: {side.prompts} prompts, {side.distinct} of them distinct"
             dots = f", {side.points} points" if side.points else ""

@@ -16,6 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from mmrl.core import framing
 from mmrl.core.errors import UserError
 from mmrl.core.registry import GRIDS
 from mmrl.core.types import Copies, Prompt, Query, Rollout, Transition
@@ -304,9 +305,11 @@ class FolderPolicy(FlowPolicy):
         self._check_settings(prompts)
         self.row_negatives |= any(NEGATIVE in prompt for prompt in prompts)
         texts = [text for prompt in prompts if isinstance(text := prompt.get("text"), str)]
+        targets = [self.size_of(prompt) for prompt in prompts]
         lines = (
             *prompt_lengths.cut(self.place, texts, self.text_length),
             *prompt_lengths.unread(prompts, self.reads),
+            *filter(None, [framing.sentence(framing.framed(prompts, targets))]),
         )
         self.notes += tuple(line for line in lines if line not in self.notes)
         return super().admit(prompts)

@@ -1,11 +1,13 @@
 """What families read of a row besides its text: a negative prompt, as diffusers has it; what they
 do not read is said before training."""
 
+import json
 import logging
 
 import diffusers
 import pytest
 import torch
+from PIL import Image
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES, load_built_in
@@ -15,7 +17,7 @@ from mmrl.dry_run.dryrun import dry_run
 from mmrl.policies.diffusion import prompt_lengths
 from mmrl.run import evaluation
 from samplers.noise import Rng
-from tests.fixtures import tiny_diffusers
+from tests.fixtures import command, tiny_diffusers
 from tests.policies.diffusion import test_folder_families as folders
 from tests.policies.diffusion import test_image_families as images
 from tests.policies.diffusion import test_video_families as videos
@@ -175,6 +177,25 @@ def test_training_takes_iterations_of_one_size():
         shapes.add(policy.shape)
         assert metrics["ratio/max_deviation"] == 0.0 and metrics["grad_norm"] > 0
     assert len(shapes) == 3 and sorted(map(id, seen)) == sorted(map(id, rows))
+
+
+def test_pictures_in_buckets_are_learned_at_their_sizes(tmp_path):
+    """Two iterations of sft, each of one size, and the held-out loss over all sizes."""
+    place, buckets = tiny_diffusers.folder("sdxl"), [[8, 32], [32, 8], [16, 16]]
+    shapes = [(32, 8), (30, 8), (8, 32), (8, 30), (16, 16), (18, 16)]
+    for i, shape in enumerate(shapes):
+        Image.new("RGB", shape, (40 * i, 0, 90)).save(tmp_path / f"{i}.png")
+        (tmp_path / f"{i}.txt").write_text(f"a red {i} seven")
+    (tmp_path / "c.yaml").write_text(
+        f"policy: {{sdxl: {{path: {place}, size: 16, steps: 1, lora: 2}}}}\n"
+        f"data: {{captions: {{path: {tmp_path}, held_out: 0.5, buckets: {buckets}}}}}\n"
+        "objective: sft\nlog: {tensorboard: false}\n"
+        "train: {prompts_per_iteration: 2, group_size: 1, train_batch_size: 2, iterations: 3,"
+        " evaluate_every: 3, save_every: 0}\n"
+    )
+    command.mmrl("train", tmp_path / "c.yaml", f"run={tmp_path}/run", cwd=tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert all(0 < row["grad_norm"] < 100 for row in rows) and 0 < rows[-1]["eval/loss"] < 3
 
 
 LONG = " ".join(["a red blue green seven two"] * 10) + " zero"
