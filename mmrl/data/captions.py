@@ -122,11 +122,12 @@ class Captions:
         names = (self.columns.get("text"), *TEXTS, "captions")
         for inner in kohya.rows(row, folder_of(place, self.folder)):
             known = inner if isinstance(inner, Mapping) else {}
-            name = next((name for name in names if isinstance(known.get(name), list)), None)
-            if name is None:
+            name = next((name for name in names if isinstance(known.get(name), list)), "")
+            listed = known[name] if name else []
+            captions = [text for text in listed if isinstance(text, str) and text.strip()]
+            if not captions:
                 yield place, inner
                 continue
-            captions = [text for text in known[name] if isinstance(text, str) and text.strip()]
             self.summary.notes["have several captions, each of which is a row"] += 1
             column = "text" if name == "captions" else name
             for text in captions:
