@@ -12,6 +12,8 @@ import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from functools import partial
+from pathlib import Path
+from traceback import extract_tb
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -20,6 +22,9 @@ from mmrl.config.overrides import WRITTEN_IN
 from mmrl.config.values import SCALARS, Place, expected, show
 from mmrl.core.errors import UserError, a_or_an, suggest
 from mmrl.core.registry import LATER, Plugin, Registry, make, options
+
+PACKAGE = Path(__file__).parents[1]
+OURS = (PACKAGE, PACKAGE.parent / "rewards", PACKAGE.parent / "samplers")
 
 MOST_NAMES = 13  # options of which a message lists all, though it has said which is meant
 BAD = object()  # what a conversion returns after it has reported a problem
@@ -206,6 +211,15 @@ def construct(value: Any, **context: Any) -> Any:
         ]
         source = (overridden[0] if len(overridden) == 1 else value.place).source()
         raise UserError(value.place.say(str(error), source)) from error
+    except Exception as error:  # a user's own class can raise anything
+        file = inspect.getsourcefile(value.entry) or ""
+        lines = [f.lineno for f in extract_tb(error.__traceback__) if f.filename == file]
+        if not lines or any(Path(file).is_relative_to(folder) for folder in OURS):
+            raise
+        why = f"{type(error).__name__}: {error} ({file}:{lines[-1]})"
+        raise UserError(
+            value.place.say(f"{value.entry.__name__} could not be built: {why}")
+        ) from error
 
 
 # Conversions: (value, annotation, place, problems) -> converted value, or BAD after appending to

@@ -8,7 +8,7 @@ import pytest
 
 from mmrl.config import build
 from mmrl.core.errors import UserError, a_or_an
-from mmrl.core.registry import OBJECTIVES, OPTIMIZERS, load_built_in, options
+from mmrl.core.registry import OBJECTIVES, OPTIMIZERS, REWARDS, load_built_in, options
 from mmrl.run.build import read
 
 load_built_in()
@@ -102,3 +102,22 @@ def test_a_broken_plug_in_is_said_before_the_names_it_would_have_registered(tmp_
     with pytest.raises(UserError, match="missing.py") as raised:
         read(path, [])
     assert "stepz" not in str(raised.value) and "polcy" in str(raised.value)
+
+
+def test_a_class_of_the_user_that_cannot_be_built_is_named_with_its_line(module):
+    """Its own errors are one sentence; those of mmrl's classes stay what they are."""
+    name = module(
+        "network",
+        """
+        class Mine:
+            def __init__(self, weights: str):
+                self.weights = open(weights).read()
+
+            def __call__(self, media, prompts):
+                return media.mean((1, 2, 3))
+        """,
+    )
+    with pytest.raises(UserError, match=r"Mine could not be built: FileNotFoundError.*absent.pt.*"):
+        build({name: {"weights": "absent.pt"}}, REWARDS)
+    with pytest.raises(UserError, match=r"network.py:4\)"):
+        build({name: {"weights": "absent.pt"}}, REWARDS)
