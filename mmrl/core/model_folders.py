@@ -15,6 +15,20 @@ from mmrl.core.errors import UserError
 
 ADAPTER = "adapter_config.json"  # of peft
 LIBRARIES = ("diffusers", "transformers")
+# model types of folders as first published: whose conversion to take, and what converts them
+ORIGINALS = {
+    "Emu3": ("BAAI/Emu3-Gen-hf or BAAI/Emu3-Chat-hf", "emu3/convert_emu3_weights_to_hf.py"),
+    "multi_modality": (
+        "deepseek-community/Janus-Pro-1B or Janus-Pro-7B",
+        "janus/convert_janus_weights_to_hf.py",
+    ),
+    "internvl_chat": (
+        "the folder with -hf at its end, such as OpenGVLab/InternVL3-8B-hf",
+        "internvl/convert_internvl_weights_to_hf.py",
+    ),
+}
+# beginnings of hub ids that are not here yet
+IDS = {"BAAI/Emu3-": "Emu3", "deepseek-ai/Janus": "multi_modality"}
 CONFIGS = ("config.json", "model_index.json", "preprocessor_config.json", ADAPTER)
 
 
@@ -60,6 +74,29 @@ def refuse_adapter(place: str, folder: Path | None) -> None:
             f"path: {base or 'the base model'}, and the adapter by `start: {place}` with the lora "
             f"options it was trained with, or merge both by `mmrl convert {place} --into FOLDER`"
         )
+
+
+def refuse_original(place: str, folder: Path | None) -> None:
+    """Raise UserError for a folder in the layout of a model's authors that transformers has only
+    in its own, under another name."""
+    kind = next((kind for start, kind in IDS.items() if place.startswith(start)), "")
+    if folder is not None:
+        kind = _model_type(folder)
+    if kind not in ORIGINALS or place.endswith("-hf"):
+        return
+    converted, script = ORIGINALS[kind]
+    raise UserError(
+        f"{place} is in the layout of its authors (model_type {kind}), which transformers does not "
+        f"read: take {converted}, or convert it with src/transformers/models/{script} of "
+        f"transformers' repository"
+    )
+
+
+def _model_type(folder: Path) -> str:
+    try:
+        return str(json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"])
+    except (OSError, ValueError, KeyError, TypeError):  # what else is wrong is said elsewhere
+        return ""
 
 
 def refuse_file(place: str) -> None:

@@ -5,8 +5,9 @@ kin (``tests/core/test_pretrained.py``).
 What is checked: no Python code of a folder runs unless the caller says ``remote_code``, and nothing
 asks at the terminal (``foreign_code.py``); every weight that a model has was in its files, finite
 and with its shape (``complete_weights.py``); a folder that holds an adapter alone is no model
-(``model_folders.py``); a broken file is named (``weight_files.py``). Names that FSDP, DeepSpeed or
-torch.compile put around a model are taken off, with a warning.
+(``model_folders.py``), nor one in its authors' own layout; a broken file is named
+(``weight_files.py``). Names that FSDP, DeepSpeed or torch.compile put around a model are taken off,
+with a warning.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from mmrl.core.model_folders import (
     refuse_eight_bits,
     refuse_file,
     refuse_gguf,
+    refuse_original,
 )
 
 # what these write while they load is said here in one sentence
@@ -69,6 +71,8 @@ def load_model(
     place = _expanded(path)
     folder = folder_of(place, subfolder)
     refuse_adapter(place, folder)
+    if not remote_code:
+        refuse_original(place, folder)
     if folder is not None:
         refuse_gguf(folder)
         if _is_of_diffusers(entry):
@@ -112,6 +116,8 @@ def load_processor(
     if subfolder:
         options["subfolder"] = subfolder
     folder = folder_of(place, subfolder)
+    if not remote_code:
+        refuse_original(place, folder)
     with _explained(entry, what, folder, remote_code), guarded(remote_code), _quiet():
         return entry.from_pretrained(place, **options)
 

@@ -386,3 +386,32 @@ def test_pickled_objects_are_not_read(tmp_path):
         read_tensors(tmp_path / "module.pt")
     torch.save({"state_dict": {"a": torch.ones(1), "epoch": 3}}, tmp_path / "state.pt")
     assert read_tensors(tmp_path / "state.pt") == {"a": torch.ones(1)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "sentence"),
+    [
+        ("Emu3", "take BAAI/Emu3-Gen-hf .*/convert_emu3_weights_to_hf.py"),
+        (
+            "multi_modality",
+            "take deepseek-community/Janus-Pro-1B .*/convert_janus_weights_to_hf.py",
+        ),
+        ("internvl_chat", "model_type internvl_chat.*-hf at its end"),
+    ],
+)
+def test_the_layout_of_a_model_s_authors_is_named_with_its_conversion(kind, sentence, tmp_path):
+    from transformers import AutoProcessor, JanusForConditionalGeneration
+
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    with pytest.raises(UserError, match=sentence):
+        pretrained.load_model(JanusForConditionalGeneration, tmp_path)
+    with pytest.raises(UserError, match=sentence):
+        pretrained.load_processor(AutoProcessor, tmp_path)
+
+
+@pytest.mark.parametrize("place", ["BAAI/Emu3-Gen", "deepseek-ai/Janus-Pro-7B"])
+def test_hub_ids_of_such_layouts_are_known_before_a_download(place):
+    from transformers import AutoProcessor
+
+    with pytest.raises(UserError, match=f"{place} is in the layout of its authors"):
+        pretrained.load_processor(AutoProcessor, place)
