@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mmrl.core.thoughts import outside
+from rewards.reading.parts import answers, final
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -127,20 +128,17 @@ def thought_apart(text: str) -> str:
 def answer_of(text: str) -> str:
     """Return what follows the reasoning of a model that thinks aloud, out of its answer tags.
     Raises Unreadable where the reasoning was cut off."""
-    text = thought_apart(text)
-    tagged = re.search(r"<answer>(.*?)(?:</answer>|\Z)", text, re.S)
-    return (tagged[1] if tagged else text).strip()
+    return final(thought_apart(text)).value
 
 
 def conclusion_of(text: str) -> str:
     """Return what stands in the only <answer> after the reasons: not what they say on the way, nor
     what they quote of a prompt. Raises Unreadable where the reasons were cut off, or two answers
     contradict each other."""
-    tagged: list[str] = re.findall(r"<answer>(.*?)</answer>", thought_apart(text), re.S)
-    answers = {part.strip() for part in tagged}
-    if len(answers) != 1:
-        raise Unreadable(f"{len(answers) or 'no'} answers stand after its reasons")
-    return answers.pop()
+    different = set(answers(thought_apart(text)))
+    if len(different) != 1:
+        raise Unreadable(f"{len(different) or 'no'} answers stand after its reasons")
+    return different.pop()
 
 
 def named_choice(text: str, choices: Sequence[str]) -> dict[str, float]:

@@ -12,6 +12,7 @@ import time
 from typing import TYPE_CHECKING, Any, Literal
 
 from mmrl.core.errors import UserError
+from mmrl.core.thoughts import closes
 from rewards._ask import Question, Unreadable, token_choices
 from rewards.wire import check_token
 
@@ -101,7 +102,7 @@ def _first_choice(choice: Choice, question: Question) -> dict[str, float] | None
     the choices."""
     try:
         tokens = (choice.logprobs.content if choice.logprobs else None) or []
-        ends = [i for i, token in enumerate(tokens) if "</think>" in token.token]
+        ends = [i for i, token in enumerate(tokens) if closes(token.token)]
         for token in tokens[ends[-1] + 1 if ends else 0 :]:
             if token_choices({token.token: 1.0}, question.choices):
                 listed = {token.token: math.exp(token.logprob)}

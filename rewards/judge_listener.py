@@ -3,7 +3,6 @@ answer."""
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import torch
@@ -11,11 +10,13 @@ from torch import Tensor
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
+from mmrl.core.thoughts import thought_of
 from mmrl.core.types import Prompt
 from rewards._ask import Question
 from rewards._judge_templates import Template, find
 from rewards.card import card
 from rewards.judged import Judged, Model, OnFailure, kind_of, shown_of
+from rewards.reading.parts import without_answers
 
 LISTEN = Template(
     "listener",
@@ -46,7 +47,7 @@ CONFIRM = (
 class Listener(Judged):
     """Ask a listener for the answer after the reasoning alone: its confidence in the right one.
 
-    The answer is cut out of the text: whatever follows ``</think>``, or stands in ``<answer>`` or
+    The answer is cut out of the text: whatever follows the thought, or stands in ``<answer>`` or
     ``\\boxed{}``. Where the prompt has choices the listener chooses among them; else it is asked
     whether the ground truth is right.
 
@@ -125,7 +126,4 @@ class Listener(Judged):
 
 def reasoning(text: str) -> str:
     """Return a completion without its answer."""
-    thought, closed, _ = text.rpartition("</think>")
-    text = thought if closed else text
-    text = re.sub(r"<answer>.*?(</answer>|\Z)", "", text.replace("<think>", ""), flags=re.S)
-    return re.sub(r"\\boxed\{[^{}]*\}", "", text).strip()
+    return without_answers(thought_of(text)).strip()

@@ -57,3 +57,27 @@ def opened_by(rendered: str) -> str:
     """Return the opening mark of a thought with which a rendered prompt ends; empty if none."""
     mark = OPENED.search(rendered[-80:])
     return mark[0] if mark else ""
+
+
+def one_thought(text: str) -> tuple[str, str] | None:
+    """Return thought and rest of a text that begins with a closed thought and has no mark of one
+    elsewhere; None for any other."""
+    marks = list(MARK.finditer(text))
+    if len(marks) != 2 or text[: marks[0].start()].strip():
+        return None
+    (family, opens), (other, closes) = (MARKS[mark[0].lower()] for mark in marks)
+    if family != other or not opens or closes:
+        return None
+    return text[marks[0].end() : marks[1].start()], text[marks[1].end() :]
+
+
+def closes(text: str) -> bool:
+    """Tell whether the end of a thought is marked in a text."""
+    return any(not MARKS[mark[0].lower()][1] for mark in MARK.finditer(text))
+
+
+def thought_of(text: str) -> str:
+    """Return a text up to the end of its last closed thought, without marks; all of it where none
+    is closed."""
+    ends = [mark for mark in MARK.finditer(text) if not MARKS[mark[0].lower()][1]]
+    return MARK.sub("", text[: ends[-1].start()] if ends else text)

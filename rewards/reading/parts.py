@@ -53,6 +53,37 @@ def final(text: str) -> Final:
     return Final(_bare(last)[:LONGEST])
 
 
+def answers(text: str) -> list[str]:
+    """Return what stands in every closed ``<answer>`` of a text."""
+    tags = list(ANSWER.finditer(text))
+    pairs = [(a, b) for a, b in zip(tags, tags[1:]) if not a[1] and b[1]]
+    return [text[a.end() : b.start()].strip() for a, b in pairs]
+
+
+def only_answer(text: str) -> bool:
+    """Tell whether a text is one closed ``<answer>`` that says something, and nothing else."""
+    body = text.strip()
+    tags = [tag[0] for tag in ANSWER.finditer(body)]
+    if tags != ["<answer>", "</answer>"]:
+        return False
+    return body.startswith(tags[0]) and body.endswith(tags[1]) and bool(answers(body)[0])
+
+
+def without_answers(text: str) -> str:
+    """Cut every ``<answer>``, closed or not, and every box out of a text."""
+    tags = list(ANSWER.finditer(text))
+    pieces, at = [], 0
+    for i, tag in enumerate(tags):
+        if not tag[1] and tag.start() >= at:
+            pieces.append(text[at : tag.start()])
+            closing = next((later for later in tags[i:] if later[1]), None)
+            at = closing.end() if closing else len(text)
+    text = "".join([*pieces, text[at:]])
+    while box := last_box(text):
+        text = text[: box.start] + text[box.end :]
+    return text
+
+
 def _bare(text: str) -> str:
     """Take off the special tokens around a text."""
     start = BEFORE.match(text)
@@ -91,9 +122,10 @@ BOX_END = "<|end_of_box|>"
 
 
 class Box(NamedTuple):
-    """Holds what stands in a box, where it ends, and whether it was closed."""
+    """Holds what stands in a box, where it begins and ends, and whether it was closed."""
 
     inside: str
+    start: int
     end: int
     closed: bool
 
@@ -108,14 +140,16 @@ def last_box(text: str) -> Box | None:
     if mark[0].startswith("<"):
         end = text.find(BOX_END, mark.end())
         inside = text[mark.end() : end if end >= 0 else None]
-        return Box(inside.strip(), len(text) if end < 0 else end + len(BOX_END), end >= 0)
+        return Box(
+            inside.strip(), mark.start(), len(text) if end < 0 else end + len(BOX_END), end >= 0
+        )
     depth = 1
     for place in re.finditer(r"(?<!\\)[{}]", text[mark.end() :]):
         depth += 1 if place[0] == "{" else -1
         if depth == 0:
             end = mark.end() + place.start()
-            return Box(text[mark.end() : end].strip(), end + 1, True)
-    return Box(text[mark.end() :].strip(), len(text), False)
+            return Box(text[mark.end() : end].strip(), mark.start(), end + 1, True)
+    return Box(text[mark.end() :].strip(), mark.start(), len(text), False)
 
 
 def boxed(text: str) -> str | None:

@@ -5,35 +5,48 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
+from mmrl.core.thoughts import MARK, one_thought
 from mmrl.core.types import Prompt, Reward
 from rewards.card import card
-from rewards.reading import final, strict_json
+from rewards.reading import boxed, final, strict_json
+from rewards.reading.parts import ANSWER, only_answer
 from rewards.vision.base import Verdict, Verifiable
 
 Whole = Annotated[int, Ge(1)]
 Share = Annotated[float, Ge(0), Le(1)]
-# Nothing is given back that has been matched (*+, ?>), so that time grows with the length only.
-_NO_TAG = r"(?!</?(?:think|answer)>)"
-_INSIDE = rf"(?:{_NO_TAG}.)*+"  # no tag inside a tag
-_SOMETHING = rf"\s*+{_NO_TAG}\S{_INSIDE}"
-PATTERNS = {
-    "think_answer": rf"\s*+<think>{_INSIDE}</think>\s*+<answer>{_SOMETHING}</answer>\s*",
-    "answer": rf"\s*+<answer>{_SOMETHING}</answer>\s*",
-    "think": rf"\s*+<think>{_INSIDE}</think>{_SOMETHING}",
-    "boxed": r"(?>.*?\\boxed\{)\s*+\S.*\}.*",
-}
 EXAMPLES = {
     "think_answer": "<think>so it is</think> <answer>{}</answer>",
     "answer": "<answer>{}</answer>",
     "think": "<think>so it is</think> {}",
     "boxed": r"so it is \boxed{{{}}}",
+}
+
+
+def thought_and_answer(text: str) -> str | None:
+    """Return the thought of a text that is one thought and one ``<answer>`` behind it, each closed,
+    and nothing else; None for any other text."""
+    parts = one_thought(text)
+    good = parts is not None and only_answer(parts[1]) and not ANSWER.search(parts[0])
+    return parts[0] if parts is not None and good else None
+
+
+def thought_and_words(text: str) -> bool:
+    parts = one_thought(text)
+    return parts is not None and bool(parts[1].strip()) and not ANSWER.search(text)
+
+
+FORMS: dict[str, Callable[[str], bool]] = {
+    "think_answer": lambda text: thought_and_answer(text) is not None,
+    "answer": lambda text: only_answer(text) and not MARK.search(text),
+    "think": thought_and_words,
+    "boxed": lambda text: bool(boxed(text)),
 }
 
 
@@ -57,6 +70,9 @@ class Shaping(Verifiable):
 class Format(Shaping):
     """Check the form of the whole text: every tag once, in order, nothing before or after.
 
+    A thought may have the marks of any family: ``<think>``, ``[THINK]``, Kimi's ... (see
+    docs/verifiable-rewards.md).
+
     Args:
         form: "think_answer": ``<think>...</think><answer>...</answer>``; "answer"; "think";
             "boxed": somewhere.
@@ -72,9 +88,7 @@ class Format(Shaping):
         json: bool = False,
     ):
         try:
-            self.pattern = re.compile(
-                PATTERNS[form] if pattern is None else pattern, flags=re.DOTALL
-            )
+            self.matches = FORMS[form] if pattern is None else re.compile(pattern, re.S).fullmatch
         except re.error as error:
             raise UserError(
                 f"reward 'format': the pattern {pattern!r} is not a regular expression: {error}"
@@ -84,7 +98,7 @@ class Format(Shaping):
         self.has_pattern = pattern is not None
 
     def judge(self, text: str, prompt: Prompt) -> Verdict:
-        good = bool(self.pattern.fullmatch(str(text)))
+        good = bool(self.matches(str(text)))
         if good and self.json:
             good = strict_json(final(text).value).status == "ok"
         return Verdict(float(good), "ok" if good else "unparseable")
@@ -120,13 +134,12 @@ class ThinkOrNot(Shaping):
 
     def __init__(self, thought: Share = 0.5):
         self.thought = thought
-        self.whole = re.compile(PATTERNS["think_answer"], flags=re.DOTALL)
 
     def judge(self, text: str, prompt: Prompt) -> Verdict:
-        if not self.whole.fullmatch(str(text)):
+        thought = thought_and_answer(str(text))
+        if thought is None:
             return Verdict(0.0, "unparseable")
-        thought = str(text).partition("<think>")[2].partition("</think>")[0].strip()
-        return Verdict(self.thought if thought else 1.0)
+        return Verdict(self.thought if thought.strip() else 1.0)
 
     def ground_truth(self, prompt: Prompt) -> str:
         return f"<think>\n\n</think>\n<answer>{prompt.get('answer', '7')}</answer>"

@@ -1,0 +1,69 @@
+"""Thoughts of every family, in what shapes the form, what judges write and what listeners hear."""
+
+from __future__ import annotations
+
+import pytest
+
+from mmrl.core.thoughts import THOUGHTS
+from rewards._ask import Unreadable, answer_of, conclusion_of
+from rewards.judge_listener import reasoning
+from rewards.vision import Format, ThinkOrNot
+
+
+def one(reward: object, text: str) -> float:
+    return float(reward([text], [{}]))  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(("begin", "end"), THOUGHTS)
+def test_a_thought_of_any_family_is_one(begin: str, end: str):
+    text = f"{begin}so{end}\n<answer>7</answer>"
+    assert one(Format(), text) == 1 and one(Format("think"), f"{begin}so{end}\n7") == 1
+    empty = f"{begin} {end}<answer>7</answer>"
+    assert one(ThinkOrNot(), text) == 0.5 and one(ThinkOrNot(), empty) == 1
+    assert answer_of(text) == conclusion_of(text) == "7" and reasoning(text) == "so"
+    with pytest.raises(Unreadable, match="ends before its reasons do"):
+        answer_of(f"{begin}<answer>7</answer>")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<think>so</think> x <answer>7</answer>",
+        "x <think>so</think> <answer>7</answer>",
+        "<think>so</think> <answer>7</answer> x",
+        "<think>so</think> <answer> </answer>",
+        "<think>so</think> <answer>7",
+        "<think>so</thinking> <answer>7</answer>",
+        "<think>so</think> <answer>7</answer><answer>7</answer>",
+        "<think>a</think><think>so</think> <answer>7</answer>",
+        "<think>so <answer>7</answer></think> <answer>7</answer>",
+        "<think>so</think> 7",
+        "<answer>7</answer>",
+    ],
+)
+def test_what_is_not_one_thought_and_one_answer_has_not_the_form(text: str):
+    assert one(Format(), text) == 0 and one(ThinkOrNot(), text) == 0
+
+
+def test_the_other_forms():
+    assert one(Format("answer"), " <answer>7</answer>\n") == 1
+    assert one(Format("answer"), "<think>so</think><answer>7</answer>") == 0
+    assert one(Format("think"), "<think>so</think> <answer>7</answer>") == 0
+    assert one(Format("think"), "<think>so</think> ") == 0
+    assert one(Format("boxed"), r"so \boxed{\frac{1}{2}}.") == 1
+    assert one(Format("boxed"), r"so \boxed{ }") == one(Format("boxed"), r"\boxed{7") == 0
+
+
+def test_answers_of_a_judge():
+    assert answer_of("<answer>3</answer> or <answer>4</answer>") == "4"
+    assert conclusion_of("<answer>4</answer> so <answer>4</answer>") == "4"
+    with pytest.raises(Unreadable, match="2 answers"):
+        conclusion_of("<answer>3</answer> <answer>4</answer>")
+    with pytest.raises(Unreadable, match="no answers"):
+        conclusion_of("<think>3</think> 4")
+
+
+def test_a_listener_hears_no_answer():
+    assert reasoning(r"It is \boxed{\frac{1}{2}}, or <answer>x</answer>so") == "It is , or so"
+    assert reasoning("[THINK]two and two[/THINK] It is 4.") == "two and two"
+    assert reasoning("a <answer>4") == "a"
