@@ -40,13 +40,15 @@ SOURCE = "github.com/KwaiVGI/VideoAlign"
 class VideoAlign:
     """Score a video by VideoReward: visual quality, motion quality, text alignment or their sum.
 
-    An image counts as a video of two equal frames. The videos here have no file and no clock:
-    ``fps`` says how fast they play, and frames are taken at the rate that the checkpoint's
-    ``data_config`` asks for, evenly, an even number.
+    An image counts as a video of two equal frames. Frames are taken at the rate that the
+    checkpoint's ``data_config`` asks for, evenly, an even number: ``fps`` says how fast the videos
+    play.
 
     Args:
         path: the checkpoint's folder: ``model_config.json`` and ``checkpoint-*/model.pth`` (or
             ``model.safetensors``).
+        fps: frames a second of the videos to judge, the model's own: Wan 16, HunyuanVideo 24,
+            CogVideoX 8.
         base: the Qwen2-VL it grew from, for configuration, tokenizer and processor; None takes the
             checkpoint's word.
         instruction: the published prompt as a text file, with ``{text_prompt}`` and the tokens
@@ -54,7 +56,6 @@ class VideoAlign:
             is not shipped here.
         part: which score.
         normalize: as published, by mean and deviation; else the raw head.
-        fps: frames a second of the videos to judge.
         batch_size: videos in one forward pass.
         device: ``auto`` is CUDA if there is one.
         dtype: of the model; bfloat16 as published. The head is float32.
@@ -66,11 +67,11 @@ class VideoAlign:
     def __init__(
         self,
         path: str,
+        fps: Annotated[float, Gt(0)],
         base: str | None = None,
         instruction: str = "~/.cache/mmrl/video_align.txt",
         part: Literal["overall", "VQ", "MQ", "TA"] = "overall",
         normalize: bool = True,
-        fps: Annotated[float, Gt(0)] = 8.0,
         batch_size: Annotated[int, Ge(1)] = 4,
         device: str = "auto",
         dtype: Precision = "bfloat16",

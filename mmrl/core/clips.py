@@ -70,10 +70,11 @@ class Timeline:
             return [int(number) for number in evenly]
         return self.shown(np.linspace(self.times[0], self.times[-1], count).tolist())
 
-    def at_rate(self, count: int, rate: float) -> list[int]:
-        """Number the frames that the first ``count`` ticks of ``rate`` show, each frame from the
-        tick that is nearest, as FFmpeg's filter ``fps`` does it. Raises ClipError for a clip that
-        is over before."""
+    def at_rate(self, count: int | None, rate: float) -> list[int]:
+        """Number the frames that the first ``count`` ticks of ``rate`` show (None: all), each frame
+        from the tick that is nearest, as FFmpeg's filter ``fps`` does it. Raises ClipError for a
+        clip that is over before."""
+        count = max(1, round(self.length * rate)) if count is None else count
         if self.length * rate < count - 1 - HELD:
             raise ClipError(too_short(self.length, count, rate))
         ticks = (np.arange(count) + 0.5) / rate - 2 * WITHIN

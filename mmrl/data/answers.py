@@ -13,6 +13,7 @@ import torch
 from PIL import ImageSequence
 from torch import Tensor
 
+from mmrl.core.clips import ClipError, open_clip
 from mmrl.core.errors import UserError
 from mmrl.core.pictures import PictureError, check_size, opened, rgb_picture
 from mmrl.core.types import Prompt
@@ -35,13 +36,14 @@ class Answer:
     reward: float | Mapping[str, float] | None = None  # total, or by name; None: it is scored
     logprobs: tuple[float, ...] | None = None  # of its tokens, under what wrote it
 
-    def media(self) -> str | Tensor:
+    def media(self, frames: int | None = None, rate: float | None = None) -> str | Tensor:
         """Return what a policy's ``decode`` would: the text, the picture [3, H, W] in 0..1, or the
-        video [F, 3, H, W]."""
+        video [F, 3, H, W], of whose file these are the first ``frames`` (None: all) by time at
+        ``rate`` a second (None: as they are)."""
         if isinstance(self.content, str):
             return self.content
         if self.content.suffix.lower() in VIDEOS:
-            return _frames(self.content)
+            return _frames(self.content, frames, rate)
         try:
             if film := _animation(self.content):
                 return _stacked(film)
@@ -89,15 +91,14 @@ def of_file(path: Path, key: str = "text") -> Known:
     return lambda prompt: answers.get(str(prompt.get(key)).strip(), ())
 
 
-def _frames(path: Path) -> Tensor:
-    """Read all frames of a video, [F, 3, H, W] in 0..1. Raises UserError."""
-    import av
-
+def _frames(path: Path, count: int | None, rate: float | None) -> Tensor:
+    """Read frames of a video, [F, 3, H, W] in 0..1. Raises UserError."""
     try:
-        with av.open(str(path)) as container:
-            frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
-        return _stacked(frames)  # of none: ValueError
-    except (OSError, ValueError, IndexError, av.FFmpegError) as error:
+        clip = open_clip(path)
+        line = clip.timeline
+        numbers = range(len(line.times)) if rate is None else line.at_rate(count, rate)
+        return _stacked(list(clip.read(numbers)))
+    except ClipError as error:
         raise UserError(f"{path}: no video that can be read: {error}") from error
 
 

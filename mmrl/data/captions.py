@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 from annotated_types import Ge, Lt, MinLen
 
 from mmrl.config.values import Location
+from mmrl.core.clips import is_frames
 from mmrl.core.errors import UserError
 from mmrl.core.framing import nearest
 from mmrl.core.pictures import MOST_PIXELS
@@ -17,7 +19,7 @@ from mmrl.data import kohya
 from mmrl.data.prompts import SPLIT
 from mmrl.data.prompts import split as by_text
 from mmrl.data.sources.intake import Broken, Intake
-from mmrl.data.sources.media import content_of, folder_of, medium
+from mmrl.data.sources.media import clips, content_of, folder_of, medium
 from mmrl.data.sources.reader import Part, Request
 from mmrl.data.sources.selection import renamed
 from mmrl.data.sources.text_files import Row
@@ -147,7 +149,7 @@ class Captions:
         if not isinstance(row, Mapping):
             raise ValueError(f"expected an object, got {type(row).__name__}")
         named = renamed(row, self.columns)
-        file = _first(named, FILES, (str, bytes, Mapping))
+        file = _first(named, FILES, (str, bytes, Mapping, list))
         text = _first(named, TEXTS, (str,))
         rest = {key: value for key, value in named.items() if key not in (file, text)}
         folder = folder_of(place, self.folder)
@@ -159,12 +161,14 @@ class Captions:
         for key in SHOWN:  # of editing, and of a video that begins with a picture
             if isinstance(rest.get(key), str) and rest[key].strip():
                 rest[key] = medium(rest[key], folder)
-        return rest | {"text": named[text], "answer": medium(named[file], folder)}
+        return rest | {"text": named[text], "answer": _answer(named, file, folder)}
 
     def _pictures(self, prompt: Prompt) -> list[Any]:
-        """Return what a scan opens of a row: the file, and what the prompt shows beside it."""
+        """Return what a scan opens of a row: its files, and what the prompt shows beside them."""
         shown = [prompt[key] for key in SHOWN if isinstance(prompt.get(key), str)]
-        return [content_of(prompt["answer"]), *(file for file in shown if file.strip())]
+        answer = prompt["answer"]
+        files = answer if isinstance(answer, list) else [answer]
+        return [*map(content_of, files), *(file for file in shown if file.strip())]
 
 
 def by_picture(prompts: Sequence[Prompt], share: float) -> tuple[list[Prompt], list[Prompt]]:
@@ -172,6 +176,15 @@ def by_picture(prompts: Sequence[Prompt], share: float) -> tuple[list[Prompt], l
     return by_text(
         prompts, share, lambda prompt: str((prompt.get("captions") or [prompt["text"]])[0])
     )
+
+
+def _answer(row: Mapping[str, Any], name: str, folder: Path) -> Any:
+    """Return the picture or video that a row holds under ``name``, or the frames of a clip."""
+    if not isinstance(row[name], list):
+        return medium(row[name], folder)
+    if not is_frames(row[name]):
+        raise ValueError(f"{name} is a list, expected a file, or the pictures of one clip")
+    return clips(row[name], (folder,), row.get("fps"))
 
 
 def _expected(path: str) -> str:

@@ -37,7 +37,8 @@ def demonstrated(
     if not most:
         return inserted(setup.policy, drawn, [], grows), 0.0
     prompts = [prompt for _, prompt, _ in due]
-    answers = [answer.media() for _, _, answer in due]
+    frames, rate = setup.policy.media_frames, setup.policy.media_fps
+    answers = [answer.media(frames, rate) for _, _, answer in due]
     idle = most - len(due)  # every process makes equally many passes
     rng = Rng.of(setup.options.seed, iteration, "demonstrate")
     with setup.behavior():

@@ -21,6 +21,9 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
+
+from mmrl.core.clips import open_clip
 from mmrl.core.errors import UserError
 from mmrl.monitoring.report.curves import spread_out
 from mmrl.monitoring.report.pictures import Film, Tile, open_picture, save_picture
@@ -235,12 +238,11 @@ def _read(file: Path) -> str:
 
 
 def _film(file: Path) -> Film:
-    """Read an .mp4 file."""
-    import av
-
-    with av.open(str(file)) as movie:
-        frames: list[Any] = list(movie.decode(video=0))
-        return Film(tuple(frame.to_image() for frame in frames))
+    """Read all frames of an .mp4 file, at its pace."""
+    clip = open_clip(file)
+    line = clip.timeline
+    frames = clip.read(range(len(line.times)))
+    return Film(tuple(map(Image.fromarray, frames)), round(1000 * line.length / len(frames)))
 
 
 READERS: dict[str, Callable[[Path], Any]] = {".txt": _read, ".mp4": _film}

@@ -53,3 +53,13 @@ def test_what_is_no_video_is_one_sentence(tmp_path):
         (answer,) = of_field("answer")({"text": "p", "answer": str(tmp_path / name)})
         with pytest.raises(UserError, match=f"{name}: no video that can be read"):
             answer.media()
+
+
+def test_a_video_that_answers_is_brought_to_the_policys_rate(tmp_path):
+    film(tmp_path / "a.mp4", 4)  # of 8 a second
+    (answer,) = of_field("answer")({"text": "p", "answer": str(tmp_path / "a.mp4")})
+    for frames, rate, numbers in ((2, 4.0, [0, 2]), (None, 16.0, [0, 0, 1, 1, 2, 2, 3, 3])):
+        shown = answer.media(frames, rate).mean((1, 2, 3)) * 255 / 60
+        assert torch.allclose(shown, torch.tensor(numbers).float(), atol=0.1)
+    with pytest.raises(UserError, match="a.mp4: .*it lasts 0.50 s, and 17 frames"):
+        answer.media(17, 8.0)

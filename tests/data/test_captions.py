@@ -58,6 +58,19 @@ def test_a_clip_s_first_frame_is_looked_for_beside_its_table(tmp_path):
         Captions(table)
 
 
+def test_pictures_in_a_list_are_a_clip_at_the_rate_of_the_row(tmp_path):
+    folder_of(tmp_path)
+    table = tmp_path / "rows.jsonl"
+    row = {"video": ["a.png", "a.png"], "text": "one"}
+    table.write_text(json.dumps(row | {"fps": 8}))
+    (prompt,) = Captions(table, held_out=0).train
+    assert prompt["answer"] == [str(tmp_path.resolve() / "a.png")] * 2 and prompt["fps"] == 8
+    for wrong, sentence in ((row, "into the row: fps"), (row | {"video": [1]}, "is a list")):
+        table.write_text(json.dumps(wrong))
+        with pytest.raises(UserError, match=f"rows.jsonl:1: .*{sentence}"):
+            Captions(table)
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [

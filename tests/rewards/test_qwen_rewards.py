@@ -152,7 +152,6 @@ def test_video_align_reads_each_part_at_its_token(video_align, part):
 def test_video_align_takes_frames_at_the_checkpoints_rate(video_align):
     reward = VideoAlign(**video_align)
     reward.data = {"fps": 2}
-    reward.fps = 8.0
     # four seconds at two frames a second
     assert reward.chosen(32).tolist() == [0, 4, 9, 13, 18, 22, 27, 31]
     assert reward.chosen(1).tolist() == [0, 0] and reward.chosen(3).tolist() == [0, 2]
@@ -196,12 +195,12 @@ def test_what_is_missing_is_named(hpsv3, video_align, tmp_path):
     with pytest.raises(UserError, match="not a reward model on"):
         HPSv3(**hpsv3 | {"weights": str(tmp_path / "odd.safetensors")})
     with pytest.raises(UserError, match="no .*model_config.json"):
-        VideoAlign(str(tmp_path))
+        VideoAlign(str(tmp_path), fps=8.0)
     (tmp_path / "model_config.json").write_text(
         json.dumps({"model_config": {"model_name_or_path": "x"}})
     )
     with pytest.raises(UserError, match=r"holds no checkpoint-\*/model.pth"):
-        VideoAlign(str(tmp_path))
+        VideoAlign(str(tmp_path), fps=8.0)
 
 
 def test_loading_leaves_no_parameter_without_values(hpsv3):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import base64
 import binascii
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
+from mmrl.core.clips import NO_RATE, is_frames
 from mmrl.core.pictures import check_size, opened
 from mmrl.core.types import Prompt
 from mmrl.data.sources.folders import PICTURES, VIDEOS
@@ -35,6 +36,16 @@ def video(source: Any, folder: Path, *others: Path) -> Any:
     if isinstance(content, bytes) and not _kind_of_video(content):
         raise ValueError("not a video that can be read; expected MP4, MOV, WebM, Matroska or AVI")
     return medium(source, folder, *others)
+
+
+def clips(value: Any, folders: Sequence[Path], rate: Any) -> Any:
+    """Return the clip that a row names, or its list of them, with whole paths; a list of pictures
+    is one clip, whose ``rate`` the row says. Raises ValueError where it does not."""
+    several = value if isinstance(value, list) and not is_frames(value) else [value]
+    whole = [video(clip, *folders) for clip in several]
+    if rate is None and any(isinstance(clip, list) for clip in whole):
+        raise ValueError(f"its video: {NO_RATE}")
+    return whole[0] if len(whole) == 1 else whole
 
 
 def medium(source: Any, folder: Path, *others: Path) -> Any:

@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Le, Lt
 
 from mmrl.config.values import Location
-from mmrl.core.clips import NO_RATE, is_frames
 from mmrl.core.errors import UserError
 from mmrl.core.pictures import MOST_PIXELS
 from mmrl.core.placeholders import misfit
@@ -19,7 +18,7 @@ from mmrl.core.types import Prompt
 from mmrl.data.prompts import SPLIT
 from mmrl.data.prompts import split as split_by
 from mmrl.data.sources.intake import Broken, Intake
-from mmrl.data.sources.media import content_of, folder_of, medium, placed, video
+from mmrl.data.sources.media import clips, content_of, folder_of, medium, placed
 from mmrl.data.sources.reader import Request
 from mmrl.data.sources.text_files import Row
 from mmrl.data.vision import boxes, formats, points
@@ -137,7 +136,7 @@ class Vision:
             several = prompt["images"] if isinstance(prompt["images"], list) else [prompt["images"]]
             prompt["images"] = [medium(source, *folders) for source in several]
         if prompt.get("video") is not None:
-            prompt["video"] = _clips(prompt["video"], folders, prompt.get("fps"))
+            prompt["video"] = clips(prompt["video"], folders, prompt.get("fps"))
         if isinstance(prompt.get("mask"), str):
             prompt["mask"] = medium(prompt["mask"], *folders)
         prompt = points.read(prompt)
@@ -157,16 +156,6 @@ class Vision:
         return folder_of(place, self.folder), self.folder
 
 
-def _clips(value: Any, folders: Sequence[Path], rate: Any) -> Any:
-    """Complete the paths of a row's video, or of a list of them; a list of pictures is one, whose
-    ``rate`` the row says."""
-    several = value if isinstance(value, list) and not is_frames(value) else [value]
-    clips = [video(clip, *folders) for clip in several]
-    if rate is None and any(isinstance(clip, list) for clip in clips):
-        raise ValueError(f"its video: {NO_RATE}")
-    return clips[0] if len(clips) == 1 else clips
-
-
 def _turn(turn: dict[str, Any], folders: Sequence[Path], rate: Any) -> dict[str, Any]:
     """Complete the paths in the parts of a turn."""
     if isinstance(turn["content"], str):
@@ -179,7 +168,7 @@ def _part(part: dict[str, Any], folders: Sequence[Path], rate: Any) -> dict[str,
     part = {k: medium(v, *folders) if k in media else v for k, v in part.items()}
     if "video" in part:
         rate = part.get("sample_fps", part.get("fps", rate))
-        part["video"] = _clips(part["video"], folders, rate)
+        part["video"] = clips(part["video"], folders, rate)
     return part
 
 

@@ -168,8 +168,7 @@ def clip_at_rate(source: Any, prompt: Prompt, count: int | None, rate: float) ->
     [F, H, W, 3]. Frames have the rate that their prompt says, ``fps``. Raises UserError."""
     try:
         clip = open_clip(source, prompt.get("fps"))
-        line = clip.timeline
-        return clip.read(line.at_rate(count or max(1, round(line.length * rate)), rate))
+        return clip.read(clip.timeline.at_rate(count, rate))
     except ClipError as error:
         raise unreadable(source, prompt, error) from error
 
