@@ -35,9 +35,9 @@ def total(groups: Groups) -> Total:
         return NOTHING
     estimate = clustered(known)
     binary = {value for group in known for value in group} <= {0.0, 1.0}
-    made = "none" if math.isinf(estimate.low) else "Gaffke" if binary else "Student"
+    kind = "none" if math.isinf(estimate.low) else "Gaffke" if binary else "Student"
     samples = sum(map(len, known))
-    return Total(estimate.mean, estimate.low, estimate.high, samples, len(known), made)
+    return Total(estimate.mean, estimate.low, estimate.high, samples, len(known), kind)
 
 
 def mean_of_categories(categories: Sequence[Groups]) -> Total:
@@ -49,9 +49,9 @@ def mean_of_categories(categories: Sequence[Groups]) -> Total:
     mean = math.fsum(part.mean for part in parts) / len(parts)
     below = math.hypot(*(part.mean - part.low for part in parts)) / len(parts)
     above = math.hypot(*(part.high - part.mean for part in parts)) / len(parts)
-    made = "none" if math.isinf(below) else "MOVER"
+    kind = "none" if math.isinf(below) else "MOVER"
     counts = (sum(part.samples for part in parts), sum(part.prompts for part in parts))
-    return Total(mean, mean - below, mean + above, *counts, made)
+    return Total(mean, mean - below, mean + above, *counts, kind)
 
 
 def finite(groups: Groups) -> list[list[float]]:

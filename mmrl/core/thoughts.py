@@ -65,8 +65,8 @@ def one_thought(text: str) -> tuple[str, str] | None:
     marks = list(MARK.finditer(text))
     if len(marks) != 2 or text[: marks[0].start()].strip():
         return None
-    (family, opens), (other, closes) = (MARKS[mark[0].lower()] for mark in marks)
-    if family != other or not opens or closes:
+    (family, opens), (ending, opens_again) = (MARKS[mark[0].lower()] for mark in marks)
+    if family != ending or not opens or opens_again:
         return None
     return text[marks[0].end() : marks[1].start()], text[marks[1].end() :]
 

@@ -127,13 +127,12 @@ def relaxed(answer: str, right: str) -> bool:
     target = _float(right)
     if value is not None and target:
         return abs(value - target) / abs(target) <= TOLERANCE
-    return answer.strip().lower() == right.strip().lower()
+    return answer.lower() == right.lower()
 
 
 def _float(text: str) -> float | None:
-    plain = text.strip()
     try:
-        return float(plain.rstrip("%")) / 100 if plain.endswith("%") else float(plain)
+        return float(text.rstrip("%")) / 100 if text.endswith("%") else float(text)
     except ValueError:
         return None
 

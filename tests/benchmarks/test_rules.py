@@ -3,6 +3,7 @@
 import pytest
 
 from mmrl.benchmarks import rules
+from rewards.reading.published import agreement
 
 
 @pytest.mark.parametrize(
@@ -24,6 +25,25 @@ from mmrl.benchmarks import rules
         ("1,000", "1000", False),  # the published code reads no thousands
         ("", "5", False),
         ("nan", "5", False),
+        # the rest as lmms-eval's relaxed_correctness says (main of September 2026)
+        ("13.125", "12.5", True),
+        ("13.13", "12.5", False),
+        ("11.875", "12.5", True),
+        ("12%", "12%", True),
+        ("-5", "5", False),
+        ("-5.2", "-5", True),
+        ("0", "0.0", False),
+        ("nan", "nan", False),
+        ("inf", "5", False),
+        ("1e3", "1000", True),
+        ("1_000", "1000", True),
+        ("\u0661\u0662", "12", True),
+        ("5%%", "0.05", True),
+        ("% 5", "5", False),
+        (" France", "France", False),
+        ("12.5 ", "12.5", True),
+        ("12.5% ", "0.125", False),
+        ("", "", True),
     ],
 )
 def test_relaxed_accuracy(answer, right, good):
@@ -40,6 +60,30 @@ def test_anls_takes_the_nearest_answer_and_a_threshold():
     assert rules.anls("abcx", ["abcd"]) == pytest.approx(0.75)
     assert rules.anls("  the   end ", ["The end"]) == 1.0
     assert rules.anls("", ["abc"]) == 0.0
+
+
+# as lmms-eval's anls says (main of September 2026)
+@pytest.mark.parametrize(
+    ("answer", "right", "score"),
+    [
+        ("abx", "abcd", 0.5),
+        ("", "", 1.0),
+        ("12", "12.0", 0.5),
+        ("aaaaaaaaa b", "aaaaaaaaa", 9 / 11),
+        ("stra\u00dfe", "STRASSE", 5 / 7),
+        ("\uff41", "a", 0.0),
+    ],
+)
+def test_anls_is_the_published_one(answer, right, score):
+    assert rules.anls(answer, [right]) == pytest.approx(score)
+
+
+# as lmms-eval's textvqa_process_results says: so many of ten people
+@pytest.mark.parametrize(
+    ("people", "score"), [(0, 0), (1, 0.3), (2, 0.6), (3, 0.9), (4, 1), (10, 1)]
+)
+def test_people_agree_as_published(people, score):
+    assert agreement("cat", ["cat"] * people + ["dog"] * (10 - people)) == pytest.approx(score)
 
 
 def test_the_final_answer_is_read():
