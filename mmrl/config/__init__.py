@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.config import stages
+from mmrl.config.anchors import anchored, code_beside
 from mmrl.config.building import (
     Chosen,
     Weighted,
@@ -32,7 +33,7 @@ from mmrl.config.checks import check, import_plugins, or_empty
 from mmrl.config.needs import missing_values, refusals, wrong_media
 from mmrl.config.overrides import SECTIONS, override_with, split_keys
 from mmrl.config.presets import filled, unreached
-from mmrl.config.values import Place, exists, is_pattern, lies_beside, show
+from mmrl.config.values import Place, show
 from mmrl.config.yamltext import read, write
 from mmrl.core.errors import UserError, suggest
 from mmrl.core.registry import REWARDS, Registry
@@ -41,6 +42,7 @@ __all__ = [
     "Config",
     "Chosen",
     "Weighted",
+    "anchored",
     "build",
     "build_dataclass",
     "build_rewards",
@@ -68,7 +70,6 @@ EXAMPLES = {
     "train": "train: {prompts_per_iteration: 15, group_size: 16, train_batch_size: 80, "
     "iterations: 60}",
 }
-PLACES = ("path", "images", "held_out")  # options of ``data`` that name files or folders
 
 
 @dataclass(frozen=True)
@@ -170,6 +171,7 @@ def of_plain(
     """Make a configuration of plain values whose overrides have been applied, and check its
     sections, as ``load`` does. ``problems``: found so far; ``alone``: they are raised here."""
     problems = [] if problems is None else problems
+    plain = code_beside(plain, Path(file).parent)
     problems += [*_sections(plain, Place((), marks)), *_missing(plain, file, required)]
     if (name := plain.get("preset")) is not None and (why := unreached(plain, name)):
         problems.append(Place(("objective",), marks).say(why))
@@ -269,27 +271,9 @@ def _marked(
 
 
 def dump(config: Config) -> str:
-    """Write YAML that loads back to the same configuration from any folder: files found beside it
-    get their full path."""
+    """Write YAML that loads back to the same configuration from any folder: files get their full
+    path."""
     return write(anchored(config.plain, Path(config.file).parent))
-
-
-def anchored(value: Any, folder: Path, path: tuple[str, ...] = ()) -> Any:
-    """Give files their full path that lie beside the configuration; of ``data`` also folders and
-    files by a pattern. ``path``: the keys that lead to the value."""
-    if isinstance(value, dict):
-        return {key: anchored(item, folder, (*path, str(key))) for key, item in value.items()}
-    if isinstance(value, list):
-        return [anchored(item, folder, path) for item in value]
-    if not isinstance(value, str):
-        return value
-    is_data = "data" in path[:-1] and path[-1] in PLACES
-    if is_data and is_pattern(value):
-        beside = lies_beside(value, folder)
-    else:
-        named = Path(value).suffix or is_data
-        beside = bool(named) and not exists(Path(value)) and exists(folder / value)
-    return str((folder / value).resolve()) if beside else value
 
 
 def _text_of(path: Path) -> str:

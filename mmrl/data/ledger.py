@@ -32,6 +32,7 @@ class Summary:
     held_out: int = 0
     split: str = ""  # how the held-out ones were chosen
     repeated: int = 0  # rows that are equal to another one
+    digest: str = ""  # of the texts and answers of all rows
     stops: bool = False  # training would stop at the broken rows
     skips: bool = False  # broken rows are left out
     notes: Counter[str] = field(default_factory=Counter)  # what was done to pictures -> how many

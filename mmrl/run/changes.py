@@ -8,6 +8,7 @@ What differs is free to change, worth a warning, or refused, unless the user acc
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
@@ -207,8 +208,18 @@ def _different(
     if isinstance(before, dict) and isinstance(after, dict) and before.keys() == after.keys():
         for key in before:
             yield from _different(before[key], after[key], (*path, key))
-    elif before != after:
+    elif before != after and not _is_one_file(before, after):
         yield path, before, after
+
+
+def _is_one_file(before: Any, after: Any) -> bool:
+    """Tell whether two paths lead to one file or folder."""
+    if not (isinstance(before, str) and isinstance(after, str)):
+        return False
+    try:
+        return os.path.samefile(before, after)
+    except (OSError, ValueError):
+        return False
 
 
 def _shown(value: Any) -> str:

@@ -16,7 +16,7 @@ from mmrl.config.yamltext import read as parsed
 from mmrl.core import distributed, peers
 from mmrl.core.errors import UserError
 from mmrl.monitoring.log import FINISHED, METRICS, LogOptions, RunLog, parse_line
-from mmrl.run import changes, checkpoint, state
+from mmrl.run import changes, checkpoint, inputs, state
 from mmrl.run.build import CONFIG, SECTIONS, Session, check_trackers, config_of, read
 from mmrl.run.lock import FolderLock
 from mmrl.run.loop import Run
@@ -177,7 +177,10 @@ def train_session(
                     f"or choose another folder"
                 )
         begun = resume and distributed.any_of(checkpoint.latest(folder / "checkpoints") is not None)
-        warnings = _resume(trainer, folder, configuration, accept) if begun else []
+        warnings: list[str] = []
+        before = None
+        if begun:
+            warnings, before = _resume(trainer, folder, configuration, accept)
         with distributed.together(), on_disk(folder):
             log = RunLog(
                 folder,
@@ -189,6 +192,7 @@ def train_session(
             )
         held.enter_context(log)
         run = Run(session, trainer, log, folder, lock, watcher or Watcher())
+        warnings += inputs.changed(before, run.inputs)
         run.watcher.built(session, trainer)
         note = ""
         if begun:
@@ -219,9 +223,9 @@ def run_folder(configuration: config.Config, name: Path) -> Path:
 
 def _resume(
     trainer: Trainer, folder: Path, configuration: config.Config | None = None, accept: bool = False
-) -> list[str]:
-    """Restore the newest whole checkpoint. Returns what was wrong with newer ones, and what the
-    configuration changes."""
+) -> tuple[list[str], Any]:
+    """Restore the newest whole checkpoint. Returns what was wrong with newer ones and what the
+    configuration changes, and what was known of the run's inputs."""
     path, problems = checkpoint.choose(folder / "checkpoints")
     with distributed.together():
         arrays, meta = checkpoint.load(path, checked=True)
@@ -235,4 +239,4 @@ def _resume(
             f"({type(error).__name__}: {error}); go on with the configuration it was saved with, "
             f"or from another checkpoint (move this one away)"
         ) from error
-    return problems
+    return problems, meta.get("inputs")

@@ -22,7 +22,7 @@ from mmrl.monitoring.alarms import AlarmOptions, Alarms
 from mmrl.monitoring.gallery import Gallery
 from mmrl.monitoring.log import FINISHED, RunLog
 from mmrl.monitoring.monitors import Sampled
-from mmrl.run import changes, checkpoint, state
+from mmrl.run import changes, checkpoint, inputs, state
 from mmrl.run.build import CONFIG, Session
 from mmrl.run.evaluation import evaluate, sample
 from mmrl.run.lock import FolderLock
@@ -77,6 +77,7 @@ class Run:
 
     def __post_init__(self) -> None:
         options, weights = self.session.options, self.session.scorer.weights
+        self.inputs = inputs.known(self.session)  # as they were read
         self.saving = Saving(options, self.folder / "checkpoints", weights)
         self.signals = Signals(self._promise)
 
@@ -220,6 +221,7 @@ class Run:
         keep = self.session.options.save_total_limit
         arrays, meta = state.capture(self.trainer)
         meta["config"] = changes.text_of(self.session.config)
+        meta["inputs"] = self.inputs
         path = checkpoint.save(
             self.folder / "checkpoints", iteration, arrays, meta, keep, self.saving.best
         )

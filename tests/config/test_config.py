@@ -606,7 +606,9 @@ def test_dump_loads_back_to_the_same(folder):
         ["objective.clip=1e-5", "run=runs/é", "reward.scaled={weight: 2}"],
     )
     again = load(write_config(folder, dump(config)))
-    assert again.plain == config.plain
+    whole = {"lines": {"path": str(folder / "here.txt")}}
+    assert again.plain == config.plain | {"data": whole}
+    assert dump(again) == dump(config)
 
 
 # Overrides

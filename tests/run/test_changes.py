@@ -143,7 +143,11 @@ def test_an_edited_configuration_is_seen_by_a_resume(toy):
     with pytest.raises(UserError, match="train.seed was 0 and is now 5"):
         lifecycle.train(toy, ["train.iterations=3"], resume=True)
     lifecycle.train(toy, ["train.iterations=3"], resume=True, accept=True)
+    assert "changed since the checkpoint" not in (toy / "events.jsonl").read_text()
+    prompts = toy.parent / "prompts.jsonl"
+    prompts.write_text(prompts.read_text().replace("p15", "p16"))
     lifecycle.train(toy, ["train.iterations=4"], resume=True)  # accepted once, it is the run's
+    assert "data prompts.jsonl: 16 rows, other ones" in (toy / "events.jsonl").read_text()
     lines = [json.loads(x) for x in (toy / "metrics.jsonl").read_text().splitlines()]
     assert [line["iteration"] for line in lines] == [1, 2, 3, 4]
 

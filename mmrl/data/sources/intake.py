@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Literal
 
@@ -134,6 +136,7 @@ class Intake:
         summary.train, summary.held_out, summary.split = len(train), len(held_out), how
         counts = Counter(map(identical, [*train, *held_out]))
         summary.repeated = sum(count - 1 for count in counts.values())
+        summary.digest = digest_of([*train, *held_out])
         report(summary)
 
 
@@ -141,6 +144,18 @@ def identical(prompt: Prompt) -> tuple[Any, ...]:
     """Return what is equal of two prompts that ask the same of the same pictures."""
     media = [prompt.get(key) for key in ("images", "image", "video", "answer", "messages")]
     return (prompt.get("text"), *map(repr, media))
+
+
+def digest_of(prompts: Sequence[Prompt]) -> str:
+    """Return a digest of texts and answers, the same in every process and wherever files lie."""
+    digest = blake2b(digest_size=16)
+    for prompt in prompts:
+        answer = prompt.get("answer")
+        answer = answer if isinstance(answer, (str, int, float)) else type(answer).__name__
+        answer = os.path.basename(answer) if isinstance(answer, str) else answer
+        row = f"{prompt.get('text')}\n{answer}\n"
+        digest.update(row.encode(errors="surrogatepass"))
+    return digest.hexdigest()
 
 
 def _label(part: Part) -> str:

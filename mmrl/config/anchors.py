@@ -1,0 +1,88 @@
+"""Gives what a configuration names on the disk its full path, so that it is found from any working
+folder."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mmrl.config.building import weighed
+from mmrl.config.values import exists, is_pattern, lies_beside
+
+PLACES = ("path", "images", "held_out")  # options of ``data`` that name files or folders
+FOLDERS = ("path", "start")  # of any section
+CODE = re.compile(r"(.+\.py)(:[\w.]+)")  # a plug-in of the user's
+
+
+def anchored(value: Any, folder: Path, path: tuple[str, ...] = ()) -> Any:
+    """Give files and code their full path that lie in the working folder, or beside the
+    configuration in ``folder``; of some options also folders, of ``data`` files by a pattern.
+    ``path``: the keys that lead to the value."""
+    if path == ("run",):
+        return value
+    if isinstance(value, dict):
+        several = {key: anchored(item, folder, (*path, str(key))) for key, item in value.items()}
+        return _with_code(several, (Path(), folder), path)
+    if isinstance(value, list):
+        return [anchored(item, folder, path) for item in value]
+    if not isinstance(value, str):
+        return value
+    return _code(value, (Path(), folder)) or _file(value, folder, path) or value
+
+
+def code_beside(value: Any, folder: Path, path: tuple[str, ...] = ()) -> Any:
+    """Give code its full path that is not in the working folder, but beside the configuration."""
+    if isinstance(value, dict):
+        several = {key: code_beside(item, folder, (*path, str(key))) for key, item in value.items()}
+        return _with_code(several, (folder,), path)
+    if isinstance(value, list):
+        return [code_beside(item, folder, path) for item in value]
+    return (isinstance(value, str) and _code(value, (folder,))) or value
+
+
+def _with_code(
+    values: dict[Any, Any], folders: Sequence[Path], path: tuple[str, ...]
+) -> dict[Any, Any]:
+    """Give keys that are code their full path; a reward keeps its name, and says what it uses."""
+    if path[-1:] == ("reward",):
+        return values
+    whole = {_code(key, folders) or key: item for key, item in values.items()}
+    return {k: _rewards(v, folders) if k == "reward" else v for k, v in whole.items()}
+
+
+def _rewards(spec: Any, folders: Sequence[Path]) -> Any:
+    chosen = weighed(spec)
+    if not isinstance(chosen, Mapping):
+        return spec
+    used = {name: code for name in chosen if (code := _code(name, folders))}
+    options = {n: v if isinstance(v, Mapping) else {"weight": v} for n, v in chosen.items()}
+    return {**chosen, **{n: {"use": code, **options[n]} for n, code in used.items()}}
+
+
+def _code(value: Any, folders: Sequence[Path]) -> str | None:
+    """Return ``file.py:name`` with the full path of the file, which is not in the working folder
+    unless that is one of ``folders``; None where it is in none of them."""
+    match = CODE.fullmatch(value) if isinstance(value, str) else None
+    if match is None or os.path.isabs(match[1]):
+        return None
+    here = Path() not in folders and os.path.isfile(match[1])
+    places = () if here else (os.path.abspath(folder / match[1]) for folder in folders)
+    file = next(filter(os.path.isfile, places), None)
+    return None if file is None else file + match[2]
+
+
+def _file(value: str, folder: Path, path: tuple[str, ...]) -> str | None:
+    """Return the full path of what a value names; None where it names nothing there."""
+    key = path[-1] if path else ""
+    is_data = "data" in path[:-1] and key in PLACES
+    if os.path.isabs(value) or value.startswith("~"):
+        return None
+    if is_data and is_pattern(value):
+        return os.path.abspath((folder if lies_beside(value, folder) else Path()) / value)
+    if not (is_data or key in FOLDERS or Path(value).suffix):
+        return None
+    places = (each / value for each in (Path(), folder))
+    return next((os.path.abspath(place) for place in places if exists(place)), None)
