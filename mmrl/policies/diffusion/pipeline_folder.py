@@ -64,12 +64,11 @@ def load(
 
 
 def _frozen(pipe: Any, path: str) -> tuple[str, ...]:
-    """Freeze the networks of a pipeline, and name those of its loop. UserError where it has none,
-    or no scheduler."""
+    """Freeze the networks of a pipeline but those of its loop, and name these. UserError where it
+    has none, or no scheduler."""
     modules = _modules(pipe)
-    for module in modules.values():
-        module.requires_grad_(False).eval()
     for name, module in modules.items():
+        module.requires_grad_(name.startswith(DENOISERS)).eval()
         if decodes(name):
             take_any_type(module)
     parts = tuple(name for name in modules if name.startswith(DENOISERS))
