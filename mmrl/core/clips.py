@@ -24,6 +24,7 @@ from mmrl.core.pictures import PictureError, rgb_picture
 USUAL_RATE = 16.0  # frames a second of the videos of a model that says no other
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")  # that may be frames
 WITHIN = 1e-3  # seconds: stamps of Matroska are whole milliseconds
+CUT = "it is cut short, or no video that FFmpeg reads"
 SHORT = 0.9  # a file with less of the length that its header promises was cut
 HELD = (
     0.05  # of a tick: a clip's end is that of its last frame, so 5 s give 81 frames at 16 a second
@@ -116,11 +117,23 @@ def is_frames(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and bool(value) and all(map(_is_picture, value))
 
 
-def stored_seconds(path: Path) -> float | None:
-    """Read how long a video file says it is; None where it does not. Raises ClipError for what
-    holds no video."""
-    with _film(path) as (_, stream):
-        return _promised(stream)
+def header_of(path: Path) -> tuple[tuple[int, int], float | None]:
+    """Read size (width, height, before it is turned) and seconds from a video file's header; None
+    where it does not say how long it is. Raises ClipError for what holds no video."""
+    with _film(path) as (container, stream):
+        seconds = _promised(stream)
+        if seconds is None and container.duration:
+            seconds = container.duration / 1e6
+        return (stream.width, stream.height), seconds
+
+
+def check_whole(path: Path) -> None:
+    """Decode all of a video file. Raises ClipError where frames are missing."""
+    expected = len(open_clip(path).timeline.times)
+    with _film(path) as (container, stream):
+        missing = expected - sum(1 for _ in container.decode(stream))
+    if missing > 0:
+        raise ClipError(f"{missing} of its {expected} frames cannot be decoded; it is damaged")
 
 
 def _is_picture(value: Any) -> bool:
@@ -172,11 +185,13 @@ def _film(path: Path) -> Iterator[tuple[Any, Any]]:
             cover = av.stream.Disposition.attached_pic
             streams = [s for s in container.streams.video if cover not in s.disposition]
             if not streams:
-                raise ClipError("it holds no pictures that move")
+                raise ClipError(f"it holds no pictures that move; {CUT}")
             streams[0].thread_type = "AUTO"
             yield container, streams[0]
     except ClipError:
         raise
+    except AttributeError as error:  # a stream without a decoder
+        raise ClipError(f"its header is not whole; {CUT}") from error
     except (OSError, ValueError, IndexError, EOFError, av.FFmpegError) as error:
         raise ClipError(_reason(error)) from error
 
@@ -185,7 +200,7 @@ def _reason(error: Exception) -> str:
     if isinstance(error, FileNotFoundError):
         return "no such file"
     words = getattr(error, "strerror", None) or str(error)
-    return f"{words}; it is cut short, or no video that FFmpeg reads"
+    return f"{words}; {CUT}"
 
 
 def _of_file(path: Path) -> Clip:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmrl.core.clips import HELD, NO_RATE, USUAL_RATE, ClipError, stored_seconds, too_short
+from mmrl.core.clips import HELD, NO_RATE, USUAL_RATE, ClipError, header_of, too_short
 from mmrl.core.types import Prompt
 from mmrl.policies.capabilities import Medium
 from mmrl.policies.vlm.media import clip_at_rate, open_image
@@ -69,7 +69,7 @@ def media_problem(
 
 def _clip_problem(path: Path, frames: int | None, rate: float) -> str | None:
     try:
-        seconds = stored_seconds(path)
+        _, seconds = header_of(path)
     except ClipError as error:
         return f"{path} is no video that can be read: {error}"
     if seconds is None or frames is None or seconds * rate >= frames - 1 - HELD:

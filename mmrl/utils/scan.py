@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.core import distributed
+from mmrl.core.clips import ClipError, check_whole, header_of
 from mmrl.core.pictures import (
     BROKEN,
     PictureError,
@@ -41,7 +42,6 @@ from mmrl.utils.paths import cache_dir
 VERSION = 3  # of what is found out about a file
 ANNOUNCED = 2000  # files from which a bar, or a line, says that they are looked at
 CHUNK = 512  # files between two commits
-CUT = "it is cut short, or no video that FFmpeg reads"
 CLIPS = (".mp4", ".webm", ".mov", ".avi", ".mkv")
 
 
@@ -156,23 +156,13 @@ def _is_whole_png(image: Any, file: Any) -> bool:
 
 
 def _look_at_clip(path: str, whole: bool) -> Finding:
-    import av
-
     try:
-        with av.open(path) as container:
-            if not container.streams.video:
-                return Finding(problem=f"it holds no pictures that move; {CUT}")
-            stream = container.streams.video[0]
-            size = (stream.width, stream.height)
-            seconds = (container.duration or 0) / av.time_base
-            if whole and not sum(1 for _ in container.decode(stream)):
-                return Finding(size, "no frame of it can be decoded")
-        return Finding(size, seconds=seconds)
-    except AttributeError:  # PyAV's stream has no decoder
-        return Finding(problem=f"its header is not whole; {CUT}")
-    except (OSError, ValueError, IndexError, EOFError, av.FFmpegError) as error:
-        words = getattr(error, "strerror", None) or str(error)
-        return Finding(problem=f"{words}; {CUT}")
+        size, seconds = header_of(Path(path))
+        if whole:
+            check_whole(Path(path))
+    except ClipError as error:
+        return Finding(problem=str(error))
+    return Finding(size, seconds=seconds or 0.0)
 
 
 def _of_image(image: Any, most: int) -> Finding:

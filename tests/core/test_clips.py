@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mmrl.core.clips import ClipError, Timeline, is_frames, open_clip
+from mmrl.core.clips import (
+    ClipError,
+    Timeline,
+    check_whole,
+    header_of,
+    is_frames,
+    open_clip,
+)
 from tests.fixtures.clips import UNEVEN, numbers_in, write
 
 
@@ -181,3 +188,14 @@ def test_what_cannot_be_read_is_one_sentence(tmp_path):
     for source, rate, sentence in says:
         with pytest.raises(ClipError, match=sentence):
             open_clip(source, rate)
+
+
+def test_a_header_says_size_and_length_and_all_of_a_file_is_looked_at(tmp_path):
+    path = write(tmp_path / "a.mkv", range(0, 6000, 40))
+    assert header_of(path) == ((64, 16), pytest.approx(6.0, abs=0.05))
+    check_whole(path)
+    content = path.read_bytes()
+    (tmp_path / "cut.mkv").write_bytes(content[: len(content) // 2])
+    assert header_of(tmp_path / "cut.mkv")[1] == pytest.approx(6.0, abs=0.05)
+    with pytest.raises(ClipError, match="it is cut short"):
+        check_whole(tmp_path / "cut.mkv")

@@ -132,6 +132,7 @@ def _files(prompt: Prompt) -> Iterator[Any]:
         parts += message["content"] if isinstance(message["content"], list) else []
     images = [part.get("image") for part in parts] + images_of(prompt)
     videos = [part.get("video") for part in parts] + videos_of(prompt)
+    images += [frame for video in videos if isinstance(video, list) for frame in video]
     yield from (image for image in images if isinstance(image, (str, bytes)) or _is_opened(image))
     yield from (video for video in videos if is_clip(video))
 
