@@ -19,6 +19,7 @@ from mmrl.core.types import Prompt
 from mmrl.policies.vlm.audio import audios_of
 from mmrl.policies.vlm.budgets import TooLong
 from mmrl.policies.vlm.chat import messages_of, videos_of
+from mmrl.policies.vlm.engines.limits import EngineLimits
 from mmrl.policies.vlm.media import images_of, where
 from mmrl.utils.scan import Finding, is_clip, scan
 
@@ -29,17 +30,28 @@ SHORT = 56  # pixels of a side, below which a processor may refuse a picture
 SLIM = 16  # times the shorter side
 FRAMES = 8  # of a clip at the budget's rate, below which it may
 ALIKE = 20  # rows of one kind that are encoded in vain before the others are taken for such
+# tokens of a picture from above: of one that is cut into tiles, and of larger ones by pixels
+PICTURE = 8192
+PATCH = 14 * 14
+TEMPLATE = 512  # tokens that a template adds
+FREE = EngineLimits()
 GEOMETRY = ("boxes", "box", "point", "points", "mask", "tracks")
 OPTIONS = ("chat_template_kwargs", "prefill", "fps")  # of a row, that its encoding reads
 # what processors call tokens that stand for media
 MEDIA_TOKENS = ("image_token", "video_token", "audio_token", "boi_token", "eoi_token")
 
 
-def misfits(prompts: Sequence[Prompt], inputs: Inputs) -> dict[int, str]:
-    """Say what is wrong with prompts, "file:line: why" by their place in the list."""
+def misfits(
+    prompts: Sequence[Prompt],
+    inputs: Inputs,
+    limits: EngineLimits = FREE,
+    answer: int = 0,
+) -> dict[int, str]:
+    """Say what is wrong with prompts, "file:line: why" by their place in the list. ``limits``: of
+    what samples, with answers of ``answer`` tokens."""
     files = [list(_files(prompt)) for prompt in prompts]
     findings = iter(scan([source for several in files for source in several]))
-    look = FirstLook(inputs)
+    look = FirstLook(inputs, limits, answer)
     problems = {}
     for place, (prompt, several) in enumerate(zip(prompts, files)):
         looked = [(next(findings), source) for source in several]
@@ -52,8 +64,10 @@ def misfits(prompts: Sequence[Prompt], inputs: Inputs) -> dict[int, str]:
 class FirstLook:
     """Tells of prompts, one after the other, what is wrong with them."""
 
-    def __init__(self, inputs: Inputs):
+    def __init__(self, inputs: Inputs, limits: EngineLimits = FREE, answer: int = 0):
         self.inputs = inputs
+        self.limits = limits
+        self.answer = answer
         tokens = sorted(own_tokens(inputs), key=len, reverse=True)
         self.tokens = re.compile("|".join(map(re.escape, tokens))) if tokens else None
         self.fine: set[Hashable] = set()  # kinds and sizes that were encoded
@@ -61,8 +75,31 @@ class FirstLook:
 
     def problem(self, prompt: Prompt, findings: Sequence[Finding]) -> str | None:
         """Say what is wrong with a prompt whose pictures and clips are these; None: nothing."""
-        if why := misfit(prompt) or self._token(prompt):
-            return why
+        return (
+            misfit(prompt)
+            or self._token(prompt)
+            or self.limits.media(len(_images(prompt)), len(_videos(prompt)))
+            or self._refused(prompt, findings)
+            or self._length(prompt, findings)
+        )
+
+    def _length(self, prompt: Prompt, findings: Sequence[Finding]) -> str | None:
+        """Say that a prompt is too long: encoded where a guess from above leaves it open."""
+        if self.limits.tokens is None:
+            return None
+        letters = sum(len(text.encode()) for text in _texts(prompt))
+        pictures = sum(max(PICTURE, each.size[0] * each.size[1] // PATCH) for each in findings)
+        looked = len(_images(prompt)) == len(findings)  # no clip, and no picture unseen
+        if looked and letters + pictures + TEMPLATE + self.answer <= self.limits.tokens:
+            return None
+        try:
+            cost, _ = self.inputs.measure(prompt)
+        except TooLong:  # whether that stops the run says its budget
+            return None
+        return self.limits.length(cost.tokens, self.answer)
+
+    def _refused(self, prompt: Prompt, findings: Sequence[Finding]) -> str | None:
+        """Say why a prompt cannot be encoded, if it is the first of its kind."""
         kind = _kind(prompt)
         kinds = {kind, *filter(None, map(self._unusual, findings))}
         if kinds <= self.fine:
@@ -127,14 +164,25 @@ def _texts(prompt: Prompt) -> Iterator[str]:
 
 def _files(prompt: Prompt) -> Iterator[Any]:
     """Yield the pictures and clips of a prompt whose headers are read."""
-    parts: list[Any] = []
-    for message in prompt.get("messages") or ():
-        parts += message["content"] if isinstance(message["content"], list) else []
-    images = [part.get("image") for part in parts] + images_of(prompt)
-    videos = [part.get("video") for part in parts] + videos_of(prompt)
+    images, videos = _images(prompt), _videos(prompt)
     images += [frame for video in videos if isinstance(video, list) for frame in video]
     yield from (image for image in images if isinstance(image, (str, bytes)) or _is_opened(image))
     yield from (video for video in videos if is_clip(video))
+
+
+def _images(prompt: Prompt) -> list[Any]:
+    return [image for image in _inside(prompt, "image") + images_of(prompt) if image is not None]
+
+
+def _videos(prompt: Prompt) -> list[Any]:
+    return [video for video in _inside(prompt, "video") + videos_of(prompt) if video is not None]
+
+
+def _inside(prompt: Prompt, kind: str) -> list[Any]:
+    """List the media of a kind that stand in the messages of a prompt."""
+    contents = [message["content"] for message in prompt.get("messages") or ()]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return [part.get(kind) for part in parts]
 
 
 def _is_opened(image: Any) -> bool:

@@ -45,6 +45,7 @@ from mmrl.policies.vlm.collation import images_in
 from mmrl.policies.vlm.completions import completions
 from mmrl.policies.vlm.engines.choice import started
 from mmrl.policies.vlm.engines.external import ask
+from mmrl.policies.vlm.engines.limits import of_model
 from mmrl.policies.vlm.engines.vllm_options import Setup, VLLMOptions
 from mmrl.policies.vlm.families import Coords, family_of, part_of
 from mmrl.policies.vlm.first_look import misfits
@@ -397,7 +398,8 @@ class VLM(Passes):
         return groups_of(self.net, self.parts)
 
     def admit(self, prompts: list[Prompt]) -> list[Prompt]:
-        if problems := misfits(prompts, self.inputs):
+        limits = self.outside.limits if self.outside else of_model(self.net.hf.config)
+        if problems := misfits(prompts, self.inputs, limits, self.ending.tokens):
             raise BrokenRows(problems, len(prompts))
         admitted = admit(prompts, self.inputs.budgets, self.inputs.measure)
         self.notes = (*self.notes, *admitted.notes)

@@ -13,6 +13,7 @@ from mmrl.core.errors import UserError
 from mmrl.policies.base import turn_on_checkpointing
 from mmrl.policies.lora import save_adapter
 from mmrl.policies.vlm.engines import vllm_local, vllm_options, vllm_weights
+from mmrl.policies.vlm.engines.limits import EngineLimits
 from mmrl.policies.vlm.engines.vllm_options import VLLMOptions
 from mmrl.policies.vlm.parts import Parts
 from tests.policies.vlm.test_vlm_policy import policy_of, quiet, rolled  # noqa: F401
@@ -166,3 +167,10 @@ def test_nothing_is_called_by_a_name_that_transformers_gives_up():
         (point,) = policy.path(rollout)
         policy.dist(point).log_prob(point.target).sum().backward()
         assert turn_on_checkpointing(policy.net.hf)
+
+
+def test_an_engine_is_not_asked_what_it_does_not_take():
+    policy = policy_of(engine="continuous")
+    policy.outside.limits = EngineLimits("the engine", 20, tokens_option="max_model_len")
+    with pytest.raises(UserError, match="'word word.*more than the 20 that the engine takes"):
+        rolled(policy, [{"text": "word " * 30}])

@@ -10,6 +10,7 @@ from mmrl.core.broken_rows import BrokenRows
 from mmrl.core.errors import UserError
 from mmrl.data.ledger import Summary
 from mmrl.policies.vlm import first_look
+from mmrl.policies.vlm.engines.limits import EngineLimits, of_model
 from mmrl.policies.vlm.first_look import misfits
 from mmrl.policies.vlm.media import Budgets
 from mmrl.run.build import admitted
@@ -124,3 +125,44 @@ def test_overlong_prompts_that_stop_a_run_are_named_together():
     with pytest.raises(TooLong) as error:
         admit(texts, reader.budgets, reader.measure)
     assert "q.jsonl:90: " in str(error.value) and "q.jsonl:91: " in str(error.value)
+
+
+def test_what_an_engine_does_not_take_is_found_before_the_run():
+    """By the row's name: too many tokens with the answer, too many pictures or clips."""
+    reader = inputs("qwen3_vl")
+    picture = tiny_vlms.image(56, 56)
+    limits = EngineLimits("the engine", 120, 2, 1, "max_model_len", "max_images")
+    exact = {"text": "q", "images": [picture], "origin": "q.jsonl:1"}
+    used = reader.measure(exact)[0].tokens
+    prompts = [
+        exact,
+        {"text": "word " * 120, "origin": "q.jsonl:2"},
+        {"text": "q", "images": [picture] * 3, "origin": "q.jsonl:3"},
+        {"text": "é" * 200, "origin": "q.jsonl:4"},
+    ]
+    problems = misfits(prompts, reader, limits, answer=120 - used)
+    assert problems.keys() == {1, 2, 3}
+    assert "q.jsonl:2: its " in problems[1] and "more than the 120 that the engine" in problems[1]
+    assert "or raise max_model_len" in problems[1]
+    assert "it has 3 images, and the engine takes 2 images of a prompt (max_images" in problems[2]
+    assert misfits(prompts[:1], reader, limits, answer=121 - used).keys() == {0}
+
+
+def test_rows_that_are_surely_short_are_not_encoded_for_that(monkeypatch):
+    reader = inputs("qwen3_vl")
+    measured = []
+    measure = reader.measure
+    monkeypatch.setattr(reader, "measure", lambda p: measured.append(p) or measure(p))
+    limits = EngineLimits("the engine", 10_000)
+    short, picture = {"text": "word " * 100}, {"text": "q", "images": [tiny_vlms.image(56, 56)]}
+    long = {"text": "word " * 2500}
+    assert not misfits([short, picture], reader, limits, answer=100) and not measured
+    misfits([long], reader, limits, answer=100)
+    assert measured == [long]
+
+
+def test_learnt_positions_are_a_limit_and_rotary_ones_are_none():
+    from transformers import OPTConfig, Qwen2Config
+
+    assert of_model(OPTConfig(max_position_embeddings=100)).tokens == 100
+    assert of_model(Qwen2Config(max_position_embeddings=100)).tokens is None

@@ -11,6 +11,7 @@ from torch import nn
 
 from mmrl.core.errors import UserError
 from mmrl.policies.vlm.engines.external import GREEDY, EngineAnswer, EnginePrompt
+from mmrl.policies.vlm.engines.limits import EngineLimits
 from mmrl.policies.vlm.generate import Ending
 from samplers.warp import Warp
 
@@ -24,6 +25,7 @@ class Continuous:
 
     hf: Any  # the model of transformers, once it was handed over
     notes: tuple[str, ...] = ()
+    limits = EngineLimits("policy option engine = continuous", images=0, videos=0)
 
     def __init__(self) -> None:
         # it would log in every rollout
@@ -40,13 +42,6 @@ class Continuous:
     ) -> list[EngineAnswer]:
         from transformers import ContinuousBatchingConfig
 
-        for prompt in prompts:
-            if prompt.images or prompt.videos:
-                raise UserError(
-                    f"{prompt.name}: policy option engine = continuous is for texts, since "
-                    f"transformers' continuous "
-                    "batching takes no images; use own, hf or vllm"
-                )
         with torch.random.fork_rng():  # it seeds the global generator
             outputs = self.hf.generate_batch(
                 [prompt.ids for prompt in prompts],

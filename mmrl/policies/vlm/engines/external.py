@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from mmrl.core.errors import UserError
 from mmrl.core.metrics import Stopwatch
+from mmrl.policies.vlm.engines.limits import EngineLimits
 from mmrl.policies.vlm.generate import Answers, Ending, blank
 from mmrl.policies.vlm.media import Video
 from samplers.noise import Rng
@@ -53,9 +54,11 @@ class EngineAnswer(NamedTuple):
 
 
 class Outside(Protocol):
-    """Defines what an engine beside the policy offers. ``notes``: what the log should say of it."""
+    """Defines what an engine beside the policy offers. ``notes``: what the log should say of it.
+    ``limits``: the most that it takes of a prompt."""
 
     notes: tuple[str, ...]
+    limits: EngineLimits
 
     def suits(self, hf: nn.Module) -> None:
         """Raise UserError where the engine cannot follow what of this model is trained."""
@@ -87,6 +90,11 @@ def ask(
             "policy options engine and record_self_certainty: another engine does not say how "
             "sure the model was"
         )
+    for prompt in {id(prompt): prompt for prompt in prompts}.values():
+        limits = engine.limits
+        media = limits.media(len(prompt.images), len(prompt.videos))
+        if why := media or limits.length(len(prompt.read), ending.tokens):
+            raise UserError(f"{prompt.name}: {why}")
     with clock.time("sync"):
         engine.refresh(hf)
     seeds = rng.bits(names, 1)[:, 0].tolist()

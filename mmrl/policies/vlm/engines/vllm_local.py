@@ -21,6 +21,7 @@ from mmrl.core.errors import UserError
 from mmrl.policies.lora import save_adapter
 from mmrl.policies.vlm.engines import vllm_weights
 from mmrl.policies.vlm.engines.external import EngineAnswer, EnginePrompt
+from mmrl.policies.vlm.engines.limits import EngineLimits
 from mmrl.policies.vlm.engines.vllm_options import Setup, check_version, sampling
 from mmrl.policies.vlm.engines.vllm_worker import repack
 from mmrl.policies.vlm.generate import Ending
@@ -63,6 +64,14 @@ class VLLM:
             os.environ.setdefault(name, value)
         with _own_settings():
             self.llm = _started(self._arguments(), setup.place)
+        self.limits = EngineLimits(
+            "policy option engine = vllm",
+            int(self.llm.llm_engine.model_config.max_model_len),
+            setup.options.max_images,
+            1,
+            "policy.vlm.vllm.max_model_len",
+            "policy.vlm.vllm.max_images",
+        )
 
     def __del__(self) -> None:
         folder = getattr(self, "folder", None)  # absent where the start failed

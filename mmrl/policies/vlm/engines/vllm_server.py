@@ -18,6 +18,7 @@ from torch import nn
 from mmrl.core.errors import UserError
 from mmrl.policies.vlm.engines import vllm_weights
 from mmrl.policies.vlm.engines.external import EngineAnswer, EnginePrompt
+from mmrl.policies.vlm.engines.limits import EngineLimits
 from mmrl.policies.vlm.engines.vllm_options import Setup, check_version, sampling
 from mmrl.policies.vlm.engines.vllm_transfer import transfer_for
 from mmrl.policies.vlm.engines.vllm_worker import EXTENSION, METHOD
@@ -103,7 +104,10 @@ class VLLMServer:
         self.packs = self.repacks = False  # a tied head: is it packed there, and packed anew?
         self.notes = tuple(self._checked())
         self.transfer = transfer_for(self.server, setup)
-        self.model: str = self._name()
+        model = self._first()
+        self.model = str(model["id"])
+        longest = model.get("max_model_len")
+        self.limits = EngineLimits(self.server.url, longest, tokens_option="--max-model-len there")
 
     def suits(self, hf: nn.Module) -> None:
         if self.lora:
@@ -174,9 +178,10 @@ class VLLMServer:
                 f"with --dtype {self.setup.dtype}"
             )
 
-    def _name(self) -> str:
+    def _first(self) -> Json:
+        """Return what the server says of its base model."""
         models = self.server.get("/v1/models")["data"]
-        return str(next(model["id"] for model in models if not model.get("parent")))
+        return next(model for model in models if not model.get("parent"))
 
     def _media(self, prompt: EnginePrompt) -> Json:
         """Return the part of a request that carries the images and videos of a prompt."""
@@ -198,7 +203,7 @@ class VLLMServer:
         rendered = self.server.post(
             "/v1/chat/completions/render",
             {
-                "model": self._name(),
+                "model": str(self._first()["id"]),
                 "messages": [{"role": "user", "content": content}],
                 "media_io_kwargs": {"video": _times(video)},
             },
