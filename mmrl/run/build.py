@@ -283,6 +283,15 @@ def begin_with_lora(policy: Any, file: Path, place: Place) -> None:
     parts = [1] if replayed is None else replayed.parts
     if not isinstance(policy, (FolderPolicy, ReplayedPolicy)) or len(parts) > 1:
         raise UserError(place.say(f"{file} is a LoRA for one network of a model of diffusers"))
+    networks = lora_files.Base.of(policy.place).networks
+    if len(networks) > 1:
+        raise UserError(
+            place.say(
+                f"{file} is a LoRA for one network, and {policy.place} has "
+                f"{' and '.join(networks)}: put the file of each into a folder of its name, and "
+                f"merge them before: mmrl convert FOLDER --base {policy.place} --into NEW"
+            )
+        )
     if single_file.is_checkpoint(file):
         raise UserError(
             place.say(

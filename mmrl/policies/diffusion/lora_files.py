@@ -34,6 +34,7 @@ LOG = logging.getLogger(__name__)
 METADATA = "lora_adapter_metadata"  # where diffusers keeps an adapter's configuration in a file
 HARMLESS = ("experimental", "safety checker", "No LoRA keys associated to", "Already found")
 PEFT_PREFIX = "base_model.model."  # of the names of an adapter as peft saves it
+LISTED = 8  # tensors in a message
 OF_TEXT_ENCODERS = ("lora_te", "text_encoder", "te1.", "te2.")
 
 
@@ -118,11 +119,13 @@ class Base:
 def read(base: Base, file: Path) -> Adapter:
     """Read a LoRA file of any form that the pipeline itself loads, as pairs of matrices. UserError
     for others, and for changes that are more than such pairs."""
-    norms = [key for key in _keys(file) if "norm" in key and "lora" not in key]
+    norms = [
+        key for key in _keys(file) if key.endswith(".diff") or ("norm" in key and "lora" not in key)
+    ]
     if norms and not norms[0].startswith(OF_TEXT_ENCODERS):
         raise UserError(
-            f"{file}: changes norms, such as {norms[0]!r}, which only a merged model has; use mmrl "
-            f"convert {file.name} --base MODEL --into FOLDER"
+            f"{file}: changes whole weights, mostly of norms, such as {norms[0]!r}, which only a "
+            f"merged model has; use mmrl convert {file.name} --base MODEL --into FOLDER"
         )
     net = base.architecture()
     load(base, net, file)
@@ -165,6 +168,24 @@ def load(base: Base, net: Any, file: Path) -> None:
             ) from error
     for remark in remarks:
         LOG.warning("%s: diffusers says of this LoRA: %s", file, remark)
+    if left := _differences(net, _keys(file)):
+        LOG.warning(
+            "%s: leaves out %d differences of whole weights, which diffusers does not read: %s",
+            file,
+            len(left),
+            ", ".join(left[:LISTED]) + (", ..." if len(left) > LISTED else ""),
+        )
+
+
+def _differences(net: nn.Module, names: Sequence[str]) -> list[str]:
+    """Name the tensors of a file that are differences of weights and biases (``.diff``,
+    ``.diff_b``) and that a loaded network has not taken: it takes biases beside pairs alone."""
+    modules = {name.split(".lora_")[0] for name in names if ".lora_" in name}
+    biases = [name for name in names if name.endswith(".diff_b")]
+    beside = [name for name in biases if name.removesuffix(".diff_b") in modules]
+    taken = sum(any(getattr(module, "lora_bias", {}).values()) for module in net.modules())
+    rest = [name for name in biases if taken < len(beside) or name not in beside]
+    return [*(name for name in names if name.endswith(".diff")), *rest]
 
 
 def _of_network(base: Base, file: Path, folder: Path) -> Path:

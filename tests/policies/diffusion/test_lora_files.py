@@ -15,8 +15,9 @@ from mmrl.policies.diffusion import lora_files
 from mmrl.policies.diffusion.lora_files import Base, Pair
 from mmrl.policies.diffusion.lora_names import FAMILIES
 from mmrl.policies.lora import Lora
-from mmrl.run import convert
-from tests.fixtures import tiny_diffusers
+from mmrl.run import build, convert
+from mmrl.run.build import begin_with_lora
+from tests.fixtures import command, tiny_diffusers
 from tests.policies.diffusion import test_folder_families as folders
 from tests.policies.diffusion import test_image_families as images
 from tests.policies.diffusion import test_video_families as videos
@@ -426,6 +427,86 @@ def test_the_whole_change_of_a_public_layout_is_merged(name, kind, tmp_path):
         assert (ours - plain).abs().max() > 1e-3 * plain.abs().max()
 
 
+# names of Wan's parts in its first code, by those of diffusers
+OF_WAN = [("attn1", "self_attn"), ("attn2", "cross_attn"), ("to_out.0", "o"), ("to_q", "q")]
+OF_WAN += [("to_k", "k"), ("to_v", "v"), ("ffn.net.0.proj", "ffn.0"), ("ffn.net.2", "ffn.2")]
+
+
+def of_wan(module):
+    for ours, theirs in OF_WAN:
+        module = module.replace(ours, theirs)
+    return module
+
+
+def wan_layouts(base):
+    """The same change as trainers and users of Wan write it: ComfyUI's and DiffSynth's names,
+    lightx2v's with biases and norms, musubi-tuner's."""
+    chosen = [n for n in modules_of(base) if n.startswith("blocks") and of_wan(n) != n]
+    adapter = random_adapter(base, chosen, seed=3)
+    comfyui, musubi, plain = {}, {}, {}
+    for module, pair in adapter.items():
+        key = of_wan(module)
+        up = 0.5 * pair.up
+        plain |= {f"transformer.{module}.lora_A.weight": pair.down}
+        plain |= {f"transformer.{module}.lora_B.weight": up}
+        comfyui[f"diffusion_model.{key}.lora_down.weight"] = pair.down
+        comfyui[f"diffusion_model.{key}.lora_up.weight"] = up
+        flat = "lora_unet_" + key.replace(".", "_")
+        musubi |= {f"{flat}.lora_down.weight": pair.down, f"{flat}.lora_up.weight": up}
+        musubi[f"{flat}.alpha"] = torch.tensor(float(pair.rank))  # of the rank: a scale of 1
+    return plain, {"comfyui": comfyui, "musubi": musubi}
+
+
+@pytest.mark.parametrize("kind", ["comfyui", "musubi"])
+def test_wans_layouts_of_comfyui_and_musubi_tuner_are_the_same_change(wan, kind, tmp_path):
+    """Beside the same layers in diffusers' own names, which diffusers merges."""
+    plain, layouts = wan_layouts(wan)
+    places = []
+    for name, layers in (("plain", plain), (kind, layouts[kind])):
+        file = saved(tmp_path, name, {k: v.contiguous() for k, v in layers.items()})
+        places.append(convert.merge([file], wan.place, [], tmp_path / f"{name}-merged"))
+    before, first, second = (network(wan, place).state_dict() for place in (None, *places))
+    moved = [n for n in before if not torch.equal(before[n], first[n])]
+    assert len(moved) == len(plain) // 2
+    for name in before:
+        torch.testing.assert_close(first[name], second[name], atol=1e-6, rtol=1e-6)
+
+
+def test_lightx2vs_biases_are_merged_as_diffusers_loads_them_and_its_norms_are_named(
+    wan, tmp_path, caplog
+):
+    _, layouts = wan_layouts(wan)
+    layers = {k: v for k, v in layouts["comfyui"].items() if "lora" in k}
+    biases = {
+        f"{key.removesuffix('.lora_up.weight')}.diff_b": torch.full((up.shape[0],), 0.3)
+        for key, up in layers.items()
+        if key.endswith("lora_up.weight")
+    }
+    norms = {
+        "diffusion_model.blocks.0.self_attn.norm_q.diff": torch.full((24,), 0.2),
+        "diffusion_model.blocks.0.norm3.diff": torch.full((24,), 0.2),
+        "diffusion_model.blocks.0.norm3.diff_b": torch.full((24,), 0.2),
+    }
+    file = saved(
+        tmp_path, "lightx2v", {k: v.contiguous() for k, v in (layers | biases | norms).items()}
+    )
+    pipe = diffusers.WanPipeline.from_pretrained(wan.place)
+    pipe.load_lora_weights(str(tmp_path), weight_name=file.name)
+    pipe.fuse_lora()
+    pipe.unload_lora_weights()
+    theirs = pipe.transformer.state_dict()
+    place = convert.merge([file], wan.place, [], tmp_path / "merged")
+    ours = network(wan, place).state_dict()
+    for name, weight in theirs.items():
+        torch.testing.assert_close(ours[name], weight, atol=1e-5, rtol=1e-5)
+    moved = [n for n, weight in network(wan).state_dict().items() if not weight.equal(ours[n])]
+    assert sum(name.endswith("bias") for name in moved) == len(biases)
+    assert "leaves out 3 differences of whole weights" in caplog.text
+    assert all(name in caplog.text for name in norms) and "q.diff_b" not in caplog.text
+    with pytest.raises(UserError, match="changes whole weights, mostly of norms"):
+        lora_files.read(wan, file)
+
+
 @pytest.mark.parametrize("kind", ["dora", "bias", "norms"])
 def test_what_no_pair_holds_is_not_converted(kind, tmp_path):
     base = Base.of(str(tiny_diffusers.folder("flux")))
@@ -469,6 +550,41 @@ def test_a_run_begins_with_a_lora_file(tmp_path):
     _, large = attention_layers(base, "transformer.", ends=("add_q_proj",))
     with pytest.raises(UserError, match="is not there; set lora: .rank: .* mmrl convert"):
         lora_files.begin(base, policy.net, saved(tmp_path, "other", large))
+
+
+class Here:
+    def say(self, text):
+        return text
+
+
+def test_a_file_for_one_of_two_experts_says_what_to_do(wan, tmp_path):
+    two = folders.make("wan-two", fixed_batch_rows=None)
+    _, layers = attention_layers(wan, "transformer.")
+    with pytest.raises(UserError, match="has transformer and transformer_2: put the file of each"):
+        begin_with_lora(two, saved(tmp_path, "high", layers), Here())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [None, 3])
+def test_a_run_of_the_command_begins_with_a_lora_file(lora, tmp_path):
+    """Merged, or as its adapter: what is sampled before any step is plain diffusers' with it."""
+    base = Base.of(str(tiny_diffusers.folder("sd")))
+    _, layers = attention_layers(base, "unet.", ends=("to_q", "to_k", "to_v", "to_out.0"))
+    file = saved(tmp_path, "style", {k: v.contiguous() for k, v in layers.items()})
+    (tmp_path / "p.txt").write_text("a red seven\na blue two\n")
+    (tmp_path / "c.yaml").write_text(
+        f"policy: {{sd: {{path: {base.place}, size: 16, steps: 2, lora: {json.dumps(lora)}}}}}\n"
+        f"start: {file}\ndata: {{prompts: {{path: {tmp_path}/p.txt, held_out: 0}}}}\n"
+        "reward: {sharpness: 1.0}\nobjective: policy_gradient\noptimizer: {adamw: {lr: 0.0}}\n"
+        "train: {prompts_per_iteration: 2, group_size: 2, train_batch_size: 4, iterations: 1}\n"
+        "log: {tensorboard: false}\n"
+    )
+    command.mmrl("train", tmp_path / "c.yaml", f"run={tmp_path}/run", cwd=tmp_path)
+    policy = build.trained(tmp_path / "run").policy
+    prompts = [{"text": "a red seven"}]
+    theirs = output(policy, with_adapter(base, file), prompts)
+    torch.testing.assert_close(output(policy, policy.net, prompts), theirs, atol=2e-5, rtol=2e-5)
+    assert (theirs - output(policy, network(base), prompts)).abs().max() > 1e-4
 
 
 @pytest.mark.parametrize("name", ["sd", "flux", "wan"])

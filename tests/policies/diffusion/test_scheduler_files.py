@@ -32,6 +32,10 @@ FAMILIES = {
     "sana": ({"size": 32, "text_length": 16}, {"use_resolution_binning": False}),
     "ltx": (VIDEO, {"num_frames": 9}),
     "wan": (VIDEO, {"num_frames": 9}),
+    "hunyuan_video": (
+        {"size": [16, 32], "frames": 5, "text_length": 64},
+        {"num_frames": 5, "max_sequence_length": 64},
+    ),
 }
 EULER = "FlowMatchEulerDiscreteScheduler"
 SOLVED = {"use_flow_sigmas": True, "flow_shift": 3.0, "prediction_type": "flow_prediction"}
@@ -70,8 +74,9 @@ LEFT = {  # and a word of the sentence
 }
 # where diffusers' own pipeline fails, which hands such a scheduler what it does not take
 FAILS = {("sana", "dynamic"), ("sana", "linear"), ("wan", "dynamic"), ("wan", "linear")} | {
-    (family, "dpm") for family in ("flux", "flux2", "qwen_image", "z_image", "ltx")
+    (family, "dpm") for family in ("flux", "flux2", "qwen_image", "z_image", "ltx", "hunyuan_video")
 }
+FAILS |= {("hunyuan_video", "dynamic"), ("hunyuan_video", "linear")}
 
 
 @cache
@@ -233,6 +238,80 @@ def test_what_is_no_discrete_diffusion_is_a_sentence(name, cell, tmp_path, monke
     kind, config, word = UNKNOWN[cell]
     file = SCALED | config if "EDM" not in kind and kind != EULER else config
     monkeypatch.setattr(policy, "place", written(tmp_path, kind, file))
+    with pytest.raises(UserError, match="scheduler_config.json: ") as told:
+        policy.trained_process()
+    assert word in str(told.value)
+
+
+# families with a scheduler of their own: its class, and settings of its files
+OWN = {
+    "lcm": ("LCMScheduler", SCALED, {"size": 16}),
+    "cogvideox": (
+        "CogVideoXDDIMScheduler",
+        SCALED
+        | {"snr_shift_scale": 3.0, "timestep_spacing": "trailing", **ZERO}
+        | {"prediction_type": "v_prediction", "set_alpha_to_one": True},
+        {"size": [16, 32], "frames": 9, "text_length": 16},
+    ),
+}
+OF_OWN = {
+    "lcm": {
+        "as it is": {},
+        "v": {"prediction_type": "v_prediction"},
+        "squared": {"beta_schedule": "squaredcos_cap_v2"},
+        "fewer": {"original_inference_steps": 25},
+        "to one": {"set_alpha_to_one": True},
+        "scaled": {"timestep_scaling": 5.0},
+    },
+    "cogvideox": {
+        "as it is": {},
+        "shift": {"snr_shift_scale": 1.0},
+        "linspace": {"timestep_spacing": "linspace"},
+        "leading": {"timestep_spacing": "leading"},
+        "linear": {"beta_schedule": "linear"},
+    },
+}
+REFUSED_BY_OWN = {
+    "a word": ({"prediction_type": "x0"}, "'x0'"),
+    "thresholding": ({"thresholding": True}, "thresholding"),
+    "unknown key": ({"shfit": 3.0}, "'shfit' is a key of no scheduler"),
+}
+
+
+@cache
+def by_itself(name):
+    path = str(tiny_diffusers.folder(name))
+    return POLICIES.build(name, path=path, steps=4, **OWN[name][2])
+
+
+@pytest.mark.parametrize(("name", "cell"), [(n, c) for n, cells in OF_OWN.items() for c in cells])
+def test_a_family_with_its_own_scheduler_takes_its_process_and_times(
+    name, cell, tmp_path, monkeypatch
+):
+    policy, (kind, config, _) = by_itself(name), OWN[name]
+    config = config | OF_OWN[name][cell]
+    monkeypatch.setattr(policy, "place", written(tmp_path, kind, config))
+    ours, times = policy.trained_process(), policy.own_grid()(4)
+    theirs = getattr(diffusers, kind).from_pretrained(tmp_path, subfolder="scheduler")
+    theirs.set_timesteps(4)
+    torch.testing.assert_close(ours.alphas, theirs.alphas_cumprod.double(), atol=0, rtol=0)
+    assert ours.prediction == theirs.config.prediction_type
+    assert ours.timestep(times[:-1]).tolist() == theirs.timesteps.tolist()
+    if name == "lcm":
+        assert ours.scaling == theirs.config.timestep_scaling
+    else:
+        assert ours.final == float(theirs.final_alpha_cumprod)
+
+
+@pytest.mark.parametrize(
+    ("name", "cell"),
+    # CogVideoX's class has no thresholding: diffusers leaves the key out too
+    [(n, c) for n in OWN for c in REFUSED_BY_OWN if (n, c) != ("cogvideox", "thresholding")],
+)
+def test_what_such_a_family_does_not_understand_is_a_sentence(name, cell, tmp_path, monkeypatch):
+    policy, (kind, config, _) = by_itself(name), OWN[name]
+    more, word = REFUSED_BY_OWN[cell]
+    monkeypatch.setattr(policy, "place", written(tmp_path, kind, config | more))
     with pytest.raises(UserError, match="scheduler_config.json: ") as told:
         policy.trained_process()
     assert word in str(told.value)
