@@ -37,7 +37,7 @@ class ByTask:
         self.routes = dict(routes)
         self.by = by
         self.default = default
-        parts = [*routes.values(), *([default] if default else [])]
+        parts = self._parts()
         refuse_memory(parts)
         cards = [card_of(part) for part in parts]
         if any(card.of == "step" for card in cards):
@@ -60,3 +60,20 @@ class ByTask:
             values = route(rows_of(media, routed), [prompts[i] for i in routed])
             scores[routed] = torch.as_tensor(values).detach().to("cpu", torch.float32)
         return scores
+
+    def causes(self) -> str:
+        """Return why samples have no value, as far as the routes can say."""
+        reasons = [str(part.causes()) for part in self._parts() if hasattr(part, "causes")]
+        return "; ".join(dict.fromkeys(filter(None, reasons)))
+
+    def counters(self) -> dict[str, float]:
+        """Return what the routes count, ``<task>/<counter>``."""
+        return {
+            f"{task}/{key}": number
+            for task, part in {**self.routes, "default": self.default}.items()
+            if hasattr(part, "counters")
+            for key, number in part.counters().items()
+        }
+
+    def _parts(self) -> list[Reward]:
+        return [*self.routes.values(), *([self.default] if self.default else [])]

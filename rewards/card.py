@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 Medium = Literal["image", "video", "text"]
 Of = Literal["sample", "group", "step", "batch"]
@@ -101,3 +101,13 @@ def described(reward: Callable[..., Any], options: Mapping[str, Any]) -> Callabl
     carrier: Any = partial(reward)
     carrier.card = card_with(reward, options)
     return carrier  # type: ignore[no-any-return]
+
+
+class Sums(NamedTuple):
+    """Holds sum and number of a sub-score's values, where the values themselves are elsewhere."""
+
+    total: float = 0.0
+    count: float = 0.0
+
+    def plus(self, other: Sums) -> Sums:
+        return Sums(self.total + other.total, self.count + other.count)

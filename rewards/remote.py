@@ -22,11 +22,11 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
 from mmrl.core.types import Media, Prompt
 from rewards._wire_prompts import enclosed, has_pictures
-from rewards.card import PICTURES, card
+from rewards.card import PICTURES, Sums, card
 from rewards.servers import BoundedClient, Failed, Server, Servers, post
 from rewards.tokens import Tokens
 from rewards.tries import RetrySeconds, Tries
-from rewards.wire import Format, check_texts, pack, read_answer
+from rewards.wire import Format, Read, check_texts, pack, read_answer
 
 log = logging.getLogger(__name__)
 INFO_SECONDS = 5.0  # that a server may take to say what it takes
@@ -171,11 +171,14 @@ class Remote:
     def servers(self) -> list[Server]:
         return self._pool.all
 
-    def __call__(self, media: Media, prompts: list[Prompt]) -> Tensor:
+    def __call__(self, media: Media, prompts: list[Prompt]) -> Any:
         """Score images [B, 3, H, W], videos [B, F, 3, H, W] in 0..1, or B texts -> [B] float32 on
-        the CPU."""
+        the CPU, or a list with None where the reward does not apply; with sums of sub-scores behind
+        it where it has any."""
         rows = sendable(media, self.format)
         values = torch.full((len(prompts),), torch.nan)  # [B]
+        applies = torch.ones(len(prompts), dtype=torch.bool)
+        parts: dict[str, Sums] = {}
         self._pool.wake()
         call = Call(self._know())
         prompts = self._prompts(prompts, call.info.pictures)
@@ -190,12 +193,20 @@ class Remote:
                 for chunk in chunks
             ]
             for chunk, answer in zip(chunks, sent, strict=True):
-                values[chunk] = answer.result()
+                read = answer.result()
+                values[chunk], applies[chunk] = read.values, read.applies
+                for key, sums in read.parts.items():
+                    parts[key] = parts.get(key, Sums()).plus(sums)
         finally:
             call.given_up.set()  # after an error, waiting requests must not try again
             pool.shutdown(wait=False, cancel_futures=True)
-        self._check(values, rows)
-        return values
+        self._check(values, [row for row in rows if applies[row]])
+        known = (
+            values
+            if applies.all()
+            else [float(value) if there else None for value, there in zip(values, applies)]
+        )
+        return (known, parts) if parts else known
 
     def _prompts(self, prompts: list[Prompt], pictures: frozenset[str]) -> list[Prompt]:
         """Return what is sent of prompts: ``fields``, or all; pictures only to rewards that look at
@@ -244,9 +255,9 @@ class Remote:
                 f"reward 'remote' has no value for {missing} of {len(values)} samples: {causes}"
             )
 
-    def _ask(self, call: Call, media: Media, prompts: list[Prompt]) -> Tensor:
-        """Return the values [n] of one request, NaN where nobody could give them."""
-        nothing = torch.full((len(prompts),), torch.nan)
+    def _ask(self, call: Call, media: Media, prompts: list[Prompt]) -> Read:
+        """Return what one request is answered, NaN where nobody could give a value."""
+        nothing = Read.nothing(len(prompts))
         if call.given_up.is_set():
             return nothing
         ids = fresh_ids(len(prompts))
@@ -254,7 +265,8 @@ class Remote:
         if len(content) > call.info.max_bytes and len(prompts) > 1:
             halves = range(len(prompts) // 2), range(len(prompts) // 2, len(prompts))
             parts = [(take(media, [*half]), [prompts[i] for i in half]) for half in halves]
-            return torch.cat([self._ask(call, *part) for part in parts])
+            first, second = (self._ask(call, *part) for part in parts)
+            return first.joined(second)
         tries = Tries(self._pool, self.retries, self.backoff, call.given_up)
         for server in tries:
             started = time.monotonic()
@@ -275,7 +287,7 @@ class Remote:
         ids = fresh_ids(len(prompts))
         shuffled = [prompts[i] for i in order]
         content = pack(take(media, order), shuffled, self.format, self.names, ids)
-        again = self._exchange(server, content, ids)[order]  # as the first ones were
+        again = self._exchange(server, content, ids).values[order]  # as the first ones were
         if torch.allclose(values, again, rtol=1e-3, atol=1e-3, equal_nan=True):
             return
         alike = torch.allclose(values.sort()[0], again.sort()[0], 1e-3, 1e-3, equal_nan=True)
@@ -292,14 +304,14 @@ class Remote:
 
     def _request(
         self, server: Server, content: bytes, ids: list[str], media: Media, prompts: list[Prompt]
-    ) -> Tensor:
+    ) -> Read:
         with self._pool.asked(server):
-            values = self._exchange(server, content, ids)
+            read = self._exchange(server, content, ids)
             if self._jitter.random() < self.recheck:
-                self._check_order(server, media, prompts, values)
-            return values
+                self._check_order(server, media, prompts, read.values)
+            return read
 
-    def _exchange(self, server: Server, content: bytes, ids: list[str]) -> Tensor:
+    def _exchange(self, server: Server, content: bytes, ids: list[str]) -> Read:
         answer = post(self._client, server.url, content, len(ids), self.timeout)
         try:
             return read_answer(answer, self.names, ids, self.largest)

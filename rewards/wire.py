@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from rewards._media import frames, to_uint8
 from rewards._wire_prompts import headers as prompt_headers
 from rewards._wire_prompts import marked_texts, marks_of, opened
 from rewards._wire_sound import BYTES_A_SAMPLE, sound_fields, sounded
+from rewards.card import Sums
 
 Format = Literal["png", "webp", "tensor"]
 FORMATS: tuple[Format, ...] = ("png", "webp", "tensor")
@@ -428,11 +429,32 @@ def _tensor(content: Any, limits: Limits) -> Tensor:
 # answers
 
 
+class Read(NamedTuple):
+    """Holds what an answer says: ``values`` [B] float32, NaN where there is none; ``applies`` [B]:
+    False where the reward does not apply; sums and counts of sub-scores by name."""
+
+    values: Tensor
+    applies: Tensor
+    parts: dict[str, Sums]
+
+    @classmethod
+    def nothing(cls, count: int) -> Read:
+        return cls(torch.full((count,), torch.nan), torch.ones(count, dtype=torch.bool), {})
+
+    def joined(self, other: Read) -> Read:
+        """Return both, of samples one behind the other."""
+        keys = dict.fromkeys([*self.parts, *other.parts])
+        parts = {k: self.parts.get(k, Sums()).plus(other.parts.get(k, Sums())) for k in keys}
+        values, applies = (torch.cat(pair) for pair in zip(self[:2], other[:2]))
+        return Read(values, applies, parts)
+
+
 def read_answer(
     content: bytes, names: Sequence[str] | None, ids: Sequence[str], largest: float = math.inf
-) -> Tensor:
-    """Read [B] float32 out of an answer: the only requested reward, or the weighted sum of all, NaN
-    where null. ``ids`` [B]: as they were sent; ``largest``: of a value and of a weighted sum.
+) -> Read:
+    """Read an answer: the only requested reward, or the weighted sum of all, NaN where null. A sum
+    leaves out what does not apply, and does not apply where none of its rewards does. ``ids`` [B]:
+    as they were sent; ``largest``: of a value and of a weighted sum.
 
     Raises:
         ValueError: an answer that is not what a server of ours sends, or one to something else.
@@ -442,21 +464,51 @@ def read_answer(
         answer = json.loads(content, parse_constant=_no_constant)
         values = {name: _values(row, count) for name, row in answer["rewards"].items()}
         weights = {name: float(answer["weights"][name]) for name in values}
-    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        apart = {n: _rows(answer.get("does_not_apply", {}).get(n, []), count) for n in values}
+        listed = answer.get("sub_scores", {})
+        parts = {
+            key if names is not None else f"{name}/{key}": _sums(pair)
+            for name in values
+            for key, pair in listed.get(name, {}).items()
+        }
+    except (KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         what = f"{type(error).__name__}: {str(error)[:60]!a}"
         raise ValueError(f"not an answer of a reward server ({what})") from error
     if not values or (names is not None and set(values) != set(names)):
         answered = ascii([name[:40] for name in list(values)[:10]])
         raise ValueError(f"asked for {names or 'rewards'}, answered {answered}")
     check_order(answer.get("ids"), ids)
-    total = (
-        values[names[0]]
-        if names is not None
-        else sum((weights[n] * row for n, row in values.items() if weights[n]), torch.zeros(count))
-    )
+    counted = names or [name for name in values if weights[name]]
+    total = torch.zeros(count)
+    for name in counted:
+        weight = 1.0 if names is not None else weights[name]
+        total = total + weight * values[name].masked_fill(apart[name], 0.0)
+    applies = ~torch.stack([apart[name] for name in counted]).all(0) if counted else total == total
+    total = total.masked_fill(~applies, math.nan)
     if (high := float(total.nan_to_num(0.0, math.inf, math.inf).abs().max())) > largest:
         raise ValueError(f"a value of {high:g} is more than `largest` allows ({largest:g})")
-    return total
+    return Read(total, applies, parts)
+
+
+def _sums(pair: Any) -> Sums:
+    """Read the sum and the number of a sub-score's values."""
+    if not isinstance(pair, list) or [type(v) in (int, float) for v in pair] != [True, True]:
+        raise ValueError("expected two numbers of a sub-score")
+    sums = Sums(*map(float, pair))
+    if not all(map(math.isfinite, sums)):
+        raise ValueError("infinity is not a sub-score")
+    return sums
+
+
+def _rows(numbers: Any, count: int) -> Tensor:
+    """Read the numbers of samples as a mask [B]."""
+    if not isinstance(numbers, list) or not all(
+        type(number) is int and 0 <= number < count for number in numbers
+    ):
+        raise ValueError("expected the numbers of samples")
+    mask = torch.zeros(count, dtype=torch.bool)
+    mask[numbers] = True
+    return mask
 
 
 def check_order(answered: Any, ids: Sequence[str]) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from mmrl.cluster import connection
 from mmrl.cluster.output import listen
@@ -23,7 +22,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import ALL
 from mmrl.core.types import Media, Prompt
 from mmrl.scoring.handling import Handling
-from rewards.card import Card
+from rewards.card import Card, Sums
 
 OURS = ("mmrl", "rewards", "samplers")
 PARTS = 2  # units a worker, where no batch size says how large they are
@@ -95,8 +94,9 @@ class Placed:
                 )
             return self.pool
 
-    def __call__(self, media: Media, prompts: list[Prompt]) -> Tensor:
-        """Return [B], or [B, K] of a step reward."""
+    def __call__(self, media: Media, prompts: list[Prompt]) -> Any:
+        """Return [B], or [B, K] of a step reward; with sums of sub-scores behind it where it has
+        any."""
         slices = parts_of(prompts, self.size, self.rows, self.card.of == "group")
         parcels = [packed(media, prompts, rows, self.card.of == "step") for rows in slices]
         replies = self.begin().run(parcels, self._counted)
@@ -104,7 +104,12 @@ class Placed:
             if reply.problem:
                 raise (UserError if reply.mistake else WorkerFailure)(reply.problem)
         values = [torch.from_numpy(reply.values.copy()) for reply in replies]
-        return torch.cat(values) if values else torch.zeros(0)
+        parts: dict[str, Sums] = {}
+        for reply in replies:
+            for key, sums in reply.parts.items():
+                parts[key] = parts.get(key, Sums()).plus(Sums(*sums))
+        scores = torch.cat(values) if values else torch.zeros(0)
+        return (scores, parts) if parts else scores
 
     def counters(self) -> dict[str, float]:
         """Return the sum of what all workers have counted."""

@@ -57,13 +57,15 @@ class Parcel:
 @dataclass(frozen=True)
 class Reply:
     """Holds what a worker's reward said: ``values`` [n] or [n, K]; or ``problem``, what it raised;
-    ``mistake``: that is the user's. ``counters``: what it has counted since it began."""
+    ``mistake``: that is the user's. ``counters``: what it has counted since it began; ``parts``:
+    sums and counts of the sub-scores of these samples."""
 
     values: Any = None
     problem: str = ""
     mistake: bool = False
     worker: str = ""
     counters: dict[str, float] = field(default_factory=dict)
+    parts: dict[str, list[float]] = field(default_factory=dict)
 
 
 class Worker:
@@ -118,7 +120,8 @@ class RewardWorker(Worker):
             return Reply(problem=describe(error).text)
         counters = getattr(self.reward, "counters", None)
         counts = counters() if callable(counters) else {}
-        return Reply(values=values.numpy(), worker=self.name, counters=counts)
+        parts = self.reward.sub_scores.taken()
+        return Reply(values=values.numpy(), worker=self.name, counters=counts, parts=parts)
 
 
 def prepared(surroundings: Surroundings) -> str:

@@ -20,13 +20,21 @@ from torch import Tensor
 from mmrl.core.sound import sound_kind
 from mmrl.core.types import Media, Prompt, Reward
 from mmrl.scoring import Scorer
+from mmrl.scoring.returned import does_not_apply
 from mmrl.scoring.scorer import together
 from rewards.files import request
 
 
 class Answer(NamedTuple):
-    values: Tensor  # [B] float32, NaN where a sample could not be scored
-    cause: str  # why one of those has no score; empty if all have one
+    values: Tensor  # [B] float32, NaN where there is no value
+    applies: Tensor  # [B] bool: False where there is none because the reward does not apply
+    cause: str  # why others of those have no score; empty if all have one
+    parts: dict[str, list[float]]  # sums and counts of sub-scores of the batch, given once
+
+    @property
+    def failed(self) -> int:
+        """Count the samples that could not be scored."""
+        return int((self.values.isnan() & self.applies).sum())
 
 
 @dataclass
@@ -138,10 +146,11 @@ class Lane:
                 for job in batch:
                     self._answer([job])
                 return
-            for job, values in zip(
-                batch, answer.values.split([len(job.prompts) for job in batch]), strict=True
-            ):
-                job.done.set_result(Answer(values, answer.cause if values.isnan().any() else ""))
+            sizes = [len(job.prompts) for job in batch]
+            split = zip(batch, answer.values.split(sizes), answer.applies.split(sizes), strict=True)
+            for number, (job, values, applies) in enumerate(split):
+                alone = Answer(values, applies, answer.cause, {} if number else answer.parts)
+                job.done.set_result(alone if alone.failed else alone._replace(cause=""))
         for job in batch if len(batch) == 1 else ():
             try:
                 job.done.set_result(self._score(job.media, job.prompts))
@@ -151,13 +160,20 @@ class Lane:
     def _score(self, media: Media, prompts: list[Prompt]) -> Answer:
         size = self.max_batch
         parts = []
+        sums: dict[str, list[float]] = {}
         for start in range(0, len(prompts), size):
             part = media[start : start + size], prompts[start : start + size]
             with request(*part):
-                parts.append(self.scorer(*part)[self.name])
+                stream = self.scorer.stream(len(part[1]), beside=False)
+                stream.put(*part)
+                parts.append(stream.values()[self.name])
+            for name, (total, count) in self.scorer.rewards[self.name].sub_scores.taken().items():
+                before = sums.get(name, [0.0, 0.0])
+                sums[name] = [before[0] + total, before[1] + count]
             self.batches += 1
         values = torch.cat(parts)
-        failed = int(values.isnan().sum())
+        answer = Answer(values, ~does_not_apply(values), "", sums)
         self.samples += len(values)
-        self.failures += failed
-        return Answer(values, self.scorer.failures[self.name].cause if failed else "")
+        self.failures += answer.failed
+        cause = self.scorer.failures[self.name].cause if answer.failed else ""
+        return answer._replace(cause=cause)

@@ -157,13 +157,16 @@ class Service(Doorkeeper):
                 future.cancel()  # jobs without a waiting request need not start
 
     def answer(self, answers: Mapping[str, Answer]) -> dict[str, Any]:
-        failed = {name: int(answer.values.isnan().sum()) for name, answer in answers.items()}
+        failed = {name: answer.failed for name, answer in answers.items()}
+        apart = {n: (~answer.applies).nonzero().flatten().tolist() for n, answer in answers.items()}
         return {
             "rewards": {
                 n: [None if v != v else v for v in answer.values.tolist()]
                 for n, answer in answers.items()
             },
             "weights": {name: self.weights[name] for name in answers},
+            "does_not_apply": {name: rows for name, rows in apart.items() if rows},
+            "sub_scores": {n: answer.parts for n, answer in answers.items() if answer.parts},
             "failures": {
                 n: {"count": failed[n], "cause": shortened(answer.cause)}
                 for n, answer in answers.items()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mmrl.core.errors import UserError
+from rewards.card import Sums
 
 MAIN = "score"  # the sub-score that is the reward
 # bits of the NaN that stands for "does not apply": it never leaves this room
@@ -104,6 +105,10 @@ class SubScores:
 
     def add(self, scores: Mapping[str, Any]) -> None:
         for name, values in scores.items():
+            if isinstance(values, Sums):
+                total = self.sums.setdefault(str(name), [0.0, 0.0])
+                total[:] = Sums(*total).plus(values)
+                continue
             try:
                 numbers = torch.as_tensor(with_marks(values), dtype=torch.float64).flatten()
             except (TypeError, ValueError, RuntimeError):

@@ -312,6 +312,12 @@ class Stream:
     def result(self) -> Rewards:
         """Return the values of all parts in the order in which they came; raise what a reward
         raised, the first by name."""
+        known = {name: left_out(row, self.groups) for name, row in self.values().items()}
+        return Rewards(known, self.scorer.weights)
+
+    def values(self) -> dict[str, Tensor]:
+        """Return the values by reward; what a reward does not apply to is marked
+        (``does_not_apply``)."""
         with self._resident:
             # collective calls first, in the same order on all processes
             whole = {name: [self.scorer.at_once(name, held)] for name, held in self.whole.items()}
@@ -322,13 +328,7 @@ class Stream:
                 name: [future.result() for future in done] for name, done in self.parts.items()
             }
         scores |= whole
-        return Rewards(
-            {
-                name: left_out(joined(name, scores[name]), self.groups)
-                for name in self.scorer.rewards
-            },
-            self.scorer.weights,
-        )
+        return {name: joined(name, scores[name]) for name in self.scorer.rewards}
 
 
 def keeps_state(reward: Any) -> bool:

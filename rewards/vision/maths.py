@@ -69,6 +69,10 @@ class Maths(Verifiable):
     def __init__(self) -> None:
         self.slow = 0  # answers that took too long
 
+    def counters(self) -> dict[str, float]:
+        """Return what the log shows: how many answers took too long since the run began."""
+        return {"too_slow": float(self.slow)}
+
     def verdicts(self, texts: Sequence[str], prompts: Sequence[Prompt]) -> list[Verdict]:
         """Judge a batch: what is decided here at once, then the rest by math-verify, each question
         once."""

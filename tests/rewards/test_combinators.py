@@ -27,6 +27,7 @@ from rewards import (
     scheduled,
     text_contrast,
 )
+from rewards.by_task import ByTask
 from rewards.card import card, card_of
 from rewards.rescue import lot
 from rewards.weights import covers
@@ -445,3 +446,22 @@ def test_what_sees_a_whole_iteration_goes_through_the_scorer_and_its_state():
         assert torch.equal(later[0][name], later[1][name]), name
     assert not torch.equal(later[1]["volume"], expected["volume"])
     assert not torch.equal(later[1]["moving"], expected["moving"])
+
+
+def test_a_mixture_says_and_counts_what_its_routes_do():
+    class Asked:
+        def __init__(self, cause: str):
+            self.cause = cause
+
+        def __call__(self, media, prompts):
+            return [float("nan")] * len(prompts)
+
+        def causes(self):
+            return self.cause
+
+        def counters(self):
+            return {"requests": 2.0}
+
+    mixed = ByTask({"a": Asked("down"), "b": Asked("down"), "c": Asked("")}, default=Asked("late"))
+    assert mixed.causes() == "down; late"
+    assert mixed.counters() == {f"{task}/requests": 2.0 for task in ("a", "b", "c", "default")}
