@@ -107,7 +107,7 @@ class Sums(NamedTuple):
     """Holds sum and number of a sub-score's values, where the values themselves are elsewhere."""
 
     total: float = 0.0
-    count: float = 0.0
+    number: float = 0.0
 
     def plus(self, other: Sums) -> Sums:
-        return Sums(self.total + other.total, self.count + other.count)
+        return Sums(self.total + other.total, self.number + other.number)
