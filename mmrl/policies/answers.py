@@ -51,9 +51,11 @@ def media_problem(
 ) -> str | None:
     """Say what is wrong with the picture or video of an answer, by the head of its file; a video
     is ``opened`` as ``frames`` at ``rate`` a second."""
+    if medium == "video" and isinstance(value, (list, np.ndarray)):
+        fps = prompt.get("fps")
+        return _length_problem(len(value) / fps, frames, rate) if fps else NO_RATE
     if not isinstance(value, (str, Path)):
-        is_clip = medium == "video" and isinstance(value, (list, np.ndarray))
-        return NO_RATE if is_clip and prompt.get("fps") is None else None
+        return None
     if not isfile(value):
         return f"no file {value}; paths start at {Path.cwd()}, those of data: captions at its file"
     if medium == "video":
@@ -72,6 +74,11 @@ def _clip_problem(path: Path, frames: int | None, rate: float) -> str | None:
         _, seconds = header_of(path)
     except ClipError as error:
         return f"{path} is no video that can be read: {error}"
-    if seconds is None or frames is None or seconds * rate >= frames - 1 - HELD:
+    why = None if seconds is None else _length_problem(seconds, frames, rate)
+    return None if why is None else f"{path}: {why}"
+
+
+def _length_problem(seconds: float, frames: int | None, rate: float) -> str | None:
+    if frames is None or seconds * rate >= frames - 1 - HELD:
         return None
-    return f"{path}: {too_short(seconds, frames, rate)}"
+    return too_short(seconds, frames, rate)

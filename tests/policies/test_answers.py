@@ -49,6 +49,7 @@ def test_a_clip_that_is_too_short_or_has_no_times_is_refused_before_training(tmp
         opened(path, "video", 33, row, 16.0)
     pictures = np.zeros((8, 4, 4, 3), np.uint8)
     assert "into the row: fps" in media_problem(pictures, "video", 4, row, 16.0)
-    assert media_problem(pictures, "video", 4, row | {"fps": 8}, 16.0) is None
+    assert media_problem(pictures, "video", 17, row | {"fps": 8}, 16.0) is None
+    assert "it lasts 1.00 s" in media_problem(pictures, "video", 18, row | {"fps": 8}, 16.0)
     with pytest.raises(UserError, match="d.jsonl:3: cannot read the video: .*the row: fps"):
         opened(pictures, "video", 4, row, 16.0)

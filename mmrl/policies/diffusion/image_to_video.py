@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mmrl.core.clips import is_frames
 from mmrl.core.errors import UserError
 from mmrl.core.types import Prompt, Rollout
 from mmrl.policies.broken_pictures import refuse_broken
@@ -109,7 +110,8 @@ class FirstFrame(VideoFolderPolicy):
 
     def _of_clip(self, prompt: Prompt) -> Prompt:
         clip = prompt.get("answer")
-        is_media = isinstance(clip, (str, Path, Tensor, np.ndarray))  # a right answer is none
+        # a right answer is none
+        is_media = isinstance(clip, (str, Path, Tensor, np.ndarray)) or is_frames(clip)
         if images_of(prompt) or not is_media or self.unreadable(prompt, clip):
             return prompt
         return self._beginning(prompt, self.open_answer(prompt, clip))

@@ -105,7 +105,7 @@ def chosen(prompts: Sequence[Prompt]) -> list[Prompt]:
     shown = [p for p in known if _media(p)] or known
     ordered = sorted(shown, key=lambda p: len(str(p.get("messages") or p.get("text", ""))))
     places = {0, len(ordered) // 2, len(ordered) - 1}
-    picked = [ordered[i] for i in sorted(places)]
+    picked = [ordered[i] for i in sorted(places) if ordered]  # none where all rows are broken
     texts = [p for p in known if not _media(p)]
     if len(picked) == PROMPTS and texts and len(shown) < len(known):
         picked[1] = texts[0]  # a question without a picture among them

@@ -124,7 +124,7 @@ def test_prompts_of_the_data_are_chosen_with_pictures_and_of_unlike_lengths():
     rows = [{"text": "x" * n, "images": [picture]} for n in (9, 2, 5, 7)] + [{"text": "y" * 20}]
     assert [len(row["text"]) for row in chosen(rows)] == [2, 20, 9]
     assert [len(row["text"]) for row in chosen(rows[:4])] == [2, 7, 9]
-    assert chosen(rows[:1]) == rows[:1]
+    assert chosen(rows[:1]) == rows[:1] and chosen([]) == []  # all rows are broken
 
 
 LONG = {"rope_type": "longrope", "rope_theta": 1e4, "long_factor": [2.0] * 4}
