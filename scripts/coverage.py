@@ -23,6 +23,8 @@ sys.path.insert(0, str(ROOT))
 
 import yaml  # noqa: E402
 
+from mmrl.config import load  # noqa: E402
+from mmrl.config.checks import check  # noqa: E402
 from mmrl.core.errors import UserError, suggest  # noqa: E402
 from mmrl.core.registry import ALL, load_built_in  # noqa: E402
 from mmrl.utils.paths import find_config  # noqa: E402
@@ -31,7 +33,7 @@ MAP = ROOT / "docs" / "coverage.yaml"
 PAGE = ROOT / "docs" / "coverage.md"
 PAPERS = ROOT.parent / "shared" / "specs" / "papers.md"
 STATUS = ("WORKS", "partial", "missing")
-KEYS = ("paper", "names", "models", "tests", "configuration", "status", "note")
+KEYS = ("paper", "names", "models", "tests", "configuration", "options", "status", "note")
 MODELS = (
     "tokens in one pass",
     "masked diffusion",
@@ -93,21 +95,28 @@ def _wrong(entry: Entry) -> Iterator[str]:
 
 
 def _absent(entry: Entry) -> Iterator[str]:
-    """Name the tests and the configuration that do not exist."""
+    """Name the tests that do not exist, and what is wrong with the configuration."""
     for test in entry.get("tests", ()):
         file, _, function = test.partition("::")
         if function not in functions(file):
             yield f"there is no test {test}"
     if configuration := entry.get("configuration"):
         try:
-            find_config(configuration)
+            file = find_config(configuration)
+            if options := entry.get("options"):
+                check(load(file, options))
         except UserError as error:
-            yield str(error)
+            # a file of the user's own, such as rewards that a first run records
+            if "no such file or folder" not in str(error):
+                yield str(error)
 
 
 def _unfounded(entry: Entry) -> Iterator[str]:
-    """What works has a name and a test; what is missing has none; what is partial says why."""
+    """What works has a name, a test and a configuration; what is missing has none; what is partial
+    says why."""
     named = bool(entry.get("names")) and bool(entry.get("tests"))
+    if entry.get("status") in ("WORKS", "partial") and not entry.get("configuration"):
+        yield f"it is {entry['status']}, and has no configuration"
     if entry.get("status") == "missing" and (entry.get("names") or entry.get("tests")):
         yield "it is missing, and has names or tests"
     if entry.get("status") in ("WORKS", "partial") and not named:
@@ -161,10 +170,18 @@ def _row(paper: Paper, entry: Entry) -> str:
         ", ".join(_named(name) for name in entry.get("names", ())),
         ", ".join(entry.get("models", ())),
         ", ".join(f"`{test.partition('::')[2]}`" for test in entry.get("tests", ())),
-        f"`{entry['configuration']}`" if entry.get("configuration") else "",
+        _configured(entry),
         status,
     ]
     return f"| {' | '.join(cells)} |"
+
+
+def _configured(entry: Entry) -> str:
+    """Write the configuration, and what is set on the command line beside it."""
+    if not entry.get("configuration"):
+        return ""
+    options = " ".join(f"`{option}`" for option in entry.get("options", ()))
+    return f"`{entry['configuration']}`" + (f" with {options}" if options else "")
 
 
 def _named(name: str) -> str:

@@ -29,6 +29,8 @@ def test_every_name_test_and_file_of_the_map_exists():
         ({"tests": ["tests/x.py::test_x"]}, "there is no test"),
         ({"models": ["flows"]}, "unknown kind of model"),
         ({"configuration": "digits/flow_grbo"}, "no configuration"),
+        ({"configuration": None}, "it is WORKS, and has no configuration"),
+        ({"options": ["advantage=grbo"]}, "unknown advantage 'grbo'"),
         ({"status": "works"}, "is none of"),
         ({"notes": "x"}, "unknown key 'notes'"),
         ({"tests": []}, "has no name or no test"),
