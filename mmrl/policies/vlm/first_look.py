@@ -96,6 +96,8 @@ class FirstLook:
             cost, _ = self.inputs.measure(prompt)
         except TooLong:  # whether that stops the run says its budget
             return None
+        except UserError as error:
+            return str(error).removeprefix(f"{where(prompt)}: ")
         return self.limits.length(cost.tokens, self.answer)
 
     def _refused(self, prompt: Prompt, findings: Sequence[Finding]) -> str | None:

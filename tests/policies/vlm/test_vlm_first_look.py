@@ -166,3 +166,15 @@ def test_learnt_positions_are_a_limit_and_rotary_ones_are_none():
 
     assert of_model(OPTConfig(max_position_embeddings=100)).tokens == 100
     assert of_model(Qwen2Config(max_position_embeddings=100)).tokens is None
+
+
+def test_what_stops_a_row_from_being_measured_is_its_reason(monkeypatch):
+    reader = inputs("qwen3_vl")
+
+    def refuse(prompt):
+        raise UserError(f"{prompt['origin']}: its font is missing")
+
+    monkeypatch.setattr(reader, "measure", refuse)
+    row = {"text": "word " * 50, "origin": "q.jsonl:1"}
+    problems = misfits([row], reader, EngineLimits("the engine", 20))
+    assert problems == {0: "q.jsonl:1: its font is missing"}
