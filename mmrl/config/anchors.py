@@ -68,8 +68,8 @@ def _code(value: Any, folders: Sequence[Path]) -> str | None:
     match = CODE.fullmatch(value) if isinstance(value, str) else None
     if match is None or os.path.isabs(match[1]):
         return None
-    here = Path() not in folders and os.path.isfile(match[1])
-    places = () if here else (os.path.abspath(folder / match[1]) for folder in folders)
+    is_here = Path() not in folders and os.path.isfile(match[1])
+    places = () if is_here else (os.path.abspath(folder / match[1]) for folder in folders)
     file = next(filter(os.path.isfile, places), None)
     return None if file is None else file + match[2]
 

@@ -26,6 +26,7 @@ from mmrl.data.sources.reader import Request, rows_of
 from mmrl.data.sources.selection import renamed
 from samplers.noise import Rng
 
+PLAIN = (str, int, float, bool)  # types of values in which no picture stands
 SPLIT = 0.05  # share of the texts that is held out by default
 NAMES = {
     "train": ("train_metadata.jsonl", "train.jsonl", "train.txt"),
@@ -94,6 +95,8 @@ def _made(
     """Make a prompt of a row; pictures that stand in it are opened."""
     named = renamed(row, columns) if columns and isinstance(row, dict) else row
     prompt = _json_row(named, "text" if "text" in columns else key)
+    if all(type(value) in PLAIN for value in prompt.values()):
+        return prompt
     return {
         name: inline_picture(value, max_pixels)
         for name, value in prompt.items()
@@ -110,9 +113,11 @@ def split(
     (But for tiny files: a side that the hash would leave empty gets the one text nearest to it.)
     """
     ranks = {name: _rank(name) for name in map(key, prompts)}
-    order = sorted(ranks, key=ranks.__getitem__)
-    held = {text for text in order if ranks[text] < share} | set(order[:1] if share > 0 else ())
-    held -= set(order[-1:])
+    held = {text for text, rank in ranks.items() if rank < share}
+    if ranks and share > 0:
+        held.add(min(ranks, key=ranks.__getitem__))
+    if ranks:
+        held.discard(max(ranks, key=ranks.__getitem__))
     return [p for p in prompts if key(p) not in held], [p for p in prompts if key(p) in held]
 
 
@@ -297,7 +302,7 @@ def _json_row(value: Any, key: str | None) -> Prompt:
         value = {key or "text": value}
     if not isinstance(value, dict):
         raise ValueError(f'expected {{"text": "..."}} or a string, got {type(value).__name__}')
-    name = key or next((k for k in ("text", "prompt") if k in value), None)
+    name = key or ("text" if "text" in value else "prompt" if "prompt" in value else None)
     if name not in value:
         field = repr(key) if key else "'text' or 'prompt'"
         likely = next((k for k in value if isinstance(value[k], str) and value[k].strip()), "KEY")
@@ -308,7 +313,7 @@ def _json_row(value: Any, key: str | None) -> Prompt:
     if not isinstance(value[name], str) or not value[name].strip():
         shown = json.dumps(value[name], default=str)[:60]
         raise ValueError(f"{name!r} must be text that is not empty, got {shown}")
-    return {**value, "text": value[name]}
+    return value if name == "text" else {**value, "text": value[name]}
 
 
 def decoded(path: Path, content_name: str = "prompts") -> str:

@@ -70,11 +70,11 @@ def _code_of(name: str, seen: set[str]) -> Iterator[str]:
     seen.add(name)
     yield file
     for value in vars(module).values():
-        other = value.__name__ if inspect.ismodule(value) else getattr(value, "__module__", "")
-        other = other if isinstance(other, str) else ""
-        place = getattr(sys.modules.get(other), "__file__", None)
+        imported = value.__name__ if inspect.ismodule(value) else getattr(value, "__module__", "")
+        imported = imported if isinstance(imported, str) else ""
+        place = getattr(sys.modules.get(imported), "__file__", None)
         if place and os.path.dirname(place) == os.path.dirname(file):
-            yield from _code_of(other, seen)
+            yield from _code_of(imported, seen)
 
 
 def _digest(file: str) -> str:

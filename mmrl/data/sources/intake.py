@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ from mmrl.data.sources.reader import Expand, Part, Request
 from mmrl.utils.scan import is_clip, scan
 
 Broken = Literal["error", "skip"]
+SHOWN = frozenset(("images", "image", "video", "answer", "messages"))  # beside the text
 Make = Callable[[str, Any], Prompt]  # (place, row) -> prompt; raises ValueError
 # what a row that is not as expected may raise
 MISFITS = (ValueError, KeyError, TypeError, AttributeError, OSError)
@@ -53,13 +54,14 @@ class Intake:
         prompts: dict[int, Prompt] = {}  # by the number of the row
         problems: dict[int, str] = {}
         rows = self.request.rows(part, self.summary, self.expand)
-        before = self.summary.read
+        before, folder = self.summary.read, self.request.folder
         for number, (place, row) in enumerate(rows):
             try:
                 if isinstance(row, ValueError):
                     raise row
-                prompt = self.make(place, row) | {"origin": place}
-                prompts[number] = placed(prompt, folder_of(place, self.request.folder))
+                prompt = self.make(place, row)
+                prompt["origin"] = place
+                prompts[number] = placed(prompt, folder_of(place, folder))
             except MISFITS as error:
                 problems[number] = f"{place}: {_why(error)}"
         for number, why in self._look(prompts).items():
@@ -75,6 +77,8 @@ class Intake:
     def _look(self, prompts: Mapping[int, Prompt]) -> dict[int, str]:
         """Look at the pictures and clips of all prompts. Returns what is wrong, by the number of
         the row."""
+        if self.pictures is None and self.verify is None:
+            return {}
         looks = self.pictures or (lambda prompt: [])
         sources = {number: looks(prompt) for number, prompt in prompts.items()}
         listed = [source for several in sources.values() for source in several]
@@ -134,27 +138,29 @@ class Intake:
         """Hand in the summary."""
         summary = self.summary
         summary.train, summary.held_out, summary.split = len(train), len(held_out), how
-        counts = Counter(map(identical, [*train, *held_out]))
-        summary.repeated = sum(count - 1 for count in counts.values())
-        summary.digest = digest_of([*train, *held_out])
+        summary.repeated = len(train) + len(held_out)
+        summary.repeated -= len({hash(identical(prompt)) for prompt in chain(train, held_out)})
+        summary.digest = digest_of(chain(train, held_out))
         report(summary)
 
 
 def identical(prompt: Prompt) -> tuple[Any, ...]:
     """Return what is equal of two prompts that ask the same of the same pictures."""
-    media = [prompt.get(key) for key in ("images", "image", "video", "answer", "messages")]
-    return (prompt.get("text"), *map(repr, media))
+    text = prompt.get("text")
+    if SHOWN.isdisjoint(prompt):
+        return (text,)
+    return (text, *(repr(prompt.get(key)) for key in sorted(SHOWN)))
 
 
-def digest_of(prompts: Sequence[Prompt]) -> str:
+def digest_of(prompts: Iterable[Prompt]) -> str:
     """Return a digest of texts and answers, the same in every process and wherever files lie."""
     digest = blake2b(digest_size=16)
     for prompt in prompts:
+        row = str(prompt.get("text"))
         answer = prompt.get("answer")
-        answer = answer if isinstance(answer, (str, int, float)) else type(answer).__name__
-        answer = os.path.basename(answer) if isinstance(answer, str) else answer
-        row = f"{prompt.get('text')}\n{answer}\n"
-        digest.update(row.encode(errors="surrogatepass"))
+        if isinstance(answer, (str, int, float)):
+            row += f"\n{os.path.basename(answer) if isinstance(answer, str) else answer}"
+        digest.update(row.encode(errors="surrogatepass") + b"\0")
     return digest.hexdigest()
 
 

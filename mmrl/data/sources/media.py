@@ -68,36 +68,49 @@ def medium(source: Any, folder: Path, *others: Path) -> Any:
         return opened(_embedded(name))
     if name.startswith(("http://", "https://")):
         raise ValueError(f"{name[:60]} is not a file; download it first")
-    places = [each / name for each in (folder, *others)]  # a whole path stays
-    path = next((place for place in places if place.is_file()), None)
+    places = [os.path.join(each, name) for each in (folder, *others)]  # a whole path stays
+    path = next(filter(os.path.isfile, places), None)
     if path is None:
         where = "" if os.path.isabs(name) else "; relative paths start at the file that names them"
         raise FileNotFoundError(f"no file {places[0]}{where}")
-    return str(path.resolve())
+    return _resolved(path)
 
 
 def placed(prompt: Prompt, folder: Path) -> Prompt:
     """Return a prompt whose files have whole paths: relative ones start in ``folder``, that of the
     file which names them. Any value may be the path of a file that is there, such as a reward's
     picture; what policies open is one in any case."""
-    whole = {
-        key: _placed(value, folder, key in MEDIA) for key, value in prompt.items() if key != "text"
-    }
-    changed = {key: value for key, value in whole.items() if value is not prompt[key]}
-    return {**prompt, **changed} if changed else prompt
+    whole = {}
+    for key, value in prompt.items():
+        if key in MEDIA or (isinstance(value, str) and value[-5:].lower().endswith(FILES)):
+            whole[key] = _placed(value, folder, key in MEDIA)
+    whole.pop("text", None)
+    return {**prompt, **whole} if whole else prompt
 
 
 def _placed(value: Any, folder: Path, is_opened: bool) -> Any:
     if isinstance(value, list) and is_opened:
         return [_placed(each, folder, True) for each in value]
-    if not isinstance(value, str) or not (is_opened or value[-5:].lower().endswith(FILES)):
+    if not isinstance(value, str):
         return value
     name = value.removeprefix("file://")
     if os.path.isabs(name) or name.startswith(ADDRESSES):
         return value
-    path = os.path.realpath(os.path.join(folder, name))
+    path = _resolved(os.path.join(folder, name))
     is_file = os.path.isfile(path) or (is_opened and name.lower().endswith(FILES))
     return path if is_file else value
+
+
+def _resolved(path: str) -> str:
+    """Return a whole path without links, looking at the folder of many files once."""
+    head, tail = os.path.split(path)
+    whole = os.path.join(_resolved_folder(os.path.abspath(head)), tail)
+    return os.path.realpath(whole) if tail in ("", ".", "..") or os.path.islink(whole) else whole
+
+
+@lru_cache(maxsize=4096)
+def _resolved_folder(folder: str) -> str:
+    return os.path.realpath(folder)
 
 
 def folder_of(place: str, otherwise: Path) -> Path:

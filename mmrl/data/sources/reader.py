@@ -148,9 +148,9 @@ class Request:
         before = summary.read
         for place, row in islice(rows, self.limit):
             summary.read += 1
-            if isinstance(row, Mapping) and len(columns) < 100:
+            if isinstance(row, dict) and not columns.keys() >= row.keys() and len(columns) < 100:
                 columns |= dict.fromkeys(map(str, row))
-            if reason := filters.failed(row):
+            if filters.conditions and (reason := filters.failed(row)):
                 summary.filtered[reason] += 1
             else:
                 yield place, row

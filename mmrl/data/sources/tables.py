@@ -20,8 +20,9 @@ def table(path: Path) -> Iterator[Row]:
             f"{path}: reading {path.suffix} files needs pyarrow: pip install pyarrow, or "
             f'"multimodal-rl[data]"'
         )
+    name = str(path)
     for number, row in enumerate(_records(path), start=1):
-        yield f"{path}: row {number}", row
+        yield f"{name}: row {number}", row
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:

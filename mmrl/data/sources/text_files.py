@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
+from sys import intern
 from typing import IO, Any
 
 from mmrl.core.errors import UserError
@@ -140,7 +141,8 @@ def loads(text: str) -> Any:
     """Read JSON. Raises ValueError for what is broken, nested too deeply, or holds a key twice, of
     which one value would be lost in silence."""
     try:
-        return json.loads(text, object_pairs_hook=_without_repeats)
+        value, end = DECODER.raw_decode(text) if text[:1] not in " \t\r\n" else (None, -1)
+        return value if end == len(text) else DECODER.decode(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"broken JSON at column {error.colno}: {error.msg}") from error
     except RecursionError as error:
@@ -148,7 +150,7 @@ def loads(text: str) -> Any:
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
+    values = {intern(key): value for key, value in pairs}  # rows share their keys
     if len(values) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
@@ -156,25 +158,29 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
+DECODER = json.JSONDecoder(object_pairs_hook=_without_repeats)
+
+
 def json_lines(path: Path) -> Iterator[Row]:
     """Yield the value of every line, or what is wrong with it."""
+    name = str(path)  # a path is slow to write, and there may be a million lines
     for number, line in lines_of(path):
         try:
-            yield f"{path}:{number}", loads(line)
+            yield f"{name}:{number}", loads(line)
         except ValueError as error:
-            yield f"{path}:{number}", BrokenRow(str(error), line)
+            yield f"{name}:{number}", BrokenRow(str(error), line)
 
 
 def text_lines(path: Path) -> Iterator[Row]:
     """Yield every line as a row of its text."""
+    name = str(path)
     for number, line in lines_of(path):
-        yield f"{path}:{number}", {"text": line}
+        yield f"{name}:{number}", {"text": line}
 
 
 def json_whole(path: Path) -> Iterator[Row]:
     """Yield the objects of a JSON list, each with its first line; a COCO file is one row."""
     text = text_of(path)
-    decoder = json.JSONDecoder(object_pairs_hook=_without_repeats)
     at = _skip(text, 0)
     if text[at : at + 1] != "[":
         yield from _single(text, path)
@@ -186,7 +192,7 @@ def json_whole(path: Path) -> Iterator[Row]:
         number = number + text.count("\n", counted, at)
         counted = at
         try:
-            value, at = decoder.raw_decode(text, at)
+            value, at = DECODER.raw_decode(text, at)
         except (ValueError, RecursionError) as error:
             raise UserError(f"{path}:{number}: broken JSON: {error}") from error
         yield f"{path}:{number}", value
@@ -258,17 +264,18 @@ def _table(path: Path, rows: list[tuple[int, list[str]]]) -> Iterator[Row]:
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise UserError(f"{path}:1: the column {twice!r} stands twice in the header; rename one")
     fit = [cells for _, cells in content if len(cells) == len(names)]
+    name = str(path)
     kinds = [_kind([cells[i] for cells in fit if cells[i].strip()]) for i in range(len(names))]
     for number, cells in content:
         if len(cells) != len(names):
             why = f"{len(cells)} cells, and the header has {len(names)} columns"
-            yield f"{path}:{number}", BrokenRow(f"{why}; quote cells that hold the separator", "")
+            yield f"{name}:{number}", BrokenRow(f"{why}; quote cells that hold the separator", "")
         else:
             yield (
-                f"{path}:{number}",
+                f"{name}:{number}",
                 {
-                    name: _cell(cell, kind)
-                    for name, cell, kind in zip(names, cells, kinds, strict=True)
+                    column: _cell(cell, kind)
+                    for column, cell, kind in zip(names, cells, kinds, strict=True)
                 },
             )
 

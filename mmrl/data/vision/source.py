@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -254,7 +255,7 @@ def picture_of(prompt: Prompt) -> str:
     first = next(iter([*(prompt.get("images") or ()), *in_messages(prompt)]), prompt.get("video"))
     if first is None:
         return str(prompt["text"])
-    return Path(first).name if isinstance(first, str) else str(prompt["origin"])
+    return os.path.basename(first) if isinstance(first, str) else str(prompt["origin"])
 
 
 def in_messages(prompt: Prompt, kinds: tuple[str, ...] = ("image", "video")) -> list[Any]:
