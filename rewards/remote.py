@@ -204,7 +204,7 @@ class Remote:
         known = (
             values
             if applies.all()
-            else [float(value) if there else None for value, there in zip(values, applies)]
+            else [float(value) if applied else None for value, applied in zip(values, applies)]
         )
         return (known, parts) if parts else known
 

@@ -4,9 +4,7 @@ notation."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 from hypothesis import assume, given, settings
@@ -21,25 +19,18 @@ from rewards.reading.options import options
 from rewards.reading.published import textvqa_words, vqa_key, vqa_words
 from rewards.reading.units import UNITS
 from rewards.vision import maths
+from tests.scripts.test_bench import load
 
 load_built_in()
-TABLE = Path(__file__).with_name("answers.txt")
-Row = tuple[str, dict[str, Any], float, str]
+written = load("answers_table")
+ROWS = [(row.reward, json.loads(row.prompt), row.score, row.text) for row in written.rows()]
 
 
-def rows() -> Iterator[Row]:
-    """Yield reward, prompt, score and text of every line of the table."""
-    reward, prompt = "", {}
-    for line in TABLE.read_text(encoding="utf-8").split("\n"):
-        if line.startswith("## "):
-            reward, _, fields = line[3:].partition(" ")
-            prompt = json.loads(fields)
-        elif line and not line.startswith("#"):
-            score, _, text = line.partition(" ")
-            yield reward, prompt, float(score), text.replace("\u23ce", "\n")
-
-
-ROWS = list(rows())
+def test_the_page_shows_the_table():
+    page = written.PAGE.read_text(encoding="utf-8")
+    assert f"{written.BEGIN}\n{written.table()}\n{written.END}" in page, (
+        "run python scripts/answers_table.py"
+    )
 
 
 def test_the_table_is_large():
