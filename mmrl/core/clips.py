@@ -244,11 +244,13 @@ def _stamps(path: Path) -> _Stamps:
         base, promised, start = float(stream.time_base), _promised(stream), container.start_time
         by_order = container.format.name == "avi"
     with _film(path) as (container, stream):
-        first = next((frame.pts for frame in container.decode(stream)), None)
-    if first is not None and not by_order:
-        shown = [each for each in shown if each[0] >= first]
-    if first is None or not shown:
-        raise ClipError("no frame of it can be decoded, or none has a time")
+        first = next(container.decode(stream), None)
+    if first is None:
+        raise ClipError(f"no frame of it can be decoded; {CUT}")
+    if not by_order:
+        shown = [each for each in shown if first.pts is not None and each[0] >= first.pts]
+    if not shown:
+        raise ClipError("its frames have no time stamps; write it as MP4 or Matroska with FFmpeg")
     earliest = min(stamp for stamp, _ in shown) * base
     begins = earliest if start is None or by_order else min(earliest, start / 1e6)
     return _Stamps(shown, base, begins, [float(r) for r in rates if r], promised, by_order)

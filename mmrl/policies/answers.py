@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmrl.core.clips import HELD, NO_RATE, USUAL_RATE, ClipError, header_of, too_short
+from mmrl.core.clips import HELD, NO_RATE, USUAL_RATE, ClipError, header_of, open_clip, too_short
 from mmrl.core.types import Prompt
 from mmrl.policies.capabilities import Medium
 from mmrl.policies.vlm.media import clip_at_rate, open_image
@@ -72,9 +72,12 @@ def media_problem(
 def _clip_problem(path: Path, frames: int | None, rate: float) -> str | None:
     try:
         _, seconds = header_of(path)
+        if seconds is None or _length_problem(seconds, frames, rate) is None:
+            return None
+        # headers of uneven and fragmented files may promise less than there is
+        why = _length_problem(open_clip(path).timeline.length, frames, rate)
     except ClipError as error:
         return f"{path} is no video that can be read: {error}"
-    why = None if seconds is None else _length_problem(seconds, frames, rate)
     return None if why is None else f"{path}: {why}"
 
 

@@ -177,6 +177,7 @@ def test_what_cannot_be_read_is_one_sentence(tmp_path):
         (tmp_path / "cut.mp4", None, r"it is cut short: 2.\d of 6.0 s are there"),
         (tmp_path / "text.mp4", None, "it is cut short, or no video"),
         (tmp_path / "empty.mp4", None, "it is cut short, or no video"),
+        (write(tmp_path / "a.h264", range(9), "libx264"), None, "have no time stamps; write it as"),
         (frames, None, "which have no times; write their frames a second into the row: fps"),
         (frames, 0, "fps is 0, expected a number"),
         (frames, "2", "fps is '2', expected a number"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
+import av
 import numpy as np
 import pytest
 from PIL import Image
@@ -47,6 +48,11 @@ def test_a_clip_that_is_too_short_or_has_no_times_is_refused_before_training(tmp
     )
     with pytest.raises(UserError, match="d.jsonl:3: cannot read .*a.mp4.*it lasts 1.00 s"):
         opened(path, "video", 33, row, 16.0)
+    uneven = write(tmp_path / "b.mp4", [0, 40, 90, 500, 1000, 1033, 2500], "libx264")
+    with av.open(str(uneven)) as container:  # less than there is
+        assert container.streams.video[0].duration * container.streams.video[0].time_base < 2
+    assert media_problem(str(uneven), "video", 20, row, 8.0) is None
+    assert len(opened(uneven, "video", 20, row, 8.0)) == 20
     pictures = np.zeros((8, 4, 4, 3), np.uint8)
     assert "into the row: fps" in media_problem(pictures, "video", 4, row, 16.0)
     assert media_problem(pictures, "video", 17, row | {"fps": 8}, 16.0) is None

@@ -352,7 +352,7 @@ class Inputs:
             raise UserError(
                 f"{where(prompt)}: {type(self.processor).__name__} cannot encode this "
                 f"prompt with {len(images)} images "
-                f"and {len(videos)} videos: {error}"
+                f"and {len(videos)} videos: {error}{_unlike(videos)}"
             ) from error
 
     def _called(self, text: list[str], options: dict[str, Any]) -> Any:
@@ -475,3 +475,14 @@ class Inputs:
     def _merge(self, kind: str) -> int:
         side: int = getattr(getattr(self.processor, f"{kind}_processor"), "merge_size", 1)
         return side
+
+
+def _unlike(videos: Sequence[Video]) -> str:
+    """Say what helps where videos of unlike numbers of frames may be what a processor refuses."""
+    counts = sorted({len(video.frames) for video in videos})
+    if len(counts) < 2:
+        return ""
+    return (
+        f"; its clips have {' and '.join(map(str, counts))} frames: budgets.frames: {counts[0]} "
+        "gives all as many"
+    )

@@ -316,6 +316,15 @@ def test_the_seconds_of_a_varying_rate_are_those_of_the_frames_shown(tmp_path):
     assert 12.05 <= view["duration"] <= 12.15
 
 
+def test_clips_of_unlike_numbers_of_frames_are_told_apart_or_refused_with_the_remedy():
+    row = {"text": "which?", "videos": [tiny_vlms.video(4), tiny_vlms.video(5)], "fps": 2.0}
+    said = message(inputs("internvl").encode, row | {"origin": "d.jsonl:3"})
+    assert "d.jsonl:3: " in said and "clips have 4 and 5 frames: budgets.frames: 4 gives" in said
+    grids = inputs("qwen2_5_vl").encode(row)["video_grid_thw"]
+    assert grids[:, 0].tolist() == [2, 3]
+    assert inputs("internvl", Budgets(frames=4)).take(row)[1]["frames"] == 8
+
+
 def test_frames_are_a_video_at_the_rate_of_their_row(tmp_path):
     reader = inputs("qwen3_vl")
     frames = tiny_vlms.video(4)
