@@ -58,6 +58,8 @@ def _rewards(spec: Any, folders: Sequence[Path]) -> Any:
     if not isinstance(chosen, Mapping):
         return spec
     used = {name: code for name in chosen if (code := _code(name, folders))}
+    if not used:  # it may be the option of a reward that holds another, which has no weight
+        return spec
     options = {n: v if isinstance(v, Mapping) else {"weight": v} for n, v in chosen.items()}
     return {**chosen, **{n: {"use": code, **options[n]} for n, code in used.items()}}
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import pytest
 
-from mmrl.config import Config, build, build_dataclass, build_rewards, check, dump, load
+from mmrl.config import Config, anchors, build, build_dataclass, build_rewards, check, dump, load
 from mmrl.config.options import EvaluateOptions, TrainOptions
 from mmrl.config.plan import arithmetic
 from mmrl.config.schema import convert
@@ -824,3 +824,9 @@ def test_a_run_on_preferences_may_leave_the_rewards_of_its_configuration_out():
     assert with_none.plain["reward"] == {}
     with pytest.raises(UserError, match="section 'reward' is missing"):
         load("configs/digits/flow_grpo.yaml", ["reward=null"])
+
+
+def test_a_reward_inside_another_keeps_its_form_where_paths_are_anchored(tmp_path):
+    spec = {"reward": {"identity": {"use": "per_frame", "reward": "digits"}}}
+    assert anchors.code_beside(spec, tmp_path) == spec
+    assert anchors.anchored(spec, tmp_path) == spec
