@@ -140,7 +140,7 @@ class Captions:
     ) -> Mapping[int, str]:
         """Give prompts the size of the nearest proportions."""
         for prompt, several in zip(prompts, sizes, strict=True):
-            if several and min(several[0]):
+            if several and all(several[0]):
                 width, height = several[0]
                 prompt["size"] = list(nearest((height, width), self.buckets))
         return {}
