@@ -10,11 +10,15 @@ from mmrl.core.types import Prompt
 MARKS = re.compile(r"(<image>|<video>|<audio>)")
 # what a prompt brings of each kind, by the names that mean the same
 KINDS = {"image": ("images", "image"), "video": ("video", "videos"), "audio": ("audio", "audios")}
+NAMES = frozenset(("messages", *(name for names in KINDS.values() for name in names)))
 
 
 def misfit(prompt: Prompt) -> str | None:
     """Say what is wrong with the media of a prompt as far as nothing has to be opened; None:
     nothing. Without any place in the text media stand before it."""
+    text = prompt.get("text")
+    if NAMES.isdisjoint(prompt) and (not isinstance(text, str) or "<" not in text):
+        return None
     for kind, names in KINDS.items():
         key = next((name for name in names if prompt.get(name) is not None), None)
         value = prompt[key] if key is not None else []

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import chain
@@ -118,20 +120,21 @@ class Intake:
         account. ``held_out``: a file, a split of the data, a share, or None for the data's own
         part, else the ``default`` share; ``by``: what the share is chosen by."""
         held_out = str(held_out) if isinstance(held_out, Path) else held_out
-        train = self.prompts(self.request.training())
-        rest: Part | None = None
-        if isinstance(held_out, str):
-            rest = self.request.named(str(held_out))
-        elif held_out is None:
-            rest = self.request.testing()
-        if rest is not None:
-            held = self.prompts(rest)
-            how = str(held_out) if held_out is not None else _label(rest)
-        else:
-            share = default if held_out is None else float(held_out)
-            train, held = split(train, share)
-            how = f"{100 * share:.3g} % by a hash of {by}" if share else ""
-        self.account(train, held, how)
+        with _without_collector():
+            train = self.prompts(self.request.training())
+            rest: Part | None = None
+            if isinstance(held_out, str):
+                rest = self.request.named(str(held_out))
+            elif held_out is None:
+                rest = self.request.testing()
+            if rest is not None:
+                held = self.prompts(rest)
+                how = str(held_out) if held_out is not None else _label(rest)
+            else:
+                share = default if held_out is None else float(held_out)
+                train, held = split(train, share)
+                how = f"{100 * share:.3g} % by a hash of {by}" if share else ""
+            self.account(train, held, how)
         return train, held
 
     def account(self, train: Sequence[Prompt], held_out: Sequence[Prompt], how: str) -> None:
@@ -142,6 +145,18 @@ class Intake:
         summary.repeated -= len({hash(identical(prompt)) for prompt in chain(train, held_out)})
         summary.digest = digest_of(chain(train, held_out))
         report(summary)
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Keep Python from looking for cycles among rows, of which there are none and may be many."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def identical(prompt: Prompt) -> tuple[Any, ...]:

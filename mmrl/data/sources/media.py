@@ -21,7 +21,7 @@ from mmrl.utils.paths import cache_dir
 SOUNDS = (".wav", ".mp3", ".flac", ".ogg", ".m4a", ".opus")
 FILES = (*PICTURES, *VIDEOS, *SOUNDS)
 # values of a row that policies open as files, whatever their names end with
-MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+MEDIA = frozenset(("image", "images", "video", "videos", "audio", "audios"))
 ADDRESSES = ("http://", "https://", "data:")
 SIGNATURES = (b"\x89PNG", b"\xff\xd8\xff", b"RIFF", b"GIF8", b"BM", b"II*\x00", b"MM\x00*")
 
@@ -82,10 +82,14 @@ def placed(prompt: Prompt, folder: Path) -> Prompt:
     picture; what policies open is one in any case."""
     whole = {}
     for key, value in prompt.items():
-        if key in MEDIA or (isinstance(value, str) and value[-5:].lower().endswith(FILES)):
+        if key in MEDIA or (type(value) is str and "." in value[-5:] and _ends_as_file(value)):
             whole[key] = _placed(value, folder, key in MEDIA)
     whole.pop("text", None)
     return {**prompt, **whole} if whole else prompt
+
+
+def _ends_as_file(value: str) -> bool:
+    return value[-5:].lower().endswith(FILES)
 
 
 def _placed(value: Any, folder: Path, is_opened: bool) -> Any:

@@ -14,7 +14,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mmrl.core.errors import UserError
-from mmrl.core.placeholders import MARKS, misfit
+from mmrl.core.placeholders import MARKS, NAMES, misfit
 from mmrl.core.types import Prompt
 from mmrl.policies.vlm.audio import audios_of
 from mmrl.policies.vlm.budgets import TooLong
@@ -37,6 +37,8 @@ TEMPLATE = 512  # tokens that a template adds
 FREE = EngineLimits()
 GEOMETRY = ("boxes", "box", "point", "points", "mask", "tracks")
 OPTIONS = ("chat_template_kwargs", "prefill", "fps")  # of a row, that its encoding reads
+# whatever of a row decides how it is encoded, but for its text
+READ = NAMES | {"system", *GEOMETRY, *OPTIONS}
 # what processors call tokens that stand for media
 MEDIA_TOKENS = ("image_token", "video_token", "audio_token", "boi_token", "eoi_token")
 
@@ -49,7 +51,7 @@ def misfits(
 ) -> dict[int, str]:
     """Say what is wrong with prompts, "file:line: why" by their place in the list. ``limits``: of
     what samples, with answers of ``answer`` tokens."""
-    files = [list(_files(prompt)) for prompt in prompts]
+    files = [() if READ.isdisjoint(prompt) else tuple(_files(prompt)) for prompt in prompts]
     findings = iter(scan([source for several in files for source in several]))
     look = FirstLook(inputs, limits, answer)
     problems = {}
@@ -102,7 +104,8 @@ class FirstLook:
 
     def _refused(self, prompt: Prompt, findings: Sequence[Finding]) -> str | None:
         """Say why a prompt cannot be encoded, if it is the first of its kind."""
-        kind = _kind(prompt)
+        is_plain = READ.isdisjoint(prompt) and "<" not in prompt.get("text", "")
+        kind = "a question" if is_plain else _kind(prompt)
         kinds = {kind, *filter(None, map(self._unusual, findings))}
         if kinds <= self.fine:
             return None
