@@ -69,6 +69,19 @@ def test_the_extra_reward_counts_above_the_gate_only(main, extra, above):
         assert r == pytest.approx(m + 0.5 * e if m >= above else m, abs=1e-5)
 
 
+def test_a_gate_asks_for_what_both_its_parts_need():
+    @card(media="image", needs="depth")
+    def deep(media, prompts):
+        return media.flatten(1).mean(1)
+
+    @card(media="image", needs="mask")
+    def masked(media, prompts):
+        return media.flatten(1).mean(1)
+
+    assert set(card_of(gate(deep, masked, above=0.5)).needs) == {"depth", "mask"}
+    assert gate(deep, masked, above=0.5).weight == 1
+
+
 @quick
 @given(one=numbers, two=numbers, three=numbers, penalty=st.floats(0, 2, width=32))
 def test_ensembles_are_conservative(one, two, three, penalty):

@@ -756,6 +756,7 @@ def test_the_worse_of_two_scores_counts(url):
 def test_a_pair_judged_with_reasons_is_read_after_them(url):
     judge = Pairwise(server(url), template="unified_reward_think")
     assert judge.tokens == 2048 and Pairwise(server(url)).tokens == 512
+    assert Pairwise(server(url), tokens=100).tokens == 100
     asked = [{"text": "bright", "group": 0}] * 4
     wins = judge(greys(), asked)
     assert wins.tolist() == pytest.approx([0, 1 / 3, 2 / 3, 1])

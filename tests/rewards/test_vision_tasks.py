@@ -340,3 +340,21 @@ def test_partial_credit_of_choices():
     }.items():
         reward = Choice(partial)
         assert reward(["A, B, C", "AC", "A, B, D"], [prompt] * 3).tolist() == pytest.approx(values)
+
+
+def test_an_action_without_an_argument_is_its_type_and_a_text_counts_from_the_threshold():
+    home = {"action": "press_home"}
+    texts = ['{"action": "press home"}', "press_home()", '{"action": "press back"}']
+    assert Gui()(texts, [home] * 3).tolist() == [1, 1, 0]
+    written = {"action": {"type": "type", "text": "abcd"}}
+    texts = [f'{{"action": "type", "text": "{text}"}}' for text in ("abcd", "abxx", "axxx")]
+    assert Gui()(texts, [written] * 3).tolist() == [1, 0.75, 0.5]
+    assert Gui(type_weight=0.2)(texts, [written] * 3).tolist() == pytest.approx([1, 0.6, 0.2])
+
+
+def test_an_action_may_be_called_as_agents_call_it():
+    click = {"action": "click", "boxes": [[100, 200, 300, 400]]}
+    for text in ("Action: click(start_box='(200,300)')", "left_click(200, 300)", "tap([200, 300])"):
+        assert Gui()([text], [click]).item() == 1
+    assert Gui()(["Action: click(start_box='(500,300)')"], [click]).item() == 0.5
+    assert Gui()(["double_click(200, 300)"], [click]).item() == 0
