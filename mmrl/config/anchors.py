@@ -24,7 +24,8 @@ def anchored(value: Any, folder: Path, path: tuple[str, ...] = ()) -> Any:
     if path == ("run",):
         return value
     if isinstance(value, dict):
-        several = {key: anchored(item, folder, (*path, str(key))) for key, item in value.items()}
+        named = _weighed(value)
+        several = {key: anchored(item, folder, (*path, str(key))) for key, item in named.items()}
         return _with_code(several, (Path(), folder), path)
     if isinstance(value, list):
         return [anchored(item, folder, path) for item in value]
@@ -36,11 +37,20 @@ def anchored(value: Any, folder: Path, path: tuple[str, ...] = ()) -> Any:
 def code_beside(value: Any, folder: Path, path: tuple[str, ...] = ()) -> Any:
     """Give code its full path that is not in the working folder, but beside the configuration."""
     if isinstance(value, dict):
-        several = {key: code_beside(item, folder, (*path, str(key))) for key, item in value.items()}
+        named = _weighed(value)
+        several = {key: code_beside(item, folder, (*path, str(key))) for key, item in named.items()}
         return _with_code(several, (folder,), path)
     if isinstance(value, list):
         return [code_beside(item, folder, path) for item in value]
     return (isinstance(value, str) and _code(value, (folder,))) or value
+
+
+def _weighed(values: dict[Any, Any]) -> dict[Any, Any]:
+    """Return a section whose rewards, where they are code that is only named, have their weight."""
+    spec = values.get("reward")
+    several = [spec] if isinstance(spec, str) else spec
+    is_code = isinstance(several, list) and any(CODE.fullmatch(str(name)) for name in several)
+    return {**values, "reward": weighed(spec)} if is_code else values
 
 
 def _with_code(

@@ -26,7 +26,7 @@ from mmrl.data.sources.reader import Request, rows_of
 from mmrl.data.sources.selection import renamed
 from samplers.noise import Rng
 
-PLAIN = (str, int, float, bool)  # types of values in which no picture stands
+PLAIN = frozenset((str, int, float, bool))  # types of values in which no picture stands
 SPLIT = 0.05  # share of the texts that is held out by default
 NAMES = {
     "train": ("train_metadata.jsonl", "train.jsonl", "train.txt"),
@@ -95,7 +95,7 @@ def _made(
     """Make a prompt of a row; pictures that stand in it are opened."""
     named = renamed(row, columns) if columns and isinstance(row, dict) else row
     prompt = _json_row(named, "text" if "text" in columns else key)
-    if all(type(value) in PLAIN for value in prompt.values()):
+    if PLAIN.issuperset(map(type, prompt.values())):
         return prompt
     return {
         name: inline_picture(value, max_pixels)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -170,13 +170,18 @@ def identical(prompt: Prompt) -> tuple[Any, ...]:
 def digest_of(prompts: Iterable[Prompt]) -> str:
     """Return a digest of texts and answers, the same in every process and wherever files lie."""
     digest = blake2b(digest_size=16)
-    for prompt in prompts:
-        row = str(prompt.get("text"))
-        answer = prompt.get("answer")
-        if isinstance(answer, (str, int, float)):
-            row += f"\n{os.path.basename(answer) if isinstance(answer, str) else answer}"
-        digest.update(row.encode(errors="surrogatepass") + b"\0")
+    rows = iter(prompts)
+    while texts := [_said(prompt) for prompt in islice(rows, 1000)]:
+        digest.update("\0".join([*texts, ""]).encode(errors="surrogatepass"))
     return digest.hexdigest()
+
+
+def _said(prompt: Prompt) -> str:
+    text = str(prompt.get("text"))
+    answer = prompt.get("answer")
+    if not isinstance(answer, (str, int, float)):
+        return text
+    return f"{text}\n{os.path.basename(answer) if isinstance(answer, str) else answer}"
 
 
 def _label(part: Part) -> str:
