@@ -23,6 +23,7 @@ from mmrl.data.sources.media import clips, content_of, folder_of, medium
 from mmrl.data.sources.reader import Part, Request
 from mmrl.data.sources.selection import renamed
 from mmrl.data.sources.text_files import Row
+from mmrl.utils.scan import is_clip
 
 # names of a row's file in use; of a row with both, the image is where the video begins
 FILES = ("answer", "file_name", "video", "image", "file", "path", "img", "jpg", "png", "webp")
@@ -138,9 +139,9 @@ class Captions:
     def _sized(
         self, prompts: list[Prompt], sizes: list[list[tuple[int, int]]]
     ) -> Mapping[int, str]:
-        """Give prompts the size of the nearest proportions."""
+        """Give prompts the size of the nearest proportions; those of clips keep the policy's."""
         for prompt, several in zip(prompts, sizes, strict=True):
-            if several and all(several[0]):
+            if several and 0 not in several[0] and not is_clip(self._pictures(prompt)[0]):
                 width, height = several[0]
                 prompt["size"] = list(nearest((height, width), self.buckets))
         return {}
