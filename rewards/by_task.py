@@ -71,7 +71,7 @@ class ByTask:
         return {
             f"{task}/{key}": number
             for task, part in {**self.routes, "default": self.default}.items()
-            if hasattr(part, "counters")
+            if part is not None and hasattr(part, "counters")
             for key, number in part.counters().items()
         }
 

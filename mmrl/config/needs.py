@@ -61,9 +61,9 @@ def without_gradient(rewards: Mapping[str, Plugin]) -> Iterator[tuple[str, str]]
 
 def refusals(place: Place, unfit: Iterable[tuple[str, str]]) -> list[str]:
     """Say which rewards of a section cannot be used, why, and how the command line takes others."""
-    others = f"{place}={'{}' if len(place.path) > 1 else '{my_reward.py:score: 1}'}"
+    override = f"{place}={'{}' if len(place.path) > 1 else '{my_reward.py:score: 1}'}"
     return [
-        (place / name).say(f"reward {name!r} cannot be used: {why}; without it: {others}")
+        (place / name).say(f"reward {name!r} cannot be used: {why}; without it: {override}")
         for name, why in unfit
     ]
 

@@ -53,8 +53,8 @@ class Unfinished:
         if shapes != [tuple(weight.shape) for weight in weights]:
             return 0
         with torch.no_grad():
-            for number, weight in enumerate(weights):
-                weight.copy_(tensors.pop(f"{number}.weight"))
+            for i, weight in enumerate(weights):
+                weight.copy_(tensors.pop(f"{i}.weight"))
         for name, value in tensors.items():
             number, _, key = name.partition(".")
             optimizer.state[weights[int(number)]][key] = value

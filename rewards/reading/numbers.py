@@ -233,7 +233,8 @@ def _equation(sides: list[list[Token]]) -> Parsed[Quantity]:
     last = _among(sides[-1])
     if last.value is None:
         return last
-    for side in sides[:-1]:
+    for written in sides[:-1]:
+        side: Sequence[Token] = written
         matches = _scan(side)
         value = _arithmetic(side)
         if value is None and (stating := _behind_copula(side)):

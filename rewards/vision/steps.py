@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import torch
 from annotated_types import Ge, Le
@@ -400,7 +400,7 @@ class Routed(Verifiable):
             try:
                 route = self._route(prompt)
             except Unscorable:
-                route = self
+                route = cast(Reward, self)
             task = str(prompt.get(self.by, "default"))
             tasks.setdefault(task, (route, []))[1].append(prompt)
         return tasks

@@ -206,7 +206,8 @@ class _Places:
 def _least(costs: np.ndarray) -> np.ndarray:
     """Return what it costs [N] to make each of N cells of what is cheapest: a cell of a row, or the
     row itself, for 1. ``costs``: [N, cells of the row]."""
-    return np.minimum(costs.min(1, initial=1.0), 1.0)
+    least: np.ndarray = np.minimum(costs.min(1, initial=1.0), 1.0)
+    return least
 
 
 def _renames(first: list[Node], second: list[Node], structure: bool) -> np.ndarray:
@@ -218,9 +219,11 @@ def _renames(first: list[Node], second: list[Node], structure: bool) -> np.ndarr
     apart = (spans[0][:, None] != spans[1][None]).any(-1)
     texts = [[cell.text for cell in cells] for cells in (first, second)]
     if structure or not apart.size:
-        return apart.astype(np.float64)
+        whole: np.ndarray = apart.astype(np.float64)
+        return whole
     distances = cdist(*texts, scorer=Levenshtein.normalized_distance, dtype=np.float64)
-    return np.where(apart, 1.0, distances)
+    renamed: np.ndarray = np.where(apart, 1.0, distances)
+    return renamed
 
 
 @REWARDS.register("table")
