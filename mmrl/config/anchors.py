@@ -24,7 +24,7 @@ def anchored(value: Any, folder: Path, path: tuple[str, ...] = ()) -> Any:
     if path == ("run",):
         return value
     if isinstance(value, dict):
-        named = _weighed(value)
+        named = _weighed(value) if _holds_rewards(path) else value
         several = {key: anchored(item, folder, (*path, str(key))) for key, item in named.items()}
         return _with_code(several, (Path(), folder), path)
     if isinstance(value, list):
@@ -37,12 +37,18 @@ def anchored(value: Any, folder: Path, path: tuple[str, ...] = ()) -> Any:
 def code_beside(value: Any, folder: Path, path: tuple[str, ...] = ()) -> Any:
     """Give code its full path that is not in the working folder, but beside the configuration."""
     if isinstance(value, dict):
-        named = _weighed(value)
+        named = _weighed(value) if _holds_rewards(path) else value
         several = {key: code_beside(item, folder, (*path, str(key))) for key, item in named.items()}
         return _with_code(several, (folder,), path)
     if isinstance(value, list):
         return [code_beside(item, folder, path) for item in value]
     return (isinstance(value, str) and _code(value, (folder,))) or value
+
+
+def _holds_rewards(path: tuple[str, ...]) -> bool:
+    """Tell whether the section at a path has rewards with weights; a reward that is the option of
+    another has none."""
+    return (path[2:] if path[:1] == ("stages",) else path) in ((), ("evaluate",))
 
 
 def _weighed(values: dict[Any, Any]) -> dict[Any, Any]:
@@ -57,21 +63,20 @@ def _with_code(
     values: dict[Any, Any], folders: Sequence[Path], path: tuple[str, ...]
 ) -> dict[Any, Any]:
     """Give keys that are code their full path; a reward keeps its name, and says what it uses."""
-    if path[-1:] == ("reward",):
+    if path[-1:] == ("reward",) and _holds_rewards(path[:-1]):
         return values
     whole = {_code(key, folders) or key: item for key, item in values.items()}
-    return {k: _rewards(v, folders) if k == "reward" else v for k, v in whole.items()}
+    if "reward" in whole and _holds_rewards(path):
+        whole["reward"] = _rewards(whole["reward"], folders)
+    return whole
 
 
 def _rewards(spec: Any, folders: Sequence[Path]) -> Any:
-    chosen = weighed(spec)
-    if not isinstance(chosen, Mapping):
+    if not isinstance(spec, Mapping):
         return spec
-    used = {name: code for name in chosen if (code := _code(name, folders))}
-    if not used:  # it may be the option of a reward that holds another, which has no weight
-        return spec
-    options = {n: v if isinstance(v, Mapping) else {"weight": v} for n, v in chosen.items()}
-    return {**chosen, **{n: {"use": code, **options[n]} for n, code in used.items()}}
+    used = {name: code for name in spec if (code := _code(name, folders))}
+    options = {n: v if isinstance(v, Mapping) else {"weight": v} for n, v in spec.items()}
+    return {**spec, **{n: {"use": code, **options[n]} for n, code in used.items()}}
 
 
 def _code(value: Any, folders: Sequence[Path]) -> str | None:

@@ -73,6 +73,14 @@ def test_another_file_of_that_name_in_the_working_folder_is_not_taken(project):
     assert len(second.build("data", DATA).train) == 2
 
 
+def test_a_reward_inside_another_keeps_its_form(project):
+    spec = {"by_task": {"reward": "quick_one.py:score"}, "quick_two.py:score": 1.0}
+    whole = config.anchored({"reward": spec, "evaluate": {"reward": spec}}, project / "a/sub")
+    one, two = (f"{project / 'a' / name}.py:score" for name in ("quick_one", "quick_two"))
+    wanted = {"by_task": {"reward": one}, "quick_two.py:score": {"use": two, "weight": 1.0}}
+    assert whole == {"reward": wanted, "evaluate": {"reward": wanted}}
+
+
 def test_folders_and_the_run_itself(project):
     (project / "a/model").mkdir()
     (project / "a/runs").mkdir()
