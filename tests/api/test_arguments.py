@@ -44,7 +44,7 @@ def test_prompts_are_texts_dicts_frames_and_files(tmp_path):
     pandas = pytest.importorskip("pandas")
     assert prompts_of("a cat") == [{"text": "a cat"}]
     assert prompts_of([" a ", {"prompt": "b", "label": 1}]) == [
-        {"text": "a"},
+        {"text": " a "},
         {"prompt": "b", "label": 1, "text": "b"},
     ]
     frame = pandas.DataFrame({"prompt": ["a", "b"], "label": [1, 2], "hint": ["x", None]})

@@ -52,4 +52,4 @@ def test_an_example_of_the_page_runs(number, tmp_path, monkeypatch):
     )
     names: dict = {}
     exec(compile(code, "docs/api.md", "exec"), names)
-    assert names["run"].finished and len(names["run"].metrics) == 1
+    assert names["result"].finished and len(names["result"].metrics) == 1
