@@ -36,6 +36,11 @@ SEPARATOR = re.compile(r"[,;\n\u3001\uff0c\uff1b]")
 BULLET = re.compile(r"^\s*(?:[-*\u2022]\s+|\d+[.)]\s+)")
 MOST = 500  # names of a list
 NOON = re.compile(r"(?<=\d)\s?([ap])\.?\s?m\b\.?")  # p.m., PM
+DESCRIBED = re.compile(
+    r"\s*\*\*([^*\n]{1,80})\*\*\s*(?:[:\u2013\u2014-]|(?<=:\*\*)|$)"
+    r"(?!\s*(?:no|not|none|absent)\b)",
+    re.I,
+)
 # words in front of a list, up to their colon
 INTRODUCED = re.compile(r"\s*[^\n:,;\[\]{}]{2,80}[^\W\d]:(?=\s)\s*(?=\S)")
 
@@ -118,9 +123,19 @@ def items(text: str, known: Collection[str] = ()) -> Parsed[list[str]]:
         body = body[introduced.end() :]
     elif normal(body) not in whole:
         body = SUBJECT.sub("", body, count=1)
+    if described := _described(body):
+        return Parsed(described, answer.status)
     listed = [BULLET.sub("", part).strip() for part in _parts(body, whole)]
     names = [name for name in listed if normal(name)]
     return Parsed(names, answer.status) if names else UNPARSEABLE
+
+
+def _described(body: str) -> list[str]:
+    """Return the names in bold of a list whose every line describes one: 1. **Car**: a red one."""
+    lines = [line.strip() for line in body.split("\n") if line.strip()]
+    lines = lines[1:] if lines and lines[0].strip("*").endswith(":") else lines
+    named = [DESCRIBED.match(BULLET.sub("", line)) for line in lines]
+    return [name[1].rstrip(": ") for name in named if name] if len(named) > 1 and all(named) else []
 
 
 def _parts(body: str, whole: Collection[str]) -> list[str]:

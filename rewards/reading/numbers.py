@@ -13,6 +13,7 @@ from functools import lru_cache
 from rewards.reading.figures import calm
 from rewards.reading.parsed import UNPARSEABLE, Parsed, worst
 from rewards.reading.plain import SHORT, bare, plain
+from rewards.reading.prose import conclusion, scannable, without_points
 from rewards.reading.spelled import ALL, FIRST, GROUPS, SCALES, spelled, whole_words
 from rewards.reading.stated import stated
 from rewards.reading.tokens import Token, tokens_of, value_of
@@ -201,10 +202,21 @@ SCALE_COMMA = re.compile(r"\b(hundred|thousand|[mbt]r?illion), (?=[a-z])", re.I)
 @lru_cache(maxsize=4096)
 def quantity_in(span: str) -> Parsed[Quantity]:
     """Read the one number of a short text that is nothing but the answer."""
+    span = without_points(span)
     if len(span) > SHORT:
         return UNPARSEABLE
-    body = bare(calm(plain(span)))
+    body = scannable(bare(calm(plain(span))))
+    if body is None:
+        return UNPARSEABLE
     body = SCALE_COMMA.sub(r"\1 ", body)
+    parsed = _parsed(body)
+    if parsed.value is None and (last := conclusion(body)):
+        return Parsed(_parsed(bare(last)).value, "repaired")
+    return parsed
+
+
+def _parsed(body: str) -> Parsed[Quantity]:
+    """Read the one number of a plain text."""
     words = whole_words(body.casefold())
     if words is not None:
         return Parsed(Quantity(words))
@@ -253,8 +265,8 @@ def _equation(sides: list[list[Token]]) -> Parsed[Quantity]:
 
 
 def _behind_copula(side: Sequence[Token]) -> Sequence[Token]:
-    """Return what a sentence says that its subject is: 3 + 4 of "the sum is 3 + 4"."""
-    at = [i for i, token in enumerate(side) if token.text.casefold() in COPULAS]
+    """Return what a sentence says of its subject: 3 + 4 of "the sum is 3 + 4", "sum: 3 + 4"."""
+    at = [i for i, token in enumerate(side) if token.text.casefold() in COPULAS | {":"}]
     return side[at[-1] + 1 :] if at else ()
 
 
@@ -299,7 +311,10 @@ def _among(tokens: Sequence[Token]) -> Parsed[Quantity]:
         return _nothing(tokens)
     if len(matches) > 1:
         matches = _meant(tokens, matches)
-    if len({(f.quantity.value, f.quantity.percent) for f in matches}) > 1:
+    if (
+        len({(f.quantity.value, f.quantity.percent) for f in matches}) > 1
+        or len({f.quantity.unit for f in matches} - {None}) > 1
+    ):
         return Parsed(None, "wrong_count")
     if not all(_clear(tokens, match) for match in matches):
         return UNPARSEABLE
@@ -310,10 +325,12 @@ def _among(tokens: Sequence[Token]) -> Parsed[Quantity]:
 
 def _meant(tokens: Sequence[Token], matches: list[Found]) -> list[Found]:
     """Choose among several numbers: "5, not 6", "7 cats: 3 black and 4 white", "3 + 4, 7 in total",
-    "the value for 2015 is 12"; all of them where none of that is said."""
+    "the value for 2015 is 12", "5 cm (50 mm)"; all of them where none of that is said."""
     affirmed = [f for f in matches if not _is(tokens, f.start - 1, "not")] or matches
     if affirmed != matches and len(affirmed) == 1:
         return affirmed
+    if len(matches) == 2 and _converted(tokens, *matches):
+        return matches[:1]
     values = [f.quantity.value for f in matches]
     between = [t.text.casefold() for t in tokens[matches[0].end : matches[1].start]]
     if len(values) > 2 and values[0] == sum(values[1:]) and {"(", ":"} & {*between}:
@@ -324,9 +341,31 @@ def _meant(tokens: Sequence[Token], matches: list[Found]) -> list[Found]:
         return matches[-1:]
     states = last.start and tokens[last.start - 1].text.casefold() in COPULAS
     subject = matches[0].start > 0 and tokens[0].kind == "word"
-    if states and subject and last.end == len(tokens):
+    if states and subject and last.end + len(last.quantity.noun) == len(tokens):
         return matches[-1:]
     return matches
+
+
+def _converted(tokens: Sequence[Token], first: Found, second: Found) -> bool:
+    """Tell whether the second number is the first in another unit, in brackets behind it, rounded
+    to 2 %."""
+    inside = {token.text.casefold() for token in tokens[first.end + 1 : second.start]}
+    front, behind = first.quantity, second.quantity
+    if not (
+        _is(tokens, first.end, "(")
+        and _is(tokens, second.end, ")")
+        and inside <= {"or", "approx", "approx.", *NEAR}
+        and front.unit
+        and behind.unit
+    ):
+        return False
+    kinds = (front.unit.kind, behind.unit.kind)
+    if kinds == ("celsius", "fahrenheit"):
+        return abs(front.value * 1.8 + 32 - behind.value) < 1
+    if kinds == ("fahrenheit", "celsius"):
+        return abs((front.value - 32) / 1.8 - behind.value) < 1
+    ratio = front.unit.ratio(behind.unit)
+    return ratio is not None and near(front.value * ratio, behind.value, 0.02)
 
 
 def _nothing(tokens: Sequence[Token]) -> Parsed[Quantity]:

@@ -13,7 +13,7 @@ from rewards.reading.names import names_of, normal, without_article
 from rewards.reading.numbers import quantity_in
 from rewards.reading.objects import literal
 from rewards.reading.plain import SHORT, bare, plain
-from rewards.reading.stated import emphasised, stated
+from rewards.reading.stated import HEDGED, emphasised, stated
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 # "A. a cat", "(B) a dog", "C: a bird": options that are given with their letters
@@ -346,8 +346,28 @@ def _marked(text: str, options: Options) -> frozenset[str]:
             labels.add(_known(name, options))
     labels.discard("")
     if len(labels) != 1:
-        return _predicate(text, options)
+        return _decided(text, options) or _predicate(text, options)
     return frozenset(labels)
+
+
+DECIDES = re.compile(
+    r"\bI(?:'d| would| will|'ll)? (?:choose|chose|select|pick|go with)\s+"
+    r"(?:(?:option|answer|choice)\s+)?([A-Z]|[(\[][A-Za-z][)\]])(?![\w'])([^.!?\n]*)[.!?]?\s*$"
+)
+UNSURE = re.compile(r"\b(?:if|unless|whether|or|and)\b", re.I)
+
+
+def _decided(text: str, options: Options) -> frozenset[str]:
+    """Read the label that the writer goes with in the end, whatever was weighed before."""
+    match = DECIDES.search(text)
+    if not match:
+        return frozenset()
+    clause = re.split(r"[.;!?\n,]", text[: match.start()])[-1]
+    if any(DENIED.search(part) or UNSURE.search(part) for part in (clause, match[2])) or _mentions(
+        match[2], options
+    ):
+        return frozenset()
+    return frozenset({_known(match[1].strip("()[]"), options)} - {""})
 
 
 def _predicate(text: str, options: Options) -> frozenset[str]:
@@ -360,7 +380,23 @@ def _predicate(text: str, options: Options) -> frozenset[str]:
         and not _mentions(re.sub(rf"(?<!\w){match[0]}(?!\w)", "", text), options)
     ):
         return frozenset(labels)
-    return frozenset()
+    return _ending(text, options)
+
+
+ENDING = re.compile(r"[^.!?\n:;]*\b(?:is|are|was|were|shows?|depicts?)\s+(.+)")
+
+
+def _ending(text: str, options: Options) -> frozenset[str]:
+    """Read the option whose text ends the one sentence of an answer and is its only one."""
+    match = ENDING.fullmatch(text)
+    if not match or DENIED.search(text) or HEDGED.search(text) or _mentions(text, options):
+        return frozenset()
+    label = _by_text(match[1], options)
+    words = f" {normal(text)} "
+    rivals = {normal(rival) for at, rival in zip(options.labels, options.texts) if at != label}
+    return frozenset(
+        {label} if label and not any(f" {rival} " in words for rival in rivals) else ()
+    )
 
 
 def options(text: str, choices: Any = None) -> frozenset[str]:

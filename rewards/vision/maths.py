@@ -18,6 +18,7 @@ from rewards.reading import Status, items, normal, plain, quantity_in, same_name
 from rewards.reading.formulas import differ, explodes, tree_of
 from rewards.reading.numbers import near
 from rewards.reading.plain import bare, latex
+from rewards.reading.stated import DENIED, HEDGED
 from rewards.reading.units import unit_named
 from rewards.vision.base import Verdict, Verifiable, need, tagged
 from rewards.vision.coords import Unscorable
@@ -103,7 +104,8 @@ class Maths(Verifiable):
                 raise Unscorable(f'"answer" is {prompt["answer"]!r}, which math-verify cannot read')
         except Unscorable as error:
             return self._unscorable(error)
-        return decided(right, *stated(text))
+        body, status = stated(text)
+        return decided(right, said(body), status)
 
     def _judged(
         self, question: Question, same: dict[tuple[str, str], bool | Broken | None]
@@ -144,6 +146,20 @@ class Maths(Verifiable):
 
 EQUAL: LRUCache[tuple[str, str], bool | Broken | None] = LRUCache(maxsize=8192)
 READABLE: LRUCache[str, bool] = LRUCache(maxsize=8192)
+
+
+SAID = re.compile(
+    r"(?:^|[.!?\n])([^.!?\n]*\b(?:is|are|be|becomes|equals):?\s*)"
+    r"(?:\\\((?P<round>[^\n]{1,400}?)\\\)|\$(?P<dollar>[^$\n]{1,400})\$)\s*\.?\s*$"
+)
+
+
+def said(body: str) -> str:
+    """Return the formula that the last sentence says its subject is; any other text as it is."""
+    match = SAID.search(body[-2 * LONGEST :])
+    if not match or DENIED.search(match[1]) or HEDGED.search(match[1]):
+        return body
+    return match["round"] or match["dollar"]
 
 
 def decided(right: str, body: str, status: Status) -> Verdict | Question:
