@@ -1,5 +1,5 @@
 """Turns what prose puts around numbers into what the scanner of numbers reads: marks of points,
-numbered lists, temperatures below zero, Chinese numerals and their missing blanks."""
+numbered lists, temperatures below zero, Chinese numerals, blanks that East Asia does not write."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CONCLUDES = re.compile(
     r"(?:so|thus|therefore|hence|in total|in conclusion|\u56e0\u6b64|\u6240\u4ee5)\b[, \uff0c]*",
     re.I,
 )
-HAN = "\u4e00-\u9fff"
+UNSPACED = "\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7a3"  # kana, Han, Hangul
 DIGITS = {letter: at for at, letter in enumerate("零一二三四五六七八九")} | {"两": 2, "〇": 0}
 PLACES = {"十": 10, "百": 100, "千": 1000}
 NUMERAL = re.compile(
@@ -27,11 +27,15 @@ NUMERAL = re.compile(
     "(?=[个個只隻名位人张張条條头頭匹本把件棵朵架艘座台辆輛枚颗块根支种米元岁克秒天年度厘毫公]|小时|分钟|平方|立方)"
 )
 # a first, a month, a floor or an hour is no number of something
-MISSING = re.compile(rf"(?<=[{HAN}])(?<!第)(?=-?\d)|(?<=\d)(?=[{HAN}])(?![万亿十百千月日号点楼])")
-# not, about, at least, at most; or so, and more
+MISSING = re.compile(
+    rf"(?<=[{UNSPACED}])(?<![第前])(?=-?\d)|(?<=\d)(?=[{UNSPACED}])(?![万亿十百千月日号號点點楼樓階時월일번층시])"
+)
+# not, about, at least, at most; or so, and more; in Chinese, Japanese and Korean
 LEFT_OPEN = re.compile(
-    r"(?:不是|不到|不足|并非|没有|约|大概|至少|至多|最多|最少|超过|少于|多于|大于|小于|接近|近|可能)"
-    rf"[是有为]?\s*-?\d|\d\s*[{HAN}]{{0,2}}(?:左右|以上|以下|上下|多|是错|不对|不正确)"
+    r"(?:不是|不到|不足|并非|並非|[没沒]有|(?<!纽)(?<!紐)[约約]|大概|至少|至多|最多|最少|超[过過]|[少多大小][于於]|"
+    r"接近|[将將]近|可能|恐らく|おそらく|약|최소|최대|적어도|거의)[是有为為]?\s*-?\d|"
+    r"\d\s*\w{0,3}?\s?(?:左右|以上|以下|上下|多(?![边邊角面])|是错|是錯|不对|不對|不正[确確]|未[满満]|程度|"
+    r"くらい|ぐらい|ほど|이상|이하|정도|쯤|아[니닙]|では?な|ではあ|じゃな)"
 )
 
 
@@ -42,7 +46,7 @@ def without_points(text: str) -> str:
 
 def scannable(text: str) -> str | None:
     """Rewrite a short plain text so that its numbers stand alone, with their signs; None where
-    Chinese words deny a number or leave it open."""
+    Chinese, Japanese or Korean words deny a number or leave it open."""
     text = BELOW.sub(r"-\1", text)
     head, line, rest = text.partition("\n")
     numbers = [int(number) for number in MARKER.findall(rest)]
