@@ -155,7 +155,8 @@ BROKEN = {
         ["train.train_batch_size=3"],
         "train.train_batch_size 3 does not divide",
     ),
-    "folder of nothing": (["policy.sd3.path=./judge.py"], "model_index.json"),
+    "folder of nothing": (["policy.sd3.path=."], "model_index.json"),
+    "file for a folder": (["policy.sd3.path=./judge.py"], "judge.py is a file"),
     "reward of nobody": (["reward={'judge.py:blueness': 1.0}"], "known: greenness"),
     "window outside": (["policy.sd3.noise_window={window: {start: 5}}"], "window"),
     "LoRA nowhere": (

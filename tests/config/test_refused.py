@@ -74,7 +74,7 @@ def test_a_dry_run_refuses_what_can_never_work(file, override):
         ({"reward": "os:getcwd"}, "reward 'os:getcwd' is code of the configuration's author"),
         ({"reward": {"./judge.py:good": 1.0}}, "is code of the configuration's author"),
         ({"plugins": ["judge.py"]}, "plugins: ['judge.py'] is code of the configuration's author"),
-        ({"policy": "judge.py:Policy"}, "policy 'judge.py:Policy' is code"),
+        ({"policy": "judge.py:Policy"}, "judge.py:Policy' is code of the configuration's author"),
         ({"data": "judge:data"}, "data source 'judge:data' is code"),
         (
             {"policy": {"masked_lm": {"path": "owner/name", "remote_code": True}}},

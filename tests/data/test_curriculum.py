@@ -110,6 +110,9 @@ class Short:
     def admit(self, prompts):
         return prompts[::2]
 
+    def size_of(self, prompt):
+        return None
+
 
 def test_what_a_policy_leaves_out_leaves_every_curriculum(files):
     source = build({"hints": {"of": {"replay": {"of": {"mixture": {"sources": files}}}}}}, DATA)
