@@ -38,8 +38,7 @@ CURRENT = {  # word -> page -> what else is called so today
     "eta": {"extending.md": "an argument of an SDE's step", "text_objectives.md": GROUP_LOSSES},
     "flash": {"speed.md": "a kind of attention"},
     "gate": {"rewards.md": "a reward"},
-    "grpo": {"configuration.md": "an advantage"}
-    | {"stages.md": "the name of a stage"},
+    "grpo": {"configuration.md": "an advantage"} | {"stages.md": "the name of a stage"},
     "guidance": {"configuration.md": "an option of evaluate"},
     "high": {"dgpo.md": LOOK, "masked.md": ESTIMATORS, "rewards.md": REWARDS}
     | {"configuration.md": "an option of entropy"},
