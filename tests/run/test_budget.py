@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from mmrl.config import Config
 from mmrl.config.options import Budget
 from mmrl.monitoring.log import LogOptions, RunLog
 from mmrl.run import loop
@@ -20,7 +21,13 @@ def run_of(folder, budget, resume=False):
     scorer = SimpleNamespace(
         failures={}, counters=dict, weights={}, seconds={}, sub_scores=dict, rewards={}
     )
-    session = SimpleNamespace(options=trainer.options, policy=trainer.policy, scorer=scorer)
+    session = SimpleNamespace(
+        options=trainer.options,
+        policy=trainer.policy,
+        scorer=scorer,
+        config=Config({"reward": {}}),
+        summaries=(),
+    )
     options = LogOptions(tensorboard=False)
     log = RunLog(folder, resume, start=start + 1, options=options)
     run = loop.Run(session, trainer, log, folder)
