@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from mmrl.config import Config
 from mmrl.config.options import EvaluateOptions
 from mmrl.core.errors import UserError
 from mmrl.monitoring.log import LogOptions, RunLog
@@ -43,6 +44,8 @@ def run_of(family, folder, resumed=None):
         scorer=trainer.scorer,
         evaluation=EvaluateOptions(prompts=3, num_samples=2),
         prompts=lambda: toys.prompts(3),
+        config=Config({"reward": {}}),
+        summaries=(),
     )
     if resumed:
         state.restore(trainer, *checkpoint.load(resumed))
