@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -73,7 +74,8 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in ROWS))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
-    return tmp_path
+    yield tmp_path
+    sys.modules.pop("mine", None)  # other tests have modules of that name
 
 
 def check(reward: str, rows: str = "rows.jsonl") -> tuple[int, str]:
