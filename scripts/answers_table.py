@@ -42,7 +42,9 @@ def table() -> str:
     every = list(rows())
     for reward, prompt in dict.fromkeys((row.reward, row.prompt) for row in every):
         mine = [row for row in every if (row.reward, row.prompt) == (reward, prompt)]
-        cells = (shown(row.text for row in mine if (row.score == 1) == right) for right in (1, 0))
+        cells = [shown(row.text for row in mine if (row.score == 1) == right) for right in (1, 0)]
+        if not any(cells):  # all of several lines
+            continue
         fields = json.loads(prompt)
         right = ", ".join(f"{key} {code(json.dumps(fields[key]))}" for key in fields)
         lines.append(f"| `{reward}` | {right.replace(chr(10), ' ')} | {' | '.join(cells)} |")

@@ -49,8 +49,9 @@ class Unfinished:
         except (UserError, ValueError):
             return 0
         weights = _weights(optimizer)
-        shapes = [tuple(tensors[f"{i}.weight"].shape) for i in range(len(weights))]
-        if shapes != [tuple(weight.shape) for weight in weights]:
+        shapes = {f"{i}.weight": weight.shape for i, weight in enumerate(weights)}
+        saved = {name: value.shape for name, value in tensors.items() if name.endswith(".weight")}
+        if saved != shapes or not {"step", "groups", "schedule"} <= header.keys():
             return 0
         with torch.no_grad():
             for i, weight in enumerate(weights):
@@ -58,8 +59,8 @@ class Unfinished:
         for name, value in tensors.items():
             number, _, key = name.partition(".")
             optimizer.state[weights[int(number)]][key] = value
-        for group, saved in zip(optimizer.param_groups, header["groups"], strict=True):
-            group.update(saved)
+        for group, options in zip(optimizer.param_groups, header["groups"]):
+            group.update(options)
         schedule.load_state_dict(header["schedule"])
         return int(header["step"])
 
