@@ -9,11 +9,13 @@ import pytest
 from mmrl.utils.at_once import HANDED_ON, SAME_INSTANT, asks_again
 from tests.fixtures.waiting import HANG
 
-# hours in one call of a library, during which Python's handlers do not run
+# hours in one call of a library, during which Python's handlers do not run; the first signal may
+# come before the call, and must not end the process there
 BUSY = """
-import hashlib
+import hashlib, signal
 from mmrl.utils import at_once
 at_once.SAME_INSTANT, at_once.GRACE = -1.0, 0.1
+signal.signal(signal.SIGINT, lambda number, frame: None)
 with at_once.ending_at_once():
     print("busy", flush=True)
     hashlib.pbkdf2_hmac("sha512", b"", b"", 2**31 - 1)
