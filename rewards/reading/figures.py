@@ -22,6 +22,8 @@ def calm(text: str) -> str:
 def real(value: Any) -> float | None:
     """Convert a number, or a string that is one, to a float; None for anything else. Infinite and
     NaN stay what they are."""
+    if type(value) is float:
+        return value
     if isinstance(value, bool):
         return None
     if isinstance(value, str) and not re.fullmatch(NUMBER, value.strip()):

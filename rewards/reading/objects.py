@@ -33,7 +33,7 @@ def strict_json(text: str) -> Parsed[Any]:
     end = max(body.rfind("]"), body.rfind("}"))
     if starts and end > min(starts):
         candidates.append(body[min(starts) : end + 1])
-    for candidate in candidates if nesting(body) <= DEEPEST else ():
+    for candidate in () if too_deep(body) else candidates:
         try:
             return Parsed(json.loads(candidate))
         except (ValueError, RecursionError):
@@ -53,7 +53,7 @@ def loose_json(text: str) -> Parsed[Any]:
     parsed = strict_json(text)
     body = fenced(text)
     start = BEGINS.search(body)
-    if parsed.status == "ok" or not start or nesting(body) > DEEPEST:
+    if parsed.status == "ok" or not start or too_deep(body):
         return parsed
     body = body[start.start() :]
     quick = several(body) or literal(body)
@@ -111,17 +111,17 @@ def completed(text: str) -> Any:
     return None
 
 
-def nesting(text: str) -> int:
-    """Return how deep brackets are nested, closed or not."""
-    depth = deepest = 0
-    for bracket in re.findall(r"[\[\]{}]", text):
-        if bracket in "[{":
+def too_deep(text: str) -> bool:
+    """Tell whether brackets, closed or not, are nested deeper than anybody answers."""
+    depth = 0
+    for bracket in re.finditer(r"[\[\]{}]", text):
+        if bracket[0] in "[{":
             depth += 1
-            if depth > deepest:
-                deepest = depth
+            if depth > DEEPEST:
+                return True
         else:
             depth -= 1
-    return deepest
+    return False
 
 
 def literal(text: str) -> Any:

@@ -8,7 +8,6 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import chain, groupby
 from typing import Annotated, Any
 
 from annotated_types import Ge, Le
@@ -27,9 +26,9 @@ ENTITIES = {"&quot;": '"', "&lt;": "<", "&gt;": ">", "&amp;": "&"}
 # mteval-v13a: what is set apart from its neighbours
 MARKS = re.compile(r"[{-~\[-` -&(-+:-@/]")
 APART = {code: f" {chr(code)} " for code in range(128) if MARKS.match(chr(code))}
-POINT_AFTER = re.compile(r"([^0-9])([.,])")
-POINT_BEFORE = re.compile(r"([.,])([^0-9])")
-DASH = re.compile(r"([0-9])(-)")
+POINT_AFTER = re.compile(r"[^0-9][.,]")
+POINT_BEFORE = re.compile(r"[.,][^0-9]")
+DASH = re.compile(r"(?<=[0-9])-")
 
 
 def words_13a(text: str) -> list[str]:
@@ -38,9 +37,9 @@ def words_13a(text: str) -> list[str]:
     for entity, letter in ENTITIES.items():
         line = line.replace(entity, letter)
     line = f" {line} ".translate(APART)
-    line = POINT_AFTER.sub(r"\1 \2 ", line)
-    line = POINT_BEFORE.sub(r" \1 \2", line)
-    return DASH.sub(r"\1 \2 ", line).split()[:LONGEST]
+    line = POINT_AFTER.sub(lambda pair: f"{pair[0][0]} {pair[0][1]} ", line)
+    line = POINT_BEFORE.sub(lambda pair: f" {pair[0][0]} {pair[0][1]}", line)
+    return DASH.sub(" - ", line).split()[:LONGEST]
 
 
 def ngrams(words: Sequence[str], order: int) -> Counter[tuple[str, ...]]:
@@ -59,15 +58,12 @@ def bleu(text: str, references: Sequence[str], order: int = 4, smooth: bool = Tr
     right = [words_13a(reference) for reference in references]
     if not words:
         return 0.0
-    known = {word for reference in right for word in reference}
-    runs = [[*run] for shared, run in groupby(words, known.__contains__) if shared]
     total = 0.0
     for n in range(1, order + 1):
-        runs = [run for run in runs if len(run) >= n]
-        counts = Counter(chain.from_iterable(zip(*(run[i:] for i in range(n))) for run in runs))
         most: Counter[tuple[str, ...]] = Counter()
         for reference in right:
             most |= ngrams(reference, n)
+        counts = Counter(filter(most.__contains__, zip(*(words[i:] for i in range(n)))))
         matches = sum(min(counts[gram], count) for gram, count in most.items()) + smooth
         possible = max(len(words) - n + 1, 0) + smooth
         if not matches:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 from rewards.reading import (
@@ -20,7 +21,7 @@ from rewards.reading import (
     strict_json,
     worst,
 )
-from rewards.reading.objects import DEEPEST, QUOTE, nesting, several
+from rewards.reading.objects import QUOTE, several, too_deep
 from rewards.vision.notations import NOTATIONS, Shape, label_of
 
 # under which keys a record holds a box or a point; the first that is there counts
@@ -147,7 +148,7 @@ def _from_json(body: str, size: int) -> Parsed[list[Shape]]:
         labelled = numbers_of(parsed.value, size) and re.match(r"[^\[({`<\d]*[^\W\d]", body)
         return UNPARSEABLE if labelled else _listed(parsed, size)
     inside = fenced(body)
-    if not inside.startswith(("[", "{")) or nesting(inside) > DEEPEST:
+    if not inside.startswith(("[", "{")) or too_deep(inside):
         return UNPARSEABLE
     value = several(QUOTE.sub('"', inside) if "'" in inside else inside)
     return UNPARSEABLE if value is None else _listed(Parsed(value, "repaired"), size)
@@ -157,7 +158,7 @@ def _pairs(body: str, size: int) -> Parsed[list[Shape]]:
     """Read ``(x1,y1),(x2,y2)``; for a point ``(x, y)``."""
     if "{" in body:
         return UNPARSEABLE
-    matches = _PAIRS[size].finditer(body)
+    matches = islice(_PAIRS[size].finditer(body), MOST + 1)
     listed = [Shape(tuple(map(float, match.groups()))) for match in matches]
     return Parsed(listed)
 
@@ -168,12 +169,14 @@ def _bracketed(body: str, size: int) -> Parsed[list[Shape]]:
         return UNPARSEABLE
     listed = []
     end = 0
-    for match in _IN_BRACKETS[size].finditer(body):
+    for match in islice(_IN_BRACKETS[size].finditer(body), MOST + 1):
         words = body[max(end, match.start() - 60) : match.start()].strip(" \t\n,;")
         words = _CUT.split(words)[-1] if words else ""
         label = _named(words) if words else None
         listed.append(Shape(tuple(map(float, match.groups())), label))
         end = match.end()
+    if not listed:
+        return UNPARSEABLE
     whole = strict_json(body).status == "ok" or re.fullmatch(rf"\(\s*{_LISTED[size]}\s*\)", body)
     return Parsed(listed, "ok" if whole else "repaired")
 

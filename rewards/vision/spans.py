@@ -27,7 +27,6 @@ from rewards.reading import (
     loose_json,
     real,
     reals,
-    strict_json,
     worst,
 )
 from rewards.vision import boxes as geometry
@@ -79,11 +78,9 @@ def spans(text: str) -> Parsed[list[Span]]:
     body = seconds(calm(fenced(answer.value if marked is None else marked[:LONGEST])))
     if body.casefold().strip(" .") in NOTHING | {"[]"}:
         return Parsed([], answer.status)
-    for read in (strict_json, loose_json):
-        parsed = read(body) if re.search(r"[\[{]", body) else UNPARSEABLE
-        listed = _spans(parsed.value) if parsed.value is not None else []
-        if listed:
-            return Parsed(listed, worst(answer.status, parsed.status))
+    parsed = loose_json(body) if re.search(r"[\[{]", body) else UNPARSEABLE
+    if parsed.value is not None and (listed := _spans(parsed.value)):
+        return Parsed(listed, worst(answer.status, parsed.status))
     listed = [(float(a), float(b)) for a, b in PAIR.findall(body)]
     plain = WHOLE.fullmatch(body.strip())
     return (
@@ -225,7 +222,7 @@ class Temporal(Verifiable):
 
 
 def _finite(span: Span) -> bool:
-    return all(abs(v) < 1e12 for v in span)
+    return abs(span[0]) < 1e12 and abs(span[1]) < 1e12
 
 
 def _state(span: Span, end: float) -> Status:
