@@ -13,7 +13,6 @@ way included, of the wall and of the processor: on a shared machine only the lat
 import argparse
 import json
 import math
-import shutil
 import sys
 import tempfile
 import time
@@ -27,7 +26,8 @@ import torch  # noqa: E402
 from mmrl.cli import commands  # noqa: E402
 from mmrl.core.registry import locate  # noqa: E402
 from mmrl.monitoring.report.charts import Chart, Series  # noqa: E402
-from mmrl.monitoring.report.page import write_report  # noqa: E402
+from mmrl.monitoring.report.page import before_after_picture, write_report  # noqa: E402
+from mmrl.monitoring.report.pictures import open_picture  # noqa: E402
 from mmrl.run.lifecycle import train  # noqa: E402
 from mmrl.utils.machine import machine  # noqa: E402
 from mmrl.utils.paths import find_config  # noqa: E402
@@ -46,6 +46,14 @@ STYLE = (
     "sans-serif;fill:#555}.grid{stroke:#e5e5e5}.axis{stroke:#aaa}.line{fill:none;stroke-width:2}"
     ".c1{stroke:#2a68cf}.c2{stroke:#d0690c}.c3{stroke:#2b8a57}.c4{stroke:#7d4ec0}.c5{stroke:#c43458}.c6{stroke:#158294}"
 )
+
+
+def animate(run: Path, target: Path) -> None:
+    """Write the film of before and after as an animated PNG, which Markdown shows."""
+    film = open_picture(before_after_picture(run))
+    first, *later = film.frames
+    timing = {"duration": round(film.pace), "loop": 0}
+    first.save(target, save_all=True, append_images=later, **timing)
 
 
 def learn(recipe: str, seed: int, run: Path, overrides: list[str]) -> dict:
@@ -177,9 +185,7 @@ def main() -> None:
                 learn(recipe, seed, run, chosen.overrides) for seed, run in where.items()
             ]
             (RESULTS / f"digits_video_{recipe}.svg").write_text(picture(runs[recipe]))
-            shutil.copy(
-                where[chosen.seeds[0]] / "before_after.png", RESULTS / f"digits_video_{recipe}.png"
-            )
+            animate(where[chosen.seeds[0]], RESULTS / f"digits_video_{recipe}.png")
     file = RESULTS / "digits_video.json"
     earlier = json.loads(file.read_text())["runs"] if file.is_file() else {}
     report = {

@@ -122,12 +122,14 @@ def _text(text: str) -> str:
 
 
 def _picture(item: Image.Image | Video) -> str:
-    source = data_uri(Film(tuple(item), round(item.pace)) if isinstance(item, Video) else item)
     first = item[0] if isinstance(item, Video) else item
     style = f"width:{SIDE}px"
     if first.width <= SIDE:  # few pixels stay squares
         style += ";image-rendering:pixelated"
-    return f'<img src="{source}" style="{style}">'
+    if isinstance(item, Video) and len(item) > 1:
+        source = data_uri(Film(tuple(item), item.pace))
+        return f'<video src="{source}" style="{style}" muted autoplay loop playsinline></video>'
+    return f'<img src="{data_uri(first)}" style="{style}">'
 
 
 def shown(media: Media, fps: float = 1000 / PACE) -> list[Sample]:

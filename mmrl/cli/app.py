@@ -348,11 +348,12 @@ def push(
 @app.command()
 def report(run: RunFolder) -> None:
     """Write one self-contained HTML page about a run."""
-    from mmrl.monitoring.report.page import write_report
+    from mmrl.monitoring.report.page import BEFORE_AFTER, write_report
+    from mmrl.monitoring.report.pictures import saved_picture
 
     print(write_report(run))
-    if (run / "before_after.png").exists():
-        print(run / "before_after.png")
+    if picture := saved_picture(run / BEFORE_AFTER):
+        print(picture)
 
 
 @app.command()

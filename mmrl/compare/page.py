@@ -21,7 +21,7 @@ from mmrl.core.statistics import interval, paired
 from mmrl.monitoring.log import FINISHED
 from mmrl.monitoring.report.charts import Chart, Series, number
 from mmrl.monitoring.report.curves import spread_out
-from mmrl.monitoring.report.pictures import Tile, compare, data_uri, save_picture
+from mmrl.monitoring.report.pictures import Film, Tile, compare, data_uri, save_picture
 from mmrl.monitoring.report.runs import Run, read_run
 from mmrl.run.loop import COSTS
 from mmrl.utils.files import write_json
@@ -77,7 +77,7 @@ def write(
     write_json(folder / "compare.json", finite(content))
     picture = before_after(runs)
     if picture is not None:
-        save_picture(picture, folder / "compare.png")
+        save_picture(picture, folder / "compare")
     (folder / "compare.md").write_text(markdown.page(finite(content)), encoding="utf-8")
     path = folder / "compare.html"
     draft = path.with_suffix(".html.part")
@@ -213,6 +213,7 @@ def render(content: Mapping[str, Any], picture: Tile | None) -> str:
         content,
         charts=charts(content),
         picture=None if picture is None else data_uri(picture, most=1400),
+        is_film=isinstance(picture, Film),
         labels=[setting["label"] for setting in content["settings"]],
     )
 

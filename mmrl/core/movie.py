@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 BETTER = ("libx264", {"crf": "18", "preset": "medium"})  # H.264, where FFmpeg has its encoder
 ANYWHERE = ("mpeg4", {"qscale": "2"})
@@ -28,12 +30,33 @@ def write_mp4(
     Both lose a little. A side of an odd number of pixels is a pixel longer, and a sound of more
     than two channels is mixed to two.
     """
+    # the index in front lets a browser begin early; to write it there, the file is read again
+    options = {"movflags": "+faststart"}
+    _write(str(path), frames.cpu().numpy(), fps, options, sound, sampling_rate)
+    return path
+
+
+def mp4_bytes(frames: np.ndarray, fps: float | Fraction) -> bytes:
+    """Return the .mp4 file of frames uint8 [F, H, W, 3] without sound (``write_mp4``)."""
+    buffer = BytesIO()
+    _write(buffer, frames, fps, {})
+    return buffer.getvalue()
+
+
+def _write(
+    place: Any,
+    frames: np.ndarray,
+    fps: float | Fraction,
+    options: dict[str, str],
+    sound: Tensor | None = None,
+    sampling_rate: int = 0,
+) -> None:
     import av
 
-    pixels = _even(frames.cpu().numpy())
+    pixels = _even(frames)
     rate = Fraction(fps).limit_denominator(FINEST)
     codec, settings = BETTER if BETTER[0] in av.codecs_available else ANYWHERE
-    with av.open(str(path), "w", format="mp4", options={"movflags": "+faststart"}) as file:
+    with av.open(place, "w", format="mp4", options=options) as file:
         picture: Any = file.add_stream(codec, rate=rate, options=settings)
         picture.height, picture.width = pixels.shape[1:3]
         picture.pix_fmt = "yuv420p"
@@ -43,7 +66,6 @@ def write_mp4(
         file.mux(picture.encode(None))
         if heard is not None and sound is not None:
             _encode_sound(file, heard, sound, sampling_rate)
-    return path
 
 
 def frame_rate(frames: int, samples: int, sampling_rate: int) -> Fraction:
@@ -65,6 +87,7 @@ def _sound_stream(file: Any, sound: Tensor | None, sampling_rate: int) -> Any:
 
 def _encode_sound(file: Any, stream: Any, sound: Tensor, sampling_rate: int) -> None:
     import av
+    import torch
 
     samples = sound.detach().float().cpu().nan_to_num(0.0).clamp(-1, 1)
     if len(samples) > 2:

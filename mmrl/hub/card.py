@@ -35,7 +35,7 @@ class Card:
     repository: str
     license: str
     has_curves: bool
-    has_pictures: bool
+    picture: str  # the file of before and after, beside the card; empty without one
 
     def text(self) -> str:
         """Return README.md: the hub's metadata, then the sections."""
@@ -128,9 +128,12 @@ class Card:
         )
 
     def _before_after(self) -> str:
-        if self.has_pictures:
+        if self.picture:
+            shown = f"![before and after]({self.picture})"
+            if self.picture.endswith(".mp4"):
+                shown = f'<video src="{self.picture}" controls autoplay muted loop></video>'
             return (
-                "## Before and after\n\n![before and after](before_after.png)\n\n"
+                f"## Before and after\n\n{shown}\n\n"
                 "Above the base model, below this one: same prompts, same noise, not chosen.\n"
             )
         pairs = list(_answers(self.run))

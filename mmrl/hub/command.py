@@ -15,7 +15,8 @@ from mmrl.hub.card import Card, configuration, license_of, without_folders
 from mmrl.hub.loading import describe
 from mmrl.hub.plots import plot_curves
 from mmrl.monitoring.report.evidence import read_evaluation
-from mmrl.monitoring.report.page import before_after_picture
+from mmrl.monitoring.report.page import BEFORE_AFTER, before_after_picture
+from mmrl.monitoring.report.pictures import saved_picture
 from mmrl.monitoring.report.runs import read_run
 from mmrl.run import build
 from mmrl.utils.files import json_object, whole_folder
@@ -74,7 +75,7 @@ def write(run: Path, request: Request, folder: Path) -> Path:
             repository=request.repository,
             license=license_of(export.base, request.license),
             has_curves=plot_curves(history, draft / "curves.png"),
-            has_pictures=_pictures(run, draft),
+            picture=_picture(run, draft),
         )
         _keep_apart(draft)
         _hide_origins(draft, export.base_id)
@@ -100,13 +101,15 @@ def check_name(repository: str) -> None:
         )
 
 
-def _pictures(run: Path, draft: Path) -> bool:
-    picture = run / "before_after.png"
+def _picture(run: Path, draft: Path) -> str:
+    """Copy the picture or film of before and after; returns its name, empty without one."""
     with suppress(UserError, OSError):  # a run of texts has none; a folder may be read-only
-        picture = before_after_picture(run)
-    if picture.is_file():
-        shutil.copyfile(picture, draft / picture.name)
-    return picture.is_file()
+        before_after_picture(run)
+    picture = saved_picture(run / BEFORE_AFTER)
+    if picture is None:
+        return ""
+    shutil.copyfile(picture, draft / picture.name)
+    return picture.name
 
 
 def _keep_apart(draft: Path) -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
@@ -27,6 +26,7 @@ from mmrl.monitoring.trackers import (
     start_tracker,
     warn,
 )
+from mmrl.utils.files import replace_file, sync
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -149,8 +149,8 @@ class RunLog:
         if self.active:
             for name in (METRICS, EVENTS, ROLLOUTS):
                 if (self.folder / name).exists():
-                    _sync(self.folder / name)
-            _sync(self.folder)
+                    sync(self.folder / name)
+            sync(self.folder)
 
     def images(
         self,
@@ -161,8 +161,8 @@ class RunLog:
         fps: float | None = None,
     ) -> None:
         """Write images [N, 3, H, W] in 0..1 as samples/<name>.png, and their layout to
-        samples/captions.json. Of videos [N, F, 3, H, W], of ``fps`` frames a second, that picture
-        is small and moves; the first few are written as .mp4 into samples/<name> too."""
+        samples/captions.json. Videos [N, F, 3, H, W], of ``fps`` frames a second, are small in
+        samples/<name>.mp4; the first few are written whole into samples/<name> too."""
         if not self.active:
             return
         if not re.fullmatch(r"[\w.-]+", name):
@@ -171,7 +171,7 @@ class RunLog:
             self._clips(name, images, fps or 1000 / PACE)
         drawn = film_sheet(images, columns, fps) if images.ndim == 5 else sheet(images, columns)
         picture, layout = drawn
-        _replace(self.folder / "samples" / f"{name}.png", lambda path: save_picture(picture, path))
+        save_picture(picture, self.folder / "samples" / name)
         known = read_captions(self.folder)
         sheets = known.get("sheets", {}) | {
             name: {**asdict(layout), "captions": [str(c) for c in captions]}
@@ -179,10 +179,7 @@ class RunLog:
         text = json.dumps(
             {"captions": [str(c) for c in captions], "sheets": sheets}, ensure_ascii=False, indent=1
         )
-        _replace(
-            self.folder / "samples" / "captions.json",
-            lambda path: path.write_text(text, encoding="utf-8"),
-        )
+        replace_file(self.folder / "samples" / "captions.json", text.encode())
         texts = [str(c) for c in captions]
         moment = re.fullmatch(r"iter-0*(\d+)", name)
         iteration = int(moment[1]) if moment else self.iteration
@@ -275,7 +272,7 @@ class RunLog:
             ):
                 lines.append(written + "\n")
                 past.append(line)
-        _replace(path, lambda draft: draft.write_text("".join(lines), encoding="utf-8"))
+        replace_file(path, "".join(lines).encode())
         for number in torn:
             self.event("warning", f"{path}: line {number} is torn; dropped")
         return past
@@ -335,23 +332,7 @@ def answers_table(groups: Sequence[Mapping[str, Any]]) -> Table:
     return Table(columns, rows)
 
 
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def _number(value: float) -> float | int | None:
     if not math.isfinite(value):
         return None
     return int(value) if value.is_integer() and abs(value) < 2**53 else value
-
-
-def _replace(path: Path, write: Callable[[Path], Any]) -> None:
-    """Write beside, then rename, so that a reader never sees half a file."""
-    draft = path.with_name(path.name + ".part")
-    write(draft)
-    _sync(draft)  # or a power cut may leave the name and nothing in it
-    draft.replace(path)

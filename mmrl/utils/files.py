@@ -43,6 +43,14 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file beside ``path``, then rename it, so that a reader never sees half of it."""
+    draft = path.with_name(path.name + ".part")
+    draft.write_bytes(content)
+    sync(draft)  # or a power cut may leave the name and nothing in it
+    draft.replace(path)
+
+
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
     """Give a folder to write into, which becomes ``folder`` when the block ends without an error

@@ -18,6 +18,7 @@ from typing import Any
 
 from mmrl.core.errors import UserError, suggest
 from mmrl.monitoring.log import EVENTS, FINISHED, METRICS, ROLLOUTS
+from mmrl.monitoring.report.pictures import ENDINGS, saved_picture
 from mmrl.monitoring.report.runs import Run, finite, is_run, read_run
 from mmrl.monitoring.report.stages import parts
 from mmrl.run.lock import OWNER, STALE
@@ -117,6 +118,7 @@ class Reference:
 
     url: str
     size: tuple[int, int]
+    is_film: bool = False
 
     @property
     def width(self) -> int:
@@ -139,20 +141,24 @@ class LiveRun(Run):
     def sample(self, name: str) -> Any:
         layout = self._layout(name)
         size = layout.size() if layout else (512, 512)
-        path = self.folder / "samples" / f"{name}.png"
-        return Reference(f"{self._url(name)}{version(path)}", size) if path.is_file() else None
+        path = saved_picture(self.folder / "samples" / name)
+        return path and Reference(f"{self._url(name)}{version(path)}", size, _is_film(path))
 
     def sample_tiles(self, name: str) -> list[Any]:
         layout = self._layout(name)
-        path = self.folder / "samples" / f"{name}.png"
-        if layout is None or not path.is_file():
+        path = saved_picture(self.folder / "samples" / name)
+        if layout is None or path is None:
             return []
-        stamp = version(path)
-        size = (layout.width, layout.height)
-        return [Reference(f"{self._url(name)}/{i}{stamp}", size) for i in range(layout.count)]
+        stamp, size, film = version(path), (layout.width, layout.height), _is_film(path)
+        return [Reference(f"{self._url(name)}/{i}{stamp}", size, film) for i in range(layout.count)]
 
     def _url(self, name: str) -> str:
         return f"{self.address}/sheets/{name}"
+
+
+def _is_film(path: Path) -> bool:
+    """Tell whether a sheet moves."""
+    return path.suffix == ".mp4"
 
 
 def version(path: Path) -> str:
@@ -232,11 +238,13 @@ class RunFolder:
         """Return the file of a sheet of samples; None unless it lies in this folder."""
         if not SHEET.fullmatch(name):
             return None
-        path = (self.folder / "samples" / f"{name}.png").resolve()
-        return path if path.is_file() and path.is_relative_to(self.folder.resolve()) else None
+        path = saved_picture(self.folder / "samples" / name)
+        inside = path is not None and path.resolve().is_relative_to(self.folder.resolve())
+        return path if inside else None
 
     def _sheets(self) -> list[Path]:
-        return sorted((self.folder / "samples").glob("*.png"))
+        files = (self.folder / "samples").glob("*.*")
+        return sorted(path for path in files if path.suffix in ENDINGS)
 
     def _tail(self, name: str) -> Tail:
         return self.tails.setdefault(name, Tail(self.folder / name))

@@ -48,7 +48,9 @@ def environment() -> Any:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    env.globals.update(number=number, data_uri=lambda reference: reference.url)
+    env.globals.update(
+        number=number, data_uri=lambda image: image.url, is_film=lambda image: image.is_film
+    )
     return env
 
 

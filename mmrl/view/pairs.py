@@ -8,7 +8,6 @@ with rewards) and that has TRL's columns ``prompt``, ``chosen``, ``rejected`` be
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import os
 import secrets
@@ -26,7 +25,7 @@ from PIL import Image
 from mmrl.core.clips import open_clip
 from mmrl.core.errors import UserError
 from mmrl.monitoring.report.curves import spread_out
-from mmrl.monitoring.report.pictures import Film, Tile, open_picture, save_picture
+from mmrl.monitoring.report.pictures import Film, Tile, encoded, open_picture
 from mmrl.monitoring.report.runs import Run, read_run
 from mmrl.view.folders import Runs
 
@@ -37,12 +36,23 @@ SAMPLES = "samples.jsonl"  # what `mmrl sample` writes beside its files
 
 
 @dataclass(frozen=True)
+class File:
+    """Holds a picture or a film as a file: its bytes and their ending, .png or .mp4. ``name``: a
+    hash of the sample."""
+
+    encoded: bytes
+    ending: str
+    name: str
+
+
+@dataclass(frozen=True)
 class Sample:
-    """Is one sample of a prompt. ``load`` returns a text, or a picture; ``source`` says whose."""
+    """Is one sample of a prompt. ``load`` returns a text, a picture, or the path of a film;
+    ``source`` says whose."""
 
     prompt: str
     source: str
-    load: Callable[[], str | Tile]
+    load: Callable[[], str | Tile | Path]
     picture: str = ""  # of the question, as data; empty where there is none
 
 
@@ -52,8 +62,8 @@ class Pair:
 
     number: str
     samples: tuple[Sample, Sample]
-    contents: tuple[str | bytes, str | bytes]
-    names: tuple[str, str]  # hashes of the contents
+    contents: tuple[str | File, str | File]
+    names: tuple[str, str]  # hashes of the samples
 
     @property
     def key(self) -> frozenset[str]:
@@ -140,16 +150,17 @@ class Pairs:
 
     def _record(self, pair: Pair, choice: str) -> dict[str, Any]:
         answers: list[dict[str, Any]] = []
-        for content, name, reward in zip(pair.contents, pair.names, REWARDS[choice], strict=True):
+        for content, reward in zip(pair.contents, REWARDS[choice], strict=True):
             if isinstance(content, str):
                 answers.append({"text": content, "reward": reward})
             else:
                 self.pictures.mkdir(exist_ok=True)
-                path = self.pictures / f"{name}.png"
+                path = self.pictures / f"{content.name}{content.ending}"
                 if not path.exists():
-                    path.write_bytes(content)
-                answers.append({"image": f"{self.pictures.name}/{path.name}", "reward": reward})
-        contents = [str(answer.get("text", answer.get("image"))) for answer in answers]
+                    path.write_bytes(content.encoded)
+                medium = "video" if content.ending == ".mp4" else "image"
+                answers.append({medium: f"{self.pictures.name}/{path.name}", "reward": reward})
+        contents = [str(next(iter(answer.values()))) for answer in answers]
         tie = choice == "0"
         better = contents[::-1] if choice == "2" else contents
         return {
@@ -237,27 +248,32 @@ def _read(file: Path) -> str:
     return file.read_text(encoding="utf-8", errors="replace")
 
 
-def _film(file: Path) -> Film:
-    """Read all frames of an .mp4 file, at its pace."""
-    clip = open_clip(file)
-    line = clip.timeline
-    frames = clip.read(range(len(line.times)))
-    return Film(tuple(map(Image.fromarray, frames)), round(1000 * line.length / len(frames)))
+def _film(file: Path) -> Path:
+    """Return the path of a film that can be read. Raises ClipError."""
+    open_clip(file)
+    return file
 
 
 READERS: dict[str, Callable[[Path], Any]] = {".txt": _read, ".mp4": _film}
 
 
-def _content(sample: str | Tile) -> str | bytes:
+def _content(sample: str | Tile | Path) -> str | File:
     if isinstance(sample, str):
         return sample
-    buffer = io.BytesIO()
-    save_picture(sample, buffer)
-    return buffer.getvalue()
+    if isinstance(sample, Path):
+        whole = sample.read_bytes()
+        return File(whole, sample.suffix, _hash(whole))
+    whole, ending = encoded(sample)
+    # of a film's frames: another encoder writes other bytes for them
+    raw = b"".join(map(Image.Image.tobytes, sample.frames)) if isinstance(sample, Film) else whole
+    return File(whole, ending, _hash(raw))
 
 
-def _name(content: str | bytes) -> str:
-    raw = content.encode() if isinstance(content, str) else content
+def _name(content: str | File) -> str:
+    return _hash(content.encode()) if isinstance(content, str) else content.name
+
+
+def _hash(raw: bytes) -> str:
     return hashlib.sha256(raw).hexdigest()[:24]
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import io
 import ipaddress
+import re
 import secrets
 import socket
 from collections.abc import Awaitable, Callable, Sequence
@@ -19,18 +19,18 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
+from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, RedirectResponse, Response
 from PIL import Image
 
 from mmrl.core.errors import UserError
-from mmrl.monitoring.report.pictures import Film, Tile, open_picture, save_picture
+from mmrl.monitoring.report.pictures import Tile, encoded, open_picture, still
 from mmrl.view import pages
 from mmrl.view.folders import RunFolder, Runs
 from mmrl.view.pairs import REWARDS, Pair, Pairs
 
 HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; img-src 'self' data:; style-src 'self'; "
-    "script-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'self'; "
+    "Content-Security-Policy": "default-src 'none'; img-src 'self' data:; media-src 'self'; "
+    "style-src 'self'; script-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'self'; "
     "frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
@@ -45,6 +45,7 @@ STATIC = {
 }
 FOREVER = {"Cache-Control": "private, max-age=31536000, immutable"}
 MOST_BODY = 4096  # bytes of a rating
+PART = re.compile(r"bytes=(\d{1,18})-(\d{0,18})")  # of a file
 Next = Callable[[Request], Awaitable[Response]]
 
 
@@ -134,19 +135,27 @@ def _add_pages(app: FastAPI, runs: Runs, rating: bool) -> None:
 
 def _add_pictures(app: FastAPI, runs: Runs) -> None:
     @app.get("/runs/{key}/sheets/{name}")
-    def sheet(key: str, name: str) -> Response:
+    def sheet(request: Request, key: str, name: str) -> Response:
         folder = runs.find(key)
         path = folder.sheet(name) if folder else None
-        return _picture(_opened(path, path.stat().st_mtime_ns)) if path else _missing()
+        if path is None:
+            return _missing()
+        if path.suffix == ".mp4":
+            return FileResponse(path, headers=FOREVER)
+        return _media(request, *encoded(still(open_picture(path))), FOREVER)
 
     @app.get("/runs/{key}/sheets/{name}/{index}")
-    def tile(key: str, name: str, index: int) -> Response:
+    def tile(request: Request, key: str, name: str, index: int) -> Response:
         folder = runs.find(key)
         path = folder.sheet(name) if folder else None
         if folder is None or path is None:
             return _missing()
         cut = _cut(folder, name, path.stat().st_mtime_ns)
-        return _picture(cut[index]) if 0 <= index < len(cut) else _missing()
+        if not 0 <= index < len(cut):
+            return _missing()
+        # earlier versions wrote sheets of videos as animated PNG: of these a still picture
+        content, ending = encoded(cut[index] if path.suffix == ".mp4" else still(cut[index]))
+        return _media(request, content, ending, FOREVER)
 
 
 def _add_pairs(app: FastAPI, pairs: Pairs, token: str) -> None:
@@ -162,14 +171,14 @@ def _add_pairs(app: FastAPI, pairs: Pairs, token: str) -> None:
         return JSONResponse({"pair": _shown(chosen) if chosen else None, **counts})
 
     @app.get("/rate/pairs/{number}/{side}")
-    def picture(number: str, side: str) -> Response:
+    def picture(request: Request, number: str, side: str) -> Response:
         chosen = pairs.pending.get(number)
         if chosen is None or side not in ("left", "right"):
             return _missing()
         content = chosen.contents[side == "right"]
         if isinstance(content, str):
             return _missing()
-        return Response(content, media_type="image/png", headers={"Cache-Control": "no-store"})
+        return _media(request, content.encoded, content.ending, {"Cache-Control": "no-store"})
 
 
 def _add_ratings(app: FastAPI, pairs: Pairs, token: str) -> None:
@@ -210,7 +219,10 @@ def _shown(pair: Pair) -> dict[str, Any]:
     sides = [
         {"text": content}
         if isinstance(content, str)
-        else {"picture": f"/rate/pairs/{pair.number}/{side}"}
+        else {
+            "picture": f"/rate/pairs/{pair.number}/{side}",
+            "film": content.ending == ".mp4",
+        }
         for side, content in zip(("left", "right"), pair.contents, strict=True)
     ]
     question = pair.samples[0].picture
@@ -238,12 +250,7 @@ def _missing() -> Response:
     return Response("not found", 404)
 
 
-@lru_cache(maxsize=16)
-def _opened(path: Path, changed: int) -> Tile:
-    return open_picture(path)
-
-
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=8)
 def _cut_sheet(folder: Path, name: str, changed: int) -> list[Tile]:
     from mmrl.monitoring.report.runs import read_run
 
@@ -254,8 +261,17 @@ def _cut(folder: RunFolder, name: str, changed: int) -> list[Tile]:
     return _cut_sheet(folder.folder, name, changed)
 
 
-def _picture(picture: Tile) -> Response:
-    kind = "WEBP" if isinstance(picture, Film) else "PNG"
-    buffer = io.BytesIO()
-    save_picture(picture, buffer, kind)
-    return Response(buffer.getvalue(), media_type=f"image/{kind.lower()}", headers=FOREVER)
+def _media(request: Request, content: bytes, ending: str, headers: dict[str, str]) -> Response:
+    """Answer with a picture or a film, or the part that is asked for: Safari plays no film from a
+    server that sends it whole only."""
+    kind = "video/mp4" if ending == ".mp4" else "image/png"
+    headers = headers | {"Accept-Ranges": "bytes"}
+    part = PART.fullmatch(request.headers.get("range", ""))
+    if part is None:
+        return Response(content, media_type=kind, headers=headers)
+    first = int(part[1])
+    last = min(int(part[2] or len(content) - 1), len(content) - 1)
+    if first > last:
+        return Response(status_code=416, headers={"Content-Range": f"bytes */{len(content)}"})
+    headers["Content-Range"] = f"bytes {first}-{last}/{len(content)}"
+    return Response(content[first : last + 1], 206, media_type=kind, headers=headers)

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmrl.core.clips import ClipError, open_clip
 from mmrl.core.errors import UserError
 from rewards._prompt import from_pil, read_picture
 
-PICTURE = ("picture", "image", "file", "sample")  # names of the column with the picture
+PICTURE = ("picture", "image", "video", "file", "sample")  # names of the column with the picture
 SCORE = ("score", "rating")
 FRAMES = 4  # of a video that is looked at
 
@@ -107,7 +108,9 @@ def _pair(row: Mapping[str, Any], place: str) -> tuple[list[str], float]:
     if row["chosen"] is None and row["rejected"] is None and row.get("tie"):
         answers = row.get("answers")
         sides = answers if isinstance(answers, list) else []
-        names: list[Any] = [side.get("image") for side in sides if isinstance(side, dict)]
+        names: list[Any] = [
+            side.get("image") or side.get("video") for side in sides if isinstance(side, dict)
+        ]
         target = 0.5
     else:
         names = [row["chosen"], row["rejected"]]
@@ -148,8 +151,11 @@ def connected(keys: Sequence[Sequence[str]]) -> Tensor:
 
 
 def load_frames(file: Path) -> Tensor:
-    """Read a picture, or a few frames of an animated one: [F, 3, H, W] in 0..1."""
+    """Read a picture, or a few frames of a video or an animated picture: [F, 3, H, W] in 0..1."""
     from PIL import Image
+
+    if file.suffix == ".mp4":
+        return _clip_frames(file)
 
     picture = read_picture(file, "picture", "fitted_head")
     count = getattr(picture, "n_frames", 1)
@@ -162,3 +168,12 @@ def load_frames(file: Path) -> Tensor:
             video.seek(place)
             frames.append(from_pil(video.copy()))
     return torch.stack(frames)
+
+
+def _clip_frames(file: Path) -> Tensor:
+    try:
+        clip = open_clip(file)
+        frames = clip.read(clip.timeline.spread(min(len(clip.timeline.times), FRAMES)))
+    except ClipError as error:
+        raise UserError(f"{file}: no video that can be read: {error}") from error
+    return torch.from_numpy(frames).permute(0, 3, 1, 2).float() / 255

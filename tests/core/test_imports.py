@@ -96,7 +96,7 @@ def test_samplers_import_torch_only():
 
 
 def test_rewards_know_little_of_ours():
-    parts = ("registry", "errors", "types", "pictures", "sound", "hub", "thoughts")
+    parts = ("registry", "errors", "types", "pictures", "clips", "sound", "hub", "thoughts")
     parts += ("pretrained", "weight_files")  # what loads models and tensors
     parts += ("statistics",)  # the one rule of intervals
     known = [f"mmrl.core.{part}" for part in parts]

@@ -1,5 +1,7 @@
 """The page: everything a run holds, nothing a run must not do to its reader."""
 
+import base64
+import io
 import json
 import math
 import random
@@ -379,42 +381,58 @@ def test_configurations_are_found_by_path_and_by_name(tmp_path, monkeypatch):
 
 
 def test_videos_move_on_the_page(tmp_path):
-    """Sheets of videos are animated PNGs: their frames come back exactly, and the page and the
-    picture play them."""
-    import base64
-    import io
-
-    draw = torch.Generator().manual_seed(0)
-    videos = {
-        name: torch.rand(3, 5, 3, 8, 6, generator=draw) for name in ("before", "iter-0001", "after")
-    }
+    """Sheets of videos are .mp4 files: their frames come back, and page and picture play them."""
+    shades = torch.arange(3 * 5).view(3, 5, 1, 1, 1) / 15
+    videos = {name: shades.expand(3, 5, 3, 17, 33) for name in ("before", "iter-0001", "after")}
+    (tmp_path / "samples").mkdir()
+    for name in ("samples/after.png", "before_after.png"):  # of an earlier version
+        (tmp_path / name).touch()
     with RunLog(tmp_path, options=LogOptions(tensorboard=False)) as log:
         for name, media in videos.items():
-            log.images(name, media, ["one", "two", "three"])
+            log.images(name, media, ["one", "two", "three"], fps=25)
+        log.images("single", videos["after"][:, :1], fps=25)
         log.metrics(1, {"reward/mean": 0.5})
     tiles = read_run(tmp_path).sample_tiles("after")
     for tile, video in zip(tiles, videos["after"], strict=True):
+        assert tile.pace == pytest.approx(40) and tile.size == (33, 17)  # an odd sheet of 67 x 36
         for frame, pixels in zip(tile.frames, video, strict=True):
-            want = (pixels * 255).round().byte().permute(1, 2, 0).contiguous()
-            assert frame.tobytes() == bytes(want.numpy())
+            assert abs(frame.getpixel((16, 8))[0] - float(pixels[0, 8, 16]) * 255) <= 4
     page = Page(write_report(tmp_path).read_text(encoding="utf-8"))
-    shown = [attributes["src"] for tag, attributes in page.tags if tag == "img"]
+    shown = [attributes for tag, attributes in page.tags if tag == "video"]
     assert len(shown) == 2 * 3 + 3  # before and after, and one moment of the film
-    for source in shown:
-        picture = Image.open(io.BytesIO(base64.b64decode(source.partition("base64,")[2])))
-        assert picture.n_frames == 5 and picture.info["loop"] == 0
-    assert Image.open(tmp_path / "before_after.png").n_frames == 5
+    for attributes in shown:
+        assert {"muted", "loop", "autoplay", "playsinline"} <= set(attributes)
+        content = base64.b64decode(attributes["src"].partition("data:video/mp4;base64,")[2])
+        with av.open(io.BytesIO(content)) as file:
+            stream = file.streams.video[0]
+            assert stream.average_rate == 25 and sum(1 for _ in file.decode(video=0)) == 5
+    files = sorted(p.relative_to(tmp_path).as_posix() for p in tmp_path.glob("**/*.png"))
+    assert files == ["samples/single.png", *(f"samples/single/{i:03d}.png" for i in range(3))]
+    assert (tmp_path / "before_after.mp4").is_file()
+
+
+def test_animated_sheets_of_earlier_versions_are_read(tmp_path):
+    frames = [Image.new("RGB", (18, 8), (40 * i, 0, 0)) for i in range(3)]
+    place = tmp_path / "samples"
+    place.mkdir()
+    frames[0].save(
+        place / "after.png", save_all=True, append_images=frames[1:], duration=80, loop=0
+    )
+    sheet = {"count": 2, "columns": 2, "width": 8, "height": 8, "gap": 2, "captions": []}
+    (place / "captions.json").write_text(json.dumps({"sheets": {"after": sheet}}))
+    (tmp_path / "config.yaml").touch()
+    (tile, _) = read_run(tmp_path).sample_tiles("after")
+    assert [frame.getpixel((0, 0))[0] for frame in tile.frames] == [0, 40, 80] and tile.pace == 80
 
 
 def test_videos_of_a_run_are_files_at_their_own_rate_with_their_sound(tmp_path):
-    """Moving pictures that leave frames out take as long as the clips; four clips are whole."""
+    """A sheet is as fast as the clips; four clips are whole."""
     videos = torch.rand(5, 33, 3, 16, 18, generator=torch.Generator().manual_seed(0))
     heard = with_sound(videos, torch.zeros(5, 1, 33 * 500), 8000)
     with RunLog(tmp_path, options=LogOptions(tensorboard=False)) as log:
         log.images("before", videos, fps=24.0)
         log.images("after", heard, fps=16.0)
-    assert Image.open(tmp_path / "samples" / "before.png").info["duration"] == 125  # 3 frames at 24
-    assert read_run(tmp_path).sample_tiles("before")[0].pace == 125
+    assert read_run(tmp_path).sample_tiles("before")[0].pace == pytest.approx(1000 / 24)
     files = sorted(path.name for path in (tmp_path / "samples" / "before").iterdir())
     assert files == ["000.mp4", "001.mp4", "002.mp4", "003.mp4"]
     for name, sounds in (("before", 0), ("after", 1)):
@@ -427,10 +445,13 @@ def test_videos_of_a_run_are_files_at_their_own_rate_with_their_sound(tmp_path):
 
 
 def test_long_and_large_videos_are_shrunk():
+    """Films that leave frames out take as long as the clips."""
     from mmrl.monitoring.report.pictures import data_uri, film_sheet, tiles
 
-    video = torch.linspace(0, 1, 33).view(1, 33, 1, 1, 1).expand(2, 33, 3, 400, 601)
-    film, layout = film_sheet(video)
-    assert len(film.frames) == 11 and (layout.width, layout.height) == (150, 100)
-    assert film.frames[1].getpixel((3, 3)) == (round(255 * 3 / 32),) * 3
-    assert data_uri(tiles(film, layout)[0]).startswith("data:image/webp;base64,")
+    video = torch.linspace(0, 1, 257).view(1, 257, 1, 1, 1).expand(2, 257, 3, 400, 601)
+    film, layout = film_sheet(video[:, :, :, ::4, ::4], fps=24)
+    assert len(film.frames) == 86 and film.pace == pytest.approx(3 * 1000 / 24)
+    film, layout = film_sheet(video[:, :8])
+    assert len(film.frames) == 8 and (layout.width, layout.height) == (150, 100)
+    assert film.frames[7].getpixel((3, 3)) == (round(255 * 7 / 256),) * 3
+    assert data_uri(tiles(film, layout)[0]).startswith("data:video/mp4;base64,")

@@ -7,6 +7,7 @@ import socket
 import threading
 
 import pytest
+import torch
 from fastapi.testclient import TestClient
 from PIL import Image
 from typer.testing import CliRunner
@@ -19,6 +20,7 @@ from mmrl.view import command
 from mmrl.view.folders import Runs, Tail
 from mmrl.view.pairs import Pairs
 from mmrl.view.server import application, is_safe_host
+from rewards.tools.ratings import load_frames, read_ratings
 from tests.view.runs import HOSTILE, metrics, picture_run, text_run
 
 
@@ -106,6 +108,37 @@ def test_galleries_over_time_and_answers(tmp_path):
     assert picture.headers["content-type"] == "image/png" and "immutable" in str(picture.headers)
     answers = web.get("/runs/b?answers=1").text
     assert "how many?" in answers and "data:image/png" in answers
+
+
+def test_films_are_played_and_rated(tmp_path):
+    """Tiles and files of `mmrl sample` are sent as .mp4, in parts where a browser asks for them."""
+    run = tmp_path / "runs" / "a"
+    clips = torch.rand(2, 3, 3, 16, 32, generator=torch.Generator().manual_seed(0))
+    with RunLog(run, options=LogOptions(tensorboard=False)) as log:
+        for name in ("before", "after"):
+            log.images(name, clips if name == "after" else 1 - clips, ["one", "two"], fps=16)
+    (run / "config.yaml").touch()
+    web = client(tmp_path / "runs", rate=tmp_path / "ratings.jsonl")
+    page = web.get("/runs/a").text
+    address = re.search(r'<video src="(/runs/a/sheets/after/0\?v=[0-9a-f]+)"', page)[1]
+    whole = web.get(address)
+    assert whole.headers["content-type"] == "video/mp4" and whole.content[4:8] == b"ftyp"
+    part = web.get(address, headers={"Range": "bytes=4-7"})
+    assert (part.status_code, part.content) == (206, b"ftyp")
+    assert part.headers["content-range"] == f"bytes 4-7/{len(whole.content)}"
+    assert web.get(address, headers={"Range": "bytes=99999999-"}).status_code == 416
+    assert web.get("/runs/a/sheets/after").content[4:8] == b"ftyp"
+    pair = web.get("/rate/pair").json()["pair"]
+    left, right = pair["sides"]
+    assert left["film"] and web.get(left["picture"]).headers["content-type"] == "video/mp4"
+    web.post(f"/rate/pairs/{pair['number']}/1", headers=token(web))
+    (rated,) = map(json.loads, (tmp_path / "ratings.jsonl").read_text().splitlines())
+    better, worse = rated["answers"]
+    assert rated["chosen"] == better["video"] and worse["video"].endswith(".mp4")
+    known = of_file(tmp_path / "ratings.jsonl")({"text": pair["prompt"]})
+    assert [each.media().shape for each in known] == [(3, 3, 16, 32)] * 2
+    ((file, _),) = read_ratings(tmp_path / "ratings.jsonl").files
+    assert load_frames(file).shape == (3, 3, 16, 32)
 
 
 @pytest.mark.parametrize(

@@ -20,10 +20,11 @@ from mmrl.monitoring.report.evidence import (
     table,
     verdict,
 )
-from mmrl.monitoring.report.pictures import compare, data_uri, save_picture
+from mmrl.monitoring.report.pictures import Film, Tile, compare, data_uri, save_picture
 from mmrl.monitoring.report.runs import Run, iteration_of, read_run
 from mmrl.monitoring.report.stages import parts, render_stages
 
+BEFORE_AFTER = "before_after"  # the file of before_after_picture, without its ending
 MOST_PAIRS = 24
 MOST_TIMES = 8
 MOST_FILM_ROWS = 6
@@ -32,8 +33,8 @@ MOST_ALARMS = 12
 
 
 def write_report(run: Path | str) -> Path:
-    """Write ``report.html`` (and before_after.png where possible) into a run folder; returns the
-    page's path.
+    """Write ``report.html`` (and before_after.png or .mp4 where possible) into a run folder;
+    returns the page's path.
 
     Pieces of the run that are missing or broken are left out and listed at the end of the page.
     Raises UserError for a folder that holds no run. Of a run with stages the page holds those of
@@ -58,10 +59,10 @@ def _written(folder: Path, page: str) -> Path:
 
 
 def before_after_picture(run: Path | str, most: int = 8) -> Path:
-    """Write ``before_after.png``: the base model above, the trained one below, same prompts, same
-    noise; animated for videos.
+    """Write ``before_after.png``, of videos ``before_after.mp4``: the base model above, the trained
+    one below, same prompts, same noise.
 
-    Raises UserError if the run has no samples/before.png and samples/after.png.
+    Raises UserError if the run has no samples of before and after.
     """
     history = read_run(run)
     before = history.sample_tiles("before")
@@ -76,13 +77,16 @@ def before_after_picture(run: Path | str, most: int = 8) -> Path:
         last = history.sample("after")
         if first is None or last is None:
             raise UserError(
-                f"{history.folder} has no samples/before.png and after.png; run: mmrl "
-                f"evaluate {history.folder}"
+                f"{history.folder} has no samples/before and samples/after (.png or .mp4); run: "
+                f"mmrl evaluate {history.folder}"
             )
         picture = compare({"before": [first], "after": [last]}, [], side=480)
-    path = history.folder / "before_after.png"
-    save_picture(picture, path)
-    return path
+    return save_picture(picture, history.folder / BEFORE_AFTER)
+
+
+def is_film(picture: Tile) -> bool:
+    """Tell whether a page plays a picture."""
+    return isinstance(picture, Film)
 
 
 def render(run: Run) -> str:
@@ -95,7 +99,7 @@ def render(run: Run) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    env.globals.update(number=number, data_uri=data_uri)
+    env.globals.update(number=number, data_uri=data_uri, is_film=is_film)
     return env.get_template("report.html").render(content(run))
 
 

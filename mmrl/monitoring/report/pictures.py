@@ -1,6 +1,6 @@
 """Joins many small pictures to one sheet of equal tiles (PNG), and cuts a sheet into its tiles.
 
-A sheet of videos is an animated PNG, its tiles are ``Film``.
+A sheet of videos is an .mp4 file, its tiles are ``Film``.
 """
 
 from __future__ import annotations
@@ -14,15 +14,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 from PIL import Image, ImageDraw, ImageFont
+
+from mmrl.core.clips import open_clip
+from mmrl.core.movie import mp4_bytes
+from mmrl.utils.files import replace_file
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 GAP = 2  # pixels between tiles
+ENDINGS = (".mp4", ".png")  # of a film, of a picture
 PACE = 120  # milliseconds a frame is shown where nothing says otherwise
 # of videos on a sheet; longer ones leave frames out, larger ones are shrunk
-MOST_FRAMES = 16
+MOST_FRAMES = 128
 MOST_SIDE = 192
 
 
@@ -57,7 +63,7 @@ class Film:
     """Holds the frames of a video, all of one size."""
 
     frames: tuple[Image.Image, ...]
-    pace: int = PACE  # milliseconds a frame is shown
+    pace: float = PACE  # milliseconds a frame is shown
 
     @property
     def width(self) -> int:
@@ -66,6 +72,10 @@ class Film:
     @property
     def size(self) -> tuple[int, int]:
         return self.frames[0].size
+
+    def mp4(self) -> bytes:
+        """Return it as the bytes of an .mp4 file."""
+        return mp4_bytes(np.stack([np.asarray(frame) for frame in self.frames]), 1000 / self.pace)
 
 
 Tile = Image.Image | Film
@@ -88,9 +98,9 @@ def sheet(images: Tensor, columns: int | None = None) -> tuple[Image.Image, Layo
 
 def film_sheet(
     videos: Tensor, columns: int | None = None, fps: float | None = None
-) -> tuple[Film, Layout]:
-    """Put videos [N, F, 3, H, W] in 0..1, of ``fps`` frames a second, side by side, at most 16
-    frames of at most 192 pixels, which take as long as the videos."""
+) -> tuple[Tile, Layout]:
+    """Put videos [N, F, 3, H, W] in 0..1, of ``fps`` frames a second, side by side, at most 128
+    frames of at most 192 pixels, which take as long as the videos; of single frames a picture."""
     count, (height, width) = videos.shape[1], videos.shape[-2:]
     stride = -(-count // MOST_FRAMES)
     block = -(-max(height, width) // MOST_SIDE)
@@ -104,21 +114,42 @@ def film_sheet(
             for moment in cut
         ]
     drawn = [sheet(moment, columns) for moment in moments]
-    pace = PACE if fps is None else round(1000 * stride / fps)
+    if len(drawn) == 1:
+        return drawn[0]
+    pace = PACE if fps is None else 1000 * stride / fps
     return Film(tuple(picture for picture, _ in drawn), pace), drawn[0][1]
 
 
-def save_picture(picture: Tile, target: Path | io.BytesIO, kind: str = "PNG") -> None:
-    """Save a picture as PNG or WebP; a film as an animated one that plays for ever."""
-    if not isinstance(picture, Film):
-        return picture.save(target, format=kind)
-    first, *later_frames = picture.frames
-    timing = {"duration": picture.pace, "loop": 0}
-    return first.save(target, kind, save_all=True, append_images=later_frames, **timing)
+def encoded(picture: Tile) -> tuple[bytes, str]:
+    """Return the file of a picture, PNG, or of a film, MP4, with its ending."""
+    if isinstance(picture, Film):
+        return picture.mp4(), ".mp4"
+    buffer = io.BytesIO()
+    picture.save(buffer, format="PNG")
+    return buffer.getvalue(), ".png"
 
 
-def open_picture(path: Path) -> Tile:
-    """Open a picture, or all frames of an animated one. Raises as PIL does."""
+def save_picture(picture: Tile, path: Path) -> Path:
+    """Save a picture as .png, a film as .mp4, in the place of the other; returns the path."""
+    content, ending = encoded(picture)
+    path = path.with_name(path.name + ending)
+    replace_file(path, content)
+    for unused in set(ENDINGS) - {ending}:
+        path.with_suffix(unused).unlink(missing_ok=True)
+    return path
+
+
+def saved_picture(path: Path) -> Path | None:
+    """Find the file that ``save_picture`` wrote; None where there is none."""
+    files = (path.with_name(path.name + ending) for ending in ENDINGS)
+    return next((file for file in files if file.is_file()), None)
+
+
+def open_picture(path: Path, size: tuple[int, int] | None = None) -> Tile:
+    """Open a picture or a film, from which the pixels beyond ``size`` are cut: sides of .mp4 files
+    are even. Earlier versions wrote films as animated PNG. Raises OSError or ValueError."""
+    if path.suffix == ".mp4":
+        return _open_film(path, size)
     with Image.open(path) as picture:
         frames = []
         for i in range(getattr(picture, "n_frames", 1)):
@@ -126,6 +157,14 @@ def open_picture(path: Path) -> Tile:
             frames.append(picture.convert("RGB"))
         pace = round(picture.info.get("duration") or PACE)
     return Film(tuple(frames), pace) if len(frames) > 1 else frames[0]
+
+
+def _open_film(path: Path, size: tuple[int, int] | None) -> Film:
+    clip = open_clip(path)
+    line = clip.timeline
+    width, height = size or (None, None)
+    frames = clip.read(range(len(line.times)))[:, :height, :width]
+    return Film(tuple(map(Image.fromarray, frames)), 1000 * line.length / len(frames))
 
 
 def still(picture: Tile) -> Image.Image:
@@ -209,20 +248,11 @@ def strip(pictures: list[Image.Image]) -> Image.Image:
 
 def data_uri(picture: Tile, most: int = 384) -> str:
     """Encode a picture as PNG while small, as JPEG when it had to be shrunk to ``most`` pixels or
-    is large anyway; videos as animated PNG while small, else WebP."""
+    is large anyway; a film as MP4."""
     if isinstance(picture, Film):
-        return _film_uri(picture)
+        return f"data:video/mp4;base64,{base64.b64encode(picture.mp4()).decode()}"
     small = enlarge(picture, most) if max(picture.size) > most else picture
     kind = "PNG" if max(small.size) <= 128 else "JPEG"
     buffer = io.BytesIO()
     small.save(buffer, format=kind, **({"quality": 88} if kind == "JPEG" else {"optimize": True}))
-    return f"data:image/{kind.lower()};base64,{base64.b64encode(buffer.getvalue()).decode()}"
-
-
-def _film_uri(film: Film) -> str:
-    from PIL import features
-
-    kind = "WEBP" if max(film.size) > 128 and features.check("webp") else "PNG"
-    buffer = io.BytesIO()
-    save_picture(film, buffer, kind)
     return f"data:image/{kind.lower()};base64,{base64.b64encode(buffer.getvalue()).decode()}"

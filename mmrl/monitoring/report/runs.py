@@ -13,7 +13,14 @@ from PIL import Image
 
 from mmrl.core.errors import UserError, suggest
 from mmrl.monitoring.log import parse_line, read_captions
-from mmrl.monitoring.report.pictures import Layout, Tile, open_picture, tiles
+from mmrl.monitoring.report.pictures import (
+    ENDINGS,
+    Layout,
+    Tile,
+    open_picture,
+    saved_picture,
+    tiles,
+)
 
 MARKS = ("metrics.jsonl", "config.yaml", "evaluation.json")  # a folder with one of these is a run
 
@@ -72,13 +79,14 @@ class Run:
         ]
 
     def sample(self, name: str) -> Tile | None:
-        """Open the sheet samples/<name>.png, a film if it is animated; None (noted if it is there
-        but broken)."""
-        path = self.folder / "samples" / f"{name}.png"
-        if not path.is_file():
+        """Open the sheet samples/<name>.png, or the film samples/<name>.mp4; None (noted if it is
+        there but broken)."""
+        path = saved_picture(self.folder / "samples" / name)
+        if path is None:
             return None
+        layout = self._layout(name)
         try:
-            return open_picture(path)
+            return open_picture(path, layout and layout.size())
         except (OSError, ValueError, Image.DecompressionBombError) as error:
             self.notes.append(f"{path.name} cannot be read: {error}")
             return None
@@ -92,7 +100,7 @@ class Run:
         try:
             return tiles(picture, layout)
         except ValueError as error:
-            self.notes.append(f"samples/{name}.png does not fit samples/captions.json: {error}")
+            self.notes.append(f"samples/{name} does not fit samples/captions.json: {error}")
             return []
 
     def sample_captions(self, name: str) -> list[str]:
@@ -103,7 +111,8 @@ class Run:
 
     def sheets_over_time(self) -> list[str]:
         """Return the names of the sheets ``iter-*``, oldest first."""
-        names = [path.stem for path in (self.folder / "samples").glob("iter-*.png")]
+        files = (self.folder / "samples").glob("iter-*.*")
+        names = {path.stem for path in files if path.suffix in ENDINGS}
         return sorted(names, key=lambda name: (iteration_of(name), name))
 
     def _layout(self, name: str) -> Layout | None:

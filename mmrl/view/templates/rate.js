@@ -12,10 +12,10 @@ async function ask(path, options = {}) {
   return content;
 }
 
-// Loads a picture; small ones are enlarged with sharp pixels. What is not seen cannot be rated.
+// Loads a picture or a film; small ones are enlarged with sharp pixels. What is not seen cannot be rated.
 function load(picture, address) {
   return new Promise((resolve, reject) => {
-    picture.onload = () => { picture.classList.toggle("pixel", picture.naturalWidth <= 128); resolve(); };
+    picture.onload = picture.onloadeddata = () => { picture.classList.toggle("pixel", (picture.naturalWidth || picture.videoWidth) <= 128); resolve(); };
     picture.onerror = () => reject(new Error("A picture could not be loaded: skip this pair."));
     picture.src = address;
   });
@@ -24,8 +24,9 @@ function load(picture, address) {
 async function fill(place, side) {
   place.replaceChildren();
   if (side.picture) {
-    const picture = document.createElement("img");
-    picture.alt = "a sample";
+    const picture = document.createElement(side.film ? "video" : "img");
+    if (side.film) Object.assign(picture, { muted: true, autoplay: true, loop: true, playsInline: true });
+    else picture.alt = "a sample";
     place.append(picture);
     await load(picture, side.picture);
   } else {

@@ -80,7 +80,7 @@ function gallery(box) {
   const urls = JSON.parse(box.dataset.urls);
   const labels = JSON.parse(box.dataset.labels);
   const slider = box.querySelector("input");
-  const pictures = box.querySelectorAll("img");
+  const pictures = box.querySelectorAll("img, video");
   let timer = 0;
   const show = () => {
     const chosen = urls[slider.value];
