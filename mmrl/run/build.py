@@ -43,7 +43,7 @@ from mmrl.monitoring.alarms import AlarmOptions
 from mmrl.monitoring.log import LogOptions
 from mmrl.monitoring.trackers import check_installed
 from mmrl.policies import adapter_files
-from mmrl.policies.diffusion import lora_files, single_file
+from mmrl.policies.diffusion import lora_files, lora_merging, single_file
 from mmrl.policies.diffusion.context_parallel import unsupported
 from mmrl.policies.diffusion.pipeline_policy import FolderPolicy
 from mmrl.policies.diffusion.replayed_policy import ReplayedPolicy
@@ -248,8 +248,8 @@ def begin_with(policy: Any, configuration: Config, start: Path) -> None:
     beside = Path(configuration.file).parent / start
     run = beside if (beside / CONFIG).is_file() or adapter_files.is_adapter(beside) else start
     place = configuration.place(("start",))
-    if file := lora_files.file_at(beside) or lora_files.file_at(start):
-        return begin_with_lora(policy, file, place)
+    if lora := lora_merging.lora_at(beside) or lora_merging.lora_at(start):
+        return begin_with_lora(policy, lora, place)
     if adapter_files.is_adapter(run):
         names = policy.weights.parameters()
         try:
@@ -277,30 +277,23 @@ def begin_with(policy: Any, configuration: Config, start: Path) -> None:
         ) from error
 
 
-def begin_with_lora(policy: Any, file: Path, place: Place) -> None:
-    """Give a policy of a model of diffusers the change of a LoRA file (``start``)."""
+def begin_with_lora(policy: Any, lora: Path, place: Place) -> None:
+    """Give a policy of a model of diffusers the change of a LoRA file (``start``), or of a folder
+    with those of two experts."""
     replayed = policy if isinstance(policy, ReplayedPolicy) else None
     parts = [1] if replayed is None else replayed.parts
     if not isinstance(policy, (FolderPolicy, ReplayedPolicy)) or len(parts) > 1:
-        raise UserError(place.say(f"{file} is a LoRA for one network of a model of diffusers"))
-    networks = lora_files.Base.of(policy.place).networks
-    if len(networks) > 1:
-        raise UserError(
-            place.say(
-                f"{file} is a LoRA for one network, and {policy.place} has "
-                f"{' and '.join(networks)}: put the file of each into a folder of its name, and "
-                f"merge them before: mmrl convert FOLDER --base {policy.place} --into NEW"
-            )
-        )
-    if single_file.is_checkpoint(file):
-        raise UserError(
-            place.say(
-                f"{file} holds a model, no adapter: mmrl convert {file} --base {policy.place} "
-                "--into FOLDER makes a folder of it, which is the policy's path"
-            )
-        )
+        raise UserError(place.say(f"{lora} is a LoRA for one network of a model of diffusers"))
+    base = lora_files.Base.of(policy.place)
     try:
-        lora_files.begin(lora_files.Base.of(policy.place), policy.net, file)
+        for part, file in lora_merging.by_part(lora, base).items():
+            if single_file.is_checkpoint(file):
+                raise UserError(
+                    f"{file} holds a model, no adapter: mmrl convert {file} --base {policy.place} "
+                    "--into FOLDER makes a folder of it, which is the policy's path"
+                )
+            two = len(base.networks) > 1
+            lora_merging.begin(base, policy.net.get_submodule(part) if two else policy.net, file)
     except UserError as error:
         raise UserError(place.say(str(error))) from error
 

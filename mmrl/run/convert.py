@@ -16,7 +16,7 @@ from mmrl.core import pretrained
 from mmrl.core.errors import UserError, suggest
 from mmrl.core.hub import check_model
 from mmrl.core.registry import locate
-from mmrl.policies.diffusion import diffusers_folder, lora_files, single_file
+from mmrl.policies.diffusion import diffusers_folder, lora_files, lora_merging, single_file
 from mmrl.policies.diffusion.lora_files import Base
 from mmrl.policies.diffusion.lora_names import Format
 from mmrl.policies.lora import merged
@@ -25,7 +25,6 @@ from mmrl.utils.files import check_writable, on_disk, whole_folder
 LORA = "pytorch_lora_weights.safetensors"  # as diffusers names it
 PEFT = "adapter_config.json"
 PEFT_WEIGHTS = "adapter_model.safetensors"
-PARTS = ("transformer", "transformer_2")  # folders of an export of two experts
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.index.json")
 
 
@@ -46,7 +45,7 @@ def file_name(form: Format) -> str:
 def rewrite_export(folder: Path, place: str, form: Format) -> None:
     """Write every LoRA file of an export in another form instead. ``place``: the base model.
     UserError where all weights were trained, and where the form cannot be checked."""
-    files = [folder / LORA, *(folder / part / LORA for part in PARTS)]
+    files = [folder / LORA, *(folder / part / LORA for part in lora_merging.EXPERTS.values())]
     files = [file for file in files if file.is_file()]
     if not files:
         raise UserError(
@@ -73,7 +72,7 @@ def convert(adapter: Path, base: str | None, form: Format, file: Path) -> Path:
             f"with --into FOLDER"
         )
     known = _base_of(adapter, base)
-    source = lora_files.read(known, _single(adapter))
+    source = lora_files.read(known, lora_merging.single(adapter))
     with on_disk(file.parent):
         file.parent.mkdir(parents=True, exist_ok=True)
         lora_files.write(known, source, form, file)
@@ -127,13 +126,14 @@ def _merge_lora(pairs: list[tuple[Path, float]], base: Base, folder: Path) -> Pa
     read = [
         (part, file, scale)
         for adapter, scale in pairs
-        for part, file in _by_part(adapter, base).items()
+        for part, file in lora_merging.by_part(adapter, base).items()
     ]
     place = base.place
     if not Path(place).is_dir():
         place = diffusers.DiffusionPipeline.download(place, use_safetensors=True)
     changed = [part for part in base.networks if any(part == p for p, _, _ in read)]
     types = {part: lora_files.stored_dtype(place, part) for part in changed}
+    encoders = _text_encoders(base, place, [file for _, file, _ in read])
     with on_disk(folder), whole_folder(folder) as draft:
         # all but the networks stays what it is, to the byte
         shutil.copytree(
@@ -146,9 +146,22 @@ def _merge_lora(pairs: list[tuple[Path, float]], base: Base, folder: Path) -> Pa
             net = diffusers_folder.load_part(base.networks[part], place, part, types[part])
             for of, file, scale in read:
                 if of == part:
-                    lora_files.merge(base, net, file, scale)
+                    for name in lora_merging.merge(base, net, file, scale, encoders):
+                        shutil.rmtree(draft / name)
+                        encoders[name].save_pretrained(draft / name)
             net.save_pretrained(draft / part)
     return folder
+
+
+def _text_encoders(base: Base, place: str, files: Sequence[Path]) -> dict[str, Any]:
+    """Load the text encoders that adapters are loaded into, if a file has any of them."""
+    names = [name for file in files for name in lora_files.keys(file)]
+    if not any(name.startswith(lora_files.OF_TEXT_ENCODERS) for name in names):
+        return {}
+    return {
+        part: diffusers_folder.load_part(cls, place, part, lora_files.stored_dtype(place, part))
+        for part, cls in base.text_encoders.items()
+    }
 
 
 def _merge_peft(pairs: list[tuple[Path, float]], base: str | None, folder: Path) -> Path:
@@ -220,36 +233,6 @@ def _base_of(adapter: Path, base: str | None) -> Base:
         )
     check_model(base)
     return Base.of(base)
-
-
-def _single(adapter: Path) -> Path:
-    """Return the one LoRA file that a path means. UserError where there are several or none."""
-    if not adapter.is_dir():
-        return adapter
-    files = sorted(adapter.glob("*.safetensors"))
-    if len(files) == 1:
-        return files[0]
-    inner = [part for part in PARTS if (adapter / part).is_dir()]
-    hint = f"give {' and '.join(str(adapter / part) for part in inner)} one after the other"
-    raise UserError(
-        f"{adapter}: {len(files)} .safetensors files in this folder; "
-        f"{hint if inner else 'give the file itself'}"
-    )
-
-
-def _by_part(adapter: Path, base: Base) -> dict[str, Path]:
-    """Return the LoRA files of a path by the part of the model that each is for."""
-    if len(base.networks) == 1 or not adapter.is_dir():
-        if len(base.networks) > 1:
-            raise UserError(
-                f"{adapter}: this model has {' and '.join(base.networks)}; give a folder that has "
-                f"a folder of each name, or of one, with its LoRA file"
-            )
-        return {base.part: _single(adapter)}
-    files = {part: _single(adapter / part) for part in base.networks if (adapter / part).is_dir()}
-    if not files:
-        raise UserError(f"{adapter}: no folder {' or '.join(base.networks)} in it")
-    return files
 
 
 def _json(path: Path) -> dict[str, Any]:

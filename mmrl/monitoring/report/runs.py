@@ -86,7 +86,7 @@ class Run:
             return None
         layout = self._layout(name)
         try:
-            return open_picture(path, layout and layout.size())
+            return open_picture(path, None if layout is None else layout.size())
         except (OSError, ValueError, Image.DecompressionBombError) as error:
             self.notes.append(f"{path.name} cannot be read: {error}")
             return None

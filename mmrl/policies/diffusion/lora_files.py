@@ -13,7 +13,7 @@ import logging
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -26,7 +26,6 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import locate
 from mmrl.policies.diffusion import diffusers_folder
 from mmrl.policies.diffusion.lora_names import FAMILIES, Format, Names, Place
-from mmrl.policies.lora import ADAPTER
 
 PROBES = 4
 TOLERANCE = 1e-4  # of what diffusers reads back, relative to the largest output of a module
@@ -36,6 +35,8 @@ HARMLESS = ("experimental", "safety checker", "No LoRA keys associated to", "Alr
 PEFT_PREFIX = "base_model.model."  # of the names of an adapter as peft saves it
 LISTED = 8  # tensors in a message
 OF_TEXT_ENCODERS = ("lora_te", "text_encoder", "te1.", "te2.")
+# endings of tensors that are added to a weight or a bias as they are: ComfyUI's, LyCORIS'
+DIFFERENCES = {".diff": "weight", ".w_norm": "weight", ".diff_b": "bias", ".b_norm": "bias"}
 
 
 @dataclass(frozen=True)
@@ -73,11 +74,14 @@ class Base:
     place: str
     pipeline: Any  # class of diffusers
     networks: Mapping[str, Any]  # part -> class of diffusers
+    # part -> class of transformers, of those that the pipeline loads adapters into
+    text_encoders: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, path: str) -> Base:
         """Look at a folder or hub id. UserError where it is no pipeline of diffusers'."""
         import diffusers
+        import transformers
 
         place = locate(path)
         index = diffusers_folder.index(place)
@@ -85,18 +89,20 @@ class Base:
         pipeline = getattr(diffusers, name, None)
         if not (inspect.isclass(pipeline) and issubclass(pipeline, diffusers.DiffusionPipeline)):
             raise UserError(f"{path}: diffusers has no pipeline {name or 'without a name'!r}")
-        networks = {}
-        for part in ("transformer", "transformer_2", "unet"):
-            entry = index.get(part)
-            library, kind = (
-                entry if isinstance(entry, (list, tuple)) and len(entry) == 2 else ("", "")
-            )
-            network = getattr(diffusers, str(kind), None) if library == "diffusers" else None
-            if inspect.isclass(network) and issubclass(network, diffusers.ModelMixin):
-                networks[part] = network
+        networks = {
+            part: network
+            for part in ("transformer", "transformer_2", "unet")
+            if (network := _class_of(index, part, diffusers, diffusers.ModelMixin))
+        }
         if not networks or not hasattr(pipeline, "load_lora_weights"):
             raise UserError(f"{path}: diffusers' {name} loads no LoRA weights")
-        return cls(place, pipeline, networks)
+        text_encoders = {
+            part: encoder
+            for part in getattr(pipeline, "_lora_loadable_modules", ())
+            if part.startswith("text_encoder")
+            and (encoder := _class_of(index, part, transformers, transformers.PreTrainedModel))
+        }
+        return cls(place, pipeline, networks, text_encoders)
 
     @property
     def part(self) -> str:
@@ -116,15 +122,23 @@ class Base:
         return net
 
 
+def _class_of(index: Mapping[str, Any], part: str, library: Any, kind: type) -> Any:
+    """Return the class of a part that model_index.json names; None where it is not of ``kind``."""
+    entry = index.get(part)
+    if not isinstance(entry, (list, tuple)) or len(entry) != 2 or entry[0] != library.__name__:
+        return None
+    cls = getattr(library, str(entry[1]), None)
+    return cls if inspect.isclass(cls) and issubclass(cls, kind) else None
+
+
 def read(base: Base, file: Path) -> Adapter:
     """Read a LoRA file of any form that the pipeline itself loads, as pairs of matrices. UserError
     for others, and for changes that are more than such pairs."""
-    norms = [
-        key for key in _keys(file) if key.endswith(".diff") or ("norm" in key and "lora" not in key)
-    ]
-    if norms and not norms[0].startswith(OF_TEXT_ENCODERS):
+    network_keys = [key for key in keys(file) if not key.startswith(OF_TEXT_ENCODERS)]
+    norms = [key for key in network_keys if "norm" in key and "lora" not in key]
+    if whole := [*differences(network_keys), *norms]:
         raise UserError(
-            f"{file}: changes whole weights, mostly of norms, such as {norms[0]!r}, which only a "
+            f"{file}: changes whole weights, mostly of norms, such as {whole[0]!r}, which only a "
             f"merged model has; use mmrl convert {file.name} --base MODEL --into FOLDER"
         )
     net = base.architecture()
@@ -138,22 +152,26 @@ def read(base: Base, file: Path) -> Adapter:
     if not adapter:
         raise UserError(
             f"{file}: diffusers' {base.pipeline.__name__} finds no LoRA weights for its "
-            f"{base.part} in it, whose first name is {_keys(file)[0]!r}"
+            f"{base.part} in it, whose first name is {keys(file)[0]!r}"
         )
     return adapter
 
 
-def load(base: Base, net: Any, file: Path) -> None:
-    """Let diffusers' pipeline load a LoRA file into a network of its kind, and warn of all tensors
-    that it leaves out. UserError where it cannot."""
+def load(base: Base, net: Any, file: Path, text_encoders: Mapping[str, Any] | None = None) -> None:
+    """Let diffusers' pipeline load a LoRA file into a network of its kind, and into text encoders
+    where there are any. All tensors that are left out are named in a warning; differences of whole
+    weights (``differences``) are not read. UserError where it cannot."""
+    encoders = dict(text_encoders or {})
     required = [
         name
         for name, parameter in inspect.signature(base.pipeline.__init__).parameters.items()
         if name != "self" and parameter.default is parameter.empty
     ]
+    pipe = base.pipeline(**(dict.fromkeys(required) | {base.part: net} | encoders))
     with TemporaryDirectory(prefix="mmrl-lora-") as folder, overheard() as remarks:
-        source = _of_network(base, file, Path(folder))
-        pipe = base.pipeline(**(dict.fromkeys(required) | {base.part: net}))
+        source = _as_diffusers_reads(base, net, file, Path(folder), bool(encoders))
+        if source is None:  # differences alone
+            return
         try:
             pipe.load_lora_weights(
                 str(source.parent),
@@ -168,60 +186,79 @@ def load(base: Base, net: Any, file: Path) -> None:
             ) from error
     for remark in remarks:
         LOG.warning("%s: diffusers says of this LoRA: %s", file, remark)
-    if left := _differences(net, _keys(file)):
-        LOG.warning(
-            "%s: leaves out %d differences of whole weights, which diffusers does not read: %s",
-            file,
-            len(left),
-            ", ".join(left[:LISTED]) + (", ..." if len(left) > LISTED else ""),
-        )
 
 
-def _differences(net: nn.Module, names: Sequence[str]) -> list[str]:
-    """Name the tensors of a file that are differences of weights and biases (``.diff``,
-    ``.diff_b``) and that a loaded network has not taken: it takes biases beside pairs alone."""
+def differences(names: Sequence[str]) -> list[str]:
+    """Name the tensors of a file that are added to whole weights and biases. A ``.diff_b`` beside
+    the pair of its module is read by diffusers, as the pair's bias."""
     modules = {name.split(".lora_")[0] for name in names if ".lora_" in name}
-    biases = [name for name in names if name.endswith(".diff_b")]
-    beside = [name for name in biases if name.removesuffix(".diff_b") in modules]
-    taken = sum(any(getattr(module, "lora_bias", {}).values()) for module in net.modules())
-    rest = [name for name in biases if taken < len(beside) or name not in beside]
-    return [*(name for name in names if name.endswith(".diff")), *rest]
+    return [
+        name
+        for name in names
+        if name.endswith(tuple(DIFFERENCES))
+        and not (name.endswith(".diff_b") and name.removesuffix(".diff_b") in modules)
+    ]
 
 
-def _of_network(base: Base, file: Path, folder: Path) -> Path:
-    """Return the file, or a copy as diffusers reads it: without adapters of text encoders, and of
-    the names that peft saves."""
+def _as_diffusers_reads(
+    base: Base, net: nn.Module, file: Path, folder: Path, with_texts: bool
+) -> Path | None:
+    """Return the file, or a copy as diffusers reads it: without differences of whole weights,
+    without adapters of text encoders unless these are wanted, and in names that it knows; None
+    where nothing is left."""
     from safetensors.torch import save_file
 
-    named = _keys(file)
-    if all(key.startswith(PEFT_PREFIX) for key in named):
-        layers = {
-            f"{base.part}.{key.removeprefix(PEFT_PREFIX)}": value
-            for key, value in weight_files.read_tensors(file).items()
-        }
+    listed = keys(file)
+    if renamed := _in_known_names(base, net, listed):
+        tensors = weight_files.read_tensors(file)
+        layers = {renamed[key]: value for key, value in tensors.items()}
         save_file(layers, folder / file.name, metadata={"format": "pt"})
         return folder / file.name
-    texts = [key for key in named if key.startswith(OF_TEXT_ENCODERS)]
-    if not texts:
-        return file
-    if len(texts) == len(named):
+    texts = [] if with_texts else [key for key in listed if key.startswith(OF_TEXT_ENCODERS)]
+    if len(texts) == len(listed):
         raise UserError(
-            f"{file}: holds adapters of a text encoder alone, such as {texts[0]!r}; only those of "
-            f"a network are converted and merged"
+            f"{file}: holds adapters of a text encoder alone, such as {texts[0]!r}, and only those "
+            f"of a network are read here; mmrl convert {file.name} --base MODEL --into FOLDER "
+            f"merges them where the pipeline has such text encoders"
         )
-    rest = {k: v for k, v in weight_files.read_tensors(file).items() if k not in texts}
-    save_file(rest, folder / file.name, metadata=_network_metadata(file))
-    LOG.warning(
-        "%s: leaves out %d tensors of text encoders, such as %r", file, len(texts), texts[0]
-    )
-    return folder / file.name
+    if texts:
+        LOG.warning(
+            "%s: leaves out %d tensors of text encoders, such as %r, which mmrl convert FILE "
+            "--base MODEL --into FOLDER merges where the pipeline has such text encoders",
+            file,
+            len(texts),
+            texts[0],
+        )
+    dropped = {*texts, *differences(listed)}
+    if not dropped:
+        return file
+    rest = {k: v for k, v in weight_files.read_tensors(file).items() if k not in dropped}
+    save_file(rest, folder / file.name, metadata=_metadata(file, with_texts))
+    return folder / file.name if rest else None
 
 
-def _network_metadata(file: Path) -> dict[str, str]:
+def _in_known_names(base: Base, net: nn.Module, names: Sequence[str]) -> dict[str, str]:
+    """Return the names that diffusers expects of a file in those of peft, of DiffSynth (whose
+    adapter is called default), or of the network alone; {} of other files."""
+    modules = dict(net.named_modules())
+    bare = {
+        name: name.removeprefix(PEFT_PREFIX).replace(".default.weight", ".weight") for name in names
+    }
+    pairs = all(".lora_A." in name or ".lora_B." in name for name in names)
+    if pairs and all(name.split(".lora_")[0] in modules for name in bare.values()):
+        return {name: f"{base.part}.{short}" for name, short in bare.items()}
+    if pairs and all(name.endswith(".default.weight") for name in names):  # of the original network
+        return {name: f"diffusion_model.{short}" for name, short in bare.items()}
+    return {}
+
+
+def _metadata(file: Path, with_texts: bool) -> dict[str, str]:
     metadata = weight_files.metadata(file)
-    config = json.loads(metadata.get(METADATA, "{}"))
+    if with_texts or METADATA not in metadata:
+        return metadata
+    config = json.loads(metadata[METADATA])
     network_config = {k: v for k, v in config.items() if not k.startswith(OF_TEXT_ENCODERS)}
-    return metadata | ({METADATA: json.dumps(network_config)} if METADATA in metadata else {})
+    return metadata | {METADATA: json.dumps(network_config)}
 
 
 @contextmanager
@@ -264,7 +301,7 @@ def _further(net: nn.Module) -> str:
     return "; ".join([*names[:2], *([f"{len(names) - 2} more"] if len(names) > 2 else [])])
 
 
-def _keys(file: Path) -> list[str]:
+def keys(file: Path) -> list[str]:
     """Return the names of the tensors in a file. UserError where it is no safetensors file."""
     if not file.is_file() or file.suffix != ".safetensors":
         raise UserError(f"{file}: give a .safetensors file; other forms of weights are not read")
@@ -426,67 +463,3 @@ def stored_dtype(place: str, part: str) -> torch.dtype:
     if not types:
         raise UserError(f"{place}: no safetensors files in {part}; other forms are not read")
     return weight_files.commonest(types)
-
-
-@torch.no_grad()
-def merge(base: Base, net: Any, file: Path, weight: float) -> None:
-    """Add the whole change of a LoRA file, times ``weight``, to a network: matrices, biases, DoRA's
-    magnitudes and norms, as diffusers loads them and peft merges them, in float32."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    known = net.state_dict(keep_vars=True)
-    types = {name: (tensor.dtype, tensor.requires_grad) for name, tensor in known.items()}
-    net.float()
-    load(base, net, file)
-    merged_any = False
-    for module in net.modules():
-        if isinstance(module, BaseTunerLayer):
-            module.scale_layer(weight)
-            module.merge()
-            merged_any = True
-    if not merged_any:
-        raise UserError(
-            f"{file}: diffusers' {base.pipeline.__name__} finds no LoRA weights for its "
-            f"{base.part} in it, whose first name is {_keys(file)[0]!r}"
-        )
-    net.unload_lora()
-    for name, tensor in net.state_dict(keep_vars=True).items():
-        dtype, trained = types[name]
-        tensor.data = tensor.data.to(dtype)
-        tensor.requires_grad_(trained)
-
-
-@torch.no_grad()
-def begin(base: Base, net: Any, file: Path) -> None:
-    """Begin with a LoRA file: as the adapter of a network that has one, whose ranks it fits, else
-    merged into its weights. UserError where it does not fit."""
-    if not getattr(net, "peft_config", None):
-        return merge(base, net, file, 1.0)
-    layers = {name: module for name, module in net.named_modules() if hasattr(module, "lora_A")}
-    adapter = read(base, file)
-    for name, pair in adapter.items():
-        layer = layers.get(name)
-        rank = 0 if layer is None else layer.r[ADAPTER]
-        if layer is None or rank < pair.rank:
-            have = f"of rank {rank}" if layer is not None else "not there"
-            raise UserError(
-                f"{file}: its adapter of {name} has rank {pair.rank}, and the policy's is {have}; "
-                f"set lora: {{rank: {max(p.rank for p in adapter.values())}, targets: [...]}} to "
-                f"its modules, or merge it first: mmrl convert {file} --base MODEL --into FOLDER"
-            )
-    for name, layer in layers.items():
-        down, up = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
-        up.zero_()
-        if name in adapter:
-            pair = adapter[name]
-            down[: pair.rank] = pair.down.to(down)
-            up[:, : pair.rank] = pair.scale / layer.scaling[ADAPTER] * pair.up.to(up)
-    return None
-
-
-def file_at(path: Path) -> Path | None:
-    """Return the LoRA file that a path is, or that diffusers wrote into it; None: there is none."""
-    inner = path / "pytorch_lora_weights.safetensors"
-    if path.suffix == ".safetensors" and path.is_file():
-        return path
-    return inner if inner.is_file() else None

@@ -17,7 +17,9 @@ from mmrl.policies.diffusion import diffusers_folder
 from mmrl.policies.diffusion.lora_files import Base
 from mmrl.utils.files import on_disk, whole_folder
 
-ADAPTER = re.compile(r"lora|dora|lokr|hada_|oft_|\.diff(_b|_m)?$")  # in names of an adapter's file
+ADAPTER = re.compile(
+    r"lora|dora|lokr|hada_|oft_|\.diff(_b|_m)?$|\.[wb]_norm$"
+)  # in names of an adapter's file
 # how the tensors of parts are named where a file holds several
 PREFIXES = {
     "vae": ("first_stage_model.", "vae."),

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mmrl.core.errors import UserError
-from mmrl.policies.diffusion import lora_files
+from mmrl.policies.diffusion import lora_files, lora_merging
 from mmrl.policies.diffusion.lora_files import Base, Pair
 from mmrl.policies.diffusion.lora_names import FAMILIES
-from mmrl.policies.lora import Lora
+from mmrl.policies.lora import Lora, merged
 from mmrl.run import build, convert
 from mmrl.run.build import begin_with_lora
 from tests.fixtures import command, tiny_diffusers
@@ -270,7 +270,7 @@ def test_merging_both_experts_in_half_precision(tmp_path):
         delta = adapter["blocks.0.attn1.to_q"].delta()
         assert after.equal((before.float() + delta).bfloat16())
         assert lora_files.stored_dtype(str(place), part) == torch.bfloat16
-    with pytest.raises(UserError, match="has transformer and transformer_2; give a folder"):
+    with pytest.raises(UserError, match="has transformer and transformer_2, and the names do not"):
         convert.merge([file], str(source), [], tmp_path / "other")
 
 
@@ -472,9 +472,8 @@ def test_wans_layouts_of_comfyui_and_musubi_tuner_are_the_same_change(wan, kind,
         torch.testing.assert_close(first[name], second[name], atol=1e-6, rtol=1e-6)
 
 
-def test_lightx2vs_biases_are_merged_as_diffusers_loads_them_and_its_norms_are_named(
-    wan, tmp_path, caplog
-):
+def test_lightx2vs_biases_and_differences_of_whole_weights_are_merged(wan, tmp_path, caplog):
+    """Pairs and their biases as diffusers loads them, the rest as ComfyUI adds it."""
     _, layouts = wan_layouts(wan)
     layers = {k: v for k, v in layouts["comfyui"].items() if "lora" in k}
     biases = {
@@ -482,29 +481,215 @@ def test_lightx2vs_biases_are_merged_as_diffusers_loads_them_and_its_norms_are_n
         for key, up in layers.items()
         if key.endswith("lora_up.weight")
     }
-    norms = {
-        "diffusion_model.blocks.0.self_attn.norm_q.diff": torch.full((24,), 0.2),
-        "diffusion_model.blocks.0.norm3.diff": torch.full((24,), 0.2),
-        "diffusion_model.blocks.0.norm3.diff_b": torch.full((24,), 0.2),
+    before = network(wan).state_dict()
+    # names of Wan's own code -> diffusers'; norm2 and norm3 change places
+    places = {
+        "blocks.0.self_attn.norm_q.diff": "blocks.0.attn1.norm_q.weight",
+        "blocks.0.norm3.diff": "blocks.0.norm2.weight",
+        "blocks.0.norm3.diff_b": "blocks.0.norm2.bias",
+        "blocks.0.modulation.diff": "blocks.0.scale_shift_table",
+        "head.head.diff": "proj_out.weight",
+        "head.head.diff_b": "proj_out.bias",
+        "time_projection.1.diff_b": "condition_embedder.time_proj.bias",
+        "patch_embedding.diff": "patch_embedding.weight",
     }
-    file = saved(
-        tmp_path, "lightx2v", {k: v.contiguous() for k, v in (layers | biases | norms).items()}
-    )
+    generator = torch.Generator().manual_seed(5)
+    whole = {
+        f"diffusion_model.{key}": torch.randn(before[name].shape, generator=generator)
+        for key, name in places.items()
+    }
+    unknown = {"diffusion_model.blocks.9.norm3.diff": torch.ones(24)}
+    layers = {k: v.contiguous() for k, v in (layers | biases).items()}
+    saved(tmp_path, "pairs", layers)
     pipe = diffusers.WanPipeline.from_pretrained(wan.place)
-    pipe.load_lora_weights(str(tmp_path), weight_name=file.name)
-    pipe.fuse_lora()
+    pipe.load_lora_weights(str(tmp_path), weight_name="pairs.safetensors")
+    pipe.fuse_lora(["transformer"], lora_scale=0.5)
     pipe.unload_lora_weights()
     theirs = pipe.transformer.state_dict()
-    place = convert.merge([file], wan.place, [], tmp_path / "merged")
+    file = saved(tmp_path, "lightx2v", layers | whole | unknown)
+    place = convert.merge([file], wan.place, [0.5], tmp_path / "merged")
     ours = network(wan, place).state_dict()
+    changes = {name: 0.5 * whole[f"diffusion_model.{key}"] for key, name in places.items()}
     for name, weight in theirs.items():
-        torch.testing.assert_close(ours[name], weight, atol=1e-5, rtol=1e-5)
-    moved = [n for n, weight in network(wan).state_dict().items() if not weight.equal(ours[n])]
-    assert sum(name.endswith("bias") for name in moved) == len(biases)
-    assert "leaves out 3 differences of whole weights" in caplog.text
-    assert all(name in caplog.text for name in norms) and "q.diff_b" not in caplog.text
+        meant = weight + changes.get(name, 0)
+        torch.testing.assert_close(ours[name], meant, atol=1e-5, rtol=1e-5)
+    assert "leaves out 1 of 9 differences of whole weights" in caplog.text
+    assert "blocks.9.norm3.diff" in caplog.text and "norm_q" not in caplog.text
     with pytest.raises(UserError, match="changes whole weights, mostly of norms"):
         lora_files.read(wan, file)
+
+
+def test_norms_of_lycoris_are_merged_by_their_flat_names(tmp_path):
+    base = Base.of(str(tiny_diffusers.folder("sd")))
+    before = network(base).state_dict()
+    name = next(n for n in before if n.endswith("transformer_blocks.0.norm2.weight"))
+    stem = "lora_unet_" + name.removesuffix(".weight").replace(".", "_")
+    change = torch.randn(before[name].shape, generator=torch.Generator().manual_seed(0))
+    file = saved(tmp_path, "norms", {f"{stem}.w_norm": change, f"{stem}.b_norm": 2 * change})
+    place = convert.merge([file], base.place, [], tmp_path / "merged")
+    ours = network(base, place).state_dict()
+    bias = name.replace(".weight", ".bias")
+    meant = {name: before[name] + change, bias: before[bias] + 2 * change}
+    for key, weight in before.items():
+        torch.testing.assert_close(ours[key], meant.get(key, weight), atol=1e-6, rtol=1e-6)
+
+
+def text_layers(pipe, form):
+    """Pairs of the attention of a pipeline's text encoders, in the names of a layout."""
+    generator = torch.Generator().manual_seed(4)
+    parts = [part for part in pipe._lora_loadable_modules if part.startswith("text_encoder")]
+    layers = {}
+    for number, part in enumerate(parts, start=1):
+        for name, module in getattr(pipe, part).named_modules():
+            if name.endswith(("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")):
+                down = 0.3 * torch.randn(2, module.in_features, generator=generator)
+                up = 0.3 * torch.randn(module.out_features, 2, generator=generator)
+                name = name if name.startswith("text_model.") else f"text_model.{name}"
+                if form == "diffusers":
+                    key = f"{part}.{name}"
+                    layers |= {f"{key}.lora_A.weight": down, f"{key}.lora_B.weight": up}
+                else:
+                    key = f"lora_te{number if len(parts) > 1 else ''}_{name.replace('.', '_')}"
+                    layers |= {f"{key}.lora_down.weight": down, f"{key}.lora_up.weight": up}
+                    layers[f"{key}.alpha"] = torch.tensor(1.0)
+    return layers
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "alone"),
+    [
+        ("sd", "diffusers", False),
+        ("sd", "kohya", True),
+        ("sdxl", "diffusers", True),
+        ("sdxl", "kohya", False),
+        ("flux", "diffusers", False),
+    ],
+)
+def test_adapters_of_text_encoders_are_merged_as_diffusers_fuses_them(name, form, alone, tmp_path):
+    base = Base.of(str(tiny_diffusers.folder(name)))
+    pipe = diffusers.DiffusionPipeline.from_pretrained(base.place)
+    layers = text_layers(pipe, form)
+    if not alone:
+        prefix = f"{base.part}." if form == "diffusers" else "lora_unet_"
+        _, own = attention_layers(base, f"{base.part}.")
+        if form == "kohya":
+            own = {}
+            for module, pair in attention_layers(base, "")[0].items():
+                key = prefix + module.replace(".", "_")
+                own |= {f"{key}.lora_down.weight": pair.down, f"{key}.lora_up.weight": pair.up}
+                own[f"{key}.alpha"] = torch.tensor(float(pair.rank))
+        layers |= own
+    file = saved(tmp_path, "all", {k: v.contiguous() for k, v in layers.items()})
+    pipe.load_lora_weights(str(tmp_path), weight_name=file.name)
+    loadable = [part for part in pipe._lora_loadable_modules if getattr(pipe, part, None)]
+    pipe.fuse_lora(loadable, lora_scale=0.5)
+    pipe.unload_lora_weights()
+    place = convert.merge([file], base.place, [0.5], tmp_path / "merged")
+    ours = diffusers.DiffusionPipeline.from_pretrained(place)
+    plain = diffusers.DiffusionPipeline.from_pretrained(base.place)
+    for part in loadable:
+        meant, merged, before = (getattr(p, part).state_dict() for p in (pipe, ours, plain))
+        assert set(meant) == set(merged)
+        for key, weight in meant.items():
+            torch.testing.assert_close(merged[key], weight, atol=1e-5, rtol=1e-5)
+        moved = any(not before[key].equal(merged[key]) for key in before)
+        assert moved == (part.startswith("text_encoder") or not alone)
+
+
+def test_a_text_encoder_that_the_pipeline_reads_no_adapters_for_is_named(wan, tmp_path, caplog):
+    _, layers = attention_layers(wan, "transformer.")
+    text = {"text_encoder.encoder.block.0.q.lora_A.weight": torch.ones(1, 2)}
+    convert.merge([saved(tmp_path, "both", layers | text)], wan.place, [], tmp_path / "merged")
+    assert "leaves out 1 tensors of text encoders, such as 'text_encoder" in caplog.text
+
+
+def drawn(rows, columns, seed):
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
+
+
+def joined_layers(width, names, seed):
+    """Pairs of modules of FLUX's first code and what they change in diffusers' network; ``names``:
+    of the joined query, key and value, and of the projection behind them."""
+    block = "transformer_blocks.0.attn"
+    layers, meant = {}, {}
+    for key, parts in names.items():
+        down, up = drawn(2, width, seed), drawn(width * len(parts), 2, seed + 1)
+        layers[key] = (down, up)
+        changes = (up @ down).chunk(len(parts))
+        meant |= {f"{block}.{part}": change for part, change in zip(parts, changes, strict=True)}
+        seed += 2
+    return layers, meant
+
+
+IMAGE, TEXT = QKVO[:3], ["add_q_proj", "add_k_proj", "add_v_proj"]
+BFL = {"img_attn.qkv": IMAGE, "txt_attn.qkv": TEXT, "img_attn.proj": ["to_out.0"]}
+XLABS = {"qkv_lora1": IMAGE, "qkv_lora2": TEXT, "proj_lora1": ["to_out.0"]}
+OWN = {f"attn.{part}": [part] for part in (*QKVO, "add_q_proj")}
+# what diffusers' readers do not take, or of all modules only
+UNREAD = ["base_model.model.double_blocks.0.{}", "diffusion_model.double_blocks.0.{}"]
+# who writes it -> names of the modules in a block, name of a layer, of down and up, alpha's value
+PUBLIC = {
+    "kohya": (BFL, "lora_unet_double_blocks_0_{_}", ("lora_down", "lora_up"), 1.0),
+    "xlabs": (XLABS, "double_blocks.0.processor.{}", ("down", "up"), None),
+    "ai-toolkit": (OWN, "transformer.transformer_blocks.0.{}", ("lora_A", "lora_B"), None),
+    "peft": (OWN, "base_model.model.transformer_blocks.0.{}", ("lora_A", "lora_B"), None),
+    "onetrainer": (OWN, "lora_transformer_transformer_blocks_0_{_}", ("lora_down", "lora_up"), 1.0),
+    "diffsynth": (OWN, "transformer_blocks.0.{}", ("lora_A.default", "lora_B.default"), None),
+    "bare": (OWN, "transformer_blocks.0.{}", ("lora_A", "lora_B"), None),
+}
+
+
+@pytest.mark.parametrize("kind", PUBLIC)
+def test_the_layouts_of_public_trainers_of_flux_are_merged(kind, tmp_path):
+    """Two files of each, written by their names: the weights move by up @ down times its scale."""
+    base = Base.of(str(tiny_diffusers.folder("flux")))
+    names, form, (first, second), alpha = PUBLIC[kind]
+    before = network(base).state_dict()
+    width = before["transformer_blocks.0.attn.to_q.weight"].shape[1]
+    for seed in (0, 10):
+        pairs, meant = joined_layers(width, names, seed)
+        layers = {}
+        for name, (down, up) in pairs.items():
+            key = form.replace("{_}", name.replace(".", "_")).format(name)
+            layers |= {f"{key}.{first}.weight": down, f"{key}.{second}.weight": up}
+            if alpha:
+                layers[f"{key}.alpha"] = torch.tensor(alpha)
+        scale = alpha / 2 if alpha else 1.0
+        file = saved(tmp_path, f"{kind}{seed}", {k: v.contiguous() for k, v in layers.items()})
+        ours = network(
+            base, convert.merge([file], base.place, [], tmp_path / f"to{seed}")
+        ).state_dict()
+        for name, weight in before.items():
+            change = meant.get(name.removesuffix(".weight"))
+            wanted = weight if change is None else weight + scale * change
+            torch.testing.assert_close(ours[name], wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("form", UNREAD)
+def test_layouts_of_flux_that_diffusers_does_not_read_are_refused(form, tmp_path):
+    base = Base.of(str(tiny_diffusers.folder("flux")))
+    key = form.format("img_attn.proj")
+    layers = {f"{key}.lora_A.weight": drawn(2, 32, 0), f"{key}.lora_B.weight": drawn(32, 2, 1)}
+    with pytest.raises(UserError, match="cannot read this LoRA|finds no LoRA weights"):
+        convert.merge([saved(tmp_path, "a", layers)], base.place, [], tmp_path / "to")
+
+
+def test_the_layout_of_diffsynth_for_wan_is_merged(wan, tmp_path):
+    plain, layouts = wan_layouts(wan)
+    short = {"lora_down": "lora_A.default", "lora_up": "lora_B.default"}
+    layers = {
+        key.removeprefix("diffusion_model.").replace(".lora_", f".{short['lora_' + word]}#"): value
+        for key, value in layouts["comfyui"].items()
+        for word in [key.split(".lora_")[1].split(".")[0]]
+    }
+    layers = {f"{key.split('#')[0]}.weight": value.contiguous() for key, value in layers.items()}
+    files = [saved(tmp_path, "d", layers), saved(tmp_path, "p", plain)]
+    states = [
+        network(wan, convert.merge([f], wan.place, [], tmp_path / f"to-{f.stem}")).state_dict()
+        for f in files
+    ]
+    for name, weight in states[1].items():
+        torch.testing.assert_close(states[0][name], weight, atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["dora", "bias", "norms"])
@@ -540,16 +725,16 @@ def test_a_run_begins_with_a_lora_file(tmp_path):
     _, layers = attention_layers(base, "transformer.", ends=("attn.to_q",))
     file = saved(tmp_path, "some", layers)
     theirs = output(policy, with_adapter(base, file), prompts)
-    lora_files.begin(base, policy.net, file)  # of rank 2, as the policy's
+    lora_merging.begin(base, policy.net, file)  # of rank 2, as the policy's
     torch.testing.assert_close(output(policy, policy.net, prompts), theirs, atol=2e-5, rtol=2e-5)
     assert (theirs - plain).abs().max() > 1e-4
     whole = folders.make("flux", fixed_batch_rows=None)
-    lora_files.begin(base, whole.net, file)
+    lora_merging.begin(base, whole.net, file)
     torch.testing.assert_close(output(whole, whole.net, prompts), theirs, atol=2e-5, rtol=2e-5)
     assert all(p.requires_grad for p in whole.net.parameters())
     _, large = attention_layers(base, "transformer.", ends=("add_q_proj",))
     with pytest.raises(UserError, match="is not there; set lora: .rank: .* mmrl convert"):
-        lora_files.begin(base, policy.net, saved(tmp_path, "other", large))
+        lora_merging.begin(base, policy.net, saved(tmp_path, "other", large))
 
 
 class Here:
@@ -557,11 +742,57 @@ class Here:
         return text
 
 
-def test_a_file_for_one_of_two_experts_says_what_to_do(wan, tmp_path):
+@pytest.mark.parametrize("lora", [None, Lora(rank=3, targets=["to_q", "to_v", "to_out.0"])])
+def test_files_of_two_experts_begin_a_run(lora, wan, tmp_path):
+    """A pair of files by their names, one of them alone, a folder each: beside diffusers."""
+    pipe = diffusers.WanPipeline.from_pretrained(tiny_diffusers.folder("wan-two"))
+    plain = {part: getattr(pipe, part).state_dict() for part in ("transformer", "transformer_2")}
+    plain = {part: {k: v.clone() for k, v in state.items()} for part, state in plain.items()}
+    pair = tmp_path / "pair"
+    pair.mkdir()
+    for seed, (name, more) in enumerate(
+        [("my-lora_000002500_high_noise", {}), ("Wan2.2-Lightning_LOW_fp16", {"transformer_2": 1})]
+    ):
+        _, layers = attention_layers(wan, "transformer.", seed=seed)
+        saved(pair, name, layers)
+        pipe.load_lora_weights(
+            str(pair),
+            weight_name=f"{name}.safetensors",
+            adapter_name=f"of_{seed}",
+            load_into_transformer_2=bool(more),
+        )
+    apart = tmp_path / "apart"
+    for part, file in zip(plain, sorted(pair.iterdir(), reverse=True), strict=True):
+        (apart / part).mkdir(parents=True)
+        (apart / part / convert.LORA).write_bytes(file.read_bytes())
+    pipe.fuse_lora(["transformer", "transformer_2"])
+    pipe.unload_lora_weights()
+    low = pair / "Wan2.2-Lightning_LOW_fp16.safetensors"
+    for start, changed in ((pair, set(plain)), (apart, set(plain)), (low, {"transformer_2"})):
+        two = folders.make("wan-two", lora=lora, fixed_batch_rows=None)
+        begin_with_lora(two, lora_merging.lora_at(start), Here())
+        for part, before in plain.items():
+            ours = merged(two.net.get_submodule(part)) if lora else two.net.get_submodule(part)
+            state = ours if lora else ours.state_dict()
+            meant = getattr(pipe, part).state_dict() if part in changed else before
+            assert set(state) == set(meant)
+            for name, weight in meant.items():
+                torch.testing.assert_close(state[name], weight, atol=1e-5, rtol=1e-5)
+    (merged_to := tmp_path / "merged").mkdir()
+    convert.merge([pair], str(tiny_diffusers.folder("wan-two")), [], merged_to)
+    again = diffusers.WanPipeline.from_pretrained(merged_to)
+    for part in plain:
+        for name, weight in getattr(pipe, part).state_dict().items():
+            state = getattr(again, part).state_dict()
+            torch.testing.assert_close(state[name], weight, atol=1e-5, rtol=1e-5)
+
+
+def test_a_file_that_does_not_say_which_of_two_experts_it_is_for_says_what_to_do(wan, tmp_path):
     two = folders.make("wan-two", fixed_batch_rows=None)
     _, layers = attention_layers(wan, "transformer.")
-    with pytest.raises(UserError, match="has transformer and transformer_2: put the file of each"):
-        begin_with_lora(two, saved(tmp_path, "high", layers), Here())
+    for name in ("style", "high_and_low", "highlight"):
+        with pytest.raises(UserError, match="write high_noise .transformer. or low_noise"):
+            begin_with_lora(two, saved(tmp_path, name, layers), Here())
 
 
 @pytest.mark.slow
