@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import chain, islice
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -53,41 +54,43 @@ class Intake:
     def prompts(self, part: Part) -> list[Prompt]:
         """Read a part. Raises UserError with the number of broken rows and the first few of them,
         or for none at all."""
-        prompts: dict[int, Prompt] = {}  # by the number of the row
-        problems: dict[int, str] = {}
+        prompts: list[Prompt] = []
+        problems: list[tuple[int, str]] = []  # and how many prompts stand before the row
         rows = self.request.rows(part, self.summary, self.expand)
         before, folder = self.summary.read, self.request.folder
-        for number, (place, row) in enumerate(rows):
+        for place, row in rows:
             try:
                 if isinstance(row, ValueError):
                     raise row
                 prompt = self.make(place, row)
                 prompt["origin"] = place
-                prompts[number] = placed(prompt, folder_of(place, folder))
+                prompts.append(placed(prompt, folder_of(place, folder)))
             except MISFITS as error:
-                problems[number] = f"{place}: {_why(error)}"
-        for number, why in self._look(prompts).items():
-            problems[number] = f"{prompts.pop(number)['origin']}: {why}"
-        self._complain([problems[number] for number in sorted(problems)], len(prompts))
+                problems.append((len(prompts), f"{place}: {_why(error)}"))
+        if wrong := self._look(prompts):
+            problems += ((n + 1, f"{prompts[n]['origin']}: {why}") for n, why in wrong.items())
+            prompts = [prompt for n, prompt in enumerate(prompts) if n not in wrong]
+        problems.sort(key=itemgetter(0))
+        self._complain([problem for _, problem in problems], len(prompts))
         if not prompts:
             whole = ", ".join(map(str, part)) if isinstance(part, list) else self.request.path
             read = self.summary.read - before
             why = "all rows are left out by filters" if read else "no row there"
             raise UserError(f"{whole}: {'no row that is whole' if problems else why}")
-        return list(prompts.values())
+        return prompts
 
-    def _look(self, prompts: Mapping[int, Prompt]) -> dict[int, str]:
+    def _look(self, prompts: Sequence[Prompt]) -> dict[int, str]:
         """Look at the pictures and clips of all prompts. Returns what is wrong, by the number of
-        the row."""
+        the prompt."""
         if self.pictures is None and self.verify is None:
             return {}
         looks = self.pictures or (lambda prompt: [])
-        sources = {number: looks(prompt) for number, prompt in prompts.items()}
-        listed = [source for several in sources.values() for source in several]
+        sources = [looks(prompt) for prompt in prompts]
+        listed = [source for several in sources for source in several]
         findings = iter(scan(listed, max_pixels=self.max_pixels))
         sizes: dict[int, list[tuple[int, int]]] = {}
         wrong: dict[int, str] = {}
-        for number, several in sources.items():
+        for number, several in enumerate(sources):
             looked = [(next(findings), source) for source in several]
             sizes[number] = [finding.size for finding, source in looked if not is_clip(source)]
             self.summary.notes.update(finding.note for finding, _ in looked if finding.note)
@@ -95,7 +98,7 @@ class Intake:
             if named:
                 wrong[number] = named[0]
         if self.verify is not None:
-            whole = [number for number in prompts if number not in wrong]
+            whole = [number for number in range(len(prompts)) if number not in wrong]
             misfits = self.verify([prompts[n] for n in whole], [sizes[n] for n in whole])
             wrong |= {whole[place]: why for place, why in misfits.items()}
         return wrong

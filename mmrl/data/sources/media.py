@@ -80,12 +80,16 @@ def placed(prompt: Prompt, folder: Path) -> Prompt:
     """Return a prompt whose files have whole paths: relative ones start in ``folder``, that of the
     file which names them. Any value may be the path of a file that is there, such as a reward's
     picture; what policies open is one in any case."""
-    whole = {}
-    for key, value in prompt.items():
-        if key in MEDIA or (type(value) is str and "." in value[-5:] and _ends_as_file(value)):
-            whole[key] = _placed(value, folder, key in MEDIA)
-    whole.pop("text", None)
-    return {**prompt, **whole} if whole else prompt
+    named = [
+        key
+        for key, value in prompt.items()
+        if (type(value) is str and value.find(".", -5) >= 0 and _ends_as_file(value))
+        or key in MEDIA
+    ]
+    if not named:
+        return prompt
+    whole = {key: _placed(prompt[key], folder, key in MEDIA) for key in named if key != "text"}
+    return {**prompt, **whole}
 
 
 def _ends_as_file(value: str) -> bool:

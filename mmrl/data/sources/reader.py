@@ -145,17 +145,21 @@ class Request:
             rows = chain.from_iterable(starmap(expand, rows))
         filters = Filters(self.filters, self.columns)
         columns: dict[str, None] = {}
-        before = summary.read
-        for place, row in islice(rows, self.limit):
-            summary.read += 1
+        count = 0
+        for count, each in enumerate(islice(rows, self.limit), start=1):
+            if not filters.conditions:
+                yield each
+                continue
+            row = each[1]
             if isinstance(row, dict) and not columns.keys() >= row.keys() and len(columns) < 100:
                 columns |= dict.fromkeys(map(str, row))
-            if filters.conditions and (reason := filters.failed(row)):
+            if reason := filters.failed(row):
                 summary.filtered[reason] += 1
             else:
-                yield place, row
-        summary.limited |= summary.read - before == self.limit
-        if summary.read > before:
+                yield each
+        summary.read += count
+        summary.limited |= count == self.limit
+        if count:
             filters.check([*columns])
 
 

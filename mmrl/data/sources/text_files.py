@@ -113,9 +113,11 @@ def lines_of(path: Path, content_name: str = "data") -> Iterator[tuple[int, str]
                 return
             if len(line) >= LONGEST:
                 raise UserError(f"{path}:{number}: a line of more than {LONGEST >> 20} MiB")
-            text = _decoded(line, path, number)
-            text = text.removeprefix("\ufeff") if number == 1 else text
-            if text := text.strip():
+            try:
+                text = line.decode().strip()
+            except UnicodeDecodeError:
+                text = _decoded(line, path, number)  # says which byte it is
+            if text := text.removeprefix("\ufeff").strip() if number == 1 else text:
                 yield number, text
 
 
@@ -141,7 +143,10 @@ def loads(text: str) -> Any:
     """Read JSON. Raises ValueError for what is broken, nested too deeply, or holds a key twice, of
     which one value would be lost in silence."""
     try:
-        value, end = DECODER.raw_decode(text) if text[:1] not in " \t\r\n" else (None, -1)
+        try:
+            value, end = DECODER.scan_once(text, 0)
+        except StopIteration:  # what ``decode`` explains, or blanks before the value
+            end = -1
         return value if end == len(text) else DECODER.decode(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"broken JSON at column {error.colno}: {error.msg}") from error
