@@ -117,7 +117,6 @@ class Policy(ABC):
     # act: sampling, and scoring what was sampled
 
     guidance_scale: float | None = None  # of classifier-free guidance; None: it has none
-    rows_guide: bool = True  # the scale of a row that has one holds; not while another is asked for
     process: Any = None  # of samplers.processes, that its states follow; None: it has none
     tree: Any = None  # how its samples branch; None: they are single
     sampling_memory_gib: float | None = None  # that a pass of sampling may allocate
@@ -126,7 +125,7 @@ class Policy(ABC):
     media_size: tuple[int, int] | None = None  # [height, width] of the pictures it makes
     media_frames: int | None = None  # of the videos it makes
     media_fps: float = USUAL_RATE  # of these, by which they are written and clips are read
-    reads_clips: bool = False  # of the data, as answers
+    _clips_said: bool = False  # how clips of the data are read
     rates: Tensor  # [T + 1] share of tokens hidden before each pass and after the last (remaskable)
 
     @abstractmethod
@@ -167,13 +166,6 @@ class Policy(ABC):
         ask for; the prompts of a rollout have one size."""
         return self.media_size
 
-    def by_size(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """List the places of the prompts of each size, in the order of their first ones."""
-        groups: dict[tuple[int, int] | None, list[int]] = {}
-        for i, prompt in enumerate(prompts):
-            groups.setdefault(self.size_of(prompt), []).append(i)
-        return list(groups.values())
-
     def encode_media(self, media: Tensor) -> Tensor:
         """Encode pictures [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1, of the sizes that
         ``decode`` returns, to samples [B, *]: its inverse, as far as there is one."""
@@ -187,8 +179,8 @@ class Policy(ABC):
         """Open the picture or video, mostly a file, that answers a prompt, for ``demonstrate``. The
         first clip says once how clips are read."""
         medium = self.medium_of(prompt)
-        if medium == "video" and not isinstance(value, Tensor) and not self.reads_clips:
-            self.reads_clips = True
+        if medium == "video" and not isinstance(value, Tensor) and not self._clips_said:
+            self._clips_said = True
             self.news.append(clips_are_read(self.media_frames, self.media_fps))
         return opened(value, medium, self.media_frames, prompt, self.media_fps)
 

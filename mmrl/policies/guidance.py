@@ -15,17 +15,21 @@ def without_empty(cond: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in cond.items() if key != "uncond"}
 
 
+class Overriding(float):
+    """A guidance scale that holds also for rows that have one of their own."""
+
+
 @contextmanager
 def at_guidance(policy: Any, guidance: float | None) -> Iterator[None]:
     """Set another classifier-free guidance scale within the block, also for rows that have one of
     their own; None: the policy's own."""
-    before = policy.guidance_scale, policy.rows_guide
+    before = policy.guidance_scale
     if guidance is not None:
-        policy.guidance_scale, policy.rows_guide = guidance, False
+        policy.guidance_scale = Overriding(guidance)
     try:
         yield
     finally:
-        policy.guidance_scale, policy.rows_guide = before
+        policy.guidance_scale = before
 
 
 def warn_of_mismatch(logp_dist: str, guidance: float) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from mmrl.core.types import Media, Prompt, Rewards
 from mmrl.monitoring.diversity import diversity_of_prompts
 from mmrl.policies.base import Policy, RolloutContext
 from mmrl.rollout import collect
+from mmrl.rollout.sizes import by_size
 from mmrl.run.set_metrics import mean_ap
 from mmrl.scoring import Scorer
 from samplers.noise import Rng
@@ -100,15 +102,26 @@ def sample(
     Every process samples equally many, as sharded models need; what fills up the last ones is
     thrown away.
     """
-    groups = policy.by_size(prompts)
-    if len(groups) > 1:
-        return _sizes_apart(
-            [
-                sample(policy, [prompts[i] for i in places], copies, seed, guidance, best)
-                for places in groups
-            ],
-            prompts,
-        )
+    draw = partial(_sampled, policy, copies, seed, guidance, best)
+    parts = by_size(policy, prompts, draw)
+    media = joined([part.outcome[0] for part in parts])
+    rows = [row for part in parts for row in part.outcome[1]]
+    if len(parts) == 1:
+        return media, rows
+    order = {id(prompt): i for i, prompt in enumerate(prompts)}
+    places = sorted(range(len(rows)), key=lambda i: order[id(rows[i])])
+    return taken(media, torch.tensor(places)), [rows[i] for i in places]
+
+
+def _sampled(
+    policy: Policy,
+    copies: int,
+    seed: int,
+    guidance: float | None,
+    best: BestOf | None,
+    prompts: Sequence[Prompt],
+) -> tuple[Media, list[Prompt]]:
+    """Sample this process's share of prompts of one size."""
     drawn = copies * (best.count if best else 1)
     rank, size = distributed.world()
     share = -(-len(prompts) // size)
@@ -134,17 +147,6 @@ def sample(
         parts.append(media)
         rows += prompt_per_row
     return joined(parts), rows
-
-
-def _sizes_apart(
-    parts: Sequence[tuple[Media, list[Prompt]]], prompts: Sequence[Prompt]
-) -> tuple[Media, list[Prompt]]:
-    """Join samples of several sizes in the order of their prompts, a list of pictures."""
-    order = {id(prompt): i for i, prompt in enumerate(prompts)}
-    items = [item for media, _ in parts for item in media]
-    rows = [row for _, rows in parts for row in rows]
-    places = sorted(range(len(rows)), key=lambda i: order[id(rows[i])])
-    return [items[i] for i in places], [rows[i] for i in places]
 
 
 def joined(parts: Sequence[Media]) -> Media:
@@ -181,17 +183,32 @@ def scores(
     Of answers with boxes also mAP, on one process: a number of the whole set.
     """
     chosen = list(prompts[: options.prompts])
-    groups = policy.by_size(chosen)
-    if len(groups) > 1:
-        return _joined_scores(
-            [
-                scores(policy, [chosen[i] for i in places], scorer, options, guidance, best)
-                for places in groups
-            ],
-            groups,
-        )
+    measure = partial(_scores, policy, scorer, options, guidance, best)
+    parts = by_size(policy, chosen, measure)
+    if len(parts) == 1:
+        return parts[0].outcome
+    order = torch.tensor([i for part in parts for i in part.places]).argsort()
+
+    def placed(values: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(values))[order.to(values[0].device)]
+
+    several = [part.outcome for part in parts]
+    names = several[0].rewards
+    rewards = {name: placed([each.rewards[name] for each in several]) for name in names}
+    return Scores(rewards, placed([each.diversity for each in several]), {})
+
+
+def _scores(
+    policy: Policy,
+    scorer: Scorer,
+    options: EvaluateOptions,
+    guidance: float | None,
+    best: BestOf | None,
+    prompts: Sequence[Prompt],
+) -> Scores:
+    """Sample and score prompts of one size."""
     copies = options.num_samples
-    media, row_prompts = sample(policy, chosen, copies, options.seed, guidance, best)
+    media, row_prompts = _sampled(policy, copies, options.seed, guidance, best, prompts)
     with distributed.together():
         local: Rewards = collect.once(scorer)(media, row_prompts)
     rewards = collect.shared(local, getattr(scorer, "weights", None))
@@ -201,17 +218,6 @@ def scores(
         distributed.all_gather_rows(diversity_of_prompts(media, copies)),
         _of_the_set(media, row_prompts),
     )
-
-
-def _joined_scores(parts: Sequence[Scores], groups: Sequence[Sequence[int]]) -> Scores:
-    """Join the scores of groups of prompts, whose places are ``groups``."""
-    order = torch.tensor([i for places in groups for i in places]).argsort()
-
-    def placed(values: Sequence[Tensor]) -> Tensor:
-        return torch.cat(list(values))[order.to(values[0].device)]
-
-    rewards = {name: placed([part.rewards[name] for part in parts]) for name in parts[0].rewards}
-    return Scores(rewards, placed([part.diversity for part in parts]), {})
 
 
 def _of_the_set(media: Media, prompts: Sequence[Prompt]) -> dict[str, float]:

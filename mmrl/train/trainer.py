@@ -41,6 +41,7 @@ from mmrl.objectives.base import Objective
 from mmrl.policies.base import Policy, RolloutContext
 from mmrl.rollout import collect
 from mmrl.rollout.preferences import Compared, labelled
+from mmrl.rollout.sizes import by_size
 from mmrl.rollout.stages import (
     Drawn,
     Setup,
@@ -233,14 +234,13 @@ class Trainer:
     def held_out(self, prompts: Sequence[Prompt], seed: int) -> dict[str, float]:
         """Measure the loss on held-out answers under the present weights, where the objective
         learns from answers or preferences; a collective call."""
-        groups = self.policy.by_size(prompts)
-        if len(groups) > 1:  # a group's rows are as many decisions
-            parts = [self.held_out([prompts[i] for i in places], seed) for places in groups]
-            weights = [len(places) / len(prompts) for places in groups]
-            return {
-                name: sum(w * part[name] for w, part in zip(weights, parts, strict=True))
-                for name in parts[0]
-            }
+        parts = by_size(self.policy, prompts, partial(self._held_out, seed=seed))
+        return {  # rows of one size are as many decisions
+            name: sum(len(part.places) / len(prompts) * part.outcome[name] for part in parts)
+            for name in parts[0].outcome
+        }
+
+    def _held_out(self, prompts: Sequence[Prompt], seed: int) -> dict[str, float]:
         passes = self.update.passes
         if isinstance(self.draw, Compared):
             with self._likelihoods():

@@ -146,7 +146,8 @@ class Request:
         filters = Filters(self.filters, self.columns)
         columns: dict[str, None] = {}
         count = 0
-        for count, each in enumerate(islice(rows, self.limit), start=1):
+        for each in islice(rows, self.limit):
+            count += 1
             if not filters.conditions:
                 yield each
                 continue

@@ -41,6 +41,7 @@ from mmrl.policies.diffusion.row_settings import (
     Seeded,
 )
 from mmrl.policies.diffusion.text_encoding import Placement, PromptCache, texts_of
+from mmrl.policies.guidance import Overriding
 from mmrl.policies.quantization import Quantization, check_quantization, quantize
 from mmrl.policies.vlm.media import where
 from samplers.batching import attempts, chunks
@@ -259,9 +260,9 @@ class FolderPolicy(FlowPolicy):
 
     def _scales(self, point: Query) -> float | Tensor:
         scale = self._scale(point)
-        by_prompt = point.cond.get(self.guided_by) if self.rows_guide else None
+        by_prompt = point.cond.get(self.guided_by)
         sampled = point.guidance is None and isinstance(point.step, Transition)
-        if by_prompt is None or not sampled:
+        if by_prompt is None or not sampled or isinstance(self.guidance_scale, Overriding):
             return scale
         rows = by_prompt[point.group]
         scales = torch.where(rows < 0, rows.new_tensor(scale), self.scale_of(rows))

@@ -1,0 +1,30 @@
+"""Takes the prompts of each size apart, where rows of the data ask for pictures of several: those
+of one rollout have one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Generic, NamedTuple, TypeVar
+
+from mmrl.core.types import Prompt
+from mmrl.policies.base import Policy
+
+T = TypeVar("T")
+
+
+class Part(NamedTuple, Generic[T]):
+    """Holds what was done for the prompts of one size, and their places among all."""
+
+    places: list[int]
+    outcome: T
+
+
+def by_size(
+    policy: Policy, prompts: Sequence[Prompt], work: Callable[[list[Prompt]], T]
+) -> list[Part[T]]:
+    """Do ``work`` for the prompts of each size, in the order of their first ones; every process
+    does so in the same order."""
+    groups: dict[tuple[int, int] | None, list[int]] = {}
+    for place, prompt in enumerate(prompts):
+        groups.setdefault(policy.size_of(prompt), []).append(place)
+    return [Part(places, work([prompts[i] for i in places])) for places in groups.values()]
