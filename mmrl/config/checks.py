@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import is_dataclass
@@ -456,7 +457,10 @@ def _missing_files(value: Any, key: str = "", place: Place | None = None) -> Ite
     elif isinstance(value, Location) and is_pattern(value):
         return  # reading the data says if no file matches
     elif isinstance(value, (str, Path)) and not exists(Path(value).expanduser()):
-        yield place.say(f"no such file or folder: {value}; relative paths start at {Path.cwd()}")
+        folders = dict.fromkeys(map(os.path.abspath, [Path.cwd(), *filter(None, [place.folder])]))
+        yield place.say(
+            f"no such file or folder: {value}; relative paths start at {' or '.join(folders)}"
+        )
 
 
 def looks_local(path: str) -> bool:

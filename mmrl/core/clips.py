@@ -1,9 +1,10 @@
 """Reads clips as every policy and data source is to see them: by the time stamps of their frames,
-and upright.
+upright, and with square pixels.
 
 A phone or a screen recorder shows each frame for as long as it likes; an edit list leaves frames
 out; a header may say that the picture lies on its side or is mirrored. Second 0 is where a player's
-clock begins: the earliest stamp of the file, sound included.
+clock begins: the earliest stamp of the file, sound included. Pixels of discs and broadcasts may be
+wider than high, as the stream's sample aspect ratio says: frames get the width that players show.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ SHORT = 0.9  # a file with less of the length that its header promises was cut
 HELD = (
     0.05  # of a tick: a clip's end is that of its last frame, so 5 s give 81 frames at 16 a second
 )
+UNKNOWN = 2**32 - 1  # bytes of an AVI that was written without looking back
+TRANSPORT = ((0, 188), (4, 192), (0, 204))  # first mark and length of packets of transport streams
 RIGHT_ANGLE = 0.02  # of the turn's cosine, off which a picture is not turned by quarters
 NO_RATE = (
     "it is given as frames, which have no times; write their frames a second into the row: fps"
@@ -118,13 +121,14 @@ def is_frames(value: Any) -> bool:
 
 
 def header_of(path: Path) -> tuple[tuple[int, int], float | None]:
-    """Read size (width, height, before it is turned) and seconds from a video file's header; None
-    where it does not say how long it is. Raises ClipError for what holds no video."""
+    """Read size (width, height of square pixels, before they are turned) and seconds from a video
+    file's header; None where it does not say how long it is. Raises ClipError for what holds no
+    video."""
     with _film(path) as (container, stream):
         seconds = _promised(stream)
         if seconds is None and container.duration:
             seconds = container.duration / 1e6
-        return (stream.width, stream.height), seconds
+        return (_width(stream), stream.height), seconds
 
 
 def check_whole(path: Path) -> None:
@@ -181,6 +185,8 @@ def _film(path: Path) -> Iterator[tuple[Any, Any]]:
     import av
 
     try:
+        if _ends_early(path):
+            raise ClipError("it is cut short: the file ends before its last part; copy it again")
         with av.open(str(path)) as container:
             cover = av.stream.Disposition.attached_pic
             streams = [s for s in container.streams.video if cover not in s.disposition]
@@ -194,6 +200,26 @@ def _film(path: Path) -> Iterator[tuple[Any, Any]]:
         raise ClipError(f"its header is not whole; {CUT}") from error
     except (OSError, ValueError, IndexError, EOFError, av.FFmpegError) as error:
         raise ClipError(_reason(error)) from error
+
+
+def _ends_early(path: Path) -> bool:
+    """Tell whether an AVI is shorter than it says, or an MPEG transport stream ends within a
+    packet; one that was cut between two packets says nothing of what followed."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        head = file.read(256)
+    if head[:4] == b"RIFF" and head[8:12] == b"AVI ":
+        promised = int.from_bytes(head[4:8], "little")
+        return promised < UNKNOWN and promised + 8 > size
+    for first, length in TRANSPORT:
+        if head[first : first + 1] == head[first + length : first + length + 1] == b"G":
+            return size % length > 0
+    return False
+
+
+def _width(stream: Any) -> int:
+    """Return how wide frames are once their pixels are square, as players show them."""
+    return round(stream.width * float(stream.sample_aspect_ratio or 1)) or stream.width
 
 
 def _reason(error: Exception) -> str:
@@ -287,12 +313,13 @@ def _decoded(
     due = {ticks[number] for number in numbers}
     pictures: dict[int, np.ndarray] = {}
     with _film(path) as (container, stream):
+        width = _width(stream)
         for frame, tick in zip(
             container.decode(stream), ticks if stamps.by_order else repeat(None)
         ):
             stamp = frame.pts if tick is None else tick
             if stamp in due and stamp not in pictures:
-                pictures[stamp] = upright(frame)
+                pictures[stamp] = upright(frame, width)
                 if len(pictures) == len(due):
                     break
     if missing := [ticks[number] for number in numbers if ticks[number] not in pictures]:
@@ -303,9 +330,11 @@ def _decoded(
     return np.stack([pictures[ticks[number]] for number in numbers])
 
 
-def upright(frame: Any) -> np.ndarray:
-    """Return a decoded frame as uint8 [H, W, 3], turned and mirrored as its header asks."""
-    pixels: np.ndarray = frame.to_ndarray(format="rgb24")
+def upright(frame: Any, width: int) -> np.ndarray:
+    """Return a decoded frame as uint8 [H, W, 3], brought to its ``width`` before it is turned and
+    mirrored as its header asks."""
+    whole = {} if width == frame.width else {"width": width, "height": frame.height}
+    pixels: np.ndarray = frame.to_ndarray(format="rgb24", **whole)
     matrix = frame.side_data.get("DISPLAYMATRIX")
     if matrix is None:
         return pixels

@@ -39,7 +39,7 @@ from mmrl.core.pictures import reason as worded
 from mmrl.utils.output import redraws
 from mmrl.utils.paths import cache_dir
 
-VERSION = 3  # of what is found out about a file
+VERSION = 4  # of what is found out about a file
 ANNOUNCED = 2000  # files from which a bar, or a line, says that they are looked at
 CHUNK = 512  # files between two commits
 CLIPS = (".mp4", ".webm", ".mov", ".avi", ".mkv")

@@ -493,6 +493,13 @@ def test_a_mistake_in_the_file_is_said_with_its_line(folder, old, new, complaint
     assert complaint in problems_of(folder, GOOD.replace(old, new, 1))
 
 
+def test_a_file_that_is_nowhere_is_said_with_both_places(folder, monkeypatch):
+    (folder / "elsewhere").mkdir()
+    monkeypatch.chdir(folder / "elsewhere")
+    complaint = problems_of(folder, GOOD.replace("here.txt", "gone.txt"))
+    assert f"relative paths start at elsewhere or {folder}" in complaint
+
+
 def test_problems_of_all_sections_are_reported_at_once(folder):
     complaint = problems_of(
         folder,

@@ -200,3 +200,32 @@ def test_a_header_says_size_and_length_and_all_of_a_file_is_looked_at(tmp_path):
     assert header_of(tmp_path / "cut.mkv")[1] == pytest.approx(6.0, abs=0.05)
     with pytest.raises(ClipError, match="it is cut short"):
         check_whole(tmp_path / "cut.mkv")
+
+
+@pytest.mark.parametrize("name", ["a.mp4", "a.mkv", "a.avi"])
+def test_pixels_that_are_no_squares_are_widened_as_ffmpeg_shows_them(name, tmp_path):
+    """Held to the filter ``scale=iw*sar:ih``; a picture turned on its side grows higher."""
+    wide = Fraction(16, 11)
+    path = write(tmp_path / name, range(3), "mpeg4", Fraction(1, 8), aspect=wide)
+    frames = open_clip(path).read([0, 1, 2])
+    assert frames.shape[1:3] == (16, 93) and header_of(path)[0] == (93, 16)
+    with av.open(str(path)) as container:
+        graph = av.filter.Graph()
+        entry = graph.add_buffer(template=container.streams.video[0])
+        steps = [entry, graph.add("setsar", "16/11"), graph.add("scale", "iw*sar:ih")]
+        graph.link_nodes(*steps, graph.add("buffersink")).configure()
+        graph.push(next(container.decode(video=0)))
+        shown = graph.pull().to_ndarray(format="rgb24")
+    assert np.abs(frames[0].astype(int) - shown).mean() < 3
+
+
+@pytest.mark.parametrize("name, codec", [("a.avi", "mpeg4"), ("a.ts", "mpeg2video")])
+def test_avi_and_transport_streams_that_end_early_are_refused_by_their_head(name, codec, tmp_path):
+    base = Fraction(1, 25)
+    content = write(tmp_path / name, range(250), codec, base).read_bytes()
+    assert len(open_clip(tmp_path / name).timeline.times) == 250
+    cut = tmp_path / f"cut-{name}"
+    cut.write_bytes(content[: len(content) * 19 // 20 // 188 * 188 + 50])
+    for look in (open_clip, header_of):
+        with pytest.raises(ClipError, match="it is cut short: the file ends before its last part"):
+            look(cut)

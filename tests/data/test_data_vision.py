@@ -179,8 +179,17 @@ def test_rows_as_other_frameworks_write_them(folder):
         {"instruction": "translate", "input": "ja", "output": "yes", "images": [image]},
         {"instruction": "say yes", "input": "", "output": "yes"},
         {"prompt": "a question still", "answer": "x"},
+        # ms-swift: question and answer under names of their own; turns by their roles
+        {"query": "<image>why?", "response": "so", "images": [image], "history": []},
+        {"conversation": [{"human": "a", "assistant": "b"}, {"human": "c", "assistant": "d"}]},
+        # The Cauldron, FineVision: exchanges about the pictures, with their source
+        {"images": [image], "texts": [{"user": "q", "assistant": "r", "source": "AI2D"}]},
     ]
-    trl, verl, swift, alpaca, short, plain = every(written(folder, "others.jsonl", rows))
+    read = every(written(folder, "others.jsonl", rows))
+    trl, verl, swift, alpaca, short, plain, query, talk, exchange = read
+    assert (query["text"], query["answer"], query["images"]) == ("<image>why?", "so", [image])
+    assert [turn["content"] for turn in talk["messages"]] == ["a", "b", "c"]
+    assert talk["answer"] == "d" and (exchange["text"], exchange["answer"]) == ("q", "r")
     assert (trl["system"], trl["answer"], trl["images"]) == ("short", "so", [image])
     assert trl["messages"][-1]["content"][0] == {"type": "image"}
     assert (verl["text"], verl["answer"], verl["images"]) == ("<image>how many?", "4", [image])
@@ -202,6 +211,17 @@ def test_rows_as_other_frameworks_write_them(folder):
             "write the turns as messages",
         ),
         ({"prompt": [{"role": "judge", "content": "x"}]}, "turn 0 is by 'judge'"),
+        ({"query": "c", "response": "d", "history": [["a", "b"]]}, "write the turns as messages"),
+        # ScienceQA: 1 is the second choice
+        ({"question": "which?", "choices": ["a", "b"], "answer": 1}, "the place of one of its"),
+        # MMMU, imagefolder: pictures under names that are not read
+        ({"question": "<image 1>?", "image_1": "pics/0.png"}, "image_1 would not be read"),
+        ({"question": "new?", "before_file_name": "pics/0.png"}, "columns: {images: before_file"),
+        ({"query": {"de": "was?", "en": "what?"}}, "its question holds de, en, expected one"),
+        (
+            {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": [1, 2]}]},
+            "turn 1 holds 1, expected text",
+        ),
     ],
 )
 def test_what_cannot_be_understood_of_other_frameworks_is_said(folder, row, said):

@@ -85,3 +85,18 @@ def test_a_missing_file_is_said_with_the_remedy_of_its_source(folder, kind, hint
     assert f"rows.jsonl:1: no file {folder / 'one' / 'gone.png'}" in str(error.value)
     assert hint in str(error.value)
     assert ("option images" in str(error.value)) == (kind == "vision")
+
+
+def test_escapes_of_addresses_of_files_are_read(folder):
+    """``%20`` is a blank, as ``Path.as_uri`` writes it, unless a file is really called so."""
+    names = ("my pic#1.png", "50%25.png")
+    for name in names:
+        tiny_vlms.image(40, 30).save(folder / "one" / name)
+    blank, literal = folder / "one" / names[0], folder / "one" / names[1]
+    assert "%20" in blank.as_uri()
+    parts = [{"type": "image", "image": blank.as_uri()}, {"type": "text", "text": "what?"}]
+    path = written(folder / "one", messages=[{"role": "user", "content": parts}])
+    (turn,) = Vision(path, held_out=0).train[0]["messages"]
+    assert turn["content"][0]["image"] == str(blank)
+    path = written(folder / "one", images=[blank.as_uri(), f"file://{literal}"])
+    assert Prompts(path, held_out=0).train[0]["images"] == [str(blank), str(literal)]

@@ -11,6 +11,7 @@ from hashlib import blake2b
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
+from urllib.parse import unquote
 
 from mmrl.core.clips import NO_RATE, is_frames
 from mmrl.core.pictures import check_size, opened
@@ -63,7 +64,7 @@ def medium(source: Any, folder: Path, *others: Path) -> Any:
         return _stored(source, kind) if kind else opened(source)
     if not isinstance(source, (str, Path)):
         return source
-    name = str(source).removeprefix("file://")
+    name = _named(str(source))
     if name.startswith("data:"):
         return opened(_embedded(name))
     if name.startswith(("http://", "https://")):
@@ -74,6 +75,15 @@ def medium(source: Any, folder: Path, *others: Path) -> Any:
         where = "" if os.path.isabs(name) else "; relative paths start at the file that names them"
         raise FileNotFoundError(f"no file {places[0]}{where}")
     return _resolved(path)
+
+
+def _named(source: str) -> str:
+    """Return the path that an address file:// means: its escapes (%20) are read, unless there is a
+    file of that very name."""
+    if not source.startswith("file://"):
+        return source
+    name = source.removeprefix("file://").removeprefix("localhost")
+    return name if os.path.isfile(name) else unquote(name)
 
 
 def placed(prompt: Prompt, folder: Path) -> Prompt:
@@ -101,7 +111,9 @@ def _placed(value: Any, folder: Path, is_opened: bool) -> Any:
         return [_placed(each, folder, True) for each in value]
     if not isinstance(value, str):
         return value
-    name = value.removeprefix("file://")
+    name = _named(value)
+    if name != value and os.path.isabs(name):
+        return name
     if os.path.isabs(name) or name.startswith(ADDRESSES):
         return value
     path = _resolved(os.path.join(folder, name))

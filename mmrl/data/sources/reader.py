@@ -128,7 +128,8 @@ class Request:
         is_file = suffix_of(self.place) in READERS
         if not exists(self.place) and (is_file or not is_hub_name(self.path)):
             raise UserError(
-                f"no such file or folder: {self.path}; relative paths start at {Path.cwd()}"
+                f"no such file or folder: {self.path}; relative paths start at {Path.cwd()}, or at "
+                f"the configuration's folder"
             )
         splits = self.hub.splits()
         if re.split(r"[\[+]", split)[0] not in splits:
@@ -196,7 +197,10 @@ def _expanded(path: str) -> list[Path]:
         root = Path(place.anchor) if place.is_absolute() else Path()
         files += sorted(root.glob(str(place.relative_to(root))))
     if not files:
-        raise UserError(f"no file matches {path}; relative paths start at {Path.cwd()}")
+        raise UserError(
+            f"no file matches {path}; relative paths start at {Path.cwd()}, or at the "
+            f"configuration's folder"
+        )
     return files
 
 

@@ -3,11 +3,13 @@ answer."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
 from mmrl.core.types import Prompt
+from mmrl.data.sources.folders import PICTURES
 from mmrl.data.vision.boxes import unwrapped
 
 # Names in use for what mmrl calls text, images ...; the first that is there counts.
@@ -26,11 +28,14 @@ ROLES = {
     "model": "assistant",
     "system": "system",
 }
+PICTURED = re.compile(r"(^|_)(image|img|picture|photo|file_name)s?(_?\d+)?$")  # of a column
 DETECT = "Find every object of these kinds and give the box of each: {labels}."
 REFER = "Give the box of {expression}."
 
 
-TURNS = ("messages", "conversations", "prompt")  # names of columns that hold a conversation
+# names of columns that hold a conversation: those of most tools, ms-swift's, The Cauldron's, TRL's
+TURNS = ("messages", "conversations", "conversation", "texts", "prompt")
+SURE = ("messages", "conversations")  # whatever they hold
 SWIFT = ("<bbox>", "<ref-object>")  # ms-swift's marks for boxes and names in ``objects``
 
 
@@ -38,7 +43,7 @@ def turns_of(row: Mapping[str, Any]) -> str | None:
     """Name the column that holds a conversation: ``prompt`` does where it is a list of turns (TRL,
     verl), else it is a question."""
     known = (name for name in TURNS if name in row)
-    return next((name for name in known if name != "prompt" or _is_talk(row[name])), None)
+    return next((name for name in known if name in SURE or _is_talk(row[name])), None)
 
 
 def _is_talk(value: Any) -> bool:
@@ -64,7 +69,43 @@ def plain(row: Mapping[str, Any], columns: Mapping[str, str]) -> Prompt:
         prompt["boxes"] = [prompt.pop("bbox")]
     if isinstance(prompt.get("answer"), str):
         prompt["answer"] = unwrapped(prompt["answer"])
+    _refuse_numbered(prompt)
+    _refuse_unread(prompt)
     return prompt
+
+
+def _refuse_numbered(prompt: Mapping[str, Any]) -> None:
+    """Raise ValueError for an answer that is the place of a choice, as in ScienceQA: rewards would
+    look for that number."""
+    answer = prompt.get("answer")
+    for name in ("choices", "options"):
+        choices = prompt.get(name)
+        texts = isinstance(choices, list) and all(isinstance(choice, str) for choice in choices)
+        if texts and type(answer) is int and str(answer) not in choices:
+            raise ValueError(
+                f"its answer {answer} is the place of one of its {name}; write the letter or the "
+                f"text that is right, and the {name} into the question"
+            )
+
+
+def _refuse_unread(prompt: Mapping[str, Any]) -> None:
+    """Raise ValueError where pictures stand under names that are not read, and the question has
+    none, as in MMMU (image_1, image_2)."""
+    if any(prompt.get(name) is not None for name in ("images", "video")):
+        return
+    names = [name for name in prompt if PICTURED.search(name) and _is_picture(prompt[name])]
+    if names:
+        raise ValueError(
+            f"its question has no picture, and {', '.join(names)} would not be read; name the one "
+            f"that is asked about with columns: {{images: {names[0]}}}, or write several as a list "
+            "under images"
+        )
+
+
+def _is_picture(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        value = value.get("bytes") or value.get("path")
+    return isinstance(value, bytes) or (isinstance(value, str) and value.lower().endswith(PICTURES))
 
 
 def _checked(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -76,8 +117,12 @@ def _checked(row: Mapping[str, Any]) -> dict[str, Any]:
             f"its text has {' or '.join(SWIFT)}, in whose place ms-swift puts what objects hold; "
             "write names and boxes into the text, and the right boxes as boxes"
         )
+    if row.get("history"):
+        raise ValueError("it has a history; write the turns as messages of role and content")
     judged = row.get("reward_model")
     answered = any(row.get(name) is not None for name in ALIASES["answer"])
+    if not answered and "query" in row and isinstance(row.get("response"), str):
+        prompt["answer"] = prompt.pop("response")  # ms-swift's name
     if isinstance(judged, Mapping) and not answered and judged.get("ground_truth") is not None:
         prompt["answer"] = judged["ground_truth"]
     return prompt
@@ -89,9 +134,8 @@ def _instructed(prompt: dict[str, Any]) -> dict[str, Any]:
     instruction = prompt.get("instruction")
     if not isinstance(instruction, str) or "output" not in prompt:
         return prompt
-    rest = {k: v for k, v in prompt.items() if k not in ("instruction", "input", "output")}
-    if rest.pop("history", None):
-        raise ValueError("it has a history; write the turns as messages of role and content")
+    left = ("instruction", "input", "output", "history")  # the last of which is empty
+    rest = {k: v for k, v in prompt.items() if k not in left}
     below = prompt.get("input")
     text = f"{instruction}\n{below}" if below else instruction
     return {"answer": prompt["output"]} | rest | {"text": text}
@@ -108,7 +152,8 @@ def conversation(row: Mapping[str, Any], columns: Mapping[str, str]) -> Prompt:
     if name is None:
         raise ValueError(f"no messages or conversations; it has {', '.join(row)}")
     rest = plain({key: value for key, value in row.items() if key != name}, columns)
-    turns = [_turn(turn, i) for i, turn in enumerate(_list(row[name], name))]
+    listed = [turn for several in _list(row[name], name) for turn in _exchange(several)]
+    turns = [_turn(turn, i) for i, turn in enumerate(listed)]
     if not turns:
         raise ValueError(f"{name} is empty")
     if turns[-1]["role"] == "assistant":
@@ -126,6 +171,15 @@ def conversation(row: Mapping[str, Any], columns: Mapping[str, str]) -> Prompt:
     return rest
 
 
+def _exchange(turn: Any) -> list[Any]:
+    """Return a turn, or the two of a question and its answer by their roles, as ms-swift and The
+    Cauldron have them."""
+    if not isinstance(turn, Mapping) or {"role", "from"} & turn.keys():
+        return [turn]
+    pair = [{"role": role, "content": turn[role]} for role in ROLES if turn.get(role) is not None]
+    return pair or [turn]
+
+
 def _turn(turn: Any, index: int) -> dict[str, Any]:
     if not isinstance(turn, Mapping):
         raise ValueError(
@@ -137,13 +191,18 @@ def _turn(turn: Any, index: int) -> dict[str, Any]:
         raise ValueError(f"turn {index} is by {role!r}; known: {', '.join(ROLES)}")
     if not isinstance(content, (str, list)):
         raise ValueError(f"turn {index} has no text")
+    if odd := [part for part in content if not isinstance(part, (str, Mapping))]:
+        raise ValueError(
+            f"turn {index} holds {odd[0]!r}, expected text, or parts of it; a right box is written "
+            "under boxes, another answer under answer"
+        )
     return {
         "role": ROLES[role],
         "content": content if isinstance(content, str) else [_part(p) for p in content],
     }
 
 
-def _part(part: Any) -> dict[str, Any]:
+def _part(part: str | Mapping[str, Any]) -> dict[str, Any]:
     """Return a part as chat templates know it; parquet fills absent keys with None."""
     if isinstance(part, str):
         return {"type": "text", "text": part}

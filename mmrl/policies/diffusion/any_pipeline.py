@@ -38,6 +38,7 @@ from mmrl.policies.diffusion.replay_sizes import check_size
 from mmrl.policies.diffusion.replay_times import SeveralTimes
 from mmrl.policies.diffusion.replayed_policy import ReplayedPolicy, device_of
 from mmrl.policies.diffusion.two_stages import ROWS
+from mmrl.policies.diffusion.video_rates import rate_of
 from mmrl.policies.quantization import Quantization, check_quantization, quantize
 from samplers.batching import attempts, chunks
 from samplers.kernels import ddim, flow_sde
@@ -218,7 +219,9 @@ class AnyPipeline(ReplayedPolicy):
         sound = self.replay.states.count > 1
         self.capabilities = replace(type(self).capabilities, makes=makes, sound=sound)
         self.media_size, self.media_frames = self.arguments.sizes()
-        self.media_fps = self.arguments.rate() or type(self).media_fps
+        rates = (rate_of(type(n).__name__, getattr(n, "config", None)) for n in self.net.modules())
+        published = next(filter(None, rates), type(self).media_fps)
+        self.media_fps = self.arguments.rate() or published
         self.known_passes: dict[Any, tuple[str, ...]] = {}
 
     def admit(self, prompts: list[Prompt]) -> list[Prompt]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from mmrl.core import framing
+from mmrl.core.broken_rows import BrokenRows
 from mmrl.core.errors import UserError
 from mmrl.core.registry import GRIDS
 from mmrl.core.types import Copies, Prompt, Query, Rollout, Transition
@@ -316,21 +317,34 @@ class FolderPolicy(FlowPolicy):
         return super().admit(prompts)
 
     def _check_settings(self, prompts: list[Prompt]) -> None:
-        """Raise UserError for settings of rows that cannot be meant."""
-        sizes: dict[tuple[int, int], Prompt] = {}
-        for prompt in prompts:
-            sizes.setdefault(self.size_of(prompt), prompt)
-            if SEED in self.reads:
-                row_settings.seed_of(prompt)
-            for name in self.scales_in([prompt]):
-                row_settings.scale_of(prompt, name)
-        for size, prompt in sizes.items():
+        """Raise BrokenRows for rows with settings that cannot be meant."""
+        fits: dict[tuple[int, int], str] = {}  # sizes, and why there are no pictures of one
+        problems: dict[int, str] = {}
+        for place, prompt in enumerate(prompts):
             try:
-                self.resize(size)
+                size = self.size_of(prompt)
+                if SEED in self.reads:
+                    row_settings.seed_of(prompt)
+                for name in self.scales_in([prompt]):
+                    row_settings.scale_of(prompt, name)
             except UserError as error:
-                text = str(error).replace("policy option size", "its size")
-                raise UserError(f"{where(prompt)}: {text}") from error
+                problems[place] = str(error)
+                continue
+            if size not in fits:
+                fits[size] = self._unfit(size)
+            if fits[size]:
+                problems[place] = f"{where(prompt)}: {fits[size]}"
         self.resize(self.usual_size)
+        if problems:
+            raise BrokenRows(problems, len(prompts))
+
+    def _unfit(self, size: tuple[int, int]) -> str:
+        """Say why there are no pictures of a size that rows ask for; "" where there are."""
+        try:
+            self.resize(size)
+        except UserError as error:
+            return str(error).replace("policy option size", "its size")
+        return ""
 
     def _pass(self, x: Tensor, t: Tensor, cond: dict[str, Any], passes: int = 1) -> Tensor:
         return attention_backends.computed(self, partial(super()._pass, x, t, cond, passes))

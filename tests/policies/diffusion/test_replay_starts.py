@@ -1,12 +1,15 @@
 """Replayed pipelines that change a picture or a video: they begin on the way, and prompts have
 videos."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import load_built_in
+from mmrl.policies.diffusion.video_rates import rate_of
 from samplers.noise import Rng
 from tests.policies.diffusion.test_any_pipeline import FILM, PROMPTS, make, noises, trainer_of
 
@@ -49,6 +52,7 @@ def test_a_video_of_a_prompt_is_changed_on_policy():
     encode, encoded = vae.encode, []
     vae.__dict__["encode"] = lambda *args: encoded.append(1) or encode(*args)
     assert (policy.capabilities.makes, policy.media_frames) == ("video", 5)
+    assert policy.media_fps == 16  # the published model's
     assert trainer_of(policy).iterate()["ratio/max_deviation"] == 0.0
     assert policy.steps == 3  # of five
     encoded.clear()
@@ -109,3 +113,10 @@ def test_the_frames_of_videos_must_be_chosen():
         make("wan_v2v", SIZE)
     with pytest.raises(UserError, match=r"video_frames: is for calls with a video \(ZImage"):
         make("z_image", video_frames=5)
+
+
+def test_a_pipeline_without_a_rate_has_that_of_its_published_model():
+    """CogVideoX makes 8 frames a second, version 1.5 16; its call says neither."""
+    assert make("cogvideox_v2v", SIZE, video_frames=5).media_fps == 8
+    assert rate_of("CogVideoXTransformer3DModel", SimpleNamespace(patch_size_t=2)) == 16
+    assert rate_of("AutoencoderKL", None) is None

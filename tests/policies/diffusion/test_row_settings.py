@@ -12,10 +12,11 @@ from PIL import Image
 from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES, load_built_in
 from mmrl.data.by_size import BySize
+from mmrl.data.ledger import Summary
 from mmrl.dry_run import page
 from mmrl.dry_run.dryrun import dry_run
 from mmrl.policies.diffusion import prompt_lengths
-from mmrl.run import evaluation
+from mmrl.run import build, evaluation
 from samplers.noise import Rng
 from tests.fixtures import command, tiny_diffusers
 from tests.policies.diffusion import test_folder_families as folders
@@ -161,6 +162,26 @@ def test_settings_that_cannot_be_meant_are_refused_with_their_row(setting, words
     with pytest.raises(UserError) as caught:
         folders.make("sd").admit([{"text": "a"} | setting])
     assert words in str(caught.value)
+
+
+def test_all_rows_with_such_settings_are_in_one_list_and_may_be_left_out():
+    """Beside what else is wrong with rows; a size that is wrong of several rows is said once."""
+    policy = folders.make("sd")
+    settings = [{"size": 17}, {"seed": -1}, {}, {"size": 17}, {"guidance_scale": "high"}, {}]
+    rows = [
+        {"text": "a", "origin": f"d.jsonl:{number}"} | own
+        for number, own in enumerate(settings, start=1)
+    ]
+    source = build.Admitted(rows, [])
+    with pytest.raises(UserError, match="4 of 6 rows are broken") as caught:
+        build.admitted(policy, source)
+    said = str(caught.value)
+    assert (
+        "d.jsonl:1: its size 17 is not a multiple" in said and "(and 1 more rows like it: 4" in said
+    )
+    assert "d.jsonl:2: its seed" in said and "d.jsonl:5: its guidance_scale" in said
+    kept = build.admitted(policy, source, [Summary("d.jsonl", skips=True)]).train
+    assert [row["origin"] for row in kept] == ["d.jsonl:3", "d.jsonl:6"]
 
 
 def test_training_takes_iterations_of_one_size():

@@ -16,6 +16,7 @@ from mmrl.policies.diffusion import schedulers
 from mmrl.policies.diffusion.flow_policy import Grid
 from mmrl.policies.diffusion.pipeline_policy import vae_factor
 from mmrl.policies.diffusion.video_pipeline import VideoFolderPolicy
+from mmrl.policies.diffusion.video_rates import rate_of
 from samplers.kernels import ddim
 from samplers.processes import Diffusion
 
@@ -33,7 +34,6 @@ class CogVideoX(VideoFolderPolicy):
     network = "CogVideoXTransformer3DModel"
     autoencoder = "AutoencoderKLCogVideoX"
     process: Diffusion
-    media_fps = 8.0
     attention = tuple(f"attn1.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0"))
 
     def __init__(
@@ -48,7 +48,7 @@ class CogVideoX(VideoFolderPolicy):
         without noise. text_length: T5 tokens."""
         self.text_length = text_length
         super().__init__(path, sde_type=sde_type, noise_level=noise_level, **options)
-        self.media_fps = 16.0 if self.config.patch_size_t else 8.0  # version 1.5 makes 16
+        self.media_fps = rate_of(self.network, self.config) or self.media_fps
 
     def latent_shape(self) -> tuple[int, ...]:
         """Return the shape of a sample's latents; version 1.5 joins ``patch_size_t`` frames in a
