@@ -163,7 +163,7 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-DECODER = json.JSONDecoder(object_pairs_hook=_without_repeats)
+DECODER: Any = json.JSONDecoder(object_pairs_hook=_without_repeats)
 
 
 def json_lines(path: Path) -> Iterator[Row]:
