@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "tests" / "rewards" / "answers.txt"
 PAGE = ROOT / "docs" / "verifiable-rewards.md"
 BEGIN, END = "<!-- answers -->", "<!-- /answers -->"
+UNSHOWN = "# The rest is not on the page"  # begins the line below which rows are for the tests only
 SHOWN = 9  # answers of a cell
 LONGEST = 44  # characters of an answer that is shown
 
@@ -25,10 +26,13 @@ class Row(NamedTuple):
     text: str
 
 
-def rows(path: Path = TABLE) -> Iterator[Row]:
-    """Yield reward, prompt, score and text of every line of the table."""
+def rows(path: Path = TABLE, shown: bool = False) -> Iterator[Row]:
+    """Yield reward, prompt, score and text of every line of the table, or of those that the page
+    may show."""
     reward = prompt = ""
     for line in path.read_text(encoding="utf-8").split("\n"):
+        if shown and line.startswith(UNSHOWN):
+            return
         if line.startswith("## "):
             reward, _, prompt = line[3:].partition(" ")
         elif line and not line.startswith("#"):
@@ -39,7 +43,7 @@ def rows(path: Path = TABLE) -> Iterator[Row]:
 def table() -> str:
     """Return the table: of every reward and prompt answers that are read as right, and others."""
     lines = ["| reward | right is | read as right | not right |", "|---|---|---|---|"]
-    every = list(rows())
+    every = list(rows(shown=True))
     for reward, prompt in dict.fromkeys((row.reward, row.prompt) for row in every):
         mine = [row for row in every if (row.reward, row.prompt) == (reward, prompt)]
         cells = [shown(row.text for row in mine if (row.score == 1) == right) for right in (1, 0)]

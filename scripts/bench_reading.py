@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from mmrl.core.registry import REWARDS, load_built_in
-from rewards.reading import names, numbers, options, published, spelled
+from rewards.reading import languages, names, numbers, options, published, spelled, statements
 
 PROMPTS = {
     "answer": {"answer": "12.5"},
@@ -86,6 +86,34 @@ PIECES = (
         '"a": ',
         "dog: ",
     ),
+    *('{"a":', "[", "[[", "<answer>", "<answer>1</answer>", "<think></think>", "<|im_end|>", " "),
+    *(
+        "\U0001f600",
+        "\u2705 ",
+        "The car is red. ",
+        "The car is ",
+        "die Katze ist ",
+        "not, ",
+        "so, ",
+    ),
+    *(
+        "\u7b2c1\u79d2",
+        "\u56fe\u4e2d",
+        "\u5de6\u4e0a\u89d2(1, 2)\uff0c",
+        "top-left (1, 2) ",
+        "\\[ ",
+        "$x$ is ",
+    ),
+    *(
+        "\\begin{aligned}",
+        "1 min 2 s ",
+        "10 to ",
+        "yes, ",
+        "B, not A. ",
+        "|---|",
+        "\n\n1",
+        "5 oder ",
+    ),
 )
 LENGTH = 10_000
 
@@ -94,7 +122,7 @@ def forget() -> None:
     """Empty the caches: every answer is read as if it were new."""
     for remembered in (
         *(numbers.quantity_in, options._named, published.vqa_key, names._normal),
-        *(spelled.spelled, spelled.whole_words),
+        *(spelled.spelled, spelled.whole_words, statements.predicates, languages.language_of),
     ):
         remembered.cache_clear()
 

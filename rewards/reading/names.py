@@ -12,7 +12,9 @@ from rewards.reading.objects import loose_json
 from rewards.reading.parsed import UNPARSEABLE, Parsed, worst
 from rewards.reading.parts import fenced, final
 from rewards.reading.plain import SHORT, bare, plain
+from rewards.reading.prose import closing_line
 from rewards.reading.stated import announced, emphasised
+from rewards.reading.statements import predicates
 
 NOTHING = {"none", "null", "nothing", "no object", "no objects", "no box", "no boxes", "n/a"}
 # A hyphen or underscore joins words of two letters or more; x-1 and A_1 keep theirs.
@@ -41,6 +43,23 @@ DESCRIBED = re.compile(
     r"(?!\s*(?:no|not|none|absent)\b)",
     re.I,
 )
+# a sentence that lists: the fruits in the image are an apple and a pear
+LISTS = re.compile(
+    r"^(?:the|these|those|all)\b[^,;:\n.]{0,60}?\b(?:are|include|includes|consist of)\s+(?=\S)",
+    re.I,
+)
+# what is said to be absent: a cat but no dog; where all of it is seen
+ABSENT = re.compile(
+    r"\s*(?:but\s+|and\s+|there (?:is|are)\s+)*(?:no|not|without|neither|nor)\s+\S", re.I
+)
+ASIDE = re.compile(r"\s*\((?:no|not|without) [^()]*\)", re.I)
+BUT = re.compile(r"\s*(?:,\s*)?\bbut\s+(?=(?:no|not|without|there (?:is|are) no)\b)", re.I)
+SEEN = re.compile(
+    r"\s+(?:(?:is|are) )?(?:visible |shown |seen |present )?(?:in|on) (?:the|this) (?:image|"
+    r"picture|photo|scene|video)"
+    r"\s*\.?\s*$|\s+(?:is|are) (?:visible|shown|present)\s*\.?\s*$",
+    re.I,
+)
 # words in front of a list, up to their colon
 INTRODUCED = re.compile(r"\s*[^\n:,;\[\]{}]{2,80}[^\W\d]:(?=\s)\s*(?=\S)")
 
@@ -64,9 +83,10 @@ def _normal(text: str) -> str:
     return " ".join(EXCLAIMED.sub("", folded).split())
 
 
-def names_of(span: str) -> list[str]:
+def names_of(span: str, said: bool = True) -> list[str]:
     """Return the ways to take a short answer for a name, normalised: as it stands, without "it is",
-    "there is" before it, the only words in bold, and the yes or no that it begins with."""
+    "there is" before it, the only words in bold, the yes or no that it begins with, what its last
+    sentence says of its subject, and the line that closes it; those two only where ``said``."""
     whole = normal(span)
     names = [whole, SUBJECT.sub("", whole)]
     if bold := emphasised(span):
@@ -75,6 +95,7 @@ def names_of(span: str) -> list[str]:
         OTHER[verdict[1]], whole[verdict.end() :]
     ):
         names.append(verdict[1])
+    names += map(normal, (*predicates(span), closing_line(span)) if said else ())
     return list(dict.fromkeys(names))
 
 
@@ -122,11 +143,13 @@ def items(text: str, known: Collection[str] = ()) -> Parsed[list[str]]:
     if introduced and normal(body) not in whole and ":" not in "".join(known):
         body = body[introduced.end() :]
     elif normal(body) not in whole:
-        body = SUBJECT.sub("", body, count=1)
+        body = ASIDE.sub("", body)
+        body = LISTS.sub("", SUBJECT.sub("", SEEN.sub("", body), count=1))
+        body = BUT.sub(", ", body)
     if described := _described(body):
         return Parsed(described, answer.status)
     listed = [BULLET.sub("", part).strip() for part in _parts(body, whole)]
-    names = [name for name in listed if normal(name)]
+    names = [n for n in listed if normal(n) and (normal(n) in whole or not ABSENT.match(n))]
     return Parsed(names, answer.status) if names else UNPARSEABLE
 
 

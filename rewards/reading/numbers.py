@@ -111,7 +111,12 @@ SEES = {
     *"are is were was has have had see sees contains contain shows show holds be with find "
     "count visible".split()
 }
-COPULAS = {*"is was are were equals =".split()}
+COPULAS = {
+    *"is was are were equals = ist sind war waren betr\u00e4gt lautet est sont vaut es son era fue "
+    "\u00e9 s\u00e3o foi \u00e8 sono zijn \u662f \u4e3a".split()
+}
+EXISTS = {"there", "here", "that", "it", "they", "these", "those", "es", "da", "dort"}
+PERCENT = {*"% percent prozent pourcent porciento porcento percento procent".split()}
 TOTALS = {"total", "totals", "altogether", "overall"}
 NOT_NOTHING = {
     *"one more less fewer longer idea answer way doubt wait problem number matter need of the "
@@ -195,6 +200,10 @@ def quantity(text: str) -> Parsed[Quantity]:
     return Parsed(parsed.value, worst(answer.status, parsed.status))
 
 
+ASIDE = re.compile(
+    r"(?<=[^\W\d])\s+\u2014\s+(?=\d)"
+)  # a dash that is no sign: the number \u2014 42
+EXCLAIMED = re.compile(r"(\b[^\W\d_]{2,}\b.*\d)!+$", re.S)  # it's 5!, not 5!
 # one thousand, one hundred
 SCALE_COMMA = re.compile(r"\b(hundred|thousand|[mbt]r?illion), (?=[a-z])", re.I)
 
@@ -202,10 +211,10 @@ SCALE_COMMA = re.compile(r"\b(hundred|thousand|[mbt]r?illion), (?=[a-z])", re.I)
 @lru_cache(maxsize=4096)
 def quantity_in(span: str) -> Parsed[Quantity]:
     """Read the one number of a short text that is nothing but the answer."""
-    span = without_points(span)
+    span = ASIDE.sub(": ", without_points(span))
     if len(span) > SHORT:
         return UNPARSEABLE
-    body = scannable(bare(calm(plain(span))))
+    body = scannable(bare(EXCLAIMED.sub(r"\1", calm(plain(span)))))
     if body is None:
         return UNPARSEABLE
     body = SCALE_COMMA.sub(r"\1 ", body)
@@ -339,11 +348,20 @@ def _meant(tokens: Sequence[Token], matches: list[Found]) -> list[Found]:
     around = {t.text.casefold() for t in tokens[matches[-2].end :]}
     if len(values) > 2 and values[-1] == sum(values[:-1]) and around & TOTALS:
         return matches[-1:]
-    states = last.start and tokens[last.start - 1].text.casefold() in COPULAS
-    subject = matches[0].start > 0 and tokens[0].kind == "word"
+    verb = last.start - 1 - (tokens[last.start - 1].text.casefold() in ("de", "di"))
+    states = verb > 0 and tokens[verb].text.casefold() in COPULAS
+    subject = tokens[0].kind == "word" and matches[0].start > 0 and _of_subject(tokens, verb)
+    subject &= not any(_of_subject(tokens, f.start - 1) for f in matches[:-1])
     if states and subject and last.end + len(last.quantity.noun) == len(tokens):
         return matches[-1:]
     return matches
+
+
+def _of_subject(tokens: Sequence[Token], verb: int) -> bool:
+    """Tell whether a verb stands there that says something of a subject: the total is, not there
+    are."""
+    states = verb > 0 and tokens[verb].text.casefold() in COPULAS - {"="}
+    return states and tokens[verb - 1].text.casefold() not in EXISTS
 
 
 def _converted(tokens: Sequence[Token], first: Found, second: Found) -> bool:
@@ -466,9 +484,9 @@ def _signs(tokens: Sequence[Token], start: int) -> tuple[int, int]:
 
 def _percent(tokens: Sequence[Token], at: int) -> tuple[int, int]:
     """Read a sign or the words of per cent: into how many parts, 0 where there are none."""
-    if _is(tokens, at, "%") or _is(tokens, at, "percent"):
+    if at < len(tokens) and tokens[at].text.casefold() in PERCENT:
         return 100, at + 1
-    if _is(tokens, at, "per") and _is(tokens, at + 1, "cent"):
+    if at + 1 < len(tokens) and (tokens[at].text + tokens[at + 1].text).casefold() in PERCENT:
         return 100, at + 2
     return (1000, at + 1) if _is(tokens, at, "\u2030") else (0, at)
 
@@ -773,7 +791,7 @@ def _clear_before(tokens: Sequence[Token], start: int) -> bool:
         if word in ENDS:
             break
         clause.append(word)
-    return not any(word in DENIES or word.endswith("n't") for word in clause)
+    return not any(word in DENIES or word == "or" or word.endswith("n't") for word in clause)
 
 
 def _clear_behind(tokens: Sequence[Token], end: int) -> bool:
@@ -807,7 +825,7 @@ def _clear_behind(tokens: Sequence[Token], end: int) -> bool:
         if later.text in ENDS:
             break
         clause.append(later.text.casefold())
-    if any(pair in AFTER for pair in zip(clause, clause[1:])):
+    if "or" in clause or any(pair in AFTER for pair in zip(clause, clause[1:])):
         return False
     return not any(word in REFUTES or word.endswith("n't") for word in clause) and clause[
         :1

@@ -13,7 +13,8 @@ from rewards.reading.names import names_of, normal, without_article
 from rewards.reading.numbers import quantity_in
 from rewards.reading.objects import literal
 from rewards.reading.plain import SHORT, bare, plain
-from rewards.reading.stated import HEDGED, emphasised, stated
+from rewards.reading.stated import emphasised, stated
+from rewards.reading.statements import CONTRAST, predicates, sentences_of
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 # "A. a cat", "(B) a dog", "C: a bird": options that are given with their letters
@@ -28,10 +29,19 @@ LEAD = re.compile(
     r"(?:the )?(?:best |correct |right |final |most \w+ )*(?:options?|choices?|letters?|"
     r"ones?)\b(?: (?:here|above))?(?: is| are| would be|:)?|"
     r"(?:the )?(?:best |correct |right |final )*answers?\b(?: is| are|:)?|"
-    r"\u6545?(?:\u9009\u62e9|\u9009\u9879|\u9009|\u5e94\u9009)(?:\u662f|\u4e3a|:)?|"
-    r"(?:la|el|le|die|il|l')\s*(?=(?:opci[o\u00f3]n |option |opzione )?[(\[]?[A-Z][)\]]?\W*$)|"
-    r"opci[o\u00f3]n|option|opzione|op\u00e7\u00e3o|"
+    r"\u6545?(?:\u9009\u62e9|\u9009\u9879|\u9078\u9805|\u9009|\u5e94\u9009)(?:\u662f|\u4e3a|:)?|"
+    r"(?:la|el|le|die|il|l'|(?-i:a) )\s*(?=(?:opci[o\u00f3]n |option |opzione |op\u00e7\u00e3o "
+    r")?[(\[]?[A-Z][)\]]?"
+    r"(?:\W*$|[:.)] ))|"
+    r"(?:(?-i:a|la|le|der) )?(?:opci[o\u00f3]n|option|opzione|op\u00e7\u00e3o|letra|lettera|"
+    r"lettre|buchstabe)|"
     r"\u0432\u0430\u0440\u0438\u0430\u043d\u0442|\uc120\ud0dd\uc9c0|\u9078\u629e\u80a2)[: ]*)+",
+    re.I,
+)
+THEN = re.compile(
+    r"^(?:so|thus|hence|therefore|then|finally|daher|donc|por lo tanto|portanto|quindi|"
+    r"\u6240\u4ee5|"
+    r"\u56e0\u6b64|\u6545)\b[,: \uff0c]+",
     re.I,
 )
 # what Chinese, Japanese and Korean put behind a letter without a blank
@@ -44,7 +54,7 @@ SUFFIX = re.compile(
 TAIL = re.compile(
     r"^(?:is|would be|looks|seems|must be|should be)?\s*(?:the |my )?(?:(?:best|most \w+|"
     r"correct|right|true|final|only)\s*)*"
-    r"(?:answer|option|choice|one|correct|right)?(?:\s*(?:here|indeed|of course))?$|"
+    r"(?:answer|option|choice|one|correct|right)?(?:\s*(?:here|indeed|of course))?$|^it is$|"
     r"^(?:\u9879|\u9009\u9879|\u662f\u6b63\u786e\u7684|\u6b63\u786e|\u3067\u3059|"
     r"\uc785\ub2c8\ub2e4|\u0939\u0948)$",
     re.I,
@@ -125,7 +135,12 @@ def _named(span: str, options: Options) -> frozenset[str]:
         span = span[-SHORT:].partition("\n")[2]  # the last lines may still say it
     span = _ticked(span) or _led(span, options) or span
     labels = _said(span, options)
-    return labels or (_said(bold, options) if (bold := emphasised(span)) else labels)
+    if not labels and (bold := emphasised(span)):
+        labels = _said(bold, options)
+    if not labels and (contrast := CONTRAST.search(bare(span))):
+        rival = _said(re.sub(r"^\W*(?:rather than|instead of|\w+) ", "", contrast[0]), options)
+        labels = _said(bare(span)[: contrast.start()], options) if rival else labels
+    return labels
 
 
 def _said(span: str, options: Options) -> frozenset[str]:
@@ -139,15 +154,23 @@ def _said(span: str, options: Options) -> frozenset[str]:
     return _single(body, options)
 
 
+# a row of a table of verdicts
+CORRECT = re.compile(
+    r"\|\s*\**(?:correct|right|yes|true|selected|chosen|[\u2705\u2713\u2714\u2611]\ufe0f?)\**\s*(?:\||$)",
+    re.I,
+)
 TICK = re.compile(r"[\u2705\u2713\u2714\u2611]\ufe0f?")
 
 
 def _ticked(span: str) -> str:
     """Return, without its tick, the only line that has one of a list of options, or of a text of
     one line; empty for any other text."""
+    lines = [line for line in span.split("\n") if line.strip()]
+    if len(lines) > 1 and all(line.strip().startswith("|") for line in lines):
+        right = [line for line in lines if CORRECT.search(line)]
+        return right[0].strip(" |").split("|")[0].strip() if len(right) == 1 else ""
     if not TICK.search(span):
         return ""
-    lines = [line for line in span.split("\n") if line.strip()]
     ticked = [line for line in lines if TICK.search(line)]
     listed = all(LABELLED.match(TICK.sub("", line)) for line in lines)
     return TICK.sub("", ticked[0]).strip() if len(ticked) == 1 and (listed or not lines[1:]) else ""
@@ -174,7 +197,7 @@ def _single(body: str, options: Options) -> frozenset[str]:
     by_text = _by_text(body, options)
     if by_text:
         return frozenset({by_text})
-    rest = bare(LEAD.sub("", body, count=1))
+    rest = bare(LEAD.sub("", THEN.sub("", body), count=1))
     if rest != body and rest:
         if label := _label(rest, options):
             return frozenset({label})
@@ -219,7 +242,7 @@ def _by_text(text: str, options: Options) -> str:
         if normal(text_of) == normal(text)
     ]
     if not names:
-        said_names = {without_article(name) for name in names_of(text)} - {""}
+        said_names = {without_article(name) for name in names_of(text, said=False)} - {""}
         names = [
             label
             for label, text_of in zip(options.labels, options.texts)
@@ -265,7 +288,7 @@ def _several(text: str, options: Options) -> frozenset[str]:
 def _with_text(text: str, options: Options) -> frozenset[str]:
     """Read a label with words behind it: B. a dog; B a dog; B is correct; (B) because ..."""
     first = re.match(
-        r"[(\[<]?([A-Za-z]|\d{1,2})(?:\s*[)\]>.:,]+|\s*\n|\s+-+\s|\s*-+\s|\s)\s*(?=\S)", text
+        r"[(\[<]?([A-Za-z]|\d{1,2})(?:\s*[)\]>.:,]+|\s*\n|\s+-+\s|\s*-+\s|\s|(?=\())\s*(?=\S)", text
     ) or (re.match(r"([A-Z])[.):](?=[^\W\d_])", text))
     if not first:
         return frozenset()
@@ -279,6 +302,8 @@ def _with_text(text: str, options: Options) -> frozenset[str]:
         return frozenset({label})
     if REFUSED.match(rest):
         return frozenset()
+    if aside := re.fullmatch(r"[(\[]([^()\[\]]+)[)\]]", rest):
+        rest, marked = bare(aside[1]), True
     if options.any:
         return _agreeing(label, rest, marked, options)
     if not marked and not re.match(r"(?:because|since|as|,|-)", rest, re.I):
@@ -331,10 +356,14 @@ SENTENCES = re.compile(r"(?<=[.!?\n])\s+(?=\S)")
 
 def _marked(text: str, options: Options) -> frozenset[str]:
     """Read the one label that sentences mark, (B) or "option B", or that the last line is."""
-    lines = [line for line in text.split("\n") if line.strip()]
-    if len(lines) > 1:
-        last = bare(lines[-1])
-        if label := _label(last, options):
+    sentences = sentences_of(text)
+    if len(sentences) > 1 and len(sentences[-2]) > 3:
+        last = bare(LEAD.sub("", THEN.sub("", bare(sentences[-1])), count=1))
+        ways = [
+            way for sentence in sentences[:-1] for way in (bare(sentence), *predicates(sentence))
+        ]
+        rivals = {_label(way, options) or _by_text(way, options) for way in ways} - {""}
+        if (label := _label(last, options)) and rivals <= {label}:
             return frozenset({label})
     labels = set()
     for match in MARKED.finditer(text):
@@ -383,20 +412,16 @@ def _predicate(text: str, options: Options) -> frozenset[str]:
     return _ending(text, options)
 
 
-ENDING = re.compile(r"[^.!?\n:;]*\b(?:is|are|was|were|shows?|depicts?)\s+(.+)")
-
-
 def _ending(text: str, options: Options) -> frozenset[str]:
-    """Read the option whose text ends the one sentence of an answer and is its only one."""
-    match = ENDING.fullmatch(text)
-    if not match or DENIED.search(text) or HEDGED.search(text) or _mentions(text, options):
+    """Read the option that is what the last sentence says of its subject, and the only one that it
+    names."""
+    if _mentions(text, options):
         return frozenset()
-    label = _by_text(match[1], options)
-    words = f" {normal(text)} "
-    rivals = {normal(rival) for at, rival in zip(options.labels, options.texts) if at != label}
-    return frozenset(
-        {label} if label and not any(f" {rival} " in words for rival in rivals) else ()
-    )
+    labels = {_by_text(way, options) for way in predicates(text)} - {""}
+    words = f" {normal((sentences_of(text) or [''])[-1])} "
+    rivals = {normal(rival) for at, rival in zip(options.labels, options.texts) if {at} != labels}
+    clear = len(labels) == 1 and not any(f" {rival} " in words for rival in rivals)
+    return frozenset(labels if clear else ())
 
 
 def options(text: str, choices: Any = None) -> frozenset[str]:

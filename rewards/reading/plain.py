@@ -162,8 +162,8 @@ def _repeated(pattern: re.Pattern[str], by: str, text: str) -> str:
 # --------------------------------------------------------------------------------------- Markdown
 
 EMPHASIS = re.compile(
-    r"(?<![\w*\\])(\*{1,3}|__?|~~|``?)(?=[^\s*_`~])([^*`\n]{0,160}?[^\s*_`~\\]|"
-    r"[^\s*_`~])\1(?![\w*])"
+    r"(?<![A-Za-z\d_*\\])(\*{1,3}|__?|~~|``?)(?=[^\s*_`~])([^*`\n]{0,160}?[^\s*_`~\\]|"
+    r"[^\s*_`~])\1(?![A-Za-z\d_*])"
 )
 HEADING = re.compile(r"(?m)^[ \t]{0,3}#{1,6}[ \t]+([^\n#]*?)[ \t]*#*[ \t]*$")
 
@@ -174,6 +174,7 @@ def without_markdown(text: str) -> str:
         text = HEADING.sub(r"\1", text)
     if any(sign in text for sign in "*_`~"):
         text = _repeated(EMPHASIS, r"\2", text)
+        text = re.sub(r"(?m)^[ \t]{0,3}\*[ \t]+(?=\S)", "", text) if text.count("\n") == 0 else text
         text = re.sub(r"(?<=[^\s*])\*\*\s*$|^\s*\*\*(?=[^\s*])", "", text)  # one half of a pair
     return text
 
@@ -187,11 +188,22 @@ def plain(text: str) -> str:
     return re.sub(r"[ \t]+", " ", text).strip()
 
 
+# ticks and cheerful signs around an answer; none that says no or doubts
+CHEER = re.compile(
+    "(?:^|(?<=\\S))\\s*(?:[\u2705\u2713\u2714\u2611\u2b50\u2728\u27a1\U0001f300-\U0001f44d\U0001f44f-\U0001f5ff"
+    "\U0001f600-\U0001f64f\U0001f680-\U0001f6aa\U0001f6ac-\U0001f6ff\U0001f900-\U0001f913\U0001f915-\U0001f936"
+    "\U0001f938-\U0001f9ff]\ufe0f?\\s*)+(?:$|(?=\\S))"
+)
+
+
 def bare(text: str) -> str:
-    """Take off what stands around a whole answer: quotes, brackets that hold all, a full stop."""
+    """Take off what stands around a whole answer: quotes, ticks, brackets that hold all, a full
+    stop."""
     for _ in range(6):
         before = text
-        text = text.strip().strip("\"'`").strip()
+        if not text.isascii():
+            text = _cheerless(text)
+        text = text.strip().strip("\"'`\u300c\u300d\u300e\u300f\u3010\u3011").strip()
         if text.endswith((".", "\u3002")) and not text.endswith(".."):
             text = text[:-1].rstrip()
         if text == before:
@@ -199,6 +211,20 @@ def bare(text: str) -> str:
     return text
 
 
+def _cheerless(text: str) -> str:
+    """Take ticks and cheerful signs off both ends, unless there is nothing else."""
+    ends = [
+        match for match in CHEER.finditer(text) if match.start() == 0 or match.end() == len(text)
+    ]
+    for match in reversed(ends):
+        rest = text[: match.start()] + text[match.end() :]
+        text = rest if rest.strip() else text
+    return text
+
+
+ALIGNED = re.compile(
+    r"\\(?:begin|end)\{(?:aligned|align|alignat|split|gather|gathered|equation)\*?\}"
+)
 VULGAR = re.compile(r"(\d+)?\s?([\u00bc-\u00be\u2150-\u215e])")
 RAISED = str.maketrans(
     "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207a\u207b", "0123456789+-"
@@ -225,6 +251,8 @@ def latex(text: str) -> str:
     """Return a formula as LaTeX without dollars, brackets of displays and Markdown: \u221a2 as
     \\sqrt{2}, \u00bd as \\frac{1}{2}, x\u00b2 as x^{2}, 1,234 and 1 234 as 1234."""
     text = evened(without_markdown(text)).strip()
+    if ALIGNED.search(text):
+        text = re.sub(r"&|\\\\", " ", ALIGNED.sub(" ", text))
     text = DOLLARS.sub(r" \2 ", text)
     text = re.sub(r"\\[()\[\]]|\$", " ", text).strip()
     text = re.sub(r"(?<=\d)(?:\\[,;:! ]|\{,\}|~| )(?=\d{3}(?!\d))", "", text)

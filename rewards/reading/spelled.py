@@ -3,11 +3,14 @@ dozens and points."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from fractions import Fraction
 from functools import lru_cache
 
-from text_to_num import text2num
+from text_to_num import alpha2digit, text2num
+
+from rewards.reading.languages import language_of
 
 UNITS = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen "
@@ -71,6 +74,19 @@ def _in(text: str, code: str) -> int | None:
         return int(text2num(text, code))
     except ValueError:
         return None
+
+
+def in_figures(text: str) -> str:
+    """Write the number words from two on of a sentence in figures, where it is in one of the seven
+    languages but English, which has its own reader; ordinals are no numbers."""
+    language = language_of(text)
+    if language == "en":
+        return text
+    figures = str(alpha2digit(text, language, threshold=1.5))
+    ordinal = any(figures.count(sign) > text.count(sign) for sign in ".\u00ba\u00aa") or (
+        language == "es" and re.search(r"\b(?:primer|tercer)\b", text, re.I)
+    )
+    return text if ordinal else figures
 
 
 @lru_cache(maxsize=4096)

@@ -13,16 +13,20 @@ from rewards.reading.plain import SHORT, evened, without_markdown
 # keys under which models put an answer in JSON
 KEYS = (
     "answer final_answer finalanswer final choice option letter result value number count total "
-    "prediction label class category text output response"
+    "answer_letter answer_choice selected_answer selected_option chosen_option correct_answer "
+    "correct_option predicted_answer prediction predicted_label final_result solution label class "
+    "category text output response"
 ).split()
 # "the answer is" in the languages of the models' makers and users
 NOUN = (
-    r"answers?(?: to (?:the|this) question)?|solution|correct (?:option|choice|letter)|"
+    r"answers?(?: to (?:the|this) question)?|solution|result|conclusion|ergebnis|r[e\u00e9]sultat|"
+    r"resultado|risultato|\u7ed3\u679c|correct (?:option|choice|letter)|"
     r"\u7b54\u6848|"
-    r"\u6b63\u786e\u9009\u9879|r[e\u00e9]ponse|antwort|respuesta|resposta|risposta|"
+    r"\u6b63\u786e\u7684?\u9009\u9879|r[e\u00e9]ponse|antwort|respuesta|resposta|risposta|"
     r"\u043e\u0442\u0432\u0435\u0442|\uc815\ub2f5|\ub2f5|\u7b54\u3048|\u6b63\u89e3|"
     r"\u0627\u0644\u0625\u062c\u0627\u0628\u0629|\u0627\u0644\u062c\u0648\u0627\u0628|"
-    r"\u0909\u0924\u094d\u0924\u0930|\u0111\u00e1p \u00e1n|cevap|odpowied\u017a|jawaban(?:nya)?"
+    r"\u0909\u0924\u094d\u0924\u0930|\u0111\u00e1p \u00e1n|cevap|odpowied\u017a|jawaban(?:nya)?|"
+    r"\u0e04(?:\u0e33|\u0e4d\u0e32)\u0e15\u0e2d\u0e1a"
 )
 AFTER = (
     r"(?: choice| option| letter| correcta?| correcte| correta| corretta| exacte| richtige"
@@ -35,10 +39,14 @@ IS = (
     r"\u4e3a|"
     r"\u5e94\u4e3a|\u5e94\u8be5\u662f|\u9009|\u306f|\uc740|\ub294))\s*[:=]?"
 )
-SAYS = re.compile(rf"(?<![A-Za-z])(?:{NOUN}){AFTER}{IS}(?!\s*not\b)", re.I)
+SAYS = re.compile(
+    rf"(?<![A-Za-z])(?:{NOUN}){AFTER}{IS}(?!\s*not\b)|\b(?:ist|lautet) die (?:\w+ )?Antwort\b", re.I
+)
 SPOKEN = re.compile(NOUN, re.I)
 HEAD = re.compile(rf"(?:\w+ ){{0,2}}(?:{NOUN}){AFTER}\s*$", re.I)
-DENIED = re.compile(r"\b(?:not|never|wrong|incorrect|false|if|whether|unless|cannot)\b|n't\b", re.I)
+DENIED = re.compile(
+    r"\b(?:not|never|wrong|incorrect|false|opposite|if|whether|unless|cannot)\b|n't\b", re.I
+)
 CLAUSE = re.compile(r"[.;!?\n,]")
 # no sentence ends behind an initial or a short title: B. a dog, Mt. Everest
 SENTENCE = re.compile(
@@ -69,7 +77,7 @@ def stated(text: str) -> Final:
 
 
 HEDGED = re.compile(r"\b(?:or|maybe|perhaps|might|could|either|possibly)\b", re.I)
-BOLD = re.compile(r"(?<![\w*\\])\*\*(?=[^\s*])([^*\n]{1,160})\*\*(?![\w*])")
+BOLD = re.compile(r"(?<![A-Za-z\d_*\\])\*\*(?=[^\s*])([^*\n]{1,160})\*\*(?![A-Za-z\d_*])")
 
 
 def emphasised(span: str) -> str | None:
@@ -86,6 +94,15 @@ def emphasised(span: str) -> str | None:
     return str(bold[0])
 
 
+# what takes back the answer that has been announced
+CORRECTS = re.compile(
+    r"(?:\bwait,? no\b|(?<=[.!?] )no,|\bthat(?:'s| is) (?:wrong|incorrect|not (?:right|correct))|"
+    r"\bcorrection\b|"
+    r"\bactually\b|\bI made a mistake\b|\bon second thought\b|\u4e0d\u5bf9|\u4e0d\u5c0d|"
+    r"\u9519\u4e86)[\s,.:;!\uff0c-]*",
+    re.I,
+)
+DISPLAYS = {"\\[": "\\]", "$$": "$$"}  # what opens and closes a formula on lines of its own
 LAST = 3_000  # characters at the end of an answer in which it is announced
 
 
@@ -101,14 +118,30 @@ def announced(text: str) -> str | None:
     for place in reversed(list(SAYS.finditer(text))):
         before = CLAUSE.split(text[max(0, place.start() - 80) : place.start()])[-1]
         if not DENIED.search(before):
-            lines = text[place.end() :].strip("*_ \t\n").split("\n")
-            line = next((line.strip() for line in lines if line.strip("*_ \t")), "")
-            return SENTENCE.split(line, maxsplit=1)[0].strip()
+            rest = text[place.end() :].strip("*_ \t\n")
+            if correction := list(CORRECTS.finditer(rest)):
+                return rest[correction[-1].end() :].strip()
+            sentence = SENTENCE.split(_first_line(rest), maxsplit=1)[0].strip()
+            return None if sentence.endswith("?") else sentence
     lines = [line for line in text.split("\n") if line.strip()]
-    for head, line in zip(lines[-2::-1], lines[:0:-1]):
-        if len(head) < 60 and HEAD.fullmatch(head.strip(" :*_#")):
-            return line.strip()
+    for at in range(len(lines) - 2, -1, -1):
+        if len(lines[at]) < 60 and HEAD.fullmatch(lines[at].strip(" :*_#")):
+            return _first_line("\n".join(lines[at + 1 :]))
     return None
+
+
+def _first_line(text: str) -> str:
+    """Return the first line that says something, with the rest of the display that it opens."""
+    lines = text.split("\n")
+    at = next((i for i, line in enumerate(lines) if line.strip("*_ \t")), len(lines) - 1)
+    opened = lines[at].strip()
+    if opened.startswith("```"):
+        inside = fenced("\n".join(lines[at:]))
+        return _of_json(inside) if inside[:1] in ("{", "[") else inside
+    if opened in DISPLAYS:
+        inside, closed, _ = "\n".join(lines[at + 1 :]).partition(DISPLAYS[opened])
+        return f"${' '.join(inside.split())}$" if closed else inside.strip()
+    return opened
 
 
 def _of_json(text: str) -> str:

@@ -29,20 +29,26 @@ class Unit(NamedTuple):
 # kind: spellings = factor of the base unit
 TABLE = """
 length: nm nanometer nanometre = 1e-9 | um µm μm micron micrometer = 1e-6
- | mm millimeter millimetre 毫米 = 1e-3
- | cm centimeter centimetre 厘米 公分 = 1e-2
- | dm decimeter decimetre = 0.1 | m meter metre 米 公尺 = 1
- | km kilometer kilometre 公里 千米 = 1e3
+ | mm millimeter millimetre millimètre milímetro millimetro 毫米 ミリ = 1e-3
+ | cm centimeter centimetre zentimeter centimètre centímetro centimetro 厘米 公分
+ センチ センチメートル 센티미터 см = 1e-2
+ | dm decimeter decimetre = 0.1 | m meter metre mètre metro metri 米 公尺 メートル 미터 м = 1
+ | km kilometer kilometre kilomètre kilómetro quilômetro kilometro chilometro chilometri 公里 千米
+ キロメートル 킬로미터 км = 1e3
  | in inch " = 0.0254 | ft foot feet ' = 0.3048 | yd yard = 0.9144 | mi mile = 1609.344
  | light-year ly = 9460730472580800
-mass: mg milligram = 1e-6 | g gram gramme 克 = 1e-3 | kg kilogram kilo 千克 公斤 = 1 | t tonne = 1e3
+mass: mg milligram = 1e-6 | g gram gramme gramm gramo grama grammo 克 グラム 그램 г = 1e-3
+ | kg kilogram kilogramm kilogramo kilo chilo 千克 公斤 キログラム 킬로그램 кг = 1 | t tonne = 1e3
  | lb lbs = 0.45359237
  | oz ounce = 0.028349523125
-time: ms millisecond = 1e-3 | s sec second 秒 = 1 | min minute 分钟 = 60 | h hr hour 小时 = 3600
- | day 天 = 86400 | week = 604800
+time: ms millisecond = 1e-3 | s sec second sekunde sekunden seconde segundo secondo secondi
+ 秒 초 = 1
+ | min minute minuten minuto minuti 分钟 分 = 60
+ | h hr hour stunde stunden heure hora 小时 時間 시간 = 3600
+ | day tage jour día dia 天 = 86400 | week woche wochen semaine semana = 604800
 month: month = 1
-year: year yr 年 岁 = 1 | decade = 10 | century centuries = 100
-angle: ° deg degree 度 = 1 | rad radian = 57.29577951308232
+year: year yr jahr jahre año ano anno anni 年 岁 歳 = 1 | decade = 10 | century centuries = 100
+angle: ° deg degree grad degré grado gradi grau graus 度 = 1 | rad radian = 57.29577951308232
 celsius: °C ℃ celsius 摄氏度 = 1
 fahrenheit: °F ℉ fahrenheit = 1
 kelvin: K kelvin = 1
@@ -51,7 +57,7 @@ area: mm² = 1e-6 | cm² 平方厘米 = 1e-4 | m² sqm 平方米 = 1
  | in² = 0.00064516
  | ft² sqft = 0.09290304
 volume: ml mL milliliter millilitre cm³ 毫升 立方厘米 = 1e-3
- | cl = 1e-2 | dl = 0.1 | l L liter litre dm³ 升 = 1
+ | cl = 1e-2 | dl = 0.1 | l L liter litre litro litri dm³ 升 = 1
  | m³ 立方米 = 1e3
  | gal gallon = 3.785411784 | mm³ = 1e-6
 speed: m/s = 1 | km/h kmh kph km/hr = 0.2777777777777778 | mph = 0.44704 | cm/s = 0.01
@@ -69,7 +75,7 @@ pressure: Pa = 1 | hPa = 100 | kPa = 1e3 | MPa = 1e6 | bar = 1e5 | atm = 101325
  | psi = 6894.757293168361 | mmHg = 133.322387415
 data: bit = 0.125 | B byte = 1 | kB KB = 1e3 | MB = 1e6 | GB = 1e9 | TB = 1e12
 pixels: px pixel = 1
-dollars: $ USD US$ dollar bucks 美元 = 1 | ¢ cent = 0.01
+dollars: $ USD US$ dollar dólar dólares bucks 美元 = 1 | ¢ cent = 0.01
 euros: € EUR euro 欧元 = 1
 pounds: £ GBP 英镑 = 1 | p pence = 0.01
 pound: pound = 1

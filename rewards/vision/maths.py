@@ -18,7 +18,9 @@ from rewards.reading import Status, items, normal, plain, quantity_in, same_name
 from rewards.reading.formulas import differ, explodes, tree_of
 from rewards.reading.numbers import near
 from rewards.reading.plain import bare, latex
+from rewards.reading.prose import CONCLUDES, without_roughly
 from rewards.reading.stated import DENIED, HEDGED
+from rewards.reading.statements import predicates
 from rewards.reading.units import unit_named
 from rewards.vision.base import Verdict, Verifiable, need, tagged
 from rewards.vision.coords import Unscorable
@@ -29,6 +31,16 @@ LONGEST = 400  # characters of a formula; longer ones are no answer
 SECONDS = 1.0  # of processor time to read an answer and compare it
 WORKERS = Sandboxes("equal", SECONDS)  # for all rewards of this process
 NAMED = re.compile(r"\s*[A-Za-z\u0370-\u03ff\\]{1,12}(?:_\{?\w+\}?)?'?\s*(?:\(\s*\w\s*\))?\s*")
+# a quantity of a figure: sin A, the angle ABC, the area of a triangle
+OF_FIGURE = re.compile(
+    r"\s*m?\s*\\(?:sin|cos|tan|cot|angle|overline|vec|triangle|text|mathrm|operatorname|overrightarrow)"
+    r"(?:_\{?\w+\}?)?\s*(?:\{[^{}=\d]{1,40}\}|\\?[A-Za-z]{1,8}|\(\s*\\?[A-Za-z]{1,8}\s*\))"
+    r"(?:_\{?\w+\}?)?\s*|\s*[A-Z]_\{?\\triangle\s?[A-Z]{1,4}\}?\s*|\s*\|?[A-Z]{2}\|?\s*"
+)
+IN_DEGREES = re.compile(
+    r"(\\(?:sin|cos|tan|cot|sec|csc)\s*\(?\s*)(\d+(?:\.\d+)?)\s*\^\s*(?:\\circ|\{\s*\\circ\s*\})"
+)
+NEGATED = re.compile(r"\b(?:not|never|wrong|incorrect|false|cannot)\b|n't\b", re.I)
 ALTERNATIVES = re.compile(r"\s*,?\s*(?:\\(?:text|mathrm)\s*\{\s*(?:or|and)\s*\}|\b(?:or|and)\b)\s*")
 UNIT = re.compile(
     r"(?<=[\w})])\s*(?:\\[,;: ]|~)?\s*(?:\\(?:text|mathrm)\s*\{\s*([^{}]{1,20}?)\s*\}|"
@@ -148,18 +160,45 @@ EQUAL: LRUCache[tuple[str, str], bool | Broken | None] = LRUCache(maxsize=8192)
 READABLE: LRUCache[str, bool] = LRUCache(maxsize=8192)
 
 
-SAID = re.compile(
-    r"(?:^|[.!?\n])([^.!?\n]*\b(?:is|are|be|becomes|equals):?\s*)"
-    r"(?:\\\((?P<round>[^\n]{1,400}?)\\\)|\$(?P<dollar>[^$\n]{1,400})\$)\s*\.?\s*$"
+FORMULA = re.compile(r"\\\(([^\n]{1,400}?)\\\)|\$\$?([^$]{1,400})\$\$?|\\\[(.{1,400}?)\\\]", re.S)
+# what stands before the formula that a sentence says its subject is
+STATES = re.compile(
+    r"(?:(?<!\w)(?:is|are|be|becomes|equals|gives|yields|get|obtain|have|simplif(?:y|ies) to|"
+    r"reduces to|ist|sind|betr\u00e4gt|lautet|erhalten|est|sont|vaut|es|son|\u00e9|s\u00e3o|"
+    r"\u00e8|sono)"
+    r"|[\u4e3a\u662f\u5f97]|\u7b49\u4e8e)\s*[:\uff1a]?\s*\**\s*$"
+)
+UNITS_BEHIND = re.compile(
+    r"[\s*]*(?P<name>(?:square |cubic )?[^\W\d_]{1,14})?(?P<power>[\u00b2\u00b3]|"
+    r"\^[23])?[\s.\u3002*]*"
+)
+RAISED = {"\u00b2": "2", "^2": "2", "\u00b3": "3", "^3": "3"}
+GIVEN = re.compile(
+    r"\b(?:where|since|because|given|with|when|for|using|let|weil|car|porque)\b", re.I
 )
 
 
 def said(body: str) -> str:
-    """Return the formula that the last sentence says its subject is; any other text as it is."""
-    match = SAID.search(body[-2 * LONGEST :])
-    if not match or DENIED.search(match[1]) or HEDGED.search(match[1]):
+    """Return the formula that the last sentence says its subject is, or concludes; any other text
+    as it is."""
+    body = body[-2 * LONGEST :] if len(body) > 2 * LONGEST else body
+    formulas = list(FORMULA.finditer(body))
+    if not formulas:
+        names = () if "\\" in body else predicates(body)
+        return names[0] if names and len(names[0]) < LONGEST else body
+    unit = UNITS_BEHIND.fullmatch(body[formulas[-1].end() :])
+    if not unit:
         return body
-    return match["round"] or match["dollar"]
+    sentence = re.split(r"[.!?\u3002]\s|\n", body[: formulas[-1].start()])[-1].lstrip()
+    if DENIED.search(sentence) or HEDGED.search(sentence):
+        return body
+    concludes = CONCLUDES.match(sentence) and not GIVEN.search(sentence)
+    if not STATES.search(sentence) and (not concludes or FORMULA.search(sentence)):
+        return body
+    formula = next(group for group in formulas[-1].groups() if group)
+    if unit["name"] and unit_named(unit["name"]):
+        return f"{formula}\\text{{{unit['name']}}}^{RAISED.get(unit['power'], '1')}"
+    return formula if not unit["name"] or unit["name"].endswith(("unit", "units")) else body
 
 
 def decided(right: str, body: str, status: Status) -> Verdict | Question:
@@ -178,8 +217,12 @@ def decided(right: str, body: str, status: Status) -> Verdict | Question:
             )
             if score or not rounded or answered.value.unit != true.value.unit:
                 return Verdict(score, worst(status, answered.status))
-    answer, target = ALTERNATIVES.sub(", ", latex(body)), latex(right)
-    if len(answer) > LONGEST or explodes(answer):
+    answer, target = (
+        IN_DEGREES.sub(r"\1\\frac{\2\\pi}{180}", latex(text))
+        for text in (ALTERNATIVES.sub(", ", body), right)
+    )
+    answer = answer if "\\approx" in target else exact(answer)
+    if NEGATED.search(body) or not 0 < len(answer) <= LONGEST or explodes(answer):
         return Verdict(0.0, "unparseable")
     answer = without_unit(answer) if without_unit(target) == target else answer
     listed = "," in answer and len(EQUALS.split(answer)) > 2  # x = 2, x = -2
@@ -194,6 +237,13 @@ def decided(right: str, body: str, status: Status) -> Verdict | Question:
     return Question(target, parts, status)
 
 
+def exact(formula: str) -> str:
+    """Return what stands before a rounded value, of 12\\sqrt{3} \\approx 20.8; empty where that is
+    a name, as of x \\approx 5."""
+    before, rounded, _ = formula.partition("\\approx")
+    return "" if rounded and NAMED.fullmatch(before) else before.strip()
+
+
 def without_unit(formula: str) -> str:
     """Take the unit of measure off the end of a formula that is none by itself: 2\\pi cm."""
     match = UNIT.search(formula)
@@ -204,7 +254,9 @@ def without_unit(formula: str) -> str:
 def sides(formula: str) -> tuple[str, ...]:
     """Return the sides of an equation that state a value: all but the name of what is computed."""
     parts = [part for part in EQUALS.split(formula) if part.strip()]
-    stating = [part for part in parts[:-1] if not NAMED.fullmatch(part)]
+    stating = [
+        part for part in parts[:-1] if not (NAMED.fullmatch(part) or OF_FIGURE.fullmatch(part))
+    ]
     return (*stating, parts[-1]) if parts else ()
 
 
@@ -233,8 +285,8 @@ class Chart(Verifiable):
     """Compare values read from a chart (relaxed accuracy): numbers within 5 %, names by equality.
 
     As in the published evaluation 12 % is 0.12; unlike there, numbers may have separators, units
-    and words around them. A ground truth that is a list is compared element by element, in order;
-    a list of another length is wrong.
+    and words around them, "about" among them. A ground truth that is a list is compared element by
+    element, in order; a list of another length is wrong.
 
     Args:
         tolerance: relative to the right number; a right 0 must be met exactly.
@@ -269,7 +321,7 @@ class Chart(Verifiable):
         target = quantity_in(right)
         if target.status != "ok" or target.value is None:
             return same_name(predicted, right)
-        value = quantity_in(predicted).value
+        value = quantity_in(without_roughly(predicted)).value
         return value is not None and value.equals(target.value, self.tolerance)
 
     def ground_truth(self, prompt: Prompt) -> str:

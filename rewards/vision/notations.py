@@ -179,7 +179,14 @@ def _corners(match: re.Match[str], size: int) -> Iterator[Shape]:
     yield Shape(tuple(map(float, match.groups())))
 
 
-_XY = rf"[\s:=a-z*_-]{{0,30}}[(\[]\s{{0,4}}({NUMBER})\s{{0,4}},\s{{0,4}}({NUMBER})\s{{0,4}}[)\]]"
+_XY = rf"[^()\[\]\d;]{{0,30}}[(\[]\s{{0,4}}({NUMBER})\s{{0,4}},\s{{0,4}}({NUMBER})\s{{0,4}}[)\]]"
+
+
+def _corner_words(first: str, last: str) -> re.Pattern[str]:
+    """Return the pattern of two corners that words name."""
+    return re.compile(rf"{first}{_XY}[^()\[\]]{{0,40}}{last}{_XY}", re.I)
+
+
 _TAGS = r"(?P<tag>bbox|box|point|\|det\||\|box_start\||\|begin_of_box\|)"
 _ENDS = r"(?:</(?:bbox|box|point)>|<\|/det\|>|<\|box_end\|>|<\|end_of_box\|>|$)"
 _TAGGED = re.compile(rf"{_REF}<{_TAGS}>(?P<inside>[^<]{{0,400}}){_ENDS}")
@@ -223,9 +230,49 @@ NOTATIONS = (
         "top-left corner (100, 200), bottom-right corner (300, 400)",
         "",
         "ight",
-        re.compile(
-            rf"(?:top|upper)[-_ ]?left{_XY}[^()\[\]]{{0,40}}(?:bottom|lower)[-_ ]?right{_XY}", re.I
+        _corner_words(r"(?:top|upper)[-_ ]?left", r"(?:bottom|lower)[-_ ]?right"),
+        _corners,
+        sizes=(4,),
+    ),
+    Notation(
+        "any, in Chinese or Japanese",
+        "\u5de6\u4e0a\u89d2(100, 200)\uff0c\u53f3\u4e0b\u89d2(300, 400)",
+        "",
+        "\u53f3\u4e0b",
+        _corner_words("\u5de6\u4e0a", "\u53f3\u4e0b"),
+        _corners,
+        sizes=(4,),
+    ),
+    Notation(
+        "any, in German",
+        "links oben (100, 200), rechts unten (300, 400)",
+        "",
+        "recht",
+        _corner_words(
+            r"(?:links oben|oben links|(?:obere|linke) (?:linke|obere))",
+            r"(?:rechts unten|unten rechts|(?:untere|rechte) (?:rechte|untere))",
         ),
+        _corners,
+        sizes=(4,),
+    ),
+    Notation(
+        "any, in French",
+        "coin sup\u00e9rieur gauche (100, 200), coin inf\u00e9rieur droit (300, 400)",
+        "",
+        "droit",
+        _corner_words(
+            r"(?:sup\u00e9rieur gauche|haut (?:\u00e0 |de )?gauche)",
+            r"(?:inf\u00e9rieur droit|bas (?:\u00e0 |de )?droite?)",
+        ),
+        _corners,
+        sizes=(4,),
+    ),
+    Notation(
+        "any, in Spanish",
+        "esquina superior izquierda (100, 200), esquina inferior derecha (300, 400)",
+        "",
+        "inferior",
+        _corner_words("superior (?:izquierda|esquerdo)", "inferior (?:derecha|direito)"),
         _corners,
         sizes=(4,),
     ),

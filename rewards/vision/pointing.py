@@ -45,6 +45,10 @@ CLICKS = {
 SAME = {"left click": "click", "tap": "click"} | dict.fromkeys(
     ("write", "typewrite", "input", "input text", "enter text"), "type"
 )
+# the argument of an action on a line of its own
+ARGUMENT = re.compile(
+    r"\s*\n\s*(?:coordinates?|point|position|location|text|content|value)\s*[:=]\s*([^\n]+)\Z", re.I
+)
 WORDS = ("text", "value", "content", "input", "direction", "app", "key")
 
 
@@ -302,11 +306,14 @@ def said_action(text: str) -> tuple[dict[str, Any] | None, Status]:
             {str(k).casefold(): v for k, v in value.items()},
             worst(answer.status, parsed.status),
         )
-    body = re.split(r"\baction\s*:", body, flags=re.I)[-1].strip()
-    call = re.fullmatch(r"(?:pyautogui\.)?([A-Za-z_]+)\s*(?:\((.*)\))?", body, flags=re.S)
+    body = re.split(r"\bactions?\s*:", body, flags=re.I)[-1].strip()
+    body = ARGUMENT.sub(r"(\1)", body)
+    call = re.fullmatch(
+        r"(?:pyautogui\.)?([A-Za-z_]+)\s*(?:\((.*)\)|(<point>.*|\[.*\]))?", body, flags=re.S
+    )
     if not call:
         return None, "unparseable"
-    inside = (call[2] or "").strip()
+    inside = (call[2] or call[3] or "").strip()
     numbers = re.fullmatch(
         rf"(?:x\s*=\s*)?[\[(]?\s*({NUMBER})\s*,\s*(?:y\s*=\s*)?({NUMBER})\s*[\])]?", inside
     )
@@ -314,7 +321,7 @@ def said_action(text: str) -> tuple[dict[str, Any] | None, Status]:
         return {"action": call[1], "point": [float(numbers[1]), float(numbers[2])]}, answer.status
     if inside and kind({"action": call[1]}) in CLICKS:
         return {"action": call[1], "point": inside}, answer.status
-    words = re.sub(r"^\w+\s*=\s*", "", inside).strip("\"' ")
+    words = re.sub(r"^\w+\s*=\s*", "", inside).strip("\"'[] ")
     return {"action": call[1]} | ({"text": words} if words else {}), answer.status
 
 

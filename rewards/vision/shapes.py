@@ -101,6 +101,11 @@ _IN_BRACKETS = {
     size: re.compile(rf"[\[\(]\s{{0,9}}{numbers}\s{{0,9}}[\]\)]")
     for size, numbers in _LISTED.items()
 }
+FOUND = re.compile(
+    r"^.*\b(?:found|see|detect(?:ed)?|shows?|contains?|there (?:is|are))\s+(?=\S)|"
+    r"\s+(?:is |are )?(?:located|found|positioned|situated)\s+at$",
+    re.I,
+)
 _NO_NUMBER = re.compile(r"[^\s\d.,;eE+-]")
 
 
@@ -185,9 +190,11 @@ def _named(words: str) -> str | None:
     """Return what the words in front of a box call it: those before a colon, else the last of
     them, without articles."""
     words = words.strip(" \t-*")
+    words = FOUND.sub("", words)
     if not words.endswith(":"):
-        words = re.split(r"\b(?:is|are|at|and|with|the)\b", words)[-1]
-    name = re.sub(r"^(?:an?|the)\s+", "", words.strip(" \t:*"), flags=re.IGNORECASE)
+        parts = (part.strip() for part in re.split(r"\b(?:is|are|at|and|with|the)\b", words))
+        words = next((part for part in reversed([*parts]) if part), "")
+    name = re.sub(r"^(?:an?|the|one)\s+", "", words.strip(" \t:*"), flags=re.IGNORECASE)
     return label_of(name)
 
 

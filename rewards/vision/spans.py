@@ -29,6 +29,7 @@ from rewards.reading import (
     reals,
     worst,
 )
+from rewards.reading.plain import without_markdown
 from rewards.vision import boxes as geometry
 from rewards.vision.base import (
     Verdict,
@@ -47,16 +48,34 @@ from rewards.vision.shapes import numbers_of
 Span = tuple[float, float]
 STARTS = ("start_time", "start", "begin", "from")
 ENDS = ("end_time", "end", "stop", "to")
+UNITS = r"(?:seconds?|secs?|s|sekunden?|secondes?|segundos?|secondi|\u79d2|\ucd08)"
 CLOCK = r"(?:(\d{1,6}):)?(\d{1,2}):(\d{2}(?:\.\d+|,\d{3}(?!\d))?)"
+# 1 min 5 s, 1\u52065\u79d2
+SPOKEN = re.compile(
+    r"(?<![\d.:])(\d{1,3})\s?(?:m|min|minutes?|minuten?|minutos?|minuti|\u5206\u949f?|"
+    r"\ubd84)\s?(?:and |und |et |y |e )?"
+    rf"(\d{{1,2}}(?:\.\d+)?)\s?{UNITS}(?![A-Za-z])",
+    re.I,
+)
 # what stands between a start and an end
 TO = (
-    r"(?:--?>|\u2192|-|\u2013|\u2014|to|until|till|and|,|"
+    r"(?:--?>|\u2192|-|\u2013|\u2014|~|\uff5e|\u301c|to|until|till|and|,|bis|und|\u00e0|jusqu'\u00e0|et|a|hasta|at\u00e9|"
+    r"y|e|\u5230|\u81f3|\u548c|\u304b\u3089|\ubd80\ud130|\uc5d0\uc11c|"
     r"[,;.]?\s*(?:and\s+|the\s+|it\s+|event\s+){0,3}"
     r"(?:ends?|ending|stops?|finish(?:es)?)(?:[ _]time)?\s*(?:at|is|:|=)?)"
 )
 # nothing is given back that has been matched (?>), so that time grows with the length only
-TIMED = rf"(?>({NUMBER})(?:\s*(?:seconds|secs?|s)\b)?)"
+TIMED = (
+    rf"(?>(?:\u7b2c|\b(?:the|der|la|el)\s+|\b{UNITS}\s+)?({NUMBER})(?:st|nd|rd|th)?"
+    rf"(?:[\s-]*{UNITS}(?![A-Za-z])(?:\s+mark)?)?)"
+)
 PAIR = re.compile(rf"(?<![\d.]){TIMED}\s*{TO}\s*{TIMED}", re.I)
+MINUTE = r"(?:minutes?|mins?|minuten|minutos?|minuti|\u5206\u949f?|\ubd84)"
+MINUTES = re.compile(
+    rf"(?<![\d.:])({NUMBER})(?:\s?{MINUTE})?\s*{TO}\s*({NUMBER})\s?{MINUTE}(?![A-Za-z]|\s?\d)", re.I
+)
+# who says when it does not happen; to the end of what stands before the times
+DENIED = re.compile(r"(?:\b(?:not|never|nicht|pas)\b|n't\b|[\u4e0d\u6ca1])[^.;\n]{0,60}\Z", re.I)
 WHOLE = re.compile(rf"[\[(]?\s*{PAIR.pattern}\s*[\])]?", re.I)
 
 
@@ -67,7 +86,9 @@ def seconds(text: str) -> str:
         hours, minutes, rest = clock.groups()
         return str(int(hours or 0) * 3600 + int(minutes) * 60 + float(rest.replace(",", ".")))
 
-    return re.sub(CLOCK, replacement, text)
+    text = MINUTES.sub(lambda two: f"{60 * float(two[1])} - {60 * float(two[2])}", text)
+    spoken = SPOKEN.sub(lambda said: str(int(said[1]) * 60 + float(said[2])), text)
+    return re.sub(CLOCK, replacement, spoken)
 
 
 def spans(text: str) -> Parsed[list[Span]]:
@@ -75,13 +96,15 @@ def spans(text: str) -> Parsed[list[Span]]:
     0:03 to 0:08``."""
     answer = final(text)
     marked = last_inside(str(text), ("glue", "time", "span"))
-    body = seconds(calm(fenced(answer.value if marked is None else marked[:LONGEST])))
+    written = fenced(answer.value if marked is None else marked[:LONGEST])
+    body = seconds(calm(without_markdown(written)))
     if body.casefold().strip(" .") in NOTHING | {"[]"}:
         return Parsed([], answer.status)
     parsed = loose_json(body) if re.search(r"[\[{]", body) else UNPARSEABLE
     if parsed.value is not None and (listed := _spans(parsed.value)):
         return Parsed(listed, worst(answer.status, parsed.status))
-    listed = [(float(a), float(b)) for a, b in PAIR.findall(body)]
+    pairs = [pair for pair in PAIR.finditer(body) if not DENIED.search(body, 0, pair.start())]
+    listed = [(float(pair[1]), float(pair[2])) for pair in pairs]
     plain = WHOLE.fullmatch(body.strip())
     return (
         Parsed(listed, worst(answer.status, "ok" if plain else "repaired"))

@@ -19,7 +19,8 @@ from mmrl.core.registry import REWARDS
 from mmrl.core.types import Prompt, Reward
 from rewards._compose import refuse_memory
 from rewards.card import card, card_of, pictures_of
-from rewards.reading import normal, plain, stated, worst
+from rewards.reading import normal, plain, quantity_in, stated, worst
+from rewards.reading.names import names_of
 from rewards.reading.parts import ANSWER
 from rewards.reading.plain import bare
 from rewards.reading.published import agreement, vqa_key
@@ -229,6 +230,7 @@ class KeySteps(Verifiable):
 class Vqa(Verifiable):
     """Compute VQA accuracy: of ``answers`` three must agree, averaged over leaving each person out.
 
+    Of a sentence what it says of its subject counts, or its number, or the yes or no before it.
     With fewer than three people one agreement is enough. Answers are evened out as in the published
     evaluation (punctuation, articles, number words to ten, apostrophes), which however loses the
     sign of -5, the factorial of 2! and the note of A-: those must be the same here.
@@ -245,7 +247,17 @@ class Vqa(Verifiable):
         body, status = stated(text)
         if not normal(body):
             return Verdict(0.0, "unparseable")
-        return Verdict(agreement(vqa_key(bare(plain(body)), self.textvqa), people), status)
+        whole = agreement(vqa_key(bare(plain(body)), self.textvqa), people)
+        ways = () if whole else self._ways(body)
+        spoken = [agreement(vqa_key(way, self.textvqa), people) for way in ways]
+        return Verdict(max([whole, *spoken]), status)
+
+    def _ways(self, body: str) -> list[str]:
+        """Return what a sentence says, which the published rule, of short answers, does not
+        read."""
+        number = quantity_in(body).value
+        plain_number = number is not None and number.unit is None and not number.percent
+        return [*names_of(body)[1:], *([str(number.value)] if number and plain_number else [])]
 
     def _people(self, prompt: Prompt) -> list[str]:
         value = need(prompt, "answers")
