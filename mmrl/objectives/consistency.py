@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -54,7 +54,7 @@ class Consistency(SFT):
 
     needs: ClassVar[str] = "gaussian"
     place: ClassVar[str] = "objective.consistency"
-    not_options: Collection[str] = (
+    not_options = (
         "template",
         "thought_dropout",
         "train_on",

@@ -46,7 +46,7 @@ class Drawing(Fields):
 class _Covariance(PolicyGradient):
     needs = "categorical"
     proportional = False
-    not_options: tuple[str, ...] = ("top_entropy", *OF_STEPS)
+    not_options = ("top_entropy", *OF_STEPS)
 
     def couples(self, policy: Policy) -> Literal["groups"]:
         return "groups"
