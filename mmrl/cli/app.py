@@ -6,7 +6,7 @@ from __future__ import annotations
 import errno
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -75,13 +75,17 @@ app = typer.Typer(
 OF_THE_DISK = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR)
 
 
-def _named(path: Path) -> None:
-    """Raise UserError for a name that is neither a folder nor a configuration, before torch and the
-    libraries of models are loaded, which takes seconds."""
+def _look_at(path: Path, overrides: list[str] | None, **use: Any) -> None:
+    """Raise UserError for a name that is neither a folder nor a configuration, and for what is
+    surely wrong in it, before torch and the libraries of models are loaded, which takes seconds.
+    ``use``: of the configuration by the command, as ``first_look`` has it."""
     from mmrl.utils.paths import find_config
 
-    if not path.is_dir():
-        find_config(path)
+    file = path / "config.yaml" if path.is_dir() else find_config(path)
+    if file.is_file():  # else the command says what the folder lacks
+        from mmrl.config.first_look import first_look
+
+        first_look(file, overrides or [], **use)
 
 
 def _print_version(version: bool) -> None:
@@ -137,7 +141,9 @@ def train(
     resumed; 130 stopped by Ctrl-C; 3 stopped by alarms.stop, with nothing to learn from; 2 an
     error.
     """
-    _named(config)
+    if resume or not config.is_dir():
+        shared = None if devices else processes
+        _look_at(config, overrides, every_stage=True, processes=shared)
     from mmrl.core.errors import UserError
     from mmrl.run.lifecycle import trained
     from mmrl.utils.paths import find_config
@@ -189,7 +195,8 @@ def evaluate(
 ) -> None:
     """Measure rewards on held-out prompts with 95 % confidence intervals: base model and trained
     model. Or score a benchmark of the field."""
-    _named(path)
+    if benchmark is None:
+        _look_at(path, overrides)
     from mmrl.cli import commands
     from mmrl.cli.tables import change_sentences, evaluation_table
 
@@ -228,7 +235,7 @@ def sample(
     ] = False,
 ) -> None:
     """Sample a trained or a base model into files: pictures as .png, videos as .mp4."""
-    _named(path)
+    _look_at(path, overrides)
     from mmrl.cli import commands
     from mmrl.core.errors import UserError
     from mmrl.data.prompts import read
@@ -267,7 +274,7 @@ def label(
     seed: Annotated[int, typer.Option(min=0)] = 0,
 ) -> None:
     """Make preference pairs: the best and the worst of several samples of a prompt, by rewards."""
-    _named(path)
+    _look_at(path, overrides)
     from mmrl.cli.labelling import Labelling, label
 
     how = Labelling(num_samples, by, margin, split, limit, seed, checkpoint)
@@ -436,7 +443,7 @@ def check_reward(
 ) -> None:
     """Audit the rewards of a configuration on its own data: ground truths must win, tricks must not
     pay."""
-    _named(config)
+    _look_at(config, overrides, sections=("data", "reward"))
     from mmrl.audit import audit
     from mmrl.audit.tables import print_audits
     from mmrl.utils.paths import find_config
@@ -458,7 +465,7 @@ def data(
     ] = False,
 ) -> None:
     """Show what will be trained on: counts, lengths, samples, what is left out and why."""
-    _named(config)
+    _look_at(config, overrides, sections=("data",))
     from mmrl.cli import commands
 
     print("\n".join(commands.show_data(config, overrides or [], page, count, check)))

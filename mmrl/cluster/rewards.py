@@ -19,9 +19,9 @@ from mmrl.cluster.parcels import packed
 from mmrl.cluster.pool import Pool
 from mmrl.cluster.workers import Reply, RewardWorker, Surroundings
 from mmrl.core.errors import UserError
+from mmrl.core.handling import Handling
 from mmrl.core.registry import ALL
 from mmrl.core.types import Media, Prompt
-from mmrl.scoring.handling import Handling
 from rewards.card import Card, Sums
 
 OURS = ("mmrl", "rewards", "samplers")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mmrl.config.identity import identity
 from mmrl.config.schema import (
@@ -19,11 +19,11 @@ from mmrl.config.schema import (
 )
 from mmrl.config.values import Place, show
 from mmrl.core.errors import UserError, a_or_an
+from mmrl.core.handling import Handling
 from mmrl.core.registry import REWARDS, Registry, options
-from mmrl.core.types import Reward
-from mmrl.scoring.handling import Handled, Handling
-from mmrl.scoring.signatures import by_signature
-from rewards.card import card_with
+
+if TYPE_CHECKING:
+    from mmrl.core.types import Reward
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,9 @@ def build_rewards(
 
 def _handled(name: str, entry: Chosen, registry: Registry = REWARDS) -> Reward:
     """Wrap the reward with its ``Handling`` if any of those options is set."""
+    from mmrl.scoring.handling import Handled
+    from mmrl.scoring.signatures import by_signature
+
     try:
         handling = construct(entry.handling)
         if handling.place is not None:
@@ -101,6 +104,8 @@ def _handled(name: str, entry: Chosen, registry: Registry = REWARDS) -> Reward:
 def _placed(name: str, entry: Chosen, handling: Handling) -> Reward:
     """Have the reward built and computed by workers of a Ray cluster."""
     from mmrl.cluster.rewards import Placed
+    from mmrl.scoring.handling import Handled
+    from rewards.card import card_with
 
     card = card_with(entry.reward.entry, entry.reward.options)
     spec = (name, entry.reward, handling.of_worker())
@@ -120,6 +125,8 @@ def plug_ins_in(value: Any) -> Iterator[Any]:
 
 def of_worker(spec: tuple[str, Resolved, Handling]) -> Reward:
     """Build a reward on a worker elsewhere."""
+    from mmrl.scoring.handling import Handled
+
     name, reward, handling = spec
     return Handled(construct(reward), handling, name)
 
@@ -131,6 +138,7 @@ def unplaceable(name: str, entry: Chosen) -> Iterator[str]:
         if handling.place is not None:
             from mmrl.cluster.connection import check_version
             from mmrl.cluster.rewards import check_card
+            from rewards.card import card_with
 
             check_version()
             check_card(name, card_with(entry.reward.entry, entry.reward.options))

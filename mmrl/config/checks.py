@@ -44,7 +44,6 @@ from mmrl.config.values import Location, Place, exists, is_pattern, show
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS, Plugin, import_file, import_module, is_safe
 from mmrl.core.registry import options as options_of
-from rewards.card import described
 
 if TYPE_CHECKING:
     from mmrl.config import Config
@@ -97,9 +96,9 @@ def check(
                 plug_in = _try(problems, construct, resolved)
                 objective = plug_in if section == "objective" else objective
             entries[section] = resolved
-        problems += _missing_files(resolved)
+        problems += missing_files(resolved)
         problems += _absent_packages(resolved)
-        problems += _impossible_options(resolved)
+        problems += impossible_options(resolved)
     problems += _unsuited(entries, objective)
     if (preset := config.plain.get("preset")) and "policy" in entries:
         why = unsuited_preset(preset, entries["policy"].entry)
@@ -109,11 +108,7 @@ def check(
     trained = _rewards(config, or_empty(config.plain.get("reward")), ("reward",), problems, named)
     sections: dict[str, Any] = {}
     for section, cls in _present(config, dataclasses or plain_sections(), before):
-        options = resolve_call(
-            cls, or_empty(config.plain.get(section)), config.place((section,)), problems
-        )
-        built = None if options is BAD else _try(problems, construct, options)
-        sections[section] = built
+        built = sections[section] = options_of_section(config, section, cls, problems)
         if isinstance(built, TrainOptions):
             problems += _unfit_sizes(config, built, entries, objective, processes)
             problems += _missing_of_training(entries, built)
@@ -122,9 +117,20 @@ def check(
         if isinstance(built, EvaluateOptions) and built.reward:
             _rewards(config, built.reward, (section, "reward"), problems, named)
     problems += _unvalidated(config, sections.get("train"), sections.get("evaluate"))
+    check_names(config, problems)
+    raise_all(problems)
+
+
+def options_of_section(config: Config, name: str, cls: type, problems: list[str]) -> Any:
+    """Make the options of a plain section; None where they are wrong."""
+    spec = or_empty(config.plain.get(name))
+    options = resolve_call(cls, spec, config.place((name,)), problems)
+    return None if options is BAD else _try(problems, construct, options)
+
+
+def check_names(config: Config, problems: list[str]) -> None:
     for name in ("run", "start"):
         convert(config.plain.get(name), str | None, config.place((name,)), problems)
-    raise_all(problems)
 
 
 def _unfit_training(
@@ -167,8 +173,7 @@ def _unfit_sizes(
     """Find what in ``train`` does not suit itself, the policy or the objective."""
     if why := without_average(getattr(objective, "snapshots", ()), built):
         yield entries["objective"].place.say(why)
-    for line in impossible(built, processes):
-        yield f"{config.where(line.partition(' ')[0])}: {line}"
+    yield from indivisible(config, built, processes)
     unfit = [*unsupported_options(built, entries["policy"].entry if "policy" in entries else None)]
     if "objective" in entries:
         policy = entries["policy"].entry if "policy" in entries else None
@@ -183,6 +188,12 @@ def _unfit_sizes(
         unfit += [why] if why and not imitates else []
     for line in unfit:
         yield f"{config.where(line.partition(':')[0])}: {line}"
+
+
+def indivisible(config: Config, built: TrainOptions, processes: int) -> Iterator[str]:
+    """Find sizes that do not divide."""
+    for line in impossible(built, processes):
+        yield f"{config.where(line.partition(' ')[0])}: {line}"
 
 
 def _unsuited(entries: Mapping[str, Resolved], built: Any) -> Iterator[str]:
@@ -321,12 +332,14 @@ def _rewards(
     place = config.place(path)
     weighted = resolve_rewards(spec, REWARDS, place, problems)
     for name, entry in weighted.items():
-        problems += [*_missing_files(entry.reward), *unplaceable(name, entry)]
+        problems += [*missing_files(entry.reward), *unplaceable(name, entry)]
     chosen = {name: entry.reward.entry for name, entry in weighted.items()}
     unfit = list(wrong_media(chosen, entries.get("policy")))
     if path != ("reward",):
         unfit += without_memory(chosen)
     if fields := getattr(entries.get("data"), "fields", ()):
+        from rewards.card import described
+
         cards = {n: described(e.reward.entry, e.reward.options) for n, e in weighted.items()}
         unfit += missing_fields(cards, fields)
     # those that hold others say it when built
@@ -423,7 +436,7 @@ def _absent_packages(resolved: Any) -> Iterator[str]:
         )
 
 
-def _impossible_options(resolved: Any) -> Iterator[str]:
+def impossible_options(resolved: Any) -> Iterator[str]:
     """Find values that no model can have, and code of others under ``--safe``."""
     if not isinstance(resolved, Resolved):
         return
@@ -436,22 +449,22 @@ def _impossible_options(resolved: Any) -> Iterator[str]:
             yield place.say("expected a folder, a name on the hub or world:NAME, got an empty text")
         if name == "remote_code" and option and is_safe():
             yield place.say("runs code of the model's author, which --safe refuses")
-        yield from _impossible_options(option)
+        yield from impossible_options(option)
 
 
-def _missing_files(value: Any, key: str = "", place: Place | None = None) -> Iterator[str]:
+def missing_files(value: Any, key: str = "", place: Place | None = None) -> Iterator[str]:
     """Find options annotated ``Path``, and local ones called ``path``, whose file does not
     exist."""
     place = place or Place()
     if isinstance(value, Resolved):
         for name, option in value.options.items():
-            yield from _missing_files(option, name, value.place / name)
+            yield from missing_files(option, name, value.place / name)
     elif isinstance(value, (list, tuple)):
         for i, item in enumerate(value):
-            yield from _missing_files(item, key, place / i)
+            yield from missing_files(item, key, place / i)
     elif isinstance(value, Mapping):
         for name, item in value.items():
-            yield from _missing_files(item, name, place / name)
+            yield from missing_files(item, name, place / name)
     elif isinstance(value, str) and not (key == "path" and looks_local(value)):
         return
     elif isinstance(value, Location) and is_pattern(value):

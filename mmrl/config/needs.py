@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mmrl.config.unfit import capabilities_of
 from mmrl.config.values import Place
 from mmrl.core.registry import Plugin
-from rewards.card import card_of
+
+if TYPE_CHECKING:
+    from rewards.card import Card
 
 SHOWN = 8  # fields of the data named in a message
 
@@ -22,8 +24,8 @@ def wrong_media(rewards: Mapping[str, Plugin], policy: object) -> Iterator[tuple
     can = capabilities_of(policy)
     makes = None if can is None else can.makes
     for name, reward in rewards.items():
-        media = card_of(reward).media
-        if card_of(reward).sound and can is not None and not can.sound:
+        media = _card(reward).media
+        if _card(reward).sound and can is not None and not can.sound:
             yield name, "it judges the sound of videos, and this policy makes none; leave it out"
         if makes is not None and makes not in media:
             yield (
@@ -41,7 +43,7 @@ def missing_fields(
     """List (reward, sentence) for rewards that need a field which the data source declares for no
     prompt."""
     for name, reward in rewards.items():
-        for field in card_of(reward).needs:
+        for field in _card(reward).needs:
             if field not in fields:
                 yield name, _sentence(field, "the prompts have none", fields)
 
@@ -54,9 +56,7 @@ def without_gradient(rewards: Mapping[str, Plugin]) -> Iterator[tuple[str, str]]
         "calls differentiable, declare "
         "your own with @card(differentiable=True), or only measure it (monitor: true)"
     )
-    yield from (
-        (name, why) for name, reward in rewards.items() if not card_of(reward).differentiable
-    )
+    yield from ((name, why) for name, reward in rewards.items() if not _card(reward).differentiable)
 
 
 def refusals(place: Place, unfit: Iterable[tuple[str, str]]) -> list[str]:
@@ -82,7 +82,7 @@ def missing_values(
 ) -> Iterator[tuple[str, str]]:
     """List (reward, sentence) for rewards that need a field which some prompt lacks."""
     for name, reward in rewards.items():
-        for field in card_of(reward).needs:
+        for field in _card(reward).needs:
             bare = [prompt for prompt in prompts if prompt.get(field) is None]
             if bare:
                 first = repr(str(bare[0].get("text", bare[0]))[:60])
@@ -103,3 +103,9 @@ def _sentence(field: str, lack: str, fields: Collection[str]) -> str:
         f"{known}); add it to the data, "
         f'in a .jsonl file: {{"text": "...", "{field}": ...}}'
     )
+
+
+def _card(reward: Plugin) -> Card:
+    from rewards.card import card_of  # its package imports every reward
+
+    return card_of(reward)

@@ -30,6 +30,10 @@ MOST_NAMES = 13  # options of which a message lists all, though it has said whic
 BAD = object()  # what a conversion returns after it has reported a problem
 
 
+def unseen() -> None:
+    """Stand for a plug-in of which nothing is known as long as its code has not been run."""
+
+
 @dataclass(frozen=True)
 class Resolved:
     """Holds a constructor with its converted options; options may hold further ones."""
@@ -76,6 +80,8 @@ def resolve_named(
         problems.append(
             where.say(f"cannot import {registry.kind} {name!r}: {type(error).__name__}: {error}")
         )
+        return BAD
+    if entry is unseen:
         return BAD
     if why := registry.unfit(entry):
         problems.append(where.say(f"{name!r} does not fit: {why}"))

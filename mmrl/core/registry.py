@@ -203,7 +203,7 @@ class Registry(dict[str, Plugin]):
     def discover(self) -> None:
         """Register what installed packages offer by entry points; warn of one that cannot be
         imported and leave it out."""
-        for entry in _offered().get(self.group, ()):
+        for entry in offered().get(self.group, ()):
             if entry.name in self:
                 continue
             try:
@@ -223,7 +223,7 @@ class Registry(dict[str, Plugin]):
         return partial(entry, **chosen) if chosen else entry
 
 
-def _offered() -> dict[str, list[importlib.metadata.EntryPoint]]:
+def offered() -> dict[str, list[importlib.metadata.EntryPoint]]:
     """List what installed packages offer, by group: read again where a folder of sys.path has
     changed, for reading takes a quarter of a second with hundreds of packages."""
     folders = []

@@ -16,7 +16,6 @@ from annotated_types import Ge
 
 from mmrl.core.errors import UserError
 from mmrl.monitoring.progress import Progress, progress_for
-from mmrl.monitoring.report.pictures import PACE, film_sheet, save_picture, sheet, still, tiles
 from mmrl.monitoring.trackers import (
     Mirror,
     Name,
@@ -163,15 +162,19 @@ class RunLog:
         """Write images [N, 3, H, W] in 0..1 as samples/<name>.png, and their layout to
         samples/captions.json. Videos [N, F, 3, H, W], of ``fps`` frames a second, are small in
         samples/<name>.mp4; the first few are written whole into samples/<name> too."""
+        from mmrl.monitoring.report import pictures  # Pillow and numpy: not for reading options
+
         if not self.active:
             return
         if not re.fullmatch(r"[\w.-]+", name):
             raise ValueError(f"{name!r} cannot be a file name")
         if images.ndim == 5:
-            self._clips(name, images, fps or 1000 / PACE)
-        drawn = film_sheet(images, columns, fps) if images.ndim == 5 else sheet(images, columns)
-        picture, layout = drawn
-        save_picture(picture, self.folder / "samples" / name)
+            self._clips(name, images, fps or 1000 / pictures.PACE)
+        film = images.ndim == 5
+        picture, layout = (
+            pictures.film_sheet(images, columns, fps) if film else pictures.sheet(images, columns)
+        )
+        pictures.save_picture(picture, self.folder / "samples" / name)
         known = read_captions(self.folder)
         sheets = known.get("sheets", {}) | {
             name: {**asdict(layout), "captions": [str(c) for c in captions]}
@@ -185,10 +188,11 @@ class RunLog:
         iteration = int(moment[1]) if moment else self.iteration
         # one slider over time instead of a tag an iteration
         tag = "samples" if moment else name
-        cut = tiles(still(picture), layout)
+        still = pictures.still(picture)
+        cut = pictures.tiles(still, layout)
         rows = [[text, tile] for text, tile in zip(texts, cut)]
         for mirror in self.mirrors:
-            mirror.image(iteration, tag, still(picture))
+            mirror.image(iteration, tag, still)
             if rows:
                 mirror.table(iteration, f"tables/{tag}", Table(("prompt", "picture"), rows))
 

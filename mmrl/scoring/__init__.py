@@ -5,8 +5,9 @@ placed.
 beside other rewards, its device, precision and batch size, a cache, and the rules for failures.
 """
 
+from mmrl.core.handling import Handling
 from mmrl.scoring.attempt import as_values, brief
-from mmrl.scoring.handling import Handled, Handling
+from mmrl.scoring.handling import Handled
 from mmrl.scoring.scorer import Failures, Scorer, Stream
 
 __all__ = ["Failures", "Handled", "Handling", "Scorer", "Stream", "as_values", "brief"]

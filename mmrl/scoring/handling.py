@@ -7,16 +7,15 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
-from annotated_types import Ge, Gt
 from torch import Tensor, nn
 
 from mmrl.core.errors import UserError
+from mmrl.core.handling import Handling
 from mmrl.core.types import Media, Prompt, Reward
 from mmrl.scoring.attempt import TimedOut, as_values
 from mmrl.scoring.cache import Cache, open_cache
@@ -28,56 +27,6 @@ from rewards.precision import lowered
 Part = tuple[Media, list[Prompt]]
 DEPTH = 6  # how deep inside a reward's attributes its networks may be
 PLAIN = (str, bytes, int, float, bool, type(None), Tensor, type)
-
-
-@dataclass(frozen=True)
-class Handling:
-    """Holds options that every reward has besides its own; a reward's own option of the same name
-    wins."""
-
-    device: str | None = None  # device of its networks and samples; null: unchanged
-    # precision of autocast; null: float32 without autocast
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    batch_size: Annotated[int, Ge(1)] | None = None  # samples it sees at once; null: all
-    # parts of batch_size samples that a reward which is an async function is asked about at once
-    concurrency: Annotated[int, Ge(1)] = 16
-    offload: bool = False  # keep its networks on the CPU while the policy samples and trains
-    # seconds that one call may take, else its samples have no value; null: no limit
-    timeout: Annotated[float, Gt(0)] | None = None
-    # cache values by the content of sample and prompt
-    cache: Literal["memory", "disk"] | None = None
-    cache_entries: Annotated[int, Ge(1)] = 65536  # values in memory, least recently used dropped
-    # where it is computed: by workers of a Ray cluster; null: in the process that trains
-    place: Literal["ray"] | None = None
-    workers: Annotated[int, Ge(1)] = 1  # with place: how many, shared by the processes that train
-    worker_cpus: Annotated[float, Ge(0)] = 1.0  # with place: cores reserved for each
-    worker_gpus: Annotated[float, Ge(0)] = 0.0  # with place: GPUs reserved for each
-
-    def __post_init__(self) -> None:
-        plain = (self.workers, self.worker_cpus, self.worker_gpus) == (1, 1.0, 0.0)
-        if self.place is None and not plain:
-            raise UserError(
-                "workers, worker_cpus and worker_gpus are those of a reward elsewhere: add "
-                "`place: ray`, or leave them out"
-            )
-        if self.place is not None and self.offload:
-            raise UserError(
-                "offload makes room on the policy's device, where a reward with place: ray never "
-                "is: leave it out"
-            )
-
-    def of_worker(self) -> Handling:
-        """Return what a worker elsewhere does itself; the rest stays with the caller."""
-        return Handling(
-            device=self.device,
-            dtype=self.dtype,
-            batch_size=self.batch_size,
-            concurrency=self.concurrency,
-        )
-
-    def of_caller(self) -> Handling:
-        """Return what is left to do for the caller of a worker."""
-        return Handling(timeout=self.timeout, cache=self.cache, cache_entries=self.cache_entries)
 
 
 class Handled:

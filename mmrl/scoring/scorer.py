@@ -18,9 +18,10 @@ from torch import Tensor
 
 from mmrl.core.distributed import all_gather_json
 from mmrl.core.errors import UserError, suggest
+from mmrl.core.handling import Handling
 from mmrl.core.types import Media, Prompt, Reward, Rewards
 from mmrl.scoring.attempt import Attempt, Budget, as_values, brief
-from mmrl.scoring.handling import Handled, Handling
+from mmrl.scoring.handling import Handled
 from mmrl.scoring.returned import left_out
 from mmrl.scoring.worker import Worker
 from rewards.card import card_of

@@ -14,9 +14,10 @@ import torch
 
 from gpu_parts.kernels import half
 from gpu_parts.setting import NotInstalled, Report, Setting, free, peak_of, trainer_of
+from mmrl.core.handling import Handling
 from mmrl.policies.diffusion.flow_policy import FlowPolicy
 from mmrl.policies.diffusion.text_encoding import PromptCache
-from mmrl.scoring.handling import Handled, Handling
+from mmrl.scoring.handling import Handled
 from mmrl.train.minibatches import passes
 from mmrl.train.optimizers import adamw, adamw_8bit
 from samplers.noise import Rng

@@ -1,0 +1,99 @@
+"""Says the commonest mistakes of a configuration before torch and all plug-ins are imported, which
+takes seconds.
+
+What is said here ``check`` would say in the same words; what the table of ``mmrl.config.known``
+cannot tell it says later: what user code and other packages bring, and how options go together.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from mmrl.config import EXAMPLES, Config, load, load_stages
+from mmrl.config.building import raise_all, resolve_rewards
+from mmrl.config.checks import (
+    check_names,
+    impossible_options,
+    indivisible,
+    missing_files,
+    options_of_section,
+    plain_sections,
+)
+from mmrl.config.known import Known, is_outdated
+from mmrl.config.options import EvaluateOptions, TrainOptions
+from mmrl.config.overrides import PLUGGED
+from mmrl.config.schema import resolve
+
+
+def first_look(
+    file: Path,
+    overrides: Sequence[str] = (),
+    sections: Collection[str] | None = None,
+    every_stage: bool = False,
+    processes: int | None = 1,
+) -> None:
+    """Look at a configuration, unless torch is loaded already or the table older than the code."""
+    if "torch" not in sys.modules and not is_outdated():
+        look(file, overrides, sections, every_stage, processes)
+
+
+def look(
+    file: Path,
+    overrides: Sequence[str] = (),
+    sections: Collection[str] | None = None,
+    every_stage: bool = False,
+    processes: int | None = 1,
+) -> None:
+    """Raise UserError for what is surely wrong in a configuration.
+
+    ``sections``: the plug-ins that a command uses, and nothing else; default: all sections.
+    ``every_stage``: of a configuration with stages all are used, else the last. ``processes``: how
+    many share the run; None: not known yet.
+    """
+    stages = load_stages(file, overrides)[1] if every_stage else []
+    required = EXAMPLES if sections is None else sections
+    for words in [[f"stage={stage}"] for stage in stages] or [[]]:
+        problems: list[str] = []
+        config = load(file, [*overrides, *words], required, problems=problems)
+        known = Known(foreign=bool(config.plain.get("plugins")))
+        _look_at_plug_ins(config, known, problems, sections or (*PLUGGED, "reward"))
+        if sections is None:
+            _look_at_options(config, known, problems, processes)
+        raise_all(problems)
+
+
+def _look_at_plug_ins(
+    config: Config, known: Known, problems: list[str], sections: Collection[str]
+) -> None:
+    for name, registry in PLUGGED.items():
+        if name in sections and config.plain.get(name) is not None:
+            place = config.place((name,))
+            supplied = ["parameters"] if name == "optimizer" else []
+            resolved = resolve(config[name], known.kinds[registry.kind], place, problems, supplied)
+            problems += [*missing_files(resolved), *impossible_options(resolved)]
+    if "reward" in sections and config.plain.get("reward") is not None:
+        _look_at_rewards(config, known, problems, "reward")
+
+
+def _look_at_rewards(config: Config, known: Known, problems: list[str], *path: str) -> None:
+    spec = config.plain
+    for key in path:
+        spec = spec[key]
+    rewards = resolve_rewards(spec, known.kinds["reward"], config.place(path), problems)
+    for chosen in rewards.values():
+        problems += missing_files(chosen.reward)
+
+
+def _look_at_options(
+    config: Config, known: Known, problems: list[str], processes: int | None
+) -> None:
+    for name, cls in plain_sections().items():
+        missing = name == "train" and config.plain.get(name) is None  # has been said
+        built = None if missing else options_of_section(config, name, cls, problems)
+        if isinstance(built, TrainOptions) and processes is not None:
+            problems += indivisible(config, built, processes)
+        if isinstance(built, EvaluateOptions) and built.reward:
+            _look_at_rewards(config, known, problems, name, "reward")
+    check_names(config, problems)

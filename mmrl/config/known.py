@@ -1,0 +1,96 @@
+"""Knows the plug-ins and their options by a table, without the classes, whose import takes seconds.
+
+``known.json`` is written by ``scripts/known_plug_ins.py`` from the registries. Of each plug-in it
+has the place, ``module:attribute``, and the options: their types as they are written, then
+`` = ...`` or `` = None`` where there is a default. ``Any`` is a type that a table cannot hold.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import abc
+from collections.abc import Mapping
+from dataclasses import MISSING, field, make_dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union
+
+import annotated_types
+
+from mmrl.config.schema import OURS, unseen
+from mmrl.config.values import Location
+from mmrl.core.registry import Plugin, Registry, offered
+
+TABLE = Path(__file__).with_name("known.json")
+SLACK = 10.0  # seconds within which an installation writes all files
+# besides the containers of collections.abc and the constraints of annotated_types
+TYPES = (bool, dict, float, int, list, str, tuple, Annotated, Any, Literal, Location, Path, Union)
+DEFAULTS = {"...": ..., "None": None, "": MISSING}
+
+
+def is_outdated() -> bool:
+    """Tell whether code is newer than the table, as while a plug-in is being written."""
+    newest = max(path.lstat().st_mtime for folder in OURS for path in folder.rglob("*.py"))
+    return newest > TABLE.stat().st_mtime + SLACK
+
+
+class Known:
+    """Holds a registry for each kind of plug-in whose entries are stand-ins: classes with the same
+    options. ``foreign``: code of the configuration's author will have run before."""
+
+    def __init__(self, foreign: bool = False):
+        table = json.loads(TABLE.read_text(encoding="utf-8"))
+        self.foreign = foreign
+        self.kinds = {
+            kind: StandIns(kind, self, entries) for kind, entries in table["kinds"].items()
+        }
+        self._records: dict[str, dict[str, str]] = table["records"]
+        self._made: dict[str, Any] = {}
+        modules = (abc, annotated_types)
+        names = {name: vars(module)[name] for module in modules for name in module.__all__}
+        names |= {getattr(kind, "__name__", str(kind)): kind for kind in TYPES}
+        self._names = {**names, "plug_in": self.kinds.__getitem__, "record": self._record}
+
+    def stand_in(self, name: str, options: Mapping[str, str]) -> type:
+        """Make a class with these options, the types of which are written as text."""
+        fields = []
+        for option, text in options.items():
+            kind, _, default = text.partition(" = ")
+            # the text is of this package, as annotations are
+            value = eval(kind, {"__builtins__": {}}, self._names)
+            fields.append((option, value, field(default=DEFAULTS[default])))
+        return make_dataclass(name, fields, kw_only=True, repr=False, eq=False)
+
+    def _record(self, place: str) -> Any:
+        """Return the stand-in for a dataclass; within itself it is anything."""
+        if place not in self._made:
+            self._made[place] = Any
+            self._made[place] = self.stand_in(place.rpartition(":")[2], self._records[place])
+        return self._made[place]
+
+
+class StandIns(Registry):
+    """Holds the stand-ins of a kind, which are made when they are asked for."""
+
+    def __init__(self, kind: str, known: Known, entries: Mapping[str, Mapping[str, Any]]):
+        super().__init__(kind, dict.fromkeys(entries, unseen))
+        self.known = known
+        self.entries = entries
+
+    def __getitem__(self, name: str) -> Plugin:
+        entry = super().__getitem__(name)
+        if entry is unseen:
+            entry = self[name] = self.known.stand_in(name, self.entries[name]["options"])
+        return entry
+
+    def find(self, name: str, former: Mapping[str, str] = {}) -> Plugin:
+        """Return the stand-in; ``unseen`` where only code that has not been run knows the name,
+        or may have put something else in its place."""
+        self.known.foreign |= ":" in name
+        if self.known.foreign or (name not in self and _others_offer()):
+            return unseen
+        return super().find(name, former)
+
+
+def _others_offer() -> bool:
+    """Tell whether installed packages bring plug-ins, of any kind."""
+    return any(group.startswith("mmrl.") for group in offered())
