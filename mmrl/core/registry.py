@@ -322,7 +322,12 @@ def import_file(path: Path) -> Any:
     """Import a .py file as a module, executed once however often it is named; it may import its
     neighbours."""
     if not path.is_file():
-        raise UserError(f"no such file: {path}")
+        places = (
+            ""
+            if path.is_absolute()
+            else (f"; relative paths start at {Path.cwd()}, or at the configuration's folder")
+        )
+        raise UserError(f"no such file: {path}{places}")
     path = path.resolve()
     look_in(path.parent)
     name = path.stem

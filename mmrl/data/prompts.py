@@ -93,8 +93,10 @@ def _made(
     key: str | None, columns: Mapping[str, str], max_pixels: int, place: str, row: Any
 ) -> Prompt:
     """Make a prompt of a row; pictures that stand in it are opened."""
-    named = renamed(row, columns) if columns and isinstance(row, dict) else row
-    prompt = _json_row(named, "text" if "text" in columns else key)
+    if columns:
+        row = renamed(row, columns) if isinstance(row, dict) else row
+        key = "text" if "text" in columns else key
+    prompt = _json_row(row, key)
     if PLAIN.issuperset(map(type, prompt.values())):
         return prompt
     return {

@@ -287,7 +287,7 @@ def test_rewards_of_the_user_are_found_by_file_and_by_module(tmp_path, monkeypat
     "name, says",
     [
         ("no_such_module_xyz:f", "cannot import reward 'no_such_module_xyz:f'"),
-        ("no_such_file_xyz.py:f", "no such file: no_such_file_xyz.py"),
+        ("no_such_file_xyz.py:f", "no such file: no_such_file_xyz.py; relative paths start"),
         ("rewards.jpeg:jpeg_compresibility", "did you mean 'jpeg_compressibility'"),
         ("clip_scor", "did you mean 'clip_score'"),
     ],

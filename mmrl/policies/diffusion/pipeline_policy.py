@@ -331,14 +331,14 @@ class FolderPolicy(FlowPolicy):
                 problems[place] = str(error)
                 continue
             if size not in fits:
-                fits[size] = self._unfit(size)
+                fits[size] = self._size_problem(size)
             if fits[size]:
                 problems[place] = f"{where(prompt)}: {fits[size]}"
         self.resize(self.usual_size)
         if problems:
             raise BrokenRows(problems, len(prompts))
 
-    def _unfit(self, size: tuple[int, int]) -> str:
+    def _size_problem(self, size: tuple[int, int]) -> str:
         """Say why there are no pictures of a size that rows ask for; "" where there are."""
         try:
             self.resize(size)
