@@ -184,6 +184,18 @@ def test_all_rows_with_such_settings_are_in_one_list_and_may_be_left_out():
     assert [row["origin"] for row in kept] == ["d.jsonl:3", "d.jsonl:6"]
 
 
+def test_what_is_wrong_with_pictures_and_settings_of_animated_rows_is_one_list():
+    rows = [
+        {"text": "a", "image": Image.new("RGB", (20, 20))} | own
+        for own in ({}, {"seed": -1}, {"image": None})
+    ]
+    policy = videos.make("wan_i2v")
+    assert policy.admit(rows[:1]) == rows[:1]
+    with pytest.raises(UserError, match="2 of 3 rows are broken") as caught:
+        build.admitted(policy, build.Admitted(rows, []))
+    assert "its seed is '-1'" in str(caught.value) and "image" in str(caught.value)
+
+
 def test_training_takes_iterations_of_one_size():
     """Each epoch has every row, scores what it sampled to the bit, and mixes no sizes."""
     policy = folders.make("sd", lora=2, guidance_scale=2.0)
