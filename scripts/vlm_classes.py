@@ -3,8 +3,9 @@ log-probs, sampled and scored, are those of its own unpadded pass, or why it is 
 
     python scripts/vlm_classes.py [MODEL_TYPE ...]
 
-Texts only, by a processor of LLaVA's kind: what a class does with pictures needs its own processor
-and is compared when a run begins. Sizes of a class's default configuration are cut by their names.
+Families that docs/vlm.md lists are asked with a picture, by their own processors. Others with texts
+alone, by a processor of LLaVA's kind: what a class does with pictures needs its own processor and
+is compared when a run begins. Configurations are cut by ``tests/fixtures/tiny_configs.py``.
 """
 
 from __future__ import annotations
@@ -24,69 +25,33 @@ sys.path.insert(0, str(ROOT))
 from mmrl.core.errors import UserError  # noqa: E402
 from mmrl.policies.vlm.policy import VLM  # noqa: E402
 from samplers.noise import Rng  # noqa: E402
-from tests.fixtures import tiny_vlms  # noqa: E402
+from tests.fixtures import tiny_configs, tiny_vlms  # noqa: E402
+from tests.fixtures import tiny_vlms_2026 as later  # noqa: E402
 
 SECONDS = 90  # of a class
+LENGTH = 260  # of a reason
 LARGEST = 30_000_000  # parameters of a class whose sizes could be cut
-SIZES = {
-    "vocab_size": 288,
-    "hidden_size": 32,
-    "embed_dim": 32,
-    "intermediate_size": 64,
-    "moe_intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_layers": 2,
-    "depth": 2,
-    "num_attention_heads": 4,
-    "num_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "image_size": 56,
-    "patch_size": 14,
-    "out_hidden_size": 32,
-    "projection_dim": 32,
-    "vocab_size_per_layer_input": 288,
-    "hidden_size_per_layer_input": 8,
-    "text_hidden_size": 32,
-    "d_model": 32,
-    "pad_token_id": 256,
-    "bos_token_id": 257,
-    "eos_token_id": 259,
-    "image_token_id": 260,
-    "image_token_index": 260,
-    "video_token_id": 261,
+# of sparse attention, for a second look with prompts beyond them
+THRESHOLDS = {
+    "index_topk": 48,
+    "indexer_budget": 48,
+    "index_topk_blocks": 3,
+    "index_block_size": 16,
 }
-DEPTHS = ("layer_types", "mlp_layer_types")  # a name for every layer
 ASKED = [
     {"text": "why?"},
     {"text": "a question that is several times as long as the other, so that it is padded"},
     {"text": "hello there"},
 ]
+PICTURE = tiny_vlms.image(60, 50)
+SHOWN = [{**ASKED[0], "images": [PICTURE]}, *ASKED[1:]]
+ALL_SHOWN = [{**prompt, "images": [PICTURE]} for prompt in ASKED]  # of families that take one each
 
 
-def cut(config: Any) -> Any:
-    """Cut the sizes of a configuration and of those inside it."""
-    for name, value in list(vars(config).items()):
-        if hasattr(value, "model_type"):
-            cut(value)
-        elif name in SIZES and isinstance(value, int) and not isinstance(value, bool):
-            setattr(config, name, SIZES[name])
-        elif name == "rope_parameters" and isinstance(value, dict) and "mrope_section" in value:
-            setattr(config, name, value | {"mrope_section": [1, 1, 2]})
-        elif name in DEPTHS and isinstance(value, list):
-            kinds = list(dict.fromkeys(value))
-            setattr(config, name, (kinds * 2)[:2])
-    return config
-
-
-def apart(vlm: VLM) -> float:
+def apart(vlm: VLM, asked: list[dict[str, Any]]) -> float:
     """Return the largest distance to the model's own log-probs, in nats."""
     with torch.no_grad():
-        rollout = vlm.rollout(ASKED, [2, 1, 1], Rng.of("classes"))
+        rollout = vlm.rollout(asked, [2, 1, 1], Rng.of("classes"))
         (point,) = vlm.path(rollout)
         scored = vlm.dist(point).log_prob(point.target)
         worst = 0.0
@@ -110,40 +75,71 @@ def loaded(folder: str) -> VLM:
     return VLM(folder, max_new_tokens=4, attention="eager")
 
 
+def beyond(kind: type, config: type, vlm: VLM) -> str:
+    """Say what comes of prompts beyond the thresholds of a class that has some."""
+    low = {name: size for name, size in THRESHOLDS.items() if hasattr(vlm.net.text_config, name)}
+    if vlm.limits.columns is None or not low or listed(config.model_type):
+        return ""
+    with tempfile.TemporaryDirectory() as folder:
+        saved(kind, config, folder, **low)
+        try:
+            gap = apart(loaded(folder), ASKED)
+        except UserError:
+            return f"longer prompts than {vlm.limits.columns} columns are refused"
+    assert gap < 1e-3, gap
+    return f"beyond {vlm.limits.columns} columns too"
+
+
+def listed(name: str) -> bool:
+    """Tell whether the tests build a family with a processor of its own."""
+    return name in tiny_vlms.BUILDERS | later.BUILDERS | later.SIBLINGS
+
+
+def saved(kind: type, config: type, folder: str, **text: Any) -> None:
+    """Save a tiny model of a class with LLaVA's processor, with other values in its ``text`` part.
+    Raises whatever its class does."""
+    torch.manual_seed(0)
+    small = tiny_configs.tiny(config, **({"text_config": text} if text else {}))
+    with torch.device("meta"):
+        size = sum(p.numel() for p in kind(small).parameters())
+    if size > LARGEST:
+        raise ValueError(f"its sizes have other names: {size:,} parameters are left")
+    model = kind(small)
+    tiny_vlms._wake(model)
+    model.save_pretrained(folder)
+    tiny_vlms.llava()[1].save_pretrained(folder)
+
+
 def tried(kind: type, config: type) -> tuple[str, str]:
     """Return the verdict on a class, and why."""
-    _, processor = tiny_vlms.llava()
+    name = config.model_type
     if getattr(config(), "is_encoder_decoder", False):
         return "refused", "an encoder for the question and a decoder for the answer"
-    try:
-        torch.manual_seed(0)
-        small = cut(config())
-        with torch.device("meta"):
-            size = sum(p.numel() for p in kind(small).parameters())
-        if size > LARGEST:
-            return "not built", f"its sizes have other names: {size:,} parameters are left"
-        model = kind(small)
-        tiny_vlms._wake(model)
-    except Exception as error:  # of any class
-        return "not built", f"{type(error).__name__}: {error}"
     with tempfile.TemporaryDirectory() as folder:
+        place = folder
         try:
-            model.save_pretrained(folder)
-            processor.save_pretrained(folder)
-            vlm = loaded(folder)
-            gap = apart(vlm)
+            if listed(name):
+                place = str(tiny_vlms.folder(name))
+            else:
+                saved(kind, config, folder)
+        except Exception as error:  # of any class
+            return "not built", f"{type(error).__name__}: {error}"
+        try:
+            vlm = loaded(place)
+            asked = ALL_SHOWN if name in tiny_vlms.ONE_IMAGE else SHOWN
+            gap = apart(vlm, asked if listed(name) else ASKED)
         except UserError as error:
-            # the class's own pass fails: the sizes that are left do not fit together
-            marks = ("cannot load it", "another shape", "does not take what its processor made")
-            unbuilt = any(mark in str(error) for mark in marks)
-            verdict = "not built" if unbuilt else "refused"
-            return verdict, str(error).replace(f"policy.vlm.path {folder}: ", "")
+            return "refused", str(error).removeprefix(f"policy.vlm.path {place}: ").replace(
+                f"{place}: ", ""
+            )
         except Exception as error:
             return "TRACEBACK", f"{type(error).__name__}: {error}"
-    way = "" if vlm.net.config._attn_implementation == "sdpa" else "attention eager"
-    way = way if vlm.net.share else "prompts are read once for every answer"
+    shown = "with a picture" if listed(name) else ""
+    attention = "" if vlm.net.config._attn_implementation == "sdpa" else "attention eager"
+    way = "" if vlm.net.share else "prompts are read once for every answer"
     way = way or ("every prompt a batch of its own" if vlm.inputs.family.alone else "")
-    return ("equal" if gap < 1e-3 else "WRONG"), f"{gap:.0e} nats{way and ': ' + way}"
+    notes = "; ".join(filter(None, (shown, attention, way, beyond(kind, config, vlm))))
+    return ("equal" if gap < 1e-3 else "WRONG"), f"{gap:.0e} nats{notes and ': ' + notes}"
 
 
 def main(names: list[str]) -> None:
@@ -168,7 +164,7 @@ def main(names: list[str]) -> None:
         finally:
             signal.alarm(0)
         why = why.replace("|", "/").replace("\n", " ")
-        print(f"| {name} | {verdict} | {why[:160]} |", flush=True)
+        print(f"| {name} | {verdict} | {why[:LENGTH]} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,8 @@ from mmrl.core.errors import UserError
 
 # sizes of the hidden states that are tried: a cap shows at the largest, an offset at the smallest
 SIZES = (1.0, 30.0, 1000.0)
+# what classes call a language model with a head of its own
+WRITERS = ("language_model", "text_model", "text_decoder")
 
 
 class Head:
@@ -29,19 +31,20 @@ class Head:
     def __init__(self, hf: Any):
         """Raises UserError where a model has no head, or its class does not take hidden states."""
         self.hf = hf
-        if hf.get_output_embeddings() is None:
+        last = output_embeddings(hf)
+        if last is None:
             raise UserError(
                 f"policy.vlm.path: {hf.config.model_type} has no head over a vocabulary, so it "
                 "writes no text; use a model that answers"
             )
         self.plain = True
-        weight = hf.get_output_embeddings().weight
+        weight = last.weight
         self.vocabulary = int(hf.config.get_text_config().vocab_size)
         if weight.is_meta or isinstance(weight.data, FakeTensor):  # a rehearsal without weights
             return
-        hidden = _tried(hf, weight)
+        hidden = _tried(last, hf.dtype)
         with torch.no_grad():
-            alone = hf.get_output_embeddings()(hidden).float()
+            alone = last(hidden).float()
             try:
                 whole = self._called(hidden).float()
             except (ValueError, TypeError, RuntimeError, AttributeError, KeyError) as error:
@@ -54,9 +57,7 @@ class Head:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Return logits [*, V] of hidden states [*, H]."""
-        logits: Tensor = (
-            self.hf.get_output_embeddings()(hidden) if self.plain else self._called(hidden)
-        )
+        logits: Tensor = output_embeddings(self.hf)(hidden) if self.plain else self._called(hidden)
         return logits
 
     def _called(self, hidden: Tensor) -> Tensor:
@@ -99,8 +100,8 @@ class _Output:
 def _having_read(hf: Any, hidden: Tensor) -> Iterator[Any]:
     """Yield the module that holds the head, whose network has computed ``hidden`` within the
     block."""
-    inside = hf.base_model is hf  # the head of Llama 4 is inside its language model
-    owner, name = (hf.language_model, "model") if inside else (hf, hf.base_model_prefix)
+    owner = writer(hf)
+    name = _network(owner)
     # an attribute comes before the submodule of that name
     owner.__dict__[name] = _Read(getattr(owner, name), hidden)
     try:
@@ -109,10 +110,33 @@ def _having_read(hf: Any, hidden: Tensor) -> Iterator[Any]:
         del owner.__dict__[name]
 
 
-def _tried(hf: Any, weight: Tensor) -> Tensor:
+def writer(hf: Any) -> Any:
+    """Return the module that holds the head: the model, or the language model inside it (Llama 4,
+    Kosmos-2, Nemotron)."""
+    if hf.base_model is not hf:
+        return hf
+    return next((inner for name in WRITERS if (inner := getattr(hf, name, None)) is not None), hf)
+
+
+def network(owner: Any) -> Any:
+    """Return what computes the hidden states that the head of ``owner`` reads."""
+    return getattr(owner, _network(owner))
+
+
+def _network(owner: Any) -> str:
+    known: str = owner.base_model_prefix
+    return known if known and hasattr(owner, known) else "model"
+
+
+def output_embeddings(hf: Any) -> Any:
+    """Return the last linear layer, from hidden states to logits; None: there is none."""
+    return hf.get_output_embeddings() or writer(hf).get_output_embeddings()
+
+
+def _tried(last: Any, dtype: torch.dtype) -> Tensor:
     """Return hidden states [n, H] of several sizes, the same for every call."""
-    width = hf.get_output_embeddings().in_features
-    dtype = weight.dtype if weight.is_floating_point() else hf.dtype
+    width, weight = last.in_features, last.weight
+    dtype = weight.dtype if weight.is_floating_point() else dtype
     place = weight.device  # whatever the default device is
     steps = torch.arange(width, dtype=torch.float64, device=place).mul(1.7).sin()
     sizes = torch.tensor(SIZES, dtype=torch.float64, device=place)

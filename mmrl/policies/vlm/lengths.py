@@ -38,14 +38,18 @@ class Limits:
             thresholds = [
                 rope.get("original_max_position_embeddings") or known
                 for rope in ropes
-                if rope.get("rope_type") == kind
+                # HunyuanVL calls dynamic what a fixed alpha stretches once and for all
+                if rope.get("rope_type") == kind and not rope.get("alpha")
             ]
             return min((each for each in thresholds if each), default=None)
 
         tuned = getattr(config, "attn_temperature_tuning", False)
         # of those that count columns; others (Ministral) scale by positions
         floor = getattr(config, "floor_scale", None) if tuned else None
-        columns = [floor, getattr(config, "index_topk", None)]
+        blocks = getattr(config, "index_topk_blocks", None)  # of MiniMax M3
+        chosen = blocks and blocks * config.index_block_size
+        columns = [floor, chosen]
+        columns += [getattr(config, name, None) for name in ("index_topk", "indexer_budget")]
         return Limits(
             first("longrope", original),
             first("dynamic", whole),

@@ -403,7 +403,7 @@ class VLM(Passes):
             raise BrokenRows(problems, len(prompts))
         admitted = admit(prompts, self.inputs.budgets, self.inputs.measure)
         self.notes = (*self.notes, *admitted.notes)
-        self.compared = self.compared or chosen(admitted.prompts)
+        self.compared = self.compared or chosen(admitted.prompts, self.limits.some)
         return admitted.prompts
 
     def enable_gradient_checkpointing(self) -> None:

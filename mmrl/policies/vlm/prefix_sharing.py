@@ -30,7 +30,7 @@ from mmrl.policies.vlm.compiled import Compiled, changes, symbolic
 from mmrl.policies.vlm.cpu_attention import Kept
 from mmrl.policies.vlm.engines import transformers
 from mmrl.policies.vlm.families import CAUSAL, DIRECT
-from mmrl.policies.vlm.heads import Head
+from mmrl.policies.vlm.heads import Head, network, output_embeddings, writer
 from mmrl.policies.vlm.positions import axes, following
 from mmrl.policies.vlm.prefixes import Known, Prefix
 from mmrl.policies.vlm.routing import Routing
@@ -484,7 +484,7 @@ class SharedPrefix(nn.Module):
         longer = inputs | self._lengthened(inputs, ids)
         count = ids.shape[1] + 1
         # logits of all tokens would be large; a class's own logits_to_keep may cut elsewhere
-        hook = self.hf.get_output_embeddings().register_forward_pre_hook(
+        hook = output_embeddings(self.hf).register_forward_pre_hook(
             lambda _, given: (given[0][:, -count:], *given[1:])
         )
         try:
@@ -502,7 +502,7 @@ class SharedPrefix(nn.Module):
         if base is not self.hf:
             hidden: Tensor = base(**inputs, return_dict=True).last_hidden_state
             return hidden
-        # the head of Llama 4 is inside its language model: take what goes into it
+        # the head is inside its language model: take what goes into it
         outputs: list[Any] = []
         hook = language_model(self.hf).register_forward_hook(lambda *call: outputs.append(call[2]))
         try:
@@ -522,5 +522,6 @@ def _without_images(*call: Any) -> None:
 
 
 def language_model(hf: Any) -> Any:
-    """Return the language model without its head, of a family of ``DIRECT``."""
-    return hf.language_model.model if hf.base_model is hf else hf.base_model.language_model
+    """Return the language model without its head, of a family of ``DIRECT`` or one whose head is
+    inside its language model."""
+    return network(writer(hf)) if hf.base_model is hf else hf.base_model.language_model

@@ -98,10 +98,11 @@ class Gaps:
         return f"log-probs scored {self.scored:.2g} nats from it, sampled {self.recorded:.2g}"
 
 
-def chosen(prompts: Sequence[Prompt]) -> list[Prompt]:
+def chosen(prompts: Sequence[Prompt], thresholds: bool = False) -> list[Prompt]:
     """Choose prompts to compare with: with pictures or clips where there are any, of unlike
-    lengths; the same of the same data."""
-    known = list(prompts[:LOOKED_AT])
+    lengths; the same of the same data. ``thresholds``: what the class computes changes with length,
+    so the longest of all data is among them."""
+    known = list(prompts if thresholds else prompts[:LOOKED_AT])
     shown = [p for p in known if _media(p)] or known
     ordered = sorted(shown, key=lambda p: len(str(p.get("messages") or p.get("text", ""))))
     places = {0, len(ordered) // 2, len(ordered) - 1}
@@ -148,6 +149,8 @@ def _looks_ahead(policy: Passes, cond: list[Encoded], bound: float) -> bool:
     passes of different lengths agree then (sparse attention that chooses among all columns)."""
     for prompt in cond:
         ids = prompt["input_ids"][0, -2 * TOKENS :]
+        if not torch.isin(ids, ids.new_tensor(policy.warp.suppressed)).logical_not().all():
+            continue  # a token of a picture is no answer
         whole = _own(policy, prompt, ids)
         for length in range(1, len(ids)):
             fewer = _own(policy, prompt, ids[:length])
@@ -229,10 +232,12 @@ def _own(policy: Passes, prompt: Encoded, ids: Tensor) -> Tensor:
     except FAILS as error:
         family = policy.inputs.family
         listed = "" if family.known else " is not in mmrl's table of families, and"
+        shown = any("pixel" in name for name in prompt)
+        remedy = "" if shown else "if it needs a picture in every prompt, give each one; else "
         raise UserError(
             f"{policy.net.config.model_type}{listed} does not take what its processor made of a "
-            f"prompt ({type(error).__name__}: {error}); compare the processor files with the "
-            "checkpoint, or use a family that docs/vlm.md names"
+            f"prompt ({type(error).__name__}: {error}); {remedy}compare the processor files with "
+            "the checkpoint, or use a family that docs/vlm.md names"
         ) from error
     warped = policy.warp(logits, keep=ids)
     return warped.log_softmax(-1).gather(-1, ids[:, None])[:, 0]
@@ -285,7 +290,7 @@ def _refusal(
     if looks_ahead:
         return (
             f"policy.vlm.path: {name} ({kind}) gives a token another log-prob when tokens follow "
-            "it (attention that chooses among all columns, later ones included), so its answers "
+            "it (attention that sees later columns or chooses among all of them), so its answers "
             "have no log-prob of their own; use a family that docs/vlm.md names"
         )
     if sharing == "prefix":

@@ -6,7 +6,7 @@ import transformers as hf
 
 from mmrl.core.errors import UserError
 from mmrl.policies.vlm.heads import Head
-from tests.fixtures import tiny_vlms
+from tests.fixtures import tiny_configs, tiny_vlms
 
 SIZES = tiny_vlms.TEXT | {"vocab_size": 64, "pad_token_id": 0}
 
@@ -71,3 +71,16 @@ def test_logits_are_those_of_the_class(name):
 def test_a_model_without_a_head_is_refused():
     with pytest.raises(UserError, match="llama has no head over a vocabulary"):
         Head(hf.LlamaModel(hf.LlamaConfig(**SIZES)))
+
+
+def test_a_head_inside_a_language_model_is_found():
+    """Of Nemotron's class, which names no head of its own."""
+    kind = hf.NemotronH_Omni_Reasoning_V3_Config
+    torch.manual_seed(0)
+    model = hf.NemotronH_Omni_Reasoning_V3(tiny_configs.tiny(kind)).eval()
+    assert model.get_output_embeddings() is None
+    ids = torch.randint(3, 50, (2, 5))
+    with torch.no_grad():
+        wanted = model(input_ids=ids).logits
+        hidden = model.language_model.model(input_ids=ids).last_hidden_state
+        torch.testing.assert_close(Head(model)(hidden), wanted)

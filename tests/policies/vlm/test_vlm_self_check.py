@@ -125,6 +125,9 @@ def test_prompts_of_the_data_are_chosen_with_pictures_and_of_unlike_lengths():
     assert [len(row["text"]) for row in chosen(rows)] == [2, 20, 9]
     assert [len(row["text"]) for row in chosen(rows[:4])] == [2, 7, 9]
     assert chosen(rows[:1]) == rows[:1] and chosen([]) == []  # all rows are broken
+    late = [{"text": "x"}] * 300 + [{"text": "y" * 20}]
+    assert late[-1] not in chosen(late)
+    assert late[-1] in chosen(late, thresholds=True)
 
 
 LONG = {"rope_type": "longrope", "rope_theta": 1e4, "long_factor": [2.0] * 4}
@@ -139,6 +142,12 @@ def test_thresholds_are_read_from_the_configuration():
     assert Limits.of(hf.LlamaConfig(**dynamic)) == Limits(dynamic=512)
     tuned = hf.Llama4TextConfig(attn_temperature_tuning=True, floor_scale=8192)
     assert Limits.of(tuned) == Limits(columns=8192)
+    fixed = {"rope_parameters": DYNAMIC | {"alpha": 1000.0}, "max_position_embeddings": 512}
+    assert Limits.of(hf.LlamaConfig(**fixed)) == Limits()
+    blocks = hf.LlamaConfig(index_topk_blocks=16, index_block_size=128)
+    assert (
+        Limits.of(blocks) == Limits.of(hf.LlamaConfig(indexer_budget=2048)) == Limits(columns=2048)
+    )
     assert not Limits.of(hf.LlamaConfig()).some
 
 
