@@ -3,6 +3,7 @@ the Frontier of Audiovisual Perception with Large-Scale Multimodal Correspondenc
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -16,6 +17,7 @@ from mmrl.core.types import Prompt
 from rewards._hf import Precision, load_model, load_processor
 from rewards._media import frames, to_uint8
 from rewards._prompt import texts_of
+from rewards._reads import of_transformers
 from rewards._sound import resampled, waves_of
 from rewards.card import card, card_of
 from rewards.precision import own_precision
@@ -29,6 +31,7 @@ EMBEDDINGS: dict[Pair, tuple[str, str]] = {
     "audio_video_text": ("audio_video_embeds", "text_audio_video_embeds"),
 }
 LONGEST = 512  # tokens of a text that are read
+log = logging.getLogger(__name__)
 
 
 @card(
@@ -81,7 +84,9 @@ class PeAv:
         self.videos: Any = load_processor("AutoVideoProcessor", model)
         self.pair: Pair = pair
         self.reads_text = "text" in pair
-        self.tokenizer = load_processor("AutoTokenizer", model) if self.reads_text else None
+        self.tokenizer: Any = load_processor("AutoTokenizer", model) if self.reads_text else None
+        self.beginning = of_transformers("pe_av", self.tokenizer, LONGEST)
+        self.names_frames = "video" in pair  # once, where frames are left out
         self.field = field
         self.scale = scale
         self.batch_size = batch_size
@@ -98,6 +103,7 @@ class PeAv:
         fps = media.shape[1] / (waves.shape[1] / rate)
         waves = resampled(waves, rate, int(self.extractor.sampling_rate))
         texts = texts_of(prompts, "pe_av", self.field) if self.reads_text else []
+        self.beginning.look(texts)
         with own_precision(self.network.device.type):
             cosines = torch.cat(
                 [
@@ -130,6 +136,15 @@ class PeAv:
             video_metadata=[dict(metadata) for _ in pictures],
             return_tensors="pt",
         )
+        sampled = pixels["pixel_values_videos"].shape[1]
+        if self.names_frames and sampled < count:
+            self.names_frames = False
+            log.warning(
+                "pe_av sees %d of the %d frames of a clip, as its video processor chooses them "
+                "(num_frames or fps of its configuration); the others do not count for the reward",
+                sampled,
+                count,
+            )
         samples = self.extractor(
             list(waves.float().numpy()),
             sampling_rate=self.extractor.sampling_rate,
@@ -137,7 +152,6 @@ class PeAv:
         )
         inputs = {"pixel_values_videos": pixels["pixel_values_videos"], **samples}
         if texts:
-            assert self.tokenizer is not None
             inputs |= self.tokenizer(
                 texts, padding=True, truncation=True, max_length=LONGEST, return_tensors="pt"
             )

@@ -118,3 +118,18 @@ def test_its_card_says_what_a_prompt_must_hold(folder):
         build(folder)(sounding() * 1, asked())
     ((name, why),) = wrong_media({"pe_av": REWARDS["pe_av"]}, POLICIES["wan"])
     assert name == "pe_av" and why.startswith("it judges the sound of videos")
+
+
+def test_what_is_not_read_of_a_prompt_and_a_clip_is_said_once(folder, caplog, monkeypatch):
+    media = sounding()
+    reward = build(folder, pair="audio_video_text")
+    long = [{"text": "a red seven " * 300} for _ in media]
+    reward(media, asked())
+    assert not caplog.records
+    monkeypatch.setattr(reward.videos, "do_sample_frames", True)
+    monkeypatch.setattr(reward.videos, "num_frames", 2)
+    for _ in range(2):
+        reward(media, long)
+    texts, frames = sorted(record.getMessage() for record in caplog.records)
+    assert f"sees 2 of the {media.shape[1]} frames" in frames
+    assert f"first 512 tokens of a prompt: {len(media)} of {len(media)} are longer" in texts

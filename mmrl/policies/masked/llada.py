@@ -47,6 +47,12 @@ class Sizes:
     @classmethod
     def of(cls, config: Mapping[str, Any], place: str) -> Sizes:
         """Read a config.json; UserError where it describes another network."""
+        if experts := config.get("num_experts"):
+            raise UserError(
+                f"{place}: its config.json says num_experts: {experts}; of LLaDA's networks the "
+                f"dense ones are read, LLaDA-MoE is not; take GSAI-ML/LLaDA-8B-Instruct, or give a "
+                f"function that loads it: code: FILE.py:FUNCTION"
+            )
         unlike = [key for key, value in FIXED.items() if config.get(key, value) != value]
         if unlike:
             raise UserError(

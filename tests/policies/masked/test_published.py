@@ -153,3 +153,13 @@ def test_a_network_of_other_parts_is_refused(tmp_path):
     save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match="config.json says attention_layer_norm: True"):
         MaskedLM(str(tmp_path))
+
+
+def test_a_llada_of_experts_is_refused_for_what_it_is(tmp_path):
+    """Its config has transformers' names of sizes, and LLaDA's model type."""
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 8}
+    config = {"model_type": "llada", "num_experts": 4, "num_experts_per_tok": 2, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match="num_experts: 4; of LLaDA's networks the dense ones"):
+        MaskedLM(str(tmp_path))
