@@ -243,6 +243,55 @@ def test_what_is_no_discrete_diffusion_is_a_sentence(name, cell, tmp_path, monke
     assert word in str(told.value)
 
 
+# all that a folder may name; some are placeholders where a package is absent
+CLASSES = [n for n in dir(diffusers) if n.endswith("Scheduler") and not n.startswith("Flax")]
+
+
+def test_every_class_of_diffusers_is_held_to_ddim_or_refused(tmp_path, monkeypatch):
+    policy, _ = unet("sd")
+    taken = set()
+    for kind in CLASSES:
+        place = tmp_path / kind
+        place.mkdir()
+        monkeypatch.setattr(policy, "place", written(place, kind, SCALED))
+        try:
+            ours, times = policy.trained_process(), policy.own_grid()(4)
+        except UserError as error:
+            assert "scheduler_config.json: " in str(error), kind
+            continue
+        taken.add(kind)
+        own = getattr(diffusers, kind).from_pretrained(place, subfolder="scheduler")
+        theirs = diffusers.DDIMScheduler.from_config(own.config)
+        theirs.set_timesteps(4)
+        torch.testing.assert_close(ours.alphas, theirs.alphas_cumprod.double(), atol=0, rtol=0)
+        assert ours.timestep(times[:-1]).tolist() == theirs.timesteps.tolist(), kind
+    assert taken == set(schedulers.DISCRETES)
+
+
+def test_every_class_of_diffusers_is_held_to_its_own_flow_times_or_refused(tmp_path, monkeypatch):
+    """In Wan, whose pipeline leaves the times to the scheduler."""
+    policy, _ = family("wan")
+    taken = set()
+    for kind in CLASSES:
+        place = tmp_path / kind
+        place.mkdir()
+        config = {} if kind == EULER else SOLVED
+        monkeypatch.setattr(policy, "place", written(place, kind, config))
+        try:
+            ours = policy.own_grid()(4)
+        except UserError as error:
+            assert "scheduler_config.json: " in str(error), kind
+            continue
+        taken.add(kind)
+        theirs = getattr(diffusers, kind).from_config(config)
+        theirs.set_timesteps(4)
+        first = 1 if kind != EULER else 0  # solvers begin a little below 1
+        wanted = torch.as_tensor(theirs.sigmas).double()
+        wanted[-1] = 0  # DEIS and SA repeat the time before, which would leave the noise there
+        torch.testing.assert_close(ours[first:], wanted[first:], atol=1e-7, rtol=0)
+    assert taken == set(schedulers.FLOWS)
+
+
 # families with a scheduler of their own: its class, and settings of its files
 OWN = {
     "lcm": ("LCMScheduler", SCALED, {"size": 16}),
