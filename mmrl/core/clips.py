@@ -219,7 +219,7 @@ def _ends_early(path: Path) -> bool:
 
 def _width(stream: Any) -> int:
     """Return how wide frames are once their pixels are square, as players show them."""
-    return round(stream.width * float(stream.sample_aspect_ratio or 1)) or stream.width
+    return max(1, round(int(stream.width) * float(stream.sample_aspect_ratio or 1)))
 
 
 def _reason(error: Exception) -> str:

@@ -80,8 +80,9 @@ def _refuse_numbered(prompt: Mapping[str, Any]) -> None:
     answer = prompt.get("answer")
     for name in ("choices", "options"):
         choices = prompt.get(name)
-        texts = isinstance(choices, list) and all(isinstance(choice, str) for choice in choices)
-        if texts and type(answer) is int and str(answer) not in choices:
+        if not isinstance(choices, list) or not all(isinstance(each, str) for each in choices):
+            continue
+        if type(answer) is int and str(answer) not in choices:
             raise ValueError(
                 f"its answer {answer} is the place of one of its {name}; write the letter or the "
                 f"text that is right, and the {name} into the question"
@@ -176,7 +177,9 @@ def _exchange(turn: Any) -> list[Any]:
     Cauldron have them."""
     if not isinstance(turn, Mapping) or {"role", "from"} & turn.keys():
         return [turn]
-    pair = [{"role": role, "content": turn[role]} for role in ROLES if turn.get(role) is not None]
+    pair: list[Any] = [
+        {"role": role, "content": turn[role]} for role in ROLES if turn.get(role) is not None
+    ]
     return pair or [turn]
 
 

@@ -127,11 +127,11 @@ class Vision:
     def finished(self, place: str, prompt: Prompt) -> Prompt:
         """Complete a prompt's paths, and check it."""
         if not isinstance(prompt.get("text"), str) or not prompt["text"].strip():
-            why = "no text (the question)"
+            problem = "no text (the question)"
             if isinstance(prompt.get("text"), Mapping):
-                why = f"its question holds {', '.join(prompt['text'])}, expected one text"
+                problem = f"its question holds {', '.join(prompt['text'])}, expected one text"
             raise ValueError(
-                f"{why}; it has {', '.join(prompt)}; name it with columns: {{text: ...}}"
+                f"{problem}; it has {', '.join(prompt)}; name it with columns: {{text: ...}}"
             )
         prompt = dict(prompt)
         folders = self._folders(place)
