@@ -17,7 +17,7 @@ from mmrl.core.types import Prompt
 from rewards._hf import Precision, load_model, load_processor
 from rewards._media import frames, to_uint8
 from rewards._prompt import texts_of
-from rewards._reads import of_transformers
+from rewards._reads import Beginning, of_transformers
 from rewards._sound import resampled, waves_of
 from rewards.card import card, card_of
 from rewards.precision import own_precision
@@ -84,8 +84,11 @@ class PeAv:
         self.videos: Any = load_processor("AutoVideoProcessor", model)
         self.pair: Pair = pair
         self.reads_text = "text" in pair
-        self.tokenizer: Any = load_processor("AutoTokenizer", model) if self.reads_text else None
-        self.beginning = of_transformers("pe_av", self.tokenizer, LONGEST)
+        self.tokenizer: Any = None
+        self.beginning: Beginning | None = None
+        if self.reads_text:
+            self.tokenizer = load_processor("AutoTokenizer", model)
+            self.beginning = of_transformers("pe_av", self.tokenizer, LONGEST)
         self.names_frames = "video" in pair  # once, where frames are left out
         self.field = field
         self.scale = scale
@@ -103,7 +106,8 @@ class PeAv:
         fps = media.shape[1] / (waves.shape[1] / rate)
         waves = resampled(waves, rate, int(self.extractor.sampling_rate))
         texts = texts_of(prompts, "pe_av", self.field) if self.reads_text else []
-        self.beginning.look(texts)
+        if self.beginning is not None:
+            self.beginning.look(texts)
         with own_precision(self.network.device.type):
             cosines = torch.cat(
                 [
