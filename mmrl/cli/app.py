@@ -377,6 +377,12 @@ def compare(
 ) -> None:
     """Train configurations with several seeds at one budget and say, with intervals, what
     differs."""
+    from mmrl.compare.settings import budget_of, overrides_of, settings_of
+    from mmrl.utils.paths import find_config
+
+    limits = budget_of(budget or ())
+    for setting in settings_of(configs, vary or (), sweep or ()):
+        _look_at(find_config(setting.config), overrides_of(setting, limits, seed=0))
     from mmrl.compare import command
     from mmrl.utils.files import check_writable
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mmrl.compare import measures, page
-from mmrl.compare.plan import budget_of, plan, settings_of
+from mmrl.compare.plan import plan
 from mmrl.compare.runs import Workers, jobs_of
+from mmrl.compare.settings import budget_of, settings_of
 
 
 @dataclass(frozen=True)

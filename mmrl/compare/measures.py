@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from mmrl.compare.plan import Plan, Setting
+from mmrl.compare.plan import Plan
 from mmrl.compare.runs import Job
+from mmrl.compare.settings import Setting
 from mmrl.core.errors import UserError
 from mmrl.core.statistics import Interval, Table, holm, is_binary, paired
 

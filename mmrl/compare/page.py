@@ -14,8 +14,9 @@ import numpy as np
 
 from mmrl.compare import markdown
 from mmrl.compare.measures import Comparison, Measured, kind_of, plural
-from mmrl.compare.plan import Plan, Setting
+from mmrl.compare.plan import Plan
 from mmrl.compare.runs import Job, events
+from mmrl.compare.settings import Setting
 from mmrl.core.errors import UserError
 from mmrl.core.statistics import interval, paired
 from mmrl.monitoring.log import FINISHED

@@ -20,7 +20,8 @@ from typing import Any
 import yaml
 
 from mmrl import config
-from mmrl.compare.plan import Plan, Setting, overrides_of
+from mmrl.compare.plan import Plan
+from mmrl.compare.settings import Setting, overrides_of
 from mmrl.core.errors import UserError
 from mmrl.monitoring.log import FINISHED
 from mmrl.run import checkpoint

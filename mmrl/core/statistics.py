@@ -31,7 +31,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import stdtr, stdtrit  # scipy.stats takes a second to import
 
 Table = NDArray[np.float64]
 LEVEL = 0.95
@@ -66,10 +65,14 @@ class Student:
 
     def p(self, mean: float) -> float:
         """Return the largest p-value of "it is zero"."""
+        from scipy.special import stdtr  # scipy.stats takes a second to import
+
         return max((2 * float(stdtr(f, -abs(mean) / e)) for e, f in self.errors), default=1.0)
 
 
 def _quantile(freedom: float) -> float:
+    from scipy.special import stdtrit
+
     return float(stdtrit(freedom, (1 + LEVEL) / 2))
 
 

@@ -15,7 +15,6 @@ from typing import Annotated, Any, Literal, Protocol
 import numpy as np
 import torch
 from annotated_types import Ge, Gt, Le
-from scipy.special import betaincinv
 from torch import Tensor
 
 from mmrl.config.options import Count, Natural
@@ -163,6 +162,8 @@ class Vade(Fading):
 
     def rates(self, data: Chosen, rng: Rng) -> Tensor:
         """Draw a success rate of every prompt from its posterior, [n] float64."""
+        from scipy.special import betaincinv
+
         known = data.statistics
         entries = [prompt["entry"] for prompt in data.prompts]
         weight = torch.tensor([known.weight(entry) for entry in entries], dtype=torch.float64)

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as nnf
-from scipy import stats
 from torch import Tensor, nn
 
 from mmrl.core.errors import UserError
@@ -220,6 +219,8 @@ def measure(ratings: Ratings, head: Head, embedded: Tensor, test: Tensor, seed: 
 
 def spearman(scores: Tensor, targets: Tensor) -> float:
     """Compute the rank correlation; NaN where one of both is constant."""
+    from scipy import stats
+
     if len(scores) < 3 or len(scores.unique()) < 2 or len(targets.unique()) < 2:
         return math.nan
     return float(stats.spearmanr(scores.numpy(), targets.numpy()).statistic)

@@ -196,6 +196,7 @@ def loaded_after(*words: str) -> tuple[str, str]:
         ("train", "digits/flow_grpo", "train.iterationz=3"),
         ("evaluate", "digits/flow_grpo", "train.iterationz=3"),
         ("check-reward", "digits/flow_grpo", "reward.digitz=1"),
+        ("compare", "digits/flow_grpo", "--vary", "train.epochs=2", "train.iterationz=3"),
     ],
     ids=" ".join,
 )

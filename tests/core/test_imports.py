@@ -11,7 +11,7 @@ import pytest
 from tests.fixtures import sources
 
 ROOT = Path(__file__).resolve().parents[2]
-LIGHT = {"diffusers", "transformers", "open_clip", "peft", "timm", "sklearn", "xformers"}
+LIGHT = {"diffusers", "transformers", "open_clip", "peft", "timm", "sklearn", "scipy", "xformers"}
 # the trainer may see accelerate: `import mmrl` does not load it
 HEAVY = LIGHT | {"accelerate", "torchvision"}
 FILES = sorted(
