@@ -22,7 +22,6 @@ from mmrl.policies.rollout_graphs import RolloutGraphs
 from mmrl.policies.scores import Scored
 from mmrl.policies.tokens import AnswerTokens, TokenPolicy, somewhere
 from mmrl.policies.vlm import features, media
-from mmrl.policies.vlm.caches import shareable
 from mmrl.policies.vlm.collation import blank_clip, blank_image, images_in, is_pixels
 from mmrl.policies.vlm.cpu_attention import Kept
 from mmrl.policies.vlm.engines.transformers import generate_plainly
@@ -37,7 +36,7 @@ from mmrl.policies.vlm.prompt_graphs import PromptGraphs, Room, prompt_graphs
 from mmrl.policies.vlm.recent import Recent
 from mmrl.policies.vlm.refill import Lengths, Refill, Slots
 from mmrl.policies.vlm.routing import of_prompts, padded
-from mmrl.policies.vlm.self_check import fewest, settle
+from mmrl.policies.vlm.self_check import fewest, of_first_process, settle
 from mmrl.policies.vlm.sights import PICTURES
 from mmrl.policies.vlm.speculation import speculate
 from mmrl.policies.vlm.trees import Growth, TextTree
@@ -336,9 +335,8 @@ class Passes(TokenPolicy):
         self.checked = True
         if self.compared:
             cond = [self._encoded(prompt)[0] for prompt in self.compared]
-        elif sharded(self.net):  # prompts of this process alone: others would wait
-            self.net.share = self.net.share and shareable(self.net.hf)
-            return
+        elif sharded(self.net):
+            cond = of_first_process(fewest(cond), torch.device(self.device))
         settle(self, fewest(cond))
 
     def _answers(

@@ -36,9 +36,6 @@ if TYPE_CHECKING:
 PROMPTS = 3
 LOOKED_AT = 256  # prompts of the data among which these are chosen
 TOKENS = 3  # of an answer: the first from the prompt, the last two by a pass of several tokens
-# nats that a log-prob may be from the model's own: in float32, and in what rounds
-EXACT = 1e-3
-ROUNDED = 0.25
 FAILS = (ValueError, TypeError, RuntimeError, AttributeError, KeyError, IndexError, AssertionError)
 
 
@@ -82,20 +79,49 @@ PLAINER = (
 
 
 @dataclass(frozen=True)
-class Gaps:
-    """Holds the largest distances to the model's own log-probs, in nats, or why there are none."""
+class Gap:
+    """Holds how far log-probs are, or may be, from the model's own, in nats: the furthest one, and
+    all of them on average."""
 
-    scored: float = torch.inf
-    recorded: float = torch.inf
-    error: str = ""
+    largest: float = torch.inf
+    mean: float = torch.inf
 
-    def within(self, bound: float) -> bool:
-        return self.scored <= bound and self.recorded <= bound
+    @classmethod
+    def of(cls, distances: Tensor) -> Gap:
+        largest, mean = float(distances.max()), float(distances.mean())
+        return cls() if mean != mean else cls(largest, mean)
+
+    def within(self, bound: Gap) -> bool:
+        return self.largest <= bound.largest and self.mean <= bound.mean
 
     def __str__(self) -> str:
-        if self.error:
-            return self.error
-        return f"log-probs scored {self.scored:.2g} nats from it, sampled {self.recorded:.2g}"
+        return f"{self.largest:.2g} nats (on average {self.mean:.2g})"
+
+
+EXACT = Gap(1e-3, 1e-3)  # in float32
+
+
+def rounded(dtype: torch.dtype) -> Gap:
+    """Return the bound of passes in half precision: about four times what tiny models of ten
+    families were apart (docs/vlm.md), in steps of the precision."""
+    step = torch.finfo(dtype).eps
+    return Gap(32 * step, 4 * step)
+
+
+@dataclass(frozen=True)
+class Gaps:
+    """Holds the distances to the model's own log-probs of those scored and recorded, or why there
+    are none."""
+
+    scored: Gap = Gap()
+    recorded: Gap = Gap()
+    error: str = ""
+
+    def within(self, bound: Gap) -> bool:
+        return self.scored.within(bound) and self.recorded.within(bound)
+
+    def __str__(self) -> str:
+        return self.error or f"log-probs scored {self.scored} from it, sampled {self.recorded}"
 
 
 def chosen(prompts: Sequence[Prompt], thresholds: bool = False) -> list[Prompt]:
@@ -117,6 +143,17 @@ def fewest(cond: list[Encoded]) -> list[Encoded]:
     """Choose among encoded prompts: the shortest, the longest, and one between."""
     ordered = sorted(cond, key=lambda encoded: encoded["input_ids"].shape[1])
     return [ordered[i] for i in sorted({0, len(ordered) // 2, len(ordered) - 1})]
+
+
+def of_first_process(cond: list[Encoded], device: torch.device) -> list[Encoded]:
+    """Return the encoded prompts of the first process on all: those that hold shards of a network
+    make the same passes. A collective call."""
+    named = {f"{i} {name}": x for i, prompt in enumerate(cond) for name, x in prompt.items()}
+    first: dict[str, Encoded] = {}
+    for name, tensor in distributed.all_gather_tensors(named)[0].items():
+        place, _, key = name.partition(" ")
+        first.setdefault(place, {})[key] = tensor.to(device)
+    return [first[place] for place in sorted(first, key=int)]
 
 
 def _media(prompt: Prompt) -> int:
@@ -144,7 +181,7 @@ def settle(policy: Passes, cond: list[Encoded]) -> None:
     raise UserError(_refusal(policy, sharing, tried, bound, looks_ahead))
 
 
-def _looks_ahead(policy: Passes, cond: list[Encoded], bound: float) -> bool:
+def _looks_ahead(policy: Passes, cond: list[Encoded], bound: Gap) -> bool:
     """Tell whether the class's own pass gives a token another log-prob by what follows it: no two
     passes of different lengths agree then (sparse attention that chooses among all columns)."""
     for prompt in cond:
@@ -154,7 +191,7 @@ def _looks_ahead(policy: Passes, cond: list[Encoded], bound: float) -> bool:
         whole = _own(policy, prompt, ids)
         for length in range(1, len(ids)):
             fewer = _own(policy, prompt, ids[:length])
-            if float((whole[:length] - fewer).abs().max()) > bound:
+            if float((whole[:length] - fewer).abs().max()) > bound.largest:
                 return True
     return False
 
@@ -211,15 +248,11 @@ def _compared(policy: Passes, cond: list[Encoded]) -> Gaps:
     expected = torch.stack(
         [_own(policy, cond[p], ids) for p, ids in zip(group.tolist(), answers.ids, strict=True)]
     )
-    apart = float((scored.view_as(expected) - expected).abs().max())
+    apart = Gap.of((scored.view_as(expected) - expected).abs())
     if policy.engine in EXTERNAL or policy.engine == "hf":  # scored again whatever it recorded
-        return Gaps(apart, 0.0 if answers.mask.any() else torch.inf)
-    recorded = float((answers.logprob - expected).abs().max()) if answers.mask.all() else torch.inf
-    return Gaps(_number(apart), _number(recorded))
-
-
-def _number(gap: float) -> float:
-    return torch.inf if gap != gap else gap
+        return Gaps(apart, Gap(0.0, 0.0) if answers.mask.any() else Gap())
+    recorded = Gap.of((answers.logprob - expected).abs()) if answers.mask.all() else Gap()
+    return Gaps(apart, recorded)
 
 
 def _own(policy: Passes, prompt: Encoded, ids: Tensor) -> Tensor:
@@ -243,7 +276,7 @@ def _own(policy: Passes, prompt: Encoded, ids: Tensor) -> Tensor:
     return warped.log_softmax(-1).gather(-1, ids[:, None])[:, 0]
 
 
-def _pack(policy: Passes, cond: list[Encoded], bound: float) -> None:
+def _pack(policy: Passes, cond: list[Encoded], bound: Gap) -> None:
     """Let scoring passes be packed by themselves only where that gives the same."""
     net = policy.net
     if net.packed or not net.packs_sparse:  # packed passes were those that were compared
@@ -257,13 +290,18 @@ def _pack(policy: Passes, cond: list[Encoded], bound: float) -> None:
     net.packs_sparse = distributed.largest(int(not same), policy.device) == 0
 
 
-def _bound(net: SharedPrefix) -> float:
+def _bound(net: SharedPrefix) -> Gap:
     """Return how far from the model's own log-probs those of other passes may be."""
     hf = net.hf
-    exact = all(p.dtype in (torch.float32, torch.float64) for p in hf.parameters())
-    tf32 = hf.device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
+    kinds = {p.dtype for p in hf.parameters()}
     wrapped = sharded(net) and "forward" in vars(net)
-    return EXACT if exact and not tf32 and not wrapped else ROUNDED
+    if wrapped or not all(kind.is_floating_point for kind in kinds):
+        return rounded(torch.bfloat16)  # passes that accelerate rounds, or quantized weights
+    halves = [kind for kind in kinds if torch.finfo(kind).bits < 32]
+    if halves:
+        return rounded(max(halves, key=lambda kind: torch.finfo(kind).eps))
+    tf32 = hf.device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
+    return rounded(torch.float16) if tf32 else EXACT  # as many bits of the mantissa
 
 
 @contextmanager
@@ -281,7 +319,7 @@ def _exactly(policy: Passes) -> Iterator[None]:
 
 
 def _refusal(
-    policy: Passes, sharing: str, tried: dict[Way, Gaps], bound: float, looks_ahead: bool
+    policy: Passes, sharing: str, tried: dict[Way, Gaps], bound: Gap, looks_ahead: bool
 ) -> str:
     """Word which part of the passes is not the model's own."""
     plainest, gaps = list(tried.items())[-1]
@@ -299,7 +337,7 @@ def _refusal(
     elif plainest.together:
         part = "prompts that are padded to one batch"
         remedy = "leave out the options that need shared prompts"
-    elif gaps.scored <= bound:
+    elif gaps.scored.within(bound):
         part = "sampling, token by token"
         remedy = "use a family that docs/vlm.md names"
     else:

@@ -1,6 +1,8 @@
 """Passes are compared with a model's own before anything is trained: what is not the same is made
 plainer, or refused."""
 
+import re
+
 import pytest
 import torch
 import transformers as hf
@@ -9,7 +11,7 @@ from mmrl.core.errors import UserError
 from mmrl.policies.vlm import self_check
 from mmrl.policies.vlm.lengths import Limits
 from mmrl.policies.vlm.policy import VLM
-from mmrl.policies.vlm.self_check import chosen
+from mmrl.policies.vlm.self_check import chosen, rounded
 from samplers.noise import Rng
 from tests.fixtures import tiny_vlms
 from tests.policies.vlm.test_vlm_families import log_probs
@@ -103,6 +105,33 @@ def test_what_is_never_the_models_own_is_refused_by_its_part(saved, monkeypatch)
     vlm.net.head.vocabulary = scale.vocabulary
     with pytest.raises(UserError, match="one prompt at a time, of llava .llama. differ"):
         vlm.rollout(ASKED, 1, Rng.of("x"))
+
+
+def test_half_precision_may_round_and_no_more(saved, monkeypatch):
+    """An error of a twentieth of a nat on average is no rounding, though every single token could
+    be that far off."""
+    vlm = saved({}, dtype="bfloat16")
+    vlm.rollout(ASKED, 1, Rng.of("x"))
+    assert vlm.net.cascades and vlm.net.share
+    vlm = saved({}, dtype="bfloat16")
+    scale = vlm.net.head
+    monkeypatch.setattr(vlm.net, "head", lambda hidden: 1.06 * scale(hidden))
+    vlm.net.head.vocabulary = scale.vocabulary
+    monkeypatch.setattr(self_check, "_looks_ahead", lambda *_: False)
+    with pytest.raises(UserError, match="one prompt at a time, of llava") as refused:
+        vlm.rollout(ASKED, 1, Rng.of("x"))
+    largest, mean = map(
+        float, re.search(r"scored (\S+) nats .on average ([^)]+)", str(refused.value)).groups()
+    )
+    assert mean > rounded(torch.bfloat16).mean and largest < rounded(torch.bfloat16).largest
+
+
+def test_bounds_are_steps_of_the_precision(saved):
+    """Those of float16 are eight times as fine."""
+    coarse, fine = rounded(torch.bfloat16), rounded(torch.float16)
+    assert (coarse.largest, coarse.mean) == (8 * fine.largest, 8 * fine.mean) == (0.25, 0.03125)
+    assert self_check._bound(saved({}).net) == self_check.EXACT
+    assert self_check._bound(saved({}, dtype="float16").net) == fine
 
 
 def test_the_check_changes_nothing_of_what_follows(saved, monkeypatch):
