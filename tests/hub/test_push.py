@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from mmrl.cli.app import app
 from mmrl.core.errors import UserError
 from mmrl.hub import command
-from mmrl.hub.card import license_of, scrubbed
+from mmrl.hub.card import Card, license_of, scrubbed
 from mmrl.hub.command import Request as Push
 from mmrl.monitoring.report.pictures import data_uri
 from mmrl.run.lifecycle import train
@@ -369,3 +369,8 @@ def test_the_card_of_a_run_of_texts(tmp_path, monkeypatch):
     assert 'AutoModelForMultimodalLM.from_pretrained("me/vlm"' in heard.read_text()
     assert "ImageTextToText" not in heard.read_text()
     assert "not evaluated" in text and license_of(str(base), None) == "apache-2.0"
+
+
+def test_a_card_plays_the_film_of_before_and_after():
+    card = Card(None, None, None, "me/clips", "mit", has_curves=False, picture="before_after.mp4")
+    assert '<video src="before_after.mp4" controls' in card._before_after()
