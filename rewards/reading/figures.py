@@ -38,5 +38,5 @@ def real(value: Any) -> float | None:
 
 def reals(values: Sequence[Any]) -> tuple[float, ...] | None:
     """Convert numbers as ``real`` does; None if one of them is none."""
-    numbers = tuple(number for value in values if (number := real(value)) is not None)
-    return numbers if len(numbers) == len(values) else None
+    numbers = [number for value in values if (number := real(value)) is not None]
+    return tuple(numbers) if len(numbers) == len(values) else None

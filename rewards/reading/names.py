@@ -174,6 +174,7 @@ def _parts(body: str, whole: Collection[str]) -> list[str]:
         and quantity_in(body).status == "ok"
     ):
         return [body]
+    joined = {name for name in whole if " " in name}
     parts: list[str] = []
     for part in rough:
         if " " not in part.strip():
@@ -181,7 +182,9 @@ def _parts(body: str, whole: Collection[str]) -> list[str]:
             continue
         part = re.sub(r"^\s*(?:and|or|&)\s+", "", part)
         pair = re.split(r"\s+(?:and|&|und|et|y|e)\s+", part)
-        parts += [part] if normal(part) in whole else _joined(pair, part, whole)
+        parts += (
+            [part] if normal(part) in whole else _joined(pair, part, joined) if joined else pair
+        )
     return parts
 
 

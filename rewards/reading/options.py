@@ -10,12 +10,13 @@ from functools import lru_cache
 from typing import Any
 
 from rewards.reading.names import names_of, normal, without_article
-from rewards.reading.numbers import quantity_in
+from rewards.reading.numbers import Quantity, quantity_in
 from rewards.reading.objects import literal
 from rewards.reading.plain import SHORT, bare, plain
 from rewards.reading.stated import emphasised, stated
 from rewards.reading.statements import CONTRAST, predicates, sentences_of
 
+LINES = 40  # of an answer whose first line is a label
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 # "A. a cat", "(B) a dog", "C: a bird": options that are given with their letters
 LABELLED = re.compile(r"^\s*[(\[]?([A-Za-z]|\d{1,2})\s*[)\].:\u3001-]\s*(.*)$", re.S)
@@ -180,8 +181,10 @@ def _led(span: str, options: Options) -> str:
     """Return the label that is the whole first line, where a blank line or "Explanation" follows
     and no other line is a label; empty for any other text."""
     first, _, rest = span.strip().partition("\n")
-    if len(first) > 12 or not re.match(
-        r"\s*\n|\W*(?:explanation|reason|because|since)", rest, re.I
+    if (
+        len(first) > 12
+        or rest.count("\n") > LINES
+        or not re.match(r"\s*\n|\W*(?:explanation|reason|because|since)", rest, re.I)
     ):
         return ""
     lines = (bare(plain(line)) for line in (first, *rest.split("\n")))
@@ -248,21 +251,18 @@ def _by_text(text: str, options: Options) -> str:
             for label, text_of in zip(options.labels, options.texts)
             if without_article(normal(text_of)) in said_names
         ]
-    if not names and options.any:
-        answered = quantity_in(text)
-        if answered.status == "ok" and answered.value is not None:
-            truths = [
-                (label, quantity_in(text_of))
-                for label, text_of in zip(options.labels, options.texts)
-            ]
-            names = [
-                label
-                for label, text_of in truths
-                if text_of.status == "ok"
-                and text_of.value is not None
-                and answered.value.equals(text_of.value)
-            ]
+    amounts = () if names else _amounts(options)
+    answered = quantity_in(text) if amounts else None
+    if answered is not None and answered.status == "ok" and answered.value is not None:
+        names = [label for label, amount in amounts if answered.value.equals(amount)]
     return names[0] if len(names) == 1 else ""
+
+
+@lru_cache(maxsize=1024)
+def _amounts(options: Options) -> tuple[tuple[str, Quantity], ...]:
+    """Return labels and numbers of the options that are numbers."""
+    read = ((label, quantity_in(text)) for label, text in zip(options.labels, options.texts))
+    return tuple((label, r.value) for label, r in read if r.status == "ok" and r.value is not None)
 
 
 def _several(text: str, options: Options) -> frozenset[str]:
@@ -359,11 +359,8 @@ def _marked(text: str, options: Options) -> frozenset[str]:
     sentences = sentences_of(text)
     if len(sentences) > 1 and len(sentences[-2]) > 3:
         last = bare(LEAD.sub("", THEN.sub("", bare(sentences[-1])), count=1))
-        ways = [
-            way for sentence in sentences[:-1] for way in (bare(sentence), *predicates(sentence))
-        ]
-        rivals = {_label(way, options) or _by_text(way, options) for way in ways} - {""}
-        if (label := _label(last, options)) and rivals <= {label}:
+        label = _label(last, options)
+        if label and not _rivals(label, sentences[:-1], options):
             return frozenset({label})
     labels = set()
     for match in MARKED.finditer(text):
@@ -377,6 +374,15 @@ def _marked(text: str, options: Options) -> frozenset[str]:
     if len(labels) != 1:
         return _decided(text, options) or _predicate(text, options)
     return frozenset(labels)
+
+
+def _rivals(label: str, sentences: list[str], options: Options) -> bool:
+    """Tell whether one of some sentences is another label, or says what another option says."""
+    return any(
+        (_label(way, options) or _by_text(way, options)) not in ("", label)
+        for sentence in sentences[-12:]
+        for way in (bare(sentence), *predicates(sentence))
+    )
 
 
 DECIDES = re.compile(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 
 from rewards.reading.languages import language_of
+from rewards.reading.plain import SHORT
 from rewards.reading.spelled import in_figures
 from rewards.reading.stated import HEDGED, SENTENCE
 
@@ -111,7 +112,7 @@ PER_CENT = re.compile(r"\u767e\u5206\u4e4b\s?(\d+(?:\.\d+)?)")
 
 def without_roughly(text: str) -> str:
     """Take "about" and "approximately" off numbers, for rewards that allow for some difference."""
-    return ROUGHLY.sub("", text)
+    return ROUGHLY.sub("", text) if len(text) <= SHORT else text
 
 
 def without_points(text: str) -> str:

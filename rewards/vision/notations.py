@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 
@@ -19,6 +20,7 @@ _REF = (
     r"(?:(?:<\|object_ref_start\|>|<ref>|<\|ref\|>|<p>|<phrase>)(?P<label>[^<]{0,200})"
     r"(?:<\|object_ref_end\|>|</ref>|<\|/ref\|>|</p>|</phrase>)\s{0,40})?"
 )
+MOST = 500  # shapes of an answer
 _SIDE = 32  # Kosmos-2's grid has so many patches a side
 
 
@@ -77,7 +79,8 @@ class Notation:
         """Return the shapes of ``size`` numbers in this notation."""
         if size not in self.sizes or self.mark not in body:
             return []
-        return [shape for match in self.pattern.finditer(body) for shape in self.read(match, size)]
+        matches = islice(self.pattern.finditer(body), MOST + 1)
+        return [shape for match in matches for shape in self.read(match, size)]
 
 
 def label_of(text: object) -> str | None:

@@ -22,7 +22,7 @@ from rewards.reading import (
     worst,
 )
 from rewards.reading.objects import QUOTE, several, too_deep
-from rewards.vision.notations import NOTATIONS, Shape, label_of
+from rewards.vision.notations import MOST, NOTATIONS, Shape, label_of
 
 # under which keys a record holds a box or a point; the first that is there counts
 KEYS = {
@@ -86,7 +86,6 @@ LABELS = (
     "type",
 )
 CONFIDENCES = ("confidence", "conf", "score")
-MOST = 500  # shapes of an answer
 _GAP = r"\s{0,9}[,;\s]\s{0,9}"
 _PAIR = rf"[\(\[]\s{{0,9}}({NUMBER})\s{{0,9}},\s{{0,9}}({NUMBER})\s{{0,9}}[\)\]]"
 _SOME = {size: re.compile(_GAP.join([f"({NUMBER})"] * size)) for size in (4, 2)}
@@ -134,7 +133,10 @@ def _shapes(text: str, sizes: tuple[int, ...]) -> Parsed[list[Shape]]:
         return Parsed([], answer.status)
     for notation in NOTATIONS:
         for size in sizes:
-            if listed := notation.shapes(body, size):
+            listed = notation.shapes(body, size)
+            if len(listed) > MOST:
+                return UNPARSEABLE
+            if listed:
                 return Parsed(listed, answer.status)
     for size in sizes:
         for read in (_from_json, _pairs, _bracketed, _keyed, _bare):

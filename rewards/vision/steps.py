@@ -22,7 +22,7 @@ from rewards.card import card, card_of, pictures_of
 from rewards.reading import normal, plain, quantity_in, stated, worst
 from rewards.reading.names import names_of
 from rewards.reading.parts import ANSWER
-from rewards.reading.plain import bare
+from rewards.reading.plain import SHORT, bare
 from rewards.reading.published import agreement, vqa_key
 from rewards.vision.base import Verdict, Verifiable, need, tagged
 from rewards.vision.coords import Unscorable
@@ -248,7 +248,7 @@ class Vqa(Verifiable):
         if not normal(body):
             return Verdict(0.0, "unparseable")
         whole = agreement(vqa_key(bare(plain(body)), self.textvqa), people)
-        ways = () if whole else self._ways(body)
+        ways = () if whole or len(body) > SHORT else self._ways(body)
         spoken = [agreement(vqa_key(way, self.textvqa), people) for way in ways]
         return Verdict(max([whole, *spoken]), status)
 
