@@ -143,8 +143,10 @@ def items(text: str, known: Collection[str] = ()) -> Parsed[list[str]]:
     if introduced and normal(body) not in whole and ":" not in "".join(known):
         body = body[introduced.end() :]
     elif normal(body) not in whole:
-        body = ASIDE.sub("", body)
+        body = before = ASIDE.sub("", body)
         body = LISTS.sub("", SUBJECT.sub("", SEEN.sub("", body), count=1))
+        if "\n" not in body and body == SEEN.sub("", before) and (what := predicates(body)):
+            body = what[0]
         body = BUT.sub(", ", body)
     if described := _described(body):
         return Parsed(described, answer.status)

@@ -781,6 +781,7 @@ def _clear_before(tokens: Sequence[Token], start: int) -> bool:
     close = [word for word in before if word not in ("a", "an", "the", "only", "just")]
     if close and (
         close[-1] in NEAR
+        or close[-1] == "no"
         or tuple(close[-2:]) in NEARBY
         or tuple(close[-3:-1]) in NEARBY
         and close[-1] in ("to", "as")

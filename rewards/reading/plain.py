@@ -203,7 +203,7 @@ def bare(text: str) -> str:
         before = text
         if not text.isascii():
             text = _cheerless(text)
-        text = text.strip().strip("\"'`\u300c\u300d\u300e\u300f\u3010\u3011").strip()
+        text = text.strip().strip("\"'`\u300c\u300d\u300e\u300f\u3010\u3011\u00ab\u00bb").strip()
         if text.endswith((".", "\u3002")) and not text.endswith(".."):
             text = text[:-1].rstrip()
         if text == before:

@@ -126,10 +126,10 @@ def scannable(text: str) -> str | None:
     text = in_figures(BELOW.sub(r"-\1", HUNDREDTHS.sub("%", ENDED.sub("", text))))
     if (OPEN if language_of(text) != "en" else OPEN_ALONE).search(text):
         return None
-    head, line, rest = text.partition("\n")
-    numbers = [int(number) for number in MARKER.findall(rest)]
-    if head.strip() and len(numbers) > 1 and numbers == [*range(1, len(numbers) + 1)]:
-        text = head + line + MARKER.sub("", rest)
+    numbers = [int(number) for number in MARKER.findall(text)]
+    lines = sum(bool(line.strip()) for line in text.split("\n"))
+    if 1 < len(numbers) < lines and numbers == [*range(1, len(numbers) + 1)]:
+        text = MARKER.sub("", text)
     if text.isascii():
         return text
     text = NATIVE.sub(lambda found: str(1 + KOREAN.index(found[1])), PER_CENT.sub(r"\1%", text))

@@ -52,6 +52,7 @@ ALL = (
 )
 # languages whose number words are read as a whole answer
 LANGUAGES = ("en", "fr", "de", "es", "pt", "it", "nl")
+JOINED = {*"oder ou o u of e y et und en or and".split()}
 # articles, and words of English
 OTHERS = {*"un une ein eine een um uma una once cent".split()}
 
@@ -81,12 +82,23 @@ def in_figures(text: str) -> str:
     languages but English, which has its own reader; ordinals are no numbers."""
     language = language_of(text)
     if language == "en":
-        return text
+        return _counted(text)
     figures = str(alpha2digit(text, language, threshold=1.5))
     ordinal = any(figures.count(sign) > text.count(sign) for sign in ".\u00ba\u00aa") or (
         language == "es" and re.search(r"\b(?:primer|tercer)\b", text, re.I)
     )
     return text if ordinal else figures
+
+
+def _counted(text: str) -> str:
+    """Write the number before a noun in figures (vier Hunde) where that is a word of another
+    language than English, and the only number."""
+    first, *rest = text.casefold().split()[:6] or [""]
+    number = whole_words(first) if rest and first.isalpha() else None
+    alone = not any(word in JOINED or whole_words(word) is not None for word in rest)
+    if number is None or not alone or _in(first, "en") is not None:
+        return text
+    return f"{number} {text.split(maxsplit=1)[1]}"
 
 
 @lru_cache(maxsize=4096)

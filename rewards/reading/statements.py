@@ -21,10 +21,15 @@ def _words(text: str) -> str:
 
 # verbs that say what something is, is called, or shows; those of scripts without blanks everywhere
 VERBS = {
-    "en": r"is|are|was|were|equals?|shows?|depicts?|displays?|portrays?|represents?|contains?|says|"
-    r"reads|(?:appears?|seems?) to be|looks? like|(?<=it)'s|(?<=that)'s|(?<=he)'s|(?<=there)'s",
-    "de": r"ist|sind|war|waren|lautet|betr\u00e4gt|hei\u00dft|heisst|zeigt|es handelt sich um",
-    "fr": r"est(?: de)?|sont|\u00e9tait|vaut|s'appelle|montre|repr\u00e9sente|il s'agit "
+    "en": r"(?:(?:is|are|can be) )?(?:classified|identified|described|recogni[sz]ed) as|"
+    r"classify (?:this|it)(?: \w+)? as|belongs to the (?:class|category)(?: of)?|points?|turned|"
+    r"holds|wears|carries|rides|plays|is|are|was|were|equals?|shows?|depicts?|displays?|portrays?|represents?|contains?|says|"
+    r"reads|(?:appears?|seems?)(?: to be)?|looks? like|(?<=it)'s|(?<=that)'s|(?<=he)'s|"
+    r"(?<=there)'s",
+    "de": r"ist|steht|sind|war|waren|lautet|betr\u00e4gt|hei\u00dft|heisst|zeigt|es handelt sich "
+    "um",
+    "fr": r"est(?: de)?|indique|affiche|sont|\u00e9tait|vaut|s'appelle|montre|repr\u00e9sente|il "
+    "s'agit "
     "d(?:e|'une?)",
     "es": r"es(?: de)?|son|era|fue|muestra|representa|se llama|se trata de",
     "pt": r"\u00e9(?: de)?|s\u00e3o|era|foi|mostra|representa|trata-se de|chama-se",
@@ -33,7 +38,8 @@ VERBS = {
 }
 EVERYWHERE = (
     _words(r"\u044d\u0442\u043e|\u044f\u0432\u043b\u044f\u0435\u0442\u0441\u044f")
-    + r"|(?<=\w) - (?=\w)|(?<=[^\W\d]):(?=\s)|\u5e94\u8be5\u662f|[\u662f\u4e3a\u70ba\u53eb]|"
+    + r"|(?<=\w) - (?=\w)|(?<=[^\W\d]):(?=\s)|\u5e94\u8be5\u662f|\u5199\u7740|\u5199\u7684\u662f|"
+    r"[\u662f\u4e3a\u70ba\u53eb]|"
     r"\u663e\u793a(?:\u4e86|\u7684\u662f)?|"
     r"\u306f|(?<=[\uac00-\ud7a3])[\uc740\ub294](?= )"
 )
@@ -43,6 +49,7 @@ SPEAKING = {
 # what closes a predicate in languages whose verb comes last
 CLOSING = re.compile(
     r"(?:\s+(?:zu sehen|zu erkennen|abgebildet|dargestellt)|\u3067\u3059|\u3067\u3042\u308b|\u3060|"
+    r"\u3068\u66f8\u304b\u308c\u3066\u3044\u307e\u3059|\u3068\u66f8\u3044\u3066\u3042\u308a\u307e\u3059|"
     r"\s?\uc785\ub2c8\ub2e4|\uc774\ub2e4|\uc774\uc5d0\uc694)$"
 )
 # between a form of "to be" and the name: is called X, was taken in X, is wearing X
@@ -51,8 +58,16 @@ PARTICIPLE = re.compile(
     r"made (?:of|from|by|in)|(?:located|situated|found|set|held) (?:in|at|on)|"
     r"taken (?:in|at|on|from|by)|(?:written|painted|filmed|shot|built|drawn) (?:in|by|at|on|with)|"
     r"wearing|holding|riding|playing|eating|drinking|carrying|using|driving|reading|"
-    r"doing|that of|(?-i:in(?= [A-Z])))\s+(?=\S)",
+    r"doing|that of|in|"
+    r"colou?red|painted|(?:pointing|points|turning|facing|looking|moving|going|heading)"
+    r"(?: (?:to|towards?)(?: the)?)?|(?:to|on) the(?= (?:left|right)$))\s+(?=\S)",
     re.I,
+)
+PLACED = re.compile(
+    r"^(?:located|situated|positioned|placed|found|standing|sitting|lying)\s+", re.I
+)
+ADVERB = re.compile(
+    r"^(?:clearly|currently|definitely|indeed|simply|certainly|obviously|evidently)\s+", re.I
 )
 ARTICLES = re.compile(
     r"^(?:(?:the|an?|der|die|das|dem|den|ein|eine[nmr]?|les?|la|une?|des|el|los|las|un[ao]s?|"
@@ -69,10 +84,14 @@ CONTRAST = re.compile(
     re.I,
 )
 # what only says why, or more about the name
+TAIL = r"(?:(?!\b(?:or|oder|ou|but)\b).)*"
 BEHIND = re.compile(
     r"(?:,?\s+(?:because|since|as (?:shown|seen|indicated|evidenced)|based on|judging by|weil|"
     r"parce que|porque|perch\u00e9|omdat)\b.*|"
-    r",\s+(?:the|an?|which|who|whose|located|known|recogni[sz]able|identifiable|as)\b.*|"
+    rf",\s+(?:the|an?|which|who|whose|located|known|recogni[sz]able|identifiable|as)\b{TAIL}|"
+    rf",\s+\w+(?:ed|en|ing) (?:with|by|in|on|from|as|for)\b{TAIL}|,?\s+(?:with|at) "
+    rf"[\d.,]+\s*%?{TAIL}|"
+    r"\s+in (?:her|his|their|its) hands?|\s+in colou?r|\s+\([\d.,]+\s?%?\)|"
     r"[,\uff0c]?\u56e0\u4e3a.*|"
     r",?\s+(?:(?:visible|shown|seen|depicted|here) )?(?:in|on) (?:the|this) (?:image|picture|photo|"
     r"photograph|scene|chart|graph|figure|video))$",
@@ -81,7 +100,8 @@ BEHIND = re.compile(
 # who doubts, denies, corrects or compares says nothing
 DOUBTS = re.compile(
     _words(
-        r"former|formerly|previously|used to|impression|people (?:\w+ )?(?:say|think)|would|"
+        r"former|formerly|previously|used to|impression|people (?:\w+ )?(?:say|think)|would(?! "
+        r"(?:classify|describe|identify))|"
         r"doubts?|"
         r"wrongly|falsely|nobody|unlikely|impossible|"
         r"not|never|no|nor|neither|without|except|wrong|incorrect|false|mistake(?:n(?:ly)?)?|opposite|"
@@ -104,7 +124,11 @@ DOUBTS = re.compile(
     re.I,
 )
 # a verb in a clause about the subject, or that says that the rest is clear
-CLAUSE = re.compile(r"(?:who|which|that|where|what|as|qui|que|che|die|der|das)\s*$", re.I)
+CLAUSE = re.compile(
+    r"(?:who|which|that|where|what|as|qui|que|che|die|der|das)\s*$|"
+    r"\w(?<!\band)(?<!\bbut)(?<!\bso) (?:he|she|they|you|we|it)\s*$",
+    re.I,
+)
 EVIDENT = re.compile(
     r"\s*(?:clear|clearly|evident|obvious|visible|apparent|shown|klar|clair|claro) (?:that|dass|"
     r"que)\b"
@@ -217,6 +241,8 @@ def _statements(sentence: str, pattern: re.Pattern[str]) -> list[tuple[str, str]
     if contrast and contrast[0].startswith(","):  # a dog, not a cat
         alone = bare(sentence[: contrast.start()])
         return [] if DOUBTS.search(alone) else [("", alone)]
+    if not verbs and (alone := bare(BEHIND.sub("", sentence))) != sentence:  # Asia, with 60 %
+        return [] if DOUBTS.search(sentence) else [("", alone)]
     if sentence.endswith("?") or DOUBTS.search(sentence) or not 0 < len(verbs) <= MOST:
         return []
     chosen = verbs[:1]
@@ -238,6 +264,6 @@ def _statements(sentence: str, pattern: re.Pattern[str]) -> list[tuple[str, str]
 
 def _ways(predicate: str) -> list[str]:
     ways = [predicate]
-    for pattern in (PARTICIPLE, ARTICLES):
+    for pattern in (ADVERB, PLACED, PARTICIPLE, ARTICLES):
         ways += [bare(pattern.sub("", way, count=1)) for way in ways if pattern.match(way)]
     return ways

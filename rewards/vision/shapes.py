@@ -94,7 +94,10 @@ _TEXT = re.compile(r"""["']?([^"'\n{}]{1,200})""")
 _CUT = re.compile(r"[.,;\n\[\]()]")
 _KEY = re.compile(r"""\b([^\W\d]\w{0,19})["']?\s{0,9}[:=]\s{0,9}["']?[\[(]{0,2}""")
 _NUMBERED = {key for size in (4, 2) for keys in (*CORNERS[size], *SIDES) for key in keys}
-_PAIRS = {2: re.compile(_PAIR), 4: re.compile(rf"{_PAIR}\s{{0,9}},?\s{{0,9}}{_PAIR}")}
+_PAIRS = {
+    2: re.compile(_PAIR),
+    4: re.compile(rf"{_PAIR}\s{{0,9}}(?:,|to|-|->|bis|\u5230)?\s{{0,9}}{_PAIR}"),
+}
 _LISTED = {size: r"\s{0,9},\s{0,9}".join([f"({NUMBER})"] * size) for size in (4, 2)}
 _IN_BRACKETS = {
     size: re.compile(rf"[\[\(]\s{{0,9}}{numbers}\s{{0,9}}[\]\)]")

@@ -60,6 +60,9 @@ SPOKEN = re.compile(
 # what stands between a start and an end
 TO = (
     r"(?:--?>|\u2192|-|\u2013|\u2014|~|\uff5e|\u301c|to|until|till|and|,|bis|und|\u00e0|jusqu'\u00e0|et|a|hasta|at\u00e9|"
+    r"(?:und |et |y )(?:endet|se termine|finit|termina|acaba) (?:bei|um|nach|\u00e0|a(?: los)?|"
+    r"en)?|"
+    r"(?:\u5f00\u59cb|\u958b\u59cb)?[,\uff0c\u3001]\s*(?:\u5230|\u81f3|(?:\u5e76)?\u5728|\u7d42\u4e86:?)|"
     r"y|e|\u5230|\u81f3|\u548c|\u304b\u3089|\ubd80\ud130|\uc5d0\uc11c|"
     r"[,;.]?\s*(?:and\s+|the\s+|it\s+|event\s+){0,3}"
     r"(?:ends?|ending|stops?|finish(?:es)?)(?:[ _]time)?\s*(?:at|is|:|=)?)"
