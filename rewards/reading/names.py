@@ -143,16 +143,22 @@ def items(text: str, known: Collection[str] = ()) -> Parsed[list[str]]:
     if introduced and normal(body) not in whole and ":" not in "".join(known):
         body = body[introduced.end() :]
     elif normal(body) not in whole:
-        body = before = ASIDE.sub("", body)
-        body = LISTS.sub("", SUBJECT.sub("", SEEN.sub("", body), count=1))
-        if "\n" not in body and body == SEEN.sub("", before) and (what := predicates(body)):
-            body = what[0]
-        body = BUT.sub(", ", body)
+        body = _listing(body) if len(body) <= SHORT else SUBJECT.sub("", body, count=1)
     if described := _described(body):
         return Parsed(described, answer.status)
     listed = [BULLET.sub("", part).strip() for part in _parts(body, whole)]
     names = [n for n in listed if normal(n) and (normal(n) in whole or not ABSENT.match(n))]
     return Parsed(names, answer.status) if names else UNPARSEABLE
+
+
+def _listing(body: str) -> str:
+    """Take off what a sentence says around a list: "The image shows a cat and a dog, but no bird."
+    as a cat and a dog, no bird."""
+    body = SEEN.sub("", ASIDE.sub("", body))
+    names = LISTS.sub("", SUBJECT.sub("", body, count=1))
+    if names == body and "\n" not in body and (what := predicates(body)):
+        names = what[0]
+    return BUT.sub(", ", names)
 
 
 def _described(body: str) -> list[str]:

@@ -75,7 +75,9 @@ NEARBY = {
     ("close", "by"),
     ("somewhere", "around"),
 }
-DENIES = {*"not never neither nor cannot isn aren without except excluding".split()}
+DENIES = {
+    *"not never neither nor cannot isn aren without except excluding maybe perhaps possibly".split()
+}
 REFUTES = {
     *"wrong incorrect false not never impossible approximately roughly minimum maximum".split()
 }
@@ -204,6 +206,9 @@ ASIDE = re.compile(
     r"(?<=[^\W\d])\s+\u2014\s+(?=\d)"
 )  # a dash that is no sign: the number \u2014 42
 EXCLAIMED = re.compile(r"(\b[^\W\d_]{2,}\b.*\d)!+$", re.S)  # it's 5!, not 5!
+BECAUSE = re.compile(
+    r"\A(.*\d.*?),?\s+(?:because|weil|parce que|porque)\b.*\Z", re.S
+)  # behind a number it only says why
 # one thousand, one hundred
 SCALE_COMMA = re.compile(r"\b(hundred|thousand|[mbt]r?illion), (?=[a-z])", re.I)
 
@@ -217,7 +222,7 @@ def quantity_in(span: str) -> Parsed[Quantity]:
     body = scannable(bare(EXCLAIMED.sub(r"\1", calm(plain(span)))))
     if body is None:
         return UNPARSEABLE
-    body = SCALE_COMMA.sub(r"\1 ", body)
+    body = SCALE_COMMA.sub(r"\1 ", BECAUSE.sub(r"\1", body))
     parsed = _parsed(body)
     if parsed.value is None and (last := conclusion(body)):
         return Parsed(_parsed(bare(last)).value, "repaired")
@@ -792,6 +797,8 @@ def _clear_before(tokens: Sequence[Token], start: int) -> bool:
         if word in ENDS:
             break
         clause.append(word)
+    if "be" in clause and {"could", "might", "may"} & {*clause}:
+        return False
     return not any(word in DENIES or word == "or" or word.endswith("n't") for word in clause)
 
 
@@ -801,6 +808,7 @@ def _clear_behind(tokens: Sequence[Token], end: int) -> bool:
     token = tokens[end]
     if (
         token.text in OPERATORS
+        or token.text == "?"
         or token.kind in ("raised", "vulgar")
         or token.text == "!"
         and token.glued

@@ -31,7 +31,8 @@ RESULT = re.compile(
     r"(?:the|this|that) (?:\w+ ){0,2}(?:total|sum|difference|result|average|mean|ratio|product|"
     r"count|"
     r"area|perimeter|volume|length|height|angle|distance|price|cost|number|value|answer)\b|"
-    r"that (?:makes|gives)|this (?:makes|gives)|it (?:is|equals)",
+    r"(?:total|sum|result|count|difference|average)(?: \w+)?\s*[:=]|that (?:makes|gives)|this "
+    r"(?:makes|gives)|it (?:is|equals)",
     re.I,
 )
 ENDING = (".", ":", "!", "?", "\u3002", "\uff1a", "\uff01")

@@ -56,7 +56,7 @@ CLOSING = re.compile(
 PARTICIPLE = re.compile(
     r"^(?:called|named|titled|labell?ed|known as|identified as|classified as|"
     r"made (?:of|from|by|in)|(?:located|situated|found|set|held) (?:in|at|on)|"
-    r"taken (?:in|at|on|from|by)|(?:written|painted|filmed|shot|built|drawn) (?:in|by|at|on|with)|"
+    r"taken (?:in|at)|(?:written|painted|filmed|shot|built|drawn) (?:in|by|at|on|with)|"
     r"wearing|holding|riding|playing|eating|drinking|carrying|using|driving|reading|"
     r"doing|that of|in|"
     r"colou?red|painted|(?:pointing|points|turning|facing|looking|moving|going|heading)"
