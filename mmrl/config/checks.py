@@ -471,9 +471,9 @@ def missing_files(value: Any, key: str = "", place: Place | None = None) -> Iter
         return  # reading the data says if no file matches
     elif isinstance(value, (str, Path)) and not exists(Path(value).expanduser()):
         folders = dict.fromkeys(map(os.path.abspath, [Path.cwd(), *filter(None, [place.folder])]))
-        yield place.say(
-            f"no such file or folder: {value}; relative paths start at {' or '.join(folders)}"
-        )
+        whole = os.path.isabs(value) or str(value).startswith("~")
+        places = "" if whole else f"; relative paths start at {' or '.join(folders)}"
+        yield place.say(f"no such file or folder: {value}{places}")
 
 
 def looks_local(path: str) -> bool:
