@@ -60,7 +60,7 @@ def join(address: str | None = None, timeout: float = 60.0) -> Any:
             logging_level="ERROR",
             **({} if address else {"include_dashboard": False}),
         )
-    except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+    except Exception as error:  # a node that is too slow to start raises Exception itself
         raise UserError(_unreachable(address, str(error))) from error
     return ray
 

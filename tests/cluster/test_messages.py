@@ -2,6 +2,7 @@
 
 import socket
 from importlib.metadata import PackageNotFoundError
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -52,6 +53,20 @@ def test_ray_absent_or_another_version_is_a_sentence(monkeypatch, number, messag
 def test_the_supported_version_is_taken(monkeypatch):
     installed(monkeypatch, "2.60.0")
     connection.check_version()
+
+
+def test_a_node_that_does_not_start_in_time_is_a_sentence(monkeypatch):
+    """On a busy machine: Ray raises Exception itself."""
+
+    def init(**_):
+        raise Exception("The current node timed out during startup.\n\nThis could happen")
+
+    ray = SimpleNamespace(is_initialized=lambda: False, init=init)
+    installed(monkeypatch, "2.60.0")
+    monkeypatch.setattr(connection.importlib, "import_module", lambda name: ray)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(UserError, match="could not be started on this machine: The current node"):
+        connection.join()
 
 
 @pytest.mark.ray
