@@ -148,7 +148,7 @@ def merged(net: nn.Module, adapters: bool = True) -> dict[str, Tensor]:
     state = {name: value for name, value in net.state_dict().items() if "lora_" not in name}
     for name, module in net.named_modules() if adapters else ():
         if hasattr(module, "get_delta_weight"):
-            _check_alone(net, name)
+            check_alone(net, f"{name}.base_layer")
             weight = state[f"{name}.base_layer.weight"]
             state[f"{name}.base_layer.weight"] = (weight + module.get_delta_weight("default")).to(
                 weight.dtype
@@ -156,14 +156,16 @@ def merged(net: nn.Module, adapters: bool = True) -> dict[str, Tensor]:
     return {name.replace(".base_layer.", "."): value for name, value in state.items()}
 
 
-def _check_alone(net: nn.Module, name: str) -> None:
-    weight = net.get_submodule(f"{name}.base_layer").weight
+def check_alone(net: nn.Module, layer: str) -> None:
+    """Raise UserError if a layer into which an adapter is to be merged shares its weight."""
+    weight = net.get_submodule(layer).weight
     shared = [
         key.removesuffix(".weight").removesuffix(".base_layer")
         for key, parameter in net.named_parameters(remove_duplicate=False)
-        if parameter is weight and key != f"{name}.base_layer.weight"
+        if parameter is weight and key != f"{layer}.weight"
     ]
     if shared:
+        name = layer.removesuffix(".base_layer")
         raise UserError(
             f"the adapter of {name} cannot be merged: its weight is also that of {shared[0]} (tied "
             f"embeddings), which would change too; keep the adapter beside its base, or train one "

@@ -19,7 +19,7 @@ from mmrl.core.registry import locate
 from mmrl.policies.diffusion import diffusers_folder, lora_files, lora_merging, single_file
 from mmrl.policies.diffusion.lora_files import Base
 from mmrl.policies.diffusion.lora_names import Format
-from mmrl.policies.lora import merged
+from mmrl.policies.lora import check_alone, merged
 from mmrl.utils.files import check_writable, on_disk, whole_folder
 
 LORA = "pytorch_lora_weights.safetensors"  # as diffusers names it
@@ -196,8 +196,9 @@ def _with_adapter(net: Any, source: Path, adapter: Path, scale: float) -> dict[s
     except (ValueError, RuntimeError, KeyError, OSError, TypeError) as error:
         reason = str(error).strip().splitlines()[0][:200]
         raise UserError(f"{adapter}: this adapter does not fit {source}: {reason}") from error
-    for module in adapted.modules():
+    for name, module in adapted.named_modules():
         if isinstance(module, LoraLayer):
+            check_alone(net, name)  # in ``adapted`` it no longer shares its weight
             module.scaling["default"] *= scale
     return merged(adapted)
 

@@ -9,9 +9,10 @@ from safetensors.torch import load_file
 from mmrl.cli import commands
 from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES, load_built_in
+from mmrl.policies.lora import Lora
 from mmrl.policies.vlm.policy import VLM
 from mmrl.run import convert
-from tests.fixtures import command, tiny_diffusers, tiny_vlms
+from tests.fixtures import command, tiny_diffusers, tiny_vlms, vllm_models
 from tests.policies.diffusion.test_lora_files import randomise
 
 load_built_in()
@@ -96,3 +97,14 @@ def test_adapters_of_a_vision_language_model_are_merged(tmp_path):
     (tmp_path / "a" / "adapter_model.safetensors").rename(tmp_path / "a" / "adapter_model.bin")
     with pytest.raises(UserError, match="no adapter_model.safetensors"):
         convert.merge([tmp_path / "a"], str(place), [], tmp_path / "other")
+
+
+@pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
+def test_an_adapter_of_tied_weights_is_refused_and_nothing_is_written(target, tmp_path):
+    place = vllm_models.folder("tied_qwen2_5_vl")
+    vlm = VLM(str(place), lora=Lora(2, None, ["q_proj", target]))
+    randomise(vlm.net, 0)
+    vlm.export(tmp_path / "a")
+    with pytest.raises(UserError, match=f"{target} cannot be merged: its weight is also that of"):
+        convert.merge([tmp_path / "a"], str(place), [], tmp_path / "whole")
+    assert not (tmp_path / "whole").exists()
