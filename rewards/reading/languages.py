@@ -32,8 +32,8 @@ SHORT = 400  # characters of a text that are looked at
 def language_of(text: str) -> str:
     """Return the language that has most of a text's words among its smallest ones; English where it
     has as many, or where two others do."""
-    words = WORD.findall(text[:SHORT].casefold())
-    counts = {code: sum(word in known for word in words) for code, known in LANGUAGES.items()}
+    words = {*WORD.findall(text[:SHORT].casefold())}
+    counts = {code: len(words & known) for code, known in LANGUAGES.items()}
     most = max(counts.values())
     best = [code for code, count in counts.items() if count == most]
     return best[0] if len(best) == 1 and most else "en"

@@ -61,7 +61,10 @@ SEEN = re.compile(
     re.I,
 )
 # words in front of a list, up to their colon
-INTRODUCED = re.compile(r"\s*[^\n:,;\[\]{}]{2,80}[^\W\d]:(?=\s)\s*(?=\S)")
+INTRODUCED = re.compile(
+    r"\s*(?:[^\n:,;\[\]{}\uff1a]{2,80}[^\W\d]:(?=\s)|[^\n:\uff1a\[\]{}]{2,120}[:\uff1a]\**[ \t]*\n|"
+    r"[^\n:,;\[\]{}\uff1a\uff0c\uff1b\u3001\u3002]{2,60}\uff1a)\s*(?=\S)"
+)
 
 
 def normal(text: object) -> str:

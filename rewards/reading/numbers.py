@@ -15,7 +15,7 @@ from rewards.reading.parsed import UNPARSEABLE, Parsed, worst
 from rewards.reading.plain import SHORT, bare, plain
 from rewards.reading.prose import conclusion, scannable, without_points
 from rewards.reading.spelled import ALL, FIRST, GROUPS, SCALES, spelled, whole_words
-from rewards.reading.stated import stated
+from rewards.reading.stated import emphasised, stated
 from rewards.reading.tokens import Token, tokens_of, value_of
 from rewards.reading.units import CURRENCIES, UNITS, Unit, unit_named
 
@@ -225,8 +225,31 @@ def quantity_in(span: str) -> Parsed[Quantity]:
     body = SCALE_COMMA.sub(r"\1 ", BECAUSE.sub(r"\1", body))
     parsed = _parsed(body)
     if parsed.value is None and (last := conclusion(body)):
-        return Parsed(_parsed(bare(last)).value, "repaired")
+        parsed = Parsed(_parsed(bare(last)).value, "repaired")
+    if parsed.value is None and "**" in span and (meant := _in_bold(span)):
+        return Parsed(quantity_in(meant).value, "repaired")
     return parsed
+
+
+# what would make another number of one in bold: **12** of 15, **3** + 4
+GOES_ON = re.compile(
+    r"\s*(?:of|out|to|or|and|bis|von|sur|de|\u5230|[-+/*\u00d7\u2013~^%:]|\d)", re.I
+)
+
+
+def _in_bold(span: str) -> str:
+    """Return a sentence that has one number in bold without its other figures: "In 2019 it is
+    **5**." as "In then it is 5."; empty for any other text."""
+    bold = emphasised(span)
+    if bold is None or not any(letter.isdigit() for letter in bold):
+        return ""
+    before, _, behind = span.partition(f"**{bold}**")
+    if GOES_ON.match(behind) or re.search(r"[-+/*\u00d7\u2013~^:\d]\s*$", before.rstrip(": ")):
+        return ""
+    return f"{FIGURES.sub('then', before)} {bold} {FIGURES.sub('then', behind)}"
+
+
+FIGURES = re.compile(r"(?<![\w.,-])\d[\d.,:/]*(?<![.,:/])%?(?!\w)")
 
 
 def _parsed(body: str) -> Parsed[Quantity]:
@@ -349,6 +372,8 @@ def _meant(tokens: Sequence[Token], matches: list[Found]) -> list[Found]:
     between = [t.text.casefold() for t in tokens[matches[0].end : matches[1].start]]
     if len(values) > 2 and values[0] == sum(values[1:]) and {"(", ":"} & {*between}:
         return matches[:1]
+    if _parted(tokens, matches):
+        return matches[:1]
     last = matches[-1]
     around = {t.text.casefold() for t in tokens[matches[-2].end :]}
     if len(values) > 2 and values[-1] == sum(values[:-1]) and around & TOTALS:
@@ -360,6 +385,63 @@ def _meant(tokens: Sequence[Token], matches: list[Found]) -> list[Found]:
     if states and subject and last.end + len(last.quantity.noun) == len(tokens):
         return matches[-1:]
     return matches
+
+
+def _parted(tokens: Sequence[Token], matches: list[Found]) -> bool:
+    """Tell whether the numbers behind the first, in sentences of their own or named as parts, only
+    say how it is made up: three mugs, two of them red and one blue."""
+    total, parts = matches[0].quantity, [f.quantity for f in matches[1:]]
+    if not isinstance(total.value, int) or total.unit or any(p.unit or p.percent for p in parts):
+        return False
+    words = [token.text.casefold() for token in tokens]
+    behind = words[matches[0].end :]
+    marked = any(tuple(words[f.end : f.end + 2]) == ("of", "the") for f in matches[1:])
+    marked |= any(pair in OF_THEM for pair in zip(behind, behind[1:]))
+    marked |= any(
+        word in ("davon", "d'entre") or word.startswith("\u5176\u4e2d") for word in behind
+    )
+    head = {*words[: matches[0].start]}
+    if not (total.noun or head & (SEES | EXISTS_THERE)):
+        return False
+    if any(not _is_part(p, total, marked) for p in parts):
+        return False
+    whole = sum(p.value for p in parts)
+    if marked:
+        return 0 < whole <= total.value
+    clause = words[matches[0].end : matches[1].start]
+    ends = next((i for i, word in enumerate(clause) if word in (".", ";", ":", "\n")), None)
+    return whole == total.value and ends is not None and not PLACES & {*clause[:ends]}
+
+
+def _is_part(part: Quantity, total: Quantity, marked: bool) -> bool:
+    """Tell whether a number may count part of a total: it has no noun of its own."""
+    if not isinstance(part.value, int) or not 0 < part.value <= total.value:
+        return False
+    noun = tuple(word.casefold() for word in part.noun)
+    if not noun or noun[0] in PART_WORDS:
+        return True
+    if marked and noun[0][0] >= "\u3040":
+        return True
+    return bool(total.noun) and _same_noun(part.noun, total.noun) and len(noun) == 1
+
+
+OF_THEM = {("of", word) for word in ("them", "which", "whom", "these", "those")} | {
+    ("de", "ellos"),
+    ("de", "ellas"),
+    ("di", "loro"),
+    ("di", "essi"),
+    ("di", "esse"),
+    ("van", "hen"),
+}
+PART_WORDS = {
+    *"davon d'entre d de di van deles delas sind ist sont est son es s\u00e3o \u00e9 sono \u00e8 "
+    "zijn stand stands sit sits appear appears look looks wear wears face faces".split()
+}
+PLACES = {
+    *"left right top bottom middle center centre front back foreground background upper lower "
+    "behind links rechts gauche droite izquierda derecha".split()
+}
+EXISTS_THERE = {*"gibt sehe sieht zeigt a hay veo h\u00e1 vejo sono vedo zijn".split()}
 
 
 def _of_subject(tokens: Sequence[Token], verb: int) -> bool:

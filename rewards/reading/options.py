@@ -22,7 +22,7 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 LABELLED = re.compile(r"^\s*[(\[]?([A-Za-z]|\d{1,2})\s*[)\].:\u3001-]\s*(.*)$", re.S)
 LEAD = re.compile(
     r"^(?:so|thus|hence|therefore|then|okay|ok|well|finally|in conclusion|"
-    r"\u6240\u4ee5|\u56e0\u6b64|\u6545)?[,: \uff0c]*"
+    r"所以|因此|故|综上|綜上)?[,: ，]*"
     r"(?:(?:i(?:'d| would| will|'ll)? (?:choose|select|pick|go with|say|answer|think)(?: "
     r"that)?(?: it(?:'s| is))?|"
     r"my (?:choice|pick|guess) (?:is|:)|it(?:'s| is| must be| should be)|that(?:'s| is| would "
@@ -30,7 +30,7 @@ LEAD = re.compile(
     r"(?:the )?(?:best |correct |right |final |most \w+ )*(?:options?|choices?|letters?|"
     r"ones?)\b(?: (?:here|above))?(?: is| are| would be|:)?|"
     r"(?:the )?(?:best |correct |right |final )*answers?\b(?: is| are|:)?|"
-    r"\u6545?(?:\u9009\u62e9|\u9009\u9879|\u9078\u9805|\u9009|\u5e94\u9009)(?:\u662f|\u4e3a|:)?|"
+    r"故?(?:我(?:的)?|[应應][该該]?|[会會])*(?:[选選][择擇]|[选選][项項]|[选選]|結論|结论)(?:的?是|为|為|:)?|"
     r"(?:la|el|le|die|il|l'|(?-i:a) )\s*(?=(?:opci[o\u00f3]n |option |opzione |op\u00e7\u00e3o "
     r")?[(\[]?[A-Z][)\]]?"
     r"(?:\W*$|[:.)] ))|"
@@ -47,7 +47,7 @@ THEN = re.compile(
 )
 # what Chinese, Japanese and Korean put behind a letter without a blank
 SUFFIX = re.compile(
-    r"(?<![A-Za-z])([A-Z][)\]]?)(?:\u9879|\u9009\u9879|\u3067\u3059|\u3067\u3042\u308b|\u3060|"
+    r"(?<![A-Za-z])([A-Z][)\]]?)(?:[项項]|[选選][项項]|です|\u3067\u3042\u308b|\u3060|"
     r"\uc785\ub2c8\ub2e4|"
     r"\uc774\ub2e4|\u756a|\ubc88)(?=\W*$)"
 )
@@ -56,7 +56,7 @@ TAIL = re.compile(
     r"^(?:is|would be|looks|seems|must be|should be)?\s*(?:the |my )?(?:(?:best|most \w+|"
     r"correct|right|true|final|only)\s*)*"
     r"(?:answer|option|choice|one|correct|right)?(?:\s*(?:here|indeed|of course))?$|^it is$|"
-    r"^(?:\u9879|\u9009\u9879|\u662f\u6b63\u786e\u7684|\u6b63\u786e|\u3067\u3059|"
+    r"^(?:[项項]|[选選][项項]|是正[确確]的|正[确確]|です|"
     r"\uc785\ub2c8\ub2e4|\u0939\u0948)$",
     re.I,
 )
@@ -75,7 +75,16 @@ WORDS_LIKE_RUNS = {
     *"be ad ah eh bad bed beg ace aced chi act ago am an as at ab cd ac/dc deg dim els hi no "
     "ox".split()
 } - {"ab", "cd"}
-JOIN = r"(?:\s*(?:[,;/&+\u3001\uff0c\u548c\u4e0e\u53ca]|and|or|und|oder|et|ou|y|o|e)\s*)+"
+JOIN = r"(?:\s*(?:[,;/&+、，和与與及и]|と|와|과|and|or|und|oder|et|ou|y|o|e|en)\s*)+"
+LINKS = re.compile(
+    r"\b(?:and|or|und|oder|et|ou|en)\b|(?<=[A-Z)\]]) [yoe] (?=[(\[]?[A-Z](?![A-Za-z]))"
+)
+# B and C are both right
+BOTH = re.compile(
+    r"^(?i:both )?(?i:options? |answers? |choices? |statements? )?(?P<labels>[(\[]?[A-Z][)\]]?"
+    rf"(?:{JOIN}[(\[]?[A-Z][)\]]?)+) are (?:both |all )?(?:the )?(?:correct|right|true)"
+    r"(?: answers?| options?| choices?| ones?)?$"
+)
 
 
 @dataclass(frozen=True)
@@ -266,12 +275,14 @@ def _amounts(options: Options) -> tuple[tuple[str, Quantity], ...]:
 
 
 def _several(text: str, options: Options) -> frozenset[str]:
-    """Read a list of labels: A, C; A and C; (A)(C); AC; ac."""
+    """Read a list of labels: A, C; A and C; both A and C are correct; (A)(C); AC; ac."""
+    if named := BOTH.match(text):
+        text = named["labels"]
     pattern = r"[(\[]?([A-Za-z])[)\].]*"
     if re.fullmatch(rf"{pattern}(?:{JOIN}{pattern})+", text):
         match = re.findall(
             r"(?<![A-Za-z])([A-Za-z])(?![A-Za-z])",
-            re.sub(r"\b(?:and|or|und|oder|et|ou)\b", ",", text),
+            LINKS.sub(",", text),
         )
     elif re.fullmatch(r"[A-Z]{2,}|(?:[(\[][A-Za-z][)\]]\s*){2,}|[A-Z](?: [A-Z])+", text) or (
         re.fullmatch(r"[a-j]{2,6}", text)

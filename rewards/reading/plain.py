@@ -47,7 +47,10 @@ def evened(text: str) -> str:
     """Even out Unicode forms: full width, dashes, quotes, blanks, digits of other scripts."""
     if text.isascii():
         return text
-    return text.translate(LETTERS)
+    return WIDE_COLON.sub(": ", text).translate(LETTERS)
+
+
+WIDE_COLON = re.compile("(?<!\\d)\uff1a(?=\\S)")  # of words, not of times: no blank follows
 
 
 class _Letters(dict[int, str]):

@@ -23,7 +23,7 @@ CONCLUDES = re.compile(
     r"in conclusion|in summary|also|daher|somit|folglich|insgesamt|donc|ainsi|au total|por lo "
     r"tanto|"
     r"as\u00ed que|entonces|en total|portanto|logo|no total|quindi|dunque|pertanto|in totale|dus|"
-    r"\u56e0\u6b64|\u6240\u4ee5|\u6545|\u603b\u5171|\u4e00\u5171|\u3088\u3063\u3066|"
+    r"\u56e0\u6b64|\u6240\u4ee5|\u6545|[总總]共|\u4e00\u5171|\u3088\u3063\u3066|"
     r"\u3057\u305f\u304c\u3063\u3066|\ub530\ub77c\uc11c)\b[, \uff0c]*",
     re.I,
 )
@@ -37,11 +37,15 @@ RESULT = re.compile(
 )
 ENDING = (".", ":", "!", "?", "\u3002", "\uff1a", "\uff01")
 UNSPACED = "\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7a3"  # kana, Han, Hangul
-DIGITS = {letter: at for at, letter in enumerate("零一二三四五六七八九")} | {"两": 2, "〇": 0}
+DIGITS = {letter: at for at, letter in enumerate("零一二三四五六七八九")} | {
+    "两": 2,
+    "兩": 2,
+    "〇": 0,
+}
 PLACES = {"十": 10, "百": 100, "千": 1000}
 NUMERAL = re.compile(
     rf"(?<![第{''.join(DIGITS)}{''.join(PLACES)}])([{''.join(DIGITS)}{''.join(PLACES)}]{{1,7}})"
-    "(?=[个個只隻名位人张張条條头頭匹本把件棵朵架艘座台辆輛枚颗块根支种米元岁克秒天年度厘毫公]|小时|分钟|平方|立方)"
+    "(?=[个個只隻名位人张張条條头頭匹本把件棵朵架艘座台辆輛枚颗顆块塊根支种種米元岁歲克秒天年度厘毫公]|小[时時]|分[钟鐘]|平方|立方)"
 )
 WHOLE = re.compile(rf"\A([{''.join(DIGITS)}{''.join(PLACES)}]{{1,7}})\Z")
 # Korean's own numbers before what they count
@@ -56,7 +60,7 @@ MISSING = re.compile(
 # not, about, at least, at most; or so, and more; in Chinese, Japanese and Korean
 LEFT_OPEN = re.compile(
     r"(?:不是|不到|不足|并非|並非|[没沒]有|(?<!纽)(?<!紐)[约約]|大概|至少|至多|最多|最少|超[过過]|[少多大小][于於]|"
-    r"接近|[将將]近|可能|恐らく|おそらく|약|최소|최대|적어도|거의)[是有为為]?\s*-?\d|"
+    r"接近|[将將]近|可能|恐らく|おそらく|약|최소|최대|적어도|거의)[是有为為]?[\s:$€£¥*]*-?\d|"
     r"\d\s*\w{0,3}?\s?(?:左右|以上|以下|上下|多(?![边邊角面])|是错|是錯|不对|不對|不正[确確]|未[满満]|程度|"
     r"くらい|ぐらい|ほど|이상|이하|정도|쯤|아[니닙]|では?な|ではあ|じゃな)"
 )
@@ -101,7 +105,7 @@ OPEN_ALONE = _open(OPEN_WORDS)
 ROUGHLY = re.compile(
     r"(?<!\w)(?:about|around|approximately|approx\.?|roughly|circa|ca\.|etwa|ungef\u00e4hr|rund|environ|"
     r"aproximadamente|cerca de|ongeveer)\s+(?=[*$\u20ac\u00a3~-]{0,4}\d)|"
-    r"(?:[~\u2248]|\\approx|\\sim)\s*(?=[$\u20ac\u00a3-]?\d)|(?:\u5927\u7ea6|(?<!\u7ebd)\u7ea6|\u5927\u6982)[\u662f\u4e3a]?\s*(?=[*-]{0,3}\d)",
+    r"(?:[~\u2248]|\\approx|\\sim)\s*(?=[$\u20ac\u00a3-]?\d)|(?:大[约約]|(?<!\u7ebd)\u7ea6|\u5927\u6982)[\u662f\u4e3a]?\s*(?=[*-]{0,3}\d)",
     re.I,
 )
 ENDED = re.compile(

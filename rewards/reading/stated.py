@@ -19,25 +19,23 @@ KEYS = (
 ).split()
 # "the answer is" in the languages of the models' makers and users
 NOUN = (
-    r"answers?(?: to (?:the|this) question)?|solution|result|conclusion|ergebnis|r[e\u00e9]sultat|"
-    r"resultado|risultato|\u7ed3\u679c|correct (?:option|choice|letter)|"
-    r"\u7b54\u6848|"
-    r"\u6b63\u786e\u7684?\u9009\u9879|r[e\u00e9]ponse|antwort|respuesta|resposta|risposta|"
-    r"\u043e\u0442\u0432\u0435\u0442|\uc815\ub2f5|\ub2f5|\u7b54\u3048|\u6b63\u89e3|"
-    r"\u0627\u0644\u0625\u062c\u0627\u0628\u0629|\u0627\u0644\u062c\u0648\u0627\u0628|"
-    r"\u0909\u0924\u094d\u0924\u0930|\u0111\u00e1p \u00e1n|cevap|odpowied\u017a|jawaban(?:nya)?|"
-    r"\u0e04(?:\u0e33|\u0e4d\u0e32)\u0e15\u0e2d\u0e1a"
+    r"answers?(?: to (?:the|this) question)?|solution|result|conclusion|ergebnis|r[eé]sultat|"
+    r"resultado|risultato|结果|結果|结论|結論|correct (?:option|choice|letter)s?|"
+    r"答案|正[确確]的?[选選][项項]|r[eé]ponses?|antwort(?:en)?|antwoord(?:en)?|respuestas?|"
+    r"respostas?|rispost[ae]|"
+    r"ответы?|정답|답|答え|正解|"
+    r"الإجابة|الجواب|"
+    r"उत्तर|đáp án|cevap|odpowiedź|jawaban(?:nya)?|"
+    r"ค(?:ำ|ํา)ตอบ"
 )
 AFTER = (
-    r"(?: choice| option| letter| correcta?| correcte| correta| corretta| exacte| richtige"
-    r"| final[e]?| \u0627\u0644\u0635\u062d\u064a\u062d\u0629| \u0111\u00fang)?"
+    r"(?: choices?| options?| letters?| correct[ae]?s?| corret[ao]s?| corrett[ae]| exactes?"
+    r"| richtige| final[e]?| الصحيحة| đúng)?"
 )
 IS = (
-    r"(?:\s*[:=]|\s+(?:is|are|would be|should be|must be|will be|has to be|es|est|ist|lautet|"
-    r"\u00e9|"
-    r"\u00e8|\u0647\u064a|\u0647\u0648|\u0939\u0948|l\u00e0|adalah|to|brzmi)\b|\s*(?:\u662f|"
-    r"\u4e3a|"
-    r"\u5e94\u4e3a|\u5e94\u8be5\u662f|\u9009|\u306f|\uc740|\ub294))\s*[:=]?"
+    r"(?:\s*[:=]|\s+(?:is|are|would be|should be|must be|will be|has to be|es|son|est|sont|ist|"
+    r"sind|lautet|lauten|é|são|è|sono|zijn|هي|هو|है|là|adalah|to|brzmi)\b|"
+    r"\s*(?:[应應][该該]?[是为為选選]|是|为|為|选|選|は|은|는))\s*[:=]?"
 )
 SAYS = re.compile(
     rf"(?<![A-Za-z])(?:{NOUN}){AFTER}{IS}(?!\s*not\b)|\b(?:ist|lautet) die (?:\w+ )?Antwort\b", re.I
@@ -45,7 +43,9 @@ SAYS = re.compile(
 SPOKEN = re.compile(NOUN, re.I)
 HEAD = re.compile(rf"(?:\w+ ){{0,2}}(?:{NOUN}){AFTER}\s*$", re.I)
 DENIED = re.compile(
-    r"\b(?:not|never|wrong|incorrect|false|opposite|if|whether|unless|cannot)\b|n't\b", re.I
+    r"\b(?:not|never|wrong|incorrect|false|opposite|if|whether|unless|cannot|falschen?|"
+    r"mauvaises?|fausses?|incorrectas?|erradas?|sbagliat[ae])\b|n't\b|[错錯不]",
+    re.I,
 )
 CLAUSE = re.compile(r"[.;!?\n,]")
 # no sentence ends behind an initial or a short title: B. a dog, Mt. Everest
@@ -73,7 +73,43 @@ def stated(text: str) -> Final:
         inner = last_box(announcement)
         return Final(inner.inside if inner else announcement, status)
     inside = fenced(body).strip()
-    return Final(_of_json(inside) if inside[:1] in ("{", "[") else inside, status)
+    if inside[:1] in ("{", "["):
+        return Final(_of_json(inside), status)
+    return Final(without_reasons(inside), status)
+
+
+# a line that names what it says, and one that begins a section about why
+FIELD = re.compile(
+    r"[\s*_#-]*(?:(?:the|final|best|predicted|image|main|object) )*"
+    r"(?:categor(?:y|ie)|class(?:ification)?|label|prediction|object|species|breed|type|answer|kategorie|klasse|cat[ée]gorie|classe|"
+    r"categor[ií]a|clase|categoria|etiqueta|类别|類別|分类|分類|标签|標籤|カテゴリ|분류)"
+    r"(?: name)?[*_]*\s*[:：][*_]*\s*(?=\S)",
+    re.I,
+)
+REASONS = re.compile(
+    r"[\s*_#-]*(?:(?:reason(?:s|ing)?|explanation|justification|rationale|why|confidence|evidence|"
+    r"key features|begründung|erklärung|explication|raison|justificat(?:ion|ivo)|explicación|razón|"
+    r"explicação|justificativa|spiegazione|motivazione|理由|解释|解釋|原因|说明|說明|置信度|"
+    r"説明|이유|설명)(?: (?:score|level))?[*_]*\s*[:：]|because\b|weil\b|因为|因為)",
+    re.I,
+)
+
+
+def without_reasons(text: str) -> str:
+    """Return the one line of an answer that sections about its reasons follow or precede, without
+    the name of its field ("Category: airplane"); any other text as it stands."""
+    if "\n" not in text or len(text) > SHORT or CORRECTS.search(text):
+        return text
+    kept, reasons = [], False
+    for line in text.split("\n"):
+        if REASONS.match(line):
+            reasons = True
+        elif FIELD.match(line) or line.strip() and not reasons:
+            kept.append(line)
+    field = FIELD.match(kept[0]) if len(kept) == 1 else None
+    if not reasons or len(kept) != 1 or len(kept[0]) > 80:
+        return text
+    return kept[0][field.end() :].strip("*_ ") if field else kept[0]
 
 
 HEDGED = re.compile(r"\b(?:or|maybe|perhaps|might|could|either|possibly)\b", re.I)
@@ -99,7 +135,7 @@ CORRECTS = re.compile(
     r"(?:\bwait,? no\b|(?<=[.!?] )no,|\bthat(?:'s| is) (?:wrong|incorrect|not (?:right|correct))|"
     r"\bcorrection\b|"
     r"\bactually\b|\bI made a mistake\b|\bon second thought\b|\u4e0d\u5bf9|\u4e0d\u5c0d|"
-    r"\u9519\u4e86)[\s,.:;!\uff0c-]*",
+    r"[错錯]了)[\s,.:;!\uff0c-]*",
     re.I,
 )
 DISPLAYS = {"\\[": "\\]", "$$": "$$"}  # what opens and closes a formula on lines of its own

@@ -38,9 +38,9 @@ VERBS = {
 }
 EVERYWHERE = (
     _words(r"\u044d\u0442\u043e|\u044f\u0432\u043b\u044f\u0435\u0442\u0441\u044f")
-    + r"|(?<=\w) - (?=\w)|(?<=[^\W\d]):(?=\s)|\u5e94\u8be5\u662f|\u5199\u7740|\u5199\u7684\u662f|"
+    + r"|(?<=\w) - (?=\w)|(?<=[^\W\d]):(?=\s)|[应應][该該]是|[写寫][着著]|[写寫]的是|"
     r"[\u662f\u4e3a\u70ba\u53eb]|"
-    r"\u663e\u793a(?:\u4e86|\u7684\u662f)?|"
+    r"[显顯]示(?:了|的是)?|"
     r"\u306f|(?<=[\uac00-\ud7a3])[\uc740\ub294](?= )"
 )
 SPEAKING = {
@@ -72,7 +72,7 @@ ADVERB = re.compile(
 ARTICLES = re.compile(
     r"^(?:(?:the|an?|der|die|das|dem|den|ein|eine[nmr]?|les?|la|une?|des|el|los|las|un[ao]s?|"
     r"os?|uma?|il|lo|gli|i|uno|het|een)\s+|l'|"
-    r"\u4e00[\u53ea\u4e2a\u5f20\u6761\u5934\u4f4d\u8f86\u68f5\u79cd\u5339\u672c])(?=\S)",
+    r"一[只隻个個张張条條头頭位辆輛棵种種匹本])(?=\S)",
     re.I,
 )
 # "a dog, not a cat", "rot, nicht blau": the other name is only mentioned
@@ -92,7 +92,7 @@ BEHIND = re.compile(
     rf",\s+\w+(?:ed|en|ing) (?:with|by|in|on|from|as|for)\b{TAIL}|,?\s+(?:with|at) "
     rf"[\d.,]+\s*%?{TAIL}|"
     r"\s+in (?:her|his|their|its) hands?|\s+in colou?r|\s+\([\d.,]+\s?%?\)|"
-    r"[,\uff0c]?\u56e0\u4e3a.*|"
+    r"[,\uff0c]?因[为為].*|"
     r",?\s+(?:(?:visible|shown|seen|depicted|here) )?(?:in|on) (?:the|this) (?:image|picture|photo|"
     r"photograph|scene|chart|graph|figure|video))$",
     re.I | re.S,
@@ -100,7 +100,10 @@ BEHIND = re.compile(
 # who doubts, denies, corrects or compares says nothing
 DOUBTS = re.compile(
     _words(
-        r"former|formerly|previously|used to|impression|people (?:\w+ )?(?:say|think)|would(?! "
+        r"former|formerly|previously|used to|impression|(?:people|some|many|others?|they)"
+        r" (?:\w+ ){0,2}(?:say|think|claim|believe|argue|guess)|allegedly|supposedly|"
+        r"rumou?r(?:s|ed)?|claim(?:s|ed)?|"
+        r"would(?! "
         r"(?:classify|describe|identify))|"
         r"doubts?|"
         r"wrongly|falsely|nobody|unlikely|impossible|"
@@ -117,7 +120,7 @@ DOUBTS = re.compile(
         r"\u043d\u0435|\u043d\u0435\u0442|\u0438\u043b\u0438|\u043d\u043e|"
         r"\u0432\u043e\u0437\u043c\u043e\u0436\u043d\u043e"
     )
-    + r"|n't\b|[\u4e0d\u6ca1\u6c92\u975e\u672a]|\u5e76\u975e|\u53ef\u80fd|\u4e5f\u8bb8|\u6216|"
+    + r"|n't\b|[\u4e0d\u6ca1\u6c92\u975e\u672a]|[并並]非|\u53ef\u80fd|也[许許]|\u6216|"
     r"\u5927\u6982|"
     r"\u4f46|\u3067\u306f|\u3058\u3083|\u306a\u3044|\u304b\u3082|\u304a\u305d\u3089\u304f|\uc544\ub2c8|"
     r"\uc544\ub2d9|\uc544\ub9c8|\ub610\ub294",
@@ -133,6 +136,8 @@ EVIDENT = re.compile(
     r"\s*(?:clear|clearly|evident|obvious|visible|apparent|shown|klar|clair|claro) (?:that|dass|"
     r"que)\b"
 )
+# what a sign, a chart or a caption says in a clause: indique que la ville est Lyon
+REPORTED = re.compile(r"\s*,?\s*(?:us |uns |nous |nos |ci )?(?:that|dass|que|che|dat)\b")
 OPENING = re.compile(
     r"^(?:(?:so|thus|hence|therefore|then|finally|overall|in conclusion|in summary|consequently|"
     r"as a result|also|daher|somit|folglich|donc|ainsi|por lo tanto|as\u00ed que|entonces|portanto|"
@@ -144,7 +149,7 @@ UNSURE = re.compile(
     r"(?:\bnot|n't) (?:sure|certain|clear|possible|able)\b|\b(?:unclear|unsure|cannot|can't|unable|"
     r"could be|might be|may be|hard to|difficult to)\b|\bnicht sicher\b|\bpas s\u00fbr\b|\bno "
     r"estoy seguro\b|"
-    r"\u4e0d\u786e\u5b9a|\u65e0\u6cd5",
+    r"不[确確]定|[无無]法",
     re.I,
 )
 # more about the same: It is parked next to a tree.
@@ -250,6 +255,7 @@ def _statements(sentence: str, pattern: re.Pattern[str]) -> list[tuple[str, str]
         verb[0] == ":"
         or CLAUSE.search(sentence[: verb.start()])
         or EVIDENT.match(sentence, verb.end())
+        or REPORTED.match(sentence, verb.end())
         for verb in verbs[:-1]
     ):
         chosen = [verbs[0], verbs[-1]]

@@ -159,7 +159,7 @@ def in_truth(shapes: Sequence[Shape], prompt: Prompt) -> tuple[np.ndarray, list[
     """Convert what the model said, [N, 2 or 4], to the space of the ground truths, with the status
     of each."""
     target = truth_space(prompt)
-    default_space = answer_space(prompt)
+    default_space = "rel1" if shares(shapes, prompt) else answer_space(prompt)
     width = len(shapes[0].values) if shapes else 4
     predicted = np.array([shape.values for shape in shapes], dtype=np.float64).reshape(-1, width)
     spaces = [shape.space or default_space for shape in shapes]
@@ -172,6 +172,24 @@ def in_truth(shapes: Sequence[Shape], prompt: Prompt) -> tuple[np.ndarray, list[
             states[i] = state
     nowhere = -1.0 if width == 4 else np.inf  # an empty box, a point that is infinitely far
     return np.where((np.abs(table) < 1e12).all(1, keepdims=True), table, nowhere), states
+
+
+def shares(shapes: Sequence[Shape], prompt: Prompt) -> bool:
+    """Tell whether an answer can only be in shares of the picture: nobody said in which space it
+    is, the right one is in pixels and larger than 2 of them, the picture's size is known, and the
+    numbers lie within 0 and 1, some of them between."""
+    values = [value for shape in shapes if shape.space is None for value in shape.values]
+    if not all(0 <= value <= 1 for value in values) or all(value in (0, 1) for value in values):
+        return False
+    if isinstance(prompt.get("view"), dict) or truth_space(prompt) != "original":
+        return False
+    if extent(prompt, "original") is None:
+        return False
+    if prompt.get("boxes") is not None:
+        right = true_boxes(prompt)
+        return len(right) > 0 and bool((right[:, 2:] - right[:, :2] > 2).all())
+    right = prompt["points"] if prompt.get("points") is not None else [prompt.get("point") or (0,)]
+    return len(right) > 0 and all(max(map(float, point)) > 2 for point in right)
 
 
 def in_answer(values: Iterable[float], prompt: Prompt) -> list[float]:

@@ -18,6 +18,7 @@ from mmrl.core.types import Prompt
 from rewards.card import card
 from rewards.reading import final, normal, real, strict_json
 from rewards.reading.objects import python_value
+from rewards.reading.parts import last_box
 from rewards.vision.base import Verdict, Verifiable, need, tagged
 from rewards.vision.coords import Unscorable
 
@@ -225,8 +226,12 @@ class Structured(Verifiable):
 
 
 def alone(text: str) -> bool:
-    """Tell whether a text is JSON, in a code fence or as it stands, with nothing besides."""
+    """Tell whether a text is JSON, in a code fence, in GLM's box or as it stands, with nothing
+    besides."""
     body = text.strip()
+    box = last_box(body)
+    if box and (box.start, box.end) == (0, len(body)):
+        body = box.inside
     if match := re.fullmatch(r"```(?:json)?\s*(.*?)\s*```", body, re.S):
         body = match[1]
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -288,10 +289,14 @@ def _entry(entry: Any, size: int) -> Iterator[Shape]:
         yield Shape(values, label, confidence)
         return
     for name, value in entry.items():
-        yield from (Shape(v, _label(name)) for v in _many(value, size))
-        for part in value if isinstance(value, list) else [value]:
-            if isinstance(part, dict):  # {"objects": [{"bbox_2d": ...}]}
-                yield from _entry(part, size)
+        parts = value if isinstance(value, list) else [value]
+        records = [part for part in parts if isinstance(part, dict)]
+        if not records:
+            yield from (Shape(v, _label(name)) for v in _many(value, size))
+        for record in records:  # {"objects": [{"bbox_2d": ...}]}, {"dog": {"x1": ...}}
+            named = _label(name) if record is value else None
+            for shape in _entry(record, size):
+                yield shape if shape.label or not named else replace(shape, label=named)
 
 
 def _turned(values: tuple[float, ...]) -> tuple[float, ...]:
