@@ -72,7 +72,7 @@ def convert(adapter: Path, base: str | None, form: Format, file: Path) -> Path:
             f"with --into FOLDER"
         )
     known = _base_of(adapter, base)
-    source = lora_files.read(known, lora_merging.single(adapter))
+    source = lora_files.read(known, lora_merging.single(adapter), with_texts=True)
     with on_disk(file.parent):
         file.parent.mkdir(parents=True, exist_ok=True)
         lora_files.write(known, source, form, file)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ from mmrl.core import weight_files
 from mmrl.core.errors import UserError
 from mmrl.core.registry import locate
 from mmrl.policies.diffusion import diffusers_folder
-from mmrl.policies.diffusion.lora_names import FAMILIES, Format, Names, Place
+from mmrl.policies.diffusion.lora_names import FAMILIES, Family, Format, Names, Place
 
 PROBES = 4
 TOLERANCE = 1e-4  # of what diffusers reads back, relative to the largest output of a module
@@ -64,7 +65,9 @@ class Pair:
         return self.scale * (self.up.float().flatten(1) @ (down @ inputs))
 
 
-Adapter = dict[str, Pair]  # by the name of the module in diffusers' network
+# by the name of the module in diffusers' network; of a text encoder as diffusers' files name it,
+# text_encoder.text_model.encoder.layers.0.self_attn.q_proj
+Adapter = dict[str, Pair]
 
 
 @dataclass(frozen=True)
@@ -115,11 +118,29 @@ class Base:
         config = diffusers_folder.load_config(network, self.place, self.part)
         with torch.device("meta"):
             net = network.from_config(config)
-        for module in net.modules():  # peft moves adapters to where the weights are: not to meta
-            for name, weight in list(module.named_parameters(recurse=False)):
-                zeros = torch.zeros(()).expand(weight.shape)
-                setattr(module, name, nn.Parameter(zeros, requires_grad=False))
-        return net
+        return _with_zeros(net)
+
+    def text_encoder_architectures(self) -> dict[str, Any]:
+        """Build the text encoders that the pipeline loads adapters into, in the same way."""
+        encoders = {}
+        for part, encoder in self.text_encoders.items():
+            config = diffusers_folder.load_part(encoder.config_class, self.place, part)
+            with torch.device("meta"):
+                net = encoder(config)
+            encoders[part] = _with_zeros(net)
+        return encoders
+
+
+def _with_zeros(net: Any) -> Any:
+    """Replace what lies on meta, where peft and transformers cannot move adapters to, by zeros."""
+    for module in net.modules():
+        for name, weight in list(module.named_parameters(recurse=False)):
+            zeros = torch.zeros(()).expand(weight.shape)
+            setattr(module, name, nn.Parameter(zeros, requires_grad=False))
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.zeros_like(buffer, device="cpu")
+    return net
 
 
 def _class_of(index: Mapping[str, Any], part: str, library: Any, kind: type) -> Any:
@@ -131,24 +152,30 @@ def _class_of(index: Mapping[str, Any], part: str, library: Any, kind: type) -> 
     return cls if inspect.isclass(cls) and issubclass(cls, kind) else None
 
 
-def read(base: Base, file: Path) -> Adapter:
-    """Read a LoRA file of any form that the pipeline itself loads, as pairs of matrices. UserError
-    for others, and for changes that are more than such pairs."""
-    network_keys = [key for key in keys(file) if not key.startswith(OF_TEXT_ENCODERS)]
-    norms = [key for key in network_keys if "norm" in key and "lora" not in key]
-    if whole := [*differences(network_keys), *norms]:
+def read(base: Base, file: Path, *, with_texts: bool = False) -> Adapter:
+    """Read a LoRA file of any form that the pipeline itself loads, as pairs of matrices of the
+    network and, ``with_texts``, of text encoders. UserError for others, and for changes that are
+    more than such pairs."""
+    with_texts = with_texts and bool(base.text_encoders)
+    texts = [key for key in keys(file) if key.startswith(OF_TEXT_ENCODERS)]
+    names = [key for key in keys(file) if with_texts or key not in texts]
+    norms = [key for key in names if "norm" in key and "lora" not in key]
+    if whole := [*differences(names), *norms]:
         raise UserError(
             f"{file}: changes whole weights, mostly of norms, such as {whole[0]!r}, which only a "
             f"merged model has; use mmrl convert {file.name} --base MODEL --into FOLDER"
         )
     net = base.architecture()
-    load(base, net, file)
-    if further := _further(net):
+    encoders = base.text_encoder_architectures() if with_texts and texts else {}
+    load(base, net, file, encoders)
+    if further := _further([net, *encoders.values()]):
         raise UserError(
             f"{file}: changes more than pairs of matrices ({further}), which only a merged model "
             f"has; use mmrl convert {file.name} --base MODEL --into FOLDER"
         )
     adapter = dict(_pairs(net))
+    for part, encoder in encoders.items():
+        adapter |= {f"{part}.{_text_name(name)}": pair for name, pair in _pairs(encoder)}
     if not adapter:
         raise UserError(
             f"{file}: diffusers' {base.pipeline.__name__} finds no LoRA weights for its "
@@ -186,6 +213,37 @@ def load(base: Base, net: Any, file: Path, text_encoders: Mapping[str, Any] | No
             ) from error
     for remark in remarks:
         LOG.warning("%s: diffusers says of this LoRA: %s", file, remark)
+    if encoders:  # else ``_as_diffusers_reads`` has said that they are left out
+        _name_left_out(file, encoders)
+
+
+def _name_left_out(file: Path, encoders: Mapping[str, Any]) -> None:
+    """Warn of layers of text encoders in a file that were not loaded into ``encoders``."""
+    layers = {
+        key.split(".lora_")[0]
+        for key in keys(file)
+        if key.startswith(OF_TEXT_ENCODERS) and ".lora_" in key
+    }
+    loaded = {
+        _flat(f"{part}.{name}") for part, encoder in encoders.items() for name, _ in _pairs(encoder)
+    }
+    if left := sorted(layer for layer in layers if _flat(layer) not in loaded):
+        LOG.warning(
+            "%s: leaves out %d of %d layers of text encoders, which diffusers' pipeline does not "
+            "read: %s",
+            file,
+            len(left),
+            len(layers),
+            ", ".join(left[:LISTED]),
+        )
+
+
+def _flat(layer: str) -> str:
+    """Name a layer of a text encoder alike in diffusers' names and kohya's, lora_te2_* being of
+    text_encoder_2."""
+    layer = re.sub(r"^lora_te([2-9])", r"text_encoder_\1", layer)
+    layer = re.sub(r"^lora_te1?_", "text_encoder_", layer)
+    return layer.replace(".", "_").replace("text_model_", "")
 
 
 def differences(names: Sequence[str]) -> list[str]:
@@ -214,6 +272,8 @@ def _as_diffusers_reads(
         layers = {renamed[key]: value for key, value in tensors.items()}
         save_file(layers, folder / file.name, metadata={"format": "pt"})
         return folder / file.name
+    placed = len(base.text_encoders)
+    unplaced = [key for key in listed if with_texts and _number_of_text_encoder(key) > placed]
     texts = [] if with_texts else [key for key in listed if key.startswith(OF_TEXT_ENCODERS)]
     if len(texts) == len(listed):
         raise UserError(
@@ -229,7 +289,7 @@ def _as_diffusers_reads(
             len(texts),
             texts[0],
         )
-    dropped = {*texts, *differences(listed)}
+    dropped = {*texts, *unplaced, *differences(listed)}
     if not dropped:
         return file
     rest = {k: v for k, v in weight_files.read_tensors(file).items() if k not in dropped}
@@ -250,6 +310,13 @@ def _in_known_names(base: Base, net: nn.Module, names: Sequence[str]) -> dict[st
     if pairs and all(name.endswith(".default.weight") for name in names):  # of the original network
         return {name: f"diffusion_model.{short}" for name, short in bare.items()}
     return {}
+
+
+def _number_of_text_encoder(key: str) -> int:
+    """Return the number that kohya's name of a layer gives its text encoder: 3 of lora_te3_*, as
+    FLUX's T5, which diffusers' readers stumble over; 0 of other names."""
+    match = re.match(r"lora_te(\d)_", key)
+    return int(match.group(1)) if match else 0
 
 
 def _metadata(file: Path, with_texts: bool) -> dict[str, str]:
@@ -289,11 +356,11 @@ def overheard() -> Iterator[list[str]]:
             each.setLevel(level)
 
 
-def _further(net: nn.Module) -> str:
-    """Name the changes of a loaded adapter besides pairs of matrices; empty where there are
+def _further(networks: Sequence[nn.Module]) -> str:
+    """Name the changes of loaded adapters besides pairs of matrices; empty where there are
     none."""
     names = []
-    for name, module in net.named_modules():
+    for name, module in (each for net in networks for each in net.named_modules()):
         if any(getattr(module, "use_dora", {}).values()):
             names.append(f"DoRA's magnitude of {name}")
         if any(getattr(module, "lora_bias", {}).values()):
@@ -319,17 +386,23 @@ def _pairs(net: nn.Module) -> Iterable[tuple[str, Pair]]:
             yield name, Pair(down.weight.detach(), up.weight.detach(), scale)
 
 
+def _text_name(module: str) -> str:
+    """Name a module of a text encoder as files do, whether or not its class has a text_model, as
+    it had before transformers 5."""
+    return module if module.startswith(("text_model.", "text_proj")) else f"text_model.{module}"
+
+
 def write(base: Base, adapter: Adapter, form: Format, file: Path) -> None:
     """Write an adapter in a form and read it back. UserError, and no file, where diffusers would
     not read the same: what cannot be checked is not written."""
     from safetensors.torch import save_file
 
     if form == "diffusers":
-        layers = {}
-        for name, pair in adapter.items():
-            layers[f"{name}.lora_A.weight"] = pair.down.contiguous()
-            layers[f"{name}.lora_B.weight"] = (pair.scale * pair.up).contiguous()
-        layers = {f"{base.part}.{key}": value for key, value in layers.items()}
+        named = {
+            name if _of_text_encoder(base, name) else f"{base.part}.{name}": pair
+            for name, pair in adapter.items()
+        }
+        layers = _layers(named, "{}", ("lora_A", "lora_B"), alphas=False)
     else:
         layers = tensors(base, adapter, form)
     save_file(layers, file, metadata={"format": "pt"})
@@ -342,7 +415,7 @@ def write(base: Base, adapter: Adapter, form: Format, file: Path) -> None:
 
 def _compare(base: Base, adapter: Adapter, form: Format, file: Path) -> None:
     """Raise UserError unless diffusers reads from the file what was meant."""
-    returned = read(base, file)
+    returned = read(base, file, with_texts=True)
     wrong = []
     for name in {**adapter, **returned}:
         meant, got = (a[name].on_probes() if name in a else None for a in (adapter, returned))
@@ -365,6 +438,8 @@ def tensors(base: Base, adapter: Adapter, form: Format) -> dict[str, Tensor]:
     """Name and join an adapter's tensors as ComfyUI or sd-scripts expect them. UserError where
     diffusers has no reader to check that form against."""
     names, written = _names(base, form)
+    layers = _of_text_encoders(base, adapter)
+    adapter = {n: pair for n, pair in adapter.items() if not _of_text_encoder(base, n)}
     config = diffusers_folder.load_config(base.networks[base.part], base.place, base.part)
     linears = {
         name: tuple(module.weight.shape)
@@ -389,9 +464,37 @@ def tensors(base: Base, adapter: Adapter, form: Format) -> dict[str, Tensor]:
     }
     if written == "comfyui":  # without alpha, which not all readers know
         return _layers(joined, "diffusion_model.{}", ("lora_A", "lora_B"), alphas=False)
-    joined = {name.replace(".", "_"): pair for name, pair in joined.items()}
-    alphas = not family.one_alpha or len({(p.scale, p.rank) for p in joined.values()}) == 1
-    return _layers(joined, "lora_unet_{}", ("lora_down", "lora_up"), alphas)
+    return _kohyas_layers(joined, "lora_unet", family) | layers
+
+
+def _of_text_encoder(base: Base, name: str) -> bool:
+    return name.partition(".")[0] in base.text_encoders
+
+
+def _of_text_encoders(base: Base, adapter: Adapter) -> dict[str, Tensor]:
+    """Name the layers of text encoders as sd-scripts does. Each attention gets the projection of
+    its output, of zeros where it has no adapter: diffusers knows the form by it."""
+    family = FAMILIES[base.pipeline.__name__]
+    layers: dict[str, Tensor] = {}
+    for part, prefix in zip(base.text_encoders, family.texts, strict=False):
+        pairs = {
+            name.removeprefix(f"{part}."): pair
+            for name, pair in adapter.items()
+            if name.startswith(f"{part}.")
+        }
+        for name, pair in list(pairs.items()):
+            attention, _, projection = name.rpartition(".")
+            if projection in ("q_proj", "k_proj", "v_proj"):
+                zeros = Pair(torch.zeros_like(pair.down), torch.zeros_like(pair.up), pair.scale)
+                pairs.setdefault(f"{attention}.out_proj", zeros)
+        layers |= _kohyas_layers(pairs, prefix, family)
+    return layers
+
+
+def _kohyas_layers(pairs: Mapping[str, Pair], prefix: str, family: Family) -> dict[str, Tensor]:
+    flat = {name.replace(".", "_"): pair for name, pair in pairs.items()}
+    alphas = not family.one_alpha or len({(p.scale, p.rank) for p in flat.values()}) == 1
+    return _layers(flat, f"{prefix}_{{}}", ("lora_down", "lora_up"), alphas)
 
 
 def _layers(

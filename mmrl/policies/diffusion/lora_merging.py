@@ -21,7 +21,6 @@ from mmrl.policies.diffusion.lora_files import (
     DIFFERENCES,
     LISTED,
     LOG,
-    OF_TEXT_ENCODERS,
     PEFT_PREFIX,
     Base,
     differences,
@@ -57,8 +56,6 @@ def merge(
         net.unload_lora()
         for encoder in encoders.values():
             _unload(encoder)
-        if encoders:  # else ``load`` has said that they are left out
-            _name_left_out(file, sum(changed.values()))
         added = _add_differences(base, net, file, weight)
     if not merged + sum(changed.values()) + added:
         raise UserError(
@@ -103,24 +100,6 @@ def _unload(encoder: Any) -> None:
         recurse_remove_peft_layers(encoder)
         del encoder.peft_config
         encoder._hf_peft_config_loaded = False
-
-
-def _name_left_out(file: Path, merged: int) -> None:
-    """Warn of layers of text encoders in a file of which only ``merged`` were read."""
-    layers = {
-        key.split(".lora_")[0]
-        for key in keys(file)
-        if key.startswith(OF_TEXT_ENCODERS) and ".lora_" in key
-    }
-    if merged < len(layers):
-        LOG.warning(
-            "%s: leaves out %d of %d layers of text encoders, which diffusers' pipeline does not "
-            "read: %s",
-            file,
-            len(layers) - merged,
-            len(layers),
-            ", ".join(sorted(layers)[:LISTED]),
-        )
 
 
 def _add_differences(base: Base, net: nn.Module, file: Path, weight: float) -> int:

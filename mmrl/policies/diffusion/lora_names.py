@@ -73,12 +73,14 @@ class SgmNames(Names):
 class Family:
     """Says which forms there are for the pipelines of a family. ``whole``: modules of a block that
     diffusers' reader of kohya's form expects in every block. ``one_alpha``: it mistakes alphas that
-    differ between modules."""
+    differ between modules. ``texts``: kohya's prefixes of the text encoders that the pipeline loads
+    adapters into, in their order."""
 
     comfyui: Names | None = None
     kohya: Names | None = None
     whole: tuple[str, ...] = ()
     one_alpha: bool = False
+    texts: tuple[str, ...] = ()
 
 
 def _each(original: str, block: str, pairs: Mapping[str, str | Sequence[str]]) -> tuple[Rule, ...]:
@@ -196,14 +198,17 @@ WAN_PICTURE = {"cross_attn.k_img": "attn2.add_k_proj", "cross_attn.v_img": "attn
 WAN = Names(_each("blocks", "blocks", WAN_BLOCK | WAN_PICTURE))
 ALL = Names(same=".")
 WAN_FAMILY = Family(WAN, WAN, whole=tuple(WAN_BLOCK.values()))
-FLUX_FAMILY = Family(kohya=FLUX)
+FLUX_FAMILY = Family(kohya=FLUX, texts=("lora_te1",))  # lora_te3 is T5, which diffusers leaves
+SD_FAMILY = Family(kohya=ALL, one_alpha=True, texts=("lora_te",))
 QWEN_FAMILY = Family(ALL, ALL)
 
 # diffusers' pipelines -> forms that their own readers know
 FAMILIES: dict[str, Family] = {
-    "StableDiffusionPipeline": Family(kohya=ALL, one_alpha=True),
-    "LatentConsistencyModelPipeline": Family(kohya=ALL, one_alpha=True),
-    "StableDiffusionXLPipeline": Family(kohya=SgmNames(), one_alpha=True),
+    "StableDiffusionPipeline": SD_FAMILY,
+    "LatentConsistencyModelPipeline": SD_FAMILY,
+    "StableDiffusionXLPipeline": Family(
+        kohya=SgmNames(), one_alpha=True, texts=("lora_te1", "lora_te2")
+    ),
     "FluxPipeline": FLUX_FAMILY,
     "FluxKontextPipeline": FLUX_FAMILY,
     "Flux2Pipeline": Family(FLUX2, FLUX2),

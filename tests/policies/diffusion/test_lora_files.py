@@ -596,6 +596,73 @@ def test_adapters_of_text_encoders_are_merged_as_diffusers_fuses_them(name, form
         assert moved == (part.startswith("text_encoder") or not alone)
 
 
+def fused(base, file):
+    """The weights of a pipeline's parts with the file, as diffusers fuses them."""
+    pipe = diffusers.DiffusionPipeline.from_pretrained(base.place)
+    pipe.load_lora_weights(str(file.parent), weight_name=file.name)
+    loadable = [part for part in pipe._lora_loadable_modules if getattr(pipe, part, None)]
+    pipe.fuse_lora(loadable)
+    pipe.unload_lora_weights()
+    return {part: getattr(pipe, part).state_dict() for part in loadable}
+
+
+def with_scale(layers, parts, scale):
+    """The layers at rank 2 and the metadata that says their scale."""
+    cut = {k: (v[:2] if "lora_A" in k else v[:, :2]).contiguous() for k, v in layers.items()}
+    metadata = {}
+    for part in parts:
+        of_part = {k.removeprefix(f"{part}.") for k in cut if k.startswith(f"{part}.")}
+        targets = {k.removeprefix("text_model.").split(".lora_")[0] for k in of_part}
+        metadata |= {f"{part}.r": 2, f"{part}.lora_alpha": 2 * scale, f"{part}.peft_type": "LORA"}
+        metadata[f"{part}.target_modules"] = sorted(targets)
+    return cut, {lora_files.METADATA: json.dumps(metadata)}
+
+
+@pytest.mark.parametrize("form", ["kohya", "diffusers"])
+@pytest.mark.parametrize(
+    ("name", "prefixes"),
+    [("sd", ["lora_te_"]), ("sdxl", ["lora_te1_", "lora_te2_"]), ("flux", ["lora_te1_"])],
+)
+def test_adapters_of_text_encoders_are_converted(name, prefixes, form, tmp_path):
+    """Of two of an attention's four projections, at half their change: diffusers fuses what was
+    written as it fuses the original."""
+    base = Base.of(str(tiny_diffusers.folder(name)))
+    pipe = diffusers.DiffusionPipeline.from_pretrained(base.place)
+    texts = text_layers(pipe, "diffusers")
+    layers = {k: v for k, v in texts.items() if ".q_proj." in k or ".v_proj." in k}
+    layers |= attention_layers(base, f"{base.part}.")[1]
+    file = saved(tmp_path, "all", *with_scale(layers, [base.part, *base.text_encoders], 0.5))
+    out = convert.convert(file, base.place, form, tmp_path / "out.safetensors")
+    meant, ours = fused(base, file), fused(base, out)
+    for part, state in meant.items():
+        plain = getattr(pipe, part).state_dict()
+        assert any(not plain[key].equal(weight) for key, weight in state.items())
+        for key, weight in state.items():
+            torch.testing.assert_close(ours[part][key], weight, atol=1e-5, rtol=1e-5)
+    written = load_file(out)
+    keys = [key for key in written if key.startswith(lora_files.OF_TEXT_ENCODERS)]
+    if form == "kohya":
+        assert {key.split("text_model")[0] for key in keys} == set(prefixes)
+        for prefix in prefixes:
+            key = f"{prefix}text_model_encoder_layers_0_self_attn_q_proj"
+            assert written[f"{key}.alpha"] == 1 and len(written[f"{key}.lora_down.weight"]) == 2
+
+
+def test_a_text_encoder_without_a_place_is_left_out_and_named(tmp_path, caplog):
+    """FLUX's T5 in sd-scripts' names, which diffusers' pipeline loads no adapters into."""
+    base = Base.of(str(tiny_diffusers.folder("flux")))
+    pipe = diffusers.DiffusionPipeline.from_pretrained(base.place)
+    clip = {k.replace("te_", "te1_"): v for k, v in text_layers(pipe, "kohya").items()}
+    key = "lora_te3_encoder_block_0_layer_0_SelfAttention_q"
+    t5 = {f"{key}.lora_down.weight": torch.ones(2, 32), f"{key}.lora_up.weight": torch.ones(32, 2)}
+    t5[f"{key}.alpha"] = torch.tensor(1.0)
+    file = saved(tmp_path, "all", clip | t5)
+    out = convert.convert(file, base.place, "kohya", tmp_path / "out.safetensors")
+    said = f"leaves out 1 of {len(clip) // 3 + 1} layers of text encoders, which diffusers'"
+    assert said in caplog.text and caplog.text.strip().endswith(f": {key}")
+    assert set(load_file(out)) == set(clip)
+
+
 def test_a_text_encoder_that_the_pipeline_reads_no_adapters_for_is_named(wan, tmp_path, caplog):
     _, layers = attention_layers(wan, "transformer.")
     text = {"text_encoder.encoder.block.0.q.lora_A.weight": torch.ones(1, 2)}
