@@ -239,8 +239,9 @@ def _name_left_out(file: Path, encoders: Mapping[str, Any]) -> None:
 
 
 def _flat(layer: str) -> str:
-    """Name a layer of a text encoder alike in diffusers' names and kohya's, lora_te2_* being of
-    text_encoder_2."""
+    """Name a layer of a text encoder alike in the names of diffusers, of kohya, where lora_te2_* is
+    of text_encoder_2, and of ComfyUI's FLUX."""
+    layer = layer.replace("text_encoders.clip_l.transformer.", "text_encoder.")
     layer = re.sub(r"^lora_te([2-9])", r"text_encoder_\1", layer)
     layer = re.sub(r"^lora_te1?_", "text_encoder_", layer)
     return layer.replace(".", "_").replace("text_model_", "")
@@ -313,8 +314,8 @@ def _in_known_names(base: Base, net: nn.Module, names: Sequence[str]) -> dict[st
 
 
 def _number_of_text_encoder(key: str) -> int:
-    """Return the number that kohya's name of a layer gives its text encoder: 3 of lora_te3_*, as
-    FLUX's T5, which diffusers' readers stumble over; 0 of other names."""
+    """Return the number that kohya's name of a layer gives its text encoder, 2 of lora_te2_*, as
+    OneTrainer calls FLUX's T5, over which diffusers' reader stumbles; 0 of other names."""
     match = re.match(r"lora_te(\d)_", key)
     return int(match.group(1)) if match else 0
 
