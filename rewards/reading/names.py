@@ -98,6 +98,8 @@ def names_of(span: str, said: bool = True) -> list[str]:
         OTHER[verdict[1]], whole[verdict.end() :]
     ):
         names.append(verdict[1])
+    if latin := LATIN.fullmatch(span.strip()):
+        names.append(normal(latin[1]))
     names += map(normal, (*predicates(span), closing_line(span)) if said else ())
     return list(dict.fromkeys(names))
 
@@ -135,11 +137,13 @@ def items(text: str, known: Collection[str] = ()) -> Parsed[list[str]]:
         value = parsed.value
         if isinstance(value, dict) and len(value) == 1:
             value = next(iter(value.values()))
-        names = value if isinstance(value, list) else []
+        names = [_called(name) for name in value] if isinstance(value, list) else []
         if isinstance(value, list) and (
-            value == [] or all(isinstance(n, (str, int, float)) for n in names)
+            value == [] or all(isinstance(name, (str, int, float)) for name in names)
         ):
-            return Parsed([str(n).strip() for n in names], worst(answer.status, parsed.status))
+            return Parsed(
+                [str(name).strip() for name in names], worst(answer.status, parsed.status)
+            )
         return UNPARSEABLE
     whole = {normal(name) for name in known}
     introduced = INTRODUCED.match(body)
@@ -149,9 +153,34 @@ def items(text: str, known: Collection[str] = ()) -> Parsed[list[str]]:
         body = _listing(body) if len(body) <= SHORT else SUBJECT.sub("", body, count=1)
     if described := _described(body):
         return Parsed(described, answer.status)
-    listed = [BULLET.sub("", part).strip() for part in _parts(body, whole)]
+    listed = [WHERE.sub("", BULLET.sub("", part)).strip() for part in _parts(_lined(body), whole)]
     names = [n for n in listed if normal(n) and (normal(n) in whole or not ABSENT.match(n))]
     return Parsed(names, answer.status) if names else UNPARSEABLE
+
+
+def _called(entry: object) -> object:
+    """Return the name of a record of a list; anything else as it is."""
+    if not isinstance(entry, dict):
+        return entry
+    return next((entry[key] for key in ("label", "name", "object", "class") if key in entry), None)
+
+
+def _lined(body: str) -> str:
+    """Put the parts of "1) cat 2) dog" on lines of their own."""
+    numbers = NUMBERED.findall(body) if "\n" not in body else []
+    listed = len(numbers) > 1 and numbers == [str(i + 1) for i in range(len(numbers))]
+    return NUMBERED.sub("\n", body) if listed else body
+
+
+NUMBERED = re.compile(r"(?:^|\s)(\d{1,2})[.)]\s+")
+# where a name of a list is seen: cat (left)
+WHERE = re.compile(
+    r"\s*\((?:(?:on|in|at|to|the|far|top|bottom|upper|lower)[ -])*(?:left|right|top|bottom|center|"
+    r"centre|middle|foreground|background|front|back|corner|side)(?: (?:side|corner))?\)$",
+    re.I,
+)
+# cat (Felis catus)
+LATIN = re.compile(r"([^()]{2,60})\s\(\*?[A-Z][a-z]{2,} [a-z]{3,}(?: [a-z]{3,})?\*?\)[.]?")
 
 
 def _listing(body: str) -> str:

@@ -366,6 +366,9 @@ def _meant(tokens: Sequence[Token], matches: list[Found]) -> list[Found]:
     affirmed = [f for f in matches if not _is(tokens, f.start - 1, "not")] or matches
     if affirmed != matches and len(affirmed) == 1:
         return affirmed
+    undated = [f for f in matches if not _is_date(tokens, f)]
+    if len(undated) == 1:
+        return undated
     if len(matches) == 2 and _converted(tokens, *matches):
         return matches[:1]
     values = [f.quantity.value for f in matches]
@@ -385,6 +388,22 @@ def _meant(tokens: Sequence[Token], matches: list[Found]) -> list[Found]:
     if states and subject and last.end + len(last.quantity.noun) == len(tokens):
         return matches[-1:]
     return matches
+
+
+def _is_date(tokens: Sequence[Token], match: Found) -> bool:
+    """Tell whether a number is the year for which another one is said: 35 in 2018, 35 (2018)."""
+    value, before = match.quantity.value, tokens[match.start - 1].text.casefold()
+    return (
+        isinstance(value, int)
+        and 1900 <= value < 2100
+        and match.end == match.start + 1
+        and len(tokens[match.start].text) == 4
+        and not (match.quantity.unit or match.quantity.noun)
+        and (before in DATES or before == "(" and _is(tokens, match.end, ")"))
+    )
+
+
+DATES = {*"in for during year by of en im pour para em nel \u5728".split()}
 
 
 def _parted(tokens: Sequence[Token], matches: list[Found]) -> bool:
@@ -849,7 +868,13 @@ def _noun(tokens: Sequence[Token], at: int) -> tuple[str, ...]:
 
 def _clear(tokens: Sequence[Token], match: Found) -> bool:
     """Tell whether what stands around a number leaves it the number that is meant."""
+    before = tokens[match.start - 1].text.casefold() if match.start else ""
+    if before in BOUNDS and not (match.quantity.unit or match.quantity.noun):
+        return False
     return _clear_before(tokens, match.start) and _clear_behind(tokens, match.end)
+
+
+BOUNDS = {"before", "after", "until", "till", "pre", "post"}  # before 1998, but after 5 minutes
 
 
 def _clear_before(tokens: Sequence[Token], start: int) -> bool:
@@ -864,6 +889,8 @@ def _clear_before(tokens: Sequence[Token], start: int) -> bool:
     if tokens[start].glued and (
         tokens[start - 1].kind == "word" or last == ":" and _operand(tokens, start - 2)
     ):
+        return False
+    if before[-2:] in (["c", "."], ["ca", "."], ["approx", "."]):
         return False
     close = [word for word in before if word not in ("a", "an", "the", "only", "just")]
     if close and (

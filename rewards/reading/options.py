@@ -360,7 +360,7 @@ def _mentions(text: str, options: Options) -> bool:
 
 
 MARKED = re.compile(
-    r"[(\[]\s*([A-Za-z])\s*[)\]]|\b(?:option|choice|letter)\s+[(\[]?([A-Z])(?![\w'])"
+    r"[(\[]\s*(?:(?i:option|choice|answer)\s+)?([A-Za-z])\s*[)\]]|\b(?:option|choice|letter)\s+[(\[]?([A-Z])(?![\w'])"
 )
 SENTENCES = re.compile(r"(?<=[.!?\n])\s+(?=\S)")
 
@@ -400,11 +400,18 @@ DECIDES = re.compile(
     r"\bI(?:'d| would| will|'ll)? (?:choose|chose|select|pick|go with)\s+"
     r"(?:(?:option|answer|choice)\s+)?([A-Z]|[(\[][A-Za-z][)\]])(?![\w'])([^.!?\n]*)[.!?]?\s*$"
 )
+# the clause that closes an answer in Chinese: ..., so choose C
+CHOSEN = re.compile(
+    r"(?:^|[,.;\n\uff0c\u3002\uff1b]\s*)(?:所以|因此|故|综上|綜上)?[,\uff0c]?(?:我|[应應][该該]?)?"
+    r"[选選](?:[择擇]|[项項]|答案)?[:\uff1a]?\s*[(\uff08]?([A-Z])[)\uff09]?[.\u3002]?\s*$"
+)
 UNSURE = re.compile(r"\b(?:if|unless|whether|or|and)\b", re.I)
 
 
 def _decided(text: str, options: Options) -> frozenset[str]:
     """Read the label that the writer goes with in the end, whatever was weighed before."""
+    if chosen := CHOSEN.search(text):
+        return frozenset({_known(chosen[1], options)} - {""})
     match = DECIDES.search(text)
     if not match:
         return frozenset()

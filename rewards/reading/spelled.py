@@ -57,11 +57,14 @@ JOINED = {*"oder ou o u of e y et und en or and".split()}
 OTHERS = {*"un une ein eine een um uma una once cent".split()}
 
 
+NO_WORDS = re.compile(r"[\d.:;?!()\[\]{}|*/=<>$%\"]")  # what no number in words has
+
+
 @lru_cache(maxsize=4096)
 def whole_words(text: str) -> int | None:
     """Read an answer that is nothing but a number in words, in one of seven languages; None where
     two of them disagree."""
-    if not text or len(text) > 120 or any(letter.isdigit() for letter in text):
+    if not text or len(text) > 120 or NO_WORDS.search(text):
         return None
     english = _in(text, "en")
     if english is not None or text in OTHERS:
@@ -95,8 +98,9 @@ def _counted(text: str) -> str:
     language than English, and the only number."""
     first, *rest = text.casefold().split()[:6] or [""]
     number = whole_words(first) if rest and first.isalpha() else None
-    alone = not any(word in JOINED or whole_words(word) is not None for word in rest)
-    if number is None or not alone or _in(first, "en") is not None:
+    if number is None or _in(first, "en") is not None:
+        return text
+    if any(word in JOINED or whole_words(word) is not None for word in rest):
         return text
     return f"{number} {text.split(maxsplit=1)[1]}"
 

@@ -15,7 +15,7 @@ KEYS = (
     "answer final_answer finalanswer final choice option letter result value number count total "
     "answer_letter answer_choice selected_answer selected_option chosen_option correct_answer "
     "correct_option predicted_answer prediction predicted_label final_result solution label class "
-    "category text output response"
+    "category species breed object class_name category_name predicted_class text output response"
 ).split()
 # "the answer is" in the languages of the models' makers and users
 NOUN = (
@@ -100,16 +100,16 @@ def without_reasons(text: str) -> str:
     the name of its field ("Category: airplane"); any other text as it stands."""
     if "\n" not in text or len(text) > SHORT or CORRECTS.search(text):
         return text
-    kept, reasons = [], False
+    answers, reasons = [], False
     for line in text.split("\n"):
         if REASONS.match(line):
             reasons = True
         elif FIELD.match(line) or line.strip() and not reasons:
-            kept.append(line)
-    field = FIELD.match(kept[0]) if len(kept) == 1 else None
-    if not reasons or len(kept) != 1 or len(kept[0]) > 80:
+            answers.append(line)
+    field = FIELD.match(answers[0]) if len(answers) == 1 else None
+    if not reasons or len(answers) != 1 or len(answers[0]) > 80:
         return text
-    return kept[0][field.end() :].strip("*_ ") if field else kept[0]
+    return answers[0][field.end() :].strip("*_ ") if field else answers[0]
 
 
 HEDGED = re.compile(r"\b(?:or|maybe|perhaps|might|could|either|possibly)\b", re.I)

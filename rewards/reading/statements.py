@@ -24,24 +24,21 @@ VERBS = {
     "en": r"(?:(?:is|are|can be) )?(?:classified|identified|described|recogni[sz]ed) as|"
     r"classify (?:this|it)(?: \w+)? as|belongs to the (?:class|category)(?: of)?|points?|turned|"
     r"holds|wears|carries|rides|plays|is|are|was|were|equals?|shows?|depicts?|displays?|portrays?|represents?|contains?|says|"
-    r"reads|(?:appears?|seems?)(?: to be)?|looks? like|(?<=it)'s|(?<=that)'s|(?<=he)'s|"
-    r"(?<=there)'s",
-    "de": r"ist|steht|sind|war|waren|lautet|betr\u00e4gt|hei\u00dft|heisst|zeigt|es handelt sich "
-    "um",
-    "fr": r"est(?: de)?|indique|affiche|sont|\u00e9tait|vaut|s'appelle|montre|repr\u00e9sente|il "
-    "s'agit "
-    "d(?:e|'une?)",
-    "es": r"es(?: de)?|son|era|fue|muestra|representa|se llama|se trata de",
-    "pt": r"\u00e9(?: de)?|s\u00e3o|era|foi|mostra|representa|trata-se de|chama-se",
-    "it": r"\u00e8(?: di)?|sono|era|mostra|rappresenta|si chiama|si tratta di",
-    "nl": r"is|zijn|was|heet|toont",
+    r"reads|(?:appears?|seems?)(?: to be)?|looks? like",
+    "de": r"ist|steht|sagt|sind|war|waren|lautet|betr\u00e4gt|hei\u00dft|heisst|zeigt|"
+    r"es handelt sich um",
+    "fr": r"est(?: de)?|dit|indique|affiche|sont|\u00e9tait|vaut|s'appelle|montre|"
+    r"repr\u00e9sente|il s'agit d(?:e|'une?)",
+    "es": r"es(?: de)?|dice|son|era|fue|muestra|representa|se llama|se trata de",
+    "pt": r"\u00e9(?: de)?|diz|s\u00e3o|era|foi|mostra|representa|trata-se de|chama-se",
+    "it": r"\u00e8(?: di)?|dice|sono|era|mostra|rappresenta|si chiama|si tratta di",
+    "nl": r"is|zegt|zijn|was|heet|toont",
 }
 EVERYWHERE = (
     _words(r"\u044d\u0442\u043e|\u044f\u0432\u043b\u044f\u0435\u0442\u0441\u044f")
-    + r"|(?<=\w) - (?=\w)|(?<=[^\W\d]):(?=\s)|[应應][该該]是|[写寫][着著]|[写寫]的是|"
-    r"[\u662f\u4e3a\u70ba\u53eb]|"
-    r"[显顯]示(?:了|的是)?|"
-    r"\u306f|(?<=[\uac00-\ud7a3])[\uc740\ub294](?= )"
+    + r"|(?<=\bit)'s(?= )|(?<=\bthat)'s(?= )|(?<=\bhe)'s(?= )|(?<=\w) - (?=\w)|"
+    r"(?<=[^\W\d]):(?=\s)|[应應][该該]是|[写寫][着著]|[写寫]的是|[是为為叫]|[显顯]示(?:了|的是)?|"
+    r"は|(?<=[가-힣])[은는](?= )"
 )
 SPEAKING = {
     code: re.compile(f"{_words(verbs)}|{EVERYWHERE}", re.I) for code, verbs in VERBS.items()
@@ -55,10 +52,10 @@ CLOSING = re.compile(
 # between a form of "to be" and the name: is called X, was taken in X, is wearing X
 PARTICIPLE = re.compile(
     r"^(?:called|named|titled|labell?ed|known as|identified as|classified as|"
-    r"made (?:of|from|by|in)|(?:located|situated|found|set|held) (?:in|at|on)|"
+    r"made (?:out of|up of|of|from|by|in)|(?:located|situated|found|set|held) (?:in|at|on|every)|"
     r"taken (?:in|at)|(?:written|painted|filmed|shot|built|drawn) (?:in|by|at|on|with)|"
     r"wearing|holding|riding|playing|eating|drinking|carrying|using|driving|reading|"
-    r"doing|that of|in|"
+    r"doing|that of|in|on|at|"
     r"colou?red|painted|(?:pointing|points|turning|facing|looking|moving|going|heading)"
     r"(?: (?:to|towards?)(?: the)?)?|(?:to|on) the(?= (?:left|right)$))\s+(?=\S)",
     re.I,
@@ -86,11 +83,12 @@ CONTRAST = re.compile(
 # what only says why, or more about the name
 TAIL = r"(?:(?!\b(?:or|oder|ou|but)\b).)*"
 BEHIND = re.compile(
-    r"(?:,?\s+(?:because|since|as (?:shown|seen|indicated|evidenced)|based on|judging by|weil|"
-    r"parce que|porque|perch\u00e9|omdat)\b.*|"
+    r"(?:,?\s+(?:because|since|as (?:shown|seen|indicated|evidenced)|according to|based on|"
+    r"judging by|weil|parce que|porque|perch\u00e9|omdat)\b.*|"
     rf",\s+(?:the|an?|which|who|whose|located|known|recogni[sz]able|identifiable|as)\b{TAIL}|"
     rf",\s+\w+(?:ed|en|ing) (?:with|by|in|on|from|as|for)\b{TAIL}|,?\s+(?:with|at) "
     rf"[\d.,]+\s*%?{TAIL}|"
+    r"\s+in (?:\w+ ){0,3}(?:letters|capitals|font|script)|"
     r"\s+in (?:her|his|their|its) hands?|\s+in colou?r|\s+\([\d.,]+\s?%?\)|"
     r"[,\uff0c]?因[为為].*|"
     r",?\s+(?:(?:visible|shown|seen|depicted|here) )?(?:in|on) (?:the|this) (?:image|picture|photo|"
@@ -246,7 +244,8 @@ def _statements(sentence: str, pattern: re.Pattern[str]) -> list[tuple[str, str]
     if contrast and contrast[0].startswith(","):  # a dog, not a cat
         alone = bare(sentence[: contrast.start()])
         return [] if DOUBTS.search(alone) else [("", alone)]
-    if not verbs and (alone := bare(BEHIND.sub("", sentence))) != sentence:  # Asia, with 60 %
+    alone = sentence if verbs else bare(BEHIND.sub("", CLOSING.sub("", sentence)))
+    if alone != sentence:  # Asia, with 60 %
         return [] if DOUBTS.search(sentence) else [("", alone)]
     if sentence.endswith("?") or DOUBTS.search(sentence) or not 0 < len(verbs) <= MOST:
         return []
