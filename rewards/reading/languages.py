@@ -23,6 +23,16 @@ COMMON = {
     "vedo nell",
     "nl": "de het een is zijn op er in van en dat tussen heet toont deze dit ik zie",
 }
+# what begins a conclusion
+THEREFORE = (
+    r"(?:(?:so|thus|hence|therefore|then|finally|overall|altogether|consequently|accordingly|"
+    r"as a result|in conclusion|in summary|in total|also|daher|damit|somit|folglich|demnach|"
+    r"deshalb|insgesamt|donc|ainsi|par cons\u00e9quent|au total|por lo tanto|por tanto|"
+    r"as\u00ed que|entonces|en total|portanto|logo|ent\u00e3o|no total|quindi|dunque|pertanto|"
+    r"perci\u00f2|in totale|dus)(?![^\W_])|"
+    r"\u56e0\u6b64|\u6240\u4ee5|\u6545|[\u603b\u7e3d]\u5171|\u4e00\u5171|"
+    r"\u3088\u3063\u3066|\u3057\u305f\u304c\u3063\u3066|\ub530\ub77c\uc11c)"
+)
 LANGUAGES = {code: frozenset(words.split()) for code, words in COMMON.items()}
 WORD = re.compile(r"\b[cdjlns]'|[^\W\d_]+")
 SHORT = 400  # characters of a text that are looked at
@@ -37,3 +47,34 @@ def language_of(text: str) -> str:
     most = max(counts.values())
     best = [code for code, count in counts.items() if count == most]
     return best[0] if len(best) == 1 and most else "en"
+
+
+# sentences that say that there is none, besides English ones
+ABSENT = re.compile(
+    r"(?:(?:[\w ]{0,40} )?(?:es gibt|gibt es|sind|ist|sehe(?: ich)?|sieht man) keine?[nr]?|"
+    r"(?:[\w ]{0,40} )?il n'y a(?:vait)? (?:aucune?|pas de|pas d')|"
+    r"(?:[\w ]{0,40} )?no (?:hay|se ven?)(?: ning[u\u00fa]n[oa]?)?|"
+    r"(?:[\w ]{0,40} )?n\u00e3o (?:h\u00e1|se v\u00eaem|existem)(?: nenhuma?)?|"
+    r"(?:[\w ]{0,40} )?non (?:ci sono|c'\u00e8)(?: nessun[oa]?)?|"
+    r"(?:[\w ]{0,40} )?er zijn geen) (?P<noun>[^\W\d_]+)(?: [\w' ]{0,40})?[ .]*|"
+    # in the picture there is no X
+    r"[^\W\d]{0,6}[\u56fe\u5716\u7247\u9762][^\W\d]{0,3}[\u6ca1\u6c92]\u6709"
+    r"(?!.*(?:\u7b54|\u8db3\u591f|\u63d0\u4f9b|\u663e\u793a|\u95ee))[^\W\d]{1,10}[ .\u3002]*|"
+    r"[^\W\d]{1,8}\u306b\u306f?[^\W\d]{1,12}[\u306f\u304c](?:\u5199\u3063\u3066)?"
+    r"(?:\u3044|\u3042\u308a)\u307e\u305b\u3093[ .\u3002]*|"
+    r"(?:keine?[nrs]?|aucune?|ning[u\u00fa]n[oa]?|nenhuma?|nessun[oa]?|geen|"
+    r"[\u6ca1\u6c92]\u6709)[ .\u3002]*"
+)
+# of what there is none in a sentence about the question
+ABSTRACT = {
+    *"antwort zweifel ahnung m\u00f6glichkeit grund problem frage doute doutes r\u00e9ponse "
+    "id\u00e9e probl\u00e8me moyen raison duda dudas respuesta idea problema manera forma "
+    "raz\u00f3n m\u00e1s mas d\u00favida resposta ideia maneira dubbio risposta modo mehr weniger "
+    "plus moins menos suficiente suficientes genug".split()
+}
+
+
+def absent(text: str) -> bool:
+    """Tell whether a sentence in lower case says that there is none: "es gibt keine hunde"."""
+    match = ABSENT.fullmatch(text)
+    return bool(match) and match["noun"] not in ABSTRACT

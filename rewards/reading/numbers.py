@@ -11,6 +11,7 @@ from fractions import Fraction
 from functools import lru_cache
 
 from rewards.reading.figures import calm
+from rewards.reading.languages import absent
 from rewards.reading.parsed import UNPARSEABLE, Parsed, worst
 from rewards.reading.plain import SHORT, bare, plain
 from rewards.reading.prose import conclusion, scannable, without_points
@@ -122,7 +123,7 @@ PERCENT = {*"% percent prozent pourcent porciento porcento percento procent".spl
 TOTALS = {"total", "totals", "altogether", "overall"}
 NOT_NOTHING = {
     *"one more less fewer longer idea answer way doubt wait problem number matter need of the "
-    "above".split()
+    "above hay se".split()
 }
 
 
@@ -493,8 +494,10 @@ def _converted(tokens: Sequence[Token], first: Found, second: Found) -> bool:
 
 
 def _nothing(tokens: Sequence[Token]) -> Parsed[Quantity]:
-    """Read "none", "there are no dogs" as 0."""
+    """Read "none", "there are no dogs", "il n'y a aucun chien" as 0."""
     words = [token.text.casefold() for token in tokens]
+    if absent(" ".join(words)):
+        return Parsed(Quantity(0), "repaired")
     if (
         words in (["none"], ["nil"], ["nought"])
         or words[:1] == ["none"]

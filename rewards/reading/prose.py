@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 
-from rewards.reading.languages import language_of
+from rewards.reading.languages import THEREFORE, language_of
 from rewards.reading.plain import SHORT
 from rewards.reading.spelled import in_figures
 from rewards.reading.stated import HEDGED, SENTENCE
@@ -18,15 +18,7 @@ BELOW = re.compile(
     re.I,
 )
 MARKER = re.compile(r"(?m)^[ \t]*(\d{1,2})[.)][ \t]+")
-CONCLUDES = re.compile(
-    r"(?:so|thus|therefore|hence|finally|overall|altogether|consequently|as a result|in total|"
-    r"in conclusion|in summary|also|daher|somit|folglich|insgesamt|donc|ainsi|au total|por lo "
-    r"tanto|"
-    r"as\u00ed que|entonces|en total|portanto|logo|no total|quindi|dunque|pertanto|in totale|dus|"
-    r"\u56e0\u6b64|\u6240\u4ee5|\u6545|[总總]共|\u4e00\u5171|\u3088\u3063\u3066|"
-    r"\u3057\u305f\u304c\u3063\u3066|\ub530\ub77c\uc11c)\b[, \uff0c]*",
-    re.I,
-)
+CONCLUDES = re.compile(rf"{THEREFORE}[, \uff0c]*", re.I)
 RESULT = re.compile(
     r"(?:the|this|that) (?:\w+ ){0,2}(?:total|sum|difference|result|average|mean|ratio|product|"
     r"count|"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
-from rewards.reading.languages import language_of
+from rewards.reading.languages import THEREFORE, language_of
 from rewards.reading.plain import SHORT, bare, plain
 from rewards.reading.stated import SENTENCE
 
@@ -136,13 +136,7 @@ EVIDENT = re.compile(
 )
 # what a sign, a chart or a caption says in a clause: indique que la ville est Lyon
 REPORTED = re.compile(r"\s*,?\s*(?:us |uns |nous |nos |ci )?(?:that|dass|que|che|dat)\b")
-OPENING = re.compile(
-    r"^(?:(?:so|thus|hence|therefore|then|finally|overall|in conclusion|in summary|consequently|"
-    r"as a result|also|daher|somit|folglich|donc|ainsi|por lo tanto|as\u00ed que|entonces|portanto|"
-    r"logo|quindi|dunque|dus)\b|\u56e0\u6b64|\u6240\u4ee5|\u6545|\u3088\u3063\u3066|"
-    r"\u3057\u305f\u304c\u3063\u3066|\ub530\ub77c\uc11c)[,\uff0c:]?\s*",
-    re.I,
-)
+OPENING = re.compile(rf"^{THEREFORE}[,\uff0c:]?\s*", re.I)
 UNSURE = re.compile(
     r"(?:\bnot|n't) (?:sure|certain|clear|possible|able)\b|\b(?:unclear|unsure|cannot|can't|unable|"
     r"could be|might be|may be|hard to|difficult to)\b|\bnicht sicher\b|\bpas s\u00fbr\b|\bno "
