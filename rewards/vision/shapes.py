@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -94,6 +95,14 @@ _ONE = re.compile(rf"({NUMBER})(?!\w)")
 _TEXT = re.compile(r"""["']?([^"'\n{}]{1,200})""")
 _CUT = re.compile(r"[.,;\n\[\]()]")
 _KEY = re.compile(r"""\b([^\W\d]\w{0,19})["']?\s{0,9}[:=]\s{0,9}["']?[\[(]{0,2}""")
+_HAS_KEYS = {
+    size: re.compile(
+        rf"""\b(?:{"|".join({*KEYS[size], *(key for keys in forms for key in keys)})})"""
+        r"""["']?\s{0,9}[:=]""",
+        re.I,
+    )
+    for size, forms in ((4, (*CORNERS[4], *SIDES)), (2, CORNERS[2]))
+}
 _NUMBERED = {key for size in (4, 2) for keys in (*CORNERS[size], *SIDES) for key in keys}
 _PAIRS = {
     2: re.compile(_PAIR),
@@ -142,8 +151,9 @@ def _shapes(text: str, sizes: tuple[int, ...]) -> Parsed[list[Shape]]:
                 return UNPARSEABLE
             if listed:
                 return Parsed(listed, answer.status)
+    written = _json_of(body)
     for size in sizes:
-        for read in (_from_json, _pairs, _bracketed, _keyed, _bare):
+        for read in (partial(_from_json, written), _pairs, _bracketed, _keyed, _bare):
             parsed = read(body, size)
             if parsed.value and len(parsed.value) > MOST:
                 return UNPARSEABLE
@@ -152,17 +162,22 @@ def _shapes(text: str, sizes: tuple[int, ...]) -> Parsed[list[Shape]]:
     return UNPARSEABLE
 
 
-def _from_json(body: str, size: int) -> Parsed[list[Shape]]:
+def _json_of(body: str) -> Parsed[Any]:
     """Read JSON, or a value of Python, whole."""
     parsed = strict_json(body)
-    if parsed.status == "ok":
-        labelled = numbers_of(parsed.value, size) and re.match(r"[^\[({`<\d]*[^\W\d]", body)
-        return UNPARSEABLE if labelled else _listed(parsed, size)
     inside = fenced(body)
-    if not inside.startswith(("[", "{")) or too_deep(inside):
-        return UNPARSEABLE
+    if parsed.status == "ok" or not inside.startswith(("[", "{")) or too_deep(inside):
+        return parsed
     value = several(QUOTE.sub('"', inside) if "'" in inside else inside)
-    return UNPARSEABLE if value is None else _listed(Parsed(value, "repaired"), size)
+    return UNPARSEABLE if value is None else Parsed(value, "repaired")
+
+
+def _from_json(parsed: Parsed[Any], body: str, size: int) -> Parsed[list[Shape]]:
+    """Read the shapes of JSON; a list of numbers behind a name is for ``_bracketed``."""
+    if parsed.status == "ok" and numbers_of(parsed.value, size):
+        labelled = re.match(r"[^\[({`<\d]*[^\W\d]", body)
+        return UNPARSEABLE if labelled else _listed(parsed, size)
+    return _listed(parsed, size)
 
 
 def _pairs(body: str, size: int) -> Parsed[list[Shape]]:
@@ -208,7 +223,7 @@ def _keyed(body: str, size: int) -> Parsed[list[Shape]]:
     """Read keys with numbers behind them, in JSON that was cut or in none: ``bbox: 1, 2, 3, 4``,
     ``x1=1, y1=2, ...``. A label is that of the braces in which the box stands."""
     listed: list[Shape] = []
-    for record in body.split("}"):
+    for record in body.split("}") if _HAS_KEYS[size].search(body) else ():
         values: dict[str, Any] = {}
         for match in _KEY.finditer(record):
             key = match[1].casefold()
