@@ -142,7 +142,8 @@ def items(text: str, known: Collection[str] = ()) -> Parsed[list[str]]:
             value == [] or all(isinstance(name, (str, int, float)) for name in names)
         ):
             return Parsed(
-                [str(name).strip() for name in names], worst(answer.status, parsed.status)
+                [WHERE.sub("", str(name)).strip() for name in names],
+                worst(answer.status, parsed.status),
             )
         return UNPARSEABLE
     whole = {normal(name) for name in known}
@@ -180,7 +181,9 @@ WHERE = re.compile(
     re.I,
 )
 # cat (Felis catus)
-LATIN = re.compile(r"([^()]{2,60})\s\(\*?[A-Z][a-z]{2,} [a-z]{3,}(?: [a-z]{3,})?\*?\)[.]?")
+LATIN = re.compile(
+    r"([^()]{2,60})\s\(\*?[A-Z][a-z]{2,} [a-z]+(?:us|a|um|is|i|ae|ens|or|ix|es)\*?\)[.]?"
+)
 
 
 def _listing(body: str) -> str:

@@ -394,17 +394,18 @@ def _meant(tokens: Sequence[Token], matches: list[Found]) -> list[Found]:
 def _is_date(tokens: Sequence[Token], match: Found) -> bool:
     """Tell whether a number is the year for which another one is said: 35 in 2018, 35 (2018)."""
     value, before = match.quantity.value, tokens[match.start - 1].text.casefold()
+    bracketed = tokens[match.start].text == "(" and match.end == match.start + 3
     return (
         isinstance(value, int)
         and 1900 <= value < 2100
-        and match.end == match.start + 1
-        and len(tokens[match.start].text) == 4
-        and not (match.quantity.unit or match.quantity.noun)
-        and (before in DATES or before == "(" and _is(tokens, match.end, ")"))
+        and len(tokens[match.start + bracketed].text) == 4
+        and not match.quantity.unit
+        and (bracketed or before in YEARS or before in DATES and not match.quantity.noun)
     )
 
 
-DATES = {*"in for during year by of en im pour para em nel \u5728".split()}
+YEARS = {*"in en im em nel".split()}
+DATES = {*"for during year by of pour para \u5728".split()}
 
 
 def _parted(tokens: Sequence[Token], matches: list[Found]) -> bool:
@@ -872,12 +873,12 @@ def _noun(tokens: Sequence[Token], at: int) -> tuple[str, ...]:
 def _clear(tokens: Sequence[Token], match: Found) -> bool:
     """Tell whether what stands around a number leaves it the number that is meant."""
     before = tokens[match.start - 1].text.casefold() if match.start else ""
-    if before in BOUNDS and not (match.quantity.unit or match.quantity.noun):
+    if before in BOUNDS or before == "after" and not (match.quantity.unit or match.quantity.noun):
         return False
     return _clear_before(tokens, match.start) and _clear_behind(tokens, match.end)
 
 
-BOUNDS = {"before", "after", "until", "till", "pre", "post"}  # before 1998, but after 5 minutes
+BOUNDS = {"before", "until", "till", "pre", "post"}
 
 
 def _clear_before(tokens: Sequence[Token], start: int) -> bool:

@@ -13,7 +13,7 @@ from rewards.reading.names import names_of, normal, without_article
 from rewards.reading.numbers import Quantity, quantity_in
 from rewards.reading.objects import literal
 from rewards.reading.plain import SHORT, bare, plain
-from rewards.reading.stated import emphasised, stated
+from rewards.reading.stated import CORRECTS, emphasised, stated
 from rewards.reading.statements import CONTRAST, predicates, sentences_of
 
 LINES = 40  # of an answer whose first line is a label
@@ -82,7 +82,10 @@ LINKS = re.compile(
 # B and C are both right
 BOTH = re.compile(
     r"^(?i:both )?(?i:options? |answers? |choices? |statements? )?(?P<labels>[(\[]?[A-Z][)\]]?"
-    rf"(?:{JOIN}[(\[]?[A-Z][)\]]?)+) are (?:both |all )?(?:the )?(?:correct|right|true)"
+    rf"(?:{JOIN}[(\[]?[A-Z][)\]]?)+)(?: (?:are|son|sont|sind|sono|são|zijn) "
+    r"(?:both |all )?(?:the )?(?:correct|right|true|correct[ae]s|richtig|correte|corrette|corretas|"
+    r"juist)|"
+    r"[都均]?是?(?:正[确確]|[对對])的?)"
     r"(?: answers?| options?| choices?| ones?)?$"
 )
 
@@ -198,7 +201,9 @@ def _led(span: str, options: Options) -> str:
         return ""
     lines = (bare(plain(line)) for line in (first, *rest.split("\n")))
     labels = [label for line in lines if len(line) < 12 and (label := _label(line, options))]
-    return labels[0] if len(labels) == 1 and _label(bare(plain(first)), options) else ""
+    corrected = labels and CORRECTS.search(rest) and _rivals(labels[0], sentences_of(rest), options)
+    led = len(labels) == 1 and _label(bare(plain(first)), options)
+    return labels[0] if led and not corrected else ""
 
 
 def _single(body: str, options: Options) -> frozenset[str]:
@@ -381,6 +386,9 @@ def _marked(text: str, options: Options) -> frozenset[str]:
             return frozenset()
         if name.isupper() or options.any:
             labels.add(_known(name, options))
+            whole = next((s for s in sentences if match[0] in s), "")
+            if _rivals(_known(name, options), [bare(MARKED.sub("", whole))], options):
+                return frozenset()
     labels.discard("")
     if len(labels) != 1:
         return _decided(text, options) or _predicate(text, options)
@@ -430,6 +438,7 @@ def _predicate(text: str, options: Options) -> frozenset[str]:
     if (
         len(labels) == 1
         and not DENIED.search(text)
+        and not re.search(r"\b(?:or|either|if|unless)\b", text)
         and not _mentions(re.sub(rf"(?<!\w){match[0]}(?!\w)", "", text), options)
     ):
         return frozenset(labels)
