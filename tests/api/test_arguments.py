@@ -135,7 +135,7 @@ def test_media_become_pictures_videos_and_texts(tmp_path):
     first, second = shown(PICTURES)
     assert isinstance(first, Image.Image) and second.getpixel((0, 0)) == (255, 255, 255)
     (video,) = shown(PICTURES[None], fps=24)
-    assert isinstance(video, Video) and len(video) == 2 and "data:image" in video._repr_html_()
+    assert isinstance(video, Video) and len(video) == 2 and "data:video/mp4" in video._repr_html_()
     samples = Samples([first, video, "<b>"], [{"text": "<i>"}] * 3, {"r": [1.0, 2.0, 3.0]})
     page = samples._repr_html_()
     assert "&lt;b&gt;" in page and "&lt;i&gt;" in page and "r 2" in page and "<i>" not in page
