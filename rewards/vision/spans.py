@@ -78,7 +78,9 @@ MINUTES = re.compile(
     rf"(?<![\d.:])({NUMBER})(?:\s?{MINUTE})?\s*{TO}\s*({NUMBER})\s?{MINUTE}(?![A-Za-z]|\s?\d)", re.I
 )
 # who says when it does not happen; to the end of what stands before the times
-DENIED = re.compile(r"(?:\b(?:not|never|nicht|pas)\b|n't\b|[\u4e0d\u6ca1])[^.;\n]{0,60}\Z", re.I)
+BEFORE = 70  # characters of that
+DENIAL = re.compile(r"\b(?:not|never|nicht|pas)\b|n't\b|[\u4e0d\u6ca1]", re.I)
+DENIED = re.compile(rf"(?:{DENIAL.pattern})[^.;\n]{{0,60}}\Z", re.I)
 WHOLE = re.compile(rf"[\[(]?\s*{PAIR.pattern}\s*[\])]?", re.I)
 
 
@@ -106,7 +108,10 @@ def spans(text: str) -> Parsed[list[Span]]:
     parsed = loose_json(body) if re.search(r"[\[{]", body) else UNPARSEABLE
     if parsed.value is not None and (listed := _spans(parsed.value)):
         return Parsed(listed, worst(answer.status, parsed.status))
-    pairs = [pair for pair in PAIR.finditer(body) if not DENIED.search(body, 0, pair.start())]
+    pairs = [*PAIR.finditer(body)]
+    if DENIAL.search(body):
+        reaches = [(max(0, pair.start() - BEFORE), pair.start()) for pair in pairs]
+        pairs = [pair for pair, at in zip(pairs, reaches) if not DENIED.search(body, *at)]
     listed = [(float(pair[1]), float(pair[2])) for pair in pairs]
     plain = WHOLE.fullmatch(body.strip())
     return (
