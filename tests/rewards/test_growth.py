@@ -11,7 +11,6 @@ import pytest
 from PIL import Image
 
 from mmrl.core.registry import REWARDS, load_built_in
-from rewards import Grounding
 from rewards._sandbox import Broken, Sandbox
 from rewards.reading import LONGEST, loose_json, objects
 from rewards.vision import maths, svg
@@ -173,18 +172,21 @@ def test_so_does_one_in_tags(name, wrap, without_processes):
     )
 
 
-def test_such_growth_would_be_seen():
-    """By cubes, 64 times as long, and by squares, 16 times."""
+def test_such_growth_would_be_seen(monkeypatch):
+    """By cubes, 64 times as long, and by squares, 16 times; by a clock that others do not slow."""
+    clock = [0.0]
+    monkeypatch.setattr(time, "process_time", lambda: clock[0])
 
-    def cubes(texts, prompts):
-        return [float(sum(1 for _ in range(len(texts[0]) ** 3 // 400_000)))]
+    def taking(power, unit):
+        def reward(texts, prompts):
+            clock[0] += unit * len(texts[0]) ** power
+            return [0.0]
 
-    def squares(texts, prompts):
-        return [float(sum(1 for _ in range(len(texts[0]) ** 2 // 30)))]
+        return reward
 
-    assert grows(cubes, "a" * 3000, "a" * 12_000, {})
-    assert grows(squares, "a" * 3000, "a" * 12_000, {})
-    assert not grows(Grounding(), "a" * 3000, "a" * 12_000, {"boxes": [[0, 0, 1, 1]]})
+    assert grows(taking(3, 1e-13), "a" * 3000, "a" * 12_000, {})
+    assert grows(taking(2, 1e-9), "a" * 3000, "a" * 12_000, {})
+    assert not grows(taking(1, 1e-5), "a" * 3000, "a" * 12_000, {})
 
 
 # --------------------------------------------------------------------------------------------------
