@@ -77,4 +77,4 @@ ABSTRACT = {
 def absent(text: str) -> bool:
     """Tell whether a sentence in lower case says that there is none: "es gibt keine hunde"."""
     match = ABSENT.fullmatch(text)
-    return bool(match) and match["noun"] not in ABSTRACT
+    return match is not None and match["noun"] not in ABSTRACT

@@ -155,8 +155,8 @@ def items(text: str, known: Collection[str] = ()) -> Parsed[list[str]]:
     if described := _described(body):
         return Parsed(described, answer.status)
     listed = [WHERE.sub("", BULLET.sub("", part)).strip() for part in _parts(_lined(body), whole)]
-    names = [n for n in listed if normal(n) and (normal(n) in whole or not ABSENT.match(n))]
-    return Parsed(names, answer.status) if names else UNPARSEABLE
+    labels = [n for n in listed if normal(n) and (normal(n) in whole or not ABSENT.match(n))]
+    return Parsed(labels, answer.status) if labels else UNPARSEABLE
 
 
 def _called(entry: object) -> object:

@@ -186,8 +186,8 @@ def shares(shapes: Sequence[Shape], prompt: Prompt) -> bool:
     if extent(prompt, "original") is None:
         return False
     if prompt.get("boxes") is not None:
-        right = true_boxes(prompt)
-        return len(right) > 0 and bool((right[:, 2:] - right[:, :2] > 2).all())
+        boxes = true_boxes(prompt)
+        return len(boxes) > 0 and bool((boxes[:, 2:] - boxes[:, :2] > 2).all())
     right = prompt["points"] if prompt.get("points") is not None else [prompt.get("point") or (0,)]
     return len(right) > 0 and all(max(map(float, point)) > 2 for point in right)
 
