@@ -104,6 +104,8 @@ _HAS_KEYS = {
     for size, forms in ((4, (*CORNERS[4], *SIDES)), (2, CORNERS[2]))
 }
 _NUMBERED = {key for size in (4, 2) for keys in (*CORNERS[size], *SIDES) for key in keys}
+# keys that say something of a record itself
+_NAMED = {size: _NUMBERED | {*LABELS, *CONFIDENCES, *KEYS[size]} for size in (4, 2)}
 _PAIRS = {
     2: re.compile(_PAIR),
     4: re.compile(rf"{_PAIR}\s{{0,9}}(?:,|to|-|->|bis|\u5230)?\s{{0,9}}{_PAIR}"),
@@ -286,32 +288,31 @@ def _entry(entry: Any, size: int) -> Iterator[Shape]:
     if not isinstance(entry, dict):
         return
     low = {str(key).casefold(): value for key, value in entry.items()}
-    label = next((_label(low[key]) for key in LABELS if key in low), None)
-    confidence = next((real(low[key]) for key in CONFIDENCES if key in low), None)
-    for key in KEYS[size]:
-        if key in low:
-            yield from (
-                Shape(
-                    _turned(v) if key == "box_2d" else v,
-                    label,
-                    confidence,
-                    "rel1000" if key == "box_2d" else None,
-                )
-                for v in _many(low[key], size)
-            )
-            return
-    if values := _cornered(low, size):
-        yield Shape(values, label, confidence)
+    if not _NAMED[size].isdisjoint(low) and (shapes := _of_keys(low, size)) is not None:
+        yield from shapes
         return
     for name, value in entry.items():
         parts = value if isinstance(value, list) else [value]
         records = [part for part in parts if isinstance(part, dict)]
-        if not records:
+        if not records and isinstance(value, (list, str)):
             yield from (Shape(v, _label(name)) for v in _many(value, size))
         for record in records:  # {"objects": [{"bbox_2d": ...}]}, {"dog": {"x1": ...}}
             named = _label(name) if record is value else None
             for shape in _entry(record, size):
                 yield shape if shape.label or not named else replace(shape, label=named)
+
+
+def _of_keys(record: Mapping[str, Any], size: int) -> list[Shape] | None:
+    """Read the shapes that a record's own keys name; None where none of them is a shape's."""
+    label = next((_label(record[key]) for key in LABELS if key in record), None)
+    confidence = next((real(record[key]) for key in CONFIDENCES if key in record), None)
+    for key in KEYS[size]:
+        if key in record:
+            turned, space = (_turned, "rel1000") if key == "box_2d" else (tuple, None)
+            many = _many(record[key], size)
+            return [Shape(turned(values), label, confidence, space) for values in many]
+    values = _cornered(record, size)
+    return [Shape(values, label, confidence)] if values else None
 
 
 def _turned(values: tuple[float, ...]) -> tuple[float, ...]:
