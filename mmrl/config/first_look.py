@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Any
 
 from mmrl.config import EXAMPLES, Config, load, load_stages
 from mmrl.config.building import raise_all, resolve_rewards
@@ -27,16 +28,11 @@ from mmrl.config.overrides import PLUGGED
 from mmrl.config.schema import resolve
 
 
-def first_look(
-    file: Path,
-    overrides: Sequence[str] = (),
-    sections: Collection[str] | None = None,
-    every_stage: bool = False,
-    processes: int | None = 1,
-) -> None:
-    """Look at a configuration, unless torch is loaded already or the table older than the code."""
+def first_look(file: Path, overrides: Sequence[str] = (), **use: Any) -> None:
+    """Look at a configuration (``look``), unless torch is loaded already or the table is older than
+    the code."""
     if "torch" not in sys.modules and not is_outdated():
-        look(file, overrides, sections, every_stage, processes)
+        look(file, overrides, **use)
 
 
 def look(

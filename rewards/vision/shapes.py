@@ -241,6 +241,8 @@ def _keyed(body: str, size: int) -> Parsed[list[Shape]]:
                 values[key] = float(match_of_value[1])
         if values:
             listed += _entry(values, size)
+        if len(listed) > MOST:
+            break
     return Parsed(listed, "repaired") if listed else UNPARSEABLE
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from itertools import islice
 from typing import Any, Literal
 
 import numpy as np
@@ -42,7 +43,7 @@ from rewards.vision.base import (
     tagged,
 )
 from rewards.vision.coords import Unscorable
-from rewards.vision.notations import Shape
+from rewards.vision.notations import MOST, Shape
 from rewards.vision.shapes import numbers_of
 
 Span = tuple[float, float]
@@ -77,6 +78,7 @@ MINUTE = r"(?:minutes?|mins?|minuten|minutos?|minuti|\u5206\u949f?|\ubd84)"
 MINUTES = re.compile(
     rf"(?<![\d.:])({NUMBER})(?:\s?{MINUTE})?\s*{TO}\s*({NUMBER})\s?{MINUTE}(?![A-Za-z]|\s?\d)", re.I
 )
+JOINING = re.compile(r"[^\s\d.:()\[\]{}]")  # without such a sign nothing stands between two times
 # who says when it does not happen; to the end of what stands before the times
 BEFORE = 70  # characters of that
 DENIAL = re.compile(r"\b(?:not|never|nicht|pas)\b|n't\b|[\u4e0d\u6ca1]", re.I)
@@ -102,13 +104,18 @@ def spans(text: str) -> Parsed[list[Span]]:
     answer = final(text)
     marked = last_inside(str(text), ("glue", "time", "span"))
     written = fenced(answer.value if marked is None else marked[:LONGEST])
-    body = seconds(calm(without_markdown(written)))
+    body = calm(without_markdown(written))
     if body.casefold().strip(" .") in NOTHING | {"[]"}:
         return Parsed([], answer.status)
+    if not (re.search(r"\d", body) and JOINING.search(body)):
+        return UNPARSEABLE
+    body = seconds(body)
     parsed = loose_json(body) if re.search(r"[\[{]", body) else UNPARSEABLE
     if parsed.value is not None and (listed := _spans(parsed.value)):
         return Parsed(listed, worst(answer.status, parsed.status))
-    pairs = [*PAIR.finditer(body)]
+    pairs = [*islice(PAIR.finditer(body), MOST + 1)]
+    if len(pairs) > MOST:
+        return UNPARSEABLE
     if DENIAL.search(body):
         reaches = [(max(0, pair.start() - BEFORE), pair.start()) for pair in pairs]
         pairs = [pair for pair, at in zip(pairs, reaches) if not DENIED.search(body, *at)]
