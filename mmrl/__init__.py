@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from mmrl.utils import threads
+from mmrl.utils import rounding
 
 if TYPE_CHECKING:
     from mmrl.api.auditing import check_reward
@@ -35,9 +35,9 @@ __version__ = "0.1.0"
 # Finds `rewards` and `samplers` by place, before anything imports them.
 from mmrl.core import packages as _packages  # noqa: F401
 
-# torch reads these settings when it is loaded, which a program may do before it uses mmrl
+# MKL reads its setting when torch is loaded, which a program may do before it uses mmrl
 if "torch" not in sys.modules:
-    threads.prepare()
+    rounding.prepare()
 
 # name -> module that has it, and its name there
 _PLACES = {

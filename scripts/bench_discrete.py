@@ -35,7 +35,6 @@ import measuring  # noqa: E402
 import plain_tokens  # noqa: E402
 import torch  # noqa: E402
 
-from mmrl.policies import products  # noqa: E402
 from mmrl.utils.machine import machine  # noqa: E402
 from samplers import unmask  # noqa: E402
 from samplers.noise import Rng  # noqa: E402
@@ -181,7 +180,6 @@ class Janus:
         self.policy = Policy(str(folder), guidance_scale=args.guidance, compile=args.compile)
         self.prompt_tokens = self.policy.encode([PROMPT])[0]["ids"].shape[1]
         self.policy.net.to(args.device, dtype)
-        # of its own: the layers of the policy's network compute by ``products``
         self.hf = JanusForConditionalGeneration.from_pretrained(folder, dtype=dtype)
         self.hf.to(args.device).eval()
         generation = self.hf.generation_config
@@ -322,8 +320,7 @@ class Plain:
 
     def theirs(self) -> torch.Tensor:
         net, scale = self.policy.net, self.policy.guidance_scale
-        with mock.patch.object(products, "faster", lambda: False):  # by torch's own layers
-            return self.loop(net, PROMPT["label"], self.copies, scale)
+        return self.loop(net, PROMPT["label"], self.copies, scale)
 
     def agreement(self) -> str:
         """Say what was compared; SystemExit if it differs."""
@@ -392,7 +389,7 @@ def measure(size: Size, args: argparse.Namespace) -> dict[str, Any]:
         shown = f"{pair.agreement()} ({small.side} x {small.side} tokens, {small.layers} layers)"
     compiled = args.compile and size.family in COMPILED
     tokens = floor = None
-    if compiled:  # their products are within one operation
+    if compiled:  # their products are within a graph
         with built(size, plain, getattr(torch, args.dtype)) as pair:
             tokens = pair.ours()
             floor = statistics.median(measuring.floor(pair.ours) for _ in range(args.repeats))
@@ -408,22 +405,17 @@ def measure(size: Size, args: argparse.Namespace) -> dict[str, Any]:
             )
         for fn in (pair.ours, pair.theirs) if args.warm else ():
             fn()
-        runs: dict[str, list[dict[str, float]]] = {"mmrl": [], "torch": [], "library": []}
+        runs: dict[str, list[dict[str, float]]] = {"mmrl": [], "library": []}
         for _ in range(args.repeats):
             runs["mmrl"].append(timed(pair.ours))
-            with mock.patch.object(products, "faster", lambda: False):
-                runs["torch"].append(timed(pair.ours))
             runs["library"].append(timed(pair.theirs))
         if floor is None:
             floor = statistics.median(measuring.floor(pair.ours) for _ in range(args.repeats))
     by = "wall" if args.device == "cuda" else "cpu"
-    ratios, by_torch = (
-        {
-            kind: [b[kind] / a[kind] for a, b in zip(runs[ours], runs["library"], strict=True)]
-            for kind in ("wall", "cpu")
-        }
-        for ours in ("mmrl", "torch")
-    )
+    ratios = {
+        kind: [b[kind] / a[kind] for a, b in zip(runs["mmrl"], runs["library"], strict=True)]
+        for kind in ("wall", "cpu")
+    }
     seconds = {name: statistics.median(run[by] for run in times) for name, times in runs.items()}
     return {
         "size": asdict(size) | {"tokens": size.tokens},
@@ -436,8 +428,6 @@ def measure(size: Size, args: argparse.Namespace) -> dict[str, Any]:
         "products": floor,
         "first": first,
         "factor": statistics.median(ratios[by]),
-        "factor_by_torch": statistics.median(by_torch[by]),
-        "onednn": products.faster() and args.device == "cpu" and args.dtype == "float32",
         "images_per_second": args.copies / seconds["mmrl"],
     }
 
@@ -472,8 +462,8 @@ def page(report: dict[str, Any]) -> str:
         "without decoding, aMUSEd with text encoder and decoder.",
         "",
         "| model | width, layers | tokens | of the prompt | mmrl, s | library, s | times "
-        "as fast | by the clock | with torch's products | products, s | at most |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "as fast | by the clock | products, s | at most |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, case in report["cases"].items():
         size = case["size"]
@@ -485,7 +475,7 @@ def page(report: dict[str, Any]) -> str:
             f"| {case['seconds']['mmrl']:.2f} | {case['seconds']['library']:.2f} | "
             f"{case['factor']:.2f} "
             f"| {statistics.median(wall):.2f} ({min(wall):.2f} - {max(wall):.2f}) "
-            f"| {case['factor_by_torch']:.2f} | {case['products']:.2f} "
+            f"| {case['products']:.2f} "
             f"| {bound(case)} |"
         )
     runs = [
@@ -511,10 +501,10 @@ def page(report: dict[str, Any]) -> str:
 
 
 BY_COMPILE = """\
-mmrl's side of Janus and LlamaGen is compiled (`policy.compile: true`, which on a CPU is code of
-ours for a whole token): their first rollouts, in which code is built or found in the inductor's
-cache, are not counted and took {first}. Their "products" are those of rollouts that are not
-compiled. The library's side is not compiled: transformers' `generate` does not do so for pictures,
+mmrl's side of Janus and LlamaGen is compiled (`policy.compile: true`): their first rollouts, in
+which graphs are built or found in the inductor's cache, are not counted and took {first}. Their
+"products" are those of rollouts that are not compiled. The library's side is not compiled:
+transformers' `generate` does not do so for pictures,
 and `torch.compile` of its language model by hand gave nothing (see docs/lab-notes.md)."""
 
 WHY = """\
@@ -526,16 +516,9 @@ not at all places of a static cache; the embedding's layers run once for conditi
 unconditional rows, and the product with the codebook once for their mixture, since the weights of
 guidance add up to 1; no masks and caches are made anew for a token. aMUSEd: the first pass, in
 which all images of a group are hidden, is one image; keys and values of the text are made once for
-all images, and all images of a text are queries to it together; logits are made of hidden tokens
-only, and once for the mixture; norms and gates pass over wide activations less often. LlamaGen,
-VAR: as Janus. All: a token is drawn with one uniform number, whose place is looked up in running
+all images; logits are made of hidden tokens only, and once for the mixture. LlamaGen, VAR: as
+Janus. All: a token is drawn with one uniform number, whose place is looked up in running
 sums over blocks of the codebook, on CPUs a few rows at a time.
-
-On CPUs with AVX-512 that are not Intel's, products in float32 are oneDNN's, whose weights are
-brought into its layout once a rollout, queries, keys and values (and both halves of a gated layer)
-side by side: MKL, which torch takes and the libraries with it, keeps to AVX2 there. "With torch's
-products" is mmrl without that, as on Intel's CPUs. Keys lie by column on CPUs, where one query
-attends to them.
 
 What remains is the transformer itself, at the same number of rows, so the factor falls as it grows.
 "Products" is what mmrl's own products with weights, convolutions and attention take, in place: with
@@ -576,10 +559,7 @@ def main(words: list[str] | None = None) -> dict[str, Any]:
     cases = {}
     for name in args.cases:
         cases[name] = measure(CASES[name], args)
-        factor, by_torch = cases[name]["factor"], cases[name]["factor_by_torch"]
-        print(
-            f"{name}: {factor:.2f} times as fast, {by_torch:.2f} with torch's products", flush=True
-        )
+        print(f"{name}: {cases[name]['factor']:.2f} times as fast", flush=True)
     options = {key: value for key, value in vars(args).items() if key not in ("out", "cases")}
     report = {"cases": cases, "options": options, "machine": machine()}
     args.out.parent.mkdir(parents=True, exist_ok=True)

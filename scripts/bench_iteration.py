@@ -68,7 +68,6 @@ class Work:
     precision: str = "fp32"
     gradient_checkpointing: bool = False
     plain_rows: int = 8  # rows of a sampling batch and of a micro-batch in the straightforward loop
-    reuse: bool = False  # of the rollout's passes in mmrl's first optimizer step
     micro_batch: int | None = None  # mmrl's; None is its default, all rows of an optimizer step
 
     @property
@@ -263,7 +262,6 @@ def mmrl_trainer(policy: FlowPolicy, work: Work, reward: Callable) -> Trainer:
         precision=work.precision,
         micro_batch_size=work.micro_batch,
         gradient_checkpointing=work.gradient_checkpointing,
-        reuse_rollout_graph=work.reuse,
     )
     objective = PolicyGradient(
         clip_range=CLIP, advantage_clip=ADVANTAGE_CLIP, timestep_fraction=work.fraction

@@ -60,7 +60,6 @@ class Work:
     precision: str = "fp32"
     ends: bool = False  # answers end where the model ends them, at most after ``tokens``
     compile: bool = False  # passes of mmrl
-    reuse: bool = False  # train.reuse_rollout_graph of mmrl
     engine: str = "transformers"  # what samples for TRL: transformers or vllm
 
     @property
@@ -122,7 +121,6 @@ def ours(folder: Path, work: Work, rows: list[dict[str, Any]], share: str = "aut
         micro_batch_size=work.micro_batch,
         iterations=1,
         precision=work.precision,
-        reuse_rollout_graph=work.reuse,
         logprob_tolerance=None if work.precision == "bf16" else "auto",
     )
     scorer = Scorer({"reward": lambda media, asked: torch.tensor(share_of_a(media))})
@@ -342,9 +340,6 @@ def curves(work: Work, engine: str = "transformers") -> dict[str, list[Work]]:
         "answer tokens": [replace(work, tokens=n) for n in (4, 64, 256)],
         "answer tokens, long prompt": [replace(long, tokens=n) for n in (64, 256)],
         "compiled, answer tokens": [replace(shape, compile=True) for shape in answers],
-        "compiled, with train.reuse_rollout_graph": [
-            replace(shape, compile=True, reuse=True) for shape in answers
-        ],
         "answers that end by themselves": [
             replace(short, tokens=512, ends=True) for short in (work, long)
         ],

@@ -11,16 +11,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from mmrl.policies import products
 from samplers.batching import peak_bytes
-
-PRODUCT = products._product
 
 
 def publish(out: Path, report: dict[str, Any], page: str) -> None:
@@ -80,22 +76,15 @@ class Products(TorchFunctionMode):
     ) -> Any:
         if func not in self.KINDS:
             return func(*args, **(kwargs or {}))
-        return self._timed(func, *args, **(kwargs or {}))
-
-    def timed(self, *args: Any) -> Any:
-        """Compute a product by oneDNN, and count it."""
-        return self._timed(PRODUCT, *args)
-
-    def _timed(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         start = time.process_time()
-        output = func(*args, **kwargs)
+        output = func(*args, **(kwargs or {}))
         self.seconds += time.process_time() - start
         return output
 
 
 def floor(fn: Callable[[], Any]) -> float:
     """Measure what of ``fn`` are products and attention, which nothing around them can spare."""
-    with Products() as counted, mock.patch.object(products, "_product", counted.timed):
+    with Products() as counted:
         fn()
     return counted.seconds
 

@@ -11,7 +11,7 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-from mmrl.utils import threads
+from mmrl.utils import rounding
 
 # Imports and collection make millions of objects that stay: the collector would walk through all of
 # them again and again. They are set aside once they are there (pytest_collection_finish), until
@@ -28,7 +28,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # as the command does, before torch: on Intel's CPUs resuming to the bit depends on it
-threads.prepare()
+rounding.prepare()
 
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402

@@ -516,7 +516,7 @@ def doctor() -> None:
 def main() -> None:
     """Run the command line."""
     from mmrl.utils.encoding import use_utf8
-    from mmrl.utils.threads import prepare
+    from mmrl.utils.rounding import prepare
 
     use_utf8()
     prepare()  # before anything imports torch

@@ -127,7 +127,7 @@ class RewardWorker(Worker):
 def prepared(surroundings: Surroundings) -> str:
     """Prepare this process for work, before torch is loaded. Returns a sentence where it cannot
     be."""
-    from mmrl.utils.threads import prepare
+    from mmrl.utils.rounding import prepare
 
     os.environ.update(surroundings.environment)
     prepare()

@@ -32,7 +32,6 @@ from mmrl.config.unfit import (
     renamed_rows,
     unfit_for_data,
     unmeasurable,
-    unreusable,
     unsuited,
     unsuited_to_refill,
     unsuited_to_trees,
@@ -178,10 +177,6 @@ def _unfit_sizes(
     if "objective" in entries:
         policy = entries["policy"].entry if "policy" in entries else None
         unfit += unfit_for_data(built, objective or entries["objective"].entry, policy)
-    if built.reuse_rollout_graph and {"objective", "policy"} <= set(entries):
-        chosen = objective or entries["objective"].entry
-        for why in unreusable(built, chosen, entries["policy"].entry):
-            unfit.append(f"train.reuse_rollout_graph: {why}")
     if {"objective", "policy"} <= set(entries):
         imitates = entries["objective"].options.get("sft") is not None
         why = pathless(built, entries["policy"].entry, entries["objective"].entry)

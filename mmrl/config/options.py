@@ -416,10 +416,6 @@ class TrainOptions:
     # gradients are clipped to this global norm; null: not clipped
     max_grad_norm: Positive | None = 1.0
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"  # mixed precision of the forward pass
-    # the first optimizer step of an iteration goes back through the passes that sampled its rows,
-    # whose activations are kept, in place of making them again (flows; of vision-language models
-    # the passes that read prompts)
-    reuse_rollout_graph: bool = False
     # recompute activations: less memory, about a third more time
     gradient_checkpointing: bool = False
     # the sequence of a sample over several processes; null: every process has rows of its own

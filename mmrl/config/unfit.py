@@ -303,52 +303,6 @@ def unfit_for_parts(train: TrainOptions, objective: Any) -> Iterator[str]:
         )
 
 
-EXCHANGING = (
-    "adaptive_sampling",
-    "demonstrations",
-    "dynamic_sampling_rounds",
-    "ground_truth_rollout",
-    "partial_rollout",
-    "preferences",
-    "refinement",
-    "replay_buffer",
-    "response_reuse",
-    "speculative",
-    "context_parallel",
-    "temporal_contrast",
-)
-
-
-def unreusable(train: TrainOptions, objective: Any, policy: Any) -> Iterator[str]:
-    """Say why passes of sampling cannot stand in for those of the first optimizer step;
-    ``objective`` and ``policy``: objects or classes."""
-    name = getattr(objective, "__name__", type(objective).__name__)
-    can = capabilities_of(policy)
-    if can is not None and can.decisions != "gaussian" and not can.prompt_graphs:
-        yield (
-            "of models that write tokens only vision-language models have passes to keep, those "
-            "that read prompts: leave it out"
-        )
-    if not getattr(objective, "follows_path", False):
-        yield (
-            f"{name} does not take its gradient at the decisions as they were sampled; it is for "
-            f"policy_gradient, grpo_guard, flow_dppo and losses of groups"
-        )
-    behavior = getattr(objective, "behavior_policy", "live")
-    if behavior != "live":
-        yield f"the weights {behavior!r} sample, not those that are trained: leave it out"
-    if can is not None and policy.tree is not None:
-        yield "samples of a tree share passes: leave it out, or the policy's tree"
-    if can is not None and policy.sampling_memory_gib is not None:
-        yield "policy.sampling_memory_gib counts passes without graphs: leave out one of the two"
-    for key in EXCHANGING:
-        if getattr(train, key):
-            yield (
-                f"train.{key}: rows or passes of the update are not those that sampled: leave out "
-                f"one of the two"
-            )
-
-
 WIDTHS = ("fixed_batch_rows", "sampling_memory_gib")
 
 

@@ -19,7 +19,6 @@ from mmrl.core.errors import UserError
 TINY = 1e-12
 BLOCK = 128  # tokens of a vocabulary that are summed before the running sum over blocks
 BELOW_ONE = 1 - 2**-52
-CACHED = 2**18  # logits that stay in a CPU's cache
 
 
 class Dist(Protocol):
@@ -164,31 +163,7 @@ def drawn(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     A draw is the first token whose cumulative probability is above the uniform number. First its
     block of the vocabulary is found, from cumulative sums of blocks in float64, then the token in
     it: one running sum over all of a large vocabulary in float64 costs several times the softmax.
-    On CPUs logits are taken a few rows at a time, which stay in the cache.
     """
-    rows = cached_rows(logits)
-    if rows is None:
-        return _drawn(logits, uniform)
-    parts = [
-        _drawn(x, u)
-        for x, u in zip(
-            logits.flatten(0, -2).split(rows), uniform.flatten(0, -2).split(rows), strict=True
-        )
-    ]
-    token, score = (torch.cat(results).view(uniform.shape) for results in zip(*parts, strict=True))
-    return token, score
-
-
-def cached_rows(logits: Tensor) -> int | None:
-    """Return how many rows of logits [*, V] a CPU's cache holds; None where they may be taken all
-    at once."""
-    if logits.device.type != "cpu" or torch.compiler.is_compiling() or logits.dim() < 2:
-        return None
-    rows = max(1, CACHED // logits.shape[-1])
-    return rows if logits.numel() > rows * logits.shape[-1] else None
-
-
-def _drawn(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     x = logits.to(torch.promote_types(logits.dtype, torch.float32))
     size = BLOCK if x.shape[-1] % BLOCK == 0 else x.shape[-1]
     top = x.amax(-1, keepdim=True)

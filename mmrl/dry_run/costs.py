@@ -104,22 +104,19 @@ def _unet(policy: Any) -> tuple[Layers, ...]:
     return (*levels, Layers(deepest, pixels // 4 ** (len(channels) - 1), channels[-1]))
 
 
-def activations(
-    model: Model, rows: int, half: bool, checkpointing: bool, passes: float = 1.0
-) -> int:
-    """Estimate what the layers keep of ``passes`` passes with gradients; with checkpointing the
-    entry of each and one whole layer."""
+def activations(model: Model, rows: int, half: bool, checkpointing: bool) -> int:
+    """Estimate what the layers keep of a pass with gradients; with checkpointing the entry of each
+    and one whole layer."""
     if model.tracked is not None:
-        return int(passes * model.tracked)
+        return int(model.tracked)
     size = 1 if half else 2
     whole = [KEPT * size * layers.tokens * layers.width * rows for layers in model.layers]
     if not checkpointing:
-        every = sum(each * layers.count for each, layers in zip(whole, model.layers))
-        return int(passes * every)
+        return int(sum(each * layers.count for each, layers in zip(whole, model.layers)))
     entries = sum(
         2 * size * layers.tokens * layers.width * rows * layers.count for layers in model.layers
     )
-    return int(passes * entries + max(whole, default=0))
+    return int(entries + max(whole, default=0))
 
 
 def memory(
@@ -130,13 +127,11 @@ def memory(
     stored: int,
     optimizer: float = 8,
     offload: bool = False,
-    passes: float = 1.0,
 ) -> dict[str, float | None]:
     """Estimate bytes on one device by what they are for; None where a size is unknown.
 
     rows: of a pass, guided ones twice. snapshots: copies of the trained weights. stored: bytes of
-    the rollout's latents. optimizer: bytes it keeps a parameter. passes: whose activations are
-    kept at once.
+    the rollout's latents. optimizer: bytes it keeps a parameter.
     """
     half = train.precision != "fp32"
     frozen = BYTES[model.dtype]
@@ -151,7 +146,7 @@ def memory(
         "optimizer": _bytes(model.trained, optimizer),
         "half-precision copies": _bytes(whole, 2) if copied and model.tracked is None else 0.0,
         "activations": float(
-            activations(model, rows, half or frozen == 2, train.gradient_checkpointing, passes)
+            activations(model, rows, half or frozen == 2, train.gradient_checkpointing)
         ),
         "rollout": 0.0 if offload else float(stored),
         "autoencoder": _bytes(model.decoder, 4),

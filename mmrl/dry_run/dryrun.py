@@ -355,27 +355,12 @@ def _default(resolved: Resolved, name: str) -> Any:
     return resolved.options.get(name, default)
 
 
-REUSES = "forwards that train.reuse_rollout_graph saves"
-
-
-def recorded_passes(report: Report) -> float:
-    """Count the passes whose activations a device keeps at once: one, or with
-    ``train.reuse_rollout_graph`` those of all decisions of the first optimizer step. Decisions of
-    a model that writes tokens are not counted, and it keeps no pass of one."""
-    if report.counted is None or not report.train.reuse_rollout_graph:
-        return 1.0
-    plan = report.plan
-    decisions = report.counted.decisions / plan.steps / plan.processes
-    return max(1.0, decisions / plan.micro_batch)
-
-
 def _with_memory(report: Report, configuration: configs.Config, processes: int) -> Report:
     model = report.model
     iteration = report.counted
     if model is None or iteration is None:
         return report
     rows = report.plan.micro_batch * (2 if report.network_rows > 1 else 1)
-    passes = recorded_passes(report)
     parts = costs.memory(
         model,
         report.train,
@@ -384,17 +369,10 @@ def _with_memory(report: Report, configuration: configs.Config, processes: int) 
         report.stored or 0,
         optimizer_bytes(configuration, report),
         report.offload,
-        passes,
     )
-    unknown = report.unknown
-    if passes > 1:
-        unknown = (*unknown, f"{REUSES}: activations are those of {passes:.3g} passes")
-    if report.train.reuse_rollout_graph and not iteration.decisions:
-        unknown = (*unknown, f"{REUSES}, and the activations of all prompts, which it keeps")
     peak = costs.peak(parts, model)
     return replace(
         report,
-        unknown=unknown,
         memory=parts,
         peak=peak,
         sharded=costs.peak(parts, model, processes) if processes > 1 else None,

@@ -15,7 +15,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES
 from mmrl.dry_run import rehearsal
 from mmrl.dry_run.costs import BYTES
-from mmrl.dry_run.dryrun import Report, dry_run, learners, optimizer_bytes, recorded_passes
+from mmrl.dry_run.dryrun import Report, dry_run, learners, optimizer_bytes
 from mmrl.dry_run.rehearsal import Rehearsed, decoding, rehearse
 from mmrl.dry_run.stand_in import folder_at, stand_in
 from mmrl.policies.diffusion.any_pipeline import AnyPipeline
@@ -219,15 +219,13 @@ def _memory(run: Run, devices: Devices, sharded: bool) -> dict[str, float]:
     work = run.measured
     peak = work.update.memory
     each, empty = work.conditions
-    further = recorded_passes(run.report) - 1
-    held = work.sampling.memory.get("activations", 0)  # until a pass is gone back through
     snapshots = len(run.report.counted.snapshots) if run.report.counted else 0
     memory = {
         "parameters": float(work.bytes_parameters),
         "gradients": float(work.bytes_trained),
         "optimizer": run.optimizer_bytes * work.trained,
         "snapshots": float(snapshots * work.bytes_trained),
-        "activations": float(peak["activations"] + peak["buffers"] + further * held),
+        "activations": float(peak["activations"] + peak["buffers"]),
         "temporary": float(peak["temporary"] + peak["other"]),
         "rollout": 0.0 if run.report.offload else float(run.report.stored or 0),
         "conditions": float(run.report.plan.prompts_per_process * each + empty),

@@ -196,7 +196,6 @@ def _plain(options: TrainOptions) -> TrainOptions:
         precision="fp32",
         gradient_checkpointing=False,
         micro_batch_size=None,
-        reuse_rollout_graph=False,
         iterations=1,
         max_new_tokens_schedule=(),
         ground_truth_rollout=None,

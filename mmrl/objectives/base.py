@@ -39,8 +39,6 @@ class Objective(ABC):
     reads: ClassVar[Reads] = "path"
     # looks at steps with noise: a sampler without any is refused
     visits: bool = False
-    # its gradient is that of ``policy.dist`` at the points of ``policy.path``, as they are
-    follows_path: ClassVar[bool] = False
     # learns from answers in the data: see ``mmrl.objectives.supervised``
     supervised: ClassVar[bool] = False
     # learns from compared answers that others made (``train.preferences``), and from single ones

@@ -87,7 +87,6 @@ class DistributionMatching(PolicyGradient):
     needs = "gaussian"
     reads: ClassVar[Reads] = "path"
     visits = False
-    follows_path = False
     proportional = False
     mixes = False
     not_options = ("behavior_policy", "importance_sampling", "sft", *OF_TOKENS)

@@ -97,7 +97,6 @@ class GroupLoss(Following):
     offline = True
     visits = True  # a sampler without noise has no log-ratios of paths
     reads: ClassVar[Reads] = "decisions"
-    follows_path = True
     single_paths = True
 
     def __init__(

@@ -85,7 +85,6 @@ class PolicyGradient(Regularised):
     # looks at decisions on the path: a sampler without noise has none
     visits = True
     reads: ClassVar[Reads] = "decisions"
-    follows_path = True
     proportional = True
     mixes = True
 

@@ -39,7 +39,6 @@ class FlowDPPO(Objective):
     needs: ClassVar[str] = "gaussian"
     visits = True
     reads: ClassVar[Reads] = "decisions"
-    follows_path = True
 
     def __post_init__(self) -> None:
         positive(

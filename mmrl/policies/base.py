@@ -34,7 +34,6 @@ from mmrl.policies.rollout_context import NO_CONTEXT as NO_CONTEXT
 from mmrl.policies.rollout_context import Drafts as Drafts
 from mmrl.policies.rollout_context import Reads as Reads
 from mmrl.policies.rollout_context import RolloutContext as RolloutContext
-from mmrl.policies.rollout_graphs import RolloutGraphs
 from samplers.batching import Attempt, attempts, chunks, rows_that_fit
 from samplers.noise import Rng
 from samplers.warp import Warp
@@ -237,8 +236,6 @@ class Policy(ABC):
     find_unused_parameters: bool = False
     # a pass with gradients recorded that will not be used: not for the trainer's wrapper
     sampling: bool = False
-    # passes of sampling that stand in for those of an update; None: it makes all of them
-    graphs: RolloutGraphs | None = None
     compiled: bool = False  # the network's passes are, by torch.compile
     # most rows of a pass: what fitted the device's memory, or was fastest; None: no limit
     most: int | None = None
@@ -247,11 +244,6 @@ class Policy(ABC):
     def summed_dimensions(self) -> int:
         """Count the dimensions that a decision's log-prob is summed over."""
         return 1
-
-    def rollout_graphs(self, rows: Tensor) -> RolloutGraphs:
-        """Return what records passes of a rollout for the optimizer step on the rows named ``rows``
-        [n] (``train.reuse_rollout_graph``)."""
-        return RolloutGraphs(rows)
 
     def active(self) -> nn.Module:
         """Choose the module for this pass: ``trained`` where gradients are recorded outside
@@ -332,11 +324,6 @@ class Policy(ABC):
             ) from error
         if rows < size:
             self.shrink(rows)
-
-    def rows_of_pass(self, rows: int) -> int:
-        """Return how many of ``rows`` rows that fit into memory a pass of the update takes: fewer
-        where that is faster."""
-        return rows
 
     def shrink(self, rows: int) -> None:
         """Limit every pass to ``rows`` rows from now on."""

@@ -25,5 +25,4 @@ class Capabilities:
     demonstrations: bool = False  # ``demonstrate`` takes answers that somebody else wrote
     ground_truth: bool = False  # a ground truth may take the place of one of a group
     drafts: bool = False  # a rollout may begin with what is kept of earlier answers
-    prompt_graphs: bool = False  # a step may go back through the passes that read prompts
     max_new_tokens: bool = False  # ``set_max_new_tokens`` changes how long answers may be

@@ -9,7 +9,6 @@ from typing import Literal
 from torch import Tensor
 
 from mmrl.core.types import Copies, Fields, Prompt
-from mmrl.policies.rollout_graphs import RolloutGraphs
 
 Reads = Literal["path", "decisions", "sample"]
 
@@ -39,8 +38,6 @@ class RolloutContext:
     ground_truth: Callable[[Prompt], str | None] | None = None
     # earlier answers to so many samples of each prompt, to begin from; None: nothing is known
     drafts: Callable[[Sequence[Prompt], Copies], Drafts | None] | None = None
-    # keeps passes with their graphs, for the first optimizer step; None: no graph is recorded
-    graphs: RolloutGraphs | None = None
 
 
 NO_CONTEXT = RolloutContext()

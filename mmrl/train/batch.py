@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mmrl.core.types import Rewards, Rollout
-from mmrl.policies.rollout_graphs import RolloutGraphs as RolloutGraphs
 
 
 @dataclass(frozen=True)
@@ -22,4 +21,3 @@ class Batch:
     longest: int  # decisions of the longest row on any process
     pass_rows: int | None  # rows of the passes that sampled
     metrics: dict[str, float]  # of stages and monitors
-    graphs: RolloutGraphs | None = None  # passes of sampling, for the first optimizer step

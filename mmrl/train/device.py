@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mmrl.config.options import TrainOptions
-from mmrl.core import distributed, heap, peers
+from mmrl.core import distributed, peers
 from mmrl.core.errors import UserError
 from mmrl.policies.base import ParameterGroup
 from mmrl.policies.lora import keep_input_dtype
@@ -139,8 +139,6 @@ class Device:
             kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=options.timeout))],
         )
         self.options = options
-        if self.accelerator.device.type == "cpu":
-            heap.keep()
         # cuDNN's backward pass returns NaN for some lengths (pytorch#196678; docs/results/gpu.md),
         # and it builds a plan for each new length: 0.7 s a token on an H100
         torch.backends.cuda.enable_cudnn_sdp(False)

@@ -7,7 +7,6 @@ from functools import partial
 from itertools import chain, islice
 
 import torch
-from torch import Tensor
 
 from mmrl.config.options import TrainOptions
 from mmrl.config.plan import Plan
@@ -44,12 +43,6 @@ class Passes:
         """Yield this process's rows of every optimizer step of an epoch; ``sizes``: of the groups
         of all processes."""
         return minibatches.batches(rollout, sizes, self.plan.steps, rng, self.whole_groups)
-
-    def first_rows(self, sizes: Sequence[int], rng: Rng) -> Tensor:
-        """Return the names [n] of the rows of the first optimizer step of an epoch, of all
-        processes, as ``steps`` deals them."""
-        step = minibatches.dealt(sizes, self.plan.steps, rng, self.whole_groups)
-        return (step == 0).nonzero()[:, 0]
 
     def points(self, rollout: Rollout, rng: Rng, on_policy: bool) -> Points:
         """Return the objective's points for the rows of a step. States of a path are made again in

@@ -22,7 +22,6 @@ from mmrl.config.unfit import (
     pathless,
     renamed_rows,
     unfit_for_data,
-    unreusable,
     unsuited,
     without_average,
 )
@@ -45,7 +44,6 @@ from mmrl.rollout.sizes import by_size
 from mmrl.rollout.stages import (
     Drawn,
     Setup,
-    Stage,
     by_question,
     sampled_only,
     set_apart,
@@ -54,7 +52,7 @@ from mmrl.rollout.stages import (
     stages_of,
 )
 from mmrl.train import supervised
-from mmrl.train.batch import Batch, RolloutGraphs
+from mmrl.train.batch import Batch
 from mmrl.train.critic import SnapshotUpdate
 from mmrl.train.device import Device, MakeOptimizer
 from mmrl.train.divergence import Divergence
@@ -103,7 +101,6 @@ class Trainer:
         self.iteration = 0  # iterations finished
         self.divergence = Divergence(policy.weights)
         prepared = self.device.prepare(policy, optimizer)
-        self.reuses = options.reuse_rollout_graph
         self.pass_rows: int | None = None  # of every pass, where that was measured
         policy.fixed_batch_rows = policy.fixed_batch_rows or self.plan.micro_batch
         for name in self.snapshots():
@@ -120,8 +117,6 @@ class Trainer:
         )
         self.monitors: list[Monitor] = list(MONITORS.values())
         self.reward_weights: RewardWeights | None = None
-        if self.reuses:
-            reusable(objective, policy, self.stages, self.device)
         if options.reward_gradients is not None:
             self.reward_weights = RewardWeights(options.reward_gradients)
             self.reward_weights.suits(objective, policy, self.device.scales_loss)
@@ -143,8 +138,6 @@ class Trainer:
         with self._likelihoods(), self.divergence.explained():
             batch = self.collect()
             metrics = self.update.run(batch)
-            if batch.graphs is not None and batch.graphs.given_up:
-                self.reuses = False
         if isinstance(self.prompts, Curriculum) and not self.objective.supervised:
             rollout, rewards = batch.sampled
             self.prompts.see_update(metrics)
@@ -191,9 +184,8 @@ class Trainer:
                 return supervised.collect(
                     self.policy, self.objective, prompts[local], rng, self.iteration, len(prompts)
                 )
-        graphs = self._graphs(per_prompt(sizes, len(prompts)))
         local_sizes = sizes if isinstance(sizes, int) else sizes[local]
-        drawn = self.sample(prompts[local], rng, local_sizes, graphs)
+        drawn = self.sample(prompts[local], rng, local_sizes)
         metrics: dict[str, float] = {}
         for stage in self.stages:
             drawn, counts = stage.groups(drawn, self.iteration, self.sample)
@@ -213,7 +205,6 @@ class Trainer:
             longest=distributed.largest(drawn.rollout.mask.shape[1], drawn.rollout.group.device),
             pass_rows=self.policy.fixed_batch_rows,
             metrics=metrics,
-            graphs=graphs,
         )
         weighted = self._weighted(batch, drawn_shaped, rewards)
         trained = self._compare(drawn_shaped, weighted)
@@ -259,27 +250,9 @@ class Trainer:
             return prompts, options.group_size
         return prompts, self.prompts.copies(prompts, options.group_size, self.iteration)
 
-    def _graphs(self, sizes: Sequence[int]) -> RolloutGraphs | None:
-        """Return what records the passes of the first optimizer step, if it is to reuse them."""
-        if not self.reuses:
-            return None
-        if self.draw is not collect.draw:
-            raise UserError(
-                "train.reuse_rollout_graph: rollout workers sample in other processes, where "
-                "graphs cannot be kept: leave it out"
-            )
-        return self.policy.rollout_graphs(self.update.first_rows(sizes, self.iteration))
-
-    def sample(
-        self,
-        prompts: list[Prompt],
-        rng: Rng,
-        copies: Copies,
-        graphs: RolloutGraphs | None = None,
-    ) -> Drawn:
-        """Sample answers to the prompts with the behaviour weights, and score them; ``graphs``
-        keeps passes for the first optimizer step."""
-        context = RolloutContext(self.iteration, self.objective.states_read(), graphs=graphs)
+    def sample(self, prompts: list[Prompt], rng: Rng, copies: Copies) -> Drawn:
+        """Sample answers to the prompts with the behaviour weights, and score them."""
+        context = RolloutContext(self.iteration, self.objective.states_read())
         for stage in self.stages:
             context = stage.context(context)
         with self.clock.time("rollout"), self._behavior():
@@ -365,20 +338,6 @@ def kept_snapshots(objective: Objective, options: TrainOptions) -> tuple[str, ..
     into."""
     names = {objective.behavior_policy, *objective.snapshots} - {"live"}
     return tuple(sorted(names | ({"ema"} if options.ema else set())))
-
-
-def reusable(objective: Objective, policy: Policy, stages: Sequence[Stage], device: Device) -> None:
-    """Raise UserError where the graphs of a rollout cannot be the update's."""
-    why = next(unreusable(device.options, objective, policy), None)
-    if why is None and device.sharded:
-        why = "FSDP2 frees the weights after each pass: launch copies, or leave it out"
-    exchanging = [stage for stage in stages if type(stage).groups is not Stage.groups]
-    if why is None and exchanging:
-        name = type(exchanging[0]).__name__
-        why = f"{name} exchanges rows after they were sampled: leave out one of the two"
-    if why is not None:
-        raise UserError(f"train.reuse_rollout_graph: {why}")
-    policy.rollout_graphs(torch.zeros(0, dtype=torch.long))  # which may refuse it too
 
 
 def whole_questions(prompts: Sequence[Prompt], prompts_per_process: int) -> None:

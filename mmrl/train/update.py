@@ -8,7 +8,6 @@ where the re-scored log-probs are not the recorded ones, ``logprob_gate`` stops 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -26,7 +25,6 @@ from mmrl.core.metrics import Meter, Stopwatch, observe
 from mmrl.core.types import Rollout
 from mmrl.objectives.base import Objective
 from mmrl.policies.base import Policy
-from mmrl.policies.rollout_graphs import RolloutGraphs
 from mmrl.train import logprob_gate, minibatches
 from mmrl.train.batch import Batch
 from mmrl.train.device import Device
@@ -81,8 +79,6 @@ class Update:
                     for index in range(self.plan.steps):
                         first = epoch == index == 0 and self.objective.behavior_policy == "live"
                         skipped += self._steps(batch, next(parts), rng.fold(index), first, meter)
-                        if batch.graphs is not None:
-                            batch.graphs.forget()  # where that step had nothing to train on
         if "old" in self.policy.weights.saved:
             self.policy.weights.track("old", self.objective.old_decay(self.step))
         return self._metrics(meter) | {"skipped_steps": skipped}
@@ -151,15 +147,11 @@ class Update:
         share = sums.new_full((), total / self.device.processes)
         meter.put("loss", torch.zeros_like(share), share)
         mark = meter.mark()
-        graphs = self._graphs(batch, rollout) if on_policy else None
         for attempt in self.policy.attempts(self.passes.most_rows()):
             with attempt as rows, Meter().listening() as observed:
                 self.optimizer.zero_grad()
                 meter.restore(mark)
-                self._accumulate(batch, points, total, rng, rows, meter, graphs)
-            if attempt.error is not None and graphs is not None:
-                graphs.give_up(self.policy)
-                graphs = None
+                self._accumulate(batch, points, total, rng, rows, meter)
         if on_policy:
             self._check_logprobs(batch, observed)
         return self._descend(meter)
@@ -217,46 +209,28 @@ class Update:
         rng: Rng,
         rows: int,
         meter: Meter,
-        graphs: RolloutGraphs | None = None,
     ) -> None:
-        """Pass forward and backward over all points, ``rows`` at a time; ``graphs``: forward passes
-        that sampling made already, through which the gradient goes back at the end."""
-        rows = self.policy.rows_of_pass(rows)
+        """Pass forward and backward over all points, ``rows`` at a time."""
         count, passes = self.passes.cut(batch, points, rows, rng, couple=True)
-        of_rows = points.passes(rows)  # the others are idle
         mode = self.options.loss_agg_mode
         denominator = self.options.loss_denominator or batch.longest
-        with nullcontext() if graphs is None else graphs.answering(self.policy):
-            for i, point in enumerate(passes):
-                weight = minibatches.loss_weights(point, mode, denominator)
-                is_last = i == count - 1 and graphs is None
-                if graphs is not None:
-                    graphs.answers = i < of_rows
-                with nullcontext() if is_last else self.device.no_sync(self.policy.trained):
-                    loss = returned(
-                        self.objective.loss(self.policy, point),
-                        f"{called(self.objective)}.loss",
-                        B_L=tuple(weight.shape),
+        for i, point in enumerate(passes):
+            weight = minibatches.loss_weights(point, mode, denominator)
+            with nullcontext() if i == count - 1 else self.device.no_sync(self.policy.trained):
+                loss = returned(
+                    self.objective.loss(self.policy, point),
+                    f"{called(self.objective)}.loss",
+                    B_L=tuple(weight.shape),
+                )
+                summed = (loss * weight).sum()
+                if not summed.requires_grad:
+                    raise StopAll(
+                        f"no gradient leads from {called(self.objective)}.loss to a trained "
+                        f"weight: the network's output, or what the loss makes of it, was cut "
+                        f"off (detach, torch.no_grad, NumPy), or no layer on the way is trained"
                     )
-                    summed = (loss * weight).sum()
-                    if not summed.requires_grad:
-                        raise StopAll(
-                            f"no gradient leads from {called(self.objective)}.loss to a trained "
-                            f"weight: the network's output, or what the loss makes of it, was cut "
-                            f"off (detach, torch.no_grad, NumPy), or no layer on the way is trained"
-                        )
-                    meter.put("loss", summed, torch.zeros_like(summed))
-                    self.device.backward(summed / total)
-        if graphs is not None:
-            graphs.backward()
-            self.device.average_gradients(self._parameters())
-
-    def _graphs(self, batch: Batch, rollout: Rollout) -> RolloutGraphs | None:
-        """Return the passes of sampling, if all rows of the step were recorded on all processes."""
-        graphs = batch.graphs
-        if graphs is None or self.device.any(not graphs.covers(rollout.row_id)):
-            return None
-        return graphs
+                meter.put("loss", summed, torch.zeros_like(summed))
+                self.device.backward(summed / total)
 
     def _check_logprobs(self, batch: Batch, observed: Meter) -> None:
         """Stop the run where re-scored log-probs are not the recorded ones; not where passes have
@@ -284,10 +258,6 @@ class Update:
             self.policy.weights.track("ema", ema_decay(self.step, options.ema))
         self.step += 1
         return finite
-
-    def first_rows(self, sizes: Sequence[int], iteration: int) -> Tensor:
-        """Return the names [n] of the rows of an iteration's first optimizer step."""
-        return self.passes.first_rows(sizes, Rng.of(self.options.seed, iteration, "update", 0))
 
     def _rng(self, batch: Batch, epoch: int) -> Rng:
         return Rng.of(self.options.seed, batch.iteration, "update", epoch)

@@ -1,9 +1,6 @@
 """What ``import mmrl`` offers, and that it stays light."""
 
 import inspect
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -51,15 +48,3 @@ def test_names_are_listed_with_a_sentence():
     rewards = mmrl.list("rewards")
     assert "CLIP" in rewards["clip_score"] and "<table>" in rewards._repr_html_()
     assert "digits/flow_grpo" in mmrl.list("configs") and "rewards" in mmrl.list()
-
-
-def test_importing_sets_how_threads_wait_before_torch_is_loaded():
-    """Else two threads of a program on a busy machine spin for each other; what is set stays."""
-    code = "import mmrl, os; print(os.environ.get('GOMP_SPINCOUNT'))"
-    names = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
-    plain = {name: value for name, value in os.environ.items() if name not in names}
-    for added, expected in (({}, True), ({"OMP_WAIT_POLICY": "passive"}, False)):
-        done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, env=plain | added
-        )
-        assert (done.stdout.strip() != "None") is expected, done.stderr

@@ -10,7 +10,6 @@ from mmrl.core.distributions import (
     Gaussian,
     Score,
     as_gaussian,
-    cached_rows,
     drawn,
 )
 from mmrl.core.errors import UserError
@@ -193,19 +192,6 @@ def test_a_number_at_an_edge_belongs_to_the_token_behind_it(vocab):
     edges = torch.arange(1, 4) / 4
     token, _ = drawn(torch.zeros(1, vocab, dtype=torch.float64), edges[None].double())
     assert token.tolist() == [[vocab // 4, vocab // 2, 3 * vocab // 4]]
-
-
-@pytest.mark.parametrize("shape", [(7,), (2, 5)])
-def test_rows_that_are_drawn_a_few_at_a_time_are_those_drawn_at_once(shape, monkeypatch):
-    vocab = 2 * BLOCK
-    names = torch.arange(math.prod(shape))
-    logits = Rng.of("logits").normal(names, (vocab,)).view(*shape, vocab)
-    uniform = Rng.of("uniform").uniform(names, (3,)).view(*shape, 3)
-    whole = drawn(logits, uniform)
-    monkeypatch.setattr("mmrl.core.distributions.CACHED", 2 * vocab)
-    assert cached_rows(logits) == 2 and cached_rows(logits.flatten(0, -2)[:2]) is None
-    for ours, wanted in zip(drawn(logits, uniform), whole, strict=True):
-        assert torch.equal(ours, wanted)
 
 
 def test_a_long_tail_of_improbable_tokens_is_drawn():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -188,19 +187,6 @@ SMALL = [
 @pytest.fixture(scope="module")
 def run() -> Run:
     return measure(ROOT / "digits" / "flow_grpo.yaml", SMALL, 2)
-
-
-def test_reused_passes_are_all_held_until_the_way_back(run):
-    """Of the first step's decisions on a device, two rows a pass."""
-    train = replace(run.report.train, reuse_rollout_graph=True)
-    reusing = replace(run, report=replace(run.report, train=train))
-    plain, several = (estimate(r, devices("2xH100"), sharded=False) for r in (run, reusing))
-    plan = run.report.plan
-    passes = run.report.counted.decisions / plan.steps / 2 / 2
-    held = run.measured.sampling.memory["activations"]
-    more = several.memory["activations"] - plain.memory["activations"]
-    assert passes > 1 and more == pytest.approx((passes - 1) * held)
-    assert 0 < held < run.measured.update.memory["total"]
 
 
 def test_shards_share_out_weights_and_their_traffic_is_counted_by_hand(run):

@@ -91,7 +91,6 @@ def test_capabilities_hold_what_they_say(name):
     offers = {
         "remaskable": entry.at is not Policy.at,
         "replay": entry.recall is not Policy.recall or hasattr(entry, "encode"),
-        "prompt_graphs": entry.rollout_graphs is not Policy.rollout_graphs,
         "max_new_tokens": entry.set_max_new_tokens is not Policy.set_max_new_tokens,
     }
     assert {key: getattr(can, key) for key in offers} == offers

@@ -19,7 +19,7 @@ from rewards.reading.options import options
 from rewards.reading.published import textvqa_words, vqa_key, vqa_words
 from rewards.reading.units import UNITS
 from rewards.vision import maths
-from tests.scripts.test_bench import load
+from tests.fixtures.programs import load
 
 load_built_in()
 written = load("answers_table")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.scripts.test_bench import load
+from tests.fixtures.programs import load
 
 coverage = load("coverage")
 MAP = coverage.read_map()

@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 
 from mmrl.core.registry import ALL, load_built_in
-from tests.scripts.test_bench import load
+from tests.fixtures.programs import load
 
 load_built_in()
 methods = load("methods")

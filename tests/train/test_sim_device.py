@@ -61,7 +61,6 @@ def covering() -> list[str]:
 
 OBJECTIVE_CASES = covering()
 FURTHER = [  # a teacher beside the policy; answers and pairs of the data: nothing is sampled
-    "reuse:vlm",
     *(f"distill:{family}" for family in ("flow", "hidden", "vlm")),
     *(f"sft:{family}" for family in ("amused", "causal", "masked_lm", "module", "vlm")),
     *(f"preferences:{family}" for family in ("causal", "module", "vlm")),

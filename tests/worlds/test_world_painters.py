@@ -289,7 +289,7 @@ def test_embeddings_of_classes_are_sums_until_training_ends():
 
 
 def test_the_benchmark_goes_on_with_what_is_missing(tmp_path, monkeypatch):
-    from tests.scripts.test_bench import load
+    from tests.fixtures.programs import load
 
     bench = load("bench_discrete_learning")
     monkeypatch.setattr(bench, "RESULTS", tmp_path)

@@ -21,7 +21,6 @@ from mmrl.core.types import Kernel, Query, Transition, tree_map
 from mmrl.policies.base import LogprobGuidance, Policy, rows_of, without_empty
 from mmrl.policies.diffusion.row_settings import GUIDANCE
 from mmrl.policies.diffusion.trees import Tree
-from mmrl.policies.rollout_graphs import RolloutGraphs
 from samplers.batching import at_width
 from samplers.processes import Flow, Process
 
@@ -117,24 +116,20 @@ class FlowPasses(Policy):
         conditional = unguided(scale) or (
             self.logprob_guidance == "conditional" and point.guidance is None
         )
-        known = self.graphs.outputs_at(self, point) if self.graphs is not None else None
-        v, empty = known or self._velocities(point, guided=not conditional)
+        v, empty = self._velocities(point, guided=not conditional)
         return self._transition(
             point, v if conditional else self.combine(v, empty, self.strength(point, scale))
         )
 
-    def _both(
-        self, point: Query, rows: int | None, graphs: RolloutGraphs | None
-    ) -> tuple[Gaussian, Gaussian, Tensor]:
+    def _both(self, point: Query, rows: int | None) -> tuple[Gaussian, Gaussian, Tensor]:
         """Compute the distribution that samples, the one whose log-prob is recorded (the same
         unless ``logprob_guidance`` differs), and the network's output behind the first, in passes
-        of at most ``rows``, which ``graphs`` keeps."""
+        of at most ``rows``."""
         scale = self._scales(point)
         each = []
         waits = rows is not None and sharded(self.net)
         for part, counts in in_step(point.split(rows or len(point)), point[:1], self.device, waits):
-            work = partial(self._velocities, part, guided=not unguided(scale))
-            output = work() if graphs is None else graphs.record(self, part, work)
+            output = self._velocities(part, guided=not unguided(scale))
             each += [output] if counts else []
         v = torch.cat([part for part, _ in each])
         guided = v

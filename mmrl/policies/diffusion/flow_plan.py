@@ -12,7 +12,6 @@ from mmrl.config.unfit import NOISELESS
 from mmrl.core.errors import UserError
 from mmrl.core.types import Copies
 from mmrl.policies.base import NO_CONTEXT, RolloutContext
-from mmrl.policies.rollout_graphs import RolloutGraphs
 from samplers.noise import Rng
 from samplers.schedules import compressed
 
@@ -29,7 +28,6 @@ class Plan(NamedTuple):
     spans: list[int]  # K + 1: how many adjacent rows share a state
     rows: int | None = None  # at most so many in a pass; None: all that are alive
     stored: tuple[int, ...] = ()  # the S steps after which the state is kept for training
-    graphs: RolloutGraphs | None = None  # where passes of decisions are kept with their graphs
 
     def places(self) -> Tensor:
         """Index the states on the path, [K + 1] long: where the state after k steps is stored; -1:

@@ -22,7 +22,6 @@ from mmrl.core.distributions import Gaussian, Score
 from mmrl.core.errors import UserError
 from mmrl.core.host import sent
 from mmrl.core.registry import GRIDS, KERNELS, SOLVERS, WINDOWS
-from mmrl.core.sharding import in_step, sharded
 from mmrl.core.types import (
     Copies,
     Kernel,
@@ -58,8 +57,6 @@ from mmrl.policies.diffusion.flow_passes import FlowPasses
 from mmrl.policies.diffusion.flow_plan import Plan, planned
 from mmrl.policies.diffusion.path_points import decision
 from mmrl.policies.diffusion.trees import Tree
-from mmrl.policies.products import quicken
-from mmrl.policies.rollout_graphs import RolloutGraphs, recording
 from samplers.kernels import flow_sde
 from samplers.noise import Rng
 from samplers.processes import Flow, Process, TrigFlow, noised
@@ -126,7 +123,6 @@ class FlowPolicy(FlowPasses):
         **options: Any,
     ):
         super().__init__(net, **options)
-        quicken(net)
         if (
             min(steps, steps if evaluation_steps is None else evaluation_steps) < 1
             or noise_level < 0
@@ -197,10 +193,6 @@ class FlowPolicy(FlowPasses):
         self, prompts: list[Prompt], copies: Copies, rng: Rng, context: RolloutContext = NO_CONTEXT
     ) -> Rollout:
         row, group = rows_and_groups(prompts, copies, rng, self.device)
-        graphs = context.graphs
-        order = graphs.order(rng.rows(len(prompts), copies)) if graphs else None
-        if order is not None:
-            row, group = row[sent(order, row.device)], group[sent(order, row.device)]
         cond = self.encode(prompts)
         if self.unseen:
             check_conditions(self, cond, len(prompts))
@@ -208,8 +200,7 @@ class FlowPolicy(FlowPasses):
         if self.unseen:  # behind the first sampling, which has found out what fits into a pass
             self.unseen = False
             check_independence(self, cond, len(prompts))
-        paths = paths.replace(prompts=tuple(prompts))
-        return paths if order is None else paths[sent(order.argsort(), row.device)]
+        return paths.replace(prompts=tuple(prompts))
 
     def paths(
         self,
@@ -222,18 +213,15 @@ class FlowPolicy(FlowPasses):
     ) -> Rollout:
         """Sample the rows named ``row`` [B] under the conditions ``cond`` [P, *], into which
         ``group`` [B] leads, with the paths to them."""
-        graphs = context.graphs
         plan = planned(self, copies, rng, context)
         size = self.chunk(len(row), lambda n: self._trial(group[:n], row[:n], cond))
         path = self._room(plan, len(row))
 
         # all trees grow together, in passes that hold the leaves of one at least
         leaves = plan.spans[0]
-        sample = partial(self._blocks, group, row, cond, rng, plan, path)
         for attempt in self.attempts(max(size, leaves), least=leaves):
             with attempt as rows:
-                again = partial(sample, rows)
-                blocks = again(None) if graphs is None else graphs.tried(self, again)
+                blocks = self._blocks(group, row, cond, rng, plan, path, rows)
         visit = (
             None if context.reads == "path" else plan.places().to(self.device).expand(len(row), -1)
         )
@@ -258,18 +246,14 @@ class FlowPolicy(FlowPasses):
         plan: Plan,
         path: Tensor,
         rows: int,
-        graphs: RolloutGraphs | None,
     ) -> list[Rollout]:
-        """Sample in passes of ``rows`` rows, which ``graphs`` keeps; a tree as a whole."""
+        """Sample in passes of ``rows`` rows; a tree as a whole."""
         if plan.spans[0] > 1:
             return [self._sample(group, row, cond, rng, plan._replace(rows=rows), path)]
         blocks = []
-        parts = recording(graphs, len(row), rows)
-        first: tuple[slice, RolloutGraphs | None] = (slice(0, 1), None)
-        for (p, keeper), counts in in_step(parts, first, self.device, sharded(self.net)):
-            limited = plan._replace(graphs=keeper)
+        for p, counts in self.row_chunks(len(row), rows):
             room = path[p] if counts else torch.empty_like(path[p])
-            block = self._sample(group[p], row[p], cond, rng, limited, room)
+            block = self._sample(group[p], row[p], cond, rng, plan, room)
             blocks += [block] if counts else []
         return blocks
 
@@ -416,8 +400,7 @@ class FlowPolicy(FlowPasses):
 
         The last is a bool [] on the device, so that the host need not wait for it.
         """
-        graphs = plan.graphs if plan.eta[k] > 0 else None
-        sampled, scored, output = self._both(point, plan.rows, graphs)
+        sampled, scored, output = self._both(point, plan.rows)
         if not plan.eta[k] > 0:
             state = (
                 sampled.mean

@@ -47,13 +47,8 @@ def attend(
     [B, heads, n, D].
 
     ``mask`` [B or 1, 1, n, S] is bool or added. xformers and flash are for passes without one; a
-    mask takes sdpa, whose kernel for masks on CUDA is that of xformers. Keys that lie by column are
-    for one query.
+    mask takes sdpa, whose kernel for masks on CUDA is that of xformers.
     """
-    if k.stride(-1) != 1:
-        if q.shape[2] == 1:
-            return _by_column(q, k, v, mask, scale)
-        k = k.contiguous()
     shared = k.shape[1] != q.shape[1]
     if mask is None and kernel == "xformers":
         return _by_xformers(q, k, v, causal, scale)
@@ -67,18 +62,6 @@ def attend(
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=shared
     )
-
-
-def _by_column(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-    """Attend with one query a row, by two products: SDPA's kernel on CPUs is made for many."""
-    queries = q.unflatten(1, (k.shape[1], -1)).flatten(2, 3)  # [B, heads of keys, n, D]
-    factor = q.shape[-1] ** -0.5 if scale is None else scale
-    scores = torch.matmul(queries * factor, k.transpose(2, 3))
-    if mask is not None:
-        scores = (
-            scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
-        )
-    return torch.matmul(scores.softmax(-1), v).view(q.shape)
 
 
 def _by_xformers(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor:

@@ -27,10 +27,7 @@ class Rooms:
         """Allocate ``size`` tokens, the first of which are those ``read`` of the prompts of
         ``rows`` [B]."""
         length = read[0][0].shape[2]
-        # on CPUs a token's product with all keys then reads memory in order
-        exact = read[0][0].dtype in (torch.float32, torch.float64)
-        columns = exact and read[0][0].device.type == "cpu"
-        return cls([(_wide(k, rows, size, columns), _wide(v, rows, size)) for k, v in read], length)
+        return cls([(_wide(k, rows, size), _wide(v, rows, size)) for k, v in read], length)
 
     @property
     def rows(self) -> int:
@@ -94,12 +91,8 @@ def put(room: KV, k: Tensor, v: Tensor, place: Place) -> KV:
     return room
 
 
-def _wide(read: Tensor, rows: Tensor, size: int, columns: bool = False) -> Tensor:
-    """Append zeros, since a masked weight of 0 times uninitialised memory need not be 0.
-    ``columns``: a column of all tokens lies together in memory."""
-    if columns:
-        wide = read.new_zeros(len(rows), read.shape[1], read.shape[3], size).transpose(2, 3)
-    else:
-        wide = read.new_zeros(len(rows), read.shape[1], size, read.shape[3])
+def _wide(read: Tensor, rows: Tensor, size: int) -> Tensor:
+    """Append zeros, since a masked weight of 0 times uninitialised memory need not be 0."""
+    wide = read.new_zeros(len(rows), read.shape[1], size, read.shape[3])
     wide[:, :, : read.shape[2]] = read[rows]
     return wide

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,8 +16,6 @@ from mmrl.core.host import selected
 from mmrl.policies import scores
 from mmrl.policies.compiling import check_backend
 from mmrl.policies.image_tokens.attention import Kernel
-from mmrl.policies.image_tokens.decoder import Decoder, Llama, Matrix, Weights
-from mmrl.policies.image_tokens.kv_cache import Rooms
 from mmrl.policies.scores import Scored
 from mmrl.policies.tokens import places
 from samplers.warp import Warp
@@ -42,9 +39,6 @@ class ImageNet(nn.Module, ABC):
     fixed = False  # passes of sampling have one shape each: for compiled ones
     # the layers' pass for one token, which may be compiled; None: there is none
     token: Callable[..., Tensor] | None = None
-    native = False  # compiled tokens may be passed by code of ours, ``decoder``
-    weights: Weights | None = None  # of the layers and of the head's last one, while that code
-    last: Matrix | None = None  # reads them
 
     def forward(self, work: str, *arguments: Any) -> Any:
         """Call the method named ``work``: wrappers (DDP, FSDP2) see calls of the module only."""
@@ -52,8 +46,7 @@ class ImageNet(nn.Module, ABC):
 
     def compile_token(self, backend: str = "inductor") -> None:
         """Compile one token's pass to one graph, on CUDA replayed without the host, for fixed
-        shapes; on CPUs code of ours takes its place where it can. Raises UserError where there is
-        no such pass or backend."""
+        shapes. Raises UserError where there is no such pass or backend."""
         if self.token is None:
             raise UserError(
                 "policy option compile: this model draws many tokens in a pass; leave it false"
@@ -68,32 +61,6 @@ class ImageNet(nn.Module, ABC):
             mode="reduce-overhead" if replayed else None,
         )
         self.fixed = True
-        self.native = backend == "inductor"
-
-    @contextmanager
-    def laid_out(self) -> Iterator[None]:
-        """Lay weights out for code of ours within the block, in which they must not change."""
-        if self.native and not torch.is_autocast_enabled("cpu"):
-            self.weights = Weights.of(self.llama())
-            layer = self.last_layer()
-            self.last = None if layer is None else Matrix.of(layer)
-        try:
-            yield
-        finally:
-            self.weights = None
-            self.last = None
-
-    def decoder(self, rooms: Rooms, padding: Tensor | None) -> Decoder | None:
-        """Return what passes tokens behind these columns by code of ours; None: the layers do."""
-        return None if self.weights is None else self.weights.following(rooms, padding)
-
-    def llama(self) -> Llama | None:
-        """Describe the layers that ``token`` passes through, if they are a Llama's."""
-        return None
-
-    def last_layer(self) -> nn.Module | None:
-        """Return the linear layer that ``affine`` is, if it is one."""
-        return None
 
     @abstractmethod
     def begin(self, inputs: Inputs, rows: Tensor) -> tuple[Tensor, Any]:
@@ -144,9 +111,7 @@ class ImageNet(nn.Module, ABC):
         """
         dtype = next(self.parameters()).dtype
         if features.shape[-1] == self.hidden:
-            if self.last is None or torch.is_grad_enabled():
-                return self.vocabulary(features.to(dtype))
-            return self.last(self.lift(features.to(dtype)))
+            return self.vocabulary(features.to(dtype))
         cond, empty, scale = torch.split(features, [self.hidden, self.hidden, 1], -1)
         if self.stopgrad or self.affine is None:
             z = self.vocabulary(cond.to(dtype)).to(scale)
@@ -155,10 +120,7 @@ class ImageNet(nn.Module, ABC):
             return z_empty + scale * (z - z_empty)
         h = self.lift(cond.to(dtype)).to(scale)
         h_empty = self.lift(empty.to(dtype)).to(scale)
-        mixed = (h_empty + scale * (h - h_empty)).to(dtype)
-        if self.last is None or torch.is_grad_enabled():
-            return self.affine(mixed)
-        return self.last(mixed)
+        return self.affine((h_empty + scale * (h - h_empty)).to(dtype))
 
     def score(
         self,

@@ -35,7 +35,6 @@ from mmrl.policies.drafts import FREE, SHARDED
 from mmrl.policies.image_tokens.attention import Kernel, available
 from mmrl.policies.image_tokens.network import ImageNet, Inputs, beside, spans, stacked
 from mmrl.policies.image_tokens.speculation import speculate
-from mmrl.policies.products import kept_layout, quicken
 from mmrl.policies.scores import recorded
 from mmrl.policies.tokens import AnswerTokens, TokenPolicy, somewhere
 from samplers.batching import at_width, chunks
@@ -54,8 +53,8 @@ class ImageTokenPolicy(TokenPolicy):
     is scored; "guided" is what was sampled, "guided_stopgrad_uncond" the same without gradient
     through the unconditional logits, "conditional" leaves guidance out of the score (a mismatch
     most codes publish). attention: the kernel; auto is torch's own choice. compile: the pass for
-    one token as one graph (torch.compile), whose shapes never change, for GPUs; in float32 on CPUs
-    with AVX-512 code of ours; a text is the name of its backend.
+    one token as one graph (torch.compile), whose shapes never change, for GPUs; a text is the name
+    of its backend.
     """
 
     capabilities = replace(
@@ -86,7 +85,6 @@ class ImageTokenPolicy(TokenPolicy):
         self.logprob_guidance = logprob_guidance
         net.stopgrad = logprob_guidance == "guided_stopgrad_uncond"
         net.kernel = available(attention)
-        quicken(net)
         if compile:
             net.compile_token("inductor" if compile is True else compile)
             self.compiled = True
@@ -120,12 +118,6 @@ class ImageTokenPolicy(TokenPolicy):
                 "policy option compile: weights that processes share are gathered layer by layer, "
                 "which a graph of all layers does not do; leave it out, or the sharding"
             )
-        with kept_layout(self.net, len(self.net.turns)), self.net.laid_out():
-            return self._rollout(prompts, copies, rng, context)
-
-    def _rollout(
-        self, prompts: list[Prompt], copies: Copies, rng: Rng, context: RolloutContext
-    ) -> Rollout:
         row, group = rows_and_groups(prompts, copies, rng, self.device)
         if self.anneal is not None:
             heats = self.anneal.temperatures(len(self.net.turns), context.iteration)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
 from mmrl.config.options import Steps
-from mmrl.core.distributions import cached_rows, drawn
+from mmrl.core.distributions import drawn
 from mmrl.core.errors import UserError
 from mmrl.core.host import indices, on_host, remember, selected
 from mmrl.core.sharding import sharded
@@ -49,7 +49,6 @@ from mmrl.policies.base import (
 from mmrl.policies.diffusion.flow_passes import stacked
 from mmrl.policies.masked.hidden_tokens import Hidden as Hidden
 from mmrl.policies.masked.hidden_tokens import chosen
-from mmrl.policies.products import kept_layout, quicken
 from mmrl.policies.scores import recorded
 from mmrl.policies.tokens import LogitsPolicy, somewhere
 from samplers import unmask
@@ -102,7 +101,6 @@ class MaskedDiffusion(LogitsPolicy):
         """Divide the sample into ``blocks`` equal parts, finished one after the other, with ``steps
         / blocks`` passes each."""
         super().__init__(net, length, mask_id, **options)
-        quicken(net)
         self.passes = steps
         self.turns = steps // blocks  # T passes a block
         self.block = length // blocks  # tokens
@@ -131,8 +129,7 @@ class MaskedDiffusion(LogitsPolicy):
     ) -> Rollout:
         if self.anneal is not None:
             self.heats = self.anneal.temperatures(self.passes, context.iteration)
-        with kept_layout(self.net):
-            return super().rollout(prompts, copies, rng, context)
+        return super().rollout(prompts, copies, rng, context)
 
     def _sample(self, group: Tensor, row: Tensor, cond: dict[str, Any], rng: Rng) -> Rollout:
         ids = torch.full((len(row), self.length), self.mask_id, device=row.device)
@@ -508,8 +505,4 @@ def _columns(x: Tensor, part: slice) -> Tensor:
 
 def _gathered(logits: Tensor, token: Tensor) -> Tensor:
     """Gather log-probs of tokens [N, n] under logits [N, V]."""
-    rows = None if torch.is_grad_enabled() else cached_rows(logits)
-    if rows is None:
-        return logits.log_softmax(-1).gather(-1, token)
-    parts = zip(logits.split(rows), token.split(rows), strict=True)
-    return torch.cat([part.log_softmax(-1).gather(-1, ids) for part, ids in parts])
+    return logits.log_softmax(-1).gather(-1, token)

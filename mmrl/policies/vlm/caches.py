@@ -69,8 +69,6 @@ class Continued:
 class Growing(Continued):
     """Grows with sampled answers: written in place, with room for steps to come."""
 
-    by_column = True  # on a CPU in full precision, the keys' columns lie beside each other
-
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> KV:
         return _written(self.reserve(key_states.shape[-2]), key_states, value_states)
 
@@ -79,25 +77,13 @@ class Growing(Continued):
         end = self.length + tokens
         if end > self.keys.shape[-2]:
             room = end + max(ROOM, end // 4)
-            if self.by_column and _summed_by_column(self.keys):
-                turned = self.keys.transpose(-1, -2)
-                wide = turned.new_empty(*turned.shape[:-1], room)
-                wide[..., : self.length] = turned[..., : self.length]
-                self.keys = wide.transpose(-1, -2)
-            else:
-                self.keys = _roomy(self.keys, self.length, room)
+            self.keys = _roomy(self.keys, self.length, room)
             self.values = _roomy(self.values, self.length, room)
         self.length = end
         return self.keys[:, :, :end], self.values[:, :, :end]
 
     def kv(self) -> KV:
         return self.keys, self.values
-
-
-def _summed_by_column(keys: Tensor) -> bool:
-    """Tell whether a product of one query with all keys is a sum of whole columns: on CPUs. Fused
-    attention of accelerators takes no keys that are laid out so."""
-    return keys.device.type == "cpu" and keys.dtype in (torch.float32, torch.float64)
 
 
 class Reserved:
@@ -131,15 +117,6 @@ class Behind:
     ) -> KV:
         keys, values = self.prompts[layer_idx]
         return torch.cat([keys, key_states], -2), torch.cat([values, value_states], -2)
-
-
-class Answers(Behind):
-    """Stands for transformers' cache in a compiled graph whose attention reads prompts itself."""
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
-    ) -> KV:
-        return key_states, value_states
 
 
 def _written(columns: KV, keys: Tensor, values: Tensor) -> KV:
@@ -190,13 +167,9 @@ def continued(memories: Sequence[Memory], rows: Tensor) -> Any:
     return _of([_continuing(Continued, states.ContinuedState, x, rows) for x in memories])
 
 
-def growing(memories: Sequence[Memory], rows: Tensor, by_column: bool = True) -> Any:
-    """Make a cache of the prompts of ``rows`` [B], for answers that are sampled token by token, its
-    keys laid out ``by_column`` or, as values are, by token."""
-    layers = [_continuing(Growing, states.GrowingState, x, rows) for x in memories]
-    for layer in layers:
-        layer.by_column = by_column
-    return _of(layers)
+def growing(memories: Sequence[Memory], rows: Tensor) -> Any:
+    """Make a cache of the prompts of ``rows`` [B], for answers that are sampled token by token."""
+    return _of([_continuing(Growing, states.GrowingState, x, rows) for x in memories])
 
 
 def reserved(grown: Any) -> list[KV]:

@@ -18,9 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmrl.core.host import on_host, sent
-from mmrl.policies.vlm import caches, cpu_attention
+from mmrl.policies.vlm import caches
 from mmrl.policies.vlm.caches import KV
-from mmrl.policies.vlm.cpu_attention import Direct, Kept
 
 NAME = "mmrl_cascade"  # transformers' name of the attention below
 # weights that are not rounded before their exponential, as kernels for half precision need not
@@ -47,31 +46,21 @@ class Layout(NamedTuple):
         answers: KV,
         missing: Tensor | None,
         scale: float,
-        by_element: bool = False,
-        store: Kept | None = None,
     ) -> Tensor:
         """Attend with queries [B, H, 1, D] to a layer's prompts and to keys and values [B, heads,
-        n, D] of the answers, but where they are ``missing`` [B, 1, 1, n]; returns [B, 1, H, D],
-        which is kept in ``store`` too.
-
-        ``by_element``: the products with answers are sums of elements, for compilers that join
-        them with what is around them.
-        """
+        n, D] of the answers, but where they are ``missing`` [B, 1, 1, n]; returns [B, 1, H, D]."""
         keys, values = self.prompts[layer]
         heads = keys.shape[1]
         q = query.reshape(len(query), heads, -1, query.shape[-1]) * scale  # [B, heads, g, D]
         of_prompt = _part(self._together(q), keys, values, self.bias)
-        of_answer = _part(q, *answers, missing, by_element)
+        of_answer = _part(q, *answers, missing)
         output, top, total = (self._apart(x, q.shape[2]) for x in of_prompt)
         highest = torch.maximum(top, of_answer[1])
         # weights of each part are relative to its top; now both to the higher one
         factor = (top - highest).exp_(), (of_answer[1] - highest).exp_()
         joined = output * factor[0] + of_answer[0] * factor[1]
         total = total * factor[0] + of_answer[2] * factor[1]
-        joined = (joined / total).reshape(len(query), 1, -1, query.shape[-1])
-        if store is not None:
-            store.put(layer, joined[:, 0], (highest + total.log()).reshape(len(query), -1))
-        return joined
+        return (joined / total).reshape(len(query), 1, -1, query.shape[-1])
 
     def explicit(self, rows: int) -> Layout:
         """Return the same layout of B = ``rows`` rows with a tensor for every None, so that all
@@ -111,20 +100,15 @@ class Layout(NamedTuple):
 class Cascade:
     """Holds P prompts and, of B rows that continue them, the keys and values of answers only."""
 
-    def __init__(self, prompts: Sequence[KV], mask: Tensor, rows: Tensor, compiled: bool = False):
+    def __init__(self, prompts: Sequence[KV], mask: Tensor, rows: Tensor):
         """Take keys and values [P, heads, S, D] of all layers, their mask [P, S] and the prompt of
-        every row [B]. ``compiled``: most steps are made by graphs."""
+        every row [B]."""
         # laid out as chosen prompts are: a compiled graph is of one layout
         self.everything = [(k.contiguous(), v.contiguous()) for k, v in prompts]
         self.padding = ~mask
         self.empty = [(k[:, :, :0], v[:, :, :0]) for k, v in prompts]
-        self._direct = direct(self.everything, mask, rows) if compiled else None
-        if self._direct is not None:
-            turned = [(cpu_attention.by_column(k), v) for k, v in self.everything]
-            self._direct = self._direct._replace(prompts=turned)
-        self.cache = caches.growing(self.empty, rows, self._direct is None)
+        self.cache = caches.growing(self.empty, rows)
         self.missing: Tensor | None = None  # [B, 1, 1, n] where a row has no token in a column
-        self.store: Kept | None = None  # where steps that are not compiled keep what they return
         self._place(rows)
 
     def select(self, rows: Tensor) -> None:
@@ -147,12 +131,10 @@ class Cascade:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Attend with queries [B, H, 1, D] to a layer's prompts and to keys and values [B, heads,
         n, D] of the answers; returns [B, 1, H, D]."""
-        return self.layout.attend(layer, query, (key, value), self.missing, scale, store=self.store)
+        return self.layout.attend(layer, query, (key, value), self.missing, scale)
 
-    def laid_out(self) -> Layout | Direct:
+    def laid_out(self) -> Layout:
         """Return what the rows attend to, in the form that graphs take."""
-        if self._direct is not None:
-            return self._direct._replace(rows=self.rows)
         return self.layout.explicit(len(self.rows))
 
     def _place(self, rows: Tensor) -> None:
@@ -182,38 +164,15 @@ class Cascade:
         )
 
 
-def _part(
-    q: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None, by_element: bool = False
-) -> tuple[Tensor, ...]:
+def _part(q: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None) -> tuple[Tensor, ...]:
     """Weigh values by scaled queries [N, heads, m, D]: their sum [N, heads, m, D], the largest
     exponent and the sum of weights, [N, heads, m, 1] each."""
-    if by_element:
-        exponents = (q[..., None, :] * key[:, :, None]).sum(-1)
-    else:
-        exponents = q @ key.transpose(-1, -2)
+    exponents = q @ key.transpose(-1, -2)
     if hidden is not None:
         exponents.masked_fill_(hidden, -torch.inf)
     top = exponents.amax(-1, keepdim=True)
     weights = exponents.sub_(top).exp_()
-    if by_element:
-        output = (weights[..., None] * value[:, :, None]).sum(-2)
-    else:
-        output = weights @ value
-    return output, top, weights.sum(-1, keepdim=True)
-
-
-def direct(prompts: Sequence[KV], mask: Tensor, rows: Tensor) -> Direct | None:
-    """Describe rows [B] that continue P prompts, keys and values [P, heads, S, D], mask [P, S], for
-    attention on this CPU; None: it does not serve."""
-    keys, values = prompts[0]
-    sizes = keys.shape[-1], values.shape[-1]
-    if sizes[0] != sizes[1] or not cpu_attention.serves(sizes[0], keys):
-        return None
-    start = mask.shape[1] - mask.sum(1)
-    columns = torch.arange(mask.shape[1], device=mask.device)
-    if not torch.equal(mask, columns >= start[:, None]):
-        return None  # padding that is not on the left
-    return Direct(prompts, rows, start)
+    return weights @ value, top, weights.sum(-1, keepdim=True)
 
 
 def fits(hidden: Tensor, rows: int) -> bool:
@@ -243,7 +202,7 @@ def _attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    cascade: Cascade | Layout | Direct | None = None,
+    cascade: Cascade | Layout | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attend with transformers' interface: [B, heads, 1, D] -> [B, 1, heads, D]. What is neither
@@ -253,8 +212,4 @@ def _attention(
     layer: Any = module.layer_idx
     if isinstance(cascade, Cascade):
         return cascade.attend(layer, query, key, value, scale), None
-    if isinstance(cascade, Direct):
-        assert attention_mask is not None
-        return cascade.attend(layer, query, (key, value), attention_mask, scale), None
-    on_cpu = query.device.type == "cpu"
-    return cascade.attend(layer, query, (key, value), attention_mask, scale, on_cpu), None
+    return cascade.attend(layer, query, (key, value), attention_mask, scale), None

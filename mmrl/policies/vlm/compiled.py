@@ -22,10 +22,9 @@ from torch import Tensor, nn
 
 from mmrl.policies import scores
 from mmrl.policies.compiling import check_backend
-from mmrl.policies.vlm import caches, packing
+from mmrl.policies.vlm import caches
 from mmrl.policies.vlm.caches import KV
-from mmrl.policies.vlm.cascade import Cascade, Layout, attending, direct
-from mmrl.policies.vlm.cpu_attention import Direct, Kept
+from mmrl.policies.vlm.cascade import Cascade, Layout
 from samplers.warp import Warp
 
 if TYPE_CHECKING:
@@ -48,7 +47,6 @@ class Compiled:
         self.backend = backend
         self.net = net
         self.answers = self.compile(_answers_of(net))
-        self.answers_directly = self.compile(_direct_answers_of(net))
         self.state: Hashable = None  # of the network while answers are sampled
         self.tokens: dict[Hashable, Callable[..., tuple[Tensor, Any]]] = {}
         self.draws: dict[Hashable, Callable[..., Any]] = {}
@@ -89,19 +87,15 @@ class Compiled:
         mask: Tensor,
         cache: Any,
         cascade: Cascade | None,
-        store: Kept | None = None,
         then: tuple[Callable[..., Any], Warp, Tensor | None] | None = None,
     ) -> tuple[Tensor, Any]:
         """Return hidden states [B, 1, H] of tokens ids [B, 1] at ``places`` [B, 1] behind the
-        columns ``mask`` [B, S] of the cache, or of a cascade's answers, of which attention by
-        code of our own keeps a record in ``store``; and what is drawn of them, if ``then`` says
-        how: a function of logits, the warp and random numbers [B]."""
+        columns ``mask`` [B, S] of the cache, or of a cascade's answers; and what is drawn of them,
+        if ``then`` says how: a function of logits, the warp and random numbers [B]."""
         attended = F.pad(mask, (0, 1), value=True)[:, None, None]
         layout = None if cascade is None else cascade.laid_out()
-        if isinstance(layout, Direct):
-            layout = layout._replace(store=store)
         draw, warp, uniform = then or (None, None, None)
-        kind = type(layout), store is None, warp, uniform is None
+        kind = layout is None, warp, uniform is None
         key = (self.state or state_of(self.net), self.net.text_config._attn_implementation, kind)
         columns = caches.reserved(cache)
         if key not in self.tokens:
@@ -133,25 +127,17 @@ class Compiled:
         sizes: list[int] = [*ids.shape, prefix.mask.shape[1]]
         return min(sizes) > 1
 
-    def score_answers(
-        self, prefix: Prefix, rows: Tensor, ids: Tensor, store: Kept | None = None
-    ) -> Tensor:
+    def score_answers(self, prefix: Prefix, rows: Tensor, ids: Tensor) -> Tensor:
         """Return hidden states [B, T, H] of the tokens ids [B, T] behind the prompts of ``rows``
-        [B]; ``store``: what attention returned when they were sampled."""
+        [B]."""
         length = ids.shape[1]
         places = prefix.following[rows][:, None] + torch.arange(length, device=ids.device)
-        behind = direct(prefix.key_values, prefix.mask, rows)
-        if behind is not None:
-            with symbolic(), attending(self.net.text_config):
-                behind = behind._replace(store=store)
-                hidden: Tensor = self.answers_directly(ids, places, behind)
-            return hidden
         causal = torch.ones(length, length, dtype=torch.bool, device=ids.device).tril()
         before = prefix.mask[rows][:, None].expand(-1, length, -1)
         attended = torch.cat([before, causal.expand(len(ids), -1, -1)], 2)[:, None]
         prompts = [(k.index_select(0, rows), v.index_select(0, rows)) for k, v in prefix.key_values]
         with symbolic():
-            hidden = self.answers(ids, places, prompts, attended)
+            hidden: Tensor = self.answers(ids, places, prompts, attended)
         return hidden
 
     def chunk_of(self, warp: Warp, entropy: bool) -> scores.ScoreChunk | None:
@@ -185,17 +171,13 @@ def state_of(net: nn.Module) -> Hashable:
     return hash(tuple(parts))
 
 
-def _fix_heads(columns: Sequence[KV], layout: Layout | Direct | None) -> None:
+def _fix_heads(columns: Sequence[KV], layout: Layout | None) -> None:
     """Let the numbers of heads and their sizes, which never change, be no symbols of a graph that
     is built next: each is an argument of every call."""
     prompts = [] if layout is None else layout.prompts
     for pair in (*columns, *prompts):
         for tensor in pair:
             torch._dynamo.mark_static(tensor, [1, 3])
-    store = layout.store if isinstance(layout, Direct) else None
-    if store is not None:
-        torch._dynamo.mark_static(store.attended, [0, 3, 4])
-        torch._dynamo.mark_static(store.lse, [0, 3])
 
 
 def _is_plain(value: Any) -> bool:
@@ -238,7 +220,7 @@ def _token_of(
         places: Tensor,
         columns: Sequence[KV],
         attended: Tensor,
-        layout: Layout | Direct | None,
+        layout: Layout | None,
         uniform: Tensor | None,
     ) -> tuple[Tensor, Any]:
         """``attended`` [B, 1, 1, n] says which columns are real."""
@@ -246,8 +228,7 @@ def _token_of(
         if layout is None:
             hidden = net.continued(ids, places, attended, cache)
         else:
-            mask = attended if isinstance(layout, Direct) else ~attended
-            hidden = net.continued(ids, places, mask, cache, cascade=layout)
+            hidden = net.continued(ids, places, ~attended, cache, cascade=layout)
         return hidden, None if draw is None else draw(net.logits(hidden[:, -1]), warp, uniform)
 
     return token
@@ -262,16 +243,6 @@ def _answers_of(net: SharedPrefix) -> Callable[..., Tensor]:
         bias = torch.zeros_like(attended, dtype=prompts[0][0].dtype)
         bias = bias.masked_fill(~attended, -torch.inf)
         return net.continued(ids, places, bias, caches.Behind(prompts))
-
-    return answers
-
-
-def _direct_answers_of(net: SharedPrefix) -> Callable[..., Tensor]:
-    """Make the pass of ``_answers_of`` with attention that reads prompts itself."""
-
-    def answers(ids: Tensor, places: Tensor, behind: Direct) -> Tensor:
-        cache = caches.Answers(behind.prompts)
-        return net.continued(ids, places, packing.anything(), cache, cascade=behind)
 
     return answers
 

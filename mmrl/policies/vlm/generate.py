@@ -17,7 +17,6 @@ from mmrl.core.host import sent
 from mmrl.policies.drafts import FREE
 from mmrl.policies.scores import recorded
 from mmrl.policies.vlm import caches
-from mmrl.policies.vlm.cpu_attention import Kept
 from mmrl.policies.vlm.refill import Queue, Slots
 from samplers.noise import Rng
 from samplers.warp import Warp
@@ -198,12 +197,10 @@ class Task:
     # equally many passes
     busy: Callable[[bool], bool] | None = None
     start: Tensor | None = None  # [B] long: tokens of each that the prefix holds; None: none
-    store: Kept | None = None  # where the rows keep what their tokens attend to
 
     def of(self, rows: slice) -> Task:
         """Return the task of some of the rows."""
-        store = self.store and self.store._replace(rows=self.store.rows[rows])
-        return replace(self, rows=self.rows[rows], names=self.names[rows], store=store)
+        return replace(self, rows=self.rows[rows], names=self.names[rows])
 
     def blank(self) -> Answers:
         """Make room for the answers."""
@@ -322,10 +319,7 @@ class Work:
         if compacts and not self.keeps and fewer:
             self._compact()
         net = self.task.net
-        store = self.task.store
-        if store is not None:
-            store = store._replace(rows=store.rows[self.at], columns=self.step)
-        known = (self.mask, self.cache, self.whole, None, self.cascade, store)
+        known = (self.mask, self.cache, self.whole, None, self.cascade)
         before = self.step
         self.longest = min(self.longest + 1, self.task.ending.tokens - 1)
         self.step = (self.step + 1).clamp_max(self.longest)

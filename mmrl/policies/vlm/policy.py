@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -38,7 +37,6 @@ from mmrl.policies.base import (
 from mmrl.policies.demonstrations import sourced
 from mmrl.policies.drafts import resized
 from mmrl.policies.lora import Lora, merged, save_model
-from mmrl.policies.products import kept_layout, quicken
 from mmrl.policies.quantization import Quantization, check_quantization
 from mmrl.policies.vlm.budgets import admit
 from mmrl.policies.vlm.collation import images_in
@@ -135,7 +133,6 @@ class VLM(Passes):
         demonstrations=True,
         drafts=True,
         max_new_tokens=True,
-        prompt_graphs=True,
     )
     adjacent = True
 
@@ -214,7 +211,6 @@ class VLM(Passes):
 
     def _prepare(self, replay_routing: bool, compile: bool | str) -> None:
         """Choose how the network computes its passes."""
-        quicken(self.net)
         if replay_routing:
             replay_experts(self, self.net)
         compile_passes(self, self.net, compile)
@@ -268,10 +264,7 @@ class VLM(Passes):
                 prompts=tuple(shown)
             )
         if self.outside is None:
-            again = partial(self._answers, cond, group, row, rng, size, None)
-            graphs = context.graphs
-            with kept_layout(self.net, self.ending.tokens):
-                answers = again(None) if graphs is None else graphs.tried(self, again)
+            answers = self._answers(cond, group, row, rng, size)
             if self.refill == "plan":
                 self.lengths.learn(self.device)
         else:

@@ -27,12 +27,11 @@ from mmrl.policies.tokens import places
 from mmrl.policies.vlm import caches, features, packing, sights
 from mmrl.policies.vlm.cascade import Cascade, attending, fits
 from mmrl.policies.vlm.compiled import Compiled, changes, symbolic
-from mmrl.policies.vlm.cpu_attention import Kept
 from mmrl.policies.vlm.engines import transformers
 from mmrl.policies.vlm.families import CAUSAL, DIRECT
 from mmrl.policies.vlm.heads import Head, network, output_embeddings, writer
 from mmrl.policies.vlm.positions import axes, following
-from mmrl.policies.vlm.prefixes import Known, Prefix
+from mmrl.policies.vlm.prefixes import Prefix
 from mmrl.policies.vlm.routing import Routing
 from samplers.warp import Warp
 
@@ -128,8 +127,7 @@ class SharedPrefix(nn.Module):
         """Begin answers to the prompts of ``rows`` [B] that are sampled token by token, where a
         prompt's keys are read once for all its rows; None: each row has a copy of them."""
         able = self.cascades and self.plain and fits(prefix.hidden, len(rows))
-        compiled = self.compiled is not None
-        return Cascade(prefix.key_values, prefix.mask, rows, compiled) if able else None
+        return Cascade(prefix.key_values, prefix.mask, rows) if able else None
 
     def step(
         self,
@@ -140,23 +138,20 @@ class SharedPrefix(nn.Module):
         whole: bool | None = None,
         routes: Tensor | None = None,
         cascade: Cascade | None = None,
-        store: Kept | None = None,
     ) -> Tensor:
         """Return hidden states [B, L, H] of answer tokens ``ids`` [B, L] that begin at position
         ``place`` [B]; ``mask`` [B, S] covers all tokens before them.
 
         ``whole``: whether the mask is True everywhere; None: unknown, so transformers asks the
         device. ``routes`` [B, L, R]: the experts that the tokens go to. ``cascade``: what the
-        rows attend to, in the place of ``cache``; then the mask is that of answers alone, and
-        what attention returns is kept in ``store``.
+        rows attend to, in the place of ``cache``; then the mask is that of answers alone.
         """
         length = ids.shape[1]
         places = place[:, None] + torch.arange(length, device=ids.device)
         if self.compiled is not None and self.compiled.samples(ids, mask, cascade):
-            return self.compiled.step(ids, places, mask, cache, cascade, store)[0]
+            return self.compiled.step(ids, places, mask, cache, cascade)[0]
         if cascade is not None:
             cascade.hide(None if whole else mask)
-            cascade.store = store
             return self.continued(ids, places, packing.anything(), cache, cascade=cascade)
         attended = torch.cat([mask, mask.new_ones(len(ids), length)], 1).long()
         if not self.cascades or not self.plain or length > 1 or whole is None:
@@ -173,11 +168,11 @@ class SharedPrefix(nn.Module):
         """Return what ``step`` returns of one token a row, with all of its arguments, and, if that
         is compiled, what is drawn of it; ``then``: a function of logits, the warp and random
         numbers [B]."""
-        ids, place, mask, cache, _whole, _routes, cascade, store = step
+        ids, place, mask, cache, _whole, _routes, cascade = step
         able = self.compiled is not None and self.compiled.samples(ids, mask, cascade)
         if self.compiled is None or not able or changes(then[1]):
             return self.step(*step), None
-        return self.compiled.step(ids, place[:, None], mask, cache, cascade, store, then)
+        return self.compiled.step(ids, place[:, None], mask, cache, cascade, then)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [*, V] of hidden states [*, H]."""
@@ -204,13 +199,11 @@ class SharedPrefix(nn.Module):
         where: Tensor,
         warp: Warp,
         entropy: bool = False,
-        known: Known | None = None,
     ) -> tuple[Tensor, scores.Scored]:
         """Return hidden states [N, H] and log-probs of the N answer tokens ``where`` [B, T] holds,
         of ids [B, T].
 
-        ``rows`` [B]: the prompt of each row among the collated ``inputs``, or those that are
-        ``known`` from sampling.
+        ``rows`` [B]: the prompt of each row among the collated ``inputs``.
         """
         answer_routes = inputs.get("answer_routes")
         inputs = {name: x for name, x in inputs.items() if name != "answer_routes"}
@@ -225,11 +218,10 @@ class SharedPrefix(nn.Module):
         where = where[:, :length]
         remember(where, on_rows[:, :length])
         if self.share:
-            of_prompts = inputs["input_ids"] if known is None else known.prefix.mask
-            if self.packed or self._sparse(of_prompts.numel(), on_rows[:, :length]):
-                hidden = self._packed(inputs, rows, ids, where, known)
+            if self.packed or self._sparse(inputs["input_ids"].numel(), on_rows[:, :length]):
+                hidden = self._packed(inputs, rows, ids, where)
             else:
-                hidden = selected(self._shared(inputs, rows, ids, answer_routes, known), where)
+                hidden = selected(self._shared(inputs, rows, ids, answer_routes), where)
         else:
             hidden = selected(self._apart(inputs, rows, ids), where)
         place = places(where) if warp.schedule else None
@@ -335,17 +327,15 @@ class SharedPrefix(nn.Module):
         rows: Tensor,
         ids: Tensor,
         routes: Tensor | None = None,
-        known: Known | None = None,
     ) -> Tensor:
         """Return hidden states [B, T, H] at the T decisions of every row."""
-        prefix = self.read(inputs) if known is None else known.prefix
+        prefix = self.read(inputs)
         # a prompt without answers takes part in the backward pass too
         first = prefix.hidden[rows][:, None] + 0 * prefix.hidden.sum(0)
         if ids.shape[1] == 1:
             return first
         if self.compiled is not None and self.compiled.scores_answers(prefix, ids[:, :-1]):
-            store = None if known is None else known.store
-            later = self.compiled.score_answers(prefix, rows, ids[:, :-1], store)
+            later = self.compiled.score_answers(prefix, rows, ids[:, :-1])
             return torch.cat([first, later], 1)
         cache = caches.continued(prefix.memory, rows)
         routes = None if routes is None else routes[:, : ids.shape[1] - 1]
@@ -361,11 +351,10 @@ class SharedPrefix(nn.Module):
         rows: Tensor,
         ids: Tensor,
         where: Tensor,
-        known: Known | None = None,
     ) -> Tensor:
         """Return hidden states [N, H] at the decisions ``where`` [B, T], of prompts and answers
         without padding."""
-        prefix = self._read_packed(inputs) if known is None else known.prefix.packed()
+        prefix = self._read_packed(inputs)
         steps = torch.arange(ids.shape[1], device=ids.device)
         answers = (where * steps).amax(1)  # [B] tokens to read: all before the last decision
         if sharded(self) and not on_host(where)[:, 1:].any():

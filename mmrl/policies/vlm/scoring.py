@@ -18,12 +18,10 @@ from mmrl.core.metrics import Stopwatch
 from mmrl.core.sharding import in_step, sharded
 from mmrl.core.types import Point, Prompt, tree_map
 from mmrl.policies.base import Drafts
-from mmrl.policies.rollout_graphs import RolloutGraphs
 from mmrl.policies.scores import Scored
 from mmrl.policies.tokens import AnswerTokens, TokenPolicy, somewhere
 from mmrl.policies.vlm import features, media
 from mmrl.policies.vlm.collation import blank_clip, blank_image, images_in, is_pixels
-from mmrl.policies.vlm.cpu_attention import Kept
 from mmrl.policies.vlm.engines.transformers import generate_plainly
 from mmrl.policies.vlm.families import OWN_DTYPE
 from mmrl.policies.vlm.generate import Answers, Ending, Task, generate
@@ -32,7 +30,6 @@ from mmrl.policies.vlm.positions import positions
 from mmrl.policies.vlm.prefix_sharing import SharedPrefix
 from mmrl.policies.vlm.prefixes import Prefix
 from mmrl.policies.vlm.processor import Inputs
-from mmrl.policies.vlm.prompt_graphs import PromptGraphs, Room, prompt_graphs
 from mmrl.policies.vlm.recent import Recent
 from mmrl.policies.vlm.refill import Lengths, Refill, Slots
 from mmrl.policies.vlm.routing import of_prompts, padded
@@ -46,10 +43,6 @@ from samplers.warp import Warp
 
 Encoded = dict[str, Tensor]
 Blank = Callable[[], Prompt]
-# answer tokens of a pass of the update on a CPU, whose activations stay in its cache and in memory
-# that the process has already; and the fewest rows, which share prompts
-TOKENS = 2**13
-ROWS = 8
 KEPT = 2**28  # bytes of encoded prompts that are kept from one iteration to the next
 
 
@@ -73,7 +66,6 @@ class Passes(TokenPolicy):
         super().__init__(net, **options)
         self.recent = Recent(KEPT)
         self.features = Recent(KEPT)
-        self.room = Room()
         # images used, and images passed through the tower, since the last measures()
         self.images = 0
         self.towered = 0
@@ -91,24 +83,10 @@ class Passes(TokenPolicy):
         self._check(point.cond)
         where = somewhere(point.mask)
         self.forwards += len(where)
-        graphs = self.graphs
-        known = graphs.known(self, point) if isinstance(graphs, PromptGraphs) else None
-        if known is not None:
-            scored_rows = (known.rows, point.target, where, self.warp, self.entropies, known)
-            hidden, scored = self.active()("score", {}, *scored_rows)
-        else:
-            hidden, scored = self._score(
-                self.active(), point.cond, point.group, point.target, where, point.routes
-            )
+        hidden, scored = self._score(
+            self.active(), point.cond, point.group, point.target, where, point.routes
+        )
         return AnswerTokens(self, point, where, hidden, scored)
-
-    def rollout_graphs(self, rows: Tensor) -> RolloutGraphs:
-        return prompt_graphs(self, rows)
-
-    def rows_of_pass(self, rows: int) -> int:
-        if self.device.type != "cpu" or distributed.world()[1] > 1:
-            return rows
-        return min(rows, max(ROWS, TOKENS // self.ending.tokens))
 
     def prompt_states(self, prompts: list[Prompt]) -> Tensor:
         """Return the network's own hidden state [P, H] at the last token of every prompt, its
@@ -347,17 +325,15 @@ class Passes(TokenPolicy):
         rng: Rng,
         size: int,
         drafts: Drafts | None = None,
-        graphs: PromptGraphs | None = None,
     ) -> Answers:
-        """Answer the prompts of ``group`` [B], ``size`` rows at a time, in the order of the rows;
-        ``graphs`` keeps what is computed of prompts.
+        """Answer the prompts of ``group`` [B], ``size`` rows at a time, in the order of the rows.
 
         Prompts of similar length are read together, which leaves little padding."""
         answers_by_part: list[Answers] = []
         places: list[Tensor] = []
         blocks = self._blocks(cond, group, size)
         for rows_at, counts in in_step(blocks, blocks[0], self.device, sharded(self.net)):
-            for part, answers in self._block(cond, group, row, rng, rows_at, size, drafts, graphs):
+            for part, answers in self._block(cond, group, row, rng, rows_at, size, drafts):
                 if counts:
                     places.append(part)
                     answers_by_part.append(answers)
@@ -367,8 +343,6 @@ class Passes(TokenPolicy):
             parts = [getattr(part_answers, name) for part_answers in answers_by_part]
             if parts[0] is not None:
                 columns[name] = torch.cat(parts)[order]
-        if graphs is not None:
-            graphs.wrote(row, columns["ids"])
         return Answers(**columns)
 
     def _blocks(self, cond: list[Encoded], group: Tensor, size: int) -> list[Tensor]:
@@ -395,7 +369,6 @@ class Passes(TokenPolicy):
         rows_at: Tensor,
         size: int,
         drafts: Drafts | None,
-        graphs: PromptGraphs | None = None,
     ) -> Iterator[tuple[Tensor, Answers]]:
         """Answer the prompts of the rows ``rows_at``, which are read once; yields rows and
         answers."""
@@ -410,18 +383,11 @@ class Passes(TokenPolicy):
                 if counts:
                     yield part, written
             return
-        store: Kept | None = None
-        if graphs is None:
-            prefix, rows = self.read(cond, group[rows_at])
-        else:
-            of_rows = group[rows_at], row[rows_at]
-            prefix, rows, store = graphs.read(self, cond, *of_rows, len(row))
+        prefix, rows = self.read(cond, group[rows_at])
         tree = self.tree if self.growing else None
         if tree is not None:  # whole trees
             size = max(tree.leaves, size // tree.leaves * tree.leaves)
-        task = Task(
-            self.net, prefix, rows, row[rows_at], rng, self.warp, self.ending, busy, store=store
-        )
+        task = Task(self.net, prefix, rows, row[rows_at], rng, self.warp, self.ending, busy)
         if self.refills and drafts is None and tree is None:
             yield rows_at, generate(task, Slots(size, self.refill, self.lengths))
             return

@@ -48,16 +48,3 @@ def test_tokens_see_their_prompt_and_themselves(heads, own, padded, fixed):
         )
         torch.testing.assert_close(attended, expected, atol=1e-12, rtol=0)
     assert rooms.length == length + steps
-
-
-@pytest.mark.parametrize("added", [False, True])
-def test_one_query_sees_what_its_mask_allows(added):
-    q, k, v = (
-        random(name, 2, heads, n, 6) for name, heads, n in (("q", 4, 1), ("k", 2, 5), ("v", 2, 5))
-    )
-    mask = random("mask", 2, 1, 1, 5)
-    mask[..., 0] = 1  # each row sees something
-    mask = mask if added else mask > 0
-    by_column = k.transpose(2, 3).contiguous().transpose(2, 3)
-    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
-    torch.testing.assert_close(attend(q, by_column, v, mask), expected, atol=1e-12, rtol=0)

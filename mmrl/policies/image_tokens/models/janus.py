@@ -19,7 +19,6 @@ from mmrl.core.types import Prompt
 from mmrl.policies.diffusion.text_encoding import texts_of
 from mmrl.policies.image_tokens import causal
 from mmrl.policies.image_tokens.attention import Kernel, available, of_transformers
-from mmrl.policies.image_tokens.decoder import Decoder, Llama
 from mmrl.policies.image_tokens.kv_cache import Rooms
 from mmrl.policies.image_tokens.models import llama
 from mmrl.policies.image_tokens.network import ImageNet, Inputs, widened
@@ -42,7 +41,6 @@ class _State:
     padding: Tensor | None  # [B, n] bool, False where the prompt is padded; None: nowhere
     rope: llama.Rope  # of all tokens to come
     done: int = 0  # tokens read since the prompt
-    decoder: Decoder | None = None
 
 
 class JanusNet(ImageNet):
@@ -80,8 +78,7 @@ class JanusNet(ImageNet):
         rooms = Rooms.after(caches.key_values(cache), rows, mask.shape[1] + extra)
         padding = None if bool(mask.all()) else mask[rows].bool()
         rope = llama.rotations(model, hidden, places[rows, -1] + 1, extra)
-        decoder = self.decoder(rooms, padding)
-        return hidden[rows], _State(rooms, padding, rope, decoder=decoder)
+        return hidden[rows], _State(rooms, padding, rope)
 
     def step(self, ids: Tensor, state: _State) -> Tensor:
         x = self.hf.prepare_embeddings_for_image_generation(ids)
@@ -89,21 +86,11 @@ class JanusNet(ImageNet):
         rope = tuple(part[:, :, at : at + 1] for part in state.rope)
         state.done += 1
         x = widened(x, state.rooms.rows)
-        if state.decoder is not None:
-            cos, sin = (part[:, 0, 0] for part in rope)
-            return state.decoder.token(x, cos, sin, state.rooms)
         place = state.rooms.next(1, self.fixed)
         mask = state.rooms.attention_mask(place, state.padding)
         return self.token(
             self.hf.model.language_model, x, rope, mask, place, state.rooms.layers, self.kernel
         )
-
-    def llama(self) -> Llama | None:
-        return llama.described(self.hf.model.language_model)
-
-    def last_layer(self) -> nn.Module:
-        layer: nn.Module = self.hf.model.generation_head.vision_head
-        return layer
 
     def extend(self, ids: Tensor, state: _State) -> Tensor:
         x = self.hf.prepare_embeddings_for_image_generation(ids[:, :-1])
@@ -118,8 +105,7 @@ class JanusNet(ImageNet):
         length = state.rooms.length - (len(self.turns) - 1 - count)
         padding = None if state.padding is None else state.padding[rows]
         cos, sin = (part if len(part) == 1 else part[rows] for part in state.rope)
-        decoder = state.decoder and state.decoder.of_rows(rows)
-        return _State(state.rooms.back(rows, length), padding, (cos, sin), count, decoder)
+        return _State(state.rooms.back(rows, length), padding, (cos, sin), count)
 
     def teach(self, inputs: Inputs, ids: Tensor) -> Tensor:
         text = self.hf.get_input_embeddings()(inputs["ids"])

@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from mmrl.policies.image_tokens.attention import Kernel, attend
-from mmrl.policies.image_tokens.decoder import Llama, LlamaLayer
 from mmrl.policies.image_tokens.kv_cache import KV, Place, Rooms, put
-from mmrl.policies.products import together
 
 # cosines and sines, [B or 1, 1, n, D] each, sines negative in the first half
 Rope = tuple[Tensor, Tensor]
@@ -25,31 +23,6 @@ def rotations(model: Any, like: Tensor, first: Tensor, count: int) -> Rope:
     cos, sin = model.rotary_emb(like, position_ids=places)
     a, b = sin[:, None].chunk(2, -1)
     return cos[:, None], torch.cat([-a, b], -1)
-
-
-def described(model: Any) -> Llama | None:
-    """Describe the layers for code of ours; None where they are not those of transformers' Llama
-    with gates by SiLU."""
-    from transformers.models.llama import modeling_llama as hf
-
-    layers = []
-    for layer in model.layers:
-        attention, mlp = layer.self_attn, layer.mlp
-        norms = layer.input_layernorm, layer.post_attention_layernorm, model.norm
-        known = [type(x) is hf.LlamaRMSNorm for x in norms]
-        known += [type(layer) is hf.LlamaDecoderLayer, type(attention) is hf.LlamaAttention]
-        known += [type(mlp) is hf.LlamaMLP, model.config.hidden_act == "silu"]
-        if not all(known) or len({norm.variance_epsilon for norm in norms}) > 1:
-            return None
-        qkv = attention.q_proj, attention.k_proj, attention.v_proj
-        first, second = (norm.weight for norm in norms[:2])
-        feed = mlp.gate_proj, mlp.up_proj, mlp.down_proj
-        layers.append(LlamaLayer(first, qkv, attention.o_proj, second, *feed))
-    config = model.config
-    heads, groups = config.num_attention_heads, config.num_key_value_heads
-    norm, scale = model.norm, attention.scaling
-    epsilon = norm.variance_epsilon
-    return Llama(layers, norm.weight, epsilon, heads, groups, attention.head_dim, scale, False)
 
 
 def token(
@@ -81,16 +54,14 @@ def _layer(
     attention = layer.self_attn
     h = layer.input_layernorm(x)
     q, k, v = (
-        part.unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
-        for part in together(h, (attention.q_proj, attention.k_proj, attention.v_proj))
+        project(h).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
+        for project in (attention.q_proj, attention.k_proj, attention.v_proj)
     )
     q, k = _turned(torch.cat([q, k], 1), rope).split([q.shape[1], k.shape[1]], 1)
     k, v = put(room, k, v, place)
     attended = attend(q, k, v, mask, scale=attention.scaling, kernel=kernel)
     x = x + attention.o_proj(attended.transpose(1, 2).flatten(2))
-    mlp = layer.mlp
-    gate, up = together(layer.post_attention_layernorm(x), (mlp.gate_proj, mlp.up_proj))
-    change: Tensor = mlp.down_proj(mlp.act_fn(gate) * up)
+    change: Tensor = layer.mlp(layer.post_attention_layernorm(x))
     return x + change
 
 

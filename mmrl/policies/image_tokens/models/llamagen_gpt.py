@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,10 +17,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mmrl.policies.image_tokens.attention import Kernel, attend
-from mmrl.policies.image_tokens.decoder import Decoder, Llama, LlamaLayer
 from mmrl.policies.image_tokens.kv_cache import KV, Place, Rooms, put
 from mmrl.policies.image_tokens.network import ImageNet, Inputs, widened
-from mmrl.policies.products import together
 
 EPSILON = 1e-5  # of norms
 
@@ -49,7 +46,6 @@ class Shape:
 class _State:
     rooms: Rooms
     padding: Tensor | None  # [B, condition] bool
-    decoder: Decoder | None = None
 
 
 class RMSNorm(nn.Module):
@@ -102,8 +98,7 @@ class FeedForward(nn.Module):
         self.w2 = nn.Linear(shape.width(), shape.dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = together(x, (self.w1, self.w3))
-        output: Tensor = self.w2(F.silu(gate) * up)
+        output: Tensor = self.w2(F.silu(self.w1(x)) * self.w3(x))
         return output
 
 
@@ -207,38 +202,15 @@ class LlamaGenGPT(ImageNet):
             read.append(key_values)
         rooms = Rooms.after(read, rows, length + len(self.turns) - 1)
         padding = None if mask is None else mask[rows]
-        decoder = self.decoder(rooms, padding)
-        return self.norm(x[:, -1:])[rows], _State(rooms, padding, decoder)
+        return self.norm(x[:, -1:])[rows], _State(rooms, padding)
 
     def step(self, ids: Tensor, state: _State) -> Tensor:
         x = widened(self.tok_embeddings(ids), state.rooms.rows)
         first = state.rooms.length
         rope = self._rope(first, first + 1, x)
-        if state.decoder is not None:
-            return state.decoder.token(x, *parts(rope), state.rooms)
         place = state.rooms.next(1, self.fixed)
         mask = state.rooms.attention_mask(place, state.padding)
         return self.token(self, x, rope, mask, place, state.rooms.layers)
-
-    def llama(self) -> Llama | None:
-        blocks: Any = self.layers
-        layers = [
-            LlamaLayer(
-                block.attention_norm.weight,
-                (block.attention.wqkv,),
-                block.attention.wo,
-                block.ffn_norm.weight,
-                *(getattr(block.feed_forward, name) for name in ("w1", "w3", "w2")),
-            )
-            for block in blocks
-        ]
-        shape = self.shape
-        size = shape.dim // shape.heads
-        sizes = shape.heads, shape.heads, size
-        return Llama(layers, self.norm.weight, EPSILON, *sizes, size**-0.5, True)
-
-    def last_layer(self) -> nn.Module:
-        return self.output
 
     def extend(self, ids: Tensor, state: _State) -> Tensor:
         x = self.tok_embeddings(ids[:, :-1])
@@ -251,8 +223,7 @@ class LlamaGenGPT(ImageNet):
     def back(self, state: _State, rows: slice | Tensor, count: int, ids: Tensor) -> _State:
         length = state.rooms.length - (len(self.turns) - 1 - count)
         padding = None if state.padding is None else state.padding[rows]
-        decoder = state.decoder and state.decoder.of_rows(rows)
-        return _State(state.rooms.back(rows, length), padding, decoder)
+        return _State(state.rooms.back(rows, length), padding)
 
     def teach(self, inputs: Inputs, ids: Tensor) -> Tensor:
         condition = self.cls_embedding(inputs)
@@ -325,13 +296,6 @@ def rotated(x: Tensor, rope: Tensor) -> Tensor:
     a, b = x.to(rope).unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = rope.unbind(-1)
     return torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2).to(x.dtype)
-
-
-def parts(rope: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how often each number of a head counts [n, D], and how often its neighbour does, of
-    cosines and sines [n, D / 2, 2]."""
-    cos, sin = rope.unbind(-1)
-    return cos.repeat_interleave(2, -1), torch.stack([-sin, sin], -1).flatten(-2)
 
 
 def causal(mask: Tensor, length: int) -> Tensor:
