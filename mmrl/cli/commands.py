@@ -273,8 +273,11 @@ def show_data(
         if configuration.plain.get("reward"):
             build.check_needs(configuration, source, {})
 
+    def unfit(source: Any) -> list[str]:
+        return build.foreseen(configuration, source) if check else []
+
     with decoding() if check else nullcontext():
-        return show(configuration, needs, page, count)
+        return show(configuration, needs, unfit, page, count)
 
 
 def dry_run(

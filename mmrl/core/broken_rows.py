@@ -13,6 +13,7 @@ SHOWN = 20  # lines in a message
 LISTED = 12  # rows in a line, which are broken alike
 # what differs between rows that are broken for one same reason: numbers, quoted names, paths
 NAMED = re.compile(r"""-?\d[\d.]*|'[^']*'|"[^"]*"|\S*/\S*""")
+PLACE = re.compile(r"(.+?):(?: row )?(\d+): ", re.DOTALL)  # file:line, or file: row 3
 FEW = 3  # rows that may be broken alike by chance
 ALIKE = 0.1  # share of the rows
 
@@ -31,7 +32,7 @@ def first_of(problems: list[str]) -> str:
     once, with the first of them and the numbers of the others."""
     alike: dict[str, list[str]] = {}
     for problem in problems:
-        place, _, why = problem.partition(": ")
+        place, why = _split(problem)
         alike.setdefault(why, []).append(place)
     lines = [f"{places[0]}: {why}{_others(places[1:])}" for why, places in alike.items()]
     rest = f"\n    and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
@@ -41,20 +42,40 @@ def first_of(problems: list[str]) -> str:
 def _others(places: list[str]) -> str:
     if not places:
         return ""
-    numbers = ", ".join(place.rpartition(":")[2] for place in places[:LISTED])
+    numbers = ", ".join(place.rpartition(":")[2].removeprefix(" row ") for place in places[:LISTED])
     rest = " ..." if len(places) > LISTED else ""
     return f" (and {len(places)} more rows like it: {numbers}{rest})"
 
 
-def refuse(problems: list[str], count: int, skips: bool) -> None:
-    """Raise UserError for ``problems`` of ``count`` rows, unless they are to be left out
-    (``skips``) and are not all, or many of them, broken for one same reason."""
-    whole = count - len(problems)
-    reasons = {problem.partition(": ")[2] for problem in problems}
-    if not skips or (not whole and len(reasons) == 1):
-        skip = ", or leave them out with broken: skip" if whole else ""
-        raise UserError(_sentence(problems, count, f"fix these rows{skip}"))
-    kinds = [NAMED.sub("#", problem.partition(": ")[2]) for problem in problems]
+def refuse(problems: list[str], count: int) -> None:
+    """Raise UserError for ``problems`` of ``count`` rows, in the order of the file."""
+    skip = ", or leave them out with broken: skip" if len(problems) < count else ""
+    ordered = sorted(problems, key=_in_file)
+    raise UserError(_sentence(ordered, count, f"fix these rows{skip}"))
+
+
+def _split(problem: str) -> tuple[str, str]:
+    """Split "place: why"."""
+    if match := PLACE.match(problem):
+        return problem[: match.end() - 2], problem[match.end() :]
+    place, _, why = problem.partition(": ")
+    return place, why
+
+
+def _in_file(problem: str) -> tuple[str, int]:
+    match = PLACE.match(problem)
+    return (match[1], int(match[2])) if match else (_split(problem)[0], 0)
+
+
+def refuse_alike(problems: list[str], count: int) -> None:
+    """Raise UserError where all of ``count`` rows, or many of them, are broken for one same
+    reason."""
+    if not problems:
+        return
+    reasons = {_split(problem)[1] for problem in problems}
+    if len(problems) == count and len(reasons) == 1:
+        refuse(problems, count)
+    kinds = [NAMED.sub("#", _split(problem)[1]) for problem in problems]
     kind, alike = Counter(kinds).most_common(1)[0]
     if alike > max(FEW, ALIKE * count):
         rows = [problem for problem, each in zip(problems, kinds) if each == kind]

@@ -17,6 +17,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,18 @@ from mmrl.core.model_folders import (
 NOISY = ("transformers.modeling_utils", "diffusers.models.modeling_utils")
 ROOT = "model."  # under which trainers hold the model
 OUR_OWN = ("builtins", "mmrl", "rewards")  # whose other errors are no fault of a folder
+_hollow: ContextVar[bool] = ContextVar("networks are made without weights", default=False)
+
+
+@contextmanager
+def without_weights() -> Iterator[None]:
+    """Make networks by their configs, on the meta device, in place of loading them: enough to tell
+    which prompts a policy can take."""
+    token = _hollow.set(True)
+    try:
+        yield
+    finally:
+        _hollow.reset(token)
 
 
 def load_model(
@@ -70,17 +83,13 @@ def load_model(
     """
     place = _expanded(path)
     folder = folder_of(place, subfolder)
-    refuse_adapter(place, folder)
-    if not remote_code:
-        refuse_original(place, folder)
-    if folder is not None:
-        refuse_gguf(folder)
-        if _is_of_diffusers(entry):
-            refuse_eight_bits(folder)
+    _refuse_others(entry, place, folder, remote_code)
     if folder is not None and (variant := weight_files.variant_of(folder)):
         options.setdefault("variant", variant)
     what = f"{place}/{subfolder}" if subfolder else place
     entry = _class_in(entry, place, subfolder)
+    if _hollow.get() and not remote_code:
+        return _made_hollow(entry, place, subfolder)
     if str(entry.__name__).startswith("Auto") or remote_code:
         options["trust_remote_code"] = remote_code
     if subfolder:
@@ -102,6 +111,17 @@ def load_model(
             stacklevel=2,
         )
     return net
+
+
+def _refuse_others(entry: Any, place: str, folder: Path | None, remote_code: bool) -> None:
+    """Raise UserError for a folder that holds something else than a model as libraries save it."""
+    refuse_adapter(place, folder)
+    if not remote_code:
+        refuse_original(place, folder)
+    if folder is not None:
+        refuse_gguf(folder)
+        if _is_of_diffusers(entry):
+            refuse_eight_bits(folder)
 
 
 def load_processor(
@@ -317,6 +337,20 @@ def _class_in(entry: Any, place: str, subfolder: str) -> Any:
     if cls is None:
         raise UserError(f"{place}: its config.json names no class of diffusers ({name!r})")
     return cls
+
+
+def _made_hollow(entry: Any, place: str, subfolder: str) -> nn.Module:
+    """Make a network on the meta device by its config."""
+    if _is_of_diffusers(entry):
+        config = load_config(entry, place, subfolder)
+    else:
+        from transformers import AutoConfig
+
+        config = load_processor(AutoConfig, place, subfolder=subfolder)
+    make = entry._from_config if _is_of_transformers(entry) else entry.from_config
+    with torch.device("meta"), guarded(), _quiet():
+        net: nn.Module = make(config)
+    return net
 
 
 def _is_of_diffusers(entry: Any) -> bool:

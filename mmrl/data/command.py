@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import DATA, POLICIES
 from mmrl.core.registry import options as options_of
 from mmrl.data import view
-from mmrl.data.ledger import collecting
+from mmrl.data.ledger import collecting, refuse_broken
 from mmrl.utils.files import write_text
 
 
@@ -38,29 +39,30 @@ def row_size(prompt: Mapping[str, Any]) -> framing.Size | None:
 
 
 def show(
-    configuration: Config, needs: Callable[[Any], None], path: Path | None, count: int = 24
+    configuration: Config,
+    needs: Callable[[Any], None],
+    unfit: Callable[[Any], list[str]],
+    path: Path | None,
+    count: int = 24,
 ) -> list[str]:
     """Read the data of a configuration, write a page about it if ``path`` names one, and return
     lines for the terminal.
 
-    ``needs`` raises UserError where rewards need what the prompts do not have. Broken rows are
-    listed, also where training would stop at them.
+    ``needs`` raises UserError where rewards need what the prompts do not have; ``unfit`` lists what
+    the policy cannot take. Rows at which training would stop are named as it names them.
     """
-    with collecting(lenient=True) as summaries:
+    with collecting() as summaries:
         source = configuration.build("data", DATA)
-    problems = [
-        f"training stops at {len(summary.dropped)} broken rows of {summary.name}: fix "
-        f"these rows, or leave them out with broken: skip"
-        for summary in summaries
-        if summary.stops
-    ]
-    try:
-        needs(source)
-    except UserError as error:
-        problems.append(str(error))
+    problems = []
+    prompts = [*source.train, *source.held_out]
+    refused = partial(refuse_broken, summaries, len(prompts))
+    for check in (lambda: refused(unfit(source)), lambda: needs(source)):
+        try:
+            check()
+        except UserError as error:
+            problems.append(str(error))
     looked = view.view_of(source, summaries, problems, count)
     target = _size_of(configuration)
-    prompts = [*source.train, *source.held_out]
     targets = [row_size(prompt) or target for prompt in prompts]
     if cut := framing.sentence(framing.framed(prompts, targets)):
         looked = replace(looked, framed=cut)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
-from mmrl.core.broken_rows import first_of
+from mmrl.core.broken_rows import first_of, refuse, refuse_alike
 
 SHOWN = 5  # rows in a message
 
@@ -33,15 +33,24 @@ class Summary:
     split: str = ""  # how the held-out ones were chosen
     repeated: int = 0  # rows that are equal to another one
     digest: str = ""  # of the texts and answers of all rows
-    stops: bool = False  # training would stop at the broken rows
     skips: bool = False  # broken rows are left out
     notes: Counter[str] = field(default_factory=Counter)  # what was done to pictures -> how many
+
+    @property
+    def stops(self) -> bool:
+        """Tell whether training stops at the broken rows."""
+        return bool(self.dropped) and not self.skips
+
+    @property
+    def rows(self) -> int:
+        """Return how many rows were looked at."""
+        return self.read - self.filtered.total()
 
     def lines(self) -> list[str]:
         """Say it in sentences, the first with all counts."""
         counts = [f"{self.read} rows read" + (", up to the limit" if self.limited else "")]
         if self.dropped:
-            counts.append(f"{len(self.dropped)} broken and left out")
+            counts.append(f"{len(self.dropped)} broken" + " and left out" * self.skips)
         if self.filtered:
             counts.append(f"{sum(self.filtered.values())} left out by filters")
         counts += [f"{count} {why}" for why, count in self.undecided.items()]
@@ -50,47 +59,56 @@ class Summary:
         counts.append(f"{self.held_out} held out{how}")
         if self.repeated:
             counts.append(f"{self.repeated} repeat another row")
-        lost = [f"    left out: {problem}" for problem in self.dropped[:SHOWN]]
-        if len(self.dropped) > SHOWN:
-            lost.append(f"    and {len(self.dropped) - SHOWN} more (mmrl data CONFIG lists them)")
+        named = self.dropped if self.skips else []  # those that stop a run are listed elsewhere
+        lost = [f"    left out: {problem}" for problem in named[:SHOWN]]
+        if len(named) > SHOWN:
+            lost.append(f"    and {len(named) - SHOWN} more (mmrl data CONFIG lists them)")
         notes = [f"{self.name}: {count} pictures: {note}" for note, count in self.notes.items()]
         return ["\n".join([f"{self.name}: {', '.join(counts)}", *lost]), *notes]
 
 
 _collected: ContextVar[list[Summary] | None] = ContextVar("summaries of sources", default=None)
-_lenient: ContextVar[bool] = ContextVar("broken rows are only listed", default=False)
 
 
 @contextmanager
-def collecting(lenient: bool = False) -> Iterator[list[Summary]]:
-    """Collect the summaries of all sources that are built inside, in the order of building;
-    ``lenient``: broken rows are listed in them instead of an error."""
+def collecting() -> Iterator[list[Summary]]:
+    """Collect the summaries of all sources that are built inside, in the order of building. Whoever
+    collects them refuses broken rows (``refuse_broken``), with those that others find."""
     summaries: list[Summary] = []
-    tokens = _collected.set(summaries), _lenient.set(lenient)
+    token = _collected.set(summaries)
     try:
         yield summaries
     finally:
-        _collected.reset(tokens[0])
-        _lenient.reset(tokens[1])
-
-
-def is_lenient() -> bool:
-    """Tell whether broken rows are only to be listed."""
-    return _lenient.get()
+        _collected.reset(token)
 
 
 def report(summary: Summary) -> None:
-    """Hand in the summary of a source that was just built."""
+    """Hand in the summary of a source that was just built; where nobody collects them, refuse
+    broken rows, or warn of those that are left out."""
     summaries = _collected.get()
     if summaries is not None:
         summaries.append(summary)
-
-
-def left_out(problems: list[str], count: int) -> None:
-    """Warn of broken rows that are left out, where nobody collects summaries, which say so."""
-    if _collected.get() is not None:
         return
-    warnings.warn(
-        f"{len(problems)} of {count} rows are broken:\n    {first_of(problems)}\n  left out",
-        stacklevel=5,
-    )
+    refuse_broken([summary], summary.rows - len(summary.dropped))
+    if summary.dropped:
+        warnings.warn(
+            f"{len(summary.dropped)} of {summary.rows} rows are broken:\n    "
+            f"{first_of(summary.dropped)}\n  left out",
+            stacklevel=5,
+        )
+
+
+def refuse_broken(summaries: Sequence[Summary], whole: int, unfit: Sequence[str] = ()) -> None:
+    """Raise UserError with all broken rows in one list: those that sources dropped, and of the
+    ``whole`` ones those that are ``unfit`` for the policy, "place: why". Rows of sources with
+    ``broken: skip`` are left out, but for many that are broken alike; unfit ones where all sources
+    have it."""
+    count = whole + sum(len(summary.dropped) for summary in summaries)
+    skips = bool(summaries) and all(summary.skips for summary in summaries)
+    stopping = [problem for each in summaries if each.stops for problem in each.dropped]
+    stopping += [] if skips else unfit
+    if stopping:
+        refuse(stopping, count)
+    for summary in summaries:
+        refuse_alike(summary.dropped, summary.rows)
+    refuse_alike([*unfit], count)

@@ -19,6 +19,7 @@ from mmrl.config.schema import Resolved, construct, resolve
 from mmrl.core.errors import UserError
 from mmrl.core.registry import OBJECTIVES, OPTIMIZERS, POLICIES
 from mmrl.core.registry import options as options_of
+from mmrl.data.ledger import refuse_broken
 from mmrl.dry_run import costs, published, replays
 from mmrl.dry_run.hollow import Counted, Hollow, counted, hollow
 from mmrl.dry_run.rehearsal import Rehearsed, Stage, rehearse
@@ -87,6 +88,7 @@ def dry_run(path: Path, overrides: Sequence[str] = (), processes: int = 1) -> Re
     )
     plan = arithmetic(train, processes, not compares(configuration))
     source, summaries = read_data(configuration)
+    refuse_broken(summaries, len(source.train) + len(source.held_out))
     accounts = tuple(line for summary in summaries for line in summary.lines())
     report = Report(name, str(policy.options.get("path", "")), plan, train, account=accounts)
     report = replace(report, cut_prompts=_cut_prompts(policy, source))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 import re
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,8 @@ from mmrl.config.options import EvaluateOptions, TrainOptions
 from mmrl.config.plan import arithmetic
 from mmrl.config.preferences import Preferences
 from mmrl.config.values import Place
-from mmrl.core.broken_rows import BrokenRows, first_of, refuse
+from mmrl.core import pretrained
+from mmrl.core.broken_rows import BrokenRows, first_of
 from mmrl.core.errors import UserError
 from mmrl.core.hub import check_model, check_repository
 from mmrl.core.registry import (
@@ -36,7 +38,7 @@ from mmrl.core.registry import (
 )
 from mmrl.core.types import Prompt
 from mmrl.data.by_size import BySize
-from mmrl.data.ledger import Summary, collecting
+from mmrl.data.ledger import Summary, collecting, refuse_broken
 from mmrl.data.pairs import Pairs
 from mmrl.data.prompts import Curriculum, development_and_test
 from mmrl.monitoring.alarms import AlarmOptions
@@ -116,6 +118,9 @@ class Session:
         if judged:
             check_judges(configuration)
         source, summaries = read_data(configuration)
+        if policy is None and any(summary.stops for summary in summaries):
+            whole = len(source.train) + len(source.held_out)
+            refuse_broken(summaries, whole, foreseen(configuration, source))
         with torch.random.fork_rng(devices=[]):  # what lacks a model says so before a policy loads
             rewards = scorer(configuration, ("reward",), options)
         policy = policy or configuration.build("policy", POLICIES)
@@ -312,10 +317,9 @@ def admitted(policy: Any, source: Any, summaries: Sequence[Summary] = ()) -> Any
     problems: list[str] = []
     parts = [_taken(policy, list(part), problems) for part in (source.train, source.held_out)]
     fitting = Admitted(*parts)
+    count = len(source.train) + len(source.held_out)
+    refuse_broken(summaries, count, problems)
     if problems:
-        count = len(source.train) + len(source.held_out)
-        skips = bool(summaries) and all(summary.skips for summary in summaries)
-        refuse(problems, count, skips)
         line = f"{len(problems)} of {count} rows are left out: {first_of(problems)}"
         policy.notes = (*policy.notes, line)
     if isinstance(source.train, Curriculum) and fitting.train:
@@ -329,6 +333,23 @@ def admitted(policy: Any, source: Any, summaries: Sequence[Summary] = ()) -> Any
         len(source.held_out),
     )
     return source if unchanged else fitting
+
+
+def foreseen(configuration: Config, source: Any) -> list[str]:
+    """List the rows that the policy of a configuration cannot take, "place: why", before its
+    weights are loaded."""
+    problems: list[str] = []
+    if "policy" not in configuration.plain:
+        return problems
+    try:
+        with torch.random.fork_rng(devices=[]), pretrained.without_weights():
+            policy = configuration.build("policy", POLICIES)
+            for part in (source.train, source.held_out):
+                _taken(policy, list(part), problems)
+    except Exception as error:  # whatever ends here ends, or passes, when the weights are loaded
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        warnings.warn(f"the policy itself did not look at the rows: {reason}", stacklevel=2)
+    return problems
 
 
 def _by_size(policy: Any, prompts: Sequence[Prompt]) -> BySize | None:

@@ -71,7 +71,7 @@ def test_the_page_and_the_terminal_show_all_there_is(folder):
 
 def test_where_training_would_stop_all_broken_rows_are_listed(folder):
     text, page = shown(config(folder))
-    assert "problem: training stops at 1 broken rows of" in text and 'class="problem"' in page
+    assert "problem: 1 of 8 rows are broken" in text and 'class="problem"' in page
     text, _ = shown(config(folder, ", broken: skip", reward="classification"))
     assert "problem: " in text and "needs the field 'answer' of every prompt" in text
 

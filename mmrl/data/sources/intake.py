@@ -17,7 +17,7 @@ from mmrl.core.broken_rows import refuse
 from mmrl.core.errors import UserError
 from mmrl.core.pictures import MOST_PIXELS, raise_limit
 from mmrl.core.types import Prompt
-from mmrl.data.ledger import Summary, is_lenient, left_out, report
+from mmrl.data.ledger import Summary, report
 from mmrl.data.sources.media import folder_of, placed
 from mmrl.data.sources.reader import Expand, Part, Request
 from mmrl.utils.scan import is_clip, scan
@@ -52,8 +52,7 @@ class Intake:
         raise_limit(self.max_pixels)
 
     def prompts(self, part: Part) -> list[Prompt]:
-        """Read a part. Raises UserError with the number of broken rows and the first few of them,
-        or for none at all."""
+        """Read a part; broken rows stand in the summary. Raises UserError where no row is whole."""
         prompts: list[Prompt] = []
         problems: list[tuple[int, str]] = []  # and how many prompts stand before the row
         rows = self.request.rows(part, self.summary, self.expand)
@@ -71,12 +70,14 @@ class Intake:
             problems += ((n + 1, f"{prompts[n]['origin']}: {why}") for n, why in wrong.items())
             prompts = [prompt for n, prompt in enumerate(prompts) if n not in wrong]
         problems.sort(key=itemgetter(0))
-        self._complain([problem for _, problem in problems], len(prompts))
+        self.summary.dropped += [problem for _, problem in problems]
+        if problems and not prompts:
+            refuse([problem for _, problem in problems], len(problems))
         if not prompts:
             whole = ", ".join(map(str, part)) if isinstance(part, list) else self.request.path
             read = self.summary.read - before
             why = "all rows are left out by filters" if read else "no row there"
-            raise UserError(f"{whole}: {'no row that is whole' if problems else why}")
+            raise UserError(f"{whole}: {why}")
         return prompts
 
     def _look(self, prompts: Sequence[Prompt]) -> dict[int, str]:
@@ -102,19 +103,6 @@ class Intake:
             misfits = self.verify([prompts[n] for n in whole], [sizes[n] for n in whole])
             wrong |= {whole[place]: why for place, why in misfits.items()}
         return wrong
-
-    def _complain(self, problems: list[str], whole: int) -> None:
-        """Raise UserError for broken rows, or count and leave them out; all broken for one reason
-        are an error in any case."""
-        if not problems:
-            return
-        count = whole + len(problems)
-        if is_lenient() and whole:
-            self.summary.stops |= self.broken == "error"
-        else:
-            refuse(problems, count, self.broken == "skip")
-        self.summary.dropped += problems
-        left_out(problems, count)
 
     def divided(
         self, held_out: str | Path | float | None, default: float, split: Split, by: str

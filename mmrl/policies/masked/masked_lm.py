@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from mmrl.config.options import Count, Steps
 from mmrl.core import pretrained
+from mmrl.core.broken_rows import BrokenRows
 from mmrl.core.errors import UserError
 from mmrl.core.host import sent
 from mmrl.core.registry import POLICIES, locate
@@ -105,8 +106,16 @@ class MaskedLM(MaskedDiffusion):
 
     def admit(self, prompts: list[Prompt]) -> list[Prompt]:
         """Refuse prompts that are longer than the model's places hold."""
-        for prompt in prompts if self.context_length else ():
-            self._admitted(self._ids(texts_of([prompt])[0]))
+        problems = {}
+        for place, prompt in enumerate(prompts if self.context_length else ()):
+            try:
+                self._admitted(self._ids(texts_of([prompt])[0]))
+            except UserError as error:
+                problems[place] = (
+                    f"{prompt['origin']}: {error}" if "origin" in prompt else str(error)
+                )
+        if problems:
+            raise BrokenRows(problems, len(prompts))
         return super().admit(prompts)
 
     def encode(self, prompts: list[Prompt]) -> dict[str, Any]:

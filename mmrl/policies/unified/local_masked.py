@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from mmrl.config.options import Count, Steps
+from mmrl.core.broken_rows import BrokenRows
 from mmrl.core.host import on_host, sent
 from mmrl.core.registry import POLICIES, locate
 from mmrl.core.sharding import in_step, sharded
@@ -149,8 +150,14 @@ class UnifiedMasked(TokenPolicy):
         return "image" if task_of(prompt) == "generate" else "text"
 
     def admit(self, prompts: list[Prompt]) -> list[Prompt]:
-        for prompt, drawn in zip(prompts, drawing(prompts), strict=True):
-            (self.image if drawn else self.text).admit([prompt])
+        problems = {}
+        for place, (prompt, drawn) in enumerate(zip(prompts, drawing(prompts), strict=True)):
+            try:
+                (self.image if drawn else self.text).admit([prompt])
+            except BrokenRows as error:
+                problems[place] = error.problems[0]
+        if problems:
+            raise BrokenRows(problems, len(prompts))
         return super().admit(prompts)
 
     def encode(self, prompts: list[Prompt]) -> dict[str, Any]:

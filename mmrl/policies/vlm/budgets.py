@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mmrl.core.broken_rows import first_of
+from mmrl.core.broken_rows import BrokenRows
 from mmrl.core.errors import UserError
 from mmrl.core.pictures import opened
 from mmrl.core.types import Prompt
@@ -72,7 +72,7 @@ def admit(
     """Return the prompts that fit, or fit with smaller images. Reads images and videos only if a
     budget of tokens is set.
 
-    Raises TooLong for those that do not fit where ``budgets.overlong`` is "error".
+    Raises BrokenRows for those that do not fit where ``budgets.overlong`` is "error".
     """
     fitting = []
     shrunk = []
@@ -90,7 +90,7 @@ def admit(
         if scale < 1 or budgets.max_pixels is not None and _largest(prompt) > budgets.max_pixels:
             shrunk.append(where(prompt))
     if dropped and budgets.overlong == "error":
-        raise TooLong(first_of([*dropped.values()]))
+        raise BrokenRows(dropped, len(prompts))
     return Admitted(fitting, tuple(_notes(len(prompts), shrunk, [*dropped.values()])))
 
 

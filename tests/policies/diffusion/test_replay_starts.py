@@ -116,7 +116,10 @@ def test_the_frames_of_videos_must_be_chosen():
 
 
 def test_a_pipeline_without_a_rate_has_that_of_its_published_model():
-    """CogVideoX makes 8 frames a second, version 1.5 16; its call says neither."""
+    """CogVideoX makes 8 frames a second, version 1.5 16, Wan 16 and its TI2V 24; their calls say
+    none of it."""
     assert make("cogvideox_v2v", SIZE, video_frames=5).media_fps == 8
     assert rate_of("CogVideoXTransformer3DModel", SimpleNamespace(patch_size_t=2)) == 16
+    assert rate_of("WanTransformer3DModel", SimpleNamespace(out_channels=16)) == 16
+    assert rate_of("WanTransformer3DModel", SimpleNamespace(out_channels=48)) == 24
     assert rate_of("AutoencoderKL", None) is None

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from types import SimpleNamespace
 
 import pytest
 
-from mmrl.core.broken_rows import BrokenRows
+from mmrl.cli.commands import show_data
+from mmrl.core.broken_rows import SHOWN, BrokenRows
 from mmrl.core.errors import UserError
 from mmrl.data.ledger import Summary
 from mmrl.policies.vlm import first_look
 from mmrl.policies.vlm.engines.limits import EngineLimits, of_model
 from mmrl.policies.vlm.first_look import misfits
 from mmrl.policies.vlm.media import Budgets
-from mmrl.run.build import admitted
+from mmrl.run.build import Session, admitted, read
 from tests.fixtures import tiny_vlms
 from tests.fixtures.films import film
 from tests.policies.vlm.test_vlm_inputs import inputs
@@ -118,11 +121,11 @@ def test_broken_rows_of_all_parts_stop_a_run_or_are_left_out(rows):
 
 
 def test_overlong_prompts_that_stop_a_run_are_named_together():
-    from mmrl.policies.vlm.budgets import TooLong, admit
+    from mmrl.policies.vlm.budgets import admit
 
     reader = inputs("qwen3_vl", Budgets(prompt_tokens=30, overlong="error"))
     texts = [{"text": "q" * n, "origin": f"q.jsonl:{n}"} for n in (1, 90, 2, 91)]
-    with pytest.raises(TooLong) as error:
+    with pytest.raises(BrokenRows) as error:
         admit(texts, reader.budgets, reader.measure)
     assert "q.jsonl:90: " in str(error.value) and "q.jsonl:91: " in str(error.value)
 
@@ -178,3 +181,58 @@ def test_what_stops_a_row_from_being_measured_is_its_reason(monkeypatch):
     row = {"text": "word " * 50, "origin": "q.jsonl:1"}
     problems = misfits([row], reader, EngineLimits("the engine", 20))
     assert problems == {0: "q.jsonl:1: its font is missing"}
+
+
+@pytest.fixture()
+def configuration(tmp_path, monkeypatch):
+    """A run over rows of which the source refuses some and the processor others; the folder of its
+    model holds no weights."""
+    monkeypatch.setenv("MMRL_CACHE", str(tmp_path / "cache"))
+    ignored = shutil.ignore_patterns("*.safetensors")
+    shutil.copytree(tiny_vlms.folder("qwen3_vl"), tmp_path / "model", ignore=ignored)
+    tiny_vlms.image(70, 60).save(tmp_path / "a.png")
+    tiny_vlms.image(900, 4).save(tmp_path / "thin.png")
+    odd = {
+        3: {"text": "q", "images": ["thin.png"]},  # the processor
+        5: {"text": "q", "images": ["gone.png"]},  # the source
+        7: {"text": "q <|image_pad|>"},  # the processor
+        9: {"text": " "},  # the source
+    }
+    rows = [odd.get(i, {"text": f"q {i}", "images": ["a.png"]}) for i in range(1, 41)]
+    (tmp_path / "q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "policy: {vlm: {path: model, max_new_tokens: 4}}\n"
+        "data: {vision: {path: q.jsonl, held_out: 0.2}}\n"
+        "reward: {repetition: 1.0}\n"
+        "objective: {policy_gradient: {clip_range: 0.2}}\n"
+        "train: {prompts_per_iteration: 2, group_size: 2, train_batch_size: 4, iterations: 1}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    return file
+
+
+def test_rows_that_source_and_processor_refuse_are_one_list_before_any_weights(configuration):
+    """Training, evaluation and ``mmrl data --check`` say the same, in the order of the file."""
+    with pytest.raises(UserError) as refusal:
+        Session.of(read(configuration, []))
+    said = str(refusal.value)
+    head, *lines, remedy = said.splitlines()
+    assert head == "4 of 40 rows are broken:" and "leave them out with broken: skip" in remedy
+    reasons = ("aspect ratio", "no file", "own token <|image_pad|>", "no text")
+    assert len(lines) == len(reasons)
+    for line, number, why in zip(lines, (3, 5, 7, 9), reasons):
+        assert f"q.jsonl:{number}: " in line and why in line
+    listed = "\n".join(show_data(configuration, [], None, 4, check=True))
+    assert f"problem: {said}" in listed
+    plain = "\n".join(show_data(configuration, [], None, 4))
+    assert "2 of 40 rows are broken" in plain  # without the model's folder
+
+
+def test_a_long_list_is_cut_and_counted(configuration):
+    texts = [f"q <|image_pad|> {'<image>' * i}" if i % 2 else {"a": i} for i in range(60)]
+    rows = "".join(json.dumps({"text": text}) + "\n" for text in [*texts, "q"])
+    (configuration.parent / "q.jsonl").write_text(rows)
+    with pytest.raises(UserError, match="60 of 61 rows are broken") as refusal:
+        Session.of(read(configuration, []))
+    assert str(refusal.value).count("\n") <= SHOWN + 3 and "more" in str(refusal.value)
