@@ -198,12 +198,14 @@ def _zip_fault(file: Path, start: bytes) -> str | None:
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> Iterator[str]:
-    """Name the tensors that hold NaN or infinity."""
+    """Name the tensors that hold NaN or infinity, which a bound may be (``input_max`` of Gemma 4's
+    layers that clip)."""
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and tensor.numel() and not tensor.is_meta:
             wide = tensor.detach().float() if tensor.itemsize < 2 else tensor.detach()
             low, high = wide.aminmax()
-            if not (torch.isfinite(low) and torch.isfinite(high)):
+            bound = tensor.dim() == 0 and name.endswith(("_min", "_max")) and not low.isnan()
+            if not (bound or torch.isfinite(low) and torch.isfinite(high)):
                 yield name
 
 

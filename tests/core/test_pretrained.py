@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mmrl.core import pretrained
+from mmrl.core import pretrained, weight_files
 from mmrl.core.errors import UserError
 from tests.core.test_imports import FILES, ROOT
 from tests.fixtures import sources, tiny_diffusers, tiny_vlms, vllm_models
@@ -415,3 +415,12 @@ def test_hub_ids_of_such_layouts_are_known_before_a_download(place):
 
     with pytest.raises(UserError, match=f"{place} is in the layout of its authors"):
         pretrained.load_processor(AutoProcessor, place)
+
+
+def test_a_bound_may_be_infinite_and_no_weight():
+    """Gemma 4's towers clip what goes into a layer and out of it."""
+    infinite, unknown = torch.tensor(torch.inf), torch.tensor(torch.nan)
+    tensors = {"a.input_max": infinite, "a.input_min": -infinite, "a.weight": torch.ones(2)}
+    assert not list(weight_files.not_finite(tensors))
+    broken = {"b.input_max": unknown, "b.scale": infinite, "b.x_max": infinite.expand(2)}
+    assert list(weight_files.not_finite(tensors | broken)) == list(broken)

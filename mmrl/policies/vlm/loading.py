@@ -30,11 +30,12 @@ def load_model(place: str, dtype: str, attention: str, quantization: Quantizatio
 
     Raises UserError for a model of a kind that cannot be trained here, and what cannot be loaded.
     """
+    config = _config_of(place)
     hf = pretrained.load_model(
-        _kind_of(place),
+        _kind_of(config, place),
         place,
         dtype=dtype if dtype == "auto" else getattr(torch, dtype),
-        attn_implementation=_plain(attention),
+        attn_implementation=_by_part(config, _plain(attention)),
     )
     if hf.config.is_encoder_decoder:
         raise UserError(
@@ -56,7 +57,7 @@ def load_model(place: str, dtype: str, attention: str, quantization: Quantizatio
 
 def auto_class(place: str) -> str:
     """Name the class of transformers that loads the model at ``place``."""
-    name: str = _kind_of(place).__name__
+    name: str = _kind_of(_config_of(place), place).__name__
     return name
 
 
@@ -82,14 +83,23 @@ def text_adapters(hf: nn.Module, lora: Lora | int | None) -> Lora | None:
     return Lora(lora.rank, lora.alpha, targets)
 
 
-def _kind_of(place: str) -> Any:
-    """Return the class of transformers that loads the model at ``place``."""
-    from transformers import AutoModelForImageTextToText, PreTrainedConfig
+def _config_of(place: str) -> dict[str, Any]:
+    """Return the configuration at ``place`` as it is written; empty where there is none, as loading
+    the model says again."""
+    from transformers import PreTrainedConfig
 
     try:
-        kind = PreTrainedConfig.get_config_dict(place)[0].get("model_type")
-    except (OSError, ValueError):  # loading the model says it again
-        return AutoModelForImageTextToText
+        written: dict[str, Any] = PreTrainedConfig.get_config_dict(place)[0]
+    except (OSError, ValueError):
+        return {}
+    return written
+
+
+def _kind_of(config: dict[str, Any], place: str) -> Any:
+    """Return the class of transformers that loads the model at ``place``."""
+    from transformers import AutoModelForImageTextToText
+
+    kind = config.get("model_type")
     if kind in SPEAKING:
         raise UserError(
             f"policy.vlm.path {place}: {kind} also speaks; save its thinker by itself, with "
@@ -100,6 +110,13 @@ def _kind_of(place: str) -> Any:
     from transformers import AutoModelForMultimodalLM
 
     return AutoModelForMultimodalLM
+
+
+def _by_part(config: dict[str, Any], attention: str) -> dict[str, str]:
+    """Return the attention of every part by its name, "" for the whole. What hears keeps the one
+    that its class chooses: Gemma 4's has none but its own."""
+    parts = [name for name in config if name.endswith("_config") and name != "audio_config"]
+    return dict.fromkeys(["", *parts], attention)
 
 
 def _plain(attention: str) -> str:

@@ -41,7 +41,7 @@ from mmrl.policies.vlm.media import (
     video_at,
     where,
 )
-from mmrl.policies.vlm.special import stop_ids, suppressed_ids
+from mmrl.policies.vlm.special import stop_ids, suppressed_ids, text_of
 from mmrl.policies.vlm.template import Template, behind
 
 GEOMETRY = ("boxes", "box", "point", "points", "mask", "tracks")  # answers in coordinates
@@ -234,8 +234,10 @@ class Inputs:
     def tokens(self, answer: str) -> list[int] | None:
         """Return an answer as a model writes it, the stop token included; None if it holds a token
         that may not be sampled."""
-        ids = self.tokenizer(answer, add_special_tokens=False)["input_ids"]
-        return None if set(ids) & {*self.suppressed, *self.stops} else [*ids, self._closing()]
+        ids: list[int] = self.tokenizer(answer, add_special_tokens=False)["input_ids"]
+        never = {*self.suppressed, *self.stops}
+        size = text_of(self.config).vocab_size
+        return None if any(i in never or i >= size for i in ids) else [*ids, self._closing()]
 
     def _closing(self) -> int:
         """Return the stop token with which the chat template ends an answer."""

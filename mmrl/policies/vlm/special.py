@@ -18,7 +18,8 @@ TILES = re.compile(r"<row_\d+_col_\d+>")
 
 def suppressed_ids(processor: Any, tokenizer: Any, config: Any) -> tuple[int, ...]:
     """List the ids of everything that stands for, begins, ends or separates images and videos: a
-    model that writes one of them would have to be shown an image it does not have."""
+    model that writes one of them would have to be shown an image it does not have. Those behind the
+    vocabulary of the head (Llama 3.2 Vision, Molmo2) have no logit, so they are left out."""
     suppressed: set[int] = set()
     known = set(tokenizer.get_vocab().values()) | set(tokenizer.added_tokens_decoder)
     for holder in (processor, tokenizer, config):
@@ -39,15 +40,18 @@ def suppressed_ids(processor: Any, tokenizer: Any, config: Any) -> tuple[int, ..
     # families that draw images from the vocabulary of their answers
     drawn = getattr(config, "vocabulary_map", None) or {}
     suppressed.update(i for i in drawn.values() if i in known)
-    return tuple(
-        sorted(suppressed - set(stop_ids(tokenizer, config, None)) - {tokenizer.unk_token_id})
-    )
+    suppressed -= {*stop_ids(tokenizer, config, None), tokenizer.unk_token_id}
+    return tuple(sorted(i for i in suppressed if i < text_of(config).vocab_size))
+
+
+def text_of(config: Any) -> Any:
+    """Return the part of a configuration that describes the language model."""
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def stop_ids(tokenizer: Any, config: Any, generation: Any) -> tuple[int, ...]:
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
     stops: set[int] = set()
-    for holder in (tokenizer, config, text, generation):
+    for holder in (tokenizer, config, text_of(config), generation):
         value = getattr(holder, "eos_token_id", None)
         ids = value if isinstance(value, (list, tuple)) else [value]
         stops.update(i for i in ids if i is not None)

@@ -10,7 +10,9 @@ import transformers
 from tests.fixtures import tiny_configs
 
 MAPPING = transformers.AutoModelForImageTextToText._model_mapping
-KINDS = {kind.model_type: kind for kind in MAPPING if kind.model_type in tiny_configs.table()}
+TYPES = {kind.model_type: kind for kind in MAPPING}
+OF = {name: entry.get("of", name) for name, entry in tiny_configs.table().items()}
+KINDS = {name: TYPES[of] for name, of in OF.items() if of in TYPES}
 
 
 def parts(config: dict[str, Any], name: str = "") -> dict[str, dict[str, Any]]:
@@ -25,7 +27,10 @@ def parts(config: dict[str, Any], name: str = "") -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize("name", sorted(KINDS))
 def test_a_cut_configuration_has_every_switch_and_kind_of_layer(name):
     kind = KINDS[name]
-    whole, small = parts(tiny_configs.published(kind)), parts(tiny_configs.tiny(kind).to_dict())
+    whole, small = (
+        parts(config)
+        for config in (tiny_configs.published(kind, name), tiny_configs.tiny(kind, name).to_dict())
+    )
     assert whole.keys() == small.keys()
     for path, part in whole.items():
         for key, value in part.items():
@@ -38,7 +43,7 @@ def test_a_cut_configuration_has_every_switch_and_kind_of_layer(name):
 @pytest.mark.parametrize("name", sorted(KINDS))
 def test_a_cut_configuration_is_small(name):
     with torch.device("meta"):
-        model = MAPPING[KINDS[name]](tiny_configs.tiny(KINDS[name]))
+        model = MAPPING[KINDS[name]](tiny_configs.tiny(KINDS[name], name))
     assert sum(p.numel() for p in model.parameters()) < 2e7
 
 

@@ -134,7 +134,8 @@ def oracle(name: str, net: torch.nn.Module, rollout: Rollout, i: int) -> Tensor:
         longer["cross_attention_mask"] = torch.cat([encoded["cross_attention_mask"], last], 1)
     logits = net(**longer, use_cache=False).logits[:, -answer.shape[1] - 1 : -1].float()
     # Chameleon's own pass forbids what it cannot answer, in the place
-    logits = logits.index_fill(-1, torch.tensor(vlm.inputs.suppressed), -torch.inf)
+    never = torch.tensor(vlm.inputs.suppressed, dtype=torch.long)
+    logits = logits.index_fill(-1, never, -torch.inf)
     return (logits / 1.3).log_softmax(-1).gather(-1, answer[..., None])[0, :, 0]
 
 
@@ -341,8 +342,18 @@ def test_adapters_are_in_the_language_model_and_special_tokens_are_not_answered(
     tokenizer = vlm.inputs.tokenizer
     harmless = ("<|pad|>", "<|bos|>", "<|im_start|>", "<|endoftext|>", "<|media_content|>")
     allowed = {tokenizer.convert_tokens_to_ids(token) for token in harmless}
-    special = set(tokenizer.added_tokens_decoder) - allowed - set(vlm.inputs.stops)
+    known = {i for i in tokenizer.added_tokens_decoder if i < vlm.net.head.vocabulary}
+    special = known - allowed - set(vlm.inputs.stops)
     assert special <= set(vlm.inputs.suppressed)
+
+
+@pytest.mark.parametrize("name", ["mllama", "molmo2"])
+def test_a_token_without_a_logit_is_neither_forbidden_nor_taught(name):
+    """Those of images lie behind the vocabulary of the head."""
+    inputs = policy(name).inputs
+    assert inputs.tokenizer.convert_tokens_to_ids("<|image|>") >= policy(name).net.head.vocabulary
+    assert inputs.tokens("a picture") is not None
+    assert inputs.tokens("a <|image|>") is None
 
 
 EXPERTS = [name for name in LATER + SIBLINGS if "moe" in name] + ["llama4", "kimi_k25"]
@@ -419,7 +430,7 @@ def test_a_video_of_the_thinker_is_placed_by_its_seconds():
 
 def test_parameters_that_take_no_part_are_known():
     for name, path in (
-        ("lfm2_vl", "vision_tower.head."),
+        ("cohere2_vision", "vision_tower.head."),
         ("phi4_multimodal", "img_processor.encoder.layers.1."),
         ("qwen3_omni_moe_thinker", "audio_tower."),
     ):

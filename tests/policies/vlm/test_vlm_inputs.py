@@ -132,18 +132,18 @@ def test_the_encoding_is_the_processors_own(name):
 def test_what_stands_for_images_cannot_be_sampled_and_what_ends_can(name):
     reader = inputs(name)
     encoded = reader.encode(mixed(name)[0])
-    assert (
-        reader.placeholder("image") in reader.suppressed
-        and reader.stops
-        and not set(reader.stops) & set(reader.suppressed)
-    )
+    size = reader.config.get_text_config().vocab_size  # of the head: behind it nothing is sampled
+    image = reader.placeholder("image")
+    assert image in reader.suppressed or image >= size
+    assert reader.stops and not set(reader.stops) & set(reader.suppressed)
     assert reader.placeholders(encoded) >= 1
     special = {
         reader.tokenizer.convert_tokens_to_ids(t) for t in reader.tokenizer.all_special_tokens
     }
     harmless = ("<|pad|>", "<|bos|>", "<|im_start|>", "<end_of_utterance>")
     allowed = {reader.tokenizer.convert_tokens_to_ids(t) for t in harmless}
-    assert special - allowed - set(reader.stops) <= set(reader.suppressed)
+    banned = {i for i in special - allowed - set(reader.stops) if i < size}
+    assert banned <= set(reader.suppressed)
     letters = reader.tokenizer("any answer", add_special_tokens=False)["input_ids"]
     assert not set(letters) & set(reader.suppressed)
 
