@@ -75,7 +75,8 @@ class _Counting(FlowPolicy):
     unseen = False
 
     def encode(self, prompts: list[Prompt]) -> dict[str, Any]:
-        return {"rows": torch.zeros(len(prompts), 1), "uncond": {"rows": torch.zeros(1, 1)}}
+        rows, empty = (torch.zeros(n, 1, device=self.device) for n in (len(prompts), 1))
+        return {"rows": rows, "uncond": {"rows": empty}}
 
     def unconditional(self, empty: dict[str, Any], cond: dict[str, Any]) -> dict[str, Any]:
         return empty

@@ -49,7 +49,9 @@ def answers(setting: Setting) -> Iterator[Report]:
         with torch.no_grad():
             trainer.policy.rollout(prompts, work.copies, Rng.of(0))
 
-    sample(tokens)  # allocates, and loads kernels
+    first = measuring.seconds(partial(sample, tokens // 8))  # allocates, and loads kernels
+    report["seconds of the first tokens"] = first
+    yield report
     few, whole = (measuring.seconds(partial(sample, count)) for count in (tokens // 4, tokens))
     report |= {
         "rows": work.rows,

@@ -24,7 +24,7 @@ class Part:
 PARTS = {
     "gap": Part(iterations.gap, 120),
     "attention": Part(kernels.attention, 60),
-    "answers": Part(answers.answers, 180),
+    "answers": Part(answers.answers, 270),
     "world_of_one": Part(worlds.world_of_one, 120),
     "image": Part(iterations.image, 90),
     "mfu": Part(prediction.mfu, 60),
@@ -32,7 +32,7 @@ PARTS = {
     "sampling": Part(kernels.sampling, 60),
     "sleep": Part(savings.sleep, 40),
     "context_parallel": Part(worlds.context_parallel, 60),
-    "tests": Part(iterations.tests, 150),
+    "tests": Part(iterations.tests, 240),
     "backends": Part(kernels.backends, 40),
     "adamw_8bit": Part(savings.optimizer_8bit, 40),
     "vllm": Part(engines.vllm, 120, alone=True),

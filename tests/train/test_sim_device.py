@@ -180,6 +180,12 @@ except RuntimeError as error:
     assert "same device" in str(error)
 else:
     raise SystemExit("tensors of two devices were added")
+try:
+    host[torch.tensor([0], device="sim")]
+except RuntimeError as error:
+    assert "on cpu or on the same device" in str(error)
+else:
+    raise SystemExit("a tensor of the CPU was indexed by one of the device")
 assert stops(lambda: x + torch.tensor(1.0)) == 0  # a number
 assert stops(lambda: x @ x.T + x.sum()) == 0
 for wait in (x.tolist, x.sum().item, x.cpu, lambda: bool((x > 0).all()), lambda: x[x > 2],
@@ -216,6 +222,23 @@ assert counts.total() == 0, counts
 def test_the_digits_reward_never_waits():
     finished = warm.run(["-c", DIGITS])
     assert finished.returncode == 0, finished.stderr[-2000:]
+
+
+DRY_RUN = """
+import os
+import sys
+os.environ["ACCELERATE_TORCH_DEVICE"] = "sim:0"
+from tests.fixtures import sim_device
+from mmrl.cli import main
+sys.argv = ["mmrl", "train", "sd3/flow_grpo", "--dry-run", "--devices", "8xH100"]
+main()
+"""
+
+
+def test_a_dry_run_counts_passes_on_a_machine_with_a_device():
+    finished = warm.run(["-c", DRY_RUN])
+    assert finished.returncode == 0, finished.stderr[-2000:]
+    assert "PFLOP an iteration" in finished.stdout
 
 
 def test_waits_and_errors_are_complained_about():

@@ -4,8 +4,8 @@ layers that attend to these alone."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache, partial
+from collections.abc import Callable, Sequence
+from functools import cache
 from importlib.metadata import version
 from typing import Any
 
@@ -284,16 +284,23 @@ def _of(layers: list[Any]) -> Any:
     return Cache(layers=layers)
 
 
+def _again(layer: Callable[..., Any], *args: Any) -> Any:
+    """Run a layer that is computed again in the backward pass, if there is one: older versions of
+    transformers ask for it while answers are sampled too."""
+    if not torch.is_grad_enabled():
+        return layer(*args)
+    return checkpoint(layer, *args, use_reentrant=False, preserve_rng_state=False)
+
+
 def recompute(net: nn.Module) -> None:
     """Let layers be computed again in the backward pass; with caches that is safe, since ours do
     not change then."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     for layer in net.modules():
         if isinstance(layer, GradientCheckpointingLayer):
             layer.gradient_checkpointing = layer._can_checkpoint_with_cache = True
-            layer._gradient_checkpointing_func = again
+            layer._gradient_checkpointing_func = _again
             # for the layer alone, as checkpointing requires; its children stay in eval mode
             layer.training = True
 
