@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 from mmrl.audit import Line, Offence, Subject, faults
-from mmrl.config import renamed
 from mmrl.core.errors import UserError
 from mmrl.core.pictures import PictureError, opened, upright_size
 from mmrl.core.types import Prompt
@@ -71,8 +70,6 @@ def score(subject: Subject, texts: Sequence[str], prompts: Sequence[Prompt]) -> 
 
 def ground_truths(subject: Subject) -> tuple[dict[int, str], dict[int, str]]:
     """Return by row what a policy should write, and why the other rows have no ground truth."""
-    if message := renamed.method(subject.reward, "ground_truth"):
-        raise UserError(f"reward {subject.name!r}: {message}")
     write = _writer(subject)
     answers: dict[int, str] = {}
     unwritten: dict[int, str] = {}

@@ -225,7 +225,6 @@ def sample(
     checkpoint: At = None,
     folder: Annotated[Path, typer.Option("--out", help="Folder for the files.")] = Path("samples"),
     num_samples: Annotated[int, typer.Option(min=1, max=10**6, help="Samples a prompt.")] = 4,
-    copies: Annotated[int | None, typer.Option(hidden=True)] = None,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     guidance: Guidance = None,
     best_of: BestOf = None,
@@ -237,11 +236,7 @@ def sample(
     """Sample a trained or a base model into files: pictures as .png, videos as .mp4."""
     _look_at(path, overrides)
     from mmrl.cli import commands
-    from mmrl.core.errors import UserError
     from mmrl.data.prompts import read
-
-    if copies is not None:
-        raise UserError("--copies is now --num-samples")
 
     texts = [{"text": text} for text in prompt or []]
     shown = commands.shown_prompts(texts, image or [], video or [])
@@ -400,7 +395,7 @@ def view(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 7007,
 ) -> None:
-    """Serve running and finished runs to a browser: live reports, overlaid curves, galleries."""
+    """Serve running and finished runs to a browser: live reports, galleries."""
     from mmrl.view import command
 
     command.view(runs, rate, host, port)

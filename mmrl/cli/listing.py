@@ -16,7 +16,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mmrl.config import renamed
 from mmrl.config.presets import described, presets
 from mmrl.config.schema import kind_of
 from mmrl.config.values import expected, show
@@ -230,9 +229,7 @@ def _search(console: Console, word: str, kind: str | None) -> None:
 def _unknown_kind(kind: str) -> UserError:
     """Say that there is neither a kind nor a name like this."""
     kinds = [*KINDS, *GROUPS]
-    if kind in renamed.KINDS:
-        return UserError(f"`mmrl list {kind}` is now `mmrl list {renamed.KINDS[kind]}`")
-    close = suggest(kind, kinds, renamed.KINDS)
+    close = suggest(kind, kinds)
     if not close.startswith("did"):
         names = [name for place in KINDS for name in names_of(place)]
         close = suggest(kind, names)

@@ -82,13 +82,13 @@ class StandIns(Registry):
             entry = self[name] = self.known.stand_in(name, self.entries[name]["options"])
         return entry
 
-    def find(self, name: str, former: Mapping[str, str] = {}) -> Plugin:
+    def find(self, name: str) -> Plugin:
         """Return the stand-in; ``unseen`` where only code that has not been run knows the name,
         or may have put something else in its place."""
         self.known.foreign |= ":" in name
         if self.known.foreign or (name not in self and _others_offer()):
             return unseen
-        return super().find(name, former)
+        return super().find(name)
 
 
 def _others_offer() -> bool:

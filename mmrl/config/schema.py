@@ -17,7 +17,6 @@ from traceback import extract_tb
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from mmrl.config import renamed
 from mmrl.config.overrides import WRITTEN_IN
 from mmrl.config.values import SCALARS, Place, expected, show
 from mmrl.core.errors import UserError, a_or_an, suggest
@@ -72,9 +71,9 @@ def resolve_named(
 ) -> Any:
     """Resolve the entry called ``name`` with its options; ``where`` is their place."""
     try:
-        entry = registry.find(name, renamed.former_plug_ins(registry.kind, registry))
+        entry = registry.find(name)
     except UserError as error:
-        problems.append(where.say(renamed.plug_in(registry.kind, name) or str(error)))
+        problems.append(where.say(str(error)))
         return BAD
     except (Exception, SystemExit) as error:  # importing a user's own module can raise anything
         problems.append(
@@ -113,13 +112,8 @@ def _name_and_options(
                 )
             )
     elif isinstance(spec, Mapping) and spec:
-        renames = filter(None, (renamed.plug_in(registry.kind, name) for name in spec))
         names = ", ".join(map(str, spec))
-        problems.append(
-            place.say(
-                next(renames, "") or f"expected one {registry.kind}, got {len(spec)}: {names}"
-            )
-        )
+        problems.append(place.say(f"expected one {registry.kind}, got {len(spec)}: {names}"))
     else:
         problems.append(
             place.say(
@@ -167,10 +161,8 @@ def resolve_call(
     short = takes if len(known) <= MOST_NAMES else ""  # where the message says what to write
     converted = {}
     for key, value in chosen.items():
-        if key not in known and (new := renamed.option(place.path, key, known)):
-            problems.append((place / key).now_called(new))
-        elif key not in known:
-            close = suggest(str(key), known, renamed.former_options(place.path, known))
+        if key not in known:
+            close = suggest(str(key), known)
             hint = f"; {close}{short}" if close.startswith("did") else takes
             hint += _elsewhere(place, key, value)
             problems.append((place / key).say(f"unknown option{hint}"))
@@ -264,10 +256,8 @@ def convert(value: Any, kind: Any, place: Place, problems: list[str]) -> Any:
 def refuse(
     value: Any, kind: Any, place: Place, problems: list[str], words: Sequence[Any] = ()
 ) -> Any:
-    former = renamed.former_values(place.path, words)
-    close = suggest(value, words, former) if isinstance(value, str) else ""
+    close = suggest(value, words) if isinstance(value, str) else ""
     hint = f"; {close}" if close.startswith("did") else ""
-    hint = f"; {renamed.value(place.path, value)}" if renamed.value(place.path, value) else hint
     problems.append(place.say(f"expected {expected(kind)}, got {show(value)}{hint}"))
     return BAD
 

@@ -64,10 +64,6 @@ class Place:
             if part
         )
 
-    def now_called(self, name: str) -> str:
-        """Say that what stands here under an old name is called ``name`` now."""
-        return ": ".join(part for part in (self.source(), f"{self} is now {name}") if part)
-
 
 def show(value: Any) -> str:
     """Show a value as the user wrote it, shortened."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
@@ -12,15 +11,13 @@ class UserError(ValueError):
     with exit status 2 and no traceback; in Python it is a ValueError."""
 
 
-def suggest(name: str, known: Any, former: Mapping[str, str] = {}) -> str:
-    """Write ``did you mean 'grpo'?``, or the list of known names. Where the nearest name is an old
-    one, a key of ``former``, the one it has now is suggested."""
-    present = {**former, **{str(k): str(k) for k in known}}
-    close = get_close_matches(str(name), present, cutoff=0.6)
+def suggest(name: str, known: Any) -> str:
+    """Write ``did you mean 'grpo'?``, or the list of known names."""
+    close = get_close_matches(str(name), [str(k) for k in known], cutoff=0.6)
     # among equally near names prefer one with swapped letters
     close.sort(key=lambda found: sorted(found) != sorted(str(name)))
     return (
-        f"did you mean {present[close[0]]!r}?"
+        f"did you mean {close[0]!r}?"
         if close
         else (f"known: {', '.join(sorted(map(str, known))) or 'none'}")
     )

@@ -181,14 +181,14 @@ class Registry(dict[str, Plugin]):
 
         return add
 
-    def find(self, name: str, former: Mapping[str, str] = {}) -> Plugin:
+    def find(self, name: str) -> Plugin:
         """Return the entry of that name, or of ``module:name`` or ``file.py:name``; raise a
-        UserError with a suggestion if there is none, also of names that entries had, ``former``."""
+        UserError with a suggestion if there is none."""
         if name in self:
             return self[name]
         if isinstance(name, str) and ":" in name:
             return import_name(name, self.kind)
-        raise UserError(f"unknown {self.kind} {name!r}; {suggest(name, self, former)}")
+        raise UserError(f"unknown {self.kind} {name!r}; {suggest(name, self)}")
 
     def unfit(self, entry: Plugin) -> str:
         """Say why something cannot be a plug-in of this kind, as its outside shows; else ""."""

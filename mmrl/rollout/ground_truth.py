@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from mmrl.config import renamed
 from mmrl.core.errors import UserError, suggest
 from mmrl.core.registry import STAGES
 from mmrl.core.types import Prompt
@@ -59,7 +58,7 @@ def writer(name: str, rewards: Mapping[str, Any], policy: Policy) -> Writer:
         ]
         raise UserError(
             f"train.ground_truth_rollout: reward {name!r} cannot write down a ground "
-            f"truth; {renamed.method(reward, 'ground_truth') or suggest(name, able)}"
+            f"truth; {suggest(name, able)}"
         )
     return lambda prompt: _written(write, prompt)
 

@@ -1,10 +1,9 @@
-"""Renders the pages of the live view: the overview with overlaid curves, the page of a run."""
+"""Renders the pages of the live view: the list of runs, the page of a run."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from datetime import datetime
 from functools import cache
 from typing import Any
@@ -12,29 +11,13 @@ from typing import Any
 from mmrl.monitoring.progress import clock_time
 from mmrl.monitoring.report import curves
 from mmrl.monitoring.report.answers import recorded, rollouts
-from mmrl.monitoring.report.charts import Chart, Numbers, Series, number, smooth
+from mmrl.monitoring.report.charts import number
 from mmrl.monitoring.report.page import content
 from mmrl.monitoring.report.runs import Run, iteration_of
 from mmrl.view.folders import LiveRun, RunFolder
 
-MOST_RUNS = 6  # that are overlaid: colours there are
 MOST_ALARMS = 30
-AXES = {"iteration": "", "samples": "samples/total", "seconds": "seconds"}
-TITLES = {
-    plot.keys[0]: plot.title
-    for plot in (*curves.UPDATE, *curves.ANSWERS, *curves.SIGNAL, *curves.TIME)
-    if len(plot.keys) == 1
-}
-FIRST = ("reward/mean", "loss", "eval/loss")  # charts that stand on top
-
-
-@dataclass(frozen=True)
-class Choice:
-    """Says what an overview shows: runs by key (none: the newest), axis, smoothing."""
-
-    runs: tuple[str, ...] = ()
-    axis: str = "iteration"
-    smoothing: int = 1
+FIRST = ("reward/mean", "loss", "eval/loss")  # what the list shows of a run, if it has it
 
 
 @cache
@@ -54,13 +37,9 @@ def environment() -> Any:
     return env
 
 
-def overview(folders: Sequence[RunFolder], choice: Choice, rating: bool) -> str:
-    """Render the list of all runs and the curves of those that are chosen."""
+def overview(folders: Sequence[RunFolder], rating: bool) -> str:
+    """Render the list of all runs and of their alarms."""
     runs = [(folder, folder.read()) for folder in folders]
-    chosen = [pair for pair in runs if pair[0].key in choice.runs] or runs
-    chosen = chosen[:MOST_RUNS]
-    names = [folder.key for folder, _ in chosen]
-    charts = overlay({folder.key: run for folder, run in chosen}, choice)
     alarms = [
         (folder, event)
         for folder, run in runs
@@ -72,13 +51,8 @@ def overview(folders: Sequence[RunFolder], choice: Choice, rating: bool) -> str:
         environment()
         .get_template("overview.html")
         .render(
-            rows=[_row(folder, run, names) for folder, run in runs],
-            top=[chart for key, chart in charts.items() if _on_top(key)],
-            charts=[chart for key, chart in charts.items() if not _on_top(key)],
+            rows=[_row(folder, run) for folder, run in runs],
             alarms=alarms[:MOST_ALARMS],
-            choice=choice,
-            axes=AXES,
-            most=MOST_RUNS,
             rating=rating,
         )
     )
@@ -136,47 +110,7 @@ def time_left(run: Run) -> str:
     return f"iteration {run.iterations()[-1]} of {planned}, about {rest} left"
 
 
-def overlay(runs: Mapping[str, Run], choice: Choice) -> dict[str, Chart]:
-    """Chart every metric of several runs, one curve a run, by the metric's name."""
-    keys = list({key: None for run in runs.values() for key in run.measured()})
-    keys = [key for key in keys if key not in ("iteration", "step", "reward/std")]
-    keys.sort(key=_rank)
-    return {key: chart for key in keys if (chart := _overlaid(key, runs, choice)) is not None}
-
-
-def _overlaid(key: str, runs: Mapping[str, Run], choice: Choice) -> Chart | None:
-    series = []
-    colours = []
-    for place, (name, run) in enumerate(runs.items()):
-        raw = run.column(key)
-        if all(value is None for value in raw):
-            continue
-        x, y = curves.joined(positions(run, choice.axis), raw)
-        line = Series(name, x, y)
-        if choice.smoothing > 1:
-            line = replace(line, y=smooth(y, choice.smoothing), faint=y)
-        series.append(curves.thin(line))
-        colours.append(place % MOST_RUNS + 1)
-    if not series:
-        return None
-    title = TITLES.get(key, key)
-    wide = key == FIRST[0]
-    return Chart(title, series, wide=wide, x_label=choice.axis, colours=colours)
-
-
-def positions(run: Run, axis: str) -> Numbers:
-    """Return where on the axis each line of metrics lies; sums of what iterations took."""
-    if not AXES.get(axis):
-        return run.iterations()
-    total = 0.0
-    sums = []
-    for value in run.column(AXES[axis]):
-        total += value or 0.0
-        sums.append(total)
-    return sums
-
-
-def _row(folder: RunFolder, run: Run, chosen: Sequence[str]) -> dict[str, Any]:
+def _row(folder: RunFolder, run: Run) -> dict[str, Any]:
     key = next((k for k in FIRST if any(v is not None for v in run.column(k))), FIRST[0])
     values = [value for value in run.column(key) if value is not None]
     last = run.events[-1].get("time") if run.events else None
@@ -190,7 +124,6 @@ def _row(folder: RunFolder, run: Run, chosen: Sequence[str]) -> dict[str, Any]:
         "last": number(sum(values[-part:]) / part) if values else "–",
         "alarms": sum(event.get("kind") == "alarm" for event in run.events),
         "time": _clock(last),
-        "colour": chosen.index(folder.key) % MOST_RUNS + 1 if folder.key in chosen else 0,
     }
 
 
@@ -199,13 +132,3 @@ def _clock(time: object) -> str:
         return datetime.fromisoformat(str(time)).strftime("%d %b %H:%M")
     except ValueError:
         return ""
-
-
-def _rank(key: str) -> tuple[int, int]:
-    groups = (*FIRST, "eval/", "reward/")
-    place = next((i for i, start in enumerate(groups) if key.startswith(start)), len(groups))
-    return place, list(TITLES).index(key) if key in TITLES else len(TITLES)
-
-
-def _on_top(key: str) -> bool:
-    return key in FIRST or key.startswith("eval/") or (key.startswith("reward/") and "mean" in key)

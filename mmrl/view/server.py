@@ -101,18 +101,10 @@ def _add_pages(app: FastAPI, runs: Runs, rating: bool) -> None:
     @app.get("/")
     def overview(request: Request) -> Response:
         folders = runs.look()
-        query = request.query_params
         if len(folders) == 1 and runs.places == [folders[0].folder]:
             return RedirectResponse(folders[0].address)
-        axis = query.get("axis", "iteration")
-        smoothing = query.get("smooth", "1")
-        choice = pages.Choice(
-            tuple(query.getlist("run")),
-            axis if axis in pages.AXES else "iteration",
-            min(1000, int(smoothing)) if smoothing.isascii() and smoothing.isdigit() else 1,
-        )
-        stamp = _stamp([folder.stamp() for folder in folders], choice)
-        return _page(request, stamp, lambda: pages.overview(folders, choice, rating))
+        stamp = _stamp([folder.stamp() for folder in folders])
+        return _page(request, stamp, lambda: pages.overview(folders, rating))
 
     @app.get("/runs/{key}")
     def run_page(request: Request, key: str, answers: int | None = None) -> Response:
@@ -242,7 +234,7 @@ def _page(request: Request, stamp: str, render: Callable[[], str]) -> Response:
     return HTMLResponse(render(), headers=headers)
 
 
-def _stamp(stamps: Sequence[str], choice: object) -> str:
+def _stamp(stamps: Sequence[str], choice: object = None) -> str:
     return hashlib.sha256(repr((stamps, choice)).encode()).hexdigest()[:24]
 
 

@@ -229,12 +229,6 @@ def test_coordinate_spaces_are_tried_on_a_reward_that_declares_no_maximum():
     assert [len(line.scores) for line in spaces] == [4 * len(ROWS)] and not spaces[0].offences
 
 
-def test_a_reward_of_ones_own_with_the_old_method_is_told_its_new_name(folder):
-    message = "reward 'Older'.*its method right_answer is now called ground_truth"
-    with pytest.raises(UserError, match=message):
-        check('"mine.py:Older": 1')
-
-
 def test_each_task_of_a_mixture_has_a_table_of_its_own(folder):
     rows = [
         {"text": "9 times 9?", "answer": "81", "task": "sum"},

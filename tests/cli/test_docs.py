@@ -1,6 +1,7 @@
 """The documentation is run and compared with the code: what it shows works, what it lists is
 complete."""
 
+import dataclasses
 import importlib.util
 import inspect
 import io
@@ -44,6 +45,7 @@ from mmrl.core.registry import (
     load_built_in,
     options,
 )
+from mmrl.core.types import Point, Rollout
 from mmrl.monitoring.alarms import AlarmOptions
 from mmrl.monitoring.log import LogOptions
 from mmrl.monitoring.report.runs import read_run
@@ -474,3 +476,19 @@ def test_docs_are_part_of_a_source_distribution():
             "targets"
         ]["sdist"]["include"]
     )
+
+
+def test_fields_of_rollouts_and_points_that_pages_name_exist():
+    fields = {
+        kind.__name__.lower(): {field.name for field in dataclasses.fields(kind)} | set(dir(kind))
+        for kind in (Rollout, Point)
+    }
+    wrong = {
+        f"{page.name}: {kind}.{name}"
+        for page in [*PAGES, ROOT / "README.md"]
+        for kind, name in re.findall(
+            r"`(rollout|point)\.(\w+)", page.read_text(encoding="utf-8"), re.IGNORECASE
+        )
+        if name not in fields[kind.lower()]
+    }
+    assert not wrong

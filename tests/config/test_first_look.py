@@ -77,9 +77,9 @@ def test_nothing_is_said_of_what_is_shipped(file, monkeypatch):
     "old, new, overrides",
     [
         ("clip_range", "clip_rang", []),
-        ("clip_range", "clip", []),  # an old name
+        ("clip_range", "clip", []),
         ("sd3:", "sd4:", []),
-        ("policy_gradient", "grpo", []),  # an old name
+        ("policy_gradient", "grpo", []),
         ("reward: {digits: 1.0}\n", "", []),
         ("reward:", "rewards:", []),
         ("steps: 3", "steps: three", []),

@@ -12,7 +12,6 @@ from mmrl.core.errors import UserError
 from mmrl.core.types import Provenance
 from mmrl.objectives import PolicyGradient
 from mmrl.policies.base import RolloutContext
-from mmrl.rollout.ground_truth import writer
 from mmrl.scoring import Scorer
 from mmrl.train.optimizers import adamw
 from mmrl.train.trainer import Trainer
@@ -146,16 +145,6 @@ def test_metrics_of_the_update_are_those_of_the_samples(policy):
         point.sampled_mask(), found.mask & ~found.provenance.is_ground_truth[:, None]
     )
     assert torch.equal(point.replace(provenance=Provenance()).sampled_mask(), found.mask)
-
-
-def test_a_writer_under_its_old_name_is_told_the_new_one(policy):
-    def older(texts, prompts):
-        return [float(len(text)) for text in texts]
-
-    older.right_answer = lambda prompt: prompt["gold"]
-    message = "reward 'older' .*its method right_answer is now called ground_truth"
-    with pytest.raises(UserError, match=message):
-        writer("older", {"older": older}, policy)
 
 
 def test_who_writes_it_is_checked(policy):

@@ -132,18 +132,6 @@ def test_the_gallery_shows_a_moment_at_a_time(tmp_path, opened):
         until(page, "document.querySelector('.gallery output').textContent === 'after'")
 
 
-def test_runs_are_chosen_by_boxes(tmp_path, opened):
-    for name in ("a", "b"):
-        picture_run(tmp_path / name, seed=len(name))
-    with serving(tmp_path) as address:
-        page = opened(address)
-        assert page.locator("[data-part=top] .line.c2").count() > 0
-        with page.expect_navigation():
-            page.get_by_label("show b").uncheck()
-        assert page.locator("[data-part=top] .line.c2").count() == 0
-        assert "run=a" in page.url
-
-
 def test_a_person_rates_by_keys(tmp_path, opened):
     file = tmp_path / "ratings.jsonl"
     picture_run(tmp_path / "runs" / "a")

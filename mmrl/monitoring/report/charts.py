@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from markupsafe import Markup, escape
@@ -37,10 +37,9 @@ class Chart:
     wide: bool = False
     zero: bool = False  # the axis starts at 0
     x_label: str = "iteration"
-    colours: list[int] = field(default_factory=list)  # colour numbers 1..6; by default 1, 2, 3 ...
 
     def colour(self, index: int) -> int:
-        return self.colours[index] if self.colours else index % 6 + 1
+        return index % 6 + 1
 
     def latest(self) -> list[tuple[int, str, str]]:
         """Return (colour, label, last value) of each curve, for the legend."""

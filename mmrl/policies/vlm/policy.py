@@ -87,7 +87,7 @@ from samplers.noise import Rng
 from samplers.warp import Anneal, Warp
 
 Storage = Literal["float32", "bfloat16", "float16", "auto"]
-Engine = Literal["own", "hf", "continuous", "vllm", "vllm-server"]
+Engine = Literal["own", "hf", "vllm", "vllm-server"]
 
 
 @POLICIES.register("vlm")
@@ -104,7 +104,7 @@ class VLM(Passes):
     family's is unknown. prefix_sharing: "prefix" reads a prompt once for its whole group, "none"
     once for every answer; "auto" is prefix, unless a comparison with the model's own pass shows
     that it is not exact. dtype: of the weights. engine: what samples: "own"; "hf",
-    transformers' generate; "continuous", its continuous batching (texts only); "vllm", in this
+    transformers' generate; "vllm", in this
     process; or "vllm-server", one that runs elsewhere. For all but "own" the engine's log-probs are
     kept beside those of the policy's own passes. vllm: how vLLM is started and gets the weights.
     attention: transformers' implementation; xformers: on CUDA, where rows and images are packed,

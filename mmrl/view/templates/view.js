@@ -12,9 +12,6 @@ const sent = new Map([...parts(document)].map(([name, part]) => [name, part.inne
 function keep(old, part) {
   const open = [...old.querySelectorAll("details")].map((item) => item.open);
   part.querySelectorAll("details").forEach((item, i) => { if (i < open.length) item.open = open[i]; });
-  const ticked = new Set([...old.querySelectorAll("input[type=checkbox]")].filter((box) => box.checked).map((box) => box.value));
-  const asked = new Set([...old.querySelectorAll("input[type=checkbox]")].map((box) => box.value));
-  part.querySelectorAll("input[type=checkbox]").forEach((box) => { if (asked.has(box.value)) box.checked = ticked.has(box.value); });
   const slider = old.querySelector("input[type=range]");
   const fresh = part.querySelector("input[type=range]");
   if (slider && fresh && slider.value !== slider.max) fresh.value = slider.value;
@@ -104,7 +101,6 @@ function gallery(box) {
 }
 
 document.querySelectorAll(".gallery").forEach(gallery);
-document.getElementById("choice")?.addEventListener("change", (event) => event.currentTarget.requestSubmit());
 warn();
 
 // A page that takes long to make is asked for less often: watching must not slow the training.

@@ -1,4 +1,4 @@
-"""Engines that sample by themselves, as far as no vLLM is needed: continuous batching, and what is
+"""Engines that sample by themselves, as far as no vLLM is needed: what is asked of any, and what is
 said where an engine cannot be used. The real vLLM: test_vllm_local.py, test_vllm_server.py."""
 
 import importlib.metadata
@@ -13,20 +13,52 @@ from mmrl.core.errors import UserError
 from mmrl.policies.base import turn_on_checkpointing
 from mmrl.policies.lora import save_adapter
 from mmrl.policies.vlm.engines import vllm_local, vllm_options, vllm_weights
+from mmrl.policies.vlm.engines.external import EngineAnswer
 from mmrl.policies.vlm.engines.limits import EngineLimits
 from mmrl.policies.vlm.engines.vllm_options import VLLMOptions
 from mmrl.policies.vlm.parts import Parts
 from tests.policies.vlm.test_vlm_policy import policy_of, quiet, rolled  # noqa: F401
 
 
-def test_continuous_batching_of_texts():
-    """Its tokens are its own; what it says of them is what the policy says."""
-    policy = policy_of(engine="continuous", temperature=0.8, top_k=20, stop=["e"])
+class OwnModel:
+    """An engine that samples texts by the policy's own model, one token after another."""
+
+    notes = ()
+    limits = EngineLimits("the engine", images=0, videos=0)
+
+    def suits(self, hf):
+        pass
+
+    def refresh(self, hf):
+        self.hf = hf
+
+    @torch.no_grad()
+    def answer(self, prompts, seeds, warp, ending):
+        return [self.write(*each, warp, ending) for each in zip(prompts, seeds, strict=True)]
+
+    def write(self, prompt, seed, warp, ending):
+        generator = torch.Generator().manual_seed(seed)
+        ids, logprobs = [], []
+        while len(ids) < ending.tokens and not set(ids) & set(ending.stops):
+            logits = self.hf(input_ids=torch.tensor([prompt.ids + ids])).logits[:, -1]
+            logp = warp(logits).log_softmax(-1)[0]
+            ids.append(int(logp.exp().multinomial(1, generator=generator)))
+            logprobs.append(float(logp[ids[-1]]))
+        return EngineAnswer(ids, logprobs)
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    """Samples in the place of a server of vLLM."""
+    monkeypatch.setattr("mmrl.policies.vlm.policy.started", lambda *_: OwnModel())
+    return {"engine": "vllm-server"}
+
+
+def test_what_an_engine_says_of_its_tokens_is_what_the_policy_says(engine):
+    policy = policy_of(**engine, temperature=0.8, top_k=20, stop=["e"])
     assert any("engine/gap" in note for note in policy.notes)
     texts = [{"text": "hello"}, {"text": "tell me a longer story about it"}]
-    state = torch.get_rng_state()
     rollout = rolled(policy, texts)
-    assert torch.equal(torch.get_rng_state(), state)
     gap = (rollout.provenance.sampler_logprob - rollout.logprob)[rollout.mask].abs()
     measures = policy.measures()
     assert rollout.mask.any(1).all() and gap.max() < 1e-4 and measures["engine/gap"] < 1e-4
@@ -37,9 +69,9 @@ def test_continuous_batching_of_texts():
         rolled(policy)
 
 
-def test_an_engine_does_not_say_how_sure_the_model_was():
+def test_an_engine_does_not_say_how_sure_the_model_was(engine):
     with pytest.raises(UserError, match="certainty"):
-        rolled(policy_of(engine="continuous", record_self_certainty=True), [{"text": "hello"}])
+        rolled(policy_of(**engine, record_self_certainty=True), [{"text": "hello"}])
 
 
 @pytest.fixture
@@ -169,8 +201,8 @@ def test_nothing_is_called_by_a_name_that_transformers_gives_up():
         assert turn_on_checkpointing(policy.net.hf)
 
 
-def test_an_engine_is_not_asked_what_it_does_not_take():
-    policy = policy_of(engine="continuous")
+def test_an_engine_is_not_asked_what_it_does_not_take(engine):
+    policy = policy_of(**engine)
     policy.outside.limits = EngineLimits("the engine", 20, tokens_option="max_model_len")
     with pytest.raises(UserError, match="'word word.*more than the 20 that the engine takes"):
         rolled(policy, [{"text": "word " * 30}])
