@@ -23,7 +23,7 @@ FIELDS = (
     "level",
 )
 LEVELS = ("V", "T")
-BEGIN = "<!-- recipes: python scripts/recipes_table.py -->"
+BEGIN = "<!-- recipes: python scripts/dev/recipes_table.py -->"
 END = "<!-- end of recipes -->"
 
 

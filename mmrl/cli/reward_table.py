@@ -10,7 +10,7 @@ from pathlib import Path
 from mmrl.core.registry import REWARDS, Plugin, describe, load_built_in, options
 from rewards.card import Card, card_of
 
-BEGIN = "<!-- generated: scripts/reward_table.py -->"
+BEGIN = "<!-- generated: scripts/dev/reward_table.py -->"
 END = "<!-- end of the generated table -->"
 HEAD = (
     "name",

@@ -6,7 +6,7 @@ and renames. The folder's name carries the recipe's hash, so a new recipe never 
 lock makes other processes wait instead of building too.
 
 What quickstart needs comes with the package, built, in ``SHIPPED``: used where it lies if its
-recipe is the present one and every file has its sha256. ``python scripts/ship_world.py`` builds it
+recipe is the present one and every file has its sha256. ``python scripts/dev/ship_world.py`` builds it
 anew.
 """
 

@@ -3,7 +3,7 @@ change one, rebuild one.
 
 This module is light: it imports nothing but dataclasses. What quickstart needs is shipped built
 (``mmrl/worlds/shipped``): after a change here that concerns it, run
-``python scripts/ship_world.py`` and commit what it writes.
+``python scripts/dev/ship_world.py`` and commit what it writes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""docs/api.md is what scripts/api.py writes, and its examples run."""
+"""docs/api.md is what scripts/dev/api.py writes, and its examples run."""
 
 import re
 import sys
@@ -14,13 +14,13 @@ PAGE = ROOT / "docs" / "api.md"
 
 
 def test_the_page_is_fresh_and_complete():
-    sys.path.insert(0, str(ROOT / "scripts"))
+    sys.path.insert(0, str(ROOT / "scripts" / "dev"))
     try:
         import api
     finally:
-        sys.path.remove(str(ROOT / "scripts"))
+        sys.path.remove(str(ROOT / "scripts" / "dev"))
     assert set(api.NAMES) == set(dir(mmrl)) - {"UserError", "__version__"}
-    assert PAGE.read_text(encoding="utf-8") == api.page(), "run: python scripts/api.py"
+    assert PAGE.read_text(encoding="utf-8") == api.page(), "run: python scripts/dev/api.py"
 
 
 @pytest.mark.parametrize("number", [0, 1])

@@ -109,7 +109,7 @@ def test_every_recipe_says_all_that_is_published_of_it():
 
 def test_the_table_of_the_page_is_fresh():
     page = (ROOT / "docs/recipes.md").read_text()
-    assert recipes.renewed(page) == page, "run python scripts/recipes_table.py"
+    assert recipes.renewed(page) == page, "run python scripts/dev/recipes_table.py"
 
 
 def test_every_evaluation_names_a_benchmark_that_there_is():

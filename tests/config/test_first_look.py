@@ -48,7 +48,7 @@ def said(call: Callable[..., object], *args: object) -> list[str]:
 
 def test_the_table_is_current():
     assert TABLE.read_text(encoding="utf-8") == known_plug_ins.page(), (
-        "run: python scripts/known_plug_ins.py"
+        "run: python scripts/dev/known_plug_ins.py"
     )
     with suppress(OSError):  # of a checkout that cannot be written
         os.utime(TABLE)  # so that commands believe it again after a pull, which makes code newer

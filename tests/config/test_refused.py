@@ -9,7 +9,7 @@ from mmrl import config
 from mmrl.core import registry
 from mmrl.core.errors import UserError
 from mmrl.dry_run.dryrun import dry_run
-from scripts.soak_parts import killing
+from scripts.dev.soak_parts import killing
 from tests.fixtures import warm
 
 ROOT = Path(__file__).parents[2]

@@ -82,7 +82,7 @@ def real(place, options):
     ],
 )
 def test_a_pass_on_fakes_is_a_real_one(name, options):
-    """The others are tried by ``scripts/replay_table.py --try``."""
+    """The others are tried by ``scripts/dev/replay_table.py --try``."""
     place, written = chosen(name, **options)
     stage = replays.replayed(place, written, PLAIN, 2)
     guess = rehearse(stage)

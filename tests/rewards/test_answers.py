@@ -29,7 +29,7 @@ ROWS = [(row.reward, json.loads(row.prompt), row.score, row.text) for row in wri
 def test_the_page_shows_the_table():
     page = written.PAGE.read_text(encoding="utf-8")
     assert f"{written.BEGIN}\n{written.table()}\n{written.END}" in page, (
-        "run python scripts/answers_table.py"
+        "run python scripts/dev/answers_table.py"
     )
 
 

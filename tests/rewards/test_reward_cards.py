@@ -46,7 +46,7 @@ def test_a_reward_has_a_card_and_can_be_imported_by_its_name(name):
 def test_the_table_in_the_documentation_is_up_to_date():
     page = (ROOT / "docs/rewards.md").read_text()
     fresh = renewed(page, markdown(speeds(ROOT / "docs"), "rewards"))
-    assert page == fresh, "run python scripts/reward_table.py"
+    assert page == fresh, "run python scripts/dev/reward_table.py"
     assert page.count(BEGIN) == page.count(END) == 1
 
 

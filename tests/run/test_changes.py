@@ -11,7 +11,7 @@ from mmrl import config
 from mmrl.core.errors import UserError
 from mmrl.core.registry import load_built_in
 from mmrl.run import changes, checkpoint, lifecycle
-from scripts.soak_parts import killing
+from scripts.dev.soak_parts import killing
 
 load_built_in()
 PLAIN = {

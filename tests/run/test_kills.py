@@ -9,7 +9,7 @@ from tests.fixtures import warm
 PROGRAM = """
 import json, sys
 from pathlib import Path
-from scripts.soak_parts import killing
+from scripts.dev.soak_parts import killing
 
 killing.warm()
 folder = Path(sys.argv[1])

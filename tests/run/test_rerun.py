@@ -8,7 +8,7 @@ import yaml
 from mmrl.core.errors import UserError
 from mmrl.run import lifecycle
 from mmrl.run.rerun import compare, rerun
-from scripts.soak_parts import killing
+from scripts.dev.soak_parts import killing
 
 
 @pytest.fixture(scope="module")

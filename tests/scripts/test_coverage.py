@@ -65,5 +65,5 @@ def test_the_page_is_up_to_date_with_the_list():
     listed = coverage.papers()
     assert {paper.key for paper in listed} == set(MAP)
     assert coverage.PAGE.read_text(encoding="utf-8") == coverage.page(MAP, listed), (
-        "run python scripts/coverage.py"
+        "run python scripts/dev/coverage.py"
     )

@@ -1,4 +1,4 @@
-"""The parts of scripts/gpu_check.py with small models on this machine's CPU, so that they do not
+"""The parts of scripts/dev/gpu_check.py with small models on this machine's CPU, so that they do not
 break on a GPU."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 from tests.fixtures import supervised_job
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
+SCRIPTS = Path(__file__).parents[2] / "scripts" / "dev"
 
 
 @pytest.fixture(scope="module")

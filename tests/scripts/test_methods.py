@@ -22,7 +22,7 @@ def test_every_page_is_there_and_up_to_date():
     known = {path.name: path.read_text(encoding="utf-8") for path in methods.FOLDER.iterdir()}
     assert set(known) == set(pages())
     stale = [name for name, text in pages().items() if known[name] != text]
-    assert not stale, f"run python scripts/methods.py: {stale}"
+    assert not stale, f"run python scripts/dev/methods.py: {stale}"
 
 
 @pytest.mark.parametrize("registry", sorted({family.registry for family in methods.FAMILIES}))

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 pytest.importorskip("mkdocs")
-SCRIPT = Path(__file__).parents[2] / "scripts" / "site_hooks.py"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "dev" / "site_hooks.py"
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def test_a_page_is_made_of_every_file_that_is_linked(hooks, tmp_path):
     (tmp_path / "mkdocs.yml").write_text("site_name: s\n")
     config = load_config(str(tmp_path / "mkdocs.yml"), docs_dir=str(docs))
     config.plugins._current_plugin = "hooks"  # as mkdocs sets it around a hook
-    page = File.generated(config, "a.md", content="[it](../scripts/site_hooks.py)")
+    page = File.generated(config, "a.md", content="[it](../scripts/dev/site_hooks.py)")
     files = hooks.on_files(Files([page]), config)
-    (made,) = [f for f in files if f.src_uri == "source/scripts/site_hooks.py.md"]
+    (made,) = [f for f in files if f.src_uri == "source/scripts/dev/site_hooks.py.md"]
     assert "````python\n" in made.content_string and "def on_files" in made.content_string

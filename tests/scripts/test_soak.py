@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from scripts import soak_parts
-from scripts.soak_parts import long, mutations
-from scripts.soak_parts.page import Experiment, write
+from scripts.dev.soak_parts import long, mutations
+from scripts.dev.soak_parts.page import Experiment, write
 
 
 def test_a_section_replaces_its_own_figures_only(tmp_path):

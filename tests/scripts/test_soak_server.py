@@ -1,4 +1,4 @@
-"""The sections of ``scripts/soak`` that send hostile things to rewards and their server, for a
+"""The sections of ``scripts/dev/soak`` that send hostile things to rewards and their server, for a
 moment each."""
 
 from __future__ import annotations
@@ -7,9 +7,9 @@ import random
 
 import pytest
 
-from scripts.soak_parts import answers, images, load, requests
-from scripts.soak_parts.page import Soak
-from scripts.soak_parts.serving import SLOW, Tally
+from scripts.dev.soak_parts import answers, images, load, requests
+from scripts.dev.soak_parts.page import Soak
+from scripts.dev.soak_parts.serving import SLOW, Tally
 from tests.fixtures.text_rewards import SMALLEST
 
 

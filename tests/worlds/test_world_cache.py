@@ -182,7 +182,7 @@ def test_a_damaged_shipped_folder_is_named_and_its_like_is_built_in_the_cache(pa
 
 SHIP = (
     "the present recipe names something else than what is shipped: run `python "
-    "scripts/ship_world.py` and commit"
+    "scripts/dev/ship_world.py` and commit"
 )
 
 

@@ -206,9 +206,9 @@ def test_what_cannot_be_replayed_is_refused_in_one_sentence(name):
 
 
 def test_the_page_has_the_table_of_these_data():
-    script = runpy.run_path(str(Path(__file__).parents[3] / "scripts" / "replay_table.py"))
+    script = runpy.run_path(str(Path(__file__).parents[3] / "scripts" / "dev" / "replay_table.py"))
     page = script["PAGE"].read_text(encoding="utf-8")
-    assert script["written"](page) == page, "run python scripts/replay_table.py"
+    assert script["written"](page) == page, "run python scripts/dev/replay_table.py"
 
 
 def brightness(media, prompts):

@@ -1,7 +1,7 @@
 """Compiled passes: the samples, log-probs and gradients of the others, by few graphs.
 
 Graphs are traced and run as they are (a backend that only counts); what the inductor builds of them
-is compared by ``scripts/check_compiled.py``."""
+is compared by ``scripts/dev/check_compiled.py``."""
 
 from contextlib import contextmanager
 from dataclasses import replace

@@ -1,0 +1,131 @@
+"""Writes docs/api.md, the page of the Python API, from the docstrings of what ``import mmrl``
+offers: run this after changing one.
+
+    python scripts/dev/api.py
+
+What stands before the reference is written by hand; tests/api/test_page.py runs its examples.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+import mmrl  # noqa: E402
+
+PAGE = ROOT / "docs" / "api.md"
+# in the order in which a reader needs them
+NAMES = (
+    "train",
+    "Trainer",
+    "Callback",
+    "load_policy",
+    "Policy",
+    "load_run",
+    "Run",
+    "Samples",
+    "Video",
+    "evaluate",
+    "Evaluation",
+    "check_reward",
+    "compare",
+    "list",
+)
+TITLE = "## Reference\n"
+
+
+def page() -> str:
+    """Return the whole page: what is written by hand, and the reference."""
+    by_hand = PAGE.read_text(encoding="utf-8").partition(TITLE)[0]
+    return by_hand + TITLE + "\n" + "\n".join(entry(name) for name in NAMES)
+
+
+def entry(name: str) -> str:
+    """Describe a function, or a class with its methods and properties."""
+    thing = documented(name)
+    lines = [f"### mmrl.{name}\n", code(f"{name}{signature(thing)}"), text_of(thing)]
+    if inspect.isclass(thing):
+        for member, value in vars(thing).items():
+            if not member.startswith("_") and inspect.getdoc(value) and described(value):
+                lines.append(method(member, value))
+    return "\n".join(lines)
+
+
+def documented(name: str) -> Any:
+    """Return the function behind a callable package, and anything else as it is."""
+    thing = getattr(mmrl, name)
+    if inspect.ismodule(thing):
+        from mmrl.core.callable_module import called_for
+
+        return called_for(thing)
+    return thing
+
+
+def described(value: Any) -> bool:
+    return inspect.isfunction(value) or hasattr(value, "fget") or hasattr(value, "func")
+
+
+def method(name: str, value: Any) -> str:
+    """Describe a method or a property below its class."""
+    title = f"#### .{name}\n\n"
+    if inspect.isfunction(value):
+        known = signature(value).replace("(self, ", "(").replace("(self)", "()")
+        title += code(f"{name}{known}") + "\n"
+    return f"{title}{text_of(value)}"
+
+
+def signature(thing: Any) -> str:
+    """Write a signature without the names of modules."""
+    known = inspect.signature(thing)
+    parts: list[str] = []
+    for parameter in known.parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY and "*" not in parts:
+            parts.append("*")
+        text = parameter.name
+        if parameter.annotation is not parameter.empty:
+            text += f": {short(parameter.annotation)}"
+        if parameter.default is not parameter.empty:
+            text += f" = {parameter.default!r}"
+        parts.append(text)
+    hides = inspect.isclass(thing) or known.return_annotation in (known.empty, "None", None)
+    result = "" if hides else f" -> {short(known.return_annotation)}"
+    return f"({', '.join(parts)}){result}"
+
+
+def short(annotation: Any) -> str:
+    """Write an annotation without the names of modules."""
+    text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+    return re.sub(r"\b(?:\w+\.)+(\w+)", r"\1", text)
+
+
+def code(line: str) -> str:
+    """Show a call as Python, an argument a line where it is long."""
+    if len(line) > 100:
+        name, _, rest = line.partition("(")
+        arguments, _, result = rest.rpartition(")")
+        parts = re.split(r", (?=[\w*]+(?::|,|$| =))", arguments)
+        line = f"{name}(\n" + "".join(f"    {part},\n" for part in parts) + f"){result}"
+    return f"```python\n{line}\n```\n"
+
+
+def text_of(thing: Any) -> str:
+    """Return a docstring as Markdown: paragraphs, with reST's double backticks made single, and
+    each run of ``name: text`` sentences as it stands."""
+    text = inspect.getdoc(thing) or ""
+    return textwrap.dedent(text).replace("``", "`").strip() + "\n"
+
+
+def main() -> None:
+    PAGE.write_text(page(), encoding="utf-8")
+    print(PAGE)
+
+
+if __name__ == "__main__":
+    main()

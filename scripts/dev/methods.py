@@ -1,0 +1,390 @@
+"""Writes docs/methods/, a page for each family of methods, from the registry: run this after adding
+a method or changing its docstring.
+
+    python scripts/dev/methods.py
+
+What a page says of a method is its docstring, its options, for which models it is, the presets and
+shipped configurations that use it, one line of configuration, and what the committed comparisons
+found, with a figure of them all.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "dev")]
+
+import measured  # noqa: E402
+import yaml  # noqa: E402
+
+from mmrl.config.presets import presets  # noqa: E402
+from mmrl.config.unfit import KINDS  # noqa: E402
+from mmrl.config.values import show  # noqa: E402
+from mmrl.config.yamltext import read  # noqa: E402
+from mmrl.core.registry import ALL, Plugin, describe, load_built_in, options  # noqa: E402
+from mmrl.objectives.entropy import Entropy  # noqa: E402
+from mmrl.objectives.importance_sampling import Importance  # noqa: E402
+from mmrl.objectives.kl import KL  # noqa: E402
+
+FOLDER = ROOT / "docs" / "methods"
+ANY = "every kind of model"
+
+
+@dataclass(frozen=True)
+class Family:
+    """Describes one page. ``registry``: a name of ``ALL``; ``modules``: of the entries, by their
+    beginning, all where empty; ``line``: a configuration with {name} in it; ``key``: what names the
+    method in a configuration."""
+
+    slug: str
+    title: str
+    about: str
+    registry: str
+    key: str
+    line: str
+    models: str
+    modules: tuple[str, ...] = ()
+
+    @property
+    def choose(self) -> str:
+        """Say when to choose which of the page."""
+        return CHOOSE[self.slug]
+
+    def holds(self, entry: Plugin) -> bool:
+        return not self.modules or entry.__module__.startswith(self.modules)
+
+
+NAMED = "objective: {name}"
+FAMILIES = (
+    Family(
+        "surrogates",
+        "Surrogates",
+        "Losses of the ratio and the advantage, `(logp, old, advantage, mask) -> loss`: the option "
+        "`surrogate` of `policy_gradient`, `masked`, `unified` and `clip_cov`.",
+        "surrogates",
+        "surrogate",
+        "objective: {{policy_gradient: {{surrogate: {name}}}}}",
+        "what the objective that takes it is for; those of whole sequences need log-probs of a row "
+        "in one pass",
+    ),
+    Family(
+        "advantages",
+        "Advantages",
+        "What the samples of a group are worth beside each other, `(rewards, rollout) -> [B, 1]` "
+        "or `[B, K]`.",
+        "advantages",
+        "advantage",
+        "advantage: {name}",
+        ANY,
+    ),
+    Family(
+        "forward_process",
+        "Forward-process objectives",
+        "Losses at states that are noised anew from finished samples: no log-probs of a path, any "
+        "sampler.",
+        "objectives",
+        "objective",
+        NAMED,
+        ANY,
+        ("mmrl.objectives.forward_process",),
+    ),
+    Family(
+        "group_losses",
+        "Group losses, preferences and covariance",
+        "Losses that compare the samples of a group with each other, in place of a surrogate of "
+        "single ones.",
+        "objectives",
+        "objective",
+        NAMED,
+        ANY,
+        ("mmrl.objectives.group", "mmrl.objectives.preference", "mmrl.objectives.covariance"),
+    ),
+    Family(
+        "policy_gradients",
+        "Policy gradients and gradients of the reward",
+        "Losses on the path that was sampled, trust regions around it, and rewards that are "
+        "differentiated.",
+        "objectives",
+        "objective",
+        NAMED,
+        ANY,
+    ),
+    Family(
+        "data",
+        "Data, curricula and budgets",
+        "Which prompts an iteration sees, how often each is sampled, and what is written beside "
+        "them; most take another data section, `of`.",
+        "data",
+        "data",
+        "data: {name}",
+        ANY,
+    ),
+    Family(
+        "mask_estimators",
+        "Mask estimators",
+        "At which masked states the objective `masked` scores a finished sample.",
+        "estimators",
+        "estimator",
+        "objective: {{masked: {{estimator: {name}}}}}",
+        KINDS["masked"],
+    ),
+    Family(
+        "sde_types",
+        "Stochastic sampler steps",
+        "The steps of a flow or diffusion sampler that are random: its decisions.",
+        "sde_types",
+        "sde_type",
+        "policy: {{sd3: {{sde_type: {name}}}}}",
+        KINDS["gaussian"],
+    ),
+    Family(
+        "noise_windows",
+        "Noise windows",
+        "Which sampler steps of an iteration are random, and so are trained.",
+        "noise_windows",
+        "noise_window",
+        "policy: {{sd3: {{noise_window: {name}}}}}",
+        KINDS["gaussian"],
+    ),
+    Family(
+        "timestep_samplers",
+        "Timestep samplers",
+        "At which times forward-process objectives look at a finished sample.",
+        "timestep_samplers",
+        "timestep_sampler",
+        "objective: {{nft: {{timestep_sampler: {name}}}}}",
+        KINDS["gaussian"],
+    ),
+)
+CHOOSE = {
+    "surrogates": "With one optimizer step an iteration the ratio is 1 and all of them are "
+    "the same: leave `ppo`. With several, `ppo` and `gspo` are not shown to "
+    "be behind in what was measured; `gspo` and `gmpo` where whole answers "
+    "are rewarded and some are long; `cispo` keeps the gradient of every "
+    "token and needs a cap that fits (a wide one lost most on the VLM).",
+    "advantages": "`group` (GRPO) first. `rloo`, `dr_grpo` or `opo` where groups are small "
+    "or stds differ much between prompts (on flows they are one and the "
+    "same); `flow_grpo`'s std of all groups where rewards are continuous; "
+    "`branch`, `tree_mean`, `tree_grpo` for trees; `edge_grpo`, `hapo` and "
+    "others by entropy where answers are long; `riskpo`, `copo`, `filtered` "
+    "where most groups are flat.",
+    "forward_process": "Where samples are drawn without noise, or no log-prob of a path exists: "
+    "they learn more from a picture and cost more for one. `awm` and `crd` "
+    "reached most at equal samples; `rwr` where only good samples shall be "
+    "followed.",
+    "group_losses": "Where preferences or regressions are wanted in place of a clip: `rebel` "
+    "and `gvpo` regress differences of rewards and need no clip range, but a "
+    "scale that fits the reward (with default options they were behind GRPO); "
+    "`dpo` and `ipo` learn from pairs, also of a file.",
+    "policy_gradients": "`policy_gradient` for everything with decisions on its path; "
+    "`grpo_guard` and `flow_dppo` for flows whose early steps run away; "
+    "`draft` and `adjoint_matching` where the reward can be differentiated; "
+    "`sft` before reinforcement.",
+    "data": "A curriculum saves samples where rewards are flat on many prompts and "
+    "sampling is what costs. On the tiny VLM, whose updates cost more, none "
+    "beat plain prompts at equal seconds.",
+    "mask_estimators": "`trajectory` scores the path that was sampled and costs a pass a step; "
+    "`mask_grpo` and `d1` hide finished samples anew and cost less; `sepo` "
+    "for score entropy.",
+    "sde_types": "`flow_sde` for flows as Flow-GRPO has them, `dance_sde` for DanceGRPO's "
+    "constant noise, `cps` where noise must not show, `ode` for objectives of "
+    "finished samples, `memoryless` for Adjoint Matching.",
+    "noise_windows": "Noise in few early steps (`window`) trains the steps that decide and "
+    "costs less: the first half for short samplers, `progressive` or `random_window` (MixGRPO) "
+    "for long ones.",
+    "timestep_samplers": "`steps` keeps to the times that the sampler visits and is right for few "
+    "steps; `uniform` and `logit_normal` for models that will be sampled with "
+    "other steps.",
+}
+FIGURE = (
+    "Differences of held-out reward with 95 % intervals, three seeds, of a tiny model; blue: not "
+    "shown to differ from 0 after correction for several comparisons."
+)
+SECTIONS = {"kl": KL, "entropy": Entropy, "importance_sampling": Importance}  # of policy_gradient
+
+
+def pages() -> dict[str, str]:
+    """Return the text of every page by its file name."""
+    load_built_in()
+    texts = {f"{family.slug}.md": page(family) for family in FAMILIES}
+    texts["regularisers.md"] = regularisers()
+    texts["README.md"] = index()
+    for family in FAMILIES:
+        if rows := [row for name in entries(family) for row in compared(family.key, name)]:
+            texts[f"{family.slug}.svg"] = measured.figure(list(dict.fromkeys(rows)))
+    return texts
+
+
+def compared(key: str, name: str) -> list[measured.Measured]:
+    """Return the comparisons that tell something of a method: of a configuration that names it with
+    one that does not, of the same objective unless that is what the method is."""
+    return [
+        row
+        for row in measured.comparisons()
+        if name in _named(row.plain, key) and name not in _named(row.other, key)
+        if key == "objective" or _named(row.plain, "objective") == _named(row.other, "objective")
+    ]
+
+
+def entries(family: Family) -> dict[str, Plugin]:
+    """Return the methods of a family; an objective is on the first page that holds it."""
+    earlier = FAMILIES[: FAMILIES.index(family)]
+    return {
+        name: entry
+        for name, entry in sorted(ALL[family.registry].items())
+        if family.holds(entry) and not _outside(entry)
+        if not any(f.registry == family.registry and f.holds(entry) for f in earlier)
+    }
+
+
+def _outside(entry: Plugin) -> bool:
+    """Tell whether another package, or a test, has registered it."""
+    return entry.__module__.partition(".")[0] not in ("mmrl", "samplers", "rewards")
+
+
+def page(family: Family) -> str:
+    parts = [
+        f"# {family.title}\n\n{_note()}\n\n{family.about}\n",
+        f"**When to choose which.** {family.choose} See also [which method](../which-method.md).\n",
+    ]
+    if any(compared(family.key, name) for name in entries(family)):
+        parts.append(f"![what was measured]({family.slug}.svg)\n\n{FIGURE}\n")
+    for name, entry in entries(family).items():
+        filling = [p for p in presets() if name in _named(presets()[p], family.key)]
+        shipped = [c for c, plain in shipped_configs().items() if name in _named(plain, family.key)]
+        facts = [
+            f"- for: {KINDS.get(getattr(entry, 'needs', ''), family.models)}",
+            *_listed("presets", filling),
+            *_listed("configurations", shipped),
+            f"- in a configuration: `{family.line.format(name=name)}`",
+            *(f"- measured: {row.line()}" for row in compared(family.key, name)),
+        ]
+        parts.append(f"## `{name}`\n\n{_text(entry)}\n\n" + "\n".join(facts) + "\n" + _table(entry))
+    return "\n".join(parts)
+
+
+def regularisers() -> str:
+    """Write the page of the terms that ``policy_gradient`` adds to any surrogate."""
+    parts = [
+        f"# KL, entropy and importance sampling\n\n{_note()}\n\nTerms and corrections beside the "
+        "surrogate, options of `policy_gradient`; other objectives that have them say so.\n"
+    ]
+    for key, section in SECTIONS.items():
+        filling = [p for p in presets() if list(_values(presets()[p], key))]
+        facts = [
+            *_listed("presets", filling),
+            f"- in a configuration: `objective: {{policy_gradient: {{{key}: {{...}}}}}}`",
+        ]
+        parts.append(
+            f"## `{key}`\n\n{_text(section)}\n\n" + "\n".join(facts) + "\n" + _table(section)
+        )
+    return "\n".join(parts)
+
+
+def index() -> str:
+    rows = [
+        f"| [{family.title}]({family.slug}.md) | {', '.join(f'`{n}`' for n in entries(family))} |"
+        for family in FAMILIES
+    ]
+    sections = ", ".join(f"`{key}`" for key in SECTIONS)
+    rows.append(f"| [KL, entropy and importance sampling](regularisers.md) | {sections} |")
+    head = f"# Methods by family\n\n{_note()}\n\n| family | methods |\n|---|---|\n"
+    return head + "\n".join(rows) + "\n"
+
+
+def _note() -> str:
+    return (
+        "Written by `scripts/dev/methods.py` from the registry; `mmrl list` prints the same names."
+    )
+
+
+def _listed(what: str, names: list[str]) -> list[str]:
+    return [f"- {what}: {', '.join(f'`{name}`' for name in names)}"] if names else []
+
+
+def _text(entry: Plugin) -> str:
+    """Return the docstring as Markdown; of a class without one, the first line of its parent."""
+    text = re.sub(r"``([^`]*)``", r"`\1`", inspect.getdoc(entry) or describe(entry))
+    return "\n".join(map(_escaped, text.splitlines()))
+
+
+def _escaped(line: str) -> str:
+    """Escape what Markdown would read as emphasis, outside code."""
+    if line.startswith("    "):
+        return line
+    parts = line.split("`")
+    parts[::2] = [part.replace("*", r"\*") for part in parts[::2]]
+    return "`".join(parts)
+
+
+def _table(entry: Plugin) -> str:
+    rows = [f"| `{name}` | {_default(p)} |" for name, p in options(entry).items()]
+    return "\n| option | default |\n|---|---|\n" + "\n".join(rows) + "\n" if rows else ""
+
+
+def _default(option: inspect.Parameter) -> str:
+    value = option.default
+    if value is inspect.Parameter.empty:
+        return "required"
+    names = [n for known in ALL.values() for n, entry in known.items() if entry is value]
+    if names:
+        return f"`{names[0]}`"
+    if callable(value) or repr(value) == "<factory>":
+        return "made anew"
+    return f"`{show(value)}`".replace("|", r"\|")
+
+
+@cache
+def shipped_configs() -> dict[str, Any]:
+    """Read every shipped configuration, by the name that commands take."""
+    folder = ROOT / "configs"
+    return {
+        path.relative_to(folder).with_suffix("").as_posix(): read(path.read_text(), str(path))[0]
+        for path in sorted(folder.rglob("*.yaml"))
+    }
+
+
+def _values(plain: Any, key: str) -> Iterator[Any]:
+    """Find what a key has anywhere in a configuration."""
+    if isinstance(plain, Mapping):
+        for name, value in plain.items():
+            if name == key:
+                yield value
+            yield from _values(value, key)
+
+
+def _named(plain: Any, key: str) -> set[str]:
+    """Name the plug-ins that a key chooses: ``name`` or ``{name: {options}}``."""
+    names = set()
+    for value in _values(plain, key):
+        names |= (
+            {value}
+            if isinstance(value, str)
+            else set(value)
+            if isinstance(value, Mapping)
+            else set()
+        )
+    return names
+
+
+def example(family: Family, name: str) -> dict[str, Any]:
+    """Return the line of configuration of a method, read."""
+    plain: dict[str, Any] = yaml.safe_load(family.line.format(name=name))
+    return plain
+
+
+if __name__ == "__main__":
+    FOLDER.mkdir(exist_ok=True)
+    for name, text in pages().items():
+        (FOLDER / name).write_text(text, encoding="utf-8")
+    for path in [*FOLDER.glob("*.md"), *FOLDER.glob("*.svg")]:
+        if path.name not in pages():
+            path.unlink()

@@ -1,0 +1,89 @@
+"""Writes the table of docs/models.md: which pipelines of diffusers the policy ``pipeline`` trains.
+
+    python scripts/dev/replay_table.py [--check | --try]
+
+The data are those of the test (tests/fixtures/replay_cases.py), which states for each of them on a
+tiny form with random weights that it works, or the words with which it is refused. The suite tries
+most; ``--try`` tries the others, by the same test.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "models.md"
+BEGIN = "<!-- replayed: written by scripts/dev/replay_table.py -->"
+END = "<!-- end of replayed -->"
+sys.path.insert(0, str(ROOT))
+from tests.fixtures.replay_cases import CASES, UNGUARDED, Case  # noqa: E402
+
+
+def row(case: Case) -> str:
+    """Write a row of the table."""
+    result = f"refused: {case.refused}" if case.refused else "yes"
+    rows = "" if case.refused else "together" if case.together else "one by one"
+    needed = {name: value for name, value in case.options.items() if name not in UNGUARDED}
+    options = ", ".join(f"`{name}: {str(value).lower()}`" for name, value in needed.items())
+    notes = "; ".join(note for note in (case.note, options and f"needs {options}") if note)
+    media = "" if case.refused else "yes" if case.demonstrations else "no"
+    return f"| {case.pipeline} | {result} | {rows} | {media} | {notes} |"
+
+
+def table() -> str:
+    """Write the table, by the pipelines' names."""
+    rows = sorted(row(case) for case in CASES.values())
+    head = "| pipeline | trained | prompts in a call | demonstrations | |\n|---|---|---|---|---|"
+    return "\n".join([BEGIN, "", head, *rows, "", END])
+
+
+def written(page: str) -> str:
+    """Put the table in its place in the page."""
+    before, _, rest = page.partition(BEGIN)
+    return before + table() + rest.partition(END)[2]
+
+
+def try_others() -> None:
+    """Run the tests on the pipelines that the suite leaves out: what training makes of them, and
+    what a dry run does, which tries them all."""
+    from mmrl.dry_run import replays
+    from tests.dry_run import test_replays
+    from tests.policies.diffusion import test_any_pipeline as test
+
+    replays.WORDS = test_replays.WORDS
+    for name, case in CASES.items():
+        if not case.refused:
+            test_replays.test_a_pass_on_fakes_is_a_real_one(name, {})
+            print(f"{case.pipeline}: rehearsed", flush=True)
+    for name, case in CASES.items():
+        if case.suite:
+            continue
+        if case.refused:
+            test.test_what_cannot_be_replayed_is_refused_in_one_sentence(name)
+        else:
+            test.test_a_pipeline_without_noise_is_diffusers_own(name)
+        print(f"{case.pipeline}: {'refused' if case.refused else 'works'}", flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="say whether the page is up to date")
+    parser.add_argument(
+        "--try", action="store_true", dest="tries", help="try the pipelines that no test tries"
+    )
+    arguments = parser.parse_args()
+    if arguments.tries:
+        try_others()
+        return 0
+    page = PAGE.read_text(encoding="utf-8")
+    current = written(page)
+    if arguments.check:
+        return int(page != current)
+    PAGE.write_text(current, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

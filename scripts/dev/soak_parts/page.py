@@ -1,0 +1,85 @@
+"""Keeps the figures of the experiments of trust, and writes their page."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from mmrl.utils.files import write_json
+from mmrl.utils.machine import machine
+
+HEAD = """# Trust: what was tried against it, and what came of it
+
+Written by `scripts/dev/soak`; a section is measured anew by `scripts/dev/soak SECTION`, see `trust.json`
+for the numbers. *Tries* counts what was tried, *failed* those with another outcome than expected.
+"""
+
+
+@dataclass(frozen=True)
+class Soak:
+    """Says what a section may use: an empty folder, its time, and where its randomness starts."""
+
+    folder: Path
+    seconds: float
+    seed: int
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """Holds one row of the table: what was tried how often, and how often it came out wrong.
+
+    ``outcome``: a sentence on what was seen. ``numbers``: what else was measured, for the JSON.
+    """
+
+    name: str
+    tries: int
+    failed: int
+    outcome: str
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def passed(self) -> bool:
+        return not self.failed and self.tries > 0
+
+    def line(self) -> str:
+        return f"{self.name}: {self.tries} tries, {self.failed} failed; {self.outcome}"
+
+
+def write(
+    page: Path, section: str, shows: str, experiments: Sequence[Experiment], seconds: float
+) -> None:
+    """Put the figures of a section beside those of the others, and write the page anew."""
+    record = page.with_suffix(".json")
+    known = json.loads(record.read_text(encoding="utf-8")) if record.exists() else {}
+    known[section] = {
+        "shows": shows,
+        "date": date.today().isoformat(),
+        "seconds": round(seconds),
+        "machine": machine(),
+        "experiments": [asdict(experiment) for experiment in experiments],
+    }
+    write_json(record, dict(sorted(known.items())))
+    page.write_text("\n".join([HEAD, *map(_section, *zip(*sorted(known.items())))]), "utf-8")
+
+
+def _section(name: str, figures: Mapping[str, Any]) -> str:
+    """Write one section: a heading, where and when it was measured, and its table."""
+    host = figures["machine"]
+    where = f"{host.get('cpu')}, {host.get('cores')} cores, commit {host.get('commit')}"
+    rows = [
+        f"| {row['name']} | {row['tries']} | {row['failed']} | {row['outcome']} |"
+        for row in figures["experiments"]
+    ]
+    return "\n".join(
+        [
+            f"## {name}\n\n{figures['shows']}.",
+            f"{figures['date']}, {figures['seconds']} s, {where}.\n",
+            "| experiment | tries | failed | outcome |\n|---|---|---|---|",
+            *rows,
+            "",
+        ]
+    )
