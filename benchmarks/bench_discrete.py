@@ -509,7 +509,7 @@ and `torch.compile` of its language model by hand gave nothing (see docs/lab-not
 
 WHY = """\
 Janus and aMUSEd are compared with the libraries. LlamaGen and VAR are in none; the other side is a
-plain loop written from the papers (`benchmarks/plain_tokens.py`) and says nothing of anybody's code.
+plain loop written from the papers (`benchmarks/plain_tokens.py`) and says nothing of others' code.
 
 What is saved. Janus: the prompt is read once for a group; attention looks at the tokens there are,
 not at all places of a static cache; the embedding's layers run once for conditional and

@@ -1,7 +1,7 @@
 """Measures whether the tiny VLM learns: both recipes of the digits world on several seeds, to
 docs/results/.
 
-    python benchmarks/bench_vlm_learning.py [--seeds 0 1 2] [--only grounding counting] [key=value ...]
+    python benchmarks/bench_vlm_learning.py [--seeds 0 1 2] [--only grounding counting] [key=value]
 
 Every run is the command a user would type: `mmrl train`, then `mmrl evaluate` (greedy answers on
 scenes and scans that were never trained on, base beside trained). The seconds are those of `mmrl

@@ -1,7 +1,7 @@
 """Knows the plug-ins and their options by a table, without the classes, whose import takes seconds.
 
-``known.json`` is written by ``scripts/dev/known_plug_ins.py`` from the registries. Of each plug-in it
-has the place, ``module:attribute``, and the options: their types as they are written, then
+``known.json`` is written by ``scripts/dev/known_plug_ins.py`` from the registries. Of each plug-in
+it has the place, ``module:attribute``, and the options: their types as they are written, then
 `` = ...`` or `` = None`` where there is a default. ``Any`` is a type that a table cannot hold.
 """
 

@@ -6,8 +6,8 @@ and renames. The folder's name carries the recipe's hash, so a new recipe never 
 lock makes other processes wait instead of building too.
 
 What quickstart needs comes with the package, built, in ``SHIPPED``: used where it lies if its
-recipe is the present one and every file has its sha256. ``python scripts/dev/ship_world.py`` builds it
-anew.
+recipe is the present one and every file has its sha256. ``python scripts/dev/ship_world.py`` builds
+it again.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Tests the core by mutation: finds the small changes of the code that no test notices.
 
-    python scripts/dev/mutate.py trace                 # once: which test executes which line, how long
+    python scripts/dev/mutate.py trace                 # once: which test runs which line, how long
     python scripts/dev/mutate.py run --share 0.2       # a fifth of the mutants, then the page
     python scripts/dev/mutate.py run --files mmrl/core/distributions.py --rerun survived
-    python scripts/dev/mutate.py run --changed main    # mutants of lines that differ from a revision
+    python scripts/dev/mutate.py run --changed main    # mutants of lines that a revision lacks
     python scripts/dev/mutate.py trace tests/core/test_distributions.py   # only these files anew
     python scripts/dev/mutate.py list --files mmrl/core/distributions.py  # the mutants, untested
     python scripts/dev/mutate.py page                  # only write docs/results/mutation.md anew
@@ -525,7 +525,8 @@ def page() -> None:
     )
     text = f"""# Mutation tests of the core
 
-Written by `python scripts/dev/mutate.py page`. To repeat: `python scripts/dev/mutate.py trace`, then
+Written by `python scripts/dev/mutate.py page`. To repeat:
+`python scripts/dev/mutate.py trace`, then
 `nice python scripts/dev/mutate.py run --share 1 --seed 0`. The share counts mutants that are not
 equivalent
 (`scripts/dev/equivalent_mutants.yaml` has the reasons); mutants that no test executes count as

@@ -72,7 +72,7 @@ def test_two_iterations_raise_one_alarm_with_the_likely_cause(line, why, cause):
 
 
 def test_a_resume_counts_on_from_what_was_logged():
-    """Found by scripts/dev/soak kills: resumed after two such iterations, the alarm came two late."""
+    """Found by scripts/dev/soak kills: resumed after two such iterations, it came two late."""
     lines = [GOOD | {"grad_norm": 0.3}, GOOD | {"grad_norm": 0.0}, GOOD | {"grad_norm": 0.0}]
     first = Alarms(AlarmOptions(patience=3))
     for iteration, line in enumerate(lines, 1):

@@ -1,5 +1,5 @@
-"""The parts of scripts/dev/gpu_check.py with small models on this machine's CPU, so that they do not
-break on a GPU."""
+"""The parts of scripts/dev/gpu_check.py with small models on this machine's CPU, so that they do
+not break on a GPU."""
 
 from __future__ import annotations
 

@@ -189,7 +189,7 @@ def redness(media, prompts):
 
 def test_a_users_modules_of_our_names_are_no_harm(installed, tmp_path):
     """The command, and a training run by the module, in a folder that has a ``rewards.py`` and a
-    ``samplers/``; launchers, which start modules as Python does, are left to scripts/dev/try_wheel."""
+    ``samplers/``; launchers, which start modules as Python does: scripts/dev/try_wheel."""
     (tmp_path / "rewards.py").write_text(OWN)
     (tmp_path / "rewards_of_mine.py").write_text(
         "def shade(media):\n    return media[:, 0].flatten(1).mean(1)\n"

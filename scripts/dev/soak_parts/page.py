@@ -14,8 +14,9 @@ from mmrl.utils.machine import machine
 
 HEAD = """# Trust: what was tried against it, and what came of it
 
-Written by `scripts/dev/soak`; a section is measured anew by `scripts/dev/soak SECTION`, see `trust.json`
-for the numbers. *Tries* counts what was tried, *failed* those with another outcome than expected.
+Written by `scripts/dev/soak`; a section is measured again by `scripts/dev/soak SECTION`, see
+`trust.json` for the numbers. *Tries* counts what was tried, *failed* those with another
+outcome than expected.
 """
 
 
