@@ -140,9 +140,9 @@ def page(entries: Mapping[str, Entry], listed: list[Paper]) -> str:
     parts = [
         "# Which papers mmrl covers\n",
         "Written by `scripts/dev/coverage.py` from `docs/coverage.yaml`, whose names, tests and "
-        "files a test checks. **WORKS**: the mechanism as the paper says, from a configuration, held "
-        "by a test, for every kind of model that it is meant for. **partial**: the note says what is "
-        "not. **missing**: not built.\n",
+        "files a test checks. **WORKS**: the mechanism as the paper says, from a configuration, "
+        "held by a test, for every kind of model that it is meant for. **partial**: the note says "
+        "what is not. **missing**: not built.\n",
         _counts(entries, listed),
     ]
     for section in dict.fromkeys(paper.section for paper in listed):
