@@ -125,7 +125,7 @@ def test_a_part_notes_what_it_finds_before_it_fails(check):
 
 def test_the_calls_of_a_gpu_machine_name_parts_that_there_are(check):
     """Each call of scripts/dev/gpu is a list of parts; all in small take minutes, one is tried."""
-    calls = re.findall(r"^    (\w+)\) parts=\((.*)\)", (SCRIPTS / "dev/gpu/call").read_text(), re.M)
+    calls = re.findall(r"^    (\w+)\) parts=\((.*)\)", (SCRIPTS / "gpu/call").read_text(), re.M)
     assert [name for name, _ in calls] == ["exact", "speed", "memory"]
     assert not {part for _, parts in calls for part in parts.split()} - set(check.PARTS)
 
@@ -142,7 +142,7 @@ def test_answers_and_kernels_run_in_small(check, tmp_path):
 
 
 def test_a_cut_wheel_keeps_what_matches(tmp_path):
-    cut = runpy.run_path(str(SCRIPTS / "dev/gpu/cut_wheel.py"))["cut"]
+    cut = runpy.run_path(str(SCRIPTS / "gpu/cut_wheel.py"))["cut"]
     wheel = tmp_path / "a-1-py3-none-any.whl"
     names = ["a/x.so", "a/y.so", "a/z.py"]
     with zipfile.ZipFile(wheel, "w") as archive:
