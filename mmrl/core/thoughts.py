@@ -24,7 +24,11 @@ MARKS = {
     for family, pair in enumerate(THOUGHTS)
     for side, mark in enumerate(pair)
 }
-MARK = re.compile("|".join(re.escape(mark) for mark in MARKS), re.I)
+# two letters of a mark are looked for first: most brackets begin none
+_SECOND = "".join(sorted({re.escape(mark[1]) for mark in MARKS}))
+MARK = re.compile(
+    rf"(?=[<\[\u25c1][{_SECOND}])(?:{'|'.join(re.escape(mark) for mark in MARKS)})", re.I
+)
 OPENED = re.compile(rf"(?:{'|'.join(re.escape(begin) for begin, _ in THOUGHTS)})\s*\Z", re.I)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 # square of the rest
 RUN = 40
 NUMBER = r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{1,4})?"
+_WHOLE = re.compile(NUMBER)
 
 
 def calm(text: str) -> str:
@@ -24,11 +25,10 @@ def real(value: Any) -> float | None:
     NaN stay what they are."""
     if type(value) is float:
         return value
-    if isinstance(value, bool):
-        return None
-    if isinstance(value, str) and not re.fullmatch(NUMBER, value.strip()):
-        return None
-    if not isinstance(value, (int, float, str)):
+    if isinstance(value, str):
+        if not _WHOLE.fullmatch(value.strip()):
+            return None
+    elif not isinstance(value, (int, float)) or isinstance(value, bool):
         return None
     try:
         return float(value)

@@ -774,21 +774,19 @@ def _words(tokens: Sequence[Token], at: int) -> tuple[Real, int] | None:
 
 def _run(tokens: Sequence[Token], at: int) -> tuple[tuple[str, ...], int]:
     """Return the number words from a token on, and where they end."""
-    words: list[str] = []
-    while at < len(tokens) and tokens[at].kind == "word":
-        parts = tokens[at].text.casefold().split("-")
+    words: list[list[str]] = []
+    while at + len(words) < len(tokens) and tokens[at + len(words)].kind == "word":
+        parts = tokens[at + len(words)].text.casefold().split("-")
         if (
             not all(part in ALL for part in parts)
             or not words
             and parts[0] not in FIRST | {"a", "an", "point"}
         ):
             break
-        words += parts
-        at += 1
-    while words and words[-1] in ("and", "a", "an", "of", "point", "oh"):
+        words.append(parts)
+    while words and words[-1][-1] in ("and", "a", "an", "of", "point", "oh"):
         words.pop()
-        at -= 1
-    return tuple(words), at
+    return tuple(word for parts in words for word in parts), at + len(words)
 
 
 def _one_of(tokens: Sequence[Token], start: int, end: int, words: tuple[str, ...]) -> bool:

@@ -16,7 +16,7 @@ DEEPEST = 30
 # characters of a broken JSON value that are repaired, which takes time with their square
 REPAIRED = 2_000
 # what JSON begins with, well written or not: "{1}" and "[a" are something else
-BEGINS = re.compile(r"""\[\s*[\w"'\[{\].-]|\{\s*(?:["'}]|\w+\s*:)""", re.I)
+BEGINS = re.compile(r"""\[\s*[\w"'\[{\].-]|\{\s*(?:["'}]|\w+\s*:)""")
 DECODER = json.JSONDecoder()
 QUOTE = re.compile(r"(?<!\w)'|'(?!\w)")  # of Python, not an apostrophe
 # strings, cut ones too, and what structures JSON
@@ -77,8 +77,8 @@ def several(text: str) -> Any:
     mark = BEGINS.search(text)
     while mark:
         try:
-            value, end = DECODER.raw_decode(text, mark.start())
-        except (ValueError, RecursionError):
+            value, end = DECODER.scan_once(text, mark.start())
+        except (ValueError, RecursionError, StopIteration):
             return None
         values.append(value)
         mark = BEGINS.search(text, end)

@@ -75,10 +75,13 @@ WORDS_LIKE_RUNS = {
     *"be ad ah eh bad bed beg ace aced chi act ago am an as at ab cd ac/dc deg dim els hi no "
     "ox".split()
 } - {"ab", "cd"}
-JOIN = r"(?:\s*(?:[,;/&+、，和与與及и]|と|와|과|and|or|und|oder|et|ou|y|o|e|en)\s*)+"
+SIGN = "[,;/&+、，和与與及иと와과]"
+_WORD = "and|or|und|oder|et|ou|y|o|e|en"
+JOIN = rf"\s*(?:{SIGN}|{_WORD})(?:{SIGN}|{_WORD}|\s)*"  # in one way only, for time's sake
 LINKS = re.compile(
     r"\b(?:and|or|und|oder|et|ou|en)\b|(?<=[A-Z)\]]) [yoe] (?=[(\[]?[A-Z](?![A-Za-z]))"
 )
+LISTED = re.compile(rf"[(\[]?[A-Za-z][)\].]*(?:\s*{SIGN}(?:{SIGN}|\s)*[(\[]?[A-Za-z][)\].]*)+")
 # B and C are both right
 BOTH = re.compile(
     r"^(?i:both )?(?i:options? |answers? |choices? |statements? )?(?P<labels>[(\[]?[A-Z][)\]]?"
@@ -283,12 +286,8 @@ def _several(text: str, options: Options) -> frozenset[str]:
     """Read a list of labels: A, C; A and C; both A and C are correct; (A)(C); AC; ac."""
     if named := BOTH.match(text):
         text = named["labels"]
-    pattern = r"[(\[]?([A-Za-z])[)\].]*"
-    if re.fullmatch(rf"{pattern}(?:{JOIN}{pattern})+", text):
-        match = re.findall(
-            r"(?<![A-Za-z])([A-Za-z])(?![A-Za-z])",
-            LINKS.sub(",", text),
-        )
+    if LISTED.fullmatch(listed := LINKS.sub(",", text)):
+        match = re.findall(r"(?<![A-Za-z])([A-Za-z])(?![A-Za-z])", listed)
     elif re.fullmatch(r"[A-Z]{2,}|(?:[(\[][A-Za-z][)\]]\s*){2,}|[A-Z](?: [A-Z])+", text) or (
         re.fullmatch(r"[a-j]{2,6}", text)
         and text not in WORDS_LIKE_RUNS

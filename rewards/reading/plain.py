@@ -193,11 +193,13 @@ def plain(text: str) -> str:
 
 
 # ticks and cheerful signs around an answer; none that says no or doubts
-CHEER = re.compile(
-    "(?:^|(?<=\\S))\\s*(?:[\u2705\u2713\u2714\u2611\u2b50\u2728\u27a1\U0001f300-\U0001f44d\U0001f44f-\U0001f5ff"
-    "\U0001f600-\U0001f64f\U0001f680-\U0001f6aa\U0001f6ac-\U0001f6ff\U0001f900-\U0001f913\U0001f915-\U0001f936"
-    "\U0001f938-\U0001f9ff]\ufe0f?\\s*)+(?:$|(?=\\S))"
+_CHEER = (
+    "[\u2705\u2713\u2714\u2611\u2b50\u2728\u27a1\U0001f300-\U0001f44d\U0001f44f-\U0001f5ff"
+    "\U0001f600-\U0001f64f\U0001f680-\U0001f6aa\U0001f6ac-\U0001f6ff\U0001f900-\U0001f913"
+    "\U0001f915-\U0001f936\U0001f938-\U0001f9ff]"
 )
+CHEER = re.compile(rf"\s*(?:{_CHEER}\ufe0f?\s*)+")
+CHEER_BACKWARDS = re.compile(rf"\s*(?:\ufe0f?{_CHEER}\s*)+")  # of a text written backwards
 
 
 def bare(text: str) -> str:
@@ -217,13 +219,11 @@ def bare(text: str) -> str:
 
 def _cheerless(text: str) -> str:
     """Take ticks and cheerful signs off both ends, unless there is nothing else."""
-    ends = [
-        match for match in CHEER.finditer(text) if match.start() == 0 or match.end() == len(text)
-    ]
-    for match in reversed(ends):
-        rest = text[: match.start()] + text[match.end() :]
-        text = rest if rest.strip() else text
-    return text
+    last = CHEER_BACKWARDS.match(text[::-1])
+    if last and (rest := text[: -last.end()]).strip():
+        text = rest
+    first = CHEER.match(text)
+    return text[first.end() :] or text if first else text
 
 
 ALIGNED = re.compile(

@@ -20,6 +20,9 @@ _REF = (
     r"(?:(?:<\|object_ref_start\|>|<ref>|<\|ref\|>|<p>|<phrase>)(?P<label>[^<]{0,200})"
     r"(?:<\|object_ref_end\|>|</ref>|<\|/ref\|>|</p>|</phrase>)\s{0,40})?"
 )
+_NUMBERS = re.compile(NUMBER)
+_EDGE = re.compile(r"[\[\]<>{}()\n;|]")
+_AXIS = re.compile(r"\b[xy]\d?\s*=")
 MOST = 500  # shapes of an answer
 _SIDE = 32  # Kosmos-2's grid has so many patches a side
 
@@ -90,11 +93,11 @@ def label_of(text: object) -> str | None:
 def before(match: re.Match[str]) -> str | None:
     """Return the words in front of a match."""
     words = match.string[max(0, match.start() - 60) : match.start()]
-    return label_of(re.split(r"[\[\]<>{}()\n;|]", words)[-1])
+    return label_of(_EDGE.split(words)[-1])
 
 
 def numbers_in(text: str) -> list[float]:
-    return [float(number) for number in re.findall(NUMBER, text)]
+    return [float(number) for number in _NUMBERS.findall(text)]
 
 
 def cut(values: list[float], size: int) -> Iterator[tuple[float, ...]]:
@@ -167,7 +170,7 @@ def _minigpt(match: re.Match[str], size: int) -> Iterator[Shape]:
 
 
 def _call(match: re.Match[str], size: int) -> Iterator[Shape]:
-    for part in cut(numbers_in(re.sub(r"\b[xy]\d?\s*=", "", match["inside"])), size):
+    for part in cut(numbers_in(_AXIS.sub("", match["inside"])), size):
         yield Shape(part)
 
 

@@ -27,8 +27,8 @@ ENTITIES = {"&quot;": '"', "&lt;": "<", "&gt;": ">", "&amp;": "&"}
 # mteval-v13a: what is set apart from its neighbours
 MARKS = re.compile(r"[{-~\[-` -&(-+:-@/]")
 APART = {code: f" {chr(code)} " for code in range(128) if MARKS.match(chr(code))}
-POINT_AFTER = re.compile(r"[^0-9][.,]")
-POINT_BEFORE = re.compile(r"[.,][^0-9]")
+POINT_AFTER = re.compile(r"([^0-9][.,])")
+POINT_BEFORE = re.compile(r"([.,][^0-9])")
 DASH = re.compile(r"(?<=[0-9])-")
 
 
@@ -38,9 +38,11 @@ def words_13a(text: str) -> list[str]:
     for entity, letter in ENTITIES.items():
         line = line.replace(entity, letter)
     line = f" {line} ".translate(APART)
-    line = POINT_AFTER.sub(lambda pair: f"{pair[0][0]} {pair[0][1]} ", line)
-    line = POINT_BEFORE.sub(lambda pair: f" {pair[0][0]} {pair[0][1]}", line)
-    return DASH.sub(" - ", line).split()[:LONGEST]
+    parts = POINT_AFTER.split(line)
+    parts[1::2] = [f"{letter} {point} " for letter, point in parts[1::2]]
+    parts = POINT_BEFORE.split("".join(parts))
+    parts[1::2] = [f" {point} {letter}" for point, letter in parts[1::2]]
+    return DASH.sub(" - ", "".join(parts)).split()[:LONGEST]
 
 
 def ngrams(words: Sequence[str], order: int) -> Counter[tuple[str, ...]]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import islice
 from typing import Any
 
@@ -94,18 +94,22 @@ _SOME = {size: re.compile(_GAP.join([f"({NUMBER})"] * size)) for size in (4, 2)}
 _ONE = re.compile(rf"({NUMBER})(?!\w)")
 _TEXT = re.compile(r"""["']?([^"'\n{}]{1,200})""")
 _CUT = re.compile(r"[.,;\n\[\]()]")
-_KEY = re.compile(r"""\b([^\W\d]\w{0,19})["']?\s{0,9}[:=]\s{0,9}["']?[\[(]{0,2}""")
-_HAS_KEYS = {
-    size: re.compile(
-        rf"""\b(?:{"|".join({*KEYS[size], *(key for keys in forms for key in keys)})})"""
-        r"""["']?\s{0,9}[:=]""",
-        re.I,
-    )
-    for size, forms in ((4, (*CORNERS[4], *SIDES)), (2, CORNERS[2]))
-}
+_KEY = re.compile(r"""\b([^\W\d]\w{0,19}+)["']?\s{0,9}[:=]\s{0,9}["']?[\[(]{0,2}""")
 _NUMBERED = {key for size in (4, 2) for keys in (*CORNERS[size], *SIDES) for key in keys}
 # keys that say something of a record itself
 _NAMED = {size: _NUMBERED | {*LABELS, *CONFIDENCES, *KEYS[size]} for size in (4, 2)}
+# what stands behind a key outside of JSON
+_BEHIND = {
+    size: dict.fromkeys((*_NUMBERED, *CONFIDENCES), _ONE)
+    | dict.fromkeys(LABELS, _TEXT)
+    | dict.fromkeys(KEYS[size], _SOME[size])
+    for size in (4, 2)
+}
+# one of which must be there
+_NEEDED = {
+    size: {*KEYS[size], *(key for keys in forms for key in keys)}
+    for size, forms in ((4, (*CORNERS[4], *SIDES)), (2, CORNERS[2]))
+}
 _PAIRS = {
     2: re.compile(_PAIR),
     4: re.compile(rf"{_PAIR}\s{{0,9}}(?:,|to|-|->|bis|\u5230)?\s{{0,9}}{_PAIR}"),
@@ -120,6 +124,8 @@ FOUND = re.compile(
     r"\s+(?:is |are )?(?:located|found|positioned|situated)\s+at$",
     re.I,
 )
+_BETWEEN = re.compile(r"\b(?:is|are|at|and|with|the)\b")
+_ARTICLE = re.compile(r"^(?:an?|the|one)\s+", re.I)
 _NO_NUMBER = re.compile(r"[^\s\d.,;eE+-]")
 
 
@@ -195,9 +201,10 @@ def _bracketed(body: str, size: int) -> Parsed[list[Shape]]:
     """Read ``[x1, y1, x2, y2]`` anywhere, with the words in front of it as its label."""
     if "{" in body:
         return UNPARSEABLE
+    matches = [*islice(_IN_BRACKETS[size].finditer(body), MOST + 1)]
     listed = []
     end = 0
-    for match in islice(_IN_BRACKETS[size].finditer(body), MOST + 1):
+    for match in matches:
         words = body[max(end, match.start() - 60) : match.start()].strip(" \t\n,;")
         words = _CUT.split(words)[-1] if words else ""
         label = _named(words) if words else None
@@ -215,35 +222,50 @@ def _named(words: str) -> str | None:
     words = words.strip(" \t-*")
     words = FOUND.sub("", words)
     if not words.endswith(":"):
-        parts = (part.strip() for part in re.split(r"\b(?:is|are|at|and|with|the)\b", words))
+        parts = (part.strip() for part in _BETWEEN.split(words))
         words = next((part for part in reversed([*parts]) if part), "")
-    name = re.sub(r"^(?:an?|the|one)\s+", "", words.strip(" \t:*"), flags=re.IGNORECASE)
+    name = _ARTICLE.sub("", words.strip(" \t:*"))
     return label_of(name)
 
 
 def _keyed(body: str, size: int) -> Parsed[list[Shape]]:
     """Read keys with numbers behind them, in JSON that was cut or in none: ``bbox: 1, 2, 3, 4``,
     ``x1=1, y1=2, ...``. A label is that of the braces in which the box stands."""
+    records = _records(body)
+    if all(_NEEDED[size].isdisjoint(ends) for _, ends in records):
+        return UNPARSEABLE
     listed: list[Shape] = []
-    for record in body.split("}") if _HAS_KEYS[size].search(body) else ():
-        values: dict[str, Any] = {}
-        for match in _KEY.finditer(record):
-            key = match[1].casefold()
-            if key in KEYS[size]:
-                if match_of_value := _SOME[size].match(record, match.end()):
-                    values[key] = [float(v) for v in match_of_value.groups()]
-            elif key in LABELS:
-                if match_of_value := _TEXT.match(record, match.end()):
-                    values[key] = match_of_value[1]
-            elif (key in _NUMBERED or key in CONFIDENCES) and (
-                match_of_value := _ONE.match(record, match.end())
-            ):
-                values[key] = float(match_of_value[1])
+    for record, ends in records:
+        values = {}
+        for key in filter(_BEHIND[size].get, ends):
+            matches = (_BEHIND[size][key].match(record, end) for end in reversed(ends[key]))
+            if found := next(filter(None, matches), None):  # the last counts
+                values[key] = _written(found)
         if values:
             listed += _entry(values, size)
         if len(listed) > MOST:
             break
     return Parsed(listed, "repaired") if listed else UNPARSEABLE
+
+
+@lru_cache(maxsize=1)  # boxes and points are looked for in turn
+def _records(body: str) -> list[tuple[str, dict[str, list[int]]]]:
+    """Cut a text behind braces, and return the keys of each part with where they end."""
+    records = []
+    for record in body.split("}"):
+        ends: dict[str, list[int]] = {}
+        for key in _KEY.finditer(record):
+            ends.setdefault(key[1].casefold(), []).append(key.end())
+        if ends:
+            records.append((record, ends))
+    return records
+
+
+def _written(found: re.Match[str]) -> str | float | list[float]:
+    """Return the value that stands behind a key: a name, a number or several of them."""
+    if found.re is _TEXT:
+        return found[1]
+    return float(found[1]) if found.re is _ONE else [*map(float, found.groups())]
 
 
 def _bare(body: str, size: int) -> Parsed[list[Shape]]:
@@ -273,6 +295,8 @@ def _listed(parsed: Parsed[Any], size: int) -> Parsed[list[Shape]]:
         before = len(shapes)
         shapes += _entry(entry, size)
         dropped |= len(shapes) == before
+        if len(shapes) > MOST:
+            break
     return (
         Parsed(shapes, worst(parsed.status, "repaired" if dropped else "ok"))
         if shapes
@@ -294,6 +318,8 @@ def _entry(entry: Any, size: int) -> Iterator[Shape]:
         yield from shapes
         return
     for name, value in entry.items():
+        if not isinstance(value, (dict, list, str)):
+            continue
         parts = value if isinstance(value, list) else [value]
         records = [part for part in parts if isinstance(part, dict)]
         if not records and isinstance(value, (list, str)):

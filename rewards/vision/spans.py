@@ -6,7 +6,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from itertools import islice
+from collections.abc import Iterator
+from itertools import accumulate, islice
 from typing import Any, Literal
 
 import numpy as np
@@ -68,22 +69,24 @@ TO = (
     r"[,;.]?\s*(?:and\s+|the\s+|it\s+|event\s+){0,3}"
     r"(?:ends?|ending|stops?|finish(?:es)?)(?:[ _]time)?\s*(?:at|is|:|=)?)"
 )
+BEHIND = rf"(?:st|nd|rd|th)?(?:[\s-]*{UNITS}(?![A-Za-z])(?:\s+mark)?)?"
+LEAD = rf"(?:\u7b2c|\b(?:the|der|la|el)\s+|\b{UNITS}\s+)?"
+FIGURE = re.compile(rf"((?<![\d.]){NUMBER.removeprefix('[-+]?')})")
+SIGNED = re.compile(r"(?<![\d.])[-+]\Z")
 # nothing is given back that has been matched (?>), so that time grows with the length only
-TIMED = (
-    rf"(?>(?:\u7b2c|\b(?:the|der|la|el)\s+|\b{UNITS}\s+)?({NUMBER})(?:st|nd|rd|th)?"
-    rf"(?:[\s-]*{UNITS}(?![A-Za-z])(?:\s+mark)?)?)"
-)
-PAIR = re.compile(rf"(?<![\d.]){TIMED}\s*{TO}\s*{TIMED}", re.I)
+JOIN = re.compile(rf"(?>{BEHIND})\s*{TO}\s*{LEAD}([-+]?)", re.I)
+TIMED = rf"(?>{LEAD}{NUMBER}{BEHIND})"
 MINUTE = r"(?:minutes?|mins?|minuten|minutos?|minuti|\u5206\u949f?|\ubd84)"
 MINUTES = re.compile(
     rf"(?<![\d.:])({NUMBER})(?:\s?{MINUTE})?\s*{TO}\s*({NUMBER})\s?{MINUTE}(?![A-Za-z]|\s?\d)", re.I
 )
+MINUTES_JOIN = re.compile(rf"(?:\s?{MINUTE})?\s*{TO}\s*[-+]?", re.I)
 JOINING = re.compile(r"[^\s\d.:()\[\]{}]")  # without such a sign nothing stands between two times
 # who says when it does not happen; to the end of what stands before the times
 BEFORE = 70  # characters of that
 DENIAL = re.compile(r"\b(?:not|never|nicht|pas)\b|n't\b|[\u4e0d\u6ca1]", re.I)
 DENIED = re.compile(rf"(?:{DENIAL.pattern})[^.;\n]{{0,60}}\Z", re.I)
-WHOLE = re.compile(rf"[\[(]?\s*{PAIR.pattern}\s*[\])]?", re.I)
+WHOLE = re.compile(rf"[\[(]?\s*{TIMED}\s*{TO}\s*{TIMED}\s*[\])]?", re.I)
 
 
 def seconds(text: str) -> str:
@@ -93,7 +96,8 @@ def seconds(text: str) -> str:
         hours, minutes, rest = clock.groups()
         return str(int(hours or 0) * 3600 + int(minutes) * 60 + float(rest.replace(",", ".")))
 
-    text = MINUTES.sub(lambda two: f"{60 * float(two[1])} - {60 * float(two[2])}", text)
+    if any(map(MINUTES_JOIN.fullmatch, {*FIGURE.split(text)[2:-1:2]})):
+        text = MINUTES.sub(lambda two: f"{60 * float(two[1])} - {60 * float(two[2])}", text)
     spoken = SPOKEN.sub(lambda said: str(int(said[1]) * 60 + float(said[2])), text)
     return re.sub(CLOCK, replacement, spoken)
 
@@ -113,19 +117,37 @@ def spans(text: str) -> Parsed[list[Span]]:
     parsed = loose_json(body) if re.search(r"[\[{]", body) else UNPARSEABLE
     if parsed.value is not None and (listed := _spans(parsed.value)):
         return Parsed(listed, worst(answer.status, parsed.status))
-    pairs = [*islice(PAIR.finditer(body), MOST + 1)]
+    pairs = [*islice(_paired(body), MOST + 1)]
     if len(pairs) > MOST:
         return UNPARSEABLE
     if DENIAL.search(body):
-        reaches = [(max(0, pair.start() - BEFORE), pair.start()) for pair in pairs]
-        pairs = [pair for pair, at in zip(pairs, reaches) if not DENIED.search(body, *at)]
-    listed = [(float(pair[1]), float(pair[2])) for pair in pairs]
+        reaches = [(max(0, at - BEFORE), at) for at, _ in pairs]
+        pairs = [pair for pair, reach in zip(pairs, reaches) if not DENIED.search(body, *reach)]
+    listed = [pair for _, pair in pairs]
     plain = WHOLE.fullmatch(body.strip())
     return (
         Parsed(listed, worst(answer.status, "ok" if plain else "repaired"))
         if listed
         else UNPARSEABLE
     )
+
+
+def _paired(body: str) -> Iterator[tuple[int, Span]]:
+    """Yield where two neighbouring numbers begin and what they are, where what stands between them
+    leads from a start to an end."""
+    parts = FIGURE.split(body)  # words, number, words, number ... words
+    joins = {words: JOIN.fullmatch(words) for words in {*parts[2:-1:2]}}
+    if not any(joins.values()):
+        return
+    starts = [0, *accumulate(map(len, parts))]
+    at = 1
+    while at + 2 < len(parts):
+        if join := joins[parts[at + 1]]:
+            sign = SIGNED.search(body, starts[at - 1], starts[at])
+            begin = sign.start() if sign else starts[at]
+            yield begin, (float(body[begin : starts[at + 1]]), float(join[1] + parts[at + 2]))
+            at += 2
+        at += 2
 
 
 def _spans(value: Any) -> list[Span]:

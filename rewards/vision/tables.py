@@ -18,6 +18,8 @@ from rewards.vision.writing import true_text
 
 MANY = 400  # cells of a table that are compared; the distance takes time with their product
 LARGEST = 2 * MANY + 20  # cells of a table that is read
+BORDER = re.compile(r"\s*:?-+:?\s*")
+PIPE = re.compile(r"(?<!\\)\|")
 BORDERS = re.compile(r":?-+:?\s*(?:\|\s*:?-+:?\s*)+")
 FAR = 1e4  # more than any two rows are apart
 
@@ -105,8 +107,8 @@ def read_table(text: str) -> tuple[Node | None, bool]:
     lines = [line.strip() for line in text.strip().splitlines()]
     bare = any(BORDERS.fullmatch(line) for line in lines)  # rows without pipes at their ends
     lines = [line for line in lines if line.startswith("|") or bare and "|" in line]
-    rows = [re.split(r"(?<!\\)\|", line.strip("|")) for line in lines]
-    rows = [row for row in rows if not all(re.fullmatch(r"\s*:?-+:?\s*", cell) for cell in row)]
+    rows = [PIPE.split(line.strip("|")) for line in lines]
+    rows = [row for row in rows if not all(BORDER.fullmatch(cell) for cell in row)]
     if sum(map(len, rows)) > LARGEST:
         return None, False
     cells = [

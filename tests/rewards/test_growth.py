@@ -13,6 +13,7 @@ from PIL import Image
 from mmrl.core.registry import REWARDS, load_built_in
 from rewards._sandbox import Broken, Sandbox
 from rewards.reading import LONGEST, loose_json, objects
+from rewards.reading.plain import SHORT
 from rewards.vision import maths, svg
 from rewards.vision.base import Verifiable
 from tests.fixtures.text_rewards import SMALLEST, prompts_of
@@ -77,6 +78,9 @@ PIECES = (
         "<|0-0|>",
         "<|up|>",
         "the answer is ",
+        "yes, ",
+        "twenty-a ",
+        "A, , ",
         "a. ",
         "1/",
         ",000",
@@ -132,20 +136,25 @@ def without_processes(monkeypatch):
     maths.EQUAL.clear()  # "no answer" is remembered of answers
 
 
-def guilty(name: str, wrap: str, pieces=PIECES, **options: str) -> list[str]:
+def guilty(name: str, wrap: str, pieces=PIECES, long: int = LONG, **options: str) -> list[str]:
     """Those of the pieces whose repetition takes more than its share."""
     reward = REWARDS.build(name, **SMALLEST[name][0] | options)
     prompt = prompts_of(name)[0] if name != "svg" else {"image": Image.new("RGB", (8, 8))}
     return [
         piece
         for piece in pieces
-        if grows(reward, *(text_of(wrap, piece, n) for n in (LONG // TIMES, LONG)), prompt)
+        if grows(reward, *(text_of(wrap, piece, n) for n in (long // TIMES, long)), prompt)
     ]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_twice_as_long_an_answer_takes_no_more_than_its_share(name, without_processes):
     assert not guilty(name, "{}")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_so_does_one_so_short_that_all_rules_look_at_it(name, without_processes):
+    assert not guilty(name, "{}", long=SHORT)
 
 
 @pytest.mark.parametrize("wrap", ["{}", *WRAPS[4:]])
