@@ -77,8 +77,8 @@ def several(text: str) -> Any:
     mark = BEGINS.search(text)
     while mark:
         try:
-            value, end = DECODER.scan_once(text, mark.start())
-        except (ValueError, RecursionError, StopIteration):
+            value, end = DECODER.raw_decode(text, mark.start())
+        except (ValueError, RecursionError):
             return None
         values.append(value)
         mark = BEGINS.search(text, end)
