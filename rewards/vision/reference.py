@@ -39,9 +39,9 @@ def words_13a(text: str) -> list[str]:
         line = line.replace(entity, letter)
     line = f" {line} ".translate(APART)
     parts = POINT_AFTER.split(line)
-    parts[1::2] = [f"{letter} {point} " for letter, point in parts[1::2]]
+    parts[1::2] = [f"{pair[0]} {pair[1]} " for pair in parts[1::2]]
     parts = POINT_BEFORE.split("".join(parts))
-    parts[1::2] = [f" {point} {letter}" for point, letter in parts[1::2]]
+    parts[1::2] = [f" {pair[0]} {pair[1]}" for pair in parts[1::2]]
     return DASH.sub(" - ", "".join(parts)).split()[:LONGEST]
 
 
