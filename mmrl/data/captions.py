@@ -44,7 +44,7 @@ class Captioned(Intake):
                 raise
             raise UserError(_expected(self.request.path)) from error
 
-    def divided(self, *arguments: Any) -> tuple[list[Prompt], list[Prompt]]:
+    def divided(self, *arguments: Any) -> tuple[Sequence[Prompt], Sequence[Prompt]]:
         try:
             return super().divided(*arguments)
         except UserError as error:
@@ -79,8 +79,8 @@ class Captions:
     fields: tuple[str, ...] = ("text", "answer")
     intake: type[Intake] = Captioned
     divided_by = "the caption"
-    train: list[Prompt]
-    held_out: list[Prompt]
+    train: Sequence[Prompt]
+    held_out: Sequence[Prompt]
 
     def __init__(
         self,

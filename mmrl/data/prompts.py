@@ -48,8 +48,8 @@ class Prompts:
     max_pixels: of a picture that a row holds; a larger one is broken.
     """
 
-    train: list[Prompt]
-    held_out: list[Prompt]
+    train: Sequence[Prompt]
+    held_out: Sequence[Prompt]
 
     def __init__(
         self,

@@ -41,6 +41,7 @@ from mmrl.data.by_size import BySize
 from mmrl.data.ledger import Summary, collecting, refuse_broken
 from mmrl.data.pairs import Pairs
 from mmrl.data.prompts import Curriculum, development_and_test
+from mmrl.data.sources.stored import stored
 from mmrl.monitoring.alarms import AlarmOptions
 from mmrl.monitoring.log import LogOptions
 from mmrl.monitoring.trackers import check_installed
@@ -308,7 +309,7 @@ class Admitted:
     """Holds the prompts of a data source that a policy can take."""
 
     train: Sequence[Prompt]
-    held_out: list[Prompt]
+    held_out: Sequence[Prompt]
 
 
 def admitted(policy: Any, source: Any, summaries: Sequence[Summary] = ()) -> Any:
@@ -332,7 +333,9 @@ def admitted(policy: Any, source: Any, summaries: Sequence[Summary] = ()) -> Any
         len(source.train),
         len(source.held_out),
     )
-    return source if unchanged else fitting
+    if unchanged:
+        return source
+    return fitting if isinstance(fitting.train, Curriculum) else Admitted(*map(stored, parts))
 
 
 def foreseen(configuration: Config, source: Any) -> list[str]:

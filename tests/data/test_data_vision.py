@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from mmrl.config import build
 from mmrl.core.registry import DATA
@@ -199,6 +201,50 @@ def test_rows_as_other_frameworks_write_them(folder):
     assert plain["text"] == "a question still" and "messages" not in plain
 
 
+def _base64(file):
+    return base64.b64encode(file.read_bytes()).decode()
+
+
+def test_rows_of_published_sets_and_trainers_with_ways_of_their_own(folder):
+    """Each as its maker writes it: MathVista, VLMEvalKit's tables, Video-R1, MM-Eureka,
+    LLaVA-Video, MiniCPM-V, Phi's numbered pictures, ScreenSpot, LLaMA-Factory's and TRL's compared
+    answers."""
+    image, other = str(folder / "pics/0.png"), str(folder / "pics/1.png")
+    turn = {"role": "user", "content": [{"type": "image", "image": f"file://{image}"}]}
+    turn["content"].append({"type": "text", "text": "how many?"})
+    said = {"from": "gpt", "value": "good"}, [{"role": "assistant", "content": "bad"}]
+    rows = [
+        {"question": "q<image1>", "image": "images/1.jpg", "decoded_image": {"path": image}},
+        {"question": "q", "image": _base64(folder / "pics/0.png")},
+        {"problem": "q", "data_type": "image", "path": image, "options": []},
+        {
+            "problem": "q",
+            "data_type": "video",
+            "path": "clip.mp4",
+            "solution": "<answer>A</answer>",
+        },
+        {"message": json.dumps([turn]), "answer": "3"},
+        {"conversations": [{"from": "human", "value": "<image>\nq"}], "video": "clip.mp4"},
+        {
+            "image": {"<image_00>": image, "<image_01>": other},
+            "conversations": [{"role": "user", "content": "a <image_00> or <image_01>?"}],
+        },
+        {"question": "<|image_1|>\nq", "image": image},
+        {"instruction": "close", "img_filename": "pics/0.png", "bbox": [1, 2, 3, 4]},
+        {"prompt": [turn], "chosen": said[0], "rejected": said[1]},
+    ]
+    read = every(written(folder, "own.jsonl", rows))
+    vista, table, still, clip, eureka, video, mini, phi, screen, pair = read
+    assert (vista["text"], vista["images"]) == ("q<image>", [image])
+    assert table["images"][0].size == Image.open(image).size
+    assert still["images"] == [image] and clip["video"] == str(folder / "clip.mp4")
+    assert clip["answer"] == "A" and eureka["messages"][0]["content"][0]["image"] == image
+    assert (eureka["text"], video["text"]) == ("how many?", "<video>\nq")
+    assert (mini["text"], mini["images"]) == ("a <image> or <image>?", [image, other])
+    assert phi["text"] == "<image>\nq" and screen["images"] == [image]
+    assert (pair["chosen"], pair["rejected"]) == ("good", "bad")
+
+
 @pytest.mark.parametrize(
     ("row", "said"),
     [
@@ -214,6 +260,36 @@ def test_rows_as_other_frameworks_write_them(folder):
         ({"query": "c", "response": "d", "history": [["a", "b"]]}, "write the turns as messages"),
         # ScienceQA: 1 is the second choice
         ({"question": "which?", "choices": ["a", "b"], "answer": 1}, "the place of one of its"),
+        # AI2D: the same as a text
+        ({"question": "which?", "options": ["a", "b"], "answer": "1"}, "the place of one of its"),
+        # Video-R1, MMBench, SEED-Bench: options that nobody shows the model
+        (
+            {
+                "problem": "which?",
+                "options": ["A. cat", "B. dog"],
+                "solution": "<answer>A</answer>",
+            },
+            "a letter of its options, which the question does not show",
+        ),
+        ({"question": "which?", "A": "cat", "B": "dog", "answer": "B"}, "its columns A, B, which"),
+        (
+            {"question": "which?", "choice_a": "cat", "choice_b": "dog", "answer": "A"},
+            "a letter of its columns choice_a, choice_b",
+        ),
+        # multimodal-open-r1: the right answer stands in another column
+        ({"problem": "why?", "solution": "<think>a</think><answer>B</answer>"}, "with a thought"),
+        # ms-swift: marks in turns
+        (
+            {
+                "messages": [{"role": "user", "content": "where is <ref-object>?"}],
+                "objects": {"ref": ["dog"], "bbox": [[1, 2, 3, 4]]},
+            },
+            "in whose place ms-swift puts what objects hold",
+        ),
+        # MMMU: the second picture is not the first
+        ({"question": "<image 2>?", "images": ["pics/0.png"]}, "its text numbers pictures (2)"),
+        # geometry3k: a picture under a name that is not read
+        ({"question": "x?", "img_diagram": "pics/0.png"}, "img_diagram would not be read"),
         # MMMU, imagefolder: pictures under names that are not read
         ({"question": "<image 1>?", "image_1": "pics/0.png"}, "image_1 would not be read"),
         ({"question": "new?", "before_file_name": "pics/0.png"}, "columns: {images: before_file"),

@@ -58,7 +58,8 @@ def test_a_share_is_inverted_the_same_every_time():
 
 
 def test_only_questions_to_train_on_are_inverted(tmp_path: Path):
-    rows = [question(f"What is number {n}?") for n in range(40)]
+    listed = "A a cube\nB a ball\nC a ring\nD nothing"
+    rows = [question(f"What is number {n}?\n{listed}") for n in range(40)]
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
     data = Vision(path, invert=1.0, held_out=0.25)

@@ -20,6 +20,7 @@ from mmrl.core.types import Prompt
 from mmrl.data.ledger import Summary, report
 from mmrl.data.sources.media import folder_of, placed
 from mmrl.data.sources.reader import Expand, Part, Request
+from mmrl.data.sources.stored import stored
 from mmrl.utils.scan import is_clip, scan
 
 Broken = Literal["error", "skip"]
@@ -106,7 +107,7 @@ class Intake:
 
     def divided(
         self, held_out: str | Path | float | None, default: float, split: Split, by: str
-    ) -> tuple[list[Prompt], list[Prompt]]:
+    ) -> tuple[Sequence[Prompt], Sequence[Prompt]]:
         """Read all parts and return what is trained on and what is held out, and hand in the
         account. ``held_out``: a file, a split of the data, a share, or None for the data's own
         part, else the ``default`` share; ``by``: what the share is chosen by."""
@@ -126,7 +127,7 @@ class Intake:
                 train, held = split(train, share)
                 how = f"{100 * share:.3g} % by a hash of {by}" if share else ""
             self.account(train, held, how)
-        return train, held
+            return stored(train), stored(held)
 
     def account(self, train: Sequence[Prompt], held_out: Sequence[Prompt], how: str) -> None:
         """Hand in the summary."""

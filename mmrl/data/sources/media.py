@@ -24,6 +24,9 @@ FILES = (*PICTURES, *VIDEOS, *SOUNDS)
 # values of a row that policies open as files, whatever their names end with
 MEDIA = frozenset(("image", "images", "video", "videos", "audio", "audios"))
 ADDRESSES = ("http://", "https://", "data:")
+# how JPEG, PNG, GIF and WebP begin in base64, as tables of VLMEvalKit hold them
+ENCODED = ("/9j/", "iVBORw0KGgo", "R0lGOD", "UklGR")
+LONGEST = 400  # letters of a path that are shown
 SIGNATURES = (b"\x89PNG", b"\xff\xd8\xff", b"RIFF", b"GIF8", b"BM", b"II*\x00", b"MM\x00*")
 
 
@@ -71,9 +74,11 @@ def medium(source: Any, folder: Path, *others: Path) -> Any:
         raise ValueError(f"{name[:60]} is not a file; download it first")
     places = [os.path.join(each, name) for each in (folder, *others)]  # a whole path stays
     path = next(filter(os.path.isfile, places), None)
+    if path is None and name.startswith(ENCODED):
+        return opened(_decoded(name, "its picture"))
     if path is None:
         where = "" if os.path.isabs(name) else "; relative paths start at the file that names them"
-        raise FileNotFoundError(f"no file {places[0]}{where}")
+        raise FileNotFoundError(f"no file {places[0][:LONGEST]}{where}")
     return _resolved(path)
 
 
@@ -196,7 +201,11 @@ def _embedded(address: str) -> bytes:
     head, _, content = address.partition(",")
     if not head.endswith(";base64"):
         raise ValueError(f"{head[:40]} is not base64")
+    return _decoded(content, head[:40])
+
+
+def _decoded(content: str, name: str) -> bytes:
     try:
         return base64.b64decode(content, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise ValueError(f"{head[:40]}: broken base64: {error}") from error
+        raise ValueError(f"{name}: broken base64: {error}") from error

@@ -9,13 +9,15 @@ from functools import partial
 from typing import Any
 
 from mmrl.core.types import Prompt
-from mmrl.data.sources.folders import PICTURES
+from mmrl.data.sources.folders import PICTURES, VIDEOS
 from mmrl.data.vision.boxes import unwrapped
 
 # Names in use for what mmrl calls text, images ...; the first that is there counts.
 ALIASES = {
     "text": ("text", "question", "prompt", "problem", "query", "instruction"),
-    "images": ("images", "image", "image_path", "img", "image_file", "file_name"),
+    "images": (
+        *("images", "image", "image_path", "img", "image_file", "file_name", "img_filename"),
+    ),
     "video": ("video", "videos", "video_path"),
     "answer": ("answer", "solution", "ground_truth"),
     "boxes": ("boxes", "bboxes"),
@@ -28,7 +30,8 @@ ROLES = {
     "model": "assistant",
     "system": "system",
 }
-PICTURED = re.compile(r"(^|_)(image|img|picture|photo|file_name)s?(_?\d+)?$")  # of a column
+# of a column
+PICTURED = re.compile("image|img|picture|photo|screen|diagram|figure|video|clip|file_?name|path")
 DETECT = "Find every object of these kinds and give the box of each: {labels}."
 REFER = "Give the box of {expression}."
 
@@ -63,30 +66,26 @@ def plain(row: Mapping[str, Any], columns: Mapping[str, str]) -> Prompt:
             )
         name = theirs or next((name for name in ALIASES[ours] if row.get(name) is not None), None)
         if name is not None:
+            if ours == "answer" and theirs is None and name != ours:
+                _refuse_thought(name, row[name])
             prompt.pop(name, None)
             prompt[ours] = row[name]
     if "bbox" in prompt and "boxes" not in prompt:
         prompt["boxes"] = [prompt.pop("bbox")]
     if isinstance(prompt.get("answer"), str):
         prompt["answer"] = unwrapped(prompt["answer"])
-    _refuse_numbered(prompt)
     _refuse_unread(prompt)
     return prompt
 
 
-def _refuse_numbered(prompt: Mapping[str, Any]) -> None:
-    """Raise ValueError for an answer that is the place of a choice, as in ScienceQA: rewards would
-    look for that number."""
-    answer = prompt.get("answer")
-    for name in ("choices", "options"):
-        choices = prompt.get(name)
-        if not isinstance(choices, list) or not all(isinstance(each, str) for each in choices):
-            continue
-        if type(answer) is int and str(answer) not in choices:
-            raise ValueError(
-                f"its answer {answer} is the place of one of its {name}; write the letter or the "
-                f"text that is right, and the {name} into the question"
-            )
+def _refuse_thought(name: str, value: Any) -> None:
+    """Raise ValueError for a solution that is a response with its thought: rewards would look for
+    all of it, as in multimodal-open-r1."""
+    if isinstance(value, str) and "<think>" in value and "<answer>" in value:
+        raise ValueError(
+            f"its {name} is a whole response with a thought; name the column that rewards compare "
+            f"with by columns: {{answer: ...}}, or {name} itself to learn it (sft)"
+        )
 
 
 def _refuse_unread(prompt: Mapping[str, Any]) -> None:
@@ -106,18 +105,15 @@ def _refuse_unread(prompt: Mapping[str, Any]) -> None:
 def _is_picture(value: Any) -> bool:
     if isinstance(value, Mapping):
         value = value.get("bytes") or value.get("path")
-    return isinstance(value, bytes) or (isinstance(value, str) and value.lower().endswith(PICTURES))
+    is_file = isinstance(value, str) and value.lower().endswith((*PICTURES, *VIDEOS))
+    return isinstance(value, bytes) or is_file
 
 
 def _checked(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row with the answer where verl has it. Raises ValueError for marks of ms-swift, in
     whose place other values of the row belong."""
     prompt = dict(row)
-    if "objects" in row and any(mark in str(list(row.values())) for mark in SWIFT):
-        raise ValueError(
-            f"its text has {' or '.join(SWIFT)}, in whose place ms-swift puts what objects hold; "
-            "write names and boxes into the text, and the right boxes as boxes"
-        )
+    _refuse_marks(row)
     if row.get("history"):
         raise ValueError("it has a history; write the turns as messages of role and content")
     judged = row.get("reward_model")
@@ -127,6 +123,14 @@ def _checked(row: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(judged, Mapping) and not answered and judged.get("ground_truth") is not None:
         prompt["answer"] = judged["ground_truth"]
     return prompt
+
+
+def _refuse_marks(row: Mapping[str, Any]) -> None:
+    if "objects" in row and any(mark in str(list(row.values())) for mark in SWIFT):
+        raise ValueError(
+            f"its text has {' or '.join(SWIFT)}, in whose place ms-swift puts what objects hold; "
+            "write names and boxes into the text, and the right boxes as boxes"
+        )
 
 
 def _instructed(prompt: dict[str, Any]) -> dict[str, Any]:
@@ -152,6 +156,7 @@ def conversation(row: Mapping[str, Any], columns: Mapping[str, str]) -> Prompt:
     name = turns_of(row)
     if name is None:
         raise ValueError(f"no messages or conversations; it has {', '.join(row)}")
+    _refuse_marks(row)
     rest = plain({key: value for key, value in row.items() if key != name}, columns)
     listed = [turn for several in _list(row[name], name) for turn in _exchange(several)]
     turns = [_turn(turn, i) for i, turn in enumerate(listed)]

@@ -24,6 +24,7 @@ from mmrl.data.sources.reader import Request
 from mmrl.data.sources.text_files import Row
 from mmrl.data.vision import boxes, formats, points
 from mmrl.data.vision.inversion import inverted
+from mmrl.data.vision.layouts import marked, refuse_unshown, usual
 from mmrl.utils.scan import is_clip
 
 Format = Literal["auto", "plain", "llava", "sharegpt", "qwen", "coco", "refcoco"]
@@ -50,8 +51,8 @@ class Vision:
     look at every file before training. max_pixels: of a picture; a larger one is broken.
     """
 
-    train: list[Prompt]
-    held_out: list[Prompt]
+    train: Sequence[Prompt]
+    held_out: Sequence[Prompt]
 
     def __init__(
         self,
@@ -105,15 +106,17 @@ class Vision:
         """Turn a row into a prompt. Raises ValueError for a row that is broken."""
         if not isinstance(row, Mapping):
             raise ValueError(f"expected an object, got {type(row).__name__}")
+        row = usual(row)
         kind = self.kind_of(row)
-        row = {key: value for key, value in row.items() if value is not None}
         if kind == "refcoco":
             return formats.refers(
                 row, self.question, self.columns, are_corners=self.box_format == "xyxy"
             )
-        if kind in ("llava", "sharegpt", "qwen"):
-            return self._boxed(formats.conversation(row, self.columns))
-        return self._boxed(formats.plain(row, self.columns))
+        talks = kind in ("llava", "sharegpt", "qwen")
+        read = formats.conversation if talks else formats.plain
+        prompt = marked(read(row, self.columns))
+        refuse_unshown(prompt)
+        return self._boxed(prompt)
 
     def _boxed(self, prompt: Prompt) -> Prompt:
         """Read boxes that stand in a text, and turn sides into corners if they are sides."""

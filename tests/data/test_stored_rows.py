@@ -1,0 +1,80 @@
+"""Rows of large data stand in a file that processes map, and are what they would be in memory."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from mmrl.data.prompts import Prompts, batch
+from mmrl.data.sources import stored as rows_on_disk
+from mmrl.data.sources.stored import Stored, stored
+from tests.fixtures import tiny_vlms
+
+ODD = {
+    "float": [0.1, 1e300, float("inf")],
+    "whole": [2**70, -1, True],
+    "nested": {"a": [{"b": None}, []]},
+    "text": "é \ud800 \u0000 \U0001f600",
+}
+
+
+@pytest.fixture()
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("MMRL_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "rows"
+
+
+def file_of(folder, count=60):
+    path = folder / "rows.jsonl"
+    rows = [{"text": f"row {i}", "extra": ODD | {"i": i}} for i in range(count)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_mapped_rows_are_the_rows(tmp_path, cache, monkeypatch):
+    path = file_of(tmp_path)
+    held = Prompts(path, held_out=0.0).train
+    assert isinstance(held, list)
+    monkeypatch.setattr(rows_on_disk, "FEW", 10)
+    mapped = Prompts(path, held_out=0.0).train
+    assert isinstance(mapped, Stored) and list(mapped) == held
+    assert mapped[0]["origin"] == f"{path}:1" and mapped[-1] == held[-1]
+    assert mapped[5:1:-2] == held[5:1:-2] and mapped[58:99] == held[58:]
+    for iteration in range(12):  # over two epochs
+        assert batch(mapped, 9, iteration, 3) == batch(held, 9, iteration, 3)
+    with pytest.raises(IndexError):
+        mapped[60]
+    assert pickle.loads(pickle.dumps(mapped)) == held
+    mapped[0]["text"] = "changed"  # a row of its own at each access
+    assert mapped[0] == held[0]
+
+
+def test_processes_share_one_file_and_hold_next_to_nothing(tmp_path, cache, monkeypatch):
+    path = file_of(tmp_path, 2000)
+    monkeypatch.setattr(rows_on_disk, "FEW", 10)
+    tracemalloc.start()
+    first = Prompts(path, held_out=0.0).train
+    held = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    second = Prompts(path, held_out=0.0).train
+    assert list(first) == list(second)
+    (file,) = cache.iterdir()
+    assert held < file.stat().st_size / 4
+    content = file.read_bytes()
+    file.unlink()
+    file.write_bytes(content[:-1])  # cut by a full disk: written again
+    assert list(Prompts(path, held_out=0.0).train) == list(second)
+
+
+def test_rows_that_cannot_be_written_stay_in_memory(tmp_path, cache, monkeypatch):
+    monkeypatch.setattr(rows_on_disk, "FEW", 1)
+    for held in (tiny_vlms.image(8, 8), np.zeros((2, 2, 3), np.uint8), np.float64(0.5)):
+        rows = [{"text": "q", "images": [held]}] * 2
+        assert stored(rows) is rows
+    cache.parent.write_text("no folder")
+    texts = [{"text": "q"}] * 2
+    assert stored(texts) is texts
