@@ -4,7 +4,7 @@ or read from the official files where the user has them."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 from annotated_types import Ge, Le
@@ -214,8 +214,8 @@ class GenEvalPrompts:
     only orders the same objects otherwise, is trained on.
     """
 
-    train: list[Prompt]
-    held_out: list[Prompt]
+    train: Sequence[Prompt]
+    held_out: Sequence[Prompt]
 
     def __init__(
         self,
@@ -249,8 +249,8 @@ class OCRPrompts:
     generated prompts are held out.
     """
 
-    train: list[Prompt]
-    held_out: list[Prompt]
+    train: Sequence[Prompt]
+    held_out: Sequence[Prompt]
 
     def __init__(
         self,

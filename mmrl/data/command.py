@@ -56,7 +56,8 @@ def show(
     problems = []
     prompts = [*source.train, *source.held_out]
     refused = partial(refuse_broken, summaries, len(prompts))
-    for check in (lambda: refused(unfit(source)), lambda: needs(source)):
+    checks: list[Callable[[], None]] = [lambda: refused(unfit(source)), lambda: needs(source)]
+    for check in checks:
         try:
             check()
         except UserError as error:
