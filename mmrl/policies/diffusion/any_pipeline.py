@@ -226,6 +226,7 @@ class AnyPipeline(ReplayedPolicy):
 
     def admit(self, prompts: list[Prompt]) -> list[Prompt]:
         """Take all prompts, and say what is not read of them."""
+        self.arguments.check(prompts)
         fields = [str(field) for field in self.arguments.inputs.values()]
         field = self.arguments.inputs.get("prompt", "")
         texts = [text for prompt in prompts if isinstance(text := prompt.get(field), str)]

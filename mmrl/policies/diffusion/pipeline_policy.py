@@ -286,7 +286,7 @@ class FolderPolicy(FlowPolicy):
 
     def negatives_of(self, prompts: list[Prompt]) -> list[str]:
         """Return the negative prompt of every prompt: its own, else the policy's."""
-        return [str(prompt.get(NEGATIVE) or self.negative_prompt) for prompt in prompts]
+        return [row_settings.negative_of(prompt) or self.negative_prompt for prompt in prompts]
 
     def unconditional(self, row_cond: dict[str, Any], cond: dict[str, Any]) -> dict[str, Any]:
         if NEGATIVE not in row_cond:
@@ -323,6 +323,8 @@ class FolderPolicy(FlowPolicy):
         for place, prompt in enumerate(prompts):
             try:
                 size = self.size_of(prompt)
+                if NEGATIVE in self.reads:
+                    row_settings.negative_of(prompt)
                 if SEED in self.reads:
                     row_settings.seed_of(prompt)
                 for name in self.scales_in([prompt]):

@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmrl.core.broken_rows import BrokenRows
 from mmrl.core.clips import USUAL_RATE
 from mmrl.core.errors import UserError
 from mmrl.core.types import Prompt
 from mmrl.policies.diffusion.prompt_book import PromptBook
 from mmrl.policies.diffusion.replay_videos import CHANGERS, VIDEOS
+from mmrl.policies.vlm.media import where
 
 OURS = (
     "num_inference_steps",
@@ -125,8 +127,10 @@ class PromptArguments:
             )
 
     def numbers(self, prompts: Sequence[Prompt]) -> Tensor:
-        """Return the number [P] of every prompt. UserError names a prompt without a field."""
-        return torch.tensor([self._number(i, prompt) for i, prompt in enumerate(prompts)])
+        """Return the number [P] of every prompt. UserError names a prompt without an input."""
+        for prompt in prompts:
+            self._check(prompt)
+        return torch.tensor([self.book.number(self.inputs, prompt) for prompt in prompts])
 
     def of(self, numbers: Sequence[int], scale: float | None) -> dict[str, Any]:
         """Write the arguments for the prompts of these numbers, at a guidance scale (None: the
@@ -180,17 +184,28 @@ class PromptArguments:
             arguments["negative_prompt"] = [negative] * len(rows)
         return arguments
 
-    def _number(self, i: int, prompt: Prompt) -> int:
+    def check(self, prompts: Sequence[Prompt]) -> None:
+        """Raise BrokenRows for prompts without an input, and texts that are none."""
+        problems: dict[int, str] = {}
+        for place, prompt in enumerate(prompts):
+            try:
+                self._check(prompt)
+            except UserError as error:
+                problems[place] = str(error)
+        if problems:
+            raise BrokenRows(problems, len(prompts))
+
+    def _check(self, prompt: Prompt) -> None:
         for name, field in self.inputs.items():
             if field not in prompt:
                 raise UserError(
-                    f"prompt {i} has no {field!r}, which {self.pipeline} reads as its {name} "
-                    f"(policy option inputs); it has: {', '.join(prompt) or 'nothing'}"
+                    f"{where(prompt)}: it has no {field!r}, which {self.pipeline} reads as its "
+                    f"{name} (policy option inputs); it has: {', '.join(prompt) or 'nothing'}"
                 )
             value = prompt[field]
-            if name == "prompt" and not isinstance(value, str):
-                raise UserError(f"prompt {i}: {field!r} must be a text, not {value!r}")
-        return self.book.number(self.inputs, prompt)
+            empty = value is None and name != "prompt"
+            if "prompt" in name and not (empty or isinstance(value, str)):
+                raise UserError(f"{where(prompt)}: {field!r} must be a text, not {value!r:.60}")
 
     def _blank(self, name: str) -> Any:
         if name not in (*PICTURES, *self.videos):

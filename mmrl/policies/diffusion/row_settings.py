@@ -29,6 +29,15 @@ def has(prompts: Sequence[Prompt], name: str) -> bool:
     return any(prompt.get(name) is not None for prompt in prompts)
 
 
+def negative_of(prompt: Prompt) -> str:
+    """Return the negative prompt of a row; "": it has none. Raises UserError for what is no
+    text."""
+    value = prompt.get(NEGATIVE)
+    if value is not None and not isinstance(value, str):
+        raise _wrong(prompt, NEGATIVE, "a text")
+    return value or ""
+
+
 def size_of(prompt: Prompt) -> tuple[int, int] | None:
     """Return [height, width] of a row, one number for a square; None: it has no size. Raises
     UserError for anything else."""

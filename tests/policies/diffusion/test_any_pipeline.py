@@ -382,6 +382,17 @@ def test_a_mistake_is_one_sentence(options, says):
         make("flux", **options).encode(PROMPTS)
 
 
+def test_rows_without_an_input_or_with_what_is_no_text_are_one_list():
+    policy = make("flux", inputs={"prompt": "text", "prompt_2": "more"})
+    good = {"text": "a", "more": "b"}
+    broken = [{"text": "a"}, good | {"more": ["b"]}, good | {"text": 7}]
+    rows = [row | {"origin": f"d.jsonl:{i}"} for i, row in enumerate([good, *broken], start=1)]
+    with pytest.raises(UserError, match="3 of 4 rows are broken") as caught:
+        policy.admit(rows)
+    for words in ("d.jsonl:2: it has no 'more'", "d.jsonl:3: 'more' must be", "d.jsonl:4: 'text'"):
+        assert words in str(caught.value)
+
+
 def test_guidance_is_refused_where_there_is_none():
     known = inspect.signature(diffusers.SanaSprintPipeline.__call__).parameters
     arguments = PromptArguments("SanaSprintPipeline", known, {}, None, None)

@@ -156,6 +156,7 @@ def test_copies_take_further_draws_of_a_seed_and_a_scale_that_is_asked_for_holds
         ({"size": "512x512"}, "'a': its size is '512x512', expected pixels of a side"),
         ({"seed": -1}, "its seed is '-1', expected a whole number"),
         ({"guidance_scale": "high"}, "its guidance_scale is 'high', expected a number"),
+        ({"negative_prompt": ["blur"]}, "its negative_prompt is \"['blur']\", expected a text"),
     ],
 )
 def test_settings_that_cannot_be_meant_are_refused_with_their_row(setting, words):
