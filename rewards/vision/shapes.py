@@ -239,8 +239,8 @@ def _keyed(body: str, size: int) -> Parsed[list[Shape]]:
         values = {}
         for key in filter(_BEHIND[size].get, ends):
             matches = (_BEHIND[size][key].match(record, end) for end in reversed(ends[key]))
-            if found := next(filter(None, matches), None):  # the last counts
-                values[key] = _written(found)
+            if last := next(filter(None, matches), None):  # the last counts
+                values[key] = _written(last)
         if values:
             listed += _entry(values, size)
         if len(listed) > MOST:
