@@ -141,6 +141,14 @@ def _resolved(cls: type, parameter: inspect.Parameter) -> Any:
     return annotation.type if isinstance(annotation, InitVar) else annotation
 
 
+# (kind, name that papers and other libraries use) -> name here
+NAMES_OF_THE_FIELD = {
+    ("objective", "grpo"): "policy_gradient",
+    ("objective", "ppo"): "policy_gradient",
+    ("objective", "reinforce"): "policy_gradient",
+}
+
+
 class Registry(dict[str, Plugin]):
     """Holds one kind of plug-in: ``name -> class or function``."""
 
@@ -188,7 +196,9 @@ class Registry(dict[str, Plugin]):
             return self[name]
         if isinstance(name, str) and ":" in name:
             return import_name(name, self.kind)
-        raise UserError(f"unknown {self.kind} {name!r}; {suggest(name, self)}")
+        here = NAMES_OF_THE_FIELD.get((self.kind, name))
+        hint = f"it is called {here!r} here" if here in self else suggest(name, self)
+        raise UserError(f"unknown {self.kind} {name!r}; {hint}")
 
     def unfit(self, entry: Plugin) -> str:
         """Say why something cannot be a plug-in of this kind, as its outside shows; else ""."""

@@ -144,11 +144,11 @@ def test_a_torn_checkpoint_is_named_and_the_one_before_taken(desk):
 
 
 BROKEN = {
-    "misspelt key": (["objective.policy_gradient.clp=1"], "did you mean 'clip_range'?"),
+    "misspelt key": (["objective.policy_gradient.clip_rang=1"], "did you mean 'clip_range'?"),
     "wrong type": (["policy.sd3.steps=eight"], "policy.sd3.steps"),
     "unknown name": (
-        ["objective=gpro"],
-        "unknown objective 'gpro'; did you mean 'policy_gradient'?",
+        ["objective=grpo"],
+        "unknown objective 'grpo'; it is called 'policy_gradient' here",
     ),
     "missing file": (["data.prompts.path=nowhere.txt"], "nowhere.txt"),
     "impossible batches": (

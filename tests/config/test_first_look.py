@@ -20,7 +20,7 @@ from mmrl.config.yamltext import write
 from mmrl.core.errors import UserError
 from mmrl.core.registry import ALL, load_built_in, options
 from mmrl.run.build import read
-from scripts import known_plug_ins
+from scripts.dev import known_plug_ins
 
 load_built_in()
 ROOT = Path(__file__).resolve().parents[2]

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from scripts import soak_parts
+from scripts.dev import soak_parts
 from scripts.dev.soak_parts import long, mutations
 from scripts.dev.soak_parts.page import Experiment, write
 
