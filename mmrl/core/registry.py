@@ -196,8 +196,8 @@ class Registry(dict[str, Plugin]):
             return self[name]
         if isinstance(name, str) and ":" in name:
             return import_name(name, self.kind)
-        here = NAMES_OF_THE_FIELD.get((self.kind, name))
-        hint = f"it is called {here!r} here" if here in self else suggest(name, self)
+        own_name = NAMES_OF_THE_FIELD.get((self.kind, name))
+        hint = f"it is called {own_name!r} here" if own_name in self else suggest(name, self)
         raise UserError(f"unknown {self.kind} {name!r}; {hint}")
 
     def unfit(self, entry: Plugin) -> str:
