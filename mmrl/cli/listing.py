@@ -3,7 +3,6 @@ or what a word is found in."""
 
 from __future__ import annotations
 
-import inspect
 import io
 import os
 import shutil
@@ -20,7 +19,15 @@ from mmrl.config.presets import described, presets
 from mmrl.config.schema import kind_of
 from mmrl.config.values import expected, show
 from mmrl.core.errors import UserError, suggest
-from mmrl.core.registry import ALL, Plugin, Registry, describe, load_built_in, options
+from mmrl.core.registry import (
+    ALL,
+    Plugin,
+    Registry,
+    describe,
+    documentation,
+    load_built_in,
+    options,
+)
 from mmrl.utils.paths import config_names, find_config
 
 GROUPS = {"samplers": ("sde_types", "timestep_schedules", "noise_windows")}
@@ -171,7 +178,7 @@ def _name(console: Console, words: Sequence[str]) -> None:
 def _plug_in(console: Console, kind: str, name: str, registry: Registry) -> None:
     entry = registry[name]
     console.print(Text(f"{registry.kind} {name} ({ABOUT.get(kind, ('', kind))[1]})", style="bold"))
-    console.print(Text(textwrap.indent(inspect.getdoc(entry) or "", "  ")))
+    console.print(Text(textwrap.indent(documentation(entry), "  ")))
     rows = list(_options(entry)) if kind not in UNNAMED else []
     if rows:
         console.print()

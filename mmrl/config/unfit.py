@@ -178,7 +178,7 @@ def pathless(train: TrainOptions, policy: Any, objective: Any) -> str | None:
     """Say why answers of others cannot be trained on: of a picture or a video nobody knows the
     path, so that only losses of finished samples learn from one; None if they can."""
     can = capabilities_of(policy)
-    if getattr(objective, "sft", None) is not None:
+    if getattr(objective, "imitates", False):
         return None  # it learns from the finished picture
     reads = getattr(objective, "reads", "sample")
     if train.demonstrations is None or can is None or can.decisions != "gaussian":
@@ -296,7 +296,7 @@ def unfit_for_parts(train: TrainOptions, objective: Any) -> Iterator[str]:
                 f"train.partial_rollout leaves some to the next: leave one of them out"
             )
     visits = getattr(objective, "visits", False)
-    if visits and getattr(objective, "importance_sampling", None) is None:
+    if visits and not getattr(objective, "corrects", False):
         yield (
             "train.partial_rollout: tokens of older weights need a correction: set "
             "objective.policy_gradient.importance_sampling, such as {mode: truncate, cap: 2.0}"

@@ -4,7 +4,8 @@ schema.
 An entry is one of two things:
 
 * a **class**: building it calls ``cls(**options)``; the options are the parameters of ``__init__``
-  (``**options`` in ``__init__`` means: and whatever the base class accepts);
+  (``**options`` in ``__init__`` means: and whatever the base class accepts, or the dataclasses in
+  its ``term_types``, such as the terms of the policy gradient);
 * a **function**: building it binds its *keyword-only* parameters, the positional ones stay open for
   the caller, so ``def jpeg(media, prompts, *, quality=95)`` is a reward with one option.
 
@@ -53,6 +54,18 @@ def describe(entry: Plugin) -> str:
     return " ".join(lines)
 
 
+def documentation(entry: Plugin) -> str:
+    """Return the docstring, with those of the terms whose options its base does not have."""
+    known = {part for base in getattr(entry, "__mro__", ())[1:] for part in _terms(base)}
+    parts = (entry, *(part for part in _terms(entry) if part not in known))
+    return "\n\n".join(inspect.getdoc(part) or "" for part in parts)
+
+
+def _terms(entry: Plugin) -> tuple[type, ...]:
+    """Return the dataclasses that a constructor makes from the ``**options`` it does not name."""
+    return getattr(entry, "term_types", ())
+
+
 def options(entry: Plugin) -> dict[str, inspect.Parameter]:
     """Return the parameters a configuration may set, in order, with annotations resolved to types
     where possible."""
@@ -68,6 +81,9 @@ def options(entry: Plugin) -> dict[str, inspect.Parameter]:
         passed_on = is_kept(cls) or any(p.kind is p.VAR_KEYWORD for p in signature)
         if not passed_on and not (_is_generated(cls) and _hides_base(entry)):
             break
+    else:
+        for part in _terms(entry):
+            parameters.update((p.name, p) for p in _fields_of(part))
     # what a subclass fills in itself, such as the network
     hidden = getattr(entry, "not_options", ())
     return {name: p for name, p in parameters.items() if name not in hidden}
@@ -374,7 +390,7 @@ KERNELS = Registry("SDE type", group="mmrl.sde_types", takes=("x", "v", "t", "s"
 GRIDS = Registry("timestep schedule", group="mmrl.timestep_schedules", takes=("steps",))
 WINDOWS = Registry("noise window", group="mmrl.noise_windows", takes=("steps", "iteration", "rng"))
 SOLVERS = Registry("solver", takes=("process",))
-# of the text objective: losses of the ratio
+# of policy gradients: losses of ratio and advantage
 SURROGATES = Registry(
     "surrogate", group="mmrl.surrogates", takes=("logp", "old", "advantage", "mask")
 )

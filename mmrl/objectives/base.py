@@ -57,6 +57,8 @@ class Objective(ABC):
     # has points of several kinds: its loss is the sum of their means, and their passes are unlike
     sums_kinds: bool = False
     single_paths: bool = False  # samples must not share steps of their paths, as those of trees do
+    corrects: bool = False  # for samples of another engine or older weights
+    imitates: bool = False  # learns from finished pictures of others
     behavior_policy: str = "live"  # the weights that sample: the live ones or a snapshot
     snapshots: tuple[str, ...] = ()  # those to keep
     # how far below and above 1 a ratio is not clipped; the gate of the log-probs is as narrow

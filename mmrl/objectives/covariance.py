@@ -20,9 +20,9 @@ from mmrl.core.distributed import all_gather_rows
 from mmrl.core.metrics import observe
 from mmrl.core.registry import OBJECTIVES
 from mmrl.core.types import Fields, Point, Rollout
-from mmrl.objectives.decisions import OF_STEPS, TokenWeights
 from mmrl.objectives.policy_gradient import PolicyGradient
 from mmrl.objectives.surrogates import without_slope
+from mmrl.objectives.terms import OF_TOKENS, Scored, TopEntropy
 from mmrl.policies.base import Policy
 from samplers.noise import Rng
 
@@ -46,7 +46,7 @@ class Drawing(Fields):
 class _Covariance(PolicyGradient):
     needs = "categorical"
     proportional = False
-    not_options = ("top_entropy", *OF_STEPS)
+    term_types = tuple(term for term in OF_TOKENS if term is not TopEntropy)
 
     def couples(self, policy: Policy) -> Literal["groups"]:
         return "groups"
@@ -111,12 +111,13 @@ class ClipCov(_Covariance):
         nothing."""
         recorded = torch.where(point.mask, point.recorded, 0.0)
         old = point.old(measured, recorded)
-        clipped = without_slope(self.surrogate, measured, old, self._advantage(point), point.mask)
+        advantage = self.surrogate.advantage(point)
+        surrogate = self.surrogate.function
+        clipped = without_slope(surrogate, measured, old, advantage, point.mask)
         return point.replace(mask=point.mask & ~clipped)
 
-    def policy_loss(self, logp: Tensor, old: Tensor, point: Point) -> Tensor:
-        weight = TokenWeights(weight=1 - held_back(point, logp))
-        return super().policy_loss(logp, old, point.replace(coupling=weight))
+    def token_weight(self, at: Scored) -> Tensor:
+        return 1 - held_back(at)
 
 
 @OBJECTIVES.register("kl_cov")
@@ -127,7 +128,7 @@ class KLCov(_Covariance):
     policy_gradient, which has no surrogate here.
     """
 
-    not_options = ("surrogate", "clip_range", *_Covariance.not_options)
+    not_options = ("surrogate", "clip_range")
 
     def __init__(self, share: Share = 2e-4, weight: Annotated[float, Ge(0)] = 1.0, **options: Any):
         super().__init__(**options)
@@ -142,13 +143,13 @@ class KLCov(_Covariance):
             else torch.zeros_like(point.mask)
         )
 
-    def policy_loss(self, logp: Tensor, old: Tensor, point: Point) -> Tensor:
-        observe("ratio", (logp - old).exp(), point.mask)
-        penalty = self.weight * (logp - old).abs()
-        return -self._advantage(point) * (logp - old).exp() + held_back(point, logp) * penalty
+    def policy_loss(self, at: Scored) -> Tensor:
+        observe("ratio", (at.logp - at.old).exp(), at.point.mask)
+        penalty = self.weight * (at.logp - at.old).abs()
+        return -at.advantage * (at.logp - at.old).exp() + held_back(at) * penalty
 
 
-def held_back(point: Point, like: Tensor) -> Tensor:
+def held_back(at: Scored) -> Tensor:
     """Return [B, L]: 1 for the tokens that ``couple`` held back, 0 for all before it."""
-    held = point.coupling.held if isinstance(point.coupling, HeldBack) else None
-    return torch.zeros_like(like) if held is None else held
+    coupling = at.point.coupling
+    return coupling.held if isinstance(coupling, HeldBack) else torch.zeros_like(at.logp)

@@ -1,5 +1,5 @@
 """Chooses and arranges decisions: a share of every row's, all of a row side by side, one weight
-each; and says which options belong to which kind of them."""
+each."""
 
 from __future__ import annotations
 
@@ -12,19 +12,6 @@ from mmrl.core.distributed import all_gather_rows
 from mmrl.core.types import Fields, Point
 from samplers.noise import Rng
 
-# options that say nothing about the other kind of decisions, and what to do instead
-OF_TOKENS = {
-    "entropy": "the noise of a step is not trained, nor is its entropy: leave it out",
-    "off_policy": "it compares answers of models that write tokens: use clip_range",
-    "top_entropy": "the entropy of a step is that of its noise: use timestep_fraction",
-    "shaping": "the steps that lead to somebody else's picture are not known: leave it out",
-}
-OF_STEPS = {
-    "timestep_fraction": "tokens have no time: use top_entropy",
-    "timestep_selection": "tokens have no time: use top_entropy",
-    "timestep_weighting": "noise is for flow and diffusion models: use top_entropy",
-}
-OF_BOTH = "a sample of this policy has tokens and steps of a picture: leave it out"
 WHOLE = (
     "compares whole samples, which are scored in several passes here: choose the surrogate ppo, "
     "cispo, sapo, spo or reinforce"

@@ -136,9 +136,9 @@ class Distill(PolicyGradient):
         loss = self.weight * distance
         if self.reward_weight:
             return loss + self.reward_weight * super().loss_at(policy, point, dist)
-        logp, recorded = self._log_probs(policy, point, dist)
+        at = self.scored(policy, point, dist)
         # the gate looks at what rounding makes of it
-        observe("log_ratio", logp - recorded, point.current())
+        observe("log_ratio", at.logp - at.recorded, point.current())
         return loss
 
     def _distance(self, policy: Policy, point: Point, dist: Dist) -> Tensor:

@@ -22,7 +22,7 @@ from mmrl.core.types import Fields, Point, Prompt, Rollout, SamplerState, Transi
 from mmrl.core.weights import LIVE
 from mmrl.objectives import few_step
 from mmrl.objectives.base import Critic, Head, Objective
-from mmrl.objectives.decisions import OF_TOKENS, WHOLE
+from mmrl.objectives.decisions import WHOLE
 from mmrl.objectives.discriminator import (
     Discriminator,
     Gan,
@@ -33,6 +33,7 @@ from mmrl.objectives.discriminator import (
 )
 from mmrl.objectives.forward_process.base import mean_square, velocity
 from mmrl.objectives.policy_gradient import PolicyGradient
+from mmrl.objectives.terms import KLPenalty, TimestepShare, TimestepWeighting
 from mmrl.policies.base import Policy, Reads
 from samplers.noise import Rng
 from samplers.processes import noised
@@ -89,7 +90,8 @@ class DistributionMatching(PolicyGradient):
     visits = False
     proportional = False
     mixes = False
-    not_options = ("behavior_policy", "importance_sampling", "sft", *OF_TOKENS)
+    not_options = ("behavior_policy",)
+    term_types = (TimestepShare, TimestepWeighting, KLPenalty)
 
     def __init__(
         self,

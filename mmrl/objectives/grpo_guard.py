@@ -10,12 +10,10 @@ from torch import Tensor
 from mmrl.core.distributions import TINY, Dist, as_gaussian
 from mmrl.core.metrics import observe
 from mmrl.core.registry import OBJECTIVES
-from mmrl.core.types import Point
 from mmrl.objectives.base import frozen
-from mmrl.objectives.decisions import OF_TOKENS
 from mmrl.objectives.policy_gradient import PolicyGradient
 from mmrl.objectives.surrogates import Width, outside, summed
-from mmrl.policies.base import Policy
+from mmrl.objectives.terms import KLPenalty, Scored, TimestepShare
 
 
 @OBJECTIVES.register("grpo_guard")
@@ -29,7 +27,8 @@ class Guard(PolicyGradient):
     """
 
     needs = "gaussian"
-    not_options = ("surrogate", "timestep_weighting", "importance_sampling", "sft", *OF_TOKENS)
+    not_options = ("surrogate",)
+    term_types = (TimestepShare, KLPenalty)
 
     def __init__(
         self,
@@ -42,23 +41,17 @@ class Guard(PolicyGradient):
         self.balance = balance
         self.snapshots = (*self.snapshots, "old")
 
-    def loss(self, policy: Policy, point: Point) -> Tensor:
-        dist = policy.dist(point)
-        old = frozen(policy, "old", point)
-        log_ratio = normalised(dist, old, point.target)
+    def policy_loss(self, at: Scored) -> Tensor:
+        point = at.point
+        log_ratio = normalised(at.dist, frozen(at.policy, "old", point), point.target)
         ratio = log_ratio.exp()
-        # what the gate looks at
-        logp, recorded = self._log_probs(policy, point, dist)
-        observe("log_ratio", logp - recorded, point.mask)
         observe("ratio", ratio, point.mask)
         observe("clip_fraction", outside(ratio, *self.clip_bounds).double(), point.mask)
         zero = torch.zeros_like(log_ratio)
-        loss = summed(self.surrogate, log_ratio, zero, self._credit(point), point.mask)
+        credit = self.surrogate.credit(point)
+        loss = summed(self.surrogate.function, log_ratio, zero, credit, point.mask)
         if self.balance:
             loss = loss / (point.time - point.transition.next_time)[:, None]
-        if self.term.in_force() and self.kl.where == "loss":
-            penalty = self._kl(policy, point, dist, logp, point.old(logp, recorded))
-            loss = loss + self.term.weight() * penalty
         return loss
 
 

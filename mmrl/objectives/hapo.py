@@ -12,9 +12,10 @@ from torch import Tensor
 from mmrl.core.decisions import entropy_scale
 from mmrl.core.registry import OBJECTIVES
 from mmrl.core.types import Point, Rewards, Rollout
-from mmrl.objectives.decisions import OF_STEPS
 from mmrl.objectives.policy_gradient import PolicyGradient
+from mmrl.objectives.policy_loss import watch
 from mmrl.objectives.surrogates import summed
+from mmrl.objectives.terms import OF_TOKENS, Scored
 from mmrl.policies.base import Policy
 from samplers.warp import EntropyScale
 
@@ -35,7 +36,8 @@ class HAPO(PolicyGradient):
 
     needs = "categorical"
     proportional = False
-    not_options = ("surrogate", "clip_range", *OF_STEPS)
+    not_options = ("surrogate", "clip_range")
+    term_types = OF_TOKENS
     scale: EntropyScale | None = None  # of this iteration
 
     @staticmethod
@@ -63,23 +65,24 @@ class HAPO(PolicyGradient):
         self.scale = entropy_scale(rollout)
         return super().shaped(policy, rollout, rewards)
 
-    def policy_loss(self, logp: Tensor, old: Tensor, point: Point) -> Tensor:
+    def policy_loss(self, at: Scored) -> Tensor:
+        point = at.point
         h = self._places(point)
-        scale = self._clip_scale(point)
+        scale = self.clip_scale(point)
         low = scale * self.clip_low * (1 - self.clip_strength * h.clamp(max=0))
         high = scale * self.clip_high * (1 + self.clip_strength * h.clamp(min=0))
-        ratio = (logp - old).exp()
+        ratio = (at.logp - at.old).exp()
         near = (ratio > 1 - low / 2) & (ratio < 1 + high / 2)
         factor = torch.where(near == (h > 0), 1.0, 1 + self.advantage_strength * h)
-        advantage = self._advantage(point) * factor
+        advantage = at.advantage * factor
         bounded = torch.minimum(torch.maximum(ratio, 1 - low), 1 + high)
 
         def clipped(logp: Tensor, old: Tensor, plain: Tensor, mask: Tensor) -> Tensor:
             return torch.maximum(-plain * factor * ratio, -plain * factor * bounded)
 
-        loss = summed(clipped, logp, old, self._credit(point), point.mask)
+        loss = summed(clipped, at.logp, at.old, self.surrogate.credit(point), point.mask)
         stopped = (advantage > 0) & (ratio > 1 + high) | (advantage < 0) & (ratio < 1 - low)
-        self._watch(ratio, stopped.double(), point)
+        watch(ratio, stopped.double(), stopped.double(), point)
         return loss
 
     def _places(self, point: Point) -> Tensor:

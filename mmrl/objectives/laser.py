@@ -18,8 +18,8 @@ from mmrl.core.errors import UserError
 from mmrl.core.metrics import observe
 from mmrl.core.registry import OBJECTIVES
 from mmrl.core.types import Point, Rewards, Rollout
-from mmrl.objectives.decisions import OF_STEPS
 from mmrl.objectives.policy_gradient import PolicyGradient
+from mmrl.objectives.terms import OF_TOKENS, KLPenalty
 from mmrl.policies.base import Policy
 
 
@@ -66,7 +66,7 @@ class LaSeR(PolicyGradient):
 
     needs = "one pass"
     proportional = False
-    not_options = OF_STEPS
+    term_types = OF_TOKENS
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class LaSeR(PolicyGradient):
 
     def unfit(self, policy: Any) -> Iterator[tuple[str, str]]:
         yield from super().unfit(policy)
-        if self.kl.form == "exact":
+        if self.term(KLPenalty).options.form == "exact":
             yield "kl", "it has no exact form beside the last token; use form: k3"
         if not isinstance(policy, type) and policy.self_score_id is None:
             yield (

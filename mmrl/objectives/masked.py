@@ -15,11 +15,12 @@ from mmrl.core.registry import ESTIMATORS, OBJECTIVES, SURROGATES
 from mmrl.core.types import Point, Rollout, Surrogate
 from mmrl.objectives.base import frozen
 from mmrl.objectives.decisions import WHOLE
-from mmrl.objectives.entropy import Entropy
 from mmrl.objectives.kl import KL
 from mmrl.objectives.mask_estimators import Estimator, several_passes, trajectory
 from mmrl.objectives.policy_gradient import PolicyGradient
 from mmrl.objectives.surrogates import ppo
+from mmrl.objectives.terms import EntropyBonus, KLPenalty
+from mmrl.objectives.terms.entropy import Entropy
 from mmrl.policies.base import Policy
 from samplers.noise import Rng
 
@@ -34,6 +35,7 @@ class Masked(PolicyGradient):
     """
 
     needs = "masked"
+    term_types = (KLPenalty, EntropyBonus)
 
     def __init__(
         self,

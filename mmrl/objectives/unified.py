@@ -14,9 +14,9 @@ from torch import Tensor
 from mmrl.core.errors import UserError
 from mmrl.core.metrics import observe
 from mmrl.core.registry import OBJECTIVES
-from mmrl.core.types import Point
-from mmrl.objectives.decisions import OF_STEPS
 from mmrl.objectives.policy_gradient import PolicyGradient
+from mmrl.objectives.terms import OF_TOKENS, EntropyBonus, Scored
+from mmrl.objectives.terms.entropy import measured
 
 Positive = Annotated[float, Gt(0)]
 
@@ -53,25 +53,19 @@ class Moments:
         return mean / (math.sqrt(square) + 1e-8)
 
 
-@OBJECTIVES.register("unified")
-class Unified(PolicyGradient):
-    """Follow the policy gradient over text and image tokens (T2I-R1), entropies steered apart.
+@dataclass
+class SteeredEntropy(EntropyBonus):
+    """entropy: of all tokens: weight of a bonus, or all its choices. steer_text, steer_image:
+    entropy targets of the segments; None: left alone."""
 
-    steer_text, steer_image: entropy targets; None: left alone. Without kinds of decisions all count
-    as text.
-    """
+    steer_text: Steered | None = None
+    steer_image: Steered | None = None
 
-    needs = "categorical"
-    proportional = False
-    not_options = tuple(OF_STEPS)
-
-    def __init__(
-        self, steer_text: Steered | None = None, steer_image: Steered | None = None, **options: Any
-    ):
-        super().__init__(**options)
-        chosen = {"text": steer_text, "image": steer_image}
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        chosen = {"text": self.steer_text, "image": self.steer_image}
         self.steered = {kind: target for kind, target in chosen.items() if target is not None}
-        if self.steered and (self.entropy.weight or self.entropy.target):
+        if self.steered and (self.options.weight or self.options.target):
             raise UserError(
                 "objective.unified: entropy is for all tokens; use it, or steer_text "
                 "and steer_image"
@@ -83,6 +77,23 @@ class Unified(PolicyGradient):
         """Return the weight in force."""
         target = self.steered[kind]
         return min(max(math.sinh(self.psi[kind]), -target.most), target.most)
+
+    def add(self, loss: Tensor, at: Scored) -> Tensor:
+        if self.bonus:
+            return super().add(loss, at)
+        point = at.point
+        with torch.set_grad_enabled(torch.is_grad_enabled() and any(map(self.alpha, self.steered))):
+            entropy = measured(at)
+        for number, kind in enumerate(("text", "image")):
+            segment = (
+                point.mask if point.modality is None else point.mask & (point.modality == number)
+            )
+            if point.modality is None and kind == "image":
+                continue
+            observe(f"entropy/{kind}", entropy.detach(), segment & point.sampled_mask())
+            if kind in self.steered and self.alpha(kind):
+                loss = loss + self.alpha(kind) * torch.where(segment, entropy, 0.0)
+        return loss
 
     def adapt(self, iteration: int, metrics: dict[str, float]) -> None:
         super().adapt(iteration, metrics)
@@ -105,16 +116,14 @@ class Unified(PolicyGradient):
         moments = state.get("psi_moments", {})
         self.moments = {kind: Moments(**moments.get(kind, {})) for kind in self.steered}
 
-    def _watched(self, dist: Any, point: Point, loss: Tensor) -> Tensor:
-        with torch.set_grad_enabled(torch.is_grad_enabled() and any(map(self.alpha, self.steered))):
-            entropy = self._entropy(dist, point)
-        for number, kind in enumerate(("text", "image")):
-            segment = (
-                point.mask if point.modality is None else point.mask & (point.modality == number)
-            )
-            if point.modality is None and kind == "image":
-                continue
-            observe(f"entropy/{kind}", entropy.detach(), segment & point.sampled_mask())
-            if kind in self.steered and self.alpha(kind):
-                loss = loss + self.alpha(kind) * torch.where(segment, entropy, 0.0)
-        return loss
+
+@OBJECTIVES.register("unified")
+class Unified(PolicyGradient):
+    """Follow the policy gradient over text and image tokens (T2I-R1), entropies steered apart.
+
+    Without kinds of decisions all count as text.
+    """
+
+    needs = "categorical"
+    proportional = False
+    term_types = (*(term for term in OF_TOKENS if term is not EntropyBonus), SteeredEntropy)

@@ -29,10 +29,17 @@ from mmrl.config.presets import presets  # noqa: E402
 from mmrl.config.unfit import KINDS  # noqa: E402
 from mmrl.config.values import show  # noqa: E402
 from mmrl.config.yamltext import read  # noqa: E402
-from mmrl.core.registry import ALL, Plugin, describe, load_built_in, options  # noqa: E402
-from mmrl.objectives.entropy import Entropy  # noqa: E402
-from mmrl.objectives.importance_sampling import Importance  # noqa: E402
+from mmrl.core.registry import (  # noqa: E402
+    ALL,
+    Plugin,
+    describe,
+    documentation,
+    load_built_in,
+    options,
+)
 from mmrl.objectives.kl import KL  # noqa: E402
+from mmrl.objectives.terms.entropy import Entropy  # noqa: E402
+from mmrl.objectives.terms.importance_sampling import Importance  # noqa: E402
 
 FOLDER = ROOT / "docs" / "methods"
 ANY = "every kind of model"
@@ -312,7 +319,7 @@ def _listed(what: str, names: list[str]) -> list[str]:
 
 def _text(entry: Plugin) -> str:
     """Return the docstring as Markdown; of a class without one, the first line of its parent."""
-    text = re.sub(r"``([^`]*)``", r"`\1`", inspect.getdoc(entry) or describe(entry))
+    text = re.sub(r"``([^`]*)``", r"`\1`", documentation(entry) or describe(entry))
     return "\n".join(map(_escaped, text.splitlines()))
 
 

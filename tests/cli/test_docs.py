@@ -49,10 +49,10 @@ from mmrl.core.types import Point, Rollout
 from mmrl.monitoring.alarms import AlarmOptions
 from mmrl.monitoring.log import LogOptions
 from mmrl.monitoring.report.runs import read_run
-from mmrl.objectives.chord import Supervision
-from mmrl.objectives.entropy import Entropy
-from mmrl.objectives.importance_sampling import Importance
 from mmrl.objectives.kl import KL
+from mmrl.objectives.terms.entropy import Entropy
+from mmrl.objectives.terms.imitation import Supervision
+from mmrl.objectives.terms.importance_sampling import Importance
 from mmrl.policies.diffusion.trees import Tree
 from mmrl.policies.lora import Lora
 from mmrl.policies.vlm.engines.vllm_options import VLLMOptions
@@ -159,7 +159,7 @@ def test_the_guide_works_from_top_to_bottom(bench):
         else:
             assert block.name, f"extending.md:{block.line}: a block without a name"
             save(block, bench)
-    assert len(ran) == 8 and (bench / "better" / "velocity.safetensors").is_file()
+    assert len(ran) == 9 and (bench / "better" / "velocity.safetensors").is_file()
     for folder in ("first", "parabola", "weighted", "rank"):
         rewards = [line["reward/mean"] for line in read_run(bench / "runs" / folder).metrics]
         start = sum(rewards[:3]) / 3

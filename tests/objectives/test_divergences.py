@@ -19,6 +19,7 @@ from mmrl.core.registry import OBJECTIVES
 from mmrl.core.types import Rewards
 from mmrl.objectives import PolicyGradient, frozen
 from mmrl.objectives.kl import KL, Reference, Refresh, sampled
+from mmrl.objectives.terms import KLPenalty, Scored
 from mmrl.policies.masked.policy import Hidden
 from mmrl.run import state
 from mmrl.run.build import read
@@ -96,7 +97,9 @@ def enumerated(kl, logits, old, reference):
     leaf = logits.clone().requires_grad_()
     ids = torch.arange(V)[:, None]
     objective = PolicyGradient(kl=kl)
-    objective.term.reference_at = lambda policy, point: Categorical(reference.expand(V, 1, V))
+    objective.term(KLPenalty).held.reference_at = lambda policy, point: Categorical(
+        reference.expand(V, 1, V)
+    )
     dist, sampler = (Categorical(each.expand(V, 1, V)) for each in (leaf, old))
     recorded = sampler.log_prob(ids)
     point = make_point(
@@ -106,7 +109,9 @@ def enumerated(kl, logits, old, reference):
         mask=torch.ones(V, 1).bool(),
         logprob=recorded,
     )
-    each = objective._kl(None, point, dist, dist.log_prob(ids), recorded)
+    logp, advantage = dist.log_prob(ids), point.advantage
+    at = Scored(None, point, dist, logp, recorded, recorded, advantage)
+    each = objective.term(KLPenalty).distance(at)
     total = (recorded.exp() * each).sum()
     return total.detach(), torch.autograd.grad(total, leaf)[0]
 
@@ -286,7 +291,7 @@ def test_the_loss_has_its_weight_times_the_divergence(kind, divergence):
         term = objective.loss(policy, point) - without.loss(policy, point)
         dist, reference = policy.dist(point), frozen(policy, "ref", point)
         logp, ref = (each.log_prob(point.target) for each in (dist, reference))
-        expected = 0.5 * objective.kl.of(dist, reference, logp, ref)
+        expected = 0.5 * objective.term(KLPenalty).options.of(dist, reference, logp, ref)
         assert expected[point.mask].abs().max() > 0
         torch.testing.assert_close(term[point.mask], expected[point.mask])
 
@@ -413,7 +418,11 @@ def test_the_schedule_may_decay_as_an_epsilon_does():
     objective.adapt(1, {})
     resumed = PolicyGradient(kl=kl)
     resumed.load_state_dict(objective.state_dict())
-    assert resumed.term.weight() == objective.term.weight() == pytest.approx(expected[2])
+    assert (
+        resumed.term(KLPenalty).held.weight()
+        == objective.term(KLPenalty).held.weight()
+        == pytest.approx(expected[2])
+    )
 
 
 def test_a_target_multiplies_the_weight_and_is_saved():
@@ -428,13 +437,13 @@ def test_a_target_multiplies_the_weight_and_is_saved():
     assert weights == pytest.approx([0.5 * factor for factor in factors])
     again = PolicyGradient(kl=KL(weight=0.5, target=0.1))
     again.load_state_dict(objective.state_dict())
-    assert again.term.weight() == weights[-1]
+    assert again.term(KLPenalty).held.weight() == weights[-1]
     reward = PolicyGradient(kl=KL(weight=0.5, target=2.0, where="reward"))
     reward.adapt(0, {"reward/kl/mean": 1.0, "kl": 9.0})
-    assert reward.term.weight() == pytest.approx(0.5 * 0.98)
+    assert reward.term(KLPenalty).held.weight() == pytest.approx(0.5 * 0.98)
     fixed = PolicyGradient(kl=0.5)
     fixed.adapt(0, {"kl": 9.0})
-    assert fixed.term.weight() == 0.5
+    assert fixed.term(KLPenalty).held.weight() == 0.5
 
 
 @pytest.mark.parametrize("family", ["causal", "masked", "flow", "diffusion"])
@@ -535,7 +544,7 @@ def test_the_reference_is_copied_every_second_iteration_also_after_a_resume():
         assert all(torch.equal(x, since[key]) for key, x in reference.items())
     resumed = trainer_of()
     state.restore(resumed, *state.capture(trainer))
-    assert resumed.objective.term.reference.refreshed == 2
+    assert resumed.objective.term(KLPenalty).held.reference.refreshed == 2
     for each in (trainer, resumed):
         each.iterate()
     left, right = (each.policy.weights.full("moving") for each in (trainer, resumed))

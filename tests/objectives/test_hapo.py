@@ -11,6 +11,7 @@ from mmrl.core import decisions
 from mmrl.core.decisions import entropy_scale
 from mmrl.core.errors import UserError
 from mmrl.objectives import HAPO
+from mmrl.objectives.terms import Scored
 from mmrl.policies.image_tokens.models.llamagen import LlamaGen
 from mmrl.run.build import read
 from samplers.noise import Rng
@@ -62,7 +63,7 @@ def test_the_loss_of_every_token_is_the_papers(alpha, beta):
     )
     objective = HAPO(clip_strength=alpha, advantage_strength=beta)
     objective.scale = SCALE
-    loss = objective.policy_loss(logp, old, point)
+    loss = objective.policy_loss(Scored(None, point, None, logp, old, old, advantage))
     for b in range(6):
         for t in range(9):
             values = (float(x[b, t]) for x in (logp, old, advantage, entropy))

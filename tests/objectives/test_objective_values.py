@@ -32,14 +32,15 @@ from mmrl.objectives import (
 )
 from mmrl.objectives.covariance import Drawing, HeldBack
 from mmrl.objectives.decisions import TokenWeights, subset
-from mmrl.objectives.entropy import Entropy
 from mmrl.objectives.forward_process.awm import SCORES
 from mmrl.objectives.group_loss import Groups, Samples
 from mmrl.objectives.grpo_guard import normalised
-from mmrl.objectives.importance_sampling import Importance, off_policy
 from mmrl.objectives.kl import KL, estimate
 from mmrl.objectives.reward_gradient import DIVERGENCES
 from mmrl.objectives.surrogates import gmpo, gspo, row_mean, sapo, vespo
+from mmrl.objectives.terms.entropy import Entropy, EntropyBonus
+from mmrl.objectives.terms.importance_sampling import Importance
+from mmrl.objectives.terms.off_policy import off_policy
 from mmrl.objectives.trust_region import gated
 from mmrl.policies.capabilities import Capabilities
 from mmrl.policies.tokens import TokenPolicy
@@ -192,7 +193,9 @@ def test_importance_of_rows():
 
 def test_importance_bounds_must_differ():
     for low in (3.0, 4.0):
-        with pytest.raises(UserError, match="must be less than high"):
+        with pytest.raises(
+            UserError, match=f"^importance_sampling: floor {low} must be less than cap 3.0"
+        ):
             Importance(floor=low)
 
 
@@ -964,10 +967,11 @@ def test_gvpo_of_small_groups():
 
 def test_an_entropy_bonus_that_adapts_starts_small_and_may_grow_to_one():
     objective = PolicyGradient(entropy=Entropy(target=2.0))
+    term = objective.term(EntropyBonus)
     bonuses = []
     for n, entropy in enumerate([1.0, 1.0, 3.0, 2.0]):
         objective.adapt(n, {"entropy": entropy})
-        bonuses.append(objective.bonus)
+        bonuses.append(term.bonus)
     assert bonuses == pytest.approx([0.005, 0.01, 0.0, 0.0]) and Entropy().high == 1.0
 
 

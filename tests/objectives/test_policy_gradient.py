@@ -13,8 +13,8 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import ESTIMATORS, SURROGATES
 from mmrl.core.types import Point
 from mmrl.objectives import ClipCov, Masked, PolicyGradient
-from mmrl.objectives.importance_sampling import Importance
 from mmrl.objectives.surrogates import sees_whole_rows
+from mmrl.objectives.terms.importance_sampling import Importance
 from mmrl.policies.diffusion.trees import Tree
 from mmrl.run.build import read
 from mmrl.scoring import Scorer
@@ -177,7 +177,8 @@ def test_loss_and_gradient_are_those_of_whole_samples(case, surrogate):
 def moved(case, surrogate, low=0.02):
     """A policy, its objective and a rollout whose weights have moved since, with two advantages."""
     policy, objective = setting(case, surrogate)
-    objective.surrogate = partial(objective.surrogate, clip_low=low, clip_high=low)
+    surrogate = objective.surrogate
+    surrogate.function = partial(surrogate.function, clip_low=low, clip_high=low)
     policy.weights.keep("old")
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():

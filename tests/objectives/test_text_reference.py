@@ -498,7 +498,8 @@ def test_a_preset_reaches_every_objective_that_takes_surrogates(file, objective,
     options = config.load(tmp_path / "run.yaml")["objective"][objective]
     kl = {"weight": 0.0, "form": "k3", "corrected": True}
     assert options == {"surrogate": {"cispo": {"cap": 5.0}}, "kl": kl} | written
-    assert config.build({objective: options}, OBJECTIVES).surrogate.keywords == {"cap": 5.0}
+    built = config.build({objective: options}, OBJECTIVES)
+    assert built.surrogate.function.keywords == {"cap": 5.0}
 
 
 # -- clip-higher and Clip-Cov

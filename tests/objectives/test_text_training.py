@@ -17,7 +17,8 @@ from mmrl.core.metrics import Meter
 from mmrl.core.registry import OBJECTIVES, SURROGATES
 from mmrl.core.types import Completion, Provenance, Rewards
 from mmrl.objectives import GVPO, REAL, KLCov, PolicyGradient, RegGRPO
-from mmrl.objectives.entropy import Entropy
+from mmrl.objectives.terms.entropy import Entropy, EntropyBonus
+from mmrl.objectives.terms.kl_penalty import KLPenalty
 from mmrl.policies.base import NO_CONTEXT
 from mmrl.rollout import dynamic_sampling
 from mmrl.rollout.dynamic_sampling import flat_groups
@@ -419,7 +420,7 @@ def test_a_sampler_that_differs_is_corrected():
     [("token", [[2, 0.5, 1]]), ("sequence", [[1, 1, 1]]), ("geometric", [[1, 1, 1]])],
 )
 def test_importance_weights(level, expected):
-    from mmrl.objectives.importance_sampling import Importance
+    from mmrl.objectives.terms.importance_sampling import Importance
 
     zero = torch.zeros(1, 3)
     gap = torch.tensor([[math.log(2), -math.log(2), 5.0]])
@@ -469,14 +470,15 @@ def test_top_entropy_keeps_its_share_of_the_whole_step():
 
 def test_the_entropy_controller_rises_below_its_target_and_is_saved():
     objective = PolicyGradient(entropy=Entropy(weight=0.1, target=1.0, step=0.05, high=0.2))
+    entropy = objective.term(EntropyBonus)
     metrics = {"entropy": 0.5}
     objective.adapt(0, metrics)
-    assert objective.bonus == pytest.approx(0.15) and metrics["entropy_weight"] == objective.bonus
+    assert entropy.bonus == pytest.approx(0.15) and metrics["entropy_weight"] == entropy.bonus
     objective.adapt(1, {"entropy": 0.5})
     objective.adapt(2, {"entropy": 0.5})
-    assert objective.bonus == pytest.approx(0.2)  # at most high
+    assert entropy.bonus == pytest.approx(0.2)  # at most high
     objective.adapt(3, {"entropy": 2.0})
-    assert objective.bonus == 0.0 and objective.controlled == pytest.approx(0.15)
+    assert entropy.bonus == 0.0 and entropy.controlled == pytest.approx(0.15)
     built = trainer(objective)
     restored = trainer(PolicyGradient(entropy=Entropy(weight=0.1, target=1.0)))
     state.restore(restored, *state.capture(built))
@@ -569,11 +571,12 @@ def test_the_weight_of_the_kl_goes_along_a_line():
     objective = config.build(
         {"policy_gradient": {"kl": {"weight": 0.3, "start": 0.1, "over": 4}}}, OBJECTIVES
     )
-    assert [objective.kl.at(i) for i in (0, 1, 2, 4, 9)] == pytest.approx(
+    term = objective.term(KLPenalty)
+    assert [term.options.at(i) for i in (0, 1, 2, 4, 9)] == pytest.approx(
         [0.1, 0.15, 0.2, 0.3, 0.3]
     )
     objective.adapt(1, {})
-    assert objective.term.iteration == 2 and objective.snapshots == ("ref",)
+    assert term.held.iteration == 2 and objective.snapshots == ("ref",)
 
 
 def test_the_length_of_answers_follows_its_stages():

@@ -10,8 +10,8 @@ from mmrl import advantages
 from mmrl.config.options import PartialRollout, TrainOptions
 from mmrl.core.errors import UserError
 from mmrl.monitoring.alarms import AlarmOptions, Alarms
-from mmrl.objectives.importance_sampling import Importance
 from mmrl.objectives.policy_gradient import PolicyGradient
+from mmrl.objectives.terms.importance_sampling import Importance
 from mmrl.scoring import Scorer
 from mmrl.train.optimizers import adamw
 from mmrl.train.trainer import Trainer

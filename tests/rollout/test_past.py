@@ -16,9 +16,9 @@ from mmrl.config.options import ResponseReuse, Reuse
 from mmrl.core.errors import UserError
 from mmrl.core.registry import SURROGATES
 from mmrl.core.types import LatentPath, MaskTrace, Rewards
-from mmrl.objectives.importance_sampling import Importance
 from mmrl.objectives.policy_gradient import PolicyGradient
 from mmrl.objectives.reward_gradient import Draft
+from mmrl.objectives.terms.importance_sampling import Importance
 from mmrl.policies.masked.masked_lm import MaskedLM
 from mmrl.rollout.collect import rescored
 from mmrl.rollout.past import packed, remembered, unpacked

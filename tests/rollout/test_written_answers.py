@@ -18,9 +18,9 @@ from mmrl.core.registry import load_built_in
 from mmrl.core.types import Point, Provenance, Renoised, Rewards, TokenOrder
 from mmrl.data.answers import of_field, of_file
 from mmrl.objectives import DPO, IPO, PolicyGradient
-from mmrl.objectives.chord import Supervision
 from mmrl.objectives.group_loss import Groups, Samples
 from mmrl.objectives.preference import DiffusionDPO
+from mmrl.objectives.terms.imitation import Imitation, Supervision
 from mmrl.rollout.stages import Drawn, Setup, set_apart
 from mmrl.rollout.written_answers import Demonstrated
 from mmrl.scoring.scorer import Scorer
@@ -327,12 +327,12 @@ def test_two_processes_weigh_as_one(monkeypatch):
     whole = PolicyGradient(sft=Supervision())
     whole.weigh(parts[0])
     monkeypatch.setattr(
-        "mmrl.objectives.policy_gradient.all_sum",
+        "mmrl.objectives.terms.imitation.all_sum",
         lambda counts: counts + torch.tensor([3.0, 2.0]).double(),
     )
     second = PolicyGradient(sft=Supervision())
     second.weigh(parts[1])
-    assert second.scales == whole.scales == (5 / 3, 5 / 2)
+    assert second.term(Imitation).scales == whole.term(Imitation).scales == (5 / 3, 5 / 2)
 
 
 def test_a_flow_imitates_pictures_beside_its_own(tmp_path):
@@ -493,6 +493,8 @@ def test_a_file_of_pictures_is_refused_where_the_path_to_them_counts():
     chosen = ["train.demonstrations={path: a.jsonl}"]
     with pytest.raises(UserError, match="train.demonstrations: the objective follows the steps"):
         config.check(config.load(flow, chosen))
+    with pytest.raises(UserError, match="train.demonstrations: the objective follows the steps"):
+        config.check(config.load(flow, [*chosen, "objective=dpo"]))
     config.check(config.load(flow, [*chosen, "objective.policy_gradient.sft={peak: 0.5}"]))
     config.check(config.load("configs/digits/awm.yaml", chosen))
     config.check(config.load("configs/digits/d1.yaml", chosen))

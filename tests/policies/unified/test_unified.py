@@ -15,7 +15,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.types import Rewards
 from mmrl.data.vision import Paired
 from mmrl.objectives import Unified
-from mmrl.objectives.unified import Steered
+from mmrl.objectives.unified import Steered, SteeredEntropy
 from mmrl.policies.image_tokens.models.janus import Janus
 from mmrl.policies.unified.policy import JanusUnified
 from mmrl.policies.unified.prompts import Answer, Plan
@@ -445,21 +445,19 @@ def test_steered_entropies_follow_their_targets(make):
         steer_text=Steered(target=2.0, rate=1e-3, rule="plain"),
         steer_image=Steered(target=1.0, rate=1.0, most=0.01),
     )
+    alpha = objective.term(SteeredEntropy).alpha
     objective.adapt(0, metrics := {"entropy/text": 3.0, "entropy/image": 0.5})
     assert metrics["entropy_weight/text"] == pytest.approx(torch.tensor(1e-3).sinh().item())
     assert metrics["entropy_weight/image"] == pytest.approx(-0.01)
     again = Unified(steer_text=Steered(target=2.0), steer_image=Steered(target=1.0, most=0.01))
     again.load_state_dict(objective.state_dict())
-    assert again.alpha("text") == objective.alpha("text")
+    assert again.term(SteeredEntropy).alpha("text") == alpha("text")
     policy = make(guidance_scale=2.0, words="ab")
     rollout = policy.rollout([TEXT], 3, Rng.of("entropy")).replace(advantage=torch.zeros(3, 1))
     (point,) = policy.path(rollout)
     found = flat_grad(policy, (objective.loss(policy, point) * point.mask).sum())
     entropy = policy.dist(point).entropy()
-    weight = (
-        torch.where(point.modality == 0, objective.alpha("text"), objective.alpha("image"))
-        * point.mask
-    )
+    weight = torch.where(point.modality == 0, alpha("text"), alpha("image")) * point.mask
     torch.testing.assert_close(
         found, flat_grad(policy, (entropy * weight).sum()), atol=1e-8, rtol=0
     )
@@ -478,7 +476,7 @@ def test_the_published_rule_is_adam_also_after_a_resume():
         again = Unified(steer_text=Steered(target=2.0, rate=1e-3, most=1.0))
         again.load_state_dict(json.loads(json.dumps(objective.state_dict())))
         objective = again
-        assert objective.psi["text"] == pytest.approx(float(psi), abs=1e-9)
+        assert objective.term(SteeredEntropy).psi["text"] == pytest.approx(float(psi), abs=1e-9)
 
 
 def test_a_prompt_to_understand_needs_an_answer(make):

@@ -8,8 +8,8 @@ from mmrl.advantages import flow_grpo
 from mmrl.config.options import TrainOptions
 from mmrl.core.errors import UserError
 from mmrl.core.types import Rewards
-from mmrl.objectives.importance_sampling import Importance
 from mmrl.objectives.policy_gradient import PolicyGradient
+from mmrl.objectives.terms.importance_sampling import Importance
 from mmrl.policies.vlm.engines.vllm_options import VLLMOptions
 from mmrl.policies.vlm.policy import VLM
 from mmrl.train.trainer import Trainer

@@ -16,7 +16,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import SURROGATES
 from mmrl.core.types import Completion, Point, Rewards
 from mmrl.objectives import PolicyGradient
-from mmrl.objectives.importance_sampling import Importance
+from mmrl.objectives.terms.importance_sampling import Importance
 from mmrl.policies.vlm import caches
 from mmrl.policies.vlm.policy import VLM
 from mmrl.policies.vlm.recent import Recent

@@ -3,8 +3,9 @@ honest."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from annotated_types import Ge, Gt
@@ -13,7 +14,10 @@ from torch import Tensor
 from mmrl.core.errors import UserError
 from mmrl.core.metrics import observe
 from mmrl.core.types import Point, Rollout
+from mmrl.objectives.policy_loss import PolicyLoss
 from mmrl.objectives.surrogates import row_mean, row_sum
+from mmrl.objectives.terms.base import Scored, Term
+from samplers.noise import Rng
 
 
 @dataclass(frozen=True)
@@ -66,15 +70,38 @@ class Importance:
 
     def __post_init__(self) -> None:
         if not self.floor < self.cap:
-            raise UserError(f"importance: low {self.floor} must be less than high {self.cap}")
+            raise UserError(
+                f"importance_sampling: floor {self.floor} must be less than cap {self.cap}"
+            )
 
 
-def off_policy(logp: Tensor, point: Point, threshold: float) -> Tensor:
-    """Return [B, L]: 1, or 0 for rows with A < 0 whose mean log(p_sampler / p) exceeds the
-    threshold (DeepSeek-V3.2, OPSM)."""
-    sampler_logprob = point.provenance.sampler_logprob
-    behaviour = point.recorded if sampler_logprob is None else sampler_logprob
-    far = row_mean((behaviour - logp.detach()), point.mask) > threshold
-    dropped = (far & (point.advantage < 0)).expand_as(logp)
-    observe("off_policy", dropped.to(logp), point.mask)
-    return (~dropped).to(logp)
+@dataclass
+class ImportanceSampling(Term):
+    """importance_sampling: correction for another engine, or for older weights, that sampled."""
+
+    importance_sampling: Importance | None = None
+
+    corrects = True
+
+    def single_paths(self) -> bool:
+        sampling = self.importance_sampling
+        return sampling is not None and sampling.level != "token"
+
+    def unfit(self, policy: Any, loss: PolicyLoss, coupled: bool) -> Iterator[tuple[str, str]]:
+        sampling = self.importance_sampling
+        if sampling is not None and sampling.clip_mode == "additive" and not loss.clips_as_ppo():
+            yield "importance_sampling", "clip_mode: additive is of the surrogate ppo: choose it"
+
+    def trained(self, rollout: Rollout, rng: Rng) -> Rollout:
+        sampling = self.importance_sampling
+        return rollout if sampling is None else sampling.of_samples(rollout)
+
+    def widen(self, scale: Tensor | float, point: Point) -> Tensor | float:
+        sampling = self.importance_sampling
+        if sampling is None or sampling.clip_mode == "multiplicative":
+            return scale
+        return scale / sampling.weight(point)
+
+    def factor(self, at: Scored) -> Tensor | None:
+        sampling = self.importance_sampling
+        return None if sampling is None else sampling.weight(at.point)
