@@ -16,6 +16,8 @@ _WHOLE = re.compile(NUMBER)
 
 def calm(text: str) -> str:
     """Cut runs of blanks and of digits to a length that no number or answer needs."""
+    if len(text) <= RUN:
+        return text
     blanks = re.sub(rf"(\s{{{RUN}}})\s+", r"\1", text)
     return re.sub(rf"(\d{{{RUN}}})\d+", r"\1", blanks)
 

@@ -77,9 +77,10 @@ def normal(text: object) -> str:
 def _normal(text: str) -> str:
     if text.isascii() and text.replace(" ", "").isalnum():
         return " ".join(text.casefold().split())
-    folded = bare(plain(text))
+    folded = plain(text)
     if len(folded) > SHORT:
         return " ".join(folded.casefold().split())
+    folded = bare(folded)
     if not folded.isascii():
         folded = unicodedata.normalize("NFC", folded)
     folded = NOON.sub(r" \1m", JOINT.sub(" ", folded.casefold()))

@@ -220,7 +220,8 @@ def quantity_in(span: str) -> Parsed[Quantity]:
     span = ASIDE.sub(": ", without_points(span))
     if len(span) > SHORT:
         return UNPARSEABLE
-    body = scannable(bare(EXCLAIMED.sub(r"\1", calm(plain(span)))))
+    body = calm(plain(span))
+    body = scannable(bare(EXCLAIMED.sub(r"\1", body) if "!" in body else body))
     if body is None:
         return UNPARSEABLE
     body = SCALE_COMMA.sub(r"\1 ", BECAUSE.sub(r"\1", body))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import json
 import re
+from itertools import accumulate
+from operator import itemgetter
 from typing import Any
 
 from rewards._sandbox import Broken, Sandbox
@@ -17,6 +19,9 @@ DEEPEST = 30
 REPAIRED = 2_000
 # what JSON begins with, well written or not: "{1}" and "[a" are something else
 BEGINS = re.compile(r"""\[\s*[\w"'\[{\].-]|\{\s*(?:["'}]|\w+\s*:)""")
+BRACKETS = re.compile(r"[\[\]{}]")
+STEPS = {"[": 1, "{": 1, "]": -1, "}": -1}
+MOST = 500  # values of a text one behind the other that anybody answers
 DECODER = json.JSONDecoder()
 QUOTE = re.compile(r"(?<!\w)'|'(?!\w)")  # of Python, not an apostrophe
 # strings, cut ones too, and what structures JSON
@@ -28,12 +33,17 @@ def strict_json(text: str) -> Parsed[Any]:
     """Read the JSON value in a code fence, else the whole text, else between its outermost
     brackets; nothing is repaired."""
     body = fenced(text)
+    return UNPARSEABLE if too_deep(body) else whole_json(body)
+
+
+def whole_json(body: str) -> Parsed[Any]:
+    """Read a text, else what stands between its outermost brackets, as JSON."""
     candidates = [body]
     starts = [i for i in (body.find("["), body.find("{")) if i >= 0]
     end = max(body.rfind("]"), body.rfind("}"))
     if starts and end > min(starts):
         candidates.append(body[min(starts) : end + 1])
-    for candidate in () if too_deep(body) else candidates:
+    for candidate in candidates:
         try:
             return Parsed(json.loads(candidate))
         except (ValueError, RecursionError):
@@ -50,10 +60,12 @@ def python_value(text: str) -> Parsed[Any]:
 def loose_json(text: str) -> Parsed[Any]:
     """Read as ``strict_json``, a value of Python, several values one behind the other, a value that
     was cut, and what json_repair makes of the first 2,000 characters of any other ("repaired")."""
-    parsed = strict_json(text)
     body = fenced(text)
+    if too_deep(body):
+        return UNPARSEABLE
+    parsed = whole_json(body)
     start = BEGINS.search(body)
-    if parsed.status == "ok" or not start or too_deep(body):
+    if parsed.status == "ok" or not start:
         return parsed
     body = body[start.start() :]
     quick = several(body) or literal(body)
@@ -72,10 +84,11 @@ def loose_json(text: str) -> Parsed[Any]:
 
 def several(text: str) -> Any:
     """Read the JSON values of a text, among whatever words: the value if there is one, a list of
-    them if there are more; None where one of them cannot be read."""
+    them if there are more, of which nobody reads more than 501; None where one of them cannot be
+    read."""
     values = []
     mark = BEGINS.search(text)
-    while mark:
+    while mark and len(values) <= MOST:
         try:
             value, end = DECODER.raw_decode(text, mark.start())
         except (ValueError, RecursionError):
@@ -113,15 +126,10 @@ def completed(text: str) -> Any:
 
 def too_deep(text: str) -> bool:
     """Tell whether brackets, closed or not, are nested deeper than anybody answers."""
-    depth = 0
-    for bracket in re.finditer(r"[\[\]{}]", text):
-        if bracket[0] in "[{":
-            depth += 1
-            if depth > DEEPEST:
-                return True
-        else:
-            depth -= 1
-    return False
+    if text.count("[") + text.count("{") <= DEEPEST:
+        return False
+    steps = map(STEPS.__getitem__, map(itemgetter(0), BRACKETS.finditer(text)))
+    return any(map(DEEPEST.__lt__, accumulate(steps)))
 
 
 def literal(text: str) -> Any:

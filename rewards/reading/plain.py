@@ -169,6 +169,8 @@ EMPHASIS = re.compile(
     r"(?<![A-Za-z\d_*\\])(\*{1,3}|__?|~~|``?)(?=[^\s*_`~])([^*`\n]{0,160}?[^\s*_`~\\]|"
     r"[^\s*_`~])\1(?![A-Za-z\d_*])"
 )
+# what ends emphasis: without it a text has none
+EMPHASIS_END = re.compile(r"[^\s*_`~][*_`~]{1,3}(?![A-Za-z\d_*])")
 HEADING = re.compile(r"(?m)^[ \t]{0,3}#{1,6}[ \t]+([^\n#]*?)[ \t]*#*[ \t]*$")
 
 
@@ -177,7 +179,8 @@ def without_markdown(text: str) -> str:
     if "#" in text:
         text = HEADING.sub(r"\1", text)
     if any(sign in text for sign in "*_`~"):
-        text = _repeated(EMPHASIS, r"\2", text)
+        if EMPHASIS_END.search(text):
+            text = _repeated(EMPHASIS, r"\2", text)
         text = re.sub(r"(?m)^[ \t]{0,3}\*[ \t]+(?=\S)", "", text) if text.count("\n") == 0 else text
         text = re.sub(r"(?<=[^\s*])\*\*\s*$|^\s*\*\*(?=[^\s*])", "", text)  # one half of a pair
     return text
@@ -187,9 +190,13 @@ def plain(text: str) -> str:
     """Take Markdown, LaTeX and Unicode's variety off a short answer, of at most 1,500 characters;
     blanks become single, lines stay."""
     if len(text) > SHORT:
-        return re.sub(r"[ \t]+", " ", evened(text)).strip()
-    text = without_latex(evened(without_markdown(text)))
-    return re.sub(r"[ \t]+", " ", text).strip()
+        return _single(evened(text))
+    return _single(without_latex(evened(without_markdown(text))))
+
+
+def _single(text: str) -> str:
+    """Make blanks single, and take off those around a text."""
+    return (re.sub(r"[ \t]+", " ", text) if "  " in text or "\t" in text else text).strip()
 
 
 # ticks and cheerful signs around an answer; none that says no or doubts

@@ -91,6 +91,7 @@ def _open(words: str) -> re.Pattern[str]:
     )
 
 
+DIGIT = re.compile(r"\d")
 OPEN = _open(f"{OPEN_WORDS}|{OPEN_THERE}")
 OPEN_ALONE = _open(OPEN_WORDS)
 # what says that a number is near, where a near one is right
@@ -121,7 +122,7 @@ def scannable(text: str) -> str | None:
     """Rewrite a short plain text so that its numbers stand alone, with their signs; None where
     Chinese, Japanese or Korean words deny a number or leave it open."""
     text = in_figures(BELOW.sub(r"-\1", HUNDREDTHS.sub("%", ENDED.sub("", text))))
-    if (OPEN if language_of(text) != "en" else OPEN_ALONE).search(text):
+    if DIGIT.search(text) and (OPEN if language_of(text) != "en" else OPEN_ALONE).search(text):
         return None
     numbers = [int(number) for number in MARKER.findall(text)]
     lines = sum(bool(line.strip()) for line in text.split("\n"))

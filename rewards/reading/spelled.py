@@ -51,13 +51,22 @@ ALL = (
     | {"halves"}
 )
 # languages whose number words are read as a whole answer
-LANGUAGES = ("en", "fr", "de", "es", "pt", "it", "nl")
+SPACED = ("fr", "es", "pt")
 JOINED = {*"oder ou o u of e y et und en or and".split()}
 # articles, and words of English
 OTHERS = {*"un une ein eine een um uma una once cent".split()}
 
 
 NO_WORDS = re.compile(r"[\d.:;?!()\[\]{}|*/=<>$%\"]")  # what no number in words has
+
+
+# German, Italian and Dutch write a number as one word, which takes its reader long to try
+COMPOUND = ("de", "it", "nl")
+COMPOUND_BEGINS = re.compile(
+    r"[\W_]*(?:ac|bi|c[ei]|d[eioru]|e[eiln\u00e9]|\u00e9|f[u\u00fc]|h[ou]|m[ei]|n[eou]|ot|qu|s[ei]|"
+    r"t[aeiruw]|u[nm]|v[ei]|z[ew])",
+    re.I,
+)
 
 
 @lru_cache(maxsize=4096)
@@ -69,7 +78,9 @@ def whole_words(text: str) -> int | None:
     english = _in(text, "en")
     if english is not None or text in OTHERS:
         return english
-    values = {value for code in LANGUAGES[1:] if (value := _in(text, code)) is not None}
+    compound = COMPOUND if COMPOUND_BEGINS.match(text) else ()
+    codes = (*SPACED, *compound)
+    values = {value for code in codes if (value := _in(text, code)) is not None}
     return values.pop() if len(values) == 1 else None
 
 

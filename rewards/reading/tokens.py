@@ -22,7 +22,7 @@ FIGURE = r"""
 (?:[eE][-+]?\d{1,4}(?![\d.]))? (?!\d|[.,:']\d)
 """
 TOKEN = re.compile(
-    rf"""(?P<figure>(?<![\w.]){FIGURE})
+    rf"""(?P<figure>(?=[.\d])(?<![\w.]){FIGURE})
     | (?P<junk>\d[\d.,:/']*\d(?:[.]\d+)?|\d)
     | (?P<raised>[\u2070\u00b9\u00b2\u00b3\u2074-\u207b]+)
     | (?P<vulgar>[\u00bc-\u00be\u2150-\u215e\u2189])

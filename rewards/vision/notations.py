@@ -8,7 +8,7 @@ text.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -78,12 +78,15 @@ class Notation:
     space: str = ""
     sizes: tuple[int, ...] = field(default=(4, 2))
 
-    def shapes(self, body: str, size: int) -> list[Shape]:
-        """Return the shapes of ``size`` numbers in this notation."""
-        if size not in self.sizes or self.mark not in body:
+    def shapes(self, body: str, sizes: Iterable[int]) -> list[Shape]:
+        """Return the shapes in this notation of the first number of numbers that has some."""
+        if self.mark not in body:
             return []
-        matches = islice(self.pattern.finditer(body), MOST + 1)
-        return [shape for match in matches for shape in self.read(match, size)]
+        matches = [*islice(self.pattern.finditer(body), MOST + 1)]
+        for size in filter(self.sizes.__contains__, sizes if matches else ()):
+            if listed := [shape for match in matches for shape in self.read(match, size)]:
+                return listed
+        return []
 
 
 def label_of(text: object) -> str | None:
@@ -97,7 +100,7 @@ def before(match: re.Match[str]) -> str | None:
 
 
 def numbers_in(text: str) -> list[float]:
-    return [float(number) for number in _NUMBERS.findall(text)]
+    return [*map(float, _NUMBERS.findall(text))]
 
 
 def cut(values: list[float], size: int) -> Iterator[tuple[float, ...]]:
@@ -359,7 +362,7 @@ NOTATIONS = (
         "pyautogui.click(x=200, y=300)",
         "(",
         re.compile(
-            r"(?i:\b(?:pyautogui\.)?(?:(?:left|right|double|triple|long)_?)?"
+            r"(?i:\b(?=[cdhlmprst])(?:pyautogui\.)?(?:(?:left|right|double|triple|long)_?)?"
             r"(?:click|tap|press|moveto|hover|select|drag|scroll))\((?:start_box|point|box|"
             r"coordinate|position)?\s{0,4}=?\s{0,4}(?P<inside>[^)A-WZa-wz]{1,120})\)?"
         ),

@@ -4,7 +4,7 @@ coordinates."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import islice
@@ -23,7 +23,7 @@ from rewards.reading import (
     strict_json,
     worst,
 )
-from rewards.reading.objects import QUOTE, several, too_deep
+from rewards.reading.objects import QUOTE, several, too_deep, whole_json
 from rewards.vision.notations import MOST, NOTATIONS, Shape, label_of
 
 # under which keys a record holds a box or a point; the first that is there counts
@@ -153,13 +153,14 @@ def _shapes(text: str, sizes: tuple[int, ...]) -> Parsed[list[Shape]]:
     if fenced(body).casefold().strip(" .") in NOTHING | {"[]", "[[]]", "{}"}:
         return Parsed([], answer.status)
     for notation in NOTATIONS:
-        for size in sizes:
-            listed = notation.shapes(body, size)
-            if len(listed) > MOST:
-                return UNPARSEABLE
-            if listed:
-                return Parsed(listed, answer.status)
+        listed = notation.shapes(body, sizes)
+        if len(listed) > MOST:
+            return UNPARSEABLE
+        if listed:
+            return Parsed(listed, answer.status)
     written = _json_of(body)
+    if isinstance(written.value, list) and len(written.value) > MOST:
+        return UNPARSEABLE
     for size in sizes:
         for read in (partial(_from_json, written), _pairs, _bracketed, _keyed, _bare):
             parsed = read(body, size)
@@ -172,9 +173,11 @@ def _shapes(text: str, sizes: tuple[int, ...]) -> Parsed[list[Shape]]:
 
 def _json_of(body: str) -> Parsed[Any]:
     """Read JSON, or a value of Python, whole."""
-    parsed = strict_json(body)
     inside = fenced(body)
-    if parsed.status == "ok" or not inside.startswith(("[", "{")) or too_deep(inside):
+    if too_deep(inside):
+        return UNPARSEABLE
+    parsed = whole_json(inside)
+    if parsed.status == "ok" or not inside.startswith(("[", "{")):
         return parsed
     value = several(QUOTE.sub('"', inside) if "'" in inside else inside)
     return UNPARSEABLE if value is None else Parsed(value, "repaired")
@@ -238,9 +241,10 @@ def _keyed(body: str, size: int) -> Parsed[list[Shape]]:
     for record, ends in records:
         values = {}
         for key in filter(_BEHIND[size].get, ends):
-            matches = (_BEHIND[size][key].match(record, end) for end in reversed(ends[key]))
-            if last := next(filter(None, matches), None):  # the last counts
-                values[key] = _written(last)
+            for end in reversed(ends[key]):  # the last counts
+                if found := _BEHIND[size][key].match(record, end):
+                    values[key] = _written(found)
+                    break
         if values:
             listed += _entry(values, size)
         if len(listed) > MOST:
@@ -252,7 +256,7 @@ def _keyed(body: str, size: int) -> Parsed[list[Shape]]:
 def _records(body: str) -> list[tuple[str, dict[str, list[int]]]]:
     """Cut a text behind braces, and return the keys of each part with where they end."""
     records = []
-    for record in body.split("}"):
+    for record in body.split("}") if ":" in body or "=" in body else ():
         ends: dict[str, list[int]] = {}
         for key in _KEY.finditer(record):
             ends.setdefault(key[1].casefold(), []).append(key.end())
@@ -332,15 +336,19 @@ def _entry(entry: Any, size: int) -> Iterator[Shape]:
 
 def _of_keys(record: Mapping[str, Any], size: int) -> list[Shape] | None:
     """Read the shapes that a record's own keys name; None where none of them is a shape's."""
-    label = next((_label(record[key]) for key in LABELS if key in record), None)
-    confidence = next((real(record[key]) for key in CONFIDENCES if key in record), None)
-    for key in KEYS[size]:
-        if key in record:
-            turned, space = (_turned, "rel1000") if key == "box_2d" else (tuple, None)
-            many = _many(record[key], size)
-            return [Shape(turned(values), label, confidence, space) for values in many]
+    label = _label(record.get(_first(LABELS, record)))
+    confidence = real(record.get(_first(CONFIDENCES, record)))
+    if key := _first(KEYS[size], record):
+        turned, space = (_turned, "rel1000") if key == "box_2d" else (tuple, None)
+        many = _many(record[key], size)
+        return [Shape(turned(values), label, confidence, space) for values in many]
     values = _cornered(record, size)
     return [Shape(values, label, confidence)] if values else None
+
+
+def _first(keys: Iterable[str], record: Container[str]) -> str | None:
+    """Return the first of some keys that a record has; None where it has none."""
+    return next(filter(record.__contains__, keys), None)
 
 
 def _turned(values: tuple[float, ...]) -> tuple[float, ...]:
@@ -362,6 +370,8 @@ def _many(value: Any, size: int) -> list[tuple[float, ...]]:
 
 def _cornered(record: Mapping[Any, Any], size: int) -> tuple[float, ...] | None:
     """Return the numbers of a record with a key for each: corners, or a corner and two sides."""
+    if _NUMBERED.isdisjoint(record):
+        return None
     for keys in CORNERS[size]:
         if all(key in record for key in keys):
             return reals([record[key] for key in keys])

@@ -77,12 +77,14 @@ SIGNED = re.compile(r"(?<![\d.])[-+]\Z")
 JOIN = re.compile(rf"(?>{BEHIND})\s*{TO}\s*{LEAD}([-+]?)", re.I)
 TIMED = rf"(?>{LEAD}{NUMBER}{BEHIND})"
 MINUTE = r"(?:minutes?|mins?|minuten|minutos?|minuti|\u5206\u949f?|\ubd84)"
+MINUTE_BEGINS = re.compile("[mM\u5206\ubd84]")  # a text without it names no minute
 MINUTES = re.compile(
     rf"(?<![\d.:])({NUMBER})(?:\s?{MINUTE})?\s*{TO}\s*({NUMBER})\s?{MINUTE}(?![A-Za-z]|\s?\d)", re.I
 )
 MINUTES_JOIN = re.compile(rf"(?:\s?{MINUTE})?\s*{TO}\s*[-+]?", re.I)
 JOINING = re.compile(r"[^\s\d.:()\[\]{}]")  # without such a sign nothing stands between two times
 # who says when it does not happen; to the end of what stands before the times
+FIGURES = 4 * MOST  # of an answer that anybody gives
 BEFORE = 70  # characters of that
 DENIAL = re.compile(r"\b(?:not|never|nicht|pas)\b|n't\b|[\u4e0d\u6ca1]", re.I)
 DENIED = re.compile(rf"(?:{DENIAL.pattern})[^.;\n]{{0,60}}\Z", re.I)
@@ -96,10 +98,11 @@ def seconds(text: str) -> str:
         hours, minutes, rest = clock.groups()
         return str(int(hours or 0) * 3600 + int(minutes) * 60 + float(rest.replace(",", ".")))
 
-    if any(map(MINUTES_JOIN.fullmatch, {*FIGURE.split(text)[2:-1:2]})):
-        text = MINUTES.sub(lambda two: f"{60 * float(two[1])} - {60 * float(two[2])}", text)
-    spoken = SPOKEN.sub(lambda said: str(int(said[1]) * 60 + float(said[2])), text)
-    return re.sub(CLOCK, replacement, spoken)
+    if MINUTE_BEGINS.search(text):
+        if any(map(MINUTES_JOIN.fullmatch, {*FIGURE.split(text)[2:-1:2]})):
+            text = MINUTES.sub(lambda two: f"{60 * float(two[1])} - {60 * float(two[2])}", text)
+        text = SPOKEN.sub(lambda said: str(int(said[1]) * 60 + float(said[2])), text)
+    return re.sub(CLOCK, replacement, text) if ":" in text else text
 
 
 def spans(text: str) -> Parsed[list[Span]]:
@@ -135,7 +138,9 @@ def spans(text: str) -> Parsed[list[Span]]:
 def _paired(body: str) -> Iterator[tuple[int, Span]]:
     """Yield where two neighbouring numbers begin and what they are, where what stands between them
     leads from a start to an end."""
-    parts = FIGURE.split(body)  # words, number, words, number ... words
+    parts = FIGURE.split(body, FIGURES + 1)  # words, number, words, number ... words
+    if len(parts) > 2 * FIGURES:
+        return
     joins = {words: JOIN.fullmatch(words) for words in {*parts[2:-1:2]}}
     if not any(joins.values()):
         return

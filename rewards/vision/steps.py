@@ -247,8 +247,10 @@ class Vqa(Verifiable):
         body, status = stated(text)
         if not normal(body):
             return Verdict(0.0, "unparseable")
+        if len(body) > SHORT:
+            return Verdict(agreement(vqa_key(body), people), status)
         whole = agreement(vqa_key(bare(plain(body)), self.textvqa), people)
-        ways = () if whole or len(body) > SHORT else self._ways(body)
+        ways = () if whole else self._ways(body)
         spoken = [agreement(vqa_key(way, self.textvqa), people) for way in ways]
         return Verdict(max([whole, *spoken]), status)
 
