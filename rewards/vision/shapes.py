@@ -242,11 +242,12 @@ def _keyed(body: str, size: int) -> Parsed[list[Shape]]:
         values = {}
         for key in filter(_BEHIND[size].get, ends):
             for end in reversed(ends[key]):  # the last counts
-                if found := _BEHIND[size][key].match(record, end):
-                    values[key] = _written(found)
+                if match := _BEHIND[size][key].match(record, end):
+                    values[key] = _written(match)
                     break
         if values:
-            listed += _entry(values, size)
+            shapes = _of_keys(values, size)
+            listed += _entry(values, size) if shapes is None else shapes
         if len(listed) > MOST:
             break
     return Parsed(listed, "repaired") if listed else UNPARSEABLE
