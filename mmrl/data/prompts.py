@@ -116,9 +116,9 @@ def split(
     """
     ranks = {name: _rank(name) for name in map(key, prompts)}
     held = {text for text, rank in ranks.items() if rank < share}
-    if ranks and share > 0:
+    if ranks and share > 0 and not held:
         held.add(min(ranks, key=ranks.__getitem__))
-    if ranks:
+    if ranks and len(held) == len(ranks):
         held.discard(max(ranks, key=ranks.__getitem__))
     return [p for p in prompts if key(p) not in held], [p for p in prompts if key(p) in held]
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
+import time
 import tracemalloc
 
 import numpy as np
@@ -68,6 +70,25 @@ def test_processes_share_one_file_and_hold_next_to_nothing(tmp_path, cache, monk
     file.unlink()
     file.write_bytes(content[:-1])  # cut by a full disk: written again
     assert list(Prompts(path, held_out=0.0).train) == list(second)
+
+
+def test_files_that_were_not_read_for_thirty_days_leave_when_one_is_written(cache, monkeypatch):
+    monkeypatch.setattr(rows_on_disk, "FEW", 1)
+
+    def read(text):
+        before = set(cache.iterdir()) if cache.exists() else set()
+        stored([{"text": text}])
+        return next(iter(set(cache.iterdir()) - before), None)
+
+    used, forgotten = read("used"), read("forgotten")
+    kept = list(stored([{"text": "forgotten"}]))
+    mapped = stored([{"text": "forgotten"}])
+    for file in (used, forgotten):
+        os.utime(file, (old := time.time() - 31 * 86400, old))
+    assert read("used") is None and forgotten.exists()  # only read, which counts
+    new = read("new")
+    assert set(cache.iterdir()) == {used, new}
+    assert list(mapped) == kept  # of a run that goes on
 
 
 def test_rows_that_cannot_be_written_stay_in_memory(tmp_path, cache, monkeypatch):

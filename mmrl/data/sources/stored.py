@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import marshal
 import os
+import time
 from array import array
 from collections.abc import Sequence
+from contextlib import suppress
 from hashlib import blake2b
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
@@ -18,6 +20,7 @@ from mmrl.utils.paths import cache_dir
 
 FEW = 20_000  # rows that every process may hold: some 10 MiB of short ones
 SIMPLE = frozenset((str, int, float, bool, bytes, type(None)))
+KEPT = 30 * 86400  # seconds that a file stays after it was last read
 VERSION = 2  # of marshal, the last whose bytes are the same for the same row
 
 
@@ -74,12 +77,24 @@ def _is_plain(value: Any) -> bool:
 
 
 def _file_of(content: bytearray) -> Path:
-    """Return a file with this content, the same for all processes."""
+    """Return a file with this content, the same for all processes, whose time is that of its last
+    reading. A new one takes the place of those that were not read for 30 days."""
     file = cache_dir() / "rows" / blake2b(content, digest_size=16).hexdigest()
     if file.is_file() and file.stat().st_size == len(content):
+        with suppress(OSError):  # another user's
+            os.utime(file)
         return file
     file.parent.mkdir(parents=True, exist_ok=True)
     with NamedTemporaryFile(dir=file.parent, delete=False) as written:
         written.write(content)
     os.replace(written.name, file)
+    _forget_old(file.parent)
     return file
+
+
+def _forget_old(folder: Path) -> None:
+    """Remove what was not read for 30 days; a process that maps such a file keeps it."""
+    for other in folder.iterdir():
+        with suppress(OSError):  # another process removed it, or may alone
+            if time.time() - other.stat().st_mtime > KEPT:
+                other.unlink()
