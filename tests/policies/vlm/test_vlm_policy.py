@@ -549,14 +549,14 @@ def test_the_first_ratio_is_one_and_training_changes_the_weights():
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_gspo_at_its_published_clip_cuts_nothing_while_the_weights_stay(epochs):
     """At learning rate 0 no ratio has moved. Against the cached decoder's log-probs in half
-    precision it would have."""
+    precision it would have: within some ten tokens one is rounded in another way."""
     found = {}
     for again in (False, "auto"):
-        policy = policy_of(dtype="bfloat16", lora=2)
+        policy = policy_of(dtype="bfloat16", lora=2, max_new_tokens=20)
         objective = PolicyGradient(surrogate=SURROGATES["gspo"])
         sizes = {
             "prompts_per_iteration": 2,
-            "group_size": 8,
+            "group_size": 6,
             "train_batch_size": 4,
             "micro_batch_size": 4,
             "epochs": epochs,
@@ -571,7 +571,7 @@ def test_gspo_at_its_published_clip_cuts_nothing_while_the_weights_stay(epochs):
 def test_the_gate_in_half_precision_looks_at_the_mean():
     """Weights in bfloat16 pass; samples of other weights do not, and neither does their rounding in
     float32."""
-    policy = policy_of(dtype="bfloat16", lora=2)
+    policy = policy_of(dtype="bfloat16", lora=2, max_new_tokens=16)
     found = trainer_of(policy).iterate()
     assert found["ratio/max_deviation"] > 1e-4 and found["skipped_steps"] == 0
     assert trainer_of(policy_of(), precision="bf16").iterate()["skipped_steps"] == 0

@@ -3,6 +3,7 @@ once, and every log-prob is that of the answer by itself."""
 
 from collections import Counter
 from functools import partial
+from string import ascii_letters
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ TREES = {
     "three": TextTree(every=3, branches=2, rounds=1),
     "random": TextTree(every=1, choose="random", branches=2, rounds=2),
     "entropy": TextTree(every=1, choose="entropy", branches=1, rounds=3),
-    "marks": TextTree(marks=("a", "e", "i", "o", "u"), choose="random", branches=1, rounds=2),
+    "marks": TextTree(marks=tuple(ascii_letters), choose="random", branches=1, rounds=2),
 }
 
 
@@ -157,7 +158,7 @@ def test_places_are_every_so_many_tokens_or_behind_marks():
     for row, sample in enumerate(rollout.sample):
         shared = int((rollout.edge_id[row] != rollout.row_id[row]).sum())
         text = marks.inputs.decode(sample[:shared].tolist())
-        starts[text[-1:] in "aeiou" if shared else "anew"] += 1
+        starts[text[-1:] in ascii_letters if shared else "anew"] += 1
     assert not starts[False] and starts[True] > 6
 
 
