@@ -94,7 +94,7 @@ def _file_of(content: bytearray) -> Path:
 
 def _forget_old(folder: Path) -> None:
     """Remove what was not read for 30 days; a process that maps such a file keeps it."""
-    for other in folder.iterdir():
+    for file in folder.iterdir():
         with suppress(OSError):  # another process removed it, or may alone
-            if time.time() - other.stat().st_mtime > KEPT:
-                other.unlink()
+            if time.time() - file.stat().st_mtime > KEPT:
+                file.unlink()
