@@ -86,7 +86,7 @@ def several(text: str) -> Any:
     """Read the JSON values of a text, among whatever words: the value if there is one, a list of
     them if there are more, of which nobody reads more than 501; None where one of them cannot be
     read."""
-    values = []
+    values: list[Any] = []
     mark = BEGINS.search(text)
     while mark and len(values) <= MOST:
         try:
