@@ -220,8 +220,8 @@ def quantity_in(span: str) -> Parsed[Quantity]:
     span = ASIDE.sub(": ", without_points(span))
     if len(span) > SHORT:
         return UNPARSEABLE
-    body = calm(plain(span))
-    body = scannable(bare(EXCLAIMED.sub(r"\1", body) if "!" in body else body))
+    text = calm(plain(span))
+    body = scannable(bare(EXCLAIMED.sub(r"\1", text) if "!" in text else text))
     if body is None:
         return UNPARSEABLE
     body = SCALE_COMMA.sub(r"\1 ", BECAUSE.sub(r"\1", body))
