@@ -335,7 +335,7 @@ def _entry(entry: Any, size: int) -> Iterator[Shape]:
                 yield shape if shape.label or not named else replace(shape, label=named)
 
 
-def _of_keys(record: Mapping[str, Any], size: int) -> list[Shape] | None:
+def _of_keys(record: Mapping[Any, Any], size: int) -> list[Shape] | None:
     """Read the shapes that a record's own keys name; None where none of them is a shape's."""
     label = _label(record.get(_first(LABELS, record)))
     confidence = real(record.get(_first(CONFIDENCES, record)))
