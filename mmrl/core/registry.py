@@ -23,6 +23,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import InitVar
 from functools import lru_cache, partial
 from pathlib import Path
@@ -462,10 +463,14 @@ BUILT_IN = (
 
 
 def load_built_in() -> None:
-    """Import every package that registers something. None of them imports diffusers or transformers
+    """Import every module that registers something. None of them imports diffusers or transformers
     to do so."""
-    for module in BUILT_IN:
-        importlib.import_module(module)
+    for name in BUILT_IN:
+        room = importlib.import_module(name)
+        for module in getattr(room, "MODULES", ()):
+            importlib.import_module(f"{name}.{module}")
+        for exported in getattr(room, "__all__", ()):
+            getattr(room, exported)  # loads the module that has it
     import samplers
 
     KERNELS.update(samplers.KERNELS)

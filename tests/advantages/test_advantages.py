@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mmrl.advantages  # registers
-from mmrl.advantages import DDPO, dance_grpo, dr_grpo, flow_grpo, gdpo, group, rloo, statistics
+from mmrl.advantages import DDPO, dance_grpo, dr_grpo, flow_grpo, gdpo, rloo, statistics
+from mmrl.advantages.group import group
 from mmrl.advantages.presets import GROUP_PRESETS
 from mmrl.core.errors import UserError
 from mmrl.core.registry import ADVANTAGES, describe, options

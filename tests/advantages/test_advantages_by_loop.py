@@ -21,20 +21,20 @@ from mmrl.advantages import (
     focal,
     gdpo,
     gpg,
-    group,
     grpo,
     ngrpo,
     opo,
     outcomes,
     pairs,
     pass_at_k,
-    process,
     reinforce_pp,
     rloo,
     statistics,
     temporal,
     tree_mean,
 )
+from mmrl.advantages.group import group
+from mmrl.advantages.process import process
 from mmrl.core.errors import UserError
 from mmrl.core.registry import ADVANTAGES
 from mmrl.core.types import Rewards

@@ -21,17 +21,17 @@ from mmrl.advantages import (
     bnpo,
     dr_grpo,
     drpo,
-    group,
     grpo_lead,
     gtpo,
     mapo,
     noise_aware,
-    process,
     strata,
     tree_grpo,
     unlikeliness,
 )
+from mmrl.advantages.group import group
 from mmrl.advantages.memory import capture, restore
+from mmrl.advantages.process import process
 from mmrl.core.errors import UserError
 from mmrl.core.types import Provenance, Rewards
 from mmrl.run.build import read

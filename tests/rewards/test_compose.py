@@ -12,7 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmrl.advantages import dr_grpo, group, reinforce, temporal
+from mmrl.advantages import dr_grpo, reinforce, temporal
+from mmrl.advantages.group import group
 from mmrl.advantages.online import MaxMin, Running
 from mmrl.config import build_rewards
 from mmrl.core.errors import UserError

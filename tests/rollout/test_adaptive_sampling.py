@@ -7,7 +7,8 @@ from statistics import fmean, pstdev
 import pytest
 import torch
 
-from mmrl.advantages import all_samples, group, outcomes
+from mmrl.advantages import all_samples, outcomes
+from mmrl.advantages.group import group
 from mmrl.config.options import AdaptiveRounds
 from mmrl.core import distributed
 from mmrl.core.errors import UserError

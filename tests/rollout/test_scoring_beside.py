@@ -8,8 +8,10 @@ import threading
 import pytest
 import torch
 
-from mmrl.advantages import dance_grpo, flow_grpo, gdpo, group, process, rloo, statistics
+from mmrl.advantages import dance_grpo, flow_grpo, gdpo, rloo, statistics
 from mmrl.advantages.ddpo import DDPO
+from mmrl.advantages.group import group
+from mmrl.advantages.process import process
 from mmrl.config.options import TrainOptions
 from mmrl.core.errors import UserError
 from mmrl.core.types import Rewards

@@ -8,7 +8,8 @@ import asyncio
 import pytest
 import torch
 
-from mmrl.advantages import gdpo, group
+from mmrl.advantages import gdpo
+from mmrl.advantages.group import group
 from mmrl.core.errors import UserError
 from mmrl.core.types import Rewards
 from mmrl.run.reward_notes import notes

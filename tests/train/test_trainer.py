@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from mmrl import advantages
+from mmrl.advantages.group import group
 from mmrl.config.options import TrainOptions
 from mmrl.core import distributed
 from mmrl.core.errors import UserError
@@ -216,7 +217,7 @@ def test_an_excluded_sample_changes_no_other_gradient():
 
 
 def test_nothing_to_learn_skips_the_step():
-    everything = partial(advantages.group, zero_variance_groups="drop")
+    everything = partial(group, zero_variance_groups="drop")
     metrics = make_trainer(
         reward=lambda media, prompts: torch.ones(len(media)), advantage=everything
     ).iterate()

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from mmrl import advantages
+from mmrl.advantages.process import process
 from mmrl.config.options import TrainOptions
 from mmrl.core.metrics import Meter
 from mmrl.objectives.policy_gradient import PolicyGradient
@@ -55,7 +56,7 @@ def test_rewards_of_steps_reach_the_tokens_that_earned_them():
         policy_of(max_new_tokens=64),
         asked,
         Scorer({"key_steps": reward}),
-        advantages.process,
+        process,
         PolicyGradient(),
         partial(adamw, lr=1e-3),
         TrainOptions(
