@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from mmrl.advantages import summary
+from mmrl import advantages
 from mmrl.core.registry import MONITORS
 from mmrl.core.types import Media, Rewards, Rollout
 from mmrl.monitoring import completion_stats
@@ -38,7 +38,7 @@ Monitor = Callable[[Sampled], dict[str, float]]
 def reward_statistics(sampled: Sampled) -> dict[str, float]:
     """Measure means and spreads of the rewards, flat groups, samples without a reward."""
     rollout, rewards = sampled.everything
-    return summary.statistics(rewards, rollout)
+    return advantages.statistics(rewards, rollout)
 
 
 @MONITORS.register("completion_lengths")

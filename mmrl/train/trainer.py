@@ -15,9 +15,7 @@ from typing import Any
 
 import torch
 
-from mmrl.advantages.branch import by_edge
-from mmrl.advantages.process import parts_of
-from mmrl.advantages.summary import outcomes
+from mmrl import advantages
 from mmrl.config.options import TrainOptions
 from mmrl.config.plan import arithmetic
 from mmrl.config.unfit import (
@@ -143,7 +141,7 @@ class Trainer:
         if isinstance(self.prompts, Curriculum) and not self.objective.supervised:
             rollout, rewards = batch.sampled
             self.prompts.see_update(metrics)
-            self.prompts.learn(outcomes(rewards, rollout))
+            self.prompts.learn(advantages.outcomes(rewards, rollout))
         self.iteration += 1
         metrics |= batch.metrics | self.clock.lap()
         # of this process
@@ -295,7 +293,7 @@ class Trainer:
         compared = by_question(rollout)
         for stage in self.stages:
             compared = set_apart(compared, stage.apart) if stage.apart else compared
-        parts = parts_of(self.advantage, rewards, compared).to(rollout.logprob)
+        parts = advantages.parts_of(self.advantage, rewards, compared).to(rollout.logprob)
         if any(stage.apart == "is_ground_truth" for stage in self.stages):
             expert = rollout.provenance.is_ground_truth
             if expert is not None:  # imitated, however they compare
@@ -305,7 +303,7 @@ class Trainer:
             # of a tree, what an unfinished answer shares with others is still trained
             unfinished = ~finished(drawn.media, rollout)
             trained = parts.masked_fill(unfinished[..., None], torch.nan)
-        trained = torch.stack([by_edge(x, rollout) for x in trained.unbind(-1)], -1)
+        trained = torch.stack([advantages.by_edge(x, rollout) for x in trained.unbind(-1)], -1)
         mask = rollout.mask & ~trained.isnan().any(-1)
         trained = trained.nan_to_num(0.0)
         return rollout.replace(
