@@ -37,7 +37,8 @@ from .shaping import temporal as temporal
 from .stratified import strata as strata
 from .summary import outcomes as outcomes
 from .summary import statistics as statistics
-from .tree_mean import tree_grpo as tree_grpo
+from .trees import tree_grpo as tree_grpo
+from .trees import tree_mean as tree_mean
 from .ungrouped import all_samples as all_samples
 from .weighted import COPO as COPO
 from .weighted import asymre as asymre

@@ -206,13 +206,20 @@ class Registry(dict[str, Plugin]):
 
         return add
 
+    def __missing__(self, name: str) -> Plugin:
+        """Return an entry of a module that was not imported yet."""
+        load_built_in()
+        if name in self:
+            return self[name]
+        raise KeyError(name)
+
     def find(self, name: str) -> Plugin:
         """Return the entry of that name, or of ``module:name`` or ``file.py:name``; raise a
         UserError with a suggestion if there is none."""
-        if name in self:
-            return self[name]
-        if isinstance(name, str) and ":" in name:
+        if name not in self and isinstance(name, str) and ":" in name:
             return import_name(name, self.kind)
+        with suppress(KeyError):
+            return self[name]
         own_name = NAMES_OF_THE_FIELD.get((self.kind, name))
         hint = f"it is called {own_name!r} here" if own_name in self else suggest(name, self)
         raise UserError(f"unknown {self.kind} {name!r}; {hint}")

@@ -18,7 +18,7 @@ from mmrl.advantages.groups import measured
 from mmrl.config.options import TrainOptions
 from mmrl.core import distributed
 from mmrl.core.host import on_host
-from mmrl.core.registry import STAGES
+from mmrl.core.registry import STAGES, load_built_in
 from mmrl.core.types import Copies, Media, Prompt, PromptMoments, Provenance, Rewards, Rollout
 from mmrl.policies.base import Policy, RolloutContext
 from mmrl.rollout.collect import joined, media_of
@@ -135,6 +135,7 @@ class KnowsPrompts(Stage):
 
 def stages_of(setup: Setup) -> list[Stage]:
     """Make all registered stages that the options ask for."""
+    load_built_in()  # a program that makes its trainer itself may have imported none
     kinds = [cast(type[Stage], entry) for entry in STAGES.values()]
     stages = [kind.build(setup) for kind in kinds]
     return [stage for stage in stages if stage is not None]

@@ -8,15 +8,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import mmrl.advantages  # registers
 from mmrl.advantages import DDPO, dance_grpo, dr_grpo, flow_grpo, gdpo, rloo, statistics
 from mmrl.advantages.group import group
 from mmrl.advantages.presets import GROUP_PRESETS
+from mmrl.core import registry
 from mmrl.core.errors import UserError
 from mmrl.core.registry import ADVANTAGES, describe, options
 from mmrl.core.types import Rewards
 from tests.fixtures import warm
 from tests.fixtures.records import make_rollout
+
+registry.load_built_in()
 
 NAN = math.nan
 R8 = torch.tensor([0.2, 0.5, 0.9, 0.4, 1, 1, 1, 1, -0.3, 0.1, 0.7, 0.2])
@@ -475,7 +477,8 @@ def test_statistics():
 
 WORKER = """
 import json, os, sys, torch, torch.distributed as dist
-import mmrl.advantages
+from mmrl.core import registry
+registry.load_built_in()
 from mmrl.advantages import statistics
 from mmrl.core.distributed import all_gather_rows, all_max, all_sum, world
 from mmrl.core.registry import ADVANTAGES
@@ -586,7 +589,6 @@ def test_two_processes_find_the_same_as_one(tmp_path):
 
 def test_every_registered_advantage_is_compared_across_processes():
     assert set(OWN_FILES) == set(COUNTS)
-    assert mmrl.advantages.__doc__
 
 
 # -- choices that survived mutation

@@ -12,6 +12,7 @@ import torch
 from mmrl import advantages, config
 from mmrl.config.options import TrainOptions
 from mmrl.config.unfit import unsuited
+from mmrl.core import registry
 from mmrl.core.distributions import Categorical, Gaussian
 from mmrl.core.errors import UserError
 from mmrl.core.metrics import Meter
@@ -30,6 +31,8 @@ from samplers.noise import Rng
 from tests.fixtures import toys
 from tests.fixtures.records import make_point
 from tests.objectives.test_objective_pairs import WHOLE, ToyHidden
+
+registry.load_built_in()
 
 LOGITS = torch.tensor([[[0.3, -1.0, 0.8], [1.5, 0.0, -0.2]]]).double()
 REF = torch.tensor([[[0.0, 0.4, 0.1], [-0.3, 0.9, 0.2]]]).double()

@@ -13,6 +13,7 @@ from torch.nn.functional import logsigmoid, softplus
 
 from mmrl import advantages
 from mmrl.config.options import TrainOptions
+from mmrl.core import registry
 from mmrl.core.distributions import Gaussian
 from mmrl.core.errors import UserError
 from mmrl.core.metrics import Meter
@@ -41,6 +42,8 @@ from mmrl.train.trainer import Trainer
 from samplers.noise import Rng
 from tests.fixtures import toys
 from tests.fixtures.records import make_point
+
+registry.load_built_in()
 
 FORWARD = {
     "dgpo": partial(DGPO, beta=5.0, kl=0.001),

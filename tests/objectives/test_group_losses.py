@@ -9,6 +9,7 @@ import torch
 
 from mmrl import advantages, config
 from mmrl.config.options import TrainOptions
+from mmrl.core import registry
 from mmrl.core.errors import UserError
 from mmrl.core.registry import OBJECTIVES
 from mmrl.core.types import Point
@@ -22,6 +23,8 @@ from mmrl.train.trainer import Trainer
 from samplers.noise import Rng
 from tests.fixtures import toys
 from tests.objectives.test_objective_pairs import WHOLE, ToyHidden
+
+registry.load_built_in()
 
 NAMES = [
     name

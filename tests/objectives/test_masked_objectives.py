@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.functional import cosine_similarity
 
 from mmrl.config.options import TrainOptions
+from mmrl.core import registry
 from mmrl.core.errors import UserError
 from mmrl.core.registry import ADVANTAGES, ESTIMATORS, SURROGATES
 from mmrl.core.types import Rewards
@@ -23,6 +24,8 @@ from mmrl.train.trainer import Trainer
 from samplers.noise import Rng
 from tests.fixtures import toys
 from tests.fixtures.records import make_point, make_rollout
+
+registry.load_built_in()
 
 N = 3
 ROWS = 3000

@@ -9,6 +9,7 @@ import torch
 
 from mmrl import advantages, config
 from mmrl.config.options import TrainOptions
+from mmrl.core import registry
 from mmrl.core.errors import UserError
 from mmrl.core.registry import ESTIMATORS, SURROGATES
 from mmrl.core.types import Point
@@ -23,6 +24,8 @@ from mmrl.train.trainer import Trainer
 from samplers.noise import Rng
 from tests.fixtures import toys
 from tests.objectives.test_objective_pairs import WHOLE, ToyHidden
+
+registry.load_built_in()
 
 SEQUENCES = [name for name, entry in SURROGATES.items() if sees_whole_rows(entry)]
 CASES = {  # policy, objective

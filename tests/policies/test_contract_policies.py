@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 from torch import nn
 
+from mmrl.core import registry
 from mmrl.core.registry import POLICIES, options
 from mmrl.core.types import LatentPath, Rollout, Transition
 from mmrl.objectives.base import frozen
@@ -21,6 +22,8 @@ from mmrl.scoring import Scorer
 from mmrl.train.minibatches import passes
 from samplers.noise import Rng
 from tests.core.test_contract import made
+
+registry.load_built_in()
 
 # Options under which a policy must keep the contract too, besides its smallest.
 VARIANTS: dict[str, list[dict[str, Any]]] = {

@@ -9,6 +9,7 @@ import torch
 
 from mmrl.advantages import GCPO, dr_grpo
 from mmrl.config.options import TrainOptions
+from mmrl.core import registry
 from mmrl.core.errors import UserError
 from mmrl.core.registry import STAGES
 from mmrl.data.suggestions import Forms
@@ -20,6 +21,8 @@ from mmrl.train.optimizers import adamw
 from mmrl.train.trainer import Trainer, whole_questions
 from tests.fixtures import toys
 from tests.train.test_trainer import make_trainer
+
+registry.load_built_in()
 
 SIZES = {"prompts_per_iteration": 8, "group_size": 8, "train_batch_size": 32, "iterations": 1}
 
