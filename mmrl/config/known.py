@@ -82,6 +82,9 @@ class StandIns(Registry):
             entry = self[name] = self.known.stand_in(name, self.entries[name]["options"])
         return entry
 
+    def __missing__(self, name: str) -> Plugin:
+        raise KeyError(name)  # the table is whole
+
     def find(self, name: str) -> Plugin:
         """Return the stand-in; ``unseen`` where only code that has not been run knows the name,
         or may have put something else in its place."""
