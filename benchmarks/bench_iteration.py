@@ -35,7 +35,7 @@ from torch import Tensor  # noqa: E402
 from mmrl import advantages  # noqa: E402
 from mmrl.config.options import TrainOptions  # noqa: E402
 from mmrl.core.types import Media, Prompt, Rollout  # noqa: E402
-from mmrl.data import prompts  # noqa: E402
+from mmrl.data import base  # noqa: E402
 from mmrl.objectives import PolicyGradient  # noqa: E402
 from mmrl.policies.diffusion.flow_policy import FlowPolicy  # noqa: E402
 from mmrl.scoring import Scorer  # noqa: E402
@@ -142,7 +142,7 @@ class PlainLoop:
             self.net.enable_gradient_checkpointing()
 
     def iterate(self) -> None:
-        batch = prompts.batch(PROMPTS, self.work.prompts, 0, 0)
+        batch = base.batch(PROMPTS, self.work.prompts, 0, 0)
         cond = self.encode(batch)
         names = torch.arange(self.work.rows)
         self.empty = cond.pop("uncond")

@@ -10,7 +10,7 @@ from mmrl.advantages.normalise import moments
 from mmrl.core import distributed
 from mmrl.core.distributed import all_gather_rows, all_sum
 from mmrl.core.types import Rewards, Rollout
-from mmrl.data.prompts import Outcome
+from mmrl.data.base import Outcome
 
 
 def statistics(rewards: Rewards | Tensor, rollout: Rollout) -> dict[str, float]:

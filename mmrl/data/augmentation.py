@@ -12,9 +12,9 @@ from mmrl.config.options import Count
 from mmrl.core.errors import UserError
 from mmrl.core.registry import DATA
 from mmrl.core.types import Prompt
+from mmrl.data.base import Outcome
 from mmrl.data.budget import Counted
 from mmrl.data.curriculum import Source, over, pieces, with_entries
-from mmrl.data.prompts import Outcome
 from mmrl.data.statistics import PromptStatistics
 
 PICTURES = ("images", "image", "video", "videos", "messages")  # fields of a prompt with pictures

@@ -13,8 +13,8 @@ from mmrl.config.options import Count
 from mmrl.core.errors import UserError
 from mmrl.core.registry import DATA
 from mmrl.core.types import Copies, Prompt
+from mmrl.data.base import Outcome
 from mmrl.data.curriculum import Around, Source, over, with_entries
-from mmrl.data.prompts import Outcome
 from mmrl.data.statistics import PromptRecord, PromptStatistics, successes
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 
 from mmrl.core.types import Prompt
-from mmrl.data.prompts import Curriculum, place
+from mmrl.data.base import Curriculum, place
 
 
 class BySize(Curriculum):

@@ -19,7 +19,7 @@ from mmrl.config.options import Count, Natural
 from mmrl.core.errors import UserError
 from mmrl.core.registry import DATA
 from mmrl.core.types import Copies, Prompt
-from mmrl.data.prompts import Curriculum, Outcome, batch, pick, place
+from mmrl.data.base import Curriculum, Outcome, batch, pick, place
 
 Weight = Annotated[float, Ge(0)]
 Share = Annotated[float, Ge(0), Le(1)]

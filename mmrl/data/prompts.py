@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import json
 import warnings
-from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from hashlib import blake2b
 from operator import itemgetter
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, overload
+from typing import Annotated, Any
 
 from annotated_types import Ge, Lt
 
@@ -19,12 +18,11 @@ from mmrl.config.values import Location, exists
 from mmrl.core.errors import UserError
 from mmrl.core.pictures import MOST_PIXELS
 from mmrl.core.registry import DATA
-from mmrl.core.types import Copies, Prompt
+from mmrl.core.types import Prompt
 from mmrl.data.sources.intake import Broken, Intake
 from mmrl.data.sources.media import folder_of, inline_picture, placed
 from mmrl.data.sources.reader import Request, rows_of
 from mmrl.data.sources.selection import renamed
-from samplers.noise import Rng
 
 PLAIN = frozenset((str, int, float, bool))  # types of values in which no picture stands
 SPLIT = 0.05  # share of the texts that is held out by default
@@ -147,133 +145,6 @@ def _rank(text: str) -> float:
     """Hash a text to a number in [0, 1), the same everywhere."""
     digest = blake2b(text.encode(errors="surrogatepass"), digest_size=6).digest()
     return int.from_bytes(digest, "big") / 2**48
-
-
-def batch(prompts: Sequence[Prompt], count: int, iteration: int, seed: int) -> list[Prompt]:
-    """Return the prompts of an iteration, ``count`` of them: epoch after epoch, each in its own
-    random order.
-
-    Nothing is remembered between calls: the position in the data is the iteration, so a resumed run
-    continues exactly. No prompt repeats within an epoch; a batch may lie across two epochs, or wrap
-    around several when it is larger.
-    """
-    if not prompts:
-        raise UserError("there are no prompts to draw from")
-    if isinstance(prompts, Curriculum):
-        return prompts.batch(count, iteration, seed)
-    positions = range(iteration * count, (iteration + 1) * count)
-    return [prompts[place(position, len(prompts), seed)] for position in positions]
-
-
-def pick(prompts: Sequence[Prompt], u: float, iteration: int) -> Prompt:
-    """Return one of the prompts that ``iteration`` may draw, for u in [0, 1)."""
-    if isinstance(prompts, Curriculum):
-        return prompts.pick(u, iteration)
-    return prompts[int(u * len(prompts))]
-
-
-def place(position: int, size: int, seed: int, *names: int | str) -> int:
-    """Return the index, among ``size`` prompts, of draw number ``position``: epoch after epoch,
-    each in its own random order."""
-    epoch, slot = divmod(position, size)
-    return _order(size, seed, epoch, *names)[slot]
-
-
-@lru_cache(maxsize=64)
-def _order(n: int, seed: int, epoch: int, *names: int | str) -> tuple[int, ...]:
-    return tuple(Rng.of(seed, "data", *names, epoch).permutation(n).tolist())
-
-
-class Curriculum(Sequence[Prompt]):
-    """Holds training prompts and decides itself which of them an iteration draws."""
-
-    @property
-    def measures(self) -> frozenset[str]:
-        """Name what of an iteration's answers is to be told by ``see`` before ``learn``:
-        "diversity", how much those to a prompt differ, 0 to 1; "entropy", of every answer [reward,
-        mean entropy of its decisions]."""
-        return frozenset()
-
-    @property
-    def together(self) -> int:
-        """Tell how many neighbours of a batch are one question, whose answers are compared."""
-        return 1
-
-    def __init__(self, prompts: Sequence[Prompt]):
-        self.prompts = list(prompts)
-
-    def __len__(self) -> int:
-        return len(self.prompts)
-
-    @overload
-    def __getitem__(self, index: int) -> Prompt: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Prompt]: ...
-    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
-        return self.prompts[index]
-
-    @abstractmethod
-    def batch(self, count: int, iteration: int, seed: int) -> list[Prompt]:
-        """Return ``count`` prompts; the same on all processes, and after a resume."""
-
-    def pick(self, u: float, iteration: int) -> Prompt:
-        return self[int(u * len(self))]
-
-    def presented(self, prompt: Prompt, iteration: int) -> Prompt:
-        """Return a prompt of the data as this iteration asks it, such as with a hint."""
-        return prompt
-
-    def reserved(self, count: int, iteration: int) -> list[Prompt]:
-        """Return the prompts that an iteration of ``count`` must ask, whoever chooses the rest."""
-        return []
-
-    @abstractmethod
-    def over(self, prompts: Sequence[Prompt]) -> Curriculum:
-        """Return the same curriculum over a subset of its prompts."""
-
-    def copies(self, prompts: Sequence[Prompt], group_size: int, iteration: int) -> Copies:
-        """Say how often each of the prompts of an iteration is answered: ``group_size`` times each
-        on average, or each as often as a list says."""
-        return group_size
-
-    def learn(self, outcomes: Sequence[Outcome]) -> None:
-        """Take in how the groups of an iteration were rewarded; called alike on all processes."""
-
-    def see_update(self, metrics: Mapping[str, float]) -> None:
-        """Take in the metrics of an iteration's update, before ``learn``; called alike on all
-        processes."""
-
-    def see(self, name: str, values: Mapping[int, Any]) -> None:
-        """Take in what was measured of prompts, by ``entry``: one of ``measures``, or "drift", how
-        far the policy has moved since it last answered; called alike on all processes."""
-
-    def predict_by(self, predict: Callable[[Sequence[Prompt]], list[float]]) -> None:
-        """Take what predicts the rewards of prompts by a value model of the policy's kind; it is
-        called alike on all processes."""
-
-    def rescoring(self, iteration: int) -> int:
-        """Say how many answers to every prompt are wanted after this iteration, only to be
-        measured; 0: none."""
-        return 0
-
-    def renew(self, outcomes: Sequence[Outcome], diversity: Mapping[int, float]) -> None:
-        """Take in such answers to all prompts; called alike on all processes."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what ``state_dict`` returned, after a resume."""
-
-
-class Outcome(NamedTuple):
-    """Holds the rewards of one group: the ``entry`` of its prompt, their mean, whether they are all
-    equal, and each that could be scored."""
-
-    entry: int
-    mean: float
-    flat: bool
-    rewards: tuple[float, ...] = ()
 
 
 def read(path: Path, key: str | None = None) -> list[Prompt]:

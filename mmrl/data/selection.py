@@ -21,10 +21,10 @@ from mmrl.config.options import Count, Natural
 from mmrl.core.errors import UserError
 from mmrl.core.registry import DATA
 from mmrl.core.types import Prompt
+from mmrl.data.base import Outcome, batch
 from mmrl.data.budget import Counted
 from mmrl.data.curriculum import Share, Source, over, with_entries
 from mmrl.data.features import Array, ValueModel, features_of
-from mmrl.data.prompts import Outcome, batch
 from mmrl.data.statistics import PromptStatistics, mean_advantage, successes
 from samplers.noise import Rng
 

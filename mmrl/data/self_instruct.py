@@ -10,8 +10,8 @@ from annotated_types import Ge, Le
 from mmrl.config.options import Count
 from mmrl.core.registry import DATA
 from mmrl.core.types import Prompt
+from mmrl.data.base import Outcome
 from mmrl.data.curriculum import Around, Share, Source, over, with_entries
-from mmrl.data.prompts import Outcome
 from samplers.noise import Rng
 
 # of a row that a new instruction is written after: what its pictures are, and how it is asked

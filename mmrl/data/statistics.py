@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import fmean
 from typing import Any
 
-from mmrl.data.prompts import Outcome
+from mmrl.data.base import Outcome
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,10 @@ from mmrl.core import distributed
 from mmrl.core.errors import UserError
 from mmrl.core.registry import DATA
 from mmrl.core.types import Prompt
+from mmrl.data.base import Outcome
 from mmrl.data.curriculum import Around, Share, Source, over, with_entries
 from mmrl.data.features import features_of
-from mmrl.data.prompts import Outcome, decoded
+from mmrl.data.prompts import decoded
 from mmrl.data.selection import Chosen, Portion, Unrenewed, best
 from mmrl.data.statistics import PromptStatistics
 from samplers.noise import Rng

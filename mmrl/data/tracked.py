@@ -12,8 +12,8 @@ from annotated_types import Ge, Gt, Lt
 from mmrl.core.errors import UserError
 from mmrl.core.registry import DATA
 from mmrl.core.types import Prompt
+from mmrl.data.base import Outcome
 from mmrl.data.curriculum import Source, over, with_entries
-from mmrl.data.prompts import Outcome
 from mmrl.data.selection import Chosen, Unrenewed, best, uniform
 from mmrl.data.statistics import Forgetting, PromptStatistics
 from mmrl.data.subsets import read_curves

@@ -14,8 +14,8 @@ from typing import Any
 
 from mmrl.core.pictures import PictureError, opened, rgb_picture
 from mmrl.core.types import Prompt
+from mmrl.data.base import Curriculum
 from mmrl.data.ledger import Summary
-from mmrl.data.prompts import Curriculum
 from mmrl.data.sources.folders import VIDEOS
 from mmrl.data.sources.intake import identical
 from mmrl.data.vision import points

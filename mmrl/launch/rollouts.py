@@ -33,9 +33,9 @@ from mmrl.config.options import TrainOptions
 from mmrl.core.errors import UserError
 from mmrl.core.registry import OBJECTIVES, POLICIES
 from mmrl.core.types import Copies, Media, Prompt, Rollout
+from mmrl.data.base import Curriculum
+from mmrl.data.base import batch as batch_of_prompts
 from mmrl.data.by_size import BySize
-from mmrl.data.prompts import Curriculum
-from mmrl.data.prompts import batch as batch_of_prompts
 from mmrl.launch.samplers import Draw, RolloutWorker, Samples
 from mmrl.monitoring.monitors import Sampled
 from mmrl.policies.base import Policy, RolloutContext

@@ -13,7 +13,7 @@ from mmrl.advantages.summary import outcomes
 from mmrl.core import distributed
 from mmrl.core.registry import STAGES
 from mmrl.core.types import Prompt, Rollout
-from mmrl.data.prompts import Curriculum, Outcome
+from mmrl.data.base import Curriculum, Outcome
 from mmrl.rollout.stages import Drawn, Sample, Setup, Stage
 from samplers.noise import Rng
 

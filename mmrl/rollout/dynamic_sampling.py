@@ -18,7 +18,7 @@ from mmrl.config.options import TrainOptions
 from mmrl.core import distributed
 from mmrl.core.registry import STAGES
 from mmrl.core.types import Copies, Prompt, Rewards
-from mmrl.data.prompts import pick
+from mmrl.data.base import pick
 from mmrl.rollout.collect import joined, media_of, together
 from mmrl.rollout.stages import Drawn, Sample, Setup, Stage, group_sizes, moments, outline
 from samplers.noise import Rng

@@ -23,7 +23,7 @@ from mmrl.core import distributed
 from mmrl.core.errors import UserError
 from mmrl.core.registry import STAGES
 from mmrl.core.types import Copies, Prompt, Rewards
-from mmrl.data.prompts import Curriculum
+from mmrl.data.base import Curriculum
 from mmrl.policies.base import Drafts, Policy, RolloutContext
 from mmrl.rollout.collect import media_of
 from mmrl.rollout.dynamic_sampling import exchanged

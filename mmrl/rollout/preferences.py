@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,10 +12,13 @@ from torch import Tensor
 from mmrl.core.broken_rows import first_of
 from mmrl.core.errors import UserError
 from mmrl.core.types import Copies, Media, Prompt, Rewards, Rollout
-from mmrl.data.pairs import Judged, Pairs
 from mmrl.policies.base import NO_CONTEXT, Policy, RolloutContext
 from mmrl.rollout.collect import Score
 from samplers.noise import Rng
+
+if TYPE_CHECKING:  # readers of files, which most runs do without
+    from mmrl.config.preferences import Preferences
+    from mmrl.data.pairs import Judged, Pairs
 
 REWARD = "preference"  # 1 the better or a good answer, 0 the worse, -1 a bad one
 
@@ -26,6 +29,13 @@ class Compared:
 
     def __init__(self, pairs: Pairs):
         self.pairs = pairs
+
+    @classmethod
+    def of(cls, options: Preferences) -> Compared:
+        """Compare the answers that these options name."""
+        from mmrl.data.pairs import Pairs
+
+        return cls(Pairs(options))
 
     def __call__(
         self,

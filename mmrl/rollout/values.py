@@ -18,7 +18,7 @@ from mmrl.core import distributed
 from mmrl.core.errors import UserError
 from mmrl.core.registry import STAGES
 from mmrl.core.types import Prompt
-from mmrl.data.prompts import Curriculum
+from mmrl.data.base import Curriculum
 from mmrl.policies.values import ValueNetwork
 from mmrl.rollout.stages import Drawn, KnowsPrompts, Sample, Setup
 

@@ -16,7 +16,7 @@ from mmrl.core import distributed
 from mmrl.core.errors import UserError
 from mmrl.core.registry import STAGES
 from mmrl.core.types import Prompt, Rollout
-from mmrl.data.prompts import Curriculum
+from mmrl.data.base import Curriculum
 from mmrl.policies.base import Policy
 from mmrl.rollout.collect import joined, rescored
 from mmrl.rollout.past import (

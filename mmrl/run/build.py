@@ -37,10 +37,10 @@ from mmrl.core.registry import (
     load_built_in,
 )
 from mmrl.core.types import Prompt
+from mmrl.data.base import Curriculum
 from mmrl.data.by_size import BySize
 from mmrl.data.ledger import Summary, collecting, refuse_broken
-from mmrl.data.pairs import Pairs
-from mmrl.data.prompts import Curriculum, development_and_test
+from mmrl.data.prompts import development_and_test
 from mmrl.data.sources.stored import stored
 from mmrl.monitoring.alarms import AlarmOptions
 from mmrl.monitoring.log import LogOptions
@@ -176,7 +176,7 @@ class Session:
     def _compared(self, preferences: Preferences) -> Sequence[Prompt]:
         """Return the prompts to train on that have compared answers, after a look at all answers.
         Raises UserError, with file and line."""
-        compared = Compared(Pairs(preferences))
+        compared = Compared.of(preferences)
         train = compared.pairs.kept(self.source.train)
         compared.check(self.policy, [*train, *compared.pairs.kept_or_none(self.source.held_out)])
         return train

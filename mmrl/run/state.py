@@ -20,7 +20,7 @@ from mmrl.core import distributed
 from mmrl.core.errors import UserError
 from mmrl.core.sharding import like
 from mmrl.core.weights import LIVE, block, reshard
-from mmrl.data.prompts import Curriculum
+from mmrl.data.base import Curriculum
 from mmrl.run.checkpoint import Arrays, Tensors
 from mmrl.train.trainer import Trainer
 from mmrl.train.update import Update

@@ -30,10 +30,9 @@ from mmrl.core.errors import UserError
 from mmrl.core.metrics import Stopwatch
 from mmrl.core.registry import MONITORS
 from mmrl.core.types import Advantage, Copies, Media, Prompt, Rewards, Rollout, per_prompt
+from mmrl.data.base import Curriculum
+from mmrl.data.base import batch as batch_of_prompts
 from mmrl.data.by_size import BySize
-from mmrl.data.pairs import Pairs
-from mmrl.data.prompts import Curriculum
-from mmrl.data.prompts import batch as batch_of_prompts
 from mmrl.monitoring.completion_stats import finished
 from mmrl.monitoring.monitors import Monitor, Sampled
 from mmrl.objectives.base import Objective
@@ -94,7 +93,7 @@ class Trainer:
         self.plan = arithmetic(options, self.device.processes, group_size_may_be_one)
         self.draw: Any = collect.draw  # workers of a cluster may sample in its place
         if options.preferences is not None:
-            self.draw = Compared(Pairs(options.preferences))
+            self.draw = Compared.of(options.preferences)
             if options.preferences.label is not None:
                 self.advantage = labelled
         self.clock = Stopwatch()

@@ -7,7 +7,7 @@ import pytest
 
 from mmrl.core.errors import UserError
 from mmrl.data.augmentation import Difficulty
-from mmrl.data.prompts import Outcome, batch
+from mmrl.data.base import Outcome, batch
 from mmrl.data.selection import Vade
 from mmrl.policies.vlm.media import noisy, shown_image
 from tests.fixtures import tiny_vlms

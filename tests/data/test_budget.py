@@ -9,8 +9,8 @@ import torch
 from mmrl.core.errors import UserError
 from mmrl.core.registry import DATA
 from mmrl.core.types import per_prompt
+from mmrl.data.base import Outcome
 from mmrl.data.budget import AdaptiveGroupSize, Knapsack, allotted
-from mmrl.data.prompts import Outcome
 from mmrl.data.statistics import PromptRecord, PromptStatistics, mean_advantage
 from samplers.noise import Rng
 from tests.fixtures import toys

@@ -18,8 +18,8 @@ from mmrl.config.options import Reuse, TrainOptions
 from mmrl.core.errors import UserError
 from mmrl.core.registry import DATA, load_built_in
 from mmrl.core.types import Rewards
+from mmrl.data.base import Outcome, batch, pick
 from mmrl.data.curriculum import Mixed, Replay, pieces
-from mmrl.data.prompts import Outcome, batch, pick
 from mmrl.objectives import PolicyGradient
 from mmrl.run import state
 from mmrl.run.build import admitted

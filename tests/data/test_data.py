@@ -10,7 +10,8 @@ import pytest
 
 from mmrl.config import build
 from mmrl.core.registry import DATA
-from mmrl.data.prompts import Prompts, batch, read, split
+from mmrl.data.base import batch
+from mmrl.data.prompts import Prompts, read, split
 from tests.fixtures.mistakes import message
 
 

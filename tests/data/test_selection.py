@@ -13,10 +13,10 @@ from mmrl.advantages import outcomes
 from mmrl.core.errors import UserError
 from mmrl.core.registry import DATA, load_built_in
 from mmrl.core.types import Rewards
+from mmrl.data.base import Outcome, batch
 from mmrl.data.budget import Knapsack
 from mmrl.data.curriculum import Hints, Replay
 from mmrl.data.features import ValueModel
-from mmrl.data.prompts import Outcome, batch
 from mmrl.data.selection import Pcl, Sec, Vade, Vas
 from mmrl.data.statistics import PromptStatistics, mean_advantage
 from mmrl.data.subsets import Depo

@@ -11,7 +11,8 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from mmrl.data.prompts import Prompts, batch
+from mmrl.data.base import batch
+from mmrl.data.prompts import Prompts
 from mmrl.data.sources import stored as rows_on_disk
 from mmrl.data.sources.stored import Stored, stored
 from tests.fixtures import tiny_vlms

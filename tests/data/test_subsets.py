@@ -10,9 +10,9 @@ import torch
 
 from mmrl.core import distributed
 from mmrl.core.errors import UserError
+from mmrl.data.base import Outcome, batch
 from mmrl.data.curriculum import with_entries
 from mmrl.data.features import features_of
-from mmrl.data.prompts import Outcome, batch
 from mmrl.data.subsets import (
     ByVariance,
     Depo,

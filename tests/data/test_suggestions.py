@@ -11,7 +11,7 @@ from mmrl.advantages import dr_grpo
 from mmrl.config.options import ResponseReuse, TrainOptions
 from mmrl.core.errors import UserError
 from mmrl.core.metrics import Meter
-from mmrl.data.prompts import Outcome, batch
+from mmrl.data.base import Outcome, batch
 from mmrl.data.selection import Vade
 from mmrl.data.suggestions import Forms, Suggestions
 from mmrl.objectives import PolicyGradient

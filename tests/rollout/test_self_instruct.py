@@ -14,7 +14,7 @@ from mmrl.config.options import TrainOptions
 from mmrl.core import distributed
 from mmrl.core.errors import UserError
 from mmrl.core.registry import DATA, REWARDS, load_built_in
-from mmrl.data.prompts import batch
+from mmrl.data.base import batch
 from mmrl.data.self_instruct import SelfInstruct
 from mmrl.objectives import PolicyGradient
 from mmrl.rollout.self_instruct import SelfInstruction

@@ -16,7 +16,7 @@ from mmrl.core import distributed
 from mmrl.core.errors import UserError
 from mmrl.core.registry import load_built_in
 from mmrl.core.types import Provenance
-from mmrl.data.prompts import batch
+from mmrl.data.base import batch
 from mmrl.data.selection import Pcl
 from mmrl.objectives.group_regression import ALoL
 from mmrl.policies.lora import Lora

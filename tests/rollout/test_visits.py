@@ -12,7 +12,7 @@ from mmrl.advantages.baseline import SingleStream
 from mmrl.config.options import PolicyDrift
 from mmrl.core.errors import UserError
 from mmrl.core.registry import load_built_in
-from mmrl.data.prompts import Outcome, batch
+from mmrl.data.base import Outcome, batch
 from mmrl.data.tracked import SingleStreamData
 from mmrl.rollout.visits import Visits
 from samplers.noise import Rng

@@ -12,7 +12,8 @@ from annotated_types import Ge, Lt
 from mmrl.core.errors import UserError
 from mmrl.core.registry import DATA
 from mmrl.core.types import Prompt
-from mmrl.data.prompts import SPLIT, Curriculum, place, split
+from mmrl.data.base import Curriculum, place
+from mmrl.data.prompts import SPLIT, split
 from mmrl.data.sources.reader import rows_of
 from mmrl.data.vision.formats import check, plain
 
