@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from mmrl.config.overrides import WRITTEN_IN
 from mmrl.config.values import SCALARS, Place, expected, show
 from mmrl.core.errors import UserError, a_or_an, suggest
-from mmrl.core.registry import LATER, Plugin, Registry, make, options
+from mmrl.core.registry import LATER, NAMES_OF_THE_FIELD, Plugin, Registry, make, options
 
 PACKAGE = Path(__file__).parents[1]
 OURS = (PACKAGE, PACKAGE.parent / "rewards", PACKAGE.parent / "samplers")
@@ -162,8 +162,10 @@ def resolve_call(
     converted = {}
     for key, value in chosen.items():
         if key not in known:
-            close = suggest(str(key), known)
-            hint = f"; {close}{short}" if close.startswith("did") else takes
+            own_name = NAMES_OF_THE_FIELD.get(("option", str(key)))
+            named = own_name in known
+            close = f"it is called {own_name!r} here" if named else suggest(str(key), known)
+            hint = f"; {close}{short}" if named or close.startswith("did") else takes
             hint += _elsewhere(place, key, value)
             problems.append((place / key).say(f"unknown option{hint}"))
         # the default None may always be written out

@@ -163,6 +163,9 @@ NAMES_OF_THE_FIELD = {
     ("objective", "grpo"): "policy_gradient",
     ("objective", "ppo"): "policy_gradient",
     ("objective", "reinforce"): "policy_gradient",
+    ("option", "r"): "rank",  # peft's names, within ``lora``
+    ("option", "lora_alpha"): "alpha",
+    ("option", "target_modules"): "targets",
 }
 
 

@@ -169,6 +169,11 @@ def test_an_option_gets_the_type_of_its_annotation(option, written, expected):
             {"rnk": 2, "rank": 1},
             "things.box.inner.rnk: unknown option; did you mean 'rank'? (inner takes: rank",
         ),
+        (
+            "inner",
+            {"r": 2, "rank": 1},
+            "things.box.inner.r: unknown option; it is called 'rank' here (inner takes: rank",
+        ),
         ("inner", {}, "things.box.inner: missing rank, which inner needs"),
         (
             "inner",
