@@ -238,7 +238,6 @@ class TensorBoard:
 
         self.writer.add_image(name, np.asarray(picture), iteration, dataformats="HWC")
 
-    @abstractmethod
     def table(self, iteration: int, name: str, table: Table) -> None:
         """Write a table as Markdown, with its pictures inside."""
         self.writer.add_text(name, markdown(table), iteration)
