@@ -477,9 +477,10 @@ def load_built_in() -> None:
     to do so."""
     for name in BUILT_IN:
         room = importlib.import_module(name)
-        for module in getattr(room, "MODULES", ()):
+        # not getattr: what `rewards` and `samplers` do not have is looked up in a user's own
+        for module in vars(room).get("MODULES", ()):
             importlib.import_module(f"{name}.{module}")
-        for exported in getattr(room, "__all__", ()):
+        for exported in vars(room).get("__all__", ()):
             getattr(room, exported)  # loads the module that has it
     import samplers
 
