@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from mmrl.core.version import __version__ as __version__
 from mmrl.utils import rounding
 
 if TYPE_CHECKING:
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
     from mmrl.api.runs import Run, load_run, train
     from mmrl.api.trainer import Trainer
     from mmrl.core.errors import UserError
-
-__version__ = "0.1.0"
 
 # Finds `rewards` and `samplers` by place, before anything imports them.
 from mmrl.core import packages as _packages  # noqa: F401

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mmrl import config
+import mmrl.config as config
 from mmrl.api.arguments import Overrides, plain, prompts_of, words_of
 from mmrl.api.isolation import isolated
 from mmrl.api.media import Samples, shown

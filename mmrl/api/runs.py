@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmrl import config as configurations
+import mmrl.config as configurations
 from mmrl.api.arguments import Overrides, needed, plain, words_of
 from mmrl.api.callbacks import Callbacks, Watching
 from mmrl.api.display import gallery_of, run_html

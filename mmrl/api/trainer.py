@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from mmrl import config
+import mmrl.config as config
 from mmrl.api.arguments import Overrides, data_section, plain, prompts_of, reader_of, words_of
 from mmrl.api.callbacks import Callbacks, Watching
 from mmrl.api.isolation import isolated, live_name

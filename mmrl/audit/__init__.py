@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mmrl import config
+import mmrl.config as config
 from mmrl.audit.places import named
 from mmrl.config import Config, import_plugins
 from mmrl.config.unfit import capabilities_of

@@ -8,7 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from mmrl import config
+import mmrl.config as config
 from mmrl.benchmarks import results, samples, sampling
 from mmrl.benchmarks.items import BENCHMARKS, Benchmark, Item, Sample
 from mmrl.benchmarks.sampling import Run

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import torch
 from annotated_types import Ge
 
-from mmrl import config
+import mmrl.config as config
 from mmrl.benchmarks.items import Benchmark, Item
 from mmrl.config.options import TrainOptions
 from mmrl.core import distributed

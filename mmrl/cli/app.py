@@ -90,7 +90,7 @@ def _look_at(path: Path, overrides: list[str] | None, **use: Any) -> None:
 
 def _print_version(version: bool) -> None:
     if version:
-        from mmrl import __version__
+        from mmrl.core.version import __version__
 
         print(f"mmrl {__version__}")
         raise typer.Exit()

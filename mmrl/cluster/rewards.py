@@ -153,7 +153,7 @@ def share_of(workers: int) -> int:
 
 def here(plug_ins: Iterable[Any] = ()) -> Surroundings:
     """Describe the surroundings of this process for its workers, who will need ``plug_ins``."""
-    from mmrl import __version__
+    from mmrl.core.version import __version__
 
     names = ("HF_HUB_OFFLINE", "MMRL_CACHE", "MMRL_SAFE", "TOKENIZERS_PARALLELISM")
     environment = {name: os.environ[name] for name in names if name in os.environ}

@@ -26,8 +26,8 @@ class Surroundings:
     def enter(self) -> str:
         """Take them up in a worker. Returns a sentence where this node cannot do the same as the
         driver; else ""."""
-        from mmrl import __version__
         from mmrl.core.registry import import_file, import_module, load_built_in
+        from mmrl.core.version import __version__
 
         node = f"node {address()}"
         if __version__ != self.version:

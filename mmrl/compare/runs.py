@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from mmrl import config
+import mmrl.config as config
 from mmrl.compare.plan import Plan
 from mmrl.compare.settings import Setting, overrides_of
 from mmrl.core.errors import UserError

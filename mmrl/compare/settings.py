@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from mmrl import config
+import mmrl.config as config
 from mmrl.config.options import Budget, TrainOptions
 from mmrl.core.errors import UserError, suggest
 from mmrl.utils.paths import find_config

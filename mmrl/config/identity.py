@@ -8,8 +8,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from mmrl import __version__
 from mmrl.config.schema import Resolved
+from mmrl.core.version import __version__
 
 HEAVY = 2**20  # a larger file is known by size and time, a smaller one by its content
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mmrl import config as configs
+import mmrl.config as configs
 from mmrl.config.options import TrainOptions
 from mmrl.config.plan import Plan, arithmetic
 from mmrl.config.schema import Resolved, construct, resolve

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from mmrl import config as configs
+import mmrl.config as configs
 from mmrl.config.schema import Resolved, construct, resolve
 from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mmrl import config
+import mmrl.config as config
 from mmrl.cluster import connection
 from mmrl.cluster.options import RayOptions
 from mmrl.cluster.output import last_output, listen, show_by, where

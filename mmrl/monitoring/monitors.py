@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from mmrl import advantages
+import mmrl.advantages as advantages
 from mmrl.core.registry import MONITORS
 from mmrl.core.types import Media, Rewards, Rollout
 from mmrl.monitoring import completion_stats

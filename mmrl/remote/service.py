@@ -17,11 +17,11 @@ from annotated_types import Ge, Gt
 from fastapi import FastAPI, Request, Response
 from torch import Tensor
 
-from mmrl import __version__
 from mmrl.config import Weighted
 from mmrl.core.errors import UserError, suggest
 from mmrl.core.registry import describe
 from mmrl.core.types import Prompt
+from mmrl.core.version import __version__
 from mmrl.remote.application import application
 from mmrl.remote.body import parts_of
 from mmrl.remote.lanes import Answer, Lane

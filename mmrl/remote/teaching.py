@@ -19,9 +19,9 @@ import torch
 from annotated_types import Ge, Gt, Le
 from fastapi import FastAPI, Request, Response
 
-from mmrl import __version__
 from mmrl.core.errors import UserError
 from mmrl.core.messages import BadMessage, pack, unpack
+from mmrl.core.version import __version__
 from mmrl.policies.base import Policy
 from mmrl.policies.teaching import BadQuestion, answer, signature
 from mmrl.remote.application import application

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mmrl import config
+import mmrl.config as config
 from mmrl.cluster.options import RayOptions
 from mmrl.config import Config
 from mmrl.config.options import EvaluateOptions, TrainOptions

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from mmrl import config
+import mmrl.config as config
 from mmrl.advantages.presets import GROUP_PRESETS
 from mmrl.config import Config
 from mmrl.config.overrides import PLUGGED

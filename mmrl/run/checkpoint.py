@@ -22,11 +22,11 @@ from typing import Any
 
 from torch import Tensor
 
-from mmrl import __version__
 from mmrl.core import distributed
 from mmrl.core.errors import UserError
 from mmrl.core.sharding import is_sharded
 from mmrl.core.tensor_files import Part
+from mmrl.core.version import __version__
 from mmrl.utils.files import json_object, on_disk, sha256, sync
 
 FORMAT = "mmrl-checkpoint-2"

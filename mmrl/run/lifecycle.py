@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from mmrl import config
+import mmrl.config as config
 from mmrl.config.stages import OF_ALL, misfits
 from mmrl.config.yamltext import read as parsed
 from mmrl.core import distributed, peers

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from mmrl import config
+import mmrl.config as config
 from mmrl.core import distributed
 from mmrl.monitoring.alarms import AlarmOptions, Alarms
 from mmrl.monitoring.gallery import Gallery

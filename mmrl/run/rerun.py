@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from mmrl import config
+import mmrl.config as config
 from mmrl.core.errors import UserError
 from mmrl.monitoring.log import EVENTS, METRICS, parse_line
 from mmrl.run import checkpoint

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from mmrl import advantages
+import mmrl.advantages as advantages
 from mmrl.config.options import TrainOptions
 from mmrl.config.plan import arithmetic
 from mmrl.config.unfit import (

@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from mmrl import __version__
+from mmrl.core.version import __version__
 
 try:
     import resource

@@ -222,7 +222,7 @@ def test_the_programs_that_the_docs_start_are_in_the_wheel(installed):
 
 
 def test_the_version_is_written_once(installed):
-    """In mmrl/__init__.py; the metadata are made from it."""
+    """In mmrl/core/version.py; the metadata are made from it."""
     import mmrl
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
