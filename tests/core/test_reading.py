@@ -17,6 +17,8 @@ def names_of(path):
             names.add(node.name)
         if isinstance(node, ast.Assign):
             names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            names.add(node.target.id)
         if isinstance(node, ast.ClassDef):
             names |= {f"{node.name}.{x.name}" for x in node.body if isinstance(x, ast.FunctionDef)}
     return names

@@ -19,7 +19,7 @@ from mmrl.core.types import Rewards
 from mmrl.objectives import PolicyGradient
 from mmrl.objectives.kl import KL
 from mmrl.objectives.surrogates import gspo
-from mmrl.policies.diffusion import flow_policy
+from mmrl.policies import base
 from mmrl.policies.masked.masked_lm import MaskedLM
 from mmrl.policies.unified import local_flow, tasks
 from mmrl.policies.unified.local_flow import UnifiedFlow
@@ -211,7 +211,7 @@ def test_a_picture_weighs_and_is_clipped_as_its_options_say():
         objective = PolicyGradient(clip_range=0.2)
         logp = torch.full_like(point.logprob, math.log(1.15))
         point = point.replace(advantage=torch.ones_like(point.advantage))
-        loss = objective._clipping(point)(logp, torch.zeros_like(logp), point.advantage, point.mask)
+        loss = objective.surrogate(logp, 0 * logp, point, objective.clip_scale(point))
         expected = -1.1 if picture else -1.15  # 1 + 0.2 x 0.5
         torch.testing.assert_close(loss, torch.full_like(loss, expected))
 
@@ -291,7 +291,7 @@ def test_neither_uneven_groups_nor_the_size_of_passes_changes_a_row(kind):
 
 def test_in_shards_every_process_makes_the_passes_of_the_busiest(monkeypatch):
     """In sampling, by kind, and while another process still writes; test_processes.py has two."""
-    for module in (local_flow, flow_policy):
+    for module in (base, local_flow):
         monkeypatch.setattr(module, "sharded", lambda net: True)
     monkeypatch.setattr(local_flow.distributed, "any_of", lambda flag: True)
     policy = flow(fixed_batch_rows=2)
@@ -411,7 +411,7 @@ def test_objectives_of_one_kind_of_decision_are_refused(name):
 
 def test_options_of_one_kind_of_decision_are_refused():
     objective = PolicyGradient(
-        surrogate=gspo, kl=KL(form="flow_grpo"), entropy=0.1, timestep_fraction=0.5
+        surrogate=gspo, kl=KL(0.1, form="flow_grpo"), entropy=0.1, timestep_fraction=0.5
     )
     refused_options = {option for option, _ in objective.unfit(UnifiedFlow)}
     assert refused_options == {"surrogate", "kl", "entropy", "timestep_fraction"}

@@ -329,6 +329,7 @@ def test_a_segment_counts_by_its_mean(make, share):
         text_share=share,
         plan={"max_new_tokens": 7},
         answer=Answer(max_new_tokens=3),
+        words="abcdef",
     )
     rollout = policy.rollout([TEXT, ASKED], 3, Rng.of("segments"))
     terms = torch.arange(6 * 11, dtype=torch.float64).view(6, 11).sin()
