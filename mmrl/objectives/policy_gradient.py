@@ -61,7 +61,7 @@ class PolicyGradient(Composed):
 
     def unfit(self, policy: Any) -> Iterator[tuple[str, str]]:
         in_parts = self._in_parts(policy)
-        for term in self.active:
+        for term in self.terms:  # an option of a term without weight is looked at too
             rest = (each for each in self.active if each is not term)
             coupled = in_parts or any(each.couples(policy) for each in rest)
             yield from term.unfit(policy, self.surrogate, coupled)

@@ -411,7 +411,7 @@ def test_objectives_of_one_kind_of_decision_are_refused(name):
 
 def test_options_of_one_kind_of_decision_are_refused():
     objective = PolicyGradient(
-        surrogate=gspo, kl=KL(0.1, form="flow_grpo"), entropy=0.1, timestep_fraction=0.5
+        surrogate=gspo, kl=KL(form="flow_grpo"), entropy=0.1, timestep_fraction=0.5
     )
     refused_options = {option for option, _ in objective.unfit(UnifiedFlow)}
     assert refused_options == {"surrogate", "kl", "entropy", "timestep_fraction"}
