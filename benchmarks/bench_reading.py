@@ -13,8 +13,16 @@ import time
 from collections.abc import Callable, Sequence
 
 from mmrl.core.registry import REWARDS, load_built_in
-from rewards.reading import languages, names, numbers, options, published, spelled, statements
-from rewards.vision import shapes
+from rewards.answers import shapes
+from rewards.answers.reading import (
+    languages,
+    names,
+    numbers,
+    options,
+    published,
+    spelled,
+    statements,
+)
 
 PROMPTS = {
     "answer": {"answer": "12.5"},

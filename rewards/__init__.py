@@ -1,23 +1,96 @@
 """Rewards map ``(media, prompts) -> [B]``, usable without the trainer; see ``docs/rewards.md``.
 
-Importing this package registers every reward under its name in a configuration and offers it under
-that name and under its own: ``from rewards import clip_score`` and ``from rewards import
-ClipScore`` are the same class. A module of this folder needs no entry anywhere. Models are loaded
-when a reward is constructed, never here.
+The package offers every reward under its name in a configuration and under its own: ``from rewards
+import clip_score`` and ``from rewards import ClipScore`` are the same class. The modules that
+register them are imported when a name is asked for, models are loaded when a reward is constructed.
 """
 
 import importlib
-import pkgutil
+from typing import Any
 
-from mmrl.core.registry import REWARDS
+MODULES = (
+    "answers.detection",
+    "answers.grounding",
+    "answers.masks",
+    "answers.maths",
+    "answers.maze",
+    "answers.pointing",
+    "answers.reference",
+    "answers.shaping",
+    "answers.spans",
+    "answers.steps",
+    "answers.svg",
+    "answers.tables",
+    "answers.words",
+    "answers.writing",
+    "combined.appeals",
+    "combined.by_task",
+    "combined.calibrate",
+    "combined.compose",
+    "combined.diversity",
+    "combined.hierarchical",
+    "combined.votes",
+    "combined.weights",
+    "heads.aesthetic",
+    "heads.embedding",
+    "heads.fitted_head",
+    "images.clip_iqa",
+    "images.clip_score",
+    "images.digits",
+    "images.face_identity",
+    "images.geneval",
+    "images.hpsv2",
+    "images.hpsv3",
+    "images.image_reward",
+    "images.iqa",
+    "images.jpeg",
+    "images.mps",
+    "images.ocr",
+    "images.ocr_layout",
+    "images.pickscore",
+    "images.picture_statistics",
+    "images.preservation",
+    "images.safety",
+    "images.similarity",
+    "images.vqa",
+    "judges.checklist",
+    "judges.edit",
+    "judges.listener",
+    "judges.local_vlm",
+    "judges.pairwise",
+    "judges.points",
+    "judges.yes_no",
+    "servers.chat_server",
+    "servers.remote",
+    "videos.action",
+    "videos.av_align",
+    "videos.clap",
+    "videos.consistency",
+    "videos.digits_motion",
+    "videos.motion",
+    "videos.pe_av",
+    "videos.per_frame",
+    "videos.video_align",
+)
 
-for _found in pkgutil.iter_modules(__path__):
-    if not _found.name.startswith("_"):
-        importlib.import_module(f"{__name__}.{_found.name}")
 
-# After the imports, which leave the modules themselves under these names.
-_own = {
-    name: entry for name, entry in REWARDS.items() if entry.__module__.partition(".")[0] == __name__
-}
-globals().update({entry.__name__: entry for entry in _own.values()} | _own)
-__all__ = sorted({*_own, *(entry.__name__ for entry in _own.values())})
+def _offered() -> dict[str, Any]:
+    """Import every reward and return them by both their names."""
+    from mmrl.core.registry import REWARDS
+
+    for module in MODULES:
+        importlib.import_module(f"{__name__}.{module}")
+    ours = {n: e for n, e in REWARDS.items() if e.__module__.partition(".")[0] == __name__}
+    return {entry.__name__: entry for entry in ours.values()} | ours
+
+
+def __getattr__(name: str) -> Any:
+    found = {} if name.startswith("_") else _offered()
+    if name not in found:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
+    globals().update(found)
+    return found[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_offered()})

@@ -35,7 +35,7 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 from mmrl.utils.paths import cache_dir  # noqa: E402
-from rewards.vision import maths  # noqa: E402
+from rewards.answers import maths  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 # fixed now: a test that changes HOME still finds it

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from mmrl.core.types import Prompt
-from rewards.reading import real
-from rewards.vision.base import tagged
+from rewards.answers.reading import real
+from rewards.answers.verifiable import tagged
 
 FEW = 5  # a number up to this differs from its neighbour by more than any usual tolerance
 UNITS = {"cm": "m", "m": "cm", "mm": "m", "km": "m", "kg": "g", "g": "kg", "s": "h", "min": "h"}

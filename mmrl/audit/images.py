@@ -23,7 +23,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.types import Prompt
 from mmrl.scoring.attempt import as_values, describe
 from rewards.card import card_of
-from rewards.judged import prompt_pictures
+from rewards.judges.samples import prompt_pictures
 from samplers.noise import Rng
 
 if TYPE_CHECKING:

@@ -16,11 +16,11 @@ from mmrl.core.types import Prompt
 from mmrl.data.vision import boxes, points
 from mmrl.scoring import Handled
 from mmrl.scoring.attempt import as_values, describe
+from rewards.answers.coords import CoordSpace, Unscorable
+from rewards.answers.grounding import Grounding
+from rewards.answers.verifiable import Verifiable
+from rewards.answers.words import Answer, Choice, Classification
 from rewards.card import card_of
-from rewards.vision.base import Verifiable
-from rewards.vision.coords import CoordSpace, Unscorable
-from rewards.vision.grounding import Grounding
-from rewards.vision.words import Answer, Choice, Classification
 
 CLOSE = 1e-4  # a ground truth may lose so much to rounding
 # made up; ratios that differ between x and y

@@ -20,7 +20,7 @@ from mmrl.core.registry import REWARDS
 from mmrl.core.types import Prompt
 from mmrl.data.prompts import read
 from mmrl.data.sources.reader import rows_of
-from rewards.geneval import Detection, detections_by_name, published
+from rewards.images.geneval import Detection, detections_by_name, published
 
 STRICTNESS = {"counting": 0.9}  # threshold of a detection, by task; of others 0.3
 Judge = Callable[[Tensor, list[Prompt]], Tensor]

@@ -15,7 +15,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import DATA
 from mmrl.core.types import Prompt
 from mmrl.data.prompts import Prompts
-from rewards.geneval import COLORS, OBJECTS
+from rewards.images.geneval import COLORS, OBJECTS
 from samplers.noise import Rng
 
 Maker = Callable[["Chance"], Prompt]

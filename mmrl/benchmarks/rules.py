@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from rewards.reading import normal, quantity_in, same_name, stated
-from rewards.reading.options import options_named, options_of
-from rewards.reading.plain import bare, plain
-from rewards.reading.published import anls, relaxed
+from rewards.answers.reading import normal, quantity_in, same_name, stated
+from rewards.answers.reading.options import options_named, options_of
+from rewards.answers.reading.plain import bare, plain
+from rewards.answers.reading.published import anls, relaxed
 
 __all__ = ["anls", "choice", "relaxed", "same_answer", "with_dependencies", "written"]
 

@@ -33,9 +33,9 @@ def fit_head(
 
     Raises UserError before a model is loaded where the folder or the data cannot be used.
     """
-    from rewards.fitted_head import PictureFeatures
-    from rewards.tools import fit_head as fitting
-    from rewards.tools.ratings import read_ratings
+    from rewards.heads import fit_head as fitting
+    from rewards.heads.fitted_head import PictureFeatures
+    from rewards.heads.ratings import read_ratings
 
     if choice.clip and choice.vision:
         raise UserError("--clip and --vision: give one of the two")

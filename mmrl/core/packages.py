@@ -161,11 +161,18 @@ def _of_some_mmrl(folder: Path) -> bool:
 def _open(package: ModuleType) -> None:
     """Let ``from rewards import redness`` find the user's ``redness`` where ours has none."""
     name = package.__name__
+    find = vars(package).get("__getattr__")
 
     def missing(attribute: str) -> Any:
         # of a module of ours that is not loaded yet, Python asks here first
         ours = PathFinder.find_spec(f"{name}.{attribute}", list(package.__path__))
         if ours is None and not attribute.startswith("__"):
+            try:
+                if find:
+                    return find(attribute)
+            except AttributeError as error:
+                if error.name != attribute:
+                    raise
             try:
                 return getattr(importlib.import_module(USERS + name), attribute)
             except ModuleNotFoundError as error:

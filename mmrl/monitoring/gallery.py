@@ -118,9 +118,9 @@ def shown(prompt: Prompt) -> dict[str, Any]:
 def said_boxes(text: str, prompt: Prompt) -> list[list[float]]:
     """Read the boxes a text names, as shares of the picture; empty where there are none, or its
     size is not known."""
-    from rewards.vision.base import in_truth
-    from rewards.vision.coords import Unscorable
-    from rewards.vision.shapes import boxes
+    from rewards.answers.coords import Unscorable
+    from rewards.answers.shapes import boxes
+    from rewards.answers.verifiable import in_truth
 
     parsed = boxes(text)
     try:
@@ -131,8 +131,8 @@ def said_boxes(text: str, prompt: Prompt) -> list[list[float]]:
 
 
 def _right_boxes(prompt: Prompt) -> list[list[float]]:
-    from rewards.vision.base import true_boxes
-    from rewards.vision.coords import Unscorable
+    from rewards.answers.coords import Unscorable
+    from rewards.answers.verifiable import true_boxes
 
     try:
         return _shares(true_boxes(prompt).tolist(), prompt) if "boxes" in prompt else []
@@ -143,7 +143,7 @@ def _right_boxes(prompt: Prompt) -> list[list[float]]:
 def _shares(rows: list[list[float]], prompt: Prompt) -> list[list[float]]:
     """Turn boxes in the space of the ground truths into shares of width and height, kept within two
     pictures of it."""
-    from rewards.vision.coords import extent, truth_space
+    from rewards.answers.coords import extent, truth_space
 
     size = extent(prompt, truth_space(prompt))
     if size is None:

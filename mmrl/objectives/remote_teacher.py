@@ -18,17 +18,9 @@ from mmrl.core.top_tokens import completed
 from mmrl.core.types import Point
 from mmrl.objectives.distillation import RemoteOptions
 from mmrl.policies.teaching import question
-from rewards.servers import (
-    RETRIED,
-    BoundedClient,
-    Failed,
-    Server,
-    Servers,
-    Words,
-    body,
-)
-from rewards.tokens import Tokens
-from rewards.tries import Tries
+from rewards.servers.pool import RETRIED, BoundedClient, Failed, Server, Servers, Words, body
+from rewards.servers.tokens import Tokens
+from rewards.servers.tries import Tries
 
 VARIABLE = "MMRL_TEACHER_TOKEN"
 

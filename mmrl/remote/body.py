@@ -1,4 +1,5 @@
-"""Reads the body of a request to a reward server as the ``Parts`` that ``rewards.wire`` unpacks."""
+"""Reads the body of a request to a reward server as the ``Parts`` that ``rewards.servers.wire``
+unpacks."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import binascii
 from collections.abc import Mapping
 from typing import Any
 
-from rewards.wire import KINDS, BadInput, Parts, parse_json
+from rewards.servers.wire import KINDS, BadInput, Parts, parse_json
 
 
 def parts_of(media_type: str, body: bytearray, values: float) -> Parts:

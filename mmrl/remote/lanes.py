@@ -22,7 +22,7 @@ from mmrl.core.types import Media, Prompt, Reward
 from mmrl.scoring import Scorer
 from mmrl.scoring.returned import does_not_apply
 from mmrl.scoring.scorer import together
-from rewards.files import request
+from rewards.base.files import request
 
 
 class Answer(NamedTuple):

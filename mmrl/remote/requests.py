@@ -21,8 +21,8 @@ from starlette.requests import ClientDisconnect
 
 from mmrl.core.errors import UserError
 from mmrl.remote.memory import Memory, NoRoom, Share
-from rewards.tokens import Tokens
-from rewards.wire import BadInput, check_token
+from rewards.servers.tokens import Tokens
+from rewards.servers.wire import BadInput, check_token
 
 LONGEST = 2000  # characters of what a model or a reward says of a request
 log = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ from mmrl.remote.requests import Listening
 from mmrl.remote.service import ServeOptions, make_app
 from mmrl.remote.teaching import TEACHER_VARIABLE, TeachOptions, make_teacher_app
 from mmrl.run.build import short_names
-from rewards.tokens import VARIABLE, Tokens
+from rewards.servers.tokens import VARIABLE, Tokens
 
 MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h: larger blocks are mapped by themselves
 LOOPBACK = ("127.0.0.1", "localhost", "::1")

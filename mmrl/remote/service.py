@@ -29,8 +29,8 @@ from mmrl.remote.memory import Memory, Share
 from mmrl.remote.requests import Doorkeeper, Listening, Refusal, reply, shortened
 from mmrl.scoring import Handled
 from rewards.card import PICTURES, card_of
-from rewards.tokens import Tokens
-from rewards.wire import BYTES_A_PIXEL, BadInput, Limits, unpack
+from rewards.servers.tokens import Tokens
+from rewards.servers.wire import BYTES_A_PIXEL, BadInput, Limits, unpack
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,8 +26,8 @@ from mmrl.policies.base import Policy
 from mmrl.policies.teaching import BadQuestion, answer, signature
 from mmrl.remote.application import application
 from mmrl.remote.requests import Doorkeeper, Listening, Refusal, shortened
-from rewards.tokens import Tokens
-from rewards.wire import BadInput
+from rewards.servers.tokens import Tokens
+from rewards.servers.wire import BadInput
 
 TEACHER_VARIABLE = "MMRL_TEACHER_TOKEN"
 LIMITS = ("max_request_mib", "max_answer_mib")

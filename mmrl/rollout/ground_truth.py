@@ -64,7 +64,7 @@ def writer(name: str, rewards: Mapping[str, Any], policy: Policy) -> Writer:
 
 
 def _written(write: Writer, prompt: Prompt) -> str | None:
-    from rewards.vision.coords import Unscorable
+    from rewards.answers.coords import Unscorable
 
     try:
         return write(prompt)

@@ -15,7 +15,7 @@ from mmrl.data.curriculum import Around
 from mmrl.data.self_instruct import Instructed
 from mmrl.policies.base import Policy, RolloutContext
 from mmrl.rollout.stages import Drawn, Sample, Setup, Stage
-from rewards.tools.instructions import Filters, new_instruction, pictures_of, request
+from rewards.judges.instructions import Filters, new_instruction, pictures_of, request
 from samplers.noise import Rng
 
 

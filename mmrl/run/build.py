@@ -56,8 +56,8 @@ from mmrl.scoring import Scorer
 from mmrl.train.device import Device, check_launcher, check_mesh, check_precision, is_fsdp, started
 from mmrl.train.optimizers import unshardable
 from mmrl.train.trainer import Trainer
+from rewards.base.hub_models import hub_models
 from rewards.card import described
-from rewards.hub_models import hub_models
 
 SECTIONS = {
     "train": TrainOptions,

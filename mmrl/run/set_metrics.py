@@ -49,7 +49,7 @@ def mean_ap(texts: Sequence[str], prompts: Sequence[Prompt]) -> dict[str, float]
 
 
 def _right(prompts: Sequence[Prompt], names: list[str]) -> list[dict[str, Any]]:
-    from rewards.vision.base import true_boxes
+    from rewards.answers.verifiable import true_boxes
 
     rows = [
         (image, name, box)
@@ -69,9 +69,9 @@ def _right(prompts: Sequence[Prompt], names: list[str]) -> list[dict[str, Any]]:
 
 
 def _found(image: int, text: str, prompt: Prompt, names: list[str]) -> list[dict[str, Any]]:
-    from rewards.vision.base import in_truth
-    from rewards.vision.coords import Unscorable
-    from rewards.vision.shapes import boxes
+    from rewards.answers.coords import Unscorable
+    from rewards.answers.shapes import boxes
+    from rewards.answers.verifiable import in_truth
 
     shapes = boxes(text).value or []
     only = str(prompt["labels"][0]) if len(set(map(str, prompt["labels"]))) == 1 else None

@@ -26,7 +26,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.sound import SoundVideos
 from mmrl.core.types import Media, Prompt
 from mmrl.utils.paths import cache_dir
-from rewards.files import PATH, of_a_request
+from rewards.base.files import PATH, of_a_request
 
 log = logging.getLogger(__name__)
 

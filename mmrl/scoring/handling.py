@@ -21,8 +21,8 @@ from mmrl.scoring.attempt import TimedOut, as_values
 from mmrl.scoring.cache import Cache, open_cache
 from mmrl.scoring.returned import SubScores, awaited, parted
 from mmrl.scoring.worker import Worker
+from rewards.base.precision import lowered
 from rewards.card import Card, card_of
-from rewards.precision import lowered
 
 Part = tuple[Media, list[Prompt]]
 DEPTH = 6  # how deep inside a reward's attributes its networks may be

@@ -24,8 +24,8 @@ from mmrl.scoring.attempt import Attempt, Budget, as_values, brief
 from mmrl.scoring.handling import Handled
 from mmrl.scoring.returned import left_out
 from mmrl.scoring.worker import Worker
+from rewards.base.groups import alike
 from rewards.card import card_of
-from rewards.groups import alike
 
 log = logging.getLogger(__name__)
 Value = TypeVar("Value")

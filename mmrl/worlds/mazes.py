@@ -10,7 +10,7 @@ from annotated_types import Ge, Le
 from mmrl.core.errors import UserError
 from mmrl.core.registry import DATA
 from mmrl.core.types import Prompt
-from rewards.vision.maze import BACK, MOVES, Cell, Maze, written
+from rewards.answers.maze import BACK, MOVES, Cell, Maze, written
 from samplers.noise import Rng
 
 SQUARE = 16  # pixels along a cell's side

@@ -14,7 +14,7 @@ from mmrl.worlds.progress import Progress
 from mmrl.worlds.recipes import ReaderRecipe
 from mmrl.worlds.render import Scenes, Split, render
 from mmrl.worlds.scenes import CANVAS, COLORS, DIGITS, PLACES, SIZES, Thing, captions
-from rewards.digit_reader import Reader
+from rewards.images.digit_reader import Reader
 from samplers.noise import Rng
 
 

@@ -17,7 +17,7 @@ from typing import Literal
 # matter.
 VERSIONS = {
     "scenes": 1,  # scenes, render, samplers.noise: what pictures show
-    "reader": 1,  # reading, rewards.digit_reader
+    "reader": 1,  # reading, rewards.images.digit_reader
     "clip": 1,
     "text": 1,  # tokenizers and text encoders
     "vae": 1,
@@ -37,7 +37,7 @@ VERSIONS = {
 
 @dataclass(frozen=True)
 class ReaderRecipe:
-    """Describes a network that reads pictures (``rewards.digit_reader``), and its training
+    """Describes a network that reads pictures (``rewards.images.digit_reader``), and its training
     scans."""
 
     split: Literal["generator", "reader", "judge"]

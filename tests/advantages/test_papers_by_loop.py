@@ -35,7 +35,7 @@ from mmrl.advantages.process import process
 from mmrl.core.errors import UserError
 from mmrl.core.types import Provenance, Rewards
 from mmrl.run.build import read
-from rewards.votes import answer_frequency
+from rewards.combined.votes import answer_frequency
 from tests.advantages.test_advantages_by_loop import (
     FLAT,
     GROUP,

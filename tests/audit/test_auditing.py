@@ -20,8 +20,8 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS, load_built_in
 from mmrl.data.vision import Vision
 from rewards import Grounding
+from rewards.answers.verifiable import row_name
 from rewards.card import card_of
-from rewards.vision.base import row_name
 from tests.fixtures.text_rewards import SMALLEST, prompts_of
 
 load_built_in()

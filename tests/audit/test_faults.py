@@ -8,8 +8,8 @@ import pytest
 
 from mmrl.audit import Subject, sums, texts
 from mmrl.audit.faults import contradiction, faults
-from rewards.vision.words import Answer, Choice
-from rewards.vision.writing import Transcription
+from rewards.answers.words import Answer, Choice
+from rewards.answers.writing import Transcription
 
 NUMBERS = [{"text": "how many?", "answer": str(n)} for n in (-7, 3, 12, 450)]
 LENGTHS = [{"text": "how long?", "answer": f"{n} cm"} for n in (2, 5, 9)]
@@ -91,7 +91,7 @@ def test_an_exact_match_without_tags_is_tried_without_them_and_that_is_said():
 
 
 def test_a_weighted_sum_that_pays_form_above_truth_is_found():
-    from rewards.vision.shaping import Format
+    from rewards.answers.shaping import Format
 
     rewards = {"answer": Answer(), "format": Format()}
     weights = {"answer": 0.1, "format": 5.0}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from rewards.geneval import OBJECTS
+from rewards.images.geneval import OBJECTS
 from tests.fixtures.tiny_image_rewards import seeded
 
 

@@ -11,8 +11,8 @@ from mmrl.benchmarks import command, samples
 from mmrl.benchmarks.pictures import DPG, OCRBenchmark, cut_up
 from mmrl.core.errors import UserError
 from mmrl.core.registry import BENCHMARKS
-from rewards._detect import Detector
-from rewards.geneval import OBJECTS
+from rewards.images.detector import Detector
+from rewards.images.geneval import OBJECTS
 from tests.benchmarks.files import document, lines, picture, save_coco_yolos, save_owlvit
 from tests.fixtures.tiny_image_rewards import save_hf_clip, save_mask2former
 from tests.fixtures.tiny_rewards import save_tiny_clip

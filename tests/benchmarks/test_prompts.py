@@ -13,8 +13,8 @@ from mmrl.benchmarks.prompts import (
     meaning,
 )
 from mmrl.core.errors import UserError
-from rewards.geneval import COLORS, OBJECTS
-from rewards.ocr import target_of
+from rewards.images.geneval import COLORS, OBJECTS
+from rewards.images.ocr import target_of
 from tests.benchmarks.files import lines
 
 

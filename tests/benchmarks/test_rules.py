@@ -3,7 +3,7 @@
 import pytest
 
 from mmrl.benchmarks import rules
-from rewards.reading.published import agreement
+from rewards.answers.reading.published import agreement
 
 
 @pytest.mark.parametrize(

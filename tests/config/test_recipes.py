@@ -15,8 +15,8 @@ from mmrl.config.options import TrainOptions
 from mmrl.core.registry import ADVANTAGES, DATA
 from mmrl.core.types import Completion, Rewards
 from mmrl.run.build import SECTIONS, Session, check_needs, read, scorer
-from rewards.chat_server import ChatServer
-from rewards.vision.coords import Unscorable
+from rewards.answers.coords import Unscorable
+from rewards.servers.chat_server import ChatServer
 from tests.fixtures import tiny_vlms
 from tests.fixtures.records import make_rollout
 

@@ -111,7 +111,12 @@ def test_policies_never_see_objectives_rewards_or_the_trainer():
     assert not offenders(room("mmrl", "policies"), lambda name: below(name, *forbidden))
 
 
-CLIENT = ("rewards.servers", "rewards.tokens", "rewards.tries", "rewards.wire")
+CLIENT = (
+    "rewards.servers.pool",
+    "rewards.servers.tokens",
+    "rewards.servers.tries",
+    "rewards.servers.wire",
+)
 
 
 def test_objectives_never_see_a_family():

@@ -30,7 +30,7 @@ def test_a_name_of_the_users_file_is_the_users_and_other_names_are_ours(desk):
     (desk / "rewards.py").write_text(OWN)
     assert import_name("rewards:redness").__module__ == "users_rewards"
     assert import_name("rewards.py:redness") is import_name("rewards:redness")
-    assert import_name("rewards.jpeg:jpeg_compressibility", "reward") is not None
+    assert import_name("rewards.images.jpeg:jpeg_compressibility", "reward") is not None
     assert importlib.import_module("rewards") is rewards and packages.is_ours(rewards)
     with pytest.raises(UserError, match="'rewards' has no 'rednes'"):
         import_name("rewards:rednes")
@@ -78,12 +78,12 @@ def test_what_the_users_module_lacks_itself_is_said(desk):
 
 def test_the_public_names_are_the_same_modules():
     from mmrl.rewards import ClipScore, clip_score
-    from mmrl.rewards.vision import maths
+    from mmrl.rewards.answers import maths
     from mmrl.samplers import noise
 
     assert clip_score is ClipScore is rewards.ClipScore
-    assert maths is importlib.import_module("rewards.vision.maths") and noise is samplers.noise
-    importlib.import_module("mmrl.rewards.clip_score")
+    assert maths is importlib.import_module("rewards.answers.maths") and noise is samplers.noise
+    importlib.import_module("mmrl.rewards.images.clip_score")
     assert rewards.clip_score is ClipScore, "the module has taken the class's place"
     assert importlib.util.find_spec("mmrl.rewards.nothing") is None
 

@@ -20,7 +20,7 @@ from mmrl.core.pictures import (
     upright_size,
 )
 from mmrl.policies.vlm.media import open_image
-from rewards.judged import prompt_pictures
+from rewards.judges.samples import prompt_pictures
 
 RED = (200, 30, 40)
 

@@ -16,7 +16,7 @@ from mmrl.monitoring.report.page import render
 from mmrl.monitoring.report.runs import read_run
 from mmrl.run.lifecycle import trained
 from mmrl.run.stopping import NOTHING_TO_LEARN
-from rewards.vision.grounding import Grounding
+from rewards.answers.grounding import Grounding
 
 GOOD = {
     "grad_norm": 0.1,

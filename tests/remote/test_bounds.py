@@ -20,7 +20,7 @@ from mmrl.core.errors import UserError
 from mmrl.remote.connections import Seldom
 from mmrl.remote.memory import Memory, NoRoom
 from mmrl.remote.service import ServeOptions
-from rewards.wire import BadInput, Limits, Parts, size_of, unpack
+from rewards.servers.wire import BadInput, Limits, Parts, size_of, unpack
 from tests.fixtures import waiting
 from tests.fixtures.reward_servers import b64, good, mean, png, serving
 from tests.fixtures.server_process import server_process, slowest_health

@@ -19,8 +19,8 @@ from mmrl.core.registry import REWARDS, load_built_in
 from mmrl.remote.service import make_app
 from mmrl.scoring import Handled, Handling
 from rewards import ByTask, Calibrated, Remote, Segmentation, Svg, jpeg_compressibility
+from rewards.base.files import NoPath, of_a_request, open_picture, request
 from rewards.card import PICTURES, Card, card_of
-from rewards.files import NoPath, of_a_request, open_picture, request
 from tests.fixtures import waiting
 from tests.fixtures.reward_servers import b64, good, png, serving
 from tests.fixtures.tiny_image_rewards import TINY_OPTIONS as TINY

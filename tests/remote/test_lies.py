@@ -14,7 +14,7 @@ import pytest
 from mmrl.core.errors import UserError
 from mmrl.remote.service import ServeOptions
 from rewards import Remote
-from rewards.tokens import Tokens
+from rewards.servers.tokens import Tokens
 from tests.fixtures import waiting
 from tests.fixtures.reward_servers import (
     answering,

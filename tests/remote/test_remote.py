@@ -287,7 +287,7 @@ def test_a_dead_server_is_named_once_and_its_share_goes_to_the_other(url, caplog
 def only_patient_with(monkeypatch):
     """Give every request to another address than these all the time it needs: who answers is never
     cut off."""
-    module = importlib.import_module("rewards.remote")
+    module = importlib.import_module("rewards.servers.remote")
     post = module.post
 
     def choose(*short):
@@ -339,7 +339,7 @@ def test_a_silent_lone_server_costs_one_time_out_however_many_requests():
 
 def test_one_slow_request_does_not_make_a_server_dead(monkeypatch):
     """One request runs out of time, after others that were sent later have been answered."""
-    module = importlib.import_module("rewards.remote")
+    module = importlib.import_module("rewards.servers.remote")
     post = module.post
     first = threading.Semaphore(1)
     with answering(ones) as address, answering(silence) as nobody:

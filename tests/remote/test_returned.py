@@ -9,7 +9,7 @@ from mmrl.cluster.workers import RewardWorker, Surroundings
 from mmrl.scoring import Handled, Handling, Scorer
 from mmrl.scoring.returned import does_not_apply
 from rewards import Remote
-from rewards.wire import read_answer
+from rewards.servers.wire import read_answer
 from tests.fixtures.reward_servers import serving
 from tests.fixtures.tiny_rewards import asked
 

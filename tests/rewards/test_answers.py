@@ -13,12 +13,12 @@ from num2words import num2words
 
 from mmrl.core.registry import REWARDS, load_built_in
 from mmrl.scoring import Scorer
-from rewards._sandbox import TooSlow
-from rewards.reading import Quantity, formulas, loose_json, objects, quantity
-from rewards.reading.options import options
-from rewards.reading.published import textvqa_words, vqa_key, vqa_words
-from rewards.reading.units import UNITS
-from rewards.vision import maths
+from rewards.answers import maths
+from rewards.answers.reading import Quantity, formulas, loose_json, objects, quantity
+from rewards.answers.reading.options import options
+from rewards.answers.reading.published import textvqa_words, vqa_key, vqa_words
+from rewards.answers.reading.units import UNITS
+from rewards.answers.sandbox import TooSlow
 from tests.fixtures.programs import load
 
 load_built_in()

@@ -11,8 +11,8 @@ import torch
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS, load_built_in
 from mmrl.core.sound import with_sound
-from rewards.av_align import onsets, overlap
 from rewards.card import card_of
+from rewards.videos.av_align import onsets, overlap
 from samplers.noise import Rng
 
 pytest.importorskip("cv2", reason="OpenCV is not installed")

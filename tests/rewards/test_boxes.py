@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rewards import Grounding, Referring
-from rewards.vision import boxes as geometry
+from rewards.answers import boxes as geometry
 
 SIDE = st.floats(0.01, 300, allow_nan=False)
 BOX = st.tuples(SIDE, SIDE, SIDE, SIDE).map(lambda v: [v[0], v[1], v[0] + v[2], v[1] + v[3]])

@@ -11,9 +11,10 @@ from cachetools import LRUCache
 from safetensors.torch import load_file
 
 from mmrl.core.errors import UserError
-from rewards import Aesthetic, ClipScore, _clip
-from rewards._media import resize_and_crop
-from rewards.aesthetic import load_head
+from rewards import Aesthetic, ClipScore
+from rewards.base import clip as networks
+from rewards.base.media import resize_and_crop
+from rewards.heads.aesthetic import load_head
 from tests.fixtures.tiny_rewards import (
     LAION_HEAD,
     PREPROCESS,
@@ -108,7 +109,7 @@ def test_tensor_preprocessing_follows_the_models_own_configuration(tmp_path, mod
 
 
 def test_texts_are_embedded_once_and_the_cache_is_bounded(tiny_clip, monkeypatch):
-    clip = _clip.load_clip(tiny_clip, "", "cpu")
+    clip = networks.load_clip(tiny_clip, "", "cpu")
     embedded = []
     tokenizer = clip.tokenizer
     monkeypatch.setattr(clip, "tokenizer", lambda texts: embedded.extend(texts) or tokenizer(texts))
@@ -155,12 +156,12 @@ def test_openai_weights_get_the_activation_they_were_trained_with(
 
     asked_for = {}
     tiny = open_clip.create_model(f"local-dir:{save_tiny_clip(tmp_path / 'clip')}")
-    monkeypatch.setattr(_clip, "_shared", {})
-    monkeypatch.setattr(_clip, "check_repository", lambda _: None)  # as if the cache had it
+    monkeypatch.setattr(networks, "_shared", {})
+    monkeypatch.setattr(networks, "check_repository", lambda _: None)  # as if the cache had it
     monkeypatch.setattr(
         open_clip, "create_model", lambda *names, **options: asked_for.update(options) or tiny
     )
-    _clip.load_clip(model, tag, "cpu")
+    networks.load_clip(model, tag, "cpu")
     assert (
         asked_for["force_quick_gelu"] is quick
         and asked_for["weights_only"]

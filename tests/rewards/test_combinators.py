@@ -27,11 +27,11 @@ from rewards import (
     scheduled,
     text_contrast,
 )
-from rewards.by_task import ByTask
 from rewards.card import card, card_of
-from rewards.rescue import lot
-from rewards.weights import covers
-from rewards.weights import hypervolume as volume
+from rewards.combined.appeals import lot
+from rewards.combined.by_task import ByTask
+from rewards.combined.weights import covers
+from rewards.combined.weights import hypervolume as volume
 from tests.rewards.test_compose import gives
 
 NAN = math.nan

@@ -10,10 +10,10 @@ import torch
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
 from rewards import OCR, TIFA, GenEval, VQAScore
-from rewards._detect import Detection, Detector, box_of
-from rewards._hf import to_pil
-from rewards._prompt import from_pil
-from rewards.geneval import (
+from rewards.base.hf import to_pil
+from rewards.base.prompt import from_pil
+from rewards.images.detector import Detection, Detector, box_of
+from rewards.images.geneval import (
     COLOR_TEXTS,
     COLORS,
     GREY,
@@ -23,7 +23,7 @@ from rewards.geneval import (
     relations,
     training,
 )
-from rewards.ocr import closeness, target_of
+from rewards.images.ocr import closeness, target_of
 from tests.fixtures.tiny_image_rewards import TINY_OPTIONS, save_mask2former, save_yolos
 from tests.fixtures.tiny_rewards import TEXTS, asked, pictures, save_tiny_clip
 from tests.fixtures.tiny_vlms import folder as vlm

@@ -8,7 +8,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from mmrl.core.errors import UserError
 from rewards import ocr_layout, preservation
-from rewards.ocr_layout import layout_score, overlap
+from rewards.images.ocr_layout import layout_score, overlap
 from tests.fixtures.tiny_image_rewards import save_dino
 from tests.fixtures.tiny_rewards import pictures
 

@@ -14,10 +14,10 @@ from safetensors.torch import save_file
 from mmrl.core.errors import UserError
 from mmrl.scoring import Scorer
 from rewards import embedding_head
-from rewards._clip import load_clip
+from rewards.base.clip import load_clip
 from rewards.card import card_of
-from rewards.embedding import Head, load_head
-from rewards.tools.fit_heads import Recipe, accuracy, fit_preferences, fit_ratings
+from rewards.heads.embedding import Head, load_head
+from rewards.heads.fit_heads import Recipe, accuracy, fit_preferences, fit_ratings
 from tests.fixtures.command import program
 from tests.fixtures.tiny_rewards import TINY, pictures, save_tiny_clip
 
@@ -185,7 +185,7 @@ def test_the_program_fits_heads_that_the_reward_reads(clip, tmp_path):
     data = tmp_path / "pairs.jsonl"
     data.write_text("\n".join(json.dumps(row) for row in rows))
     out = tmp_path / "heads"
-    command = ["rewards.tools.fit_heads", data, out, "--clip", clip]
+    command = ["rewards.heads.fit_heads", data, out, "--clip", clip]
     done = program(*command, "--count", "2", "--steps", "200")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["accuracy"] == 1.0

@@ -9,8 +9,8 @@ import torch.nn.functional as nnf
 from torchvision.transforms.v2 import functional as vision
 
 from mmrl.core.errors import UserError
-from rewards._detect import Detection, Detector
-from rewards.face_identity import FACES, FaceIdentity
+from rewards.images.detector import Detection, Detector
+from rewards.images.face_identity import FACES, FaceIdentity
 from tests.fixtures.tiny_image_rewards import TINY_OPTIONS, save_owl, save_yolos
 from tests.rewards.test_image_rewards import pictures
 

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 from mmrl.core.errors import UserError
 from rewards import fitted_head
-from rewards.tools import fit_head as fitting
-from rewards.tools.ratings import Ratings, connected, load_frames, read_ratings
+from rewards.heads import fit_head as fitting
+from rewards.heads.ratings import Ratings, connected, load_frames, read_ratings
 from tests.fixtures.command import mmrl, refused
 from tests.fixtures.tiny_image_rewards import save_dino, save_hf_clip
 from tests.fixtures.tiny_rewards import save_tiny_clip

@@ -11,11 +11,11 @@ import pytest
 from PIL import Image
 
 from mmrl.core.registry import REWARDS, load_built_in
-from rewards._sandbox import Broken, Sandbox
-from rewards.reading import LONGEST, loose_json, objects
-from rewards.reading.plain import SHORT
-from rewards.vision import maths, svg
-from rewards.vision.base import Verifiable
+from rewards.answers import maths, svg
+from rewards.answers.reading import LONGEST, loose_json, objects
+from rewards.answers.reading.plain import SHORT
+from rewards.answers.sandbox import Broken, Sandbox
+from rewards.answers.verifiable import Verifiable
 from tests.fixtures.text_rewards import SMALLEST, prompts_of
 
 load_built_in()

@@ -9,7 +9,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS, load_built_in
 from rewards import Answer, Hierarchical
 from rewards.card import card
-from rewards.compose import Bounded
+from rewards.combined.compose import Bounded
 
 load_built_in()
 TEXTS = [

@@ -22,10 +22,10 @@ from rewards import (
     ImageReward,
     PickScore,
     SafetyChecker,
-    monitors,
 )
-from rewards._hf import to_pil
-from rewards.image_reward import MEAN, STD
+from rewards.base.hf import to_pil
+from rewards.images import picture_statistics
+from rewards.images.image_reward import MEAN, STD
 from tests.fixtures.tiny_image_rewards import (
     TINY_OPTIONS,
     clip_config,
@@ -454,9 +454,13 @@ def test_monitors_are_what_opencv_and_numpy_compute():
     sharp = torch.tensor(
         [cv2.Laplacian(grey, cv2.CV_64F).var() for grey in greys], dtype=torch.float32
     )
-    torch.testing.assert_close(monitors.sharpness(media, asked()), sharp, rtol=1e-4, atol=1e-2)
+    torch.testing.assert_close(
+        picture_statistics.sharpness(media, asked()), sharp, rtol=1e-4, atol=1e-2
+    )
     spread = torch.tensor([grey.std() / 255 for grey in greys], dtype=torch.float32)
-    torch.testing.assert_close(monitors.contrast(media, asked()), spread, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        picture_statistics.contrast(media, asked()), spread, rtol=1e-4, atol=1e-5
+    )
     colour = []
     for a in arrays:
         r, g, b = a.astype(np.float64).transpose(2, 0, 1)
@@ -465,7 +469,7 @@ def test_monitors_are_what_opencv_and_numpy_compute():
         colour.append(np.hypot(rg.std(), yb.std()) + 0.3 * np.hypot(rg.mean(), yb.mean()))
     expected = torch.tensor(np.array(colour), dtype=torch.float32)
     torch.testing.assert_close(
-        monitors.colourfulness(media, asked()), expected, rtol=1e-4, atol=1e-3
+        picture_statistics.colourfulness(media, asked()), expected, rtol=1e-4, atol=1e-3
     )
 
 
@@ -473,11 +477,18 @@ def test_monitors_of_blank_and_burnt_pictures():
     grey = torch.full((1, 3, 8, 8), 0.5)
     white = torch.ones(1, 3, 8, 8)
     media = torch.cat([grey, white])
-    for reward in (monitors.sharpness, monitors.contrast, monitors.colourfulness):
+    for reward in (
+        picture_statistics.sharpness,
+        picture_statistics.contrast,
+        picture_statistics.colourfulness,
+    ):
         assert reward(media, [{}] * 2).abs().max() < 1e-3
-    assert monitors.saturation_penalty(media, [{}] * 2).tolist() == [0, -1]
+    assert picture_statistics.saturation_penalty(media, [{}] * 2).tolist() == [0, -1]
     blurred = nnf.avg_pool2d(nnf.pad(pictures(3), (1, 1, 1, 1), mode="reflect"), 3, 1)
-    assert (monitors.sharpness(blurred, [{}] * 3) < monitors.sharpness(pictures(3), [{}] * 3)).all()
+    assert (
+        picture_statistics.sharpness(blurred, [{}] * 3)
+        < picture_statistics.sharpness(pictures(3), [{}] * 3)
+    ).all()
 
 
 # ---------------------------------------------------------------- all of them

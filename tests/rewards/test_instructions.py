@@ -11,9 +11,8 @@ from PIL import Image
 
 from mmrl.core.errors import UserError
 from rewards import co_reward, majority_vote
-from rewards._ask import Unreadable
-from rewards.tools import instructions
-from rewards.tools.instructions import (
+from rewards.judges import instructions
+from rewards.judges.instructions import (
     Filters,
     agreement,
     augmented,
@@ -24,6 +23,7 @@ from rewards.tools.instructions import (
     twins,
     written,
 )
+from rewards.judges.question import Unreadable
 from tests.fixtures.command import program
 
 
@@ -236,7 +236,7 @@ def test_files_are_read_and_written(tmp_path, monkeypatch, capsys):
 def test_the_program_augments_pictures(tmp_path):
     Image.new("RGB", (8, 8), (90, 90, 90)).save(tmp_path / "a.png")
     (tmp_path / "data.jsonl").write_text(json.dumps({"text": "What?", "image": "a.png"}))
-    command = ["rewards.tools.instructions", "twins"]
+    command = ["rewards.judges.instructions", "twins"]
     files = [str(tmp_path / "data.jsonl"), str(tmp_path / "twins.jsonl")]
     done = program(*command, *files, "--augment")
     assert done.returncode == 0, done.stderr

@@ -16,19 +16,19 @@ from mmrl.advantages import reinforce
 from mmrl.core.errors import UserError
 from mmrl.core.types import Rollout
 from mmrl.scoring import Scorer
-from rewards import _chat, servers
-from rewards._ask import Question, Unreadable, asked_schema
-from rewards._judge_templates import BUILT_IN
-from rewards._media import to_uint8
-from rewards.chat_server import ChatServer
-from rewards.judge import JsonScores, Judge, score_schema
-from rewards.judge_checklist import Checklist
-from rewards.judge_edit import EditJudge
-from rewards.judge_listener import Listener, reasoning
-from rewards.judge_pairwise import Pairwise, pairings, strengths, win_rates, with_pivot
-from rewards.judge_yes_no import YesNo
-from rewards.judged import to_pil
-from rewards.servers import BoundedClient
+from rewards.base.media import to_uint8
+from rewards.judges.checklist import Checklist
+from rewards.judges.edit import EditJudge
+from rewards.judges.listener import Listener, reasoning
+from rewards.judges.pairwise import Pairwise, pairings, strengths, win_rates, with_pivot
+from rewards.judges.points import JsonScores, Judge, score_schema
+from rewards.judges.question import Question, Unreadable, asked_schema
+from rewards.judges.samples import to_pil
+from rewards.judges.templates import BUILT_IN
+from rewards.judges.yes_no import YesNo
+from rewards.servers import chat, pool
+from rewards.servers.chat_server import ChatServer
+from rewards.servers.pool import BoundedClient
 from tests.fixtures import waiting
 from tests.fixtures.fake_chat import fake_chat, stats
 
@@ -87,10 +87,10 @@ def test_forms_of_a_judgement(message, want):
     )
     question = JsonScores(("?",), schema=score_schema(0.0, 10.0))
     if isinstance(want, float):
-        assert _chat.read_choice(choice, question)["score"] / 10 == pytest.approx(want)
+        assert chat.read_choice(choice, question)["score"] / 10 == pytest.approx(want)
         return
     with pytest.raises(Unreadable, match=want):
-        _chat.read_choice(choice, question)
+        chat.read_choice(choice, question)
 
 
 def test_a_reason_may_be_missing_and_is_asked_for_all_the_same():
@@ -356,12 +356,12 @@ def test_retry_after_is_waited_for():
 def test_a_rate_limit_spaces_requests(url, monkeypatch):
     now = [100.0]
     sent = []
-    monkeypatch.setattr(_chat, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(chat, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
     def pass_by(seconds):
         now[0] += seconds
 
-    pace = _chat.Pace(rate=1200)
+    pace = chat.Pace(rate=1200)
     for _ in range(6):
         pace.wait(SimpleNamespace(wait=pass_by))
         sent.append(now[0])
@@ -464,7 +464,7 @@ def test_nothing_of_the_environment_reaches_a_server(url, monkeypatch):
 
 
 def test_an_answer_without_end_is_a_failure_not_a_full_memory(url, monkeypatch):
-    monkeypatch.setattr(servers, "LONGEST", 300)
+    monkeypatch.setattr(pool, "LONGEST", 300)
     model = server(url, retries=0)
     assert Judge(model)(greys([0.2]), prompts(1, "fault:huge:99")).isnan().all()
     assert "an answer of more than 300 bytes" in model.servers[0].cause

@@ -13,13 +13,13 @@ import torch
 from PIL import Image
 
 from mmrl.core.errors import UserError
-from rewards._ask import Question, Unreadable, answer_of, named_choice, token_choices
-from rewards.judge import Judge
-from rewards.judge_checklist import Checklist
-from rewards.judge_listener import Listener
-from rewards.judge_pairwise import Pairwise
-from rewards.judge_yes_no import YesNo
-from rewards.local_vlm import LocalVlm, first_tokens, load
+from rewards.judges.checklist import Checklist
+from rewards.judges.listener import Listener
+from rewards.judges.local_vlm import LocalVlm, first_tokens, load
+from rewards.judges.pairwise import Pairwise
+from rewards.judges.points import Judge
+from rewards.judges.question import Question, Unreadable, answer_of, named_choice, token_choices
+from rewards.judges.yes_no import YesNo
 from tests.fixtures import tiny_vlms
 from tests.fixtures.tiny_rewards import asked, pictures
 

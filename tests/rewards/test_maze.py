@@ -9,7 +9,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import DATA
 from mmrl.worlds.mazes import Mazes, picture
 from rewards import MazeWalk
-from rewards.vision.maze import MOVES, moves_of, read_maze, written
+from rewards.answers.maze import MOVES, moves_of, read_maze, written
 
 # a ring of four cells: two ways of two steps lead from corner to corner
 RING = (

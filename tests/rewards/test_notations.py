@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from rewards.vision.coords import RELATIVE
-from rewards.vision.notations import NOTATIONS, table
-from rewards.vision.shapes import boxes, points
+from rewards.answers.coords import RELATIVE
+from rewards.answers.notations import NOTATIONS, table
+from rewards.answers.shapes import boxes, points
 
 BOX = (100.0, 200.0, 300.0, 400.0)
 POINT = (200.0, 300.0)
@@ -45,7 +45,7 @@ def test_an_example_of_the_table_reads_as_its_shape(text, read, want, within):
 
 def test_the_page_shows_the_table_that_the_reader_uses():
     page = Path(__file__).parents[2] / "docs" / "verifiable-rewards.md"
-    assert table() in page.read_text(), "put what rewards.vision.notations.table() returns there"
+    assert table() in page.read_text(), "put what rewards.answers.notations.table() returns there"
 
 
 DOG = (BOX, "dog")

@@ -10,7 +10,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES, REWARDS, load_built_in
 from mmrl.core.sound import with_sound
 from rewards.card import card_of
-from rewards.pe_av import EMBEDDINGS
+from rewards.videos.pe_av import EMBEDDINGS
 from tests.fixtures.tiny_rewards import asked
 from tests.fixtures.tiny_sounds import save_pe_av, sounding
 

@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 
 from mmrl.core.errors import UserError
 from rewards import HPSv3, VideoAlign
-from rewards._hf import to_pil
-from rewards._qwen_reward import load_network, merged, modern, unwrapped
-from rewards.video_align import PARTS, TOKENS
+from rewards.base.hf import to_pil
+from rewards.base.qwen_reward import load_network, merged, modern, unwrapped
+from rewards.videos.video_align import PARTS, TOKENS
 from tests.fixtures.tiny_qwen_rewards import save_hpsv3, save_video_align
 from tests.fixtures.tiny_rewards import TEXTS, asked, pictures
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mmrl.core.registry import REWARDS, load_built_in
-from rewards._reads import Beginning
+from rewards.base.truncation import Beginning
 from tests.fixtures.tiny_rewards import save_tiny_clip
 
 load_built_in()

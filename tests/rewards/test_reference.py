@@ -9,7 +9,7 @@ import pytest
 
 from mmrl.core.errors import UserError
 from rewards import Bleu, Structured
-from rewards.vision.reference import bleu, words_13a
+from rewards.answers.reference import bleu, words_13a
 
 
 def naive_bleu(text, references, order, smooth):

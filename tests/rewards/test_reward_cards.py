@@ -3,6 +3,7 @@ that do not fit."""
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -41,6 +42,16 @@ def test_a_reward_has_a_card_and_can_be_imported_by_its_name(name):
         and getattr(rewards, entry.__name__) is entry
         and callable(entry)
     )
+
+
+def test_the_package_names_every_module_that_registers_something():
+    files = (ROOT / "rewards").rglob("*.py")
+    found = {
+        ".".join(file.relative_to(ROOT / "rewards").with_suffix("").parts)
+        for file in files
+        if re.search(r"^@[A-Z]+\.register\(", file.read_text(encoding="utf-8"), re.MULTILINE)
+    }
+    assert found == set(rewards.MODULES)
 
 
 def test_the_table_in_the_documentation_is_up_to_date():

@@ -10,8 +10,8 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS, load_built_in
 from mmrl.worlds.render import render
 from mmrl.worlds.scenes import COLORS, PLACES, SIZES, captions, pair, single, thing, triple
-from rewards.digit_reader import Detections, Reader
-from rewards.digits import Digits
+from rewards.images.digit_reader import Detections, Reader
+from rewards.images.digits import Digits
 from samplers.noise import Rng
 
 CONFIG = {

@@ -14,7 +14,7 @@ import yaml
 import rewards
 from mmrl.config import build_rewards
 from mmrl.core.errors import UserError
-from mmrl.core.registry import REWARDS
+from mmrl.core.registry import REWARDS, load_built_in
 from mmrl.remote.server import load
 from rewards import jpeg_compressibility, jpeg_incompressibility
 from rewards.card import card_of
@@ -23,14 +23,15 @@ from tests.fixtures.tiny_image_rewards import TINY_OPTIONS
 from tests.fixtures.tiny_rewards import TINY, asked, pictures, save_head, save_tiny_clip
 from tests.fixtures.tiny_sounds import save_clap, save_pe_av, sounding
 
+load_built_in()
 OTHERS_NAN = (
-    "rewards.by_task",
-    "rewards.calibrate",
-    "rewards.compose",
-    "rewards.digits",
-    "rewards.remote",
-    "rewards.rescue",
-    "rewards.weights",
+    "rewards.combined.by_task",
+    "rewards.combined.calibrate",
+    "rewards.combined.compose",
+    "rewards.images.digits",
+    "rewards.servers.remote",
+    "rewards.combined.appeals",
+    "rewards.combined.weights",
 )  # as those they are made of; tests of their own
 DOC = Path(__file__).parents[2] / "docs/rewards.md"
 
@@ -48,7 +49,7 @@ def tiny_head(tmp_path_factory) -> str:
 @pytest.fixture(scope="session")
 def tiny_reader(tmp_path_factory) -> str:
     """A reader of digits with random weights."""
-    from rewards.digit_reader import Reader
+    from rewards.images.digit_reader import Reader
 
     places = {"left": [0, 0, 16, 32], "right": [16, 0, 32, 32]}
     names = {
@@ -288,7 +289,7 @@ def test_rewards_of_the_user_are_found_by_file_and_by_module(tmp_path, monkeypat
     [
         ("no_such_module_xyz:f", "cannot import reward 'no_such_module_xyz:f'"),
         ("no_such_file_xyz.py:f", "no such file: no_such_file_xyz.py; relative paths start"),
-        ("rewards.jpeg:jpeg_compresibility", "did you mean 'jpeg_compressibility'"),
+        ("rewards.images.jpeg:jpeg_compresibility", "did you mean 'jpeg_compressibility'"),
         ("clip_scor", "did you mean 'clip_score'"),
     ],
 )

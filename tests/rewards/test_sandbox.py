@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rewards import Format, Maths, Svg
-from rewards._sandbox import Broken, Sandbox, TooSlow
-from rewards.reading import RUN, calm, last_inside, loose_json, objects
-from rewards.vision import maths, svg
-from rewards.vision.spans import spans
-from rewards.vision.svg import aspect, find_svg, render
+from rewards.answers import maths, svg
+from rewards.answers.reading import RUN, calm, last_inside, loose_json, objects
+from rewards.answers.sandbox import Broken, Sandbox, TooSlow
+from rewards.answers.spans import spans
+from rewards.answers.svg import aspect, find_svg, render
 
 DRAWING = '<svg viewBox="0 0 10 10"><rect x="1" y="1" width="4" height="4" fill="red"/></svg>'
 TALL = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1 100000"><rect/></svg>'

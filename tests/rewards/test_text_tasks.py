@@ -36,9 +36,9 @@ from rewards import (
     VideoQa,
     Vqa,
 )
-from rewards.vision.svg import find_svg, render, ssim
-from rewards.vision.tables import Node, read_table, teds
-from rewards.vision.writing import bidirectional
+from rewards.answers.svg import find_svg, render, ssim
+from rewards.answers.tables import Node, read_table, teds
+from rewards.answers.writing import bidirectional
 
 
 def one(reward, text, prompt) -> float:

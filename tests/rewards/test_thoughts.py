@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from mmrl.core.thoughts import THOUGHTS
-from rewards._ask import Unreadable, answer_of, conclusion_of
-from rewards.judge_listener import reasoning
-from rewards.vision import Format, ThinkOrNot
+from rewards import Format, ThinkOrNot
+from rewards.judges.listener import reasoning
+from rewards.judges.question import Unreadable, answer_of, conclusion_of
 
 
 def one(reward: object, text: str) -> float:

@@ -12,19 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmrl.core.errors import UserError
-from mmrl.core.registry import REWARDS
+from mmrl.core.registry import REWARDS, load_built_in
+from rewards.answers.reading import SEVERITY, final, items, number
+from rewards.answers.reading.options import options as letters
+from rewards.answers.shapes import boxes, points
 from rewards.card import card_of
-from rewards.reading import SEVERITY, final, items, number
-from rewards.reading.options import options as letters
-from rewards.vision.shapes import boxes, points
 from tests.fixtures.text_rewards import SMALLEST, prompts_of
 
 
 def checks(name: str) -> bool:
     """Judges are in tests/rewards/test_judge.py, votes in tests/rewards/test_compose.py."""
-    return REWARDS[name].__module__.startswith("rewards.vision")
+    return REWARDS[name].__module__.startswith("rewards.answers")
 
 
+load_built_in()
 NAMES = [
     name for name in sorted(REWARDS) if card_of(REWARDS[name]).media == ("text",) and checks(name)
 ]

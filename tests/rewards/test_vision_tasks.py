@@ -22,8 +22,8 @@ from rewards import (
     Temporal,
     Tracking,
 )
-from rewards.vision.masks import _rings, _runs, true_mask
-from rewards.vision.spans import hull, spans, union
+from rewards.answers.masks import _rings, _runs, true_mask
+from rewards.answers.spans import hull, spans, union
 
 SCENE = {"boxes": [[0, 0, 10, 10], [20, 20, 40, 40]], "labels": ["cat", "Dog"]}
 

@@ -22,7 +22,7 @@ from mmrl.rollout.stages import Setup
 from mmrl.scoring import Scorer
 from mmrl.train.optimizers import sgd
 from mmrl.train.trainer import Trainer
-from rewards.tools.instructions import Filters, new_instruction, request
+from rewards.judges.instructions import Filters, new_instruction, request
 from tests.fixtures import toys
 
 load_built_in()

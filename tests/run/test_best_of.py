@@ -14,8 +14,8 @@ from mmrl.run import evaluation
 from mmrl.run.build import Session
 from mmrl.run.evaluation import BestOf
 from mmrl.scoring import Scorer
+from rewards.base.groups import groups_of
 from rewards.card import card
-from rewards.groups import groups_of
 from tests.train.test_trainer import make_trainer
 
 

@@ -16,7 +16,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.hub import ask_for_data_set, cached, check_model
 from mmrl.data.sources.hub import HubSet
 from mmrl.run import build, lifecycle
-from rewards.hub_models import hub_models
+from rewards.base.hub_models import hub_models
 
 ROOT = Path(__file__).parents[2] / "configs"
 

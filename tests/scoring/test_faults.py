@@ -100,7 +100,7 @@ def asking(url, **options):
 def impatient(monkeypatch):
     """Every second request has little time, which the server lets pass; all others have as much as
     they need."""
-    module = importlib.import_module("rewards.remote")
+    module = importlib.import_module("rewards.servers.remote")
     number = itertools.count(1)
     post = module.post
 

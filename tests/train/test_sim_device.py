@@ -206,7 +206,7 @@ def test_the_device_refuses_mixed_tensors_and_counts_waits():
 DIGITS = """
 import torch
 from tests.fixtures import sim_device as sim
-from rewards.digits import Digits
+from rewards.images.digits import Digits
 
 first = {"digit": 1, "color": "red", "place": "top left"}
 prompt = {"objects": [first, {"digit": 2}], "relation": "above"}

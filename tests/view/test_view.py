@@ -20,7 +20,7 @@ from mmrl.view import command
 from mmrl.view.folders import Runs, Tail
 from mmrl.view.pairs import Pairs
 from mmrl.view.server import application, is_safe_host
-from rewards.tools.ratings import load_frames, read_ratings
+from rewards.heads.ratings import load_frames, read_ratings
 from tests.view.runs import HOSTILE, metrics, picture_run, text_run
 
 

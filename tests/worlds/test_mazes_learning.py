@@ -13,7 +13,7 @@ from mmrl.train.optimizers import adamw
 from mmrl.train.trainer import Trainer
 from mmrl.worlds.mazes import Mazes
 from rewards import MazeWalk
-from rewards.vision.maze import MOVES, moves_of, read_maze, written
+from rewards.answers.maze import MOVES, moves_of, read_maze, written
 from samplers.noise import Rng
 from tests.fixtures.toys import mlp
 

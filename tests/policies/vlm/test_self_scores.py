@@ -12,7 +12,7 @@ from mmrl.objectives import LaSeR, PolicyGradient
 from mmrl.objectives import laser as laser_module
 from mmrl.train.minibatches import passes
 from rewards import last_token, self_aligned
-from rewards._wire_prompts import marked_texts, marks_of
+from rewards.servers.wire_prompts import marked_texts, marks_of
 from samplers.noise import Rng
 from samplers.warp import Warp
 from tests.policies.vlm.test_vlm_policy import policy_of, prompts, quiet, rolled

@@ -17,8 +17,8 @@ from mmrl.policies.vlm.engines.vllm_transfer import source_of
 from mmrl.policies.vlm.engines.vllm_weights import checkpoint_weights
 from mmrl.policies.vlm.engines.vllm_worker import EXTENSION
 from mmrl.policies.vlm.policy import VLM
-from rewards.chat_server import ChatServer
-from rewards.judge_yes_no import YesNo
+from rewards.judges.yes_no import YesNo
+from rewards.servers.chat_server import ChatServer
 from tests.fixtures import tiny_vlms, vllm_models
 from tests.policies.vlm.test_vllm_local import NEAR, gap, shake, video
 from tests.policies.vlm.test_vlm_policy import quiet, rolled  # noqa: F401

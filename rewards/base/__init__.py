@@ -1,0 +1,1 @@
+"""Holds what rewards share: media as frames, fields of a prompt, loading of models, precision."""

@@ -1,0 +1,1 @@
+"""Makes rewards of rewards."""

@@ -1,0 +1,179 @@
+"""Reads ratings of pictures, and pairs of which one was preferred, for ``mmrl fit-head``."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmrl.core.clips import ClipError, open_clip
+from mmrl.core.errors import UserError
+from rewards.base.prompt import from_pil, read_picture
+
+PICTURE = ("picture", "image", "video", "file", "sample")  # names of the column with the picture
+SCORE = ("score", "rating")
+FRAMES = 4  # of a video that is looked at
+
+
+@dataclass(frozen=True)
+class Ratings:
+    """Holds ratings of pictures, or pairs. ``files``: [N] or [N, 2]. ``targets``: [N] scores, or of
+    pairs the probability that the first is the better one: 1, or 0.5 for a tie. ``groups``: rows of
+    one group share a picture or a prompt, and are held out together."""
+
+    files: list[tuple[Path, ...]]
+    targets: Tensor
+    groups: Tensor
+
+    @property
+    def paired(self) -> bool:
+        return len(self.files[0]) == 2
+
+
+def read_ratings(path: Path) -> Ratings:
+    """Read a .csv or .jsonl file: rows of a picture and its score, or pairs with ``chosen`` and
+    ``rejected`` as ``mmrl view --rate`` and ``mmrl label`` write them. Pictures are looked for
+    beside it. UserError with the row of a mistake."""
+    kinds = set()
+    files, targets, keys = [], [], []
+    for place, row in _rows(path):
+        pair = {"chosen", "rejected"} <= set(row)
+        kinds.add(pair)
+        if len(kinds) > 1:
+            raise UserError(f"{place}: pairs and ratings in one file; give a file of one kind")
+        names, target = _pair(row, place) if pair else _rating(row, place)
+        files.append(tuple(_file(path.parent / name, place) for name in names))
+        targets.append(target)
+        prompt = str(row.get("prompt") or row.get("text") or "")
+        keys.append([f"file {file}" for file in files[-1]] + ([f"prompt {prompt}"] * bool(prompt)))
+    if not files:
+        raise UserError(f"{path}: no rows; ratings need a picture and a score in every row")
+    values = torch.tensor(targets, dtype=torch.float64)
+    if kinds == {False} and len(values.unique()) < 2:
+        raise UserError(
+            f"{path}: every picture has the score {targets[0]:g}; nothing can be learnt"
+        )
+    return Ratings(files, values, connected(keys))
+
+
+def _rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    if path.suffix not in (".csv", ".jsonl"):
+        raise UserError(f"{path}: give a .csv or .jsonl file of ratings or pairs")
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+    if path.suffix == ".csv":
+        for number, row in enumerate(csv.DictReader(text.splitlines()), start=2):
+            yield f"{path}:{number}", row
+        return
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise UserError(f"{path}:{number} is not JSON: {error}") from error
+        if not isinstance(row, dict):
+            raise UserError(f"{path}:{number}: expected an object with picture and score")
+        yield f"{path}:{number}", row
+
+
+def _rating(row: Mapping[str, Any], place: str) -> tuple[list[str], float]:
+    picture = next((row[name] for name in PICTURE if row.get(name)), None)
+    score = next((row[name] for name in SCORE if row.get(name) not in (None, "")), None)
+    if not isinstance(picture, str) or score is None:
+        raise UserError(
+            f"{place}: expected {' or '.join(PICTURE)} and {' or '.join(SCORE)}, or the pair "
+            f"chosen and rejected; found {', '.join(map(str, row))[:200] or 'nothing'}"
+        )
+    try:
+        value = float(score)
+    except (TypeError, ValueError):
+        value = math.nan
+    if not math.isfinite(value):
+        raise UserError(f"{place}: score {str(score)[:40]!r} is no number")
+    return [picture], value
+
+
+def _pair(row: Mapping[str, Any], place: str) -> tuple[list[str], float]:
+    """Return the names of a pair's files, the better one first, and the probability of that."""
+    if row["chosen"] is None and row["rejected"] is None and row.get("tie"):
+        answers = row.get("answers")
+        sides = answers if isinstance(answers, list) else []
+        names: list[Any] = [
+            side.get("image") or side.get("video") for side in sides if isinstance(side, dict)
+        ]
+        target = 0.5
+    else:
+        names = [row["chosen"], row["rejected"]]
+        target = 1.0
+    if len(names) != 2 or not all(isinstance(name, str) and name for name in names):
+        raise UserError(f"{place}: a pair names two files of pictures, chosen and rejected")
+    return list(names), target
+
+
+def _file(path: Path, place: str) -> Path:
+    try:
+        known = path.is_file()
+    except (OSError, ValueError):  # an answer of a language model is no file name
+        known = False
+    if not known:
+        raise UserError(
+            f"{place}: no picture {str(path)[:120]}; files are looked for beside the data "
+            f"(pairs of texts are for python -m mmrl.rewards.heads.fit_heads)"
+        )
+    return path.resolve()
+
+
+def connected(keys: Sequence[Sequence[str]]) -> Tensor:
+    """Return a group for each row: rows that have a key in common are of one group, [N]."""
+    parent = list(range(len(keys)))
+
+    def root(row: int) -> int:
+        while parent[row] != row:
+            parent[row] = parent[parent[row]]
+            row = parent[row]
+        return row
+
+    first: dict[str, int] = {}
+    for row, names in enumerate(keys):
+        for name in names:
+            parent[root(row)] = root(first.setdefault(name, row))
+    return torch.tensor([root(row) for row in range(len(keys))])
+
+
+def load_frames(file: Path) -> Tensor:
+    """Read a picture, or a few frames of a video or an animated picture: [F, 3, H, W] in 0..1."""
+    from PIL import Image
+
+    if file.suffix == ".mp4":
+        return _clip_frames(file)
+
+    picture = read_picture(file, "picture", "fitted_head")
+    count = getattr(picture, "n_frames", 1)
+    if count == 1:
+        return from_pil(picture)[None]
+    places = torch.linspace(0, count - 1, min(count, FRAMES)).round().long().tolist()
+    frames = []
+    with Image.open(file) as video:
+        for place in places:
+            video.seek(place)
+            frames.append(from_pil(video.copy()))
+    return torch.stack(frames)
+
+
+def _clip_frames(file: Path) -> Tensor:
+    try:
+        clip = open_clip(file)
+        frames = clip.read(clip.timeline.spread(min(len(clip.timeline.times), FRAMES)))
+    except ClipError as error:
+        raise UserError(f"{file}: no video that can be read: {error}") from error
+    return torch.from_numpy(frames).permute(0, 3, 1, 2).float() / 255

@@ -1,0 +1,1 @@
+"""Scores pictures: preference, similarity, quality, what is in them."""

@@ -1,0 +1,130 @@
+"""Scores whether the wanted text is in the picture by the edit distance of what an OCR engine reads
+(Liu et al. 2025, Flow-GRPO, arXiv:2505.05470, section 5.1)."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any
+
+import torch
+from annotated_types import Ge
+from torch import Tensor
+
+from mmrl.core.errors import UserError
+from mmrl.core.registry import REWARDS
+from mmrl.core.types import Prompt
+from rewards.base.media import frames, to_uint8
+from rewards.base.prompt import field_of
+from rewards.card import card, card_with
+
+EVERY = 4  # frames of a video from one that is read to the next
+QUOTED = re.compile(r'"([^"]*)"')
+
+
+@card(
+    media="image video",
+    needs="text",
+    named={"field": "text"},
+    low=0,
+    high=1,
+    source="RapidOCR (PaddleOCR's models in ONNX, in its wheel); Flow-GRPO's rule",
+    licence="Apache-2.0",
+)
+@REWARDS.register("ocr")
+class OCR:
+    """Compare the text read in the picture with the text that should be there: 1 - edit distance /
+    length.
+
+    Both lose their spaces and capitals. An image that contains the whole target counts as perfect,
+    whatever else it shows; the distance is at most the length. Of a video every fourth frame is
+    read, without that exception, and the frames in which anything of the target was found are
+    averaged (0 if there is none).
+
+    Flow-GRPO read with PaddleOCR; this engine runs its models of version 4 on the CPU. It scores no
+    sample 0 because the engine failed: the exception goes to the trainer, which leaves the sample
+    out.
+
+    Args:
+        field: ``text`` is searched for the part in double quotes; any other field holds the target
+            itself.
+        threads: of the engine.
+        side: smaller pictures are enlarged until their shorter side has so many pixels before text
+            is looked for; less is faster and overlooks small writing.
+
+    Raises:
+        UserError: RapidOCR is not installed; a prompt without a target.
+    """
+
+    def __init__(self, field: str = "text", threads: int = -1, side: Annotated[int, Ge(32)] = 736):
+        try:
+            from rapidocr_onnxruntime import RapidOCR
+        except ImportError as error:
+            raise UserError(
+                "reward 'ocr' needs an OCR engine: pip install 'multimodal-rl[ocr]'"
+            ) from error
+        self.engine = RapidOCR(intra_op_num_threads=threads, det_limit_side_len=side)
+        self.field = field
+        self.card = card_with(type(self), {"field": field})
+
+    def __call__(self, media: Tensor, prompts: list[Prompt]) -> Tensor:
+        """Score images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B] float32, in 0..1."""
+        pictures, broken = seen_frames(media, "ocr")
+        targets = [target_of(prompt, self.field) for prompt in prompts]
+        score = self.of_image if media.ndim == 4 else self.of_video
+        scores = [score(row, target) for row, target in zip(pictures, targets, strict=True)]
+        return torch.tensor(scores, dtype=torch.float32).masked_fill(broken, torch.nan)
+
+    def of_image(self, pictures: Any, target: str) -> float:
+        return closeness(self.read(pictures[0]), target, within=True)
+
+    def of_video(self, pictures: Any, target: str) -> float:
+        scores = [closeness(self.read(picture), target, within=False) for picture in pictures]
+        legible = [score for score in scores if score > 0]
+        return sum(legible) / len(legible) if legible else 0.0
+
+    def read(self, picture: Any) -> str:
+        """Read uint8 [H, W, 3] -> all lines with any confidence, in reading order, without a
+        break."""
+        # wants blue first
+        lines, _ = self.engine(picture[..., ::-1].copy(), use_cls=False, text_score=0.0)
+        return "".join(text for _, text, sure in lines or [] if float(sure) > 0)
+
+
+def seen_frames(media: Tensor, reward: str) -> tuple[Any, Tensor]:
+    """Cut images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 into what is read of them: uint8
+    [B, frames, H, W, 3], every EVERY-th frame, and which rows hold numbers that are none, [B]."""
+    stack = frames(media, reward)
+    broken = ~stack.isfinite().flatten(1).all(1).cpu()
+    whole = stack.nan_to_num(0.0, 0.0, 0.0)[:, ::EVERY]
+    return to_uint8(whole).permute(0, 1, 3, 4, 2).numpy(), broken
+
+
+def target_of(prompt: Prompt, field: str) -> str:
+    """Return the text that should be in the picture."""
+    text: str = field_of(prompt, field, "ocr")
+    if field != "text":
+        return text
+    quoted = QUOTED.search(text)
+    if not quoted or not plain(quoted[1]):
+        raise UserError(
+            f"reward 'ocr': no text in double quotes in the prompt {text[:80]!r}; write: "
+            f'a sign that says "OPEN", or '
+            "name the field that holds the target with `field`"
+        )
+    return quoted[1]
+
+
+def closeness(read: str, target: str, within: bool) -> float:
+    """Return 1 - distance / length of the target; ``within``: it may be a part of what was read."""
+    from rapidfuzz.distance import Levenshtein
+
+    read = plain(read)
+    target = plain(target)
+    distance = (
+        0 if within and target in read else min(Levenshtein.distance(read, target), len(target))
+    )
+    return 1 - distance / len(target)
+
+
+def plain(text: str) -> str:
+    return text.replace(" ", "").lower()

@@ -1,0 +1,1 @@
+"""Scores by a vision-language model as judge."""

@@ -1,0 +1,213 @@
+"""Defines questions to a vision-language model as judge, its answers and its costs, wherever it
+runs."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Protocol
+
+from mmrl.core.thoughts import outside
+from rewards.answers.reading.parts import answers, final
+
+if TYPE_CHECKING:
+    from PIL import Image
+    from pydantic import BaseModel
+
+SHARE = re.compile(r"(-?\d+(?:\.\d+)?)\s*(?:/|out of)\s*(\d+(?:\.\d+)?)", re.IGNORECASE)
+AGAIN = (
+    "That answer cannot be used: {problem}. Give the whole answer again, in the form that "
+    "was asked for."
+)
+
+
+class Unreadable(Exception):
+    """Signals an answer in another form than requested; the message says what is wrong with it."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """Holds one question. ``parts``: texts and pictures in the order in which the model sees them.
+
+    ``choices``: the answer is the probability of each of these words; ``value`` is then a
+    dictionary of them. ``tagged``: reasons are asked for first, and what counts must stand in
+    <answer> after them. ``schema``: the answer must be JSON of this pydantic model; ``value`` is an
+    instance. Otherwise ``read`` makes the value of the text, or raises ``Unreadable``.
+    """
+
+    parts: tuple[str | Image.Image, ...]
+    choices: tuple[str, ...] = ()
+    schema: type[BaseModel] | None = None
+    read: Callable[[str], Any] = str
+    tokens: int = 512  # most of an answer
+    tagged: bool = False
+
+    def value(self, text: str) -> Any:
+        """Return what an answer in words says. Raises Unreadable."""
+        text = conclusion_of(text) if self.tagged else answer_of(text)
+        if self.choices:
+            return named_choice(text, self.choices)
+        if self.schema is not None:
+            return read_json(text, self.schema)
+        return self.read(text)
+
+    def wording(self) -> str:
+        """Return what to add to the question where the form of the answer cannot be enforced."""
+        if self.schema is None:
+            return ""
+        keys = ", ".join(
+            f'"{name}": {_kind(field)}' for name, field in self.schema.model_fields.items()
+        )
+        return f"\n\nAnswer with one JSON object and nothing else: {{{keys}}}"
+
+
+def _kind(field: Any) -> str:
+    return str(field.description or field.annotation.__name__)
+
+
+@dataclass
+class Usage:
+    """Counts what a judge was asked and what that cost; read it at any time, from any thread."""
+
+    requests: int = 0  # sent, repetitions included
+    answers: int = 0  # questions with a value
+    unanswered: int = 0  # questions without one: no answer, refused, or unreadable
+    retries: int = 0  # requests sent again after a failure
+    asked_again: int = 0  # answers that could not be read, asked for anew
+    unreadable: int = 0  # questions given up for that reason
+    refused: int = 0  # questions the server refused by themselves
+    bytes_sent: int = 0  # bodies of requests, pictures included
+    tokens_in: int = 0
+    tokens_out: int = 0
+    cost: float = 0.0  # in the currency of the prices that were given
+    cause: str = ""  # why the last question without a value has none
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    def add(self, **numbers: float) -> None:
+        with self._lock:
+            for name, number in numbers.items():
+                setattr(self, name, getattr(self, name) + number)
+
+    def numbers(self) -> dict[str, float]:
+        with self._lock:
+            counts = {
+                field.name: getattr(self, field.name)
+                for field in fields(self)
+                if field.name not in ("_lock", "cause")
+            }
+        if counts["bytes_sent"]:  # a judge in this process sends none
+            counts["bytes_per_request"] = counts["bytes_sent"] / counts["requests"]
+        return counts
+
+
+class Asker(Protocol):
+    """Answers questions about pictures by a model, behind a server or in this process."""
+
+    usage: Usage
+
+    def ask(self, questions: Sequence[Question]) -> list[Any]:
+        """Return the value of every question; None where there is no readable answer."""
+        ...
+
+
+# -----------------------------------------------------------------------------------------------
+# reading answers
+
+
+def thought_apart(text: str) -> str:
+    """Return what follows the thoughts of a model that thinks aloud. Raises Unreadable where they
+    do not end: a draft among them is no judgement."""
+    pieces, ended = outside(text)
+    if not ended:
+        raise Unreadable("it ends before its reasons do; raise `tokens` of the reward")
+    return pieces[-1]
+
+
+def answer_of(text: str) -> str:
+    """Return what follows the reasoning of a model that thinks aloud, out of its answer tags.
+    Raises Unreadable where the reasoning was cut off."""
+    return final(thought_apart(text)).value
+
+
+def conclusion_of(text: str) -> str:
+    """Return what stands in the only <answer> after the reasons: not what they say on the way, nor
+    what they quote of a prompt. Raises Unreadable where the reasons were cut off, or two answers
+    contradict each other."""
+    different = set(answers(thought_apart(text)))
+    if len(different) != 1:
+        raise Unreadable(f"{len(different) or 'no'} answers stand after its reasons")
+    return different.pop()
+
+
+def named_choice(text: str, choices: Sequence[str]) -> dict[str, float]:
+    """Give 1 to the only choice that the text begins with or, failing that, names; 0 to the
+    others."""
+    words = [_plain(word) for word in re.findall(r"[^\s,.:;!?*\"'`()]+", text)]
+    known = {_plain(choice): choice for choice in choices}
+    named = {known[word] for word in words if word in known}
+    first = known.get(words[0]) if words else None
+    if first is None and len(named) != 1:
+        raise Unreadable(f"it must be one of {', '.join(choices)}, and was {text[:80]!r}")
+    chosen = first if first is not None else named.pop()
+    return {choice: float(choice == chosen) for choice in choices}
+
+
+def token_choices(candidates: dict[str, float], choices: Sequence[str]) -> dict[str, float] | None:
+    """Give the choices the probabilities of first tokens, upper and lower case added; None if none
+    is there.
+
+    A token that is the beginning of exactly one of the choices stands for it.
+    """
+    mass = dict.fromkeys(choices, 0.0)
+    known = {_plain(choice): choice for choice in choices}
+    for token, probability in candidates.items():
+        word = _plain(token)
+        begun = [choice for name, choice in known.items() if word and name.startswith(word)]
+        chosen = known.get(word) or (begun[0] if len(begun) == 1 else None)
+        if chosen is not None:
+            mass[chosen] += probability
+    total = sum(mass.values())
+    return {choice: part / total for choice, part in mass.items()} if total > 0 else None
+
+
+def _plain(word: str) -> str:
+    return word.strip(" \t\r\n\"'`*.,:;!?()\u0120\u2581").casefold()
+
+
+def read_json(text: str, schema: type[BaseModel]) -> BaseModel:
+    """Read the JSON object in a text, fenced or among words, and check it against the model;
+    nothing is repaired, and a reason may be missing."""
+    from pydantic import ValidationError
+
+    start = text.find("{")
+    end = text.rfind("}")
+    if start < 0 or end < start:
+        raise Unreadable("it holds no JSON object")
+    try:
+        return schema.model_validate_json(text[start : end + 1])
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise Unreadable(f"{where + ': ' if where else ''}{first['msg']}") from error
+
+
+def asked_schema(schema: type[BaseModel]) -> dict[str, Any]:
+    """Return the JSON schema that an answer is asked for by: of what may be missing when it is
+    read, nothing may be left out."""
+    strict = schema.model_json_schema()
+    for entry in strict["properties"].values():
+        entry.pop("default", None)
+    return strict | {"required": list(strict["properties"]), "additionalProperties": False}
+
+
+def score_out_of(value: Any, high: float) -> Any:
+    """Return the number of "8/10" or "8 out of 10" as a judge writes it on a scale that ends at
+    ``high``; everything else as it is."""
+    share = SHARE.fullmatch(value.strip()) if isinstance(value, str) else None
+    if share is None:
+        return value
+    if float(share[2]) != high:
+        raise ValueError(f"{value!r} is not on the scale that ends at {high:g}")
+    return float(share[1])

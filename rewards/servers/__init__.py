@@ -1,0 +1,1 @@
+"""Computes rewards and judgements elsewhere, over HTTP."""

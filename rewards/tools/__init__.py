@@ -1,1 +1,0 @@
-"""Holds programs that make what rewards need: fitted heads, instructions and their versions."""

@@ -1,0 +1,1 @@
+"""Scores videos and their sound."""
