@@ -85,11 +85,11 @@ def _offered() -> dict[str, Any]:
 
 
 def __getattr__(name: str) -> Any:
-    found = {} if name.startswith("_") else _offered()
-    if name not in found:
+    names = {} if name.startswith("_") else _offered()
+    if name not in names:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
-    globals().update(found)
-    return found[name]
+    globals().update(names)
+    return names[name]
 
 
 def __dir__() -> list[str]:
