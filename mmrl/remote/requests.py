@@ -1,5 +1,8 @@
-"""Admits requests to a server: token, size, memory and time are checked before anything is read,
-and every mistake has an answer."""
+"""Answers the requests of a server: token, number, size and time are checked before a body is
+read, and every mistake has an answer.
+
+Slow clients and floods of connections are the business of the proxy before it (docs/security.md).
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,11 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from annotated_types import Ge, Gt, Le
-from fastapi import Request, Response
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from mmrl.core.errors import UserError
-from mmrl.remote.memory import Memory, NoRoom, Share
 from rewards.servers.tokens import Tokens
 from rewards.servers.wire import BadInput, check_token
 
@@ -39,10 +42,9 @@ class Listening:
     certificate: Path | None = None  # of the server, for https; with it
     private_key: Path | None = None
     max_request_mib: Annotated[float, Gt(0)] = 88.0  # size of a request's body
-    max_memory_mib: Annotated[float, Gt(0)] = 4096.0  # half of it: requests that have arrived
-    max_connections: Annotated[int, Ge(1)] = 1024  # at once; further ones are closed
+    concurrency: Annotated[int, Ge(1)] = 8  # requests read and answered at once; others wait unread
     max_waiting: Annotated[int, Ge(1)] = 64  # requests at once; further ones get 503
-    header_timeout: Annotated[float, Gt(0)] = 10.0  # seconds for the headers of a request to arrive
+    max_connections: Annotated[int, Ge(1)] = 1024  # at once; requests of further ones get 503
     read_timeout: Annotated[float, Gt(0)] = 60.0  # seconds for the body to arrive
     timeout: Annotated[float, Gt(0)] = 600.0  # seconds for the answer
 
@@ -99,33 +101,30 @@ def shortened(text: str) -> str:
     return text if len(text) <= LONGEST else text[:LONGEST] + " ..."
 
 
-class Doorkeeper(ABC):
-    """Answers requests with ``handle``, after they have shown a token and there is room."""
+class Endpoint(ABC):
+    """Answers requests with ``handle``: those with a valid token, of bounded size, few at once."""
 
     kind: ClassVar[str]  # in the names of its counters
+    options: Listening
 
     def __init__(self, options: Listening, tokens: Tokens):
-        self.limits_of_requests = options
+        self.options = options
         self.tokens = tokens
         self.requests: Counter[int] = Counter()
         self.inside = 0
-        self.bodies = Memory(int(options.max_memory_mib * 2**19))
+        self.room = asyncio.Semaphore(options.concurrency)
 
     @abstractmethod
-    async def handle(self, request: Request) -> Response:
+    async def handle(self, media_type: str, body: bytearray) -> Response:
         """Answer an admitted request. Raises Refusal and BadInput."""
-
-    @abstractmethod
-    def problem(self) -> str:
-        """Return why it can answer no more requests; nothing while it can."""
 
     @abstractmethod
     def info(self) -> dict[str, Any]:
         """Return what a client should know."""
 
-    @abstractmethod
-    def close(self) -> None:
-        """End its threads."""
+    def problem(self) -> str:
+        """Return why it can answer no more requests; nothing while it can."""
+        return ""
 
     def metrics(self) -> list[str]:
         """Return the lines of its counters in Prometheus's text format."""
@@ -156,31 +155,30 @@ class Doorkeeper(ABC):
         except Exception as error:
             log.exception("a request could not be answered")
             message = f"{type(error).__name__} on the server, see its log"
-            response = reply({"error": message, "field": None}, 500)
+            response = Refusal(500, message).reply()
         self.requests[response.status_code] += 1
         return response
 
     async def _admitted(self, request: Request) -> Response:
         self.authenticate(request)
-        if self.inside >= self.limits_of_requests.max_waiting:
-            raise Refusal(
-                503,
-                f"{self.inside} requests are being answered already",
-                headers={"Retry-After": "1"},
-            )
+        options = self.options
+        if self.inside >= options.max_waiting:
+            message = f"{self.inside} requests are being answered already"
+            raise Refusal(503, message, headers={"Retry-After": "1"})
         self.inside += 1
         try:
-            return await self.handle(request)
-        except NoRoom as error:
-            message = "other requests hold the memory that this one needs"
-            raise Refusal(503, message, headers={"Retry-After": "1"}) from error
+            async with asyncio.timeout(options.timeout), self.room:
+                body = await self._body(request)
+                return await self.handle(request.headers.get("content-type", ""), body)
+        except TimeoutError as error:
+            raise Refusal(504, f"no answer within {options.timeout:g} s") from error
         finally:
             self.inside -= 1
 
-    async def body(self, request: Request, share: Share) -> bytearray:
+    async def _body(self, request: Request) -> bytearray:
         """Read the body; a request that announces too much is refused before it is read, any other
-        as soon as it exceeds the limit. Raises NoRoom."""
-        options = self.limits_of_requests
+        as soon as it exceeds the limit."""
+        options = self.options
         most = int(options.max_request_mib * 2**20)
         too_large = Refusal(
             413,
@@ -189,8 +187,6 @@ class Doorkeeper(ABC):
         announced = request.headers.get("content-length", "0")
         if announced.isdecimal() and (len(announced) > 18 or int(announced) > most):
             raise too_large
-        known = "content-length" in request.headers and announced.isdecimal()
-        share.take(int(announced) if known else most)
         body = bytearray()
         try:
             async with asyncio.timeout(options.read_timeout):
@@ -205,3 +201,36 @@ class Doorkeeper(ABC):
         except ClientDisconnect as error:
             raise Refusal(400, "the connection closed before the request was complete") from error
         return body
+
+
+def application(service: Endpoint, title: str, path: str) -> FastAPI:
+    """Return the ASGI application that answers ``POST path`` by this service, and ``GET /health``,
+    ``/info`` and ``/metrics``."""
+    app = FastAPI(title=title, docs_url=None, redoc_url=None, openapi_url=None)
+    app.post(path)(service.respond)
+
+    @app.get("/health")
+    async def health() -> Response:
+        problem = service.problem()
+        return reply({"status": problem or "ok"}, 503 if problem else 200)
+
+    @app.get("/info")
+    async def info(request: Request) -> Response:
+        service.authenticate(request)
+        return reply(service.info())
+
+    @app.get("/metrics")
+    async def metrics(request: Request) -> Response:
+        service.authenticate(request)
+        text = "\n".join(service.metrics()) + "\n"
+        return Response(text, media_type="text/plain; version=0.0.4")
+
+    @app.exception_handler(Refusal)
+    async def refused(request: Request, error: Refusal) -> Response:
+        return error.reply()
+
+    @app.exception_handler(HTTPException)
+    async def unknown(request: Request, error: HTTPException) -> Response:
+        return Refusal(error.status_code, str(error.detail), headers=error.headers).reply()
+
+    return app

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import logging
 import signal
 import socket
 from collections.abc import Sequence
@@ -22,7 +21,6 @@ from mmrl.config.values import show
 from mmrl.config.yamltext import read
 from mmrl.core.errors import UserError, suggest
 from mmrl.core.registry import POLICIES, load_built_in
-from mmrl.remote.connections import Bounded, Seldom
 from mmrl.remote.requests import Listening
 from mmrl.remote.service import ServeOptions, make_app
 from mmrl.remote.teaching import TEACHER_VARIABLE, TeachOptions, make_teacher_app
@@ -142,22 +140,18 @@ def server(rewards: dict[str, Weighted], options: ServeOptions) -> uvicorn.Serve
 
 def http_server(app: FastAPI, options: Listening) -> uvicorn.Server:
     """Return a uvicorn server that is not running yet."""
-    for name in ("uvicorn.error", "mmrl.remote.requests"):
-        logger = logging.getLogger(name)
-        if not any(isinstance(known, Seldom) for known in logger.filters):
-            logger.addFilter(Seldom())
-    bounds = {"seconds": options.header_timeout, "most": options.max_connections}
     return uvicorn.Server(
         uvicorn.Config(
             app,
-            http=type("Bounded", (Bounded,), bounds),
+            http="h11",  # bounds the size of headers
             ws="none",
-            log_level="warning",
+            log_level="error",  # what is no HTTP does not fill the log
             access_log=False,
             lifespan="on",
             loop="asyncio",
             timeout_graceful_shutdown=10,
             timeout_keep_alive=30,
+            limit_concurrency=options.max_connections,
             server_header=False,
             ssl_certfile=options.certificate,
             ssl_keyfile=options.private_key,

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from inspect import isclass, isroutine
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, Response
+from starlette.concurrency import run_in_threadpool
 from torch import Tensor
 
 from mmrl.config import Weighted
@@ -22,15 +24,13 @@ from mmrl.core.errors import UserError, suggest
 from mmrl.core.registry import describe
 from mmrl.core.types import Prompt
 from mmrl.core.version import __version__
-from mmrl.remote.application import application
 from mmrl.remote.body import parts_of
 from mmrl.remote.lanes import Answer, Lane
-from mmrl.remote.memory import Memory, Share
-from mmrl.remote.requests import Doorkeeper, Listening, Refusal, reply, shortened
+from mmrl.remote.requests import Endpoint, Listening, Refusal, application, reply, shortened
 from mmrl.scoring import Handled
 from rewards.card import PICTURES, card_of
 from rewards.servers.tokens import Tokens
-from rewards.servers.wire import BYTES_A_PIXEL, BadInput, Limits, unpack
+from rewards.servers.wire import BadInput, Limits, unpack
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,25 +40,10 @@ class ServeOptions(Listening):
     max_samples: Annotated[int, Ge(1)] = 1024  # samples in one request
     max_megapixels: Annotated[float, Gt(0)] = 64.0  # decoded pictures of one request
     max_values: Annotated[int, Ge(1)] = 2_000_000  # commas and brackets of one request
-    # all requests together: half for what has arrived, half for what is decoded of it
-    max_memory_mib: Annotated[float, Gt(0)] = 4096.0
-    max_decoding: Annotated[int, Ge(1)] = 2  # requests that are decoded at once
     max_batch: Annotated[int, Ge(1)] = 64  # samples a reward sees at once
-    # milliseconds that a request waits for others to share its batch
-    wait_ms: Annotated[float, Ge(0)] = 4.0
     formats: list[Literal["png", "webp", "tensor"]] = field(
         default_factory=lambda: ["png", "webp", "tensor"]
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        largest = max(self.max_request_mib, self.max_megapixels * 1e6 * BYTES_A_PIXEL / 2**20)
-        if 2 * largest > self.max_memory_mib:
-            raise UserError(
-                f"serve.max_memory_mib {self.max_memory_mib:g} is less than one request may need: "
-                f"{2 * largest:.0f} for max_request_mib {self.max_request_mib:g} and "
-                f"max_megapixels {self.max_megapixels:g}"
-            )
 
     def limits(self, pictures: Sequence[str]) -> Limits:
         """Return what one request may hold, whose prompts have pictures in these fields."""
@@ -66,14 +51,14 @@ class ServeOptions(Listening):
         return Limits(self.max_samples, pixels, self.formats, tuple(pictures), self.max_values)
 
 
-class Service(Doorkeeper):
+class Service(Endpoint):
     """Holds the rewards, their lanes, and what has been counted."""
 
     kind = "reward"
+    options: ServeOptions
 
     def __init__(self, rewards: Mapping[str, Weighted], options: ServeOptions):
         super().__init__(options, Tokens(options.token, options.token_file))
-        self.options: ServeOptions = options
         self.weights = {name: reward.weight for name, reward in rewards.items()}
         self.about = {name: describe_reward(reward.reward) for name, reward in rewards.items()}
         for name, reward in rewards.items():
@@ -83,46 +68,28 @@ class Service(Doorkeeper):
                     f"it cannot be served"
                 )
         self.cards = {name: card_in_short(reward.reward) for name, reward in rewards.items()}
-        wait = options.wait_ms / 1000
         self.lanes = {
-            name: Lane(name, reward.reward, options.max_batch, wait)
-            for name, reward in rewards.items()
+            name: Lane(name, reward.reward, options.max_batch) for name, reward in rewards.items()
         }
-        self.decoded = Memory(int(options.max_memory_mib * 2**19))
-        # few threads, also since each keeps some of the memory that it has once used
-        self.decoders = ThreadPoolExecutor(options.max_decoding, "decoder")
 
-    def close(self) -> None:
-        self.decoders.shutdown(wait=False, cancel_futures=True)
-        for lane in self.lanes.values():
-            lane.close()
-
-    async def handle(self, request: Request) -> Response:
-        """Read, decode, score. Raises Refusal and BadInput."""
-        with self.decoded.share() as share:
-            names, media, prompts, ids = await self.read(request, share)
-            jobs = [self.lanes[name].submit(media, prompts) for name in names]
-            share.until(jobs)
-        del media, prompts
+    async def handle(self, media_type: str, body: bytearray) -> Response:
+        """Decode, score. Raises Refusal and BadInput."""
+        names, media, prompts, ids = await run_in_threadpool(self.read, media_type, body)
+        jobs = [self.lanes[name].submit(media, prompts) for name in names]
+        del media, prompts  # a job that is done keeps none
         answer = self.answer(dict(zip(names, await self.answers(jobs), strict=True)))
         return reply(answer if ids is None else {"ids": ids, **answer})
 
-    async def read(
-        self, request: Request, share: Share
+    def read(
+        self, media_type: str, body: bytearray
     ) -> tuple[list[str], Tensor | list[str], list[Prompt], list[str] | None]:
-        """Read and decode a request: the rewards that it asks for, samples, prompts, ids. Few are
-        decoded at once, and none before there is memory for its pictures."""
-        run = partial(asyncio.get_running_loop().run_in_executor, self.decoders)
-        with self.bodies.share() as arrived:
-            body = await self.body(request, arrived)
-            kind = request.headers.get("content-type", "")
-            parts = await run(parts_of, kind, body, self.options.max_values)
-            names = self.names(parts.rewards)
-            fields = [field for name in names for field in self.cards[name]["pictures"]]
-            limits = self.options.limits(fields)
-            admit = partial(share.take, timeout=self.options.timeout)
-            media, prompts = await run(unpack, parts, limits, admit)
-            return names, media, prompts, parts.ids
+        """Decode a request, whose body is emptied: rewards that it asks for, samples, prompts,
+        ids."""
+        parts = parts_of(media_type, body, self.options.max_values)
+        names = self.names(parts.rewards)
+        fields = [field for name in names for field in self.cards[name]["pictures"]]
+        media, prompts = unpack(parts, self.options.limits(fields))
+        return names, media, prompts, parts.ids
 
     def names(self, requested: Any) -> list[str]:
         """Return the rewards to compute: those requested, or all."""
@@ -146,10 +113,7 @@ class Service(Doorkeeper):
         """Wait for what the lanes say."""
         futures = [asyncio.wrap_future(job) for job in jobs]
         try:
-            async with asyncio.timeout(self.options.timeout):
-                return await asyncio.gather(*futures)
-        except TimeoutError as error:
-            raise Refusal(504, f"not scored within {self.options.timeout:g} s") from error
+            return await asyncio.gather(*futures)
         except UserError as error:  # what the reward says of these samples and prompts
             raise Refusal(422, shortened(str(error))) from error
         finally:
@@ -189,25 +153,13 @@ class Service(Doorkeeper):
             "limits": limits,
         }
 
-    def problem(self) -> str:
-        stuck = [name for name, lane in self.lanes.items() if not lane.alive]
-        return f"no longer scored: {', '.join(stuck)}" if stuck else ""
-
     def metrics(self) -> list[str]:
         lines = super().metrics()
         for what in ("samples", "failures", "batches", "seconds"):
             lines.append(f"# TYPE mmrl_reward_{what}_total counter")
             for name, lane in self.lanes.items():
                 label = name.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-                value = {
-                    "samples": lane.samples,
-                    "failures": lane.failures,
-                    "batches": lane.batches,
-                }.get(what)
-                lines.append(
-                    f'mmrl_reward_{what}_total{{reward="{label}"}} '
-                    f"{lane.seconds if value is None else value}"
-                )
+                lines.append(f'mmrl_reward_{what}_total{{reward="{label}"}} {lane.counts[what]}')
         return lines
 
 
@@ -224,8 +176,8 @@ def describe_reward(reward: Any) -> str:
     """Return the first docstring line of a function, a function with options bound, or an object's
     class."""
     reward = reward.reward if isinstance(reward, Handled) else reward
-    function = getattr(reward, "func", reward)
-    return describe(function if hasattr(function, "__name__") else type(function))
+    function = reward.func if isinstance(reward, partial) else reward
+    return describe(function if isroutine(function) or isclass(function) else type(function))
 
 
 def make_app(rewards: Mapping[str, Weighted], options: ServeOptions | None = None) -> FastAPI:

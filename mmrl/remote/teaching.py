@@ -11,21 +11,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 import torch
 from annotated_types import Ge, Gt, Le
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, Response
 
-from mmrl.core.errors import UserError
 from mmrl.core.messages import BadMessage, pack, unpack
 from mmrl.core.version import __version__
 from mmrl.policies.base import Policy
 from mmrl.policies.teaching import BadQuestion, answer, signature
-from mmrl.remote.application import application
-from mmrl.remote.requests import Doorkeeper, Listening, Refusal, shortened
+from mmrl.remote.requests import Endpoint, Listening, Refusal, application, shortened
+from mmrl.scoring.worker import Worker
 from rewards.servers.tokens import Tokens
 from rewards.servers.wire import BadInput
 
@@ -41,48 +39,29 @@ class TeachOptions(Listening):
     port: Annotated[int, Ge(0), Le(65535)] = 8124  # 0: any free port, which is printed
     max_request_mib: Annotated[float, Gt(0)] = 1024.0  # a question
     max_answer_mib: Annotated[float, Gt(0)] = 4096.0  # log-probs of all tokens of its rows
-    max_memory_mib: Annotated[float, Gt(0)] = 8192.0  # half of it: questions that wait together
+    concurrency: Annotated[int, Ge(1)] = 4  # questions in memory at once; others wait unread
     read_timeout: Annotated[float, Gt(0)] = 600.0  # seconds for a question to arrive
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if 2 * self.max_request_mib > self.max_memory_mib:
-            raise UserError(
-                f"serve.max_memory_mib {self.max_memory_mib:g} is less than twice "
-                f"max_request_mib {self.max_request_mib:g}: no question of that size has room"
-            )
 
-
-class TeachingService(Doorkeeper):
+class TeachingService(Endpoint):
     """Holds the teacher and answers questions one after another."""
 
     kind = "teacher"
+    options: TeachOptions
 
     def __init__(self, policy: Policy, options: TeachOptions):
         super().__init__(options, Tokens(options.token, options.token_file, TEACHER_VARIABLE))
-        self.options = options
         self.policy = policy
         self.broken = ""  # why the device answers nothing any more
         self.rows = 0
         self.seconds = 0.0
-        self.thread = ThreadPoolExecutor(1, "teacher")
+        self.worker = Worker("teacher")
 
-    def close(self) -> None:
-        self.thread.shutdown(wait=True, cancel_futures=True)
-
-    async def handle(self, request: Request) -> Response:
-        """Read a question, ask the policy. Raises Refusal and BadInput."""
+    async def handle(self, media_type: str, body: bytearray) -> Response:
+        """Ask the policy. Raises Refusal and BadInput."""
         if self.broken:
             raise Refusal(503, self.problem())
-        with self.bodies.share() as share:
-            body = await self.body(request, share)
-            job = self.thread.submit(self.answer, body)
-            share.until([job])
-        try:
-            async with asyncio.timeout(self.options.timeout):
-                content = await asyncio.wrap_future(job)
-        except TimeoutError as error:
-            raise Refusal(504, f"no answer within {self.options.timeout:g} s") from error
+        content = await asyncio.wrap_future(self.worker.submit(self.answer, body))
         return Response(content, media_type="application/octet-stream")
 
     def answer(self, body: bytearray) -> bytes:
@@ -93,9 +72,7 @@ class TeachingService(Doorkeeper):
             began = time.perf_counter()
             shown = answer(self.policy, message)
             self.seconds += time.perf_counter() - began
-        except BadMessage as error:
-            raise BadInput("body", str(error)) from error
-        except BadQuestion as error:
+        except (BadMessage, BadQuestion) as error:
             raise BadInput("body", str(error)) from error
         except torch.OutOfMemoryError as error:
             raise Refusal(413, f"out of memory: {shortened(str(error))}") from error

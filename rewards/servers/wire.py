@@ -12,7 +12,7 @@ import base64
 import io
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +27,7 @@ from rewards.base.media import frames, to_uint8
 from rewards.card import Sums
 from rewards.servers.wire_prompts import headers as prompt_headers
 from rewards.servers.wire_prompts import marked_texts, marks_of, opened
-from rewards.servers.wire_sound import BYTES_A_SAMPLE, sound_fields, sounded
+from rewards.servers.wire_sound import sound_fields, sounded
 
 Format = Literal["png", "webp", "tensor"]
 FORMATS: tuple[Format, ...] = ("png", "webp", "tensor")
@@ -35,8 +35,6 @@ KINDS = ("images", "videos", "texts", "tensor")
 MODES = ("1", "L", "LA", "P", "RGB", "RGBA")  # of PIL, 8 bits a channel or fewer
 DEPTH = 32  # lists and objects inside each other, in a prompt
 KEYS = 1000  # of an object in a prompt
-# bytes that a pixel takes while it is decoded or put into a batch: three floats, and as much again
-BYTES_A_PIXEL = 24
 STRIP = 2**18  # pixels that are turned into floats at once
 
 
@@ -57,10 +55,6 @@ class Limits:
     formats: Sequence[str] = FORMATS
     pictures: tuple[str, ...] = ()  # fields of prompts that hold some, besides image and images
     values: float = 2e6  # of the JSON: commas and brackets, those inside texts too
-
-
-def no_admission(count: int) -> None:
-    """Admit whatever is to be decoded."""
 
 
 @dataclass
@@ -192,14 +186,9 @@ def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is not a JSON number")
 
 
-def unpack(
-    parts: Parts, limits: Limits, admit: Callable[[int], None] = no_admission
-) -> tuple[Tensor | list[str], list[Prompt]]:
+def unpack(parts: Parts, limits: Limits) -> tuple[Tensor | list[str], list[Prompt]]:
     """Return media and prompts as a reward takes them: floats [B, 3, H, W] or [B, F, 3, H, W] in
     0..1, or texts.
-
-    ``admit`` is called with the bytes that this will take, as the headers of pictures say, before
-    any is decoded.
 
     Raises:
         BadInput: anything that is not what it should be, with the name of the field.
@@ -212,7 +201,7 @@ def unpack(
     check_ids(parts.ids, len(prompts))
     check_shape(prompts)
     check_lists(parts, limits)
-    admit(decoded_size(parts, limits))
+    check_pixels(parts, limits)
     media = _media(parts, limits)
     if len(media) != len(prompts):
         raise BadInput("prompts", f"{len(prompts)} of them for {len(media)} samples")
@@ -277,14 +266,12 @@ def check_lists(parts: Parts, limits: Limits) -> None:
             raise BadInput("videos", "expected lists of frames, the same number of frames in each")
 
 
-def decoded_size(parts: Parts, limits: Limits) -> int:
-    """Return the bytes that decoding the pictures will take, by their headers.
+def check_pixels(parts: Parts, limits: Limits) -> None:
+    """Refuse pictures that have more pixels than ``limits`` allow, by their headers.
 
     Raises:
-        BadInput: more pixels than ``limits`` allow, or no header.
+        BadInput: they have.
     """
-    size = 3 * len(parts.media) if isinstance(parts.media, bytes) else 0  # of a tensor
-    size += BYTES_A_SAMPLE * len(parts.sound) // 2 if isinstance(parts.sound, bytes) else 0
     left = limits.pixels
     pictures = _named(parts) if parts.kind in ("images", "videos") else ()
     for name, content in (*pictures, *prompt_headers(parts.prompts, limits.pictures)):
@@ -294,7 +281,6 @@ def decoded_size(parts: Parts, limits: Limits) -> int:
             raise BadInput(
                 name, f"{width} x {height} pixels are more than this server takes in one request"
             )
-    return size + int(limits.pixels - left) * BYTES_A_PIXEL
 
 
 def size_of(content: bytes) -> tuple[int, int]:

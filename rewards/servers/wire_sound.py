@@ -11,7 +11,6 @@ from mmrl.core.sound import SoundVideos, with_sound
 
 CHANNELS = 16
 FASTEST = 768_000  # samples a second
-BYTES_A_SAMPLE = 12  # as it arrived, in floats, and as a reward may copy it
 
 
 def sound_fields(media: Any) -> dict[str, Any]:

@@ -47,10 +47,7 @@ def ask(reward, prompt):
         else {"images": [b64(png())]}
     )
     body = json.dumps({"prompts": [prompt], **media}).encode()
-    try:
-        return asyncio.run(answer(app, body, "application/json"))
-    finally:
-        app.state.service.close()
+    return asyncio.run(answer(app, body, "application/json"))
 
 
 @pytest.fixture
@@ -142,7 +139,6 @@ def test_what_a_reward_opens_by_itself_is_refused_too(reward, timed, places, mon
             status, content = asyncio.run(
                 answer(app, json.dumps(body).encode(), "application/json")
             )
-            app.state.service.close()
             answers.add((status, content.replace(name.encode(), b"")))
     ((status, content),) = answers
     told = json.loads(content)

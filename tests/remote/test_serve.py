@@ -243,7 +243,7 @@ def test_requests_that_wait_together_become_one_batch_and_a_bad_one_fails_alone(
             raise UserError("bad prompt")
         return media.flatten(1).mean(1)
 
-    lane = Lane("slow", slow, max_batch=6, wait=0.05)
+    lane = Lane("slow", slow, max_batch=6)
     media = pictures(4)
     first = lane.submit(media[:1], [{}])
     assert held.wait(waiting.HANG)
@@ -264,10 +264,9 @@ def test_requests_that_wait_together_become_one_batch_and_a_bad_one_fails_alone(
     assert torch.equal(
         last.result(waiting.HANG).values, media[:3].flatten(1).mean(1)
     ) and odd.result(waiting.HANG).values.shape == (1,)
-    lane.close()
     # the batch of five failed, and was scored request by request
     assert sizes == [1, 5, 2, 2, 1, 3, 1], sizes
-    assert lane.samples == 9 and lane.failures == 0
+    assert lane.counts["samples"] == 9 and lane.counts["failures"] == 0
 
 
 def test_a_large_request_is_cut_and_a_full_server_says_come_back():

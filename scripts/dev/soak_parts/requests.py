@@ -68,7 +68,7 @@ def head(draw: random.Random) -> bytes:
 
 def run(soak: Soak) -> Iterator[Experiment]:
     bodies: list[Make] = [structured, mutated, headed, deep, paths]
-    with server_process(soak.folder, read_timeout=1.0, header_timeout=1.0) as server:
+    with server_process(soak.folder, read_timeout=1.0) as server:
         share = soak.seconds / 2
         tally = storm(server, bodies, share, soak.seed)
         yield tally.experiment("bodies of requests", server)
