@@ -45,19 +45,22 @@ class Preferences:
 
 
 def unfit_for_preferences(
-    preferences: Preferences, group_size: int, objective: Any, can: Any
+    preferences: Preferences, group_size: int, objective: Any, policy: Any
 ) -> Iterator[str]:
     """List sentences, each beginning with the key, about what cannot be trained on preferences.
 
-    ``objective``: one, or a class; ``can``: the policy's capabilities, None where not known.
+    ``objective``: one, or a class; ``policy``: one, a class, or what makes one.
     """
+    from mmrl.policies.contracts import Demonstrates
+
     if group_size != preferences.group_size:
         has = "two answers" if preferences.label is None else "one answer"
         yield (
             f"train.group_size: {group_size}, but with train.preferences a prompt has {has}: set "
             f"it to {preferences.group_size}"
         )
-    if can is not None and not can.demonstrations:
+    can = getattr(policy, "capabilities", None)
+    if can is not None and not Demonstrates.kept_by(policy):
         yield "train.preferences: this policy takes no answers of others: it has no demonstrate"
     if not getattr(objective, "offline", False):
         yield (

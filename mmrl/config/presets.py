@@ -82,11 +82,13 @@ def _inline(value: Any) -> str:
 
 def unsuited_preset(name: str, policy: Any) -> str | None:
     """Say why a preset is not for this policy, an object or a class; None if it is."""
+    from mmrl.policies.contracts import Remasks
+
     can = capabilities_of(policy)
     wants = presets()[name]["decisions"]
     if can is None:
         return None
-    kinds = (*(["masked"] if can.remaskable else []), can.decisions)
+    kinds = (*(["masked"] if Remasks.kept_by(policy) else []), can.decisions)
     if wants in (*kinds, "any"):
         return None
     fit = [preset for preset, entry in presets().items() if entry["decisions"] == kinds[0]]

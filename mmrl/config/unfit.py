@@ -36,6 +36,8 @@ def unsuited(plug_in: Plugin, policy: Any, kind: str = "objective") -> str | Non
     """Say why an objective (or another ``kind`` of plug-in) cannot train a policy (an object, a
     class or what makes one); None if it can, or if one of the two does not say what it needs or
     is."""
+    from mmrl.policies.contracts import Remasks
+
     needs = getattr(plug_in, "needs", "")
     can = capabilities_of(policy)
     if can is None:
@@ -50,7 +52,7 @@ def unsuited(plug_in: Plugin, policy: Any, kind: str = "objective") -> str | Non
         return None
     has = {can.decisions}
     if can.decisions == "categorical":
-        has |= {"masked"} if can.remaskable else set()
+        has |= {"masked"} if Remasks.kept_by(policy) else set()
         has |= {"one pass"} if can.one_pass else set()
     if needs in has:
         return None
@@ -59,6 +61,8 @@ def unsuited(plug_in: Plugin, policy: Any, kind: str = "objective") -> str | Non
 
 def _unfit_additions(train: TrainOptions, policy: Any, name: str) -> Iterator[str]:
     """List sentences about rewritten answers, shuffled frames and the value model."""
+    from mmrl.policies.contracts import ReadsPrompts
+
     can: Any = capabilities_of(policy)
     if train.refinement is not None and can.makes != "text":
         yield (
@@ -77,7 +81,7 @@ def _unfit_additions(train: TrainOptions, policy: Any, name: str) -> Iterator[st
             f"write texts about videos: leave it out"
         )
     value = train.prompt_value
-    if value is not None and value.base == "trained" and not getattr(policy, "reads_prompts", True):
+    if value is not None and value.base == "trained" and not ReadsPrompts.kept_by(policy):
         yield (
             f"train.prompt_value: base: trained is for policies whose own network reads the prompt "
             f"(vlm); {name} sees what an encoder makes of it: set base to frozen"
@@ -87,6 +91,8 @@ def _unfit_additions(train: TrainOptions, policy: Any, name: str) -> Iterator[st
 def unsupported_options(train: TrainOptions, policy: Any) -> Iterator[str]:
     """List sentences about options of ``train`` that a policy (an object, a class or what makes
     one) cannot take."""
+    from mmrl.policies.contracts import Demonstrates, LimitsLength, Replays
+
     name = getattr(policy, "__name__", type(policy).__name__)
     can = capabilities_of(policy)
     if can is None:
@@ -99,7 +105,7 @@ def unsupported_options(train: TrainOptions, policy: Any) -> Iterator[str]:
             f"draw tokens one after the other"
         )
     yield from _unfit_additions(train, policy, name)
-    if train.demonstrations is not None and not can.demonstrations:
+    if train.demonstrations is not None and not Demonstrates.kept_by(policy):
         yield f"train.demonstrations: {name} takes no answers of others: it has no demonstrate"
     if train.micro_batch_size == "auto" and can.decisions != "gaussian":
         yield (
@@ -107,9 +113,9 @@ def unsupported_options(train: TrainOptions, policy: Any) -> Iterator[str]:
             f"{name} is not; give a number, or null"
         )
     for key in ("policy_drift", "replay_buffer", "response_reuse"):
-        if getattr(train, key) is not None and not can.replay:
+        if getattr(train, key) is not None and not Replays.kept_by(policy):
             yield f"train.{key}: {name} cannot be shown old answers again: it has no recall"
-    if train.max_new_tokens_schedule and not can.max_new_tokens:
+    if train.max_new_tokens_schedule and not LimitsLength.kept_by(policy):
         yield (
             f"train.max_new_tokens_schedule: {name} writes no answers whose length could "
             f"change; it is for vlm"
@@ -160,8 +166,7 @@ def unfit_for_data(train: TrainOptions, objective: Any, policy: Any) -> Iterator
         if train.preferences is not None:
             yield "train.preferences: sft learns one answer by heart: choose dpo, or leave it out"
     elif train.preferences is not None:
-        can = capabilities_of(policy)
-        yield from unfit_for_preferences(train.preferences, train.group_size, objective, can)
+        yield from unfit_for_preferences(train.preferences, train.group_size, objective, policy)
         yield from unfit_without_samples(train, "nothing is sampled with train.preferences")
 
 

@@ -144,7 +144,7 @@ def counted(policy: FlowPolicy, configuration: Config, options: TrainOptions) ->
     if objective.supervised:  # its answers are encoded outside of the network
         prompts = [{**prompt, objective.field: torch.zeros(3, 1, 1)} for prompt in prompts]
         policy.media_size = policy.media_frames = None
-        policy.encode_media = partial(_encoded, policy.shape)  # type: ignore[method-assign]
+        vars(policy)["encode_media"] = partial(_encoded, policy.shape)
     trainer = _Watched(
         policy,
         prompts,

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from mmrl.core.errors import UserError
 from mmrl.core.types import Prompt, Rollout
 from mmrl.policies.base import Policy
+from mmrl.policies.contracts import Demonstrates
 from samplers.noise import Rng
 
 PLACE = "objective.dmd.gan"
@@ -150,6 +151,7 @@ class Pictures:
                 f"{place}: no {self.field!r}, which holds a real picture for the discriminator; "
                 f"add it, or name another field with {PLACE}.field"
             )
+        policy = Demonstrates.of(policy)
         if why := policy.unreadable(prompt, value):
             raise UserError(f"{place}: {why}")
 
@@ -158,6 +160,7 @@ class Pictures:
         value = prompt[self.field]
         known = self.known.get(id(value))
         if known is None:
+            policy = Demonstrates.of(policy)
             picture = policy.open_answer(prompt, value)
             encoded = policy.demonstrate([prompt], [picture], Rng.of("pictures"), score=False)
             known = (value, encoded.sample[0].cpu())

@@ -21,11 +21,11 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import ESTIMATORS
 from mmrl.core.sharding import sharded
 from mmrl.core.types import Point, Rollout
-from mmrl.policies.base import Policy
+from mmrl.policies.contracts import Remasks
 from samplers.noise import Rng
 
 # (policy, rollout, rng, epoch); epoch: which of several over the rollout, None: there is but one
-Estimator = Callable[[Policy, Rollout, Rng, int | None], list[Point]]
+Estimator = Callable[[Remasks, Rollout, Rng, int | None], list[Point]]
 Share = Annotated[float, Gt(0), Le(1)]
 Fields = Literal["uniform", "fading"]
 MOST = 0.999  # the largest rate of MaskGRPO's published code
@@ -33,7 +33,7 @@ MOST = 0.999  # the largest rate of MaskGRPO's published code
 
 @ESTIMATORS.register("trajectory")
 def trajectory(
-    policy: Policy,
+    policy: Remasks,
     rollout: Rollout,
     rng: Rng,
     epoch: int | None = None,
@@ -61,7 +61,7 @@ vars(trajectory)["visits_only"] = True  # hides no token again
 
 @ESTIMATORS.register("tracerl")
 def tracerl(
-    policy: Policy, rollout: Rollout, rng: Rng, epoch: int | None = None, *, shrink: Count = 8
+    policy: Remasks, rollout: Rollout, rng: Rng, epoch: int | None = None, *, shrink: Count = 8
 ) -> list[Point]:
     """Score slices of the stored reveal order, ``shrink`` passes each (TraceRL, Wang et al. 2025).
 
@@ -73,7 +73,7 @@ def tracerl(
 
 @ESTIMATORS.register("d1")
 def d1(
-    policy: Policy,
+    policy: Remasks,
     rollout: Rollout,
     rng: Rng,
     epoch: int | None = None,
@@ -95,7 +95,7 @@ def d1(
 
 @ESTIMATORS.register("mask_grpo")
 def mask_grpo(
-    policy: Policy,
+    policy: Remasks,
     rollout: Rollout,
     rng: Rng,
     epoch: int | None = None,
@@ -131,7 +131,7 @@ def mask_grpo(
 
 @ESTIMATORS.register("uni_grpo")
 def uni_grpo(
-    policy: Policy,
+    policy: Remasks,
     rollout: Rollout,
     rng: Rng,
     epoch: int | None = None,
@@ -157,7 +157,7 @@ def uni_grpo(
 
 @ESTIMATORS.register("schedule_matched")
 def schedule_matched(
-    policy: Policy,
+    policy: Remasks,
     rollout: Rollout,
     rng: Rng,
     epoch: int | None = None,
@@ -184,7 +184,7 @@ def schedule_matched(
 
 @ESTIMATORS.register("coupled")
 def coupled(
-    policy: Policy,
+    policy: Remasks,
     rollout: Rollout,
     rng: Rng,
     epoch: int | None = None,
@@ -205,7 +205,7 @@ def coupled(
 
 @ESTIMATORS.register("random")
 def random(
-    policy: Policy,
+    policy: Remasks,
     rollout: Rollout,
     rng: Rng,
     epoch: int | None = None,
@@ -225,7 +225,7 @@ def random(
 
 @ESTIMATORS.register("udm_grpo")
 def udm_grpo(
-    policy: Policy,
+    policy: Remasks,
     rollout: Rollout,
     rng: Rng,
     epoch: int | None = None,
@@ -254,7 +254,7 @@ def udm_grpo(
 
 
 @ESTIMATORS.register("sepo")
-def sepo(policy: Policy, rollout: Rollout, rng: Rng, epoch: int | None = None) -> list[Point]:
+def sepo(policy: Remasks, rollout: Rollout, rng: Rng, epoch: int | None = None) -> list[Point]:
     """Compare with the samples one token away, L passes (SEPO, Zekri and Boulle 2025).
 
     With q_i = p(x_i | all others) the concrete score of a neighbour y is s_y = q_i(y_i) / q_i(x_i),

@@ -22,6 +22,7 @@ from mmrl.objectives.surrogates import ppo
 from mmrl.objectives.terms import EntropyBonus, KLPenalty
 from mmrl.objectives.terms.entropy import Entropy
 from mmrl.policies.base import Policy
+from mmrl.policies.contracts import Remasks
 from samplers.noise import Rng
 
 
@@ -53,10 +54,10 @@ class Masked(PolicyGradient):
         self.epoch = epoch
 
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
-        if not policy.capabilities.remaskable:
+        if not isinstance(policy, Remasks):
             raise UserError(
                 f"the objective masked is for masked diffusion: "
-                f"{type(policy).__name__} hides no tokens"
+                f"{type(policy).__name__} {Remasks.lack}"
             )
         points = self.estimator(policy, rollout, rng, self.epoch)
         if self.single_paths and len(points) > 1 and not self._in_parts(policy):

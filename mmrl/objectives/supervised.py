@@ -1,7 +1,7 @@
 """Supervised fine-tuning: answers that the data hold are made likelier, on every family of models.
 
 Nothing is sampled and nothing is rewarded; the policy turns answers into the samples that it would
-have made (``Policy.demonstrate``), and the loss is that of the model's own pre-training.
+have made (``Demonstrates.demonstrate``), and the loss is that of the model's own pre-training.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from mmrl.objectives.base import Objective
 from mmrl.objectives.forward_process.base import mean_square, noised, velocity
 from mmrl.objectives.timestep_samplers import TimeSampler, uniform
 from mmrl.policies.base import Policy
+from mmrl.policies.contracts import Demonstrates, Remasks, WritesText
 from samplers.noise import Rng
 
 FIELD = re.compile(r"\{(\w+)\}")
@@ -41,8 +42,8 @@ class Supervised(Objective):
     supervised: ClassVar[bool] = True
 
     @abstractmethod
-    def answers(self, policy: Policy, prompts: Sequence[Prompt], rng: Rng) -> list[Any]:
-        """Return the answer to each prompt, as ``Policy.demonstrate`` takes it."""
+    def answers(self, policy: Demonstrates, prompts: Sequence[Prompt], rng: Rng) -> list[Any]:
+        """Return the answer to each prompt, as ``Demonstrates.demonstrate`` takes it."""
 
     @abstractmethod
     def check(self, policy: Policy, prompts: Sequence[Prompt]) -> None:
@@ -92,12 +93,12 @@ class SFT(Supervised):
         can = capabilities_of(policy)
         if can is None:
             return
-        if not can.demonstrations:
+        if not Demonstrates.kept_by(policy):
             yield "field", "this policy takes no answers of others"
         for option in ("template", "thought_dropout"):
             if getattr(self, option) and can.makes in ("image", "video"):
                 yield option, f"it is for answers in text, and this policy makes {can.makes}s"
-        if self.train_on != "all" and (can.makes != "text" or can.remaskable):
+        if self.train_on != "all" and (can.makes != "text" or Remasks.kept_by(policy)):
             yield "train_on", "it is for vision-language models: vlm"
         if self.weighting != "plain" and can.decisions != "gaussian":
             yield "weighting", "it is for flow and diffusion models"
@@ -105,14 +106,14 @@ class SFT(Supervised):
     # ----------------------------------------------------------------------------------------------
     # answers
 
-    def answers(self, policy: Policy, prompts: Sequence[Prompt], rng: Rng) -> list[Any]:
+    def answers(self, policy: Demonstrates, prompts: Sequence[Prompt], rng: Rng) -> list[Any]:
         draws = rng.fold("thoughts").uniform(rng.rows(len(prompts), 1)).tolist()
         return [
             self._answer(policy, prompt, draw < self.thought_dropout)
             for prompt, draw in zip(prompts, draws, strict=True)
         ]
 
-    def _answer(self, policy: Policy, prompt: Prompt, is_dropped: bool) -> Any:
+    def _answer(self, policy: Demonstrates, prompt: Prompt, is_dropped: bool) -> Any:
         medium = policy.medium_of(prompt)
         if medium in ("image", "video", None):
             return policy.open_answer(prompt, prompt[self.field])
@@ -126,6 +127,7 @@ class SFT(Supervised):
 
     def check(self, policy: Policy, prompts: Sequence[Prompt]) -> None:
         problems = []
+        policy = Demonstrates.of(policy)
         for prompt in prompts:
             if why := self._problem(policy, prompt):
                 place = prompt.get("origin") or repr(str(prompt.get("text", ""))[:60])
@@ -138,7 +140,7 @@ class SFT(Supervised):
                 + rest
             )
 
-    def _problem(self, policy: Policy, prompt: Prompt) -> str | None:
+    def _problem(self, policy: Demonstrates, prompt: Prompt) -> str | None:
         """Say what is wrong with a row's answer; None: nothing."""
         medium = policy.medium_of(prompt)
         names = FIELD.findall(self.template) if self.template and medium == "text" else [self.field]
@@ -170,6 +172,7 @@ class SFT(Supervised):
     def trimmed(self, policy: Policy, rollout: Rollout, answers: Sequence[Any]) -> Rollout:
         if self.train_on == "all":
             return rollout
+        policy = WritesText.of(policy)
         ids = rollout.sample.tolist()
         lengths = rollout.mask.sum(1).tolist()
         ends = [
@@ -190,11 +193,11 @@ class SFT(Supervised):
         if can.decisions == "gaussian":
             draws = self.num_noise_draws
             return noised(policy, rollout, rng, self.timestep_sampler, draws)
-        if can.remaskable:
+        if isinstance(policy, Remasks):
             return [self._hidden(policy, rollout, rng)]
         return (point.replace(logprob=None, guidance=1.0) for point in policy.path(rollout))
 
-    def _hidden(self, policy: Policy, rollout: Rollout, rng: Rng) -> Point:
+    def _hidden(self, policy: Remasks, rollout: Rollout, rng: Rng) -> Point:
         """Hide a random share of the tokens. ``estimator_weight`` is each token's in the loss."""
         u = rng.uniform(rollout.row_id, (1,), step=0)  # [B, 1]
         draw = rng.uniform(rollout.row_id, rollout.sample.shape[1:], step=1)
@@ -254,7 +257,7 @@ def without_thought(text: str) -> str:
     return f"{before}{opening}{EMPTY}{closing}{behind}" if closing else text
 
 
-def thought_tokens(policy: Policy, ids: Sequence[int], answer: str | None) -> int:
+def thought_tokens(policy: WritesText, ids: Sequence[int], answer: str | None) -> int:
     """Count the first tokens of an answer that spell its thought, with both tags."""
     if answer is None or THOUGHT[1] not in answer:
         return 0

@@ -22,14 +22,12 @@ from mmrl.core.host import sent
 from mmrl.core.sharding import in_step, sharded
 from mmrl.core.types import Copies, Media, Point, Prompt, Rollout, tree_map
 from mmrl.core.weights import Weights
-from mmrl.policies.answers import clips_are_read, media_problem, opened
-from mmrl.policies.capabilities import Capabilities, Medium
+from mmrl.policies.capabilities import Capabilities
 from mmrl.policies.guidance import LogprobGuidance as LogprobGuidance
 from mmrl.policies.guidance import at_guidance as at_guidance
 from mmrl.policies.guidance import warn_of_mismatch as warn_of_mismatch
 from mmrl.policies.guidance import without_empty as without_empty
 from mmrl.policies.lora import ATTENTION, Lora, add_lora
-from mmrl.policies.prompt_states import pooled
 from mmrl.policies.rollout_context import NO_CONTEXT as NO_CONTEXT
 from mmrl.policies.rollout_context import Drafts as Drafts
 from mmrl.policies.rollout_context import Reads as Reads
@@ -124,8 +122,6 @@ class Policy(ABC):
     media_size: tuple[int, int] | None = None  # [height, width] of the pictures it makes
     media_frames: int | None = None  # of the videos it makes
     media_fps: float = USUAL_RATE  # of these, by which they are written and clips are read
-    _clips_said: bool = False  # how clips of the data are read
-    rates: Tensor  # [T + 1] share of tokens hidden before each pass and after the last (remaskable)
 
     @abstractmethod
     def rollout(
@@ -165,33 +161,6 @@ class Policy(ABC):
         ask for; the prompts of a rollout have one size."""
         return self.media_size
 
-    def encode_media(self, media: Tensor) -> Tensor:
-        """Encode pictures [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1, of the sizes that
-        ``decode`` returns, to samples [B, *]: its inverse, as far as there is one."""
-        raise self._cannot("encodes no pictures of others")
-
-    def medium_of(self, prompt: Prompt) -> Medium | None:
-        """Say what an answer to the prompt is; None: what ``decode`` returns is not known."""
-        return self.capabilities.makes
-
-    def open_answer(self, prompt: Prompt, value: Any) -> Tensor:
-        """Open the picture or video, mostly a file, that answers a prompt, for ``demonstrate``. The
-        first clip says once how clips are read."""
-        medium = self.medium_of(prompt)
-        if medium == "video" and not isinstance(value, Tensor) and not self._clips_said:
-            self._clips_said = True
-            self.news.append(clips_are_read(self.media_frames, self.media_fps))
-        return opened(value, medium, self.media_frames, prompt, self.media_fps)
-
-    def unreadable(self, prompt: Prompt, value: Any) -> str | None:
-        """Say why that picture or video cannot be opened, by the head of its file; None: it can."""
-        medium = self.medium_of(prompt)
-        return media_problem(value, medium, self.media_frames, prompt, self.media_fps)
-
-    def text_of(self, ids: list[int]) -> str:
-        """Return the text of the first tokens of an answer."""
-        raise self._cannot("writes no text")
-
     @contextmanager
     def untempered(self) -> Iterator[None]:
         """Score by the model's own distribution: at temperature 1, no token taken away, without
@@ -213,16 +182,6 @@ class Policy(ABC):
     def noise(self, stream: Tensor, row: Tensor, step: int) -> Tensor:
         """Draw once more the noise of step ``step`` of rows [B] (Gaussian decisions)."""
         raise self._cannot("draws no noise on its path")
-
-    def at(self, rollout: Rollout, hide: Tensor, score: Tensor | None = None) -> Point:
-        """Hide the tokens ``hide`` [B, L] again and score those at ``score`` [B, L] (None: the
-        hidden ones; remaskable policies)."""
-        raise self._cannot("hides no tokens")
-
-    def corrupted(self, cond: Any, share: float, rng: Rng) -> Any:
-        """Hide a random share of every prompt's tokens in the conditions, where the network reads
-        tokens (remaskable policies)."""
-        return cond
 
     # ----------------------------------------------------------------------------------------------
     # train: parameters, passes and what they need of memory
@@ -372,45 +331,6 @@ class Policy(ABC):
         """Take the prompts of the run once, on the device: a family may encode them and free its
         encoders."""
         return None
-
-    def recall(self, prompts: list[Prompt]) -> tuple[Any, list[Prompt]]:
-        """Encode prompts again for answers of earlier iterations: their conditions, and the prompts
-        as ``rollout`` returns them (replay)."""
-        encode = getattr(self, "encode", None)
-        if encode is None:
-            raise self._cannot("cannot be shown old answers again")
-        return encode(prompts), prompts
-
-    reads_prompts: bool = False  # its own trained network does, so ``prompt_states`` has a gradient
-
-    def prompt_states(self, prompts: list[Prompt]) -> Tensor:
-        """Return a state [P, H] of every prompt, under the weights in force: here what its encoder
-        makes of it, the mean over places, each prompt by itself."""
-        return torch.cat([pooled(self.recall([prompt])[0]) for prompt in prompts])
-
-    def demonstrate(
-        self, prompts: list[Prompt], answers: Sequence[Any], rng: Rng, *, score: bool = True
-    ) -> Rollout:
-        """Make a rollout of answers that somebody wrote, one to each prompt (demonstrations).
-
-        An answer is what ``decode`` returns of one row, a picture of any size; None, or one that
-        does not fit, gives a row without decisions that is not trained on. Log-probs are those of
-        the weights in force; not ``score``: they are 0, and no pass is made. Where decisions are
-        unknown, as those of the path to a picture, the mask holds none and the row is trainable.
-        """
-        raise self._cannot("takes no answers of others")
-
-    def cannot_go_on(self) -> str:
-        """Say why an answer that was cut off could not go on; empty: it could."""
-        return ""
-
-    def most_new_tokens(self) -> int:
-        """Return how many new tokens an answer may have."""
-        raise self._cannot("writes no answers whose length could change")
-
-    def set_max_new_tokens(self, tokens: int) -> None:
-        """Limit answers to so many new tokens from now on."""
-        raise self._cannot("writes no answers whose length could change")
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the policy has learnt besides its weights, plain data fit for JSON."""

@@ -20,9 +20,7 @@ class Capabilities:
     makes: Medium | None = None
     sound: bool = False  # its videos may have one, ``mmrl.core.sound``
     one_pass: bool = True  # one forward pass scores all tokens of an answer
-    remaskable: bool = False  # ``at`` hides any of a finished sample's tokens again
-    replay: bool = False  # ``recall`` shows it answers of earlier iterations
-    demonstrations: bool = False  # ``demonstrate`` takes answers that somebody else wrote
-    ground_truth: bool = False  # a ground truth may take the place of one of a group
-    drafts: bool = False  # a rollout may begin with what is kept of earlier answers
-    max_new_tokens: bool = False  # ``set_max_new_tokens`` changes how long answers may be
+    # what ``rollout`` heeds of its context: a ground truth may take the place of one of a group,
+    # an answer may begin with what is kept of an earlier one
+    ground_truth: bool = False
+    drafts: bool = False

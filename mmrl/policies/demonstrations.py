@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmrl.core.types import Provenance, Rollout
-from mmrl.policies.base import Policy
+from mmrl.policies.contracts import EncodesMedia
 
 
 def framed(picture: Tensor, size: tuple[int, int] | None) -> Tensor:
@@ -45,7 +45,7 @@ def timed(video: Tensor, frames: int | None) -> Tensor:
 
 
 @torch.no_grad()
-def encoded(policy: Policy, answers: Sequence[Any]) -> tuple[Tensor | None, Tensor]:
+def encoded(policy: EncodesMedia, answers: Sequence[Any]) -> tuple[Tensor | None, Tensor]:
     """Encode pictures or videos, each by itself so that it does not depend on the others.
 
     Returns the samples [n, *] of those that are there (None if there are none) and which of the

@@ -27,6 +27,7 @@ from mmrl.core.types import (
     tree_map,
 )
 from mmrl.policies.base import Policy, without_empty
+from mmrl.policies.contracts import Remasks
 
 STEPS: dict[str, type[SamplerState | MaskPass]] = {
     kind.__name__: kind for kind in (SamplerState, Transition, Renoised, MaskPass, MaskChoice)
@@ -45,7 +46,7 @@ def signature(policy: Policy) -> dict[str, Any]:
     can = policy.capabilities
     return {
         "family": type(policy).__name__,
-        "decisions": [can.decisions, can.makes, can.remaskable],
+        "decisions": [can.decisions, can.makes, isinstance(policy, Remasks)],
         "size": None if policy.media_size is None else list(policy.media_size),
         "frames": policy.media_frames,
         **policy.spaces(),

@@ -23,13 +23,13 @@ from mmrl.core.sharding import sharded
 from mmrl.core.types import Copies, Media, Point, Prompt, Rollout, TokenOrder
 from mmrl.policies.base import (
     NO_CONTEXT,
-    Policy,
     RolloutContext,
     at_guidance,
     rows_and_groups,
     rows_of,
 )
 from mmrl.policies.capabilities import Capabilities
+from mmrl.policies.contracts import Demonstrates, Replays
 from mmrl.policies.demonstrations import sourced
 from mmrl.policies.drafts import FREE, drafted, verified
 from mmrl.policies.scores import Scored, Scorer, group_divergence, recorded
@@ -38,11 +38,11 @@ from samplers.noise import Rng
 from samplers.warp import EntropyScale, Warp
 
 
-class TokenPolicy(Policy):
+class TokenPolicy(Replays):
     """Trains a policy whose decisions are tokens. One pass scores all tokens of a row, unless a
     family says otherwise."""
 
-    capabilities = Capabilities("categorical", replay=True)
+    capabilities = Capabilities("categorical")
     entropies: bool = False  # computed in every scoring pass once one was requested
     warp: Warp  # of sampling and scoring
 
@@ -183,7 +183,7 @@ class TokenPolicy(Policy):
         return bool(distributed.all_max(torch.tensor(float(working), device=self.device)))
 
 
-class LogitsPolicy(TokenPolicy):
+class LogitsPolicy(TokenPolicy, Demonstrates):
     """Trains a policy of ``length`` tokens a sample, whose family encodes prompts and computes
     logits; ``mask_id`` stands for a token not yet drawn."""
 
@@ -275,7 +275,7 @@ class LogitsPolicy(TokenPolicy):
 class CausalPolicy(LogitsPolicy):
     """Draws tokens from left to right by a network of your own."""
 
-    capabilities = replace(LogitsPolicy.capabilities, demonstrations=True, drafts=True)
+    capabilities = replace(LogitsPolicy.capabilities, drafts=True)
 
     def _divergence(self, points: list[Point]) -> Tensor:
         logits = torch.cat([self.dist(point).logits for point in points])

@@ -16,6 +16,7 @@ from mmrl.core.sharding import in_step, is_sharded, like
 from mmrl.core.types import Prompt
 from mmrl.core.weights import block, local
 from mmrl.policies.base import Policy
+from mmrl.policies.contracts import ReadsPrompts, Replays
 from samplers.batching import chunks
 from samplers.noise import Rng
 
@@ -28,7 +29,7 @@ Slots = dict[str, Tensor]  # by the name of a parameter
 
 class ValueNetwork:
     """Predicts the mean reward of prompts: a head on the states that the policy's network has of
-    them (``Policy.prompt_states``).
+    them (``Replays.prompt_states``).
 
     The network's weights are a snapshot of the policy's from before training, which stays as it is
     or is trained with the head; the policy's own weights are never touched. ``predict``, ``of`` and
@@ -36,13 +37,13 @@ class ValueNetwork:
     """
 
     def __init__(self, policy: Policy, options: PromptValue, seed: int):
-        if options.base == "trained" and not policy.reads_prompts:
+        if options.base == "trained" and not isinstance(policy, ReadsPrompts):
             raise UserError(
                 f"train.prompt_value: base: trained is for policies whose own network reads the "
                 f"prompt (vlm); {type(policy).__name__} sees what an encoder makes of it: set base "
                 f"to frozen"
             )
-        self.policy = policy
+        self.policy = Replays.of(policy)
         self.options = options
         self.rng = Rng.of(seed, "prompt_value")
         policy.weights.keep(SNAPSHOT)

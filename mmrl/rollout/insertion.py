@@ -12,6 +12,7 @@ from mmrl.core import distributed
 from mmrl.core.errors import UserError
 from mmrl.core.types import Prompt, Rewards, Rollout
 from mmrl.data.answers import Answer
+from mmrl.policies.contracts import Demonstrates
 from mmrl.rollout.past import Remembered, inserted, with_marks
 from mmrl.rollout.stages import Drawn, Setup
 from samplers.noise import Rng
@@ -41,8 +42,9 @@ def demonstrated(
     answers = [answer.media(frames, rate) for _, _, answer in due]
     idle = most - len(due)  # every process makes equally many passes
     rng = Rng.of(setup.options.seed, iteration, "demonstrate")
+    policy = Demonstrates.of(setup.policy)
     with setup.behavior():
-        rows = setup.policy.demonstrate(
+        rows = policy.demonstrate(
             [*prompts, *[drawn.rollout.prompts[0]] * idle], [*answers, *[None] * idle], rng
         )
     taken = _taken(rows)[: len(due)].tolist()

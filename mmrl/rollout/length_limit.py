@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from mmrl.core.errors import UserError
 from mmrl.core.registry import STAGES
 from mmrl.policies.base import Policy
+from mmrl.policies.contracts import LimitsLength
 from mmrl.rollout.stages import Setup, Stage
 
 
@@ -26,10 +27,10 @@ class LengthLimit(Stage):
 
     def begin(self, iteration: int) -> None:
         due = [tokens for start, tokens in self.schedule if start <= iteration]
-        if due and not self.policy.capabilities.max_new_tokens:
+        if not due:
+            return
+        if not isinstance(self.policy, LimitsLength):
             raise UserError(
-                f"train.max_new_tokens_schedule: {type(self.policy).__name__} writes no answers "
-                f"whose length could change"
+                f"train.max_new_tokens_schedule: {type(self.policy).__name__} {LimitsLength.lack}"
             )
-        if due:
-            self.policy.set_max_new_tokens(due[-1])
+        self.policy.set_max_new_tokens(due[-1])

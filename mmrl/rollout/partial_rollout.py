@@ -25,6 +25,7 @@ from mmrl.core.registry import STAGES
 from mmrl.core.types import Copies, Prompt, Rewards
 from mmrl.data.base import Curriculum
 from mmrl.policies.base import Drafts, Policy, RolloutContext
+from mmrl.policies.contracts import LimitsLength
 from mmrl.rollout.collect import media_of
 from mmrl.rollout.dynamic_sampling import exchanged
 from mmrl.rollout.past import OldAnswers
@@ -61,20 +62,21 @@ class PartialRollouts(OldAnswers):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        can = self.policy.capabilities
-        if not (can.drafts and can.max_new_tokens):
+        can_go_on = isinstance(self.policy, LimitsLength) and self.policy.capabilities.drafts
+        if not can_go_on:
             raise UserError(
                 f"train.partial_rollout: {type(self.policy).__name__} cannot go on with an answer "
                 f"that was cut off; it is for vlm"
             )
-        if why := self.policy.cannot_go_on():
+        self.limits = LimitsLength.of(self.policy)
+        if why := self.limits.cannot_go_on():
             raise UserError(f"train.partial_rollout: {why}")
         if isinstance(self.prompts, Curriculum):
             raise UserError(
                 "train.partial_rollout: the data chooses prompts by how the last ones went, which "
                 "is not known of answers that wait; take data without a curriculum"
             )
-        self.longest = self.policy.most_new_tokens()
+        self.longest = self.limits.most_new_tokens()
         if self.options.tokens >= self.longest:
             raise UserError(
                 f"train.partial_rollout.tokens: {self.options.tokens} is no less than the policy's "
@@ -92,7 +94,7 @@ class PartialRollouts(OldAnswers):
 
     def begin(self, iteration: int) -> None:
         self.origins = {}
-        self.policy.set_max_new_tokens(self.options.tokens)
+        self.limits.set_max_new_tokens(self.options.tokens)
 
     def context(self, context: RolloutContext) -> RolloutContext:
         return replace(context, drafts=self._drafts) if self.continued else context
@@ -103,7 +105,7 @@ class PartialRollouts(OldAnswers):
         try:
             return self._groups(drawn, iteration, sample)
         finally:
-            self.policy.set_max_new_tokens(self.longest)  # evaluations write whole answers
+            self.limits.set_max_new_tokens(self.longest)  # evaluations write whole answers
 
     def _groups(
         self, drawn: Drawn, iteration: int, sample: Sample
@@ -168,7 +170,7 @@ class PartialRollouts(OldAnswers):
         most = -(-len(entries) // size)
         if not most:
             return None, []
-        self.policy.set_max_new_tokens(min((parts + 1) * self.options.tokens, self.longest))
+        self.limits.set_max_new_tokens(min((parts + 1) * self.options.tokens, self.longest))
         filler = local or entries[:1]
         self.continued = [*local, *[None] * (most - len(local))]
         prompts = [self.prompts[(w or filler[0]).index] for w in self.continued]

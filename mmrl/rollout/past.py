@@ -28,6 +28,7 @@ from mmrl.core.types import (
     TokenOrder,
 )
 from mmrl.policies.base import Policy
+from mmrl.policies.contracts import Replays
 from mmrl.rollout.collect import appended, media_of, together
 from mmrl.rollout.stages import Drawn, Stage, outline
 
@@ -80,11 +81,12 @@ class OldAnswers(Stage):
     prompts: Sequence[Prompt]
 
     def __post_init__(self) -> None:
-        if not self.policy.capabilities.replay:
+        if not isinstance(self.policy, Replays):
             raise UserError(
                 f"train.{self.option}: {type(self.policy).__name__} cannot be shown old answers "
-                f"again; it is for policies with the capability replay, as those of mmrl"
+                f"again; it is for policies that derive from Replays, as those of mmrl"
             )
+        self.replays: Replays = self.policy
         self.places = {id(prompt): i for i, prompt in enumerate(self.prompts)}
         # of prompts as the policy returned them in this iteration
         self.origins: dict[int, int] = {}

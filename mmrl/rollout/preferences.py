@@ -13,6 +13,7 @@ from mmrl.core.broken_rows import first_of
 from mmrl.core.errors import UserError
 from mmrl.core.types import Copies, Media, Prompt, Rewards, Rollout
 from mmrl.policies.base import NO_CONTEXT, Policy, RolloutContext
+from mmrl.policies.contracts import Demonstrates, Replays
 from mmrl.rollout.collect import Score
 from samplers.noise import Rng
 
@@ -53,6 +54,7 @@ class Compared:
         Where the policy cannot give an answer, as it is too long or has a token that is never
         written, the rewards of its group are NaN, so that it does not train.
         """
+        policy = Demonstrates.of(policy)
         lot = Rng(rng.fold("pair").key)
         groups = [self.pairs.of(prompt, lot) for prompt in prompts]
         size = self.pairs.options.group_size
@@ -67,7 +69,7 @@ class Compared:
         taken = rows.alive() if taken is None else taken
         taken = taken & (rows.logprob.isfinite() | ~rows.mask).all(1)
         taken = taken.view(-1, size).all(1).repeat_interleave(size)  # half a pair says nothing
-        cond, shown = policy.recall(list(prompts))
+        cond, shown = Replays.of(policy).recall(list(prompts))
         group = torch.arange(len(rows), device=rows.group.device) // size
         provenance = rows.provenance.replace(is_ground_truth=None)
         rollout = rows.replace(
@@ -84,6 +86,7 @@ class Compared:
     def check(self, policy: Policy, prompts: Sequence[Prompt]) -> None:
         """Raise UserError, with file and line, where rows have no two answers, equal ones, or files
         that cannot be opened."""
+        policy = Demonstrates.of(policy)
         problems = []
         for prompt in prompts:
             if why := next(self._problems(policy, prompt), None):
@@ -95,7 +98,7 @@ class Compared:
                 f"{first_of(problems)}"
             )
 
-    def _problems(self, policy: Policy, prompt: Prompt) -> Iterator[str]:
+    def _problems(self, policy: Demonstrates, prompt: Prompt) -> Iterator[str]:
         if why := self.pairs.problem(prompt):
             yield why
             return
@@ -107,8 +110,8 @@ class Compared:
                 yield why
 
 
-def opened(policy: Policy, prompt: Prompt, answer: Judged) -> Any:
-    """Return an answer as ``Policy.demonstrate`` takes it."""
+def opened(policy: Demonstrates, prompt: Prompt, answer: Judged) -> Any:
+    """Return an answer as ``Demonstrates.demonstrate`` takes it."""
     if policy.medium_of(prompt) == "text":
         return str(answer.content)
     return policy.open_answer(prompt, answer.content)

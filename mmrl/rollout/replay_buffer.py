@@ -143,7 +143,7 @@ class ReplayBuffer(OldAnswers):
 
     def _recalled(self, chosen: Sequence[Remembered], rollout: Rollout) -> Drawn:
         """Recall the chosen answers, to prompts that are encoded anew."""
-        cond, prompts = self.policy.recall([self.prompts[entry.index] for entry in chosen])
+        cond, prompts = self.replays.recall([self.prompts[entry.index] for entry in chosen])
         parts = [
             beside(entry, rollout).replace(prompts=(prompt,))
             for entry, prompt in zip(chosen, prompts, strict=True)

@@ -93,7 +93,7 @@ class Visits(OldAnswers):
         }
         old = rollout
         if known:
-            cond, prompts = self.policy.recall([self.prompts[e.index] for e in known.values()])
+            cond, prompts = self.replays.recall([self.prompts[e.index] for e in known.values()])
             parts = [
                 beside(entry, rollout).replace(prompts=(prompt,))
                 for entry, prompt in zip(known.values(), prompts, strict=True)

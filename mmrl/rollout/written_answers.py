@@ -9,6 +9,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import STAGES
 from mmrl.core.types import Prompt
 from mmrl.data.answers import Known, of_field, of_file
+from mmrl.policies.contracts import Demonstrates
 from mmrl.rollout.insertion import Wanted, demonstrated
 from mmrl.rollout.stages import Drawn, KnowsPrompts, Sample, Setup, group_sizes
 from samplers.noise import Rng
@@ -36,10 +37,10 @@ class Demonstrated(KnowsPrompts):
         options = setup.options.demonstrations
         if options is None:
             return None
-        if not setup.policy.capabilities.demonstrations:
+        if not isinstance(setup.policy, Demonstrates):
             raise UserError(
                 f"train.demonstrations: {type(setup.policy).__name__} takes no answers of others; "
-                f"it is for policies with the capability demonstrations"
+                f"it is for policies that derive from Demonstrates"
             )
         known = of_field(options.field) if options.field else of_file(options.file(), options.key)
         if not any(known(prompt) for prompt in setup.prompts):

@@ -20,12 +20,13 @@ from numpy.typing import NDArray
 
 from mmrl.core.errors import UserError
 from mmrl.core.types import Prompt
+from mmrl.policies.contracts import Replays
 from mmrl.run import build
 
 
 def states_of(session: build.Session, prompts: list[Prompt], batch: int) -> NDArray[np.float32]:
     """Compute the states [n, H] of prompts in passes of ``batch``."""
-    policy = session.policy
+    policy = Replays.of(session.policy)
     policy.prepare(prompts)
     parts = [prompts[first : first + batch] for first in range(0, len(prompts), batch)]
     with torch.no_grad():

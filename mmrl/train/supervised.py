@@ -12,6 +12,7 @@ from mmrl.core.types import Prompt, Rewards, Rollout
 from mmrl.objectives.base import Objective
 from mmrl.objectives.supervised import Supervised
 from mmrl.policies.base import Policy
+from mmrl.policies.contracts import Demonstrates
 from mmrl.rollout.stages import outline
 from mmrl.train.batch import Batch
 from mmrl.train.passes import Passes
@@ -23,6 +24,7 @@ def demonstrated(
 ) -> Rollout:
     """Make a rollout of the data's answers to these prompts, without log-probs."""
     assert isinstance(objective, Supervised)
+    policy = Demonstrates.of(policy)
     answers = objective.answers(policy, prompts, rng)
     rollout = policy.demonstrate(list(prompts), answers, rng, score=False)
     return objective.trimmed(policy, rollout, answers)

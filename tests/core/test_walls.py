@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "rewards": {"core"},
     "utils": {"core"},
     "cluster": {"core", "rewards", "scoring", "utils"},
-    "config": {"cluster", "core", "rewards", "scoring", "monitoring", "objectives"},
+    "config": {"cluster", "core", "rewards", "scoring", "monitoring", "objectives", "policies"},
     "data": {"core", "config", "samplers", "utils"},
     "policies": MODELS,
     "objectives": MODELS | {"policies", "rewards"},

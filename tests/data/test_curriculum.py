@@ -4,7 +4,6 @@ alone."""
 import json
 from collections import Counter
 from copy import deepcopy
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -249,8 +248,6 @@ def test_data_hear_of_groups_that_gave_way(options):
 
 class Recalling(toys.ToyCausal):
     """Can be shown old answers again: prompts are encoded one by one."""
-
-    capabilities = replace(toys.ToyCausal.capabilities, replay=True)
 
     def encode(self, prompts):
         return [{"input_ids": torch.tensor([[p["label"]]], dtype=self.dtype)} for p in prompts]

@@ -12,8 +12,10 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import ADVANTAGES, OBJECTIVES
 from mmrl.objectives.consistency import Consistency
 from mmrl.objectives.distribution_matching import FAKE, DistributionMatching, Noising
+from mmrl.policies.contracts import EncodesMedia
+from mmrl.policies.demonstrations import encoded
 from mmrl.policies.diffusion import few_step as sampling
-from mmrl.policies.diffusion.flow_policy import FlowPolicy
+from mmrl.policies.diffusion.flow_policy import FlowPolicy, demonstrated
 from mmrl.scoring import Scorer
 from mmrl.train.device import Device
 from mmrl.train.optimizers import adamw
@@ -27,12 +29,12 @@ MEANS = torch.tensor([[1.0, -2.0], [-1.5, 0.5]], dtype=torch.float64)
 ALPHAS = Diffusion().alphas
 
 
-class Points(FlowPolicy):
+class Points(FlowPolicy, EncodesMedia):
     """Points of the plane around the mean of their label, by a small network."""
 
     shape = (2,)
     renews = True
-    capabilities = replace(FlowPolicy.capabilities, demonstrations=True, makes="image")
+    capabilities = replace(FlowPolicy.capabilities, makes="image")
 
     def __init__(self, process=None, net=None, double=True, **options):
         self.process = process or Flow()
@@ -48,6 +50,9 @@ class Points(FlowPolicy):
 
     def encode_media(self, media):
         return media
+
+    def demonstrate(self, prompts, answers, rng, *, score=True):
+        return demonstrated(self, prompts, *encoded(self, answers), rng)
 
     def decode(self, rollout):
         return rollout.sample
@@ -365,7 +370,7 @@ def test_a_teacher_of_another_latent_space_is_refused():
 
 def test_a_row_without_a_picture_names_the_objectives_own_option():
     with pytest.raises(UserError, match="no 'answer'.* another with objective.consistency.field"):
-        Consistency().check(toys.make("flow"), [{"text": "a red cat"}])
+        Consistency().check(Points(), [{"text": "a red cat"}])
 
 
 def test_a_scaled_loss_is_refused_since_the_fake_models_is_not(monkeypatch):

@@ -16,6 +16,7 @@ from mmrl.core.registry import ADVANTAGES, ESTIMATORS, SURROGATES
 from mmrl.core.types import Rewards
 from mmrl.objectives import Masked
 from mmrl.objectives.mask_estimators import fading
+from mmrl.policies.contracts import Remasks
 from mmrl.policies.masked.policy import MaskedDiffusion
 from mmrl.scoring import Scorer
 from mmrl.train.minibatches import loss_weights
@@ -458,7 +459,7 @@ def test_fading_hides_late_tokens_and_half_or_more_as_asked():
 
 def test_other_models_are_refused():
     policy = toys.make("flow")
-    assert TablePolicy.capabilities.remaskable and not policy.capabilities.remaskable
+    assert Remasks.kept_by(TablePolicy) and not Remasks.kept_by(policy)
     with pytest.raises(UserError, match="hides no tokens"):
         Masked().points(policy, None, POINTS)
     rollout, _ = rolled(TablePolicy(steps=3), 0, 4)

@@ -1,6 +1,5 @@
 """Supervised fine-tuning: the loss against formulas written out, on every family of models."""
 
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -12,6 +11,7 @@ from mmrl.core.errors import UserError
 from mmrl.objectives import SFT
 from mmrl.objectives.supervised import thought_tokens, without_thought
 from mmrl.objectives.timestep_samplers import logit_normal
+from mmrl.policies.contracts import Demonstrates
 from mmrl.policies.image_tokens.models.janus import Janus
 from mmrl.policies.masked.masked_lm import MaskedLM
 from mmrl.policies.unified.policy import JanusUnified
@@ -22,7 +22,7 @@ from mmrl.train.supervised import demonstrated
 from mmrl.train.trainer import Trainer
 from samplers.noise import Rng
 from tests.fixtures import tiny_vlms, toys
-from tests.fixtures.demonstrations import FAMILIES, make, picture, pictured, sd
+from tests.fixtures.demonstrations import FAMILIES, make, pictured, sd
 from tests.fixtures.image_tokens import tiny_janus
 from tests.objectives.test_masked_objectives import Hides, finished
 from tests.policies.vlm.test_vlm_policy import native, policy_of
@@ -452,9 +452,8 @@ def test_options_for_other_models_are_refused():
     assert not dict(SFT(train_on="answer", thought_dropout=0.5).unfit(text))
     nobody = toys.make("flow")
     assert "takes no answers" in dict(SFT().unfit(nobody))["field"]
-    nobody.capabilities = replace(nobody.capabilities, demonstrations=True)
-    with pytest.raises(UserError, match="encodes no pictures"):
-        nobody.demonstrate([{"text": "", "label": 0}], [picture(0)], RNG)
+    with pytest.raises(UserError, match="^ToyFlow takes no answers of others"):
+        Demonstrates.of(nobody)
 
 
 def test_options_of_training_that_would_do_nothing_are_refused():

@@ -1,7 +1,6 @@
 """Text objectives in training: the causal toy with answers of many lengths."""
 
 import math
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -587,9 +586,3 @@ def test_the_length_of_answers_follows_its_stages():
     ):
         built.iteration = 1
         built.collect()
-    limits = []
-    built.policy.capabilities = replace(built.policy.capabilities, max_new_tokens=True)
-    built.policy.set_max_new_tokens = limits.append
-    for built.iteration in (0, 1, 2, 7):
-        built.collect()
-    assert limits == [3, 5, 5]

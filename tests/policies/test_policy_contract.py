@@ -13,6 +13,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES, load_built_in
 from mmrl.policies.base import Policy
 from mmrl.policies.capabilities import Capabilities
+from mmrl.policies.contracts import Demonstrates, LimitsLength, Remasks, Replays, WritesText
 from tests.fixtures import sources, toys
 
 load_built_in()
@@ -44,19 +45,24 @@ def attributes(tree: ast.AST, owners: set[str]) -> set[str]:
 
 
 def declared() -> set[str]:
-    """Collect the public members of ``Policy``: methods, annotated fields, and what its constructor
-    sets."""
-    tree = ast.parse((MMRL / "policies" / "base.py").read_text(encoding="utf-8"))
-    body = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "Policy").body
-    names = {node.name for node in body if isinstance(node, ast.FunctionDef)}
-    names |= {node.target.id for node in body if isinstance(node, ast.AnnAssign)}
-    constructor = next(node for node in body if getattr(node, "name", "") == "__init__")
+    """Collect the public members of ``Policy`` and of the contracts that only some keep: methods,
+    annotated fields, and what its constructor sets."""
+    bodies = [
+        node.body
+        for file in ("base.py", "contracts.py")
+        for node in ast.parse((MMRL / "policies" / file).read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef) and (node.name == "Policy" or file == "contracts.py")
+    ]
+    nodes = [node for body in bodies for node in body]
+    names = {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+    names |= {node.target.id for node in nodes if isinstance(node, ast.AnnAssign)}
+    constructor = next(node for node in nodes if getattr(node, "name", "") == "__init__")
     names |= {
         node.attr
         for node in ast.walk(constructor)
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
     }
-    return {name for name in names if not name.startswith("_")}
+    return {name for name in names if not name.startswith("_")} - {"lack", "of", "kept_by"}
 
 
 def test_everything_used_of_a_policy_is_declared():
@@ -65,7 +71,8 @@ def test_everything_used_of_a_policy_is_declared():
 
 
 def test_everything_declared_is_used_by_the_library_or_by_a_family():
-    used = set().union(*(attributes(tree, {"policy"}) for tree in trees(inside=False)))
+    owners = {"policy", "limits", "replays"}
+    used = set().union(*(attributes(tree, owners) for tree in trees(inside=False)))
     used |= set().union(*(attributes(tree, {"self", "policy"}) for tree in trees(inside=True)))
     # the registry reads it when options are listed
     assert declared() - used == {"not_options"}
@@ -88,26 +95,26 @@ def test_capabilities_hold_what_they_say(name):
     entry = POLICIES[name]
     can = entry.capabilities
     assert isinstance(can, Capabilities)
-    offers = {
-        "remaskable": entry.at is not Policy.at,
-        "replay": entry.recall is not Policy.recall or hasattr(entry, "encode"),
-        "max_new_tokens": entry.set_max_new_tokens is not Policy.set_max_new_tokens,
-    }
-    assert {key: getattr(can, key) for key in offers} == offers
     assert can.decisions != "categorical" or entry.noise is Policy.noise
+    assert Replays.kept_by(entry)
     # the published folder of the one has no encoder of its tokens; the other has no objective that
     # learns from texts and from pictures whose path nobody knows
-    assert can.demonstrations == (name not in ("glm_image", "unified_flow"))
-    assert entry.demonstrate is not Policy.demonstrate
+    assert Demonstrates.kept_by(entry) == (name not in ("glm_image", "unified_flow"))
+
+
+def test_who_does_not_keep_a_contract_is_refused_by_name():
+    policy = toys.make("flow")
+    assert Replays.of(policy) is policy
+    for contract in (Remasks, Demonstrates, LimitsLength, WritesText):
+        with pytest.raises(UserError, match=f"^ToyFlow {contract.lack}$"):
+            contract.of(policy)
 
 
 def test_what_a_policy_cannot_do_is_one_sentence():
     policy = toys.make("causal")
     for call in (
         lambda: policy.export(Path()),
-        lambda: policy.set_max_new_tokens(3),
         lambda: policy.noise(None, None, 0),
-        lambda: policy.at(None, None),
     ):
         with pytest.raises(UserError, match="^ToyCausal "):
             call()

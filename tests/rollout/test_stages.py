@@ -108,9 +108,7 @@ def test_the_state_of_a_stage_is_in_the_checkpoint(registered):
 
 
 def test_a_plain_run_has_no_stage_and_each_option_brings_its_own():
-    policy = toys.make("causal")
-    policy.capabilities = replace(policy.capabilities, max_new_tokens=True)
-    policy.set_max_new_tokens = lambda tokens: None
+    policy = toys.ToyLimited()
 
     def names(**options):
         setup = Setup(TrainOptions(**SIZES, **options), policy, toys.prompts(16), {})
@@ -119,7 +117,7 @@ def test_a_plain_run_has_no_stage_and_each_option_brings_its_own():
     assert names() == []
     assert names(dynamic_sampling_rounds=1) == ["DynamicSampling"]
     assert names(max_new_tokens_schedule=((0, 3),)) == ["LengthLimit"]
-    with pytest.raises(UserError, match="train.ground_truth_rollout: ToyCausal takes no answers"):
+    with pytest.raises(UserError, match="train.ground_truth_rollout: ToyLimited takes no answers"):
         names(ground_truth_rollout="answer")
 
 

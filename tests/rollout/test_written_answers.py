@@ -39,8 +39,6 @@ COPIES = 3
 class Taught(toys.ToyCausal):
     """Takes answers that are written as digits."""
 
-    capabilities = replace(toys.ToyCausal.capabilities, demonstrations=True)
-
     def demonstrate(self, prompts, answers, rng):
         fits = [answer is not None and len(answer) == self.length for answer in answers]
         ids = torch.tensor(
@@ -150,10 +148,8 @@ def test_what_is_wrong_with_a_file_is_told_by_its_line(tmp_path):
         Demonstrations()
     with pytest.raises(UserError, match="has no answer to any prompt of the data"):
         stage_of(Taught(), toys.prompts(1), path=lines(path, {"prompt": "p", "answer": "x"}))
-    with pytest.raises(UserError, match="train.demonstrations: ToyCausal takes no answers"):
-        unable = toys.ToyCausal()
-        unable.capabilities = replace(unable.capabilities, demonstrations=False)
-        stage_of(unable, toys.prompts(1), field="expert")
+    with pytest.raises(UserError, match="train.demonstrations: ToyFlow takes no answers"):
+        stage_of(toys.ToyFlow(), toys.prompts(1), field="expert")
     (answer,) = of_field("expert")({"expert": "x"})
     assert answer.media() == "x" and of_field("expert")({}) == ()
     policy = Taught()

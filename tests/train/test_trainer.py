@@ -488,14 +488,11 @@ def test_a_policy_knows_the_iteration_and_the_width_of_passes():
 
 
 def test_answers_grow_longer_when_it_is_time():
-    policy = toys.make("causal")
-    limits = []
-    policy.capabilities = replace(policy.capabilities, max_new_tokens=True)
-    policy.set_max_new_tokens = limits.append
+    policy = toys.ToyLimited()
     trainer = make_trainer(policy=policy, max_new_tokens_schedule=((1, 5), (3, 7)))
     for _ in range(5):
         trainer.iterate()
-    assert limits == [5, 5, 7, 7]
+    assert policy.limits == [5, 5, 7, 7]
     trainer = make_trainer(max_new_tokens_schedule=((1, 5),))
     trainer.iterate()
     with pytest.raises(

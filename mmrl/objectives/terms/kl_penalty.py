@@ -21,6 +21,7 @@ from mmrl.objectives.kl import KL, KLTerm
 from mmrl.objectives.policy_loss import PolicyLoss
 from mmrl.objectives.terms.base import Scored, Term, decisions_of
 from mmrl.policies.base import Policy
+from mmrl.policies.contracts import Remasks
 
 
 @dataclass
@@ -54,7 +55,7 @@ class KLPenalty(Term):
             yield "kl", "the form flow_grpo is for flow models; use k3 or exact"
         if can is not None and can.makes == "text" and kl.ref_guidance is not None:
             yield "kl", "ref_guidance is for models with classifier-free guidance: leave it out"
-        one_by_one = decisions == "categorical" and not getattr(can, "remaskable", False)
+        one_by_one = decisions == "categorical" and not Remasks.kept_by(policy)
         if one_by_one and kl.whole():
             yield (
                 "kl",

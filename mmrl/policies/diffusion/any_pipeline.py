@@ -18,6 +18,8 @@ from mmrl.core.registry import GRIDS, KERNELS, POLICIES
 from mmrl.core.types import Kernel, Prompt, Rollout
 from mmrl.policies.base import rows_of
 from mmrl.policies.capabilities import Medium
+from mmrl.policies.contracts import EncodesMedia
+from mmrl.policies.demonstrations import encoded
 from mmrl.policies.diffusion import (
     attention_backends,
     pipeline_folder,
@@ -25,7 +27,7 @@ from mmrl.policies.diffusion import (
     replay_consistency,
 )
 from mmrl.policies.diffusion.attention_backends import Attention, AttentionChoice
-from mmrl.policies.diffusion.flow_policy import FlowPolicy, Grid, Storage
+from mmrl.policies.diffusion.flow_policy import FlowPolicy, Grid, Storage, demonstrated
 from mmrl.policies.diffusion.frozen_cache import EncoderCache, Placement
 from mmrl.policies.diffusion.modular_folder import guidance_of, is_modular
 from mmrl.policies.diffusion.replay import Replay
@@ -61,7 +63,7 @@ ALONE = frozenset({"AutoencoderKLHunyuanVideo15"})
 
 
 @POLICIES.register("pipeline")
-class AnyPipeline(ReplayedPolicy):
+class AnyPipeline(ReplayedPolicy, EncodesMedia):
     """Trains any image or video pipeline of the installed diffusers by running its own code.
 
     What the pipeline hands to its scheduler is the velocity (or the prediction): its encoding of
@@ -69,7 +71,7 @@ class AnyPipeline(ReplayedPolicy):
     (``mmrl list policies``) is faster where there is one.
     """
 
-    capabilities = replace(FlowPolicy.capabilities, demonstrations=True, sound=True)
+    capabilities = replace(FlowPolicy.capabilities, sound=True)
     # experts that no token chose, layers for pictures that a prompt lacks, text layers that reach
     # no output: any network may leave some of its weights out of a pass
     find_unused_parameters = True
@@ -363,6 +365,11 @@ class AnyPipeline(ReplayedPolicy):
             f"{self.pipeline} gives pictures through which no gradient goes, as it rounds them for "
             "its guardrail; use an objective that follows no reward's gradient"
         )
+
+    def demonstrate(
+        self, prompts: list[Prompt], answers: Sequence[Any], rng: Rng, *, score: bool = True
+    ) -> Rollout:
+        return demonstrated(self, prompts, *encoded(self, answers), rng)
 
     @torch.no_grad()
     def encode_media(self, media: Tensor) -> Tensor:

@@ -18,9 +18,12 @@ from mmrl.core.contract import check_memory, returned, unpacked
 from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES, import_name
 from mmrl.core.types import Media, Prompt, Rollout
-from mmrl.policies.diffusion.flow_policy import FlowPolicy
+from mmrl.policies.contracts import EncodesMedia
+from mmrl.policies.demonstrations import encoded
+from mmrl.policies.diffusion.flow_policy import FlowPolicy, demonstrated
 from mmrl.policies.lora import ATTENTION, merged
 from samplers.batching import chunks
+from samplers.noise import Rng
 from samplers.processes import Flow
 
 PROJECTIONS = ("to_q", "to_k", "to_v", "to_out.0")
@@ -28,7 +31,7 @@ Value = int | float | Sequence[float]
 
 
 @POLICIES.register("module")
-class Module(FlowPolicy):
+class Module(FlowPolicy, EncodesMedia):
     """Trains your own nn.Module, the velocity of samples of one shape given time and a prompt's
     field.
 
@@ -40,7 +43,6 @@ class Module(FlowPolicy):
     """
 
     not_options = ()
-    capabilities = replace(FlowPolicy.capabilities, demonstrations=True)
     attention = (
         *ATTENTION,
         *(f"{layer}.{name}" for layer in ("attn1", "attn2") for name in PROJECTIONS),
@@ -130,6 +132,11 @@ class Module(FlowPolicy):
             parts = chunks(len(rollout), self.fixed_batch_rows or len(rollout))
             pixels = torch.cat([_pixels(vae, rollout.sample[part]) for part in parts])
         return (pixels / 2 + 0.5).clamp(0, 1)
+
+    def demonstrate(
+        self, prompts: list[Prompt], answers: Sequence[Any], rng: Rng, *, score: bool = True
+    ) -> Rollout:
+        return demonstrated(self, prompts, *encoded(self, answers), rng)
 
     @torch.no_grad()
     def encode_media(self, media: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ noise and chunks are here, once. Sampling and scoring go through the same ``_tra
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -50,7 +50,8 @@ from mmrl.policies.base import (
     without_empty,
 )
 from mmrl.policies.capabilities import Capabilities
-from mmrl.policies.demonstrations import encoded, placed_rows, sourced
+from mmrl.policies.contracts import Replays
+from mmrl.policies.demonstrations import placed_rows, sourced
 from mmrl.policies.diffusion import trials
 from mmrl.policies.diffusion.first_look import check_conditions, check_independence
 from mmrl.policies.diffusion.flow_passes import FlowPasses
@@ -71,7 +72,7 @@ Solver = Callable[[Process], Step]
 Storage = Literal["float32", "bfloat16", "float16"]
 
 
-class FlowPolicy(FlowPasses):
+class FlowPolicy(FlowPasses, Replays):
     """Samples and scores paths of a flow or diffusion model, whose decisions are Gaussian steps.
 
     steps: forward passes per sample. evaluation_steps: those of a sample in evaluation, which has
@@ -98,7 +99,7 @@ class FlowPolicy(FlowPasses):
     renews = False
     unseen = True  # until its conditions and rows were looked at, before it first samples
     plain = False  # True while such a model is evaluated: noise, but no decision
-    capabilities = Capabilities("gaussian", replay=True)
+    capabilities = Capabilities("gaussian")
 
     def __init__(
         self,
@@ -256,41 +257,6 @@ class FlowPolicy(FlowPasses):
             block = self._sample(group[p], row[p], cond, rng, plan, room)
             blocks += [block] if counts else []
         return blocks
-
-    @torch.no_grad()
-    def demonstrate(
-        self, prompts: list[Prompt], answers: Sequence[Any], rng: Rng, *, score: bool = True
-    ) -> Rollout:
-        """Make a rollout of pictures that somebody made. No step of a path is known of them:
-        what looks at re-noised samples can train on them."""
-        row, group = rows_and_groups(prompts, 1, rng, self.device)
-        cond = self.encode(prompts)
-        samples, present = encoded(self, answers)
-        blank = torch.zeros(len(row), *self.shape, dtype=self.dtype, device=self.device)
-        sample = placed_rows(samples, present, blank)
-        plan = planned(self, 1, rng)
-        time, noise_level = (self._on_rows(steps, len(row)) for steps in (plan.times, plan.eta))
-        unknown = torch.zeros_like(noise_level)
-        stream = torch.tensor([rng.key], device=self.device).expand(len(row), -1)
-        latents = LatentPath(
-            states=blank.new_zeros(len(row), 0, *self.shape),
-            visit=torch.full_like(time, -1, dtype=torch.long),
-            time=time,
-            noise_level=noise_level,
-            # as sampled rows beside them have one; no step of theirs is ever drawn again
-            stream=stream if bool((plan.eta > 0).any()) else None,
-        )
-        rollout = Rollout(
-            group=group,
-            cond=cond,
-            row_id=row,
-            sample=sample,
-            logprob=unknown,
-            mask=unknown.bool(),
-            trajectory=latents,
-            prompts=tuple(prompts),
-        )
-        return sourced(rollout, present)
 
     def spaces(self) -> dict[str, Any]:
         kinds = {Flow: "flow", TrigFlow: "trigflow"}
@@ -472,3 +438,38 @@ class FlowPolicy(FlowPasses):
 
     def _on_rows(self, schedule: Tensor, rows: int) -> Tensor:
         return sent(schedule.to(self.dtype), self.device).expand(rows, -1)
+
+
+@torch.no_grad()
+def demonstrated(
+    policy: FlowPolicy, prompts: list[Prompt], samples: Tensor | None, present: Tensor, rng: Rng
+) -> Rollout:
+    """Make a rollout of encoded pictures [n, *] that somebody made, of the rows ``present`` [B]. No
+    step of a path is known of them: what looks at re-noised samples can train on them."""
+    row, group = rows_and_groups(prompts, 1, rng, policy.device)
+    cond = policy.encode(prompts)
+    blank = torch.zeros(len(row), *policy.shape, dtype=policy.dtype, device=policy.device)
+    sample = placed_rows(samples, present, blank)
+    plan = planned(policy, 1, rng)
+    time, noise_level = (policy._on_rows(steps, len(row)) for steps in (plan.times, plan.eta))
+    unknown = torch.zeros_like(noise_level)
+    stream = torch.tensor([rng.key], device=policy.device).expand(len(row), -1)
+    latents = LatentPath(
+        states=blank.new_zeros(len(row), 0, *policy.shape),
+        visit=torch.full_like(time, -1, dtype=torch.long),
+        time=time,
+        noise_level=noise_level,
+        # as sampled rows beside them have one; no step of theirs is ever drawn again
+        stream=stream if bool((plan.eta > 0).any()) else None,
+    )
+    rollout = Rollout(
+        group=group,
+        cond=cond,
+        row_id=row,
+        sample=sample,
+        logprob=unknown,
+        mask=unknown.bool(),
+        trajectory=latents,
+        prompts=tuple(prompts),
+    )
+    return sourced(rollout, present)

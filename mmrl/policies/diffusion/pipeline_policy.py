@@ -8,6 +8,7 @@ called, what shape its latents have and how they are decoded.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,8 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import GRIDS
 from mmrl.core.types import Copies, Prompt, Query, Rollout, Transition
 from mmrl.policies.base import NO_CONTEXT, RolloutContext
+from mmrl.policies.contracts import EncodesMedia
+from mmrl.policies.demonstrations import encoded
 from mmrl.policies.diffusion import (
     attention_backends,
     context_parallel,
@@ -32,7 +35,7 @@ from mmrl.policies.diffusion import (
     schedulers,
 )
 from mmrl.policies.diffusion.attention_backends import Attention, AttentionChoice
-from mmrl.policies.diffusion.flow_policy import FlowPolicy, Grid, Storage
+from mmrl.policies.diffusion.flow_policy import FlowPolicy, Grid, Storage, demonstrated
 from mmrl.policies.diffusion.row_settings import (
     GUIDANCE,
     NEGATIVE,
@@ -50,7 +53,7 @@ from samplers.noise import Rng
 from samplers.processes import Flow, Process
 
 
-class FolderPolicy(FlowPolicy):
+class FolderPolicy(FlowPolicy, EncodesMedia):
     """Trains a model in diffusers' folder format."""
 
     pipeline: str  # class names in diffusers
@@ -59,7 +62,7 @@ class FolderPolicy(FlowPolicy):
     part: ClassVar[str] = "transformer"  # of the folder that is trained
     also: ClassVar[tuple[str, ...]] = ()  # further pipelines whose folders load
     scheduler_class = "FlowMatchEulerDiscreteScheduler"  # in diffusers, whose times it takes
-    capabilities = replace(FlowPolicy.capabilities, makes="image", demonstrations=True)
+    capabilities = replace(FlowPolicy.capabilities, makes="image")
     net: Any  # of diffusers, as its configuration
     size: tuple[int, int]  # pixels, [height, width]
     decoding: int | None = None  # samples decoded at once last time; None: none yet
@@ -386,6 +389,11 @@ class FolderPolicy(FlowPolicy):
         shift = getattr(vae.config, "shift_factor", None) or 0.0
         pixels: Tensor = vae.decode(latents / vae.config.scaling_factor + shift).sample
         return pixels
+
+    def demonstrate(
+        self, prompts: list[Prompt], answers: Sequence[Any], rng: Rng, *, score: bool = True
+    ) -> Rollout:
+        return demonstrated(self, prompts, *encoded(self, answers), rng)
 
     @torch.no_grad()
     def encode_media(self, media: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ from mmrl.policies.base import (
     rows_and_groups,
     warn_of_mismatch,
 )
+from mmrl.policies.contracts import EncodesMedia
 from mmrl.policies.demonstrations import encoded, placed_rows, sourced
 from mmrl.policies.drafts import FREE, SHARDED
 from mmrl.policies.image_tokens.attention import Kernel, available
@@ -57,9 +58,7 @@ class ImageTokenPolicy(TokenPolicy):
     of its backend.
     """
 
-    capabilities = replace(
-        TokenPolicy.capabilities, makes="image", demonstrations=True, drafts=True
-    )
+    capabilities = replace(TokenPolicy.capabilities, makes="image", drafts=True)
     adjacent = True
     net: ImageNet
     guidance_scale: float
@@ -268,6 +267,21 @@ class ImageTokenPolicy(TokenPolicy):
         )
         return AnswerTokens(self, point, where, hidden, scored)
 
+    def decode(self, rollout: Rollout) -> Media:
+        return torch.cat(self.images_of(rollout.sample, len(rollout)))
+
+    @torch.no_grad()
+    def images_of(self, ids: Tensor, rows: int) -> list[Tensor]:
+        """Decode token ids [B, T] to images [b, 3, H, W] in 0..1, in passes of the width that
+        ``rows`` rows have."""
+        size = self.fixed_batch_rows or rows
+        parts = [at_width(self.pixels, size, ids[part]) for part in chunks(len(ids), size)]
+        return [(part.float() / 2 + 0.5).clamp(0, 1) for part in parts]
+
+
+class EncodedImagePolicy(ImageTokenPolicy, EncodesMedia):
+    """Writes images as tokens, into which it encodes pictures of others too."""
+
     @torch.no_grad()
     def demonstrate(
         self, prompts: list[Prompt], answers: Sequence[Any], rng: Rng, *, score: bool = True
@@ -293,17 +307,6 @@ class ImageTokenPolicy(TokenPolicy):
     def encode_media(self, media: Tensor) -> Tensor:
         return self.ids_of(2 * media - 1)
 
+    @abstractmethod
     def ids_of(self, pixels: Tensor) -> Tensor:
         """Encode pixels [B, 3, H, W] in -1..1 to token ids [B, T]: the inverse of ``pixels``."""
-        raise self._cannot("encodes no pictures of others")
-
-    def decode(self, rollout: Rollout) -> Media:
-        return torch.cat(self.images_of(rollout.sample, len(rollout)))
-
-    @torch.no_grad()
-    def images_of(self, ids: Tensor, rows: int) -> list[Tensor]:
-        """Decode token ids [B, T] to images [b, 3, H, W] in 0..1, in passes of the width that
-        ``rows`` rows have."""
-        size = self.fixed_batch_rows or rows
-        parts = [at_width(self.pixels, size, ids[part]) for part in chunks(len(ids), size)]
-        return [(part.float() / 2 + 0.5).clamp(0, 1) for part in parts]

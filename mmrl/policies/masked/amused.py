@@ -18,6 +18,7 @@ from mmrl.core.host import on_host, sent
 from mmrl.core.registry import POLICIES
 from mmrl.core.types import Media, Prompt, Rollout
 from mmrl.policies.base import Precision
+from mmrl.policies.contracts import EncodesMedia
 from mmrl.policies.demonstrations import encoded, placed_rows
 from mmrl.policies.diffusion import diffusers_folder, prompt_lengths
 from mmrl.policies.diffusion.text_encoding import Placement, PromptCache, texts_of
@@ -34,7 +35,7 @@ PROJECTIONS = tuple(
 
 
 @POLICIES.register("amused")
-class Amused(MaskedDiffusion):
+class Amused(MaskedDiffusion, EncodesMedia):
     """Trains aMUSEd from a folder or hub id of an AmusedPipeline (UVit2DModel, VQModel, CLIP)."""
 
     capabilities = replace(MaskedDiffusion.capabilities, makes="image")

@@ -20,6 +20,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES, import_name, locate
 from mmrl.core.types import Media, Prompt, Query, Rollout
 from mmrl.policies.base import Precision
+from mmrl.policies.contracts import EncodesMedia
 from mmrl.policies.demonstrations import encoded, placed_rows
 from mmrl.policies.diffusion.text_encoding import texts_of
 from mmrl.policies.masked.amused import codes_of
@@ -32,7 +33,7 @@ Decoder = Callable[[Tensor], Tensor]  # codes [B, h, w] -> images [B, 3, H, W] i
 
 
 @POLICIES.register("masked_image_lm")
-class MaskedImageLM(MaskedLM):
+class MaskedImageLM(MaskedLM, EncodesMedia):
     """Trains masked language models that draw: text and image codes in one vocabulary (MMaDA).
 
     The protocol: model and tokenizer as for ``masked_lm``; codes 0 .. ``codes`` - 1 are the ids

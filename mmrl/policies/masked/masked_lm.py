@@ -21,6 +21,7 @@ from mmrl.core.registry import POLICIES, locate
 from mmrl.core.types import Completion, Media, Point, Prompt, Query, Rollout
 from mmrl.policies import local_code
 from mmrl.policies.base import Precision
+from mmrl.policies.contracts import WritesText
 from mmrl.policies.diffusion.text_encoding import texts_of
 from mmrl.policies.masked import published
 from mmrl.policies.masked.policy import MaskedDiffusion
@@ -28,7 +29,7 @@ from samplers.noise import Rng
 
 
 @POLICIES.register("masked_lm")
-class MaskedLM(MaskedDiffusion):
+class MaskedLM(MaskedDiffusion, WritesText):
     """Trains masked language models, which write text block after block (semi-autoregressive).
 
     LLaDA, MMaDA and Dream are read as published, without their code (``published.py``). The

@@ -46,6 +46,7 @@ from mmrl.policies.base import (
     warn_of_mismatch,
     without_empty,
 )
+from mmrl.policies.contracts import Remasks
 from mmrl.policies.diffusion.flow_passes import stacked
 from mmrl.policies.masked.hidden_tokens import Hidden as Hidden
 from mmrl.policies.masked.hidden_tokens import chosen
@@ -58,7 +59,7 @@ from samplers.warp import Anneal
 SCHEDULES = {"cosine": unmask.cosine, "linear": unmask.linear}
 
 
-class MaskedDiffusion(LogitsPolicy):
+class MaskedDiffusion(LogitsPolicy, Remasks):
     """Reveals tokens pass by pass, as masked diffusion models do.
 
     steps: passes a sample. sampler: emerge, maskgit or threshold. threshold: of the probability of
@@ -74,9 +75,7 @@ class MaskedDiffusion(LogitsPolicy):
 
     # the rows of a group see different tokens in a pass
     not_options: tuple[str, ...] = (*LogitsPolicy.not_options, "blocks", "record_divergence")
-    capabilities = replace(
-        LogitsPolicy.capabilities, one_pass=False, remaskable=True, demonstrations=True
-    )
+    capabilities = replace(LogitsPolicy.capabilities, one_pass=False)
     adjacent = True
     guidance_scale: float
 
@@ -362,11 +361,6 @@ class MaskedDiffusion(LogitsPolicy):
                 yield
         finally:
             self.temperature = before
-
-    def corrupted(self, cond: dict[str, Any], share: float, rng: Rng) -> dict[str, Any]:
-        """Hide a random share of the prompt's tokens in the conditions, where the network reads
-        tokens."""
-        return cond
 
     def renoise(
         self, rollout: Rollout, rng: Rng, time: Tensor | None = None, shared: bool = False

@@ -3,7 +3,7 @@ Show-o2)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -40,13 +40,12 @@ from mmrl.policies.base import (
     turn_on_checkpointing,
     without_empty,
 )
-from mmrl.policies.capabilities import Capabilities, Medium
+from mmrl.policies.capabilities import Capabilities
 from mmrl.policies.diffusion.first_look import check_independence
 from mmrl.policies.diffusion.flow_policy import FlowPolicy
 from mmrl.policies.lora import ATTENTION
 from mmrl.policies.unified.contract import Passes, check_prompts, checked
 from mmrl.policies.unified.draw import NONE
-from mmrl.policies.unified.prompts import task_of
 from mmrl.policies.unified.tasks import columns, drawing, in_order
 from mmrl.policies.unified.writing import answer_logits, read, write
 from samplers.batching import at_width, chunks
@@ -64,7 +63,7 @@ class UnifiedFlow(FlowPolicy):
     What the code must offer is ``mmrl.policies.unified.contract.TextAndFlow``.
     """
 
-    capabilities = Capabilities("mixed", replay=True)
+    capabilities = Capabilities("mixed")
     # samples of a group that share steps or noise are not written for rows with texts of their own
     not_options = (
         "net",
@@ -120,9 +119,6 @@ class UnifiedFlow(FlowPolicy):
             raise ValueError(f"{type(self.model).__name__} offers no gradient checkpointing")
 
     # Prompts, and what is written after them.
-
-    def medium_of(self, prompt: Prompt) -> Medium:
-        return "image" if task_of(prompt) == "generate" else "text"
 
     @torch.no_grad()
     def encode(self, prompts: list[Prompt]) -> dict[str, Any]:
@@ -227,11 +223,6 @@ class UnifiedFlow(FlowPolicy):
                 score[at] = logprob.to(score)
             self.forwards += int((written != NONE).sum())
         return text, score
-
-    def demonstrate(
-        self, prompts: list[Prompt], answers: Sequence[Any], rng: Rng, *, score: bool = True
-    ) -> Rollout:
-        raise self._cannot("takes no answers of others: nobody knows the steps to their pictures")
 
     # Scoring.
 

@@ -24,6 +24,7 @@ from mmrl.core.types import Copies, Media, Point, Prompt, Rollout, TokenOrder
 from mmrl.policies import local_code
 from mmrl.policies.base import NO_CONTEXT, Precision, RolloutContext, rows_and_groups
 from mmrl.policies.capabilities import Capabilities, Medium
+from mmrl.policies.contracts import EncodesMedia
 from mmrl.policies.demonstrations import sourced
 from mmrl.policies.masked.masked_image_lm import MaskedImageLM
 from mmrl.policies.masked.masked_lm import MaskedLM, load
@@ -78,7 +79,7 @@ View: TypeAlias = _Text | _Image
 
 
 @POLICIES.register("unified_masked")
-class UnifiedMasked(TokenPolicy):
+class UnifiedMasked(TokenPolicy, EncodesMedia):
     """Trains one masked transformer that answers in text and draws in codes (MMaDA, Lumina-DiMOO).
 
     A row is W places for words and N for codes, of which it has one kind: a prompt of the task
@@ -86,7 +87,7 @@ class UnifiedMasked(TokenPolicy):
     ``masked_lm`` does. Likelihoods are exact: a pass reveals places independently of the model.
     """
 
-    capabilities = Capabilities("categorical", one_pass=False, replay=True, demonstrations=True)
+    capabilities = Capabilities("categorical", one_pass=False)
     adjacent = True
     find_unused_parameters = True
     not_options = (

@@ -34,6 +34,7 @@ from mmrl.policies.base import (
     RolloutContext,
     rows_and_groups,
 )
+from mmrl.policies.contracts import Demonstrates, LimitsLength, WritesText
 from mmrl.policies.demonstrations import sourced
 from mmrl.policies.drafts import resized
 from mmrl.policies.lora import Lora, merged, save_model
@@ -91,7 +92,7 @@ Engine = Literal["own", "hf", "vllm", "vllm-server"]
 
 
 @POLICIES.register("vlm")
-class VLM(Passes):
+class VLM(Passes, Demonstrates, WritesText, LimitsLength):
     """Trains vision-language models, which answer images, videos or text in text; any folder or hub
     id.
 
@@ -130,9 +131,7 @@ class VLM(Passes):
         Passes.capabilities,
         makes="text",
         ground_truth=True,
-        demonstrations=True,
         drafts=True,
-        max_new_tokens=True,
     )
     adjacent = True
 

@@ -18,6 +18,7 @@ from mmrl.core.metrics import Stopwatch
 from mmrl.core.sharding import in_step, sharded
 from mmrl.core.types import Point, Prompt, tree_map
 from mmrl.policies.base import Drafts
+from mmrl.policies.contracts import ReadsPrompts
 from mmrl.policies.scores import Scored
 from mmrl.policies.tokens import AnswerTokens, TokenPolicy, somewhere
 from mmrl.policies.vlm import features, media
@@ -46,7 +47,7 @@ Blank = Callable[[], Prompt]
 KEPT = 2**28  # bytes of encoded prompts that are kept from one iteration to the next
 
 
-class Passes(TokenPolicy):
+class Passes(TokenPolicy, ReadsPrompts):
     """Turns prompts into passes of the network, a ``SharedPrefix``, to sample and to score."""
 
     net: SharedPrefix
@@ -59,8 +60,6 @@ class Passes(TokenPolicy):
     growing: bool = True  # whether they do: not in evaluation
     sees: bool  # gradients reach the vision tower or its projector
     refill: Refill = "none"  # which row takes the place of one that has ended
-
-    reads_prompts = True
 
     def __init__(self, net: nn.Module, **options: Any):
         super().__init__(net, **options)
@@ -88,10 +87,13 @@ class Passes(TokenPolicy):
         )
         return AnswerTokens(self, point, where, hidden, scored)
 
+    def encode(self, prompts: list[Prompt]) -> list[Encoded]:
+        return [self._encoded(prompt)[0] for prompt in prompts]
+
     def prompt_states(self, prompts: list[Prompt]) -> Tensor:
         """Return the network's own hidden state [P, H] at the last token of every prompt, its
         pictures seen."""
-        cond = [self._encoded(prompt)[0] for prompt in prompts]
+        cond = self.encode(prompts)
         group = torch.arange(len(prompts), device=self.device)
         kinds = self._kinds(cond, group)
         parts = []
@@ -312,7 +314,7 @@ class Passes(TokenPolicy):
             return
         self.checked = True
         if self.compared:
-            cond = [self._encoded(prompt)[0] for prompt in self.compared]
+            cond = self.encode(self.compared)
         elif sharded(self.net):
             cond = of_first_process(fewest(cond), torch.device(self.device))
         settle(self, fewest(cond))

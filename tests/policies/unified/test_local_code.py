@@ -20,6 +20,7 @@ from mmrl.objectives import PolicyGradient
 from mmrl.objectives.kl import KL
 from mmrl.objectives.surrogates import gspo
 from mmrl.policies import base
+from mmrl.policies.contracts import Demonstrates
 from mmrl.policies.masked.masked_lm import MaskedLM
 from mmrl.policies.unified import local_flow, tasks
 from mmrl.policies.unified.local_flow import UnifiedFlow
@@ -127,7 +128,7 @@ def test_answers_of_others_are_learnt_where_their_order_is_a_sampler_s():
         logp = policy.dist(point).log_prob(point.target)
         torch.testing.assert_close(logp[point.mask], point.logprob[point.mask], atol=1e-5, rtol=0)
     with pytest.raises(UserError, match="takes no answers of others"):
-        flow().demonstrate(PROMPTS, [picture, "two"], Rng.of("others"))
+        Demonstrates.of(flow())
 
 
 @pytest.mark.parametrize("kind", BOTH)

@@ -25,7 +25,7 @@ from mmrl.policies.diffusion.text_encoding import texts_of
 from mmrl.policies.image_tokens import causal
 from mmrl.policies.image_tokens.attention import Kernel, available, of_transformers
 from mmrl.policies.image_tokens.network import Inputs
-from mmrl.policies.image_tokens.policy import ImageTokenPolicy
+from mmrl.policies.image_tokens.policy import EncodedImagePolicy
 from mmrl.policies.lora import Lora, ending_like, inject, save_model
 
 Storage = Literal["float32", "bfloat16", "float16"]
@@ -102,7 +102,7 @@ class Emu3Net(causal.CausalImageNet):
 
 
 @POLICIES.register("emu3")
-class Emu3(ImageTokenPolicy):
+class Emu3(EncodedImagePolicy):
     """Trains Emu3-Gen, text to image, from a folder or hub id of Emu3ForConditionalGeneration."""
 
     attention = PROJECTIONS

@@ -10,7 +10,6 @@ stands at (q, q + i, q + j).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -102,7 +101,6 @@ class GlmImage(ImageTokenPolicy):
 
     attention = PROJECTIONS
     # its tokens come from an encoder that the published folder does not have
-    capabilities = replace(ImageTokenPolicy.capabilities, demonstrations=False)
     not_options = ("net", "guidance_scale", "logprob_guidance", "compile")
     net: GlmNet
 

@@ -22,7 +22,7 @@ from mmrl.policies.image_tokens.attention import Kernel, available, of_transform
 from mmrl.policies.image_tokens.kv_cache import Rooms
 from mmrl.policies.image_tokens.models import llama
 from mmrl.policies.image_tokens.network import ImageNet, Inputs, widened
-from mmrl.policies.image_tokens.policy import ImageTokenPolicy
+from mmrl.policies.image_tokens.policy import EncodedImagePolicy
 from mmrl.policies.lora import Lora, ending_like, inject, save_model
 from mmrl.policies.vlm import caches
 from mmrl.policies.vlm.families import modules_of
@@ -148,7 +148,7 @@ class JanusNet(ImageNet):
 
 
 @POLICIES.register("janus")
-class Janus(ImageTokenPolicy):
+class Janus(EncodedImagePolicy):
     """Trains Janus and Janus-Pro, text to image, from a folder or hub id of
     JanusForConditionalGeneration."""
 

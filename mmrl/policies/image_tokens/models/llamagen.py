@@ -24,7 +24,7 @@ from mmrl.policies.image_tokens import checkpoints
 from mmrl.policies.image_tokens.models.llamagen_gpt import ClassEmbedding, LlamaGenGPT, Shape
 from mmrl.policies.image_tokens.models.llamagen_vq import LlamaGenVQ
 from mmrl.policies.image_tokens.network import Inputs
-from mmrl.policies.image_tokens.policy import ImageTokenPolicy
+from mmrl.policies.image_tokens.policy import EncodedImagePolicy
 from mmrl.policies.lora import merged
 
 HEADS = {3200: 32, 4096: 32}  # published widths whose heads are not of 64 numbers
@@ -33,7 +33,7 @@ Storage = Literal["float32", "bfloat16", "float16"]
 
 
 @POLICIES.register("llamagen")
-class LlamaGen(ImageTokenPolicy):
+class LlamaGen(EncodedImagePolicy):
     """Trains LlamaGen, by class or text, from published checkpoints with VQ-16 or an exported
     folder."""
 

@@ -21,7 +21,7 @@ from mmrl.policies.image_tokens.models.llamagen import labels_of
 from mmrl.policies.image_tokens.models.var_net import Shape, VARNet
 from mmrl.policies.image_tokens.models.var_vq import VARVQ
 from mmrl.policies.image_tokens.network import Inputs
-from mmrl.policies.image_tokens.policy import ImageTokenPolicy
+from mmrl.policies.image_tokens.policy import EncodedImagePolicy
 from mmrl.policies.lora import merged
 from samplers.noise import Rng
 
@@ -29,7 +29,7 @@ Storage = Literal["float32", "bfloat16", "float16"]
 
 
 @POLICIES.register("var")
-class VAR(ImageTokenPolicy):
+class VAR(EncodedImagePolicy):
     """Trains VAR, class-conditional next-scale prediction, from published checkpoints or an
     export."""
 

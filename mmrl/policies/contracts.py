@@ -1,0 +1,158 @@
+"""What only some policies can do, a class for each, from which those that can derive.
+
+Whoever needs one asks ``isinstance(policy, Replays)``, or ``Replays.kept_by(policy)`` where it may
+be a class, or takes ``Replays.of(policy)``, which refuses all others in a sentence.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from mmrl.core.errors import UserError
+from mmrl.core.types import Point, Prompt, Rollout
+from mmrl.policies.answers import clips_are_read, media_problem, opened
+from mmrl.policies.base import Policy
+from mmrl.policies.capabilities import Medium
+from mmrl.policies.prompt_states import pooled
+from samplers.noise import Rng
+
+
+class Contract:
+    """Is something that only some policies can do."""
+
+    lack: ClassVar[str]  # what is said of a policy without it, behind the policy's name
+
+    @classmethod
+    def of(cls, policy: Policy) -> Self:
+        """Return the policy, which keeps this contract. Raises UserError if it does not."""
+        if isinstance(policy, cls):
+            return policy
+        raise UserError(f"{type(policy).__name__} {cls.lack}")
+
+    @classmethod
+    def kept_by(cls, policy: Any) -> bool:
+        """Tell whether a policy, an object or a class, keeps this contract."""
+        return issubclass(policy if isinstance(policy, type) else type(policy), cls)
+
+
+class Replays(Policy, Contract):
+    """Is shown its answers of earlier iterations again."""
+
+    lack = "cannot be shown old answers again"
+
+    @abstractmethod
+    def encode(self, prompts: list[Prompt]) -> Any:
+        """Encode prompts to their conditions, a nest of tensors [P, *] or a list of P."""
+
+    def recall(self, prompts: list[Prompt]) -> tuple[Any, list[Prompt]]:
+        """Encode prompts again: their conditions, and the prompts as ``rollout`` returns them."""
+        return self.encode(prompts), prompts
+
+    def prompt_states(self, prompts: list[Prompt]) -> Tensor:
+        """Return a state [P, H] of every prompt, under the current weights: what its encoder makes
+        of it, the mean over places, each prompt by itself."""
+        return torch.cat([pooled(self.recall([prompt])[0]) for prompt in prompts])
+
+
+class ReadsPrompts(Replays):
+    """Reads prompts by its own trained network, so that ``prompt_states`` has a gradient."""
+
+    @abstractmethod
+    def prompt_states(self, prompts: list[Prompt]) -> Tensor: ...
+
+
+class Demonstrates(Policy, Contract):
+    """Takes answers that somebody else wrote."""
+
+    lack = "takes no answers of others"
+    _clips_said: bool = False  # how clips of the data are read
+
+    @abstractmethod
+    def demonstrate(
+        self, prompts: list[Prompt], answers: Sequence[Any], rng: Rng, *, score: bool = True
+    ) -> Rollout:
+        """Make a rollout of answers, one to each prompt.
+
+        An answer is what ``decode`` returns of one row, a picture of any size; None, or one that
+        does not fit, gives a row without decisions that is not trained on. Log-probs are those of
+        the current weights; not ``score``: they are 0, and no pass is made. Where decisions are
+        unknown, as those of the path to a picture, the mask holds none and the row is trainable.
+        """
+
+    def medium_of(self, prompt: Prompt) -> Medium | None:
+        """Say what an answer to the prompt is; None: what ``decode`` returns is not known."""
+        return self.capabilities.makes
+
+    def open_answer(self, prompt: Prompt, value: Any) -> Tensor:
+        """Open the picture or video, mostly a file, that answers a prompt, for ``demonstrate``. The
+        first clip says once how clips are read."""
+        medium = self.medium_of(prompt)
+        if medium == "video" and not isinstance(value, Tensor) and not self._clips_said:
+            self._clips_said = True
+            self.news.append(clips_are_read(self.media_frames, self.media_fps))
+        return opened(value, medium, self.media_frames, prompt, self.media_fps)
+
+    def unreadable(self, prompt: Prompt, value: Any) -> str | None:
+        """Say why that picture or video cannot be opened, by the head of its file; None: it can."""
+        medium = self.medium_of(prompt)
+        return media_problem(value, medium, self.media_frames, prompt, self.media_fps)
+
+
+class EncodesMedia(Demonstrates):
+    """Takes pictures or videos of others, which it encodes."""
+
+    @abstractmethod
+    def encode_media(self, media: Tensor) -> Tensor:
+        """Encode pictures [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1, of the sizes that
+        ``decode`` returns, to samples [B, *]: its inverse, as far as there is one."""
+
+
+class WritesText(Policy, Contract):
+    """Writes texts, of which a part can be read by itself."""
+
+    lack = "writes no text"
+
+    @abstractmethod
+    def text_of(self, ids: list[int]) -> str:
+        """Return the text of the first tokens of an answer."""
+
+
+class LimitsLength(Policy, Contract):
+    """Writes answers whose length can be limited, and which can go on where they were cut off."""
+
+    lack = "writes no answers whose length could change"
+
+    @abstractmethod
+    def most_new_tokens(self) -> int:
+        """Return how many new tokens an answer may have."""
+
+    @abstractmethod
+    def set_max_new_tokens(self, tokens: int) -> None:
+        """Limit answers to so many new tokens from now on."""
+
+    def cannot_go_on(self) -> str:
+        """Say why an answer that was cut off could not go on; empty: it could."""
+        return ""
+
+
+class Remasks(Policy, Contract):
+    """Hides any tokens of a finished sample again, as masked diffusion does."""
+
+    lack = "hides no tokens"
+
+    rates: Tensor  # [T + 1] share of tokens hidden before each pass and after the last
+
+    @abstractmethod
+    def at(self, rollout: Rollout, hide: Tensor, score: Tensor | None = None) -> Point:
+        """Hide the tokens ``hide`` [B, L] again and score those at ``score`` [B, L] (None: the
+        hidden ones)."""
+
+    def corrupted(self, cond: Any, share: float, rng: Rng) -> Any:
+        """Hide a random share of every prompt's tokens in the conditions, where the network reads
+        tokens."""
+        return cond
