@@ -15,6 +15,7 @@ from mmrl.core import registry
 from mmrl.core.registry import POLICIES, options
 from mmrl.core.types import LatentPath, Rollout, Transition
 from mmrl.objectives.base import frozen
+from mmrl.policies import contracts
 from mmrl.policies.base import Policy
 from mmrl.policies.diffusion.flow_policy import FlowPolicy
 from mmrl.run import evaluation
@@ -272,6 +273,74 @@ def test_a_policy_offers_what_the_trainer_and_the_commands_use(policy):
     )
     assert isinstance(policy, Policy)
     policy.prepare(prompts_for(policy))
+
+
+def replays(policy, rollout):
+    cond, shown = policy.recall(prompts_for(policy))
+    torch.testing.assert_close(leaves(cond), leaves(rollout.cond))
+    assert [prompt["text"] for prompt in shown] == [prompt["text"] for prompt in rollout.prompts]
+    assert len(policy.prompt_states(prompts_for(policy))) == len(PROMPTS)
+
+
+def demonstrates(policy, rollout):
+    nothing = policy.demonstrate(prompts_for(policy), [None] * len(PROMPTS), SAMPLES, score=False)
+    assert len(nothing) == len(PROMPTS) and not nothing.mask.any()
+    assert nothing.trainable is not None and not nothing.trainable.any()
+
+
+def encodes_media(policy, rollout):
+    media = policy.decode(rollout)
+    if isinstance(media, torch.Tensor):  # what a plan goes before is in its own tests
+        codes = policy.encode_media(media.to(policy.device))
+        # an autoencoder of videos takes a multiple of its frames and one
+        assert codes.shape[-1] == rollout.sample.shape[-1] and codes.ndim == rollout.sample.ndim
+
+
+def writes_text(policy, rollout):
+    assert isinstance(policy.text_of(rollout.sample[0].tolist()), str)
+
+
+def limits_length(policy, rollout):
+    before = policy.most_new_tokens()
+    policy.set_max_new_tokens(2)
+    assert policy.most_new_tokens() == 2 and roll(policy).mask.sum(1).max() <= 2
+    policy.set_max_new_tokens(before)
+
+
+def remasks(policy, rollout):
+    hide = torch.zeros_like(rollout.sample, dtype=torch.bool)
+    hide[:, 0] = True
+    point = policy.at(rollout, hide)
+    assert not (point.mask & ~hide).any()
+    assert torch.equal(point.state[~hide], rollout.sample[~hide])
+    assert policy.rates[0] == 1 and policy.rates[-1] == 0
+
+
+# what a policy must do that keeps one of mmrl/policies/contracts.py
+KEPT = {
+    contracts.Replays: replays,
+    contracts.ReadsPrompts: replays,
+    contracts.Demonstrates: demonstrates,
+    contracts.EncodesMedia: encodes_media,
+    contracts.WritesText: writes_text,
+    contracts.LimitsLength: limits_length,
+    contracts.Remasks: remasks,
+}
+
+
+def test_every_contract_is_tested():
+    kinds = [kind for kind in vars(contracts).values() if isinstance(kind, type)]
+    assert {kind for kind in kinds if issubclass(kind, contracts.Contract)} == {
+        contracts.Contract,
+        *KEPT,
+    }
+
+
+@pytest.mark.parametrize("contract", KEPT, ids=lambda kind: kind.__name__)
+def test_a_policy_keeps_its_contracts(policy, rollout, contract):
+    if isinstance(policy, contract):
+        with torch.no_grad():
+            KEPT[contract](policy, rollout)
 
 
 def test_the_best_of_several_is_that_of_a_loop(policy):

@@ -3,7 +3,6 @@ log-probs, resumed."""
 
 import json
 from copy import deepcopy
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -180,11 +179,9 @@ def test_a_run_with_old_answers_goes_on_from_a_checkpoint_to_the_bit():
 
 
 def test_policies_without_prompts_to_encode_again_are_refused():
-    policy = toys.ToyCausal()
-    policy.capabilities = replace(policy.capabilities, replay=False)
-    with pytest.raises(UserError, match="train.replay_buffer: ToyCausal"):
+    with pytest.raises(UserError, match="train.replay_buffer: ToyBare"):
         Trainer(
-            policy,
+            toys.ToyBare(),
             [{"text": "a", "label": 0}],
             Scorer({"some": some}),
             advantages.grpo,

@@ -93,10 +93,8 @@ def test_an_answer_of_the_replay_buffer_is_not_remembered_as_new(policy):
 
 
 def test_families_that_cannot_be_shown_old_answers_are_refused():
-    policy = toys.ToyCausal()
-    policy.capabilities = replace(policy.capabilities, replay=False)
-    with pytest.raises(UserError, match="train.response_reuse: ToyCausal"):
-        ReusedResponses(ResponseReuse(), policy, [])
+    with pytest.raises(UserError, match="train.response_reuse: ToyBare"):
+        ReusedResponses(ResponseReuse(), toys.ToyBare(), [])
 
 
 def some(texts, prompts):
