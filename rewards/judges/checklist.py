@@ -6,16 +6,14 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Annotated, Any
 
-import torch
 from annotated_types import Ge
-from torch import Tensor
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
 from mmrl.core.types import Media, Prompt
 from rewards.card import card
 from rewards.judges.question import Question
-from rewards.judges.samples import Frames, Judged, Model, OnFailure, kind_of, shown_of
+from rewards.judges.samples import Frames, Model, OnFailure, SampleJudge
 from rewards.judges.templates import REQUEST, Template, find
 
 CHECK = Template(
@@ -34,7 +32,7 @@ CHECK = Template(
     source="the judge's; rubrics: arXiv 2508.12790, checklists: ACE-RL",
     licence="the judge's",
 )
-class Checklist(Judged):
+class Checklist(SampleJudge):
     """Ask a judge about each point of a checklist or graded rubric; the weighted share met is the
     reward.
 
@@ -70,56 +68,36 @@ class Checklist(Judged):
         self.template = CHECK if template is None else find(template, {})
         self.card = self.needing(self.template)
 
-    def __call__(self, media: Media, prompts: list[Prompt]) -> Tensor:
-        """Score images [B, 3, H, W], videos [B, F, 3, H, W] in 0..1, or B texts -> [B] float32 on
-        the CPU, in 0..1."""
-        values = torch.full((len(prompts),), torch.nan)
-        for row, points in self._graded(media, prompts).items():
-            reached = sum(weight * grade for weight, grade in points.values()) / self.levels
-            best = sum(weight for weight, _ in points.values() if weight > 0)
-            values[row] = min(1.0, max(0.0, reached / best))
-        return values
+    def questions(self, prompt: Prompt, shown: dict[str, Any]) -> list[Question]:
+        items = self._points(prompt)
+        listed = "\n".join(f"{i}. {item}" for i, item in enumerate(items, start=1))
+        parts = self.template.parts(prompt, {**shown, "question": listed})
+        schema = checklist_schema(len(items), self.levels)
+        return [Question(parts, schema=schema, tokens=64 + 24 * len(items))]
+
+    def value(self, prompt: Prompt, answers: list[Any]) -> float:
+        items = self._points(prompt)
+        grades = answers[0].values()
+        reached = sum(weight * grade for weight, grade in zip(items.values(), grades))
+        best = sum(weight for weight in items.values() if weight > 0)
+        return float(min(1.0, max(0.0, reached / self.levels / best)))
 
     def unmet(self, media: Media, prompts: list[Prompt]) -> list[list[str] | None]:
         """List the points that each sample does not wholly meet, and its faults; None where the
         judge had no answer. It is asked about the samples once more."""
-        graded = self._graded(media, prompts)
-        return [
-            [
+        points: list[list[str] | None] = [None] * len(prompts)
+        for row, (grades,) in self.answered(media, prompts).items():
+            items = self._points(prompts[row])
+            points[row] = [
                 point
-                for point, (weight, grade) in graded[row].items()
+                for (point, weight), grade in zip(items.items(), grades.values())
                 if (grade < self.levels if weight > 0 else grade > 0)
             ]
-            if row in graded
-            else None
-            for row in range(len(prompts))
-        ]
+        return points
 
-    def _graded(
-        self, media: Media, prompts: list[Prompt]
-    ) -> dict[int, dict[str, tuple[float, float]]]:
-        """Ask the judge for the grades; return by row and point its weight and grade."""
-        rows = []
-        questions = []
-        for row, pictures in self.shown_rows(media, prompts):
-            shown = shown_of(media, row, pictures, prompts[row])
-            items = self.items or weighted(
-                prompts[row].get(self.field), f"{self.field!r} of a prompt"
-            )
-            listed = "\n".join(f"{i}. {item}" for i, item in enumerate(items, start=1))
-            parts = self.template.parts(prompts[row], kind_of(media), {**shown, "question": listed})
-            rows.append((row, items))
-            schema = checklist_schema(len(items), self.levels)
-            questions.append(Question(parts, schema=schema, tokens=64 + 24 * len(items)))
-        answered = zip(rows, self.answers(questions), strict=True)
-        return {
-            row: {
-                item: (weight, float(getattr(answer, f"point_{i}")))
-                for i, (item, weight) in enumerate(items.items(), start=1)
-            }
-            for (row, items), answer in answered
-            if answer is not None
-        }
+    def _points(self, prompt: Prompt) -> dict[str, float]:
+        """Return the points to go through and their weights. Raises UserError."""
+        return self.items or weighted(prompt.get(self.field), f"{self.field!r} of a prompt")
 
 
 def weighted(items: Any, where: str) -> dict[str, float]:

@@ -276,7 +276,7 @@ def points(
     listed: list[Prompt] = []
     missing = 0
     for row, answer in zip(rows, model.ask(questions), strict=True):
-        answered = [] if answer is None else [p.strip()[:LONGEST_POINT] for p in answer.points]
+        answered = [] if answer is None else [p.strip()[:LONGEST_POINT] for p in answer["points"]]
         demands = list(dict.fromkeys(p for p in answered if p))[:most]
         missing += not demands
         listed.append({**row, field: demands} if demands else dict(row))

@@ -5,9 +5,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
 from mmrl.core.thoughts import thought_of
@@ -15,7 +12,7 @@ from mmrl.core.types import Prompt
 from rewards.answers.reading.parts import without_answers
 from rewards.card import card
 from rewards.judges.question import Question
-from rewards.judges.samples import Judged, Model, OnFailure, kind_of, shown_of
+from rewards.judges.samples import Model, OnFailure, SampleJudge
 from rewards.judges.templates import Template, find
 
 LISTEN = Template(
@@ -44,7 +41,7 @@ CONFIRM = (
     licence="the judge's",
     scaling="probability that the listener gives to the ground truth",
 )
-class Listener(Judged):
+class Listener(SampleJudge):
     """Ask a listener for the answer after the reasoning alone: its confidence in the right one.
 
     The answer is cut out of the text: whatever follows the thought, or stands in ``<answer>`` or
@@ -75,33 +72,18 @@ class Listener(Judged):
         self.template = LISTEN if template is None else find(template, {})
         self.card = self.needing(self.template)
 
-    def __call__(self, media: list[str], prompts: list[Prompt]) -> Tensor:
-        """Score B texts -> [B] float32 on the CPU, in 0..1."""
-        if isinstance(media, Tensor):
+    def questions(self, prompt: Prompt, shown: dict[str, Any]) -> list[Question]:
+        if shown["kind"] != "answer":
             raise UserError(
                 "reward 'judge_listener' reads reasoning in texts; the policy made images or videos"
             )
-        questions = []
-        right_letters = []
-        for row, prompt in enumerate(prompts):
-            right, choices, words = self._asked(prompt)
-            shown = shown_of(media, row, [], prompt) | {
-                "answer": reasoning(media[row]),
-                "question": words,
-            }
-            questions.append(
-                Question(
-                    self.template.parts(prompt, kind_of(media), shown), choices=choices, tokens=16
-                )
-            )
-            right_letters.append(right)
-        answers = self.answers(questions)
-        return torch.tensor(
-            [
-                torch.nan if f is None else f[right]
-                for f, right in zip(answers, right_letters, strict=True)
-            ]
-        )
+        _, choices, words = self._asked(prompt)
+        thought = {**shown, "answer": reasoning(shown["answer"]), "question": words}
+        return [Question(self.template.parts(prompt, thought), choices=choices, tokens=16)]
+
+    def value(self, prompt: Prompt, answers: list[Any]) -> float:
+        right, _, _ = self._asked(prompt)
+        return float(answers[0][right])
 
     def _asked(self, prompt: Prompt) -> tuple[str, tuple[str, ...], str]:
         """Return the right word, all words, and the question."""

@@ -90,12 +90,10 @@ class Pairwise(Judged):
                 "judge_pairwise: with method: pivot every sample meets the pivot alone; leave out "
                 "opponents"
             )
-        self.template = find(
-            template, PAIRS, patterns=None if pattern is None else {"better": pattern}
-        )
+        patterns = None if pattern is None else {"better": pattern}
+        self.template = find(template, PAIRS, patterns=patterns, tokens=tokens)
         self.method = method
         self.opponents = opponents
-        self.tokens = self.template.tokens if tokens is None else tokens
         self.card = self.needing(self.template)
 
     def __call__(self, media: Media, prompts: list[Prompt]) -> Tensor:
@@ -140,17 +138,17 @@ class Pairwise(Judged):
         self, media: Any, prompt: Prompt, pictures: Sequence[Any], i: int, j: int
     ) -> Question:
         if isinstance(media, Tensor):
-            shown: dict[str, Any] = {"first": pictures[i], "second": pictures[j]}
+            sides = pictures
+            shown: dict[str, Any] = {"kind": kind_of(media)}
         else:
-            shown = {
-                **shown_of(media, i, [], prompt),
-                "first": str(media[i]),
-                "second": str(media[j]),
-            }
-        parts = self.template.parts(prompt, kind_of(media), shown)
+            sides = [str(text) for text in media]
+            shown = shown_of(media, i, [], prompt)
+        parts = self.template.parts(prompt, {**shown, "first": sides[i], "second": sides[j]})
         if not self.template.patterns:
             return Question(parts, choices=("1", "2"), tokens=16)
-        return Question(parts, read=self._read, tokens=self.tokens, tagged=self.template.tagged)
+        return Question(
+            parts, read=self._read, tokens=self.template.tokens, tagged=self.template.tagged
+        )
 
     def _read(self, text: str) -> dict[str, float]:
         """Read the chance of the first from the last conclusion in the text; one half for a

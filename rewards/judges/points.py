@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
-import torch
 from annotated_types import Ge
-from torch import Tensor
 
 from mmrl.core.errors import UserError, suggest
 from mmrl.core.registry import REWARDS
-from mmrl.core.types import Media, Prompt
+from mmrl.core.types import Prompt
 from rewards.card import card
-from rewards.judges.question import Question, score_out_of
-from rewards.judges.samples import Frames, Judged, Model, OnFailure, kind_of, shown_of
+from rewards.judges.question import Question
+from rewards.judges.samples import Frames, Model, OnFailure, SampleJudge
 from rewards.judges.templates import BUILT_IN, Template, find
-
-if TYPE_CHECKING:
-    from PIL import Image
 
 
 @REWARDS.register("judge")
@@ -30,7 +24,7 @@ if TYPE_CHECKING:
     source="the judge's; UnifiedReward: arXiv 2503.05236",
     licence="the judge's",
 )
-class Judge(Judged):
+class Judge(SampleJudge):
     """Ask a vision-language model for the scores of a template; their mean over the best is the
     reward.
 
@@ -70,51 +64,24 @@ class Judge(Judged):
     ):
         super().__init__(model, frames, on_failure)
         patterns = None if pattern is None else {"score": pattern}
-        self.template = find(template, BUILT_IN, patterns=patterns, low=low, high=high)
+        self.template = find(
+            template, BUILT_IN, patterns=patterns, low=low, high=high, tokens=tokens
+        )
         self.aspects = chosen_aspects(aspects, self.template)
-        self.tokens = self.template.tokens if tokens is None else tokens
         self.card = self.needing(self.template)
 
-    def __call__(self, media: Media, prompts: list[Prompt]) -> Tensor:
-        """Score images [B, 3, H, W], videos [B, F, 3, H, W] in 0..1, or B texts -> [B] float32 on
-        the CPU, about 0..1."""
-        values = torch.full((len(prompts),), torch.nan)
-        rows = []
-        questions = []
-        for row, pictures in self.shown_rows(media, prompts):
-            parts = self.template.parts(
-                prompts[row], kind_of(media), shown_of(media, row, pictures, prompts[row])
-            )
-            rows.append(row)
-            questions.append(self._question(parts))
-        for row, scores in zip(rows, self.answers(questions), strict=True):
-            if scores is not None:
-                values[row] = (
-                    sum(scores[name] for name in self.aspects)
-                    / len(self.aspects)
-                    / self.template.high
-                )
-        return values
+    def questions(self, prompt: Prompt, shown: dict[str, Any]) -> list[Question]:
+        return [self.template.question(prompt, shown)]
 
-    def _question(self, parts: tuple[str | Image.Image, ...]) -> Question:
-        template = self.template
-        if template.patterns:
-            return Question(parts, read=template.scores, tokens=self.tokens, tagged=template.tagged)
-        return JsonScores(
-            parts, schema=score_schema(template.low, template.high), tokens=self.tokens
-        )
-
-
-class JsonScores(Question):
-    """Asks a question whose answer is JSON with a reason and a score."""
-
-    def value(self, text: str) -> dict[str, float]:
-        return {"score": super().value(text).score}
+    def value(self, prompt: Prompt, answers: list[Any]) -> float:
+        scores = answers[0]
+        total: float = sum(scores[name] for name in self.aspects)
+        return total / len(self.aspects) / self.template.high
 
 
 def chosen_aspects(aspects: Sequence[str] | None, template: Template) -> list[str]:
     """Return names of the scores that count, as the template calls them."""
-    known = {name.lower(): name for name in template.patterns or ("score",)}
+    known = {name.lower(): name for name in template.patterns or template.fields}
     for name in aspects or ():
         if name.lower() not in known:
             raise UserError(
@@ -123,16 +90,3 @@ def chosen_aspects(aspects: Sequence[str] | None, template: Template) -> list[st
     if aspects is not None and not aspects:
         raise UserError("`aspects` is an empty list; leave it out to take all")
     return [known[name.lower()] for name in aspects or known]
-
-
-@lru_cache(maxsize=64)
-def score_schema(low: float, high: float) -> Any:
-    """Return the schema of ``{"reason": text, "score": number from low to high}``."""
-    from pydantic import BeforeValidator, Field, create_model
-
-    number = Annotated[float, BeforeValidator(partial(score_out_of, high=high))]
-    return create_model(
-        "Answer",
-        reason=(str, Field("", description="one sentence")),
-        score=(number, Field(ge=low, le=high, description=f"a number from {low:g} to {high:g}")),
-    )

@@ -7,7 +7,8 @@ import re
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 from mmrl.core.thoughts import outside
 from rewards.answers.reading.parts import answers, final
@@ -33,8 +34,9 @@ class Question:
 
     ``choices``: the answer is the probability of each of these words; ``value`` is then a
     dictionary of them. ``tagged``: reasons are asked for first, and what counts must stand in
-    <answer> after them. ``schema``: the answer must be JSON of this pydantic model; ``value`` is an
-    instance. Otherwise ``read`` makes the value of the text, or raises ``Unreadable``.
+    <answer> after them. ``schema``: the answer must be JSON of this pydantic model; ``value`` is
+    what it says, by field. Otherwise ``read`` makes the value of the text, or raises
+    ``Unreadable``.
     """
 
     parts: tuple[str | Image.Image, ...]
@@ -176,9 +178,9 @@ def _plain(word: str) -> str:
     return word.strip(" \t\r\n\"'`*.,:;!?()\u0120\u2581").casefold()
 
 
-def read_json(text: str, schema: type[BaseModel]) -> BaseModel:
-    """Read the JSON object in a text, fenced or among words, and check it against the model;
-    nothing is repaired, and a reason may be missing."""
+def read_json(text: str, schema: type[BaseModel]) -> dict[str, Any]:
+    """Read the JSON object in a text, fenced or among words, by fields of the model that it is
+    checked against; nothing is repaired, and a reason may be missing."""
     from pydantic import ValidationError
 
     start = text.find("{")
@@ -186,7 +188,7 @@ def read_json(text: str, schema: type[BaseModel]) -> BaseModel:
     if start < 0 or end < start:
         raise Unreadable("it holds no JSON object")
     try:
-        return schema.model_validate_json(text[start : end + 1])
+        return schema.model_validate_json(text[start : end + 1]).model_dump()
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
@@ -200,6 +202,19 @@ def asked_schema(schema: type[BaseModel]) -> dict[str, Any]:
     for entry in strict["properties"].values():
         entry.pop("default", None)
     return strict | {"required": list(strict["properties"]), "additionalProperties": False}
+
+
+@lru_cache(maxsize=64)
+def scores_schema(names: tuple[str, ...], low: float, high: float) -> Any:
+    """Return the schema of ``{"reason": text, name: number from low to high, ...}``."""
+    from pydantic import BeforeValidator, Field, create_model
+
+    number = Annotated[float, BeforeValidator(partial(score_out_of, high=high))]
+    scale = f"a number from {low:g} to {high:g}"
+    scores: dict[str, Any] = {
+        name: (number, Field(ge=low, le=high, description=scale)) for name in names
+    }
+    return create_model("Answer", reason=(str, Field("", description="one sentence")), **scores)
 
 
 def score_out_of(value: Any, high: float) -> Any:

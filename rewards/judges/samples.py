@@ -3,8 +3,10 @@ prompts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -93,16 +95,16 @@ def _picture(picture: Any, prompt: Prompt) -> Any:
         ) from error
 
 
-def kind_of(media: Media) -> str:
-    """Return what a template calls a sample."""
-    return "answer" if not isinstance(media, Tensor) else "image" if media.ndim == 4 else "video"
+def kind_of(media: Tensor) -> str:
+    """Return what a template calls a picture or a video."""
+    return "image" if media.ndim == 4 else "video"
 
 
 def shown_of(media: Media, row: int, pictures: Sequence[Any], prompt: Prompt) -> dict[str, Any]:
     """Return the variables of a template for one sample."""
     if isinstance(media, Tensor):
-        return {"media": pictures}
-    return {"media": prompt_pictures(prompt), "answer": str(media[row])}
+        return {"kind": kind_of(media), "media": pictures}
+    return {"kind": "answer", "media": prompt_pictures(prompt), "answer": str(media[row])}
 
 
 class Judged:
@@ -130,12 +132,6 @@ class Judged:
         """Return the card of this object: the fields that its template mentions, and pictures."""
         return replace(card_of(type(self)), needs=template.needs(), pictures=PICTURES)
 
-    def shown_rows(self, media: Media, prompts: list[Prompt]) -> Iterator[tuple[int, list[Any]]]:
-        """Return the rows that can be shown, with their pictures."""
-        for row, pictures in enumerate(sample_pictures(media, self.frames, self.name)):
-            if pictures is not None:
-                yield row, pictures
-
     def answers(self, questions: Sequence[Question]) -> list[Any]:
         """Return the values of questions, None where there is none. Raises UserError for one if
         failures are to stop the run."""
@@ -147,3 +143,37 @@ class Judged:
                 f"{len(values)} questions"
             )
         return values
+
+
+class SampleJudge(Judged, ABC):
+    """Asks a judge about samples one by one. A subclass words the questions about a sample and
+    makes a value of the answers."""
+
+    def __call__(self, media: Media, prompts: list[Prompt]) -> Tensor:
+        """Score images [B, 3, H, W], videos [B, F, 3, H, W] in 0..1, or B texts -> [B] float32 on
+        the CPU; NaN where a question has no answer."""
+        values = torch.full((len(prompts),), torch.nan)
+        for row, answers in self.answered(media, prompts).items():
+            values[row] = self.value(prompts[row], answers)
+        return values
+
+    def answered(self, media: Media, prompts: list[Prompt]) -> dict[int, list[Any]]:
+        """Return the answers about each sample that can be shown, where none is missing."""
+        questions = {
+            row: self.questions(prompts[row], shown_of(media, row, pictures, prompts[row]))
+            for row, pictures in enumerate(sample_pictures(media, self.frames, self.name))
+            if pictures is not None
+        }
+        values = iter(
+            self.answers([question for about in questions.values() for question in about])
+        )
+        answers = {row: list(islice(values, len(about))) for row, about in questions.items()}
+        return {row: about for row, about in answers.items() if not any(x is None for x in about)}
+
+    @abstractmethod
+    def questions(self, prompt: Prompt, shown: dict[str, Any]) -> list[Question]:
+        """Word the questions about a sample. ``shown``: the variables of templates."""
+
+    @abstractmethod
+    def value(self, prompt: Prompt, answers: list[Any]) -> float:
+        """Make the reward of a sample from the answers to its questions."""

@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmrl.core.errors import UserError, suggest
-from rewards.judges.question import Unreadable, score_out_of
+from rewards.judges.question import Question, Unreadable, score_out_of, scores_schema
 
 if TYPE_CHECKING:
     from PIL import Image
 
+# what a template is shown of a sample: name -> a text, or pictures
+Shown = Mapping[str, Sequence[Any] | str]
 # never the prompt's fields of these names
 OURS = ("media", "kind", "answer", "first", "second", "question", "prompt")
 MARK = "\x00{}\x00"  # where pictures go; no prompt may hold it
@@ -31,8 +33,8 @@ class Template:
     """Holds a question and how its answer is read.
 
     ``source``: jinja2. ``patterns``: name of an aspect -> regular expression whose group 1 is its
-    score; empty: the answer is JSON. ``high``: the best score on the judge's scale, which becomes
-    1; ``low``: the worst.
+    score; empty: the answer is JSON with a number for each of ``fields``. ``high``: the best score
+    on the judge's scale, which becomes 1; ``low``: the worst.
     """
 
     name: str
@@ -43,14 +45,21 @@ class Template:
     format: bool = False  # ``source`` is for str.format
     tokens: int = 512  # most of an answer, reasoning included
     tagged: bool = False  # reasons in <think>, and what counts in <answer> after them
+    fields: tuple[str, ...] = ("score",)
 
     def needs(self) -> tuple[str, ...]:
         """Return the fields that the prompts must have."""
         return tuple(name for name in sorted(self._names()) if name not in OURS)
 
-    def parts(
-        self, prompt: Mapping[str, Any], kind: str, shown: Mapping[str, Sequence[Any] | str]
-    ) -> tuple[str | Image.Image, ...]:
+    def question(self, prompt: Mapping[str, Any], shown: Shown) -> Question:
+        """Ask for the scores: by the patterns, else as JSON."""
+        parts = self.parts(prompt, shown)
+        if self.patterns:
+            return Question(parts, read=self.scores, tokens=self.tokens, tagged=self.tagged)
+        schema = scores_schema(self.fields, self.low, self.high)
+        return Question(parts, schema=schema, tokens=self.tokens)
+
+    def parts(self, prompt: Mapping[str, Any], shown: Shown) -> tuple[str | Image.Image, ...]:
         """Return texts and pictures in order. ``shown``: our variables; a list of pictures goes
         where it is mentioned.
 
@@ -58,8 +67,7 @@ class Template:
         """
         values = {key: _harmless(value) for key, value in prompt.items()}
         values = {key: value for key, value in values.items() if key not in OURS} | {
-            "kind": kind,
-            "prompt": values,
+            "prompt": values
         }
         pictures = {
             name: list(value) for name, value in shown.items() if not isinstance(value, str)

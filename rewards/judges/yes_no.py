@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
-
-import torch
-from torch import Tensor
+from typing import Any, Literal
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
-from mmrl.core.types import Media, Prompt
+from mmrl.core.types import Prompt
 from rewards.answers.reading.spelled import UNITS
 from rewards.card import card
 from rewards.judges.question import Question
-from rewards.judges.samples import Frames, Judged, Model, OnFailure, kind_of, shown_of
+from rewards.judges.samples import Frames, Model, OnFailure, SampleJudge
 from rewards.judges.templates import REQUEST, Template, find
 
 SHOWS = Template(
@@ -48,7 +45,7 @@ LEAST = 1e-12  # a probability is not let below in a geometric mean
     licence="the judge's",
     scaling="P(yes) / (P(yes) + P(no))",
 )
-class YesNo(Judged):
+class YesNo(SampleJudge):
     """Ask a judge whether the picture shows its text, or each question of the prompt: P(yes).
 
     P(yes) / (P(yes) + P(no)), upper and lower case added up, from log-probabilities. A server
@@ -87,37 +84,26 @@ class YesNo(Judged):
         self.template = default if template is None else find(template, {})
         self.card = self.needing(self.template)
 
-    def __call__(self, media: Media, prompts: list[Prompt]) -> Tensor:
-        """Score images [B, 3, H, W], videos [B, F, 3, H, W] in 0..1, or B texts -> [B] float32 on
-        the CPU, in 0..1."""
-        rows = []
-        right_words = []
-        questions = []
-        for row, pictures in self.shown_rows(media, prompts):
-            shown = shown_of(media, row, pictures, prompts[row])
-            for text, right in self._questions(prompts[row]):
-                count = right in DIGITS
-                parts = (COUNTS if count else self.template).parts(
-                    prompts[row], kind_of(media), {**shown, "question": text}
-                )
-                rows.append(row)
-                right_words.append(right)
-                choices = DIGITS if count else ("Yes", "No")
-                questions.append(Question(parts, choices=choices, tokens=16))
-        shares_of: dict[int, list[float]] = {}
-        for row, right, answer in zip(rows, right_words, self.answers(questions), strict=True):
-            shares_of.setdefault(row, []).append(torch.nan if answer is None else answer[right])
-        values = torch.full((len(prompts),), torch.nan)
-        for row, shares in shares_of.items():
-            values[row] = self._combined(shares)
-        return values
+    def questions(self, prompt: Prompt, shown: dict[str, Any]) -> list[Question]:
+        return [
+            Question(
+                (COUNTS if right in DIGITS else self.template).parts(
+                    prompt, {**shown, "question": text}
+                ),
+                choices=DIGITS if right in DIGITS else ("Yes", "No"),
+                tokens=16,
+            )
+            for text, right in self._asked(prompt)
+        ]
 
-    def _combined(self, shares: list[float]) -> float:
-        if not self.geometric or any(math.isnan(share) for share in shares):
-            return sum(shares) / len(shares)
+    def value(self, prompt: Prompt, answers: list[Any]) -> float:
+        shares = [answer[right] for (_, right), answer in zip(self._asked(prompt), answers)]
+        if not self.geometric:
+            return float(sum(shares) / len(shares))
         return math.exp(sum(math.log(max(share, LEAST)) for share in shares) / len(shares))
 
-    def _questions(self, prompt: Prompt) -> list[tuple[str, str]]:
+    def _asked(self, prompt: Prompt) -> list[tuple[str, str]]:
+        """Return each question and the word of its right answer. Raises UserError."""
         if self.field is None:
             return [("", "Yes")]
         listed = prompt.get(self.field)

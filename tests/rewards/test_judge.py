@@ -21,8 +21,8 @@ from rewards.judges.checklist import Checklist
 from rewards.judges.edit import EditJudge
 from rewards.judges.listener import Listener, reasoning
 from rewards.judges.pairwise import Pairwise, pairings, strengths, win_rates, with_pivot
-from rewards.judges.points import JsonScores, Judge, score_schema
-from rewards.judges.question import Question, Unreadable, asked_schema
+from rewards.judges.points import Judge
+from rewards.judges.question import Question, Unreadable, asked_schema, scores_schema
 from rewards.judges.samples import to_pil
 from rewards.judges.templates import BUILT_IN
 from rewards.judges.yes_no import YesNo
@@ -85,7 +85,7 @@ def test_forms_of_a_judgement(message, want):
     choice = Choice(
         finish_reason="stop", index=0, message={"role": "assistant", **message}, logprobs=None
     )
-    question = JsonScores(("?",), schema=score_schema(0.0, 10.0))
+    question = Question(("?",), schema=scores_schema(("score",), 0.0, 10.0))
     if isinstance(want, float):
         assert chat.read_choice(choice, question)["score"] / 10 == pytest.approx(want)
         return
@@ -94,7 +94,7 @@ def test_forms_of_a_judgement(message, want):
 
 
 def test_a_reason_may_be_missing_and_is_asked_for_all_the_same():
-    asked = asked_schema(score_schema(0.0, 10.0))
+    asked = asked_schema(scores_schema(("score",), 0.0, 10.0))
     assert asked["required"] == ["reason", "score"] and asked["additionalProperties"] is False
     assert "default" not in asked["properties"]["reason"]
     template = BUILT_IN["unified_reward"]
@@ -755,8 +755,8 @@ def test_the_worse_of_two_scores_counts(url):
 
 def test_a_pair_judged_with_reasons_is_read_after_them(url):
     judge = Pairwise(server(url), template="unified_reward_think")
-    assert judge.tokens == 2048 and Pairwise(server(url)).tokens == 512
-    assert Pairwise(server(url), tokens=100).tokens == 100
+    assert judge.template.tokens == 2048 and Pairwise(server(url)).template.tokens == 512
+    assert Pairwise(server(url), tokens=100).template.tokens == 100
     asked = [{"text": "bright", "group": 0}] * 4
     wins = judge(greys(), asked)
     assert wins.tolist() == pytest.approx([0, 1 / 3, 2 / 3, 1])
@@ -783,7 +783,7 @@ def test_a_pair_of_answers_is_judged_by_what_matters_for_answers(url):
 def test_one_sample_is_scored_after_its_reasons(url):
     """UnifiedReward-Think asked about single samples: only the last answer's score counts."""
     judge = Judge(server(url), template="unified_reward_think")
-    assert judge.tokens == 2048 and Judge(server(url)).tokens == 512
+    assert judge.template.tokens == 2048 and Judge(server(url)).template.tokens == 512
     expected = [(1 + 9 * level) / 10 for level in LEVELS]
     assert judge(greys(), prompts()).tolist() == pytest.approx(expected)
     assert "Aesthetics" in stats(url)["bodies"][-1]["text"]
