@@ -35,6 +35,7 @@ from mmrl.objectives.forward_process.base import mean_square, velocity
 from mmrl.objectives.policy_gradient import PolicyGradient
 from mmrl.objectives.terms import KLPenalty, TimestepShare, TimestepWeighting
 from mmrl.policies.base import Policy, Reads
+from mmrl.policies.contracts import Demonstrates
 from samplers.noise import Rng
 from samplers.processes import noised
 
@@ -137,7 +138,7 @@ class DistributionMatching(PolicyGradient):
         if capabilities_of(policy) is not None and policy.tree is not None:
             yield "teacher", "the student's samples are single paths: leave out policy option tree"
         can = capabilities_of(policy)
-        if self.judge is not None and can is not None and not can.demonstrations:
+        if self.judge is not None and can is not None and not Demonstrates.kept_by(policy):
             yield "gan", "this policy takes no pictures of others, which would be the real ones"
         yield from super().unfit(policy)
 
